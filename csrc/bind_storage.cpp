@@ -1,0 +1,68 @@
+// Storages, saved views and in-place moves, as Python sees them.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "inplace.h"
+#include "saved_view.h"
+#include "storage.h"
+
+namespace memswap {
+namespace py = pybind11;
+
+namespace {
+uintptr_t as_int(const void* key) { return reinterpret_cast<uintptr_t>(key); }
+}  // namespace
+
+void bind_storage(py::module_& module) {
+  py::class_<StorageRef, StorageRefPtr>(module, "StorageRef", "A share of one tensor storage.")
+      .def(py::init([](const at::Tensor& tensor) {
+        return std::make_shared<StorageRef>(tensor.storage());
+      }))
+      .def_property_readonly("nbytes", [](const StorageRef& ref) { return ref.storage.nbytes(); })
+      .def_property_readonly(
+          "key", [](const StorageRef& ref) { return as_int(ref.storage.unsafeGetStorageImpl()); })
+      .def_property_readonly("use_count",
+                             [](const StorageRef& ref) { return ref.storage.use_count(); })
+      .def_property_readonly(
+          "edited", [](const StorageRef& ref) { return ref.version.current_version() != 0; });
+
+  py::class_<WeakStorage>(module, "WeakStorage", "A storage's identity; owns no memory.")
+      .def(py::init<const StorageRef&>())
+      .def_property_readonly("key", [](const WeakStorage& weak) { return as_int(weak.key()); })
+      .def("expired", &WeakStorage::expired)
+      .def("lock", &WeakStorage::lock);
+
+  py::class_<SavedView>(module, "SavedView", "How a saved tensor looks at its storage.")
+      .def("rebuild", &SavedView::rebuild, py::arg("storage"), py::arg("shares_counter"))
+      .def("describe", &SavedView::describe)
+      .def_property_readonly("edited", &SavedView::edited)
+      .def_property_readonly("version", &SavedView::version)
+      .def_property_readonly("current_version", &SavedView::current_version)
+      .def_property_readonly("of_leaf", &SavedView::of_leaf)
+      .def_property_readonly("key", [](const SavedView& view) { return as_int(view.storage_key()); })
+      .def_property_readonly("storage_nbytes", &SavedView::storage_nbytes)
+      .def_property_readonly("nbytes", &SavedView::nbytes);
+  module.def("capture", &SavedView::capture, py::arg("tensor"),
+             "The SavedView of a plain strided tensor, or None.");
+  module.def("storage_key", [](const at::Tensor& tensor) {
+    return as_int(tensor.unsafeGetTensorImpl()->has_storage()
+                      ? tensor.storage().unsafeGetStorageImpl()
+                      : nullptr);
+  });
+
+  py::class_<VersionGuard>(module, "VersionGuard", "Notices in-place edits; owns no memory.")
+      .def(py::init<const at::Tensor&>())
+      .def_property_readonly("edited", &VersionGuard::edited)
+      .def_property_readonly("version", &VersionGuard::version)
+      .def_property_readonly("current_version", &VersionGuard::current_version);
+
+  module.def("why_shared", &why_shared, py::arg("tensor"), py::arg("known_holders"));
+  module.def("take_bytes", &take_bytes, py::arg("tensor"), py::arg("message"));
+  module.def(
+      "give_bytes",
+      [](const at::Tensor& tensor, StorageRef& bytes) { give_bytes(tensor, bytes); },
+      py::arg("tensor"), py::arg("bytes"));
+}
+
+}  // namespace memswap

@@ -1,0 +1,60 @@
+#include "pool.h"
+
+#include <unistd.h>
+
+#include <utility>
+
+#include "pool_core.h"
+
+namespace memswap {
+
+Pool::Pool(SlabSourcePtr source, PoolOptions options)
+    : core_(std::make_shared<PoolCore>(std::move(source), options)), owner_pid_(getpid()) {
+  if (options.grow_ahead_bytes > 0) {
+    start_background();
+  }
+}
+
+Pool::~Pool() {
+  if (getpid() == owner_pid_) {
+    stop_background();
+    return;
+  }
+  // A forked child has no background thread to join, and destroying the condition that it waited
+  // on would wait for it: the child lets go of the thread and never destroys the core.
+  if (grower_.joinable()) {
+    grower_.detach();
+  }
+  new std::shared_ptr<PoolCore>(core_);  // NOLINT: leaked on purpose
+}
+
+BlockPtr Pool::allocate(size_t nbytes) { return core_->allocate(nbytes); }
+
+void Pool::reserve(size_t nbytes) {
+  start_background();
+  core_->ask_reserve(nbytes);
+}
+
+bool Pool::wait_reserved() { return core_->wait_background(); }
+
+size_t Pool::trim() { return core_->trim(); }
+
+PoolStatistics Pool::statistics() const { return core_->statistics(); }
+
+void Pool::start_background() {
+  const std::lock_guard lock(grower_mutex_);
+  if (!grower_.joinable() && !stopped_) {
+    grower_ = std::thread([core = core_] { core->run_background(); });
+  }
+}
+
+void Pool::stop_background() {
+  core_->ask_stop();
+  const std::lock_guard lock(grower_mutex_);
+  stopped_ = true;
+  if (grower_.joinable()) {
+    grower_.join();
+  }
+}
+
+}  // namespace memswap

@@ -1,0 +1,366 @@
+#include "pool_core.h"
+
+#include <algorithm>
+#include <bit>
+#include <exception>
+#include <limits>
+#include <utility>
+
+namespace memswap {
+
+namespace {
+
+// Nothing longer exists on any machine, and everything up to it can be rounded without overflow.
+constexpr size_t kLongestBlock = size_t{1} << 60;
+
+// As a pool grows its slabs do, to this share of what it has and up to this size: tensors of
+// hundreds of MiB leave a large part of a small slab unused.
+constexpr size_t kGrowthShare = 8;
+constexpr size_t kLargestUsualSlab = size_t{1} << 30;
+
+// The background thread fills a budget with ever smaller slabs down to this; what is left then is
+// too little to matter.
+constexpr size_t kSmallestReserve = size_t{1} << 20;
+
+// Ranges asked about per allocation: a few always, more when the alternative is to grow.
+constexpr size_t kCheapReap = 8;
+constexpr size_t kCheapMisses = 2;  // one per direction of transfer
+constexpr size_t kThoroughReap = 64;
+
+SlabSourcePtr never_throwing(SlabSourcePtr source) {
+  return std::make_shared<FallbackSlabs>(std::move(source));
+}
+
+PoolOptions checked(PoolOptions options) {
+  options.slab_bytes =
+      std::bit_ceil(std::clamp(options.slab_bytes, options.alignment, kLongestBlock));
+  return options;
+}
+
+}  // namespace
+
+PoolCore::PoolCore(SlabSourcePtr source, PoolOptions options)
+    : source_(std::make_shared<CountedSlabs>(never_throwing(std::move(source)))),
+      options_(checked(options)),
+      ranges_(options_.alignment) {}
+
+PoolCore::~PoolCore() {
+  for (auto& [sequence, pending] : pending_) {
+    for (const TicketPtr& ticket : pending.tickets) {
+      try {
+        ticket->synchronize();
+      } catch (const std::exception&) {
+        // Whoever holds the ticket hears of it; here it only matters that the work has ended.
+      }
+    }
+  }
+}
+
+BlockPtr PoolCore::allocate(size_t nbytes) {
+  if (nbytes > kLongestBlock) {
+    refuse("a block of " + std::to_string(nbytes) + " bytes is longer than any memory");
+    return nullptr;
+  }
+  reap(kCheapReap, kCheapMisses, nullptr);
+  BlockPtr block = take(nbytes);
+  if (!block && reap(kThoroughReap, kThoroughReap, &thorough_from_)) {
+    block = take(nbytes);
+  }
+  if (!block) {
+    const std::lock_guard growing(grow_mutex_);
+    // Somebody else may have grown meanwhile, or taken what was grown here: hence the loop.
+    while (!(block = take(nbytes))) {
+      const size_t size = ranges_.rounded(nbytes);
+      const std::string reason =
+          grow(std::max(usual_slab_bytes(reserved_bytes()), std::bit_ceil(size)), size, false);
+      if (!reason.empty()) {
+        refuse(reason);
+        return nullptr;
+      }
+    }
+  }
+  grow_ahead_if_low();
+  return block;
+}
+
+BlockPtr PoolCore::take(size_t nbytes) {
+  BlockPtr block = take_free(nbytes);
+  return block ? block : take_pending(nbytes);
+}
+
+BlockPtr PoolCore::take_free(size_t nbytes) {
+  std::optional<Range> range;
+  {
+    const std::lock_guard lock(mutex_);
+    range = ranges_.allocate(nbytes);
+    if (!range) {
+      return nullptr;
+    }
+    note_taken(*range, nbytes);
+  }
+  return make_block(*range, nbytes, {});
+}
+
+BlockPtr PoolCore::take_pending(size_t nbytes) {
+  Pending found;
+  {
+    const std::lock_guard lock(mutex_);
+    const size_t size = ranges_.rounded(nbytes);
+    const auto oldest = pending_by_size_.lower_bound({size, 0});
+    if (oldest == pending_by_size_.end() || oldest->first != size) {
+      return nullptr;
+    }
+    auto node = pending_.extract(oldest->second);
+    pending_by_size_.erase(oldest);
+    found = std::move(node.mapped());
+    --counted_.pending;
+    counted_.pending_bytes -= size;
+    note_taken(found.range, nbytes);
+  }
+  if (!drop_done(found.tickets)) {
+    const std::lock_guard lock(mutex_);
+    ++counted_.waits;
+  }
+  return make_block(found.range, nbytes, std::move(found.tickets));
+}
+
+void PoolCore::note_taken(const Range& range, size_t nbytes) {
+  ++counted_.blocks;
+  counted_.in_use_bytes += nbytes;
+  counted_.waste_bytes += range.size - nbytes;
+  counted_.peak_bytes = std::max(counted_.peak_bytes, counted_.in_use_bytes);
+}
+
+BlockPtr PoolCore::make_block(const Range& range, size_t nbytes, std::vector<TicketPtr> behind) {
+  Slab* slab = nullptr;
+  {
+    const std::lock_guard lock(mutex_);
+    slab = slabs_.at(range.slab).get();
+  }
+  return std::make_shared<PoolBlock>(shared_from_this(), *slab, range, nbytes, std::move(behind));
+}
+
+void PoolCore::give_back(const Range& range, size_t nbytes, std::vector<TicketPtr> tickets) {
+  const std::lock_guard lock(mutex_);
+  --counted_.blocks;
+  counted_.in_use_bytes -= nbytes;
+  counted_.waste_bytes -= range.size - nbytes;
+  if (tickets.empty()) {
+    ranges_.free(range);
+    return;
+  }
+  ++counted_.pending;
+  counted_.pending_bytes += range.size;
+  put_pending(next_pending_++, Pending{.range = range, .tickets = std::move(tickets)});
+}
+
+void PoolCore::put_pending(Sequence sequence, Pending pending) {
+  pending_by_size_.emplace(pending.range.size, sequence);
+  pending_.emplace(sequence, std::move(pending));
+}
+
+// Frees pending ranges whose tickets are done, beginning with the oldest, or at `from`, which then
+// moves on and wraps around. Asks at most `most_ranges` and stops after `most_misses` that are
+// still running. Says whether anything was freed.
+bool PoolCore::reap(size_t most_ranges, size_t most_misses, Sequence* from) {
+  bool freed = false;
+  Sequence next = 0;
+  if (from != nullptr) {
+    const std::lock_guard lock(mutex_);
+    next = *from;
+  }
+  while (most_ranges-- > 0 && most_misses > 0) {
+    Sequence sequence = 0;
+    Pending asked;
+    {
+      const std::lock_guard lock(mutex_);
+      const auto oldest = pending_.lower_bound(next);
+      if (oldest == pending_.end()) {
+        next = 0;
+        break;
+      }
+      sequence = oldest->first;
+      pending_by_size_.erase({oldest->second.range.size, sequence});
+      asked = std::move(oldest->second);
+      pending_.erase(oldest);
+    }
+    next = sequence + 1;
+    const bool done = drop_done(asked.tickets);
+    const std::lock_guard lock(mutex_);
+    if (done) {
+      --counted_.pending;
+      counted_.pending_bytes -= asked.range.size;
+      ranges_.free(asked.range);
+      freed = true;
+    } else {
+      put_pending(sequence, std::move(asked));
+      --most_misses;
+    }
+  }
+  if (from != nullptr) {
+    const std::lock_guard lock(mutex_);
+    *from = next;
+  }
+  return freed;
+}
+
+size_t PoolCore::usual_slab_bytes(size_t reserved) const {
+  const size_t share = std::bit_floor(reserved / kGrowthShare);
+  return std::max(options_.slab_bytes, std::min(share, kLargestUsualSlab));
+}
+
+size_t PoolCore::reserved_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return ranges_.total_bytes();
+}
+
+// Gets one slab of `wanted_bytes`, or of what the budget still allows if that is at least
+// `least_bytes`. Returns the reason of a refusal, or nothing. Called with grow_mutex_ held.
+std::string PoolCore::grow(size_t wanted_bytes, size_t least_bytes, bool background) {
+  const size_t room = source_->room();
+  size_t size = wanted_bytes;
+  if (source_->granted(size) > room) {
+    // If not even the least fits, ask all the same: the refusal's words come from the source.
+    size = std::max(least_bytes, std::bit_floor(room));
+    if (source_->granted(size) > room) {
+      size = least_bytes;
+    }
+  }
+  SlabResult result = source_->acquire(size);
+  if (!result.slab) {
+    const std::lock_guard lock(mutex_);
+    counted_.last_refusal = result.refusal;
+    return result.refusal.empty() ? "the source of slabs gave no reason" : result.refusal;
+  }
+  const std::lock_guard lock(mutex_);
+  const SlabId id = next_slab_++;
+  ranges_.add_slab(id, result.slab->size());
+  slabs_.emplace(id, std::move(result.slab));
+  counted_.grown_in_background += background ? 1 : 0;
+  return {};
+}
+
+void PoolCore::refuse(const std::string& reason) {
+  const std::lock_guard lock(mutex_);
+  ++counted_.refusals;
+  counted_.last_refusal = reason;
+}
+
+size_t PoolCore::trim() {
+  reap(std::numeric_limits<size_t>::max(), std::numeric_limits<size_t>::max(), nullptr);
+  std::vector<std::unique_ptr<Slab>> returned;  // destroyed without the lock: the driver may block
+  size_t bytes = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const SlabId id : ranges_.free_slabs()) {
+      ranges_.remove_slab(id);
+      const auto slab = slabs_.find(id);
+      bytes += slab->second->size();
+      returned.push_back(std::move(slab->second));
+      slabs_.erase(slab);
+    }
+  }
+  returned.clear();
+  source_->trim();
+  const std::lock_guard lock(background_mutex_);
+  growing_ahead_stopped_ = false;
+  return bytes;
+}
+
+PoolStatistics PoolCore::statistics() const {
+  PoolStatistics statistics;
+  {
+    const std::lock_guard lock(mutex_);
+    statistics = counted_;
+    statistics.free_bytes = ranges_.free_bytes();
+    statistics.reserved_bytes = ranges_.total_bytes();
+    statistics.slabs = slabs_.size();
+  }
+  const CountedSlabs::Counts counts = source_->counts();
+  statistics.slabs_acquired = counts.acquired;
+  statistics.acquire_s = counts.acquire_s;
+  return statistics;
+}
+
+void PoolCore::grow_ahead_if_low() {
+  if (options_.grow_ahead_bytes == 0) {
+    return;
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    if (ranges_.free_bytes() + counted_.pending_bytes >= options_.grow_ahead_bytes) {
+      return;
+    }
+  }
+  const std::lock_guard lock(background_mutex_);
+  if (!growing_ahead_stopped_ && !slab_wanted_ && !busy_) {
+    slab_wanted_ = true;
+    background_.notify_all();
+  }
+}
+
+void PoolCore::ask_reserve(size_t nbytes) {
+  const std::lock_guard lock(background_mutex_);
+  reserve_target_ = std::max(reserve_target_, std::min(nbytes, kLongestBlock));
+  reserve_refused_ = false;
+  growing_ahead_stopped_ = false;
+  background_.notify_all();
+}
+
+void PoolCore::ask_stop() {
+  const std::lock_guard lock(background_mutex_);
+  stop_ = true;
+  background_.notify_all();
+}
+
+bool PoolCore::wait_background() {
+  std::unique_lock lock(background_mutex_);
+  background_.wait(lock,
+                   [&] { return stop_ || (reserve_target_ == 0 && !slab_wanted_ && !busy_); });
+  return !reserve_refused_ && reserve_target_ == 0;
+}
+
+void PoolCore::run_background() {
+  std::unique_lock lock(background_mutex_);
+  while (true) {
+    background_.wait(lock, [&] { return stop_ || reserve_target_ > 0 || slab_wanted_; });
+    if (stop_) {
+      return;
+    }
+    const size_t target = reserve_target_;
+    const bool one_slab = std::exchange(slab_wanted_, false);
+    busy_ = true;
+    lock.unlock();
+
+    std::string reason;
+    bool reached = false;
+    {
+      const std::lock_guard growing(grow_mutex_);
+      const size_t least = std::min(options_.slab_bytes, kSmallestReserve);
+      const size_t reserved = reserved_bytes();
+      reached = reserved + least > target;
+      size_t wanted = usual_slab_bytes(reserved);
+      if (!reached) {
+        wanted = std::max(options_.slab_bytes,
+                          std::min(std::bit_floor(target - reserved), kLargestUsualSlab));
+      }
+      if (!reached || one_slab) {
+        reason = grow(wanted, least, true);
+        reached = reserved_bytes() + least > target;
+      }
+    }
+
+    lock.lock();
+    busy_ = false;
+    if (!reason.empty()) {
+      growing_ahead_stopped_ = true;
+      reserve_refused_ = reserve_refused_ || target > 0;
+    }
+    if ((reached || !reason.empty()) && reserve_target_ == target) {
+      reserve_target_ = 0;
+    }
+    background_.notify_all();
+  }
+}
+
+}  // namespace memswap

@@ -1,0 +1,110 @@
+#include "work_queue.h"
+
+#include <unistd.h>
+
+#include <utility>
+
+namespace memswap {
+
+WorkQueue::WorkQueue(size_t workers) : shared_(std::make_unique<Shared>()), owner_pid_(getpid()) {
+  workers_.reserve(workers);
+  for (size_t i = 0; i < workers; ++i) {
+    workers_.emplace_back([shared = shared_.get()] { work_until_stopped(*shared); });
+  }
+}
+
+WorkQueue::~WorkQueue() {
+  if (getpid() == owner_pid_) {
+    stop();
+    return;
+  }
+  // A forked child: its copies of the workers can be neither joined nor told anything, and the
+  // lock may be held by one of them for ever. What they use must therefore never be destroyed.
+  for (std::thread& worker : workers_) {
+    worker.detach();
+  }
+  (void)shared_.release();
+}
+
+void WorkQueue::submit(std::shared_ptr<Work> work) {
+  const std::lock_guard lock(shared_->mutex);
+  Work& submitted = *work;
+  shared_->queue.push_back(std::move(work));
+  submitted.place_ = std::prev(shared_->queue.end());
+  submitted.state_.store(Work::State::kQueued, std::memory_order_release);
+  shared_->queued.notify_one();
+}
+
+// Takes queued work out of the queue. The lock is held.
+std::shared_ptr<Work> WorkQueue::begin(Shared& shared, Work& work) {
+  std::shared_ptr<Work> begun = std::move(*work.place_);
+  shared.queue.erase(work.place_);
+  work.state_.store(Work::State::kRunning, std::memory_order_release);
+  ++shared.running;
+  return begun;
+}
+
+// Runs work that was begun; drops it; both without the lock, which is held again at the end.
+void WorkQueue::execute(Shared& shared, std::unique_lock<std::mutex>& lock,
+                        std::shared_ptr<Work> work) {
+  lock.unlock();
+  work->run();
+  lock.lock();
+  work->state_.store(Work::State::kEnded, std::memory_order_release);
+  --shared.running;
+  shared.ended.notify_all();
+  lock.unlock();
+  work->after_end();
+  work.reset();
+  lock.lock();
+}
+
+void WorkQueue::work_until_stopped(Shared& shared) {
+  std::unique_lock lock(shared.mutex);
+  while (true) {
+    shared.queued.wait(lock, [&] { return shared.stopping || !shared.queue.empty(); });
+    if (shared.queue.empty()) {
+      return;
+    }
+    execute(shared, lock, begin(shared, *shared.queue.front()));
+  }
+}
+
+void WorkQueue::finish(Work& work) {
+  if (work.ended()) {
+    return;
+  }
+  std::unique_lock lock(shared_->mutex);
+  if (work.state_.load(std::memory_order_relaxed) == Work::State::kQueued) {
+    execute(*shared_, lock, begin(*shared_, work));
+    return;
+  }
+  shared_->ended.wait(lock, [&] { return work.ended(); });
+}
+
+void WorkQueue::drain() {
+  std::unique_lock lock(shared_->mutex);
+  while (!shared_->queue.empty()) {
+    execute(*shared_, lock, begin(*shared_, *shared_->queue.front()));
+  }
+  shared_->ended.wait(lock, [&] { return shared_->running == 0; });
+}
+
+void WorkQueue::stop() {
+  if (getpid() != owner_pid_) {
+    return;
+  }
+  drain();
+  const std::lock_guard once(stop_mutex_);
+  {
+    const std::lock_guard lock(shared_->mutex);
+    shared_->stopping = true;
+    shared_->queued.notify_all();
+  }
+  for (std::thread& worker : workers_) {
+    worker.join();
+  }
+  workers_.clear();
+}
+
+}  // namespace memswap

@@ -1,0 +1,95 @@
+// Worker threads and the work that waits for them, in order.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace memswap {
+
+class WorkQueue;
+
+// Something to be done once. The queue owns it until it has ended.
+class Work {
+ public:
+  Work() = default;
+  Work(const Work&) = delete;
+  Work& operator=(const Work&) = delete;
+  virtual ~Work() = default;
+
+  bool ended() const { return state_.load(std::memory_order_acquire) == State::kEnded; }
+
+ protected:
+  // Runs on a worker or on a thread that waits; no lock is held. May call WorkQueue::finish for
+  // work that was submitted earlier, never for later work.
+  virtual void run() noexcept = 0;
+
+  // On the same thread, once everyone knows that the work has ended: the place to let go of what
+  // may itself ask whether it has.
+  virtual void after_end() noexcept {}
+
+ private:
+  friend class WorkQueue;
+  enum class State { kNew, kQueued, kRunning, kEnded };
+
+  std::atomic<State> state_{State::kNew};  // written under the queue's mutex
+  std::list<std::shared_ptr<Work>>::iterator place_;
+};
+
+// [Note: Who waits, works]
+// Workers take work first in, first out. A thread that waits for work that nobody has begun does it
+// itself, at once: it has nothing better to do, nothing queued earlier delays it, and a worker that
+// finds that its work depends on work still in the queue cannot end in a deadlock. Waits go from
+// later to earlier work only, so they never close a circle.
+
+// Thread-safe. With 0 workers all work is done by those who wait for it: the laziest order there
+// is, for tests.
+//
+// After fork() the child has no workers. Dropping a queue there is safe and leaks it; submitting to
+// it or waiting for what the parent's workers had begun is not.
+class WorkQueue {
+ public:
+  explicit WorkQueue(size_t workers);
+  ~WorkQueue();  // blocks until all work has ended
+  WorkQueue(const WorkQueue&) = delete;
+  WorkQueue& operator=(const WorkQueue&) = delete;
+
+  void submit(std::shared_ptr<Work> work);
+
+  // Returns when `work`, which must have been submitted here, has ended.
+  void finish(Work& work);
+
+  // Returns when everything that was submitted before has ended.
+  void drain();
+
+  // Drains and ends the workers. Work that is submitted later is done by those who wait for it.
+  // May be called several times; not from a worker. Does nothing in a forked child.
+  void stop();
+
+ private:
+  struct Shared {
+    std::mutex mutex;
+    std::condition_variable queued;
+    std::condition_variable ended;
+    std::list<std::shared_ptr<Work>> queue;
+    size_t running = 0;
+    bool stopping = false;
+  };
+
+  static void work_until_stopped(Shared& shared);
+  static std::shared_ptr<Work> begin(Shared& shared, Work& work);
+  static void execute(Shared& shared, std::unique_lock<std::mutex>& lock,
+                      std::shared_ptr<Work> work);
+
+  std::unique_ptr<Shared> shared_;
+  std::mutex stop_mutex_;
+  std::vector<std::thread> workers_;
+  const int owner_pid_;
+};
+
+}  // namespace memswap

@@ -1,0 +1,73 @@
+// How one saved tensor looks at its storage.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/util/SmallVector.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "storage.h"
+
+namespace memswap {
+
+// Everything needed to see a storage again as the tensor that autograd saved: size, stride, offset,
+// dtype, conjugate and negative bits. Holds the tensor's version counter but not its memory.
+class SavedView {
+ public:
+  // The view of `tensor`, or nullopt where a storage alone does not say what the tensor is: a
+  // subclass, a functorch wrapper, a sparse, nested, quantised, named, symbolic or meta tensor, or
+  // one without bytes. A tensor whose storage was resized under it is not plain either.
+  static std::optional<SavedView> capture(const at::Tensor& tensor);
+
+  // A new tensor of the same look on `storage`, detached. `shares_counter` gives it the version
+  // counter of the original (the storage is the original one), otherwise that of `storage`.
+  at::Tensor rebuild(const StorageRef& storage, bool shares_counter) const;
+
+  // Whether the original was edited in place since it was captured.
+  bool edited() const { return counter_.current_version() != version_; }
+  uint32_t version() const { return version_; }
+  uint32_t current_version() const { return counter_.current_version(); }
+
+  // Storage that is (a view of) a leaf that requires grad: a parameter, however it was reached.
+  bool of_leaf() const { return of_leaf_; }
+  const void* storage_key() const { return key_; }
+  size_t storage_nbytes() const { return storage_nbytes_; }
+  size_t nbytes() const { return nbytes_; }
+  c10::Device device() const { return device_; }
+  std::string describe() const;
+
+ private:
+  SavedView() = default;
+
+  c10::SmallVector<int64_t, 5> sizes_;
+  c10::SmallVector<int64_t, 5> strides_;
+  int64_t offset_ = 0;
+  caffe2::TypeMeta dtype_;
+  c10::DispatchKeySet keys_;
+  c10::VariableVersion counter_{0};
+  uint32_t version_ = 0;
+  c10::Device device_{c10::kCPU};
+  const void* key_ = nullptr;
+  size_t storage_nbytes_ = 0;
+  size_t nbytes_ = 0;
+  bool of_leaf_ = false;
+};
+
+// The version of a tensor that stays where it is; holds no memory.
+class VersionGuard {
+ public:
+  explicit VersionGuard(const at::Tensor& tensor);
+  bool edited() const { return counter_.current_version() != version_; }
+  uint32_t version() const { return version_; }
+  uint32_t current_version() const { return counter_.current_version(); }
+
+ private:
+  c10::VariableVersion counter_;
+  uint32_t version_;
+};
+
+}  // namespace memswap

@@ -1,0 +1,38 @@
+"""memswap: saved activations swapped off the accelerator and back, without changing one bit."""
+
+from memswap.activations import Manager, manage, saved_tensors
+from memswap.engine.pools import DiskPool, HostPool
+from memswap.engine.stats import Count, Stats
+from memswap.errors import (
+    EntryStateError,
+    InplaceEditError,
+    MemswapError,
+    NotSwappedError,
+    SharedStorageError,
+    TransferError,
+)
+from memswap.inplace import swap_in, swap_out
+from memswap.planning.policy import Action, Policy, TensorInfo
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Action",
+    "Count",
+    "DiskPool",
+    "EntryStateError",
+    "HostPool",
+    "InplaceEditError",
+    "Manager",
+    "MemswapError",
+    "NotSwappedError",
+    "Policy",
+    "SharedStorageError",
+    "Stats",
+    "TensorInfo",
+    "TransferError",
+    "manage",
+    "saved_tensors",
+    "swap_in",
+    "swap_out",
+]

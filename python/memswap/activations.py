@@ -1,0 +1,307 @@
+"""saved_tensors and manage: the two ways to have saved activations swapped."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+from memswap._native import native
+from memswap.engine.saver import Saver, Visit, in_backward
+from memswap.engine.stats import Stats
+from memswap.engine.transfer import check_pool
+from memswap.engine.units import parse_bytes
+from memswap.planning.policy import Policy
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from memswap.engine.transfer import Pool
+
+
+class saved_tensors:  # noqa: N801  (used like torch.autograd.graph.save_on_cpu)
+    """Swap what autograd saves inside a ``with`` block, and bring it back in backward.
+
+    Works like :class:`torch.autograd.graph.save_on_cpu`: backward may run inside or outside the
+    block, at any time, any number of times. The block may be entered again and nested.
+
+    Args:
+        policy: which tensors move; default ``Policy()``: everything of 64 KiB or more.
+        pool: where they go. Default: a :class:`HostPool` of pinned memory for tensors on an
+            accelerator, a :class:`DiskPool` for tensors on a CPU without one.
+        prefetch_bytes: bytes that may be on their way back ahead of their use, and that stay at
+            the end of the forward because backward needs them at once; an int, a size such as
+            ``"256MiB"``, ``0`` for none, or ``"auto"``: an eighth of what a forward saves.
+
+    Raises:
+        InplaceEditError: in backward, if a saved tensor was edited in place.
+        TransferError: in backward, if the pool cannot give bytes back (a disk that fails).
+        NotImplementedError: if ``pool`` cannot serve the tensors' device in this version.
+    """
+
+    def __init__(
+        self,
+        policy: Policy | None = None,
+        *,
+        pool: Pool | None = None,
+        prefetch_bytes: int | str = "auto",
+    ) -> None:
+        self._saver = Saver(policy or Policy(), pool, window(prefetch_bytes))
+        self._visits = _VisitStack()
+
+    def __enter__(self) -> saved_tensors:
+        if not in_backward():
+            self._saver.begin_passage()
+        self._visits.enter(Visit(self._saver, ""))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._visits.leave()
+
+    def stats(self) -> Stats:
+        """What was done so far."""
+        return self._saver.stats()
+
+    def reset_stats(self) -> None:
+        """Start counting anew."""
+        self._saver.reset_stats()
+
+
+class Manager:
+    """What :func:`manage` returns: its statistics, its report, and the way to end it."""
+
+    def __init__(
+        self,
+        units: Mapping[str, nn.Module],
+        policy: Policy,
+        pool: Pool | None,
+        window_bytes: int | None,
+    ) -> None:
+        self._units = dict(units)
+        self._saver = Saver(policy, pool, window_bytes)
+        self._visits = _VisitStack()
+        self._opener: str | None = None
+        self._visited: set[str] = set()
+        self._handles: list[RemovableHandle] = []
+        for name, module in self._units.items():
+            hook = _UnitHook(self, name)
+            self._handles.append(module.register_forward_pre_hook(hook.enter))
+            self._handles.append(module.register_forward_hook(hook.leave, always_call=True))
+
+    def __enter__(self) -> Manager:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """Names of the managed units, in the order given."""
+        return tuple(self._units)
+
+    def stats(self) -> Stats:
+        """What was done since :func:`manage` or :meth:`reset_stats`."""
+        return self._saver.stats()
+
+    def reset_stats(self) -> None:
+        """Start counting anew."""
+        self._saver.reset_stats()
+
+    def report(self) -> str:
+        """The statistics as a text table, bytes in MiB."""
+        return report(self.stats())
+
+    def remove(self) -> None:
+        """Take the hooks off the modules. Graphs that are alive can still run backward."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._saver.settle()
+
+    def _enter(self, name: str) -> None:
+        if torch.is_grad_enabled() and not in_backward():
+            self._note(name)
+        self._visits.enter(Visit(self._saver, name))
+
+    def _leave(self) -> None:
+        self._visits.leave()
+
+    def _note(self, name: str) -> None:
+        """Notice where a forward begins: at the unit that opened the last one."""
+        saver = self._saver
+        with saver.lock:
+            if saver.passage.began_backward or (name == self._opener and len(self._visited) > 1):
+                saver.begin_passage()
+                self._visited.clear()
+            if not self._visited:
+                self._opener = name
+                saver.persistent = persistent_storages(self._units.values())
+            self._visited.add(name)
+
+
+class _UnitHook:
+    """The forward hooks of one unit. A copied or pickled module is not managed."""
+
+    def __init__(self, manager: Manager | None, name: str) -> None:
+        self._manager = manager
+        self._name = name
+
+    # Dynamo must not trace bookkeeping: it would bake one visit into the compiled code.
+    @torch.compiler.disable
+    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self._manager is not None:
+            self._manager._enter(self._name)
+
+    @torch.compiler.disable
+    def leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        if self._manager is not None:
+            self._manager._leave()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> _UnitHook:
+        return _UnitHook(None, self._name)
+
+    def __reduce__(self) -> tuple[type[_UnitHook], tuple[None, str]]:
+        return _UnitHook, (None, self._name)
+
+
+class _VisitStack(threading.local):
+    """The visits that a thread is in. Entering and leaving pair up like brackets."""
+
+    def __init__(self) -> None:
+        self._visits: list[Visit] = []
+
+    def enter(self, visit: Visit) -> None:
+        self._visits.append(visit)
+        visit.enter()
+
+    def leave(self) -> None:
+        if self._visits:
+            self._visits.pop().leave()
+
+
+def manage(
+    modules: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
+    policy: Policy | None = None,
+    *,
+    pool: Pool | None = None,
+    budget: str = "auto",
+    prefetch_bytes: int | str = "auto",
+) -> Manager:
+    """Swap the saved activations of a model's layers, call by call, in an order that is learnt.
+
+    Adds forward hooks to each module and nothing else: no wrapper, no renamed parameter, no change
+    of the module's type. Training code stays as it is.
+
+    Args:
+        modules: the layers, in any order: a ``ModuleList``, a sequence, a mapping from names to
+            modules, or one module. Policies know them by the names ``"0"``, ``"1"``, ... or the
+            mapping's.
+        policy: which tensors move; default ``Policy()``.
+        pool: where they go; see :class:`saved_tensors`.
+        budget: ``"auto"``; everything that the policy selects moves. A number of bytes needs the
+            planner, which this version does not have.
+        prefetch_bytes: see :class:`saved_tensors`.
+
+    Raises:
+        TypeError: an element is no module.
+        ValueError: no modules, or one of them twice.
+        NotImplementedError: a ``budget`` other than ``"auto"``, or a ``pool`` that cannot serve the
+            modules' device in this version.
+    """
+    if budget != "auto":
+        raise NotImplementedError(
+            f"manage(budget={budget!r}): planning under a memory budget is not implemented yet "
+            "(docs/status.md); use budget='auto' and limit what moves by the policy"
+        )
+    units = named_units(modules)
+    if pool is not None:
+        for module in units.values():
+            for parameter in module.parameters():
+                check_pool(pool, parameter.device)
+    return Manager(units, policy or Policy(), pool, window(prefetch_bytes))
+
+
+def named_units(
+    modules: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
+) -> dict[str, nn.Module]:
+    """The modules by name, checked."""
+    if isinstance(modules, (nn.ModuleList, nn.Sequential)):
+        units: dict[str, Any] = dict(modules.named_children())
+    elif isinstance(modules, nn.Module):
+        units = {"0": modules}
+    elif isinstance(modules, Mapping):
+        units = dict(modules)
+    elif isinstance(modules, Iterable):
+        units = {str(i): module for i, module in enumerate(modules)}
+    else:
+        refuse(modules)
+    if not units:
+        raise ValueError("manage(): found no modules; pass the model's layers")
+    for module in units.values():
+        if not isinstance(module, nn.Module):
+            refuse(module)
+    if len({id(module) for module in units.values()}) != len(units):
+        raise ValueError("manage(): a module was given twice; pass each layer once")
+    return units
+
+
+def refuse(found: object) -> NoReturn:
+    raise TypeError(
+        f"manage(): found {type(found).__name__}, expected an nn.Module or several (for example "
+        "model.layers)"
+    )
+
+
+def persistent_storages(modules: Iterable[nn.Module]) -> dict[int, Any]:
+    """Parameters and buffers as they are now (sharding may have replaced them), by storage."""
+    storages = {}
+    for module in modules:
+        for tensors in (module.parameters(), module.buffers()):
+            for tensor in tensors:
+                if native.storage_key(tensor):
+                    weak = native.WeakStorage(native.StorageRef(tensor))
+                    storages[weak.key] = weak
+    return storages
+
+
+def window(prefetch_bytes: int | str) -> int | None:
+    """Bytes of the window, or None for automatic."""
+    return None if prefetch_bytes == "auto" else parse_bytes(prefetch_bytes)
+
+
+def report(stats: Stats) -> str:
+    """Statistics as a text table, bytes in MiB."""
+    rows = [
+        ("offered by autograd", stats.offered_tensors, stats.offered_bytes),
+        ("same storage again", stats.deduplicated_tensors, stats.deduplicated_bytes),
+        *(
+            (f"kept: {reason}", count.tensors, count.bytes)
+            for reason, count in stats.kept.items()
+        ),
+        ("moved", stats.moved_storages, stats.moved_bytes),
+        ("really freed", "", stats.freed_bytes),
+        ("returned", stats.returned_storages, stats.returned_bytes),
+        ("returned late", stats.stalls, ""),
+        ("peak resident", "", stats.peak_resident_bytes),
+        ("peak away", "", stats.peak_away_bytes),
+    ]
+    lines = [f"{'':<42}{'tensors':>10}{'MiB':>12}"]
+    for label, tensors, nbytes in rows:
+        mebibytes = f"{nbytes / 2**20:.1f}" if isinstance(nbytes, int) else ""
+        lines.append(f"{label:<42}{tensors:>10}{mebibytes:>12}")
+    lines.append(f"{'host blocked, seconds':<42}{stats.exposed_wait_s:>22.3f}")
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""What ``python -m memswap`` runs: one file per concept, no part of the engine."""

@@ -1,0 +1,234 @@
+"""``python -m memswap demo``: the same training twice, plain and managed, compared in every bit."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import memswap
+from memswap.cli.gpt import GPT
+from memswap.cli.measure import Difference, differing_gradients
+from memswap.cli.table import format_bytes, format_ratio, format_seconds, render_table
+from memswap.cli.training import DTYPES, TrainingConfig, TrainingResult, train
+
+# What this version can do; the actions that encode come with the codec.
+POLICIES = ("swap", "keep")
+
+
+def default_device() -> str:
+    """The accelerator that torch sees, or the CPU."""
+    present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "cpu" if present is None else str(present.type)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the demo's options."""
+    parser.add_argument(
+        "--device", default=default_device(), help="cpu, cuda, npu, ...; an accelerator if any"
+    )
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--hidden", type=int, default=384)
+    parser.add_argument("--heads", type=int, default=6)
+    parser.add_argument("--seq", type=int, default=512, help="bytes of text per sequence")
+    parser.add_argument("--batch", type=int, default=8, help="sequences per step")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="bf16 is autocast")
+    parser.add_argument("--policy", choices=POLICIES, default="swap", help="of the managed run")
+    parser.add_argument("--pool-dir", type=Path, help="where the DiskPool's file is made (cpu)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write every number to this file as well")
+
+
+def config_from(arguments: argparse.Namespace) -> TrainingConfig:
+    """Turn checked options into the managed run's configuration.
+
+    Raises:
+        SystemExit: with a sentence, for options that cannot be run.
+    """
+    check_device(arguments.device)
+    if arguments.steps < 1 or arguments.batch < 1:
+        raise SystemExit("memswap demo: --steps and --batch must be at least 1.")
+    if arguments.pool_dir is not None:
+        if arguments.device != "cpu":
+            raise SystemExit("memswap demo: --pool-dir needs --device cpu; others swap to RAM.")
+        if not arguments.pool_dir.is_dir():
+            raise SystemExit(f"memswap demo: --pool-dir {arguments.pool_dir} is not a directory.")
+    try:
+        with torch.device("meta"):
+            GPT(arguments.layers, arguments.hidden, arguments.heads, arguments.seq)
+    except ValueError as error:
+        raise SystemExit(f"memswap demo: {error}") from None
+    return TrainingConfig(
+        device=arguments.device,
+        steps=arguments.steps,
+        layers=arguments.layers,
+        hidden=arguments.hidden,
+        heads=arguments.heads,
+        sequence=arguments.seq,
+        batch=arguments.batch,
+        dtype=arguments.dtype,
+        seed=arguments.seed,
+        policy=arguments.policy,
+        pool_dir=None if arguments.pool_dir is None else str(arguments.pool_dir),
+    )
+
+
+def check_device(name: str) -> None:
+    """Refuse a device that torch does not know or this machine does not have.
+
+    Raises:
+        SystemExit: with a sentence that names what is here.
+    """
+    present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    here = "cpu" if present is None else f"cpu and {present.type}"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise SystemExit(
+            f"memswap demo: torch knows no device {name!r}; here: {here}. (torch_npu brings npu.)"
+        ) from None
+    if device.type == "cpu":
+        return
+    if present is None or present.type != device.type:
+        raise SystemExit(f"memswap demo: this torch sees no {device.type} device; here: {here}.")
+    if device.index is not None and device.index >= torch.accelerator.device_count():
+        raise SystemExit(
+            f"memswap demo: there is no {name}; this machine has "
+            f"{torch.accelerator.device_count()} of them, counted from 0."
+        )
+
+
+def train_apart(config: TrainingConfig, title: str) -> TrainingResult:
+    """Train in a process of its own, so that the peak of its memory is its own."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=1, mp_context=spawn) as executor:
+        return executor.submit(train, config, title).result()
+
+
+def steps_table(
+    plain: TrainingResult, managed: TrainingResult, differences: Sequence[Difference]
+) -> str:
+    """One line per step: both losses, and how many of its gradients are identical."""
+    rows = []
+    for step, (one, other) in enumerate(zip(plain.losses, managed.losses, strict=True), start=1):
+        total = len(plain.gradients[step - 1])
+        differing = sum(difference.step == step for difference in differences)
+        verdict = "identical" if not differing else "DIFFERENT"
+        rows.append(
+            [str(step), f"{one:.6f}", f"{other:.6f}", f"{verdict}, {total - differing} of {total}"]
+        )
+    return render_table(["step", "loss plain", "loss managed", "gradients"], rows)
+
+
+def cost_table(plain: TrainingResult, managed: TrainingResult) -> str:
+    """Memory and time of both runs, and their ratio."""
+    measured = [
+        ("saved activations resident, peak", "peak_resident_bytes", None),
+        ("process memory, peak", None, "peak_process_bytes"),
+        ("device memory allocated, peak", None, "peak_device_bytes"),
+    ]
+    rows = []
+    for title, stat, attribute in measured:
+        pair = [
+            run.stats[stat] if stat else getattr(run, attribute or "") for run in (plain, managed)
+        ]
+        if None not in pair:
+            rows.append([title, *map(format_bytes, pair), format_ratio(pair[1], pair[0])])
+    times = [run.median_step_s for run in (plain, managed)]
+    rows.append(["step, median", *map(format_seconds, times), format_ratio(times[1], times[0])])
+    return render_table(["", "plain", "managed", "ratio"], rows)
+
+
+def account_table(stats: dict[str, Any]) -> str:
+    """What became of every tensor that autograd offered in the managed run."""
+
+    def line(title: str, tensors: int, size_bytes: int) -> list[str]:
+        return [title, str(tensors), format_bytes(size_bytes)]
+
+    rows = [
+        line("offered by autograd", stats["offered_tensors"], stats["offered_bytes"]),
+        line(
+            "  deduplicated: storage known already",
+            stats["deduplicated_tensors"],
+            stats["deduplicated_bytes"],
+        ),
+    ]
+    for reason, count in sorted(stats["kept"].items()):
+        rows.append(line(f"  kept: {reason}", count["tensors"], count["bytes"]))
+    rows += [
+        line("  moved away (storages)", stats["moved_storages"], stats["moved_bytes"]),
+        line("brought back (storages)", stats["returned_storages"], stats["returned_bytes"]),
+        ["really freed on the device", "", format_bytes(stats["freed_bytes"])],
+        ["away at once, peak", "", format_bytes(stats["peak_away_bytes"])],
+    ]
+    return render_table(["all steps of the managed run", "tensors", "bytes"], rows)
+
+
+def as_json(
+    config: TrainingConfig,
+    plain: TrainingResult,
+    managed: TrainingResult,
+    differences: Sequence[Difference],
+) -> dict[str, Any]:
+    """Everything the tables show and the fingerprints behind the verdict."""
+    return {
+        "memswap": memswap.__version__,
+        "torch": torch.__version__,
+        "config": asdict(config),
+        "identical": not differences,
+        "differences": [difference._asdict() for difference in differences],
+        "step_time_ratio": managed.median_step_s / plain.median_step_s,
+        "plain": {**asdict(plain), "median_step_s": plain.median_step_s},
+        "managed": {**asdict(managed), "median_step_s": managed.median_step_s},
+    }
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train twice, print the tables and return the exit status: 0 only if nothing differs."""
+    config = config_from(arguments)
+    print(
+        f"memswap {memswap.__version__}, torch {torch.__version__}, {config.device}: a byte-level "
+        f"GPT of {config.layers} layers, hidden {config.hidden}, {config.heads} heads, trained on "
+        f"{config.batch} x {config.sequence} bytes of Python's standard library per step, "
+        f"{config.dtype}, seed {config.seed}",
+        flush=True,
+    )
+    plain = train_apart(replace(config, policy=None), "plain")
+    managed = train_apart(config, f"memswap, {config.policy}")
+    differences = differing_gradients(plain.gradients, managed.gradients)
+    if arguments.json is not None:
+        content = json.dumps(as_json(config, plain, managed, differences), indent=1)
+        arguments.json.write_text(content + "\n", encoding="utf-8")
+
+    stats = managed.stats
+    print("\n" + steps_table(plain, managed, differences))
+    print("\n" + cost_table(plain, managed))
+    print("\n" + account_table(stats))
+    if stats["moved_storages"]:
+        print(f"\naway form: {managed.away_form}", end="")
+    print(
+        "\n"
+        f"returns that came too late: {stats['stalls']}; host time spent waiting: "
+        f"{format_seconds(stats['exposed_wait_s'])}\n"
+        "Saved activations are those of the managed layers; the plain run's were counted in one "
+        "more step,\nuntimed, in which memswap looked on and kept everything. Each run was a "
+        "process of its own."
+    )
+    compared = sum(map(len, plain.gradients))
+    if differences:
+        print(f"\nDIFFERENT: {len(differences)} of {compared} gradients are not identical:")
+        for difference in differences[:10]:
+            print(f"  step {difference.step}: {difference.name}")
+        return 1
+    print(f"\nIDENTICAL: all {compared} gradients of {config.steps} steps agree in every bit.")
+    sys.stdout.flush()
+    return 0

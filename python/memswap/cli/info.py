@@ -1,0 +1,54 @@
+"""``python -m memswap info``: what memswap sees of this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import resource
+from pathlib import Path
+
+import torch
+
+import memswap
+from memswap.cli.table import format_bytes, render_table
+
+
+def describe_accelerator() -> str:
+    """Name the accelerator that torch would use, or say that there is none."""
+    if not torch.accelerator.is_available():
+        return "none: activations on the CPU go to a DiskPool"
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    module = torch.get_device_module(device)
+    name = module.get_device_name() if hasattr(module, "get_device_name") else device.type
+    return f"{torch.accelerator.device_count()} x {name} ({device.type})"
+
+
+def describe_numa() -> str:
+    """Count the machine's NUMA nodes."""
+    nodes = list(Path("/sys/devices/system/node").glob("node[0-9]*"))
+    return f"{len(nodes)} node(s)" if nodes else "not told by this system"
+
+
+def describe_locked_limit() -> str:
+    """How much memory this process may pin by mlock; drivers may pin beyond it."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
+
+
+def run() -> int:
+    """Print the facts; return the exit status."""
+    page, pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
+    rows = [
+        ["memswap", memswap.__version__],
+        ["Python", f"{platform.python_version()}, {platform.machine()}"],
+        ["torch", f"{torch.__version__}, {torch.get_num_threads()} threads"],
+        ["accelerator", describe_accelerator()],
+        ["torch_npu", "installed" if importlib.util.find_spec("torch_npu") else "not installed"],
+        ["host memory", format_bytes(page * pages)],
+        ["mlock limit", describe_locked_limit()],
+        ["NUMA", describe_numa()],
+    ]
+    print(render_table(["", ""], rows).partition("\n")[2].partition("\n")[2])
+    return 0

@@ -1,0 +1,156 @@
+"""One training run of the demo, in the process that calls it, with everything it measured."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import memswap
+from memswap.cli.corpus import Batches, read_corpus
+from memswap.cli.gpt import GPT
+from memswap.cli.measure import gradient_fingerprints, peak_process_bytes, stats_as_dict
+from memswap.cli.progress import ProgressBar
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+LEARNING_RATE = 3e-4
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """What a run depends on; two runs of one configuration must agree in every bit.
+
+    Attributes:
+        policy: name of the memswap.Action for every saved tensor; None trains without memswap.
+        pool_dir: directory of the DiskPool's file; None leaves the pool to memswap.
+    """
+
+    device: str
+    steps: int
+    layers: int
+    hidden: int
+    heads: int
+    sequence: int
+    batch: int
+    dtype: str
+    seed: int
+    policy: str | None
+    pool_dir: str | None
+
+
+@dataclass
+class TrainingResult:
+    """What a run gave.
+
+    Attributes:
+        losses: nats per byte, one per step.
+        gradients: the fingerprint of each gradient by parameter name, one dictionary per step.
+        step_s: seconds of forward, backward and optimizer, one per step; hashing is not in it.
+        peak_process_bytes: largest resident set of the process up to the last step.
+        peak_device_bytes: most memory torch had allocated on the accelerator; None on a CPU.
+        away_form: where the activations went.
+        stats: memswap's own account (memswap.Stats as a dictionary); for a plain run of one
+            further step, untimed, in which memswap looked on and kept everything.
+        report: the same account as memswap prints it.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    gradients: list[dict[str, str]] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
+    peak_process_bytes: int = 0
+    peak_device_bytes: int | None = None
+    away_form: str = ""
+    stats: dict[str, Any] = field(default_factory=dict)
+    report: str = ""
+
+    @property
+    def median_step_s(self) -> float:
+        """Median of the steps after the first, which warms up allocators and caches."""
+        return statistics.median(self.step_s[1:] or self.step_s)
+
+
+@contextmanager
+def manage_layers(model: GPT, config: TrainingConfig, result: TrainingResult) -> Iterator[Any]:
+    """Put memswap on the model's layers, as the configuration says, and note the away form."""
+    assert config.policy is not None
+    policy = memswap.Policy(action=memswap.Action(config.policy))
+    pool = None
+    if config.device.startswith("cpu"):
+        directory = config.pool_dir or tempfile.gettempdir()
+        result.away_form = f"a DiskPool file in {directory}, unlinked at creation"
+        if config.pool_dir is not None:
+            pool = memswap.DiskPool(Path(directory) / f"memswap-demo-{os.getpid()}.pool")
+    else:
+        result.away_form = "a HostPool of pinned memory"
+    with memswap.manage(model.layers, policy, pool=pool) as manager:
+        yield manager
+
+
+def train(config: TrainingConfig, title: str) -> TrainingResult:
+    """Train from the configuration's seed and measure.
+
+    Sets process-wide torch options (determinism, seed), so a process should train once.
+    """
+    # cuBLAS needs this before it starts, to be deterministic.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # Determinism would also fill every empty tensor, which costs time and changes no result here.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.manual_seed(config.seed)
+
+    device = torch.device(config.device)
+    batches = Batches(read_corpus(), config.batch, config.sequence, config.seed)
+    model = GPT(config.layers, config.hidden, config.heads, config.sequence).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    result = TrainingResult()
+    bar = ProgressBar(title, config.steps)
+
+    def synchronize() -> None:
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def forward_and_backward() -> torch.Tensor:
+        tokens, targets = batches.draw(device)
+        lower = DTYPES[config.dtype]
+        with torch.autocast(device.type, lower) if lower != torch.float32 else nullcontext():
+            loss = model(tokens, targets)
+        loss.backward()
+        return loss.detach()
+
+    managed = nullcontext() if config.policy is None else manage_layers(model, config, result)
+    with managed as manager:
+        for step in range(config.steps):
+            synchronize()
+            began = time.perf_counter()
+            loss = forward_and_backward()
+            synchronize()
+            elapsed_s = time.perf_counter() - began
+            result.losses.append(float(loss))
+            result.gradients.append(gradient_fingerprints(model))
+            began = time.perf_counter()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            synchronize()
+            result.step_s.append(elapsed_s + time.perf_counter() - began)
+            bar.show(step + 1, f"loss {result.losses[-1]:.4f}")
+        result.peak_process_bytes = peak_process_bytes()
+        if device.type != "cpu":
+            memory = torch.get_device_module(device)
+            result.peak_device_bytes = int(memory.max_memory_allocated())
+        if manager is not None:
+            result.stats = stats_as_dict(manager.stats())
+            result.report = manager.report()
+    if config.policy is None:
+        look_on = memswap.Policy(action=memswap.Action.KEEP)
+        with memswap.manage(model.layers, look_on) as manager:
+            forward_and_backward()
+            result.stats = stats_as_dict(manager.stats())
+    return result

@@ -1,0 +1,312 @@
+"""Entry and Handle: one storage that autograd saved, and the shares that its saves hold."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memswap._native import native
+from memswap.errors import EntryStateError, InplaceEditError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from memswap.engine.lane import Lane, Ticket
+    from memswap.engine.saver import Saver
+    from memswap.engine.timeline import Passage
+
+    SavedView = Any
+    StorageRef = Any
+    Block = Any
+
+
+class State(enum.Enum):
+    """Where an entry's bytes are."""
+
+    RESIDENT = "resident"
+    LEAVING = "leaving"
+    AWAY = "away"
+    RETURNING = "returning"
+
+
+LEGAL = frozenset(
+    {
+        (State.RESIDENT, State.LEAVING),  # sent
+        (State.LEAVING, State.AWAY),  # the storage is gone
+        (State.LEAVING, State.RESIDENT),  # demanded while somebody still held the storage
+        (State.AWAY, State.RETURNING),  # fetched
+        (State.RETURNING, State.RESIDENT),  # demanded
+        (State.RESIDENT, State.AWAY),  # every save has seen it and the away form is still there
+        (State.AWAY, State.RESIDENT),  # demanded again while a consumer still holds the storage
+    }
+)
+
+
+class Entry:
+    """One storage that autograd saved, however many views and operators saved it.
+
+    Owned by its handles: when the last one dies, so do the entry, its block in the pool and its
+    storage, whatever happened to the graph. Everything else refers to it weakly. Calls are
+    serialised by the saver's lock.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "arrival",
+        "block",
+        "counted",
+        "departure",
+        "fetched",
+        "handles",
+        "identity",
+        "index",
+        "lane",
+        "nbytes",
+        "passage",
+        "saver",
+        "state",
+        "storage",
+        "unseen",
+        "version",
+    )
+
+    def __init__(self, saver: Saver, view: SavedView, storage: StorageRef) -> None:
+        self.saver = saver
+        self.nbytes: int = view.storage_nbytes
+        self.version: int = view.version
+        self.identity = native.WeakStorage(storage)
+        self.state = State.RESIDENT
+        self.storage: StorageRef | None = None  # only what was brought back is held
+        self.fetched = False  # whether `identity` is a storage that memswap made
+        self.block: Block | None = None
+        self.lane: Lane | None = None
+        self.departure: Ticket | None = None
+        self.arrival: Ticket | None = None
+        self.handles = 0
+        self.unseen = 0
+        self.passage: Passage | None = None
+        self.index = -1
+        self.counted = True
+        saver.ledger.resident(self.nbytes)
+
+    def __repr__(self) -> str:
+        return f"<entry of {self.nbytes} bytes, {self.state.value}, {self.handles} save(s)>"
+
+    def __del__(self) -> None:
+        saver = self.saver
+        with saver.lock:
+            if self.counted:
+                saver.ledger.resident(-self.nbytes)
+            if self.block is not None:
+                saver.ledger.away(-self.nbytes)
+        for ticket in (self.departure, self.arrival):
+            if ticket is not None:
+                ticket.abandon()
+
+    def move(self, state: State) -> None:
+        """Change the state, or say who tried what."""
+        if (self.state, state) not in LEGAL:
+            raise EntryStateError(
+                f"{self!r} cannot go from {self.state.value} to {state.value}; this is a bug in "
+                "memswap, please report it with this traceback"
+            )
+        self.state = state
+
+    def leave(self, lane: Lane, block: Block, storage: StorageRef) -> None:
+        """Start sending the storage to the block. The ticket holds the storage from here on."""
+        self.move(State.LEAVING)
+        self.lane, self.block = lane, block
+        self.departure = lane.send(storage, block)
+        ledger = self.saver.ledger
+        ledger.away(self.nbytes)
+        ledger.moved_storages += 1
+        ledger.moved_bytes += self.nbytes
+
+    def sent(self) -> bool:
+        """Whether the send has ended. One that failed gives the storage back: nothing is lost."""
+        departure = self.departure
+        if departure is None or not departure.done():
+            return False
+        if departure.failed():
+            self.stay(departure)
+        return True
+
+    def stay(self, departure: Ticket) -> None:
+        self.move(State.RESIDENT)
+        self.storage = departure.storage()
+        self.block = None
+        ledger = self.saver.ledger
+        ledger.away(-self.nbytes)
+        ledger.keep("pool", self.nbytes)
+        try:
+            departure.synchronize()
+        except native.TransferError as error:
+            ledger.tell_once("transfer", f"a storage stays where it is: {error}")
+
+    def gone(self) -> bool:
+        """Notice whether a leaving storage really went away."""
+        if self.state is not State.LEAVING or not self.identity.expired():
+            return self.state is State.AWAY
+        self.move(State.AWAY)
+        self.uncount()
+        self.saver.ledger.freed_bytes += self.nbytes
+        return True
+
+    def count(self) -> None:
+        if not self.counted:
+            self.counted = True
+            self.saver.ledger.resident(self.nbytes)
+
+    def uncount(self) -> None:
+        if self.counted:
+            self.counted = False
+            self.saver.ledger.resident(-self.nbytes)
+
+    def fetch(self) -> None:
+        """Start bringing the bytes back into a storage of our own."""
+        self.move(State.RETURNING)
+        assert self.lane is not None
+        storage, self.arrival = self.lane.fetch(self.block)
+        self.saver.forget_identity(self)
+        self.storage, self.identity = storage, native.WeakStorage(storage)
+        self.fetched = True
+        self.unseen = self.handles
+        self.count()
+        self.saver.ledger.returned_storages += 1
+        self.saver.ledger.returned_bytes += self.nbytes
+
+    def bring(self) -> tuple[StorageRef, bool]:
+        """The storage, and whether it had to be fetched only now.
+
+        The caller waits for ``arrival`` before it reads, on the stream on which it reads.
+        """
+        late = False
+        sent = self.state is State.LEAVING and self.sent()
+        if self.storage is None:
+            self.storage = self.identity.lock()
+            if self.storage is None:
+                self.gone()
+                self.fetch()
+                late = True
+            else:
+                self.unseen = self.handles
+                self.count()
+                if sent and self.passage is not None:
+                    self.passage.held.add(self.index)  # leaving freed nothing
+        if self.state is not State.RESIDENT:
+            self.move(State.RESIDENT)
+        storage = self.storage
+        self.unseen -= 1
+        if self.unseen <= 0 and self.block is not None:
+            # Every save has seen the bytes: whoever uses them holds them, and the block has them.
+            self.storage = None
+            self.move(State.AWAY)
+            self.uncount()
+        return storage, late
+
+
+class Moved:
+    """The handle of a save whose storage leaves."""
+
+    __slots__ = ("entry", "view")
+
+    def __init__(self, entry: Entry, view: SavedView) -> None:
+        entry.handles += 1
+        self.entry = entry
+        self.view = view
+
+    def unpack(self) -> torch.Tensor:
+        view = self.view
+        if view.edited:
+            raise inplace_edit(view.describe(), view.current_version, view.version)
+        entry = self.entry
+        storage = entry.saver.demand(entry)
+        if entry.fetched and storage.edited:
+            raise inplace_edit(view.describe(), view.version + 1, view.version)
+        tensor: torch.Tensor = view.rebuild(storage, shares_counter=not entry.fetched)
+        return tensor
+
+
+class Kept:
+    """The handle of a save whose tensor stays: autograd's version check, which hooks switch off."""
+
+    __slots__ = ("entry", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, entry: Entry | None) -> None:
+        self.version = tensor._version
+        self.tensor = tensor.detach()  # shares storage and version counter, not the graph
+        self.entry = entry
+
+    def unpack(self) -> torch.Tensor:
+        tensor = self.tensor
+        if tensor._version != self.version:
+            described = f"{tensor.type()} {list(tensor.shape)} on {tensor.device}"
+            raise inplace_edit(described, tensor._version, self.version)
+        entry = self.entry
+        if entry is not None and entry.passage is not None:
+            entry.saver.demand_kept(entry)
+        return tensor
+
+
+class Passed:
+    """The handle of a save that goes to the hooks that were installed before ours."""
+
+    __slots__ = ("packed", "unpack_hook")
+
+    def __init__(self, packed: object, unpack_hook: Callable[[Any], torch.Tensor]) -> None:
+        self.packed = packed
+        self.unpack_hook = unpack_hook
+
+    def unpack(self) -> torch.Tensor:
+        return self.unpack_hook(self.packed)
+
+
+class Parts:
+    """The handle of a wrapper subclass (DTensor and its like), whose inner tensors move."""
+
+    __slots__ = ("context", "guard", "kind", "outer_size", "outer_stride", "parts")
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        parts: dict[str, Handle],
+        context: object,
+    ) -> None:
+        self.kind = type(tensor)
+        self.guard = native.VersionGuard(tensor)
+        self.parts = parts
+        self.context = context
+        self.outer_size = tensor.size()
+        self.outer_stride = tensor.stride()
+
+    def unpack(self) -> torch.Tensor:
+        if self.guard.edited:
+            raise inplace_edit(
+                f"{self.kind.__name__} {list(self.outer_size)}",
+                self.guard.current_version,
+                self.guard.version,
+            )
+        inner = {name: part.unpack() for name, part in self.parts.items()}
+        unflatten = self.kind.__tensor_unflatten__  # type: ignore[attr-defined]
+        tensor: torch.Tensor = unflatten(inner, self.context, self.outer_size, self.outer_stride)
+        return tensor
+
+
+Handle = Moved | Kept | Passed | Parts
+
+
+def unpack(handle: Handle) -> torch.Tensor:
+    """The unpack hook of every saver."""
+    return handle.unpack()
+
+
+def inplace_edit(described: str, found: int, expected: int) -> InplaceEditError:
+    """What autograd says when a saved tensor was edited; hooks would have silenced it."""
+    return InplaceEditError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: [{described}] is at version {found}; expected version {expected} instead. "
+        "Hint: edit a copy, or edit before the operator that saves the tensor; "
+        "torch.autograd.set_detect_anomaly(True) finds that operator."
+    )

@@ -1,0 +1,231 @@
+"""Memory that swapped bytes go to: pinned host memory, or a file.
+
+A pool takes large slabs from the system, cuts them into blocks of exact size and uses them again
+and again. It never takes more than its budget, and when it cannot serve a request it says no
+instead of raising: the tensor then stays where it is.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from memswap._native import native
+from memswap.engine.units import format_bytes, parse_bytes
+
+__all__ = ["DiskPool", "HostPool", "PoolStatistics"]
+
+
+@dataclass(frozen=True)
+class PoolStatistics:
+    """What a pool holds and has done. Bytes and counts since the pool was made."""
+
+    in_use_bytes: int
+    """Bytes that live blocks were asked for."""
+    peak_bytes: int
+    """Highest ``in_use_bytes``."""
+    waste_bytes: int
+    """Bytes that live blocks take up beyond what was asked (alignment)."""
+    pending_bytes: int
+    """Bytes of dropped blocks that a transfer still uses."""
+    free_bytes: int
+    """Bytes ready to be handed out, perhaps in pieces."""
+    reserved_bytes: int
+    """Bytes taken from the system: the sum of the other four without the peak."""
+    slabs: int
+    blocks: int
+    """Live blocks."""
+    pending: int
+    """Dropped blocks that a transfer still uses."""
+    waits: int
+    """Blocks handed out behind a transfer of their previous owner."""
+    refusals: int
+    """Requests that were not served."""
+    last_refusal: str
+    """Why, in the words of the budget or the system; empty if there never was a refusal."""
+    slabs_acquired: int
+    """Slabs taken from the system so far; stands still in a steady state."""
+    grown_in_background: int
+    """How many of them nobody had to wait for."""
+    acquire_s: float
+    """Seconds that the system took to give slabs."""
+
+
+class _Pool:
+    """What pools have in common. ``native`` is the ``memswap._C.Pool`` behind it."""
+
+    def __init__(self, pool: Any, budget_bytes: int) -> None:
+        self._native = pool
+        self._budget_bytes = budget_bytes
+
+    @property
+    def native(self) -> Any:
+        """The native pool; its ``allocate(nbytes)`` returns a block or None."""
+        return self._native
+
+    @property
+    def budget_bytes(self) -> int:
+        """Most bytes that this pool takes from the system."""
+        return self._budget_bytes
+
+    def statistics(self) -> PoolStatistics:
+        """What the pool holds and has done up to now."""
+        return PoolStatistics(**self._native.statistics())
+
+    def reserve(self, nbytes: int | str | None = None, *, wait: bool = True) -> bool:
+        """Take memory from the system before it is needed, on a thread of the pool's own.
+
+        ``nbytes`` is the total that the pool should hold then (to within 1 MiB); None means the
+        whole budget. Returns False if less was to be had; ``statistics().last_refusal`` says why.
+        With ``wait=False`` returns True at once.
+        """
+        self._native.reserve(self._budget_bytes if nbytes is None else parse_bytes(nbytes))
+        return bool(self._native.wait_reserved()) if wait else True
+
+    def trim(self) -> int:
+        """Return slabs that nothing uses to the system. Returns their bytes.
+
+        The cache of torch's own pinned allocator is emptied with them.
+        """
+        return int(self._native.trim())
+
+    def __repr__(self) -> str:
+        now = self.statistics()
+        return (
+            f"<{type(self).__name__} {format_bytes(now.in_use_bytes)} in use, "
+            f"{format_bytes(now.reserved_bytes)} reserved, "
+            f"budget {format_bytes(self._budget_bytes)}>"
+        )
+
+
+class HostPool(_Pool):
+    """Host memory for swapped storages.
+
+    Pinned (page-locked) for an accelerator, from the allocator of its own torch backend; ordinary
+    memory when ``device`` is the CPU.
+
+    Args:
+        budget: most bytes to take, as an int or such as ``"64GiB"``. A hard limit. None: half of
+            the memory that is available when the pool is made.
+        slab: bytes that the pool takes from the system at a time, rounded up to a power of two; a
+            longer request gets a longer slab, and slabs grow with the pool.
+        numa: ``"auto"`` takes the memory from the NUMA node that the device hangs on, where the
+            machine has several and the node is known; an int names the node; None leaves it to the
+            system. A preference: a full node never makes an allocation fail.
+        device: the device that copies to and from the pool; None: the current accelerator, or the
+            CPU where there is none.
+
+    Raises:
+        ValueError: a size that cannot be read, or a NUMA node that does not exist.
+    """
+
+    def __init__(
+        self,
+        budget: int | str | None = None,
+        slab: int | str = "64MiB",
+        numa: Literal["auto"] | int | None = "auto",
+        device: torch.device | str | None = None,
+    ) -> None:
+        device = _device(device)
+        budget_bytes = _available_memory_bytes() // 2 if budget is None else parse_bytes(budget)
+        node = _numa_node(numa, device)
+        pool = native.make_host_pool(device, budget_bytes, parse_bytes(slab), node)
+        super().__init__(pool, budget_bytes)
+        self.device = device
+        self.numa_node = node
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the pool's memory is pinned for an accelerator."""
+        return self.device.type != "cpu"
+
+
+class DiskPool(_Pool):
+    """One file for swapped storages, without a name: whatever happens, nothing stays on the disk.
+
+    Space is set aside before it is used, so a full disk is a refusal and never an error in the
+    middle of a transfer. Transfers go past the page cache where the file system allows it.
+
+    Args:
+        path: a directory, or the beginning of a file name in one. None: the system's directory for
+            temporary files (``tempfile.gettempdir()``).
+        budget: most bytes to take, as an int or such as ``"500GiB"``. None: half of what is free on
+            that file system when the pool is made.
+        extent: bytes that the pool takes from the disk at a time, rounded up to a power of two.
+
+    Raises:
+        OSError: no file can be made there.
+        ValueError: a size that cannot be read.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        budget: int | str | None = None,
+        extent: int | str = "256MiB",
+    ) -> None:
+        place = Path(tempfile.gettempdir() if path is None else path)
+        if budget is None:
+            system = os.statvfs(place if place.is_dir() else place.parent)
+            budget_bytes = system.f_bavail * system.f_frsize // 2
+        else:
+            budget_bytes = parse_bytes(budget)
+        pool = native.make_disk_pool(str(place), budget_bytes, parse_bytes(extent))
+        super().__init__(pool, budget_bytes)
+        self.path = place
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.device(device)
+    if device.type != "cpu" and device.index is None:
+        return torch.device(device.type, torch.accelerator.current_device_index())
+    return device
+
+
+def _available_memory_bytes() -> int:
+    """Bytes that the system would give now without swapping, within the control group's limit."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+        if limit != "max":
+            used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii"))
+            available = min(available, max(int(limit) - used, 0))
+    except OSError:
+        pass  # no such files on this system: the number of free pages has to do
+    return available
+
+
+def _numa_node(numa: Literal["auto"] | int | None, device: torch.device) -> int | None:
+    nodes: int = native.numa_nodes()
+    if numa is None:
+        return None
+    if numa == "auto":
+        return _node_of(device) if nodes > 1 else None
+    if isinstance(numa, bool) or not isinstance(numa, int) or not 0 <= numa < nodes:
+        raise ValueError(
+            f'numa is "auto", None or a node of this machine (0 to {nodes - 1}), found {numa!r}'
+        )
+    return numa
+
+
+def _node_of(device: torch.device) -> int | None:
+    """NUMA node of a device's PCI slot; None where torch or the system does not tell."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    address = (
+        f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}"
+        f":{properties.pci_device_id:02x}.0"
+    )
+    node: int | None = native.numa_node_of_pci(address)
+    return node

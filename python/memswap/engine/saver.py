@@ -1,0 +1,298 @@
+"""Saver: the pair of hooks that joins autograd to the engine.
+
+From pack to unpack, in the order of the code: a tensor is offered to :meth:`Visit.pack`; its
+storage is looked up or becomes an :class:`Entry`; the policy and the timeline say whether it stays;
+a block is taken from the pool and the lane sends the bytes there. In backward, the handle that pack
+returned demands the storage from :meth:`Saver.demand`, which brings it back, or finds it on its way
+already, and asks for what comes next.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary, ref
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from memswap._native import native
+from memswap.engine.entry import Entry, Handle, Kept, Moved, Parts, Passed, State, unpack
+from memswap.engine.stats import Ledger, Stats
+from memswap.engine.timeline import Timeline
+from memswap.engine.transfer import Routes
+from memswap.errors import TransferError
+from memswap.planning.policy import Action, Policy, TensorInfo
+
+if TYPE_CHECKING:
+    from memswap.engine.timeline import Passage
+    from memswap.engine.transfer import Pool
+
+    SavedView = Any
+    HookPair = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+_hooks_disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
+_graph_task = torch._C._current_graph_task_id
+
+
+class Saver:
+    """One engine: a policy, routes, a timeline and the entries that are alive.
+
+    Nothing in it is shared with another saver. Hooks may be called from any thread; `lock`
+    serialises the bookkeeping, and no transfer ever waits for it.
+    """
+
+    def __init__(self, policy: Policy, pool: Pool | None, window_bytes: int | None) -> None:
+        self.policy = policy
+        self.lock = threading.RLock()  # reentrant: an entry may die wherever Python collects
+        self.ledger = Ledger()
+        self.timeline = Timeline(window_bytes)
+        self.passage: Passage = self.timeline.begin()
+        #: Storages of parameters and buffers. A weak storage keeps its key from being reused.
+        self.persistent: dict[int, Any] = {}
+        self._routes = Routes(pool)
+        self._entries: WeakValueDictionary[int, Entry] = WeakValueDictionary()
+        self._leaving: deque[ref[Entry]] = deque()  # in the order of their sends
+        self._lingering: deque[ref[Entry]] = deque()  # sent, and held by somebody
+
+    # --- the life of a passage ------------------------------------------------------------------
+
+    def begin_passage(self) -> None:
+        """What is saved from now on belongs to a new forward."""
+        with self.lock:
+            if self.passage.sizes:
+                self._routes.bound_leaving(self.passage.leaving_bytes)
+                self.passage = self.timeline.begin()
+
+    def stats(self) -> Stats:
+        with self.lock:
+            self._notice_gone(most=len(self._leaving) + len(self._lingering))
+            return self.ledger.snapshot()
+
+    def reset_stats(self) -> None:
+        with self.lock:
+            self._notice_gone(most=len(self._leaving) + len(self._lingering))
+            self.ledger.reset()
+
+    def settle(self) -> None:
+        """Order everything after the transfers under way, and drop the storages they hold."""
+        self._routes.settle()
+
+    # --- pack -------------------------------------------------------------------------------------
+
+    def save(
+        self, tensor: torch.Tensor, view: SavedView, unit: str, covered: bool
+    ) -> Handle | str:
+        """The handle of a plain tensor, or the reason why it should stay."""
+        nbytes: int = view.storage_nbytes
+        entry = self._known(view)
+        if entry is not None:
+            self.ledger.deduplicated_tensors += 1
+            self.ledger.deduplicated_bytes += view.nbytes
+            return Moved(entry, view) if entry.block is not None else Kept(tensor, entry)
+        if nbytes < self.policy.min_bytes:
+            return "small"
+        if not covered:
+            return "policy"
+        if _graph_task() != -1:
+            return "saved in backward"
+        info = TensorInfo(unit, view.nbytes, nbytes)
+        if self.policy.decide(tensor, info) is Action.KEEP:
+            return self._stay(tensor, view, "policy")
+        route = self._routes.to(tensor.device)
+        if route is None:
+            return self._stay(tensor, view, "host memory beside an accelerator")
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            return "stream capture"
+        if self.passage.began_backward:
+            self.begin_passage()
+        self._notice_gone()
+        verdict = self.passage.admit(nbytes)
+        storage = native.StorageRef(tensor)
+        entry = Entry(self, view, storage)
+        self.passage.place(entry)
+        self._entries[view.key] = entry
+        if verdict is not None:
+            self.ledger.keep(verdict, nbytes)
+            return Kept(tensor, entry)
+        block = route.pool.native.allocate(nbytes)
+        if block is None:
+            self.ledger.keep("pool", nbytes)
+            self.ledger.tell_once(
+                "pool",
+                f"a storage of {nbytes} bytes stays on {tensor.device}: "
+                f"{route.pool.statistics().last_refusal}. Training goes on with less memory saved.",
+            )
+            return Kept(tensor, entry)
+        entry.leave(route.lane, block, storage)
+        self._leaving.append(ref(entry))
+        return Moved(entry, view)
+
+    def _stay(self, tensor: torch.Tensor, view: SavedView, reason: str) -> Kept:
+        """Keep a tensor, but know its storage: once, however often it is saved."""
+        entry = Entry(self, view, native.StorageRef(tensor))
+        self._entries[view.key] = entry
+        self.ledger.keep(reason, entry.nbytes)
+        return Kept(tensor, entry)
+
+    def _known(self, view: SavedView) -> Entry | None:
+        """The live entry of this very storage with this very content."""
+        entry = self._entries.get(view.key)
+        if entry is None or entry.version != view.version or entry.fetched:
+            return None
+        return entry
+
+    def forget_identity(self, entry: Entry) -> None:
+        """The storage that the entry was known by is gone; its address may be used again."""
+        key = entry.identity.key
+        if self._entries.get(key) is entry:
+            del self._entries[key]
+
+    def _notice_gone(self, most: int = 4) -> None:
+        """Account for storages that went away since the last look, at most so many looks each.
+
+        A storage that was sent and is still held, by the forward or by the user, lingers.
+        """
+        leaving, lingering = self._leaving, self._lingering
+        for _ in range(min(most, len(lingering))):
+            reference = lingering.popleft()
+            entry = reference()
+            if entry is not None and entry.state is State.LEAVING and not entry.gone():
+                lingering.append(reference)
+        for _ in range(min(most, len(leaving))):
+            entry = leaving[0]()
+            if entry is not None and entry.state is State.LEAVING and not entry.gone():
+                if not entry.sent():
+                    return
+                if not entry.gone():
+                    lingering.append(leaving[0])
+            leaving.popleft()
+
+    # --- unpack -----------------------------------------------------------------------------------
+
+    def demand(self, entry: Entry) -> Any:
+        """The storage of an entry, ordered before what the caller does next."""
+        with self.lock:
+            storage, late = entry.bring()
+            arrival = entry.arrival
+            if late:
+                self.ledger.stalls += 1
+            if entry.passage is not None:
+                self._prefetch(entry.passage.demand(entry.index))
+        if arrival is not None:
+            begin = perf_counter()
+            try:
+                arrival.wait()
+            except native.TransferError as error:
+                raise TransferError(f"a saved tensor cannot be brought back: {error}") from error
+            self.ledger.exposed_wait_s += perf_counter() - begin
+        return storage
+
+    def demand_kept(self, entry: Entry) -> None:
+        """A storage that stayed is demanded: what comes next may have to come back."""
+        with self.lock:
+            if entry.passage is not None:
+                self._prefetch(entry.passage.demand(entry.index))
+
+    def _prefetch(self, entries: Iterable[Entry]) -> None:
+        for entry in entries:
+            if entry.block is None or entry.storage is not None or not entry.gone():
+                continue
+            try:
+                entry.fetch()
+            except torch.OutOfMemoryError:
+                return  # the demand itself will ask again, when there may be room
+
+
+class Visit:
+    """One installation of a saver's hooks: a ``with`` block, or one call of a unit."""
+
+    __slots__ = ("covered", "outer", "pushed", "saver", "unit")
+
+    def __init__(self, saver: Saver, unit: str) -> None:
+        self.saver = saver
+        self.unit = unit
+        self.covered = saver.policy.covers(unit)
+        self.outer: HookPair | None = None
+        self.pushed = False
+
+    def enter(self) -> None:
+        """Install the hooks, unless saving here is somebody else's business.
+
+        [Note: Composition] PyTorch applies only the innermost pair of hooks. What a visit does not
+        move it therefore hands to the pair that was installed before. Inside a region of
+        torch.utils.checkpoint the visit steps aside altogether: the region saves nothing but its
+        inputs, which the hooks outside it see. Where saved-tensor hooks are disabled (torch.func),
+        tensors stay.
+        """
+        if not torch.is_grad_enabled() or _hooks_disabled() is not None:
+            return
+        outer = _top_hooks(True)
+        if outer is not None and outer[0].__module__ == "torch.utils.checkpoint":
+            return
+        self.outer = outer
+        _push_hooks(self.pack, unpack)
+        self.pushed = True
+
+    def leave(self) -> None:
+        if self.pushed:
+            self.pushed = False
+            _pop_hooks()
+
+    def pack(self, tensor: torch.Tensor) -> Handle:
+        """The pack hook. Never raises for want of memory or support; the tensor stays then."""
+        saver = self.saver
+        ledger = saver.ledger
+        view = native.capture(tensor)
+        if view is None:
+            return self._pack_unusual(tensor)
+        with saver.lock:
+            ledger.offered_tensors += 1
+            ledger.offered_bytes += view.nbytes
+            if view.of_leaf or view.key in saver.persistent or is_parameter(tensor):
+                outcome: Handle | str = "parameter"
+            else:
+                outcome = saver.save(tensor, view, self.unit, self.covered)
+            if isinstance(outcome, str):
+                ledger.keep(outcome, view.storage_nbytes)
+                outcome = Kept(tensor, None)
+        return self._or_outer(tensor, outcome)
+
+    def _or_outer(self, tensor: torch.Tensor, handle: Handle) -> Handle:
+        """What stays goes to the outer hooks if there are any (see [Note: Composition])."""
+        if self.outer is None or type(handle) is not Kept:
+            return handle
+        pack_hook, unpack_hook = self.outer
+        return Passed(pack_hook(tensor), unpack_hook)
+
+    def _pack_unusual(self, tensor: torch.Tensor) -> Handle:
+        """A tensor that a storage alone does not describe: by its parts, or kept."""
+        if self.outer is None and is_traceable_wrapper_subclass(tensor):
+            names, context = tensor.__tensor_flatten__()
+            inner = {name: getattr(tensor, name) for name in names}
+            if not tensor.requires_grad or not tensor.is_leaf:
+                return Parts(
+                    tensor, {name: self.pack(part) for name, part in inner.items()}, context
+                )
+        with self.saver.lock:
+            ledger = self.saver.ledger
+            ledger.offered_tensors += 1
+            ledger.keep("not a plain tensor", 0)
+        return self._or_outer(tensor, Kept(tensor, None))
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
+    """A frozen parameter or a view of one; those that require grad are known by their storage."""
+    base = tensor._base
+    return isinstance(tensor if base is None else base, torch.nn.Parameter)
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass now."""
+    return bool(_graph_task() != -1)

@@ -1,0 +1,119 @@
+"""Accounting: what was offered, what was done with it and why."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """A number of tensors and their bytes."""
+
+    tensors: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """A snapshot of what memswap did since it was set up or since ``reset_stats``.
+
+    Bytes are bytes of whole storages, except ``offered_bytes`` and ``deduplicated_bytes``, which
+    count tensors as autograd offered them. "Resident" means on the device.
+    """
+
+    offered_tensors: int = 0
+    offered_bytes: int = 0
+    deduplicated_tensors: int = 0
+    deduplicated_bytes: int = 0
+    kept: Mapping[str, Count] = field(default_factory=lambda: MappingProxyType({}))
+    """Reason -> tensors that stayed and the bytes of their storages."""
+    moved_storages: int = 0
+    moved_bytes: int = 0
+    returned_storages: int = 0
+    returned_bytes: int = 0
+    freed_bytes: int = 0
+    """Bytes of moved storages that really went away, because nobody else held them."""
+    stalls: int = 0
+    """Returns that backward demanded before they had been prefetched."""
+    exposed_wait_s: float = 0.0
+    """Seconds for which the host was blocked until demanded bytes were there."""
+    resident_bytes: int = 0
+    peak_resident_bytes: int = 0
+    away_bytes: int = 0
+    peak_away_bytes: int = 0
+
+
+class Ledger:
+    """The counters behind :class:`Stats`. Its owner serialises the calls."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+        self.resident_bytes = 0
+        self.away_bytes = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Start counting anew. What is resident and away now stays known."""
+        self.offered_tensors = 0
+        self.offered_bytes = 0
+        self.deduplicated_tensors = 0
+        self.deduplicated_bytes = 0
+        self.kept_tensors: Counter[str] = Counter()
+        self.kept_bytes: Counter[str] = Counter()
+        self.moved_storages = 0
+        self.moved_bytes = 0
+        self.returned_storages = 0
+        self.returned_bytes = 0
+        self.freed_bytes = 0
+        self.stalls = 0
+        self.exposed_wait_s = 0.0
+        self.peak_resident_bytes = self.resident_bytes
+        self.peak_away_bytes = self.away_bytes
+
+    def keep(self, reason: str, nbytes: int) -> None:
+        self.kept_tensors[reason] += 1
+        self.kept_bytes[reason] += nbytes
+
+    def resident(self, change: int) -> None:
+        self.resident_bytes += change
+        if self.resident_bytes > self.peak_resident_bytes:
+            self.peak_resident_bytes = self.resident_bytes
+
+    def away(self, change: int) -> None:
+        self.away_bytes += change
+        if self.away_bytes > self.peak_away_bytes:
+            self.peak_away_bytes = self.away_bytes
+
+    def tell_once(self, reason: str, message: str) -> None:
+        """Warn about something that costs memory but not correctness, once per reason."""
+        if reason not in self._told:
+            self._told.add(reason)
+            warnings.warn(f"memswap: {message}", stacklevel=3)
+
+    def snapshot(self) -> Stats:
+        kept = {
+            reason: Count(tensors, self.kept_bytes[reason])
+            for reason, tensors in sorted(self.kept_tensors.items())
+        }
+        return Stats(
+            offered_tensors=self.offered_tensors,
+            offered_bytes=self.offered_bytes,
+            deduplicated_tensors=self.deduplicated_tensors,
+            deduplicated_bytes=self.deduplicated_bytes,
+            kept=MappingProxyType(kept),
+            moved_storages=self.moved_storages,
+            moved_bytes=self.moved_bytes,
+            returned_storages=self.returned_storages,
+            returned_bytes=self.returned_bytes,
+            freed_bytes=self.freed_bytes,
+            stalls=self.stalls,
+            exposed_wait_s=self.exposed_wait_s,
+            resident_bytes=self.resident_bytes,
+            peak_resident_bytes=self.peak_resident_bytes,
+            away_bytes=self.away_bytes,
+            peak_away_bytes=self.peak_away_bytes,
+        )

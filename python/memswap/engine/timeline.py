@@ -1,0 +1,176 @@
+"""Timeline: in which order storages were saved and demanded, and what that predicts.
+
+A passage is one forward of the managed part and the backward that belongs to it. The last passage
+that was demanded predicts the next one, storage by storage, for as long as the sizes agree. A wrong
+guess costs a stall or a little memory, never an error.
+
+[Note: The window]
+Backward demands the storages that were saved last first, so whatever leaves last would have to be
+back at once: at the moment of the peak it frees nothing. What is demanded first, up to a window of
+bytes, therefore stays, and from then on the window slides: whatever lies within that many bytes
+ahead of the latest demand is on its way back. The same window bounds both, so a peak holds the
+window, not the window twice.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from memswap.engine.entry import Entry
+
+NEEDED_AT_ONCE = "needed at once"
+NEVER_FREED = "never freed"
+
+#: An automatic window is this share of a passage's bytes, and never less than its largest storage.
+AUTO_WINDOW_SHARE = 1 / 8
+
+
+class Forecast:
+    """What a finished passage says about the next one."""
+
+    def __init__(self, passage: Passage, window_bytes: int | None) -> None:
+        self.sizes = tuple(passage.sizes)
+        self.order = tuple(complete(passage.order, len(self.sizes)))
+        self.held = frozenset(passage.held)
+        self.window_bytes = window_of(self.sizes, window_bytes)
+        at_once = set()
+        room = self.window_bytes
+        for index in self.order:
+            room -= self.sizes[index]
+            if room < 0:
+                break
+            at_once.add(index)
+        self.at_once = frozenset(at_once)
+
+    def verdict(self, index: int) -> str | None:
+        """Why the storage should stay, or None if it should leave."""
+        if index in self.held:
+            return NEVER_FREED
+        if index in self.at_once:
+            return NEEDED_AT_ONCE
+        return None
+
+
+class Passage:
+    """One forward, as it happens. The saver's lock serialises the calls."""
+
+    def __init__(self, forecast: Forecast | None, window_bytes: int | None) -> None:
+        self.sizes: list[int] = []
+        self.order: list[int] = []  # indices, in the order of their first demand
+        self.held: set[int] = set()  # storages that stayed alive although they had left
+        self._forecast = forecast
+        self._window_bytes = window_bytes
+        self._entries: list[weakref.ref[Entry]] = []
+        self._demanded: set[int] = set()
+        self._plan: _Plan | None = None
+
+    def admit(self, nbytes: int) -> str | None:
+        """Register the next storage. Why it should stay, or None."""
+        index = len(self.sizes)
+        self.sizes.append(nbytes)
+        forecast = self._forecast
+        if forecast is None:
+            return None
+        if index >= len(forecast.sizes) or forecast.sizes[index] != nbytes:
+            self._forecast = None  # another order than last time: stop guessing
+            return None
+        verdict = forecast.verdict(index)
+        if verdict is NEVER_FREED:
+            self.held.add(index)
+        return verdict
+
+    def place(self, entry: Entry) -> None:
+        """The entry of the storage that :meth:`admit` registered last."""
+        entry.passage, entry.index = self, len(self._entries)
+        self._entries.append(weakref.ref(entry))
+
+    @property
+    def began_backward(self) -> bool:
+        return bool(self.order)
+
+    @property
+    def window_bytes(self) -> int:
+        if self._forecast is not None:
+            return self._forecast.window_bytes
+        return window_of(self.sizes, self._window_bytes)
+
+    @property
+    def leaving_bytes(self) -> int:
+        """Bytes that may leave at once: the window, and never less than one storage."""
+        return max(self.window_bytes, max(self.sizes, default=0))
+
+    def demand(self, index: int) -> list[Entry]:
+        """A storage is demanded. Which ones come next and fit into the window."""
+        if index in self._demanded:
+            return []
+        self._demanded.add(index)
+        self.order.append(index)
+        if self._plan is None or len(self._plan.rank) != len(self.sizes):
+            forecast = self._forecast
+            known = forecast is not None and len(forecast.sizes) == len(self.sizes)
+            order = forecast.order if forecast and known else complete((), len(self.sizes))
+            self._plan = _Plan(order, self.sizes)
+        wanted = self._plan.advance(index, self.window_bytes)
+        entries = [self._entries[i]() for i in wanted if i not in self._demanded]
+        return [entry for entry in entries if entry is not None]
+
+
+class _Plan:
+    """A window that slides over the expected order of demands."""
+
+    def __init__(self, order: Sequence[int], sizes: Sequence[int]) -> None:
+        self.order = order
+        self.rank = {index: position for position, index in enumerate(order)}
+        self.bytes_before = [0, *accumulate(sizes[index] for index in order)]
+        self.frontier = 0  # positions before it were demanded or asked for
+
+    def advance(self, index: int, window_bytes: int) -> list[int]:
+        """Indices that the window newly covers now that ``index`` is demanded."""
+        position = self.rank[index] + 1
+        first = max(self.frontier, position)
+        self.frontier = first
+        limit = self.bytes_before[position] + window_bytes
+        while (
+            self.frontier < len(self.order) and self.bytes_before[self.frontier + 1] <= limit
+        ):
+            self.frontier += 1
+        return list(self.order[first : self.frontier])
+
+
+class Timeline:
+    """The passages of one saver."""
+
+    def __init__(self, window_bytes: int | None) -> None:
+        self.window_bytes = window_bytes  # None: automatic
+        self._recent: deque[Passage] = deque(maxlen=8)
+        self._forecast: Forecast | None = None
+        self._forecast_of: Passage | None = None
+
+    def begin(self) -> Passage:
+        """A new passage, with what the last demanded one predicts."""
+        latest = next((p for p in reversed(self._recent) if p.began_backward), None)
+        if latest is not None and latest is not self._forecast_of:
+            self._forecast = Forecast(latest, self.window_bytes)
+            self._forecast_of = latest
+        passage = Passage(self._forecast, self.window_bytes)
+        self._recent.append(passage)
+        return passage
+
+
+def complete(order: Sequence[int], length: int) -> list[int]:
+    """``order``, then what it leaves out, last saved first."""
+    known = set(order)
+    return [*order, *(index for index in reversed(range(length)) if index not in known)]
+
+
+def window_of(sizes: Sequence[int], window_bytes: int | None) -> int:
+    """The window in bytes for storages of these sizes."""
+    if window_bytes is not None:
+        return window_bytes
+    return max(max(sizes, default=0), int(sum(sizes) * AUTO_WINDOW_SHARE))

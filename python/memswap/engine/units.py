@@ -1,0 +1,51 @@
+"""Sizes in bytes, written the way people write them."""
+
+from __future__ import annotations
+
+import re
+
+# Binary units are powers of 1024, decimal ones powers of 1000 (IEC 80000-13).
+_UNIT_BYTES = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_SIZE = re.compile(r"\s*(\d+(?:_\d+)*(?:\.\d+)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_bytes(size: int | str) -> int:
+    """Bytes of a size such as ``"24GiB"``, ``"512 MiB"``, ``"1.5GB"``, ``"4096"`` or ``4096``.
+
+    Fractions of a byte are cut off. Raises ValueError for anything else: a negative number, an
+    unknown unit, a bool or a float (whose unit could only be guessed).
+    """
+    if isinstance(size, int) and not isinstance(size, bool):
+        if size < 0:
+            raise ValueError(f"a size in bytes cannot be negative, found {size}")
+        return size
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    unit = match and _UNIT_BYTES.get(match[2].lower())
+    if match is None or unit is None:
+        raise ValueError(
+            f"expected a size in bytes such as 24GiB, 512MiB, 1.5GB or an int, found {size!r}"
+        )
+    whole, _, fraction = match[1].replace("_", "").partition(".")
+    # In whole numbers: a float would lose bytes beyond 2**53.
+    return int((whole or "0") + fraction) * unit // 10 ** len(fraction)
+
+
+def format_bytes(nbytes: int) -> str:
+    """``nbytes`` with a binary unit, to about three digits: ``"1.50 GiB"``, ``"512 B"``."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{nbytes} B" if unit == "B" else f"{value:.3g} {unit}"
+        value /= 1024
+    return f"{value:.3g} TiB"

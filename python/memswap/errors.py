@@ -1,0 +1,30 @@
+"""Everything memswap raises on its own account."""
+
+from __future__ import annotations
+
+
+class MemswapError(Exception):
+    """Base class of memswap's errors. Messages say what was found, what was expected, what to do."""
+
+
+class InplaceEditError(MemswapError, RuntimeError):
+    """A saved tensor was edited in place before backward: autograd's own error, kept alive.
+
+    PyTorch does not check versions of tensors that pass through saved-tensor hooks; memswap does.
+    """
+
+
+class TransferError(MemswapError, RuntimeError):
+    """A transfer failed and bytes that backward needs cannot be read back."""
+
+
+class EntryStateError(MemswapError, RuntimeError):
+    """A saved storage was asked for a move that its state does not allow."""
+
+
+class SharedStorageError(MemswapError, RuntimeError):
+    """A storage cannot be emptied in place because somebody else can see its bytes."""
+
+
+class NotSwappedError(MemswapError, ValueError):
+    """``swap_in`` was given a tensor that is not swapped out."""

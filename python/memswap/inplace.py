@@ -1,0 +1,104 @@
+"""swap_out and swap_in: one tensor that keeps its identity (optimizer state, buffers)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memswap._native import native
+from memswap.engine.lane import open_lane
+from memswap.engine.transfer import check_pool, default_pool
+from memswap.errors import NotSwappedError, SharedStorageError, TransferError
+
+if TYPE_CHECKING:
+    from memswap.engine.lane import Lane, Ticket
+    from memswap.engine.transfer import Pool
+
+_ATTRIBUTE = "_memswap_away"
+
+#: References to a tensor that a call from Python makes by itself: the Python object and the
+#: argument of the native function.
+_OWN_REFERENCES = 2
+
+
+@dataclass(slots=True)
+class _Away:
+    """The away form of a tensor, owned by the tensor itself: they die together."""
+
+    block: Any
+    lane: Lane
+    departure: Ticket
+
+
+def swap_out(tensor: torch.Tensor, pool: Pool | None = None) -> bool:
+    """Move the bytes of a tensor away; the tensor keeps its identity, shape and version.
+
+    Until :func:`swap_in`, reading or writing the tensor raises an error that says so. The copy is
+    asynchronous on an accelerator; its memory is reusable as soon as the copy has ended.
+
+    Args:
+        tensor: a plain tensor that nobody else shares: no view, alias or autograd graph.
+        pool: where the bytes go. Default: memory for this one tensor; pass a pool to reuse it.
+
+    Returns:
+        Whether the bytes are away. False: the pool had no room, and the tensor is as it was.
+
+    Raises:
+        SharedStorageError: somebody else can see the storage; says who.
+        ValueError: the tensor is already away, or is no plain tensor with a storage.
+        NotImplementedError: the pool cannot serve the tensor's device in this version.
+    """
+    if getattr(tensor, _ATTRIBUTE, None) is not None:
+        raise ValueError("swap_out(): the tensor is already swapped out; call swap_in() first")
+    if native.capture(tensor) is None:
+        raise ValueError(
+            f"swap_out(): found {type(tensor).__name__} {list(tensor.shape)} on {tensor.device}; "
+            "expected a plain strided tensor with at least one element"
+        )
+    shared = native.why_shared(tensor, _OWN_REFERENCES)
+    if shared:
+        raise SharedStorageError(
+            f"swap_out(): {shared}. Emptying the storage would change what they see. Drop them "
+            "first, or clone the tensor."
+        )
+    if pool is None:
+        pool = default_pool(tensor.device)
+    check_pool(pool, tensor.device)
+    block = pool.native.allocate(native.StorageRef(tensor).nbytes)
+    if block is None:
+        return False
+    lane = open_lane(tensor.device)
+    message = (
+        f"memswap: this tensor ({tensor.dtype}, {list(tensor.shape)}) is swapped out; call "
+        "memswap.swap_in(tensor) before using it"
+    )
+    departure = lane.send(native.take_bytes(tensor, message), block)
+    setattr(tensor, _ATTRIBUTE, _Away(block, lane, departure))
+    return True
+
+
+def swap_in(tensor: torch.Tensor) -> None:
+    """Bring back the bytes of a tensor that :func:`swap_out` moved away.
+
+    The tensor is the same object with the same storage, bytes and version; memory is allocated on
+    the current stream, which waits for the copy.
+
+    Raises:
+        NotSwappedError: the tensor is not away.
+        TransferError: the pool cannot give the bytes back; the tensor stays away.
+    """
+    away: _Away | None = getattr(tensor, _ATTRIBUTE, None)
+    if away is None:
+        raise NotSwappedError("swap_in(): the tensor is not swapped out; nothing to bring back")
+    if away.departure.done() and away.departure.failed():
+        storage = away.departure.storage()  # they never left
+    else:
+        storage, arrival = away.lane.fetch(away.block)
+        try:
+            arrival.wait()
+        except native.TransferError as error:
+            raise TransferError(f"swap_in(): the bytes cannot be read back: {error}") from error
+    native.give_bytes(tensor, storage)
+    delattr(tensor, _ATTRIBUTE)

@@ -1,0 +1,103 @@
+"""Policy: for a tensor that autograd saves, which action."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+
+
+class Action(enum.Enum):
+    """Where a saved tensor's bytes wait for backward."""
+
+    KEEP = "keep"
+    """On the device, as autograd would leave them."""
+    ENCODE = "encode"
+    """On the device, losslessly encoded. Not implemented yet (docs/status.md)."""
+    SWAP = "swap"
+    """In the pool (pinned host memory, or a file on a CPU)."""
+    ENCODE_SWAP = "encode_swap"
+    """In the pool, losslessly encoded. Not implemented yet (docs/status.md)."""
+
+
+NOT_IMPLEMENTED = frozenset({Action.ENCODE, Action.ENCODE_SWAP})
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What a policy function is told about a saved tensor besides the tensor itself."""
+
+    unit: str
+    """Name of the unit (layer) that saved it; ``""`` outside :func:`memswap.manage`."""
+    nbytes: int
+    """Bytes of the tensor's elements."""
+    storage_nbytes: int
+    """Bytes of the storage behind it, which move as a whole."""
+
+
+PolicyFunction = Callable[[torch.Tensor, TensorInfo], Action]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Decides for each saved storage; the first rule that applies wins.
+
+    1. A storage of fewer than ``min_bytes`` bytes stays: a short copy costs more than it frees.
+    2. A unit whose name matches ``exclude``, or, where ``include`` is given, none of its patterns,
+       keeps its tensors. Patterns are :mod:`fnmatch` patterns on unit names.
+    3. ``fn(tensor, info)``, where given, returns the :class:`Action`. It must not edit, keep or
+       save the tensor.
+    4. ``action``.
+
+    Raises:
+        TypeError: ``action`` is no :class:`Action`, ``fn`` cannot be called, or a pattern is no str.
+        ValueError: ``min_bytes`` is negative.
+        NotImplementedError: an encoding action was asked for.
+    """
+
+    action: Action = Action.SWAP
+    min_bytes: int = 64 * 1024
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    fn: PolicyFunction | None = None
+
+    def __post_init__(self) -> None:
+        checked(self.action, "Policy(action=...)")
+        if self.min_bytes < 0:
+            raise ValueError(f"Policy(min_bytes={self.min_bytes}): expected 0 or more bytes")
+        for name in ("include", "exclude"):
+            patterns = getattr(self, name)
+            if isinstance(patterns, str):
+                patterns = (patterns,)
+            if not all(isinstance(pattern, str) for pattern in patterns):
+                raise TypeError(f"Policy({name}={patterns!r}): expected fnmatch patterns (str)")
+            object.__setattr__(self, name, tuple(patterns))
+        if self.fn is not None and not callable(self.fn):
+            raise TypeError(f"Policy(fn={self.fn!r}): expected fn(tensor, info) -> Action")
+
+    def covers(self, unit: str) -> bool:
+        """Whether tensors of this unit may move at all."""
+        if any(fnmatchcase(unit, pattern) for pattern in self.exclude):
+            return False
+        return not self.include or any(fnmatchcase(unit, pattern) for pattern in self.include)
+
+    def decide(self, tensor: torch.Tensor, info: TensorInfo) -> Action:
+        """The action for a tensor of a covered unit that is not too small."""
+        if self.fn is None:
+            return self.action
+        return checked(self.fn(tensor, info), "Policy(fn=...) returned")
+
+
+def checked(action: object, where: str) -> Action:
+    """``action`` if it is one that this version can carry out, else an error."""
+    if not isinstance(action, Action):
+        raise TypeError(f"{where}: found {action!r}, expected a memswap.Action")
+    if action in NOT_IMPLEMENTED:
+        raise NotImplementedError(
+            f"{where}: {action} needs the lossless codec, which this version does not have yet; "
+            "use Action.SWAP or Action.KEEP"
+        )
+    return action

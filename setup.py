@@ -1,0 +1,65 @@
+"""Builds memswap._C by CMake. Everything that can be said declaratively is in pyproject.toml."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent.resolve()
+
+
+def require_torch() -> None:
+    """Stop with a sentence instead of a traceback when torch is missing."""
+    probe = subprocess.run([sys.executable, "-c", "import torch"], capture_output=True, check=False)
+    if probe.returncode:
+        raise SystemExit(
+            "memswap is built against the torch that will import it, and this build environment "
+            "has none.\nInstall torch first (for example: pip install torch==2.13.0), then build "
+            "with:\n    pip install --no-build-isolation ."
+        )
+
+
+def find_cmake() -> str:
+    cmake = shutil.which("cmake")
+    if cmake is None:
+        raise SystemExit(
+            "memswap needs CMake >= 3.25 to build and found none on PATH.\n"
+            "Install it (for example: pip install cmake ninja) and build again."
+        )
+    return cmake
+
+
+class CMakeBuild(build_ext):
+    """Configure and build the CMake project, then put the module where setuptools wants it."""
+
+    def build_extension(self, ext: Extension) -> None:
+        require_torch()
+        cmake = find_cmake()
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        tag = f"{sys.implementation.cache_tag}-{'debug' if self.debug else 'release'}"
+        build = Path(os.environ.get("MEMSWAP_BUILD_DIR", ROOT / "build" / tag)).resolve()
+        configure = [
+            cmake,
+            f"-S{ROOT}",
+            f"-B{build}",
+            f"-DPython_EXECUTABLE={sys.executable}",
+            f"-DCMAKE_BUILD_TYPE={'RelWithDebInfo' if self.debug else 'Release'}",
+        ]
+        for option in ("MEMSWAP_CUDA", "MEMSWAP_ASCEND"):
+            configure.append(f"-D{option}={os.environ.get(option, 'AUTO')}")
+        if shutil.which("ninja"):
+            configure.append("-GNinja")
+        jobs = os.environ.get("MAX_JOBS", str(os.cpu_count() or 1))
+        subprocess.run(configure, check=True)
+        subprocess.run([cmake, "--build", str(build), "--parallel", jobs], check=True)
+        install = [cmake, "--install", str(build), "--prefix", str(target.parent.parent)]
+        subprocess.run(install, check=True)
+
+
+setup(ext_modules=[Extension("memswap._C", sources=[])], cmdclass={"build_ext": CMakeBuild})

@@ -1,0 +1,103 @@
+"""Options and fixtures of the whole suite.
+
+One process has one device: `--device cpu` (default), `cuda`, or `sim` / `npu`, the simulated
+accelerator under either name. On a simulated device every test of tests/engine and tests/race runs
+once per schedule, in a laboratory that fails it for any race report or leak.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+SIMULATED = ("sim", "npu")
+TESTS = Path(__file__).resolve().parent
+IN_LABORATORY = (TESTS / "engine", TESTS / "race")
+
+sys.path.insert(0, str(TESTS / "engine"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", choices=["cpu", "cuda", *SIMULATED])
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
+    parser.addoption("--random-schedules", type=int, default=3, help="seeds of the random schedule")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--device") in SIMULATED:
+        os.environ["SIMDEV_NAME"] = config.getoption("--device")
+        sys.path.insert(0, str(TESTS / "simdev"))
+        torch.set_num_threads(1)  # its executor and OpenMP's threads would fight for the cores
+        import simdev  # noqa: F401  (registers the device)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    device = config.getoption("--device")
+    for item in items:
+        if "slow" in item.keywords and not config.getoption("--slow"):
+            item.add_marker(pytest.mark.skip(reason="slow: runs with --slow (make test-all)"))
+        if "cpu_only" in item.keywords and device != "cpu":
+            item.add_marker(pytest.mark.skip(reason="says nothing new on an accelerator"))
+        if "accelerator" in item.keywords and device == "cpu":
+            item.add_marker(pytest.mark.skip(reason="needs an accelerator: --device sim or cuda"))
+        if "gpu" in item.keywords and device != "cuda":
+            item.add_marker(pytest.mark.skip(reason="needs --device cuda"))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    config = metafunc.config
+    here = Path(metafunc.definition.path)
+    if config.getoption("--device") in SIMULATED and any(
+        folder in here.parents for folder in IN_LABORATORY
+    ):
+        from simdev import SCHEDULES, schedules
+
+        once = metafunc.definition.get_closest_marker("one_schedule") is not None
+        chosen = SCHEDULES[:1] if once else schedules(config.getoption("--random-schedules"))
+        metafunc.parametrize("_laboratory", chosen, ids=str, indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def _laboratory(request: pytest.FixtureRequest) -> Iterator[object]:
+    """On a simulated device: one schedule, the race detector, and the search for leaks."""
+    schedule = getattr(request, "param", None)
+    if schedule is None or request.node.get_closest_marker("own_laboratory") is not None:
+        yield schedule
+        return
+    from simdev import laboratory
+
+    with laboratory(schedule) as lab:
+        yield lab
+
+
+@pytest.fixture
+def schedule(_laboratory: object) -> object:
+    """The schedule of a test marked `own_laboratory`, which opens its own."""
+    return _laboratory
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """The device under test."""
+    kind = request.config.getoption("--device")
+    if kind == "cuda" and not torch.cuda.is_available():
+        pytest.exit("--device cuda: torch sees no CUDA device", returncode=2)
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, 0)
+
+
+@pytest.fixture
+def new_pool(device: torch.device, tmp_path: Path) -> Callable[..., object]:
+    """Makes a small pool for the device under test: a file for a CPU, else pinned memory."""
+    import memswap
+
+    def make(budget: int | str = "256MiB") -> object:
+        if device.type == "cpu":
+            return memswap.DiskPool(tmp_path, budget=budget)
+        return memswap.HostPool(budget=budget, slab="1MiB", device=device)
+
+    return make
