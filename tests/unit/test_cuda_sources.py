@@ -1,0 +1,49 @@
+"""Where nvcc is found, every CUDA source compiles for the architectures we support, GPU or not."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TARGETS = {"memswap_delay": "libmemswap_delay.so"}
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if shutil.which("nvcc") is None:
+        pytest.skip("nvcc is not on PATH, so CUDA sources cannot be compiled")
+    if shutil.which("cmake") is None:
+        pytest.skip("cmake is not on PATH")
+    folder = tmp_path_factory.mktemp("cuda")
+    configure = ["cmake", f"-S{ROOT}", f"-B{folder}", f"-DPython_EXECUTABLE={sys.executable}"]
+    subprocess.run([*configure, "-DMEMSWAP_CUDA=ON"], check=True, capture_output=True)
+    return folder
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_cuda_sources_compile_for_every_architecture_without_spills(
+    build: Path, target: str
+) -> None:
+    done = subprocess.run(
+        ["cmake", "--build", str(build), "--target", target], capture_output=True, text=True
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    for architecture in ("sm_80", "sm_90"):
+        assert f"for '{architecture}'" in said, f"nothing was compiled for {architecture}:\n{said}"
+    spills = [int(found) for found in re.findall(r"(\d+) bytes spill", said)]
+    assert spills and not any(spills), f"registers are spilled:\n{said}"
+    assert (build / TARGETS[target]).exists()
+
+
+def test_every_cuda_source_belongs_to_a_target() -> None:
+    listed = (ROOT / "CMakeLists.txt").read_text(encoding="utf-8")
+    for folder in ("csrc", "kernels", "tests"):
+        for source in (ROOT / folder).rglob("*.cu"):
+            assert source.relative_to(ROOT).as_posix() in listed, f"{source.name} is never compiled"
