@@ -109,6 +109,7 @@ py::dict as_dict(const PoolStatistics& statistics) {
   dict["waste_bytes"] = statistics.waste_bytes;
   dict["pending_bytes"] = statistics.pending_bytes;
   dict["free_bytes"] = statistics.free_bytes;
+  dict["largest_free_bytes"] = statistics.largest_free_bytes;
   dict["reserved_bytes"] = statistics.reserved_bytes;
   dict["slabs"] = statistics.slabs;
   dict["blocks"] = statistics.blocks;

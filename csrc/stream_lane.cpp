@@ -74,11 +74,14 @@ class StreamLane::Transfer : public Ticket {
   }
 
  protected:
-  // The host knows that the copy has ended: dropping the storage needs no order.
+  // The host knows that the copy has ended. What compute submitted before it may still run.
   void forget() {
     StorageRefPtr storage;  // destroyed outside the lock: that may run arbitrary code
     std::lock_guard lock(mutex_);
     storage.swap(storage_);
+    if (storage) {
+      lane_->tell_allocator(storage->storage, compute_);
+    }
   }
 
   const std::shared_ptr<StreamLane> lane_;
@@ -106,10 +109,9 @@ class StreamLane::Send final : public Transfer {
       storage.swap(storage_);
       const c10::Stream compute = lane_->current_stream();
       event_.block(compute);
-      if (lane_->saw_several_streams() || compute != compute_) {
-        for (const c10::Stream user : {lane_->send_stream_, compute_, compute}) {
-          lane_->tell_allocator(storage->storage, user);
-        }
+      lane_->tell_allocator(storage->storage, compute);
+      if (compute != compute_) {
+        lane_->tell_allocator(storage->storage, compute_);
       }
     }
   }
@@ -191,15 +193,6 @@ void StreamLane::tell_allocator(const c10::Storage& storage, c10::Stream user) c
   backend_.recordDataPtrOnStream(storage.data_ptr(), user);
 }
 
-void StreamLane::note_stream(c10::Stream compute) {
-  std::lock_guard lock(mutex_);
-  if (!home_stream_) {
-    home_stream_ = compute.id();
-  } else if (*home_stream_ != compute.id()) {
-    several_streams_.store(true, std::memory_order_relaxed);
-  }
-}
-
 void StreamLane::order_after_compute(c10::Stream lane_stream, c10::Stream compute) {
   c10::Event ready = take_event();
   ready.record(compute);
@@ -245,7 +238,6 @@ TicketPtr StreamLane::send(StorageRefPtr storage, BlockPtr block) {
               ", the storage is on ", storage->storage.device());
   const c10::DeviceGuard device_guard(device_);
   const c10::Stream compute = current_stream();
-  note_stream(compute);
   make_room(nbytes);
 
   auto ticket = std::make_shared<Send>(shared_from_this(), storage, compute);
@@ -278,9 +270,10 @@ TicketPtr StreamLane::send(StorageRefPtr storage, BlockPtr block) {
 
 std::pair<StorageRefPtr, TicketPtr> StreamLane::fetch(BlockPtr block) {
   const size_t nbytes = block->nbytes();
+  TORCH_CHECK(block->data(), "memswap: this lane fetches from host memory, and the block of ",
+              nbytes, " bytes is not in host memory");
   const c10::DeviceGuard device_guard(device_);
   const c10::Stream compute = current_stream();
-  note_stream(compute);
   reap();
 
   const WithoutModes without_modes;

@@ -10,7 +10,6 @@
 #include <deque>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <utility>
 #include <vector>
 
@@ -35,10 +34,12 @@ namespace memswap {
 //   7. fetch -> block used again         send():   the send stream waits for the block's uses, which
 //                                        include those of the range's previous owner
 //
-// Edges 2 and 6 are stream order only while allocation, use and release happen on one stream. As
-// soon as a lane has seen a second compute stream it also tells the allocator (record_stream) which
-// streams used a storage before it drops it. That costs the allocator an event query, never
-// correctness, and a single-stream program never pays it.
+// Edges 2 and 6 are stream order only where allocation, use and release happen on one stream. A
+// storage may have been allocated on another one, and only the allocator knows: before a storage is
+// dropped, it is told (record_stream) which compute stream used it. For the stream that owns the
+// memory, which is the only stream of most programs, that changes nothing; for any other, the memory
+// is reused only behind an event of the stream that was told. The lane's own streams never need it,
+// because compute waits for them first, or the host knows that they are done.
 //
 // Where the host already knows that a transfer has ended (Ticket::done() returned true), the memory
 // may be dropped without a wait: everything submitted afterwards comes later.
@@ -65,8 +66,6 @@ class StreamLane : public Lane, public std::enable_shared_from_this<StreamLane> 
   class Fetch;
 
   c10::Stream current_stream() const { return backend_.getStream(device_); }
-  void note_stream(c10::Stream compute);
-  bool saw_several_streams() const { return several_streams_.load(std::memory_order_relaxed); }
   c10::Event take_event();
   void give_event(c10::Event event);
   void order_after_compute(c10::Stream lane_stream, c10::Stream compute);
@@ -85,10 +84,8 @@ class StreamLane : public Lane, public std::enable_shared_from_this<StreamLane> 
   const size_t chunk_bytes_;
   const c10::DispatchKeySet device_keys_;
   std::atomic<size_t> max_leaving_bytes_;
-  std::atomic<bool> several_streams_{false};
 
   std::mutex mutex_;  // guards what follows; never held while another lane or ticket is called
-  std::optional<c10::StreamId> home_stream_;
   std::vector<c10::Event> idle_events_;
   std::deque<std::shared_ptr<Send>> sends_;
 };

@@ -52,7 +52,7 @@ class WorkerTicket final : public Ticket, public Work {
 
   void wait() override { synchronize(); }
 
-  bool done() override { return ended(); }
+  bool done() override { return finished_.load(std::memory_order_acquire); }
 
   void synchronize() override {
     finish();
@@ -69,8 +69,8 @@ class WorkerTicket final : public Ticket, public Work {
     }
   }
 
-  bool failed() const { return ended() && !error_.empty(); }
-  StorageRefPtr storage_of_failed_send() const {
+  bool failed() { return done() && !error_.empty(); }
+  StorageRefPtr storage_of_failed_send() {
     return failed() && direction_ == Direction::kSend ? storage_ : nullptr;
   }
 
@@ -97,12 +97,14 @@ class WorkerTicket final : public Ticket, public Work {
       lane_->leaving_bytes -= nbytes_;
     }
     if (direction_ == Direction::kFetch || error_.empty()) {
-      storage_.reset();  // the memory is free before anyone hears that the transfer has ended
+      storage_.reset();
     }
+    // Storage and block are dropped before a waiter wakes, so that both memories can be had at
+    // once. If this was the block's last owner, its pool now asks this very ticket whether it is
+    // done.
+    finished_.store(true, std::memory_order_release);
+    block_.reset();
   }
-
-  // If this was the block's last owner, the pool now asks this very ticket whether it is done.
-  void after_end() noexcept override { block_.reset(); }
 
   // The block's earlier uses, whose errors are their owners' affair. Fetches do not disturb each
   // other.
@@ -152,6 +154,7 @@ class WorkerTicket final : public Ticket, public Work {
   BlockPtr block_;
   std::vector<TicketPtr> after_;
   std::string error_;
+  std::atomic<bool> finished_{false};  // publishes what stands above
 };
 
 WorkerLane::WorkerLane(size_t workers, size_t max_leaving_bytes)
@@ -242,12 +245,12 @@ void WorkerLane::stop() {
 }
 
 bool failed(Ticket& ticket) {
-  const auto* ours = dynamic_cast<WorkerTicket*>(&ticket);
+  auto* ours = dynamic_cast<WorkerTicket*>(&ticket);
   return ours != nullptr && ours->failed();
 }
 
 StorageRefPtr storage_of_failed_send(Ticket& ticket) {
-  const auto* ours = dynamic_cast<WorkerTicket*>(&ticket);
+  auto* ours = dynamic_cast<WorkerTicket*>(&ticket);
   return ours != nullptr ? ours->storage_of_failed_send() : nullptr;
 }
 

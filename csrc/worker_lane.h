@@ -21,7 +21,9 @@ struct WorkerLaneState;
 // wait() blocks. A wait for a transfer that no worker has begun does it on the spot, ahead of the
 // queue but never ahead of what the block's uses demand.
 //
-// Everything that blocks lets go of the GIL. Fork: see WorkQueue.
+// A transfer shares its block until it has ended: a worker must reach the bytes. Everything that
+// blocks lets go of the GIL. Threads may use one lane together, but one block only one at a time.
+// Fork: see WorkQueue.
 class WorkerLane final : public Lane {
  public:
   static constexpr size_t kNoBound = 0;

@@ -15,8 +15,9 @@ namespace memswap {
 class PoolCore;
 
 struct PoolOptions {
-  // Bytes of a slab, unless a request needs more or the budget allows only less. Rounded up to a
-  // power of two: torch's pinned allocator would round anyway, and keep the difference to itself.
+  // Bytes of the first slabs. Longer blocks and a growing pool get longer slabs; what is left of a
+  // budget, shorter ones. A power of two (rounded up): torch's pinned allocator would round anyway,
+  // and keep the difference to itself.
   size_t slab_bytes = size_t{64} << 20;
   // Bytes; blocks start and end at multiples of it.
   size_t alignment = 512;
@@ -26,12 +27,13 @@ struct PoolOptions {
 };
 
 struct PoolStatistics {
-  size_t in_use_bytes = 0;    // asked for by live blocks
-  size_t peak_bytes = 0;      // highest in_use_bytes
-  size_t waste_bytes = 0;     // rounded minus asked, of live blocks
-  size_t pending_bytes = 0;   // dropped blocks whose tickets are still running
-  size_t free_bytes = 0;      // can be handed out at once (perhaps in pieces)
-  size_t reserved_bytes = 0;  // in_use + waste + pending + free
+  size_t in_use_bytes = 0;        // asked for by live blocks
+  size_t peak_bytes = 0;          // highest in_use_bytes
+  size_t waste_bytes = 0;         // rounded minus asked, of live blocks
+  size_t pending_bytes = 0;       // dropped blocks whose tickets are still running
+  size_t free_bytes = 0;          // can be handed out at once, in pieces
+  size_t largest_free_bytes = 0;  // the longest of these pieces
+  size_t reserved_bytes = 0;      // in_use + waste + pending + free
   size_t slabs = 0;
   size_t blocks = 0;    // live
   size_t pending = 0;   // dropped blocks whose tickets are still running

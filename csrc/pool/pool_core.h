@@ -61,7 +61,7 @@ class PoolCore final : public std::enable_shared_from_this<PoolCore> {
   void put_pending(Sequence sequence, Pending pending);
 
   std::string grow(size_t wanted_bytes, size_t least_bytes, bool background);
-  size_t usual_slab_bytes(size_t reserved_bytes) const;
+  size_t slab_bytes_for(size_t size, size_t reserved_bytes) const;
   size_t reserved_bytes() const;
   void grow_ahead_if_low();
   void refuse(const std::string& reason);

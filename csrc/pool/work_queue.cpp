@@ -54,7 +54,6 @@ void WorkQueue::execute(Shared& shared, std::unique_lock<std::mutex>& lock,
   --shared.running;
   shared.ended.notify_all();
   lock.unlock();
-  work->after_end();
   work.reset();
   lock.lock();
 }

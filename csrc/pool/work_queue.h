@@ -29,10 +29,6 @@ class Work {
   // work that was submitted earlier, never for later work.
   virtual void run() noexcept = 0;
 
-  // On the same thread, once everyone knows that the work has ended: the place to let go of what
-  // may itself ask whether it has.
-  virtual void after_end() noexcept {}
-
  private:
   friend class WorkQueue;
   enum class State { kNew, kQueued, kRunning, kEnded };

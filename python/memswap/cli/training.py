@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -84,10 +82,8 @@ def manage_layers(model: GPT, config: TrainingConfig, result: TrainingResult) ->
     policy = memswap.Policy(action=memswap.Action(config.policy))
     pool = None
     if config.device.startswith("cpu"):
-        directory = config.pool_dir or tempfile.gettempdir()
-        result.away_form = f"a DiskPool file in {directory}, unlinked at creation"
-        if config.pool_dir is not None:
-            pool = memswap.DiskPool(Path(directory) / f"memswap-demo-{os.getpid()}.pool")
+        pool = memswap.DiskPool(config.pool_dir)
+        result.away_form = f"a DiskPool: a file without a name in {pool.path}"
     else:
         result.away_form = "a HostPool of pinned memory"
     with memswap.manage(model.layers, policy, pool=pool) as manager:

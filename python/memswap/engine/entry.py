@@ -30,6 +30,8 @@ class State(enum.Enum):
     AWAY = "away"
     RETURNING = "returning"
 
+    __hash__ = object.__hash__  # members are singletons; Enum's own hash is ten times slower
+
 
 LEGAL = frozenset(
     {
@@ -62,6 +64,7 @@ class Entry:
         "handles",
         "identity",
         "index",
+        "keeps",
         "lane",
         "nbytes",
         "passage",
@@ -84,7 +87,8 @@ class Entry:
         self.lane: Lane | None = None
         self.departure: Ticket | None = None
         self.arrival: Ticket | None = None
-        self.handles = 0
+        self.handles = 0  # saves whose storage left
+        self.keeps = 0  # saves whose tensor stayed
         self.unseen = 0
         self.passage: Passage | None = None
         self.index = -1
@@ -144,6 +148,14 @@ class Entry:
             departure.synchronize()
         except native.TransferError as error:
             ledger.tell_once("transfer", f"a storage stays where it is: {error}")
+
+    def held_by_handles_only(self) -> bool:
+        """Whether nobody but our own handles holds a storage that stayed.
+
+        Meant for its first demand, when all of them are still alive.
+        """
+        storage = self.identity.lock()
+        return storage is not None and storage.use_count - 1 <= self.keeps
 
     def gone(self) -> bool:
         """Notice whether a leaving storage really went away."""
@@ -238,6 +250,8 @@ class Kept:
         self.version = tensor._version
         self.tensor = tensor.detach()  # shares storage and version counter, not the graph
         self.entry = entry
+        if entry is not None:
+            entry.keeps += 1
 
     def unpack(self) -> torch.Tensor:
         tensor = self.tensor
@@ -263,6 +277,18 @@ class Passed:
         return self.unpack_hook(self.packed)
 
 
+class Given:
+    """A part of a wrapper subclass that is no tensor (a device mesh)."""
+
+    __slots__ = ("part",)
+
+    def __init__(self, part: object) -> None:
+        self.part = part
+
+    def unpack(self) -> object:
+        return self.part
+
+
 class Parts:
     """The handle of a wrapper subclass (DTensor and its like), whose inner tensors move."""
 
@@ -271,7 +297,7 @@ class Parts:
     def __init__(
         self,
         tensor: torch.Tensor,
-        parts: dict[str, Handle],
+        parts: dict[str, Handle | Given],
         context: object,
     ) -> None:
         self.kind = type(tensor)

@@ -34,9 +34,11 @@ class PoolStatistics:
     pending_bytes: int
     """Bytes of dropped blocks that a transfer still uses."""
     free_bytes: int
-    """Bytes ready to be handed out, perhaps in pieces."""
+    """Bytes ready to be handed out, in pieces."""
+    largest_free_bytes: int
+    """The longest of these pieces."""
     reserved_bytes: int
-    """Bytes taken from the system: the sum of the other four without the peak."""
+    """Bytes taken from the system: in use, waste, pending and free."""
     slabs: int
     blocks: int
     """Live blocks."""
@@ -131,18 +133,18 @@ class HostPool(_Pool):
         numa: Literal["auto"] | int | None = "auto",
         device: torch.device | str | None = None,
     ) -> None:
-        device = _device(device)
+        self.device: torch.device = _device(device)
+        self.numa_node = _numa_node(numa, self.device)
         budget_bytes = _available_memory_bytes() // 2 if budget is None else parse_bytes(budget)
-        node = _numa_node(numa, device)
-        pool = native.make_host_pool(device, budget_bytes, parse_bytes(slab), node)
-        super().__init__(pool, budget_bytes)
-        self.device = device
-        self.numa_node = node
+        super().__init__(
+            native.make_host_pool(self.device, budget_bytes, parse_bytes(slab), self.numa_node),
+            budget_bytes,
+        )
 
     @property
     def pinned(self) -> bool:
         """Whether the pool's memory is pinned for an accelerator."""
-        return self.device.type != "cpu"
+        return bool(self.device.type != "cpu")
 
 
 class DiskPool(_Pool):
@@ -182,11 +184,11 @@ class DiskPool(_Pool):
 
 def _device(device: torch.device | str | None) -> torch.device:
     if device is None:
-        device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    device = torch.device(device)
-    if device.type != "cpu" and device.index is None:
-        return torch.device(device.type, torch.accelerator.current_device_index())
-    return device
+        device = torch.accelerator.current_accelerator() or "cpu"
+    found: torch.device = torch.device(device)
+    if found.type != "cpu" and found.index is None:
+        return torch.device(found.type, torch.accelerator.current_device_index())
+    return found
 
 
 def _available_memory_bytes() -> int:

@@ -20,12 +20,12 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memswap._native import native
-from memswap.engine.entry import Entry, Handle, Kept, Moved, Parts, Passed, State, unpack
+from memswap.engine.entry import Entry, Given, Handle, Kept, Moved, Parts, Passed, State, unpack
 from memswap.engine.stats import Ledger, Stats
 from memswap.engine.timeline import Timeline
 from memswap.engine.transfer import Routes
 from memswap.errors import TransferError
-from memswap.planning.policy import Action, Policy, TensorInfo
+from memswap.planning.policy import Action, Policy
 
 if TYPE_CHECKING:
     from memswap.engine.timeline import Passage
@@ -102,8 +102,7 @@ class Saver:
             return "policy"
         if _graph_task() != -1:
             return "saved in backward"
-        info = TensorInfo(unit, view.nbytes, nbytes)
-        if self.policy.decide(tensor, info) is Action.KEEP:
+        if self.policy.decide(tensor, unit, view.nbytes, nbytes) is Action.KEEP:
             return self._stay(tensor, view, "policy")
         route = self._routes.to(tensor.device)
         if route is None:
@@ -154,7 +153,7 @@ class Saver:
         if self._entries.get(key) is entry:
             del self._entries[key]
 
-    def _notice_gone(self, most: int = 4) -> None:
+    def _notice_gone(self, most: int = 2) -> None:
         """Account for storages that went away since the last look, at most so many looks each.
 
         A storage that was sent and is still held, by the forward or by the user, lingers.
@@ -197,8 +196,17 @@ class Saver:
     def demand_kept(self, entry: Entry) -> None:
         """A storage that stayed is demanded: what comes next may have to come back."""
         with self.lock:
-            if entry.passage is not None:
-                self._prefetch(entry.passage.demand(entry.index))
+            passage = entry.passage
+            if passage is None:
+                return
+            index = entry.index
+            if (
+                index in passage.held
+                and not passage.was_demanded(index)
+                and entry.held_by_handles_only()
+            ):
+                passage.held.discard(index)  # next time it would be freed, so it may leave
+            self._prefetch(passage.demand(index))
 
     def _prefetch(self, entries: Iterable[Entry]) -> None:
         for entry in entries:
@@ -273,13 +281,19 @@ class Visit:
 
     def _pack_unusual(self, tensor: torch.Tensor) -> Handle:
         """A tensor that a storage alone does not describe: by its parts, or kept."""
-        if self.outer is None and is_traceable_wrapper_subclass(tensor):
+        if (
+            self.outer is None
+            and is_traceable_wrapper_subclass(tensor)
+            and not tensor.is_nested  # a ragged size cannot be rebuilt from the parts alone
+            and not (tensor.is_leaf and tensor.requires_grad)
+        ):
             names, context = tensor.__tensor_flatten__()
             inner = {name: getattr(tensor, name) for name in names}
-            if not tensor.requires_grad or not tensor.is_leaf:
-                return Parts(
-                    tensor, {name: self.pack(part) for name, part in inner.items()}, context
-                )
+            parts = {
+                name: self.pack(part) if isinstance(part, torch.Tensor) else Given(part)
+                for name, part in inner.items()
+            }
+            return Parts(tensor, parts, context)
         with self.saver.lock:
             ledger = self.saver.ledger
             ledger.offered_tensors += 1
@@ -290,7 +304,9 @@ class Visit:
 def is_parameter(tensor: torch.Tensor) -> bool:
     """A frozen parameter or a view of one; those that require grad are known by their storage."""
     base = tensor._base
-    return isinstance(tensor if base is None else base, torch.nn.Parameter)
+    owner = tensor if base is None else base
+    # The type is asked first because isinstance on Parameter runs a metaclass.
+    return type(owner) is not torch.Tensor and isinstance(owner, torch.nn.Parameter)
 
 
 def in_backward() -> bool:

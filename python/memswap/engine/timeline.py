@@ -94,6 +94,9 @@ class Passage:
     def began_backward(self) -> bool:
         return bool(self.order)
 
+    def was_demanded(self, index: int) -> bool:
+        return index in self._demanded
+
     @property
     def window_bytes(self) -> int:
         if self._forecast is not None:

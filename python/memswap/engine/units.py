@@ -38,7 +38,8 @@ def parse_bytes(size: int | str) -> int:
         )
     whole, _, fraction = match[1].replace("_", "").partition(".")
     # In whole numbers: a float would lose bytes beyond 2**53.
-    return int((whole or "0") + fraction) * unit // 10 ** len(fraction)
+    scaled: int = int((whole or "0") + fraction) * unit // 10 ** len(fraction)
+    return scaled
 
 
 def format_bytes(nbytes: int) -> str:

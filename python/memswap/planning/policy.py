@@ -84,10 +84,13 @@ class Policy:
             return False
         return not self.include or any(fnmatchcase(unit, pattern) for pattern in self.include)
 
-    def decide(self, tensor: torch.Tensor, info: TensorInfo) -> Action:
+    def decide(
+        self, tensor: torch.Tensor, unit: str, nbytes: int, storage_nbytes: int
+    ) -> Action:
         """The action for a tensor of a covered unit that is not too small."""
         if self.fn is None:
             return self.action
+        info = TensorInfo(unit, nbytes, storage_nbytes)
         return checked(self.fn(tensor, info), "Policy(fn=...) returned")
 
 

@@ -1,0 +1,127 @@
+#include "pool/work_queue.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <functional>
+#include <future>
+#include <random>
+#include <thread>
+#include <vector>
+
+namespace memswap {
+namespace {
+
+class Task final : public Work {
+ public:
+  explicit Task(std::function<void()> what) : what_(std::move(what)) {}
+
+ private:
+  void run() noexcept override { what_(); }
+  std::function<void()> what_;
+};
+
+std::shared_ptr<Task> submit(WorkQueue& queue, std::function<void()> what) {
+  auto task = std::make_shared<Task>(std::move(what));
+  queue.submit(task);
+  return task;
+}
+
+TEST(WorkQueue, OneWorkerKeepsTheOrder) {
+  WorkQueue queue(1);
+  std::vector<int> order;
+  std::promise<void> last;  // nobody waits for the work itself: that would help the worker
+  for (int i = 0; i < 100; ++i) {
+    submit(queue, [&order, i] { order.push_back(i); });
+  }
+  submit(queue, [&last] { last.set_value(); });
+  last.get_future().wait();
+  ASSERT_EQ(order.size(), 100U);
+  EXPECT_TRUE(std::ranges::is_sorted(order));
+}
+
+TEST(WorkQueue, WhoWaitsWorksAndPassesTheQueue) {
+  WorkQueue queue(0);
+  bool first = false;
+  const auto one = submit(queue, [&] { first = true; });
+  bool second = false;
+  const auto two = submit(queue, [&] { second = true; });
+  queue.finish(*two);
+  EXPECT_TRUE(second);
+  EXPECT_TRUE(two->ended());
+  EXPECT_FALSE(first) << "what nobody waits for went before what somebody waits for";
+  queue.drain();
+  EXPECT_TRUE(one->ended());
+}
+
+TEST(WorkQueue, WorkWaitsForEarlierWorkWithoutDeadlock) {
+  for (const size_t workers : {0U, 1U, 2U, 4U}) {
+    WorkQueue queue(workers);
+    std::mt19937 random(static_cast<unsigned>(workers));
+    std::vector<std::shared_ptr<Task>> tasks;
+    std::vector<std::unique_ptr<std::atomic<int>>> runs;
+    std::atomic<int> out_of_order = 0;
+    for (int i = 0; i < 500; ++i) {
+      auto earlier = tasks.empty() ? nullptr : tasks[random() % tasks.size()];
+      runs.push_back(std::make_unique<std::atomic<int>>(0));
+      tasks.push_back(submit(queue, [&, earlier, counter = runs.back().get()] {
+        if (earlier) {
+          queue.finish(*earlier);
+          out_of_order += !earlier->ended();
+        }
+        ++*counter;
+      }));
+    }
+    std::vector<std::thread> waiters;
+    for (unsigned seed = 0; seed < 3; ++seed) {
+      waiters.emplace_back([&, seed] {
+        std::mt19937 pick(seed);
+        for (int i = 0; i < 300; ++i) {
+          queue.finish(*tasks[pick() % tasks.size()]);
+        }
+      });
+    }
+    for (auto& waiter : waiters) {
+      waiter.join();
+    }
+    queue.stop();
+    EXPECT_EQ(out_of_order, 0);
+    for (const auto& counter : runs) {
+      ASSERT_EQ(*counter, 1) << "work ran twice or never, " << workers << " workers";
+    }
+  }
+}
+
+TEST(WorkQueue, DropsWorkOnceItHasEnded) {
+  WorkQueue queue(1);
+  auto owned = std::make_shared<int>(1);
+  const std::weak_ptr<int> seen = owned;
+  submit(queue, [owned = std::move(owned)] { (void)*owned; });
+  queue.stop();
+  EXPECT_TRUE(seen.expired()) << "the queue kept work that had ended";
+}
+
+TEST(WorkQueue, TheDestructorDrains) {
+  std::atomic<int> ran = 0;
+  {
+    WorkQueue queue(2);
+    for (int i = 0; i < 50; ++i) {
+      submit(queue, [&] { ++ran; });
+    }
+  }
+  EXPECT_EQ(ran, 50);
+}
+
+TEST(WorkQueue, AfterStopWaitersDoTheWork) {
+  WorkQueue queue(2);
+  queue.stop();
+  bool ran = false;
+  const auto task = submit(queue, [&] { ran = true; });
+  queue.finish(*task);
+  EXPECT_TRUE(ran);
+  queue.stop();
+}
+
+}  // namespace
+}  // namespace memswap
