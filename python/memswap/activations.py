@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from memswap._native import native
-from memswap.engine.saver import Saver, Visit, in_backward
+from memswap.engine.saver import Saver, Visit, in_backward, plain_parts
 from memswap.engine.stats import Stats
 from memswap.engine.transfer import check_pool
 from memswap.engine.units import parse_bytes
@@ -272,9 +272,10 @@ def persistent_storages(modules: Iterable[nn.Module]) -> dict[int, Any]:
     for module in modules:
         for tensors in (module.parameters(), module.buffers()):
             for tensor in tensors:
-                if native.storage_key(tensor):
-                    weak = native.WeakStorage(native.StorageRef(tensor))
-                    storages[weak.key] = weak
+                for part in plain_parts(tensor):
+                    if native.storage_key(part):
+                        weak = native.WeakStorage(native.StorageRef(part))
+                        storages[weak.key] = weak
     return storages
 
 

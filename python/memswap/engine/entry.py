@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from memswap.engine.lane import Lane, Ticket
     from memswap.engine.saver import Saver
+    from memswap.engine.stats import Ledger
     from memswap.engine.timeline import Passage
 
     SavedView = Any
@@ -46,6 +47,43 @@ LEGAL = frozenset(
 )
 
 
+class Remains:
+    """What an entry leaves behind when it dies: bytes on the books, and tickets.
+
+    An object of its own, because a finalizer runs while weak references to its object still work:
+    another thread could take hold of an entry whose finalizer has begun. Nobody but its entry refers
+    to this one.
+    """
+
+    __slots__ = ("arrival", "away", "departure", "ledger", "nbytes", "resident")
+
+    def __init__(self, ledger: Ledger, nbytes: int) -> None:
+        self.ledger = ledger
+        self.nbytes = nbytes
+        self.resident = False
+        self.away = False
+        self.departure: Ticket | None = None
+        self.arrival: Ticket | None = None
+
+    def __del__(self) -> None:
+        self.ledger.retire(
+            self.nbytes if self.resident else 0, self.nbytes if self.away else 0
+        )
+        for ticket in (self.departure, self.arrival):
+            if ticket is not None:
+                ticket.abandon()
+
+    def count_resident(self, resident: bool) -> None:
+        if self.resident is not resident:
+            self.resident = resident
+            self.ledger.resident(self.nbytes if resident else -self.nbytes)
+
+    def count_away(self, away: bool) -> None:
+        if self.away is not away:
+            self.away = away
+            self.ledger.away(self.nbytes if away else -self.nbytes)
+
+
 class Entry:
     """One storage that autograd saved, however many views and operators saved it.
 
@@ -56,10 +94,7 @@ class Entry:
 
     __slots__ = (
         "__weakref__",
-        "arrival",
         "block",
-        "counted",
-        "departure",
         "fetched",
         "handles",
         "identity",
@@ -68,6 +103,7 @@ class Entry:
         "lane",
         "nbytes",
         "passage",
+        "remains",
         "saver",
         "state",
         "storage",
@@ -85,29 +121,16 @@ class Entry:
         self.fetched = False  # whether `identity` is a storage that memswap made
         self.block: Block | None = None
         self.lane: Lane | None = None
-        self.departure: Ticket | None = None
-        self.arrival: Ticket | None = None
         self.handles = 0  # saves whose storage left
         self.keeps = 0  # saves whose tensor stayed
         self.unseen = 0
         self.passage: Passage | None = None
         self.index = -1
-        self.counted = True
-        saver.ledger.resident(self.nbytes)
+        self.remains = Remains(saver.ledger, self.nbytes)
+        self.remains.count_resident(True)
 
     def __repr__(self) -> str:
         return f"<entry of {self.nbytes} bytes, {self.state.value}, {self.handles} save(s)>"
-
-    def __del__(self) -> None:
-        saver = self.saver
-        with saver.lock:
-            if self.counted:
-                saver.ledger.resident(-self.nbytes)
-            if self.block is not None:
-                saver.ledger.away(-self.nbytes)
-        for ticket in (self.departure, self.arrival):
-            if ticket is not None:
-                ticket.abandon()
 
     def move(self, state: State) -> None:
         """Change the state, or say who tried what."""
@@ -122,15 +145,15 @@ class Entry:
         """Start sending the storage to the block. The ticket holds the storage from here on."""
         self.move(State.LEAVING)
         self.lane, self.block = lane, block
-        self.departure = lane.send(storage, block)
+        self.remains.departure = lane.send(storage, block)
+        self.remains.count_away(True)
         ledger = self.saver.ledger
-        ledger.away(self.nbytes)
         ledger.moved_storages += 1
         ledger.moved_bytes += self.nbytes
 
     def sent(self) -> bool:
         """Whether the send has ended. One that failed gives the storage back: nothing is lost."""
-        departure = self.departure
+        departure = self.remains.departure
         if departure is None or not departure.done():
             return False
         if departure.failed():
@@ -141,8 +164,8 @@ class Entry:
         self.move(State.RESIDENT)
         self.storage = departure.storage()
         self.block = None
+        self.remains.count_away(False)
         ledger = self.saver.ledger
-        ledger.away(-self.nbytes)
         ledger.keep("pool", self.nbytes)
         try:
             departure.synchronize()
@@ -162,37 +185,27 @@ class Entry:
         if self.state is not State.LEAVING or not self.identity.expired():
             return self.state is State.AWAY
         self.move(State.AWAY)
-        self.uncount()
+        self.remains.count_resident(False)
         self.saver.ledger.freed_bytes += self.nbytes
         return True
-
-    def count(self) -> None:
-        if not self.counted:
-            self.counted = True
-            self.saver.ledger.resident(self.nbytes)
-
-    def uncount(self) -> None:
-        if self.counted:
-            self.counted = False
-            self.saver.ledger.resident(-self.nbytes)
 
     def fetch(self) -> None:
         """Start bringing the bytes back into a storage of our own."""
         self.move(State.RETURNING)
         assert self.lane is not None
-        storage, self.arrival = self.lane.fetch(self.block)
+        storage, self.remains.arrival = self.lane.fetch(self.block)
         self.saver.forget_identity(self)
         self.storage, self.identity = storage, native.WeakStorage(storage)
         self.fetched = True
         self.unseen = self.handles
-        self.count()
+        self.remains.count_resident(True)
         self.saver.ledger.returned_storages += 1
         self.saver.ledger.returned_bytes += self.nbytes
 
     def bring(self) -> tuple[StorageRef, bool]:
         """The storage, and whether it had to be fetched only now.
 
-        The caller waits for ``arrival`` before it reads, on the stream on which it reads.
+        The caller waits for ``remains.arrival`` before it reads, on the stream on which it reads.
         """
         late = False
         sent = self.state is State.LEAVING and self.sent()
@@ -204,7 +217,7 @@ class Entry:
                 late = True
             else:
                 self.unseen = self.handles
-                self.count()
+                self.remains.count_resident(True)
                 if sent and self.passage is not None:
                     self.passage.held.add(self.index)  # leaving freed nothing
         if self.state is not State.RESIDENT:
@@ -215,7 +228,7 @@ class Entry:
             # Every save has seen the bytes: whoever uses them holds them, and the block has them.
             self.storage = None
             self.move(State.AWAY)
-            self.uncount()
+            self.remains.count_resident(False)
         return storage, late
 
 

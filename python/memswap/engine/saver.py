@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary, ref
@@ -179,7 +179,7 @@ class Saver:
         """The storage of an entry, ordered before what the caller does next."""
         with self.lock:
             storage, late = entry.bring()
-            arrival = entry.arrival
+            arrival = entry.remains.arrival
             if late:
                 self.ledger.stalls += 1
             if entry.passage is not None:
@@ -261,6 +261,7 @@ class Visit:
         if view is None:
             return self._pack_unusual(tensor)
         with saver.lock:
+            ledger.fold_retired()
             ledger.offered_tensors += 1
             ledger.offered_bytes += view.nbytes
             if view.of_leaf or view.key in saver.persistent or is_parameter(tensor):
@@ -285,7 +286,7 @@ class Visit:
             self.outer is None
             and is_traceable_wrapper_subclass(tensor)
             and not tensor.is_nested  # a ragged size cannot be rebuilt from the parts alone
-            and not (tensor.is_leaf and tensor.requires_grad)
+            and not is_parameter(tensor)
         ):
             names, context = tensor.__tensor_flatten__()
             inner = {name: getattr(tensor, name) for name in names}
@@ -302,9 +303,11 @@ class Visit:
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:
-    """A frozen parameter or a view of one; those that require grad are known by their storage."""
+    """A parameter, frozen or not, another leaf that requires grad, or a view of one of them."""
     base = tensor._base
     owner = tensor if base is None else base
+    if owner.requires_grad and owner.is_leaf:
+        return True
     # The type is asked first because isinstance on Parameter runs a metaclass.
     return type(owner) is not torch.Tensor and isinstance(owner, torch.nn.Parameter)
 
@@ -312,3 +315,14 @@ def is_parameter(tensor: torch.Tensor) -> bool:
 def in_backward() -> bool:
     """Whether this thread runs a backward pass now."""
     return bool(_graph_task() != -1)
+
+
+def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that have the bytes: a wrapper subclass's parts, or the tensor itself."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for part in (getattr(tensor, name) for name in names):
+        if isinstance(part, torch.Tensor):
+            yield from plain_parts(part)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -52,12 +52,14 @@ class Ledger:
 
     def __init__(self) -> None:
         self._told: set[str] = set()
+        self._retired: deque[tuple[int, int]] = deque()
         self.resident_bytes = 0
         self.away_bytes = 0
         self.reset()
 
     def reset(self) -> None:
         """Start counting anew. What is resident and away now stays known."""
+        self.fold_retired()
         self.offered_tensors = 0
         self.offered_bytes = 0
         self.deduplicated_tensors = 0
@@ -88,6 +90,21 @@ class Ledger:
         if self.away_bytes > self.peak_away_bytes:
             self.peak_away_bytes = self.away_bytes
 
+    def retire(self, resident: int, away: int) -> None:
+        """Bytes of a storage that nobody needs any more.
+
+        Called by finalizers, which run in any thread and in the middle of anything: it takes no
+        lock, for two savers' locks taken by two threads' finalizers could wait for each other.
+        """
+        self._retired.append((resident, away))
+
+    def fold_retired(self) -> None:
+        """Account for what finalizers reported."""
+        while self._retired:
+            resident, away = self._retired.popleft()
+            self.resident_bytes -= resident
+            self.away_bytes -= away
+
     def tell_once(self, reason: str, message: str) -> None:
         """Warn about something that costs memory but not correctness, once per reason."""
         if reason not in self._told:
@@ -95,6 +112,7 @@ class Ledger:
             warnings.warn(f"memswap: {message}", stacklevel=3)
 
     def snapshot(self) -> Stats:
+        self.fold_retired()
         kept = {
             reason: Count(tensors, self.kept_bytes[reason])
             for reason, tensors in sorted(self.kept_tensors.items())
