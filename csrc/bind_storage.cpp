@@ -16,9 +16,8 @@ uintptr_t as_int(const void* key) { return reinterpret_cast<uintptr_t>(key); }
 
 void bind_storage(py::module_& module) {
   py::class_<StorageRef, StorageRefPtr>(module, "StorageRef", "A share of one tensor storage.")
-      .def(py::init([](const at::Tensor& tensor) {
-        return std::make_shared<StorageRef>(tensor.storage());
-      }))
+      .def(py::init(
+          [](const at::Tensor& tensor) { return std::make_shared<StorageRef>(tensor.storage()); }))
       .def_property_readonly("nbytes", [](const StorageRef& ref) { return ref.storage.nbytes(); })
       .def_property_readonly(
           "key", [](const StorageRef& ref) { return as_int(ref.storage.unsafeGetStorageImpl()); })
@@ -40,7 +39,8 @@ void bind_storage(py::module_& module) {
       .def_property_readonly("version", &SavedView::version)
       .def_property_readonly("current_version", &SavedView::current_version)
       .def_property_readonly("of_leaf", &SavedView::of_leaf)
-      .def_property_readonly("key", [](const SavedView& view) { return as_int(view.storage_key()); })
+      .def_property_readonly("key",
+                             [](const SavedView& view) { return as_int(view.storage_key()); })
       .def_property_readonly("storage_nbytes", &SavedView::storage_nbytes)
       .def_property_readonly("nbytes", &SavedView::nbytes);
   module.def("capture", &SavedView::capture, py::arg("tensor"),
@@ -60,8 +60,7 @@ void bind_storage(py::module_& module) {
   module.def("why_shared", &why_shared, py::arg("tensor"), py::arg("known_holders"));
   module.def("take_bytes", &take_bytes, py::arg("tensor"), py::arg("message"));
   module.def(
-      "give_bytes",
-      [](const at::Tensor& tensor, StorageRef& bytes) { give_bytes(tensor, bytes); },
+      "give_bytes", [](const at::Tensor& tensor, StorageRef& bytes) { give_bytes(tensor, bytes); },
       py::arg("tensor"), py::arg("bytes"));
 }
 

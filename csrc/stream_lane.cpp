@@ -16,9 +16,16 @@ namespace {
 // Transfers are not operators of the user's program: a TorchDispatchMode (a FLOP counter, fake
 // tensors, selective checkpointing) must not see, count or replace them.
 struct WithoutModes {
-  c10::impl::ExcludeDispatchKeyGuard guard{c10::DispatchKeySet(std::initializer_list<c10::DispatchKey>{
-      c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
+  c10::impl::ExcludeDispatchKeyGuard guard{
+      c10::DispatchKeySet(std::initializer_list<c10::DispatchKey>{
+          c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
 };
+
+// Allocated on the current stream.
+at::Tensor new_bytes(c10::Device device, size_t nbytes) {
+  const WithoutModes without_modes;
+  return at::empty({static_cast<int64_t>(nbytes)}, at::TensorOptions(device).dtype(at::kByte));
+}
 
 }  // namespace
 
@@ -128,8 +135,7 @@ class StreamLane::Send final : public Transfer {
 class StreamLane::Fetch final : public Transfer {
  public:
   Fetch(std::shared_ptr<StreamLane> lane, StorageRefPtr storage, c10::Stream compute)
-      : Transfer(std::move(lane), std::move(storage), compute),
-        identity_(*storage_) {}
+      : Transfer(std::move(lane), std::move(storage), compute), identity_(*storage_) {}
   ~Fetch() override { abandon(); }
 
   // Edge 5. Called at every use, because each may come from another stream.
@@ -164,7 +170,7 @@ StreamLane::StreamLane(c10::Device device, size_t max_leaving_bytes, size_t chun
       send_stream_(backend_.getNewStream(device)),
       fetch_stream_(backend_.getNewStream(device)),
       chunk_bytes_(chunk_bytes),
-      device_keys_(at::empty({0}, at::TensorOptions(device).dtype(at::kByte)).key_set()),
+      device_keys_(new_bytes(device, 0).key_set()),
       max_leaving_bytes_(max_leaving_bytes) {
   TORCH_CHECK(device.has_index() && !device.is_cpu(),
               "memswap: a stream lane needs an accelerator with an index, found ", device);
@@ -202,8 +208,9 @@ void StreamLane::order_after_compute(c10::Stream lane_stream, c10::Stream comput
 
 at::Tensor StreamLane::device_bytes(const c10::Storage& storage, size_t offset,
                                     size_t nbytes) const {
-  auto tensor = at::detail::make_tensor<c10::TensorImpl>(
-      c10::TensorImpl::VIEW, c10::Storage(storage), device_keys_, caffe2::TypeMeta::Make<uint8_t>());
+  auto tensor =
+      at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(storage),
+                                               device_keys_, caffe2::TypeMeta::Make<uint8_t>());
   c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   impl->set_storage_offset(static_cast<int64_t>(offset));
   impl->set_sizes_contiguous({static_cast<int64_t>(nbytes)});
@@ -241,7 +248,7 @@ TicketPtr StreamLane::send(StorageRefPtr storage, BlockPtr block) {
   make_room(nbytes);
 
   auto ticket = std::make_shared<Send>(shared_from_this(), storage, compute);
-  order_after_compute(send_stream_, compute);  // edge 1
+  order_after_compute(send_stream_, compute);   // edge 1
   for (const TicketPtr& use : block->uses()) {  // edge 7
     if (auto* transfer = dynamic_cast<Transfer*>(use.get())) {
       transfer->order(send_stream_);
@@ -276,10 +283,7 @@ std::pair<StorageRefPtr, TicketPtr> StreamLane::fetch(BlockPtr block) {
   const c10::Stream compute = current_stream();
   reap();
 
-  const WithoutModes without_modes;
-  auto storage = std::make_shared<StorageRef>(
-      at::empty({static_cast<int64_t>(nbytes)}, at::TensorOptions(device_).dtype(at::kByte))
-          .storage());
+  auto storage = std::make_shared<StorageRef>(new_bytes(device_, nbytes).storage());
   auto ticket = std::make_shared<Fetch>(shared_from_this(), storage, compute);
   order_after_compute(fetch_stream_, compute);  // edge 4
   for (const TicketPtr& use : block->uses()) {  // edge 3

@@ -24,22 +24,24 @@ namespace memswap {
 // ever compared with, never waited on later. The seven edges, and the line that makes each:
 //
 //   1. producer -> send                  send():   the send stream waits for an event on compute
-//   2. send -> memory freed              Send::wait(): compute waits for the send, then the storage's
+//   2. send -> memory freed              Send::wait(): compute waits for the send, then the
+//   storage's
 //                                        last reference is dropped
 //   3. send -> fetch of the same block   fetch():  the fetch stream waits for the block's uses
 //   4. allocation on compute -> fetch    fetch():  the fetch stream waits for an event on compute
 //   5. fetch -> consumer                 Fetch::wait(): compute waits for the fetch
 //   6. last consumer -> freed            the storage is allocated on compute and dropped there:
 //                                        the caching allocator's own stream order
-//   7. fetch -> block used again         send():   the send stream waits for the block's uses, which
+//   7. fetch -> block used again         send():   the send stream waits for the block's uses,
+//   which
 //                                        include those of the range's previous owner
 //
 // Edges 2 and 6 are stream order only where allocation, use and release happen on one stream. A
 // storage may have been allocated on another one, and only the allocator knows: before a storage is
 // dropped, it is told (record_stream) which compute stream used it. For the stream that owns the
-// memory, which is the only stream of most programs, that changes nothing; for any other, the memory
-// is reused only behind an event of the stream that was told. The lane's own streams never need it,
-// because compute waits for them first, or the host knows that they are done.
+// memory, which is the only stream of most programs, that changes nothing; for any other, the
+// memory is reused only behind an event of the stream that was told. The lane's own streams never
+// need it, because compute waits for them first, or the host knows that they are done.
 //
 // Where the host already knows that a transfer has ended (Ticket::done() returned true), the memory
 // may be dropped without a wait: everything submitted afterwards comes later.

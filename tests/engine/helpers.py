@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +19,13 @@ EVERYTHING = memswap.Policy(min_bytes=1)
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's elements as bytes on the CPU, NaN payloads and signed zeros included."""
-    dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    raw = tensor.detach()
+    conjugate, negative = raw.is_conj(), raw.is_neg()
+    raw = raw.conj() if conjugate else raw  # a view without the bit: its bytes as they are
+    raw = torch._neg_view(raw) if negative else raw
+    dense = raw.cpu()
+    dense = dense.conj() if conjugate else dense
+    dense = (-dense if negative else dense).resolve_conj().contiguous()
     if dense.is_complex():
         dense = torch.view_as_real(dense).contiguous()
     return dense.reshape(-1).view(torch.uint8) if dense.numel() else dense.reshape(-1)
@@ -98,3 +108,153 @@ def assert_nothing_left(stats: memswap.Stats) -> None:
     """No graph is alive, so nothing is away and nothing is counted as resident."""
     assert stats.away_bytes == 0, f"{stats.away_bytes} bytes are still away without a graph"
     assert stats.resident_bytes == 0, f"{stats.resident_bytes} saved bytes are still counted"
+
+
+# --- what autograd gives back -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Look:
+    """Everything that can be told of a strided tensor, its bits on the CPU."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    conj: bool
+    neg: bool
+    content: bytes
+
+    def __repr__(self) -> str:
+        return (
+            f"Look(size={self.size}, stride={self.stride}, offset={self.offset}, "
+            f"dtype={self.dtype}, conj={self.conj}, neg={self.neg}, "
+            f"{len(self.content)} bytes, hash {hash(self.content) & 0xFFFF:04x})"
+        )
+
+
+def look(tensor: torch.Tensor) -> Look:
+    return Look(
+        tuple(tensor.size()),
+        tuple(tensor.stride()),
+        tensor.storage_offset(),
+        tensor.dtype,
+        tensor.device,
+        tensor.is_conj(),
+        tensor.is_neg(),
+        bits(tensor).numpy().tobytes() if tensor.numel() else b"",
+    )
+
+
+class Remember(torch.autograd.Function):
+    """The identity; saves `tensors`, and appends in backward how they look to `seen`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seen: list[Look], *tensors: torch.Tensor) -> Any:
+        ctx.save_for_backward(*tensors)
+        ctx.seen = seen
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        saved = ctx.saved_tensors
+        ctx.seen.extend(look(tensor) for tensor in saved)
+        return gradient, None, *(None for _ in saved)
+
+
+def round_trip(
+    saver: memswap.saved_tensors,
+    make: Callable[[], Iterable[torch.Tensor]],
+    device: torch.device,
+    *,
+    settle: bool = True,
+) -> tuple[list[Look], list[Look]]:
+    """How the tensors that `make` makes look in backward, and how they should.
+
+    With `settle` every storage really goes away in between; without, backward may still find it on
+    its way. Nobody but the graph holds them in between. What is expected comes from making them again:
+    looking at the very tensors would order the host after them and hide a missing order.
+    """
+    seen: list[Look] = []
+    anchor = torch.zeros(4, device=device, requires_grad=True)
+    with saver:
+        out = Remember.apply(anchor, seen, *make())
+    if settle:
+        saver._saver.settle()  # orders streams; does not synchronise the host with the device
+    out.backward(torch.ones_like(out))
+    return seen, [look(tensor) for tensor in make()]
+
+
+def random(device: torch.device, *size: int, seed: int = 0, dtype=torch.float32) -> torch.Tensor:
+    """Random numbers that do not depend on the device."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype.is_floating_point or dtype.is_complex:
+        made = torch.randn(*size, generator=generator, dtype=torch.float64)
+        if dtype.is_complex:
+            made = torch.complex(made, torch.randn(*size, generator=generator, dtype=torch.float64))
+    else:
+        made = torch.randint(0, 2 if dtype is torch.bool else 100, size, generator=generator)
+    return made.to(dtype).to(device)
+
+
+# --- a model under either door -------------------------------------------------------------------
+
+
+class Training:
+    """A stack trained with memswap in one of two ways, beside its plain gradients."""
+
+    def __init__(
+        self, way: str, model: nn.Module, pool: Any, policy: memswap.Policy = EVERYTHING, **options
+    ) -> None:
+        self.model = model
+        self.pool = pool
+        self.swap: memswap.saved_tensors | memswap.Manager
+        if way == "manage":
+            self.swap = memswap.manage(model.layers, policy, pool=pool, **options)
+        else:
+            self.swap = memswap.saved_tensors(policy, pool=pool, **options)
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        """The model's loss, saved under memswap."""
+        if isinstance(self.swap, memswap.Manager):
+            return self.model(x)
+        with self.swap:
+            return self.model(x)
+
+    def stats(self) -> memswap.Stats:
+        return self.swap.stats()
+
+    def assert_released(self) -> None:
+        assert_released(self.swap, self.pool)
+
+
+def assert_released(swap: memswap.saved_tensors | memswap.Manager, pool: Any) -> None:
+    """No graph is alive: nothing is counted, and no block of the pool is taken."""
+    assert_nothing_left(swap.stats())
+    assert_pool_empty(pool)
+
+
+def assert_pool_empty(pool: Any) -> None:
+    """Every block came back. A block whose transfer still runs comes back when that ends."""
+    deadline = time.monotonic() + 5
+    while pool.statistics().blocks and time.monotonic() < deadline:
+        time.sleep(0.001)
+    now = pool.statistics()
+    assert now.blocks == 0, f"{now.blocks} blocks of the pool are still taken without a graph"
+    assert now.in_use_bytes == 0, f"{now.in_use_bytes} bytes of the pool are still in use"
+
+
+def let_sends_end(
+    swap: memswap.saved_tensors | memswap.Manager, device: torch.device
+) -> memswap.Stats:
+    """Wait until everything that leaves has left, on the host's clock too; the statistics then."""
+    swap._saver.settle()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return swap.stats()
+
+
+def collect() -> None:
+    """Collect what an exception's traceback, or another cycle, still holds."""
+    gc.collect()
