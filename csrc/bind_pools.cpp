@@ -207,7 +207,7 @@ void bind_pool(py::module_& module, StopAtExit& at_exit) {
 }
 
 void bind_worker_lane(py::module_& module, StopAtExit& at_exit) {
-  py::class_<WorkerLane, std::shared_ptr<WorkerLane>>(
+  py::class_<WorkerLane, Lane, std::shared_ptr<WorkerLane>>(
       module, "WorkerLane", "Transfers of storages in host memory, done by threads.")
       .def(py::init([&at_exit](size_t workers, size_t max_leaving_bytes) {
              auto lane = std::make_shared<WorkerLane>(workers, max_leaving_bytes);
@@ -215,11 +215,6 @@ void bind_worker_lane(py::module_& module, StopAtExit& at_exit) {
              return lane;
            }),
            py::arg("workers") = 1, py::arg("max_leaving_bytes") = 0)
-      .def("send", &WorkerLane::send, py::arg("storage"), py::arg("block"), without_gil())
-      .def("fetch", &WorkerLane::fetch, py::arg("block"), without_gil())
-      .def("settle", &WorkerLane::settle, without_gil())
-      .def("leaving_bytes", &WorkerLane::leaving_bytes)
-      .def("set_max_leaving_bytes", &WorkerLane::set_max_leaving_bytes, py::arg("nbytes"))
       .def("stop", &WorkerLane::stop);
 }
 

@@ -57,7 +57,13 @@ void bind_storage(py::module_& module) {
       .def_property_readonly("version", &VersionGuard::version)
       .def_property_readonly("current_version", &VersionGuard::current_version);
 
-  module.def("why_shared", &why_shared, py::arg("tensor"), py::arg("known_holders"));
+  module.def(
+      "count_holders",
+      [](const at::Tensor& tensor) {
+        const Holders holders = count_holders(tensor);
+        return py::make_tuple(holders.of_tensor, holders.of_storage);
+      },
+      py::arg("tensor"));
   module.def("take_bytes", &take_bytes, py::arg("tensor"), py::arg("message"));
   module.def(
       "give_bytes", [](const at::Tensor& tensor, StorageRef& bytes) { give_bytes(tensor, bytes); },

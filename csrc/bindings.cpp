@@ -3,13 +3,13 @@
 
 namespace memswap {
 void bind_storage(pybind11::module_& module);  // bind_storage.cpp
+void bind_lanes(pybind11::module_& module);    // bind_lanes.cpp
 void bind_pools(pybind11::module_& module);    // bind_pools.cpp
-void bind_stream_lane(pybind11::module_& module);
 }  // namespace memswap
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "memswap's native layer: storages, pools, lanes. Use it through memswap._native.";
   memswap::bind_storage(module);
+  memswap::bind_lanes(module);
   memswap::bind_pools(module);
-  memswap::bind_stream_lane(module);
 }

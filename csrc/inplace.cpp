@@ -3,24 +3,10 @@
 #include <c10/core/StorageImpl.h>
 #include <c10/util/Exception.h>
 
-#include <sstream>
-
 namespace memswap {
 
-std::string why_shared(const at::Tensor& tensor, size_t known_holders) {
-  const auto* impl = tensor.unsafeGetTensorImpl();
-  std::ostringstream why;
-  const size_t tensor_holders = tensor.use_count();
-  const size_t storage_holders = impl->storage().use_count();
-  if (tensor_holders > known_holders) {
-    why << "an autograd graph or other native code holds the tensor ("
-        << tensor_holders - known_holders << " holder(s) besides the caller)";
-  } else if (storage_holders > 1) {
-    why << storage_holders - 1
-        << " other holder(s) share its storage (a view, a detached alias, a saved tensor, or a "
-           "Python UntypedStorage)";
-  }
-  return why.str();
+Holders count_holders(const at::Tensor& tensor) {
+  return {tensor.use_count(), tensor.storage().use_count()};
 }
 
 StorageRefPtr take_bytes(const at::Tensor& tensor, const std::string& message) {

@@ -3,17 +3,20 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstddef>
 #include <string>
 
 #include "storage.h"
 
 namespace memswap {
 
-// Who else could see the bytes of `tensor`: an empty string when nobody, otherwise a sentence for
-// the user. Holders are counted, so a holder anywhere (a view, an autograd graph, a Python
-// UntypedStorage) is found. `known_holders` is the number of references to the tensor that the
-// caller knows to be its own.
-std::string why_shared(const at::Tensor& tensor, size_t known_holders);
+// References to a tensor and to its storage. Views, aliases, autograd graphs and Python objects all
+// hold one, so a tensor that has more of either than a new one has is shared with somebody.
+struct Holders {
+  size_t of_tensor;
+  size_t of_storage;
+};
+Holders count_holders(const at::Tensor& tensor);
 
 // Moves the memory of the tensor's storage into a storage of its own and leaves the tensor without
 // bytes: its size, stride and version stay, reading it raises `message`. The returned storage is

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch  # noqa: F401  (its libraries must be in the process before memswap._C is loaded)
+import torch
 
 try:
     from memswap import _C as native

@@ -20,6 +20,7 @@ from memswap.planning.policy import Policy
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
+    from memswap._C import WeakStorage
     from memswap.engine.transfer import Pool
 
 
@@ -50,7 +51,8 @@ class saved_tensors:  # noqa: N801  (used like torch.autograd.graph.save_on_cpu)
         pool: Pool | None = None,
         prefetch_bytes: int | str = "auto",
     ) -> None:
-        self._saver = Saver(policy or Policy(), pool, window(prefetch_bytes))
+        check_pool(pool)
+        self._saver = Saver(checked_policy(policy), pool, window(prefetch_bytes))
         self._visits = _VisitStack()
 
     def __enter__(self) -> saved_tensors:
@@ -161,12 +163,12 @@ class _UnitHook:
         self._name = name
 
     # Dynamo must not trace bookkeeping: it would bake one visit into the compiled code.
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self._manager is not None:
             self._manager._enter(self._name)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         if self._manager is not None:
             self._manager._leave()
@@ -228,11 +230,23 @@ def manage(
             "(docs/status.md); use budget='auto' and limit what moves by the policy"
         )
     units = named_units(modules)
-    if pool is not None:
-        for module in units.values():
-            for parameter in module.parameters():
-                check_pool(pool, parameter.device)
-    return Manager(units, policy or Policy(), pool, window(prefetch_bytes))
+    check_pool(pool)
+    for module in units.values():
+        for parameter in module.parameters():
+            check_pool(pool, parameter.device)
+    return Manager(units, checked_policy(policy), pool, window(prefetch_bytes))
+
+
+def checked_policy(policy: Policy | None) -> Policy:
+    """The policy, or the default one."""
+    if policy is None:
+        return Policy()
+    if not isinstance(policy, Policy):
+        raise TypeError(
+            f"policy={policy!r}: found {type(policy).__name__}, expected a memswap.Policy "
+            "(for an action alone: memswap.Policy(action=...)) or None"
+        )
+    return policy
 
 
 def named_units(
@@ -266,7 +280,7 @@ def refuse(found: object) -> NoReturn:
     )
 
 
-def persistent_storages(modules: Iterable[nn.Module]) -> dict[int, Any]:
+def persistent_storages(modules: Iterable[nn.Module]) -> dict[int, WeakStorage]:
     """Parameters and buffers as they are now (sharding may have replaced them), by storage."""
     storages = {}
     for module in modules:
@@ -289,10 +303,7 @@ def report(stats: Stats) -> str:
     rows = [
         ("offered by autograd", stats.offered_tensors, stats.offered_bytes),
         ("same storage again", stats.deduplicated_tensors, stats.deduplicated_bytes),
-        *(
-            (f"kept: {reason}", count.tensors, count.bytes)
-            for reason, count in stats.kept.items()
-        ),
+        *((f"kept: {reason}", count.tensors, count.bytes) for reason, count in stats.kept.items()),
         ("moved", stats.moved_storages, stats.moved_bytes),
         ("really freed", "", stats.freed_bytes),
         ("returned", stats.returned_storages, stats.returned_bytes),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class MemswapError(Exception):
-    """Base class of memswap's errors. Messages say what was found, what was expected, what to do."""
+    """Base class of memswap's errors. They say what was found, what was expected, what to do."""
 
 
 class InplaceEditError(MemswapError, RuntimeError):

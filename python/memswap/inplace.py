@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,21 +14,18 @@ from memswap.engine.transfer import check_pool, default_pool
 from memswap.errors import NotSwappedError, SharedStorageError, TransferError
 
 if TYPE_CHECKING:
+    from memswap._C import Block
     from memswap.engine.lane import Lane, Ticket
     from memswap.engine.transfer import Pool
 
 _ATTRIBUTE = "_memswap_away"
-
-#: References to a tensor that a call from Python makes by itself: the Python object and the
-#: argument of the native function.
-_OWN_REFERENCES = 2
 
 
 @dataclass(slots=True)
 class _Away:
     """The away form of a tensor, owned by the tensor itself: they die together."""
 
-    block: Any
+    block: Block
     lane: Lane
     departure: Ticket
 
@@ -57,7 +55,7 @@ def swap_out(tensor: torch.Tensor, pool: Pool | None = None) -> bool:
             f"swap_out(): found {type(tensor).__name__} {list(tensor.shape)} on {tensor.device}; "
             "expected a plain strided tensor with at least one element"
         )
-    shared = native.why_shared(tensor, _OWN_REFERENCES)
+    shared = why_shared(tensor)
     if shared:
         raise SharedStorageError(
             f"swap_out(): {shared}. Emptying the storage would change what they see. Drop them "
@@ -92,9 +90,8 @@ def swap_in(tensor: torch.Tensor) -> None:
     away: _Away | None = getattr(tensor, _ATTRIBUTE, None)
     if away is None:
         raise NotSwappedError("swap_in(): the tensor is not swapped out; nothing to bring back")
-    if away.departure.done() and away.departure.failed():
-        storage = away.departure.storage()  # they never left
-    else:
+    storage = away.departure.storage() if away.departure.done() else None
+    if storage is None:  # or else the send failed, and the bytes never left
         storage, arrival = away.lane.fetch(away.block)
         try:
             arrival.wait()
@@ -102,3 +99,33 @@ def swap_in(tensor: torch.Tensor) -> None:
             raise TransferError(f"swap_in(): the bytes cannot be read back: {error}") from error
     native.give_bytes(tensor, storage)
     delattr(tensor, _ATTRIBUTE)
+
+
+def why_shared(tensor: torch.Tensor) -> str:
+    """Who else could see the tensor's bytes; an empty string if nobody.
+
+    Counts references beside those of a new tensor, so no number here depends on how torch's Python
+    objects hold its native ones.
+    """
+    of_tensor, of_storage, of_object = _holders(tensor)
+    new_tensor, new_storage, new_object = _holders(torch.empty(1, device=tensor.device))
+    if of_tensor > new_tensor:
+        return (
+            "an autograd graph or other native code holds the tensor "
+            f"({of_tensor - new_tensor} more reference(s) than a new tensor has)"
+        )
+    if of_storage > new_storage:
+        return (
+            f"{of_storage - new_storage} other holder(s) share its storage (a view, a detached "
+            "alias, or a tensor that a graph saved)"
+        )
+    if of_object > new_object:
+        return "somebody holds a Python UntypedStorage of the tensor"
+    return ""
+
+
+def _holders(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """References to the tensor, its storage, and the storage's Python object."""
+    storage = tensor.untyped_storage()  # made if there is none yet, so it is always counted
+    of_tensor, of_storage = native.count_holders(tensor)
+    return of_tensor, of_storage, sys.getrefcount(storage)

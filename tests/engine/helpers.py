@@ -190,9 +190,9 @@ def random(device: torch.device, *size: int, seed: int = 0, dtype=torch.float32)
     """Random numbers that do not depend on the device."""
     generator = torch.Generator().manual_seed(seed)
     if dtype.is_floating_point or dtype.is_complex:
-        made = torch.randn(*size, generator=generator, dtype=torch.float64)
+        made = torch.randn(size, generator=generator, dtype=torch.float64)
         if dtype.is_complex:
-            made = torch.complex(made, torch.randn(*size, generator=generator, dtype=torch.float64))
+            made = torch.complex(made, torch.randn(size, generator=generator, dtype=torch.float64))
     else:
         made = torch.randint(0, 2 if dtype is torch.bool else 100, size, generator=generator)
     return made.to(dtype).to(device)
@@ -231,8 +231,19 @@ class Training:
 
 def assert_released(swap: memswap.saved_tensors | memswap.Manager, pool: Any) -> None:
     """No graph is alive: nothing is counted, and no block of the pool is taken."""
+    flush_autograd(getattr(pool, "device", torch.device("cpu")))
     assert_nothing_left(swap.stats())
     assert_pool_empty(pool)
+
+
+def flush_autograd(device: torch.device) -> None:
+    """Wait until autograd's thread for an accelerator has let go of the last backward's graph.
+
+    `backward()` may return a moment earlier, after an error even more so. The thread takes one task
+    after another, so another backward comes after everything it still does for the last one.
+    """
+    if device.type != "cpu":
+        torch.zeros((), device=device, requires_grad=True).mul(1).backward()
 
 
 def assert_pool_empty(pool: Any) -> None:

@@ -113,6 +113,9 @@ def train_apart(config: TrainingConfig, title: str) -> TrainingResult:
     # Left to itself the GNU C library keeps what was freed, in pieces, and the peak of a process
     # says little about what it used. With a fixed threshold freed blocks go back to the system.
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(256 << 10))
+    # OpenMP's threads spin while they wait for each other, which on a busy machine takes the cores
+    # from the threads they wait for: a step then lasts several times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=1, mp_context=spawn) as executor:
         return executor.submit(train, config, title).result()

@@ -13,14 +13,11 @@ from memswap.errors import EntryStateError, InplaceEditError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from memswap._C import Block, SavedView, StorageRef
     from memswap.engine.lane import Lane, Ticket
     from memswap.engine.saver import Saver
     from memswap.engine.stats import Ledger
     from memswap.engine.timeline import Passage
-
-    SavedView = Any
-    StorageRef = Any
-    Block = Any
 
 
 class State(enum.Enum):
@@ -51,8 +48,8 @@ class Remains:
     """What an entry leaves behind when it dies: bytes on the books, and tickets.
 
     An object of its own, because a finalizer runs while weak references to its object still work:
-    another thread could take hold of an entry whose finalizer has begun. Nobody but its entry refers
-    to this one.
+    another thread could take hold of an entry whose finalizer has begun. Nobody but its entry
+    refers to this one.
     """
 
     __slots__ = ("arrival", "away", "departure", "ledger", "nbytes", "resident")
@@ -66,9 +63,7 @@ class Remains:
         self.arrival: Ticket | None = None
 
     def __del__(self) -> None:
-        self.ledger.retire(
-            self.nbytes if self.resident else 0, self.nbytes if self.away else 0
-        )
+        self.ledger.retire(self.nbytes if self.resident else 0, self.nbytes if self.away else 0)
         for ticket in (self.departure, self.arrival):
             if ticket is not None:
                 ticket.abandon()
@@ -189,10 +184,10 @@ class Entry:
         self.saver.ledger.freed_bytes += self.nbytes
         return True
 
-    def fetch(self) -> None:
+    def fetch(self) -> StorageRef:
         """Start bringing the bytes back into a storage of our own."""
         self.move(State.RETURNING)
-        assert self.lane is not None
+        assert self.lane is not None and self.block is not None  # or it could not be away
         storage, self.remains.arrival = self.lane.fetch(self.block)
         self.saver.forget_identity(self)
         self.storage, self.identity = storage, native.WeakStorage(storage)
@@ -201,6 +196,7 @@ class Entry:
         self.remains.count_resident(True)
         self.saver.ledger.returned_storages += 1
         self.saver.ledger.returned_bytes += self.nbytes
+        return storage
 
     def bring(self) -> tuple[StorageRef, bool]:
         """The storage, and whether it had to be fetched only now.
@@ -209,20 +205,21 @@ class Entry:
         """
         late = False
         sent = self.state is State.LEAVING and self.sent()
-        if self.storage is None:
-            self.storage = self.identity.lock()
-            if self.storage is None:
+        storage = self.storage
+        if storage is None:
+            storage = self.identity.lock()
+            if storage is None:
                 self.gone()
-                self.fetch()
+                storage = self.fetch()
                 late = True
             else:
+                self.storage = storage
                 self.unseen = self.handles
                 self.remains.count_resident(True)
                 if sent and self.passage is not None:
                     self.passage.held.add(self.index)  # leaving freed nothing
         if self.state is not State.RESIDENT:
             self.move(State.RESIDENT)
-        storage = self.storage
         self.unseen -= 1
         if self.unseen <= 0 and self.block is not None:
             # Every save has seen the bytes: whoever uses them holds them, and the block has them.
@@ -328,7 +325,7 @@ class Parts:
                 self.guard.version,
             )
         inner = {name: part.unpack() for name, part in self.parts.items()}
-        unflatten = self.kind.__tensor_unflatten__  # type: ignore[attr-defined]
+        unflatten = self.kind.__tensor_unflatten__
         tensor: torch.Tensor = unflatten(inner, self.context, self.outer_size, self.outer_stride)
         return tensor
 

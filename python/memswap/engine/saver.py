@@ -28,10 +28,10 @@ from memswap.errors import TransferError
 from memswap.planning.policy import Action, Policy
 
 if TYPE_CHECKING:
+    from memswap._C import SavedView, StorageRef, WeakStorage
     from memswap.engine.timeline import Passage
     from memswap.engine.transfer import Pool
 
-    SavedView = Any
     HookPair = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -55,7 +55,7 @@ class Saver:
         self.timeline = Timeline(window_bytes)
         self.passage: Passage = self.timeline.begin()
         #: Storages of parameters and buffers. A weak storage keeps its key from being reused.
-        self.persistent: dict[int, Any] = {}
+        self.persistent: dict[int, WeakStorage] = {}
         self._routes = Routes(pool)
         self._entries: WeakValueDictionary[int, Entry] = WeakValueDictionary()
         self._leaving: deque[ref[Entry]] = deque()  # in the order of their sends
@@ -86,9 +86,7 @@ class Saver:
 
     # --- pack -------------------------------------------------------------------------------------
 
-    def save(
-        self, tensor: torch.Tensor, view: SavedView, unit: str, covered: bool
-    ) -> Handle | str:
+    def save(self, tensor: torch.Tensor, view: SavedView, unit: str, covered: bool) -> Handle | str:
         """The handle of a plain tensor, or the reason why it should stay."""
         nbytes: int = view.storage_nbytes
         entry = self._known(view)
@@ -175,9 +173,10 @@ class Saver:
 
     # --- unpack -----------------------------------------------------------------------------------
 
-    def demand(self, entry: Entry) -> Any:
+    def demand(self, entry: Entry) -> StorageRef:
         """The storage of an entry, ordered before what the caller does next."""
         with self.lock:
+            self.ledger.fold_retired()
             storage, late = entry.bring()
             arrival = entry.remains.arrival
             if late:
@@ -199,6 +198,7 @@ class Saver:
             passage = entry.passage
             if passage is None:
                 return
+            self.ledger.fold_retired()
             index = entry.index
             if (
                 index in passage.held

@@ -139,9 +139,7 @@ class _Plan:
         first = max(self.frontier, position)
         self.frontier = first
         limit = self.bytes_before[position] + window_bytes
-        while (
-            self.frontier < len(self.order) and self.bytes_before[self.frontier + 1] <= limit
-        ):
+        while self.frontier < len(self.order) and self.bytes_before[self.frontier + 1] <= limit:
             self.frontier += 1
         return list(self.order[first : self.frontier])
 

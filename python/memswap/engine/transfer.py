@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
 import torch
 
 from memswap.engine.lane import Lane, open_lane
 from memswap.engine.pools import DiskPool, HostPool
 
-if TYPE_CHECKING:
-    Pool = HostPool | DiskPool
+Pool: TypeAlias = HostPool | DiskPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +26,17 @@ def default_pool(device: torch.device) -> Pool:
     return DiskPool() if device.type == "cpu" else HostPool(device=device)
 
 
-def check_pool(pool: Pool, device: torch.device) -> None:
-    """Raise if storages on ``device`` cannot go to ``pool`` in this version."""
+def check_pool(pool: Pool | None, device: torch.device | None = None) -> None:
+    """Raise if ``pool`` is no pool, or if storages on ``device`` cannot go there yet."""
+    if pool is None:
+        return
+    if not isinstance(pool, HostPool | DiskPool):
+        raise TypeError(
+            f"pool={pool!r}: found {type(pool).__name__}, expected a memswap.HostPool, a "
+            "memswap.DiskPool or None"
+        )
+    if device is None:
+        return
     if isinstance(pool, DiskPool) and device.type != "cpu":
         raise NotImplementedError(
             f"a DiskPool cannot take storages from {device} yet: they would have to pass through "

@@ -53,7 +53,7 @@ class Policy:
     4. ``action``.
 
     Raises:
-        TypeError: ``action`` is no :class:`Action`, ``fn`` cannot be called, or a pattern is no str.
+        TypeError: ``action`` is no :class:`Action`, ``fn`` is not callable, a pattern is no str.
         ValueError: ``min_bytes`` is negative.
         NotImplementedError: an encoding action was asked for.
     """
@@ -84,9 +84,7 @@ class Policy:
             return False
         return not self.include or any(fnmatchcase(unit, pattern) for pattern in self.include)
 
-    def decide(
-        self, tensor: torch.Tensor, unit: str, nbytes: int, storage_nbytes: int
-    ) -> Action:
+    def decide(self, tensor: torch.Tensor, unit: str, nbytes: int, storage_nbytes: int) -> Action:
         """The action for a tensor of a covered unit that is not too small."""
         if self.fn is None:
             return self.action

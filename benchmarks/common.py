@@ -1,0 +1,179 @@
+"""What every benchmark here shares: its options, alternating medians, and an honest result file.
+
+A benchmark is a file ``bench_*.py`` that takes at least ``--device`` and ``--json`` and compares
+in one run of one process. ``run.py`` finds it by its name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import math
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import memswap
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def make_parser(description: str) -> argparse.ArgumentParser:
+    """Return a parser with the options that all benchmarks have."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    present = torch.accelerator.is_available()
+    accelerator = torch.accelerator.current_accelerator() if present else None
+    parser.add_argument("--device", default="cpu" if accelerator is None else accelerator.type)
+    parser.add_argument("--json", type=Path, help="write the result to this file as well")
+    return parser
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that was asked of it; nothing to do on a CPU."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+
+
+def device_name(device: torch.device) -> str:
+    """Return the accelerator's product name, or the processor's."""
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        return str(module.get_device_name()) if hasattr(module, "get_device_name") else device.type
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def commit() -> str:
+    """Return the commit of this working tree, marked where files differ from it."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    head = git("rev-parse", "HEAD")
+    if not head:
+        return "not a git working tree"
+    return head + (" with changes" if git("status", "--porcelain") else "")
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Return what a number means nothing without."""
+    return {
+        "commit": commit(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "device": device_name(device),
+        "memswap": memswap.__version__,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "threads": torch.get_num_threads(),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+    }
+
+
+def write_result(file: Path | None, device: torch.device, result: Mapping[str, Any]) -> None:
+    """Write a result and its environment as JSON, where a file was asked for."""
+    if file is None:
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    content = {"environment": environment(device), **result}
+    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    print(f"written: {file}")
+
+
+def alternate(
+    measures: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 1
+) -> dict[str, list[float]]:
+    """Run each measure once a round, in an order that rotates, and collect what they return.
+
+    Alternation spreads a slow moment of a shared machine over all of them, instead of charging it
+    to the one that happened to run.
+    """
+    names = list(measures)
+    collected: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(warm_up + rounds):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            value = measures[name]()
+            if turn >= warm_up:
+                collected[name].append(value)
+    return collected
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Return the nearest-rank percentile of the values."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
+
+
+def summarize(values: Sequence[float]) -> dict[str, float]:
+    """Return median, 95th percentile, minimum and number of the values."""
+    return {
+        "median": statistics.median(values),
+        "p95": percentile(values, 95),
+        "min": min(values),
+        "count": len(values),
+    }
+
+
+class PeakMemory:
+    """The peak of memory between ``start`` and ``read``: of the device, or of a CPU process."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def start(self) -> None:
+        """Give back what is cached and count from here."""
+        gc.collect()
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()
+            module = torch.get_device_module(self._device)
+            module.empty_cache()
+            module.reset_peak_memory_stats()
+            return
+        # The C library keeps freed memory, and the kernel the highest mark; both start afresh.
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "malloc_trim"):
+            libc.malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+    def read(self) -> dict[str, int]:
+        """Return peak bytes by name: allocated and reserved, or resident on a CPU."""
+        if self._device.type != "cpu":
+            module = torch.get_device_module(self._device)
+            return {
+                "allocated_bytes": int(module.max_memory_allocated()),
+                "reserved_bytes": int(module.max_memory_reserved()),
+            }
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+        mark = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
+        return {"resident_bytes": int(mark.split()[1]) * 1024}
+
+
+def pinned_bytes(device: torch.device) -> int | None:
+    """Return the pinned host memory torch holds for the device; None where it does not tell."""
+    if device.type == "cpu":
+        return 0
+    module = torch.get_device_module(device)
+    if not hasattr(module, "host_memory_stats"):
+        return None
+    value = module.host_memory_stats().get("allocated_bytes.current")
+    return None if value is None else int(value)

@@ -1,0 +1,323 @@
+"""When memory, disk or the user's own code fails: keep, say so once, lose nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+
+import pytest
+import torch
+from helpers import (
+    EVERYTHING,
+    Training,
+    assert_released,
+    assert_same_gradients,
+    let_sends_end,
+    new_input,
+    new_stack,
+    random,
+    same_bits,
+    train_step,
+)
+from torch import nn
+
+import memswap
+
+
+def expected_gradients(device, x):
+    model = new_stack(device)
+    return train_step(model, lambda: model(x))
+
+
+@pytest.mark.parametrize("budget", [0, "4KiB", "20KiB"])
+def test_spent_budget_keeps_and_trains_identically(device, new_pool, way, budget):
+    x = new_input(device)
+    pool = new_pool(budget=budget)
+    training = Training(way, new_stack(device), pool)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            found = train_step(training.model, lambda: training.loss(x))
+            assert_same_gradients(found, expected_gradients(device, x))
+    stats = training.stats()
+    assert stats.kept["pool"].tensors > 0, "what found no room is not counted"
+    assert stats.kept["pool"].bytes > 0
+    ours = [str(w.message) for w in told if "memswap" in str(w.message)]
+    assert len(ours) == 1, f"told {len(ours)} times instead of once: {ours}"
+    assert "budget" in ours[0] and "less memory saved" in ours[0], ours[0]
+    assert pool.statistics().reserved_bytes <= pool.budget_bytes, "the budget is not a hard limit"
+    training.assert_released()
+
+
+def test_room_that_comes_back_is_used_again(device, new_pool):
+    pool = new_pool(budget="1MiB")
+    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    x = random(device, 200_000).requires_grad_()  # 0.8 MB: one fits, two do not
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(3):
+            with saver:
+                loss = (x * 2).sin().exp().sum()
+            loss.backward()
+            del loss
+    assert saver.stats().moved_storages >= 1
+    assert saver.stats().kept["pool"].tensors >= 1
+    assert_released(saver, pool)
+
+
+@pytest.mark.accelerator
+def test_memory_that_cannot_be_pinned_keeps(device, way):
+    if device.type == "cuda":
+        pytest.skip("faults are injected on the simulated accelerator")
+    from simdev import faults
+
+    x = new_input(device)
+    expected = expected_gradients(device, x)
+    pool = memswap.HostPool(budget="64MiB", slab="64KiB", device=device)
+    training = Training(way, new_stack(device), pool)
+    with faults.pinned_budget(0), pytest.warns(UserWarning, match="memswap") as told:
+        assert_same_gradients(train_step(training.model, lambda: training.loss(x)), expected)
+    assert len(told) == 1
+    stats = training.stats()
+    assert stats.moved_storages == 0 and stats.kept["pool"].tensors > 0
+    training.assert_released()
+    training.swap.reset_stats()
+    assert_same_gradients(train_step(training.model, lambda: training.loss(x)), expected)
+    training.assert_released()
+
+
+@pytest.mark.accelerator
+def test_pinning_that_fails_now_and_then(device, way):
+    if device.type == "cuda":
+        pytest.skip("faults are injected on the simulated accelerator")
+    from simdev import faults
+
+    x = new_input(device)
+    expected = expected_gradients(device, x)
+    pool = memswap.HostPool(budget="64MiB", slab="4KiB", device=device)
+    training = Training(way, new_stack(device), pool)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with faults.fail_pinned(n=2, after=1):
+            assert_same_gradients(train_step(training.model, lambda: training.loss(x)), expected)
+    training.assert_released()
+
+
+@pytest.mark.accelerator
+def test_device_out_of_memory_in_backward_is_torchs_error_and_loses_nothing(device, new_pool):
+    if device.type == "cuda":
+        pytest.skip("needs a device of a few MiB: the simulated one")
+    import simdev
+
+    pool = new_pool()
+    saver = memswap.saved_tensors(EVERYTHING, pool=pool, prefetch_bytes=0)
+    x = random(device, 1 << 18).requires_grad_()  # 1 MiB
+    with saver:
+        loss = (x * 2).sin().exp().sum()
+    let_sends_end(saver, device)
+    torch.accelerator.empty_cache()
+    used = torch.get_device_module(device).memory_reserved()
+    simdev._C.set_capacity(0, used + (1 << 19))
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            loss.backward(retain_graph=True)
+    finally:
+        simdev._C.set_capacity(0, 2**30)
+    x.grad = None
+    loss.backward()  # with room again, the same graph runs
+    leaf = x.detach().clone().requires_grad_()
+    (leaf * 2).sin().exp().sum().backward()
+    assert same_bits(x.grad, leaf.grad), "a failed backward lost or changed what was away"
+    del loss
+    assert_released(saver, pool)
+
+
+# --- the disk ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def files_no_longer_than(nbytes):
+    """As on a full disk, every write beyond this length fails."""
+    import resource
+    import signal
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+
+
+def descriptor_under(path):
+    """The file descriptor of the pool's nameless file."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith(str(path)):
+                return int(name)
+    raise AssertionError(f"no open file under {path}")
+
+
+@pytest.mark.cpu_only
+def test_full_disk_keeps_and_trains_identically(device, tmp_path, way):
+    x = new_input(device)
+    expected = expected_gradients(device, x)
+    pool = memswap.DiskPool(tmp_path, budget="64MiB", extent="64KiB")
+    training = Training(way, new_stack(device), pool)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with files_no_longer_than(64 * 1024):
+            found = train_step(training.model, lambda: training.loss(x))
+            let_sends_end(training.swap, device)
+    assert_same_gradients(found, expected)
+    assert training.stats().kept["pool"].tensors > 0 or training.stats().moved_storages > 0
+    assert len([w for w in told if "memswap" in str(w.message)]) <= 1
+    assert_same_gradients(train_step(training.model, lambda: training.loss(x)), expected)
+    training.assert_released()
+
+
+@pytest.mark.cpu_only
+def test_write_that_fails_keeps_the_bytes_and_says_so_once(device, tmp_path):
+    pool = memswap.DiskPool(tmp_path, budget="16MiB", extent="1MiB")
+    pool.reserve("1MiB")  # space is set aside, and then the disk fails
+    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    x = random(device, 4096).requires_grad_()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with files_no_longer_than(0):
+            with saver:
+                loss = (x * 2).sin().exp().sum()
+            let_sends_end(saver, device)
+        loss.backward()
+    leaf = x.detach().clone().requires_grad_()
+    (leaf * 2).sin().exp().sum().backward()
+    assert same_bits(x.grad, leaf.grad), "bytes that could not be written were lost"
+    ours = [str(w.message) for w in told if "memswap" in str(w.message)]
+    assert len(ours) == 1 and "stays where it is" in ours[0], ours
+    assert saver.stats().kept["pool"].tensors == 2
+    assert saver.stats().returned_storages == 0
+    del loss
+    assert_released(saver, pool)
+
+
+@pytest.mark.cpu_only
+def test_bytes_that_vanished_from_the_disk_raise_a_clear_error(device, tmp_path):
+    pool = memswap.DiskPool(tmp_path, budget="16MiB", extent="1MiB")
+    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    x = random(device, 4096).requires_grad_()
+    with saver:
+        loss = (x * 2).sin().sum()
+    let_sends_end(saver, device)
+    os.truncate(f"/proc/self/fd/{descriptor_under(tmp_path)}", 0)
+    with pytest.raises(memswap.TransferError, match="cannot be brought back") as caught:
+        loss.backward()
+    assert isinstance(caught.value, RuntimeError)
+    assert x.grad is None, "a gradient was made of bytes that are not there"
+
+
+@pytest.mark.cpu_only
+def test_pool_leaves_no_file_behind(device, tmp_path):
+    pool = memswap.DiskPool(tmp_path, budget="16MiB")
+    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    x = random(device, 4096).requires_grad_()
+    with saver:
+        loss = (x * 2).sin().sum()
+    let_sends_end(saver, device)
+    assert os.listdir(tmp_path) == [], "the file has a name: a crash would leave it on the disk"
+    loss.backward()
+
+
+# --- the user's own code ----------------------------------------------------------------------------
+
+
+def test_policy_function_that_raises_is_heard_and_leaves_nothing_behind(device, new_pool, way):
+    calls = []
+
+    def decide(tensor, info):
+        calls.append(info)
+        if len(calls) == 3:
+            raise ZeroDivisionError("in the user's policy")
+        return memswap.Action.SWAP
+
+    x = new_input(device)
+    expected = expected_gradients(device, x)
+    policy = memswap.Policy(min_bytes=1, fn=decide)
+    training = Training(way, new_stack(device), new_pool(), policy)
+    try:
+        training.loss(x)
+    except ZeroDivisionError as error:
+        assert "in the user's policy" in str(error)
+    else:
+        pytest.fail("an error in the policy function was swallowed")
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    import gc
+
+    gc.collect()
+    training.assert_released()
+    assert_same_gradients(train_step(training.model, lambda: training.loss(x)), expected)
+    training.assert_released()
+
+
+@pytest.mark.parametrize("returned", [None, "swap", True, memswap.Action.ENCODE])
+def test_policy_function_that_returns_nonsense_is_told(device, new_pool, returned):
+    policy = memswap.Policy(min_bytes=1, fn=lambda tensor, info: returned)
+    saver = memswap.saved_tensors(policy, pool=new_pool())
+    x = random(device, 8).requires_grad_()
+    kind = NotImplementedError if returned is memswap.Action.ENCODE else TypeError
+    with pytest.raises(kind, match=r"fn=\.\.\.\) returned"):
+        with saver:
+            (x * 2).sin()
+
+
+@pytest.mark.one_schedule
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda m: memswap.manage([]), ValueError, "found no modules"),
+        (lambda m: memswap.manage({}), ValueError, "found no modules"),
+        (lambda m: memswap.manage([m, m]), ValueError, "given twice"),
+        (lambda m: memswap.manage([m, "layer"]), TypeError, "found str, expected an nn.Module"),
+        (lambda m: memswap.manage(3), TypeError, "found int, expected an nn.Module"),
+        (lambda m: memswap.manage(m, budget="24GiB"), NotImplementedError, "budget"),
+        (lambda m: memswap.manage(m, prefetch_bytes=-1), ValueError, "negative"),
+        (lambda m: memswap.manage(m, prefetch_bytes="3 bananas"), ValueError, "3 bananas"),
+        (lambda m: memswap.manage(m, prefetch_bytes=1.5), ValueError, "1.5"),
+        (lambda m: memswap.manage(m, policy="swap"), TypeError, "Policy"),
+        (lambda m: memswap.manage(m, pool="a path"), TypeError, "[Pp]ool"),
+        (lambda m: memswap.saved_tensors("swap"), TypeError, "Policy"),
+        (lambda m: memswap.saved_tensors(pool=3), TypeError, "[Pp]ool"),
+        (lambda m: memswap.saved_tensors(prefetch_bytes="x"), ValueError, "'x'"),
+    ],
+)
+def test_wrong_arguments_are_refused_at_once_in_clear_words(device, call, error, words):
+    module = nn.Linear(2, 2)
+    with pytest.raises(error, match=words):
+        call(module)
+    assert not module._forward_hooks and not module._forward_pre_hooks, (
+        "a refused call left hooks on the module"
+    )
+
+
+@pytest.mark.accelerator
+def test_disk_pool_for_an_accelerator_is_refused(device, tmp_path):
+    pool = memswap.DiskPool(tmp_path, budget="1MiB")
+    module = nn.Linear(2, 2).to(device)
+    with pytest.raises(NotImplementedError, match="DiskPool"):
+        memswap.manage(module, pool=pool)
+    with pytest.raises(NotImplementedError, match="DiskPool"):
+        memswap.swap_out(random(device, 8), pool)
+
+
+@pytest.mark.accelerator
+def test_host_tensors_beside_an_accelerator_stay(device, new_pool):
+    for pool in (None, new_pool()):
+        saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+        x = random(torch.device("cpu"), 64).requires_grad_()
+        with saver:
+            loss = (x * 2).sin().sum()
+        loss.backward()
+        assert saver.stats().moved_storages == 0, "host memory was swapped to host memory"
+        assert sum(c.tensors for c in saver.stats().kept.values()) == 1

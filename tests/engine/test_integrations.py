@@ -1,0 +1,665 @@
+"""The rest of torch: autocast, compile, functional transforms, custom Functions, subclasses."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from helpers import (
+    EVERYTHING,
+    Training,
+    assert_released,
+    assert_same_gradients,
+    bits,
+    gradients,
+    let_sends_end,
+    new_input,
+    new_stack,
+    random,
+    same_bits,
+    train_step,
+)
+from torch import nn
+
+import memswap
+
+
+class Pair(torch.Tensor):
+    """A wrapper subclass of two equal tensors; operators run on both."""
+
+    @staticmethod
+    def __new__(cls, a, b):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, a.size(), strides=a.stride(), dtype=a.dtype, device=a.device,
+            requires_grad=a.requires_grad,
+        )
+
+    def __init__(self, a, b):
+        self.a, self.b = a, b
+
+    def __tensor_flatten__(self):
+        return ["a", "b"], {"note": "context"}
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, size, stride):
+        assert context == {"note": "context"}, "the context of a subclass was lost"
+        return Pair(inner["a"], inner["b"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        def run(part):
+            def pick(value):
+                return getattr(value, part) if isinstance(value, Pair) else value
+
+            tree = torch.utils._pytree.tree_map
+            return function(*tree(pick, args), **tree(pick, kwargs or {}))
+
+        a, b = run("a"), run("b")
+        inplace = function._schema.name.endswith("_")
+        if inplace:
+            return args[0]
+        return Pair(a, b) if isinstance(a, torch.Tensor) else a
+
+
+class Opaque(torch.Tensor):
+    """A wrapper subclass that cannot be taken apart."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inner.size(), dtype=inner.dtype, device=inner.device
+        )
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        def pick(value):
+            return value.inner if isinstance(value, Opaque) else value
+
+        tree = torch.utils._pytree.tree_map
+        out = function(*tree(pick, args), **tree(pick, kwargs or {}))
+        return Opaque(out) if isinstance(out, torch.Tensor) else out
+
+
+# --- mixed precision ------------------------------------------------------------------------------
+
+
+def test_autocast_bf16(device, new_training):
+    training, x = new_training(), new_input(device)
+
+    reference = new_stack(device)
+
+    def reference_loss():
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            return reference(x)
+
+    def loss():
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            return training.loss(x)
+
+    expected = train_step(reference, reference_loss)
+    for _ in range(3):
+        assert_same_gradients(train_step(training.model, loss), expected)
+    assert training.stats().moved_storages > 0
+    training.assert_released()
+
+
+def test_grad_scaler_sees_the_same_overflow_and_takes_the_same_steps(device, new_pool, way):
+    def train(swapped):
+        model = new_stack(device)
+        training = Training(way, model, new_pool()) if swapped else None
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        # "cpu" whatever the device: only the arithmetic of the scaler matters here
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, enabled=device.type == "cpu")
+        scales = []
+        for step in range(3):
+            x = new_input(device, seed=step)
+            optimizer.zero_grad(set_to_none=True)
+            loss = training.loss(x) if training else model(x)
+            scaler.scale(loss).backward()
+            del loss
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        if training:
+            training.assert_released()
+        return scales, [p.detach() for p in model.parameters()]
+
+    (scales, parameters), (plain_scales, plain) = train(True), train(False)
+    assert scales == plain_scales, "the scaler saw other overflows"
+    assert all(map(same_bits, parameters, plain)), "parameters differ after scaled steps"
+
+
+# --- torch.compile ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("when", ["before manage", "after manage", "module.compile"])
+def test_layers_compiled_one_by_one(device, new_pool, fresh_dynamo, when):
+    def compiled(swapped):
+        model = new_stack(device, depth=2)
+        manager = None
+        if when == "before manage":
+            for index, layer in enumerate(model.layers):
+                model.layers[index] = torch.compile(layer, backend="aot_eager")
+        if when == "module.compile":
+            for layer in model.layers:
+                layer.compile(backend="aot_eager")
+        if swapped:
+            manager = memswap.manage(model.layers, EVERYTHING, pool=pool)
+        if when == "after manage":
+            for index, layer in enumerate(model.layers):
+                model.layers[index] = torch.compile(layer, backend="aot_eager")
+        return model, manager
+
+    pool = new_pool()
+    x = new_input(device)
+    plain, _ = compiled(False)
+    expected = train_step(plain, lambda: plain(x))
+    torch._dynamo.reset()
+    model, manager = compiled(True)
+    for _ in range(3):
+        assert_same_gradients(train_step(model, lambda: model(x)), expected)
+    assert manager.stats().moved_storages > 0, "nothing of a compiled layer was moved"
+    assert_released(manager, pool)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("where", ["with block inside", "with block outside"])
+def test_whole_function_compiled(device, new_pool, fresh_dynamo, where):
+    model, x = new_stack(device, depth=2), new_input(device)
+    pool = new_pool()
+    plain = torch.compile(model, backend="aot_eager")
+    expected = train_step(model, lambda: plain(x))
+    torch._dynamo.reset()
+    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+
+    if where == "with block inside":
+
+        @torch.compile(backend="aot_eager")
+        def loss():
+            with saver:
+                return model(x)
+
+    else:
+        compiled = torch.compile(model, backend="aot_eager")
+
+        def loss():
+            with saver:
+                return compiled(x)
+
+    for _ in range(3):
+        assert_same_gradients(train_step(model, loss), expected)
+    if where == "with block outside":
+        assert saver.stats().moved_storages > 0
+    assert_released(saver, pool)
+
+
+@pytest.mark.cpu_only
+def test_compiled_model_whose_layers_are_managed(device, new_pool, fresh_dynamo):
+    model, x = new_stack(device, depth=2), new_input(device)
+    pool = new_pool()
+    plain = torch.compile(model, backend="aot_eager")
+    expected = train_step(model, lambda: plain(x))
+    torch._dynamo.reset()
+    manager = memswap.manage(model.layers, EVERYTHING, pool=pool)
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(3):
+        assert_same_gradients(train_step(model, lambda: compiled(x)), expected)
+    assert_released(manager, pool)
+
+
+# --- torch.func and functional calls ---------------------------------------------------------------
+
+
+def test_func_grad_over_a_managed_module(device, new_pool):
+    model, x = new_stack(device), new_input(device)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(parameters):
+        return torch.func.functional_call(model, parameters, (x,))
+
+    expected = torch.func.grad(loss)(parameters)
+    manager = memswap.manage(model.layers, EVERYTHING, pool=new_pool())
+    found = torch.func.grad(loss)(parameters)
+    assert_same_gradients(found.values(), expected.values())
+    manager.remove()
+
+
+def test_functional_call_with_other_parameters_trains_those(device, new_pool):
+    model, x = new_stack(device), new_input(device)
+    other = {n: (p.detach() * 0.5).requires_grad_() for n, p in model.named_parameters()}
+    pool = new_pool()
+
+    def step():
+        loss = torch.func.functional_call(model, other, (x,))
+        return torch.autograd.grad(loss, list(other.values()))
+
+    expected = step()
+    manager = memswap.manage(model.layers, EVERYTHING, pool=pool)
+    assert_same_gradients(step(), expected)
+    assert manager.stats().moved_storages > 0
+    manager.remove()
+    assert_released(manager, pool)
+
+
+def test_vmap_inside_the_block(device, new_pool):
+    pool = new_pool()
+    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    w = random(device, 5, 5).requires_grad_()
+    x = random(device, 7, 5)
+
+    def loss():
+        return torch.vmap(lambda row: (w @ row).sin().exp().sum())(x).sum()
+
+    loss().backward()
+    expected, w.grad = w.grad, None
+    with saver:
+        out = loss()
+    let_sends_end(saver, device)
+    out.backward()
+    assert_same_gradients([w.grad], [expected])
+    del out
+    assert_released(saver, pool)
+
+
+def test_forward_mode_derivatives_pass_through(device, new_pool):
+    import torch.autograd.forward_ad as forward_ad
+
+    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool())
+    x, tangent = random(device, 6), random(device, 6, seed=1)
+    with forward_ad.dual_level(), saver:
+        dual = forward_ad.make_dual(x.clone().requires_grad_(), tangent)
+        out = (dual * 2).sin()
+        derivative = forward_ad.unpack_dual(out).tangent
+        assert same_bits(derivative, (x * 2).cos() * (tangent * 2))
+        (gradient,) = torch.autograd.grad(out.sum(), [dual])
+    assert same_bits(gradient, (x * 2).cos() * 2)
+
+
+# --- custom autograd Functions ----------------------------------------------------------------------
+
+
+class Everything(torch.autograd.Function):
+    """Saves an input, an intermediate and an output, and keeps one tensor as an attribute."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        between = x.exp()
+        out = between * y
+        ctx.save_for_backward(x, between, out, None)
+        ctx.kept = y * 1
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, between, out, nothing = ctx.saved_tensors
+        assert nothing is None, "a saved None came back as something else"
+        return gradient * between * ctx.kept + 0 * x, gradient * between + 0 * out
+
+
+class Dirty(torch.autograd.Function):
+    """Edits its input and saves it afterwards, as it may with mark_dirty."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x.mul_(2)
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient * 2 * x.detach().sign().abs()
+
+
+@pytest.mark.parametrize("name", ["saves all kinds", "mark_dirty"])
+def test_custom_function(device, new_pool, name):
+    pool = new_pool()
+    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    x = random(device, 9).requires_grad_()
+
+    def loss():
+        h = x * 3
+        out = Everything.apply(h, h.sin()) if name == "saves all kinds" else Dirty.apply(h)
+        return out.square().sum()
+
+    loss().backward()
+    expected, x.grad = x.grad, None
+    for _ in range(2):
+        with saver:
+            out = loss()
+        let_sends_end(saver, device)
+        out.backward()
+        assert_same_gradients([x.grad], [expected])
+        x.grad = None
+    assert saver.stats().moved_storages > 0
+    del out
+    assert_released(saver, pool)
+
+
+def test_saved_tensors_of_a_custom_function_have_their_graph_again(device, new_pool):
+    """Inputs come back as inputs: a backward that differentiates through them finds x."""
+    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool())
+    found = []
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, gradient):
+            (x,) = ctx.saved_tensors
+            found.append((x.requires_grad, x.grad_fn is not None))
+            return gradient * 2 * x
+
+    x = random(device, 4).requires_grad_()
+    with saver:
+        h = x * 1
+        y = Square.apply(h).sum()
+    del h
+    let_sends_end(saver, device)
+    (first,) = torch.autograd.grad(y, [x], create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), [x])
+    assert found == [(True, True)], "what came back lost its place in the graph"
+    assert same_bits(second, torch.full_like(x, 2))
+
+
+# --- tensors that a storage alone does not describe ------------------------------------------------
+
+
+def test_wrapper_subclass_moves_by_its_parts(device, new_pool):
+    pool = new_pool()
+    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+
+    def run(swapped):
+        x = Pair(random(device, 6), random(device, 6, seed=1)).requires_grad_()
+        one = Pair(torch.ones(6, device=device), torch.ones(6, device=device))
+        if swapped:
+            with saver:
+                y = (x * 2).sin()
+            let_sends_end(saver, device)
+        else:
+            y = (x * 2).sin()
+        y.backward(one)
+        assert type(x.grad) is Pair
+        return x.grad.a, x.grad.b
+
+    assert_same_gradients(run(True), run(False))
+    stats = saver.stats()
+    assert stats.moved_storages == 2, "both parts of the subclass move"
+    assert stats.freed_bytes == 2 * 6 * 4, "a part of the subclass was held on the device"
+    assert stats.returned_storages == 2
+    assert_released(saver, pool)
+
+
+def test_wrapper_subclass_that_cannot_be_taken_apart_stays(device, new_pool):
+    pool = new_pool()
+    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    x = random(device, 6)
+
+    def run(swapped):
+        wrapped = Opaque(x * 1).requires_grad_()
+        if swapped:
+            with saver:
+                y = (wrapped * 2).sin()
+        else:
+            y = (wrapped * 2).sin()
+        y.backward(Opaque(torch.ones(6, device=device)))
+        return [wrapped.grad.inner]
+
+    assert_same_gradients(run(True), run(False))
+    assert saver.stats().moved_storages == 0
+    assert "not a plain tensor" in saver.stats().kept, "a subclass that stays must be counted"
+    assert_released(saver, pool)
+
+
+def test_subclass_without_dispatch_gives_the_same_gradients(device, new_pool):
+    class Tagged(torch.Tensor):
+        pass
+
+    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool())
+    x = random(device, 6).requires_grad_()
+
+    def loss():
+        return (x * 2).as_subclass(Tagged).sin().exp().as_subclass(torch.Tensor).sum()
+
+    loss().backward()
+    expected, x.grad = x.grad, None
+    with saver:
+        out = loss()
+    let_sends_end(saver, device)
+    out.backward()
+    assert_same_gradients([x.grad], [expected])
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("kind", ["sparse", "sparse csr", "nested", "jagged"])
+def test_tensors_that_are_not_strided_stay_and_work(device, new_pool, kind):
+    pool = new_pool()
+    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    w = random(device, 4, 3).requires_grad_()
+
+    def loss():
+        if kind.startswith("sparse"):
+            dense = random(device, 5, 4) * (random(device, 5, 4, seed=1) > 0)
+            sparse = dense.to_sparse_csr() if kind.endswith("csr") else dense.to_sparse()
+            return torch.sparse.mm(sparse, w.sin()).square().sum()
+        layout = torch.jagged if kind == "jagged" else torch.strided
+        nested = torch.nested.as_nested_tensor(
+            [w[:2] * 2, w[1:] * 3], **({"layout": layout} if kind == "jagged" else {})
+        )
+        out = torch.nested.to_padded_tensor(nested.sin() * nested, 0.0)
+        return out.square().sum()
+
+    loss().backward()
+    expected, w.grad = w.grad, None
+    with saver:
+        out = loss()
+    let_sends_end(saver, device)
+    out.backward()
+    assert_same_gradients([w.grad], [expected])
+    del out
+    assert_released(saver, pool)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.filterwarnings("ignore")
+def test_quantised_tensor_stays(device, new_pool):
+    class Dequantise(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, q):
+            ctx.save_for_backward(q)
+            return x * q.dequantize()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            (q,) = ctx.saved_tensors
+            return gradient * q.dequantize(), None
+
+    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool())
+    x = random(device, 8).requires_grad_()
+    with saver:
+        q = torch.quantize_per_tensor(random(device, 8, seed=1), 0.1, 3, torch.quint8)
+        y = Dequantise.apply(x, q)
+    expected = q.dequantize()
+    del q
+    y.sum().backward()
+    assert same_bits(x.grad, expected)
+    assert saver.stats().kept["not a plain tensor"].tensors == 1
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    distributed = pytest.importorskip("torch.distributed")
+    if not distributed.is_available():
+        pytest.skip("this torch has no torch.distributed")
+    from torch.distributed.device_mesh import init_device_mesh
+
+    store = distributed.HashStore()
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.mark.cpu_only
+def test_dtensor_moves_by_its_local_part(device, new_pool, mesh):
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    pool = new_pool()
+    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    x = distribute_tensor(random(device, 6, 4), mesh, [Shard(0)])
+    w = distribute_tensor(random(device, 4, 4, seed=1), mesh, [Replicate()]).requires_grad_()
+
+    def loss():
+        return ((x @ w).sin().exp() * 2).sum()
+
+    def gradient(out):
+        w.grad = None
+        out.backward()
+        return w.grad.to_local()
+
+    expected = gradient(loss())
+    with saver:
+        out = loss()
+    let_sends_end(saver, device)
+    found = gradient(out)
+    assert_same_gradients([found], [expected])
+    assert saver.stats().moved_storages > 0, "no local part of a DTensor moved"
+    assert w.grad.placements == (Replicate(),)
+    del out, found
+    assert_released(saver, pool)
+
+
+@pytest.mark.cpu_only
+def test_dtensor_parameters_stay(device, new_pool, mesh):
+    from torch.distributed.tensor import distribute_module
+
+    layer = nn.Linear(4, 4, bias=False)
+    distribute_module(layer, mesh)
+    pool = new_pool()
+    manager = memswap.manage(layer, EVERYTHING, pool=pool)
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    x = distribute_tensor(random(device, 6, 4), mesh, [Replicate()]).requires_grad_()
+    layer(x).sum().backward()
+    assert manager.stats().moved_storages == 0, "a DTensor parameter or leaf input was moved"
+    assert_released(manager, pool)
+
+
+# --- copies of a managed model -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copy_of_a_managed_model_is_not_managed_and_works(device, new_pool, how):
+    model, x = new_stack(device), new_input(device)
+    pool = new_pool()
+    expected = train_step(model, lambda: model(x))
+    manager = memswap.manage(model.layers, EVERYTHING, pool=pool)
+    model.zero_grad(set_to_none=True)
+    if how == "deepcopy":
+        twin = copy.deepcopy(model)
+    else:
+        host = pickle.loads(pickle.dumps(model.cpu()))
+        model.to(device)
+        twin = host.to(device)
+    assert_same_gradients(train_step(twin, lambda: twin(x)), expected)
+    assert manager.stats().offered_tensors == 0, "the copy's tensors went through the manager"
+    assert_same_gradients(train_step(model, lambda: model(x)), expected)
+    assert manager.stats().moved_storages > 0, "the original is managed no more"
+    assert_released(manager, pool)
+
+
+def test_deepcopy_while_a_graph_is_alive(device, new_pool):
+    model, x = new_stack(device), new_input(device)
+    expected = train_step(model, lambda: model(x))
+    model.zero_grad(set_to_none=True)
+    pool = new_pool()
+    manager = memswap.manage(model.layers, EVERYTHING, pool=pool)
+    loss = model(x)
+    copy.deepcopy(model)  # an exponential moving average would do this
+    loss.backward()
+    assert_same_gradients(gradients(model), expected)
+    del loss
+    assert_released(manager, pool)
+
+
+def test_state_dict_and_parameter_names_are_untouched(device, new_pool):
+    model = new_stack(device)
+    before = list(model.state_dict()), [type(m) for m in model.modules()]
+    manager = memswap.manage(model.layers, EVERYTHING, pool=new_pool())
+    assert (list(model.state_dict()), [type(m) for m in model.modules()]) == before
+    manager.remove()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()), (
+        "remove() left hooks behind"
+    )
+
+
+def test_anomaly_mode(device, new_training):
+    training, x = new_training(), new_input(device)
+    expected = train_step(new := new_stack(device), lambda: new(x))
+    with torch.autograd.detect_anomaly(check_nan=False):
+        found = train_step(training.model, lambda: training.loss(x))
+    assert_same_gradients(found, expected)
+    training.assert_released()
+
+
+def test_dispatch_modes_do_not_see_the_transfers(device, new_training):
+    """A FLOP counter, or any TorchDispatchMode, must not count or replace memswap's copies."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Names(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    training, x = new_training(), new_input(device)
+    model = new_stack(device)
+    with Names() as plain:
+        train_step(model, lambda: model(x))
+    with Names() as ours:
+        train_step(training.model, lambda: training.loss(x))
+    extra = sorted(set(ours.seen) - set(plain.seen) - {"aten.detach.default"})
+    assert not extra, f"operators of memswap's own were seen: {extra}"
+    assert ours.seen.count("aten.copy_.default") == plain.seen.count("aten.copy_.default")
+    training.assert_released()
+
+
+def test_numbers_computed_under_both_doors_at_once(device, new_pool):
+    """saved_tensors around a managed model: each storage goes to one of them."""
+    model, x = new_stack(device), new_input(device)
+    expected = train_step(model, lambda: model(x))
+    pool = new_pool()
+    manager = memswap.manage(model.layers, EVERYTHING, pool=pool)
+    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+
+    def loss():
+        with saver:
+            return model(x)
+
+    for _ in range(2):
+        assert_same_gradients(train_step(model, loss), expected)
+    assert saver.stats().moved_storages > 0 and manager.stats().moved_storages > 0
+    assert_released(saver, pool)
+    assert_released(manager, pool)
+    assert bits(x) is not None

@@ -1,0 +1,539 @@
+"""Together with other saved-tensor hooks and with torch.utils.checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+
+import pytest
+import torch
+from helpers import (
+    EVERYTHING,
+    assert_released,
+    assert_same_gradients,
+    gradients,
+    let_sends_end,
+    new_input,
+    new_stack,
+    random,
+    train_step,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import memswap
+
+KEEP = memswap.Policy(action=memswap.Action.KEEP)
+
+
+class Recorder(torch.autograd.graph.saved_tensors_hooks):
+    """Hooks of the user's own, outside ours: what they packed and unpacked, by shape."""
+
+    def __init__(self):
+        self.packed: list[tuple[int, ...]] = []
+        self.unpacked: list[tuple[int, ...]] = []
+
+        def pack(tensor):
+            self.packed.append(tuple(tensor.shape))
+            return ("theirs", tensor.detach().clone())
+
+        def unpack(packed):
+            assert packed[0] == "theirs", "the outer unpack hook got what it had not packed"
+            self.unpacked.append(tuple(packed[1].shape))
+            return packed[1]
+
+        super().__init__(pack, unpack)
+
+
+# --- hooks in hooks -----------------------------------------------------------------------------
+
+
+def test_what_stays_reaches_the_hooks_outside(device, new_pool):
+    """Parameters, small tensors and what the policy keeps go to the pair installed before."""
+    pool = new_pool()
+    saver = memswap.saved_tensors(memswap.Policy(min_bytes=64 * 4), pool=pool)
+    weight = random(device, 8, 8).requires_grad_()
+    x = random(device, 8, 8, seed=1)
+
+    def loss():
+        h = (x * 2) @ weight  # saves x * 2 (moves)
+        s = h.sum(0) * weight[0].exp()  # small ones
+        return (h * weight).sum() + s.sum()  # saves h (moves) and the weight (stays)
+
+    loss().backward()
+    expected, weight.grad = weight.grad, None
+    recorder = Recorder()
+    with recorder, saver:
+        out = loss()
+    let_sends_end(saver, device)
+    out.backward()
+    assert_same_gradients([weight.grad], [expected])
+    assert (8, 8) in recorder.packed, "the parameter did not reach the outer hooks"
+    assert (8,) in recorder.packed, "a small tensor did not reach the outer hooks"
+    assert sorted(recorder.packed) == sorted(recorder.unpacked), "outer packs and unpacks differ"
+    stats = saver.stats()
+    kept = sum(count.tensors for count in stats.kept.values())
+    assert len(recorder.packed) == kept, "the outer hooks see exactly what memswap keeps"
+    assert stats.moved_storages == 2
+    del out
+    assert_released(saver, pool)
+
+
+def test_what_moves_does_not_reach_the_hooks_outside(device, new_pool):
+    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool())
+    recorder = Recorder()
+    x = random(device, 8).requires_grad_()
+    with recorder, saver:
+        loss = (x * 2).sin().exp().sum()
+    assert recorder.packed == [], "a moved tensor was packed by both pairs of hooks"
+    loss.backward()
+
+
+def test_hooks_inside_ours_win(device, new_pool):
+    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool())
+    recorder = Recorder()
+    x = random(device, 8).requires_grad_()
+    with saver:
+        h = (x * 2).sin()
+        with recorder:
+            h = h.exp()
+        loss = h.cos().sum()
+    assert recorder.packed == [(8,)]
+    assert saver.stats().offered_tensors == 2, "sin's input and exp's result, saved by cos"
+    loss.backward()
+    assert recorder.unpacked == [(8,)]
+
+
+def test_inner_saver_passes_on_to_the_outer_one(device, new_pool):
+    pools = new_pool(), new_pool()
+    outer = memswap.saved_tensors(EVERYTHING, pool=pools[0])
+    inner = memswap.saved_tensors(memswap.Policy(min_bytes=1000), pool=pools[1])
+    small, large = random(device, 10).requires_grad_(), random(device, 1000).requires_grad_()
+
+    def loss():
+        return (small * 2).sin().sum() + (large * 2).sin().sum()
+
+    loss().backward()
+    expected = [small.grad, large.grad]
+    small.grad = large.grad = None
+    with outer, inner:
+        out = loss()
+    assert inner.stats().moved_bytes == 4000 and outer.stats().moved_bytes == 40
+    let_sends_end(outer, device)
+    let_sends_end(inner, device)
+    out.backward()
+    assert_same_gradients([small.grad, large.grad], expected)
+    del out
+    assert_released(outer, pools[0])
+    assert_released(inner, pools[1])
+
+
+def test_three_savers_deep(device, new_pool):
+    savers = [
+        memswap.saved_tensors(memswap.Policy(min_bytes=n), pool=new_pool()) for n in (1, 100, 1000)
+    ]
+    x = [random(device, n).requires_grad_() for n in (10, 50, 500)]
+    with savers[0], savers[1], savers[2]:
+        loss = sum((one * 2).sin().sum() for one in x)
+    assert [s.stats().moved_bytes for s in savers] == [40, 200, 2000]
+    loss.backward()
+    for one in x:
+        leaf = one.detach().clone().requires_grad_()
+        (leaf * 2).sin().sum().backward()
+        assert_same_gradients([one.grad], [leaf.grad])
+
+
+def test_save_on_cpu_outside_takes_what_stays(device, new_pool):
+    model, x = new_stack(device), new_input(device)
+    expected = train_step(model, lambda: model(x))
+    pool = new_pool()
+    saver = memswap.saved_tensors(memswap.Policy(min_bytes=900), pool=pool)
+
+    def loss():
+        with torch.autograd.graph.save_on_cpu(), saver:
+            return model(x)
+
+    for _ in range(2):
+        assert_same_gradients(train_step(model, loss), expected)
+    assert saver.stats().moved_storages > 0 and "small" in saver.stats().kept
+    assert_released(saver, pool)
+
+
+def test_save_on_cpu_inside_wins(device, new_pool):
+    model, x = new_stack(device), new_input(device)
+    expected = train_step(model, lambda: model(x))
+    pool = new_pool()
+    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+
+    def loss():
+        with saver, torch.autograd.graph.save_on_cpu():
+            return model(x)
+
+    assert_same_gradients(train_step(model, loss), expected)
+    assert saver.stats().offered_tensors == 0
+    assert_released(saver, pool)
+
+
+def test_user_hooks_around_a_managed_model(device, new_pool):
+    model, x = new_stack(device), new_input(device)
+    expected = train_step(model, lambda: model(x))
+    pool = new_pool()
+    manager = memswap.manage(model.layers, EVERYTHING, pool=pool)
+    for _ in range(2):
+        recorder = Recorder()
+
+        def loss():
+            with recorder:
+                return model(x)
+
+        assert_same_gradients(train_step(model, loss), expected)
+        assert sorted(recorder.packed) == sorted(recorder.unpacked)
+        assert recorder.packed, "the parameters of managed layers go to the hooks outside"
+    assert_released(manager, pool)
+
+
+def test_outer_hook_that_raises_is_heard(device, new_pool):
+    pool = new_pool()
+    saver = memswap.saved_tensors(memswap.Policy(min_bytes=1 << 20), pool=pool)
+
+    def refuse(_):
+        raise ValueError("outer hook says no")
+
+    x = random(device, 8).requires_grad_()
+    with pytest.raises(ValueError, match="outer hook says no"):
+        with torch.autograd.graph.saved_tensors_hooks(refuse, refuse), saver:
+            (x * 2).sin()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert_released(saver, pool)
+
+
+def test_wrapper_subclass_under_hooks_outside(device, new_pool):
+    from test_integrations import Pair
+
+    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool())
+    packed = []
+
+    def pack(tensor):
+        packed.append(type(tensor))
+        return tensor
+
+    def run(context):
+        x = Pair(random(device, 6), random(device, 6, seed=1)).requires_grad_()
+        with context:
+            y = (x * 2).sin()
+        y.backward(Pair(torch.ones(6, device=device), torch.ones(6, device=device)))
+        return [x.grad.a, x.grad.b]
+
+    expected = run(contextlib.nullcontext())
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t))
+        found = run(saver)
+    assert_same_gradients(found, expected)
+
+
+# --- checkpointing --------------------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    """A stack whose layers run inside checkpoints."""
+
+    def __init__(self, model, reentrant, wrapped=False, **options):
+        super().__init__()
+        self.enter, self.reentrant, self.options = model.enter, reentrant, options
+        self.layers = (
+            nn.ModuleList([Wrapper(layer, reentrant) for layer in model.layers])
+            if wrapped
+            else model.layers
+        )
+        self.wrapped = wrapped
+
+    def forward(self, x):
+        x = self.enter(x)
+        for layer in self.layers:
+            if self.wrapped:
+                x = layer(x)
+            else:
+                x = checkpoint(layer, x, use_reentrant=self.reentrant, **self.options)
+        return x.square().mean()
+
+
+class Wrapper(nn.Module):
+    """CheckpointWrapper's way: a module around the layer, and the wrapper is what is managed."""
+
+    def __init__(self, layer, reentrant):
+        super().__init__()
+        self.layer, self.reentrant = layer, reentrant
+
+    def forward(self, x):
+        return checkpoint(self.layer, x, use_reentrant=self.reentrant)
+
+
+REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+
+
+def region_inputs(model, x):
+    """Bytes of the inputs of all regions."""
+    return len(model.layers) * x.untyped_storage().nbytes()
+
+
+@REENTRANT
+def test_block_around_a_checkpointed_model_swaps_the_inputs_of_regions(
+    device, new_pool, reentrant
+):
+    model, x = Checkpointed(new_stack(device), reentrant), new_input(device)
+    expected = train_step(model, lambda: model(x))
+    pool = new_pool()
+    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+
+    def loss():
+        with saver:
+            return model(x)
+
+    for _ in range(3):
+        assert_same_gradients(train_step(model, loss), expected)
+    saver.reset_stats()
+    out = loss()
+    stats = saver.stats()
+    per_tensor = x.untyped_storage().nbytes()
+    offered = stats.moved_storages + sum(c.tensors for c in stats.kept.values())
+    assert offered >= 3, "the inputs of checkpointed regions were not offered"
+    # x, three region inputs, the last one's output: nothing from inside the regions.
+    assert stats.moved_bytes <= 5 * per_tensor, "what the region does not save was moved"
+    out.backward()
+    del out
+    assert_released(saver, pool)
+
+
+@REENTRANT
+def test_backward_inside_the_block_recomputes_correctly(device, new_pool, reentrant):
+    model, x = Checkpointed(new_stack(device), reentrant), new_input(device)
+    expected = train_step(model, lambda: model(x))
+    pool = new_pool()
+    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    for _ in range(3):
+        model.zero_grad(set_to_none=True)
+        with saver:
+            model(x).backward()
+        assert_same_gradients(gradients(model), expected)
+        assert_released(saver, pool)
+
+
+@REENTRANT
+def test_managed_layer_inside_a_checkpoint(device, new_pool, reentrant):
+    model, x = Checkpointed(new_stack(device), reentrant), new_input(device)
+    expected = train_step(model, lambda: model(x))
+    pool = new_pool()
+    manager = memswap.manage(model.layers, EVERYTHING, pool=pool)
+    for _ in range(3):
+        assert_same_gradients(train_step(model, lambda: model(x)), expected)
+    assert_released(manager, pool)
+
+
+@REENTRANT
+def test_managed_wrapper_around_a_checkpoint_swaps_its_input(device, new_pool, reentrant):
+    model, x = Checkpointed(new_stack(device), reentrant, wrapped=True), new_input(device)
+    expected = train_step(model, lambda: model(x))
+    pool = new_pool()
+    manager = memswap.manage(model.layers, EVERYTHING, pool=pool, prefetch_bytes=0)
+    for _ in range(3):
+        assert_same_gradients(train_step(model, lambda: model(x)), expected)
+    manager.reset_stats()
+    out = model(x)
+    stats = let_sends_end(manager, device)
+    assert stats.moved_bytes == region_inputs(model, x), "a region saves its input, and only that"
+    assert stats.freed_bytes == region_inputs(model, x), "the inputs stayed on the device"
+    out.backward()
+    del out
+    assert_released(manager, pool)
+
+
+@REENTRANT
+def test_both_doors_and_a_checkpoint_between_them(device, new_pool, reentrant):
+    model, x = Checkpointed(new_stack(device), reentrant), new_input(device)
+    expected = train_step(model, lambda: model(x))
+    pool = new_pool()
+    manager = memswap.manage(model.layers, EVERYTHING, pool=pool)
+    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+
+    def loss():
+        with saver:
+            return model(x)
+
+    for _ in range(3):
+        assert_same_gradients(train_step(model, loss), expected)
+    assert saver.stats().moved_storages > 0
+    assert_released(saver, pool)
+    assert_released(manager, pool)
+
+
+@REENTRANT
+def test_nested_checkpoints(device, new_pool, reentrant):
+    stack, x = new_stack(device, depth=4), new_input(device)
+
+    def half(layers, x):
+        for layer in layers:
+            x = checkpoint(layer, x, use_reentrant=reentrant)
+        return x
+
+    def forward():
+        h = stack.enter(x)
+        for layers in (stack.layers[:2], stack.layers[2:]):
+            h = checkpoint(half, layers, h, use_reentrant=reentrant)
+        return h.square().mean()
+
+    expected = train_step(stack, forward)
+    pool = new_pool()
+    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+
+    def loss():
+        with saver:
+            return forward()
+
+    for _ in range(2):
+        assert_same_gradients(train_step(stack, loss), expected)
+    assert_released(saver, pool)
+
+
+@REENTRANT
+def test_block_opened_inside_the_checkpointed_function(device, new_pool, reentrant):
+    stack, x = new_stack(device), new_input(device)
+    pool = new_pool()
+    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+
+    def region(layer, x, swapped):
+        with saver if swapped else contextlib.nullcontext():
+            return layer(x)
+
+    def forward(swapped):
+        h = stack.enter(x)
+        for layer in stack.layers:
+            h = checkpoint(region, layer, h, swapped, use_reentrant=reentrant)
+        return h.square().mean()
+
+    expected = train_step(stack, lambda: forward(False))
+    for _ in range(2):
+        assert_same_gradients(train_step(stack, lambda: forward(True)), expected)
+    assert_released(saver, pool)
+
+
+def test_checkpoint_with_dropout_recomputes_the_same(device, new_pool):
+    layer = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh()).to(device)
+    x = random(device, 4, 8).requires_grad_()
+    pool = new_pool()
+    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+
+    def loss(swapped):
+        torch.manual_seed(3)
+        with saver if swapped else contextlib.nullcontext():
+            return checkpoint(layer, x * 2, use_reentrant=False).sum()
+
+    expected = train_step(layer, lambda: loss(False))
+    assert_same_gradients(train_step(layer, lambda: loss(True)), expected)
+    assert_released(saver, pool)
+
+
+def test_checkpoint_under_double_backward(device, new_pool):
+    w = random(device, 8, 8).requires_grad_()
+    x = random(device, 4, 8, seed=1).requires_grad_()
+
+    def second(loss):
+        (first,) = torch.autograd.grad(loss, [x], create_graph=True)
+        return torch.autograd.grad(first.square().sum(), [x, w])
+
+    def loss():
+        return checkpoint(lambda x: (x @ w).tanh(), x * 2, use_reentrant=False).exp().sum()
+
+    expected = second(loss())
+    pool = new_pool()
+    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    with saver:
+        out = loss()
+    assert_same_gradients(second(out), expected)
+    del out
+    assert_released(saver, pool)
+
+
+def test_early_stop_leaves_nothing_behind(device, new_pool):
+    """Recompute ends early, in the middle of the layer, when it has what backward needs."""
+    model, x = Checkpointed(new_stack(device), reentrant=False), new_input(device)
+    pool = new_pool()
+    manager = memswap.manage(model.layers, EVERYTHING, pool=pool)
+    for early in (True, False, True):
+        with torch.utils.checkpoint.set_checkpoint_early_stop(early):
+            loss = model(x)
+        expected = None
+        loss.backward()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, (
+            "an early stop left hooks installed"
+        )
+        assert expected is None
+    del loss
+    assert_released(manager, pool)
+
+
+def must_save_linears():
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    def policy(ctx, op, *args, **kwargs):
+        matmuls = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return CheckpointPolicy.MUST_SAVE if op in matmuls else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return functools.partial(create_selective_checkpoint_contexts, policy)
+
+
+@pytest.mark.parametrize("where", ["block outside", "layers managed"])
+def test_selective_checkpointing(device, new_pool, where):
+    context_fn = must_save_linears()
+    model = Checkpointed(new_stack(device), reentrant=False, context_fn=context_fn)
+    x = new_input(device)
+    expected = train_step(model, lambda: model(x))
+    pool = new_pool()
+    if where == "layers managed":
+        swap = memswap.manage(model.layers, EVERYTHING, pool=pool)
+        loss = lambda: model(x)  # noqa: E731
+    else:
+        swap = memswap.saved_tensors(EVERYTHING, pool=pool)
+
+        def loss():
+            with swap:
+                return model(x)
+
+    for _ in range(3):
+        assert_same_gradients(train_step(model, loss), expected)
+    assert_released(swap, pool)
+
+
+def test_selective_checkpointing_offers_its_cache_where_torch_has_the_option(device, new_pool):
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    option = "respect_saved_tensors_hooks"
+    if option not in inspect.signature(create_selective_checkpoint_contexts).parameters:
+        pytest.skip(f"this torch has no {option}")
+
+    def policy(ctx, op, *args, **kwargs):
+        matmuls = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return CheckpointPolicy.MUST_SAVE if op in matmuls else CheckpointPolicy.PREFER_RECOMPUTE
+
+    context_fn = functools.partial(
+        create_selective_checkpoint_contexts, policy, **{option: True}
+    )
+    model = Checkpointed(new_stack(device), reentrant=False, context_fn=context_fn)
+    x = new_input(device)
+    expected = train_step(model, lambda: model(x))
+    pool = new_pool()
+    saver = memswap.saved_tensors(EVERYTHING, pool=pool, prefetch_bytes=0)
+
+    def loss():
+        with saver:
+            return model(x)
+
+    for _ in range(3):
+        assert_same_gradients(train_step(model, loss), expected)
+    saver.reset_stats()
+    out = loss()
+    moved = saver.stats().moved_bytes
+    assert moved > 5 * x.untyped_storage().nbytes(), "what selective checkpointing saved stayed"
+    out.backward()
+    del out
+    assert_released(saver, pool)

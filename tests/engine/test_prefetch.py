@@ -1,0 +1,373 @@
+"""Returns are issued ahead of their use, within a window, in an order that is learnt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import (
+    EVERYTHING,
+    assert_released,
+    assert_same_gradients,
+    gradients,
+    let_sends_end,
+    random,
+    train_step,
+)
+from torch import nn
+
+import memswap
+from memswap.engine import transfer
+
+WIDTH, ROWS = 16, 8
+ONE = ROWS * WIDTH * 4  # bytes of one activation
+
+
+class Watched:
+    """A lane that notes what it is asked for."""
+
+    def __init__(self, lane: Any, log: list[str]) -> None:
+        self.lane, self.log = lane, log
+
+    def send(self, storage: Any, block: Any) -> Any:
+        self.log.append("send")
+        return self.lane.send(storage, block)
+
+    def fetch(self, block: Any) -> Any:
+        self.log.append("fetch")
+        return self.lane.fetch(block)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.lane, name)
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """Every send, every fetch and every use, in the order in which the host issued them."""
+    events: list[str] = []
+    opened = transfer.open_lane
+    monkeypatch.setattr(
+        transfer, "open_lane", lambda *a, **k: Watched(opened(*a, **k), events)
+    )
+    return events
+
+
+class Use(torch.autograd.Function):
+    """Saves a tensor of its own; notes in backward that it is used."""
+
+    @staticmethod
+    def forward(ctx, x, made, log):
+        ctx.save_for_backward(made)
+        ctx.log = log
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (made,) = ctx.saved_tensors
+        ctx.log.append("use")
+        return gradient + made.sum() * 0, None, None
+
+
+def step(saver, device, log, count=6):
+    """`count` storages of ONE bytes each, saved in order and used in reverse."""
+    x = torch.zeros(4, device=device, requires_grad=True)
+    with saver:
+        for number in range(count):
+            x = Use.apply(x, random(device, ROWS, WIDTH, seed=number), log)
+    let_sends_end(saver, device)
+    del log[:]
+    x.sum().backward()
+    taken, log[:] = list(log), []
+    return taken
+
+
+def ahead(events):
+    """The largest number of fetches that were issued and not used yet."""
+    most = now = 0
+    for event in events:
+        now += {"fetch": 1, "use": -1}.get(event, 0)
+        most = max(most, now)
+    return most
+
+
+def test_lookahead_of_zero_makes_every_return_a_stall(device, new_pool, log):
+    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool(), prefetch_bytes=0)
+    for _ in range(3):
+        saver.reset_stats()
+        events = step(saver, device, log)
+        assert events == ["fetch", "use"] * 6, "something was brought back before it was asked for"
+        stats = saver.stats()
+        assert stats.stalls == stats.returned_storages == 6
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_returns_are_issued_ahead_within_the_window(device, new_pool, log, window):
+    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool(), prefetch_bytes=window * ONE)
+    step(saver, device, log)  # learns
+    for _ in range(2):
+        saver.reset_stats()
+        events = step(saver, device, log)
+        stats = saver.stats()
+        assert stats.kept["needed at once"].tensors == window, "the window stays at the turn"
+        assert stats.moved_storages == 6 - window
+        assert stats.stalls == 0, "a return that the order predicted was late"
+        assert events.count("fetch") == 6 - window
+        assert ahead(events) <= window, "more bytes were on their way than the window allows"
+        assert events[0] == "fetch", "nothing was issued when backward began"
+
+
+def test_first_backward_looks_ahead_in_reverse_order_of_saving(device, new_pool, log):
+    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool(), prefetch_bytes=2 * ONE)
+    step(saver, device, log)
+    assert saver.stats().stalls == 1, "only the very first demand could not be foreseen"
+
+
+def test_bytes_resident_during_backward_stay_within_the_window(device, new_pool, log):
+    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool(), prefetch_bytes=2 * ONE)
+    step(saver, device, log, count=10)
+    x = torch.zeros(4, device=device, requires_grad=True)
+    with saver:
+        for number in range(10):
+            x = Use.apply(x, random(device, ROWS, WIDTH, seed=number), log)
+    let_sends_end(saver, device)
+    saver.reset_stats()
+    x.sum().backward()
+    peak = saver.stats().peak_resident_bytes
+    assert peak <= 3 * ONE, f"{peak / ONE} activations were resident; the window is 2, and 1 in use"
+
+
+def test_changed_order_costs_stalls_and_nothing_else(device, new_pool):
+    class Route(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+            self.order = [0, 1, 2, 3]
+
+        def forward(self, x):
+            for index in self.order:
+                x = self.layers[index](x).tanh()
+            return x.square().sum()
+
+    torch.manual_seed(0)
+    model = Route().to(device)
+    x = random(device, ROWS, WIDTH)
+    pool = new_pool()
+    manager = memswap.manage(model.layers, EVERYTHING, pool=pool, prefetch_bytes=2 * ONE)
+    for order in ([0, 1, 2, 3], [3, 1, 0, 2], [1, 0], [0, 1, 2, 3], [2, 2, 2], [0, 1, 2, 3]):
+        model.order = order
+        found = train_step(model, lambda: model(x))
+        manager.remove()
+        expected = train_step(model, lambda: model(x))
+        assert_same_gradients(found, expected)
+        assert_released(manager, pool)
+        manager = memswap.manage(model.layers, EVERYTHING, pool=pool, prefetch_bytes=2 * ONE)
+
+
+def test_another_order_of_demands_than_last_time(device, new_pool, log):
+    """The same forward; backward asks for its parts in turn one way, then the other."""
+    pool = new_pool()
+    saver = memswap.saved_tensors(EVERYTHING, pool=pool, prefetch_bytes=2 * ONE)
+
+    def run(turn):
+        leaves = [torch.zeros(4, device=device, requires_grad=True) for _ in range(2)]
+        ends = list(leaves)
+        with saver:
+            for number in range(6):
+                made = random(device, ROWS, WIDTH, seed=number)
+                ends[number % 2] = Use.apply(ends[number % 2], made, log)
+        let_sends_end(saver, device)
+        for index in turn:
+            ends[index].sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    for turn in ((0, 1), (0, 1), (1, 0), (0, 1), (1, 0)):
+        found = run(turn)
+        assert_same_gradients(found, [torch.ones(4, device=device)] * 2)
+        del found
+        assert_released(saver, pool)
+
+
+def test_nothing_comes_back_for_a_graph_that_is_not_run(device, new_pool, log):
+    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool(), prefetch_bytes=2 * ONE)
+    step(saver, device, log)
+    x = torch.zeros(4, device=device, requires_grad=True)
+    with saver:
+        x = Use.apply(x, random(device, ROWS, WIDTH), log)
+    let_sends_end(saver, device)
+    del log[:], x
+    saver.stats()
+    assert "fetch" not in log
+
+
+def test_automatic_window_is_the_default_and_prefetches(device, new_pool, log):
+    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool())
+    step(saver, device, log, count=10)
+    saver.reset_stats()
+    step(saver, device, log, count=10)
+    assert saver.stats().stalls == 0
+    assert 1 <= saver.stats().kept["needed at once"].tensors <= 2, "about an eighth stays"
+
+
+def managed_mlp(device, pool, policy, **options):
+    torch.manual_seed(0)
+    layers = nn.ModuleDict(
+        {name: nn.Linear(WIDTH, WIDTH) for name in ("embed", "block0", "block1", "head")}
+    ).to(device)
+    x = random(device, ROWS, WIDTH)
+
+    def loss():
+        h = x * 2
+        for layer in layers.values():
+            h = layer(h).tanh()
+        return h.sum()
+
+    expected = train_step(layers, loss)
+    manager = memswap.manage(dict(layers), policy, pool=pool, prefetch_bytes=0, **options)
+    assert_same_gradients(train_step(layers, loss), expected)
+    return manager
+
+
+@pytest.mark.parametrize(
+    ("options", "moved"),
+    [
+        ({}, 4),
+        ({"include": "block*"}, 2),
+        ({"exclude": "head"}, 3),
+        ({"include": ("block*", "embed"), "exclude": ("*0",)}, 2),
+        ({"exclude": "*"}, 0),
+        ({"min_bytes": ONE}, 4),
+        ({"min_bytes": ONE + 1}, 0),
+        ({"action": memswap.Action.KEEP}, 0),
+        ({"fn": lambda t, i: memswap.Action.SWAP if i.unit == "head" else memswap.Action.KEEP}, 1),
+        ({"fn": lambda t, i: memswap.Action.KEEP if t.shape[0] == ROWS else None}, 0),
+    ],
+    ids=str,
+)
+def test_policy_says_what_moves(device, new_pool, options, moved):
+    pool = new_pool()
+    policy = memswap.Policy(**{"min_bytes": 1, **options})
+    manager = managed_mlp(device, pool, policy)
+    stats = manager.stats()
+    assert stats.moved_storages == moved
+    if moved < 4:
+        assert stats.kept["small" if "min_bytes" in options else "policy"].tensors == 4 - moved
+    assert_released(manager, pool)
+
+
+def test_policy_function_is_told_unit_and_bytes_and_asked_once_per_storage(device, new_pool):
+    asked = []
+
+    def decide(tensor, info):
+        asked.append((info.unit, info.nbytes, info.storage_nbytes, tuple(tensor.shape)))
+        return memswap.Action.SWAP
+
+    manager = managed_mlp(device, new_pool(), memswap.Policy(min_bytes=1, fn=decide))
+    shape = (ROWS, WIDTH)
+    assert asked == [(name, ONE, ONE, shape) for name in ("embed", "block0", "block1", "head")]
+    manager.remove()
+
+
+def test_reset_stats_starts_anew_and_forgets_nothing_that_is_alive(device, new_pool):
+    pool = new_pool()
+    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    x = random(device, 64).requires_grad_()
+    with saver:
+        loss = (x * 2).sin().sum()
+    saver.reset_stats()
+    stats = saver.stats()
+    assert stats.moved_storages == stats.offered_tensors == stats.deduplicated_tensors == 0
+    assert stats.away_bytes == stats.peak_away_bytes == 256, "what is away now is still away"
+    loss.backward()
+    del loss
+    assert_released(saver, pool)
+
+
+def test_stats_add_up(device, new_pool):
+    pool = new_pool()
+    saver = memswap.saved_tensors(memswap.Policy(min_bytes=200), pool=pool, prefetch_bytes=0)
+    w = random(device, 8, 8).requires_grad_()
+    with saver:
+        loss = ((random(device, 8, 8, seed=1) @ w).tanh().exp() @ w).sum(0).sin().sum()
+    stats = let_sends_end(saver, device)
+    kept = sum(count.tensors for count in stats.kept.values())
+    assert stats.offered_tensors == kept + stats.moved_storages + stats.deduplicated_tensors
+    assert stats.peak_away_bytes >= stats.away_bytes == stats.moved_bytes
+    assert stats.freed_bytes == stats.moved_bytes, "nobody holds what was moved"
+    assert stats.resident_bytes == 0
+    loss.backward()
+    after = saver.stats()
+    assert after.returned_bytes == after.moved_bytes
+    assert after.returned_storages == after.moved_storages
+    assert after.exposed_wait_s >= 0
+    del loss
+    assert_released(saver, pool)
+
+
+def test_report_names_what_was_done(device, new_pool):
+    manager = managed_mlp(device, new_pool(), memswap.Policy(min_bytes=1, exclude="head"))
+    text = manager.report()
+    for line in ("offered by autograd", "kept: parameter", "kept: policy", "moved", "returned"):
+        assert line in text, f"the report does not say '{line}':\n{text}"
+    assert manager.units == ("embed", "block0", "block1", "head")
+    manager.remove()
+
+
+@pytest.mark.accelerator
+def test_prefetch_hides_the_transfers(device, new_pool):
+    """In virtual time: without lookahead, backward waits for every copy."""
+    if device.type == "cuda":
+        pytest.skip("virtual time belongs to the simulated accelerator")
+    from simdev import virtual_time
+
+    def backward_us(prefetch_bytes):
+        torch.manual_seed(0)
+        layers = nn.ModuleList([nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)])
+        layers.to(device)
+        one = 512 * 64 * 4
+        manager = memswap.manage(
+            layers, EVERYTHING, pool=new_pool(), prefetch_bytes=prefetch_bytes * one
+        )
+        x = random(device, 512, 64)
+        for measured in (False, True):
+            h = x
+            for layer in layers:
+                h = layer(h)
+            loss = h.sum()
+            del h
+            let_sends_end(manager, device)
+            # slow memory: computing a layer costs about as much as bringing its input back
+            costs = {"host_us": 0.1, "launch_us": 0.1, "hbm_gb_per_s": 10}
+            with virtual_time(**costs, h2d_gb_per_s=2, d2h_gb_per_s=2) as clock:
+                loss.backward()
+                elapsed = clock.elapsed_us()
+        manager.remove()
+        assert measured
+        return elapsed
+
+    none, some = backward_us(0), backward_us(2)
+    assert some < 0.9 * none, f"{some:.0f} us with prefetch, {none:.0f} us without"
+
+
+def test_a_managed_model_learns_over_steps(device, new_pool):
+    torch.manual_seed(0)
+    layers = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)])
+    layers.to(device)
+    pool = new_pool()
+    manager = memswap.manage(layers, EVERYTHING, pool=pool, prefetch_bytes=ONE)
+    for number in range(3):
+        manager.reset_stats()
+        h = random(device, ROWS, WIDTH, seed=number)
+        for layer in layers:
+            h = layer(h)
+        loss = h.sum()
+        del h
+        let_sends_end(manager, device)
+        assert manager.stats().freed_bytes > 0
+        layers.zero_grad(set_to_none=True)
+        loss.backward()
+        del loss
+        stalls = manager.stats().stalls
+        assert stalls <= (1 if number == 0 else 0), f"step {number}: {stalls} returns were late"
+        assert gradients(layers)[0] is not None
+    assert_released(manager, pool)

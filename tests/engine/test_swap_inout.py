@@ -1,0 +1,265 @@
+"""swap_out and swap_in: the tensor stays the same object, only its bytes go away and come back."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from helpers import assert_pool_empty, new_input, new_stack, random, same_bits
+
+import memswap
+from memswap._native import native
+
+
+def test_tensor_keeps_identity_shape_version_and_bits(device, new_pool):
+    pool = new_pool()
+    tensor = random(device, 33, 7).t().contiguous()
+    tensor.add_(0)
+    storage_key = native.storage_key(tensor)
+    before = id(tensor), tensor._version, tensor.shape, tensor.stride(), tensor.dtype
+    gc.collect()
+    for _ in range(3):
+        assert memswap.swap_out(tensor, pool)
+        assert pool.statistics().in_use_bytes == 33 * 7 * 4
+        assert (id(tensor), tensor._version, tensor.shape, tensor.stride(), tensor.dtype) == before
+        memswap.swap_in(tensor)
+        assert (id(tensor), tensor._version, tensor.shape, tensor.stride(), tensor.dtype) == before
+        assert native.storage_key(tensor) == storage_key, "the storage was replaced"
+    assert same_bits(tensor, random(device, 33, 7).t())
+    assert_pool_empty(pool)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_every_dtype_and_an_offset(device, new_pool, dtype):
+    pool = new_pool()
+    tensor = torch.empty(0, dtype=dtype, device=device)
+    tensor.set_(random(device, 100, dtype=dtype))
+    tensor.as_strided_((47,), (1,), 3)  # no view: nobody else sees the storage
+    assert memswap.swap_out(tensor, pool)
+    memswap.swap_in(tensor)
+    assert same_bits(tensor, random(device, 100, dtype=dtype)[3:50])
+    assert_pool_empty(pool)
+
+
+def test_device_memory_is_really_given_back(device, new_pool):
+    if device.type == "cpu":
+        pytest.skip("the CPU allocator does not tell what is allocated")
+    allocated = torch.get_device_module(device).memory_allocated
+    pool = new_pool()
+    tensor = random(device, 4096)
+    full = allocated()
+    assert memswap.swap_out(tensor, pool)
+    tensor._memswap_away.departure.wait()
+    torch.accelerator.synchronize()
+    assert allocated() <= full - 4096 * 4, "the tensor's memory is still allocated"
+    memswap.swap_in(tensor)
+    assert same_bits(tensor, random(device, 4096))
+
+
+def test_without_a_pool_of_the_users(device):
+    tensor = random(device, 50)
+    assert memswap.swap_out(tensor)
+    memswap.swap_in(tensor)
+    assert same_bits(tensor, random(device, 50))
+
+
+def test_use_right_after_swap_in_and_edit_right_before_swap_out(device, new_pool):
+    """Every edge of the order: edit, out, in, edit, out, in without a pause."""
+    pool = new_pool()
+    tensor = torch.zeros(2000, device=device)
+    for _ in range(5):
+        tensor.add_(1)
+        assert memswap.swap_out(tensor, pool)
+        churn = torch.full((2000,), -7.0, device=device)  # may get the very memory
+        memswap.swap_in(tensor)
+        tensor.mul_(2)
+        del churn
+    assert same_bits(tensor, torch.full((2000,), 62.0, device=device))
+    assert_pool_empty(pool)
+
+
+def test_adamw_with_its_state_away_between_steps(device, new_pool):
+    def train(pool):
+        model = new_stack(device, depth=1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for step in range(3):
+            optimizer.zero_grad(set_to_none=True)
+            model(new_input(device, seed=step)).backward()
+            states = [
+                t
+                for state in optimizer.state.values()
+                for t in state.values()
+                if torch.is_tensor(t) and t.device.type == device.type and t.numel() > 1
+            ]
+            if pool is not None:
+                for tensor in states:
+                    memswap.swap_in(tensor)
+            optimizer.step()
+            states = [
+                t
+                for state in optimizer.state.values()
+                for t in state.values()
+                if torch.is_tensor(t) and t.device.type == device.type and t.numel() > 1
+            ]
+            assert states
+            if pool is not None:
+                assert all([memswap.swap_out(tensor, pool) for tensor in states])
+        if pool is not None:
+            for tensor in states:
+                memswap.swap_in(tensor)
+        return [*(p.detach() for p in model.parameters()), *states]
+
+    pool = new_pool()
+    ours, plain = train(pool), train(None)
+    assert len(ours) == len(plain)
+    assert all(map(same_bits, ours, plain)), "AdamW took another step with its state swapped"
+    assert_pool_empty(pool)
+
+
+HOLDERS = {
+    "view": lambda t: t[1:],
+    "reshaped": lambda t: t.view(-1),
+    "detached alias": lambda t: t.detach(),
+    "data": lambda t: t.data,
+    "untyped storage": lambda t: t.untyped_storage(),
+    "saved by a live graph": lambda t: torch.ones(
+        4, 5, device=t.device, requires_grad=True
+    ).mul(t),
+    "numpy array": lambda t: t.numpy(),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_shared_storage_is_refused(device, new_pool, holder):
+    if holder == "numpy array" and device.type != "cpu":
+        pytest.skip("NumPy arrays share host memory only")
+    pool = new_pool()
+    tensor = random(device, 4, 5)
+    held = HOLDERS[holder](tensor)
+    with pytest.raises(memswap.SharedStorageError) as caught:
+        memswap.swap_out(tensor, pool)
+    assert "hold" in str(caught.value) and "clone" in str(caught.value), str(caught.value)
+    assert same_bits(tensor, random(device, 4, 5)), "a refused tensor was changed"
+    del held, caught
+    if holder != "untyped storage":  # Python keeps the storage object with the tensor
+        assert memswap.swap_out(tensor, pool), f"{holder} is gone, and it is still refused"
+        memswap.swap_in(tensor)
+    assert same_bits(tensor, random(device, 4, 5))
+    assert_pool_empty(pool)
+
+
+def test_storage_object_that_python_once_made_is_no_holder(device, new_pool):
+    """torch.save, copy.deepcopy and many libraries look at a tensor's untyped storage."""
+    pool = new_pool()
+    tensor = random(device, 9)
+    tensor.untyped_storage().nbytes()
+    gc.collect()
+    assert memswap.swap_out(tensor, pool)
+    memswap.swap_in(tensor)
+    assert same_bits(tensor, random(device, 9))
+
+
+def test_tensor_in_several_python_variables_is_not_shared(device, new_pool):
+    pool = new_pool()
+    tensor = random(device, 8)
+    alias, container = tensor, {"state": [tensor]}
+    assert memswap.swap_out(alias, pool), "the same object under another name is no other holder"
+    memswap.swap_in(container["state"][0])
+    assert same_bits(tensor, random(device, 8))
+
+
+def test_leaf_parameter_with_gradient_can_be_swapped(device, new_pool):
+    parameter = torch.nn.Parameter(random(device, 8))
+    parameter.square().sum().backward()
+    pool = new_pool()
+    assert memswap.swap_out(parameter, pool)
+    memswap.swap_in(parameter)
+    assert same_bits(parameter, random(device, 8)) and parameter.requires_grad
+    (parameter * 2).sum().backward()
+
+
+USES = {
+    "add": lambda t: t + 1,
+    "add_": lambda t: t.add_(1),
+    "data_ptr": lambda t: t.data_ptr(),
+    "cpu": lambda t: t.cpu().sum(),
+    "clone": lambda t: t.clone(),
+    "item": lambda t: t[0].item(),
+    "repr": lambda t: repr(t),
+    "copy_ into it": lambda t: t.copy_(torch.ones(8)),
+    "matmul": lambda t: t @ t,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_using_a_tensor_that_is_away_says_so(device, new_pool, use):
+    pool = new_pool()
+    tensor = random(device, 8)
+    assert memswap.swap_out(tensor, pool)
+    with pytest.raises(RuntimeError, match="swapped out; call memswap.swap_in"):
+        USES[use](tensor)
+    memswap.swap_in(tensor)
+    assert same_bits(tensor, random(device, 8))
+
+
+def test_swapping_twice_is_an_error_that_changes_nothing(device, new_pool):
+    pool = new_pool()
+    tensor = random(device, 8)
+    with pytest.raises(memswap.NotSwappedError, match="not swapped out"):
+        memswap.swap_in(tensor)
+    assert memswap.swap_out(tensor, pool)
+    with pytest.raises(ValueError, match="already swapped out"):
+        memswap.swap_out(tensor, pool)
+    memswap.swap_in(tensor)
+    with pytest.raises(memswap.NotSwappedError):
+        memswap.swap_in(tensor)
+    assert same_bits(tensor, random(device, 8))
+    assert_pool_empty(pool)
+
+
+def test_full_pool_says_no_and_leaves_the_tensor_as_it_was(device, new_pool):
+    pool = new_pool(budget="4KiB")
+    tensor = random(device, 4096)
+    address = tensor.data_ptr()
+    assert memswap.swap_out(tensor, pool) is False
+    assert tensor.data_ptr() == address and same_bits(tensor, random(device, 4096))
+    with pytest.raises(memswap.NotSwappedError):
+        memswap.swap_in(tensor)
+
+
+@pytest.mark.parametrize(
+    "make",
+    {
+        "empty": lambda d: torch.empty(0, device=d),
+        "sparse": lambda d: torch.eye(3).to_sparse(),
+        "meta": lambda d: torch.empty(3, device="meta"),
+    }.items(),
+    ids=lambda m: m[0],
+)
+def test_tensors_without_plain_bytes_are_refused(device, new_pool, make):
+    with pytest.raises(ValueError, match="plain strided tensor"):
+        memswap.swap_out(make[1](device), new_pool())
+
+
+def test_tensor_that_dies_while_away_gives_its_block_back(device, new_pool):
+    pool = new_pool()
+    tensor = random(device, 64)
+    assert memswap.swap_out(tensor, pool)
+    alive = weakref.ref(tensor)
+    del tensor
+    assert alive() is None, "memswap keeps a tensor alive that nobody wants"
+    assert_pool_empty(pool)
+
+
+def test_version_still_guards_what_is_saved_after_swap_in(device, new_pool):
+    pool = new_pool()
+    tensor = random(device, 8)
+    assert memswap.swap_out(tensor, pool)
+    memswap.swap_in(tensor)
+    x = torch.ones(8, device=device, requires_grad=True)
+    loss = (x * tensor).sum()
+    tensor.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

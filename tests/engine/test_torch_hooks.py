@@ -1,0 +1,387 @@
+"""What PyTorch promises of saved-tensor hooks holds with memswap's as the hooks.
+
+The subjects are those of the saved-tensor tests in PyTorch's test/test_autograd.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+
+import pytest
+import torch
+from helpers import EVERYTHING, assert_released, assert_same_gradients, let_sends_end, random, same_bits
+
+import memswap
+
+
+@pytest.fixture
+def pool(new_pool):
+    return new_pool()
+
+
+@pytest.fixture
+def saver(pool):
+    return memswap.saved_tensors(EVERYTHING, pool=pool)
+
+
+def both(saver, device, function, *sizes):
+    """Gradients of `function(*leaves)` with and without the hooks, bit for bit the same."""
+
+    def run(context):
+        leaves = [random(device, *size, seed=n).requires_grad_() for n, size in enumerate(sizes)]
+        with context:
+            out = function(*leaves)
+        if isinstance(context, memswap.saved_tensors):
+            let_sends_end(context, device)
+        out.sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    plain = run(contextlib.nullcontext())
+    assert_same_gradients(run(saver), plain)
+
+
+FUNCTIONS = {
+    "leaf squared": (lambda a: a * a, (5, 5)),
+    "same leaf in two operators": (lambda a: a.sin() * a.cos(), (5, 5)),
+    "power": (lambda a: (a * a) ** 3, (5,)),
+    "output saved": (lambda a: a.exp(), (5,)),
+    "output saved and used again": (lambda a: a.exp() * a.exp().tanh(), (5,)),
+    "input and output saved": (lambda a, b: torch.linalg.vector_norm(a * b), (5,), (5,)),
+    "several outputs": (lambda a: sum(part.exp().sum() for part in (a * 2).unbind()), (3, 4)),
+    "list of saved tensors": (lambda a, b: torch.cat([a * 2, b.sin()]).prod(), (3,), (2,)),
+    "stack of views": (lambda a: torch.stack([a[0], a[1], a[0]]).exp().prod(0), (2, 3)),
+    "in place, output saved": (lambda a: (a * 2).sigmoid_(), (4,)),
+    "in place on a view": (lambda a: (lambda b: (b[1:].mul_(3), b)[1])(a * 2).sin(), (4,)),
+    "in place chain": (lambda a: ((a * 1).relu_() + 1).mul_(2).tanh_(), (4,)),
+    "index put": (lambda a: (a * 1).index_put((torch.tensor([0, 2], device=a.device),), a[:2]), (4,)),
+    "where with a mask": (lambda a: torch.where(a > 0, a.exp(), a.sin()), (6,)),
+    "gather": (lambda a: a.gather(0, (a > 0).long()), (4, 4)),
+    "max pool indices": (lambda a: torch.nn.functional.max_pool1d(a[None], 2).sin(), (2, 8)),
+    "sort": (lambda a: a.sort().values * a, (7,)),
+    "scalar": (lambda a: a * a, ()),
+    "broadcast": (lambda a, b: a * b, (3, 1), (1, 4)),
+    "matmul chain": (lambda a, b: a @ b @ a.t() @ b.t(), (3, 3), (3, 3)),
+    "complex": (lambda a: torch.view_as_complex(a * 1).square().abs(), (4, 2)),
+    "cumulative product": (lambda a: a.cumprod(0), (5,)),
+    "layer norm": (lambda a: torch.nn.functional.layer_norm(a, (6,)).sin(), (3, 6)),
+    "log softmax": (lambda a: a.log_softmax(-1)[:, 0], (3, 6)),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_saving_and_unpacking_of_operators(saver, pool, device, name):
+    function, *sizes = FUNCTIONS[name]
+    both(saver, device, function, *sizes)
+    assert_released(saver, pool)
+
+
+def test_hooks_are_the_default_only_within_the_block(saver, device):
+    x = random(device, 5).requires_grad_()
+    before = (x * 2).sin()
+    with saver:
+        assert saver.stats().offered_tensors == 0, "a tensor saved before was packed again"
+        inside = (x * 2).sin()
+    after = (x * 2).sin()
+    assert saver.stats().offered_tensors == 1, "tensors saved outside the block were offered"
+    for out in (before, inside, after):
+        x.grad = None
+        out.sum().backward()
+        assert same_bits(x.grad, (x * 2).detach().cos() * 2)
+
+
+def test_block_left_by_an_exception_removes_its_hooks(saver, device):
+    x = random(device, 5).requires_grad_()
+    with pytest.raises(ZeroDivisionError), saver:
+        raise ZeroDivisionError
+    (x * 2).sin()
+    assert saver.stats().offered_tensors == 0, "hooks stayed after an exception"
+
+
+def test_backward_inside_the_block_saves_nothing_of_its_own(saver, pool, device):
+    x = random(device, 5).requires_grad_()
+    with saver:
+        loss = (x * 2).sin().sum()
+        offered = saver.stats().offered_tensors
+        loss.backward()
+        assert saver.stats().offered_tensors == offered
+    del loss
+    assert_released(saver, pool)
+
+
+def test_nothing_is_saved_where_no_gradient_is_needed(saver, device):
+    x = random(device, 5)
+    with saver:
+        (x * 2).sin().exp()
+        with torch.no_grad():
+            (x.clone().requires_grad_() * 2).sin()
+    assert saver.stats().offered_tensors == 0
+
+
+def test_entering_under_no_grad_and_enabling_inside(saver, device):
+    """`no_grad` around the block: whatever enable_grad saves inside is right, moved or not."""
+    x = random(device, 5).requires_grad_()
+    with torch.no_grad(), saver, torch.enable_grad():
+        out = (x * 2).sin().sum()
+    out.backward()
+    assert same_bits(x.grad, (x * 2).detach().cos() * 2)
+
+
+def test_unpacked_tensor_has_requires_grad_and_graph_of_the_original(saver, device):
+    x = random(device, 5).requires_grad_()
+    with saver:
+        y = x.exp()  # saves its own output
+    saved = y.grad_fn._saved_result
+    assert saved.grad_fn is y.grad_fn, "a saved output is not its own operator's output again"
+    assert saved.requires_grad and not saved.is_leaf
+    assert same_bits(saved, x.exp())
+    with saver:
+        z = (x * 2).sin()
+    saved = z.grad_fn._saved_self
+    assert saved.requires_grad and type(saved.grad_fn).__name__ == "MulBackward0"
+    with saver:
+        w = x.sin()
+    leaf = w.grad_fn._saved_self
+    assert leaf.is_leaf and leaf.requires_grad and same_bits(leaf, x)
+
+
+def test_looking_at_saved_tensors_does_not_consume_them(saver, pool, device):
+    x = random(device, 5).requires_grad_()
+    with saver:
+        y = (x * 2).sin()
+    let_sends_end(saver, device)
+    for _ in range(3):
+        assert same_bits(y.grad_fn._saved_self, x * 2), "looking twice gives two different tensors"
+    y.sum().backward()
+    assert same_bits(x.grad, (x * 2).detach().cos() * 2)
+    with pytest.raises(RuntimeError, match="after they have already been freed"):
+        y.grad_fn._saved_self  # noqa: B018
+    del y
+    assert_released(saver, pool)
+
+
+def test_raw_saved_tensor_refuses_a_second_pair_of_hooks(saver, device):
+    x = random(device, 5).requires_grad_()
+    with saver:
+        y = (x * 2).sin()
+    with pytest.raises(RuntimeError, match="already"):
+        y.grad_fn._raw_saved_self.register_hooks(lambda t: t, lambda t: t)
+    y.sum().backward()
+
+
+def test_hooks_registered_on_one_saved_tensor_leave_others_to_us(saver, device):
+    x = random(device, 5).requires_grad_()
+    h = x * 2
+    y = h.sin()
+    seen = []
+    y.grad_fn._raw_saved_self.register_hooks(lambda t: seen.append(1) or t.clone(), lambda t: t)
+    with saver:
+        z = y.exp().sum()
+    z.backward()
+    assert seen == [1] and saver.stats().offered_tensors == 1
+
+
+def test_inner_pair_replaces_outer_and_outer_returns(saver, new_pool, device):
+    other = memswap.saved_tensors(EVERYTHING, pool=new_pool())
+    x = random(device, 5).requires_grad_()
+    with saver:
+        a = (x * 2).sin()
+        with other:
+            b = (x * 3).sin()
+        c = (x * 4).sin()
+    assert (saver.stats().moved_storages, other.stats().moved_storages) == (2, 1)
+    (a + b + c).sum().backward()
+
+
+def test_disabled_hooks_mean_that_tensors_stay(saver, device):
+    """Entering where hooks are disabled does not raise, it keeps (torch.func does this)."""
+    x = random(device, 5).requires_grad_()
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        with saver:
+            loss = (x * 2).sin().sum()
+    assert saver.stats().moved_storages == 0
+    loss.backward()
+    assert same_bits(x.grad, (x * 2).detach().cos() * 2)
+
+
+def test_disabling_hooks_inside_the_block_is_torchs_error(saver, device):
+    with saver:
+        with pytest.raises(RuntimeError, match="not here"):
+            with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+                pass  # PyTorch refuses while hooks are active
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_saving_for_a_custom_function_goes_through_the_hooks_and_back(saver, pool, device):
+    class Swapped(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, a, b):
+            ctx.save_for_backward(b, a, a * b)
+            return a * b
+
+        @staticmethod
+        def backward(ctx, gradient):
+            b, a, product = ctx.saved_tensors
+            return gradient * b + 0 * product, gradient * a
+
+    both(saver, device, lambda a, b: Swapped.apply(a * 2, b.sin()), (5,), (5,))
+    assert_released(saver, pool)
+
+
+def test_custom_function_that_returns_its_input(saver, pool, device):
+    class Same(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, a):
+            ctx.save_for_backward(a)
+            return a
+
+        @staticmethod
+        def backward(ctx, gradient):
+            (a,) = ctx.saved_tensors
+            return gradient * a
+
+    both(saver, device, lambda a: Same.apply(a * 2).exp(), (5,))
+    assert_released(saver, pool)
+
+
+def test_custom_function_saving_the_same_tensor_twice(saver, pool, device):
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, a):
+            ctx.save_for_backward(a, a)
+            return a * a
+
+        @staticmethod
+        def backward(ctx, gradient):
+            one, two = ctx.saved_tensors
+            return gradient * (one + two)
+
+    both(saver, device, lambda a: Twice.apply(a * 2), (5,))
+    assert saver.stats().moved_storages == 1
+    assert_released(saver, pool)
+
+
+def test_no_cycle_keeps_a_graph_alive(saver, pool, device):
+    """What saves its own output would hold itself; the last reference frees it without gc."""
+    import gc
+
+    class Marker:
+        pass
+
+    gc.collect()
+    gc.disable()
+    try:
+        x = random(device, 5).requires_grad_()
+        with saver:
+            y = x.exp()
+        marker = Marker()
+        y.grad_fn.metadata["marker"] = marker
+        alive = weakref.ref(marker)
+        del marker, y
+        assert alive() is None, "a graph that saves its own output is kept alive by a cycle"
+        assert_released(saver, pool)
+    finally:
+        gc.enable()
+
+
+def test_saved_outputs_are_freed_while_the_graph_lives_on(saver, pool, device):
+    x = random(device, 5).requires_grad_()
+    with saver:
+        first = (x * 2).exp()
+        second = first.sin().sum()
+    (gradient,) = torch.autograd.grad(second, [first])
+    del first
+    assert same_bits(gradient, (x * 2).detach().exp().cos())
+    del second
+    assert_released(saver, pool)
+
+
+def test_detach_and_inplace_on_the_detached_are_noticed(saver, device):
+    x = random(device, 5).requires_grad_()
+    with saver:
+        y = x.exp()
+    saver._saver.settle()
+    y.detach().zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_leaf_edited_under_no_grad_after_saving_is_noticed(saver, device):
+    x = random(device, 5).requires_grad_()
+    with saver:
+        y = x.sin()
+    with torch.no_grad():
+        x.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_requires_grad_switched_on_after_saving(saver, device):
+    a, b = random(device, 5), random(device, 5, seed=1).requires_grad_()
+    with saver:
+        y = (a * b).sum()
+    a.requires_grad_()
+    y.backward()
+    assert a.grad is None and same_bits(b.grad, a)
+
+
+def test_multiple_dtypes_and_scalars(saver, pool, device):
+    both(
+        saver,
+        device,
+        lambda a: (a.double() * 2).sin().float() * a.half().exp().float() * (a > 0) * 3,
+        (6,),
+    )
+    assert_released(saver, pool)
+
+
+def test_views_share_their_saved_storage_in_backward(saver, pool, device):
+    """save_on_cpu copies each; here both come back on one storage."""
+    seen = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, a, b):
+            ctx.save_for_backward(a, b)
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, gradient):
+            a, b = ctx.saved_tensors
+            seen.append((a.untyped_storage().data_ptr(), b.untyped_storage().data_ptr()))
+            return gradient, None, None
+
+    x = random(device, 3).requires_grad_()
+    with saver:
+        base = random(device, 4, 4)
+        out = Look.apply(x, base, base.t()[1:])
+    del base
+    let_sends_end(saver, device)
+    out.sum().backward()
+    assert seen[0][0] == seen[0][1]
+    del out
+    assert_released(saver, pool)
+
+
+def test_reads_of_stats_and_hooks_from_a_tensor_hook(saver, device):
+    """User code that runs in the middle of backward may call back into memswap."""
+    x = random(device, 5).requires_grad_()
+    with saver:
+        h = (x * 2).sin()
+        h.register_hook(lambda g: (saver.stats(), g * 2)[1])
+        loss = h.exp().sum()
+    loss.backward()
+    assert x.grad is not None
+
+
+def test_save_on_cpu_and_saver_agree_on_everything(saver, device):
+    def run(context):
+        x = random(device, 6, 6).requires_grad_()
+        w = random(device, 6, 6, seed=1).requires_grad_()
+        with context:
+            loss = ((x @ w).tanh() @ w.t()).exp().sum()
+        first = torch.autograd.grad(loss, [x, w], create_graph=True)
+        return [*first, *torch.autograd.grad(sum(g.square().sum() for g in first), [x, w])]
+
+    expected = run(torch.autograd.graph.save_on_cpu())
+    assert_same_gradients(run(saver), expected)

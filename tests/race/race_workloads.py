@@ -1,0 +1,261 @@
+"""What the race tests share: workloads, a way to run them in a laboratory, and access to lanes."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from helpers import EVERYTHING, new_input, new_stack, same_bits
+
+import memswap
+from memswap.engine import transfer
+from simdev import NAME, LaboratoryError, Schedule, _C, laboratory, schedules
+
+DEVICE = torch.device(NAME, 0)
+
+#: The matrix, with the detector collecting, so that a run goes on after a report.
+MATRIX = [schedule.with_check("collect") for schedule in schedules(5)]
+EAGER = MATRIX[0]
+
+#: Opens the context of one forward: `saved_tensors`, or nothing.
+Region = Callable[[], contextlib.AbstractContextManager[Any]]
+Workload = Callable[[Region], list[torch.Tensor]]
+
+
+def new_pool(budget: int | str = "64MiB", slab: int | str = "1MiB", device: Any = DEVICE) -> Any:
+    return memswap.HostPool(budget=budget, slab=slab, device=device)
+
+
+def plain() -> contextlib.AbstractContextManager[Any]:
+    """The region of a run without memswap."""
+    return contextlib.nullcontext()
+
+
+def on_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.detach().cpu() for tensor in tensors]
+
+
+# ---------------------------------------------------------------- workloads
+def one_stream(region: Region) -> list[torch.Tensor]:
+    """Gradients of three steps on the default stream; after each a graph is dropped unused.
+
+    Sizes are few, so that memory and blocks are reused at once, and data differs from step to step,
+    so that stale bytes show.
+    """
+    model = new_stack(DEVICE, depth=2)
+    found: list[torch.Tensor] = []
+    for step in range(3):
+        model.zero_grad(set_to_none=True)
+        x = new_input(DEVICE, seed=step)
+        with region():
+            loss = model(x)
+        loss.backward()
+        del loss
+        found += [parameter.grad.clone() for parameter in model.parameters()]
+        with region():
+            dropped = model(x + step)
+        del dropped
+    return on_host(found)
+
+
+def two_streams(region: Region) -> list[torch.Tensor]:
+    """Gradients of two models on two streams that never wait for each other.
+
+    One region serves both, so a lane's transfers and a pool's blocks pass from one stream to the
+    other, in alternating order, and only the lane's own edges order them.
+    """
+    streams = [torch.Stream(device=DEVICE) for _ in range(2)]
+    models = [new_stack(DEVICE, depth=1, seed=seed) for seed in range(2)]
+    inputs = [[new_input(DEVICE, seed=10 * step + m) for m in range(2)] for step in range(4)]
+    for stream in streams:
+        stream.wait_stream(torch.accelerator.current_stream())
+    found: list[list[torch.Tensor]] = [[], []]
+    for step in range(4):
+        order = (0, 1) if step % 2 == 0 else (1, 0)
+        losses: dict[int, torch.Tensor] = {}
+        for m in order:
+            with streams[m], region():
+                losses[m] = models[m](inputs[step][m])
+        for m in order:
+            with streams[m]:
+                losses.pop(m).backward()
+                found[m] += [parameter.grad.clone() for parameter in models[m].parameters()]
+                models[m].zero_grad(set_to_none=True)
+    read = []
+    for m in (1, 0):  # the stream that began is read last: a lazy machine runs the other first
+        with streams[m]:
+            read += on_host(found[m])
+        del found[m][:]
+    torch.accelerator.synchronize()
+    return read
+
+
+def two_streams_in_turn(region: Region) -> list[torch.Tensor]:
+    """Two models on two streams, step by step in turn: each leaves its blocks to the other."""
+    streams = [torch.Stream(device=DEVICE) for _ in range(2)]
+    models = [new_stack(DEVICE, depth=1, seed=seed) for seed in range(2)]
+    inputs = [[new_input(DEVICE, seed=10 * step + m) for m in range(2)] for step in range(3)]
+    for stream in streams:
+        stream.wait_stream(torch.accelerator.current_stream())
+    found: list[list[torch.Tensor]] = [[], []]
+    for step in range(3):
+        for m in (0, 1):
+            with streams[m]:
+                with region():
+                    loss = models[m](inputs[step][m])
+                loss.backward()
+                del loss
+                found[m] += [parameter.grad.clone() for parameter in models[m].parameters()]
+                models[m].zero_grad(set_to_none=True)
+    read = []
+    for m in (1, 0):
+        with streams[m]:
+            read += on_host(found[m])
+        del found[m][:]
+    torch.accelerator.synchronize()
+    return read
+
+
+# ---------------------------------------------------------------- lanes
+@contextlib.contextmanager
+def lanes_opened(react: Callable[[Any], Any]) -> Iterator[None]:
+    """Every lane that the engine opens passes through `react`, which may wrap it."""
+    original = transfer.open_lane
+
+    def open_lane(*arguments: Any, **options: Any) -> Any:
+        return react(original(*arguments, **options))
+
+    transfer.open_lane = open_lane
+    try:
+        yield
+    finally:
+        transfer.open_lane = original
+
+
+def send_stream(lane: Any) -> tuple[int, int]:
+    """(device index, stream id), as mutations take it."""
+    stream_id, device_index, _ = lane.send_stream
+    return device_index, stream_id
+
+
+def fetch_stream(lane: Any) -> tuple[int, int]:
+    stream_id, device_index, _ = lane.fetch_stream
+    return device_index, stream_id
+
+
+def compute_streams(lane: Any) -> list[tuple[int, int]]:
+    """Every stream of the lane's device but the lane's own."""
+    own = {send_stream(lane), fetch_stream(lane)}
+    device_index = send_stream(lane)[0]
+    every = [(device_index, index) for index in range(_C.pool_streams + 1)]
+    return [stream for stream in every if stream not in own]
+
+
+def torch_stream(parts: tuple[int, int, int]) -> torch.Stream:
+    """A lane's stream as torch knows it."""
+    stream_id, device_index, device_type = parts
+    return torch.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
+
+
+class WrappedLane:
+    """A lane that passes everything on; mutations of the engine override one method."""
+
+    def __init__(self, lane: Any) -> None:
+        self.lane = lane
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.lane, name)
+
+
+# ---------------------------------------------------------------- running
+@dataclass
+class Observation:
+    """What one run under one schedule showed."""
+
+    results: list[torch.Tensor] | None = None  # None: the run itself failed
+    reports: list[str] = field(default_factory=list)
+    hits: int = 0
+    error: str = ""
+
+    def differs_from(self, expected: list[torch.Tensor]) -> bool:
+        if self.results is None:
+            return True
+        return not all(same_bits(a, b) for a, b in zip(self.results, expected, strict=True))
+
+
+def saved_region(pool: str = "64MiB", **options: Any) -> Region:
+    """One `saved_tensors` with a pool of its own, entered again for each forward."""
+    saved = memswap.saved_tensors(EVERYTHING, pool=new_pool(pool, slab="64KiB"), **options)
+    return lambda: saved
+
+
+def run_plain(workload: Workload) -> list[torch.Tensor]:
+    with laboratory(EAGER.with_check("throw")):
+        return workload(plain)
+
+
+def observe(
+    schedule: Schedule,
+    workload: Workload,
+    breaking: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    **options: Any,
+) -> Observation:
+    """The workload under memswap in a laboratory, on a machine or an engine broken by `breaking`.
+
+    `breaking` yields something with `hits`, or None.
+    """
+    seen = Observation()
+    try:
+        with laboratory(schedule.with_check("collect")) as lab:
+            try:
+                with breaking() as mutation:
+                    try:
+                        seen.results = workload(saved_region(**options))
+                        torch.accelerator.synchronize()
+                    finally:
+                        seen.hits = getattr(mutation, "hits", 0)
+            except (RuntimeError, IndexError) as error:
+                seen.error = str(error)
+                if not mutation:
+                    raise
+            seen.reports = lab.forgive()
+    except LaboratoryError as error:
+        if not seen.hits or error.leaks:
+            raise
+        seen.reports += error.reports
+        seen.error = seen.error or str(error.task_error)
+    return seen
+
+
+def until_forgotten(lab: Any, timeout_s: float = 10) -> None:
+    """Waits until nothing of a backward pass that failed is alive.
+
+    Autograd's device thread lets go of the exception, and with its traceback of the frames of
+    hooks, at a moment of its own after the caller has got it.
+    """
+    deadline = time.monotonic() + timeout_s
+    while lab.live_device_bytes() + lab.live_pinned_bytes() and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+
+
+def run_apart(program: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    """A program in a process of its own, with simdev and memswap within reach."""
+    path = [entry for entry in sys.path if entry] + [os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment | {"SIMDEV_NAME": NAME, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )

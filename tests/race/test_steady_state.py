@@ -1,0 +1,201 @@
+"""After warm-up a step asks nothing of the driver and leaves nothing behind."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import EVERYTHING, assert_nothing_left, new_input, new_stack
+from race_workloads import DEVICE, new_pool
+
+import memswap
+from memswap._native import native
+from memswap.engine.entry import Entry, Kept, Moved
+from memswap.engine.timeline import Passage
+from simdev import counters
+
+WARM_UP, STEPS = 5, 50
+Step = Callable[[], None]
+
+
+class Training:
+    """A model under memswap, its optimizer, and nothing that the host has to read."""
+
+    def __init__(self, how: str, prefetch_bytes: Any = "auto") -> None:
+        self.pool = new_pool()
+        self.model = new_stack(DEVICE, depth=2)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        self.x = new_input(DEVICE)
+        self.swap: Any = None
+        if how == "saved_tensors":
+            self.swap = memswap.saved_tensors(
+                EVERYTHING, pool=self.pool, prefetch_bytes=prefetch_bytes
+            )
+        elif how == "manage":
+            self.swap = memswap.manage(
+                self.model.layers, EVERYTHING, pool=self.pool, prefetch_bytes=prefetch_bytes
+            )
+        self.how = how
+
+    def step(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.how == "saved_tensors":
+            with self.swap:
+                loss = self.model(self.x)
+        else:
+            loss = self.model(self.x)
+        loss.backward()
+        self.optimizer.step()
+
+    def steps(self, number: int) -> None:
+        for _ in range(number):
+            self.step()
+
+
+# Made inside the test: pytest would keep what a fixture returns beyond the laboratory's end.
+def warm_training(how: str, prefetch_bytes: Any = "auto") -> Training:
+    warm = Training(how, prefetch_bytes)
+    warm.steps(WARM_UP)
+    torch.accelerator.synchronize()
+    return warm
+
+
+each_way = pytest.mark.parametrize("how", ["saved_tensors", "manage"])
+
+
+@each_way
+@pytest.mark.parametrize("prefetch_bytes", ["auto", 0, 4096], ids=["auto", "demand", "4KiB"])
+def test_a_step_synchronises_nothing_and_allocates_nothing_from_the_driver(
+    how: str, prefetch_bytes: Any
+) -> None:
+    training = warm_training(how, prefetch_bytes)
+    before = training.pool.native.statistics()
+    counters.reset()
+    training.steps(STEPS)
+    assert counters.host_syncs() == 0, "the host waited for the device in a steady step"
+    assert counters.device_allocations() == 0, "device memory came from the driver"
+    assert counters.pinned_allocations() == 0, "pinned memory came from the driver"
+    after = training.pool.native.statistics()
+    for name in ("slabs", "slabs_acquired", "reserved_bytes", "refusals", "blocks"):
+        assert after[name] == before[name], f"{name} of the pool grew in a steady state"
+    assert training.swap.stats().moved_storages > 0
+    torch.accelerator.synchronize()
+    assert_nothing_left(training.swap.stats())
+
+
+@pytest.mark.one_schedule
+@each_way
+def test_nobody_is_handed_a_block_behind_a_ticket_when_transfers_keep_up(how: str) -> None:
+    training = warm_training(how)
+    before = training.pool.native.statistics()["waits"]
+    training.steps(STEPS)
+    assert training.pool.native.statistics()["waits"] == before
+
+
+@each_way
+def test_ranges_that_wait_for_tickets_do_not_add_up(how: str) -> None:
+    training = warm_training(how)
+    per_step = max(1, training.swap.stats().moved_storages // WARM_UP)
+    pending = []
+    for number in range(STEPS):
+        training.step()
+        if number % 5 == 4:  # a machine that never runs a copy by itself has to be made to
+            torch.accelerator.synchronize()
+        statistics = training.pool.native.statistics()
+        pending.append(statistics["pending"])
+        assert statistics["blocks"] == 0, "a block outlived its graph"
+    assert max(pending) <= 7 * per_step, f"ranges wait for tickets without end: {pending}"
+
+
+@each_way
+def test_no_object_of_the_engine_outlives_its_step(how: str) -> None:
+    def alive(*kinds: type) -> int:
+        return sum(type(one) in kinds for one in gc.get_objects())
+
+    gc.collect()
+    training = warm_training(how)
+    for _ in range(3):
+        training.step()
+        left = alive(Entry, Moved, Kept)
+        assert left == 0, f"{left} entries and handles outlive a step, without a cycle collection"
+    training.steps(STEPS)
+    assert alive(Passage) <= 10, "passages are remembered without end"
+
+
+# ---------------------------------------------------------------- native objects
+class MallInfo(ctypes.Structure):
+    """struct mallinfo2 of malloc.h (glibc 2.33 and later)."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+        )
+    ]
+
+
+def allocated_bytes() -> int:
+    """Bytes that malloc has handed out, native and Python objects alike."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        pytest.skip("needs mallinfo2 (glibc 2.33)")
+    libc.mallinfo2.restype = MallInfo
+    info = libc.mallinfo2()
+    return info.uordblks + info.hblkhd
+
+
+def growth(run: Step, settle: Step = lambda: None) -> int:
+    """Bytes that `run` leaves allocated, the least of three, once nothing is in flight.
+
+    `settle` makes a pool ask the tickets that it still holds.
+    """
+
+    def quiet() -> int:
+        for _ in range(2):
+            torch.accelerator.synchronize()
+            settle()
+        torch.accelerator.synchronize()
+        gc.collect()
+        return allocated_bytes()
+
+    least = 1 << 60
+    for _ in range(3):
+        before = quiet()
+        run()
+        least = min(least, quiet() - before)
+    return least
+
+
+#: Less than one event (and far less than one ticket) per step.
+NOISE_BYTES = STEPS * 128
+
+
+@each_way
+def test_tickets_and_events_do_not_add_up(how: str) -> None:
+    plain, managed = Training("plain"), Training(how)
+    for one in (plain, managed):
+        one.steps(2 * WARM_UP)
+    allowed = max(growth(lambda: plain.steps(STEPS), plain.step), 0) + NOISE_BYTES
+    found = growth(lambda: managed.steps(STEPS), lambda: managed.steps(4))
+    assert found <= allowed, f"{STEPS} steps left {found} bytes behind, plain ones {allowed} at most"
+
+
+@pytest.mark.one_schedule
+def test_the_measure_of_growth_would_see_one_ticket_per_step() -> None:
+    lane = native.StreamLane(DEVICE, max_leaving_bytes=0, chunk_bytes=1 << 20)
+    pool = new_pool()
+    x = torch.ones(1000, device=DEVICE)
+    block = pool.native.allocate(4000)
+    kept: list[Any] = []
+
+    def leak() -> None:
+        for _ in range(STEPS):
+            kept.append(lane.send(native.StorageRef(x), block))
+            kept[-1].synchronize()
+
+    assert growth(leak) > NOISE_BYTES
+    kept.clear()

@@ -1,0 +1,59 @@
+"""The README's promise: its code runs as shown, and so do the examples."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+
+pytestmark = pytest.mark.cpu_only
+
+
+def test_readme_code_runs_as_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    assert len(BLOCKS) == 2, "the README's usage examples were not found"
+    # One process for all blocks: the second goes on where the first ended.
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(BLOCKS)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, f"the README's example fails:\n{done.stderr}"
+    lines = done.stdout.strip().splitlines()
+    assert len(lines) > 1, "the README's example printed no report"
+    moved = re.fullmatch(r"(\d+) bytes were away and came back", lines[-1])
+    assert moved and int(moved[1]) > 0, f"the README's second example moved nothing: {lines[-1]}"
+
+
+def test_first_example_is_short() -> None:
+    code = [line for line in BLOCKS[0].splitlines() if line.strip()]
+    assert len(code) <= 10, "the README promises an example of ten lines"
+
+
+def test_readme_links_lead_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        if "://" not in target:
+            assert (ROOT / target).exists(), f"README.md links {target}, which is not there"
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
+def test_example_runs(example: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(example)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, f"examples/{example.name} fails:\n{done.stderr}"
+    assert done.stdout.strip(), f"examples/{example.name} printed nothing"
+    assert not list(tmp_path.iterdir()), f"examples/{example.name} left files behind"

@@ -1,0 +1,101 @@
+"""Ledger and Stats: the accounting behind report()."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+
+import pytest
+
+from memswap import Count, Stats
+from memswap.activations import report
+from memswap.engine.stats import Ledger
+
+
+def test_snapshot_is_frozen_and_does_not_change_afterwards():
+    ledger = Ledger()
+    ledger.keep("small", 10)
+    before = ledger.snapshot()
+    ledger.keep("small", 5)
+    ledger.moved_bytes += 7
+    assert before.kept == {"small": Count(1, 10)} and before.moved_bytes == 0
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        before.moved_bytes = 3
+    with pytest.raises(TypeError):
+        before.kept["small"] = Count()
+
+
+def test_kept_tensors_and_bytes_add_up_by_reason():
+    ledger = Ledger()
+    for reason, nbytes in (("small", 1), ("pool", 100), ("small", 2), ("parameter", 0)):
+        ledger.keep(reason, nbytes)
+    kept = ledger.snapshot().kept
+    assert kept == {"parameter": Count(1, 0), "pool": Count(1, 100), "small": Count(2, 3)}
+    assert list(kept) == sorted(kept)
+
+
+def test_peaks_are_the_highest_not_the_last():
+    ledger = Ledger()
+    for change in (100, 50, -120, 30):
+        ledger.resident(change)
+        ledger.away(2 * change)
+    stats = ledger.snapshot()
+    assert (stats.resident_bytes, stats.peak_resident_bytes) == (60, 150)
+    assert (stats.away_bytes, stats.peak_away_bytes) == (120, 300)
+
+
+def test_reset_starts_anew_from_what_is_alive():
+    ledger = Ledger()
+    ledger.resident(100)
+    ledger.resident(-60)
+    ledger.away(70)
+    ledger.stalls, ledger.moved_storages, ledger.exposed_wait_s = 3, 4, 5.0
+    ledger.keep("small", 10)
+    ledger.reset()
+    stats = ledger.snapshot()
+    assert stats == Stats(
+        resident_bytes=40, peak_resident_bytes=40, away_bytes=70, peak_away_bytes=70
+    )
+    assert not stats.kept
+
+
+def test_every_counter_of_the_ledger_is_in_the_snapshot():
+    ledger = Ledger()
+    numbers = [f for f in vars(ledger) if isinstance(getattr(ledger, f), (int, float))]
+    for value, name in enumerate(numbers, start=1):
+        setattr(ledger, name, value)
+    stats = ledger.snapshot()
+    for value, name in enumerate(numbers, start=1):
+        assert getattr(stats, name) == value, f"{name} is counted and not reported"
+
+
+def test_each_reason_is_told_once_even_after_a_reset():
+    ledger = Ledger()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            ledger.tell_once("pool", "no room")
+            ledger.tell_once("pin", "no pinned memory")
+            ledger.reset()
+    assert [str(w.message) for w in told] == ["memswap: no room", "memswap: no pinned memory"]
+
+
+def test_report_shows_every_reason_and_mebibytes():
+    stats = Stats(
+        offered_tensors=12,
+        offered_bytes=3 << 20,
+        kept={"small": Count(5, 1 << 19), "needed at once": Count(1, 2 << 20)},
+        moved_storages=6,
+        moved_bytes=7 << 20,
+        stalls=9,
+        exposed_wait_s=0.25,
+    )
+    lines = report(stats).splitlines()
+    rows = {line[:42].strip(): line[42:].split() for line in lines}
+    assert rows["offered by autograd"] == ["12", "3.0"]
+    assert rows["kept: small"] == ["5", "0.5"]
+    assert rows["kept: needed at once"] == ["1", "2.0"]
+    assert rows["moved"] == ["6", "7.0"]
+    assert rows["returned late"] == ["9"]
+    assert rows["host blocked, seconds"] == ["0.250"]
+    assert len({len(line.rstrip()) for line in lines if "late" not in line}) <= 3

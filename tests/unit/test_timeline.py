@@ -1,0 +1,209 @@
+"""Timeline: what one passage predicts about the next, without tensors."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from memswap.engine.timeline import (
+    NEEDED_AT_ONCE,
+    NEVER_FREED,
+    Timeline,
+    complete,
+    window_of,
+)
+
+
+class Entry:
+    """As much of an entry as a passage needs."""
+
+    passage = None
+    index = -1
+
+    def __repr__(self) -> str:
+        return f"entry {self.index}"
+
+
+def forward(timeline, sizes):
+    """A passage in which storages of these sizes were saved; the verdicts; the entries."""
+    passage = timeline.begin()
+    verdicts, entries = [], []
+    for nbytes in sizes:
+        verdicts.append(passage.admit(nbytes))
+        entries.append(Entry())
+        passage.place(entries[-1])
+    return passage, verdicts, entries
+
+
+def backward(passage, entries, order):
+    """The indices that each demand asked for ahead."""
+    return [[entry.index for entry in passage.demand(i)] for i in order]
+
+
+def reverse(sizes):
+    return list(reversed(range(len(sizes))))
+
+
+def test_nothing_is_known_in_the_first_passage():
+    timeline = Timeline(100)
+    _, verdicts, _ = forward(timeline, [50, 50, 50])
+    assert verdicts == [None] * 3
+
+
+def test_first_backward_expects_the_reverse_order():
+    passage, _, entries = forward(Timeline(100), [50] * 5)
+    assert backward(passage, entries, [4, 3, 2, 1, 0]) == [[3, 2], [1], [0], [], []]
+
+
+def test_window_of_zero_asks_for_nothing_ahead():
+    timeline = Timeline(0)
+    for _ in range(2):
+        passage, verdicts, entries = forward(timeline, [50] * 4)
+        assert verdicts == [None] * 4
+        assert backward(passage, entries, [3, 2, 1, 0]) == [[], [], [], []]
+
+
+def test_what_backward_wants_first_stays_up_to_the_window():
+    timeline = Timeline(120)
+    sizes = [50] * 5
+    passage, _, entries = forward(timeline, sizes)
+    backward(passage, entries, reverse(sizes))
+    passage, verdicts, entries = forward(timeline, sizes)
+    assert verdicts == [None, None, None, NEEDED_AT_ONCE, NEEDED_AT_ONCE]
+
+
+def test_prediction_follows_the_recorded_order_not_the_order_of_saving():
+    timeline = Timeline(50)
+    sizes = [50] * 4
+    order = [1, 3, 0, 2]
+    passage, _, entries = forward(timeline, sizes)
+    backward(passage, entries, order)
+    passage, verdicts, entries = forward(timeline, sizes)
+    assert verdicts == [None, NEEDED_AT_ONCE, None, None]
+    assert backward(passage, entries, order) == [[3], [0], [2], []]
+
+
+def test_each_storage_is_asked_for_once():
+    timeline = Timeline(100)
+    sizes = [40, 10, 30, 50, 20]
+    for _ in range(3):
+        passage, _, entries = forward(timeline, sizes)
+        asked = [i for ahead in backward(passage, entries, reverse(sizes)) for i in ahead]
+        assert len(asked) == len(set(asked)), "a storage was asked for twice"
+
+
+@pytest.mark.parametrize("window", [0, 10, 35, 60, 150])
+def test_bytes_ahead_never_exceed_the_window(window):
+    timeline = Timeline(window)
+    sizes = [40, 10, 30, 50, 20, 10, 10]
+    for _ in range(3):
+        passage, _, entries = forward(timeline, sizes)
+        waiting: set[int] = set()
+        for index in reverse(sizes):
+            waiting.discard(index)
+            waiting.update(entry.index for entry in passage.demand(index))
+            assert sum(sizes[i] for i in waiting) <= window
+
+
+def test_second_demand_of_the_same_storage_asks_for_nothing():
+    passage, _, entries = forward(Timeline(100), [50] * 4)
+    assert entries
+    assert passage.demand(3)
+    assert passage.demand(3) == [], "a retained graph's second backward prefetches again"
+    assert passage.order == [3]
+
+
+def test_changed_sizes_end_the_guessing_from_there_on():
+    timeline = Timeline(100)
+    passage, _, entries = forward(timeline, [50] * 4)
+    backward(passage, entries, [3, 2, 1, 0])
+    _, verdicts, _ = forward(timeline, [50, 60, 50, 50])
+    assert verdicts == [None] * 4, "a forecast for other sizes was believed"
+
+
+def test_longer_and_shorter_passages_than_the_forecast():
+    timeline = Timeline(60)
+    for count in (4, 6, 2, 1, 5, 5):
+        sizes = [50] * count
+        passage, _, entries = forward(timeline, sizes)
+        asked = [i for ahead in backward(passage, entries, reverse(sizes)) for i in ahead]
+        assert set(asked) <= set(range(count))
+
+
+def test_what_was_held_is_not_sent_again():
+    timeline = Timeline(0)
+    passage, _, entries = forward(timeline, [50] * 3)
+    passage.held.add(1)
+    backward(passage, entries, [2, 1, 0])
+    _, verdicts, _ = forward(timeline, [50] * 3)
+    assert verdicts == [None, NEVER_FREED, None]
+
+
+def test_passage_without_backward_teaches_nothing():
+    timeline = Timeline(50)
+    sizes = [50] * 3
+    passage, _, entries = forward(timeline, sizes)
+    backward(passage, entries, [2, 1, 0])
+    forward(timeline, [10, 20])  # evaluation with grad, dropped
+    _, verdicts, _ = forward(timeline, sizes)
+    assert verdicts == [None, None, NEEDED_AT_ONCE]
+
+
+def test_several_passages_alive_at_once():
+    """1F1B: the forecast comes from the last passage whose backward began."""
+    timeline = Timeline(50)
+    sizes = [50] * 3
+    passages = [forward(timeline, sizes) for _ in range(3)]
+    for passage, _, entries in passages:
+        assert backward(passage, entries, [2, 1, 0]) == [[1], [0], []]
+    _, verdicts, _ = forward(timeline, sizes)
+    assert verdicts == [None, None, NEEDED_AT_ONCE]
+
+
+def test_dead_entries_are_not_asked_for():
+    passage, _, entries = forward(Timeline(1000), [50] * 4)
+    entries[1] = None
+    gc.collect()
+    assert [entry.index for entry in passage.demand(3)] == [2, 0]
+
+
+def test_timeline_forgets_old_passages():
+    import weakref
+
+    timeline = Timeline(0)
+    first, _, entries = forward(timeline, [50])
+    backward(first, entries, [0])
+    alive = weakref.ref(first)
+    del first, entries
+    for _ in range(30):
+        passage, _, entries = forward(timeline, [50])
+        backward(passage, entries, [0])
+    gc.collect()
+    assert alive() is None, "passages are kept for ever"
+
+
+def test_began_backward():
+    passage, _, entries = forward(Timeline(0), [1, 1])
+    assert entries and not passage.began_backward
+    passage.demand(0)
+    assert passage.began_backward
+
+
+def test_automatic_window():
+    assert window_of([], None) == 0
+    assert window_of([100, 10], None) == 100, "never less than the largest storage"
+    assert window_of([10] * 80, None) == 100, "an eighth of what a passage saves"
+    assert window_of([10] * 80, 7) == 7
+
+
+def test_bytes_that_may_leave_at_once_are_the_window_and_never_less_than_one_storage():
+    passage, _, _ = forward(Timeline(30), [50, 10])
+    assert passage.leaving_bytes == 50
+    passage, _, _ = forward(Timeline(300), [50, 10])
+    assert passage.leaving_bytes == 300
+
+
+def test_complete_adds_what_is_missing_last_saved_first():
+    assert complete([2, 0], 5) == [2, 0, 4, 3, 1]
+    assert complete([], 3) == [2, 1, 0]
