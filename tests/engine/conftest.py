@@ -11,9 +11,13 @@ from helpers import Training, flush_autograd, new_stack
 
 
 @pytest.fixture(autouse=True)
-def _flushed_autograd(_laboratory: object, device: torch.device) -> Iterator[None]:
-    """The laboratory looks for leaks when autograd's thread has let go of everything."""
+def _let_go(
+    _laboratory: object, device: torch.device, request: pytest.FixtureRequest
+) -> Iterator[None]:
+    """The laboratory looks for leaks once pytest and autograd's thread have let go."""
     yield
+    for name in ("pool", "saver"):
+        request.node.funcargs.pop(name, None)
     flush_autograd(device)
 
 

@@ -173,8 +173,8 @@ def round_trip(
     """How the tensors that `make` makes look in backward, and how they should.
 
     With `settle` every storage really goes away in between; without, backward may still find it on
-    its way. Nobody but the graph holds them in between. What is expected comes from making them again:
-    looking at the very tensors would order the host after them and hide a missing order.
+    its way. Nobody but the graph holds them in between. What is expected comes from making them
+    again: looking at the very tensors would order the host after them and hide a missing order.
     """
     seen: list[Look] = []
     anchor = torch.zeros(4, device=device, requires_grad=True)

@@ -133,7 +133,7 @@ def test_device_out_of_memory_in_backward_is_torchs_error_and_loses_nothing(devi
     assert_released(saver, pool)
 
 
-# --- the disk ---------------------------------------------------------------------------------------
+# --- the disk ------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -230,7 +230,7 @@ def test_pool_leaves_no_file_behind(device, tmp_path):
     loss.backward()
 
 
-# --- the user's own code ----------------------------------------------------------------------------
+# --- the user's own code -------------------------------------------------------------------------
 
 
 def test_policy_function_that_raises_is_heard_and_leaves_nothing_behind(device, new_pool, way):

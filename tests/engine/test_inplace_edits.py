@@ -315,7 +315,9 @@ def test_edit_of_a_tensor_that_came_back_does_not_reach_the_second_backward(devi
     except RuntimeError as error:
         assert WORDS in str(error)  # what autograd itself would do
     else:
-        assert seen[1].content == seen[0].content, "the second backward saw an edited save, silently"
+        assert seen[1].content == seen[0].content, (
+            "the second backward saw an edited save, silently"
+        )
     del loss
     assert_released(saver, pool)
 

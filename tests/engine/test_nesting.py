@@ -278,9 +278,7 @@ def region_inputs(model, x):
 
 
 @REENTRANT
-def test_block_around_a_checkpointed_model_swaps_the_inputs_of_regions(
-    device, new_pool, reentrant
-):
+def test_block_around_a_checkpointed_model_swaps_the_inputs_of_regions(device, new_pool, reentrant):
     model, x = Checkpointed(new_stack(device), reentrant), new_input(device)
     expected = train_step(model, lambda: model(x))
     pool = new_pool()
@@ -515,9 +513,7 @@ def test_selective_checkpointing_offers_its_cache_where_torch_has_the_option(dev
         matmuls = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
         return CheckpointPolicy.MUST_SAVE if op in matmuls else CheckpointPolicy.PREFER_RECOMPUTE
 
-    context_fn = functools.partial(
-        create_selective_checkpoint_contexts, policy, **{option: True}
-    )
+    context_fn = functools.partial(create_selective_checkpoint_contexts, policy, **{option: True})
     model = Checkpointed(new_stack(device), reentrant=False, context_fn=context_fn)
     x = new_input(device)
     expected = train_step(model, lambda: model(x))

@@ -179,9 +179,7 @@ def test_activations_of_frozen_first_layers_move_although_they_need_no_gradient(
     assert saver.stats().freed_bytes >= 4 * 8 * 4, "the head's input, without grad, did not leave"
     out.backward()
     # the gradients that `expected` was made of are in .grad as well
-    assert_same_gradients(
-        gradients(head), [None if e is None else e + e for e in expected]
-    )
+    assert_same_gradients(gradients(head), [None if e is None else e + e for e in expected])
     del out
     assert_released(saver, pool)
 

@@ -78,7 +78,14 @@ def test_views_of_one_storage_move_together(device, new_pool):
 
     def make():
         base = random(device, 12, 4)
-        return [base, base[3:], base.t(), base.view(48), base[::2, 1], base[:, None].expand(12, 3, 4)]
+        return [
+            base,
+            base[3:],
+            base.t(),
+            base.view(48),
+            base[::2, 1],
+            base[:, None].expand(12, 3, 4),
+        ]
 
     seen, expected = round_trip(saver, make, device)
     assert seen == expected, "a view came back different"
@@ -381,13 +388,28 @@ def test_any_chain_of_views_comes_back_identical(device, new_pool):
         return t
 
     number = st.integers(0, 7)
-    kinds = ["transpose", "slice", "select", "expand", "as_strided", "conj", "imag", "unfold", "bytes"]
+    kinds = [
+        "transpose",
+        "slice",
+        "select",
+        "expand",
+        "as_strided",
+        "conj",
+        "imag",
+        "unfold",
+        "bytes",
+    ]
     step = st.tuples(st.sampled_from(kinds), number, number, number)
     chains = st.lists(st.lists(step, max_size=5), min_size=1, max_size=4)
-    dtypes = st.sampled_from([torch.float32, torch.complex64, torch.bool, torch.bfloat16, torch.int64])
+    dtypes = st.sampled_from(
+        [torch.float32, torch.complex64, torch.bool, torch.bfloat16, torch.int64]
+    )
 
     @hypothesis.settings(
-        max_examples=60, deadline=None, derandomize=True, database=None,
+        max_examples=60,
+        deadline=None,
+        derandomize=True,
+        database=None,
         suppress_health_check=list(hypothesis.HealthCheck),
     )
     @hypothesis.given(chains, dtypes)

@@ -124,9 +124,7 @@ HOLDERS = {
     "detached alias": lambda t: t.detach(),
     "data": lambda t: t.data,
     "untyped storage": lambda t: t.untyped_storage(),
-    "saved by a live graph": lambda t: torch.ones(
-        4, 5, device=t.device, requires_grad=True
-    ).mul(t),
+    "saved by a live graph": lambda t: torch.ones(4, 5, device=t.device, requires_grad=True).mul(t),
     "numpy array": lambda t: t.numpy(),
 }
 
@@ -187,7 +185,7 @@ USES = {
     "cpu": lambda t: t.cpu().sum(),
     "clone": lambda t: t.clone(),
     "item": lambda t: t[0].item(),
-    "repr": lambda t: repr(t),
+    "repr": repr,
     "copy_ into it": lambda t: t.copy_(torch.ones(8)),
     "matmul": lambda t: t @ t,
 }
@@ -198,7 +196,7 @@ def test_using_a_tensor_that_is_away_says_so(device, new_pool, use):
     pool = new_pool()
     tensor = random(device, 8)
     assert memswap.swap_out(tensor, pool)
-    with pytest.raises(RuntimeError, match="swapped out; call memswap.swap_in"):
+    with pytest.raises(RuntimeError, match=r"swapped out; call memswap\.swap_in"):
         USES[use](tensor)
     memswap.swap_in(tensor)
     assert same_bits(tensor, random(device, 8))

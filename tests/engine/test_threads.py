@@ -100,11 +100,11 @@ def test_backward_in_another_thread_than_forward(device, new_pool):
     expected = gradients_of(model, x)
     pool = new_pool()
     manager = memswap.manage(model.layers, EVERYTHING, pool=pool)
-    losses = [model(x) for _ in range(THREADS)]
-    found = in_threads(lambda n: torch.autograd.grad(losses[n], list(model.parameters())))
+    live = [model(x) for _ in range(THREADS)]
+    found = in_threads(lambda n: torch.autograd.grad(live[n], list(model.parameters())))
     for one in found:
         assert_same_gradients(one, expected)
-    del losses
+    live.clear()
     manager.remove()
     assert_released(manager, pool)
 
@@ -116,14 +116,14 @@ def test_one_retained_graph_run_by_several_threads(device, new_pool):
     pool = new_pool()
     saver = memswap.saved_tensors(EVERYTHING, pool=pool)
     with saver:
-        loss = model(x)
+        live = [model(x)]
     saver._saver.settle()
     found = in_threads(
-        lambda n: torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        lambda n: torch.autograd.grad(live[0], list(model.parameters()), retain_graph=True)
     )
     for one in found:
         assert_same_gradients(one, expected)
-    del loss
+    live.clear()
     assert_released(saver, pool)
 
 

@@ -10,7 +10,14 @@ import weakref
 
 import pytest
 import torch
-from helpers import EVERYTHING, assert_released, assert_same_gradients, let_sends_end, random, same_bits
+from helpers import (
+    EVERYTHING,
+    assert_released,
+    assert_same_gradients,
+    let_sends_end,
+    random,
+    same_bits,
+)
 
 import memswap
 
@@ -54,7 +61,10 @@ FUNCTIONS = {
     "in place, output saved": (lambda a: (a * 2).sigmoid_(), (4,)),
     "in place on a view": (lambda a: (lambda b: (b[1:].mul_(3), b)[1])(a * 2).sin(), (4,)),
     "in place chain": (lambda a: ((a * 1).relu_() + 1).mul_(2).tanh_(), (4,)),
-    "index put": (lambda a: (a * 1).index_put((torch.tensor([0, 2], device=a.device),), a[:2]), (4,)),
+    "index put": (
+        lambda a: (a * 1).index_put((torch.tensor([0, 2], device=a.device),), a[:2]),
+        (4,),
+    ),
     "where with a mask": (lambda a: torch.where(a > 0, a.exp(), a.sin()), (6,)),
     "gather": (lambda a: a.gather(0, (a > 0).long()), (4, 4)),
     "max pool indices": (lambda a: torch.nn.functional.max_pool1d(a[None], 2).sin(), (2, 8)),

@@ -17,7 +17,7 @@ from helpers import EVERYTHING, new_input, new_stack, same_bits
 
 import memswap
 from memswap.engine import transfer
-from simdev import NAME, LaboratoryError, Schedule, _C, laboratory, schedules
+from simdev import _C, NAME, LaboratoryError, Schedule, laboratory, schedules
 
 DEVICE = torch.device(NAME, 0)
 

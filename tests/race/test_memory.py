@@ -66,9 +66,7 @@ def peak_of(schedule: Any, region: Any) -> tuple[int, list[torch.Tensor]]:
 
 @pytest.mark.own_laboratory
 @pytest.mark.parametrize("prefetch_bytes", ["auto", 0])
-def test_a_model_that_does_not_fit_trains_under_memswap(
-    schedule: Any, prefetch_bytes: Any
-) -> None:
+def test_a_model_that_does_not_fit_trains_under_memswap(schedule: Any, prefetch_bytes: Any) -> None:
     plain_peak, expected = peak_of(schedule, plain)
     capacity = plain_peak * 2 // 3
 
@@ -135,6 +133,7 @@ def test_no_room_for_a_demand_is_an_out_of_memory_error_and_backward_can_be_trie
     schedule: Any,
 ) -> None:
     """Nothing is lost: with room again, the same graph gives the right gradients."""
+
     def body() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         x = torch.full((SIDE, SIDE), 0.5, device=DEVICE, requires_grad=True)
         loss = x.exp().sin().square().sum()
@@ -262,11 +261,11 @@ def test_a_graph_is_dropped_with_transfers_in_flight(when: str) -> None:
         EVERYTHING, pool=pool, prefetch_bytes="1MiB" if "returns" in when else 0
     )
 
-    class Stop(Exception):
+    class StopError(Exception):
         pass
 
     def stop(gradient: torch.Tensor) -> None:
-        raise Stop
+        raise StopError
 
     for _ in range(3):
         model.zero_grad(set_to_none=True)
@@ -275,7 +274,7 @@ def test_a_graph_is_dropped_with_transfers_in_flight(when: str) -> None:
             loss = model.layers[1](hidden).square().mean()
         if when != "after forward":
             hidden.register_hook(stop)
-            with pytest.raises(Stop):
+            with pytest.raises(StopError):
                 loss.backward()
         del loss, hidden
         scratch = [torch.randn(16, 16).to(DEVICE) for _ in range(8)]  # uses memory again at once

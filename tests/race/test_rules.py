@@ -323,7 +323,7 @@ def test_releasing_what_somebody_holds_breaks_the_promise(monkeypatch: pytest.Mo
         return handle
 
     monkeypatch.setattr(saver_module.Visit, "pack", releasing)
-    with pytest.raises((AssertionError, RuntimeError), match="held tensors|illegal|storage"):
+    with pytest.raises((AssertionError, RuntimeError), match=r"held tensors|illegal|storage"):
         promise_held_tensors_are_unharmed()
 
 

@@ -89,8 +89,8 @@ def test_without_a_window_every_return_is_exposed() -> None:
     one_return_us = NBYTES / (FAST["h2d_gb_per_s"] * 1e3)
     exposed_us = demand.us - ahead.us
     assert exposed_us > 0.5 * one_return_us * ahead.stats.returned_storages, (
-        f"a step with a window takes {ahead.us:.0f} us, without one {demand.us:.0f}: either nothing "
-        "is prefetched, or everything is"
+        f"a step with a window takes {ahead.us:.0f} us, without one {demand.us:.0f}: either "
+        "nothing is prefetched, or everything is"
     )
     assert demand.stats.stalls == demand.stats.returned_storages
     assert ahead.stats.stalls <= 1, f"{ahead.stats.stalls} returns were demanded too early"

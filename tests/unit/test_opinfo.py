@@ -1,12 +1,13 @@
 """Every differentiable operator that PyTorch lists, with its saved tensors swapped.
 
 Gradients must be bit for bit what they are without hooks, and the numerical derivatives of first
-and second order must agree. The operators named in QUICK run always, the whole list with --slow.
+and second order must agree; all of it takes about a minute.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,10 +34,6 @@ OPERATORS = [
     and not any(word in op.name for word in NOT_DETERMINISTIC)
 ]
 
-#: Operators that take longer than about a quarter of a second to check, and the reference
-#: functions and linear algebra variants that save nothing which others do not.
-SLOW_PREFIXES = ("_refs.", "linalg.", "fft.", "nn.functional.conv", "special.", "sparse.")
-
 
 def name_of(op: Any) -> str:
     return op.name + (f"-{op.variant_test_name}" if op.variant_test_name else "")
@@ -53,7 +50,7 @@ def samples_of(op: Any, most: int) -> Iterator[tuple[Any, tuple[torch.Tensor, ..
             for i, leaf in enumerate(leaves)
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf
         ]
-        if not places or sum(leaves[i].numel() for i in places) > 100:
+        if not places or sum(leaves[i].numel() for i in places) > 1000:
             continue
 
         def call(*inputs, leaves=leaves, spec=spec, places=places, sample=sample):
@@ -75,15 +72,15 @@ def samples_of(op: Any, most: int) -> Iterator[tuple[Any, tuple[torch.Tensor, ..
             return
 
 
-def gradients(call: Any, inputs: tuple[torch.Tensor, ...], saver: Any) -> list[Any] | None:
-    """First derivatives, and those of their squares, with the operator under `saver`."""
+def gradients(call: Any, inputs: tuple[torch.Tensor, ...], context: Any) -> list[Any] | None:
+    """Derivatives of the sum of all outputs, with the operator inside `context`."""
     torch.manual_seed(0)
-    with saver if saver is not None else contextlib.nullcontext():
+    with context:
         outputs = call(*(x.clone() for x in inputs))  # leaves would stay, as parameters do
     if not outputs:
         return None
-    if saver is not None:
-        saver._saver.settle()
+    if isinstance(context, memswap.saved_tensors):
+        context._saver.settle()  # everything that nobody holds goes away
     seeds = [torch.ones_like(out) for out in outputs]
     return list(torch.autograd.grad(outputs, inputs, seeds, allow_unused=True))
 
@@ -95,40 +92,55 @@ def bits(tensor: torch.Tensor) -> bytes:
     return dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
 
 
-def check_bits(op: Any, saver: memswap.saved_tensors, most: int) -> None:
+def new_saver(pool: memswap.DiskPool) -> memswap.saved_tensors:
+    return memswap.saved_tensors(memswap.Policy(min_bytes=1), pool=pool)
+
+
+def check_bits(op: Any, pool: memswap.DiskPool, most: int) -> int:
+    """Compare gradients; how many storages came back for it."""
+    returned = 0
     for call, inputs in samples_of(op, most):
-        expected = gradients(call, inputs, None)
-        again = gradients(call, inputs, None)
+        expected = gradients(call, inputs, contextlib.nullcontext())
+        again = gradients(call, inputs, contextlib.nullcontext())
         if expected is None or again is None:
             continue
         for found_one, again_one in zip(expected, again, strict=True):
             if found_one is not None and bits(found_one) != bits(again_one):
                 pytest.skip("gradients differ from run to run without hooks")
+        saver = new_saver(pool)  # a new one has learnt nothing, and moves everything
         found = gradients(call, inputs, saver)
         assert found is not None
         for ours, plain in zip(found, expected, strict=True):
             assert (ours is None) == (plain is None), f"{name_of(op)}: a gradient is missing"
             if plain is not None:
-                assert ours.shape == plain.shape and ours.stride() == plain.stride()
+                assert ours.shape == plain.shape and ours.layout == plain.layout
                 assert bits(ours) == bits(plain), f"{name_of(op)}: swapping changed its gradient"
+        stats = saver.stats()
+        assert stats.away_bytes == 0 and stats.resident_bytes == 0, "a graph left something behind"
+        returned += stats.returned_storages
+    return returned
 
 
-def check_numerically(op: Any, saver: memswap.saved_tensors, second: bool) -> None:
+def check_numerically(op: Any, pool: memswap.DiskPool, second: bool) -> None:
     options = {
         "nondet_tol": op.gradcheck_nondet_tol,
         "fast_mode": True,
         "check_grad_dtypes": True,
         "check_undefined_grad": False,
     }
+    saver = new_saver(pool)
+    check = torch.autograd.gradgradcheck if second else torch.autograd.gradcheck
     for call, inputs in samples_of(op, 1):
+
+        def plain(*arguments, call=call):
+            return call(*(x.clone() for x in arguments))
 
         def swapped(*arguments, call=call):
             with saver:
                 return call(*(x.clone() for x in arguments))
 
-        check = torch.autograd.gradgradcheck if second else torch.autograd.gradcheck
         try:
-            check(lambda *arguments, call=call: call(*(x.clone() for x in arguments)), inputs, **options)
+            check(plain, inputs, **options)
         except Exception as error:
             pytest.skip(f"fails without hooks as well: {str(error)[:80]}")
         assert check(swapped, inputs, **options), f"{name_of(op)}: derivatives are wrong"
@@ -136,55 +148,33 @@ def check_numerically(op: Any, saver: memswap.saved_tensors, second: bool) -> No
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory):
-    return memswap.DiskPool(tmp_path_factory.mktemp("pool"), budget="64MiB", extent="1MiB")
+    made = memswap.DiskPool(tmp_path_factory.mktemp("pool"), budget="64MiB", extent="1MiB")
+    yield made
+    gc.collect()
+    assert made.statistics().blocks == 0, "blocks of the pool are still taken at the end"
 
 
-@pytest.fixture
-def saver(pool):
-    yield (made := memswap.saved_tensors(memswap.Policy(min_bytes=1), pool=pool))
-    stats = made.stats()
-    assert stats.away_bytes == 0 and stats.resident_bytes == 0, "a graph left something behind"
+@pytest.mark.parametrize("op", OPERATORS, ids=name_of)
+def test_gradients_are_bitwise_the_same(op, pool):
+    check_bits(op, pool, most=2)
 
 
-def operators(slow: bool):
-    return [
-        pytest.param(op, id=name_of(op), marks=[pytest.mark.slow] if slow and is_slow(op) else [])
-        for op in OPERATORS
-    ]
+@pytest.mark.parametrize("op", OPERATORS, ids=name_of)
+def test_first_derivatives_agree_with_numerical_ones(op, pool):
+    check_numerically(op, pool, second=False)
 
 
-def is_slow(op: Any) -> bool:
-    return op.name.startswith(SLOW_PREFIXES) or op.name in SLOW
+@pytest.mark.parametrize("op", [op for op in OPERATORS if op.supports_gradgrad], ids=name_of)
+def test_second_derivatives_agree_with_numerical_ones(op, pool):
+    check_numerically(op, pool, second=True)
 
 
-#: Found by measuring (--durations): the rest takes about 10 ms each.
-SLOW: frozenset[str] = frozenset()
-
-
-@pytest.mark.parametrize("op", operators(slow=False))
-def test_gradients_are_bitwise_the_same(op, saver):
-    check_bits(op, saver, most=2)
-
-
-@pytest.mark.parametrize("op", operators(slow=True))
-def test_first_derivatives_agree_with_numerical_ones(op, saver):
-    check_numerically(op, saver, second=False)
-
-
-@pytest.mark.parametrize("op", [p for p in operators(slow=True) if p.values[0].supports_gradgrad])
-def test_second_derivatives_agree_with_numerical_ones(op, saver):
-    check_numerically(op, saver, second=True)
-
-
-def test_swapping_really_happened(saver):
-    """The checks above mean nothing if nothing moved."""
-    moved = 0
+def test_swapping_really_happens(pool):
+    """The checks above mean nothing if nothing moves."""
+    names = ("mul", "sin", "nn.functional.gelu", "matmul", "nn.functional.layer_norm")
     for op in OPERATORS:
-        if op.name in ("mul", "exp", "nn.functional.gelu", "softmax"):
-            check_bits(op, saver, most=1)
-            assert saver.stats().moved_storages > moved, f"{name_of(op)}: nothing was moved"
-            moved = saver.stats().moved_storages
-    assert moved > 0, "no operator's saved tensor was moved"
+        if op.name in names:
+            assert check_bits(op, pool, most=1) > 0, f"{name_of(op)}: nothing went away and back"
 
 
 def test_the_list_is_broad():

@@ -74,7 +74,7 @@ def test_function_overrules_the_action():
 @pytest.mark.parametrize("returned", [None, "swap", 1, True, [Action.SWAP]])
 def test_function_that_returns_no_action_is_told_what_it_returned(returned):
     policy = Policy(fn=lambda tensor, info: returned)
-    with pytest.raises(TypeError, match="expected a memswap.Action") as caught:
+    with pytest.raises(TypeError, match=r"expected a memswap\.Action") as caught:
         policy.decide(torch.zeros(1), INFO)
     assert repr(returned) in str(caught.value)
 

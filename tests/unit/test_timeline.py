@@ -98,7 +98,8 @@ def test_bytes_ahead_never_exceed_the_window(window):
     timeline = Timeline(window)
     sizes = [40, 10, 30, 50, 20, 10, 10]
     for _ in range(3):
-        passage, _, entries = forward(timeline, sizes)
+        passage, _, alive = forward(timeline, sizes)
+        assert len(alive) == len(sizes)  # a passage knows its entries weakly
         waiting: set[int] = set()
         for index in reverse(sizes):
             waiting.discard(index)

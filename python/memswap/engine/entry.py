@@ -138,9 +138,9 @@ class Entry:
 
     def leave(self, lane: Lane, block: Block, storage: StorageRef) -> None:
         """Start sending the storage to the block. The ticket holds the storage from here on."""
+        self.remains.departure = lane.send(storage, block)
         self.move(State.LEAVING)
         self.lane, self.block = lane, block
-        self.remains.departure = lane.send(storage, block)
         self.remains.count_away(True)
         ledger = self.saver.ledger
         ledger.moved_storages += 1
@@ -186,9 +186,9 @@ class Entry:
 
     def fetch(self) -> StorageRef:
         """Start bringing the bytes back into a storage of our own."""
-        self.move(State.RETURNING)
         assert self.lane is not None and self.block is not None  # or it could not be away
-        storage, self.remains.arrival = self.lane.fetch(self.block)
+        storage, self.remains.arrival = self.lane.fetch(self.block)  # may be out of memory
+        self.move(State.RETURNING)
         self.saver.forget_identity(self)
         self.storage, self.identity = storage, native.WeakStorage(storage)
         self.fetched = True

@@ -25,7 +25,7 @@ from memswap.engine.stats import Ledger, Stats
 from memswap.engine.timeline import Timeline
 from memswap.engine.transfer import Routes
 from memswap.errors import TransferError
-from memswap.planning.policy import Action, Policy
+from memswap.planning.policy import Action, Policy, TensorInfo
 
 if TYPE_CHECKING:
     from memswap._C import SavedView, StorageRef, WeakStorage
@@ -72,12 +72,12 @@ class Saver:
 
     def stats(self) -> Stats:
         with self.lock:
-            self._notice_gone(most=len(self._leaving) + len(self._lingering))
+            self._notice_gone(looks=len(self._lingering))
             return self.ledger.snapshot()
 
     def reset_stats(self) -> None:
         with self.lock:
-            self._notice_gone(most=len(self._leaving) + len(self._lingering))
+            self._notice_gone(looks=len(self._lingering))
             self.ledger.reset()
 
     def settle(self) -> None:
@@ -100,7 +100,11 @@ class Saver:
             return "policy"
         if _graph_task() != -1:
             return "saved in backward"
-        if self.policy.decide(tensor, unit, view.nbytes, nbytes) is Action.KEEP:
+        policy = self.policy
+        action = policy.action
+        if policy.fn is not None:  # most have none: spare them the TensorInfo
+            action = policy.decide(tensor, TensorInfo(unit, view.nbytes, nbytes))
+        if action is Action.KEEP:
             return self._stay(tensor, view, "policy")
         route = self._routes.to(tensor.device)
         if route is None:
@@ -151,18 +155,19 @@ class Saver:
         if self._entries.get(key) is entry:
             del self._entries[key]
 
-    def _notice_gone(self, most: int = 2) -> None:
-        """Account for storages that went away since the last look, at most so many looks each.
+    def _notice_gone(self, looks: int = 1) -> None:
+        """Account for storages that went away since the last look, oldest first.
 
-        A storage that was sent and is still held, by the forward or by the user, lingers.
+        A storage that was sent and is still held, by the forward or by the user, lingers. `looks`
+        bounds the lingering ones that are looked at, so that each save pays for about one.
         """
         leaving, lingering = self._leaving, self._lingering
-        for _ in range(min(most, len(lingering))):
+        for _ in range(min(looks, len(lingering))):
             reference = lingering.popleft()
             entry = reference()
             if entry is not None and entry.state is State.LEAVING and not entry.gone():
                 lingering.append(reference)
-        for _ in range(min(most, len(leaving))):
+        while leaving:
             entry = leaving[0]()
             if entry is not None and entry.state is State.LEAVING and not entry.gone():
                 if not entry.sent():

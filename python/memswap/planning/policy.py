@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -66,15 +66,12 @@ class Policy:
 
     def __post_init__(self) -> None:
         checked(self.action, "Policy(action=...)")
+        if not isinstance(self.min_bytes, int):
+            raise TypeError(f"Policy(min_bytes={self.min_bytes!r}): expected a number of bytes")
         if self.min_bytes < 0:
             raise ValueError(f"Policy(min_bytes={self.min_bytes}): expected 0 or more bytes")
         for name in ("include", "exclude"):
-            patterns = getattr(self, name)
-            if isinstance(patterns, str):
-                patterns = (patterns,)
-            if not all(isinstance(pattern, str) for pattern in patterns):
-                raise TypeError(f"Policy({name}={patterns!r}): expected fnmatch patterns (str)")
-            object.__setattr__(self, name, tuple(patterns))
+            object.__setattr__(self, name, checked_patterns(getattr(self, name), name))
         if self.fn is not None and not callable(self.fn):
             raise TypeError(f"Policy(fn={self.fn!r}): expected fn(tensor, info) -> Action")
 
@@ -84,12 +81,20 @@ class Policy:
             return False
         return not self.include or any(fnmatchcase(unit, pattern) for pattern in self.include)
 
-    def decide(self, tensor: torch.Tensor, unit: str, nbytes: int, storage_nbytes: int) -> Action:
+    def decide(self, tensor: torch.Tensor, info: TensorInfo) -> Action:
         """The action for a tensor of a covered unit that is not too small."""
         if self.fn is None:
             return self.action
-        info = TensorInfo(unit, nbytes, storage_nbytes)
         return checked(self.fn(tensor, info), "Policy(fn=...) returned")
+
+
+def checked_patterns(patterns: object, name: str) -> tuple[str, ...]:
+    """One pattern or several, as a tuple."""
+    if isinstance(patterns, str):
+        return (patterns,)
+    if not isinstance(patterns, Iterable) or not all(isinstance(p, str) for p in patterns):
+        raise TypeError(f"Policy({name}={patterns!r}): expected fnmatch patterns: a str or several")
+    return tuple(patterns)
 
 
 def checked(action: object, where: str) -> Action:
