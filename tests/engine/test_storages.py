@@ -260,7 +260,9 @@ def test_reused_address_is_not_the_same_storage(device, new_pool):
     seen: list = []
     out = torch.zeros(4, device=device, requires_grad=True)
     addresses = set()
-    contents = [random(torch.device("cpu"), 256, seed=number) for number in range(40)]
+    # Many, because memory that a worker thread frees comes back to this one only now and then.
+    count = 300 if device.type == "cpu" else 40
+    contents = [random(torch.device("cpu"), 256, seed=number) for number in range(count)]
     with saver:
         for content in contents:
             made = torch.empty_like(content, device=device).copy_(content)
@@ -268,8 +270,8 @@ def test_reused_address_is_not_the_same_storage(device, new_pool):
             out = Remember.apply(out, seen, made)
             del made
             let_sends_end(saver, device)  # the allocator hands the same memory out again
-    assert len(addresses) < 40, "no address was used twice: this test shows nothing"
-    assert saver.stats().moved_storages == 40, "a new storage was taken for one that is gone"
+    assert len(addresses) < count, "no address was used twice: this test shows nothing"
+    assert saver.stats().moved_storages == count, "a new storage was taken for one that is gone"
     out.backward(torch.ones_like(out))
     expected = [look(content.to(device)) for content in reversed(contents)]
     assert seen == expected, "backward got the bytes of another tensor"

@@ -21,7 +21,8 @@ __global__ void __launch_bounds__(1) hold(uint64_t duration_ns) {
 
 }  // namespace
 
-// Enqueues the delay on `stream` (a cudaStream_t). Returns nullptr, or CUDA's words for what failed.
+// Enqueues the delay on `stream` (a cudaStream_t). Returns nullptr, or CUDA's words for what
+// failed.
 extern "C" const char* memswap_delay(void* stream, uint64_t duration_ns) {
   hold<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(duration_ns);
   const cudaError_t error = cudaGetLastError();

@@ -34,7 +34,7 @@ from race_workloads import (
 
 import memswap
 from memswap._native import native
-from memswap.engine import entry as entry_module
+from memswap.engine import handle as handle_module
 from memswap.engine import saver as saver_module
 from simdev import _C, laboratory, mutations
 
@@ -317,7 +317,7 @@ def test_releasing_what_somebody_holds_breaks_the_promise(monkeypatch: pytest.Mo
 
     def releasing(self: Any, tensor: torch.Tensor) -> Any:
         handle = pack(self, tensor)
-        if type(handle) is entry_module.Moved:
+        if type(handle) is handle_module.Moved:
             self.saver.settle()
             tensor.untyped_storage().resize_(0)
         return handle
@@ -335,8 +335,8 @@ def test_skipping_the_version_check_breaks_the_promise(
         storage = self.entry.saver.demand(self.entry)
         return self.view.rebuild(storage, shares_counter=not self.entry.fetched)
 
-    monkeypatch.setattr(entry_module.Moved, "unpack", moved_unpack)
-    monkeypatch.setattr(entry_module.Kept, "unpack", lambda self: self.tensor)
+    monkeypatch.setattr(handle_module.Moved, "unpack", moved_unpack)
+    monkeypatch.setattr(handle_module.Kept, "unpack", lambda self: self.tensor)
     with pytest.raises(AssertionError, match="edits: eager"):
         promise_edits_are_noticed(swapped)
 

@@ -14,7 +14,8 @@ from race_workloads import DEVICE, new_pool
 
 import memswap
 from memswap._native import native
-from memswap.engine.entry import Entry, Kept, Moved
+from memswap.engine.entry import Entry
+from memswap.engine.handle import Kept, Moved
 from memswap.engine.timeline import Passage
 from simdev import Schedule, counters, run_in
 

@@ -31,7 +31,10 @@ def test_cuda_sources_compile_for_every_architecture_without_spills(
     build: Path, target: str
 ) -> None:
     done = subprocess.run(
-        ["cmake", "--build", str(build), "--target", target], capture_output=True, text=True
+        ["cmake", "--build", str(build), "--target", target],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     said = done.stdout + done.stderr
     assert done.returncode == 0, said

@@ -1,21 +1,16 @@
-"""Entry and Handle: one storage that autograd saved, and the shares that its saves hold."""
+"""Entry: one storage that autograd saved, and where its bytes are."""
 
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from memswap._native import native
-from memswap.errors import EntryStateError, InplaceEditError
+from memswap.errors import EntryStateError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from memswap._C import Block, SavedView, StorageRef
     from memswap.engine.lane import Lane, Ticket
-    from memswap.engine.saver import Saver
     from memswap.engine.stats import Ledger
     from memswap.engine.timeline import Passage
 
@@ -42,6 +37,21 @@ LEGAL = frozenset(
         (State.AWAY, State.RESIDENT),  # demanded again while a consumer still holds the storage
     }
 )
+
+
+class Owner(Protocol):
+    """What entries and handles need of the saver that they belong to."""
+
+    ledger: Ledger
+
+    def demand(self, entry: Entry) -> StorageRef:
+        """The storage of an entry, ordered before what the caller does next."""
+
+    def demand_kept(self, entry: Entry) -> None:
+        """A storage that stayed is demanded."""
+
+    def forget_identity(self, entry: Entry) -> None:
+        """The storage that the entry was known by is gone."""
 
 
 class Remains:
@@ -106,7 +116,7 @@ class Entry:
         "version",
     )
 
-    def __init__(self, saver: Saver, view: SavedView, storage: StorageRef) -> None:
+    def __init__(self, saver: Owner, view: SavedView, storage: StorageRef) -> None:
         self.saver = saver
         self.nbytes: int = view.storage_nbytes
         self.version: int = view.version
@@ -119,7 +129,7 @@ class Entry:
         self.handles = 0  # saves whose storage left
         self.keeps = 0  # saves whose tensor stayed
         self.unseen = 0
-        self.passage: Passage | None = None
+        self.passage: Passage[Entry] | None = None
         self.index = -1
         self.remains = Remains(saver.ledger, self.nbytes)
         self.remains.count_resident(True)
@@ -227,122 +237,3 @@ class Entry:
             self.move(State.AWAY)
             self.remains.count_resident(False)
         return storage, late
-
-
-class Moved:
-    """The handle of a save whose storage leaves."""
-
-    __slots__ = ("entry", "view")
-
-    def __init__(self, entry: Entry, view: SavedView) -> None:
-        entry.handles += 1
-        self.entry = entry
-        self.view = view
-
-    def unpack(self) -> torch.Tensor:
-        view = self.view
-        if view.edited:
-            raise inplace_edit(view.describe(), view.current_version, view.version)
-        entry = self.entry
-        storage = entry.saver.demand(entry)
-        if entry.fetched and storage.edited:
-            raise inplace_edit(view.describe(), view.version + 1, view.version)
-        tensor: torch.Tensor = view.rebuild(storage, shares_counter=not entry.fetched)
-        return tensor
-
-
-class Kept:
-    """The handle of a save whose tensor stays: autograd's version check, which hooks switch off."""
-
-    __slots__ = ("entry", "tensor", "version")
-
-    def __init__(self, tensor: torch.Tensor, entry: Entry | None) -> None:
-        self.version = tensor._version
-        self.tensor = tensor.detach()  # shares storage and version counter, not the graph
-        self.entry = entry
-        if entry is not None:
-            entry.keeps += 1
-
-    def unpack(self) -> torch.Tensor:
-        tensor = self.tensor
-        if tensor._version != self.version:
-            described = f"{tensor.type()} {list(tensor.shape)} on {tensor.device}"
-            raise inplace_edit(described, tensor._version, self.version)
-        entry = self.entry
-        if entry is not None and entry.passage is not None:
-            entry.saver.demand_kept(entry)
-        return tensor
-
-
-class Passed:
-    """The handle of a save that goes to the hooks that were installed before ours."""
-
-    __slots__ = ("packed", "unpack_hook")
-
-    def __init__(self, packed: object, unpack_hook: Callable[[Any], torch.Tensor]) -> None:
-        self.packed = packed
-        self.unpack_hook = unpack_hook
-
-    def unpack(self) -> torch.Tensor:
-        return self.unpack_hook(self.packed)
-
-
-class Given:
-    """A part of a wrapper subclass that is no tensor (a device mesh)."""
-
-    __slots__ = ("part",)
-
-    def __init__(self, part: object) -> None:
-        self.part = part
-
-    def unpack(self) -> object:
-        return self.part
-
-
-class Parts:
-    """The handle of a wrapper subclass (DTensor and its like), whose inner tensors move."""
-
-    __slots__ = ("context", "guard", "kind", "outer_size", "outer_stride", "parts")
-
-    def __init__(
-        self,
-        tensor: torch.Tensor,
-        parts: dict[str, Handle | Given],
-        context: object,
-    ) -> None:
-        self.kind = type(tensor)
-        self.guard = native.VersionGuard(tensor)
-        self.parts = parts
-        self.context = context
-        self.outer_size = tensor.size()
-        self.outer_stride = tensor.stride()
-
-    def unpack(self) -> torch.Tensor:
-        if self.guard.edited:
-            raise inplace_edit(
-                f"{self.kind.__name__} {list(self.outer_size)}",
-                self.guard.current_version,
-                self.guard.version,
-            )
-        inner = {name: part.unpack() for name, part in self.parts.items()}
-        unflatten = self.kind.__tensor_unflatten__
-        tensor: torch.Tensor = unflatten(inner, self.context, self.outer_size, self.outer_stride)
-        return tensor
-
-
-Handle = Moved | Kept | Passed | Parts
-
-
-def unpack(handle: Handle) -> torch.Tensor:
-    """The unpack hook of every saver."""
-    return handle.unpack()
-
-
-def inplace_edit(described: str, found: int, expected: int) -> InplaceEditError:
-    """What autograd says when a saved tensor was edited; hooks would have silenced it."""
-    return InplaceEditError(
-        "one of the variables needed for gradient computation has been modified by an inplace "
-        f"operation: [{described}] is at version {found}; expected version {expected} instead. "
-        "Hint: edit a copy, or edit before the operator that saves the tensor; "
-        "torch.autograd.set_detect_anomaly(True) finds that operator."
-    )

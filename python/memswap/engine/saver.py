@@ -20,7 +20,8 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memswap._native import native
-from memswap.engine.entry import Entry, Given, Handle, Kept, Moved, Parts, Passed, State, unpack
+from memswap.engine.entry import Entry, State
+from memswap.engine.handle import Given, Handle, Kept, Moved, Parts, Passed, unpack
 from memswap.engine.stats import Ledger, Stats
 from memswap.engine.timeline import Timeline
 from memswap.engine.transfer import Routes
@@ -52,8 +53,8 @@ class Saver:
         self.policy = policy
         self.lock = threading.RLock()  # reentrant: an entry may die wherever Python collects
         self.ledger = Ledger()
-        self.timeline = Timeline(window_bytes)
-        self.passage: Passage = self.timeline.begin()
+        self.timeline: Timeline[Entry] = Timeline(window_bytes)
+        self.passage: Passage[Entry] = self.timeline.begin()
         #: Storages of parameters and buffers. A weak storage keeps its key from being reused.
         self.persistent: dict[int, WeakStorage] = {}
         self._routes = Routes(pool)

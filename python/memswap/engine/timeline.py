@@ -17,12 +17,10 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from memswap.engine.entry import Entry
 
 NEEDED_AT_ONCE = "needed at once"
 NEVER_FREED = "never freed"
@@ -31,10 +29,20 @@ NEVER_FREED = "never freed"
 AUTO_WINDOW_SHARE = 1 / 8
 
 
+class Placed(Protocol):
+    """What has a place in a passage: an entry."""
+
+    passage: Any
+    index: int
+
+
+PlacedT = TypeVar("PlacedT", bound=Placed)
+
+
 class Forecast:
     """What a finished passage says about the next one."""
 
-    def __init__(self, passage: Passage, window_bytes: int | None) -> None:
+    def __init__(self, passage: Passage[Any], window_bytes: int | None) -> None:
         self.sizes = tuple(passage.sizes)
         self.order = tuple(complete(passage.order, len(self.sizes)))
         self.held = frozenset(passage.held)
@@ -57,7 +65,7 @@ class Forecast:
         return None
 
 
-class Passage:
+class Passage(Generic[PlacedT]):
     """One forward, as it happens. The saver's lock serialises the calls."""
 
     def __init__(self, forecast: Forecast | None, window_bytes: int | None) -> None:
@@ -66,7 +74,7 @@ class Passage:
         self.held: set[int] = set()  # storages that stayed alive although they had left
         self._forecast = forecast
         self._window_bytes = window_bytes
-        self._entries: list[weakref.ref[Entry]] = []
+        self._entries: list[weakref.ref[PlacedT]] = []
         self._demanded: set[int] = set()
         self._plan: _Plan | None = None
 
@@ -85,7 +93,7 @@ class Passage:
             self.held.add(index)
         return verdict
 
-    def place(self, entry: Entry) -> None:
+    def place(self, entry: PlacedT) -> None:
         """The entry of the storage that :meth:`admit` registered last."""
         entry.passage, entry.index = self, len(self._entries)
         self._entries.append(weakref.ref(entry))
@@ -108,7 +116,7 @@ class Passage:
         """Bytes that may leave at once: the window, and never less than one storage."""
         return max(self.window_bytes, max(self.sizes, default=0))
 
-    def demand(self, index: int) -> list[Entry]:
+    def demand(self, index: int) -> list[PlacedT]:
         """A storage is demanded. Which ones come next and fit into the window."""
         if index in self._demanded:
             return []
@@ -144,22 +152,22 @@ class _Plan:
         return list(self.order[first : self.frontier])
 
 
-class Timeline:
+class Timeline(Generic[PlacedT]):
     """The passages of one saver."""
 
     def __init__(self, window_bytes: int | None) -> None:
         self.window_bytes = window_bytes  # None: automatic
-        self._recent: deque[Passage] = deque(maxlen=8)
+        self._recent: deque[Passage[PlacedT]] = deque(maxlen=8)
         self._forecast: Forecast | None = None
-        self._forecast_of: Passage | None = None
+        self._forecast_of: Passage[PlacedT] | None = None
 
-    def begin(self) -> Passage:
+    def begin(self) -> Passage[PlacedT]:
         """A new passage, with what the last demanded one predicts."""
         latest = next((p for p in reversed(self._recent) if p.began_backward), None)
         if latest is not None and latest is not self._forecast_of:
             self._forecast = Forecast(latest, self.window_bytes)
             self._forecast_of = latest
-        passage = Passage(self._forecast, self.window_bytes)
+        passage: Passage[PlacedT] = Passage(self._forecast, self.window_bytes)
         self._recent.append(passage)
         return passage
 
