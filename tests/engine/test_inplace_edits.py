@@ -253,7 +253,8 @@ def test_optimizer_steps_between_training_steps(device, new_pool, way, make):
         assert same_bits(ours, plain), "a parameter differs after three optimizer steps"
 
 
-def test_edit_through_a_tensor_that_came_back_is_noticed(device, new_pool):
+@pytest.mark.parametrize("first", ["edit, then use", "use, then edit"])
+def test_edit_through_a_tensor_that_came_back_is_noticed(device, new_pool, first):
     """A backward that edits what it unpacked would change what a second backward sees."""
 
     class Vandal(torch.autograd.Function):
@@ -273,9 +274,16 @@ def test_edit_through_a_tensor_that_came_back_is_noticed(device, new_pool):
     x = random(device, 8).requires_grad_()
     with saver:
         h = (x * 2).detach()
-        loss = (Vandal.apply(x, h) + x * h).sum()  # the product is visited before Vandal or after
+        # Backward visits what was computed last first.
+        if first == "edit, then use":
+            product = x * h
+            loss = (Vandal.apply(x, h) + product).sum()
+        else:
+            vandal = Vandal.apply(x, h)
+            loss = (vandal + x * h).sum()
     expected = h * 1
-    del h
+    product = vandal = None
+    del h, product, vandal
     let_sends_end(saver, device)
     try:
         loss.backward()
