@@ -198,6 +198,22 @@ def test_nothing_comes_back_for_a_graph_that_is_not_run(device, new_pool, log):
     assert "fetch" not in log
 
 
+def test_block_that_stays_open_over_many_steps_learns_all_the_same(device, new_pool, log):
+    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool(), prefetch_bytes=2 * ONE)
+    with saver:
+        for number in range(3):
+            saver.reset_stats()
+            x = torch.zeros(4, device=device, requires_grad=True)
+            for index in range(6):
+                x = Use.apply(x, random(device, ROWS, WIDTH, seed=index), log)
+            let_sends_end(saver, device)
+            x.sum().backward()
+            stats = saver.stats()
+            kept = stats.kept["needed at once"].tensors if number else 0
+            assert kept == (2 if number else 0), f"step {number} was not taken for a new forward"
+            assert stats.stalls == (0 if number else 1)
+
+
 def test_automatic_window_is_the_default_and_prefetches(device, new_pool, log):
     saver = memswap.saved_tensors(EVERYTHING, pool=new_pool())
     step(saver, device, log, count=10)

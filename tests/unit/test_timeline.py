@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 
@@ -20,6 +21,9 @@ class Entry:
 
     passage = None
     index = -1
+
+    def __init__(self) -> None:
+        self.reference = weakref.ref(self)
 
     def __repr__(self) -> str:
         return f"entry {self.index}"

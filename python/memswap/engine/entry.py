@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from typing import TYPE_CHECKING, Protocol
+from weakref import ref
 
 from memswap._native import native
 from memswap.errors import EntryStateError
@@ -108,6 +109,7 @@ class Entry:
         "lane",
         "nbytes",
         "passage",
+        "reference",
         "remains",
         "saver",
         "state",
@@ -118,6 +120,7 @@ class Entry:
 
     def __init__(self, saver: Owner, view: SavedView, storage: StorageRef) -> None:
         self.saver = saver
+        self.reference = ref(self)
         self.nbytes: int = view.storage_nbytes
         self.version: int = view.version
         self.identity = native.WeakStorage(storage)

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary, ref
+from weakref import ref
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -58,7 +58,9 @@ class Saver:
         #: Storages of parameters and buffers. A weak storage keeps its key from being reused.
         self.persistent: dict[int, WeakStorage] = {}
         self._routes = Routes(pool)
-        self._entries: WeakValueDictionary[int, Entry] = WeakValueDictionary()
+        #: Entries by the address of their storage. Dead ones are swept out once a passage; until
+        #: then they find nobody, whatever their address is used for.
+        self._entries: dict[int, ref[Entry]] = {}
         self._leaving: deque[ref[Entry]] = deque()  # in the order of their sends
         self._lingering: deque[ref[Entry]] = deque()  # sent, and held by somebody
 
@@ -67,12 +69,14 @@ class Saver:
     def begin_passage(self) -> None:
         """What is saved from now on belongs to a new forward."""
         with self.lock:
+            self._sweep()
             if self.passage.sizes:
                 self._routes.bound_leaving(self.passage.leaving_bytes)
                 self.passage = self.timeline.begin()
 
     def stats(self) -> Stats:
         with self.lock:
+            self._sweep()
             self._notice_gone(looks=len(self._lingering))
             return self.ledger.snapshot()
 
@@ -119,7 +123,7 @@ class Saver:
         storage = native.StorageRef(tensor)
         entry = Entry(self, view, storage)
         self.passage.place(entry)
-        self._entries[view.key] = entry
+        self._entries[view.key] = entry.reference
         if verdict is not None:
             self.ledger.keep(verdict, nbytes)
             return Kept(tensor, entry)
@@ -133,19 +137,20 @@ class Saver:
             )
             return Kept(tensor, entry)
         entry.leave(route.lane, block, storage)
-        self._leaving.append(ref(entry))
+        self._leaving.append(entry.reference)
         return Moved(entry, view)
 
     def _stay(self, tensor: torch.Tensor, view: SavedView, reason: str) -> Kept:
         """Keep a tensor, but know its storage: once, however often it is saved."""
         entry = Entry(self, view, native.StorageRef(tensor))
-        self._entries[view.key] = entry
+        self._entries[view.key] = entry.reference
         self.ledger.keep(reason, entry.nbytes)
         return Kept(tensor, entry)
 
     def _known(self, view: SavedView) -> Entry | None:
         """The live entry of this very storage with this very content."""
-        entry = self._entries.get(view.key)
+        reference = self._entries.get(view.key)
+        entry = None if reference is None else reference()
         if entry is None or entry.version != view.version or entry.fetched:
             return None
         return entry
@@ -153,7 +158,12 @@ class Saver:
     def forget_identity(self, entry: Entry) -> None:
         """The storage that the entry was known by is gone; its address may be used again."""
         key = entry.identity.key
-        if self._entries.get(key) is entry:
+        if self._entries.get(key) is entry.reference:
+            del self._entries[key]
+
+    def _sweep(self) -> None:
+        """Forget entries that died."""
+        for key in [key for key, reference in self._entries.items() if reference() is None]:
             del self._entries[key]
 
     def _notice_gone(self, looks: int = 1) -> None:

@@ -34,6 +34,8 @@ class Placed(Protocol):
 
     passage: Any
     index: int
+    reference: Any
+    """A weak reference to itself; a passage keeps nothing alive."""
 
 
 PlacedT = TypeVar("PlacedT", bound=Placed)
@@ -96,7 +98,7 @@ class Passage(Generic[PlacedT]):
     def place(self, entry: PlacedT) -> None:
         """The entry of the storage that :meth:`admit` registered last."""
         entry.passage, entry.index = self, len(self._entries)
-        self._entries.append(weakref.ref(entry))
+        self._entries.append(entry.reference)
 
     @property
     def began_backward(self) -> bool:
