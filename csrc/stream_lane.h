@@ -36,8 +36,8 @@ namespace memswap {
 //   which
 //                                        include those of the range's previous owner
 //
-// With one compute stream, 3 and 7 follow from 2, 4 and 5; they are needed as soon as compute streams
-// do not wait for each other.
+// With one compute stream, 3 and 7 follow from 2, 4 and 5; they are needed as soon as compute
+// streams do not wait for each other.
 //
 // Edges 2 and 6 are stream order only where allocation, use and release happen on one stream. A
 // storage may have been allocated on another one, and only the allocator knows: before a storage is
