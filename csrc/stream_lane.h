@@ -32,9 +32,8 @@ namespace memswap {
 //   5. fetch -> consumer                 Fetch::wait(): compute waits for the fetch
 //   6. last consumer -> freed            the storage is allocated on compute and dropped there:
 //                                        the caching allocator's own stream order
-//   7. fetch -> block used again         send():   the send stream waits for the block's uses,
-//   which
-//                                        include those of the range's previous owner
+//   7. fetch -> block used again         send():   the send stream waits for the block's uses, and
+//                                        so for those of the range's previous owner
 //
 // With one compute stream, 3 and 7 follow from 2, 4 and 5; they are needed as soon as compute
 // streams do not wait for each other.

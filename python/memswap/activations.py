@@ -137,6 +137,7 @@ class Manager:
     def _enter(self, name: str) -> None:
         if torch.is_grad_enabled() and not in_backward():
             self._note(name)
+        self._visits.drop_interrupted(name)
         self._visits.enter(Visit(self._saver, name))
 
     def _leave(self) -> None:
@@ -193,6 +194,15 @@ class _VisitStack(threading.local):
     def leave(self) -> None:
         if self._visits:
             self._visits.pop().leave()
+
+    def drop_interrupted(self, unit: str) -> None:
+        """End visits that nobody ended, when their unit is entered again.
+
+        PyTorch runs no forward hook after a KeyboardInterrupt, so the visit of the unit that was
+        interrupted is still there, with its hooks installed.
+        """
+        while any(visit.unit == unit for visit in self._visits) and self._visits[-1].innermost():
+            self.leave()
 
 
 def manage(

@@ -576,3 +576,30 @@ def test_a_thousand_steps_leave_nothing_behind(device, new_pool, way):
     training.assert_released()
     assert len(saver._entries) == 0, "statistics were taken, and dead entries are still listed"
     assert_pool_empty(training.pool)
+
+
+def test_interrupted_forward_leaves_no_hooks_once_its_unit_runs_again(device, new_pool):
+    """PyTorch runs no forward hook after Ctrl-C, so the interrupted unit keeps its hooks at first."""
+    model = new_stack(device)
+    x = new_input(device)
+    expected = train_step(model, lambda: model(x))
+    pool = new_pool()
+    manager = memswap.manage(model.layers, EVERYTHING, pool=pool)
+
+    def interrupt(module, args):
+        raise KeyboardInterrupt
+
+    handle = model.layers[1].down.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(x)
+    handle.remove()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is not None, (
+        "PyTorch cleans up by itself now: Manager need not"
+    )
+    assert_same_gradients(train_step(model, lambda: model(x)), expected)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, (
+        "hooks of an interrupted forward are still installed"
+    )
+    assert_same_gradients(train_step(model, lambda: model(x)), expected)
+    model.zero_grad(set_to_none=True)
+    assert_released(manager, pool)

@@ -258,11 +258,16 @@ class Visit:
         if not torch.is_grad_enabled() or _hooks_disabled() is not None:
             return
         outer = _top_hooks(True)
-        if outer is not None and outer[0].__module__ == "torch.utils.checkpoint":
+        if outer is not None and getattr(outer[0], "__module__", "") == "torch.utils.checkpoint":
             return
         self.outer = outer
         _push_hooks(self.pack, unpack)
         self.pushed = True
+
+    def innermost(self) -> bool:
+        """Whether leaving now would take off these hooks, or none."""
+        top = _top_hooks(True)
+        return not self.pushed or (top is not None and top[0] == self.pack)
 
     def leave(self) -> None:
         if self.pushed:
