@@ -579,7 +579,7 @@ def test_a_thousand_steps_leave_nothing_behind(device, new_pool, way):
 
 
 def test_interrupted_forward_leaves_no_hooks_once_its_unit_runs_again(device, new_pool):
-    """PyTorch runs no forward hook after Ctrl-C, so the interrupted unit keeps its hooks at first."""
+    """PyTorch runs no forward hook after Ctrl-C, so the unit keeps its hooks at first."""
     model = new_stack(device)
     x = new_input(device)
     expected = train_step(model, lambda: model(x))
