@@ -64,10 +64,19 @@ void bind_storage(py::module_& module) {
         return py::make_tuple(holders.of_tensor, holders.of_storage);
       },
       py::arg("tensor"));
-  module.def("take_bytes", &take_bytes, py::arg("tensor"), py::arg("message"));
   module.def(
-      "give_bytes", [](const at::Tensor& tensor, StorageRef& bytes) { give_bytes(tensor, bytes); },
-      py::arg("tensor"), py::arg("bytes"));
+      "take_bytes",
+      [](const at::Tensor& tensor, const std::string& message) {
+        Taken taken = take_bytes(tensor, message);
+        return py::make_tuple(taken.bytes, taken.shell);
+      },
+      py::arg("tensor"), py::arg("message"));
+  module.def(
+      "give_bytes",
+      [](const at::Tensor& tensor, StorageRef& shell, StorageRef& bytes) {
+        give_bytes(tensor, shell, bytes);
+      },
+      py::arg("tensor"), py::arg("shell"), py::arg("bytes"));
 }
 
 }  // namespace memswap

@@ -18,13 +18,19 @@ struct Holders {
 };
 Holders count_holders(const at::Tensor& tensor);
 
-// Moves the memory of the tensor's storage into a storage of its own and leaves the tensor without
-// bytes: its size, stride and version stay, reading it raises `message`. The returned storage is
-// the only owner of the memory.
-StorageRefPtr take_bytes(const at::Tensor& tensor, const std::string& message);
+// What take_bytes took: the memory, in a storage that owns it alone, and the tensor's own storage,
+// which is without memory until give_bytes.
+struct Taken {
+  StorageRefPtr bytes;
+  StorageRefPtr shell;
+};
 
-// Moves the memory of `bytes` into the tensor's storage, which take_bytes emptied. `bytes` is
-// empty afterwards. Sizes and device must agree.
-void give_bytes(const at::Tensor& tensor, StorageRef& bytes);
+// Takes the memory from a tensor that nobody shares its storage with. The tensor keeps its size,
+// stride, version and place in Python; until give_bytes, reading or writing it raises `message`.
+Taken take_bytes(const at::Tensor& tensor, const std::string& message);
+
+// Moves the memory of `bytes`, which is empty afterwards, into `shell`, and gives the tensor its
+// storage back. Bytes and device must agree.
+void give_bytes(const at::Tensor& tensor, StorageRef& shell, StorageRef& bytes);
 
 }  // namespace memswap

@@ -14,7 +14,7 @@ from memswap.engine.transfer import check_pool, default_pool
 from memswap.errors import NotSwappedError, SharedStorageError, TransferError
 
 if TYPE_CHECKING:
-    from memswap._C import Block
+    from memswap._C import Block, StorageRef
     from memswap.engine.lane import Lane, Ticket
     from memswap.engine.transfer import Pool
 
@@ -28,6 +28,8 @@ class _Away:
     block: Block
     lane: Lane
     departure: Ticket
+    shell: StorageRef
+    """The tensor's own storage, without memory."""
 
 
 def swap_out(tensor: torch.Tensor, pool: Pool | None = None) -> bool:
@@ -72,8 +74,13 @@ def swap_out(tensor: torch.Tensor, pool: Pool | None = None) -> bool:
         f"memswap: this tensor ({tensor.dtype}, {list(tensor.shape)}) is swapped out; call "
         "memswap.swap_in(tensor) before using it"
     )
-    departure = lane.send(native.take_bytes(tensor, message), block)
-    setattr(tensor, _ATTRIBUTE, _Away(block, lane, departure))
+    storage, shell = native.take_bytes(tensor, message)
+    try:
+        departure = lane.send(storage, block)
+    except BaseException:
+        native.give_bytes(tensor, shell, storage)
+        raise
+    setattr(tensor, _ATTRIBUTE, _Away(block, lane, departure, shell))
     return True
 
 
@@ -97,7 +104,7 @@ def swap_in(tensor: torch.Tensor) -> None:
             arrival.wait()
         except native.TransferError as error:
             raise TransferError(f"swap_in(): the bytes cannot be read back: {error}") from error
-    native.give_bytes(tensor, storage)
+    native.give_bytes(tensor, away.shell, storage)
     delattr(tensor, _ATTRIBUTE)
 
 

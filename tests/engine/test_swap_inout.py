@@ -261,3 +261,16 @@ def test_version_still_guards_what_is_saved_after_swap_in(device, new_pool):
     tensor.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_a_send_that_cannot_start_leaves_the_tensor_as_it_was(device, new_pool, monkeypatch):
+    class Broken:
+        def send(self, storage, block):
+            raise RuntimeError("the device is lost")
+
+    tensor = random(device, 100)
+    expected = tensor.clone()
+    monkeypatch.setattr("memswap.inplace.open_lane", lambda device: Broken())
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        memswap.swap_out(tensor, new_pool())
+    assert same_bits(tensor, expected), "a failed swap_out lost the tensor's bytes"
