@@ -10,6 +10,8 @@
 #include <algorithm>
 #include <exception>
 
+#include "pool/without_gil.h"
+
 namespace memswap {
 namespace {
 
@@ -29,6 +31,12 @@ at::Tensor new_bytes(c10::Device device, size_t nbytes) {
 
 }  // namespace
 
+// [Note: No lock while holding the GIL]
+// A backend may let go of the GIL and take it back inside a call that is made under one of the
+// locks below (an event query that runs a queue of tasks, a destructor of Python's). A thread that
+// held the GIL and waited for that lock would then wait for ever, so every way in lets go of the
+// GIL first: the bindings do for calls, and what a destructor can reach does it here.
+
 // What both directions share: the event behind the copy and the storage that must outlive it.
 class StreamLane::Transfer : public Ticket {
  public:
@@ -39,7 +47,10 @@ class StreamLane::Transfer : public Ticket {
         storage_(std::move(storage)) {}
 
   // A ticket may be dropped anywhere, including while the process ends.
-  ~Transfer() override { lane_->give_event(std::move(event_)); }
+  ~Transfer() override {
+    const WithoutGil without_gil;
+    lane_->give_event(std::move(event_));
+  }
 
   void record(c10::Stream stream) {
     std::lock_guard lock(mutex_);
@@ -48,11 +59,13 @@ class StreamLane::Transfer : public Ticket {
 
   // A lane's stream, not compute, comes after this transfer.
   void order(c10::Stream stream) {
+    const WithoutGil without_gil;
     std::lock_guard lock(mutex_);
     event_.block(stream);
   }
 
   bool done() override {
+    const WithoutGil without_gil;
     {
       std::lock_guard lock(mutex_);
       if (!event_.query()) {
@@ -64,6 +77,7 @@ class StreamLane::Transfer : public Ticket {
   }
 
   void synchronize() override {
+    const WithoutGil without_gil;
     {
       std::lock_guard lock(mutex_);
       event_.synchronize();
@@ -107,6 +121,7 @@ class StreamLane::Send final : public Transfer {
 
   // Edge 2: compute waits for the send, then the storage is dropped.
   void wait() override {
+    const WithoutGil without_gil;
     StorageRefPtr storage;
     {
       std::lock_guard lock(mutex_);
@@ -140,6 +155,7 @@ class StreamLane::Fetch final : public Transfer {
 
   // Edge 5. Called at every use, because each may come from another stream.
   void wait() override {
+    const WithoutGil without_gil;
     StorageRefPtr storage;
     {
       std::lock_guard lock(mutex_);
@@ -347,6 +363,7 @@ void StreamLane::settle() {
 }
 
 size_t StreamLane::leaving_bytes() {
+  const WithoutGil without_gil;
   std::lock_guard lock(mutex_);
   size_t bytes = 0;
   for (const auto& send : sends_) {
