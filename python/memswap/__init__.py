@@ -1,6 +1,7 @@
 """memswap: saved activations swapped off the accelerator and back, without changing one bit."""
 
 from memswap.activations import Manager, manage, saved_tensors
+from memswap.engine.action import Action, TensorInfo
 from memswap.engine.pools import DiskPool, HostPool
 from memswap.engine.stats import Count, Stats
 from memswap.errors import (
@@ -12,7 +13,7 @@ from memswap.errors import (
     TransferError,
 )
 from memswap.inplace import swap_in, swap_out
-from memswap.planning.policy import Action, Policy, TensorInfo
+from memswap.planning.policy import Policy
 
 __version__ = "0.1.0"
 

@@ -20,13 +20,13 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memswap._native import native
+from memswap.engine.action import Action, Decider, TensorInfo
 from memswap.engine.entry import Entry, State
 from memswap.engine.handle import Given, Handle, Kept, Moved, Parts, Passed, unpack
 from memswap.engine.stats import Ledger, Stats
 from memswap.engine.timeline import Timeline
 from memswap.engine.transfer import Routes
 from memswap.errors import TransferError
-from memswap.planning.policy import Action, Policy, TensorInfo
 
 if TYPE_CHECKING:
     from memswap._C import SavedView, StorageRef, WeakStorage
@@ -49,7 +49,7 @@ class Saver:
     serialises the bookkeeping, and no transfer ever waits for it.
     """
 
-    def __init__(self, policy: Policy, pool: Pool | None, window_bytes: int | None) -> None:
+    def __init__(self, policy: Decider, pool: Pool | None, window_bytes: int | None) -> None:
         self.policy = policy
         self.lock = threading.RLock()  # reentrant: an entry may die wherever Python collects
         self.ledger = Ledger()

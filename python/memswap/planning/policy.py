@@ -2,40 +2,15 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
 
-
-class Action(enum.Enum):
-    """Where a saved tensor's bytes wait for backward."""
-
-    KEEP = "keep"
-    """On the device, as autograd would leave them."""
-    ENCODE = "encode"
-    """On the device, losslessly encoded. Not implemented yet (docs/status.md)."""
-    SWAP = "swap"
-    """In the pool (pinned host memory, or a file on a CPU)."""
-    ENCODE_SWAP = "encode_swap"
-    """In the pool, losslessly encoded. Not implemented yet (docs/status.md)."""
-
+from memswap.engine.action import Action, TensorInfo
 
 NOT_IMPLEMENTED = frozenset({Action.ENCODE, Action.ENCODE_SWAP})
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """What a policy function is told about a saved tensor besides the tensor itself."""
-
-    unit: str
-    """Name of the unit (layer) that saved it; ``""`` outside :func:`memswap.manage`."""
-    nbytes: int
-    """Bytes of the tensor's elements."""
-    storage_nbytes: int
-    """Bytes of the storage behind it, which move as a whole."""
 
 
 PolicyFunction = Callable[[torch.Tensor, TensorInfo], Action]

@@ -1,0 +1,58 @@
+"""What can be done with a saved tensor, and what the engine asks of whoever decides."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Action(enum.Enum):
+    """Where a saved tensor's bytes wait for backward."""
+
+    KEEP = "keep"
+    """On the device, as autograd would leave them."""
+    ENCODE = "encode"
+    """On the device, losslessly encoded. Not implemented yet (docs/status.md)."""
+    SWAP = "swap"
+    """In the pool (pinned host memory, or a file on a CPU)."""
+    ENCODE_SWAP = "encode_swap"
+    """In the pool, losslessly encoded. Not implemented yet (docs/status.md)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What a policy function is told about a saved tensor besides the tensor itself."""
+
+    unit: str
+    """Name of the unit (layer) that saved it; ``""`` outside :func:`memswap.manage`."""
+    nbytes: int
+    """Bytes of the tensor's elements."""
+    storage_nbytes: int
+    """Bytes of the storage behind it, which move as a whole."""
+
+
+class Decider(Protocol):
+    """Decides which saved tensors move: a policy."""
+
+    @property
+    def action(self) -> Action:
+        """What to do where `fn` is None."""
+
+    @property
+    def fn(self) -> Callable[[torch.Tensor, TensorInfo], Action] | None:
+        """The user's function, or None."""
+
+    @property
+    def min_bytes(self) -> int:
+        """Storages of fewer bytes stay."""
+
+    def covers(self, unit: str) -> bool:
+        """Whether tensors of this unit may move at all."""
+
+    def decide(self, tensor: torch.Tensor, info: TensorInfo) -> Action:
+        """The action for a tensor of a covered unit that is not too small."""
