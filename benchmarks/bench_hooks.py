@@ -18,7 +18,8 @@ import torch
 from common import alternate, make_parser, summarize, synchronize, write_result
 
 import memswap
-from memswap.cli.table import format_bytes, format_ratio, render_table
+from memswap.cli.table import format_ratio, render_table
+from memswap.engine.units import format_bytes
 
 BASELINE = "identity hook"
 

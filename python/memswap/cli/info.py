@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 import memswap
-from memswap.cli.table import format_bytes, render_table
+from memswap.cli.table import render_table
+from memswap.engine.units import format_bytes
 
 
 def describe_accelerator() -> str:

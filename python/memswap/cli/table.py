@@ -24,16 +24,6 @@ def render_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lay_out(header), rule, *(lay_out(row) for row in rows)])
 
 
-def format_bytes(size_bytes: float) -> str:
-    """Write a size with a binary unit: MiB = 2**20 bytes."""
-    size = float(size_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.2f} GiB"
-
-
 def format_seconds(seconds: float) -> str:
     """Write a duration in microseconds, milliseconds or seconds."""
     if abs(seconds) < 1e-3:

@@ -42,11 +42,11 @@ def parse_bytes(size: int | str) -> int:
     return scaled
 
 
-def format_bytes(nbytes: int) -> str:
-    """``nbytes`` with a binary unit, to about three digits: ``"1.50 GiB"``, ``"512 B"``."""
+def format_bytes(nbytes: float) -> str:
+    """``nbytes`` with a binary unit: ``"512 B"``, ``"1.5 KiB"``, ``"3.00 GiB"``."""
     value = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
+    for unit in ("B", "KiB", "MiB"):
         if abs(value) < 1024:
-            return f"{nbytes} B" if unit == "B" else f"{value:.3g} {unit}"
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
-    return f"{value:.3g} TiB"
+    return f"{value:.2f} GiB"
