@@ -195,7 +195,7 @@ def test_statistics_are_plain_and_frozen() -> None:
     assert statistics.free_bytes == statistics.largest_free_bytes == 64 * MIB - 1024
     with pytest.raises(dataclasses.FrozenInstanceError):
         statistics.blocks = 5  # type: ignore[misc]
-    assert repr(pool) == "<HostPool 1000 B in use, 64 MiB reserved, budget 8 GiB>"
+    assert repr(pool) == "<HostPool 1000 B in use, 64.0 MiB reserved, budget 8.00 GiB>"
     del block
     assert pool.statistics().peak_bytes == 1000
 
