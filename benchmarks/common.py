@@ -83,9 +83,10 @@ def environment(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.machine()}",
         "threads": torch.get_num_threads(),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        # Without the folders of the machine: the file says where it is itself.
+        "command": [Path(argument).name for argument in sys.argv],
     }
 
 
