@@ -13,7 +13,7 @@ if(NOT MEMSWAP_CUDA STREQUAL "OFF")
   check_language(CUDA)
   if(CMAKE_CUDA_COMPILER)
     set(CMAKE_CUDA_ARCHITECTURES 80 90)
-    set(CMAKE_CUDA_STANDARD 20)
+    set(CMAKE_CUDA_STANDARD 17)  # CMake 3.25 knows no C++20 for nvcc 13
     enable_language(CUDA)
     set(memswap_has_cuda ON)
   elseif(MEMSWAP_CUDA STREQUAL "ON")
