@@ -285,7 +285,7 @@ class Visit:
             ledger.fold_retired()
             ledger.offered_tensors += 1
             ledger.offered_bytes += view.nbytes
-            if view.of_leaf or view.key in saver.persistent or is_parameter(tensor):
+            if view.of_leaf or view.key in saver.persistent or is_frozen_parameter(tensor):
                 outcome: Handle | str = "parameter"
             else:
                 outcome = saver.save(tensor, view, self.unit, self.covered)
@@ -324,11 +324,19 @@ class Visit:
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:
-    """A parameter, frozen or not, another leaf that requires grad, or a view of one of them."""
+    """A parameter, frozen or not, another leaf that requires grad, or a view of one of them.
+
+    For tensors without a native view, which knows leaves by itself (`SavedView.of_leaf`).
+    """
     base = tensor._base
     owner = tensor if base is None else base
-    if owner.requires_grad and owner.is_leaf:
-        return True
+    return (owner.requires_grad and owner.is_leaf) or is_frozen_parameter(tensor)
+
+
+def is_frozen_parameter(tensor: torch.Tensor) -> bool:
+    """A parameter or a view of one, known by its type: a frozen one is like any other leaf."""
+    base = tensor._base
+    owner = tensor if base is None else base
     # The type is asked first because isinstance on Parameter runs a metaclass.
     return type(owner) is not torch.Tensor and isinstance(owner, torch.nn.Parameter)
 
