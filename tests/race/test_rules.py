@@ -385,6 +385,8 @@ def test_knowing_parameters_by_their_type_alone_breaks_the_promise(
             return view if view is None else NobodysLeaf(view)
 
     monkeypatch.setattr(saver_module, "native", Native())
-    monkeypatch.setattr(saver_module, "is_parameter", lambda t: isinstance(t, torch.nn.Parameter))
+    monkeypatch.setattr(
+        saver_module, "is_frozen_parameter", lambda t: isinstance(t, torch.nn.Parameter)
+    )
     with pytest.raises(AssertionError, match="parameters: the storage"):
         promise_parameters_stay()
