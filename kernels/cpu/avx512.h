@@ -1,0 +1,22 @@
+// The AVX-512 path's shapes. dense and sparse return NULL where the dtype is no float.
+#pragma once
+
+#include "block.h"
+
+namespace memswap::cpu::avx512 {
+
+EncodeBlock dense_encoder(const EncodeParams& params);
+DecodeBlock dense_decoder(frame::Dtype dtype, bool streaming);
+EncodeBlock upcast_encoder(const EncodeParams& params);
+DecodeBlock upcast_decoder(bool streaming);
+EncodeBlock sparse_encoder(const EncodeParams& params);
+DecodeBlock sparse_decoder(frame::Dtype dtype, bool streaming);
+EncodeBlock bits_encoder(const EncodeParams& params);
+DecodeBlock bits_decoder(bool streaming);
+EncodeBlock ints_encoder(const EncodeParams& params);
+DecodeBlock ints_decoder(frame::Dtype dtype, bool streaming);
+EncodeBlock raw_encoder(const EncodeParams& params);
+DecodeBlock raw_decoder(frame::Dtype dtype, bool streaming);
+uint32_t checksum(const void* data, size_t bytes);
+
+}  // namespace memswap::cpu::avx512

@@ -1,0 +1,78 @@
+// One block of 1024 elements: what an instruction set implements (scalar.cpp is the oracle, every
+// other table writes the same bytes). Tiles, positions, headers and threads are above this line, in
+// encode.cpp and decode.cpp.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "memswap/frame.h"
+
+namespace memswap::cpu {
+
+// Readable behind what a decoder is given as payload, and writable behind the longest payload that
+// an encoder may produce: whole vectors may be moved there.
+inline constexpr uint32_t kSlackBytes = 64;
+
+// What stays the same for all blocks of a job.
+struct EncodeParams {
+  frame::Dtype dtype;
+  frame::Shape shape;
+  bool fast;  // profile: for dense and upcast, `center` is the centre; else as canonical
+  uint8_t center;
+  bool streaming;  // the job is larger than the caches: slabs may be written around them
+};
+
+// What the record and the header's counters take from one block.
+struct EncodedBlock {
+  uint32_t mode;
+  uint32_t units;   // of payload
+  uint32_t zeros;   // Header::zeros, of the `count` elements
+  uint8_t center;   // Record::center
+  uint8_t center2;  // Header::center_sum: c2; fast: the given centre; 0 in literal blocks and in
+                    // shapes without centres
+};
+
+// Encodes one block.
+//   elements  1024 elements, aligned to their width only; those from `count` on are 0
+//   count     1..1024: elements that are there (shape ints and the zeros counter ask)
+//   slab      slab_bytes, 128-byte aligned, written completely and not beyond
+//   payload   8-byte aligned; max_payload_units * 8 + kSlackBytes writable bytes of any content.
+//   The
+//             first `units` units are the payload, zero bits up to the unit; the rest is garbage
+using EncodeBlock = EncodedBlock (*)(const EncodeParams& params, const void* elements,
+                                     uint32_t count, uint8_t* slab, uint8_t* payload);
+
+// Decodes one block; false if the payload is not exactly what its symbols say (its output is then
+// anything). The caller has checked that `mode` fits the shape and that `units` is no more than the
+// longest payload; nothing else about the bytes is known, not even that `center` fits.
+//   out       1024 elements, aligned to their width only, written completely and not beyond
+//   slab      slab_bytes readable, 128-byte aligned
+//   payload   8-byte aligned; units * 8 + kSlackBytes readable bytes
+using DecodeBlock = bool (*)(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t mode,
+                             uint32_t units, uint8_t center);
+
+// The sum of section 4 of docs/format.md, over the first `bytes` bytes of a tile; the rest is 0.
+// `data` is aligned to the elements' width only.
+using Checksum = uint32_t (*)(const void* data, size_t bytes);
+
+// An instruction set. `encoder` and `decoder` are asked once per job, with a shape that fits the
+// dtype, and never return NULL: where a set has nothing better it passes on scalar_blocks()'s.
+// `streaming` of a decoder: `out` may be written around the caches. `fence` is called by every
+// thread after its last block, so that such stores are seen by whoever waits for the thread.
+struct BlockCodec {
+  const char* name;
+  EncodeBlock (*encoder)(const EncodeParams& params);
+  DecodeBlock (*decoder)(frame::Dtype dtype, frame::Shape shape, bool streaming);
+  Checksum checksum;
+  void (*fence)();
+};
+
+const BlockCodec& scalar_blocks();
+
+// Built where kernels/CMakeLists.txt finds their source and the target has the instructions;
+// dispatch.cpp asks the processor before it calls them.
+const BlockCodec& vector_blocks();
+const BlockCodec& avx512_blocks();
+
+}  // namespace memswap::cpu

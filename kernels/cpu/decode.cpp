@@ -1,0 +1,167 @@
+// Frames to tiles of elements. Whatever a frame says, nothing outside the job's buffers is read or
+// written (docs/format.md section 6).
+#include <string.h>
+
+#include <atomic>
+#include <memory>
+#include <new>
+
+#include "codec.h"
+#include "payloads.h"
+#include "tasks.h"
+
+namespace memswap::cpu {
+
+namespace {
+
+using frame::Dtype;
+using frame::Header;
+using frame::Layout;
+using frame::Record;
+using frame::Shape;
+
+constexpr uint32_t kMaxBlockBytes = frame::kBlockElements * sizeof(uint64_t);
+
+// One task's memory.
+struct alignas(64) Workspace {
+  uint8_t payload[kMaxBlockBytes + kSlackBytes];  // where the buffer ends less than kSlackBytes on
+  uint8_t last_block[kMaxBlockBytes];
+};
+
+class FrameDecoder {
+ public:
+  void start(const BlockCodec& blocks, const memswap_decode_job& job) {
+    job_ = &job;
+    Header header{};
+    memcpy(&header, job.frame, std::min<uint64_t>(job.frame_bytes, sizeof(header)));
+    if (!frame::validate(header, job.frame_bytes, overflow_units(job), &layout_) ||
+        header.dtype != job.dtype || header.elements != job.elements) {
+      report(frame::kBadHeader);
+      layout_ = {};
+      return;
+    }
+    dtype_ = static_cast<Dtype>(header.dtype);
+    shape_ = static_cast<Shape>(header.shape);
+    width_ = frame::width_of(dtype_);
+    areas_ = payload_areas(header, layout_, job.frame, job.frame_bytes, job.overflow,
+                           overflow_units(job));
+    checksum_ =
+        job.verify != 0 && (header.flags & frame::kChecked) != 0 ? blocks.checksum : nullptr;
+    // A checksum reads each tile again while it is still in the caches.
+    const bool streaming = checksum_ == nullptr && job.elements * width_ >= kStreamingBytes;
+    decode_block_ = blocks.decoder(dtype_, shape_, streaming);
+  }
+
+  uint32_t chunks() const { return layout_.tiles == 0 ? 0 : chunks_of(layout_.tiles, width_); }
+
+  void decode_chunk(uint32_t chunk, Workspace& workspace) const {
+    const uint32_t first = chunk * tiles_per_chunk(width_);
+    const uint32_t count = std::min(tiles_per_chunk(width_), layout_.tiles - first);
+    uint32_t status = frame::kOk;
+    for (uint32_t tile = first; tile < first + count; ++tile) {
+      status |= decode_tile(tile, workspace);
+    }
+    if (status != frame::kOk) {
+      report(status);
+    }
+  }
+
+ private:
+  static uint64_t overflow_units(const memswap_decode_job& job) {
+    return job.overflow == nullptr ? 0 : job.overflow_capacity;
+  }
+
+  void report(uint32_t status) const {
+    std::atomic_ref<uint32_t>(*job_->status).fetch_or(status, std::memory_order_relaxed);
+  }
+
+  uint32_t decode_tile(uint32_t index, Workspace& workspace) const {
+    const auto* frame = static_cast<const uint8_t*>(job_->frame);
+    Record record;
+    memcpy(&record, frame + layout_.records + uint64_t{index} * frame::kRecordBytes,
+           sizeof(record));
+    const PayloadArea* area = find_payloads(record, layout_, dtype_, shape_, index, areas_);
+    if (area == nullptr) {
+      return frame::kBadRecord;
+    }
+    const uint8_t* payload =
+        area->begin + uint64_t{record.base & frame::kMaxBaseUnits} * frame::kUnitBytes;
+    const uint8_t* slab =
+        frame + layout_.slabs + uint64_t{index} * frame::kTileBlocks * layout_.slab_bytes;
+    const uint64_t first_element = uint64_t{index} * frame::kTileElements;
+    const uint64_t tile_elements =
+        std::min<uint64_t>(frame::kTileElements, layout_.elements - first_element);
+    auto* output = static_cast<uint8_t*>(job_->output) + first_element * width_;
+    for (uint32_t i = 0; i * frame::kBlockElements < tile_elements; ++i) {
+      const uint32_t units = Record::units(record.block[i]);
+      const uint32_t bytes = units * frame::kUnitBytes;
+      const uint8_t* readable = payload;
+      if (static_cast<uint64_t>(area->readable_end - payload) < bytes + kSlackBytes) {
+        memcpy(workspace.payload, payload, bytes);
+        readable = workspace.payload;
+      }
+      const auto count = static_cast<uint32_t>(
+          std::min<uint64_t>(frame::kBlockElements, tile_elements - i * frame::kBlockElements));
+      uint8_t* block = output + uint64_t{i} * frame::kBlockElements * width_;
+      const bool whole = count == frame::kBlockElements;
+      if (!decode_block_(whole ? block : workspace.last_block, slab, readable,
+                         Record::mode(record.block[i]), units, record.center[i])) {
+        return frame::kBadPayload;
+      }
+      if (!whole) {
+        memcpy(block, workspace.last_block, count * width_);
+      }
+      payload += bytes;
+      slab += layout_.slab_bytes;
+    }
+    if (checksum_ != nullptr && checksum_(output, tile_elements * width_) != record.checksum) {
+      return frame::kBadChecksum;
+    }
+    return frame::kOk;
+  }
+
+  const memswap_decode_job* job_ = nullptr;
+  Layout layout_{};
+  Dtype dtype_{};
+  Shape shape_{};
+  uint32_t width_ = 0;
+  PayloadAreas areas_{};
+  DecodeBlock decode_block_ = nullptr;
+  Checksum checksum_ = nullptr;
+};
+
+}  // namespace
+
+int decode_frames(const BlockCodec& blocks, const memswap_decode_job* jobs, size_t count,
+                  const memswap_launch& launch) {
+  const std::unique_ptr<FrameDecoder[]> frames(new (std::nothrow) FrameDecoder[count]);
+  if (frames == nullptr) {
+    return kOutOfMemory;
+  }
+  uint64_t chunks = 0;
+  for (size_t i = 0; i < count; ++i) {
+    frames[i].start(blocks, jobs[i]);
+    chunks += frames[i].chunks();
+  }
+  const size_t tasks = tasks_for(launch, chunks);
+  const std::unique_ptr<Workspace[]> workspaces(new (std::nothrow) Workspace[tasks]);
+  if (workspaces == nullptr) {
+    return kOutOfMemory;
+  }
+  ChunkQueue queue(chunks);
+  auto work = [&](size_t task) {
+    size_t current = 0;
+    uint64_t first_chunk = 0;
+    for (uint64_t chunk; queue.take(&chunk);) {
+      for (; chunk - first_chunk >= frames[current].chunks(); ++current) {
+        first_chunk += frames[current].chunks();
+      }
+      frames[current].decode_chunk(static_cast<uint32_t>(chunk - first_chunk), workspaces[task]);
+    }
+    blocks.fence();
+  };
+  run_tasks(launch, tasks, work);
+  return MEMSWAP_CODEC_OK;
+}
+
+}  // namespace memswap::cpu

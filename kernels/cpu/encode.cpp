@@ -1,0 +1,240 @@
+// Tiles of elements to frames.
+//
+// [Note: positions in one pass]
+// A payload's size is known only once it is coded, and ordered positions need the sizes of all
+// tiles before. So a task codes a chunk of tiles into its own staging, then waits until the chunks
+// before it have taken their positions, takes its own (some additions), lets the next one go on,
+// and only then copies the payloads. Chunks are taken in order, so the one waited for is always
+// running; the wait sleeps in the kernel where it is long.
+#include <string.h>
+
+#include <atomic>
+#include <memory>
+#include <new>
+
+#include "codec.h"
+#include "tasks.h"
+
+namespace memswap::cpu {
+
+namespace {
+
+using frame::Dtype;
+using frame::Header;
+using frame::Layout;
+using frame::Record;
+using frame::Shape;
+
+constexpr uint32_t kMaxTilesPerChunk = tiles_per_chunk(1);
+constexpr uint32_t kMaxBlockBytes = frame::kBlockElements * sizeof(uint64_t);
+
+struct Tile {
+  Record record;
+  uint32_t units;
+  uint8_t* destination;  // NULL: no room
+};
+
+// One task's memory. Payloads stand one behind another; none is longer than its elements.
+struct alignas(64) Workspace {
+  uint8_t payloads[kChunkBytes + kSlackBytes];
+  uint8_t last_block[kMaxBlockBytes];
+  Tile tiles[kMaxTilesPerChunk];
+};
+
+class FrameEncoder {
+ public:
+  void start(const BlockCodec& blocks, const memswap_encode_job& job) {
+    job_ = &job;
+    params_ = {static_cast<Dtype>(job.dtype), static_cast<Shape>(job.shape),
+               job.profile == MEMSWAP_FAST, job.center, false};
+    layout_ = frame::layout_of(params_.dtype, params_.shape, job.elements);
+    width_ = frame::width_of(params_.dtype);
+    params_.streaming = job.elements * width_ >= kStreamingBytes;
+    encode_block_ = blocks.encoder(params_);
+    checksum_ = job.checksum != 0 ? blocks.checksum : nullptr;
+    header_ = {};
+  }
+
+  uint32_t chunks() const { return chunks_of(layout_.tiles, width_); }
+
+  void encode_chunk(uint32_t chunk, Workspace& workspace) {
+    const uint32_t first = chunk * tiles_per_chunk(width_);
+    const uint32_t count = std::min(tiles_per_chunk(width_), layout_.tiles - first);
+    Header counted{};
+    uint8_t* payload = workspace.payloads;
+    for (uint32_t i = 0; i < count; ++i) {
+      encode_tile(first + i, workspace.tiles[i], payload, workspace.last_block, counted);
+      payload += uint64_t{workspace.tiles[i].units} * frame::kUnitBytes;
+    }
+
+    wait_for_turn(chunk);
+    for (uint32_t i = 0; i < count; ++i) {
+      place(workspace.tiles[i]);
+    }
+    add_counters(counted);
+    turn_.store(chunk + 1, std::memory_order_release);
+    turn_.notify_all();
+
+    payload = workspace.payloads;
+    for (uint32_t i = 0; i < count; ++i) {
+      const Tile& tile = workspace.tiles[i];
+      const uint64_t bytes = uint64_t{tile.units} * frame::kUnitBytes;
+      if (tile.destination != nullptr && bytes != 0) {
+        memcpy(tile.destination, payload, bytes);
+      }
+      memcpy(frame() + layout_.records + uint64_t{first + i} * frame::kRecordBytes, &tile.record,
+             sizeof(Record));
+      payload += bytes;
+    }
+  }
+
+  // After all chunks.
+  void finish() {
+    header_.magic = frame::kMagic;
+    header_.version = frame::kVersion;
+    header_.dtype = job_->dtype;
+    header_.shape = job_->shape;
+    const bool ordered = header_.overflow_used == 0 && header_.status == frame::kOk;
+    header_.flags = static_cast<uint8_t>((ordered ? frame::kOrdered : 0) |
+                                         (checksum_ != nullptr ? frame::kChecked : 0));
+    header_.elements = layout_.elements;
+    header_.blocks = layout_.blocks;
+    header_.slab_bytes = layout_.slab_bytes;
+    header_.var_capacity = job_->var_capacity;
+    memcpy(frame(), &header_, sizeof(header_));
+  }
+
+ private:
+  uint8_t* frame() const { return static_cast<uint8_t*>(job_->frame); }
+
+  void encode_tile(uint32_t index, Tile& tile, uint8_t* payload, uint8_t* last_block,
+                   Header& counted) const {
+    tile = {};
+    const uint64_t first_element = uint64_t{index} * frame::kTileElements;
+    const uint64_t tile_elements =
+        std::min<uint64_t>(frame::kTileElements, layout_.elements - first_element);
+    const auto* input = static_cast<const uint8_t*>(job_->input) + first_element * width_;
+    uint8_t* slab =
+        frame() + layout_.slabs + uint64_t{index} * frame::kTileBlocks * layout_.slab_bytes;
+    if (checksum_ != nullptr) {
+      tile.record.checksum = checksum_(input, tile_elements * width_);
+    }
+    for (uint32_t i = 0; i * frame::kBlockElements < tile_elements; ++i) {
+      const auto count = static_cast<uint32_t>(
+          std::min<uint64_t>(frame::kBlockElements, tile_elements - i * frame::kBlockElements));
+      const uint8_t* elements = input + uint64_t{i} * frame::kBlockElements * width_;
+      if (count < frame::kBlockElements) {
+        memset(last_block, 0, frame::kBlockElements * width_);
+        memcpy(last_block, elements, count * width_);
+        elements = last_block;
+      }
+      const EncodedBlock block = encode_block_(params_, elements, count, slab, payload);
+      tile.record.block[i] = Record::pack(block.mode, block.units);
+      tile.record.center[i] = block.center;
+      tile.units += block.units;
+      counted.zeros += block.zeros;
+      counted.center_sum += block.center2;
+      ++counted.mode_count[block.mode - 1];
+      payload += block.units * frame::kUnitBytes;
+      slab += layout_.slab_bytes;
+    }
+  }
+
+  void wait_for_turn(uint32_t chunk) {
+    uint32_t turn = turn_.load(std::memory_order_acquire);
+    while (turn != chunk) {
+      turn_.wait(turn, std::memory_order_acquire);
+      turn = turn_.load(std::memory_order_acquire);
+    }
+  }
+
+  void place(Tile& tile) {
+    const uint64_t room = job_->var_capacity - header_.var_used;
+    if (tile.units <= room && header_.var_used <= frame::kMaxBaseUnits) {
+      tile.record.base = static_cast<uint32_t>(header_.var_used);
+      tile.destination = frame() + layout_.var + header_.var_used * frame::kUnitBytes;
+      header_.var_used += tile.units;
+      return;
+    }
+    uint64_t position;
+    if (!take_overflow(tile.units, &position)) {
+      header_.status = frame::kNoRoom;
+      return;
+    }
+    tile.record.base = static_cast<uint32_t>(position) | frame::kBaseInOverflow;
+    tile.destination = static_cast<uint8_t*>(job_->overflow) + position * frame::kUnitBytes;
+    header_.overflow_used += tile.units;
+  }
+
+  // The arena belongs to other frames' encoders, too. A failed attempt leaves its cursor alone.
+  bool take_overflow(uint32_t units, uint64_t* position) const {
+    if (job_->overflow == nullptr) {
+      return false;
+    }
+    const std::atomic_ref<uint64_t> cursor(*job_->overflow_cursor);
+    uint64_t used = cursor.load(std::memory_order_relaxed);
+    do {
+      if (used > job_->overflow_capacity || units > job_->overflow_capacity - used) {
+        return false;
+      }
+    } while (!cursor.compare_exchange_weak(used, used + units, std::memory_order_relaxed));
+    *position = used;
+    return true;
+  }
+
+  void add_counters(const Header& counted) {
+    header_.zeros += counted.zeros;
+    header_.center_sum += counted.center_sum;
+    for (uint32_t mode = 0; mode < frame::kModeCounts; ++mode) {
+      header_.mode_count[mode] += counted.mode_count[mode];
+    }
+  }
+
+  const memswap_encode_job* job_ = nullptr;
+  EncodeParams params_{};
+  Layout layout_{};
+  uint32_t width_ = 0;
+  EncodeBlock encode_block_ = nullptr;
+  Checksum checksum_ = nullptr;
+  std::atomic<uint32_t> turn_{0};  // the chunk that may take positions
+  Header header_{};                // var_used, overflow_used, status, counters: by who has the turn
+};
+
+}  // namespace
+
+int encode_frames(const BlockCodec& blocks, const memswap_encode_job* jobs, size_t count,
+                  const memswap_launch& launch) {
+  const std::unique_ptr<FrameEncoder[]> frames(new (std::nothrow) FrameEncoder[count]);
+  if (frames == nullptr) {
+    return kOutOfMemory;
+  }
+  uint64_t chunks = 0;
+  for (size_t i = 0; i < count; ++i) {
+    frames[i].start(blocks, jobs[i]);
+    chunks += frames[i].chunks();
+  }
+  const size_t tasks = tasks_for(launch, chunks);
+  const std::unique_ptr<Workspace[]> workspaces(new (std::nothrow) Workspace[tasks]);
+  if (workspaces == nullptr) {
+    return kOutOfMemory;
+  }
+  ChunkQueue queue(chunks);
+  auto work = [&](size_t task) {
+    size_t current = 0;
+    uint64_t first_chunk = 0;
+    for (uint64_t chunk; queue.take(&chunk);) {
+      for (; chunk - first_chunk >= frames[current].chunks(); ++current) {
+        first_chunk += frames[current].chunks();
+      }
+      frames[current].encode_chunk(static_cast<uint32_t>(chunk - first_chunk), workspaces[task]);
+    }
+    blocks.fence();
+  };
+  run_tasks(launch, tasks, work);
+  for (size_t i = 0; i < count; ++i) {
+    frames[i].finish();
+  }
+  return MEMSWAP_CODEC_OK;
+}
+
+}  // namespace memswap::cpu

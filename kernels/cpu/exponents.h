@@ -1,0 +1,247 @@
+// The codes of exponents: LQ2, LQ3 and FW, and how the canonical encoder finds their centres
+// (docs/format.md sections 3 and 5). Works on any number of exponents: dense blocks have 1024,
+// sparse ones their survivors.
+#pragma once
+
+#include <stdint.h>
+
+#include <algorithm>
+
+#include "planes.h"
+
+namespace memswap::cpu::scalar {
+
+inline constexpr uint32_t kEscape = 0;  // code in L0 of what the centre's neighbourhood has not
+
+// How far an exponent is below the centre.
+constexpr uint8_t distance(uint8_t center, uint8_t exponent) {
+  return static_cast<uint8_t>(center - exponent);
+}
+
+struct Lq2 {
+  static constexpr uint32_t code(uint8_t v) { return v >= 1 && v <= 3 ? v : kEscape; }
+
+  // S1, 2 bits.
+  static constexpr uint32_t kFirstEscape = 3;
+  static constexpr uint32_t first(uint8_t v) {
+    return v == 0 ? 0 : v == 4 ? 1 : v == 5 ? 2 : kFirstEscape;
+  }
+  static constexpr uint8_t distance_of_first(uint32_t symbol) {
+    return static_cast<uint8_t>(symbol == 0 ? 0 : symbol + 3);
+  }
+
+  // S2, 4 bits.
+  static constexpr uint32_t kSecondZero = 14;
+  static constexpr uint32_t kSecondEscape = 15;
+  static constexpr uint32_t second(uint8_t v, uint8_t exponent) {
+    return v >= 6 && v <= 17 ? v - 6
+           : v == 255        ? 12
+           : v == 254        ? 13
+           : exponent == 0   ? kSecondZero
+                             : kSecondEscape;
+  }
+  static constexpr uint8_t distance_of_second(uint32_t symbol) {
+    return static_cast<uint8_t>(symbol < 12 ? symbol + 6 : symbol == 12 ? 255 : 254);
+  }
+};
+
+struct Lq3 {
+  static constexpr uint32_t code(uint8_t v) { return v >= 1 && v <= 7 ? v : kEscape; }
+
+  // S1, 4 bits.
+  static constexpr uint32_t kFirstZero = 14;
+  static constexpr uint32_t kFirstEscape = 15;
+  static constexpr uint32_t first(uint8_t v, uint8_t exponent) {
+    return v >= 8 && v <= 19 ? v - 8
+           : v == 0          ? 12
+           : v == 255        ? 13
+           : exponent == 0   ? kFirstZero
+                             : kFirstEscape;
+  }
+  static constexpr uint8_t distance_of_first(uint32_t symbol) {
+    return static_cast<uint8_t>(symbol < 12 ? symbol + 8 : symbol == 12 ? 0 : 255);
+  }
+};
+
+// The centres that the canonical encoder takes.
+struct Centers {
+  uint8_t lq2;
+  uint8_t lq3;
+};
+
+inline Centers canonical_centers(const uint8_t* exponents, uint32_t count) {
+  uint32_t max = 0;
+  for (uint32_t i = 0; i < count; ++i) {
+    max = std::max<uint32_t>(max, exponents[i]);
+  }
+  uint32_t sum = 0;
+  uint32_t nonzero = 0;
+  for (uint32_t i = 0; i < count; ++i) {
+    if (exponents[i] != 0) {
+      sum += std::min<uint32_t>(max - exponents[i], 31);
+      ++nonzero;
+    }
+  }
+  nonzero = std::max(nonzero, 1u);
+  const auto below_max = [&](uint32_t eighths) {
+    return 8 * sum > eighths * nonzero ? (8 * sum - eighths * nonzero) / (8 * nonzero) : 0;
+  };
+  return {static_cast<uint8_t>(max + 1 - below_max(7)),
+          static_cast<uint8_t>(max + 1 - below_max(19))};
+}
+
+// Bytes of S1, S2 and the E bytes.
+inline uint32_t lq2_escape_bytes(const uint8_t* exponents, uint32_t count, uint8_t center) {
+  uint32_t first = 0;
+  uint32_t second = 0;
+  uint32_t bytes = 0;
+  for (uint32_t i = 0; i < count; ++i) {
+    const uint8_t v = distance(center, exponents[i]);
+    if (Lq2::code(v) == kEscape) {
+      ++first;
+      if (Lq2::first(v) == Lq2::kFirstEscape) {
+        ++second;
+        bytes += Lq2::second(v, exponents[i]) == Lq2::kSecondEscape;
+      }
+    }
+  }
+  return bytes_of_bits(2 * first) + bytes_of_bits(4 * second) + bytes;
+}
+
+inline uint8_t* put_lq2_escapes(uint8_t* out, const uint8_t* exponents, uint32_t count,
+                                uint8_t center) {
+  const auto for_each_escape = [&](auto visit) {
+    for (uint32_t i = 0; i < count; ++i) {
+      const uint8_t v = distance(center, exponents[i]);
+      if (Lq2::code(v) == kEscape) {
+        visit(v, exponents[i]);
+      }
+    }
+  };
+  StreamWriter first(out);
+  for_each_escape([&](uint8_t v, uint8_t) { first.put(Lq2::first(v), 2); });
+  StreamWriter second(first.finish());
+  for_each_escape([&](uint8_t v, uint8_t exponent) {
+    if (Lq2::first(v) == Lq2::kFirstEscape) {
+      second.put(Lq2::second(v, exponent), 4);
+    }
+  });
+  out = second.finish();
+  for_each_escape([&](uint8_t v, uint8_t exponent) {
+    if (Lq2::first(v) == Lq2::kFirstEscape && Lq2::second(v, exponent) == Lq2::kSecondEscape) {
+      *out++ = exponent;
+    }
+  });
+  return out;
+}
+
+// Reads S1, S2 and the E bytes and writes all exponents. False if the payload ends before they do.
+inline bool get_lq2_exponents(PayloadReader& payload, const uint8_t* codes, uint32_t count,
+                              uint8_t center, uint8_t* exponents) {
+  const auto escapes = static_cast<uint32_t>(std::count(codes, codes + count, kEscape));
+  const uint8_t* first = payload.take_stream(escapes, 2);
+  if (first == nullptr) {
+    return false;
+  }
+  uint32_t seconds = 0;
+  for (uint32_t i = 0; i < escapes; ++i) {
+    seconds += stream_symbol(first, i, 2) == Lq2::kFirstEscape;
+  }
+  const uint8_t* second = payload.take_stream(seconds, 4);
+  if (second == nullptr) {
+    return false;
+  }
+  uint32_t explicit_bytes = 0;
+  for (uint32_t i = 0; i < seconds; ++i) {
+    explicit_bytes += stream_symbol(second, i, 4) == Lq2::kSecondEscape;
+  }
+  const uint8_t* bytes = payload.take(explicit_bytes);
+  if (bytes == nullptr) {
+    return false;
+  }
+  uint32_t next_first = 0;
+  uint32_t next_second = 0;
+  for (uint32_t i = 0; i < count; ++i) {
+    if (codes[i] != kEscape) {
+      exponents[i] = static_cast<uint8_t>(center - codes[i]);
+      continue;
+    }
+    const uint32_t one = stream_symbol(first, next_first++, 2);
+    if (one != Lq2::kFirstEscape) {
+      exponents[i] = static_cast<uint8_t>(center - Lq2::distance_of_first(one));
+      continue;
+    }
+    const uint32_t two = stream_symbol(second, next_second++, 4);
+    exponents[i] = two == Lq2::kSecondEscape ? *bytes++
+                   : two == Lq2::kSecondZero
+                       ? uint8_t{0}
+                       : static_cast<uint8_t>(center - Lq2::distance_of_second(two));
+  }
+  return true;
+}
+
+inline uint32_t lq3_escape_bytes(const uint8_t* exponents, uint32_t count, uint8_t center) {
+  uint32_t first = 0;
+  uint32_t bytes = 0;
+  for (uint32_t i = 0; i < count; ++i) {
+    const uint8_t v = distance(center, exponents[i]);
+    if (Lq3::code(v) == kEscape) {
+      ++first;
+      bytes += Lq3::first(v, exponents[i]) == Lq3::kFirstEscape;
+    }
+  }
+  return bytes_of_bits(4 * first) + bytes;
+}
+
+inline uint8_t* put_lq3_escapes(uint8_t* out, const uint8_t* exponents, uint32_t count,
+                                uint8_t center) {
+  const auto for_each_escape = [&](auto visit) {
+    for (uint32_t i = 0; i < count; ++i) {
+      const uint8_t v = distance(center, exponents[i]);
+      if (Lq3::code(v) == kEscape) {
+        visit(Lq3::first(v, exponents[i]), exponents[i]);
+      }
+    }
+  };
+  StreamWriter first(out);
+  for_each_escape([&](uint32_t symbol, uint8_t) { first.put(symbol, 4); });
+  out = first.finish();
+  for_each_escape([&](uint32_t symbol, uint8_t exponent) {
+    if (symbol == Lq3::kFirstEscape) {
+      *out++ = exponent;
+    }
+  });
+  return out;
+}
+
+inline bool get_lq3_exponents(PayloadReader& payload, const uint8_t* codes, uint32_t count,
+                              uint8_t center, uint8_t* exponents) {
+  const auto escapes = static_cast<uint32_t>(std::count(codes, codes + count, kEscape));
+  const uint8_t* first = payload.take_stream(escapes, 4);
+  if (first == nullptr) {
+    return false;
+  }
+  uint32_t explicit_bytes = 0;
+  for (uint32_t i = 0; i < escapes; ++i) {
+    explicit_bytes += stream_symbol(first, i, 4) == Lq3::kFirstEscape;
+  }
+  const uint8_t* bytes = payload.take(explicit_bytes);
+  if (bytes == nullptr) {
+    return false;
+  }
+  uint32_t next_first = 0;
+  for (uint32_t i = 0; i < count; ++i) {
+    if (codes[i] != kEscape) {
+      exponents[i] = static_cast<uint8_t>(center - codes[i]);
+      continue;
+    }
+    const uint32_t one = stream_symbol(first, next_first++, 4);
+    exponents[i] = one == Lq3::kFirstEscape ? *bytes++
+                   : one == Lq3::kFirstZero
+                       ? uint8_t{0}
+                       : static_cast<uint8_t>(center - Lq3::distance_of_first(one));
+  }
+  return true;
+}
+
+}  // namespace memswap::cpu::scalar

@@ -1,0 +1,194 @@
+// Damaged frames: an error, or the tensor as it was; never a byte outside the buffers.
+#include "support.h"
+
+namespace memswap::test {
+namespace {
+
+class Hostile : public CpuCodecTest {
+ protected:
+  // Two tiles, so that the second one has blocks that are missing.
+  static constexpr uint64_t kElementCount = 8192 + 1024 + 100;
+
+  template <typename Check>
+  void for_each_frame(uint64_t elements, Check check) {
+    for (const Dtype dtype : {Dtype::kBf16, Dtype::kFp16, Dtype::kFp32, Dtype::kE4m3, Dtype::kFp64,
+                              Dtype::kBool, Dtype::kInt16, Dtype::kInt64}) {
+      for (const Shape shape : shapes_of(dtype)) {
+        SCOPED_TRACE(describe(dtype, shape));
+        const Tensor tensor({Kind::kMixed, 0}, dtype, 33, elements);
+        Frame frame = encode(codec(), tensor, {.shape = shape});
+        check(tensor, frame);
+        if (HasFatalFailure()) {
+          return;
+        }
+      }
+    }
+  }
+
+  // Frames are written with checksums, so that what is not an error is the tensor.
+  void expect_error_or_tensor(const Frame& frame, const Tensor& tensor) {
+    const uint32_t status = decode(codec(), frame, &output(tensor));
+    if (status == frame::kOk) {
+      ASSERT_TRUE(output(tensor).buffer == tensor.buffer) << "wrong elements without an error";
+    }
+  }
+
+  Tensor& output(const Tensor& like) {
+    if (!output_ || output_->dtype != like.dtype || output_->elements != like.elements) {
+      output_.emplace(like.dtype, like.elements);
+    }
+    return *output_;
+  }
+
+ private:
+  std::optional<Tensor> output_;
+};
+
+TEST_P(Hostile, EveryFlippedBitOfHeaderAndRecordsIsNoticedOrHarmless) {
+  for_each_frame(kElementCount, [&](const Tensor& tensor, Frame& frame) {
+    const Layout layout = frame.layout();
+    for (uint64_t byte = 0; byte < layout.var;
+         byte += byte + 1 == layout.slabs ? layout.records - layout.slabs + 1 : 1) {
+      for (int bit = 0; bit < 8; ++bit) {
+        frame.bytes.data()[byte] ^= static_cast<uint8_t>(1 << bit);
+        expect_error_or_tensor(frame, tensor);
+        frame.bytes.data()[byte] ^= static_cast<uint8_t>(1 << bit);
+      }
+    }
+  });
+}
+
+TEST_P(Hostile, FlippedBitsOfSlabsAndPayloadsAreNoticedOrHarmless) {
+  for_each_frame(3000, [&](const Tensor& tensor, Frame& frame) {
+    const uint64_t end = frame.layout().var + frame.header().var_used * frame::kUnitBytes;
+    for (uint64_t i = 0; i < 600; ++i) {
+      const uint64_t bit = splitmix64(5, i) % (8 * (end - frame::kHeaderBytes));
+      uint8_t& byte = frame.bytes.data()[frame::kHeaderBytes + bit / 8];
+      byte ^= static_cast<uint8_t>(1 << bit % 8);
+      expect_error_or_tensor(frame, tensor);
+      byte ^= static_cast<uint8_t>(1 << bit % 8);
+    }
+  });
+}
+
+TEST_P(Hostile, TruncatedFramesAreErrors) {
+  for_each_frame(1500, [&](const Tensor& tensor, Frame& frame) {
+    for (uint64_t bytes = 0; bytes < frame.bytes.size(); bytes += bytes < 200 ? 1 : 61) {
+      // A buffer of its own, so that a sanitizer sees every byte behind its end.
+      Frame shorter{GuardedBuffer(bytes), GuardedBuffer()};
+      memcpy(shorter.bytes.data(), frame.bytes.data(), bytes);
+      ASSERT_NE(decode(codec(), shorter, &output(tensor)), frame::kOk) << bytes << " bytes";
+    }
+  });
+}
+
+TEST_P(Hostile, RandomRecordsStayInsideTheBuffers) {
+  for_each_frame(kElementCount, [&](const Tensor& tensor, Frame& frame) {
+    const Layout layout = frame.layout();
+    for (uint64_t i = 0; i < 200; ++i) {
+      Frame random{GuardedBuffer(frame.bytes.size()), GuardedBuffer(256)};
+      memcpy(random.bytes.data(), frame.bytes.data(), frame.bytes.size());
+      const uint64_t at = layout.records + splitmix64(i, 0) % (layout.tiles * sizeof(Record));
+      for (uint64_t byte = at; byte < layout.var && byte < at + 4; ++byte) {
+        random.bytes.data()[byte] = static_cast<uint8_t>(splitmix64(i, byte));
+      }
+      expect_error_or_tensor(random, tensor);
+    }
+  });
+}
+
+TEST_P(Hostile, AFrameOfAnotherTensorIsAnError) {
+  const Tensor tensor({Kind::kNormal, 0}, Dtype::kBf16, 1, 2000);
+  const Frame frame = encode(codec(), tensor, {});
+  for (const auto& [dtype, elements] :
+       {std::pair{Dtype::kFp16, 2000}, {Dtype::kBf16, 1999}, {Dtype::kBf16, 2001}}) {
+    Tensor other(dtype, static_cast<uint64_t>(elements));
+    EXPECT_EQ(decode(codec(), frame, &other), frame::kBadHeader);
+  }
+}
+
+TEST_P(Hostile, EachKindOfDamageHasItsStatus) {
+  const Tensor tensor({Kind::kOutliers, 6}, Dtype::kBf16, 1, 2000);
+  const auto status_after = [&](auto damage) {
+    Frame frame = encode(codec(), tensor, {});
+    Record record = frame.record(0);
+    damage(frame, record);
+    memcpy(frame.bytes.data() + frame.layout().records, &record, sizeof(record));
+    Tensor output(tensor.dtype, tensor.elements);
+    return decode(codec(), frame, &output);
+  };
+  EXPECT_EQ(status_after([](Frame& frame, Record&) { frame.bytes.data()[0] ^= 1; }),
+            frame::kBadHeader);
+  EXPECT_EQ(status_after([](Frame&, Record& record) { record.block[0] |= 0xf000; }),
+            frame::kBadRecord);
+  EXPECT_EQ(status_after([](Frame&, Record& record) { record.block[7] = 1 << 12; }),
+            frame::kBadRecord)
+      << "a block behind the last one";
+  EXPECT_EQ(status_after([](Frame&, Record& record) { record.base |= frame::kBaseInOverflow; }),
+            frame::kBadRecord)
+      << "there is no arena";
+  EXPECT_EQ(status_after([](Frame&, Record& record) { record.base = 1 << 20; }), frame::kBadRecord);
+  EXPECT_EQ(status_after([](Frame&, Record& record) { --record.block[0]; }), frame::kBadPayload);
+  EXPECT_EQ(status_after([](Frame&, Record& record) { ++record.block[0]; }), frame::kBadPayload);
+  EXPECT_EQ(status_after([](Frame&, Record& record) { ++record.checksum; }), frame::kBadChecksum);
+  EXPECT_EQ(status_after([](Frame& frame, Record&) { frame.bytes.data()[200] ^= 1; }),
+            frame::kBadChecksum);
+}
+
+TEST_P(Hostile, EveryModeRefusesAPayloadOfAnotherLength) {
+  for (const Dtype dtype : all_dtypes()) {
+    for (const Shape shape : shapes_of(dtype)) {
+      for (const Pattern pattern : kPatterns) {
+        SCOPED_TRACE(describe(dtype, shape) + " " + describe(pattern));
+        const Tensor tensor(pattern, dtype, 1, 1024);
+        Frame frame = encode(codec(), tensor, {.shape = shape, .checksum = false});
+        const Record good = frame.record(0);
+        const auto status_with = [&](uint32_t units) {
+          Record record = good;
+          record.block[0] = Record::pack(Record::mode(good.block[0]), units);
+          memcpy(frame.bytes.data() + frame.layout().records, &record, sizeof(record));
+          return decode(codec(), frame, &output(tensor));
+        };
+        const uint32_t units = Record::units(good.block[0]);
+        const uint32_t longest = frame.layout().max_payload_units;
+        if (units > 0) {
+          ASSERT_EQ(status_with(units - 1), frame::kBadPayload);
+          ASSERT_EQ(status_with(0), frame::kBadPayload);
+        }
+        ASSERT_EQ(status_with(units + 1), units < longest ? frame::kBadPayload : frame::kBadRecord);
+        ASSERT_EQ(status_with(units), frame::kOk);
+      }
+    }
+  }
+}
+
+TEST_P(Hostile, WithoutVerifyChecksumsAreNotLookedAt) {
+  const Tensor tensor({Kind::kNormal, 0}, Dtype::kBf16, 1, 2000);
+  Frame frame = encode(codec(), tensor, {});
+  Record record = frame.record(0);
+  ++record.checksum;
+  memcpy(frame.bytes.data() + frame.layout().records, &record, sizeof(record));
+  Tensor output(tensor.dtype, tensor.elements);
+  uint32_t status = 0;
+  memswap_decode_job job = decode_job(frame, &output, &status);
+  job.verify = 0;
+  ASSERT_EQ(codec().decode(&job, 1, nullptr), MEMSWAP_CODEC_OK);
+  EXPECT_EQ(status, frame::kOk);
+  EXPECT_TRUE(output.buffer == tensor.buffer);
+}
+
+TEST_P(Hostile, StatusBitsAreAdded) {
+  const Tensor tensor({Kind::kNormal, 0}, Dtype::kBf16, 1, 2000);
+  Frame frame = encode(codec(), tensor, {});
+  frame.bytes.data()[0] ^= 1;
+  Tensor output(tensor.dtype, tensor.elements);
+  uint32_t status = 1u << 31;
+  const memswap_decode_job job = decode_job(frame, &output, &status);
+  ASSERT_EQ(codec().decode(&job, 1, nullptr), MEMSWAP_CODEC_OK);
+  EXPECT_EQ(status, 1u << 31 | frame::kBadHeader);
+}
+
+MEMSWAP_FOR_EACH_INSTRUCTION_SET(Hostile);
+
+}  // namespace
+}  // namespace memswap::test

@@ -1,0 +1,199 @@
+// One block at a time, every instruction set beside the oracle: what it writes, what it refuses,
+// and that it stays inside its buffers. Also where frames cannot reach: outputs around the caches
+// for small jobs, payloads that are cut or damaged, at every alignment.
+#include "../cpu/codec.h"
+#include "support.h"
+
+namespace memswap::test {
+namespace {
+
+using cpu::BlockCodec;
+using cpu::EncodedBlock;
+using cpu::EncodeParams;
+using cpu::Isa;
+
+constexpr uint32_t kBlock = frame::kBlockElements;
+
+struct EncodeResult {
+  EncodedBlock block;
+  GuardedBuffer slab;
+  GuardedBuffer payload;
+};
+
+// The random choices of a case, by number.
+class Choices {
+ public:
+  explicit Choices(uint64_t seed) : seed_(seed) {}
+  uint64_t below(uint64_t bound) { return splitmix64(seed_, counter_++) % bound; }
+
+ private:
+  uint64_t seed_;
+  uint64_t counter_ = 0;
+};
+
+class OneBlock : public testing::TestWithParam<Isa> {
+ protected:
+  void SetUp() override {
+    blocks_ = cpu::blocks_of(GetParam());
+    if (blocks_ == nullptr) {
+      GTEST_SKIP() << "not built, or not on this processor";
+    }
+  }
+
+  static EncodeResult encode(const BlockCodec& blocks, const EncodeParams& params,
+                             const GuardedBuffer& elements, uint32_t count) {
+    const uint32_t slab = frame::slab_bytes(params.dtype, params.shape);
+    const uint32_t payload =
+        frame::max_payload_units(params.dtype, params.shape) * frame::kUnitBytes;
+    EncodeResult result{{}, GuardedBuffer(slab), GuardedBuffer(payload + cpu::kSlackBytes)};
+    result.block = blocks.encoder(params)(params, elements.data(), count, result.slab.data(),
+                                          result.payload.data());
+    blocks.fence();
+    return result;
+  }
+
+  void expect_same_block(const EncodeResult& mine, const EncodeResult& oracle) {
+    EXPECT_EQ(mine.block.mode, oracle.block.mode);
+    EXPECT_EQ(mine.block.units, oracle.block.units);
+    EXPECT_EQ(mine.block.zeros, oracle.block.zeros);
+    EXPECT_EQ(mine.block.center, oracle.block.center);
+    EXPECT_EQ(mine.block.center2, oracle.block.center2);
+    EXPECT_TRUE(mine.slab == oracle.slab) << "another slab than the oracle's";
+    EXPECT_EQ(0, memcmp(mine.payload.data(), oracle.payload.data(),
+                        oracle.block.units * frame::kUnitBytes))
+        << "another payload than the oracle's";
+    EXPECT_TRUE(mine.slab.guards_are_whole() && mine.payload.guards_are_whole())
+        << "wrote outside of the slab or the payload";
+  }
+
+  // Whether both accept, with the same elements. `units` of `payload` are what the decoders are
+  // told.
+  void expect_same_elements(Dtype dtype, Shape shape, bool streaming, uint32_t offset,
+                            const EncodeResult& coded, const EncodedBlock& told) {
+    const uint32_t bytes = kBlock * frame::width_of(dtype);
+    const uint32_t told_bytes = told.units * frame::kUnitBytes;
+    GuardedBuffer payload(told_bytes + cpu::kSlackBytes);
+    memcpy(payload.data(), coded.payload.data(),
+           std::min<uint64_t>(told_bytes, coded.payload.size()));
+    GuardedBuffer mine(bytes, offset), oracle(bytes, offset);
+    const auto decode = [&](const BlockCodec& blocks, GuardedBuffer& out) {
+      const bool ok = blocks.decoder(dtype, shape, streaming)(
+          out.data(), coded.slab.data(), payload.data(), told.mode, told.units, told.center);
+      blocks.fence();
+      return ok;
+    };
+    const bool expected = decode(cpu::scalar_blocks(), oracle);
+    ASSERT_EQ(decode(*blocks_, mine), expected) << "accepts what the oracle does not, or refuses";
+    EXPECT_TRUE(!expected || mine == oracle) << "other elements than the oracle's";
+    EXPECT_TRUE(mine.guards_are_whole()) << "wrote outside of the elements";
+  }
+
+  const BlockCodec* blocks_ = nullptr;
+};
+
+template <typename Check>
+void for_each_block(uint32_t repeats, Check check) {
+  for (const Dtype dtype : all_dtypes()) {
+    for (const Shape shape : shapes_of(dtype)) {
+      for (const Pattern pattern : kPatterns) {
+        for (uint64_t seed = 0; seed < repeats; ++seed) {
+          SCOPED_TRACE(describe(dtype, shape) + " " + describe(pattern) + " seed " +
+                       std::to_string(seed));
+          Choices choices(seed * 1000 + static_cast<uint64_t>(dtype));
+          const auto count =
+              static_cast<uint32_t>(seed % 3 == 0 ? 1 + choices.below(kBlock) : kBlock);
+          const uint32_t width = frame::width_of(dtype);
+          GuardedBuffer elements(uint64_t{kBlock} * width, seed % 2 == 0 ? 0 : width);
+          memset(elements.data(), 0, elements.size());
+          fill(pattern, dtype, seed, 0, count, elements.data());
+          check(dtype, shape, elements, count, choices);
+          if (testing::Test::HasFailure()) {
+            return;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_P(OneBlock, IsCodedToTheOraclesBytesAndBack) {
+  for_each_block(6, [&](Dtype dtype, Shape shape, const GuardedBuffer& elements, uint32_t count,
+                        Choices& choices) {
+    for (const bool streaming : {false, true}) {
+      for (const bool fast : {false, true}) {
+        const EncodeParams params{dtype, shape, fast, static_cast<uint8_t>(choices.below(256)),
+                                  streaming};
+        const EncodeResult oracle = encode(cpu::scalar_blocks(), params, elements, count);
+        expect_same_block(encode(*blocks_, params, elements, count), oracle);
+        for (const uint32_t offset : {0u, frame::width_of(dtype)}) {
+          expect_same_elements(dtype, shape, streaming, offset, oracle, oracle.block);
+        }
+      }
+    }
+  });
+}
+
+TEST_P(OneBlock, DamagedIsRefusedExactlyWhereTheOracleRefuses) {
+  for_each_block(4, [&](Dtype dtype, Shape shape, const GuardedBuffer& elements, uint32_t count,
+                        Choices& choices) {
+    const EncodeParams params{dtype, shape, false, 0, false};
+    const uint32_t longest = frame::max_payload_units(dtype, shape);
+    for (uint32_t damage = 0; damage < 12; ++damage) {
+      EncodeResult coded = encode(cpu::scalar_blocks(), params, elements, count);
+      EncodedBlock told = coded.block;
+      const uint64_t payload_bytes = uint64_t{told.units} * frame::kUnitBytes;
+      switch (damage % 6) {
+        case 0:
+          told.units = static_cast<uint32_t>(choices.below(longest + 1));
+          break;
+        case 1:
+          told.units -= told.units != 0;
+          break;
+        case 2:
+          told.units += told.units != longest;
+          break;
+        case 3:
+          told.center = static_cast<uint8_t>(choices.below(256));
+          break;
+        case 4:
+          if (payload_bytes != 0) {
+            coded.payload.data()[choices.below(payload_bytes)] ^=
+                static_cast<uint8_t>(1 << choices.below(8));
+          }
+          break;
+        default:
+          if (coded.slab.size() != 0) {
+            coded.slab.data()[choices.below(coded.slab.size())] ^=
+                static_cast<uint8_t>(1 << choices.below(8));
+          }
+      }
+      const auto mode = static_cast<uint32_t>(choices.below(frame::kModes));
+      if (damage >= 6 && frame::mode_fits(dtype, shape, mode)) {
+        told.mode = mode;
+      }
+      expect_same_elements(dtype, shape, false, 0, coded, told);
+    }
+  });
+}
+
+TEST_P(OneBlock, ChecksumIsTheOraclesForEveryNumberOfBytes) {
+  GuardedBuffer bytes(uint64_t{frame::kTileElements} * 8, 1);
+  fill({Kind::kRandomBits, 0}, Dtype::kUint8, 1, 0, bytes.size(), bytes.data());
+  for (uint64_t size = 0; size <= bytes.size(); size += size < 1100 ? 1 : 997) {
+    ASSERT_EQ(blocks_->checksum(bytes.data(), size),
+              cpu::scalar_blocks().checksum(bytes.data(), size))
+        << size << " bytes";
+  }
+  memset(bytes.data(), 255, bytes.size());
+  EXPECT_EQ(blocks_->checksum(bytes.data(), bytes.size()),
+            cpu::scalar_blocks().checksum(bytes.data(), bytes.size()))
+      << "the largest sum there is";
+}
+
+INSTANTIATE_TEST_SUITE_P(Cpu, OneBlock, testing::Values(Isa::kVector, Isa::kAvx512),
+                         [](const testing::TestParamInfo<Isa>& info) {
+                           return info.param == Isa::kVector ? "vector" : "avx512";
+                         });
+
+}  // namespace
+}  // namespace memswap::test
