@@ -1,0 +1,317 @@
+// Shape ints for elements of 1, 2 and 4 bytes: distances above the block's minimum.
+#pragma once
+
+#include "raw.h"
+#include "splits.h"
+#include "statistics.h"
+
+namespace memswap::ascend {
+
+template <uint32_t kWidth, bool kSigned>
+class Ints {
+ public:
+  static constexpr uint32_t kSlabBytes = 0;
+  static constexpr uint32_t kMode = frame::kReference;
+  static constexpr uint32_t kBlocks = PlainStep<kWidth>::kBlocks;
+  static constexpr uint32_t kBits = 8 * kWidth;
+  static constexpr uint32_t kLiteralBytes = kBlockLanes * kWidth;
+  static constexpr uint32_t kMinimumBytes = 8;
+  static constexpr uint32_t kPlanesAt = kUnifiedBlockBytes;  // in a slot, behind the minimum
+  static constexpr uint32_t kPayloadBytes = kPlanesAt + kLiteralBytes;
+
+  __aicore__ inline void init(TPipe* pipe) {
+    pipe_ = pipe;
+    pipe->InitBuffer(values_, kBlocks * kBlockLanes * kValueBytes);
+    pipe->InitBuffer(lanes_, kLanesNeeded * 2);
+    pipe->InitBuffer(floats_, 8 * 64 * 4);
+    pipe->InitBuffer(extremes_, kExtremes * 4);
+    pipe->InitBuffer(ones_, kBlockLanes * 2);
+    pipe->InitBuffer(slots_, 2, kPayloadBytes);
+    Duplicate(ones_.Get<half>(), static_cast<half>(1.0f), static_cast<int32_t>(kBlockLanes));
+    masks_.init(pipe);
+  }
+
+  __aicore__ inline bool encode(const Bytes& x, const Bytes&, uint32_t count, uint32_t blocks,
+                                uint32_t first, TileRecord* record, PayloadWriter* payloads) {
+    // In the order of signed integers, and missing elements like one that is there.
+    widen(x, count);
+    int32_t minimum[kBlocks];
+    int32_t maximum[kBlocks];
+    find_extremes(minimum, maximum);
+    const LocalTensor<Value> values = values_.template Get<Value>();
+    for (uint32_t b = 0; b < kBlocks; ++b) {
+      Adds(values[b * kBlockLanes], values[b * kBlockLanes],
+           static_cast<Value>(0u - static_cast<uint32_t>(minimum[b])),
+           static_cast<int32_t>(kBlockLanes));
+    }
+    barrier();
+    if (count % kBlockLanes != 0) {
+      fill_values(count, static_cast<Value>(0));
+    }
+    separate();
+    bool stored = true;
+    bool moved = false;
+    for (uint32_t b = 0; b < blocks; ++b) {
+      const uint32_t range = static_cast<uint32_t>(maximum[b]) - static_cast<uint32_t>(minimum[b]);
+      const uint32_t bits = 64 - static_cast<uint32_t>(ScalarCountLeadingZero(uint64_t{range}));
+      const bool literal = bits == kBits;
+      const uint32_t bytes = literal ? kLiteralBytes : kMinimumBytes + kBlockLanes / 8 * bits;
+      record->set(first + b, literal ? frame::kLiteral : frame::kReference,
+                  bytes / frame::kUnitBytes, literal ? 0 : bits);
+      GM_ADDR to = payloads->take(bytes / frame::kUnitBytes);
+      if (to == nullptr) {
+        stored = false;
+      } else if (literal) {
+        if (!moved) {
+          hand_over<HardEvent::V_MTE3>(pipe_);  // and, by V's own wait, what MTE2 loaded
+          moved = true;
+        }
+        PayloadWriter::store(to, x[b * kLiteralBytes], kLiteralBytes);
+      } else {
+        store_reference(to, b, bits, element_bits(minimum[b]));
+      }
+    }
+    if (moved) {
+      hand_over<HardEvent::MTE3_V>(pipe_);  // before the queue gives x away
+    }
+    return stored;
+  }
+
+  __aicore__ inline void load(const Bytes& payload, GM_ADDR from, uint32_t mode, uint32_t bytes) {
+    const bool literal = mode == frame::kLiteral;
+    const uint32_t head = literal ? bytes : kMinimumBytes;
+    if (bytes < head || bytes == 0) {
+      return;
+    }
+    GlobalTensor<uint8_t> global;
+    global.SetGlobalBuffer(reinterpret_cast<__gm__ uint8_t*>(from), bytes);
+    const DataCopyPadExtParams<uint8_t> pad(false, 0, 0, 0);
+    DataCopyPad(payload, global, DataCopyExtParams(1, head, 0, 0, 0), pad);
+    if (bytes > head) {
+      DataCopyPad(payload[kPlanesAt], global[head], DataCopyExtParams(1, bytes - head, 0, 0, 0),
+                  pad);
+    }
+  }
+
+  __aicore__ inline bool decode(const Bytes& x, const Bytes&, const Bytes& payload, uint32_t mode,
+                                uint32_t bytes, uint32_t bits) {
+    if (mode == frame::kLiteral) {
+      if (bytes == kLiteralBytes) {
+        copy_bytes(x, payload, kLiteralBytes);
+      }
+      return bytes == kLiteralBytes;
+    }
+    if (bits >= kBits || bytes != kMinimumBytes + kBlockLanes / 8 * bits) {
+      return false;
+    }
+    hand_over<HardEvent::V_S>(pipe_);
+    const uint32_t minimum = payload.ReinterpretCast<uint32_t>().GetValue(0);
+    hand_over<HardEvent::S_V>(pipe_);
+    const Lanes low = lane(0);
+    const Lanes high = lane(1);
+    barrier();
+    Duplicate(low, (int16_t)0, static_cast<int32_t>(kBlockLanes));
+    Duplicate(high, (int16_t)0, static_cast<int32_t>(kBlockLanes));
+    barrier();
+    for_each_plane(bits, [&](uint32_t shift, uint32_t width, uint32_t at) {
+      add_plane(shift < 16 ? low : high, payload[kPlanesAt + at], shift % 16, width, lane(2),
+                lane(3), masks_, ones_.Get<half>());
+    });
+    if constexpr (kWidth == 4) {
+      const LocalTensor<int32_t> words = x.ReinterpretCast<int32_t>();
+      combine_halves(x.ReinterpretCast<int16_t>(), low, high, lane(2), kBlockLanes);
+      Adds(words, words, static_cast<int32_t>(minimum), static_cast<int32_t>(kBlockLanes));
+    } else {
+      Adds(low, low, static_cast<int16_t>(minimum), static_cast<int32_t>(kBlockLanes));
+      barrier();
+      if constexpr (kWidth == 2) {
+        copy_bytes(x, low.ReinterpretCast<uint8_t>(), kLiteralBytes);
+      } else {
+        and_all(low, low, masks_.low_bits(8), kBlockLanes);
+        barrier();
+        lanes_to_half(low, kBlockLanes);
+        barrier();
+        half_to_bytes(x, low, kBlockLanes);
+      }
+    }
+    return true;
+  }
+
+ private:
+  // Bytes are widened to lanes of 16 bits.
+  using Value = std::conditional_t<kWidth == 4, int32_t, int16_t>;
+  static constexpr uint32_t kValueBytes = sizeof(Value);
+  static constexpr Value kLowest = std::numeric_limits<Value>::min();
+  // Unsigned values become signed ones by a change of their highest bit; bytes are small anyway.
+  static constexpr bool kShifted = !kSigned && kWidth != 1;
+  // Two halves of a step's words, or the scratch of a fold, or 1024 lanes five times.
+  static constexpr uint32_t kLanesNeeded = 8 * kBlockLanes + 2 * kBlockLanes;
+  static constexpr uint32_t kExtremes = 2 * 8 * 8;
+
+  __aicore__ inline Lanes lane(uint32_t i) { return lanes_.Get<int16_t>()[i * kBlockLanes]; }
+
+  template <class Visit>
+  __aicore__ inline static void for_each_plane(uint32_t bits, Visit visit) {
+    uint32_t at = 0;
+    uint32_t shift = 0;
+    for (; bits - shift >= 8; shift += 8) {
+      visit(shift, 8u, at);
+      at += kBlockLanes;
+    }
+    for (uint32_t width = 4; width >= 1; width /= 2) {
+      if (((bits & 7u) & width) != 0) {
+        visit(shift, width, at);
+        shift += width;
+        at += kBlockLanes / 8 * width;
+      }
+    }
+  }
+
+  __aicore__ inline uint32_t element_bits(int32_t value) {
+    const uint32_t bits = static_cast<uint32_t>(value) + (kShifted ? 1u << (kBits - 1) : 0u);
+    return kBits == 32 ? bits : bits & ((1u << kBits % 32) - 1);
+  }
+
+  __aicore__ inline void fill_values(uint32_t count, Value value) {
+    // From the last element to the end of the step.
+    constexpr uint32_t per_repeat = 256 / kValueBytes;
+    const LocalTensor<Value> values = values_.template Get<Value>();
+    uint32_t next = count / per_repeat * per_repeat;
+    if (next != count) {
+      const uint32_t kept = count - next;
+      uint64_t mask[2] = {kept < 64 ? ~uint64_t{0} << kept : 0, 0};
+      if constexpr (kValueBytes == 2) {
+        mask[1] = kept < 64 ? ~uint64_t{0} : ~uint64_t{0} << (kept - 64);
+      }
+      Duplicate(values[next], value, mask, 1, 1, 8);
+      next += per_repeat;
+    }
+    if (next < kBlocks * kBlockLanes) {
+      Duplicate(values[next], value, static_cast<int32_t>(kBlocks * kBlockLanes - next));
+    }
+    barrier();
+  }
+
+  __aicore__ inline void widen(const Bytes& x, uint32_t count) {
+    constexpr int32_t n = kBlocks * kBlockLanes;
+    const LocalTensor<Value> values = values_.template Get<Value>();
+    barrier();
+    if constexpr (kWidth == 1) {
+      const LocalTensor<half> wide = values_.template Get<half>();
+      if constexpr (kSigned) {
+        Cast(wide, x.ReinterpretCast<int8_t>(), RoundMode::CAST_NONE, n);
+      } else {
+        Cast(wide, x, RoundMode::CAST_NONE, n);
+      }
+      barrier();
+      Cast(values, wide, RoundMode::CAST_RINT, n);
+    } else {
+      Adds(values, x.ReinterpretCast<Value>(), static_cast<Value>(kShifted ? kLowest : 0), n);
+    }
+    barrier();
+    if (count % kBlockLanes != 0) {
+      hand_over<HardEvent::V_S>(pipe_);
+      const Value present = values.GetValue(count - 1);
+      hand_over<HardEvent::S_V>(pipe_);
+      fill_values(count, present);
+    }
+  }
+
+  __aicore__ inline void find_extremes(int32_t* minimum, int32_t* maximum) {
+    const LocalTensor<int32_t> extremes = extremes_.Get<int32_t>();
+    hand_over<HardEvent::S_V>(pipe_);
+    if constexpr (kWidth == 4) {
+      const LocalTensor<int32_t> values = values_.template Get<int32_t>();
+      const LocalTensor<int32_t> scratch = lanes_.Get<int32_t>();
+      for (uint32_t b = 0; b < kBlocks; ++b) {
+        const LocalTensor<int32_t> block = values[b * kBlockLanes];
+        Min(scratch, block, block[512], 512);
+        Max(scratch[512], block, block[512], 512);
+        barrier();
+        for (int32_t left = 256; left >= 8; left /= 2) {
+          Min(scratch, scratch, scratch[left], left);
+          Max(scratch[512], scratch[512], scratch[512 + left], left);
+          barrier();
+        }
+        Adds(extremes[b * 16], scratch, 0, 8);
+        Adds(extremes[b * 16 + 8], scratch[512], 0, 8);
+        barrier();
+      }
+      hand_over<HardEvent::V_S>(pipe_);
+      for (uint32_t b = 0; b < kBlocks; ++b) {
+        minimum[b] = extremes.GetValue(b * 16);
+        maximum[b] = extremes.GetValue(b * 16 + 8);
+        for (uint32_t i = 1; i < 8; ++i) {
+          const int32_t low = extremes.GetValue(b * 16 + i);
+          const int32_t high = extremes.GetValue(b * 16 + 8 + i);
+          minimum[b] = low < minimum[b] ? low : minimum[b];
+          maximum[b] = high > maximum[b] ? high : maximum[b];
+        }
+      }
+    } else {
+      const Lanes values = values_.template Get<int16_t>();
+      // 16 bits are exact in float.
+      const LocalTensor<float> floats = floats_.Get<float>();
+      const LocalTensor<float> result = extremes_.Get<float>();
+      Cast(floats, fold_to_64<Fold::kMin>(values, lanes_.Get<int16_t>(), kBlocks),
+           RoundMode::CAST_NONE, kBlocks * 64);
+      barrier();
+      WholeReduceMin(result, floats, 64, static_cast<int32_t>(kBlocks), 1, 1, 8,
+                     ReduceOrder::ORDER_ONLY_VALUE);
+      Cast(floats[0], fold_max(values), RoundMode::CAST_NONE, kBlocks * 64);
+      barrier();
+      WholeReduceMax(result[8], floats, 64, static_cast<int32_t>(kBlocks), 1, 1, 8,
+                     ReduceOrder::ORDER_ONLY_VALUE);
+      barrier();
+      Cast(extremes[16], result, RoundMode::CAST_RINT, 16);
+      hand_over<HardEvent::V_S>(pipe_);
+      for (uint32_t b = 0; b < kBlocks; ++b) {
+        minimum[b] = extremes.GetValue(16 + b);
+        maximum[b] = extremes.GetValue(24 + b);
+      }
+    }
+  }
+  __aicore__ inline Lanes fold_max(const Lanes& values) {
+    barrier();
+    return fold_to_64<Fold::kMax>(values, lanes_.Get<int16_t>(), kBlocks);
+  }
+
+  // Words into halves; the lanes of a block are then where the planes are taken from.
+  __aicore__ inline void separate() {
+    if constexpr (kWidth == 4) {
+      separate_halves(lanes_.Get<int16_t>(), lane(kBlocks), values_.template Get<int16_t>(),
+                      kBlocks * kBlockLanes);
+    }
+  }
+  __aicore__ inline Lanes symbols(uint32_t b, bool upper) {
+    return kWidth == 4 ? lane(upper ? kBlocks + b : b)
+                       : values_.template Get<int16_t>()[b * kBlockLanes];
+  }
+
+  __aicore__ inline void store_reference(GM_ADDR to, uint32_t b, uint32_t bits, uint32_t minimum) {
+    Bytes slot = slots_.template AllocTensor<uint8_t>();
+    const LocalTensor<uint32_t> words = slot.ReinterpretCast<uint32_t>();
+    uint64_t lowest[2] = {1, 0};
+    uint64_t second[2] = {2, 0};
+    Duplicate(words, minimum, lowest, 1, 1, 8);
+    Duplicate(words, 0u, second, 1, 1, 8);
+    for_each_plane(bits, [&](uint32_t shift, uint32_t width, uint32_t at) {
+      put_plane(slot[kPlanesAt + at], symbols(b, shift >= 16), shift % 16, width, lane(2 * 4),
+                lane(2 * 4 + 1));
+    });
+    slots_.EnQue(slot);
+    slot = slots_.template DeQue<uint8_t>();
+    PayloadWriter::store(to, slot, kMinimumBytes);
+    if (bits != 0) {
+      PayloadWriter::store(to + kMinimumBytes, slot[kPlanesAt], kBlockLanes / 8 * bits);
+    }
+    slots_.FreeTensor(slot);
+  }
+
+  TPipe* pipe_;
+  TQue<TPosition::VECOUT, 1> slots_;
+  TBuf<TPosition::VECCALC> values_, lanes_, floats_, extremes_, ones_;
+  Masks masks_;
+};
+
+}  // namespace memswap::ascend

@@ -1,0 +1,105 @@
+// Vectors of 16-bit lanes and what every kernel does with them. The vector unit has no integers of
+// 8 bits and no bit operations on 32: everything is done in lanes of 16 bits, whose type is a view.
+#pragma once
+
+#include "kernel_operator.h"
+#include "memswap/frame.h"
+
+namespace memswap::ascend {
+
+using namespace AscendC;  // NOLINT: kernel code reads like the API's documentation
+
+using Lanes = LocalTensor<int16_t>;
+using Bytes = LocalTensor<uint8_t>;
+
+constexpr uint32_t kRepeatLanes = 128;  // of 16 bits in one repeat of 256 bytes
+constexpr uint64_t kAllLanes = 128;
+constexpr uint32_t kBlockLanes = frame::kBlockElements;
+constexpr uint32_t kBlockRepeats = kBlockLanes / kRepeatLanes;
+constexpr uint32_t kUnifiedBlockBytes = 32;  // strides count these
+
+// Stride, in blocks of 32 bytes, between vectors that are `lanes` 16-bit lanes apart.
+__aicore__ inline uint8_t stride_of(uint32_t lanes) {
+  return static_cast<uint8_t>(lanes * 2 / kUnifiedBlockBytes);
+}
+
+__aicore__ inline LocalTensor<uint16_t> as_bits(const Lanes& lanes) {
+  return lanes.ReinterpretCast<uint16_t>();
+}
+__aicore__ inline LocalTensor<half> as_half(const Lanes& lanes) {
+  return lanes.ReinterpretCast<half>();
+}
+
+// What follows on the vector pipe sees what came before.
+__aicore__ inline void barrier() { PipeBarrier<PIPE_V>(); }
+
+// What the second pipe does from here on sees what the first one has done.
+template <HardEvent kEvent>
+__aicore__ inline void hand_over(TPipe* pipe) {
+  const TEventID id = pipe->FetchEventID(kEvent);
+  SetFlag<kEvent>(id);
+  WaitFlag<kEvent>(id);
+}
+
+// dst = src & constant, where `constant` fills one repeat.
+__aicore__ inline void and_all(const Lanes& dst, const Lanes& src, const Lanes& constant,
+                               uint32_t lanes) {
+  And(as_bits(dst), as_bits(src), as_bits(constant), kAllLanes,
+      static_cast<uint8_t>(lanes / kRepeatLanes), BinaryRepeatParams(1, 1, 1, 8, 8, 0));
+}
+
+// Constants for and_all: 1, 3, 7, 15, 31 and 255.
+class Masks {
+ public:
+  __aicore__ inline void init(TPipe* pipe) {
+    pipe->InitBuffer(buffer_, kMasks * kRepeatLanes * 2);
+    const uint32_t bits[kMasks] = {1, 3, 7, 15, 31, 255};
+    for (uint32_t i = 0; i < kMasks; ++i) {
+      Duplicate(buffer_.Get<int16_t>()[i * kRepeatLanes], static_cast<int16_t>(bits[i]),
+                static_cast<int32_t>(kRepeatLanes));
+    }
+    barrier();
+  }
+  // The lowest `width` bits; 1, 2, 3, 4, 5 or 8.
+  __aicore__ inline Lanes low_bits(uint32_t width) {
+    const uint32_t index = width == 8 ? 5 : width - 1;
+    return buffer_.Get<int16_t>()[index * kRepeatLanes];
+  }
+
+ private:
+  static constexpr uint32_t kMasks = 6;
+  TBuf<TPosition::VECCALC> buffer_;
+};
+
+// Lanes from..to-1 become `value`; `to` is a multiple of 128.
+template <class T>
+__aicore__ inline void fill(const LocalTensor<T>& tensor, uint32_t from, uint32_t to, T value) {
+  uint32_t next = from / kRepeatLanes * kRepeatLanes;
+  const uint32_t kept = from - next;
+  if (kept != 0) {
+    uint64_t mask[2];
+    mask[0] = kept < 64 ? ~uint64_t{0} << kept : 0;
+    mask[1] = kept < 64 ? ~uint64_t{0} : ~uint64_t{0} << (kept - 64);
+    Duplicate(tensor[next], value, mask, 1, 1, 8);
+    next += kRepeatLanes;
+  }
+  if (next < to) {
+    Duplicate(tensor[next], value, static_cast<int32_t>(to - next));
+  }
+}
+
+// Bytes <-> lanes of 0..255, through half, which holds them exactly. The source lanes are lost.
+__aicore__ inline void lanes_to_half(const Lanes& lanes, uint32_t count) {
+  Cast(as_half(lanes), lanes, RoundMode::CAST_RINT, count);
+}
+__aicore__ inline void half_to_bytes(const Bytes& dst, const Lanes& lanes, uint32_t count) {
+  Cast(dst, as_half(lanes), RoundMode::CAST_RINT, count);
+}
+__aicore__ inline void bytes_to_half(const Lanes& lanes, const Bytes& src, uint32_t count) {
+  Cast(as_half(lanes), src, RoundMode::CAST_NONE, count);
+}
+__aicore__ inline void half_to_lanes(const Lanes& lanes, uint32_t count) {
+  Cast(lanes, as_half(lanes), RoundMode::CAST_RINT, count);
+}
+
+}  // namespace memswap::ascend

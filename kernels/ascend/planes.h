@@ -1,0 +1,112 @@
+// Planes of 2 and 4 bits (docs/format.md section 2). Element e of a block stands at byte e % row,
+// so a plane is made of whole rows of the block, shifted and combined: no lane moves sideways.
+#pragma once
+
+#include "lanes.h"
+
+namespace memswap::ascend {
+
+// packed[b x row + i] = the symbols i, row + i, ... of block b, `width` bits each (2 or 4), for
+// `blocks` blocks that are 1024 lanes apart. `scratch` holds blocks x row lanes and is overwritten.
+__aicore__ inline void pack_rows(const Lanes& packed, const Lanes& symbols, const Lanes& scratch,
+                                 uint32_t width, uint32_t blocks) {
+  const uint32_t rows = 8 / width;
+  const uint32_t row = kBlockLanes / rows;
+  const uint8_t row_stride = stride_of(row);
+  const uint8_t block_stride = stride_of(kBlockLanes);
+  const uint8_t repeats = static_cast<uint8_t>(blocks);
+  for (uint32_t j = 1; j < rows; ++j) {
+    barrier();
+    for (uint32_t i = 0; i < row; i += kRepeatLanes) {
+      ShiftLeft(as_bits(scratch)[i], as_bits(symbols)[j * row + i],
+                static_cast<uint16_t>(j * width), kAllLanes, repeats,
+                UnaryRepeatParams(1, 1, row_stride, block_stride));
+    }
+    barrier();
+    for (uint32_t i = 0; i < row; i += kRepeatLanes) {
+      if (j == 1) {
+        Or(as_bits(packed)[i], as_bits(symbols)[i], as_bits(scratch)[i], kAllLanes, repeats,
+           BinaryRepeatParams(1, 1, 1, row_stride, block_stride, row_stride));
+      } else {
+        Or(as_bits(packed)[i], as_bits(packed)[i], as_bits(scratch)[i], kAllLanes, repeats,
+           BinaryRepeatParams(1, 1, 1, row_stride, row_stride, row_stride));
+      }
+    }
+  }
+  barrier();
+}
+
+// The reverse, with the upper symbols still in each lane: the caller masks them off.
+__aicore__ inline void unpack_rows(const Lanes& symbols, const Lanes& packed, uint32_t width,
+                                   uint32_t blocks) {
+  const uint32_t rows = 8 / width;
+  const uint32_t row = kBlockLanes / rows;
+  for (uint32_t j = 0; j < rows; ++j) {
+    for (uint32_t i = 0; i < row; i += kRepeatLanes) {
+      ShiftRight(as_bits(symbols)[j * row + i], as_bits(packed)[i],
+                 static_cast<uint16_t>(j * width), kAllLanes, static_cast<uint8_t>(blocks),
+                 UnaryRepeatParams(1, 1, stride_of(kBlockLanes), stride_of(row)));
+    }
+  }
+  barrier();
+}
+
+// Bits shift..shift + width - 1 of a block's 1024 symbols as a plane of 1, 2, 4 or 8 bits. t and u
+// hold 1024 lanes each and are overwritten.
+__aicore__ inline void put_plane(const Bytes& plane, const Lanes& symbols, uint32_t shift,
+                                 uint32_t width, const Lanes& t, const Lanes& u) {
+  constexpr int32_t n = kBlockLanes;
+  // Upper bits leave through the top; a mask would have to be kept for each width.
+  ShiftLeft(as_bits(t), as_bits(symbols), static_cast<uint16_t>(16 - shift - width), n);
+  barrier();
+  ShiftRight(as_bits(t), as_bits(t), static_cast<uint16_t>(16 - width), n);
+  barrier();
+  if (width == 1 || width == 8) {
+    lanes_to_half(t, kBlockLanes);
+    barrier();
+    if (width == 8) {
+      half_to_bytes(plane, t, kBlockLanes);
+    } else {
+      CompareScalar(plane, as_half(t), static_cast<half>(1.0f), CMPMODE::EQ, kBlockLanes);
+    }
+  } else {
+    const uint32_t bytes = kBlockLanes / 8 * width;
+    pack_rows(u, t, u[bytes], width, 1);
+    lanes_to_half(u, bytes);
+    barrier();
+    half_to_bytes(plane, u, bytes);
+  }
+  barrier();
+}
+
+// The reverse: ORs the plane into the symbols. `ones`: 1024 lanes of 1.
+__aicore__ inline void add_plane(const Lanes& symbols, const Bytes& plane, uint32_t shift,
+                                 uint32_t width, const Lanes& t, const Lanes& u, Masks& masks,
+                                 const LocalTensor<half>& ones) {
+  constexpr int32_t n = kBlockLanes;
+  const uint32_t bytes = kBlockLanes / 8 * width;
+  if (width == 1) {
+    Select(as_half(t), plane, ones, static_cast<half>(0.0f), SELMODE::VSEL_TENSOR_SCALAR_MODE,
+           kBlockLanes);
+    barrier();
+    half_to_lanes(t, kBlockLanes);
+  } else if (width == 8) {
+    bytes_to_half(t, plane, bytes);
+    barrier();
+    half_to_lanes(t, bytes);
+  } else {
+    bytes_to_half(u, plane, bytes);
+    barrier();
+    half_to_lanes(u, bytes);
+    barrier();
+    unpack_rows(t, u, width, 1);
+    and_all(t, t, masks.low_bits(width), kBlockLanes);
+  }
+  barrier();
+  ShiftLeft(as_bits(t), as_bits(t), static_cast<uint16_t>(shift), n);
+  barrier();
+  Or(as_bits(symbols), as_bits(symbols), as_bits(t), n);
+  barrier();
+}
+
+}  // namespace memswap::ascend

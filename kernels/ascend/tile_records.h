@@ -1,0 +1,168 @@
+// Records of a core's tiles, and its part of the header's counters.
+#pragma once
+
+#include "job.h"
+
+namespace memswap::ascend {
+
+// One tile's record while it is put together by the scalar unit.
+struct TileRecord {
+  uint32_t base = 0;
+  uint32_t units = 0;  // of the blocks so far
+  uint16_t block[frame::kTileBlocks] = {};
+  uint8_t center[frame::kTileBlocks] = {};
+  uint32_t checksum = 0;
+
+  __aicore__ inline void set(uint32_t i, uint32_t mode, uint32_t block_units, uint32_t c) {
+    block[i] = static_cast<uint16_t>(mode << 12 | block_units);
+    center[i] = static_cast<uint8_t>(c);
+    units += block_units;
+  }
+};
+
+// Collects records and stores 1 KiB of them at a time.
+class RecordWriter {
+ public:
+  __aicore__ inline void init(TPipe* pipe, GM_ADDR records, uint32_t first_tile) {
+    pipe_ = pipe;
+    pipe->InitBuffer(buffer_, kTiles * frame::kRecordBytes);
+    words_ = buffer_.Get<uint32_t>();
+    global_.SetGlobalBuffer(reinterpret_cast<__gm__ uint32_t*>(records));
+    stored_ = first_tile;
+  }
+
+  __aicore__ inline void add(const TileRecord& record) {
+    const uint32_t at = held_ * kWords;
+    words_.SetValue(at, record.base);
+    for (uint32_t i = 0; i < frame::kTileBlocks; i += 2) {
+      words_.SetValue(at + 1 + i / 2, static_cast<uint32_t>(record.block[i]) |
+                                          static_cast<uint32_t>(record.block[i + 1]) << 16);
+    }
+    for (uint32_t i = 0; i < frame::kTileBlocks; i += 4) {
+      words_.SetValue(at + 5 + i / 4, static_cast<uint32_t>(record.center[i]) |
+                                          static_cast<uint32_t>(record.center[i + 1]) << 8 |
+                                          static_cast<uint32_t>(record.center[i + 2]) << 16 |
+                                          static_cast<uint32_t>(record.center[i + 3]) << 24);
+    }
+    words_.SetValue(at + 7, record.checksum);
+    if (++held_ == kTiles) {
+      flush();
+    }
+  }
+
+  __aicore__ inline void flush() {
+    if (held_ == 0) {
+      return;
+    }
+    hand_over<HardEvent::S_MTE3>(pipe_);
+    DataCopy(global_[uint64_t{stored_} * kWords], words_, held_ * kWords);
+    hand_over<HardEvent::MTE3_S>(pipe_);
+    stored_ += held_;
+    held_ = 0;
+  }
+
+ private:
+  static constexpr uint32_t kTiles = 32;
+  static constexpr uint32_t kWords = frame::kRecordBytes / 4;
+  TPipe* pipe_;
+  TBuf<TPosition::VECCALC> buffer_;
+  LocalTensor<uint32_t> words_;
+  GlobalTensor<uint32_t> global_;
+  uint32_t held_ = 0;
+  uint32_t stored_ = 0;
+};
+
+// Counts on the scalar unit; one atomic store at the end.
+class HeaderCounters {
+ public:
+  __aicore__ inline void init(TPipe* pipe, GM_ADDR frame) {
+    pipe_ = pipe;
+    pipe->InitBuffer(buffer_, frame::kHeaderBytes);
+    global_.SetGlobalBuffer(reinterpret_cast<__gm__ int32_t*>(frame), kHeaderWords);
+  }
+  __aicore__ inline void count(const TileRecord& record, bool stored) {
+    for (uint32_t i = 0; i < frame::kTileBlocks; ++i) {
+      const uint32_t mode = record.block[i] >> 12;
+      if (mode != 0) {
+        ++modes_[mode - 1];
+      }
+    }
+    no_room_ = no_room_ || !stored;
+  }
+  __aicore__ inline void add_zeros(uint32_t zeros) { zeros_ += zeros; }
+  __aicore__ inline void add_center(uint32_t center) { center_sum_ += center; }
+  __aicore__ inline void set_var_used(uint32_t units) { var_used_ = units; }
+
+  __aicore__ inline void store() {
+    const LocalTensor<int32_t> words = buffer_.Get<int32_t>();
+    for (uint32_t i = 0; i < kHeaderWords; ++i) {
+      words.SetValue(i, 0);
+    }
+    words.SetValue(HeaderWord::kStatus, no_room_ ? 1 : 0);
+    words.SetValue(HeaderWord::kVarUsed, static_cast<int32_t>(var_used_));
+    words.SetValue(HeaderWord::kZeros, static_cast<int32_t>(zeros_));
+    words.SetValue(HeaderWord::kCenterSum, static_cast<int32_t>(center_sum_));
+    for (uint32_t i = 0; i < frame::kModeCounts; ++i) {
+      words.SetValue(HeaderWord::kModeCount + i, static_cast<int32_t>(modes_[i]));
+    }
+    hand_over<HardEvent::S_MTE3>(pipe_);
+    SetAtomicAdd<int32_t>();
+    DataCopy(global_, words, kHeaderWords);
+    SetAtomicNone();
+  }
+
+ private:
+  TPipe* pipe_;
+  TBuf<TPosition::VECCALC> buffer_;
+  GlobalTensor<int32_t> global_;
+  uint32_t modes_[frame::kModeCounts] = {};
+  uint32_t zeros_ = 0;
+  uint32_t center_sum_ = 0;
+  uint32_t var_used_ = 0;
+  bool no_room_ = false;
+};
+
+// Before the encoder, on one core: the header with all counters at 0.
+__aicore__ inline void begin_frame(const EncodeJob& job) {
+  TPipe pipe;
+  TBuf<TPosition::VECCALC> buffer;
+  pipe.InitBuffer(buffer, frame::kHeaderBytes);
+  const LocalTensor<uint32_t> words = buffer.Get<uint32_t>();
+  GlobalTensor<uint32_t> global;
+  global.SetGlobalBuffer(reinterpret_cast<__gm__ uint32_t*>(job.frame), kHeaderWords);
+  for (uint32_t i = 0; i < kHeaderWords; ++i) {
+    words.SetValue(i, 0u);
+  }
+  words.SetValue(HeaderWord::kMagic, frame::kMagic);
+  words.SetValue(HeaderWord::kVersion,
+                 uint32_t{frame::kVersion} | job.dtype << 16 | job.shape << 24);
+  words.SetValue(HeaderWord::kFlags, job.checksum != 0 ? uint32_t{frame::kChecked} : 0u);
+  words.SetValue(HeaderWord::kElements, static_cast<uint32_t>(job.elements));
+  words.SetValue(HeaderWord::kElements + 1, static_cast<uint32_t>(job.elements >> 32));
+  words.SetValue(HeaderWord::kBlocks, Share(job.elements, job.slab_bytes).blocks);
+  words.SetValue(HeaderWord::kSlabBytes, job.slab_bytes);
+  words.SetValue(HeaderWord::kVarCapacity, static_cast<uint32_t>(job.var_capacity));
+  words.SetValue(HeaderWord::kVarCapacity + 1, static_cast<uint32_t>(job.var_capacity >> 32));
+  hand_over<HardEvent::S_MTE3>(&pipe);
+  DataCopy(global, words, kHeaderWords);
+}
+
+// After the encoder, on one core: cores without room become one status.
+__aicore__ inline void end_frame(const EncodeJob& job) {
+  TPipe pipe;
+  TBuf<TPosition::VECCALC> buffer;
+  pipe.InitBuffer(buffer, frame::kHeaderBytes);
+  const LocalTensor<uint32_t> words = buffer.Get<uint32_t>();
+  GlobalTensor<uint32_t> global;
+  global.SetGlobalBuffer(reinterpret_cast<__gm__ uint32_t*>(job.frame), kHeaderWords);
+  DataCopy(words, global, kHeaderWords);
+  hand_over<HardEvent::MTE2_S>(&pipe);
+  if (words.GetValue(HeaderWord::kStatus) > frame::kNoRoom) {
+    words.SetValue(HeaderWord::kStatus, uint32_t{frame::kNoRoom});
+    hand_over<HardEvent::S_MTE3>(&pipe);
+    hand_over<HardEvent::MTE2_MTE3>(&pipe);
+    DataCopy(global, words, kHeaderWords);
+  }
+}
+
+}  // namespace memswap::ascend
