@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
 import shutil
 import subprocess
@@ -46,7 +48,24 @@ def test_cuda_sources_compile_for_every_architecture_without_spills(
 
 
 def test_every_cuda_source_belongs_to_a_target() -> None:
-    listed = (ROOT / "CMakeLists.txt").read_text(encoding="utf-8")
+    lists = ("CMakeLists.txt", "kernels/cuda/CMakeLists.txt")
+    listed = "".join((ROOT / name).read_text(encoding="utf-8") for name in lists).split()
+    listed = {Path(word.strip("()")).name for word in listed}
     for folder in ("csrc", "kernels", "tests"):
         for source in (ROOT / folder).rglob("*.cu"):
-            assert source.relative_to(ROOT).as_posix() in listed, f"{source.name} is never compiled"
+            assert source.name in listed, f"{source.name} is never compiled"
+
+
+@pytest.mark.timeout(900)
+def test_codec_kernels_take_no_more_registers_and_instructions_than_they_did() -> None:
+    if shutil.which("nvcc") is None:
+        pytest.skip("nvcc is not on PATH, so CUDA sources cannot be compiled")
+    path = ROOT / "kernels/cuda/resources.py"
+    spec = importlib.util.spec_from_file_location("resources", path)
+    assert spec is not None and spec.loader is not None
+    resources = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(resources)
+    baseline = json.loads(resources.BASELINE.read_text(encoding="utf-8"))
+    found = resources.regressions(resources.measure(), baseline)
+    said = "\n".join(found)
+    assert not found, f"{said}\nif this is meant: python kernels/cuda/resources.py --update"

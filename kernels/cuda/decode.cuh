@@ -1,0 +1,303 @@
+// The decoder's kernel: a warp decodes a block. What differs from dtype to dtype is a Decoder.
+//
+// [Note: shapes] The frame's shape is known on the device alone. Floats have two kernels, because
+// shape sparse needs half as many registers again as the others: both are launched, and each takes
+// the frames that are its own. The other one costs some 2 microseconds.
+#pragma once
+
+#include "decode_exponents.cuh"
+#include "elements.cuh"
+#include "jobs.h"
+
+namespace memswap::cuda {
+
+// What a tile needs to know of the frame that it belongs to, all of it checked against the buffers.
+struct DecodeFrame {
+  const uint8_t* records;
+  const uint8_t* var;
+  uint64_t var_capacity;  // units
+  uint32_t blocks;
+  uint32_t slab_bytes;
+  uint32_t longest;  // payload, units
+  uint32_t modes;    // bit m: mode m fits the shape
+  frame::Shape shape;
+  bool usable;
+  bool verify;
+};
+
+struct alignas(16) DecodeShared {
+  DecodeMemory warps[frame::kTileBlocks];
+  uint32_t expand[16];
+  DecodeFrame frame;
+  uint64_t checksums[2][frame::kTileBlocks];  // of this tile and the one before
+};
+
+// A block's payload and what its record says.
+struct BlockRecord {
+  const uint8_t* payload;
+  uint32_t mode, units, center;
+  uint32_t checksum;  // of the tile
+  bool damaged;       // any block of the tile
+};
+
+// Leaves `usable` false where the frame is not what the job says, or cannot be.
+__device__ inline void read_frame(const DecodeJob& job, DecodeFrame& frame) {
+  frame.usable = false;
+  frame::Layout layout{};
+  if (job.frame_bytes < frame::kHeaderBytes) {
+    return;
+  }
+  const frame::Header& header = *reinterpret_cast<const frame::Header*>(job.frame);
+  if (!frame::validate(header, job.frame_bytes, job.overflow_capacity, &layout) ||
+      header.elements != job.elements || header.dtype != job.dtype) {
+    return;
+  }
+  const frame::Dtype dtype = static_cast<frame::Dtype>(header.dtype);
+  const frame::Shape shape = static_cast<frame::Shape>(header.shape);
+  uint32_t modes = 0;
+  for (uint32_t mode = 1; mode < frame::kModes; ++mode) {
+    modes |= uint32_t{frame::mode_fits(dtype, shape, mode)} << mode;
+  }
+  frame.records = job.frame + layout.records;
+  frame.var = job.frame + layout.var;
+  frame.var_capacity = header.var_capacity;
+  frame.blocks = layout.blocks;
+  frame.slab_bytes = layout.slab_bytes;
+  frame.longest = layout.max_payload_units;
+  frame.modes = modes;
+  frame.shape = shape;
+  frame.verify = job.verify && (header.flags & frame::kChecked) != 0;
+  frame.usable = true;
+}
+
+// Reads the record of a tile, all of it, before anything is read through it. Lane i < 8 looks at
+// block i.
+__device__ __forceinline__ BlockRecord read_record(const DecodeFrame& frame, const DecodeJob& job,
+                                                   uint32_t tile_index, uint32_t warp,
+                                                   uint32_t lane) {
+  const uint32_t* words =
+      reinterpret_cast<const uint32_t*>(frame.records + uint64_t{tile_index} * frame::kRecordBytes);
+  const uint32_t word = words[lane % 8];
+  const uint32_t pair = __shfl_sync(kAllLanes, word, 1 + lane % 8 / 2);
+  const uint32_t coded = lane < frame::kTileBlocks ? pair >> (16 * (lane % 2)) & 0xffffu : 0;
+  const uint32_t units = coded & 0xfffu;
+  uint32_t end = units;
+#pragma unroll
+  for (uint32_t distance = 1; distance < frame::kTileBlocks; distance *= 2) {
+    const uint32_t other = __shfl_up_sync(kAllLanes, end, distance);
+    end += lane >= distance ? other : 0;
+  }
+  const uint32_t present = frame.blocks - tile_index * frame::kTileBlocks;
+  const bool there = lane < min(present, frame::kTileBlocks);
+  const bool wrong =
+      there ? (frame.modes >> (coded >> 12) & 1) == 0 || units > frame.longest : coded != 0;
+  const uint32_t base = __shfl_sync(kAllLanes, word, 0);
+  const uint32_t total = __shfl_sync(kAllLanes, end, frame::kTileBlocks - 1);
+  const uint32_t mine = __shfl_sync(kAllLanes, coded, warp);
+  const uint32_t begin = __shfl_sync(kAllLanes, end - units, warp);
+  const uint32_t centers = __shfl_sync(kAllLanes, word, 5 + warp / 4);
+  BlockRecord record;
+  const bool in_overflow = (base & frame::kBaseInOverflow) != 0;
+  const uint32_t position = base & ~frame::kBaseInOverflow;
+  const uint64_t limit = in_overflow ? job.overflow_capacity : frame.var_capacity;
+  record.damaged = __any_sync(kAllLanes, wrong) || uint64_t{position} + total > limit;
+  record.payload =
+      (in_overflow ? job.overflow : frame.var) + (uint64_t{position} + begin) * frame::kUnitBytes;
+  record.mode = mine >> 12;
+  record.units = mine & 0xfffu;
+  record.center = centers >> (8 * (warp % 4)) & 0xffu;
+  record.checksum = __shfl_sync(kAllLanes, word, 7);
+  return record;
+}
+
+__device__ __forceinline__ void stage_payload(DecodeMemory& memory, const uint8_t* payload,
+                                              uint32_t units, uint32_t lane) {
+  const uint2* from = reinterpret_cast<const uint2*>(payload);
+#pragma unroll 1
+  for (uint32_t i = lane; i < units; i += kLanes) {
+    reinterpret_cast<uint2*>(memory.stage)[i] = from[i];
+  }
+}
+
+template <class Decoder>
+__global__ void __launch_bounds__(Decoder::kBounds.threads, Decoder::kBounds.blocks)
+    decode_tiles(const __grid_constant__ DecodeTable table) {
+  const Tile tile = this_tile();
+  DecodeShared& shared = shared_of<DecodeShared>(tile);
+  if (tile.thread < 16) {
+    shared.expand[tile.thread] = expand_selector(tile.thread);
+  }
+  uint32_t job_index = 0;
+  uint32_t job_end = 0;  // no job yet
+  uint32_t parity = 0;
+  for (uint32_t t = blockIdx.x * tile.slots + tile.slot; t < table.tiles;
+       t += gridDim.x * tile.slots) {
+    if (t >= job_end) {
+      sync_tile(tile);
+      while (t >= table.end(job_index)) {
+        ++job_index;
+      }
+      job_end = table.end(job_index);
+      if (tile.thread == 0) {
+        read_frame(table.jobs[job_index], shared.frame);
+      }
+      sync_tile(tile);
+    }
+    const DecodeJob& job = table.jobs[job_index];
+    const DecodeFrame& frame = shared.frame;
+    const uint32_t tile_index = t - job.first_tile;
+    if (!frame.usable && Decoder::kReportsHeaders && tile.thread == 0) {
+      atomicOr(job.status, uint32_t{frame::kBadHeader});
+    }
+    // A frame without elements has a tile, so that its header is looked at.
+    if (!frame.usable || frame.blocks == 0 || !Decoder::takes(frame.shape)) {
+      continue;
+    }
+    const BlockRecord record = read_record(frame, job, tile_index, tile.warp, tile.lane);
+    const uint32_t block = tile_index * frame::kTileBlocks + tile.warp;
+    uint64_t checksum = 0;
+    uint32_t wrong = record.damaged ? frame::kBadRecord : frame::kOk;
+    if (block < frame.blocks && !record.damaged) {
+      const Sink<Decoder::kWidth> sink(job.output, job.elements, block);
+      const uint8_t* slab = job.frame + frame::kHeaderBytes + uint64_t{block} * frame.slab_bytes;
+      if (!Decoder::decode(record, frame, sink, slab, shared.warps[tile.warp], shared.expand,
+                           tile.warp, tile.lane, checksum)) {
+        wrong = frame::kBadPayload;
+      }
+    }
+    if (frame.verify) {
+      checksum = add_lanes_of_block(checksum);
+      if (tile.lane == 0) {
+        shared.checksums[parity][tile.warp] = checksum;
+      }
+      sync_tile(tile);
+      if (tile.thread == 0 && wrong == frame::kOk) {
+        uint64_t sum = 0;
+        for (uint32_t warp = 0; warp < frame::kTileBlocks; ++warp) {
+          sum += shared.checksums[parity][warp];
+        }
+        if (sum % kChecksumPrime != record.checksum) {
+          wrong = frame::kBadChecksum;
+        }
+      }
+      parity ^= 1;
+    }
+    if (wrong != frame::kOk && tile.lane == 0) {
+      atomicOr(job.status, wrong);
+    }
+  }
+}
+
+template <class Decoder>
+DecodeKernel decode_kernel() {
+  return {decode_tiles<Decoder>, sizeof(DecodeShared)};
+}
+
+// What every Decoder does with a row: it checks, then writes.
+template <uint32_t kWidth>
+__device__ __forceinline__ void finish_row(const Sink<kWidth>& sink, bool verify, uint32_t warp,
+                                           uint32_t row, uint32_t lane,
+                                           uint32_t (&words)[kRowWords<kWidth>],
+                                           uint64_t& checksum) {
+  store_row(sink, row, lane, words);
+  if (verify) {
+    checksum += checksum_row<kWidth>(words, warp, row, lane);
+  }
+}
+
+template <uint32_t kWidth>
+__device__ __forceinline__ bool decode_literal(const BlockRecord& record, const DecodeFrame& frame,
+                                               const Sink<kWidth>& sink, const uint8_t* slab,
+                                               uint32_t warp, uint32_t lane, uint64_t& checksum) {
+  if (record.units * frame::kUnitBytes != frame::kBlockElements * kWidth - frame.slab_bytes) {
+    return false;
+  }
+#pragma unroll 1
+  for (uint32_t row = 0; row < kRows; ++row) {
+    uint32_t words[kRowWords<kWidth>];
+    const uint32_t begin = (row * kRowElements + lane * kLaneColumns) * kWidth;
+#pragma unroll
+    for (uint32_t i = 0; i < kRowWords<kWidth>; i += 2) {
+      const uint32_t byte = begin + 4 * i;
+      const uint2 pair = *reinterpret_cast<const uint2*>(
+          byte < frame.slab_bytes ? slab + byte : record.payload + (byte - frame.slab_bytes));
+      words[i] = pair.x;
+      words[i + 1] = pair.y;
+    }
+    finish_row(sink, frame.verify, warp, row, lane, words, checksum);
+  }
+  return true;
+}
+
+// Shape ints: distances above a minimum, in planes.
+template <uint32_t kWidth>
+__device__ __forceinline__ bool decode_ints(const BlockRecord& record, const DecodeFrame& frame,
+                                            const Sink<kWidth>& sink, uint32_t warp, uint32_t lane,
+                                            uint64_t& checksum) {
+  const uint32_t bits = record.center;
+  if (bits >= 8 * kWidth || record.units != 1 + 16 * bits) {
+    return false;
+  }
+  using Word = typename WordOf<kWidth>::type;
+  const Word minimum = static_cast<Word>(*reinterpret_cast<const uint64_t*>(record.payload));
+  const uint8_t* planes = record.payload + frame::kUnitBytes;
+  uint32_t top[8];
+  load_planes(planes + bits / 8 * frame::kBlockElements, top, bits % 8, lane);
+#pragma unroll
+  for (uint32_t row = 0; row < kRows; ++row) {
+    Word value[kLaneColumns];
+#pragma unroll
+    for (uint32_t i = 0; i < kLaneColumns; ++i) {
+      value[i] = minimum;
+    }
+#pragma unroll
+    for (uint32_t plane = 0; plane < kWidth; ++plane) {
+      if (plane > bits / 8) {
+        break;
+      }
+      uint2 pair = make_uint2(top[2 * row], top[2 * row + 1]);
+      if (plane < bits / 8) {
+        pair = load_bytes(planes + plane * frame::kBlockElements, row, lane);
+      }
+#pragma unroll
+      for (uint32_t i = 0; i < kLaneColumns; ++i) {
+        const uint32_t byte = (i < 4 ? pair.x : pair.y) >> (8 * (i % 4)) & 0xffu;
+        value[i] = static_cast<Word>(value[i] + (Word{static_cast<uint8_t>(byte)} << (8 * plane)));
+      }
+    }
+    uint32_t words[kRowWords<kWidth>];
+#pragma unroll
+    for (uint32_t i = 0; i < kRowWords<kWidth>; ++i) {
+      words[i] = 0;
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kLaneColumns; ++i) {
+      if constexpr (kWidth == 8) {
+        words[2 * i] = static_cast<uint32_t>(value[i]);
+        words[2 * i + 1] = static_cast<uint32_t>(value[i] >> 32);
+      } else {
+        words[i * kWidth / 4] |= uint32_t{value[i]} << (8 * (i * kWidth % 4));
+      }
+    }
+    finish_row(sink, frame.verify, warp, row, lane, words, checksum);
+  }
+  return true;
+}
+
+// Shape bits.
+__device__ __forceinline__ bool decode_bitmap(const BlockRecord& record, const DecodeFrame& frame,
+                                              const Sink<1>& sink, const uint8_t* slab,
+                                              uint32_t warp, uint32_t lane, uint64_t& checksum) {
+  if (record.units != 0) {
+    return false;
+  }
+#pragma unroll
+  for (uint32_t row = 0; row < kRows; ++row) {
+    const uint32_t bits = slab[row * kLanes + lane];
+    uint32_t words[2] = {spread_bits(bits), spread_bits(bits >> 4)};
+    finish_row(sink, frame.verify, warp, row, lane, words, checksum);
+  }
+  return true;
+}
+
+}  // namespace memswap::cuda

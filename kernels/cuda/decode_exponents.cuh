@@ -1,0 +1,228 @@
+// Streams to exponents: the modes LQ2, LQ3 and FW (docs/format.md section 3). What a stream's
+// length is follows from the symbols before it, so each is checked before it is read.
+#pragma once
+
+#include "planes.cuh"
+
+namespace memswap::cuda {
+
+// What of a payload is decoded out of shared memory: all of a dense block's; of a sparse block's
+// what follows the byte planes. A valid one is at most 1920 bytes (float64: 881 survivors, all of
+// them with two escapes and a byte); slack, because a window of bits is read from two words.
+inline constexpr uint32_t kDecodeStageBytes = 1936;
+inline constexpr uint32_t kPositions = 256;
+inline constexpr uint32_t kDamaged = 0xffffffff;  // instead of the byte behind the streams
+
+// A warp's share of the shared memory.
+struct alignas(16) DecodeMemory {
+  uint32_t exponents[frame::kBlockElements / 4];  // in the order of elements
+  uint32_t stage[kDecodeStageBytes / 4];
+  uint16_t positions[kPositions];
+
+  __device__ __forceinline__ const uint8_t* bytes() const {
+    return reinterpret_cast<const uint8_t*>(stage);
+  }
+};
+
+// Replaces the marked elements' E by what their nibbles say. The nibbles begin at byte `begin` of
+// the stage, of which `bytes` are there. E is written xor `flip`.
+template <uint32_t kFirst, uint32_t kTwelve, uint32_t kThirteen>
+__device__ __forceinline__ uint32_t read_nibbles(DecodeMemory& memory, uint32_t masks,
+                                                 const Ranks& ranks, uint32_t center, uint32_t flip,
+                                                 uint32_t begin, uint32_t bytes, uint32_t lane) {
+  uint8_t* exponents = reinterpret_cast<uint8_t*>(memory.exponents);
+  const uint32_t lower_lanes = (1u << lane) - 1;
+  uint32_t raw = begin + (ranks.total + 1) / 2;
+  if (raw > bytes) {
+    return kDamaged;
+  }
+#pragma unroll 1
+  for (uint32_t done = 0; done < ranks.total; done += kPositions) {
+#pragma unroll
+    for (uint32_t row = 0; row < kRows; ++row) {
+      uint32_t mask = masks >> (8 * row) & 0xffu;
+      uint32_t rank = ranks.first(row) - done;
+#pragma unroll 1
+      while (mask != 0) {
+        if (rank < kPositions) {
+          memory.positions[rank] =
+              static_cast<uint16_t>(row * kRowElements + lane * kLaneColumns + __ffs(mask) - 1);
+        }
+        mask &= mask - 1;
+        ++rank;
+      }
+    }
+    __syncwarp();
+    const uint32_t here = min(ranks.total - done, kPositions);
+#pragma unroll 1
+    for (uint32_t i = 0; i < here; i += kLanes) {
+      const uint32_t mine = i + lane;
+      uint32_t nibble = 0;
+      if (mine < here) {
+        nibble = memory.bytes()[begin + (done + mine) / 2] >> (4 * (mine % 2)) & 0xfu;
+      }
+      const uint32_t raws = __ballot_sync(kAllLanes, nibble == 15);
+      const uint32_t v = nibble < 12 ? nibble + kFirst : nibble == 12 ? kTwelve : kThirteen;
+      uint32_t exponent = nibble == 14 ? 0 : center - v;
+      if (nibble == 15) {
+        const uint32_t place = raw + __popc(raws & lower_lanes);
+        exponent = place < bytes ? memory.bytes()[place] : 0;
+      }
+      raw += __popc(raws);
+      if (mine < here) {
+        exponents[memory.positions[mine]] = static_cast<uint8_t>(exponent ^ flip);
+      }
+    }
+    __syncwarp();
+  }
+  return raw > bytes ? kDamaged : raw;
+}
+
+// A warp reads back the words that it wrote, with the nibbles' elements in them.
+__device__ __forceinline__ void load_exponents(const DecodeMemory& memory, uint32_t lane,
+                                               uint32_t (&e)[8]) {
+#pragma unroll
+  for (uint32_t row = 0; row < kRows; ++row) {
+    const uint2 pair = reinterpret_cast<const uint2*>(memory.exponents)[row * kLanes + lane];
+    e[2 * row] = pair.x;
+    e[2 * row + 1] = pair.y;
+  }
+}
+
+// LQ2 whose L0 is `low` (a plane) and whose streams begin at byte `begin` of the stage. Only
+// elements marked in `valid` have symbols if kSome. Returns the byte behind the streams.
+template <bool kSome>
+__device__ __forceinline__ uint32_t decode_lq2(DecodeMemory& memory, const uint32_t* expand,
+                                               const uint32_t (&low)[2], uint32_t center,
+                                               uint32_t valid, uint32_t begin, uint32_t bytes,
+                                               uint32_t lane, uint32_t (&e)[8]) {
+  WordMasks<kSome> masks;
+#pragma unroll
+  for (uint32_t i = 0; i < 8; ++i) {
+    const uint32_t code = pairs_of_row(low[i % 2], i / 2);
+    uint32_t escapes = ~(code | code >> 1) & 0x01010101u;
+    if constexpr (kSome) {
+      escapes &= spread_bits(valid >> (4 * i));
+    }
+    masks.set(i, gather_flags(escapes));
+  }
+  const Ranks ranks = rank_rows(masks.counts(), lane);
+  const uint32_t end = begin + (2 * ranks.total + 7) / 8;
+  if (end > bytes) {
+    return kDamaged;
+  }
+  // centre - code borrows from the next byte where the centre is 0, 1 or 2. There E is computed
+  // with its upper bit flipped.
+  const uint32_t flip = center < 3 ? 0x80 : 0;
+  const uint32_t flipped = center ^ flip;
+  const uint32_t centers = bytes_of(flipped);
+  const uint32_t of_symbol = flipped | ((flipped - 4) & 0xffu) << 8 | ((flipped - 5) & 0xffu) << 16;
+  uint32_t second = 0;
+#pragma unroll
+  for (uint32_t row = 0; row < kRows; ++row) {
+    const uint32_t bit = 8 * begin + 2 * ranks.first(row);
+    uint32_t window = __funnelshift_r(memory.stage[bit / 32], memory.stage[bit / 32 + 1], bit % 32);
+    uint32_t found[2];
+#pragma unroll
+    for (uint32_t h = 0; h < 2; ++h) {
+      const uint32_t i = 2 * row + h;
+      // The next four symbols, a nibble each, select E; the mask's selector moves them in place.
+      uint32_t symbols = window & 0xffu;
+      symbols = (symbols | symbols << 4) & 0x0f0fu;
+      symbols = (symbols | symbols << 2) & 0x3333u;
+      const uint32_t selector = expand[masks.get(i)];
+      const uint32_t known = __byte_perm(__byte_perm(of_symbol, 0, symbols), 0, selector);
+      const uint32_t unknown = __byte_perm(__byte_perm(0x01000000u, 0, symbols), 0, selector);
+      const uint32_t code = pairs_of_row(low[h], row);
+      uint32_t escapes = ~(code | code >> 1) & 0x01010101u;
+      if constexpr (kSome) {
+        escapes &= spread_bits(valid >> (4 * i));
+      }
+      const uint32_t all = escapes * 0xff;
+      found[h] = ((centers - code) & ~all) | (known & all);
+      second |= gather_flags(unknown) << (4 * i);
+      window >>= 2 * __popc(masks.get(i));
+    }
+    reinterpret_cast<uint2*>(memory.exponents)[row * kLanes + lane] =
+        make_uint2(found[0], found[1]);
+  }
+  const Ranks again = rank_rows(count_rows(second), lane);
+  uint32_t behind = end;
+  if (again.total != 0) {
+    behind = read_nibbles<6, 255, 254>(memory, second, again, center, flip, end, bytes, lane);
+  }
+  load_exponents(memory, lane, e);
+  if (flip != 0) {
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) {
+      e[i] ^= 0x80808080u;
+    }
+  }
+  return behind;
+}
+
+// LQ3 whose plane begins at byte 0 of the stage.
+__device__ __forceinline__ uint32_t decode_lq3(DecodeMemory& memory, const uint32_t (&low)[2],
+                                               uint32_t center, uint32_t bytes, uint32_t lane,
+                                               uint32_t (&e)[8]) {
+  if (frame::kBitmapBytes > bytes) {
+    return kDamaged;
+  }
+  const uint32_t centers = bytes_of(center);
+  uint32_t masks = 0;
+#pragma unroll
+  for (uint32_t row = 0; row < kRows; ++row) {
+    const uint32_t high = memory.bytes()[row * kLanes + lane];
+    uint32_t found[2];
+#pragma unroll
+    for (uint32_t h = 0; h < 2; ++h) {
+      const uint32_t code = pairs_of_row(low[h], row) | spread_bits(high >> (4 * h)) << 2;
+      masks |= gather_flags(~not_zero(code) >> 7 & 0x01010101u) << (8 * row + 4 * h);
+      found[h] = subtract_bytes(centers, code);
+    }
+    reinterpret_cast<uint2*>(memory.exponents)[row * kLanes + lane] =
+        make_uint2(found[0], found[1]);
+  }
+  const Ranks ranks = rank_rows(count_rows(masks), lane);
+  const uint32_t behind =
+      read_nibbles<8, 0, 255>(memory, masks, ranks, center, 0, frame::kBitmapBytes, bytes, lane);
+  load_exponents(memory, lane, e);
+  return behind;
+}
+
+// FW of `bits` bits.
+__device__ __forceinline__ uint32_t decode_fw(const DecodeMemory& memory, const uint32_t (&low)[2],
+                                              uint32_t center, uint32_t bits, uint32_t bytes,
+                                              uint32_t lane, uint32_t (&e)[8]) {
+  const uint32_t behind = 128 * (bits - 2);
+  if (behind > bytes) {
+    return kDamaged;
+  }
+  uint32_t high[8];
+  load_planes(memory.bytes(), high, bits - 2, lane);
+  const uint32_t centers = bytes_of(center);
+#pragma unroll
+  for (uint32_t i = 0; i < 8; ++i) {
+    e[i] = subtract_bytes(centers, pairs_of_row(low[i % 2], i / 2) | high[i] << 2);
+  }
+  return behind;
+}
+
+// The exponents of a dense block. False where the payload's length is not that of its streams.
+__device__ __forceinline__ bool decode_dense(DecodeMemory& memory, const uint32_t* expand,
+                                             const uint32_t (&low)[2], uint32_t mode,
+                                             uint32_t units, uint32_t center, uint32_t lane,
+                                             uint32_t (&e)[8]) {
+  const uint32_t bytes = units * frame::kUnitBytes;
+  uint32_t behind;
+  if (mode == frame::kLq2) {
+    behind = decode_lq2<false>(memory, expand, low, center, 0, 0, bytes, lane, e);
+  } else if (mode == frame::kLq3) {
+    behind = decode_lq3(memory, low, center, bytes, lane, e);
+  } else {
+    behind = decode_fw(memory, low, center, mode - frame::kFw2 + 2, bytes, lane, e);
+  }
+  return behind != kDamaged && (behind + 7) / 8 == units;
+}
+
+}  // namespace memswap::cuda

@@ -1,0 +1,131 @@
+// Encoders of shapes dense and upcast.
+#include "encode.cuh"
+
+namespace memswap::cuda {
+template <frame::Dtype kDtype>
+struct DenseCoder {
+  using Parts = Float<kDtype>;
+  using Memory = EncodeMemory<kDenseStageBytes>;
+  static constexpr uint32_t kWidth = Parts::kWidth;
+  static constexpr uint32_t kSlabBytes = frame::slab_bytes(kDtype, frame::Shape::kDense);
+  static constexpr bool kHasPayload = true;
+  static constexpr Bounds kBounds = with_registers(kIsHopper ? 64 : 72);
+
+  __device__ static __forceinline__ Coded encode(const EncodeJob& job, const Source<kWidth>& source,
+                                                 uint8_t* slab, Memory& memory,
+                                                 const uint32_t* compact, uint32_t warp,
+                                                 uint32_t lane, uint64_t& checksum) {
+    constexpr uint32_t kAtOnce = kRowsAtOnce<kWidth>;
+    uint32_t e[8], rows[kAtOnce][Parts::kWords];
+    [[maybe_unused]] uint32_t rest[8];
+#pragma unroll
+    for (uint32_t row = 0; row < kRows; ++row) {
+      if (row % kAtOnce == 0) {
+        load_rows(source, row, lane, rows);
+      }
+      const auto& words = rows[row % kAtOnce];
+      uint32_t low[Parts::kLowWords], top[2];
+      if (job.checked) {
+        checksum += checksum_row<kWidth>(words, warp, row, lane);
+      }
+      Parts::split(words, low, top);
+#pragma unroll
+      for (int p = 0; p < Parts::kLowPlanes; ++p) {
+        store_bytes(slab + p * int{frame::kBlockElements}, row, lane, low[2 * p], low[2 * p + 1]);
+      }
+#pragma unroll
+      for (uint32_t h = 0; h < 2; ++h) {
+        e[2 * row + h] = Parts::exponents(top[h]);
+        rest[2 * row + h] = Parts::rest(top[h]);
+      }
+    }
+    if constexpr (Parts::kRestBits != 0) {
+      store_planes(slab + Parts::kLowPlanes * frame::kBlockElements, rest, Parts::kRestBits, lane);
+    }
+    uint32_t low[2];
+    Coded coded = encode_dense<Parts::kSplit.exponent_bits>(
+        memory, streams_of(memory, compact, lane), e, job.fast, job.center, low);
+    store_pair(slab + kSlabBytes - frame::kLowPlaneBytes + lane * 8, low[0], low[1]);
+    coded.zeros -= frame::kBlockElements - source.count;
+    return coded;
+  }
+};
+
+struct UpcastCoder {
+  using Parts = Float<frame::Dtype::kBf16>;
+  static constexpr uint32_t kWidth = 4;
+  static constexpr uint32_t kSlabBytes =
+      frame::slab_bytes(frame::Dtype::kFp32, frame::Shape::kUpcast);
+  using Memory = EncodeMemory<frame::kBlockElements * kWidth - kSlabBytes>;
+  static constexpr bool kHasPayload = true;
+  static constexpr Bounds kBounds = with_registers(kIsHopper ? 64 : 72);
+
+  __device__ static __forceinline__ Coded encode(const EncodeJob& job, const Source<kWidth>& source,
+                                                 uint8_t* slab, Memory& memory,
+                                                 const uint32_t* compact, uint32_t warp,
+                                                 uint32_t lane, uint64_t& checksum) {
+    constexpr uint32_t kAtOnce = kRowsAtOnce<kWidth>;
+    uint32_t e[8], mantissas[8], low_halves = 0, rows[kAtOnce][kRowWords<kWidth>];
+#pragma unroll
+    for (uint32_t row = 0; row < kRows; ++row) {
+      if (row % kAtOnce == 0) {
+        load_rows(source, row, lane, rows);
+      }
+      const auto& words = rows[row % kAtOnce];
+      uint32_t high[Parts::kWords], low[2], top[2];
+      if (job.checked) {
+        checksum += checksum_row<kWidth>(words, warp, row, lane);
+      }
+#pragma unroll
+      for (uint32_t i = 0; i < 4; ++i) {
+        high[i] = __byte_perm(words[2 * i], words[2 * i + 1], 0x7632);
+        low_halves |= words[2 * i] | words[2 * i + 1];
+      }
+      Parts::split(high, low, top);
+#pragma unroll
+      for (uint32_t h = 0; h < 2; ++h) {
+        mantissas[2 * row + h] = low[h];
+        e[2 * row + h] = top[h];
+      }
+    }
+    if (__any_sync(kAllLanes, (low_halves & 0xffffu) != 0)) {
+      return encode_literal<kWidth, kSlabBytes>(source, slab,
+                                                reinterpret_cast<uint8_t*>(memory.stage), lane);
+    }
+#pragma unroll
+    for (uint32_t row = 0; row < kRows; ++row) {
+      store_bytes(slab, row, lane, mantissas[2 * row], mantissas[2 * row + 1]);
+    }
+    uint32_t low[2];
+    Coded coded =
+        encode_dense<8>(memory, streams_of(memory, compact, lane), e, job.fast, job.center, low);
+    store_pair(slab + kSlabBytes - frame::kLowPlaneBytes + lane * 8, low[0], low[1]);
+    coded.zeros -= frame::kBlockElements - source.count;
+    return coded;
+  }
+};
+
+EncodeKernel dense_encode_kernel(frame::Dtype dtype, frame::Shape shape) {
+  using frame::Dtype;
+  if (shape == frame::Shape::kUpcast) {
+    return encode_kernel<UpcastCoder>();
+  }
+  switch (dtype) {
+    case Dtype::kBf16:
+      return encode_kernel<DenseCoder<Dtype::kBf16>>();
+    case Dtype::kFp16:
+      return encode_kernel<DenseCoder<Dtype::kFp16>>();
+    case Dtype::kFp32:
+      return encode_kernel<DenseCoder<Dtype::kFp32>>();
+    case Dtype::kFp64:
+      return encode_kernel<DenseCoder<Dtype::kFp64>>();
+    case Dtype::kE4m3:
+      return encode_kernel<DenseCoder<Dtype::kE4m3>>();
+    case Dtype::kE5m2:
+      return encode_kernel<DenseCoder<Dtype::kE5m2>>();
+    default:
+      return {};
+  }
+}
+
+}  // namespace memswap::cuda

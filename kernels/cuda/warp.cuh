@@ -1,0 +1,217 @@
+// What the kernels need of a warp and of bytes in words. A warp codes a block: lane t owns columns
+// 8t .. 8t+7 of the block's four rows of 256 elements. What a lane knows about its 32 elements is
+// therefore 8 words of 4 bytes, word 2q + h holding columns 4h .. 4h+3 of row q.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+#include "memswap/frame.h"
+
+namespace memswap::cuda {
+
+inline constexpr uint32_t kAllLanes = 0xffffffff;
+inline constexpr uint32_t kLanes = 32;
+inline constexpr uint32_t kRows = 4;
+inline constexpr uint32_t kRowElements = frame::kBlockElements / kRows;
+inline constexpr uint32_t kLaneColumns = 8;
+inline constexpr uint32_t kTileThreads = frame::kTileBlocks * kLanes;
+inline constexpr uint32_t kMaxTiles = 2;  // of one thread block
+inline constexpr uint32_t kMaxThreads = kMaxTiles * kTileThreads;
+
+// What __launch_bounds__ says of a kernel, only so that the compiler gives it registers: of the
+// 65536 of a processor, four warps at a time get theirs. No other way is as old as what we support.
+struct Bounds {
+  uint32_t threads;
+  uint32_t blocks;  // 0: says nothing
+};
+constexpr Bounds with_registers(uint32_t registers) { return {65536 / registers / 128 * 128, 0}; }
+// Kernels that need few: left alone, the compiler saves registers until it spills.
+inline constexpr Bounds kTwoBlocks = {kMaxThreads, 2};
+
+// sm_90 fits in fewer registers without spilling than its neighbours do (resources.json).
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+inline constexpr bool kIsHopper = true;
+#else
+inline constexpr bool kIsHopper = false;
+#endif
+
+// Each byte of a word the same.
+__device__ __forceinline__ constexpr uint32_t bytes_of(uint32_t byte) { return byte * 0x01010101u; }
+
+// Bytewise a - b modulo 256.
+__device__ __forceinline__ uint32_t subtract_bytes(uint32_t a, uint32_t b) {
+  const uint32_t without_borrow = (a | 0x80808080u) - (b & 0x7f7f7f7fu);
+  return without_borrow ^ ((a ^ ~b) & 0x80808080u);
+}
+
+// 0x80 in every byte that is at least `bound`, 1 to 128.
+template <uint32_t bound>
+__device__ __forceinline__ uint32_t at_least(uint32_t bytes) {
+  static_assert(bound >= 1 && bound <= 128);
+  return (((bytes & 0x7f7f7f7fu) + bytes_of(128 - bound)) | bytes) & 0x80808080u;
+}
+
+__device__ __forceinline__ uint32_t not_zero(uint32_t bytes) { return at_least<1>(bytes); }
+
+// The lowest bits of the four bytes, side by side.
+__device__ __forceinline__ uint32_t gather_bits(uint32_t bytes) {
+  return (bytes * 0x01020408u) >> 24 & 0xfu;
+}
+
+// The same where bytes are 0 or 1: one multiplication, one shift.
+__device__ __forceinline__ uint32_t gather_flags(uint32_t flags) {
+  return (flags * 0x01020408u) >> 24;
+}
+
+// Bits 0 to 3 as the lowest bits of four bytes.
+__device__ __forceinline__ uint32_t spread_bits(uint32_t bits) {
+  return ((bits & 0xfu) * 0x00204081u) & 0x01010101u;
+}
+
+// Four 2-bit fields in the low byte <-> one in each byte.
+__device__ __forceinline__ uint32_t pack_pairs(uint32_t bytes) {
+  bytes = (bytes | bytes >> 6) & 0x000f000fu;
+  return (bytes | bytes >> 12) & 0xffu;
+}
+__device__ __forceinline__ uint32_t spread_pairs(uint32_t pairs) {
+  pairs = ((pairs & 0xffu) | pairs << 12) & 0x000f000fu;
+  return (pairs | pairs << 6) & 0x03030303u;
+}
+
+// Where a lane's marked elements stand among all the marked ones of the block, in the order of
+// elements.
+struct Ranks {
+  uint32_t before;            // byte q: marked elements of row q in lower lanes
+  uint32_t row1, row2, row3;  // marked elements in the rows before row 1, 2, 3
+  uint32_t total;
+
+  __device__ __forceinline__ uint32_t first(uint32_t row) const {
+    const uint32_t rows_before = row == 0 ? 0 : row == 1 ? row1 : row == 2 ? row2 : row3;
+    return rows_before + (before >> (8 * row) & 0xffu);
+  }
+};
+
+// counts: byte q says how many elements of row q the lane marks, at most 8. A row's sum may be 256
+// and carry into the next byte; the subtraction of the own count takes every such carry back, and
+// what is left is at most 248 per row.
+__device__ __forceinline__ Ranks rank_rows(uint32_t counts, uint32_t lane) {
+  uint32_t sum = counts;
+#pragma unroll
+  for (uint32_t distance = 1; distance < kLanes; distance *= 2) {
+    const uint32_t other = __shfl_up_sync(kAllLanes, sum, distance);
+    sum += lane >= distance ? other : 0;
+  }
+  Ranks ranks;
+  ranks.before = sum - counts;
+  const uint32_t before = __shfl_sync(kAllLanes, ranks.before, 31);
+  const uint32_t last = __shfl_sync(kAllLanes, counts, 31);
+  const uint32_t even = (before & 0x00ff00ffu) + (last & 0x00ff00ffu);
+  const uint32_t odd = (before >> 8 & 0x00ff00ffu) + (last >> 8 & 0x00ff00ffu);
+  const uint32_t pairs = even + odd;
+  ranks.row1 = even & 0xffffu;
+  ranks.row2 = pairs & 0xffffu;
+  ranks.row3 = ranks.row2 + (even >> 16);
+  ranks.total = ranks.row2 + (pairs >> 16);
+  return ranks;
+}
+
+// masks: byte q has a bit for each of the lane's elements of row q.
+__device__ __forceinline__ uint32_t count_rows(uint32_t masks) {
+  return __popc(masks & 0xffu) | __popc(masks & 0xff00u) << 8 | __popc(masks & 0xff0000u) << 16 |
+         __popc(masks & 0xff000000u) << 24;
+}
+
+// Masks of a lane's 8 words, 4 bits each: side by side where registers are short (the sparse
+// kernels), apart where instructions are (the dense ones).
+template <bool kSideBySide>
+struct WordMasks {
+  uint32_t masks[kSideBySide ? 1 : 8] = {};
+
+  __device__ __forceinline__ void set(uint32_t word, uint32_t mask) {
+    if constexpr (kSideBySide) {
+      masks[0] |= mask << (4 * word);
+    } else {
+      masks[word] = mask;
+    }
+  }
+  __device__ __forceinline__ uint32_t get(uint32_t word) const {
+    if constexpr (kSideBySide) {
+      return masks[0] >> (4 * word) & 0xfu;
+    } else {
+      return masks[word];
+    }
+  }
+  __device__ __forceinline__ uint32_t counts() const {
+    uint32_t counts = 0;
+#pragma unroll
+    for (uint32_t row = 0; row < kRows; ++row) {
+      counts |= __popc(get(2 * row) | get(2 * row + 1) << 4) << (8 * row);
+    }
+    return counts;
+  }
+};
+
+// PRMT selectors by a mask of four bytes: `compact` moves the marked bytes to the front, `expand`
+// moves the first bytes to the marked places. Byte 4 of PRMT, the second operand's, is 0.
+__device__ inline uint32_t compact_selector(uint32_t mask) {
+  uint32_t selector = 0x4444;
+  uint32_t place = 0;
+  for (uint32_t i = 0; i < 4; ++i) {
+    if (mask >> i & 1) {
+      selector = (selector & ~(0xfu << place)) | i << place;
+      place += 4;
+    }
+  }
+  return selector;
+}
+__device__ inline uint32_t expand_selector(uint32_t mask) {
+  uint32_t selector = 0x4444;
+  uint32_t rank = 0;
+  for (uint32_t i = 0; i < 4; ++i) {
+    if (mask >> i & 1) {
+      selector = (selector & ~(0xfu << 4 * i)) | rank << 4 * i;
+      ++rank;
+    }
+  }
+  return selector;
+}
+
+// The eight warps of a tile. A thread block has one tile at a time, or two where the number of
+// processors is bounded (launch.h), so a tile's barrier is not the thread block's.
+struct Tile {
+  uint32_t thread;  // 0 .. 255
+  uint32_t warp;
+  uint32_t lane;
+  uint32_t slot;  // 0 .. kMaxTiles - 1
+  uint32_t slots;
+};
+
+__device__ __forceinline__ Tile this_tile() {
+  Tile tile;
+  tile.thread = threadIdx.x % kTileThreads;
+  tile.warp = tile.thread / kLanes;
+  tile.lane = threadIdx.x % kLanes;
+  tile.slot = threadIdx.x / kTileThreads;
+  tile.slots = blockDim.x / kTileThreads;
+  return tile;
+}
+
+// The barrier's number is a constant in each branch: a variable one would reserve all sixteen.
+#if !defined(MEMSWAP_CUDA_EMULATOR)
+__device__ __forceinline__ void sync_tile(const Tile& tile) {
+  if (tile.slot == 0) {
+    asm volatile("bar.sync 1, 256;" ::: "memory");
+  } else {
+    asm volatile("bar.sync 2, 256;" ::: "memory");
+  }
+}
+
+template <class Shared>
+__device__ __forceinline__ Shared& shared_of(const Tile& tile) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  return reinterpret_cast<Shared*>(memory)[tile.slot];
+}
+#endif
+
+}  // namespace memswap::cuda

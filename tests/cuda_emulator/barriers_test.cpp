@@ -1,0 +1,76 @@
+// Every barrier of the kernels is needed, and the emulator would notice if one were missing: each
+// is taken away in turn. This also is the test of the emulator.
+#include <iostream>
+
+#include "emulated_codec.h"
+
+namespace memswap::test {
+namespace {
+
+class Barriers : public Emulated {};
+
+// Reaches every barrier: many blocks per warp, several jobs per thread block, every mode.
+bool everything_works(uint64_t seed) {
+  emulator::machine.seed = seed;
+  emulator::machine.processors = 1;
+  emulator::machine.blocks_per_processor = 1;
+  emulator::errors.clear();
+  bool is_right = true;
+  for (const auto& [dtype, shape] : {std::pair{Dtype::kBf16, Shape::kDense},
+                                     {Dtype::kFp16, Shape::kSparse},
+                                     {Dtype::kInt16, Shape::kInts}}) {
+    Frame frames[2];
+    memswap_encode_job encode_jobs[2];
+    memswap_decode_job decode_jobs[2];
+    uint32_t status = 0;
+    Tensor tensor = tensor_at(0, {Kind::kMixed, 0}, dtype, seed, 57 * 1024);
+    if (seed % 2 == 0 && shape == Shape::kSparse) {
+      // Three survivors and signed zeros: streams of different kinds share words.
+      tensor = tensor_at(0, {Kind::kSign, 0}, dtype, seed, 57 * 1024);
+      for (uint64_t i = 0; i < tensor.elements; i += 341) {
+        tensor.buffer.data()[2 * i] = static_cast<uint8_t>(splitmix64(seed, i) | 1);
+      }
+    }
+    std::deque<Tensor> outputs;
+    for (int i = 0; i < 2; ++i) {
+      outputs.push_back(tensor_at(0, {Kind::kRandomBits, 0}, dtype, 1, tensor.elements));
+      encode_jobs[i] = encode_job(tensor, {.shape = shape}, &frames[i]);
+      decode_jobs[i] = decode_job(frames[i], &outputs[i], &status);
+      decode_jobs[i].verify = seed % 3 == 0;  // the check brings barriers with it
+    }
+    emulated_encode(encode_jobs, 2, nullptr);
+    if (!emulator::errors.empty()) {
+      return false;
+    }
+    emulated_decode(decode_jobs, 2, nullptr);
+    is_right &= status == frame::kOk && emulator::errors.empty() &&
+                outputs[0].buffer == tensor.buffer && outputs[1].buffer == tensor.buffer;
+  }
+  return is_right;
+}
+
+TEST_F(Barriers, AreAllNeededAndTheEmulatorMissesEachOfThem) {
+  emulator::seen_sites.clear();
+  for (uint64_t seed = 1; seed <= 3; ++seed) {
+    ASSERT_TRUE(everything_works(seed))
+        << (emulator::errors.empty() ? "another tensor" : emulator::errors[0]);
+  }
+  const std::set<emulator::Site> sites = emulator::seen_sites;
+  EXPECT_GE(sites.size(), 15u);
+  for (const emulator::Site& site : sites) {
+    emulator::skipped_site = site;
+    bool is_missed = false;
+    for (uint64_t seed = 1; seed <= 3 && !is_missed; ++seed) {
+      is_missed = !everything_works(seed);
+    }
+    if (is_missed && !emulator::errors.empty()) {
+      std::cout << site.first << ":" << site.second << " left out: " << emulator::errors[0] << "\n";
+    }
+    EXPECT_TRUE(is_missed) << "without the barrier at " << site.first << ":" << site.second
+                           << " nothing is wrong";
+  }
+  emulator::errors.clear();
+}
+
+}  // namespace
+}  // namespace memswap::test

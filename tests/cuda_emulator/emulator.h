@@ -1,0 +1,90 @@
+// Runs CUDA kernels on a CPU, to find what a GPU would show rarely or never:
+//
+// - every thread of a thread block is a fiber; which one runs next is random (by a seed), also in
+//   the middle of code, at accesses to memory;
+// - every access to memory is looked at before it happens (the kernels are compiled with
+//   -fsanitize=thread, whose calls end here and not in a sanitizer): it has to lie in a registered
+//   buffer or in shared memory, and where two threads touch the same byte and one of them writes,
+//   a barrier of both has to be in between. Shuffles and votes are no such barriers;
+// - a collective that a lane of its mask does not reach is an error, as is a barrier;
+// - shared memory begins with random bytes.
+//
+// One launch runs at a time, in the calling thread. What went wrong is in `errors`.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace emulator {
+
+struct Index {
+  uint32_t x;
+};
+extern Index threadIdx, blockIdx, blockDim, gridDim;
+
+struct Machine {
+  uint32_t processors = 3;
+  uint32_t blocks_per_processor = 2;
+  uint32_t shared_bytes = 227 * 1024;
+  uint64_t seed = 1;
+  int fail_launch = 0;  // every launch returns this
+};
+extern Machine machine;
+
+extern std::vector<std::string> errors;
+
+// What ran: grids and thread blocks, in order.
+struct Launch {
+  const void* kernel;
+  uint32_t blocks;
+  uint32_t threads;
+  uint32_t shared_bytes;
+};
+extern std::vector<Launch> launches;
+
+// A barrier in the source.
+using Site = std::pair<std::string, int>;
+extern std::set<Site> seen_sites;
+extern Site skipped_site;  // is left out: {"", 0} for none
+
+// Memory that kernels may touch while this lives.
+class Registered {
+ public:
+  Registered(const void* first, size_t bytes, const char* name);
+  ~Registered();
+  Registered(const Registered&) = delete;
+  Registered& operator=(const Registered&) = delete;
+};
+
+void allow_shared(const void* kernel, uint32_t bytes);
+unsigned char* shared_memory();
+float about(float value);
+
+void sync_warp(const char* file, int line);
+void sync_tile(uint32_t slot, const char* file, int line);
+
+enum class Exchange { kIndex, kUp, kDown, kXor, kBallot, kAdd, kMin, kMax, kBarrier };
+uint64_t exchange(Exchange kind, uint32_t mask, uint64_t value, uint32_t parameter);
+
+void before_atomic(const void* at, size_t bytes);
+template <class Value, class Change>
+__attribute__((no_sanitize("thread"))) Value atomic(Value* at, Change change) {
+  before_atomic(at, sizeof(Value));
+  const Value old = *at;
+  *at = change(old);
+  return old;
+}
+
+int run(const Launch& launch, void (*body)(void*), void* context);
+template <class Context>
+int run(const Launch& launch, void (*body)(void*), Context context) {
+  const Registered registered(&context, sizeof(context), "the launch");
+  return run(launch, body, static_cast<void*>(&context));
+}
+
+}  // namespace emulator

@@ -1,0 +1,167 @@
+// Launches: many tensors, bounded processors, room for payloads, arguments, and errors of CUDA.
+#include "emulated_codec.h"
+
+namespace memswap::test {
+namespace {
+
+class Launches : public Emulated {};
+
+TEST_F(Launches, ManyTensorsOfAllKindsShareThem) {
+  std::deque<Tensor> tensors;
+  std::deque<EncodeOptions> options;
+  std::deque<Frame> frames;
+  std::vector<memswap_encode_job> encode_jobs;
+  for (uint64_t i = 0; i < 150; ++i) {
+    const Dtype dtype = i % 3 != 0 ? Dtype::kBf16 : static_cast<Dtype>(1 + i % frame::kLastDtype);
+    const std::vector<Shape> shapes = shapes_of(dtype);
+    options.push_back({.shape = i % 3 != 0 ? Shape::kDense : shapes[i / 3 % shapes.size()]});
+    tensors.push_back(tensor_at(16 * (i % 4), {Kind::kMixed, 0}, dtype, i,
+                                i % 10 == 0 ? 0 : splitmix64(i, 0) % 3000));
+    encode_jobs.push_back(encode_job(tensors[i], options[i], &frames.emplace_back()));
+  }
+  ASSERT_EQ(emulated().encode(encode_jobs.data(), encode_jobs.size(), nullptr), 0);
+  EXPECT_LT(emulator::launches.size(), 60u) << "150 tensors, two launches for each kind of 60";
+  std::deque<Tensor> outputs;
+  std::vector<uint32_t> statuses(tensors.size());
+  std::vector<memswap_decode_job> decode_jobs;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    SCOPED_TRACE(describe(tensors[i].dtype, options[i].shape));
+    ASSERT_NO_FATAL_FAILURE(expect_same_frame(encode(oracle(), tensors[i], options[i]), frames[i]));
+    outputs.emplace_back(tensors[i].dtype, tensors[i].elements);
+    decode_jobs.push_back(decode_job(frames[i], &outputs[i], &statuses[i]));
+  }
+  ASSERT_EQ(emulated().decode(decode_jobs.data(), decode_jobs.size(), nullptr), 0);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    EXPECT_EQ(statuses[i], frame::kOk);
+    EXPECT_TRUE(outputs[i].buffer == tensors[i].buffer) << "tensor " << i;
+  }
+}
+
+TEST_F(Launches, UseNoMoreProcessorsThanAsked) {
+  const Tensor tensor = tensor_at(0, {Kind::kMixed, 0}, Dtype::kBf16, 1, 40 * 8192);
+  emulator::machine.processors = 10;
+  for (const uint32_t bound : {0, 1, 3, 9, 10, 1000}) {
+    emulator::launches.clear();
+    EncodeOptions options;
+    options.launch.max_processors = bound;
+    const Frame frame = encode(emulated(), tensor, options);
+    ASSERT_NO_FATAL_FAILURE(expect_same_frame(encode(oracle(), tensor, {}), frame));
+    Tensor output(tensor.dtype, tensor.elements);
+    ASSERT_EQ(decode(emulated(), frame, &output, options.launch), frame::kOk);
+    EXPECT_TRUE(output.buffer == tensor.buffer);
+    for (const emulator::Launch& launch : emulator::launches) {
+      const bool is_bounded = bound != 0 && bound < 10;
+      EXPECT_LE(launch.blocks, is_bounded ? bound : 10 * 2);
+      if (launch.blocks > 1) {
+        EXPECT_EQ(launch.threads, is_bounded ? 512u : 256u);
+      }
+    }
+  }
+}
+
+TEST_F(Launches, OfLargeSharedMemoryFitSmallDevices) {
+  emulator::machine.shared_bytes = 99 * 1024;
+  const Tensor tensor = tensor_at(0, {Kind::kMixed, 0}, Dtype::kFp64, 1, 3 * 8192);
+  for (const uint32_t bound : {0, 1}) {
+    EncodeOptions options{.shape = Shape::kSparse};
+    options.launch.max_processors = bound;
+    ASSERT_NO_FATAL_FAILURE(expect_same_as_oracle(tensor, options));
+  }
+}
+
+TEST_F(Launches, TilesThatDoNotFitGoToTheArenaAndComeBack) {
+  const Tensor tensor = tensor_at(0, {Kind::kOutliers, 9}, Dtype::kBf16, 21, 5 * 8192 + 100);
+  const uint64_t needed = encode(oracle(), tensor, {}).header().var_used;
+  for (uint64_t seed = 1; seed <= 5; ++seed) {
+    emulator::machine.seed = seed;
+    for (const uint64_t capacity : {uint64_t{0}, uint64_t{1}, needed / 3, needed - 1, needed}) {
+      SCOPED_TRACE(capacity);
+      const Frame frame =
+          encode(emulated(), tensor, {.var_capacity = capacity, .overflow_capacity = needed});
+      EXPECT_EQ(frame.header().status, frame::kOk);
+      EXPECT_LE(frame.header().var_used, capacity);
+      EXPECT_EQ(frame.header().overflow_used, frame.overflow_cursor);
+      EXPECT_EQ(frame.header().overflow_used == 0, capacity == needed);
+      EXPECT_NO_FATAL_FAILURE(expect_round_trip(emulated(), frame, tensor));
+      EXPECT_NO_FATAL_FAILURE(expect_round_trip(oracle(), frame, tensor));
+    }
+  }
+}
+
+TEST_F(Launches, AFrameWithoutRoomSaysSoAndDoesNotDecode) {
+  const Tensor tensor = tensor_at(0, {Kind::kOutliers, 9}, Dtype::kBf16, 21, 5 * 8192 + 100);
+  for (const uint64_t arena : {0, 1, 300}) {
+    const Frame frame = encode(emulated(), tensor, {.var_capacity = 7, .overflow_capacity = arena});
+    EXPECT_EQ(frame.header().status, frame::kNoRoom);
+    EXPECT_LE(frame.header().var_used, 7u);
+    EXPECT_LE(frame.overflow_cursor, arena);
+    Tensor output(tensor.dtype, tensor.elements);
+    EXPECT_EQ(decode(emulated(), frame, &output), frame::kBadHeader);
+  }
+}
+
+TEST_F(Launches, SharedCursorsAreNeverHandedOutTwice) {
+  const Tensor tensor = tensor_at(0, {Kind::kOutliers, 9}, Dtype::kBf16, 3, 6 * 8192);
+  const uint64_t needed = encode(oracle(), tensor, {}).header().var_used;
+  Frame frames[3];
+  memswap_encode_job jobs[3];
+  GuardedBuffer arena(3 * needed * frame::kUnitBytes);
+  uint64_t cursor = 0;
+  for (int i = 0; i < 3; ++i) {
+    jobs[i] = encode_job(tensor, {.var_capacity = needed / 2}, &frames[i]);
+    jobs[i].overflow = arena.data();
+    jobs[i].overflow_capacity = 3 * needed;
+    jobs[i].overflow_cursor = &cursor;
+  }
+  ASSERT_EQ(emulated().encode(jobs, 3, nullptr), 0);
+  EXPECT_TRUE(arena.guards_are_whole());
+  uint64_t used = 0;
+  for (Frame& frame : frames) {
+    used += frame.header().overflow_used;
+    uint32_t status = 0;
+    Tensor output(tensor.dtype, tensor.elements);
+    memswap_decode_job job = decode_job(frame, &output, &status);
+    job.overflow = arena.data();
+    job.overflow_capacity = 3 * needed;
+    ASSERT_EQ(emulated().decode(&job, 1, nullptr), 0);
+    EXPECT_EQ(status, frame::kOk);
+    EXPECT_TRUE(output.buffer == tensor.buffer);
+  }
+  EXPECT_EQ(used, cursor);
+}
+
+TEST_F(Launches, AnErrorOfCudaIsReturned) {
+  const Tensor tensor = tensor_at(0, {Kind::kNormal, 0}, Dtype::kBf16, 1, 1000);
+  Frame frame;
+  const memswap_encode_job job = encode_job(tensor, {}, &frame);
+  emulator::machine.fail_launch = 719;
+  EXPECT_EQ(emulated().encode(&job, 1, nullptr), 719);
+  EXPECT_STREQ(emulated().message(719), "an emulated error");
+  EXPECT_NE(emulated().message(-77), nullptr);
+}
+
+TEST_F(Launches, BadArgumentsEnqueueNothing) {
+  const Tensor tensor = tensor_at(0, {Kind::kNormal, 0}, Dtype::kBf16, 1, 1000);
+  Frame frame;
+  memswap_encode_job jobs[2] = {encode_job(tensor, {}, &frame), encode_job(tensor, {}, &frame)};
+  const memswap_encode_job good = jobs[0];
+  const auto expect_bad = [&](auto change) {
+    jobs[1] = good;
+    change(jobs[1]);
+    EXPECT_EQ(memswap_codec_cuda()->encode(jobs, 2, nullptr), MEMSWAP_CODEC_BAD_ARGUMENT);
+  };
+  expect_bad([](memswap_encode_job& job) { job.input = nullptr; });
+  expect_bad([](memswap_encode_job& job) { job.input = static_cast<const char*>(job.input) + 1; });
+  expect_bad([](memswap_encode_job& job) { job.frame = static_cast<char*>(job.frame) + 64; });
+  expect_bad([](memswap_encode_job& job) { job.frame = nullptr; });
+  expect_bad([](memswap_encode_job& job) { job.dtype = 0; });
+  expect_bad([](memswap_encode_job& job) { job.shape = 2; });
+  expect_bad([](memswap_encode_job& job) { job.profile = 2; });
+  expect_bad([](memswap_encode_job& job) { job.overflow = job.frame; });
+  EXPECT_EQ(memswap_codec_cuda()->encode(nullptr, 1, nullptr), MEMSWAP_CODEC_BAD_ARGUMENT);
+  EXPECT_EQ(memswap_codec_cuda()->encode(nullptr, 0, nullptr), MEMSWAP_CODEC_OK);
+  EXPECT_TRUE(emulator::launches.empty());
+}
+
+}  // namespace
+}  // namespace memswap::test

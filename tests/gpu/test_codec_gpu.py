@@ -1,0 +1,104 @@
+"""The CUDA codec on a real GPU: frames as the CPU writes them, and tensors that come back.
+
+Needs --device cuda. The emulator (tests/unit/test_cuda_emulator.py) has run the same kernels
+already; what only a GPU can show is that its compiler and its memory agree.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import memswap
+
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).resolve().parents[2]
+FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+LENGTHS = [0, 1, 1000, 1024, 8192, 100_003, 1_000_000]
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def some_tensor(dtype: torch.dtype, length: int, kind: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(length)
+    if dtype == torch.bool:
+        return torch.rand(length, generator=generator) < 0.3
+    if dtype in INTEGERS:
+        high = 100 if kind == "normal" else torch.iinfo(dtype).max
+        return torch.randint(0, high, (length,), generator=generator).to(dtype)
+    if kind == "bits":
+        width = torch.empty(0, dtype=dtype).element_size()
+        raw = torch.randint(0, 256, (length * width,), generator=generator, dtype=torch.uint8)
+        return raw.view(dtype)
+    values = torch.randn(length, generator=generator)
+    if kind == "sparse":
+        values = values.relu()
+    return values.to(dtype)
+
+
+@pytest.mark.parametrize("kind", ["normal", "sparse", "bits"])
+@pytest.mark.parametrize("dtype", [*FLOATS, *FP8, *INTEGERS, torch.bool], ids=str)
+def test_frames_are_those_of_the_cpu_and_come_back(
+    device: torch.device, dtype: torch.dtype, kind: str
+) -> None:
+    for length in LENGTHS:
+        tensor = some_tensor(dtype, length, kind)
+        on_gpu = memswap.encode(tensor.to(device))
+        on_cpu = memswap.encode(tensor)
+        assert on_gpu.to_bytes() == on_cpu.to_bytes(), f"another frame for {length} elements"
+        back = memswap.decode(on_gpu)
+        assert back.device == device and back.dtype == dtype
+        assert torch.equal(as_bytes(back.cpu()), as_bytes(tensor)), f"{length} elements"
+
+
+@pytest.mark.parametrize("offset", [1, 3, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8], ids=str)
+def test_tensors_at_any_offset_come_back(
+    device: torch.device, dtype: torch.dtype, offset: int
+) -> None:
+    tensor = some_tensor(dtype, 50_000, "normal")[offset:]
+    view = some_tensor(dtype, 50_000, "normal").to(device)[offset:]
+    assert torch.equal(as_bytes(memswap.decode(memswap.encode(view)).cpu()), as_bytes(tensor))
+
+
+def test_encoding_on_a_side_stream_waits_for_nothing_else(device: torch.device) -> None:
+    tensor = torch.randn(1 << 20, device=device).to(torch.bfloat16)
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        back = memswap.decode(memswap.encode(tensor))
+    torch.cuda.current_stream(device).wait_stream(stream)
+    assert torch.equal(as_bytes(back), as_bytes(tensor))
+
+
+@pytest.fixture(scope="module")
+def bench() -> Path:
+    """The standalone benchmark: it compares every tensor that it decodes, without torch."""
+    if shutil.which("nvcc") is None or shutil.which("cmake") is None:
+        pytest.skip("needs nvcc and cmake")
+    folder = Path(os.environ.get("MEMSWAP_BUILD_DIR", ROOT / "build")) / "cuda_bench"
+    configure = ["cmake", f"-S{ROOT / 'kernels'}", f"-B{folder}", "-DMEMSWAP_KERNELS_BENCH=ON"]
+    subprocess.run([*configure, "-DMEMSWAP_CUDA=ON"], check=True, capture_output=True)
+    build = ["cmake", "--build", str(folder), "--parallel", "4", "--target", "memswap_cuda_bench"]
+    subprocess.run(build, check=True, capture_output=True)
+    return folder / "cuda" / "memswap_cuda_bench"
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck", "synccheck"])
+def test_the_sanitizer_finds_nothing(bench: Path, tool: str) -> None:
+    if shutil.which("compute-sanitizer") is None:
+        pytest.skip("compute-sanitizer is not on PATH")
+    command = ["compute-sanitizer", f"--tool={tool}", "--error-exitcode=9", str(bench), "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
