@@ -3,6 +3,12 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <optional>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "packed_stream.h"
 #include "stream_lane.h"
 
 namespace memswap {
@@ -11,18 +17,42 @@ using without_gil = py::call_guard<py::gil_scoped_release>;
 
 namespace {
 
-// What torch.Stream(stream_id=..., device_index=..., device_type=...) takes.
-std::tuple<int64_t, int64_t, int64_t> packed(c10::Stream stream) {
-  const auto parts = stream.pack3();
-  return {parts.stream_id, parts.device_index, static_cast<int64_t>(parts.device_type)};
+// One ticket, several, or None; also None among several, where there was nothing to wait for.
+using After = std::variant<TicketPtr, Tickets>;
+
+Tickets tickets_of(After after) {
+  Tickets tickets = std::holds_alternative<Tickets>(after)
+                        ? std::get<Tickets>(std::move(after))
+                        : Tickets{std::get<TicketPtr>(std::move(after))};
+  std::erase(tickets, nullptr);
+  return tickets;
+}
+
+TicketPtr send(Lane& lane, StorageRefPtr storage, BlockPtr block, size_t offset,
+               std::optional<size_t> nbytes, After after) {
+  const ByteRange range{offset, nbytes.value_or(ByteRange::kToTheEnd)};
+  return lane.send(std::move(storage), std::move(block), range, tickets_of(std::move(after)));
+}
+
+std::pair<StorageRefPtr, TicketPtr> fetch(Lane& lane, BlockPtr block, After after) {
+  return lane.fetch(std::move(block), tickets_of(std::move(after)));
+}
+
+TicketPtr fetch_into(Lane& lane, BlockPtr block, StorageRefPtr storage, size_t offset,
+                     After after) {
+  return lane.fetch_into(std::move(block), std::move(storage), offset,
+                         tickets_of(std::move(after)));
 }
 
 }  // namespace
 
 void bind_lanes(py::module_& module) {
   py::class_<Lane, std::shared_ptr<Lane>>(module, "Lane", "Where transfers run, in order.")
-      .def("send", &Lane::send, py::arg("storage"), py::arg("block"), without_gil())
-      .def("fetch", &Lane::fetch, py::arg("block"), without_gil())
+      .def("send", &send, py::arg("storage"), py::arg("block"), py::arg("offset") = 0,
+           py::arg("nbytes") = py::none(), py::arg("after") = py::none(), without_gil())
+      .def("fetch", &fetch, py::arg("block"), py::arg("after") = py::none(), without_gil())
+      .def("fetch_into", &fetch_into, py::arg("block"), py::arg("storage"), py::arg("offset"),
+           py::arg("after") = py::none(), without_gil())
       .def("settle", &Lane::settle, without_gil())
       .def("leaving_bytes", &Lane::leaving_bytes)
       .def("set_max_leaving_bytes", &Lane::set_max_leaving_bytes, py::arg("nbytes"));

@@ -3,14 +3,11 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <system_error>
 #include <utility>
-#include <vector>
 
 #include "block.h"
 #include "pool/file_slabs.h"
@@ -20,8 +17,10 @@
 #include "pool/pool.h"
 #include "pool/slab_source.h"
 #include "pool/without_gil.h"
+#include "stop_at_exit.h"
 #include "storage.h"
 #include "ticket.h"
+#include "work_ticket.h"
 #include "worker_lane.h"
 
 namespace memswap {
@@ -40,39 +39,6 @@ GilHooks python_gil_hooks() {
           [](void* released) { PyEval_RestoreThread(static_cast<PyThreadState*>(released)); },
   };
 }
-
-// Threads that must have ended before the interpreter does: afterwards a storage that they drop may
-// need a GIL that is gone, and a driver may have been torn down.
-class StopAtExit {
- public:
-  template <class T>
-  void add(const std::shared_ptr<T>& owner, void (*stop)(T&)) {
-    const std::lock_guard lock(mutex_);
-    std::erase_if(owners_, [](const Owner& known) { return known.alive.expired(); });
-    owners_.push_back({owner, [stop](void* object) { stop(*static_cast<T*>(object)); }});
-  }
-
-  void stop_all() {
-    std::vector<Owner> owners;
-    {
-      const std::lock_guard lock(mutex_);
-      owners.swap(owners_);
-    }
-    for (const Owner& owner : owners) {
-      if (const auto object = owner.alive.lock()) {
-        owner.stop(object.get());
-      }
-    }
-  }
-
- private:
-  struct Owner {
-    std::weak_ptr<void> alive;
-    std::function<void(void*)> stop;
-  };
-  std::mutex mutex_;
-  std::vector<Owner> owners_;
-};
 
 std::shared_ptr<Pool> stopped_at_exit(StopAtExit& at_exit, SlabSourcePtr source,
                                       const PoolOptions& options) {
@@ -238,15 +204,14 @@ void bind_errors(py::module_& module) {
 
 void bind_pools(py::module_& module) {
   set_gil_hooks(python_gil_hooks());
-  // Lives as long as the process: the last pools are dropped after every module is.
-  static auto& at_exit = *new StopAtExit;  // NOLINT: leaked on purpose
+  StopAtExit& at_exit = stop_at_exit();
   bind_errors(module);
   bind_tickets_and_blocks(module);
   bind_pool(module, at_exit);
   bind_worker_lane(module, at_exit);
   const auto stop = py::cpp_function([] {
     const py::gil_scoped_release release;
-    at_exit.stop_all();
+    stop_at_exit().stop_all();
   });
   py::module_::import("atexit").attr("register")(stop);
 }

@@ -5,6 +5,7 @@ namespace memswap {
 void bind_storage(pybind11::module_& module);  // bind_storage.cpp
 void bind_lanes(pybind11::module_& module);    // bind_lanes.cpp
 void bind_pools(pybind11::module_& module);    // bind_pools.cpp
+void bind_codec(pybind11::module_& module);    // bind_codec.cpp
 }  // namespace memswap
 
 PYBIND11_MODULE(_C, module) {
@@ -12,4 +13,5 @@ PYBIND11_MODULE(_C, module) {
   memswap::bind_storage(module);
   memswap::bind_lanes(module);
   memswap::bind_pools(module);
+  memswap::bind_codec(module);
 }

@@ -18,11 +18,18 @@ class Block {
   Block& operator=(const Block&) = delete;
   virtual ~Block() = default;
 
-  // Bytes that were asked for; the range behind it may be longer.
+  // Bytes that were asked for, or are left after shrink; the range behind it may be longer.
   virtual size_t nbytes() const = 0;
+
+  // Keeps the first `nbytes` bytes, at most nbytes() of them, and gives the rest back to the pool
+  // at once. By then, work that touched the rest has ended.
+  virtual void shrink(size_t nbytes) = 0;
 
   // Address of the bytes in host memory, or nullptr where the block is not addressable (a file).
   virtual void* data() const = 0;
+
+  // Where these bytes lie in the piece of memory that the system gave, from its beginning.
+  virtual size_t offset() const = 0;
 
   // Moves nbytes() bytes between the block and ordinary host memory; blocks the calling thread.
   // Throws TransferError. Needs no lock of the pool.

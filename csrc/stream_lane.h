@@ -1,19 +1,13 @@
 // Transfers between an accelerator and pinned host memory, on streams of their own.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <c10/core/Event.h>
 #include <c10/core/Stream.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <atomic>
-#include <deque>
+#include <cstddef>
 #include <memory>
-#include <mutex>
-#include <utility>
-#include <vector>
 
 #include "lane.h"
+#include "stream_transfer.h"
 
 namespace memswap {
 
@@ -21,19 +15,24 @@ namespace memswap {
 //
 // One stream sends (device to host) and one fetches (host to device). "Compute" below is whatever
 // stream is current for the calling thread at that moment; it is asked for at each call and only
-// ever compared with, never waited on later. The seven edges, and the line that makes each:
+// ever compared with, never waited on later. The edges, and the line that makes each:
 //
-//   1. producer -> send                  send():   the send stream waits for an event on compute
-//   2. send -> memory freed              Send::wait(): compute waits for the send, then the
-//   storage's
-//                                        last reference is dropped
-//   3. send -> fetch of the same block   fetch():  the fetch stream waits for the block's uses
-//   4. allocation on compute -> fetch    fetch():  the fetch stream waits for an event on compute
-//   5. fetch -> consumer                 Fetch::wait(): compute waits for the fetch
+//   1. producer -> send                  submit(): the send stream waits for an event on compute
+//   2. send -> memory freed, or written  StreamTransfer::wait(): compute waits for the send, then
+//   the
+//                                        storage's reference is dropped
+//   3. send -> fetch of the same block   submit(): the fetch stream waits for the block's uses
+//   4. allocation on compute -> fetch    submit(): the fetch stream waits for an event on compute
+//   5. fetch -> consumer                 StreamTransfer::wait(): compute waits for the fetch
 //   6. last consumer -> freed            the storage is allocated on compute and dropped there:
 //                                        the caching allocator's own stream order
-//   7. fetch -> block used again         send():   the send stream waits for the block's uses, and
+//   7. fetch -> block used again         submit(): the send stream waits for the block's uses, and
 //                                        so for those of the range's previous owner
+//   8. `after` -> send, fetch            submit(): the lane's stream waits for those tickets
+//
+// A fetch into a storage that exists writes to memory in use: what compute read there before is
+// behind edge 4, and a send of these bytes that compute has not waited for is the caller's to name
+// in `after`. What others do with the storage's other bytes is none of the lane's affair.
 //
 // With one compute stream, 3 and 7 follow from 2, 4 and 5; they are needed as soon as compute
 // streams do not wait for each other.
@@ -47,51 +46,37 @@ namespace memswap {
 //
 // Where the host already knows that a transfer has ended (Ticket::done() returned true), the memory
 // may be dropped without a wait: everything submitted afterwards comes later.
-class StreamLane : public Lane, public std::enable_shared_from_this<StreamLane> {
+class StreamLane final : public Lane {
  public:
   // `max_leaving_bytes`: sends own at most this much device memory; the next send makes compute
   // wait for the oldest before it starts (0: no bound). `chunk_bytes`: longest single copy, so that
   // copies of different lanes can interleave on a shared link.
   StreamLane(c10::Device device, size_t max_leaving_bytes, size_t chunk_bytes);
-  ~StreamLane() override;
 
-  TicketPtr send(StorageRefPtr storage, BlockPtr block) override;
-  std::pair<StorageRefPtr, TicketPtr> fetch(BlockPtr block) override;
-  void settle() override;
-  size_t leaving_bytes() override;
-
-  void set_max_leaving_bytes(size_t bytes) override { max_leaving_bytes_ = bytes; }
+  void settle() override { departures_.settle(); }
+  size_t leaving_bytes() override { return departures_.nbytes(); }
+  void set_max_leaving_bytes(size_t bytes) override { departures_.set_bound(bytes); }
   c10::Stream send_stream() const { return send_stream_; }
   c10::Stream fetch_stream() const { return fetch_stream_; }
 
  private:
-  class Transfer;
-  class Send;
-  class Fetch;
+  void check(const StorageRef& storage, const Block& block) const override;
+  void check(const Block& block) const override;
+  TicketPtr start_send(StorageRefPtr storage, size_t offset, BlockPtr block,
+                       Tickets after) override;
+  TicketPtr start_fetch(BlockPtr block, StorageRefPtr storage, size_t offset,
+                        Tickets after) override;
+  StorageRefPtr allocate(size_t nbytes) override;
 
-  c10::Stream current_stream() const { return backend_.getStream(device_); }
-  c10::Event take_event();
-  void give_event(c10::Event event);
-  void order_after_compute(c10::Stream lane_stream, c10::Stream compute);
-  void tell_allocator(const c10::Storage& storage, c10::Stream user) const;
-  std::shared_ptr<Send> oldest_send();
-  void reap();
-  void make_room(size_t nbytes);
-  at::Tensor device_bytes(const c10::Storage& storage, size_t offset, size_t nbytes) const;
   template <class CopyChunk>
-  void in_chunks(c10::Stream stream, size_t nbytes, CopyChunk&& copy_chunk) const;
+  void submit(const std::shared_ptr<StreamTransfer>& ticket, c10::Stream lane_stream, Block& block,
+              const Tickets& after, CopyChunk&& copy_chunk);
 
-  const c10::Device device_;
-  const c10::impl::VirtualGuardImpl backend_;
+  const std::shared_ptr<DeviceStreams> streams_;
   const c10::Stream send_stream_;
   const c10::Stream fetch_stream_;
   const size_t chunk_bytes_;
-  const c10::DispatchKeySet device_keys_;
-  std::atomic<size_t> max_leaving_bytes_;
-
-  std::mutex mutex_;  // guards what follows; never held while another lane or ticket is called
-  std::vector<c10::Event> idle_events_;
-  std::deque<std::shared_ptr<Send>> sends_;
+  StreamDepartures departures_;
 };
 
 }  // namespace memswap

@@ -8,7 +8,7 @@
 #include <string>
 
 #include "pool/without_gil.h"
-#include "pool/work_queue.h"
+#include "work_ticket.h"
 
 namespace memswap {
 
@@ -23,7 +23,7 @@ struct WorkerLaneState {
     std::string why;
   };
 
-  std::atomic<size_t> leaving_bytes{0};
+  LeavingStorages leaving;
   std::mutex mutex;
   std::vector<Unwritten> unwritten;
   WorkQueue queue;  // last: its workers use the rest
@@ -37,79 +37,62 @@ bool same_block(const std::weak_ptr<Block>& one, const BlockPtr& other) {
 
 }  // namespace
 
-class WorkerTicket final : public Ticket, public Work {
+class WorkerTicket final : public WorkTicket {
  public:
   enum class Direction { kSend, kFetch };
 
   WorkerTicket(std::shared_ptr<WorkerLaneState> lane, Direction direction, StorageRefPtr storage,
-               BlockPtr block)
-      : lane_(std::move(lane)),
+               size_t offset, BlockPtr block, Tickets after)
+      : WorkTicket({lane, &lane->queue}),
+        lane_(std::move(lane)),
         direction_(direction),
         nbytes_(block->nbytes()),
+        offset_(offset),
         storage_(std::move(storage)),
         block_(std::move(block)),
-        after_(block_->uses()) {}
-
-  void wait() override { synchronize(); }
-
-  bool done() override { return finished_.load(std::memory_order_acquire); }
-
-  void synchronize() override {
-    finish();
-    if (!error_.empty()) {
-      throw TransferError(error_);
+        uses_(block_->uses()),
+        after_(std::move(after)) {
+    if (direction_ == Direction::kSend) {
+      lane_->leaving.add(*storage_);
     }
   }
 
-  // Blocks until the transfer has ended, well or badly.
-  void finish() {
-    if (!ended()) {
-      const WithoutGil without_gil;
-      lane_->queue.finish(*this);
-    }
-  }
-
-  bool failed() { return done() && !error_.empty(); }
-  StorageRefPtr storage_of_failed_send() {
+  StorageRefPtr kept_storage() override {
     return failed() && direction_ == Direction::kSend ? storage_ : nullptr;
   }
 
  private:
-  void run() noexcept override {
+  void work() override {
     wait_for_uses();
-    try {
-      if (direction_ == Direction::kSend) {
-        block_->write(storage_->storage.data());
-        note_written();
-      } else {
-        check_written();
-        block_->read(storage_->storage.mutable_data());
-      }
-    } catch (const std::exception& error) {
-      error_ = error.what();
-    } catch (...) {
-      error_ = "a transfer of " + std::to_string(nbytes_) + " bytes failed for an unknown reason";
-    }
+    wait_for_others();
     if (direction_ == Direction::kSend) {
-      if (!error_.empty()) {
+      block_->write(static_cast<const std::byte*>(storage_->storage.data()) + offset_);
+      note_written();
+    } else {
+      check_written();
+      block_->read(static_cast<std::byte*>(storage_->storage.mutable_data()) + offset_);
+    }
+  }
+
+  void let_go(bool failed) noexcept override {
+    if (direction_ == Direction::kSend) {
+      if (failed) {
         note_unwritten();
       }
-      lane_->leaving_bytes -= nbytes_;
+      lane_->leaving.remove(*storage_);
     }
-    if (direction_ == Direction::kFetch || error_.empty()) {
+    if (direction_ == Direction::kFetch || !failed) {
       storage_.reset();
     }
-    // Storage and block are dropped before a waiter wakes, so that both memories can be had at
-    // once. If this was the block's last owner, its pool now asks this very ticket whether it is
-    // done.
-    finished_.store(true, std::memory_order_release);
-    block_.reset();
   }
+
+  // If this was the block's last owner, its pool now asks this very ticket whether it is done.
+  void let_go_after_end() noexcept override { block_.reset(); }
 
   // The block's earlier uses, whose errors are their owners' affair. Fetches do not disturb each
   // other.
   void wait_for_uses() {
-    for (TicketPtr& use : after_) {
+    for (const TicketPtr& use : uses_) {
       if (auto* ours = dynamic_cast<WorkerTicket*>(use.get())) {
         if (direction_ == Direction::kSend || ours->direction_ == Direction::kSend) {
           ours->finish();
@@ -121,13 +104,27 @@ class WorkerTicket final : public Ticket, public Work {
         }
       }
     }
-    after_.clear();
+    uses_.clear();
+  }
+
+  // Unlike those of the uses, their errors are this transfer's: it would move the wrong bytes.
+  void wait_for_others() {
+    const Tickets after = std::move(after_);
+    for (const TicketPtr& ticket : after) {
+      try {
+        ticket->synchronize();
+      } catch (const std::exception& error) {
+        throw TransferError(
+            "cannot move " + std::to_string(nbytes_) +
+            " bytes, because the work that comes first had failed: " + error.what());
+      }
+    }
   }
 
   void note_unwritten() {
     const std::lock_guard lock(lane_->mutex);
     std::erase_if(lane_->unwritten, [](const auto& known) { return known.block.expired(); });
-    lane_->unwritten.push_back({block_, error_});
+    lane_->unwritten.push_back({block_, error()});
   }
 
   void note_written() {
@@ -149,109 +146,55 @@ class WorkerTicket final : public Ticket, public Work {
   const std::shared_ptr<WorkerLaneState> lane_;
   const Direction direction_;
   const size_t nbytes_;
+  const size_t offset_;  // in the storage
   // What follows belongs to the thread that runs the work, and after the end to everyone, to read.
   StorageRefPtr storage_;
   BlockPtr block_;
-  std::vector<TicketPtr> after_;
-  std::string error_;
-  std::atomic<bool> finished_{false};  // publishes what stands above
+  Tickets uses_;
+  Tickets after_;
 };
 
 WorkerLane::WorkerLane(size_t workers, size_t max_leaving_bytes)
-    : state_(std::make_shared<WorkerLaneState>(workers)), max_leaving_bytes_(max_leaving_bytes) {}
+    : state_(std::make_shared<WorkerLaneState>(workers)),
+      departures_(max_leaving_bytes, {state_, &state_->leaving}) {}
 
 WorkerLane::~WorkerLane() { stop(); }
 
-TicketPtr WorkerLane::send(StorageRefPtr storage, BlockPtr block) {
-  if (!storage || !block) {
-    throw std::invalid_argument("WorkerLane.send needs a storage and a block, found None");
+void WorkerLane::check(const StorageRef& storage, const Block&) const {
+  if (!storage.storage.device().is_cpu()) {
+    throw std::invalid_argument("a WorkerLane needs a storage in host memory, found one on " +
+                                storage.storage.device().str() + "; use a StreamLane for it");
   }
-  if (!storage->storage.device().is_cpu()) {
-    throw std::invalid_argument("WorkerLane.send needs a storage in host memory, found one on " +
-                                storage->storage.device().str() + "; use a StreamLane for it");
-  }
-  const size_t nbytes = storage->storage.nbytes();
-  if (nbytes != block->nbytes()) {
-    throw std::invalid_argument("WorkerLane.send needs a block as long as the storage: expected " +
-                                std::to_string(nbytes) + " bytes, found " +
-                                std::to_string(block->nbytes()));
-  }
-  make_room(nbytes);
+}
+
+TicketPtr WorkerLane::start_send(StorageRefPtr storage, size_t offset, BlockPtr block,
+                                 Tickets after) {
+  departures_.make_room(*storage);
   auto ticket = std::make_shared<WorkerTicket>(state_, WorkerTicket::Direction::kSend,
-                                               std::move(storage), block);
-  state_->leaving_bytes += nbytes;
-  {
-    const std::lock_guard lock(mutex_);
-    sends_.push_back(ticket);
-  }
+                                               std::move(storage), offset, block, std::move(after));
+  departures_.add(ticket);
   block->used_by(ticket);
   state_->queue.submit(ticket);
   return ticket;
 }
 
-std::pair<StorageRefPtr, TicketPtr> WorkerLane::fetch(BlockPtr block) {
-  if (!block) {
-    throw std::invalid_argument("WorkerLane.fetch needs a block, found None");
-  }
-  auto storage = std::make_shared<StorageRef>(c10::Storage(c10::Storage::use_byte_size_t(),
-                                                           block->nbytes(), c10::GetCPUAllocator(),
-                                                           /*resizable=*/true));
-  auto ticket =
-      std::make_shared<WorkerTicket>(state_, WorkerTicket::Direction::kFetch, storage, block);
+StorageRefPtr WorkerLane::allocate(size_t nbytes) {
+  return std::make_shared<StorageRef>(c10::Storage(c10::Storage::use_byte_size_t(), nbytes,
+                                                   c10::GetCPUAllocator(), /*resizable=*/true));
+}
+
+TicketPtr WorkerLane::start_fetch(BlockPtr block, StorageRefPtr storage, size_t offset,
+                                  Tickets after) {
+  auto ticket = std::make_shared<WorkerTicket>(state_, WorkerTicket::Direction::kFetch,
+                                               std::move(storage), offset, block, std::move(after));
   block->used_by(ticket);
   state_->queue.submit(ticket);
-  return {std::move(storage), std::move(ticket)};
+  return ticket;
 }
-
-void WorkerLane::make_room(size_t nbytes) {
-  while (true) {
-    std::shared_ptr<WorkerTicket> oldest;
-    {
-      // Tickets of ended sends own nothing any more, but for failed ones, whose owners have them.
-      std::deque<std::shared_ptr<WorkerTicket>> dropped;
-      const std::lock_guard lock(mutex_);
-      while (!sends_.empty() && sends_.front()->ended()) {
-        dropped.push_back(std::move(sends_.front()));
-        sends_.pop_front();
-      }
-      const size_t leaving = state_->leaving_bytes;
-      const size_t bound = max_leaving_bytes_;
-      if (bound == kNoBound || leaving == 0 || sends_.empty() ||
-          (nbytes <= bound && leaving <= bound - nbytes)) {
-        return;
-      }
-      oldest = sends_.front();
-    }
-    oldest->finish();
-  }
-}
-
-void WorkerLane::settle() {
-  std::deque<std::shared_ptr<WorkerTicket>> sends;
-  {
-    const std::lock_guard lock(mutex_);
-    sends.swap(sends_);
-  }
-  for (const auto& send : sends) {
-    send->finish();
-  }
-}
-
-size_t WorkerLane::leaving_bytes() { return state_->leaving_bytes; }
 
 void WorkerLane::stop() {
   const WithoutGil without_gil;  // the last storages may need it to be dropped
   state_->queue.stop();
-}
-
-bool failed(Ticket& ticket) {
-  auto* ours = dynamic_cast<WorkerTicket*>(&ticket);
-  return ours != nullptr && ours->failed();
-}
-
-StorageRefPtr storage_of_failed_send(Ticket& ticket) {
-  auto* ours = dynamic_cast<WorkerTicket*>(&ticket);
-  return ours != nullptr ? ours->storage_of_failed_send() : nullptr;
 }
 
 }  // namespace memswap

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <exception>
 #include <stdexcept>
+#include <string>
 #include <utility>
 
 #include "pool_core.h"
@@ -29,6 +30,7 @@ PoolBlock::PoolBlock(std::shared_ptr<PoolCore> core, Slab& slab, const Range& ra
                      std::vector<TicketPtr> behind)
     : core_(std::move(core)),
       slab_(slab),
+      offset_(range.offset),
       range_(range),
       nbytes_(nbytes),
       tickets_(std::move(behind)),
@@ -41,18 +43,33 @@ PoolBlock::~PoolBlock() {
 
 void* PoolBlock::data() const {
   auto* first = static_cast<std::byte*>(slab_.data());
-  return first == nullptr ? nullptr : first + range_.offset;
+  return first == nullptr ? nullptr : first + offset_;
+}
+
+size_t PoolBlock::nbytes() const {
+  const std::lock_guard lock(mutex_);
+  return nbytes_;
+}
+
+void PoolBlock::shrink(size_t nbytes) {
+  const std::lock_guard lock(mutex_);
+  if (nbytes > nbytes_) {
+    throw std::invalid_argument("a block of " + std::to_string(nbytes_) +
+                                " bytes cannot shrink to " + std::to_string(nbytes));
+  }
+  range_ = core_->shrink(range_, nbytes_, nbytes);
+  nbytes_ = nbytes;
 }
 
 void PoolBlock::write(const void* source) {
-  if (nbytes_ > 0) {
-    slab_.write(range_.offset, source, nbytes_);
+  if (const size_t length = nbytes(); length > 0) {
+    slab_.write(offset_, source, length);
   }
 }
 
 void PoolBlock::read(void* destination) {
-  if (nbytes_ > 0) {
-    slab_.read(range_.offset, destination, nbytes_);
+  if (const size_t length = nbytes(); length > 0) {
+    slab_.read(offset_, destination, length);
   }
 }
 

@@ -157,6 +157,20 @@ void PoolCore::give_back(const Range& range, size_t nbytes, std::vector<TicketPt
   put_pending(next_pending_++, Pending{.range = range, .tickets = std::move(tickets)});
 }
 
+Range PoolCore::shrink(const Range& range, size_t nbytes, size_t left) {
+  const std::lock_guard lock(mutex_);
+  Range kept = range;
+  kept.size = ranges_.rounded(left);
+  counted_.in_use_bytes -= nbytes - left;
+  counted_.waste_bytes -= range.size - nbytes;
+  counted_.waste_bytes += kept.size - left;
+  if (kept.size < range.size) {
+    ranges_.free(Range{
+        .slab = range.slab, .offset = range.offset + kept.size, .size = range.size - kept.size});
+  }
+  return kept;
+}
+
 void PoolCore::put_pending(Sequence sequence, Pending pending) {
   pending_by_size_.emplace(pending.range.size, sequence);
   pending_.emplace(sequence, std::move(pending));

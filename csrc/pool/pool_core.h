@@ -24,6 +24,7 @@ namespace memswap {
 //   grow_mutex_   one thread at a time asks the system for memory; held while it answers
 //   mutex_        ranges, slabs, pending ranges, statistics; held for arithmetic only
 //   background_mutex_  what the background thread has been asked to do; alone
+// A block's own lock comes before mutex_.
 class PoolCore final : public std::enable_shared_from_this<PoolCore> {
  public:
   PoolCore(SlabSourcePtr source, PoolOptions options);
@@ -37,6 +38,9 @@ class PoolCore final : public std::enable_shared_from_this<PoolCore> {
 
   // A dropped block's range, back. Called by the block's destructor.
   void give_back(const Range& range, size_t nbytes, std::vector<TicketPtr> tickets);
+
+  // A block keeps `left` of its `nbytes` bytes. Returns what is left of its range.
+  Range shrink(const Range& range, size_t nbytes, size_t left);
 
   // The background thread: its body, and what it can be asked.
   void run_background();
@@ -98,8 +102,10 @@ class PoolBlock final : public Block {
             std::vector<TicketPtr> behind);
   ~PoolBlock() override;
 
-  size_t nbytes() const override { return nbytes_; }
+  size_t nbytes() const override;
+  void shrink(size_t nbytes) override;
   void* data() const override;
+  size_t offset() const override { return offset_; }
   void write(const void* source) override;
   void read(void* destination) override;
   void used_by(TicketPtr ticket) override;
@@ -107,10 +113,11 @@ class PoolBlock final : public Block {
 
  private:
   const std::shared_ptr<PoolCore> core_;
-  Slab& slab_;  // of core_, which returns no slab that has a block
-  const Range range_;
-  const size_t nbytes_;
+  Slab& slab_;           // of core_, which returns no slab that has a block
+  const size_t offset_;  // of the range, which never moves
   mutable std::mutex mutex_;
+  Range range_;
+  size_t nbytes_;
   std::vector<TicketPtr> tickets_;
   size_t prune_at_;
 };

@@ -58,7 +58,14 @@ void WorkQueue::execute(Shared& shared, std::unique_lock<std::mutex>& lock,
   lock.lock();
 }
 
+namespace {
+thread_local bool this_thread_is_a_worker = false;
+}
+
+bool WorkQueue::on_worker() { return this_thread_is_a_worker; }
+
 void WorkQueue::work_until_stopped(Shared& shared) {
+  this_thread_is_a_worker = true;
   std::unique_lock lock(shared.mutex);
   while (true) {
     shared.queued.wait(lock, [&] { return shared.stopping || !shared.queue.empty(); });

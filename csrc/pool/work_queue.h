@@ -60,6 +60,10 @@ class WorkQueue {
   // Returns when `work`, which must have been submitted here, has ended.
   void finish(Work& work);
 
+  // Whether the calling thread is a queue's worker. Work that finds no has a thread to itself that
+  // would only wait for it.
+  static bool on_worker();
+
   // Returns when everything that was submitted before has ended.
   void drain();
 

@@ -1,5 +1,7 @@
 """The native module (csrc/bind_*.cpp). Contracts stand in the C++ headers."""
 
+from collections.abc import Sequence
+
 import torch
 
 class TransferError(RuntimeError): ...
@@ -75,8 +77,24 @@ class Pool:
     def statistics(self) -> dict[str, int | float | str]: ...
 
 class Lane:
-    def send(self, storage: StorageRef, block: Block) -> Ticket: ...
-    def fetch(self, block: Block) -> tuple[StorageRef, Ticket]: ...
+    def send(
+        self,
+        storage: StorageRef,
+        block: Block,
+        offset: int = 0,
+        nbytes: int | None = None,
+        after: Ticket | Sequence[Ticket | None] | None = None,
+    ) -> Ticket: ...
+    def fetch(
+        self, block: Block, after: Ticket | Sequence[Ticket | None] | None = None
+    ) -> tuple[StorageRef, Ticket]: ...
+    def fetch_into(
+        self,
+        block: Block,
+        storage: StorageRef,
+        offset: int,
+        after: Ticket | Sequence[Ticket | None] | None = None,
+    ) -> Ticket: ...
     def settle(self) -> None: ...
     def leaving_bytes(self) -> int: ...
     def set_max_leaving_bytes(self, nbytes: int) -> None: ...
@@ -103,3 +121,145 @@ def make_host_pool(
 def make_disk_pool(path: str, budget: int | None, extent: int) -> Pool: ...
 def numa_nodes() -> int: ...
 def numa_node_of_pci(address: str) -> int | None: ...
+
+# ------------------------------------------------------------ codec: csrc/codec/, bind_codec.cpp
+# dtype, shape and mode are the codes of docs/format.md sections 2 and 3 (memswap.codec has names
+# for them); a unit is 8 bytes.
+
+class FrameLayout:
+    """Sizes of a frame, known before anything is encoded."""
+
+    @property
+    def elements(self) -> int: ...
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def fixed_nbytes(self) -> int: ...  # header, slabs, records
+    @property
+    def max_var_units(self) -> int: ...  # with so much var every encode fits
+    @property
+    def max_nbytes(self) -> int: ...  # fixed_nbytes + 8 * max_var_units
+
+def frame_layout(dtype: int, shape: int, elements: int) -> FrameLayout: ...  # ValueError: no such
+
+class FrameReport:
+    """What the encoder found."""
+
+    @property
+    def elements(self) -> int: ...
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def dtype(self) -> int: ...
+    @property
+    def shape(self) -> int: ...
+    @property
+    def frame_nbytes(self) -> int: ...  # fixed part, var_used and overflow_used
+    @property
+    def var_capacity(self) -> int: ...  # units
+    @property
+    def var_used(self) -> int: ...  # units
+    @property
+    def overflow_used(self) -> int: ...  # units
+    @property
+    def zeros(self) -> int: ...
+    @property
+    def center_sum(self) -> int: ...
+    @property
+    def status(self) -> int: ...
+    def mode_count(self, mode: int) -> int: ...
+
+class FrameWatch:
+    """Outlives the EncodedStorage; holds no memory of the device."""
+
+    def report(self) -> FrameReport | None: ...
+
+class EncodedStorage:
+    """One storage's bytes, encoded. May be dropped at any time, on any thread."""
+
+    @property
+    def nbytes(
+        self,
+    ) -> int: ...  # held now; a pool's where the frame was swapped, else the device's
+    @property
+    def raw_nbytes(self) -> int: ...
+    @property
+    def overflow_nbytes(self) -> int: ...  # of the device's arena, held beside nbytes
+    @property
+    def swapped(self) -> bool: ...
+    def report(self) -> FrameReport | None: ...  # None: not known yet; never waits
+    def watch(self) -> FrameWatch: ...
+
+class CodecLane:
+    @property
+    def last_refusal(self) -> str: ...  # why encode or encode_to last returned None
+    def encode(
+        self,
+        storage: StorageRef,
+        dtype: int,
+        shape: int,
+        var_capacity: int | None = None,  # units; None: the worst case
+        profile: int = 0,
+        center: int = 0,
+    ) -> tuple[EncodedStorage, Ticket] | None: ...
+    def encode_to(
+        self,
+        storage: StorageRef,
+        dtype: int,
+        shape: int,
+        var_capacity: int | None,
+        lane: Lane | None,  # copies the frame; a worker codec lane does it itself
+        pool: Pool,
+        profile: int = 0,
+        center: int = 0,
+    ) -> tuple[EncodedStorage, Ticket] | None: ...
+    def decode(self, encoded: EncodedStorage) -> tuple[StorageRef, Ticket]: ...
+    def settle(self) -> None: ...
+    def leaving_bytes(self) -> int: ...
+    def set_max_leaving_bytes(self, nbytes: int) -> None: ...
+
+class WorkerCodecLane(CodecLane):
+    def __init__(
+        self,
+        workers: int,
+        pool: Pool,  # frames; ordinary memory
+        outputs: Pool | None = None,  # decoded storages; None: the same pool
+        max_leaving_bytes: int = 0,
+    ) -> None: ...
+    def stop(self) -> None: ...
+
+class StreamCodecLane(CodecLane):
+    def __init__(
+        self,
+        device: torch.device,
+        max_leaving_bytes: int = 0,
+        arena_budget: int = 0,  # bytes of device memory for what does not fit var; 0: none
+        arena_chunk: int = 16 << 20,  # bytes taken from the device at a time, at least
+        max_processors: int = 0,  # SMs or cores at once; 0: no bound
+    ) -> None: ...
+    @property
+    def encode_stream(self) -> tuple[int, int, int]: ...
+    @property
+    def decode_stream(self) -> tuple[int, int, int]: ...
+    @property
+    def control_stream(self) -> tuple[int, int, int]: ...  # reads headers back
+    def arena_statistics(self) -> dict[str, int]: ...
+    def set_arena_budget(self, nbytes: int) -> None: ...
+    def trim_arena(self) -> int: ...
+    def decode_status(self) -> int: ...  # waits for the decodes; 0: all were in order
+
+def register_codec(device_type: str, capsule: object) -> None: ...
+def codec_capsule(device: torch.device) -> object | None: ...
+def codec_name(device: torch.device) -> str | None: ...
+
+# Frames as tensors of bytes (csrc/codec/tensors.h), behind memswap.encode and memswap.decode.
+class DamagedFrameError(RuntimeError): ...
+
+def dtype_code(dtype: torch.dtype) -> int: ...
+def encode_tensor(tensor: torch.Tensor, dtype: int, shape: int, checksum: bool) -> torch.Tensor: ...
+def exact_frame(frame: torch.Tensor) -> torch.Tensor: ...
+def decode_tensor(frame: torch.Tensor, size: list[int], dtype: torch.dtype) -> torch.Tensor: ...
+def portable_frame(frame: torch.Tensor) -> torch.Tensor: ...
+def read_header(frame: torch.Tensor) -> FrameReport: ...
+def new_frame(nbytes: int) -> torch.Tensor: ...  # in host memory
+def spare_pool() -> Pool: ...

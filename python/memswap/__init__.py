@@ -1,11 +1,13 @@
 """memswap: saved activations swapped off the accelerator and back, without changing one bit."""
 
 from memswap.activations import Manager, manage, saved_tensors
+from memswap.codec import Frame, decode, encode
 from memswap.engine.action import Action, TensorInfo
 from memswap.engine.pools import DiskPool, HostPool
 from memswap.engine.stats import Count, Stats
 from memswap.errors import (
     EntryStateError,
+    FrameError,
     InplaceEditError,
     MemswapError,
     NotSwappedError,
@@ -22,6 +24,8 @@ __all__ = [
     "Count",
     "DiskPool",
     "EntryStateError",
+    "Frame",
+    "FrameError",
     "HostPool",
     "InplaceEditError",
     "Manager",
@@ -32,6 +36,8 @@ __all__ = [
     "Stats",
     "TensorInfo",
     "TransferError",
+    "decode",
+    "encode",
     "manage",
     "saved_tensors",
     "swap_in",

@@ -28,3 +28,7 @@ class SharedStorageError(MemswapError, RuntimeError):
 
 class NotSwappedError(MemswapError, ValueError):
     """``swap_in`` was given a tensor that is not swapped out."""
+
+
+class FrameError(MemswapError, ValueError):
+    """Bytes are no frame that this version can read, or not the ones that were encoded."""

@@ -326,7 +326,7 @@ def test_a_dropped_block_is_gated_by_its_tickets(request: pytest.FixtureRequest)
 def test_a_block_of_another_size_is_refused() -> None:
     lane, pool = new_lane(), new_pool()
     tensor = new_bytes(4097)
-    with pytest.raises(RuntimeError, match="4097 bytes cannot be sent into a block of 4096"):
+    with pytest.raises(ValueError, match="expected 4097 bytes, found 4096"):
         lane.send(native.StorageRef(tensor), pool.native.allocate(4096))
 
 

@@ -5,6 +5,7 @@
 #include <map>
 
 #include "backend/state.h"
+#include "codec/codec.h"
 #include "runtime/launch.h"
 #include "runtime/runtime.h"
 
@@ -135,6 +136,11 @@ PYBIND11_MODULE(_C, m) {
   m.def("set_generator_state", &set_generator_state);
   m.def("operator_counts", &operator_count_table);
   m.def("memo_size", &memo_size);
+
+  // codec/codec.h; both capsules are named memswap_codec
+  m.def("codec_on_streams", [](const py::capsule& host) {
+    return py::capsule(codec_on_streams(host.get_pointer<const memswap_codec>()), "memswap_codec");
+  });
 
   // runtime/launch.h, for native code under test
   m.def("c_functions", [] {

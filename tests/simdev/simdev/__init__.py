@@ -57,12 +57,21 @@ def c_functions() -> dict[str, int]:
     return _C.c_functions()
 
 
+def codec_on_streams(host_codec: object) -> object:
+    """A codec for the simulated device, as a capsule named `memswap_codec`.
+
+    It does in stream order what `host_codec`, a capsule of the same kind, does at once.
+    """
+    return _C.codec_on_streams(host_codec)
+
+
 __all__ = [
     "NAME",
     "SCHEDULES",
     "LaboratoryError",
     "Schedule",
     "c_functions",
+    "codec_on_streams",
     "counters",
     "faults",
     "host_access",

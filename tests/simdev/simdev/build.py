@@ -24,9 +24,10 @@ def source_hash() -> str:
 
     digest = hashlib.sha256()
     files = [ROOT / "CMakeLists.txt", *sorted((ROOT / "csrc").rglob("*"))]
+    files += [REPOSITORY / "kernels/include/memswap" / name for name in ("codec.h", "frame.h")]
     for path in files:
         if path.is_file():
-            digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0")
+            digest.update(path.relative_to(REPOSITORY).as_posix().encode() + b"\0")
             digest.update(path.read_bytes() + b"\0")
     # The same torch version may be installed twice, and the build links to one of them.
     digest.update(f"{torch.__file__}\0{sys.version}".encode())

@@ -1,0 +1,201 @@
+#include "arena.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "../pool/without_gil.h"
+#include "memswap/frame.h"
+
+namespace memswap {
+namespace {
+
+// The cursor stands in the last 8 of the bytes before the memory.
+constexpr size_t kBefore = frame::kAlignmentBytes;
+constexpr size_t kCursor = kBefore - sizeof(uint64_t);
+
+}  // namespace
+
+Arena::Share::Share(std::shared_ptr<Arena> arena, std::shared_ptr<Chunk> chunk, uint64_t units)
+    : arena_(std::move(arena)), chunk_(std::move(chunk)), units_(units) {}
+
+Arena::Share::~Share() {
+  const WithoutGil without_gil;
+  const std::lock_guard lock(arena_->mutex_);
+  if (!settled_ || units_ > 0) {
+    --chunk_->live;
+  }
+}
+
+void* Arena::Share::memory() const {
+  return static_cast<std::byte*>(chunk_->bytes.mutable_data_ptr()) + kBefore;
+}
+
+uint64_t Arena::Share::capacity() const { return chunk_->capacity; }
+
+uint64_t* Arena::Share::cursor() const {
+  return reinterpret_cast<uint64_t*>(static_cast<std::byte*>(chunk_->bytes.mutable_data_ptr()) +
+                                     kCursor);
+}
+
+uint64_t Arena::Share::units() const {
+  const WithoutGil without_gil;
+  const std::lock_guard lock(arena_->mutex_);
+  return units_;
+}
+
+void Arena::Share::settle(uint64_t used) {
+  const WithoutGil without_gil;
+  const std::lock_guard lock(arena_->mutex_);
+  if (std::exchange(settled_, true)) {
+    return;
+  }
+  chunk_->spent -= units_ - std::min(used, units_);
+  units_ = std::min(used, units_);
+  if (units_ == 0) {
+    --chunk_->live;
+  }
+}
+
+void Arena::Share::read_on(c10::Stream stream) {
+  const WithoutGil without_gil;
+  const std::lock_guard lock(arena_->mutex_);
+  if (settled_ && units_ == 0) {
+    return;
+  }
+  chunk_->last_read.record(stream);
+  chunk_->read = true;
+}
+
+Arena::Arena(std::shared_ptr<DeviceStreams> streams, c10::Stream encode_stream, size_t budget_bytes,
+             size_t chunk_bytes)
+    : streams_(std::move(streams)),
+      encode_stream_(encode_stream),
+      chunk_bytes_(chunk_bytes),
+      budget_bytes_(budget_bytes) {}
+
+// No share is left: each holds the arena.
+Arena::~Arena() { trim(); }
+
+std::shared_ptr<Arena::Share> Arena::reserve(uint64_t units, std::string& refusal) {
+  const std::lock_guard lock(mutex_);
+  std::shared_ptr<Chunk> chunk = find_room(units);
+  if (!chunk) {
+    chunk = grow(units, refusal);
+  }
+  if (!chunk) {
+    ++refusals_;
+    return nullptr;
+  }
+  chunk->spent += units;
+  ++chunk->live;
+  return std::make_shared<Share>(shared_from_this(), std::move(chunk), units);
+}
+
+std::shared_ptr<Arena::Chunk> Arena::find_room(uint64_t units) {
+  for (const auto& chunk : chunks_) {
+    if (chunk->capacity - chunk->spent >= units) {
+      return chunk;
+    }
+  }
+  for (const auto& chunk : chunks_) {
+    if (chunk->live == 0 && chunk->capacity >= units) {
+      set_back(*chunk);
+      ++resets_;
+      return chunk;
+    }
+  }
+  return nullptr;
+}
+
+// Edge 11: behind the decodes that read what the next encodes will overwrite. Encodes themselves
+// are in the order of the encode stream.
+void Arena::set_back(Chunk& chunk) {
+  if (std::exchange(chunk.read, false)) {
+    chunk.last_read.block(encode_stream_);
+  }
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const WithoutModes without_modes;
+  const c10::StreamGuard guard(encode_stream_);
+  chunk.bytes.narrow(0, kCursor, sizeof(uint64_t)).zero_();
+  chunk.spent = 0;
+}
+
+std::shared_ptr<Arena::Chunk> Arena::grow(uint64_t units, std::string& refusal) {
+  const size_t reserved = reserved_bytes();
+  const size_t least = units * frame::kUnitBytes + kBefore;
+  const size_t left = budget_bytes_ - std::min(budget_bytes_, reserved);
+  const size_t longest = uint64_t{frame::kMaxBaseUnits} * frame::kUnitBytes;
+  if (least > left || least > longest) {
+    refusal = "the arena has no room for the worst case of " + std::to_string(least) +
+              " bytes: " + std::to_string(reserved) + " of " + std::to_string(budget_bytes_) +
+              " bytes are taken from the device";
+    return nullptr;
+  }
+  const size_t nbytes = std::min({std::max(chunk_bytes_, least), left, longest});
+  auto chunk = std::make_shared<Chunk>(Chunk{.last_read = c10::Event(streams_->device().type())});
+  try {
+    const c10::StreamGuard guard(encode_stream_);
+    chunk->bytes = streams_->new_bytes(nbytes);
+  } catch (const c10::OutOfMemoryError& error) {
+    refusal =
+        "the device has no memory for the arena: " + std::string(error.what_without_backtrace());
+    return nullptr;
+  }
+  chunk->capacity = (nbytes - kBefore) / frame::kUnitBytes;
+  set_back(*chunk);
+  chunks_.push_back(chunk);
+  return chunk;
+}
+
+void Arena::set_budget(size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  budget_bytes_ = bytes;
+}
+
+size_t Arena::trim() {
+  std::vector<std::shared_ptr<Chunk>> freed;  // destroyed outside the lock
+  const WithoutGil without_gil;
+  const std::lock_guard lock(mutex_);
+  size_t bytes = 0;
+  for (auto chunk = chunks_.begin(); chunk != chunks_.end();) {
+    if ((*chunk)->live > 0) {
+      ++chunk;
+      continue;
+    }
+    if ((*chunk)->read) {
+      (*chunk)->last_read.block(encode_stream_);  // the stream that gets the memory back
+    }
+    bytes += (*chunk)->bytes.nbytes();
+    freed.push_back(std::move(*chunk));
+    chunk = chunks_.erase(chunk);
+  }
+  return bytes;
+}
+
+size_t Arena::reserved_bytes() const {
+  size_t bytes = 0;
+  for (const auto& chunk : chunks_) {
+    bytes += chunk->bytes.nbytes();
+  }
+  return bytes;
+}
+
+Arena::Statistics Arena::statistics() const {
+  const std::lock_guard lock(mutex_);
+  Statistics statistics{.budget_bytes = budget_bytes_,
+                        .reserved_bytes = reserved_bytes(),
+                        .chunks = chunks_.size(),
+                        .resets = resets_,
+                        .refusals = refusals_};
+  for (const auto& chunk : chunks_) {
+    statistics.set_aside_bytes += chunk->spent * frame::kUnitBytes;
+    statistics.live_shares += chunk->live;
+  }
+  return statistics;
+}
+
+}  // namespace memswap

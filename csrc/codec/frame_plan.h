@@ -1,0 +1,70 @@
+// What is to be encoded, and how long its frame gets.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "memswap/codec.h"
+#include "memswap/frame.h"
+
+namespace memswap {
+
+// How one storage's bytes are to be encoded. Codes as in docs/format.md.
+struct FrameOptions {
+  uint8_t dtype = 0;
+  uint8_t shape = 0;
+  std::optional<uint64_t> var_capacity;  // units; nothing: the worst case
+  uint8_t profile = MEMSWAP_CANONICAL;
+  uint8_t center = 0;
+};
+
+// A frame whose size is settled.
+struct FramePlan {
+  frame::Dtype dtype;
+  frame::Shape shape;
+  frame::Layout layout;
+  uint64_t var_capacity;  // units
+
+  size_t frame_bytes() const { return layout.bytes(var_capacity); }
+
+  // Units that an encode may need beyond var, whatever the elements are. A tile that does not fit
+  // goes elsewhere as a whole and leaves up to a tile of var unused.
+  uint64_t most_overflow() const {
+    const uint64_t most = layout.max_var_units();
+    if (var_capacity >= most) {
+      return 0;
+    }
+    const uint64_t tile = uint64_t{frame::kTileBlocks} * layout.max_payload_units;
+    return std::min(most, most - var_capacity + tile);
+  }
+};
+
+// The frame of `nbytes` bytes at `bytes`, or nothing and in `refusal`, in words for the user, why
+// they cannot be encoded so.
+std::optional<FramePlan> plan_frame(const FrameOptions& options, const void* bytes, size_t nbytes,
+                                    std::string& refusal);
+
+// Throws std::invalid_argument for codes that name nothing or do not go together.
+frame::Layout checked_layout(int64_t dtype, int64_t shape, uint64_t elements);
+
+// A job with everything of the plan filled in but the buffers.
+memswap_encode_job encode_job(const FramePlan& plan, const FrameOptions& options);
+
+// What an encoder found, from the frame's header.
+struct FrameReport {
+  frame::Header header;
+
+  uint64_t frame_nbytes() const {
+    const auto layout = frame::layout_of(static_cast<frame::Dtype>(header.dtype),
+                                         static_cast<frame::Shape>(header.shape), header.elements);
+    return layout.bytes(header.var_used) + header.overflow_used * frame::kUnitBytes;
+  }
+};
+
+// In words for the user: what the status bits of a decode say.
+std::string describe_status(uint32_t status);
+
+}  // namespace memswap

@@ -1,0 +1,91 @@
+// torch.ops.memswap.encode and decode: the codec inside a graph.
+//
+// Neither is differentiable: a frame is bytes. A frame has its worst-case length, which follows
+// from the input's size alone, so that shapes are known to a compiler. On an accelerator nothing
+// waits, so a damaged frame cannot raise there: its output is meaningless (memswap.decode does
+// check).
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "dtypes.h"
+#include "tensors.h"
+
+namespace memswap {
+namespace {
+
+at::Tensor encode(const at::Tensor& self, int64_t dtype, int64_t shape, bool checksum) {
+  try {
+    at::Tensor frame = encode_tensor(self, dtype, shape, checksum);
+    if (frame.device().is_cpu()) {
+      // The same input gives the same output, whatever the memory held before. (On an accelerator
+      // payloads lie where their tiles found room first, which is no more the same twice.)
+      const auto used = static_cast<int64_t>(read_header(frame).frame_nbytes());
+      at::AutoDispatchBelowADInplaceOrView below_autograd;
+      frame.narrow(0, used, frame.numel() - used).zero_();
+    }
+    return frame;
+  } catch (const std::invalid_argument& error) {
+    TORCH_CHECK_VALUE(false, error.what());
+  }
+}
+
+at::Tensor decode(const at::Tensor& frame, at::IntArrayRef size, at::ScalarType dtype) {
+  try {
+    return decode_tensor(frame, size, dtype, /*check_decode=*/false);
+  } catch (const DamagedFrameError& fault) {
+    TORCH_CHECK(false, "memswap::decode: the frame is damaged: ", fault.what());
+  } catch (const std::invalid_argument& error) {
+    TORCH_CHECK_VALUE(false, error.what());
+  }
+}
+
+at::Tensor encode_meta(const at::Tensor& self, int64_t dtype, int64_t shape, bool) {
+  const auto layout = checked_layout(dtype, shape, 0);
+  const int64_t width = frame::width_of(static_cast<frame::Dtype>(dtype));
+  const int64_t per_block =
+      layout.slab_bytes + int64_t{layout.max_payload_units} * frame::kUnitBytes;
+  constexpr int64_t kBlock = frame::kBlockElements;
+  constexpr int64_t kTile = frame::kTileBlocks;
+  const c10::SymInt elements = self.sym_numel() * static_cast<int64_t>(self.itemsize()) / width;
+  const c10::SymInt blocks = (elements + (kBlock - 1)) / kBlock;
+  const c10::SymInt tiles = (blocks + (kTile - 1)) / kTile;
+  const int64_t header = frame::kHeaderBytes;
+  return at::empty_symint(
+      {blocks * per_block + tiles * static_cast<int64_t>(frame::kRecordBytes) + header},
+      self.options().dtype(at::kByte));
+}
+
+at::Tensor decode_meta(const at::Tensor& frame, c10::SymIntArrayRef size, at::ScalarType dtype) {
+  return at::empty_symint(size, frame.options().dtype(dtype));
+}
+
+TORCH_LIBRARY(memswap, library) {
+  library.def("encode(Tensor self, int dtype, int shape, bool checksum=False) -> Tensor",
+              {at::Tag::pt2_compliant_tag});
+  library.def("decode(Tensor frame, SymInt[] size, ScalarType dtype) -> Tensor",
+              {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(memswap, CPU, library) {
+  library.impl("encode", &encode);
+  library.impl("decode", &decode);
+}
+
+TORCH_LIBRARY_IMPL(memswap, CUDA, library) {
+  library.impl("encode", &encode);
+  library.impl("decode", &decode);
+}
+
+TORCH_LIBRARY_IMPL(memswap, PrivateUse1, library) {
+  library.impl("encode", &encode);
+  library.impl("decode", &decode);
+}
+
+TORCH_LIBRARY_IMPL(memswap, Meta, library) {
+  library.impl("encode", &encode_meta);
+  library.impl("decode", &decode_meta);
+}
+
+}  // namespace
+}  // namespace memswap

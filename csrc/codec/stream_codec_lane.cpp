@@ -1,0 +1,342 @@
+#include "stream_codec_lane.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/util/Exception.h>
+
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "../pool/pinned_slabs.h"
+#include "../pool/without_gil.h"
+#include "backends.h"
+
+namespace memswap {
+
+using Direction = StreamTransfer::Direction;
+
+namespace {
+
+// Blocks for headers: some hundreds are under way at most.
+constexpr size_t kHeaderSlab = size_t{256} << 10;
+
+}  // namespace
+
+// A frame's header on its way to the host, and what depends on it.
+class StreamCodecLane::Header final : public FrameWatch {
+ public:
+  Header(BlockPtr block, TicketPtr copy, const std::shared_ptr<Arena::Share>& overflow)
+      : copy_(std::move(copy)), block_(std::move(block)), overflow_(overflow) {}
+
+  std::optional<FrameReport> report() override {
+    const WithoutGil without_gil;
+    std::shared_ptr<Arena::Share> overflow;  // these two are destroyed outside the lock
+    BlockPtr block;
+    {
+      const std::lock_guard lock(mutex_);
+      if (report_) {
+        return report_;
+      }
+    }
+    if (!copy_->done()) {
+      return std::nullopt;
+    }
+    const std::lock_guard lock(mutex_);
+    if (!report_) {
+      FrameReport found{};
+      std::memcpy(&found.header, block_->data(), sizeof(found.header));
+      report_ = found;
+      block.swap(block_);
+      if ((overflow = overflow_.lock())) {
+        overflow->settle(found.header.overflow_used);
+      }
+    }
+    return report_;
+  }
+
+  // The frame goes: the copy lets go of it, in order.
+  void abandon() noexcept { copy_->abandon(); }
+
+ private:
+  const TicketPtr copy_;
+  std::mutex mutex_;
+  BlockPtr block_;                              // pinned; until the header has been read
+  const std::weak_ptr<Arena::Share> overflow_;  // the frame's; a frame that is gone needs none
+  std::optional<FrameReport> report_;
+};
+
+// A frame on the device, or in a block of a pool.
+class StreamCodecLane::Encoded final : public EncodedStorage {
+ public:
+  Encoded(const FramePlan& plan, size_t raw_nbytes, std::shared_ptr<Arena::Share> overflow,
+          std::shared_ptr<StreamTransfer> encode, std::shared_ptr<Header> header)
+      : plan_(plan),
+        raw_nbytes_(raw_nbytes),
+        overflow_(std::move(overflow)),
+        encode_(std::move(encode)),
+        header_(std::move(header)) {}
+
+  // Edge 10, for what is still under way of a frame that nobody decodes.
+  ~Encoded() override {
+    header_->abandon();
+    if (copy_) {
+      copy_->abandon();
+    }
+  }
+
+  void stays(StorageRefPtr frame) { frame_ = std::move(frame); }
+  void sent_to(BlockPtr block, TicketPtr copy, std::shared_ptr<Lane> lane) {
+    block_ = std::move(block);
+    copy_ = std::move(copy);
+    lane_ = std::move(lane);
+  }
+
+  size_t nbytes() const override { return plan_.frame_bytes(); }
+  size_t raw_nbytes() const override { return raw_nbytes_; }
+  bool swapped() const override { return lane_ != nullptr; }
+  size_t overflow_nbytes() const override {
+    return overflow_ ? overflow_->units() * frame::kUnitBytes : 0;
+  }
+  std::shared_ptr<FrameWatch> watch() const override { return header_; }
+
+  const FramePlan& plan() const { return plan_; }
+  const std::shared_ptr<Arena::Share>& overflow() const { return overflow_; }
+  const std::shared_ptr<StreamTransfer>& encode() const { return encode_; }
+  const StorageRefPtr& frame() const { return frame_; }
+  const BlockPtr& block() const { return block_; }
+  const std::shared_ptr<Lane>& lane() const { return lane_; }
+
+ private:
+  const FramePlan plan_;
+  const size_t raw_nbytes_;
+  const std::shared_ptr<Arena::Share> overflow_;
+  const std::shared_ptr<StreamTransfer> encode_;
+  const std::shared_ptr<Header> header_;
+  StorageRefPtr frame_;         // one that stays on the device, or
+  BlockPtr block_;              // one that was sent away,
+  TicketPtr copy_;              // this way,
+  std::shared_ptr<Lane> lane_;  // on the lane that brings it back
+};
+
+StreamCodecLane::StreamCodecLane(c10::Device device, const Options& options)
+    : streams_(std::make_shared<DeviceStreams>(device)),
+      encode_stream_(streams_->new_stream()),
+      decode_stream_(streams_->new_stream()),
+      max_processors_(options.max_processors),
+      arena_(std::make_shared<Arena>(streams_, encode_stream_, options.arena_budget,
+                                     options.arena_chunk)),
+      header_pool_(std::make_shared<Pool>(
+          std::make_shared<PinnedSlabs>(device),
+          PoolOptions{.slab_bytes = kHeaderSlab, .alignment = frame::kAlignmentBytes})),
+      headers_(device, /*max_leaving_bytes=*/0, /*chunk_bytes=*/frame::kHeaderBytes),
+      departures_(options.max_leaving_bytes) {
+  const WithoutModes without_modes;
+  const c10::StreamGuard guard(decode_stream_);
+  status_ = at::zeros({}, at::TensorOptions(device).dtype(at::kInt));
+}
+
+memswap_launch StreamCodecLane::launch_on(c10::Stream stream) const {
+  memswap_launch launch{};
+  launch.stream = stream.native_handle();
+  launch.max_processors = max_processors_;
+  return launch;
+}
+
+std::optional<FramePlan> StreamCodecLane::plan(const StorageRefPtr& storage,
+                                               const FrameOptions& options) {
+  TORCH_CHECK_VALUE(storage && storage->storage.device() == streams_->device(),
+                    "memswap: this codec lane serves ", streams_->device(), ", found ",
+                    storage ? storage->storage.device().str() : "None");
+  if (codec_of(streams_->device().type()) == nullptr) {
+    return refuse("no codec is known for " + streams_->device().str());
+  }
+  std::string reason;
+  auto plan = plan_frame(options, storage->storage.data(), storage->storage.nbytes(), reason);
+  if (!plan) {
+    refuse(std::move(reason));
+  }
+  return plan;
+}
+
+std::optional<Encoding> StreamCodecLane::encode(StorageRefPtr storage,
+                                                const FrameOptions& options) {
+  const auto plan = this->plan(storage, options);
+  if (!plan) {
+    return std::nullopt;
+  }
+  return start(std::move(storage), options, *plan, nullptr, nullptr);
+}
+
+std::optional<Encoding> StreamCodecLane::encode_to(StorageRefPtr storage,
+                                                   const FrameOptions& options,
+                                                   const std::shared_ptr<Lane>& lane,
+                                                   const std::shared_ptr<Pool>& pool) {
+  TORCH_CHECK_VALUE(lane && pool, "memswap: encode_to needs a lane and a pool, found None");
+  const auto plan = this->plan(storage, options);
+  if (!plan) {
+    return std::nullopt;
+  }
+  BlockPtr block = pool->allocate(plan->frame_bytes());
+  if (!block) {
+    return refuse(pool->statistics().last_refusal);
+  }
+  return start(std::move(storage), options, *plan, lane, std::move(block));
+}
+
+// `copies` moves the frame to `block`, or both are nullptr and the frame stays.
+std::optional<Encoding> StreamCodecLane::start(StorageRefPtr storage, const FrameOptions& options,
+                                               const FramePlan& plan,
+                                               const std::shared_ptr<Lane>& copies,
+                                               BlockPtr block) {
+  const c10::DeviceGuard device_guard(streams_->device());
+  const memswap_codec& codec = *codec_of(streams_->device().type());
+  settle_known();
+  departures_.make_room(*storage);
+  BlockPtr header_block = header_pool_->allocate(frame::kHeaderBytes);
+  if (!header_block) {
+    return refuse("no pinned memory for a frame's header: " +
+                  header_pool_->statistics().last_refusal);
+  }
+  std::shared_ptr<Arena::Share> overflow;
+  if (const uint64_t most = plan.most_overflow(); most > 0) {
+    std::string reason;
+    overflow = arena_->reserve(most, reason);
+    if (!overflow) {
+      return refuse(std::move(reason));
+    }
+  }
+  StorageRefPtr frame;
+  try {
+    frame = std::make_shared<StorageRef>(streams_->new_bytes(plan.frame_bytes()).storage());
+  } catch (const c10::OutOfMemoryError& error) {
+    if (overflow) {
+      overflow->cancel();
+    }
+    return refuse("the device has no memory for a frame: " +
+                  std::string(error.what_without_backtrace()));
+  }
+  auto ticket =
+      std::make_shared<StreamTransfer>(streams_, Direction::kAway, storage, departures_.leaving());
+  ticket->also_owns(frame);
+  streams_->order(encode_stream_, ticket->compute());  // edges 1 and 2
+  memswap_encode_job job = encode_job(plan, options);
+  job.frame = frame->storage.mutable_data();
+  job.input = storage->storage.nbytes() > 0 ? storage->storage.data() : job.frame;
+  if (overflow) {
+    job.overflow = overflow->memory();
+    job.overflow_capacity = overflow->capacity();
+    job.overflow_cursor = overflow->cursor();
+  }
+  const memswap_launch launch = launch_on(encode_stream_);
+  const int code = codec.encode(&job, 1, &launch);
+  ticket->record(encode_stream_);
+  if (code != MEMSWAP_CODEC_OK) {
+    if (overflow) {
+      overflow->cancel();
+    }
+    return refuse("codec '" + std::string(codec.name) + "': " + codec.message(code));
+  }
+  departures_.add(ticket);
+  // Edge 4. Where the frame leaves, its header goes the same way and ahead of it, so that the lane
+  // that moves frames bounds and orders all that it still owns of one.
+  Lane& header_lane = copies ? *copies : headers_;
+  auto header = std::make_shared<Header>(
+      header_block, header_lane.send(frame, header_block, {0, frame::kHeaderBytes}, {ticket}),
+      overflow);
+  auto encoded = std::make_shared<Encoded>(plan, storage->storage.nbytes(), std::move(overflow),
+                                           ticket, header);
+  if (copies) {
+    TicketPtr copy = copies->send(std::move(frame), block, {}, {ticket});  // edge 5
+    encoded->sent_to(std::move(block), std::move(copy), copies);
+  } else {
+    encoded->stays(std::move(frame));
+  }
+  const std::lock_guard lock(mutex_);
+  unsettled_.push_back(header);
+  return Encoding{std::move(encoded), std::move(ticket)};
+}
+
+std::pair<StorageRefPtr, TicketPtr> StreamCodecLane::decode(const EncodedStoragePtr& given) {
+  const auto* encoded = dynamic_cast<const Encoded*>(given.get());
+  TORCH_CHECK_VALUE(encoded != nullptr,
+                    "memswap: a StreamCodecLane decodes what a StreamCodecLane has encoded");
+  const c10::DeviceGuard device_guard(streams_->device());
+  const memswap_codec& codec = *codec_of(streams_->device().type());
+  departures_.reap();  // first: it may free memory
+  auto output = std::make_shared<StorageRef>(streams_->new_bytes(encoded->raw_nbytes()).storage());
+  StorageRefPtr frame = encoded->frame();
+  TicketPtr fetch;
+  if (encoded->swapped()) {
+    std::tie(frame, fetch) = encoded->lane()->fetch(encoded->block());
+  }
+  auto ticket = std::make_shared<StreamTransfer>(streams_, Direction::kBack, output);
+  ticket->also_owns(frame);
+  if (fetch) {
+    // The block knows the fetch's ticket as well, so it must be told to let go of the frame; not
+    // before compute is behind the decode, or compute would wait for the copy alone.
+    ticket->also_needs(std::shared_ptr<void>(nullptr, [fetch](void*) { fetch->abandon(); }));
+  }
+  streams_->order(decode_stream_, ticket->compute());  // edge 7
+  encoded->encode()->order_before(decode_stream_);     // edge 6
+  if (fetch) {
+    order_after({fetch}, decode_stream_);  // edge 8
+  }
+  const FramePlan& plan = encoded->plan();
+  memswap_decode_job job{};
+  job.frame = frame->storage.data();
+  job.frame_bytes = plan.frame_bytes();
+  if (encoded->overflow()) {
+    job.overflow = encoded->overflow()->memory();
+    job.overflow_capacity = encoded->overflow()->capacity();
+  }
+  job.elements = plan.layout.elements;
+  job.output = job.elements > 0 ? output->storage.mutable_data() : frame->storage.mutable_data();
+  job.dtype = static_cast<uint8_t>(plan.dtype);
+  job.status = static_cast<uint32_t*>(status_.mutable_data_ptr());
+  const memswap_launch launch = launch_on(decode_stream_);
+  const int code = codec.decode(&job, 1, &launch);
+  ticket->record(decode_stream_);
+  if (encoded->overflow()) {
+    encoded->overflow()->read_on(decode_stream_);
+  }
+  check_codec(codec, code, "decode " + std::to_string(encoded->raw_nbytes()) + " bytes");
+  return {std::move(output), std::move(ticket)};
+}
+
+// Looks at the headers that have arrived, oldest first: shares of the arena shrink to what was
+// used.
+void StreamCodecLane::settle_known() {
+  std::shared_ptr<Header> known;  // headers are destroyed outside the lock
+  while (true) {
+    std::shared_ptr<Header> oldest;
+    {
+      const auto done = [&](const std::weak_ptr<Header>& front) {
+        return front.expired() || !(front.owner_before(known) || known.owner_before(front));
+      };
+      const std::lock_guard lock(mutex_);
+      while (!unsettled_.empty() && done(unsettled_.front())) {
+        unsettled_.pop_front();
+      }
+      if (unsettled_.empty()) {
+        return;
+      }
+      oldest = unsettled_.front().lock();
+    }
+    if (oldest && !oldest->report()) {
+      return;
+    }
+    known = std::move(oldest);
+  }
+}
+
+uint32_t StreamCodecLane::decode_status() {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const WithoutModes without_modes;
+  const c10::StreamGuard guard(decode_stream_);
+  return static_cast<uint32_t>(status_.item<int32_t>());
+}
+
+}  // namespace memswap

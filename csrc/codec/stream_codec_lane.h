@@ -1,0 +1,105 @@
+// Encodes and decodes storages on an accelerator, on streams of its own.
+#pragma once
+
+#include <c10/core/Stream.h>
+
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <utility>
+
+#include "../stream_lane.h"
+#include "../stream_transfer.h"
+#include "arena.h"
+#include "codec_lane.h"
+
+namespace memswap {
+
+// [Note: Every edge of an encode]
+//
+// One stream encodes and one decodes; a third reads the headers of frames that stay back to pinned
+// memory (it is the send stream of a lane of its own, so that no encode waits behind a header).
+// "Compute" as in [Note: Every edge of a swap], whose rules hold here as well. A ticket owns every
+// storage that its work touches, frames included, until it is ordered; so does the ticket of a
+// header's copy. The edges, and the line that makes each:
+//
+//   1. producer -> encode               start(): the encode stream waits for an event on compute
+//   2. frame allocated on compute ->    start(): the same event, recorded after the allocation
+//      encode
+//   3. encode -> original freed         StreamTransfer::wait(): compute waits for the encode, then
+//                                       the ticket's references are dropped
+//   4. encode -> header read back       start(): `after` of that lane
+//   5. encode -> copy of the frame      start(): `after` of the lane that copies
+//   6. encode -> decode                 decode(): the decode stream waits for the encode's ticket
+//   7. output allocated on compute ->   decode(): the decode stream waits for an event on compute
+//      decode
+//   8. frame fetched -> decode          decode(): the decode stream waits for the fetch's ticket
+//   9. decode -> consumer               StreamTransfer::wait(): compute waits for the decode
+//  10. encode, header's copy, decode -> the same waits: the frame is allocated on compute, and the
+//      frame freed                      tickets of all three own it until compute is behind them
+//  11. decode -> arena used again       Arena::set_back(): encodes wait for the last decode
+//  12. last consumer -> output freed    the output is allocated on compute and dropped there
+//
+// With one compute stream, 6 follows from 3 and 7, and 11 from 9 and 1, once the tickets have been
+// waited for; they are needed as soon as compute streams do not wait for each other.
+class StreamCodecLane final : public CodecLane {
+ public:
+  struct Options {
+    size_t max_leaving_bytes = 0;    // as in StreamLane, of originals
+    size_t arena_budget = 0;         // bytes; 0: every frame needs room for its own worst case
+    size_t arena_chunk = 16u << 20;  // bytes
+    uint32_t max_processors = 0;     // as in memswap_launch
+  };
+
+  StreamCodecLane(c10::Device device, const Options& options);
+
+  std::optional<Encoding> encode(StorageRefPtr storage, const FrameOptions& options) override;
+
+  // `lane` is a StreamLane of this device, `pool` one of pinned memory. What overflowed stays in
+  // the device's arena.
+  std::optional<Encoding> encode_to(StorageRefPtr storage, const FrameOptions& options,
+                                    const std::shared_ptr<Lane>& lane,
+                                    const std::shared_ptr<Pool>& pool) override;
+
+  std::pair<StorageRefPtr, TicketPtr> decode(const EncodedStoragePtr& encoded) override;
+
+  void settle() override { departures_.settle(); }
+  size_t leaving_bytes() override { return departures_.nbytes(); }
+  void set_max_leaving_bytes(size_t bytes) override { departures_.set_bound(bytes); }
+
+  c10::Stream encode_stream() const { return encode_stream_; }
+  c10::Stream decode_stream() const { return decode_stream_; }
+  c10::Stream control_stream() const { return headers_.send_stream(); }
+  Arena::Statistics arena_statistics() const { return arena_->statistics(); }
+  size_t trim_arena() { return arena_->trim(); }
+  void set_arena_budget(size_t bytes) { arena_->set_budget(bytes); }
+
+  // What decodes found wrong so far, as bits of memswap::frame::Status; waits for them. Frames that
+  // this lane wrote are in order unless memory is broken, so nobody asks in a steady step.
+  uint32_t decode_status();
+
+ private:
+  class Encoded;
+  class Header;
+
+  std::optional<Encoding> start(StorageRefPtr storage, const FrameOptions& options,
+                                const FramePlan& plan, const std::shared_ptr<Lane>& copies,
+                                BlockPtr block);
+  std::optional<FramePlan> plan(const StorageRefPtr& storage, const FrameOptions& options);
+  memswap_launch launch_on(c10::Stream stream) const;
+  void settle_known();
+
+  const std::shared_ptr<DeviceStreams> streams_;
+  const c10::Stream encode_stream_;
+  const c10::Stream decode_stream_;
+  const uint32_t max_processors_;
+  const std::shared_ptr<Arena> arena_;
+  const std::shared_ptr<Pool> header_pool_;  // pinned
+  StreamLane headers_;
+  at::Tensor status_;  // u32 of the decodes, of the decode stream
+  StreamDepartures departures_;
+  std::mutex mutex_;
+  std::deque<std::weak_ptr<Header>> unsettled_;  // that the host has not seen
+};
+
+}  // namespace memswap

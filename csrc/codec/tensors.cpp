@@ -1,0 +1,184 @@
+#include "tensors.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <cstring>
+#include <string>
+
+#include "backends.h"
+#include "dtypes.h"
+#include "host_memory.h"
+#include "memswap/portable.h"
+#include "parallel.h"
+
+namespace memswap {
+namespace {
+
+const memswap_codec& codec_for(const at::Tensor& tensor) {
+  const memswap_codec* codec = codec_of(tensor.device().type());
+  if (codec == nullptr) {
+    throw std::invalid_argument("memswap has no codec for device type '" +
+                                c10::DeviceTypeName(tensor.device().type(), true) +
+                                "' in this build (python -m memswap info lists them)");
+  }
+  return *codec;
+}
+
+memswap_launch on_current_stream(c10::Device device) {
+  if (device.is_cpu()) {
+    return on_torch_threads();
+  }
+  memswap_launch launch{};
+  launch.stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
+  return launch;
+}
+
+// Of a warm pool on a CPU; from torch's allocator, which has one, elsewhere.
+at::Tensor new_tensor(at::IntArrayRef size, at::TensorOptions options) {
+  if (!options.device().is_cpu()) {
+    return at::empty(size, options);
+  }
+  at::Tensor tensor = at::empty({0}, options);
+  const size_t nbytes = c10::multiply_integers(size) * tensor.itemsize();
+  c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(host_storage(spare_pool().get(), nbytes));
+  impl->set_sizes_contiguous(size);
+  return tensor;
+}
+
+at::Tensor new_bytes(size_t nbytes, c10::Device device) {
+  return new_tensor({static_cast<int64_t>(nbytes)}, at::TensorOptions(device).dtype(at::kByte));
+}
+
+// A frame may have come through a program that knows nothing of its alignment.
+at::Tensor aligned(const at::Tensor& frame) {
+  TORCH_CHECK_VALUE(frame.scalar_type() == at::kByte && frame.dim() == 1,
+                    "memswap: a frame is a tensor of bytes with one dimension, found ",
+                    frame.scalar_type(), " with ", frame.dim());
+  const auto address = reinterpret_cast<uintptr_t>(frame.const_data_ptr());
+  if (frame.is_contiguous() && address % frame::kAlignmentBytes == 0) {
+    return frame;
+  }
+  return new_bytes(frame.nbytes(), frame.device()).copy_(frame);
+}
+
+}  // namespace
+
+at::Tensor new_host_frame(size_t nbytes) { return new_bytes(nbytes, c10::kCPU); }
+
+at::Tensor encode_tensor(const at::Tensor& self, int64_t dtype, int64_t shape, bool checksum) {
+  const memswap_codec& codec = codec_for(self);
+  const c10::DeviceGuard guard(self.device());
+  const at::Tensor input = self.contiguous();
+  checked_layout(dtype, shape, 0);
+  FrameOptions options;
+  options.dtype = static_cast<uint8_t>(dtype);
+  options.shape = static_cast<uint8_t>(shape);
+  std::string reason;
+  const auto plan = plan_frame(options, input.const_data_ptr(), input.nbytes(), reason);
+  if (!plan) {
+    throw std::invalid_argument("memswap::encode: " + reason);
+  }
+  at::Tensor frame = new_bytes(plan->frame_bytes(), self.device());
+  memswap_encode_job job = encode_job(*plan, options);
+  job.checksum = checksum ? 1 : 0;
+  job.frame = frame.mutable_data_ptr();
+  job.input = input.nbytes() > 0 ? input.const_data_ptr() : job.frame;  // never null
+  const memswap_launch launch = on_current_stream(self.device());
+  check_codec(codec, codec.encode(&job, 1, &launch), "encode a tensor");
+  return frame;
+}
+
+FrameReport read_header(const at::Tensor& frame) {
+  FrameReport report{};
+  const size_t nbytes = frame.nbytes();
+  if (nbytes < frame::kHeaderBytes) {
+    throw DamagedFrameError("found " + std::to_string(nbytes) +
+                            " bytes, expected a frame's header of " +
+                            std::to_string(frame::kHeaderBytes));
+  }
+  std::memcpy(&report.header, frame.const_data_ptr(), sizeof(report.header));
+  frame::Layout layout{};
+  if (!frame::validate(report.header, nbytes, 0, &layout)) {
+    throw DamagedFrameError("the header contradicts itself or the length of " +
+                            std::to_string(nbytes) + " bytes");
+  }
+  return report;
+}
+
+at::Tensor exact_frame(const at::Tensor& frame) {
+  if (frame.device().is_cpu()) {
+    const size_t exact = read_header(frame).frame_nbytes();
+    auto* header = static_cast<frame::Header*>(frame.mutable_data_ptr());
+    header->var_capacity = header->var_used;
+    if (const BlockPtr block = block_behind(frame.storage().data_ptr())) {
+      block->shrink(exact);
+    }
+    frame.storage().unsafeGetStorageImpl()->set_nbytes(exact);
+    frame.unsafeGetTensorImpl()->set_sizes_contiguous({static_cast<int64_t>(exact)});
+    return frame;
+  }
+  at::Tensor header = frame.narrow(0, 0, frame::kHeaderBytes).cpu();
+  auto* found = static_cast<frame::Header*>(header.mutable_data_ptr());
+  if (found->status != frame::kOk) {
+    throw DamagedFrameError("the device could not encode: " + describe_status(found->status));
+  }
+  const auto exact = static_cast<int64_t>(FrameReport{*found}.frame_nbytes());
+  at::Tensor kept = at::empty({exact}, frame.options());
+  kept.copy_(frame.narrow(0, 0, exact));
+  found->var_capacity = found->var_used;
+  kept.narrow(0, 0, frame::kHeaderBytes).copy_(header);
+  return kept;
+}
+
+at::Tensor decode_tensor(const at::Tensor& given, at::IntArrayRef size, at::ScalarType dtype,
+                         bool check_decode) {
+  const memswap_codec& codec = codec_for(given);
+  const c10::DeviceGuard guard(given.device());
+  const at::Tensor frame = aligned(given);
+  at::Tensor output = new_tensor(size, given.options().dtype(dtype));
+  const frame::Dtype code = frame_dtype(dtype);
+  const bool on_host = given.device().is_cpu();
+  uint32_t status = frame::kOk;
+  const at::Tensor device_status =
+      on_host ? at::Tensor() : at::zeros({}, given.options().dtype(at::kInt));
+  memswap_decode_job job{};
+  job.frame = frame.const_data_ptr();
+  job.frame_bytes = frame.nbytes();
+  job.elements = output.nbytes() / frame::width_of(code);
+  job.dtype = static_cast<uint8_t>(code);
+  job.verify = 1;
+  job.status = on_host ? &status : static_cast<uint32_t*>(device_status.mutable_data_ptr());
+  // Never null, and never written where there are no elements.
+  job.output = job.elements > 0 ? output.mutable_data_ptr() : const_cast<void*>(job.frame);
+  const memswap_launch launch = on_current_stream(given.device());
+  check_codec(codec, codec.decode(&job, 1, &launch), "decode a frame");
+  if (!on_host && check_decode) {
+    status = static_cast<uint32_t>(device_status.item<int32_t>());
+  }
+  if (status != frame::kOk) {
+    throw DamagedFrameError(describe_status(status));
+  }
+  return output;
+}
+
+at::Tensor portable_frame(const at::Tensor& given) {
+  const at::Tensor frame = aligned(given.device().is_cpu() ? given : given.cpu());
+  const auto rewrite = [&](void* out, uint64_t out_bytes, uint64_t* written) {
+    return memswap_frame_portable(frame.const_data_ptr(), frame.nbytes(), nullptr, 0, out,
+                                  out_bytes, written);
+  };
+  uint64_t length = 0;
+  rewrite(nullptr, 0, &length);  // 0 where the frame is damaged: then the next call says how
+  at::Tensor portable = new_bytes(length, c10::kCPU);
+  const uint32_t status = rewrite(portable.mutable_data_ptr(), length, &length);
+  if (status != frame::kOk) {
+    throw DamagedFrameError(describe_status(status));
+  }
+  return portable;
+}
+
+}  // namespace memswap

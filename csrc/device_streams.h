@@ -1,0 +1,67 @@
+// What everything needs that runs on streams of its own on one device: events, ordering, memory.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <mutex>
+#include <vector>
+
+#include "lane.h"
+
+namespace memswap {
+
+// Transfers are not operators of the user's program: a TorchDispatchMode (a FLOP counter, fake
+// tensors, selective checkpointing) must not see, count or replace them.
+struct WithoutModes {
+  c10::impl::ExcludeDispatchKeyGuard guard{
+      c10::DispatchKeySet(std::initializer_list<c10::DispatchKey>{
+          c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
+};
+
+// Shared by a lane and its tickets, which may live longer. Thread-safe.
+class DeviceStreams {
+ public:
+  explicit DeviceStreams(c10::Device device);
+
+  c10::Device device() const { return device_; }
+  c10::Stream new_stream() const { return backend_.getNewStream(device_); }
+
+  // "Compute": whatever is current for the calling thread. Asked for anew each time.
+  c10::Stream current() const { return backend_.getStream(device_); }
+
+  // Events are made once and used again.
+  c10::Event take_event();
+  void give_event(c10::Event event);
+
+  // What is submitted to `later` from now on comes after what was submitted to `earlier` so far.
+  void order(c10::Stream later, c10::Stream earlier);
+
+  // The caching allocator learns that `user` has used the storage's memory (record_stream).
+  void tell_allocator(const c10::Storage& storage, c10::Stream user) const {
+    backend_.recordDataPtrOnStream(storage.data_ptr(), user);
+  }
+
+  // Allocated on the current stream.
+  at::Tensor new_bytes(size_t nbytes) const;
+
+  // Bytes of a storage on the device, as a tensor; and of a block in host memory.
+  at::Tensor device_bytes(const c10::Storage& storage, size_t offset, size_t nbytes) const;
+  static at::Tensor host_bytes(const Block& block, size_t offset, size_t nbytes);
+
+ private:
+  const c10::Device device_;
+  const c10::impl::VirtualGuardImpl backend_;
+  const c10::DispatchKeySet keys_;  // of a tensor on the device
+  std::mutex mutex_;
+  std::vector<c10::Event> idle_events_;
+};
+
+// `stream` comes after the work behind these tickets; the host waits for those that are no
+// stream's.
+void order_after(const Tickets& tickets, c10::Stream stream);
+
+}  // namespace memswap

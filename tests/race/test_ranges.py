@@ -1,0 +1,560 @@
+"""StreamLane: byte ranges of storages, fetches into storages in use, and transfers in order.
+
+The second half breaks each edge of the new calls on purpose, as test_edges.py does for the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from helpers import same_bits
+from race_workloads import (
+    DEVICE,
+    EAGER,
+    MATRIX,
+    Observation,
+    Region,
+    Workload,
+    compute_streams,
+    fetch_stream,
+    lanes_opened,
+    new_pool,
+    observe,
+    on_host,
+    plain,
+    run_plain,
+    send_stream,
+)
+from test_lanes import new_bytes, new_lane
+
+from memswap._native import native
+from memswap.engine import transfer
+from simdev import counters, mutations
+
+
+def storage_of(tensor: torch.Tensor) -> Any:
+    return native.StorageRef(tensor)
+
+
+# ---------------------------------------------------------------- ranges
+@pytest.mark.parametrize("chunk_bytes", [512, 1000, 1 << 20])
+@pytest.mark.parametrize(
+    ("offset", "nbytes"), [(0, 1), (1, 511), (513, 1200), (70_000, 1), (3, 69_998), (70_001, 0)]
+)
+def test_any_range_of_a_storage_can_be_sent(offset: int, nbytes: int, chunk_bytes: int) -> None:
+    lane, pool = new_lane(chunk_bytes=chunk_bytes), new_pool()
+    tensor = new_bytes(70_001)
+    expected = tensor.cpu()[offset : offset + nbytes]
+    block = pool.native.allocate(nbytes)
+    lane.send(storage_of(tensor), block, offset, nbytes).synchronize()
+    found = torch.empty(nbytes, dtype=torch.uint8)
+    block.read(found)
+    assert same_bits(found, expected), f"{nbytes} bytes from {offset} in chunks of {chunk_bytes}"
+
+
+@pytest.mark.parametrize("chunk_bytes", [512, 1000, 1 << 20])
+@pytest.mark.parametrize("offset", [0, 1, 512, 65_904])
+def test_a_fetch_into_a_storage_changes_its_range_and_nothing_else(
+    offset: int, chunk_bytes: int
+) -> None:
+    lane, pool = new_lane(chunk_bytes=chunk_bytes), new_pool()
+    part, target = new_bytes(4097, seed=1), new_bytes(70_001, seed=2)
+    expected = target.cpu()
+    expected[offset : offset + 4097] = part.cpu()
+    block = pool.native.allocate(4097)
+    lane.send(storage_of(part), block).wait()
+    address = target.data_ptr()
+    lane.fetch_into(block, storage_of(target), offset).wait()
+    assert target.data_ptr() == address
+    assert same_bits(target.cpu(), expected)
+
+
+def test_a_range_without_a_length_reaches_to_the_end() -> None:
+    lane, pool = new_lane(), new_pool()
+    tensor, block = new_bytes(4097), pool.native.allocate(97)
+    lane.send(storage_of(tensor), block, offset=4000).synchronize()
+    found = torch.empty(97, dtype=torch.uint8)
+    block.read(found)
+    assert same_bits(found, tensor.cpu()[4000:])
+
+
+def test_chunks_of_a_range_are_counted_from_its_begin() -> None:
+    def tasks_of_sending(offset: int, chunk_bytes: int) -> int:
+        lane, pool = new_lane(chunk_bytes=chunk_bytes), new_pool()
+        tensor, block = new_bytes(70_001), pool.native.allocate(1025)
+        torch.accelerator.synchronize()
+        before = counters.tasks()[0]
+        ticket = lane.send(storage_of(tensor), block, offset, 1025)
+        tasks = counters.tasks()[0] - before
+        ticket.wait()
+        return tasks
+
+    assert tasks_of_sending(511, 512) - tasks_of_sending(511, 1 << 20) == 2, "1025 bytes: 3 chunks"
+
+
+def test_the_rest_of_a_storage_is_in_use_while_ranges_come_and_go() -> None:
+    """Rows of one storage leave and return; compute writes the others meanwhile, unordered."""
+    lane, pool = new_lane(chunk_bytes=512), new_pool()
+    rows = torch.arange(8, dtype=torch.uint8).repeat_interleave(1000).view(8, 1000).to(DEVICE)
+    blocks = [pool.native.allocate(1000) for _ in range(8)]
+    departures = [
+        lane.send(storage_of(rows), blocks[row], 1000 * row, 1000) for row in range(0, 8, 2)
+    ]
+    for row in range(1, 8, 2):
+        rows[row].fill_(100 + row)  # beside what leaves
+    for departure in departures:
+        departure.wait()
+    for row in range(0, 8, 2):
+        rows[row].zero_()
+    arrivals = [
+        lane.fetch_into(blocks[row], storage_of(rows), 1000 * row) for row in range(0, 8, 2)
+    ]
+    for row in range(1, 8, 2):
+        rows[row].add_(1)  # beside what returns
+    for arrival in arrivals:
+        arrival.wait()
+    expected = [row if row % 2 == 0 else 101 + row for row in range(8)]
+    assert rows.cpu()[:, ::999].tolist() == [[value, value] for value in expected]
+
+
+def test_the_whole_storage_is_owned_and_counted_once() -> None:
+    lane, pool = new_lane(max_leaving_bytes=5000, chunk_bytes=100), new_pool()
+    tensor = new_bytes(4000)
+    identity = native.WeakStorage(storage_of(tensor))
+    tickets = [
+        lane.send(storage_of(tensor), pool.native.allocate(1000), 1000 * i, 1000) for i in range(4)
+    ]
+    del tensor
+    assert lane.leaving_bytes() in (0, 4000)
+    for ticket in tickets[:3]:
+        ticket.wait()
+    assert lane.leaving_bytes() in (0, 4000)
+    tickets[3].wait()
+    assert lane.leaving_bytes() == 0 and identity.expired()
+
+
+def test_parts_of_a_storage_beyond_the_bound_do_not_wait_for_each_other(
+    request: pytest.FixtureRequest,
+) -> None:
+    lane, pool = new_lane(max_leaving_bytes=1000, chunk_bytes=100), new_pool()
+    tensor = new_bytes(4000)
+    torch.accelerator.synchronize()
+    compute = torch.accelerator.current_stream()
+    with mutations.drop_waits(waiter=compute, source=send_stream(lane)) as waits:
+        tickets = [
+            lane.send(storage_of(tensor), pool.native.allocate(1000), 1000 * i, 1000)
+            for i in range(4)
+        ]
+        counted = waits.hits
+    assert counted == 0, "a part of a storage that leaves already waited for another part"
+    if "lazy" in request.node.name:
+        assert not tickets[-1].done(), "the parts ended at once: nothing was shown"
+    torch.accelerator.synchronize()
+
+
+def test_every_stream_that_waits_for_a_send_comes_after_it() -> None:
+    """So that each of them may write what was sent."""
+    lane, pool = new_lane(), new_pool()
+    tensor, block = new_bytes(70_001), pool.native.allocate(35_000)
+    expected = tensor.cpu()[:35_000]
+    torch.accelerator.synchronize()
+    ticket = lane.send(storage_of(tensor), block, 0, 35_000)
+    streams = [torch.Stream(device=DEVICE) for _ in range(3)]
+    for i, stream in enumerate(streams):
+        with stream:
+            ticket.wait()
+            tensor[10_000 * i : 10_000 * (i + 1)].zero_()
+    for stream in streams:
+        stream.synchronize()
+    found = torch.empty(35_000, dtype=torch.uint8)
+    ticket.synchronize()
+    block.read(found)
+    assert same_bits(found, expected), "a stream that waited wrote before the copy had read"
+
+
+# ---------------------------------------------------------------- after
+def test_a_transfer_comes_after_tickets_of_worker_lanes() -> None:
+    lane, workers = new_lane(), native.WorkerLane(workers=0)
+    pool, files = new_pool(), new_pool(device="cpu")
+    source = torch.arange(200, dtype=torch.uint8)
+    staged, block = files.native.allocate(200), pool.native.allocate(200)
+    first = workers.send(storage_of(source), staged)
+    tensor = new_bytes(200)
+    expected = tensor.cpu()
+    lane.send(storage_of(tensor), block, after=[first, None]).wait()
+    assert first.done(), "the worker's transfer had not begun and was not waited for"
+    storage, arrival = lane.fetch(block, after=first)
+    arrival.wait()
+    assert same_bits(native.capture(tensor).rebuild(storage, False).cpu(), expected)
+
+
+def test_work_of_a_worker_comes_after_tickets_of_a_stream() -> None:
+    """A worker moves on what a stream has brought to pinned memory."""
+    lane, workers = new_lane(chunk_bytes=512), native.WorkerLane(workers=1)
+    pool, ordinary = new_pool(), new_pool(device="cpu")
+    host = torch.zeros(4097, dtype=torch.uint8)
+    tensor = new_bytes(4097)
+    expected = tensor.cpu()
+    staged, kept = pool.native.allocate(4097), ordinary.native.allocate(4097)
+    departure = lane.send(storage_of(tensor), staged)
+    unpinned = workers.fetch_into(staged, storage_of(host), 0, after=departure)
+    written = workers.send(storage_of(host), kept, after=[unpinned])
+    written.wait()
+    assert departure.done(), "the worker did not wait for the stream"
+    found = torch.empty(4097, dtype=torch.uint8)
+    kept.read(found)
+    assert same_bits(found, expected)
+
+
+# ---------------------------------------------------------------- refusals
+@pytest.mark.parametrize(("offset", "nbytes"), [(0, 4098), (1, 4097), (4098, 0), (4098, None)])
+def test_a_range_beyond_the_storage_is_refused(offset: int, nbytes: int | None) -> None:
+    lane, pool = new_lane(), new_pool()
+    tensor, block = new_bytes(4097), pool.native.allocate(nbytes or 1)
+    with pytest.raises(ValueError, match=r"within a storage of 4097 bytes, found .* from offset"):
+        lane.send(storage_of(tensor), block, offset, nbytes)
+
+
+@pytest.mark.parametrize("offset", [3998, 4097, 2**63])
+def test_a_fetch_beyond_the_storage_is_refused(offset: int) -> None:
+    lane, pool = new_lane(), new_pool()
+    tensor, block = new_bytes(4097), pool.native.allocate(100)
+    with pytest.raises(ValueError, match=f"found 100 bytes from offset {offset}"):
+        lane.fetch_into(block, storage_of(tensor), offset)
+
+
+def test_a_fetch_into_another_device_or_nothing_is_refused() -> None:
+    lane, pool = new_lane(), new_pool()
+    block = pool.native.allocate(100)
+    with pytest.raises(RuntimeError, match="this lane serves"):
+        lane.fetch_into(block, storage_of(torch.zeros(100)), 0)
+    with pytest.raises(ValueError, match="found None"):
+        lane.fetch_into(block, None, 0)
+    with pytest.raises(ValueError, match="found None"):
+        lane.send(None, block)
+    with pytest.raises(ValueError, match="found None"):
+        lane.fetch(None)
+
+
+# ---------------------------------------------------------------- each edge broken on purpose
+# Programs of two parts, so that one wait only makes what it is to make. `plain` is the truth.
+def range_of_fresh_bytes(region: Region) -> list[torch.Tensor]:
+    """Written on compute, then a range of it is sent."""
+    tensor = torch.full((3000,), 3.0, device=DEVICE)
+    if region is plain:
+        return on_host([tensor[1000:2001]])
+    lane, pool = transfer.open_lane(DEVICE), new_pool()
+    block = pool.native.allocate(4004)
+    tensor.add_(1).sub_(1)
+    lane.send(storage_of(tensor), block, 4000, 4004).synchronize()
+    found = torch.empty(1001)
+    block.read(found)
+    return [found]
+
+
+def range_written_after_it_was_sent(region: Region) -> list[torch.Tensor]:
+    """The storage stays; its owner waits for the send and writes the range again."""
+    tensor = torch.full((3000,), 3.0, device=DEVICE)
+    if region is plain:
+        return on_host([tensor[1000:2001]])
+    lane, pool = transfer.open_lane(DEVICE), new_pool()
+    block = pool.native.allocate(4004)
+    departure = lane.send(storage_of(tensor), block, 4000, 4004)
+    departure.wait()
+    tensor.fill_(9.0)
+    torch.accelerator.current_stream().synchronize()
+    departure.synchronize()
+    found = torch.empty(1001)
+    block.read(found)
+    return [found]
+
+
+def _block_of(value: float, count: int, pool: Any) -> Any:
+    """A block with `count` floats that no ticket has to be waited for."""
+    block = pool.native.allocate(4 * count)
+    block.write(torch.full((count,), value))
+    return block
+
+
+def fetched_over_bytes_in_use(region: Region) -> list[torch.Tensor]:
+    """What compute read and wrote in the storage comes before the fetch into it."""
+    storage = torch.full((3000,), 3.0, device=DEVICE)
+    if region is plain:
+        before = storage.clone()
+        storage[1000:2001] = 7.0
+        return on_host([before, storage])
+    lane, pool = transfer.open_lane(DEVICE), new_pool()
+    block = _block_of(7.0, 1001, pool)
+    before = storage.clone()
+    arrival = lane.fetch_into(block, storage_of(storage), 4000)
+    arrival.wait()
+    return on_host([before, storage])
+
+
+def read_after_a_fetch_into_it(region: Region) -> list[torch.Tensor]:
+    """The consumer of the range, and a writer of it, come after the fetch."""
+    storage = torch.full((3000,), 3.0, device=DEVICE)
+    if region is plain:
+        storage[1000:2001] = 7.0
+        return on_host([storage * 2, storage])
+    lane, pool = transfer.open_lane(DEVICE), new_pool()
+    block = _block_of(7.0, 1001, pool)
+    arrival = lane.fetch_into(block, storage_of(storage), 4000)
+    arrival.wait()
+    doubled = storage * 2
+    return on_host([doubled, storage])
+
+
+def range_sent_and_fetched_into_elsewhere(region: Region) -> list[torch.Tensor]:
+    """A range is sent on one stream; another, that waited for nothing, fetches its block."""
+    a, b = torch.Stream(device=DEVICE), torch.Stream(device=DEVICE)
+    with a:
+        sent = torch.full((3000,), 3.0, device=DEVICE)
+    with b:
+        storage = torch.full((3000,), 5.0, device=DEVICE)
+        if region is plain:
+            storage[:1001] = 3.0
+            return on_host([storage])
+    lane, pool = transfer.open_lane(DEVICE), new_pool()
+    block = pool.native.allocate(4004)
+    with a:
+        departure = lane.send(storage_of(sent), block, 4000, 4004)
+    with b:
+        lane.fetch_into(block, storage_of(storage), 0).wait()
+        found = on_host([storage])
+    with a:
+        departure.wait()
+    torch.accelerator.synchronize()
+    return found
+
+
+def fetched_into_then_sent_again(region: Region) -> list[torch.Tensor]:
+    """A block is fetched into a storage of one stream and filled anew by another stream."""
+    a, b = torch.Stream(device=DEVICE), torch.Stream(device=DEVICE)
+    with a:
+        storage = torch.full((3000,), 5.0, device=DEVICE)
+    with b:
+        second = torch.full((3000,), 4.0, device=DEVICE)
+    if region is plain:
+        torch.accelerator.synchronize()
+        storage[:1001] = 7.0
+        return on_host([second[:1001], storage])
+    lane, pool = transfer.open_lane(DEVICE), new_pool()
+    block = _block_of(7.0, 1001, pool)
+    with a:
+        arrival = lane.fetch_into(block, storage_of(storage), 0)
+    with b:
+        departure = lane.send(storage_of(second), block, 4000, 4004)
+        departure.synchronize()
+        found = torch.empty(1001)
+        block.read(found)
+    with a:
+        arrival.wait()
+        return [found, *on_host([storage])]
+
+
+def ranges_swapped_in_place(region: Region) -> list[torch.Tensor]:
+    """The range is sent, and another block is fetched into it behind the send's ticket.
+
+    Compute waits for the fetch only: nothing else orders the two copies.
+    """
+    storage = torch.full((3000,), 3.0, device=DEVICE)
+    if region is plain:
+        before = storage[1000:2001].clone()
+        storage[1000:2001] = 7.0
+        return on_host([storage, before])
+    lane, pool = transfer.open_lane(DEVICE), new_pool()
+    there, back = pool.native.allocate(4004), _block_of(7.0, 1001, pool)
+    departure = lane.send(storage_of(storage), there, 4000, 4004)
+    arrival = lane.fetch_into(back, storage_of(storage), 4000, after=departure)
+    arrival.wait()
+    found = on_host([storage])
+    departure.synchronize()
+    before = torch.empty(1001)
+    there.read(before)
+    return [*found, before]
+
+
+def sent_behind_another_lanes_fetch(region: Region) -> list[torch.Tensor]:
+    """What one lane brings, another lane sends on: ordered by the ticket, not by compute."""
+    if region is plain:
+        return [torch.full((1001,), 7.0)]
+    storage = torch.full((3000,), 3.0, device=DEVICE)
+    torch.accelerator.synchronize()
+    lanes, pool = [transfer.open_lane(DEVICE) for _ in range(2)], new_pool()
+    back, there = _block_of(7.0, 1001, pool), pool.native.allocate(4004)
+    arrival = lanes[0].fetch_into(back, storage_of(storage), 4000)
+    departure = lanes[1].send(storage_of(storage), there, 4000, 4004, after=[arrival])
+    departure.synchronize()
+    found = torch.empty(1001)
+    there.read(found)
+    arrival.wait()
+    return [found]
+
+
+def let_go_on_another_stream(region: Region) -> list[torch.Tensor]:
+    """Memory of stream b; fetched into, waited for and let go of on stream a."""
+    a, b = torch.Stream(device=DEVICE), torch.Stream(device=DEVICE)
+    if region is plain:
+        return [torch.full((1001,), 9.0), torch.full((1001,), 14.0)]
+    with b:
+        storage = torch.full((1001,), 3.0, device=DEVICE)
+    b.synchronize()
+    lane, pool = transfer.open_lane(DEVICE), new_pool()
+    block = _block_of(7.0, 1001, pool)
+    with a:
+        arrival = lane.fetch_into(block, storage_of(storage), 0)
+        arrival.wait()
+        doubled = storage * 2
+        del storage
+    with b:
+        next_owner = torch.full((1001,), 9.0, device=DEVICE)
+        b.synchronize()
+    with a:
+        doubled = on_host([doubled])[0]
+    with b:
+        return [*on_host([next_owner]), doubled]
+
+
+class Counter:
+    """The hits of several mutations."""
+
+    def __init__(self) -> None:
+        self.parts: list[Any] = []
+
+    @property
+    def hits(self) -> int:
+        return sum(part.hits for part in self.parts)
+
+
+Streams = Callable[[Any], Any]
+Breaking = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def drop(waiter: Streams, source: Streams) -> Breaking:
+    """Waits of the one for the other are ignored, once all lanes of the program are open."""
+
+    @contextlib.contextmanager
+    def breaking() -> Iterator[Counter]:
+        counter = Counter()
+        with contextlib.ExitStack() as stack:
+
+            def react(lane: Any) -> Any:
+                mutation = mutations.drop_waits(waiter=waiter(lane), source=source(lane))
+                counter.parts.append(stack.enter_context(mutation))
+                return lane
+
+            stack.enter_context(lanes_opened(react))
+            yield counter
+
+    return breaking
+
+
+def every_send_stream_after_every_fetch_stream() -> contextlib.AbstractContextManager[Any]:
+    """As `drop`, between the streams of different lanes."""
+
+    @contextlib.contextmanager
+    def breaking() -> Iterator[Counter]:
+        counter = Counter()
+        lanes: list[Any] = []
+        with contextlib.ExitStack() as stack:
+
+            def react(lane: Any) -> Any:
+                for other in lanes:
+                    mutation = mutations.drop_waits(
+                        waiter=send_stream(lane), source=fetch_stream(other)
+                    )
+                    counter.parts.append(stack.enter_context(mutation))
+                lanes.append(lane)
+                return lane
+
+            stack.enter_context(lanes_opened(react))
+            yield counter
+
+    return breaking()
+
+
+@dataclass(frozen=True)
+class Edge:
+    name: str
+    broken: Breaking
+    workload: Workload
+
+
+EDGES = [
+    Edge("1 producer -> send", drop(send_stream, compute_streams), range_of_fresh_bytes),
+    Edge(
+        "2 send -> range written again",
+        drop(compute_streams, send_stream),
+        range_written_after_it_was_sent,
+    ),
+    Edge(
+        "3 send -> fetch of the block",
+        drop(fetch_stream, send_stream),
+        range_sent_and_fetched_into_elsewhere,
+    ),
+    Edge(
+        "4 everything before -> fetch into",
+        drop(fetch_stream, compute_streams),
+        fetched_over_bytes_in_use,
+    ),
+    Edge(
+        "5 fetch into -> consumer", drop(compute_streams, fetch_stream), read_after_a_fetch_into_it
+    ),
+    Edge("6 consumer -> freed elsewhere", mutations.drop_record_stream, let_go_on_another_stream),
+    Edge(
+        "7 fetch into -> block used again",
+        drop(send_stream, fetch_stream),
+        fetched_into_then_sent_again,
+    ),
+    Edge("8 after a send -> fetch into", drop(fetch_stream, send_stream), ranges_swapped_in_place),
+    Edge(
+        "8 after another lane's fetch -> send",
+        every_send_stream_after_every_fetch_stream,
+        sent_behind_another_lanes_fetch,
+    ),
+]
+
+each_edge = pytest.mark.parametrize("edge", EDGES, ids=lambda edge: edge.name)
+
+
+@pytest.mark.own_laboratory
+@pytest.mark.one_schedule
+@each_edge
+def test_a_broken_edge_is_caught_by_the_detector_and_as_wrong_data(edge: Edge) -> None:
+    right = run_plain(edge.workload)
+    seen: dict[str, Observation] = {
+        str(schedule): observe(schedule, edge.workload, edge.broken) for schedule in MATRIX
+    }
+    struck = {schedule: one for schedule, one in seen.items() if one.hits}
+    assert struck, "the mutation never struck"
+    assert str(EAGER) in struck and struck[str(EAGER)].reports, "not reported when run eagerly"
+    assert any(one.differs_from(right) for one in struck.values()), "no wrong data anywhere"
+
+
+@pytest.mark.own_laboratory
+@pytest.mark.one_schedule
+@each_edge
+def test_unbroken_lanes_are_silent_and_right_under_every_schedule(edge: Edge) -> None:
+    right = run_plain(edge.workload)
+    for schedule in MATRIX:
+        seen = observe(schedule, edge.workload)
+        assert not seen.reports, f"{schedule}: {seen.reports[:3]}"
+        assert not seen.differs_from(right), f"{schedule}: wrong data"
+
+
+def test_tickets_of_streams_are_ordered_without_the_host() -> None:
+    lanes, pool = [new_lane(), new_lane()], new_pool()
+    tensor = new_bytes(4000)
+    blocks = [pool.native.allocate(4000) for _ in range(2)]
+    before = counters.host_syncs()
+    departure = lanes[0].send(storage_of(tensor), blocks[0])
+    second = lanes[1].send(storage_of(tensor), blocks[1], after=departure)
+    arrival = lanes[0].fetch_into(blocks[1], storage_of(tensor), 0, after=[departure, second])
+    assert counters.host_syncs() == before, "the host waited for a stream"
+    arrival.wait()

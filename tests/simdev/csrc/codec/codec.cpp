@@ -1,0 +1,106 @@
+#include "codec.h"
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "../runtime/launch.h"
+#include "memswap/frame.h"
+
+namespace simdev {
+namespace {
+
+namespace frame = memswap::frame;
+
+constexpr int kLaunchFailed = 1;
+
+std::atomic<const memswap_codec*> host_codec{nullptr};
+
+// What one encode or decode touches. A bump of the cursor commutes with every other, so it counts
+// as a read: only who sets the cursor back is not to overlap with it. A decode reads payloads at
+// places that nobody knows now, for as long as the cursor is not set back: it counts as a read of
+// that.
+class Spans {
+ public:
+  void read(const void* begin, size_t bytes) { add(begin, bytes, 0); }
+  void write(const void* begin, size_t bytes) { add(begin, bytes, 1); }
+  const std::vector<simdev_span>& all() const { return spans_; }
+
+ private:
+  void add(const void* begin, size_t bytes, int write) {
+    if (bytes > 0) spans_.push_back({begin, bytes, write});
+  }
+  std::vector<simdev_span> spans_;
+};
+
+size_t raw_bytes(uint8_t dtype, uint64_t elements) {
+  return elements * frame::width_of(static_cast<frame::Dtype>(dtype));
+}
+
+Spans spans_of(const memswap_encode_job& job) {
+  Spans spans;
+  spans.read(job.input, raw_bytes(job.dtype, job.elements));
+  const auto layout = frame::layout_of(static_cast<frame::Dtype>(job.dtype),
+                                       static_cast<frame::Shape>(job.shape), job.elements);
+  spans.write(job.frame, layout.bytes(job.var_capacity));
+  if (job.overflow_cursor) spans.read(job.overflow_cursor, sizeof(uint64_t));
+  return spans;
+}
+
+Spans spans_of(const memswap_decode_job& job) {
+  Spans spans;
+  spans.read(job.frame, job.frame_bytes);
+  if (job.overflow) {
+    spans.read(static_cast<const uint64_t*>(job.overflow) - 1, sizeof(uint64_t));
+  }
+  spans.write(job.output, raw_bytes(job.dtype, job.elements));
+  return spans;
+}
+
+template <class Job>
+int enqueue(const char* name, const Job& job, void* stream, void (*run)(void*)) {
+  const Spans spans = spans_of(job);
+  auto context = std::make_unique<Job>(job);
+  return simdev_launch(
+             stream, name, spans.all().data(), spans.all().size(), run,
+             [](void* done) { delete static_cast<Job*>(done); }, context.release())
+             ? kLaunchFailed
+             : MEMSWAP_CODEC_OK;
+}
+
+int encode(const memswap_encode_job* jobs, size_t count, const memswap_launch* launch) {
+  for (size_t i = 0; i < count; ++i) {
+    const int code = enqueue("memswap::encode", jobs[i], launch->stream, [](void* job) {
+      const memswap_launch here{};
+      host_codec.load()->encode(static_cast<memswap_encode_job*>(job), 1, &here);
+    });
+    if (code != MEMSWAP_CODEC_OK) return code;
+  }
+  return MEMSWAP_CODEC_OK;
+}
+
+int decode(const memswap_decode_job* jobs, size_t count, const memswap_launch* launch) {
+  for (size_t i = 0; i < count; ++i) {
+    const int code = enqueue("memswap::decode", jobs[i], launch->stream, [](void* job) {
+      const memswap_launch here{};
+      host_codec.load()->decode(static_cast<memswap_decode_job*>(job), 1, &here);
+    });
+    if (code != MEMSWAP_CODEC_OK) return code;
+  }
+  return MEMSWAP_CODEC_OK;
+}
+
+const char* message(int code) {
+  return code == kLaunchFailed ? simdev_last_error() : host_codec.load()->message(code);
+}
+
+}  // namespace
+
+const memswap_codec* codec_on_streams(const memswap_codec* host) {
+  static const memswap_codec table{MEMSWAP_CODEC_VERSION, "simulated", &encode, &decode, &message};
+  const memswap_codec* none = nullptr;
+  host_codec.compare_exchange_strong(none, host);
+  return &table;
+}
+
+}  // namespace simdev
