@@ -3,6 +3,10 @@
 One process has one device: `--device cpu` (default), `cuda`, or `sim` / `npu`, the simulated
 accelerator under either name. On a simulated device every test of tests/engine and tests/race runs
 once per schedule, in a laboratory that fails it for any race report or leak.
+
+Tests marked `every_action` run once for each away form, or for those that the mark names: what a
+policy without an action does is then that form, and every tensor is encoded, however little it
+shrinks.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import torch
 
 SIMULATED = ("sim", "npu")
 TESTS = Path(__file__).resolve().parent
+ACTIONS = ("swap", "encode", "encode_swap")
 IN_LABORATORY = (TESTS / "engine", TESTS / "race")
 
 sys.path.insert(0, str(TESTS / "engine"))
@@ -33,7 +38,11 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["SIMDEV_NAME"] = config.getoption("--device")
         sys.path.insert(0, str(TESTS / "simdev"))
         torch.set_num_threads(1)  # its executor and OpenMP's threads would fight for the cores
-        import simdev  # noqa: F401  (registers the device)
+        import simdev  # registers the device
+        from memswap._native import native
+
+        host_codec = native.codec_capsule(torch.device("cpu"))
+        native.register_codec(simdev.NAME, simdev.codec_on_streams(host_codec))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -51,15 +60,43 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     config = metafunc.config
+    marked = metafunc.definition.get_closest_marker
     here = Path(metafunc.definition.path)
+    every = marked("every_action")
+    actions = () if every is None else every.args or ACTIONS
     if config.getoption("--device") in SIMULATED and any(
         folder in here.parents for folder in IN_LABORATORY
     ):
         from simdev import SCHEDULES, schedules
 
-        once = metafunc.definition.get_closest_marker("one_schedule") is not None
+        once = marked("one_schedule") is not None
         chosen = SCHEDULES[:1] if once else schedules(config.getoption("--random-schedules"))
-        metafunc.parametrize("_laboratory", chosen, ids=str, indirect=True)
+        if not actions:
+            metafunc.parametrize("_laboratory", chosen, ids=str, indirect=True)
+            return
+        # Swapping runs under all schedules; the extremes and one between them tell of the others.
+        few = [one for one in chosen if str(one) in ("eager", "lazy", "random0")]
+        metafunc.parametrize(
+            ("_laboratory", "_action"),
+            [(one, action) for action in actions for one in (chosen if action == "swap" else few)],
+            ids=str,
+            indirect=True,
+        )
+    elif actions:
+        metafunc.parametrize("_action", actions, indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def _action(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What a policy without an action does: as always, or what `every_action` says."""
+    name: str = getattr(request, "param", "")
+    if name:
+        from memswap import Action
+        from memswap.engine import expectations, transfer
+
+        monkeypatch.setattr(transfer, "default_action", lambda device, pool: Action(name))
+        monkeypatch.setattr(expectations, "WORTH", float("inf"))
+    return name
 
 
 @pytest.fixture(autouse=True)

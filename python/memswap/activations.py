@@ -1,4 +1,4 @@
-"""saved_tensors and manage: the two ways to have saved activations swapped."""
+"""saved_tensors and manage: the two doors to having saved activations encoded or swapped."""
 
 from __future__ import annotations
 
@@ -25,18 +25,21 @@ if TYPE_CHECKING:
 
 
 class saved_tensors:  # noqa: N801  (used like torch.autograd.graph.save_on_cpu)
-    """Swap what autograd saves inside a ``with`` block, and bring it back in backward.
+    """Encode or swap what autograd saves inside a ``with`` block, and bring it back in backward.
 
     Works like :class:`torch.autograd.graph.save_on_cpu`: backward may run inside or outside the
     block, at any time, any number of times. The block may be entered again and nested.
 
     Args:
-        policy: which tensors move; default ``Policy()``: everything of 64 KiB or more.
-        pool: where they go. Default: a :class:`HostPool` of pinned memory for tensors on an
-            accelerator, a :class:`DiskPool` for tensors on a CPU without one.
+        policy: which tensors move, and how; default ``Policy()``: everything of 64 KiB or more, as
+            suits its device.
+        pool: where swapped tensors go. Default: a :class:`HostPool` of pinned memory for tensors
+            on an accelerator, a :class:`DiskPool` for tensors on a CPU without one. On a CPU, a
+            :class:`HostPool` that is given holds the frames of encoded tensors.
         prefetch_bytes: bytes that may be on their way back ahead of their use, and that stay at
             the end of the forward because backward needs them at once; an int, a size such as
-            ``"256MiB"``, ``0`` for none, or ``"auto"``: an eighth of what a forward saves.
+            ``"256MiB"``, ``0`` for none, or ``"auto"``: an eighth of what a forward swaps and a
+            thirty-second of what it encodes, and at least its largest storage.
 
     Raises:
         InplaceEditError: in backward, if a saved tensor was edited in place.
@@ -213,7 +216,7 @@ def manage(
     budget: str = "auto",
     prefetch_bytes: int | str = "auto",
 ) -> Manager:
-    """Swap the saved activations of a model's layers, call by call, in an order that is learnt.
+    """Encode or swap the saved activations of a model's layers, in an order that is learnt.
 
     Adds forward hooks to each module and nothing else: no wrapper, no renamed parameter, no change
     of the module's type. Training code stays as it is.
@@ -315,6 +318,8 @@ def report(stats: Stats) -> str:
         ("same storage again", stats.deduplicated_tensors, stats.deduplicated_bytes),
         *((f"kept: {reason}", count.tensors, count.bytes) for reason, count in stats.kept.items()),
         ("moved", stats.moved_storages, stats.moved_bytes),
+        ("  of these, encoded", stats.encoded_storages, stats.encoded_bytes),
+        ("  their frames", "", stats.frame_bytes),
         ("really freed", "", stats.freed_bytes),
         ("returned", stats.returned_storages, stats.returned_bytes),
         ("returned late", stats.stalls, ""),

@@ -26,6 +26,8 @@ from torch import nn
 
 import memswap
 
+pytestmark = pytest.mark.every_action
+
 
 def plain_gradients(device, *inputs, depth=3, model=None):
     """Gradients of the untouched model, accumulated over the inputs in order."""
@@ -58,6 +60,7 @@ def test_retained_graph_gives_the_same_gradients_every_time(device, new_training
     training.assert_released()
 
 
+@pytest.mark.every_action("swap")  # it counts blocks of the pool
 def test_retained_graph_holds_its_saves_away_between_backwards(device, new_pool):
     """Between two backwards of a retained graph the device does not hold what it saved."""
     pool = new_pool()
@@ -256,6 +259,7 @@ def test_gradient_accumulation(device, new_training):
     training.assert_released()
 
 
+@pytest.mark.every_action("swap")  # it counts blocks of the pool
 def test_graph_dropped_without_backward_releases_everything_at_once(device, new_training):
     training, x = new_training(), new_input(device)
     gc.disable()  # what is released must not wait for the cycle collector

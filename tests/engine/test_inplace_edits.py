@@ -21,6 +21,8 @@ from helpers import (
 
 import memswap
 
+pytestmark = pytest.mark.every_action
+
 #: Why the tensor is where it is in backward: moved, or kept for one of the reasons to keep.
 POLICIES = {
     "moved": EVERYTHING,

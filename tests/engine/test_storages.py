@@ -18,7 +18,10 @@ from torch import nn
 
 import memswap
 
+pytestmark = pytest.mark.every_action
 
+
+@pytest.mark.every_action("swap")  # it counts blocks of the pool
 def test_one_transfer_however_many_operators_saved_the_storage(device, new_pool):
     pool = new_pool()
     saver = memswap.saved_tensors(EVERYTHING, pool=pool)

@@ -19,6 +19,8 @@ from helpers import (
 
 import memswap
 
+pytestmark = pytest.mark.every_action
+
 THREADS = 3
 
 

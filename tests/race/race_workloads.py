@@ -126,18 +126,18 @@ def two_streams_in_turn(region: Region) -> list[torch.Tensor]:
 
 # ---------------------------------------------------------------- lanes
 @contextlib.contextmanager
-def lanes_opened(react: Callable[[Any], Any]) -> Iterator[None]:
-    """Every lane that the engine opens passes through `react`, which may wrap it."""
-    original = transfer.open_lane
+def lanes_opened(react: Callable[[Any], Any], opener: str = "open_lane") -> Iterator[None]:
+    """Every lane that the engine opens by `opener` passes through `react`, which may wrap it."""
+    original = getattr(transfer, opener)
 
     def open_lane(*arguments: Any, **options: Any) -> Any:
         return react(original(*arguments, **options))
 
-    transfer.open_lane = open_lane
+    setattr(transfer, opener, open_lane)
     try:
         yield
     finally:
-        transfer.open_lane = original
+        setattr(transfer, opener, original)
 
 
 def send_stream(lane: Any) -> tuple[int, int]:
@@ -191,9 +191,11 @@ class Observation:
         return not all(same_bits(a, b) for a, b in zip(self.results, expected, strict=True))
 
 
-def saved_region(pool: str = "64MiB", **options: Any) -> Region:
+def saved_region(
+    pool: str = "64MiB", policy: memswap.Policy = EVERYTHING, **options: Any
+) -> Region:
     """One `saved_tensors` with a pool of its own, entered again for each forward."""
-    saved = memswap.saved_tensors(EVERYTHING, pool=new_pool(pool, slab="64KiB"), **options)
+    saved = memswap.saved_tensors(policy, pool=new_pool(pool, slab="64KiB"), **options)
     return lambda: saved
 
 

@@ -14,6 +14,7 @@ from race_workloads import DEVICE, new_pool
 
 import memswap
 from memswap._native import native
+from memswap.engine import expectations
 from memswap.engine.entry import Entry
 from memswap.engine.handle import Kept, Moved
 from memswap.engine.timeline import Passage
@@ -26,19 +27,22 @@ Step = Callable[[], None]
 class Training:
     """A model under memswap, its optimizer, and nothing that the host has to read."""
 
-    def __init__(self, how: str, prefetch_bytes: Any = "auto") -> None:
+    def __init__(
+        self,
+        how: str,
+        prefetch_bytes: Any = "auto",
+        policy: memswap.Policy = EVERYTHING,
+    ) -> None:
         self.pool = new_pool()
         self.model = new_stack(DEVICE, depth=2)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         self.x = new_input(DEVICE)
         self.swap: Any = None
         if how == "saved_tensors":
-            self.swap = memswap.saved_tensors(
-                EVERYTHING, pool=self.pool, prefetch_bytes=prefetch_bytes
-            )
+            self.swap = memswap.saved_tensors(policy, pool=self.pool, prefetch_bytes=prefetch_bytes)
         elif how == "manage":
             self.swap = memswap.manage(
-                self.model.layers, EVERYTHING, pool=self.pool, prefetch_bytes=prefetch_bytes
+                self.model.layers, policy, pool=self.pool, prefetch_bytes=prefetch_bytes
             )
         self.how = how
 
@@ -58,8 +62,10 @@ class Training:
 
 
 # Made inside the test: pytest would keep what a fixture returns beyond the laboratory's end.
-def warm_training(how: str, prefetch_bytes: Any = "auto") -> Training:
-    warm = Training(how, prefetch_bytes)
+def warm_training(
+    how: str, prefetch_bytes: Any = "auto", policy: memswap.Policy = EVERYTHING
+) -> Training:
+    warm = Training(how, prefetch_bytes, policy)
     warm.steps(WARM_UP)
     torch.accelerator.synchronize()
     return warm
@@ -86,6 +92,37 @@ def test_a_step_synchronises_nothing_and_allocates_nothing_from_the_driver(
     assert training.swap.stats().moved_storages > 0
     torch.accelerator.synchronize()
     assert_nothing_left(training.swap.stats())
+
+
+@each_way
+@pytest.mark.parametrize("action", ["encode", "encode_swap"])
+def test_a_step_that_encodes_synchronises_nothing_and_gives_everything_back(
+    how: str, action: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expectations, "WORTH", float("inf"))  # these tensors do not shrink
+    # Another shape, tried now and then, is a frame of another size: no steady step.
+    monkeypatch.setattr(expectations, "TRIAL_SHARE", 0)
+    monkeypatch.setattr(expectations, "RETRY_AFTER", 1_000_000)
+    policy = memswap.Policy(action=memswap.Action(action), min_bytes=1)
+    training = warm_training(how, policy=policy)
+    before = training.pool.native.statistics()
+    training.swap.reset_stats()
+    counters.reset()
+    training.steps(STEPS)
+    assert counters.host_syncs() == 0, "the host waited for the device in a steady step"
+    assert counters.device_allocations() == 0, "device memory came from the driver"
+    assert counters.pinned_allocations() == 0, "pinned memory came from the driver"
+    after = training.pool.native.statistics()
+    for name in ("slabs", "slabs_acquired", "reserved_bytes", "refusals", "blocks"):
+        assert after[name] == before[name], f"{name} of the pool grew in a steady state"
+    torch.accelerator.synchronize()
+    stats = training.swap.stats()
+    assert stats.moved_storages > 0 and "codec room" not in stats.kept
+    assert_nothing_left(stats)
+    (route,) = training.swap._saver._routes.open_routes()
+    arena = route.codec_lane.arena_statistics()
+    assert arena["live_shares"] == 0, "a frame's share of the arena was not given back"
+    assert len(training.swap._saver._encoding) <= 1000, "reports are waited for without end"
 
 
 @pytest.mark.one_schedule

@@ -95,6 +95,15 @@ def test_info_names_the_versions() -> None:
 
 
 def run_with_gradients(gradients: list[dict[str, torch.Tensor]]) -> TrainingResult:
+    stats = {
+        "offered_tensors": 1, "offered_bytes": 1,
+        "deduplicated_tensors": 0, "deduplicated_bytes": 0,
+        "kept": {"parameter": {"tensors": 1, "bytes": 1}},
+        "moved_storages": 1, "moved_bytes": 1, "returned_storages": 1, "returned_bytes": 1,
+        "encoded_storages": 1, "encoded_bytes": 3, "frame_bytes": 2,
+        "freed_bytes": 1, "stalls": 0, "exposed_wait_s": 0.0,
+        "peak_resident_bytes": 1, "peak_away_bytes": 1,
+    }  # fmt: skip
     return TrainingResult(
         losses=[1.0] * len(gradients),
         gradients=[
@@ -102,15 +111,9 @@ def run_with_gradients(gradients: list[dict[str, torch.Tensor]]) -> TrainingResu
             for step in gradients
         ],
         step_s=[1.0] * len(gradients),
-        stats={
-            "offered_tensors": 1, "offered_bytes": 1,
-            "deduplicated_tensors": 0, "deduplicated_bytes": 0,
-            "kept": {"parameter": {"tensors": 1, "bytes": 1}},
-            "moved_storages": 1, "moved_bytes": 1, "returned_storages": 1, "returned_bytes": 1,
-            "freed_bytes": 1, "stalls": 0, "exposed_wait_s": 0.0,
-            "peak_resident_bytes": 1, "peak_away_bytes": 1,
-        },
-    )  # fmt: skip
+        stats=stats,
+        first_stats=stats,
+    )
 
 
 def test_one_wrong_bit_in_one_gradient_fails_the_demo(
@@ -120,7 +123,7 @@ def test_one_wrong_bit_in_one_gradient_fails_the_demo(
     wrong = [dict(step) for step in right]
     wrong[1]["bias"] = wrong[1]["bias"].clone()
     wrong[1]["bias"][3] = -0.0
-    results = {"plain": run_with_gradients(right), "memswap, swap": run_with_gradients(wrong)}
+    results = {"plain": run_with_gradients(right), "memswap, auto": run_with_gradients(wrong)}
     monkeypatch.setattr(demo, "train_apart", lambda config, title: results[title])
     file = tmp_path / "demo.json"
     parser = demo.argparse.ArgumentParser()
@@ -134,7 +137,7 @@ def test_one_wrong_bit_in_one_gradient_fails_the_demo(
     assert content["identical"] is False
     assert content["differences"] == [{"step": 2, "name": "bias"}]
 
-    results["memswap, swap"] = results["plain"]
+    results["memswap, auto"] = results["plain"]
     assert demo.run(parser.parse_args(["--device", "cpu"])) == 0
 
 

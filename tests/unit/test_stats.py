@@ -99,3 +99,8 @@ def test_report_shows_every_reason_and_mebibytes():
     assert rows["returned late"] == ["9"]
     assert rows["host blocked, seconds"] == ["0.250"]
     assert len({len(line.rstrip()) for line in lines if "late" not in line}) <= 3
+
+
+def test_ratio_is_that_of_raw_to_encoded_bytes():
+    assert Stats(encoded_bytes=300, frame_bytes=200).ratio == 1.5
+    assert Stats().ratio == 1.0

@@ -12,7 +12,6 @@ from memswap.engine.timeline import (
     NEVER_FREED,
     Timeline,
     complete,
-    window_of,
 )
 
 
@@ -195,11 +194,40 @@ def test_began_backward():
     assert passage.began_backward
 
 
-def test_automatic_window():
-    assert window_of([], None) == 0
-    assert window_of([100, 10], None) == 100, "never less than the largest storage"
-    assert window_of([10] * 80, None) == 100, "an eighth of what a passage saves"
-    assert window_of([10] * 80, 7) == 7
+@pytest.mark.parametrize(
+    ("sizes", "window_bytes", "expected"),
+    [([], None, 0), ([100, 10], None, 100), ([10] * 80, None, 100), ([10] * 80, 7, 7)],
+)
+def test_automatic_window_is_an_eighth_and_never_less_than_the_largest(
+    sizes, window_bytes, expected
+):
+    passage, _, _ = forward(Timeline(window_bytes), sizes)
+    assert passage.window_bytes == expected
+
+
+def test_automatic_window_is_shorter_for_what_is_decoded():
+    passage = Timeline(None).begin()
+    for _ in range(320):
+        passage.admit(10, decoded=True)
+    assert passage.window_bytes == 100, "a thirty-second of what is encoded"
+    passage.admit(800)
+    assert passage.window_bytes == 800
+    passage.admit(800, decoded=True)
+    assert passage.window_bytes == 1000, "the largest and what is around it"
+
+
+def test_a_decoded_storage_in_use_is_part_of_the_window():
+    passage = Timeline(100).begin()
+    entries = [Entry() for _ in range(6)]
+    for entry in entries:
+        passage.admit(50, decoded=True)
+        passage.place(entry)
+    assert backward(passage, entries, [5, 4, 3]) == [[4], [3], [2]]
+    passage = Timeline(10).begin()
+    for entry in entries:
+        passage.admit(50, decoded=True)
+        passage.place(entry)
+    assert backward(passage, entries, [5, 4, 3]) == [[], [], []]
 
 
 def test_bytes_that_may_leave_at_once_are_the_window_and_never_less_than_one_storage():

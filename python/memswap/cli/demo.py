@@ -7,7 +7,7 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,8 +22,7 @@ from memswap.cli.table import format_ratio, format_seconds, render_table
 from memswap.cli.training import DTYPES, TrainingConfig, TrainingResult, train
 from memswap.engine.units import format_bytes
 
-# What this version can do; the actions that encode come with the codec.
-POLICIES = ("swap", "keep")
+POLICIES = ("auto", *(action.value for action in memswap.Action))
 
 
 def default_device() -> str:
@@ -44,8 +43,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq", type=int, default=512, help="bytes of text per sequence")
     parser.add_argument("--batch", type=int, default=8, help="sequences per step")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="bf16 is autocast")
-    parser.add_argument("--policy", choices=POLICIES, default="swap", help="of the managed run")
-    parser.add_argument("--pool-dir", type=Path, help="where the DiskPool's file is made (cpu)")
+    parser.add_argument(
+        "--policy",
+        choices=POLICIES,
+        default="auto",
+        help="of the managed run; auto: encode on cpu, swap on an accelerator",
+    )
+    parser.add_argument(
+        "--pool-dir", type=Path, help="where the DiskPool's file is made (cpu); swaps by default"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write every number to this file as well")
 
@@ -139,18 +145,22 @@ def steps_table(
 
 def cost_table(plain: TrainingResult, managed: TrainingResult) -> str:
     """Memory and time of both runs, and their ratio."""
-    measured = [
-        ("saved activations resident, peak", "peak_resident_bytes", None),
-        ("process memory, peak", None, "peak_process_bytes"),
-        ("device memory allocated, peak", None, "peak_device_bytes"),
+
+    def peak(stats: dict[str, Any]) -> int:
+        return int(stats["peak_resident_bytes"])
+
+    measured: list[tuple[str, Callable[[TrainingResult], int | None]]] = [
+        ("saved activations, when forward ends", lambda run: run.held_bytes),
+        ("  peak, with what forward still uses", lambda run: peak(run.stats)),
+        ("  peak of the first step, which learns", lambda run: peak(run.first_stats)),
+        ("process memory, peak", lambda run: run.peak_process_bytes),
+        ("device memory allocated, peak", lambda run: run.peak_device_bytes),
     ]
     rows = []
-    for title, stat, attribute in measured:
-        pair = [
-            run.stats[stat] if stat else getattr(run, attribute or "") for run in (plain, managed)
-        ]
-        if None not in pair:
-            rows.append([title, *map(format_bytes, pair), format_ratio(pair[1], pair[0])])
+    for title, value in measured:
+        one, other = value(plain), value(managed)
+        if one is not None and other is not None:
+            rows.append([title, format_bytes(one), format_bytes(other), format_ratio(other, one)])
     times = [run.median_step_s for run in (plain, managed)]
     rows.append(["step, median", *map(format_seconds, times), format_ratio(times[1], times[0])])
     return render_table(["", "plain", "managed", "ratio"], rows)
@@ -172,13 +182,19 @@ def account_table(stats: dict[str, Any]) -> str:
     ]
     for reason, count in sorted(stats["kept"].items()):
         rows.append(line(f"  kept: {reason}", count["tensors"], count["bytes"]))
+    rows.append(line("  moved away (storages)", stats["moved_storages"], stats["moved_bytes"]))
+    if stats["encoded_storages"]:
+        ratio = format_ratio(stats["encoded_bytes"], stats["frame_bytes"])
+        rows += [
+            line("    of these, encoded", stats["encoded_storages"], stats["encoded_bytes"]),
+            [f"      their frames, ratio {ratio}", "", format_bytes(stats["frame_bytes"])],
+        ]
     rows += [
-        line("  moved away (storages)", stats["moved_storages"], stats["moved_bytes"]),
         line("brought back (storages)", stats["returned_storages"], stats["returned_bytes"]),
         ["really freed on the device", "", format_bytes(stats["freed_bytes"])],
-        ["away at once, peak", "", format_bytes(stats["peak_away_bytes"])],
+        ["in the pool at once, peak", "", format_bytes(stats["peak_away_bytes"])],
     ]
-    return render_table(["all steps of the managed run", "tensors", "bytes"], rows)
+    return render_table(["managed run, steps after the first", "tensors", "bytes"], rows)
 
 
 def as_json(
@@ -227,9 +243,10 @@ def run(arguments: argparse.Namespace) -> int:
         "\n"
         f"returns that came too late: {stats['stalls']}; host time spent waiting: "
         f"{format_seconds(stats['exposed_wait_s'])}\n"
-        "Saved activations are those of the managed layers; the plain run's were counted in one "
-        "more step,\nuntimed, in which memswap looked on and kept everything. Each run was a "
-        "process of its own,\nwith MALLOC_MMAP_THRESHOLD_ set so that freed memory leaves it."
+        "Saved activations are those of the managed layers, frames on the device included; the "
+        "plain run's were\ncounted in one more step, untimed, in which memswap looked on and kept "
+        "everything. Each run was\na process of its own, with MALLOC_MMAP_THRESHOLD_ set so that "
+        "freed memory leaves it."
     )
     compared = sum(map(len, plain.gradients))
     if differences:

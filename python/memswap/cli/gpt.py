@@ -86,6 +86,10 @@ class GPT(nn.Module):  # type: ignore[misc]
         """Return the mean cross-entropy, in nats per byte, of ``targets`` after ``tokens``."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         states = self.token_embedding(tokens) + self.position_embedding(positions)
+        if torch.is_autocast_enabled(states.device.type):
+            # The residual stream in bfloat16, as large models train: autocast alone would leave it
+            # in float32, since it does not touch sums.
+            states = states.to(torch.get_autocast_dtype(states.device.type))
         for layer in self.layers:
             states = layer(states)
         logits = self.head(self.norm(states))

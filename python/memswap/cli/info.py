@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 import memswap
+from memswap._native import native
 from memswap.cli.table import render_table
 from memswap.engine.units import format_bytes
 
@@ -18,12 +19,20 @@ from memswap.engine.units import format_bytes
 def describe_accelerator() -> str:
     """Name the accelerator that torch would use, or say that there is none."""
     if not torch.accelerator.is_available():
-        return "none: activations on the CPU go to a DiskPool"
+        return "none: activations are encoded in host memory"
     device = torch.accelerator.current_accelerator()
     assert device is not None
     module = torch.get_device_module(device)
     name = module.get_device_name() if hasattr(module, "get_device_name") else device.type
     return f"{torch.accelerator.device_count()} x {name} ({device.type})"
+
+
+def describe_codec() -> str:
+    """Which of the devices that torch has here can encode."""
+    devices = [torch.device("cpu")]
+    if torch.accelerator.is_available():
+        devices.append(torch.accelerator.current_accelerator())
+    return ", ".join(device.type for device in devices if native.codec_name(device) is not None)
 
 
 def describe_numa() -> str:
@@ -46,6 +55,7 @@ def run() -> int:
         ["Python", f"{platform.python_version()}, {platform.machine()}"],
         ["torch", f"{torch.__version__}, {torch.get_num_threads()} threads"],
         ["accelerator", describe_accelerator()],
+        ["codec", describe_codec()],
         ["torch_npu", "installed" if importlib.util.find_spec("torch_npu") else "not installed"],
         ["host memory", format_bytes(page * pages)],
         ["mlock limit", describe_locked_limit()],

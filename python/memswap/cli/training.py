@@ -27,7 +27,8 @@ class TrainingConfig:
     """What a run depends on; two runs of one configuration must agree in every bit.
 
     Attributes:
-        policy: name of the memswap.Action for every saved tensor; None trains without memswap.
+        policy: name of the memswap.Action for every saved tensor; "auto" leaves it to memswap;
+            None trains without memswap.
         pool_dir: directory of the DiskPool's file; None leaves the pool to memswap.
     """
 
@@ -54,9 +55,13 @@ class TrainingResult:
         step_s: seconds of forward, backward and optimizer, one per step; hashing is not in it.
         peak_process_bytes: largest resident set of the process up to the last step.
         peak_device_bytes: most memory torch had allocated on the accelerator; None on a CPU.
-        away_form: where the activations went.
-        stats: memswap's own account (memswap.Stats as a dictionary); for a plain run of one
-            further step, untimed, in which memswap looked on and kept everything.
+        away_form: where the activations went, and as what.
+        stats: memswap's own account (memswap.Stats as a dictionary) of the steps after the first,
+            in which it learns the order; for a plain run of one further step, untimed, in which
+            memswap looked on and kept everything.
+        first_stats: the same account of the first step.
+        held_bytes: saved activations on the device between forward and backward, the most of the
+            steps that `stats` counts.
         report: the same account as memswap prints it.
     """
 
@@ -67,6 +72,8 @@ class TrainingResult:
     peak_device_bytes: int | None = None
     away_form: str = ""
     stats: dict[str, Any] = field(default_factory=dict)
+    first_stats: dict[str, Any] = field(default_factory=dict)
+    held_bytes: int = 0
     report: str = ""
 
     @property
@@ -78,16 +85,26 @@ class TrainingResult:
 @contextmanager
 def manage_layers(model: GPT, config: TrainingConfig, result: TrainingResult) -> Iterator[Any]:
     """Put memswap on the model's layers, as the configuration says, and note the away form."""
-    assert config.policy is not None
-    policy = memswap.Policy(action=memswap.Action(config.policy))
-    pool = None
-    if config.device.startswith("cpu"):
-        pool = memswap.DiskPool(config.pool_dir)
-        result.away_form = f"a DiskPool: a file without a name in {pool.path}"
-    else:
-        result.away_form = "a HostPool of pinned memory"
-    with memswap.manage(model.layers, policy, pool=pool) as manager:
+    action = None if config.policy == "auto" else memswap.Action(config.policy)
+    pool = None if config.pool_dir is None else memswap.DiskPool(config.pool_dir)
+    on_cpu = config.device.startswith("cpu")
+    if action is None:
+        encodes = on_cpu and pool is None
+        action = memswap.Action.ENCODE if encodes else memswap.Action.SWAP
+    result.away_form = describe_away(action, on_cpu)
+    with memswap.manage(model.layers, memswap.Policy(action), pool=pool) as manager:
         yield manager
+
+
+def describe_away(action: memswap.Action, on_cpu: bool) -> str:
+    """Where an action puts what leaves, in words."""
+    pool = "a DiskPool, a file without a name" if on_cpu else "a HostPool of pinned memory"
+    return {
+        memswap.Action.KEEP: "none",
+        memswap.Action.ENCODE: "lossless frames on the device",
+        memswap.Action.SWAP: f"as they are, in {pool}",
+        memswap.Action.ENCODE_SWAP: f"lossless frames in {pool}",
+    }[action]
 
 
 def train(config: TrainingConfig, title: str) -> TrainingResult:
@@ -116,8 +133,12 @@ def train(config: TrainingConfig, title: str) -> TrainingResult:
     def forward_and_backward() -> torch.Tensor:
         tokens, targets = batches.draw(device)
         lower = DTYPES[config.dtype]
-        with torch.autocast(device.type, lower) if lower != torch.float32 else nullcontext():
+        # Every weight is used once: a cache of their casts would only hold them longer.
+        autocast = torch.autocast(device.type, lower, cache_enabled=False)
+        with autocast if lower != torch.float32 else nullcontext():
             loss = model(tokens, targets)
+        if manager is not None:
+            result.held_bytes = max(result.held_bytes, manager.stats().resident_bytes)
         loss.backward()
         return loss.detach()
 
@@ -137,6 +158,11 @@ def train(config: TrainingConfig, title: str) -> TrainingResult:
             synchronize()
             result.step_s.append(elapsed_s + time.perf_counter() - began)
             bar.show(step + 1, f"loss {result.losses[-1]:.4f}")
+            if manager is not None and step == 0:
+                result.first_stats = stats_as_dict(manager.stats())
+                if config.steps > 1:
+                    manager.reset_stats()
+                    result.held_bytes = 0
         result.peak_process_bytes = peak_process_bytes()
         if device.type != "cpu":
             memory = torch.get_device_module(device)
@@ -148,5 +174,5 @@ def train(config: TrainingConfig, title: str) -> TrainingResult:
         look_on = memswap.Policy(action=memswap.Action.KEEP)
         with memswap.manage(model.layers, look_on) as manager:
             forward_and_backward()
-            result.stats = stats_as_dict(manager.stats())
+            result.stats = result.first_stats = stats_as_dict(manager.stats())
     return result

@@ -17,11 +17,11 @@ class Action(enum.Enum):
     KEEP = "keep"
     """On the device, as autograd would leave them."""
     ENCODE = "encode"
-    """On the device, losslessly encoded. Not implemented yet (docs/status.md)."""
+    """On the device, losslessly encoded. What does not shrink is kept."""
     SWAP = "swap"
     """In the pool (pinned host memory, or a file on a CPU)."""
     ENCODE_SWAP = "encode_swap"
-    """In the pool, losslessly encoded. Not implemented yet (docs/status.md)."""
+    """In the pool, losslessly encoded. What does not shrink is swapped as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class Decider(Protocol):
     """Decides which saved tensors move: a policy."""
 
     @property
-    def action(self) -> Action:
-        """What to do where `fn` is None."""
+    def action(self) -> Action | None:
+        """What to do where `fn` is None. None: what suits the device (`Route.default_action`)."""
 
     @property
     def fn(self) -> Callable[[torch.Tensor, TensorInfo], Action] | None:
@@ -54,5 +54,5 @@ class Decider(Protocol):
     def covers(self, unit: str) -> bool:
         """Whether tensors of this unit may move at all."""
 
-    def decide(self, tensor: torch.Tensor, info: TensorInfo) -> Action:
-        """The action for a tensor of a covered unit that is not too small."""
+    def decide(self, tensor: torch.Tensor, info: TensorInfo) -> Action | None:
+        """The action for a tensor of a covered unit that is not too small. None: as above."""

@@ -10,10 +10,11 @@ from memswap._native import native
 from memswap.errors import EntryStateError
 
 if TYPE_CHECKING:
-    from memswap._C import Block, SavedView, StorageRef
-    from memswap.engine.lane import Lane, Ticket
+    from memswap._C import SavedView, StorageRef
+    from memswap.engine.lane import Ticket
     from memswap.engine.stats import Ledger
     from memswap.engine.timeline import Passage
+    from memswap.engine.transfer import Away, Way
 
 
 class State(enum.Enum):
@@ -63,18 +64,28 @@ class Remains:
     refers to this one.
     """
 
-    __slots__ = ("arrival", "away", "departure", "ledger", "nbytes", "resident")
+    __slots__ = (
+        "arrival",
+        "away_bytes",
+        "departure",
+        "frame_bytes",
+        "ledger",
+        "nbytes",
+        "resident",
+    )
 
     def __init__(self, ledger: Ledger, nbytes: int) -> None:
         self.ledger = ledger
         self.nbytes = nbytes
         self.resident = False
-        self.away = False
+        self.frame_bytes = 0  # of an away form on the device
+        self.away_bytes = 0  # of an away form elsewhere
         self.departure: Ticket | None = None
         self.arrival: Ticket | None = None
 
     def __del__(self) -> None:
-        self.ledger.retire(self.nbytes if self.resident else 0, self.nbytes if self.away else 0)
+        resident = self.nbytes if self.resident else 0
+        self.ledger.retire(resident + self.frame_bytes, self.away_bytes)
         for ticket in (self.departure, self.arrival):
             if ticket is not None:
                 ticket.abandon()
@@ -84,29 +95,33 @@ class Remains:
             self.resident = resident
             self.ledger.resident(self.nbytes if resident else -self.nbytes)
 
-    def count_away(self, away: bool) -> None:
-        if self.away is not away:
-            self.away = away
-            self.ledger.away(self.nbytes if away else -self.nbytes)
+    def count_away(self, nbytes: int) -> None:
+        """The away form takes so many bytes that are not the device's."""
+        self.ledger.away(nbytes - self.away_bytes)
+        self.away_bytes = nbytes
+
+    def count_frame(self, nbytes: int) -> None:
+        """The away form takes so many bytes of the device."""
+        self.ledger.resident(nbytes - self.frame_bytes)
+        self.frame_bytes = nbytes
 
 
 class Entry:
     """One storage that autograd saved, however many views and operators saved it.
 
-    Owned by its handles: when the last one dies, so do the entry, its block in the pool and its
-    storage, whatever happened to the graph. Everything else refers to it weakly. Calls are
-    serialised by the saver's lock.
+    Owned by its handles: when the last one dies, so do the entry, its away form and its storage,
+    whatever happened to the graph. Everything else refers to it weakly. Calls are serialised by the
+    saver's lock.
     """
 
     __slots__ = (
         "__weakref__",
-        "block",
+        "away",
         "fetched",
         "handles",
         "identity",
         "index",
         "keeps",
-        "lane",
         "nbytes",
         "passage",
         "reference",
@@ -116,6 +131,7 @@ class Entry:
         "storage",
         "unseen",
         "version",
+        "way",
     )
 
     def __init__(self, saver: Owner, view: SavedView, storage: StorageRef) -> None:
@@ -127,8 +143,8 @@ class Entry:
         self.state = State.RESIDENT
         self.storage: StorageRef | None = None  # only what was brought back is held
         self.fetched = False  # whether `identity` is a storage that memswap made
-        self.block: Block | None = None
-        self.lane: Lane | None = None
+        self.away: Away | None = None
+        self.way: Way | None = None
         self.handles = 0  # saves whose storage left
         self.keeps = 0  # saves whose tensor stayed
         self.unseen = 0
@@ -149,15 +165,31 @@ class Entry:
             )
         self.state = state
 
-    def leave(self, lane: Lane, block: Block, storage: StorageRef) -> None:
-        """Start sending the storage to the block. The ticket holds the storage from here on."""
-        self.remains.departure = lane.send(storage, block)
+    def leave(self, way: Way, away: Away, departure: Ticket) -> None:
+        """The storage is being sent this way. The ticket holds the storage from here on."""
+        self.remains.departure = departure
         self.move(State.LEAVING)
-        self.lane, self.block = lane, block
-        self.remains.count_away(True)
+        self.way, self.away = way, away
+        self.count_held()
         ledger = self.saver.ledger
         ledger.moved_storages += 1
         ledger.moved_bytes += self.nbytes
+
+    def count_held(self) -> None:
+        """Account for what the away form takes up now.
+
+        Until the encoder has reported, that includes what is set aside for a frame's overflow.
+        """
+        away, way, remains = self.away, self.way, self.remains
+        if away is None or way is None:
+            return
+        overflow = away.overflow_nbytes if isinstance(away, native.EncodedStorage) else 0
+        if way.stays_on_device:
+            remains.count_frame(away.nbytes + overflow)
+        else:
+            remains.count_away(away.nbytes)
+            if overflow or remains.frame_bytes:
+                remains.count_frame(overflow)
 
     def sent(self) -> bool:
         """Whether the send has ended. One that failed gives the storage back: nothing is lost."""
@@ -171,10 +203,12 @@ class Entry:
     def stay(self, departure: Ticket) -> None:
         self.move(State.RESIDENT)
         self.storage = departure.storage()
-        self.block = None
-        self.remains.count_away(False)
+        assert self.way is not None  # or nothing could have been sent
         ledger = self.saver.ledger
-        ledger.keep("pool", self.nbytes)
+        ledger.keep(self.way.short_of, self.nbytes)
+        self.away = None
+        self.remains.count_away(0)
+        self.remains.count_frame(0)
         try:
             departure.synchronize()
         except native.TransferError as error:
@@ -199,8 +233,8 @@ class Entry:
 
     def fetch(self) -> StorageRef:
         """Start bringing the bytes back into a storage of our own."""
-        assert self.lane is not None and self.block is not None  # or it could not be away
-        storage, self.remains.arrival = self.lane.fetch(self.block)  # may be out of memory
+        assert self.way is not None  # or it could not be away
+        storage, self.remains.arrival = self.way.bring(self.away)  # may be out of memory
         self.move(State.RETURNING)
         self.saver.forget_identity(self)
         self.storage, self.identity = storage, native.WeakStorage(storage)
@@ -234,8 +268,8 @@ class Entry:
         if self.state is not State.RESIDENT:
             self.move(State.RESIDENT)
         self.unseen -= 1
-        if self.unseen <= 0 and self.block is not None:
-            # Every save has seen the bytes: whoever uses them holds them, and the block has them.
+        if self.unseen <= 0 and self.away is not None:
+            # Every save has seen the bytes: whoever uses them holds them; the away form stays.
             self.storage = None
             self.move(State.AWAY)
             self.remains.count_resident(False)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from memswap._native import native
+from memswap.engine.pools import HostPool
+
+if TYPE_CHECKING:
+    from memswap._C import CodecLane
 
 Lane = native.Lane
 Ticket = native.Ticket
@@ -25,3 +31,36 @@ def open_lane(device: torch.device, max_leaving_bytes: int = FIRST_LEAVING_BYTES
     if device.type == "cpu":
         return native.WorkerLane(workers=WORKER_THREADS, max_leaving_bytes=max_leaving_bytes)
     return native.StreamLane(device, max_leaving_bytes=max_leaving_bytes, chunk_bytes=CHUNK_BYTES)
+
+
+#: Device bytes for what does not fit into a frame's capacity, before anything is known about the
+#: model; taken only as far as they are needed.
+FIRST_ARENA_BYTES = 256 << 20
+
+#: The same as a share of what one forward saves. A bfloat16 frame sets 0.3 of its raw bytes aside
+#: until the host has seen its header, so this is for a third of a forward being under way.
+ARENA_SHARE = 1 / 8
+
+
+def arena_budget(passage_bytes: int) -> int:
+    """Most bytes of a device's arena when a forward saves so many."""
+    return max(FIRST_ARENA_BYTES, int(passage_bytes * ARENA_SHARE))
+
+
+def open_codec_lane(device: torch.device, frames: HostPool | None = None) -> CodecLane:
+    """A new codec lane for storages on ``device``.
+
+    Args:
+        frames: on a CPU, where frames live; None: a pool of the lane's own.
+    """
+    if device.type != "cpu":
+        return native.StreamCodecLane(
+            device, max_leaving_bytes=FIRST_LEAVING_BYTES, arena_budget=FIRST_ARENA_BYTES
+        )
+    # No workers: whoever waits does the work, on torch's own threads. They are as many as there are
+    # processors, so a worker beside them would only make them wait for each other, and what it has
+    # not begun yet would take memory meanwhile. Decoded storages come from a pool as well: its
+    # pages are mapped already, and the codec is twice as fast on them as on new ones.
+    frames = HostPool(device=device, numa=None) if frames is None else frames
+    outputs = HostPool(device=device, numa=None)
+    return native.WorkerCodecLane(workers=0, pool=frames.native, outputs=outputs.native)

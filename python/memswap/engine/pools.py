@@ -1,4 +1,4 @@
-"""Memory that swapped bytes go to: pinned host memory, or a file.
+"""Memory that swapped bytes and frames go to: host memory, or a file.
 
 A pool takes large slabs from the system, cuts them into blocks of exact size and uses them again
 and again. It never takes more than its budget, and when it cannot serve a request it says no

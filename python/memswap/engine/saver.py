@@ -2,9 +2,9 @@
 
 From pack to unpack, in the order of the code: a tensor is offered to :meth:`Visit.pack`; its
 storage is looked up or becomes an :class:`Entry`; the policy and the timeline say whether it stays;
-a block is taken from the pool and the lane sends the bytes there. In backward, the handle that pack
-returned demands the storage from :meth:`Saver.demand`, which brings it back, or finds it on its way
-already, and asks for what comes next.
+a way is taken, and its lane sends the bytes to a pool or encodes them. In backward, the handle that
+pack returned demands the storage from :meth:`Saver.demand`, which brings it back, or finds it on
+its way already, and asks for what comes next.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -29,9 +29,10 @@ from memswap.engine.transfer import Routes
 from memswap.errors import TransferError
 
 if TYPE_CHECKING:
-    from memswap._C import SavedView, StorageRef, WeakStorage
+    from memswap._C import FrameWatch, SavedView, StorageRef, WeakStorage
+    from memswap.engine.expectations import Expectation, Expectations
     from memswap.engine.timeline import Passage
-    from memswap.engine.transfer import Pool
+    from memswap.engine.transfer import Pool, Route, Way
 
     HookPair = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
@@ -40,6 +41,15 @@ _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _hooks_disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
 _graph_task = torch._C._current_graph_task_id
+
+
+class _Encoding(NamedTuple):
+    """An encode whose report has not arrived yet."""
+
+    expectations: Expectations
+    expectation: Expectation
+    watch: FrameWatch
+    entry: ref[Entry]
 
 
 class Saver:
@@ -63,6 +73,7 @@ class Saver:
         self._entries: dict[int, ref[Entry]] = {}
         self._leaving: deque[ref[Entry]] = deque()  # in the order of their sends
         self._lingering: deque[ref[Entry]] = deque()  # sent, and held by somebody
+        self._encoding: deque[_Encoding] = deque()  # in the order of their encodes
 
     # --- the life of a passage ------------------------------------------------------------------
 
@@ -71,18 +82,20 @@ class Saver:
         with self.lock:
             self._sweep()
             if self.passage.sizes:
-                self._routes.bound_leaving(self.passage.leaving_bytes)
+                self._routes.begin_passage(self.passage.leaving_bytes, sum(self.passage.sizes))
                 self.passage = self.timeline.begin()
 
     def stats(self) -> Stats:
         with self.lock:
             self._sweep()
             self._notice_gone(looks=len(self._lingering))
+            self._learn()
             return self.ledger.snapshot()
 
     def reset_stats(self) -> None:
         with self.lock:
             self._notice_gone(looks=len(self._lingering))
+            self._learn()
             self.ledger.reset()
 
     def settle(self) -> None:
@@ -91,24 +104,24 @@ class Saver:
 
     # --- pack -------------------------------------------------------------------------------------
 
-    def save(self, tensor: torch.Tensor, view: SavedView, unit: str, covered: bool) -> Handle | str:
+    def save(self, tensor: torch.Tensor, view: SavedView, visit: Visit) -> Handle | str:
         """The handle of a plain tensor, or the reason why it should stay."""
         nbytes: int = view.storage_nbytes
         entry = self._known(view)
         if entry is not None:
             self.ledger.deduplicated_tensors += 1
             self.ledger.deduplicated_bytes += view.nbytes
-            return Moved(entry, view) if entry.block is not None else Kept(tensor, entry)
+            return Moved(entry, view) if entry.away is not None else Kept(tensor, entry)
         if nbytes < self.policy.min_bytes:
             return "small"
-        if not covered:
+        if not visit.covered:
             return "policy"
         if _graph_task() != -1:
             return "saved in backward"
         policy = self.policy
         action = policy.action
         if policy.fn is not None:  # most have none: spare them the TensorInfo
-            action = policy.decide(tensor, TensorInfo(unit, view.nbytes, nbytes))
+            action = policy.decide(tensor, TensorInfo(visit.unit, view.nbytes, nbytes))
         if action is Action.KEEP:
             return self._stay(tensor, view, "policy")
         route = self._routes.to(tensor.device)
@@ -119,26 +132,95 @@ class Saver:
         if self.passage.began_backward:
             self.begin_passage()
         self._notice_gone()
-        verdict = self.passage.admit(nbytes)
+        if self._encoding:
+            self._learn()
+        if action is None:
+            action = route.default_action
+        visit.ordinal += 1
+        verdict = self.passage.admit(nbytes, decoded=action is Action.ENCODE)
         storage = native.StorageRef(tensor)
         entry = Entry(self, view, storage)
         self.passage.place(entry)
         self._entries[view.key] = entry.reference
+        if verdict is None:
+            if action is Action.SWAP:
+                verdict = self._swap(entry, storage, route)
+            else:
+                verdict = self._encode(entry, storage, route, action, visit, tensor.dtype)
         if verdict is not None:
             self.ledger.keep(verdict, nbytes)
             return Kept(tensor, entry)
-        block = route.pool.native.allocate(nbytes)
-        if block is None:
-            self.ledger.keep("pool", nbytes)
-            self.ledger.tell_once(
-                "pool",
-                f"a storage of {nbytes} bytes stays on {tensor.device}: "
-                f"{route.pool.statistics().last_refusal}. Training goes on with less memory saved.",
-            )
-            return Kept(tensor, entry)
-        entry.leave(route.lane, block, storage)
         self._leaving.append(entry.reference)
         return Moved(entry, view)
+
+    def _swap(self, entry: Entry, storage: StorageRef, route: Route) -> str | None:
+        """Start swapping an entry's storage. None, or the reason why it stays."""
+        way = route.swap
+        sent = way.send(storage, None)
+        if sent is None:
+            return self._refused(way, entry, route)
+        entry.leave(way, *sent)
+        return None
+
+    def _encode(
+        self,
+        entry: Entry,
+        storage: StorageRef,
+        route: Route,
+        action: Action,
+        visit: Visit,
+        dtype: torch.dtype,
+    ) -> str | None:
+        """Start encoding an entry's storage. None, or the reason why it stays."""
+        way = route.encoding(action)
+        if way is None:
+            reason = "no codec"
+        else:
+            expectations = route.expectations
+            expectation = expectations.of(visit.unit, visit.ordinal, entry.nbytes, dtype)
+            if expectation.pays:
+                sent = way.send(storage, expectation)
+                if sent is None and expectation.trial:
+                    expectation = expectations.settled(expectation)
+                    sent = way.send(storage, expectation)
+                if sent is not None:
+                    entry.leave(way, *sent)
+                    made = _Encoding(expectations, expectation, sent[0].watch(), entry.reference)
+                    # Where nothing works ahead an encode has ended, unless it failed.
+                    if way.works_ahead or made.watch.report() is not None:
+                        self._encoding.append(made)
+                    return None
+                reason = self._refused(way, entry, route)
+            else:
+                reason = "does not shrink"
+        return reason if action is Action.ENCODE else self._swap(entry, storage, route)
+
+    def _refused(self, way: Way, entry: Entry, route: Route) -> str:
+        """A way has no room: the reason in the statistics. In full it is told once."""
+        self.ledger.tell_once(
+            way.short_of,
+            f"a storage of {entry.nbytes} bytes stays on {route.device}: {way.why_refused()}. "
+            "Training goes on with less memory saved.",
+        )
+        return way.short_of
+
+    def _learn(self) -> None:
+        """Take in what encoders have reported by now, in the order of their encodes."""
+        encoding = self._encoding
+        while encoding:
+            made = encoding[0]
+            report = made.watch.report()
+            if report is None:
+                return
+            encoding.popleft()
+            made.expectations.learn(made.expectation, report)
+            ledger = self.ledger
+            ledger.encoded_storages += 1
+            ledger.encoded_bytes += made.expectation.key.nbytes
+            ledger.frame_bytes += report.frame_nbytes
+            entry = made.entry()
+            if entry is not None:
+                entry.count_held()
 
     def _stay(self, tensor: torch.Tensor, view: SavedView, reason: str) -> Kept:
         """Keep a tensor, but know its storage: once, however often it is saved."""
@@ -166,11 +248,11 @@ class Saver:
         for key in [key for key, reference in self._entries.items() if reference() is None]:
             del self._entries[key]
 
-    def _notice_gone(self, looks: int = 1) -> None:
+    def _notice_gone(self, looks: int = 3) -> None:
         """Account for storages that went away since the last look, oldest first.
 
         A storage that was sent and is still held, by the forward or by the user, lingers. `looks`
-        bounds the lingering ones that are looked at, so that each save pays for about one.
+        bounds the lingering ones that are looked at, so that each save pays for a few.
         """
         leaving, lingering = self._leaving, self._lingering
         for _ in range(min(looks, len(lingering))):
@@ -193,6 +275,8 @@ class Saver:
         """The storage of an entry, ordered before what the caller does next."""
         with self.lock:
             self.ledger.fold_retired()
+            if self._encoding:
+                self._learn()
             storage, late = entry.bring()
             arrival = entry.remains.arrival
             if late:
@@ -226,7 +310,10 @@ class Saver:
 
     def _prefetch(self, entries: Iterable[Entry]) -> None:
         for entry in entries:
-            if entry.block is None or entry.storage is not None or not entry.gone():
+            way = entry.way
+            if entry.away is None or way is None or not way.works_ahead:
+                continue
+            if entry.storage is not None or not entry.gone():
                 continue
             try:
                 entry.fetch()
@@ -237,12 +324,13 @@ class Saver:
 class Visit:
     """One installation of a saver's hooks: a ``with`` block, or one call of a unit."""
 
-    __slots__ = ("covered", "outer", "pushed", "saver", "unit")
+    __slots__ = ("covered", "ordinal", "outer", "pushed", "saver", "unit")
 
     def __init__(self, saver: Saver, unit: str) -> None:
         self.saver = saver
         self.unit = unit
         self.covered = saver.policy.covers(unit)
+        self.ordinal = -1  # of the storage that was considered last
         self.outer: HookPair | None = None
         self.pushed = False
 
@@ -288,7 +376,7 @@ class Visit:
             if view.of_leaf or view.key in saver.persistent or is_frozen_parameter(tensor):
                 outcome: Handle | str = "parameter"
             else:
-                outcome = saver.save(tensor, view, self.unit, self.covered)
+                outcome = saver.save(tensor, view, self)
             if isinstance(outcome, str):
                 ledger.keep(outcome, view.storage_nbytes)
                 outcome = Kept(tensor, None)

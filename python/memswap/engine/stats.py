@@ -22,7 +22,8 @@ class Stats:
     """A snapshot of what memswap did since it was set up or since ``reset_stats``.
 
     Bytes are bytes of whole storages, except ``offered_bytes`` and ``deduplicated_bytes``, which
-    count tensors as autograd offered them. "Resident" means on the device.
+    count tensors as autograd offered them, and ``frame_bytes``. "Resident" means on the device:
+    storages, and the frames of those that were encoded there. "Away" is what pools hold.
     """
 
     offered_tensors: int = 0
@@ -32,7 +33,14 @@ class Stats:
     kept: Mapping[str, Count] = field(default_factory=lambda: MappingProxyType({}))
     """Reason -> tensors that stayed and the bytes of their storages."""
     moved_storages: int = 0
+    """Storages that left, in whatever form."""
     moved_bytes: int = 0
+    encoded_storages: int = 0
+    """Those of them that were encoded, as far as the sizes of their frames are known."""
+    encoded_bytes: int = 0
+    """Bytes of these storages as they were."""
+    frame_bytes: int = 0
+    """Bytes of these storages' frames."""
     returned_storages: int = 0
     returned_bytes: int = 0
     freed_bytes: int = 0
@@ -45,6 +53,11 @@ class Stats:
     peak_resident_bytes: int = 0
     away_bytes: int = 0
     peak_away_bytes: int = 0
+
+    @property
+    def ratio(self) -> float:
+        """Bytes that were encoded beside those of their frames; 1 where nothing was."""
+        return self.encoded_bytes / self.frame_bytes if self.frame_bytes else 1.0
 
 
 class Ledger:
@@ -68,6 +81,9 @@ class Ledger:
         self.kept_bytes: Counter[str] = Counter()
         self.moved_storages = 0
         self.moved_bytes = 0
+        self.encoded_storages = 0
+        self.encoded_bytes = 0
+        self.frame_bytes = 0
         self.returned_storages = 0
         self.returned_bytes = 0
         self.freed_bytes = 0
@@ -125,6 +141,9 @@ class Ledger:
             kept=MappingProxyType(kept),
             moved_storages=self.moved_storages,
             moved_bytes=self.moved_bytes,
+            encoded_storages=self.encoded_storages,
+            encoded_bytes=self.encoded_bytes,
+            frame_bytes=self.frame_bytes,
             returned_storages=self.returned_storages,
             returned_bytes=self.returned_bytes,
             freed_bytes=self.freed_bytes,

@@ -9,7 +9,8 @@ Backward demands the storages that were saved last first, so whatever leaves las
 back at once: at the moment of the peak it frees nothing. What is demanded first, up to a window of
 bytes, therefore stays, and from then on the window slides: whatever lies within that many bytes
 ahead of the latest demand is on its way back. The same window bounds both, so a peak holds the
-window, not the window twice.
+window, not the window twice. Decoding takes a fraction of the time of a transfer, and what is
+encoded on the device frees only a part of its bytes, so for those an automatic window is shorter.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ NEVER_FREED = "never freed"
 #: An automatic window is this share of a passage's bytes, and never less than its largest storage.
 AUTO_WINDOW_SHARE = 1 / 8
 
+#: The same for bytes that are encoded where they are; and the largest storage comes with the small
+#: ones around it (the weight beside the input of a matrix product).
+DECODE_WINDOW_SHARE, DECODE_WINDOW_SLACK = 1 / 32, 1.25
+
 
 class Placed(Protocol):
     """What has a place in a passage: an entry."""
@@ -44,11 +49,11 @@ PlacedT = TypeVar("PlacedT", bound=Placed)
 class Forecast:
     """What a finished passage says about the next one."""
 
-    def __init__(self, passage: Passage[Any], window_bytes: int | None) -> None:
+    def __init__(self, passage: Passage[Any]) -> None:
         self.sizes = tuple(passage.sizes)
         self.order = tuple(complete(passage.order, len(self.sizes)))
         self.held = frozenset(passage.held)
-        self.window_bytes = window_of(self.sizes, window_bytes)
+        self.window_bytes = passage.own_window_bytes
         at_once = set()
         room = self.window_bytes
         for index in self.order:
@@ -74,16 +79,29 @@ class Passage(Generic[PlacedT]):
         self.sizes: list[int] = []
         self.order: list[int] = []  # indices, in the order of their first demand
         self.held: set[int] = set()  # storages that stayed alive although they had left
+        self._window_shares = 0.0  # an automatic window: the sum of the storages' shares,
+        self._window_least = 0.0  # and no less than this
+        self._decoded: set[int] = set()  # storages that would be encoded where they are
         self._forecast = forecast
         self._window_bytes = window_bytes
         self._entries: list[weakref.ref[PlacedT]] = []
         self._demanded: set[int] = set()
         self._plan: _Plan | None = None
 
-    def admit(self, nbytes: int) -> str | None:
-        """Register the next storage. Why it should stay, or None."""
+    def admit(self, nbytes: int, decoded: bool = False) -> str | None:
+        """Register the next storage. Why it should stay, or None.
+
+        `decoded`: its bytes would be encoded where they are, and come back by decoding.
+        """
         index = len(self.sizes)
         self.sizes.append(nbytes)
+        if decoded:
+            self._decoded.add(index)
+            self._window_shares += nbytes * DECODE_WINDOW_SHARE
+            self._window_least = max(self._window_least, nbytes * DECODE_WINDOW_SLACK)
+        else:
+            self._window_shares += nbytes * AUTO_WINDOW_SHARE
+            self._window_least = max(self._window_least, nbytes)
         forecast = self._forecast
         if forecast is None:
             return None
@@ -111,7 +129,14 @@ class Passage(Generic[PlacedT]):
     def window_bytes(self) -> int:
         if self._forecast is not None:
             return self._forecast.window_bytes
-        return window_of(self.sizes, self._window_bytes)
+        return self.own_window_bytes
+
+    @property
+    def own_window_bytes(self) -> int:
+        """The window that the storages so far make."""
+        if self._window_bytes is not None:
+            return self._window_bytes
+        return int(max(self._window_least, self._window_shares))
 
     @property
     def leaving_bytes(self) -> int:
@@ -129,7 +154,11 @@ class Passage(Generic[PlacedT]):
             known = forecast is not None and len(forecast.sizes) == len(self.sizes)
             order = forecast.order if forecast and known else complete((), len(self.sizes))
             self._plan = _Plan(order, self.sizes)
-        wanted = self._plan.advance(index, self.window_bytes)
+        window_bytes = self.window_bytes
+        if index in self._decoded:
+            # Beside its frame, which is there until it has been used: it counts as well.
+            window_bytes = max(window_bytes - self.sizes[index], 0)
+        wanted = self._plan.advance(index, window_bytes)
         entries = [self._entries[i]() for i in wanted if i not in self._demanded]
         return [entry for entry in entries if entry is not None]
 
@@ -167,7 +196,7 @@ class Timeline(Generic[PlacedT]):
         """A new passage, with what the last demanded one predicts."""
         latest = next((p for p in reversed(self._recent) if p.began_backward), None)
         if latest is not None and latest is not self._forecast_of:
-            self._forecast = Forecast(latest, self.window_bytes)
+            self._forecast = Forecast(latest)
             self._forecast_of = latest
         passage: Passage[PlacedT] = Passage(self._forecast, self.window_bytes)
         self._recent.append(passage)
@@ -178,10 +207,3 @@ def complete(order: Sequence[int], length: int) -> list[int]:
     """``order``, then what it leaves out, last saved first."""
     known = set(order)
     return [*order, *(index for index in reversed(range(length)) if index not in known)]
-
-
-def window_of(sizes: Sequence[int], window_bytes: int | None) -> int:
-    """The window in bytes for storages of these sizes."""
-    if window_bytes is not None:
-        return window_bytes
-    return max(max(sizes, default=0), int(sum(sizes) * AUTO_WINDOW_SHARE))

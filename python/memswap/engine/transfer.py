@@ -1,24 +1,167 @@
-"""Which pool and which lane serve the storages of a device."""
+"""Away forms: the ways in which a storage's bytes leave a device and come back."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeAlias
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 
-from memswap.engine.lane import Lane, open_lane
+from memswap._native import native
+from memswap.engine.action import Action
+from memswap.engine.expectations import Expectation, Expectations
+from memswap.engine.lane import Lane, Ticket, arena_budget, open_codec_lane, open_lane
 from memswap.engine.pools import DiskPool, HostPool
 
+if TYPE_CHECKING:
+    from memswap._C import Block, CodecLane, EncodedStorage, StorageRef
+
 Pool: TypeAlias = HostPool | DiskPool
+Away: TypeAlias = "Block | EncodedStorage"
+"""What an entry owns while its bytes are away; dropping it gives the memory back."""
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
-    """Where storages of one device go, and on what."""
+class Way(Protocol):
+    """One away form of one device: how bytes are sent away, and brought back."""
 
-    pool: Pool
-    lane: Lane
+    encodes: bool
+    """Whether the away form is a frame, so that `send` needs an expectation."""
+
+    stays_on_device: bool
+    """Whether the away form takes memory of the device."""
+
+    short_of: str
+    """What there was too little of where `send` returned None: the reason in the statistics."""
+
+    works_ahead: bool
+    """Whether bytes can be on their way back before they are needed."""
+
+    def send(
+        self, storage: StorageRef, expectation: Expectation | None
+    ) -> tuple[Any, Ticket] | None:
+        """Start sending a storage away. None: there is no room, and nothing was started."""
+
+    def bring(self, away: Any) -> tuple[StorageRef, Ticket]:
+        """Start bringing what `send` returned back, into a storage of memswap's own."""
+
+    def why_refused(self) -> str:
+        """Why `send` last returned None, in words."""
+
+
+class SwapWay:
+    """Raw bytes in a pool."""
+
+    encodes = False
+    stays_on_device = False
+    short_of = "pool"
+    works_ahead = True
+
+    def __init__(self, lane: Lane, pool: Pool) -> None:
+        self.lane = lane
+        self.pool = pool
+
+    def send(
+        self, storage: StorageRef, expectation: Expectation | None
+    ) -> tuple[Block, Ticket] | None:
+        block = self.pool.native.allocate(storage.nbytes)
+        return None if block is None else (block, self.lane.send(storage, block))
+
+    def bring(self, away: Block) -> tuple[StorageRef, Ticket]:
+        fetched: tuple[StorageRef, Ticket] = self.lane.fetch(away)
+        return fetched
+
+    def why_refused(self) -> str:
+        return self.pool.statistics().last_refusal
+
+
+class EncodeWay:
+    """A frame on the device.
+
+    Where the device is the processor, encoding and decoding are done at once by the thread that
+    asks (`open_codec_lane`): waiting would not make them cheaper, and takes memory.
+    """
+
+    encodes = True
+    stays_on_device = True
+    short_of = "codec room"
+
+    def __init__(self, lane: CodecLane, works_ahead: bool) -> None:
+        self.lane = lane
+        self.works_ahead = works_ahead
+
+    def send(
+        self, storage: StorageRef, expectation: Expectation | None
+    ) -> tuple[EncodedStorage, Ticket] | None:
+        assert expectation is not None
+        frame = expectation
+        sent = self.lane.encode(
+            storage, frame.dtype, frame.shape, frame.var_capacity, frame.profile, frame.center
+        )
+        if sent is not None and not self.works_ahead:
+            finish(sent[1])
+        return sent
+
+    def bring(self, away: EncodedStorage) -> tuple[StorageRef, Ticket]:
+        return self.lane.decode(away)
+
+    def why_refused(self) -> str:
+        return self.lane.last_refusal
+
+
+class EncodeSwapWay:
+    """A frame in a pool."""
+
+    encodes = True
+    stays_on_device = False
+    short_of = "codec room"
+
+    def __init__(self, codec_lane: CodecLane, works_ahead: bool, lane: Lane, pool: Pool) -> None:
+        self.codec_lane = codec_lane
+        self.works_ahead = works_ahead
+        self.lane = lane
+        self.pool = pool
+
+    def send(
+        self, storage: StorageRef, expectation: Expectation | None
+    ) -> tuple[EncodedStorage, Ticket] | None:
+        assert expectation is not None
+        frame = expectation
+        sent = self.codec_lane.encode_to(
+            storage,
+            frame.dtype,
+            frame.shape,
+            frame.var_capacity,
+            self.lane,
+            self.pool.native,
+            frame.profile,
+            frame.center,
+        )
+        if sent is not None and not self.works_ahead:
+            finish(sent[1])
+        return sent
+
+    def bring(self, away: EncodedStorage) -> tuple[StorageRef, Ticket]:
+        return self.codec_lane.decode(away)
+
+    def why_refused(self) -> str:
+        return self.codec_lane.last_refusal
+
+
+def finish(departure: Ticket) -> None:
+    """Wait for an encode. One that failed is noticed by its entry, which has the bytes then."""
+    with suppress(native.TransferError):
+        departure.wait()
+
+
+def default_action(device: torch.device, pool: Pool | None) -> Action:
+    """What a policy that names no action means for a device.
+
+    An accelerator's bytes go to the host. A processor has no larger memory of that speed behind its
+    own, so its bytes become frames, unless somebody named a file for them.
+    """
+    if device.type == "cpu" and not isinstance(pool, DiskPool):
+        return Action.ENCODE
+    return Action.SWAP
 
 
 def default_pool(device: torch.device) -> Pool:
@@ -42,6 +185,107 @@ def check_pool(pool: Pool | None, device: torch.device | None = None) -> None:
             f"a DiskPool cannot take storages from {device} yet: they would have to pass through "
             "pinned memory (docs/status.md). Use a HostPool, or leave pool=None."
         )
+
+
+class Route:
+    """The ways of one device. Lanes and pools are opened when they are first needed.
+
+    Args:
+        device: whose storages leave.
+        pool: where swapped bytes go; None: a default pool, made when the first storage is swapped.
+        default_pools: those that were made, by the type of their device.
+    """
+
+    def __init__(
+        self, device: torch.device, pool: Pool | None, default_pools: dict[str, Pool]
+    ) -> None:
+        self.device = device
+        self._pool = pool
+        self._default_pools = default_pools
+        self._lane: Lane | None = None
+        self._codec_lane: CodecLane | None = None
+        self._swap: SwapWay | None = None
+        self._encoding: dict[Action, Way | None] = {}
+        self._leaving_bytes: int | None = None
+        # In host memory a frame gets its worst case, and what is left over goes back at once.
+        self.expectations = Expectations(native.frame_layout, worst_case=device.type == "cpu")
+        #: What a policy without an action of its own means here.
+        self.default_action = default_action(device, pool)
+
+    @property
+    def swap(self) -> SwapWay:
+        """The way of Action.SWAP."""
+        if self._swap is None:
+            self._swap = SwapWay(self.lane, self.pool)
+        return self._swap
+
+    def encoding(self, action: Action) -> Way | None:
+        """The way of Action.ENCODE or ENCODE_SWAP; None where no codec serves the device."""
+        try:
+            return self._encoding[action]
+        except KeyError:
+            way: Way | None = None
+            ahead = self.device.type != "cpu"
+            if native.codec_name(self.device) is None:
+                pass
+            elif action is Action.ENCODE:
+                way = EncodeWay(self.codec_lane, ahead)
+            else:
+                way = EncodeSwapWay(self.codec_lane, ahead, self.lane, self.pool)
+            self._encoding[action] = way
+            return way
+
+    @property
+    def pool(self) -> Pool:
+        """Where swapped bytes go."""
+        if self._pool is not None:
+            return self._pool
+        kind = self.device.type
+        if kind not in self._default_pools:
+            self._default_pools[kind] = default_pool(self.device)
+        return self._default_pools[kind]
+
+    @property
+    def lane(self) -> Lane:
+        """Copies raw bytes, and frames that go to a pool."""
+        if self._lane is None:
+            self._lane = open_lane(self.device)
+            self._bound(self._lane)
+        return self._lane
+
+    @property
+    def codec_lane(self) -> CodecLane:
+        """Encodes and decodes."""
+        if self._codec_lane is None:
+            ordinary = self._pool if self.device.type == "cpu" else None
+            frames = ordinary if isinstance(ordinary, HostPool) else None
+            self._codec_lane = open_codec_lane(self.device, frames)
+            self._bound(self._codec_lane)
+        return self._codec_lane
+
+    def _bound(self, lane: Lane | CodecLane) -> None:
+        if self._leaving_bytes is not None:
+            lane.set_max_leaving_bytes(self._leaving_bytes)
+
+    def begin_passage(self, leaving_bytes: int, passage_bytes: int) -> None:
+        """A new forward: departing storages may hold `leaving_bytes` of the device.
+
+        `passage_bytes`: what the last one saved.
+        """
+        self.expectations.begin_passage()
+        self._leaving_bytes = leaving_bytes
+        for lane in (self._lane, self._codec_lane):
+            if lane is not None:
+                lane.set_max_leaving_bytes(leaving_bytes)
+        if isinstance(self._codec_lane, native.StreamCodecLane):
+            self._codec_lane.set_arena_budget(arena_budget(passage_bytes))
+
+    def settle(self) -> None:
+        """Order the caller after everything under way, and drop the storages it holds."""
+        # Frames are encoded before they are copied.
+        for lane in (self._codec_lane, self._lane):
+            if lane is not None:
+                lane.settle()
 
 
 class Routes:
@@ -72,19 +316,15 @@ class Routes:
             check_pool(pool, device)
         elif device.type == "cpu" and torch.accelerator.is_available():
             return None
-        else:
-            pool = self._default_pools.get(device.type)
-            if pool is None:
-                pool = self._default_pools[device.type] = default_pool(device)
-        return Route(pool, open_lane(device))
+        return Route(device, pool, self._default_pools)
 
     def open_routes(self) -> list[Route]:
         return [route for route in self._routes.values() if route is not None]
 
-    def bound_leaving(self, nbytes: int) -> None:
+    def begin_passage(self, leaving_bytes: int, passage_bytes: int) -> None:
         for route in self.open_routes():
-            route.lane.set_max_leaving_bytes(nbytes)
+            route.begin_passage(leaving_bytes, passage_bytes)
 
     def settle(self) -> None:
         for route in self.open_routes():
-            route.lane.settle()
+            route.settle()

@@ -10,9 +10,6 @@ import torch
 
 from memswap.engine.action import Action, TensorInfo
 
-NOT_IMPLEMENTED = frozenset({Action.ENCODE, Action.ENCODE_SWAP})
-
-
 PolicyFunction = Callable[[torch.Tensor, TensorInfo], Action]
 
 
@@ -25,22 +22,27 @@ class Policy:
        keeps its tensors. Patterns are :mod:`fnmatch` patterns on unit names.
     3. ``fn(tensor, info)``, where given, returns the :class:`Action`. It must not edit, keep or
        save the tensor.
-    4. ``action``.
+    4. ``action``. None: what suits the device. Tensors in host memory are encoded where they are
+       (``Action.ENCODE``), or swapped where a :class:`DiskPool` was given; those of an accelerator
+       are swapped (``Action.SWAP``).
+
+    What an action cannot do for a tensor (no room, no codec for the device, a tensor that does not
+    shrink) leaves the tensor where it is; :attr:`Stats.kept` says how often and why.
 
     Raises:
         TypeError: ``action`` is no :class:`Action`, ``fn`` is not callable, a pattern is no str.
         ValueError: ``min_bytes`` is negative.
-        NotImplementedError: an encoding action was asked for.
     """
 
-    action: Action = Action.SWAP
+    action: Action | None = None
     min_bytes: int = 64 * 1024
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     fn: PolicyFunction | None = None
 
     def __post_init__(self) -> None:
-        checked(self.action, "Policy(action=...)")
+        if self.action is not None:
+            checked(self.action, "Policy(action=...)")
         if not isinstance(self.min_bytes, int):
             raise TypeError(f"Policy(min_bytes={self.min_bytes!r}): expected a number of bytes")
         if self.min_bytes < 0:
@@ -56,8 +58,8 @@ class Policy:
             return False
         return not self.include or any(fnmatchcase(unit, pattern) for pattern in self.include)
 
-    def decide(self, tensor: torch.Tensor, info: TensorInfo) -> Action:
-        """The action for a tensor of a covered unit that is not too small."""
+    def decide(self, tensor: torch.Tensor, info: TensorInfo) -> Action | None:
+        """The action for a tensor of a covered unit that is not too small. None: as above."""
         if self.fn is None:
             return self.action
         return checked(self.fn(tensor, info), "Policy(fn=...) returned")
@@ -73,12 +75,7 @@ def checked_patterns(patterns: object, name: str) -> tuple[str, ...]:
 
 
 def checked(action: object, where: str) -> Action:
-    """``action`` if it is one that this version can carry out, else an error."""
+    """``action`` if it is one, else an error."""
     if not isinstance(action, Action):
         raise TypeError(f"{where}: found {action!r}, expected a memswap.Action")
-    if action in NOT_IMPLEMENTED:
-        raise NotImplementedError(
-            f"{where}: {action} needs the lossless codec, which this version does not have yet; "
-            "use Action.SWAP or Action.KEEP"
-        )
     return action

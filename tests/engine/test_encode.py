@@ -1,0 +1,301 @@
+"""ENCODE and ENCODE_SWAP: what they do to memory, and what happens when they cannot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import (
+    Remember,
+    assert_nothing_left,
+    collect,
+    flush_autograd,
+    let_sends_end,
+    look,
+    random,
+)
+
+import memswap
+from memswap import Action, Policy
+from memswap.engine import expectations, transfer
+
+ENCODE = Policy(action=Action.ENCODE, min_bytes=1)
+ENCODE_SWAP = Policy(action=Action.ENCODE_SWAP, min_bytes=1)
+ROWS, WIDTH = 64, 1024  # 128 KiB of bfloat16: eight tiles
+
+each_encoding = pytest.mark.parametrize("policy", [ENCODE, ENCODE_SWAP], ids=["encode", "both"])
+
+
+def normal(device: torch.device, seed: int = 0, dtype=torch.bfloat16) -> torch.Tensor:
+    return random(device, ROWS, WIDTH, seed=seed).to(dtype)
+
+
+def noise(device: torch.device, seed: int = 0) -> torch.Tensor:
+    """Every bit pattern alike: nothing to gain."""
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(-(2**15), 2**15, (ROWS, WIDTH), generator=generator, dtype=torch.int16)
+    return bits.view(torch.bfloat16).to(device)
+
+
+def zeros_mostly(device: torch.device, seed: int = 0) -> torch.Tensor:
+    made = normal(device, seed)
+    return made * (random(device, ROWS, WIDTH, seed=seed + 1) > 0.5)
+
+
+def step(saver: memswap.saved_tensors, device: torch.device, make: Any, count: int = 4) -> None:
+    """Saves `count` tensors of `make(device, seed)`; in backward they must look as they did."""
+    seen: list[Any] = []
+    x = torch.zeros(4, device=device, requires_grad=True)
+    with saver:
+        for seed in range(count):
+            x = Remember.apply(x, seen, make(device, seed))
+    let_sends_end(saver, device)
+    x.sum().backward()
+    del x
+    flush_autograd(device)
+    assert seen == [look(make(device, seed)) for seed in reversed(range(count))]
+    del seen
+    let_sends_end(saver, device)
+
+
+@pytest.fixture
+def saver_of(new_pool: Any, device: torch.device) -> Any:
+    def make(policy: Policy, **options: Any) -> memswap.saved_tensors:
+        options.setdefault("pool", new_pool() if policy.action is Action.ENCODE_SWAP else None)
+        return memswap.saved_tensors(policy, prefetch_bytes=0, **options)
+
+    return make
+
+
+@each_encoding
+def test_frames_take_two_thirds_of_a_bfloat16_tensor(device, saver_of, policy) -> None:
+    saver = saver_of(policy)
+    for _ in range(3):
+        step(saver, device, normal)
+    stats = saver.stats()
+    assert stats.encoded_storages == stats.moved_storages == 12
+    assert stats.encoded_bytes == stats.moved_bytes == 12 * ROWS * WIDTH * 2
+    assert 1.4 < stats.ratio < 1.6
+    assert not stats.kept
+    assert_nothing_left(stats)
+
+
+def test_frames_on_the_device_are_resident_and_frames_in_a_pool_are_away(device, saver_of) -> None:
+    raw = ROWS * WIDTH * 2
+    for policy in (ENCODE, ENCODE_SWAP):
+        saver = saver_of(policy)
+        step(saver, device, normal)  # the first capacity is a guess
+        x = torch.zeros(4, device=device, requires_grad=True)
+        with saver:
+            x = Remember.apply(x, [], normal(device))
+        held = let_sends_end(saver, device)
+        frame = held.resident_bytes if policy is ENCODE else held.away_bytes
+        assert 0.6 * raw < frame < 0.75 * raw
+        assert 0 in (held.resident_bytes, held.away_bytes)
+        del x
+        collect()
+        flush_autograd(device)
+        assert_nothing_left(saver.stats())
+
+
+@pytest.mark.cpu_only
+def test_default_on_a_cpu_is_to_encode_and_with_a_file_to_swap(device, new_pool) -> None:
+    saver = memswap.saved_tensors(Policy(min_bytes=1))
+    step(saver, device, normal)
+    assert saver.stats().encoded_storages == 4
+    pool = memswap.HostPool(device="cpu")
+    saver = memswap.saved_tensors(Policy(min_bytes=1), pool=pool)
+    step(saver, device, normal)
+    assert saver.stats().encoded_storages == 4
+    assert pool.statistics().peak_bytes > 0, "the pool that was given holds no frames"
+    saver = memswap.saved_tensors(Policy(min_bytes=1), pool=new_pool())
+    step(saver, device, normal)
+    assert saver.stats().encoded_storages == 0
+    assert saver.stats().moved_storages == 4
+
+
+@pytest.mark.accelerator
+def test_default_on_an_accelerator_is_to_swap(device, new_pool) -> None:
+    saver = memswap.saved_tensors(Policy(min_bytes=1), pool=new_pool())
+    step(saver, device, normal)
+    assert saver.stats().encoded_storages == 0
+    assert saver.stats().moved_storages == 4
+
+
+def test_what_does_not_shrink_is_encoded_once_and_kept_from_then_on(device, saver_of) -> None:
+    saver = saver_of(ENCODE)
+    step(saver, device, noise)
+    assert saver.stats().encoded_storages == 4, "nobody could know"
+    saver.reset_stats()
+    for _ in range(3):
+        step(saver, device, noise)
+    stats = saver.stats()
+    assert stats.moved_storages == 0
+    assert stats.kept["does not shrink"].tensors == 12
+
+
+def test_what_does_not_shrink_is_swapped_as_it_is_where_there_is_a_pool(device, saver_of) -> None:
+    saver = saver_of(ENCODE_SWAP)
+    step(saver, device, noise)
+    saver.reset_stats()
+    step(saver, device, noise)
+    stats = saver.stats()
+    assert stats.moved_storages == 4 and stats.encoded_storages == 0
+    assert not stats.kept
+
+
+def test_tensors_too_small_for_a_frame_are_not_even_tried(device, saver_of) -> None:
+    saver = saver_of(ENCODE)
+    step(saver, device, lambda device, seed: random(device, 16, seed=seed))
+    assert saver.stats().kept["does not shrink"].tensors == 4
+
+
+@each_encoding
+def test_statistics_that_jump_cost_bytes_and_no_bits(device, saver_of, policy) -> None:
+    """What the last step says about the next one may be wrong in every way."""
+    saver = saver_of(policy)
+    constant = lambda device, seed: torch.full((ROWS, WIDTH), 1.5, device=device).bfloat16()  # noqa: E731
+    for make in (constant, normal, zeros_mostly, normal, constant, noise, normal, zeros_mostly):
+        step(saver, device, make)
+    assert_nothing_left(saver.stats())
+
+
+@each_encoding
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.float32, torch.float64, torch.complex64, torch.int64, torch.bool]
+)
+def test_other_dtypes_come_back_bit_for_bit(device, saver_of, policy, dtype, monkeypatch) -> None:
+    monkeypatch.setattr(expectations, "WORTH", float("inf"))
+    saver = saver_of(policy)
+    for _ in range(2):
+        step(saver, device, lambda device, seed: random(device, 33, 77, seed=seed, dtype=dtype))
+    assert saver.stats().encoded_storages == 8
+
+
+@each_encoding
+def test_many_zeros_make_a_smaller_frame_from_the_second_time_on(device, saver_of, policy) -> None:
+    saver = saver_of(policy)
+    ratios = []
+    for _ in range(3):
+        saver.reset_stats()
+        step(saver, device, zeros_mostly)
+        ratios.append(saver.stats().ratio)
+    assert ratios[1] > 1.3 * ratios[0], f"no sparse frames: {ratios}"
+
+
+@pytest.mark.cpu_only
+def test_a_pool_without_room_keeps_and_says_so(device) -> None:
+    pool = memswap.HostPool(budget="1MiB", slab="1MiB", device="cpu")
+    saver = memswap.saved_tensors(ENCODE, pool=pool, prefetch_bytes=0)
+    with pytest.warns(UserWarning, match="stays on cpu"):
+        step(saver, device, normal, count=40)
+    stats = saver.stats()
+    assert stats.kept["codec room"].tensors > 0 and stats.encoded_storages > 0
+    step(saver, device, normal)
+    assert saver.stats().encoded_storages >= stats.encoded_storages + 4, "room came back unused"
+
+
+@pytest.mark.accelerator
+@pytest.mark.filterwarnings("ignore:memswap. a storage")
+def test_an_arena_without_room_keeps_and_swaps_instead(device, saver_of, monkeypatch) -> None:
+    monkeypatch.setattr(transfer, "arena_budget", lambda passage_bytes: 0)
+    opened = transfer.open_codec_lane
+
+    def open_codec_lane(*arguments: Any) -> Any:
+        lane = opened(*arguments)
+        lane.set_arena_budget(0)
+        return lane
+
+    monkeypatch.setattr(transfer, "open_codec_lane", open_codec_lane)
+    saver = saver_of(ENCODE)
+    step(saver, device, normal)
+    assert saver.stats().kept["codec room"].tensors == 4
+    saver = saver_of(ENCODE_SWAP)
+    step(saver, device, normal)
+    stats = saver.stats()
+    assert stats.moved_storages == 4 and stats.encoded_storages == 0 and not stats.kept
+
+
+@pytest.mark.parametrize("action", [Action.ENCODE, Action.ENCODE_SWAP])
+def test_a_device_without_a_codec_keeps_or_swaps(device, saver_of, action, monkeypatch) -> None:
+    class Native:
+        codec_name = staticmethod(lambda device: None)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(native, name)
+
+    from memswap._native import native
+
+    monkeypatch.setattr(transfer, "native", Native())
+    saver = saver_of(Policy(action=action, min_bytes=1))
+    step(saver, device, normal)
+    stats = saver.stats()
+    assert stats.encoded_storages == 0
+    if action is Action.ENCODE:
+        assert stats.kept["no codec"].tensors == 4
+    else:
+        assert stats.moved_storages == 4
+
+
+@each_encoding
+def test_an_edit_after_encoding_is_autograds_error(device, saver_of, policy) -> None:
+    saver = saver_of(policy)
+    x = normal(device).float().requires_grad_()
+    with saver:
+        made = x * 2
+        out = made.sin()
+    let_sends_end(saver, device)
+    made.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    del out, made
+    collect()
+
+
+@each_encoding
+def test_a_function_chooses_among_actions(device, saver_of, policy, new_pool) -> None:
+    actions = [Action.KEEP, Action.ENCODE, Action.SWAP, Action.ENCODE_SWAP]
+    asked: list[Action] = []
+
+    def choose(tensor: torch.Tensor, info: memswap.TensorInfo) -> Action:
+        asked.append(actions[len(asked) % 4])
+        return asked[-1]
+
+    saver = saver_of(Policy(fn=choose, min_bytes=1), pool=new_pool())
+    step(saver, device, normal, count=8)
+    stats = saver.stats()
+    assert stats.kept["policy"].tensors == 2
+    assert stats.moved_storages == 6 and stats.encoded_storages == 4
+    assert_nothing_left(stats)
+
+
+@each_encoding
+def test_many_steps_leave_nothing_behind(device, new_pool, policy) -> None:
+    pool = new_pool()
+    if device.type == "cpu" and policy is ENCODE:
+        pool = memswap.HostPool(device="cpu", slab="1MiB")
+    saver = memswap.saved_tensors(policy, pool=pool)
+    for number in range(30):
+        step(saver, device, (normal, zeros_mostly, noise)[number % 3])
+    (route,) = saver._saver._routes.open_routes()
+    assert_nothing_left(saver.stats())
+    assert pool.statistics().blocks == 0
+    assert not saver._saver._encoding, "a report is waited for that will never come"
+    assert len(route.expectations) == 4
+    if device.type != "cpu":
+        assert route.codec_lane.arena_statistics()["live_shares"] == 0
+
+
+@pytest.mark.cpu_only
+def test_a_processor_encodes_and_decodes_when_asked_and_not_ahead(device) -> None:
+    saver = memswap.saved_tensors(ENCODE, prefetch_bytes="1GiB")
+    seen: list[Any] = []
+    x = torch.zeros(4, device=device, requires_grad=True)
+    with saver:
+        for seed in range(4):
+            x = Remember.apply(x, seen, normal(device, seed))
+    (route,) = saver._saver._routes.open_routes()
+    assert route.codec_lane.leaving_bytes() == 0, "an encode was left for later"
+    x.sum().backward()
+    assert saver.stats().stalls == 4, "something was decoded before it was asked for"

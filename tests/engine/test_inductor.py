@@ -1,0 +1,72 @@
+"""Layers compiled by inductor, the default backend of torch.compile, save through memswap too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import (
+    EVERYTHING,
+    assert_released,
+    assert_same_gradients,
+    new_input,
+    new_stack,
+    train_step,
+)
+
+import memswap
+
+
+@pytest.fixture
+def inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A working inductor with a cache of its own, or a reason why there is none."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    from torch._inductor import config
+
+    monkeypatch.setattr(config, "compile_threads", 1)  # no pool of processes that outlives the test
+    torch._dynamo.reset()
+    try:
+        torch.compile(torch.sin)(torch.ones(3))
+    except Exception as error:
+        pytest.skip(f"inductor does not compile for a CPU here: {str(error).splitlines()[0]}")
+    yield
+    torch._dynamo.reset()
+
+
+def compiled_stack(device: torch.device) -> Any:
+    """Each layer compiled for itself: regional compilation, one compilation for all of them."""
+    model = new_stack(device, depth=2)
+    for layer in model.layers:
+        layer.compile()
+    return model
+
+
+@pytest.mark.slow  # compiles with g++ for half a minute and more
+@pytest.mark.cpu_only
+def test_gradients_of_layers_that_inductor_compiled_do_not_change(
+    device: torch.device, new_pool: Any, inductor: None
+) -> None:
+    plain, x = compiled_stack(device), new_input(device)
+    expected = train_step(plain, lambda: plain(x))
+
+    model, pool = compiled_stack(device), new_pool()
+    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+
+    def loss() -> torch.Tensor:
+        with saver:
+            return model(x)
+
+    for _ in range(3):
+        assert_same_gradients(train_step(model, loss), expected)
+    assert saver.stats().moved_storages > 0, "nothing that inductor saves was moved by the block"
+    assert_released(saver, pool)
+
+    pool = new_pool()
+    manager = memswap.manage(model.layers, EVERYTHING, pool=pool)
+    for _ in range(3):
+        assert_same_gradients(train_step(model, lambda: model(x)), expected)
+    assert manager.stats().moved_storages > 0, "nothing that inductor saves was moved by manage"
+    assert_released(manager, pool)

@@ -1,0 +1,245 @@
+"""The edges of an encode, broken one by one under a whole engine: each is caught, twice.
+
+All of them are broken in test_codec_lanes.py, lane by lane (the reuse of the arena there alone: a
+whole engine orders it twice). Here a model trains, and what must not go unnoticed is a gradient:
+the race detector speaks, and some schedule gives other bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_same_gradients
+from race_workloads import (
+    EAGER,
+    MATRIX,
+    Observation,
+    Workload,
+    compute_streams,
+    fetch_stream,
+    lanes_opened,
+    observe,
+    one_stream,
+    run_plain,
+    saved_region,
+    send_stream,
+    two_streams,
+)
+
+from memswap import Action, Policy
+from memswap._native import native
+from memswap.engine import expectations, transfer
+from simdev import laboratory, mutations
+
+pytestmark = [
+    pytest.mark.own_laboratory,
+    pytest.mark.one_schedule,
+    pytest.mark.filterwarnings("ignore:memswap. a storage"),  # small arenas are full at times
+]
+
+ENCODE = Policy(action=Action.ENCODE, min_bytes=1)
+ENCODE_SWAP = Policy(action=Action.ENCODE_SWAP, min_bytes=1)
+Streams = list[tuple[int, int]]
+
+#: As much as the frames of one forward of these models set aside, and little more.
+ARENA_BYTES = 512 << 10
+
+
+@pytest.fixture(autouse=True)
+def _every_tensor_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors of these models are shorter than their frames."""
+    monkeypatch.setattr(expectations, "WORTH", float("inf"))
+
+
+@pytest.fixture
+def no_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frames without a variable part: every payload goes to an arena, which is soon full."""
+    monkeypatch.setattr(expectations, "MARGIN", 0)
+    monkeypatch.setattr(expectations, "MARGIN_UNITS", 0)
+
+    def open_codec_lane(device: torch.device, frames: Any = None) -> Any:
+        return native.StreamCodecLane(
+            device, max_leaving_bytes=0, arena_budget=ARENA_BYTES, arena_chunk=ARENA_BYTES // 8
+        )
+
+    monkeypatch.setattr(transfer, "open_codec_lane", open_codec_lane)
+    monkeypatch.setattr(transfer, "arena_budget", lambda passage_bytes: ARENA_BYTES)
+
+
+# ---------------------------------------------------------------- streams and mutations
+def _pair(stream: tuple[int, int, int]) -> tuple[int, int]:
+    stream_id, device_index, _ = stream
+    return device_index, stream_id
+
+
+class Lanes:
+    """The lanes of one engine, as they are opened."""
+
+    def __init__(self) -> None:
+        self.codec: Any = None
+        self.copies: Any = None
+
+    def streams(self, name: str) -> Streams:
+        if name == "encode":
+            return [_pair(self.codec.encode_stream)]
+        if name == "decode":
+            return [_pair(self.codec.decode_stream)]
+        if name in ("send", "fetch"):
+            stream = send_stream if name == "send" else fetch_stream
+            return [] if self.copies is None else [stream(self.copies)]
+        own = {_pair(self.codec.encode_stream), _pair(self.codec.decode_stream)}
+        own.add(_pair(self.codec.control_stream))
+        if self.copies is None:
+            device_index = _pair(self.codec.encode_stream)[0]
+            from simdev import _C
+
+            every = [(device_index, index) for index in range(_C.pool_streams + 1)]
+            return [stream for stream in every if stream not in own]
+        return [stream for stream in compute_streams(self.copies) if stream not in own]
+
+
+Breaking = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def drop(waiter: str, source: str, needs_copies: bool = False) -> Breaking:
+    """The engine's waits of one stream for another are lost, from when its lanes are open."""
+
+    @contextlib.contextmanager
+    def breaking() -> Iterator[Any]:
+        lanes, found = Lanes(), Hits()
+        with contextlib.ExitStack() as stack:
+
+            def begin() -> None:
+                if lanes.codec is None or (needs_copies and lanes.copies is None):
+                    return
+                if not found.parts:
+                    found.parts.append(
+                        stack.enter_context(
+                            mutations.drop_waits(
+                                waiter=lanes.streams(waiter), source=lanes.streams(source)
+                            )
+                        )
+                    )
+
+            def codec(lane: Any) -> Any:
+                lanes.codec = lane
+                begin()
+                return lane
+
+            def copies(lane: Any) -> Any:
+                lanes.copies = lane
+                begin()
+                return lane
+
+            stack.enter_context(lanes_opened(codec, "open_codec_lane"))
+            stack.enter_context(lanes_opened(copies))
+            yield found
+
+    return breaking
+
+
+class Hits:
+    def __init__(self) -> None:
+        self.parts: list[Any] = []
+
+    @property
+    def hits(self) -> int:
+        return sum(part.hits for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Edge:
+    name: str
+    broken: Breaking
+    policy: Policy
+    workload: Workload
+
+    def __str__(self) -> str:
+        return self.name
+
+
+EDGES = [
+    Edge("producer -> encode", drop("encode", "compute"), ENCODE, one_stream),
+    Edge("encode -> freed", drop("compute", "encode"), ENCODE, two_streams),
+    Edge("encode -> decode", drop("decode", "encode"), ENCODE, two_streams),
+    Edge("allocation -> decode", drop("decode", "compute"), ENCODE, one_stream),
+    Edge("decode -> consumer", drop("compute", "decode"), ENCODE, one_stream),
+    Edge("encode -> copy", drop("send", "encode", True), ENCODE_SWAP, one_stream),
+    Edge("copy -> decode", drop("decode", "fetch", True), ENCODE_SWAP, one_stream),
+]
+
+_expected: dict[Workload, list[torch.Tensor]] = {}
+
+
+def expected(workload: Workload) -> list[torch.Tensor]:
+    if workload not in _expected:
+        _expected[workload] = run_plain(workload)
+    return _expected[workload]
+
+
+def caught(edge: Edge, **options: Any) -> list[Observation]:
+    options = {"prefetch_bytes": 0, **options}
+    right = expected(edge.workload)
+    seen = [
+        observe(schedule, edge.workload, edge.broken, policy=edge.policy, **options)
+        for schedule in MATRIX
+    ]
+    struck = [one for one in seen if one.hits]
+    assert struck, f"{edge}: the mutation never struck"
+    assert any(one.reports for one in struck), f"{edge}: the detector said nothing"
+    assert any(one.differs_from(right) for one in struck), f"{edge}: no wrong data anywhere"
+    return seen
+
+
+@pytest.mark.parametrize("edge", EDGES, ids=str)
+def test_a_broken_edge_is_caught_by_the_detector_and_as_wrong_data(edge: Edge) -> None:
+    caught(edge)
+
+
+@pytest.mark.parametrize("action", [Action.ENCODE, Action.ENCODE_SWAP], ids=lambda a: a.value)
+@pytest.mark.parametrize("workload", [one_stream, two_streams], ids=lambda w: w.__name__)
+@pytest.mark.parametrize("prefetch_bytes", ["auto", 0])
+def test_an_unbroken_engine_is_silent_and_right_under_every_schedule(
+    workload: Workload, action: Action, prefetch_bytes: int | str
+) -> None:
+    for schedule in MATRIX:
+        seen = observe(
+            schedule,
+            workload,
+            policy=Policy(action=action, min_bytes=1),
+            prefetch_bytes=prefetch_bytes,
+        )
+        assert not seen.reports, f"{schedule}: {seen.reports[:3]}"
+        assert not seen.differs_from(expected(workload)), f"{schedule}: gradients differ"
+
+
+@pytest.mark.parametrize("action", [Action.ENCODE, Action.ENCODE_SWAP], ids=lambda a: a.value)
+@pytest.mark.parametrize("workload", [one_stream, two_streams], ids=lambda w: w.__name__)
+def test_payloads_that_overflow_come_back_from_the_arena(
+    workload: Workload, action: Action, no_capacity: None
+) -> None:
+    used = 0
+    for schedule in MATRIX:
+        with laboratory(schedule.with_check("collect")):
+            region = saved_region(policy=Policy(action=action, min_bytes=1))
+            found = workload(region)
+            torch.accelerator.synchronize()
+            route = region()._saver._routes.open_routes()[0]
+            arena = route.codec_lane.arena_statistics()
+            used += arena["resets"]
+            assert arena["reserved_bytes"] > 0, "nothing overflowed"
+            del region, route
+        assert_same_gradients(found, expected(workload))
+    assert used > 0, "the arena was never used a second time"
+
+
+def test_the_eager_schedule_reports_what_it_can_see() -> None:
+    """Its order hides no missing edge from the detector, whatever the data looks like."""
+    edge = EDGES[0]
+    seen = observe(EAGER, edge.workload, edge.broken, policy=edge.policy, prefetch_bytes=0)
+    assert seen.hits and seen.reports
