@@ -33,6 +33,7 @@ ifeq ($(VENV),none)
 python := $(PYTHON)
 tools :=
 lint_tools :=
+bench_tools :=
 export PYTHONPATH := $(CURDIR)/python$(if $(PYTHONPATH),:$(PYTHONPATH))
 # Another torch in the same Python is another build.
 torch_version := $(shell $(PYTHON) -c 'import torch; print(torch.__version__)' 2>/dev/null)
@@ -40,6 +41,7 @@ else
 python := $(abspath $(VENV))/bin/python
 tools := $(VENV)/.tools
 lint_tools := $(VENV)/.lint-tools
+bench_tools := $(VENV)/.bench-tools
 # The build finds cmake and ninja on PATH.
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 torch_version := $(TORCH)
@@ -58,13 +60,14 @@ requirements = $(python) -c 'import importlib.util, sys; \
             **project["project"]["optional-dependencies"]}; \
   print("\n".join(line for group in sys.argv[1:] for line in groups[group]))'
 
-.PHONY: help demo test test-all bench lint format gpu cpp-test build clean distclean \
+.PHONY: help demo test test-all test-npu bench lint format gpu cpp-test build clean distclean \
         require-python require-torch FORCE
 
 help:
 	@echo 'make demo        train a small GPT twice, plain and with memswap, and compare every gradient'
 	@echo 'make test        C++ tests, Python tests on the CPU and on the simulated accelerator'
 	@echo 'make test-all    the same and the slow tests'
+	@echo 'make test-npu    the real torch_npu on a fake ACL runtime, in .venv-npu (docs/ascend.md)'
 	@echo 'make bench       benchmarks on this machine, results to benchmarks/results/'
 	@echo 'make gpu         what needs a CUDA device: GPU tests, then benchmarks (installs nothing)'
 	@echo 'make cpp-test    C++ tests alone'
@@ -81,10 +84,14 @@ test: build
 test-all: build
 	$(python) tests/run.py --slow $(ARGS)
 
+# torch_npu takes part in every `import torch` of the environment it is in, so it has one of its own.
+test-npu: build
+	$(python) tests/npu/run.py --torch $(TORCH) $(ARGS)
+
 cpp-test: build
 	$(python) tests/run.py --only cpp $(ARGS)
 
-bench: build
+bench: build $(bench_tools)
 	$(python) benchmarks/run.py $(ARGS)
 
 # The benchmarks run even where a test failed: on a borrowed machine both answers are wanted.
@@ -167,6 +174,13 @@ $(tools): $(VENV)/.torch pyproject.toml
 $(lint_tools): pyproject.toml | $(VENV)/.created
 	$(requirements) lint > $(VENV)/requirements-lint.txt
 	$(python) -m pip install --quiet --requirement $(VENV)/requirements-lint.txt
+	@touch $@
+
+# The codecs that ours is measured against, and what draws the picture. Without them (no network)
+# the benchmarks run and say what is missing.
+$(bench_tools): $(VENV)/.torch pyproject.toml
+	$(requirements) bench > $(VENV)/requirements-bench.txt
+	-$(python) -m pip install --quiet --requirement $(VENV)/requirements-bench.txt
 	@touch $@
 
 require-torch: $(VENV)/.torch

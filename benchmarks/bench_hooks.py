@@ -15,9 +15,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from common import alternate, make_parser, summarize, synchronize, write_result
+from common import make_parser, summarize, synchronize, write_result
 
 import memswap
+from memswap.cli.bench.timing import alternate
 from memswap.cli.table import format_ratio, render_table
 from memswap.engine.units import format_bytes
 

@@ -14,9 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import alternate, make_parser, pinned_bytes, summarize, write_result
+from common import make_parser, pinned_bytes, summarize, write_result
 
 import memswap
+from memswap.cli.bench.timing import alternate
 from memswap.cli.table import render_table
 from memswap.engine.units import format_bytes
 

@@ -15,7 +15,7 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -98,25 +98,6 @@ def write_result(file: Path | None, device: torch.device, result: Mapping[str, A
     content = {"environment": environment(device), **result}
     file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     print(f"written: {file}")
-
-
-def alternate(
-    measures: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 1
-) -> dict[str, list[float]]:
-    """Run each measure once a round, in an order that rotates, and collect what they return.
-
-    Alternation spreads a slow moment of a shared machine over all of them, instead of charging it
-    to the one that happened to run.
-    """
-    names = list(measures)
-    collected: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(warm_up + rounds):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
-            value = measures[name]()
-            if turn >= warm_up:
-                collected[name].append(value)
-    return collected
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

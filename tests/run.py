@@ -8,16 +8,12 @@ skipped``; the exit status is 0 only if nothing failed.
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
-import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "build" / "test-results"
+import native
+from tally import RESULTS, ROOT, Sum, announce, run_and_count
 
 
 @dataclass(frozen=True)
@@ -55,46 +51,6 @@ SUITES = {
 }
 
 
-@dataclass
-class Sum:
-    passed: int = 0
-    failed: int = 0
-    skipped: int = 0
-
-    def add(self, other: Sum) -> None:
-        self.passed += other.passed
-        self.failed += other.failed
-        self.skipped += other.skipped
-
-    def __str__(self) -> str:
-        return f"{self.passed} passed, {self.failed} failed, {self.skipped} skipped"
-
-
-def announce(sentence: str) -> None:
-    print(f"\n=== {sentence}", flush=True)
-
-
-def run_and_count(command: list[str], report: Path, environment: dict[str, str]) -> Sum:
-    """Run a command that writes a JUnit report; a process that died counts as a failure."""
-    print("$ " + " ".join([f"{k}={v}" for k, v in environment.items()] + command), flush=True)
-    report.parent.mkdir(parents=True, exist_ok=True)
-    report.unlink(missing_ok=True)
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, check=False)
-    total = Sum()
-    if report.exists():
-        for case in ElementTree.parse(report).iter("testcase"):
-            if case.find("failure") is not None or case.find("error") is not None:
-                total.failed += 1
-            elif case.find("skipped") is not None:
-                total.skipped += 1
-            else:
-                total.passed += 1
-    if done.returncode and not total.failed:
-        print(f"exit status {done.returncode} without a failed test: counted as one failure")
-        total.failed += 1
-    return total
-
-
 def run_pytest(suite: Suite, slow: bool, more: list[str]) -> Sum:
     announce(suite.says)
     missing = [path for path in suite.paths if not (ROOT / path).exists()]
@@ -111,58 +67,24 @@ def run_pytest(suite: Suite, slow: bool, more: list[str]) -> Sum:
     return total
 
 
-def has_googletest() -> bool:
-    probe = subprocess.run(
-        [os.environ.get("CXX", "g++"), "-x", "c++", "-E", "-"],
-        input="#include <gtest/gtest.h>\n",
-        text=True,
-        capture_output=True,
-        check=False,
-    )
-    return probe.returncode == 0
-
-
-def run_ctest() -> Sum:
-    """Build the C++ tests beside the module, where its objects are compiled already."""
-    announce("C++ tests")
-    if not has_googletest():
-        print(
-            "skipped: GoogleTest's headers were not found. On Debian: apt-get install "
-            "libgtest-dev (CONTRIBUTING.md). The Python tests run the same code through memswap._C."
-        )
-        return Sum(skipped=1)
-    build = Path(os.environ.get("MEMSWAP_BUILD_DIR", ""))
-    if not (build / "CMakeCache.txt").exists():
-        print("memswap is not built; run this through make, which builds it first")
-        return Sum(failed=1)
-    cmake, ctest = shutil.which("cmake"), shutil.which("ctest")
-    if cmake is None or ctest is None:
-        print("skipped: cmake and ctest are not on PATH. pip install cmake brings both.")
-        return Sum(skipped=1)
-    steps = (
-        [cmake, str(build), "-DMEMSWAP_CPP_TESTS=ON"],
-        [cmake, "--build", str(build), "--parallel", str(os.cpu_count() or 1)],
-    )
-    for step in steps:
-        print("$ " + " ".join(step), flush=True)
-        if subprocess.run(step, cwd=ROOT, check=False).returncode:
-            print("the C++ tests did not build: counted as one failure")
-            return Sum(failed=1)
-    report = RESULTS / "cpp-ctest.xml"
-    command = [ctest, "--test-dir", str(build), "--output-on-failure", "--no-tests=error"]
-    return run_and_count([*command, "--output-junit", str(report)], report, {})
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--suite", choices=sorted(SUITES), default="default")
-    parser.add_argument("--only", choices=["cpp", "cpu", "sim", "simdev"], help="one part alone")
+    parser.add_argument(
+        "--only", choices=["cpp", "kernels", "fuzz", "cpu", "sim", "simdev"], help="one part alone"
+    )
     parser.add_argument("--slow", action="store_true", help="run the tests marked slow as well")
     arguments, more = parser.parse_known_args()
     total = Sum()
     parts: list[tuple[str, Sum]] = []
-    if arguments.suite == "default" and arguments.only in (None, "cpp"):
-        parts.append(("C++", run_ctest()))
+    compiled: dict[str, Callable[[], Sum]] = {
+        "cpp": native.run_cpp,
+        "kernels": native.run_kernels,
+        "fuzz": lambda: native.run_fuzzer(arguments.slow),
+    }
+    for name, run in compiled.items():
+        if arguments.suite == "default" and arguments.only in (None, name):
+            parts.append((name, run()))
     for suite in SUITES[arguments.suite]:
         if arguments.only in (None, suite.name):
             parts.append((suite.name, run_pytest(suite, arguments.slow, more)))

@@ -1,4 +1,4 @@
-"""``python -m memswap``: the demo and facts about this machine."""
+"""``python -m memswap``: the demo, benchmarks, and facts about this machine."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from memswap.cli import demo, info
+from memswap.cli.bench import codec as bench_codec
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -21,9 +22,23 @@ def main(argv: list[str] | None = None) -> int:
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
     )
+    benchmarks = commands.add_parser("bench", help="benchmarks on this machine").add_subparsers(
+        dest="benchmark", required=True
+    )
+    bench_codec.add_arguments(
+        benchmarks.add_parser(
+            "codec",
+            help="the codec on real activations: ratio and rate against copies and other codecs",
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
+    )
     commands.add_parser("info", help="versions, accelerator, memory of this machine")
     arguments = parser.parse_args(argv)
-    return demo.run(arguments) if arguments.command == "demo" else info.run()
+    if arguments.command == "demo":
+        return demo.run(arguments)
+    if arguments.command == "bench":
+        return bench_codec.run(arguments)
+    return info.run()
 
 
 if __name__ == "__main__":

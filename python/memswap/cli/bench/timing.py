@@ -1,0 +1,54 @@
+"""Time on a CPU or an accelerator, in rounds that alternate between the contenders."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+
+def elapsed_s(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds that ``work`` took: on the host's clock on a CPU, else between two device events."""
+    if device.type == "cpu":
+        began = time.perf_counter()
+        work()
+        return time.perf_counter() - began
+    begin = torch.Event(device, enable_timing=True)
+    end = torch.Event(device, enable_timing=True)
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) * 1e-3
+
+
+def alternate(
+    measures: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 1
+) -> dict[str, list[float]]:
+    """Run each measure once a round, in an order that rotates, and collect what they return.
+
+    Alternation spreads a slow moment of a shared machine over all of them, instead of charging it
+    to the one that happened to run.
+    """
+    names = list(measures)
+    collected: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(warm_up + rounds):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            value = measures[name]()
+            if turn >= warm_up:
+                collected[name].append(value)
+    return collected
+
+
+def median_rates(
+    work: Mapping[str, Callable[[], object]], nbytes: int, device: torch.device, rounds: int
+) -> dict[str, float]:
+    """Median bytes per second of each, over rounds that alternate between all of them."""
+    measures = {name: (lambda w=w: elapsed_s(w, device)) for name, w in work.items()}
+    return {
+        name: nbytes / statistics.median(values)
+        for name, values in alternate(measures, rounds).items()
+    }

@@ -1,0 +1,145 @@
+"""The parts of the test run that are C++: memswap's own tests, the kernels' project, fuzzing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tally import RESULTS, ROOT, Sum, announce, run_and_count
+
+FUZZ_SECONDS = 60
+FUZZ_RUNS = 10_000_000  # with --slow
+
+
+def has_googletest() -> bool:
+    probe = subprocess.run(
+        [os.environ.get("CXX", "g++"), "-x", "c++", "-E", "-"],
+        input="#include <gtest/gtest.h>\n",
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    return probe.returncode == 0
+
+
+def missing_tools() -> str:
+    """Why C++ tests cannot be built here; empty where they can."""
+    if not has_googletest():
+        return (
+            "GoogleTest's headers were not found. On Debian: apt-get install libgtest-dev "
+            "(CONTRIBUTING.md). The Python tests run the same code through memswap._C."
+        )
+    if shutil.which("cmake") is None or shutil.which("ctest") is None:
+        return "cmake and ctest are not on PATH. pip install cmake brings both."
+    return ""
+
+
+def run_steps(steps: list[list[str]], environment: dict[str, str] | None = None) -> bool:
+    for step in steps:
+        print("$ " + " ".join(step), flush=True)
+        settings = {**os.environ, **(environment or {})}
+        if subprocess.run(step, cwd=ROOT, env=settings, check=False).returncode:
+            print("this did not build: counted as one failure", flush=True)
+            return False
+    return True
+
+
+def build_step(build: Path, *targets: str) -> list[str]:
+    named = ["--target", *targets] if targets else []
+    return ["cmake", "--build", str(build), "--parallel", str(os.cpu_count() or 1), *named]
+
+
+def run_ctest(build: Path, name: str, environment: dict[str, str] | None = None) -> Sum:
+    report = RESULTS / f"{name}-ctest.xml"
+    command = ["ctest", "--test-dir", str(build), "--output-on-failure", "--no-tests=error"]
+    return run_and_count([*command, "--output-junit", str(report)], report, environment or {})
+
+
+def run_cpp() -> Sum:
+    """Build memswap's C++ tests beside the module, where its objects are compiled already."""
+    announce("C++ tests")
+    if reason := missing_tools():
+        print(f"skipped: {reason}")
+        return Sum(skipped=1)
+    build = Path(os.environ.get("MEMSWAP_BUILD_DIR", ""))
+    if not (build / "CMakeCache.txt").exists():
+        print("memswap is not built; run this through make, which builds it first")
+        return Sum(failed=1)
+    configure = ["cmake", str(build), "-DMEMSWAP_CPP_TESTS=ON"]
+    if not run_steps([configure, build_step(build)]):
+        return Sum(failed=1)
+    return run_ctest(build, "cpp")
+
+
+def run_kernels() -> Sum:
+    """Build and test kernels/ by CMake alone, as somebody without torch would."""
+    announce("the codec's own tests: kernels/ alone, without torch or Python")
+    if reason := missing_tools():
+        print(f"skipped: {reason}")
+        return Sum(skipped=1)
+    build = ROOT / "build" / "kernels"
+    configure = ["cmake", "-S", "kernels", "-B", str(build), "-G", "Ninja"]
+    configure += ["-DMEMSWAP_KERNELS_TESTS=ON", "-DMEMSWAP_CUDA=OFF"]
+    if not run_steps([configure, build_step(build)]):
+        return Sum(failed=1)
+    return run_ctest(build, "kernels")
+
+
+def run_fuzzer(slow: bool) -> Sum:
+    """Fuzz the decoder under ASAN and UBSAN: libFuzzer where clang has it, else our own mutator."""
+    announce("fuzzing the decoder")
+    if shutil.which("cmake") is None:
+        print("skipped: cmake is not on PATH. pip install cmake brings it.")
+        return Sum(skipped=1)
+    corpus = ROOT / "kernels" / "tests" / "corpus"
+    clang = shutil.which("clang++")
+    if clang is not None and has_libfuzzer(clang):
+        build = ROOT / "build" / "fuzz"
+        target = "memswap_libfuzzer_decode"
+        found = build / "found"
+        limit = f"-runs={FUZZ_RUNS}" if slow else f"-max_total_time={FUZZ_SECONDS}"
+        command = [str(build / "tests" / target), limit, "-max_len=65536", "-print_final_stats=1"]
+        command += [f"-artifact_prefix={build}/", str(found), str(corpus)]
+        environment: dict[str, str] = {}
+    else:
+        print(
+            "no clang++ with libFuzzer: our own mutator instead (Debian: clang, libfuzzer-14-dev)"
+        )
+        build = ROOT / "build" / "kernels"
+        target = "memswap_fuzz_decode"
+        found = build / "found"
+        command = [str(build / "tests" / target), str(corpus)]
+        environment = {"MEMSWAP_FUZZ_SECONDS": str(FUZZ_SECONDS * (60 if slow else 1))}
+    configure = ["cmake", "-S", "kernels", "-B", str(build), "-G", "Ninja"]
+    configure += ["-DMEMSWAP_KERNELS_TESTS=ON", "-DMEMSWAP_CUDA=OFF"]
+    if clang is not None and build.name == "fuzz":
+        configure += [f"-DCMAKE_CXX_COMPILER={clang}", "-DCMAKE_BUILD_TYPE=Release"]
+    if not run_steps([configure, build_step(build, target)]):
+        return Sum(failed=1)
+    found.mkdir(parents=True, exist_ok=True)
+    print("$ " + " ".join(command), flush=True)
+    settings = {**os.environ, **environment}
+    done = subprocess.run(
+        command, cwd=build, env=settings, capture_output=True, text=True, check=False
+    )
+    lines = (done.stdout + done.stderr).splitlines()
+    print("\n".join(lines[-12 if done.returncode == 0 else -80 :]), flush=True)
+    return Sum(passed=1) if done.returncode == 0 else Sum(failed=1)
+
+
+def has_libfuzzer(clang: str) -> bool:
+    probe = subprocess.run(
+        [clang, "-fsanitize=fuzzer,address", "-x", "c++", "-", "-o", os.devnull],
+        input='extern "C" int LLVMFuzzerTestOneInput(const char*, unsigned long) { return 0; }\n',
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    return probe.returncode == 0
+
+
+if __name__ == "__main__":
+    sys.exit("run tests/run.py")
