@@ -28,6 +28,7 @@ class HostBlock final : public Block {
   size_t nbytes() const override { return bytes_.size(); }
   void shrink(size_t nbytes) override { bytes_.resize(nbytes); }
   void* data() const override { return const_cast<std::byte*>(bytes_.data()); }
+  size_t offset() const override { return 0; }
   void write(const void*) override {}
   void read(void*) override {}
   void used_by(TicketPtr) override {}
