@@ -31,8 +31,8 @@ RETRY_AFTER = 64
 #: Of the bytes that one passage encodes, those whose shape is a mere trial.
 TRIAL_SHARE = 1 / 32
 
-#: Capacity beyond what was needed last time (the var of a tensor grew by at most 7 % over 200 steps,
-#: measured), and for small frames.
+#: Capacity beyond what was needed last time, and for small frames. Measured: over 200 steps of
+#: training, what a tensor needed grew by at most 7 %.
 MARGIN, MARGIN_UNITS = 1.10, 16
 
 #: Capacity of the first dense frame, bits per element: escapes of N(0, 1) take half of it.
