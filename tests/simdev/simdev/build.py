@@ -16,6 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 REPOSITORY = ROOT.parent.parent
+KERNEL_HEADERS = REPOSITORY / "kernels/include/memswap"
 
 
 def source_hash() -> str:
@@ -23,11 +24,12 @@ def source_hash() -> str:
     import torch
 
     digest = hashlib.sha256()
-    files = [ROOT / "CMakeLists.txt", *sorted((ROOT / "csrc").rglob("*"))]
-    files += [REPOSITORY / "kernels/include/memswap" / name for name in ("codec.h", "frame.h")]
-    for path in files:
+    own = [ROOT / "CMakeLists.txt", *sorted((ROOT / "csrc").rglob("*"))]
+    names = {path: path.relative_to(ROOT).as_posix() for path in own}
+    names |= {KERNEL_HEADERS / name: name for name in ("codec.h", "frame.h")}
+    for path, name in names.items():
         if path.is_file():
-            digest.update(path.relative_to(REPOSITORY).as_posix().encode() + b"\0")
+            digest.update(name.encode() + b"\0")
             digest.update(path.read_bytes() + b"\0")
     # The same torch version may be installed twice, and the build links to one of them.
     digest.update(f"{torch.__file__}\0{sys.version}".encode())
