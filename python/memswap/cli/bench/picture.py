@@ -60,6 +60,7 @@ def draw(points: Sequence[Point], file: Path) -> None:
         panel.set_title(direction)
         panel.set_xlabel("ratio (raw / encoded)")
         panel.grid(True, which="both", color="0.9")
+        panel.set_axisbelow(True)
     panels[0].set_ylabel("GB/s of uncompressed input")
     for index, codec in enumerate(codecs):
         panels[1].scatter([], [], color=colors(index % 10), marker="s", label=codec)
