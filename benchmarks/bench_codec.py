@@ -5,6 +5,7 @@ with the result file that all benchmarks share.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,10 +22,12 @@ def main() -> None:
     arguments, rest = parser.parse_known_args()
     options = own.parse_args([*rest, "--device", arguments.device])
     if arguments.json is not None and options.picture is None:
-        options.picture = Path(arguments.json).with_suffix(".png")
-    result = asdict(codec.measure(options))
-    del result["environment"]  # the one that all benchmarks share says more
-    write_result(arguments.json, torch.device(arguments.device), result)
+        if importlib.util.find_spec("matplotlib") is None:
+            print("no picture will be drawn: matplotlib is not installed")
+        else:
+            options.picture = Path(arguments.json).with_suffix(".png")
+    result = codec.measure(options)
+    write_result(arguments.json, torch.device(arguments.device), asdict(result))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import ctypes
 import gc
 import json
 import math
-import platform
 import statistics
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 
-import memswap
+from memswap.cli.bench.environment import describe_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -45,19 +44,6 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize()
 
 
-def device_name(device: torch.device) -> str:
-    """Return the accelerator's product name, or the processor's."""
-    if device.type != "cpu":
-        module = torch.get_device_module(device)
-        return str(module.get_device_name()) if hasattr(module, "get_device_name") else device.type
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
 def commit() -> str:
     """Return the commit of this working tree, marked where files differ from it."""
 
@@ -78,13 +64,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     return {
         "commit": commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "device": device_name(device),
-        "memswap": memswap.__version__,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "threads": torch.get_num_threads(),
+        **describe_environment(device),
         # Without the folders of the machine: the file says where it is itself.
         "command": [Path(argument).name for argument in sys.argv],
     }

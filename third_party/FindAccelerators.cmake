@@ -23,7 +23,7 @@ if(NOT MEMSWAP_CUDA STREQUAL "OFF")
 endif()
 
 if(MEMSWAP_ASCEND STREQUAL "ON")
-  message(FATAL_ERROR "MEMSWAP_ASCEND=ON: this version of memswap has no AscendC kernels yet "
+  message(FATAL_ERROR "MEMSWAP_ASCEND=ON: this version of memswap cannot launch its AscendC kernels yet "
                       "(docs/status.md). Saved activations are swapped on an NPU without them; "
                       "build with MEMSWAP_ASCEND=AUTO.")
 endif()

@@ -134,33 +134,13 @@ class FrameDecoder {
 
 int decode_frames(const BlockCodec& blocks, const memswap_decode_job* jobs, size_t count,
                   const memswap_launch& launch) {
-  const std::unique_ptr<FrameDecoder[]> frames(new (std::nothrow) FrameDecoder[count]);
+  const auto frames = run_frames<FrameDecoder, Workspace>(
+      blocks, jobs, count, launch, [](FrameDecoder& frame, uint32_t chunk, Workspace& workspace) {
+        frame.decode_chunk(chunk, workspace);
+      });
   if (frames == nullptr) {
     return kOutOfMemory;
   }
-  uint64_t chunks = 0;
-  for (size_t i = 0; i < count; ++i) {
-    frames[i].start(blocks, jobs[i]);
-    chunks += frames[i].chunks();
-  }
-  const size_t tasks = tasks_for(launch, chunks);
-  const std::unique_ptr<Workspace[]> workspaces(new (std::nothrow) Workspace[tasks]);
-  if (workspaces == nullptr) {
-    return kOutOfMemory;
-  }
-  ChunkQueue queue(chunks);
-  auto work = [&](size_t task) {
-    size_t current = 0;
-    uint64_t first_chunk = 0;
-    for (uint64_t chunk; queue.take(&chunk);) {
-      for (; chunk - first_chunk >= frames[current].chunks(); ++current) {
-        first_chunk += frames[current].chunks();
-      }
-      frames[current].decode_chunk(static_cast<uint32_t>(chunk - first_chunk), workspaces[task]);
-    }
-    blocks.fence();
-  };
-  run_tasks(launch, tasks, work);
   return MEMSWAP_CODEC_OK;
 }
 

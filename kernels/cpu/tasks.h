@@ -6,7 +6,10 @@
 
 #include <algorithm>
 #include <atomic>
+#include <memory>
+#include <new>
 
+#include "block.h"
 #include "memswap/codec.h"
 #include "memswap/frame.h"
 
@@ -62,6 +65,42 @@ void run_tasks(const memswap_launch& launch, size_t tasks, Work& work) {
   launch.parallel_for(
       launch.pool, tasks, [](void* context, size_t task) { (*static_cast<Work*>(context))(task); },
       &work);
+}
+
+// Starts a Frame for each job and calls code(frame, chunk, workspace) for every chunk of them all,
+// with a workspace for each task. Returns the frames when all is done; nullptr if there was no
+// memory, and then nothing was done.
+template <typename Frame, typename Workspace, typename Job, typename Code>
+std::unique_ptr<Frame[]> run_frames(const BlockCodec& blocks, const Job* jobs, size_t count,
+                                    const memswap_launch& launch, Code code) {
+  std::unique_ptr<Frame[]> frames(new (std::nothrow) Frame[count]);
+  if (frames == nullptr) {
+    return nullptr;
+  }
+  uint64_t chunks = 0;
+  for (size_t i = 0; i < count; ++i) {
+    frames[i].start(blocks, jobs[i]);
+    chunks += frames[i].chunks();
+  }
+  const size_t tasks = tasks_for(launch, chunks);
+  const std::unique_ptr<Workspace[]> workspaces(new (std::nothrow) Workspace[tasks]);
+  if (workspaces == nullptr) {
+    return nullptr;
+  }
+  ChunkQueue queue(chunks);
+  auto work = [&](size_t task) {
+    size_t current = 0;
+    uint64_t first_chunk = 0;
+    for (uint64_t chunk; queue.take(&chunk);) {
+      for (; chunk - first_chunk >= frames[current].chunks(); ++current) {
+        first_chunk += frames[current].chunks();
+      }
+      code(frames[current], static_cast<uint32_t>(chunk - first_chunk), workspaces[task]);
+    }
+    blocks.fence();
+  };
+  run_tasks(launch, tasks, work);
+  return frames;
 }
 
 }  // namespace memswap::cpu

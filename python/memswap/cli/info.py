@@ -12,6 +12,7 @@ import torch
 
 import memswap
 from memswap._native import native
+from memswap.cli.bench.environment import device_name
 from memswap.cli.table import render_table
 from memswap.engine.units import format_bytes
 
@@ -22,9 +23,7 @@ def describe_accelerator() -> str:
         return "none: activations are encoded in host memory"
     device = torch.accelerator.current_accelerator()
     assert device is not None
-    module = torch.get_device_module(device)
-    name = module.get_device_name() if hasattr(module, "get_device_name") else device.type
-    return f"{torch.accelerator.device_count()} x {name} ({device.type})"
+    return f"{torch.accelerator.device_count()} x {device_name(device)} ({device.type})"
 
 
 def describe_codec() -> str:

@@ -77,6 +77,21 @@ inline void need_only_value(const std::string& call, AscendC::ReduceOrder order)
   }
 }
 
+// One of the lanes' values, picked by `Op`: a maximum or a minimum.
+template <class Op, class T, bool isSetMask>
+void whole_reduce_to_one(const char* name, const AscendC::LocalTensor<T>& dst,
+                         const AscendC::LocalTensor<T>& src, int32_t mask, Limited<uint8_t> repeats,
+                         int32_t dst_stride, Strides strides, AscendC::ReduceOrder order) {
+  const std::string call = call_name<T>(name);
+  need_only_value(call, order);
+  whole_reduce(call, dst, src, masked_lanes<T, isSetMask>(call, mask, repeats), dst_stride, strides,
+               [](const std::vector<T>& values) {
+                 T best = values[0];
+                 for (const T value : values) best = Op{}(best, value);
+                 return best;
+               });
+}
+
 }  // namespace ascend_emulator
 
 namespace AscendC {
@@ -87,16 +102,9 @@ void WholeReduceMax(const LocalTensor<T>& dst, const LocalTensor<T>& src, const 
                     const int32_t src_block, const int32_t src_repeat,
                     ReduceOrder order = ReduceOrder::ORDER_VALUE_INDEX) {
   static_assert(table::floating<T>, "rule types: WholeReduceMax takes half or float");
-  const std::string call = ascend_emulator::call_name<T>("WholeReduceMax");
-  ascend_emulator::need_only_value(call, order);
-  ascend_emulator::whole_reduce(
-      call, dst, src, ascend_emulator::masked_lanes<T, isSetMask>(call, mask, repeats), dst_stride,
-      {static_cast<uint32_t>(src_block), static_cast<uint32_t>(src_repeat)},
-      [](const std::vector<T>& values) {
-        T best = values[0];
-        for (const T value : values) best = ascend_emulator::OpMax{}(best, value);
-        return best;
-      });
+  ascend_emulator::whole_reduce_to_one<ascend_emulator::OpMax, T, isSetMask>(
+      "WholeReduceMax", dst, src, mask, repeats, dst_stride,
+      {static_cast<uint32_t>(src_block), static_cast<uint32_t>(src_repeat)}, order);
 }
 
 template <class T, bool isSetMask = true>
@@ -105,16 +113,9 @@ void WholeReduceMin(const LocalTensor<T>& dst, const LocalTensor<T>& src, const 
                     const int32_t src_block, const int32_t src_repeat,
                     ReduceOrder order = ReduceOrder::ORDER_VALUE_INDEX) {
   static_assert(table::floating<T>, "rule types: WholeReduceMin takes half or float");
-  const std::string call = ascend_emulator::call_name<T>("WholeReduceMin");
-  ascend_emulator::need_only_value(call, order);
-  ascend_emulator::whole_reduce(
-      call, dst, src, ascend_emulator::masked_lanes<T, isSetMask>(call, mask, repeats), dst_stride,
-      {static_cast<uint32_t>(src_block), static_cast<uint32_t>(src_repeat)},
-      [](const std::vector<T>& values) {
-        T best = values[0];
-        for (const T value : values) best = ascend_emulator::OpMin{}(best, value);
-        return best;
-      });
+  ascend_emulator::whole_reduce_to_one<ascend_emulator::OpMin, T, isSetMask>(
+      "WholeReduceMin", dst, src, mask, repeats, dst_stride,
+      {static_cast<uint32_t>(src_block), static_cast<uint32_t>(src_repeat)}, order);
 }
 
 template <class T, bool isSetMask = true>

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import memswap
+from memswap.cli.bench.environment import describe_environment
 from memswap.cli.bench.kinds import capture
 from memswap.cli.bench.peers import Peer, find_peers
 from memswap.cli.bench.picture import draw
@@ -47,7 +46,8 @@ class Result:
     bounds: dict[str, float] = field(default_factory=dict)
     """Best ratio that any code of single exponents could reach, by tensor (see `entropy_bound`)."""
     missing: list[str] = field(default_factory=list)
-    environment: dict[str, Any] = field(default_factory=dict)
+    threads: int = 1
+    """Of torch and of the codec, in whatever was measured."""
 
 
 def entropy_bound(tensor: torch.Tensor) -> float | None:
@@ -153,7 +153,7 @@ class Bench:
 
     def run(self, kinds: dict[str, torch.Tensor], sizes_mib: list[int]) -> Result:
         """Every kind, every size of three kinds, every peer on four kinds."""
-        result = Result(missing=self.missing, environment=environment(self.device))
+        result = Result(missing=self.missing, threads=torch.get_num_threads())
         for name, tensor in kinds.items():
             self.show(f"memswap on {name}")
             bound = entropy_bound(tensor)
@@ -198,20 +198,6 @@ def shape_of(name: str, tensor: torch.Tensor) -> ShapeName | None:
         return "upcast"
     zeros = float((tensor == 0).double().mean()) if tensor.is_floating_point() else 0.0
     return "sparse" if zeros > 0.2 else None
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """What the numbers mean nothing without."""
-    name = platform.processor() or platform.machine()
-    if device.type != "cpu":
-        name = str(torch.get_device_module(device).get_device_name())
-    return {
-        "device": name,
-        "memswap": memswap.__version__,
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-    }
 
 
 def render(result: Result) -> str:
@@ -276,6 +262,8 @@ def run(arguments: argparse.Namespace) -> int:
     result = measure(arguments)
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
+        environment = describe_environment(torch.device(arguments.device))
+        content = {"environment": environment, **asdict(result)}
+        arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         print(f"written: {arguments.json}")
     return 0
