@@ -32,3 +32,11 @@ class NotSwappedError(MemswapError, ValueError):
 
 class FrameError(MemswapError, ValueError):
     """Bytes are no frame that this version can read, or not the ones that were encoded."""
+
+
+class SlotError(MemswapError, RuntimeError):
+    """The memory of gathered weights was used by somebody whose loan of it had ended."""
+
+
+class UnitStateError(MemswapError, RuntimeError):
+    """Sharded weights were asked for a move that their state does not allow."""
