@@ -14,7 +14,7 @@ from sharding import assert_same, loss_of, make_net, moved, sharded, tokens_of, 
 
 
 @distributed(2)
-@pytest.mark.parametrize("late", [False, True], ids=["async", "late"])
+@pytest.mark.parametrize("late", [pytest.param(False, marks=pytest.mark.slow, id="async"), True])
 @pytest.mark.parametrize("action", ["swap", "encode"])
 @pytest.mark.parametrize("checkpointed", [[], [0], [0, 1, 2]], ids=str)
 def test_shard_manage_and_checkpoint_compose(

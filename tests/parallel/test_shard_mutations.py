@@ -87,15 +87,14 @@ MUTATIONS: dict[str, Callable[[Patch], None]] = {
 }
 
 
+KEPT = "weights of the last step are kept"
+
+
 @distributed(2)
 @pytest.mark.parametrize("mutation", [None, *MUTATIONS])
-@pytest.mark.parametrize("residency", ["use", "step"])
-def test_training_notices_when(rank: Rank, residency: str, mutation: str | None) -> None:
-    if residency == "use" and mutation == "weights of the last step are kept":
-        pytest.skip("they are not kept")
-    if residency == "step" and mutation == "a slot is given away while its unit is in use":
-        pytest.skip("weights that stay have memory of their own")
-    start = make_net()
+def test_training_notices_when(rank: Rank, mutation: str | None) -> None:
+    residency = "step" if mutation == KEPT else "use"  # only then are they
+    start = make_net(layers=2)
     reference, _ = sharded(rank, start)
     _train_and_evaluate(reference, rank)
     with pytest.MonkeyPatch.context() as patched:

@@ -28,13 +28,30 @@ from sharding import (
 LATE = pytest.mark.parametrize("late", [False, True], ids=["async", "late"])
 
 
-@distributed(2, 4)
-@LATE
-@pytest.mark.parametrize("slots", [None, 1, 2, 3])
+SLOW = pytest.mark.slow
+
+
+@distributed(2)
+@pytest.mark.parametrize("late", [pytest.param(False, marks=SLOW, id="async"), True])
+@pytest.mark.parametrize("slots", [None, 1, 2, pytest.param(3, marks=SLOW)])
 @pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
 def test_training_equals_replicated_training(
     rank: Rank, late: bool, slots: int | None, reshard: bool
 ) -> None:
+    train_beside_replicas(rank, late, slots, reshard)
+
+
+@distributed(4)
+@pytest.mark.parametrize("late", [pytest.param(False, marks=SLOW, id="async"), True])
+@pytest.mark.parametrize("slots", [pytest.param(None, marks=SLOW), 2])
+@pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=SLOW)])
+def test_training_equals_replicated_training_on_four_ranks(
+    rank: Rank, late: bool, slots: int | None, reshard: bool
+) -> None:
+    train_beside_replicas(rank, late, slots, reshard)
+
+
+def train_beside_replicas(rank: Rank, late: bool, slots: int | None, reshard: bool) -> None:
     start = make_net()
     reference = copy.deepcopy(start)
     net, context = sharded(
@@ -345,3 +362,20 @@ def test_dense_and_expert_groups_side_by_side(rank: Rank, late: bool) -> None:
             mine.grad.full_tensor(), theirs.grad / (2 if expert else 4), rtol=0, atol=1e-14
         )
     rank.same_everywhere(rank.log.events, "the order of collectives")
+
+
+@SLOW
+@distributed(2)
+@pytest.mark.parametrize("checkpointed", [[], [0, 1]], ids=str)
+def test_compiled_layers_train_the_same(rank: Rank, checkpointed: list[int]) -> None:
+    start = make_net(torch.float32, layers=2)
+    start.checkpointed = checkpointed
+    net, _ = sharded(rank, start, late=True, context={"slots": 2})
+    reference = copy.deepcopy(start)
+    for model in (net, reference):
+        for layer in model.layers:
+            layer.compile(backend="aot_eager")
+    train(net, rank, steps=2)
+    train_replicated(reference, rank, steps=2)
+    assert_same(net, reference, rank, bitwise=True)
+    assert rank.log.count("all_gather layers.") == 8

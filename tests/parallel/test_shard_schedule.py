@@ -146,7 +146,7 @@ def test_all_ranks_launch_in_the_same_order(rank: Rank) -> None:
 
 
 def test_all_of_64_ranks_launch_in_the_same_order() -> None:
-    logs = [_events_of(rank, 64) for rank in (0, 1, 31, 62, 63)]
+    logs = [_events_of(rank, 64) for rank in (0, 31, 63)]
     assert logs[0] and all(log == logs[0] for log in logs)
 
 
@@ -157,7 +157,7 @@ def _events_of(rank: int, size: int) -> list[str]:
     try:
         mesh = dist.device_mesh.init_device_mesh("cpu", (size,))
         context = Context(slots=2, open_comm=lambda group: Recording(FakeComm(rank, size), log))
-        net = copy.deepcopy(make_net(layers=4))
+        net = make_net()
         for layer in net.layers:
             shard(layer, mesh, context=context, anchor="wo")
         shard(net, mesh, context=context)

@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     failed = [(name, wrong) for name, wrong in results if wrong]
     if comm.rank == 0:
         rows = [(name, "FAILED" if wrong else "ok") for name, wrong in results]
-        print(f"{comm.size} ranks, {dist.get_backend()}, {configuration}")
+        print(f"{comm.size} ranks, {dist.get_backend_config()}, {configuration}")
         print(render_table(("exchange, as rank 0 sees it", "result"), rows), flush=True)
     for name, wrong in failed:  # every rank speaks for itself: the others may be out of reach
         print(f"memswap selftest: {name}: {wrong}", file=sys.stderr, flush=True)
