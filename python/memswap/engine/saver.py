@@ -119,9 +119,11 @@ class Saver:
         if _graph_task() != -1:
             return "saved in backward"
         policy = self.policy
-        action = policy.action
-        if policy.fn is not None:  # most have none: spare them the TensorInfo
-            action = policy.decide(tensor, TensorInfo(visit.unit, view.nbytes, nbytes))
+        action = visit.action
+        if action is None:
+            action = policy.action
+            if policy.fn is not None:  # most have none: spare them the TensorInfo
+                action = policy.decide(tensor, TensorInfo(visit.unit, view.nbytes, nbytes))
         if action is Action.KEEP:
             return self._stay(tensor, view, "policy")
         route = self._routes.to(tensor.device)
@@ -137,7 +139,7 @@ class Saver:
         if action is None:
             action = route.default_action
         visit.ordinal += 1
-        verdict = self.passage.admit(nbytes, decoded=action is Action.ENCODE)
+        verdict = self.passage.admit(nbytes, action is Action.ENCODE, visit.group)
         storage = native.StorageRef(tensor)
         entry = Entry(self, view, storage)
         self.passage.place(entry)
@@ -322,14 +324,24 @@ class Saver:
 
 
 class Visit:
-    """One installation of a saver's hooks: a ``with`` block, or one call of a unit."""
+    """One installation of a saver's hooks: a ``with`` block, or one call of a unit.
 
-    __slots__ = ("covered", "ordinal", "outer", "pushed", "saver", "unit")
+    Args:
+        action: what to do with all that is packed, instead of what the policy says.
+        group: storages of one group come back in the order in which they were saved
+            (`Passage.admit`).
+    """
 
-    def __init__(self, saver: Saver, unit: str) -> None:
+    __slots__ = ("action", "covered", "group", "ordinal", "outer", "pushed", "saver", "unit")
+
+    def __init__(
+        self, saver: Saver, unit: str, action: Action | None = None, group: int | None = None
+    ) -> None:
         self.saver = saver
         self.unit = unit
-        self.covered = saver.policy.covers(unit)
+        self.action = action
+        self.group = group
+        self.covered = action is not None or saver.policy.covers(unit)
         self.ordinal = -1  # of the storage that was considered last
         self.outer: HookPair | None = None
         self.pushed = False
@@ -427,6 +439,13 @@ def is_frozen_parameter(tensor: torch.Tensor) -> bool:
     owner = tensor if base is None else base
     # The type is asked first because isinstance on Parameter runs a metaclass.
     return type(owner) is not torch.Tensor and isinstance(owner, torch.nn.Parameter)
+
+
+def current_visit() -> Visit | None:
+    """The visit whose hooks this thread would save through now, if they are memswap's."""
+    top = _top_hooks(True)
+    owner = None if top is None else getattr(top[0], "__self__", None)
+    return owner if isinstance(owner, Visit) else None
 
 
 def in_backward() -> bool:
