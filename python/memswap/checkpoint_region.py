@@ -205,12 +205,12 @@ class _Call:
         self.looks = looks(args, kwargs) if region.checks else None
         flat, self.spec = tree_flatten(output)
         self.written = [_Held(tensor) for tensor in written]
-        pack = region.visit.pack if leaves_device else _Held
+        visit = region.visit if leaves_device else None
         self.leaves: list[Any] = []
         for leaf in flat:
             if isinstance(leaf, torch.Tensor):
                 place = next((i for i, one in enumerate(written) if one is leaf), None)
-                self.leaves.append(pack(leaf) if place is None else _Argument(place))
+                self.leaves.append(_kept(leaf, visit) if place is None else _Argument(place))
             else:
                 self.leaves.append(leaf)
         self.random = random_states(flat + written) if random else []
@@ -255,14 +255,19 @@ class _Argument:
 
 
 class _Held:
-    """A tensor that stays where it is, and whether it was edited since."""
+    """A tensor that stays where it is, and whether it was edited since.
 
-    __slots__ = ("_counter", "_tensor", "_version")
+    Args:
+        handle: what the engine returned for it, if it was asked.
+    """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    __slots__ = ("_counter", "_handle", "_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor, handle: Kept | None = None) -> None:
         # Below autograd a detached tensor does not share its version counter with the original.
         self._counter = None if tensor.is_inference() else native.VersionGuard(tensor)
-        self._tensor = tensor.detach()
+        self._tensor = tensor.detach() if handle is None else handle.tensor
+        self._handle = handle
         self.guard()
 
     def guard(self) -> None:
@@ -281,8 +286,18 @@ class _Held:
         if self.edited:
             described = f"{tensor.type()} {list(tensor.shape)} on {tensor.device}"
             raise inplace_edit(described, self._found(), self._version)
+        if self._handle is not None:
+            self._handle.unpack()  # the timeline moves on
         # A new one each time: autograd will mark it as the operator's output.
         return tensor.detach()
+
+
+def _kept(tensor: torch.Tensor, visit: Visit | None) -> _Held | Handle:
+    """How an output waits: here, or wherever the engine says."""
+    if visit is None:
+        return _Held(tensor)
+    handle = visit.pack(tensor)
+    return _Held(tensor, handle) if isinstance(handle, Kept) else handle
 
 
 def _unpacked(leaf: Any, arguments: list[torch.Tensor]) -> Any:
@@ -291,8 +306,7 @@ def _unpacked(leaf: Any, arguments: list[torch.Tensor]) -> Any:
     if isinstance(leaf, _Held):
         return leaf.unpack()
     if isinstance(leaf, Handle):
-        tensor = leaf.unpack()
-        return tensor.detach() if isinstance(leaf, Kept) else tensor
+        return leaf.unpack()
     return leaf
 
 

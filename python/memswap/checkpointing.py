@@ -194,9 +194,10 @@ class Checkpointing:
             return fn(*args, **kwargs)
         around = None if self._has_pool else current_visit() or _serving.get()
         saver = self._saver if around is None else around.saver
-        if around is None and not in_backward():
+        if not in_backward():
             with saver.lock:
-                if saver.passage.over:
+                passage = saver.passage
+                if passage.began_backward or (around is None and passage.over):
                     saver.begin_passage()
         # The place in the forward names the region: the same in each step, and no other's.
         group = len(saver.passage.sizes)
