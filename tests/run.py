@@ -45,6 +45,12 @@ SUITES = {
             environment={"OMP_NUM_THREADS": "1"},
         ),
         Suite("simdev", ("tests/simdev/tests",), "tests of the simulated accelerator itself"),
+        Suite(
+            "parallel",
+            ("tests/parallel",),
+            "sharded weights and exchanges on several processes",
+            environment={"OMP_NUM_THREADS": "1"},
+        ),
     ),
     "gpu": (
         Suite(
@@ -58,7 +64,7 @@ SUITES = {
 
 
 #: What one process runs of the default suite, longest first. The compiled parts share folders.
-TOGETHER = (("sim",), ("cpu",), ("cpp", "kernels", "fuzz"), ("simdev",))
+TOGETHER = (("sim",), ("cpu",), ("cpp", "kernels", "fuzz"), ("simdev", "parallel"))
 
 COMPILED: dict[str, Callable[[bool], Sum]] = {
     "cpp": lambda slow: native.run_cpp(),
