@@ -156,7 +156,7 @@ class Checkpointing:
             preserve_rng_state=preserve_rng_state,
             early_stop=early_stop,
         )
-        self._modules: list[nn.Module] = []
+        self._modules: list[ref[nn.Module]] = []  # their forwards refer to this object
 
     def checkpoint(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``fn(*args, **kwargs)`` as a region; see :func:`memswap.checkpoint`."""
@@ -181,7 +181,7 @@ class Checkpointing:
 
         Graphs that are alive can still run backward.
         """
-        for module in self._modules:
+        for module in filter(None, (one() for one in self._modules)):
             replaced = module.__dict__.get("forward")
             if isinstance(replaced, _CheckpointedForward):
                 replaced.remove()
@@ -260,7 +260,7 @@ def checkpoint_module(
     checkpointing = Checkpointing(policy_fn, **options)
     for module in units:
         module.forward = _CheckpointedForward(module, checkpointing)
-    checkpointing._modules = units
+    checkpointing._modules = [ref(module) for module in units]
     return checkpointing
 
 
