@@ -5,6 +5,8 @@ Each test is named after what went wrong there, as its user saw it.
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from checkpoint_helpers import CheckpointPolicy, aten, gradients_of, policy_of
@@ -165,6 +167,71 @@ def test_many_tensors_leave_and_return_in_an_arbitrary_order(device, new_pool):
         assert_same_gradients([leaf.grad], expected)
         assert ours.stats().stalls <= (step == 0), "what came next was not what had been fetched"
     del out
+    assert_released(ours, pool)
+
+
+def test_the_last_layer_is_sent_away_only_to_come_back_at_once(device, new_pool):
+    """From the second step on, what backward needs first stays, and counts as such."""
+    model, x, pool = new_stack(device), new_input(device), new_pool()
+    ours = memswap.checkpoint_module(model.layers, SWAP, pool=pool, min_bytes=1)
+    for _ in range(2):
+        train_step(model, lambda: model(x))
+    assert ours.stats().kept["needed at once"].tensors > 0
+    assert ours.stats().moved_storages > ours.stats().kept["needed at once"].tensors
+    assert_released(ours, pool)
+
+
+@pytest.mark.one_schedule
+def test_two_threads_share_the_current_group(device, new_pool):
+    """Two models at once, nested regions, one Checkpointing each: nobody meets the other's."""
+    pools, found = [new_pool(), new_pool()], {}
+    seeds = range(2)
+
+    def run(seed, call=None):
+        model, x = new_stack(device, depth=2, seed=seed), new_input(device, seed=seed)
+        for _ in range(3):
+            model.zero_grad(set_to_none=True)
+            h = model.enter(x)
+            for layer in model.layers:
+                h = layer(h) if call is None else call(nested, layer, h)
+            h.square().mean().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    def nested(layer, h):
+        return memswap.checkpoint(layer, h, policy_fn=SWAP)
+
+    expected = [run(seed) for seed in seeds]
+    every = [checkpointing(pool) for pool in pools]
+
+    def train(seed):
+        found[seed] = run(seed, every[seed].checkpoint)
+
+    threads = [threading.Thread(target=train, args=(seed,)) for seed in seeds]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for seed in seeds:
+        assert_same_gradients(found[seed], expected[seed])
+        assert_released(every[seed], pools[seed])
+
+
+@pytest.mark.accelerator
+@pytest.mark.one_schedule
+def test_memory_of_a_failed_copy_is_never_given_back(device):
+    """Pinning fails now and then: what finds no memory stays, and nothing leaks."""
+    if device.type == "cuda":
+        pytest.skip("faults are injected on the simulated accelerator")
+    from simdev import faults
+
+    model, x = new_stack(device), new_input(device)
+    expected = train_step(model, lambda: model(x))
+    pool = memswap.HostPool(budget="64MiB", slab="64KiB", device=device)
+    ours = memswap.checkpoint_module(model.layers, SWAP, pool=pool, min_bytes=1)
+    with faults.pinned_budget(0), pytest.warns(UserWarning, match="memswap"):
+        assert_same_gradients(train_step(model, lambda: model(x)), expected)
+    assert_same_gradients(train_step(model, lambda: model(x)), expected)
+    assert ours.stats().kept["pool"].tensors > 0 and ours.stats().moved_storages > 0
     assert_released(ours, pool)
 
 
