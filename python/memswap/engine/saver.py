@@ -102,6 +102,10 @@ class Saver:
         """Order everything after the transfers under way, and drop the storages they hold."""
         self._routes.settle()
 
+    def check_decodes(self) -> None:
+        """Wait for decodes under way; raise TransferError if a frame was not what was encoded."""
+        self._routes.check_decodes()
+
     # --- pack -------------------------------------------------------------------------------------
 
     def save(self, tensor: torch.Tensor, view: SavedView, visit: Visit) -> Handle | str:
