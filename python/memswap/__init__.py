@@ -1,6 +1,13 @@
 """memswap: saved activations swapped off the accelerator and back, without changing one bit."""
 
 from memswap.activations import Manager, manage, saved_tensors
+from memswap.checkpointing import (
+    Checkpointing,
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_module,
+    keep_collectives,
+)
 from memswap.codec import Frame, decode, encode
 from memswap.engine.action import Action, TensorInfo
 from memswap.engine.pools import DiskPool, HostPool
@@ -11,6 +18,7 @@ from memswap.errors import (
     InplaceEditError,
     MemswapError,
     NotSwappedError,
+    RecomputeError,
     SharedStorageError,
     TransferError,
 )
@@ -21,6 +29,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Action",
+    "CheckpointPolicy",
+    "Checkpointing",
     "Count",
     "DiskPool",
     "EntryStateError",
@@ -32,12 +42,16 @@ __all__ = [
     "MemswapError",
     "NotSwappedError",
     "Policy",
+    "RecomputeError",
     "SharedStorageError",
     "Stats",
     "TensorInfo",
     "TransferError",
+    "checkpoint",
+    "checkpoint_module",
     "decode",
     "encode",
+    "keep_collectives",
     "manage",
     "saved_tensors",
     "swap_in",
