@@ -44,3 +44,7 @@ class SlotError(MemswapError, RuntimeError):
 
 class UnitStateError(MemswapError, RuntimeError):
     """Sharded weights were asked for a move that their state does not allow."""
+
+
+class RankMismatchError(MemswapError, RuntimeError):
+    """Ranks are set up differently and would launch different collectives: a hang, said early."""

@@ -56,7 +56,7 @@ def test_an_exchange_that_delivers_zeros_is_named(rank: Rank) -> None:
 def test_ranks_of_different_versions_are_noticed(rank: Rank) -> None:
     results = dict(check_lanes(rank.open_comm(), CPU, f"version {rank.rank}"))
     assert (
-        f"rank {rank.rank} has 'version {rank.rank}'; ranks [{1 - rank.rank}] have"
+        f"rank {rank.rank} has 'version {rank.rank}'; ranks [{1 - rank.rank}] do not"
         in (results["same configuration on all ranks"])
     )
 

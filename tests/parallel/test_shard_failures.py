@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -166,6 +167,59 @@ def test_a_model_that_is_dropped_frees_its_weights(rank: Rank) -> None:
     del net, context
     gc.collect()
     assert gone() is None and shard_gone() is None
+
+
+@distributed(2)
+@LATE
+def test_outputs_that_the_loss_does_not_use(rank: Rank, late: bool) -> None:
+    layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3)).double()
+    plain = copy.deepcopy(layers)
+    context = Context(slots=2, open_comm=lambda group: rank.open_comm(group, late=late), debug=True)
+    for layer in layers:
+        shard(layer, rank.mesh, context=context)
+    x = torch.ones(1, 3, dtype=torch.float64)
+    for _ in range(2):
+        for model in (layers, plain):
+            model[1](model[0](x))
+            model[2](model[0](x)).sum().backward()
+    assert layers[1].weight.grad is None
+    for i in (0, 2):
+        assert torch.equal(layers[i].weight.grad.full_tensor(), plain[i].weight.grad)
+    assert context.stats().lent == 0
+
+
+@distributed(2)
+@LATE
+def test_a_graph_that_is_kept_goes_backward_twice(rank: Rank, late: bool) -> None:
+    start = make_net(layers=2)
+    net, context = sharded(rank, start, late=late, context={"slots": 2})
+    reference, _ = sharded(rank, start)
+    for model in (net, reference):
+        loss = loss_of(model, tokens_of(0, 2)[rank.rank])
+        loss.backward(retain_graph=True)
+        loss.backward()
+    for mine, theirs in zip(net.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(mine.grad.full_tensor(), theirs.grad.full_tensor())
+    loss_of(start, tokens_of(0, 2)[rank.rank]).backward()
+    total = start.layers[0].wo.weight.grad * 2
+    dist.all_reduce(total)
+    torch.testing.assert_close(net.layers[0].wo.weight.grad.full_tensor(), total / 2)
+    assert context.stats().lent == 0
+
+
+@distributed(2)
+@LATE
+def test_gradients_of_inputs_alone_leave_parameters_without(rank: Rank, late: bool) -> None:
+    layer = nn.Linear(3, 3)
+    plain = copy.deepcopy(layer)
+    context = Context(slots=1, open_comm=lambda group: rank.open_comm(group, late=late), debug=True)
+    shard(layer, rank.mesh, context=context)
+    x = torch.ones(2, 3, requires_grad=True)
+    (mine,) = torch.autograd.grad(layer(x).pow(2).sum(), x)
+    (theirs,) = torch.autograd.grad(plain(x).pow(2).sum(), x)
+    assert torch.equal(mine, theirs)
+    assert layer.weight.grad is None
+    assert context.stats().lent == 0
 
 
 # --- asked for what cannot be -------------------------------------------------------------------

@@ -17,14 +17,15 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
-from memswap.errors import InplaceEditError
+from memswap.errors import InplaceEditError, RankMismatchError
 from memswap.parallel.comm import Comm, ProcessGroupComm
 from memswap.parallel.order import Order
+from memswap.parallel.selftest import ranks_that_differ
 from memswap.parallel.slots import SlotPool, SlotStats
 from memswap.parallel.unit import Reduction, State, Unit
 
@@ -33,6 +34,15 @@ if TYPE_CHECKING:
 
 _graph_task = torch._C._current_graph_task_id
 _log = logging.getLogger(__name__)
+
+
+class Launch(NamedTuple):
+    """One collective, and why it was launched when it was."""
+
+    collective: str
+    unit: str
+    cause: str
+
 
 #: Does something before a unit is gathered; what it returns, if anything, is waited before.
 Prerequisite = Callable[[str], Any]
@@ -48,7 +58,7 @@ class Scheduled:
     unshard_in_backward: bool
     own_memory: bool
     """Not in a slot: its weights stay while other units come and go."""
-    has_anchor: bool
+    anchor: str | None
     anchored: bool = False
     """Whether this forward has passed the anchor."""
     depth: int = 0
@@ -99,7 +109,11 @@ class Context:
         self._backward = Order()
         self._reductions: deque[Reduction] = deque()
         self._in_backward = False
-        self._warned = False
+        self._warned: set[Unit] = set()
+        self._compared = False
+        self._launches: list[Launch] = []
+        self.last_step: list[Launch] = []
+        """Collectives of the last step, from the first after a backward to the end of the next."""
 
     def before_fetch(self, prerequisite: Prerequisite) -> None:
         """Call ``prerequisite(name)`` before a unit is gathered, by prefetch or by need.
@@ -155,16 +169,18 @@ class Context:
             self._enter_backward()
             self.use(one)
             unit.expose()
-            self._prefetch(self._expected_in_backward(unit))
+            self._prefetch(self._expected_in_backward(unit), unit)
             return
         if self._in_backward:
             self.reset()  # the last backward raised, or else its end would have been seen
+        if not self._compared:
+            self._compare_ranks()
         one.depth += 1
         one.anchored = False
         self._forward.visit(unit)
         self.use(one)
         unit.expose()
-        if not one.has_anchor:
+        if one.anchor is None:
             self.reach_anchor(unit)
 
     def reach_anchor(self, unit: Unit) -> None:
@@ -172,14 +188,16 @@ class Context:
         one = self.scheduled[unit]
         if _graph_task() == -1 and one.depth > 0 and not one.anchored:
             one.anchored = True
-            self._prefetch(self._expected_in_forward(unit))
+            self._prefetch(self._expected_in_forward(unit), unit)
 
     def leave_forward(self, unit: Unit, module: nn.Module, backward_comes: bool) -> None:
         """The module has run, or raised."""
         one = self.scheduled[unit]
         if one.depth == 0:
             return
-        self.reach_anchor(unit)  # a forward that did not pass it: late, but not lost
+        if one.anchor is not None and not one.anchored and _graph_task() == -1:
+            self._warn(unit, "unit %r did not pass its anchor; the next unit is gathered late")
+            self.reach_anchor(unit)
         one.depth -= 1
         if one.depth == 0:
             unit.hide()  # also where weights stay: an optimizer made now has to get the shards
@@ -208,7 +226,7 @@ class Context:
             )
         self._backward.visit(unit)
         self.use(one)
-        self._prefetch(self._expected_in_backward(unit))
+        self._prefetch(self._expected_in_backward(unit), unit)
 
     def call_began_backward(self, unit: Unit) -> None:
         self.scheduled[unit].open_calls += 1
@@ -219,7 +237,7 @@ class Context:
 
     # --- weights ----------------------------------------------------------------------------------
 
-    def fetch(self, one: Scheduled, ahead: bool = False) -> bool:
+    def fetch(self, one: Scheduled, ahead_of: Unit | None = None) -> bool:
         """Launch the unit's all-gather; ahead of its use only if a slot is free."""
         unit = one.unit
         if unit.state is not State.ABSENT:
@@ -227,7 +245,7 @@ class Context:
         lease = None
         if not one.own_memory:
             lease = self.pool.take(unit.name, unit.nbytes, unit.device)
-            if lease is None and ahead:
+            if lease is None and ahead_of is not None:
                 return False
             if lease is None and self._drop_unused():
                 lease = self.pool.take(unit.name, unit.nbytes, unit.device)
@@ -237,6 +255,8 @@ class Context:
             lease = self.pool.allocate(unit.name, unit.nbytes, unit.device)
         self._run_prerequisites(unit)
         unit.fetch(lease)
+        cause = "needed" if ahead_of is None else f"prefetched by {ahead_of.name}"
+        self._note("all-gather", unit, cause)
         return True
 
     def use(self, one: Scheduled) -> None:
@@ -245,6 +265,7 @@ class Context:
         if unit.state is not State.ABSENT and not self._in_backward and unit.stale:
             self._run_prerequisites(unit)
             unit.fetch_again()
+            self._note("all-gather", unit, "shards were edited")
         self.fetch(one)
         unit.ready()
 
@@ -271,14 +292,39 @@ class Context:
 
     def _note_overflow(self, unit: Unit) -> None:
         self.pool.stats.overflows += 1
-        if not self._warned:
-            self._warned = True
-            _log.warning(
-                "memswap: all %d slots are in use and unit %r needs one: it gets memory of its own "
-                "for now. More slots avoid that",
-                self.pool.count,
+        self._warn(unit, "all slots are in use and unit %r needs one; it gets memory of its own")
+
+    def _warn(self, unit: Unit, message: str) -> None:
+        """Once for each unit."""
+        if unit not in self._warned:
+            self._warned.add(unit)
+            _log.warning("memswap: " + message, unit.name)
+
+    def _note(self, what: str, unit: Unit, cause: str) -> None:
+        self._launches.append(Launch(what, unit.name, cause))
+
+    def _compare_ranks(self) -> None:
+        """Once, before the first step: ranks that differ would hang, or mix up their data."""
+        self._compared = True
+        texts: dict[Comm, str] = {}
+        for one in self.scheduled.values():
+            unit = one.unit
+            own = (
                 unit.name,
+                [(tuple(m.shape), str(m.dtype), m.sharded.requires_grad) for m in unit.members],
+                (one.reshard_after_forward, one.residency, one.unshard_in_backward),
+                (one.own_memory, one.anchor, str(unit.policy.reduce_dtype)),
+                (self.pool.count, self._max_reduces),
             )
+            texts[unit.comm] = f"{texts.get(unit.comm, '')}{own}\n"
+            device = unit.device
+        for comm, text in texts.items():
+            if others := ranks_that_differ(comm, device, text):
+                raise RankMismatchError(
+                    f"rank {comm.rank} has sharded its model in another way than ranks {others} "
+                    "of its group: modules, shapes, dtypes, options of shard() and Context must "
+                    f"agree on all ranks. Here they are:\n{text}"
+                )
 
     def _run_prerequisites(self, unit: Unit) -> None:
         for prerequisite in self._prerequisites:
@@ -294,9 +340,9 @@ class Context:
 
     # --- prefetch ---------------------------------------------------------------------------------
 
-    def _prefetch(self, unit: Unit | None) -> None:
+    def _prefetch(self, unit: Unit | None, ahead_of: Unit) -> None:
         if unit is not None and unit in self.scheduled:
-            self.fetch(self.scheduled[unit], ahead=True)
+            self.fetch(self.scheduled[unit], ahead_of)
 
     def _expected_in_forward(self, unit: Unit) -> Unit | None:
         return self._forward.after(unit) or self._neighbour(unit, 1)
@@ -348,6 +394,7 @@ class Context:
             while len(self._reductions) >= self._max_reduces:
                 self._reductions.popleft().finish()
             self._reductions.append(unit.reduce())
+            self._note("reduce-scatter", unit, "gradients complete")
         if one.sync or one.residency != "step":
             self._release(one)
 
@@ -361,5 +408,6 @@ class Context:
             prefetched = one.unit.state is not State.ABSENT and one.depth == 0 and not one.pinned
             if prefetched and (one.sync or one.residency != "step"):
                 self._release(one)
+        self.last_step, self._launches = self._launches, []
         self._backward.pause()
         self._in_backward = False

@@ -141,11 +141,15 @@ def _broadcast(comm: Comm, device: torch.device) -> str:
 
 
 def _same(comm: Comm, device: torch.device, configuration: str) -> str:
-    digest = hashlib.sha256(configuration.encode()).digest()[:8]
+    other = ranks_that_differ(comm, device, configuration)
+    return f"rank {comm.rank} has {configuration!r}; ranks {other} do not" if other else ""
+
+
+def ranks_that_differ(comm: Comm, device: torch.device, text: str) -> list[int]:
+    """The ranks of the group that have another text than this one. All of them call this."""
+    digest = hashlib.sha256(text.encode()).digest()[:8]
     mine = torch.tensor(list(digest), dtype=torch.float32, device=device)
     output = torch.empty(len(digest) * comm.size, device=device)
-    comm.all_gather([output], [mine], label="selftest").wait()
-    other = [rank for rank, one in enumerate(output.view(comm.size, -1)) if not one.equal(mine)]
-    if not other:
-        return ""
-    return f"rank {comm.rank} has {configuration!r}; ranks {other} have something else"
+    comm.all_gather([output], [mine], label="configuration").wait()
+    texts = output.view(comm.size, -1)
+    return [rank for rank, one in enumerate(texts) if not torch.equal(one, mine)]

@@ -102,7 +102,7 @@ def shard(
             residency=residency,
             unshard_in_backward=unshard_in_backward,
             own_memory=bool(inner) or not reshard or residency == "step",
-            has_anchor=anchor is not None,
+            anchor=anchor,
         )
     )
     for parameter in parameters:
