@@ -44,6 +44,33 @@ def test_shard_manage_and_checkpoint_compose(
 
 
 @distributed(2)
+@pytest.mark.parametrize("swapped", [False, True], ids=["recomputed", "swapped"])
+def test_regions_inside_a_unit_are_recomputed_with_its_weights(rank: Rank, swapped: bool) -> None:
+    # checkpoint_module replaces forward: the hooks that gather do not run again in the recompute.
+    start = make_net()
+    reference, _ = sharded(rank, start)
+    net, context = sharded(rank, start, late=True, context={"slots": 2})
+
+    def policy(ctx: object, op: object, *args: object, **kwargs: object) -> object:
+        chosen = memswap.CheckpointPolicy
+        return chosen.MUST_SWAP if swapped and "mm" in str(op) else chosen.PREFER_RECOMPUTE
+
+    with tempfile.TemporaryDirectory() as folder:
+        regions = memswap.checkpoint_module(
+            net.layers, policy, pool=memswap.DiskPool(folder), min_bytes=1
+        )
+        losses = train(net, rank)
+        moved_storages = regions.stats().moved_storages
+        regions.remove()
+    assert rank.log.count("all_gather layers.") == 3 * 6
+    assert (moved_storages > 0) == swapped
+    for mine, theirs in zip(losses, train(reference, rank), strict=True):
+        assert torch.equal(mine, theirs)
+    assert_same(net, reference, rank, bitwise=True)
+    assert context.stats().lent == 0
+
+
+@distributed(2)
 @pytest.mark.parametrize("frozen", [False, True])
 def test_gathered_weights_are_never_moved(rank: Rank, frozen: bool) -> None:
     start = make_net(layers=1)

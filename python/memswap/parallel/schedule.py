@@ -142,10 +142,16 @@ class Context:
         if not scheduled.own_memory:
             self.pool.reserve(unit.nbytes)
 
+    def recover(self) -> None:
+        """Outside of backward: :meth:`reset`, if the last backward raised and was not ended."""
+        if self._in_backward and _graph_task() == -1:
+            self.reset()
+
     def reset(self) -> None:
         """Forget a step that failed: wait for what is under way, drop weights and gradients.
 
-        Called by itself at the next forward after a backward that raised.
+        Called by itself at the next forward after a backward that raised, or when somebody asks
+        the model for its parameters.
         """
         while self._reductions:
             self._reductions.popleft().ticket.wait()
@@ -171,8 +177,7 @@ class Context:
             unit.expose()
             self._prefetch(self._expected_in_backward(unit), unit)
             return
-        if self._in_backward:
-            self.reset()  # the last backward raised, or else its end would have been seen
+        self.recover()
         if not self._compared:
             self._compare_ranks()
         one.depth += 1
@@ -199,7 +204,7 @@ class Context:
             self._warn(unit, "unit %r did not pass its anchor; the next unit is gathered late")
             self.reach_anchor(unit)
         one.depth -= 1
-        if one.depth == 0:
+        if one.depth == 0 and not one.in_backward:
             unit.hide()  # also where weights stay: an optimizer made now has to get the shards
         if _graph_task() != -1:
             return
@@ -226,6 +231,7 @@ class Context:
             )
         self._backward.visit(unit)
         self.use(one)
+        unit.expose()  # a checkpoint inside the unit runs parts of it again, without its hooks
         self._prefetch(self._expected_in_backward(unit), unit)
 
     def call_began_backward(self, unit: Unit) -> None:

@@ -153,6 +153,13 @@ class ShardedModule:
                 hooks = module._memswap_hooks
                 hooks.context.scheduled[hooks.unit].sync = requires_sync
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The shards, also after a backward that raised where it had weights gathered."""
+        self._memswap_hooks.context.recover()
+        result: Iterator[tuple[str, nn.Parameter]]
+        result = super().named_parameters(*args, **kwargs)  # type: ignore[misc]
+        return result
+
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """``to``, ``cuda``, ``half``: they change the shards."""
         self.reshard()
