@@ -123,6 +123,23 @@ def test_one_gather_per_unit_where_weights_stay(rank: Rank) -> None:
 
 
 @distributed(2)
+def test_the_first_unit_does_not_follow_the_last_one(rank: Rank) -> None:
+    net = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
+    context = Context(slots=2, open_comm=rank.open_comm)
+    for layer in net:
+        shard(layer, rank.mesh, context=context)
+    x = torch.ones(1, 2)
+    with torch.no_grad():
+        for _ in range(3):
+            net(x)
+    assert context.stats().lent == 0, "a pass that may never come was prefetched for"
+    for _ in range(2):
+        rank.log.events.clear()
+        net(x).sum().backward()
+        assert rank.log.count("all_gather") == 6
+
+
+@distributed(2)
 def test_reductions_wait_when_the_window_is_full(rank: Rank) -> None:
     net, _ = sharded(rank, make_net(layers=4), context={"max_reduces": 1})
     step_of(rank, net)
