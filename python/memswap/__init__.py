@@ -1,5 +1,10 @@
 """memswap: saved activations swapped off the accelerator and back, without changing one bit."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from memswap.activations import Manager, manage, saved_tensors
 from memswap.checkpointing import (
     Checkpointing,
@@ -18,12 +23,18 @@ from memswap.errors import (
     InplaceEditError,
     MemswapError,
     NotSwappedError,
+    RankMismatchError,
     RecomputeError,
     SharedStorageError,
+    SlotError,
     TransferError,
+    UnitStateError,
 )
 from memswap.inplace import swap_in, swap_out
 from memswap.planning.policy import Policy
+
+if TYPE_CHECKING:
+    from memswap import parallel as parallel
 
 __version__ = "0.1.0"
 
@@ -42,11 +53,14 @@ __all__ = [
     "MemswapError",
     "NotSwappedError",
     "Policy",
+    "RankMismatchError",
     "RecomputeError",
     "SharedStorageError",
+    "SlotError",
     "Stats",
     "TensorInfo",
     "TransferError",
+    "UnitStateError",
     "checkpoint",
     "checkpoint_module",
     "decode",
@@ -57,3 +71,9 @@ __all__ = [
     "swap_in",
     "swap_out",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "parallel":  # when it is asked for: it imports torch.distributed.fsdp
+        return import_module("memswap.parallel")
+    raise AttributeError(f"module 'memswap' has no attribute {name!r}")

@@ -221,6 +221,15 @@ def test_gradients_of_inputs_alone_leave_parameters_without(rank: Rank, late: bo
     assert context.stats().lent == 0
 
 
+@distributed(2)
+def test_double_backward_raises_and_is_not_wrong(rank: Rank) -> None:
+    layer = shard(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1)), rank.mesh)
+    x = torch.ones(2, 3, requires_grad=True)
+    (gradient,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="are sharded now and were used outside"):
+        gradient.pow(2).sum().backward()
+
+
 # --- asked for what cannot be -------------------------------------------------------------------
 
 
