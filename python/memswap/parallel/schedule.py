@@ -319,7 +319,7 @@ class Context:
                 unit.name,
                 [(tuple(m.shape), str(m.dtype), m.sharded.requires_grad) for m in unit.members],
                 (one.reshard_after_forward, one.residency, one.unshard_in_backward),
-                (one.own_memory, one.anchor, str(unit.policy.reduce_dtype)),
+                (one.own_memory, one.anchor, str(unit.policy.reduce_dtype), unit.divide_factor),
                 (self.pool.count, self._max_reduces),
             )
             texts[unit.comm] = f"{texts.get(unit.comm, '')}{own}\n"

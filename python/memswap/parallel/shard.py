@@ -153,6 +153,16 @@ class ShardedModule:
                 hooks = module._memswap_hooks
                 hooks.context.scheduled[hooks.unit].sync = requires_sync
 
+    def set_gradient_divide_factor(self, factor: float, recurse: bool = True) -> None:
+        """What the sum of the ranks' gradients is divided by; at first, the number of ranks.
+
+        1 where ranks hold parts of one sequence and the loss is a mean over all of it.
+        """
+        modules = cast(nn.Module, self).modules() if recurse else [self]
+        for module in modules:
+            if isinstance(module, ShardedModule):
+                module._memswap_hooks.unit.divide_factor = factor
+
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The shards, also after a backward that raised where it had weights gathered."""
         self._memswap_hooks.context.recover()

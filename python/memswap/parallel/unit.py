@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    from memswap.parallel.comm import Comm, Ticket
+    from memswap.parallel.comm import Comm, ReduceOp, Ticket
     from memswap.parallel.slots import Lease
 
 #: Every gathered parameter begins at a multiple of so many bytes (as torch's allocators align).
@@ -101,7 +101,7 @@ class Reduction:
     members: list[Member]
     outputs: list[torch.Tensor]
     used: torch.Tensor
-    """How many ranks, as a share of all, had a gradient for each member."""
+    """For each member, zero if no rank had a gradient."""
     missing: list[bool] = field(default_factory=list)
     """Members without a gradient on this rank."""
 
@@ -146,6 +146,8 @@ class Unit:
         """Those of the shards when they were gathered."""
         self.arrived: set[Member] = set()
         """Members whose gradient this backward has computed."""
+        self.divide_factor: float | None = None
+        """What the sum of the ranks' gradients is divided by; None: the number of ranks."""
         self.on_gradient: Callable[[Unit], None] = lambda unit: None
         """Called when a gradient has arrived."""
         self._ticket: Ticket | None = None
@@ -391,13 +393,17 @@ class Unit:
             inputs.append(flags.repeat(size).to(self.device, non_blocking=True))
             outputs.append(inputs[-1].new_empty(len(members)))
         self.arrived.clear()
-        ticket = self.comm.reduce_scatter(outputs, inputs, op="avg", label=self.name)
+        op: ReduceOp = "avg" if self.divide_factor is None else "sum"
+        ticket = self.comm.reduce_scatter(outputs, inputs, op=op, label=self.name)
         return Reduction(self, ticket, members, outputs[:-1], outputs[-1], missing)
 
     def give_gradient(self, member: Member, reduced: torch.Tensor) -> None:
         """Add a reduced gradient, padded, to that of the shard."""
         sharded = member.sharded
-        local = reduced[: member.local.shape[0]].to(sharded.dtype)
+        local = reduced[: member.local.shape[0]]
+        if self.divide_factor not in (None, 1):
+            local = local / self.divide_factor
+        local = local.to(sharded.dtype)
         if sharded.grad is not None:
             sharded.grad.to_local().add_(local)
             return
