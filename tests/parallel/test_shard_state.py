@@ -146,6 +146,26 @@ def test_optimizers_step_on_shards(rank: Rank, kind: str) -> None:
 
 
 @distributed(2)
+@pytest.mark.parametrize("late", [False, True], ids=["async", "late"])
+def test_an_optimizer_in_backward_steps_on_shards(rank: Rank, late: bool) -> None:
+    start = make_net(layers=2)
+    reference = copy.deepcopy(start)
+    net, _ = sharded(rank, start, late=late, context={"slots": 2})
+    optimizers = {p: torch.optim.AdamW([p], lr=1e-2, weight_decay=0.1) for p in net.parameters()}
+
+    def step(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        parameter.grad = None
+
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    for i in range(3):
+        loss_of(net, tokens_of(i, 2)[rank.rank]).backward()
+    train_replicated(reference, rank)
+    assert_same(net, reference, rank, bitwise=True)
+
+
+@distributed(2)
 def test_weights_that_stayed_are_not_used_after_an_optimizer_step(rank: Rank) -> None:
     # An evaluation between two steps leaves weights behind; the next forward must not use them.
     start = make_net(layers=2)

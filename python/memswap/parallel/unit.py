@@ -389,8 +389,12 @@ class Unit:
                     gradient = padded
                 inputs.append(gradient)
                 outputs.append(gradient.new_empty(member.padded_shape))
-            flags = torch.tensor([not one for one in missing], dtype=inputs[0].dtype)
-            inputs.append(flags.repeat(size).to(self.device, non_blocking=True))
+            # Made on the device: a copy from pageable host memory would block the host.
+            flags = torch.ones(size, len(members), dtype=inputs[0].dtype, device=self.device)
+            for i, absent in enumerate(missing):
+                if absent:
+                    flags[:, i] = 0
+            inputs.append(flags.view(-1))
             outputs.append(inputs[-1].new_empty(len(members)))
         self.arrived.clear()
         op: ReduceOp = "avg" if self.divide_factor is None else "sum"
@@ -406,15 +410,18 @@ class Unit:
         local = local.to(sharded.dtype)
         if sharded.grad is not None:
             sharded.grad.to_local().add_(local)
-            return
-        sharded.grad = DTensor.from_local(
-            local,
-            self.mesh,
-            [Shard(0)],
-            run_check=False,
-            shape=sharded.shape,
-            stride=sharded.stride(),
-        )
+        else:
+            sharded.grad = DTensor.from_local(
+                local,
+                self.mesh,
+                [Shard(0)],
+                run_check=False,
+                shape=sharded.shape,
+                stride=sharded.stride(),
+            )
+        # Autograd does not accumulate into shards, so nobody else calls these.
+        for hook in (sharded._post_accumulate_grad_hooks or {}).values():
+            hook(sharded)
 
     def forget_gradients(self) -> None:
         """A backward failed: what it had computed so far means nothing."""
