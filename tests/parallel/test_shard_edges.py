@@ -82,6 +82,34 @@ def test_head_and_loss_over_a_cut_sequence(
         )
 
 
+@distributed(2, 4)
+@pytest.mark.parametrize("late", [False, True], ids=["async", "late"])
+def test_an_embedding_sharded_by_its_width(rank: Rank, late: bool) -> None:
+    torch.manual_seed(11)
+    start = Ends(tied=False).double()
+    reference, net = copy.deepcopy(start), copy.deepcopy(start)
+    context = Context(slots=1, open_comm=lambda group: rank.open_comm(group, late=late), debug=True)
+
+    def by_width(parameter: nn.Parameter) -> Shard | None:
+        return Shard(-1) if parameter.ndim > 1 else None
+
+    for module in (net.embed, net.layer, net.head):
+        shard(module, rank.mesh, context=context, shard_placement_fn=by_width)
+    assert net.embed.weight.placements == (Shard(1),)
+    assert net.embed.weight.to_local().shape[0] == VOCABULARY
+    assert torch.equal(net.embed.weight.full_tensor(), start.embed.weight)
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1) for one in (net, reference)]
+    for _ in range(2):
+        tokens = torch.randint(0, VOCABULARY, (rank.size, LENGTH))
+        net(tokens[rank.rank]).pow(2).mean().backward()
+        reference(tokens).pow(2).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, mine), theirs in zip(net.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), theirs, rtol=0, atol=1e-12, msg=name)
+
+
 @distributed(2)
 def test_gradients_are_divided_by_what_was_said(rank: Rank) -> None:
     layer = nn.Linear(2, 2)

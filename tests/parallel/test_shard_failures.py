@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 
 from memswap.errors import InplaceEditError, SlotError
 from memswap.parallel import Context, shard
@@ -255,6 +256,10 @@ def test_bad_requests_say_what_was_found_and_what_to_do(rank: Rank) -> None:
     scalar.scale = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ValueError, match="'scale' is a scalar; make it 1-D"):
         shard(scalar, mesh)
+    with pytest.raises(
+        ValueError, match=r"returned Shard\(dim=2\) for a parameter of shape \(2, 2\)"
+    ):
+        shard(nn.Linear(2, 2), mesh, shard_placement_fn=lambda parameter: Shard(2))
     with pytest.raises(ValueError, match="max_reduces=0"):
         Context(max_reduces=0)
     with pytest.raises(ValueError, match="slots=0"):

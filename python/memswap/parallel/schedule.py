@@ -317,7 +317,10 @@ class Context:
             unit = one.unit
             own = (
                 unit.name,
-                [(tuple(m.shape), str(m.dtype), m.sharded.requires_grad) for m in unit.members],
+                [
+                    (m.dim, tuple(m.shape), str(m.dtype), m.sharded.requires_grad)
+                    for m in unit.members
+                ],
                 (one.reshard_after_forward, one.residency, one.unshard_in_backward),
                 (one.own_memory, one.anchor, str(unit.policy.reduce_dtype), unit.divide_factor),
                 (self.pool.count, self._max_reduces),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
 from memswap.parallel.schedule import Context, Scheduled
@@ -32,6 +32,7 @@ def shard(
     residency: Literal["use", "step"] = "use",
     unshard_in_backward: bool = True,
     anchor: str | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     ignored_params: Collection[nn.Parameter] = (),
     context: Context | None = None,
@@ -61,6 +62,8 @@ def shard(
         anchor: name of a submodule (``"attn.wo"``) before whose forward the next unit's all-gather
             is launched: behind an attention's own exchange, for example. Default: at the unit's
             start.
+        shard_placement_fn: returns, for a parameter, ``Shard(dim)`` to shard it along another
+            dimension than 0, or None. Gathered, such a parameter is not contiguous.
         mp_policy: dtypes of gathered parameters, of the reduction and of inputs and outputs.
         ignored_params: parameters to leave alone.
         context: shares slots and order with the units of that context. Default: that of the sharded
@@ -94,7 +97,8 @@ def shard(
     reshard = not inner if reshard_after_forward is None else reshard_after_forward
     policy = mp_policy or MixedPrecisionPolicy()
     name = f"{type(modules[0]).__name__}.{len(context.scheduled)}"
-    unit = Unit(name, modules, parameters, mesh, policy, context.comm(mesh.get_group()))
+    dims = [_dimension(parameter, shard_placement_fn) for parameter in parameters]
+    unit = Unit(name, modules, parameters, dims, mesh, policy, context.comm(mesh.get_group()))
     context.add(
         Scheduled(
             unit,
@@ -364,6 +368,21 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
             f"shard(): parameter {name!r} is not contiguous (stride {parameter.stride()}); make it "
             "so before sharding"
         )
+
+
+def _dimension(
+    parameter: nn.Parameter, placement_fn: Callable[[nn.Parameter], Shard | None] | None
+) -> int:
+    placement = None if placement_fn is None else placement_fn(parameter)
+    if placement is None:
+        return 0
+    if not isinstance(placement, Shard) or not -parameter.ndim <= placement.dim < parameter.ndim:
+        raise ValueError(
+            f"shard(): shard_placement_fn returned {placement!r} for a parameter of shape "
+            f"{tuple(parameter.shape)}; expected Shard(dim) with one of its dimensions, or None"
+        )
+    dim: int = placement.dim % parameter.ndim
+    return dim
 
 
 def _anchors(modules: Sequence[nn.Module], anchor: str | None) -> list[nn.Module]:

@@ -48,10 +48,13 @@ class Member:
     owners: list[tuple[nn.Module, str]]
     """Every module and name that it is registered under: more than one if it is tied."""
     sharded: nn.Parameter
-    """A DTensor with Shard(0): what the optimizer and state_dict see."""
+    """A DTensor with Shard(dim): what the optimizer and state_dict see."""
+    dim: int
+    """The sharded dimension."""
     shape: torch.Size
+    """As it lies in gathered memory: the sharded dimension first."""
     rows: int
-    """Rows of dimension 0 on each rank, the last ones padded."""
+    """Rows on each rank, along the sharded dimension; the last ones are padding."""
     offset: int = 0
     nbytes: int = 0
     full: nn.Parameter | None = None
@@ -68,9 +71,9 @@ class Member:
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's rows, without padding."""
+        """This rank's rows, without padding, the sharded dimension first."""
         tensor = self.sharded.to_local() if isinstance(self.sharded, DTensor) else self.sharded
-        return tensor.detach()
+        return tensor.detach().movedim(self.dim, 0)
 
     def gather_input(self) -> torch.Tensor:
         """This rank's rows in the gathered dtype, padded; the shard itself where that is it."""
@@ -117,7 +120,7 @@ class Reduction:
 
 
 class Unit:
-    """Parameters of one or more modules, sharded along dimension 0 over a 1-D mesh.
+    """Parameters of one or more modules, each sharded along one dimension over a 1-D mesh.
 
     Between :meth:`fetch` and :meth:`drop` the gathered weights have memory, which is lent
     ([Note: Lent memory] in csrc/lend.h); after :meth:`ready` they may be used.
@@ -128,6 +131,7 @@ class Unit:
         name: str,
         modules: Sequence[nn.Module],
         parameters: dict[nn.Parameter, list[tuple[nn.Module, str]]],
+        dims: Sequence[int],
         mesh: DeviceMesh,
         policy: MixedPrecisionPolicy,
         comm: Comm,
@@ -153,22 +157,28 @@ class Unit:
         self._ticket: Ticket | None = None
         self._shell = torch.empty(0, dtype=torch.uint8)
         self._shell_ref = native.StorageRef(self._shell)
-        self.members = [self._shard(parameter, owners) for parameter, owners in parameters.items()]
+        self.members = [
+            self._shard(parameter, owners, dim)
+            for (parameter, owners), dim in zip(parameters.items(), dims, strict=True)
+        ]
         self.lay_out()
 
     # --- shards -----------------------------------------------------------------------------------
 
-    def _shard(self, parameter: nn.Parameter, owners: list[tuple[nn.Module, str]]) -> Member:
+    def _shard(
+        self, parameter: nn.Parameter, owners: list[tuple[nn.Module, str]], dim: int
+    ) -> Member:
         rank, size = self.comm.rank, self.comm.size
-        rows = math.ceil(parameter.shape[0] / size)
-        begin = min(rank * rows, parameter.shape[0])
-        end = min(begin + rows, parameter.shape[0])
-        local = parameter.detach()[begin:end].clone(memory_format=torch.contiguous_format)
+        length = parameter.shape[dim]
+        rows = math.ceil(length / size)
+        begin = min(rank * rows, length)
+        local = parameter.detach().narrow(dim, begin, min(rows, length - begin))
+        local = local.clone(memory_format=torch.contiguous_format)
         sharded = nn.Parameter(
             DTensor.from_local(
                 local,
                 self.mesh,
-                [Shard(0)],
+                [Shard(dim)],
                 run_check=False,
                 shape=parameter.shape,
                 stride=parameter.stride(),
@@ -178,7 +188,8 @@ class Unit:
         sharded.__dict__.update(parameter.__dict__)
         for module, name in owners:
             module._parameters[name] = sharded
-        return Member(owners, sharded, parameter.shape, rows)
+        shape = parameter.detach().movedim(dim, 0).shape
+        return Member(owners, sharded, dim, shape, rows)
 
     def lay_out(self) -> None:
         """Find room for each gathered parameter; needed again when dtypes or devices changed."""
@@ -209,7 +220,7 @@ class Unit:
         if not isinstance(current, DTensor):
             raise UnitStateError(
                 f"unit {self.name!r}: parameter {name!r} was replaced by a plain "
-                f"{type(current).__name__}; expected a DTensor with Shard(0), as shard() made it"
+                f"{type(current).__name__}; expected a DTensor, as shard() made it"
             )
         for module, name in member.owners:
             module._parameters[name] = current
@@ -313,7 +324,7 @@ class Unit:
                 flat = torch.empty(0, dtype=torch.uint8, device=self.device)
                 flat.set_(self._shell.untyped_storage(), 0, (self.nbytes,), (1,))
                 part = flat[member.offset : member.offset + member.nbytes].view(member.dtype)
-                part = part[: math.prod(member.shape)].view(member.shape)
+                part = part[: math.prod(member.shape)].view(member.shape).movedim(0, member.dim)
                 member.full = nn.Parameter(part.data, requires_grad=False)
                 member.full.__dict__.update(member.sharded.__dict__)
         return member.full
@@ -380,6 +391,7 @@ class Unit:
                 kind = dtype or member.dtype
                 rows = member.rows * size
                 gradient, member.grad = member.grad, None
+                gradient = None if gradient is None else gradient.movedim(member.dim, 0)
                 if gradient is not None and member.shape[0] == rows:
                     gradient = gradient.to(kind).contiguous()
                 else:
@@ -404,17 +416,17 @@ class Unit:
     def give_gradient(self, member: Member, reduced: torch.Tensor) -> None:
         """Add a reduced gradient, padded, to that of the shard."""
         sharded = member.sharded
-        local = reduced[: member.local.shape[0]]
+        local = reduced[: member.local.shape[0]].movedim(0, member.dim)
         if self.divide_factor not in (None, 1):
             local = local / self.divide_factor
-        local = local.to(sharded.dtype)
+        local = local.to(sharded.dtype).contiguous()
         if sharded.grad is not None:
             sharded.grad.to_local().add_(local)
         else:
             sharded.grad = DTensor.from_local(
                 local,
                 self.mesh,
-                [Shard(0)],
+                [Shard(member.dim)],
                 run_check=False,
                 shape=sharded.shape,
                 stride=sharded.stride(),
