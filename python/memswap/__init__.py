@@ -8,12 +8,14 @@ from memswap.engine.stats import Count, Stats
 from memswap.errors import (
     EntryStateError,
     FrameError,
+    GroupError,
     InplaceEditError,
     MemswapError,
     NotSwappedError,
     SharedStorageError,
     TransferError,
 )
+from memswap.groups import Group, Groups
 from memswap.inplace import swap_in, swap_out
 from memswap.planning.policy import Policy
 
@@ -26,6 +28,9 @@ __all__ = [
     "EntryStateError",
     "Frame",
     "FrameError",
+    "Group",
+    "GroupError",
+    "Groups",
     "HostPool",
     "InplaceEditError",
     "Manager",

@@ -22,6 +22,10 @@ class EntryStateError(MemswapError, RuntimeError):
     """A saved storage was asked for a move that its state does not allow."""
 
 
+class GroupError(MemswapError, RuntimeError):
+    """A group was asked for something that its state does not allow; the message names it."""
+
+
 class SharedStorageError(MemswapError, RuntimeError):
     """A storage cannot be emptied in place because somebody else can see its bytes."""
 

@@ -11,10 +11,11 @@ from memswap.errors import EntryStateError
 
 if TYPE_CHECKING:
     from memswap._C import SavedView, StorageRef
+    from memswap.engine.group import Membership
     from memswap.engine.lane import Ticket
     from memswap.engine.stats import Ledger
     from memswap.engine.timeline import Passage
-    from memswap.engine.transfer import Away, Way
+    from memswap.engine.transfer import Away, WayBack
 
 
 class State(enum.Enum):
@@ -122,6 +123,7 @@ class Entry:
         "identity",
         "index",
         "keeps",
+        "membership",
         "nbytes",
         "passage",
         "reference",
@@ -144,12 +146,13 @@ class Entry:
         self.storage: StorageRef | None = None  # only what was brought back is held
         self.fetched = False  # whether `identity` is a storage that memswap made
         self.away: Away | None = None
-        self.way: Way | None = None
+        self.way: WayBack | None = None
         self.handles = 0  # saves whose storage left
         self.keeps = 0  # saves whose tensor stayed
         self.unseen = 0
         self.passage: Passage[Entry] | None = None
         self.index = -1
+        self.membership: Membership | None = None  # in groups, where they say when it leaves
         self.remains = Remains(saver.ledger, self.nbytes)
         self.remains.count_resident(True)
 
@@ -165,7 +168,7 @@ class Entry:
             )
         self.state = state
 
-    def leave(self, way: Way, away: Away, departure: Ticket) -> None:
+    def leave(self, way: WayBack, away: Away, departure: Ticket) -> None:
         """The storage is being sent this way. The ticket holds the storage from here on."""
         self.remains.departure = departure
         self.move(State.LEAVING)
@@ -244,6 +247,33 @@ class Entry:
         self.saver.ledger.returned_storages += 1
         self.saver.ledger.returned_bytes += self.nbytes
         return storage
+
+    def retain(self) -> bool:
+        """Hold on to a storage that has not gone away yet: then nothing has to come back.
+
+        Whether there was one.
+        """
+        storage = self.storage
+        if storage is None:
+            storage = self.identity.lock()
+            if storage is None:
+                return False
+            self.storage = storage
+            self.unseen = self.handles
+            self.remains.count_resident(True)
+        if self.state in (State.LEAVING, State.AWAY):
+            self.move(State.RESIDENT)
+        return True
+
+    def let_go(self) -> None:
+        """Let go of a storage again whose away form is still there. Nothing is copied."""
+        if self.storage is None or self.away is None:
+            return
+        if self.state is State.RETURNING:
+            self.move(State.RESIDENT)
+        self.storage = None
+        self.move(State.AWAY)
+        self.remains.count_resident(False)
 
     def bring(self) -> tuple[StorageRef, bool]:
         """The storage, and whether it had to be fetched only now.

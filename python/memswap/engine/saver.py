@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from weakref import ref
 
 import torch
@@ -50,6 +50,18 @@ class _Encoding(NamedTuple):
     expectation: Expectation
     watch: FrameWatch
     entry: ref[Entry]
+
+
+class Place(Protocol):
+    """Where a storage was saved: what its frame is expected to be like depends on it."""
+
+    @property
+    def unit(self) -> str:
+        """The unit that saved it."""
+
+    @property
+    def ordinal(self) -> int:
+        """Which of the unit's storages it is."""
 
 
 class Saver:
@@ -111,7 +123,8 @@ class Saver:
         if entry is not None:
             self.ledger.deduplicated_tensors += 1
             self.ledger.deduplicated_bytes += view.nbytes
-            return Moved(entry, view) if entry.away is not None else Kept(tensor, entry)
+            moves = entry.away is not None or entry.storage is not None
+            return Moved(entry, view) if moves else Kept(tensor, entry)
         if nbytes < self.policy.min_bytes:
             return "small"
         if not visit.covered:
@@ -143,15 +156,26 @@ class Saver:
         self.passage.place(entry)
         self._entries[view.key] = entry.reference
         if verdict is None:
-            if action is Action.SWAP:
-                verdict = self._swap(entry, storage, route)
-            else:
-                verdict = self._encode(entry, storage, route, action, visit, tensor.dtype)
+            verdict = self.depart(entry, storage, route, action, visit, tensor.dtype)
         if verdict is not None:
             self.ledger.keep(verdict, nbytes)
             return Kept(tensor, entry)
         self._leaving.append(entry.reference)
         return Moved(entry, view)
+
+    def depart(
+        self,
+        entry: Entry,
+        storage: StorageRef,
+        route: Route,
+        action: Action,
+        place: Place,
+        dtype: torch.dtype,
+    ) -> str | None:
+        """Start sending an entry's storage away. None, or the reason why it stays."""
+        if action is Action.SWAP:
+            return self._swap(entry, storage, route)
+        return self._encode(entry, storage, route, action, place, dtype)
 
     def _swap(self, entry: Entry, storage: StorageRef, route: Route) -> str | None:
         """Start swapping an entry's storage. None, or the reason why it stays."""
@@ -168,7 +192,7 @@ class Saver:
         storage: StorageRef,
         route: Route,
         action: Action,
-        visit: Visit,
+        place: Place,
         dtype: torch.dtype,
     ) -> str | None:
         """Start encoding an entry's storage. None, or the reason why it stays."""
@@ -177,7 +201,7 @@ class Saver:
             reason = "no codec"
         else:
             expectations = route.expectations
-            expectation = expectations.of(visit.unit, visit.ordinal, entry.nbytes, dtype)
+            expectation = expectations.of(place.unit, place.ordinal, entry.nbytes, dtype)
             if expectation.pays:
                 sent = way.send(storage, expectation)
                 if sent is None and expectation.trial:
