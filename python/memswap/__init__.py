@@ -17,12 +17,16 @@ from memswap.errors import (
 )
 from memswap.groups import Group, Groups
 from memswap.inplace import swap_in, swap_out
+from memswap.layer_chain import Chain, chain
+from memswap.modules import ModuleSwap, swap_modules
+from memswap.pipeline import PipelineManager, manage_pipeline
 from memswap.planning.policy import Policy
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Action",
+    "Chain",
     "Count",
     "DiskPool",
     "EntryStateError",
@@ -35,16 +39,21 @@ __all__ = [
     "InplaceEditError",
     "Manager",
     "MemswapError",
+    "ModuleSwap",
     "NotSwappedError",
+    "PipelineManager",
     "Policy",
     "SharedStorageError",
     "Stats",
     "TensorInfo",
     "TransferError",
+    "chain",
     "decode",
     "encode",
     "manage",
+    "manage_pipeline",
     "saved_tensors",
     "swap_in",
+    "swap_modules",
     "swap_out",
 ]

@@ -58,7 +58,8 @@ class Groups:
                 "(for an action alone: memswap.Policy(action=...)) or None"
             )
         check_pool(pool)
-        self._saver = GroupSaver(Policy() if policy is None else policy, pool)
+        #: For who builds on groups inside memswap.
+        self.saver = GroupSaver(Policy() if policy is None else policy, pool)
 
     def new(self, name: str) -> Group:
         """A group of this engine. Names are for messages and policies and need not differ."""
@@ -66,15 +67,15 @@ class Groups:
 
     def stats(self) -> Stats:
         """What was done for all groups."""
-        return self._saver.stats()
+        return self.saver.stats()
 
     def reset_stats(self) -> None:
         """Start counting anew."""
-        self._saver.reset_stats()
+        self.saver.reset_stats()
 
     def settle(self) -> None:
         """Order everything after the transfers under way, and drop the storages they hold."""
-        self._saver.settle()
+        self.saver.settle()
 
 
 class Added:
@@ -143,8 +144,8 @@ class Group:
     def __enter__(self) -> Generation:
         self._check_open("a block")
         blocks = self._open.blocks
-        generation = blocks[-1].generation if blocks else self._begin()
-        visit = GroupVisit(self._groups._saver, generation)
+        generation = blocks[-1].generation if blocks else self.begin()
+        visit = GroupVisit(self._groups.saver, generation)
         blocks.append(visit)
         if not self._paused:
             visit.enter()
@@ -158,6 +159,16 @@ class Group:
     ) -> None:
         self._open.blocks.pop().leave()
 
+    def begin(self) -> Generation:
+        """Begin a generation without a block: for :meth:`add`, or for hooks of one's own."""
+        saver = self._groups.saver
+        with saver.lock:
+            if not in_backward():
+                saver._sweep()
+            generation = self._newest = Generation(self.name, saver, self._timeline.begin())
+        self._generations.add(generation)
+        return generation
+
     def add(self, tensor: torch.Tensor) -> Added:
         """Add a tensor by hand to the open block's generation, or else to the newest.
 
@@ -168,8 +179,8 @@ class Group:
         if blocks:
             generation = blocks[-1].generation
         else:
-            generation = self._begin() if self._newest is None else self._newest
-        return Added(GroupVisit(self._groups._saver, generation).pack(tensor))
+            generation = self.begin() if self._newest is None else self._newest
+        return Added(GroupVisit(self._groups.saver, generation).pack(tensor))
 
     @property
     def newest(self) -> Generation:
@@ -203,7 +214,7 @@ class Group:
         for generation in self._generations:
             generation.close()
 
-    # --- moving: the newest generation --------------------------------------------------------------
+    # --- moving: the newest generation ------------------------------------------------------------
 
     def launch_offload(self) -> None:
         """:meth:`Generation.launch_offload` of the newest generation."""
@@ -232,18 +243,6 @@ class Group:
     def reset_stats(self) -> None:
         """Start counting anew."""
         self._groups.reset_stats()
-
-    # --- inside -------------------------------------------------------------------------------------
-
-    def _begin(self) -> Generation:
-        saver = self._groups._saver
-        with saver.lock:
-            if not in_backward():
-                saver._sweep()
-            passage = self._timeline.begin()
-            generation = self._newest = Generation(self.name, saver, passage)
-        self._generations.add(generation)
-        return generation
 
     def _check_open(self, call: str) -> None:
         if self._closed:

@@ -25,7 +25,7 @@ from memswap.engine.action import Action
 from memswap.engine.buckets import SMALL_BYTES, packed, send_together
 from memswap.engine.entry import Entry, State
 from memswap.engine.handle import Handle, Moved
-from memswap.engine.saver import Saver, Visit
+from memswap.engine.saver import Saver, Visit, graph_task
 from memswap.errors import GroupError, TransferError
 
 if TYPE_CHECKING:
@@ -134,9 +134,7 @@ class GroupSaver(Saver):
             self._left(entry)
         return True
 
-    def _send_alone(
-        self, entry: Entry, route: Route, action: Action, order: Order | None
-    ) -> None:
+    def _send_alone(self, entry: Entry, route: Route, action: Action, order: Order | None) -> None:
         storage = entry.storage
         assert storage is not None  # send() has looked
         if order is None:
@@ -179,12 +177,11 @@ class Generation:
         self.name = name
         self.phase = Phase.COLLECTED
         self.passage = passage
-        #: Called, under the saver's lock, when backward first demands one of its storages, and
-        #: again when it demands one that every save has seen already (a second backward).
+        #: Called, under the saver's lock, when a backward pass first demands one of its storages.
         self.on_demand: Callable[[Generation], None] | None = None
         self._saver = saver
         self._entries: dict[ref[Entry], None] = {}
-        self._demanded = False
+        self._read_by: int | None = None  # the backward pass that demanded last
         self._closed = False
 
     def __repr__(self) -> str:
@@ -212,7 +209,7 @@ class Generation:
             saver.send(list(self._living()))
             if self.phase is Phase.COLLECTED:
                 self.phase = Phase.OFFLOADING
-            self._demanded = False
+            self._read_by = None
 
     def wait_offload(self) -> None:
         """What follows comes after the send, and the memory of what was sent is free for it.
@@ -243,6 +240,8 @@ class Generation:
     def launch_load(self, readings: int = 1) -> None:
         """Start bringing the storages back, each into memory of the calling thread's stream.
 
+        Once a backward pass has read some and let go of them, they may be loaded again for another.
+
         Args:
             readings: how many backward passes will read them before they are let go of again: 2
                 where gradients of inputs and of weights are computed apart.
@@ -254,7 +253,7 @@ class Generation:
             self._check_open("launch_load")
             if self.phase is Phase.COLLECTED:
                 self._refuse("launch_load", "nothing was offloaded", "launch_offload() first")
-            if self.phase in (Phase.LOADING, Phase.LOADED):
+            if self.phase in (Phase.LOADING, Phase.LOADED) and self._read_by is None:
                 return
             self.phase = Phase.LOADING
             for entry in self._living():
@@ -302,11 +301,12 @@ class Generation:
 
     def notice_demand(self, entry: Entry) -> None:
         """Backward demands an entry. The lock is held."""
-        if self._demanded:
-            if not (entry.state is State.AWAY and entry.fetched):
-                return
+        task = graph_task()
+        if task == self._read_by:
+            return
+        self._read_by = task
+        if entry.state is State.AWAY and entry.fetched:
             self.phase = Phase.OFFLOADED  # every save has seen it: it has been let go of
-        self._demanded = True
         if self.on_demand is not None:
             self.on_demand(self)
 

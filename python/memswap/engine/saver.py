@@ -114,6 +114,10 @@ class Saver:
         """Order everything after the transfers under way, and drop the storages they hold."""
         self._routes.settle()
 
+    def open_routes(self) -> list[Route]:
+        """The routes of the devices that were seen so far."""
+        return self._routes.open_routes()
+
     # --- pack -------------------------------------------------------------------------------------
 
     def save(self, tensor: torch.Tensor, view: SavedView, visit: Visit) -> Handle | str:
@@ -455,7 +459,12 @@ def is_frozen_parameter(tensor: torch.Tensor) -> bool:
 
 def in_backward() -> bool:
     """Whether this thread runs a backward pass now."""
-    return bool(_graph_task() != -1)
+    return graph_task() != -1
+
+
+def graph_task() -> int:
+    """The number of the backward pass that this thread runs; -1: none."""
+    return int(_graph_task())
 
 
 def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
