@@ -26,6 +26,7 @@ from memswap.engine.buckets import SMALL_BYTES, packed, send_together
 from memswap.engine.entry import Entry, State
 from memswap.engine.handle import Handle, Moved
 from memswap.engine.saver import Saver, Visit, graph_task
+from memswap.engine.transfer import finish
 from memswap.errors import GroupError, TransferError
 
 if TYPE_CHECKING:
@@ -265,6 +266,9 @@ class Generation:
                         entry.fetch()
                     except torch.OutOfMemoryError:
                         return  # whatever is missing is asked for again when it is demanded
+                    assert entry.way is not None and entry.remains.arrival is not None
+                    if not entry.way.works_ahead:
+                        finish(entry.remains.arrival)  # nobody else would do the work
                 entry.unseen += entry.handles * (readings - 1)
 
     def wait_load(self) -> None:
