@@ -27,9 +27,10 @@ from weakref import WeakSet
 
 import torch
 
+from memswap.engine.action import Decider
 from memswap.engine.entry import Entry
 from memswap.engine.group import Generation, GroupSaver, GroupVisit
-from memswap.engine.handle import Handle, unpack
+from memswap.engine.handle import Handle, Moved, unpack
 from memswap.engine.saver import in_backward
 from memswap.engine.stats import Stats
 from memswap.engine.timeline import Timeline
@@ -61,6 +62,13 @@ class Groups:
         #: For who builds on groups inside memswap.
         self.saver = GroupSaver(Policy() if policy is None else policy, pool)
 
+    @classmethod
+    def of(cls, decider: Decider, pool: Pool | None) -> Groups:
+        """Groups whose decisions somebody else makes: for who builds on groups inside memswap."""
+        groups = cls(pool=pool)
+        groups.saver = GroupSaver(decider, pool)
+        return groups
+
     def new(self, name: str) -> Group:
         """A group of this engine. Names are for messages and policies and need not differ."""
         return Group(name, groups=self)
@@ -89,6 +97,11 @@ class Added:
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
 
+    @classmethod
+    def to(cls, generation: Generation, tensor: torch.Tensor) -> Added:
+        """Add a tensor to a generation; see :meth:`Group.add`."""
+        return cls(GroupVisit(generation.saver, generation).pack(tensor))
+
     def tensor(self) -> torch.Tensor:
         """The tensor, detached; brought back now if it is away.
 
@@ -96,6 +109,12 @@ class Added:
             InplaceEditError: it was edited since it was added.
         """
         return unpack(self._handle)
+
+    @property
+    def away(self) -> bool:
+        """Whether the bytes have left, or are leaving."""
+        handle = self._handle
+        return isinstance(handle, Moved) and handle.entry.is_away
 
 
 class Group:
@@ -180,7 +199,7 @@ class Group:
             generation = blocks[-1].generation
         else:
             generation = self.begin() if self._newest is None else self._newest
-        return Added(GroupVisit(self._groups.saver, generation).pack(tensor))
+        return Added.to(generation, tensor)
 
     @property
     def newest(self) -> Generation:

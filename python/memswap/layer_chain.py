@@ -13,9 +13,9 @@ the output carries no gradient or `autograd.grad` is called on something inside 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary, ref
 
 import torch
@@ -30,12 +30,13 @@ from memswap.activations import (
 )
 from memswap.engine.group import Generation, GroupVisit, Phase
 from memswap.engine.saver import in_backward
-from memswap.groups import Groups
+from memswap.groups import Group, Groups
 from memswap.planning.policy import Policy
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
+    from memswap._C import WeakStorage
     from memswap.engine.stats import Stats
     from memswap.engine.transfer import Pool
 
@@ -54,20 +55,77 @@ class _Pass:
 class _Reached:
     """What a generation calls when backward reaches its layer."""
 
-    def __init__(self, chain: Chain, journey: _Pass, index: int) -> None:
-        self._chain = ref(chain)
+    def __init__(self, track: Track, journey: _Pass, index: int) -> None:
+        self._track = ref(track)
         self._journey = journey
         self._index = index
 
     def __call__(self, generation: Generation) -> None:
-        chain = self._chain()
-        if chain is None:
+        track = self._track()
+        if track is None:
             return
-        first = max(self._index - chain.distance, 0)
+        first = max(self._index - track.distance, 0)
         for index in range(self._index, first - 1, -1):
             ahead = self._journey.generations.get(index)
             if ahead is not None and ahead.phase is not Phase.COLLECTED:
                 ahead.launch_load()
+
+
+class Track:
+    """The schedule of [Note: The chain] for groups of one engine, whoever says where layers begin.
+
+    Args:
+        engine: of the groups.
+        distance: how many groups ahead backward loads, and how many stay at the end: at least one.
+    """
+
+    def __init__(self, engine: Groups, distance: int) -> None:
+        self.engine = engine
+        self.distance = distance
+        self.groups: list[Group] = []
+        self._visits = _VisitStack()
+        self._journey = _Pass()
+        self._waiting: Generation | None = None  # launched, not waited for yet
+
+    def enter(self, index: int, persistent: Callable[[], dict[int, WeakStorage]]) -> bool:
+        """A layer's forward begins. Whether it is one that autograd records.
+
+        `persistent`: asked, where a forward begins, for the storages of parameters and buffers.
+        """
+        if not torch.is_grad_enabled() or in_backward():
+            return False
+        group = self.groups[index]
+        self._visits.drop_interrupted(group.name)
+        if not self._journey.begins_before(index):
+            self._journey = _Pass()
+        journey = self._journey
+        saver = self.engine.saver
+        with saver.lock:
+            if journey.last < 0:
+                saver.persistent = persistent()
+            generation = group.begin()
+            journey.last = index
+            journey.generations[index] = generation
+            generation.on_demand = _Reached(self, journey, index)
+        self._visits.enter(GroupVisit(saver, generation))
+        return True
+
+    def leave(self, index: int) -> None:
+        """The forward of a layer that was entered ends."""
+        visit = self._visits.leave()
+        if not isinstance(visit, GroupVisit):
+            return
+        before, self._waiting = self._waiting, None
+        if index < len(self.groups) - max(self.distance, 1):
+            visit.generation.launch_offload()
+            self._waiting = visit.generation
+        if before is not None and before.phase in (Phase.OFFLOADING, Phase.OFFLOADED):
+            before.wait_offload()
+
+    def settle(self) -> None:
+        """Nothing more is to be waited for."""
+        self._waiting = None
+        self.engine.settle()
 
 
 class Chain:
@@ -76,17 +134,14 @@ class Chain:
     def __init__(
         self, units: Mapping[str, nn.Module], distance: int, policy: Policy, pool: Pool | None
     ) -> None:
-        self.distance = distance
         self._units = dict(units)
         self._engine = Groups(policy, pool=pool)
-        self._groups = [self._engine.new(name) for name in self._units]
-        self._visits = _VisitStack()
-        self._journey = _Pass()
-        self._waiting: Generation | None = None  # launched, not waited for yet
+        self._track = Track(self._engine, distance)
+        self._track.groups = [self._engine.new(name) for name in self._units]
         self._paused = False
         self._handles: list[RemovableHandle] = []
-        for index, (name, module) in enumerate(self._units.items()):
-            hook = _LayerHook(self, index, name)
+        for index, module in enumerate(self._units.values()):
+            hook = LayerHook(self, index)
             self._handles.append(module.register_forward_pre_hook(hook.enter))
             self._handles.append(module.register_forward_hook(hook.leave, always_call=True))
 
@@ -105,6 +160,15 @@ class Chain:
     def units(self) -> tuple[str, ...]:
         """Names of the layers, in the order given."""
         return tuple(self._units)
+
+    @property
+    def distance(self) -> int:
+        """How many layers ahead backward loads, and how many stay; may be set at any time."""
+        return self._track.distance
+
+    @distance.setter
+    def distance(self, layers: int) -> None:
+        self._track.distance = checked_distance(layers)
 
     def pause(self) -> None:
         """Forwards that begin now are left alone. Graphs that are alive go on as they were."""
@@ -131,65 +195,52 @@ class Chain:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._waiting = None
-        self._engine.settle()
+        self._track.settle()
 
-    def _enter(self, index: int, name: str) -> bool:
-        """A layer's forward begins. Whether it is one that autograd records."""
-        if self._paused or not torch.is_grad_enabled() or in_backward():
-            return False
-        self._visits.drop_interrupted(name)
-        if not self._journey.begins_before(index):
-            self._journey = _Pass()
-        journey = self._journey
-        saver = self._engine.saver
-        with saver.lock:
-            if journey.last < 0:
-                saver.persistent = persistent_storages(self._units.values())
-            generation = self._groups[index].begin()
-            journey.last = index
-            journey.generations[index] = generation
-            generation.on_demand = _Reached(self, journey, index)
-        self._visits.enter(GroupVisit(saver, generation))
-        return True
+    def on_enter(self, index: int) -> bool:
+        return not self._paused and self._track.enter(index, self._persistent)
 
-    def _leave(self, index: int) -> None:
-        visit = self._visits.leave()
-        if not isinstance(visit, GroupVisit):
-            return
-        before, self._waiting = self._waiting, None
-        if index < len(self._groups) - self.distance:
-            visit.generation.launch_offload()
-            self._waiting = visit.generation
-        if before is not None and before.phase in (Phase.OFFLOADING, Phase.OFFLOADED):
-            before.wait_offload()
+    def _persistent(self) -> dict[int, WeakStorage]:
+        return persistent_storages(self._units.values())
+
+    def on_leave(self, index: int) -> None:
+        self._track.leave(index)
 
 
-class _LayerHook:
+class Runs(Protocol):
+    """Who is told when a layer's forward begins and ends."""
+
+    def on_enter(self, index: int) -> bool:
+        """It begins. Whether the end is of interest."""
+
+    def on_leave(self, index: int) -> None:
+        """It ends."""
+
+
+class LayerHook:
     """The forward hooks of one layer. A copied or pickled layer is in no chain."""
 
-    def __init__(self, chain: Chain | None, index: int, name: str) -> None:
+    def __init__(self, chain: Runs | None, index: int) -> None:
         self._chain = chain
         self._index = index
-        self._name = name
         self._entered: list[bool] = []
 
     # Dynamo must not trace bookkeeping: it would bake one visit into the compiled code.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self._chain is not None:
-            self._entered.append(self._chain._enter(self._index, self._name))
+            self._entered.append(self._chain.on_enter(self._index))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         if self._chain is not None and self._entered and self._entered.pop():
-            self._chain._leave(self._index)
+            self._chain.on_leave(self._index)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> _LayerHook:
-        return _LayerHook(None, self._index, self._name)
+    def __deepcopy__(self, memo: dict[int, object]) -> LayerHook:
+        return LayerHook(None, self._index)
 
-    def __reduce__(self) -> tuple[type[_LayerHook], tuple[None, int, str]]:
-        return _LayerHook, (None, self._index, self._name)
+    def __reduce__(self) -> tuple[type[LayerHook], tuple[None, int]]:
+        return LayerHook, (None, self._index)
 
 
 def chain(
@@ -216,6 +267,12 @@ def chain(
         TypeError: an element is no module.
         ValueError: no layers, one of them twice, or a ``distance`` below 1.
     """
+    units = named_units(layers, "chain()")
+    return Chain(units, checked_distance(distance), checked_policy(policy), pool)
+
+
+def checked_distance(distance: int) -> int:
+    """The distance, if it is one."""
     if not isinstance(distance, int) or distance < 1:
         raise ValueError(f"chain(distance={distance!r}): expected 1 or more layers")
-    return Chain(named_units(layers, "chain()"), distance, checked_policy(policy), pool)
+    return distance

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 Check = Callable[[torch.Tensor], bool]
 
-#: Bytes of the copy that measures a link; some hundred microseconds on a fast one.
-LINK_BYTES = 8 << 20
+#: Most and fewest bytes of the copy that measures a link; some hundred microseconds on a fast one.
+MOST_LINK_BYTES, FEWEST_LINK_BYTES = 8 << 20, 64 << 10
 
 #: Share of a step's time that backward takes; with recompute it is 3/4.
 BACKWARD_SHARE = 2 / 3
@@ -156,18 +156,23 @@ class Tower(Manager):
 
 
 def link_speed(route: Route) -> float:
-    """Bytes per second that come back over a route's lane; infinite where that cannot be tried."""
-    block = route.pool.native.allocate(LINK_BYTES)
+    """Bytes per second that come back over a route's lane; infinite where that cannot be tried.
+
+    Takes nothing from the system: a part of what the pool has free is enough for it, or nothing is
+    measured.
+    """
+    nbytes = min(route.pool.statistics().largest_free_bytes // 4, MOST_LINK_BYTES)
+    block = route.pool.native.allocate(nbytes) if nbytes >= FEWEST_LINK_BYTES else None
     if block is None:
         return inf
     try:
-        there = native.StorageRef(torch.empty(LINK_BYTES, dtype=torch.uint8, device=route.device))
+        there = native.StorageRef(torch.zeros(nbytes, dtype=torch.uint8, device=route.device))
         route.lane.send(there, block).synchronize()
         begin_s = perf_counter()
         route.lane.fetch(block)[1].synchronize()
     except (torch.OutOfMemoryError, native.TransferError):
         return inf
-    return LINK_BYTES / (perf_counter() - begin_s)
+    return nbytes / (perf_counter() - begin_s)
 
 
 class ModuleSwap:

@@ -273,6 +273,11 @@ class Entry:
         self.saver.ledger.returned_bytes += self.nbytes
         return storage
 
+    @property
+    def is_away(self) -> bool:
+        """Whether the storage has left, or is leaving, as far as its owner is concerned."""
+        return self.away is not None and self.storage is None
+
     def retain(self) -> bool:
         """Hold on to a storage that has not gone away yet: then nothing has to come back.
 

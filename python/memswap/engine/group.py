@@ -180,7 +180,7 @@ class Generation:
         self.passage = passage
         #: Called, under the saver's lock, when a backward pass first demands one of its storages.
         self.on_demand: Callable[[Generation], None] | None = None
-        self._saver = saver
+        self.saver = saver
         self._entries: dict[ref[Entry], None] = {}
         self._read_by: int | None = None  # the backward pass that demanded last
         self._closed = False
@@ -194,13 +194,18 @@ class Generation:
         return any(reference() is not None for reference in self._entries)
 
     @property
+    def launched(self) -> bool:
+        """Whether :meth:`launch_offload` was called."""
+        return self.phase is not Phase.COLLECTED
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the storages that it can move."""
         return sum(entry.nbytes for entry in self._living())
 
     def launch_offload(self) -> None:
         """Start sending the storages away. The forward may still use them."""
-        saver = self._saver
+        saver = self.saver
         with saver.lock:
             self._check_open("launch_offload")
             if self.phase in (Phase.LOADING, Phase.LOADED):
@@ -218,7 +223,7 @@ class Generation:
         Raises:
             GroupError: :meth:`launch_offload` was not called.
         """
-        saver = self._saver
+        saver = self.saver
         self._check_open("wait_offload")
         if self.phase is Phase.COLLECTED:
             self._refuse("wait_offload", "nothing was launched", "launch_offload() first")
@@ -250,7 +255,7 @@ class Generation:
         Raises:
             GroupError: :meth:`launch_offload` was not called.
         """
-        with self._saver.lock:
+        with self.saver.lock:
             self._check_open("launch_load")
             if self.phase is Phase.COLLECTED:
                 self._refuse("launch_load", "nothing was offloaded", "launch_offload() first")
