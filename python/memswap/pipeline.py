@@ -62,23 +62,21 @@ class Itinerary:
     """The order of actions: as it happens, and what periods that were seen say about it."""
 
     def __init__(self, planned: Iterable[Period] = ()) -> None:
-        self._planned = tuple(planned)
-        self._learnt: deque[Period] = deque(maxlen=8)  # the latest first
+        self._known: deque[Period] = deque(planned, maxlen=16)  # the latest first
         self._steps: list[Step] = []
         self._counts: dict[int, int] = {}
-        self._candidates: list[Period] = list(self._planned)
+        self._candidates: list[Period] = list(self._known)
 
     def begin(self) -> None:
-        """A new period. What happened in the last one is known from now on."""
+        """A new period. What happened in the last one is what is expected first from now on."""
         if self._steps:
             period = tuple(self._steps)
-            if period in self._learnt:
-                self._learnt.remove(period)
-            if period not in self._planned:
-                self._learnt.appendleft(period)
+            if period in self._known:
+                self._known.remove(period)
+            self._known.appendleft(period)
         self._steps = []
         self._counts = {}
-        self._candidates = [*self._planned, *self._learnt]
+        self._candidates = list(self._known)
 
     def forward(self, stage: int) -> Step:
         """A forward of a stage begins."""
@@ -109,10 +107,10 @@ class Itinerary:
         found = gap = 0
         for following in self.ahead():
             gap += 1
+            if found and gap > within:
+                break
             if following.reading and (following.stage, following.chunk) == (step.stage, step.chunk):
                 found, gap = found + 1, 0
-            elif found and gap > within:
-                break
         return found
 
     def distance(self, step: Step) -> int | None:

@@ -92,8 +92,11 @@ class GroupSaver(Saver):
         membership = entry.membership
         if membership is not None:
             with self.lock:
+                missing = entry.storage is None and entry.identity.expired()
                 for generation in membership.generations:
                     generation.notice_demand(entry)
+                if missing and entry.storage is not None:
+                    self.ledger.stalls += 1  # it was asked for only now, together with others
         return super().demand(entry)
 
     def send(self, entries: Iterable[Entry]) -> None:
