@@ -118,6 +118,10 @@ class Saver:
         """The routes of the devices that were seen so far."""
         return self._routes.open_routes()
 
+    def check_decodes(self) -> None:
+        """Wait for decodes under way; raise TransferError if a frame was not what was encoded."""
+        self._routes.check_decodes()
+
     # --- pack -------------------------------------------------------------------------------------
 
     def save(self, tensor: torch.Tensor, view: SavedView, visit: Visit) -> Handle | str:
