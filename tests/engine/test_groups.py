@@ -302,6 +302,24 @@ def test_a_storage_of_two_groups_leaves_once(device, new_pool):
     assert same_bits(x.grad, wanted * wanted)
 
 
+@SWAP
+def test_a_storage_of_two_microbatches_does_not_say_whose_backward_begins(device, new_pool):
+    """Microbatches are often views of one batch: its storage belongs to all of them."""
+    group = memswap.Group("views", EVERYTHING, pool=new_pool())
+    batch = random(device, 2, 300)
+    weight = random(device, 300, seed=1).requires_grad_()
+    begun: list[int] = []
+    losses = []
+    for number, x in enumerate(batch):
+        with group as generation:
+            losses.append((x * weight * 2).sin().sum())
+        generation.on_demand = lambda _, number=number: begun.append(number)
+        generation.launch_offload()
+    for loss in losses:
+        loss.backward()
+    assert begun == [0, 1], "another microbatch's backward was taken for begun"
+
+
 # --- lifetime -----------------------------------------------------------------------------------
 
 

@@ -93,8 +93,9 @@ class GroupSaver(Saver):
         if membership is not None:
             with self.lock:
                 missing = entry.storage is None and entry.identity.expired()
-                for generation in membership.generations:
-                    generation.notice_demand(entry)
+                generations = membership.generations
+                if len(generations) == 1:  # a storage of several does not say whose turn it is
+                    generations[0].notice_demand(entry)
                 if missing and entry.storage is not None:
                     self.ledger.stalls += 1  # it was asked for only now, together with others
         return super().demand(entry)
