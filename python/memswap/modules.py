@@ -143,11 +143,11 @@ class Tower(Manager):
 
     def _set_window(self, sizes: Sequence[int], step_s: float) -> None:
         saver = self._saver
-        if not saver.ledger.peak_away_bytes:
+        links = [route for route in saver.open_routes() if route.copies]
+        if not links:
             return  # frames that stay on the device come over no link
         if self._link_bytes_per_s is None:
-            speeds = [link_speed(route) for route in saver.open_routes()]
-            self._link_bytes_per_s = min(speeds, default=inf)
+            self._link_bytes_per_s = min(link_speed(route) for route in links)
         total = sum(sizes)
         two_layers = WINDOW_LAYERS * total // len(self._units)
         carried = self._link_bytes_per_s * step_s * BACKWARD_SHARE

@@ -252,6 +252,11 @@ class Route:
         return self._default_pools[kind]
 
     @property
+    def copies(self) -> bool:
+        """Whether anything went to the pool so far."""
+        return self._lane is not None
+
+    @property
     def lane(self) -> Lane:
         """Copies raw bytes, and frames that go to a pool."""
         if self._lane is None:
