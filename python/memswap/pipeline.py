@@ -122,7 +122,7 @@ class Itinerary:
 
 
 class _Chunk:
-    """The saved tensors of one stage and microbatch. Owned by its generation's entries."""
+    """The saved tensors of one stage and microbatch. Owned by its generation."""
 
     def __init__(self, manager: PipelineManager, generation: Generation, step: Step) -> None:
         self._manager = ref(manager)

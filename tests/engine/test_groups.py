@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
@@ -12,6 +13,8 @@ from helpers import (
     assert_nothing_left,
     assert_pool_empty,
     assert_same_gradients,
+    descriptor_under,
+    files_no_longer_than,
     flush_autograd,
     gradients,
     new_input,
@@ -22,7 +25,7 @@ from helpers import (
 )
 
 import memswap
-from memswap.engine import buckets
+from memswap.engine import buckets, transfer
 
 pytestmark = pytest.mark.every_action
 
@@ -546,3 +549,75 @@ def test_a_pool_without_room_leaves_the_group_where_it_is(device, new_pool):
     again = x.detach().clone().requires_grad_()
     sines(again, 4).backward()
     assert_same_gradients([x.grad], [again.grad])
+
+
+# --- when a transfer fails ------------------------------------------------------------------------
+
+
+@SWAP
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("together", [True, False])
+def test_a_send_that_fails_keeps_the_bytes(device, tmp_path, monkeypatch, together):
+    if not together:
+        monkeypatch.setattr("memswap.engine.group.SMALL_BYTES", 0)
+    pool = memswap.DiskPool(tmp_path, budget="16MiB", extent="1MiB")
+    pool.reserve("1MiB")  # space is set aside, and then the disk fails
+    group = memswap.Group("broken disk", EVERYTHING, pool=pool)
+    x = random(device, 4096).requires_grad_()
+    with pytest.warns(UserWarning, match="stays where it is"):
+        with files_no_longer_than(0):
+            with group as generation:
+                loss = sines(x)
+            generation.launch_offload()
+            generation.wait_offload()
+        generation.launch_load()
+        generation.wait_load()
+        loss.backward()
+    again = x.detach().clone().requires_grad_()
+    sines(again).backward()
+    assert_same_gradients([x.grad], [again.grad])
+    assert group.stats().kept["pool"].tensors == 4
+    del loss
+    assert_released(group, pool, device)
+
+
+@SWAP
+@pytest.mark.parametrize("together", [True, False])
+def test_a_launch_that_raises_takes_no_memory_and_loses_nothing(
+    device, new_pool, monkeypatch, together
+):
+    if not together:
+        monkeypatch.setattr("memswap.engine.group.SMALL_BYTES", 0)
+    pool = new_pool()
+    group = memswap.Group("raises", EVERYTHING, pool=pool)
+    generation, loss = collected(group, device)
+
+    def send(way, storage, expectation):
+        way.pool.native.allocate(storage.nbytes)
+        raise RuntimeError("no such stream")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(transfer.SwapWay, "send", send)
+        with pytest.raises(RuntimeError, match="no such stream"):
+            generation.launch_offload()
+    with pytest.raises(memswap.GroupError, match="nothing was launched"):
+        generation.wait_offload()
+    loss.backward()
+    del loss
+    assert_released(group, pool, device)
+
+
+@SWAP
+@pytest.mark.cpu_only
+def test_bytes_that_vanished_are_an_error_that_names_the_group(device, tmp_path):
+    pool = memswap.DiskPool(tmp_path, budget="16MiB", extent="1MiB")
+    group = memswap.Group("vanished", EVERYTHING, pool=pool)
+    generation, loss = collected(group, device)
+    generation.launch_offload()
+    generation.wait_offload()
+    os.truncate(f"/proc/self/fd/{descriptor_under(tmp_path)}", 0)
+    generation.launch_load()
+    with pytest.raises(memswap.TransferError, match=r"'vanished'.*cannot be brought back"):
+        generation.wait_load()
+    with pytest.raises(memswap.TransferError, match="cannot be brought back"):
+        loss.backward()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import enum
+from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 from weakref import ref
 
 from memswap._native import native
+from memswap.engine.buckets import Bucket
 from memswap.errors import EntryStateError
 
 if TYPE_CHECKING:
     from memswap._C import SavedView, StorageRef
-    from memswap.engine.group import Membership
+    from memswap.engine.group import Order
     from memswap.engine.lane import Ticket
     from memswap.engine.stats import Ledger
     from memswap.engine.timeline import Passage
@@ -148,8 +150,8 @@ class Entry:
         "identity",
         "index",
         "keeps",
-        "membership",
         "nbytes",
+        "order",
         "passage",
         "reference",
         "remains",
@@ -177,7 +179,7 @@ class Entry:
         self.unseen = 0
         self.passage: Passage[Entry] | None = None
         self.index = -1
-        self.membership: Membership | None = None  # in groups, where they say when it leaves
+        self.order: Order | None = None  # how it will leave, where a group says when
         self.remains = Remains(saver.ledger, self.nbytes)
         self.remains.count_resident(True)
 
@@ -250,14 +252,34 @@ class Entry:
         storage = self.identity.lock()
         return storage is not None and storage.use_count - 1 <= self.keeps
 
-    def gone(self) -> bool:
-        """Notice whether a leaving storage really went away."""
+    def gone(self, wait: bool = False) -> bool:
+        """Notice whether a leaving storage really went away.
+
+        What was gathered into a bucket is gone before its bytes are anywhere else for sure; `wait`
+        for that, instead of saying no. If they could not be sent, the bucket gives them back.
+        """
         if self.state is not State.LEAVING or not self.identity.expired():
             return self.state is State.AWAY
+        if isinstance(self.way, Bucket) and not self._sent_safely(wait):
+            return False
         self.move(State.AWAY)
         self.remains.count_resident(False)
         self.saver.ledger.freed_bytes += self.nbytes
         return True
+
+    def _sent_safely(self, wait: bool) -> bool:
+        departure = self.remains.departure
+        assert departure is not None  # or it would not be leaving
+        if wait:
+            with suppress(native.TransferError):
+                departure.wait()
+                return True
+        return self.sent() and self.state is State.LEAVING
+
+    def _given_back(self) -> StorageRef:
+        """The storage of a send that failed."""
+        assert self.storage is not None
+        return self.storage
 
     def fetch(self) -> StorageRef:
         """Start bringing the bytes back into a storage of our own."""
@@ -316,9 +338,8 @@ class Entry:
         if storage is None:
             storage = self.identity.lock()
             if storage is None:
-                self.gone()
-                storage = self.fetch()
-                late = True
+                late = self.gone(wait=True)
+                storage = self.fetch() if late else self._given_back()
             else:
                 self.storage = storage
                 self.unseen = self.handles

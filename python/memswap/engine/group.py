@@ -5,16 +5,18 @@ its entry joins the generation that is being collected. From then on the owner o
 says when it leaves and when it returns.
 
 [Note: Groups hold nothing]
-Autograd's handles own entries, as everywhere; a generation refers to them weakly. A graph that is
-consumed or dropped takes everything with it, whatever state its generation is in. Letting go of a
-storage means dropping the group's reference: nothing is resized, so a storage that a parameter, a
-layer's output, another group or the user still holds stays as it is, and its load costs nothing.
+Autograd's handles own entries and generations; a generation refers to its entries weakly. A graph
+that is consumed or dropped takes everything with it, whatever state its generation is in. Letting
+go of a storage means dropping the group's reference: nothing is resized, so a storage that a
+parameter, a layer's output, another group or the user still holds stays as it is, and its load
+costs nothing.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import ref
 
@@ -47,14 +49,19 @@ class Order(NamedTuple):
     dtype: torch.dtype
 
 
-class Membership:
-    """What a group saver knows about an entry. Owned by the entry."""
+class Joined(Moved):
+    """The handle of a save that belongs to a generation. It owns the generation."""
 
-    __slots__ = ("generations", "order")
+    __slots__ = ("generation",)
 
-    def __init__(self, order: Order) -> None:
-        self.order: Order | None = order  # None: it has been told
-        self.generations: list[Generation] = []
+    def __init__(self, moved: Moved, generation: Generation) -> None:
+        self.entry = moved.entry
+        self.view = moved.view
+        self.generation = generation
+
+    def unpack(self) -> torch.Tensor:
+        self.generation.saver.notice_demand(self.entry, self.generation)
+        return super().unpack()
 
 
 class GroupSaver(Saver):
@@ -71,9 +78,10 @@ class GroupSaver(Saver):
         generation = visit.generation
         self.passage = generation.passage
         handle = super().save(tensor, view, visit)
-        if type(handle) is Moved and handle.entry.membership is not None:
-            generation.join(handle.entry, handle.entry.membership)
-        return handle
+        if type(handle) is not Moved:
+            return handle
+        generation.join(handle.entry)
+        return Joined(handle, generation)
 
     def depart(
         self,
@@ -85,20 +93,16 @@ class GroupSaver(Saver):
         dtype: torch.dtype,
     ) -> str | None:
         entry.storage = storage
-        entry.membership = Membership(Order(route, action, place.unit, place.ordinal, dtype))
+        entry.order = Order(route, action, place.unit, place.ordinal, dtype)
         return None
 
-    def demand(self, entry: Entry) -> StorageRef:
-        membership = entry.membership
-        if membership is not None:
-            with self.lock:
-                missing = entry.storage is None and entry.identity.expired()
-                generations = membership.generations
-                if len(generations) == 1:  # a storage of several does not say whose turn it is
-                    generations[0].notice_demand(entry)
-                if missing and entry.storage is not None:
-                    self.ledger.stalls += 1  # it was asked for only now, together with others
-        return super().demand(entry)
+    def notice_demand(self, entry: Entry, generation: Generation) -> None:
+        """A save of this generation is about to be demanded."""
+        with self.lock:
+            missing = entry.storage is None and entry.identity.expired()
+            generation.notice_demand(entry)
+            if missing and entry.storage is not None:
+                self.ledger.stalls += 1  # it was asked for only now, together with others
 
     def send(self, entries: Iterable[Entry]) -> None:
         """Send entries that were not told to leave before. The lock is held."""
@@ -106,11 +110,9 @@ class GroupSaver(Saver):
         alone: list[tuple[Entry, Order]] = []
         nbytes: dict[Route, int] = {}
         for entry in entries:
-            membership = entry.membership
-            order = None if membership is None else membership.order
-            if membership is None or order is None or entry.storage is None:
+            order, entry.order = entry.order, None
+            if order is None or entry.storage is None:
                 continue
-            membership.order = None
             nbytes[order.route] = nbytes.get(order.route, 0) + entry.nbytes
             if order.action is Action.SWAP and entry.nbytes <= SMALL_BYTES:
                 together.setdefault(order.route, []).append(entry)
@@ -155,7 +157,6 @@ class GroupSaver(Saver):
     def _left(self, entry: Entry) -> None:
         entry.storage = None  # its ticket holds it now
         self._leaving.append(entry.reference)
-        entry.gone()  # what travels with others is free already
 
 
 class Phase(enum.Enum):
@@ -235,15 +236,11 @@ class Generation:
             departure = entry.remains.departure
             if departure is None or entry.state is not State.LEAVING:
                 continue
-            failed = False
-            try:
+            with suppress(native.TransferError):
                 departure.wait()
-            except native.TransferError:
-                failed = True
             with saver.lock:
-                if failed and entry.state is State.LEAVING:
-                    entry.sent()  # takes the storage back and tells about it once
-                entry.gone()
+                if not entry.gone(wait=True) and entry.is_away:
+                    entry.sent()  # if it failed: takes the storage back and tells about it once
         if self.phase is Phase.OFFLOADING:
             self.phase = Phase.OFFLOADED
 
@@ -270,7 +267,8 @@ class Generation:
                 if entry.away is None or entry.storage is not None:
                     continue  # it stayed, or was demanded meanwhile
                 if not entry.retain():
-                    entry.gone()
+                    if not entry.gone(wait=True):
+                        continue  # it could not be sent, and was given back
                     try:
                         entry.fetch()
                     except torch.OutOfMemoryError:
@@ -306,11 +304,9 @@ class Generation:
         """Nobody may call it any more. What is away still returns when backward demands it."""
         self._closed = True
 
-    def join(self, entry: Entry, membership: Membership) -> None:
+    def join(self, entry: Entry) -> None:
         """An entry was saved by the block of this generation. The lock is held."""
-        if entry.reference not in self._entries:
-            self._entries[entry.reference] = None
-            membership.generations.append(self)
+        self._entries[entry.reference] = None
 
     def notice_demand(self, entry: Entry) -> None:
         """Backward demands an entry. The lock is held."""
