@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memswap
 from memswap.engine import transfer
+from memswap.engine.entry import Entry
 
 pytestmark = pytest.mark.every_action("swap")
 
@@ -378,6 +379,30 @@ def test_host_memory_has_a_limit_that_costs_device_memory_and_no_crash(device, n
     assert_same_gradients(train_step(model, lambda: model(x)), expected)
     assert pool.statistics().reserved_bytes <= 1 << 20
     assert swap.stats().kept["pool"].tensors > 0, "nobody was told that there was no room"
+
+
+@pytest.mark.one_schedule
+def test_the_work_of_a_release_does_not_grow_with_the_depth_of_the_model(
+    device, new_pool, monkeypatch
+):
+    """Not every stored tensor of all layers is looked at when one layer's are released."""
+    looks = 0
+    gone = Entry.gone
+
+    def counted(entry: Entry, wait: bool = False) -> bool:
+        nonlocal looks
+        looks += 1
+        return gone(entry, wait)
+
+    monkeypatch.setattr(Entry, "gone", counted)
+    per_layer = {}
+    for depth in (3, 9):
+        model = new_stack(device, depth=depth)
+        with memswap.chain(model.layers, EVERYTHING, pool=new_pool()):
+            looks = 0
+            train_step(model, lambda m=model: m(new_input(device)))
+        per_layer[depth] = looks / (depth - 1)
+    assert per_layer[9] < 1.5 * per_layer[3], f"looks per layer: {per_layer}"
 
 
 # --- by group and chain ---------------------------------------------------------------------------
