@@ -13,6 +13,7 @@ the output carries no gradient or `autograd.grad` is called on something inside 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -191,11 +192,16 @@ class Chain:
         return report(self.stats())
 
     def remove(self) -> None:
-        """Take the hooks off the layers. Graphs that are alive can still run backward."""
+        """Take the hooks off the layers. Graphs that are alive can still run backward.
+
+        Raises:
+            TransferError: backward has met a frame that is not what was encoded (broken memory).
+        """
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._track.settle()
+        self._engine.saver.check_decodes()
 
     def on_enter(self, index: int) -> bool:
         return not self._paused and self._track.enter(index, self._persistent)
@@ -208,7 +214,7 @@ class Chain:
 
 
 class Runs(Protocol):
-    """Who is told when a layer's forward begins and ends."""
+    """Who is told when the forward of one of several modules begins and ends."""
 
     def on_enter(self, index: int) -> bool:
         """It begins. Whether the end is of interest."""
@@ -217,24 +223,32 @@ class Runs(Protocol):
         """It ends."""
 
 
-class LayerHook:
-    """The forward hooks of one layer. A copied or pickled layer is in no chain."""
+class _Entered(threading.local):
+    """Whether the ends of the forwards that a thread is in are of interest."""
 
-    def __init__(self, chain: Runs | None, index: int) -> None:
-        self._chain = chain
+    def __init__(self) -> None:
+        self.stack: list[bool] = []
+
+
+class LayerHook:
+    """The forward hooks of one module. A copied or pickled module has none."""
+
+    def __init__(self, runs: Runs | None, index: int) -> None:
+        self._runs = runs
         self._index = index
-        self._entered: list[bool] = []
+        self._entered = _Entered()
 
     # Dynamo must not trace bookkeeping: it would bake one visit into the compiled code.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self._chain is not None:
-            self._entered.append(self._chain.on_enter(self._index))
+        if self._runs is not None:
+            self._entered.stack.append(self._runs.on_enter(self._index))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        if self._chain is not None and self._entered and self._entered.pop():
-            self._chain.on_leave(self._index)
+        stack = self._entered.stack
+        if self._runs is not None and stack and stack.pop():
+            self._runs.on_leave(self._index)
 
     def __deepcopy__(self, memo: dict[int, object]) -> LayerHook:
         return LayerHook(None, self._index)

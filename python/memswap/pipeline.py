@@ -35,6 +35,7 @@ from memswap.activations import _VisitStack, checked_policy, persistent_storages
 from memswap.engine.group import Generation, GroupVisit, Phase
 from memswap.engine.saver import in_backward
 from memswap.groups import Groups
+from memswap.layer_chain import LayerHook
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -166,7 +167,7 @@ class PipelineManager:
         self._waiting: list[ref[Generation]] = []  # since the one before
         self._handles: list[RemovableHandle] = []
         for stage, module in self._modules.items():
-            hook = _StageHook(self, stage)
+            hook = LayerHook(self, stage)
             self._handles.append(module.register_forward_pre_hook(hook.enter))
             self._handles.append(module.register_forward_hook(hook.leave, always_call=True))
 
@@ -194,13 +195,19 @@ class PipelineManager:
         return report(self.stats())
 
     def remove(self) -> None:
-        """Take the hooks off the stages. Graphs that are alive can still run backward."""
+        """Take the hooks off the stages. Graphs that are alive can still run backward.
+
+        Raises:
+            TransferError: backward has met a frame that is not what was encoded (broken memory).
+        """
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._engine.settle()
+        self._engine.saver.check_decodes()
 
-    def _enter(self, stage: int) -> bool:
+    def on_enter(self, stage: int) -> bool:
+        """A forward of a stage begins. Whether it is one that autograd records."""
         if not torch.is_grad_enabled() or in_backward():
             return False
         saver = self._engine.saver
@@ -217,7 +224,8 @@ class PipelineManager:
         self._visits.enter(GroupVisit(saver, generation))
         return True
 
-    def _leave(self, stage: int) -> None:
+    def on_leave(self, stage: int) -> None:
+        """The forward of a stage ends."""
         visit = self._visits.leave()
         if not isinstance(visit, GroupVisit):
             return
@@ -266,32 +274,6 @@ def alive(chunk: _Chunk) -> bool:
     """Whether backward may still come for a chunk."""
     generation = chunk.generation()
     return generation is not None and generation.alive
-
-
-class _StageHook:
-    """The forward hooks of one stage. A copied or pickled module is not managed."""
-
-    def __init__(self, manager: PipelineManager | None, stage: int) -> None:
-        self._manager = manager
-        self._stage = stage
-        self._entered: list[bool] = []
-
-    # Dynamo must not trace bookkeeping: it would bake one visit into the compiled code.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self._manager is not None:
-            self._entered.append(self._manager._enter(self._stage))
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        if self._manager is not None and self._entered and self._entered.pop():
-            self._manager._leave(self._stage)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> _StageHook:
-        return _StageHook(None, self._stage)
-
-    def __reduce__(self) -> tuple[type[_StageHook], tuple[None, int]]:
-        return _StageHook, (None, self._stage)
 
 
 def manage_pipeline(
