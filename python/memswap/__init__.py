@@ -6,6 +6,7 @@ from memswap.engine.action import Action, TensorInfo
 from memswap.engine.pools import DiskPool, HostPool
 from memswap.engine.stats import Count, Stats
 from memswap.errors import (
+    BudgetError,
     EntryStateError,
     FrameError,
     InplaceEditError,
@@ -15,12 +16,16 @@ from memswap.errors import (
     TransferError,
 )
 from memswap.inplace import swap_in, swap_out
+from memswap.planning.plan import Plan, PlannedStorage, PlannedUnit
 from memswap.planning.policy import Policy
+from memswap.planning.profile import profile
+from memswap.planning.rates import Rates
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Action",
+    "BudgetError",
     "Count",
     "DiskPool",
     "EntryStateError",
@@ -31,7 +36,11 @@ __all__ = [
     "Manager",
     "MemswapError",
     "NotSwappedError",
+    "Plan",
+    "PlannedStorage",
+    "PlannedUnit",
     "Policy",
+    "Rates",
     "SharedStorageError",
     "Stats",
     "TensorInfo",
@@ -39,6 +48,7 @@ __all__ = [
     "decode",
     "encode",
     "manage",
+    "profile",
     "saved_tensors",
     "swap_in",
     "swap_out",

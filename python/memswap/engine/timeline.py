@@ -82,6 +82,8 @@ class Passage(Generic[PlacedT]):
         self.held: set[int] = set()  # storages that stayed alive although they had left
         #: What a plan brings back at the first demand of which storage; None: the window decides.
         self.fetches: Mapping[int, Sequence[int]] | None = None
+        #: What a director knows of it.
+        self.course: Any = None
         self._window_shares = 0.0  # an automatic window: the sum of the storages' shares,
         self._window_least = 0.0  # and no less than this
         self._decoded: set[int] = set()  # storages that would be encoded where they are

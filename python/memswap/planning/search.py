@@ -167,7 +167,7 @@ class Search:
         offered = [a for a in Action if any(a in self.menus[index] for index in movable)]
         pure = []
         for action in offered:
-            pure.append(self._shortest(limit, units, movable, lambda rank, a=action: a))
+            pure.append(self._shortest(limit, units, movable, action, action, 0))
             yield pure[-1]
         if min(one.cost[:2] for one in pure) == (0, 0) or len(offered) < 2:
             return
@@ -177,29 +177,32 @@ class Search:
                     continue
                 for eighths in (2, 4, 6):
                     border = len(movable) * eighths // 8
-                    yield self._shortest(
-                        limit,
-                        units,
-                        movable,
-                        lambda rank, f=first, s=second, b=border: f if rank < b else s,
-                    )
+                    yield self._shortest(limit, units, movable, first, second, border)
 
     def _shortest(
-        self, limit: float, units: tuple[str, ...], movable: Sequence[int], action
+        self,
+        limit: float,
+        units: tuple[str, ...],
+        movable: Sequence[int],
+        first: Action,
+        then: Action,
+        border: int,
     ) -> Candidate:
-        def first(count: int) -> Candidate:
+        """The first k storages: up to a place under one action, from there on under another."""
+
+        def prefix(count: int) -> Candidate:
             choice = {}
             for rank, index in enumerate(movable[:count]):
                 menu = self.menus[index]
-                wanted = action(rank)
-                choice[index] = wanted if wanted in menu else menu[0]
+                action = first if rank < border else then
+                choice[index] = action if action in menu else menu[0]
             return self.candidate(choice, limit, units)
 
         low, high = 0, len(movable)
-        best = first(high)
+        best = prefix(high)
         while low < high:
             middle = (low + high) // 2
-            tried = first(middle)
+            tried = prefix(middle)
             if tried.over_bytes:
                 low = middle + 1
             else:
