@@ -33,7 +33,10 @@ EXACT_CHOICES = 1024
 EXACT_UNITS = 4
 
 #: Replays that single changes may take, in marks: a replay costs some microseconds per mark.
-LOCAL_MARKS = 40_000
+LOCAL_MARKS = 80_000
+
+#: What shrinks by this factor is encoded before anything else moves.
+MUCH = 4
 
 Choice = Mapping[int, Action]
 
@@ -71,6 +74,7 @@ class Search:
             (index for index, menu in self.menus.items() if menu),
             key=lambda index: (-place.get(index, len(place)), index),
         )
+        self._leasts: dict[tuple[str, ...], Candidate] = {}
         self.exact = prod(len(self.menus[i]) + 1 for i in self.movable) <= exact_choices
 
     def _menu(self, index: int) -> tuple[Action, ...]:
@@ -153,56 +157,69 @@ class Search:
     def _every(
         self, limit: float, units: tuple[str, ...], movable: Sequence[int]
     ) -> Iterator[Candidate]:
-        """All choices."""
+        for choice in self._choices(movable):
+            yield self.candidate(choice, limit, units)
+
+    def _choices(self, movable: Sequence[int]) -> Iterator[Choice]:
+        """All there are."""
         menus = [(Action.KEEP, *self.menus[index]) for index in movable]
         for actions in product(*menus):
             pairs = zip(movable, actions, strict=True)
-            choice = {index: action for index, action in pairs if action is not Action.KEEP}
-            yield self.candidate(choice, limit, units)
+            yield {index: action for index, action in pairs if action is not Action.KEEP}
 
     def _prefixes(
         self, limit: float, units: tuple[str, ...], movable: Sequence[int]
     ) -> Iterator[Candidate]:
         """The first k storages under one action, or under two, for the smallest k that fits."""
         offered = [a for a in Action if any(a in self.menus[index] for index in movable)]
-        pure = []
-        for action in offered:
-            pure.append(self._shortest(limit, units, movable, action, action, 0))
-            yield pure[-1]
-        if min(one.cost[:2] for one in pure) == (0, 0) or len(offered) < 2:
+        rows = [self._row(movable, action) for action in offered]
+        if Action.ENCODE in offered:
+            # Masks, indices and constants: bytes of memory for next to no codec time.
+            gems = [i for i in self._by_yield(movable) if self._shrinks_much(i)]
+            others = [index for index in movable if index not in gems]
+            encoded = self._row(gems, Action.ENCODE)
+            rows += [encoded + self._row(others, action) for action in offered if gems]
+            rows.append(self._row(self._by_yield(movable), Action.ENCODE))
+        found = [self._shortest(limit, units, row) for row in rows]
+        yield from found
+        if not found or min(one.cost[:2] for one in found) == (0, 0):
             return
         for first in offered:
-            for second in offered:
-                if first is second:
-                    continue
-                for eighths in (2, 4, 6):
+            for then in offered:
+                for eighths in (2, 4, 6) if first is not then else ():
                     border = len(movable) * eighths // 8
-                    yield self._shortest(limit, units, movable, first, second, border)
+                    row = self._row(movable[:border], first) + self._row(movable[border:], then)
+                    yield self._shortest(limit, units, row)
+
+    def _row(self, indices: Sequence[int], action: Action) -> list[tuple[int, Action]]:
+        """Storages with an action each: this one, where it may be."""
+        menus = ((index, self.menus[index]) for index in indices)
+        return [(index, action if action in menu else menu[0]) for index, menu in menus]
+
+    def _by_yield(self, movable: Sequence[int]) -> list[int]:
+        """What frees most of the device per second of codec time first."""
+
+        def freed_per_s(index: int) -> float:
+            saved = self.step.storages[index]
+            seconds = self.rates.encode_s(saved.nbytes) + self.rates.decode_s(saved.nbytes)
+            return (saved.nbytes - saved.held_frame_nbytes) / seconds
+
+        encodable = [index for index in movable if Action.ENCODE in self.menus[index]]
+        return sorted(encodable, key=lambda index: -freed_per_s(index))
+
+    def _shrinks_much(self, index: int) -> bool:
+        saved = self.step.storages[index]
+        return MUCH * saved.held_frame_nbytes <= saved.nbytes
 
     def _shortest(
-        self,
-        limit: float,
-        units: tuple[str, ...],
-        movable: Sequence[int],
-        first: Action,
-        then: Action,
-        border: int,
+        self, limit: float, units: tuple[str, ...], row: Sequence[tuple[int, Action]]
     ) -> Candidate:
-        """The first k storages: up to a place under one action, from there on under another."""
-
-        def prefix(count: int) -> Candidate:
-            choice = {}
-            for rank, index in enumerate(movable[:count]):
-                menu = self.menus[index]
-                action = first if rank < border else then
-                choice[index] = action if action in menu else menu[0]
-            return self.candidate(choice, limit, units)
-
-        low, high = 0, len(movable)
-        best = prefix(high)
+        """The fewest of a row's first storages that stay within the limit."""
+        low, high = 0, len(row)
+        best = self.candidate(dict(row), limit, units)
         while low < high:
             middle = (low + high) // 2
-            tried = prefix(middle)
+            tried = self.candidate(dict(row[:middle]), limit, units)
             if tried.over_bytes:
                 low = middle + 1
             else:
@@ -243,25 +260,42 @@ class Search:
                 yield {**best.choice, index: action}
 
     def _least(self, units: tuple[str, ...]) -> Candidate:
-        """Everything is moved, as far away as can be, at once: the smallest peak there is."""
-        choice = {
-            index: self.menus[index][0]
-            for index in self.movable
-            if self.step.storages[index].unit not in units
-        }
-        best = self._forced(choice, units)
-        for _ in range(len(choice)):
+        """The smallest peak there is: everything goes as soon as it can, and returns when asked."""
+        if units not in self._leasts:
+            self._leasts[units] = self._find_least(units)
+        return self._leasts[units]
+
+    def _find_least(self, units: tuple[str, ...]) -> Candidate:
+        movable = [i for i in self.movable if self.step.storages[i].unit not in units]
+        if self.exact:
+            forced = (self._forced(choice, units) for choice in self._choices(movable))
+            return min(forced, key=lambda one: one.found.peak_bytes)
+        best = self._forced({index: self.menus[index][0] for index in movable}, units)
+        for _ in range(len(movable)):
             # A frame beside its storage may be what makes the peak.
             peaks = best.found.resident_bytes
             mark = peaks.index(max(peaks))
-            at_peak = mark if mark < len(self.step.storages) else None
-            if at_peak is None or best.choice.get(at_peak) is not Action.ENCODE:
-                return best
-            tried = self._forced({i: a for i, a in best.choice.items() if i != at_peak}, units)
+            beside = [
+                index
+                for index, action in best.choice.items()
+                if action is Action.ENCODE and self._is_there(index, mark)
+            ]
+            without = [
+                self._forced({i: a for i, a in best.choice.items() if i != index}, units)
+                for index in beside
+            ]
+            tried = min(without, key=lambda one: one.found.peak_bytes, default=best)
             if tried.found.peak_bytes >= best.found.peak_bytes:
-                return best
+                break
             best = tried
         return best
+
+    def _is_there(self, index: int, mark: int) -> bool:
+        """Whether backward or the save itself has a storage's bytes at a mark."""
+        last = self.step.storages[index].last_demand
+        if mark == index or last is None:
+            return mark == index
+        return len(self.step.storages) + self.step.order.index(index) <= mark <= last
 
     def _forced(self, choice: Choice, units: tuple[str, ...]) -> Candidate:
         found = replay(self.step, self.rates, choice, 0, units)

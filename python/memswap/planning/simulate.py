@@ -221,6 +221,7 @@ class _Run:
             self._advance(index)
             self._save(index)
             self.found.mark_s.append(self.clock)
+        self._make_room_for_backward()
         self._start_by = self._latest_starts()
         # What the calling thread decodes comes back when it is demanded, and needs its room then.
         inline = [i for i in self.away if self.rates.inline_codec and self.actions[i] in CODED]
@@ -310,12 +311,37 @@ class _Run:
             coming = storage.nbytes + (storage.held_frame_nbytes if framed else 0)
         going = sum(self.gone_at.get(mark + 1, ()))
         while self.leaving and self.resident - going + coming > self.budget_bytes:
-            index, ended_s = self.leaving.popleft()
-            if ended_s is None:
-                ended_s = self.link.end_s(0, index)
-            self._wait(index, ended_s, "wait for room")
-            self._release(index, mark)
+            self._release_oldest(mark)
             going = sum(self.gone_at.get(mark + 1, ()))
+
+    def _make_room_for_backward(self) -> None:
+        """After the last save, release what has to go for the bytes that come back."""
+        mark = self.saves - 1
+        while self.leaving and self._backward_peak() > self.budget_bytes:
+            self._release_oldest(mark)
+
+    def _backward_peak(self) -> int:
+        """The most that is resident in backward if nothing comes back before it is demanded."""
+        gone = {mark: sum(sizes) for mark, sizes in self.gone_at.items()}
+        resident, peak = self.resident, 0
+        for place, index in enumerate(self.step.order):
+            mark = self.saves + place
+            resident -= gone.get(mark, 0)
+            storage = self.step.storages[index]
+            if index in self.away:
+                resident += storage.nbytes
+            if index in self.actions and storage.last_demand is not None:
+                after = storage.last_demand + 1
+                gone[after] = gone.get(after, 0) + storage.nbytes
+            peak = max(peak, resident)
+        return peak
+
+    def _release_oldest(self, mark: int) -> None:
+        index, ended_s = self.leaving.popleft()
+        if ended_s is None:
+            ended_s = self.link.end_s(0, index)
+        self._wait(index, ended_s, "wait for room")
+        self._release(index, mark)
 
     def _release(self, index: int, mark: int) -> None:
         storage = self.step.storages[index]
