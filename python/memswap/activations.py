@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from memswap.engine.transfer import Pool
     from memswap.planning.plan import Plan
     from memswap.planning.rates import Rates
+    from memswap.planning.step import Step
 
 
 class saved_tensors:  # noqa: N801  (used like torch.autograd.graph.save_on_cpu)
@@ -150,6 +151,17 @@ class Manager:
         table with a line per unit.
         """
         return None if self._pilot is None else self._pilot.plan
+
+    @property
+    def learnt(self) -> tuple[Step, Rates] | None:
+        """The step and the rates that the plan was made of; None where there is no plan.
+
+        For `memswap.planning`, and for files that ``python -m memswap plan --load`` reads.
+        """
+        pilot = self._pilot
+        if pilot is None or pilot.step is None or pilot.rates is None:
+            return None
+        return pilot.step, pilot.rates
 
     def remove(self) -> None:
         """Take the hooks off the modules. Graphs that are alive can still run backward."""

@@ -52,10 +52,8 @@ class Hardware:
         flops = self.matmul_flops.get(dtype) or min(self.matmul_flops.values())
         result = matmul_shape(left, right)
         elements = math.prod(left) + math.prod(right) + math.prod(result)
-        return max(
-            matmul_flop(left, right) / flops,
-            elements * dtype.itemsize / self.memory_bytes_per_s,
-        )
+        nbytes: int = elements * dtype.itemsize
+        return max(matmul_flop(left, right) / flops, nbytes / self.memory_bytes_per_s)
 
     def all_gather_s(self, nbytes: float, group_size: int) -> float:
         """Seconds of an all-gather after which each rank has `nbytes`."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from memswap.engine.action import Action
+from memswap.planning.rates import Rates
 
 FORMAT = 1
 
@@ -137,13 +138,13 @@ class Step:
             raise ValueError(f"this is no step of memswap's: {error}") from error
 
 
-def save(step: Step, rates: Mapping[str, Any], file: Path) -> None:
+def save(step: Step, rates: Rates, file: Path) -> None:
     """Write a step and the rates of the machine that it was measured on."""
-    content = {"memswap_step": FORMAT, "rates": dict(rates), "step": step.as_dict()}
+    content = {"memswap_step": FORMAT, "rates": rates.as_dict(), "step": step.as_dict()}
     file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def load(file: Path) -> tuple[Step, dict[str, Any]]:
+def load(file: Path) -> tuple[Step, Rates]:
     """Read what `save` wrote.
 
     Raises:
@@ -161,4 +162,7 @@ def load(file: Path) -> tuple[Step, dict[str, Any]]:
             f"{file}: expected a step saved by `python -m memswap plan --save` of this version "
             f"(memswap_step: {FORMAT})"
         )
-    return Step.from_dict(content["step"]), content["rates"]
+    try:
+        return Step.from_dict(content.get("step")), Rates.from_dict(content.get("rates"))
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
