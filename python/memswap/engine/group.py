@@ -341,6 +341,16 @@ class GroupVisit(Visit):
 
     __slots__ = ("generation",)
 
-    def __init__(self, saver: GroupSaver, generation: Generation) -> None:
-        super().__init__(saver, generation.name)
+    def __init__(
+        self,
+        saver: GroupSaver,
+        generation: Generation,
+        unit: str | None = None,
+        action: Action | None = None,
+        group: int | None = None,
+    ) -> None:
+        super().__init__(saver, generation.name if unit is None else unit, action, group)
         self.generation = generation
+
+    def within(self, unit: str, action: Action | None, group: int | None) -> GroupVisit:
+        return GroupVisit(self.generation.saver, self.generation, unit, action, group)
