@@ -308,3 +308,42 @@ def test_a_copied_layer_is_in_no_chain(device, new_pool):
         assert chain.stats().moved_storages == moved
     train_step(model, lambda: model(x))
     assert chain.stats().moved_storages == moved, "the chain was removed"
+
+
+def test_a_checkpointed_region_in_a_chain_leaves_with_its_layer(device, new_pool):
+    """What its policy swaps, and its inputs, belong to the layer's group."""
+
+    class Region(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+
+        def forward(self, x):
+            return x + memswap.checkpoint(self.inner, x, policy_fn=policy)
+
+    def policy(ctx, op, *args, **kwargs):
+        swap = memswap.CheckpointPolicy.MUST_SWAP
+        return (
+            swap if op is torch.ops.aten.gelu.default else memswap.CheckpointPolicy.MUST_RECOMPUTE
+        )
+
+    torch.manual_seed(0)
+    layers = nn.ModuleList([Region() for _ in range(3)]).to(device)
+    x = new_input(device).requires_grad_()
+
+    def loss():
+        y = x * 1
+        for layer in layers:
+            y = layer(y)
+        return y.square().mean()
+
+    expected = train_step(layers, loss)
+    pool = new_pool()
+    chain = memswap.chain(layers, EVERYTHING, pool=pool)
+    for _ in range(2):
+        chain.reset_stats()
+        assert_same_gradients(train_step(layers, loss), expected)
+    assert chain.stats().moved_storages >= 2, "what the policy swaps did not leave"
+    assert chain.stats().stalls == 0
+    flush_autograd(device)
+    assert_nothing_left(chain.stats())
