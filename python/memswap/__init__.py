@@ -5,6 +5,7 @@ from memswap.codec import Frame, decode, encode
 from memswap.engine.action import Action, TensorInfo
 from memswap.engine.pools import DiskPool, HostPool
 from memswap.engine.stats import Count, Stats
+from memswap.engine.windows import WindowStats
 from memswap.errors import (
     EntryStateError,
     FrameError,
@@ -16,6 +17,7 @@ from memswap.errors import (
 )
 from memswap.inplace import swap_in, swap_out
 from memswap.planning.policy import Policy
+from memswap.windows import Window, Windows, select_layers, window
 
 __version__ = "0.1.0"
 
@@ -36,10 +38,15 @@ __all__ = [
     "Stats",
     "TensorInfo",
     "TransferError",
+    "Window",
+    "WindowStats",
+    "Windows",
     "decode",
     "encode",
     "manage",
     "saved_tensors",
+    "select_layers",
     "swap_in",
     "swap_out",
+    "window",
 ]

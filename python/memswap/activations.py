@@ -15,7 +15,11 @@ from memswap.engine.saver import Saver, Visit, in_backward, plain_parts
 from memswap.engine.stats import Stats
 from memswap.engine.transfer import check_pool
 from memswap.engine.units import parse_bytes
+from memswap.engine.windowed import WindowedSaver
+from memswap.engine.windows import WindowStats
+from memswap.operators import OperatorWindows
 from memswap.planning.policy import Policy
+from memswap.windows import Window, Windows
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -90,9 +94,14 @@ class Manager:
         policy: Policy,
         pool: Pool | None,
         window_bytes: int | None,
+        windows: Windows | None = None,
     ) -> None:
         self._units = dict(units)
-        self._saver = Saver(policy, pool, window_bytes)
+        self._saver = (
+            Saver(policy, pool, window_bytes)
+            if windows is None
+            else windows.saver(policy, pool, window_bytes)
+        )
         self._visits = _VisitStack()
         self._opener: str | None = None
         self._visited: set[str] = set()
@@ -101,6 +110,9 @@ class Manager:
             hook = _UnitHook(self, name)
             self._handles.append(module.register_forward_pre_hook(hook.enter))
             self._handles.append(module.register_forward_hook(hook.leave, always_call=True))
+        self._operators: OperatorWindows | None = None
+        if windows is not None and isinstance(self._saver, WindowedSaver):
+            self._operators = OperatorWindows(self._saver, self._units, windows)
 
     def __enter__(self) -> Manager:
         return self
@@ -135,7 +147,20 @@ class Manager:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._operators is not None:
+            self._operators.remove()
         self._saver.settle()
+
+    def window(self, seconds: float | None = None, *, name: str = "") -> Window:
+        """A window of this manager's, wherever it is entered; see :func:`memswap.window`."""
+        saver = self._saver if isinstance(self._saver, WindowedSaver) else None
+        return Window(saver, seconds, name)
+
+    def window_stats(self) -> WindowStats:
+        """What became of the work that waited for windows; all zeros without ``windows=...``."""
+        if isinstance(self._saver, WindowedSaver):
+            return self._saver.window_stats()
+        return WindowStats()
 
     def _enter(self, name: str) -> None:
         if torch.is_grad_enabled() and not in_backward():
@@ -215,6 +240,7 @@ def manage(
     pool: Pool | None = None,
     budget: str = "auto",
     prefetch_bytes: int | str = "auto",
+    windows: Windows | None = None,
 ) -> Manager:
     """Encode or swap the saved activations of a model's layers, in an order that is learnt.
 
@@ -230,9 +256,12 @@ def manage(
         budget: ``"auto"``; everything that the policy selects moves. A number of bytes needs the
             planner, which this version does not have.
         prefetch_bytes: see :class:`saved_tensors`.
+        windows: hide encoding and decoding under matrix products and collectives; see
+            :class:`Windows`. None: each starts as soon as it can. On a CPU, where whoever asks does
+            the work, it makes no difference.
 
     Raises:
-        TypeError: an element is no module.
+        TypeError: an element is no module, or ``windows`` no :class:`Windows`.
         ValueError: no modules, or one of them twice.
         NotImplementedError: a ``budget`` other than ``"auto"``, or a ``pool`` that cannot serve the
             modules' device in this version.
@@ -242,12 +271,17 @@ def manage(
             f"manage(budget={budget!r}): planning under a memory budget is not implemented yet "
             "(docs/status.md); use budget='auto' and limit what moves by the policy"
         )
+    if windows is not None and not isinstance(windows, Windows):
+        raise TypeError(
+            f"manage(windows={windows!r}): found {type(windows).__name__}, expected "
+            "memswap.Windows(...) or None"
+        )
     units = named_units(modules)
     check_pool(pool)
     for module in units.values():
         for parameter in module.parameters():
             check_pool(pool, parameter.device)
-    return Manager(units, checked_policy(policy), pool, window(prefetch_bytes))
+    return Manager(units, checked_policy(policy), pool, window(prefetch_bytes), windows)
 
 
 def checked_policy(policy: Policy | None) -> Policy:

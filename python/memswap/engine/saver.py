@@ -111,7 +111,8 @@ class Saver:
         if entry is not None:
             self.ledger.deduplicated_tensors += 1
             self.ledger.deduplicated_bytes += view.nbytes
-            return Moved(entry, view) if entry.away is not None else Kept(tensor, entry)
+            held = entry.away is not None or entry.storage is not None
+            return Moved(entry, view) if held else Kept(tensor, entry)
         if nbytes < self.policy.min_bytes:
             return "small"
         if not visit.covered:
@@ -150,7 +151,6 @@ class Saver:
         if verdict is not None:
             self.ledger.keep(verdict, nbytes)
             return Kept(tensor, entry)
-        self._leaving.append(entry.reference)
         return Moved(entry, view)
 
     def _swap(self, entry: Entry, storage: StorageRef, route: Route) -> str | None:
@@ -160,6 +160,7 @@ class Saver:
         if sent is None:
             return self._refused(way, entry, route)
         entry.leave(way, *sent)
+        self._leaving.append(entry.reference)
         return None
 
     def _encode(
@@ -176,24 +177,38 @@ class Saver:
         if way is None:
             reason = "no codec"
         else:
-            expectations = route.expectations
-            expectation = expectations.of(visit.unit, visit.ordinal, entry.nbytes, dtype)
-            if expectation.pays:
-                sent = way.send(storage, expectation)
-                if sent is None and expectation.trial:
-                    expectation = expectations.settled(expectation)
-                    sent = way.send(storage, expectation)
-                if sent is not None:
-                    entry.leave(way, *sent)
-                    made = _Encoding(expectations, expectation, sent[0].watch(), entry.reference)
-                    # Where nothing works ahead an encode has ended, unless it failed.
-                    if way.works_ahead or made.watch.report() is not None:
-                        self._encoding.append(made)
-                    return None
-                reason = self._refused(way, entry, route)
-            else:
+            expectation = route.expectations.of(visit.unit, visit.ordinal, entry.nbytes, dtype)
+            if not expectation.pays:
                 reason = "does not shrink"
+            elif self.send_encode(entry, storage, way, route, expectation):
+                return None
+            else:
+                reason = self._refused(way, entry, route)
         return reason if action is Action.ENCODE else self._swap(entry, storage, route)
+
+    def send_encode(
+        self,
+        entry: Entry,
+        storage: StorageRef,
+        way: Way,
+        route: Route,
+        expectation: Expectation,
+    ) -> bool:
+        """Start encoding. Whether there was room."""
+        expectations = route.expectations
+        sent = way.send(storage, expectation)
+        if sent is None and expectation.trial:
+            expectation = expectations.settled(expectation)
+            sent = way.send(storage, expectation)
+        if sent is None:
+            return False
+        entry.leave(way, *sent)
+        self._leaving.append(entry.reference)
+        made = _Encoding(expectations, expectation, sent[0].watch(), entry.reference)
+        # Where nothing works ahead an encode has ended, unless it failed.
+        if way.works_ahead or made.watch.report() is not None:
+            self._encoding.append(made)
+        return True
 
     def _refused(self, way: Way, entry: Entry, route: Route) -> str:
         """A way has no room: the reason in the statistics. In full it is told once."""
@@ -282,7 +297,7 @@ class Saver:
             if late:
                 self.ledger.stalls += 1
             if entry.passage is not None:
-                self._prefetch(entry.passage.demand(entry.index))
+                self.look_ahead(entry.passage, entry.index)
         if arrival is not None:
             begin = perf_counter()
             try:
@@ -306,19 +321,28 @@ class Saver:
                 and entry.held_by_handles_only()
             ):
                 passage.held.discard(index)  # next time it would be freed, so it may leave
-            self._prefetch(passage.demand(index))
+            self.look_ahead(passage, index)
+
+    def look_ahead(self, passage: Passage[Entry], index: int) -> None:
+        """A storage is demanded: what comes next is brought back."""
+        self._prefetch(passage.demand(index))
 
     def _prefetch(self, entries: Iterable[Entry]) -> None:
-        for entry in entries:
-            way = entry.way
-            if entry.away is None or way is None or not way.works_ahead:
-                continue
-            if entry.storage is not None or not entry.gone():
-                continue
-            try:
-                entry.fetch()
-            except torch.OutOfMemoryError:
-                return  # the demand itself will ask again, when there may be room
+        try:
+            for entry in entries:
+                self.fetch(entry)
+        except torch.OutOfMemoryError:
+            return  # the demand itself will ask again, when there may be room
+
+    def fetch(self, entry: Entry) -> bool:
+        """Start bringing an entry back, unless it is not away. Whether that was done."""
+        way = entry.way
+        if entry.away is None or way is None or not way.works_ahead:
+            return False
+        if entry.storage is not None or not entry.gone():
+            return False
+        entry.fetch()  # may be out of memory
+        return True
 
 
 class Visit:
