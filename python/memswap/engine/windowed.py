@@ -142,6 +142,7 @@ class WindowedSaver(Saver):
         entry.storage = storage
         stream = stream_key(route.device)
         deferred = Deferred(entry.reference, entry.nbytes, stream, way, route, expectation)
+        self._observe()
         self.queue.defer(deferred, self)
         return True
 
@@ -149,6 +150,7 @@ class WindowedSaver(Saver):
         """A storage is demanded: what comes next is wanted."""
         first = not passage.began_backward
         entries = passage.demand(index)
+        self._observe()
         if first:
             self.queue.begin_backward(self)
         self.queue.want(entries, passage.window_bytes, self)

@@ -7,7 +7,8 @@ So it waits, and whoever is about to launch such an operator opens a window of i
 
 The queue keeps one clock of estimates. Windows move it; work that is started ends at `busy_until`.
 What fits the window that opens is started, oldest first, and what does not fit waits for a later
-one. What is longer than every window so far starts when the lane has nothing else to do. Work whose
+one. What is longer than windows are starts in one when it has waited for as long as it takes and
+the lane has nothing else to do. Work whose
 estimated end has passed is joined: the current stream waits for it, which by then costs nothing,
 and the storage is free in stream order. Between windows the clock stands still although the lane
 works on, so the estimate errs towards joining late. A wrong one costs time, never an error.
@@ -123,15 +124,14 @@ class WindowQueue:
         self._max_pending_bytes = max_pending_bytes
         self._auto_pending_bytes = FIRST_PENDING_BYTES
         self._deferred_bytes = 0  # in this passage
-        self._pending: deque[Pending] = deque()
+        self._pending: deque[tuple[Pending, float]] = deque()  # and since when
         self._pending_bytes = 0
-        self._wanted: deque[tuple[ref[Entry], int]] = deque()
+        self._wanted: deque[tuple[ref[Entry], int, float]] = deque()
         self._wanted_bytes = 0
         self._started: deque[tuple[Ticket, float, Hashable]] = deque()  # not joined
         self._now = 0.0
         self._end = 0.0
         self._busy_until = 0.0
-        self._longest = 0.0
         self.reset_stats()
 
     # --- what waits -------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ class WindowQueue:
 
     def defer(self, pending: Pending, engine: Engine) -> None:
         """An encode is to be started in a window; if too much waits already, the oldest is now."""
-        self._pending.append(pending)
+        self._pending.append((pending, self._now))
         self._pending_bytes += pending.nbytes
         self._deferred_bytes += pending.nbytes
         bound = self._max_pending_bytes
@@ -157,7 +157,7 @@ class WindowQueue:
     def want(self, entries: Iterable[Entry], window_bytes: int, engine: Engine) -> None:
         """Entries will be demanded soon, in this order."""
         for entry in entries:
-            self._wanted.append((entry.reference, entry.nbytes))
+            self._wanted.append((entry.reference, entry.nbytes, self._now))
             self._wanted_bytes += entry.nbytes
         bound = window_bytes * WANTED_SHARE
         while self._wanted and self._wanted_bytes > bound:
@@ -173,7 +173,7 @@ class WindowQueue:
     @property
     def pending(self) -> tuple[Pending, ...]:
         """Encodes that wait, oldest first; some of their entries may be gone."""
-        return tuple(self._pending)
+        return tuple(pending for pending, _ in self._pending)
 
     # --- windows ----------------------------------------------------------------------------------
 
@@ -181,11 +181,13 @@ class WindowQueue:
         """An operator of so many seconds is about to be launched on the current stream."""
         self.close(engine)
         self._end = self._now + seconds
-        self._longest = max(self._longest, seconds)
         self._windows += 1
         self._window_s += seconds
         decoded: list[int] = []
-        while self._wanted and self._fits(self._wanted[0][1] / self.decode_rate, self._end):
+        while self._wanted:
+            _, nbytes, since = self._wanted[0]
+            if not self._fits(nbytes / self.decode_rate, since, self._end):
+                break
             nbytes = self._fetch_next(engine)
             if nbytes:
                 decoded.append(nbytes)
@@ -217,11 +219,12 @@ class WindowQueue:
 
     # --- the clock --------------------------------------------------------------------------------
 
-    def _fits(self, cost: float, end: float) -> bool:
+    def _fits(self, cost: float, since: float, end: float) -> bool:
         begin = max(self._now, self._busy_until)
         if begin + cost <= end:
             return True
-        return cost > self._longest and begin <= self._now < end
+        # Longer than the window: once it has waited as long as it takes, where nothing else runs.
+        return self._now - since >= cost and begin <= self._now < end
 
     def _run(
         self, engine: Engine, end: float, looks: int | None = None, most_left: int = 0
@@ -231,18 +234,18 @@ class WindowQueue:
         Stops after `looks` that could not start, and where no more than `most_left` bytes wait.
         """
         started: list[int] = []
-        passed: list[Pending] = []
+        passed: list[tuple[Pending, float]] = []
         waiting = self._pending
         try:
             while waiting and self._pending_bytes > most_left and len(passed) != looks:
                 if max(self._now, self._busy_until) >= end:
                     break
-                pending = waiting.popleft()
+                pending, since = waiting.popleft()
                 if self._too_late(pending):
                     continue
                 cost = pending.nbytes / self.encode_rate
-                if not self._fits(cost, end) or not engine.on_stream(pending.stream):
-                    passed.append(pending)
+                if not self._fits(cost, since, end) or not engine.on_stream(pending.stream):
+                    passed.append((pending, since))
                     continue
                 self._pending_bytes -= pending.nbytes
                 ticket = engine.start(pending)
@@ -269,7 +272,7 @@ class WindowQueue:
 
     def _forget(self) -> None:
         """Drop everything that must not start any more."""
-        self._pending = deque(p for p in self._pending if not self._too_late(p))
+        self._pending = deque(p for p in self._pending if not self._too_late(p[0]))
 
     def _keep(self, pending: Pending) -> None:
         self._kept_storages += 1
@@ -277,7 +280,7 @@ class WindowQueue:
 
     def _fetch_next(self, engine: Engine) -> int:
         """Bring back the entry that is wanted first. Its bytes, or 0: it is not away any more."""
-        reference, nbytes = self._wanted.popleft()
+        reference, nbytes, _ = self._wanted.popleft()
         self._wanted_bytes -= nbytes
         entry = reference()
         if entry is None or not engine.fetch(entry):
