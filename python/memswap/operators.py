@@ -103,16 +103,10 @@ class _Hooks:
         self._span: Span | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> _Hooks:
-        return _Hooks(None, self._key)
+        return type(self)(None, self._key)
 
     def __reduce__(self) -> tuple[type[_Hooks], tuple[None, str]]:
-        return _Hooks, (None, self._key)
-
-    def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Nothing: see the class."""
-
-    def after(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        """Nothing: see the class."""
+        return type(self), (None, self._key)
 
     def _open(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         windows = self._windows
@@ -170,12 +164,14 @@ class _Shaped:
 class _OperatorWindow(_Hooks):
     """The window of one operator. Dynamo folds its hooks away."""
 
-    def __init__(self, windows: OperatorWindows, key: str, unit: _UnitWindow) -> None:
+    def __init__(
+        self, windows: OperatorWindows | None, key: str, unit: _UnitWindow | None = None
+    ) -> None:
         super().__init__(windows, key)
         self._unit = unit
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or self._unit is None:
             return
         self._unit.operators += 1
         self._open(module, args)
@@ -189,7 +185,7 @@ class _OperatorWindow(_Hooks):
 class _UnitWindow(_Hooks):
     """The window of a unit, where its operators do not open their own."""
 
-    def __init__(self, windows: OperatorWindows, key: str) -> None:
+    def __init__(self, windows: OperatorWindows | None, key: str) -> None:
         super().__init__(windows, key)
         self.operators = 0  # that opened a window since the unit was entered
         self._whole = False

@@ -217,6 +217,11 @@ class Expectations:
             center=known.center if fast else 0,
         )
 
+    def share_of(self, key: Key) -> float | None:
+        """What the last frame took of the raw bytes; None: there was none."""
+        known = self._known.get(key)
+        return None if known is None else known.share
+
     def settled(self, trial: Expectation) -> Expectation:
         """What to do instead of a trial for which there is no room."""
         known = self._known.get(trial.key)

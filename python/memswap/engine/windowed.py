@@ -25,11 +25,16 @@ if TYPE_CHECKING:
     from memswap.engine.windows import Pending, WindowQueue, WindowStats
 
 
+#: What an encode frees of a tensor of which no frame has been seen.
+FIRST_GAIN = 1 / 3
+
+
 class Deferred(NamedTuple):
     """An encode that waits for a window."""
 
     entry: ref[Entry]
     nbytes: int
+    gain: float
     stream: Hashable
     way: Way
     route: Route
@@ -141,7 +146,9 @@ class WindowedSaver(Saver):
             return super().send_encode(entry, storage, way, route, expectation)
         entry.storage = storage
         stream = stream_key(route.device)
-        deferred = Deferred(entry.reference, entry.nbytes, stream, way, route, expectation)
+        share = route.expectations.share_of(expectation.key)
+        gain = FIRST_GAIN if share is None else 1 - share
+        deferred = Deferred(entry.reference, entry.nbytes, gain, stream, way, route, expectation)
         self._observe()
         self.queue.defer(deferred, self)
         return True

@@ -6,12 +6,13 @@ next elementwise operator and slows it; beside a matrix product or a collective 
 So it waits, and whoever is about to launch such an operator opens a window of its duration.
 
 The queue keeps one clock of estimates. Windows move it; work that is started ends at `busy_until`.
-What fits the window that opens is started, oldest first, and what does not fit waits for a later
-one. What is longer than windows are starts in one when it has waited for as long as it takes and
-the lane has nothing else to do. Work whose
-estimated end has passed is joined: the current stream waits for it, which by then costs nothing,
-and the storage is free in stream order. Between windows the clock stands still although the lane
-works on, so the estimate errs towards joining late. A wrong one costs time, never an error.
+Of what fits the window that opens, that starts first which frees most for its time (masks, indices,
+what repeats), then the oldest; what does not fit waits for a later one. What is longer than windows
+are starts in one when it has waited for as long as it takes and the lane has nothing else to do.
+Work whose estimated end has passed is joined: the current stream waits for it, which by then costs
+nothing, and the storage is free in stream order. Between windows the clock stands still although
+the lane works on, so the estimate errs towards joining late. A wrong one costs time, never an
+error.
 
 An encode that waits is only a promise: the entry is resident and holds its storage. Demanded, it
 simply stays; dropped, nothing remains. Four rules keep it right and bounded:
@@ -19,12 +20,13 @@ simply stays; dropped, nothing remains. Four rules keep it right and bounded:
 1. It starts on the stream on which its tensor was saved, for the lane orders it after what that
    stream has been given so far. Streams are compared, never remembered to be waited for.
 2. It does not start once its passage's backward has begun: from there on memory only falls.
-3. No more than `max_pending_bytes` wait; beyond that the oldest start at once.
+3. No more than `max_pending_bytes` wait; beyond that, encodes start at once.
 4. A decode that is wanted waits as long as no more than half of the prefetch window does.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
@@ -61,8 +63,25 @@ class Pending(Protocol):
     @property
     def nbytes(self) -> int: ...
     @property
+    def gain(self) -> float:
+        """What is expected to be freed, as a share of `nbytes`; so, per second of codec time."""
+
+    @property
     def stream(self) -> Hashable:
         """What the stream on which the tensor was saved compares equal to."""
+
+
+class _Waiting(NamedTuple):
+    """An encode that waits, its rank, and since when."""
+
+    loss: float
+    number: int
+    pending: Pending
+    since: float
+
+
+def _order(waiting: _Waiting) -> tuple[float, int]:
+    return waiting.loss, waiting.number
 
 
 class Engine(Protocol):
@@ -124,7 +143,8 @@ class WindowQueue:
         self._max_pending_bytes = max_pending_bytes
         self._auto_pending_bytes = FIRST_PENDING_BYTES
         self._deferred_bytes = 0  # in this passage
-        self._pending: deque[tuple[Pending, float]] = deque()  # and since when
+        self._pending: list[_Waiting] = []  # in the order in which they should start
+        self._number = 0
         self._pending_bytes = 0
         self._wanted: deque[tuple[ref[Entry], int, float]] = deque()
         self._wanted_bytes = 0
@@ -144,8 +164,9 @@ class WindowQueue:
             self._deferred_bytes = 0
 
     def defer(self, pending: Pending, engine: Engine) -> None:
-        """An encode is to be started in a window; if too much waits already, the oldest is now."""
-        self._pending.append((pending, self._now))
+        """An encode is to be started in a window; if too much waits already, one starts now."""
+        self._number += 1
+        insort(self._pending, _Waiting(-pending.gain, self._number, pending, self._now), key=_order)
         self._pending_bytes += pending.nbytes
         self._deferred_bytes += pending.nbytes
         bound = self._max_pending_bytes
@@ -172,8 +193,16 @@ class WindowQueue:
 
     @property
     def pending(self) -> tuple[Pending, ...]:
-        """Encodes that wait, oldest first; some of their entries may be gone."""
-        return tuple(pending for pending, _ in self._pending)
+        """Encodes that wait, in the order in which they should start; some entries may be gone."""
+        return tuple(waiting.pending for waiting in self._pending)
+
+    def start_now(self, entries: Iterable[ref[Entry]], engine: Engine) -> None:
+        """Start some of what waits, in no window."""
+        wanted = set(entries)
+        self._pending.sort(key=lambda one: (one.pending.entry not in wanted, *_order(one)))
+        left = sum(one.pending.nbytes for one in self._pending if one.pending.entry not in wanted)
+        self._run(engine, inf, most_left=left)
+        self._pending.sort(key=_order)
 
     # --- windows ----------------------------------------------------------------------------------
 
@@ -229,23 +258,26 @@ class WindowQueue:
     def _run(
         self, engine: Engine, end: float, looks: int | None = None, most_left: int = 0
     ) -> list[int]:
-        """Start, oldest first, what belongs on this stream and ends by `end`; bytes of each.
+        """Start, in their order, those that belong on this stream and end by `end`; bytes of each.
 
         Stops after `looks` that could not start, and where no more than `most_left` bytes wait.
         """
         started: list[int] = []
-        passed: list[tuple[Pending, float]] = []
-        waiting = self._pending
+        passed: list[_Waiting] = []
+        candidates, self._pending = self._pending, []
+        at = 0
         try:
-            while waiting and self._pending_bytes > most_left and len(passed) != looks:
+            while at < len(candidates) and self._pending_bytes > most_left and len(passed) != looks:
                 if max(self._now, self._busy_until) >= end:
                     break
-                pending, since = waiting.popleft()
+                waiting = candidates[at]
+                at += 1
+                pending = waiting.pending
                 if self._too_late(pending):
                     continue
                 cost = pending.nbytes / self.encode_rate
-                if not self._fits(cost, since, end) or not engine.on_stream(pending.stream):
-                    passed.append((pending, since))
+                if not self._fits(cost, waiting.since, end) or not engine.on_stream(pending.stream):
+                    passed.append(waiting)
                     continue
                 self._pending_bytes -= pending.nbytes
                 ticket = engine.start(pending)
@@ -257,7 +289,7 @@ class WindowQueue:
                 self._encoded_bytes += pending.nbytes
                 started.append(pending.nbytes)
         finally:
-            waiting.extendleft(reversed(passed))
+            self._pending = passed + candidates[at:]
         return started
 
     def _too_late(self, pending: Pending) -> bool:
@@ -272,7 +304,7 @@ class WindowQueue:
 
     def _forget(self) -> None:
         """Drop everything that must not start any more."""
-        self._pending = deque(p for p in self._pending if not self._too_late(p[0]))
+        self._pending = [one for one in self._pending if not self._too_late(one.pending)]
 
     def _keep(self, pending: Pending) -> None:
         self._kept_storages += 1
