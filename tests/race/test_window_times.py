@@ -6,7 +6,6 @@ encode under a product costs nothing there; beside an elementwise operator both 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,10 +25,12 @@ LAYERS = 10
 device_module = getattr(torch, NAME)
 ENCODE = Policy(action=Action.ENCODE, min_bytes=1)
 
+#: A host that runs ahead of the device, so that no event has happened by the time it asks.
+HOST = {"host_us": 0.05, "launch_us": 0.2, "queries_wait": False}
 #: A product takes about ten times as long as an elementwise operator: room for everything.
-ROOMY = {"host_us": 0.05, "launch_us": 0.2, "hbm_gb_per_s": 10.0, "matrix_gb_per_s": 1.0, "queries_wait": False}
+ROOMY = {**HOST, "hbm_gb_per_s": 10.0, "matrix_gb_per_s": 1.0}
 #: A product takes less time than the encode of what one layer saves.
-TIGHT = {"host_us": 0.05, "launch_us": 0.2, "hbm_gb_per_s": 5.0, "matrix_gb_per_s": 10.0, "queries_wait": False}
+TIGHT = {**HOST, "hbm_gb_per_s": 5.0, "matrix_gb_per_s": 10.0}
 
 pytestmark = pytest.mark.one_schedule
 
@@ -62,13 +63,21 @@ class Layer(nn.Module):
 class Step:
     """One steady step: its virtual time, its peak, and what became of encodes and decodes."""
 
-    def __init__(self, machine: dict[str, float], managed: bool, **options: Any) -> None:
+    def __init__(
+        self,
+        machine: dict[str, float],
+        managed: bool,
+        measured: bool = True,
+        **options: Any,
+    ) -> None:
         torch.manual_seed(0)
         layers = nn.ModuleList(Layer() for _ in range(LAYERS)).to(DEVICE, torch.bfloat16)
         batch = torch.randn(SIDE, SIDE).to(DEVICE, torch.bfloat16)
         manager: Any = None
         if managed:
             manager = memswap.manage(layers, ENCODE, prefetch_bytes=AHEAD, **options)
+        if not measured:
+            manager._saver.observer.seconds = lambda key, amount: None
 
         def step() -> None:
             layers.zero_grad(set_to_none=True)
@@ -78,15 +87,15 @@ class Step:
             x.float().sum().backward()
 
         with virtual_time(**machine) as clock:
-            for _ in range(4):  # the second and third are measured
+            for _ in range(5):  # the second and third are measured
                 step()
-            torch.accelerator.synchronize()
+                torch.accelerator.synchronize()
             device_module.reset_peak_memory_stats()
             if managed:
                 manager.reset_stats()
-            counters.reset()
             # No reset: events of earlier steps have their times, and somebody may still ask.
             begin_us = clock.elapsed_us()
+            counters.reset()
             step()
             self.host_syncs = counters.host_syncs()
             self.us = clock.elapsed_us() - begin_us
@@ -99,9 +108,33 @@ class Step:
 def test_with_room_under_products_a_step_is_as_long_as_without_memswap() -> None:
     plain, at_once = Step(ROOMY, False), Step(ROOMY, True)
     hidden = Step(ROOMY, True, windows=Windows())
-    print(plain.us, at_once.us, hidden.us, plain.peak_bytes, at_once.peak_bytes, hidden.peak_bytes, hidden.windows)
-    # The simulated machine fills what is freed, and frames are freed only with memswap.
-    fills_us = hidden.stats.moved_bytes * 1.7 / (ROOMY["hbm_gb_per_s"] * 1e3)
-    print(fills_us)
-    t = Step(TIGHT, False), Step(TIGHT, True), Step(TIGHT, True, windows=Windows())
-    print([x.us for x in t], t[2].windows, t[2].stats)
+    windows = hidden.windows
+    assert windows.encoded_in_windows == hidden.stats.encoded_storages >= 2 * LAYERS - 4
+    assert windows.decoded_in_windows == hidden.stats.returned_storages
+    assert windows.started_at_end == windows.kept_storages == hidden.stats.stalls == 0
+    assert hidden.us <= 1.001 * plain.us, f"{hidden.us:.1f} us, without memswap {plain.us:.1f}"
+    assert at_once.us > 1.01 * plain.us, "there was nothing to hide, so nothing was shown"
+    assert hidden.peak_bytes <= at_once.peak_bytes
+
+
+def test_without_room_nothing_is_lost_and_less_is_exposed_than_at_once() -> None:
+    plain, at_once = Step(TIGHT, False), Step(TIGHT, True)
+    hidden = Step(TIGHT, True, windows=Windows())
+    assert hidden.stats.moved_bytes == at_once.stats.moved_bytes
+    assert hidden.windows.started_at_end > 0, "there was room after all"
+    assert plain.us < hidden.us < at_once.us
+
+
+def test_a_steady_step_never_waits_on_the_host() -> None:
+    assert Step(ROOMY, True, windows=Windows()).host_syncs == 0
+
+
+def test_a_duration_that_is_far_too_long_costs_no_more_than_starting_at_once() -> None:
+    """Everything is started under the first product, and joined as early as can be."""
+    plain, at_once = Step(TIGHT, False), Step(TIGHT, True)
+
+    def exaggerated(op: str, shapes: Any) -> float:
+        return 1.0
+
+    hidden = Step(TIGHT, True, measured=False, windows=Windows(seconds=exaggerated))
+    assert hidden.us <= plain.us + 1.1 * (at_once.us - plain.us)
