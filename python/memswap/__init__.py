@@ -1,28 +1,43 @@
 """memswap: saved activations swapped off the accelerator and back, without changing one bit."""
 
 from memswap.activations import Manager, manage, saved_tensors
+from memswap.checkpointing import (
+    Checkpointing,
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_module,
+    keep_collectives,
+)
 from memswap.codec import Frame, decode, encode
 from memswap.engine.action import Action, TensorInfo
 from memswap.engine.pools import DiskPool, HostPool
 from memswap.engine.stats import Count, Stats
 from memswap.engine.windows import WindowStats
 from memswap.errors import (
+    BudgetError,
     EntryStateError,
     FrameError,
     InplaceEditError,
     MemswapError,
     NotSwappedError,
+    RecomputeError,
     SharedStorageError,
     TransferError,
 )
 from memswap.inplace import swap_in, swap_out
+from memswap.planning.plan import Plan, PlannedStorage, PlannedUnit
 from memswap.planning.policy import Policy
+from memswap.planning.profile import profile
+from memswap.planning.rates import Rates
 from memswap.windows import Window, Windows, select_layers, window
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Action",
+    "BudgetError",
+    "CheckpointPolicy",
+    "Checkpointing",
     "Count",
     "DiskPool",
     "EntryStateError",
@@ -33,7 +48,12 @@ __all__ = [
     "Manager",
     "MemswapError",
     "NotSwappedError",
+    "Plan",
+    "PlannedStorage",
+    "PlannedUnit",
     "Policy",
+    "Rates",
+    "RecomputeError",
     "SharedStorageError",
     "Stats",
     "TensorInfo",
@@ -41,9 +61,13 @@ __all__ = [
     "Window",
     "WindowStats",
     "Windows",
+    "checkpoint",
+    "checkpoint_module",
     "decode",
     "encode",
+    "keep_collectives",
     "manage",
+    "profile",
     "saved_tensors",
     "select_layers",
     "swap_in",

@@ -146,8 +146,8 @@ class WindowedSaver(Saver):
             return super().send_encode(entry, storage, way, route, expectation)
         entry.storage = storage
         stream = stream_key(route.device)
-        share = route.expectations.share_of(expectation.key)
-        gain = FIRST_GAIN if share is None else 1 - share
+        sizes = route.expectations.sizes(expectation.key)
+        gain = FIRST_GAIN if sizes is None else 1 - sizes[0] / entry.nbytes
         deferred = Deferred(entry.reference, entry.nbytes, gain, stream, way, route, expectation)
         self._observe()
         self.queue.defer(deferred, self)
