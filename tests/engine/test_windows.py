@@ -92,6 +92,7 @@ def test_gradients_are_those_without_memswap_to_the_bit(
         assert windows.encoded_in_windows == windows.pending_bytes == 0
 
 
+@pytest.mark.one_schedule
 @pytest.mark.parametrize("seconds", [0.0, 1e-9, 1e3])
 def test_wrong_durations_cost_time_and_never_a_bit(device, managed, seconds) -> None:
     model, x = new_stack(device), new_input(device)
@@ -102,6 +103,7 @@ def test_wrong_durations_cost_time_and_never_a_bit(device, managed, seconds) -> 
         assert_same_gradients(train_step(model, lambda: model(x)), plain)
 
 
+@pytest.mark.one_schedule
 @pytest.mark.accelerator
 def test_everything_that_moves_without_windows_moves_with_them(device, managed) -> None:
     model, x = new_stack(device), new_input(device)
@@ -117,6 +119,7 @@ def test_everything_that_moves_without_windows_moves_with_them(device, managed) 
     assert moved[0] == moved[1] > 0, "leftovers were lost"
 
 
+@pytest.mark.one_schedule
 @pytest.mark.accelerator
 def test_a_layer_is_encoded_under_the_operators_of_the_next(device, managed) -> None:
     model, x = new_stack(device), new_input(device)
@@ -348,6 +351,7 @@ def test_on_another_stream_nothing_of_this_one_starts(region, device) -> None:
     region.expect(0)
 
 
+@pytest.mark.one_schedule
 @pytest.mark.accelerator
 @pytest.mark.filterwarnings("ignore:memswap. a storage")
 def test_where_there_is_no_room_when_a_window_opens_the_storage_stays(region, monkeypatch) -> None:
@@ -362,6 +366,7 @@ def test_where_there_is_no_room_when_a_window_opens_the_storage_stays(region, mo
     region.expect(0)
 
 
+@pytest.mark.one_schedule
 @pytest.mark.accelerator
 def test_no_more_waits_than_the_bound(device) -> None:
     region = Region(device, max_pending_bytes=2 * NBYTES)
@@ -374,6 +379,7 @@ def test_no_more_waits_than_the_bound(device) -> None:
     region.expect(0, 1, 2, 3)
 
 
+@pytest.mark.one_schedule
 @pytest.mark.accelerator
 def test_the_end_of_a_forward_is_the_last_unit_however_often_each_is_called(
     device, managed
@@ -411,6 +417,7 @@ def test_a_collective_opens_a_window_explicitly(region) -> None:
     region.expect(0)
 
 
+@pytest.mark.one_schedule
 @pytest.mark.accelerator
 def test_operators_inside_an_explicit_window_open_none(region) -> None:
     with region:
@@ -445,6 +452,7 @@ def test_a_window_made_in_forward_opens_again_in_backward(region) -> None:
     region.expect(0)
 
 
+@pytest.mark.one_schedule
 @pytest.mark.accelerator
 def test_a_window_without_seconds_learns_them(device, managed) -> None:
     model, x = new_stack(device), new_input(device)
@@ -462,11 +470,13 @@ def test_a_window_without_seconds_learns_them(device, managed) -> None:
     assert seconds[0] == 0.0 and seconds[-1] > 0.0
 
 
+@pytest.mark.one_schedule
 def test_outside_of_managed_layers_a_window_does_nothing() -> None:
     with memswap.window(seconds=1.0), memswap.saved_tensors(), memswap.window(name="a"):
         pass
 
 
+@pytest.mark.one_schedule
 @pytest.mark.parametrize("wrong", [{}, {"seconds": -1.0}, {"seconds": float("nan")}])
 def test_a_window_of_no_time_is_an_error(wrong) -> None:
     with pytest.raises(ValueError, match="window"):
@@ -474,6 +484,7 @@ def test_a_window_of_no_time_is_an_error(wrong) -> None:
 
 
 # ---------------------------------------------------------------- modules
+@pytest.mark.one_schedule
 def test_a_copied_or_pickled_module_opens_no_windows(device, managed) -> None:
     model, x = new_stack(device), new_input(device)
     manager = managed(model.layers)
@@ -484,6 +495,7 @@ def test_a_copied_or_pickled_module_opens_no_windows(device, managed) -> None:
     assert manager.window_stats().windows == before
 
 
+@pytest.mark.one_schedule
 def test_removing_a_manager_takes_every_hook_off(device, managed) -> None:
     model = new_stack(device)
     manager = managed(model.layers, windows=Windows(under=model.enter))
@@ -493,6 +505,7 @@ def test_removing_a_manager_takes_every_hook_off(device, managed) -> None:
         assert not module._forward_pre_hooks and not module._forward_hooks
 
 
+@pytest.mark.one_schedule
 def test_modules_that_are_not_managed_can_open_windows(device, managed) -> None:
     model, x = new_stack(device), new_input(device)
     managed(model.layers[:1], windows=Windows(under=(model.enter, model.layers[1])))
@@ -523,6 +536,7 @@ def test_a_compiled_layer_is_one_window_and_its_operators_break_no_graph(device,
     assert manager.window_stats().windows == 2 * len(model.layers)
 
 
+@pytest.mark.one_schedule
 def test_statistics_of_windows_start_anew(region) -> None:
     region.saver.open_window(1.0)
     assert region.saver.window_stats().windows == 1
@@ -534,6 +548,7 @@ def test_statistics_of_windows_start_anew(region) -> None:
 LAYERS = nn.ModuleList(nn.Identity() for _ in range(9))
 
 
+@pytest.mark.one_schedule
 @pytest.mark.parametrize(
     ("spec", "expected"), [("0", "0"), ("1-4,7", "12347"), (" 2 , 3-3", "23"), ("0-1,1-2", "012")]
 )
@@ -544,6 +559,7 @@ def test_layers_are_chosen_by_number_and_keep_their_names(spec, expected) -> Non
     assert list(memswap.select_layers(list(LAYERS), spec)) == list(chosen)
 
 
+@pytest.mark.one_schedule
 @pytest.mark.parametrize(
     ("spec", "error", "says"),
     [
@@ -562,6 +578,7 @@ def test_what_names_no_layers_says_why(spec, error, says) -> None:
         memswap.select_layers(LAYERS, spec)
 
 
+@pytest.mark.one_schedule
 @pytest.mark.parametrize(
     ("wrong", "error"),
     [

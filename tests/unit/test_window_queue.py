@@ -18,10 +18,16 @@ MB = 10**6
 class FakePassage:
     began_backward = False
 
+    def __init__(self) -> None:
+        self.demanded: set[int] = set()
+
+    def was_demanded(self, index: int) -> bool:
+        return index in self.demanded
+
 
 class FakeEntry:
     def __init__(self, nbytes: int, passage: FakePassage) -> None:
-        self.nbytes, self.passage = nbytes, passage
+        self.nbytes, self.passage, self.index = nbytes, passage, nbytes // MB
         self.reference = ref(self)
 
 
@@ -266,3 +272,9 @@ def test_what_came_back_by_itself_costs_no_time(bench: Bench) -> None:
     bench.queue.want(entries, 100 * MB, bench.engine)
     assert bench.open(2) == ["fetch 2", "fetch 2"]
     assert bench.queue.stats().decoded_in_windows == 1
+
+
+def test_what_was_demanded_before_its_window_is_not_brought_back_again(bench: Bench) -> None:
+    bench.queue.want(wanted(bench, 1, 2), 100 * MB, bench.engine)
+    bench.passage.demanded.add(1)
+    assert bench.open(5) == ["fetch 2"]

@@ -315,7 +315,9 @@ class WindowQueue:
         reference, nbytes, _ = self._wanted.popleft()
         self._wanted_bytes -= nbytes
         entry = reference()
-        if entry is None or not engine.fetch(entry):
+        if entry is None or (entry.passage and entry.passage.was_demanded(entry.index)):
+            return 0  # nobody waits for it any more, and it may even be away again
+        if not engine.fetch(entry):
             return 0
         self._busy_until = max(self._now, self._busy_until) + nbytes / self.decode_rate
         return nbytes
