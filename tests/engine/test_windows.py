@@ -146,6 +146,25 @@ def test_a_layer_is_encoded_under_the_operators_of_the_next(device, managed) -> 
     assert ("0", "1") in started and ("1", "2") in started
 
 
+@pytest.mark.parametrize("recompute", ["torch", "memswap"])
+def test_recomputed_layers_under_windows(device, managed, recompute) -> None:
+    model, x = new_stack(device), new_input(device)
+    plain = train_step(model, lambda: model(x))
+    managed(model.layers, windows=Windows(seconds=lambda op, shapes: 1e-6))
+
+    def recomputed() -> torch.Tensor:
+        y = model.enter(x)
+        for layer in model.layers:
+            if recompute == "torch":
+                y = torch.utils.checkpoint.checkpoint(layer, y, use_reentrant=False)
+            else:
+                y = memswap.checkpoint(layer, y)
+        return y.square().mean()
+
+    for _ in range(2):
+        assert_same_gradients(train_step(model, recomputed), plain)
+
+
 # ---------------------------------------------------------------- the life of what waits
 SIDE = 64
 NBYTES = SIDE * SIDE * 4

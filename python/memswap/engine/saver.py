@@ -134,14 +134,8 @@ class Saver:
             return "policy"
         if _graph_task() != -1:
             return "saved in backward"
-        policy = self.policy
-        director = self.director
-        action = visit.action
-        if action is None:
-            action = policy.action
-            if policy.fn is not None:  # most have none: spare them the TensorInfo
-                action = policy.decide(tensor, TensorInfo(visit.unit, view.nbytes, nbytes))
-        if action is Action.KEEP and director is None:
+        action = self._action(tensor, view, visit)
+        if action is Action.KEEP and self.director is None:
             return self._stay(tensor, view, "policy")
         route = self._routes.to(tensor.device)
         if route is None:
@@ -153,9 +147,25 @@ class Saver:
         self._notice_gone()
         if self._encoding:
             self._learn()
-        if action is None:
-            action = route.default_action
         visit.ordinal += 1
+        return self._depart(tensor, view, visit, route, action or route.default_action)
+
+    def _action(self, tensor: torch.Tensor, view: SavedView, visit: Visit) -> Action | None:
+        """What whoever packs insists on, or the policy wants. None: what suits the device."""
+        if visit.action is not None:
+            return visit.action
+        policy = self.policy
+        if policy.fn is None:  # most have none: spare them the TensorInfo
+            return policy.action
+        info = TensorInfo(visit.unit, view.nbytes, view.storage_nbytes)
+        return policy.decide(tensor, info)
+
+    def _depart(
+        self, tensor: torch.Tensor, view: SavedView, visit: Visit, route: Route, action: Action
+    ) -> Handle:
+        """A new entry, which leaves unless the plan or the timeline has a reason why it stays."""
+        nbytes: int = view.storage_nbytes
+        director = self.director
         chosen = None
         if director is not None:
             chosen = director.choose(tensor, visit.unit, visit.ordinal, nbytes, action)
