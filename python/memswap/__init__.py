@@ -12,6 +12,7 @@ from memswap.codec import Frame, decode, encode
 from memswap.engine.action import Action, TensorInfo
 from memswap.engine.pools import DiskPool, HostPool
 from memswap.engine.stats import Count, Stats
+from memswap.engine.windows import WindowStats
 from memswap.errors import (
     BudgetError,
     EntryStateError,
@@ -33,6 +34,7 @@ from memswap.planning.plan import Plan, PlannedStorage, PlannedUnit
 from memswap.planning.policy import Policy
 from memswap.planning.profile import profile
 from memswap.planning.rates import Rates
+from memswap.windows import Window, Windows, select_layers, window
 
 __version__ = "0.1.0"
 
@@ -67,6 +69,9 @@ __all__ = [
     "Stats",
     "TensorInfo",
     "TransferError",
+    "Window",
+    "WindowStats",
+    "Windows",
     "chain",
     "checkpoint",
     "checkpoint_module",
@@ -77,7 +82,9 @@ __all__ = [
     "manage_pipeline",
     "profile",
     "saved_tensors",
+    "select_layers",
     "swap_in",
     "swap_modules",
     "swap_out",
+    "window",
 ]
