@@ -1,5 +1,10 @@
 """memswap: saved activations swapped off the accelerator and back, without changing one bit."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from memswap.activations import Manager, manage, saved_tensors
 from memswap.checkpointing import (
     Checkpointing,
@@ -21,9 +26,12 @@ from memswap.errors import (
     InplaceEditError,
     MemswapError,
     NotSwappedError,
+    RankMismatchError,
     RecomputeError,
     SharedStorageError,
+    SlotError,
     TransferError,
+    UnitStateError,
 )
 from memswap.groups import Group, Groups
 from memswap.inplace import swap_in, swap_out
@@ -35,6 +43,9 @@ from memswap.planning.policy import Policy
 from memswap.planning.profile import profile
 from memswap.planning.rates import Rates
 from memswap.windows import Window, Windows, select_layers, window
+
+if TYPE_CHECKING:
+    from memswap import parallel as parallel
 
 __version__ = "0.1.0"
 
@@ -63,12 +74,15 @@ __all__ = [
     "PlannedStorage",
     "PlannedUnit",
     "Policy",
+    "RankMismatchError",
     "Rates",
     "RecomputeError",
     "SharedStorageError",
+    "SlotError",
     "Stats",
     "TensorInfo",
     "TransferError",
+    "UnitStateError",
     "Window",
     "WindowStats",
     "Windows",
@@ -88,3 +102,9 @@ __all__ = [
     "swap_out",
     "window",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "parallel":  # when it is asked for: it imports torch.distributed.fsdp
+        return import_module("memswap.parallel")
+    raise AttributeError(f"module 'memswap' has no attribute {name!r}")
