@@ -17,9 +17,12 @@ from memswap.codec import Frame, decode, encode
 from memswap.engine.action import Action, TensorInfo
 from memswap.engine.pools import DiskPool, HostPool
 from memswap.engine.stats import Count, Stats
+from memswap.engine.windows import WindowStats
 from memswap.errors import (
+    BudgetError,
     EntryStateError,
     FrameError,
+    GroupError,
     InplaceEditError,
     MemswapError,
     NotSwappedError,
@@ -30,8 +33,16 @@ from memswap.errors import (
     TransferError,
     UnitStateError,
 )
+from memswap.groups import Group, Groups
 from memswap.inplace import swap_in, swap_out
+from memswap.layer_chain import Chain, chain
+from memswap.modules import ModuleSwap, swap_modules
+from memswap.pipeline import PipelineManager, manage_pipeline
+from memswap.planning.plan import Plan, PlannedStorage, PlannedUnit
 from memswap.planning.policy import Policy
+from memswap.planning.profile import profile
+from memswap.planning.rates import Rates
+from memswap.windows import Window, Windows, select_layers, window
 
 if TYPE_CHECKING:
     from memswap import parallel as parallel
@@ -40,6 +51,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Action",
+    "BudgetError",
+    "Chain",
     "CheckpointPolicy",
     "Checkpointing",
     "Count",
@@ -47,13 +60,22 @@ __all__ = [
     "EntryStateError",
     "Frame",
     "FrameError",
+    "Group",
+    "GroupError",
+    "Groups",
     "HostPool",
     "InplaceEditError",
     "Manager",
     "MemswapError",
+    "ModuleSwap",
     "NotSwappedError",
+    "PipelineManager",
+    "Plan",
+    "PlannedStorage",
+    "PlannedUnit",
     "Policy",
     "RankMismatchError",
+    "Rates",
     "RecomputeError",
     "SharedStorageError",
     "SlotError",
@@ -61,15 +83,24 @@ __all__ = [
     "TensorInfo",
     "TransferError",
     "UnitStateError",
+    "Window",
+    "WindowStats",
+    "Windows",
+    "chain",
     "checkpoint",
     "checkpoint_module",
     "decode",
     "encode",
     "keep_collectives",
     "manage",
+    "manage_pipeline",
+    "profile",
     "saved_tensors",
+    "select_layers",
     "swap_in",
+    "swap_modules",
     "swap_out",
+    "window",
 ]
 
 
