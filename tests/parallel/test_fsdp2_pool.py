@@ -11,8 +11,7 @@ from sharding import assert_same, fully_sharded, make_net, train
 
 
 @distributed(2)
-@pytest.mark.parametrize("slots", [1, 2])
-@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize(("slots", "prefetch"), [(1, False), (2, True)])
 def test_fully_shard_trains_the_same_in_pooled_buffers(
     rank: Rank, slots: int, prefetch: bool
 ) -> None:
