@@ -47,6 +47,7 @@ void bind_storage(py::module_& module) {
       .def_property_readonly("nbytes", &SavedView::nbytes);
   module.def("capture", &SavedView::capture, py::arg("tensor"),
              "The SavedView of a plain strided tensor, or None.");
+  module.attr("can_lend") = can_lend();
   module.def(
       "lend",
       [](StorageRef& shell, const StorageRef& memory, size_t offset, size_t nbytes) {

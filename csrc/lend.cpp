@@ -12,7 +12,21 @@ namespace {
 // The deleter is also how lent memory is recognised.
 void return_slot(void* owner) { delete static_cast<c10::Storage*>(owner); }
 
+template <class Impl>
+constexpr bool forgives = requires(Impl impl) { impl.clear_data_ptr_access_error_msg_(); };
+
+template <class Impl>
+void let_be_used(Impl& impl) {
+  if constexpr (forgives<Impl>) {
+    impl.clear_data_ptr_access_error_msg_();
+  } else {
+    TORCH_CHECK_NOT_IMPLEMENTED(false, "memswap: lend() needs a newer torch; see can_lend()");
+  }
+}
+
 }  // namespace
+
+bool can_lend() { return forgives<c10::StorageImpl>; }
 
 void lend(StorageRef& shell, const StorageRef& memory, size_t offset, size_t nbytes) {
   c10::StorageImpl* impl = shell.storage.unsafeGetStorageImpl();
@@ -24,7 +38,7 @@ void lend(StorageRef& shell, const StorageRef& memory, size_t offset, size_t nby
               "memswap: lend(): ", nbytes, " bytes at ", offset, " of ", source->nbytes());
   auto owner = std::make_unique<c10::Storage>(memory.storage);
   auto* data = static_cast<char*>(source->mutable_data()) + offset;
-  impl->clear_data_ptr_access_error_msg_();
+  let_be_used(*impl);
   impl->set_data_ptr_noswap(c10::DataPtr(data, owner.release(), &return_slot, source->device()));
   impl->set_nbytes(nbytes);
 }

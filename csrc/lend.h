@@ -20,6 +20,10 @@ namespace memswap {
 // nobody can read it any more. Nothing here waits: that the memory is in use no longer is what the
 // order of the stream says on which all of its readers and the next writer are launched.
 
+// Whether this torch lets a storage be used again whose use has raised. Not every supported one
+// does.
+bool can_lend();
+
 // Puts `nbytes` of `memory`, from `offset`, under `shell`, which has none.
 void lend(StorageRef& shell, const StorageRef& memory, size_t offset, size_t nbytes);
 

@@ -6,10 +6,12 @@ import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
+from memswap._native import native
 from memswap.parallel.hooks import Hooks
 from memswap.parallel.schedule import Context, Scheduled
 from memswap.parallel.unit import Unit
@@ -74,8 +76,14 @@ def shard(
     Raises:
         ValueError: a parameter is tied to one of another unit, is a scalar or not contiguous; the
             anchor is no submodule; the module is sharded already.
-        NotImplementedError: a mesh of more than one dimension, parameters that are DTensors.
+        NotImplementedError: this torch cannot guard weights that are not there; a mesh of more than
+            one dimension, parameters that are DTensors.
     """
+    if not native.can_lend:
+        raise NotImplementedError(
+            f"shard() needs torch 2.13 or newer, found {torch.__version__}: in older ones a "
+            "storage that refuses to be read while its weights are elsewhere refuses for ever"
+        )
     modules = _checked_modules(module)
     if mesh.ndim != 1:
         raise NotImplementedError(
