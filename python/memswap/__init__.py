@@ -13,6 +13,7 @@ from memswap.engine.action import Action, TensorInfo
 from memswap.engine.pools import DiskPool, HostPool
 from memswap.engine.stats import Count, Stats
 from memswap.errors import (
+    BudgetError,
     EntryStateError,
     FrameError,
     InplaceEditError,
@@ -23,12 +24,16 @@ from memswap.errors import (
     TransferError,
 )
 from memswap.inplace import swap_in, swap_out
+from memswap.planning.plan import Plan, PlannedStorage, PlannedUnit
 from memswap.planning.policy import Policy
+from memswap.planning.profile import profile
+from memswap.planning.rates import Rates
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Action",
+    "BudgetError",
     "CheckpointPolicy",
     "Checkpointing",
     "Count",
@@ -41,7 +46,11 @@ __all__ = [
     "Manager",
     "MemswapError",
     "NotSwappedError",
+    "Plan",
+    "PlannedStorage",
+    "PlannedUnit",
     "Policy",
+    "Rates",
     "RecomputeError",
     "SharedStorageError",
     "Stats",
@@ -53,6 +62,7 @@ __all__ = [
     "encode",
     "keep_collectives",
     "manage",
+    "profile",
     "saved_tensors",
     "swap_in",
     "swap_out",

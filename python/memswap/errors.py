@@ -36,3 +36,15 @@ class NotSwappedError(MemswapError, ValueError):
 
 class FrameError(MemswapError, ValueError):
     """Bytes are no frame that this version can read, or not the ones that were encoded."""
+
+
+class BudgetError(MemswapError, ValueError):
+    """A memory budget below what the step needs at least. The message states that size.
+
+    Attributes:
+        smallest_bytes: the smallest budget for which there is a plan.
+    """
+
+    def __init__(self, message: str, smallest_bytes: int) -> None:
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes

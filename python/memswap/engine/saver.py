@@ -24,12 +24,13 @@ from memswap.engine.action import Action, Decider, TensorInfo
 from memswap.engine.entry import Entry, State, Stay
 from memswap.engine.handle import Given, Handle, Kept, Moved, Parts, Passed, unpack
 from memswap.engine.stats import Ledger, Stats
-from memswap.engine.timeline import Timeline
+from memswap.engine.timeline import NEVER_FREED, PLANNED, Timeline
 from memswap.engine.transfer import Routes
 from memswap.errors import TransferError
 
 if TYPE_CHECKING:
     from memswap._C import FrameWatch, SavedView, StorageRef, WeakStorage
+    from memswap.engine.director import Director
     from memswap.engine.expectations import Expectation, Expectations
     from memswap.engine.timeline import Passage
     from memswap.engine.transfer import Pool, Route, Way
@@ -67,6 +68,8 @@ class Saver:
         self.passage: Passage[Entry] = self.timeline.begin()
         #: Storages of parameters and buffers. A weak storage keeps its key from being reused.
         self.persistent: dict[int, WeakStorage] = {}
+        #: Who watches and directs what leaves, under a memory budget; None: the policy alone.
+        self.director: Director | None = None
         self._routes = Routes(pool)
         #: Entries by the address of their storage. Dead ones are swept out once a passage; until
         #: then they find nobody, whatever their address is used for.
@@ -82,8 +85,15 @@ class Saver:
         with self.lock:
             self._sweep()
             if self.passage.sizes:
-                self._routes.begin_passage(self.passage.leaving_bytes, sum(self.passage.sizes))
-                self.passage = self.timeline.begin()
+                ended, self.passage = self.passage, self.timeline.begin()
+                leaving_bytes = ended.leaving_bytes
+                if self.director is not None:
+                    leaving_bytes = self.director.begin(self.passage) or leaving_bytes
+                self._routes.begin_passage(leaving_bytes, sum(ended.sizes))
+
+    def route(self, device: torch.device) -> Route | None:
+        """How storages leave a device; None where they stay."""
+        return self._routes.to(device)
 
     def stats(self) -> Stats:
         with self.lock:
@@ -123,12 +133,13 @@ class Saver:
         if _graph_task() != -1:
             return "saved in backward"
         policy = self.policy
+        director = self.director
         action = visit.action
         if action is None:
             action = policy.action
             if policy.fn is not None:  # most have none: spare them the TensorInfo
                 action = policy.decide(tensor, TensorInfo(visit.unit, view.nbytes, nbytes))
-        if action is Action.KEEP:
+        if action is Action.KEEP and director is None:
             return self._stay(tensor, view, "policy")
         route = self._routes.to(tensor.device)
         if route is None:
@@ -143,7 +154,17 @@ class Saver:
         if action is None:
             action = route.default_action
         visit.ordinal += 1
+        chosen = None
+        if director is not None:
+            chosen = director.choose(tensor, visit.unit, visit.ordinal, nbytes, action)
+            if visit.action is not None:
+                chosen = None  # who packs insists
+            action = chosen or action
         verdict = self.passage.admit(nbytes, action is Action.ENCODE, visit.group)
+        if action is Action.KEEP:
+            verdict = "policy" if chosen is None else PLANNED
+        elif chosen is not None and verdict is not NEVER_FREED:
+            verdict = None
         storage = native.StorageRef(tensor)
         entry = Entry(self, view, storage)
         self.passage.place(entry)
@@ -153,11 +174,16 @@ class Saver:
                 verdict = self._swap(entry, storage, route)
             else:
                 verdict = self._encode(entry, storage, route, action, visit, tensor.dtype)
+        handle: Handle
         if verdict is not None:
             self.ledger.keep(verdict, nbytes)
-            return Kept(tensor, entry)
-        self._leaving.append(entry.reference)
-        return Moved(entry, view)
+            handle = Kept(tensor, entry)
+        else:
+            self._leaving.append(entry.reference)
+            handle = Moved(entry, view)
+        if director is not None:
+            director.saved(entry)
+        return handle
 
     def _swap(self, entry: Entry, storage: StorageRef, route: Route) -> str | None:
         """Start swapping an entry's storage. None, or the reason why it stays."""
@@ -284,6 +310,9 @@ class Saver:
             self.ledger.fold_retired()
             if self._encoding:
                 self._learn()
+            director = self.director
+            if director is not None:
+                director.demanding(entry)
             storage, late = entry.bring()
             arrival = entry.remains.arrival
             if late:
@@ -297,6 +326,8 @@ class Saver:
             except native.TransferError as error:
                 raise TransferError(f"a saved tensor cannot be brought back: {error}") from error
             self.ledger.exposed_wait_s += perf_counter() - begin
+        if director is not None:
+            director.demanded(entry)
         return storage
 
     def demand_kept(self, entry: Entry) -> None:
@@ -306,6 +337,9 @@ class Saver:
             if passage is None:
                 return
             self.ledger.fold_retired()
+            director = self.director
+            if director is not None:
+                director.demanding(entry)
             index = entry.index
             if (
                 index in passage.held
@@ -314,6 +348,8 @@ class Saver:
             ):
                 passage.held.discard(index)  # next time it would be freed, so it may leave
             self._prefetch(passage.demand(index))
+            if director is not None:
+                director.demanded(entry)
 
     def _prefetch(self, entries: Iterable[Entry]) -> None:
         for entry in entries:

@@ -21,10 +21,11 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 NEEDED_AT_ONCE = "needed at once"
 NEVER_FREED = "never freed"
+PLANNED = "planned"
 
 #: An automatic window is this share of a passage's bytes, and never less than its largest storage.
 AUTO_WINDOW_SHARE = 1 / 8
@@ -79,6 +80,10 @@ class Passage(Generic[PlacedT]):
         self.sizes: list[int] = []
         self.order: list[int] = []  # indices, in the order of their first demand
         self.held: set[int] = set()  # storages that stayed alive although they had left
+        #: What a plan brings back at the first demand of which storage; None: the window decides.
+        self.fetches: Mapping[int, Sequence[int]] | None = None
+        #: What a director knows of it.
+        self.course: Any = None
         self._window_shares = 0.0  # an automatic window: the sum of the storages' shares,
         self._window_least = 0.0  # and no less than this
         self._decoded: set[int] = set()  # storages that would be encoded where they are
@@ -158,6 +163,8 @@ class Passage(Generic[PlacedT]):
             return []
         self._demanded.add(index)
         self.order.append(index)
+        if self.fetches is not None:
+            return self._placed(self.fetches.get(index, ()))
         if self._plan is None or len(self._plan.rank) != len(self.sizes):
             forecast = self._forecast
             known = forecast is not None and len(forecast.sizes) == len(self.sizes)
@@ -167,7 +174,13 @@ class Passage(Generic[PlacedT]):
         if index in self._decoded:
             # Beside its frame, which is there until it has been used: it counts as well.
             window_bytes = max(window_bytes - self.sizes[index], 0)
-        wanted = self._plan.advance(index, window_bytes)
+        return self._placed(self._plan.advance(index, window_bytes))
+
+    def entry(self, index: int) -> PlacedT | None:
+        """What is at a place, if it is alive."""
+        return self._entries[index]()
+
+    def _placed(self, wanted: Sequence[int]) -> list[PlacedT]:
         entries = [self._entries[i]() for i in wanted if i not in self._demanded]
         return [entry for entry in entries if entry is not None]
 

@@ -268,6 +268,11 @@ class Route:
         if self._leaving_bytes is not None:
             lane.set_max_leaving_bytes(self._leaving_bytes)
 
+    def leaving_bytes(self) -> int:
+        """Bytes of the device that departing storages hold now."""
+        lanes = (self._lane, self._codec_lane)
+        return sum(lane.leaving_bytes() for lane in lanes if lane is not None)
+
     def begin_passage(self, leaving_bytes: int, passage_bytes: int) -> None:
         """A new forward: departing storages may hold `leaving_bytes` of the device.
 
