@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from weakref import ref
 
 import torch
@@ -51,6 +51,18 @@ class _Encoding(NamedTuple):
     expectation: Expectation
     watch: FrameWatch
     entry: ref[Entry]
+
+
+class Place(Protocol):
+    """Where a storage was saved: what its frame is expected to be like depends on it."""
+
+    @property
+    def unit(self) -> str:
+        """The unit that saved it."""
+
+    @property
+    def ordinal(self) -> int:
+        """Which of the unit's storages it is."""
 
 
 class Saver:
@@ -112,6 +124,10 @@ class Saver:
         """Order everything after the transfers under way, and drop the storages they hold."""
         self._routes.settle()
 
+    def open_routes(self) -> list[Route]:
+        """The routes of the devices that were seen so far."""
+        return self._routes.open_routes()
+
     def check_decodes(self) -> None:
         """Wait for decodes under way; raise TransferError if a frame was not what was encoded."""
         self._routes.check_decodes()
@@ -125,21 +141,17 @@ class Saver:
         if known is not None:
             self.ledger.deduplicated_tensors += 1
             self.ledger.deduplicated_bytes += view.nbytes
-            return Kept(tensor, known) if known.away is None else Moved(known, view)
+            if isinstance(known, Stay) or (known.away is None and known.storage is None):
+                return Kept(tensor, known)
+            return Moved(known, view)  # it has left, or waits to: the entry holds the storage
         if nbytes < self.policy.min_bytes:
             return "small"
         if not visit.covered:
             return "policy"
         if _graph_task() != -1:
             return "saved in backward"
-        policy = self.policy
-        director = self.director
-        action = visit.action
-        if action is None:
-            action = policy.action
-            if policy.fn is not None:  # most have none: spare them the TensorInfo
-                action = policy.decide(tensor, TensorInfo(visit.unit, view.nbytes, nbytes))
-        if action is Action.KEEP and director is None:
+        action = self._action(tensor, view, visit)
+        if action is Action.KEEP and self.director is None:
             return self._stay(tensor, view, "policy")
         route = self._routes.to(tensor.device)
         if route is None:
@@ -151,9 +163,25 @@ class Saver:
         self._notice_gone()
         if self._encoding:
             self._learn()
-        if action is None:
-            action = route.default_action
         visit.ordinal += 1
+        return self._admit(tensor, view, visit, route, action or route.default_action)
+
+    def _action(self, tensor: torch.Tensor, view: SavedView, visit: Visit) -> Action | None:
+        """What whoever packs insists on, or the policy wants. None: what suits the device."""
+        if visit.action is not None:
+            return visit.action
+        policy = self.policy
+        if policy.fn is None:  # most have none: spare them the TensorInfo
+            return policy.action
+        info = TensorInfo(visit.unit, view.nbytes, view.storage_nbytes)
+        return policy.decide(tensor, info)
+
+    def _admit(
+        self, tensor: torch.Tensor, view: SavedView, visit: Visit, route: Route, action: Action
+    ) -> Handle:
+        """A new entry, which leaves unless the plan or the timeline has a reason why it stays."""
+        nbytes: int = view.storage_nbytes
+        director = self.director
         chosen = None
         if director is not None:
             chosen = director.choose(tensor, visit.unit, visit.ordinal, nbytes, action)
@@ -170,20 +198,30 @@ class Saver:
         self.passage.place(entry)
         self._entries[view.key] = entry.reference
         if verdict is None:
-            if action is Action.SWAP:
-                verdict = self._swap(entry, storage, route)
-            else:
-                verdict = self._encode(entry, storage, route, action, visit, tensor.dtype)
+            verdict = self.depart(entry, storage, route, action, visit, tensor.dtype)
         handle: Handle
         if verdict is not None:
             self.ledger.keep(verdict, nbytes)
             handle = Kept(tensor, entry)
         else:
-            self._leaving.append(entry.reference)
             handle = Moved(entry, view)
         if director is not None:
             director.saved(entry)
         return handle
+
+    def depart(
+        self,
+        entry: Entry,
+        storage: StorageRef,
+        route: Route,
+        action: Action,
+        place: Place,
+        dtype: torch.dtype,
+    ) -> str | None:
+        """Start sending an entry's storage away. None, or the reason why it stays."""
+        if action is Action.SWAP:
+            return self._swap(entry, storage, route)
+        return self._encode(entry, storage, route, action, place, dtype)
 
     def _swap(self, entry: Entry, storage: StorageRef, route: Route) -> str | None:
         """Start swapping an entry's storage. None, or the reason why it stays."""
@@ -192,6 +230,7 @@ class Saver:
         if sent is None:
             return self._refused(way, entry, route)
         entry.leave(way, *sent)
+        self._leaving.append(entry.reference)
         return None
 
     def _encode(
@@ -200,7 +239,7 @@ class Saver:
         storage: StorageRef,
         route: Route,
         action: Action,
-        visit: Visit,
+        place: Place,
         dtype: torch.dtype,
     ) -> str | None:
         """Start encoding an entry's storage. None, or the reason why it stays."""
@@ -208,24 +247,38 @@ class Saver:
         if way is None:
             reason = "no codec"
         else:
-            expectations = route.expectations
-            expectation = expectations.of(visit.unit, visit.ordinal, entry.nbytes, dtype)
-            if expectation.pays:
-                sent = way.send(storage, expectation)
-                if sent is None and expectation.trial:
-                    expectation = expectations.settled(expectation)
-                    sent = way.send(storage, expectation)
-                if sent is not None:
-                    entry.leave(way, *sent)
-                    made = _Encoding(expectations, expectation, sent[0].watch(), entry.reference)
-                    # Where nothing works ahead an encode has ended, unless it failed.
-                    if way.works_ahead or made.watch.report() is not None:
-                        self._encoding.append(made)
-                    return None
-                reason = self._refused(way, entry, route)
-            else:
+            expectation = route.expectations.of(place.unit, place.ordinal, entry.nbytes, dtype)
+            if not expectation.pays:
                 reason = "does not shrink"
+            elif self.send_encode(entry, storage, way, route, expectation):
+                return None
+            else:
+                reason = self._refused(way, entry, route)
         return reason if action is Action.ENCODE else self._swap(entry, storage, route)
+
+    def send_encode(
+        self,
+        entry: Entry,
+        storage: StorageRef,
+        way: Way,
+        route: Route,
+        expectation: Expectation,
+    ) -> bool:
+        """Start encoding. Whether there was room."""
+        expectations = route.expectations
+        sent = way.send(storage, expectation)
+        if sent is None and expectation.trial:
+            expectation = expectations.settled(expectation)
+            sent = way.send(storage, expectation)
+        if sent is None:
+            return False
+        entry.leave(way, *sent)
+        self._leaving.append(entry.reference)
+        made = _Encoding(expectations, expectation, sent[0].watch(), entry.reference)
+        # Where nothing works ahead an encode has ended, unless it failed.
+        if way.works_ahead or made.watch.report() is not None:
+            self._encoding.append(made)
+        return True
 
     def _refused(self, way: Way, entry: Entry, route: Route) -> str:
         """A way has no room: the reason in the statistics. In full it is told once."""
@@ -318,7 +371,7 @@ class Saver:
             if late:
                 self.ledger.stalls += 1
             if entry.passage is not None:
-                self._prefetch(entry.passage.demand(entry.index))
+                self.look_ahead(entry.passage, entry.index)
         if arrival is not None:
             begin = perf_counter()
             try:
@@ -347,21 +400,30 @@ class Saver:
                 and entry.held_by_handles_only()
             ):
                 passage.held.discard(index)  # next time it would be freed, so it may leave
-            self._prefetch(passage.demand(index))
+            self.look_ahead(passage, index)
             if director is not None:
                 director.demanded(entry)
 
+    def look_ahead(self, passage: Passage[Entry], index: int) -> None:
+        """A storage is demanded: what comes next is brought back."""
+        self._prefetch(passage.demand(index))
+
     def _prefetch(self, entries: Iterable[Entry]) -> None:
-        for entry in entries:
-            way = entry.way
-            if entry.away is None or way is None or not way.works_ahead:
-                continue
-            if entry.storage is not None or not entry.gone():
-                continue
-            try:
-                entry.fetch()
-            except torch.OutOfMemoryError:
-                return  # the demand itself will ask again, when there may be room
+        try:
+            for entry in entries:
+                self.fetch(entry)
+        except torch.OutOfMemoryError:
+            return  # the demand itself will ask again, when there may be room
+
+    def fetch(self, entry: Entry) -> bool:
+        """Start bringing an entry back, unless it is not away. Whether that was done."""
+        way = entry.way
+        if entry.away is None or way is None or not way.works_ahead:
+            return False
+        if entry.storage is not None or not entry.gone():
+            return False
+        entry.fetch()  # may be out of memory
+        return True
 
 
 class Visit:
@@ -386,6 +448,10 @@ class Visit:
         self.ordinal = -1  # of the storage that was considered last
         self.outer: HookPair | None = None
         self.pushed = False
+
+    def within(self, unit: str, action: Action | None, group: int | None) -> Visit:
+        """Another visit for a part of what this one is for: a region of a checkpoint."""
+        return Visit(self.saver, unit, action, group)
 
     def enter(self) -> None:
         """Install the hooks, unless saving here is somebody else's business.
@@ -491,7 +557,12 @@ def current_visit() -> Visit | None:
 
 def in_backward() -> bool:
     """Whether this thread runs a backward pass now."""
-    return bool(_graph_task() != -1)
+    return graph_task() != -1
+
+
+def graph_task() -> int:
+    """The number of the backward pass that this thread runs; -1: none."""
+    return int(_graph_task())
 
 
 def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
