@@ -555,6 +555,34 @@ def test_a_compiled_layer_is_one_window_and_its_operators_break_no_graph(device,
     assert manager.window_stats().windows == 2 * len(model.layers)
 
 
+@pytest.mark.cpu_only
+def test_a_window_inside_a_compiled_layer_breaks_no_graph(device, managed) -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with memswap.window(seconds=1e-3):
+                y = self.linear(x)
+            return y.tanh()
+
+    torch.manual_seed(0)
+    layer, x = Layer().to(device), new_input(device)
+    plain = train_step(layer, lambda: layer(x).sum())
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    managed(layer)
+    layer.compile(backend=backend)
+    for _ in range(2):
+        assert_same_gradients(train_step(layer, lambda: layer(x).sum()), plain)
+    assert len(graphs) == 1
+
+
 @pytest.mark.one_schedule
 def test_statistics_of_windows_start_anew(region) -> None:
     region.saver.open_window(1.0)
