@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from memswap.engine.expectations import Expectation
     from memswap.engine.lane import Ticket
     from memswap.engine.timeline import Passage
-    from memswap.engine.transfer import Pool, Route, Way
+    from memswap.engine.transfer import Pool, Route, Way, WayBack
     from memswap.engine.windows import Pending, WindowQueue, WindowStats
 
 
@@ -194,7 +194,7 @@ class WindowedSaver(Saver):
             self._notice(entry.way, entry.nbytes, encoded=False)
         return fetched
 
-    def _notice(self, way: Way | None, nbytes: int, encoded: bool) -> None:
+    def _notice(self, way: WayBack | None, nbytes: int, encoded: bool) -> None:
         if self.observer is None or not isinstance(way, EncodeWay | EncodeSwapWay):
             return
         lane = way.codec_lane
