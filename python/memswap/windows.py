@@ -164,7 +164,8 @@ def window(seconds: float | None = None, *, name: str = "") -> Window:
     Raises:
         ValueError: neither seconds nor a name, or seconds that are negative or not finite.
     """
-    return Window(innermost(), seconds, name)
+    compiling = torch.compiler.is_compiling()  # a compiled layer is a window as a whole
+    return Window(None if compiling else innermost(), seconds, name)
 
 
 # --- layers ---------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from memswap.compat.mindspeed import (
     TensorState,
 )
 from memswap.engine import expectations
+from memswap.planning import cost_model
 
 pytestmark = pytest.mark.one_schedule
 
@@ -172,24 +173,36 @@ def test_a_manager_of_its_own_round_trips(device) -> None:
     assert look(layer.pop(packed)) == look(random(device, 256, 256))
 
 
+class Group(torch.distributed.ProcessGroup):
+    def __init__(self, ranks: int) -> None:
+        super().__init__(0, ranks)
+
+
 def test_times_are_the_cost_models() -> None:
-    asked: list[Any] = []
-
-    def seconds(op: str, shapes: Any) -> float:
-        asked.append((op, shapes))
-        return 0.5
-
-    ctx = GlobalContext(GlobalContextConfig(), seconds=seconds)
-    a, b = torch.ones(2, 3), torch.ones(3, 4)
-    assert ctx.estimate_time("matmul", a, other=b) == 0.5
-    ctx.estimate_time("allgather", a, b, group=None)
-    ctx.estimate_time("all2all", output=a, input=b, async_op=True)
-    assert [op for op, _ in asked] == ["matmul", "all_gather", "all_to_all"]
-    assert asked[0][1] == ((2, 3), (3, 4))
+    ctx = GlobalContext(GlobalContextConfig())
+    a, b = (torch.ones(size, dtype=torch.bfloat16) for size in ((512, 4096), (4096, 1024)))
+    right = cost_model.A2.matmul_s(a.shape, b.shape)
+    for found in (
+        ctx.estimate_time("matmul", a, b),
+        ctx.estimate_time("matmul", a, other=b),
+        ctx.estimate_time("matmul", other=b, input=a),
+    ):
+        assert found == right > 0
+    ctx.simulation = cost_model.A3
+    whole, part = torch.ones(8, 64), torch.ones(1, 64)
+    right = cost_model.A3.all_gather_s(whole.nbytes, 8)
+    assert ctx.estimate_time("allgather", whole, part, Group(8)) == right > 0
+    assert ctx.estimate_time("allgather", input=part, output=whole, group=Group(8)) == right
+    right = cost_model.A3.all_to_all_s(whole.nbytes, 2)
+    assert ctx.estimate_time("all2all", whole, input=whole, group=Group(2), async_op=True) == right
+    assert right > 0, "two ranks are not in that table"
+    assert ctx.estimate_time("all2all", whole, whole) == 0.0, "no group: one rank"
     with pytest.raises(ValueError, match="'reducescatter'"):
         ctx.estimate_time("reducescatter", a)
-    with pytest.raises(NotImplementedError, match="cost model"):
-        GlobalContext(GlobalContextConfig()).estimate_time("matmul", a, b)
+    with pytest.raises(ValueError, match="1 tensor"):
+        ctx.estimate_time("matmul", a)
+    with pytest.raises(ValueError, match="meet"):
+        ctx.estimate_time("matmul", a, a)
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,9 @@ from memswap.engine.handle import Handle, Moved, unpack
 from memswap.engine.saver import Visit, in_backward
 from memswap.engine.windows import WindowStats
 from memswap.operators import BACKWARD_PRODUCTS
+from memswap.planning.cost_model import A2
 from memswap.planning.policy import Policy
-from memswap.windows import Cost, Windows, parse_layers
+from memswap.windows import Windows, parse_layers
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -42,13 +43,15 @@ if TYPE_CHECKING:
     from memswap.engine.stats import Stats
     from memswap.engine.timeline import Passage
     from memswap.engine.windowed import WindowedSaver
+    from memswap.planning.cost_model import Hardware
 
 LayerKey: TypeAlias = Hashable
 """``(uuid of the layer, absolute order)``; anything that can be the key of a dict."""
 
 Filter: TypeAlias = Callable[[torch.Tensor], bool]
 
-ASYNC_FUNCS = {"matmul": "matmul", "allgather": "all_gather", "all2all": "all_to_all"}
+#: Operators whose time can be estimated.
+ASYNC_FUNCS = ("matmul", "allgather", "all2all")
 
 
 class ContextState(enum.Enum):
@@ -98,19 +101,19 @@ class GlobalContext:
 
     Args:
         config: see :class:`GlobalContextConfig`.
-        seconds: the cost model behind :meth:`estimate_time`; see :class:`memswap.Windows`.
+        simulation: the hardware behind :meth:`estimate_time`
+            (:mod:`memswap.planning.cost_model`); an Atlas A2 unless told otherwise.
 
     Attributes:
-        config: as given.
-        simulation: as ``seconds``.
+        config, simulation: as given.
         statistic: taken and not needed: every encode reports its statistics, without waiting.
         share_memorys: always empty: there are no buffers to share.
         layer_activation_managers: by key, as they were seen.
     """
 
-    def __init__(self, config: GlobalContextConfig, seconds: Cost | None = None) -> None:
+    def __init__(self, config: GlobalContextConfig, simulation: Hardware = A2) -> None:
         self.config = config
-        self.simulation = seconds
+        self.simulation = simulation
         self.statistic = False
         self.share_memorys: list[object] = []
         self.layer_activation_managers: dict[LayerKey, LayerActivationManager] = {}
@@ -174,23 +177,30 @@ class GlobalContext:
         self.saver.open_window(manager.seconds * BACKWARD_PRODUCTS)
 
     def estimate_time(self, fn_name: str, *args: Any, **kwargs: Any) -> float:
-        """Seconds of an operator of :data:`ASYNC_FUNCS` with these arguments.
+        """Seconds of an operator of :data:`ASYNC_FUNCS` with these arguments, by data sheet.
+
+        ``matmul(input, other)``, ``_all_gather_base(output, input, group)`` or
+        ``all_to_all_single(output, input, ..., group)``, by position or by keyword.
 
         Raises:
-            ValueError: an unknown name, or arguments without a tensor.
-            NotImplementedError: the context has no cost model.
+            ValueError: an unknown name, fewer than two tensors, shapes that cannot be multiplied,
+                or a collective whose rates are not known.
         """
-        operator = checked_name(fn_name)
-        if self.simulation is None:
-            raise NotImplementedError(
-                "estimate_time() needs a cost model: GlobalContext(config, seconds=...), where "
-                "seconds(op, shapes) takes 'matmul', 'all_gather' or 'all_to_all'"
+        checked_name(fn_name)
+        tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
+        if len(tensors) < 2:
+            raise ValueError(
+                f"estimate_time({fn_name!r}): found {len(tensors)} tensor(s) among the arguments, "
+                "expected the operator's two"
             )
-        given = [*args, *kwargs.values()]
-        shapes = tuple(tuple(one.shape) for one in given if isinstance(one, torch.Tensor))
-        if not shapes:
-            raise ValueError(f"estimate_time({fn_name!r}): found no tensor among the arguments")
-        return self.simulation(operator, shapes)
+        hardware = self.simulation
+        if fn_name == "matmul":
+            left, right = (kwargs.get("input", tensors[0]), kwargs.get("other", tensors[-1]))
+            return hardware.matmul_s(left.shape, right.shape, left.dtype)
+        ranks = group_size(*args, *kwargs.values())
+        if fn_name == "allgather":
+            return hardware.all_gather_s(max(tensor.nbytes for tensor in tensors), ranks)
+        return hardware.all_to_all_s(kwargs.get("input", tensors[-1]).nbytes, ranks)
 
     def end_forward(self) -> None:
         """The last layer is done. Without this call, what waits when backward begins stays."""
@@ -390,11 +400,20 @@ def layer_numbers(spec: str, num_layers: int) -> tuple[int, ...]:
     return tuple(sorted({n for first, last in ranges for n in range(first, last + 1)}))
 
 
-def checked_name(name: str) -> str:
-    """memswap's name of an operator of :data:`ASYNC_FUNCS`."""
+def checked_name(name: str) -> None:
+    """Raises unless it is the name of an operator of :data:`ASYNC_FUNCS`."""
     if name not in ASYNC_FUNCS:
         raise ValueError(f"async_funcs: found {name!r}, expected one of {', '.join(ASYNC_FUNCS)}")
-    return ASYNC_FUNCS[name]
+
+
+def group_size(*arguments: object) -> int:
+    """Ranks of the process group among some arguments; without one, of the default group."""
+    if not torch.distributed.is_available():
+        return 1
+    for argument in arguments:
+        if isinstance(argument, torch.distributed.ProcessGroup):
+            return int(argument.size())
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
 def new_saver(filters: list[Filter]) -> WindowedSaver:
