@@ -81,6 +81,30 @@ def own(model: nn.Module, pool: Any) -> Any:
 
 
 @contextlib.contextmanager
+def swapped_modules(model: nn.Module, pool: Any) -> Any:
+    for number, layer in enumerate(model.layers):
+        policy = None if number else lambda t: hyper_parallel.ActivationPolicy(t.dim() > 1)
+        assert hyper_parallel.swap_wrapper(layer, policy, pool=pool) is layer
+    yield
+    assert pool.statistics().peak_bytes > 0, "nothing was swapped"
+
+
+@contextlib.contextmanager
+def checkpointed_modules(model: nn.Module, pool: Any) -> Any:
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        swap = op is torch.ops.aten.gelu.default
+        return hyper_parallel.CheckpointPolicy["MUST_SWAP" if swap else "PREFER_RECOMPUTE"]
+
+    names = list(model.state_dict())
+    for layer in model.layers:
+        options = {"swap_inputs": True, "pool": pool, "min_bytes": 1}
+        hyper_parallel.checkpoint_wrapper(layer, policy, **options)
+    assert list(model.state_dict()) == names, "wrapping renamed something"
+    yield
+    assert pool.statistics().peak_bytes > 0, "nothing was swapped"
+
+
+@contextlib.contextmanager
 def plan(model: nn.Module, pool: Any) -> Any:
     swap = mindspeed_swap.swap_activation_modules(model, ["layers.{*}"], pool=pool)
     yield swap
@@ -96,6 +120,8 @@ def test_every_call_pattern_trains_to_the_same_bits(device, new_pool):
         "MindSpeed contexts without prefetch": lambda m, p: swap_contexts(m, p, prefetch=False),
         "MindSpeed plan": plan,
         "HyperParallel layers": linked_layers,
+        "HyperParallel swap_wrapper": swapped_modules,
+        "HyperParallel checkpoint_wrapper": checkpointed_modules,
     }
     for name, way in ways.items():
         pool = new_pool()

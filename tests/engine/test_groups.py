@@ -532,6 +532,22 @@ def test_views_and_the_rest_of_their_storage_travel_together(device, new_pool):
 
 
 @SWAP
+def test_an_edit_of_what_came_back_does_not_reach_the_next_reader(device, new_pool):
+    """A bucket's memory lives as long as any of its tensors: what was written there is not read
+    again."""
+    group = memswap.Group("edited later", EVERYTHING, pool=new_pool())
+    added = [group.add(random(device, 40, seed=n)) for n in range(2)]
+    group.launch_offload()
+    group.wait_offload()
+    group.launch_load()
+    group.wait_load()
+    other = added[1].tensor()
+    added[0].tensor().add_(1)
+    assert same_bits(added[0].tensor(), random(device, 40)), "another reader's edit was seen"
+    assert same_bits(other, random(device, 40, seed=1))
+
+
+@SWAP
 @pytest.mark.filterwarnings("ignore:memswap. a storage")
 def test_a_pool_without_room_leaves_the_group_where_it_is(device, new_pool):
     pool = new_pool(budget="1MiB")

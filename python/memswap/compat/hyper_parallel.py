@@ -20,6 +20,13 @@ from torch import nn
 from torch.utils._pytree import tree_iter
 
 from memswap.activations import checked_policy, persistent_storages
+from memswap.compat.hyper_parallel_checkpoint import (
+    ActivationPolicy,
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_wrapper,
+    swap_wrapper,
+)
 from memswap.engine.group import Generation
 from memswap.groups import Added, Group, Groups
 from memswap.layer_chain import LayerHook, Track
@@ -31,6 +38,18 @@ if TYPE_CHECKING:
     from memswap._C import WeakStorage
     from memswap.engine.stats import Stats
     from memswap.engine.transfer import Pool
+
+__all__ = [
+    "ActivationPolicy",
+    "CheckpointPolicy",
+    "Storage",
+    "SwapGroup",
+    "SwapManager",
+    "SwapTensor",
+    "checkpoint",
+    "checkpoint_wrapper",
+    "swap_wrapper",
+]
 
 
 def new_engine(policy: Policy | None = None, pool: Pool | None = None) -> Groups:

@@ -24,6 +24,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from memswap.compat.mindspeed_swap import (  # the same package's tensor swap
+    AsyncSwapHandler as AsyncSwapHandler,
+)
+from memswap.compat.mindspeed_swap import TensorLocation as TensorLocation
+from memswap.compat.mindspeed_swap import TensorSwapContext as TensorSwapContext
+from memswap.compat.mindspeed_swap import is_valid_for_swap as is_valid_for_swap
+from memswap.compat.mindspeed_swap import swap_activation_modules as swap_activation_modules
 from memswap.engine.action import Action, TensorInfo
 from memswap.engine.durations import Durations
 from memswap.engine.entry import Entry, State

@@ -55,13 +55,19 @@ class Bucket:
         self._block = block
         self._fetched: WeakStorage | None = None
         self._arrival: Ticket | None = None
+        self._given: set[int] = set()  # offsets of the parts of what was fetched last
 
     def bring(self, part: Part) -> tuple[StorageRef, Ticket]:
-        """The part's storage. The first that asks has the whole bucket fetched."""
+        """The part's storage. The first that asks has the whole bucket fetched.
+
+        Nobody gets memory that a reader has had before: it may have been written to.
+        """
         whole = None if self._fetched is None else self._fetched.lock()
-        if whole is None or self._arrival is None:
+        if whole is None or self._arrival is None or part.offset in self._given:
             whole, self._arrival = self._way.lane.fetch(self._block)
             self._fetched = native.WeakStorage(whole)
+            self._given.clear()
+        self._given.add(part.offset)
         return native.part(whole, part.offset, part.nbytes), part_ticket(self._arrival, part)
 
 
