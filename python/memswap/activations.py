@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 from memswap._native import native
-from memswap.engine.saver import Saver, Visit, in_backward, plain_parts
+from memswap.engine.autograd import in_backward, plain_parts
+from memswap.engine.saver import Saver
 from memswap.engine.stats import Stats
 from memswap.engine.transfer import check_pool
 from memswap.engine.units import parse_bytes
+from memswap.engine.visit import Visit
 from memswap.engine.windowed import WindowedSaver
 from memswap.engine.windows import WindowStats
 from memswap.operators import OperatorWindows

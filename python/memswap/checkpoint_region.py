@@ -32,8 +32,9 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 from memswap._native import native
 from memswap.checkpoint_policy import CheckpointPolicy, Decide, is_collective
 from memswap.engine.action import Action
+from memswap.engine.autograd import plain_parts
 from memswap.engine.handle import Handle, Kept, inplace_edit
-from memswap.engine.saver import Visit, plain_parts
+from memswap.engine.visit import Visit
 from memswap.errors import InplaceEditError, RecomputeError
 
 _ACTIONS = {

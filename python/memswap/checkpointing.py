@@ -32,8 +32,10 @@ from memswap.checkpoint_policy import (
 )
 from memswap.checkpoint_region import Region
 from memswap.engine.action import Action
-from memswap.engine.saver import Saver, Visit, current_visit, in_backward
+from memswap.engine.autograd import in_backward
+from memswap.engine.saver import Saver
 from memswap.engine.transfer import check_pool
+from memswap.engine.visit import Visit, current_visit
 from memswap.planning.policy import Policy
 
 if TYPE_CHECKING:

@@ -28,10 +28,10 @@ from weakref import WeakSet
 import torch
 
 from memswap.engine.action import Decider
+from memswap.engine.autograd import in_backward
 from memswap.engine.entry import Entry
 from memswap.engine.group import Generation, GroupSaver, GroupVisit
 from memswap.engine.handle import Handle, Moved, unpack
-from memswap.engine.saver import in_backward
 from memswap.engine.stats import Stats
 from memswap.engine.timeline import Timeline
 from memswap.engine.transfer import Pool, check_pool

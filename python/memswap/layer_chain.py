@@ -29,8 +29,8 @@ from memswap.activations import (
     persistent_storages,
     report,
 )
+from memswap.engine.autograd import in_backward
 from memswap.engine.group import Generation, GroupVisit, Phase
-from memswap.engine.saver import in_backward
 from memswap.groups import Group, Groups
 from memswap.planning.policy import Policy
 

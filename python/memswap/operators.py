@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from memswap.engine.autograd import in_backward
 from memswap.engine.durations import Durations
-from memswap.engine.saver import in_backward
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle

@@ -32,8 +32,8 @@ import torch
 from torch import nn
 
 from memswap.activations import _VisitStack, checked_policy, persistent_storages, report
+from memswap.engine.autograd import in_backward
 from memswap.engine.group import Generation, GroupVisit, Phase
-from memswap.engine.saver import in_backward
 from memswap.groups import Groups
 from memswap.layer_chain import LayerHook
 

@@ -19,7 +19,7 @@ from helpers import (
 import memswap
 from memswap import Action, Policy, Windows
 from memswap.engine import expectations, transfer
-from memswap.engine.saver import Visit
+from memswap.engine.visit import Visit
 from memswap.engine.windowed import WindowedSaver
 
 ENCODE = Policy(action=Action.ENCODE, min_bytes=1)

@@ -35,7 +35,7 @@ from torch import nn
 
 from memswap import Action, Policy, Windows
 from memswap.engine import expectations
-from memswap.engine.saver import Visit
+from memswap.engine.visit import Visit
 from memswap.engine.windowed import WindowedSaver
 
 pytestmark = [

@@ -32,10 +32,11 @@ from memswap.compat.mindspeed_swap import TensorSwapContext as TensorSwapContext
 from memswap.compat.mindspeed_swap import is_valid_for_swap as is_valid_for_swap
 from memswap.compat.mindspeed_swap import swap_activation_modules as swap_activation_modules
 from memswap.engine.action import Action, TensorInfo
+from memswap.engine.autograd import in_backward
 from memswap.engine.durations import Durations
 from memswap.engine.entry import Entry, State
 from memswap.engine.handle import Handle, Moved, unpack
-from memswap.engine.saver import Visit, in_backward
+from memswap.engine.visit import Visit
 from memswap.engine.windows import WindowStats
 from memswap.operators import BACKWARD_PRODUCTS
 from memswap.planning.cost_model import A2

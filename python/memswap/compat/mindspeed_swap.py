@@ -26,7 +26,7 @@ from torch import nn
 from memswap._native import native
 from memswap.activations import checked_policy
 from memswap.engine.action import Action, TensorInfo
-from memswap.engine.saver import is_parameter
+from memswap.engine.autograd import is_parameter
 from memswap.groups import Added, Group, Groups
 from memswap.layer_chain import Track
 from memswap.modules import ModuleSwap, swap_modules

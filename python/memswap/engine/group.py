@@ -24,11 +24,13 @@ import torch
 
 from memswap._native import native
 from memswap.engine.action import Action
+from memswap.engine.autograd import graph_task
 from memswap.engine.buckets import SMALL_BYTES, packed, send_together
 from memswap.engine.entry import Entry, State
 from memswap.engine.handle import Handle, Moved
-from memswap.engine.saver import Saver, Visit, graph_task
+from memswap.engine.saver import Saver
 from memswap.engine.transfer import finish
+from memswap.engine.visit import Visit
 from memswap.errors import GroupError, TransferError
 
 if TYPE_CHECKING:

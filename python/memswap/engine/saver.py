@@ -1,4 +1,4 @@
-"""Saver: the pair of hooks that joins autograd to the engine.
+"""Saver: what becomes of the tensors that autograd saves.
 
 From pack to unpack, in the order of the code: a tensor is offered to :meth:`Visit.pack`; its
 storage is looked up or becomes an :class:`Entry`; the policy and the timeline say whether it stays;
@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 from weakref import ref
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memswap._native import native
 from memswap.engine.action import Action, Decider, TensorInfo
+from memswap.engine.autograd import graph_task
 from memswap.engine.entry import Entry, State, Stay
-from memswap.engine.handle import Given, Handle, Kept, Moved, Parts, Passed, unpack
+from memswap.engine.handle import Handle, Kept, Moved
 from memswap.engine.stats import Ledger, Stats
 from memswap.engine.timeline import NEVER_FREED, PLANNED, Timeline
 from memswap.engine.transfer import Routes
@@ -34,14 +34,7 @@ if TYPE_CHECKING:
     from memswap.engine.expectations import Expectation, Expectations
     from memswap.engine.timeline import Passage
     from memswap.engine.transfer import Pool, Route, Way
-
-    HookPair = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
-
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
-_hooks_disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
-_graph_task = torch._C._current_graph_task_id
+    from memswap.engine.visit import Visit
 
 
 class _Encoding(NamedTuple):
@@ -148,7 +141,7 @@ class Saver:
             return "small"
         if not visit.covered:
             return "policy"
-        if _graph_task() != -1:
+        if graph_task() != -1:
             return "saved in backward"
         action = self._action(tensor, view, visit)
         if action is Action.KEEP and self.director is None:
@@ -424,153 +417,3 @@ class Saver:
             return False
         entry.fetch()  # may be out of memory
         return True
-
-
-class Visit:
-    """One installation of a saver's hooks: a ``with`` block, or one call of a unit.
-
-    Args:
-        action: what to do with all that is packed, instead of what the policy says.
-        group: storages of one group come back in the order in which they were saved
-            (`Passage.admit`).
-    """
-
-    __slots__ = ("action", "covered", "group", "ordinal", "outer", "pushed", "saver", "unit")
-
-    def __init__(
-        self, saver: Saver, unit: str, action: Action | None = None, group: int | None = None
-    ) -> None:
-        self.saver = saver
-        self.unit = unit
-        self.action = action
-        self.group = group
-        self.covered = action is not None or saver.policy.covers(unit)
-        self.ordinal = -1  # of the storage that was considered last
-        self.outer: HookPair | None = None
-        self.pushed = False
-
-    def within(self, unit: str, action: Action | None, group: int | None) -> Visit:
-        """Another visit for a part of what this one is for: a region of a checkpoint."""
-        return Visit(self.saver, unit, action, group)
-
-    def enter(self) -> None:
-        """Install the hooks, unless saving here is somebody else's business.
-
-        [Note: Composition] PyTorch applies only the innermost pair of hooks. What a visit does not
-        move it therefore hands to the pair that was installed before. Inside a region of
-        torch.utils.checkpoint the visit steps aside altogether: the region saves nothing but its
-        inputs, which the hooks outside it see. Where saved-tensor hooks are disabled (torch.func),
-        tensors stay.
-        """
-        if not torch.is_grad_enabled() or _hooks_disabled() is not None:
-            return
-        outer = _top_hooks(True)
-        if outer is not None and getattr(outer[0], "__module__", "") == "torch.utils.checkpoint":
-            return
-        self.outer = outer
-        _push_hooks(self.pack, unpack)
-        self.pushed = True
-
-    def innermost(self) -> bool:
-        """Whether leaving now would take off these hooks, or none."""
-        top = _top_hooks(True)
-        return not self.pushed or (top is not None and top[0] == self.pack)
-
-    def leave(self) -> None:
-        if self.pushed:
-            self.pushed = False
-            _pop_hooks()
-
-    def pack(self, tensor: torch.Tensor) -> Handle:
-        """The pack hook. Never raises for want of memory or support; the tensor stays then."""
-        saver = self.saver
-        ledger = saver.ledger
-        view = native.capture(tensor)
-        if view is None:
-            return self._pack_unusual(tensor)
-        with saver.lock:
-            ledger.fold_retired()
-            ledger.offered_tensors += 1
-            ledger.offered_bytes += view.nbytes
-            if view.of_leaf or view.key in saver.persistent or is_frozen_parameter(tensor):
-                outcome: Handle | str = "parameter"
-            else:
-                outcome = saver.save(tensor, view, self)
-            if isinstance(outcome, str):
-                ledger.keep(outcome, view.storage_nbytes)
-                outcome = Kept(tensor, None)
-        return self._or_outer(tensor, outcome)
-
-    def _or_outer(self, tensor: torch.Tensor, handle: Handle) -> Handle:
-        """What stays goes to the outer hooks if there are any (see [Note: Composition])."""
-        if self.outer is None or type(handle) is not Kept:
-            return handle
-        pack_hook, unpack_hook = self.outer
-        return Passed(pack_hook(tensor), unpack_hook)
-
-    def _pack_unusual(self, tensor: torch.Tensor) -> Handle:
-        """A tensor that a storage alone does not describe: by its parts, or kept."""
-        if (
-            self.outer is None
-            and is_traceable_wrapper_subclass(tensor)
-            and not tensor.is_nested  # a ragged size cannot be rebuilt from the parts alone
-            and not is_parameter(tensor)
-        ):
-            names, context = tensor.__tensor_flatten__()
-            inner = {name: getattr(tensor, name) for name in names}
-            parts = {
-                name: self.pack(part) if isinstance(part, torch.Tensor) else Given(part)
-                for name, part in inner.items()
-            }
-            return Parts(tensor, parts, context)
-        with self.saver.lock:
-            ledger = self.saver.ledger
-            ledger.offered_tensors += 1
-            ledger.keep("not a plain tensor", 0)
-        return self._or_outer(tensor, Kept(tensor, None))
-
-
-def is_parameter(tensor: torch.Tensor) -> bool:
-    """A parameter, frozen or not, another leaf that requires grad, or a view of one of them.
-
-    For tensors without a native view, which knows leaves by itself (`SavedView.of_leaf`).
-    """
-    base = tensor._base
-    owner = tensor if base is None else base
-    return (owner.requires_grad and owner.is_leaf) or is_frozen_parameter(tensor)
-
-
-def is_frozen_parameter(tensor: torch.Tensor) -> bool:
-    """A parameter or a view of one, known by its type: a frozen one is like any other leaf."""
-    base = tensor._base
-    owner = tensor if base is None else base
-    # The type is asked first because isinstance on Parameter runs a metaclass.
-    return type(owner) is not torch.Tensor and isinstance(owner, torch.nn.Parameter)
-
-
-def current_visit() -> Visit | None:
-    """The visit whose hooks this thread would save through now, if they are memswap's."""
-    top = _top_hooks(True)
-    owner = None if top is None else getattr(top[0], "__self__", None)
-    return owner if isinstance(owner, Visit) else None
-
-
-def in_backward() -> bool:
-    """Whether this thread runs a backward pass now."""
-    return graph_task() != -1
-
-
-def graph_task() -> int:
-    """The number of the backward pass that this thread runs; -1: none."""
-    return int(_graph_task())
-
-
-def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that have the bytes: a wrapper subclass's parts, or the tensor itself."""
-    if not is_traceable_wrapper_subclass(tensor):
-        yield tensor
-        return
-    names, _ = tensor.__tensor_flatten__()
-    for part in (getattr(tensor, name) for name in names):
-        if isinstance(part, torch.Tensor):
-            yield from plain_parts(part)

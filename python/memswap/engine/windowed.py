@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from memswap._native import native
-from memswap.engine.saver import Saver, Visit
+from memswap.engine.saver import Saver
 from memswap.engine.transfer import EncodeSwapWay, EncodeWay
+from memswap.engine.visit import Visit
 
 if TYPE_CHECKING:
     from collections.abc import Hashable

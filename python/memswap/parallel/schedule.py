@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from memswap.engine.autograd import graph_task
 from memswap.errors import InplaceEditError, RankMismatchError
 from memswap.parallel.comm import Comm, ProcessGroupComm
 from memswap.parallel.order import Order
@@ -32,7 +33,6 @@ from memswap.parallel.unit import Reduction, State, Unit
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-_graph_task = torch._C._current_graph_task_id
 _log = logging.getLogger(__name__)
 
 
@@ -144,7 +144,7 @@ class Context:
 
     def recover(self) -> None:
         """Outside of backward: :meth:`reset`, if the last backward raised and was not ended."""
-        if self._in_backward and _graph_task() == -1:
+        if self._in_backward and graph_task() == -1:
             self.reset()
 
     def reset(self) -> None:
@@ -170,7 +170,7 @@ class Context:
     def enter_forward(self, unit: Unit) -> None:
         """A module of the unit is about to run, in forward or to be recomputed in backward."""
         one = self.scheduled[unit]
-        if _graph_task() != -1:
+        if graph_task() != -1:
             one.depth += 1
             self._enter_backward()
             self.use(one)
@@ -191,7 +191,7 @@ class Context:
     def reach_anchor(self, unit: Unit) -> None:
         """This is where the unit's forward lets the next unit's all-gather go."""
         one = self.scheduled[unit]
-        if _graph_task() == -1 and one.depth > 0 and not one.anchored:
+        if graph_task() == -1 and one.depth > 0 and not one.anchored:
             one.anchored = True
             self._prefetch(self._expected_in_forward(unit), unit)
 
@@ -200,13 +200,13 @@ class Context:
         one = self.scheduled[unit]
         if one.depth == 0:
             return
-        if one.anchor is not None and not one.anchored and _graph_task() == -1:
+        if one.anchor is not None and not one.anchored and graph_task() == -1:
             self._warn(unit, "unit %r did not pass its anchor; the next unit is gathered late")
             self.reach_anchor(unit)
         one.depth -= 1
         if one.depth == 0 and not one.in_backward:
             unit.hide()  # also where weights stay: an optimizer made now has to get the shards
-        if _graph_task() != -1:
+        if graph_task() != -1:
             return
         one.left.add(id(module))
         if one.depth > 0 or len(one.left) < len(unit.modules):
