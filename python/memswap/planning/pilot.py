@@ -26,7 +26,7 @@ from memswap.engine.expectations import Key
 from memswap.engine.pools import DiskPool
 from memswap.engine.record import Clock, Record, Recorder
 from memswap.planning.agreement import agree
-from memswap.planning.observed import quantised, step_of
+from memswap.planning.observed import calibrated, quantised, step_of
 from memswap.planning.planner import make_plan
 from memswap.planning.profile import profile
 
@@ -110,6 +110,7 @@ class Pilot:
         self._saver = saver
         self._budget = budget
         self._rates = rates
+        self._calibrates = rates is None
         self._group = group
         self._fixed = policy.action is not None or policy.fn is not None
         self._on_disk = isinstance(pool, DiskPool)
@@ -322,7 +323,10 @@ class Pilot:
         if record is not None and not record.order:
             record = None
         step = None if record is None else self._step(record)
-        step, rates = agree(step, self._measured_rates(), self._group)
+        rates = self._measured_rates()
+        if record is not None and self._calibrates:
+            rates = self._rates = calibrated(rates, record)
+        step, rates = agree(step, rates, self._group)
         if step is None:
             kind.unusable += 1
             if kind.unusable == MOST_UNUSABLE:
