@@ -35,7 +35,11 @@ class Suite:
 
 SUITES = {
     "default": (
-        Suite("cpu", ("tests/unit", "tests/engine"), "unit and engine tests on the CPU"),
+        Suite(
+            "cpu",
+            ("tests/unit", "tests/engine", "tests/planning"),
+            "unit, engine and planner tests on the CPU",
+        ),
         Suite(
             "sim",
             ("tests/engine", "tests/race"),
