@@ -1,6 +1,13 @@
 """memswap: saved activations swapped off the accelerator and back, without changing one bit."""
 
 from memswap.activations import Manager, manage, saved_tensors
+from memswap.checkpointing import (
+    Checkpointing,
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_module,
+    keep_collectives,
+)
 from memswap.codec import Frame, decode, encode
 from memswap.engine.action import Action, TensorInfo
 from memswap.engine.pools import DiskPool, HostPool
@@ -12,6 +19,7 @@ from memswap.errors import (
     InplaceEditError,
     MemswapError,
     NotSwappedError,
+    RecomputeError,
     SharedStorageError,
     TransferError,
 )
@@ -26,6 +34,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Action",
     "BudgetError",
+    "CheckpointPolicy",
+    "Checkpointing",
     "Count",
     "DiskPool",
     "EntryStateError",
@@ -41,12 +51,16 @@ __all__ = [
     "PlannedUnit",
     "Policy",
     "Rates",
+    "RecomputeError",
     "SharedStorageError",
     "Stats",
     "TensorInfo",
     "TransferError",
+    "checkpoint",
+    "checkpoint_module",
     "decode",
     "encode",
+    "keep_collectives",
     "manage",
     "profile",
     "saved_tensors",

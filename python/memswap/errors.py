@@ -22,6 +22,10 @@ class EntryStateError(MemswapError, RuntimeError):
     """A saved storage was asked for a move that its state does not allow."""
 
 
+class RecomputeError(MemswapError, RuntimeError):
+    """A checkpointed function did something else when it was run again for backward."""
+
+
 class SharedStorageError(MemswapError, RuntimeError):
     """A storage cannot be emptied in place because somebody else can see its bytes."""
 

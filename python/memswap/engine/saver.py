@@ -112,6 +112,10 @@ class Saver:
         """Order everything after the transfers under way, and drop the storages they hold."""
         self._routes.settle()
 
+    def check_decodes(self) -> None:
+        """Wait for decodes under way; raise TransferError if a frame was not what was encoded."""
+        self._routes.check_decodes()
+
     # --- pack -------------------------------------------------------------------------------------
 
     def save(self, tensor: torch.Tensor, view: SavedView, visit: Visit) -> Handle | str:
@@ -129,10 +133,12 @@ class Saver:
         if _graph_task() != -1:
             return "saved in backward"
         policy = self.policy
-        action = policy.action
-        if policy.fn is not None:  # most have none: spare them the TensorInfo
-            action = policy.decide(tensor, TensorInfo(visit.unit, view.nbytes, nbytes))
         director = self.director
+        action = visit.action
+        if action is None:
+            action = policy.action
+            if policy.fn is not None:  # most have none: spare them the TensorInfo
+                action = policy.decide(tensor, TensorInfo(visit.unit, view.nbytes, nbytes))
         if action is Action.KEEP and director is None:
             return self._stay(tensor, view, "policy")
         route = self._routes.to(tensor.device)
@@ -151,8 +157,10 @@ class Saver:
         chosen = None
         if director is not None:
             chosen = director.choose(tensor, visit.unit, visit.ordinal, nbytes, action)
+            if visit.action is not None:
+                chosen = None  # who packs insists
             action = chosen or action
-        verdict = self.passage.admit(nbytes, decoded=action is Action.ENCODE)
+        verdict = self.passage.admit(nbytes, action is Action.ENCODE, visit.group)
         if action is Action.KEEP:
             verdict = "policy" if chosen is None else PLANNED
         elif chosen is not None and verdict is not NEVER_FREED:
@@ -357,14 +365,24 @@ class Saver:
 
 
 class Visit:
-    """One installation of a saver's hooks: a ``with`` block, or one call of a unit."""
+    """One installation of a saver's hooks: a ``with`` block, or one call of a unit.
 
-    __slots__ = ("covered", "ordinal", "outer", "pushed", "saver", "unit")
+    Args:
+        action: what to do with all that is packed, instead of what the policy says.
+        group: storages of one group come back in the order in which they were saved
+            (`Passage.admit`).
+    """
 
-    def __init__(self, saver: Saver, unit: str) -> None:
+    __slots__ = ("action", "covered", "group", "ordinal", "outer", "pushed", "saver", "unit")
+
+    def __init__(
+        self, saver: Saver, unit: str, action: Action | None = None, group: int | None = None
+    ) -> None:
         self.saver = saver
         self.unit = unit
-        self.covered = saver.policy.covers(unit)
+        self.action = action
+        self.group = group
+        self.covered = action is not None or saver.policy.covers(unit)
         self.ordinal = -1  # of the storage that was considered last
         self.outer: HookPair | None = None
         self.pushed = False
@@ -462,6 +480,13 @@ def is_frozen_parameter(tensor: torch.Tensor) -> bool:
     owner = tensor if base is None else base
     # The type is asked first because isinstance on Parameter runs a metaclass.
     return type(owner) is not torch.Tensor and isinstance(owner, torch.nn.Parameter)
+
+
+def current_visit() -> Visit | None:
+    """The visit whose hooks this thread would save through now, if they are memswap's."""
+    top = _top_hooks(True)
+    owner = None if top is None else getattr(top[0], "__self__", None)
+    return owner if isinstance(owner, Visit) else None
 
 
 def in_backward() -> bool:

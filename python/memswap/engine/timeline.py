@@ -90,16 +90,20 @@ class Passage(Generic[PlacedT]):
         self._forecast = forecast
         self._window_bytes = window_bytes
         self._entries: list[weakref.ref[PlacedT]] = []
+        self._groups: list[int | None] = []
         self._demanded: set[int] = set()
         self._plan: _Plan | None = None
 
-    def admit(self, nbytes: int, decoded: bool = False) -> str | None:
+    def admit(self, nbytes: int, decoded: bool = False, group: int | None = None) -> str | None:
         """Register the next storage. Why it should stay, or None.
 
         `decoded`: its bytes would be encoded where they are, and come back by decoding.
+        `group`: a checkpoint region replays its forward, so the storages of one region, which have
+        the same number here, are expected back in the order in which they were saved.
         """
         index = len(self.sizes)
         self.sizes.append(nbytes)
+        self._groups.append(group)
         if decoded:
             self._decoded.add(index)
             self._window_shares += nbytes * DECODE_WINDOW_SHARE
@@ -126,6 +130,11 @@ class Passage(Generic[PlacedT]):
     @property
     def began_backward(self) -> bool:
         return bool(self.order)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing that was saved is alive: no graph will demand it."""
+        return all(reference() is None for reference in self._entries)
 
     def was_demanded(self, index: int) -> bool:
         return index in self._demanded
@@ -159,7 +168,7 @@ class Passage(Generic[PlacedT]):
         if self._plan is None or len(self._plan.rank) != len(self.sizes):
             forecast = self._forecast
             known = forecast is not None and len(forecast.sizes) == len(self.sizes)
-            order = forecast.order if forecast and known else complete((), len(self.sizes))
+            order = forecast.order if forecast and known else first_guess(self._groups)
             self._plan = _Plan(order, self.sizes)
         window_bytes = self.window_bytes
         if index in self._decoded:
@@ -220,3 +229,14 @@ def complete(order: Sequence[int], length: int) -> list[int]:
     """``order``, then what it leaves out, last saved first."""
     known = set(order)
     return [*order, *(index for index in reversed(range(length)) if index not in known)]
+
+
+def first_guess(groups: Sequence[int | None]) -> list[int]:
+    """The order in which nobody has seen storages demanded: last saved first, group by group."""
+    runs: list[list[int]] = []
+    for index, group in enumerate(groups):
+        if runs and group is not None and group == groups[index - 1]:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return [index for run in reversed(runs) for index in run]
