@@ -31,7 +31,7 @@ def test_ranks_that_measured_different_times_have_the_same_plan(rank: Rank) -> N
         layers,
         policy,
         pool=memswap.DiskPool(budget="16MiB"),
-        budget=7 * 32 * 64 * 4,
+        budget=5 * 32 * 64 * 4,
         rates=rates,
         group=dist.group.WORLD,
     ) as manager:
