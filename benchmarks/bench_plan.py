@@ -33,7 +33,7 @@ SIZES = {
             heads=8,
             kv_heads=2,
             vocabulary=512,
-            sequence=512,
+            sequence=256,
         )
     ],
     "accelerator": [
@@ -179,12 +179,12 @@ def table(records: dict[str, dict[str, Any]]) -> str:
 def main() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     parser = make_parser(__doc__.splitlines()[0])
-    parser.add_argument("--batch", type=int, default=None, help="default: 4 on a CPU, else 1")
+    parser.add_argument("--batch", type=int, default=None, help="default: 2 on a CPU, else 1")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a block")
     parser.add_argument("--rounds", type=int, default=2, help="blocks of each mode")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
-    batch = arguments.batch or (4 if device.type == "cpu" else 1)
+    batch = arguments.batch or (2 if device.type == "cpu" else 1)
     results, failed = [], False
     for config in SIZES["cpu" if device.type == "cpu" else "accelerator"]:
         records, skipped = measure(config, batch, device, arguments.steps, arguments.rounds)
