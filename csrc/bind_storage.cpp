@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "gather.h"
 #include "inplace.h"
 #include "saved_view.h"
 #include "storage.h"
@@ -56,6 +57,9 @@ void bind_storage(py::module_& module) {
       .def_property_readonly("edited", &VersionGuard::edited)
       .def_property_readonly("version", &VersionGuard::version)
       .def_property_readonly("current_version", &VersionGuard::current_version);
+
+  module.def("gather", &gather, py::arg("storages"), py::call_guard<py::gil_scoped_release>());
+  module.def("part", &part, py::arg("whole"), py::arg("offset"), py::arg("nbytes"));
 
   module.def(
       "count_holders",

@@ -16,6 +16,7 @@ from memswap.errors import (
     BudgetError,
     EntryStateError,
     FrameError,
+    GroupError,
     InplaceEditError,
     MemswapError,
     NotSwappedError,
@@ -23,7 +24,11 @@ from memswap.errors import (
     SharedStorageError,
     TransferError,
 )
+from memswap.groups import Group, Groups
 from memswap.inplace import swap_in, swap_out
+from memswap.layer_chain import Chain, chain
+from memswap.modules import ModuleSwap, swap_modules
+from memswap.pipeline import PipelineManager, manage_pipeline
 from memswap.planning.plan import Plan, PlannedStorage, PlannedUnit
 from memswap.planning.policy import Policy
 from memswap.planning.profile import profile
@@ -34,6 +39,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Action",
     "BudgetError",
+    "Chain",
     "CheckpointPolicy",
     "Checkpointing",
     "Count",
@@ -41,11 +47,16 @@ __all__ = [
     "EntryStateError",
     "Frame",
     "FrameError",
+    "Group",
+    "GroupError",
+    "Groups",
     "HostPool",
     "InplaceEditError",
     "Manager",
     "MemswapError",
+    "ModuleSwap",
     "NotSwappedError",
+    "PipelineManager",
     "Plan",
     "PlannedStorage",
     "PlannedUnit",
@@ -56,14 +67,17 @@ __all__ = [
     "Stats",
     "TensorInfo",
     "TransferError",
+    "chain",
     "checkpoint",
     "checkpoint_module",
     "decode",
     "encode",
     "keep_collectives",
     "manage",
+    "manage_pipeline",
     "profile",
     "saved_tensors",
     "swap_in",
+    "swap_modules",
     "swap_out",
 ]

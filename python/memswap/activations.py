@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from memswap._C import WeakStorage
+    from memswap.engine.action import Decider
     from memswap.engine.transfer import Pool
     from memswap.planning.plan import Plan
     from memswap.planning.rates import Rates
@@ -93,7 +94,7 @@ class Manager:
     def __init__(
         self,
         units: Mapping[str, nn.Module],
-        policy: Policy,
+        policy: Decider,
         pool: Pool | None,
         window_bytes: int | None,
         budget: int | str | None = None,
@@ -104,6 +105,7 @@ class Manager:
         self._saver = Saver(policy, pool, window_bytes)
         self._pilot: Pilot | None = None
         if budget is not None:
+            assert isinstance(policy, Policy)  # manage() has seen to it
             self._pilot = self._saver.director = Pilot(
                 self._saver, policy, pool, budget, rates, group
             )
@@ -233,9 +235,12 @@ class _VisitStack(threading.local):
         self._visits.append(visit)
         visit.enter()
 
-    def leave(self) -> None:
-        if self._visits:
-            self._visits.pop().leave()
+    def leave(self) -> Visit | None:
+        if not self._visits:
+            return None
+        visit = self._visits.pop()
+        visit.leave()
+        return visit
 
     def drop_interrupted(self, unit: str) -> None:
         """End visits that nobody ended, when their unit is entered again.
@@ -329,6 +334,7 @@ def checked_policy(policy: Policy | None) -> Policy:
 
 def named_units(
     modules: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
+    caller: str = "manage()",
 ) -> dict[str, nn.Module]:
     """The modules by name, checked."""
     if isinstance(modules, (nn.ModuleList, nn.Sequential)):
@@ -340,20 +346,20 @@ def named_units(
     elif isinstance(modules, Iterable):
         units = {str(i): module for i, module in enumerate(modules)}
     else:
-        refuse(modules)
+        refuse(modules, caller)
     if not units:
-        raise ValueError("manage(): found no modules; pass the model's layers")
+        raise ValueError(f"{caller}: found no modules; pass the model's layers")
     for module in units.values():
         if not isinstance(module, nn.Module):
-            refuse(module)
+            refuse(module, caller)
     if len({id(module) for module in units.values()}) != len(units):
-        raise ValueError("manage(): a module was given twice; pass each layer once")
+        raise ValueError(f"{caller}: a module was given twice; pass each layer once")
     return units
 
 
-def refuse(found: object) -> NoReturn:
+def refuse(found: object, caller: str) -> NoReturn:
     raise TypeError(
-        f"manage(): found {type(found).__name__}, expected an nn.Module or several (for example "
+        f"{caller}: found {type(found).__name__}, expected an nn.Module or several (for example "
         "model.layers)"
     )
 

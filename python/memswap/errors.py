@@ -22,6 +22,10 @@ class EntryStateError(MemswapError, RuntimeError):
     """A saved storage was asked for a move that its state does not allow."""
 
 
+class GroupError(MemswapError, RuntimeError):
+    """A group was asked for something that its state does not allow; the message names it."""
+
+
 class RecomputeError(MemswapError, RuntimeError):
     """A checkpointed function did something else when it was run again for backward."""
 

@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from weakref import ref
 
 import torch
@@ -51,6 +51,18 @@ class _Encoding(NamedTuple):
     expectation: Expectation
     watch: FrameWatch
     entry: ref[Entry]
+
+
+class Place(Protocol):
+    """Where a storage was saved: what its frame is expected to be like depends on it."""
+
+    @property
+    def unit(self) -> str:
+        """The unit that saved it."""
+
+    @property
+    def ordinal(self) -> int:
+        """Which of the unit's storages it is."""
 
 
 class Saver:
@@ -112,6 +124,10 @@ class Saver:
         """Order everything after the transfers under way, and drop the storages they hold."""
         self._routes.settle()
 
+    def open_routes(self) -> list[Route]:
+        """The routes of the devices that were seen so far."""
+        return self._routes.open_routes()
+
     def check_decodes(self) -> None:
         """Wait for decodes under way; raise TransferError if a frame was not what was encoded."""
         self._routes.check_decodes()
@@ -125,7 +141,9 @@ class Saver:
         if known is not None:
             self.ledger.deduplicated_tensors += 1
             self.ledger.deduplicated_bytes += view.nbytes
-            return Kept(tensor, known) if known.away is None else Moved(known, view)
+            if isinstance(known, Stay) or (known.away is None and known.storage is None):
+                return Kept(tensor, known)
+            return Moved(known, view)
         if nbytes < self.policy.min_bytes:
             return "small"
         if not visit.covered:
@@ -170,10 +188,7 @@ class Saver:
         self.passage.place(entry)
         self._entries[view.key] = entry.reference
         if verdict is None:
-            if action is Action.SWAP:
-                verdict = self._swap(entry, storage, route)
-            else:
-                verdict = self._encode(entry, storage, route, action, visit, tensor.dtype)
+            verdict = self.depart(entry, storage, route, action, visit, tensor.dtype)
         handle: Handle
         if verdict is not None:
             self.ledger.keep(verdict, nbytes)
@@ -184,6 +199,20 @@ class Saver:
         if director is not None:
             director.saved(entry)
         return handle
+
+    def depart(
+        self,
+        entry: Entry,
+        storage: StorageRef,
+        route: Route,
+        action: Action,
+        place: Place,
+        dtype: torch.dtype,
+    ) -> str | None:
+        """Start sending an entry's storage away. None, or the reason why it stays."""
+        if action is Action.SWAP:
+            return self._swap(entry, storage, route)
+        return self._encode(entry, storage, route, action, place, dtype)
 
     def _swap(self, entry: Entry, storage: StorageRef, route: Route) -> str | None:
         """Start swapping an entry's storage. None, or the reason why it stays."""
@@ -200,7 +229,7 @@ class Saver:
         storage: StorageRef,
         route: Route,
         action: Action,
-        visit: Visit,
+        place: Place,
         dtype: torch.dtype,
     ) -> str | None:
         """Start encoding an entry's storage. None, or the reason why it stays."""
@@ -209,7 +238,7 @@ class Saver:
             reason = "no codec"
         else:
             expectations = route.expectations
-            expectation = expectations.of(visit.unit, visit.ordinal, entry.nbytes, dtype)
+            expectation = expectations.of(place.unit, place.ordinal, entry.nbytes, dtype)
             if expectation.pays:
                 sent = way.send(storage, expectation)
                 if sent is None and expectation.trial:
@@ -387,6 +416,10 @@ class Visit:
         self.outer: HookPair | None = None
         self.pushed = False
 
+    def within(self, unit: str, action: Action | None, group: int | None) -> Visit:
+        """Another visit for a part of what this one is for: a region of a checkpoint."""
+        return Visit(self.saver, unit, action, group)
+
     def enter(self) -> None:
         """Install the hooks, unless saving here is somebody else's business.
 
@@ -491,7 +524,12 @@ def current_visit() -> Visit | None:
 
 def in_backward() -> bool:
     """Whether this thread runs a backward pass now."""
-    return bool(_graph_task() != -1)
+    return graph_task() != -1
+
+
+def graph_task() -> int:
+    """The number of the backward pass that this thread runs; -1: none."""
+    return int(_graph_task())
 
 
 def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
