@@ -273,3 +273,33 @@ def test_on_a_cpu_a_budget_encodes_what_is_needed_and_no_more():
 def test_a_budget_that_cannot_be_read_is_refused_at_once(device, budget, error, words):
     with pytest.raises(error, match=words):
         memswap.manage(nn.Linear(2, 2), budget=budget)
+
+
+class MustSwap(nn.Module):
+    """A layer with a checkpoint region inside, whose products must be swapped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Layer()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        swap = memswap.CheckpointPolicy.MUST_SWAP
+        return memswap.checkpoint(self.inner, x + 1, policy_fn=lambda *unused, **ignored: swap)
+
+
+def test_what_somebody_insists_on_is_done_whatever_the_plan_says(device, new_pool):
+    """A MUST_SWAP inside a managed layer leaves although there is room for it."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList([MustSwap() for _ in range(4)]).to(device)
+    plain = step(layers, 32, device)
+    with memswap.manage(
+        layers, SWAP, pool=new_pool(), budget="1GiB", rates=rates_for(device)
+    ) as manager:
+        for _ in range(4):
+            assert_same_gradients(step(layers, 32, device), plain)
+        assert manager.plan is not None
+        manager.reset_stats()
+        for _ in range(2):
+            assert_same_gradients(step(layers, 32, device), plain)
+        assert manager.stats().moved_storages > 0, "nothing moved although somebody insists"
+        assert manager.stats().peak_resident_bytes <= manager.plan.peak_bytes

@@ -156,7 +156,13 @@ class Pilot:
         return max((plan.limit_bytes for plan in plans), default=None)
 
     def choose(
-        self, tensor: torch.Tensor, unit: str, ordinal: int, nbytes: int, action: Action
+        self,
+        tensor: torch.Tensor,
+        unit: str,
+        ordinal: int,
+        nbytes: int,
+        action: Action,
+        insists: bool,
     ) -> Action | None:
         """The plan's action, or what learning needs, or None."""
         key = Key(unit, ordinal, nbytes, tensor.dtype)
@@ -172,8 +178,11 @@ class Pilot:
             chosen = self._planned(course, course.plan.storages, index, key, action)
         elif self._tries_codec(course.kind, action, tensor.device):
             chosen = Action.ENCODE_SWAP
+        if insists:
+            # Nothing to plan: it counts as kept, which is the most that it can take.
+            chosen, action = None, Action.KEEP
         if course.recorder is not None:
-            course.recorder.choose(key, action if course.plan is None else chosen or action)
+            course.recorder.choose(key, chosen or action)
         return chosen
 
     def saved(self, entry: Entry) -> None:
