@@ -68,6 +68,7 @@ class Kind:
         self.replans = 0
         self.recorder: Recorder | None = None
         self.step: Step | None = None
+        self.keys: tuple[Key, ...] = ()  # of the step's storages
         self.plan: Plan | None = None
         self.measured_peak_bytes: int | None = None
         self.measured_exposed_s: float | None = None
@@ -259,6 +260,9 @@ class Pilot:
         action: Action,
     ) -> Action | None:
         planned = storages[index] if index < len(storages) else None
+        keys = course.kind.keys
+        if planned is not None and not course.lost and index < len(keys) and key == keys[index]:
+            return Action.KEEP if action is Action.KEEP else planned.action
         if (
             course.lost
             or planned is None
@@ -346,6 +350,7 @@ class Pilot:
                     "moves, as without a budget.",
                 )
             return
+        kind.keys = () if record is None else record.signature
         self._adopt(kind, step, rates)
 
     def _adopt(self, kind: Kind, step: Step, rates: Rates) -> None:
