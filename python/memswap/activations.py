@@ -15,8 +15,12 @@ from memswap.engine.saver import Saver, Visit, in_backward, plain_parts
 from memswap.engine.stats import Stats
 from memswap.engine.transfer import check_pool
 from memswap.engine.units import parse_bytes
+from memswap.engine.windowed import WindowedSaver
+from memswap.engine.windows import WindowStats
+from memswap.operators import OperatorWindows
 from memswap.planning.pilot import Pilot
 from memswap.planning.policy import Policy
+from memswap.windows import Window, Windows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -100,9 +104,14 @@ class Manager:
         budget: int | str | None = None,
         rates: Rates | None = None,
         group: Any = None,
+        windows: Windows | None = None,
     ) -> None:
         self._units = dict(units)
-        self._saver = Saver(policy, pool, window_bytes)
+        self._saver = (
+            Saver(policy, pool, window_bytes)
+            if windows is None
+            else windows.saver(policy, pool, window_bytes)
+        )
         self._pilot: Pilot | None = None
         if budget is not None:
             assert isinstance(policy, Policy)  # manage() has seen to it
@@ -117,6 +126,9 @@ class Manager:
             hook = _UnitHook(self, name)
             self._handles.append(module.register_forward_pre_hook(hook.enter))
             self._handles.append(module.register_forward_hook(hook.leave, always_call=True))
+        self._operators: OperatorWindows | None = None
+        if windows is not None and isinstance(self._saver, WindowedSaver):
+            self._operators = OperatorWindows(self._saver, self._units, windows)
 
     def __enter__(self) -> Manager:
         return self
@@ -175,8 +187,21 @@ class Manager:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._operators is not None:
+            self._operators.remove()
         self._saver.settle()
         self._saver.check_decodes()
+
+    def window(self, seconds: float | None = None, *, name: str = "") -> Window:
+        """A window of this manager's, wherever it is entered; see :func:`memswap.window`."""
+        saver = self._saver if isinstance(self._saver, WindowedSaver) else None
+        return Window(saver, seconds, name)
+
+    def window_stats(self) -> WindowStats:
+        """What became of the work that waited for windows; all zeros without ``windows=...``."""
+        if isinstance(self._saver, WindowedSaver):
+            return self._saver.window_stats()
+        return WindowStats()
 
     def _enter(self, name: str) -> None:
         if torch.is_grad_enabled() and not in_backward():
@@ -261,6 +286,7 @@ def manage(
     rates: Rates | None = None,
     group: ProcessGroup | None = None,
     prefetch_bytes: int | str = "auto",
+    windows: Windows | None = None,
 ) -> Manager:
     """Encode or swap the saved activations of a model's layers, in an order that is learnt.
 
@@ -286,15 +312,29 @@ def manage(
         group: ranks that plan together, from the slowest one's times, so that they have the same
             plan. All of them must train in step. Default: each for itself.
         prefetch_bytes: see :class:`saved_tensors`.
+        windows: hide encoding and decoding under matrix products and collectives; see
+            :class:`Windows`. None: each starts as soon as it can. On a CPU, where whoever asks does
+            the work, it makes no difference.
 
     Raises:
-        TypeError: an element is no module.
+        TypeError: an element is no module, or ``windows`` no :class:`Windows`.
         ValueError: no modules, one of them twice, a ``budget`` that cannot be read, or modules on
             several devices under one budget.
-        NotImplementedError: a ``pool`` that cannot serve the modules' device in this version.
+        NotImplementedError: a ``pool`` that cannot serve the modules' device in this version;
+            ``windows`` under a ``budget``.
         BudgetError: later, when the fourth step begins and no plan meets the budget; the message
             states the smallest one that can be met.
     """
+    if windows is not None and not isinstance(windows, Windows):
+        raise TypeError(
+            f"manage(windows={windows!r}): found {type(windows).__name__}, expected "
+            "memswap.Windows(...) or None"
+        )
+    if windows is not None and budget is not None:
+        raise NotImplementedError(
+            "manage(budget=..., windows=...): a plan says when storages leave and return, and "
+            "does not know windows yet; give one of them"
+        )
     if budget is not None and budget != "auto":
         budget = parse_bytes(budget)
     units = named_units(modules)
@@ -305,7 +345,7 @@ def manage(
     if budget is not None:
         check_one_device(units.values())
     return Manager(
-        units, checked_policy(policy), pool, window(prefetch_bytes), budget, rates, group
+        units, checked_policy(policy), pool, window(prefetch_bytes), budget, rates, group, windows
     )
 
 

@@ -52,3 +52,15 @@ class BudgetError(MemswapError, ValueError):
     def __init__(self, message: str, smallest_bytes: int) -> None:
         super().__init__(message)
         self.smallest_bytes = smallest_bytes
+
+
+class SlotError(MemswapError, RuntimeError):
+    """The memory of gathered weights was used by somebody whose loan of it had ended."""
+
+
+class UnitStateError(MemswapError, RuntimeError):
+    """Sharded weights were asked for a move that their state does not allow."""
+
+
+class RankMismatchError(MemswapError, RuntimeError):
+    """Ranks are set up differently and would launch different collectives: a hang, said early."""

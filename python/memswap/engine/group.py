@@ -138,7 +138,8 @@ class GroupSaver(Saver):
         bucket, parts = sent
         for entry, (part, departure) in zip(entries, parts, strict=True):
             entry.leave(bucket, part, departure)
-            self._left(entry)
+            entry.storage = None  # its ticket holds it now
+            self._leaving.append(entry.reference)
         return True
 
     def _send_alone(self, entry: Entry, route: Route, action: Action, order: Order | None) -> None:
@@ -149,14 +150,9 @@ class GroupSaver(Saver):
         else:
             refused = super().depart(entry, storage, route, action, order, order.dtype)
         if refused is None:
-            del storage
-            self._left(entry)
+            entry.storage = None  # its ticket holds it now
         else:
             self.ledger.keep(refused, entry.nbytes)  # and goes on holding its storage
-
-    def _left(self, entry: Entry) -> None:
-        entry.storage = None  # its ticket holds it now
-        self._leaving.append(entry.reference)
 
 
 class Phase(enum.Enum):

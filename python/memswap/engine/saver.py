@@ -143,21 +143,15 @@ class Saver:
             self.ledger.deduplicated_bytes += view.nbytes
             if isinstance(known, Stay) or (known.away is None and known.storage is None):
                 return Kept(tensor, known)
-            return Moved(known, view)
+            return Moved(known, view)  # it has left, or waits to: the entry holds the storage
         if nbytes < self.policy.min_bytes:
             return "small"
         if not visit.covered:
             return "policy"
         if _graph_task() != -1:
             return "saved in backward"
-        policy = self.policy
-        director = self.director
-        action = visit.action
-        if action is None:
-            action = policy.action
-            if policy.fn is not None:  # most have none: spare them the TensorInfo
-                action = policy.decide(tensor, TensorInfo(visit.unit, view.nbytes, nbytes))
-        if action is Action.KEEP and director is None:
+        action = self._action(tensor, view, visit)
+        if action is Action.KEEP and self.director is None:
             return self._stay(tensor, view, "policy")
         route = self._routes.to(tensor.device)
         if route is None:
@@ -169,9 +163,25 @@ class Saver:
         self._notice_gone()
         if self._encoding:
             self._learn()
-        if action is None:
-            action = route.default_action
         visit.ordinal += 1
+        return self._admit(tensor, view, visit, route, action or route.default_action)
+
+    def _action(self, tensor: torch.Tensor, view: SavedView, visit: Visit) -> Action | None:
+        """What whoever packs insists on, or the policy wants. None: what suits the device."""
+        if visit.action is not None:
+            return visit.action
+        policy = self.policy
+        if policy.fn is None:  # most have none: spare them the TensorInfo
+            return policy.action
+        info = TensorInfo(visit.unit, view.nbytes, view.storage_nbytes)
+        return policy.decide(tensor, info)
+
+    def _admit(
+        self, tensor: torch.Tensor, view: SavedView, visit: Visit, route: Route, action: Action
+    ) -> Handle:
+        """A new entry, which leaves unless the plan or the timeline has a reason why it stays."""
+        nbytes: int = view.storage_nbytes
+        director = self.director
         chosen = None
         if director is not None:
             insists = visit.action is not None  # who packs
@@ -193,7 +203,6 @@ class Saver:
             self.ledger.keep(verdict, nbytes)
             handle = Kept(tensor, entry)
         else:
-            self._leaving.append(entry.reference)
             handle = Moved(entry, view)
         if director is not None:
             director.saved(entry)
@@ -220,6 +229,7 @@ class Saver:
         if sent is None:
             return self._refused(way, entry, route)
         entry.leave(way, *sent)
+        self._leaving.append(entry.reference)
         return None
 
     def _encode(
@@ -236,24 +246,38 @@ class Saver:
         if way is None:
             reason = "no codec"
         else:
-            expectations = route.expectations
-            expectation = expectations.of(place.unit, place.ordinal, entry.nbytes, dtype)
-            if expectation.pays:
-                sent = way.send(storage, expectation)
-                if sent is None and expectation.trial:
-                    expectation = expectations.settled(expectation)
-                    sent = way.send(storage, expectation)
-                if sent is not None:
-                    entry.leave(way, *sent)
-                    made = _Encoding(expectations, expectation, sent[0].watch(), entry.reference)
-                    # Where nothing works ahead an encode has ended, unless it failed.
-                    if way.works_ahead or made.watch.report() is not None:
-                        self._encoding.append(made)
-                    return None
-                reason = self._refused(way, entry, route)
-            else:
+            expectation = route.expectations.of(place.unit, place.ordinal, entry.nbytes, dtype)
+            if not expectation.pays:
                 reason = "does not shrink"
+            elif self.send_encode(entry, storage, way, route, expectation):
+                return None
+            else:
+                reason = self._refused(way, entry, route)
         return reason if action is Action.ENCODE else self._swap(entry, storage, route)
+
+    def send_encode(
+        self,
+        entry: Entry,
+        storage: StorageRef,
+        way: Way,
+        route: Route,
+        expectation: Expectation,
+    ) -> bool:
+        """Start encoding. Whether there was room."""
+        expectations = route.expectations
+        sent = way.send(storage, expectation)
+        if sent is None and expectation.trial:
+            expectation = expectations.settled(expectation)
+            sent = way.send(storage, expectation)
+        if sent is None:
+            return False
+        entry.leave(way, *sent)
+        self._leaving.append(entry.reference)
+        made = _Encoding(expectations, expectation, sent[0].watch(), entry.reference)
+        # Where nothing works ahead an encode has ended, unless it failed.
+        if way.works_ahead or made.watch.report() is not None:
+            self._encoding.append(made)
+        return True
 
     def _refused(self, way: Way, entry: Entry, route: Route) -> str:
         """A way has no room: the reason in the statistics. In full it is told once."""
@@ -346,7 +370,7 @@ class Saver:
             if late:
                 self.ledger.stalls += 1
             if entry.passage is not None:
-                self._prefetch(entry.passage.demand(entry.index))
+                self.look_ahead(entry.passage, entry.index)
         if arrival is not None:
             begin = perf_counter()
             try:
@@ -375,21 +399,30 @@ class Saver:
                 and entry.held_by_handles_only()
             ):
                 passage.held.discard(index)  # next time it would be freed, so it may leave
-            self._prefetch(passage.demand(index))
+            self.look_ahead(passage, index)
             if director is not None:
                 director.demanded(entry)
 
+    def look_ahead(self, passage: Passage[Entry], index: int) -> None:
+        """A storage is demanded: what comes next is brought back."""
+        self._prefetch(passage.demand(index))
+
     def _prefetch(self, entries: Iterable[Entry]) -> None:
-        for entry in entries:
-            way = entry.way
-            if entry.away is None or way is None or not way.works_ahead:
-                continue
-            if entry.storage is not None or not entry.gone():
-                continue
-            try:
-                entry.fetch()
-            except torch.OutOfMemoryError:
-                return  # the demand itself will ask again, when there may be room
+        try:
+            for entry in entries:
+                self.fetch(entry)
+        except torch.OutOfMemoryError:
+            return  # the demand itself will ask again, when there may be room
+
+    def fetch(self, entry: Entry) -> bool:
+        """Start bringing an entry back, unless it is not away. Whether that was done."""
+        way = entry.way
+        if entry.away is None or way is None or not way.works_ahead:
+            return False
+        if entry.storage is not None or not entry.gone():
+            return False
+        entry.fetch()  # may be out of memory
+        return True
 
 
 class Visit:

@@ -92,7 +92,7 @@ class EncodeWay:
     short_of = "codec room"
 
     def __init__(self, lane: CodecLane, works_ahead: bool) -> None:
-        self.lane = lane
+        self.codec_lane = lane
         self.works_ahead = works_ahead
 
     def send(
@@ -100,7 +100,7 @@ class EncodeWay:
     ) -> tuple[EncodedStorage, Ticket] | None:
         assert expectation is not None
         frame = expectation
-        sent = self.lane.encode(
+        sent = self.codec_lane.encode(
             storage, frame.dtype, frame.shape, frame.var_capacity, frame.profile, frame.center
         )
         if sent is not None and not self.works_ahead:
@@ -108,10 +108,10 @@ class EncodeWay:
         return sent
 
     def bring(self, away: EncodedStorage) -> tuple[StorageRef, Ticket]:
-        return self.lane.decode(away)
+        return self.codec_lane.decode(away)
 
     def why_refused(self) -> str:
-        return self.lane.last_refusal
+        return self.codec_lane.last_refusal
 
 
 class EncodeSwapWay:
