@@ -18,17 +18,18 @@ import torch
 import memswap
 from memswap.cli.gpt import GPT
 from memswap.cli.measure import Difference, differing_gradients
+from memswap.cli.model_options import add_model_arguments, check_device
+from memswap.cli.plan import Planned
+from memswap.cli.report import write_report
 from memswap.cli.table import format_ratio, format_seconds, render_table
-from memswap.cli.training import DTYPES, TrainingConfig, TrainingResult, train
+from memswap.cli.training import TrainingConfig, TrainingResult, train
 from memswap.engine.units import format_bytes
+from memswap.planning.planner import make_plan
+
+#: Three steps learn, the others follow the plan; the second of those is timed.
+PLANNED_STEPS = 6
 
 POLICIES = ("auto", *(action.value for action in memswap.Action))
-
-
-def default_device() -> str:
-    """The accelerator that torch sees, or the CPU."""
-    present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return "cpu" if present is None else str(present.type)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,21 +45,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pool-dir", type=Path, help="where the DiskPool's file is made (cpu); swaps by default"
     )
-    parser.add_argument("--json", type=Path, help="write every number to this file as well")
-
-
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of what is trained."""
     parser.add_argument(
-        "--device", default=default_device(), help="cpu, cuda, npu, ...; an accelerator if any"
+        "--budget",
+        default="80%",
+        help="of a third run, which plans: a share of the saved activations, or none; it takes "
+        f"{PLANNED_STEPS} steps",
     )
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--hidden", type=int, default=384)
-    parser.add_argument("--heads", type=int, default=6)
-    parser.add_argument("--seq", type=int, default=512, help="bytes of text per sequence")
-    parser.add_argument("--batch", type=int, default=8, help="sequences per step")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="bf16 is autocast")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--picture", type=Path, metavar="FOLDER", help="draw a planned step, and write its trace"
+    )
+    parser.add_argument("--json", type=Path, help="write every number to this file as well")
 
 
 def config_from(arguments: argparse.Namespace) -> TrainingConfig:
@@ -93,31 +89,6 @@ def config_from(arguments: argparse.Namespace) -> TrainingConfig:
         policy=arguments.policy,
         pool_dir=None if arguments.pool_dir is None else str(arguments.pool_dir),
     )
-
-
-def check_device(name: str) -> None:
-    """Refuse a device that torch does not know or this machine does not have.
-
-    Raises:
-        SystemExit: with a sentence that names what is here.
-    """
-    present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    here = "cpu" if present is None else f"cpu and {present.type}"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise SystemExit(
-            f"memswap demo: torch knows no device {name!r}; here: {here}. (torch_npu brings npu.)"
-        ) from None
-    if device.type == "cpu":
-        return
-    if present is None or present.type != device.type:
-        raise SystemExit(f"memswap demo: this torch sees no {device.type} device; here: {here}.")
-    if device.index is not None and device.index >= torch.accelerator.device_count():
-        raise SystemExit(
-            f"memswap demo: there is no {name}; this machine has "
-            f"{torch.accelerator.device_count()} of them, counted from 0."
-        )
 
 
 def train_apart(config: TrainingConfig, title: str) -> TrainingResult:
@@ -221,9 +192,50 @@ def as_json(
     }
 
 
+def share_of(budget: str) -> float | None:
+    """The share that ``--budget`` names; None for none.
+
+    Raises:
+        SystemExit: with a sentence, for anything else.
+    """
+    if budget == "none":
+        return None
+    try:
+        share = float(budget.removesuffix("%")) / 100
+    except ValueError:
+        share = 0.0
+    if not budget.endswith("%") or not 0 < share <= 1:
+        raise SystemExit(
+            f"memswap demo: --budget is a share such as 80%, or none; found {budget!r}. "
+            "(python -m memswap plan takes bytes.)"
+        )
+    return share
+
+
+def show_plan(
+    config: TrainingConfig, plain: TrainingResult, share: float, picture: Path | None
+) -> list[Difference]:
+    """Train a few steps under a budget, and show the plan. What differs from the plain run."""
+    budget = int(share * plain.stats["peak_resident_bytes"])
+    under = replace(config, budget=budget, steps=PLANNED_STEPS)
+    try:
+        planned = train_apart(under, f"budget {share:.0%}")
+    except memswap.BudgetError as error:
+        print(f"\nno plan: {error}")
+        return []
+    print(f"\nthe same under a budget of {share:.0%} of the plain run's saved activations:\n")
+    print(planned.plan)
+    if picture is not None and planned.learnt is not None:
+        step, rates = planned.learnt
+        made = Planned(make_plan(step, rates, budget, at_least=True), step, rates)
+        print("written: " + ", ".join(map(str, write_report(made, picture))))
+    return differing_gradients(plain.gradients[:PLANNED_STEPS], planned.gradients)
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Train twice, print the tables and return the exit status: 0 only if nothing differs."""
     config = config_from(arguments)
+    share = share_of(arguments.budget)
     print(
         f"memswap {memswap.__version__}, torch {torch.__version__}, {config.device}: a byte-level "
         f"GPT of {config.layers} layers, hidden {config.hidden}, {config.heads} heads, trained on "
@@ -254,6 +266,9 @@ def run(arguments: argparse.Namespace) -> int:
         "freed memory leaves it."
     )
     compared = sum(map(len, plain.gradients))
+    if share is not None and config.steps >= PLANNED_STEPS and config.policy != "keep":
+        differences += show_plan(config, plain, share, arguments.picture)
+        compared += sum(map(len, plain.gradients[:PLANNED_STEPS]))
     if differences:
         print(f"\nDIFFERENT: {len(differences)} of {compared} gradients are not identical:")
         for difference in differences[:10]:

@@ -16,8 +16,8 @@ import torch
 
 import memswap
 from memswap.cli.corpus import Batches, read_corpus
-from memswap.cli.demo import add_model_arguments, check_device
 from memswap.cli.gpt import GPT
+from memswap.cli.model_options import add_model_arguments, check_device
 from memswap.cli.training import DTYPES
 from memswap.engine.units import parse_bytes
 from memswap.planning.cost_model import HARDWARE, hardware

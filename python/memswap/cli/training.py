@@ -17,6 +17,7 @@ from memswap.cli.corpus import Batches, read_corpus
 from memswap.cli.gpt import GPT
 from memswap.cli.measure import gradient_fingerprints, peak_process_bytes, stats_as_dict
 from memswap.cli.progress import ProgressBar
+from memswap.planning.step import Step
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 LEARNING_RATE = 3e-4
@@ -30,6 +31,7 @@ class TrainingConfig:
         policy: name of the memswap.Action for every saved tensor; "auto" leaves it to memswap;
             None trains without memswap.
         pool_dir: directory of the DiskPool's file; None leaves the pool to memswap.
+        budget: most bytes of saved activations on the device; None plans nothing.
     """
 
     device: str
@@ -43,6 +45,7 @@ class TrainingConfig:
     seed: int
     policy: str | None
     pool_dir: str | None
+    budget: int | None = None
 
 
 @dataclass
@@ -63,6 +66,8 @@ class TrainingResult:
         held_bytes: saved activations on the device between forward and backward, the most of the
             steps that `stats` counts.
         report: the same account as memswap prints it.
+        plan: the plan under a budget, as memswap prints it.
+        learnt: the step and the rates that it was made of.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -75,6 +80,8 @@ class TrainingResult:
     first_stats: dict[str, Any] = field(default_factory=dict)
     held_bytes: int = 0
     report: str = ""
+    plan: str = ""
+    learnt: tuple[Step, memswap.Rates] | None = None
 
     @property
     def median_step_s(self) -> float:
@@ -92,7 +99,10 @@ def manage_layers(model: GPT, config: TrainingConfig, result: TrainingResult) ->
         encodes = on_cpu and pool is None
         action = memswap.Action.ENCODE if encodes else memswap.Action.SWAP
     result.away_form = describe_away(action, on_cpu)
-    with memswap.manage(model.layers, memswap.Policy(action), pool=pool) as manager:
+    # Under a budget the planner chooses among all actions, unless one was asked for.
+    free = config.budget is not None and config.policy == "auto"
+    policy = memswap.Policy(None if free else action)
+    with memswap.manage(model.layers, policy, pool=pool, budget=config.budget) as manager:
         yield manager
 
 
@@ -170,6 +180,8 @@ def train(config: TrainingConfig, title: str) -> TrainingResult:
         if manager is not None:
             result.stats = stats_as_dict(manager.stats())
             result.report = manager.report()
+            result.learnt = manager.learnt
+            result.plan = "" if manager.plan is None else str(manager.plan)
     if config.policy is None:
         look_on = memswap.Policy(action=memswap.Action.KEEP)
         with memswap.manage(model.layers, look_on) as manager:

@@ -23,9 +23,18 @@ class Director(Protocol):
         """A new forward. Bytes that may leave at once, or None: as the timeline says."""
 
     def choose(
-        self, tensor: torch.Tensor, unit: str, ordinal: int, nbytes: int, action: Action
+        self,
+        tensor: torch.Tensor,
+        unit: str,
+        ordinal: int,
+        nbytes: int,
+        action: Action,
+        insists: bool,
     ) -> Action | None:
-        """A storage is about to be saved, as `action` if nobody objects (None)."""
+        """A storage is about to be saved, as `action` if nobody objects (None).
+
+        `insists`: nobody may object.
+        """
 
     def saved(self, entry: Entry) -> None:
         """It is on its way, or stayed."""

@@ -37,6 +37,8 @@ class RecordedStorage:
     key: Key
     action: Action
     """What was to be done with it; what stayed is recorded all the same."""
+    moved: bool
+    """Whether that was done."""
     held_until: int | None
     """Number of the first mark at which the forward held it no longer. None: it still did when
     backward asked for it, so that leaving frees nothing."""
@@ -113,6 +115,7 @@ class Recorder:
         self._leaving_bytes = leaving_bytes  # what the lane's sends hold now
         self._keys: list[Key] = []
         self._actions: list[Action] = []
+        self._moved: list[bool] = []
         self._entries: list[Any] = []  # weak references
         self._held: list[int] = []  # indices of storages that the forward may still hold
         self._sent: list[int] = []  # and of those whose sends may be under way
@@ -142,6 +145,7 @@ class Recorder:
         index = len(self._moments)
         self._moments.append((self._began, self._clock.now()))
         self._entries.append(entry.reference)
+        self._moved.append(entry.away is not None)
         self._held.append(index)
         self._sent.append(index)
         self._held_until.append(None)
@@ -190,7 +194,12 @@ class Recorder:
             storages=tuple(
                 RecordedStorage(*parts)
                 for parts in zip(
-                    self._keys, self._actions, self._held_until, self._last_demand, strict=True
+                    self._keys,
+                    self._actions,
+                    self._moved,
+                    self._held_until,
+                    self._last_demand,
+                    strict=True,
                 )
             ),
             order=tuple(self._order),

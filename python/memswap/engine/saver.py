@@ -177,9 +177,8 @@ class Saver:
         director = self.director
         chosen = None
         if director is not None:
-            chosen = director.choose(tensor, visit.unit, visit.ordinal, nbytes, action)
-            if visit.action is not None:
-                chosen = None  # who packs insists
+            insists = visit.action is not None  # who packs
+            chosen = director.choose(tensor, visit.unit, visit.ordinal, nbytes, action, insists)
             action = chosen or action
         verdict = self.passage.admit(nbytes, action is Action.ENCODE, visit.group)
         if action is Action.KEEP:

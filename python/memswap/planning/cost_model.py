@@ -125,7 +125,8 @@ def matmul_shape(left: Sequence[int], right: Sequence[int]) -> tuple[int, ...]:
 
 def matmul_flop(left: Sequence[int], right: Sequence[int]) -> int:
     """Multiplications and additions of ``torch.matmul``: 2 K times the elements of the result."""
-    return 2 * left[-1] * math.prod(matmul_shape(left, right))
+    elements = math.prod(matmul_shape(left, right))
+    return 2 * left[-1] * elements
 
 
 def collective_s(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from memswap._native import native
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
     from memswap.engine.expectations import Expectations
     from memswap.engine.record import Record
+    from memswap.planning.rates import Rates
 
 
 def step_of(
@@ -71,6 +73,35 @@ def allowed(action: Action, device: torch.device, fixed: bool, on_disk: bool) ->
     )
 
 
-def quantised(seconds: float) -> float:
+#: Fewer bytes than these say nothing about a rate.
+ENOUGH_BYTES = 1 << 20
+
+
+def calibrated(rates: Rates, record: Record) -> Rates:
+    """Rates of a codec that the calling thread runs, from what it took in training.
+
+    It shares processors and caches with the training there, unlike where it was measured.
+    """
+    if not rates.inline_codec:
+        return rates
+    saves = len(record.storages)
+    demands = {index: saves + place for place, index in enumerate(record.order)}
+    nbytes, encode_s, decode_s = 0, 0.0, 0.0
+    for index, saved in enumerate(record.storages):
+        if saved.action is Action.ENCODE and saved.moved and index in demands:
+            nbytes += saved.key.nbytes
+            encode_s += record.costs_s[index]
+            decode_s += record.costs_s[demands[index]]
+    if nbytes < ENOUGH_BYTES or not encode_s or not decode_s:
+        return rates
+    return replace(
+        rates,
+        encode_bytes_per_s=quantised(nbytes / encode_s),
+        decode_bytes_per_s=quantised(nbytes / decode_s),
+        codec_latency_s=0.0,  # it is in the rates
+    )
+
+
+def quantised(value: float) -> float:
     """To two digits: what is the same but for noise becomes the same."""
-    return float(f"{seconds:.2g}")
+    return float(f"{value:.2g}")

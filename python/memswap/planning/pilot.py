@@ -26,7 +26,7 @@ from memswap.engine.expectations import Key
 from memswap.engine.pools import DiskPool
 from memswap.engine.record import Clock, Record, Recorder
 from memswap.planning.agreement import agree
-from memswap.planning.observed import quantised, step_of
+from memswap.planning.observed import calibrated, quantised, step_of
 from memswap.planning.planner import make_plan
 from memswap.planning.profile import profile
 
@@ -68,6 +68,7 @@ class Kind:
         self.replans = 0
         self.recorder: Recorder | None = None
         self.step: Step | None = None
+        self.keys: tuple[Key, ...] = ()  # of the step's storages
         self.plan: Plan | None = None
         self.measured_peak_bytes: int | None = None
         self.measured_exposed_s: float | None = None
@@ -110,6 +111,7 @@ class Pilot:
         self._saver = saver
         self._budget = budget
         self._rates = rates
+        self._calibrates = rates is None
         self._group = group
         self._fixed = policy.action is not None or policy.fn is not None
         self._on_disk = isinstance(pool, DiskPool)
@@ -155,7 +157,13 @@ class Pilot:
         return max((plan.limit_bytes for plan in plans), default=None)
 
     def choose(
-        self, tensor: torch.Tensor, unit: str, ordinal: int, nbytes: int, action: Action
+        self,
+        tensor: torch.Tensor,
+        unit: str,
+        ordinal: int,
+        nbytes: int,
+        action: Action,
+        insists: bool,
     ) -> Action | None:
         """The plan's action, or what learning needs, or None."""
         key = Key(unit, ordinal, nbytes, tensor.dtype)
@@ -171,8 +179,11 @@ class Pilot:
             chosen = self._planned(course, course.plan.storages, index, key, action)
         elif self._tries_codec(course.kind, action, tensor.device):
             chosen = Action.ENCODE_SWAP
+        if insists:
+            # Nothing to plan: it counts as kept, which is the most that it can take.
+            chosen, action = None, Action.KEEP
         if course.recorder is not None:
-            course.recorder.choose(key, action if course.plan is None else chosen or action)
+            course.recorder.choose(key, chosen or action)
         return chosen
 
     def saved(self, entry: Entry) -> None:
@@ -249,6 +260,9 @@ class Pilot:
         action: Action,
     ) -> Action | None:
         planned = storages[index] if index < len(storages) else None
+        keys = course.kind.keys
+        if planned is not None and not course.lost and index < len(keys) and key == keys[index]:
+            return Action.KEEP if action is Action.KEEP else planned.action
         if (
             course.lost
             or planned is None
@@ -322,7 +336,10 @@ class Pilot:
         if record is not None and not record.order:
             record = None
         step = None if record is None else self._step(record)
-        step, rates = agree(step, self._measured_rates(), self._group)
+        rates = self._measured_rates()
+        if record is not None and self._calibrates:
+            rates = self._rates = calibrated(rates, record)
+        step, rates = agree(step, rates, self._group)
         if step is None:
             kind.unusable += 1
             if kind.unusable == MOST_UNUSABLE:
@@ -333,6 +350,7 @@ class Pilot:
                     "moves, as without a budget.",
                 )
             return
+        kind.keys = () if record is None else record.signature
         self._adopt(kind, step, rates)
 
     def _adopt(self, kind: Kind, step: Step, rates: Rates) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 
 import memswap
 from memswap import Action, Rates
-from simdev import SCHEDULES, laboratory, virtual_time
+from simdev import SCHEDULES, counters, laboratory, virtual_time
 
 LAZY = next(schedule for schedule in SCHEDULES if schedule.policy == "lazy")
 COMPUTE = {"host_us": 0.05, "launch_us": 0.5, "hbm_gb_per_s": 3.0}
@@ -122,11 +122,11 @@ def saved_bytes(seed: int, **options: Any) -> int:
 @pytest.mark.own_laboratory
 @pytest.mark.one_schedule
 @pytest.mark.parametrize("gb_per_s", [0.6, 0.15], ids=["fast", "slow"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_peak_and_exposed_time_are_as_predicted(seed, gb_per_s):
     plain = measured(seed, None, gb_per_s, managed=False)
     kept = saved_bytes(seed)
-    for share in (0.8, 0.5, 0.3):
+    for share in (0.7, 0.4):
         try:
             found = measured(seed, int(share * kept), gb_per_s)
         except memswap.BudgetError as error:
@@ -146,7 +146,7 @@ def test_peak_and_exposed_time_are_as_predicted(seed, gb_per_s):
 
 @pytest.mark.own_laboratory
 @pytest.mark.one_schedule
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_auto_is_free_of_charge(seed):
     plain = measured(seed, None, 0.3, managed=False)
     found = measured(seed, "auto", 0.3)
@@ -157,11 +157,11 @@ def test_auto_is_free_of_charge(seed):
 
 @pytest.mark.own_laboratory
 @pytest.mark.one_schedule
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_plan_is_never_slower_than_keeping_less(seed):
     """A smaller budget, or moving everything, takes as long or longer."""
     kept = saved_bytes(seed)
-    times = [measured(seed, int(share * kept), 0.15).us for share in (1.0, 0.8, 0.6, 0.4)]
+    times = [measured(seed, int(share * kept), 0.15).us for share in (0.8, 0.5)]
     everything = measured(seed, None, 0.15).us
     for less, more in itertools.pairwise([*times, everything]):
         assert less <= 1.03 * more, f"us by budget, then without one: {times}, {everything}"
@@ -196,8 +196,6 @@ def test_a_budget_is_never_exceeded_and_no_bit_differs(policy):
 @pytest.mark.own_laboratory
 @pytest.mark.one_schedule
 def test_planned_steps_do_not_synchronise():
-    from simdev import counters
-
     with laboratory(LAZY):
         stack = Stack(3)
         pool = new_pool()

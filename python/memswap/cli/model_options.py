@@ -1,0 +1,54 @@
+"""Options that say which model is trained, and where."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from memswap.cli.training import DTYPES
+
+
+def default_device() -> str:
+    """The accelerator that torch sees, or the CPU."""
+    present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "cpu" if present is None else str(present.type)
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of what is trained."""
+    parser.add_argument(
+        "--device", default=default_device(), help="cpu, cuda, npu, ...; an accelerator if any"
+    )
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--hidden", type=int, default=384)
+    parser.add_argument("--heads", type=int, default=6)
+    parser.add_argument("--seq", type=int, default=512, help="bytes of text per sequence")
+    parser.add_argument("--batch", type=int, default=8, help="sequences per step")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="bf16 is autocast")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def check_device(name: str) -> None:
+    """Refuse a device that torch does not know or this machine does not have.
+
+    Raises:
+        SystemExit: with a sentence that names what is here.
+    """
+    present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    here = "cpu" if present is None else f"cpu and {present.type}"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise SystemExit(
+            f"memswap demo: torch knows no device {name!r}; here: {here}. (torch_npu brings npu.)"
+        ) from None
+    if device.type == "cpu":
+        return
+    if present is None or present.type != device.type:
+        raise SystemExit(f"memswap demo: this torch sees no {device.type} device; here: {here}.")
+    if device.index is not None and device.index >= torch.accelerator.device_count():
+        raise SystemExit(
+            f"memswap demo: there is no {name}; this machine has "
+            f"{torch.accelerator.device_count()} of them, counted from 0."
+        )

@@ -1,0 +1,305 @@
+"""manage(budget=...): what users see, on every device. tests/race/test_plans.py has the schedules.
+
+Budgets here are for stacks whose storages are all alike, so that a share of them is easy to tell.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_released, assert_same_gradients, gradients
+from torch import nn
+
+import memswap
+from memswap import Action, BudgetError, Rates
+from memswap.planning.search import Search
+
+pytestmark = pytest.mark.one_schedule
+
+WIDTH = 64
+FAST = Rates("a fast machine", 1e12, 1e12, 1e12, 1e12, 1e12, 1e12, 0.0, 0.0)
+SWAP = memswap.Policy(action=Action.SWAP, min_bytes=1)
+
+
+class Layer(nn.Module):
+    """Saves two storages of `rows` rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).tanh()
+
+
+def new_layers(device: torch.device, depth: int = 6) -> nn.ModuleList:
+    torch.manual_seed(0)
+    return nn.ModuleList([Layer() for _ in range(depth)]).to(device)
+
+
+def forward(layers: nn.ModuleList, rows: int, device: torch.device) -> torch.Tensor:
+    x = torch.linspace(-1, 1, rows * WIDTH).reshape(rows, WIDTH).to(device)
+    for layer in layers:
+        x = layer(x)
+    return x.square().mean()
+
+
+def step(layers: nn.ModuleList, rows: int, device: torch.device) -> list[torch.Tensor | None]:
+    layers.zero_grad(set_to_none=True)
+    forward(layers, rows, device).backward()
+    return gradients(layers)
+
+
+def rates_for(device: torch.device) -> Rates:
+    values = {**FAST.as_dict(), "inline_codec": device.type == "cpu"}
+    return Rates(**values)
+
+
+def kept_peak(device: torch.device, pool: Any, rows: int = 32) -> int:
+    layers = new_layers(device)
+    with memswap.manage(layers, SWAP, pool=pool, budget="1GiB", rates=rates_for(device)) as manager:
+        for _ in range(4):
+            step(layers, rows, device)
+        assert manager.plan is not None
+        return manager.plan.kept_peak_bytes
+
+
+def test_the_first_steps_learn_and_the_fourth_begins_with_a_plan(device, new_pool):
+    layers = new_layers(device)
+    plain = step(layers, 32, device)
+    pool = new_pool()
+    with memswap.manage(layers, SWAP, pool=pool, budget="1GiB", rates=rates_for(device)) as manager:
+        for number in range(1, 8):
+            assert_same_gradients(step(layers, 32, device), plain)
+            assert (manager.plan is not None) == (number >= 4), f"after step {number}"
+        plan = manager.plan
+        assert plan.moved_bytes == 0, "there was room for everything"
+        assert plan.measured_peak_bytes is not None
+        assert plan.measured_exposed_s is not None, "the second planned step was to be timed"
+        assert "measured" in str(plan)
+    assert_released(manager, pool)
+
+
+def test_without_a_budget_there_is_no_plan_and_everything_moves(device, new_pool):
+    layers = new_layers(device)
+    with memswap.manage(layers, SWAP, pool=new_pool()) as manager:
+        for _ in range(6):
+            step(layers, 32, device)
+        assert manager.plan is None and manager.learnt is None
+        assert manager.stats().moved_storages > 0
+
+
+@pytest.mark.parametrize("share", [0.7, 0.45])
+def test_a_budget_is_kept_and_gradients_are_the_same(device, new_pool, share):
+    budget = int(share * kept_peak(device, new_pool()))
+    layers = new_layers(device)
+    plain = step(layers, 32, device)
+    pool = new_pool()
+    with memswap.manage(layers, SWAP, pool=pool, budget=budget, rates=rates_for(device)) as manager:
+        for _ in range(4):
+            step(layers, 32, device)
+        manager.reset_stats()
+        for _ in range(2):
+            assert_same_gradients(step(layers, 32, device), plain)
+        stats = manager.stats()
+        assert stats.moved_storages > 0
+        assert stats.peak_resident_bytes <= budget
+        assert manager.plan.measured_peak_bytes <= manager.plan.peak_bytes <= budget
+    assert_released(manager, pool)
+
+
+def test_a_budget_that_cannot_be_met_says_which_one_can(device, new_pool):
+    layers = new_layers(device)
+    with memswap.manage(
+        layers, SWAP, pool=new_pool(), budget=1, rates=rates_for(device)
+    ) as manager:
+        for _ in range(3):
+            plain = step(layers, 32, device)
+        with pytest.raises(BudgetError, match="at least") as raised:
+            step(layers, 32, device)
+    smallest = raised.value.smallest_bytes
+    assert_same_gradients(step(layers, 32, device), plain)  # nothing is lost
+    with memswap.manage(
+        layers, SWAP, pool=new_pool(), budget=smallest, rates=rates_for(device)
+    ) as manager:
+        for _ in range(6):
+            assert_same_gradients(step(layers, 32, device), plain)
+        assert manager.plan.measured_peak_bytes <= smallest
+
+
+def test_other_shapes_get_a_plan_of_their_own(device, new_pool):
+    budget = kept_peak(device, new_pool(), rows=48) // 2
+    layers = new_layers(device)
+    plain = {rows: step(layers, rows, device) for rows in (32, 48)}
+    with memswap.manage(
+        layers, SWAP, pool=new_pool(), budget=budget, rates=rates_for(device)
+    ) as manager:
+        plans = {}
+        for rows in (32,) * 5 + (48,) * 5 + (32, 48) * 2:
+            assert_same_gradients(step(layers, rows, device), plain[rows])
+            plans[rows] = manager.plan
+        assert all(plan is not None for plan in plans.values())
+        assert plans[48].kept_peak_bytes > plans[32].kept_peak_bytes
+
+
+def test_a_model_that_changes_is_learnt_again(device, new_pool):
+    """Longer on its way, with the same first storage: the old plan does not fit any more."""
+    layers = new_layers(device, depth=6)
+    used = layers[:4]
+    with memswap.manage(
+        layers, SWAP, pool=new_pool(), budget="1GiB", rates=rates_for(device)
+    ) as manager:
+        for _ in range(5):
+            step(used, 32, device)
+        before = manager.plan
+        plain = None
+        for _ in range(6):
+            found = step(layers, 32, device)
+            plain = plain or found
+            assert_same_gradients(found, plain)
+        after = manager.plan
+        assert len(after.storages) > len(before.storages)
+
+
+def test_a_later_plan_that_cannot_meet_the_budget_warns_and_trains_on(device, new_pool):
+    layers = new_layers(device)
+    budget = kept_peak(device, new_pool(), rows=16)
+    with memswap.manage(
+        layers, SWAP, pool=new_pool(), budget=budget, rates=rates_for(device)
+    ) as manager:
+        for _ in range(5):
+            step(layers, 16, device)
+        pilot = manager._pilot
+        kind = pilot._latest
+        pilot._kinds.clear()
+        assert kind.plan is not None
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            pilot._budget = 1
+            pilot._adopt(kind, kind.step, rates_for(device))
+        assert any("beyond the budget" in str(one.message) for one in caught)
+        assert kind.plan.moved_bytes > 0
+
+
+def test_evaluation_between_steps_changes_nothing(device, new_pool):
+    layers = new_layers(device)
+    plain = step(layers, 32, device)
+    with memswap.manage(
+        layers, SWAP, pool=new_pool(), budget="1GiB", rates=rates_for(device)
+    ) as manager:
+        for number in range(8):
+            if number in (2, 4):
+                with torch.no_grad():
+                    forward(layers, 32, device)
+                del number
+            assert_same_gradients(step(layers, 32, device), plain)
+        assert manager.plan is not None
+
+
+def test_a_forward_without_a_backward_is_not_learnt_from(device, new_pool):
+    layers = new_layers(device)
+    plain = step(layers, 32, device)
+    with memswap.manage(
+        layers, SWAP, pool=new_pool(), budget="1GiB", rates=rates_for(device)
+    ) as manager:
+        for _ in range(3):
+            loss = forward(layers, 32, device)
+            del loss
+        for _ in range(5):
+            assert_same_gradients(step(layers, 32, device), plain)
+        assert manager.plan is not None
+
+
+def test_a_policys_action_is_the_only_one_and_what_it_keeps_stays(device, new_pool):
+    layers = new_layers(device)
+
+    def fn(tensor: torch.Tensor, info: memswap.TensorInfo) -> Action:
+        return Action.KEEP if info.unit in ("0", "1") else Action.SWAP
+
+    policy = memswap.Policy(fn=fn, min_bytes=1)
+    with memswap.manage(
+        layers, policy, pool=new_pool(), budget="1GiB", rates=rates_for(device)
+    ) as manager:
+        for _ in range(4):
+            step(layers, 32, device)
+        budget = Search(*manager.learnt).smallest_bytes()
+    layers = new_layers(device)
+    with memswap.manage(
+        layers, policy, pool=new_pool(), budget=budget, rates=rates_for(device)
+    ) as manager:
+        for _ in range(6):
+            step(layers, 32, device)
+        actions = {(one.unit, one.action) for one in manager.plan.storages}
+        assert all(action is Action.KEEP for unit, action in actions if unit in ("0", "1"))
+        assert Action.SWAP in {action for _, action in actions}
+        assert {action for _, action in actions} <= {Action.KEEP, Action.SWAP}
+
+
+@pytest.mark.cpu_only
+def test_on_a_cpu_a_budget_encodes_what_is_needed_and_no_more():
+    device = torch.device("cpu")
+    policy = memswap.Policy(min_bytes=1)
+
+    def wide(depth: int = 6) -> nn.ModuleList:
+        return new_layers(device, depth)
+
+    layers = wide()
+    rows = 512
+    plain = step(layers, rows, device)
+    with memswap.manage(layers, policy, budget="1GiB", rates=rates_for(device)) as manager:
+        for _ in range(4):
+            step(layers, rows, device)
+        kept = manager.plan.kept_peak_bytes
+    budget = int(0.95 * kept)
+    with memswap.manage(layers, policy, budget=budget, rates=rates_for(device)) as manager:
+        for _ in range(4):
+            step(layers, rows, device)
+        manager.reset_stats()
+        assert_same_gradients(step(layers, rows, device), plain)
+        found = manager.plan
+        actions = [one.action for one in found.storages]
+        assert 0 < actions.count(Action.ENCODE) < len(actions)
+        assert set(actions) <= {Action.KEEP, Action.ENCODE}
+        assert manager.stats().peak_resident_bytes <= budget
+
+
+@pytest.mark.parametrize(
+    ("budget", "error", "words"),
+    [("a lot", ValueError, "a lot"), (-1, ValueError, "negative"), (1.5, ValueError, "1.5")],
+)
+def test_a_budget_that_cannot_be_read_is_refused_at_once(device, budget, error, words):
+    with pytest.raises(error, match=words):
+        memswap.manage(nn.Linear(2, 2), budget=budget)
+
+
+class MustSwap(nn.Module):
+    """A layer with a checkpoint region inside, whose products must be swapped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Layer()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        swap = memswap.CheckpointPolicy.MUST_SWAP
+        return memswap.checkpoint(self.inner, x + 1, policy_fn=lambda *unused, **ignored: swap)
+
+
+def test_what_somebody_insists_on_is_done_whatever_the_plan_says(device, new_pool):
+    """A MUST_SWAP inside a managed layer leaves although there is room for it."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList([MustSwap() for _ in range(4)]).to(device)
+    plain = step(layers, 32, device)
+    with memswap.manage(
+        layers, SWAP, pool=new_pool(), budget="1GiB", rates=rates_for(device)
+    ) as manager:
+        for _ in range(4):
+            assert_same_gradients(step(layers, 32, device), plain)
+        assert manager.plan is not None
+        manager.reset_stats()
+        for _ in range(2):
+            assert_same_gradients(step(layers, 32, device), plain)
+        assert manager.stats().moved_storages > 0, "nothing moved although somebody insists"
+        assert manager.stats().peak_resident_bytes <= manager.plan.peak_bytes

@@ -1,0 +1,71 @@
+"""Ranks that plan together make one plan, from the slowest one's times."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import memswap
+from memswap import Action, Rates
+from ranks import Rank, distributed
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).tanh()
+
+
+@distributed(2)
+def test_ranks_that_measured_different_times_have_the_same_plan(rank: Rank) -> None:
+    torch.manual_seed(0)
+    layers = nn.ModuleList([Layer() for _ in range(6)])
+    own = 1e9 / (1 + 9 * rank.rank)  # a link ten times slower on rank 1
+    rates = Rates(f"rank {rank.rank}", own, own, own, own)
+    policy = memswap.Policy(action=Action.SWAP, min_bytes=1)
+    with memswap.manage(
+        layers,
+        policy,
+        pool=memswap.DiskPool(budget="16MiB"),
+        budget=5 * 32 * 64 * 4,
+        rates=rates,
+        group=dist.group.WORLD,
+    ) as manager:
+        for _ in range(5):
+            layers.zero_grad(set_to_none=True)
+            x = torch.ones(32, 64) * (1 + rank.rank)
+            for layer in layers:
+                x = layer(x)
+            x.sum().backward()
+        plan = manager.plan
+        assert plan is not None and plan.moved_bytes > 0
+        shown = str(plan).partition("measured")[0]
+        rank.same_everywhere(shown, "the plan")
+        rank.same_everywhere(dict(plan.releases), "when it releases")
+        assert manager.learnt[1].d2h_bytes_per_s in (own, 1e8)
+
+
+@distributed(2)
+def test_ranks_whose_steps_differ_agree_to_have_no_plan(rank: Rank) -> None:
+    torch.manual_seed(0)
+    layers = nn.ModuleList([Layer() for _ in range(3 + rank.rank)])
+    policy = memswap.Policy(action=Action.SWAP, min_bytes=1)
+    rates = Rates("any", 1e9, 1e9, 1e9, 1e9)
+    with memswap.manage(
+        layers,
+        policy,
+        pool=memswap.DiskPool(budget="16MiB"),
+        budget="1GiB",
+        rates=rates,
+        group=dist.group.WORLD,
+    ) as manager:
+        for _ in range(5):
+            x = torch.ones(32, 64)
+            for layer in layers:
+                x = layer(x)
+            x.sum().backward()
+        assert manager.plan is None

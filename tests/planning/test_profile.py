@@ -1,0 +1,95 @@
+"""Rates are measured once per machine, and a file that is not ours is measured again."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import memswap
+from memswap import Rates
+from memswap.planning import profile as module
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def count(monkeypatch, tmp_path):
+    """A cache of its own, and a measurement that is counted instead of made."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made: list[torch.device] = []
+
+    def measure(device: torch.device) -> Rates:
+        made.append(device)
+        return Rates("counted", 1e9, 1e9, 5e8, 5e8, 2e9, 3e9, inline_codec=True)
+
+    monkeypatch.setattr(module, "measure", measure)
+    return made
+
+
+def test_a_cpu_is_measured_disk_and_codec(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in ("COPY_BYTES", "CODEC_BYTES", "DISK_BYTES"):
+        monkeypatch.setattr(module, name, 1 << 20)
+    monkeypatch.setattr(module, "ROUNDS", 1)
+    rates = memswap.profile("cpu")
+    assert rates.encodes and rates.copies and rates.inline_codec
+    assert 1e6 < rates.encode_bytes_per_s < 1e12 and 1e6 < rates.d2h_bytes_per_s < 1e12
+    assert memswap.profile("cpu") == rates, "the second call measured again"
+
+
+def test_what_was_measured_is_remembered(count):
+    assert memswap.profile("cpu") == memswap.profile("cpu")
+    assert len(count) == 1
+    memswap.profile("cpu", refresh=True)
+    assert len(count) == 2
+    content = json.loads(module.cache_file(CPU).read_text())
+    assert content["measured_on"]["torch"] == torch.__version__, "the file does not say of what"
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        "{}",
+        b"\xff\xfe",
+        lambda content: content["measured_on"].update(torch="1.0"),
+        lambda content: content["measured_on"].update(host="another"),
+        lambda content: content["rates"].pop("device"),
+        lambda content: content["rates"].update(d2h_bytes_per_s="fast"),
+        lambda content: content["rates"].update(d2h_bytes_per_s=-1.0),
+        lambda content: content["rates"].update(extra=1),
+    ],
+    ids=range(12),
+)
+def test_a_file_that_is_damaged_or_of_another_machine_is_measured_again(count, broken):
+    memswap.profile("cpu")
+    file = module.cache_file(CPU)
+    if isinstance(broken, str | bytes):
+        file.write_bytes(broken.encode() if isinstance(broken, str) else broken)
+    else:
+        content = json.loads(file.read_text())
+        broken(content)
+        file.write_text(json.dumps(content))
+    memswap.profile("cpu")
+    assert len(count) == 2
+    memswap.profile("cpu")
+    assert len(count) == 2, "the new measurement was not remembered"
+
+
+def test_a_cache_that_cannot_be_written_is_told_and_does_no_harm(count, monkeypatch, tmp_path):
+    file = tmp_path / "a file"
+    file.write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    with pytest.warns(UserWarning, match="XDG_CACHE_HOME"):
+        assert memswap.profile("cpu").device == "counted"
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_a_rate_that_is_none_is_refused(value):
+    with pytest.raises(ValueError, match="d2h_bytes_per_s"):
+        Rates("x", value, 1, 1, 1)

@@ -1,0 +1,98 @@
+"""Steps as files, and the replay of simple ones against what can be worked out by hand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from steps import ALL, RATES, saved, stack
+
+from memswap import Action, Rates
+from memswap.cli.trace import trace
+from memswap.planning.simulate import Link, replay
+from memswap.planning.step import Step, load, save
+
+
+def test_a_step_survives_its_file(tmp_path):
+    step, file = stack([10, 20, 30], actions=ALL), tmp_path / "step.json"
+    save(step, RATES, file)
+    assert load(file) == (step, RATES)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", '{"memswap_step": 2}', '{"memswap_step": 1, "step": {}, "rates": {}}'],
+)
+def test_a_file_that_is_no_step_is_refused_by_its_name(tmp_path, content):
+    file = tmp_path / "other.json"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=r"other\.json"):
+        load(file)
+
+
+@pytest.mark.parametrize(
+    ("order", "gaps", "words"),
+    [
+        ((0, 0), 4, "once"),
+        ((0, 5), 4, "once"),
+        ((1, 0), 3, "4 marks"),
+        ((0, 1), 4, "first demanded at mark"),
+    ],
+)
+def test_a_step_that_contradicts_itself_is_refused(order, gaps, words):
+    storages = (saved(1, 1, 3), saved(1, 2, 2))
+    with pytest.raises(ValueError, match=words):
+        Step(storages, order, (0.0,) * gaps)
+
+
+def test_one_swap_by_hand():
+    """1000 bytes take 1 ms each way; layers 1 ms forward and 2 ms backward."""
+    step = stack([1000, 1000, 1000])
+    found = replay(step, RATES, {0: Action.SWAP}, 2000)
+    # Saved at 1 ms, sent until 2 ms; room for the third is needed when the second is saved, at 2.
+    assert found.releases == {1: [0]} and found.total_exposed_s == 0
+    assert found.peak_bytes == 2000
+    assert found.fetches == {1: [0]}, "half the speed needs the two milliseconds before its use"
+    slow = Rates("slow", 2.5e5, 2.5e5, 2.5e5, 2.5e5, copy_latency_s=0.0)
+    found = replay(step, slow, {0: Action.SWAP}, 2000)
+    # 4 ms each way: sent until 5 ms, 3 ms too late; back 4 ms after its fetch.
+    assert found.exposed_s[0] == pytest.approx(3e-3 + 2e-3)
+
+
+def test_both_directions_at_once_are_slower():
+    rates = Rates("duplex", 1e6, 1e6, 5e5, 2.5e5, copy_latency_s=0.0)
+    link = Link(rates)
+    link.add(0, 0, 1000, 0.0)
+    link.add(1, 1, 1000, 0.0)
+    # Together until the first is away at 2 ms, when half of the other is left of a half: 0.5 ms.
+    assert link.end_s(0, 0) == pytest.approx(2e-3)
+    assert link.end_s(1, 1) == pytest.approx(2e-3 + 0.5e-3)
+    alone = Link(rates)
+    alone.add(1, 1, 1000, 1e-3)
+    assert alone.end_s(1, 1) == pytest.approx(2e-3)
+
+
+def test_codec_time_is_computes_and_frames_count():
+    step = stack([1000, 1000], actions=ALL, held_frame=0.6)
+    found = replay(step, RATES, {0: Action.ENCODE}, 1600)
+    assert found.exposed_s[0] == pytest.approx(2e-4)
+    assert found.peak_bytes == 1600 and found.resident_bytes[0] == 1600
+
+
+def test_a_trace_has_a_lane_for_everything_and_counts_bytes():
+    step = stack([1000] * 6, actions=ALL)
+    actions = {0: Action.SWAP, 1: Action.ENCODE_SWAP, 2: Action.ENCODE}
+    replays = {
+        "plain": replay(step, RATES, {}, spans=True),
+        "memswap": replay(step, RATES, actions, 4500, spans=True),
+    }
+    content = json.loads(json.dumps(trace(replays)))
+    events = content["traceEvents"]
+    lanes = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {"compute", "codec", "copies away", "copies back"} <= lanes
+    counters = [event for event in events if event["ph"] == "C"]
+    assert len(counters) == 2 * 12
+    spans = [event for event in events if event["ph"] == "X"]
+    assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in spans)
+    away = [event for event in spans if event["pid"] == 2 and event["tid"] == 4]
+    assert len(away) == 2, "the copies away are missing"
