@@ -170,37 +170,17 @@ inline void put_high_halves(uint8_t* out, const HighHalves& high) {
   }
 }
 
-// Runs of blocks whose low halves are all 0 are encoded together; others are literal.
 template <bool kStreaming>
-void encode_upcast(const EncodeParams& params, const void* elements, uint32_t count, uint8_t* slabs,
-                   uint8_t* payloads, EncodedBlock* encoded) {
-  constexpr uint32_t kBlockBytes = frame::kBlockElements * sizeof(float);
-  constexpr uint32_t kSlabBytes = Float<Dtype::kBf16>::kSlabBytes;
+EncodedBlock encode_upcast(const EncodeParams& params, const void* elements, uint32_t count,
+                           uint8_t* slab, uint8_t* payload) {
   const auto* from = static_cast<const uint8_t*>(elements);
-  HighHalves high[frame::kTileBlocks];
-  while (count != 0) {
-    const uint32_t blocks = (count + frame::kBlockElements - 1) / frame::kBlockElements;
-    uint32_t run = 0;
-    while (run < blocks && take_high_halves(from + run * kBlockBytes, high[run])) {
-      ++run;
-    }
-    uint32_t there = std::min(count, run * frame::kBlockElements);
-    if (run != 0) {
-      encode_dense<Dtype::kBf16, kStreaming>(params, high, there, slabs, payloads, encoded);
-    } else {
-      run = 1;
-      there = std::min(count, frame::kBlockElements);
-      *encoded =
-          encode_literal<kStreaming>(from, Dtype::kFp32, frame::Shape::kUpcast, slabs, payloads);
-    }
-    for (uint32_t b = 0; b < run; ++b) {
-      payloads += encoded[b].units * frame::kUnitBytes;
-    }
-    from += run * kBlockBytes;
-    slabs += run * kSlabBytes;
-    encoded += run;
-    count -= there;
+  HighHalves high;
+  if (!take_high_halves(from, high)) {
+    return encode_literal<kStreaming>(from, Dtype::kFp32, frame::Shape::kUpcast, slab, payload);
   }
+  EncodedBlock encoded;
+  encode_dense<Dtype::kBf16, kStreaming>(params, high.byte, count, slab, payload, &encoded);
+  return encoded;
 }
 
 template <bool kStreaming>
@@ -241,7 +221,8 @@ DecodeBlock dense_decoder(Dtype dtype, bool streaming) {
 }
 
 EncodeBlocks upcast_encoder(const EncodeParams& params) {
-  return params.streaming ? &encode_upcast<true> : &encode_upcast<false>;
+  return params.streaming ? &encode_one_by_one<encode_upcast<true>>
+                          : &encode_one_by_one<encode_upcast<false>>;
 }
 
 DecodeBlock upcast_decoder(bool streaming) {
