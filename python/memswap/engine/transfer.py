@@ -12,20 +12,19 @@ from memswap.engine.action import Action
 from memswap.engine.expectations import Expectation, Expectations
 from memswap.engine.lane import Lane, Ticket, arena_budget, open_codec_lane, open_lane
 from memswap.engine.pools import DiskPool, HostPool
+from memswap.errors import TransferError
 
 if TYPE_CHECKING:
     from memswap._C import Block, CodecLane, EncodedStorage, StorageRef
+    from memswap.engine.buckets import Part
 
 Pool: TypeAlias = HostPool | DiskPool
-Away: TypeAlias = "Block | EncodedStorage"
+Away: TypeAlias = "Block | EncodedStorage | Part"
 """What an entry owns while its bytes are away; dropping it gives the memory back."""
 
 
-class Way(Protocol):
-    """One away form of one device: how bytes are sent away, and brought back."""
-
-    encodes: bool
-    """Whether the away form is a frame, so that `send` needs an expectation."""
+class WayBack(Protocol):
+    """How bytes that went away are brought back."""
 
     stays_on_device: bool
     """Whether the away form takes memory of the device."""
@@ -36,13 +35,20 @@ class Way(Protocol):
     works_ahead: bool
     """Whether bytes can be on their way back before they are needed."""
 
+    def bring(self, away: Any) -> tuple[StorageRef, Ticket]:
+        """Start bringing what was sent back, into a storage of memswap's own."""
+
+
+class Way(WayBack, Protocol):
+    """One away form of one device: how bytes are sent away, and brought back."""
+
+    encodes: bool
+    """Whether the away form is a frame, so that `send` needs an expectation."""
+
     def send(
         self, storage: StorageRef, expectation: Expectation | None
     ) -> tuple[Any, Ticket] | None:
         """Start sending a storage away. None: there is no room, and nothing was started."""
-
-    def bring(self, away: Any) -> tuple[StorageRef, Ticket]:
-        """Start bringing what `send` returned back, into a storage of memswap's own."""
 
     def why_refused(self) -> str:
         """Why `send` last returned None, in words."""
@@ -86,7 +92,7 @@ class EncodeWay:
     short_of = "codec room"
 
     def __init__(self, lane: CodecLane, works_ahead: bool) -> None:
-        self.lane = lane
+        self.codec_lane = lane
         self.works_ahead = works_ahead
 
     def send(
@@ -94,7 +100,7 @@ class EncodeWay:
     ) -> tuple[EncodedStorage, Ticket] | None:
         assert expectation is not None
         frame = expectation
-        sent = self.lane.encode(
+        sent = self.codec_lane.encode(
             storage, frame.dtype, frame.shape, frame.var_capacity, frame.profile, frame.center
         )
         if sent is not None and not self.works_ahead:
@@ -102,10 +108,10 @@ class EncodeWay:
         return sent
 
     def bring(self, away: EncodedStorage) -> tuple[StorageRef, Ticket]:
-        return self.lane.decode(away)
+        return self.codec_lane.decode(away)
 
     def why_refused(self) -> str:
-        return self.lane.last_refusal
+        return self.codec_lane.last_refusal
 
 
 class EncodeSwapWay:
@@ -246,6 +252,11 @@ class Route:
         return self._default_pools[kind]
 
     @property
+    def copies(self) -> bool:
+        """Whether anything went to the pool so far."""
+        return self._lane is not None
+
+    @property
     def lane(self) -> Lane:
         """Copies raw bytes, and frames that go to a pool."""
         if self._lane is None:
@@ -267,11 +278,17 @@ class Route:
         if self._leaving_bytes is not None:
             lane.set_max_leaving_bytes(self._leaving_bytes)
 
+    def leaving_bytes(self) -> int:
+        """Bytes of the device that departing storages hold now."""
+        lanes = (self._lane, self._codec_lane)
+        return sum(lane.leaving_bytes() for lane in lanes if lane is not None)
+
     def begin_passage(self, leaving_bytes: int, passage_bytes: int) -> None:
         """A new forward: departing storages may hold `leaving_bytes` of the device.
 
         `passage_bytes`: what the last one saved.
         """
+        self.check_decodes()
         self.expectations.begin_passage()
         self._leaving_bytes = leaving_bytes
         for lane in (self._lane, self._codec_lane):
@@ -279,6 +296,26 @@ class Route:
                 lane.set_max_leaving_bytes(leaving_bytes)
         if isinstance(self._codec_lane, native.StreamCodecLane):
             self._codec_lane.set_arena_budget(arena_budget(passage_bytes))
+
+    def check_decodes(self, wait: bool = False) -> None:
+        """Raise if a frame was not what had been encoded, as far as the host has heard of it.
+
+        An accelerator decodes while the host is ahead, so this is said a forward or two later;
+        `wait` waits for all decodes. In host memory each decode says so itself.
+
+        Raises:
+            TransferError: gradients of the last two backward passes may be wrong.
+        """
+        lane = self._codec_lane
+        if not isinstance(lane, native.StreamCodecLane):
+            return
+        status = lane.decode_status() if wait else lane.take_decode_status()
+        if status:
+            raise TransferError(
+                f"decoding on {self.device} found a frame that is not what was encoded (status "
+                f"{status}, docs/format.md): its memory was overwritten or is broken. Gradients "
+                "of the last two backward passes may be wrong; go back to a checkpoint before them."
+            )
 
     def settle(self) -> None:
         """Order the caller after everything under way, and drop the storages it holds."""
@@ -328,3 +365,7 @@ class Routes:
     def settle(self) -> None:
         for route in self.open_routes():
             route.settle()
+
+    def check_decodes(self) -> None:
+        for route in self.open_routes():
+            route.check_decodes(wait=True)
