@@ -1,4 +1,5 @@
-// Shapes ints, bits and raw, with AVX-512. These move bytes more than they compute.
+// Shapes ints, bits and raw, the checksum and the copy, with AVX-512. These move bytes more than
+// they compute.
 #include "avx512.h"
 #include "avx512_bytes.h"
 #include "avx512_literal.h"
