@@ -3,6 +3,7 @@
 #include <c10/core/CPUAllocator.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <memory>
 #include <mutex>
@@ -25,6 +26,17 @@ c10::DataPtr from_system(size_t nbytes) {
     throw std::bad_alloc();
   }
   return {bytes, bytes, &std::free, c10::Device(c10::kCPU)};
+}
+
+// Bytes that the spare pool may hold.
+size_t spare_budget() {
+  constexpr size_t kGiB = size_t{1} << 30;
+  const long pages = sysconf(_SC_PHYS_PAGES);
+  const long page_bytes = sysconf(_SC_PAGESIZE);
+  const size_t memory = pages > 0 && page_bytes > 0
+                            ? static_cast<size_t>(pages) * static_cast<size_t>(page_bytes)
+                            : 0;
+  return std::clamp(memory / 8, kGiB, 4 * kGiB);
 }
 
 }  // namespace
@@ -63,7 +75,7 @@ std::shared_ptr<Pool> spare_pool() {
   if (spare.pid != getpid()) {
     spare.pid = getpid();
     spare.pool = std::make_shared<Pool>(
-        std::make_shared<BudgetedSlabs>(std::make_shared<OrdinarySlabs>(), kSpareBudget),
+        std::make_shared<BudgetedSlabs>(std::make_shared<OrdinarySlabs>(), spare_budget()),
         PoolOptions{.slab_bytes = size_t{4} << 20, .alignment = 512, .grow_ahead_bytes = 0});
   }
   return spare.pool;

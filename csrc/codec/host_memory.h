@@ -22,10 +22,10 @@ c10::Storage host_storage(Pool* pool, size_t nbytes);
 BlockPtr block_behind(const c10::DataPtr& bytes);
 
 // A pool for what has no other: tensors of `encode` and `decode` that no lane and no engine asked
-// for. It holds no more than kSpareBudget bytes, whatever is asked; the rest comes from the system.
-// One per process: it holds memory and nothing else, so nobody can tell whether it is shared. A
-// forked child begins with a pool of its own.
-inline constexpr size_t kSpareBudget = size_t{1} << 30;
+// for. It holds no more than an eighth of the machine's memory, at least 1 and at most 4 GiB; the
+// rest comes from the system. (Two incompressible tensors of 256 MiB, their frames and the holes
+// between them take 2 GiB.) One per process: it holds memory and nothing else, so nobody can tell
+// whether it is shared. A forked child begins with a pool of its own.
 std::shared_ptr<Pool> spare_pool();
 
 }  // namespace memswap

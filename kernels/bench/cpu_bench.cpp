@@ -151,13 +151,15 @@ double median(std::vector<double>& values) {
 class Trip {
  public:
   Trip(const Case& what, size_t bytes)
-      : bytes_(bytes), input_(make_tensor(what.dtype, what.kind, bytes)) {
+      : bytes_(bytes), tensor_(make_tensor(what.dtype, what.kind, bytes)) {
+    input_ = make_buffer(bytes);
+    memcpy(input_.get(), tensor_.data(), bytes);
     const uint64_t elements = bytes / frame::width_of(what.dtype);
     const frame::Layout layout = frame::layout_of(what.dtype, what.shape, elements);
     frame_bytes_ = layout.bytes(layout.max_var_units());
     frame_ = make_buffer(frame_bytes_);
     output_ = make_buffer(bytes);
-    encode_.input = input_.data();
+    encode_.input = input_.get();
     encode_.elements = elements;
     encode_.dtype = static_cast<uint8_t>(what.dtype);
     encode_.shape = static_cast<uint8_t>(what.shape);
@@ -183,12 +185,12 @@ class Trip {
     return codec.decode(&decode_, 1, &launch) == 0;
   }
   void copy() {
-    memcpy(output_.get(), input_.data(), bytes_);
+    memcpy(output_.get(), input_.get(), bytes_);
     benchmark::ClobberMemory();
   }
-  bool matches() const { return status_ == 0 && memcmp(output_.get(), input_.data(), bytes_) == 0; }
+  bool matches() const { return status_ == 0 && memcmp(output_.get(), input_.get(), bytes_) == 0; }
 
-  const std::vector<uint8_t>& input() const { return input_; }
+  const std::vector<uint8_t>& tensor() const { return tensor_; }
   double ratio() const {
     const frame::Header& all = header();
     const frame::Layout layout = frame::layout_of(static_cast<Dtype>(all.dtype),
@@ -202,7 +204,8 @@ class Trip {
   }
 
   size_t bytes_;
-  std::vector<uint8_t> input_;
+  std::vector<uint8_t> tensor_;
+  Buffer input_;  // the same at the start of a page; an allocator of tensors aligns them, too
   uint64_t frame_bytes_ = 0;
   Buffer frame_;
   Buffer output_;
@@ -251,7 +254,7 @@ void run(benchmark::State& state, const char* isa, const Case& what, size_t byte
   state.counters["encode_x"] = copy / encode;
   state.counters["decode_x"] = copy / decode;
   state.counters["ratio"] = trip.ratio();
-  state.counters["bound"] = entropy_ratio(what.dtype, trip.input());
+  state.counters["bound"] = entropy_ratio(what.dtype, trip.tensor());
 }
 
 void register_all() {

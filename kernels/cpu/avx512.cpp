@@ -11,7 +11,7 @@ namespace {
 using frame::Dtype;
 using frame::Shape;
 
-EncodeBlock encoder(const EncodeParams& params) {
+EncodeBlocks encoder(const EncodeParams& params) {
   switch (params.shape) {
     case Shape::kDense:
       return avx512::dense_encoder(params);
@@ -53,7 +53,8 @@ void fence() { _mm_sfence(); }
 }  // namespace
 
 const BlockCodec& avx512_blocks() {
-  static constexpr BlockCodec kBlocks = {"avx512", &encoder, &decoder, &avx512::checksum, &fence};
+  static constexpr BlockCodec kBlocks = {
+      "avx512", &encoder, &decoder, &avx512::checksum, &avx512::copy_around_caches, &fence};
   return kBlocks;
 }
 

@@ -5,18 +5,19 @@
 
 namespace memswap::cpu::avx512 {
 
-EncodeBlock dense_encoder(const EncodeParams& params);
+EncodeBlocks dense_encoder(const EncodeParams& params);
 DecodeBlock dense_decoder(frame::Dtype dtype, bool streaming);
-EncodeBlock upcast_encoder(const EncodeParams& params);
+EncodeBlocks upcast_encoder(const EncodeParams& params);
 DecodeBlock upcast_decoder(bool streaming);
-EncodeBlock sparse_encoder(const EncodeParams& params);
+EncodeBlocks sparse_encoder(const EncodeParams& params);
 DecodeBlock sparse_decoder(frame::Dtype dtype, bool streaming);
-EncodeBlock bits_encoder(const EncodeParams& params);
+EncodeBlocks bits_encoder(const EncodeParams& params);
 DecodeBlock bits_decoder(bool streaming);
-EncodeBlock ints_encoder(const EncodeParams& params);
+EncodeBlocks ints_encoder(const EncodeParams& params);
 DecodeBlock ints_decoder(frame::Dtype dtype, bool streaming);
-EncodeBlock raw_encoder(const EncodeParams& params);
+EncodeBlocks raw_encoder(const EncodeParams& params);
 DecodeBlock raw_decoder(frame::Dtype dtype, bool streaming);
 uint32_t checksum(const void* data, size_t bytes);
+void copy_around_caches(void* to, const void* from, size_t bytes);
 
 }  // namespace memswap::cpu::avx512

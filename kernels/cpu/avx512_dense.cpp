@@ -1,4 +1,6 @@
 // Shapes dense and upcast, with AVX-512.
+#include <algorithm>
+
 #include "avx512.h"
 #include "avx512_exponents.h"
 #include "avx512_floats.h"
@@ -11,27 +13,113 @@ namespace {
 
 using frame::Dtype;
 
+// [Note: blocks in flight]
+// A block is encoded in five steps, each of which needs the end of the one before it: sums over all
+// lanes, a division, stores that are loaded again. None of that is long, but a processor that has
+// nothing else to do waits for all of it. So a step of one block is followed by another step of
+// another block, which has had the time of a whole round to get ready. It also keeps memory busy
+// all the time: lines that are asked for, and those written around the caches, come in small
+// groups.
 template <Dtype kDtype, bool kStreaming>
-EncodedBlock encode_dense(const EncodeParams& params, const void* elements, uint32_t count,
-                          uint8_t* slab, uint8_t* payload) {
+class DenseEncoder {
   using Type = Float<kDtype>;
-  const auto* from = static_cast<const uint8_t*>(elements);
-  Bytes symbols;
-  if constexpr (kDtype == Dtype::kBf16) {
-    top_bytes(from, symbols);
-  } else {
-    split_floats<kDtype, kStreaming>(from, slab, symbols);
-    take_rest<Type::kRestBits, kStreaming>(symbols,
-                                           slab + frame::kBlockElements * Type::kBytePlanes);
-  }
-  const Choice choice = params.fast ? choose_fast(symbols, Type::kSymbolBits, params.center)
-                                    : choose_canonical(symbols);
-  encode_symbols<kStreaming>(symbols, choice, slab + Type::kRestBytes, payload, [&] {
-    if constexpr (kDtype == Dtype::kBf16) {
-      store_low_bytes<kStreaming>(from, slab);
+
+ public:
+  DenseEncoder(const EncodeParams& params, const uint8_t* elements, uint32_t count, uint8_t* slabs,
+               uint8_t* payload, EncodedBlock* encoded)
+      : params_(params),
+        elements_(elements),
+        count_(count),
+        slabs_(slabs),
+        payload_(payload),
+        encoded_(encoded) {}
+
+  void run() {
+    const uint32_t blocks = (count_ + frame::kBlockElements - 1) / frame::kBlockElements;
+    for (uint32_t round = 0; round < blocks + 4; ++round) {
+      // Blocks before the first have numbers beyond the last: they wrap around.
+      if (round < blocks) {
+        split(round);
+      }
+      if (round - 1 < blocks) {
+        measure(round - 1);
+      }
+      if (round - 2 < blocks) {
+        prefetch_block(round + 1);
+        choose(round - 2);
+      }
+      if (round - 3 < blocks) {
+        write_low_plane(round - 3);
+      }
+      if (round - 4 < blocks) {
+        write_payload(round - 4);
+      }
     }
-  });
-  return {choice.mode, choice.units, count - choice.nonzero, choice.center, choice.center2};
+  }
+
+ private:
+  void split(uint32_t b) {
+    uint8_t* slab = slabs_ + b * Type::kSlabBytes;
+    split_floats<kDtype, kStreaming>(elements_ + b * Type::kBlockBytes, slab, symbols_[b]);
+    take_rest<Type::kRestBits, kStreaming>(symbols_[b],
+                                           slab + frame::kBlockElements * Type::kBytePlanes);
+    ranges_[b] = range_of(symbols_[b], kVectors);
+  }
+
+  void measure(uint32_t b) {
+    if (!params_.fast) {
+      const uint32_t maximum = ranges_[b].maximum;
+      distances_[b] = ranges_[b].minimum > 0 ? distances_of<false>(symbols_[b], kVectors, maximum)
+                                             : distances_of<true>(symbols_[b], kVectors, maximum);
+    }
+  }
+
+  // Of this tile or the next.
+  void prefetch_block(uint32_t b) const {
+    for (uint32_t i = 0; i < Type::kBlockBytes; i += kLanes) {
+      prefetch(elements_, b * Type::kBlockBytes + i);
+    }
+  }
+
+  void choose(uint32_t b) {
+    choices_[b] = params_.fast
+                      ? choose_fast(symbols_[b], ranges_[b], Type::kSymbolBits, params_.center)
+                      : choose_canonical(symbols_[b], ranges_[b], distances_[b]);
+  }
+
+  void write_low_plane(uint32_t b) {
+    encode_low_plane<kStreaming>(symbols_[b], choices_[b],
+                                 slabs_ + b * Type::kSlabBytes + Type::kRestBytes, escapes_[b % 2]);
+  }
+
+  void write_payload(uint32_t b) {
+    const Choice& choice = choices_[b];
+    encode_payload(symbols_[b], choice, escapes_[b % 2], payload_);
+    payload_ += choice.units * frame::kUnitBytes;
+    const uint32_t there = std::min(count_ - b * frame::kBlockElements, frame::kBlockElements);
+    encoded_[b] = {choice.mode, choice.units, there - choice.nonzero, choice.center,
+                   choice.center2};
+  }
+
+  const EncodeParams& params_;
+  const uint8_t* const elements_;
+  const uint32_t count_;
+  uint8_t* const slabs_;
+  uint8_t* payload_;
+  EncodedBlock* const encoded_;
+  Bytes symbols_[frame::kTileBlocks];
+  Range ranges_[frame::kTileBlocks];
+  Distances distances_[frame::kTileBlocks];
+  Choice choices_[frame::kTileBlocks];
+  Escapes escapes_[2];
+};
+
+template <Dtype kDtype, bool kStreaming>
+void encode_dense(const EncodeParams& params, const void* elements, uint32_t count, uint8_t* slabs,
+                  uint8_t* payloads, EncodedBlock* encoded) {
+  DenseEncoder<kDtype, kStreaming>(params, static_cast<const uint8_t*>(elements), count, slabs,
+                                   payloads, encoded)
+      .run();
 }
 
 template <Dtype kDtype, bool kStreaming>
@@ -90,7 +178,9 @@ EncodedBlock encode_upcast(const EncodeParams& params, const void* elements, uin
   if (!take_high_halves(from, high)) {
     return encode_literal<kStreaming>(from, Dtype::kFp32, frame::Shape::kUpcast, slab, payload);
   }
-  return encode_dense<Dtype::kBf16, kStreaming>(params, high.byte, count, slab, payload);
+  EncodedBlock encoded;
+  encode_dense<Dtype::kBf16, kStreaming>(params, high.byte, count, slab, payload, &encoded);
+  return encoded;
 }
 
 template <bool kStreaming>
@@ -116,11 +206,11 @@ bool decode_upcast(void* out, const uint8_t* slab, const uint8_t* payload, uint3
 
 }  // namespace
 
-EncodeBlock dense_encoder(const EncodeParams& params) {
-  return for_float<EncodeBlock>(params.dtype, params.streaming,
-                                []<Dtype kDtype, bool kStreaming>() -> EncodeBlock {
-                                  return &encode_dense<kDtype, kStreaming>;
-                                });
+EncodeBlocks dense_encoder(const EncodeParams& params) {
+  return for_float<EncodeBlocks>(params.dtype, params.streaming,
+                                 []<Dtype kDtype, bool kStreaming>() -> EncodeBlocks {
+                                   return &encode_dense<kDtype, kStreaming>;
+                                 });
 }
 
 DecodeBlock dense_decoder(Dtype dtype, bool streaming) {
@@ -130,8 +220,9 @@ DecodeBlock dense_decoder(Dtype dtype, bool streaming) {
                                 });
 }
 
-EncodeBlock upcast_encoder(const EncodeParams& params) {
-  return params.streaming ? &encode_upcast<true> : &encode_upcast<false>;
+EncodeBlocks upcast_encoder(const EncodeParams& params) {
+  return params.streaming ? &encode_one_by_one<encode_upcast<true>>
+                          : &encode_one_by_one<encode_upcast<false>>;
 }
 
 DecodeBlock upcast_decoder(bool streaming) {

@@ -49,6 +49,7 @@ struct Float {
   static constexpr uint32_t kRestBits = kSplit.rest_bits;
   static constexpr uint32_t kSymbolBits = kSplit.exponent_bits;
   static constexpr uint32_t kRestBytes = frame::rest_bytes(kSplit);
+  static constexpr uint32_t kSlabBytes = frame::slab_bytes(kDtype, frame::Shape::kDense);
   static_assert(kBytePlanes == kWidth - 1 && kRestBits + kSymbolBits == 8);
 };
 
@@ -62,7 +63,6 @@ inline void split_floats(const uint8_t* elements, uint8_t* planes, Bytes& top) {
     Vector v[kWidth];
     for (uint32_t j = 0; j < kWidth; ++j) {
       const uint8_t* from = elements + kLanes * (kWidth * i + j);
-      prefetch(from, kPrefetchBytes);
       v[j] = rotate_left<kWidth>(load(from));
     }
     split_bytes<kWidth>(v);
@@ -70,27 +70,6 @@ inline void split_floats(const uint8_t* elements, uint8_t* planes, Bytes& top) {
       store_line<kStreaming>(planes + frame::kBlockElements * p + kLanes * i, v[p]);
     }
     top.vector[i] = v[kWidth - 1];
-  }
-}
-
-// The two halves of split_floats for elements of two bytes. Loading them twice costs less than it
-// saves: storing planes is what fills the time that encode_symbols waits for its rows.
-inline void top_bytes(const uint8_t* elements, Bytes& top) {
-  for (uint32_t i = 0; i < kVectors; ++i) {
-    const uint8_t* from = elements + 2 * kLanes * i;
-    prefetch(from, kPrefetchBytes);
-    prefetch(from + kLanes, kPrefetchBytes);
-    top.vector[i] =
-        permute(kOddBytes, rotate_left<2>(load(from)), rotate_left<2>(load(from + kLanes)));
-  }
-}
-
-template <bool kStreaming>
-inline void store_low_bytes(const uint8_t* elements, uint8_t* plane) {
-  for (uint32_t i = 0; i < kVectors; ++i) {
-    const uint8_t* from = elements + 2 * kLanes * i;
-    store_line<kStreaming>(plane + kLanes * i, permute(kEvenBytes, rotate_left<2>(load(from)),
-                                                       rotate_left<2>(load(from + kLanes))));
   }
 }
 

@@ -1,4 +1,5 @@
-// Shapes ints, bits and raw, with AVX-512. These move bytes more than they compute.
+// Shapes ints, bits and raw, the checksum and the copy, with AVX-512. These move bytes more than
+// they compute.
 #include "avx512.h"
 #include "avx512_bytes.h"
 #include "avx512_literal.h"
@@ -169,7 +170,7 @@ EncodedBlock encode_ints(const EncodeParams& params, const void* elements, uint3
                          uint8_t* slab, uint8_t* payload) {
   if (count != frame::kBlockElements) {
     // The zeros behind the last element are none of the minimum's business. One block per tensor.
-    return scalar_blocks().encoder(params)(params, elements, count, slab, payload);
+    return encode_scalar_block(params, elements, count, slab, payload);
   }
   const auto* from = static_cast<const uint8_t*>(elements);
   const uint64_t bias = frame::is_signed(params.dtype) ? uint64_t{1} << (8 * kWidth - 1) : 0;
@@ -296,11 +297,11 @@ inline Function for_width(Dtype dtype, bool streaming, Visit visit) {
 
 }  // namespace
 
-EncodeBlock ints_encoder(const EncodeParams& params) {
-  return for_width<EncodeBlock>(params.dtype, params.streaming,
-                                []<Dtype kDtype, bool kStreaming>() -> EncodeBlock {
-                                  return &encode_ints<frame::width_of(kDtype), kStreaming>;
-                                });
+EncodeBlocks ints_encoder(const EncodeParams& params) {
+  return for_width<EncodeBlocks>(
+      params.dtype, params.streaming, []<Dtype kDtype, bool kStreaming>() -> EncodeBlocks {
+        return &encode_one_by_one<encode_ints<frame::width_of(kDtype), kStreaming>>;
+      });
 }
 
 DecodeBlock ints_decoder(Dtype dtype, bool streaming) {
@@ -310,16 +311,18 @@ DecodeBlock ints_decoder(Dtype dtype, bool streaming) {
                                 });
 }
 
-EncodeBlock bits_encoder(const EncodeParams& params) {
-  return params.streaming ? &encode_bits<true> : &encode_bits<false>;
+EncodeBlocks bits_encoder(const EncodeParams& params) {
+  return params.streaming ? &encode_one_by_one<encode_bits<true>>
+                          : &encode_one_by_one<encode_bits<false>>;
 }
 
 DecodeBlock bits_decoder(bool streaming) {
   return streaming ? &decode_bits<true> : &decode_bits<false>;
 }
 
-EncodeBlock raw_encoder(const EncodeParams& params) {
-  return params.streaming ? &encode_raw<true> : &encode_raw<false>;
+EncodeBlocks raw_encoder(const EncodeParams& params) {
+  return params.streaming ? &encode_one_by_one<encode_raw<true>>
+                          : &encode_one_by_one<encode_raw<false>>;
 }
 
 DecodeBlock raw_decoder(Dtype dtype, bool streaming) {
@@ -354,6 +357,26 @@ uint32_t checksum(const void* data, size_t bytes) {
   }
   const auto sum = static_cast<uint64_t>(_mm512_reduce_add_epi64(_mm512_add_epi64(even, odd)));
   return static_cast<uint32_t>(sum % kPrime);
+}
+
+void copy_around_caches(void* to, const void* from, size_t bytes) {
+  auto* out = static_cast<uint8_t*>(to);
+  const auto* in = static_cast<const uint8_t*>(from);
+  const auto copy_some = [&](size_t some) {
+    const __mmask64 lanes = first_lanes(static_cast<uint32_t>(some));
+    _mm512_mask_storeu_epi8(out, lanes, _mm512_maskz_loadu_epi8(lanes, in));
+    out += some;
+    in += some;
+    bytes -= some;
+  };
+  const size_t before_line = (0 - reinterpret_cast<uintptr_t>(to)) % kLanes;
+  copy_some(before_line < bytes ? before_line : bytes);
+  for (; bytes >= kLanes; bytes -= kLanes) {
+    store_line<true>(out, load(in));
+    out += kLanes;
+    in += kLanes;
+  }
+  copy_some(bytes);
 }
 
 }  // namespace memswap::cpu::avx512

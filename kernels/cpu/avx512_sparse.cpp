@@ -90,23 +90,21 @@ inline uint8_t center_of_row(const Row& row, uint32_t count) {
   return center_of(maximum, distances_of<true>(symbols, vectors, maximum), 7);
 }
 
-// Writes the stream of L0 codes and lists the values v of the escapes.
+// Writes the stream of L0 codes and lists the escapes.
 inline void encode_codes(const Row& symbols, uint32_t count, uint8_t center, uint8_t* out,
                          Escapes& escapes) {
   const Vector centers = broadcast(center);
-  uint8_t* end = escapes.all.byte;
-  uint8_t* deeper_end = escapes.deeper.byte;
+  uint8_t* end = escapes.symbol.byte;
   for (uint32_t i = 0; i < count; i += kLanes) {
-    const Vector value = _mm512_sub_epi8(centers, load(symbols.byte + i));
+    const Vector symbol = load(symbols.byte + i);
+    const Vector value = _mm512_sub_epi8(centers, symbol);
     const __mmask64 live = first_lanes(count - i);
     const __mmask64 coded =
         _mm512_mask_cmplt_epu8_mask(live, _mm512_sub_epi8(value, broadcast(1)), broadcast(3));
     store_symbols2(out + i / 4, _mm512_maskz_mov_epi8(coded, value));
-    end = append(end, live & ~coded, value);
-    deeper_end = append(deeper_end, _mm512_mask_cmpgt_epu8_mask(live, value, broadcast(5)), value);
+    end = append(end, live & ~coded, symbol);
   }
-  escapes.count = static_cast<uint32_t>(end - escapes.all.byte);
-  escapes.deeper_count = static_cast<uint32_t>(deeper_end - escapes.deeper.byte);
+  escapes.count = static_cast<uint32_t>(end - escapes.symbol.byte);
 }
 
 // Appends runs of bits to a stream.
@@ -361,11 +359,11 @@ bool decode_sparse(void* out, const uint8_t* slab, const uint8_t* payload, uint3
 
 }  // namespace
 
-EncodeBlock sparse_encoder(const EncodeParams& params) {
-  return for_float<EncodeBlock>(params.dtype, params.streaming,
-                                []<Dtype kDtype, bool kStreaming>() -> EncodeBlock {
-                                  return &encode_sparse<kDtype, kStreaming>;
-                                });
+EncodeBlocks sparse_encoder(const EncodeParams& params) {
+  return for_float<EncodeBlocks>(params.dtype, params.streaming,
+                                 []<Dtype kDtype, bool kStreaming>() -> EncodeBlocks {
+                                   return &encode_one_by_one<encode_sparse<kDtype, kStreaming>>;
+                                 });
 }
 
 DecodeBlock sparse_decoder(Dtype dtype, bool streaming) {

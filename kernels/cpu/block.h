@@ -33,15 +33,38 @@ struct EncodedBlock {
                     // shapes without centres
 };
 
-// Encodes one block.
-//   elements  1024 elements, aligned to their width only; those from `count` on are 0
-//   count     1..1024: elements that are there (shape ints and the zeros counter ask)
-//   slab      slab_bytes, 128-byte aligned, written completely and not beyond
-//   payload   8-byte aligned; max_payload_units * 8 + kSlackBytes writable bytes of any content.
-//   The
-//             first `units` units are the payload, zero bits up to the unit; the rest is garbage
-using EncodeBlock = EncodedBlock (*)(const EncodeParams& params, const void* elements,
-                                     uint32_t count, uint8_t* slab, uint8_t* payload);
+// Encodes the blocks of a tile, or the first few of them: all at once, because what is done to one
+// block waits for itself, and other blocks can fill the time.
+//   elements  whole blocks of 1024 elements, aligned to their width only; those from `count` on are
+//             0
+//   count     1..kTileElements: elements that are there (shape ints and the zeros counter ask)
+//   slabs     slab_bytes for each block, 128-byte aligned, written completely and not beyond
+//   payloads  8-byte aligned, of any content: max_payload_units * 8 bytes for each block and
+//             kSlackBytes. A block's payload begins where that of the block before it ends, is
+//             `units` units long and has zero bits up to the unit; what is behind the last is
+//             garbage
+//   encoded   for each block
+using EncodeBlocks = void (*)(const EncodeParams& params, const void* elements, uint32_t count,
+                              uint8_t* slabs, uint8_t* payloads, EncodedBlock* encoded);
+
+// For what knows no more than one block: EncodeBlocks of a function of the same arguments, each of
+// them for one block, that returns what it has made.
+template <EncodedBlock (*kEncodeBlock)(const EncodeParams& params, const void* elements,
+                                       uint32_t count, uint8_t* slab, uint8_t* payload)>
+void encode_one_by_one(const EncodeParams& params, const void* elements, uint32_t count,
+                       uint8_t* slabs, uint8_t* payloads, EncodedBlock* encoded) {
+  const uint32_t block_bytes = frame::kBlockElements * frame::width_of(params.dtype);
+  const uint32_t slab_bytes = frame::slab_bytes(params.dtype, params.shape);
+  const auto* from = static_cast<const uint8_t*>(elements);
+  for (; count != 0; ++encoded) {
+    const uint32_t here = count < frame::kBlockElements ? count : frame::kBlockElements;
+    *encoded = kEncodeBlock(params, from, here, slabs, payloads);
+    from += block_bytes;
+    slabs += slab_bytes;
+    payloads += encoded->units * frame::kUnitBytes;
+    count -= here;
+  }
+}
 
 // Decodes one block; false if the payload is not exactly what its symbols say (its output is then
 // anything). The caller has checked that `mode` fits the shape and that `units` is no more than the
@@ -56,19 +79,32 @@ using DecodeBlock = bool (*)(void* out, const uint8_t* slab, const uint8_t* payl
 // `data` is aligned to the elements' width only.
 using Checksum = uint32_t (*)(const void* data, size_t bytes);
 
+// memcpy for what nobody reads soon.
+using Copy = void (*)(void* to, const void* from, size_t bytes);
+
 // An instruction set. `encoder` and `decoder` are asked once per job, with a shape that fits the
 // dtype, and never return NULL: where a set has nothing better it passes on scalar_blocks()'s.
 // `streaming` of a decoder: `out` may be written around the caches. `fence` is called by every
-// thread after its last block, so that such stores are seen by whoever waits for the thread.
+// thread after its last block and copy, so that such stores are seen by whoever waits for the
+// thread.
 struct BlockCodec {
   const char* name;
-  EncodeBlock (*encoder)(const EncodeParams& params);
+  EncodeBlocks (*encoder)(const EncodeParams& params);
   DecodeBlock (*decoder)(frame::Dtype dtype, frame::Shape shape, bool streaming);
   Checksum checksum;
+  Copy copy_around_caches;
   void (*fence)();
 };
 
 const BlockCodec& scalar_blocks();
+
+// One block, by the oracle.
+inline EncodedBlock encode_scalar_block(const EncodeParams& params, const void* elements,
+                                        uint32_t count, uint8_t* slab, uint8_t* payload) {
+  EncodedBlock encoded;
+  scalar_blocks().encoder(params)(params, elements, count, slab, payload, &encoded);
+  return encoded;
+}
 
 // Built where kernels/CMakeLists.txt finds their source and the target has the instructions;
 // dispatch.cpp asks the processor before it calls them.

@@ -50,8 +50,9 @@ class FrameEncoder {
     layout_ = frame::layout_of(params_.dtype, params_.shape, job.elements);
     width_ = frame::width_of(params_.dtype);
     params_.streaming = job.elements * width_ >= kStreamingBytes;
-    encode_block_ = blocks.encoder(params_);
+    encode_blocks_ = blocks.encoder(params_);
     checksum_ = job.checksum != 0 ? blocks.checksum : nullptr;
+    copy_ = params_.streaming ? blocks.copy_around_caches : scalar_blocks().copy_around_caches;
     header_ = {};
   }
 
@@ -80,7 +81,7 @@ class FrameEncoder {
       const Tile& tile = workspace.tiles[i];
       const uint64_t bytes = uint64_t{tile.units} * frame::kUnitBytes;
       if (tile.destination != nullptr && bytes != 0) {
-        memcpy(tile.destination, payload, bytes);
+        copy_(tile.destination, payload, bytes);
       }
       memcpy(frame() + layout_.records + uint64_t{first + i} * frame::kRecordBytes, &tile.record,
              sizeof(Record));
@@ -107,36 +108,44 @@ class FrameEncoder {
  private:
   uint8_t* frame() const { return static_cast<uint8_t*>(job_->frame); }
 
-  void encode_tile(uint32_t index, Tile& tile, uint8_t* payload, uint8_t* last_block,
+  void encode_tile(uint32_t index, Tile& tile, uint8_t* payloads, uint8_t* last_block,
                    Header& counted) const {
     tile = {};
     const uint64_t first_element = uint64_t{index} * frame::kTileElements;
-    const uint64_t tile_elements =
-        std::min<uint64_t>(frame::kTileElements, layout_.elements - first_element);
+    const auto tile_elements = static_cast<uint32_t>(
+        std::min<uint64_t>(frame::kTileElements, layout_.elements - first_element));
     const auto* input = static_cast<const uint8_t*>(job_->input) + first_element * width_;
-    uint8_t* slab =
+    uint8_t* slabs =
         frame() + layout_.slabs + uint64_t{index} * frame::kTileBlocks * layout_.slab_bytes;
     if (checksum_ != nullptr) {
-      tile.record.checksum = checksum_(input, tile_elements * width_);
+      tile.record.checksum = checksum_(input, uint64_t{tile_elements} * width_);
     }
-    for (uint32_t i = 0; i * frame::kBlockElements < tile_elements; ++i) {
-      const auto count = static_cast<uint32_t>(
-          std::min<uint64_t>(frame::kBlockElements, tile_elements - i * frame::kBlockElements));
-      const uint8_t* elements = input + uint64_t{i} * frame::kBlockElements * width_;
-      if (count < frame::kBlockElements) {
-        memset(last_block, 0, frame::kBlockElements * width_);
-        memcpy(last_block, elements, count * width_);
-        elements = last_block;
-      }
-      const EncodedBlock block = encode_block_(params_, elements, count, slab, payload);
-      tile.record.block[i] = Record::pack(block.mode, block.units);
-      tile.record.center[i] = block.center;
+    const uint32_t whole_blocks = tile_elements / frame::kBlockElements;
+    const uint32_t rest = tile_elements % frame::kBlockElements;
+    EncodedBlock blocks[frame::kTileBlocks];
+    if (whole_blocks != 0) {
+      encode_blocks_(params_, input, tile_elements - rest, slabs, payloads, blocks);
+      add_blocks(blocks, 0, whole_blocks, tile, counted);
+    }
+    if (rest != 0) {
+      memset(last_block, 0, frame::kBlockElements * width_);
+      memcpy(last_block, input + uint64_t{tile_elements - rest} * width_, rest * width_);
+      encode_blocks_(params_, last_block, rest, slabs + whole_blocks * layout_.slab_bytes,
+                     payloads + tile.units * frame::kUnitBytes, blocks);
+      add_blocks(blocks, whole_blocks, 1, tile, counted);
+    }
+  }
+
+  static void add_blocks(const EncodedBlock* blocks, uint32_t first, uint32_t count, Tile& tile,
+                         Header& counted) {
+    for (uint32_t i = 0; i < count; ++i) {
+      const EncodedBlock& block = blocks[i];
+      tile.record.block[first + i] = Record::pack(block.mode, block.units);
+      tile.record.center[first + i] = block.center;
       tile.units += block.units;
       counted.zeros += block.zeros;
       counted.center_sum += block.center2;
       ++counted.mode_count[block.mode - 1];
-      payload += block.units * frame::kUnitBytes;
-      slab += layout_.slab_bytes;
     }
   }
 
@@ -194,8 +203,9 @@ class FrameEncoder {
   EncodeParams params_{};
   Layout layout_{};
   uint32_t width_ = 0;
-  EncodeBlock encode_block_ = nullptr;
+  EncodeBlocks encode_blocks_ = nullptr;
   Checksum checksum_ = nullptr;
+  Copy copy_ = nullptr;
   std::atomic<uint32_t> turn_{0};  // the chunk that may take positions
   Header header_{};                // var_used, overflow_used, status, counters: by who has the turn
 };

@@ -61,22 +61,22 @@ DecodeBlock raw_decoder(Dtype dtype) {
   }
 }
 
-EncodeBlock encoder(const EncodeParams& params) {
+EncodeBlocks encoder(const EncodeParams& params) {
   switch (params.shape) {
     case Shape::kDense:
       return dense_encoder(params.dtype);
     case Shape::kSparse:
       return sparse_encoder(params.dtype);
     case Shape::kBits:
-      return &encode_bits;
+      return &encode_one_by_one<encode_bits>;
     case Shape::kInts:
       return ints_encoder(params.dtype);
     case Shape::kUpcast:
-      return &encode_upcast;
+      return &encode_one_by_one<encode_upcast>;
     case Shape::kRaw:
       break;
   }
-  return &encode_raw;
+  return &encode_one_by_one<encode_raw>;
 }
 
 DecodeBlock decoder(Dtype dtype, Shape shape, bool) {
@@ -115,6 +115,8 @@ uint32_t checksum(const void* data, size_t bytes) {
   return static_cast<uint32_t>(sum % kChecksumPrime);
 }
 
+void copy_around_caches(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
+
 void fence() {}
 
 }  // namespace
@@ -122,8 +124,12 @@ void fence() {}
 }  // namespace scalar
 
 const BlockCodec& scalar_blocks() {
-  static constexpr BlockCodec kBlocks = {"scalar", &scalar::encoder, &scalar::decoder,
-                                         &scalar::checksum, &scalar::fence};
+  static constexpr BlockCodec kBlocks = {"scalar",
+                                         &scalar::encoder,
+                                         &scalar::decoder,
+                                         &scalar::checksum,
+                                         &scalar::copy_around_caches,
+                                         &scalar::fence};
   return kBlocks;
 }
 

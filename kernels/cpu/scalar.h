@@ -6,11 +6,11 @@
 namespace memswap::cpu::scalar {
 
 // Each returns NULL where the shape does not fit the dtype.
-EncodeBlock dense_encoder(frame::Dtype dtype);
+EncodeBlocks dense_encoder(frame::Dtype dtype);
 DecodeBlock dense_decoder(frame::Dtype dtype);
-EncodeBlock sparse_encoder(frame::Dtype dtype);
+EncodeBlocks sparse_encoder(frame::Dtype dtype);
 DecodeBlock sparse_decoder(frame::Dtype dtype);
-EncodeBlock ints_encoder(frame::Dtype dtype);
+EncodeBlocks ints_encoder(frame::Dtype dtype);
 DecodeBlock ints_decoder(frame::Dtype dtype);
 
 EncodedBlock encode_upcast(const EncodeParams& params, const void* elements, uint32_t count,

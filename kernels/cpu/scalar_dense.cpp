@@ -186,8 +186,9 @@ bool decode_upcast(void* out, const uint8_t* slab, const uint8_t* payload, uint3
   return true;
 }
 
-EncodeBlock dense_encoder(Dtype dtype) {
-  return for_float<EncodeBlock>(dtype, []<Dtype constant>() { return &encode_dense<constant>; });
+EncodeBlocks dense_encoder(Dtype dtype) {
+  return for_float<EncodeBlocks>(
+      dtype, []<Dtype constant>() { return &encode_one_by_one<encode_dense<constant>>; });
 }
 
 DecodeBlock dense_decoder(Dtype dtype) {

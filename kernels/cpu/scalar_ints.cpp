@@ -67,17 +67,21 @@ bool decode_ints(void* out, const uint8_t* slab, const uint8_t* payload, uint32_
 
 }  // namespace
 
-EncodeBlock ints_encoder(Dtype dtype) {
+EncodeBlocks ints_encoder(Dtype dtype) {
   const bool is_signed = frame::is_signed(dtype);
   switch (frame::width_of(dtype)) {
     case 1:
-      return is_signed ? &encode_ints<int8_t> : &encode_ints<uint8_t>;
+      return is_signed ? &encode_one_by_one<encode_ints<int8_t>>
+                       : &encode_one_by_one<encode_ints<uint8_t>>;
     case 2:
-      return is_signed ? &encode_ints<int16_t> : &encode_ints<uint16_t>;
+      return is_signed ? &encode_one_by_one<encode_ints<int16_t>>
+                       : &encode_one_by_one<encode_ints<uint16_t>>;
     case 4:
-      return is_signed ? &encode_ints<int32_t> : &encode_ints<uint32_t>;
+      return is_signed ? &encode_one_by_one<encode_ints<int32_t>>
+                       : &encode_one_by_one<encode_ints<uint32_t>>;
     default:
-      return is_signed ? &encode_ints<int64_t> : &encode_ints<uint64_t>;
+      return is_signed ? &encode_one_by_one<encode_ints<int64_t>>
+                       : &encode_one_by_one<encode_ints<uint64_t>>;
   }
 }
 

@@ -147,8 +147,9 @@ bool decode_sparse(void* out, const uint8_t* slab, const uint8_t* payload, uint3
 
 }  // namespace
 
-EncodeBlock sparse_encoder(Dtype dtype) {
-  return for_float<EncodeBlock>(dtype, []<Dtype constant>() { return &encode_sparse<constant>; });
+EncodeBlocks sparse_encoder(Dtype dtype) {
+  return for_float<EncodeBlocks>(
+      dtype, []<Dtype constant>() { return &encode_one_by_one<encode_sparse<constant>>; });
 }
 
 DecodeBlock sparse_decoder(Dtype dtype) {

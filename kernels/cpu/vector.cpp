@@ -105,7 +105,7 @@ EncodedBlock encode_upcast(const EncodeParams& params, const void* elements, uin
     high.half[e] = static_cast<uint16_t>(wide >> 16);
   }
   if (low_bits != 0) {
-    return scalar_blocks().encoder(params)(params, elements, count, slab, payload);
+    return encode_scalar_block(params, elements, count, slab, payload);
   }
   return encode_dense<Dtype::kBf16, kStreaming>(params, high.half, count, slab, payload);
 }
@@ -139,7 +139,7 @@ EncodedBlock encode_bits(const EncodeParams& params, const void* elements, uint3
     store_bits(slab + kLanes / 8 * i, lanes_where(bytes != 0));
   }
   if (sum_of(lanes_where(all > 1) & 1) != 0) {
-    return scalar_blocks().encoder(params)(params, elements, count, slab, payload);
+    return encode_scalar_block(params, elements, count, slab, payload);
   }
   return {frame::kBitmap, 0, 0, 0, 0};
 }
@@ -216,7 +216,7 @@ EncodedBlock encode_sparse(const EncodeParams& params, const void* elements, uin
   const uint32_t sign_bytes = has_negative_zero ? bytes_of_bits(zeros) : 0;
   const uint32_t units = units_of_bytes(live + code_bytes + sign_bytes + escape_bytes);
   if (units >= frame::max_payload_units(Dtype::kBf16, Shape::kSparse)) {
-    return scalar_blocks().encoder(params)(params, elements, count, slab, payload);
+    return encode_scalar_block(params, elements, count, slab, payload);
   }
   __builtin_memcpy(payload, rest.byte, live);
   uint8_t* end = payload + live;
@@ -298,17 +298,17 @@ bool decode_sparse(void* out, const uint8_t* slab, const uint8_t* payload, uint3
 
 // --- The table ---------------------------------------------------------------------------------
 
-EncodeBlock dense_encoder(const EncodeParams& params) {
+EncodeBlocks dense_encoder(const EncodeParams& params) {
   switch (params.dtype) {
     case Dtype::kBf16:
-      return params.streaming ? &encode_dense<Dtype::kBf16, true>
-                              : &encode_dense<Dtype::kBf16, false>;
+      return params.streaming ? &encode_one_by_one<encode_dense<Dtype::kBf16, true>>
+                              : &encode_one_by_one<encode_dense<Dtype::kBf16, false>>;
     case Dtype::kFp16:
-      return params.streaming ? &encode_dense<Dtype::kFp16, true>
-                              : &encode_dense<Dtype::kFp16, false>;
+      return params.streaming ? &encode_one_by_one<encode_dense<Dtype::kFp16, true>>
+                              : &encode_one_by_one<encode_dense<Dtype::kFp16, false>>;
     case Dtype::kFp32:
-      return params.streaming ? &encode_dense<Dtype::kFp32, true>
-                              : &encode_dense<Dtype::kFp32, false>;
+      return params.streaming ? &encode_one_by_one<encode_dense<Dtype::kFp32, true>>
+                              : &encode_one_by_one<encode_dense<Dtype::kFp32, false>>;
     default:
       return nullptr;
   }
@@ -327,16 +327,17 @@ DecodeBlock dense_decoder(Dtype dtype, bool streaming) {
   }
 }
 
-EncodeBlock encoder(const EncodeParams& params) {
-  EncodeBlock found = nullptr;
+EncodeBlocks encoder(const EncodeParams& params) {
+  EncodeBlocks found = nullptr;
   if (params.shape == Shape::kDense) {
     found = dense_encoder(params);
   } else if (params.shape == Shape::kUpcast) {
-    found = params.streaming ? &encode_upcast<true> : &encode_upcast<false>;
+    found = params.streaming ? &encode_one_by_one<encode_upcast<true>>
+                             : &encode_one_by_one<encode_upcast<false>>;
   } else if (params.shape == Shape::kBits) {
-    found = &encode_bits;
+    found = &encode_one_by_one<encode_bits>;
   } else if (params.shape == Shape::kSparse && params.dtype == Dtype::kBf16) {
-    found = &encode_sparse;
+    found = &encode_one_by_one<encode_sparse>;
   }
   return found != nullptr ? found : scalar_blocks().encoder(params);
 }
@@ -357,14 +358,23 @@ DecodeBlock decoder(Dtype dtype, Shape shape, bool streaming) {
 
 uint32_t checksum(const void* data, size_t bytes) { return scalar_blocks().checksum(data, bytes); }
 
+// Too few bytes at a time to be worth more.
+void copy_around_caches(void* to, const void* from, size_t bytes) {
+  __builtin_memcpy(to, from, bytes);
+}
+
 void make_stores_visible() { fence(); }
 
 }  // namespace
 }  // namespace vector
 
 const BlockCodec& vector_blocks() {
-  static constexpr BlockCodec kBlocks = {"vector", &vector::encoder, &vector::decoder,
-                                         &vector::checksum, &vector::make_stores_visible};
+  static constexpr BlockCodec kBlocks = {"vector",
+                                         &vector::encoder,
+                                         &vector::decoder,
+                                         &vector::checksum,
+                                         &vector::copy_around_caches,
+                                         &vector::make_stores_visible};
   return kBlocks;
 }
 

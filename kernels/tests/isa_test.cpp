@@ -1,5 +1,5 @@
-// One block at a time, every instruction set beside the oracle: what it writes, what it refuses,
-// and that it stays inside its buffers. Also where frames cannot reach: outputs around the caches
+// Blocks, every instruction set beside the oracle: what it writes, what it refuses, and that it
+// stays inside its buffers. Also where frames cannot reach: outputs around the caches
 // for small jobs, payloads that are cut or damaged, at every alignment.
 #include "../cpu/codec.h"
 #include "support.h"
@@ -15,7 +15,7 @@ using cpu::Isa;
 constexpr uint32_t kBlock = frame::kBlockElements;
 
 struct EncodeResult {
-  EncodedBlock block;
+  std::vector<EncodedBlock> blocks;
   GuardedBuffer slab;
   GuardedBuffer payload;
 };
@@ -31,7 +31,7 @@ class Choices {
   uint64_t counter_ = 0;
 };
 
-class OneBlock : public testing::TestWithParam<Isa> {
+class Blocks : public testing::TestWithParam<Isa> {
  protected:
   void SetUp() override {
     blocks_ = cpu::blocks_of(GetParam());
@@ -40,27 +40,34 @@ class OneBlock : public testing::TestWithParam<Isa> {
     }
   }
 
-  static EncodeResult encode(const BlockCodec& blocks, const EncodeParams& params,
+  static EncodeResult encode(const BlockCodec& codec, const EncodeParams& params,
                              const GuardedBuffer& elements, uint32_t count) {
-    const uint32_t slab = frame::slab_bytes(params.dtype, params.shape);
+    const uint32_t blocks = (count + kBlock - 1) / kBlock;
+    const uint32_t slab = blocks * frame::slab_bytes(params.dtype, params.shape);
     const uint32_t payload =
-        frame::max_payload_units(params.dtype, params.shape) * frame::kUnitBytes;
-    EncodeResult result{{}, GuardedBuffer(slab), GuardedBuffer(payload + cpu::kSlackBytes)};
-    result.block = blocks.encoder(params)(params, elements.data(), count, result.slab.data(),
-                                          result.payload.data());
-    blocks.fence();
+        blocks * frame::max_payload_units(params.dtype, params.shape) * frame::kUnitBytes;
+    EncodeResult result{std::vector<EncodedBlock>(blocks), GuardedBuffer(slab),
+                        GuardedBuffer(payload + cpu::kSlackBytes)};
+    codec.encoder(params)(params, elements.data(), count, result.slab.data(), result.payload.data(),
+                          result.blocks.data());
+    codec.fence();
     return result;
   }
 
-  void expect_same_block(const EncodeResult& mine, const EncodeResult& oracle) {
-    EXPECT_EQ(mine.block.mode, oracle.block.mode);
-    EXPECT_EQ(mine.block.units, oracle.block.units);
-    EXPECT_EQ(mine.block.zeros, oracle.block.zeros);
-    EXPECT_EQ(mine.block.center, oracle.block.center);
-    EXPECT_EQ(mine.block.center2, oracle.block.center2);
+  void expect_same_blocks(const EncodeResult& mine, const EncodeResult& oracle) {
+    uint64_t units = 0;
+    ASSERT_EQ(mine.blocks.size(), oracle.blocks.size());
+    for (size_t b = 0; b < oracle.blocks.size(); ++b) {
+      SCOPED_TRACE("block " + std::to_string(b));
+      EXPECT_EQ(mine.blocks[b].mode, oracle.blocks[b].mode);
+      EXPECT_EQ(mine.blocks[b].units, oracle.blocks[b].units);
+      EXPECT_EQ(mine.blocks[b].zeros, oracle.blocks[b].zeros);
+      EXPECT_EQ(mine.blocks[b].center, oracle.blocks[b].center);
+      EXPECT_EQ(mine.blocks[b].center2, oracle.blocks[b].center2);
+      units += oracle.blocks[b].units;
+    }
     EXPECT_TRUE(mine.slab == oracle.slab) << "another slab than the oracle's";
-    EXPECT_EQ(0, memcmp(mine.payload.data(), oracle.payload.data(),
-                        oracle.block.units * frame::kUnitBytes))
+    EXPECT_EQ(0, memcmp(mine.payload.data(), oracle.payload.data(), units * frame::kUnitBytes))
         << "another payload than the oracle's";
     EXPECT_TRUE(mine.slab.guards_are_whole() && mine.payload.guards_are_whole())
         << "wrote outside of the slab or the payload";
@@ -116,7 +123,7 @@ void for_each_block(uint32_t repeats, Check check) {
   }
 }
 
-TEST_P(OneBlock, IsCodedToTheOraclesBytesAndBack) {
+TEST_P(Blocks, IsCodedToTheOraclesBytesAndBack) {
   for_each_block(6, [&](Dtype dtype, Shape shape, const GuardedBuffer& elements, uint32_t count,
                         Choices& choices) {
     for (const bool streaming : {false, true}) {
@@ -124,23 +131,54 @@ TEST_P(OneBlock, IsCodedToTheOraclesBytesAndBack) {
         const EncodeParams params{dtype, shape, fast, static_cast<uint8_t>(choices.below(256)),
                                   streaming};
         const EncodeResult oracle = encode(cpu::scalar_blocks(), params, elements, count);
-        expect_same_block(encode(*blocks_, params, elements, count), oracle);
+        expect_same_blocks(encode(*blocks_, params, elements, count), oracle);
         for (const uint32_t offset : {0u, frame::width_of(dtype)}) {
-          expect_same_elements(dtype, shape, streaming, offset, oracle, oracle.block);
+          expect_same_elements(dtype, shape, streaming, offset, oracle, oracle.blocks[0]);
         }
       }
     }
   });
 }
 
-TEST_P(OneBlock, DamagedIsRefusedExactlyWhereTheOracleRefuses) {
+// All blocks of a tile are given at once, and an instruction set may work on several of them at a
+// time. Neighbours of all kinds, so that what belongs to one shows in another.
+TEST_P(Blocks, AmongOthersIsCodedToTheOraclesBytes) {
+  for (const Dtype dtype : all_dtypes()) {
+    for (const Shape shape : shapes_of(dtype)) {
+      for (uint64_t seed = 0; seed < 24; ++seed) {
+        SCOPED_TRACE(describe(dtype, shape) + " seed " + std::to_string(seed));
+        Choices choices(seed * 1000 + static_cast<uint64_t>(dtype));
+        const uint32_t width = frame::width_of(dtype);
+        const auto blocks = static_cast<uint32_t>(1 + choices.below(frame::kTileBlocks));
+        const auto missing = static_cast<uint32_t>(seed % 2 == 0 ? 0 : choices.below(kBlock));
+        const uint32_t count = blocks * kBlock - missing;
+        GuardedBuffer elements(uint64_t{blocks} * kBlock * width, width);
+        for (uint32_t b = 0; b < blocks; ++b) {
+          const Pattern pattern = kPatterns[choices.below(std::size(kPatterns))];
+          fill(pattern, dtype, seed, 0, kBlock, elements.data() + uint64_t{b} * kBlock * width);
+        }
+        memset(elements.data() + uint64_t{count} * width, 0, uint64_t{missing} * width);
+        const EncodeParams params{dtype, shape, seed % 4 == 3,
+                                  static_cast<uint8_t>(choices.below(256)), seed % 3 == 0};
+        const auto mine = encode(*blocks_, params, elements, count);
+        const auto oracle = encode(cpu::scalar_blocks(), params, elements, count);
+        expect_same_blocks(mine, oracle);
+        if (testing::Test::HasFailure()) {
+          return;
+        }
+      }
+    }
+  }
+}
+
+TEST_P(Blocks, DamagedIsRefusedExactlyWhereTheOracleRefuses) {
   for_each_block(4, [&](Dtype dtype, Shape shape, const GuardedBuffer& elements, uint32_t count,
                         Choices& choices) {
     const EncodeParams params{dtype, shape, false, 0, false};
     const uint32_t longest = frame::max_payload_units(dtype, shape);
     for (uint32_t damage = 0; damage < 12; ++damage) {
       EncodeResult coded = encode(cpu::scalar_blocks(), params, elements, count);
-      EncodedBlock told = coded.block;
+      EncodedBlock told = coded.blocks[0];
       const uint64_t payload_bytes = uint64_t{told.units} * frame::kUnitBytes;
       switch (damage % 6) {
         case 0:
@@ -176,7 +214,7 @@ TEST_P(OneBlock, DamagedIsRefusedExactlyWhereTheOracleRefuses) {
   });
 }
 
-TEST_P(OneBlock, ChecksumIsTheOraclesForEveryNumberOfBytes) {
+TEST_P(Blocks, ChecksumIsTheOraclesForEveryNumberOfBytes) {
   GuardedBuffer bytes(uint64_t{frame::kTileElements} * 8, 1);
   fill({Kind::kRandomBits, 0}, Dtype::kUint8, 1, 0, bytes.size(), bytes.data());
   for (uint64_t size = 0; size <= bytes.size(); size += size < 1100 ? 1 : 997) {
@@ -190,7 +228,21 @@ TEST_P(OneBlock, ChecksumIsTheOraclesForEveryNumberOfBytes) {
       << "the largest sum there is";
 }
 
-INSTANTIATE_TEST_SUITE_P(Cpu, OneBlock, testing::Values(Isa::kVector, Isa::kAvx512),
+TEST_P(Blocks, CopyAroundCachesIsMemcpyAtEveryAlignment) {
+  GuardedBuffer from(512, 1);
+  fill({Kind::kRandomBits, 0}, Dtype::kUint8, 2, 0, from.size(), from.data());
+  for (uint32_t offset = 0; offset < 64; ++offset) {
+    for (uint32_t bytes = 0; bytes <= from.size(); bytes += bytes < 140 ? 1 : 31) {
+      GuardedBuffer to(bytes, offset);
+      blocks_->copy_around_caches(to.data(), from.data(), bytes);
+      blocks_->fence();
+      ASSERT_EQ(0, memcmp(to.data(), from.data(), bytes)) << bytes << " bytes to +" << offset;
+      ASSERT_TRUE(to.guards_are_whole()) << bytes << " bytes to +" << offset;
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Cpu, Blocks, testing::Values(Isa::kVector, Isa::kAvx512),
                          [](const testing::TestParamInfo<Isa>& info) {
                            return info.param == Isa::kVector ? "vector" : "avx512";
                          });
