@@ -1,142 +1,136 @@
-// Entries of the kernels. One job per launch; three launches encode a frame.
+// Entries of the kernels. One job per launch; three launches encode a frame, four where it has an
+// overflow arena (codec.cpp).
 #include "bits.h"
 #include "dense_decode.h"
 #include "dense_encode.h"
+#include "entries.h"
+#include "frame_header.h"
 #include "ints.h"
-#include "plain_decode.h"
+#include "ints64.h"
 #include "raw.h"
+#include "sparse_decode.h"
+#include "sparse_encode.h"
+
+// CANN 9 (kernels.asc) has a word for a kernel of vector cores alone, CANN 8 a statement.
+#if defined(MEMSWAP_ASCEND_ASC)
+#define MEMSWAP_KERNEL extern "C" __global__ __vector__ void
+#define MEMSWAP_VECTOR_CORES_ONLY
+#else
+#define MEMSWAP_KERNEL extern "C" __global__ __aicore__ void
+#define MEMSWAP_VECTOR_CORES_ONLY KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
+#endif
 
 namespace memswap::ascend {
 
-__aicore__ inline EncodeJob encode_job(GM_ADDR input, GM_ADDR frame, uint64_t elements,
-                                       uint64_t var_capacity, uint32_t dtype, uint32_t shape,
-                                       uint32_t slab_bytes, uint32_t checksum) {
-  return EncodeJob{input, frame, elements, var_capacity, dtype, shape, slab_bytes, checksum};
-}
+template <bool kSigned>
+using IntsCoder8 = IntsCoder<1, kSigned>;
+template <bool kSigned>
+using IntsCoder16 = IntsCoder<2, kSigned>;
+template <bool kSigned>
+using IntsCoder32 = IntsCoder<4, kSigned>;
 
-}  // namespace memswap::ascend
+template <uint32_t kWidth>
+using AnyIntsReader = std::conditional_t<kWidth == 8, Ints64Reader, IntsReader<kWidth % 8>>;
 
-#define MEMSWAP_ENCODE_PARAMETERS                                                         \
-  GM_ADDR input, GM_ADDR frame, uint64_t elements, uint64_t var_capacity, uint32_t dtype, \
-      uint32_t shape, uint32_t slab_bytes, uint32_t checksum
-#define MEMSWAP_ENCODE_JOB                                                                    \
-  memswap::ascend::encode_job(input, frame, elements, var_capacity, dtype, shape, slab_bytes, \
-                              checksum)
-
-extern "C" __global__ __aicore__ void memswap_ascend_begin_frame(MEMSWAP_ENCODE_PARAMETERS) {
-  KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
-  memswap::ascend::begin_frame(MEMSWAP_ENCODE_JOB);
-}
-
-extern "C" __global__ __aicore__ void memswap_ascend_end_frame(MEMSWAP_ENCODE_PARAMETERS) {
-  KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
-  memswap::ascend::end_frame(MEMSWAP_ENCODE_JOB);
-}
-
-#define MEMSWAP_ENCODE_FLOATS(name, split)                                                        \
-  extern "C" __global__ __aicore__ void memswap_ascend_encode_##name(MEMSWAP_ENCODE_PARAMETERS) { \
-    KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);                                               \
-    AscendC::TPipe pipe;                                                                          \
-    memswap::ascend::DenseEncoder<memswap::ascend::split> encoder(&pipe, MEMSWAP_ENCODE_JOB);     \
-    encoder.run();                                                                                \
-  }
-MEMSWAP_ENCODE_FLOATS(bf16, SplitBf16)
-MEMSWAP_ENCODE_FLOATS(fp16, SplitFp16)
-MEMSWAP_ENCODE_FLOATS(fp32, SplitFp32)
-
-#define MEMSWAP_ENCODE_PLAIN(name, width, codec)                                                  \
-  extern "C" __global__ __aicore__ void memswap_ascend_encode_##name(MEMSWAP_ENCODE_PARAMETERS) { \
-    KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);                                               \
-    AscendC::TPipe pipe;                                                                          \
-    memswap::ascend::PlainEncoder<width, memswap::ascend::codec> encoder(&pipe,                   \
-                                                                         MEMSWAP_ENCODE_JOB);     \
-    encoder.run();                                                                                \
-  }
-MEMSWAP_ENCODE_PLAIN(raw8, 1, Raw<1>)
-MEMSWAP_ENCODE_PLAIN(raw16, 2, Raw<2>)
-MEMSWAP_ENCODE_PLAIN(raw32, 4, Raw<4>)
-MEMSWAP_ENCODE_PLAIN(raw64, 8, Raw<8>)
-MEMSWAP_ENCODE_PLAIN(bits, 1, Bits)
-#define MEMSWAP_INTS(width, is_signed) Ints<width, is_signed>
-MEMSWAP_ENCODE_PLAIN(int8, 1, MEMSWAP_INTS(1, true))
-MEMSWAP_ENCODE_PLAIN(uint8, 1, MEMSWAP_INTS(1, false))
-MEMSWAP_ENCODE_PLAIN(int16, 2, MEMSWAP_INTS(2, true))
-MEMSWAP_ENCODE_PLAIN(uint16, 2, MEMSWAP_INTS(2, false))
-MEMSWAP_ENCODE_PLAIN(int32, 4, MEMSWAP_INTS(4, true))
-MEMSWAP_ENCODE_PLAIN(uint32, 4, MEMSWAP_INTS(4, false))
-
-namespace memswap::ascend {
-
-template <class Decoder>
+template <class Reader>
 __aicore__ inline uint32_t decode_with(TPipe* pipe, const DecodeJob& job,
                                        const FrameHeader& header) {
-  Decoder decoder(pipe, job, header);
+  FrameDecoder<Reader> decoder(pipe, job, header);
   return decoder.run();
 }
 
 // A frame's shape is known to the device alone, so one kernel per width decodes all that its dtypes
-// may have. `Split` is void for dtypes that are not split. Shapes that are not here yet are
-// reported as a bad header.
+// may have. `Split` is void for dtypes that are not split. `visit` is called with a null pointer to
+// the shape's reader; false where the shape does not fit the dtype.
+template <uint32_t kWidth, class Split, class Visit>
+__aicore__ inline bool with_reader(uint32_t shape, Visit visit) {
+  switch (static_cast<frame::Shape>(shape)) {
+    case frame::Shape::kRaw:
+      visit(static_cast<RawReader<kWidth>*>(nullptr));
+      return true;
+    case frame::Shape::kInts:
+      visit(static_cast<AnyIntsReader<kWidth>*>(nullptr));
+      return true;
+    case frame::Shape::kBits:
+      if constexpr (kWidth == 1) {
+        visit(static_cast<BitsReader*>(nullptr));
+        return true;
+      }
+      return false;
+    case frame::Shape::kDense:
+      if constexpr (!std::is_void_v<Split>) {
+        visit(static_cast<DenseReader<Split>*>(nullptr));
+        return true;
+      }
+      return false;
+    case frame::Shape::kSparse:
+      if constexpr (!std::is_void_v<Split>) {
+        visit(static_cast<SparseReader<Split>*>(nullptr));
+        return true;
+      }
+      return false;
+    case frame::Shape::kUpcast:
+      if constexpr (std::is_same_v<Split, SplitFp32>) {
+        visit(static_cast<DenseReader<SplitUpcast>*>(nullptr));
+        return true;
+      }
+      return false;
+  }
+  return false;
+}
+
 template <uint32_t kWidth, class Split>
 __aicore__ inline void decode_frame(const DecodeJob& job) {
   TPipe pipe;
-  constexpr uint32_t dense = static_cast<uint32_t>(frame::Shape::kDense);
-  constexpr uint32_t bits = static_cast<uint32_t>(frame::Shape::kBits);
-  constexpr uint32_t raw = static_cast<uint32_t>(frame::Shape::kRaw);
-  constexpr uint32_t ints = static_cast<uint32_t>(frame::Shape::kInts);
-  const FrameHeader header = read_header(&pipe, job, [=](uint32_t shape) {
+  const FrameHeader header = read_header(&pipe, job, [](uint32_t shape) {
     uint32_t slab_bytes = 0xffffffffu;
-    if constexpr (!std::is_void_v<Split>) {
-      slab_bytes = shape == dense ? Split::kSlabBytes : slab_bytes;
-    }
-    slab_bytes = kWidth == 1 && shape == bits ? Bits::kSlabBytes : slab_bytes;
-    slab_bytes = kWidth <= 4 && shape == ints ? 0 : slab_bytes;
-    return shape == raw ? Raw<kWidth>::kSlabBytes : slab_bytes;
+    with_reader<kWidth, Split>(shape, [&](auto* reader) {
+      slab_bytes = std::remove_pointer_t<decltype(reader)>::kSlabBytes;
+    });
+    return slab_bytes;
   });
   uint32_t errors = GetBlockIdx() == 0 ? header.status : 0;
   if (header.status == frame::kOk) {
-    if (header.shape == raw) {
-      errors = decode_with<PlainDecoder<kWidth, Raw<kWidth>>>(&pipe, job, header);
-    }
-    if constexpr (kWidth <= 4) {
-      // Signs matter to the encoder alone.
-      if (header.shape == ints) {
-        errors = decode_with<PlainDecoder<kWidth, Ints<kWidth, false>>>(&pipe, job, header);
-      }
-    }
-    if constexpr (kWidth == 1) {
-      if (header.shape == bits) {
-        errors = decode_with<PlainDecoder<1, Bits>>(&pipe, job, header);
-      }
-    }
-    if constexpr (!std::is_void_v<Split>) {
-      if (header.shape == dense) {
-        errors = decode_with<DenseDecoder<Split>>(&pipe, job, header);
-      }
-    }
+    with_reader<kWidth, Split>(header.shape, [&](auto* reader) {
+      errors = decode_with<std::remove_pointer_t<decltype(reader)>>(&pipe, job, header);
+    });
   }
   report(&pipe, job, errors);
 }
 
+#define MEMSWAP_ENCODE_JOB \
+  EncodeJob { MEMSWAP_ASCEND_ENCODE_ARGUMENTS }
+#define MEMSWAP_DECODE_JOB \
+  DecodeJob { MEMSWAP_ASCEND_DECODE_ARGUMENTS }
+
+MEMSWAP_KERNEL memswap_ascend_begin_frame(MEMSWAP_ASCEND_ENCODE_PARAMETERS(GM_ADDR)) {
+  MEMSWAP_VECTOR_CORES_ONLY
+  begin_frame(MEMSWAP_ENCODE_JOB);
+}
+
+MEMSWAP_KERNEL memswap_ascend_place_deferred(MEMSWAP_ASCEND_ENCODE_PARAMETERS(GM_ADDR)) {
+  MEMSWAP_VECTOR_CORES_ONLY
+  TPipe pipe;
+  DeferredTiles deferred(&pipe, MEMSWAP_ENCODE_JOB);
+  deferred.place();
+}
+
+#define MEMSWAP_DEFINE(name, coder)                                                        \
+  MEMSWAP_KERNEL memswap_ascend_encode_##name(MEMSWAP_ASCEND_ENCODE_PARAMETERS(GM_ADDR)) { \
+    MEMSWAP_VECTOR_CORES_ONLY                                                              \
+    TPipe pipe;                                                                            \
+    FrameEncoder<coder> encoder(&pipe, MEMSWAP_ENCODE_JOB);                                \
+    encoder.run();                                                                         \
+  }
+MEMSWAP_ASCEND_ENCODERS(MEMSWAP_DEFINE)
+#undef MEMSWAP_DEFINE
+
+#define MEMSWAP_DEFINE(name, width, split)                                                 \
+  MEMSWAP_KERNEL memswap_ascend_decode_##name(MEMSWAP_ASCEND_DECODE_PARAMETERS(GM_ADDR)) { \
+    MEMSWAP_VECTOR_CORES_ONLY                                                              \
+    decode_frame<width, split>(MEMSWAP_DECODE_JOB);                                        \
+  }
+MEMSWAP_ASCEND_DECODERS(MEMSWAP_DEFINE)
+#undef MEMSWAP_DEFINE
+
 }  // namespace memswap::ascend
-
-#define MEMSWAP_DECODE_PARAMETERS                                                              \
-  GM_ADDR frame, GM_ADDR output, GM_ADDR status, GM_ADDR overflow, uint64_t overflow_capacity, \
-      uint64_t frame_bytes, uint64_t elements, uint32_t dtype, uint32_t verify
-#define MEMSWAP_DECODE_JOB                                                                   \
-  memswap::ascend::DecodeJob {                                                               \
-    frame, output, status, overflow, overflow_capacity, frame_bytes, elements, dtype, verify \
-  }
-
-#define MEMSWAP_DECODE(name, width, split)                                                        \
-  extern "C" __global__ __aicore__ void memswap_ascend_decode_##name(MEMSWAP_DECODE_PARAMETERS) { \
-    KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);                                               \
-    memswap::ascend::decode_frame<width, split>(MEMSWAP_DECODE_JOB);                              \
-  }
-MEMSWAP_DECODE(bf16, 2, memswap::ascend::SplitBf16)
-MEMSWAP_DECODE(fp16, 2, memswap::ascend::SplitFp16)
-MEMSWAP_DECODE(fp32, 4, memswap::ascend::SplitFp32)
-MEMSWAP_DECODE(other8, 1, void)
-MEMSWAP_DECODE(other16, 2, void)
-MEMSWAP_DECODE(other32, 4, void)
-MEMSWAP_DECODE(other64, 8, void)

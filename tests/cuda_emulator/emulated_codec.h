@@ -48,7 +48,7 @@ inline int emulated_decode(const memswap_decode_job* jobs, size_t count,
 
 inline const memswap_codec& emulated() {
   static const memswap_codec codec = {MEMSWAP_CODEC_VERSION, "emulated", &emulated_encode,
-                                      &emulated_decode, memswap_codec_cuda()->message};
+                                      &emulated_decode, memswap_codec_cuda()->message, 1, 0};
   return codec;
 }
 
