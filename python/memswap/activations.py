@@ -43,7 +43,8 @@ class saved_tensors:  # noqa: N801  (used like torch.autograd.graph.save_on_cpu)
 
     Raises:
         InplaceEditError: in backward, if a saved tensor was edited in place.
-        TransferError: in backward, if the pool cannot give bytes back (a disk that fails).
+        TransferError: in backward, if the pool cannot give bytes back (a disk that fails); in one
+            of the next two forwards, if an accelerator met a frame that is not what was encoded.
         NotImplementedError: if ``pool`` cannot serve the tensors' device in this version.
     """
 
@@ -131,11 +132,16 @@ class Manager:
         return report(self.stats())
 
     def remove(self) -> None:
-        """Take the hooks off the modules. Graphs that are alive can still run backward."""
+        """Take the hooks off the modules. Graphs that are alive can still run backward.
+
+        Raises:
+            TransferError: backward has met a frame that is not what was encoded (broken memory).
+        """
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._saver.settle()
+        self._saver.check_decodes()
 
     def _enter(self, name: str) -> None:
         if torch.is_grad_enabled() and not in_backward():

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memswap._native import native
 from memswap.engine.action import Action, Decider, TensorInfo
-from memswap.engine.entry import Entry, State
+from memswap.engine.entry import Entry, State, Stay
 from memswap.engine.handle import Given, Handle, Kept, Moved, Parts, Passed, unpack
 from memswap.engine.stats import Ledger, Stats
 from memswap.engine.timeline import Timeline
@@ -70,7 +70,7 @@ class Saver:
         self._routes = Routes(pool)
         #: Entries by the address of their storage. Dead ones are swept out once a passage; until
         #: then they find nobody, whatever their address is used for.
-        self._entries: dict[int, ref[Entry]] = {}
+        self._entries: dict[int, ref[Entry] | ref[Stay]] = {}
         self._leaving: deque[ref[Entry]] = deque()  # in the order of their sends
         self._lingering: deque[ref[Entry]] = deque()  # sent, and held by somebody
         self._encoding: deque[_Encoding] = deque()  # in the order of their encodes
@@ -102,16 +102,20 @@ class Saver:
         """Order everything after the transfers under way, and drop the storages they hold."""
         self._routes.settle()
 
+    def check_decodes(self) -> None:
+        """Wait for decodes under way; raise TransferError if a frame was not what was encoded."""
+        self._routes.check_decodes()
+
     # --- pack -------------------------------------------------------------------------------------
 
     def save(self, tensor: torch.Tensor, view: SavedView, visit: Visit) -> Handle | str:
         """The handle of a plain tensor, or the reason why it should stay."""
         nbytes: int = view.storage_nbytes
-        entry = self._known(view)
-        if entry is not None:
+        known = self._known(view)
+        if known is not None:
             self.ledger.deduplicated_tensors += 1
             self.ledger.deduplicated_bytes += view.nbytes
-            return Moved(entry, view) if entry.away is not None else Kept(tensor, entry)
+            return Kept(tensor, known) if known.away is None else Moved(known, view)
         if nbytes < self.policy.min_bytes:
             return "small"
         if not visit.covered:
@@ -223,13 +227,14 @@ class Saver:
                 entry.count_held()
 
     def _stay(self, tensor: torch.Tensor, view: SavedView, reason: str) -> Kept:
-        """Keep a tensor, but know its storage: once, however often it is saved."""
-        entry = Entry(self, view, native.StorageRef(tensor))
-        self._entries[view.key] = entry.reference
-        self.ledger.keep(reason, entry.nbytes)
-        return Kept(tensor, entry)
+        """Keep a tensor for good, but know its storage: once, however often it is saved."""
+        nbytes: int = view.storage_nbytes
+        stay = Stay(self.ledger, nbytes, view.version)
+        self._entries[view.key] = ref(stay)
+        self.ledger.keep(reason, nbytes)
+        return Kept(tensor, stay)
 
-    def _known(self, view: SavedView) -> Entry | None:
+    def _known(self, view: SavedView) -> Entry | Stay | None:
         """The live entry of this very storage with this very content."""
         reference = self._entries.get(view.key)
         entry = None if reference is None else reference()
