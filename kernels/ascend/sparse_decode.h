@@ -224,6 +224,8 @@ class SparseReader {
       const Lanes zero_rank = block(1);
       const Lanes signs = block(3);
       unpacker_.unpack(signs, area(b)[kSignsAt], 1, kBlockLanes - streams.survivors, masks_);
+      // A survivor behind the last zero looks at the next one.
+      fill(signs, kBlockLanes - streams.survivors, kBlockLanes, (int16_t)0);
       Sub(zero_rank, lane_numbers_.Get<int16_t>(), ranks()[first], n);
       barrier();
       offsets_of(zero_rank);

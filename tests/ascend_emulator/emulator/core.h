@@ -76,8 +76,9 @@ class Core {
         unified(kUnifiedBytes + 64),
         initialized_(kUnifiedBytes, 0) {
     std::mt19937_64 random(options.seed ^ 0x9e3779b97f4a7c15u);
-    for (uint8_t& byte : unified) {
-      byte = static_cast<uint8_t>(random());
+    for (size_t i = 0; i < unified.size(); i += sizeof(uint64_t)) {
+      const uint64_t word = random();
+      std::memcpy(&unified[i], &word, sizeof(word));
     }
   }
 
