@@ -130,7 +130,8 @@ void bind_backends(py::module_& module) {
         return codec ? distrust(*codec, device) : std::string("no codec serves the device");
       },
       py::arg("device"), without_gil(),
-      "Why the device's codec must not encode there; empty where it may (csrc/codec/self_check.h).");
+      "Why the device's codec must not encode there; empty where it may "
+      "(csrc/codec/self_check.h).");
 }
 
 void bind_codec_lanes(py::module_& module) {

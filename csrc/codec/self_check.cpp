@@ -100,8 +100,7 @@ std::string fault_of(const memswap_codec& codec, c10::Device device, const Sampl
   const at::Tensor original = make(sample);
   const auto dtype = static_cast<int64_t>(sample.dtype);
   const auto shape = static_cast<int64_t>(sample.shape);
-  const at::Tensor frame =
-      encode_with(codec, original.to(device), dtype, shape, /*checksum=*/true);
+  const at::Tensor frame = encode_with(codec, original.to(device), dtype, shape, /*checksum=*/true);
   const at::Tensor on_host = frame.cpu();
   if (!same_bits(decode_with(codec, frame, {kElements}, sample.type, /*check_decode=*/true).cpu(),
                  original)) {

@@ -195,10 +195,10 @@ int run(const memswap_encode_job& job, uint32_t cores, const memswap_launch& whe
   const EncodeLaunch encoder = encoder_of(dtype, shape);
   const uint32_t blocks = blocks_for(job.elements, cores, where);
   const auto launch = [&](EncodeLaunch kernel, uint32_t on, uint32_t pass) {
-    return static_cast<int>(
-        kernel(on, where.stream, const_cast<void*>(job.input), job.frame, job.overflow,
-               job.overflow_cursor, job.elements, job.var_capacity, job.overflow_capacity,
-               job.dtype, job.shape, frame::slab_bytes(dtype, shape), job.checksum != 0, pass));
+    return static_cast<int>(kernel(on, where.stream, const_cast<void*>(job.input), job.frame,
+                                   job.overflow, job.overflow_cursor, job.elements,
+                                   job.var_capacity, job.overflow_capacity, job.dtype, job.shape,
+                                   frame::slab_bytes(dtype, shape), job.checksum != 0, pass));
   };
   int error = launch(aclrtlaunch_memswap_ascend_begin_frame, 1, 0);
   if (error != 0 || job.elements == 0) {

@@ -103,8 +103,8 @@ class FrameDecoder {
     if constexpr (Reader::kSlabBytes != 0) {
       Bytes slab = slabs_.template AllocTensor<uint8_t>();
       GlobalTensor<uint8_t> from;
-      from.SetGlobalBuffer(reinterpret_cast<__gm__ uint8_t*>(
-          job_.frame + frame::kHeaderBytes + uint64_t{block} * Reader::kSlabBytes));
+      from.SetGlobalBuffer(reinterpret_cast<__gm__ uint8_t*>(job_.frame + frame::kHeaderBytes +
+                                                             uint64_t{block} * Reader::kSlabBytes));
       DataCopy(slab, from, plan.blocks * Reader::kSlabBytes);
       slabs_.EnQue(slab);
     }

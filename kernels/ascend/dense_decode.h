@@ -57,8 +57,8 @@ class DenseReader {
     const Lanes packed = work(3);
     const uint32_t lanes = plan.blocks * kBlockLanes;
     for (uint32_t b = 0; b < plan.blocks; ++b) {
-      bytes_to_half(packed[b * frame::kLowPlaneBytes],
-                    slab[b * kSlabBytes + kRestBytes], frame::kLowPlaneBytes);
+      bytes_to_half(packed[b * frame::kLowPlaneBytes], slab[b * kSlabBytes + kRestBytes],
+                    frame::kLowPlaneBytes);
     }
     barrier();
     half_to_lanes(packed, plan.blocks * frame::kLowPlaneBytes);

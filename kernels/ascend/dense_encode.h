@@ -128,8 +128,8 @@ class DenseCoder {
     lanes_to_half(codes, kLanes);
     barrier();
     for (uint32_t b = 0; b < kBlocks; ++b) {
-      half_to_bytes(slab[b * kSlabBytes + kRestBytes],
-                    packed[b * frame::kLowPlaneBytes], frame::kLowPlaneBytes);
+      half_to_bytes(slab[b * kSlabBytes + kRestBytes], packed[b * frame::kLowPlaneBytes],
+                    frame::kLowPlaneBytes);
     }
     escapes_.compare(codes, slots, kBlocks);
     for (uint32_t b = 0; b < kBlocks; ++b) {
@@ -286,8 +286,7 @@ class DenseCoder {
       if (counts_[b].explicit_exponents != 0) {
         const uint32_t s1 = nibble_bytes(counts_[b].escapes);
         const uint32_t offset = kHighBitsBytes + s1;
-        PayloadWriter::store(to + offset,
-                             slots[b * kSlotBytes + kHighBitsBytes + round_up(s1, 32)],
+        PayloadWriter::store(to + offset, slots[b * kSlotBytes + kHighBitsBytes + round_up(s1, 32)],
                              units[b] * frame::kUnitBytes - offset);
       }
       to += units[b] * frame::kUnitBytes;

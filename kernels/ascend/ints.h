@@ -280,8 +280,8 @@ class IntsReader : public ChecksumScratch<kBytes>, public IntsReaderBase<kBytes>
     Duplicate(high, (int16_t)0, static_cast<int32_t>(kBlockLanes));
     barrier();
     for_each_plane(bits, [&](uint32_t shift, uint32_t width, uint32_t at) {
-      add_plane(shift < 16 ? low : high, slot[kPlanesAt + at], shift % 16, width, lane(2),
-                lane(3), masks_, ones_.Get<half>());
+      add_plane(shift < 16 ? low : high, slot[kPlanesAt + at], shift % 16, width, lane(2), lane(3),
+                masks_, ones_.Get<half>());
     });
     if constexpr (kWidth == 4) {
       const LocalTensor<int32_t> words = x.ReinterpretCast<int32_t>();

@@ -1,4 +1,5 @@
-// Shape ints for elements of 8 bytes, in words of 32 bits: the vector unit orders and adds no others.
+// Shape ints for elements of 8 bytes, in words of 32 bits: the vector unit orders and adds no
+// others.
 #pragma once
 
 #include "halves.h"
@@ -106,8 +107,8 @@ class Ints64Coder : public ChecksumScratch<8> {
     barrier();
     GatherMask(low().template ReinterpretCast<uint32_t>(), pairs, (uint8_t)1, true, 2 * kBlockLanes,
                GatherMaskParams(1, 1, 0, 0), kept);
-    GatherMask(high().template ReinterpretCast<uint32_t>(), pairs, (uint8_t)2, true, 2 * kBlockLanes,
-               GatherMaskParams(1, 1, 0, 0), kept);
+    GatherMask(high().template ReinterpretCast<uint32_t>(), pairs, (uint8_t)2, true,
+               2 * kBlockLanes, GatherMaskParams(1, 1, 0, 0), kept);
     barrier();
     Adds(low(), low(), kHighestBit, kBlockWords);
     Adds(high(), high(), kShift, kBlockWords);
@@ -213,9 +214,10 @@ class Ints64Coder : public ChecksumScratch<8> {
 
   __aicore__ inline void store_reference(GM_ADDR to, uint32_t bits, uint64_t minimum) {
     const Lanes quarters = lanes_.Get<int16_t>();
-    separate_halves<2>(quarters, kBlockLanes, low().template ReinterpretCast<int16_t>(), kBlockLanes);
-    separate_halves<2>(quarters[2 * kBlockLanes], kBlockLanes, high().template ReinterpretCast<int16_t>(),
+    separate_halves<2>(quarters, kBlockLanes, low().template ReinterpretCast<int16_t>(),
                        kBlockLanes);
+    separate_halves<2>(quarters[2 * kBlockLanes], kBlockLanes,
+                       high().template ReinterpretCast<int16_t>(), kBlockLanes);
     Bytes slot = slots_.template AllocTensor<uint8_t>();
     const LocalTensor<uint32_t> head = slot.ReinterpretCast<uint32_t>();
     uint64_t lowest[2] = {1, 0};
@@ -290,8 +292,8 @@ class Ints64Reader : public ChecksumScratch<8>, public IntsReaderBase<8> {
     Duplicate(quarters, (int16_t)0, static_cast<int32_t>(4 * kBlockLanes));
     barrier();
     for_each_plane(bits, [&](uint32_t shift, uint32_t width, uint32_t at) {
-      add_plane(quarters[shift / 16 * kBlockLanes], slot[kPlanesAt + at], shift % 16, width, scratch,
-                scratch[kBlockLanes], masks_, ones_.Get<half>());
+      add_plane(quarters[shift / 16 * kBlockLanes], slot[kPlanesAt + at], shift % 16, width,
+                scratch, scratch[kBlockLanes], masks_, ones_.Get<half>());
     });
     const Words low = words(0);
     const Words high = words(1);

@@ -1,5 +1,5 @@
-// LQ2 for one block's exponents (docs/format.md section 3): codes and escapes as streams. Only shape
-// sparse has them from this encoder; its blocks have fewer exponents than elements.
+// LQ2 for one block's exponents (docs/format.md section 3): codes and escapes as streams. Only
+// shape sparse has them from this encoder; its blocks have fewer exponents than elements.
 #pragma once
 
 #include "streams.h"
@@ -7,9 +7,9 @@
 namespace memswap::ascend {
 
 struct Lq2Counts {
-  uint32_t escapes = 0;   // S1
-  uint32_t rare = 0;      // S2
-  uint32_t explicit_ = 0; // bytes
+  uint32_t escapes = 0;    // S1
+  uint32_t rare = 0;       // S2
+  uint32_t explicit_ = 0;  // bytes
 };
 
 class Lq2Writer {

@@ -67,9 +67,9 @@ class Ranks {
     }
     // The device adds the strides even to a single repeat.
     const uint16_t stride = squares == 1 ? 0 : stride_of(kSquare);
-    TransDataTo5HD(target, source,
-                   TransDataTo5HDParams(false, false, static_cast<uint8_t>(squares), stride,
-                                        stride));
+    TransDataTo5HD(
+        target, source,
+        TransDataTo5HDParams(false, false, static_cast<uint8_t>(squares), stride, stride));
     barrier();
   }
 
@@ -105,7 +105,8 @@ class Ranks {
     }
     hand_over<HardEvent::S_V>(pipe_);
     // Row 0 is what the scalar unit wrote; it is added to all others.
-    Add(before[kRow], turned, before, uint64_t{kRow}, kRow - 1, BinaryRepeatParams(1, 1, 1, 1, 1, 0));
+    Add(before[kRow], turned, before, uint64_t{kRow}, kRow - 1,
+        BinaryRepeatParams(1, 1, 1, 1, 1, 0));
     barrier();
   }
 

@@ -116,9 +116,7 @@ class SparseReader {
   __aicore__ inline Lanes block(uint32_t i) { return block_.Get<int16_t>()[i * kBlockLanes]; }
   __aicore__ inline Lanes ranks() { return work(Split::kFields); }
   __aicore__ inline Lanes bits() { return work(Split::kFields + 1); }
-  __aicore__ inline Bytes area(uint32_t b) {
-    return areas_.Get<uint8_t>()[b % 2 * kAreaBytes];
-  }
+  __aicore__ inline Bytes area(uint32_t b) { return areas_.Get<uint8_t>()[b % 2 * kAreaBytes]; }
 
   // Starts the moves of a block's streams.
   __aicore__ inline void load_block(const Plan& plan, uint32_t b, const Bytes& slab,
@@ -128,11 +126,9 @@ class SparseReader {
     if (plan.mode[b] == frame::kLiteral) {
       return;
     }
-    const LocalTensor<uint64_t> bitmap =
-        slab[b * kSlabBytes].ReinterpretCast<uint64_t>();
+    const LocalTensor<uint64_t> bitmap = slab[b * kSlabBytes].ReinterpretCast<uint64_t>();
     for (uint32_t i = 0; i < kBlockLanes / 64; ++i) {
-      streams->survivors +=
-          static_cast<uint32_t>(ScalarGetCountOfValue<1>(bitmap.GetValue(i)));
+      streams->survivors += static_cast<uint32_t>(ScalarGetCountOfValue<1>(bitmap.GetValue(i)));
     }
     const uint32_t zeros =
         plan.mode[b] == frame::kSignedZeros ? kBlockLanes - streams->survivors : 0;
@@ -214,8 +210,8 @@ class SparseReader {
     move(e, block(3));
     Mul(e, e, is_survivor, n);
     for (uint32_t i = 0; i < Split::kFields; ++i) {
-      unpacker_.unpack(symbols, area(b)[field_at(i)], Split::field_width(i),
-                       streams.survivors, masks_);
+      unpacker_.unpack(symbols, area(b)[field_at(i)], Split::field_width(i), streams.survivors,
+                       masks_);
       move(work(i)[first], symbols);
       Mul(work(i)[first], work(i)[first], is_survivor, n);
       barrier();

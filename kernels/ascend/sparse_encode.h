@@ -1,5 +1,5 @@
-// The coder of shape sparse: a bitmap of the elements that are not +-0, and the survivors' fields as
-// streams. It has no profile: these are the canonical encoder's bytes.
+// The coder of shape sparse: a bitmap of the elements that are not +-0, and the survivors' fields
+// as streams. It has no profile: these are the canonical encoder's bytes.
 #pragma once
 
 #include "encode_frame.h"
@@ -64,14 +64,14 @@ class SparseCoder {
       const uint32_t center = center_of(statistics_of_[b], 7);
       uint32_t survivors = 0;
       Bytes slot = slots_.template AllocTensor<uint8_t>();
-      const Pieces pieces = make_streams(b, slab[b * kSlabBytes], slot, center, negative[b],
-                                         &survivors);
+      const Pieces pieces =
+          make_streams(b, slab[b * kSlabBytes], slot, center, negative[b], &survivors);
       counters->add_zeros(kBlockLanes - survivors - missing);
       const uint32_t units = (pieces.bytes() + frame::kUnitBytes - 1) / frame::kUnitBytes;
       if (units < kLiteralBytes / frame::kUnitBytes) {
         counters->add_center(center);
-        GM_ADDR to = payloads->add(step.first + b, negative[b] ? frame::kSignedZeros : frame::kZeros,
-                                   units, center);
+        GM_ADDR to = payloads->add(
+            step.first + b, negative[b] ? frame::kSignedZeros : frame::kZeros, units, center);
         slots_.EnQue(slot);
         slot = slots_.template DeQue<uint8_t>();
         if (to != nullptr) {

@@ -108,8 +108,8 @@ class StreamUnpacker {
     barrier();
     half_to_lanes(bytes, stream_bytes(count, width));
     barrier();
-    Gather(as_bits(symbols), as_bits(bytes), offsets_.template Get<uint32_t>()[kind * kBlockLanes], 0,
-           kBlockLanes);
+    Gather(as_bits(symbols), as_bits(bytes), offsets_.template Get<uint32_t>()[kind * kBlockLanes],
+           0, kBlockLanes);
     barrier();
     Mul(symbols, symbols, factors_.template Get<int16_t>()[kind * kBlockLanes], n);
     barrier();

@@ -1,6 +1,7 @@
 // The machine that emulated launches run on, as the tests set it up.
 #pragma once
 
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -14,6 +15,7 @@ struct Machine {
   memswap_emulated_stream stream = nullptr;
   uint32_t cores = 40;
   Options options;
+  bool dies = true;  // of a broken rule on a stream, where nobody is to catch what is thrown
 
   // Kernels that were launched, and on how many blocks.
   std::vector<std::pair<std::string, uint32_t>> launches;
@@ -31,5 +33,19 @@ struct Machine {
 };
 
 Machine& machine();
+
+// Device memory of a launch. What a kernel may touch, and the part of it that is known to be
+// touched.
+using Spans = std::vector<memswap_emulated_span>;
+
+inline void add(Spans& spans, const void* begin, uint64_t bytes, int write) {
+  if (begin != nullptr && bytes != 0) {
+    spans.push_back({begin, bytes, write});
+  }
+}
+
+// Launches `run` as a kernel; returns 0 or the runtime's error.
+uint32_t start(const char* kernel, uint32_t blocks, void* stream, const Spans& known, Spans memory,
+               std::function<void()> run);
 
 }  // namespace ascend_emulator

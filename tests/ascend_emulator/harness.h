@@ -46,10 +46,10 @@ struct Format {
   // Whether every encoder writes the same bytes: the other shapes have profiles.
   bool is_canonical() const { return shape != Shape::kDense && shape != Shape::kUpcast; }
   std::string name() const {
-    static const char* const dtypes[] = {"",      "bf16",   "fp16",   "fp32",   "e4m3",
-                                         "e5m2",  "fp64",   "bool",   "int8",   "uint8",
-                                         "int16", "uint16", "int32",  "uint32", "int64",
-                                         "uint64", "bits8", "bits16", "bits32", "bits64"};
+    static const char* const dtypes[] = {"",       "bf16",   "fp16",   "fp32",   "e4m3",
+                                         "e5m2",   "fp64",   "bool",   "int8",   "uint8",
+                                         "int16",  "uint16", "int32",  "uint32", "int64",
+                                         "uint64", "bits8",  "bits16", "bits32", "bits64"};
     static const char* const shapes[] = {"dense", "sparse", "bits", "ints", "raw", "upcast"};
     return std::string(dtypes[static_cast<int>(dtype)]) + "-" + shapes[static_cast<int>(shape)];
   }

@@ -1,5 +1,6 @@
-// The few calls of the ACL runtime that kernels/ascend makes, answered by emulated_launch.cpp. Names
-// and numbers are those of the public API; hidden, because a process may have another runtime.
+// The few calls of the ACL runtime that kernels/ascend makes, answered by emulated_launch.cpp.
+// Names and numbers are those of the public API; hidden, because a process may have another
+// runtime.
 #pragma once
 
 #include <cstdint>

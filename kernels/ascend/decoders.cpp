@@ -1,33 +1,13 @@
-// Entries of the kernels. One job per launch; three launches encode a frame, four where it has an
-// overflow arena (codec.cpp).
+// Entries of the kernels that decode. One job per launch.
 #include "bits.h"
 #include "dense_decode.h"
-#include "dense_encode.h"
-#include "entries.h"
-#include "frame_header.h"
 #include "ints.h"
 #include "ints64.h"
+#include "kernel_entry.h"
 #include "raw.h"
 #include "sparse_decode.h"
-#include "sparse_encode.h"
-
-// CANN 9 (kernels.asc) has a word for a kernel of vector cores alone, CANN 8 a statement.
-#if defined(MEMSWAP_ASCEND_ASC)
-#define MEMSWAP_KERNEL extern "C" __global__ __vector__ void
-#define MEMSWAP_VECTOR_CORES_ONLY
-#else
-#define MEMSWAP_KERNEL extern "C" __global__ __aicore__ void
-#define MEMSWAP_VECTOR_CORES_ONLY KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
-#endif
 
 namespace memswap::ascend {
-
-template <bool kSigned>
-using IntsCoder8 = IntsCoder<1, kSigned>;
-template <bool kSigned>
-using IntsCoder16 = IntsCoder<2, kSigned>;
-template <bool kSigned>
-using IntsCoder32 = IntsCoder<4, kSigned>;
 
 template <uint32_t kWidth>
 using AnyIntsReader = std::conditional_t<kWidth == 8, Ints64Reader, IntsReader<kWidth % 8>>;
@@ -98,32 +78,8 @@ __aicore__ inline void decode_frame(const DecodeJob& job) {
   report(&pipe, job, errors);
 }
 
-#define MEMSWAP_ENCODE_JOB \
-  EncodeJob { MEMSWAP_ASCEND_ENCODE_ARGUMENTS }
 #define MEMSWAP_DECODE_JOB \
   DecodeJob { MEMSWAP_ASCEND_DECODE_ARGUMENTS }
-
-MEMSWAP_KERNEL memswap_ascend_begin_frame(MEMSWAP_ASCEND_ENCODE_PARAMETERS(GM_ADDR)) {
-  MEMSWAP_VECTOR_CORES_ONLY
-  begin_frame(MEMSWAP_ENCODE_JOB);
-}
-
-MEMSWAP_KERNEL memswap_ascend_place_deferred(MEMSWAP_ASCEND_ENCODE_PARAMETERS(GM_ADDR)) {
-  MEMSWAP_VECTOR_CORES_ONLY
-  TPipe pipe;
-  DeferredTiles deferred(&pipe, MEMSWAP_ENCODE_JOB);
-  deferred.place();
-}
-
-#define MEMSWAP_DEFINE(name, coder)                                                        \
-  MEMSWAP_KERNEL memswap_ascend_encode_##name(MEMSWAP_ASCEND_ENCODE_PARAMETERS(GM_ADDR)) { \
-    MEMSWAP_VECTOR_CORES_ONLY                                                              \
-    TPipe pipe;                                                                            \
-    FrameEncoder<coder> encoder(&pipe, MEMSWAP_ENCODE_JOB);                                \
-    encoder.run();                                                                         \
-  }
-MEMSWAP_ASCEND_ENCODERS(MEMSWAP_DEFINE)
-#undef MEMSWAP_DEFINE
 
 #define MEMSWAP_DEFINE(name, width, split)                                                 \
   MEMSWAP_KERNEL memswap_ascend_decode_##name(MEMSWAP_ASCEND_DECODE_PARAMETERS(GM_ADDR)) { \
