@@ -3,6 +3,7 @@
 #include <deque>
 #include <memory>
 
+#include "emulator/tensors.h"
 #include "harness.h"
 
 namespace memswap::test {
@@ -168,6 +169,43 @@ void test_work_is_stream_ordered() {
   }
 }
 
+// Memory that is not the emulator's own, as another runtime's is.
+void test_memory_of_somebody_else() {
+  machine().cores = 3;
+  const Data data = normal(2 * kTile + 5);
+  const Layout layout = kDense.layout(data.size() / 2);
+  Frame frame(layout.bytes(layout.max_var_units()));
+  Data output(data.size());
+  uint32_t status = 0;
+  memswap_encode_job job{};
+  job.input = data.data();
+  job.elements = data.size() / 2;
+  job.dtype = static_cast<uint8_t>(kDense.dtype);
+  job.frame = frame.begin;
+  job.var_capacity = layout.max_var_units();
+  memswap_decode_job back{};
+  back.frame = frame.begin;
+  back.frame_bytes = frame.bytes;
+  back.output = output.data();
+  back.elements = job.elements;
+  back.dtype = job.dtype;
+  back.status = &status;
+  check(encode(job) == 0 && memswap_codec_ascend()->decode(&back, 1, nullptr) == 0 &&
+            status == frame::kOk && output == data,
+        "a round trip in memory that is lent for each launch");
+  bool caught = false;
+  try {
+    ascend_emulator::launch(1, Options(), [&] {
+      AscendC::GlobalTensor<uint32_t> beyond;
+      beyond.SetGlobalBuffer(reinterpret_cast<uint32_t*>(frame.begin));
+      beyond.GetValue(0);
+    });
+  } catch (const Violation&) {
+    caught = true;
+  }
+  check(caught, "and that is nobody's afterwards");
+}
+
 // What the other tests of the arena show, they would not show without its launches.
 void test_every_launch_is_needed() {
   machine().cores = 3;
@@ -294,6 +332,7 @@ int main() {
   guarded("tiling", test_tiling);
   guarded("launches", test_launches);
   guarded("streams", test_work_is_stream_ordered);
+  guarded("lent memory", test_memory_of_somebody_else);
   guarded("missing launches", test_every_launch_is_needed);
   guarded("faults", test_faults);
   guarded("arguments", test_arguments);
