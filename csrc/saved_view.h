@@ -32,7 +32,8 @@ class SavedView {
   uint32_t version() const { return version_; }
   uint32_t current_version() const { return counter_.current_version(); }
 
-  // Storage that is (a view of) a leaf that requires grad: a parameter, however it was reached.
+  // Storage that is (a view of) a leaf that requires grad: a parameter, however it was reached, or
+  // one that has lent memory.
   bool of_leaf() const { return of_leaf_; }
   const void* storage_key() const { return key_; }
   size_t storage_nbytes() const { return storage_nbytes_; }

@@ -15,13 +15,23 @@ from memswap.engine.saver import Saver, Visit, in_backward, plain_parts
 from memswap.engine.stats import Stats
 from memswap.engine.transfer import check_pool
 from memswap.engine.units import parse_bytes
+from memswap.engine.windowed import WindowedSaver
+from memswap.engine.windows import WindowStats
+from memswap.operators import OperatorWindows
+from memswap.planning.pilot import Pilot
 from memswap.planning.policy import Policy
+from memswap.windows import Window, Windows
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.utils.hooks import RemovableHandle
 
     from memswap._C import WeakStorage
+    from memswap.engine.action import Decider
     from memswap.engine.transfer import Pool
+    from memswap.planning.plan import Plan
+    from memswap.planning.rates import Rates
+    from memswap.planning.step import Step
 
 
 class saved_tensors:  # noqa: N801  (used like torch.autograd.graph.save_on_cpu)
@@ -88,12 +98,26 @@ class Manager:
     def __init__(
         self,
         units: Mapping[str, nn.Module],
-        policy: Policy,
+        policy: Decider,
         pool: Pool | None,
         window_bytes: int | None,
+        budget: int | str | None = None,
+        rates: Rates | None = None,
+        group: Any = None,
+        windows: Windows | None = None,
     ) -> None:
         self._units = dict(units)
-        self._saver = Saver(policy, pool, window_bytes)
+        self._saver = (
+            Saver(policy, pool, window_bytes)
+            if windows is None
+            else windows.saver(policy, pool, window_bytes)
+        )
+        self._pilot: Pilot | None = None
+        if budget is not None:
+            assert isinstance(policy, Policy)  # manage() has seen to it
+            self._pilot = self._saver.director = Pilot(
+                self._saver, policy, pool, budget, rates, group
+            )
         self._visits = _VisitStack()
         self._opener: str | None = None
         self._visited: set[str] = set()
@@ -102,6 +126,9 @@ class Manager:
             hook = _UnitHook(self, name)
             self._handles.append(module.register_forward_pre_hook(hook.enter))
             self._handles.append(module.register_forward_hook(hook.leave, always_call=True))
+        self._operators: OperatorWindows | None = None
+        if windows is not None and isinstance(self._saver, WindowedSaver):
+            self._operators = OperatorWindows(self._saver, self._units, windows)
 
     def __enter__(self) -> Manager:
         return self
@@ -131,6 +158,26 @@ class Manager:
         """The statistics as a text table, bytes in MiB."""
         return report(self.stats())
 
+    @property
+    def plan(self) -> Plan | None:
+        """What happens to each saved storage under the budget, why, and what it costs.
+
+        None without a budget, and in the first steps, which learn. ``print(manager.plan)`` shows a
+        table with a line per unit.
+        """
+        return None if self._pilot is None else self._pilot.plan
+
+    @property
+    def learnt(self) -> tuple[Step, Rates] | None:
+        """The step and the rates that the plan was made of; None where there is no plan.
+
+        For `memswap.planning`, and for files that ``python -m memswap plan --load`` reads.
+        """
+        pilot = self._pilot
+        if pilot is None or pilot.step is None or pilot.rates is None:
+            return None
+        return pilot.step, pilot.rates
+
     def remove(self) -> None:
         """Take the hooks off the modules. Graphs that are alive can still run backward.
 
@@ -140,8 +187,21 @@ class Manager:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._operators is not None:
+            self._operators.remove()
         self._saver.settle()
         self._saver.check_decodes()
+
+    def window(self, seconds: float | None = None, *, name: str = "") -> Window:
+        """A window of this manager's, wherever it is entered; see :func:`memswap.window`."""
+        saver = self._saver if isinstance(self._saver, WindowedSaver) else None
+        return Window(saver, seconds, name)
+
+    def window_stats(self) -> WindowStats:
+        """What became of the work that waited for windows; all zeros without ``windows=...``."""
+        if isinstance(self._saver, WindowedSaver):
+            return self._saver.window_stats()
+        return WindowStats()
 
     def _enter(self, name: str) -> None:
         if torch.is_grad_enabled() and not in_backward():
@@ -200,9 +260,12 @@ class _VisitStack(threading.local):
         self._visits.append(visit)
         visit.enter()
 
-    def leave(self) -> None:
-        if self._visits:
-            self._visits.pop().leave()
+    def leave(self) -> Visit | None:
+        if not self._visits:
+            return None
+        visit = self._visits.pop()
+        visit.leave()
+        return visit
 
     def drop_interrupted(self, unit: str) -> None:
         """End visits that nobody ended, when their unit is entered again.
@@ -219,8 +282,11 @@ def manage(
     policy: Policy | None = None,
     *,
     pool: Pool | None = None,
-    budget: str = "auto",
+    budget: int | str | None = None,
+    rates: Rates | None = None,
+    group: ProcessGroup | None = None,
     prefetch_bytes: int | str = "auto",
+    windows: Windows | None = None,
 ) -> Manager:
     """Encode or swap the saved activations of a model's layers, in an order that is learnt.
 
@@ -233,27 +299,65 @@ def manage(
             mapping's.
         policy: which tensors move; default ``Policy()``.
         pool: where they go; see :class:`saved_tensors`.
-        budget: ``"auto"``; everything that the policy selects moves. A number of bytes needs the
-            planner, which this version does not have.
+        budget: None: everything that the policy selects moves, from the first step on, whatever it
+            costs. A number of bytes or a size such as ``"24GiB"``: the most bytes of saved
+            activations on the device at any moment, by memswap's own account
+            (:attr:`Stats.peak_resident_bytes`: storages that the managed modules saved, frames
+            and what is on its way included; not parameters, gradients, or what an operator
+            allocates for itself). ``"auto"``: as few as cost at most 1 % of a step's time; on a
+            CPU, where the calling thread encodes, that is little. The first three steps learn and
+            run as without a budget; the fourth begins with :attr:`Manager.plan`, for one forward
+            and its backward at a time. docs/choosing.md helps to choose.
+        rates: of the machine; default: :func:`memswap.profile`, measured once per machine.
+        group: ranks that plan together, from the slowest one's times, so that they have the same
+            plan. All of them must train in step. Default: each for itself.
         prefetch_bytes: see :class:`saved_tensors`.
+        windows: hide encoding and decoding under matrix products and collectives; see
+            :class:`Windows`. None: each starts as soon as it can. On a CPU, where whoever asks does
+            the work, it makes no difference.
 
     Raises:
-        TypeError: an element is no module.
-        ValueError: no modules, or one of them twice.
-        NotImplementedError: a ``budget`` other than ``"auto"``, or a ``pool`` that cannot serve the
-            modules' device in this version.
+        TypeError: an element is no module, or ``windows`` no :class:`Windows`.
+        ValueError: no modules, one of them twice, a ``budget`` that cannot be read, or modules on
+            several devices under one budget.
+        NotImplementedError: a ``pool`` that cannot serve the modules' device in this version;
+            ``windows`` under a ``budget``.
+        BudgetError: later, when the fourth step begins and no plan meets the budget; the message
+            states the smallest one that can be met.
     """
-    if budget != "auto":
-        raise NotImplementedError(
-            f"manage(budget={budget!r}): planning under a memory budget is not implemented yet "
-            "(docs/status.md); use budget='auto' and limit what moves by the policy"
+    if windows is not None and not isinstance(windows, Windows):
+        raise TypeError(
+            f"manage(windows={windows!r}): found {type(windows).__name__}, expected "
+            "memswap.Windows(...) or None"
         )
+    if windows is not None and budget is not None:
+        raise NotImplementedError(
+            "manage(budget=..., windows=...): a plan says when storages leave and return, and "
+            "does not know windows yet; give one of them"
+        )
+    if budget is not None and budget != "auto":
+        budget = parse_bytes(budget)
     units = named_units(modules)
     check_pool(pool)
     for module in units.values():
         for parameter in module.parameters():
             check_pool(pool, parameter.device)
-    return Manager(units, checked_policy(policy), pool, window(prefetch_bytes))
+    if budget is not None:
+        check_one_device(units.values())
+    return Manager(
+        units, checked_policy(policy), pool, window(prefetch_bytes), budget, rates, group, windows
+    )
+
+
+def check_one_device(modules: Iterable[nn.Module]) -> None:
+    """A budget is for one device's memory."""
+    devices = {parameter.device for module in modules for parameter in module.parameters()}
+    if len(devices) > 1:
+        named = ", ".join(sorted(map(str, devices)))
+        raise ValueError(
+            f"manage(budget=...): the modules are on several devices ({named}), and a budget is "
+            "for one; call manage() once for the modules of each"
+        )
 
 
 def checked_policy(policy: Policy | None) -> Policy:
@@ -270,6 +374,7 @@ def checked_policy(policy: Policy | None) -> Policy:
 
 def named_units(
     modules: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
+    caller: str = "manage()",
 ) -> dict[str, nn.Module]:
     """The modules by name, checked."""
     if isinstance(modules, (nn.ModuleList, nn.Sequential)):
@@ -281,20 +386,20 @@ def named_units(
     elif isinstance(modules, Iterable):
         units = {str(i): module for i, module in enumerate(modules)}
     else:
-        refuse(modules)
+        refuse(modules, caller)
     if not units:
-        raise ValueError("manage(): found no modules; pass the model's layers")
+        raise ValueError(f"{caller}: found no modules; pass the model's layers")
     for module in units.values():
         if not isinstance(module, nn.Module):
-            refuse(module)
+            refuse(module, caller)
     if len({id(module) for module in units.values()}) != len(units):
-        raise ValueError("manage(): a module was given twice; pass each layer once")
+        raise ValueError(f"{caller}: a module was given twice; pass each layer once")
     return units
 
 
-def refuse(found: object) -> NoReturn:
+def refuse(found: object, caller: str) -> NoReturn:
     raise TypeError(
-        f"manage(): found {type(found).__name__}, expected an nn.Module or several (for example "
+        f"{caller}: found {type(found).__name__}, expected an nn.Module or several (for example "
         "model.layers)"
     )
 

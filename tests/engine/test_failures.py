@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import warnings
 
@@ -13,6 +12,8 @@ from helpers import (
     Training,
     assert_released,
     assert_same_gradients,
+    descriptor_under,
+    files_no_longer_than,
     let_sends_end,
     new_input,
     new_stack,
@@ -136,31 +137,6 @@ def test_device_out_of_memory_in_backward_is_torchs_error_and_loses_nothing(devi
 # --- the disk ------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def files_no_longer_than(nbytes):
-    """As on a full disk, every write beyond this length fails."""
-    import resource
-    import signal
-
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, ignored)
-
-
-def descriptor_under(path):
-    """The file descriptor of the pool's nameless file."""
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}").startswith(str(path)):
-                return int(name)
-    raise AssertionError(f"no open file under {path}")
-
-
 @pytest.mark.cpu_only
 def test_full_disk_keeps_and_trains_identically(device, tmp_path, way):
     x = new_input(device)
@@ -280,7 +256,8 @@ def test_policy_function_that_returns_nonsense_is_told(device, new_pool, returne
         (lambda m: memswap.manage([m, m]), ValueError, "given twice"),
         (lambda m: memswap.manage([m, "layer"]), TypeError, "found str, expected an nn.Module"),
         (lambda m: memswap.manage(3), TypeError, "found int, expected an nn.Module"),
-        (lambda m: memswap.manage(m, budget="24GiB"), NotImplementedError, "budget"),
+        (lambda m: memswap.manage(m, budget="a lot"), ValueError, "a lot"),
+        (lambda m: memswap.manage(m, budget=-1), ValueError, "negative"),
         (lambda m: memswap.manage(m, prefetch_bytes=-1), ValueError, "negative"),
         (lambda m: memswap.manage(m, prefetch_bytes="3 bananas"), ValueError, "3 bananas"),
         (lambda m: memswap.manage(m, prefetch_bytes=1.5), ValueError, "1.5"),

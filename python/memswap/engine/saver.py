@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from weakref import ref
 
 import torch
@@ -24,12 +24,13 @@ from memswap.engine.action import Action, Decider, TensorInfo
 from memswap.engine.entry import Entry, State, Stay
 from memswap.engine.handle import Given, Handle, Kept, Moved, Parts, Passed, unpack
 from memswap.engine.stats import Ledger, Stats
-from memswap.engine.timeline import Timeline
+from memswap.engine.timeline import NEVER_FREED, PLANNED, Timeline
 from memswap.engine.transfer import Routes
 from memswap.errors import TransferError
 
 if TYPE_CHECKING:
     from memswap._C import FrameWatch, SavedView, StorageRef, WeakStorage
+    from memswap.engine.director import Director
     from memswap.engine.expectations import Expectation, Expectations
     from memswap.engine.timeline import Passage
     from memswap.engine.transfer import Pool, Route, Way
@@ -52,6 +53,18 @@ class _Encoding(NamedTuple):
     entry: ref[Entry]
 
 
+class Place(Protocol):
+    """Where a storage was saved: what its frame is expected to be like depends on it."""
+
+    @property
+    def unit(self) -> str:
+        """The unit that saved it."""
+
+    @property
+    def ordinal(self) -> int:
+        """Which of the unit's storages it is."""
+
+
 class Saver:
     """One engine: a policy, routes, a timeline and the entries that are alive.
 
@@ -67,6 +80,8 @@ class Saver:
         self.passage: Passage[Entry] = self.timeline.begin()
         #: Storages of parameters and buffers. A weak storage keeps its key from being reused.
         self.persistent: dict[int, WeakStorage] = {}
+        #: Who watches and directs what leaves, under a memory budget; None: the policy alone.
+        self.director: Director | None = None
         self._routes = Routes(pool)
         #: Entries by the address of their storage. Dead ones are swept out once a passage; until
         #: then they find nobody, whatever their address is used for.
@@ -82,8 +97,15 @@ class Saver:
         with self.lock:
             self._sweep()
             if self.passage.sizes:
-                self._routes.begin_passage(self.passage.leaving_bytes, sum(self.passage.sizes))
-                self.passage = self.timeline.begin()
+                ended, self.passage = self.passage, self.timeline.begin()
+                leaving_bytes = ended.leaving_bytes
+                if self.director is not None:
+                    leaving_bytes = self.director.begin(self.passage) or leaving_bytes
+                self._routes.begin_passage(leaving_bytes, sum(ended.sizes))
+
+    def route(self, device: torch.device) -> Route | None:
+        """How storages leave a device; None where they stay."""
+        return self._routes.to(device)
 
     def stats(self) -> Stats:
         with self.lock:
@@ -102,6 +124,10 @@ class Saver:
         """Order everything after the transfers under way, and drop the storages they hold."""
         self._routes.settle()
 
+    def open_routes(self) -> list[Route]:
+        """The routes of the devices that were seen so far."""
+        return self._routes.open_routes()
+
     def check_decodes(self) -> None:
         """Wait for decodes under way; raise TransferError if a frame was not what was encoded."""
         self._routes.check_decodes()
@@ -115,18 +141,17 @@ class Saver:
         if known is not None:
             self.ledger.deduplicated_tensors += 1
             self.ledger.deduplicated_bytes += view.nbytes
-            return Kept(tensor, known) if known.away is None else Moved(known, view)
+            if isinstance(known, Stay) or (known.away is None and known.storage is None):
+                return Kept(tensor, known)
+            return Moved(known, view)  # it has left, or waits to: the entry holds the storage
         if nbytes < self.policy.min_bytes:
             return "small"
         if not visit.covered:
             return "policy"
         if _graph_task() != -1:
             return "saved in backward"
-        policy = self.policy
-        action = policy.action
-        if policy.fn is not None:  # most have none: spare them the TensorInfo
-            action = policy.decide(tensor, TensorInfo(visit.unit, view.nbytes, nbytes))
-        if action is Action.KEEP:
+        action = self._action(tensor, view, visit)
+        if action is Action.KEEP and self.director is None:
             return self._stay(tensor, view, "policy")
         route = self._routes.to(tensor.device)
         if route is None:
@@ -138,24 +163,65 @@ class Saver:
         self._notice_gone()
         if self._encoding:
             self._learn()
-        if action is None:
-            action = route.default_action
         visit.ordinal += 1
-        verdict = self.passage.admit(nbytes, decoded=action is Action.ENCODE)
+        return self._admit(tensor, view, visit, route, action or route.default_action)
+
+    def _action(self, tensor: torch.Tensor, view: SavedView, visit: Visit) -> Action | None:
+        """What whoever packs insists on, or the policy wants. None: what suits the device."""
+        if visit.action is not None:
+            return visit.action
+        policy = self.policy
+        if policy.fn is None:  # most have none: spare them the TensorInfo
+            return policy.action
+        info = TensorInfo(visit.unit, view.nbytes, view.storage_nbytes)
+        return policy.decide(tensor, info)
+
+    def _admit(
+        self, tensor: torch.Tensor, view: SavedView, visit: Visit, route: Route, action: Action
+    ) -> Handle:
+        """A new entry, which leaves unless the plan or the timeline has a reason why it stays."""
+        nbytes: int = view.storage_nbytes
+        director = self.director
+        chosen = None
+        if director is not None:
+            chosen = director.choose(tensor, visit.unit, visit.ordinal, nbytes, action)
+            if visit.action is not None:
+                chosen = None  # who packs insists
+            action = chosen or action
+        verdict = self.passage.admit(nbytes, action is Action.ENCODE, visit.group)
+        if action is Action.KEEP:
+            verdict = "policy" if chosen is None else PLANNED
+        elif chosen is not None and verdict is not NEVER_FREED:
+            verdict = None
         storage = native.StorageRef(tensor)
         entry = Entry(self, view, storage)
         self.passage.place(entry)
         self._entries[view.key] = entry.reference
         if verdict is None:
-            if action is Action.SWAP:
-                verdict = self._swap(entry, storage, route)
-            else:
-                verdict = self._encode(entry, storage, route, action, visit, tensor.dtype)
+            verdict = self.depart(entry, storage, route, action, visit, tensor.dtype)
+        handle: Handle
         if verdict is not None:
             self.ledger.keep(verdict, nbytes)
-            return Kept(tensor, entry)
-        self._leaving.append(entry.reference)
-        return Moved(entry, view)
+            handle = Kept(tensor, entry)
+        else:
+            handle = Moved(entry, view)
+        if director is not None:
+            director.saved(entry)
+        return handle
+
+    def depart(
+        self,
+        entry: Entry,
+        storage: StorageRef,
+        route: Route,
+        action: Action,
+        place: Place,
+        dtype: torch.dtype,
+    ) -> str | None:
+        """Start sending an entry's storage away. None, or the reason why it stays."""
+        if action is Action.SWAP:
+            return self._swap(entry, storage, route)
+        return self._encode(entry, storage, route, action, place, dtype)
 
     def _swap(self, entry: Entry, storage: StorageRef, route: Route) -> str | None:
         """Start swapping an entry's storage. None, or the reason why it stays."""
@@ -164,6 +230,7 @@ class Saver:
         if sent is None:
             return self._refused(way, entry, route)
         entry.leave(way, *sent)
+        self._leaving.append(entry.reference)
         return None
 
     def _encode(
@@ -172,7 +239,7 @@ class Saver:
         storage: StorageRef,
         route: Route,
         action: Action,
-        visit: Visit,
+        place: Place,
         dtype: torch.dtype,
     ) -> str | None:
         """Start encoding an entry's storage. None, or the reason why it stays."""
@@ -180,24 +247,38 @@ class Saver:
         if way is None:
             reason = "no codec"
         else:
-            expectations = route.expectations
-            expectation = expectations.of(visit.unit, visit.ordinal, entry.nbytes, dtype)
-            if expectation.pays:
-                sent = way.send(storage, expectation)
-                if sent is None and expectation.trial:
-                    expectation = expectations.settled(expectation)
-                    sent = way.send(storage, expectation)
-                if sent is not None:
-                    entry.leave(way, *sent)
-                    made = _Encoding(expectations, expectation, sent[0].watch(), entry.reference)
-                    # Where nothing works ahead an encode has ended, unless it failed.
-                    if way.works_ahead or made.watch.report() is not None:
-                        self._encoding.append(made)
-                    return None
-                reason = self._refused(way, entry, route)
-            else:
+            expectation = route.expectations.of(place.unit, place.ordinal, entry.nbytes, dtype)
+            if not expectation.pays:
                 reason = "does not shrink"
+            elif self.send_encode(entry, storage, way, route, expectation):
+                return None
+            else:
+                reason = self._refused(way, entry, route)
         return reason if action is Action.ENCODE else self._swap(entry, storage, route)
+
+    def send_encode(
+        self,
+        entry: Entry,
+        storage: StorageRef,
+        way: Way,
+        route: Route,
+        expectation: Expectation,
+    ) -> bool:
+        """Start encoding. Whether there was room."""
+        expectations = route.expectations
+        sent = way.send(storage, expectation)
+        if sent is None and expectation.trial:
+            expectation = expectations.settled(expectation)
+            sent = way.send(storage, expectation)
+        if sent is None:
+            return False
+        entry.leave(way, *sent)
+        self._leaving.append(entry.reference)
+        made = _Encoding(expectations, expectation, sent[0].watch(), entry.reference)
+        # Where nothing works ahead an encode has ended, unless it failed.
+        if way.works_ahead or made.watch.report() is not None:
+            self._encoding.append(made)
+        return True
 
     def _refused(self, way: Way, entry: Entry, route: Route) -> str:
         """A way has no room: the reason in the statistics. In full it is told once."""
@@ -282,12 +363,15 @@ class Saver:
             self.ledger.fold_retired()
             if self._encoding:
                 self._learn()
+            director = self.director
+            if director is not None:
+                director.demanding(entry)
             storage, late = entry.bring()
             arrival = entry.remains.arrival
             if late:
                 self.ledger.stalls += 1
             if entry.passage is not None:
-                self._prefetch(entry.passage.demand(entry.index))
+                self.look_ahead(entry.passage, entry.index)
         if arrival is not None:
             begin = perf_counter()
             try:
@@ -295,6 +379,8 @@ class Saver:
             except native.TransferError as error:
                 raise TransferError(f"a saved tensor cannot be brought back: {error}") from error
             self.ledger.exposed_wait_s += perf_counter() - begin
+        if director is not None:
+            director.demanded(entry)
         return storage
 
     def demand_kept(self, entry: Entry) -> None:
@@ -304,6 +390,9 @@ class Saver:
             if passage is None:
                 return
             self.ledger.fold_retired()
+            director = self.director
+            if director is not None:
+                director.demanding(entry)
             index = entry.index
             if (
                 index in passage.held
@@ -311,33 +400,58 @@ class Saver:
                 and entry.held_by_handles_only()
             ):
                 passage.held.discard(index)  # next time it would be freed, so it may leave
-            self._prefetch(passage.demand(index))
+            self.look_ahead(passage, index)
+            if director is not None:
+                director.demanded(entry)
+
+    def look_ahead(self, passage: Passage[Entry], index: int) -> None:
+        """A storage is demanded: what comes next is brought back."""
+        self._prefetch(passage.demand(index))
 
     def _prefetch(self, entries: Iterable[Entry]) -> None:
-        for entry in entries:
-            way = entry.way
-            if entry.away is None or way is None or not way.works_ahead:
-                continue
-            if entry.storage is not None or not entry.gone():
-                continue
-            try:
-                entry.fetch()
-            except torch.OutOfMemoryError:
-                return  # the demand itself will ask again, when there may be room
+        try:
+            for entry in entries:
+                self.fetch(entry)
+        except torch.OutOfMemoryError:
+            return  # the demand itself will ask again, when there may be room
+
+    def fetch(self, entry: Entry) -> bool:
+        """Start bringing an entry back, unless it is not away. Whether that was done."""
+        way = entry.way
+        if entry.away is None or way is None or not way.works_ahead:
+            return False
+        if entry.storage is not None or not entry.gone():
+            return False
+        entry.fetch()  # may be out of memory
+        return True
 
 
 class Visit:
-    """One installation of a saver's hooks: a ``with`` block, or one call of a unit."""
+    """One installation of a saver's hooks: a ``with`` block, or one call of a unit.
 
-    __slots__ = ("covered", "ordinal", "outer", "pushed", "saver", "unit")
+    Args:
+        action: what to do with all that is packed, instead of what the policy says.
+        group: storages of one group come back in the order in which they were saved
+            (`Passage.admit`).
+    """
 
-    def __init__(self, saver: Saver, unit: str) -> None:
+    __slots__ = ("action", "covered", "group", "ordinal", "outer", "pushed", "saver", "unit")
+
+    def __init__(
+        self, saver: Saver, unit: str, action: Action | None = None, group: int | None = None
+    ) -> None:
         self.saver = saver
         self.unit = unit
-        self.covered = saver.policy.covers(unit)
+        self.action = action
+        self.group = group
+        self.covered = action is not None or saver.policy.covers(unit)
         self.ordinal = -1  # of the storage that was considered last
         self.outer: HookPair | None = None
         self.pushed = False
+
+    def within(self, unit: str, action: Action | None, group: int | None) -> Visit:
+        """Another visit for a part of what this one is for: a region of a checkpoint."""
+        return Visit(self.saver, unit, action, group)
 
     def enter(self) -> None:
         """Install the hooks, unless saving here is somebody else's business.
@@ -434,9 +548,21 @@ def is_frozen_parameter(tensor: torch.Tensor) -> bool:
     return type(owner) is not torch.Tensor and isinstance(owner, torch.nn.Parameter)
 
 
+def current_visit() -> Visit | None:
+    """The visit whose hooks this thread would save through now, if they are memswap's."""
+    top = _top_hooks(True)
+    owner = None if top is None else getattr(top[0], "__self__", None)
+    return owner if isinstance(owner, Visit) else None
+
+
 def in_backward() -> bool:
     """Whether this thread runs a backward pass now."""
-    return bool(_graph_task() != -1)
+    return graph_task() != -1
+
+
+def graph_task() -> int:
+    """The number of the backward pass that this thread runs; -1: none."""
+    return int(_graph_task())
 
 
 def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
