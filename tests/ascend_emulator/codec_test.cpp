@@ -204,6 +204,38 @@ void check_hostile(const Frame& frame, bool verify, const std::string& what) {
   }
 }
 
+// LQ3 and FW alone cost little beside all modes where exponents are as in a normal distribution, as
+// those of activations are, and nothing where they are constant or of any kind.
+void test_ratio() {
+  struct Case {
+    Pattern pattern;
+    Dtype dtype;
+    double most;  // times the canonical frame
+  };
+  for (const Case& one : {Case{{Kind::kNormal, 0}, Dtype::kBf16, 1.07},
+                          {{Kind::kNormal, 0}, Dtype::kFp16, 1.07},
+                          {{Kind::kNormal, 0}, Dtype::kFp32, 1.03},
+                          {{Kind::kDecay, 13}, Dtype::kBf16, 1.001},
+                          {{Kind::kRandomBits, 0}, Dtype::kBf16, 1.0},
+                          {{Kind::kConstant, 1}, Dtype::kBf16, 1.0}}) {
+    const Format format{one.dtype, Shape::kDense};
+    const uint64_t elements = 4 * frame::kTileElements;
+    const Layout layout = format.layout(elements);
+    const Data data = make(one.pattern, one.dtype, 1, elements);
+    Run run;
+    run.cores = 1;  // no gaps
+    const auto ratio = [&](const Frame& frame) {
+      return static_cast<double>(layout.bytes(frame.header().var_used)) /
+             static_cast<double>(data.size());
+    };
+    const double kernels = ratio(ascend_encode(format, data, layout.max_var_units(), run));
+    const double canonical = ratio(cpu_encode(format, data));
+    std::printf("%s, pattern %d: %.4f of the raw bytes, canonical %.4f\n", format.name().c_str(),
+                static_cast<int>(one.pattern.kind), kernels, canonical);
+    check(kernels <= one.most * canonical, format.name() + ": the profile costs more than it did");
+  }
+}
+
 // The fuzzer's frames as they are, and each with bytes changed.
 void test_corpus(const std::string& folder, uint32_t rounds) {
   uint32_t frames = 0;
@@ -238,7 +270,7 @@ void test_corpus(const std::string& folder, uint32_t rounds) {
 }  // namespace
 }  // namespace memswap::test
 
-// Arguments: kernels/tests, then what to run: golden, corpus, or the name of a format.
+// Arguments: kernels/tests, then what to run: golden, corpus, cores, ratio, or formats.
 int main(int argc, char** argv) {
   using namespace memswap::test;
   const std::string folder = argc > 1 ? argv[1] : ".";
@@ -248,6 +280,8 @@ int main(int argc, char** argv) {
       test_golden(folder);
     } else if (wanted == "corpus") {
       test_corpus(folder, 24);
+    } else if (wanted == "ratio") {
+      guarded("ratio", [] { test_ratio(); });
     } else if (wanted == "cores") {
       guarded("many cores", [] { test_every_core_has_tiles(); });
     }
