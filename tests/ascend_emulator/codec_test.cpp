@@ -204,6 +204,34 @@ void check_hostile(const Frame& frame, bool verify, const std::string& what) {
   }
 }
 
+// A barrier that is left out of a kernel is noticed, unless another orders the same operations. The
+// sample is spread over the first tiles and reaches every part of a coder and a reader.
+void test_missing_barriers(const Format& format) {
+  const Data data = sample(format, 3 * frame::kTileElements);
+  const uint64_t capacity = format.layout(3 * frame::kTileElements).max_var_units();
+  const Frame good = cpu_encode(format, data);
+  constexpr int kSamples = 24;
+  for (const bool encodes : {true, false}) {
+    int noticed = 0;
+    for (int i = 0; i < kSamples; ++i) {
+      Run run;
+      run.cores = 1;
+      run.options.skipped_barrier = 3 + i * 9;
+      try {
+        Data output(data.size());
+        encodes ? void(ascend_encode(format, data, capacity, run))
+                : void(ascend_decode(format, good, &output, run));
+      } catch (const Violation& violation) {
+        device().reset();
+        noticed += violation.rule() == "hazard" ? 1 : 0;
+      }
+    }
+    std::printf("%s: %d of %d missing barriers of the %s\n", format.name().c_str(), noticed,
+                kSamples, encodes ? "encoder" : "decoder");
+    check(3 * noticed >= 2 * kSamples, format.name() + ": missing barriers are noticed");
+  }
+}
+
 // LQ3 and FW alone cost little beside all modes where exponents are as in a normal distribution, as
 // those of activations are, and nothing where they are constant or of any kind.
 void test_ratio() {
@@ -270,7 +298,8 @@ void test_corpus(const std::string& folder, uint32_t rounds) {
 }  // namespace
 }  // namespace memswap::test
 
-// Arguments: kernels/tests, then what to run: golden, corpus, cores, ratio, or formats.
+// Arguments: kernels/tests, then what to run: golden, corpus, cores, ratio, barriers, or
+// formats.
 int main(int argc, char** argv) {
   using namespace memswap::test;
   const std::string folder = argc > 1 ? argv[1] : ".";
@@ -280,6 +309,13 @@ int main(int argc, char** argv) {
       test_golden(folder);
     } else if (wanted == "corpus") {
       test_corpus(folder, 24);
+    } else if (wanted == "barriers") {
+      for (const Shape shape : {Shape::kDense, Shape::kSparse}) {
+        test_missing_barriers({Dtype::kBf16, shape});
+        test_missing_barriers({Dtype::kFp64, shape});
+      }
+      test_missing_barriers({Dtype::kFp32, Shape::kUpcast});
+      test_missing_barriers({Dtype::kInt64, Shape::kInts});
     } else if (wanted == "ratio") {
       guarded("ratio", [] { test_ratio(); });
     } else if (wanted == "cores") {

@@ -44,7 +44,8 @@ inline constexpr int kMaxBuffersPerPosition = 8;
 struct Options {
   Order order = Order::kRandom;
   uint64_t seed = 0;
-  bool report_hazards = true;  // false: show what a missing edge does to the bytes
+  bool report_hazards = true;    // false: show what a missing edge does to the bytes
+  int64_t skipped_barrier = -1;  // a mutation: this PipeBarrier<PIPE_V> of block 0 does nothing
 };
 
 // A buffer of a queue or a TBuf.
@@ -73,6 +74,7 @@ class Core {
                   options.report_hazards, kUnifiedBytes),
         block(block),
         blocks(blocks),
+        skipped_barrier(block == 0 ? options.skipped_barrier : -1),
         unified(kUnifiedBytes + 64),
         initialized_(kUnifiedBytes, 0) {
     std::mt19937_64 random(options.seed ^ 0x9e3779b97f4a7c15u);
@@ -164,6 +166,8 @@ class Core {
   Pipelines pipelines;
   const int block;
   const int blocks;
+  const int64_t skipped_barrier;
+  int64_t vector_barriers = 0;
   std::vector<uint8_t> unified;
   std::vector<Buffer> buffers;
   int buffers_of_position[16] = {};

@@ -58,7 +58,10 @@ void WaitFlag(int32_t id) {
 template <pipe_t kPipe>
 void PipeBarrier() {
   static_assert(kPipe != PIPE_S, "rule event: there is no PipeBarrier<PIPE_S>");
-  ascend_emulator::core().pipelines.barrier(kPipe);
+  ascend_emulator::Core& core = ascend_emulator::core();
+  if (kPipe != PIPE_V || core.vector_barriers++ != core.skipped_barrier) {
+    core.pipelines.barrier(kPipe);
+  }
 }
 
 template <class T, MaskMode kMode = MaskMode::NORMAL>
