@@ -27,7 +27,7 @@ def example() -> ModuleType:
     return module
 
 
-@distributed(2, 4)
+@distributed(4)
 @pytest.mark.parametrize("checkpoint", [0, 2])
 @pytest.mark.parametrize("manage", [False, True], ids=["", "manage"])
 def test_the_losses_are_those_of_one_process(rank: Rank, manage: bool, checkpoint: int) -> None:
