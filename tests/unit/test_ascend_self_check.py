@@ -12,6 +12,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
+# The first import of the simulated device builds it.
+pytestmark = pytest.mark.timeout(900)
+
 # The simulated device with a codec that asks for the check; `wrong(table)` may break the kernels.
 PROGRAM = """
 import ctypes, sys
@@ -82,7 +85,7 @@ def run(wrong: str, program: str) -> str:
     """Run `program` behind the preparation above and return what it printed."""
     source = PROGRAM.format(root=str(ROOT), wrong=wrong) + textwrap.dedent(program)
     done = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", source], capture_output=True, text=True, check=False, timeout=900
     )
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     return done.stdout
