@@ -7,6 +7,7 @@
 #include "codec/codec_lane.h"
 #include "codec/dtypes.h"
 #include "codec/host_memory.h"
+#include "codec/self_check.h"
 #include "codec/stream_codec_lane.h"
 #include "codec/tensors.h"
 #include "codec/worker_codec_lane.h"
@@ -122,6 +123,15 @@ void bind_backends(py::module_& module) {
         return codec ? std::optional<std::string>(codec->name) : std::nullopt;
       },
       py::arg("device"));
+  module.def(
+      "codec_fault",
+      [](const c10::Device& device) {
+        const memswap_codec* codec = codec_of(device.type());
+        return codec ? distrust(*codec, device) : std::string("no codec serves the device");
+      },
+      py::arg("device"), without_gil(),
+      "Why the device's codec must not encode there; empty where it may "
+      "(csrc/codec/self_check.h).");
 }
 
 void bind_codec_lanes(py::module_& module) {

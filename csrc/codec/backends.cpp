@@ -17,6 +17,10 @@ struct Table {
 #if defined(MEMSWAP_WITH_CUDA_CODEC)
     entries[static_cast<size_t>(c10::DeviceType::CUDA)] = memswap_codec_cuda();
 #endif
+#if defined(MEMSWAP_WITH_ASCEND_CODEC)
+    // torch_npu's device type; a build with CANN is for no other device of that type.
+    entries[static_cast<size_t>(c10::DeviceType::PrivateUse1)] = memswap_codec_ascend();
+#endif
   }
   std::array<std::atomic<const memswap_codec*>, kTypes> entries{};
 };

@@ -31,14 +31,15 @@ struct FramePlan {
   size_t frame_bytes() const { return layout.bytes(var_capacity); }
 
   // Units that an encode may need beyond var, whatever the elements are. A tile that does not fit
-  // goes elsewhere as a whole and leaves up to a tile of var unused.
-  uint64_t most_overflow() const {
+  // goes elsewhere as a whole and leaves up to a tile of var unused: once, or as often as the codec
+  // says (memswap_codec::spare_tiles).
+  uint64_t most_overflow(uint32_t spare_tiles) const {
     const uint64_t most = layout.max_var_units();
     if (var_capacity >= most) {
       return 0;
     }
     const uint64_t tile = uint64_t{frame::kTileBlocks} * layout.max_payload_units;
-    return std::min(most, most - var_capacity + tile);
+    return std::min(most, most - var_capacity + spare_tiles * tile);
   }
 };
 

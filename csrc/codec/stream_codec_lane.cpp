@@ -10,6 +10,7 @@
 #include "../pool/pinned_slabs.h"
 #include "../pool/without_gil.h"
 #include "backends.h"
+#include "self_check.h"
 
 namespace memswap {
 
@@ -144,8 +145,12 @@ std::optional<FramePlan> StreamCodecLane::plan(const StorageRefPtr& storage,
   TORCH_CHECK_VALUE(storage && storage->storage.device() == streams_->device(),
                     "memswap: this codec lane serves ", streams_->device(), ", found ",
                     storage ? storage->storage.device().str() : "None");
-  if (codec_of(streams_->device().type()) == nullptr) {
+  const memswap_codec* codec = codec_of(streams_->device().type());
+  if (codec == nullptr) {
     return refuse("no codec is known for " + streams_->device().str());
+  }
+  if (std::string fault = distrust(*codec, streams_->device()); !fault.empty()) {
+    return refuse(std::move(fault));
   }
   std::string reason;
   auto plan = plan_frame(options, storage->storage.data(), storage->storage.nbytes(), reason);
@@ -195,7 +200,7 @@ std::optional<Encoding> StreamCodecLane::start(StorageRefPtr storage, const Fram
                   header_pool_->statistics().last_refusal);
   }
   std::shared_ptr<Arena::Share> overflow;
-  if (const uint64_t most = plan.most_overflow(); most > 0) {
+  if (const uint64_t most = plan.most_overflow(codec.spare_tiles); most > 0) {
     std::string reason;
     overflow = arena_->reserve(most, reason);
     if (!overflow) {

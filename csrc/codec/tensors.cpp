@@ -13,6 +13,7 @@
 #include "host_memory.h"
 #include "memswap/portable.h"
 #include "parallel.h"
+#include "self_check.h"
 
 namespace memswap {
 namespace {
@@ -71,6 +72,14 @@ at::Tensor new_host_frame(size_t nbytes) { return new_bytes(nbytes, c10::kCPU); 
 
 at::Tensor encode_tensor(const at::Tensor& self, int64_t dtype, int64_t shape, bool checksum) {
   const memswap_codec& codec = codec_for(self);
+  if (const std::string reason = distrust(codec, self.device()); !reason.empty()) {
+    throw std::runtime_error("memswap: " + reason);
+  }
+  return encode_with(codec, self, dtype, shape, checksum);
+}
+
+at::Tensor encode_with(const memswap_codec& codec, const at::Tensor& self, int64_t dtype,
+                       int64_t shape, bool checksum) {
   const c10::DeviceGuard guard(self.device());
   const at::Tensor input = self.contiguous();
   checked_layout(dtype, shape, 0);
@@ -136,7 +145,11 @@ at::Tensor exact_frame(const at::Tensor& frame) {
 
 at::Tensor decode_tensor(const at::Tensor& given, at::IntArrayRef size, at::ScalarType dtype,
                          bool check_decode) {
-  const memswap_codec& codec = codec_for(given);
+  return decode_with(codec_for(given), given, size, dtype, check_decode);
+}
+
+at::Tensor decode_with(const memswap_codec& codec, const at::Tensor& given, at::IntArrayRef size,
+                       at::ScalarType dtype, bool check_decode) {
   const c10::DeviceGuard guard(given.device());
   const at::Tensor frame = aligned(given);
   at::Tensor output = new_tensor(size, given.options().dtype(dtype));

@@ -23,6 +23,11 @@ at::Tensor new_host_frame(size_t nbytes);
 // header is complete afterwards. Throws std::invalid_argument for codes that do not fit.
 at::Tensor encode_tensor(const at::Tensor& self, int64_t dtype, int64_t shape, bool checksum);
 
+// The same by a codec that has yet to be trusted (self_check.h); encode_tensor throws
+// std::runtime_error where the device's codec is not.
+at::Tensor encode_with(const memswap_codec& codec, const at::Tensor& self, int64_t dtype,
+                       int64_t shape, bool checksum);
+
 // The same frame in memory of exactly its length, with var_capacity = var_used. On a CPU the rest
 // of the memory is given back; on any other device this waits for the encode and copies.
 at::Tensor exact_frame(const at::Tensor& frame);
@@ -31,6 +36,8 @@ at::Tensor exact_frame(const at::Tensor& frame);
 // CPU; on any other device only check_decode = true, which waits, can know.
 at::Tensor decode_tensor(const at::Tensor& frame, at::IntArrayRef size, at::ScalarType dtype,
                          bool check_decode);
+at::Tensor decode_with(const memswap_codec& codec, const at::Tensor& frame, at::IntArrayRef size,
+                       at::ScalarType dtype, bool check_decode);
 
 // The frame in host memory, exact and with positions in the order of tiles (docs/format.md section
 // 1, portable). Waits for the device. Throws DamagedFrameError if the frame contradicts itself.

@@ -6,25 +6,20 @@
 
 namespace memswap::ascend {
 
-class Bits {
+class BitsCoder : public ChecksumScratch<1> {
  public:
+  static constexpr uint32_t kWidth = 1;
   static constexpr uint32_t kSlabBytes = frame::kBitmapBytes;
-  static constexpr uint32_t kPayloadBytes = kBlockLanes;
-  static constexpr uint32_t kMode = frame::kBitmap;
-  static constexpr uint32_t kBlocks = PlainStep<1>::kBlocks;
-  static constexpr uint32_t kLiteralBytes = kBlockLanes - kSlabBytes;
 
   __aicore__ inline void init(TPipe* pipe) {
     pipe_ = pipe;
+    ChecksumScratch<1>::init(pipe);
     pipe->InitBuffer(lanes_, 2 * kBlocks * kBlockLanes * 2);
     pipe->InitBuffer(greatest_, 64);
-    pipe->InitBuffer(ones_, kBlockLanes * 2);
-    Duplicate(ones_.Get<half>(), static_cast<half>(1.0f), static_cast<int32_t>(kBlockLanes));
-    barrier();
   }
 
-  __aicore__ inline bool encode(const Bytes& x, const Bytes& slab, uint32_t, uint32_t blocks,
-                                uint32_t first, TileRecord* record, PayloadWriter* payloads) {
+  __aicore__ inline void encode(const Step& step, const Bytes& x, const Bytes& slab,
+                                PayloadWriter* payloads, HeaderCounters*) {
     constexpr uint32_t n = kBlocks * kBlockLanes;
     const Lanes values = lanes_.Get<int16_t>();
     const LocalTensor<half> greatest = greatest_.Get<half>();
@@ -44,19 +39,17 @@ class Bits {
     barrier();
     Cast(words, greatest, RoundMode::CAST_RINT, kBlocks);
     hand_over<HardEvent::V_S>(pipe_);
-    bool stored = true;
     bool moved = false;
-    for (uint32_t b = 0; b < blocks; ++b) {
+    for (uint32_t b = 0; b < step.blocks; ++b) {
       if (words.GetValue(b) <= 1) {
-        record->set(first + b, frame::kBitmap, 0, 0);
+        payloads->set(step.first + b, frame::kBitmap, 0, 0);
         continue;
       }
       barrier();
       copy_bytes(slab[b * kSlabBytes], x[b * kBlockLanes], kSlabBytes);
-      record->set(first + b, frame::kLiteral, kLiteralBytes / frame::kUnitBytes, 0);
-      GM_ADDR to = payloads->take(kLiteralBytes / frame::kUnitBytes);
+      GM_ADDR to =
+          payloads->add(step.first + b, frame::kLiteral, kLiteralBytes / frame::kUnitBytes, 0);
       if (to == nullptr) {
-        stored = false;
         continue;
       }
       if (!moved) {
@@ -68,40 +61,65 @@ class Bits {
     if (moved) {
       hand_over<HardEvent::MTE3_V>(pipe_);  // before the queue gives x away
     }
-    return stored;
-  }
-
-  __aicore__ inline void load(const Bytes& payload, GM_ADDR from, uint32_t mode, uint32_t bytes) {
-    if (mode == frame::kLiteral && bytes == kLiteralBytes) {
-      GlobalTensor<uint8_t> global;
-      global.SetGlobalBuffer(reinterpret_cast<__gm__ uint8_t*>(from), bytes);
-      DataCopyPad(payload, global, DataCopyExtParams(1, bytes, 0, 0, 0),
-                  DataCopyPadExtParams<uint8_t>(false, 0, 0, 0));
-    }
-  }
-
-  __aicore__ inline bool decode(const Bytes& x, const Bytes& slab, const Bytes& payload,
-                                uint32_t mode, uint32_t bytes, uint32_t) {
-    if (bytes != (mode == frame::kLiteral ? kLiteralBytes : 0)) {
-      return false;
-    }
-    if (mode == frame::kLiteral) {
-      copy_bytes(x, slab, kSlabBytes);
-      copy_bytes(x[kSlabBytes], payload, kLiteralBytes);
-      return true;
-    }
-    const Lanes values = lanes_.Get<int16_t>();
-    barrier();
-    Select(as_half(values), slab, ones_.Get<half>(), static_cast<half>(0.0f),
-           SELMODE::VSEL_TENSOR_SCALAR_MODE, kBlockLanes);
-    barrier();
-    half_to_bytes(x, values, kBlockLanes);
-    return true;
   }
 
  private:
+  static constexpr uint32_t kBlocks = step_blocks(1);
+  static constexpr uint32_t kLiteralBytes = kBlockLanes - kSlabBytes;
+
   TPipe* pipe_;
-  TBuf<TPosition::VECCALC> lanes_, greatest_, ones_;
+  TBuf<TPosition::VECCALC> lanes_, greatest_;
+};
+
+class BitsReader : public ChecksumScratch<1> {
+ public:
+  static constexpr uint32_t kWidth = 1;
+  static constexpr uint32_t kSlabBytes = frame::kBitmapBytes;
+  static constexpr uint32_t kSlotBytes = kBlockLanes - kSlabBytes;
+  static constexpr uint32_t kMaxUnits = kSlotBytes / frame::kUnitBytes;
+
+  __aicore__ static constexpr bool takes(uint32_t mode) {
+    return mode == frame::kBitmap || mode == frame::kLiteral;
+  }
+
+  __aicore__ inline void init(TPipe* pipe) {
+    ChecksumScratch<1>::init(pipe);
+    pipe->InitBuffer(lanes_, kBlockLanes * 2);
+    pipe->InitBuffer(ones_, kBlockLanes * 2);
+    Duplicate(ones_.Get<half>(), static_cast<half>(1.0f), static_cast<int32_t>(kBlockLanes));
+    barrier();
+  }
+
+  __aicore__ inline void load(const Bytes& slot, GM_ADDR from, uint32_t, uint32_t units) {
+    load_bytes(slot, from, units * frame::kUnitBytes);
+  }
+
+  __aicore__ inline uint32_t decode(const Plan& plan, const Bytes& x, const Bytes& slab,
+                                    const Bytes& slots) {
+    const Lanes values = lanes_.Get<int16_t>();
+    uint32_t errors = 0;
+    for (uint32_t b = 0; b < plan.blocks; ++b) {
+      const Bytes block = x[b * kBlockLanes];
+      const Bytes bitmap = slab[b * kSlabBytes];
+      if (plan.mode[b] == frame::kLiteral) {
+        errors |= read_literal(block, bitmap, kSlabBytes, slots[b * kSlotBytes], plan.units[b],
+                               kBlockLanes)
+                      ? 0u
+                      : uint32_t{frame::kBadPayload};
+        continue;
+      }
+      errors |= plan.units[b] == 0 ? 0u : uint32_t{frame::kBadPayload};
+      barrier();
+      Select(as_half(values), bitmap, ones_.Get<half>(), static_cast<half>(0.0f),
+             SELMODE::VSEL_TENSOR_SCALAR_MODE, kBlockLanes);
+      barrier();
+      half_to_bytes(block, values, kBlockLanes);
+    }
+    return errors;
+  }
+
+ private:
+  TBuf<TPosition::VECCALC> lanes_, ones_;
 };
 
 }  // namespace memswap::ascend

@@ -1,71 +1,26 @@
-// The encoder of shape dense: per block the shorter of LQ3 and FW, with the canonical centres. LQ2
-// is not for this vector unit: a quarter of the elements would be escapes.
+// The coder of shapes dense and upcast: per block the shorter of LQ3 and FW, with the canonical
+// centres. LQ2 is not for this vector unit: a quarter of the elements would be escapes. In shape
+// upcast a block whose low halves are not all 0 is literal.
 #pragma once
 
-#include "checksum.h"
+#include "encode_frame.h"
 #include "lq3_escapes.h"
 #include "splits.h"
 #include "statistics.h"
-#include "tile_records.h"
 
 namespace memswap::ascend {
 
 template <class Split>
-class DenseEncoder {
+class DenseCoder {
  public:
-  __aicore__ inline DenseEncoder(TPipe* pipe, const EncodeJob& job)
-      : pipe_(pipe),
-        job_(job),
-        share_(job.elements, Split::kSlabBytes),
-        room_(share_, job.var_capacity) {}
+  static constexpr uint32_t kWidth = Split::kWidth;
+  static constexpr uint32_t kSlabBytes = rest_bytes<Split>() + frame::kLowPlaneBytes;
 
-  __aicore__ inline void run() {
-    counters_.init(pipe_, job_.frame);
-    if (share_.first_tile < share_.end_tile) {
-      init();
-      load(0);
-      const uint32_t steps = (share_.end_tile - share_.first_tile) * kSteps;
-      for (uint32_t step = 0; step < steps; ++step) {
-        if (step + 1 < steps) {
-          load(step + 1);
-        }
-        if (step % kSteps == 0) {
-          record_ = TileRecord();
-          sum_ = 0;
-          record_.base = room_.next();
-          stored_ = true;
-        }
-        if (count_of(step) != 0) {
-          encode(step);
-        }
-        if (step % kSteps == kSteps - 1) {
-          record_.checksum = static_cast<uint32_t>(sum_ % Checksum::kPrime);
-          counters_.count(record_, stored_);
-          records_.add(record_);
-        }
-      }
-      records_.flush();
-      if (share_.end_tile == share_.tiles) {
-        counters_.set_var_used(room_.next());
-      }
-    }
-    counters_.store();
-  }
-
- private:
-  static constexpr uint32_t kBlocks = Split::kBlocks;
-  static constexpr uint32_t kLanes = kBlocks * kBlockLanes;
-  static constexpr uint32_t kSteps = frame::kTileBlocks / kBlocks;  // per tile
-  static constexpr uint32_t kStepBytes = kLanes * Split::kWidth;
-  static constexpr uint32_t kWords = kStepBytes / 4;
-  static constexpr uint32_t kSlotWords = kSlotBytes / 4;
-
-  __aicore__ inline void init() {
-    pipe_->InitBuffer(in_, 2, kStepBytes);
-    pipe_->InitBuffer(slabs_, 2, kBlocks * Split::kSlabBytes);
+  __aicore__ inline void init(TPipe* pipe) {
+    pipe_ = pipe;
     pipe_->InitBuffer(payloads_, 2, kBlocks * 128 * (Split::kExponentBits - 2));
     pipe_->InitBuffer(exponents_, kLanes * 2);
-    pipe_->InitBuffer(work_, 4 * kLanes * 2);
+    pipe_->InitBuffer(work_, kVectors * kLanes * 2);
     pipe_->InitBuffer(slots_, kBlocks * kSlotBytes);
     pipe_->InitBuffer(used_, kBlocks * 32);
     pipe_->InitBuffer(indices_, kSlotWords * 4);
@@ -74,60 +29,71 @@ class DenseEncoder {
     barrier();
     statistics_.init(pipe_);
     escapes_.init(pipe_);
-    if (job_.checksum != 0) {
-      checksum_.init(pipe_);
+    if constexpr (kUpcast) {
+      pipe_->InitBuffer(greatest_, 64);
     }
-    records_.init(pipe_, job_.frame + share_.records, share_.first_tile);
   }
+
+  __aicore__ inline LocalTensor<int32_t> scratch() { return work_.Get<int32_t>(); }
+
+  __aicore__ inline void encode(const Step& step, const Bytes& x, const Bytes& slab,
+                                PayloadWriter* payloads, HeaderCounters* counters) {
+    const Lanes e = exponents_.Get<int16_t>();
+    Split::take(x, e, work(0), masks_);
+    bool literal[kBlocks] = {};
+    if constexpr (kUpcast) {
+      find_literal(literal);
+    }
+    uint32_t offset = 0;
+    for (uint32_t i = 0; i < Split::kFields; ++i) {
+      store_field(slab[offset], kSlabBytes, work(i), work(Split::kFields), Split::field_width(i),
+                  kBlocks);
+      offset += kBlockLanes / 8 * Split::field_width(i);
+    }
+    statistics_.compute(e, work(1), work(3), kBlocks, blocks_);
+    encode_lq3(e, slab);
+    finish_blocks(step, literal, x, e, slab, payloads, counters);
+  }
+
+ private:
+  static constexpr uint32_t kBlocks = Split::kBlocks;
+  static constexpr uint32_t kLanes = Split::kLanes;
+  static constexpr uint32_t kSlotWords = kSlotBytes / 4;
+  static constexpr bool kUpcast = std::is_same_v<Split, SplitUpcast>;
+  // A lane per element each, for planes, statistics and the checksum.
+  static constexpr uint32_t kVectors = max_of(4u, Split::kTakeVectors, kWidth);
+  static constexpr uint32_t kRestBytes = rest_bytes<Split>();
+  static constexpr uint32_t kBlockBytes = kBlockLanes * kWidth;
+  static constexpr uint32_t kLiteralBytes = kBlockBytes - kSlabBytes;
 
   // The work tensors are neighbours.
   __aicore__ inline Lanes work(uint32_t i) { return work_.Get<int16_t>()[i * kLanes]; }
 
-  __aicore__ inline uint32_t first_block(uint32_t step) {
-    return share_.first_tile * frame::kTileBlocks + step * kBlocks;
-  }
-  __aicore__ inline uint32_t count_of(uint32_t step) {
-    return first_block(step) < share_.blocks
-               ? Share::elements_from(job_.elements, first_block(step), kLanes)
-               : 0;
-  }
-
-  __aicore__ inline void load(uint32_t step) {
-    const uint32_t count = count_of(step);
-    if (count == 0) {
-      return;
-    }
-    GlobalTensor<int16_t> from;
-    from.SetGlobalBuffer(reinterpret_cast<__gm__ int16_t*>(
-        job_.input + uint64_t{first_block(step)} * kBlockLanes * Split::kWidth));
-    Lanes x = in_.template AllocTensor<int16_t>();
-    DataCopyPad(x, from, DataCopyExtParams(1, count * Split::kWidth, 0, 0, 0),
-                DataCopyPadExtParams<int16_t>(false, 0, 0, 0));
-    in_.EnQue(x);
-  }
-
-  __aicore__ inline void encode(uint32_t step) {
-    const uint32_t count = count_of(step);
-    const uint32_t blocks = (count + kBlockLanes - 1) / kBlockLanes;
-    const Lanes e = exponents_.Get<int16_t>();
-    Lanes x = in_.template DeQue<int16_t>();
-    Bytes slab = slabs_.template AllocTensor<uint8_t>();
-    if (count < kLanes) {
-      fill(x, count * Split::kWidth / 2, kStepBytes / 2, (int16_t)0);
-    }
+  // Blocks of which some low half is not 0.
+  __aicore__ inline void find_literal(bool* literal) {
+    const Lanes low = work(SplitUpcast::kLowHalves);
+    const Lanes scratch = work(SplitUpcast::kLowHalves + 1);
+    const LocalTensor<half> greatest = greatest_.Get<half>();
+    const LocalTensor<int32_t> words = greatest_.Get<int32_t>()[8];
+    // 1 where any bit is set: the upper ones come down, the rest is small and positive.
+    extract(scratch, low, 8, 8, masks_, kLanes);
+    and_all(low, low, masks_.low_bits(8), kLanes);
     barrier();
-    if (job_.checksum != 0) {
-      checksum_.compute(x.template ReinterpretCast<int32_t>(), work_.Get<int32_t>(), kWords);
+    Or(as_bits(low), as_bits(low), as_bits(scratch), static_cast<int32_t>(kLanes));
+    hand_over<HardEvent::S_V>(pipe_);
+    barrier();
+    const Lanes folded = fold_to_64<Fold::kMax>(low, scratch, kBlocks);
+    lanes_to_half(folded, kBlocks * 64);
+    Duplicate(greatest, static_cast<half>(0.0f), 16);
+    barrier();
+    WholeReduceMax(greatest, as_half(folded), 64, static_cast<int32_t>(kBlocks), 1, 1, 4,
+                   ReduceOrder::ORDER_ONLY_VALUE);
+    barrier();
+    Cast(words, greatest, RoundMode::CAST_RINT, 8);
+    hand_over<HardEvent::V_S>(pipe_);
+    for (uint32_t b = 0; b < kBlocks; ++b) {
+      literal[b] = words.GetValue(b) != 0;
     }
-    Split::split(x, e, work(1), work(2), work(3), slab, masks_);
-    in_.FreeTensor(x);
-    statistics_.compute(e, work(1), work(3), kBlocks, blocks_);
-    if (job_.checksum != 0) {
-      sum_ += checksum_.result(step % kSteps * kWords);
-    }
-    encode_lq3(e, slab);
-    finish_blocks(step, count, blocks, e, slab);
-    store_slab(step, blocks, slab);
   }
 
   // Every block in LQ3.
@@ -162,8 +128,8 @@ class DenseEncoder {
     lanes_to_half(codes, kLanes);
     barrier();
     for (uint32_t b = 0; b < kBlocks; ++b) {
-      half_to_bytes(slab[b * Split::kSlabBytes + Split::kRestBytes],
-                    packed[b * frame::kLowPlaneBytes], frame::kLowPlaneBytes);
+      half_to_bytes(slab[b * kSlabBytes + kRestBytes], packed[b * frame::kLowPlaneBytes],
+                    frame::kLowPlaneBytes);
     }
     escapes_.compare(codes, slots, kBlocks);
     for (uint32_t b = 0; b < kBlocks; ++b) {
@@ -174,15 +140,20 @@ class DenseEncoder {
   }
 
   // Chooses, makes FW blocks of those that are shorter so, and stores the payloads.
-  __aicore__ inline void finish_blocks(uint32_t step, uint32_t count, uint32_t blocks,
-                                       const Lanes& e, const Bytes& slab) {
-    uint32_t units[kBlocks];
+  __aicore__ inline void finish_blocks(const Step& step, const bool* literal, const Bytes& x,
+                                       const Lanes& e, const Bytes& slab, PayloadWriter* payloads,
+                                       HeaderCounters* counters) {
+    uint32_t units[kBlocks] = {};
     bool any_explicit = false;
+    bool any_literal = false;
     uint32_t total = 0;
-    const uint32_t first = step % kSteps * kBlocks;
-    for (uint32_t b = 0; b < kBlocks; ++b) {
-      units[b] = 0;
-      if (b >= blocks) {
+    for (uint32_t b = 0; b < step.blocks; ++b) {
+      if (literal[b]) {
+        any_literal = true;
+        units[b] = kLiteralBytes / frame::kUnitBytes;
+        payloads->set(step.first + b, frame::kLiteral, units[b], 0);
+        counts_[b].explicit_exponents = 0;
+        total += units[b];
         continue;
       }
       const uint32_t range = static_cast<uint32_t>(blocks_[b].max - blocks_[b].min);
@@ -195,31 +166,54 @@ class DenseEncoder {
       units[b] = fw_units <= lq3_units ? fw_units : lq3_units;
       if (fw_units <= lq3_units) {
         encode_fw(b, bits, e, slab);
-        record_.set(first + b, frame::kFw2 + bits - 2, fw_units,
-                    static_cast<uint32_t>(blocks_[b].max));
+        payloads->set(step.first + b, frame::kFw2 + bits - 2, fw_units,
+                      static_cast<uint32_t>(blocks_[b].max));
         counts_[b].explicit_exponents = 0;
       } else {
-        record_.set(first + b, frame::kLq3, lq3_units, centers_[b]);
+        payloads->set(step.first + b, frame::kLq3, lq3_units, centers_[b]);
         any_explicit = any_explicit || counts_[b].explicit_exponents != 0;
       }
       total += units[b];
-      counters_.add_zeros(kBlockLanes - static_cast<uint32_t>(blocks_[b].nonzero));
-      counters_.add_center(center_of(blocks_[b], 7));
+      // Missing elements look like zeros.
+      const uint32_t left = step.count - b * kBlockLanes;
+      const uint32_t there = left < kBlockLanes ? left : kBlockLanes;
+      counters->add_zeros(there - static_cast<uint32_t>(blocks_[b].nonzero));
+      counters->add_center(center_of(blocks_[b], 7));
     }
-    // Missing elements were counted as zeros.
-    counters_.add_zeros(count - blocks * kBlockLanes);
-    const uint32_t base = room_.next();
-    if (total == 0) {
+    GM_ADDR to = total != 0 ? payloads->take(total) : nullptr;
+    if constexpr (kUpcast) {
+      if (any_literal) {
+        store_literal(step, literal, units, x, slab, to);
+      }
+    }
+    if (to == nullptr) {
       return;
     }
-    if (!room_.take(total)) {
-      stored_ = false;
-      return;
+    if (any_literal) {
+      store_one_by_one(literal, units, to);
+    } else {
+      store_together(to, units, total);
     }
-    store_payloads(base, units, total);
     if (any_explicit) {
-      store_explicit(base, units);
+      store_explicit(to, units);
     }
+  }
+
+  // What the blocks' slabs have been given so far is overwritten.
+  __aicore__ inline void store_literal(const Step& step, const bool* literal, const uint32_t* units,
+                                       const Bytes& x, const Bytes& slab, GM_ADDR to) {
+    barrier();
+    hand_over<HardEvent::V_MTE3>(pipe_);  // and, by V's own wait, what MTE2 loaded
+    for (uint32_t b = 0; b < step.blocks; ++b) {
+      if (literal[b]) {
+        copy_bytes(slab[b * kSlabBytes], x[b * kBlockBytes], kSlabBytes);
+        if (to != nullptr) {
+          PayloadWriter::store(to, x[b * kBlockBytes + kSlabBytes], kLiteralBytes);
+        }
+      }
+      to = to != nullptr ? to + units[b] * frame::kUnitBytes : to;
+    }
+    hand_over<HardEvent::MTE3_V>(pipe_);  // before the queue gives x away
   }
 
   __aicore__ inline void encode_fw(uint32_t b, uint32_t bits, const Lanes& e, const Bytes& slab) {
@@ -239,7 +233,7 @@ class DenseEncoder {
     pack_rows(packed, symbols, scratch, 2, 1);
     lanes_to_half(packed, frame::kLowPlaneBytes);
     barrier();
-    half_to_bytes(slab[b * Split::kSlabBytes + Split::kRestBytes], packed, frame::kLowPlaneBytes);
+    half_to_bytes(slab[b * kSlabBytes + kRestBytes], packed, frame::kLowPlaneBytes);
     barrier();
     uint32_t shift = 2;
     uint32_t at = 0;
@@ -254,7 +248,7 @@ class DenseEncoder {
   }
 
   // Closes the gaps between the slots and stores one piece.
-  __aicore__ inline void store_payloads(uint32_t base, const uint32_t* units, uint32_t total) {
+  __aicore__ inline void store_together(GM_ADDR to, const uint32_t* units, uint32_t total) {
     const Bytes used = used_.Get<uint8_t>();
     for (uint32_t b = 0; b < kBlocks; ++b) {
       CompareScalar(used[b * 32], indices_.Get<float>(), static_cast<float>(2 * units[b]),
@@ -267,64 +261,45 @@ class DenseEncoder {
                GatherMaskParams(1, 1, 0, 0), words);
     payloads_.EnQue(out);
     out = payloads_.template DeQue<uint32_t>();
-    DataCopyPad(var<uint32_t>(base, 0), out,
-                DataCopyExtParams(1, total * frame::kUnitBytes, 0, 0, 0));
+    PayloadWriter::store(to, out.ReinterpretCast<uint8_t>(), total * frame::kUnitBytes);
     payloads_.FreeTensor(out);
   }
 
-  // The E bytes, which follow S1 without a gap, over what the stored piece has there. Rare.
-  __aicore__ inline void store_explicit(uint32_t base, const uint32_t* units) {
-    const Bytes slots = slots_.Get<uint8_t>();
+  __aicore__ inline void store_one_by_one(const bool* literal, const uint32_t* units, GM_ADDR to) {
     hand_over<HardEvent::V_MTE3>(pipe_);
-    PipeBarrier<PIPE_MTE3>();
-    uint32_t position = base;
     for (uint32_t b = 0; b < kBlocks; ++b) {
-      if (counts_[b].explicit_exponents != 0) {
-        const uint32_t s1 = nibble_bytes(counts_[b].escapes);
-        const uint32_t offset = kHighBitsBytes + s1;
-        DataCopyPad(var<uint8_t>(position, offset),
-                    slots[b * kSlotBytes + kHighBitsBytes + round_up(s1, 32)],
-                    DataCopyExtParams(1, units[b] * frame::kUnitBytes - offset, 0, 0, 0));
+      if (!literal[b] && units[b] != 0) {
+        PayloadWriter::store(to, slots_.Get<uint8_t>()[b * kSlotBytes],
+                             units[b] * frame::kUnitBytes);
       }
-      position += units[b];
+      to += units[b] * frame::kUnitBytes;
     }
     hand_over<HardEvent::MTE3_V>(pipe_);
   }
 
-  template <class T>
-  __aicore__ inline GlobalTensor<T> var(uint32_t units, uint32_t bytes) {
-    GlobalTensor<T> tensor;
-    tensor.SetGlobalBuffer(reinterpret_cast<__gm__ T*>(
-        job_.frame + share_.var + uint64_t{units} * frame::kUnitBytes + bytes));
-    return tensor;
-  }
-
-  __aicore__ inline void store_slab(uint32_t step, uint32_t blocks, Bytes& slab) {
-    slabs_.EnQue(slab);
-    slab = slabs_.template DeQue<uint8_t>();
-    GlobalTensor<uint8_t> to;
-    to.SetGlobalBuffer(job_.frame + frame::kHeaderBytes +
-                       uint64_t{first_block(step)} * Split::kSlabBytes);
-    DataCopy(to, slab, blocks * Split::kSlabBytes);
-    slabs_.FreeTensor(slab);
+  // The E bytes, which follow S1 without a gap, over what the stored piece has there. Rare.
+  __aicore__ inline void store_explicit(GM_ADDR to, const uint32_t* units) {
+    const Bytes slots = slots_.Get<uint8_t>();
+    hand_over<HardEvent::V_MTE3>(pipe_);
+    PipeBarrier<PIPE_MTE3>();
+    for (uint32_t b = 0; b < kBlocks; ++b) {
+      if (counts_[b].explicit_exponents != 0) {
+        const uint32_t s1 = nibble_bytes(counts_[b].escapes);
+        const uint32_t offset = kHighBitsBytes + s1;
+        PayloadWriter::store(to + offset, slots[b * kSlotBytes + kHighBitsBytes + round_up(s1, 32)],
+                             units[b] * frame::kUnitBytes - offset);
+      }
+      to += units[b] * frame::kUnitBytes;
+    }
+    hand_over<HardEvent::MTE3_V>(pipe_);
   }
 
   TPipe* pipe_;
-  EncodeJob job_;
-  Share share_;
-  VarShare room_;
-  TQue<TPosition::VECIN, 2> in_;
-  TQue<TPosition::VECOUT, 1> slabs_, payloads_;
-  TBuf<TPosition::VECCALC> exponents_, work_, slots_, used_, indices_;
+  TQue<TPosition::VECOUT, 1> payloads_;
+  TBuf<TPosition::VECCALC> exponents_, work_, slots_, used_, indices_, greatest_;
   Masks masks_;
   Statistics statistics_;
   Lq3Escapes escapes_;
-  Checksum checksum_;
-  RecordWriter records_;
-  HeaderCounters counters_;
-  TileRecord record_;
-  uint64_t sum_ = 0;  // of the tile's checksum
-  bool stored_ = true;
   BlockStatistics blocks_[kBlocks];
   uint32_t centers_[kBlocks];
   Lq3Counts counts_[kBlocks];

@@ -15,6 +15,9 @@ class EscapeReader {
                                  uint32_t exponent_mask)
       : payload_(payload), bytes_(bytes), center_(center), mask_(exponent_mask) {}
 
+  // The streams are the end of a payload that has `bytes` bytes before them.
+  __aicore__ inline void stands_behind(uint32_t bytes) { before_ = bytes; }
+
   // Puts `count` exponents at the lanes whose numbers stand in `positions`. False if the payload's
   // length is not that of its streams.
   __aicore__ inline bool patch_lq3(const Lanes& exponents, const Lanes& positions, uint32_t count) {
@@ -40,7 +43,7 @@ class EscapeReader {
       }
       put(exponents, positions, i, exponent);
     }
-    return round_up(next, frame::kUnitBytes) == bytes_;
+    return ends_at(next);
   }
 
   __aicore__ inline bool patch_lq2(const Lanes& exponents, const Lanes& positions, uint32_t count) {
@@ -79,10 +82,14 @@ class EscapeReader {
       }
       put(exponents, positions, i, exponent);
     }
-    return round_up(next, frame::kUnitBytes) == bytes_;
+    return ends_at(next);
   }
 
  private:
+  // Nothing but the padding of the last unit is left.
+  __aicore__ inline bool ends_at(uint32_t next) const {
+    return round_up(before_ + next, frame::kUnitBytes) == before_ + bytes_;
+  }
   __aicore__ inline uint32_t symbol_at(uint32_t stream, uint32_t i, uint32_t width) const {
     const uint32_t bit = i * width;
     return static_cast<uint32_t>(payload_.GetValue(stream + bit / 8)) >> bit % 8 &
@@ -96,6 +103,7 @@ class EscapeReader {
 
   Bytes payload_;
   uint32_t bytes_;
+  uint32_t before_ = 0;
   uint32_t center_;
   uint32_t mask_;
 };

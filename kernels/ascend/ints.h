@@ -1,40 +1,32 @@
 // Shape ints for elements of 1, 2 and 4 bytes: distances above the block's minimum.
 #pragma once
 
-#include "raw.h"
-#include "splits.h"
+#include "halves.h"
+#include "reference.h"
 #include "statistics.h"
 
 namespace memswap::ascend {
 
-template <uint32_t kWidth, bool kSigned>
-class Ints {
+template <uint32_t kBytes, bool kSigned>
+class IntsCoder : public ChecksumScratch<kBytes> {
  public:
+  static constexpr uint32_t kWidth = kBytes;
   static constexpr uint32_t kSlabBytes = 0;
-  static constexpr uint32_t kMode = frame::kReference;
-  static constexpr uint32_t kBlocks = PlainStep<kWidth>::kBlocks;
-  static constexpr uint32_t kBits = 8 * kWidth;
-  static constexpr uint32_t kLiteralBytes = kBlockLanes * kWidth;
-  static constexpr uint32_t kMinimumBytes = 8;
-  static constexpr uint32_t kPlanesAt = kUnifiedBlockBytes;  // in a slot, behind the minimum
-  static constexpr uint32_t kPayloadBytes = kPlanesAt + kLiteralBytes;
 
   __aicore__ inline void init(TPipe* pipe) {
     pipe_ = pipe;
+    ChecksumScratch<kBytes>::init(pipe);
     pipe->InitBuffer(values_, kBlocks * kBlockLanes * kValueBytes);
     pipe->InitBuffer(lanes_, kLanesNeeded * 2);
     pipe->InitBuffer(floats_, 8 * 64 * 4);
     pipe->InitBuffer(extremes_, kExtremes * 4);
-    pipe->InitBuffer(ones_, kBlockLanes * 2);
-    pipe->InitBuffer(slots_, 2, kPayloadBytes);
-    Duplicate(ones_.Get<half>(), static_cast<half>(1.0f), static_cast<int32_t>(kBlockLanes));
-    masks_.init(pipe);
+    pipe->InitBuffer(slots_, 2, kPlanesAt + kBlockBytes);
   }
 
-  __aicore__ inline bool encode(const Bytes& x, const Bytes&, uint32_t count, uint32_t blocks,
-                                uint32_t first, TileRecord* record, PayloadWriter* payloads) {
+  __aicore__ inline void encode(const Step& step, const Bytes& x, const Bytes&,
+                                PayloadWriter* payloads, HeaderCounters*) {
     // In the order of signed integers, and missing elements like one that is there.
-    widen(x, count);
+    widen(x, step.count);
     int32_t minimum[kBlocks];
     int32_t maximum[kBlocks];
     find_extremes(minimum, maximum);
@@ -45,127 +37,51 @@ class Ints {
            static_cast<int32_t>(kBlockLanes));
     }
     barrier();
-    if (count % kBlockLanes != 0) {
-      fill_values(count, static_cast<Value>(0));
+    if (step.count % kBlockLanes != 0) {
+      fill_values(step.count, static_cast<Value>(0));
     }
     separate();
-    bool stored = true;
     bool moved = false;
-    for (uint32_t b = 0; b < blocks; ++b) {
+    for (uint32_t b = 0; b < step.blocks; ++b) {
       const uint32_t range = static_cast<uint32_t>(maximum[b]) - static_cast<uint32_t>(minimum[b]);
       const uint32_t bits = 64 - static_cast<uint32_t>(ScalarCountLeadingZero(uint64_t{range}));
       const bool literal = bits == kBits;
-      const uint32_t bytes = literal ? kLiteralBytes : kMinimumBytes + kBlockLanes / 8 * bits;
-      record->set(first + b, literal ? frame::kLiteral : frame::kReference,
-                  bytes / frame::kUnitBytes, literal ? 0 : bits);
-      GM_ADDR to = payloads->take(bytes / frame::kUnitBytes);
+      const uint32_t bytes = literal ? kBlockBytes : kMinimumBytes + kBlockLanes / 8 * bits;
+      GM_ADDR to = payloads->add(step.first + b, literal ? frame::kLiteral : frame::kReference,
+                                 bytes / frame::kUnitBytes, literal ? 0 : bits);
       if (to == nullptr) {
-        stored = false;
-      } else if (literal) {
-        if (!moved) {
-          hand_over<HardEvent::V_MTE3>(pipe_);  // and, by V's own wait, what MTE2 loaded
-          moved = true;
-        }
-        PayloadWriter::store(to, x[b * kLiteralBytes], kLiteralBytes);
-      } else {
-        store_reference(to, b, bits, element_bits(minimum[b]));
+        continue;
       }
+      if (!literal) {
+        store_reference(to, b, bits, element_bits(minimum[b]));
+        continue;
+      }
+      if (!moved) {
+        hand_over<HardEvent::V_MTE3>(pipe_);  // and, by V's own wait, what MTE2 loaded
+        moved = true;
+      }
+      PayloadWriter::store(to, x[b * kBlockBytes], kBlockBytes);
     }
     if (moved) {
       hand_over<HardEvent::MTE3_V>(pipe_);  // before the queue gives x away
     }
-    return stored;
-  }
-
-  __aicore__ inline void load(const Bytes& payload, GM_ADDR from, uint32_t mode, uint32_t bytes) {
-    const bool literal = mode == frame::kLiteral;
-    const uint32_t head = literal ? bytes : kMinimumBytes;
-    if (bytes < head || bytes == 0) {
-      return;
-    }
-    GlobalTensor<uint8_t> global;
-    global.SetGlobalBuffer(reinterpret_cast<__gm__ uint8_t*>(from), bytes);
-    const DataCopyPadExtParams<uint8_t> pad(false, 0, 0, 0);
-    DataCopyPad(payload, global, DataCopyExtParams(1, head, 0, 0, 0), pad);
-    if (bytes > head) {
-      DataCopyPad(payload[kPlanesAt], global[head], DataCopyExtParams(1, bytes - head, 0, 0, 0),
-                  pad);
-    }
-  }
-
-  __aicore__ inline bool decode(const Bytes& x, const Bytes&, const Bytes& payload, uint32_t mode,
-                                uint32_t bytes, uint32_t bits) {
-    if (mode == frame::kLiteral) {
-      if (bytes == kLiteralBytes) {
-        copy_bytes(x, payload, kLiteralBytes);
-      }
-      return bytes == kLiteralBytes;
-    }
-    if (bits >= kBits || bytes != kMinimumBytes + kBlockLanes / 8 * bits) {
-      return false;
-    }
-    hand_over<HardEvent::V_S>(pipe_);
-    const uint32_t minimum = payload.ReinterpretCast<uint32_t>().GetValue(0);
-    hand_over<HardEvent::S_V>(pipe_);
-    const Lanes low = lane(0);
-    const Lanes high = lane(1);
-    barrier();
-    Duplicate(low, (int16_t)0, static_cast<int32_t>(kBlockLanes));
-    Duplicate(high, (int16_t)0, static_cast<int32_t>(kBlockLanes));
-    barrier();
-    for_each_plane(bits, [&](uint32_t shift, uint32_t width, uint32_t at) {
-      add_plane(shift < 16 ? low : high, payload[kPlanesAt + at], shift % 16, width, lane(2),
-                lane(3), masks_, ones_.Get<half>());
-    });
-    if constexpr (kWidth == 4) {
-      const LocalTensor<int32_t> words = x.ReinterpretCast<int32_t>();
-      combine_halves(x.ReinterpretCast<int16_t>(), low, high, lane(2), kBlockLanes);
-      Adds(words, words, static_cast<int32_t>(minimum), static_cast<int32_t>(kBlockLanes));
-    } else {
-      Adds(low, low, static_cast<int16_t>(minimum), static_cast<int32_t>(kBlockLanes));
-      barrier();
-      if constexpr (kWidth == 2) {
-        copy_bytes(x, low.ReinterpretCast<uint8_t>(), kLiteralBytes);
-      } else {
-        and_all(low, low, masks_.low_bits(8), kBlockLanes);
-        barrier();
-        lanes_to_half(low, kBlockLanes);
-        barrier();
-        half_to_bytes(x, low, kBlockLanes);
-      }
-    }
-    return true;
   }
 
  private:
+  static constexpr uint32_t kBlocks = step_blocks(kWidth);
+  static constexpr uint32_t kBits = 8 * kWidth;
+  static constexpr uint32_t kBlockBytes = kBlockLanes * kWidth;
   // Bytes are widened to lanes of 16 bits.
   using Value = std::conditional_t<kWidth == 4, int32_t, int16_t>;
   static constexpr uint32_t kValueBytes = sizeof(Value);
   static constexpr Value kLowest = std::numeric_limits<Value>::min();
   // Unsigned values become signed ones by a change of their highest bit; bytes are small anyway.
   static constexpr bool kShifted = !kSigned && kWidth != 1;
-  // Two halves of a step's words, or the scratch of a fold, or 1024 lanes five times.
+  // Two halves of a step's words, or the scratch of a fold; and two blocks behind them.
   static constexpr uint32_t kLanesNeeded = 8 * kBlockLanes + 2 * kBlockLanes;
   static constexpr uint32_t kExtremes = 2 * 8 * 8;
 
   __aicore__ inline Lanes lane(uint32_t i) { return lanes_.Get<int16_t>()[i * kBlockLanes]; }
-
-  template <class Visit>
-  __aicore__ inline static void for_each_plane(uint32_t bits, Visit visit) {
-    uint32_t at = 0;
-    uint32_t shift = 0;
-    for (; bits - shift >= 8; shift += 8) {
-      visit(shift, 8u, at);
-      at += kBlockLanes;
-    }
-    for (uint32_t width = 4; width >= 1; width /= 2) {
-      if (((bits & 7u) & width) != 0) {
-        visit(shift, width, at);
-        shift += width;
-        at += kBlockLanes / 8 * width;
-      }
-    }
-  }
 
   __aicore__ inline uint32_t element_bits(int32_t value) {
     const uint32_t bits = static_cast<uint32_t>(value) + (kShifted ? 1u << (kBits - 1) : 0u);
@@ -279,8 +195,8 @@ class Ints {
   // Words into halves; the lanes of a block are then where the planes are taken from.
   __aicore__ inline void separate() {
     if constexpr (kWidth == 4) {
-      separate_halves(lanes_.Get<int16_t>(), lane(kBlocks), values_.template Get<int16_t>(),
-                      kBlocks * kBlockLanes);
+      separate_halves<2>(lanes_.Get<int16_t>(), kBlocks * kBlockLanes,
+                         values_.template Get<int16_t>(), kBlocks * kBlockLanes);
     }
   }
   __aicore__ inline Lanes symbols(uint32_t b, bool upper) {
@@ -310,7 +226,84 @@ class Ints {
 
   TPipe* pipe_;
   TQue<TPosition::VECOUT, 1> slots_;
-  TBuf<TPosition::VECCALC> values_, lanes_, floats_, extremes_, ones_;
+  TBuf<TPosition::VECCALC> values_, lanes_, floats_, extremes_;
+};
+
+template <uint32_t kBytes>
+class IntsReader : public ChecksumScratch<kBytes>, public IntsReaderBase<kBytes> {
+  using Base = IntsReaderBase<kBytes>;
+
+ public:
+  using Base::kBlockBytes;
+  using Base::kSlotBytes;
+  using Base::kWidth;
+
+  __aicore__ inline void init(TPipe* pipe) {
+    pipe_ = pipe;
+    ChecksumScratch<kBytes>::init(pipe);
+    pipe->InitBuffer(lanes_, 4 * kBlockLanes * 2);
+    pipe->InitBuffer(ones_, kBlockLanes * 2);
+    Duplicate(ones_.Get<half>(), static_cast<half>(1.0f), static_cast<int32_t>(kBlockLanes));
+    masks_.init(pipe);
+  }
+
+  __aicore__ inline uint32_t decode(const Plan& plan, const Bytes& x, const Bytes&,
+                                    const Bytes& slots) {
+    uint32_t errors = 0;
+    for (uint32_t b = 0; b < plan.blocks; ++b) {
+      const Bytes block = x[b * kBlockBytes];
+      const Bytes slot = slots[b * kSlotBytes];
+      bool good = true;
+      if (plan.mode[b] == frame::kLiteral) {
+        good = read_literal(block, block, 0, slot, plan.units[b], kBlockBytes);
+      } else if (Base::is_reference(plan, b)) {
+        read_reference(block, slot, plan.center[b]);
+      } else {
+        clear_block(block, kBlockBytes);
+        good = false;
+      }
+      errors |= good ? 0u : uint32_t{frame::kBadPayload};
+    }
+    return errors;
+  }
+
+ private:
+  __aicore__ inline Lanes lane(uint32_t i) { return lanes_.Get<int16_t>()[i * kBlockLanes]; }
+
+  __aicore__ inline void read_reference(const Bytes& x, const Bytes& slot, uint32_t bits) {
+    hand_over<HardEvent::V_S>(pipe_);
+    const uint32_t minimum = slot.ReinterpretCast<uint32_t>().GetValue(0);
+    hand_over<HardEvent::S_V>(pipe_);
+    const Lanes low = lane(0);
+    const Lanes high = lane(1);
+    Duplicate(low, (int16_t)0, static_cast<int32_t>(kBlockLanes));
+    Duplicate(high, (int16_t)0, static_cast<int32_t>(kBlockLanes));
+    barrier();
+    for_each_plane(bits, [&](uint32_t shift, uint32_t width, uint32_t at) {
+      add_plane(shift < 16 ? low : high, slot[kPlanesAt + at], shift % 16, width, lane(2), lane(3),
+                masks_, ones_.Get<half>());
+    });
+    if constexpr (kWidth == 4) {
+      const LocalTensor<int32_t> words = x.ReinterpretCast<int32_t>();
+      combine_halves(x.ReinterpretCast<int16_t>(), low, high, lane(2), kBlockLanes);
+      Adds(words, words, static_cast<int32_t>(minimum), static_cast<int32_t>(kBlockLanes));
+    } else {
+      Adds(low, low, static_cast<int16_t>(minimum), static_cast<int32_t>(kBlockLanes));
+      barrier();
+      if constexpr (kWidth == 2) {
+        copy_bytes(x, low.ReinterpretCast<uint8_t>(), kBlockBytes);
+      } else {
+        and_all(low, low, masks_.low_bits(8), kBlockLanes);
+        barrier();
+        lanes_to_half(low, kBlockLanes);
+        barrier();
+        half_to_bytes(x, low, kBlockLanes);
+      }
+    }
+  }
+
+  TPipe* pipe_;
+  TBuf<TPosition::VECCALC> lanes_, ones_;
   Masks masks_;
 };
 

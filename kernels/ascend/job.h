@@ -3,28 +3,40 @@
 // Note [positions without talking]
 // Cores of this generation cannot take a ticket: atomic addition to memory returns nothing, and a
 // barrier over all cores is not safe beside other streams. So each core owns a contiguous range of
-// tiles and a share of var in proportion to their blocks, and fills it from the front. A frame is
-// therefore unordered, with gaps, and a core whose share is too small sets kNoRoom although
-// another's may have room left; with the worst case as the capacity it cannot happen. The overflow
-// arena is not used: its cursor would need the ticket.
+// tiles and a share of var in proportion to their blocks, and fills it from the front: frames are
+// unordered and have gaps. A tile that does not fit what is left of its core's share is coded like
+// any other, but its payloads are left out and its record says so (kDeferred). Then one core walks
+// over the records and gives the deferred tiles consecutive places in the overflow arena (`place`),
+// and a second run of the encoder codes these tiles again and stores their payloads (`spill`).
+// Without deferred tiles both end after a look at the header. Every core but one may leave a tile's
+// room of var unused, so an encode can need kMaxCores tiles of overflow beyond what var lacks.
+//
+// The arena's cursor is read and written by that one core, without atomics: encodes that share an
+// arena have to be in the order of one stream, as those of an encode lane are.
 //
 // Counters of the header are added up by the memory (SetAtomicAdd on int32, hence below 2^32
-// elements); a launch before the encoder clears them, one after it makes the status 0 or 1.
+// elements); a launch before the encoder clears them.
 #pragma once
 
 #include "lanes.h"
 
 namespace memswap::ascend {
 
+enum class Pass : uint32_t { kMain = 0, kSpill = 1 };
+
 struct EncodeJob {
   GM_ADDR input;
   GM_ADDR frame;
+  GM_ADDR overflow;         // or null
+  GM_ADDR overflow_cursor;  // u64
   uint64_t elements;
-  uint64_t var_capacity;  // units
+  uint64_t var_capacity;       // units
+  uint64_t overflow_capacity;  // units
   uint32_t dtype;
   uint32_t shape;
   uint32_t slab_bytes;
   uint32_t checksum;  // 1: write checksums
+  uint32_t pass;
 };
 
 struct DecodeJob {
@@ -39,7 +51,8 @@ struct DecodeJob {
   uint32_t verify;  // 1: compare checksums, where the frame has them
 };
 
-constexpr uint64_t kMaxElements = 0xffffffffu;
+// Base of a record whose payloads are nowhere yet.
+constexpr uint32_t kDeferred = frame::kBaseInOverflow;
 constexpr uint32_t kHeaderWords = frame::kHeaderBytes / 4;
 
 // Indices of u32 words in the header.
@@ -92,10 +105,22 @@ struct Share {
   }
 };
 
-// Units of var that a core may fill.
-class VarShare {
+// 16 KiB, or a tile where that is less: the blocks that are moved and coded together.
+constexpr uint32_t step_blocks(uint32_t width) { return width <= 2 ? 8 : 16 / width; }
+
+struct Step {
+  uint32_t first;   // its first block in the tile
+  uint32_t blocks;  // that are there
+  uint32_t count;   // elements
+};
+
+// Units of an area that a core may fill.
+class Room {
  public:
-  __aicore__ inline VarShare(const Share& share, uint64_t capacity) {
+  __aicore__ inline Room() : next_(0), end_(0) {}
+  __aicore__ inline Room(uint64_t next, uint64_t end) : next_(next), end_(end) {}
+  // The core's share of var.
+  __aicore__ inline Room(const Share& share, uint64_t capacity) {
     const uint64_t usable = capacity < frame::kMaxBaseUnits ? capacity : frame::kMaxBaseUnits;
     next_ = share.blocks == 0 ? 0 : usable * share.blocks_before(share.first_tile) / share.blocks;
     end_ = share.blocks == 0 ? 0 : usable * share.blocks_before(share.end_tile) / share.blocks;
@@ -108,6 +133,7 @@ class VarShare {
     next_ += units;
     return true;
   }
+  __aicore__ inline void back_to(uint32_t next) { next_ = next; }
 
  private:
   uint64_t next_;

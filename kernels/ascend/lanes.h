@@ -30,6 +30,17 @@ __aicore__ inline LocalTensor<half> as_half(const Lanes& lanes) {
   return lanes.ReinterpretCast<half>();
 }
 
+// Of constants; <algorithm> is not for device code.
+template <class First>
+__aicore__ constexpr First max_of(First first) {
+  return first;
+}
+template <class First, class... Rest>
+__aicore__ constexpr First max_of(First first, Rest... rest) {
+  const First other = max_of(static_cast<First>(rest)...);
+  return first > other ? first : other;
+}
+
 // What follows on the vector pipe sees what came before.
 __aicore__ inline void barrier() { PipeBarrier<PIPE_V>(); }
 
@@ -86,6 +97,26 @@ __aicore__ inline void fill(const LocalTensor<T>& tensor, uint32_t from, uint32_
   if (next < to) {
     Duplicate(tensor[next], value, static_cast<int32_t>(to - next));
   }
+}
+
+// Bytes from..to-1 become 0. What is behind the last byte of a padded copy is undefined, and an odd
+// byte is within a lane: it is the scalar unit's.
+__aicore__ inline void clear_bytes(TPipe* pipe, const Lanes& lanes, uint32_t from, uint32_t to) {
+  if (from >= to) {
+    return;
+  }
+  if (from % 2 != 0) {
+    hand_over<HardEvent::V_S>(pipe);
+    lanes.ReinterpretCast<uint8_t>().SetValue(from, uint8_t{0});
+    hand_over<HardEvent::S_V>(pipe);
+  }
+  fill(lanes, (from + 1) / 2, to / 2, (int16_t)0);
+  barrier();
+}
+
+// A copy within UB; whole blocks of 32 bytes.
+__aicore__ inline void copy_bytes(const Bytes& to, const Bytes& from, uint32_t bytes) {
+  DataCopy(to.ReinterpretCast<int16_t>(), from.ReinterpretCast<int16_t>(), bytes / 2);
 }
 
 // Bytes <-> lanes of 0..255, through half, which holds them exactly. The source lanes are lost.

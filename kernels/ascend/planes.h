@@ -109,4 +109,54 @@ __aicore__ inline void add_plane(const Lanes& symbols, const Bytes& plane, uint3
   barrier();
 }
 
+// A field of `width` bits (1, 2, 4 or 8) of `blocks` blocks as planes, `stride` bytes apart from
+// `planes` on. The symbols are lost; `scratch` has as many lanes and is overwritten.
+__aicore__ inline void store_field(const Bytes& planes, uint32_t stride, const Lanes& symbols,
+                                   const Lanes& scratch, uint32_t width, uint32_t blocks) {
+  const uint32_t bytes = kBlockLanes / 8 * width;
+  if (width == 2 || width == 4) {
+    pack_rows(scratch, symbols, scratch[blocks * bytes], width, blocks);
+    lanes_to_half(scratch, blocks * bytes);
+  } else {
+    lanes_to_half(symbols, blocks * kBlockLanes);
+  }
+  barrier();
+  for (uint32_t b = 0; b < blocks; ++b) {
+    if (width == 1) {
+      CompareScalar(planes[b * stride], as_half(symbols)[b * kBlockLanes], static_cast<half>(1.0f),
+                    CMPMODE::EQ, kBlockLanes);
+    } else if (width == 8) {
+      half_to_bytes(planes[b * stride], symbols[b * kBlockLanes], bytes);
+    } else {
+      half_to_bytes(planes[b * stride], scratch[b * bytes], bytes);
+    }
+  }
+  barrier();
+}
+
+// The reverse. `ones`: 1024 lanes of 1.0.
+__aicore__ inline void load_field(const Lanes& symbols, const Bytes& planes, uint32_t stride,
+                                  const Lanes& scratch, uint32_t width, uint32_t blocks,
+                                  Masks& masks, const LocalTensor<half>& ones) {
+  const uint32_t bytes = kBlockLanes / 8 * width;
+  const bool packed = width == 2 || width == 4;
+  const Lanes& to = packed ? scratch : symbols;
+  for (uint32_t b = 0; b < blocks; ++b) {
+    if (width == 1) {
+      Select(as_half(to)[b * kBlockLanes], planes[b * stride], ones, static_cast<half>(0.0f),
+             SELMODE::VSEL_TENSOR_SCALAR_MODE, kBlockLanes);
+    } else {
+      bytes_to_half(to[b * bytes], planes[b * stride], bytes);
+    }
+  }
+  barrier();
+  half_to_lanes(to, blocks * (width == 1 ? kBlockLanes : bytes));
+  barrier();
+  if (packed) {
+    unpack_rows(symbols, scratch, width, blocks);
+    and_all(symbols, symbols, masks.low_bits(width), blocks * kBlockLanes);
+    barrier();
+  }
+}
+
 }  // namespace memswap::ascend

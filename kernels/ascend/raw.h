@@ -1,37 +1,53 @@
 // Shape raw: every block is literal and in its slab.
 #pragma once
 
-#include "plain_encode.h"
+#include "decode_frame.h"
+#include "encode_frame.h"
 
 namespace memswap::ascend {
 
-// A copy within UB; whole blocks of 32 bytes.
-__aicore__ inline void copy_bytes(const Bytes& to, const Bytes& from, uint32_t bytes) {
-  DataCopy(to.ReinterpretCast<int16_t>(), from.ReinterpretCast<int16_t>(), bytes / 2);
-}
-
+// The checksum's, where nothing else of the shape has room for it.
 template <uint32_t kWidth>
-struct Raw {
-  static constexpr uint32_t kSlabBytes = kBlockLanes * kWidth;
-  static constexpr uint32_t kPayloadBytes = 0;
-  static constexpr uint32_t kMode = frame::kLiteral;
-
-  __aicore__ inline void init(TPipe*) {}
-
-  __aicore__ inline bool encode(const Bytes& x, const Bytes& slab, uint32_t, uint32_t blocks,
-                                uint32_t first, TileRecord* record, PayloadWriter*) {
-    copy_bytes(slab, x, blocks * kSlabBytes);
-    for (uint32_t b = 0; b < blocks; ++b) {
-      record->set(first + b, frame::kLiteral, 0, 0);
-    }
-    return true;
+class ChecksumScratch {
+ public:
+  __aicore__ inline void init(TPipe* pipe) {
+    pipe->InitBuffer(words_, 2 * step_blocks(kWidth) * kBlockLanes * kWidth);
   }
+  __aicore__ inline LocalTensor<int32_t> scratch() { return words_.Get<int32_t>(); }
 
+ private:
+  TBuf<TPosition::VECCALC> words_;
+};
+
+template <uint32_t kBytes>
+class RawCoder : public ChecksumScratch<kBytes> {
+ public:
+  static constexpr uint32_t kWidth = kBytes;
+  static constexpr uint32_t kSlabBytes = kBlockLanes * kWidth;
+
+  __aicore__ inline void encode(const Step& step, const Bytes& x, const Bytes& slab,
+                                PayloadWriter* payloads, HeaderCounters*) {
+    copy_bytes(slab, x, step.blocks * kSlabBytes);
+    for (uint32_t b = 0; b < step.blocks; ++b) {
+      payloads->set(step.first + b, frame::kLiteral, 0, 0);
+    }
+  }
+};
+
+template <uint32_t kBytes>
+class RawReader : public ChecksumScratch<kBytes> {
+ public:
+  static constexpr uint32_t kWidth = kBytes;
+  static constexpr uint32_t kSlabBytes = kBlockLanes * kWidth;
+  static constexpr uint32_t kSlotBytes = 0;
+  static constexpr uint32_t kMaxUnits = 0;
+
+  __aicore__ static constexpr bool takes(uint32_t mode) { return mode == frame::kLiteral; }
   __aicore__ inline void load(const Bytes&, GM_ADDR, uint32_t, uint32_t) {}
-  __aicore__ inline bool decode(const Bytes& x, const Bytes& slab, const Bytes&, uint32_t,
-                                uint32_t bytes, uint32_t) {
-    copy_bytes(x, slab, kSlabBytes);
-    return bytes == 0;
+  __aicore__ inline uint32_t decode(const Plan& plan, const Bytes& x, const Bytes& slab,
+                                    const Bytes&) {
+    copy_bytes(x, slab, plan.blocks * kSlabBytes);
+    return 0;
   }
 };
 

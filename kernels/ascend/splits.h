@@ -1,37 +1,18 @@
-// How each dtype falls into exponent lanes and planes of R (docs/format.md section 2), and back.
+// How each float dtype falls into exponent lanes and fields of R (docs/format.md section 2), and
+// back. Field i stands in f[i x kLanes], one lane per element.
 //
-// split() takes a step's elements `x` apart: exponents into `e`, R planes into the slabs; t, u and
-// w (a lane per element each) are overwritten. join() is the reverse for the first `blocks` blocks;
-// e and `work` (four lanes per element) are overwritten.
+//   take(x, e, f, masks)                 a step's elements; overwrites kTakeVectors vectors of f
+//   join(x, e, f, masks, pairs, blocks)  destroys e and kJoinVectors vectors of f
+//
+// Bit 0 of field 0 is the sign.
 #pragma once
 
+#include "halves.h"
 #include "planes.h"
 
 namespace memswap::ascend {
 
-// A byte plane of each block, from lanes of 0..255, which are lost; `offset` in the slab.
-template <class Split>
-__aicore__ inline void store_byte_plane(const Bytes& slab, uint32_t offset, const Lanes& lanes) {
-  lanes_to_half(lanes, Split::kBlocks * kBlockLanes);
-  barrier();
-  for (uint32_t b = 0; b < Split::kBlocks; ++b) {
-    half_to_bytes(slab[b * Split::kSlabBytes + offset], lanes[b * kBlockLanes], kBlockLanes);
-  }
-  barrier();
-}
-
-template <class Split>
-__aicore__ inline void load_byte_plane(const Lanes& lanes, const Bytes& slab, uint32_t offset,
-                                       uint32_t blocks) {
-  for (uint32_t b = 0; b < blocks; ++b) {
-    bytes_to_half(lanes[b * kBlockLanes], slab[b * Split::kSlabBytes + offset], kBlockLanes);
-  }
-  barrier();
-  half_to_lanes(lanes, blocks * kBlockLanes);
-  barrier();
-}
-
-// x = a << left | b >> right, in 16 bits; `scratch` is overwritten, and may be x's own source b.
+// x = a << left | b >> right, in 16 bits; `scratch`, which is neither a nor b, is overwritten.
 __aicore__ inline void funnel(const Lanes& x, const Lanes& a, uint32_t left, const Lanes& b,
                               uint32_t right, const Lanes& scratch, int32_t n) {
   ShiftLeft(as_bits(x), as_bits(a), static_cast<uint16_t>(left), n);
@@ -41,215 +22,233 @@ __aicore__ inline void funnel(const Lanes& x, const Lanes& a, uint32_t left, con
   barrier();
 }
 
-struct SplitBf16 {
-  static constexpr uint32_t kWidth = 2;
-  static constexpr uint32_t kBlocks = 8;  // of a step: 16 KiB
-  static constexpr uint32_t kExponentBits = 8;
-  static constexpr uint32_t kRestBytes = 1024;  // R planes of a block
-  static constexpr uint32_t kSlabBytes = kRestBytes + frame::kLowPlaneBytes;
+// x = (y >> shift) & low bits.
+__aicore__ inline void extract(const Lanes& x, const Lanes& y, uint32_t shift, uint32_t width,
+                               Masks& masks, int32_t n) {
+  ShiftRight(as_bits(x), as_bits(y), static_cast<uint16_t>(shift), n);
+  barrier();
+  and_all(x, x, masks.low_bits(width), static_cast<uint32_t>(n));
+  barrier();
+}
 
-  __aicore__ static inline void split(const Lanes& x, const Lanes& e, const Lanes& t, const Lanes&,
-                                      const Lanes&, const Bytes& slab, Masks& masks) {
-    constexpr int32_t n = kBlocks * kBlockLanes;
-    funnel(e, x, 1, x, 15, t, n);
-    and_all(t, e, masks.low_bits(8), n);
-    barrier();
-    ShiftRight(as_bits(e), as_bits(e), (uint16_t)8, n);
-    store_byte_plane<SplitBf16>(slab, 0, t);
+// x |= y << shift; y is lost.
+__aicore__ inline void insert(const Lanes& x, const Lanes& y, uint32_t shift, int32_t n) {
+  ShiftLeft(as_bits(y), as_bits(y), static_cast<uint16_t>(shift), n);
+  barrier();
+  Or(as_bits(x), as_bits(x), as_bits(y), n);
+  barrier();
+}
+
+template <uint32_t kBytes>
+struct SplitBase {
+  static constexpr uint32_t kWidth = kBytes;
+  static constexpr uint32_t kBlocks = step_blocks(kBytes);
+  static constexpr uint32_t kLanes = kBlocks * kBlockLanes;
+  static constexpr bool kHasPairs = false;
+};
+
+// bfloat16, float32 and float64: halves h[0], h[1], ..., whose rotated bytes are the fields and, on
+// top, E. Byte 2 i is h[i] << 1 with the top bit of the half below; byte 2 i + 1 is h[i] >> 7.
+template <uint32_t kHalves>
+struct SplitHalves : SplitBase<2 * kHalves> {
+  using Base = SplitBase<2 * kHalves>;
+  using Base::kLanes;
+  static constexpr uint32_t kExponentBits = 8;
+  static constexpr uint32_t kFields = 2 * kHalves - 1;
+  static constexpr uint32_t kTakeVectors = kFields + 1 + (kHalves == 1 ? 0 : kHalves);
+  static constexpr uint32_t kJoinVectors = kHalves == 4 ? 12 : kFields + 1;
+  static constexpr bool kHasPairs = kHalves == 4;
+  __aicore__ static constexpr uint32_t field_width(uint32_t) { return 8; }
+
+  __aicore__ static inline void take(const Bytes& x, const Lanes& e, const Lanes& f, Masks& masks) {
+    const Lanes elements = x.ReinterpretCast<int16_t>();
+    if constexpr (kHalves == 1) {
+      take_halves(elements, e, f, masks);
+    } else {
+      const Lanes halves = f[(kFields + 1) * kLanes];
+      separate_halves<kHalves>(halves, kLanes, elements, kLanes);
+      take_halves(halves, e, f, masks);
+    }
   }
 
-  __aicore__ static inline void join(const Lanes& x, const Lanes& e, const Lanes& work,
-                                     const Bytes& slab, uint32_t blocks, const LocalTensor<half>&) {
-    const int32_t n = static_cast<int32_t>(blocks * kBlockLanes);
-    load_byte_plane<SplitBf16>(work, slab, 0, blocks);
-    ShiftLeft(as_bits(e), as_bits(e), (uint16_t)8, n);
+  __aicore__ static inline void take_halves(const Lanes& h, const Lanes& e, const Lanes& f,
+                                            Masks& masks) {
+    constexpr int32_t n = kLanes;
+    const Lanes scratch = f[kFields * kLanes];
+    for (uint32_t i = 0; i < kHalves; ++i) {
+      const Lanes half = h[i * kLanes];
+      const Lanes below = h[(i + kHalves - 1) % kHalves * kLanes];
+      const Lanes even = f[2 * i * kLanes];
+      const Lanes odd = i + 1 == kHalves ? e : f[(2 * i + 1) * kLanes];
+      funnel(even, half, 1, below, 15, scratch, n);
+      and_all(even, even, masks.low_bits(8), kLanes);
+      extract(odd, half, 7, 8, masks, n);
+    }
+  }
+
+  __aicore__ static inline void join(const Bytes& x, const Lanes& e, const Lanes& f, Masks&,
+                                     WordPairs* pairs, uint32_t blocks) {
+    const Lanes elements = x.ReinterpretCast<int16_t>();
+    const uint32_t lanes = blocks * kBlockLanes;
+    const int32_t n = static_cast<int32_t>(lanes);
+    const Lanes scratch = f[kFields * kLanes];
+    // Each half takes the place of its upper byte.
+    for (uint32_t i = 0; i < kHalves; ++i) {
+      const Lanes half = i + 1 == kHalves ? e : f[(2 * i + 1) * kLanes];
+      const Lanes above = f[(i + 1 == kHalves ? 0 : 2 * i + 2) * kLanes];
+      ShiftLeft(as_bits(half), as_bits(half), (uint16_t)7, n);
+      ShiftRight(as_bits(scratch), as_bits(f)[2 * i * kLanes], (uint16_t)1, n);
+      barrier();
+      Or(as_bits(half), as_bits(half), as_bits(scratch), n);
+      barrier();
+      ShiftLeft(as_bits(scratch), as_bits(above), (uint16_t)15, n);
+      barrier();
+      if constexpr (kHalves == 1) {
+        Or(as_bits(elements), as_bits(half), as_bits(scratch), n);
+      } else {
+        Or(as_bits(half), as_bits(half), as_bits(scratch), n);
+      }
+      barrier();
+    }
+    if constexpr (kHalves == 2) {
+      combine_halves(elements, f[kLanes], e, f[2 * kLanes], lanes);
+    } else if constexpr (kHalves == 4) {
+      const Lanes wide = f[6 * kLanes];
+      const Lanes low = f[8 * kLanes];
+      const Lanes high = f[10 * kLanes];
+      combine_halves(low, f[kLanes], f[3 * kLanes], wide, lanes);
+      combine_halves(high, f[5 * kLanes], e, wide, lanes);
+      for (uint32_t b = 0; b < blocks; ++b) {
+        pairs->combine(x.ReinterpretCast<uint32_t>()[b * 2 * kBlockLanes],
+                       low.ReinterpretCast<uint32_t>()[b * kBlockLanes]);
+      }
+    }
+  }
+};
+using SplitBf16 = SplitHalves<1>;
+using SplitFp32 = SplitHalves<2>;
+using SplitFp64 = SplitHalves<4>;
+
+// float32 as the bfloat16 of its high half; the low half is left where the caller finds it.
+struct SplitUpcast : SplitBase<4> {
+  static constexpr uint32_t kExponentBits = 8;
+  static constexpr uint32_t kFields = 1;
+  static constexpr uint32_t kTakeVectors = 4;
+  static constexpr uint32_t kJoinVectors = 4;
+  static constexpr uint32_t kLowHalves = 2;  // vector of f, after take
+  __aicore__ static constexpr uint32_t field_width(uint32_t) { return 8; }
+
+  __aicore__ static inline void take(const Bytes& x, const Lanes& e, const Lanes& f, Masks& masks) {
+    constexpr int32_t n = kLanes;
+    const Lanes high = f[3 * kLanes];
+    separate_halves<2>(f[kLowHalves * kLanes], kLanes, x.ReinterpretCast<int16_t>(), kLanes);
+    funnel(f, high, 1, high, 15, f[kLanes], n);
+    and_all(f, f, masks.low_bits(8), kLanes);
+    extract(e, high, 7, 8, masks, n);
+  }
+
+  __aicore__ static inline void join(const Bytes& x, const Lanes& e, const Lanes& f, Masks&,
+                                     WordPairs*, uint32_t blocks) {
+    const uint32_t lanes = blocks * kBlockLanes;
+    const int32_t n = static_cast<int32_t>(lanes);
+    const Lanes zeros = f[kLanes];
+    insert(f, e, 8, n);
+    funnel(e, f, 15, f, 1, zeros, n);
+    Duplicate(zeros, (int16_t)0, n);
     barrier();
-    Or(as_bits(work), as_bits(work), as_bits(e), n);
-    barrier();
-    funnel(x, work, 15, work, 1, e, n);
+    combine_halves(x.ReinterpretCast<int16_t>(), zeros, e, f[2 * kLanes], lanes);
   }
 };
 
-struct SplitFp16 {
-  static constexpr uint32_t kWidth = 2;
-  static constexpr uint32_t kBlocks = 8;
+struct SplitFp16 : SplitBase<2> {
   static constexpr uint32_t kExponentBits = 5;
-  static constexpr uint32_t kPairsAt = 1024;  // the plane of 2 bits in a slab
-  static constexpr uint32_t kBitsAt = kPairsAt + 256;
-  static constexpr uint32_t kRestBytes = kBitsAt + 128;
-  static constexpr uint32_t kSlabBytes = kRestBytes + frame::kLowPlaneBytes;
+  static constexpr uint32_t kFields = 3;
+  static constexpr uint32_t kTakeVectors = 4;
+  static constexpr uint32_t kJoinVectors = 4;
+  __aicore__ static constexpr uint32_t field_width(uint32_t i) {
+    return i == 0 ? 8 : i == 1 ? 2 : 1;
+  }
 
-  __aicore__ static inline void split(const Lanes& x, const Lanes& e, const Lanes& t,
-                                      const Lanes& u, const Lanes&, const Bytes& slab,
-                                      Masks& masks) {
-    constexpr int32_t n = kBlocks * kBlockLanes;
-    constexpr uint32_t packed = kBlocks * 256;
-    funnel(e, x, 1, x, 15, t, n);
-    and_all(t, e, masks.low_bits(8), n);
-    barrier();
-    store_byte_plane<SplitFp16>(slab, 0, t);
-    ShiftRight(as_bits(t), as_bits(e), (uint16_t)8, n);
-    barrier();
-    and_all(t, t, masks.low_bits(2), n);
-    barrier();
-    pack_rows(u, t, u[packed], 2, kBlocks);
-    lanes_to_half(u, packed);
-    ShiftRight(as_bits(t), as_bits(e), (uint16_t)10, n);
-    barrier();
-    and_all(t, t, masks.low_bits(1), n);
+  __aicore__ static inline void take(const Bytes& x, const Lanes& e, const Lanes& f, Masks& masks) {
+    constexpr int32_t n = kLanes;
+    const Lanes elements = x.ReinterpretCast<int16_t>();
+    funnel(e, elements, 1, elements, 15, f[3 * kLanes], n);
+    and_all(f, e, masks.low_bits(8), kLanes);
+    extract(f[kLanes], e, 8, 2, masks, n);
+    extract(f[2 * kLanes], e, 10, 1, masks, n);
     ShiftRight(as_bits(e), as_bits(e), (uint16_t)11, n);
     barrier();
-    lanes_to_half(t, n);
-    barrier();
-    for (uint32_t b = 0; b < kBlocks; ++b) {
-      half_to_bytes(slab[b * kSlabBytes + kPairsAt], u[b * 256], 256);
-      CompareScalar(slab[b * kSlabBytes + kBitsAt], as_half(t)[b * kBlockLanes],
-                    static_cast<half>(1.0f), CMPMODE::EQ, kBlockLanes);
-    }
-    barrier();
   }
 
-  __aicore__ static inline void join(const Lanes& x, const Lanes& e, const Lanes& work,
-                                     const Bytes& slab, uint32_t blocks,
-                                     const LocalTensor<half>& ones) {
-    constexpr uint32_t lanes = kBlocks * kBlockLanes;
+  __aicore__ static inline void join(const Bytes& x, const Lanes& e, const Lanes& f, Masks&,
+                                     WordPairs*, uint32_t blocks) {
     const int32_t n = static_cast<int32_t>(blocks * kBlockLanes);
-    const Lanes field = work[lanes];
-    const Lanes packed = work[2 * lanes];
-    load_byte_plane<SplitFp16>(work, slab, 0, blocks);
-    for (uint32_t b = 0; b < blocks; ++b) {
-      bytes_to_half(packed[b * 256], slab[b * kSlabBytes + kPairsAt], 256);
-    }
-    barrier();
-    half_to_lanes(packed, blocks * 256);
-    barrier();
-    // The two bits leave through the top and come back at 8 and 9.
-    unpack_rows(field, packed, 2, blocks);
-    ShiftLeft(as_bits(field), as_bits(field), (uint16_t)14, n);
-    barrier();
-    ShiftRight(as_bits(field), as_bits(field), (uint16_t)6, n);
-    ShiftLeft(as_bits(e), as_bits(e), (uint16_t)11, n);
-    barrier();
-    Or(as_bits(work), as_bits(work), as_bits(field), n);
-    barrier();
-    for (uint32_t b = 0; b < blocks; ++b) {
-      Select(as_half(field)[b * kBlockLanes], slab[b * kSlabBytes + kBitsAt], ones,
-             static_cast<half>(0.0f), SELMODE::VSEL_TENSOR_SCALAR_MODE, kBlockLanes);
-    }
-    Or(as_bits(work), as_bits(work), as_bits(e), n);
-    barrier();
-    half_to_lanes(field, blocks * kBlockLanes);
-    barrier();
-    ShiftLeft(as_bits(field), as_bits(field), (uint16_t)10, n);
-    barrier();
-    Or(as_bits(work), as_bits(work), as_bits(field), n);
-    barrier();
-    funnel(x, work, 15, work, 1, e, n);
+    insert(f, f[kLanes], 8, n);
+    insert(f, f[2 * kLanes], 10, n);
+    insert(f, e, 11, n);
+    funnel(x.ReinterpretCast<int16_t>(), f, 15, f, 1, e, n);
   }
 };
 
-// 32-bit elements as pairs of 16-bit lanes; `low` and `high` take one half each.
-__aicore__ inline void separate_halves(const Lanes& low, const Lanes& high, const Lanes& x,
-                                       uint32_t elements) {
-  uint64_t kept = 0;
-  GatherMask(as_bits(low), as_bits(x), (uint8_t)1, true, 2 * elements, GatherMaskParams(1, 1, 0, 0),
-             kept);
-  GatherMask(as_bits(high), as_bits(x), (uint8_t)2, true, 2 * elements,
-             GatherMaskParams(1, 1, 0, 0), kept);
-  barrier();
-}
+// float8: bytes, in lanes of their own from the beginning.
+template <uint32_t kBits>
+struct SplitFp8 : SplitBase<1> {
+  static constexpr uint32_t kExponentBits = kBits;
+  static constexpr uint32_t kFields = kBits == 4 ? 1 : 2;
+  static constexpr uint32_t kTakeVectors = kFields + 1;
+  static constexpr uint32_t kJoinVectors = kFields + 1;
+  __aicore__ static constexpr uint32_t field_width(uint32_t i) {
+    return kBits == 4 ? 4 : i == 0 ? 2 : 1;
+  }
 
-// The reverse. There is no interleaving and no conversion from 16 to 32 bits but through float,
-// which holds 16 bits exactly. `wide`: two lanes per element, overwritten.
-__aicore__ inline void combine_halves(const Lanes& x, const Lanes& low, const Lanes& high,
-                                      const Lanes& wide, uint32_t elements) {
-  const LocalTensor<uint32_t> upper = x.ReinterpretCast<uint32_t>();
-  const LocalTensor<uint32_t> lower = wide.ReinterpretCast<uint32_t>();
-  const int32_t n = static_cast<int32_t>(elements);
-  Cast(x.ReinterpretCast<float>(), high, RoundMode::CAST_NONE, elements);
-  Cast(wide.ReinterpretCast<float>(), low, RoundMode::CAST_NONE, elements);
-  barrier();
-  Cast(x.ReinterpretCast<int32_t>(), x.ReinterpretCast<float>(), RoundMode::CAST_RINT, elements);
-  Cast(wide.ReinterpretCast<int32_t>(), wide.ReinterpretCast<float>(), RoundMode::CAST_RINT,
-       elements);
-  barrier();
-  ShiftLeft(upper, upper, uint32_t{16}, n);
-  ShiftLeft(lower, lower, uint32_t{16}, n);
-  barrier();
-  ShiftRight(lower, lower, uint32_t{16}, n);
-  barrier();
-  Or(as_bits(x), as_bits(x), as_bits(wide), 2 * n);
-  barrier();
-}
-
-struct SplitFp32 {
-  static constexpr uint32_t kWidth = 4;
-  static constexpr uint32_t kBlocks = 4;
-  static constexpr uint32_t kExponentBits = 8;
-  static constexpr uint32_t kRestBytes = 3 * 1024;
-  static constexpr uint32_t kSlabBytes = kRestBytes + frame::kLowPlaneBytes;
-
-  __aicore__ static inline void split(const Lanes& x, const Lanes& e, const Lanes& t,
-                                      const Lanes& u, const Lanes& w, const Bytes& slab,
-                                      Masks& masks) {
-    constexpr int32_t n = kBlocks * kBlockLanes;
-    const Lanes& low = t;
-    const Lanes& high = u;
-    separate_halves(low, high, x, n);
-    // Of the element rotated left by one: byte 0 ends with the sign.
-    funnel(w, low, 1, high, 15, e, n);
-    and_all(w, w, masks.low_bits(8), n);
+  __aicore__ static inline void take(const Bytes& x, const Lanes& e, const Lanes& f, Masks& masks) {
+    constexpr int32_t n = kLanes;
+    bytes_to_half(f, x, kLanes);
     barrier();
-    store_byte_plane<SplitFp32>(slab, 0, w);
-    ShiftRight(as_bits(w), as_bits(low), (uint16_t)7, n);
+    half_to_lanes(f, kLanes);
     barrier();
-    and_all(w, w, masks.low_bits(8), n);
+    funnel(e, f, 1, f, 7, f[kFields * kLanes], n);
+    and_all(e, e, masks.low_bits(8), kLanes);
     barrier();
-    store_byte_plane<SplitFp32>(slab, 1024, w);
-    funnel(w, high, 1, low, 15, e, n);
-    and_all(w, w, masks.low_bits(8), n);
+    if constexpr (kBits == 4) {
+      and_all(f, e, masks.low_bits(4), kLanes);
+    } else {
+      and_all(f, e, masks.low_bits(2), kLanes);
+      extract(f[kLanes], e, 2, 1, masks, n);
+    }
     barrier();
-    store_byte_plane<SplitFp32>(slab, 2048, w);
-    ShiftRight(as_bits(e), as_bits(high), (uint16_t)7, n);
-    barrier();
-    and_all(e, e, masks.low_bits(8), n);
+    ShiftRight(as_bits(e), as_bits(e), static_cast<uint16_t>(8 - kBits), n);
     barrier();
   }
 
-  __aicore__ static inline void join(const Lanes& x, const Lanes& e, const Lanes& work,
-                                     const Bytes& slab, uint32_t blocks, const LocalTensor<half>&) {
-    constexpr uint32_t lanes = kBlocks * kBlockLanes;
-    const int32_t n = static_cast<int32_t>(blocks * kBlockLanes);
-    const Lanes low = work;
-    const Lanes t = work[lanes];
-    const Lanes wide = work[2 * lanes];
-    // high = sign << 15 | E << 7 | byte 2 >> 1; low = byte 2 << 15 | byte 1 << 7 | byte 0 >> 1.
-    // `x` has room for lanes of its own until the halves are combined; `high` is e.
-    ShiftLeft(as_bits(e), as_bits(e), (uint16_t)7, n);
-    load_byte_plane<SplitFp32>(t, slab, 0, blocks);
-    funnel(low, t, 15, t, 1, wide, n);  // sign and the lowest bits; the sign moves up below
-    ShiftLeft(as_bits(t), as_bits(t), (uint16_t)15, n);
+  __aicore__ static inline void join(const Bytes& x, const Lanes& e, const Lanes& f, Masks& masks,
+                                     WordPairs*, uint32_t blocks) {
+    const uint32_t lanes = blocks * kBlockLanes;
+    const int32_t n = static_cast<int32_t>(lanes);
+    if constexpr (kBits == 5) {
+      insert(f, f[kLanes], 2, n);
+    }
+    insert(f, e, 8 - kBits, n);
+    funnel(e, f, 7, f, 1, f[kFields * kLanes], n);
+    and_all(e, e, masks.low_bits(8), lanes);
     barrier();
-    Or(as_bits(e), as_bits(e), as_bits(t), n);
-    ShiftLeft(as_bits(low), as_bits(low), (uint16_t)1, n);
+    lanes_to_half(e, lanes);
     barrier();
-    ShiftRight(as_bits(low), as_bits(low), (uint16_t)1, n);
+    half_to_bytes(x, e, lanes);
     barrier();
-    load_byte_plane<SplitFp32>(t, slab, 1024, blocks);
-    ShiftLeft(as_bits(t), as_bits(t), (uint16_t)7, n);
-    barrier();
-    Or(as_bits(low), as_bits(low), as_bits(t), n);
-    barrier();
-    load_byte_plane<SplitFp32>(t, slab, 2048, blocks);
-    ShiftLeft(as_bits(wide), as_bits(t), (uint16_t)15, n);
-    barrier();
-    ShiftRight(as_bits(t), as_bits(t), (uint16_t)1, n);
-    barrier();
-    Or(as_bits(low), as_bits(low), as_bits(wide), n);
-    Or(as_bits(e), as_bits(e), as_bits(t), n);
-    barrier();
-    combine_halves(x, low, e, wide, blocks * kBlockLanes);
   }
 };
+using SplitE4m3 = SplitFp8<4>;
+using SplitE5m2 = SplitFp8<5>;
+
+// Bytes of a block's R planes.
+template <class Split>
+__aicore__ constexpr uint32_t rest_bytes() {
+  uint32_t bits = 0;
+  for (uint32_t i = 0; i < Split::kFields; ++i) {
+    bits += Split::field_width(i);
+  }
+  return kBlockLanes / 8 * bits;
+}
 
 }  // namespace memswap::ascend

@@ -80,14 +80,14 @@ class HeaderCounters {
     pipe->InitBuffer(buffer_, frame::kHeaderBytes);
     global_.SetGlobalBuffer(reinterpret_cast<__gm__ int32_t*>(frame), kHeaderWords);
   }
-  __aicore__ inline void count(const TileRecord& record, bool stored) {
+  __aicore__ inline void count(const TileRecord& record) {
     for (uint32_t i = 0; i < frame::kTileBlocks; ++i) {
       const uint32_t mode = record.block[i] >> 12;
       if (mode != 0) {
         ++modes_[mode - 1];
       }
     }
-    no_room_ = no_room_ || !stored;
+    deferred_ += record.base == kDeferred ? record.units : 0;
   }
   __aicore__ inline void add_zeros(uint32_t zeros) { zeros_ += zeros; }
   __aicore__ inline void add_center(uint32_t center) { center_sum_ += center; }
@@ -98,8 +98,8 @@ class HeaderCounters {
     for (uint32_t i = 0; i < kHeaderWords; ++i) {
       words.SetValue(i, 0);
     }
-    words.SetValue(HeaderWord::kStatus, no_room_ ? 1 : 0);
     words.SetValue(HeaderWord::kVarUsed, static_cast<int32_t>(var_used_));
+    words.SetValue(HeaderWord::kOverflowUsed, static_cast<int32_t>(deferred_));
     words.SetValue(HeaderWord::kZeros, static_cast<int32_t>(zeros_));
     words.SetValue(HeaderWord::kCenterSum, static_cast<int32_t>(center_sum_));
     for (uint32_t i = 0; i < frame::kModeCounts; ++i) {
@@ -119,50 +119,7 @@ class HeaderCounters {
   uint32_t zeros_ = 0;
   uint32_t center_sum_ = 0;
   uint32_t var_used_ = 0;
-  bool no_room_ = false;
+  uint32_t deferred_ = 0;
 };
-
-// Before the encoder, on one core: the header with all counters at 0.
-__aicore__ inline void begin_frame(const EncodeJob& job) {
-  TPipe pipe;
-  TBuf<TPosition::VECCALC> buffer;
-  pipe.InitBuffer(buffer, frame::kHeaderBytes);
-  const LocalTensor<uint32_t> words = buffer.Get<uint32_t>();
-  GlobalTensor<uint32_t> global;
-  global.SetGlobalBuffer(reinterpret_cast<__gm__ uint32_t*>(job.frame), kHeaderWords);
-  for (uint32_t i = 0; i < kHeaderWords; ++i) {
-    words.SetValue(i, 0u);
-  }
-  words.SetValue(HeaderWord::kMagic, frame::kMagic);
-  words.SetValue(HeaderWord::kVersion,
-                 uint32_t{frame::kVersion} | job.dtype << 16 | job.shape << 24);
-  words.SetValue(HeaderWord::kFlags, job.checksum != 0 ? uint32_t{frame::kChecked} : 0u);
-  words.SetValue(HeaderWord::kElements, static_cast<uint32_t>(job.elements));
-  words.SetValue(HeaderWord::kElements + 1, static_cast<uint32_t>(job.elements >> 32));
-  words.SetValue(HeaderWord::kBlocks, Share(job.elements, job.slab_bytes).blocks);
-  words.SetValue(HeaderWord::kSlabBytes, job.slab_bytes);
-  words.SetValue(HeaderWord::kVarCapacity, static_cast<uint32_t>(job.var_capacity));
-  words.SetValue(HeaderWord::kVarCapacity + 1, static_cast<uint32_t>(job.var_capacity >> 32));
-  hand_over<HardEvent::S_MTE3>(&pipe);
-  DataCopy(global, words, kHeaderWords);
-}
-
-// After the encoder, on one core: cores without room become one status.
-__aicore__ inline void end_frame(const EncodeJob& job) {
-  TPipe pipe;
-  TBuf<TPosition::VECCALC> buffer;
-  pipe.InitBuffer(buffer, frame::kHeaderBytes);
-  const LocalTensor<uint32_t> words = buffer.Get<uint32_t>();
-  GlobalTensor<uint32_t> global;
-  global.SetGlobalBuffer(reinterpret_cast<__gm__ uint32_t*>(job.frame), kHeaderWords);
-  DataCopy(words, global, kHeaderWords);
-  hand_over<HardEvent::MTE2_S>(&pipe);
-  if (words.GetValue(HeaderWord::kStatus) > frame::kNoRoom) {
-    words.SetValue(HeaderWord::kStatus, uint32_t{frame::kNoRoom});
-    hand_over<HardEvent::S_MTE3>(&pipe);
-    hand_over<HardEvent::MTE2_MTE3>(&pipe);
-    DataCopy(global, words, kHeaderWords);
-  }
-}
 
 }  // namespace memswap::ascend

@@ -95,8 +95,8 @@ const char* message(int code) {
 
 template <Isa isa>
 const memswap_codec* codec() {
-  static constexpr memswap_codec kCodec = {MEMSWAP_CODEC_VERSION, "cpu", &encode<isa>, &decode<isa>,
-                                           &message};
+  static constexpr memswap_codec kCodec = {
+      MEMSWAP_CODEC_VERSION, "cpu", &encode<isa>, &decode<isa>, &message, 1, 0};
   return &kCodec;
 }
 

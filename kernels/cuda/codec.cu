@@ -273,7 +273,7 @@ const char* message(int code) {
   }
 }
 
-constexpr memswap_codec kCodec = {MEMSWAP_CODEC_VERSION, "cuda", &encode, &decode, &message};
+constexpr memswap_codec kCodec = {MEMSWAP_CODEC_VERSION, "cuda", &encode, &decode, &message, 1, 0};
 
 }  // namespace
 }  // namespace memswap::cuda

@@ -47,8 +47,13 @@ inline int emulated_decode(const memswap_decode_job* jobs, size_t count,
 }
 
 inline const memswap_codec& emulated() {
-  static const memswap_codec codec = {MEMSWAP_CODEC_VERSION, "emulated", &emulated_encode,
-                                      &emulated_decode, memswap_codec_cuda()->message};
+  static const memswap_codec codec = {MEMSWAP_CODEC_VERSION,
+                                      "emulated",
+                                      &emulated_encode,
+                                      &emulated_decode,
+                                      memswap_codec_cuda()->message,
+                                      1,
+                                      0};
   return codec;
 }
 

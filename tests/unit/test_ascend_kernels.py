@@ -1,4 +1,4 @@
-"""The Ascend kernels on the emulator: the same frames as the CPU's codec, in both directions."""
+"""The Ascend codec on the emulator: the same frames as the CPU's codec, in both directions."""
 
 import os
 import shutil
@@ -13,9 +13,13 @@ EMULATOR = ROOT / "tests" / "ascend_emulator"
 KERNELS = ROOT / "kernels"
 COMPILER = shutil.which("g++")
 FLAGS = ["-O1", "-Wall", "-Wextra", "-Werror", f"-I{KERNELS / 'include'}"]
+FLAGS += [f"-I{EMULATOR}", f"-I{KERNELS / 'ascend'}", f"-I{KERNELS / 'tests'}"]
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="the emulator is compiled with g++")
 
+# The longest to compile first.
+EMULATED = [EMULATOR / f"emulated_{name}.cpp" for name in ("encoders", "decoders", "launch")]
+HOST = [KERNELS / "ascend" / f"{name}.cpp" for name in ("codec", "runtime")]
 # The oracle alone: without the instruction sets' files the codec has nothing else to choose.
 CPU_SOURCES = sorted(
     path
@@ -24,39 +28,64 @@ CPU_SOURCES = sorted(
 )
 
 
-def compile_object(source: Path, folder: Path, *flags: str) -> Path:
+def compile_object(source: Path, folder: Path, standard: str) -> Path:
     """Compile one file to an object in `folder`."""
     assert COMPILER is not None
-    target = folder / f"{source.stem}.o"
-    command = [COMPILER, *FLAGS, *flags, "-c", str(source), "-o", str(target)]
+    target = folder / f"{source.parent.name}_{source.stem}.o"
+    command = [COMPILER, *FLAGS, f"-std={standard}", "-c", str(source), "-o", str(target)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{source.name} does not compile:\n{done.stderr[-4000:]}"
     return target
 
 
 @pytest.fixture(scope="module")
-def codec_test(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The test program: kernels as C++17 for the emulator, the CPU's codec as C++20."""
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the test programs: kernels as C++17 for the emulator, the CPU's as C++20."""
     assert COMPILER is not None
     folder = tmp_path_factory.mktemp("ascend_kernels")
-    kernel_flags = ["-std=c++17", f"-I{EMULATOR}", f"-I{KERNELS / 'ascend'}"]
-    with ThreadPoolExecutor(max_workers=min(2, os.cpu_count() or 1)) as pool:
-        pending = [pool.submit(compile_object, EMULATOR / "codec_test.cpp", folder, *kernel_flags)]
-        pending += [pool.submit(compile_object, path, folder, "-std=c++20") for path in CPU_SOURCES]
-        objects = [str(job.result()) for job in pending]
-    binary = folder / "codec_test"
-    subprocess.run([COMPILER, *objects, "-pthread", "-o", str(binary)], check=True)
-    return binary
+    names = ("codec_test", "host_test")
+    sources = [(path, "c++17") for path in EMULATED]
+    sources += [(EMULATOR / f"{name}.cpp", "c++17") for name in names]
+    sources += [(path, "c++17") for path in HOST] + [(path, "c++20") for path in CPU_SOURCES]
+    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
+        pending = [pool.submit(compile_object, path, folder, std) for path, std in sources]
+        objects = [job.result() for job in pending]
+    mains = {name: folder / f"ascend_emulator_{name}.o" for name in names}
+    library = [str(path) for path in objects if path not in mains.values()]
+    for name, main in mains.items():
+        command = [COMPILER, str(main), *library, "-pthread", "-o", str(folder / name)]
+        subprocess.run(command, check=True)
+    return folder
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("bf16", "fp16", "fp32", "raw8", "raw16", "raw32", "raw64", "bits"),
-        *("int8", "uint8", "int16", "uint16", "int32", "uint32"),
-    ],
-)
-def test_frames_are_those_of_the_cpu(codec_test: Path, name: str) -> None:
-    ran = subprocess.run([str(codec_test), name], capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, f"{name} frames on the emulator:\n{ran.stdout[-4000:]}"
-    assert " 0 failures" in ran.stdout and not ran.stdout.startswith("0 checks")
+def run(*command: str | Path) -> None:
+    """Run a test program; what it printed is the message if it failed."""
+    ran = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, f"on the emulator:\n{ran.stdout[-4000:]}{ran.stderr[-2000:]}"
+    assert " checks, 0 failures" in ran.stdout and "\n0 checks" not in "\n" + ran.stdout
+
+
+@pytest.mark.parametrize("what", ["golden", "corpus", "cores", "ratio", "barriers"])
+def test_frames_of_the_cpu_are_read_and_written(programs: Path, what: str) -> None:
+    run(programs / "codec_test", KERNELS / "tests", what)
+
+
+FLOATS = ("bf16", "fp16", "fp32", "fp64", "e4m3", "e5m2")
+INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+FORMATS = {
+    "dense": [f"{name}-dense" for name in FLOATS],
+    "upcast": ["fp32-upcast"],
+    "sparse": [f"{name}-sparse" for name in FLOATS],
+    "bits": ["bool-bits"],
+    "ints": [f"{name}-ints" for name in (*INTEGERS, "bf16", "fp32")],
+    "raw": ["int8-raw", "bf16-raw", "int32-raw", "fp64-raw"],
+}
+
+
+@pytest.mark.parametrize("shape", FORMATS)
+def test_every_shape_on_every_grid_and_schedule(programs: Path, shape: str) -> None:
+    run(programs / "codec_test", KERNELS / "tests", *FORMATS[shape])
+
+
+def test_host_side_tiles_launches_and_reports_errors(programs: Path) -> None:
+    run(programs / "host_test")

@@ -14,7 +14,7 @@
 extern "C" {
 #endif
 
-#define MEMSWAP_CODEC_VERSION 1
+#define MEMSWAP_CODEC_VERSION 2
 
 /* How an encoder chooses. The decoder never needs to know. */
 enum memswap_profile {
@@ -73,7 +73,11 @@ typedef struct memswap_codec {
   const char* name; /* "cpu", "cuda", ... */
   int (*encode)(const memswap_encode_job* jobs, size_t count, const memswap_launch* launch);
   int (*decode)(const memswap_decode_job* jobs, size_t count, const memswap_launch* launch);
-  const char* (*message)(int code); /* never NULL; static storage */
+  const char* (*message)(int code); /* never NULL; valid until this thread asks again */
+  uint32_t spare_tiles; /* an encode may leave the room of so many tiles in var unused, and then
+                           needs it in the overflow arena beyond what var lacks; at least 1 */
+  uint32_t check_first; /* 1: no hardware has confirmed this backend. Let it encode and decode
+                           something on a device before it is trusted with tensors there */
 } memswap_codec;
 
 /* Codes that every backend shares; others are the device runtime's own. */
@@ -84,6 +88,7 @@ typedef struct memswap_codec {
 /* The backends that this library was built with. */
 const memswap_codec* memswap_codec_cpu(void);
 const memswap_codec* memswap_codec_cuda(void);
+const memswap_codec* memswap_codec_ascend(void); /* encodes that share an arena: on one stream */
 
 #ifdef __cplusplus
 }

@@ -79,6 +79,33 @@ class GlobalMemory {
   }
 
   // After a kernel that was rejected: forgets everything, whatever it left behind.
+  // Memory of somebody else, all of it written, until take_back(). What is an allocation already
+  // stays one.
+  void lend(void* pointer, uint64_t bytes) {
+    const uint64_t begin = reinterpret_cast<uint64_t>(pointer);
+    const auto after = allocations_.upper_bound(begin);
+    if (after != allocations_.begin()) {
+      const Allocation& before = *std::prev(after)->second;
+      if (begin < before.begin + before.bytes) {
+        return;
+      }
+    }
+    auto allocation = std::make_unique<Allocation>();
+    allocation->begin = begin;
+    allocation->bytes = bytes;
+    allocation->lent = true;
+    allocation->initialized.assign(bytes, 1);
+    allocation->writer.assign(bytes, kNobody);
+    allocation->reader.assign(bytes, kNobody);
+    allocations_[begin] = std::move(allocation);
+  }
+
+  void take_back() {
+    for (auto it = allocations_.begin(); it != allocations_.end();) {
+      it = it->second->lent ? allocations_.erase(it) : std::next(it);
+    }
+  }
+
   void reset() {
     allocations_.clear();
     lines_.clear();
@@ -97,7 +124,7 @@ class GlobalMemory {
   void check_guards(const char* call) const {
     for (const auto& [address, allocation] : allocations_) {
       const uint8_t* begin = reinterpret_cast<const uint8_t*>(address);
-      for (uint64_t i = 0; i < kGuardBytes; ++i) {
+      for (uint64_t i = 0; i < kGuardBytes && !allocation->lent; ++i) {
         if (*(begin - 1 - i) != kGuard || begin[allocation->bytes + i] != kGuard) {
           violate("global bounds", call, "a guard byte beside a GM allocation of ",
                   allocation->bytes, " bytes was overwritten");
@@ -196,6 +223,7 @@ class GlobalMemory {
   struct Allocation {
     uint64_t begin;
     uint64_t bytes;
+    bool lent = false;
     std::vector<uint8_t> memory;
     std::vector<uint8_t> initialized;
     std::vector<int> writer;  // block of this launch

@@ -38,6 +38,12 @@ struct Lanes {
   uint32_t count;
   uint64_t mask[2];
 
+  // Whether `lanes` lanes (at most 32) from `lane` on, a multiple of that, are all active.
+  bool all_active(uint32_t repeat, uint32_t lane, uint32_t lanes) const {
+    const uint64_t some = (uint64_t{1} << lanes) - 1;
+    return counted ? repeat * per_repeat + lane + lanes <= count
+                   : (mask[lane / 64] >> lane % 64 & some) == some;
+  }
   bool active(uint32_t repeat, uint32_t lane) const {
     return counted ? repeat * per_repeat + lane < count : (mask[lane / 64] >> lane % 64 & 1) != 0;
   }
@@ -134,9 +140,16 @@ Operand operand(const std::string& call, const char* role, bool write,
   }
   constexpr uint32_t per_block = kBlockBytes / sizeof(T);
   uint64_t end = result.begin;
+  result.footprint.touches.reserve(uint64_t{lanes.repeats} * lanes.per_repeat / per_block);
   for (uint32_t repeat = 0; repeat < lanes.repeats; ++repeat) {
     result.repeat_starts.push_back(static_cast<uint32_t>(result.footprint.touches.size()));
     for (uint32_t lane = 0; lane < lanes.per_repeat; lane += per_block) {
+      if (lanes.all_active(repeat, lane, per_block)) {
+        const uint64_t address = result.address(repeat, lane);
+        end = std::max(end, address + kBlockBytes);
+        result.footprint.touches.push_back({address / kBlockBytes, ~0u});
+        continue;
+      }
       uint32_t bytes = 0;
       for (uint32_t i = 0; i < per_block; ++i) {
         if (lanes.active(repeat, lane + i)) {

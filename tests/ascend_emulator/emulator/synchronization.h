@@ -58,7 +58,10 @@ void WaitFlag(int32_t id) {
 template <pipe_t kPipe>
 void PipeBarrier() {
   static_assert(kPipe != PIPE_S, "rule event: there is no PipeBarrier<PIPE_S>");
-  ascend_emulator::core().pipelines.barrier(kPipe);
+  ascend_emulator::Core& core = ascend_emulator::core();
+  if (kPipe != PIPE_V || core.vector_barriers++ != core.skipped_barrier) {
+    core.pipelines.barrier(kPipe);
+  }
 }
 
 template <class T, MaskMode kMode = MaskMode::NORMAL>
@@ -84,6 +87,11 @@ inline int64_t GetSubBlockIdx() { return 0; }
 inline int64_t GetSystemCycle() { return 0; }
 inline int64_t ScalarCountLeadingZero(uint64_t value) {
   return value == 0 ? 64 : __builtin_clzll(value);
+}
+template <int kValue>
+int64_t ScalarGetCountOfValue(uint64_t value) {
+  static_assert(kValue == 0 || kValue == 1, "rule types: bits are 0 or 1");
+  return __builtin_popcountll(kValue == 1 ? value : ~value);
 }
 [[noreturn]] inline void Trap() {
   ascend_emulator::violate("trap", "Trap", "the kernel stopped itself");

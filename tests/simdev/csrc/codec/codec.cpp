@@ -97,7 +97,8 @@ const char* message(int code) {
 }  // namespace
 
 const memswap_codec* codec_on_streams(const memswap_codec* host) {
-  static const memswap_codec table{MEMSWAP_CODEC_VERSION, "simulated", &encode, &decode, &message};
+  static const memswap_codec table{
+      MEMSWAP_CODEC_VERSION, "simulated", &encode, &decode, &message, 1, 0};
   const memswap_codec* none = nullptr;
   host_codec.compare_exchange_strong(none, host);
   return &table;

@@ -1,0 +1,290 @@
+// The backend's table: arguments, tiling, launches. Every function returns as soon as its work is
+// enqueued; nothing is allocated and nothing waits. Plain C++ for the host: kernels are reached by
+// the functions of entries.h alone.
+#include "memswap/codec.h"
+
+#include <algorithm>
+#include <cstdio>
+
+#include "entries.h"
+#include "memswap/frame.h"
+#include "runtime.h"
+
+namespace memswap::ascend {
+namespace {
+
+using frame::Dtype;
+using frame::Shape;
+
+constexpr int kNoCores = -3;
+
+// So many tiles of room an encode may leave unused (job.h, Note [positions without talking]): no
+// more cores than that work on a frame. Atlas A2 and A3 have 40 or 48.
+constexpr uint32_t kMaxCores = 64;
+
+// The kernels add up counters in 32 bits.
+constexpr uint64_t kMaxElements = UINT32_MAX;
+
+using EncodeLaunch = uint32_t (*)(uint32_t blocks, void* stream,
+                                  MEMSWAP_ASCEND_ENCODE_PARAMETERS(void*));
+using DecodeLaunch = uint32_t (*)(uint32_t blocks, void* stream,
+                                  MEMSWAP_ASCEND_DECODE_PARAMETERS(void*));
+
+#define ENCODER(name) aclrtlaunch_memswap_ascend_encode_##name
+#define DECODER(name) aclrtlaunch_memswap_ascend_decode_##name
+
+EncodeLaunch dense_encoder(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::kBf16:
+      return ENCODER(dense_bf16);
+    case Dtype::kFp16:
+      return ENCODER(dense_fp16);
+    case Dtype::kFp32:
+      return ENCODER(dense_fp32);
+    case Dtype::kFp64:
+      return ENCODER(dense_fp64);
+    case Dtype::kE4m3:
+      return ENCODER(dense_e4m3);
+    case Dtype::kE5m2:
+      return ENCODER(dense_e5m2);
+    default:
+      return nullptr;
+  }
+}
+
+EncodeLaunch sparse_encoder(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::kBf16:
+      return ENCODER(sparse_bf16);
+    case Dtype::kFp16:
+      return ENCODER(sparse_fp16);
+    case Dtype::kFp32:
+      return ENCODER(sparse_fp32);
+    case Dtype::kFp64:
+      return ENCODER(sparse_fp64);
+    case Dtype::kE4m3:
+      return ENCODER(sparse_e4m3);
+    case Dtype::kE5m2:
+      return ENCODER(sparse_e5m2);
+    default:
+      return nullptr;
+  }
+}
+
+EncodeLaunch ints_encoder(Dtype dtype) {
+  const bool is_signed = frame::is_signed(dtype);
+  switch (frame::width_of(dtype)) {
+    case 1:
+      return is_signed ? ENCODER(int8) : ENCODER(uint8);
+    case 2:
+      return is_signed ? ENCODER(int16) : ENCODER(uint16);
+    case 4:
+      return is_signed ? ENCODER(int32) : ENCODER(uint32);
+    default:
+      return is_signed ? ENCODER(int64) : ENCODER(uint64);
+  }
+}
+
+EncodeLaunch raw_encoder(Dtype dtype) {
+  switch (frame::width_of(dtype)) {
+    case 1:
+      return ENCODER(raw8);
+    case 2:
+      return ENCODER(raw16);
+    case 4:
+      return ENCODER(raw32);
+    default:
+      return ENCODER(raw64);
+  }
+}
+
+// Null where the shape does not fit the dtype.
+EncodeLaunch encoder_of(Dtype dtype, Shape shape) {
+  switch (shape) {
+    case Shape::kDense:
+      return dense_encoder(dtype);
+    case Shape::kSparse:
+      return sparse_encoder(dtype);
+    case Shape::kUpcast:
+      return ENCODER(upcast);
+    case Shape::kBits:
+      return ENCODER(bits);
+    case Shape::kInts:
+      return ints_encoder(dtype);
+    case Shape::kRaw:
+      return raw_encoder(dtype);
+  }
+  return nullptr;
+}
+
+DecodeLaunch decoder_of(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::kBf16:
+      return DECODER(bf16);
+    case Dtype::kFp16:
+      return DECODER(fp16);
+    case Dtype::kFp32:
+      return DECODER(fp32);
+    case Dtype::kFp64:
+      return DECODER(fp64);
+    case Dtype::kE4m3:
+      return DECODER(e4m3);
+    case Dtype::kE5m2:
+      return DECODER(e5m2);
+    default:
+      break;
+  }
+  switch (frame::width_of(dtype)) {
+    case 1:
+      return DECODER(other8);
+    case 2:
+      return DECODER(other16);
+    case 4:
+      return DECODER(other32);
+    default:
+      return DECODER(other64);
+  }
+}
+
+bool is_aligned(const void* pointer, uint64_t alignment) {
+  return reinterpret_cast<uintptr_t>(pointer) % alignment == 0;
+}
+
+bool is_area(const void* pointer, uint64_t alignment) {
+  return pointer != nullptr && is_aligned(pointer, alignment);
+}
+
+// A tensor without elements may be null.
+bool is_tensor(const void* pointer, uint64_t elements, uint8_t dtype) {
+  return elements <= frame::kMaxElements && (pointer != nullptr || elements == 0) &&
+         is_aligned(pointer, frame::width_of(static_cast<Dtype>(dtype)));
+}
+
+bool is_valid(const memswap_encode_job& job) {
+  const bool has_overflow = job.overflow != nullptr;
+  return frame::is_dtype(job.dtype) && job.shape <= frame::kLastShape &&
+         frame::shape_fits(static_cast<Dtype>(job.dtype), static_cast<Shape>(job.shape)) &&
+         is_tensor(job.input, job.elements, job.dtype) && job.profile <= MEMSWAP_FAST &&
+         is_area(job.frame, frame::kAlignmentBytes) &&
+         job.var_capacity <= UINT64_MAX / frame::kUnitBytes / 2 &&
+         has_overflow == (job.overflow_cursor != nullptr) &&
+         (!has_overflow || (is_aligned(job.overflow, frame::kUnitBytes) &&
+                            is_aligned(job.overflow_cursor, alignof(uint64_t)) &&
+                            job.overflow_capacity <= frame::kMaxBaseUnits));
+}
+
+bool is_valid(const memswap_decode_job& job) {
+  return frame::is_dtype(job.dtype) && is_tensor(job.output, job.elements, job.dtype) &&
+         is_area(job.frame, frame::kAlignmentBytes) && is_area(job.status, alignof(uint32_t)) &&
+         is_aligned(job.overflow, frame::kUnitBytes) &&
+         job.overflow_capacity <= frame::kMaxBaseUnits;
+}
+
+// Cores that share the tiles of a job: as many as the device and the caller permit, and none
+// without a tile.
+uint32_t blocks_for(uint64_t elements, uint32_t cores, const memswap_launch& where) {
+  const uint64_t tiles = (elements + frame::kTileElements - 1) / frame::kTileElements;
+  const uint32_t bound = where.max_processors != 0 ? where.max_processors : kMaxCores;
+  return static_cast<uint32_t>(
+      std::max<uint64_t>(1, std::min<uint64_t>({tiles, cores, bound, kMaxCores})));
+}
+
+int run(const memswap_encode_job& job, uint32_t cores, const memswap_launch& where) {
+  const Dtype dtype = static_cast<Dtype>(job.dtype);
+  const Shape shape = static_cast<Shape>(job.shape);
+  const EncodeLaunch encoder = encoder_of(dtype, shape);
+  const uint32_t blocks = blocks_for(job.elements, cores, where);
+  const auto launch = [&](EncodeLaunch kernel, uint32_t on, uint32_t pass) {
+    return static_cast<int>(kernel(on, where.stream, const_cast<void*>(job.input), job.frame,
+                                   job.overflow, job.overflow_cursor, job.elements,
+                                   job.var_capacity, job.overflow_capacity, job.dtype, job.shape,
+                                   frame::slab_bytes(dtype, shape), job.checksum != 0, pass));
+  };
+  int error = launch(aclrtlaunch_memswap_ascend_begin_frame, 1, 0);
+  if (error != 0 || job.elements == 0) {
+    return error;
+  }
+  error = launch(encoder, blocks, 0);
+  if (error == 0) {
+    error = launch(aclrtlaunch_memswap_ascend_place_deferred, 1, 0);
+  }
+  if (error == 0 && job.overflow != nullptr) {
+    error = launch(encoder, blocks, 1);
+  }
+  return error;
+}
+
+int run(const memswap_decode_job& job, uint32_t cores, const memswap_launch& where) {
+  const uint64_t overflow_capacity = job.overflow != nullptr ? job.overflow_capacity : 0;
+  return static_cast<int>(decoder_of(static_cast<Dtype>(job.dtype))(
+      blocks_for(job.elements, cores, where), where.stream, const_cast<void*>(job.frame),
+      job.output, job.status, const_cast<void*>(job.overflow), overflow_capacity, job.frame_bytes,
+      job.elements, job.dtype, job.verify != 0));
+}
+
+template <class Job>
+int run_all(const Job* jobs, size_t count, const memswap_launch* launch_or_null) {
+  if (count != 0 && jobs == nullptr) {
+    return MEMSWAP_CODEC_BAD_ARGUMENT;
+  }
+  for (size_t i = 0; i < count; ++i) {
+    if (!is_valid(jobs[i])) {
+      return MEMSWAP_CODEC_BAD_ARGUMENT;
+    }
+    if (jobs[i].elements > kMaxElements) {
+      return MEMSWAP_CODEC_NOT_SUPPORTED;
+    }
+  }
+  uint32_t cores = 0;
+  if (const int error = vector_cores(&cores); error != 0) {
+    return error;
+  }
+  if (cores == 0) {
+    return kNoCores;
+  }
+  const memswap_launch where = launch_or_null != nullptr ? *launch_or_null : memswap_launch{};
+  for (size_t i = 0; i < count; ++i) {
+    if (const int error = run(jobs[i], cores, where); error != 0) {
+      return error;
+    }
+  }
+  return MEMSWAP_CODEC_OK;
+}
+
+int encode(const memswap_encode_job* jobs, size_t count, const memswap_launch* launch) {
+  return run_all(jobs, count, launch);
+}
+
+int decode(const memswap_decode_job* jobs, size_t count, const memswap_launch* launch) {
+  return run_all(jobs, count, launch);
+}
+
+const char* message(int code) {
+  switch (code) {
+    case MEMSWAP_CODEC_OK:
+      return "success";
+    case MEMSWAP_CODEC_BAD_ARGUMENT:
+      return "bad argument: a pointer is NULL or not aligned (frames to 128 bytes, overflow arenas "
+             "to 8, tensors to their elements), the shape does not fit the dtype, a dtype, shape "
+             "or profile is unknown, a size is beyond what a frame can hold, or only one of "
+             "overflow and overflow_cursor is given";
+    case MEMSWAP_CODEC_NOT_SUPPORTED:
+      return "not supported by the Ascend codec: a tensor of 2**32 elements or more";
+    case kNoCores:
+      return "the device has no vector cores; the Ascend codec needs an Atlas A2 or A3";
+    default:
+      break;
+  }
+  static thread_local char words[96];
+  std::snprintf(words, sizeof(words),
+                "error %d of the ACL runtime; aclGetRecentErrMsg and plog have the details", code);
+  return words;
+}
+
+constexpr memswap_codec kCodec = {
+    MEMSWAP_CODEC_VERSION, "ascend", &encode, &decode, &message, kMaxCores, 1};
+
+}  // namespace
+}  // namespace memswap::ascend
+
+const memswap_codec* memswap_codec_ascend(void) { return &memswap::ascend::kCodec; }

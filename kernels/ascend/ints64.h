@@ -1,0 +1,323 @@
+// Shape ints for elements of 8 bytes, in words of 32 bits: the vector unit orders and adds no
+// others.
+#pragma once
+
+#include "halves.h"
+#include "reference.h"
+
+namespace memswap::ascend {
+
+// Vectors of 1024 words.
+using Words = LocalTensor<int32_t>;
+constexpr int32_t kBlockWords = kBlockLanes;
+
+// 1 where a < b as unsigned words, else 0: in the order of signed words with their highest bits
+// changed, max(a, b) - a is 0 unless a < b. a and b are given so changed; `b` is one value for all.
+__aicore__ inline void less_than(const Words& result, const Words& a, int32_t b,
+                                 const Words& scratch) {
+  const LocalTensor<uint16_t> bits = result.ReinterpretCast<uint16_t>();
+  Maxs(result, a, b, kBlockWords);
+  barrier();
+  Sub(result, result, a, kBlockWords);
+  barrier();
+  // Of t and -t, one has the highest bit, unless t is 0.
+  Muls(scratch, result, -1, kBlockWords);
+  barrier();
+  Or(bits, bits, scratch.ReinterpretCast<uint16_t>(), 2 * kBlockWords);
+  barrier();
+  ShiftRight(result.ReinterpretCast<uint32_t>(), result.ReinterpretCast<uint32_t>(), uint32_t{31},
+             kBlockWords);
+  barrier();
+}
+
+constexpr int32_t kHighestBit = std::numeric_limits<int32_t>::min();
+
+__aicore__ inline int32_t change_highest_bit(uint32_t word) {
+  return static_cast<int32_t>(word ^ 0x80000000u);
+}
+
+template <bool kSigned>
+class Ints64Coder : public ChecksumScratch<8> {
+ public:
+  static constexpr uint32_t kWidth = 8;
+  static constexpr uint32_t kSlabBytes = 0;
+
+  __aicore__ inline void init(TPipe* pipe) {
+    pipe_ = pipe;
+    ChecksumScratch<8>::init(pipe);
+    pipe->InitBuffer(words_, 5 * kBlockLanes * 4);
+    pipe->InitBuffer(lanes_, 6 * kBlockLanes * 2);
+    pipe->InitBuffer(equal_, kBlockLanes / 8);
+    pipe->InitBuffer(extremes_, 2 * 8 * 4);
+    pipe->InitBuffer(slots_, 2, kPlanesAt + kBlockBytes);
+  }
+
+  __aicore__ inline void encode(const Step& step, const Bytes& x, const Bytes&,
+                                PayloadWriter* payloads, HeaderCounters*) {
+    bool moved = false;
+    for (uint32_t b = 0; b < step.blocks; ++b) {
+      const uint32_t left = step.count - b * kBlockLanes;
+      const uint32_t count = left < kBlockLanes ? left : kBlockLanes;
+      take(x[b * kBlockBytes], count);
+      const Range range = find_range();
+      const uint32_t bits =
+          64 - static_cast<uint32_t>(ScalarCountLeadingZero(range.maximum - range.minimum));
+      const bool literal = bits == 64;
+      const uint32_t bytes = literal ? kBlockBytes : kMinimumBytes + kBlockLanes / 8 * bits;
+      GM_ADDR to = payloads->add(step.first + b, literal ? frame::kLiteral : frame::kReference,
+                                 bytes / frame::kUnitBytes, literal ? 0 : bits);
+      if (to == nullptr) {
+        continue;
+      }
+      if (!literal) {
+        subtract(range.minimum, count);
+        store_reference(to, bits, range.minimum);
+        continue;
+      }
+      if (!moved) {
+        hand_over<HardEvent::V_MTE3>(pipe_);  // and, by V's own wait, what MTE2 loaded
+        moved = true;
+      }
+      PayloadWriter::store(to, x[b * kBlockBytes], kBlockBytes);
+    }
+    if (moved) {
+      hand_over<HardEvent::MTE3_V>(pipe_);  // before the queue gives x away
+    }
+  }
+
+ private:
+  static constexpr uint32_t kBlockBytes = 8 * kBlockLanes;
+  // Signed words order as they are.
+  static constexpr int32_t kShift = kSigned ? 0 : kHighestBit;
+
+  struct Range {
+    uint64_t minimum;  // the element's bits
+    uint64_t maximum;
+  };
+
+  __aicore__ inline Words words(uint32_t i) { return words_.Get<int32_t>()[i * kBlockLanes]; }
+  __aicore__ inline Words low() { return words(0); }   // highest bits changed
+  __aicore__ inline Words high() { return words(1); }  // likewise where unsigned
+
+  // Lower and upper words of a block, in the order of signed words; missing elements are like the
+  // last one that is there.
+  __aicore__ inline void take(const Bytes& x, uint32_t count) {
+    const LocalTensor<uint32_t> pairs = x.ReinterpretCast<uint32_t>();
+    uint64_t kept = 0;
+    barrier();
+    GatherMask(low().template ReinterpretCast<uint32_t>(), pairs, (uint8_t)1, true, 2 * kBlockLanes,
+               GatherMaskParams(1, 1, 0, 0), kept);
+    GatherMask(high().template ReinterpretCast<uint32_t>(), pairs, (uint8_t)2, true,
+               2 * kBlockLanes, GatherMaskParams(1, 1, 0, 0), kept);
+    barrier();
+    Adds(low(), low(), kHighestBit, kBlockWords);
+    Adds(high(), high(), kShift, kBlockWords);
+    barrier();
+    if (count < kBlockLanes) {
+      hand_over<HardEvent::V_S>(pipe_);
+      const int32_t last_low = low().GetValue(count - 1);
+      const int32_t last_high = high().GetValue(count - 1);
+      hand_over<HardEvent::S_V>(pipe_);
+      fill_words(low(), count, last_low);
+      fill_words(high(), count, last_high);
+      barrier();
+    }
+  }
+
+  // From word `from` to the end of the block.
+  __aicore__ inline static void fill_words(const Words& words, uint32_t from, int32_t value) {
+    constexpr uint32_t per_repeat = 64;
+    uint32_t next = from / per_repeat * per_repeat;
+    if (next != from) {
+      uint64_t mask[2] = {~uint64_t{0} << (from - next), 0};
+      Duplicate(words[next], value, mask, 1, 1, 8);
+      next += per_repeat;
+    }
+    if (next < kBlockLanes) {
+      Duplicate(words[next], value, static_cast<int32_t>(kBlockLanes - next));
+    }
+  }
+
+  template <bool kMaximum>
+  __aicore__ inline static void pick(const Words& to, const Words& a, const Words& b, int32_t n) {
+    if constexpr (kMaximum) {
+      Max(to, a, b, n);
+    } else {
+      Min(to, a, b, n);
+    }
+  }
+
+  template <bool kMaximum>
+  __aicore__ inline int32_t extreme(const Words& values) {
+    const Words folded = words(2);
+    const Words eight = extremes_.Get<int32_t>();
+    pick<kMaximum>(folded, values, values[512], 512);
+    barrier();
+    for (int32_t left = 256; left >= 8; left /= 2) {
+      pick<kMaximum>(folded, folded, folded[left], left);
+      barrier();
+    }
+    Adds(eight, folded, 0, 8);
+    hand_over<HardEvent::V_S>(pipe_);
+    int32_t best = eight.GetValue(0);
+    for (uint32_t i = 1; i < 8; ++i) {
+      const int32_t other = eight.GetValue(i);
+      best = (kMaximum ? other > best : other < best) ? other : best;
+    }
+    hand_over<HardEvent::S_V>(pipe_);
+    return best;
+  }
+
+  // By the upper words, and among those that have the best one by the lower words.
+  template <bool kMaximum>
+  __aicore__ inline uint64_t find() {
+    const int32_t upper = extreme<kMaximum>(high());
+    const Words candidates = words(3);
+    CompareScalar(equal_.Get<uint8_t>(), high(), upper, CMPMODE::EQ, kBlockLanes);
+    barrier();
+    uint64_t kept = 0;
+    GatherMask(candidates, low(), equal_.Get<uint32_t>(), true, kBlockLanes,
+               GatherMaskParams(1, 1, 0, 0), kept);
+    barrier();
+    fill_words(candidates, static_cast<uint32_t>(kept),
+               kMaximum ? kHighestBit : std::numeric_limits<int32_t>::max());
+    barrier();
+    const int32_t lower = extreme<kMaximum>(candidates);
+    return uint64_t{static_cast<uint32_t>(upper) ^ static_cast<uint32_t>(kShift)} << 32 |
+           static_cast<uint32_t>(change_highest_bit(static_cast<uint32_t>(lower)));
+  }
+
+  __aicore__ inline Range find_range() {
+    Range range;
+    range.minimum = find<false>();
+    range.maximum = find<true>();
+    return range;
+  }
+
+  // Distances above the minimum; 0 for missing elements.
+  __aicore__ inline void subtract(uint64_t minimum, uint32_t count) {
+    const Words borrow = words(2);
+    const uint32_t lower = static_cast<uint32_t>(minimum);
+    const uint32_t upper = static_cast<uint32_t>(minimum >> 32) ^ static_cast<uint32_t>(kShift);
+    less_than(borrow, low(), change_highest_bit(lower), words(3));
+    Adds(low(), low(), static_cast<int32_t>(0u - (lower ^ 0x80000000u)), kBlockWords);
+    Adds(high(), high(), static_cast<int32_t>(0u - upper), kBlockWords);
+    barrier();
+    Sub(high(), high(), borrow, kBlockWords);
+    barrier();
+    if (count < kBlockLanes) {
+      fill_words(low(), count, 0);
+      fill_words(high(), count, 0);
+      barrier();
+    }
+  }
+
+  __aicore__ inline void store_reference(GM_ADDR to, uint32_t bits, uint64_t minimum) {
+    const Lanes quarters = lanes_.Get<int16_t>();
+    separate_halves<2>(quarters, kBlockLanes, low().template ReinterpretCast<int16_t>(),
+                       kBlockLanes);
+    separate_halves<2>(quarters[2 * kBlockLanes], kBlockLanes,
+                       high().template ReinterpretCast<int16_t>(), kBlockLanes);
+    Bytes slot = slots_.template AllocTensor<uint8_t>();
+    const LocalTensor<uint32_t> head = slot.ReinterpretCast<uint32_t>();
+    uint64_t lowest[2] = {1, 0};
+    uint64_t second[2] = {2, 0};
+    Duplicate(head, static_cast<uint32_t>(minimum), lowest, 1, 1, 8);
+    Duplicate(head, static_cast<uint32_t>(minimum >> 32), second, 1, 1, 8);
+    for_each_plane(bits, [&](uint32_t shift, uint32_t width, uint32_t at) {
+      put_plane(slot[kPlanesAt + at], quarters[shift / 16 * kBlockLanes], shift % 16, width,
+                quarters[4 * kBlockLanes], quarters[5 * kBlockLanes]);
+    });
+    slots_.EnQue(slot);
+    slot = slots_.template DeQue<uint8_t>();
+    PayloadWriter::store(to, slot, kMinimumBytes);
+    if (bits != 0) {
+      PayloadWriter::store(to + kMinimumBytes, slot[kPlanesAt], kBlockLanes / 8 * bits);
+    }
+    slots_.FreeTensor(slot);
+  }
+
+  TPipe* pipe_;
+  TQue<TPosition::VECOUT, 1> slots_;
+  TBuf<TPosition::VECCALC> words_, lanes_, equal_, extremes_;
+};
+
+class Ints64Reader : public ChecksumScratch<8>, public IntsReaderBase<8> {
+  using Base = IntsReaderBase<8>;
+
+ public:
+  using Base::kWidth;
+
+  __aicore__ inline void init(TPipe* pipe) {
+    pipe_ = pipe;
+    ChecksumScratch<8>::init(pipe);
+    pipe->InitBuffer(quarters_, 4 * kBlockLanes * 2);
+    pipe->InitBuffer(words_, 4 * kBlockLanes * 4);
+    pipe->InitBuffer(ones_, kBlockLanes * 2);
+    Duplicate(ones_.Get<half>(), static_cast<half>(1.0f), static_cast<int32_t>(kBlockLanes));
+    masks_.init(pipe);
+    pairs_.init(pipe, kBlockLanes);
+  }
+
+  __aicore__ inline uint32_t decode(const Plan& plan, const Bytes& x, const Bytes&,
+                                    const Bytes& slots) {
+    uint32_t errors = 0;
+    for (uint32_t b = 0; b < plan.blocks; ++b) {
+      const Bytes block = x[b * kBlockBytes];
+      const Bytes slot = slots[b * kSlotBytes];
+      bool good = true;
+      if (plan.mode[b] == frame::kLiteral) {
+        good = read_literal(block, block, 0, slot, plan.units[b], kBlockBytes);
+      } else if (is_reference(plan, b)) {
+        read_reference(block, slot, plan.center[b]);
+      } else {
+        clear_block(block, kBlockBytes);
+        good = false;
+      }
+      errors |= good ? 0u : uint32_t{frame::kBadPayload};
+    }
+    return errors;
+  }
+
+ private:
+  __aicore__ inline Words words(uint32_t i) { return words_.Get<int32_t>()[i * kBlockLanes]; }
+
+  __aicore__ inline void read_reference(const Bytes& x, const Bytes& slot, uint32_t bits) {
+    hand_over<HardEvent::V_S>(pipe_);
+    const uint32_t lower = slot.ReinterpretCast<uint32_t>().GetValue(0);
+    const uint32_t upper = slot.ReinterpretCast<uint32_t>().GetValue(1);
+    hand_over<HardEvent::S_V>(pipe_);
+    const Lanes quarters = quarters_.Get<int16_t>();
+    const Lanes scratch = words(2).ReinterpretCast<int16_t>();
+    Duplicate(quarters, (int16_t)0, static_cast<int32_t>(4 * kBlockLanes));
+    barrier();
+    for_each_plane(bits, [&](uint32_t shift, uint32_t width, uint32_t at) {
+      add_plane(quarters[shift / 16 * kBlockLanes], slot[kPlanesAt + at], shift % 16, width,
+                scratch, scratch[kBlockLanes], masks_, ones_.Get<half>());
+    });
+    const Words low = words(0);
+    const Words high = words(1);
+    const Words carry = words(2);
+    combine_halves(low.ReinterpretCast<int16_t>(), quarters, quarters[kBlockLanes], scratch,
+                   kBlockLanes);
+    combine_halves(high.ReinterpretCast<int16_t>(), quarters[2 * kBlockLanes],
+                   quarters[3 * kBlockLanes], scratch, kBlockLanes);
+    // low + minimum, and 1 for the upper word where that is less than the minimum.
+    Adds(low, low, change_highest_bit(lower), kBlockWords);
+    barrier();
+    less_than(carry, low, change_highest_bit(lower), words(3));
+    Adds(low, low, kHighestBit, kBlockWords);
+    Adds(high, high, static_cast<int32_t>(upper), kBlockWords);
+    barrier();
+    Add(high, high, carry, kBlockWords);
+    barrier();
+    pairs_.combine(x.ReinterpretCast<uint32_t>(), low.ReinterpretCast<uint32_t>());
+  }
+
+  TPipe* pipe_;
+  TBuf<TPosition::VECCALC> quarters_, words_, ones_;
+  Masks masks_;
+  WordPairs pairs_;
+};
+
+}  // namespace memswap::ascend

@@ -1,0 +1,153 @@
+// LQ2 for one block's exponents (docs/format.md section 3): codes and escapes as streams. Only
+// shape sparse has them from this encoder; its blocks have fewer exponents than elements.
+#pragma once
+
+#include "streams.h"
+
+namespace memswap::ascend {
+
+struct Lq2Counts {
+  uint32_t escapes = 0;    // S1
+  uint32_t rare = 0;       // S2
+  uint32_t explicit_ = 0;  // bytes
+};
+
+class Lq2Writer {
+ public:
+  static constexpr uint32_t kVectors = 5;  // of 1024 lanes that encode() overwrites
+
+  __aicore__ inline void init(TPipe* pipe) { pipe->InitBuffer(where_, kBlockLanes / 8); }
+
+  // `exponents`, of which `count` are there, are lost. The streams are complete up to 1024 symbols,
+  // with 0 behind the last one.
+  __aicore__ inline Lq2Counts encode(const Lanes& exponents, uint32_t count, uint32_t center,
+                                     const Bytes& codes, const Bytes& s1, const Bytes& s2,
+                                     const Bytes& bytes, const Lanes& work, Masks& masks) {
+    constexpr int32_t n = kBlockLanes;
+    const Lanes v = work;
+    const Lanes a = work[kBlockLanes];
+    const Lanes b = work[2 * kBlockLanes];
+    const Lanes t = work[3 * kBlockLanes];
+    const LocalTensor<uint16_t> where = where_.Get<uint16_t>();
+    Lq2Counts counts;
+    distances(v, exponents, center, masks);
+    // 1..3 stay, all others become 0: min(v, 4) mod 4.
+    Mins(a, v, (int16_t)4, n);
+    barrier();
+    and_all(a, a, masks.low_bits(2), kBlockLanes);
+    barrier();
+    Adds(b, a, (int16_t)0, n);
+    barrier();
+    fill(a, count, kBlockLanes, (int16_t)0);
+    fill(b, count, kBlockLanes, (int16_t)1);
+    barrier();
+    find(b, 0.0f);
+    pack_stream(codes, a, 2, t);
+    counts.escapes = compact(a, v, where);
+    compact(b, exponents, where);
+    // v of an escape is 0, or 4 and more.
+    Adds(v, a, (int16_t)-3, n);
+    barrier();
+    Maxs(v, v, (int16_t)0, n);
+    barrier();
+    Mins(v, v, (int16_t)3, n);
+    barrier();
+    fill(v, counts.escapes, kBlockLanes, (int16_t)0);
+    barrier();
+    Adds(exponents, v, (int16_t)0, n);
+    barrier();
+    find(exponents, 3.0f);
+    pack_stream(s1, v, 2, t);
+    counts.rare = compact(v, a, where);
+    compact(exponents, b, where);
+    symbols(v, exponents, a, b);
+    fill(a, counts.rare, kBlockLanes, (int16_t)0);
+    barrier();
+    Adds(b, a, (int16_t)0, n);
+    barrier();
+    find(b, 15.0f);
+    pack_stream(s2, a, 4, t);
+    counts.explicit_ = compact(a, exponents, where);
+    fill(a, counts.explicit_, kBlockLanes, (int16_t)0);
+    barrier();
+    pack_stream(bytes, a, 8, t);
+    return counts;
+  }
+
+ private:
+  // v = (c - E) mod 256.
+  __aicore__ inline static void distances(const Lanes& v, const Lanes& exponents, uint32_t center,
+                                          Masks& masks) {
+    constexpr int32_t n = kBlockLanes;
+    Not(as_bits(v), as_bits(exponents), n);
+    barrier();
+    Adds(v, v, static_cast<int16_t>(center + 1), n);
+    barrier();
+    and_all(v, v, masks.low_bits(8), kBlockLanes);
+    barrier();
+  }
+
+  // Which lanes are `value`; they are lost.
+  __aicore__ inline void find(const Lanes& lanes, float value) {
+    lanes_to_half(lanes, kBlockLanes);
+    barrier();
+    CompareScalar(where_.Get<uint8_t>(), as_half(lanes), static_cast<half>(value), CMPMODE::EQ,
+                  kBlockLanes);
+    barrier();
+  }
+
+  __aicore__ inline static uint32_t compact(const Lanes& to, const Lanes& from,
+                                            const LocalTensor<uint16_t>& where) {
+    uint64_t kept = 0;
+    GatherMask(as_bits(to), as_bits(from), where, true, kBlockLanes, GatherMaskParams(1, 1, 0, 0),
+               kept);
+    barrier();
+    // What follows works on all lanes.
+    fill(to, static_cast<uint32_t>(kept), kBlockLanes, (int16_t)0);
+    barrier();
+    return static_cast<uint32_t>(kept);
+  }
+
+  // The symbol is min(near, far), where near is v - 6 for v = 6..17 and 20 or more for others; far
+  // is 12 for v = 255, 13 for 254, else 14 for E = 0, else 15. Result in near.
+  __aicore__ inline static void symbols(const Lanes& v, const Lanes& exponents, const Lanes& near,
+                                        const Lanes& far) {
+    constexpr int32_t n = kBlockLanes;
+    // far: 15 - max(0, 2 and 3 for the two distances; 1 for E = 0).
+    Maxs(far, v, (int16_t)253, n);
+    Mins(near, exponents, (int16_t)1, n);
+    barrier();
+    Adds(far, far, (int16_t)-253, n);
+    Muls(near, near, (int16_t)-1, n);
+    barrier();
+    Adds(near, near, (int16_t)1, n);
+    barrier();
+    // 0, 1, 2 for nothing, 254, 255: with its own minimum with 1 it is 0, 2, 3.
+    Max(near, near, far, n);
+    barrier();
+    Mins(far, far, (int16_t)1, n);
+    barrier();
+    Add(far, far, near, n);
+    barrier();
+    Muls(far, far, (int16_t)-1, n);
+    Maxs(near, v, (int16_t)17, n);
+    barrier();
+    Adds(far, far, (int16_t)15, n);
+    Adds(near, near, (int16_t)-17, n);
+    barrier();
+    Mins(near, near, (int16_t)1, n);
+    barrier();
+    Muls(near, near, (int16_t)8, n);
+    barrier();
+    Add(near, near, v, n);
+    barrier();
+    Adds(near, near, (int16_t)-6, n);
+    barrier();
+    Min(near, near, far, n);
+    barrier();
+  }
+
+  TBuf<TPosition::VECCALC> where_;
+};
+
+}  // namespace memswap::ascend

@@ -1,0 +1,240 @@
+// The coder of shape sparse: a bitmap of the elements that are not +-0, and the survivors' fields
+// as streams. It has no profile: these are the canonical encoder's bytes.
+#pragma once
+
+#include "encode_frame.h"
+#include "lq2_escapes.h"
+#include "splits.h"
+#include "statistics.h"
+
+namespace memswap::ascend {
+
+// Where a block's streams stand in UB: from multiples of 32 bytes on, each with room for the zeros
+// that fill a payload's last unit.
+template <class Split>
+struct SparseSlot {
+  static constexpr uint32_t kSpare = kUnifiedBlockBytes;
+  __aicore__ static constexpr uint32_t field(uint32_t i) {
+    uint32_t offset = 0;
+    for (uint32_t j = 0; j < i; ++j) {
+      offset += kBlockLanes / 8 * Split::field_width(j) + kSpare;
+    }
+    return offset;
+  }
+  static constexpr uint32_t kCodes = field(Split::kFields);
+  static constexpr uint32_t kSigns = kCodes + kBlockLanes / 4 + kSpare;
+  static constexpr uint32_t kS1 = kSigns + kBlockLanes / 8 + kSpare;
+  static constexpr uint32_t kS2 = kS1 + kBlockLanes / 4 + kSpare;
+  static constexpr uint32_t kExponents = kS2 + kBlockLanes / 2 + kSpare;
+  static constexpr uint32_t kBytes = kExponents + kBlockLanes + kSpare;
+};
+
+template <class Split>
+class SparseCoder {
+ public:
+  static constexpr uint32_t kWidth = Split::kWidth;
+  static constexpr uint32_t kSlabBytes = frame::kBitmapBytes;
+
+  __aicore__ inline void init(TPipe* pipe) {
+    pipe_ = pipe;
+    pipe->InitBuffer(exponents_, kLanes * 2);
+    pipe->InitBuffer(work_, kVectors * kLanes * 2);
+    pipe->InitBuffer(block_, (1 + Lq2Writer::kVectors) * kBlockLanes * 2);
+    pipe->InitBuffer(zeros_, kBlockLanes / 8);
+    pipe->InitBuffer(greatest_, 64);
+    pipe->InitBuffer(slots_, 2, Slot::kBytes);
+    masks_.init(pipe);
+    statistics_.init(pipe);
+    lq2_.init(pipe);
+  }
+
+  __aicore__ inline LocalTensor<int32_t> scratch() { return work_.Get<int32_t>(); }
+
+  __aicore__ inline void encode(const Step& step, const Bytes& x, const Bytes& slab,
+                                PayloadWriter* payloads, HeaderCounters* counters) {
+    const Lanes e = exponents_.Get<int16_t>();
+    Split::take(x, e, work(0), masks_);
+    bool negative[kBlocks];
+    find_survivors(e, slab, negative);
+    statistics_.compute(e, free(0), free(1), kBlocks, statistics_of_);
+    bool moved = false;
+    for (uint32_t b = 0; b < step.blocks; ++b) {
+      const uint32_t left = step.count - b * kBlockLanes;
+      const uint32_t missing = left < kBlockLanes ? kBlockLanes - left : 0;
+      const uint32_t center = center_of(statistics_of_[b], 7);
+      uint32_t survivors = 0;
+      Bytes slot = slots_.template AllocTensor<uint8_t>();
+      const Pieces pieces =
+          make_streams(b, slab[b * kSlabBytes], slot, center, negative[b], &survivors);
+      counters->add_zeros(kBlockLanes - survivors - missing);
+      const uint32_t units = (pieces.bytes() + frame::kUnitBytes - 1) / frame::kUnitBytes;
+      if (units < kLiteralBytes / frame::kUnitBytes) {
+        counters->add_center(center);
+        GM_ADDR to = payloads->add(
+            step.first + b, negative[b] ? frame::kSignedZeros : frame::kZeros, units, center);
+        slots_.EnQue(slot);
+        slot = slots_.template DeQue<uint8_t>();
+        if (to != nullptr) {
+          pieces.store(to, slot, units * frame::kUnitBytes);
+        }
+        slots_.FreeTensor(slot);
+        continue;
+      }
+      slots_.FreeTensor(slot);
+      copy_bytes(slab[b * kSlabBytes], x[b * kBlockBytes], kSlabBytes);
+      GM_ADDR to =
+          payloads->add(step.first + b, frame::kLiteral, kLiteralBytes / frame::kUnitBytes, 0);
+      if (to == nullptr) {
+        continue;
+      }
+      if (!moved) {
+        hand_over<HardEvent::V_MTE3>(pipe_);  // and, by V's own wait, what MTE2 loaded
+        moved = true;
+      }
+      PayloadWriter::store(to, x[b * kBlockBytes + kSlabBytes], kLiteralBytes);
+    }
+    if (moved) {
+      hand_over<HardEvent::MTE3_V>(pipe_);  // before the queue gives x away
+    }
+  }
+
+ private:
+  using Slot = SparseSlot<Split>;
+  static constexpr uint32_t kBlocks = Split::kBlocks;
+  static constexpr uint32_t kLanes = Split::kLanes;
+  static constexpr uint32_t kBlockBytes = kBlockLanes * kWidth;
+  static constexpr uint32_t kLiteralBytes = kBlockBytes - kSlabBytes;
+  // Fields and two more for the statistics; or the checksum's.
+  static constexpr uint32_t kVectors =
+      max_of(Split::kFields + 2, Split::kTakeVectors, uint32_t{kWidth});
+  static constexpr uint32_t kMaxPieces = Split::kFields + 5;
+
+  // A payload's streams in their order.
+  struct Pieces {
+    uint32_t at[kMaxPieces];  // in the slot
+    uint32_t length[kMaxPieces];
+    uint32_t count = 0;
+
+    __aicore__ inline void add(uint32_t where, uint32_t bytes) {
+      if (bytes != 0) {
+        at[count] = where;
+        length[count++] = bytes;
+      }
+    }
+    __aicore__ inline uint32_t bytes() const {
+      uint32_t sum = 0;
+      for (uint32_t i = 0; i < count; ++i) {
+        sum += length[i];
+      }
+      return sum;
+    }
+    // The last one is followed by zeros.
+    __aicore__ inline void store(GM_ADDR to, const Bytes& slot, uint32_t total) const {
+      for (uint32_t i = 0; i < count; ++i) {
+        const uint32_t bytes = i + 1 == count ? total : length[i];
+        PayloadWriter::store(to, slot[at[i]], bytes);
+        to += bytes;
+        total -= bytes;
+      }
+    }
+  };
+
+  // The work tensors are neighbours; the first ones are the fields.
+  __aicore__ inline Lanes work(uint32_t i) { return work_.Get<int16_t>()[i * kLanes]; }
+  __aicore__ inline Lanes free(uint32_t i) { return work(Split::kFields + i); }
+  __aicore__ inline Lanes block(uint32_t i) { return block_.Get<int16_t>()[i * kBlockLanes]; }
+
+  // Bitmaps into the slabs; whether a block has a -0.
+  __aicore__ inline void find_survivors(const Lanes& e, const Bytes& slab, bool* negative) {
+    constexpr int32_t n = kLanes;
+    const Lanes any = free(0);
+    const Lanes sign = free(1);
+    const LocalTensor<half> greatest = greatest_.Get<half>();
+    const LocalTensor<int32_t> words = greatest_.Get<int32_t>()[8];
+    // The sum of all fields but the sign is 0 where the element is.
+    ShiftRight(as_bits(any), as_bits(work(0)), (uint16_t)1, n);
+    and_all(sign, work(0), masks_.low_bits(1), kLanes);
+    barrier();
+    for (uint32_t i = 1; i < Split::kFields; ++i) {
+      Add(any, any, work(i), n);
+      barrier();
+    }
+    Add(any, any, e, n);
+    barrier();
+    Mins(any, any, (int16_t)1, n);
+    barrier();
+    // sign (1 - any)
+    Sub(sign, sign, any, n);
+    barrier();
+    lanes_to_half(any, kLanes);
+    Maxs(sign, sign, (int16_t)0, n);
+    barrier();
+    CompareScalar(slab, as_half(any), static_cast<half>(1.0f), CMPMODE::EQ, kLanes);
+    hand_over<HardEvent::S_V>(pipe_);
+    barrier();
+    const Lanes folded = fold_to_64<Fold::kMax>(sign, any, kBlocks);
+    lanes_to_half(folded, kBlocks * 64);
+    Duplicate(greatest, static_cast<half>(0.0f), 16);
+    barrier();
+    WholeReduceMax(greatest, as_half(folded), 64, static_cast<int32_t>(kBlocks), 1, 1, 4,
+                   ReduceOrder::ORDER_ONLY_VALUE);
+    barrier();
+    Cast(words, greatest, RoundMode::CAST_RINT, 8);
+    hand_over<HardEvent::V_S>(pipe_);
+    for (uint32_t b = 0; b < kBlocks; ++b) {
+      negative[b] = words.GetValue(b) != 0;
+    }
+  }
+
+  __aicore__ inline uint32_t compact(const Lanes& from, const LocalTensor<uint16_t>& where) {
+    uint64_t kept = 0;
+    GatherMask(as_bits(block(0)), as_bits(from), where, true, kBlockLanes,
+               GatherMaskParams(1, 1, 0, 0), kept);
+    barrier();
+    fill(block(0), static_cast<uint32_t>(kept), kBlockLanes, (int16_t)0);
+    barrier();
+    return static_cast<uint32_t>(kept);
+  }
+
+  __aicore__ inline Pieces make_streams(uint32_t b, const Bytes& bitmap, const Bytes& slot,
+                                        uint32_t center, bool negative, uint32_t* survivors) {
+    const LocalTensor<uint16_t> is_survivor = bitmap.ReinterpretCast<uint16_t>();
+    Duplicate(slot.ReinterpretCast<int16_t>(), (int16_t)0, static_cast<int32_t>(Slot::kBytes / 2));
+    Not(zeros_.Get<uint16_t>(), is_survivor, static_cast<int32_t>(kBlockLanes / 16));
+    barrier();
+    Pieces pieces;
+    for (uint32_t i = 0; i < Split::kFields; ++i) {
+      const uint32_t width = Split::field_width(i);
+      *survivors = compact(work(i)[b * kBlockLanes], is_survivor);
+      pack_stream(slot[Slot::field(i)], block(0), width, block(1));
+      pieces.add(Slot::field(i), stream_bytes(*survivors, width));
+    }
+    if (negative) {
+      // Of an element that is 0 only the sign is left of the field.
+      const uint32_t count = compact(work(0)[b * kBlockLanes], zeros_.Get<uint16_t>());
+      pack_stream(slot[Slot::kSigns], block(0), 1, block(1));
+      pieces.add(Slot::kCodes, stream_bytes(*survivors, 2));
+      pieces.add(Slot::kSigns, stream_bytes(count, 1));
+    } else {
+      pieces.add(Slot::kCodes, stream_bytes(*survivors, 2));
+    }
+    compact(exponents_.Get<int16_t>()[b * kBlockLanes], is_survivor);
+    const Lq2Counts counts =
+        lq2_.encode(block(0), *survivors, center, slot[Slot::kCodes], slot[Slot::kS1],
+                    slot[Slot::kS2], slot[Slot::kExponents], block(1), masks_);
+    pieces.add(Slot::kS1, stream_bytes(counts.escapes, 2));
+    pieces.add(Slot::kS2, stream_bytes(counts.rare, 4));
+    pieces.add(Slot::kExponents, counts.explicit_);
+    return pieces;
+  }
+
+  TPipe* pipe_;
+  TQue<TPosition::VECOUT, 1> slots_;
+  TBuf<TPosition::VECCALC> exponents_, work_, block_, zeros_, greatest_;
+  Masks masks_;
+  Statistics statistics_;
+  Lq2Writer lq2_;
+  BlockStatistics statistics_of_[kBlocks];
+};
+
+}  // namespace memswap::ascend
