@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "build" / "test-results"
-TOOLS = ["pytest", "hypothesis", "cmake", "ninja"]
+TOOLS = ["pytest", "pytest-timeout", "hypothesis", "cmake", "ninja"]
 
 #: Tests for the simulator that are not about the engine but about what the simulator promises.
 NOT_TORCH_NPU = {

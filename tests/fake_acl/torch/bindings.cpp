@@ -5,6 +5,7 @@
 #include <torch_npu/csrc/core/npu/NPUStream.h>
 
 #include "../../simdev/csrc/backend/state.h"
+#include "../../simdev/csrc/codec/codec.h"
 #include "../../simdev/csrc/runtime/runtime.h"
 #include "../acl/calls.h"
 #include "../acl/streams.h"
@@ -148,6 +149,11 @@ PYBIND11_MODULE(_C, m) {
   m.def("install", [] {
     register_operators();
     trace_allocator();
+  });
+  // Both capsules are named memswap_codec.
+  m.def("codec_on_streams", [](const py::capsule& host) {
+    return py::capsule(simdev::codec_on_streams(host.get_pointer<const memswap_codec>()),
+                       "memswap_codec");
   });
 }
 
