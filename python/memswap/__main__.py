@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from memswap.cli import demo, info
+from memswap.cli import demo, info, selftest
 from memswap.cli.bench import codec as bench_codec
 
 
@@ -32,12 +32,21 @@ def main(argv: list[str] | None = None) -> int:
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
     )
+    selftest.add_arguments(
+        commands.add_parser(
+            "selftest",
+            help="does memswap work on this device? every check by raw bits, and a report file",
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
+    )
     commands.add_parser("info", help="versions, accelerator, memory of this machine")
     arguments = parser.parse_args(argv)
     if arguments.command == "demo":
         return demo.run(arguments)
     if arguments.command == "bench":
         return bench_codec.run(arguments)
+    if arguments.command == "selftest":
+        return selftest.run(arguments)
     return info.run()
 
 
