@@ -202,7 +202,12 @@ void bind_codec_lanes(py::module_& module) {
       .def_property_readonly(
           "control_stream",
           [](const StreamCodecLane& lane) { return packed(lane.control_stream()); })
-      .def("decode_status", &StreamCodecLane::decode_status, without_gil())
+      .def(
+          "decode_status", [](StreamCodecLane& lane) { return lane.decode_status().wait(); },
+          without_gil())
+      .def(
+          "take_decode_status",
+          [](StreamCodecLane& lane) { return lane.decode_status().take_known(); }, without_gil())
       .def("set_arena_budget", &StreamCodecLane::set_arena_budget, py::arg("nbytes"), without_gil())
       .def("trim_arena", &StreamCodecLane::trim_arena, without_gil())
       .def("arena_statistics", [](const StreamCodecLane& lane) {

@@ -1,16 +1,22 @@
-"""Runs the test suites one after another, all of them whatever happened, and adds them up.
+"""Runs the test suites, all of them whatever happened, and adds them up.
 
 Each suite is a process of its own: a torch process has one accelerator, and the simulated one has
-to be registered before anything else is. The last line printed is ``N passed, N failed, N
-skipped``; the exit status is 0 only if nothing failed.
+to be registered before anything else is. Two run at a time where there are cores for it, and print
+when they end. The last line printed is ``N passed, N failed, N skipped``; the exit status is 0 only
+if nothing failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 
 import native
 from tally import RESULTS, ROOT, Sum, announce, run_and_count
@@ -39,6 +45,12 @@ SUITES = {
             environment={"OMP_NUM_THREADS": "1"},
         ),
         Suite("simdev", ("tests/simdev/tests",), "tests of the simulated accelerator itself"),
+        Suite(
+            "parallel",
+            ("tests/parallel",),
+            "sharded weights and exchanges on several processes",
+            environment={"OMP_NUM_THREADS": "1"},
+        ),
     ),
     "gpu": (
         Suite(
@@ -48,6 +60,16 @@ SUITES = {
             device="cuda",
         ),
     ),
+}
+
+
+#: What one process runs of the default suite, longest first. The compiled parts share folders.
+TOGETHER = (("sim",), ("cpu",), ("cpp", "kernels", "fuzz"), ("simdev", "parallel"))
+
+COMPILED: dict[str, Callable[[bool], Sum]] = {
+    "cpp": lambda slow: native.run_cpp(),
+    "kernels": lambda slow: native.run_kernels(),
+    "fuzz": native.run_fuzzer,
 }
 
 
@@ -67,29 +89,62 @@ def run_pytest(suite: Suite, slow: bool, more: list[str]) -> Sum:
     return total
 
 
+def run_here(suite: str, names: Sequence[str], slow: bool, more: list[str]) -> dict[str, Sum]:
+    """Run parts one after another in this process."""
+    python = {one.name: one for one in SUITES[suite]}
+    return {
+        name: COMPILED[name](slow) if name in COMPILED else run_pytest(python[name], slow, more)
+        for name in names
+    }
+
+
+def run_apart(names: Sequence[str], slow: bool, more: list[str]) -> dict[str, Sum]:
+    """Run parts in a process of their own, and print what it said once it has ended."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    sums = RESULTS / f"{'-'.join(names)}-sums.json"
+    sums.unlink(missing_ok=True)
+    command = [sys.executable, __file__, "--only", *names, "--sums", str(sums)]
+    command += [*(["--slow"] if slow else []), *more]
+    began = time.monotonic()
+    print(f"started: {', '.join(names)}", flush=True)
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    print(f"{done.stdout}\nended after {time.monotonic() - began:.0f} s: {', '.join(names)}")
+    sys.stdout.flush()
+    if not sums.exists():
+        return {names[0]: Sum(failed=1)}
+    return {name: Sum(**counts) for name, counts in json.loads(sums.read_text()).items()}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--suite", choices=sorted(SUITES), default="default")
-    parser.add_argument(
-        "--only", choices=["cpp", "kernels", "fuzz", "cpu", "sim", "simdev"], help="one part alone"
-    )
+    every = [name for names in TOGETHER for name in names]
+    parser.add_argument("--only", nargs="+", choices=every, help="these parts alone, in turn")
     parser.add_argument("--slow", action="store_true", help="run the tests marked slow as well")
+    parser.add_argument(
+        "--jobs", type=int, default=min(os.cpu_count() or 1, 2), help="parts that run at a time"
+    )
+    parser.add_argument("--sums", help="a file for what was counted")
     arguments, more = parser.parse_known_args()
-    total = Sum()
-    parts: list[tuple[str, Sum]] = []
-    compiled: dict[str, Callable[[], Sum]] = {
-        "cpp": native.run_cpp,
-        "kernels": native.run_kernels,
-        "fuzz": lambda: native.run_fuzzer(arguments.slow),
-    }
-    for name, run in compiled.items():
-        if arguments.suite == "default" and arguments.only in (None, name):
-            parts.append((name, run()))
-    for suite in SUITES[arguments.suite]:
-        if arguments.only in (None, suite.name):
-            parts.append((suite.name, run_pytest(suite, arguments.slow, more)))
+    parts: dict[str, Sum] = {}
+    if arguments.suite == "default" and arguments.only is None and arguments.jobs > 1:
+        with ThreadPoolExecutor(arguments.jobs) as pool:
+            running = [pool.submit(run_apart, names, arguments.slow, more) for names in TOGETHER]
+        for one in running:
+            parts |= one.result()
+    else:
+        names = arguments.only or every
+        if arguments.suite != "default":
+            names = [suite.name for suite in SUITES[arguments.suite]]
+        parts = run_here(arguments.suite, names, arguments.slow, more)
+    if arguments.sums:
+        with open(arguments.sums, "w", encoding="utf-8") as file:
+            json.dump({name: asdict(part) for name, part in parts.items()}, file)
     announce("summary")
-    for name, part in parts:
+    total = Sum()
+    for name, part in parts.items():
         total.add(part)
         print(f"{name:8} {part}")
     print(total, flush=True)

@@ -63,9 +63,6 @@ void Arena::Share::settle(uint64_t used) {
 void Arena::Share::read_on(c10::Stream stream) {
   const WithoutGil without_gil;
   const std::lock_guard lock(arena_->mutex_);
-  if (settled_ && units_ == 0) {
-    return;
-  }
   chunk_->last_read.record(stream);
   chunk_->read = true;
 }

@@ -1,9 +1,6 @@
 #include "stream_codec_lane.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/StreamGuard.h>
 #include <c10/util/Exception.h>
 
 #include <cstring>
@@ -133,11 +130,8 @@ StreamCodecLane::StreamCodecLane(c10::Device device, const Options& options)
           std::make_shared<PinnedSlabs>(device),
           PoolOptions{.slab_bytes = kHeaderSlab, .alignment = frame::kAlignmentBytes})),
       headers_(device, /*max_leaving_bytes=*/0, /*chunk_bytes=*/frame::kHeaderBytes),
-      departures_(options.max_leaving_bytes) {
-  const WithoutModes without_modes;
-  const c10::StreamGuard guard(decode_stream_);
-  status_ = at::zeros({}, at::TensorOptions(device).dtype(at::kInt));
-}
+      status_(streams_, decode_stream_, header_pool_),
+      departures_(options.max_leaving_bytes) {}
 
 template <class Job>
 int StreamCodecLane::launch(const char* name, c10::Stream stream, const Job& job,
@@ -299,7 +293,7 @@ std::pair<StorageRefPtr, TicketPtr> StreamCodecLane::decode(const EncodedStorage
   job.elements = plan.layout.elements;
   job.output = job.elements > 0 ? output->storage.mutable_data() : frame->storage.mutable_data();
   job.dtype = static_cast<uint8_t>(plan.dtype);
-  job.status = static_cast<uint32_t*>(status_.mutable_data_ptr());
+  job.status = status_.word();
   const int code = launch("memswap::decode", decode_stream_, job, codec.decode);
   ticket->record(decode_stream_);
   if (encoded->overflow()) {
@@ -333,13 +327,6 @@ void StreamCodecLane::settle_known() {
     }
     known = std::move(oldest);
   }
-}
-
-uint32_t StreamCodecLane::decode_status() {
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const WithoutModes without_modes;
-  const c10::StreamGuard guard(decode_stream_);
-  return static_cast<uint32_t>(status_.item<int32_t>());
 }
 
 }  // namespace memswap

@@ -12,6 +12,7 @@
 #include "../stream_transfer.h"
 #include "arena.h"
 #include "codec_lane.h"
+#include "decode_status.h"
 
 namespace memswap {
 
@@ -74,9 +75,8 @@ class StreamCodecLane final : public CodecLane {
   size_t trim_arena() { return arena_->trim(); }
   void set_arena_budget(size_t bytes) { arena_->set_budget(bytes); }
 
-  // What decodes found wrong so far, as bits of memswap::frame::Status; waits for them. Frames that
-  // this lane wrote are in order unless memory is broken, so nobody asks in a steady step.
-  uint32_t decode_status();
+  // What decodes found wrong: nothing, unless memory is broken or somebody wrote to it.
+  DecodeStatus& decode_status() { return status_; }
 
  private:
   class Encoded;
@@ -98,7 +98,7 @@ class StreamCodecLane final : public CodecLane {
   const std::shared_ptr<Arena> arena_;
   const std::shared_ptr<Pool> header_pool_;  // pinned
   StreamLane headers_;
-  at::Tensor status_;  // u32 of the decodes, of the decode stream
+  DecodeStatus status_;
   StreamDepartures departures_;
   std::mutex mutex_;
   std::deque<std::weak_ptr<Header>> unsettled_;  // that the host has not seen

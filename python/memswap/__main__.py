@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from memswap.cli import demo, info, selftest
+from memswap.cli import demo, info, plan, report, selftest
 from memswap.cli.bench import codec as bench_codec
 
 
@@ -39,7 +39,21 @@ def main(argv: list[str] | None = None) -> int:
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
     )
-    commands.add_parser("info", help="versions, accelerator, memory of this machine")
+    plan.add_arguments(
+        commands.add_parser(
+            "plan",
+            help="what a memory budget does to each layer of a model, and what it costs",
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
+    )
+    reported = commands.add_parser(
+        "report",
+        help="a picture and a trace of one step, plain and under a memory budget",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    report.add_arguments(reported)
+    report.add_output_argument(reported)
+    commands.add_parser("info", help="versions, accelerator, memory and rates of this machine")
     arguments = parser.parse_args(argv)
     if arguments.command == "demo":
         return demo.run(arguments)
@@ -47,6 +61,10 @@ def main(argv: list[str] | None = None) -> int:
         return bench_codec.run(arguments)
     if arguments.command == "selftest":
         return selftest.run(arguments)
+    if arguments.command == "plan":
+        return plan.run(arguments)
+    if arguments.command == "report":
+        return report.run(arguments)
     return info.run()
 
 

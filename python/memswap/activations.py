@@ -15,13 +15,18 @@ from memswap.engine.saver import Saver, Visit, in_backward, plain_parts
 from memswap.engine.stats import Stats
 from memswap.engine.transfer import check_pool
 from memswap.engine.units import parse_bytes
+from memswap.planning.pilot import Pilot
 from memswap.planning.policy import Policy
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.utils.hooks import RemovableHandle
 
     from memswap._C import WeakStorage
     from memswap.engine.transfer import Pool
+    from memswap.planning.plan import Plan
+    from memswap.planning.rates import Rates
+    from memswap.planning.step import Step
 
 
 class saved_tensors:  # noqa: N801  (used like torch.autograd.graph.save_on_cpu)
@@ -43,7 +48,8 @@ class saved_tensors:  # noqa: N801  (used like torch.autograd.graph.save_on_cpu)
 
     Raises:
         InplaceEditError: in backward, if a saved tensor was edited in place.
-        TransferError: in backward, if the pool cannot give bytes back (a disk that fails).
+        TransferError: in backward, if the pool cannot give bytes back (a disk that fails); in one
+            of the next two forwards, if an accelerator met a frame that is not what was encoded.
         NotImplementedError: if ``pool`` cannot serve the tensors' device in this version.
     """
 
@@ -90,9 +96,17 @@ class Manager:
         policy: Policy,
         pool: Pool | None,
         window_bytes: int | None,
+        budget: int | str | None = None,
+        rates: Rates | None = None,
+        group: Any = None,
     ) -> None:
         self._units = dict(units)
         self._saver = Saver(policy, pool, window_bytes)
+        self._pilot: Pilot | None = None
+        if budget is not None:
+            self._pilot = self._saver.director = Pilot(
+                self._saver, policy, pool, budget, rates, group
+            )
         self._visits = _VisitStack()
         self._opener: str | None = None
         self._visited: set[str] = set()
@@ -130,12 +144,37 @@ class Manager:
         """The statistics as a text table, bytes in MiB."""
         return report(self.stats())
 
+    @property
+    def plan(self) -> Plan | None:
+        """What happens to each saved storage under the budget, why, and what it costs.
+
+        None without a budget, and in the first steps, which learn. ``print(manager.plan)`` shows a
+        table with a line per unit.
+        """
+        return None if self._pilot is None else self._pilot.plan
+
+    @property
+    def learnt(self) -> tuple[Step, Rates] | None:
+        """The step and the rates that the plan was made of; None where there is no plan.
+
+        For `memswap.planning`, and for files that ``python -m memswap plan --load`` reads.
+        """
+        pilot = self._pilot
+        if pilot is None or pilot.step is None or pilot.rates is None:
+            return None
+        return pilot.step, pilot.rates
+
     def remove(self) -> None:
-        """Take the hooks off the modules. Graphs that are alive can still run backward."""
+        """Take the hooks off the modules. Graphs that are alive can still run backward.
+
+        Raises:
+            TransferError: backward has met a frame that is not what was encoded (broken memory).
+        """
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._saver.settle()
+        self._saver.check_decodes()
 
     def _enter(self, name: str) -> None:
         if torch.is_grad_enabled() and not in_backward():
@@ -213,7 +252,9 @@ def manage(
     policy: Policy | None = None,
     *,
     pool: Pool | None = None,
-    budget: str = "auto",
+    budget: int | str | None = None,
+    rates: Rates | None = None,
+    group: ProcessGroup | None = None,
     prefetch_bytes: int | str = "auto",
 ) -> Manager:
     """Encode or swap the saved activations of a model's layers, in an order that is learnt.
@@ -227,27 +268,51 @@ def manage(
             mapping's.
         policy: which tensors move; default ``Policy()``.
         pool: where they go; see :class:`saved_tensors`.
-        budget: ``"auto"``; everything that the policy selects moves. A number of bytes needs the
-            planner, which this version does not have.
+        budget: None: everything that the policy selects moves, from the first step on, whatever it
+            costs. A number of bytes or a size such as ``"24GiB"``: the most bytes of saved
+            activations on the device at any moment, by memswap's own account
+            (:attr:`Stats.peak_resident_bytes`: storages that the managed modules saved, frames
+            and what is on its way included; not parameters, gradients, or what an operator
+            allocates for itself). ``"auto"``: as few as cost at most 1 % of a step's time; on a
+            CPU, where the calling thread encodes, that is little. The first three steps learn and
+            run as without a budget; the fourth begins with :attr:`Manager.plan`, for one forward
+            and its backward at a time. docs/choosing.md helps to choose.
+        rates: of the machine; default: :func:`memswap.profile`, measured once per machine.
+        group: ranks that plan together, from the slowest one's times, so that they have the same
+            plan. All of them must train in step. Default: each for itself.
         prefetch_bytes: see :class:`saved_tensors`.
 
     Raises:
         TypeError: an element is no module.
-        ValueError: no modules, or one of them twice.
-        NotImplementedError: a ``budget`` other than ``"auto"``, or a ``pool`` that cannot serve the
-            modules' device in this version.
+        ValueError: no modules, one of them twice, a ``budget`` that cannot be read, or modules on
+            several devices under one budget.
+        NotImplementedError: a ``pool`` that cannot serve the modules' device in this version.
+        BudgetError: later, when the fourth step begins and no plan meets the budget; the message
+            states the smallest one that can be met.
     """
-    if budget != "auto":
-        raise NotImplementedError(
-            f"manage(budget={budget!r}): planning under a memory budget is not implemented yet "
-            "(docs/status.md); use budget='auto' and limit what moves by the policy"
-        )
+    if budget is not None and budget != "auto":
+        budget = parse_bytes(budget)
     units = named_units(modules)
     check_pool(pool)
     for module in units.values():
         for parameter in module.parameters():
             check_pool(pool, parameter.device)
-    return Manager(units, checked_policy(policy), pool, window(prefetch_bytes))
+    if budget is not None:
+        check_one_device(units.values())
+    return Manager(
+        units, checked_policy(policy), pool, window(prefetch_bytes), budget, rates, group
+    )
+
+
+def check_one_device(modules: Iterable[nn.Module]) -> None:
+    """A budget is for one device's memory."""
+    devices = {parameter.device for module in modules for parameter in module.parameters()}
+    if len(devices) > 1:
+        named = ", ".join(sorted(map(str, devices)))
+        raise ValueError(
+            f"manage(budget=...): the modules are on several devices ({named}), and a budget is "
+            "for one; call manage() once for the modules of each"
+        )
 
 
 def checked_policy(policy: Policy | None) -> Policy:

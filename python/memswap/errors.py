@@ -22,6 +22,10 @@ class EntryStateError(MemswapError, RuntimeError):
     """A saved storage was asked for a move that its state does not allow."""
 
 
+class RecomputeError(MemswapError, RuntimeError):
+    """A checkpointed function did something else when it was run again for backward."""
+
+
 class SharedStorageError(MemswapError, RuntimeError):
     """A storage cannot be emptied in place because somebody else can see its bytes."""
 
@@ -32,3 +36,15 @@ class NotSwappedError(MemswapError, ValueError):
 
 class FrameError(MemswapError, ValueError):
     """Bytes are no frame that this version can read, or not the ones that were encoded."""
+
+
+class BudgetError(MemswapError, ValueError):
+    """A memory budget below what the step needs at least. The message states that size.
+
+    Attributes:
+        smallest_bytes: the smallest budget for which there is a plan.
+    """
+
+    def __init__(self, message: str, smallest_bytes: int) -> None:
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import pytest
@@ -299,3 +300,27 @@ def test_a_processor_encodes_and_decodes_when_asked_and_not_ahead(device) -> Non
     assert route.codec_lane.leaving_bytes() == 0, "an encode was left for later"
     x.sum().backward()
     assert saver.stats().stalls == 4, "something was decoded before it was asked for"
+
+
+@pytest.mark.one_schedule
+def test_a_frame_that_was_overwritten_in_the_pool_is_an_error(device) -> None:
+    pool = memswap.HostPool(budget="8MiB", slab="1MiB", device=device)
+    memory = pool.native.allocate(1 << 16).data_ptr  # where the first block will be
+    # On a CPU a frame that is encoded where it is lives in the pool that was given.
+    policy = ENCODE if device.type == "cpu" else ENCODE_SWAP
+    saver = memswap.saved_tensors(policy, pool=pool, prefetch_bytes=0)
+    x = normal(device).requires_grad_()
+    with saver:
+        loss = (x * 1).sin().sum()
+    let_sends_end(saver, device)
+    assert ctypes.string_at(memory, 4) == b"MSF1", "this would overwrite something else"
+    ctypes.memset(memory, 0, 1024)
+    with pytest.raises(memswap.TransferError, match=r"go back to a checkpoint|brought back"):
+        loss.backward()
+        del loss
+        for _ in range(3):  # an accelerator's decodes are heard of later
+            flush_autograd(device)
+            if device.type != "cpu":
+                torch.accelerator.synchronize()
+            with saver:
+                (x * 1).sin().sum().backward()

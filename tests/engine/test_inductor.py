@@ -26,13 +26,13 @@ def inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     from torch._inductor import config
 
-    monkeypatch.setattr(config, "compile_threads", 1)  # no pool of processes that outlives the test
     torch._dynamo.reset()
-    try:
-        torch.compile(torch.sin)(torch.ones(3))
-    except Exception as error:
-        pytest.skip(f"inductor does not compile for a CPU here: {str(error).splitlines()[0]}")
-    yield
+    with config.patch(compile_threads=1):  # no pool of processes that outlives the test
+        try:
+            torch.compile(torch.sin)(torch.ones(3))
+        except Exception as error:
+            pytest.skip(f"inductor does not compile for a CPU here: {str(error).splitlines()[0]}")
+        yield
     torch._dynamo.reset()
 
 

@@ -269,17 +269,17 @@ def test_two_devices(device: torch.device) -> None:
 class Steady:
     """A managed model after some steps."""
 
-    def __init__(self, device: torch.device, how: str) -> None:
+    def __init__(self, device: torch.device, how: str, policy: memswap.Policy = EVERYTHING) -> None:
         self.pool = new_pool(device)
         self.model, self.x = new_model(device), new_input(device)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4, foreach=True)
         self.region: Region = contextlib.nullcontext
         self.swap: Any = None
         if how == "saved_tensors":
-            self.swap = memswap.saved_tensors(EVERYTHING, pool=self.pool)
+            self.swap = memswap.saved_tensors(policy, pool=self.pool)
             self.region = lambda: self.swap
         elif how == "manage":
-            self.swap = memswap.manage(self.model.layers, EVERYTHING, pool=self.pool)
+            self.swap = memswap.manage(self.model.layers, policy, pool=self.pool)
         for _ in range(5):
             self.step()
         torch.cuda.synchronize(device)
@@ -293,8 +293,9 @@ class Steady:
 
 
 @pytest.mark.parametrize("how", ["saved_tensors", "manage"])
-def test_a_steady_step_never_waits_on_the_host(device: torch.device, how: str) -> None:
-    steady = Steady(device, how)
+@pytest.mark.parametrize("action", ["swap", "encode", "encode_swap"])
+def test_a_steady_step_never_waits_on_the_host(device: torch.device, how: str, action: str) -> None:
+    steady = Steady(device, how, memswap.Policy(action=memswap.Action(action), min_bytes=1))
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(10):

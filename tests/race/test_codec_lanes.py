@@ -8,6 +8,7 @@ up for it. The detector must report it, and where the table says so, data must c
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from memswap._native import native
 from simdev import _C, LaboratoryError, laboratory, mutations
 
 BF16, DENSE = 1, 0
+FRAME_MAGIC = b"MSF1"
 ELEMENTS = 20_000  # three tiles, the last one short
 TIGHT = 64  # units of var: too few for any tile, so all payloads overflow
 ONE_FRAME = 16 << 10  # bytes of an arena with room for the worst case of one such frame
@@ -445,6 +447,26 @@ def test_frames_that_overflow_come_back_bit_for_bit() -> None:
     assert machine.lane.decode_status() == 0
 
 
+def test_a_frame_that_was_overwritten_is_told_once_and_never_waited_for() -> None:
+    machine = Machine()
+    memory = machine.pool.native.allocate(1 << 16).data_ptr  # where the first block will be
+    view, encoded, departure = machine.encode(values(0).to(DEVICE), swap=True)
+    departure.wait()
+    torch.accelerator.synchronize()
+    assert machine.lane.take_decode_status() == 0
+    assert ctypes.string_at(memory, 4) == FRAME_MAGIC, "this would overwrite something else"
+    ctypes.memset(memory, 0, encoded.nbytes)
+    machine.decode(view, encoded)
+    told = []
+    for _ in range(4):  # read back behind the decode, and seen by a later call
+        torch.accelerator.synchronize()
+        before = _C.counters()["host_syncs"]
+        told.append(machine.lane.take_decode_status())
+        assert _C.counters()["host_syncs"] == before, "asking waited for the device"
+    assert [status != 0 for status in told].count(True) == 1, told
+    assert machine.lane.decode_status() == 0, "it is cleared once it has been told"
+
+
 def test_an_encode_without_room_in_the_arena_is_refused_and_nothing_starts() -> None:
     machine = Machine(arena_budget=ONE_FRAME // 2)
     tensor = values(0).to(DEVICE)
@@ -476,6 +498,20 @@ def test_credits_cover_a_tile_that_leaves_nearly_all_of_var_unused() -> None:
     assert encoded.report().overflow_used > layout.max_var_units - (tile - 1)
     assert same_bits(machine.decode(view, encoded).cpu(), tensor)
     assert machine.lane.decode_status() == 0
+
+
+def test_a_lane_may_end_right_after_a_decode_that_overflowed_nothing() -> None:
+    machine = Machine()
+    capacity = native.frame_layout(BF16, DENSE, ELEMENTS).max_var_units - 8  # never needed
+    view, encoded, departure = machine.encode(values(0).to(DEVICE), var_capacity=capacity)
+    departure.wait()
+    torch.accelerator.synchronize()
+    assert encoded.report().overflow_used == 0
+    back = machine.decode(view, encoded)
+    del view, encoded, departure
+    machine.lane = None  # the detector reports if the arena goes while the decode may look at it
+    gc.collect()
+    assert same_bits(back.cpu(), values(0))
 
 
 def test_credits_come_back_when_the_host_learns_what_was_used() -> None:

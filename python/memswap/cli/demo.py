@@ -33,16 +33,8 @@ def default_device() -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the demo's options."""
-    parser.add_argument(
-        "--device", default=default_device(), help="cpu, cuda, npu, ...; an accelerator if any"
-    )
+    add_model_arguments(parser)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--hidden", type=int, default=384)
-    parser.add_argument("--heads", type=int, default=6)
-    parser.add_argument("--seq", type=int, default=512, help="bytes of text per sequence")
-    parser.add_argument("--batch", type=int, default=8, help="sequences per step")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="bf16 is autocast")
     parser.add_argument(
         "--policy",
         choices=POLICIES,
@@ -52,8 +44,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pool-dir", type=Path, help="where the DiskPool's file is made (cpu); swaps by default"
     )
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write every number to this file as well")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of what is trained."""
+    parser.add_argument(
+        "--device", default=default_device(), help="cpu, cuda, npu, ...; an accelerator if any"
+    )
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--hidden", type=int, default=384)
+    parser.add_argument("--heads", type=int, default=6)
+    parser.add_argument("--seq", type=int, default=512, help="bytes of text per sequence")
+    parser.add_argument("--batch", type=int, default=8, help="sequences per step")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="bf16 is autocast")
+    parser.add_argument("--seed", type=int, default=0)
 
 
 def config_from(arguments: argparse.Namespace) -> TrainingConfig:

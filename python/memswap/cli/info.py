@@ -46,6 +46,26 @@ def describe_locked_limit() -> str:
     return "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
 
 
+def describe_rates() -> list[list[str]]:
+    """How fast bytes move and shrink here: measured now, or the last time somebody asked."""
+    rates = memswap.profile()
+    where = "disk" if rates.inline_codec else "host"
+
+    return [
+        [f"copies to {where}, back", per_pair(rates.d2h_bytes_per_s, rates.h2d_bytes_per_s)],
+        [
+            "both at once",
+            per_pair(rates.duplex_d2h_bytes_per_s, rates.duplex_h2d_bytes_per_s),
+        ],
+        ["encode, decode", per_pair(rates.encode_bytes_per_s, rates.decode_bytes_per_s)],
+    ]
+
+
+def per_pair(one: float, other: float) -> str:
+    """Two rates; a dash for what the device cannot do."""
+    return ", ".join(f"{rate / 1e9:.1f} GB/s" if rate else "-" for rate in (one, other))
+
+
 def run() -> int:
     """Print the facts; return the exit status."""
     page, pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
@@ -59,6 +79,7 @@ def run() -> int:
         ["host memory", format_bytes(page * pages)],
         ["mlock limit", describe_locked_limit()],
         ["NUMA", describe_numa()],
+        *describe_rates(),
     ]
     print(render_table(["", ""], rows).partition("\n")[2].partition("\n")[2])
     return 0

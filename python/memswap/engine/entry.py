@@ -106,8 +106,33 @@ class Remains:
         self.frame_bytes = nbytes
 
 
+class Stay:
+    """One storage that stays for good: known, so that it is counted once.
+
+    Owned by its handles, which also hold the storage; so its address names nothing else meanwhile.
+    While its finalizer runs another thread may still take hold of it, and would then share a stay
+    whose bytes are off the books: a number that is too low for a while, nothing more.
+    """
+
+    __slots__ = ("__weakref__", "ledger", "nbytes", "version")
+
+    # What entries have: it never goes away.
+    away = None
+    fetched = False
+    passage = None
+
+    def __init__(self, ledger: Ledger, nbytes: int, version: int) -> None:
+        self.ledger = ledger
+        self.nbytes = nbytes
+        self.version = version
+        ledger.resident(nbytes)
+
+    def __del__(self) -> None:
+        self.ledger.retire(self.nbytes, 0)
+
+
 class Entry:
-    """One storage that autograd saved, however many views and operators saved it.
+    """One saved storage that may leave, however many views and operators saved it.
 
     Owned by its handles: when the last one dies, so do the entry, its away form and its storage,
     whatever happened to the graph. Everything else refers to it weakly. Calls are serialised by the

@@ -217,6 +217,22 @@ class Expectations:
             center=known.center if fast else 0,
         )
 
+    def sizes(self, key: Key) -> tuple[int, int] | None:
+        """Bytes of a tensor's frame as it was last seen, and what ENCODE takes of the device.
+
+        The latter is the worst case where the host encodes ahead of the device: what is set aside
+        for an overflow goes back only when the host has seen the frame's header. None: not seen.
+        """
+        known = self._known.get(key)
+        if known is None or known.share is None or known.share == inf:
+            return None
+        frame_nbytes = ceil(known.share * key.nbytes)
+        if self._worst_case:
+            return frame_nbytes, frame_nbytes
+        code = dtype_code(key.dtype)
+        layout = self._layout(code, known.shape, key.nbytes // width_of(code))
+        return frame_nbytes, layout.fixed_nbytes + layout.max_var_units * UNIT_BITS // 8
+
     def settled(self, trial: Expectation) -> Expectation:
         """What to do instead of a trial for which there is no room."""
         known = self._known.get(trial.key)

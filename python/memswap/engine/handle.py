@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from memswap._C import SavedView
-    from memswap.engine.entry import Entry
+    from memswap.engine.entry import Entry, Stay
 
 
 class Moved:
@@ -43,11 +43,11 @@ class Kept:
 
     __slots__ = ("entry", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor, entry: Entry | None) -> None:
+    def __init__(self, tensor: torch.Tensor, entry: Entry | Stay | None) -> None:
         self.version = tensor._version
         self.tensor = tensor.detach()  # shares storage and version counter, not the graph
         self.entry = entry
-        if entry is not None:
+        if entry is not None and entry.passage is not None:
             entry.keeps += 1
 
     def unpack(self) -> torch.Tensor:

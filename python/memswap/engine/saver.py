@@ -21,15 +21,16 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memswap._native import native
 from memswap.engine.action import Action, Decider, TensorInfo
-from memswap.engine.entry import Entry, State
+from memswap.engine.entry import Entry, State, Stay
 from memswap.engine.handle import Given, Handle, Kept, Moved, Parts, Passed, unpack
 from memswap.engine.stats import Ledger, Stats
-from memswap.engine.timeline import Timeline
+from memswap.engine.timeline import NEVER_FREED, PLANNED, Timeline
 from memswap.engine.transfer import Routes
 from memswap.errors import TransferError
 
 if TYPE_CHECKING:
     from memswap._C import FrameWatch, SavedView, StorageRef, WeakStorage
+    from memswap.engine.director import Director
     from memswap.engine.expectations import Expectation, Expectations
     from memswap.engine.timeline import Passage
     from memswap.engine.transfer import Pool, Route, Way
@@ -67,10 +68,12 @@ class Saver:
         self.passage: Passage[Entry] = self.timeline.begin()
         #: Storages of parameters and buffers. A weak storage keeps its key from being reused.
         self.persistent: dict[int, WeakStorage] = {}
+        #: Who watches and directs what leaves, under a memory budget; None: the policy alone.
+        self.director: Director | None = None
         self._routes = Routes(pool)
         #: Entries by the address of their storage. Dead ones are swept out once a passage; until
         #: then they find nobody, whatever their address is used for.
-        self._entries: dict[int, ref[Entry]] = {}
+        self._entries: dict[int, ref[Entry] | ref[Stay]] = {}
         self._leaving: deque[ref[Entry]] = deque()  # in the order of their sends
         self._lingering: deque[ref[Entry]] = deque()  # sent, and held by somebody
         self._encoding: deque[_Encoding] = deque()  # in the order of their encodes
@@ -82,8 +85,15 @@ class Saver:
         with self.lock:
             self._sweep()
             if self.passage.sizes:
-                self._routes.begin_passage(self.passage.leaving_bytes, sum(self.passage.sizes))
-                self.passage = self.timeline.begin()
+                ended, self.passage = self.passage, self.timeline.begin()
+                leaving_bytes = ended.leaving_bytes
+                if self.director is not None:
+                    leaving_bytes = self.director.begin(self.passage) or leaving_bytes
+                self._routes.begin_passage(leaving_bytes, sum(ended.sizes))
+
+    def route(self, device: torch.device) -> Route | None:
+        """How storages leave a device; None where they stay."""
+        return self._routes.to(device)
 
     def stats(self) -> Stats:
         with self.lock:
@@ -102,16 +112,20 @@ class Saver:
         """Order everything after the transfers under way, and drop the storages they hold."""
         self._routes.settle()
 
+    def check_decodes(self) -> None:
+        """Wait for decodes under way; raise TransferError if a frame was not what was encoded."""
+        self._routes.check_decodes()
+
     # --- pack -------------------------------------------------------------------------------------
 
     def save(self, tensor: torch.Tensor, view: SavedView, visit: Visit) -> Handle | str:
         """The handle of a plain tensor, or the reason why it should stay."""
         nbytes: int = view.storage_nbytes
-        entry = self._known(view)
-        if entry is not None:
+        known = self._known(view)
+        if known is not None:
             self.ledger.deduplicated_tensors += 1
             self.ledger.deduplicated_bytes += view.nbytes
-            return Moved(entry, view) if entry.away is not None else Kept(tensor, entry)
+            return Kept(tensor, known) if known.away is None else Moved(known, view)
         if nbytes < self.policy.min_bytes:
             return "small"
         if not visit.covered:
@@ -119,10 +133,13 @@ class Saver:
         if _graph_task() != -1:
             return "saved in backward"
         policy = self.policy
-        action = policy.action
-        if policy.fn is not None:  # most have none: spare them the TensorInfo
-            action = policy.decide(tensor, TensorInfo(visit.unit, view.nbytes, nbytes))
-        if action is Action.KEEP:
+        director = self.director
+        action = visit.action
+        if action is None:
+            action = policy.action
+            if policy.fn is not None:  # most have none: spare them the TensorInfo
+                action = policy.decide(tensor, TensorInfo(visit.unit, view.nbytes, nbytes))
+        if action is Action.KEEP and director is None:
             return self._stay(tensor, view, "policy")
         route = self._routes.to(tensor.device)
         if route is None:
@@ -137,7 +154,17 @@ class Saver:
         if action is None:
             action = route.default_action
         visit.ordinal += 1
-        verdict = self.passage.admit(nbytes, decoded=action is Action.ENCODE)
+        chosen = None
+        if director is not None:
+            chosen = director.choose(tensor, visit.unit, visit.ordinal, nbytes, action)
+            if visit.action is not None:
+                chosen = None  # who packs insists
+            action = chosen or action
+        verdict = self.passage.admit(nbytes, action is Action.ENCODE, visit.group)
+        if action is Action.KEEP:
+            verdict = "policy" if chosen is None else PLANNED
+        elif chosen is not None and verdict is not NEVER_FREED:
+            verdict = None
         storage = native.StorageRef(tensor)
         entry = Entry(self, view, storage)
         self.passage.place(entry)
@@ -147,11 +174,16 @@ class Saver:
                 verdict = self._swap(entry, storage, route)
             else:
                 verdict = self._encode(entry, storage, route, action, visit, tensor.dtype)
+        handle: Handle
         if verdict is not None:
             self.ledger.keep(verdict, nbytes)
-            return Kept(tensor, entry)
-        self._leaving.append(entry.reference)
-        return Moved(entry, view)
+            handle = Kept(tensor, entry)
+        else:
+            self._leaving.append(entry.reference)
+            handle = Moved(entry, view)
+        if director is not None:
+            director.saved(entry)
+        return handle
 
     def _swap(self, entry: Entry, storage: StorageRef, route: Route) -> str | None:
         """Start swapping an entry's storage. None, or the reason why it stays."""
@@ -223,13 +255,14 @@ class Saver:
                 entry.count_held()
 
     def _stay(self, tensor: torch.Tensor, view: SavedView, reason: str) -> Kept:
-        """Keep a tensor, but know its storage: once, however often it is saved."""
-        entry = Entry(self, view, native.StorageRef(tensor))
-        self._entries[view.key] = entry.reference
-        self.ledger.keep(reason, entry.nbytes)
-        return Kept(tensor, entry)
+        """Keep a tensor for good, but know its storage: once, however often it is saved."""
+        nbytes: int = view.storage_nbytes
+        stay = Stay(self.ledger, nbytes, view.version)
+        self._entries[view.key] = ref(stay)
+        self.ledger.keep(reason, nbytes)
+        return Kept(tensor, stay)
 
-    def _known(self, view: SavedView) -> Entry | None:
+    def _known(self, view: SavedView) -> Entry | Stay | None:
         """The live entry of this very storage with this very content."""
         reference = self._entries.get(view.key)
         entry = None if reference is None else reference()
@@ -277,6 +310,9 @@ class Saver:
             self.ledger.fold_retired()
             if self._encoding:
                 self._learn()
+            director = self.director
+            if director is not None:
+                director.demanding(entry)
             storage, late = entry.bring()
             arrival = entry.remains.arrival
             if late:
@@ -290,6 +326,8 @@ class Saver:
             except native.TransferError as error:
                 raise TransferError(f"a saved tensor cannot be brought back: {error}") from error
             self.ledger.exposed_wait_s += perf_counter() - begin
+        if director is not None:
+            director.demanded(entry)
         return storage
 
     def demand_kept(self, entry: Entry) -> None:
@@ -299,6 +337,9 @@ class Saver:
             if passage is None:
                 return
             self.ledger.fold_retired()
+            director = self.director
+            if director is not None:
+                director.demanding(entry)
             index = entry.index
             if (
                 index in passage.held
@@ -307,6 +348,8 @@ class Saver:
             ):
                 passage.held.discard(index)  # next time it would be freed, so it may leave
             self._prefetch(passage.demand(index))
+            if director is not None:
+                director.demanded(entry)
 
     def _prefetch(self, entries: Iterable[Entry]) -> None:
         for entry in entries:
@@ -322,14 +365,24 @@ class Saver:
 
 
 class Visit:
-    """One installation of a saver's hooks: a ``with`` block, or one call of a unit."""
+    """One installation of a saver's hooks: a ``with`` block, or one call of a unit.
 
-    __slots__ = ("covered", "ordinal", "outer", "pushed", "saver", "unit")
+    Args:
+        action: what to do with all that is packed, instead of what the policy says.
+        group: storages of one group come back in the order in which they were saved
+            (`Passage.admit`).
+    """
 
-    def __init__(self, saver: Saver, unit: str) -> None:
+    __slots__ = ("action", "covered", "group", "ordinal", "outer", "pushed", "saver", "unit")
+
+    def __init__(
+        self, saver: Saver, unit: str, action: Action | None = None, group: int | None = None
+    ) -> None:
         self.saver = saver
         self.unit = unit
-        self.covered = saver.policy.covers(unit)
+        self.action = action
+        self.group = group
+        self.covered = action is not None or saver.policy.covers(unit)
         self.ordinal = -1  # of the storage that was considered last
         self.outer: HookPair | None = None
         self.pushed = False
@@ -429,6 +482,13 @@ def is_frozen_parameter(tensor: torch.Tensor) -> bool:
     owner = tensor if base is None else base
     # The type is asked first because isinstance on Parameter runs a metaclass.
     return type(owner) is not torch.Tensor and isinstance(owner, torch.nn.Parameter)
+
+
+def current_visit() -> Visit | None:
+    """The visit whose hooks this thread would save through now, if they are memswap's."""
+    top = _top_hooks(True)
+    owner = None if top is None else getattr(top[0], "__self__", None)
+    return owner if isinstance(owner, Visit) else None
 
 
 def in_backward() -> bool:

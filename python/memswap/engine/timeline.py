@@ -21,10 +21,11 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 NEEDED_AT_ONCE = "needed at once"
 NEVER_FREED = "never freed"
+PLANNED = "planned"
 
 #: An automatic window is this share of a passage's bytes, and never less than its largest storage.
 AUTO_WINDOW_SHARE = 1 / 8
@@ -79,22 +80,30 @@ class Passage(Generic[PlacedT]):
         self.sizes: list[int] = []
         self.order: list[int] = []  # indices, in the order of their first demand
         self.held: set[int] = set()  # storages that stayed alive although they had left
+        #: What a plan brings back at the first demand of which storage; None: the window decides.
+        self.fetches: Mapping[int, Sequence[int]] | None = None
+        #: What a director knows of it.
+        self.course: Any = None
         self._window_shares = 0.0  # an automatic window: the sum of the storages' shares,
         self._window_least = 0.0  # and no less than this
         self._decoded: set[int] = set()  # storages that would be encoded where they are
         self._forecast = forecast
         self._window_bytes = window_bytes
         self._entries: list[weakref.ref[PlacedT]] = []
+        self._groups: list[int | None] = []
         self._demanded: set[int] = set()
         self._plan: _Plan | None = None
 
-    def admit(self, nbytes: int, decoded: bool = False) -> str | None:
+    def admit(self, nbytes: int, decoded: bool = False, group: int | None = None) -> str | None:
         """Register the next storage. Why it should stay, or None.
 
         `decoded`: its bytes would be encoded where they are, and come back by decoding.
+        `group`: a checkpoint region replays its forward, so the storages of one region, which have
+        the same number here, are expected back in the order in which they were saved.
         """
         index = len(self.sizes)
         self.sizes.append(nbytes)
+        self._groups.append(group)
         if decoded:
             self._decoded.add(index)
             self._window_shares += nbytes * DECODE_WINDOW_SHARE
@@ -121,6 +130,11 @@ class Passage(Generic[PlacedT]):
     @property
     def began_backward(self) -> bool:
         return bool(self.order)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing that was saved is alive: no graph will demand it."""
+        return all(reference() is None for reference in self._entries)
 
     def was_demanded(self, index: int) -> bool:
         return index in self._demanded
@@ -149,16 +163,24 @@ class Passage(Generic[PlacedT]):
             return []
         self._demanded.add(index)
         self.order.append(index)
+        if self.fetches is not None:
+            return self._placed(self.fetches.get(index, ()))
         if self._plan is None or len(self._plan.rank) != len(self.sizes):
             forecast = self._forecast
             known = forecast is not None and len(forecast.sizes) == len(self.sizes)
-            order = forecast.order if forecast and known else complete((), len(self.sizes))
+            order = forecast.order if forecast and known else first_guess(self._groups)
             self._plan = _Plan(order, self.sizes)
         window_bytes = self.window_bytes
         if index in self._decoded:
             # Beside its frame, which is there until it has been used: it counts as well.
             window_bytes = max(window_bytes - self.sizes[index], 0)
-        wanted = self._plan.advance(index, window_bytes)
+        return self._placed(self._plan.advance(index, window_bytes))
+
+    def entry(self, index: int) -> PlacedT | None:
+        """What is at a place, if it is alive."""
+        return self._entries[index]()
+
+    def _placed(self, wanted: Sequence[int]) -> list[PlacedT]:
         entries = [self._entries[i]() for i in wanted if i not in self._demanded]
         return [entry for entry in entries if entry is not None]
 
@@ -207,3 +229,14 @@ def complete(order: Sequence[int], length: int) -> list[int]:
     """``order``, then what it leaves out, last saved first."""
     known = set(order)
     return [*order, *(index for index in reversed(range(length)) if index not in known)]
+
+
+def first_guess(groups: Sequence[int | None]) -> list[int]:
+    """The order in which nobody has seen storages demanded: last saved first, group by group."""
+    runs: list[list[int]] = []
+    for index, group in enumerate(groups):
+        if runs and group is not None and group == groups[index - 1]:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return [index for run in reversed(runs) for index in run]

@@ -12,6 +12,7 @@ from memswap.engine.action import Action
 from memswap.engine.expectations import Expectation, Expectations
 from memswap.engine.lane import Lane, Ticket, arena_budget, open_codec_lane, open_lane
 from memswap.engine.pools import DiskPool, HostPool
+from memswap.errors import TransferError
 
 if TYPE_CHECKING:
     from memswap._C import Block, CodecLane, EncodedStorage, StorageRef
@@ -267,11 +268,17 @@ class Route:
         if self._leaving_bytes is not None:
             lane.set_max_leaving_bytes(self._leaving_bytes)
 
+    def leaving_bytes(self) -> int:
+        """Bytes of the device that departing storages hold now."""
+        lanes = (self._lane, self._codec_lane)
+        return sum(lane.leaving_bytes() for lane in lanes if lane is not None)
+
     def begin_passage(self, leaving_bytes: int, passage_bytes: int) -> None:
         """A new forward: departing storages may hold `leaving_bytes` of the device.
 
         `passage_bytes`: what the last one saved.
         """
+        self.check_decodes()
         self.expectations.begin_passage()
         self._leaving_bytes = leaving_bytes
         for lane in (self._lane, self._codec_lane):
@@ -279,6 +286,26 @@ class Route:
                 lane.set_max_leaving_bytes(leaving_bytes)
         if isinstance(self._codec_lane, native.StreamCodecLane):
             self._codec_lane.set_arena_budget(arena_budget(passage_bytes))
+
+    def check_decodes(self, wait: bool = False) -> None:
+        """Raise if a frame was not what had been encoded, as far as the host has heard of it.
+
+        An accelerator decodes while the host is ahead, so this is said a forward or two later;
+        `wait` waits for all decodes. In host memory each decode says so itself.
+
+        Raises:
+            TransferError: gradients of the last two backward passes may be wrong.
+        """
+        lane = self._codec_lane
+        if not isinstance(lane, native.StreamCodecLane):
+            return
+        status = lane.decode_status() if wait else lane.take_decode_status()
+        if status:
+            raise TransferError(
+                f"decoding on {self.device} found a frame that is not what was encoded (status "
+                f"{status}, docs/format.md): its memory was overwritten or is broken. Gradients "
+                "of the last two backward passes may be wrong; go back to a checkpoint before them."
+            )
 
     def settle(self) -> None:
         """Order the caller after everything under way, and drop the storages it holds."""
@@ -328,3 +355,7 @@ class Routes:
     def settle(self) -> None:
         for route in self.open_routes():
             route.settle()
+
+    def check_decodes(self) -> None:
+        for route in self.open_routes():
+            route.check_decodes(wait=True)

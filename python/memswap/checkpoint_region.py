@@ -1,0 +1,389 @@
+"""One checkpoint region: what the operators of its forward gave, and how that is replayed.
+
+A region is the ``context_fn`` of :func:`torch.utils.checkpoint.checkpoint`. Its two contexts are
+dispatch modes: the first runs under the forward and saves what the policy says; the second runs
+under the recomputation and gives it back instead of running the operators.
+
+[Note: Replay] The n-th call of an operator in the recomputation is the n-th call of it in the
+forward. What it gives back is a new tensor each time, without autograd's marks, so a region can be
+recomputed any number of times: after ``retain_graph``, for two losses, for a double backward.
+Nothing is consumed; the graph owns the region (through torch's frame), and the region what it
+saved. Three kinds of operators need more than their output:
+
+- One whose output lies on an argument's storage (a view) is always run again. That costs nothing,
+  and its output is again an alias of the argument, saved or recomputed.
+- One that writes its arguments (in place, ``out=``, a collective of c10d) is replayed by copying
+  what it wrote into the arguments of the recomputation.
+- One that draws random numbers moves the generators on. So does its replay: whatever draws after it
+  draws what it drew in the forward.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils.checkpoint import SAC_IGNORED_OPS
+
+from memswap._native import native
+from memswap.checkpoint_policy import CheckpointPolicy, Decide, is_collective
+from memswap.engine.action import Action
+from memswap.engine.handle import Handle, Kept, inplace_edit
+from memswap.engine.saver import Visit, plain_parts
+from memswap.errors import InplaceEditError, RecomputeError
+
+_ACTIONS = {
+    CheckpointPolicy.MUST_SWAP: Action.SWAP,
+    CheckpointPolicy.MUST_ENCODE: Action.ENCODE,
+}
+_RECOMPUTE = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+class Region:
+    """What one call of a checkpointed function saved.
+
+    Args:
+        decide: the policy.
+        visit: through which outputs leave.
+        keeps_random_state: whether generators move on where an operator is not run again.
+        checks: whether the arguments of a replayed operator must look as they did.
+    """
+
+    def __init__(
+        self, decide: Decide, visit: Visit, keeps_random_state: bool, checks: bool
+    ) -> None:
+        self.decide = decide
+        self.visit = visit
+        self.keeps_random_state = keeps_random_state
+        self.checks = checks
+        self.calls: Counter[Any] = Counter()
+        """How often the forward called each operator."""
+        self.saved: dict[Any, dict[int, _Call]] = {}
+        """Operator -> number of the call -> what it gave, where that was saved."""
+        self._writing: list[_Held] = []
+
+    def contexts(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+        """The ``context_fn`` of this one region."""
+        return _Forward(self), _Replay(self)
+
+    def take(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """An operator of the forward gave this."""
+        number = self.calls[op]
+        self.calls[op] += 1
+        policy = self.decide(op, args, kwargs, output)
+        if policy in _RECOMPUTE:
+            return
+        written = written_by(op, args, kwargs)
+        if not written and shares_storage(output, (args, kwargs)):
+            return
+        action = _ACTIONS.get(policy)
+        if action is not None:
+            reason = "collective" if is_collective(op) else "written in place" if written else ""
+            if reason:
+                self._count(reason, output, written)
+                action = None
+        self.visit.action = action
+        random = self.keeps_random_state and draws(op)
+        call = _Call(self, op, policy, args, kwargs, output, written, action is not None, random)
+        self.saved.setdefault(op, {})[number] = call
+        self._writing = call.written
+
+    def end_write(self) -> None:
+        """The last operator has returned through autograd, which counts versions up."""
+        for held in self._writing:
+            held.guard()
+        self._writing = []
+
+    def recall(self, op: Any, number: int) -> _Call | None:
+        """What the forward's call of that number gave; None: run the operator."""
+        saved = self.saved.get(op)
+        if saved is None:
+            return None
+        if number >= self.calls[op]:
+            raise RecomputeError(
+                f"{op} ran {self.calls[op]} time(s) in the forward of a checkpointed function and "
+                "more often when it was run again for backward, so it is not known which output "
+                "belongs where; make the function do the same each time, or let the policy "
+                f"recompute {op}"
+            )
+        return saved.get(number)
+
+    def _count(self, reason: str, output: Any, written: list[torch.Tensor]) -> None:
+        saver = self.visit.saver
+        with saver.lock:
+            for tensor in tensors_in((output, written)):
+                saver.ledger.keep(reason, tensor.untyped_storage().nbytes())
+
+
+class _Forward(TorchDispatchMode):  # type: ignore[misc]
+    """Watches the forward."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, region: Region) -> None:
+        super().__init__()
+        self.region = region
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled functions inside the region stay compiled."""
+        return True
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self.region.end_write()
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        self.region.end_write()
+        output = op(*args, **kwargs)
+        if op not in SAC_IGNORED_OPS:
+            self.region.take(op, args, kwargs, output)
+        return output
+
+
+class _Replay(TorchDispatchMode):  # type: ignore[misc]
+    """Gives back what was saved."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, region: Region) -> None:
+        super().__init__()
+        self.region = region
+        self.calls: Counter[Any] = Counter()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """As in the forward."""
+        return True
+
+    def __enter__(self) -> _Replay:
+        self.calls.clear()
+        super().__enter__()
+        return self
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        if op in SAC_IGNORED_OPS:
+            return op(*args, **kwargs)
+        number = self.calls[op]
+        self.calls[op] += 1
+        call = self.region.recall(op, number)
+        if call is None or call.may_run_again():
+            return op(*args, **kwargs)
+        return call.replay(args, kwargs)
+
+
+class _Call:
+    """One call of an operator whose output was saved."""
+
+    __slots__ = ("checks", "leaves", "looks", "op", "policy", "random", "spec", "written")
+
+    def __init__(
+        self,
+        region: Region,
+        op: Any,
+        policy: CheckpointPolicy,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+        written: list[torch.Tensor],
+        leaves_device: bool,
+        random: bool,
+    ) -> None:
+        self.op = op
+        self.policy = policy
+        self.looks = looks(args, kwargs) if region.checks else None
+        flat, self.spec = tree_flatten(output)
+        self.written = [_Held(tensor) for tensor in written]
+        visit = region.visit if leaves_device else None
+        self.leaves: list[Any] = []
+        for leaf in flat:
+            if isinstance(leaf, torch.Tensor):
+                place = next((i for i, one in enumerate(written) if one is leaf), None)
+                self.leaves.append(_kept(leaf, visit) if place is None else _Argument(place))
+            else:
+                self.leaves.append(leaf)
+        self.random = random_states(flat + written) if random else []
+
+    def may_run_again(self) -> bool:
+        """Whether the output was edited since, and the policy only preferred to save it."""
+        return self.policy is CheckpointPolicy.PREFER_SAVE and any(
+            held.edited for held in (*self.written, *self.leaves) if isinstance(held, _Held)
+        )
+
+    def replay(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the operator gave in the forward, and what it did to its arguments."""
+        if self.looks is not None and looks(args, kwargs) != self.looks:
+            raise RecomputeError(
+                f"the arguments of {self.op} look different when a checkpointed function is run "
+                f"again for backward: found {looks(args, kwargs)}, expected {self.looks} as in its "
+                "forward; make the function do the same each time"
+            )
+        arguments = written_by(self.op, args, kwargs)
+        try:
+            for argument, held in zip(arguments, self.written, strict=True):
+                argument.copy_(held.unpack())
+            output = self.spec.unflatten(
+                [_unpacked(leaf, arguments) for leaf in self.leaves],
+            )
+        except InplaceEditError as error:
+            raise InplaceEditError(
+                f"what {self.op} gave in a checkpointed function was edited in place, but the "
+                f"policy says {self.policy.name}: {error} Or let the policy recompute {self.op}."
+            ) from error
+        set_random_states(self.random)
+        return output
+
+
+class _Argument:
+    """An output that is one of the arguments that the operator writes."""
+
+    __slots__ = ("place",)
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+
+class _Held:
+    """A tensor that stays where it is, and whether it was edited since.
+
+    Args:
+        handle: what the engine returned for it, if it was asked.
+    """
+
+    __slots__ = ("_counter", "_handle", "_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor, handle: Kept | None = None) -> None:
+        # Below autograd a detached tensor does not share its version counter with the original.
+        self._counter = None if tensor.is_inference() else native.VersionGuard(tensor)
+        self._tensor = tensor.detach() if handle is None else handle.tensor
+        self._handle = handle
+        self.guard()
+
+    def guard(self) -> None:
+        """What is there now is what was saved."""
+        self._version = self._found()
+
+    @property
+    def edited(self) -> bool:
+        return self._found() != self._version
+
+    def _found(self) -> int:
+        return 0 if self._counter is None else self._counter.current_version
+
+    def unpack(self) -> torch.Tensor:
+        tensor = self._tensor
+        if self.edited:
+            described = f"{tensor.type()} {list(tensor.shape)} on {tensor.device}"
+            raise inplace_edit(described, self._found(), self._version)
+        if self._handle is not None:
+            self._handle.unpack()  # the timeline moves on
+        # A new one each time: autograd will mark it as the operator's output.
+        return tensor.detach()
+
+
+def _kept(tensor: torch.Tensor, visit: Visit | None) -> _Held | Handle:
+    """How an output waits: here, or wherever the engine says."""
+    if visit is None:
+        return _Held(tensor)
+    handle = visit.pack(tensor)
+    return _Held(tensor, handle) if isinstance(handle, Kept) else handle
+
+
+def _unpacked(leaf: Any, arguments: list[torch.Tensor]) -> Any:
+    if isinstance(leaf, _Argument):
+        return arguments[leaf.place]
+    if isinstance(leaf, _Held):
+        return leaf.unpack()
+    if isinstance(leaf, Handle):
+        return leaf.unpack()
+    return leaf
+
+
+# --- operators --------------------------------------------------------------------------------
+
+
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested lists, tuples and dicts."""
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def looks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[tuple[int, ...], str]]:
+    """Shape and dtype of each tensor among the arguments."""
+    return [(tuple(one.shape), str(one.dtype)) for one in tensors_in((args, kwargs))]
+
+
+def shares_storage(output: Any, arguments: Any) -> bool:
+    """Whether an output lies on the storage of an argument."""
+    keys = {key for key in map(native.storage_key, _parts(arguments)) if key}
+    return any(native.storage_key(part) in keys for part in _parts(output))
+
+
+def _parts(tree: Any) -> Iterator[torch.Tensor]:
+    for tensor in tensors_in(tree):
+        yield from plain_parts(tensor)
+
+
+def written_by(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The arguments that an operator writes.
+
+    Schemas say so, except those of c10d: there, an operator whose name ends in an underscore writes
+    its first argument (torch/csrc/distributed/c10d/Ops.cpp).
+    """
+    schema = getattr(op, "_schema", None)
+    if schema is None:
+        return []
+    if op.namespace == "c10d" and op.overloadpacket.__name__.endswith("_"):
+        return list(tensors_in(args[0] if args else kwargs[schema.arguments[0].name]))
+    if not schema.is_mutable:
+        return []
+    written: list[torch.Tensor] = []
+    for place, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found = args[place] if place < len(args) else kwargs.get(argument.name)
+            written += tensors_in(found)
+    return written
+
+
+def draws(op: Any) -> bool:
+    """Whether an operator draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
+
+
+def random_states(leaves: list[Any]) -> list[tuple[torch.device, torch.Tensor]]:
+    """The states of the generators of the devices of these tensors."""
+    devices = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    with _no_modes():
+        return [(device, _generators(device).get_rng_state(*_index(device))) for device in devices]
+
+
+def set_random_states(states: list[tuple[torch.device, torch.Tensor]]) -> None:
+    """Move generators to where they were in the forward."""
+    with _no_modes():
+        for device, state in states:
+            _generators(device).set_rng_state(state, *_index(device))
+
+
+def _generators(device: torch.device) -> Any:
+    return torch if device.type == "cpu" else torch.get_device_module(device)
+
+
+def _index(device: torch.device) -> tuple[torch.device, ...]:
+    return () if device.type == "cpu" else (device,)
+
+
+def _no_modes() -> ExitStack:
+    """States are tensors: no mode around the region may take copying them for its own."""
+    stack = ExitStack()
+    stack.enter_context(torch._C._DisableTorchDispatch())
+    return stack

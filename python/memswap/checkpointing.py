@@ -1,0 +1,361 @@
+"""Activation checkpointing whose saved outputs and inputs can leave the device.
+
+The machinery is torch's own non-reentrant checkpoint. memswap stands at its two public seams: the
+``context_fn`` (checkpoint_region.py), which decides operator by operator, and the saved-tensor
+hooks around it, which see the inputs that a region keeps.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, TypedDict
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_context_fn
+
+from memswap.activations import named_units, report, window
+from memswap.checkpoint_policy import (
+    CheckpointPolicy,
+    Decide,
+    PolicyLike,
+    checked_ops,
+    keep_collectives,
+    read_policy,
+    torch_policy,
+)
+from memswap.checkpoint_region import Region
+from memswap.engine.action import Action
+from memswap.engine.saver import Saver, Visit, current_visit, in_backward
+from memswap.engine.transfer import check_pool
+from memswap.planning.policy import Policy
+
+if TYPE_CHECKING:
+    from memswap.engine.stats import Stats
+    from memswap.engine.transfer import Pool
+
+__all__ = [
+    "CheckpointPolicy",
+    "Checkpointing",
+    "checkpoint",
+    "checkpoint_module",
+    "keep_collectives",
+]
+
+MIN_BYTES = Policy().min_bytes
+
+#: The visit that serves the region around the running code: regions inside it share its engine.
+#: Not to be seen from the hooks, which are torch's there.
+_serving: ContextVar[Visit | None] = ContextVar("memswap_checkpoint", default=None)
+
+
+class _TorchOptions(TypedDict):
+    determinism_check: str
+    preserve_rng_state: bool
+    early_stop: bool
+
+
+def checkpoint(
+    fn: Callable[..., Any],
+    *args: Any,
+    policy_fn: PolicyLike | None = None,
+    swap_inputs: bool | Action = False,
+    pool: Pool | None = None,
+    min_bytes: int = MIN_BYTES,
+    determinism_check: str = "default",
+    preserve_rng_state: bool = True,
+    early_stop: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """``fn(*args, **kwargs)``, run again in backward instead of keeping what it computed.
+
+    Like :func:`torch.utils.checkpoint.checkpoint` with ``use_reentrant=False``; what the policy
+    saves can also wait in a pool or as a frame. Inside :func:`memswap.manage` or
+    :class:`memswap.saved_tensors` it goes through that engine. Elsewhere a call has an engine, and
+    without ``pool`` a pool, of its own: for many regions use :class:`Checkpointing` or
+    :func:`checkpoint_module`, which share one and prefetch across regions.
+
+    Args:
+        fn: the function or module. It must do the same when it is run again.
+        policy_fn: ``policy_fn(ctx, op, *args, **kwargs)`` returns for each operator's output a
+            :class:`CheckpointPolicy`, one of torch's, or a bool (whether to save). Or a list of
+            operators to save. It is called in the forward only. None: everything is recomputed.
+        swap_inputs: whether the tensors among the arguments, which a region keeps, leave as well:
+            True for ``Action.SWAP``, or another action.
+        pool: where they go; see :class:`memswap.saved_tensors`. One that is given is used even
+            inside ``manage`` and ``saved_tensors``.
+        min_bytes: storages of fewer bytes stay. Inside ``manage`` and ``saved_tensors`` their
+            policy's ``min_bytes`` counts.
+        determinism_check: ``"default"`` compares shapes, dtypes and devices of what is recomputed,
+            and the arguments of what is not, with the forward; ``"none"`` does not.
+        preserve_rng_state: whether random operators draw what they drew in the forward.
+        early_stop: whether recomputation ends with the last tensor that backward needs.
+
+    Returns:
+        What ``fn`` returns. Without gradients enabled, nothing is saved and nothing recomputed.
+
+    Raises:
+        InplaceEditError: in backward, if an output that the policy saves was edited in place.
+        RecomputeError: in backward, if ``fn`` does something else when it is run again.
+        TransferError: in backward, if the pool cannot give bytes back.
+        TypeError, ValueError: a policy or an option that is none.
+    """
+    options = _TorchOptions(
+        determinism_check=determinism_check,
+        preserve_rng_state=preserve_rng_state,
+        early_stop=early_stop,
+    )
+    if torch.compiler.is_compiling():
+        return _traced(fn, args, kwargs, policy_fn, options)
+    own = Checkpointing(
+        policy_fn, swap_inputs=swap_inputs, pool=pool, min_bytes=min_bytes, **options
+    )
+    return own.run(fn, args, kwargs)
+
+
+class Checkpointing:
+    """Checkpointed regions that share one engine: a pool, lanes and a prefetch order.
+
+    Regions inside :func:`memswap.manage` or :class:`memswap.saved_tensors` use that engine instead,
+    unless a ``pool`` was given; their statistics are counted there.
+
+    Args:
+        policy_fn, swap_inputs, pool, min_bytes, determinism_check, preserve_rng_state, early_stop:
+            see :func:`checkpoint`.
+        prefetch_bytes: see :class:`memswap.saved_tensors`.
+    """
+
+    def __init__(
+        self,
+        policy_fn: PolicyLike | None = None,
+        *,
+        swap_inputs: bool | Action = False,
+        pool: Pool | None = None,
+        min_bytes: int = MIN_BYTES,
+        prefetch_bytes: int | str = "auto",
+        determinism_check: str = "default",
+        preserve_rng_state: bool = True,
+        early_stop: bool = True,
+    ) -> None:
+        check_pool(pool)
+        self._policy_fn = policy_fn
+        self._decide: Decide | None = None if policy_fn is None else read_policy(policy_fn)
+        self._input_action = _input_action(swap_inputs)
+        self._has_pool = pool is not None
+        # Whatever leaves through this saver does so by an action that its visit names.
+        policy = Policy(action=Action.KEEP, min_bytes=min_bytes)
+        self._saver = Saver(policy, pool, window(prefetch_bytes))
+        self._options = _TorchOptions(
+            determinism_check=determinism_check,
+            preserve_rng_state=preserve_rng_state,
+            early_stop=early_stop,
+        )
+        self._modules: list[ref[nn.Module]] = []  # their forwards refer to this object
+
+    def checkpoint(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``fn(*args, **kwargs)`` as a region; see :func:`memswap.checkpoint`."""
+        if torch.compiler.is_compiling():
+            return _traced(fn, args, kwargs, self._policy_fn, self._options)
+        return self.run(fn, args, kwargs)
+
+    def stats(self) -> Stats:
+        """What this object's own engine did so far."""
+        return self._saver.stats()
+
+    def reset_stats(self) -> None:
+        """Start counting anew."""
+        self._saver.reset_stats()
+
+    def report(self) -> str:
+        """The statistics as a text table, bytes in MiB."""
+        return report(self.stats())
+
+    def remove(self) -> None:
+        """Give the modules of :func:`checkpoint_module` their own forward back.
+
+        Graphs that are alive can still run backward.
+        """
+        for module in filter(None, (one() for one in self._modules)):
+            replaced = module.__dict__.get("forward")
+            if isinstance(replaced, _CheckpointedForward):
+                replaced.remove()
+        self._modules.clear()
+        self._saver.settle()
+
+    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The region itself, outside of what torch.compile traces."""
+        if not torch.is_grad_enabled():
+            return fn(*args, **kwargs)
+        around = None if self._has_pool else current_visit() or _serving.get()
+        saver = self._saver if around is None else around.saver
+        if not in_backward():
+            with saver.lock:
+                passage = saver.passage
+                if passage.began_backward or (around is None and passage.over):
+                    saver.begin_passage()
+        # The place in the forward names the region: the same in each step, and no other's.
+        group = len(saver.passage.sizes)
+        unit = f"{'' if around is None else around.unit}@{group}"
+        outputs = Visit(saver, unit, group=group)
+        context_fn = noop_context_fn
+        if self._decide is not None:
+            options = self._options
+            region = Region(
+                self._decide,
+                outputs,
+                keeps_random_state=options["preserve_rng_state"],
+                checks=options["determinism_check"] != "none",
+            )
+            context_fn = region.contexts
+        called, flat = _flattened(fn, args, kwargs)
+        inputs = Visit(saver, f"{unit}/inputs", self._input_action, group)
+        if self._input_action is not None:
+            inputs.enter()
+        served = _serving.set(outputs)
+        try:
+            return torch_checkpoint(
+                called, *flat, use_reentrant=False, context_fn=context_fn, **self._options
+            )
+        finally:
+            _serving.reset(served)
+            inputs.leave()
+
+
+def checkpoint_module(
+    modules: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
+    policy_fn: PolicyLike | None = None,
+    **options: Any,
+) -> Checkpointing:
+    """Make each forward of these modules a checkpointed region.
+
+    Replaces each module's ``forward``, on the instance, and nothing else: no wrapper, no renamed
+    parameter, no change of the module's type or its ``state_dict``. Hooks of the module run outside
+    the region, once. A copied or pickled module has its own forward again.
+
+    Args:
+        modules: the layers, in any order; see :func:`memswap.manage`.
+        policy_fn: see :func:`checkpoint`.
+        **options: see :class:`Checkpointing`.
+
+    Returns:
+        What the regions share: their statistics, and :meth:`Checkpointing.remove`.
+
+    Raises:
+        TypeError: an element is no module.
+        ValueError: no modules, one of them twice, or one that is checkpointed already.
+    """
+    units = list(named_units(modules).values())
+    for module in units:
+        if isinstance(module.__dict__.get("forward"), _CheckpointedForward):
+            raise ValueError(
+                f"checkpoint_module(): this {type(module).__name__} is checkpointed already; call "
+                "remove() on what the first checkpoint_module() returned"
+            )
+    checkpointing = Checkpointing(policy_fn, **options)
+    for module in units:
+        module.forward = _CheckpointedForward(module, checkpointing)
+    checkpointing._modules = [ref(module) for module in units]
+    return checkpointing
+
+
+class _CheckpointedForward:
+    """Stands in a module's ``__dict__`` as its ``forward``. Does not keep the module alive."""
+
+    def __init__(self, module: nn.Module, checkpointing: Checkpointing) -> None:
+        self._module = ref(module)
+        self._checkpointing = checkpointing
+        #: A forward that somebody else had put on the instance.
+        self._replaced: Callable[..., Any] | None = module.__dict__.get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._checkpointing.checkpoint(self._own(), *args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._own())
+
+    def remove(self) -> None:
+        module = self._module()
+        if module is not None:
+            del module.__dict__["forward"]
+            if self._replaced is not None:
+                module.forward = self._replaced
+
+    def _own(self) -> Callable[..., Any]:
+        if self._replaced is not None:
+            return self._replaced
+        module = self._module()
+        if module is None:
+            raise ReferenceError("the module of this checkpointed forward is gone; keep the module")
+        # By the type of now: fully_shard changes it.
+        own: Callable[..., Any] = type(module).forward.__get__(module)
+        return own
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._replaced is not None:
+            return _itself, (self._replaced,)
+        # The copy's own method: when this is asked for, the copy has no forward in its `__dict__`.
+        return getattr, (self._module(), "forward")
+
+
+def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return forward
+
+
+def _traced(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    policy_fn: PolicyLike | None,
+    options: _TorchOptions,
+) -> Any:
+    """A region inside a graph that torch.compile traces: torch's own.
+
+    The compiled graph saves what the policy says shall be saved or leave, and the hooks around it
+    move that.
+    """
+    if policy_fn is None:
+        return torch_checkpoint(fn, *args, use_reentrant=False, **options, **kwargs)
+    if callable(policy_fn):
+        translated: Any = functools.partial(torch_policy, policy_fn)
+    else:
+        translated = checked_ops(policy_fn)
+    context_fn = functools.partial(create_selective_checkpoint_contexts, translated)
+    return torch_checkpoint(
+        fn, *args, use_reentrant=False, context_fn=context_fn, **options, **kwargs
+    )
+
+
+def _flattened(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], Sequence[Any]]:
+    """A call whose tensors are all arguments of their own: only those does torch save as tensors.
+
+    Others it holds in a closure, where no hook sees them, and no check of their versions.
+    """
+    if not kwargs and not any(isinstance(arg, (list, tuple, dict)) for arg in args):
+        return fn, args
+    flat, spec = tree_flatten((args, kwargs))
+
+    def called(*flat: Any) -> Any:
+        args, kwargs = spec.unflatten(flat)
+        return fn(*args, **kwargs)
+
+    return called, flat
+
+
+def _input_action(swap_inputs: bool | Action) -> Action | None:
+    if isinstance(swap_inputs, Action):
+        return swap_inputs
+    if isinstance(swap_inputs, bool):
+        return Action.SWAP if swap_inputs else None
+    raise TypeError(
+        f"swap_inputs={swap_inputs!r}: found {type(swap_inputs).__name__}, expected a bool or a "
+        "memswap.Action"
+    )

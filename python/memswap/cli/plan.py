@@ -1,0 +1,147 @@
+"""``python -m memswap plan``: what a memory budget would do to each layer, and what it would cost.
+
+Trains the demo's model for a few steps under the budget, or reads a step that was saved on another
+machine, and prints the plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+import memswap
+from memswap.cli.corpus import Batches, read_corpus
+from memswap.cli.demo import add_model_arguments, check_device
+from memswap.cli.gpt import GPT
+from memswap.cli.training import DTYPES
+from memswap.engine.units import parse_bytes
+from memswap.planning.cost_model import HARDWARE, hardware
+from memswap.planning.planner import make_plan
+from memswap.planning.step import Step, load, save
+
+STEPS = 6  # three that learn, and three planned ones: the second of those is timed
+
+
+class Planned(NamedTuple):
+    """A plan and what it was made of."""
+
+    plan: memswap.Plan
+    step: Step
+    rates: memswap.Rates
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of plan and of report."""
+    parser.add_argument(
+        "--budget",
+        default="auto",
+        help="auto, or the most bytes of saved activations on the device: 24GiB, or 60%% of them",
+    )
+    parser.add_argument(
+        "--load",
+        type=Path,
+        metavar="FILE",
+        help="plan for a step that --save wrote; trains nothing",
+    )
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the step that was learnt")
+    parser.add_argument(
+        "--machine",
+        choices=tuple(HARDWARE),
+        help="plan with the rates of this hardware instead of those that were measured",
+    )
+    add_model_arguments(parser)
+
+
+def planned_from(arguments: argparse.Namespace) -> Planned:
+    """The plan that the options ask for.
+
+    Raises:
+        SystemExit: with a sentence, where there is none.
+    """
+    try:
+        if arguments.load is not None:
+            step, rates = load(arguments.load)
+            measured = None
+        else:
+            check_device(arguments.device)
+            step, rates, measured = learn(arguments)
+        if arguments.machine is not None:
+            if rates.inline_codec and arguments.machine != "CPU":
+                step = on_accelerator(step)
+            rates = hardware(arguments.machine).rates()
+            measured = None
+        plan = measured or make_plan(step, rates, budget_of(arguments.budget, step))
+    except (OSError, ValueError, memswap.BudgetError) as error:
+        raise SystemExit(f"memswap plan: {error}") from error
+    if arguments.save is not None:
+        save(step, rates, arguments.save)
+    return Planned(plan, step, rates)
+
+
+def budget_of(asked: str, step: Step) -> int | str:
+    """Bytes, or "auto"; a share such as 60% is one of the peak without memswap."""
+    if asked == "auto":
+        return asked
+    if asked.endswith("%"):
+        kept = make_plan(step, memswap.Rates("none", 0, 0, 0, 0), 1 << 62).kept_peak_bytes
+        with contextlib.suppress(ValueError):
+            return int(kept * float(asked[:-1]) / 100)
+    return parse_bytes(asked)
+
+
+def learn(arguments: argparse.Namespace) -> tuple[Step, memswap.Rates, memswap.Plan | None]:
+    """Train the demo's model until there is a plan."""
+    torch.manual_seed(arguments.seed)
+    device = torch.device(arguments.device)
+    batches = Batches(read_corpus(), arguments.batch, arguments.seq, arguments.seed)
+    model = GPT(arguments.layers, arguments.hidden, arguments.heads, arguments.seq).to(device)
+
+    def train_under(budget: int | str) -> tuple[Step, memswap.Rates, memswap.Plan | None]:
+        with memswap.manage(model.layers, budget=budget) as manager:
+            for _ in range(STEPS):
+                train_once(model, batches, device, DTYPES[arguments.dtype])
+            if manager.learnt is None:
+                raise ValueError("the model saved nothing that could move: try a longer --seq")
+            return *manager.learnt, manager.plan
+
+    if not arguments.budget.endswith("%"):
+        return train_under(arguments.budget)
+    step, _, _ = train_under("auto")  # a share is one of what a step saves
+    return train_under(budget_of(arguments.budget, step))
+
+
+def on_accelerator(step: Step) -> Step:
+    """The step of a CPU as an accelerator could treat it: what may move may go to the host."""
+    swaps = (memswap.Action.SWAP, memswap.Action.ENCODE_SWAP)
+    storages = tuple(
+        replace(storage, actions=swaps) if storage.actions else storage for storage in step.storages
+    )
+    return replace(step, storages=storages)
+
+
+def train_once(model: GPT, batches: Batches, device: torch.device, dtype: torch.dtype) -> None:
+    """Forward and backward."""
+    tokens, targets = batches.draw(device)
+    model.zero_grad(set_to_none=True)
+    lower = dtype != torch.float32
+    autocast = torch.autocast(device.type, dtype, cache_enabled=False)
+    with autocast if lower else contextlib.nullcontext():
+        loss = model(tokens, targets)
+    loss.backward()
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the plan; return the exit status."""
+    planned = planned_from(arguments)
+    print(
+        f"rates of {planned.rates.device}; {len(planned.step.storages)} saved storages per step\n"
+    )
+    print(planned.plan)
+    if arguments.save is not None:
+        print(f"\nwritten: {arguments.save}")
+    return 0

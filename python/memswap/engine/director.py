@@ -1,0 +1,37 @@
+"""Director: who watches a saver's passages, and says what happens to each storage."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from memswap.engine.action import Action
+    from memswap.engine.entry import Entry
+    from memswap.engine.timeline import Passage
+
+
+class Director(Protocol):
+    """Called by a saver at each mark of a passage: each save, and each demand of what was saved.
+
+    The saver's lock serialises the calls, `demanded` excepted, which follows a wait that holds no
+    lock. Storages that the policy keeps reach a director as well, unlike a saver without one.
+    """
+
+    def begin(self, passage: Passage[Entry]) -> int | None:
+        """A new forward. Bytes that may leave at once, or None: as the timeline says."""
+
+    def choose(
+        self, tensor: torch.Tensor, unit: str, ordinal: int, nbytes: int, action: Action
+    ) -> Action | None:
+        """A storage is about to be saved, as `action` if nobody objects (None)."""
+
+    def saved(self, entry: Entry) -> None:
+        """It is on its way, or stayed."""
+
+    def demanding(self, entry: Entry) -> None:
+        """Backward asks for a storage. What it waits for, it waits for after this."""
+
+    def demanded(self, entry: Entry) -> None:
+        """Backward has it, in stream order."""

@@ -1,0 +1,244 @@
+"""Record: what one passage was like, measured while it ran.
+
+[Note: Marks]
+A passage is a row of marks: first the saves, in their order, then the first demands, in theirs.
+Between two marks the device computes. Each mark has a moment at which memswap began there and one
+at which it was done: between those two lies what the mark itself cost (a wait for room, for bytes
+that were not back yet, an encode by the calling thread), so that the time between the marks is the
+model's own. On an accelerator both moments are events on the compute stream: nobody waits for them,
+and they are read when the device has passed the last one. On a CPU they are read from the clock.
+
+Also recorded: for how long the forward itself still holds a storage that is leaving, since until
+then leaving frees nothing, and the last demand, after which autograd lets it go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memswap.engine.entry import State
+from memswap.engine.expectations import Key
+
+if TYPE_CHECKING:
+    from memswap.engine.action import Action
+    from memswap.engine.entry import Entry
+    from memswap.engine.timeline import Passage
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStorage:
+    """One saved storage of a passage."""
+
+    key: Key
+    action: Action
+    """What was to be done with it; what stayed is recorded all the same."""
+    held_until: int | None
+    """Number of the first mark at which the forward held it no longer. None: it still did when
+    backward asked for it, so that leaving frees nothing."""
+    last_demand: int | None
+    """Number of the mark in whose course it was demanded last. None: never."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One passage. Seconds of the device, or of the host's clock on a CPU."""
+
+    storages: tuple[RecordedStorage, ...]
+    order: tuple[int, ...]
+    """Indices of storages in the order of their first demands."""
+    gaps_s: tuple[float, ...]
+    """Seconds of work before each mark."""
+    costs_s: tuple[float, ...]
+    """Seconds that each mark itself took."""
+    tail_s: float
+    """From the last mark to the begin of the next passage."""
+    peak_bytes: int
+    """Most bytes of the ledger's resident ones at a mark."""
+
+    @property
+    def signature(self) -> tuple[Key, ...]:
+        """What makes two passages alike."""
+        return tuple(storage.key for storage in self.storages)
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds that marks took."""
+        return sum(self.costs_s)
+
+
+class Clock:
+    """Moments of one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.on_host = device.type == "cpu"
+
+    def now(self) -> Any:
+        """This moment: seconds on a CPU, or an event on the current stream."""
+        if self.on_host:
+            return perf_counter()
+        event = torch.Event(self.device, enable_timing=True)
+        event.record()
+        return event
+
+    def reached(self, moment: Any) -> bool:
+        """Whether the device has come to a moment. Never waits."""
+        return True if self.on_host else bool(moment.query())
+
+    def wait(self, moment: Any) -> None:
+        """Block the host until it has."""
+        if not self.on_host:
+            moment.synchronize()
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """From one moment to another. Both have been reached."""
+        if self.on_host:
+            return float(end - begin)
+        return float(begin.elapsed_time(end)) * 1e-3
+
+
+class Recorder:
+    """Takes down one passage as it happens."""
+
+    def __init__(
+        self, clock: Clock, passage: Passage[Entry], leaving_bytes: Callable[[], int]
+    ) -> None:
+        self.passage = passage
+        self._clock = clock
+        self._leaving_bytes = leaving_bytes  # what the lane's sends hold now
+        self._keys: list[Key] = []
+        self._actions: list[Action] = []
+        self._entries: list[Any] = []  # weak references
+        self._held: list[int] = []  # indices of storages that the forward may still hold
+        self._sent: list[int] = []  # and of those whose sends may be under way
+        self._held_until: list[int | None] = []
+        self._last_demand: list[int | None] = []
+        self._order: list[int] = []
+        self._order_set: set[int] = set()
+        self._moments: list[tuple[Any, Any]] = []
+        self._opening = clock.now()
+        self._began: Any = self._opening
+        self._end: Any = None
+        self._peak_bytes = 0
+
+    @property
+    def marks(self) -> int:
+        return len(self._moments)
+
+    def choose(self, key: Key, action: Action) -> None:
+        """A storage is about to be saved."""
+        self._look()
+        self._keys.append(key)
+        self._actions.append(action)
+        self._began = self._clock.now()
+
+    def saved(self, entry: Entry) -> None:
+        """It is on its way, or stayed."""
+        index = len(self._moments)
+        self._moments.append((self._began, self._clock.now()))
+        self._entries.append(entry.reference)
+        self._held.append(index)
+        self._sent.append(index)
+        self._held_until.append(None)
+        self._last_demand.append(None)
+        self._note_bytes(entry)
+
+    def demanding(self, entry: Entry) -> None:
+        """Backward asks for a storage."""
+        if entry.index in self._order_set:
+            return
+        if not self._order:
+            self._look()
+        self._began = self._clock.now()
+
+    def demanded(self, entry: Entry) -> None:
+        """Backward has it."""
+        index = entry.index
+        if index not in self._order_set:
+            self._order_set.add(index)
+            self._order.append(index)
+            self._moments.append((self._began, self._clock.now()))
+        self._last_demand[index] = len(self._moments) - 1
+        self._note_bytes(entry)
+
+    def close(self) -> None:
+        """The next passage begins."""
+        if self._end is None:
+            self._end = self._clock.now()
+
+    def ready(self) -> bool:
+        """Whether the device has passed the last moment."""
+        return self._end is not None and self._clock.reached(self._end)
+
+    def wait(self) -> None:
+        """Block the host until it has. For who has to plan now; no steady step does."""
+        self.close()
+        self._clock.wait(self._end)
+
+    def take(self) -> Record:
+        """The record of a passage that is over."""
+        seconds = self._clock.seconds
+        ends = [self._opening, *(end for _, end in self._moments)]
+        begins = [*(begin for begin, _ in self._moments), self._end]
+        gaps = [max(seconds(end, begin), 0.0) for end, begin in zip(ends, begins, strict=True)]
+        return Record(
+            storages=tuple(
+                RecordedStorage(*parts)
+                for parts in zip(
+                    self._keys, self._actions, self._held_until, self._last_demand, strict=True
+                )
+            ),
+            order=tuple(self._order),
+            gaps_s=tuple(gaps[:-1]),
+            costs_s=tuple(max(seconds(begin, end), 0.0) for begin, end in self._moments),
+            tail_s=gaps[-1],
+            peak_bytes=self._peak_bytes,
+        )
+
+    def _note_bytes(self, entry: Entry) -> None:
+        self._peak_bytes = max(self._peak_bytes, entry.saver.ledger.resident_bytes)
+
+    def _look(self) -> None:
+        """Which storages the forward has let go of since the last mark."""
+        mark = len(self._moments)
+        owned = self._owned_by_sends()
+        still = []
+        for index in self._held:
+            entry = self._entries[index]()
+            storage = None if entry is None else entry.identity.lock()
+            if entry is None or storage is None:
+                self._held_until[index] = mark
+                continue
+            ours = 1 + entry.keeps + (index in owned)  # 1: what was just taken
+            if storage.use_count > ours:
+                still.append(index)
+            else:
+                self._held_until[index] = mark
+        self._held = still
+
+    def _owned_by_sends(self) -> set[int]:
+        """Indices of the storages that sends under way hold.
+
+        A lane lets go of its sends in their order, whether the host knows that they ended or not.
+        """
+        room = self._leaving_bytes()
+        owned = set()
+        still = []
+        for index in reversed(self._sent):
+            entry = self._entries[index]()
+            if entry is None or entry.state is not State.LEAVING:
+                continue
+            departure = entry.remains.departure
+            if departure is None or departure.done():
+                continue
+            still.append(index)
+            room -= entry.nbytes
+            if room >= 0:
+                owned.add(index)
+        self._sent = still[::-1]
+        return owned

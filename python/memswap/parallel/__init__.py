@@ -1,0 +1,1 @@
+"""Sharded weights and exchanges between ranks: the process groups' side of memswap."""

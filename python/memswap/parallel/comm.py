@@ -1,0 +1,218 @@
+"""Comm: the few collectives that memswap needs, with tickets; torch.distributed behind it.
+
+A Comm is one lane: one process group, on which every rank launches the same collectives in the same
+order. Everything above this file knows collectives by this protocol only, so tests can put another
+one in its place: one that is late, one that writes down what happens, one that pretends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _coalescing_manager
+
+ReduceOp = Literal["avg", "sum"]
+
+# torch 2.13 renamed these two; the old names warn.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Ticket(Protocol):
+    """The completion of a collective: see [Note: Tickets of collectives]."""
+
+    def wait(self) -> None:
+        """Order the current stream after the collective (on a CPU: block until it is done)."""
+
+
+class Comm(Protocol):
+    """Collectives among the ranks of one process group.
+
+    Tensors are contiguous and on the group's device. A collective reads its inputs and writes its
+    outputs at any time between the call and the end of ``Ticket.wait()``; until then nobody else
+    may touch them. ``label`` names the collective in errors, logs and profiles.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the group."""
+
+    def all_gather(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *, label: str = ""
+    ) -> Ticket:
+        """``outputs[i]``: the ranks' ``inputs[i]`` one after another along dimension 0.
+
+        One collective, however many tensors. The sizes of ``inputs[i]`` agree on all ranks.
+        """
+
+    def reduce_scatter(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        *,
+        op: ReduceOp = "avg",
+        label: str = "",
+    ) -> Ticket:
+        """``outputs[i]``: this rank's part, along dimension 0, of the ranks' ``inputs[i]`` reduced.
+
+        One collective, however many tensors. Dimension 0 of ``inputs[i]`` is ``size`` times that of
+        ``outputs[i]``.
+        """
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+        *,
+        label: str = "",
+    ) -> Ticket:
+        """Part ``j`` of ``input`` goes to rank ``j``, whose part lands as part ``j`` of ``output``.
+
+        Parts are cut along dimension 0: into equal ones, or into ``input_splits[j]`` and
+        ``output_splits[j]`` rows.
+        """
+
+    def broadcast(self, tensor: torch.Tensor, source: int, *, label: str = "") -> Ticket:
+        """``tensor`` becomes that of rank ``source`` of this group, in place."""
+
+
+# [Note: Tickets of collectives]
+# c10d launches a collective behind the current stream's work and Work.wait() puts the current
+# stream behind the collective; on gloo, wait() blocks, and a reduce-scatter writes its output only
+# then. So a ticket
+# - owns the Work and every tensor of the collective until it has been waited: nothing is freed or
+#   reused on the word of a comment;
+# - calls Work.wait() once: for gloo, a second call says nothing new. The consumer, and whoever
+#   frees the tensors, use the stream that waited: memswap waits on the compute stream only;
+# - is never polled: is_completed() and futures say nothing useful on gloo.
+class WorkTicket:
+    """The ticket of a torch.distributed collective."""
+
+    def __init__(self, work: Any, tensors: Sequence[torch.Tensor]) -> None:
+        self._work = work
+        self._tensors = tuple(tensors)
+
+    def wait(self) -> None:
+        work, self._work = self._work, None
+        if work is not None:
+            try:
+                work.wait()
+            finally:
+                self._tensors = ()
+
+
+class ProcessGroupComm:
+    """The collectives of a torch.distributed process group: NCCL, HCCL, gloo.
+
+    Args:
+        group: the process group; None is the default one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group: dist.ProcessGroup = dist.group.WORLD if group is None else group
+        if self.group is None or self.group == dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(
+                "ProcessGroupComm: this process is in no such process group; call "
+                "torch.distributed.init_process_group (torchrun sets it up) and pass a group that "
+                "this rank belongs to"
+            )
+
+    @property
+    def rank(self) -> int:
+        return int(self.group.rank())
+
+    @property
+    def size(self) -> int:
+        return int(self.group.size())
+
+    def all_gather(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *, label: str = ""
+    ) -> Ticket:
+        for output, input in zip(outputs, inputs, strict=True):
+            check_sizes("all_gather", label, output.numel(), input.numel() * self.size)
+
+        def launch(output: torch.Tensor, input: torch.Tensor) -> Any:
+            return _all_gather(output, input, group=self.group, async_op=True)
+
+        return self._launch(launch, outputs, inputs, label or "all_gather")
+
+    def reduce_scatter(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        *,
+        op: ReduceOp = "avg",
+        label: str = "",
+    ) -> Ticket:
+        for output, input in zip(outputs, inputs, strict=True):
+            check_sizes("reduce_scatter", label, output.numel() * self.size, input.numel())
+        reduction = dist.ReduceOp.AVG if op == "avg" else dist.ReduceOp.SUM
+
+        def launch(output: torch.Tensor, input: torch.Tensor) -> Any:
+            return _reduce_scatter(output, input, op=reduction, group=self.group, async_op=True)
+
+        return self._launch(launch, outputs, inputs, label or "reduce_scatter")
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+        *,
+        label: str = "",
+    ) -> Ticket:
+        def launch(output: torch.Tensor, input: torch.Tensor) -> Any:
+            return dist.all_to_all_single(
+                output,
+                input,
+                None if output_splits is None else list(output_splits),
+                None if input_splits is None else list(input_splits),
+                group=self.group,
+                async_op=True,
+            )
+
+        return self._launch(launch, [output], [input], label or "all_to_all")
+
+    def broadcast(self, tensor: torch.Tensor, source: int, *, label: str = "") -> Ticket:
+        def launch(output: torch.Tensor, input: torch.Tensor) -> Any:
+            return dist.broadcast(output, group=self.group, group_src=source, async_op=True)
+
+        return self._launch(launch, [tensor], [tensor], label or "broadcast")
+
+    def _launch(
+        self,
+        launch: Any,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        label: str,
+    ) -> WorkTicket:
+        # Through .data: a buffer that a collective fills is no in-place edit for autograd.
+        outputs = [output.data for output in outputs]
+        inputs = [input.data for input in inputs]
+        with torch.profiler.record_function(f"memswap::{label}"):
+            if len(outputs) == 1:
+                work = launch(outputs[0], inputs[0])
+            else:
+                with _coalescing_manager(group=self.group, async_ops=True) as work:
+                    for output, input in zip(outputs, inputs, strict=True):
+                        launch(output, input)
+        return WorkTicket(work, [*outputs, *inputs])
+
+
+def check_sizes(collective: str, label: str, found: int, expected: int) -> None:
+    """Sizes that disagree between ranks hang or corrupt; those that disagree here raise."""
+    if found != expected:
+        raise ValueError(
+            f"{collective} {label!r}: found {found} elements, expected {expected}; outputs and "
+            "inputs must fit the size of the group"
+        )

@@ -1,0 +1,70 @@
+"""Agreement: ranks that measured different times make the same plan."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from memswap.planning.rates import Rates
+    from memswap.planning.step import Step
+
+
+def agree(step: Step | None, rates: Rates, group: Any) -> tuple[Step | None, Rates]:
+    """What all ranks of a group plan by: the slowest of them.
+
+    Every rank of the group calls this at the same passage. Without a group the arguments come back.
+
+    Returns:
+        The step with the longest times that any rank measured, for each mark, and the lowest rates;
+        and no step if any rank has none, or if their steps differ in more than times.
+    """
+    if group is None:
+        return step, rates
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, (step, rates), group=group)
+    steps = [one for one, _ in gathered]
+    first = steps[0]
+    if first is None or any(one is None or not alike(one, first) for one in steps):
+        return None, rates
+    gaps = [max(gaps) for gaps in zip(*(one.gaps_s for one in steps), strict=True)]
+    frames = zip(*(one.storages for one in steps), strict=True)
+    storages = tuple(
+        replace(
+            saved[0],
+            frame_nbytes=agreed_frame([one.frame_nbytes for one in saved]),
+            held_frame_nbytes=agreed_frame([one.held_frame_nbytes for one in saved]),
+        )
+        for saved in frames
+    )
+    agreed = replace(first, storages=storages, gaps_s=tuple(gaps))
+    return replace(agreed, tail_s=max(one.tail_s for one in steps)), slowest(
+        [one for _, one in gathered]
+    )
+
+
+def alike(one: Step, other: Step) -> bool:
+    """Whether two steps differ in times and frames alone."""
+
+    def essence(step: Step) -> tuple[Any, ...]:
+        storages = [replace(s, frame_nbytes=0, held_frame_nbytes=0) for s in step.storages]
+        return storages, step.order, dict(step.recomputable)
+
+    return essence(one) == essence(other)
+
+
+def agreed_frame(nbytes: list[int]) -> int:
+    """The longest frame that any rank saw; 0 if one of them saw none."""
+    return max(nbytes) if all(nbytes) else 0
+
+
+def slowest(rates: list[Rates]) -> Rates:
+    """The lowest of each rate, and the highest of each latency."""
+    values: dict[str, Any] = {}
+    for field in fields(rates[0]):
+        found = [getattr(one, field.name) for one in rates]
+        if field.type == "float":
+            values[field.name] = (max if field.name.endswith("latency_s") else min)(found)
+    return replace(rates[0], **values)

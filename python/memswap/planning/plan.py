@@ -1,0 +1,156 @@
+"""Plan: what the planner decided for each storage, why, and what it should cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from memswap.engine.action import Action
+from memswap.engine.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStorage:
+    """What happens to one storage."""
+
+    unit: str
+    ordinal: int
+    nbytes: int
+    dtype: str
+    action: Action
+    why: str
+    away_nbytes: int
+    """Bytes that it takes while it is away: of the pool, or of the device for ENCODE."""
+    exposed_s: float
+    """Predicted seconds that compute waits for it, or gives to its codec, per step."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedUnit:
+    """What happens to one unit's storages, added up."""
+
+    name: str
+    nbytes: int
+    moved_nbytes: int
+    away_nbytes: int
+    """Bytes that what moves takes while it is away."""
+    actions: Mapping[Action, int]
+    """How many storages get which action."""
+    recompute: bool
+    """Whether the unit, a checkpoint region, is recomputed instead."""
+    why: str
+    exposed_s: float
+
+    @property
+    def ratio(self) -> float:
+        """Bytes that move beside those they take while they are away."""
+        return self.moved_nbytes / self.away_nbytes if self.away_nbytes else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A plan for one step. Bytes are the ledger's resident ones; seconds are per step.
+
+    ``str(plan)`` is a table with a line per unit.
+    """
+
+    budget: int | str
+    """As it was asked for: bytes, or ``"auto"``."""
+    storages: tuple[PlannedStorage, ...]
+    units: tuple[PlannedUnit, ...]
+    recompute: tuple[str, ...]
+    peak_bytes: int
+    """Predicted: the most saved bytes on the device at any moment."""
+    kept_peak_bytes: int
+    """The same if nothing moved."""
+    exposed_s: float
+    """Predicted: how much longer a step takes."""
+    compute_s: float
+    """What a step takes if nothing moves."""
+    exact: bool
+    """Whether all choices were compared, or the most promising ones."""
+    releases: Mapping[int, tuple[int, ...]] = field(repr=False)
+    """After the save of a storage, which sends compute waits for."""
+    fetches: Mapping[int, tuple[int, ...]] = field(repr=False)
+    """At the first demand of a storage, which ones start back."""
+    limit_bytes: int = 0
+    """Resident bytes that releases and fetches stay below; `peak_bytes` at least."""
+    measured_peak_bytes: int | None = None
+    """The highest since the plan is in force; None before its first step."""
+    measured_exposed_s: float | None = None
+    """Of the last step under this plan that was timed."""
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of the storages that do not stay as they are."""
+        return sum(one.nbytes for one in self.storages if one.action is not Action.KEEP)
+
+    @property
+    def away_bytes(self) -> int:
+        """Bytes of the pool that the plan takes."""
+        swaps = (Action.SWAP, Action.ENCODE_SWAP)
+        return sum(one.away_nbytes for one in self.storages if one.action in swaps)
+
+    @property
+    def slowdown(self) -> float:
+        """Predicted exposed time as a share of the step."""
+        return self.exposed_s / self.compute_s if self.compute_s else 0.0
+
+    def __str__(self) -> str:
+        header = ("unit", "saved", "moves", "ratio", "action", "exposed", "why")
+        rows = [
+            (
+                unit.name or "(all)",
+                format_bytes(unit.nbytes),
+                format_bytes(unit.moved_nbytes),
+                f"{unit.ratio:.2f}" if unit.away_nbytes else "-",
+                describe(unit),
+                f"{unit.exposed_s * 1e3:.2f} ms",
+                unit.why,
+            )
+            for unit in self.units
+        ]
+        widths = [max(len(row[column]) for row in (header, *rows)) for column in range(7)]
+        lines = []
+        for row in (header, *rows):
+            cells = [row[0].ljust(widths[0])]
+            cells += [row[column].rjust(widths[column]) for column in (1, 2, 3)]
+            cells += [row[4].ljust(widths[4]), row[5].rjust(widths[5]), row[6]]
+            lines.append("  ".join(cells).rstrip())
+        return "\n".join([*lines, "", self.summary()])
+
+    def summary(self) -> str:
+        """Peak and time, predicted and measured, in a few lines."""
+        asked = self.budget if isinstance(self.budget, str) else format_bytes(self.budget)
+        share = self.peak_bytes / self.kept_peak_bytes if self.kept_peak_bytes else 1.0
+        lines = [
+            f"budget {asked}: peak of saved activations {format_bytes(self.peak_bytes)}, "
+            f"{share:.0%} of the {format_bytes(self.kept_peak_bytes)} without memswap",
+            f"{format_bytes(self.moved_bytes)} move per step, "
+            f"{format_bytes(self.away_bytes)} into the pool; predicted cost "
+            f"{self.exposed_s * 1e3:.2f} ms of {self.compute_s * 1e3:.2f} ms ({self.slowdown:.1%})",
+        ]
+        measured = []
+        if self.measured_peak_bytes is not None:
+            measured.append(f"peak {format_bytes(self.measured_peak_bytes)}")
+        if self.measured_exposed_s is not None:
+            measured.append(f"cost {self.measured_exposed_s * 1e3:.2f} ms")
+        if measured:
+            lines.append("measured: " + ", ".join(measured))
+        return "\n".join(lines)
+
+
+def describe(unit: PlannedUnit) -> str:
+    """The actions of a unit: ``"swap 5, keep 2"``."""
+    if unit.recompute:
+        return "recompute"
+    ordered = sorted(unit.actions.items(), key=lambda item: list(Action).index(item[0]))
+    moved = [f"{action.value} {count}" for action, count in ordered if action is not Action.KEEP]
+    kept = unit.actions.get(Action.KEEP, 0)
+    return ", ".join([*moved, *([f"keep {kept}"] if kept else [])])
+
+
+def frozen(lists: Mapping[int, list[int]]) -> Mapping[int, tuple[int, ...]]:
+    """The same, for good."""
+    return MappingProxyType({key: tuple(values) for key, values in lists.items()})

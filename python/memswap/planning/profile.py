@@ -1,0 +1,280 @@
+"""Profile: how fast this machine copies and encodes, measured once and remembered.
+
+The figures go to ``$XDG_CACHE_HOME/memswap`` (by default ``~/.cache/memswap``), one file per
+device, which names what it was measured on. A file that is damaged, of another driver or of
+another version is measured again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memswap._native import native
+from memswap.codec import Shape
+from memswap.engine.lane import open_codec_lane, open_lane
+from memswap.engine.pools import DiskPool
+from memswap.planning.rates import Rates
+
+FORMAT = 1
+
+#: Bytes of one measured transfer: long enough that latency is below a percent of a PCIe copy.
+COPY_BYTES = 64 << 20
+SMALL_BYTES = 4 << 10
+CODEC_BYTES = 32 << 20
+DISK_BYTES = 32 << 20
+ROUNDS = 5
+
+
+def profile(device: torch.device | str | None = None, *, refresh: bool = False) -> Rates:
+    """How fast a device's bytes are copied, encoded and decoded: measured, or remembered.
+
+    Measuring takes about a second and 200 MiB.
+
+    Args:
+        device: default: the current accelerator, or the CPU where there is none. For a CPU the
+            copies are those to and from a :class:`DiskPool` in the system's folder for temporary
+            files.
+        refresh: measure again, whatever is remembered.
+
+    Raises:
+        RuntimeError: torch knows no such device, or it is not there.
+    """
+    chosen = default_device() if device is None else torch.device(device)
+    measured_on = describe(chosen)
+    file = cache_file(chosen)
+    if not refresh:
+        known = read(file, measured_on)
+        if known is not None:
+            return known
+    rates = measure(chosen)
+    write(file, measured_on, rates)
+    return rates
+
+
+def default_device() -> torch.device:
+    """The accelerator that torch would use, or the CPU."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.device("cpu") if found is None else torch.device(found)
+
+
+# --- the cache ------------------------------------------------------------------------------------
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """What a figure depends on."""
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    driver: Any = None
+    if device.type == "cuda":
+        driver = [torch.version.cuda, torch._C._cuda_getDriverVersion()]
+    return {
+        "format": FORMAT,
+        "device": device.type,
+        "name": name_of(device),
+        "index": device.index or 0,
+        "driver": driver if driver is not None else getattr(module, "__version__", None),
+        "torch": torch.__version__,
+        "host": platform.node(),
+        "threads": torch.get_num_threads() if device.type == "cpu" else None,
+    }
+
+
+def name_of(device: torch.device) -> str:
+    """The product's name."""
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        return str(module.get_device_name()) if hasattr(module, "get_device_name") else device.type
+    return platform.processor() or platform.machine()
+
+
+def cache_file(device: torch.device) -> Path:
+    """Where a device's figures are remembered."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    name = re.sub(r"[^a-z0-9]+", "-", f"{name_of(device)} {device.index or 0}".lower()).strip("-")
+    return Path(root) / "memswap" / f"rates-{device.type}-{name}.json"
+
+
+def read(file: Path, measured_on: dict[str, Any]) -> Rates | None:
+    """The figures in a file, unless it is damaged or speaks of another machine."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if content["measured_on"] != measured_on:
+            return None
+        return Rates.from_dict(content["rates"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write(file: Path, measured_on: dict[str, Any], rates: Rates) -> None:
+    """Remember figures. A folder that cannot be written is told, and costs a second next time."""
+    content = {"measured_on": measured_on, "rates": rates.as_dict()}
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # Another process may read at the same time: it finds the old file or the new one.
+        with tempfile.NamedTemporaryFile(
+            "w", dir=file.parent, prefix=file.name, delete=False, encoding="utf-8"
+        ) as draft:
+            json.dump(content, draft, indent=1)
+            draft.write("\n")
+        os.replace(draft.name, file)
+    except OSError as error:
+        warnings.warn(
+            f"memswap: measured rates cannot be remembered in {file.parent}: {error}. Set "
+            "XDG_CACHE_HOME to a folder that can be written.",
+            stacklevel=3,
+        )
+
+
+# --- measuring ------------------------------------------------------------------------------------
+
+
+def measure(device: torch.device) -> Rates:
+    """Measure now."""
+    copies = measure_disk() if device.type == "cpu" else measure_link(device)
+    return Rates(
+        device=name_of(device),
+        **copies,
+        **measure_codec(device),
+        inline_codec=device.type == "cpu",
+    )
+
+
+def measure_link(device: torch.device) -> dict[str, float]:
+    """Copies between a device and pinned memory, alone and both ways at once."""
+    there = [torch.empty(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+    here = [torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    streams = [torch.Stream(device=device) for _ in range(2)]
+    here[1].fill_(1)
+
+    def away(nbytes: int = COPY_BYTES) -> None:
+        here[0][:nbytes].copy_(there[0][:nbytes], non_blocking=True)
+
+    def back(nbytes: int = COPY_BYTES) -> None:
+        there[1][:nbytes].copy_(here[1][:nbytes], non_blocking=True)
+
+    def timed(stream: torch.Stream, work: Callable[[], None], times: int) -> tuple[Any, Any]:
+        begin, end = (torch.Event(device, enable_timing=True) for _ in range(2))
+        with stream:
+            begin.record()
+            for _ in range(times):
+                work()
+            end.record()
+        return begin, end
+
+    def seconds(*pairs: tuple[Any, Any]) -> list[float]:
+        torch.accelerator.synchronize(device)
+        return [begin.elapsed_time(end) * 1e-3 for begin, end in pairs]
+
+    alone_away, alone_back, duplex_away, duplex_back, small = [], [], [], [], []
+    for turn in range(ROUNDS + 1):  # the first warms up
+        one = seconds(timed(streams[0], away, 1))[0]
+        other = seconds(timed(streams[1], back, 1))[0]
+        pair = seconds(timed(streams[0], away, 3), timed(streams[1], back, 3))
+        tiny = seconds(timed(streams[0], lambda: away(SMALL_BYTES), 32))[0] / 32
+        if turn:
+            alone_away.append(one)
+            alone_back.append(other)
+            duplex_away.append(pair[0] / 3)
+            duplex_back.append(pair[1] / 3)
+            small.append(tiny)
+
+    def rate(times: list[float]) -> float:
+        return COPY_BYTES / max(statistics.median(times), 1e-9)
+
+    return {
+        "d2h_bytes_per_s": rate(alone_away),
+        "h2d_bytes_per_s": rate(alone_back),
+        "duplex_d2h_bytes_per_s": min(rate(duplex_away), rate(alone_away)),
+        "duplex_h2d_bytes_per_s": min(rate(duplex_back), rate(alone_back)),
+        "copy_latency_s": statistics.median(small),
+    }
+
+
+def measure_codec(device: torch.device) -> dict[str, float]:
+    """Encoding and decoding bfloat16 of a normal distribution, which shrinks to about 0.68."""
+    if native.codec_name(device) is None:
+        return {"encode_bytes_per_s": 0.0, "decode_bytes_per_s": 0.0}
+    generator = torch.Generator().manual_seed(0)
+    tensor = torch.randn(CODEC_BYTES // 2, generator=generator).bfloat16().to(device)
+    lane = open_codec_lane(device)
+    code = native.dtype_code(tensor.dtype)
+
+    def seconds(nbytes: int) -> tuple[float, float]:
+        storage = native.StorageRef(tensor[: nbytes // 2].clone())
+        times: list[tuple[float, float]] = []
+        for turn in range(ROUNDS + 1):  # the first warms up
+            made: list[Any] = []
+
+            def encode(made: list[Any] = made) -> None:
+                made.append(lane.encode(storage, code, Shape.DENSE))
+                made[0][1].wait()
+
+            def decode(made: list[Any] = made) -> None:
+                made.append(lane.decode(made[0][0]))
+                made[1][1].wait()
+
+            pair = (elapsed(encode, device), elapsed(decode, device))
+            if turn:
+                times.append(pair)
+        encode_s, decode_s = (statistics.median(one[way] for one in times) for way in (0, 1))
+        return max(encode_s, 1e-9), max(decode_s, 1e-9)
+
+    encode_s, decode_s = seconds(CODEC_BYTES)
+    return {
+        "encode_bytes_per_s": CODEC_BYTES / encode_s,
+        "decode_bytes_per_s": CODEC_BYTES / decode_s,
+        "codec_latency_s": sum(seconds(SMALL_BYTES)) / 2,
+    }
+
+
+def measure_disk() -> dict[str, float]:
+    """Writing to and reading from a DiskPool, by the lane that does it in training."""
+    lane = open_lane(torch.device("cpu"))
+    pool = DiskPool(budget=4 * DISK_BYTES)
+    times: list[tuple[float, float]] = []
+    for turn in range(ROUNDS + 1):
+        tensor = torch.full((DISK_BYTES,), turn, dtype=torch.uint8)
+        block = pool.native.allocate(DISK_BYTES)
+        if block is None:
+            zero = ("d2h", "h2d", "duplex_d2h", "duplex_h2d")
+            return {f"{name}_bytes_per_s": 0.0 for name in zero}  # nothing can be swapped here
+        began = time.perf_counter()
+        lane.send(native.StorageRef(tensor), block).synchronize()
+        sent = time.perf_counter()
+        _, ticket = lane.fetch(block)
+        ticket.synchronize()
+        times.append((sent - began, time.perf_counter() - sent))
+    write_s, read_s = (statistics.median(one[way] for one in times[1:]) for way in (0, 1))
+    return {
+        "d2h_bytes_per_s": DISK_BYTES / write_s,
+        "h2d_bytes_per_s": DISK_BYTES / read_s,
+        # One disk, not a link with two directions: what one gains the other loses.
+        "duplex_d2h_bytes_per_s": DISK_BYTES / write_s / 2,
+        "duplex_h2d_bytes_per_s": DISK_BYTES / read_s / 2,
+        "copy_latency_s": 50e-6,  # handing work to a thread and back
+    }
+
+
+def elapsed(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds: of the host's clock on a CPU, else between two events."""
+    if device.type == "cpu":
+        began = time.perf_counter()
+        work()
+        return time.perf_counter() - began
+    begin, end = (torch.Event(device, enable_timing=True) for _ in range(2))
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) * 1e-3

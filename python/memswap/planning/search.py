@@ -1,0 +1,308 @@
+"""Search: the cheapest choice of actions that stays within a number of bytes.
+
+[Note: How a plan is found]
+Whether a plan fits and what it costs is what its replay says (simulate.py); the search only chooses
+among plans. Few choices are compared all (`_every`). Many are narrowed down first: what backward
+demands last has the most time to leave and to come back, and frees its bytes for longest, so the
+candidates are the first k storages in that order under one action, for the smallest k that meets
+the limit; then two actions side by side; then single changes, for as long as they help. A storage
+whose room nobody needed is kept: so what is demanded first, and what does not live at the peak,
+stays.
+
+The same step, rates and limit give the same choice on every machine: nothing depends on an address,
+a hash or a clock, ties go to the earlier storage, and times are compared in whole nanoseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
+from math import prod
+from types import MappingProxyType
+
+from memswap.engine.action import Action
+from memswap.planning.rates import Rates
+from memswap.planning.simulate import CODED, MOVES, Replay, replay
+from memswap.planning.step import Step
+
+#: So many combinations of actions are compared one by one.
+EXACT_CHOICES = 1024
+
+#: And so many units that may be recomputed, in all combinations.
+EXACT_UNITS = 4
+
+#: Replays that single changes may take, in marks: a replay costs some microseconds per mark.
+LOCAL_MARKS = 80_000
+
+#: What shrinks by this factor is encoded before anything else moves.
+MUCH = 4
+
+Choice = Mapping[int, Action]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A choice, and what its replay says of it."""
+
+    choice: Choice
+    recompute: tuple[str, ...]
+    found: Replay
+    limit_bytes: float
+    moved_bytes: int
+
+    @property
+    def over_bytes(self) -> int:
+        """Bytes beyond the limit."""
+        return max(int(self.found.peak_bytes - self.limit_bytes), 0)
+
+    @property
+    def cost(self) -> tuple[int, int, int]:
+        """Bytes too many, nanoseconds exposed, bytes moved: less is better, in this order."""
+        return self.over_bytes, round(self.found.total_exposed_s * 1e9), self.moved_bytes
+
+
+class Search:
+    """One step on one machine."""
+
+    def __init__(self, step: Step, rates: Rates, exact_choices: int = EXACT_CHOICES) -> None:
+        self.step, self.rates = step, rates
+        self.menus = {index: self._menu(index) for index in range(len(step.storages))}
+        place = {index: rank for rank, index in enumerate(step.order)}
+        #: Storages that may move, what is demanded last first.
+        self.movable = sorted(
+            (index for index, menu in self.menus.items() if menu),
+            key=lambda index: (-place.get(index, len(place)), index),
+        )
+        self._leasts: dict[tuple[str, ...], Candidate] = {}
+        self.exact = prod(len(self.menus[i]) + 1 for i in self.movable) <= exact_choices
+
+    def _menu(self, index: int) -> tuple[Action, ...]:
+        """What may be done with a storage, on this machine."""
+        storage = self.step.storages[index]
+        if not storage.movable:
+            return ()
+        possible = []
+        for action in (Action.SWAP, Action.ENCODE_SWAP, Action.ENCODE):
+            if action not in storage.actions:
+                continue
+            if action in MOVES and not self.rates.copies:
+                continue
+            if action in CODED and not self.rates.encodes:
+                continue
+            if action is Action.ENCODE_SWAP and not 0 < storage.frame_nbytes < storage.nbytes:
+                continue
+            if action is Action.ENCODE and not 0 < storage.held_frame_nbytes < storage.nbytes:
+                continue
+            possible.append(action)
+        return tuple(possible)
+
+    # --- public -----------------------------------------------------------------------------------
+
+    def best_within(self, limit_bytes: float, thorough: bool = True) -> Candidate:
+        """The cheapest plan that stays within so many bytes, or the one that comes closest.
+
+        `thorough`: whether to try single changes as well.
+        """
+        found = [self._best(limit_bytes, units, thorough) for units in self._recomputations()]
+        return min(found, key=lambda one: (one.cost, len(one.recompute)))
+
+    def smallest_bytes(self) -> int:
+        """The smallest limit for which there is a plan."""
+        return min(self._least(units).found.peak_bytes for units in self._recomputations())
+
+    def kept(self, limit_bytes: float = 0) -> Candidate:
+        """Nothing moves."""
+        return self.candidate({}, limit_bytes)
+
+    def candidate(
+        self, choice: Choice, limit_bytes: float, recompute: Sequence[str] = ()
+    ) -> Candidate:
+        """What a choice comes to. Storages that move although nobody needs their room are kept."""
+        chosen = {index: choice[index] for index in sorted(choice)}
+        while True:
+            found = replay(self.step, self.rates, chosen, limit_bytes, recompute)
+            idle = set(found.idle)
+            if not idle:
+                break
+            chosen = {index: action for index, action in chosen.items() if index not in idle}
+        moved = sum(self.step.storages[index].nbytes for index in chosen)
+        return Candidate(MappingProxyType(chosen), tuple(recompute), found, limit_bytes, moved)
+
+    # --- the ways of searching --------------------------------------------------------------------
+
+    def _recomputations(self) -> Iterator[tuple[str, ...]]:
+        """Sets of units to recompute: all of them where they are few, else the first ones."""
+        units = [unit for unit in self.step.units if unit in self.step.recomputable]
+        if len(units) <= EXACT_UNITS:
+            for count in range(len(units) + 1):
+                yield from combinations(units, count)
+            return
+        quarters = sorted({len(units) * quarter // 8 for quarter in range(9)})
+        yield from (tuple(units[:count]) for count in quarters)
+
+    def _best(self, limit: float, units: tuple[str, ...], thorough: bool) -> Candidate:
+        kept = self.candidate({}, limit, units)
+        if not kept.over_bytes:
+            return kept
+        candidates = [kept, self.candidate(self._least(units).choice, limit, units)]
+        movable = [i for i in self.movable if self.step.storages[i].unit not in units]
+        if self.exact:
+            candidates += self._every(limit, units, movable)
+            return least(candidates)
+        candidates += self._prefixes(limit, units, movable)
+        best = least(candidates)
+        return self._changed(best, movable) if thorough and not best.over_bytes else best
+
+    def _every(
+        self, limit: float, units: tuple[str, ...], movable: Sequence[int]
+    ) -> Iterator[Candidate]:
+        for choice in self._choices(movable):
+            yield self.candidate(choice, limit, units)
+
+    def _choices(self, movable: Sequence[int]) -> Iterator[Choice]:
+        """All there are."""
+        menus = [(Action.KEEP, *self.menus[index]) for index in movable]
+        for actions in product(*menus):
+            pairs = zip(movable, actions, strict=True)
+            yield {index: action for index, action in pairs if action is not Action.KEEP}
+
+    def _prefixes(
+        self, limit: float, units: tuple[str, ...], movable: Sequence[int]
+    ) -> Iterator[Candidate]:
+        """The first k storages under one action, or under two, for the smallest k that fits."""
+        offered = [a for a in Action if any(a in self.menus[index] for index in movable)]
+        rows = [self._row(movable, action) for action in offered]
+        if Action.ENCODE in offered:
+            # Masks, indices and constants: bytes of memory for next to no codec time.
+            gems = [i for i in self._by_yield(movable) if self._shrinks_much(i)]
+            others = [index for index in movable if index not in gems]
+            encoded = self._row(gems, Action.ENCODE)
+            rows += [encoded + self._row(others, action) for action in offered if gems]
+            rows.append(self._row(self._by_yield(movable), Action.ENCODE))
+        found = [self._shortest(limit, units, row) for row in rows]
+        yield from found
+        if not found or min(one.cost[:2] for one in found) == (0, 0):
+            return
+        for first in offered:
+            for then in offered:
+                for eighths in (2, 4, 6) if first is not then else ():
+                    border = len(movable) * eighths // 8
+                    row = self._row(movable[:border], first) + self._row(movable[border:], then)
+                    yield self._shortest(limit, units, row)
+
+    def _row(self, indices: Sequence[int], action: Action) -> list[tuple[int, Action]]:
+        """Storages with an action each: this one, where it may be."""
+        menus = ((index, self.menus[index]) for index in indices)
+        return [(index, action if action in menu else menu[0]) for index, menu in menus]
+
+    def _by_yield(self, movable: Sequence[int]) -> list[int]:
+        """What frees most of the device per second of codec time first."""
+
+        def freed_per_s(index: int) -> float:
+            saved = self.step.storages[index]
+            seconds = self.rates.encode_s(saved.nbytes) + self.rates.decode_s(saved.nbytes)
+            return (saved.nbytes - saved.held_frame_nbytes) / seconds
+
+        encodable = [index for index in movable if Action.ENCODE in self.menus[index]]
+        return sorted(encodable, key=lambda index: -freed_per_s(index))
+
+    def _shrinks_much(self, index: int) -> bool:
+        saved = self.step.storages[index]
+        return MUCH * saved.held_frame_nbytes <= saved.nbytes
+
+    def _shortest(
+        self, limit: float, units: tuple[str, ...], row: Sequence[tuple[int, Action]]
+    ) -> Candidate:
+        """The fewest of a row's first storages that stay within the limit."""
+        low, high = 0, len(row)
+        best = self.candidate(dict(row), limit, units)
+        while low < high:
+            middle = (low + high) // 2
+            tried = self.candidate(dict(row[:middle]), limit, units)
+            if tried.over_bytes:
+                low = middle + 1
+            else:
+                high, best = middle, tried
+        return best
+
+    def _changed(self, best: Candidate, movable: Sequence[int]) -> Candidate:
+        """Single changes, and exchanges of one storage for the next, for as long as they help."""
+        replays = max(LOCAL_MARKS // max(len(self.step.gaps_s), 1), 8)
+        improved = True
+        while improved and replays > 0:
+            improved = False
+            for changed in self._neighbours(best, movable):
+                replays -= 1
+                tried = self.candidate(changed, best.limit_bytes, best.recompute)
+                if tried.cost < best.cost:
+                    best, improved = tried, True
+                    break
+                if replays <= 0:
+                    break
+        return best
+
+    def _neighbours(self, best: Candidate, movable: Sequence[int]) -> Iterator[Choice]:
+        exposed = best.found.exposed_s
+        moved = sorted(best.choice, key=lambda index: (-exposed.get(index, 0.0), index))
+        kept = [index for index in movable if index not in best.choice]
+        for index in moved:
+            without = {i: action for i, action in best.choice.items() if i != index}
+            yield without
+            for action in self.menus[index]:
+                if action is not best.choice[index]:
+                    yield {**without, index: action}
+            for other in kept[:2]:
+                for action in self.menus[other]:
+                    yield {**without, other: action}
+        for index in kept:
+            for action in self.menus[index]:
+                yield {**best.choice, index: action}
+
+    def _least(self, units: tuple[str, ...]) -> Candidate:
+        """The smallest peak there is: everything goes as soon as it can, and returns when asked."""
+        if units not in self._leasts:
+            self._leasts[units] = self._find_least(units)
+        return self._leasts[units]
+
+    def _find_least(self, units: tuple[str, ...]) -> Candidate:
+        movable = [i for i in self.movable if self.step.storages[i].unit not in units]
+        if self.exact:
+            forced = (self._forced(choice, units) for choice in self._choices(movable))
+            return min(forced, key=lambda one: one.found.peak_bytes)
+        best = self._forced({index: self.menus[index][0] for index in movable}, units)
+        for _ in range(len(movable)):
+            # A frame beside its storage may be what makes the peak.
+            peaks = best.found.resident_bytes
+            mark = peaks.index(max(peaks))
+            beside = [
+                index
+                for index, action in best.choice.items()
+                if action is Action.ENCODE and self._is_there(index, mark)
+            ]
+            without = [
+                self._forced({i: a for i, a in best.choice.items() if i != index}, units)
+                for index in beside
+            ]
+            tried = min(without, key=lambda one: one.found.peak_bytes, default=best)
+            if tried.found.peak_bytes >= best.found.peak_bytes:
+                break
+            best = tried
+        return best
+
+    def _is_there(self, index: int, mark: int) -> bool:
+        """Whether backward or the save itself has a storage's bytes at a mark."""
+        last = self.step.storages[index].last_demand
+        if mark == index or last is None:
+            return mark == index
+        return len(self.step.storages) + self.step.order.index(index) <= mark <= last
+
+    def _forced(self, choice: Choice, units: tuple[str, ...]) -> Candidate:
+        found = replay(self.step, self.rates, choice, 0, units)
+        moved = sum(self.step.storages[index].nbytes for index in choice)
+        return Candidate(MappingProxyType(dict(choice)), units, found, 0, moved)
+
+
+def least(candidates: Iterable[Candidate]) -> Candidate:
+    """The cheapest; of equal ones the one with the earlier storages."""
+    return min(candidates, key=lambda one: one.cost)

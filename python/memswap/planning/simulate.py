@@ -1,0 +1,468 @@
+"""Replay of one step: when everything happens, and how many bytes are where.
+
+[Note: The model]
+Four lanes: compute, the codec, copies away, copies back. What holds:
+
+1. Compute does the gap before each mark, then the mark. It stands still only where it waits.
+2. A send starts when its bytes are there, behind the sends before it. It is *released* where room
+   is needed and nowhere else: at the mark before the save that needs the room, oldest send first,
+   compute waits for the end of the send and the storage goes. So memory in program order depends on
+   the plan alone. A copy that is slower than predicted costs a wait at its release; it never costs
+   a byte more.
+3. Fetches are started at demands, in the order of the demands, not before there is room, and not
+   before a link of half the speed (`LEAD`) would have to start them.
+4. A storage is resident from its save until it was released and the forward has let go of it, and
+   again from its fetch through the mark of its last demand. A frame on the device is resident from
+   the save on. That counts a little more than the ledger does, never less.
+5. Codec time is compute's: encoding beside compute takes its processors. (On a CPU the calling
+   thread does it, and the raw bytes go at once.)
+6. Copies in both directions at once run at the duplex rates.
+7. A unit that is recomputed keeps its input alone, and repeats its forward at its first demand,
+   when all its storages are there again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from memswap.engine.action import Action
+from memswap.planning.rates import Rates
+from memswap.planning.step import Step
+
+LEAD = 2.0
+
+MOVES = (Action.SWAP, Action.ENCODE_SWAP)
+CODED = (Action.ENCODE, Action.ENCODE_SWAP)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that a lane did, in seconds from the begin of the step."""
+
+    lane: str
+    name: str
+    begin_s: float
+    end_s: float
+
+
+@dataclass
+class Replay:
+    """What a plan makes of a step."""
+
+    resident_bytes: list[int] = field(default_factory=list)
+    """At each mark, the most of it."""
+    mark_s: list[float] = field(default_factory=list)
+    """When each mark was over."""
+    exposed_s: dict[int, float] = field(default_factory=dict)
+    """Seconds that compute stood still for a storage, or worked for its codec."""
+    recompute_s: dict[str, float] = field(default_factory=dict)
+    releases: dict[int, list[int]] = field(default_factory=dict)
+    """Mark -> storages whose sends are released there."""
+    fetches: dict[int, list[int]] = field(default_factory=dict)
+    """Demanded storage -> storages that start back at its first demand."""
+    idle: list[int] = field(default_factory=list)
+    """Storages that moved although nobody needed their room."""
+    spans: list[Span] = field(default_factory=list)
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.resident_bytes, default=0)
+
+    @property
+    def total_exposed_s(self) -> float:
+        return sum(self.exposed_s.values()) + sum(self.recompute_s.values())
+
+
+class Link:
+    """Both directions of a link, each in order; slower while both are busy."""
+
+    def __init__(self, rates: Rates) -> None:
+        self._now = 0.0
+        self._queues: tuple[deque[list[float]], deque[list[float]]] = (deque(), deque())
+        self._rates = (rates.d2h_bytes_per_s, rates.h2d_bytes_per_s)
+        self._latency_s = rates.copy_latency_s
+        self._slower = tuple(
+            duplex / alone if alone and duplex else 1.0
+            for duplex, alone in (
+                (rates.duplex_d2h_bytes_per_s, rates.d2h_bytes_per_s),
+                (rates.duplex_h2d_bytes_per_s, rates.h2d_bytes_per_s),
+            )
+        )
+        self.begins: tuple[dict[int, float], dict[int, float]] = ({}, {})
+        self.ends: tuple[dict[int, float], dict[int, float]] = ({}, {})
+
+    def add(self, direction: int, index: int, nbytes: int, ready_s: float) -> None:
+        """A copy that may start at `ready_s`, which is never earlier than in calls before."""
+        if self._queues[1 - direction]:
+            self._run(ready_s)  # what it slows down, it slows down from here on
+        seconds = self._latency_s + nbytes / self._rates[direction]
+        self._queues[direction].append([index, seconds, ready_s])
+
+    def end_s(self, direction: int, index: int) -> float:
+        """When a copy ends, if nothing else is added before."""
+        if index not in self.ends[direction]:
+            self._run(inf, (direction, index))
+        return self.ends[direction][index]
+
+    def _run_alone(self, direction: int, until_s: float, until: tuple[int, int] | None) -> None:
+        """Nothing goes in the other direction."""
+        queue, begins, ends = self._queues[direction], self.begins[direction], self.ends[direction]
+        now = self._now
+        while queue and now < until_s:
+            head = queue[0]
+            begin_s = max(now, head[2])
+            if begin_s >= until_s:
+                break
+            index, end_s = int(head[0]), begin_s + head[1]
+            begins.setdefault(index, begin_s)
+            if end_s > until_s:
+                head[1] = end_s - until_s
+                break
+            now = ends[index] = end_s
+            queue.popleft()
+            if until is not None and until[1] == index:
+                self._now = now
+                return
+        self._now = max(now, until_s) if until_s < inf else now
+
+    def drain(self) -> None:
+        """Let everything end."""
+        self._run(inf)
+
+    def _run(self, until_s: float, until: tuple[int, int] | None = None) -> None:
+        queues = self._queues
+        while True:
+            for way in (0, 1):
+                if not queues[1 - way]:
+                    if until is None or until[0] == way:
+                        self._run_alone(way, until_s, until)
+                    return
+            if until is not None and until[1] in self.ends[until[0]]:
+                return
+            heads = [queue[0] if queue else None for queue in queues]
+            waiting = [head for head in heads if head is not None]
+            if not waiting or self._now >= until_s:
+                return
+            active = [head is not None and head[2] <= self._now for head in heads]
+            if not any(active):
+                self._now = min(until_s, *(head[2] for head in waiting))
+                continue
+            both = all(active)
+            after = min((head[2] for head in waiting if head[2] > self._now), default=inf)
+            step_s = min(until_s, after) - self._now
+            speeds = [self._slower[way] if both else 1.0 for way in (0, 1)]
+            for way, head in enumerate(heads):
+                if active[way] and head is not None:
+                    self.begins[way].setdefault(int(head[0]), self._now)
+                    step_s = min(step_s, head[1] / speeds[way])
+            then = self._now + step_s
+            for way, head in enumerate(heads):
+                if active[way] and head is not None:
+                    left_s = head[1] - step_s * speeds[way]
+                    head[1] = left_s
+                    if left_s <= 1e-12:
+                        queues[way].popleft()
+                        self.ends[way][int(head[0])] = then
+            self._now = then
+
+
+def replay(
+    step: Step,
+    rates: Rates,
+    actions: Mapping[int, Action],
+    budget_bytes: float = inf,
+    recompute: Sequence[str] = (),
+    spans: bool = False,
+) -> Replay:
+    """Replay a step under a plan.
+
+    Args:
+        actions: what is done with a storage, by its index; the others are kept.
+        budget_bytes: how many resident bytes to stay below, if waiting makes it possible.
+        recompute: units that are recomputed; what `actions` says of their storages is void.
+        spans: whether to note what every lane does when.
+    """
+    return _Run(step, rates, actions, budget_bytes, recompute, spans).run()
+
+
+class _Run:
+    def __init__(
+        self,
+        step: Step,
+        rates: Rates,
+        actions: Mapping[int, Action],
+        budget_bytes: float,
+        recompute: Sequence[str],
+        spans: bool,
+    ) -> None:
+        self.step, self.rates, self.budget_bytes = step, rates, budget_bytes
+        self.recompute = set(recompute)
+        self.actions = {
+            index: action
+            for index, action in actions.items()
+            if action is not Action.KEEP and step.storages[index].unit not in self.recompute
+        }
+        self.noting = spans
+        self.found = Replay()
+        self.link = Link(rates)
+        self.clock = 0.0
+        self.resident = 0
+        self.saves = len(step.storages)
+        self.marks = self.saves + len(step.order)
+        self.leaving: deque[tuple[int, float | None]] = deque()  # and when an encode had ended
+        self.away: set[int] = set()
+        self.gone_at: dict[int, list[int]] = {}  # mark -> bytes that go before it
+
+    def run(self) -> Replay:
+        for index in range(self.saves):
+            self._advance(index)
+            self._save(index)
+            self.found.mark_s.append(self.clock)
+        self._make_room_for_backward()
+        self._start_by = self._latest_starts()
+        # What the calling thread decodes comes back when it is demanded, and needs its room then.
+        inline = [i for i in self.away if self.rates.inline_codec and self.actions[i] in CODED]
+        self._reserve = max((self.step.storages[index].nbytes for index in inline), default=0)
+        self._pending = deque(i for i in self.step.order if i in self.away and i not in inline)
+        self._returning: set[int] = set()
+        for place, index in enumerate(self.step.order):
+            self._advance(self.saves + place)
+            self._demand(self.saves + place, index)
+            self.found.mark_s.append(self.clock)
+        self.found.idle = [index for index, _ in self.leaving]
+        if self.noting:
+            self._note_copies()
+        return self.found
+
+    def _advance(self, mark: int) -> None:
+        """The gap before a mark, and what goes with it."""
+        gap_s = self.step.gaps_s[mark]
+        if self.noting and gap_s > 0:
+            storages, order = self.step.storages, self.step.order
+            forward = mark < self.saves
+            unit = (
+                storages[mark].unit
+                if forward
+                else storages[order[max(mark - self.saves - 1, 0)]].unit
+            )
+            self._note("compute", f"{'forward' if forward else 'backward'} {unit}", gap_s)
+        self.clock += gap_s
+        self.resident -= sum(self.gone_at.pop(mark, ()))
+
+    def _save(self, index: int) -> None:
+        storage = self.step.storages[index]
+        if storage.unit in self.recompute:
+            self._save_recomputed(index)
+            return
+        self.resident += storage.nbytes
+        peak = self.resident
+        action = self.actions.get(index)
+        if action is Action.SWAP:
+            self.link.add(0, index, storage.nbytes, self.clock)
+            self.leaving.append((index, None))
+        elif action is not None:
+            self._codec(index, self.rates.encode_s(storage.nbytes), "encode")
+            if action is Action.ENCODE:
+                self.resident += storage.held_frame_nbytes
+                peak = self.resident
+                self._gone_after(storage.last_demand, storage.held_frame_nbytes)
+                if self.rates.inline_codec:
+                    self._release(index, index)
+                else:
+                    self.leaving.append((index, self.clock))
+            else:
+                self.link.add(0, index, storage.frame_nbytes, self.clock)
+                if self.rates.inline_codec:
+                    self._wait(index, self.link.end_s(0, index), "write")
+                    self._release(index, index)
+                else:
+                    self.leaving.append((index, None))
+        else:
+            self._gone_after(storage.last_demand, storage.nbytes)
+        self.found.resident_bytes.append(peak)
+        self._make_room(index)
+
+    def _save_recomputed(self, index: int) -> None:
+        storages, unit = self.step.storages, self.step.storages[index].unit
+        mine = [i for i, storage in enumerate(storages) if storage.unit == unit]
+        if index == mine[0]:
+            kept = self.step.recomputable[unit]
+            self.resident += kept
+            last = [storages[i].last_demand for i in mine]
+            self._gone_after(None if None in last else max(m for m in last if m is not None), kept)
+        # Its forward has the storages all the same, for as long as it uses them.
+        held_until = storages[index].held_until
+        self.resident += storages[index].nbytes
+        self.found.resident_bytes.append(self.resident)
+        self._gone_at(
+            index + 1 if held_until is None else held_until, storages[index].nbytes, index
+        )
+        self._make_room(index)
+
+    def _make_room(self, mark: int) -> None:
+        """Release sends until the next save fits."""
+        coming = 0
+        if mark + 1 < self.saves:
+            storage = self.step.storages[mark + 1]
+            framed = self.actions.get(mark + 1) is Action.ENCODE
+            coming = storage.nbytes + (storage.held_frame_nbytes if framed else 0)
+        going = sum(self.gone_at.get(mark + 1, ()))
+        while self.leaving and self.resident - going + coming > self.budget_bytes:
+            self._release_oldest(mark)
+            going = sum(self.gone_at.get(mark + 1, ()))
+
+    def _make_room_for_backward(self) -> None:
+        """After the last save, release what has to go for the bytes that come back."""
+        mark = self.saves - 1
+        while self.leaving and self._backward_peak() > self.budget_bytes:
+            self._release_oldest(mark)
+
+    def _backward_peak(self) -> int:
+        """The most that is resident in backward if nothing comes back before it is demanded."""
+        gone = {mark: sum(sizes) for mark, sizes in self.gone_at.items()}
+        resident, peak = self.resident, 0
+        for place, index in enumerate(self.step.order):
+            mark = self.saves + place
+            resident -= gone.get(mark, 0)
+            storage = self.step.storages[index]
+            if index in self.away:
+                resident += storage.nbytes
+            if index in self.actions and storage.last_demand is not None:
+                after = storage.last_demand + 1
+                gone[after] = gone.get(after, 0) + storage.nbytes
+            peak = max(peak, resident)
+        return peak
+
+    def _release_oldest(self, mark: int) -> None:
+        index, ended_s = self.leaving.popleft()
+        if ended_s is None:
+            ended_s = self.link.end_s(0, index)
+        self._wait(index, ended_s, "wait for room")
+        self._release(index, mark)
+
+    def _release(self, index: int, mark: int) -> None:
+        storage = self.step.storages[index]
+        self.away.add(index)
+        self.found.releases.setdefault(mark, []).append(index)
+        held_until = self.saves if storage.held_until is None else storage.held_until
+        self._gone_at(held_until, storage.nbytes, mark)
+
+    def _demand(self, mark: int, index: int) -> None:
+        storage = self.step.storages[index]
+        if storage.unit in self.recompute and storage.unit not in self.found.recompute_s:
+            self._repeat(storage.unit)
+        if index in self.away:
+            action = self.actions[index]
+            if index not in self._returning:
+                self._fetch(index)
+            if action in MOVES:
+                self._wait(index, self.link.end_s(1, index), "wait for bytes")
+            if action in CODED:
+                self._codec(index, self.rates.decode_s(storage.nbytes), "decode")
+            self._gone_after(storage.last_demand, storage.nbytes)
+        elif index in self.actions:
+            self._gone_after(storage.last_demand, storage.nbytes)  # nobody needed its room
+        peak = self.resident
+        while self._pending:
+            coming = self._pending[0]
+            nbytes = self.step.storages[coming].nbytes
+            if coming in self._returning:
+                self._pending.popleft()
+                continue
+            following = mark + 1
+            early = following >= self.marks or self._nominal[following] <= self._start_by[coming]
+            if early or self.resident + nbytes + self._reserve > self.budget_bytes:
+                break
+            self._pending.popleft()
+            self._fetch(coming)
+            self.found.fetches.setdefault(index, []).append(coming)
+            peak = max(peak, self.resident)
+        self.found.resident_bytes.append(peak)
+
+    def _fetch(self, index: int) -> None:
+        storage = self.step.storages[index]
+        self._returning.add(index)
+        self.resident += storage.nbytes
+        action = self.actions[index]
+        if action in MOVES:
+            nbytes = storage.nbytes if action is Action.SWAP else storage.frame_nbytes
+            self.link.add(1, index, nbytes, self.clock)
+
+    def _repeat(self, unit: str) -> None:
+        step = self.step
+        seconds = step.forward_s(unit)
+        self.found.recompute_s[unit] = seconds
+        self._note("compute", f"recompute {unit}", seconds)
+        self.clock += seconds
+        for storage in step.storages:
+            if storage.unit == unit:
+                self.resident += storage.nbytes
+                self._gone_after(storage.last_demand, storage.nbytes)
+
+    def _latest_starts(self) -> dict[int, float]:
+        """Until when a fetch must start on a link of half the speed, by undisturbed time."""
+        step, rates = self.step, self.rates
+        nominal = 0.0
+        self._nominal: dict[int, float] = {}
+        for mark in range(self.saves, self.marks):
+            nominal += step.gaps_s[mark]
+            self._nominal[mark] = nominal
+        starts: dict[int, float] = {}
+        latest = inf
+        for place in reversed(range(len(step.order))):
+            index = step.order[place]
+            if index not in self.away:
+                continue
+            storage, action = step.storages[index], self.actions[index]
+            seconds = 0.0
+            if action is Action.SWAP:
+                seconds = rates.fetch_s(storage.nbytes)
+            elif action is Action.ENCODE_SWAP:
+                seconds = rates.fetch_s(storage.frame_nbytes)
+            if action in CODED:
+                seconds += 0.0 if rates.inline_codec else rates.decode_s(storage.nbytes)
+            latest = min(latest, self._nominal[self.saves + place]) - LEAD * seconds
+            starts[index] = latest
+        return starts
+
+    # --- small change ---------------------------------------------------------------------------
+
+    def _gone_after(self, mark: int | None, nbytes: int) -> None:
+        """Bytes that are there through a mark; None: to the end."""
+        if mark is not None:
+            self.gone_at.setdefault(mark + 1, []).append(nbytes)
+
+    def _gone_at(self, mark: int, nbytes: int, now: int) -> None:
+        """Bytes that are not there any more at a mark, which may have passed."""
+        if mark <= now:
+            self.resident -= nbytes
+        else:
+            self.gone_at.setdefault(mark, []).append(nbytes)
+
+    def _wait(self, index: int, until_s: float, why: str) -> None:
+        stall_s = until_s - self.clock
+        if stall_s > 0:
+            self.found.exposed_s[index] = self.found.exposed_s.get(index, 0.0) + stall_s
+            self._note("waits", f"{why} ({self.step.storages[index].unit})", stall_s)
+            self.clock = until_s
+
+    def _codec(self, index: int, seconds: float, what: str) -> None:
+        self.found.exposed_s[index] = self.found.exposed_s.get(index, 0.0) + seconds
+        self._note("codec", f"{what} {self.step.storages[index].unit}", seconds)
+        self.clock += seconds
+
+    def _note(self, lane: str, name: str, seconds: float) -> None:
+        """A span that begins now."""
+        if self.noting:
+            self.found.spans.append(Span(lane, name, self.clock, self.clock + seconds))
+
+    def _note_copies(self) -> None:
+        self.link.drain()
+        for way, lane in enumerate(("copies away", "copies back")):
+            for index, begin_s in sorted(self.link.begins[way].items()):
+                unit = self.step.storages[index].unit
+                end_s = self.link.ends[way][index]
+                self.found.spans.append(Span(lane, f"{unit} #{index}", begin_s, end_s))

@@ -1,0 +1,168 @@
+"""Step: what the planner knows of one training step. It touches no tensor and reads no clock.
+
+A step is made from a record (`from_record`), from a JSON file (`load`), or written by hand, for a
+machine that is not here. Marks are those of [Note: Marks] in engine/record.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from memswap.engine.action import Action
+from memswap.planning.rates import Rates
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SavedStorage:
+    """One storage that autograd saves in the step."""
+
+    unit: str
+    ordinal: int
+    """Place among the storages of one visit of the unit."""
+    nbytes: int
+    dtype: str
+    actions: tuple[Action, ...] = ()
+    """What may be done with it besides keeping it."""
+    frame_nbytes: int = 0
+    """Bytes of its frame in a pool; 0: not known, or it does not shrink."""
+    held_frame_nbytes: int = 0
+    """Bytes of the device that ENCODE takes for it, spare capacity included."""
+    held_until: int | None = None
+    """The first mark at which the forward holds it no longer; None: leaving frees nothing."""
+    last_demand: int | None = None
+    """The mark in whose course it is demanded last; None: never."""
+
+    @property
+    def movable(self) -> bool:
+        """Whether moving it frees anything."""
+        return bool(self.actions) and self.held_until is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward and backward of the managed units."""
+
+    storages: tuple[SavedStorage, ...]
+    """In the order in which they are saved; mark i is the save of storage i."""
+    order: tuple[int, ...]
+    """Storages in the order of their first demands; mark len(storages) + j is demand j."""
+    gaps_s: tuple[float, ...]
+    """Seconds of work before each mark."""
+    tail_s: float = 0.0
+    """From the last mark to the next step."""
+    recomputable: Mapping[str, int] = field(default_factory=dict)
+    """Units that are checkpoint regions, and the bytes that each keeps if it is recomputed."""
+
+    def __post_init__(self) -> None:
+        saves, marks = len(self.storages), len(self.storages) + len(self.order)
+        if len(self.gaps_s) != marks:
+            raise ValueError(
+                f"a step of {marks} marks needs as many gaps, found {len(self.gaps_s)}"
+            )
+        if sorted(set(self.order)) != sorted(self.order) or not all(
+            0 <= index < saves for index in self.order
+        ):
+            raise ValueError("a step's order names each demanded storage once, by its index")
+        demands = {index: saves + place for place, index in enumerate(self.order)}
+        for index, storage in enumerate(self.storages):
+            first, last = demands.get(index), storage.last_demand
+            if (first is None) != (last is None) or (
+                first is not None and last is not None and not first <= last < marks
+            ):
+                raise ValueError(
+                    f"storage {index} is first demanded at mark {first} and last at {last}"
+                )
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of the step if nothing moves."""
+        return sum(self.gaps_s) + self.tail_s
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of all storages."""
+        return sum(storage.nbytes for storage in self.storages)
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """Names, in the order of their first save."""
+        return tuple(dict.fromkeys(storage.unit for storage in self.storages))
+
+    def forward_s(self, unit: str) -> float:
+        """Seconds of a unit's forward, as far as marks tell."""
+        pairs = zip(self.storages, self.gaps_s, strict=False)
+        return sum(gap for storage, gap in pairs if storage.unit == unit)
+
+    def backward_s(self, unit: str) -> float:
+        """Seconds of a unit's backward: from each of its demands to the next mark."""
+        gaps = [*self.gaps_s[len(self.storages) + 1 :], 0.0]
+        return sum(
+            gap
+            for index, gap in zip(self.order, gaps, strict=False)
+            if self.storages[index].unit == unit
+        )
+
+    def with_gaps(self, gaps_s: Sequence[float], tail_s: float) -> Step:
+        """The same step with other times."""
+        return Step(self.storages, self.order, tuple(gaps_s), tail_s, self.recomputable)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        content = asdict(self)
+        for storage in content["storages"]:
+            storage["actions"] = [action.value for action in storage["actions"]]
+        return content
+
+    @staticmethod
+    def from_dict(content: Any) -> Step:
+        """The inverse. Raises ValueError where it is not what `as_dict` returns."""
+        try:
+            storages = tuple(
+                SavedStorage(**{**saved, "actions": tuple(map(Action, saved["actions"]))})
+                for saved in content["storages"]
+            )
+            return Step(
+                storages,
+                tuple(map(int, content["order"])),
+                tuple(map(float, content["gaps_s"])),
+                float(content["tail_s"]),
+                dict(content["recomputable"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"this is no step of memswap's: {error}") from error
+
+
+def save(step: Step, rates: Rates, file: Path) -> None:
+    """Write a step and the rates of the machine that it was measured on."""
+    content = {"memswap_step": FORMAT, "rates": rates.as_dict(), "step": step.as_dict()}
+    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def load(file: Path) -> tuple[Step, Rates]:
+    """Read what `save` wrote.
+
+    Raises:
+        OSError: there is no such file, or it cannot be read.
+        ValueError: it is something else.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"{file}: expected a step saved as JSON, found no JSON: {error}"
+        ) from error
+    if not isinstance(content, dict) or content.get("memswap_step") != FORMAT:
+        raise ValueError(
+            f"{file}: expected a step saved by `python -m memswap plan --save` of this version "
+            f"(memswap_step: {FORMAT})"
+        )
+    try:
+        return Step.from_dict(content.get("step")), Rates.from_dict(content.get("rates"))
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error

@@ -1,0 +1,8 @@
+"""The planner's tests find what they share beside them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))

@@ -1,0 +1,212 @@
+"""Plans in virtual time: what is predicted is what happens, and a budget holds on every schedule.
+
+Virtual time is taken on the lazy machine, whose host runs ahead of the device as a real one does:
+on the others an answered query brings the virtual host to the end of what it asked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+from race_workloads import DEVICE, new_pool
+from torch import nn
+
+import memswap
+from memswap import Action, Rates
+from simdev import SCHEDULES, laboratory, virtual_time
+
+LAZY = next(schedule for schedule in SCHEDULES if schedule.policy == "lazy")
+COMPUTE = {"host_us": 0.05, "launch_us": 0.5, "hbm_gb_per_s": 3.0}
+SWAP = memswap.Policy(action=Action.SWAP, min_bytes=1)
+ANY = memswap.Policy(min_bytes=1)
+
+SIDES = (32, 64, 96)
+
+
+class Layer(nn.Module):
+    """Saves a few storages of its own size and takes `repeats` products of time."""
+
+    def __init__(self, side: int, repeats: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.side, self.repeats = side, repeats
+        self.weight = nn.Parameter(torch.randn(side, side, generator=generator) / side**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = x[: self.side, : self.side].clone()
+        for _ in range(self.repeats):
+            inner = (inner @ self.weight).tanh()
+        return nn.functional.pad(inner, (0, x.shape[1] - self.side, 0, x.shape[0] - self.side))
+
+
+class Stack:
+    """A random stack of layers, and its steps."""
+
+    def __init__(self, seed: int, depth: int = 8) -> None:
+        chosen = random.Random(seed)
+        generator = torch.Generator().manual_seed(seed)
+        self.layers = nn.ModuleList(
+            Layer(chosen.choice(SIDES), chosen.randint(1, 3), generator) for _ in range(depth)
+        ).to(DEVICE)
+        self.x = torch.randn(SIDES[-1], SIDES[-1], generator=generator).to(DEVICE)
+
+    def step(self) -> None:
+        for parameter in self.layers.parameters():
+            parameter.grad = None
+        x = self.x
+        for layer in self.layers:
+            x = layer(x)
+        loss = x.sum()
+        del x
+        loss.backward()
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [parameter.grad.cpu() for parameter in self.layers.parameters()]
+
+
+def link(gb_per_s: float) -> Rates:
+    return Rates("simulated", *(gb_per_s * 1e9,) * 4, copy_latency_s=0.5e-6)
+
+
+class Measured:
+    """A steady step of a stack under a budget: its time, its peak, its plan and its gradients."""
+
+    def __init__(
+        self,
+        seed: int,
+        budget: int | str | None,
+        gb_per_s: float = 0.5,
+        rates: Rates | None = None,
+        managed: bool = True,
+        policy: memswap.Policy = SWAP,
+        depth: int = 8,
+    ) -> None:
+        stack = Stack(seed, depth)
+        manager: Any = None
+        with virtual_time(**COMPUTE, h2d_gb_per_s=gb_per_s, d2h_gb_per_s=gb_per_s) as clock:
+            if managed:
+                manager = memswap.manage(
+                    stack.layers,
+                    policy,
+                    pool=new_pool(),
+                    budget=budget,
+                    rates=rates or link(gb_per_s),
+                )
+            for _ in range(5):
+                stack.step()
+            if manager is not None:
+                manager.reset_stats()
+            began = clock.elapsed_us()
+            stack.step()
+            self.us = clock.elapsed_us() - began
+        self.found = stack.gradients()
+        if manager is not None:
+            self.plan = manager.plan
+            self.stats = manager.stats()
+            manager.remove()
+
+
+def measured(*arguments: Any, **options: Any) -> Measured:
+    """In a laboratory of its own, whose end finds races and leaks."""
+    with laboratory(LAZY):
+        return Measured(*arguments, **options)
+
+
+def saved_bytes(seed: int, **options: Any) -> int:
+    return measured(seed, "1GiB", **options).plan.kept_peak_bytes
+
+
+@pytest.mark.own_laboratory
+@pytest.mark.one_schedule
+@pytest.mark.parametrize("gb_per_s", [0.6, 0.15], ids=["fast", "slow"])
+@pytest.mark.parametrize("seed", range(4))
+def test_peak_and_exposed_time_are_as_predicted(seed, gb_per_s):
+    plain = measured(seed, None, gb_per_s, managed=False)
+    kept = saved_bytes(seed)
+    for share in (0.8, 0.5, 0.3):
+        try:
+            found = measured(seed, int(share * kept), gb_per_s)
+        except memswap.BudgetError as error:
+            found = measured(seed, error.smallest_bytes, gb_per_s)
+        plan, stats = found.plan, found.stats
+        largest = max(storage.nbytes for storage in plan.storages)
+        assert stats.peak_resident_bytes <= plan.peak_bytes, "more was resident than predicted"
+        assert plan.peak_bytes - stats.peak_resident_bytes <= 2 * largest
+        assert stats.peak_resident_bytes <= plan.limit_bytes
+        exposed_us = found.us - plain.us
+        bound_us = 0.06 * plain.us + 0.15 * plan.exposed_s * 1e6
+        assert abs(exposed_us - plan.exposed_s * 1e6) <= bound_us, (
+            f"{plan.exposed_s * 1e6:.0f} us exposed were predicted, {exposed_us:.0f} found in a "
+            f"step of {plain.us:.0f}"
+        )
+
+
+@pytest.mark.own_laboratory
+@pytest.mark.one_schedule
+@pytest.mark.parametrize("seed", range(3))
+def test_auto_is_free_of_charge(seed):
+    plain = measured(seed, None, 0.3, managed=False)
+    found = measured(seed, "auto", 0.3)
+    assert found.us <= 1.03 * plain.us, f"{found.us:.0f} us beside {plain.us:.0f}"
+    assert found.plan.moved_bytes > 0, "nothing moved, although something could be hidden"
+    assert found.stats.peak_resident_bytes <= found.plan.peak_bytes < found.plan.kept_peak_bytes
+
+
+@pytest.mark.own_laboratory
+@pytest.mark.one_schedule
+@pytest.mark.parametrize("seed", range(3))
+def test_a_plan_is_never_slower_than_keeping_less(seed):
+    """A smaller budget, or moving everything, takes as long or longer."""
+    kept = saved_bytes(seed)
+    times = [measured(seed, int(share * kept), 0.15).us for share in (1.0, 0.8, 0.6, 0.4)]
+    everything = measured(seed, None, 0.15).us
+    for less, more in itertools.pairwise([*times, everything]):
+        assert less <= 1.03 * more, f"us by budget, then without one: {times}, {everything}"
+
+
+@pytest.mark.own_laboratory
+@pytest.mark.one_schedule
+@pytest.mark.parametrize("off_by", [0.1, 10.0])
+def test_a_wrong_profile_costs_time_and_never_a_bit_or_a_byte(off_by):
+    plain = measured(1, None, 0.3, managed=False)
+    kept = saved_bytes(1)
+    found = measured(1, int(0.5 * kept), 0.3, rates=link(0.3 * off_by))
+    assert all(map(torch.equal, found.found, plain.found)), "a gradient differs"
+    assert found.stats.peak_resident_bytes <= 0.5 * kept, "the budget was exceeded"
+
+
+@pytest.mark.parametrize("policy", [SWAP, ANY], ids=["swap", "any"])
+def test_a_budget_is_never_exceeded_and_no_bit_differs(policy):
+    """On every schedule, with the race detector on."""
+    plain = Measured(2, None, managed=False, depth=5)
+    kept = Measured(2, "1GiB", depth=5).plan.kept_peak_bytes
+    budget = int(0.6 * kept)
+    found = Measured(2, budget, policy=policy, depth=5)
+    assert found.plan is not None and found.plan.moved_bytes > 0
+    assert all(map(torch.equal, found.found, plain.found)), "a gradient differs"
+    assert found.stats.peak_resident_bytes <= budget, (
+        f"{found.stats.peak_resident_bytes} bytes were resident under a budget of {budget}"
+    )
+    assert found.stats.away_bytes == 0 and found.stats.resident_bytes == 0
+
+
+@pytest.mark.own_laboratory
+@pytest.mark.one_schedule
+def test_planned_steps_do_not_synchronise():
+    from simdev import counters
+
+    with laboratory(LAZY):
+        stack = Stack(3)
+        pool = new_pool()
+        with memswap.manage(stack.layers, SWAP, pool=pool, budget="120KiB", rates=link(0.3)) as m:
+            for _ in range(8):
+                stack.step()
+            assert m.plan is not None and m.plan.moved_bytes > 0
+            counters.reset()
+            for _ in range(3):
+                stack.step()
+            assert counters.host_syncs() == 0, "a planned step waits for the device"
+        del stack, m, pool
