@@ -39,8 +39,8 @@ namespace memswap {
 // Edges 2 and 6 are stream order only where allocation, use and release happen on one stream. A
 // storage may have been allocated on another one, and only the allocator knows: once a lane has met
 // a compute stream beside the default one, the allocator is told before a storage is dropped which
-// compute stream used it ([Note: One compute stream] in device_streams.h). The lane's own streams never need it,
-// because compute waits for them first, or the host knows that they are done.
+// compute stream used it ([Note: One compute stream] in device_streams.h). The lane's own streams
+// never need it, because compute waits for them first, or the host knows that they are done.
 //
 // Where the host already knows that a transfer has ended (Ticket::done() returned true), the memory
 // may be dropped without a wait: everything submitted afterwards comes later.

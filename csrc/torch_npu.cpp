@@ -37,8 +37,8 @@ Function function_of(void* library, const char* symbol) {
   return reinterpret_cast<Function>(found);
 }
 
-// Null where torch_npu is not loaded: PrivateUse1 may be anybody's device. Whoever provides a device
-// is loaded before it is used, so the answer does not change.
+// Null where torch_npu is not loaded: PrivateUse1 may be anybody's device. Whoever provides a
+// device is loaded before it is used, so the answer does not change.
 const TorchNpu* torch_npu(c10::DeviceType type) {
   if (type != c10::DeviceType::PrivateUse1) {
     return nullptr;

@@ -44,6 +44,26 @@ def test_a_lanes_events_may_be_recorded_again_while_streams_wait(device):
     assert not any(kind.startswith("aclrtCreateEvent ") for kind in kinds), kinds
 
 
+@pytest.mark.every_action
+def test_one_compute_stream_puts_no_free_off(device):
+    """After record_stream, torch_npu would wait with the free until an event has passed."""
+    pool = memswap.HostPool(budget="16MiB", slab="1MiB", device=device)
+    saved = memswap.saved_tensors(EVERYTHING, pool=pool, prefetch_bytes=0)
+    leaf = torch.ones(4096, device=device, requires_grad=True)
+    torch.npu.synchronize()
+    torch.empty(1, device=device)  # completes what earlier tests have put off
+    before = fake_acl.machine.memory_stats(0)["deferred"]
+    for _ in range(2):
+        with saved:
+            loss = (leaf * 2).sin().exp().sum()
+        saved._saver.settle()
+        assert fake_acl.machine.memory_stats(0)["deferred"] == before
+        loss.backward()
+        del loss
+        assert fake_acl.machine.memory_stats(0)["deferred"] == before
+    assert saved.stats().moved_storages > 0
+
+
 FRACTAL_NZ = 29
 
 

@@ -1,8 +1,7 @@
 // simdev's codec in stream order (tests/simdev/csrc/codec), launched through the driver.
-#include "../../simdev/csrc/runtime/launch.h"
-
 #include <vector>
 
+#include "../../simdev/csrc/runtime/launch.h"
 #include "../acl/abi.h"
 #include "../acl/launch.h"
 
