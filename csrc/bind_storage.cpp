@@ -3,7 +3,9 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "gather.h"
 #include "inplace.h"
+#include "lend.h"
 #include "saved_view.h"
 #include "storage.h"
 
@@ -46,6 +48,25 @@ void bind_storage(py::module_& module) {
       .def_property_readonly("nbytes", &SavedView::nbytes);
   module.def("capture", &SavedView::capture, py::arg("tensor"),
              "The SavedView of a plain strided tensor, or None.");
+  module.attr("can_lend") = can_lend();
+  module.def(
+      "lend",
+      [](StorageRef& shell, const StorageRef& memory, size_t offset, size_t nbytes) {
+        lend(shell, memory, offset, nbytes);
+      },
+      py::arg("shell"), py::arg("memory"), py::arg("offset"), py::arg("nbytes"),
+      "Put nbytes of memory, from offset, under a storage that has none.");
+  module.def(
+      "take_back", [](StorageRef& shell, const std::string& message) { take_back(shell, message); },
+      py::arg("shell"), py::arg("message"),
+      "Take the memory away; using the storage then raises the message.");
+  module.def(
+      "is_lent",
+      [](const at::Tensor& tensor) {
+        return tensor.unsafeGetTensorImpl()->has_storage() &&
+               is_lent(*tensor.storage().unsafeGetStorageImpl());
+      },
+      py::arg("tensor"), "Whether the tensor's storage has lent memory now.");
   module.def("storage_key", [](const at::Tensor& tensor) {
     return as_int(tensor.unsafeGetTensorImpl()->has_storage()
                       ? tensor.storage().unsafeGetStorageImpl()
@@ -57,6 +78,9 @@ void bind_storage(py::module_& module) {
       .def_property_readonly("edited", &VersionGuard::edited)
       .def_property_readonly("version", &VersionGuard::version)
       .def_property_readonly("current_version", &VersionGuard::current_version);
+
+  module.def("gather", &gather, py::arg("storages"), py::call_guard<py::gil_scoped_release>());
+  module.def("part", &part, py::arg("whole"), py::arg("offset"), py::arg("nbytes"));
 
   module.def(
       "count_holders",

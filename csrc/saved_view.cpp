@@ -4,6 +4,7 @@
 
 #include <sstream>
 
+#include "lend.h"
 #include "torch_npu.h"
 
 namespace memswap {
@@ -75,8 +76,8 @@ std::optional<SavedView> SavedView::capture(const at::Tensor& tensor) {
   view.key_ = storage.unsafeGetStorageImpl();
   view.storage_nbytes_ = storage_nbytes;
   view.nbytes_ = static_cast<size_t>(impl->numel()) * element;
-  if (tensor.requires_grad() && tensor.is_leaf()) {
-    view.of_leaf_ = true;
+  if ((tensor.requires_grad() && tensor.is_leaf()) || is_lent(*storage.unsafeGetStorageImpl())) {
+    view.of_leaf_ = true;  // lent memory holds gathered parameters, frozen ones too
   } else if (tensor.is_view()) {
     const at::TensorBase& base = tensor._base();
     view.of_leaf_ = base.requires_grad() && base.is_leaf();

@@ -32,7 +32,8 @@ class SavedView {
   uint32_t version() const { return version_; }
   uint32_t current_version() const { return counter_.current_version(); }
 
-  // Storage that is (a view of) a leaf that requires grad: a parameter, however it was reached.
+  // Storage that is (a view of) a leaf that requires grad: a parameter, however it was reached, or
+  // one that has lent memory.
   bool of_leaf() const { return of_leaf_; }
 
   // The storage has a format that its bytes do not tell (torch_npu.h): other memory that they are

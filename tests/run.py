@@ -35,13 +35,24 @@ class Suite:
 
 SUITES = {
     "default": (
-        Suite("cpu", ("tests/unit", "tests/engine"), "unit and engine tests on the CPU"),
+        Suite(
+            "cpu",
+            ("tests/unit", "tests/engine", "tests/planning"),
+            "unit, engine and planning tests on the CPU",
+        ),
+        # The simulator's executor and OpenMP's threads would fight for the cores.
         Suite(
             "sim",
-            ("tests/engine", "tests/race"),
-            "engine tests and the race laboratory on the simulated accelerator",
+            ("tests/engine",),
+            "engine tests on the simulated accelerator",
             device="sim",
-            # Its executor and OpenMP's threads would fight for the cores.
+            environment={"OMP_NUM_THREADS": "1"},
+        ),
+        Suite(
+            "race",
+            ("tests/race",),
+            "the race laboratory",
+            device="sim",
             environment={"OMP_NUM_THREADS": "1"},
         ),
         Suite("simdev", ("tests/simdev/tests",), "tests of the simulated accelerator itself"),
@@ -64,7 +75,14 @@ SUITES = {
 
 
 #: What one process runs of the default suite, longest first. The compiled parts share folders.
-TOGETHER = (("sim",), ("cpu",), ("cpp", "kernels", "fuzz"), ("simdev", "parallel"))
+TOGETHER = (
+    ("sim",),
+    ("cpu",),
+    ("race",),
+    ("cpp", "kernels", "fuzz"),
+    ("parallel",),
+    ("simdev",),
+)
 
 COMPILED: dict[str, Callable[[bool], Sum]] = {
     "cpp": lambda slow: native.run_cpp(),

@@ -1,5 +1,10 @@
 """memswap: saved activations swapped off the accelerator and back, without changing one bit."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from memswap.activations import Manager, manage, saved_tensors
 from memswap.checkpointing import (
     Checkpointing,
@@ -12,28 +17,42 @@ from memswap.codec import Frame, decode, encode
 from memswap.engine.action import Action, TensorInfo
 from memswap.engine.pools import DiskPool, HostPool
 from memswap.engine.stats import Count, Stats
+from memswap.engine.windows import WindowStats
 from memswap.errors import (
     BudgetError,
     EntryStateError,
     FrameError,
+    GroupError,
     InplaceEditError,
     MemswapError,
     NotSwappedError,
+    RankMismatchError,
     RecomputeError,
     SharedStorageError,
+    SlotError,
     TransferError,
+    UnitStateError,
 )
+from memswap.groups import Group, Groups
 from memswap.inplace import swap_in, swap_out
+from memswap.layer_chain import Chain, chain
+from memswap.modules import ModuleSwap, swap_modules
+from memswap.pipeline import PipelineManager, manage_pipeline
 from memswap.planning.plan import Plan, PlannedStorage, PlannedUnit
 from memswap.planning.policy import Policy
 from memswap.planning.profile import profile
 from memswap.planning.rates import Rates
+from memswap.windows import Window, Windows, select_layers, window
+
+if TYPE_CHECKING:
+    from memswap import parallel as parallel
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Action",
     "BudgetError",
+    "Chain",
     "CheckpointPolicy",
     "Checkpointing",
     "Count",
@@ -41,29 +60,51 @@ __all__ = [
     "EntryStateError",
     "Frame",
     "FrameError",
+    "Group",
+    "GroupError",
+    "Groups",
     "HostPool",
     "InplaceEditError",
     "Manager",
     "MemswapError",
+    "ModuleSwap",
     "NotSwappedError",
+    "PipelineManager",
     "Plan",
     "PlannedStorage",
     "PlannedUnit",
     "Policy",
+    "RankMismatchError",
     "Rates",
     "RecomputeError",
     "SharedStorageError",
+    "SlotError",
     "Stats",
     "TensorInfo",
     "TransferError",
+    "UnitStateError",
+    "Window",
+    "WindowStats",
+    "Windows",
+    "chain",
     "checkpoint",
     "checkpoint_module",
     "decode",
     "encode",
     "keep_collectives",
     "manage",
+    "manage_pipeline",
     "profile",
     "saved_tensors",
+    "select_layers",
     "swap_in",
+    "swap_modules",
     "swap_out",
+    "window",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "parallel":  # when it is asked for: it imports torch.distributed.fsdp
+        return import_module("memswap.parallel")
+    raise AttributeError(f"module 'memswap' has no attribute {name!r}")

@@ -11,18 +11,25 @@ import torch
 from torch import nn
 
 from memswap._native import native
-from memswap.engine.saver import Saver, Visit, in_backward, plain_parts
+from memswap.engine.autograd import in_backward, plain_parts
+from memswap.engine.saver import Saver
 from memswap.engine.stats import Stats
 from memswap.engine.transfer import check_pool
 from memswap.engine.units import parse_bytes
+from memswap.engine.visit import Visit
+from memswap.engine.windowed import WindowedSaver
+from memswap.engine.windows import WindowStats
+from memswap.operators import OperatorWindows
 from memswap.planning.pilot import Pilot
 from memswap.planning.policy import Policy
+from memswap.windows import Window, Windows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.utils.hooks import RemovableHandle
 
     from memswap._C import WeakStorage
+    from memswap.engine.action import Decider
     from memswap.engine.transfer import Pool
     from memswap.planning.plan import Plan
     from memswap.planning.rates import Rates
@@ -93,17 +100,23 @@ class Manager:
     def __init__(
         self,
         units: Mapping[str, nn.Module],
-        policy: Policy,
+        policy: Decider,
         pool: Pool | None,
         window_bytes: int | None,
         budget: int | str | None = None,
         rates: Rates | None = None,
         group: Any = None,
+        windows: Windows | None = None,
     ) -> None:
         self._units = dict(units)
-        self._saver = Saver(policy, pool, window_bytes)
+        self._saver = (
+            Saver(policy, pool, window_bytes)
+            if windows is None
+            else windows.saver(policy, pool, window_bytes)
+        )
         self._pilot: Pilot | None = None
         if budget is not None:
+            assert isinstance(policy, Policy)  # manage() has seen to it
             self._pilot = self._saver.director = Pilot(
                 self._saver, policy, pool, budget, rates, group
             )
@@ -115,6 +128,9 @@ class Manager:
             hook = _UnitHook(self, name)
             self._handles.append(module.register_forward_pre_hook(hook.enter))
             self._handles.append(module.register_forward_hook(hook.leave, always_call=True))
+        self._operators: OperatorWindows | None = None
+        if windows is not None and isinstance(self._saver, WindowedSaver):
+            self._operators = OperatorWindows(self._saver, self._units, windows)
 
     def __enter__(self) -> Manager:
         return self
@@ -173,8 +189,21 @@ class Manager:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._operators is not None:
+            self._operators.remove()
         self._saver.settle()
         self._saver.check_decodes()
+
+    def window(self, seconds: float | None = None, *, name: str = "") -> Window:
+        """A window of this manager's, wherever it is entered; see :func:`memswap.window`."""
+        saver = self._saver if isinstance(self._saver, WindowedSaver) else None
+        return Window(saver, seconds, name)
+
+    def window_stats(self) -> WindowStats:
+        """What became of the work that waited for windows; all zeros without ``windows=...``."""
+        if isinstance(self._saver, WindowedSaver):
+            return self._saver.window_stats()
+        return WindowStats()
 
     def _enter(self, name: str) -> None:
         if torch.is_grad_enabled() and not in_backward():
@@ -233,9 +262,12 @@ class _VisitStack(threading.local):
         self._visits.append(visit)
         visit.enter()
 
-    def leave(self) -> None:
-        if self._visits:
-            self._visits.pop().leave()
+    def leave(self) -> Visit | None:
+        if not self._visits:
+            return None
+        visit = self._visits.pop()
+        visit.leave()
+        return visit
 
     def drop_interrupted(self, unit: str) -> None:
         """End visits that nobody ended, when their unit is entered again.
@@ -256,6 +288,7 @@ def manage(
     rates: Rates | None = None,
     group: ProcessGroup | None = None,
     prefetch_bytes: int | str = "auto",
+    windows: Windows | None = None,
 ) -> Manager:
     """Encode or swap the saved activations of a model's layers, in an order that is learnt.
 
@@ -281,15 +314,29 @@ def manage(
         group: ranks that plan together, from the slowest one's times, so that they have the same
             plan. All of them must train in step. Default: each for itself.
         prefetch_bytes: see :class:`saved_tensors`.
+        windows: hide encoding and decoding under matrix products and collectives; see
+            :class:`Windows`. None: each starts as soon as it can. On a CPU, where whoever asks does
+            the work, it makes no difference.
 
     Raises:
-        TypeError: an element is no module.
+        TypeError: an element is no module, or ``windows`` no :class:`Windows`.
         ValueError: no modules, one of them twice, a ``budget`` that cannot be read, or modules on
             several devices under one budget.
-        NotImplementedError: a ``pool`` that cannot serve the modules' device in this version.
+        NotImplementedError: a ``pool`` that cannot serve the modules' device in this version;
+            ``windows`` under a ``budget``.
         BudgetError: later, when the fourth step begins and no plan meets the budget; the message
             states the smallest one that can be met.
     """
+    if windows is not None and not isinstance(windows, Windows):
+        raise TypeError(
+            f"manage(windows={windows!r}): found {type(windows).__name__}, expected "
+            "memswap.Windows(...) or None"
+        )
+    if windows is not None and budget is not None:
+        raise NotImplementedError(
+            "manage(budget=..., windows=...): a plan says when storages leave and return, and "
+            "does not know windows yet; give one of them"
+        )
     if budget is not None and budget != "auto":
         budget = parse_bytes(budget)
     units = named_units(modules)
@@ -300,7 +347,7 @@ def manage(
     if budget is not None:
         check_one_device(units.values())
     return Manager(
-        units, checked_policy(policy), pool, window(prefetch_bytes), budget, rates, group
+        units, checked_policy(policy), pool, window(prefetch_bytes), budget, rates, group, windows
     )
 
 
@@ -329,6 +376,7 @@ def checked_policy(policy: Policy | None) -> Policy:
 
 def named_units(
     modules: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
+    caller: str = "manage()",
 ) -> dict[str, nn.Module]:
     """The modules by name, checked."""
     if isinstance(modules, (nn.ModuleList, nn.Sequential)):
@@ -340,20 +388,20 @@ def named_units(
     elif isinstance(modules, Iterable):
         units = {str(i): module for i, module in enumerate(modules)}
     else:
-        refuse(modules)
+        refuse(modules, caller)
     if not units:
-        raise ValueError("manage(): found no modules; pass the model's layers")
+        raise ValueError(f"{caller}: found no modules; pass the model's layers")
     for module in units.values():
         if not isinstance(module, nn.Module):
-            refuse(module)
+            refuse(module, caller)
     if len({id(module) for module in units.values()}) != len(units):
-        raise ValueError("manage(): a module was given twice; pass each layer once")
+        raise ValueError(f"{caller}: a module was given twice; pass each layer once")
     return units
 
 
-def refuse(found: object) -> NoReturn:
+def refuse(found: object, caller: str) -> NoReturn:
     raise TypeError(
-        f"manage(): found {type(found).__name__}, expected an nn.Module or several (for example "
+        f"{caller}: found {type(found).__name__}, expected an nn.Module or several (for example "
         "model.layers)"
     )
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -33,8 +32,9 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 from memswap._native import native
 from memswap.checkpoint_policy import CheckpointPolicy, Decide, is_collective
 from memswap.engine.action import Action
+from memswap.engine.autograd import plain_parts
 from memswap.engine.handle import Handle, Kept, inplace_edit
-from memswap.engine.saver import Visit, plain_parts
+from memswap.engine.visit import Visit
 from memswap.errors import InplaceEditError, RecomputeError
 
 _ACTIONS = {
@@ -360,16 +360,20 @@ def draws(op: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
 
 
+# States are tensors: no mode around the region may take copying them for the program's work.
+_without_modes = torch._C._DisableTorchDispatch
+
+
 def random_states(leaves: list[Any]) -> list[tuple[torch.device, torch.Tensor]]:
     """The states of the generators of the devices of these tensors."""
     devices = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
-    with _no_modes():
+    with _without_modes():
         return [(device, _generators(device).get_rng_state(*_index(device))) for device in devices]
 
 
 def set_random_states(states: list[tuple[torch.device, torch.Tensor]]) -> None:
     """Move generators to where they were in the forward."""
-    with _no_modes():
+    with _without_modes():
         for device, state in states:
             _generators(device).set_rng_state(state, *_index(device))
 
@@ -380,10 +384,3 @@ def _generators(device: torch.device) -> Any:
 
 def _index(device: torch.device) -> tuple[torch.device, ...]:
     return () if device.type == "cpu" else (device,)
-
-
-def _no_modes() -> ExitStack:
-    """States are tensors: no mode around the region may take copying them for its own."""
-    stack = ExitStack()
-    stack.enter_context(torch._C._DisableTorchDispatch())
-    return stack

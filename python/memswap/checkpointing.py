@@ -32,8 +32,10 @@ from memswap.checkpoint_policy import (
 )
 from memswap.checkpoint_region import Region
 from memswap.engine.action import Action
-from memswap.engine.saver import Saver, Visit, current_visit, in_backward
+from memswap.engine.autograd import in_backward
+from memswap.engine.saver import Saver
 from memswap.engine.transfer import check_pool
+from memswap.engine.visit import Visit, current_visit
 from memswap.planning.policy import Policy
 
 if TYPE_CHECKING:
@@ -202,7 +204,8 @@ class Checkpointing:
         # The place in the forward names the region: the same in each step, and no other's.
         group = len(saver.passage.sizes)
         unit = f"{'' if around is None else around.unit}@{group}"
-        outputs = Visit(saver, unit, group=group)
+        outer = Visit(saver, "") if around is None else around
+        outputs = outer.within(unit, None, group)
         context_fn = noop_context_fn
         if self._decide is not None:
             options = self._options
@@ -214,7 +217,7 @@ class Checkpointing:
             )
             context_fn = region.contexts
         called, flat = _flattened(fn, args, kwargs)
-        inputs = Visit(saver, f"{unit}/inputs", self._input_action, group)
+        inputs = outer.within(f"{unit}/inputs", self._input_action, group)
         if self._input_action is not None:
             inputs.enter()
         served = _serving.set(outputs)

@@ -22,6 +22,10 @@ class EntryStateError(MemswapError, RuntimeError):
     """A saved storage was asked for a move that its state does not allow."""
 
 
+class GroupError(MemswapError, RuntimeError):
+    """A group was asked for something that its state does not allow; the message names it."""
+
+
 class RecomputeError(MemswapError, RuntimeError):
     """A checkpointed function did something else when it was run again for backward."""
 
@@ -48,3 +52,15 @@ class BudgetError(MemswapError, ValueError):
     def __init__(self, message: str, smallest_bytes: int) -> None:
         super().__init__(message)
         self.smallest_bytes = smallest_bytes
+
+
+class SlotError(MemswapError, RuntimeError):
+    """The memory of gathered weights was used by somebody whose loan of it had ended."""
+
+
+class UnitStateError(MemswapError, RuntimeError):
+    """Sharded weights were asked for a move that their state does not allow."""
+
+
+class RankMismatchError(MemswapError, RuntimeError):
+    """Ranks are set up differently and would launch different collectives: a hang, said early."""

@@ -16,7 +16,7 @@ def _let_go(
 ) -> Iterator[None]:
     """The laboratory looks for leaks once pytest and autograd's thread have let go."""
     yield
-    for name in ("pool", "saver"):
+    for name in ("pool", "saver", "region"):
         request.node.funcargs.pop(name, None)
     flush_autograd(device)
 

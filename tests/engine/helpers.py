@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -269,3 +271,31 @@ def let_sends_end(
 def collect() -> None:
     """Collect what an exception's traceback, or another cycle, still holds."""
     gc.collect()
+
+
+# --- a disk that fails ----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def files_no_longer_than(nbytes):
+    """As on a full disk, every write beyond this length fails."""
+    import resource
+    import signal
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+
+
+def descriptor_under(path):
+    """The file descriptor of the pool's nameless file."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith(str(path)):
+                return int(name)
+    raise AssertionError(f"no open file under {path}")

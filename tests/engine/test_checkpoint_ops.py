@@ -15,11 +15,18 @@ from checkpoint_helpers import (
     policy_of,
     runs,
 )
-from helpers import assert_released, assert_same_gradients, let_sends_end, random
+from helpers import (
+    assert_released,
+    assert_same_gradients,
+    flush_autograd,
+    let_sends_end,
+    random,
+)
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
 import memswap
+from memswap._native import native
 
 EVERY_OP = [policy for policy in CheckpointPolicy if "RECOMPUTE" not in policy.name]
 SAVING = pytest.mark.parametrize("decision", EVERY_OP, ids=lambda policy: policy.name)
@@ -32,9 +39,13 @@ def everything(decision):
 # --- views ------------------------------------------------------------------------------------
 
 
+VIEWS = (aten.t.default, aten.slice.Tensor, aten.view.default, aten.split.Tensor)
+
+
 @SAVING
 @pytest.mark.one_schedule
-def test_aliases_are_aliases_again(device, new_pool, decision):
+@pytest.mark.parametrize("saved", ["every operator", "views only"])
+def test_aliases_are_aliases_again(device, new_pool, decision, saved):
     """Views are made again on what came back, so the recomputation sees the same aliasing."""
     w = random(device, 8, 8)
     seen = []
@@ -42,16 +53,36 @@ def test_aliases_are_aliases_again(device, new_pool, decision):
     def fn(x):
         h = x @ w
         views = h.t(), h[2:], h.view(-1), h.detach(), torch.split(h, 4)[1]
-        seen.append(
-            [view.untyped_storage().data_ptr() - h.untyped_storage().data_ptr() for view in views]
-        )
+        ours = h.untyped_storage().data_ptr()
+        seen.append([view.untyped_storage().data_ptr() == ours for view in views])
         return sum(view.sin().exp().sum() for view in views)
 
+    policy = everything(decision) if saved == "every operator" else policy_of(decision, VIEWS)
     x, pool = random(device, 8, 8, seed=1), new_pool()
     expected = gradients_of(fn, x)
-    found = gradients_of(fn, x, policy_fn=everything(decision), pool=pool, min_bytes=1)
+    found = gradients_of(fn, x, policy_fn=policy, pool=pool, min_bytes=1)
     assert_same_gradients(found, expected)
-    assert seen == [[0] * 5] * 3, "a view of the recomputation lies on another storage"
+    assert seen == [[True] * 5] * 3, "a view of the recomputation lies on another storage"
+
+
+@pytest.mark.one_schedule
+@pytest.mark.parametrize("decision", ["MUST_SAVE", "MUST_ENCODE"])
+def test_what_is_kept_for_a_second_backward_keeps_nothing_else(device, new_pool, decision):
+    """An output that stayed must not come to own the graph of the recomputation."""
+    w, made = random(device, 8, 8), []
+
+    def fn(x):
+        h = x.exp()
+        made.append(native.WeakStorage(native.StorageRef(h)))
+        return (h @ w).sin()
+
+    policy, x = policy_of(CheckpointPolicy[decision]), random(device, 8, 8, seed=1).requires_grad_()
+    out = memswap.checkpoint(fn, x, policy_fn=policy, pool=new_pool()).sum()
+    for _ in range(2):
+        out.backward(retain_graph=True)
+        if device.type != "cpu":
+            flush_autograd(device)
+        assert made[-1].expired(), "the recomputation outlives its backward"
 
 
 @pytest.mark.every_action("swap", "encode")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import warnings
 
@@ -13,6 +12,8 @@ from helpers import (
     Training,
     assert_released,
     assert_same_gradients,
+    descriptor_under,
+    files_no_longer_than,
     let_sends_end,
     new_input,
     new_stack,
@@ -134,31 +135,6 @@ def test_device_out_of_memory_in_backward_is_torchs_error_and_loses_nothing(devi
 
 
 # --- the disk ------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def files_no_longer_than(nbytes):
-    """As on a full disk, every write beyond this length fails."""
-    import resource
-    import signal
-
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, ignored)
-
-
-def descriptor_under(path):
-    """The file descriptor of the pool's nameless file."""
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}").startswith(str(path)):
-                return int(name)
-    raise AssertionError(f"no open file under {path}")
 
 
 @pytest.mark.cpu_only

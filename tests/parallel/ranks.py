@@ -103,7 +103,7 @@ class RankPool:
         for _, connection in ranks:
             connection.send((world, store, module, body, arguments))
         waiting = {connection: rank for rank, (_, connection) in enumerate(ranks)}
-        failures: list[tuple[int, str, BaseException | None]] = []
+        failures: list[tuple[int, str, str | None]] = []
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -125,11 +125,11 @@ class RankPool:
         self.close()
         if not failures:
             raise RankError(f"ranks {sorted(waiting.values())} hang for {TEST_TIMEOUT_S} s{stacks}")
-        rank, text, error = failures[0]
+        rank, text, skipped = failures[0]
         others = ", ".join(str(other) for other, _, _ in failures[1:])
         noise = f"\n(then failed as well: rank {others})" if others else ""
-        if isinstance(error, pytest.skip.Exception):
-            raise error
+        if skipped is not None:
+            pytest.skip(skipped)
         raise RankError(f"rank {rank} of {world} failed first:\n{text}{noise}")
 
     def close(self) -> None:
@@ -178,8 +178,8 @@ def _serve(rank: int, connection: Connection, stacks: Path, others: list[Connect
 
 def _run(
     rank: int, world: int, store: str, test: Any, arguments: dict[str, Any]
-) -> tuple[str, BaseException | None] | None:
-    """One test in a process group of its own: None, or what went wrong."""
+) -> tuple[str, str | None] | None:
+    """One test in a process group of its own: None, or what went wrong, or why it was skipped."""
     try:
         dist.init_process_group(
             "gloo",
@@ -193,7 +193,9 @@ def _run(
         dist.barrier()  # nobody takes the group down under another one
         dist.destroy_process_group()
     except BaseException as error:
-        return traceback.format_exc(), error if isinstance(error, pytest.skip.Exception) else None
+        return traceback.format_exc(), error.msg if isinstance(
+            error, pytest.skip.Exception
+        ) else None
     return None
 
 

@@ -166,3 +166,42 @@ def test_dtensors_leave_and_come_back(rank: Rank) -> None:
     for _ in range(2):
         assert torch.equal(run(shared.checkpoint), expected)
     assert shared.stats().moved_storages > 0 and shared.stats().resident_bytes == 0
+
+
+@distributed(2)
+@pytest.mark.parametrize("wrapper", ["fully_shard, then checkpoint", "checkpoint, then", "DDP"])
+def test_checkpointed_modules_under_data_parallelism(rank: Rank, wrapper: str) -> None:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+    from torch.nn.parallel import DistributedDataParallel
+
+    def matmuls_leave(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        if op is torch.ops.aten.addmm.default:
+            return memswap.CheckpointPolicy.MUST_SWAP
+        return memswap.keep_collectives(ctx, op, *args, **kwargs)
+
+    def train(checkpointed: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layers = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(2)]
+        model: torch.nn.Module = torch.nn.Sequential(*layers)
+        if checkpointed and wrapper.startswith("checkpoint"):
+            memswap.checkpoint_module(layers, matmuls_leave, swap_inputs=True, min_bytes=1)
+        if wrapper == "DDP":
+            if checkpointed:
+                memswap.checkpoint_module(layers, matmuls_leave, swap_inputs=True, min_bytes=1)
+            model = DistributedDataParallel(model)
+        else:
+            for layer in layers:
+                fully_shard(layer, mesh=rank.mesh)
+            fully_shard(model, mesh=rank.mesh)
+        if checkpointed and wrapper.startswith("fully_shard"):
+            memswap.checkpoint_module(layers, matmuls_leave, swap_inputs=True, min_bytes=1)
+        for step in range(2):
+            model.zero_grad()
+            torch.manual_seed(10 * step + rank.rank)
+            model(torch.randn(4, 8)).square().mean().backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        return [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+
+    for ours, expected in zip(train(True), train(False), strict=True):
+        assert torch.equal(ours, expected), f"{wrapper}: gradients differ"

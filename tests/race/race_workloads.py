@@ -208,6 +208,7 @@ def observe(
     schedule: Schedule,
     workload: Workload,
     breaking: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    new_region: Callable[..., Region] = saved_region,
     **options: Any,
 ) -> Observation:
     """The workload under memswap in a laboratory, on a machine or an engine broken by `breaking`.
@@ -220,7 +221,7 @@ def observe(
             try:
                 with breaking() as mutation:
                     try:
-                        seen.results = workload(saved_region(**options))
+                        seen.results = workload(new_region(**options))
                         torch.accelerator.synchronize()
                     finally:
                         seen.hits = getattr(mutation, "hits", 0)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import enum
+from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 from weakref import ref
 
 from memswap._native import native
+from memswap.engine.buckets import Bucket
 from memswap.errors import EntryStateError
 
 if TYPE_CHECKING:
     from memswap._C import SavedView, StorageRef
+    from memswap.engine.group import Order
     from memswap.engine.lane import Ticket
     from memswap.engine.stats import Ledger
     from memswap.engine.timeline import Passage
-    from memswap.engine.transfer import Away, Way
+    from memswap.engine.transfer import Away, WayBack
 
 
 class State(enum.Enum):
@@ -148,6 +151,7 @@ class Entry:
         "index",
         "keeps",
         "nbytes",
+        "order",
         "passage",
         "reference",
         "remains",
@@ -169,12 +173,13 @@ class Entry:
         self.storage: StorageRef | None = None  # only what was brought back is held
         self.fetched = False  # whether `identity` is a storage that memswap made
         self.away: Away | None = None
-        self.way: Way | None = None
+        self.way: WayBack | None = None
         self.handles = 0  # saves whose storage left
         self.keeps = 0  # saves whose tensor stayed
         self.unseen = 0
         self.passage: Passage[Entry] | None = None
         self.index = -1
+        self.order: Order | None = None  # how it will leave, where a group says when
         self.remains = Remains(saver.ledger, self.nbytes)
         self.remains.count_resident(True)
 
@@ -190,7 +195,7 @@ class Entry:
             )
         self.state = state
 
-    def leave(self, way: Way, away: Away, departure: Ticket) -> None:
+    def leave(self, way: WayBack, away: Away, departure: Ticket) -> None:
         """The storage is being sent this way. The ticket holds the storage from here on."""
         self.remains.departure = departure
         self.move(State.LEAVING)
@@ -247,14 +252,34 @@ class Entry:
         storage = self.identity.lock()
         return storage is not None and storage.use_count - 1 <= self.keeps
 
-    def gone(self) -> bool:
-        """Notice whether a leaving storage really went away."""
+    def gone(self, wait: bool = False) -> bool:
+        """Notice whether a leaving storage really went away.
+
+        What was gathered into a bucket is gone before its bytes are anywhere else for sure; `wait`
+        for that, instead of saying no. If they could not be sent, the bucket gives them back.
+        """
         if self.state is not State.LEAVING or not self.identity.expired():
             return self.state is State.AWAY
+        if isinstance(self.way, Bucket) and not self._sent_safely(wait):
+            return False
         self.move(State.AWAY)
         self.remains.count_resident(False)
         self.saver.ledger.freed_bytes += self.nbytes
         return True
+
+    def _sent_safely(self, wait: bool) -> bool:
+        departure = self.remains.departure
+        assert departure is not None  # or it would not be leaving
+        if wait:
+            with suppress(native.TransferError):
+                departure.wait()
+                return True
+        return self.sent() and self.state is State.LEAVING
+
+    def _given_back(self) -> StorageRef:
+        """The storage of a send that failed."""
+        assert self.storage is not None
+        return self.storage
 
     def fetch(self) -> StorageRef:
         """Start bringing the bytes back into a storage of our own."""
@@ -270,6 +295,38 @@ class Entry:
         self.saver.ledger.returned_bytes += self.nbytes
         return storage
 
+    @property
+    def is_away(self) -> bool:
+        """Whether the storage has left, or is leaving, as far as its owner is concerned."""
+        return self.away is not None and self.storage is None
+
+    def retain(self) -> bool:
+        """Hold on to a storage that has not gone away yet: then nothing has to come back.
+
+        Whether there was one.
+        """
+        storage = self.storage
+        if storage is None:
+            storage = self.identity.lock()
+            if storage is None:
+                return False
+            self.storage = storage
+            self.unseen = self.handles
+            self.remains.count_resident(True)
+        if self.state in (State.LEAVING, State.AWAY):
+            self.move(State.RESIDENT)
+        return True
+
+    def let_go(self) -> None:
+        """Let go of a storage again whose away form is still there. Nothing is copied."""
+        if self.storage is None or self.away is None:
+            return
+        if self.state is State.RETURNING:
+            self.move(State.RESIDENT)
+        self.storage = None
+        self.move(State.AWAY)
+        self.remains.count_resident(False)
+
     def bring(self) -> tuple[StorageRef, bool]:
         """The storage, and whether it had to be fetched only now.
 
@@ -281,9 +338,8 @@ class Entry:
         if storage is None:
             storage = self.identity.lock()
             if storage is None:
-                self.gone()
-                storage = self.fetch()
-                late = True
+                late = self.gone(wait=True)
+                storage = self.fetch() if late else self._given_back()
             else:
                 self.storage = storage
                 self.unseen = self.handles

@@ -1,4 +1,4 @@
-"""Saver: the pair of hooks that joins autograd to the engine.
+"""Saver: what becomes of the tensors that autograd saves.
 
 From pack to unpack, in the order of the code: a tensor is offered to :meth:`Visit.pack`; its
 storage is looked up or becomes an :class:`Entry`; the policy and the timeline say whether it stays;
@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 from weakref import ref
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memswap._native import native
 from memswap.engine.action import Action, Decider, TensorInfo
+from memswap.engine.autograd import graph_task
 from memswap.engine.entry import Entry, State, Stay
-from memswap.engine.handle import Given, Handle, Kept, Moved, Parts, Passed, unpack
+from memswap.engine.handle import Handle, Kept, Moved
 from memswap.engine.stats import Ledger, Stats
 from memswap.engine.timeline import NEVER_FREED, PLANNED, Timeline
 from memswap.engine.transfer import Routes
@@ -34,14 +34,7 @@ if TYPE_CHECKING:
     from memswap.engine.expectations import Expectation, Expectations
     from memswap.engine.timeline import Passage
     from memswap.engine.transfer import Pool, Route, Way
-
-    HookPair = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
-
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
-_hooks_disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
-_graph_task = torch._C._current_graph_task_id
+    from memswap.engine.visit import Visit
 
 
 class _Encoding(NamedTuple):
@@ -51,6 +44,18 @@ class _Encoding(NamedTuple):
     expectation: Expectation
     watch: FrameWatch
     entry: ref[Entry]
+
+
+class Place(Protocol):
+    """Where a storage was saved: what its frame is expected to be like depends on it."""
+
+    @property
+    def unit(self) -> str:
+        """The unit that saved it."""
+
+    @property
+    def ordinal(self) -> int:
+        """Which of the unit's storages it is."""
 
 
 class Saver:
@@ -112,6 +117,10 @@ class Saver:
         """Order everything after the transfers under way, and drop the storages they hold."""
         self._routes.settle()
 
+    def open_routes(self) -> list[Route]:
+        """The routes of the devices that were seen so far."""
+        return self._routes.open_routes()
+
     def check_decodes(self) -> None:
         """Wait for decodes under way; raise TransferError if a frame was not what was encoded."""
         self._routes.check_decodes()
@@ -125,21 +134,17 @@ class Saver:
         if known is not None:
             self.ledger.deduplicated_tensors += 1
             self.ledger.deduplicated_bytes += view.nbytes
-            return Kept(tensor, known) if known.away is None else Moved(known, view)
+            if isinstance(known, Stay) or (known.away is None and known.storage is None):
+                return Kept(tensor, known)
+            return Moved(known, view)  # it has left, or waits to: the entry holds the storage
         if nbytes < self.policy.min_bytes:
             return "small"
         if not visit.covered:
             return "policy"
-        if _graph_task() != -1:
+        if graph_task() != -1:
             return "saved in backward"
-        policy = self.policy
-        director = self.director
-        action = visit.action
-        if action is None:
-            action = policy.action
-            if policy.fn is not None:  # most have none: spare them the TensorInfo
-                action = policy.decide(tensor, TensorInfo(visit.unit, view.nbytes, nbytes))
-        if action is Action.KEEP and director is None:
+        action = self._action(tensor, view, visit)
+        if action is Action.KEEP and self.director is None:
             return self._stay(tensor, view, "policy")
         route = self._routes.to(tensor.device)
         if route is None:
@@ -151,9 +156,25 @@ class Saver:
         self._notice_gone()
         if self._encoding:
             self._learn()
-        if action is None:
-            action = route.default_action
         visit.ordinal += 1
+        return self._admit(tensor, view, visit, route, action or route.default_action)
+
+    def _action(self, tensor: torch.Tensor, view: SavedView, visit: Visit) -> Action | None:
+        """What whoever packs insists on, or the policy wants. None: what suits the device."""
+        if visit.action is not None:
+            return visit.action
+        policy = self.policy
+        if policy.fn is None:  # most have none: spare them the TensorInfo
+            return policy.action
+        info = TensorInfo(visit.unit, view.nbytes, view.storage_nbytes)
+        return policy.decide(tensor, info)
+
+    def _admit(
+        self, tensor: torch.Tensor, view: SavedView, visit: Visit, route: Route, action: Action
+    ) -> Handle:
+        """A new entry, which leaves unless the plan or the timeline has a reason why it stays."""
+        nbytes: int = view.storage_nbytes
+        director = self.director
         chosen = None
         if director is not None:
             chosen = director.choose(tensor, visit.unit, visit.ordinal, nbytes, action)
@@ -170,20 +191,30 @@ class Saver:
         self.passage.place(entry)
         self._entries[view.key] = entry.reference
         if verdict is None:
-            if action is Action.SWAP:
-                verdict = self._swap(entry, storage, route)
-            else:
-                verdict = self._encode(entry, storage, route, action, visit, tensor.dtype)
+            verdict = self.depart(entry, storage, route, action, visit, tensor.dtype)
         handle: Handle
         if verdict is not None:
             self.ledger.keep(verdict, nbytes)
             handle = Kept(tensor, entry)
         else:
-            self._leaving.append(entry.reference)
             handle = Moved(entry, view)
         if director is not None:
             director.saved(entry)
         return handle
+
+    def depart(
+        self,
+        entry: Entry,
+        storage: StorageRef,
+        route: Route,
+        action: Action,
+        place: Place,
+        dtype: torch.dtype,
+    ) -> str | None:
+        """Start sending an entry's storage away. None, or the reason why it stays."""
+        if action is Action.SWAP:
+            return self._swap(entry, storage, route)
+        return self._encode(entry, storage, route, action, place, dtype)
 
     def _swap(self, entry: Entry, storage: StorageRef, route: Route) -> str | None:
         """Start swapping an entry's storage. None, or the reason why it stays."""
@@ -192,6 +223,7 @@ class Saver:
         if sent is None:
             return self._refused(way, entry, route)
         entry.leave(way, *sent)
+        self._leaving.append(entry.reference)
         return None
 
     def _encode(
@@ -200,7 +232,7 @@ class Saver:
         storage: StorageRef,
         route: Route,
         action: Action,
-        visit: Visit,
+        place: Place,
         dtype: torch.dtype,
     ) -> str | None:
         """Start encoding an entry's storage. None, or the reason why it stays."""
@@ -208,24 +240,38 @@ class Saver:
         if way is None:
             reason = "no codec"
         else:
-            expectations = route.expectations
-            expectation = expectations.of(visit.unit, visit.ordinal, entry.nbytes, dtype)
-            if expectation.pays:
-                sent = way.send(storage, expectation)
-                if sent is None and expectation.trial:
-                    expectation = expectations.settled(expectation)
-                    sent = way.send(storage, expectation)
-                if sent is not None:
-                    entry.leave(way, *sent)
-                    made = _Encoding(expectations, expectation, sent[0].watch(), entry.reference)
-                    # Where nothing works ahead an encode has ended, unless it failed.
-                    if way.works_ahead or made.watch.report() is not None:
-                        self._encoding.append(made)
-                    return None
-                reason = self._refused(way, entry, route)
-            else:
+            expectation = route.expectations.of(place.unit, place.ordinal, entry.nbytes, dtype)
+            if not expectation.pays:
                 reason = "does not shrink"
+            elif self.send_encode(entry, storage, way, route, expectation):
+                return None
+            else:
+                reason = self._refused(way, entry, route)
         return reason if action is Action.ENCODE else self._swap(entry, storage, route)
+
+    def send_encode(
+        self,
+        entry: Entry,
+        storage: StorageRef,
+        way: Way,
+        route: Route,
+        expectation: Expectation,
+    ) -> bool:
+        """Start encoding. Whether there was room."""
+        expectations = route.expectations
+        sent = way.send(storage, expectation)
+        if sent is None and expectation.trial:
+            expectation = expectations.settled(expectation)
+            sent = way.send(storage, expectation)
+        if sent is None:
+            return False
+        entry.leave(way, *sent)
+        self._leaving.append(entry.reference)
+        made = _Encoding(expectations, expectation, sent[0].watch(), entry.reference)
+        # Where nothing works ahead an encode has ended, unless it failed.
+        if way.works_ahead or made.watch.report() is not None:
+            self._encoding.append(made)
+        return True
 
     def _refused(self, way: Way, entry: Entry, route: Route) -> str:
         """A way has no room: the reason in the statistics. In full it is told once."""
@@ -318,7 +364,7 @@ class Saver:
             if late:
                 self.ledger.stalls += 1
             if entry.passage is not None:
-                self._prefetch(entry.passage.demand(entry.index))
+                self.look_ahead(entry.passage, entry.index)
         if arrival is not None:
             begin = perf_counter()
             try:
@@ -347,161 +393,27 @@ class Saver:
                 and entry.held_by_handles_only()
             ):
                 passage.held.discard(index)  # next time it would be freed, so it may leave
-            self._prefetch(passage.demand(index))
+            self.look_ahead(passage, index)
             if director is not None:
                 director.demanded(entry)
 
+    def look_ahead(self, passage: Passage[Entry], index: int) -> None:
+        """A storage is demanded: what comes next is brought back."""
+        self._prefetch(passage.demand(index))
+
     def _prefetch(self, entries: Iterable[Entry]) -> None:
-        for entry in entries:
-            way = entry.way
-            if entry.away is None or way is None or not way.works_ahead:
-                continue
-            if entry.storage is not None or not entry.gone():
-                continue
-            try:
-                entry.fetch()
-            except torch.OutOfMemoryError:
-                return  # the demand itself will ask again, when there may be room
+        try:
+            for entry in entries:
+                self.fetch(entry)
+        except torch.OutOfMemoryError:
+            return  # the demand itself will ask again, when there may be room
 
-
-class Visit:
-    """One installation of a saver's hooks: a ``with`` block, or one call of a unit.
-
-    Args:
-        action: what to do with all that is packed, instead of what the policy says.
-        group: storages of one group come back in the order in which they were saved
-            (`Passage.admit`).
-    """
-
-    __slots__ = ("action", "covered", "group", "ordinal", "outer", "pushed", "saver", "unit")
-
-    def __init__(
-        self, saver: Saver, unit: str, action: Action | None = None, group: int | None = None
-    ) -> None:
-        self.saver = saver
-        self.unit = unit
-        self.action = action
-        self.group = group
-        self.covered = action is not None or saver.policy.covers(unit)
-        self.ordinal = -1  # of the storage that was considered last
-        self.outer: HookPair | None = None
-        self.pushed = False
-
-    def enter(self) -> None:
-        """Install the hooks, unless saving here is somebody else's business.
-
-        [Note: Composition] PyTorch applies only the innermost pair of hooks. What a visit does not
-        move it therefore hands to the pair that was installed before. Inside a region of
-        torch.utils.checkpoint the visit steps aside altogether: the region saves nothing but its
-        inputs, which the hooks outside it see. Where saved-tensor hooks are disabled (torch.func),
-        tensors stay.
-        """
-        if not torch.is_grad_enabled() or _hooks_disabled() is not None:
-            return
-        outer = _top_hooks(True)
-        if outer is not None and getattr(outer[0], "__module__", "") == "torch.utils.checkpoint":
-            return
-        self.outer = outer
-        _push_hooks(self.pack, unpack)
-        self.pushed = True
-
-    def innermost(self) -> bool:
-        """Whether leaving now would take off these hooks, or none."""
-        top = _top_hooks(True)
-        return not self.pushed or (top is not None and top[0] == self.pack)
-
-    def leave(self) -> None:
-        if self.pushed:
-            self.pushed = False
-            _pop_hooks()
-
-    def pack(self, tensor: torch.Tensor) -> Handle:
-        """The pack hook. Never raises for want of memory or support; the tensor stays then."""
-        saver = self.saver
-        ledger = saver.ledger
-        view = native.capture(tensor)
-        if view is None:
-            return self._pack_unusual(tensor)
-        with saver.lock:
-            ledger.fold_retired()
-            ledger.offered_tensors += 1
-            ledger.offered_bytes += view.nbytes
-            if view.of_leaf or view.key in saver.persistent or is_frozen_parameter(tensor):
-                outcome: Handle | str = "parameter"
-            elif view.private_format:
-                outcome = "private format"
-            else:
-                outcome = saver.save(tensor, view, self)
-            if isinstance(outcome, str):
-                ledger.keep(outcome, view.storage_nbytes)
-                outcome = Kept(tensor, None)
-        return self._or_outer(tensor, outcome)
-
-    def _or_outer(self, tensor: torch.Tensor, handle: Handle) -> Handle:
-        """What stays goes to the outer hooks if there are any (see [Note: Composition])."""
-        if self.outer is None or type(handle) is not Kept:
-            return handle
-        pack_hook, unpack_hook = self.outer
-        return Passed(pack_hook(tensor), unpack_hook)
-
-    def _pack_unusual(self, tensor: torch.Tensor) -> Handle:
-        """A tensor that a storage alone does not describe: by its parts, or kept."""
-        if (
-            self.outer is None
-            and is_traceable_wrapper_subclass(tensor)
-            and not tensor.is_nested  # a ragged size cannot be rebuilt from the parts alone
-            and not is_parameter(tensor)
-        ):
-            names, context = tensor.__tensor_flatten__()
-            inner = {name: getattr(tensor, name) for name in names}
-            parts = {
-                name: self.pack(part) if isinstance(part, torch.Tensor) else Given(part)
-                for name, part in inner.items()
-            }
-            return Parts(tensor, parts, context)
-        with self.saver.lock:
-            ledger = self.saver.ledger
-            ledger.offered_tensors += 1
-            ledger.keep("not a plain tensor", 0)
-        return self._or_outer(tensor, Kept(tensor, None))
-
-
-def is_parameter(tensor: torch.Tensor) -> bool:
-    """A parameter, frozen or not, another leaf that requires grad, or a view of one of them.
-
-    For tensors without a native view, which knows leaves by itself (`SavedView.of_leaf`).
-    """
-    base = tensor._base
-    owner = tensor if base is None else base
-    return (owner.requires_grad and owner.is_leaf) or is_frozen_parameter(tensor)
-
-
-def is_frozen_parameter(tensor: torch.Tensor) -> bool:
-    """A parameter or a view of one, known by its type: a frozen one is like any other leaf."""
-    base = tensor._base
-    owner = tensor if base is None else base
-    # The type is asked first because isinstance on Parameter runs a metaclass.
-    return type(owner) is not torch.Tensor and isinstance(owner, torch.nn.Parameter)
-
-
-def current_visit() -> Visit | None:
-    """The visit whose hooks this thread would save through now, if they are memswap's."""
-    top = _top_hooks(True)
-    owner = None if top is None else getattr(top[0], "__self__", None)
-    return owner if isinstance(owner, Visit) else None
-
-
-def in_backward() -> bool:
-    """Whether this thread runs a backward pass now."""
-    return bool(_graph_task() != -1)
-
-
-def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that have the bytes: a wrapper subclass's parts, or the tensor itself."""
-    if not is_traceable_wrapper_subclass(tensor):
-        yield tensor
-        return
-    names, _ = tensor.__tensor_flatten__()
-    for part in (getattr(tensor, name) for name in names):
-        if isinstance(part, torch.Tensor):
-            yield from plain_parts(part)
+    def fetch(self, entry: Entry) -> bool:
+        """Start bringing an entry back, unless it is not away. Whether that was done."""
+        way = entry.way
+        if entry.away is None or way is None or not way.works_ahead:
+            return False
+        if entry.storage is not None or not entry.gone():
+            return False
+        entry.fetch()  # may be out of memory
+        return True

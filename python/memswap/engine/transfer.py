@@ -16,17 +16,15 @@ from memswap.errors import TransferError
 
 if TYPE_CHECKING:
     from memswap._C import Block, CodecLane, EncodedStorage, StorageRef
+    from memswap.engine.buckets import Part
 
 Pool: TypeAlias = HostPool | DiskPool
-Away: TypeAlias = "Block | EncodedStorage"
+Away: TypeAlias = "Block | EncodedStorage | Part"
 """What an entry owns while its bytes are away; dropping it gives the memory back."""
 
 
-class Way(Protocol):
-    """One away form of one device: how bytes are sent away, and brought back."""
-
-    encodes: bool
-    """Whether the away form is a frame, so that `send` needs an expectation."""
+class WayBack(Protocol):
+    """How bytes that went away are brought back."""
 
     stays_on_device: bool
     """Whether the away form takes memory of the device."""
@@ -37,13 +35,20 @@ class Way(Protocol):
     works_ahead: bool
     """Whether bytes can be on their way back before they are needed."""
 
+    def bring(self, away: Any) -> tuple[StorageRef, Ticket]:
+        """Start bringing what was sent back, into a storage of memswap's own."""
+
+
+class Way(WayBack, Protocol):
+    """One away form of one device: how bytes are sent away, and brought back."""
+
+    encodes: bool
+    """Whether the away form is a frame, so that `send` needs an expectation."""
+
     def send(
         self, storage: StorageRef, expectation: Expectation | None
     ) -> tuple[Any, Ticket] | None:
         """Start sending a storage away. None: there is no room, and nothing was started."""
-
-    def bring(self, away: Any) -> tuple[StorageRef, Ticket]:
-        """Start bringing what `send` returned back, into a storage of memswap's own."""
 
     def why_refused(self) -> str:
         """Why `send` last returned None, in words."""
@@ -87,7 +92,7 @@ class EncodeWay:
     short_of = "codec room"
 
     def __init__(self, lane: CodecLane, works_ahead: bool) -> None:
-        self.lane = lane
+        self.codec_lane = lane
         self.works_ahead = works_ahead
 
     def send(
@@ -95,7 +100,7 @@ class EncodeWay:
     ) -> tuple[EncodedStorage, Ticket] | None:
         assert expectation is not None
         frame = expectation
-        sent = self.lane.encode(
+        sent = self.codec_lane.encode(
             storage, frame.dtype, frame.shape, frame.var_capacity, frame.profile, frame.center
         )
         if sent is not None and not self.works_ahead:
@@ -103,10 +108,10 @@ class EncodeWay:
         return sent
 
     def bring(self, away: EncodedStorage) -> tuple[StorageRef, Ticket]:
-        return self.lane.decode(away)
+        return self.codec_lane.decode(away)
 
     def why_refused(self) -> str:
-        return self.lane.last_refusal
+        return self.codec_lane.last_refusal
 
 
 class EncodeSwapWay:
@@ -245,6 +250,11 @@ class Route:
         if kind not in self._default_pools:
             self._default_pools[kind] = default_pool(self.device)
         return self._default_pools[kind]
+
+    @property
+    def copies(self) -> bool:
+        """Whether anything went to the pool so far."""
+        return self._lane is not None
 
     @property
     def lane(self) -> Lane:

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 ReduceOp = Literal["avg", "sum"]
 
 # torch 2.13 renamed these two; the old names warn.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -141,7 +141,7 @@ class ProcessGroupComm:
             check_sizes("all_gather", label, output.numel(), input.numel() * self.size)
 
         def launch(output: torch.Tensor, input: torch.Tensor) -> Any:
-            return _all_gather(output, input, group=self.group, async_op=True)
+            return all_gather_tensor(output, input, group=self.group, async_op=True)
 
         return self._launch(launch, outputs, inputs, label or "all_gather")
 

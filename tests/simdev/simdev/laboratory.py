@@ -160,7 +160,7 @@ def _reset() -> None:
     _C.take_reports()
     _C.fail_pinned_requests(0, 0)
     _C.set_pinned_budget(None)
-    _C.set_cost_model(3, 2, 1500, 25, 25)
+    _C.set_cost_model(3, 2, 1500, 25, 25, 0, True)
     for device in range(_C.device_count):
         _C.set_capacity(device, DEFAULT_CAPACITY_BYTES)
         for stream in range(_C.pool_streams + 1):
@@ -285,6 +285,8 @@ def virtual_time(
     hbm_gb_per_s: float = 1500,
     h2d_gb_per_s: float = 25,
     d2h_gb_per_s: float = 25,
+    matrix_gb_per_s: float = 0,
+    queries_wait: bool = True,
 ) -> Iterator[VirtualClock]:
     """Sets the cost model and starts virtual time from zero.
 
@@ -292,14 +294,28 @@ def virtual_time(
     direction of the link) and starts when its stream, its engine and the host are there; each
     launch costs the host host_us. It depends on the program only, never on the schedule.
     Event.elapsed_time is virtual time as well, in milliseconds. GB = 10**9 bytes.
+
+    Where `matrix_gb_per_s` is given, matrix products have an engine of their own: what moves memory
+    runs beside them, and two of either kind still wait for each other.
+
+    A query of work that has run takes the host to that work's virtual end. Without `queries_wait`
+    it answers no until the host is there by itself: a host that runs ahead of the device.
     """
     clock = VirtualClock()
     clock.reset()
-    _C.set_cost_model(host_us, launch_us, hbm_gb_per_s, h2d_gb_per_s, d2h_gb_per_s)
+    _C.set_cost_model(
+        host_us,
+        launch_us,
+        hbm_gb_per_s,
+        h2d_gb_per_s,
+        d2h_gb_per_s,
+        matrix_gb_per_s,
+        queries_wait,
+    )
     try:
         yield clock
     finally:
-        _C.set_cost_model(3, 2, 1500, 25, 25)
+        _C.set_cost_model(3, 2, 1500, 25, 25, 0, True)
 
 
 # ---------------------------------------------------------------- counters

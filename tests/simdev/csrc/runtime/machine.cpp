@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <string_view>
 
 namespace simdev {
 namespace {
@@ -128,6 +129,16 @@ void rewind_stream_pool() {
   machine.last_pool_stream.fill(0);
 }
 
+namespace {
+
+// mm, addmm, bmm and their like, with or without the name of an overload.
+bool is_matrix_product(std::string_view name) {
+  name = name.substr(0, name.find('.', name.rfind(':') + 1));
+  return name.ends_with("mm") || name.ends_with("::linear");
+}
+
+}  // namespace
+
 void enqueue(StreamId id, const Launch& launch, WorkPtr work) {
   Machine& machine = Machine::get();
   Scheduler::Lock lock(machine.mutex);
@@ -152,8 +163,10 @@ void enqueue(StreamId id, const Launch& launch, WorkPtr work) {
     machine.detector.access(block->accesses, block->bytes, span, access, stream.clock, false);
   }
   machine.detector.throw_deferred();
-  stream.virtual_us =
-      machine.time.launch(id.device, launch.engine, launch.bytes, stream.virtual_us);
+  const Engine engine = launch.engine == Engine::kCompute && is_matrix_product(launch.name)
+                            ? Engine::kMatrix
+                            : launch.engine;
+  stream.virtual_us = machine.time.launch(id.device, engine, launch.bytes, stream.virtual_us);
   machine.scheduler.push(stream, launch.name, nullptr, std::move(work));
   machine.scheduler.after_push(lock);
 }
@@ -188,6 +201,9 @@ bool query(const RecordingPtr& recording) {
   if (machine.mutations.apply(Mutations::Kind::kLyingQueries)) return true;
   machine.time.host_spends(kQueryUs);
   if (!machine.scheduler.poll(lock, *recording)) return false;
+  if (!machine.time.model.queries_wait && recording->virtual_us > machine.time.host_us()) {
+    return false;  // it has run, but the host asks too early
+  }
   machine.host_clock.join(recording->clock);
   machine.time.host_reaches(recording->virtual_us);
   return true;

@@ -81,7 +81,7 @@ struct Span {
   bool write = false;
   bool device = false;
 };
-enum class Engine { kCompute, kHostToDevice, kDeviceToHost };
+enum class Engine { kCompute, kHostToDevice, kDeviceToHost, kMatrix };
 
 struct Launch {
   const char* name = "";  // must outlive the process: a literal, or intern()ed
@@ -163,6 +163,8 @@ struct CostModel {
   double hbm_gb_per_s = 1500;
   double h2d_gb_per_s = 25;
   double d2h_gb_per_s = 25;
+  double matrix_gb_per_s = 0;  // 0: matrix products have no engine of their own
+  bool queries_wait = true;    // a query of work that has run takes the host to its virtual end
 };
 void set_cost_model(const CostModel& model);
 double host_virtual_us();

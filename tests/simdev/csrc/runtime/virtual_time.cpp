@@ -32,8 +32,10 @@ void EngineTimeline::forget_before(double time_us) {
 }
 
 double VirtualTime::launch(int device, Engine engine, double bytes, double stream_us) {
+  if (engine == Engine::kMatrix && model.matrix_gb_per_s <= 0) engine = Engine::kCompute;
   const double gb_per_s = engine == Engine::kHostToDevice   ? model.h2d_gb_per_s
                           : engine == Engine::kDeviceToHost ? model.d2h_gb_per_s
+                          : engine == Engine::kMatrix       ? model.matrix_gb_per_s
                                                             : model.hbm_gb_per_s;
   host_us_ += model.host_us;
   auto& timeline = engines_[static_cast<size_t>(device)][static_cast<size_t>(engine)];

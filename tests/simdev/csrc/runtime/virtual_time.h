@@ -38,7 +38,7 @@ class VirtualTime {
 
  private:
   double host_us_ = 0;
-  std::array<std::array<EngineTimeline, 3>, kDevices> engines_;
+  std::array<std::array<EngineTimeline, 4>, kDevices> engines_;
 };
 
 }  // namespace simdev

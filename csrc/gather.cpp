@@ -1,0 +1,93 @@
+#include "gather.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+#include "device_streams.h"
+
+namespace memswap {
+namespace {
+
+at::Tensor bytes_of(const c10::Storage& storage, c10::DispatchKeySet keys, size_t offset,
+                    size_t nbytes) {
+  auto tensor = at::detail::make_tensor<c10::TensorImpl>(
+      c10::TensorImpl::VIEW, c10::Storage(storage), keys, caffe2::TypeMeta::Make<uint8_t>());
+  c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  impl->set_storage_offset(static_cast<int64_t>(offset));
+  impl->set_sizes_contiguous({static_cast<int64_t>(nbytes)});
+  return tensor;
+}
+
+}  // namespace
+
+std::pair<StorageRefPtr, std::vector<size_t>> gather(const std::vector<StorageRefPtr>& storages) {
+  if (storages.empty()) {
+    throw std::invalid_argument("memswap: found no storages to gather; expected at least one");
+  }
+  const c10::Device device = storages.front()->storage.device();
+  std::vector<size_t> offsets;
+  size_t total = 0;
+  for (const StorageRefPtr& ref : storages) {
+    if (ref->storage.device() != device) {
+      throw std::invalid_argument("memswap: storages that are gathered are on one device; found " +
+                                  device.str() + " and " + ref->storage.device().str());
+    }
+    offsets.push_back(total);
+    const size_t nbytes = ref->storage.nbytes();
+    total += (nbytes + kPartAlignment - 1) / kPartAlignment * kPartAlignment;
+  }
+  // What lies between the parts is never read, but it is copied: a machine that checks sees bytes
+  // that nobody wrote. The last part needs no room behind it.
+  total = offsets.back() + storages.back()->storage.nbytes();
+
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const WithoutModes without_modes;
+  const c10::DeviceGuard guard(device);
+  const at::Tensor whole =
+      at::empty({static_cast<int64_t>(total)}, at::TensorOptions().dtype(at::kByte).device(device));
+  std::vector<at::Tensor> from, to;
+  for (size_t i = 0; i < storages.size(); ++i) {
+    const size_t nbytes = storages[i]->storage.nbytes();
+    from.push_back(bytes_of(storages[i]->storage, whole.key_set(), 0, nbytes));
+    to.push_back(bytes_of(whole.storage(), whole.key_set(), offsets[i], nbytes));
+  }
+  at::_foreach_copy_(to, from, /*non_blocking=*/true);
+  if (!device.is_cpu()) {
+    // Edge 2 of [Note: Every edge of a swap]: who drops a source need not know that it was read
+    // here, unless its memory belongs to another stream.
+    const c10::impl::VirtualGuardImpl backend(device.type());
+    for (const StorageRefPtr& ref : storages) {
+      backend.recordDataPtrOnStream(ref->storage.data_ptr(), backend.getStream(device));
+    }
+  }
+  return {std::make_shared<StorageRef>(whole.storage()), std::move(offsets)};
+}
+
+StorageRefPtr part(const StorageRef& whole, size_t offset, size_t nbytes) {
+  const c10::Storage& storage = whole.storage;
+  if (offset > storage.nbytes() || nbytes > storage.nbytes() - offset) {
+    throw std::invalid_argument("memswap: found a part of " + std::to_string(nbytes) +
+                                " bytes at " + std::to_string(offset) + " of a storage of " +
+                                std::to_string(storage.nbytes()) + "; expected it inside");
+  }
+  auto owner = std::make_unique<c10::Storage>(storage);
+  void* data = static_cast<char*>(storage.mutable_data()) + offset;
+  c10::DataPtr memory(
+      data, owner.release(), [](void* context) { delete static_cast<c10::Storage*>(context); },
+      storage.device());
+  auto impl = c10::make_storage_impl(c10::StorageImpl::use_byte_size_t(), nbytes, std::move(memory),
+                                     /*allocator=*/nullptr,
+                                     /*resizable=*/false, storage.device());
+  return std::make_shared<StorageRef>(c10::Storage(std::move(impl)));
+}
+
+}  // namespace memswap

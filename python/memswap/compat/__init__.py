@@ -1,0 +1,1 @@
+"""Other systems' names and call patterns on memswap's engine."""

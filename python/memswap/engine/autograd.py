@@ -1,0 +1,49 @@
+"""What the engine asks about a tensor that autograd saves, and about the moment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+_graph_task = torch._C._current_graph_task_id
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
+    """A parameter, frozen or not, another leaf that requires grad, or a view of one of them.
+
+    For tensors without a native view, which knows leaves by itself (`SavedView.of_leaf`).
+    """
+    base = tensor._base
+    owner = tensor if base is None else base
+    return (owner.requires_grad and owner.is_leaf) or is_frozen_parameter(tensor)
+
+
+def is_frozen_parameter(tensor: torch.Tensor) -> bool:
+    """A parameter or a view of one, known by its type: a frozen one is like any other leaf."""
+    base = tensor._base
+    owner = tensor if base is None else base
+    # The type is asked first because isinstance on Parameter runs a metaclass.
+    return type(owner) is not torch.Tensor and isinstance(owner, torch.nn.Parameter)
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass now."""
+    return graph_task() != -1
+
+
+def graph_task() -> int:
+    """The number of the backward pass that this thread runs; -1: none."""
+    return int(_graph_task())
+
+
+def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that have the bytes: a wrapper subclass's parts, or the tensor itself."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for part in (getattr(tensor, name) for name in names):
+        if isinstance(part, torch.Tensor):
+            yield from plain_parts(part)

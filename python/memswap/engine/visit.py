@@ -1,0 +1,138 @@
+"""Visit: the pair of hooks that joins autograd to a saver."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from memswap._native import native
+from memswap.engine.autograd import is_frozen_parameter, is_parameter
+from memswap.engine.handle import Given, Handle, Kept, Parts, Passed, unpack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from memswap.engine.action import Action
+    from memswap.engine.saver import Saver
+
+    HookPair = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+_hooks_disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
+
+
+class Visit:
+    """One installation of a saver's hooks: a ``with`` block, or one call of a unit.
+
+    Args:
+        action: what to do with all that is packed, instead of what the policy says.
+        group: storages of one group come back in the order in which they were saved
+            (`Passage.admit`).
+    """
+
+    __slots__ = ("action", "covered", "group", "ordinal", "outer", "pushed", "saver", "unit")
+
+    def __init__(
+        self, saver: Saver, unit: str, action: Action | None = None, group: int | None = None
+    ) -> None:
+        self.saver = saver
+        self.unit = unit
+        self.action = action
+        self.group = group
+        self.covered = action is not None or saver.policy.covers(unit)
+        self.ordinal = -1  # of the storage that was considered last
+        self.outer: HookPair | None = None
+        self.pushed = False
+
+    def within(self, unit: str, action: Action | None, group: int | None) -> Visit:
+        """Another visit for a part of what this one is for: a region of a checkpoint."""
+        return Visit(self.saver, unit, action, group)
+
+    def enter(self) -> None:
+        """Install the hooks, unless saving here is somebody else's business.
+
+        [Note: Composition] PyTorch applies only the innermost pair of hooks. What a visit does not
+        move it therefore hands to the pair that was installed before. Inside a region of
+        torch.utils.checkpoint the visit steps aside altogether: the region saves nothing but its
+        inputs, which the hooks outside it see. Where saved-tensor hooks are disabled (torch.func),
+        tensors stay.
+        """
+        if not torch.is_grad_enabled() or _hooks_disabled() is not None:
+            return
+        outer = _top_hooks(True)
+        if outer is not None and getattr(outer[0], "__module__", "") == "torch.utils.checkpoint":
+            return
+        self.outer = outer
+        _push_hooks(self.pack, unpack)
+        self.pushed = True
+
+    def innermost(self) -> bool:
+        """Whether leaving now would take off these hooks, or none."""
+        top = _top_hooks(True)
+        return not self.pushed or (top is not None and top[0] == self.pack)
+
+    def leave(self) -> None:
+        if self.pushed:
+            self.pushed = False
+            _pop_hooks()
+
+    def pack(self, tensor: torch.Tensor) -> Handle:
+        """The pack hook. Never raises for want of memory or support; the tensor stays then."""
+        saver = self.saver
+        ledger = saver.ledger
+        view = native.capture(tensor)
+        if view is None:
+            return self._pack_unusual(tensor)
+        with saver.lock:
+            ledger.fold_retired()
+            ledger.offered_tensors += 1
+            ledger.offered_bytes += view.nbytes
+            if view.of_leaf or view.key in saver.persistent or is_frozen_parameter(tensor):
+                outcome: Handle | str = "parameter"
+            elif view.private_format:
+                outcome = "private format"
+            else:
+                outcome = saver.save(tensor, view, self)
+            if isinstance(outcome, str):
+                ledger.keep(outcome, view.storage_nbytes)
+                outcome = Kept(tensor, None)
+        return self._or_outer(tensor, outcome)
+
+    def _or_outer(self, tensor: torch.Tensor, handle: Handle) -> Handle:
+        """What stays goes to the outer hooks if there are any (see [Note: Composition])."""
+        if self.outer is None or type(handle) is not Kept:
+            return handle
+        pack_hook, unpack_hook = self.outer
+        return Passed(pack_hook(tensor), unpack_hook)
+
+    def _pack_unusual(self, tensor: torch.Tensor) -> Handle:
+        """A tensor that a storage alone does not describe: by its parts, or kept."""
+        if (
+            self.outer is None
+            and is_traceable_wrapper_subclass(tensor)
+            and not tensor.is_nested  # a ragged size cannot be rebuilt from the parts alone
+            and not is_parameter(tensor)
+        ):
+            names, context = tensor.__tensor_flatten__()
+            inner = {name: getattr(tensor, name) for name in names}
+            parts = {
+                name: self.pack(part) if isinstance(part, torch.Tensor) else Given(part)
+                for name, part in inner.items()
+            }
+            return Parts(tensor, parts, context)
+        with self.saver.lock:
+            ledger = self.saver.ledger
+            ledger.offered_tensors += 1
+            ledger.keep("not a plain tensor", 0)
+        return self._or_outer(tensor, Kept(tensor, None))
+
+
+def current_visit() -> Visit | None:
+    """The visit whose hooks this thread would save through now, if they are memswap's."""
+    top = _top_hooks(True)
+    owner = None if top is None else getattr(top[0], "__self__", None)
+    return owner if isinstance(owner, Visit) else None

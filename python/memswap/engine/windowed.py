@@ -1,0 +1,229 @@
+"""WindowedSaver: the engine whose encodes and decodes wait for windows."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+
+from memswap._native import native
+from memswap.engine.saver import Saver
+from memswap.engine.transfer import EncodeSwapWay, EncodeWay
+from memswap.engine.visit import Visit
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+    from weakref import ref
+
+    from memswap._C import StorageRef
+    from memswap.engine.action import Decider
+    from memswap.engine.entry import Entry
+    from memswap.engine.expectations import Expectation
+    from memswap.engine.lane import Ticket
+    from memswap.engine.timeline import Passage
+    from memswap.engine.transfer import Pool, Route, Way, WayBack
+    from memswap.engine.windows import Pending, WindowQueue, WindowStats
+
+
+#: What an encode frees of a tensor of which no frame has been seen.
+FIRST_GAIN = 1 / 3
+
+
+class Deferred(NamedTuple):
+    """An encode that waits for a window."""
+
+    entry: ref[Entry]
+    nbytes: int
+    gain: float
+    stream: Hashable
+    way: Way
+    route: Route
+    expectation: Expectation
+
+
+class Observer(Protocol):
+    """Who wants to know what is started, to measure it."""
+
+    def begin_passage(self) -> None:
+        """What follows belongs to a new forward."""
+
+    def begin(self) -> None:
+        """What follows is submitted in one go."""
+
+    def submitted(self, stream: tuple[int, int, int], nbytes: int, encoded: bool) -> None:
+        """An encode (or a decode) was put on a lane's stream: (stream id, device, type)."""
+
+
+class WindowedSaver(Saver):
+    """A saver whose lanes get encodes and decodes when a window opens (see [Note: Windows]).
+
+    Where a lane does not work ahead of the host (a CPU) there is nothing to run beside, and
+    everything is done at once as in any saver.
+    """
+
+    def __init__(
+        self,
+        policy: Decider,
+        pool: Pool | None,
+        window_bytes: int | None,
+        queue: WindowQueue,
+        observer: Observer | None = None,
+    ) -> None:
+        super().__init__(policy, pool, window_bytes)
+        self.queue = queue
+        self.observer = observer
+        self._inside = threading.local()  # explicit windows that the thread is in
+        if observer is not None:
+            observer.begin_passage()
+
+    # --- windows ----------------------------------------------------------------------------------
+
+    def open_window(self, seconds: float) -> None:
+        """An operator of so many seconds is about to be launched on the current stream."""
+        if getattr(self._inside, "depth", 0):
+            return  # whoever opened a window explicitly has counted what is inside
+        with self.lock:
+            self._observe()
+            self.queue.open(seconds, self)
+
+    def enter_window(self, seconds: float) -> None:
+        """The same for several operators, up to :meth:`leave_window`, which the thread calls."""
+        self.open_window(seconds)
+        self._inside.depth = getattr(self._inside, "depth", 0) + 1
+
+    def leave_window(self) -> None:
+        self._inside.depth -= 1
+        if not self._inside.depth:
+            with self.lock:
+                self.queue.close(self)
+
+    def end_forward(self) -> None:
+        """The managed part of a forward is over."""
+        with self.lock:
+            self._observe()
+            self.queue.end_forward(self)
+
+    def window_stats(self) -> WindowStats:
+        with self.lock:
+            return self.queue.stats()
+
+    def reset_stats(self) -> None:
+        with self.lock:
+            super().reset_stats()
+            self.queue.reset_stats()
+
+    def settle(self) -> None:
+        """As in any saver; encodes that wait stay undone."""
+        with self.lock:
+            self.queue.clear()
+        super().settle()
+
+    def _observe(self) -> None:
+        if self.observer is not None:
+            self.observer.begin()
+
+    # --- instead of at once -----------------------------------------------------------------------
+
+    def begin_passage(self) -> None:
+        with self.lock:
+            before = self.passage
+            super().begin_passage()
+            if self.passage is not before:
+                self.queue.begin_passage()
+                if self.observer is not None:
+                    self.observer.begin_passage()
+
+    def send_encode(
+        self,
+        entry: Entry,
+        storage: StorageRef,
+        way: Way,
+        route: Route,
+        expectation: Expectation,
+    ) -> bool:
+        """Promise an encode. There may turn out to be no room when it starts."""
+        if not way.works_ahead:
+            return super().send_encode(entry, storage, way, route, expectation)
+        entry.storage = storage
+        stream = stream_key(route.device)
+        sizes = route.expectations.sizes(expectation.key)
+        gain = FIRST_GAIN if sizes is None else 1 - sizes[0] / entry.nbytes
+        deferred = Deferred(entry.reference, entry.nbytes, gain, stream, way, route, expectation)
+        self._observe()
+        self.queue.defer(deferred, self)
+        return True
+
+    def look_ahead(self, passage: Passage[Entry], index: int) -> None:
+        """A storage is demanded: what comes next is wanted."""
+        first = not passage.began_backward
+        entries = passage.demand(index)
+        self._observe()
+        if first:
+            self.queue.begin_backward(self)
+        self.queue.want(entries, passage.window_bytes, self)
+
+    # --- windows.Engine ---------------------------------------------------------------------------
+
+    def start(self, pending: Pending) -> Ticket | None:
+        """Start an encode now, on its own stream. None: there was no room, and the entry stays."""
+        assert isinstance(pending, Deferred)
+        entry, way, route = pending.entry(), pending.way, pending.route
+        if entry is None or entry.storage is None:
+            return None
+        storage, entry.storage = entry.storage, None
+        reason: str | None = None
+        if super().send_encode(entry, storage, way, route, pending.expectation):
+            self._notice(way, entry.nbytes, encoded=True)
+        else:
+            reason = self._refused(way, entry, route)
+            if not way.stays_on_device:  # ENCODE_SWAP: raw, if there is room for that
+                reason = self._swap(entry, storage, route)
+        if reason is None:
+            return entry.remains.departure
+        entry.storage = storage
+        self.ledger.keep(reason, entry.nbytes)
+        return None
+
+    def fetch(self, entry: Entry) -> bool:
+        """Start bringing an entry back, unless it is not away. Whether that was done."""
+        try:
+            fetched = super().fetch(entry)
+        except torch.OutOfMemoryError:
+            return False  # the demand itself will ask again, when there may be room
+        if fetched:
+            self._notice(entry.way, entry.nbytes, encoded=False)
+        return fetched
+
+    def _notice(self, way: WayBack | None, nbytes: int, encoded: bool) -> None:
+        if self.observer is None or not isinstance(way, EncodeWay | EncodeSwapWay):
+            return
+        lane = way.codec_lane
+        if isinstance(lane, native.StreamCodecLane):
+            stream = lane.encode_stream if encoded else lane.decode_stream
+            self.observer.submitted(stream, nbytes, encoded)
+
+    def on_stream(self, stream: Hashable) -> bool:
+        """Whether a tensor's stream is current now, and takes work outside a capture."""
+        device = stream[0] if isinstance(stream, tuple) else None
+        if device is None or stream_key(device) != stream:
+            return False
+        return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+
+
+def stream_key(device: torch.device) -> tuple[torch.device, int]:
+    """What the current stream of a device compares equal to."""
+    return device, torch.accelerator.current_stream(device).stream_id
+
+
+def innermost() -> WindowedSaver | None:
+    """The windowed saver whose hooks are installed innermost on this thread, if there is one."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    while hooks is not None:
+        visit = getattr(hooks[0], "__self__", None)
+        if not isinstance(visit, Visit):
+            return None
+        if isinstance(visit.saver, WindowedSaver):
+            return visit.saver
+        hooks = visit.outer
+    return None

@@ -1,0 +1,277 @@
+"""Group: what autograd saves in a block, offloaded and loaded when a scheduler says so.
+
+``saved_tensors`` and ``manage`` decide themselves when something moves. Whoever knows better (a
+pipeline schedule, a chain of layers, an experiment) says it with four calls::
+
+    groups = memswap.Groups(pool=pool)
+    attention = groups.new("layer 3 attention")
+
+    with attention as generation:            # collects; nothing moves by itself
+        h = layer.attention(x)
+    generation.launch_offload()              # the copies start, the forward goes on
+    ...
+    generation.wait_offload()                # from here on the memory is free
+    ...
+    generation.launch_load()                 # some time before backward gets there
+    generation.wait_load()
+    loss.backward()
+
+A schedule that is late costs a stall: what backward demands and is not there is brought back then.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from weakref import WeakSet
+
+import torch
+
+from memswap.engine.action import Decider
+from memswap.engine.autograd import in_backward
+from memswap.engine.entry import Entry
+from memswap.engine.group import Generation, GroupSaver, GroupVisit
+from memswap.engine.handle import Handle, Moved, unpack
+from memswap.engine.stats import Stats
+from memswap.engine.timeline import Timeline
+from memswap.engine.transfer import Pool, check_pool
+from memswap.errors import GroupError
+from memswap.planning.policy import Policy
+
+
+class Groups:
+    """One engine (policy, pool, lanes) for several groups. A storage that two save moves once.
+
+    Args:
+        policy: which saved tensors a group can move, and how; default ``Policy()``. The group's
+            name is the unit that the policy sees.
+        pool: where they go; as for :class:`memswap.saved_tensors`.
+
+    Raises:
+        TypeError: no policy, no pool.
+        NotImplementedError: ``pool`` cannot serve the tensors' device in this version.
+    """
+
+    def __init__(self, policy: Policy | None = None, *, pool: Pool | None = None) -> None:
+        if policy is not None and not isinstance(policy, Policy):
+            raise TypeError(
+                f"policy={policy!r}: found {type(policy).__name__}, expected a memswap.Policy "
+                "(for an action alone: memswap.Policy(action=...)) or None"
+            )
+        check_pool(pool)
+        #: For who builds on groups inside memswap.
+        self.saver = GroupSaver(Policy() if policy is None else policy, pool)
+
+    @classmethod
+    def of(cls, decider: Decider, pool: Pool | None) -> Groups:
+        """Groups whose decisions somebody else makes: for who builds on groups inside memswap."""
+        groups = cls(pool=pool)
+        groups.saver = GroupSaver(decider, pool)
+        return groups
+
+    def new(self, name: str) -> Group:
+        """A group of this engine. Names are for messages and policies and need not differ."""
+        return Group(name, groups=self)
+
+    def stats(self) -> Stats:
+        """What was done for all groups."""
+        return self.saver.stats()
+
+    def reset_stats(self) -> None:
+        """Start counting anew."""
+        self.saver.reset_stats()
+
+    def settle(self) -> None:
+        """Order everything after the transfers under way, and drop the storages they hold."""
+        self.saver.settle()
+
+
+class Added:
+    """A tensor that was added to a group by hand. Its group may move it while this is alive.
+
+    The memory is freed only where nobody else holds the tensor: drop it after adding it.
+    """
+
+    __slots__ = ("_handle",)
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+
+    @classmethod
+    def to(cls, generation: Generation, tensor: torch.Tensor) -> Added:
+        """Add a tensor to a generation; see :meth:`Group.add`."""
+        return cls(GroupVisit(generation.saver, generation).pack(tensor))
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor, detached; brought back now if it is away.
+
+        Raises:
+            InplaceEditError: it was edited since it was added.
+        """
+        return unpack(self._handle)
+
+    @property
+    def away(self) -> bool:
+        """Whether the bytes have left, or are leaving."""
+        handle = self._handle
+        return isinstance(handle, Moved) and handle.entry.is_away
+
+
+class Group:
+    """A named group of saved tensors that moves when it is told to.
+
+    ``with group as generation:`` collects what autograd saves inside, as ``saved_tensors`` would.
+    Each outermost block begins a new :class:`Generation`, which has the four calls; a scheduler
+    with several microbatches in flight keeps one for each, and no call touches another's. The same
+    calls on the group are for the newest generation.
+
+    Args:
+        name: for messages; also the unit that the policy sees.
+        policy: see :class:`Groups`.
+        pool: see :class:`Groups`.
+        groups: the engine to share with others, instead of ``policy`` and ``pool``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        policy: Policy | None = None,
+        *,
+        pool: Pool | None = None,
+        groups: Groups | None = None,
+    ) -> None:
+        if not isinstance(name, str):
+            raise TypeError(f"Group(name={name!r}): expected a str")
+        if groups is not None and (policy is not None or pool is not None):
+            raise TypeError(
+                f"Group({name!r}): found groups= beside policy= or pool=; the engine has both"
+            )
+        self.name = name
+        self._groups = Groups(policy, pool=pool) if groups is None else groups
+        self._timeline: Timeline[Entry] = Timeline(0)
+        self._newest: Generation | None = None
+        self._generations: WeakSet[Generation] = WeakSet()
+        self._open = _OpenBlocks()
+        self._paused = False
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<group {self.name!r}>"
+
+    # --- collecting -------------------------------------------------------------------------------
+
+    def __enter__(self) -> Generation:
+        self._check_open("a block")
+        blocks = self._open.blocks
+        generation = blocks[-1].generation if blocks else self.begin()
+        visit = GroupVisit(self._groups.saver, generation)
+        blocks.append(visit)
+        if not self._paused:
+            visit.enter()
+        return generation
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._open.blocks.pop().leave()
+
+    def begin(self) -> Generation:
+        """Begin a generation without a block: for :meth:`add`, or for hooks of one's own."""
+        saver = self._groups.saver
+        with saver.lock:
+            if not in_backward():
+                saver._sweep()
+            generation = self._newest = Generation(self.name, saver, self._timeline.begin())
+        self._generations.add(generation)
+        return generation
+
+    def add(self, tensor: torch.Tensor) -> Added:
+        """Add a tensor by hand to the open block's generation, or else to the newest.
+
+        What is no plain tensor, or the policy keeps, or belongs to a parameter, stays where it is.
+        """
+        self._check_open("add()")
+        blocks = self._open.blocks
+        if blocks:
+            generation = blocks[-1].generation
+        else:
+            generation = self.begin() if self._newest is None else self._newest
+        return Added.to(generation, tensor)
+
+    @property
+    def newest(self) -> Generation:
+        """The generation that was begun last.
+
+        Raises:
+            GroupError: there was none yet.
+        """
+        if self._newest is None:
+            raise GroupError(
+                f"group {self.name!r}: nothing was collected yet; run a forward in `with group:` "
+                "or add() a tensor first"
+            )
+        return self._newest
+
+    def pause(self) -> None:
+        """Blocks collect nothing until :meth:`resume`. What was collected can still be moved."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Blocks collect again."""
+        self._paused = False
+
+    @property
+    def paused(self) -> bool:
+        return self._paused
+
+    def close(self) -> None:
+        """End the group. Graphs that are alive can still run backward."""
+        self._closed = True
+        for generation in self._generations:
+            generation.close()
+
+    # --- moving: the newest generation ------------------------------------------------------------
+
+    def launch_offload(self) -> None:
+        """:meth:`Generation.launch_offload` of the newest generation."""
+        self._check_open("launch_offload()")
+        self.newest.launch_offload()
+
+    def wait_offload(self) -> None:
+        """:meth:`Generation.wait_offload` of the newest generation."""
+        self._check_open("wait_offload()")
+        self.newest.wait_offload()
+
+    def launch_load(self) -> None:
+        """:meth:`Generation.launch_load` of the newest generation."""
+        self._check_open("launch_load()")
+        self.newest.launch_load()
+
+    def wait_load(self) -> None:
+        """:meth:`Generation.wait_load` of the newest generation."""
+        self._check_open("wait_load()")
+        self.newest.wait_load()
+
+    def stats(self) -> Stats:
+        """What was done, by all groups of the engine."""
+        return self._groups.stats()
+
+    def reset_stats(self) -> None:
+        """Start counting anew."""
+        self._groups.reset_stats()
+
+    def _check_open(self, call: str) -> None:
+        if self._closed:
+            raise GroupError(
+                f"group {self.name!r} was closed and is asked for {call}; make a new Group"
+            )
+
+
+class _OpenBlocks(threading.local):
+    """The blocks of a group that a thread is in."""
+
+    def __init__(self) -> None:
+        self.blocks: list[GroupVisit] = []

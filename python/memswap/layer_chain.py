@@ -1,0 +1,292 @@
+"""chain: layer after layer is offloaded in the forward and loaded ahead in the backward.
+
+[Note: The chain]
+After a layer's forward its group's offload is launched, and it is waited for after the next layer's
+forward: the copy has one layer's time, and at most two layers' activations are there. The last
+`distance` layers stay, because backward needs them before their copies would pay. In backward the
+layer that is `distance` further is loaded when a layer begins.
+
+A layer's backward begins when the first of its saved tensors is demanded. No hook of a tensor or a
+module says that as well: a module hook on backward makes the output a view, and neither fires where
+the output carries no gradient or `autograd.grad` is called on something inside the layer.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakValueDictionary, ref
+
+import torch
+from torch import nn
+
+from memswap.activations import (
+    _VisitStack,
+    checked_policy,
+    named_units,
+    persistent_storages,
+    report,
+)
+from memswap.engine.autograd import in_backward
+from memswap.engine.group import Generation, GroupVisit, Phase
+from memswap.groups import Group, Groups
+from memswap.planning.policy import Policy
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from memswap._C import WeakStorage
+    from memswap.engine.stats import Stats
+    from memswap.engine.transfer import Pool
+
+
+class _Pass:
+    """One forward through the chain. Owned by its generations, which it knows weakly."""
+
+    def __init__(self) -> None:
+        self.generations: WeakValueDictionary[int, Generation] = WeakValueDictionary()
+        self.last = -1
+
+    def begins_before(self, index: int) -> bool:
+        return self.last < index
+
+
+class _Reached:
+    """What a generation calls when backward reaches its layer."""
+
+    def __init__(self, track: Track, journey: _Pass, index: int) -> None:
+        self._track = ref(track)
+        self._journey = journey
+        self._index = index
+
+    def __call__(self, generation: Generation) -> None:
+        track = self._track()
+        if track is None:
+            return
+        first = max(self._index - track.distance, 0)
+        for index in range(self._index, first - 1, -1):
+            ahead = self._journey.generations.get(index)
+            if ahead is not None and ahead.phase is not Phase.COLLECTED:
+                ahead.launch_load()
+
+
+class Track:
+    """The schedule of [Note: The chain] for groups of one engine, whoever says where layers begin.
+
+    Args:
+        engine: of the groups.
+        distance: how many groups ahead backward loads, and how many stay at the end: at least one.
+    """
+
+    def __init__(self, engine: Groups, distance: int) -> None:
+        self.engine = engine
+        self.distance = distance
+        self.groups: list[Group] = []
+        self._visits = _VisitStack()
+        self._journey = _Pass()
+        self._waiting: Generation | None = None  # launched, not waited for yet
+
+    def enter(self, index: int, persistent: Callable[[], dict[int, WeakStorage]]) -> bool:
+        """A layer's forward begins. Whether it is one that autograd records.
+
+        `persistent`: asked, where a forward begins, for the storages of parameters and buffers.
+        """
+        if not torch.is_grad_enabled() or in_backward():
+            return False
+        group = self.groups[index]
+        self._visits.drop_interrupted(group.name)
+        if not self._journey.begins_before(index):
+            self._journey = _Pass()
+        journey = self._journey
+        saver = self.engine.saver
+        with saver.lock:
+            if journey.last < 0:
+                saver.persistent = persistent()
+            generation = group.begin()
+            journey.last = index
+            journey.generations[index] = generation
+            generation.on_demand = _Reached(self, journey, index)
+        self._visits.enter(GroupVisit(saver, generation))
+        return True
+
+    def leave(self, index: int) -> None:
+        """The forward of a layer that was entered ends."""
+        visit = self._visits.leave()
+        if not isinstance(visit, GroupVisit):
+            return
+        before, self._waiting = self._waiting, None
+        if index < len(self.groups) - max(self.distance, 1):
+            visit.generation.launch_offload()
+            self._waiting = visit.generation
+        if before is not None and before.phase in (Phase.OFFLOADING, Phase.OFFLOADED):
+            before.wait_offload()
+
+    def settle(self) -> None:
+        """Nothing more is to be waited for."""
+        self._waiting = None
+        self.engine.settle()
+
+
+class Chain:
+    """What :func:`chain` returns: statistics, pause and resume, and the way to end it."""
+
+    def __init__(
+        self, units: Mapping[str, nn.Module], distance: int, policy: Policy, pool: Pool | None
+    ) -> None:
+        self._units = dict(units)
+        self._engine = Groups(policy, pool=pool)
+        self._track = Track(self._engine, distance)
+        self._track.groups = [self._engine.new(name) for name in self._units]
+        self._paused = False
+        self._handles: list[RemovableHandle] = []
+        for index, module in enumerate(self._units.values()):
+            hook = LayerHook(self, index)
+            self._handles.append(module.register_forward_pre_hook(hook.enter))
+            self._handles.append(module.register_forward_hook(hook.leave, always_call=True))
+
+    def __enter__(self) -> Chain:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """Names of the layers, in the order given."""
+        return tuple(self._units)
+
+    @property
+    def distance(self) -> int:
+        """How many layers ahead backward loads, and how many stay; may be set at any time."""
+        return self._track.distance
+
+    @distance.setter
+    def distance(self, layers: int) -> None:
+        self._track.distance = checked_distance(layers)
+
+    def pause(self) -> None:
+        """Forwards that begin now are left alone. Graphs that are alive go on as they were."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Forwards are offloaded again."""
+        self._paused = False
+
+    def stats(self) -> Stats:
+        """What was done since :func:`chain` or :meth:`reset_stats`."""
+        return self._engine.stats()
+
+    def reset_stats(self) -> None:
+        """Start counting anew."""
+        self._engine.reset_stats()
+
+    def report(self) -> str:
+        """The statistics as a text table, bytes in MiB."""
+        return report(self.stats())
+
+    def remove(self) -> None:
+        """Take the hooks off the layers. Graphs that are alive can still run backward.
+
+        Raises:
+            TransferError: backward has met a frame that is not what was encoded (broken memory).
+        """
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._track.settle()
+        self._engine.saver.check_decodes()
+
+    def on_enter(self, index: int) -> bool:
+        return not self._paused and self._track.enter(index, self._persistent)
+
+    def _persistent(self) -> dict[int, WeakStorage]:
+        return persistent_storages(self._units.values())
+
+    def on_leave(self, index: int) -> None:
+        self._track.leave(index)
+
+
+class Runs(Protocol):
+    """Who is told when the forward of one of several modules begins and ends."""
+
+    def on_enter(self, index: int) -> bool:
+        """It begins. Whether the end is of interest."""
+
+    def on_leave(self, index: int) -> None:
+        """It ends."""
+
+
+class _Entered(threading.local):
+    """Whether the ends of the forwards that a thread is in are of interest."""
+
+    def __init__(self) -> None:
+        self.stack: list[bool] = []
+
+
+class LayerHook:
+    """The forward hooks of one module. A copied or pickled module has none."""
+
+    def __init__(self, runs: Runs | None, index: int) -> None:
+        self._runs = runs
+        self._index = index
+        self._entered = _Entered()
+
+    # Dynamo must not trace bookkeeping: it would bake one visit into the compiled code.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self._runs is not None:
+            self._entered.stack.append(self._runs.on_enter(self._index))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        stack = self._entered.stack
+        if self._runs is not None and stack and stack.pop():
+            self._runs.on_leave(self._index)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> LayerHook:
+        return LayerHook(None, self._index)
+
+    def __reduce__(self) -> tuple[type[LayerHook], tuple[None, int]]:
+        return LayerHook, (None, self._index)
+
+
+def chain(
+    layers: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
+    policy: Policy | None = None,
+    *,
+    distance: int = 1,
+    pool: Pool | None = None,
+) -> Chain:
+    """Offload each layer's saved activations after its forward; load them ahead in backward.
+
+    A fixed schedule: where :func:`memswap.manage` learns an order and moves a window of bytes,
+    this moves whole layers. Adds forward hooks and nothing else, like ``manage``.
+
+    Args:
+        layers: in the order in which forward runs them; see :func:`memswap.manage`. A forward may
+            leave layers out. Several forwards may be alive, one begun after the other has left the
+            chain.
+        policy: which saved tensors move; default ``Policy()``.
+        distance: how many layers ahead of backward a layer is loaded, and how many stay at the end.
+        pool: where they go; see :class:`memswap.saved_tensors`.
+
+    Raises:
+        TypeError: an element is no module.
+        ValueError: no layers, one of them twice, or a ``distance`` below 1.
+    """
+    units = named_units(layers, "chain()")
+    return Chain(units, checked_distance(distance), checked_policy(policy), pool)
+
+
+def checked_distance(distance: int) -> int:
+    """The distance, if it is one."""
+    if not isinstance(distance, int) or distance < 1:
+        raise ValueError(f"chain(distance={distance!r}): expected 1 or more layers")
+    return distance

@@ -1,0 +1,364 @@
+"""swap_modules: the activations of all modules whose names match a pattern."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from math import inf
+from time import perf_counter
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from memswap._native import native
+from memswap.activations import Manager, checked_policy
+from memswap.engine.action import Action, TensorInfo
+from memswap.engine.stats import Count, Stats
+from memswap.engine.transfer import check_pool
+from memswap.planning.policy import Policy
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from memswap.engine.transfer import Pool, Route
+
+Check = Callable[[torch.Tensor], bool]
+
+#: Most and fewest bytes of the copy that measures a link; some hundred microseconds on a fast one.
+MOST_LINK_BYTES, FEWEST_LINK_BYTES = 8 << 20, 64 << 10
+
+#: Share of a step's time that backward takes; with recompute it is 3/4.
+BACKWARD_SHARE = 2 / 3
+
+#: Layers that are there at once: the one in use and the one that comes next.
+WINDOW_LAYERS = 2
+
+
+@dataclass(frozen=True)
+class _Selection:
+    """A policy, and what else a saved tensor has to pass."""
+
+    policy: Policy
+    check: Check | None
+    inputs: _Inputs | None
+
+    @property
+    def action(self) -> Action | None:
+        return self.policy.action
+
+    @property
+    def min_bytes(self) -> int:
+        return self.policy.min_bytes
+
+    @property
+    def fn(self) -> Callable[[torch.Tensor, TensorInfo], Any] | None:
+        return self.decide
+
+    def covers(self, unit: str) -> bool:
+        return self.policy.covers(unit)
+
+    def decide(self, tensor: torch.Tensor, info: TensorInfo) -> Action | None:
+        if self.inputs is not None and not self.inputs.has(info.unit, tensor):
+            return Action.KEEP
+        if self.check is not None and not self.check(tensor):
+            return Action.KEEP
+        return self.policy.decide(tensor, info)
+
+
+class _Inputs(threading.local):
+    """Storages of the inputs of the modules that a thread is in."""
+
+    def __init__(self) -> None:
+        self.keys: dict[str, frozenset[int]] = {}
+
+    def has(self, unit: str, tensor: torch.Tensor) -> bool:
+        return native.storage_key(tensor) in self.keys.get(unit, ())
+
+
+class _InputHook:
+    """Notes what a module was called with. A copied or pickled module is not watched."""
+
+    def __init__(self, inputs: _Inputs | None, unit: str) -> None:
+        self._inputs = inputs
+        self._unit = unit
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._inputs is None:
+            return
+        found = kwargs.get("hidden_states", args[0] if args else None)
+        if found is None:
+            found = next((one for one in kwargs.values() if isinstance(one, torch.Tensor)), None)
+        keys = {native.storage_key(found)} if isinstance(found, torch.Tensor) else set()
+        self._inputs.keys[self._unit] = frozenset(keys - {0})
+
+    def __deepcopy__(self, memo: dict[int, object]) -> _InputHook:
+        return _InputHook(None, self._unit)
+
+    def __reduce__(self) -> tuple[type[_InputHook], tuple[None, str]]:
+        return _InputHook, (None, self._unit)
+
+
+class Tower(Manager):
+    """The manager of one tower: modules whose names differ in their number alone.
+
+    Its window is two layers, as they saved last, or more where the link is too slow: what it cannot
+    carry during a backward stays, so that backward need not wait for it.
+    """
+
+    def __init__(
+        self,
+        units: Mapping[str, nn.Module],
+        policy: _Selection,
+        pool: Pool | None,
+        prefetch: bool,
+    ) -> None:
+        super().__init__(units, policy, pool, None if prefetch else 0)
+        self._prefetch = prefetch
+        self._began_s: float | None = None
+        self._link_bytes_per_s: float | None = None
+
+    @property
+    def window_bytes(self) -> int | None:
+        """Bytes that are there at once in backward; None until a step has been seen."""
+        return self._saver.timeline.window_bytes
+
+    @property
+    def link_bytes_per_s(self) -> float | None:
+        """What the link to the pool carried when it was measured; None before."""
+        return self._link_bytes_per_s
+
+    def _note(self, name: str) -> None:
+        before = self._saver.passage
+        super()._note(name)
+        if self._prefetch and self._saver.passage is not before:
+            now_s = perf_counter()
+            if self._began_s is not None and before.began_backward:
+                self._set_window(before.sizes, now_s - self._began_s)
+            self._began_s = now_s
+
+    def _set_window(self, sizes: Sequence[int], step_s: float) -> None:
+        saver = self._saver
+        links = [route for route in saver.open_routes() if route.copies]
+        if not links:
+            return  # frames that stay on the device come over no link
+        if self._link_bytes_per_s is None:
+            self._link_bytes_per_s = min(link_speed(route) for route in links)
+        total = sum(sizes)
+        two_layers = WINDOW_LAYERS * total // len(self._units)
+        carried = self._link_bytes_per_s * step_s * BACKWARD_SHARE
+        window = max(two_layers, total - carried, *sizes)
+        saver.timeline.window_bytes = int(min(window, total))
+
+
+def link_speed(route: Route) -> float:
+    """Bytes per second that come back over a route's lane; infinite where that cannot be tried.
+
+    Takes nothing from the system: a part of what the pool has free is enough for it, or nothing is
+    measured.
+    """
+    nbytes = min(route.pool.statistics().largest_free_bytes // 4, MOST_LINK_BYTES)
+    block = route.pool.native.allocate(nbytes) if nbytes >= FEWEST_LINK_BYTES else None
+    if block is None:
+        return inf
+    try:
+        there = native.StorageRef(torch.zeros(nbytes, dtype=torch.uint8, device=route.device))
+        route.lane.send(there, block).synchronize()
+        begin_s = perf_counter()
+        route.lane.fetch(block)[1].synchronize()
+    except (torch.OutOfMemoryError, native.TransferError):
+        return inf
+    return nbytes / (perf_counter() - begin_s)
+
+
+class ModuleSwap:
+    """What :func:`swap_modules` returns: its towers, their statistics, and the way to end it."""
+
+    def __init__(self, towers: Mapping[str, Tower], handles: list[RemovableHandle]) -> None:
+        self.towers: Mapping[str, Tower] = MappingProxyType(dict(towers))
+        self._handles = handles
+
+    def __enter__(self) -> ModuleSwap:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """Names of all modules that are swapped."""
+        return tuple(name for tower in self.towers.values() for name in tower.units)
+
+    def stats(self) -> Stats:
+        """What was done for all towers. Peaks are sums, so a bound where towers take turns."""
+        return added(tower.stats() for tower in self.towers.values())
+
+    def reset_stats(self) -> None:
+        """Start counting anew."""
+        for tower in self.towers.values():
+            tower.reset_stats()
+
+    def report(self) -> str:
+        """The statistics of each tower as a text table, bytes in MiB."""
+        return "\n\n".join(f"{tag}\n{tower.report()}" for tag, tower in self.towers.items())
+
+    def remove(self) -> None:
+        """Take the hooks off the modules. Graphs that are alive can still run backward."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for tower in self.towers.values():
+            tower.remove()
+
+
+def swap_modules(
+    model: nn.Module | Mapping[str, nn.Module],
+    plan: str | Sequence[str],
+    *,
+    check: Check | None = None,
+    only_input: bool = False,
+    prefetch: bool = True,
+    policy: Policy | None = None,
+    pool: Pool | None = None,
+) -> ModuleSwap:
+    """Swap (or encode) what modules save whose names match a plan.
+
+    Modules whose names differ in their first number alone (``"layers.0"``, ``"layers.1"``) are one
+    tower; each tower has its own order and its own window. Adds forward hooks to the modules and
+    nothing else. Any number of microbatches may be in flight, and any number of models at once.
+
+    Args:
+        model: the model, or several by name; their names come first in the modules' names then.
+        plan: patterns on whole module names: ``*`` any characters, ``?`` any one, ``{*}`` any
+            number, ``{a-b}`` a number from a to b.
+        check: ``check(tensor) -> bool``: whether a saved tensor may move; beside the policy.
+        only_input: move a module's input alone (the keyword ``hidden_states``, or the first
+            argument). Meant for modules that recompute everything else in backward.
+        prefetch: whether bytes come back ahead of their use. Two layers of a tower are there at
+            once; more where the link, which is measured, carries less than backward demands.
+        policy: which saved tensors move, and how; default ``Policy()``. Its patterns are for the
+            modules' names.
+        pool: where they go, for all towers; see :class:`memswap.saved_tensors`.
+
+    Raises:
+        ValueError: no module matches a pattern, or a pattern is none.
+        TypeError: ``model``, ``plan``, ``check`` or ``policy`` is of another kind.
+    """
+    checked = checked_policy(policy)
+    if check is not None and not callable(check):
+        raise TypeError(f"swap_modules(check={check!r}): expected check(tensor) -> bool or None")
+    check_pool(pool)
+    matched = matching(model, plan)
+    for module in matched.values():
+        for parameter in module.parameters():
+            check_pool(pool, parameter.device)
+    inputs = _Inputs() if only_input else None
+    handles = []
+    if inputs is not None:
+        for name, module in matched.items():
+            hook = _InputHook(inputs, name)
+            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+    by_tag: dict[str, dict[str, nn.Module]] = {}
+    for name, module in matched.items():
+        by_tag.setdefault(tag(name), {})[name] = module
+    selection = _Selection(checked, check, inputs)
+    return ModuleSwap(
+        {name: Tower(units, selection, pool, prefetch) for name, units in by_tag.items()}, handles
+    )
+
+
+def matching(
+    model: nn.Module | Mapping[str, nn.Module], plan: str | Sequence[str]
+) -> dict[str, nn.Module]:
+    """The modules that match, by name, in the model's order."""
+    patterns = (plan,) if isinstance(plan, str) else tuple(plan)
+    if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(f"swap_modules(plan={plan!r}): expected a pattern of names or several")
+    named: dict[str, nn.Module] = {}
+    if isinstance(model, nn.Module):
+        named.update(model.named_modules())
+    elif isinstance(model, Mapping) and all(isinstance(m, nn.Module) for m in model.values()):
+        for prefix, one in model.items():
+            named.update(one.named_modules(prefix=prefix))
+    else:
+        raise TypeError(
+            f"swap_modules(): found {type(model).__name__}, expected an nn.Module, or several by "
+            "name"
+        )
+    found: dict[str, nn.Module] = {}
+    for pattern in patterns:
+        compiled = compiled_pattern(pattern)
+        names = [name for name in named if name and compiled(name)]
+        if not names:
+            some = ", ".join(repr(name) for name in list(named)[1:6])
+            raise ValueError(
+                f"swap_modules(): no module matches {pattern!r}; the model has {len(named)} "
+                f"modules: {some}, ... Patterns are for whole names."
+            )
+        found.update({name: named[name] for name in names})
+    return {name: module for name, module in named.items() if name in found}
+
+
+def compiled_pattern(pattern: str) -> Callable[[str], bool]:
+    """Whether a name matches a pattern of :func:`swap_modules`."""
+    ranges: list[tuple[int, int] | None] = []
+    regex = ""
+    for piece in re.split(r"(\{[^{}]*\}|\*|\?)", pattern):
+        if piece == "*":
+            regex += ".*"
+        elif piece == "?":
+            regex += "."
+        elif piece.startswith("{"):
+            bounds = re.fullmatch(r"\{(?:\*|(\d+)-(\d+))\}", piece)
+            if bounds is None:
+                raise ValueError(
+                    f"swap_modules(): found {piece!r} in the pattern {pattern!r}; expected {{*}} "
+                    "for any number or {a-b} for a range of them"
+                )
+            low, high = bounds.groups()
+            ranges.append(None if low is None else (int(low), int(high)))
+            regex += r"(\d+)"
+        else:
+            regex += re.escape(piece)
+    compiled = re.compile(regex)
+
+    def matches(name: str) -> bool:
+        found = compiled.fullmatch(name)
+        return found is not None and all(
+            bound is None or bound[0] <= int(number) <= bound[1]
+            for number, bound in zip(found.groups(), ranges, strict=True)
+        )
+
+    return matches
+
+
+def tag(name: str) -> str:
+    """A module's name with its first number replaced by ``*``: what its tower is called."""
+    parts = name.split(".")
+    for index, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join([*parts[:index], "*", *parts[index + 1 :]])
+    return name
+
+
+def added(snapshots: Iterable[Stats]) -> Stats:
+    """Several statistics as one."""
+    total: dict[str, Any] = {}
+    kept: dict[str, Count] = {}
+    for stats in snapshots:
+        for one in fields(stats):
+            if one.name != "kept":
+                total[one.name] = total.get(one.name, 0) + getattr(stats, one.name)
+        for reason, count in stats.kept.items():
+            so_far = kept.get(reason, Count())
+            kept[reason] = Count(so_far.tensors + count.tensors, so_far.bytes + count.bytes)
+    return Stats(**total, kept=MappingProxyType(dict(sorted(kept.items()))))

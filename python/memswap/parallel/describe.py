@@ -1,0 +1,54 @@
+"""describe: which units a sharded model has, where their weights live, what launched what."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from torch import nn
+
+from memswap.parallel.schedule import Context
+from memswap.parallel.shard import ShardedModule
+
+MIB = 2**20
+
+
+def describe(model: nn.Module) -> str:
+    """A text about each context of a sharded model: its units, then the last step's collectives.
+
+    Gathered weights in MiB (2**20 bytes) per rank while they are gathered; the shard, per rank.
+
+    Raises:
+        ValueError: nothing in the model is sharded.
+    """
+    contexts: dict[Context, None] = {}
+    for module in model.modules():
+        if isinstance(module, ShardedModule):
+            contexts.setdefault(module._memswap_hooks.context)
+    if not contexts:
+        raise ValueError("describe(): found no sharded module; call memswap.parallel.shard first")
+    return "\n\n".join(_describe_context(context) for context in contexts)
+
+
+def _describe_context(context: Context) -> str:
+    stats = context.stats()
+    pool = "the caching allocator" if context.pool.count is None else f"{context.pool.count} slots"
+    lines = [
+        f"{len(context.scheduled)} units in {pool}; {stats.slot_bytes / MIB:.1f} MiB of slots, "
+        f"{stats.peak_lent} units gathered at most, {stats.overflows} overflows",
+        f"{'unit':<28}{'parameters':>12}{'gathered':>10}{'shard':>8}  {'memory':<8}"
+        f"{'gathers':>8}{'reduces':>8}",
+    ]
+    counts = Counter((launch.collective, launch.unit) for launch in context.last_step)
+    for unit, one in context.scheduled.items():
+        count = sum(math.prod(member.shape) for member in unit.members)
+        shard = sum(member.local.nbytes for member in unit.members)
+        lines.append(
+            f"{unit.name:<28}{count:>12,}{unit.nbytes / MIB:>10.1f}{shard / MIB:>8.1f}  "
+            f"{'own' if one.own_memory else 'slot' if context.pool.count else 'shared':<8}"
+            f"{counts['all-gather', unit.name]:>8}{counts['reduce-scatter', unit.name]:>8}"
+        )
+    if context.last_step:
+        lines.append("last step:")
+        lines += [f"  {one.collective} {one.unit}: {one.cause}" for one in context.last_step]
+    return "\n".join(lines)

@@ -1,0 +1,116 @@
+"""Hooks: join a unit's modules to its context, in forward and in backward."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+if TYPE_CHECKING:
+    from memswap.parallel.schedule import Context
+    from memswap.parallel.unit import Unit
+
+
+class Hooks:
+    """Joins a unit's modules to its context."""
+
+    def __init__(self, unit: Unit, context: Context) -> None:
+        self.unit = unit
+        self.context = context
+        self._calls: list[Call | None] = []
+        """Forward calls that have begun and not ended."""
+
+    def install(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self.after_forward, always_call=True)
+        module.register_state_dict_pre_hook(self.show_shards)
+        module.register_load_state_dict_pre_hook(self.drop_weights)
+
+    # Dynamo must not trace bookkeeping: it would bake one step into the compiled code.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        self.context.enter_forward(self.unit)
+        policy = self.unit.policy
+        if policy.param_dtype is not None and policy.cast_forward_inputs:
+            args, kwargs = _cast((args, kwargs), policy.param_dtype)
+        call = None
+        if torch.is_grad_enabled() and self.unit.frozen:
+            inputs = _differentiable((args, kwargs))
+            if inputs:
+                call = Call(self)
+                torch.autograd.graph.register_multi_grad_hook(inputs, call.ended)
+        self._calls.append(call)
+        return args, kwargs
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        policy = self.unit.policy
+        if policy.output_dtype is not None:
+            output = _cast(output, policy.output_dtype)
+        outputs = _differentiable(output) if torch.is_grad_enabled() else []
+        call = self._calls.pop() if self._calls else None
+        versions = self.unit.versions
+        for tensor in outputs:
+            tensor.register_hook(functools.partial(self.before_backward, versions, call))
+        self.context.leave_forward(self.unit, module, bool(outputs))
+        return output
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def anchor(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.context.reach_anchor(self.unit)
+
+    def before_backward(
+        self, versions: tuple[int, ...], call: Call | None, gradient: torch.Tensor
+    ) -> None:
+        self.context.enter_unit_backward(self.unit, versions)
+        if call is not None:
+            call.began()
+
+    def show_shards(self, *args: Any) -> None:
+        self.unit.hide()
+
+    def drop_weights(self, *args: Any) -> None:
+        self.context.release(self.unit)
+
+
+class Call:
+    """One forward call of a unit with frozen parameters, and how far its backward is.
+
+    A frozen weight is read by operators that lead to no gradient of the unit's own. They lead to
+    the call's inputs; only when those have their gradients has backward left the unit.
+    """
+
+    def __init__(self, hooks: Hooks) -> None:
+        self._hooks = hooks
+        self._open = False
+
+    def began(self) -> None:
+        if not self._open:
+            self._open = True
+            self._hooks.context.call_began_backward(self._hooks.unit)
+
+    def ended(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        if self._open:
+            self._open = False
+            self._hooks.context.call_ended_backward(self._hooks.unit)
+
+
+def _differentiable(values: Any) -> list[torch.Tensor]:
+    return [
+        value
+        for value in pytree.tree_leaves(values)
+        if isinstance(value, torch.Tensor) and value.requires_grad
+    ]
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    def cast_one(value: torch.Tensor) -> torch.Tensor:
+        return value.to(dtype) if value.is_floating_point() else value
+
+    return pytree.tree_map_only(torch.Tensor, cast_one, values)

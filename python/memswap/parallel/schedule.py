@@ -1,0 +1,422 @@
+"""Context: when units are gathered, prefetched, dropped and reduced. One per model.
+
+[Note: Order of collectives]
+Every decision here depends on the order in which modules run, on the numbers of slots and of
+reductions under way, and on nothing that differs between ranks or with time: so all ranks launch
+the same collectives in the same order, whatever the network does. All of them are launched by the
+thread that runs the modules, on its stream:
+- the next unit's all-gather before the present unit's compute, so that it runs beside it;
+- a unit's reduce-scatter when its last gradient is there, before the previous unit's backward;
+- waiting only where the result is used: a unit's first use, the window of reductions, the end of
+  backward.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from memswap.engine.autograd import graph_task
+from memswap.errors import InplaceEditError, RankMismatchError
+from memswap.parallel.comm import Comm, ProcessGroupComm
+from memswap.parallel.order import Order
+from memswap.parallel.selftest import ranks_that_differ
+from memswap.parallel.slots import SlotPool, SlotStats
+from memswap.parallel.unit import Reduction, State, Unit
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+_log = logging.getLogger(__name__)
+
+
+class Launch(NamedTuple):
+    """One collective, and why it was launched when it was."""
+
+    collective: str
+    unit: str
+    cause: str
+
+
+#: Does something before a unit is gathered; what it returns, if anything, is waited before.
+Prerequisite = Callable[[str], Any]
+
+
+@dataclass(eq=False)
+class Scheduled:
+    """A unit in its context: how long its weights stay, and where it is in the step."""
+
+    unit: Unit
+    reshard_after_forward: bool
+    residency: str
+    unshard_in_backward: bool
+    own_memory: bool
+    """Not in a slot: its weights stay while other units come and go."""
+    anchor: str | None
+    anchored: bool = False
+    """Whether this forward has passed the anchor."""
+    depth: int = 0
+    """Forward calls, also those of a recompute, that have begun and not ended."""
+    left: set[int] = field(default_factory=set)
+    """Modules of the unit that this forward has been through, by id."""
+    sync: bool = True
+    """Whether backward reduces gradients."""
+    pinned: bool = False
+    """Gathered by unshard(): stays until used or resharded."""
+    in_backward: bool = False
+    open_calls: int = 0
+    """Calls of units with frozen parameters whose backward has begun and not ended."""
+
+
+class Context:
+    """Units that are scheduled together: they prefetch each other and share slots.
+
+    Args:
+        slots: gathered weights live in so many fixed slots, each as big as the biggest unit that
+            uses them; None: in memory of the caching allocator. Two are enough for one unit in
+            use and one on its way. Units whose weights stay (``reshard_after_forward=False``,
+            ``residency="step"``, units around other units) have memory of their own.
+        debug: dropped weights become NaN, and free slots are checked for writes.
+        max_reduces: gradients of so many units may be on their way at once.
+        open_comm: makes the Comm of a process group.
+    """
+
+    def __init__(
+        self,
+        *,
+        slots: int | None = None,
+        debug: bool = False,
+        max_reduces: int = 2,
+        open_comm: Callable[[dist.ProcessGroup], Comm] = ProcessGroupComm,
+    ) -> None:
+        if max_reduces < 1:
+            raise ValueError(f"max_reduces={max_reduces}: expected at least 1")
+        self.explicit = True
+        """Made by the user, not for want of one."""
+        self.pool = SlotPool(slots, debug=debug)
+        self.scheduled: dict[Unit, Scheduled] = {}
+        self._max_reduces = max_reduces
+        self._open_comm = open_comm
+        self._comms: dict[Any, Comm] = {}
+        self._prerequisites: list[Prerequisite] = []
+        self._forward = Order()
+        self._backward = Order()
+        self._reductions: deque[Reduction] = deque()
+        self._in_backward = False
+        self._warned: set[Unit] = set()
+        self._compared = False
+        self._launches: list[Launch] = []
+        self.last_step: list[Launch] = []
+        """Collectives of the last step, from the first after a backward to the end of the next."""
+
+    def before_fetch(self, prerequisite: Prerequisite) -> None:
+        """Call ``prerequisite(name)`` before a unit is gathered, by prefetch or by need.
+
+        What it returns has to have ``wait()`` (a ticket, a ``Work``), which is called before the
+        all-gather is launched, or to be None. For an optimizer that broadcasts updated shards, or
+        copies them from the host.
+        """
+        self._prerequisites.append(prerequisite)
+
+    def stats(self) -> SlotStats:
+        """What the memory pool did; see :class:`SlotStats`."""
+        return self.pool.stats
+
+    def comm(self, group: dist.ProcessGroup) -> Comm:
+        """The one Comm of a process group."""
+        if group not in self._comms:
+            self._comms[group] = self._open_comm(group)
+        return self._comms[group]
+
+    def add(self, scheduled: Scheduled) -> None:
+        """A new unit, after those that are here."""
+        unit = scheduled.unit
+        self.scheduled[unit] = scheduled
+        unit.on_gradient = self._gradient_arrived
+        if not scheduled.own_memory:
+            self.pool.reserve(unit.nbytes)
+
+    def recover(self) -> None:
+        """Outside of backward: :meth:`reset`, if the last backward raised and was not ended."""
+        if self._in_backward and graph_task() == -1:
+            self.reset()
+
+    def reset(self) -> None:
+        """Forget a step that failed: wait for what is under way, drop weights and gradients.
+
+        Called by itself at the next forward after a backward that raised, or when somebody asks
+        the model for its parameters.
+        """
+        while self._reductions:
+            self._reductions.popleft().ticket.wait()
+        for one in self.scheduled.values():
+            self._release(one)
+            one.unit.forget_gradients()
+            one.depth = one.open_calls = 0
+            one.left.clear()
+            one.in_backward = False
+        self._forward.pause()
+        self._backward.pause()
+        self._in_backward = False
+
+    # --- what hooks call --------------------------------------------------------------------------
+
+    def enter_forward(self, unit: Unit) -> None:
+        """A module of the unit is about to run, in forward or to be recomputed in backward."""
+        one = self.scheduled[unit]
+        if graph_task() != -1:
+            one.depth += 1
+            self._enter_backward()
+            self.use(one)
+            unit.expose()
+            self._prefetch(self._expected_in_backward(unit), unit)
+            return
+        self.recover()
+        if not self._compared:
+            self._compare_ranks()
+        one.depth += 1
+        one.anchored = False
+        self._forward.visit(unit)
+        self.use(one)
+        unit.expose()
+        if one.anchor is None:
+            self.reach_anchor(unit)
+
+    def reach_anchor(self, unit: Unit) -> None:
+        """This is where the unit's forward lets the next unit's all-gather go."""
+        one = self.scheduled[unit]
+        if graph_task() == -1 and one.depth > 0 and not one.anchored:
+            one.anchored = True
+            self._prefetch(self._expected_in_forward(unit), unit)
+
+    def leave_forward(self, unit: Unit, module: nn.Module, backward_comes: bool) -> None:
+        """The module has run, or raised."""
+        one = self.scheduled[unit]
+        if one.depth == 0:
+            return
+        if one.anchor is not None and not one.anchored and graph_task() == -1:
+            self._warn(unit, "unit %r did not pass its anchor; the next unit is gathered late")
+            self.reach_anchor(unit)
+        one.depth -= 1
+        if one.depth == 0 and not one.in_backward:
+            unit.hide()  # also where weights stay: an optimizer made now has to get the shards
+        if graph_task() != -1:
+            return
+        one.left.add(id(module))
+        if one.depth > 0 or len(one.left) < len(unit.modules):
+            return  # grouped modules share one gather
+        one.left.clear()
+        one.pinned = False
+        stays = one.residency == "step" or (backward_comes and not one.reshard_after_forward)
+        if not stays:
+            self._release(one)
+
+    def enter_unit_backward(self, unit: Unit, versions: tuple[int, ...]) -> None:
+        """A gradient of the unit's output is there: its backward begins."""
+        one = self.scheduled[unit]
+        self._enter_backward()
+        one.in_backward = True
+        if not one.unshard_in_backward:
+            return
+        if versions != unit.shard_versions():
+            raise InplaceEditError(
+                f"the weights of unit {unit.name!r} were changed (an optimizer step, load_state_"
+                "dict) between its forward and its backward; run backward first"
+            )
+        self._backward.visit(unit)
+        self.use(one)
+        unit.expose()  # a checkpoint inside the unit runs parts of it again, without its hooks
+        self._prefetch(self._expected_in_backward(unit), unit)
+
+    def call_began_backward(self, unit: Unit) -> None:
+        self.scheduled[unit].open_calls += 1
+
+    def call_ended_backward(self, unit: Unit) -> None:
+        self.scheduled[unit].open_calls -= 1
+        self._gradient_arrived(unit)
+
+    # --- weights ----------------------------------------------------------------------------------
+
+    def fetch(self, one: Scheduled, ahead_of: Unit | None = None) -> bool:
+        """Launch the unit's all-gather; ahead of its use only if a slot is free."""
+        unit = one.unit
+        if unit.state is not State.ABSENT:
+            return True
+        lease = None
+        if not one.own_memory:
+            lease = self.pool.take(unit.name, unit.nbytes, unit.device)
+            if lease is None and ahead_of is not None:
+                return False
+            if lease is None and self._drop_unused():
+                lease = self.pool.take(unit.name, unit.nbytes, unit.device)
+            if lease is None:
+                self._note_overflow(unit)
+        if lease is None:
+            lease = self.pool.allocate(unit.name, unit.nbytes, unit.device)
+        self._run_prerequisites(unit)
+        unit.fetch(lease)
+        cause = "needed" if ahead_of is None else f"prefetched by {ahead_of.name}"
+        self._note("all-gather", unit, cause)
+        return True
+
+    def use(self, one: Scheduled) -> None:
+        """Have the unit's weights ready, and those of its shards as they are now."""
+        unit = one.unit
+        if unit.state is not State.ABSENT and not self._in_backward and unit.stale:
+            self._run_prerequisites(unit)
+            unit.fetch_again()
+            self._note("all-gather", unit, "shards were edited")
+        self.fetch(one)
+        unit.ready()
+
+    def release(self, unit: Unit) -> None:
+        """Drop the unit's weights."""
+        self._release(self.scheduled[unit])
+
+    def _release(self, one: Scheduled) -> None:
+        one.pinned = False
+        one.unit.hide()
+        lease = one.unit.drop()
+        if lease is not None:
+            self.pool.release(lease)
+
+    def _drop_unused(self) -> bool:
+        """Free the slot of a unit that was prefetched and not used: the guess was wrong."""
+        for one in self.scheduled.values():
+            unit = one.unit
+            idle = unit.state is not State.ABSENT and one.depth == 0 and not one.pinned
+            if idle and not one.own_memory and not one.in_backward:
+                self._release(one)
+                return True
+        return False
+
+    def _note_overflow(self, unit: Unit) -> None:
+        self.pool.stats.overflows += 1
+        self._warn(unit, "all slots are in use and unit %r needs one; it gets memory of its own")
+
+    def _warn(self, unit: Unit, message: str) -> None:
+        """Once for each unit."""
+        if unit not in self._warned:
+            self._warned.add(unit)
+            _log.warning("memswap: " + message, unit.name)
+
+    def _note(self, what: str, unit: Unit, cause: str) -> None:
+        self._launches.append(Launch(what, unit.name, cause))
+
+    def _compare_ranks(self) -> None:
+        """Once, before the first step: ranks that differ would hang, or mix up their data."""
+        self._compared = True
+        texts: dict[Comm, str] = {}
+        for one in self.scheduled.values():
+            unit = one.unit
+            own = (
+                unit.name,
+                [
+                    (m.dim, tuple(m.shape), str(m.dtype), m.sharded.requires_grad)
+                    for m in unit.members
+                ],
+                (one.reshard_after_forward, one.residency, one.unshard_in_backward),
+                (one.own_memory, one.anchor, str(unit.policy.reduce_dtype), unit.divide_factor),
+                (self.pool.count, self._max_reduces),
+            )
+            texts[unit.comm] = f"{texts.get(unit.comm, '')}{own}\n"
+            device = unit.device
+        for comm, text in texts.items():
+            if others := ranks_that_differ(comm, device, text):
+                raise RankMismatchError(
+                    f"rank {comm.rank} has sharded its model in another way than ranks {others} "
+                    "of its group: modules, shapes, dtypes, options of shard() and Context must "
+                    f"agree on all ranks. Here they are:\n{text}"
+                )
+
+    def _run_prerequisites(self, unit: Unit) -> None:
+        for prerequisite in self._prerequisites:
+            awaited = prerequisite(unit.name)
+            if awaited is None:
+                continue
+            if not hasattr(awaited, "wait"):
+                raise TypeError(
+                    f"before_fetch(): the callback returned {type(awaited).__name__} for unit "
+                    f"{unit.name!r}; expected None or something with wait()"
+                )
+            awaited.wait()
+
+    # --- prefetch ---------------------------------------------------------------------------------
+
+    def _prefetch(self, unit: Unit | None, ahead_of: Unit) -> None:
+        if unit is not None and unit in self.scheduled:
+            self.fetch(self.scheduled[unit], ahead_of)
+
+    def _expected_in_forward(self, unit: Unit) -> Unit | None:
+        return self._forward.after(unit) or self._neighbour(unit, 1)
+
+    def _expected_in_backward(self, unit: Unit) -> Unit | None:
+        expected = (
+            self._backward.after(unit) or self._forward.before(unit) or self._neighbour(unit, -1)
+        )
+        if expected is None or not self.scheduled[expected].unshard_in_backward:
+            return None
+        return expected
+
+    def _neighbour(self, unit: Unit, step: int) -> Unit | None:
+        """The one that was sharded after or before it: all that is known in a first step."""
+        units = list(self.scheduled)
+        place = units.index(unit) + step
+        return units[place] if 0 <= place < len(units) else None
+
+    # --- backward ---------------------------------------------------------------------------------
+
+    def _enter_backward(self) -> None:
+        # The first event of a backward is always in the outermost graph task: a reentrant
+        # checkpoint runs its recompute there before it starts a backward of its own.
+        if not self._in_backward:
+            self._in_backward = True
+            self._forward.pause()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _gradient_arrived(self, unit: Unit) -> None:
+        """Once all gradients of a unit are there, nothing in this backward needs its weights.
+
+        Every operator that reads a weight leads to a trainable parameter of the unit or, with
+        frozen ones, to its inputs: when those have their gradients, it has run.
+        """
+        one = self.scheduled[unit]
+        self._enter_backward()
+        if one.open_calls == 0 and unit.arrived.issuperset(unit.trainable):
+            self._finish(one)
+
+    def _finish(self, one: Scheduled) -> None:
+        """The unit's part of this backward is over: reduce its gradients, drop its weights."""
+        unit = one.unit
+        participated = one.in_backward or unit.has_gradients
+        one.in_backward = False
+        one.open_calls = 0
+        if not one.sync:
+            unit.keep_gradients()
+        elif participated and unit.trainable:
+            while len(self._reductions) >= self._max_reduces:
+                self._reductions.popleft().finish()
+            self._reductions.append(unit.reduce())
+            self._note("reduce-scatter", unit, "gradients complete")
+        if one.sync or one.residency != "step":
+            self._release(one)
+
+    def _end_backward(self) -> None:
+        for one in self.scheduled.values():
+            if one.in_backward or (one.sync and one.unit.has_gradients):
+                self._finish(one)  # some of its parameters were not used
+        while self._reductions:
+            self._reductions.popleft().finish()
+        for one in self.scheduled.values():
+            prefetched = one.unit.state is not State.ABSENT and one.depth == 0 and not one.pinned
+            if prefetched and (one.sync or one.residency != "step"):
+                self._release(one)
+        self.last_step, self._launches = self._launches, []
+        self._backward.pause()
+        self._in_backward = False

@@ -1,0 +1,346 @@
+"""shard: weights sharded over ranks, gathered just in time. The call shape of fully_shard."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Shard
+
+from memswap._native import native
+from memswap.parallel.hooks import Hooks
+from memswap.parallel.schedule import Context, Scheduled
+from memswap.parallel.unit import Unit
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Module = TypeVar("Module", bound="nn.Module | Sequence[nn.Module]")
+
+#: On a parameter that was sharded: the name of the unit that has it now.
+_TAKEN = "_memswap_sharded_by"
+
+
+def shard(
+    module: Module,
+    mesh: DeviceMesh,
+    *,
+    reshard_after_forward: bool | None = None,
+    residency: Literal["use", "step"] = "use",
+    unshard_in_backward: bool = True,
+    anchor: str | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    ignored_params: Collection[nn.Parameter] = (),
+    context: Context | None = None,
+) -> Module:
+    """Shard a module's parameters over the ranks of a mesh; gather them when they are needed.
+
+    Works like :func:`torch.distributed.fsdp.fully_shard`: call it on each layer, then on the model
+    for what is left. The module stays what it is, with :class:`ShardedModule` added to its class;
+    parameters keep their names and become ``DTensor`` with ``Shard(0)`` outside of forward and
+    backward, which is what optimizers, ``state_dict``, distributed checkpoints and
+    ``clip_grad_norm_`` see. Make the optimizer afterwards.
+
+    All parameters of one call are a unit: one all-gather before it is used, beside the compute of
+    the unit before it, and one reduce-scatter (mean over the ranks) of its gradients, beside the
+    backward of the unit after it. Ranks must hold the same values when they call this.
+
+    Args:
+        module: a module, or several that are one unit: tied weights have to be in one call.
+        mesh: a 1-D mesh.
+        reshard_after_forward: drop the weights after forward and gather them again for backward.
+            Default: True, but False for a module with sharded modules inside, whose backward comes
+            first.
+        residency: ``"step"`` keeps weights through all forwards and backwards until a backward that
+            reduces gradients has ended (see ``set_requires_gradient_sync``): for schedulers that
+            run many microbatches.
+        unshard_in_backward: False if backward needs no weights (an embedding): none are gathered.
+        anchor: name of a submodule (``"attn.wo"``) before whose forward the next unit's all-gather
+            is launched: behind an attention's own exchange, for example. Default: at the unit's
+            start.
+        shard_placement_fn: returns, for a parameter, ``Shard(dim)`` to shard it along another
+            dimension than 0, or None. Gathered, such a parameter is not contiguous.
+        mp_policy: dtypes of gathered parameters, of the reduction and of inputs and outputs.
+        ignored_params: parameters to leave alone.
+        context: shares slots and order with the units of that context. Default: that of the sharded
+            modules inside ``module``, which thereby prefetch each other.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        ValueError: a parameter is tied to one of another unit, is a scalar or not contiguous; the
+            anchor is no submodule; the module is sharded already.
+        NotImplementedError: this torch cannot guard weights that are not there; a mesh of more than
+            one dimension, parameters that are DTensors.
+    """
+    if not native.can_lend:
+        raise NotImplementedError(
+            f"shard() needs torch 2.13 or newer, found {torch.__version__}: in older ones a "
+            "storage that refuses to be read while its weights are elsewhere refuses for ever"
+        )
+    modules = _checked_modules(module)
+    if mesh.ndim != 1:
+        raise NotImplementedError(
+            f"shard(): found a mesh of {mesh.ndim} dimensions {mesh.mesh_dim_names}, expected 1; "
+            "pass mesh['name'] or flatten it (mesh._flatten). Replication over a second dimension "
+            "is not implemented"
+        )
+    if residency not in ("use", "step"):
+        raise ValueError(f"shard(): residency={residency!r}, expected 'use' or 'step'")
+    inner = [unit for one in modules for unit in _units_inside(one)]
+    parameters = _own_parameters(modules, ignored_params)
+    if not parameters:
+        raise ValueError(
+            "shard(): found no parameter that is not sharded or ignored already; nothing to do"
+        )
+    anchors = _anchors(modules, anchor)
+    context = _context_for(inner, context)
+    reshard = not inner if reshard_after_forward is None else reshard_after_forward
+    policy = mp_policy or MixedPrecisionPolicy()
+    name = f"{type(modules[0]).__name__}.{len(context.scheduled)}"
+    dims = [_dimension(parameter, shard_placement_fn) for parameter in parameters]
+    unit = Unit(name, modules, parameters, dims, mesh, policy, context.comm(mesh.get_group()))
+    context.add(
+        Scheduled(
+            unit,
+            reshard_after_forward=reshard,
+            residency=residency,
+            unshard_in_backward=unshard_in_backward,
+            own_memory=bool(inner) or not reshard or residency == "step",
+            anchor=anchor,
+        )
+    )
+    for parameter in parameters:
+        setattr(parameter, _TAKEN, name)
+    hooks = Hooks(unit, context)
+    for one in modules:
+        _name_units(one)
+        kind: Any = type(one)
+        one.__class__ = _sharded_class(kind)
+        one._memswap_hooks = hooks
+        hooks.install(one)
+    for one in anchors:
+        one.register_forward_pre_hook(hooks.anchor)
+    return module
+
+
+class ShardedModule:
+    """What :func:`shard` adds to a module's class."""
+
+    _memswap_hooks: Hooks
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather the unit's weights now; they stay until :meth:`reshard` or until they were used.
+
+        Args:
+            async_op: return at once, with a handle whose ``wait()`` makes the weights usable.
+        """
+        hooks = self._memswap_hooks
+        scheduled = hooks.context.scheduled[hooks.unit]
+        hooks.context.fetch(scheduled)
+        scheduled.pinned = True
+        handle = UnshardHandle(hooks)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Drop the unit's gathered weights; the parameters are DTensors again."""
+        hooks = self._memswap_hooks
+        hooks.context.release(hooks.unit)
+
+    def set_requires_gradient_sync(self, requires_sync: bool, recurse: bool = True) -> None:
+        """Whether backward reduces gradients; if not, they accumulate unsharded until it does."""
+        modules = cast(nn.Module, self).modules() if recurse else [self]
+        for module in modules:
+            if isinstance(module, ShardedModule):
+                hooks = module._memswap_hooks
+                hooks.context.scheduled[hooks.unit].sync = requires_sync
+
+    def set_gradient_divide_factor(self, factor: float, recurse: bool = True) -> None:
+        """What the sum of the ranks' gradients is divided by; at first, the number of ranks.
+
+        1 where ranks hold parts of one sequence and the loss is a mean over all of it.
+        """
+        modules = cast(nn.Module, self).modules() if recurse else [self]
+        for module in modules:
+            if isinstance(module, ShardedModule):
+                module._memswap_hooks.unit.divide_factor = factor
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The shards, also after a backward that raised where it had weights gathered."""
+        self._memswap_hooks.context.recover()
+        result: Iterator[tuple[str, nn.Parameter]]
+        result = super().named_parameters(*args, **kwargs)  # type: ignore[misc]
+        return result
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """``to``, ``cuda``, ``half``: they change the shards."""
+        self.reshard()
+        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        self._memswap_hooks.unit.lay_out()
+        return result
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Any:
+        raise NotImplementedError(
+            "a sharded module cannot be copied: copy the model before shard(), or load its "
+            "state_dict into another one"
+        )
+
+
+class UnshardHandle:
+    """What ``unshard(async_op=True)`` returns."""
+
+    def __init__(self, hooks: Hooks) -> None:
+        self._hooks = hooks
+
+    def wait(self) -> None:
+        """The weights are usable, by what is launched from now on, under the module's names."""
+        context, unit = self._hooks.context, self._hooks.unit
+        context.use(context.scheduled[unit])
+        unit.expose()
+
+
+@functools.cache
+def _sharded_class(cls: Any) -> Any:
+    return type(f"Sharded{cls.__name__}", (ShardedModule, cls), {"__doc__": cls.__doc__})
+
+
+def _checked_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    modules = [module] if isinstance(module, nn.Module) else list(module)
+    for one in modules:
+        if not isinstance(one, nn.Module):
+            raise TypeError(f"shard(): found {type(one).__name__}, expected an nn.Module")
+        if isinstance(one, ShardedModule):
+            raise ValueError(f"shard(): this {type(one).__name__} is sharded already")
+        if isinstance(one, (nn.ModuleList, nn.ModuleDict)):
+            raise ValueError(
+                f"shard(): found a {type(one).__name__}, which has no forward: its hooks would "
+                "never run. Shard its elements, or pass list(modules) to make them one unit"
+            )
+        for part in one.modules():
+            if isinstance(part, FSDPModule):
+                raise ValueError(
+                    f"shard(): found {type(part).__name__}, which fully_shard has sharded; use one "
+                    "of the two"
+                )
+    if not modules:
+        raise ValueError("shard(): found an empty list, expected modules")
+    return modules
+
+
+def _units_inside(module: nn.Module) -> Iterator[Hooks]:
+    for part in module.modules():
+        if isinstance(part, ShardedModule):
+            yield part._memswap_hooks
+
+
+def _own_parameters(
+    modules: Sequence[nn.Module], ignored: Collection[nn.Parameter]
+) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    """The parameters that no unit inside has, with every place where they are registered."""
+    skip = {id(parameter) for parameter in ignored}
+    seen: set[int] = set()
+    found: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+
+    def walk(module: nn.Module) -> None:
+        if id(module) in seen or isinstance(module, ShardedModule):
+            return
+        seen.add(id(module))
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in skip:
+                _check_parameter(name, parameter)
+                found.setdefault(parameter, []).append((module, name))
+        for child in module.children():
+            walk(child)
+
+    for module in modules:
+        walk(module)
+    return found
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    taken = getattr(parameter, _TAKEN, None)
+    if taken is not None and not isinstance(parameter, DTensor):
+        raise ValueError(
+            f"shard(): parameter {name!r} is tied to one that unit {taken!r} has sharded; apart, "
+            "they would be trained as two. Pass the modules that share it as one list: "
+            "shard([embedding, head], ...)"
+        )
+    if isinstance(parameter, DTensor):
+        raise NotImplementedError(
+            f"shard(): parameter {name!r} is a DTensor already ({parameter.placements}); sharding "
+            "on top of tensor parallelism is not implemented"
+        )
+    if parameter.ndim == 0:
+        raise ValueError(
+            f"shard(): parameter {name!r} is a scalar; make it 1-D with one element, or pass it in "
+            "ignored_params"
+        )
+    if not parameter.is_contiguous():
+        raise ValueError(
+            f"shard(): parameter {name!r} is not contiguous (stride {parameter.stride()}); make it "
+            "so before sharding"
+        )
+
+
+def _dimension(
+    parameter: nn.Parameter, placement_fn: Callable[[nn.Parameter], Shard | None] | None
+) -> int:
+    placement = None if placement_fn is None else placement_fn(parameter)
+    if placement is None:
+        return 0
+    if not isinstance(placement, Shard) or not -parameter.ndim <= placement.dim < parameter.ndim:
+        raise ValueError(
+            f"shard(): shard_placement_fn returned {placement!r} for a parameter of shape "
+            f"{tuple(parameter.shape)}; expected Shard(dim) with one of its dimensions, or None"
+        )
+    dim: int = placement.dim % parameter.ndim
+    return dim
+
+
+def _anchors(modules: Sequence[nn.Module], anchor: str | None) -> list[nn.Module]:
+    if anchor is None:
+        return []
+    found = [dict(module.named_modules()).get(anchor) for module in modules]
+    anchors = [module for module in found if module is not None]
+    if not anchors or not anchor:
+        names = [name for name, _ in modules[0].named_modules() if name]
+        raise ValueError(
+            f"shard(): anchor {anchor!r} is no submodule; there are {', '.join(names)}"
+        )
+    return anchors
+
+
+def _context_for(inner: Sequence[Hooks], given: Context | None) -> Context:
+    """The context for a unit around those inside: theirs, joined if each had one of its own."""
+    contexts = list(dict.fromkeys(hooks.context for hooks in inner))
+    if given is not None:
+        return given
+    if len(contexts) == 1:
+        return contexts[0]
+    if any(context.explicit for context in contexts):
+        raise ValueError(
+            f"shard(): the sharded modules inside have {len(contexts)} contexts; pass context= to "
+            "say which one is meant"
+        )
+    joined = Context()
+    joined.explicit = False
+    for hooks in dict.fromkeys(inner):
+        joined.add(hooks.context.scheduled[hooks.unit])
+        hooks.context = joined
+    return joined
+
+
+def _name_units(module: nn.Module) -> None:
+    """Names as seen from the outermost sharded module: they are what logs and errors show."""
+    for path, part in module.named_modules():
+        if isinstance(part, ShardedModule) and part is part._memswap_hooks.unit.modules[0]:
+            part._memswap_hooks.unit.name = path

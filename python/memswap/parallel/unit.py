@@ -1,0 +1,365 @@
+"""Unit: parameters that are gathered together, used, dropped, and whose gradients are reduced.
+
+A unit has one state, ABSENT -> FETCHING -> READY -> ABSENT, and one collective for each direction.
+When to do what is the Context's business (schedule.py).
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from memswap._native import native
+from memswap.errors import UnitStateError
+from memswap.parallel.member import Member, shard_parameter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from memswap.parallel.comm import Comm, ReduceOp, Ticket
+    from memswap.parallel.slots import Lease
+
+#: Every gathered parameter begins at a multiple of so many bytes (as torch's allocators align).
+ALIGNMENT = 512
+
+
+class State(enum.Enum):
+    """Where the gathered weights of a unit are."""
+
+    ABSENT = "absent"
+    FETCHING = "fetching"
+    READY = "ready"
+
+
+@dataclass(eq=False)
+class Reduction:
+    """A reduce-scatter under way: what it reduces, and where the result goes."""
+
+    unit: Unit
+    ticket: Ticket
+    members: list[Member]
+    outputs: list[torch.Tensor]
+    used: torch.Tensor
+    """For each member, zero if no rank had a gradient."""
+    missing: list[bool] = field(default_factory=list)
+    """Members without a gradient on this rank."""
+
+    def finish(self) -> None:
+        """Wait, and add the reduced gradients to those of the shards."""
+        self.ticket.wait()
+        with torch.no_grad():
+            for i, (member, output) in enumerate(zip(self.members, self.outputs, strict=True)):
+                # Read back only where this rank knows no better: it blocks the host.
+                if self.missing[i] and self.used[i].item() == 0:
+                    continue
+                self.unit.give_gradient(member, output)
+
+
+class Unit:
+    """Parameters of one or more modules, each sharded along one dimension over a 1-D mesh.
+
+    Between :meth:`fetch` and :meth:`drop` the gathered weights have memory, which is lent
+    ([Note: Lent memory] in csrc/lend.h); after :meth:`ready` they may be used.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        modules: Sequence[nn.Module],
+        parameters: dict[nn.Parameter, list[tuple[nn.Module, str]]],
+        dims: Sequence[int],
+        mesh: DeviceMesh,
+        policy: MixedPrecisionPolicy,
+        comm: Comm,
+    ) -> None:
+        self.name = name
+        self.modules = tuple(modules)
+        self.mesh = mesh
+        self.policy = policy
+        self.comm = comm
+        self.state = State.ABSENT
+        self.exposed = False
+        """Whether the modules show gathered parameters, not shards."""
+        self.lease: Lease | None = None
+        self.nbytes = 0
+        self.versions: tuple[int, ...] = ()
+        """Those of the shards when they were gathered."""
+        self.arrived: set[Member] = set()
+        """Members whose gradient this backward has computed."""
+        self.divide_factor: float | None = None
+        """What the sum of the ranks' gradients is divided by; None: the number of ranks."""
+        self.on_gradient: Callable[[Unit], None] = lambda unit: None
+        """Called when a gradient has arrived."""
+        self._ticket: Ticket | None = None
+        self._shell = torch.empty(0, dtype=torch.uint8)
+        self._shell_ref = native.StorageRef(self._shell)
+        self.members = [
+            shard_parameter(parameter, owners, dim, mesh, comm)
+            for (parameter, owners), dim in zip(parameters.items(), dims, strict=True)
+        ]
+        self.lay_out()
+
+    # --- shards -----------------------------------------------------------------------------------
+
+    def lay_out(self) -> None:
+        """Find room for each gathered parameter; needed again when dtypes or devices changed."""
+        if self.state is not State.ABSENT:
+            raise UnitStateError(f"unit {self.name!r} is {self.state.value}, expected absent")
+        offset = 0
+        for member in self.members:
+            self._find_shard(member)
+            kept = member.sharded.dtype
+            castable = kept.is_floating_point and self.policy.param_dtype is not None
+            member.dtype = self.policy.param_dtype if castable else kept
+            member.offset = offset
+            member.nbytes = math.prod(member.padded_shape) * self.comm.size * member.dtype.itemsize
+            offset += -(-member.nbytes // ALIGNMENT) * ALIGNMENT
+            member.full = None
+            member.hooked = False
+        self.nbytes = offset
+        self.device = self.members[0].local.device
+        self._shell = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self._shell_ref = native.StorageRef(self._shell)
+
+    def _find_shard(self, member: Member) -> None:
+        """load_state_dict(assign=True) and the like replace what is registered."""
+        module, name = member.owners[0]
+        current = module._parameters[name]
+        if current is None or current is member.sharded or current is member.full:
+            return
+        if not isinstance(current, DTensor):
+            raise UnitStateError(
+                f"unit {self.name!r}: parameter {name!r} was replaced by a plain "
+                f"{type(current).__name__}; expected a DTensor, as shard() made it"
+            )
+        for module, name in member.owners:
+            module._parameters[name] = current
+        member.sharded = current
+
+    def shard_versions(self) -> tuple[int, ...]:
+        return tuple(member.version() for member in self.members)
+
+    @property
+    def stale(self) -> bool:
+        """Whether the shards were edited since they were gathered."""
+        return self.versions != self.shard_versions()
+
+    # --- gathered weights -------------------------------------------------------------------------
+
+    def fetch(self, lease: Lease) -> None:
+        """ABSENT -> FETCHING: launch the all-gather into the lease's memory."""
+        self._expect(State.ABSENT, "fetch")
+        self.lease = lease
+        native.lend(self._shell_ref, native.StorageRef(lease.memory), 0, self.nbytes)
+        self._launch()
+        self.state = State.FETCHING
+
+    def fetch_again(self) -> None:
+        """The shards were edited: gather them once more, into the same memory."""
+        self.ready()
+        self._launch()
+        self.state = State.FETCHING
+
+    def _launch(self) -> None:
+        assert self.lease is not None
+        memory = self.lease.memory
+        for member in self.members:
+            self._find_shard(member)
+        self.versions = self.shard_versions()
+        outputs = [
+            memory[m.offset : m.offset + m.nbytes]
+            .view(m.dtype)
+            .view(m.rows * self.comm.size, *m.shape[1:])
+            for m in self.members
+        ]
+        with torch.no_grad():
+            inputs = [member.gather_input() for member in self.members]
+        self._ticket = self.comm.all_gather(outputs, inputs, label=self.name)
+
+    def ready(self) -> None:
+        """FETCHING -> READY: the weights are there, for what is launched from now on."""
+        if self.state is State.FETCHING and self._ticket is not None:
+            self._ticket.wait()
+            self._ticket = None
+            self.state = State.READY
+        self._expect(State.READY, "ready")
+        assert self.lease is not None
+        self.lease.check()
+
+    def drop(self) -> Lease | None:
+        """-> ABSENT: the weights are not needed; what was lent, if anything, is given up."""
+        if self.state is State.FETCHING:
+            self.ready()
+        if self.state is State.ABSENT:
+            return None
+        lease, self.lease = self.lease, None
+        native.take_back(
+            self._shell_ref,
+            f"memswap: the weights of unit {self.name!r} are sharded now and were used outside of "
+            "the unit's forward and backward. If this happened in backward, the unit's output has "
+            "to be a tensor, or tensors in tuples, lists, dicts or dataclasses known to "
+            "torch.utils._pytree; elsewhere, call unshard() on the module first",
+        )
+        self.state = State.ABSENT
+        return lease
+
+    def expose(self) -> None:
+        """Let the modules show the gathered parameters."""
+        self.ready()
+        for member in self.members:
+            full = self._full(member)
+            if full.requires_grad != member.sharded.requires_grad:
+                full.requires_grad_(member.sharded.requires_grad)
+            if full.requires_grad and not member.hooked:
+                full.register_post_accumulate_grad_hook(self._collector(member))
+                member.hooked = True
+            if not self.exposed:
+                for module, name in member.owners:
+                    module._parameters[name] = full
+        self.exposed = True
+
+    def hide(self) -> None:
+        """Let the modules show the shards."""
+        if self.exposed:
+            for member in self.members:
+                for module, name in member.owners:
+                    module._parameters[name] = member.sharded
+            self.exposed = False
+
+    def _full(self, member: Member) -> nn.Parameter:
+        if member.full is None:
+            # Not in inference mode: the parameter will be trained as well. Through .data: it has
+            # a version counter of its own, so that gathering is no edit of what autograd saved.
+            with torch.inference_mode(False), torch.no_grad():
+                flat = torch.empty(0, dtype=torch.uint8, device=self.device)
+                flat.set_(self._shell.untyped_storage(), 0, (self.nbytes,), (1,))
+                part = flat[member.offset : member.offset + member.nbytes].view(member.dtype)
+                part = part[: math.prod(member.shape)].view(member.shape).movedim(0, member.dim)
+                member.full = nn.Parameter(part.data, requires_grad=False)
+                member.full.__dict__.update(member.sharded.__dict__)
+        return member.full
+
+    def _expect(self, state: State, move: str) -> None:
+        if self.state is not state:
+            raise UnitStateError(
+                f"unit {self.name!r}: {move} while {self.state.value}, expected {state.value}"
+            )
+
+    # --- gradients --------------------------------------------------------------------------------
+
+    @property
+    def trainable(self) -> list[Member]:
+        return [member for member in self.members if member.sharded.requires_grad]
+
+    @property
+    def frozen(self) -> bool:
+        """Whether any parameter is."""
+        return any(not member.sharded.requires_grad for member in self.members)
+
+    @property
+    def has_gradients(self) -> bool:
+        return any(member.grad is not None for member in self.members)
+
+    def _collector(self, member: Member) -> Callable[[torch.Tensor], None]:
+        weak_unit, weak_member = ref(self), ref(member)  # torch holds hooks where gc cannot look
+
+        def collect(full: torch.Tensor) -> None:
+            unit, member = weak_unit(), weak_member()
+            gradient, full.grad = full.grad, None
+            if unit is None or member is None or gradient is None:
+                return
+            if member.grad is None:
+                member.grad = gradient
+            else:
+                member.grad += gradient
+            unit.arrived.add(member)
+            unit.on_gradient(unit)
+
+        return collect
+
+    def keep_gradients(self) -> None:
+        """They are not reduced in this backward: accumulate in the dtype of the reduction."""
+        for member in self.members:
+            if member.grad is not None and self.policy.reduce_dtype is not None:
+                member.grad = member.grad.to(self.policy.reduce_dtype)
+        self.arrived.clear()
+
+    def reduce(self) -> Reduction:
+        """Launch the reduce-scatter of all gradients.
+
+        A member that this rank has no gradient for takes part with zeros, so ranks that took
+        different branches launch the same collective. How many had one travels with it: a
+        parameter that no rank used gets no gradient, as in a single process.
+        """
+        size = self.comm.size
+        members = self.trainable
+        dtype = self.policy.reduce_dtype
+        missing = [member.grad is None for member in members]
+        inputs, outputs = [], []
+        with torch.no_grad():
+            for member in members:
+                kind = dtype or member.dtype
+                rows = member.rows * size
+                gradient, member.grad = member.grad, None
+                gradient = None if gradient is None else gradient.movedim(member.dim, 0)
+                if gradient is not None and member.shape[0] == rows:
+                    gradient = gradient.to(kind).contiguous()
+                else:
+                    padded = torch.zeros(rows, *member.shape[1:], dtype=kind, device=self.device)
+                    if gradient is not None:
+                        padded[: member.shape[0]].copy_(gradient)
+                    gradient = padded
+                inputs.append(gradient)
+                outputs.append(gradient.new_empty(member.padded_shape))
+            # Made on the device: a copy from pageable host memory would block the host.
+            flags = torch.ones(size, len(members), dtype=inputs[0].dtype, device=self.device)
+            for i, absent in enumerate(missing):
+                if absent:
+                    flags[:, i] = 0
+            inputs.append(flags.view(-1))
+            outputs.append(inputs[-1].new_empty(len(members)))
+        self.arrived.clear()
+        op: ReduceOp = "avg" if self.divide_factor is None else "sum"
+        ticket = self.comm.reduce_scatter(outputs, inputs, op=op, label=self.name)
+        return Reduction(self, ticket, members, outputs[:-1], outputs[-1], missing)
+
+    def give_gradient(self, member: Member, reduced: torch.Tensor) -> None:
+        """Add a reduced gradient, padded, to that of the shard."""
+        sharded = member.sharded
+        local = reduced[: member.local.shape[0]].movedim(0, member.dim)
+        if self.divide_factor not in (None, 1):
+            local = local / self.divide_factor
+        local = local.to(sharded.dtype).contiguous()
+        if sharded.grad is not None:
+            sharded.grad.to_local().add_(local)
+        else:
+            sharded.grad = DTensor.from_local(
+                local,
+                self.mesh,
+                [Shard(member.dim)],
+                run_check=False,
+                shape=sharded.shape,
+                stride=sharded.stride(),
+            )
+        # Autograd does not accumulate into shards, so nobody else calls these.
+        for hook in (sharded._post_accumulate_grad_hooks or {}).values():
+            hook(sharded)
+
+    def forget_gradients(self) -> None:
+        """A backward failed: what it had computed so far means nothing."""
+        self.arrived.clear()
+        for member in self.members:
+            member.grad = None
+            if member.full is not None:
+                member.full.grad = None

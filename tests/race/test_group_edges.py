@@ -1,0 +1,211 @@
+"""The edges of groups: broken on purpose, each is caught by the detector and as wrong data.
+
+A group adds three things to the lanes' own edges (test_edges.py): small storages are gathered on
+compute before they are sent, what returns is shared by several tensors that wait apart, and sends,
+waits and loads come from whoever schedules, perhaps on another stream than the forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers import EVERYTHING, new_input, new_stack, random
+from race_workloads import (
+    DEVICE,
+    EAGER,
+    MATRIX,
+    Region,
+    Workload,
+    compute_streams,
+    fetch_stream,
+    lanes_opened,
+    new_pool,
+    observe,
+    on_host,
+    plain,
+    run_plain,
+    send_stream,
+)
+
+import memswap
+from memswap.engine import buckets
+from simdev import mutations
+
+pytestmark = [pytest.mark.own_laboratory, pytest.mark.one_schedule]
+
+Breaking = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+# ---------------------------------------------------------------- workloads
+def microbatches(region: Region) -> list[torch.Tensor]:
+    """Two microbatches in flight, in one group; memory of the first is used by the second."""
+    model = new_stack(DEVICE, depth=1)
+    group = None if region is plain else memswap.Group("mb", EVERYTHING, pool=new_pool())
+    found: list[torch.Tensor] = []
+    for step in range(2):
+        waiting = []
+        for number in range(2):
+            x = new_input(DEVICE, seed=10 * step + number)
+            with contextlib.nullcontext() if group is None else group as generation:
+                loss = model(x)
+            if generation is not None:
+                generation.launch_offload()
+                model(x + 1).detach()  # what a schedule computes meanwhile
+                generation.wait_offload()
+            waiting.append((generation, loss))
+        for generation, loss in waiting:
+            if generation is not None:
+                generation.launch_load()
+                generation.wait_load()
+            loss.backward()
+        del waiting, loss, generation
+        found += [parameter.grad.clone() for parameter in model.parameters()]
+        model.zero_grad(set_to_none=True)
+    return on_host(found)
+
+
+def scheduled_elsewhere(region: Region) -> list[torch.Tensor]:
+    """The forward runs on one stream; another, which waits for it, launches the offload.
+
+    What was gathered is let go of there, and the first stream uses its memory at once.
+    """
+    a, b = torch.Stream(device=DEVICE), torch.Stream(device=DEVICE)
+    group = memswap.Group("elsewhere", EVERYTHING, pool=new_pool())
+    with a:
+        sent = [random(DEVICE, 900, seed=n) * 2 for n in range(3)]
+    if region is plain:
+        a.synchronize()
+        return on_host(sent)
+    with a:
+        added = [group.add(tensor) for tensor in sent]
+        ready = a.record_event()
+        sent.clear()
+    with b:
+        b.wait_event(ready)
+        group.launch_offload()
+    with a:
+        others = [torch.full((900,), 7.0, device=DEVICE) for _ in range(3)]
+        on_host(others)  # a lazy machine runs this stream first
+    with b:
+        group.wait_offload()
+        group.launch_load()
+        group.wait_load()
+        found = on_host([one.tensor().clone() for one in added])
+    del others
+    torch.accelerator.synchronize()
+    return found
+
+
+def demanded_at_once(region: Region) -> list[torch.Tensor]:
+    """Nobody waits for the load: each demand does, of its own part of what is fetched."""
+    x = random(DEVICE, 700).requires_grad_()
+    group = memswap.Group("demand", EVERYTHING, pool=new_pool())
+    found = []
+    for _ in range(3):
+        with contextlib.nullcontext() if region is plain else group as generation:
+            y = x
+            for _ in range(4):
+                y = (y * 1.5).sin()
+        if generation is not None:
+            generation.launch_offload()
+            generation.wait_offload()
+            generation.launch_load()
+        y.sum().backward()
+        del y
+        found.append(x.grad.clone())
+        x.grad = None
+    return on_host(found)
+
+
+# ---------------------------------------------------------------- mutations
+class Counter:
+    """The hits of several mutations."""
+
+    def __init__(self) -> None:
+        self.parts: list[Any] = []
+        self.own = 0
+
+    @property
+    def hits(self) -> int:
+        return self.own + sum(part.hits for part in self.parts)
+
+
+def drop(waiter: Callable[[Any], Any], source: Callable[[Any], Any]) -> Breaking:
+    """Waits of one of a lane's streams for another are ignored."""
+
+    @contextlib.contextmanager
+    def breaking() -> Iterator[Counter]:
+        counter = Counter()
+        with contextlib.ExitStack() as stack:
+
+            def react(lane: Any) -> Any:
+                ignored = mutations.drop_waits(waiter=waiter(lane), source=source(lane))
+                counter.parts.append(stack.enter_context(ignored))
+                return lane
+
+            stack.enter_context(lanes_opened(react))
+            yield counter
+
+    return breaking
+
+
+@contextlib.contextmanager
+def parts_do_not_wait() -> Iterator[Counter]:
+    """A tensor that shares what was fetched takes it for there already."""
+    counter = Counter()
+    wait = buckets.PartTicket.wait
+
+    def ignored(ticket: buckets.PartTicket) -> None:
+        counter.own += 1
+
+    buckets.PartTicket.wait = ignored  # type: ignore[method-assign]
+    try:
+        yield counter
+    finally:
+        buckets.PartTicket.wait = wait  # type: ignore[method-assign]
+
+
+BROKEN: list[tuple[str, Breaking, tuple[Workload, ...]]] = [
+    ("gathered -> sent", drop(send_stream, compute_streams), (microbatches, demanded_at_once)),
+    ("sent -> gathered copy freed", drop(compute_streams, send_stream), (microbatches,)),
+    ("allocated -> loaded", drop(fetch_stream, compute_streams), (microbatches, demanded_at_once)),
+    ("loaded -> demanded", drop(compute_streams, fetch_stream), (microbatches, demanded_at_once)),
+    ("loaded -> each part's demand", parts_do_not_wait, (microbatches, demanded_at_once)),
+    (
+        "gathered -> its source freed on the stream that owns it",
+        mutations.drop_record_stream,
+        (scheduled_elsewhere,),
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "broken", "workloads"), BROKEN, ids=[one[0] for one in BROKEN])
+def test_a_broken_edge_is_caught_by_the_detector_and_as_wrong_data(
+    name: str, broken: Breaking, workloads: tuple[Workload, ...]
+) -> None:
+    reported_eagerly = False
+    for workload in workloads:
+        right = run_plain(workload)
+        seen = {schedule: observe(schedule, workload, broken) for schedule in MATRIX}
+        struck = [one for one in seen.values() if one.hits]
+        where = f"{name} in {workload.__name__}"
+        assert struck, f"{where}: the mutation never struck"
+        assert any(one.reports for one in struck), f"{where}: the detector said nothing"
+        assert any(one.differs_from(right) for one in struck), f"{where}: no wrong data anywhere"
+        reported_eagerly |= bool(seen[EAGER].hits and seen[EAGER].reports)
+    assert reported_eagerly, f"{name}: not reported under the eager schedule"
+
+
+@pytest.mark.parametrize(
+    "workload", [microbatches, scheduled_elsewhere, demanded_at_once], ids=lambda w: w.__name__
+)
+def test_unbroken_groups_are_silent_and_right_under_every_schedule(workload: Workload) -> None:
+    right = run_plain(workload)
+    for schedule in MATRIX:
+        seen = observe(schedule, workload)
+        assert not seen.reports, f"{schedule}: {seen.reports[:3]}"
+        assert not seen.differs_from(right), f"{schedule}: results differ"

@@ -1,0 +1,215 @@
+"""The edges of an encode that waited for a window: each broken on purpose is caught, twice.
+
+    saved -> waits -> window -> encode -> join -> freed;  wanted -> window -> decode -> consumer
+
+The race detector speaks, and some schedule gives other gradients. Beside the edges of every encode
+(tests/race/test_encode_edges.py) there is one that waiting adds: the window that starts an encode
+may be another stream's, and the lane orders it after the stream that is current then. One edge
+needs no line of its own: encodes are joined when backward begins, and decodes come after compute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from race_workloads import (
+    DEVICE,
+    EAGER,
+    MATRIX,
+    Observation,
+    Region,
+    Workload,
+    observe,
+    on_host,
+    one_stream,
+    run_plain,
+    two_streams,
+)
+from test_encode_edges import Breaking, drop
+from torch import nn
+
+from memswap import Action, Policy, Windows
+from memswap.engine import expectations
+from memswap.engine.visit import Visit
+from memswap.engine.windowed import WindowedSaver
+
+pytestmark = [
+    pytest.mark.own_laboratory,
+    pytest.mark.one_schedule,
+    pytest.mark.filterwarnings("ignore:memswap. a storage"),  # small arenas are full at times
+]
+
+ENCODE = Policy(action=Action.ENCODE, min_bytes=1)
+ENCODE_SWAP = Policy(action=Action.ENCODE_SWAP, min_bytes=1)
+
+
+@pytest.fixture(autouse=True)
+def _every_tensor_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors of these models are shorter than their frames."""
+    monkeypatch.setattr(expectations, "WORTH", float("inf"))
+
+
+class WindowedRegion:
+    """One windowed saver, entered again for each forward; each nn.Linear opens a window."""
+
+    def __init__(self, policy: Policy, prefetch_bytes: int, seconds: float) -> None:
+        pool = None
+        self.saver = Windows().saver(policy, pool, prefetch_bytes)
+        self.seconds = seconds
+        self.visits: list[Visit] = []
+        self.hooks: list[Any] = []
+
+    def __call__(self) -> WindowedRegion:
+        return self
+
+    def __enter__(self) -> None:
+        self.saver.begin_passage()
+        self.visits.append(Visit(self.saver, ""))
+        self.visits[-1].enter()
+        everywhere = torch.nn.modules.module
+        self.hooks.append(everywhere.register_module_forward_pre_hook(self.product))
+        self.hooks.append(everywhere.register_module_forward_hook(self.made))
+
+    def __exit__(self, *_: object) -> None:
+        while self.hooks:
+            self.hooks.pop().remove()
+        self.visits.pop().leave()
+        self.saver.end_forward()
+
+    def product(self, module: nn.Module, args: Any) -> None:
+        if isinstance(module, nn.Linear):
+            self.saver.open_window(self.seconds)
+
+    def made(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        if isinstance(module, nn.Linear) and output.grad_fn is not None:
+            saver, seconds = self.saver, self.seconds
+            output.grad_fn.register_prehook(lambda gradients: saver.open_window(seconds))
+
+
+def region(policy: Policy = ENCODE, prefetch_bytes: int = 1 << 14, seconds: float = 1.0) -> Region:
+    return WindowedRegion(policy, prefetch_bytes, seconds)
+
+
+# ---------------------------------------------------------------- a workload of its own
+def saved_here_window_there(region: Region) -> list[torch.Tensor]:
+    """A tensor is saved on one stream; the next window is one of another that waits for nothing."""
+    here, there = torch.accelerator.current_stream(), torch.Stream(device=DEVICE)
+    found = []
+    torch.accelerator.synchronize()
+    for step in range(2):
+        with here:
+            x = torch.full((32, 32), 0.5 + step, device=DEVICE, requires_grad=True)
+        context = region()
+        with context:
+            with here:
+                y = (x * 2).exp()
+                z = y * y
+                del y
+            with there:
+                nn.Linear(4, 4, device=DEVICE)(torch.ones(4, 4, device=DEVICE))
+        with here:
+            z.sum().backward()
+            found += on_host([x.grad])
+            del x, z
+    torch.accelerator.synchronize()
+    return found
+
+
+@contextlib.contextmanager
+def encodes_start_on_any_stream() -> Iterator[Any]:
+    """Rule 1 of [Note: Windows] broken: a window starts what was saved on another stream."""
+
+    class Hits:
+        hits = 0
+
+    right = WindowedSaver.on_stream
+
+    def anywhere(self: WindowedSaver, stream: Any) -> bool:
+        Hits.hits += not right(self, stream)
+        return True
+
+    WindowedSaver.on_stream = anywhere  # type: ignore[method-assign]
+    try:
+        yield Hits
+    finally:
+        WindowedSaver.on_stream = right  # type: ignore[method-assign]
+
+
+# ---------------------------------------------------------------- the edges
+@dataclass(frozen=True)
+class Edge:
+    name: str
+    broken: Breaking
+    policy: Policy
+    workload: Workload
+
+    def __str__(self) -> str:
+        return self.name
+
+
+EDGES = [
+    Edge("saved -> encode in a window", drop("encode", "compute"), ENCODE, one_stream),
+    Edge(
+        "saved on another stream -> encode",
+        encodes_start_on_any_stream,
+        ENCODE,
+        saved_here_window_there,
+    ),
+    Edge("encode -> join -> freed", drop("compute", "encode"), ENCODE, two_streams),
+    Edge("allocation -> decode in a window", drop("decode", "compute"), ENCODE, one_stream),
+    Edge("decode in a window -> consumer", drop("compute", "decode"), ENCODE, one_stream),
+    Edge("encode in a window -> copy", drop("send", "encode", True), ENCODE_SWAP, one_stream),
+    Edge("copy -> decode in a window", drop("decode", "fetch", True), ENCODE_SWAP, one_stream),
+]
+
+_expected: dict[Workload, list[torch.Tensor]] = {}
+
+
+def expected(workload: Workload) -> list[torch.Tensor]:
+    if workload not in _expected:
+        _expected[workload] = run_plain(workload)
+    return _expected[workload]
+
+
+@pytest.mark.parametrize("edge", EDGES, ids=str)
+def test_a_broken_edge_is_caught_by_the_detector_and_as_wrong_data(edge: Edge) -> None:
+    right = expected(edge.workload)
+    seen: list[Observation] = [
+        observe(schedule, edge.workload, edge.broken, new_region=region, policy=edge.policy)
+        for schedule in MATRIX
+    ]
+    struck = [one for one in seen if one.hits]
+    assert struck, f"{edge}: the mutation never struck"
+    assert any(one.reports for one in struck), f"{edge}: the detector said nothing"
+    assert any(one.differs_from(right) for one in struck), f"{edge}: no wrong data anywhere"
+
+
+@pytest.mark.parametrize("policy", [ENCODE, ENCODE_SWAP], ids=["encode", "both"])
+@pytest.mark.parametrize(
+    "workload", [one_stream, two_streams, saved_here_window_there], ids=lambda w: w.__name__
+)
+@pytest.mark.parametrize("seconds", [1.0, 1e-7], ids=["all", "some"])
+def test_unbroken_windows_are_silent_and_right_under_every_schedule(
+    workload: Workload, policy: Policy, seconds: float
+) -> None:
+    for schedule in MATRIX:
+        seen = observe(schedule, workload, new_region=region, policy=policy, seconds=seconds)
+        assert not seen.reports, f"{schedule}: {seen.reports[:3]}"
+        assert not seen.differs_from(expected(workload)), f"{schedule}: gradients differ"
+
+
+def test_the_workloads_do_encode_in_windows() -> None:
+    """Otherwise the edges would be those of leftovers."""
+    from simdev import laboratory
+
+    with laboratory(EAGER):
+        one = region()
+        one_stream(one)
+        stats = one.saver.window_stats()  # type: ignore[attr-defined]
+        del one
+    assert stats.encoded_in_windows > 10 and stats.decoded_in_windows > 10
