@@ -107,8 +107,9 @@ void bind_memory(py::module_& m) {
 void bind_time_and_counters(py::module_& m) {
   m.def("counters", &counters);
   m.def("reset_counters", &simdev::reset_counters);
-  m.def("set_cost_model", [](double host_us, double launch_us, double hbm, double h2d, double d2h) {
-    simdev::set_cost_model({host_us, launch_us, hbm, h2d, d2h});
+  m.def("set_cost_model", [](double host_us, double launch_us, double hbm, double h2d, double d2h,
+                             double matrix, bool queries_wait) {
+    simdev::set_cost_model({host_us, launch_us, hbm, h2d, d2h, matrix, queries_wait});
   });
   m.def("host_virtual_us", &simdev::host_virtual_us);
   m.def("reset_virtual_time", &simdev::reset_virtual_time);
