@@ -67,7 +67,7 @@ help:
 	@echo 'make demo        train a small GPT twice, plain and with memswap, and compare every gradient'
 	@echo 'make test        C++ tests, Python tests on the CPU and on the simulated accelerator'
 	@echo 'make test-all    the same and the slow tests'
-	@echo 'make test-npu    the real torch_npu on a fake ACL runtime (not ported to this version: docs/ascend.md)'
+	@echo 'make test-npu    the real torch_npu on a fake ACL runtime, in an environment of its own'
 	@echo 'make bench       benchmarks on this machine, results to benchmarks/results/'
 	@echo 'make gpu         what needs a CUDA device: GPU tests, then benchmarks (installs nothing)'
 	@echo 'make cpp-test    C++ tests alone'

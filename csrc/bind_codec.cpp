@@ -196,6 +196,7 @@ void bind_codec_lanes(py::module_& module) {
       module, "StreamCodecLane", "Encodes and decodes storages on an accelerator, in stream order.")
       .def(py::init([](const c10::Device& device, size_t max_leaving_bytes, size_t arena_budget,
                        size_t arena_chunk, uint32_t max_processors) {
+             const py::gil_scoped_release release;  // it allocates
              return std::make_shared<StreamCodecLane>(
                  device, StreamCodecLane::Options{.max_leaving_bytes = max_leaving_bytes,
                                                   .arena_budget = arena_budget,

@@ -60,6 +60,7 @@ void bind_lanes(py::module_& module) {
   py::class_<StreamLane, Lane, std::shared_ptr<StreamLane>>(
       module, "StreamLane", "Transfers between an accelerator and pinned memory, in stream order.")
       .def(py::init([](const c10::Device& device, size_t max_leaving_bytes, size_t chunk_bytes) {
+             const py::gil_scoped_release release;
              return std::make_shared<StreamLane>(device, max_leaving_bytes, chunk_bytes);
            }),
            py::arg("device"), py::arg("max_leaving_bytes"), py::arg("chunk_bytes"))

@@ -41,6 +41,7 @@ void bind_storage(py::module_& module) {
       .def_property_readonly("version", &SavedView::version)
       .def_property_readonly("current_version", &SavedView::current_version)
       .def_property_readonly("of_leaf", &SavedView::of_leaf)
+      .def_property_readonly("private_format", &SavedView::private_format)
       .def_property_readonly("key",
                              [](const SavedView& view) { return as_int(view.storage_key()); })
       .def_property_readonly("storage_nbytes", &SavedView::storage_nbytes)

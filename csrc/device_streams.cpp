@@ -18,9 +18,26 @@ at::Tensor new_bytes_on(c10::Device device, size_t nbytes) {
 }  // namespace
 
 DeviceStreams::DeviceStreams(c10::Device device)
-    : device_(device), backend_(device.type()), keys_(new_bytes_on(device, 0).key_set()) {
+    : device_(device),
+      backend_(device.type()),
+      keys_(new_bytes_on(device, 0).key_set()),
+      default_(backend_.getDefaultStream(device).id()) {
   TORCH_CHECK(device.has_index() && !device.is_cpu(),
               "memswap: a lane of streams needs an accelerator with an index, found ", device);
+}
+
+c10::Stream DeviceStreams::current() {
+  const c10::Stream stream = backend_.getStream(device_);
+  if (stream.id() != default_) {
+    several_compute_ = true;
+  }
+  return stream;
+}
+
+void DeviceStreams::tell_allocator(const c10::Storage& storage, c10::Stream user) {
+  if (several_compute_) {
+    backend_.recordDataPtrOnStream(storage.data_ptr(), user);
+  }
 }
 
 c10::Event DeviceStreams::take_event() {

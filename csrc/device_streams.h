@@ -7,6 +7,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <atomic>
 #include <mutex>
 #include <vector>
 
@@ -22,6 +23,19 @@ struct WithoutModes {
           c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
 };
 
+// [Note: One compute stream]
+//
+// record_stream tells the caching allocator that a stream has used memory which may belong to
+// another. For the stream that owns the memory it changes nothing, but it need not be free:
+// torch_npu records an event for the owner as well, puts the free off until that has passed, and
+// ends the process where the device is lost. So while the device's default stream is the only
+// compute stream that a lane has met, it says nothing: what is allocated, used and dropped in the
+// order of one stream needs no more. From the first other stream on, each storage that is let go of
+// is told of the streams that used it.
+//
+// Memory that the program has allocated on another stream, and hands to the default one before the
+// lane has met the other, is the program's to tell, as torch's own rule has it.
+
 // Shared by a lane and its tickets, which may live longer. Thread-safe.
 class DeviceStreams {
  public:
@@ -31,7 +45,7 @@ class DeviceStreams {
   c10::Stream new_stream() const { return backend_.getNewStream(device_); }
 
   // "Compute": whatever is current for the calling thread. Asked for anew each time.
-  c10::Stream current() const { return backend_.getStream(device_); }
+  c10::Stream current();
 
   // Events are made once and used again.
   c10::Event take_event();
@@ -40,10 +54,9 @@ class DeviceStreams {
   // What is submitted to `later` from now on comes after what was submitted to `earlier` so far.
   void order(c10::Stream later, c10::Stream earlier);
 
-  // The caching allocator learns that `user` has used the storage's memory (record_stream).
-  void tell_allocator(const c10::Storage& storage, c10::Stream user) const {
-    backend_.recordDataPtrOnStream(storage.data_ptr(), user);
-  }
+  // The caching allocator learns that the compute stream `user` has used the storage's memory
+  // ([Note: One compute stream]).
+  void tell_allocator(const c10::Storage& storage, c10::Stream user);
 
   // Allocated on the current stream.
   at::Tensor new_bytes(size_t nbytes) const;
@@ -56,6 +69,8 @@ class DeviceStreams {
   const c10::Device device_;
   const c10::impl::VirtualGuardImpl backend_;
   const c10::DispatchKeySet keys_;  // of a tensor on the device
+  const c10::StreamId default_;
+  std::atomic<bool> several_compute_{false};  // another than the default was met
   std::mutex mutex_;
   std::vector<c10::Event> idle_events_;
 };

@@ -5,6 +5,7 @@
 #include <sstream>
 
 #include "lend.h"
+#include "torch_npu.h"
 
 namespace memswap {
 namespace {
@@ -71,6 +72,7 @@ std::optional<SavedView> SavedView::capture(const at::Tensor& tensor) {
   view.counter_ = impl->version_counter();
   view.version_ = view.counter_.current_version();
   view.device_ = impl->device();
+  view.private_format_ = has_private_format(tensor);
   view.key_ = storage.unsafeGetStorageImpl();
   view.storage_nbytes_ = storage_nbytes;
   view.nbytes_ = static_cast<size_t>(impl->numel()) * element;

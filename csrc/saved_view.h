@@ -35,6 +35,10 @@ class SavedView {
   // Storage that is (a view of) a leaf that requires grad: a parameter, however it was reached, or
   // one that has lent memory.
   bool of_leaf() const { return of_leaf_; }
+
+  // The storage has a format that its bytes do not tell (torch_npu.h): other memory that they are
+  // copied to would be read wrongly.
+  bool private_format() const { return private_format_; }
   const void* storage_key() const { return key_; }
   size_t storage_nbytes() const { return storage_nbytes_; }
   size_t nbytes() const { return nbytes_; }
@@ -56,6 +60,7 @@ class SavedView {
   size_t storage_nbytes_ = 0;
   size_t nbytes_ = 0;
   bool of_leaf_ = false;
+  bool private_format_ = false;
 };
 
 // The version of a tensor that stays where it is; holds no memory.

@@ -19,8 +19,7 @@ namespace memswap {
 //
 //   1. producer -> send                  submit(): the send stream waits for an event on compute
 //   2. send -> memory freed, or written  StreamTransfer::wait(): compute waits for the send, then
-//   the
-//                                        storage's reference is dropped
+//                                        the storage's reference is dropped
 //   3. send -> fetch of the same block   submit(): the fetch stream waits for the block's uses
 //   4. allocation on compute -> fetch    submit(): the fetch stream waits for an event on compute
 //   5. fetch -> consumer                 StreamTransfer::wait(): compute waits for the fetch
@@ -38,11 +37,10 @@ namespace memswap {
 // streams do not wait for each other.
 //
 // Edges 2 and 6 are stream order only where allocation, use and release happen on one stream. A
-// storage may have been allocated on another one, and only the allocator knows: before a storage is
-// dropped, it is told (record_stream) which compute stream used it. For the stream that owns the
-// memory, which is the only stream of most programs, that changes nothing; for any other, the
-// memory is reused only behind an event of the stream that was told. The lane's own streams never
-// need it, because compute waits for them first, or the host knows that they are done.
+// storage may have been allocated on another one, and only the allocator knows: once a lane has met
+// a compute stream beside the default one, the allocator is told before a storage is dropped which
+// compute stream used it ([Note: One compute stream] in device_streams.h). The lane's own streams
+// never need it, because compute waits for them first, or the host knows that they are done.
 //
 // Where the host already knows that a transfer has ended (Ticket::done() returned true), the memory
 // may be dropped without a wait: everything submitted afterwards comes later.

@@ -41,9 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
         import simdev  # registers the device
         from memswap._native import native
 
-        if hasattr(simdev, "codec_on_streams"):  # not where torch_npu is in its place (tests/npu)
-            host_codec = native.codec_capsule(torch.device("cpu"))
-            native.register_codec(simdev.NAME, simdev.codec_on_streams(host_codec))
+        host_codec = native.codec_capsule(torch.device("cpu"))
+        native.register_codec(simdev.NAME, simdev.codec_on_streams(host_codec))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -23,7 +23,6 @@ uint32_t DecodeStatus::take_known() {
   const std::lock_guard lock(mutex_);
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const WithoutModes without_modes;
-  const c10::StreamGuard guard(stream_);
   uint32_t found = 0;
   if (copy_) {
     if (!copy_->done()) {
@@ -31,16 +30,18 @@ uint32_t DecodeStatus::take_known() {
     }
     copy_.reset();
     std::memcpy(&found, block_->data(), sizeof(found));
-    if (found != 0) {
-      word_.zero_();
-    }
   }
   if (!block_) {
     block_ = pool_->allocate(sizeof(found));
   }
+  // Before the guard: what a transfer finds current is a compute stream.
+  auto copy = std::make_shared<StreamTransfer>(streams_, StreamTransfer::Direction::kBack,
+                                               std::make_shared<StorageRef>(word_.storage()));
+  const c10::StreamGuard guard(stream_);
+  if (found != 0) {
+    word_.zero_();
+  }
   if (block_) {  // without pinned memory nobody learns of it: the next call tries again
-    auto copy = std::make_shared<StreamTransfer>(streams_, StreamTransfer::Direction::kBack,
-                                                 std::make_shared<StorageRef>(word_.storage()));
     DeviceStreams::host_bytes(*block_, 0, sizeof(found))
         .copy_(streams_->device_bytes(word_.storage(), 0, sizeof(found)), /*non_blocking=*/true);
     copy->record(stream_);

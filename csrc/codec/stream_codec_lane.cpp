@@ -9,6 +9,7 @@
 
 #include "../pool/pinned_slabs.h"
 #include "../pool/without_gil.h"
+#include "../torch_npu.h"
 #include "backends.h"
 #include "self_check.h"
 
@@ -133,11 +134,15 @@ StreamCodecLane::StreamCodecLane(c10::Device device, const Options& options)
       status_(streams_, decode_stream_, header_pool_),
       departures_(options.max_leaving_bytes) {}
 
-memswap_launch StreamCodecLane::launch_on(c10::Stream stream) const {
-  memswap_launch launch{};
-  launch.stream = stream.native_handle();
-  launch.max_processors = max_processors_;
-  return launch;
+template <class Job>
+int StreamCodecLane::launch(const char* name, c10::Stream stream, const Job& job,
+                            int (*run)(const Job*, size_t, const memswap_launch*)) const {
+  return submit(name, stream, [=, processors = max_processors_](void* native) {
+    memswap_launch launch{};
+    launch.stream = native;
+    launch.max_processors = processors;
+    return run(&job, 1, &launch);
+  });
 }
 
 std::optional<FramePlan> StreamCodecLane::plan(const StorageRefPtr& storage,
@@ -229,8 +234,7 @@ std::optional<Encoding> StreamCodecLane::start(StorageRefPtr storage, const Fram
     job.overflow_capacity = overflow->capacity();
     job.overflow_cursor = overflow->cursor();
   }
-  const memswap_launch launch = launch_on(encode_stream_);
-  const int code = codec.encode(&job, 1, &launch);
+  const int code = launch("memswap::encode", encode_stream_, job, codec.encode);
   ticket->record(encode_stream_);
   if (code != MEMSWAP_CODEC_OK) {
     if (overflow) {
@@ -295,8 +299,7 @@ std::pair<StorageRefPtr, TicketPtr> StreamCodecLane::decode(const EncodedStorage
   job.output = job.elements > 0 ? output->storage.mutable_data() : frame->storage.mutable_data();
   job.dtype = static_cast<uint8_t>(plan.dtype);
   job.status = status_.word();
-  const memswap_launch launch = launch_on(decode_stream_);
-  const int code = codec.decode(&job, 1, &launch);
+  const int code = launch("memswap::decode", decode_stream_, job, codec.decode);
   ticket->record(decode_stream_);
   if (encoded->overflow()) {
     encoded->overflow()->read_on(decode_stream_);

@@ -86,7 +86,9 @@ class StreamCodecLane final : public CodecLane {
                                 const FramePlan& plan, const std::shared_ptr<Lane>& copies,
                                 BlockPtr block);
   std::optional<FramePlan> plan(const StorageRefPtr& storage, const FrameOptions& options);
-  memswap_launch launch_on(c10::Stream stream) const;
+  template <class Job>
+  int launch(const char* name, c10::Stream stream, const Job& job,
+             int (*run)(const Job*, size_t, const memswap_launch*)) const;
   void settle_known();
 
   const std::shared_ptr<DeviceStreams> streams_;

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <string>
 
+#include "../torch_npu.h"
 #include "backends.h"
 #include "dtypes.h"
 #include "host_memory.h"
@@ -28,13 +29,19 @@ const memswap_codec& codec_for(const at::Tensor& tensor) {
   return *codec;
 }
 
-memswap_launch on_current_stream(c10::Device device) {
+// Encodes or decodes: on torch's threads, or on the device's current stream. `work` takes a copy of
+// what it needs.
+template <class Work>
+int run_on(c10::Device device, const char* name, Work work) {
   if (device.is_cpu()) {
-    return on_torch_threads();
+    return work(on_torch_threads());
   }
-  memswap_launch launch{};
-  launch.stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
-  return launch;
+  return submit(name, c10::impl::VirtualGuardImpl(device.type()).getStream(device),
+                [work](void* stream) {
+                  memswap_launch launch{};
+                  launch.stream = stream;
+                  return work(launch);
+                });
 }
 
 // Of a warm pool on a CPU; from torch's allocator, which has one, elsewhere.
@@ -72,6 +79,11 @@ at::Tensor new_host_frame(size_t nbytes) { return new_bytes(nbytes, c10::kCPU); 
 
 at::Tensor encode_tensor(const at::Tensor& self, int64_t dtype, int64_t shape, bool checksum) {
   const memswap_codec& codec = codec_for(self);
+  if (has_private_format(self)) {
+    throw std::invalid_argument(
+        "memswap::encode: the tensor has a private format of the NPU; cast it to ND first "
+        "(torch_npu.npu_format_cast(tensor, 2))");
+  }
   if (const std::string reason = distrust(codec, self.device()); !reason.empty()) {
     throw std::runtime_error("memswap: " + reason);
   }
@@ -96,8 +108,10 @@ at::Tensor encode_with(const memswap_codec& codec, const at::Tensor& self, int64
   job.checksum = checksum ? 1 : 0;
   job.frame = frame.mutable_data_ptr();
   job.input = input.nbytes() > 0 ? input.const_data_ptr() : job.frame;  // never null
-  const memswap_launch launch = on_current_stream(self.device());
-  check_codec(codec, codec.encode(&job, 1, &launch), "encode a tensor");
+  const int done = run_on(
+      self.device(), "memswap::encode",
+      [&codec, job](const memswap_launch& launch) { return codec.encode(&job, 1, &launch); });
+  check_codec(codec, done, "encode a tensor");
   return frame;
 }
 
@@ -167,8 +181,10 @@ at::Tensor decode_with(const memswap_codec& codec, const at::Tensor& given, at::
   job.status = on_host ? &status : static_cast<uint32_t*>(device_status.mutable_data_ptr());
   // Never null, and never written where there are no elements.
   job.output = job.elements > 0 ? output.mutable_data_ptr() : const_cast<void*>(job.frame);
-  const memswap_launch launch = on_current_stream(given.device());
-  check_codec(codec, codec.decode(&job, 1, &launch), "decode a frame");
+  const int done = run_on(
+      given.device(), "memswap::decode",
+      [&codec, job](const memswap_launch& launch) { return codec.decode(&job, 1, &launch); });
+  check_codec(codec, done, "decode a frame");
   if (!on_host && check_decode) {
     status = static_cast<uint32_t>(device_status.item<int32_t>());
   }

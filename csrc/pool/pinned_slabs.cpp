@@ -4,6 +4,8 @@
 #include <ATen/core/CachingHostAllocator.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
 #include <bit>
@@ -18,7 +20,21 @@ namespace {
 
 class PinnedSlab final : public Slab {
  public:
-  PinnedSlab(c10::DataPtr memory, size_t nbytes) : memory_(std::move(memory)), size_(nbytes) {}
+  PinnedSlab(c10::DataPtr memory, size_t nbytes, c10::Device device)
+      : memory_(std::move(memory)), size_(nbytes), device_(device) {}
+
+  // [Note: Pinned memory of a lost device]
+  // Torch's allocator records an event for each stream that used the memory when it gets it back.
+  // Where the device does not answer any more, that throws out of a destructor and ends the
+  // process, before the program has heard what happened. The memory is let go of instead.
+  ~PinnedSlab() override {
+    try {
+      c10::Event answer(device_.type());
+      answer.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+    } catch (const std::exception&) {
+      memory_.release_context();
+    }
+  }
 
   size_t size() const override { return size_; }
   void* data() const override { return memory_.get(); }
@@ -32,6 +48,7 @@ class PinnedSlab final : public Slab {
  private:
   c10::DataPtr memory_;
   size_t size_;
+  c10::Device device_;
 };
 
 }  // namespace
@@ -52,7 +69,7 @@ SlabResult PinnedSlabs::acquire(size_t nbytes) {
     const c10::DeviceGuard guard(device_);
     c10::DataPtr memory = allocator->allocate(nbytes);
     TORCH_CHECK(memory.get() != nullptr, "the pinned allocator of ", device_, " returned nothing");
-    return {std::make_unique<PinnedSlab>(std::move(memory), nbytes), {}};
+    return {std::make_unique<PinnedSlab>(std::move(memory), nbytes, device_), {}};
   } catch (const c10::Error& error) {
     throw std::runtime_error(error.what_without_backtrace());  // a user reads it
   }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from memswap.cli import demo, info, plan, report
+from memswap.cli import demo, info, plan, report, selftest
 from memswap.cli.bench import codec as bench_codec
 
 
@@ -32,6 +32,13 @@ def main(argv: list[str] | None = None) -> int:
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
     )
+    selftest.add_arguments(
+        commands.add_parser(
+            "selftest",
+            help="does memswap work on this device? every check by raw bits, and a report file",
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
+    )
     plan.add_arguments(
         commands.add_parser(
             "plan",
@@ -52,6 +59,8 @@ def main(argv: list[str] | None = None) -> int:
         return demo.run(arguments)
     if arguments.command == "bench":
         return bench_codec.run(arguments)
+    if arguments.command == "selftest":
+        return selftest.run(arguments)
     if arguments.command == "plan":
         return plan.run(arguments)
     if arguments.command == "report":

@@ -28,6 +28,7 @@ def new_pool(device):
     return memswap.HostPool(budget="64MiB", slab="64KiB", device=device)
 
 
+@pytest.mark.every_action
 @pytest.mark.parametrize(("call", "after"), CALLS)
 def test_a_failed_call_is_heard_and_the_next_step_is_right(device, call, after):
     x = new_input(device)
@@ -110,14 +111,20 @@ def test_device_memory_that_is_out_raises_torchs_error_and_loses_nothing(device)
 
 LOSS = """
 import fake_acl, torch, memswap
-from helpers import EVERYTHING, new_input, new_stack
+from helpers import new_input, new_stack
+from memswap._native import native
+from memswap.engine import expectations
+native.register_codec("npu", fake_acl.machine.codec_on_streams(
+    native.codec_capsule(torch.device("cpu"))))
+expectations.WORTH = float("inf")
 device = torch.device("npu", 0)
 x, model = new_input(device), new_stack(device)
 pool = memswap.HostPool(budget="64MiB", slab="64KiB", device=device)
-saved = memswap.saved_tensors(EVERYTHING, pool=pool)
+saved = memswap.saved_tensors(memswap.Policy(action=memswap.Action.ACTION, min_bytes=1), pool=pool)
 with saved:
     loss = model(x)
 torch.npu.synchronize()
+assert saved.stats().moved_storages > 0
 fake_acl.device_lost()
 try:
     loss.backward()
@@ -133,9 +140,12 @@ import os; os._exit(0)  # torch_npu's own exit waits for a device that is gone
 """
 
 
-@pytest.mark.parametrize("queue", ["0", "1", "2"])
-def test_a_lost_device_is_an_error_and_no_hang_and_no_crash(run_apart, queue):
-    done = run_apart(LOSS, TASK_QUEUE_ENABLE=queue)
+@pytest.mark.parametrize(
+    ("queue", "action"),
+    [("0", "SWAP"), ("0", "ENCODE_SWAP"), ("1", "SWAP"), ("1", "ENCODE"), ("2", "ENCODE_SWAP")],
+)
+def test_a_lost_device_is_an_error_and_no_hang_and_no_crash(run_apart, queue, action):
+    done = run_apart(LOSS.replace("ACTION", action), TASK_QUEUE_ENABLE=queue)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "heard:" in done.stdout, done.stdout + done.stderr[-3000:]
     assert "507010" in done.stdout or "the device is lost" in done.stdout, done.stdout

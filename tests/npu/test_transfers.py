@@ -44,6 +44,26 @@ def test_a_lanes_events_may_be_recorded_again_while_streams_wait(device):
     assert not any(kind.startswith("aclrtCreateEvent ") for kind in kinds), kinds
 
 
+@pytest.mark.every_action
+def test_one_compute_stream_puts_no_free_off(device):
+    """After record_stream, torch_npu would wait with the free until an event has passed."""
+    pool = memswap.HostPool(budget="16MiB", slab="1MiB", device=device)
+    saved = memswap.saved_tensors(EVERYTHING, pool=pool, prefetch_bytes=0)
+    leaf = torch.ones(4096, device=device, requires_grad=True)
+    torch.npu.synchronize()
+    torch.empty(1, device=device)  # completes what earlier tests have put off
+    before = fake_acl.machine.memory_stats(0)["deferred"]
+    for _ in range(2):
+        with saved:
+            loss = (leaf * 2).sin().exp().sum()
+        saved._saver.settle()
+        assert fake_acl.machine.memory_stats(0)["deferred"] == before
+        loss.backward()
+        del loss
+        assert fake_acl.machine.memory_stats(0)["deferred"] == before
+    assert saved.stats().moved_storages > 0
+
+
 FRACTAL_NZ = 29
 
 
@@ -66,9 +86,7 @@ def test_a_swapped_tensor_keeps_its_private_format(device):
     assert torch_npu.get_npu_format(tensor) == FRACTAL_NZ
 
 
-@pytest.mark.xfail(
-    strict=True, reason="fetched storages have the base format: tensors in another must stay"
-)
+@pytest.mark.every_action
 def test_a_saved_tensor_keeps_its_private_format(device):
     import torch_npu
 
@@ -87,11 +105,18 @@ def test_a_saved_tensor_keeps_its_private_format(device):
     formats = []
     x = torch.ones(4, device=device, requires_grad=True)
     pool = memswap.HostPool(budget="16MiB", slab="1MiB", device=device)
-    with memswap.saved_tensors(EVERYTHING, pool=pool):
+    saved = memswap.saved_tensors(EVERYTHING, pool=pool)
+    with saved:
         loss = Save.apply(x).sum()
     torch.npu.synchronize()
     loss.backward()
     assert formats == [FRACTAL_NZ], "backward would read tiles as rows"
+    assert saved.stats().kept["private format"].tensors == 1
+
+
+def test_a_tensor_in_a_private_format_is_no_input_for_encode(device):
+    with pytest.raises(ValueError, match="private format"):
+        memswap.encode(private(device))
 
 
 def test_what_backward_gets_has_the_base_format_and_the_dtype(device):

@@ -259,6 +259,32 @@ def test_only_memory_of_another_stream_waits_for_recorded_streams_when_it_is_fre
         assert several > 0, "another stream used the memory and the allocator was not told"
 
 
+@pytest.mark.every_action
+def test_record_stream_is_not_called_before_a_second_compute_stream_was_met() -> None:
+    """It is not free everywhere: torch_npu records an event and puts the free off, for the owner
+    of the memory as well."""
+    main, other = torch.accelerator.current_stream(), torch.Stream(device=DEVICE)
+    saved = memswap.saved_tensors(EVERYTHING, pool=new_pool())
+
+    def calls_in_a_step(stream: torch.Stream) -> int:
+        before = _C.memory_stats(0)["recorded"]
+        leaf = torch.ones(4096, device=DEVICE, requires_grad=True)
+        stream.wait_stream(main)
+        with stream:
+            with saved:
+                loss = (leaf * 2).sin().exp().sum()
+            loss.backward()
+            del loss
+        main.wait_stream(stream)
+        torch.accelerator.synchronize()
+        assert leaf.grad is not None
+        return int(_C.memory_stats(0)["recorded"]) - before
+
+    assert [calls_in_a_step(main) for _ in range(3)] == [0, 0, 0]
+    assert calls_in_a_step(other) > 0, "the allocator was not told of the second stream"
+    assert saved.stats().moved_storages > 0
+
+
 # ---------------------------------------------------------------- devices
 @pytest.fixture
 def second_device() -> torch.device:

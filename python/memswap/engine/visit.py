@@ -93,6 +93,8 @@ class Visit:
             ledger.offered_bytes += view.nbytes
             if view.of_leaf or view.key in saver.persistent or is_frozen_parameter(tensor):
                 outcome: Handle | str = "parameter"
+            elif view.private_format:
+                outcome = "private format"
             else:
                 outcome = saver.save(tensor, view, self)
             if isinstance(outcome, str):

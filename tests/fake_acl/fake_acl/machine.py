@@ -57,6 +57,7 @@ def quiesce() -> str | None:
 
 
 host_access = _C.host_access
+codec_on_streams = _C.codec_on_streams
 
 
 def set_stream_delay_us(device: int, stream: int, us: float) -> None:

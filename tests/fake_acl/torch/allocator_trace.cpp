@@ -11,9 +11,11 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdlib>
 #include <exception>
 #include <map>
 #include <mutex>
+#include <string_view>
 #include <utility>
 
 #include "../../simdev/csrc/runtime/clock.h"
@@ -61,13 +63,31 @@ void note(const Entry& entry) {
 std::mutex kept_mutex;
 std::exception_ptr kept_error;
 
-// Called under the allocator's lock.
+// [Note: no GIL under the allocator's lock]
+// This is called under the allocator's lock. Where the task queue is off, torch_npu lets go of the
+// GIL around each launch and takes it back: a thread that frees a tensor in Python would wait for
+// the GIL with that lock, and another one for the lock with the GIL. So the machine is told
+// directly then, which is the same place in the order.
+bool queue_is_off() {
+  static const bool off = [] {
+    const char* queue = std::getenv("TASK_QUEUE_ENABLE");
+    const char* blocking = std::getenv("ASCEND_LAUNCH_BLOCKING");
+    return (queue && std::string_view(queue) == "0") ||
+           (blocking && std::string_view(blocking) == "1");
+  }();
+  return off;
+}
+
 void on_entry(const Entry& entry) {
   note(entry);
   if (entry.action_ != Entry::ALLOC && entry.action_ != Entry::FREE_COMPLETED) return;
   const bool poison = entry.action_ == Entry::FREE_COMPLETED;
   if (!poison) rethrow_kept_error();
   auto* begin = reinterpret_cast<void*>(entry.addr_);
+  if (queue_is_off()) {
+    fake_acl_change_owner(entry.stream_, begin, static_cast<size_t>(entry.size_), poison);
+    return;
+  }
   try {
     at_npu::native::OpCommand::RunOpApiV2(
         poison ? "free" : "allocate",

@@ -5,6 +5,7 @@
 #include <torch_npu/csrc/core/npu/NPUStream.h>
 
 #include "../../simdev/csrc/backend/state.h"
+#include "../../simdev/csrc/codec/codec.h"
 #include "../../simdev/csrc/runtime/runtime.h"
 #include "../acl/calls.h"
 #include "../acl/streams.h"
@@ -106,8 +107,9 @@ void bind_memory(py::module_& m) {
 void bind_time_and_counters(py::module_& m) {
   m.def("counters", &counters);
   m.def("reset_counters", &simdev::reset_counters);
-  m.def("set_cost_model", [](double host_us, double launch_us, double hbm, double h2d, double d2h) {
-    simdev::set_cost_model({host_us, launch_us, hbm, h2d, d2h});
+  m.def("set_cost_model", [](double host_us, double launch_us, double hbm, double h2d, double d2h,
+                             double matrix, bool queries_wait) {
+    simdev::set_cost_model({host_us, launch_us, hbm, h2d, d2h, matrix, queries_wait});
   });
   m.def("host_virtual_us", &simdev::host_virtual_us);
   m.def("reset_virtual_time", &simdev::reset_virtual_time);
@@ -148,6 +150,11 @@ PYBIND11_MODULE(_C, m) {
   m.def("install", [] {
     register_operators();
     trace_allocator();
+  });
+  // Both capsules are named memswap_codec.
+  m.def("codec_on_streams", [](const py::capsule& host) {
+    return py::capsule(simdev::codec_on_streams(host.get_pointer<const memswap_codec>()),
+                       "memswap_codec");
   });
 }
 

@@ -145,35 +145,6 @@ at::Tensor to_copy(const at::Tensor& self, std::optional<at::ScalarType> dtype,
       .copy_(self, non_blocking);
 }
 
-// ---------------------------------------------------------------- operators without a CPU kernel
-void convolution(const c10::OperatorHandle&, c10::DispatchKeySet, Stack* stack) {
-  constexpr size_t kArguments = 9;
-  Stack call(stack->end() - kArguments, stack->end());
-  torch::jit::drop(*stack, kArguments);
-  run_fallback("aten::convolution", call);
-  stack->insert(stack->end(), call.begin(), call.end());
-}
-
-void convolution_backward(const c10::OperatorHandle&, c10::DispatchKeySet, Stack* stack) {
-  constexpr size_t kArguments = 10, kBiasSizes = 3;
-  Stack call(stack->end() - kArguments, stack->end());
-  torch::jit::drop(*stack, kArguments);
-  const int64_t channels = call[0].toTensor().size(1);
-  call.insert(call.begin() + kBiasSizes, c10::IValue(std::vector<int64_t>{channels}));
-  run_fallback("aten::convolution_backward", call);
-  stack->insert(stack->end(), call.begin(), call.end());
-}
-
-// native_dropout has no generator argument, so the CPU kernel would draw from a thread's own.
-std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, double p,
-                                                  std::optional<bool> train) {
-  const auto mask_options = input.options().dtype(at::kBool);
-  if (p == 0 || !train.value_or(true))
-    return {input.clone(), at::empty_like(input, mask_options).fill_(true)};
-  at::Tensor mask = at::empty_like(input, mask_options).bernoulli_(1 - p);
-  return {input.mul(mask).mul_(p == 1 ? 0.0 : 1.0 / (1 - p)), mask};
-}
-
 template <class Function>
 torch::CppFunction unboxed(Function* function) {
   return torch::CppFunction(function);
@@ -212,11 +183,11 @@ void register_operators() {
   }
   library.impl("copy_", unboxed(&copy));
   library.impl("_to_copy", unboxed(&to_copy));
-  library.impl("native_dropout", unboxed(&native_dropout));
+  library.impl("native_dropout", unboxed(&simdev::native_dropout));
   library.impl("convolution_overrideable",
-               torch::CppFunction::makeFromBoxedFunction<&convolution>());
+               torch::CppFunction::makeFromBoxedFunction<&simdev::convolution>());
   library.impl("convolution_backward_overrideable",
-               torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
+               torch::CppFunction::makeFromBoxedFunction<&simdev::convolution_backward>());
 }
 
 }  // namespace fake_acl

@@ -37,7 +37,8 @@ py::dict memory_stats_dict(int device) {
   using namespace py::literals;
   return py::dict("allocated"_a = s.allocated, "peak"_a = s.peak, "reserved"_a = s.reserved,
                   "capacity"_a = s.capacity, "deferred"_a = s.deferred, "requests"_a = s.requests,
-                  "frees"_a = s.frees, "out_of_memory"_a = s.out_of_memory);
+                  "frees"_a = s.frees, "out_of_memory"_a = s.out_of_memory,
+                  "recorded"_a = s.recorded);
 }
 
 py::dict pinned_stats_dict() {

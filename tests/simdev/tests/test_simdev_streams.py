@@ -31,6 +31,14 @@ def test_the_accelerator_api_knows_the_device():
     assert getattr(torch.ones(1).to(DEVICE), f"is_{DEVICE}")
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1)], ids=str)
+def test_item_takes_one_element_of_any_shape(shape):
+    assert torch.full(shape, 2.5, device=DEVICE).item() == 2.5
+    assert torch.arange(6.0, device=DEVICE)[4:5].item() == 4.0
+    with pytest.raises(RuntimeError):
+        torch.zeros(2, device=DEVICE).item()
+
+
 @every_schedule
 def test_ordered_work_on_two_streams_gives_one_result(schedule):
     def body():

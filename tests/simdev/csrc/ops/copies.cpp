@@ -106,7 +106,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& dest
 
 at::Scalar local_scalar_dense(const at::Tensor& self) {
   const at::Tensor host(at::detail::empty_cpu({}, self.scalar_type()));
-  copy_from(self, host, false);
+  copy_from(self.view(at::IntArrayRef()), host, false);  // item() takes any shape of one element
   return at::_local_scalar_dense(host);
 }
 

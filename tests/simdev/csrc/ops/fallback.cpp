@@ -10,7 +10,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/copy_native.h>
 #include <c10/core/DeviceGuard.h>
-#include <torch/library.h>
 
 #include <mutex>
 #include <string_view>
@@ -210,10 +209,6 @@ Stack run_blocking(CapturedCall call, const OperatorInfo& info, const Stack& sta
                                     : map_result((*computed)[i], upload));
   }
   return returns;
-}
-
-TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
-  m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
 }  // namespace

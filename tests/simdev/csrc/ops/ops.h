@@ -25,4 +25,10 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& destination, bo
 // Runs any operator that has a CPU kernel, in stream order.
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack);
 
+// Operators that the fallback alone would get wrong.
+void convolution(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack);
+void convolution_backward(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack);
+std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, double p,
+                                                  std::optional<bool> train);
+
 }  // namespace simdev

@@ -1,8 +1,7 @@
 // Operators that the fallback alone would get wrong.
 #include <ATen/ops/bernoulli.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/ones_like.h>
-#include <torch/library.h>
+#include <ATen/ops/fill.h>
 
 #include "ops.h"
 
@@ -13,6 +12,8 @@ void call_fallback(const char* name, Stack& stack) {
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
   fallback(op, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), &stack);
 }
+
+}  // namespace
 
 // The dispatcher sends an out-of-tree backend's convolutions to the "overrideable" operators, which
 // have no CPU kernel.
@@ -39,28 +40,10 @@ void convolution_backward(const c10::OperatorHandle&, c10::DispatchKeySet, Stack
 std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, double p,
                                                   std::optional<bool> train) {
   const auto mask_options = input.options().dtype(at::kBool);
-  if (p == 0 || !train.value_or(true)) return {input.clone(), at::ones_like(input, mask_options)};
+  if (p == 0 || !train.value_or(true))
+    return {input.clone(), at::empty_like(input, mask_options).fill_(true)};
   at::Tensor mask = at::empty_like(input, mask_options).bernoulli_(1 - p);
   return {input.mul(mask).mul_(p == 1 ? 0.0 : 1.0 / (1 - p)), mask};
 }
 
-void record_stream_op(at::Tensor& self, c10::Stream stream) {
-  record_stream(self.storage().data(), stream_id(stream));
-}
-
-bool is_pinned_op(const at::Tensor&, std::optional<at::Device>) { return false; }
-
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
-  m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
-  m.impl("convolution_backward_overrideable",
-         torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
-  // Backends without a kernel get a composition of other operators: slower, with other bits.
-  for (const char* name : {"native_layer_norm", "native_group_norm"})
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
-  m.impl("native_dropout", native_dropout);
-  m.impl("record_stream", record_stream_op);
-  m.impl("is_pinned", is_pinned_op);
-}
-
-}  // namespace
 }  // namespace simdev

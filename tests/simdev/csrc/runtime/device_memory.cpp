@@ -155,7 +155,9 @@ void record_stream(const void* pointer, StreamId user) {
   Machine& machine = Machine::get();
   std::lock_guard lock(machine.mutex);
   Block* block = machine.blocks.find(reinterpret_cast<uintptr_t>(pointer));
-  if (!block || !block->live || block->pinned || block->stream == user) return;
+  if (!block || !block->live || block->pinned) return;
+  ++machine.device(block->stream.device).stats.recorded;
+  if (block->stream == user) return;
   if (machine.mutations.apply(Mutations::Kind::kDropRecordStream)) return;
   if (std::find(block->used_by.begin(), block->used_by.end(), user) == block->used_by.end())
     block->used_by.push_back(user);

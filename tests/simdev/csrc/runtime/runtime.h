@@ -128,6 +128,7 @@ void set_capacity(int device, size_t bytes);
 struct MemoryStats {
   size_t allocated = 0, peak = 0, reserved = 0, capacity = 0, deferred = 0;
   size_t requests = 0, frees = 0, out_of_memory = 0;
+  size_t recorded = 0;  // calls of record_stream, those for the owner included
 };
 MemoryStats memory_stats(int device);
 void reset_peak(int device);

@@ -1,0 +1,53 @@
+"""Every edge of an encode, broken on purpose under the real torch_npu.
+
+The programs and mutations are those of tests/race/test_codec_lanes.py and test_encode_edges.py. The
+kernels are the CPU's, run in stream order behind torch_npu's task queue.
+"""
+
+from __future__ import annotations
+
+import pytest
+import test_codec_lanes as lanes
+import test_encode_edges as engine
+from race_workloads import MATRIX, observe, one_stream, two_streams
+
+from memswap import Action, Policy
+from memswap.engine import expectations
+
+pytestmark = [
+    pytest.mark.own_laboratory,
+    pytest.mark.one_schedule,
+    pytest.mark.filterwarnings("ignore:memswap. a storage"),  # small arenas are full at times
+]
+#: eager, lazy, side_first, main_first, random
+SCHEDULES = MATRIX[:5]
+PROGRAMS = sorted({edge.program for edge in lanes.EDGES}, key=lambda program: program.__name__)
+
+
+@pytest.mark.parametrize("edge", lanes.EDGES, ids=str)
+def test_a_broken_edge_of_an_encode_is_reported_and_gives_wrong_data(edge) -> None:
+    right = lanes.expected(edge.program)
+    seen = [lanes.observe(schedule, edge.program, edge.broken) for schedule in SCHEDULES]
+    struck = [one for one in seen if one.hits]
+    assert struck, f"edge {edge}: the mutation never struck"
+    assert any(one.reports for one in struck), f"edge {edge}: the race detector said nothing"
+    wrong = any(one.differs_from(right) for one in struck)
+    assert wrong or not edge.shows_as_data, f"edge {edge}: the data was right under every schedule"
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_an_unbroken_codec_lane_is_silent_and_right(program) -> None:
+    for schedule in SCHEDULES:
+        seen = lanes.observe(schedule, program)
+        assert not seen.reports, f"{schedule}: {seen.reports[:3]}"
+        assert not seen.differs_from(lanes.expected(program)), f"{schedule}: data differ"
+
+
+@pytest.mark.parametrize("action", [Action.ENCODE, Action.ENCODE_SWAP], ids=lambda a: a.value)
+@pytest.mark.parametrize("workload", [one_stream, two_streams], ids=lambda w: w.__name__)
+def test_an_unbroken_engine_that_encodes_is_silent_and_right(workload, action, monkeypatch) -> None:
+    monkeypatch.setattr(expectations, "WORTH", float("inf"))
+    for schedule in SCHEDULES:
+        seen = observe(schedule, workload, policy=Policy(action=action, min_bytes=1))
+        assert not seen.reports, f"{schedule}: {seen.reports[:3]}"
+        assert not seen.differs_from(engine.expected(workload)), f"{schedule}: gradients differ"
