@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from comms import FakeComm
-from memswap.cli import selftest_distributed
+from memswap.cli import selftest
 from memswap.parallel.comm import Comm, ProcessGroupComm, Ticket
 from memswap.parallel.selftest import check_lanes
 from ranks import Rank, distributed
@@ -72,7 +72,7 @@ def test_an_exchange_that_raises_ends_the_check() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    selftest_distributed.add_arguments(parser)
+    selftest.add_arguments(parser)
     return parser.parse_args(["--distributed", "--timeout", "20"])
 
 
@@ -87,7 +87,7 @@ def test_the_command_passes_under_torchruns_environment(rank: Rank) -> None:
         RANK=str(rank.rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port[0])
     )
     try:
-        assert selftest_distributed.run(_arguments()) == 0
+        assert selftest.run(_arguments()) == 0
     finally:
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             del os.environ[name]
@@ -98,5 +98,5 @@ def test_without_torchrun_the_command_says_how_to_start_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    assert selftest_distributed.run(_arguments()) == 2
+    assert selftest.run(_arguments()) == 2
     assert "torchrun --nproc-per-node 2 -m memswap selftest" in capsys.readouterr().err

@@ -41,14 +41,14 @@ def check_device(name: str) -> None:
         device = torch.device(name)
     except RuntimeError:
         raise SystemExit(
-            f"memswap demo: torch knows no device {name!r}; here: {here}. (torch_npu brings npu.)"
+            f"memswap: torch knows no device {name!r}; here: {here}. (torch_npu brings npu.)"
         ) from None
     if device.type == "cpu":
         return
     if present is None or present.type != device.type:
-        raise SystemExit(f"memswap demo: this torch sees no {device.type} device; here: {here}.")
+        raise SystemExit(f"memswap: this torch sees no {device.type} device; here: {here}.")
     if device.index is not None and device.index >= torch.accelerator.device_count():
         raise SystemExit(
-            f"memswap demo: there is no {name}; this machine has "
+            f"memswap: there is no {name}; this machine has "
             f"{torch.accelerator.device_count()} of them, counted from 0."
         )

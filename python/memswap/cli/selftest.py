@@ -23,7 +23,7 @@ from torch import nn
 import memswap
 from memswap._native import native
 from memswap.cli.bench.environment import describe_environment
-from memswap.cli.demo import check_device, default_device
+from memswap.cli.model_options import check_device, default_device
 from memswap.cli.table import format_seconds
 
 ACTIONS = (memswap.Action.SWAP, memswap.Action.ENCODE, memswap.Action.ENCODE_SWAP)
@@ -283,10 +283,20 @@ def environment(device: torch.device) -> dict[str, Any]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default=default_device(), help="cpu, cuda, npu, ...")
     parser.add_argument("--report", type=Path, help="default: memswap-selftest-<device>.json")
+    parser.add_argument(
+        "--distributed",
+        action="store_true",
+        help="instead, try every kind of exchange between the ranks; run under torchrun",
+    )
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds per exchange")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the checks, write the report; 0 only if nothing failed and something was checked."""
+    if arguments.distributed:
+        from memswap.cli import selftest_distributed  # the only one that needs torch.distributed
+
+        return selftest_distributed.run(arguments)
     check_device(arguments.device)
     device = torch.device(arguments.device)
     if device.type != "cpu" and device.index is None:

@@ -16,15 +16,6 @@ from memswap.parallel.comm import ProcessGroupComm
 from memswap.parallel.selftest import check_lanes
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--distributed",
-        action="store_true",
-        help="try every kind of exchange between the ranks; run under torchrun",
-    )
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds per exchange")
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Check the ranks that torchrun started; rank 0 prints. The exit status is 0 if all is well."""
     if "RANK" not in os.environ:
