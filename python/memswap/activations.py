@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -16,9 +15,10 @@ from memswap.engine.saver import Saver
 from memswap.engine.stats import Stats
 from memswap.engine.transfer import check_pool
 from memswap.engine.units import parse_bytes
-from memswap.engine.visit import Visit
+from memswap.engine.visit import Visit, VisitStack
 from memswap.engine.windowed import WindowedSaver
 from memswap.engine.windows import WindowStats
+from memswap.managed import Managed
 from memswap.operators import OperatorWindows
 from memswap.planning.pilot import Pilot
 from memswap.planning.policy import Policy
@@ -26,7 +26,6 @@ from memswap.windows import Window, Windows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.utils.hooks import RemovableHandle
 
     from memswap._C import WeakStorage
     from memswap.engine.action import Decider
@@ -69,7 +68,7 @@ class saved_tensors:  # noqa: N801  (used like torch.autograd.graph.save_on_cpu)
     ) -> None:
         check_pool(pool)
         self._saver = Saver(checked_policy(policy), pool, window(prefetch_bytes))
-        self._visits = _VisitStack()
+        self._visits = VisitStack()
 
     def __enter__(self) -> saved_tensors:
         if not in_backward():
@@ -94,7 +93,7 @@ class saved_tensors:  # noqa: N801  (used like torch.autograd.graph.save_on_cpu)
         self._saver.reset_stats()
 
 
-class Manager:
+class Manager(Managed):
     """What :func:`manage` returns: its statistics, its report, and the way to end it."""
 
     def __init__(
@@ -108,57 +107,32 @@ class Manager:
         group: Any = None,
         windows: Windows | None = None,
     ) -> None:
-        self._units = dict(units)
-        self._saver = (
+        super().__init__(
             Saver(policy, pool, window_bytes)
             if windows is None
             else windows.saver(policy, pool, window_bytes)
         )
+        self._units = dict(units)
         self._pilot: Pilot | None = None
         if budget is not None:
             assert isinstance(policy, Policy)  # manage() has seen to it
             self._pilot = self._saver.director = Pilot(
                 self._saver, policy, pool, budget, rates, group
             )
-        self._visits = _VisitStack()
+        self._visits = VisitStack()
         self._opener: str | None = None
         self._visited: set[str] = set()
-        self._handles: list[RemovableHandle] = []
         for name, module in self._units.items():
             hook = _UnitHook(self, name)
-            self._handles.append(module.register_forward_pre_hook(hook.enter))
-            self._handles.append(module.register_forward_hook(hook.leave, always_call=True))
+            self._watch(module, hook.enter, hook.leave)
         self._operators: OperatorWindows | None = None
         if windows is not None and isinstance(self._saver, WindowedSaver):
             self._operators = OperatorWindows(self._saver, self._units, windows)
-
-    def __enter__(self) -> Manager:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.remove()
 
     @property
     def units(self) -> tuple[str, ...]:
         """Names of the managed units, in the order given."""
         return tuple(self._units)
-
-    def stats(self) -> Stats:
-        """What was done since :func:`manage` or :meth:`reset_stats`."""
-        return self._saver.stats()
-
-    def reset_stats(self) -> None:
-        """Start counting anew."""
-        self._saver.reset_stats()
-
-    def report(self) -> str:
-        """The statistics as a text table, bytes in MiB."""
-        return report(self.stats())
 
     @property
     def plan(self) -> Plan | None:
@@ -186,13 +160,9 @@ class Manager:
         Raises:
             TransferError: backward has met a frame that is not what was encoded (broken memory).
         """
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
         if self._operators is not None:
             self._operators.remove()
-        self._saver.settle()
-        self._saver.check_decodes()
+        super().remove()
 
     def window(self, seconds: float | None = None, *, name: str = "") -> Window:
         """A window of this manager's, wherever it is entered; see :func:`memswap.window`."""
@@ -250,33 +220,6 @@ class _UnitHook:
 
     def __reduce__(self) -> tuple[type[_UnitHook], tuple[None, str]]:
         return _UnitHook, (None, self._name)
-
-
-class _VisitStack(threading.local):
-    """The visits that a thread is in. Entering and leaving pair up like brackets."""
-
-    def __init__(self) -> None:
-        self._visits: list[Visit] = []
-
-    def enter(self, visit: Visit) -> None:
-        self._visits.append(visit)
-        visit.enter()
-
-    def leave(self) -> Visit | None:
-        if not self._visits:
-            return None
-        visit = self._visits.pop()
-        visit.leave()
-        return visit
-
-    def drop_interrupted(self, unit: str) -> None:
-        """End visits that nobody ended, when their unit is entered again.
-
-        PyTorch runs no forward hook after a KeyboardInterrupt, so the visit of the unit that was
-        interrupted is still there, with its hooks installed.
-        """
-        while any(visit.unit == unit for visit in self._visits) and self._visits[-1].innermost():
-            self.leave()
 
 
 def manage(
@@ -422,26 +365,3 @@ def persistent_storages(modules: Iterable[nn.Module]) -> dict[int, WeakStorage]:
 def window(prefetch_bytes: int | str) -> int | None:
     """Bytes of the window, or None for automatic."""
     return None if prefetch_bytes == "auto" else parse_bytes(prefetch_bytes)
-
-
-def report(stats: Stats) -> str:
-    """Statistics as a text table, bytes in MiB."""
-    rows = [
-        ("offered by autograd", stats.offered_tensors, stats.offered_bytes),
-        ("same storage again", stats.deduplicated_tensors, stats.deduplicated_bytes),
-        *((f"kept: {reason}", count.tensors, count.bytes) for reason, count in stats.kept.items()),
-        ("moved", stats.moved_storages, stats.moved_bytes),
-        ("  of these, encoded", stats.encoded_storages, stats.encoded_bytes),
-        ("  their frames", "", stats.frame_bytes),
-        ("really freed", "", stats.freed_bytes),
-        ("returned", stats.returned_storages, stats.returned_bytes),
-        ("returned late", stats.stalls, ""),
-        ("peak resident", "", stats.peak_resident_bytes),
-        ("peak away", "", stats.peak_away_bytes),
-    ]
-    lines = [f"{'':<42}{'tensors':>10}{'MiB':>12}"]
-    for label, tensors, nbytes in rows:
-        mebibytes = f"{nbytes / 2**20:.1f}" if isinstance(nbytes, int) else ""
-        lines.append(f"{label:<42}{tensors:>10}{mebibytes:>12}")
-    lines.append(f"{'host blocked, seconds':<42}{stats.exposed_wait_s:>22.3f}")
-    return "\n".join(lines)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_context_fn
 
-from memswap.activations import named_units, report, window
+from memswap.activations import named_units, window
 from memswap.checkpoint_policy import (
     CheckpointPolicy,
     Decide,
@@ -36,6 +36,7 @@ from memswap.engine.autograd import in_backward
 from memswap.engine.saver import Saver
 from memswap.engine.transfer import check_pool
 from memswap.engine.visit import Visit, current_visit
+from memswap.managed import report
 from memswap.planning.policy import Policy
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary, ref
 
@@ -23,22 +22,19 @@ import torch
 from torch import nn
 
 from memswap.activations import (
-    _VisitStack,
     checked_policy,
     named_units,
     persistent_storages,
-    report,
 )
 from memswap.engine.autograd import in_backward
 from memswap.engine.group import Generation, GroupVisit, Phase
+from memswap.engine.visit import VisitStack
 from memswap.groups import Group, Groups
+from memswap.managed import Managed
 from memswap.planning.policy import Policy
 
 if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
-
     from memswap._C import WeakStorage
-    from memswap.engine.stats import Stats
     from memswap.engine.transfer import Pool
 
 
@@ -84,7 +80,7 @@ class Track:
         self.engine = engine
         self.distance = distance
         self.groups: list[Group] = []
-        self._visits = _VisitStack()
+        self._visits = VisitStack()
         self._journey = _Pass()
         self._waiting: Generation | None = None  # launched, not waited for yet
 
@@ -129,33 +125,21 @@ class Track:
         self.engine.settle()
 
 
-class Chain:
+class Chain(Managed):
     """What :func:`chain` returns: statistics, pause and resume, and the way to end it."""
 
     def __init__(
         self, units: Mapping[str, nn.Module], distance: int, policy: Policy, pool: Pool | None
     ) -> None:
+        engine = Groups(policy, pool=pool)
+        super().__init__(engine.saver)
         self._units = dict(units)
-        self._engine = Groups(policy, pool=pool)
-        self._track = Track(self._engine, distance)
-        self._track.groups = [self._engine.new(name) for name in self._units]
+        self._track = Track(engine, distance)
+        self._track.groups = [engine.new(name) for name in self._units]
         self._paused = False
-        self._handles: list[RemovableHandle] = []
         for index, module in enumerate(self._units.values()):
             hook = LayerHook(self, index)
-            self._handles.append(module.register_forward_pre_hook(hook.enter))
-            self._handles.append(module.register_forward_hook(hook.leave, always_call=True))
-
-    def __enter__(self) -> Chain:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.remove()
+            self._watch(module, hook.enter, hook.leave)
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -179,29 +163,14 @@ class Chain:
         """Forwards are offloaded again."""
         self._paused = False
 
-    def stats(self) -> Stats:
-        """What was done since :func:`chain` or :meth:`reset_stats`."""
-        return self._engine.stats()
-
-    def reset_stats(self) -> None:
-        """Start counting anew."""
-        self._engine.reset_stats()
-
-    def report(self) -> str:
-        """The statistics as a text table, bytes in MiB."""
-        return report(self.stats())
-
     def remove(self) -> None:
         """Take the hooks off the layers. Graphs that are alive can still run backward.
 
         Raises:
             TransferError: backward has met a frame that is not what was encoded (broken memory).
         """
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
         self._track.settle()
-        self._engine.saver.check_decodes()
+        super().remove()
 
     def on_enter(self, index: int) -> bool:
         return not self._paused and self._track.enter(index, self._persistent)

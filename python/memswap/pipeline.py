@@ -24,23 +24,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
 from torch import nn
 
-from memswap.activations import _VisitStack, checked_policy, persistent_storages, report
+from memswap.activations import checked_policy, persistent_storages
 from memswap.engine.autograd import in_backward
 from memswap.engine.group import Generation, GroupVisit, Phase
+from memswap.engine.visit import VisitStack
 from memswap.groups import Groups
 from memswap.layer_chain import LayerHook
+from memswap.managed import Managed
 
 if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
-
-    from memswap.engine.stats import Stats
     from memswap.engine.transfer import Pool
     from memswap.planning.policy import Policy
 
@@ -143,7 +141,7 @@ class _Chunk:
             manager._backward(self, generation)
 
 
-class PipelineManager:
+class PipelineManager(Managed):
     """What :func:`manage_pipeline` returns: its statistics, and the way to end it."""
 
     def __init__(
@@ -155,62 +153,27 @@ class PipelineManager:
         policy: Policy,
         pool: Pool | None,
     ) -> None:
+        engine = Groups(policy, pool=pool)
+        super().__init__(engine.saver)
         self._modules = dict(modules)
         self._ahead = ahead
         self._min_gap = min_gap
-        self._engine = Groups(policy, pool=pool)
-        self._groups = {stage: self._engine.new(f"stage {stage}") for stage in self._modules}
+        self._groups = {stage: engine.new(f"stage {stage}") for stage in self._modules}
+        self._group_saver = engine.saver
         self._itinerary = Itinerary(planned)
-        self._visits = _VisitStack()
+        self._visits = VisitStack()
         self._chunks: list[_Chunk] = []
         self._leaving: list[ref[Generation]] = []  # since the last action began
         self._waiting: list[ref[Generation]] = []  # since the one before
-        self._handles: list[RemovableHandle] = []
         for stage, module in self._modules.items():
             hook = LayerHook(self, stage)
-            self._handles.append(module.register_forward_pre_hook(hook.enter))
-            self._handles.append(module.register_forward_hook(hook.leave, always_call=True))
-
-    def __enter__(self) -> PipelineManager:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.remove()
-
-    def stats(self) -> Stats:
-        """What was done since :func:`manage_pipeline` or :meth:`reset_stats`."""
-        return self._engine.stats()
-
-    def reset_stats(self) -> None:
-        """Start counting anew."""
-        self._engine.reset_stats()
-
-    def report(self) -> str:
-        """The statistics as a text table, bytes in MiB."""
-        return report(self.stats())
-
-    def remove(self) -> None:
-        """Take the hooks off the stages. Graphs that are alive can still run backward.
-
-        Raises:
-            TransferError: backward has met a frame that is not what was encoded (broken memory).
-        """
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._engine.settle()
-        self._engine.saver.check_decodes()
+            self._watch(module, hook.enter, hook.leave)
 
     def on_enter(self, stage: int) -> bool:
         """A forward of a stage begins. Whether it is one that autograd records."""
         if not torch.is_grad_enabled() or in_backward():
             return False
-        saver = self._engine.saver
+        saver = self._group_saver
         self._visits.drop_interrupted(self._groups[stage].name)
         with saver.lock:
             self._chunks = [chunk for chunk in self._chunks if alive(chunk)]

@@ -8,8 +8,8 @@ import warnings
 import pytest
 
 from memswap import Count, Stats
-from memswap.activations import report
 from memswap.engine.stats import Ledger
+from memswap.managed import report
 
 
 def test_snapshot_is_frozen_and_does_not_change_afterwards():

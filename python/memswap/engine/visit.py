@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -129,6 +130,33 @@ class Visit:
             ledger.offered_tensors += 1
             ledger.keep("not a plain tensor", 0)
         return self._or_outer(tensor, Kept(tensor, None))
+
+
+class VisitStack(threading.local):
+    """The visits that a thread is in. Entering and leaving pair up like brackets."""
+
+    def __init__(self) -> None:
+        self._visits: list[Visit] = []
+
+    def enter(self, visit: Visit) -> None:
+        self._visits.append(visit)
+        visit.enter()
+
+    def leave(self) -> Visit | None:
+        if not self._visits:
+            return None
+        visit = self._visits.pop()
+        visit.leave()
+        return visit
+
+    def drop_interrupted(self, unit: str) -> None:
+        """End visits that nobody ended, when their unit is entered again.
+
+        PyTorch runs no forward hook after a KeyboardInterrupt, so the visit of the unit that was
+        interrupted is still there, with its hooks installed.
+        """
+        while any(visit.unit == unit for visit in self._visits) and self._visits[-1].innermost():
+            self.leave()
 
 
 def current_visit() -> Visit | None:

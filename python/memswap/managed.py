@@ -1,0 +1,90 @@
+"""Managed: what `manage` and its kin return."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
+
+    from memswap.engine.saver import Saver
+    from memswap.engine.stats import Stats
+
+ManagedT = TypeVar("ManagedT", bound="Managed")
+
+
+class Managed:
+    """Modules under a saver: statistics, a report, and the way to end it, also by ``with``."""
+
+    def __init__(self, saver: Saver) -> None:
+        self._saver = saver
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self: ManagedT) -> ManagedT:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    def stats(self) -> Stats:
+        """What was done since this began or :meth:`reset_stats`."""
+        return self._saver.stats()
+
+    def reset_stats(self) -> None:
+        """Start counting anew."""
+        self._saver.reset_stats()
+
+    def report(self) -> str:
+        """The statistics as a text table, bytes in MiB."""
+        return report(self.stats())
+
+    def remove(self) -> None:
+        """Take the hooks off the modules. Graphs that are alive can still run backward.
+
+        Raises:
+            TransferError: backward has met a frame that is not what was encoded (broken memory).
+        """
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._saver.settle()
+        self._saver.check_decodes()
+
+    def _watch(
+        self, module: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any]
+    ) -> None:
+        """Have a module's forward begin and end with these, whatever happens in it."""
+        self._handles.append(module.register_forward_pre_hook(enter))
+        self._handles.append(module.register_forward_hook(leave, always_call=True))
+
+
+def report(stats: Stats) -> str:
+    """Statistics as a text table, bytes in MiB."""
+    rows = [
+        ("offered by autograd", stats.offered_tensors, stats.offered_bytes),
+        ("same storage again", stats.deduplicated_tensors, stats.deduplicated_bytes),
+        *((f"kept: {reason}", count.tensors, count.bytes) for reason, count in stats.kept.items()),
+        ("moved", stats.moved_storages, stats.moved_bytes),
+        ("  of these, encoded", stats.encoded_storages, stats.encoded_bytes),
+        ("  their frames", "", stats.frame_bytes),
+        ("really freed", "", stats.freed_bytes),
+        ("returned", stats.returned_storages, stats.returned_bytes),
+        ("returned late", stats.stalls, ""),
+        ("peak resident", "", stats.peak_resident_bytes),
+        ("peak away", "", stats.peak_away_bytes),
+    ]
+    lines = [f"{'':<42}{'tensors':>10}{'MiB':>12}"]
+    for label, tensors, nbytes in rows:
+        mebibytes = f"{nbytes / 2**20:.1f}" if isinstance(nbytes, int) else ""
+        lines.append(f"{label:<42}{tensors:>10}{mebibytes:>12}")
+    lines.append(f"{'host blocked, seconds':<42}{stats.exposed_wait_s:>22.3f}")
+    return "\n".join(lines)
