@@ -7,6 +7,7 @@
 #include <cstdio>
 
 #include "entries.h"
+#include "memswap/arguments.h"
 #include "memswap/frame.h"
 #include "runtime.h"
 
@@ -146,40 +147,6 @@ DecodeLaunch decoder_of(Dtype dtype) {
   }
 }
 
-bool is_aligned(const void* pointer, uint64_t alignment) {
-  return reinterpret_cast<uintptr_t>(pointer) % alignment == 0;
-}
-
-bool is_area(const void* pointer, uint64_t alignment) {
-  return pointer != nullptr && is_aligned(pointer, alignment);
-}
-
-// A tensor without elements may be null.
-bool is_tensor(const void* pointer, uint64_t elements, uint8_t dtype) {
-  return elements <= frame::kMaxElements && (pointer != nullptr || elements == 0) &&
-         is_aligned(pointer, frame::width_of(static_cast<Dtype>(dtype)));
-}
-
-bool is_valid(const memswap_encode_job& job) {
-  const bool has_overflow = job.overflow != nullptr;
-  return frame::is_dtype(job.dtype) && job.shape <= frame::kLastShape &&
-         frame::shape_fits(static_cast<Dtype>(job.dtype), static_cast<Shape>(job.shape)) &&
-         is_tensor(job.input, job.elements, job.dtype) && job.profile <= MEMSWAP_FAST &&
-         is_area(job.frame, frame::kAlignmentBytes) &&
-         job.var_capacity <= UINT64_MAX / frame::kUnitBytes / 2 &&
-         has_overflow == (job.overflow_cursor != nullptr) &&
-         (!has_overflow || (is_aligned(job.overflow, frame::kUnitBytes) &&
-                            is_aligned(job.overflow_cursor, alignof(uint64_t)) &&
-                            job.overflow_capacity <= frame::kMaxBaseUnits));
-}
-
-bool is_valid(const memswap_decode_job& job) {
-  return frame::is_dtype(job.dtype) && is_tensor(job.output, job.elements, job.dtype) &&
-         is_area(job.frame, frame::kAlignmentBytes) && is_area(job.status, alignof(uint32_t)) &&
-         is_aligned(job.overflow, frame::kUnitBytes) &&
-         job.overflow_capacity <= frame::kMaxBaseUnits;
-}
-
 // Cores that share the tiles of a job: as many as the device and the caller permit, and none
 // without a tile.
 uint32_t blocks_for(uint64_t elements, uint32_t cores, const memswap_launch& where) {
@@ -224,13 +191,10 @@ int run(const memswap_decode_job& job, uint32_t cores, const memswap_launch& whe
 
 template <class Job>
 int run_all(const Job* jobs, size_t count, const memswap_launch* launch_or_null) {
-  if (count != 0 && jobs == nullptr) {
+  if (!arguments::are_valid(jobs, count)) {
     return MEMSWAP_CODEC_BAD_ARGUMENT;
   }
   for (size_t i = 0; i < count; ++i) {
-    if (!is_valid(jobs[i])) {
-      return MEMSWAP_CODEC_BAD_ARGUMENT;
-    }
     if (jobs[i].elements > kMaxElements) {
       return MEMSWAP_CODEC_NOT_SUPPORTED;
     }
@@ -264,10 +228,7 @@ const char* message(int code) {
     case MEMSWAP_CODEC_OK:
       return "success";
     case MEMSWAP_CODEC_BAD_ARGUMENT:
-      return "bad argument: a pointer is NULL or not aligned (frames to 128 bytes, overflow arenas "
-             "to 8, tensors to their elements), the shape does not fit the dtype, a dtype, shape "
-             "or profile is unknown, a size is beyond what a frame can hold, or only one of "
-             "overflow and overflow_cursor is given";
+      return arguments::kBadArgument;
     case MEMSWAP_CODEC_NOT_SUPPORTED:
       return "not supported by the Ascend codec: a tensor of 2**32 elements or more";
     case kNoCores:

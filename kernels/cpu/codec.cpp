@@ -3,59 +3,18 @@
 
 #include <string.h>
 
+#include "memswap/arguments.h"
 #include "memswap/cpu.h"
 
 namespace memswap::cpu {
 
 namespace {
 
-bool is_aligned(const void* pointer, size_t alignment) {
-  return reinterpret_cast<uintptr_t>(pointer) % alignment == 0;
-}
-
-bool is_area(const void* pointer, size_t alignment) {
-  return pointer != nullptr && is_aligned(pointer, alignment);
-}
-
-// A NULL tensor is one without elements.
-bool are_elements(const void* pointer, uint64_t elements, uint8_t dtype) {
-  return is_aligned(pointer, frame::width_of(static_cast<frame::Dtype>(dtype))) &&
-         (pointer != nullptr || elements == 0) && elements <= frame::kMaxElements;
-}
-
-bool is_valid(const memswap_encode_job& job) {
-  if (!frame::is_dtype(job.dtype) || job.shape > frame::kLastShape ||
-      !frame::shape_fits(static_cast<frame::Dtype>(job.dtype),
-                         static_cast<frame::Shape>(job.shape)) ||
-      !are_elements(job.input, job.elements, job.dtype)) {
-    return false;
-  }
-  const bool has_overflow = job.overflow != nullptr;
-  return job.profile <= MEMSWAP_FAST && is_area(job.frame, frame::kAlignmentBytes) &&
-         job.var_capacity <= UINT64_MAX / frame::kUnitBytes / 2 &&
-         has_overflow == (job.overflow_cursor != nullptr) &&
-         (!has_overflow || (is_aligned(job.overflow, frame::kUnitBytes) &&
-                            is_aligned(job.overflow_cursor, alignof(uint64_t)) &&
-                            job.overflow_capacity <= frame::kMaxBaseUnits));
-}
-
-bool is_valid(const memswap_decode_job& job) {
-  return frame::is_dtype(job.dtype) && are_elements(job.output, job.elements, job.dtype) &&
-         is_area(job.frame, frame::kAlignmentBytes) && is_area(job.status, alignof(uint32_t)) &&
-         is_aligned(job.overflow, frame::kUnitBytes) &&
-         job.overflow_capacity <= frame::kMaxBaseUnits;
-}
-
 // Calls run(launch) if all arguments are possible.
 template <typename Job, typename Run>
 int checked(const Job* jobs, size_t count, const memswap_launch* launch, Run run) {
-  if (count != 0 && jobs == nullptr) {
+  if (!arguments::are_valid(jobs, count)) {
     return MEMSWAP_CODEC_BAD_ARGUMENT;
-  }
-  for (size_t i = 0; i < count; ++i) {
-    if (!is_valid(jobs[i])) {
-      return MEMSWAP_CODEC_BAD_ARGUMENT;
-    }
   }
   return run(launch != nullptr ? *launch : memswap_launch{});
 }
@@ -79,11 +38,7 @@ const char* message(int code) {
     case MEMSWAP_CODEC_OK:
       return "success";
     case MEMSWAP_CODEC_BAD_ARGUMENT:
-      return "bad argument: a pointer is NULL or not aligned (frames to 128 bytes, overflow arenas "
-             "to 8, tensors to their elements), the shape does not fit the dtype, a dtype, shape "
-             "or "
-             "profile is unknown, a size is beyond what a frame can hold, or only one of overflow "
-             "and overflow_cursor is given";
+      return arguments::kBadArgument;
     case MEMSWAP_CODEC_NOT_SUPPORTED:
       return "not supported by the CPU codec";
     case kOutOfMemory:

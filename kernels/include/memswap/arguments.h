@@ -1,0 +1,69 @@
+// Which arguments of the C table are possible: what every backend checks before it starts anything.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "memswap/codec.h"
+#include "memswap/frame.h"
+
+namespace memswap::arguments {
+
+// What `message` says of MEMSWAP_CODEC_BAD_ARGUMENT.
+inline constexpr const char* kBadArgument =
+    "bad argument: a pointer is NULL or not aligned (frames to 128 bytes, overflow arenas to 8, "
+    "tensors to their elements), the shape does not fit the dtype, a dtype, shape or profile is "
+    "unknown, a size is beyond what a frame can hold, or only one of overflow and overflow_cursor "
+    "is "
+    "given";
+
+inline bool is_aligned(const void* pointer, uint64_t alignment) {
+  return reinterpret_cast<uintptr_t>(pointer) % alignment == 0;
+}
+
+inline bool is_area(const void* pointer, uint64_t alignment) {
+  return pointer != nullptr && is_aligned(pointer, alignment);
+}
+
+// A tensor without elements may be null.
+inline bool is_tensor(const void* pointer, uint64_t elements, uint8_t dtype) {
+  return elements <= frame::kMaxElements && (pointer != nullptr || elements == 0) &&
+         is_aligned(pointer, frame::width_of(static_cast<frame::Dtype>(dtype)));
+}
+
+inline bool is_valid(const memswap_encode_job& job) {
+  const bool has_overflow = job.overflow != nullptr;
+  return frame::is_dtype(job.dtype) && job.shape <= frame::kLastShape &&
+         frame::shape_fits(static_cast<frame::Dtype>(job.dtype),
+                           static_cast<frame::Shape>(job.shape)) &&
+         is_tensor(job.input, job.elements, job.dtype) && job.profile <= MEMSWAP_FAST &&
+         is_area(job.frame, frame::kAlignmentBytes) &&
+         job.var_capacity <= UINT64_MAX / frame::kUnitBytes / 2 &&
+         has_overflow == (job.overflow_cursor != nullptr) &&
+         (!has_overflow || (is_aligned(job.overflow, frame::kUnitBytes) &&
+                            is_aligned(job.overflow_cursor, alignof(uint64_t)) &&
+                            job.overflow_capacity <= frame::kMaxBaseUnits));
+}
+
+inline bool is_valid(const memswap_decode_job& job) {
+  return frame::is_dtype(job.dtype) && is_tensor(job.output, job.elements, job.dtype) &&
+         is_area(job.frame, frame::kAlignmentBytes) && is_area(job.status, alignof(uint32_t)) &&
+         is_aligned(job.overflow, frame::kUnitBytes) &&
+         job.overflow_capacity <= frame::kMaxBaseUnits;
+}
+
+// Whether a call may start: there are jobs where some were promised, and all are possible.
+template <class Job>
+bool are_valid(const Job* jobs, size_t count) {
+  if (jobs == nullptr) {
+    return count == 0;
+  }
+  for (size_t i = 0; i < count; ++i) {
+    if (!is_valid(jobs[i])) {
+      return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace memswap::arguments
