@@ -121,15 +121,15 @@ def run_apart(names: Sequence[str], slow: bool, more: list[str]) -> dict[str, Su
     RESULTS.mkdir(parents=True, exist_ok=True)
     sums = RESULTS / f"{'-'.join(names)}-sums.json"
     sums.unlink(missing_ok=True)
-    command = [sys.executable, __file__, "--only", *names, "--sums", str(sums)]
+    log = RESULTS / f"{'-'.join(names)}.log"
+    command = [sys.executable, "-u", __file__, "--only", *names, "--sums", str(sums)]
     command += [*(["--slow"] if slow else []), *more]
     began = time.monotonic()
-    print(f"started: {', '.join(names)}", flush=True)
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    )
-    print(f"{done.stdout}\nended after {time.monotonic() - began:.0f} s: {', '.join(names)}")
-    sys.stdout.flush()
+    print(f"started: {', '.join(names)} (follow it in {log.relative_to(ROOT)})", flush=True)
+    with open(log, "w", encoding="utf-8") as file:
+        subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False)
+    said = log.read_text(encoding="utf-8", errors="replace")
+    print(f"{said}\nended after {time.monotonic() - began:.0f} s: {', '.join(names)}", flush=True)
     if not sums.exists():
         return {names[0]: Sum(failed=1)}
     return {name: Sum(**counts) for name, counts in json.loads(sums.read_text()).items()}
