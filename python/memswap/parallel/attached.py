@@ -1,0 +1,288 @@
+"""AppliedContext: what ContextParallel does around one attention module.
+
+[Note: Early launches] A projection's exchange is launched when the projection returns, before
+anybody has said what attention will get. The launch is kept under the identity of the tensor that
+the projection returned, weakly: several microbatches have one each, and one that attention never
+sees dies with its tensor. Attention takes it only if it gets that very tensor in that version. A
+view, a rotated or normalized copy, an edited tensor is another value, and using the launch for it
+would be silently wrong; it takes the ordinary path. So does a recomputation of the attention alone,
+whose launch has been used up.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from memswap.parallel.attention import causal_mask
+from memswap.parallel.context_mesh import ContextMesh
+from memswap.parallel.exchange import Pending, exchange
+from memswap.parallel.layouts import HeadPlan
+from memswap.parallel.redistribute import (
+    GatherSequence,
+    HeadsToSequence,
+    SequenceToHeads,
+    indices,
+)
+
+if TYPE_CHECKING:
+    from memswap.parallel.context import ContextParallel
+
+Role = Literal["q", "k", "v"]
+ROLES: tuple[Role, Role, Role] = ("q", "k", "v")
+
+
+class AppliedContext:
+    """The hooks of a :class:`ContextParallel` on one attention module.
+
+    Attributes:
+        module: the attention module.
+        calls: how often it has run.
+        early: how many of its exchanges were launched by a projection.
+    """
+
+    def __init__(
+        self,
+        style: ContextParallel,
+        mesh: ContextMesh,
+        module: nn.Module,
+        projections: dict[Role, nn.Module | None],
+    ) -> None:
+        self.module = module
+        self.calls = 0
+        self.early = 0
+        self._style = style
+        self._mesh = mesh
+        self._heads = style.heads
+        self._launched: dict[Role, Any] = {role: WeakTensorKeyDictionary() for role in ROLES}
+        self._early_roles = [role for role in ROLES if projections[role] is not None]
+        self._warned = False
+        if self._early_roles and style.heads is None:
+            raise ValueError(
+                "ContextParallel: a projection launches before the queries are known; say "
+                "ContextParallel(heads=number of query heads)"
+            )
+        self._names = list(inspect.signature(module.forward).parameters)
+        self._handles = [
+            module.register_forward_pre_hook(self._before, with_kwargs=True),
+            module.register_forward_hook(self._after),
+        ]
+        for role, projection in projections.items():
+            if projection is not None:
+                self._handles.append(projection.register_forward_hook(self._launch_hook(role)))
+
+    def remove(self) -> None:
+        """Take the hooks away; the module sees its own rank's tokens again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self in self._style.applied:
+            self._style.applied.remove(self)
+
+    def query_ranges(self, tokens: int) -> tuple[tuple[int, int], ...]:
+        """Which ranges of the sequence the queries are that attention gets.
+
+        Args:
+            tokens: how many of the sequence this rank holds outside attention.
+        """
+        length = self._length("q", tokens)
+        return self._mesh.row_shards(length).ranges[self._mesh.row]
+
+    def _launch_hook(self, role: Role) -> Callable[[nn.Module, Any, Any], None]:
+        def launch(module: nn.Module, args: Any, output: Any) -> None:
+            layout = self._style.layout
+            if not isinstance(output, torch.Tensor) or output.ndim != layout.ndim:
+                what = list(output.shape) if isinstance(output, torch.Tensor) else type(output)
+                self._warn(f"{role}'s projection returned {what}, not {layout.ndim} dimensions")
+                return
+            pending = self._first(role, output)
+            if pending is not None:
+                self._launched[role][output] = (pending, output._version)
+
+        return launch
+
+    def _take_early(self, role: Role, tensor: torch.Tensor) -> Pending | None:
+        """The launch that is of this very tensor: see [Note: Early launches]."""
+        launched = self._launched[role].pop(tensor, None)
+        if launched is not None:
+            pending, version = launched
+            if version == tensor._version:
+                self.early += 1
+                return pending  # type: ignore[no-any-return]
+            pending.discard()
+        if role in self._early_roles and torch._C._current_graph_task_id() == -1:
+            self._warn(f"attention got another {role} than its projection returned, or edited it")
+        return None
+
+    def _warn(self, what: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"ContextParallel on {type(self.module).__name__}: {what}; the exchange that was "
+                "launched early is not used. Name the last module before attention in apply(q=, "
+                "k=, v=), or none",
+                stacklevel=2,
+            )
+
+    def _first(self, role: Role, tensor: torch.Tensor) -> Pending | None:
+        """Launch the first exchange of an input; None where it has none."""
+        mesh, layout = self._mesh, self._style.layout
+        length = self._length(role, tensor.size(layout.seq_dim))
+        if mesh.heads is not None:
+            plan = self._plan(tensor.size(layout.head_dim) if role != "q" else None)
+            heads = plan.queries() if role == "q" else plan.keys()
+            lengths = mesh.rank_shards(length).lengths
+            spec = SequenceToHeads(mesh.heads, heads, lengths, layout.seq_dim, layout.head_dim)
+            return exchange(tensor, spec, label=role)
+        return self._gather(role, tensor, length)
+
+    def _gather(self, role: Role, tensor: torch.Tensor, length: int) -> Pending | None:
+        mesh = self._mesh
+        if mesh.gather is None or role == "q":
+            return None
+        spec = GatherSequence(mesh.gather, mesh.row_shards(length), self._style.layout.seq_dim)
+        return exchange(tensor, spec, label=role)
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        args, kwargs = list(args), dict(kwargs)
+        places = [self._place(which, args, kwargs) for which in self._style.qkv]
+        given = dict(zip(ROLES, (where[key] for where, key in places), strict=True))
+        result = self._exchanged(given, kwargs)
+        for (where, key), role in zip(places, ROLES, strict=True):
+            where[key] = result[role]
+        self.calls += 1
+        return tuple(args), kwargs
+
+    def _exchanged(
+        self, given: dict[Role, torch.Tensor], kwargs: dict[str, Any]
+    ) -> dict[Role, torch.Tensor]:
+        """The inputs as attention gets them; all launches first, then the waits."""
+        mesh, layout = self._mesh, self._style.layout
+        for role, tensor in given.items():
+            self._check(role, tensor)
+        heads = given["q"].size(layout.head_dim)
+        kv_heads = given["k"].size(layout.head_dim)
+        if self._heads not in (None, heads):
+            raise ValueError(f"ContextParallel: found {heads} query heads, expected {self._heads}")
+        self._heads = heads
+        lengths = {role: self._length(role, t.size(layout.seq_dim)) for role, t in given.items()}
+        self._offer(kwargs, given["q"].size(layout.seq_dim), lengths["k"], given["q"].device)
+        pending: dict[Role, Pending | None] = {}
+        for role, tensor in given.items():
+            pending[role] = self._take_early(role, tensor) or self._first(role, tensor)
+        result = dict(given)
+        if mesh.heads is not None:
+            for role in ("k", "v"):  # the second exchange of k flies while v's first arrives
+                one = pending[role]
+                assert one is not None
+                result[role] = one.wait()
+                pending[role] = self._gather(role, result[role], lengths[role])
+        for role, last in pending.items():
+            if last is not None:
+                result[role] = last.wait()
+        if mesh.heads is not None:
+            places = self._plan(kv_heads).expansion(mesh.heads.rank)
+            if places is not None:
+                index = indices(places, result["k"])
+                for role in ("k", "v"):
+                    result[role] = result[role].index_select(layout.head_dim, index)
+        return result
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not isinstance(output, torch.Tensor):
+            raise TypeError(
+                f"ContextParallel: {type(module).__name__} returned {type(output).__name__}, "
+                "expected one tensor in the layout of the queries"
+            )
+        mesh, layout = self._mesh, self._style.layout
+        if output.ndim != layout.ndim:
+            raise ValueError(
+                f"ContextParallel: {type(module).__name__} returned shape {list(output.shape)}, "
+                f"expected the {layout.ndim} dimensions of the queries"
+            )
+        if mesh.heads is None:
+            return output
+        length = self._style.sequence_length
+        if length is None:
+            length = output.size(layout.seq_dim) * mesh.rows
+        spec = HeadsToSequence(
+            mesh.heads,
+            self._plan(None).queries(),
+            mesh.rank_shards(length).lengths,
+            layout.seq_dim,
+            layout.head_dim,
+        )
+        return exchange(output, spec, label="o").wait()
+
+    def _plan(self, kv_heads: int | None) -> HeadPlan:
+        assert self._heads is not None and self._mesh.heads is not None
+        return HeadPlan(self._heads, kv_heads or self._heads, self._mesh.heads.size)
+
+    def _length(self, role: Role, tokens: int) -> int:
+        """The whole sequence's length."""
+        style = self._style
+        given = style.sequence_length if role == "q" else style.kv_sequence_length
+        return self._mesh.whole_length(tokens, given, f"ContextParallel, {role}")
+
+    def _offer(self, kwargs: dict[str, Any], tokens: int, keys: int, device: torch.device) -> None:
+        """Fill the keyword arguments that say where the queries are; refuse what would lie."""
+        style = self._style
+        if self._mesh.gather is not None and kwargs.get("is_causal"):
+            raise ValueError(
+                "ContextParallel: is_causal=True means another mask where keys are gathered, since "
+                "queries are a part of the sequence; use causal_attention with "
+                "ContextParallel(ranges=...), or ContextParallel(mask=...)"
+            )
+        for name in (style.ranges, style.mask):
+            if name is not None and kwargs.get(name) is not None:
+                raise ValueError(
+                    f"ContextParallel: found argument {name!r}, which the style is to fill; pass "
+                    "None, or name no such argument in the style"
+                )
+        if style.ranges is not None:
+            kwargs[style.ranges] = self.query_ranges(tokens)
+        if style.mask is not None:
+            shards = self._mesh.row_shards(self._length("q", tokens))
+            queries = shards.positions(self._mesh.row, device)
+            kwargs[style.mask] = causal_mask(queries, torch.arange(keys, device=device))
+
+    def _check(self, role: Role, tensor: Any) -> None:
+        layout = self._style.layout
+        if isinstance(tensor, DTensor) or not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"ContextParallel: {role} is a {type(tensor).__name__}, expected this rank's own "
+                "torch.Tensor (DTensor.to_local())"
+            )
+        if tensor.ndim != layout.ndim:
+            raise ValueError(
+                f"ContextParallel: found {role} of shape {list(tensor.shape)}, expected "
+                f"{layout.ndim} dimensions; check layout="
+            )
+
+    def _place(self, which: int | str, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Where an argument is: a list and an index, or a dict and a name."""
+        place = (
+            which
+            if isinstance(which, int)
+            else (self._names.index(which) if which in self._names else len(args))
+        )
+        if place < len(args):
+            return args, place
+        name = (
+            which
+            if isinstance(which, str)
+            else (self._names[place] if place < len(self._names) else None)
+        )
+        if name in kwargs:
+            return kwargs, name
+        raise TypeError(
+            f"ContextParallel: {type(self.module).__name__} was called without argument {which!r}; "
+            f"found {len(args)} positional ones and {sorted(kwargs)}; say which with qkv=(...)"
+        )
