@@ -62,7 +62,12 @@ class AppliedContext:
         self._mesh = mesh
         self._heads = style.heads
         self._launched: dict[Role, Any] = {role: WeakTensorKeyDictionary() for role in ROLES}
-        self._early_roles = [role for role in ROLES if projections[role] is not None]
+        self._early_roles = [
+            role
+            for role in ROLES
+            if projections[role] is not None
+            and (mesh.heads is not None or (mesh.gather is not None and role != "q"))
+        ]
         self._warned = False
         if self._early_roles and style.heads is None:
             raise ValueError(
@@ -74,7 +79,8 @@ class AppliedContext:
             module.register_forward_pre_hook(self._before, with_kwargs=True),
             module.register_forward_hook(self._after),
         ]
-        for role, projection in projections.items():
+        for role in self._early_roles:
+            projection = projections[role]
             if projection is not None:
                 self._handles.append(projection.register_forward_hook(self._launch_hook(role)))
 

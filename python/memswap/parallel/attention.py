@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 
 def causal_mask(query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
@@ -48,19 +47,25 @@ def causal_attention(
             f"causal_attention: found {key.size(-2)} keys for queries of ranges {tuple(ranges)}; "
             "expected the keys of the whole sequence"
         )
-    grouped = query.size(-3) != key.size(-3)
     outputs, offset = [], 0
     for start, stop in ranges:
-        part = query.narrow(-2, offset, stop - start)
-        offset += stop - start
+        # Queries that begin with the keys need no mask, which the fastest kernels refuse.
+        mask = _mask_of(start, stop, query.device) if start else None
         outputs.append(
             F.scaled_dot_product_attention(
-                part,
+                query.narrow(-2, offset, stop - start),
                 key.narrow(-2, 0, stop),
                 value.narrow(-2, 0, stop),
-                attn_mask=causal_lower_right(stop - start, stop),
+                attn_mask=mask,
+                is_causal=not start,
                 scale=scale,
-                enable_gqa=grouped,
+                enable_gqa=query.size(-3) != key.size(-3),
             )
         )
+        offset += stop - start
     return torch.cat(outputs, dim=-2) if outputs else query.new_empty(query.shape)
+
+
+def _mask_of(start: int, stop: int, device: torch.device) -> torch.Tensor:
+    """The mask of the queries ``range(start, stop)`` against the keys before ``stop``."""
+    return causal_mask(torch.arange(start, stop, device=device), torch.arange(stop, device=device))
