@@ -1,6 +1,6 @@
 """Sharded weights and exchanges between ranks: the process groups' side of memswap."""
 
-from memswap.parallel.attached import AppliedContext
+from memswap.parallel.applied import AppliedContext
 from memswap.parallel.attention import causal_attention, causal_mask
 from memswap.parallel.context import ContextParallel
 from memswap.parallel.describe import describe

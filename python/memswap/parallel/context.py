@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from memswap.parallel.attached import AppliedContext
+from memswap.parallel.applied import AppliedContext
 from memswap.parallel.comm import Comm, ProcessGroupComm
 from memswap.parallel.context_mesh import ContextMesh
 from memswap.parallel.layouts import LAYOUTS, Balance

@@ -178,6 +178,13 @@ class AppliedContext:
         if self._heads not in (None, heads):
             raise ValueError(f"ContextParallel: found {heads} query heads, expected {self._heads}")
         self._heads = heads
+        if given["v"].size(layout.head_dim) != kv_heads:
+            raise ValueError(
+                f"ContextParallel: found {kv_heads} key heads and "
+                f"{given['v'].size(layout.head_dim)} value heads, expected as many"
+            )
+        if mesh.heads is not None:
+            self._plan(kv_heads)  # raises before anything is sent
         lengths = {role: self._length(role, t.size(layout.seq_dim)) for role, t in given.items()}
         self._offer(kwargs, given["q"].size(layout.seq_dim), lengths["k"], given["q"].device)
         pending: dict[Role, Pending | None] = {}
