@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from memswap.parallel.attention import causal_mask
 from memswap.parallel.context_mesh import ContextMesh
 from memswap.parallel.exchange import Pending, exchange
-from memswap.parallel.layouts import HeadPlan
+from memswap.parallel.layouts import HeadPlan, Layout
 from memswap.parallel.redistribute import (
     GatherSequence,
     HeadsToSequence,
@@ -35,8 +35,15 @@ from memswap.parallel.redistribute import (
 if TYPE_CHECKING:
     from memswap.parallel.context import ContextParallel
 
-Role = Literal["q", "k", "v"]
-ROLES: tuple[Role, Role, Role] = ("q", "k", "v")
+Role = Literal["q", "k", "v", "kv", "qkv"]
+Packing = Literal["separate", "kv", "qkv"]
+
+#: The tensors that attention gets, by packing.
+ROLES: dict[Packing, tuple[Role, ...]] = {
+    "separate": ("q", "k", "v"),
+    "kv": ("q", "kv"),
+    "qkv": ("qkv",),
+}
 
 
 class AppliedContext:
@@ -53,7 +60,7 @@ class AppliedContext:
         style: ContextParallel,
         mesh: ContextMesh,
         module: nn.Module,
-        projections: dict[Role, nn.Module | None],
+        projections: Mapping[str, nn.Module | None],
     ) -> None:
         self.module = module
         self.calls = 0
@@ -61,11 +68,20 @@ class AppliedContext:
         self._style = style
         self._mesh = mesh
         self._heads = style.heads
-        self._launched: dict[Role, Any] = {role: WeakTensorKeyDictionary() for role in ROLES}
+        self._roles = ROLES[style.packing]
+        self._launched: dict[Role, Any] = {role: WeakTensorKeyDictionary() for role in self._roles}
+        unknown = sorted(set(projections) - set(self._roles))
+        if unknown:
+            raise TypeError(f"ContextParallel: found projections {unknown}, expected {self._roles}")
+        if "qkv" in self._roles and mesh.gather is not None:
+            raise NotImplementedError(
+                "ContextParallel: q, k and v packed in one tensor cannot get different lengths, "
+                "which gathering keys gives them; use packing='kv', or ulysses on the whole mesh"
+            )
         self._early_roles = [
             role
-            for role in ROLES
-            if projections[role] is not None
+            for role in self._roles
+            if projections.get(role) is not None
             and (mesh.heads is not None or (mesh.gather is not None and role != "q"))
         ]
         self._warned = False
@@ -103,14 +119,16 @@ class AppliedContext:
 
     def _launch_hook(self, role: Role) -> Callable[[nn.Module, Any, Any], None]:
         def launch(module: nn.Module, args: Any, output: Any) -> None:
-            layout = self._style.layout
+            layout = self._layout(role)
             if not isinstance(output, torch.Tensor) or output.ndim != layout.ndim:
                 what = list(output.shape) if isinstance(output, torch.Tensor) else type(output)
                 self._warn(f"{role}'s projection returned {what}, not {layout.ndim} dimensions")
                 return
+            if output.is_inference():  # has no version
+                return
             pending = self._first(role, output)
             if pending is not None:
-                self._launched[role][output] = (pending, output._version)
+                self._launched[role][output] = (pending, output._version, _wants_grad(output))
 
         return launch
 
@@ -118,12 +136,13 @@ class AppliedContext:
         """The launch that is of this very tensor: see [Note: Early launches]."""
         launched = self._launched[role].pop(tensor, None)
         if launched is not None:
-            pending, version = launched
-            if version == tensor._version:
+            pending, version, had_grad = launched
+            if version == tensor._version and had_grad >= _wants_grad(tensor):
                 self.early += 1
                 return pending  # type: ignore[no-any-return]
             pending.discard()
-        if role in self._early_roles and torch._C._current_graph_task_id() == -1:
+        recomputed = torch._C._current_graph_task_id() != -1
+        if role in self._early_roles and not recomputed and not tensor.is_inference():
             self._warn(f"attention got another {role} than its projection returned, or edited it")
         return None
 
@@ -139,29 +158,32 @@ class AppliedContext:
 
     def _first(self, role: Role, tensor: torch.Tensor) -> Pending | None:
         """Launch the first exchange of an input; None where it has none."""
-        mesh, layout = self._mesh, self._style.layout
+        mesh, layout = self._mesh, self._layout(role)
         length = self._length(role, tensor.size(layout.seq_dim))
-        if mesh.heads is not None:
-            plan = self._plan(tensor.size(layout.head_dim) if role != "q" else None)
-            heads = plan.queries() if role == "q" else plan.keys()
-            lengths = mesh.rank_shards(length).lengths
-            spec = SequenceToHeads(mesh.heads, heads, lengths, layout.seq_dim, layout.head_dim)
-            return exchange(tensor, spec, label=role)
-        return self._gather(role, tensor, length)
+        if mesh.heads is None:
+            return self._gather(role, tensor, length)
+        if role in ("q", "qkv"):
+            heads = self._plan(None).queries()
+        else:
+            heads = self._plan(tensor.size(layout.head_dim)).keys()
+        lengths = mesh.rank_shards(length).lengths
+        spec = SequenceToHeads(mesh.heads, heads, lengths, layout.seq_dim, layout.head_dim)
+        return exchange(tensor, spec, label=role)
 
     def _gather(self, role: Role, tensor: torch.Tensor, length: int) -> Pending | None:
         mesh = self._mesh
         if mesh.gather is None or role == "q":
             return None
-        spec = GatherSequence(mesh.gather, mesh.row_shards(length), self._style.layout.seq_dim)
+        shards = mesh.row_shards(length)
+        spec = GatherSequence(mesh.gather, shards, self._layout(role).seq_dim)
         return exchange(tensor, spec, label=role)
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         args, kwargs = list(args), dict(kwargs)
         places = [self._place(which, args, kwargs) for which in self._style.qkv]
-        given = dict(zip(ROLES, (where[key] for where, key in places), strict=True))
+        given = dict(zip(self._roles, (where[key] for where, key in places), strict=True))
         result = self._exchanged(given, kwargs)
-        for (where, key), role in zip(places, ROLES, strict=True):
+        for (where, key), role in zip(places, self._roles, strict=True):
             where[key] = result[role]
         self.calls += 1
         return tuple(args), kwargs
@@ -170,43 +192,56 @@ class AppliedContext:
         self, given: dict[Role, torch.Tensor], kwargs: dict[str, Any]
     ) -> dict[Role, torch.Tensor]:
         """The inputs as attention gets them; all launches first, then the waits."""
-        mesh, layout = self._mesh, self._style.layout
+        mesh = self._mesh
         for role, tensor in given.items():
             self._check(role, tensor)
-        heads = given["q"].size(layout.head_dim)
-        kv_heads = given["k"].size(layout.head_dim)
-        if self._heads not in (None, heads):
-            raise ValueError(f"ContextParallel: found {heads} query heads, expected {self._heads}")
-        self._heads = heads
-        if given["v"].size(layout.head_dim) != kv_heads:
-            raise ValueError(
-                f"ContextParallel: found {kv_heads} key heads and "
-                f"{given['v'].size(layout.head_dim)} value heads, expected as many"
-            )
-        if mesh.heads is not None:
-            self._plan(kv_heads)  # raises before anything is sent
-        lengths = {role: self._length(role, t.size(layout.seq_dim)) for role, t in given.items()}
-        self._offer(kwargs, given["q"].size(layout.seq_dim), lengths["k"], given["q"].device)
+        kv_heads = self._count_heads(given)
+        lengths = {
+            role: self._length(role, tensor.size(self._layout(role).seq_dim))
+            for role, tensor in given.items()
+        }
+        first, last = self._roles[0], self._roles[-1]
+        queries = given[first]
+        tokens = queries.size(self._layout(first).seq_dim)
+        self._offer(kwargs, tokens, lengths[last], queries.device)
         pending: dict[Role, Pending | None] = {}
         for role, tensor in given.items():
             pending[role] = self._take_early(role, tensor) or self._first(role, tensor)
         result = dict(given)
-        if mesh.heads is not None:
-            for role in ("k", "v"):  # the second exchange of k flies while v's first arrives
+        if mesh.heads is not None and mesh.gather is not None:
+            for role in self._roles[1:]:  # k is gathered while the first exchange of v arrives
                 one = pending[role]
                 assert one is not None
                 result[role] = one.wait()
                 pending[role] = self._gather(role, result[role], lengths[role])
-        for role, last in pending.items():
-            if last is not None:
-                result[role] = last.wait()
-        if mesh.heads is not None:
+        for role, one in pending.items():
+            if one is not None:
+                result[role] = one.wait()
+        if mesh.heads is not None and kv_heads is not None:
             places = self._plan(kv_heads).expansion(mesh.heads.rank)
-            if places is not None:
-                index = indices(places, result["k"])
-                for role in ("k", "v"):
-                    result[role] = result[role].index_select(layout.head_dim, index)
+            for role in self._roles[1:] if places is not None else ():
+                tensor = result[role]
+                index = indices(places or (), tensor)
+                result[role] = tensor.index_select(self._layout(role).head_dim, index)
         return result
+
+    def _count_heads(self, given: dict[Role, torch.Tensor]) -> int | None:
+        """Keep the number of query heads; that of keys, None if it is the same by packing."""
+        found = {role: tensor.size(self._layout(role).head_dim) for role, tensor in given.items()}
+        heads = found[self._roles[0]]
+        if self._heads not in (None, heads):
+            raise ValueError(f"ContextParallel: found {heads} query heads, expected {self._heads}")
+        others = [found[role] for role in self._roles[1:]]
+        if len(set(others)) > 1:
+            raise ValueError(
+                f"ContextParallel: found {others[0]} key heads and {others[1]} value heads, "
+                "expected as many"
+            )
+        self._heads = heads
+        kv_heads = others[0] if others else None
+        if self._mesh.heads is not None:
+            self._plan(kv_heads)  # raises before anything is sent
+        return kv_heads
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not isinstance(output, torch.Tensor):
@@ -238,10 +273,14 @@ class AppliedContext:
         assert self._heads is not None and self._mesh.heads is not None
         return HeadPlan(self._heads, kv_heads or self._heads, self._mesh.heads.size)
 
+    def _layout(self, role: Role) -> Layout:
+        layout = self._style.layout
+        return layout.packed() if role in ("kv", "qkv") else layout
+
     def _length(self, role: Role, tokens: int) -> int:
         """The whole sequence's length."""
-        style = self._style
-        given = style.sequence_length if role == "q" else style.kv_sequence_length
+        style, queries = self._style, role in ("q", "qkv")
+        given = style.sequence_length if queries else style.kv_sequence_length
         return self._mesh.whole_length(tokens, given, f"ContextParallel, {role}")
 
     def _offer(self, kwargs: dict[str, Any], tokens: int, keys: int, device: torch.device) -> None:
@@ -267,7 +306,7 @@ class AppliedContext:
             kwargs[style.mask] = causal_mask(queries, torch.arange(keys, device=device))
 
     def _check(self, role: Role, tensor: Any) -> None:
-        layout = self._style.layout
+        layout = self._layout(role)
         if isinstance(tensor, DTensor) or not isinstance(tensor, torch.Tensor):
             raise TypeError(
                 f"ContextParallel: {role} is a {type(tensor).__name__}, expected this rank's own "
@@ -276,7 +315,7 @@ class AppliedContext:
         if tensor.ndim != layout.ndim:
             raise ValueError(
                 f"ContextParallel: found {role} of shape {list(tensor.shape)}, expected "
-                f"{layout.ndim} dimensions; check layout="
+                f"{layout.ndim} dimensions; check layout= and packing="
             )
 
     def _place(self, which: int | str, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -299,3 +338,7 @@ class AppliedContext:
             f"ContextParallel: {type(self.module).__name__} was called without argument {which!r}; "
             f"found {len(args)} positional ones and {sorted(kwargs)}; say which with qkv=(...)"
         )
+
+
+def _wants_grad(tensor: torch.Tensor) -> bool:
+    return bool(tensor.requires_grad and torch.is_grad_enabled())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from memswap.parallel.applied import AppliedContext
+from memswap.parallel.applied import ROLES, AppliedContext, Packing
 from memswap.parallel.comm import Comm, ProcessGroupComm
 from memswap.parallel.context_mesh import ContextMesh
 from memswap.parallel.layouts import LAYOUTS, Balance
@@ -37,7 +37,9 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
         balance: "headtail" gives the ranks that gather equal work in causal attention: each holds
             one chunk of the sequence's first half and its mirror image. Cut the batch with
             :meth:`shard_batch`.
-        qkv: which arguments of ``forward`` are query, key and value, by place or name.
+        packing: "kv" if keys and values are one tensor, "qkv" if all three are (as many heads
+            each, no gather): with a dimension of 2 or 3 before that of the heads. One collective.
+        qkv: which arguments of ``forward`` these tensors are, by place or name; None: the first.
         heads: number of query heads; needed for early launches only.
         sequence_length: tokens of the whole sequence (queries). None: as many on each rank.
         kv_sequence_length: the same for keys and values; None with ``sequence_length`` given means
@@ -57,7 +59,8 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
         ulysses: int | None = None,
         layout: str = "bshd",
         balance: Balance = "contiguous",
-        qkv: tuple[int | str, int | str, int | str] = (0, 1, 2),
+        packing: Packing = "separate",
+        qkv: Sequence[int | str] | None = None,
         heads: int | None = None,
         sequence_length: int | None = None,
         kv_sequence_length: int | None = None,
@@ -70,10 +73,18 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
             raise ValueError(f"layout={layout!r}: expected one of {sorted(LAYOUTS)}")
         if balance not in ("contiguous", "headtail"):
             raise ValueError(f"balance={balance!r}: expected 'contiguous' or 'headtail'")
+        if packing not in ROLES:
+            raise ValueError(f"packing={packing!r}: expected one of {sorted(ROLES)}")
+        if packing != "separate" and layout == "bnsd":
+            raise ValueError("layout='bnsd' has no packed form; expected packing='separate'")
+        tensors = len(ROLES[packing])
+        if qkv is not None and len(qkv) != tensors:
+            raise ValueError(f"qkv={tuple(qkv)}: expected {tensors} for packing={packing!r}")
         self.ulysses = ulysses
         self.layout = LAYOUTS[layout]
         self.balance: Balance = balance
-        self.qkv = qkv
+        self.packing: Packing = packing
+        self.qkv: Sequence[int | str] = range(tensors) if qkv is None else tuple(qkv)
         self.heads = heads
         self.sequence_length = sequence_length
         self.kv_sequence_length = (
@@ -90,23 +101,23 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
         self,
         module: nn.Module,
         mesh: DeviceMesh,
-        *,
-        q: nn.Module | None = None,
-        k: nn.Module | None = None,
-        v: nn.Module | None = None,
+        **projections: nn.Module | None,
     ) -> AppliedContext:
         """Apply to an attention module; the handle tells what it did and removes it.
 
         Args:
             module: computes attention; its forward takes query, key and value.
             mesh: 1-D, or 2-D (gather, ulysses).
-            q, k, v: modules whose output goes to attention as it is, such as a norm, a rotary
-                embedding or ``nn.Sequential(linear, nn.Unflatten(...))``: their exchange is
-                launched when they return. Where attention gets something else, or a tensor edited
-                since, that launch is dropped with one warning and the ordinary path taken.
+            **projections: by tensor (``q=``, ``k=``, ``v=``, ``kv=``, ``qkv=``): modules whose
+                output goes to attention as it is, such as a norm, a rotary embedding or
+                ``nn.Sequential(linear, nn.Unflatten(...))``. Their exchange is launched when they
+                return. Where attention gets something else, or a tensor edited since, that launch
+                is dropped with one warning and the ordinary path taken.
 
         Raises:
             ValueError: the mesh does not fit the style; an early launch without ``heads``.
+            TypeError: a projection of no such tensor.
+            NotImplementedError: ``packing="qkv"`` on a mesh that gathers.
         """
         if self._mesh is None:
             self._mesh = ContextMesh.of(mesh, self.ulysses, self.balance, self._comm)
@@ -115,7 +126,7 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
                 f"this ContextParallel is applied on {self._mesh.device_mesh}, found {mesh}; make "
                 "another one for another mesh"
             )
-        applied = AppliedContext(self, self._mesh, module, {"q": q, "k": k, "v": v})
+        applied = AppliedContext(self, self._mesh, module, projections)
         self.applied.append(applied)
         return applied
 

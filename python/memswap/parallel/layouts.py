@@ -20,6 +20,10 @@ class Layout:
     head_dim: int
     ndim: int
 
+    def packed(self) -> Layout:
+        """The same with a dimension before the heads for q, k and v, or k and v, in one tensor."""
+        return Layout(self.seq_dim, self.head_dim + 1, self.ndim + 1)
+
 
 #: b batch, s sequence, h (or n) heads, d head size, t tokens of packed sequences (cu_seqlens).
 LAYOUTS = {
