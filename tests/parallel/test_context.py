@@ -260,8 +260,10 @@ def test_packed_sequences_keep_their_cu_seqlens(rank: Rank) -> None:
     reference = Packed()
     style.apply(core, init_device_mesh("cpu", (rank.size,)))
     tensors = [random(11, 4, SIZE, seed) for seed in range(3)]
-    places = style.shard_batch({"q": tensors[0]}, seq_dim=0)["positions"]
-    got = core(*(t[places] for t in tensors), cu_seqlens)
+    named = {"q": tensors[0], "k": tensors[1], "v": tensors[2], "cu_seqlens": cu_seqlens}
+    batch = style.shard_batch(named, seq_dim=0, whole=["cu_seqlens"])
+    got = core(batch["q"], batch["k"], batch["v"], batch["cu_seqlens"])
+    places = batch["positions"]
     assert torch.equal(got, reference(*tensors, cu_seqlens)[places])
 
 

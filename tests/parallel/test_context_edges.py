@@ -303,7 +303,7 @@ def test_shard_manage_checkpoint_and_context_compose(rank: Rank, ulysses: int | 
     style = ContextParallel(ulysses=ulysses, heads=4, ranges="ranges", comm=open_comms(rank, True))
     for layer in net.layers:
         style.apply(layer.core, mesh, q=layer.q, k=layer.k, v=layer.v)  # type: ignore[arg-type]
-        shard(layer, mesh, context=context)
+        shard(layer, mesh, context=context, anchor="out")
     net.checkpointed = True
     optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (reference, net)]
     with tempfile.TemporaryDirectory() as folder:
@@ -327,6 +327,10 @@ def test_shard_manage_checkpoint_and_context_compose(rank: Rank, ulysses: int | 
             torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
         assert manager.stats().moved_storages > 0
         manager.remove()
+    if ulysses is None:  # the next layer's weights travel after this one's attention
+        log = rank.log
+        assert log.index("wait all_to_all o") < log.index("all_gather Attention.1")
+        assert log.index("all_gather Attention.1") < log.index("all_to_all q", 1)
     for (name, mine), theirs in zip(net.named_parameters(), reference.parameters(), strict=True):
         whole = mine.full_tensor()  # type: ignore[attr-defined]
         torch.testing.assert_close(whole, theirs.detach(), rtol=0, atol=1e-9, msg=name)

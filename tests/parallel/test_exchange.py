@@ -289,5 +289,30 @@ def test_an_exception_in_backward_does_not_spoil_the_next(rank: Rank, late: bool
     loss = pending.wait().sum()
     with pytest.raises(RuntimeError, match="on purpose"):
         loss.backward(retain_graph=True)
+    rank.log.events.clear()
     loss.backward()
     assert x.grad is not None and torch.equal(x.grad, torch.full((2, 1), 2.0))
+    launch = "reduce_scatter exchange gradient"  # the first one was waited for as well
+    assert rank.log.events == [f"wait {launch}", launch, f"wait {launch}"]
+
+
+@distributed(2)
+@LATE
+def test_the_output_flies_beside_another_branch_both_ways(rank: Rank, late: bool) -> None:
+    comm = rank.open_comm(late=late)
+    spec = HeadsToSequence(comm, ((0,), (1,)), (2, 2), 0, 1)
+    x = torch.ones(4, 1, requires_grad=True)
+    branch = torch.ones(2, 2, requires_grad=True)
+    pending = exchange(x * 2, spec, label="o")
+    beside = branch * 3
+    rank.log("branch")
+    beside.register_hook(lambda _: rank.log("branch gradient"))
+    (pending.wait() + beside).sum().backward()
+    assert rank.log.events == [
+        "all_to_all o",
+        "branch",
+        "wait all_to_all o",
+        "all_to_all o gradient",
+        "branch gradient",
+        "wait all_to_all o gradient",
+    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -158,6 +158,7 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
         seq_dim: int = 1,
         labels: str | None = None,
         ignore_index: int = -100,
+        whole: Collection[str] = (),
         keys: bool = False,
     ) -> dict[str, Any]:
         """This rank's part of a batch that every rank has whole.
@@ -170,6 +171,7 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
                 rank's last label is another rank's first token; the last becomes ``ignore_index``.
                 Compare with unshifted logits then.
             ignore_index: the label that counts for nothing.
+            whole: names of tensors to pass on uncut, such as ``cu_seqlens``.
             keys: the batch is what keys and values are computed from, in cross-attention
                 (``kv_sequence_length``).
 
@@ -186,7 +188,7 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
                 self.check()
             self._batches += 1
         length = self.kv_sequence_length if keys else self.sequence_length
-        return shard_batch(batch, mesh, length, seq_dim, labels, ignore_index)
+        return shard_batch(batch, mesh, length, seq_dim, labels, ignore_index, whole)
 
     def mean_loss(
         self, total: torch.Tensor, tokens: int | torch.Tensor, *, gradients: str = "sum"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -17,22 +17,23 @@ def shard_batch(
     seq_dim: int,
     labels: str | None,
     ignore_index: int,
+    whole: Collection[str],
 ) -> dict[str, Any]:
     """See :meth:`ContextParallel.shard_batch`."""
-    if labels is not None and not isinstance(batch.get(labels), torch.Tensor):
-        raise ValueError(f"shard_batch(labels={labels!r}): found {sorted(batch)} in the batch")
     if "positions" in batch:
         raise ValueError("shard_batch: found 'positions' in the batch, which is what it adds")
     cut = {
         name: value
         for name, value in batch.items()
-        if isinstance(value, torch.Tensor) and value.ndim > seq_dim
+        if isinstance(value, torch.Tensor) and value.ndim > seq_dim and name not in whole
     }
+    if labels is not None and labels not in cut:
+        raise ValueError(f"shard_batch(labels={labels!r}): found {sorted(cut)} to cut")
     lengths = {name: value.size(seq_dim) for name, value in cut.items()}
     if len(set(lengths.values())) != 1:
         raise ValueError(
             f"shard_batch: found tokens {lengths} in dimension {seq_dim}, expected tensors of one "
-            "length"
+            "length; name those that have no such dimension in whole=(...)"
         )
     (length,) = set(lengths.values())
     ranks = mesh.rows * mesh.columns
