@@ -22,6 +22,10 @@ from memswap.parallel.layouts import LAYOUTS
 from ranks import Rank, distributed
 
 LATE = pytest.mark.parametrize("late", [False, True], ids=["async", "late"])
+#: For the big ones: over the worst network always, over gloo's own in the slow run.
+LATE_FIRST = pytest.mark.parametrize(
+    "late", [pytest.param(False, marks=pytest.mark.slow, id="async"), pytest.param(True, id="late")]
+)
 FP64 = torch.float64
 SIZE = 4  # of a head
 HEADS = [(4, 4), (4, 2), (4, 1), (8, 2), (6, 3), (5, 5), (6, 2), (7, 1)]
@@ -169,7 +173,7 @@ def assert_is_one_process(
 
 
 @distributed(2, 4)
-@pytest.mark.parametrize("late", [pytest.param(False, marks=pytest.mark.slow, id="async"), True])
+@LATE_FIRST
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_every_mode_and_number_of_heads_is_one_process(rank: Rank, late: bool, layout: str) -> None:
     for mode, (mesh, ulysses) in meshes(rank).items():
@@ -299,7 +303,7 @@ CHECKPOINTS: dict[str, Any] = {
 
 
 @distributed(2, 4)
-@pytest.mark.parametrize("late", [pytest.param(False, marks=pytest.mark.slow, id="async"), True])
+@LATE_FIRST
 @pytest.mark.parametrize("run", sorted(CHECKPOINTS))
 @pytest.mark.parametrize("early", [False, True], ids=["ordinary", "early"])
 def test_checkpointed_attention_is_one_process(

@@ -20,6 +20,7 @@ from ranks import Rank, distributed
 from test_context import (
     FP64,
     LATE,
+    LATE_FIRST,
     Attention,
     Core,
     assert_is_one_process,
@@ -230,7 +231,7 @@ def test_bad_input_is_told_before_anything_is_sent(rank: Rank) -> None:
 
 
 @distributed(2, 4)
-@LATE
+@LATE_FIRST
 @pytest.mark.parametrize("gradients", ["sum", "avg"])
 def test_mean_loss_weighs_tokens_not_ranks(rank: Rank, late: bool, gradients: str) -> None:
     for mesh, ulysses in meshes(rank).values():

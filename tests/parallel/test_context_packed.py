@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from memswap.parallel import ContextParallel, causal_attention
 from memswap.parallel.layouts import LAYOUTS, Layout
 from ranks import Rank, distributed
-from test_context import LATE, SIZE, from_layout, meshes, open_comms, random, to_layout
+from test_context import LATE, LATE_FIRST, SIZE, from_layout, meshes, open_comms, random, to_layout
 
 LAYOUTS_OF_PACKED = pytest.mark.parametrize("layout", ["bshd", "sbhd", "thd"])
 
@@ -44,7 +44,7 @@ def inputs(layout: str, packing: str, tokens: int, heads: int, kv_heads: int) ->
 
 
 @distributed(2, 4)
-@LATE
+@LATE_FIRST
 @LAYOUTS_OF_PACKED
 @pytest.mark.parametrize("packing", ["kv", "qkv"])
 def test_packed_tensors_travel_in_one_exchange(

@@ -23,6 +23,10 @@ from memswap.parallel.layouts import LAYOUTS
 from ranks import Rank, distributed
 
 LATE = pytest.mark.parametrize("late", [False, True], ids=["async", "late"])
+#: For the big ones: over the worst network always, over gloo's own in the slow run.
+LATE_FIRST = pytest.mark.parametrize(
+    "late", [pytest.param(False, marks=pytest.mark.slow, id="async"), pytest.param(True, id="late")]
+)
 SIZES = {"bshd": "bshd", "bnsd": "bhsd", "sbhd": "sbhd", "thd": "shd"}
 
 
@@ -38,7 +42,7 @@ def take(tensor: torch.Tensor, dim: int, places: Any) -> torch.Tensor:
 
 
 @distributed(2, 4)
-@LATE
+@LATE_FIRST
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_sequence_to_heads_and_back_in_every_layout_with_uneven_parts(
     rank: Rank, late: bool, layout: str
@@ -149,7 +153,7 @@ def step(layer: Layer, x: torch.Tensor, run: str) -> tuple[torch.Tensor, ...]:
 
 
 @distributed(2, 4)
-@LATE
+@LATE_FIRST
 @pytest.mark.parametrize("run", sorted(RUNS))
 def test_a_layer_is_that_of_one_process_under_every_checkpoint(
     rank: Rank, late: bool, run: str
