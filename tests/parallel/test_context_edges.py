@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import memswap
 from memswap.parallel import Context, ContextParallel, shard
@@ -217,7 +217,11 @@ def test_bad_input_is_told_before_anything_is_sent(rank: Rank) -> None:
         core(sequence_length=10)(q, q, q)
     with pytest.raises(ValueError, match="expected 4 dimensions"):
         core()(q[0], q, q)
-    with pytest.raises(TypeError, match="k is a DTensor"):
+    with pytest.raises(TypeError, match="k is a int"):
+        core()(q, 3, q)
+    with pytest.raises(ValueError, match="cannot say how balance"):
+        core(use_local_output=False, balance="headtail")
+    with pytest.raises(ValueError, match="k is a DTensor with"):
         core()(q, DTensor.from_local(q, mesh, [Replicate()]), q)
     with pytest.raises(TypeError, match="without argument 2"):
         core()(q, q)
@@ -276,6 +280,27 @@ def test_shard_batch_says_what_does_not_fit(rank: Rank) -> None:
         style.shard_batch({"positions": torch.zeros(1, 8)})
     with pytest.raises(ValueError, match="labels='y'"):
         style.shard_batch({"x": torch.zeros(1, 8)}, labels="y")
+
+
+@distributed(2, 4)
+def test_dtensors_of_the_sequence_go_in_and_out(rank: Rank) -> None:
+    for mesh, ulysses in meshes(rank).values():
+        style = ContextParallel(
+            ulysses=ulysses, ranges="ranges", use_local_output=False, comm=open_comms(rank, True)
+        )
+        core, reference = Core(), Core()
+        style.apply(core, mesh)
+        whole = [random(2, 8, 16, i).unflatten(-1, (4, 4)).requires_grad_() for i in range(3)]
+        cut = [Shard(1)] * mesh.ndim
+        mine = [distribute_tensor(t.detach(), mesh, cut).requires_grad_() for t in whole]
+        expected, got = reference(*whole), core(*mine)
+        assert isinstance(got, DTensor) and got.placements == tuple(cut)
+        torch.testing.assert_close(got.full_tensor(), expected, rtol=0, atol=1e-12)
+        expected.square().sum().backward()
+        got.to_local().square().sum().backward()
+        for own, theirs in zip(mine, whole, strict=True):
+            assert isinstance(own.grad, DTensor)
+            torch.testing.assert_close(own.grad.full_tensor(), theirs.grad, rtol=1e-12, atol=1e-12)
 
 
 @distributed(2)

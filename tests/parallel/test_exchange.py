@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from typing import Any
 
 import pytest
@@ -231,6 +232,16 @@ def test_what_arrived_is_saved_by_memswap(rank: Rank, late: bool) -> None:
         assert saved.stats().moved_storages >= 3
     assert x.grad is not None
     assert torch.equal(y, expected[0]) and torch.equal(x.grad, expected[1])
+
+
+@distributed(2)
+def test_anomaly_mode_sees_nothing_that_is_in_flight(rank: Rank) -> None:
+    """What is in flight is NaN here; a node that handed it on would be reported."""
+    layer = Layer(rank.open_comm(late=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is slow
+        with torch.autograd.detect_anomaly(check_nan=True):
+            step(layer, layer.x, "plain")
 
 
 @distributed(2)

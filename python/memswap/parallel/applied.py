@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memswap.parallel.attention import causal_mask
@@ -120,7 +120,8 @@ class AppliedContext:
     def _launch_hook(self, role: Role) -> Callable[[nn.Module, Any, Any], None]:
         def launch(module: nn.Module, args: Any, output: Any) -> None:
             layout = self._layout(role)
-            if not isinstance(output, torch.Tensor) or output.ndim != layout.ndim:
+            plain = isinstance(output, torch.Tensor) and not isinstance(output, DTensor)
+            if not plain or output.ndim != layout.ndim:
                 what = list(output.shape) if isinstance(output, torch.Tensor) else type(output)
                 self._warn(f"{role}'s projection returned {what}, not {layout.ndim} dimensions")
                 return
@@ -181,7 +182,10 @@ class AppliedContext:
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         args, kwargs = list(args), dict(kwargs)
         places = [self._place(which, args, kwargs) for which in self._style.qkv]
-        given = dict(zip(self._roles, (where[key] for where, key in places), strict=True))
+        given = {
+            role: self._local(role, where[key])
+            for role, (where, key) in zip(self._roles, places, strict=True)
+        }
         result = self._exchanged(given, kwargs)
         for (where, key), role in zip(places, self._roles, strict=True):
             where[key] = result[role]
@@ -193,8 +197,6 @@ class AppliedContext:
     ) -> dict[Role, torch.Tensor]:
         """The inputs as attention gets them; all launches first, then the waits."""
         mesh = self._mesh
-        for role, tensor in given.items():
-            self._check(role, tensor)
         kv_heads = self._count_heads(given)
         lengths = {
             role: self._length(role, tensor.size(self._layout(role).seq_dim))
@@ -244,7 +246,7 @@ class AppliedContext:
         return kv_heads
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if not isinstance(output, torch.Tensor):
+        if not isinstance(output, torch.Tensor) or isinstance(output, DTensor):
             raise TypeError(
                 f"ContextParallel: {type(module).__name__} returned {type(output).__name__}, "
                 "expected one tensor in the layout of the queries"
@@ -255,8 +257,17 @@ class AppliedContext:
                 f"ContextParallel: {type(module).__name__} returned shape {list(output.shape)}, "
                 f"expected the {layout.ndim} dimensions of the queries"
             )
-        if mesh.heads is None:
+        if mesh.heads is not None:
+            output = self._sent_back(output)
+        if self._style.use_local_output:
             return output
+        placements = [Shard(layout.seq_dim)] * mesh.device_mesh.ndim
+        return DTensor.from_local(output, mesh.device_mesh, placements, run_check=False)
+
+    def _sent_back(self, output: torch.Tensor) -> torch.Tensor:
+        """From this rank's heads to this rank's tokens."""
+        mesh, layout = self._mesh, self._style.layout
+        assert mesh.heads is not None
         length = self._style.sequence_length
         if length is None:
             length = output.size(layout.seq_dim) * mesh.rows
@@ -305,18 +316,33 @@ class AppliedContext:
             queries = shards.positions(self._mesh.row, device)
             kwargs[style.mask] = causal_mask(queries, torch.arange(keys, device=device))
 
-    def _check(self, role: Role, tensor: Any) -> None:
+    def _local(self, role: Role, tensor: Any) -> torch.Tensor:
+        """This rank's part of an input; a DTensor must be cut as the style would cut it."""
         layout = self._layout(role)
-        if isinstance(tensor, DTensor) or not isinstance(tensor, torch.Tensor):
+        if isinstance(tensor, DTensor):
+            mesh = self._mesh.device_mesh
+            expected = (Shard(layout.seq_dim),) * mesh.ndim
+            if (
+                tensor.device_mesh != mesh
+                or tensor.placements != expected
+                or self._style.balance != "contiguous"
+            ):
+                raise ValueError(
+                    f"ContextParallel: {role} is a DTensor with {tensor.placements} on "
+                    f"{tensor.device_mesh}, expected {expected} on {mesh} and "
+                    "balance='contiguous'; or pass this rank's own tensor (to_local())"
+                )
+            tensor = tensor.to_local()
+        if not isinstance(tensor, torch.Tensor):
             raise TypeError(
-                f"ContextParallel: {role} is a {type(tensor).__name__}, expected this rank's own "
-                "torch.Tensor (DTensor.to_local())"
+                f"ContextParallel: {role} is a {type(tensor).__name__}, expected a torch.Tensor"
             )
         if tensor.ndim != layout.ndim:
             raise ValueError(
                 f"ContextParallel: found {role} of shape {list(tensor.shape)}, expected "
                 f"{layout.ndim} dimensions; check layout= and packing="
             )
+        return tensor
 
     def _place(self, which: int | str, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Where an argument is: a list and an index, or a dict and a name."""

@@ -47,6 +47,9 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
         ranges: name of a keyword argument of ``forward`` that gets the ``(start, stop)`` ranges of
             its queries in the sequence, for :func:`causal_attention`.
         mask: name of a keyword argument that gets the causal mask, bool ``[queries, keys]``.
+        use_local_output: False returns a ``DTensor`` with ``Shard`` of the sequence on each
+            dimension of the mesh. DTensor inputs with these placements are taken in either case.
+            For even, contiguous parts only: a DTensor can say no other.
         comm: makes the Comm of a process group.
 
     Raises:
@@ -66,6 +69,7 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
         kv_sequence_length: int | None = None,
         ranges: str | None = None,
         mask: str | None = None,
+        use_local_output: bool = True,
         comm: Callable[[dist.ProcessGroup], Comm] = ProcessGroupComm,
     ) -> None:
         super().__init__()
@@ -80,6 +84,12 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
         tensors = len(ROLES[packing])
         if qkv is not None and len(qkv) != tensors:
             raise ValueError(f"qkv={tuple(qkv)}: expected {tensors} for packing={packing!r}")
+        if not use_local_output and (balance != "contiguous" or sequence_length is not None):
+            raise ValueError(
+                "use_local_output=False: a DTensor cannot say how balance='headtail' or uneven "
+                "parts cut the sequence; expected balance='contiguous' and no sequence_length"
+            )
+        self.use_local_output = use_local_output
         self.ulysses = ulysses
         self.layout = LAYOUTS[layout]
         self.balance: Balance = balance
