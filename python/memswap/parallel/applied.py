@@ -29,7 +29,7 @@ from memswap.parallel.redistribute import (
     GatherSequence,
     HeadsToSequence,
     SequenceToHeads,
-    indices,
+    take,
 )
 
 if TYPE_CHECKING:
@@ -221,10 +221,9 @@ class AppliedContext:
                 result[role] = one.wait()
         if mesh.heads is not None and kv_heads is not None:
             places = self._plan(kv_heads).expansion(mesh.heads.rank)
-            for role in self._roles[1:] if places is not None else ():
-                tensor = result[role]
-                index = indices(places or (), tensor)
-                result[role] = tensor.index_select(self._layout(role).head_dim, index)
+            if places is not None:
+                for role in self._roles[1:]:
+                    result[role] = take(result[role], self._layout(role).head_dim, places)
         return result
 
     def _count_heads(self, given: dict[Role, torch.Tensor]) -> int | None:

@@ -77,7 +77,7 @@ class SequenceToHeads(_HeadExchange):
         rank = self.comm.rank
         check_size(tensor, self.seq_dim, self.lengths[rank], label, "tokens")
         check_size(tensor, self.head_dim, self.all_heads, label, "heads")
-        parts = [tensor.index_select(self.head_dim, indices(own, tensor)) for own in self.heads]
+        parts = [take(tensor, self.head_dim, own) for own in self.heads]
         heads = len(self.heads[rank])
         shapes = [self._shape(tensor, length, heads) for length in self.lengths]
         ticket, arrived = self._all_to_all(parts, shapes, label)
@@ -108,7 +108,9 @@ class HeadsToSequence(_HeadExchange):
                 return torch.cat(parts, dim=self.head_dim)
             output = parts[0].new_zeros(shape)
             for own, part in zip(self.heads, parts, strict=True):
-                output.index_add_(self.head_dim, indices(own, part), part)
+                for place, head, count in runs(own):
+                    sent = part.narrow(self.head_dim, place, count)
+                    output.narrow(self.head_dim, head, count).add_(sent)
             return output
 
         return InFlight(ticket, unpack)
@@ -197,9 +199,21 @@ class ReduceScatterSequence(_SequenceGather):
         return GatherSequence(self.comm, self.shards, self.seq_dim)
 
 
-def indices(heads: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    """Heads as an index on the tensor's device."""
-    return torch.tensor(heads, dtype=torch.int64, device=like.device)
+def runs(heads: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Neighbours as one: where they are in ``heads``, the first of them, how many."""
+    found: list[tuple[int, int, int]] = []
+    for place, head in enumerate(heads):
+        if found and found[-1][1] + found[-1][2] == head:
+            found[-1] = (*found[-1][:2], found[-1][2] + 1)
+        else:
+            found.append((place, head, 1))
+    return found
+
+
+def take(tensor: torch.Tensor, dim: int, heads: Sequence[int]) -> torch.Tensor:
+    """These heads. By slices: an index tensor would have to travel to the device each time."""
+    parts = [tensor.narrow(dim, head, count) for _, head, count in runs(heads)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
 def check_size(tensor: torch.Tensor, dim: int, expected: int, label: str, what: str) -> None:
