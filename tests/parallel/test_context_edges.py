@@ -94,6 +94,10 @@ def test_an_operation_between_projection_and_attention_is_not_bypassed(
     with warnings.catch_warnings():  # once
         warnings.simplefilter("error")
         model(style.shard_batch({"x": x})["x"])
+    applied.remove()
+    launched = [event for event in rank.log.events if not event.startswith("wait")]
+    for event in set(launched):  # those that nobody wanted as well: their buffers were in use
+        assert rank.log.events.count(f"wait {event}") == launched.count(event), event
 
 
 @distributed(2)
@@ -138,6 +142,8 @@ def test_a_projection_can_be_used_without_attention(rank: Rank, late: bool) -> N
     model.q(x).sum().backward()
     assert torch.equal(model.q.linear.weight.grad, x.sum((0, 1)).expand(16, 16))
     assert not applied._launched["q"], "the launch outlived its tensor"
+    model.q(x)
+    assert rank.log.count("wait all_to_all q") == 1, "its buffers were freed while in use"
     with torch.no_grad():
         model.k(x)
         y = model(x)

@@ -3,10 +3,11 @@
 [Note: Early launches] A projection's exchange is launched when the projection returns, before
 anybody has said what attention will get. The launch is kept under the identity of the tensor that
 the projection returned, weakly: several microbatches have one each, and one that attention never
-sees dies with its tensor. Attention takes it only if it gets that very tensor in that version. A
-view, a rotated or normalized copy, an edited tensor is another value, and using the launch for it
-would be silently wrong; it takes the ordinary path. So does a recomputation of the attention alone,
-whose launch has been used up.
+saw before its tensor died is waited for at the next opportunity, since its buffers are in use until
+then. Attention takes it only if it gets that very tensor in that version. A view, a rotated or
+normalized copy, an edited tensor is another value, and using the launch for it would be silently
+wrong; it takes the ordinary path. So does a recomputation of the attention alone, whose launch has
+been used up.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ class AppliedContext:
             if projections.get(role) is not None
             and (mesh.heads is not None or (mesh.gather is not None and role != "q"))
         ]
+        self._orphans: list[Pending] = []
         self._warned = False
         if self._early_roles and style.heads is None:
             raise ValueError(
@@ -105,6 +107,7 @@ class AppliedContext:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._drop_orphans()
         if self in self._style.applied:
             self._style.applied.remove(self)
 
@@ -127,25 +130,30 @@ class AppliedContext:
                 return
             if output.is_inference():  # has no version
                 return
+            self._drop_orphans()
             pending = self._first(role, output)
             if pending is not None:
-                self._launched[role][output] = (pending, output._version, _wants_grad(output))
+                self._launched[role][output] = _Early(pending, output, self._orphans)
 
         return launch
 
     def _take_early(self, role: Role, tensor: torch.Tensor) -> Pending | None:
         """The launch that is of this very tensor: see [Note: Early launches]."""
-        launched = self._launched[role].pop(tensor, None)
-        if launched is not None:
-            pending, version, had_grad = launched
-            if version == tensor._version and had_grad >= _wants_grad(tensor):
-                self.early += 1
-                return pending  # type: ignore[no-any-return]
-            pending.discard()
+        launched: _Early | None = self._launched[role].pop(tensor, None)
+        if launched is not None and launched.is_of(tensor):
+            self.early += 1
+            return launched.take()
+        del launched  # an orphan now
+        self._drop_orphans()
         recomputed = torch._C._current_graph_task_id() != -1
         if role in self._early_roles and not recomputed and not tensor.is_inference():
             self._warn(f"attention got another {role} than its projection returned, or edited it")
         return None
+
+    def _drop_orphans(self) -> None:
+        """Wait for launches that nobody wants: their buffers are in use until then."""
+        while self._orphans:
+            self._orphans.pop(0).discard()
 
     def _warn(self, what: str) -> None:
         if not self._warned:
@@ -363,6 +371,27 @@ class AppliedContext:
             f"ContextParallel: {type(self.module).__name__} was called without argument {which!r}; "
             f"found {len(args)} positional ones and {sorted(kwargs)}; say which with qkv=(...)"
         )
+
+
+class _Early:
+    """An early launch, with what the tensor was like; one that dies untaken is an orphan."""
+
+    def __init__(self, pending: Pending, tensor: torch.Tensor, orphans: list[Pending]) -> None:
+        self._pending: Pending | None = pending
+        self._version = tensor._version
+        self._had_grad = _wants_grad(tensor)
+        self._orphans = orphans
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        return tensor._version == self._version and self._had_grad >= _wants_grad(tensor)
+
+    def take(self) -> Pending | None:
+        pending, self._pending = self._pending, None
+        return pending
+
+    def __del__(self) -> None:
+        if self._pending is not None:
+            self._orphans.append(self._pending)
 
 
 def _wants_grad(tensor: torch.Tensor) -> bool:
