@@ -1,0 +1,237 @@
+"""ContextParallel: attention over a sequence that is cut among ranks, as a ParallelStyle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from memswap.parallel.applied import ROLES, AppliedContext, Packing
+from memswap.parallel.comm import Comm, ProcessGroupComm
+from memswap.parallel.context_mesh import ContextMesh
+from memswap.parallel.layouts import LAYOUTS, Balance
+from memswap.parallel.tokens import mean_loss, shard_batch
+
+
+class ContextParallel(ParallelStyle):  # type: ignore[misc]
+    """Attention whose inputs are cut along the sequence, each rank holding a part.
+
+    Ulysses: queries, keys and values go from a part of the sequence with all heads to the whole
+    sequence with a part of the heads; the output goes back. Gather: queries stay, keys and values
+    are gathered. Both at once on a 2-D mesh. Any number of heads (at least ``ulysses``), any number
+    of key/value heads that divides it.
+
+    Applied to the module that computes attention proper, ``forward(q, k, v, ...)``, by
+    ``parallelize_module`` or :meth:`apply`. One style belongs to one mesh.
+
+    Args:
+        ulysses: ranks that share the heads. None: all of a 1-D mesh, the second dimension of a 2-D
+            one. 1: gather only. The rest of the mesh gathers keys and values.
+        layout: "bshd", "bnsd", "sbhd", or "thd" for packed sequences (``cu_seqlens`` of all ranks'
+            tokens; the module still gets it as the caller passes it).
+        balance: "headtail" gives the ranks that gather equal work in causal attention: each holds
+            one chunk of the sequence's first half and its mirror image. Cut the batch with
+            :meth:`shard_batch`.
+        packing: "kv" if keys and values are one tensor, "qkv" if all three are (as many heads
+            each, no gather): with a dimension of 2 or 3 before that of the heads. One collective.
+        qkv: which arguments of ``forward`` these tensors are, by place or name; None: the first.
+        heads: number of query heads; needed for early launches only.
+        sequence_length: tokens of the whole sequence (queries). None: as many on each rank.
+        kv_sequence_length: the same for keys and values; None with ``sequence_length`` given means
+            that length.
+        ranges: name of a keyword argument of ``forward`` that gets the ``(start, stop)`` ranges of
+            its queries in the sequence, for :func:`causal_attention`.
+        mask: name of a keyword argument that gets the causal mask, bool ``[queries, keys]``.
+        use_local_output: False returns a ``DTensor`` with ``Shard`` of the sequence on each
+            dimension of the mesh. DTensor inputs with these placements are taken in either case.
+            For even, contiguous parts only: a DTensor can say no other.
+        comm: makes the Comm of a process group.
+
+    Raises:
+        ValueError: no such layout, balance or number of ranks.
+    """
+
+    def __init__(
+        self,
+        *,
+        ulysses: int | None = None,
+        layout: str = "bshd",
+        balance: Balance = "contiguous",
+        packing: Packing = "separate",
+        qkv: Sequence[int | str] | None = None,
+        heads: int | None = None,
+        sequence_length: int | None = None,
+        kv_sequence_length: int | None = None,
+        ranges: str | None = None,
+        mask: str | None = None,
+        use_local_output: bool = True,
+        comm: Callable[[dist.ProcessGroup], Comm] = ProcessGroupComm,
+    ) -> None:
+        super().__init__()
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout={layout!r}: expected one of {sorted(LAYOUTS)}")
+        if balance not in ("contiguous", "headtail"):
+            raise ValueError(f"balance={balance!r}: expected 'contiguous' or 'headtail'")
+        if packing not in ROLES:
+            raise ValueError(f"packing={packing!r}: expected one of {sorted(ROLES)}")
+        if packing != "separate" and layout == "bnsd":
+            raise ValueError("layout='bnsd' has no packed form; expected packing='separate'")
+        tensors = len(ROLES[packing])
+        if qkv is not None and len(qkv) != tensors:
+            raise ValueError(f"qkv={tuple(qkv)}: expected {tensors} for packing={packing!r}")
+        if not use_local_output and (balance != "contiguous" or sequence_length is not None):
+            raise ValueError(
+                "use_local_output=False: a DTensor cannot say how balance='headtail' or uneven "
+                "parts cut the sequence; expected balance='contiguous' and no sequence_length"
+            )
+        self.use_local_output = use_local_output
+        self.ulysses = ulysses
+        self.layout = LAYOUTS[layout]
+        self.balance: Balance = balance
+        self.packing: Packing = packing
+        self.qkv: Sequence[int | str] = range(tensors) if qkv is None else tuple(qkv)
+        self.heads = heads
+        self.sequence_length = sequence_length
+        self.kv_sequence_length = (
+            sequence_length if kv_sequence_length is None else kv_sequence_length
+        )
+        self.ranges = ranges
+        self.mask = mask
+        self.applied: list[AppliedContext] = []
+        self._comm = comm
+        self._mesh: ContextMesh | None = None
+        self._batches = 0
+
+    def apply(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        **projections: nn.Module | None,
+    ) -> AppliedContext:
+        """Apply to an attention module; the handle tells what it did and removes it.
+
+        Args:
+            module: computes attention; its forward takes query, key and value.
+            mesh: 1-D, or 2-D (gather, ulysses).
+            **projections: by tensor (``q=``, ``k=``, ``v=``, ``kv=``, ``qkv=``): modules whose
+                output goes to attention as it is, such as a norm, a rotary embedding or
+                ``nn.Sequential(linear, nn.Unflatten(...))``. Their exchange is launched when they
+                return. Where attention gets something else, or a tensor edited since, that launch
+                is dropped with one warning and the ordinary path taken.
+
+        Raises:
+            ValueError: the mesh does not fit the style; an early launch without ``heads``.
+            TypeError: a projection of no such tensor.
+            NotImplementedError: ``packing="qkv"`` on a mesh that gathers.
+        """
+        if self._mesh is None:
+            self._mesh = ContextMesh.of(mesh, self.ulysses, self.balance, self._comm)
+        elif self._mesh.device_mesh != mesh:
+            raise ValueError(
+                f"this ContextParallel is applied on {self._mesh.device_mesh}, found {mesh}; make "
+                "another one for another mesh"
+            )
+        applied = AppliedContext(self, self._mesh, module, projections)
+        self.applied.append(applied)
+        return applied
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.apply(module, device_mesh)
+        return module
+
+    def check(self) -> None:
+        """Raises unless every module that the style was applied to has run since.
+
+        Called by :meth:`mean_loss`, and by :meth:`shard_batch` from the second batch on.
+
+        Raises:
+            RuntimeError: the style was applied to nothing, or to modules that never ran.
+        """
+        never = [one for one in self.applied if not one.calls]
+        if never or not self.applied:
+            what = ", ".join(type(one.module).__name__ for one in never) or "no module at all"
+            raise RuntimeError(
+                f"ContextParallel is applied to {what} ({len(never)} of {len(self.applied)} never "
+                "ran): the sequence was not exchanged there and attention saw this rank's tokens "
+                "only; apply it to the module whose forward gets query, key and value"
+            )
+
+    def shard_batch(
+        self,
+        batch: Mapping[str, Any],
+        *,
+        seq_dim: int = 1,
+        labels: str | None = None,
+        ignore_index: int = -100,
+        whole: Collection[str] = (),
+        keys: bool = False,
+    ) -> dict[str, Any]:
+        """This rank's part of a batch that every rank has whole.
+
+        Args:
+            batch: name to value; tensors with more than ``seq_dim`` dimensions are cut (to
+                contiguous ones), everything else is passed on.
+            seq_dim: dimension of the tokens, the same for all tensors.
+            labels: name of the labels to shift by one place to the left before the cut, since a
+                rank's last label is another rank's first token; the last becomes ``ignore_index``.
+                Compare with unshifted logits then.
+            ignore_index: the label that counts for nothing.
+            whole: names of tensors to pass on uncut, such as ``cu_seqlens``.
+            keys: the batch is what keys and values are computed from, in cross-attention
+                (``kv_sequence_length``).
+
+        Returns:
+            The parts, and ``"positions"``: int64 ``[tokens]``, for position embeddings.
+
+        Raises:
+            RuntimeError: see :meth:`check`.
+            ValueError: the sequence cannot be cut as the style says.
+        """
+        mesh = self.mesh
+        if not keys:
+            if self._batches:
+                self.check()
+            self._batches += 1
+        length = self.kv_sequence_length if keys else self.sequence_length
+        return shard_batch(batch, mesh, length, seq_dim, labels, ignore_index, whole)
+
+    def mean_loss(
+        self, total: torch.Tensor, tokens: int | torch.Tensor, *, gradients: str = "sum"
+    ) -> torch.Tensor:
+        """The mean over all ranks' tokens of a loss that each rank has summed over its own.
+
+        A mean of ranks' means is wrong where they count differently many tokens.
+
+        Args:
+            total: scalar, the sum of this rank's losses (``reduction="sum"``).
+            tokens: how many this rank summed (labels that are not ignored).
+            gradients: "sum" if the ranks' gradients will be added, "avg" if averaged (FSDP, DDP).
+
+        Returns:
+            A scalar, the same bits on every rank (NaN if nobody has a token); its gradient is that
+            of this rank's tokens.
+
+        Raises:
+            RuntimeError: see :meth:`check`.
+            ValueError: ``gradients`` is neither, or the loss is no scalar.
+        """
+        mesh = self.mesh
+        self.check()
+        return mean_loss(total, tokens, mesh, gradients)
+
+    @property
+    def mesh(self) -> ContextMesh:
+        """The ranks.
+
+        Raises:
+            RuntimeError: the style has not been applied.
+        """
+        if self._mesh is None:
+            self.check()
+        assert self._mesh is not None
+        return self._mesh

@@ -1,0 +1,226 @@
+"""The redistributions of attention: sequence to heads and back, gather of the sequence and back.
+
+Each is one collective on contiguous buffers of its own, and is the other's adjoint. Dimensions
+other than the two named ones are carried along, whatever they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from memswap.parallel.comm import Comm, Ticket
+from memswap.parallel.exchange import InFlight
+from memswap.parallel.layouts import SequenceShards
+
+
+@dataclass(frozen=True)
+class _HeadExchange:
+    """What both directions between sequence and heads have in common.
+
+    Args:
+        comm: the ranks.
+        heads: per rank, the heads it computes. A head may be at several ranks.
+        lengths: per rank, its number of tokens.
+        seq_dim: the dimension of the tokens.
+        head_dim: the dimension of the heads.
+    """
+
+    comm: Comm
+    heads: tuple[tuple[int, ...], ...]
+    lengths: tuple[int, ...]
+    seq_dim: int
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        for what, found in (("heads", self.heads), ("lengths", self.lengths)):
+            if len(found) != self.comm.size:
+                raise ValueError(
+                    f"exchange: found {what} of {len(found)} ranks, expected one entry for each "
+                    f"of the {self.comm.size} ranks of the group"
+                )
+
+    @property
+    def all_heads(self) -> int:
+        """Number of heads of the whole tensor."""
+        return 1 + max(head for own in self.heads for head in own)
+
+    def _shape(self, tensor: torch.Tensor, tokens: int, heads: int) -> list[int]:
+        shape = list(tensor.shape)
+        shape[self.seq_dim], shape[self.head_dim] = tokens, heads
+        return shape
+
+    def _all_to_all(
+        self, parts: Sequence[torch.Tensor], shapes: Sequence[list[int]], label: str
+    ) -> tuple[Ticket, Callable[[], list[torch.Tensor]]]:
+        """Part ``j`` to rank ``j``; then the parts of ``shapes[j]`` that came from rank ``j``."""
+        send = torch.cat([part.reshape(-1) for part in parts])
+        sizes = [torch.Size(shape).numel() for shape in shapes]
+        received = send.new_empty(sum(sizes))
+        ticket = self.comm.all_to_all(
+            received, send, sizes, [part.numel() for part in parts], label=label
+        )
+        return ticket, lambda: [
+            part.view(shape) for part, shape in zip(received.split(sizes), shapes, strict=True)
+        ]
+
+
+class SequenceToHeads(_HeadExchange):
+    """From a part of the sequence with all heads to the whole sequence with a part of the heads.
+
+    The sequence is the ranks' tokens one rank after another.
+    """
+
+    def launch(self, tensor: torch.Tensor, label: str) -> InFlight:
+        rank = self.comm.rank
+        check_size(tensor, self.seq_dim, self.lengths[rank], label, "tokens")
+        check_size(tensor, self.head_dim, self.all_heads, label, "heads")
+        parts = [take(tensor, self.head_dim, own) for own in self.heads]
+        heads = len(self.heads[rank])
+        shapes = [self._shape(tensor, length, heads) for length in self.lengths]
+        ticket, arrived = self._all_to_all(parts, shapes, label)
+        return InFlight(ticket, lambda: torch.cat(arrived(), dim=self.seq_dim))
+
+    def adjoint(self) -> HeadsToSequence:
+        return HeadsToSequence(self.comm, self.heads, self.lengths, self.seq_dim, self.head_dim)
+
+
+class HeadsToSequence(_HeadExchange):
+    """From the whole sequence with a part of the heads to a part of the sequence with all heads.
+
+    A head that is at several ranks becomes the sum of theirs, added in the order of the ranks.
+    """
+
+    def launch(self, tensor: torch.Tensor, label: str) -> InFlight:
+        rank = self.comm.rank
+        check_size(tensor, self.seq_dim, sum(self.lengths), label, "tokens")
+        check_size(tensor, self.head_dim, len(self.heads[rank]), label, "heads")
+        parts = tensor.split(list(self.lengths), dim=self.seq_dim)
+        shapes = [self._shape(tensor, self.lengths[rank], len(own)) for own in self.heads]
+        ticket, arrived = self._all_to_all(parts, shapes, label)
+        shape = self._shape(tensor, self.lengths[rank], self.all_heads)
+
+        def unpack() -> torch.Tensor:
+            parts = arrived()
+            if [head for own in self.heads for head in own] == list(range(self.all_heads)):
+                return torch.cat(parts, dim=self.head_dim)
+            output = parts[0].new_zeros(shape)
+            for own, part in zip(self.heads, parts, strict=True):
+                for place, head, count in runs(own):
+                    sent = part.narrow(self.head_dim, place, count)
+                    output.narrow(self.head_dim, head, count).add_(sent)
+            return output
+
+        return InFlight(ticket, unpack)
+
+    def adjoint(self) -> SequenceToHeads:
+        return SequenceToHeads(self.comm, self.heads, self.lengths, self.seq_dim, self.head_dim)
+
+
+@dataclass(frozen=True)
+class _SequenceGather:
+    """What gathering a sequence and scattering it have in common.
+
+    Shorter parts are padded on the way, so that any lengths are one collective.
+
+    Args:
+        comm: the ranks.
+        shards: which ranges of the sequence each rank holds.
+        seq_dim: the dimension of the tokens.
+    """
+
+    comm: Comm
+    shards: SequenceShards
+    seq_dim: int
+
+    def __post_init__(self) -> None:
+        if len(self.shards.ranges) != self.comm.size:
+            raise ValueError(
+                f"exchange: found shards of {len(self.shards.ranges)} ranks, expected one for "
+                f"each of the {self.comm.size} ranks of the group"
+            )
+
+    @property
+    def own_length(self) -> int:
+        return self.shards.lengths[self.comm.rank]
+
+
+class GatherSequence(_SequenceGather):
+    """From a part of the sequence to the whole one, in its natural order, at every rank."""
+
+    def launch(self, tensor: torch.Tensor, label: str) -> InFlight:
+        check_size(tensor, self.seq_dim, self.own_length, label, "tokens")
+        tokens = tensor.movedim(self.seq_dim, 0)
+        padded = max(self.shards.lengths)
+        send = tokens.new_zeros((padded, *tokens.shape[1:]))
+        send[: len(tokens)] = tokens
+        received = send.new_empty((self.comm.size, *send.shape))
+        ticket = self.comm.all_gather([received.flatten(0, 1)], [send], label=label)
+
+        def unpack() -> torch.Tensor:
+            pieces = []
+            for rank, own in enumerate(self.shards.ranges):
+                offset = 0
+                for start, stop in own:
+                    pieces.append((start, received[rank, offset : offset + stop - start]))
+                    offset += stop - start
+            pieces.sort(key=lambda piece: piece[0])
+            whole = torch.cat([piece for _, piece in pieces])
+            return whole.movedim(0, self.seq_dim).contiguous()
+
+        return InFlight(ticket, unpack)
+
+    def adjoint(self) -> ReduceScatterSequence:
+        return ReduceScatterSequence(self.comm, self.shards, self.seq_dim)
+
+
+class ReduceScatterSequence(_SequenceGather):
+    """From a whole sequence at every rank to a part of the ranks' sum."""
+
+    def launch(self, tensor: torch.Tensor, label: str) -> InFlight:
+        check_size(tensor, self.seq_dim, self.shards.length, label, "tokens")
+        tokens = tensor.movedim(self.seq_dim, 0)
+        padded = max(self.shards.lengths)
+        send = tokens.new_zeros((self.comm.size, padded, *tokens.shape[1:]))
+        for rank, own in enumerate(self.shards.ranges):
+            offset = 0
+            for start, stop in own:
+                send[rank, offset : offset + stop - start] = tokens[start:stop]
+                offset += stop - start
+        received = send.new_empty(send.shape[1:])
+        ticket = self.comm.reduce_scatter([received], [send.flatten(0, 1)], op="sum", label=label)
+        return InFlight(
+            ticket, lambda: received[: self.own_length].movedim(0, self.seq_dim).contiguous()
+        )
+
+    def adjoint(self) -> GatherSequence:
+        return GatherSequence(self.comm, self.shards, self.seq_dim)
+
+
+def runs(heads: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Neighbours as one: where they are in ``heads``, the first of them, how many."""
+    found: list[tuple[int, int, int]] = []
+    for place, head in enumerate(heads):
+        if found and found[-1][1] + found[-1][2] == head:
+            found[-1] = (*found[-1][:2], found[-1][2] + 1)
+        else:
+            found.append((place, head, 1))
+    return found
+
+
+def take(tensor: torch.Tensor, dim: int, heads: Sequence[int]) -> torch.Tensor:
+    """These heads. By slices: an index tensor would have to travel to the device each time."""
+    parts = [tensor.narrow(dim, head, count) for _, head, count in runs(heads)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+
+
+def check_size(tensor: torch.Tensor, dim: int, expected: int, label: str, what: str) -> None:
+    """Parts that do not fit hang or corrupt the other ranks; they raise before the launch."""
+    if tensor.size(dim) != expected:
+        raise ValueError(
+            f"exchange {label!r}: found {tensor.size(dim)} {what} in dimension {dim} of "
+            f"{list(tensor.shape)}, expected {expected} on this rank; check the layout, and that "
+            "all ranks cut the sequence alike"
+        )
