@@ -159,6 +159,7 @@ def test_gradients_are_bitwise_the_same(op, pool):
     check_bits(op, pool, most=2)
 
 
+@pytest.mark.slow  # their bits are those of autograd alone, which the test above has seen
 @pytest.mark.parametrize("op", OPERATORS, ids=name_of)
 def test_first_derivatives_agree_with_numerical_ones(op, pool):
     check_numerically(op, pool, second=False)
