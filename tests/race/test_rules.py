@@ -35,7 +35,7 @@ from race_workloads import (
 import memswap
 from memswap._native import native
 from memswap.engine import handle as handle_module
-from memswap.engine import saver as saver_module
+from memswap.engine import visit as visit_module
 from simdev import _C, laboratory, mutations
 
 pytestmark = [pytest.mark.own_laboratory, pytest.mark.one_schedule]
@@ -313,7 +313,7 @@ def test_a_pool_that_forgets_the_tickets_of_a_block_breaks_its_promises(
 
 # ---------------------------------------------------------------- a broken engine
 def test_releasing_what_somebody_holds_breaks_the_promise(monkeypatch: pytest.MonkeyPatch) -> None:
-    pack = saver_module.Visit.pack
+    pack = visit_module.Visit.pack
 
     def releasing(self: Any, tensor: torch.Tensor) -> Any:
         handle = pack(self, tensor)
@@ -322,7 +322,7 @@ def test_releasing_what_somebody_holds_breaks_the_promise(monkeypatch: pytest.Mo
             tensor.untyped_storage().resize_(0)
         return handle
 
-    monkeypatch.setattr(saver_module.Visit, "pack", releasing)
+    monkeypatch.setattr(visit_module.Visit, "pack", releasing)
     with pytest.raises((AssertionError, RuntimeError), match=r"held tensors|illegal|storage"):
         promise_held_tensors_are_unharmed()
 
@@ -384,9 +384,9 @@ def test_knowing_parameters_by_their_type_alone_breaks_the_promise(
             view = native.capture(tensor)
             return view if view is None else NobodysLeaf(view)
 
-    monkeypatch.setattr(saver_module, "native", Native())
+    monkeypatch.setattr(visit_module, "native", Native())
     monkeypatch.setattr(
-        saver_module, "is_frozen_parameter", lambda t: isinstance(t, torch.nn.Parameter)
+        visit_module, "is_frozen_parameter", lambda t: isinstance(t, torch.nn.Parameter)
     )
     with pytest.raises(AssertionError, match="parameters: the storage"):
         promise_parameters_stay()
