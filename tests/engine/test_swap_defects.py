@@ -52,8 +52,8 @@ def assert_released(swap: Any, pool: Any, device: torch.device) -> None:
 
 
 def settle(swap: Any, device: torch.device) -> None:
-    for engine in swap.towers.values() if hasattr(swap, "towers") else [swap._engine]:
-        (engine._saver if hasattr(engine, "_saver") else engine).settle()
+    for managed in swap.towers.values() if hasattr(swap, "towers") else [swap]:
+        managed._saver.settle()
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
