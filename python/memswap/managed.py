@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -14,17 +15,13 @@ if TYPE_CHECKING:
     from memswap.engine.saver import Saver
     from memswap.engine.stats import Stats
 
-ManagedT = TypeVar("ManagedT", bound="Managed")
+RemovableT = TypeVar("RemovableT", bound="Removable")
 
 
-class Managed:
-    """Modules under a saver: statistics, a report, and the way to end it, also by ``with``."""
+class Removable(ABC):
+    """What takes itself off at the end of a ``with`` block."""
 
-    def __init__(self, saver: Saver) -> None:
-        self._saver = saver
-        self._handles: list[RemovableHandle] = []
-
-    def __enter__(self: ManagedT) -> ManagedT:
+    def __enter__(self: RemovableT) -> RemovableT:
         return self
 
     def __exit__(
@@ -34,6 +31,18 @@ class Managed:
         traceback: TracebackType | None,
     ) -> None:
         self.remove()
+
+    @abstractmethod
+    def remove(self) -> None:
+        """Take the hooks off the modules. Graphs that are alive can still run backward."""
+
+
+class Managed(Removable):
+    """Modules under a saver: statistics, a report, and the way to end it, also by ``with``."""
+
+    def __init__(self, saver: Saver) -> None:
+        self._saver = saver
+        self._handles: list[RemovableHandle] = []
 
     def stats(self) -> Stats:
         """What was done since this began or :meth:`reset_stats`."""

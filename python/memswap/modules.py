@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from math import inf
 from time import perf_counter
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,10 +16,11 @@ from torch import nn
 
 from memswap._native import native
 from memswap.activations import Manager, checked_policy
-from memswap.engine.action import Action, TensorInfo
+from memswap.engine.action import TensorInfo
 from memswap.engine.stats import Count, Stats
 from memswap.engine.transfer import check_pool
-from memswap.planning.policy import Policy
+from memswap.managed import Removable
+from memswap.planning.policy import Policy, Restricted
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -36,37 +37,6 @@ BACKWARD_SHARE = 2 / 3
 
 #: Layers that are there at once: the one in use and the one that comes next.
 WINDOW_LAYERS = 2
-
-
-@dataclass(frozen=True)
-class _Selection:
-    """A policy, and what else a saved tensor has to pass."""
-
-    policy: Policy
-    check: Check | None
-    inputs: _Inputs | None
-
-    @property
-    def action(self) -> Action | None:
-        return self.policy.action
-
-    @property
-    def min_bytes(self) -> int:
-        return self.policy.min_bytes
-
-    @property
-    def fn(self) -> Callable[[torch.Tensor, TensorInfo], Any] | None:
-        return self.decide
-
-    def covers(self, unit: str) -> bool:
-        return self.policy.covers(unit)
-
-    def decide(self, tensor: torch.Tensor, info: TensorInfo) -> Action | None:
-        if self.inputs is not None and not self.inputs.has(info.unit, tensor):
-            return Action.KEEP
-        if self.check is not None and not self.check(tensor):
-            return Action.KEEP
-        return self.policy.decide(tensor, info)
 
 
 class _Inputs(threading.local):
@@ -113,7 +83,7 @@ class Tower(Manager):
     def __init__(
         self,
         units: Mapping[str, nn.Module],
-        policy: _Selection,
+        policy: Restricted,
         pool: Pool | None,
         prefetch: bool,
     ) -> None:
@@ -175,23 +145,12 @@ def link_speed(route: Route) -> float:
     return nbytes / (perf_counter() - begin_s)
 
 
-class ModuleSwap:
+class ModuleSwap(Removable):
     """What :func:`swap_modules` returns: its towers, their statistics, and the way to end it."""
 
     def __init__(self, towers: Mapping[str, Tower], handles: list[RemovableHandle]) -> None:
         self.towers: Mapping[str, Tower] = MappingProxyType(dict(towers))
         self._handles = handles
-
-    def __enter__(self) -> ModuleSwap:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.remove()
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -270,9 +229,15 @@ def swap_modules(
     by_tag: dict[str, dict[str, nn.Module]] = {}
     for name, module in matched.items():
         by_tag.setdefault(tag(name), {})[name] = module
-    selection = _Selection(checked, check, inputs)
+
+    def allows(tensor: torch.Tensor, info: TensorInfo) -> bool:
+        if inputs is not None and not inputs.has(info.unit, tensor):
+            return False
+        return check is None or check(tensor)
+
+    restricted = Restricted(checked, allows)
     return ModuleSwap(
-        {name: Tower(units, selection, pool, prefetch) for name, units in by_tag.items()}, handles
+        {name: Tower(units, restricted, pool, prefetch) for name, units in by_tag.items()}, handles
     )
 
 

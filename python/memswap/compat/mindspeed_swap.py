@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import torch
@@ -30,7 +30,7 @@ from memswap.engine.autograd import is_parameter
 from memswap.groups import Added, Group, Groups
 from memswap.layer_chain import Track
 from memswap.modules import ModuleSwap, swap_modules
-from memswap.planning.policy import Policy
+from memswap.planning.policy import Policy, Restricted
 
 if TYPE_CHECKING:
     from memswap.engine.group import Generation
@@ -124,35 +124,6 @@ class SwapTensor:
         self.generation.launch_load()
 
 
-@dataclass
-class _Checked:
-    """A policy, and the checks of those who use the handler, by the group's name."""
-
-    policy: Policy
-    checks: dict[str, CheckFn | None] = field(default_factory=dict)
-
-    @property
-    def action(self) -> Action | None:
-        return self.policy.action
-
-    @property
-    def min_bytes(self) -> int:
-        return self.policy.min_bytes
-
-    @property
-    def fn(self) -> Callable[[torch.Tensor, TensorInfo], Any] | None:
-        return self.decide
-
-    def covers(self, unit: str) -> bool:
-        return True
-
-    def decide(self, tensor: torch.Tensor, info: TensorInfo) -> Action | None:
-        check = self.checks.get(info.unit)
-        if check is not None and not check(tensor):
-            return Action.KEEP
-        return self.policy.decide(tensor, info)
-
-
 class AsyncSwapHandler:
     """The engine behind contexts: one for each model.
 
@@ -171,8 +142,17 @@ class AsyncSwapHandler:
     ) -> None:
         swap = Policy(Action.SWAP, min_bytes=1)
         self.custom_check_fn = custom_check_fn
-        self._policy = _Checked(checked_policy(swap if policy is None else policy))
-        self.engine = Groups.of(self._policy, pool)
+        chosen = checked_policy(swap if policy is None else policy)
+        # Patterns name units, and the units here have names of this file's own.
+        chosen = replace(chosen, include=(), exclude=())
+        checks: dict[str, CheckFn | None] = {}
+
+        def allows(tensor: torch.Tensor, info: TensorInfo) -> bool:
+            check = checks.get(info.unit)
+            return check is None or check(tensor)
+
+        self._checks = checks  # not through self: the engine must not own the handler
+        self.engine = Groups.of(Restricted(chosen, allows), pool)
         self._tracks: dict[tuple[str, bool], Track] = {}
         self._keys = TensorKeyManager()
         self._layers: dict[int, Group] = {}
@@ -199,7 +179,7 @@ class AsyncSwapHandler:
 
     def check_for(self, group: Group, fn: CheckFn | None) -> None:
         """The check of one context: nobody else's."""
-        self._policy.checks[group.name] = self.custom_check_fn if fn is None else fn
+        self._checks[group.name] = self.custom_check_fn if fn is None else fn
 
     # --- one tensor after another, as saved-tensor hooks of one's own would -----------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 
@@ -63,6 +64,32 @@ class Policy:
         if self.fn is None:
             return self.action
         return checked(self.fn(tensor, info), "Policy(fn=...) returned")
+
+
+@dataclass(frozen=True, slots=True)
+class Restricted:
+    """A policy for those tensors alone that pass a test: a decider for a saver."""
+
+    policy: Policy
+    allows: Callable[[torch.Tensor, TensorInfo], bool]
+
+    @property
+    def action(self) -> Action | None:
+        return self.policy.action
+
+    @property
+    def min_bytes(self) -> int:
+        return self.policy.min_bytes
+
+    @property
+    def fn(self) -> Callable[[torch.Tensor, TensorInfo], Any]:
+        return self.decide
+
+    def covers(self, unit: str) -> bool:
+        return self.policy.covers(unit)
+
+    def decide(self, tensor: torch.Tensor, info: TensorInfo) -> Action | None:
+        return self.policy.decide(tensor, info) if self.allows(tensor, info) else Action.KEEP
 
 
 def checked_patterns(patterns: object, name: str) -> tuple[str, ...]:
