@@ -120,7 +120,7 @@ def train(config: Config, device: torch.device, mesh: DeviceMesh | None) -> list
     torch.manual_seed(0)
     model = Llama(config).to(device, getattr(torch, config.dtype))
     if mesh is not None and config.shard:
-        context = memswap.parallel.Context(slots=config.slots)
+        context = memswap.parallel.ShardContext(slots=config.slots)
         for layer in model.layers:
             memswap.parallel.shard(layer, mesh, context=context, anchor="attention.wo")
         memswap.parallel.shard(model, mesh, context=context)

@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from comms import EventLog, FakeComm, Recording
 from memswap.errors import RankMismatchError
-from memswap.parallel import Context, describe, shard
+from memswap.parallel import ShardContext, describe, shard
 from ranks import Rank, distributed
 from sharding import Net, loss_of, make_net, sharded, tokens_of, train
 
@@ -71,12 +71,14 @@ def test_an_anchor_that_is_not_passed_delays_the_gather_and_loses_nothing(rank: 
             return self.used(x)
 
     net = torch.nn.Sequential(Skips(), Skips())
-    context = Context(open_comm=rank.open_comm)
+    context = ShardContext(open_comm=rank.open_comm)
     for part in net:
         shard(part, rank.mesh, anchor="unused", context=context)
     with pytest.MonkeyPatch.context() as patch:
         told: list[Any] = []
-        patch.setattr(Context, "_warn", lambda self, unit, text: told.append((unit.name, text)))
+        patch.setattr(
+            ShardContext, "_warn", lambda self, unit, text: told.append((unit.name, text))
+        )
         net(torch.ones(1, 2)).sum().backward()
     assert rank.log.count("all_gather Skips") == 4
     assert [name for name, _ in told] == ["Skips.0", "Skips.1"], "nobody was told"
@@ -125,7 +127,7 @@ def test_one_gather_per_unit_where_weights_stay(rank: Rank) -> None:
 @distributed(2)
 def test_the_first_unit_does_not_follow_the_last_one(rank: Rank) -> None:
     net = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
-    context = Context(slots=2, open_comm=rank.open_comm)
+    context = ShardContext(slots=2, open_comm=rank.open_comm)
     for layer in net:
         shard(layer, rank.mesh, context=context)
     x = torch.ones(1, 2)
@@ -179,7 +181,9 @@ def _events_of(rank: int, size: int) -> list[str]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         mesh = dist.device_mesh.init_device_mesh("cpu", (size,))
-        context = Context(slots=2, open_comm=lambda group: Recording(FakeComm(rank, size), log))
+        context = ShardContext(
+            slots=2, open_comm=lambda group: Recording(FakeComm(rank, size), log)
+        )
         net = make_net()
         for layer in net.layers:
             shard(layer, mesh, context=context, anchor="wo")
@@ -262,7 +266,7 @@ def test_chunks_of_a_virtual_pipeline_share_slots(rank: Rank) -> None:
     start = make_net(layers=6)
     net, context = (
         copy.deepcopy(start),
-        Context(slots=2, debug=True, open_comm=lambda group: rank.open_comm(group, late=True)),
+        ShardContext(slots=2, debug=True, open_comm=lambda group: rank.open_comm(group, late=True)),
     )
     for layer in net.layers:
         shard(layer, rank.mesh, context=context)

@@ -7,7 +7,7 @@ from collections import Counter
 
 from torch import nn
 
-from memswap.parallel.schedule import Context
+from memswap.parallel.schedule import ShardContext
 from memswap.parallel.shard import ShardedModule
 
 MIB = 2**20
@@ -21,7 +21,7 @@ def describe(model: nn.Module) -> str:
     Raises:
         ValueError: nothing in the model is sharded.
     """
-    contexts: dict[Context, None] = {}
+    contexts: dict[ShardContext, None] = {}
     for module in model.modules():
         if isinstance(module, ShardedModule):
             contexts.setdefault(module._memswap_hooks.context)
@@ -30,7 +30,7 @@ def describe(model: nn.Module) -> str:
     return "\n\n".join(_describe_context(context) for context in contexts)
 
 
-def _describe_context(context: Context) -> str:
+def _describe_context(context: ShardContext) -> str:
     stats = context.stats()
     pool = "the caching allocator" if context.pool.count is None else f"{context.pool.count} slots"
     lines = [

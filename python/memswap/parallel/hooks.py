@@ -11,14 +11,14 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
-    from memswap.parallel.schedule import Context
+    from memswap.parallel.schedule import ShardContext
     from memswap.parallel.unit import Unit
 
 
 class Hooks:
     """Joins a unit's modules to its context."""
 
-    def __init__(self, unit: Unit, context: Context) -> None:
+    def __init__(self, unit: Unit, context: ShardContext) -> None:
         self.unit = unit
         self.context = context
         self._calls: list[Call | None] = []

@@ -1,4 +1,4 @@
-"""Context: when units are gathered, prefetched, dropped and reduced. One per model.
+"""ShardContext: when units are gathered, prefetched, dropped and reduced. One per model.
 
 [Note: Order of collectives]
 Every decision here depends on the order in which modules run, on the numbers of slots and of
@@ -74,7 +74,7 @@ class Scheduled:
     """Calls of units with frozen parameters whose backward has begun and not ended."""
 
 
-class Context:
+class ShardContext:
     """Units that are scheduled together: they prefetch each other and share slots.
 
     Args:
@@ -331,8 +331,8 @@ class Context:
             if others := ranks_that_differ(comm, device, text):
                 raise RankMismatchError(
                     f"rank {comm.rank} has sharded its model in another way than ranks {others} "
-                    "of its group: modules, shapes, dtypes, options of shard() and Context must "
-                    f"agree on all ranks. Here they are:\n{text}"
+                    "of its group: modules, shapes, dtypes, options of shard() and of ShardContext "
+                    f"must agree on all ranks. Here they are:\n{text}"
                 )
 
     def _run_prerequisites(self, unit: Unit) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from memswap._native import native
 from memswap.parallel.hooks import Hooks
-from memswap.parallel.schedule import Context, Scheduled
+from memswap.parallel.schedule import Scheduled, ShardContext
 from memswap.parallel.unit import Unit
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def shard(
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     ignored_params: Collection[nn.Parameter] = (),
-    context: Context | None = None,
+    context: ShardContext | None = None,
 ) -> Module:
     """Shard a module's parameters over the ranks of a mesh; gather them when they are needed.
 
@@ -319,7 +319,7 @@ def _anchors(modules: Sequence[nn.Module], anchor: str | None) -> list[nn.Module
     return anchors
 
 
-def _context_for(inner: Sequence[Hooks], given: Context | None) -> Context:
+def _context_for(inner: Sequence[Hooks], given: ShardContext | None) -> ShardContext:
     """The context for a unit around those inside: theirs, joined if each had one of its own."""
     contexts = list(dict.fromkeys(hooks.context for hooks in inner))
     if given is not None:
@@ -331,7 +331,7 @@ def _context_for(inner: Sequence[Hooks], given: Context | None) -> Context:
             f"shard(): the sharded modules inside have {len(contexts)} contexts; pass context= to "
             "say which one is meant"
         )
-    joined = Context()
+    joined = ShardContext()
     joined.explicit = False
     for hooks in dict.fromkeys(inner):
         joined.add(hooks.context.scheduled[hooks.unit])

@@ -1,7 +1,7 @@
 """Unit: parameters that are gathered together, used, dropped, and whose gradients are reduced.
 
 A unit has one state, ABSENT -> FETCHING -> READY -> ABSENT, and one collective for each direction.
-When to do what is the Context's business (schedule.py).
+When to do what is the ShardContext's business (schedule.py).
 """
 
 from __future__ import annotations
