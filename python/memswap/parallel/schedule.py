@@ -83,6 +83,7 @@ class ShardContext:
             use and one on its way. Units whose weights stay (``reshard_after_forward=False``,
             ``residency="step"``, units around other units) have memory of their own.
         debug: dropped weights become NaN, and free slots are checked for writes.
+        prefetch: gather units ahead of their use; otherwise when they are used.
         max_reduces: gradients of so many units may be on their way at once.
         open_comm: makes the Comm of a process group.
     """
@@ -92,6 +93,7 @@ class ShardContext:
         *,
         slots: int | None = None,
         debug: bool = False,
+        prefetch: bool = True,
         max_reduces: int = 2,
         open_comm: Callable[[dist.ProcessGroup], Comm] = ProcessGroupComm,
     ) -> None:
@@ -101,10 +103,11 @@ class ShardContext:
         """Made by the user, not for want of one."""
         self.pool = SlotPool(slots, debug=debug)
         self.scheduled: dict[Unit, Scheduled] = {}
+        self._prefetches = prefetch
         self._max_reduces = max_reduces
         self._open_comm = open_comm
         self._comms: dict[Any, Comm] = {}
-        self._prerequisites: list[Prerequisite] = []
+        self._prerequisites: list[tuple[Prerequisite, nn.Module | None]] = []
         self._forward = Order()
         self._backward = Order()
         self._reductions: deque[Reduction] = deque()
@@ -115,14 +118,16 @@ class ShardContext:
         self.last_step: list[Launch] = []
         """Collectives of the last step, from the first after a backward to the end of the next."""
 
-    def before_fetch(self, prerequisite: Prerequisite) -> None:
+    def before_fetch(self, prerequisite: Prerequisite, *, of: nn.Module | None = None) -> None:
         """Call ``prerequisite(name)`` before a unit is gathered, by prefetch or by need.
+
+        ``of`` a sharded module: before that module's unit only.
 
         What it returns has to have ``wait()`` (a ticket, a ``Work``), which is called before the
         all-gather is launched, or to be None. For an optimizer that broadcasts updated shards, or
         copies them from the host.
         """
-        self._prerequisites.append(prerequisite)
+        self._prerequisites.append((prerequisite, of))
 
     def stats(self) -> SlotStats:
         """What the memory pool did; see :class:`SlotStats`."""
@@ -141,6 +146,19 @@ class ShardContext:
         unit.on_gradient = self._gradient_arrived
         if not scheduled.own_memory:
             self.pool.reserve(unit.nbytes)
+
+    @property
+    def reductions_under_way(self) -> tuple[Reduction, ...]:
+        """Those of the present backward that were launched and not waited for."""
+        return tuple(self._reductions)
+
+    def finish_reductions(self) -> None:
+        """Wait for reductions under way; all ranks call this at the same place of a backward.
+
+        At the end of backward it happens by itself.
+        """
+        while self._reductions:
+            self._reductions.popleft().finish()
 
     def recover(self) -> None:
         """Outside of backward: :meth:`reset`, if the last backward raised and was not ended."""
@@ -323,7 +341,7 @@ class ShardContext:
                 ],
                 (one.reshard_after_forward, one.residency, one.unshard_in_backward),
                 (one.own_memory, one.anchor, str(unit.policy.reduce_dtype), unit.divide_factor),
-                (self.pool.count, self._max_reduces),
+                (self.pool.count, self._prefetches, self._max_reduces),
             )
             texts[unit.comm] = f"{texts.get(unit.comm, '')}{own}\n"
             device = unit.device
@@ -336,7 +354,9 @@ class ShardContext:
                 )
 
     def _run_prerequisites(self, unit: Unit) -> None:
-        for prerequisite in self._prerequisites:
+        for prerequisite, module in self._prerequisites:
+            if module is not None and module not in unit.modules:
+                continue
             awaited = prerequisite(unit.name)
             if awaited is None:
                 continue
@@ -350,7 +370,7 @@ class ShardContext:
     # --- prefetch ---------------------------------------------------------------------------------
 
     def _prefetch(self, unit: Unit | None, ahead_of: Unit) -> None:
-        if unit is not None and unit in self.scheduled:
+        if self._prefetches and unit is not None and unit in self.scheduled:
             self.fetch(self.scheduled[unit], ahead_of)
 
     def _expected_in_forward(self, unit: Unit) -> Unit | None:
@@ -411,8 +431,7 @@ class ShardContext:
         for one in self.scheduled.values():
             if one.in_backward or (one.sync and one.unit.has_gradients):
                 self._finish(one)  # some of its parameters were not used
-        while self._reductions:
-            self._reductions.popleft().finish()
+        self.finish_reductions()
         for one in self.scheduled.values():
             prefetched = one.unit.state is not State.ABSENT and one.depth == 0 and not one.pinned
             if prefetched and (one.sync or one.residency != "step"):
