@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
 
 from comms import EventLog, FakeComm, Recording
 from memswap.errors import RankMismatchError
-from memswap.parallel import ShardContext, describe, shard
+from memswap.parallel import ContextParallel, ShardContext, describe, shard
 from ranks import Rank, distributed
 from sharding import Net, loss_of, make_net, sharded, tokens_of, train
 
@@ -58,6 +59,68 @@ def test_the_anchor_says_where_the_next_gather_is_launched(rank: Rank, anchor: s
         launched = log.index(f"{GATHER}{i + 1}")
         assert log.index("after qkv", i) < launched < log.index("after up", i)
         assert launched < log.index(f"wait {GATHER}{i + 1}")
+
+
+class Attends(torch.nn.Module):
+    """A block with attention over a cut sequence; ``skip`` leaves it out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.wo, self.up = (torch.nn.Linear(4, n).double() for n in (12, 4, 4))
+        self.core = Core()
+        self.skip = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.skip:
+            q, k, v = self.qkv(x).unflatten(-1, (3, 2, 2)).unbind(2)
+            x = self.wo(self.core(q, k, v).flatten(2))
+        return self.up(x)
+
+
+class Core(torch.nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return (q + k + v).tanh()
+
+
+@distributed(2)
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+def test_the_next_gather_is_launched_behind_attentions_exchange(
+    rank: Rank, checkpointed: bool
+) -> None:
+    net = torch.nn.Sequential(*(Attends() for _ in range(3)))
+    start = copy.deepcopy(net)
+    context = ShardContext(slots=2, open_comm=rank.open_comm, debug=True)
+    style = ContextParallel(comm=rank.open_comm)
+    for i, block in enumerate(net):
+        style.apply(block.core, rank.mesh)
+        shard(block, rank.mesh, context=context)
+        block.up.register_forward_hook(lambda *_, i=i: rank.log(f"F{i} ends"))
+        block._memswap_hooks.unit.name = f"layers.{i}"
+    x = torch.ones(1, 3, 4, dtype=torch.float64)
+    # Where the gathers of layers 1 and 2 are launched, by the program of the pass before: layer 0
+    # leaves its attention out in the last two steps.
+    expected = [("start", "start"), ("behind", "behind"), ("late", "behind"), ("start", "behind")]
+    for step, places in enumerate(expected):
+        rank.log.events.clear()
+        net[0].skip = skip = step >= 2
+        y = x
+        for block in net:
+            y = checkpoint(block, y, use_reentrant=False) if checkpointed else block(y)
+        y.sum().backward()
+        assert rank.log.count(GATHER) == 6
+        for i, place in enumerate(places):
+            gather, end = rank.log.index(f"{GATHER}{i + 1}"), rank.log.index(f"F{i} ends")
+            found = "start" if gather < end else "late"
+            if i or not skip:
+                exchanged = rank.log.index("wait all_to_all o", i - skip)
+                found = "behind" if exchanged < gather < end else found
+            assert found == place, f"step {step}, layer {i}: {rank.log.events}"
+        z = x
+        for i, block in enumerate(start):
+            block.skip = skip and i == 0
+            z = block(z)
+        assert torch.equal(y, z), "each token attends to itself here: nothing may change"
+    rank.same_everywhere(rank.log.events, "the order of collectives")
 
 
 @distributed(2)

@@ -61,6 +61,10 @@ class Scheduled:
     anchor: str | None
     anchored: bool = False
     """Whether this forward has passed the anchor."""
+    exchanges: int = 0
+    """Those that have arrived in this forward."""
+    expected_exchanges: int = 0
+    """Those of the last one. Without ``anchor``, the next unit is gathered behind the last."""
     depth: int = 0
     """Forward calls, also those of a recompute, that have begun and not ended."""
     left: set[int] = field(default_factory=set)
@@ -200,10 +204,20 @@ class ShardContext:
             self._compare_ranks()
         one.depth += 1
         one.anchored = False
+        one.exchanges = 0
         self._forward.visit(unit)
         self.use(one)
         unit.expose()
-        if one.anchor is None:
+        if one.anchor is None and one.expected_exchanges == 0:
+            self.reach_anchor(unit)
+
+    def exchange_arrived(self, unit: Unit) -> None:
+        """An exchange of an attention in the unit has been waited for: the links are free again."""
+        one = self.scheduled[unit]
+        if graph_task() != -1:
+            return
+        one.exchanges += 1
+        if one.anchor is None and one.exchanges == one.expected_exchanges:
             self.reach_anchor(unit)
 
     def reach_anchor(self, unit: Unit) -> None:
@@ -218,9 +232,11 @@ class ShardContext:
         one = self.scheduled[unit]
         if one.depth == 0:
             return
-        if one.anchor is not None and not one.anchored and graph_task() == -1:
-            self._warn(unit, "unit %r did not pass its anchor; the next unit is gathered late")
+        if graph_task() == -1:
+            if one.anchor is not None and not one.anchored:
+                self._warn(unit, "unit %r did not pass its anchor; the next unit is gathered late")
             self.reach_anchor(unit)
+            one.expected_exchanges = one.exchanges
         one.depth -= 1
         if one.depth == 0 and not one.in_backward:
             unit.hide()  # also where weights stay: an optimizer made now has to get the shards

@@ -61,8 +61,9 @@ def shard(
             run many microbatches.
         unshard_in_backward: False if backward needs no weights (an embedding): none are gathered.
         anchor: name of a submodule (``"attn.wo"``) before whose forward the next unit's all-gather
-            is launched: behind an attention's own exchange, for example. Default: at the unit's
-            start.
+            is launched. Default: behind the last exchange of the unit's attention, as the pass
+            before had it (:class:`ContextParallel` or :func:`exchange`), since both use the same
+            links; where there is none, at the unit's start.
         shard_placement_fn: returns, for a parameter, ``Shard(dim)`` to shard it along another
             dimension than 0, or None. Gathered, such a parameter is not contiguous.
         mp_policy: dtypes of gathered parameters, of the reduction and of inputs and outputs.
