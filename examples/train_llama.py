@@ -225,7 +225,7 @@ def main() -> None:
         mesh = init_device_mesh(device.type, (int(os.environ["WORLD_SIZE"]),))
     for step, loss in enumerate(train(config, device, mesh)):
         if mesh is None or mesh.get_local_rank() == 0:
-            print(f"step {step + 1}: loss {loss:.6f}")
+            print(f"step {step + 1}: loss {loss:.4f}")
     if mesh is not None:
         dist.destroy_process_group()
 
