@@ -274,9 +274,9 @@ def test_bad_requests_say_what_was_found_and_what_to_do(rank: Rank) -> None:
 
 
 @distributed(4)
-def test_a_two_dimensional_mesh_is_refused_with_the_way_out(rank: Rank) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    with pytest.raises(NotImplementedError, match=r"mesh of 2 dimensions .*pass mesh\['name'\]"):
+def test_a_mesh_of_three_dimensions_is_refused_with_the_way_out(rank: Rank) -> None:
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "replicate", "shard"))
+    with pytest.raises(NotImplementedError, match=r"mesh of 3 dimensions .*pass mesh\['name'\]"):
         shard(nn.Linear(2, 2), mesh)
 
 

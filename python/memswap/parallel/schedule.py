@@ -161,6 +161,7 @@ class ShardContext:
 
         At the end of backward it happens by itself.
         """
+        self._replicate()
         while self._reductions:
             self._reductions.popleft().finish()
 
@@ -359,7 +360,9 @@ class ShardContext:
                 (one.own_memory, one.anchor, str(unit.policy.reduce_dtype), unit.divide_factor),
                 (self.pool.count, self._prefetches, self._max_reduces),
             )
-            texts[unit.comm] = f"{texts.get(unit.comm, '')}{own}\n"
+            for comm in (unit.comm, unit.replicas):
+                if comm is not None:
+                    texts[comm] = f"{texts.get(comm, '')}{own}\n"
             device = unit.device
         for comm, text in texts.items():
             if others := ranks_that_differ(comm, device, text):
@@ -436,12 +439,19 @@ class ShardContext:
         if not one.sync:
             unit.keep_gradients()
         elif participated and unit.trainable:
+            self._replicate()
             while len(self._reductions) >= self._max_reduces:
                 self._reductions.popleft().finish()
             self._reductions.append(unit.reduce())
             self._note("reduce-scatter", unit, "gradients complete")
         if one.sync or one.residency != "step":
             self._release(one)
+
+    def _replicate(self) -> None:
+        """Reduce-scatters have had a unit's backward to arrive: let the replicas' part follow."""
+        for reduction in self._reductions:
+            if reduction.replicate():
+                self._note("all-reduce", reduction.unit, "reduce-scatter arrived")
 
     def _end_backward(self) -> None:
         for one in self.scheduled.values():

@@ -52,7 +52,8 @@ def shard(
 
     Args:
         module: a module, or several that are one unit: tied weights have to be in one call.
-        mesh: a 1-D mesh.
+        mesh: a 1-D mesh; or a 2-D one (replicate, shard): weights are sharded over its second
+            dimension, and gradients reduced over both.
         reshard_after_forward: drop the weights after forward and gather them again for backward.
             Default: True, but False for a module with sharded modules inside, whose backward comes
             first.
@@ -78,7 +79,7 @@ def shard(
         ValueError: a parameter is tied to one of another unit, is a scalar or not contiguous; the
             anchor is no submodule; the module is sharded already.
         NotImplementedError: this torch cannot guard weights that are not there; a mesh of more than
-            one dimension, parameters that are DTensors.
+            two dimensions, parameters that are DTensors.
     """
     if not native.can_lend:
         raise NotImplementedError(
@@ -86,11 +87,10 @@ def shard(
             "storage that refuses to be read while its weights are elsewhere refuses for ever"
         )
     modules = _checked_modules(module)
-    if mesh.ndim != 1:
+    if mesh.ndim > 2:
         raise NotImplementedError(
-            f"shard(): found a mesh of {mesh.ndim} dimensions {mesh.mesh_dim_names}, expected 1; "
-            "pass mesh['name'] or flatten it (mesh._flatten). Replication over a second dimension "
-            "is not implemented"
+            f"shard(): found a mesh of {mesh.ndim} dimensions {mesh.mesh_dim_names}, expected 1 or "
+            "2 (replicate, shard); pass mesh['name'] or flatten it (mesh._flatten)"
         )
     if residency not in ("use", "step"):
         raise ValueError(f"shard(): residency={residency!r}, expected 'use' or 'step'")
@@ -106,7 +106,9 @@ def shard(
     policy = mp_policy or MixedPrecisionPolicy()
     name = f"{type(modules[0]).__name__}.{len(context.scheduled)}"
     dims = [_dimension(parameter, shard_placement_fn) for parameter in parameters]
-    unit = Unit(name, modules, parameters, dims, mesh, policy, context.comm(mesh.get_group()))
+    comm = context.comm(mesh.get_group(mesh.ndim - 1))
+    replicas = context.comm(mesh.get_group(0)) if mesh.ndim == 2 and mesh.size(0) > 1 else None
+    unit = Unit(name, modules, parameters, dims, mesh, policy, comm, replicas)
     context.add(
         Scheduled(
             unit,
