@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from memswap.parallel.applied import ROLES, AppliedContext, Packing
 from memswap.parallel.comm import Comm, ProcessGroupComm
 from memswap.parallel.context_mesh import ContextMesh
+from memswap.parallel.first_step import FirstStep, parallelized_models
 from memswap.parallel.layouts import LAYOUTS, Balance
 from memswap.parallel.tokens import mean_loss, shard_batch
 
@@ -36,11 +37,16 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
             tokens; the module still gets it as the caller passes it).
         balance: "headtail" gives the ranks that gather equal work in causal attention: each holds
             one chunk of the sequence's first half and its mirror image. Cut the batch with
-            :meth:`shard_batch`.
+            :meth:`shard_batch`. "queries" leaves parts contiguous: queries are exchanged on their
+            way into attention, and its output back.
         packing: "kv" if keys and values are one tensor, "qkv" if all three are (as many heads
-            each, no gather): with a dimension of 2 or 3 before that of the heads. One collective.
+            each): with a dimension of 2 or 3 before that of the heads. One collective.
         qkv: which arguments of ``forward`` these tensors are, by place or name; None: the first.
-        heads: number of query heads; needed for early launches only.
+        unpacked: with packing="qkv" where keys are gathered: names of the keyword arguments,
+            ("q", "kv") or ("q", "k", "v"), by which ``forward`` takes what was one tensor, since
+            there are more keys than queries then. The packed argument becomes None.
+        heads: number of query heads. None: found when the queries come; keys that are projected
+            before them are launched early from the second forward on.
         sequence_length: tokens of the whole sequence (queries). None: as many on each rank.
         kv_sequence_length: the same for keys and values; None with ``sequence_length`` given means
             that length.
@@ -64,6 +70,7 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
         balance: Balance = "contiguous",
         packing: Packing = "separate",
         qkv: Sequence[int | str] | None = None,
+        unpacked: Sequence[str] | None = None,
         heads: int | None = None,
         sequence_length: int | None = None,
         kv_sequence_length: int | None = None,
@@ -75,8 +82,8 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
         super().__init__()
         if layout not in LAYOUTS:
             raise ValueError(f"layout={layout!r}: expected one of {sorted(LAYOUTS)}")
-        if balance not in ("contiguous", "headtail"):
-            raise ValueError(f"balance={balance!r}: expected 'contiguous' or 'headtail'")
+        if balance not in get_args(Balance):
+            raise ValueError(f"balance={balance!r}: expected one of {get_args(Balance)}")
         if packing not in ROLES:
             raise ValueError(f"packing={packing!r}: expected one of {sorted(ROLES)}")
         if packing != "separate" and layout == "bnsd":
@@ -84,10 +91,15 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
         tensors = len(ROLES[packing])
         if qkv is not None and len(qkv) != tensors:
             raise ValueError(f"qkv={tuple(qkv)}: expected {tensors} for packing={packing!r}")
-        if not use_local_output and (balance != "contiguous" or sequence_length is not None):
+        if unpacked is not None and (packing != "qkv" or len(unpacked) not in (2, 3)):
+            raise ValueError(
+                f"unpacked={tuple(unpacked)} with packing={packing!r}: expected two names (q, kv) "
+                "or three (q, k, v), with packing='qkv'"
+            )
+        if not use_local_output and (balance == "headtail" or sequence_length is not None):
             raise ValueError(
                 "use_local_output=False: a DTensor cannot say how balance='headtail' or uneven "
-                "parts cut the sequence; expected balance='contiguous' and no sequence_length"
+                "parts cut the sequence; expected another balance and no sequence_length"
             )
         self.use_local_output = use_local_output
         self.ulysses = ulysses
@@ -95,6 +107,7 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
         self.balance: Balance = balance
         self.packing: Packing = packing
         self.qkv: Sequence[int | str] = range(tensors) if qkv is None else tuple(qkv)
+        self.unpacked = None if unpacked is None else tuple(unpacked)
         self.heads = heads
         self.sequence_length = sequence_length
         self.kv_sequence_length = (
@@ -103,6 +116,7 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
         self.ranges = ranges
         self.mask = mask
         self.applied: list[AppliedContext] = []
+        self.first_step = FirstStep(self.check)
         self._comm = comm
         self._mesh: ContextMesh | None = None
         self._batches = 0
@@ -111,6 +125,8 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
         self,
         module: nn.Module,
         mesh: DeviceMesh,
+        *,
+        model: nn.Module | None = None,
         **projections: nn.Module | None,
     ) -> AppliedContext:
         """Apply to an attention module; the handle tells what it did and removes it.
@@ -118,16 +134,21 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
         Args:
             module: computes attention; its forward takes query, key and value.
             mesh: 1-D, or 2-D (gather, ulysses).
+            model: what the module is part of. If its first step ends and the module has not run,
+                that is an error. ``parallelize_module`` sees to it.
             **projections: by tensor (``q=``, ``k=``, ``v=``, ``kv=``, ``qkv=``): modules whose
                 output goes to attention as it is, such as a norm, a rotary embedding or
                 ``nn.Sequential(linear, nn.Unflatten(...))``. Their exchange is launched when they
                 return. Where attention gets something else, or a tensor edited since, that launch
-                is dropped with one warning and the ordinary path taken.
+                is dropped with one warning and the ordinary path taken. And ``o=``: the module
+                that uses attention's output first, rearranged at most. The output's exchange is
+                waited for there: attention returns a tensor that is still arriving. Whatever else
+                uses it waits as well, with one warning.
 
         Raises:
-            ValueError: the mesh does not fit the style; an early launch without ``heads``.
+            ValueError: the mesh does not fit the style.
             TypeError: a projection of no such tensor.
-            NotImplementedError: ``packing="qkv"`` on a mesh that gathers.
+            NotImplementedError: ``packing="qkv"`` on a mesh that gathers, without ``unpacked``.
         """
         if self._mesh is None:
             self._mesh = ContextMesh.of(mesh, self.ulysses, self.balance, self._comm)
@@ -138,6 +159,10 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
             )
         applied = AppliedContext(self, self._mesh, module, projections)
         self.applied.append(applied)
+        self.first_step.begin()
+        for one in (model, *parallelized_models(module)):
+            if one is not None:
+                self.first_step.watch(one)
         return applied
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -147,19 +172,29 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
     def check(self) -> None:
         """Raises unless every module that the style was applied to has run since.
 
-        Called by :meth:`mean_loss`, and by :meth:`shard_batch` from the second batch on.
+        Called at the end of the first step, that is of the first backward pass of the model that
+        ``parallelize_module`` was given, of ``apply(model=...)``, or of a module that the style was
+        applied to; by :meth:`mean_loss`; and by :meth:`shard_batch` from the second batch on.
 
         Raises:
             RuntimeError: the style was applied to nothing, or to modules that never ran.
         """
         never = [one for one in self.applied if not one.calls]
         if never or not self.applied:
-            what = ", ".join(type(one.module).__name__ for one in never) or "no module at all"
+            what = ", ".join(self._name(one.module) for one in never) or "no module at all"
             raise RuntimeError(
                 f"ContextParallel is applied to {what} ({len(never)} of {len(self.applied)} never "
                 "ran): the sequence was not exchanged there and attention saw this rank's tokens "
                 "only; apply it to the module whose forward gets query, key and value"
             )
+
+    def _name(self, module: nn.Module) -> str:
+        """The module's type, and where it is in the models that are watched."""
+        for model in self.first_step.watched:
+            for name, one in model.named_modules():
+                if one is module and name:
+                    return f"{name} ({type(module).__name__})"
+        return type(module).__name__
 
     def shard_batch(
         self,
