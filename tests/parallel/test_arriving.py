@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from memswap.parallel import HeadsToSequence, exchange
@@ -81,6 +83,11 @@ USES: dict[str, Any] = {
     "a list": lambda o: torch.cat([o, o], dim=0),
     "a keyword": lambda o: torch.mul(input=o, other=o),
     "indexing": lambda o: o[:, 1:] * 2,
+    "a DTensor": lambda o: DTensor.from_local(o, init_device_mesh("cpu", (2,))).to_local() * 2,
+    "einsum": lambda o: torch.einsum("bthd,bthd->bth", o, o),
+    "a C++ operator": lambda o: torch.ops.aten.mul(o, 2.0),
+    "its data": lambda o: o.data * o,
+    "numpy": lambda o: o * float(o.detach().numpy().sum()),
     "layer norm": lambda o: F.layer_norm(o, (3,)),
 }
 
@@ -220,3 +227,21 @@ def test_a_split_linear_has_the_bits_of_the_whole_one(dtype: torch.dtype, bias: 
             assert torch.equal(alone, expected[0])
             got = torch.autograd.grad(split, inputs, go)
             assert all(map(torch.equal, got, expected)), (shape, transposed)
+
+
+@pytest.mark.slow
+@distributed(2)
+def test_compiled_code_may_get_an_arriving_tensor(rank: Rank) -> None:
+    spec = heads_to_sequence(rank, True)
+    linear = nn.Linear(12, 4, dtype=FP64)
+
+    def project(o: torch.Tensor) -> torch.Tensor:
+        return linear(o.flatten(2)).sin()
+
+    gradients = []
+    for run in (project, torch.compile(project, backend="eager")):
+        x = torch.ones(2, 5, 2, 3, dtype=FP64, requires_grad=True)
+        y = run(exchange(x, spec).arriving())
+        y.sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(gradients[0], gradients[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
 
 from memswap.parallel import ContextParallel
@@ -45,7 +47,7 @@ def test_a_style_that_never_fired_is_an_error_at_the_end_of_the_first_step(rank:
     mesh = init_device_mesh("cpu", (2,))
 
     def apply(model: nn.Module, names: set[str]) -> ContextParallel:
-        style = ContextParallel(ranges="ranges", comm=open_comms(rank, True))
+        style = ContextParallel(ranges="ranges", model=model, comm=open_comms(rank, True))
         parallelize_module(model, mesh, dict.fromkeys(names, style))
         return style
 
@@ -65,28 +67,52 @@ def test_a_style_that_never_fired_is_an_error_at_the_end_of_the_first_step(rank:
             model(x)
             with pytest.raises(RuntimeError, match=NEVER):
                 model(x)
-        # By hand, whatever is around the layers.
+        # Whatever is around the layers.
         for around in (
             lambda layer, x: checkpoint(layer, x, use_reentrant=False),
             lambda layer, x: checkpoint(layer, x, use_reentrant=True),
         ):
             model = Model(around)
-            style = ContextParallel(ranges="ranges", comm=open_comms(rank, True))
-            style.apply(model.layers[1].unused, mesh, model=model)
+            style = ContextParallel(ranges="ranges", model=model, comm=open_comms(rank, True))
+            style.apply(model.layers[1].unused, mesh)
             with pytest.raises(RuntimeError, match=NEVER):
                 model(x)["x"].sum().backward()
-    # A part of a model, such as its list of layers, which has no forward of its own.
+
+
+@distributed(2)
+def test_without_the_model_a_style_notices_where_it_can(rank: Rank) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    x = random(2, 4, 16).requires_grad_()
+    # One of its modules ran: the end of the backward pass.
     model = Model()
     style = ContextParallel(ranges="ranges", comm=open_comms(rank, True))
-    parallelize_module(model.layers, mesh, {"1.unused": style})
-    with pytest.raises(RuntimeError, match=r"unused \(Core\) \(1 of 1 never ran\)"):
+    parallelize_module(model, mesh, {"layers.0.core": style, "layers.1.unused": style})
+    with pytest.raises(RuntimeError, match=r"Core \(1 of 2 never ran\)"):
         model(x)["x"].sum().backward()
+    # None did, and one has parameters: the step of their optimizer, before it writes.
+    model = Model()
+    model.layers[0].unused = make()
+    style = ContextParallel(ranges="ranges", comm=open_comms(rank, True))
+    parallelize_module(model, mesh, {"layers.0.unused": style})
+    other = nn.Linear(2, 2)
+    model(x)["x"].sum().backward()
+    torch.optim.SGD(other.parameters()).step()
+    before = [weight.clone() for weight in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(RuntimeError, match=r"Attention \(1 of 1 never ran\)"):
+        optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+    # A style that is gone leaves no hook in torch.
+    hooks = len(_global_optimizer_pre_hooks)
+    del model, style
+    gc.collect()
+    assert len(_global_optimizer_pre_hooks) == hooks - 1
 
 
 @distributed(2)
 def test_a_style_that_fired_costs_nothing_after_the_first_step(rank: Rank) -> None:
-    style = ContextParallel(ranges="ranges", comm=open_comms(rank, True))
     model = Model()
+    style = ContextParallel(ranges="ranges", model=model, comm=open_comms(rank, True))
     parallelize_module(model, init_device_mesh("cpu", (2,)), {"layers.*.core": style})
     modules = list(model.modules())
     before = sum(len(one._forward_hooks) for one in modules)
@@ -103,10 +129,13 @@ def test_a_style_that_fired_costs_nothing_after_the_first_step(rank: Rank) -> No
 
 @distributed(2)
 def test_an_evaluation_before_the_first_step_is_none(rank: Rank) -> None:
-    style = ContextParallel(ranges="ranges", comm=open_comms(rank, True))
+    hooks = len(_global_optimizer_pre_hooks)
     model: Attention = make()
-    style.apply(model.core, init_device_mesh("cpu", (2,)), model=model)
+    style = ContextParallel(ranges="ranges", model=model, comm=open_comms(rank, True))
+    style.apply(model.core, init_device_mesh("cpu", (2,)), q=model.q, o=model.out)
+    assert len(_global_optimizer_pre_hooks) == hooks + 1
     with torch.no_grad():
         for _ in range(2):
             model(random(2, 4, 16))
     assert not style.first_step.watched  # everything has run
+    assert len(_global_optimizer_pre_hooks) == hooks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -13,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map_only
 
 from memswap.engine.autograd import in_backward
+from memswap.parallel.arguments import Arguments
 from memswap.parallel.arriving import ArrivingTensor
 from memswap.parallel.attention import causal_mask
 from memswap.parallel.context_mesh import ContextMesh
@@ -107,12 +107,7 @@ class AppliedContext:
             and (mesh.heads or (mesh.gather and (role != "q" or mesh.moves_queries)))
         }
         self._early_roles = tuple(early)
-        by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        self._names = [
-            name
-            for name, one in inspect.signature(module.forward).parameters.items()
-            if one.kind in by_place
-        ]
+        self._arguments = Arguments(module)
         self._handles = [
             module.register_forward_pre_hook(self._before, with_kwargs=True),
             module.register_forward_hook(self._after),
@@ -133,6 +128,22 @@ class AppliedContext:
         self._early.drop_orphans()
         if self in self._style.applied:
             self._style.applied.remove(self)
+
+    def __deepcopy__(self, memo: object) -> AppliedContext:
+        raise NotImplementedError(
+            f"ContextParallel on {type(self.module).__name__}: its hooks belong to process groups "
+            "and cannot be copied; copy the model first, and apply a style to the copy"
+        )
+
+    def describe_for(self, tensor: torch.Tensor, label: str) -> str:
+        """What must be the same on all ranks, of this module and its first exchange."""
+        shape = list(tensor.shape)
+        shape[self._layout("kv" if label in ("kv", "qkv") else "q").seq_dim] = -1
+        return (
+            f"{type(self.module).__name__}: {label} of {shape} {tensor.dtype}, roles "
+            f"{self._roles}, launched early {self._early_roles}, late output "
+            f"{self._output_is_late}"
+        )
 
     def query_ranges(self, tokens: int) -> tuple[tuple[int, int], ...]:
         """Which ranges of the sequence the queries are that attention gets.
@@ -193,6 +204,7 @@ class AppliedContext:
             warnings.warn(f"ContextParallel on {type(self.module).__name__}: {what}", stacklevel=3)
 
     def _exchange(self, tensor: torch.Tensor, spec: SequenceExchange, label: str) -> Pending:
+        self._style.compare_ranks(self, tensor, label)
         lane, cause = self._mesh.name_of(spec.comm), self._cause
 
         def observe(spec: Any, label: str, sent: torch.Tensor) -> None:
@@ -237,7 +249,7 @@ class AppliedContext:
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         args, kwargs = list(args), dict(kwargs)
-        places = [self._place(which, args, kwargs) for which in self._style.qkv]
+        places = [self._arguments.find(which, args, kwargs) for which in self._style.qkv]
         given = {
             role: self._local(role, where[key])
             for role, (where, key) in zip(self._roles, places, strict=True)
@@ -415,7 +427,7 @@ class AppliedContext:
     ) -> None:
         """Fill the keyword arguments that say where the queries are; refuse what would lie."""
         style = self._style
-        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        given = self._arguments.by_name(args, kwargs)
         for name in ("is_causal", "causal"):
             if self._mesh.gather is not None and given.get(name) is True:
                 raise ValueError(
@@ -426,7 +438,7 @@ class AppliedContext:
         for filled in (style.ranges, style.mask):
             if filled is None:
                 continue
-            if filled in self._names[: len(args)] or kwargs.get(filled) is not None:
+            if self._arguments.by_place(filled, args) or kwargs.get(filled) is not None:
                 raise ValueError(
                     f"ContextParallel: found argument {filled!r}, which the style is to fill; pass "
                     "None by name, or leave it away; or name no such argument in the style"
@@ -465,24 +477,3 @@ class AppliedContext:
                 f"{layout.ndim} dimensions; check layout= and packing="
             )
         return tensor
-
-    def _place(self, which: int | str, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Where an argument is: a list and an index, or a dict and a name."""
-        place = (
-            which
-            if isinstance(which, int)
-            else (self._names.index(which) if which in self._names else len(args))
-        )
-        if place < len(args):
-            return args, place
-        name = (
-            which
-            if isinstance(which, str)
-            else (self._names[place] if place < len(self._names) else None)
-        )
-        if name in kwargs:
-            return kwargs, name
-        raise TypeError(
-            f"ContextParallel: {type(self.module).__name__} was called without argument {which!r}; "
-            f"found {len(args)} positional ones and {sorted(kwargs)}; say which with qkv=(...)"
-        )

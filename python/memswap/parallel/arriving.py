@@ -146,7 +146,8 @@ class ArrivingTensor(torch.Tensor):  # type: ignore[misc]
                 return func(*args, **kwargs)
         first = args[0] if args else None
         name = getattr(func, "__name__", str(func))
-        if isinstance(first, ArrivingTensor) and first._plain is None:
+        # Also once it has arrived: a checkpoint's recompute has to do what its forward did.
+        if isinstance(first, ArrivingTensor):
             if func in _REARRANGEMENTS:
                 return first._rearranged_by(func, args[1:], kwargs)
             if func is F.linear:
@@ -220,7 +221,10 @@ class ArrivingTensor(torch.Tensor):  # type: ignore[misc]
         like = rearrange(self._like)
         connected = self.requires_grad and torch.is_grad_enabled()
         tensor: ArrivingTensor = _Rearrange.apply(self, like, rearrange, connected)
-        self._arrival.add(tensor)
+        if self._plain is None:
+            self._arrival.add(tensor)
+        else:
+            tensor.plain()
         return tensor
 
 

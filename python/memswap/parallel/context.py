@@ -10,12 +10,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.utils._python_dispatch import _disable_current_modes
 
+from memswap.errors import RankMismatchError
 from memswap.parallel.applied import ROLES, AppliedContext, Packing
 from memswap.parallel.comm import Comm, ProcessGroupComm
 from memswap.parallel.context_mesh import ContextMesh
-from memswap.parallel.first_step import FirstStep, parallelized_models
+from memswap.parallel.first_step import FirstStep
 from memswap.parallel.layouts import LAYOUTS, Balance
+from memswap.parallel.selftest import ranks_that_differ
 from memswap.parallel.tokens import mean_loss, shard_batch
 
 
@@ -53,6 +56,9 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
         ranges: name of a keyword argument of ``forward`` that gets the ``(start, stop)`` ranges of
             its queries in the sequence, for :func:`causal_attention`.
         mask: name of a keyword argument that gets the causal mask, bool ``[queries, keys]``.
+        model: what it is applied in. If its first step ends and a module that the style was applied
+            to has not run, that is an error. Without it, nobody can tell a step in which none of
+            them ran, but for :meth:`check`.
         use_local_output: False returns a ``DTensor`` with ``Shard`` of the sequence on each
             dimension of the mesh. DTensor inputs with these placements are taken in either case.
             For even, contiguous parts only: a DTensor can say no other.
@@ -76,6 +82,7 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
         kv_sequence_length: int | None = None,
         ranges: str | None = None,
         mask: str | None = None,
+        model: nn.Module | None = None,
         use_local_output: bool = True,
         comm: Callable[[dist.ProcessGroup], Comm] = ProcessGroupComm,
     ) -> None:
@@ -115,18 +122,18 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
         )
         self.ranges = ranges
         self.mask = mask
+        self.model = model
         self.applied: list[AppliedContext] = []
         self.first_step = FirstStep(self.check)
         self._comm = comm
         self._mesh: ContextMesh | None = None
         self._batches = 0
+        self._compared = False
 
     def apply(
         self,
         module: nn.Module,
         mesh: DeviceMesh,
-        *,
-        model: nn.Module | None = None,
         **projections: nn.Module | None,
     ) -> AppliedContext:
         """Apply to an attention module; the handle tells what it did and removes it.
@@ -134,8 +141,6 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
         Args:
             module: computes attention; its forward takes query, key and value.
             mesh: 1-D, or 2-D (gather, ulysses).
-            model: what the module is part of. If its first step ends and the module has not run,
-                that is an error. ``parallelize_module`` sees to it.
             **projections: by tensor (``q=``, ``k=``, ``v=``, ``kv=``, ``qkv=``): modules whose
                 output goes to attention as it is, such as a norm, a rotary embedding or
                 ``nn.Sequential(linear, nn.Unflatten(...))``. Their exchange is launched when they
@@ -159,10 +164,10 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
             )
         applied = AppliedContext(self, self._mesh, module, projections)
         self.applied.append(applied)
-        self.first_step.begin()
-        for one in (model, *parallelized_models(module)):
-            if one is not None:
-                self.first_step.watch(one)
+        named = [one for one in projections.values() if one is not None]
+        self.first_step.expect([module, *named])
+        if self.model is not None:
+            self.first_step.watch(self.model)
         return applied
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -172,9 +177,10 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
     def check(self) -> None:
         """Raises unless every module that the style was applied to has run since.
 
-        Called at the end of the first step, that is of the first backward pass of the model that
-        ``parallelize_module`` was given, of ``apply(model=...)``, or of a module that the style was
-        applied to; by :meth:`mean_loss`; and by :meth:`shard_batch` from the second batch on.
+        Called at the end of the first step: of the first backward pass of the style's ``model`` or
+        of a module that it was applied to; before the first step of an optimizer that has one of
+        their or the projections' parameters; by :meth:`mean_loss`; and by :meth:`shard_batch` from
+        the second batch on.
 
         Raises:
             RuntimeError: the style was applied to nothing, or to modules that never ran.
@@ -187,6 +193,30 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
                 "ran): the sequence was not exchanged there and attention saw this rank's tokens "
                 "only; apply it to the module whose forward gets query, key and value"
             )
+
+    def compare_ranks(self, applied: AppliedContext, tensor: torch.Tensor, label: str) -> None:
+        """Before the first exchange, whether all ranks are set up alike: or else they would hang.
+
+        Raises:
+            RankMismatchError: they are not.
+        """
+        if self._compared:
+            return
+        self._compared = True
+        settings = (
+            f"layout {self.layout}, balance {self.balance}, lengths {self.sequence_length} and "
+            f"{self.kv_sequence_length}, heads {self.heads}, {len(self.applied)} modules"
+        )
+        text = f"{settings}; {applied.describe_for(tensor, label)}"
+        # A checkpoint that keeps collectives would miss this one when it recomputes.
+        with _disable_current_modes():
+            for comm in (self.mesh.heads, self.mesh.gather):
+                if comm is not None and (others := ranks_that_differ(comm, tensor.device, text)):
+                    raise RankMismatchError(
+                        f"rank {comm.rank} attends in another way than ranks {others} of its "
+                        "group; the style's options and the tensors' shapes must agree. Here they "
+                        f"are: {text}"
+                    )
 
     def _name(self, module: nn.Module) -> str:
         """The module's type, and where it is in the models that are watched."""

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
+from weakref import ReferenceType, WeakMethod, finalize, ref
 
 import torch
 from torch import nn
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from memswap.engine.autograd import graph_task, in_backward
+from memswap.parallel.arriving import ArrivingTensor
 
 
 class FirstStep:
     """Calls ``check`` at the end of the first step of the models that it watches.
 
     That is the end of the first backward pass that reaches a watched module's output; of modules
-    whose outputs need no gradient, their second forward. A check that raises is made again at the
-    end of the next step; one that does not is the last.
+    whose outputs need no gradient, their second forward; and the first step of an optimizer that
+    has a parameter of a module that is expected to run, before it writes anything. A check that
+    raises is made again at the end of the next step; one that does not is the last.
     """
 
     def __init__(self, check: Callable[[], None]) -> None:
@@ -30,14 +31,27 @@ class FirstStep:
         self._without_graph: set[nn.Module] = set()
         self._task = -1
         self._active = False
+        self._expected: list[ReferenceType[nn.Module]] = []
+        self._optimizers: finalize[[], FirstStep] | None = None
 
     @property
     def watched(self) -> list[nn.Module]:
         return list(self._handles)
 
-    def begin(self) -> None:
-        """There is something new to look at."""
+    def expect(self, modules: list[nn.Module]) -> None:
+        """These are new, and have to run."""
         self._active = True
+        self._expected += map(ref, modules)
+        if self._optimizers is None and any(True for one in modules for _ in one.parameters()):
+            step = WeakMethod(self._before_step)  # torch keeps the hook; it keeps nothing
+
+            def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+                method = step()
+                if method is not None:
+                    method(optimizer)
+
+            handle = register_optimizer_step_pre_hook(before_step)
+            self._optimizers = finalize(self, handle.remove)
 
     def watch(self, module: nn.Module) -> None:
         if module not in self._handles:
@@ -55,7 +69,8 @@ class FirstStep:
         ]
         if self._active:
             for tensor in found:
-                tensor.register_hook(self._in_backward)
+                if not isinstance(tensor, ArrivingTensor):  # a hook would make it wait
+                    tensor.register_hook(self._in_backward)
         return bool(found)
 
     def end(self) -> None:
@@ -65,7 +80,11 @@ class FirstStep:
                 handle.remove()
         self._handles.clear()
         self._without_graph.clear()
+        self._expected.clear()
         self._active = False
+        if self._optimizers is not None:
+            self._optimizers()
+            self._optimizers = None
 
     def _before(self, module: nn.Module, args: Any) -> None:
         if module in self._without_graph and not in_backward():
@@ -80,23 +99,13 @@ class FirstStep:
             self._task = graph_task()
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
+    def _before_step(self, optimizer: Optimizer) -> None:
+        expected = [one() for one in self._expected]
+        own = {id(weight) for one in expected if one is not None for weight in one.parameters()}
+        if any(id(weight) in own for group in optimizer.param_groups for weight in group["params"]):
+            self._finish()
+
     def _finish(self) -> None:
         if self._active:
             self._check()
             self.end()
-
-
-def parallelized_models(module: nn.Module) -> list[nn.Module]:
-    """The models in which ``parallelize_module`` found ``module``, the whole one first.
-
-    A style is told the submodule only; the calls that led to it know the rest.
-    """
-    models: list[nn.Module] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is parallelize_module.__code__:
-            model = frame.f_locals.get("module")
-            if isinstance(model, nn.Module) and model is not module:
-                models.insert(0, model)
-        frame = frame.f_back
-    return models
