@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+import memswap.parallel.arriving as arriving_module
 from memswap.parallel import HeadsToSequence, exchange
 from memswap.parallel.arriving import ArrivingTensor
+from memswap.parallel.exchange import InFlight
 from memswap.parallel.split_linear import split_linear
 from ranks import Rank, distributed
 
@@ -60,6 +63,11 @@ def copied_and_edited(o: torch.Tensor) -> torch.Tensor:
     return copied.sum() + o.sin().sum()
 
 
+def in_inference(o: torch.Tensor) -> float:
+    with torch.inference_mode():
+        return float((o.flatten(2) * 2).sum())
+
+
 def without_a_graph(o: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return o * 2
@@ -78,6 +86,7 @@ USES: dict[str, Any] = {
     "two consumers": lambda o: (o.flatten(2) * 2).sum() + o.cos().sum(),
     "detached": lambda o: o.detach() * 2 + o,
     "without a graph first": lambda o: without_a_graph(o) + o.sin(),
+    "in inference first": lambda o: in_inference(o) + o.sin(),
     "a checkpoint": lambda o: checkpoint(torch.sin, o.flatten(2), use_reentrant=False),
     "a reentrant checkpoint": lambda o: checkpoint(torch.sin, o.flatten(2), use_reentrant=True),
     "a list": lambda o: torch.cat([o, o], dim=0),
@@ -164,6 +173,42 @@ def test_the_output_flies_beside_what_comes_before_its_first_use(rank: Rank, lat
     assert rank.log.events[:4] == ["all_to_all o", "branch", "wait all_to_all o", launch]
     assert sorted(rank.log.events[4:6]) == ["branch gradient", "projection's weight gradient"]
     assert rank.log.events[6:] == [f"wait {launch}"]
+
+
+class NoTicket:
+    def wait(self) -> None:
+        return None
+
+
+class Unwaited(HeadsToSequence):
+    """Hands out what has not arrived."""
+
+    def launch(self, tensor: torch.Tensor, label: str) -> InFlight:
+        launched = super().launch(tensor, label)
+        return InFlight(NoTicket(), launched._unpack, launched.shape)
+
+
+def weight_first(input: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The input is made before the weight's side has its place."""
+    x = input()
+    return split_linear(lambda: x, weight, bias)
+
+
+@distributed(2)
+def test_each_broken_order_of_an_arriving_tensor_is_noticed(rank: Rank) -> None:
+    spec = heads_to_sequence(rank, True)
+    broken = Unwaited(spec.comm, spec.heads, spec.lengths, spec.seq_dim, spec.head_dim)
+    for one, arrives in ((spec, True), (broken, False)):
+        o = exchange(torch.ones(2, 5, 2, 3, dtype=FP64), one).arriving()
+        assert bool((o * 1 == 1).all()) == arrives
+    linear = nn.Linear(12, 4, dtype=FP64)
+    linear.weight.register_hook(lambda _: rank.log("weight gradient"))
+    for split, beside in ((split_linear, True), (weight_first, False)):
+        with mock.patch.object(arriving_module, "split_linear", split):
+            o = exchange(attention_output().requires_grad_(), spec, label="o").arriving()
+            linear(o.flatten(2)).sum().backward()
+        assert rank.log.before("all_to_all o gradient", "weight gradient") == beside
+        rank.log.events.clear()
 
 
 @distributed(2)

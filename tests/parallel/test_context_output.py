@@ -244,3 +244,41 @@ def test_describe_says_who_launched_which_exchange(rank: Rank) -> None:
     assert table[12:] == [["other.core", "never", "ran"]]
     with pytest.raises(ValueError, match="no sharded module and no ContextParallel"):
         memswap.describe(nn.Linear(1, 1))
+
+
+@distributed(2)
+def test_what_is_around_attention_hands_a_late_output_on(rank: Rank) -> None:
+    """A manager or a checkpoint of attention alone has an output without data to deal with."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = random(2, 4, 16)
+
+    def run(around: str) -> list[Any]:
+        style = ContextParallel(ranges="ranges", comm=open_comms(rank, True))
+        model = make()
+        applied = style.apply(model.core, mesh, o=model.out if around else None)
+        core = model.core.__call__
+        manager = None
+        if around in ("torch", "memswap"):
+            one = torch.utils.checkpoint.checkpoint if around == "torch" else memswap.checkpoint
+            options = {"use_reentrant": False} if around == "torch" else {}
+            call = lambda q, k, v: one(core, q, k, v, **options)  # noqa: E731
+        elif around == "reentrant":
+            call = lambda q, k, v: torch.utils.checkpoint.checkpoint(  # noqa: E731
+                core, q, k, v, use_reentrant=True
+            )
+        else:
+            call = core
+        if around == "manage":
+            manager = memswap.manage([model.core, model.out])
+        leaf = x.clone().requires_grad_()
+        y = model.out(call(model.q(leaf), model.k(leaf), model.v(leaf)).flatten(2))
+        y.square().sum().backward()
+        if manager is not None:
+            manager.remove()
+        if around:
+            assert applied.late == 1, around
+        return [y, leaf.grad, *(weight.grad for weight in model.parameters())]
+
+    expected = run("")
+    for around in ("nothing", "torch", "reentrant", "memswap", "manage"):
+        assert all(map(torch.equal, run(around), expected)), around

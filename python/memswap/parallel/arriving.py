@@ -115,7 +115,6 @@ class ArrivingTensor(torch.Tensor):  # type: ignore[misc]
     _like: torch.Tensor
     _connected: bool
     _plain: torch.Tensor | None
-    _plain_has_grad: bool
 
     @staticmethod
     def make(
@@ -133,7 +132,7 @@ class ArrivingTensor(torch.Tensor):  # type: ignore[misc]
         )
         tensor._arrival, tensor._like, tensor._parent = arrival, like, parent
         tensor._rearrange, tensor._connected = rearrange, connected
-        tensor._plain, tensor._plain_has_grad = None, False
+        tensor._plain = None
         return tensor
 
     @classmethod
@@ -182,21 +181,24 @@ class ArrivingTensor(torch.Tensor):  # type: ignore[misc]
         return self.plain()
 
     def plain(self) -> torch.Tensor:
-        """The plain tensor: one, whoever asks."""
-        has_grad = self.requires_grad and torch.is_grad_enabled()
-        if self._plain is None or (has_grad and not self._plain_has_grad):
-            if has_grad and not self._connected:
-                self._plain = _Arrive.apply(self, self._raw(), None)
-            elif self._parent is not None:
-                with torch.set_grad_enabled(has_grad):
-                    self._plain = self._rearrange(self._parent.plain())
-            elif has_grad:
-                self._plain = _Arrive.apply(self, self._arrival.data(), self._arrival.box)
-            else:
-                self._plain = self._arrival.data()
-            self._plain_has_grad = has_grad
-        assert self._plain is not None
+        """The plain tensor: one, whoever asks, in whatever mode."""
+        if self._plain is None or (self.requires_grad and not self._plain.requires_grad):
+            with torch.inference_mode(False), torch.set_grad_enabled(self.requires_grad):
+                self._plain = self._make_plain()
         return self._plain
+
+    def _make_plain(self) -> torch.Tensor:
+        plain: torch.Tensor
+        if self.requires_grad and not self._connected:
+            data = self._raw() if self._plain is None else self._plain
+            plain = _Arrive.apply(self, data, None)
+        elif self._parent is not None:
+            plain = self._rearrange(self._parent.plain())
+        elif self.requires_grad:
+            plain = _Arrive.apply(self, self._arrival.data(), self._arrival.box)
+        else:
+            plain = self._arrival.data()
+        return plain
 
     def expect(self) -> None:
         """The next use is the one that was meant."""
