@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,10 +19,18 @@ from memswap.parallel import ContextParallel
 from ranks import Rank, RankPool, distributed
 from test_context import open_comms, random
 
+BUILD = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
+
 
 @pytest.fixture
 def rank_pool() -> Iterator[RankPool]:
-    """Ranks for one test: the others leave state behind in their process."""
+    """Ranks for one test: the others leave state behind in their process.
+
+    DeepSpeed compiles an operator at its first use, for longer than a test may take: here, in time.
+    """
+    if importlib.util.find_spec("deepspeed") is not None:
+        environment = os.environ | {"DS_ACCELERATOR": "cpu"}
+        subprocess.run([sys.executable, "-c", BUILD], check=True, env=environment, timeout=280)
     pool = RankPool()
     yield pool
     pool.close()
