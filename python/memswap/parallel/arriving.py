@@ -135,7 +135,9 @@ class ArrivingTensor(torch.Tensor):  # type: ignore[misc]
         tensor._plain = None
         return tensor
 
+    # Dynamo must not trace what decides whether to wait: it would lose the node that Arrive is.
     @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
