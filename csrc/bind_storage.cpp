@@ -34,20 +34,6 @@ void bind_storage(py::module_& module) {
       .def("expired", &WeakStorage::expired)
       .def("lock", &WeakStorage::lock);
 
-  py::class_<SavedView>(module, "SavedView", "How a saved tensor looks at its storage.")
-      .def("rebuild", &SavedView::rebuild, py::arg("storage"), py::arg("shares_counter"))
-      .def("describe", &SavedView::describe)
-      .def_property_readonly("edited", &SavedView::edited)
-      .def_property_readonly("version", &SavedView::version)
-      .def_property_readonly("current_version", &SavedView::current_version)
-      .def_property_readonly("of_leaf", &SavedView::of_leaf)
-      .def_property_readonly("private_format", &SavedView::private_format)
-      .def_property_readonly("key",
-                             [](const SavedView& view) { return as_int(view.storage_key()); })
-      .def_property_readonly("storage_nbytes", &SavedView::storage_nbytes)
-      .def_property_readonly("nbytes", &SavedView::nbytes);
-  module.def("capture", &SavedView::capture, py::arg("tensor"),
-             "The SavedView of a plain strided tensor, or None.");
   module.attr("can_lend") = can_lend();
   module.def(
       "lend",

@@ -1,8 +1,12 @@
 """The native module (csrc/bind_*.cpp). Contracts stand in the C++ headers."""
 
+import enum
 from collections.abc import Sequence
+from typing import Any
+from weakref import ref
 
 import torch
+from typing_extensions import Self
 
 class TransferError(RuntimeError): ...
 
@@ -43,6 +47,79 @@ class SavedView:
     def nbytes(self) -> int: ...
     def rebuild(self, storage: StorageRef, shares_counter: bool) -> torch.Tensor: ...
     def describe(self) -> str: ...
+
+class Ledger:
+    """The numbers that a saver counts (csrc/residence.h)."""
+
+    offered_tensors: int
+    offered_bytes: int
+    deduplicated_tensors: int
+    deduplicated_bytes: int
+    moved_storages: int
+    moved_bytes: int
+    encoded_storages: int
+    encoded_bytes: int
+    frame_bytes: int
+    returned_storages: int
+    returned_bytes: int
+    freed_bytes: int
+    stalls: int
+    exposed_wait_s: float
+    resident_bytes: int
+    peak_resident_bytes: int
+    away_bytes: int
+    peak_away_bytes: int
+    def offer(self, nbytes: int, /) -> None: ...
+    def resident(self, change: int, /) -> None: ...
+    def away(self, change: int, /) -> None: ...
+    def reset(self) -> None: ...
+
+class State(enum.Enum):
+    RESIDENT = "resident"
+    LEAVING = "leaving"
+    AWAY = "away"
+    RETURNING = "returning"
+
+class Entry:
+    """One saved storage; the steps that each takes (csrc/bind_entry.cpp)."""
+
+    def __new__(cls, saver: Any, view: SavedView, storage: StorageRef, /) -> Self: ...
+    saver: Any  # its owner
+    storage: StorageRef | None  # what was brought back, or waits to leave
+    away: Any
+    way: Any
+    departure: Any  # tickets, or None
+    arrival: Any
+    passage: Any
+    index: int  # in the passage; -1: none
+    order: Any  # how it will leave, where a group says when
+    handles: int  # saves whose storage left
+    keeps: int  # saves whose tensor stayed
+    unseen: int  # saves that were not unpacked since the storage came back
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def fetched(self) -> bool: ...  # whether the storage is one that memswap made
+    @property
+    def state(self) -> State: ...
+    @property
+    def reference(self) -> ref[Self]: ...
+    @property
+    def identity(self) -> WeakStorage: ...
+    @property
+    def is_away(self) -> bool: ...
+    def leave(self, way: Any, away: Any, departure: Any, /) -> None: ...
+    def sent(self) -> bool: ...
+    def gone(self, wait: bool = False) -> bool: ...
+    def fetch(self) -> None: ...
+    def bring(self) -> StorageRef: ...
+    def lock(self) -> bool: ...
+    def move(self, state: State, /) -> None: ...
+    def drop_storage(self) -> None: ...
+    def drop_away(self) -> None: ...
+    def count_held(self) -> None: ...
 
 class VersionGuard:
     def __init__(self, tensor: torch.Tensor) -> None: ...

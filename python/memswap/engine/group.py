@@ -231,7 +231,7 @@ class Generation:
         if self.phase is Phase.COLLECTED:
             self._refuse("wait_offload", "nothing was launched", "launch_offload() first")
         for entry in self._living():
-            departure = entry.remains.departure
+            departure = entry.departure
             if departure is None or entry.state is not State.LEAVING:
                 continue
             with suppress(native.TransferError):
@@ -271,9 +271,9 @@ class Generation:
                         entry.fetch()
                     except torch.OutOfMemoryError:
                         return  # whatever is missing is asked for again when it is demanded
-                    assert entry.way is not None and entry.remains.arrival is not None
+                    assert entry.way is not None and entry.arrival is not None
                     if not entry.way.works_ahead:
-                        finish(entry.remains.arrival)  # nobody else would do the work
+                        finish(entry.arrival)  # nobody else would do the work
                 entry.unseen += entry.handles * (readings - 1)
 
     def wait_load(self) -> None:
@@ -287,7 +287,7 @@ class Generation:
         if self.phase not in (Phase.LOADING, Phase.LOADED):
             self._refuse("wait_load", "no load was launched", "launch_load() first")
         for entry in self._living():
-            arrival = entry.remains.arrival
+            arrival = entry.arrival
             if arrival is None or entry.storage is None:
                 continue
             try:

@@ -76,8 +76,8 @@ class Saver:
         #: Who watches and directs what leaves, under a memory budget; None: the policy alone.
         self.director: Director | None = None
         self._routes = Routes(pool)
-        #: Entries by the address of their storage. Dead ones are swept out once a passage; until
-        #: then they find nobody, whatever their address is used for.
+        #: Entries by the address of their storage. Dead ones are swept out once a passage; they,
+        #: and those that were fetched, find nobody, whatever their address is used for.
         self._entries: dict[int, ref[Entry] | ref[Stay]] = {}
         self._leaving: deque[ref[Entry]] = deque()  # in the order of their sends
         self._lingering: deque[ref[Entry]] = deque()  # sent, and held by somebody
@@ -315,12 +315,6 @@ class Saver:
             return None
         return entry
 
-    def forget_identity(self, entry: Entry) -> None:
-        """The storage that the entry was known by is gone; its address may be used again."""
-        key = entry.identity.key
-        if self._entries.get(key) is entry.reference:
-            del self._entries[key]
-
     def _sweep(self) -> None:
         """Forget entries that died."""
         for key in [key for key, reference in self._entries.items() if reference() is None]:
@@ -352,16 +346,13 @@ class Saver:
     def demand(self, entry: Entry) -> StorageRef:
         """The storage of an entry, ordered before what the caller does next."""
         with self.lock:
-            self.ledger.fold_retired()
             if self._encoding:
                 self._learn()
             director = self.director
             if director is not None:
                 director.demanding(entry)
-            storage, late = entry.bring()
-            arrival = entry.remains.arrival
-            if late:
-                self.ledger.stalls += 1
+            storage = entry.bring()
+            arrival = entry.arrival
             if entry.passage is not None:
                 self.look_ahead(entry.passage, entry.index)
         if arrival is not None:
@@ -381,7 +372,6 @@ class Saver:
             passage = entry.passage
             if passage is None:
                 return
-            self.ledger.fold_retired()
             director = self.director
             if director is not None:
                 director.demanding(entry)

@@ -40,8 +40,10 @@ class Placed(Protocol):
 
     passage: Any
     index: int
-    reference: Any
-    """A weak reference to itself; a passage keeps nothing alive."""
+
+    @property
+    def reference(self) -> Any:
+        """A weak reference to itself; a passage keeps nothing alive."""
 
 
 PlacedT = TypeVar("PlacedT", bound=Placed)

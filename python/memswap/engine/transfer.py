@@ -29,6 +29,9 @@ class WayBack(Protocol):
     stays_on_device: bool
     """Whether the away form takes memory of the device."""
 
+    frees_first: bool
+    """Whether a storage may be gone before its bytes are in the away form for sure."""
+
     short_of: str
     """What there was too little of where `send` returned None: the reason in the statistics."""
 
@@ -59,6 +62,7 @@ class SwapWay:
 
     encodes = False
     stays_on_device = False
+    frees_first = False
     short_of = "pool"
     works_ahead = True
 
@@ -89,6 +93,7 @@ class EncodeWay:
 
     encodes = True
     stays_on_device = True
+    frees_first = False
     short_of = "codec room"
 
     def __init__(self, lane: CodecLane, works_ahead: bool) -> None:
@@ -119,6 +124,7 @@ class EncodeSwapWay:
 
     encodes = True
     stays_on_device = False
+    frees_first = False
     short_of = "codec room"
 
     def __init__(self, codec_lane: CodecLane, works_ahead: bool, lane: Lane, pool: Pool) -> None:

@@ -89,9 +89,7 @@ class Visit:
         if view is None:
             return self._pack_unusual(tensor)
         with saver.lock:
-            ledger.fold_retired()
-            ledger.offered_tensors += 1
-            ledger.offered_bytes += view.nbytes
+            ledger.offer(view.nbytes)
             if view.of_leaf or view.key in saver.persistent or is_frozen_parameter(tensor):
                 outcome: Handle | str = "parameter"
             elif view.private_format:
@@ -127,7 +125,7 @@ class Visit:
             return Parts(tensor, parts, context)
         with self.saver.lock:
             ledger = self.saver.ledger
-            ledger.offered_tensors += 1
+            ledger.offer(0)
             ledger.keep("not a plain tensor", 0)
         return self._or_outer(tensor, Kept(tensor, None))
 
