@@ -1,5 +1,7 @@
 // Entry, as Python sees it: the steps that every saved storage takes. What is rare, and all words,
 // stand in python/memswap/engine/entry.py, whose class is derived from this one.
+#include "bind_entry.h"
+
 #include <pybind11/pybind11.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -10,45 +12,19 @@
 #include <utility>
 
 #include "bind_ledger.h"
+#include "bind_ticket.h"
+#include "block.h"
 #include "codec/codec_lane.h"
+#include "python_storage.h"
 #include "python_type.h"
 #include "residence.h"
 #include "saved_view.h"
 #include "storage.h"
-#include "ticket.h"
-#include "work_ticket.h"
 
 namespace memswap {
 namespace py = pybind11;
 
 namespace {
-
-// What Python reaches by its offset.
-struct EntryMembers {
-  PyObject_HEAD PyObject* weak_references;
-  // Python's, and nobody's business here but for the calls below. None: nothing.
-  PyObject* saver;
-  PyObject* ledger;     // a LedgerObject: `residence` writes to it
-  PyObject* storage;    // a StorageRef, where the entry itself holds the storage
-  PyObject* away;       // the away form
-  PyObject* way;        // how it comes back
-  PyObject* departure;  // the ticket of its send
-  PyObject* arrival;    // the ticket of its return
-  PyObject* passage;
-  PyObject* order;
-  Py_ssize_t index;   // in the passage
-  long long handles;  // saves whose storage left
-  long long keeps;    // saves whose tensor stayed
-  long long unseen;   // saves that have not been unpacked since the storage came back
-  long long version;
-  char fetched;  // whether the storage is one that memswap made
-  char gathers;  // whether the storage may be gone before its bytes are elsewhere for sure
-};
-
-struct EntryObject : EntryMembers {
-  std::optional<Residence> residence;
-  std::optional<WeakStorage> identity;
-};
 
 constexpr std::array kSlots = {
     &EntryObject::saver,   &EntryObject::ledger,  &EntryObject::storage,
@@ -58,50 +34,24 @@ constexpr std::array kSlots = {
 
 // Set once, by bind_entry: the members of Python's State, types, and names.
 std::array<PyObject*, 4> states;
-PyTypeObject* ticket_type = nullptr;
+PyTypeObject* entry_type = nullptr;
+PyTypeObject* block_type = nullptr;
 PyTypeObject* encoded_type = nullptr;
 struct Names {
-  PyObject *abandon, *bring, *done, *failed, *frees_first, *held, *add, *ledger, *nbytes,
-      *send_safe, *stay, *stays_on_device;
+  PyObject *add, *bring, *frees_first, *held, *ledger, *nbytes, *sent_safely, *stay,
+      *stays_on_device;
 } names;
-
-EntryObject* entry_of(PyObject* self) { return reinterpret_cast<EntryObject*>(self); }
-
-// Owned references, from calls that return them.
-py::object owned(PyObject* result) {
-  if (result == nullptr) {
-    throw py::error_already_set();
-  }
-  return py::reinterpret_steal<py::object>(result);
-}
-
-bool truth(PyObject* result) {
-  const int answer = PyObject_IsTrue(owned(result).ptr());
-  if (answer < 0) {
-    throw py::error_already_set();
-  }
-  return answer != 0;
-}
 
 void put(PyObject*& slot, PyObject* value) {
   Py_INCREF(value);
   Py_XSETREF(slot, value);
 }
 
-// A ticket as what it is, or nullptr where it is one of Python's.
-Ticket* native_ticket(PyObject* ticket) {
-  return Py_IS_TYPE(ticket, ticket_type) ? py::handle(ticket).cast<Ticket*>() : nullptr;
-}
+LedgerObject* ledger_of(EntryObject* self) { return reinterpret_cast<LedgerObject*>(self->ledger); }
 
-// Tickets let go of the GIL themselves where they have to ([Note: No lock while holding the GIL]).
-bool is_done(PyObject* ticket) {
-  Ticket* const native = native_ticket(ticket);
-  return native ? native->done() : truth(PyObject_CallMethodNoArgs(ticket, names.done));
-}
-
-bool has_failed(PyObject* ticket) {
-  Ticket* const native = native_ticket(ticket);
-  return native ? failed(*native) : truth(PyObject_CallMethodNoArgs(ticket, names.failed));
+// Whatever else has this address from here on, it is not what was saved.
+void forget_identity(EntryObject* self) {
+  forget(ledger_of(self), self->identity->key(), reinterpret_cast<PyObject*>(self));
 }
 
 [[noreturn]] void refuse(EntryObject* self, State to) {
@@ -130,6 +80,8 @@ void count_held(EntryObject* self) {
     const auto* encoded = py::handle(self->away).cast<const EncodedStorage*>();
     nbytes = static_cast<int64_t>(encoded->nbytes());
     overflow = static_cast<int64_t>(encoded->overflow_nbytes());
+  } else if (Py_IS_TYPE(self->away, block_type)) {
+    nbytes = static_cast<int64_t>(py::handle(self->away).cast<const Block*>()->nbytes());
   } else {
     nbytes = owned(PyObject_GetAttr(self->away, names.nbytes)).cast<int64_t>();
   }
@@ -170,7 +122,7 @@ bool gone(EntryObject* self, bool wait) {
     return state == State::kAway;
   }
   if (self->gathers &&
-      !truth(PyObject_CallMethodOneArg(reinterpret_cast<PyObject*>(self), names.send_safe,
+      !truth(PyObject_CallMethodOneArg(reinterpret_cast<PyObject*>(self), names.sent_safely,
                                        wait ? Py_True : Py_False))) {
     return false;
   }
@@ -186,9 +138,10 @@ void fetch(EntryObject* self) {
   }
   PyObject* const storage = PyTuple_GET_ITEM(pair.ptr(), 0);
   put(self->arrival, PyTuple_GET_ITEM(pair.ptr(), 1));
-  WeakStorage identity(py::handle(storage).cast<const StorageRef&>());
+  WeakStorage identity(*expect_storage(storage));
   require(self, self->residence->come_back(), State::kReturning);
   put(self->storage, storage);
+  forget_identity(self);
   self->identity.emplace(std::move(identity));
   self->fetched = 1;
   self->unseen = self->handles;
@@ -199,7 +152,7 @@ bool lock(EntryObject* self) {
   if (!held) {
     return false;
   }
-  put(self->storage, py::cast(std::move(held)).ptr());
+  put(self->storage, owned(storage_object(std::move(held))).ptr());
   self->unseen = self->handles;
   self->residence->count_resident(true);
   return true;
@@ -266,6 +219,13 @@ PyObject* py_gone(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObj
   }
   return guarded<PyObject*>(nullptr, [&]() -> PyObject* {
     return PyBool_FromLong(gone(entry_of(self), PyObject_IsTrue(wait[0]) == 1));
+  });
+}
+
+PyObject* py_lingers(PyObject* self, PyObject*) {
+  return guarded<PyObject*>(nullptr, [&]() -> PyObject* {
+    EntryObject* const entry = entry_of(self);
+    return PyBool_FromLong(entry->residence->state() == State::kLeaving && !gone(entry, false));
   });
 }
 
@@ -346,7 +306,7 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
     if (books == nullptr) {
       throw py::error_already_set();
     }
-    const WeakStorage identity(py::handle(storage).cast<const StorageRef&>());
+    const WeakStorage identity(*expect_storage(storage));
     py::object made = owned(type->tp_alloc(type, 0));
     EntryObject* const self = entry_of(made.ptr());
     new (&self->residence) std::optional<Residence>();
@@ -359,23 +319,17 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
     self->index = -1;
     self->version = look->version();
     self->residence.emplace(books->ledger, static_cast<int64_t>(look->storage_nbytes()));
+    remember(books, look->storage_key(), look->version(), made.ptr());
     return made.release().ptr();
   });
 }
 
 // Nobody will wait for its tickets any more. A ticket that holds a storage lets go of it in order.
-void abandon(PyObject* ticket) {
-  if (empty(ticket)) {
-    return;
-  }
-  const bool done = guarded<bool>(false, [&] {
-    if (Ticket* const native = native_ticket(ticket)) {
-      native->abandon();
-    } else {
-      owned(PyObject_CallMethodNoArgs(ticket, names.abandon));
-    }
-    return true;
-  });
+void abandon_quietly(PyObject* ticket) {
+  const bool done = empty(ticket) || guarded<bool>(false, [&] {
+                      abandon(ticket);
+                      return true;
+                    });
   if (!done) {
     PyErr_WriteUnraisable(ticket);
   }
@@ -392,6 +346,7 @@ int traverse(PyObject* self, visitproc visit, void* arg) {
 // Its tickets and its place on the books stay until it dies.
 int clear(PyObject* self) {
   EntryObject* const entry = entry_of(self);
+  forget_identity(entry);
   for (const auto slot : {&EntryObject::saver, &EntryObject::storage, &EntryObject::away,
                           &EntryObject::way, &EntryObject::passage, &EntryObject::order}) {
     put(entry->*slot, Py_None);
@@ -399,8 +354,8 @@ int clear(PyObject* self) {
   return 0;
 }
 
-// First of all weak references end: a ticket may let go of the GIL, and no other thread may take
-// hold of an entry that is dying.
+// First of all nobody finds it any more: a ticket may let go of the GIL, and no other thread may
+// take hold of an entry that is dying.
 void dealloc(PyObject* self) {
   EntryObject* const entry = entry_of(self);
   PyTypeObject* const type = Py_TYPE(self);
@@ -408,11 +363,14 @@ void dealloc(PyObject* self) {
   if (entry->weak_references != nullptr) {
     PyObject_ClearWeakRefs(self);
   }
+  if (entry->residence) {
+    forget_identity(entry);
+  }
   entry->residence.~optional();
   PyObject *kind, *value, *traceback;
   PyErr_Fetch(&kind, &value, &traceback);
-  abandon(entry->departure);
-  abandon(entry->arrival);
+  abandon_quietly(entry->departure);
+  abandon_quietly(entry->arrival);
   PyErr_Restore(kind, value, traceback);
   for (const auto slot : kSlots) {
     Py_CLEAR(entry->*slot);
@@ -430,6 +388,7 @@ PyMethodDef methods[] = {
     {"gone", as_method(py_gone), METH_FASTCALL | METH_KEYWORDS,
      "gone(wait=False): notice whether a leaving storage really went away. What was gathered is "
      "gone before its bytes are anywhere else for sure; `wait` for that, instead of saying no."},
+    {"lingers", py_lingers, METH_NOARGS, "Whether it is leaving and somebody holds it still."},
     {"fetch", py_fetch, METH_NOARGS,
      "Start bringing the bytes back into a storage of memswap's own. May be out of memory."},
     {"bring", py_bring, METH_NOARGS,
@@ -502,6 +461,14 @@ PyObject* interned(const char* name) {
 
 }  // namespace
 
+EntryObject* entry_object(PyObject* object) {
+  if (!PyObject_TypeCheck(object, entry_type)) {
+    PyErr_Format(PyExc_TypeError, "expected an Entry, found %R", object);
+    return nullptr;
+  }
+  return entry_of(object);
+}
+
 void bind_entry(py::module_& module) {
   py::dict values;
   values["RESIDENT"] = "resident";
@@ -516,21 +483,18 @@ void bind_entry(py::module_& module) {
             state.attr("LEAVING").cast<py::object>().release().ptr(),
             state.attr("AWAY").cast<py::object>().release().ptr(),
             state.attr("RETURNING").cast<py::object>().release().ptr()};
-  ticket_type = reinterpret_cast<PyTypeObject*>(py::type::of<Ticket>().release().ptr());
+  block_type = reinterpret_cast<PyTypeObject*>(py::type::of<Block>().release().ptr());
   encoded_type = reinterpret_cast<PyTypeObject*>(py::type::of<EncodedStorage>().release().ptr());
-  names = {.abandon = interned("abandon"),
+  names = {.add = interned("add"),
            .bring = interned("bring"),
-           .done = interned("done"),
-           .failed = interned("failed"),
            .frees_first = interned("frees_first"),
            .held = interned("held"),
-           .add = interned("add"),
            .ledger = interned("ledger"),
            .nbytes = interned("nbytes"),
-           .send_safe = interned("sent_safely"),
+           .sent_safely = interned("sent_safely"),
            .stay = interned("stay"),
            .stays_on_device = interned("stays_on_device")};
-  add_type(module, "Entry", spec);
+  entry_type = add_type(module, "Entry", spec);
 }
 
 }  // namespace memswap

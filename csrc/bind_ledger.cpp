@@ -1,9 +1,11 @@
-// The numbers of a ledger, as Python sees them.
+// Ledger, as Python sees it: what a saver counts, and which storages it knows.
 #include "bind_ledger.h"
 
+#include <chrono>
 #include <cstddef>
 #include <new>
 
+#include "bind_ticket.h"
 #include "python_type.h"
 
 namespace memswap {
@@ -15,16 +17,21 @@ PyTypeObject* ledger_type = nullptr;  // set once, by bind_ledger
 
 Ledger& ledger_in(PyObject* self) { return reinterpret_cast<LedgerObject*>(self)->ledger; }
 
+using Known = std::unordered_map<const void*, LedgerObject::Known>;
+Known& known_in(PyObject* self) { return reinterpret_cast<LedgerObject*>(self)->known; }
+
 PyObject* make(PyTypeObject* type, PyObject*, PyObject*) {
   PyObject* self = type->tp_alloc(type, 0);
   if (self != nullptr) {
     new (&ledger_in(self)) Ledger();
+    new (&known_in(self)) Known();
   }
   return self;
 }
 
 void dealloc(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
+  known_in(self).~Known();
   type->tp_free(self);
   Py_DECREF(type);
 }
@@ -40,13 +47,50 @@ PyObject* counted(PyObject* self, PyObject* nbytes) {
   Py_RETURN_NONE;
 }
 
+// Which entry or stay has the very storage and content that a view was captured from.
+PyObject* find(PyObject* self, PyObject* view) {
+  const SavedView* const look = saved_view_of(view);
+  if (look == nullptr) {
+    return nullptr;
+  }
+  const Known& known = known_in(self);
+  const auto found = known.find(look->storage_key());
+  if (found == known.end() || found->second.version != look->version()) {
+    Py_RETURN_NONE;
+  }
+  return Py_NewRef(found->second.holder);
+}
+
+PyObject* offer(PyObject* self, PyObject* view) {
+  const SavedView* const look = saved_view_of(view);
+  if (look == nullptr) {
+    return nullptr;
+  }
+  ledger_in(self).offer(static_cast<int64_t>(look->nbytes()));
+  Py_RETURN_NONE;
+}
+
+PyObject* wait(PyObject* self, PyObject* ticket) {
+  return guarded<PyObject*>(nullptr, [&]() -> PyObject* {
+    const auto begin = std::chrono::steady_clock::now();
+    wait_for(ticket);
+    ledger_in(self).exposed_wait_s +=
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    Py_RETURN_NONE;
+  });
+}
+
+PyObject* known_storages(PyObject* self, void*) { return PyLong_FromSize_t(known_in(self).size()); }
+
 PyObject* reset(PyObject* self, PyObject*) {
   ledger_in(self).reset();
   Py_RETURN_NONE;
 }
 
 PyMethodDef methods[] = {
-    {"offer", counted<&Ledger::offer>, METH_O, "A tensor of so many bytes was saved."},
+    {"offer", offer, METH_O, "A tensor was saved."},
+    {"find", find, METH_O, "The entry or stay of a view's very storage and content, or None."},
+    {"wait", wait, METH_O, "Wait for a ticket; for as long as the host is blocked, that counts."},
     {"resident", counted<&Ledger::resident>, METH_O, "So many more bytes are on the device."},
     {"away", counted<&Ledger::away>, METH_O, "So many more bytes are in pools."},
     {"reset", reset, METH_NOARGS, "Count anew; what is resident and away stays known."},
@@ -81,11 +125,17 @@ PyMemberDef members[] = {
 };
 #undef MEMSWAP_NUMBER
 
+PyGetSetDef properties[] = {
+    {"known_storages", known_storages, nullptr, "Number of storages that `find` knows.", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr},
+};
+
 PyType_Slot slots[] = {
     {Py_tp_new, reinterpret_cast<void*>(make)},
     {Py_tp_dealloc, reinterpret_cast<void*>(dealloc)},
     {Py_tp_methods, methods},
     {Py_tp_members, members},
+    {Py_tp_getset, properties},
     {Py_tp_doc, const_cast<char*>("What a saver counts (csrc/residence.h).")},
     {0, nullptr},
 };
@@ -106,6 +156,17 @@ LedgerObject* ledger_object(PyObject* object) {
     return nullptr;
   }
   return reinterpret_cast<LedgerObject*>(object);
+}
+
+void remember(LedgerObject* ledger, const void* key, uint32_t version, PyObject* holder) {
+  ledger->known.insert_or_assign(key, LedgerObject::Known{holder, version});
+}
+
+void forget(LedgerObject* ledger, const void* key, const PyObject* holder) {
+  const auto found = ledger->known.find(key);
+  if (found != ledger->known.end() && found->second.holder == holder) {
+    ledger->known.erase(found);
+  }
 }
 
 void bind_ledger(py::module_& module) { ledger_type = add_type(module, "Ledger", spec); }

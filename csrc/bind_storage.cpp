@@ -1,4 +1,4 @@
-// Storages, saved views and in-place moves, as Python sees them.
+// Weak storages, lent memory and in-place moves, as Python sees them.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
@@ -6,6 +6,7 @@
 #include "gather.h"
 #include "inplace.h"
 #include "lend.h"
+#include "python_storage.h"
 #include "saved_view.h"
 #include "storage.h"
 
@@ -17,17 +18,6 @@ uintptr_t as_int(const void* key) { return reinterpret_cast<uintptr_t>(key); }
 }  // namespace
 
 void bind_storage(py::module_& module) {
-  py::class_<StorageRef, StorageRefPtr>(module, "StorageRef", "A share of one tensor storage.")
-      .def(py::init(
-          [](const at::Tensor& tensor) { return std::make_shared<StorageRef>(tensor.storage()); }))
-      .def_property_readonly("nbytes", [](const StorageRef& ref) { return ref.storage.nbytes(); })
-      .def_property_readonly(
-          "key", [](const StorageRef& ref) { return as_int(ref.storage.unsafeGetStorageImpl()); })
-      .def_property_readonly("use_count",
-                             [](const StorageRef& ref) { return ref.storage.use_count(); })
-      .def_property_readonly(
-          "edited", [](const StorageRef& ref) { return ref.version.current_version() != 0; });
-
   py::class_<WeakStorage>(module, "WeakStorage", "A storage's identity; owns no memory.")
       .def(py::init<const StorageRef&>())
       .def_property_readonly("key", [](const WeakStorage& weak) { return as_int(weak.key()); })

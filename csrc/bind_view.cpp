@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 
+#include "python_storage.h"
 #include "python_type.h"
 #include "saved_view.h"
 
@@ -17,24 +18,37 @@ namespace {
 
 struct ViewObject {
   PyObject_HEAD SavedView view;
+  bool of_subclass;
 };
 
 PyTypeObject* view_type = nullptr;  // set once, by bind_view
 
 const SavedView& view_of(PyObject* self) { return reinterpret_cast<ViewObject*>(self)->view; }
 
+// Whether the tensor, or the one that it is a view of, has a class of its own, as a Parameter has.
+bool is_of_subclass(PyObject* object, const at::Tensor& tensor) {
+  const auto plain = reinterpret_cast<PyTypeObject*>(THPVariableClass);
+  if (!tensor.is_view()) {
+    return !Py_IS_TYPE(object, plain);
+  }
+  const auto base = py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor._base()));
+  return !Py_IS_TYPE(base.ptr(), plain);
+}
+
 PyObject* capture(PyObject*, PyObject* tensor) {
   return guarded<PyObject*>(nullptr, [&]() -> PyObject* {
     if (!THPVariable_Check(tensor)) {
       throw py::type_error("capture needs a torch.Tensor");
     }
-    auto captured = SavedView::capture(THPVariable_Unpack(tensor));
+    const at::Tensor& unpacked = THPVariable_Unpack(tensor);
+    auto captured = SavedView::capture(unpacked);
     if (!captured) {
       Py_RETURN_NONE;
     }
     PyObject* object = view_type->tp_alloc(view_type, 0);
     if (object != nullptr) {
       new (&reinterpret_cast<ViewObject*>(object)->view) SavedView(std::move(*captured));
+      reinterpret_cast<ViewObject*>(object)->of_subclass = is_of_subclass(tensor, unpacked);
     }
     return object;
   });
@@ -58,7 +72,7 @@ PyObject* rebuild(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObj
     if (storage == nullptr || shares_counter == nullptr) {
       throw py::type_error("rebuild needs a storage and whether it shares the version counter");
     }
-    const auto& ref = py::handle(storage).cast<const StorageRef&>();
+    const StorageRef& ref = *expect_storage(storage);
     return THPVariable_Wrap(view_of(self).rebuild(ref, PyObject_IsTrue(shares_counter) == 1));
   });
 }
@@ -78,6 +92,15 @@ PyObject* number(PyObject* self, void*) {
   return PyLong_FromSize_t((view_of(self).*get)());
 }
 
+PyObject* of_subclass(PyObject* self, void*) {
+  return PyBool_FromLong(reinterpret_cast<ViewObject*>(self)->of_subclass);
+}
+
+PyObject* device_number(PyObject* self, void*) {
+  const c10::Device device = view_of(self).device();
+  return PyLong_FromLong(static_cast<long>(device.type()) << 16 | (device.index() + 1));
+}
+
 PyObject* key(PyObject* self, void*) {
   return PyLong_FromVoidPtr(const_cast<void*>(view_of(self).storage_key()));
 }
@@ -92,6 +115,8 @@ PyMethodDef methods[] = {
 PyGetSetDef properties[] = {
     {"edited", flag<&SavedView::edited>, nullptr, nullptr, nullptr},
     {"of_leaf", flag<&SavedView::of_leaf>, nullptr, nullptr, nullptr},
+    {"of_subclass", of_subclass, nullptr, nullptr, nullptr},
+    {"device_number", device_number, nullptr, "One number for each device.", nullptr},
     {"private_format", flag<&SavedView::private_format>, nullptr, nullptr, nullptr},
     {"version", number<&SavedView::version>, nullptr, nullptr, nullptr},
     {"current_version", number<&SavedView::current_version>, nullptr, nullptr, nullptr},

@@ -10,7 +10,6 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
-#include <exception>
 
 #include "saved_view.h"
 
@@ -24,10 +23,8 @@ Result guarded(Result failed, Body&& body) noexcept {
     return body();
   } catch (pybind11::error_already_set& error) {
     error.restore();
-  } catch (const pybind11::builtin_exception& error) {
-    error.set_error();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
+  } catch (...) {
+    pybind11::detail::try_translate_exceptions();  // as for every function of this module
   }
   return failed;
 }

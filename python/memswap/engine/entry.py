@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 #: Where an entry's bytes are. Which steps are legal: csrc/residence.h.
 State = native.State
 
+#: A storage that stays for good.
+Stay = native.Stay
+
 
 class Owner(Protocol):
     """What entries and handles need of the saver that they belong to."""
@@ -30,31 +33,6 @@ class Owner(Protocol):
 
     def demand_kept(self, entry: Entry) -> None:
         """A storage that stayed is demanded."""
-
-
-class Stay:
-    """One storage that stays for good: known, so that it is counted once.
-
-    Owned by its handles, which also hold the storage; so its address names nothing else meanwhile.
-    While its finalizer runs another thread may still take hold of it, and would then share a stay
-    whose bytes are off the books: a number that is too low for a while, nothing more.
-    """
-
-    __slots__ = ("__weakref__", "ledger", "nbytes", "version")
-
-    # What entries have: it never goes away.
-    away = None
-    fetched = False
-    passage = None
-
-    def __init__(self, ledger: Ledger, nbytes: int, version: int) -> None:
-        self.ledger = ledger
-        self.nbytes = nbytes
-        self.version = version
-        ledger.resident(nbytes)
-
-    def __del__(self) -> None:
-        self.ledger.resident(-self.nbytes)
 
 
 class Entry(native.Entry):

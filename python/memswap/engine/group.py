@@ -56,9 +56,7 @@ class Joined(Moved):
 
     __slots__ = ("generation",)
 
-    def __init__(self, moved: Moved, generation: Generation) -> None:
-        self.entry = moved.entry
-        self.view = moved.view
+    def __init__(self, entry: Entry, view: SavedView, generation: Generation) -> None:
         self.generation = generation
 
     def unpack(self) -> torch.Tensor:
@@ -71,19 +69,23 @@ class GroupSaver(Saver):
 
     def __init__(self, policy: Decider, pool: Pool | None) -> None:
         super().__init__(policy, pool, window_bytes=0)
+        self._generation: Generation | None = None  # that saves now
 
     def begin_passage(self) -> None:
         """A generation is a passage, and its group begins it."""
 
     def save(self, tensor: torch.Tensor, view: SavedView, visit: Visit) -> Handle | str:
         assert isinstance(visit, GroupVisit)
-        generation = visit.generation
-        self.passage = generation.passage
-        handle = super().save(tensor, view, visit)
-        if type(handle) is not Moved:
-            return handle
-        generation.join(handle.entry)
-        return Joined(handle, generation)
+        self._generation = visit.generation
+        self.passage = visit.generation.passage
+        return super().save(tensor, view, visit)
+
+    def moved(self, entry: Entry, view: SavedView) -> Moved:
+        """Its handle belongs to the generation that saves now."""
+        generation = self._generation
+        assert generation is not None  # save() has set it
+        generation.join(entry)
+        return Joined(entry, view, generation)
 
     def depart(
         self,
