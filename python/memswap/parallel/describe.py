@@ -9,6 +9,7 @@ from torch import nn
 
 from memswap.parallel.schedule import ShardContext
 from memswap.parallel.shard import ShardedModule
+from memswap.parallel.unit import Unit
 
 MIB = 2**20
 
@@ -17,6 +18,7 @@ def describe(model: nn.Module) -> str:
     """A text about each context of a sharded model: its units, then the last step's collectives.
 
     Gathered weights in MiB (2**20 bytes) per rank while they are gathered; the shard, per rank.
+    A lane is named after the mesh's dimensions.
 
     Raises:
         ValueError: nothing in the model is sharded.
@@ -30,13 +32,19 @@ def describe(model: nn.Module) -> str:
     return "\n\n".join(_describe_context(context) for context in contexts)
 
 
+def _lane(unit: Unit) -> str:
+    """The ranks whose collectives are in one order: names and sizes of the mesh's dimensions."""
+    names = unit.mesh.mesh_dim_names or ("ranks",) * unit.mesh.ndim
+    return " x ".join(f"{name} {unit.mesh.size(dim)}" for dim, name in enumerate(names))
+
+
 def _describe_context(context: ShardContext) -> str:
     stats = context.stats()
     pool = "the caching allocator" if context.pool.count is None else f"{context.pool.count} slots"
     lines = [
         f"{len(context.scheduled)} units in {pool}; {stats.slot_bytes / MIB:.1f} MiB of slots, "
         f"{stats.peak_lent} units gathered at most, {stats.overflows} overflows",
-        f"{'unit':<28}{'parameters':>12}{'gathered':>10}{'shard':>8}  {'memory':<8}"
+        f"{'unit':<28}{'parameters':>12}{'gathered':>10}{'shard':>8}  {'lane':<16}{'memory':<8}"
         f"{'gathers':>8}{'reduces':>8}",
     ]
     counts = Counter((launch.collective, launch.unit) for launch in context.last_step)
@@ -45,6 +53,7 @@ def _describe_context(context: ShardContext) -> str:
         shard = sum(member.local.nbytes for member in unit.members)
         lines.append(
             f"{unit.name:<28}{count:>12,}{unit.nbytes / MIB:>10.1f}{shard / MIB:>8.1f}  "
+            f"{_lane(unit):<16}"
             f"{'own' if one.own_memory else 'slot' if context.pool.count else 'shared':<8}"
             f"{counts['all-gather', unit.name]:>8}{counts['reduce-scatter', unit.name]:>8}"
         )
