@@ -224,9 +224,10 @@ class CompressHook:
         self._entered: list[tuple[Visit, Span | None]] = []
 
     def __enter__(self) -> CompressHook:
+        span = self._manager.begin_span()
         visit = LayerVisit(self._manager)
         visit.enter()
-        self._entered.append((visit, self._manager.begin_span()))
+        self._entered.append((visit, span))
         return self
 
     def __exit__(

@@ -68,7 +68,7 @@ class LayerActivationManager:
 
     def begin_span(self) -> Span | None:
         """The forward is about to be launched; a span if it is to be measured."""
-        device = torch.accelerator.current_accelerator()
+        device = torch.accelerator.current_accelerator(check_available=True)
         durations = self.saver.observer
         if device is None or not isinstance(durations, Durations):
             return None
