@@ -284,7 +284,12 @@ def test_prerequisites_run_before_every_gather_and_are_waited(rank: Rank) -> Non
             rank.log(f"waited {self.name}")
 
     context.before_fetch(Broadcast)
+    only: list[str] = []
+    context.before_fetch(only.append, of=net.layers[1])
+    with pytest.raises(ValueError, match="a Linear that this context has not sharded"):
+        context.before_fetch(only.append, of=net.layers[1].wo)
     step_of(rank, net)
+    assert only == ["layers.1"] * 2
     log = rank.log
     for i in range(3):
         for nth in range(2):

@@ -130,7 +130,15 @@ class ShardContext:
         What it returns has to have ``wait()`` (a ticket, a ``Work``), which is called before the
         all-gather is launched, or to be None. For an optimizer that broadcasts updated shards, or
         copies them from the host.
+
+        Raises:
+            ValueError: ``of`` belongs to no unit of this context.
         """
+        if of is not None and all(of not in unit.modules for unit in self.scheduled):
+            raise ValueError(
+                f"before_fetch(): found a {type(of).__name__} that this context has not sharded; "
+                "call shard(module, ..., context=context) first"
+            )
         self._prerequisites.append((prerequisite, of))
 
     def stats(self) -> SlotStats:
