@@ -9,7 +9,6 @@ from torch import nn
 
 from memswap.parallel.schedule import ShardContext
 from memswap.parallel.shard import ShardedModule
-from memswap.parallel.unit import Unit
 
 MIB = 2**20
 
@@ -18,7 +17,6 @@ def describe(model: nn.Module) -> str:
     """A text about each context of a sharded model: its units, then the last step's collectives.
 
     Gathered weights in MiB (2**20 bytes) per rank while they are gathered; the shard, per rank.
-    A lane is named after the mesh's dimensions.
 
     Raises:
         ValueError: nothing in the model is sharded.
@@ -30,12 +28,6 @@ def describe(model: nn.Module) -> str:
     if not contexts:
         raise ValueError("describe(): found no sharded module; call memswap.parallel.shard first")
     return "\n\n".join(_describe_context(context) for context in contexts)
-
-
-def _lane(unit: Unit) -> str:
-    """The ranks whose collectives are in one order: names and sizes of the mesh's dimensions."""
-    names = unit.mesh.mesh_dim_names or ("ranks",) * unit.mesh.ndim
-    return " x ".join(f"{name} {unit.mesh.size(dim)}" for dim, name in enumerate(names))
 
 
 def _describe_context(context: ShardContext) -> str:
@@ -50,10 +42,12 @@ def _describe_context(context: ShardContext) -> str:
     counts = Counter((launch.collective, launch.unit) for launch in context.last_step)
     for unit, one in context.scheduled.items():
         count = sum(math.prod(member.shape) for member in unit.members)
+        names = unit.mesh.mesh_dim_names or ("ranks",) * unit.mesh.ndim
+        lane = " x ".join(f"{name} {unit.mesh.size(dim)}" for dim, name in enumerate(names))
         shard = sum(member.local.nbytes for member in unit.members)
         lines.append(
             f"{unit.name:<28}{count:>12,}{unit.nbytes / MIB:>10.1f}{shard / MIB:>8.1f}  "
-            f"{_lane(unit):<16}"
+            f"{lane:<16}"
             f"{'own' if one.own_memory else 'slot' if context.pool.count else 'shared':<8}"
             f"{counts['all-gather', unit.name]:>8}{counts['reduce-scatter', unit.name]:>8}"
         )
