@@ -158,11 +158,11 @@ class Passage(Generic[PlacedT]):
         """Bytes that may leave at once: the window, and never less than one storage."""
         return max(self.window_bytes, max(self.sizes, default=0))
 
-    def demand(self, index: int) -> Sequence[PlacedT]:
+    def demand(self, index: int) -> list[PlacedT]:
         """A storage is demanded. Which ones come next and fit into the window."""
         demanded = self._demanded
         if index in demanded:
-            return ()
+            return []
         demanded.add(index)
         self.order.append(index)
         if self.fetches is not None:
@@ -174,7 +174,7 @@ class Passage(Generic[PlacedT]):
             # A decoded one lies beside its frame, which is there until it has been used.
             beside = self.sizes[index] if index in self._decoded else 0
             wanted = order.advance(index, beside)
-        return self._placed(wanted) if wanted else ()
+        return self._placed(wanted) if wanted else []
 
     def _expected_order(self) -> _ExpectedOrder:
         forecast = self._forecast
