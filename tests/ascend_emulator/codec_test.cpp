@@ -180,6 +180,25 @@ void test_overflow(const Format& format) {
   }
 }
 
+constexpr int64_t kEveryBit = frame::kNoRoom | frame::kBadHeader | frame::kBadRecord |
+                              frame::kBadPayload | frame::kBadChecksum;
+
+// Many cores that find the same error do not make it another one.
+void test_errors_of_many_cores() {
+  const Format format{Dtype::kBf16, Shape::kDense};
+  const Data data = sample(format, 5 * frame::kTileElements);
+  const Frame frame = cpu_encode(format, data);
+  const Layout layout = format.layout(5 * frame::kTileElements);
+  for (uint32_t tile = 0; tile < 5; ++tile) {
+    frame.begin[layout.records + tile * frame::kRecordBytes + 28] ^= 1;  // its checksum
+  }
+  Run run;
+  run.cores = 5;
+  Data output(data.size());
+  check(ascend_decode(format, frame, &output, run) == frame::kBadChecksum,
+        "five cores with a wrong checksum each report a wrong checksum");
+}
+
 // Whatever is damaged, the decoder stays within its buffers (the emulator checks) and says so,
 // unless nothing changed for the CPU either.
 void check_hostile(const Frame& frame, bool verify, const std::string& what) {
@@ -198,6 +217,7 @@ void check_hostile(const Frame& frame, bool verify, const std::string& what) {
     check((status == 0) == (cpu == 0), what + " is reported as by the CPU, " +
                                            std::to_string(status) + " and " + std::to_string(cpu));
     check(status != 0 || output == expected, what + " never gives other data than the CPU");
+    check(status >= 0 && status <= kEveryBit, what + " is told by bits that have a meaning");
   } catch (const Violation& violation) {
     device().reset();
     check(false, what + " stays in bounds: " + violation.what());
@@ -320,6 +340,7 @@ int main(int argc, char** argv) {
       guarded("ratio", [] { test_ratio(); });
     } else if (wanted == "cores") {
       guarded("many cores", [] { test_every_core_has_tiles(); });
+      guarded("errors of many cores", [] { test_errors_of_many_cores(); });
     }
     for (const Format& format : kFormats) {
       if (wanted == format.name() || wanted == "all") {
