@@ -66,7 +66,8 @@ def make_environment(where: Path, torch: str) -> str:
     python = where / "bin" / "python"
     if installed(python, torch):
         return ""
-    venv.create(where, with_pip=True)
+    if not python.exists():
+        venv.create(where, with_pip=True)
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     if run([*pip, f"torch=={torch}", "numpy", "pyyaml", *TOOLS]):
         raise SystemExit(f"make test-npu: torch {torch} could not be installed into {where}")

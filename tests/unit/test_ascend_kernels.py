@@ -18,7 +18,7 @@ FLAGS += [f"-I{EMULATOR}", f"-I{KERNELS / 'ascend'}", f"-I{KERNELS / 'tests'}"]
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="the emulator is compiled with g++")
 
 # The longest to compile first.
-EMULATED = [EMULATOR / f"emulated_{name}.cpp" for name in ("encoders", "decoders", "launch")]
+EMULATED = [EMULATOR / f"emulated_{name}.cpp" for name in ("encoders", "decoders", "launch", "acl")]
 HOST = [KERNELS / "ascend" / f"{name}.cpp" for name in ("codec", "runtime")]
 # The oracle alone: without the instruction sets' files the codec has nothing else to choose.
 CPU_SOURCES = sorted(

@@ -8,6 +8,7 @@ would be seen, or broken, after.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -57,7 +58,37 @@ def quiesce() -> str | None:
 
 
 host_access = _C.host_access
-codec_on_streams = _C.codec_on_streams
+
+#: Whose kernels encode and decode: "cpu", in the order of streams, or "ascend", on their emulator.
+KERNELS = os.environ.get("FAKE_ACL_KERNELS", "cpu")
+
+
+def codec_on_streams(host_codec: Any) -> Any:
+    """The codec for npu, to be registered once per process."""
+    if KERNELS == "ascend":
+        return _C.ascend_codec()
+    if KERNELS != "cpu":
+        raise ValueError(f"FAKE_ACL_KERNELS: found {KERNELS!r}, expected cpu or ascend")
+    return _C.codec_on_streams(host_codec)
+
+
+def kernel_launches() -> dict[str, int]:
+    """How often each AscendC kernel was launched."""
+    drain()
+    return dict(_C.kernel_launches())
+
+
+@contextlib.contextmanager
+def lost_launches(kernel: str) -> Iterator[None]:
+    """Launches of this AscendC kernel say that all is well, and nothing runs."""
+    drain()
+    _C.lose_launches_of(kernel)
+    try:
+        yield
+    finally:
+        drain()
+        _C.lose_launches_of("")
+
 
 
 def set_stream_delay_us(device: int, stream: int, us: float) -> None:

@@ -10,6 +10,7 @@
 #include "../acl/calls.h"
 #include "../acl/streams.h"
 #include "allocator_trace.h"
+#include "ascend_kernels.h"
 #include "operators.h"
 
 namespace py = pybind11;
@@ -151,11 +152,14 @@ PYBIND11_MODULE(_C, m) {
     register_operators();
     trace_allocator();
   });
-  // Both capsules are named memswap_codec.
+  // Capsules of codecs are named memswap_codec.
   m.def("codec_on_streams", [](const py::capsule& host) {
     return py::capsule(simdev::codec_on_streams(host.get_pointer<const memswap_codec>()),
                        "memswap_codec");
   });
+  m.def("ascend_codec", [] { return py::capsule(ascend_codec(), "memswap_codec"); });
+  m.def("kernel_launches", &kernel_launches);
+  m.def("lose_launches_of", &lose_launches_of);
 }
 
 }  // namespace
