@@ -8,7 +8,6 @@ would be seen, or broken, after.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -59,17 +58,10 @@ def quiesce() -> str | None:
 
 host_access = _C.host_access
 
-#: Whose kernels encode and decode: "cpu", in the order of streams, or "ascend", on their emulator.
-KERNELS = os.environ.get("FAKE_ACL_KERNELS", "cpu")
 
-
-def codec_on_streams(host_codec: Any) -> Any:
-    """The codec for npu, to be registered once per process."""
-    if KERNELS == "ascend":
-        return _C.ascend_codec()
-    if KERNELS != "cpu":
-        raise ValueError(f"FAKE_ACL_KERNELS: found {KERNELS!r}, expected cpu or ascend")
-    return _C.codec_on_streams(host_codec)
+def ascend_codec() -> Any:
+    """memswap's codec for Ascend, its kernels on the emulator; a capsule for register_codec."""
+    return _C.ascend_codec()
 
 
 def kernel_launches() -> dict[str, int]:
@@ -88,7 +80,6 @@ def lost_launches(kernel: str) -> Iterator[None]:
     finally:
         drain()
         _C.lose_launches_of("")
-
 
 
 def set_stream_delay_us(device: int, stream: int, us: float) -> None:

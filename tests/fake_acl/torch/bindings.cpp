@@ -5,7 +5,6 @@
 #include <torch_npu/csrc/core/npu/NPUStream.h>
 
 #include "../../simdev/csrc/backend/state.h"
-#include "../../simdev/csrc/codec/codec.h"
 #include "../../simdev/csrc/runtime/runtime.h"
 #include "../acl/calls.h"
 #include "../acl/streams.h"
@@ -151,11 +150,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("install", [] {
     register_operators();
     trace_allocator();
-  });
-  // Capsules of codecs are named memswap_codec.
-  m.def("codec_on_streams", [](const py::capsule& host) {
-    return py::capsule(simdev::codec_on_streams(host.get_pointer<const memswap_codec>()),
-                       "memswap_codec");
   });
   m.def("ascend_codec", [] { return py::capsule(ascend_codec(), "memswap_codec"); });
   m.def("kernel_launches", &kernel_launches);
