@@ -98,13 +98,15 @@ void test_patterns(const Format& format) {
 
 // 48 tiles and a part of one would take long for each format; four tiles leave most cores idle,
 // which is a case as well.
-void test_schedules(const Format& format) {
+// `seeds`: schedules of the pipes on each grid; 0: a few.
+void test_schedules(const Format& format, uint64_t seeds = 0) {
   const uint64_t elements = 3 * frame::kTileElements + 1500;
   const Data data = sample(format, elements);
   const uint64_t capacity = format.layout(elements).max_var_units();
   Data reference;
   for (const uint32_t cores : {1u, 3u, 40u, 48u}) {
-    for (uint64_t seed = 0; seed < (cores == 3 ? 4u : 1u); ++seed) {
+    const uint64_t count = seeds != 0 ? seeds : cores == 3 ? 4 : 1;
+    for (uint64_t seed = 0; seed < count; ++seed) {
       Run run;
       run.cores = cores;
       run.options.seed = seed * 77 + cores;
@@ -318,7 +320,7 @@ void test_corpus(const std::string& folder, uint32_t rounds) {
 }  // namespace
 }  // namespace memswap::test
 
-// Arguments: kernels/tests, then what to run: golden, corpus, cores, ratio, barriers, or
+// Arguments: kernels/tests, then what to run: golden, corpus, cores, ratio, barriers, seeds, or
 // formats.
 int main(int argc, char** argv) {
   using namespace memswap::test;
@@ -343,6 +345,9 @@ int main(int argc, char** argv) {
       guarded("errors of many cores", [] { test_errors_of_many_cores(); });
     }
     for (const Format& format : kFormats) {
+      if (wanted == "seeds") {
+        guarded(format.name(), [&] { test_schedules(format, 20); });
+      }
       if (wanted == format.name() || wanted == "all") {
         guarded(format.name(), [&] {
           test_patterns(format);

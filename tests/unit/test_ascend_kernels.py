@@ -87,5 +87,10 @@ def test_every_shape_on_every_grid_and_schedule(programs: Path, shape: str) -> N
     run(programs / "codec_test", KERNELS / "tests", *FORMATS[shape])
 
 
+@pytest.mark.slow
+def test_every_kernel_under_many_seeds(programs: Path) -> None:
+    run(programs / "codec_test", KERNELS / "tests", "seeds")
+
+
 def test_host_side_tiles_launches_and_reports_errors(programs: Path) -> None:
     run(programs / "host_test")
