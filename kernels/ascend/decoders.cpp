@@ -78,6 +78,11 @@ __aicore__ inline void decode_frame(const DecodeJob& job) {
   report(&pipe, job, errors);
 }
 
+}  // namespace memswap::ascend
+
+// Entries stand at file scope, as in CANN's own samples.
+using namespace memswap::ascend;  // NOLINT
+
 #define MEMSWAP_DECODE_JOB \
   DecodeJob { MEMSWAP_ASCEND_DECODE_ARGUMENTS }
 
@@ -88,5 +93,3 @@ __aicore__ inline void decode_frame(const DecodeJob& job) {
   }
 MEMSWAP_ASCEND_DECODERS(MEMSWAP_DEFINE)
 #undef MEMSWAP_DEFINE
-
-}  // namespace memswap::ascend
