@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import memswap
-from memswap.parallel import Context, ContextParallel, shard
+from memswap.parallel import ContextParallel, ShardContext, shard
 from ranks import Rank, distributed
 from test_context import (
     FP64,
@@ -331,7 +331,9 @@ def test_shard_manage_checkpoint_and_context_compose(rank: Rank, ulysses: int | 
 
     mesh = init_device_mesh("cpu", (2,))
     reference, net = Net(), Net()
-    context = Context(slots=2, open_comm=lambda group: rank.open_comm(group, late=True), debug=True)
+    context = ShardContext(
+        slots=2, open_comm=lambda group: rank.open_comm(group, late=True), debug=True
+    )
     style = ContextParallel(ulysses=ulysses, heads=4, ranges="ranges", comm=open_comms(rank, True))
     for layer in net.layers:
         style.apply(layer.core, mesh, q=layer.q, k=layer.k, v=layer.v)  # type: ignore[arg-type]

@@ -24,6 +24,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from memswap.parallel.comm import Ticket
+from memswap.parallel.running import exchange_arrived
 
 
 class InFlight:
@@ -93,7 +94,9 @@ class _Finish(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, token: torch.Tensor, box: _Box) -> torch.Tensor:
         ctx.box = box
-        return box.finish()
+        result = box.finish()
+        exchange_arrived()
+        return result
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]

@@ -67,7 +67,7 @@ def profile(device: torch.device | str | None = None, *, refresh: bool = False) 
 
 def default_device() -> torch.device:
     """The accelerator that torch would use, or the CPU."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    found = torch.accelerator.current_accelerator(check_available=True)
     return torch.device("cpu") if found is None else torch.device(found)
 
 

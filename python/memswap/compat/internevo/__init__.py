@@ -1,0 +1,26 @@
+"""InternEvo's ISP: its names and call patterns on memswap.parallel; docs/migration.md shows how."""
+
+from memswap.compat.internevo.ends import (
+    EmbeddingWeightParallelCommunicator,
+    HeadWeightParallelCommunicator,
+)
+from memswap.compat.internevo.pool import ISPCommModelConfig, MemoryPool
+from memswap.compat.internevo.raw import WPCommunicator
+from memswap.compat.internevo.weights import (
+    ISPCommunicator,
+    ISPCommunicatorSchedulerHook,
+    ISPCommunicatorWrapper,
+    ISPOverlapState,
+)
+
+__all__ = [
+    "EmbeddingWeightParallelCommunicator",
+    "HeadWeightParallelCommunicator",
+    "ISPCommModelConfig",
+    "ISPCommunicator",
+    "ISPCommunicatorSchedulerHook",
+    "ISPCommunicatorWrapper",
+    "ISPOverlapState",
+    "MemoryPool",
+    "WPCommunicator",
+]
