@@ -165,6 +165,19 @@ def test_gathers_and_reductions_fly_during_backward(rank: Rank, step: int) -> No
 
 @distributed(2)
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
+def test_gathers_fly_during_the_backward_of_checkpointed_units(rank: Rank, reentrant: bool) -> None:
+    net = logged(rank, sharded(rank, make_net())[0])
+    net.checkpointed, net.reentrant = [0, 1, 2], reentrant
+    step_of(rank, net)
+    log = rank.log
+    for i in (2, 1):
+        gather = log.index(f"{GATHER}{i - 1}", 1)
+        assert gather < log.index(f"F{i}", 1), "launched behind the recompute"
+        assert log.index(f"B{i} ends") < log.index(f"wait {GATHER}{i - 1}", 1)
+
+
+@distributed(2)
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
 @pytest.mark.parametrize("checkpointed", [[], [0, 1, 2], [0, 1], [2]], ids=str)
 def test_two_gathers_and_one_reduction_per_unit_checkpointed_or_not(
     rank: Rank, checkpointed: list[int], reentrant: bool
@@ -271,7 +284,12 @@ def test_prerequisites_run_before_every_gather_and_are_waited(rank: Rank) -> Non
             rank.log(f"waited {self.name}")
 
     context.before_fetch(Broadcast)
+    only: list[str] = []
+    context.before_fetch(only.append, of=net.layers[1])
+    with pytest.raises(ValueError, match="a Linear that this context has not sharded"):
+        context.before_fetch(only.append, of=net.layers[1].wo)
     step_of(rank, net)
+    assert only == ["layers.1"] * 2
     log = rank.log
     for i in range(3):
         for nth in range(2):
@@ -374,7 +392,7 @@ def test_describe_shows_units_memory_and_who_launched_what(rank: Rank) -> None:
     text = describe(net)
     assert "4 units in 2 slots" in text and "0 overflows" in text
     (line,) = [line for line in text.splitlines() if line.startswith("layers.1 ")]
-    assert line.split()[-3:] == ["slot", "2", "1"]
+    assert line.split()[-5:] == ["wp", "2", "slot", "2", "1"]
     assert "all-gather layers.2: prefetched by layers.1" in text
     assert "all-gather layers.0: prefetched by layers.1" in text
     assert "reduce-scatter layers.0: gradients complete" in text

@@ -128,8 +128,8 @@ class LayerActivationManager:
         """The current stream waits for these encodes; their storages are free then."""
         with self.saver.lock:
             for entry in self._taken():
-                if entry.remains.departure is not None and entry.state is State.LEAVING:
-                    entry.remains.departure.wait()
+                if entry.departure is not None and entry.state is State.LEAVING:
+                    entry.departure.wait()
 
     def unpack(self, choices: Sequence[ref[Entry]]) -> None:
         """Start decoding, beside what the caller launches next."""
@@ -142,8 +142,8 @@ class LayerActivationManager:
         """The current stream waits for these decodes. (Whoever pops a tensor waits for its own.)"""
         with self.saver.lock:
             for entry in self._taken():
-                if entry.remains.arrival is not None:
-                    entry.remains.arrival.wait()
+                if entry.arrival is not None:
+                    entry.arrival.wait()
 
     def _taken(self) -> list[Entry]:
         entries = [reference() for reference in self._planned]
