@@ -1,6 +1,7 @@
 """Sharded weights and exchanges between ranks: the process groups' side of memswap."""
 
 from memswap.parallel.applied import AppliedContext
+from memswap.parallel.arriving import ArrivingTensor
 from memswap.parallel.attention import causal_attention, causal_mask
 from memswap.parallel.context import ContextParallel
 from memswap.parallel.describe import describe
@@ -10,6 +11,7 @@ from memswap.parallel.layouts import HeadPlan, SequenceShards
 from memswap.parallel.redistribute import (
     GatherSequence,
     HeadsToSequence,
+    MoveSequence,
     ReduceScatterSequence,
     SequenceToHeads,
 )
@@ -18,10 +20,12 @@ from memswap.parallel.shard import ShardedModule, UnshardHandle, shard
 
 __all__ = [
     "AppliedContext",
+    "ArrivingTensor",
     "ContextParallel",
     "GatherSequence",
     "HeadPlan",
     "HeadsToSequence",
+    "MoveSequence",
     "Pending",
     "PooledAllGather",
     "ReduceScatterSequence",
