@@ -1,4 +1,4 @@
-"""describe: which units a sharded model has, where their weights live, what launched what."""
+"""describe: units of a sharded model, exchanges of its attention, and what launched what."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import Counter
 
 from torch import nn
 
+from memswap.parallel.exchange_table import applied_contexts, exchange_table
 from memswap.parallel.schedule import ShardContext
 from memswap.parallel.shard import ShardedModule
 
@@ -15,19 +16,26 @@ MIB = 2**20
 
 def describe(model: nn.Module) -> str:
     """A text about each context of a sharded model: its units, then the last step's collectives.
+    Then about the exchanges of each module that a :class:`ContextParallel` was applied to.
 
     Gathered weights in MiB (2**20 bytes) per rank while they are gathered; the shard, per rank.
+    Exchanges in KiB of this rank's part.
 
     Raises:
-        ValueError: nothing in the model is sharded.
+        ValueError: nothing in the model is sharded, and no attention exchanges anything.
     """
     contexts: dict[ShardContext, None] = {}
     for module in model.modules():
         if isinstance(module, ShardedModule):
             contexts.setdefault(module._memswap_hooks.context)
-    if not contexts:
-        raise ValueError("describe(): found no sharded module; call memswap.parallel.shard first")
-    return "\n\n".join(_describe_context(context) for context in contexts)
+    applied = applied_contexts(model)
+    if not contexts and not applied:
+        raise ValueError(
+            "describe(): found no sharded module and no ContextParallel; call "
+            "memswap.parallel.shard, or apply a style, first"
+        )
+    texts = [_describe_context(context) for context in contexts]
+    return "\n\n".join([*texts, exchange_table(applied)] if applied else texts)
 
 
 def _describe_context(context: ShardContext) -> str:

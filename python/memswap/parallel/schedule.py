@@ -74,6 +74,8 @@ class Scheduled:
     pinned: bool = False
     """Gathered by unshard(): stays until used or resharded."""
     in_backward: bool = False
+    reached: bool = False
+    """Whether this backward has computed a gradient of a parameter."""
     open_calls: int = 0
     """Calls of units with frozen parameters whose backward has begun and not ended."""
 
@@ -117,6 +119,7 @@ class ShardContext:
         self._reductions: deque[Reduction] = deque()
         self._in_backward = False
         self._warned: set[Unit] = set()
+        self._told_of_inputs = False
         self._compared = False
         self._launches: list[Launch] = []
         self.last_step: list[Launch] = []
@@ -191,7 +194,7 @@ class ShardContext:
             one.unit.forget_gradients()
             one.depth = one.open_calls = 0
             one.left.clear()
-            one.in_backward = False
+            one.in_backward = one.reached = False
         self._forward.pause()
         self._backward.pause()
         self._in_backward = False
@@ -435,6 +438,7 @@ class ShardContext:
         """
         one = self.scheduled[unit]
         self._enter_backward()
+        one.reached = one.reached or bool(unit.arrived)
         if one.open_calls == 0 and unit.arrived.issuperset(unit.trainable):
             self._finish(one)
 
@@ -461,8 +465,22 @@ class ShardContext:
             if reduction.replicate():
                 self._note("all-reduce", reduction.unit, "reduce-scatter arrived")
 
+    def _tell_of_inputs(self, unit: Unit) -> None:
+        """Legal, and what a schedule that splits a backward in two does: say it once."""
+        if not self._told_of_inputs:
+            self._told_of_inputs = True
+            _log.warning(
+                "memswap: a backward for inputs alone passed unit %r, so its weights have no "
+                "gradients from it. Schedules that compute those in a second backward (zero "
+                "bubble) will not find sharded weights: use one that calls backward() once",
+                unit.name,
+            )
+
     def _end_backward(self) -> None:
         for one in self.scheduled.values():
+            if one.in_backward and one.unit.trainable and not one.reached:
+                self._tell_of_inputs(one.unit)
+            one.reached = False
             if one.in_backward or (one.sync and one.unit.has_gradients):
                 self._finish(one)  # some of its parameters were not used
         self.finish_reductions()

@@ -52,6 +52,8 @@ def profile(device: torch.device | str | None = None, *, refresh: bool = False) 
         RuntimeError: torch knows no such device, or it is not there.
     """
     chosen = default_device() if device is None else torch.device(device)
+    if chosen.type != "cpu" and chosen.index is None:
+        chosen = torch.device(chosen.type, torch.accelerator.current_device_index())
     measured_on = describe(chosen)
     file = cache_file(chosen)
     if not refresh:

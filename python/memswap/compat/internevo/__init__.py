@@ -1,5 +1,10 @@
 """InternEvo's ISP: its names and call patterns on memswap.parallel; docs/migration.md shows how."""
 
+from memswap.compat.internevo.attention import (
+    DistributedAttention,
+    auto_wrap_distributed_attention,
+    auto_wrap_func_distributed_attention,
+)
 from memswap.compat.internevo.ends import (
     EmbeddingWeightParallelCommunicator,
     HeadWeightParallelCommunicator,
@@ -14,6 +19,7 @@ from memswap.compat.internevo.weights import (
 )
 
 __all__ = [
+    "DistributedAttention",
     "EmbeddingWeightParallelCommunicator",
     "HeadWeightParallelCommunicator",
     "ISPCommModelConfig",
@@ -23,4 +29,6 @@ __all__ = [
     "ISPOverlapState",
     "MemoryPool",
     "WPCommunicator",
+    "auto_wrap_distributed_attention",
+    "auto_wrap_func_distributed_attention",
 ]
