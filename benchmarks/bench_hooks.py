@@ -145,9 +145,10 @@ def run_once(
 
 def main() -> None:
     parser = make_parser(__doc__.splitlines()[0])
-    parser.add_argument("--tensors", type=int, default=200, help="saved per graph")
+    # Few, so that a run ends before a busy machine's scheduler takes the processor away.
+    parser.add_argument("--tensors", type=int, default=50, help="saved per graph")
     parser.add_argument("--tensor-bytes", type=int, default=4 << 10)
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=200)
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     nbytes = arguments.tensor_bytes
