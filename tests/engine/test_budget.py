@@ -178,8 +178,9 @@ def test_a_later_plan_that_cannot_meet_the_budget_warns_and_trains_on(device, ne
         assert kind.plan is not None
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            pilot._budget = 1
-            pilot._adopt(kind, kind.step, rates_for(device))
+            learner = pilot._learner
+            learner._budget = 1
+            learner._adopt(kind, kind.step, rates_for(device), kind.keys)
         assert any("beyond the budget" in str(one.message) for one in caught)
         assert kind.plan.moved_bytes > 0
 

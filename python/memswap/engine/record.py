@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from memswap.engine.timeline import Passage
 
 
+#: Storages that one operator asks for in a row.
+MOST_ASKED = 8
+
+
 @dataclass(frozen=True, slots=True)
 class RecordedStorage:
     """One saved storage of a passage."""
@@ -43,7 +47,7 @@ class RecordedStorage:
     """Number of the first mark at which the forward held it no longer. None: it still did when
     backward asked for it, so that leaving frees nothing."""
     last_demand: int | None
-    """Number of the mark in whose course it was demanded last. None: never."""
+    """Number of the last mark in whose course somebody used it. None: it was never demanded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +127,7 @@ class Recorder:
         self._last_demand: list[int | None] = []
         self._order: list[int] = []
         self._order_set: set[int] = set()
+        self._served: dict[int, int] = {}  # demanded, maybe still used -> marks since
         self._moments: list[tuple[Any, Any]] = []
         self._opening = clock.now()
         self._began: Any = self._opening
@@ -154,6 +159,7 @@ class Recorder:
 
     def demanding(self, entry: Entry) -> None:
         """Backward asks for a storage."""
+        self._look_at_served(entry.index not in self._order_set)
         if entry.index in self._order_set:
             return
         if not self._order:
@@ -168,6 +174,7 @@ class Recorder:
             self._order.append(index)
             self._moments.append((self._began, self._clock.now()))
         self._last_demand[index] = len(self._moments) - 1
+        self._served[index] = 0
         self._note_bytes(entry)
 
     def close(self) -> None:
@@ -190,6 +197,9 @@ class Recorder:
         ends = [self._opening, *(end for _, end in self._moments)]
         begins = [*(begin for begin, _ in self._moments), self._end]
         gaps = [max(seconds(end, begin), 0.0) for end, begin in zip(ends, begins, strict=True)]
+        # A mark that was begun may not have come to be.
+        final = len(self._moments) - 1
+        last_demand = [None if mark is None else min(mark, final) for mark in self._last_demand]
         return Record(
             storages=tuple(
                 RecordedStorage(*parts)
@@ -198,7 +208,7 @@ class Recorder:
                     self._actions,
                     self._moved,
                     self._held_until,
-                    self._last_demand,
+                    last_demand,
                     strict=True,
                 )
             ),
@@ -211,6 +221,18 @@ class Recorder:
 
     def _note_bytes(self, entry: Entry) -> None:
         self._peak_bytes = max(self._peak_bytes, entry.saver.ledger.resident_bytes)
+
+    def _look_at_served(self, new_mark: bool) -> None:
+        """An operator that saved several asks for one after another, and lets all of them go then.
+
+        A graph that is retained lets nothing go: after a few marks nobody uses it any more.
+        """
+        for index, marks in list(self._served.items()):
+            if self._entries[index]() is None or marks >= MOST_ASKED:
+                del self._served[index]
+            elif new_mark:
+                self._served[index] = marks + 1
+                self._last_demand[index] = len(self._moments)
 
     def _look(self) -> None:
         """Which storages the forward has let go of since the last mark."""

@@ -7,6 +7,7 @@ another version is measured again.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -27,7 +28,7 @@ from memswap.engine.lane import open_codec_lane, open_lane
 from memswap.engine.pools import DiskPool
 from memswap.planning.rates import Rates
 
-FORMAT = 1
+FORMAT = 2
 
 #: Bytes of one measured transfer: long enough that latency is below a percent of a PCIe copy.
 COPY_BYTES = 64 << 20
@@ -37,28 +38,34 @@ DISK_BYTES = 32 << 20
 ROUNDS = 5
 
 
-def profile(device: torch.device | str | None = None, *, refresh: bool = False) -> Rates:
+def profile(
+    device: torch.device | str | None = None,
+    *,
+    refresh: bool = False,
+    folder: str | os.PathLike[str] | None = None,
+) -> Rates:
     """How fast a device's bytes are copied, encoded and decoded: measured, or remembered.
 
     Measuring takes about a second and 200 MiB.
 
     Args:
-        device: default: the current accelerator, or the CPU where there is none. For a CPU the
-            copies are those to and from a :class:`DiskPool` in the system's folder for temporary
-            files.
+        device: default: the current accelerator, or the CPU where there is none.
         refresh: measure again, whatever is remembered.
+        folder: for a CPU, whose copies are those to and from a :class:`DiskPool`: where that has
+            its file; default: the system's folder for temporary files.
 
     Raises:
         RuntimeError: torch knows no such device, or it is not there.
     """
     chosen = default_device() if device is None else torch.device(device)
-    measured_on = describe(chosen)
-    file = cache_file(chosen)
+    place = Path(tempfile.gettempdir() if folder is None else folder).resolve()
+    measured_on = {**describe(chosen), "folder": str(place) if chosen.type == "cpu" else None}
+    file = cache_file(chosen, place if folder is not None else None)
     if not refresh:
         known = read(file, measured_on)
         if known is not None:
             return known
-    rates = measure(chosen)
+    rates = measure(chosen, place)
     write(file, measured_on, rates)
     return rates
 
@@ -98,10 +105,12 @@ def name_of(device: torch.device) -> str:
     return platform.processor() or platform.machine()
 
 
-def cache_file(device: torch.device) -> Path:
-    """Where a device's figures are remembered."""
+def cache_file(device: torch.device, folder: Path | None = None) -> Path:
+    """Where a device's figures are remembered, or those of one folder's file system."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     name = re.sub(r"[^a-z0-9]+", "-", f"{name_of(device)} {device.index or 0}".lower()).strip("-")
+    if device.type == "cpu" and folder is not None:
+        name += "-" + hashlib.sha256(str(folder).encode()).hexdigest()[:12]
     return Path(root) / "memswap" / f"rates-{device.type}-{name}.json"
 
 
@@ -139,9 +148,9 @@ def write(file: Path, measured_on: dict[str, Any], rates: Rates) -> None:
 # --- measuring ------------------------------------------------------------------------------------
 
 
-def measure(device: torch.device) -> Rates:
+def measure(device: torch.device, folder: Path | None = None) -> Rates:
     """Measure now."""
-    copies = measure_disk() if device.type == "cpu" else measure_link(device)
+    copies = measure_disk(folder) if device.type == "cpu" else measure_link(device)
     return Rates(
         device=name_of(device),
         **copies,
@@ -238,10 +247,10 @@ def measure_codec(device: torch.device) -> dict[str, float]:
     }
 
 
-def measure_disk() -> dict[str, float]:
+def measure_disk(folder: Path | None = None) -> dict[str, float]:
     """Writing to and reading from a DiskPool, by the lane that does it in training."""
     lane = open_lane(torch.device("cpu"))
-    pool = DiskPool(budget=4 * DISK_BYTES)
+    pool = DiskPool(folder, budget=4 * DISK_BYTES)
     times: list[tuple[float, float]] = []
     for turn in range(ROUNDS + 1):
         tensor = torch.full((DISK_BYTES,), turn, dtype=torch.uint8)
