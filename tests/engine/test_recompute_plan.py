@@ -232,11 +232,8 @@ def test_what_recomputing_saves_again_counts_as_resident_while_it_is_there(devic
     saver = one.manager._saver
     seen = []
     layer = one.model.layers[int(plan.recompute[-1])]
-    layer.down.register_full_backward_pre_hook(
-        lambda *unused: seen.append(saver.ledger.resident_bytes)
-    )
-    before = one.manager._pilot._recomputed
+    layer.up.weight.register_hook(lambda unused: seen.append(saver.ledger.resident_bytes))
     one.step()
-    assert seen and before.nbytes >= 0
+    assert max(seen) > 0.4 * unit.nbytes
     assert one.manager.stats().resident_bytes == 0, "something recomputed is still on the books"
     one.remove()

@@ -28,10 +28,10 @@ class Recomputed:
 
     Args:
         saver: whose ledger counts them.
-        noted: called with the bytes that are there whenever there are more.
+        noted: called whenever there are more.
     """
 
-    def __init__(self, saver: Saver, noted: Callable[[int], None]) -> None:
+    def __init__(self, saver: Saver, noted: Callable[[], None]) -> None:
         self._saver = saver
         self._noted = noted
         self._storages: dict[int, tuple[WeakStorage, int]] = {}
@@ -45,7 +45,7 @@ class Recomputed:
             if hooks is None:
                 return fn(*args, **kwargs)
             pack, unpack = hooks
-            known = self._counted_elsewhere()
+            known = self._entries()
 
             # With the name of torch's hook: whoever asks whose turn it is to save shall find torch.
             @functools.wraps(pack)
@@ -64,17 +64,25 @@ class Recomputed:
             return
         gone = [key for key, (weak, _) in self._storages.items() if weak.expired()]
         for key in gone:
-            nbytes = self._storages.pop(key)[1]
-            self.nbytes -= nbytes
-            self._saver.ledger.resident(-nbytes)
+            self._forget(key)
 
-    def _counted_elsewhere(self) -> set[int]:
-        """Storages of entries: those that are resident are on the books."""
+    def clear(self) -> None:
+        """No backward runs: what is there still is somebody else's."""
+        for key in list(self._storages):
+            self._forget(key)
+
+    def _forget(self, key: int) -> None:
+        nbytes = self._storages.pop(key)[1]
+        self.nbytes -= nbytes
+        self._saver.ledger.resident(-nbytes)
+
+    def _entries(self) -> set[int]:
+        """Storages of entries, the regions' inputs among them: the ledger knows those."""
         saver = self._saver
         with saver.lock:
             passage = saver.passage
             entries = map(passage.entry, range(len(passage.sizes)))
-            return {e.identity.key for e in entries if e is not None and e.remains.resident}
+            return {entry.identity.key for entry in entries if entry is not None}
 
     def _count(self, tensor: torch.Tensor, known: set[int]) -> None:
         view = native.capture(tensor)
@@ -89,4 +97,4 @@ class Recomputed:
             self._storages[view.key] = (weak, view.storage_nbytes)
             self.nbytes += view.storage_nbytes
             saver.ledger.resident(view.storage_nbytes)
-            self._noted(self.nbytes)
+            self._noted()

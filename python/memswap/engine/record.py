@@ -48,6 +48,8 @@ class RecordedStorage:
     backward asked for it, so that leaving frees nothing."""
     last_demand: int | None
     """Number of the last mark in whose course somebody used it. None: it was never demanded."""
+    kept_until: int | None
+    """Number of the last mark at which its graph still had it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,8 @@ class Recorder:
         self._last_demand: list[int | None] = []
         self._order: list[int] = []
         self._order_set: set[int] = set()
-        self._served: dict[int, int] = {}  # demanded, maybe still used -> marks since
+        self._served: dict[int, int] = {}  # demanded, and still the graph's -> marks since
+        self._kept_until: list[int | None] = []
         self._moments: list[tuple[Any, Any]] = []
         self._opening = clock.now()
         self._began: Any = self._opening
@@ -155,16 +158,17 @@ class Recorder:
         self._sent.append(index)
         self._held_until.append(None)
         self._last_demand.append(None)
+        self._kept_until.append(None)
         self._note_bytes(entry)
 
     def demanding(self, entry: Entry) -> None:
         """Backward asks for a storage."""
-        self._look_at_served(entry.index not in self._order_set)
         if entry.index in self._order_set:
             return
         if not self._order:
             self._look()
         self._began = self._clock.now()
+        self._look_at_served()
 
     def demanded(self, entry: Entry) -> None:
         """Backward has it."""
@@ -173,7 +177,7 @@ class Recorder:
             self._order_set.add(index)
             self._order.append(index)
             self._moments.append((self._began, self._clock.now()))
-        self._last_demand[index] = len(self._moments) - 1
+        self._last_demand[index] = self._kept_until[index] = len(self._moments) - 1
         self._served[index] = 0
         self._note_bytes(entry)
 
@@ -199,7 +203,10 @@ class Recorder:
         gaps = [max(seconds(end, begin), 0.0) for end, begin in zip(ends, begins, strict=True)]
         # A mark that was begun may not have come to be.
         final = len(self._moments) - 1
-        last_demand = [None if mark is None else min(mark, final) for mark in self._last_demand]
+        last_demand, kept_until = (
+            [None if mark is None else min(mark, final) for mark in marks]
+            for marks in (self._last_demand, self._kept_until)
+        )
         return Record(
             storages=tuple(
                 RecordedStorage(*parts)
@@ -209,6 +216,7 @@ class Recorder:
                     self._moved,
                     self._held_until,
                     last_demand,
+                    kept_until,
                     strict=True,
                 )
             ),
@@ -222,17 +230,21 @@ class Recorder:
     def _note_bytes(self, entry: Entry) -> None:
         self._peak_bytes = max(self._peak_bytes, entry.saver.ledger.resident_bytes)
 
-    def _look_at_served(self, new_mark: bool) -> None:
-        """An operator that saved several asks for one after another, and lets all of them go then.
+    def _look_at_served(self) -> None:
+        """What the graph has let go of since the last mark.
 
-        A graph that is retained lets nothing go: after a few marks nobody uses it any more.
+        An operator that saved several storages asks for one after another and uses them together.
+        A graph that is retained, or the frame of a checkpoint region, has them for longer.
         """
+        mark = len(self._moments)
         for index, marks in list(self._served.items()):
-            if self._entries[index]() is None or marks >= MOST_ASKED:
+            if self._entries[index]() is None:
                 del self._served[index]
-            elif new_mark:
-                self._served[index] = marks + 1
-                self._last_demand[index] = len(self._moments)
+                continue
+            self._served[index] = marks + 1
+            self._kept_until[index] = mark
+            if marks < MOST_ASKED:
+                self._last_demand[index] = mark
 
     def _look(self) -> None:
         """Which storages the forward has let go of since the last mark."""

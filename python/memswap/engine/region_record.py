@@ -70,9 +70,9 @@ class RegionRecord:
         """So many bytes are there of what recomputed units saved again."""
         self.extra[mark] = max(self.extra.get(mark, 0), nbytes)
 
-    def users(self, index: int) -> tuple[str, ...]:
-        """Units that saved a storage again."""
-        return tuple(self._users.get(index, ()))
+    def users(self, index: int, first: str) -> tuple[str, ...]:
+        """Units that saved a storage again, besides the first one."""
+        return tuple(unit for unit in self._users.get(index, ()) if unit != first)
 
     def regions(self) -> tuple[CalledWith, ...]:
         """All regions that were off."""

@@ -52,7 +52,8 @@ def step_of(
                 held_frame_nbytes=held_nbytes,
                 held_until=saved.held_until,
                 last_demand=saved.last_demand,
-                users=() if regions is None else regions.users(index),
+                kept_until=saved.kept_until,
+                users=() if regions is None else regions.users(index, saved.key.unit),
             )
         )
     marks = len(record.gaps_s)

@@ -111,6 +111,8 @@ class Pilot:
         self._recomputed.sweep()
         ended = [course for course in self._open if not course.waits]
         self._open = [course for course in self._open if course not in ended]
+        if not self._open:
+            self._recomputed.clear()
         for course in ended:
             course.closed = True
             if course.timing is not None:
@@ -230,7 +232,7 @@ class Pilot:
         """A region's function; what it saves in backward is counted."""
         return self._recomputed.counting(fn)
 
-    def _note_recomputed(self, nbytes: int) -> None:
+    def _note_recomputed(self) -> None:
         course = None if self._backward is None else self._backward.course
         if course is not None:
             self._note_peak(course, 0)
@@ -239,7 +241,8 @@ class Pilot:
     def _note_extra(self, course: Course) -> None:
         timing = course.timing
         if timing is not None and not course.closed and timing.recorder.marks:
-            timing.regions.recomputed(timing.recorder.marks - 1, self._recomputed.nbytes)
+            mark = timing.recorder.marks - 1
+            timing.regions.recomputed(mark, self._recomputed.nbytes)
 
     # --- one passage ------------------------------------------------------------------------------
 

@@ -197,6 +197,6 @@ def _recomputed(unit: PlannedUnit, full: Step, again_s: float) -> PlannedUnit:
         unit,
         nbytes=sum(one.nbytes for one in full.storages if one.unit == unit.name),
         recompute=True,
-        why="; ".join(filter(None, ("the budget needs it", unit.why))),
+        why="the budget needs it",
         exposed_s=unit.exposed_s + again_s,
     )

@@ -16,6 +16,7 @@ from dataclasses import replace
 from itertools import accumulate, combinations, pairwise
 from typing import NamedTuple
 
+from memswap.engine.action import Action
 from memswap.planning.rates import Rates
 from memswap.planning.search import Candidate, Search
 from memswap.planning.step import Region, SavedStorage, Step
@@ -157,8 +158,17 @@ class _Under:
         return max(index, min(self.begins.get(unit, index) for unit in savers))
 
     def _other(self, region: Region) -> SavedStorage:
-        """Inputs that nobody saves otherwise. They stay: nothing is known of their frames."""
-        return SavedStorage(region.unit, 0, region.other_nbytes, "torch.uint8")
+        """Inputs that nobody saves otherwise. Nothing is known of their frames."""
+        mine = [i for i, one in enumerate(self.full.storages) if one.unit == region.unit]
+        swaps = any(Action.SWAP in one.actions for one in self.full.storages)
+        return SavedStorage(
+            region.unit,
+            0,
+            region.other_nbytes,
+            "torch.uint8",
+            actions=(Action.SWAP,) if swaps else (),
+            held_until=mine[-1] + 1 if mine else None,  # the caller has them while the unit runs
+        )
 
     def _demand_s(self, index: int | None, storage: SavedStorage) -> float | None:
         """When a storage is demanded first."""
@@ -191,6 +201,11 @@ class _Under:
             if storage.last_demand is not None:
                 ends.append(self.times[storage.last_demand])
             last = max(mark, bisect_right(moments, max(ends), saves) - 1) if ends else mark
+        kept = None
+        if mark is not None and any(index in one.inputs for one in self.regions.values()):
+            kept = len(moments) - 1  # torch's frame of a region has its inputs to the end
+        elif mark is not None and storage.kept_until is not None:
+            kept = max(mark, bisect_right(moments, self.times[storage.kept_until], saves) - 1)
         held = storage.held_until
         if held is not None and held < len(self.times):
             held = max(bisect_left(moments, self.times[held]), place + 1)
@@ -198,7 +213,7 @@ class _Under:
             held = saves
         if held is not None:
             held = min(held, len(moments))
-        return replace(storage, last_demand=last, held_until=held)
+        return replace(storage, last_demand=last, kept_until=kept, held_until=held)
 
     def _again_s(self) -> float:
         return sum(self.full.forward_s(unit) for unit in self.backwards)

@@ -260,7 +260,7 @@ class _Run:
             if action is Action.ENCODE:
                 self.resident += storage.held_frame_nbytes
                 peak = self.resident
-                self._gone_after(storage.last_demand, storage.held_frame_nbytes)
+                self._gone_after(storage.gone_after, storage.held_frame_nbytes)
                 if self.rates.inline_codec:
                     self._release(index, index)
                 else:
@@ -273,7 +273,7 @@ class _Run:
                 else:
                     self.leaving.append((index, None))
         else:
-            self._gone_after(storage.last_demand, storage.nbytes)
+            self._gone_after(storage.gone_after, storage.nbytes)
         self.found.resident_bytes.append(peak + self.extra[index])
         self._make_room(index)
 
@@ -338,7 +338,7 @@ class _Run:
                 self._codec(index, self.rates.decode_s(storage.nbytes), "decode")
             self._gone_after(storage.last_demand, storage.nbytes)
         elif index in self.actions:
-            self._gone_after(storage.last_demand, storage.nbytes)  # nobody needed its room
+            self._gone_after(storage.gone_after, storage.nbytes)  # nobody needed its room
         peak = self.resident
         while self._pending:
             coming = self._pending[0]

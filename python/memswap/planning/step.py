@@ -37,8 +37,17 @@ class SavedStorage:
     """The first mark at which the forward holds it no longer; None: leaving frees nothing."""
     last_demand: int | None = None
     """The mark in whose course it is demanded last; None: never."""
+    kept_until: int | None = None
+    """The last mark at which its graph has it, if that is later: what stays goes only then."""
     users: tuple[str, ...] = ()
     """Other units that save it too, later."""
+
+    @property
+    def gone_after(self) -> int | None:
+        """The last mark at which it is there if it stays; None: it is there to the end."""
+        if self.last_demand is None or self.kept_until is None:
+            return self.last_demand
+        return max(self.last_demand, self.kept_until)
 
     @property
     def movable(self) -> bool:
