@@ -46,6 +46,7 @@ class Kind:
         self.planned = 0  # passages since the plan
         self.changed = 0  # of these, the last ones that did not look as planned
         self.doubts = 0  # timed ones, one after another, that took other times than planned
+        self.checks_again = False  # whether the next one is to be timed, for that reason
         self.unusable = 0
         self.replans = 0
         self.in_flight = 1  # forwards at a time, the most there were
@@ -68,7 +69,8 @@ class Kind:
             self.learnt += 1
             return self.learnt >= 3
         self.planned += 1
-        return self.planned == 2 or self.planned % RETIME_AFTER == 0 or self.doubts > 0
+        again, self.checks_again = self.checks_again, False
+        return self.planned == 2 or self.planned % RETIME_AFTER == 0 or again
 
     def learn_again(self) -> None:
         """From the next passage on, which is timed. What is known of frames stays known."""

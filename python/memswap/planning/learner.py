@@ -88,7 +88,7 @@ class Learner:
             return
         if course.plan is not kind.plan:
             return
-        if course.timing is not None:
+        if course.timing is not None and kind.timing is None:
             kind.timing = course.timing
         kind.changed = kind.changed + 1 if course.changed else 0
         if kind.changed >= 2 and self._group is None:
@@ -191,17 +191,19 @@ class Learner:
         assert timing is not None and plan is not None and known is not None and before is not None
         kind.timing, rates = None, before
         record = timing.recorder.take()
-        alike = len(record.gaps_s) == len(known.gaps_s) and record.order == known.order
-        gaps = [quantised(gap_s) for gap_s in record.gaps_s]
-        step = known.with_gaps(gaps, quantised(record.tail_s))
-        if alike:
+        step = None
+        # Another number of saves, or another order, says nothing about the times of this step.
+        if len(record.gaps_s) == len(known.gaps_s) and record.order == known.order:
+            gaps = [quantised(gap_s) for gap_s in record.gaps_s]
+            step = known.with_gaps(gaps, quantised(record.tail_s))
+        if step is not None:
             again_s = step.compute_s - plan.compute_s if plan.recompute else 0.0
             kind.measured_exposed_s = record.exposed_s + max(again_s, 0.0)
             late_s = record.exposed_s - (plan.exposed_s - (known.compute_s - plan.compute_s))
             rates = linked(rates, timing.links, late_s > LATE_SHARE * known.compute_s)
             if self._calibrates:
                 rates = calibrated(rates, record)
-        step_or_none, rates = agree(step if alike else None, rates, self._group)
+        step_or_none, rates = agree(step, rates, self._group)
         # The first timing follows the plan at once: it is there to be told, not to change it.
         if step_or_none is None or kind.planned <= 2:
             return
@@ -211,7 +213,8 @@ class Learner:
             return
         kind.doubts += 1
         if kind.doubts < MOST_DOUBTS:
-            return  # one slow passage is no reason: the next one is timed as well
+            kind.checks_again = True  # one slow passage is no reason
+            return
         kind.doubts = 0
         self.rates = rates
         if kind.full is not None and kind.full.regions:
