@@ -58,16 +58,24 @@ def profile(
         RuntimeError: torch knows no such device, or it is not there.
     """
     chosen = default_device() if device is None else torch.device(device)
-    place = Path(tempfile.gettempdir() if folder is None else folder).resolve()
-    measured_on = {**describe(chosen), "folder": str(place) if chosen.type == "cpu" else None}
-    file = cache_file(chosen, place if folder is not None else None)
-    if not refresh:
-        known = read(file, measured_on)
-        if known is not None:
-            return known
+    known = None if refresh else remembered(chosen, folder)
+    if known is not None:
+        return known
+    place = folder_of(folder)
     rates = measure(chosen, place)
-    write(file, measured_on, rates)
+    write(cache_file(chosen, place), describe(chosen, place), rates)
     return rates
+
+
+def remembered(device: torch.device, folder: str | os.PathLike[str] | None = None) -> Rates | None:
+    """What :func:`profile` would return without measuring; None: it would measure."""
+    place = folder_of(folder)
+    return read(cache_file(device, place), describe(device, place))
+
+
+def folder_of(folder: str | os.PathLike[str] | None) -> Path:
+    """Where a DiskPool would have its file."""
+    return Path(tempfile.gettempdir() if folder is None else folder).resolve()
 
 
 def default_device() -> torch.device:
@@ -79,8 +87,8 @@ def default_device() -> torch.device:
 # --- the cache ------------------------------------------------------------------------------------
 
 
-def describe(device: torch.device) -> dict[str, Any]:
-    """What a figure depends on."""
+def describe(device: torch.device, folder: Path | None = None) -> dict[str, Any]:
+    """What a figure depends on. The folder is that of a CPU's disk."""
     module = None if device.type == "cpu" else torch.get_device_module(device)
     driver: Any = None
     if device.type == "cuda":
@@ -94,6 +102,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "host": platform.node(),
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
+        "folder": str(folder or folder_of(None)) if device.type == "cpu" else None,
     }
 
 
@@ -109,7 +118,7 @@ def cache_file(device: torch.device, folder: Path | None = None) -> Path:
     """Where a device's figures are remembered, or those of one folder's file system."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     name = re.sub(r"[^a-z0-9]+", "-", f"{name_of(device)} {device.index or 0}".lower()).strip("-")
-    if device.type == "cpu" and folder is not None:
+    if device.type == "cpu" and folder is not None and folder != folder_of(None):
         name += "-" + hashlib.sha256(str(folder).encode()).hexdigest()[:12]
     return Path(root) / "memswap" / f"rates-{device.type}-{name}.json"
 
