@@ -230,18 +230,22 @@ class Learner:
             )
         return self.rates
 
-    def _step(self, record: Record, timing: Timing) -> Step:
+    def _step(self, record: Record, timing: Timing) -> Step | None:
+        """What a record says; None where it is no step, which is no reason to stop training."""
         self._saver.stats()  # takes in what encoders have reported
         route = self._saver.route(timing.device)
         assert route is not None  # something was recorded
-        return step_of(
-            record,
-            route.expectations,
-            timing.device,
-            self._fixed,
-            self._disk is not None,
-            timing.regions,
-        )
+        try:
+            return step_of(
+                record,
+                route.expectations,
+                timing.device,
+                self._fixed,
+                self._disk is not None,
+                timing.regions,
+            )
+        except ValueError:
+            return None  # counted as unusable, and told if it goes on
 
 
 def differs(step: Step, known: Step) -> bool:
