@@ -53,7 +53,8 @@ class CMakeBuild(build_ext):
         ]
         for option in ("MEMSWAP_CUDA", "MEMSWAP_ASCEND"):
             configure.append(f"-D{option}={os.environ.get(option, 'AUTO')}")
-        if shutil.which("ninja"):
+        # CANN's CMake functions run builds of their own, which are written for make.
+        if shutil.which("ninja") and not os.environ.get("ASCEND_HOME_PATH"):
             configure.append("-GNinja")
         jobs = os.environ.get("MAX_JOBS", str(os.cpu_count() or 1))
         subprocess.run(configure, check=True)

@@ -31,8 +31,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    present = torch.accelerator.is_available()
-    accelerator = torch.accelerator.current_accelerator() if present else None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     parser.add_argument("--device", default="cpu" if accelerator is None else accelerator.type)
     parser.add_argument("--json", type=Path, help="write the result to this file as well")
     return parser

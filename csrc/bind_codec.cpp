@@ -12,6 +12,7 @@
 #include "codec/tensors.h"
 #include "codec/worker_codec_lane.h"
 #include "packed_stream.h"
+#include "python_storage.h"
 #include "stop_at_exit.h"
 
 namespace memswap {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "packed_stream.h"
+#include "python_storage.h"
 #include "stream_lane.h"
 
 namespace memswap {

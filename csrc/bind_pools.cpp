@@ -17,6 +17,7 @@
 #include "pool/pool.h"
 #include "pool/slab_source.h"
 #include "pool/without_gil.h"
+#include "python_storage.h"
 #include "stop_at_exit.h"
 #include "storage.h"
 #include "ticket.h"

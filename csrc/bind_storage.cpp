@@ -1,4 +1,4 @@
-// Storages, saved views and in-place moves, as Python sees them.
+// Weak storages, lent memory and in-place moves, as Python sees them.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
@@ -6,6 +6,7 @@
 #include "gather.h"
 #include "inplace.h"
 #include "lend.h"
+#include "python_storage.h"
 #include "saved_view.h"
 #include "storage.h"
 
@@ -17,37 +18,12 @@ uintptr_t as_int(const void* key) { return reinterpret_cast<uintptr_t>(key); }
 }  // namespace
 
 void bind_storage(py::module_& module) {
-  py::class_<StorageRef, StorageRefPtr>(module, "StorageRef", "A share of one tensor storage.")
-      .def(py::init(
-          [](const at::Tensor& tensor) { return std::make_shared<StorageRef>(tensor.storage()); }))
-      .def_property_readonly("nbytes", [](const StorageRef& ref) { return ref.storage.nbytes(); })
-      .def_property_readonly(
-          "key", [](const StorageRef& ref) { return as_int(ref.storage.unsafeGetStorageImpl()); })
-      .def_property_readonly("use_count",
-                             [](const StorageRef& ref) { return ref.storage.use_count(); })
-      .def_property_readonly(
-          "edited", [](const StorageRef& ref) { return ref.version.current_version() != 0; });
-
   py::class_<WeakStorage>(module, "WeakStorage", "A storage's identity; owns no memory.")
       .def(py::init<const StorageRef&>())
       .def_property_readonly("key", [](const WeakStorage& weak) { return as_int(weak.key()); })
       .def("expired", &WeakStorage::expired)
       .def("lock", &WeakStorage::lock);
 
-  py::class_<SavedView>(module, "SavedView", "How a saved tensor looks at its storage.")
-      .def("rebuild", &SavedView::rebuild, py::arg("storage"), py::arg("shares_counter"))
-      .def("describe", &SavedView::describe)
-      .def_property_readonly("edited", &SavedView::edited)
-      .def_property_readonly("version", &SavedView::version)
-      .def_property_readonly("current_version", &SavedView::current_version)
-      .def_property_readonly("of_leaf", &SavedView::of_leaf)
-      .def_property_readonly("private_format", &SavedView::private_format)
-      .def_property_readonly("key",
-                             [](const SavedView& view) { return as_int(view.storage_key()); })
-      .def_property_readonly("storage_nbytes", &SavedView::storage_nbytes)
-      .def_property_readonly("nbytes", &SavedView::nbytes);
-  module.def("capture", &SavedView::capture, py::arg("tensor"),
-             "The SavedView of a plain strided tensor, or None.");
   module.attr("can_lend") = can_lend();
   module.def(
       "lend",

@@ -2,16 +2,28 @@
 #include <pybind11/pybind11.h>
 
 namespace memswap {
-void bind_storage(pybind11::module_& module);  // bind_storage.cpp
-void bind_lanes(pybind11::module_& module);    // bind_lanes.cpp
-void bind_pools(pybind11::module_& module);    // bind_pools.cpp
-void bind_codec(pybind11::module_& module);    // bind_codec.cpp
+void bind_storage_ref(pybind11::module_& module);  // bind_storage_ref.cpp
+void bind_storage(pybind11::module_& module);      // bind_storage.cpp
+void bind_view(pybind11::module_& module);         // bind_view.cpp
+void bind_ledger(pybind11::module_& module);       // bind_ledger.cpp
+void bind_ticket(pybind11::module_& module);       // bind_ticket.cpp
+void bind_entry(pybind11::module_& module);        // bind_entry.cpp
+void bind_handle(pybind11::module_& module);       // bind_handle.cpp
+void bind_lanes(pybind11::module_& module);        // bind_lanes.cpp
+void bind_pools(pybind11::module_& module);        // bind_pools.cpp
+void bind_codec(pybind11::module_& module);        // bind_codec.cpp
 }  // namespace memswap
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "memswap's native layer: storages, pools, lanes. Use it through memswap._native.";
+  memswap::bind_storage_ref(module);
   memswap::bind_storage(module);
+  memswap::bind_view(module);
   memswap::bind_lanes(module);
   memswap::bind_pools(module);
   memswap::bind_codec(module);
+  memswap::bind_ticket(module);
+  memswap::bind_ledger(module);
+  memswap::bind_entry(module);
+  memswap::bind_handle(module);
 }

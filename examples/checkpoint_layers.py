@@ -20,8 +20,7 @@ def policy(ctx, op, *args, **kwargs):
 
 
 def main() -> None:
-    present = torch.accelerator.is_available()
-    device = torch.accelerator.current_accelerator() if present else torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     torch.manual_seed(0)
     with torch.device(device):
         layers = nn.ModuleList(nn.TransformerEncoderLayer(256, 4, 1024) for _ in range(6))

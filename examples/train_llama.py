@@ -1,14 +1,17 @@
-"""Train a small Llama-style model with sharded weights, managed activations and checkpointing.
+"""Train a small Llama-style model with sharded weights, a cut sequence, managed activations,
+checkpointing.
 
     python examples/train_llama.py
-    torchrun --nproc-per-node 4 examples/train_llama.py --shard --manage --checkpoint 2
+    torchrun --nproc-per-node 4 examples/train_llama.py --shard --context --manage --checkpoint 2
 
-Each option may be combined with each other one, on any number of ranks that divides the batch: the
-printed losses are those of one process without any of them.
+Each option may be combined with each other one, on any number of ranks: the printed losses are
+those of one process without any of them. Without ``--context`` the ranks share the batch, so their
+number has to divide it; with it they share the sequence.
 """
 
 import argparse
 import os
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -17,8 +20,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 import memswap
+from memswap.parallel import ContextParallel, ShardContext, shard
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,10 @@ class Config:
     """Shard weights over the ranks."""
     slots: int = 2
     """Layers whose weights may be gathered at once."""
+    context: bool = False
+    """Cut the sequence over the ranks."""
+    ulysses: int = 0
+    """Ranks that share the heads of attention, the others gather keys and values; 0: most."""
     manage: bool = False
     """Move saved activations, as suits the device."""
     checkpoint: int = 0
@@ -54,20 +63,33 @@ class Attention(nn.Module):
         self.wk = nn.Linear(config.width, config.kv_heads * self.size, bias=False)
         self.wv = nn.Linear(config.width, config.kv_heads * self.size, bias=False)
         self.wo = nn.Linear(config.heads * self.size, config.width, bias=False)
+        self.core = Core()
 
     def forward(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-        def split(projected: torch.Tensor) -> torch.Tensor:
-            return projected.unflatten(-1, (-1, self.size)).transpose(1, 2)
+        q, k, v = (f(x).unflatten(-1, (-1, self.size)) for f in (self.wq, self.wk, self.wv))
+        return self.wo(self.core(rotate(q, angles), rotate(k, angles), v).flatten(2))
 
-        q, k, v = rotate(split(self.wq(x)), angles), rotate(split(self.wk(x)), angles), self.wv(x)
-        out = F.scaled_dot_product_attention(q, k, split(v), is_causal=True, enable_gqa=True)
-        return self.wo(out.transpose(1, 2).flatten(2))
+
+class Core(nn.Module):
+    """Attention proper, [batch, tokens, heads, size]: what ContextParallel is applied to."""
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        ranges: tuple[tuple[int, int], ...] | None = None,
+    ) -> torch.Tensor:
+        """``ranges`` of the sequence that the queries are; None: all of it."""
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        ranges = ranges or ((0, q.size(2)),)
+        return memswap.parallel.causal_attention(q, k, v, ranges).transpose(1, 2)
 
 
 def rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Rotary positions: pairs of channels, turned by ``angles`` [length, channels / 2]."""
+    """Rotary positions: pairs of channels, turned by ``angles`` [tokens, channels / 2]."""
     even, odd = x[..., ::2], x[..., 1::2]
-    cos, sin = angles.cos(), angles.sin()
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
 
 
@@ -100,50 +122,83 @@ class Llama(nn.Module):
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         size = config.width // config.heads
         frequencies = 10000.0 ** (-torch.arange(0, size, 2) / size)
-        positions = torch.arange(config.length)
-        self.register_buffer("angles", positions[:, None] * frequencies, persistent=False)
+        self.register_buffer("frequencies", frequencies, persistent=False)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
+        angles = positions[:, None] * self.frequencies
         for layer in self.layers:
-            x = layer(x, self.angles)
+            x = layer(x, angles)
         return self.head(self.norm(x))
+
+
+def cut_sequence(model: Llama, config: Config, mesh: DeviceMesh) -> ContextParallel:
+    """Let the model's attention see the whole sequence, of which each rank holds a part."""
+    ranks = mesh.size()
+    sharing = range(1, min(ranks, config.heads) + 1)
+    ulysses = config.ulysses or max(n for n in sharing if ranks % n == 0)
+    if ranks % ulysses:
+        raise SystemExit(f"found --ulysses {ulysses} for {ranks} ranks; expected a divisor")
+    grid = init_device_mesh(mesh.device_type, (ranks // ulysses, ulysses))
+    style = ContextParallel(balance="headtail", ranges="ranges", sequence_length=config.length)
+    for layer in model.layers:
+        style.apply(layer.attention.core, grid)
+    return style
+
+
+def batches(config: Config) -> Iterator[dict[str, torch.Tensor]]:
+    """Tokens and labels [batch, length], the same on every rank."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(config.steps):
+        # Counting upwards from anywhere: something that can be learnt.
+        first = torch.randint(config.vocabulary, (config.batch, 1), generator=generator)
+        text = (first + torch.arange(config.length + 1)) % config.vocabulary
+        yield {"tokens": text[:, :-1], "labels": text[:, 1:]}
 
 
 def train(config: Config, device: torch.device, mesh: DeviceMesh | None) -> list[float]:
     """The loss of each step, the same on every rank."""
     rank, ranks = (mesh.get_local_rank(), mesh.size()) if mesh is not None else (0, 1)
-    if config.batch % ranks:
-        raise SystemExit(f"found {ranks} ranks for a batch of {config.batch}; expected a divisor")
-    if ranks > 1 and not config.shard:
-        raise SystemExit(f"found {ranks} ranks; expected --shard, or one process")
     torch.manual_seed(0)
-    model = Llama(config).to(device, getattr(torch, config.dtype))
+    model = trained = Llama(config).to(device, getattr(torch, config.dtype))
+    style = None
+    if mesh is not None and config.context:
+        style = cut_sequence(model, config, mesh)
+    elif config.batch % ranks:
+        raise SystemExit(f"found {ranks} ranks for a batch of {config.batch}; say --context")
     if mesh is not None and config.shard:
-        context = memswap.parallel.Context(slots=config.slots)
+        context = ShardContext(slots=config.slots)
         for layer in model.layers:
-            memswap.parallel.shard(layer, mesh, context=context, anchor="attention.wo")
-        memswap.parallel.shard(model, mesh, context=context)
+            shard(layer, mesh, context=context)
+        shard(model, mesh, context=context)
     if config.checkpoint:
         memswap.checkpoint_module(model.layers[: config.checkpoint])
+    if mesh is not None and not config.shard:
+        trained = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    data = torch.Generator().manual_seed(1)
     losses = []
     with memswap.manage(model.layers) if config.manage else nullcontext():
-        for _ in range(config.steps):
-            # Counting upwards from anywhere: something that can be learnt.
-            first = torch.randint(config.vocabulary, (config.batch, 1), generator=data)
-            text = (first + torch.arange(config.length + 1)) % config.vocabulary
-            text = text.chunk(ranks)[rank].to(device)
-            logits = model(text[:, :-1])
-            loss = F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+        for batch in batches(config):
+            if style is not None:
+                batch = style.shard_batch(batch)
+            else:
+                batch = {name: part.chunk(ranks)[rank] for name, part in batch.items()}
+                batch["positions"] = torch.arange(config.length)
+            labels = batch.pop("labels").to(device).flatten()
+            logits = trained(**{name: part.to(device) for name, part in batch.items()})
+            total = F.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
+            if style is not None:
+                loss = style.mean_loss(total, labels.numel(), gradients="avg")
+                mean = loss.detach()
+            else:
+                loss = total / labels.numel()
+                mean = loss.detach() / ranks
+                if ranks > 1:
+                    dist.all_reduce(mean)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            mean = loss.detach()
-            if ranks > 1:
-                dist.all_reduce(mean)
-            losses.append(mean.item() / ranks)
+            losses.append(mean.item())
     if rank == 0 and mesh is not None and config.shard:
         print(memswap.parallel.describe(model))
     return losses
@@ -170,7 +225,7 @@ def main() -> None:
         mesh = init_device_mesh(device.type, (int(os.environ["WORLD_SIZE"]),))
     for step, loss in enumerate(train(config, device, mesh)):
         if mesh is None or mesh.get_local_rank() == 0:
-            print(f"step {step + 1}: loss {loss:.6f}")
+            print(f"step {step + 1}: loss {loss:.4f}")
     if mesh is not None:
         dist.destroy_process_group()
 

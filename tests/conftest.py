@@ -31,6 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", choices=["cpu", "cuda", *SIMULATED])
     parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
     parser.addoption("--random-schedules", type=int, default=3, help="seeds of the random schedule")
+    parser.addoption(
+        "--schedule", action="append", help="only this schedule; more than once: these"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -71,6 +74,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
         once = marked("one_schedule") is not None
         chosen = SCHEDULES[:1] if once else schedules(config.getoption("--random-schedules"))
+        if not once and (wanted := config.getoption("--schedule")):
+            chosen = [one for one in chosen if str(one) in wanted]
         if not actions:
             metafunc.parametrize("_laboratory", chosen, ids=str, indirect=True)
             return

@@ -6,12 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from tally import RESULTS, ROOT, Sum, announce, run_and_count
 
 FUZZ_SECONDS = 60
-FUZZ_RUNS = 10_000_000  # with --slow
+FUZZ_RUNS = 10_000_000  # with --slow, in all processes together
+FUZZ_MAX_BYTES = 8448  # kMaxFuzzBytes of kernels/tests/fuzz_input.h
 
 
 def has_googletest() -> bool:
@@ -95,39 +97,60 @@ def run_fuzzer(slow: bool) -> Sum:
         print("skipped: cmake is not on PATH. pip install cmake brings it.")
         return Sum(skipped=1)
     corpus = ROOT / "kernels" / "tests" / "corpus"
+    configure = ["cmake", "-S", "kernels", "-G", "Ninja"]
+    configure += ["-DMEMSWAP_KERNELS_TESTS=ON", "-DMEMSWAP_CUDA=OFF"]
     clang = shutil.which("clang++")
+    environment: dict[str, str] = {}
     if clang is not None and has_libfuzzer(clang):
         build = ROOT / "build" / "fuzz"
         target = "memswap_libfuzzer_decode"
+        configure += [f"-DCMAKE_CXX_COMPILER={clang}", "-DCMAKE_BUILD_TYPE=Release"]
         found = build / "found"
-        limit = f"-runs={FUZZ_RUNS}" if slow else f"-max_total_time={FUZZ_SECONDS}"
-        command = [str(build / "tests" / target), limit, "-max_len=65536", "-print_final_stats=1"]
-        command += [f"-artifact_prefix={build}/", str(found), str(corpus)]
-        environment: dict[str, str] = {}
+        found.mkdir(parents=True, exist_ok=True)
+        arguments = [f"-max_len={FUZZ_MAX_BYTES}", "-entropic=0", "-print_final_stats=1"]
+        arguments += [f"-artifact_prefix={build}/", str(found), str(corpus)]
+        processes = (os.cpu_count() or 1) if slow else 1
+        limit = f"-runs={FUZZ_RUNS // processes}" if slow else f"-max_total_time={FUZZ_SECONDS}"
+        more = [[limit, f"-seed={time.time_ns() % 2**31 + n}"] for n in range(processes)]
     else:
         print(
             "no clang++ with libFuzzer: our own mutator instead (Debian: clang, libfuzzer-14-dev)"
         )
         build = ROOT / "build" / "kernels"
         target = "memswap_fuzz_decode"
-        found = build / "found"
-        command = [str(build / "tests" / target), str(corpus)]
-        environment = {"MEMSWAP_FUZZ_SECONDS": str(FUZZ_SECONDS * (60 if slow else 1))}
-    configure = ["cmake", "-S", "kernels", "-B", str(build), "-G", "Ninja"]
-    configure += ["-DMEMSWAP_KERNELS_TESTS=ON", "-DMEMSWAP_CUDA=OFF"]
-    if clang is not None and build.name == "fuzz":
-        configure += [f"-DCMAKE_CXX_COMPILER={clang}", "-DCMAKE_BUILD_TYPE=Release"]
-    if not run_steps([configure, build_step(build, target)]):
+        arguments = [str(corpus)]
+        environment["MEMSWAP_FUZZ_SECONDS"] = str(FUZZ_SECONDS * (60 if slow else 1))
+        more = [[]]
+    if not run_steps([[*configure, "-B", str(build)], build_step(build, target)]):
         return Sum(failed=1)
-    found.mkdir(parents=True, exist_ok=True)
-    print("$ " + " ".join(command), flush=True)
-    settings = {**os.environ, **environment}
-    done = subprocess.run(
-        command, cwd=build, env=settings, capture_output=True, text=True, check=False
-    )
-    lines = (done.stdout + done.stderr).splitlines()
-    print("\n".join(lines[-12 if done.returncode == 0 else -80 :]), flush=True)
-    return Sum(passed=1) if done.returncode == 0 else Sum(failed=1)
+    program = str(build / "tests" / target)
+    return run_fuzz_processes(build, [[program, *own, *arguments] for own in more], environment)
+
+
+def run_fuzz_processes(build: Path, commands: list[list[str]], environment: dict[str, str]) -> Sum:
+    """Run all commands at a time, and count each as one test."""
+    logs = [RESULTS / f"fuzz-{n}.log" for n in range(len(commands))]
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    running: list[subprocess.Popen[bytes]] = []
+    for command, log in zip(commands, logs, strict=True):
+        print("$ " + " ".join(command), flush=True)
+        with open(log, "wb") as file:
+            running.append(
+                subprocess.Popen(
+                    command,
+                    cwd=build,
+                    env={**os.environ, **environment},
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    total = Sum()
+    for process, log in zip(running, logs, strict=True):
+        status = process.wait()
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        print("\n".join(lines[-12 if status == 0 else -80 :]), flush=True)
+        total.add(Sum(passed=1) if status == 0 else Sum(failed=1))
+    return total
 
 
 def has_libfuzzer(clang: str) -> bool:

@@ -237,9 +237,7 @@ std::optional<Encoding> StreamCodecLane::start(StorageRefPtr storage, const Fram
   const int code = launch("memswap::encode", encode_stream_, job, codec.encode);
   ticket->record(encode_stream_);
   if (code != MEMSWAP_CODEC_OK) {
-    if (overflow) {
-      overflow->cancel();
-    }
+    // The share counts as used up: what was launched before the failure may move the cursor.
     return refuse("codec '" + std::string(codec.name) + "': " + codec.message(code));
   }
   departures_.add(ticket);

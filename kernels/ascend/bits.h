@@ -39,7 +39,7 @@ class BitsCoder : public ChecksumScratch<1> {
     barrier();
     Cast(words, greatest, RoundMode::CAST_RINT, kBlocks);
     hand_over<HardEvent::V_S>(pipe_);
-    bool moved = false;
+    LiteralWriter literals(pipe_);
     for (uint32_t b = 0; b < step.blocks; ++b) {
       if (words.GetValue(b) <= 1) {
         payloads->set(step.first + b, frame::kBitmap, 0, 0);
@@ -52,15 +52,9 @@ class BitsCoder : public ChecksumScratch<1> {
       if (to == nullptr) {
         continue;
       }
-      if (!moved) {
-        hand_over<HardEvent::V_MTE3>(pipe_);  // and, by V's own wait, what MTE2 loaded
-        moved = true;
-      }
-      PayloadWriter::store(to, x[b * kBlockLanes + kSlabBytes], kLiteralBytes);
+      literals.store(to, x[b * kBlockLanes + kSlabBytes], kLiteralBytes);
     }
-    if (moved) {
-      hand_over<HardEvent::MTE3_V>(pipe_);  // before the queue gives x away
-    }
+    literals.end();
   }
 
  private:

@@ -27,7 +27,7 @@ __aicore__ inline FrameHeader read_header(TPipe* pipe, const DecodeJob& job,
   global.SetGlobalBuffer(reinterpret_cast<__gm__ uint32_t*>(job.frame), kHeaderWords);
   DataCopy(words, global, kHeaderWords);
   hand_over<HardEvent::MTE2_S>(pipe);
-  const auto wide = [&](uint32_t index) {
+  const auto wide = [&](uint32_t index) __aicore__ {
     return uint64_t{words.GetValue(index)} | uint64_t{words.GetValue(index + 1)} << 32;
   };
   FrameHeader header;
@@ -58,8 +58,8 @@ __aicore__ inline FrameHeader read_header(TPipe* pipe, const DecodeJob& job,
   return header;
 }
 
-// Adds a core's error bits to the job's status. Several cores' bits add up: what is promised is
-// that the status stays 0 if and only if nobody found anything wrong.
+// Puts a core's error bits into the job's status. Memory can add and maximize, but not OR: of
+// several cores', the greatest stay, which is nobody's if and only if nothing is wrong.
 __aicore__ inline void report(TPipe* pipe, const DecodeJob& job, uint32_t errors) {
   if (errors == 0) {
     return;
@@ -74,7 +74,7 @@ __aicore__ inline void report(TPipe* pipe, const DecodeJob& job, uint32_t errors
     word.SetValue(i, 0);
   }
   hand_over<HardEvent::S_MTE3>(pipe);
-  SetAtomicAdd<int32_t>();
+  SetAtomicMax<int32_t>();
   DataCopyPad(status, word, DataCopyExtParams(1, 4, 0, 0, 0));
   SetAtomicNone();
 }

@@ -62,21 +62,26 @@ __aicore__ inline bool with_reader(uint32_t shape, Visit visit) {
 template <uint32_t kWidth, class Split>
 __aicore__ inline void decode_frame(const DecodeJob& job) {
   TPipe pipe;
-  const FrameHeader header = read_header(&pipe, job, [](uint32_t shape) {
+  const FrameHeader header = read_header(&pipe, job, [](uint32_t shape) __aicore__ {
     uint32_t slab_bytes = 0xffffffffu;
-    with_reader<kWidth, Split>(shape, [&](auto* reader) {
+    with_reader<kWidth, Split>(shape, [&](auto* reader) __aicore__ {
       slab_bytes = std::remove_pointer_t<decltype(reader)>::kSlabBytes;
     });
     return slab_bytes;
   });
   uint32_t errors = GetBlockIdx() == 0 ? header.status : 0;
   if (header.status == frame::kOk) {
-    with_reader<kWidth, Split>(header.shape, [&](auto* reader) {
+    with_reader<kWidth, Split>(header.shape, [&](auto* reader) __aicore__ {
       errors = decode_with<std::remove_pointer_t<decltype(reader)>>(&pipe, job, header);
     });
   }
   report(&pipe, job, errors);
 }
+
+}  // namespace memswap::ascend
+
+// Entries stand at file scope, as in CANN's own samples.
+using namespace memswap::ascend;  // NOLINT
 
 #define MEMSWAP_DECODE_JOB \
   DecodeJob { MEMSWAP_ASCEND_DECODE_ARGUMENTS }
@@ -88,5 +93,3 @@ __aicore__ inline void decode_frame(const DecodeJob& job) {
   }
 MEMSWAP_ASCEND_DECODERS(MEMSWAP_DEFINE)
 #undef MEMSWAP_DEFINE
-
-}  // namespace memswap::ascend

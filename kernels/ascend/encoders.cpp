@@ -18,6 +18,11 @@ using IntsCoder16 = IntsCoder<2, kSigned>;
 template <bool kSigned>
 using IntsCoder32 = IntsCoder<4, kSigned>;
 
+}  // namespace memswap::ascend
+
+// Entries stand at file scope, as in CANN's own samples.
+using namespace memswap::ascend;  // NOLINT
+
 #define MEMSWAP_ENCODE_JOB \
   EncodeJob { MEMSWAP_ASCEND_ENCODE_ARGUMENTS }
 
@@ -42,5 +47,3 @@ MEMSWAP_KERNEL memswap_ascend_place_deferred(MEMSWAP_ASCEND_ENCODE_PARAMETERS(GM
   }
 MEMSWAP_ASCEND_ENCODERS(MEMSWAP_DEFINE)
 #undef MEMSWAP_DEFINE
-
-}  // namespace memswap::ascend

@@ -20,7 +20,7 @@ class IntsCoder : public ChecksumScratch<kBytes> {
     pipe->InitBuffer(lanes_, kLanesNeeded * 2);
     pipe->InitBuffer(floats_, 8 * 64 * 4);
     pipe->InitBuffer(extremes_, kExtremes * 4);
-    pipe->InitBuffer(slots_, 2, kPlanesAt + kBlockBytes);
+    references_.init(pipe, kBlockBytes);
   }
 
   __aicore__ inline void encode(const Step& step, const Bytes& x, const Bytes&,
@@ -38,13 +38,14 @@ class IntsCoder : public ChecksumScratch<kBytes> {
     }
     barrier();
     if (step.count % kBlockLanes != 0) {
-      fill_values(step.count, static_cast<Value>(0));
+      fill(values, step.count, kBlocks * kBlockLanes, static_cast<Value>(0));
+      barrier();
     }
     separate();
-    bool moved = false;
+    LiteralWriter literals(pipe_);
     for (uint32_t b = 0; b < step.blocks; ++b) {
       const uint32_t range = static_cast<uint32_t>(maximum[b]) - static_cast<uint32_t>(minimum[b]);
-      const uint32_t bits = 64 - static_cast<uint32_t>(ScalarCountLeadingZero(uint64_t{range}));
+      const uint32_t bits = bit_length(range);
       const bool literal = bits == kBits;
       const uint32_t bytes = literal ? kBlockBytes : kMinimumBytes + kBlockLanes / 8 * bits;
       GM_ADDR to = payloads->add(step.first + b, literal ? frame::kLiteral : frame::kReference,
@@ -56,15 +57,9 @@ class IntsCoder : public ChecksumScratch<kBytes> {
         store_reference(to, b, bits, element_bits(minimum[b]));
         continue;
       }
-      if (!moved) {
-        hand_over<HardEvent::V_MTE3>(pipe_);  // and, by V's own wait, what MTE2 loaded
-        moved = true;
-      }
-      PayloadWriter::store(to, x[b * kBlockBytes], kBlockBytes);
+      literals.store(to, x[b * kBlockBytes], kBlockBytes);
     }
-    if (moved) {
-      hand_over<HardEvent::MTE3_V>(pipe_);  // before the queue gives x away
-    }
+    literals.end();
   }
 
  private:
@@ -74,7 +69,7 @@ class IntsCoder : public ChecksumScratch<kBytes> {
   // Bytes are widened to lanes of 16 bits.
   using Value = std::conditional_t<kWidth == 4, int32_t, int16_t>;
   static constexpr uint32_t kValueBytes = sizeof(Value);
-  static constexpr Value kLowest = std::numeric_limits<Value>::min();
+  static constexpr Value kLowest = static_cast<Value>(1u << (8 * kValueBytes - 1));
   // Unsigned values become signed ones by a change of their highest bit; bytes are small anyway.
   static constexpr bool kShifted = !kSigned && kWidth != 1;
   // Two halves of a step's words, or the scratch of a fold; and two blocks behind them.
@@ -86,26 +81,6 @@ class IntsCoder : public ChecksumScratch<kBytes> {
   __aicore__ inline uint32_t element_bits(int32_t value) {
     const uint32_t bits = static_cast<uint32_t>(value) + (kShifted ? 1u << (kBits - 1) : 0u);
     return kBits == 32 ? bits : bits & ((1u << kBits % 32) - 1);
-  }
-
-  __aicore__ inline void fill_values(uint32_t count, Value value) {
-    // From the last element to the end of the step.
-    constexpr uint32_t per_repeat = 256 / kValueBytes;
-    const LocalTensor<Value> values = values_.template Get<Value>();
-    uint32_t next = count / per_repeat * per_repeat;
-    if (next != count) {
-      const uint32_t kept = count - next;
-      uint64_t mask[2] = {kept < 64 ? ~uint64_t{0} << kept : 0, 0};
-      if constexpr (kValueBytes == 2) {
-        mask[1] = kept < 64 ? ~uint64_t{0} : ~uint64_t{0} << (kept - 64);
-      }
-      Duplicate(values[next], value, mask, 1, 1, 8);
-      next += per_repeat;
-    }
-    if (next < kBlocks * kBlockLanes) {
-      Duplicate(values[next], value, static_cast<int32_t>(kBlocks * kBlockLanes - next));
-    }
-    barrier();
   }
 
   __aicore__ inline void widen(const Bytes& x, uint32_t count) {
@@ -129,7 +104,8 @@ class IntsCoder : public ChecksumScratch<kBytes> {
       hand_over<HardEvent::V_S>(pipe_);
       const Value present = values.GetValue(count - 1);
       hand_over<HardEvent::S_V>(pipe_);
-      fill_values(count, present);
+      fill(values, count, kBlocks * kBlockLanes, present);
+      barrier();
     }
   }
 
@@ -205,27 +181,15 @@ class IntsCoder : public ChecksumScratch<kBytes> {
   }
 
   __aicore__ inline void store_reference(GM_ADDR to, uint32_t b, uint32_t bits, uint32_t minimum) {
-    Bytes slot = slots_.template AllocTensor<uint8_t>();
-    const LocalTensor<uint32_t> words = slot.ReinterpretCast<uint32_t>();
-    uint64_t lowest[2] = {1, 0};
-    uint64_t second[2] = {2, 0};
-    Duplicate(words, minimum, lowest, 1, 1, 8);
-    Duplicate(words, 0u, second, 1, 1, 8);
-    for_each_plane(bits, [&](uint32_t shift, uint32_t width, uint32_t at) {
-      put_plane(slot[kPlanesAt + at], symbols(b, shift >= 16), shift % 16, width, lane(2 * 4),
-                lane(2 * 4 + 1));
-    });
-    slots_.EnQue(slot);
-    slot = slots_.template DeQue<uint8_t>();
-    PayloadWriter::store(to, slot, kMinimumBytes);
-    if (bits != 0) {
-      PayloadWriter::store(to + kMinimumBytes, slot[kPlanesAt], kBlockLanes / 8 * bits);
-    }
-    slots_.FreeTensor(slot);
+    references_.store(to, bits, minimum,
+                      [&](const Bytes& plane, uint32_t shift, uint32_t width) __aicore__ {
+                        put_plane(plane, symbols(b, shift >= 16), shift % 16, width, lane(2 * 4),
+                                  lane(2 * 4 + 1));
+                      });
   }
 
   TPipe* pipe_;
-  TQue<TPosition::VECOUT, 1> slots_;
+  ReferenceWriter references_;
   TBuf<TPosition::VECCALC> values_, lanes_, floats_, extremes_;
 };
 
@@ -249,22 +213,9 @@ class IntsReader : public ChecksumScratch<kBytes>, public IntsReaderBase<kBytes>
 
   __aicore__ inline uint32_t decode(const Plan& plan, const Bytes& x, const Bytes&,
                                     const Bytes& slots) {
-    uint32_t errors = 0;
-    for (uint32_t b = 0; b < plan.blocks; ++b) {
-      const Bytes block = x[b * kBlockBytes];
-      const Bytes slot = slots[b * kSlotBytes];
-      bool good = true;
-      if (plan.mode[b] == frame::kLiteral) {
-        good = read_literal(block, block, 0, slot, plan.units[b], kBlockBytes);
-      } else if (Base::is_reference(plan, b)) {
-        read_reference(block, slot, plan.center[b]);
-      } else {
-        clear_block(block, kBlockBytes);
-        good = false;
-      }
-      errors |= good ? 0u : uint32_t{frame::kBadPayload};
-    }
-    return errors;
+    return Base::decode_blocks(plan, x, slots,
+                               [&](const Bytes& block, const Bytes& slot, uint32_t bits)
+                                   __aicore__ { read_reference(block, slot, bits); });
   }
 
  private:
@@ -279,7 +230,7 @@ class IntsReader : public ChecksumScratch<kBytes>, public IntsReaderBase<kBytes>
     Duplicate(low, (int16_t)0, static_cast<int32_t>(kBlockLanes));
     Duplicate(high, (int16_t)0, static_cast<int32_t>(kBlockLanes));
     barrier();
-    for_each_plane(bits, [&](uint32_t shift, uint32_t width, uint32_t at) {
+    for_each_plane(bits, [&](uint32_t shift, uint32_t width, uint32_t at) __aicore__ {
       add_plane(shift < 16 ? low : high, slot[kPlanesAt + at], shift % 16, width, lane(2), lane(3),
                 masks_, ones_.Get<half>());
     });

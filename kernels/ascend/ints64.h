@@ -30,7 +30,7 @@ __aicore__ inline void less_than(const Words& result, const Words& a, int32_t b,
   barrier();
 }
 
-constexpr int32_t kHighestBit = std::numeric_limits<int32_t>::min();
+constexpr int32_t kHighestBit = static_cast<int32_t>(0x80000000u);
 
 __aicore__ inline int32_t change_highest_bit(uint32_t word) {
   return static_cast<int32_t>(word ^ 0x80000000u);
@@ -49,19 +49,18 @@ class Ints64Coder : public ChecksumScratch<8> {
     pipe->InitBuffer(lanes_, 6 * kBlockLanes * 2);
     pipe->InitBuffer(equal_, kBlockLanes / 8);
     pipe->InitBuffer(extremes_, 2 * 8 * 4);
-    pipe->InitBuffer(slots_, 2, kPlanesAt + kBlockBytes);
+    references_.init(pipe, kBlockBytes);
   }
 
   __aicore__ inline void encode(const Step& step, const Bytes& x, const Bytes&,
                                 PayloadWriter* payloads, HeaderCounters*) {
-    bool moved = false;
+    LiteralWriter literals(pipe_);
     for (uint32_t b = 0; b < step.blocks; ++b) {
       const uint32_t left = step.count - b * kBlockLanes;
       const uint32_t count = left < kBlockLanes ? left : kBlockLanes;
       take(x[b * kBlockBytes], count);
       const Range range = find_range();
-      const uint32_t bits =
-          64 - static_cast<uint32_t>(ScalarCountLeadingZero(range.maximum - range.minimum));
+      const uint32_t bits = bit_length(range.maximum - range.minimum);
       const bool literal = bits == 64;
       const uint32_t bytes = literal ? kBlockBytes : kMinimumBytes + kBlockLanes / 8 * bits;
       GM_ADDR to = payloads->add(step.first + b, literal ? frame::kLiteral : frame::kReference,
@@ -74,15 +73,9 @@ class Ints64Coder : public ChecksumScratch<8> {
         store_reference(to, bits, range.minimum);
         continue;
       }
-      if (!moved) {
-        hand_over<HardEvent::V_MTE3>(pipe_);  // and, by V's own wait, what MTE2 loaded
-        moved = true;
-      }
-      PayloadWriter::store(to, x[b * kBlockBytes], kBlockBytes);
+      literals.store(to, x[b * kBlockBytes], kBlockBytes);
     }
-    if (moved) {
-      hand_over<HardEvent::MTE3_V>(pipe_);  // before the queue gives x away
-    }
+    literals.end();
   }
 
  private:
@@ -118,23 +111,9 @@ class Ints64Coder : public ChecksumScratch<8> {
       const int32_t last_low = low().GetValue(count - 1);
       const int32_t last_high = high().GetValue(count - 1);
       hand_over<HardEvent::S_V>(pipe_);
-      fill_words(low(), count, last_low);
-      fill_words(high(), count, last_high);
+      fill(low(), count, kBlockLanes, last_low);
+      fill(high(), count, kBlockLanes, last_high);
       barrier();
-    }
-  }
-
-  // From word `from` to the end of the block.
-  __aicore__ inline static void fill_words(const Words& words, uint32_t from, int32_t value) {
-    constexpr uint32_t per_repeat = 64;
-    uint32_t next = from / per_repeat * per_repeat;
-    if (next != from) {
-      uint64_t mask[2] = {~uint64_t{0} << (from - next), 0};
-      Duplicate(words[next], value, mask, 1, 1, 8);
-      next += per_repeat;
-    }
-    if (next < kBlockLanes) {
-      Duplicate(words[next], value, static_cast<int32_t>(kBlockLanes - next));
     }
   }
 
@@ -179,8 +158,8 @@ class Ints64Coder : public ChecksumScratch<8> {
     GatherMask(candidates, low(), equal_.Get<uint32_t>(), true, kBlockLanes,
                GatherMaskParams(1, 1, 0, 0), kept);
     barrier();
-    fill_words(candidates, static_cast<uint32_t>(kept),
-               kMaximum ? kHighestBit : std::numeric_limits<int32_t>::max());
+    fill(candidates, static_cast<uint32_t>(kept), kBlockLanes,
+         kMaximum ? kHighestBit : ~kHighestBit);
     barrier();
     const int32_t lower = extreme<kMaximum>(candidates);
     return uint64_t{static_cast<uint32_t>(upper) ^ static_cast<uint32_t>(kShift)} << 32 |
@@ -206,8 +185,8 @@ class Ints64Coder : public ChecksumScratch<8> {
     Sub(high(), high(), borrow, kBlockWords);
     barrier();
     if (count < kBlockLanes) {
-      fill_words(low(), count, 0);
-      fill_words(high(), count, 0);
+      fill(low(), count, kBlockLanes, 0);
+      fill(high(), count, kBlockLanes, 0);
       barrier();
     }
   }
@@ -218,27 +197,15 @@ class Ints64Coder : public ChecksumScratch<8> {
                        kBlockLanes);
     separate_halves<2>(quarters[2 * kBlockLanes], kBlockLanes,
                        high().template ReinterpretCast<int16_t>(), kBlockLanes);
-    Bytes slot = slots_.template AllocTensor<uint8_t>();
-    const LocalTensor<uint32_t> head = slot.ReinterpretCast<uint32_t>();
-    uint64_t lowest[2] = {1, 0};
-    uint64_t second[2] = {2, 0};
-    Duplicate(head, static_cast<uint32_t>(minimum), lowest, 1, 1, 8);
-    Duplicate(head, static_cast<uint32_t>(minimum >> 32), second, 1, 1, 8);
-    for_each_plane(bits, [&](uint32_t shift, uint32_t width, uint32_t at) {
-      put_plane(slot[kPlanesAt + at], quarters[shift / 16 * kBlockLanes], shift % 16, width,
-                quarters[4 * kBlockLanes], quarters[5 * kBlockLanes]);
-    });
-    slots_.EnQue(slot);
-    slot = slots_.template DeQue<uint8_t>();
-    PayloadWriter::store(to, slot, kMinimumBytes);
-    if (bits != 0) {
-      PayloadWriter::store(to + kMinimumBytes, slot[kPlanesAt], kBlockLanes / 8 * bits);
-    }
-    slots_.FreeTensor(slot);
+    references_.store(to, bits, minimum,
+                      [&](const Bytes& plane, uint32_t shift, uint32_t width) __aicore__ {
+                        put_plane(plane, quarters[shift / 16 * kBlockLanes], shift % 16, width,
+                                  quarters[4 * kBlockLanes], quarters[5 * kBlockLanes]);
+                      });
   }
 
   TPipe* pipe_;
-  TQue<TPosition::VECOUT, 1> slots_;
+  ReferenceWriter references_;
   TBuf<TPosition::VECCALC> words_, lanes_, equal_, extremes_;
 };
 
@@ -261,22 +228,9 @@ class Ints64Reader : public ChecksumScratch<8>, public IntsReaderBase<8> {
 
   __aicore__ inline uint32_t decode(const Plan& plan, const Bytes& x, const Bytes&,
                                     const Bytes& slots) {
-    uint32_t errors = 0;
-    for (uint32_t b = 0; b < plan.blocks; ++b) {
-      const Bytes block = x[b * kBlockBytes];
-      const Bytes slot = slots[b * kSlotBytes];
-      bool good = true;
-      if (plan.mode[b] == frame::kLiteral) {
-        good = read_literal(block, block, 0, slot, plan.units[b], kBlockBytes);
-      } else if (is_reference(plan, b)) {
-        read_reference(block, slot, plan.center[b]);
-      } else {
-        clear_block(block, kBlockBytes);
-        good = false;
-      }
-      errors |= good ? 0u : uint32_t{frame::kBadPayload};
-    }
-    return errors;
+    return decode_blocks(plan, x, slots,
+                         [&](const Bytes& block, const Bytes& slot, uint32_t bits)
+                             __aicore__ { read_reference(block, slot, bits); });
   }
 
  private:
@@ -291,7 +245,7 @@ class Ints64Reader : public ChecksumScratch<8>, public IntsReaderBase<8> {
     const Lanes scratch = words(2).ReinterpretCast<int16_t>();
     Duplicate(quarters, (int16_t)0, static_cast<int32_t>(4 * kBlockLanes));
     barrier();
-    for_each_plane(bits, [&](uint32_t shift, uint32_t width, uint32_t at) {
+    for_each_plane(bits, [&](uint32_t shift, uint32_t width, uint32_t at) __aicore__ {
       add_plane(quarters[shift / 16 * kBlockLanes], slot[kPlanesAt + at], shift % 16, width,
                 scratch, scratch[kBlockLanes], masks_, ones_.Get<half>());
     });

@@ -42,7 +42,7 @@ struct EncodeJob {
 struct DecodeJob {
   GM_ADDR frame;
   GM_ADDR output;
-  GM_ADDR status;              // u32; an error adds its bits
+  GM_ADDR status;              // u32; errors
   GM_ADDR overflow;            // or null
   uint64_t overflow_capacity;  // units
   uint64_t frame_bytes;

@@ -82,17 +82,19 @@ class Masks {
   TBuf<TPosition::VECCALC> buffer_;
 };
 
-// Lanes from..to-1 become `value`; `to` is a multiple of 128.
+// Elements from..to-1 become `value`; `to` is a multiple of what a repeat holds, 128 or 64.
 template <class T>
 __aicore__ inline void fill(const LocalTensor<T>& tensor, uint32_t from, uint32_t to, T value) {
-  uint32_t next = from / kRepeatLanes * kRepeatLanes;
+  constexpr uint32_t in_repeat = 256 / sizeof(T);
+  uint32_t next = from / in_repeat * in_repeat;
   const uint32_t kept = from - next;
   if (kept != 0) {
-    uint64_t mask[2];
-    mask[0] = kept < 64 ? ~uint64_t{0} << kept : 0;
-    mask[1] = kept < 64 ? ~uint64_t{0} : ~uint64_t{0} << (kept - 64);
+    uint64_t mask[2] = {kept < 64 ? ~uint64_t{0} << kept : 0, 0};
+    if constexpr (in_repeat == 128) {
+      mask[1] = kept < 64 ? ~uint64_t{0} : ~uint64_t{0} << (kept - 64);
+    }
     Duplicate(tensor[next], value, mask, 1, 1, 8);
-    next += kRepeatLanes;
+    next += in_repeat;
   }
   if (next < to) {
     Duplicate(tensor[next], value, static_cast<int32_t>(to - next));

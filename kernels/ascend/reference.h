@@ -27,6 +27,42 @@ __aicore__ inline void for_each_plane(uint32_t bits, Visit visit) {
   }
 }
 
+// Bits of the greatest distance. What the scalar unit counts in 0 is not documented.
+__aicore__ inline uint32_t bit_length(uint64_t range) {
+  return range == 0 ? 0 : 64 - static_cast<uint32_t>(ScalarCountLeadingZero(range));
+}
+
+// Puts payloads together, one block after another.
+class ReferenceWriter {
+ public:
+  __aicore__ inline void init(TPipe* pipe, uint32_t block_bytes) {
+    pipe->InitBuffer(slots_, 2, kPlanesAt + block_bytes);
+  }
+
+  // A payload of `bits` bits per element to `to`; put(plane, shift, width) writes one plane.
+  template <class Put>
+  __aicore__ inline void store(GM_ADDR to, uint32_t bits, uint64_t minimum, Put put) {
+    Bytes slot = slots_.AllocTensor<uint8_t>();
+    const LocalTensor<uint32_t> words = slot.ReinterpretCast<uint32_t>();
+    uint64_t first[2] = {1, 0};
+    uint64_t second[2] = {2, 0};
+    Duplicate(words, static_cast<uint32_t>(minimum), first, 1, 1, 8);
+    Duplicate(words, static_cast<uint32_t>(minimum >> 32), second, 1, 1, 8);
+    for_each_plane(bits, [&](uint32_t shift, uint32_t width, uint32_t at)
+                             __aicore__ { put(slot[kPlanesAt + at], shift, width); });
+    slots_.EnQue(slot);
+    slot = slots_.DeQue<uint8_t>();
+    PayloadWriter::store(to, slot, kMinimumBytes);
+    if (bits != 0) {
+      PayloadWriter::store(to + kMinimumBytes, slot[kPlanesAt], kBlockLanes / 8 * bits);
+    }
+    slots_.FreeTensor(slot);
+  }
+
+ private:
+  TQue<TPosition::VECOUT, 1> slots_;
+};
+
 template <uint32_t kBytes>
 class IntsReaderBase {
  public:
@@ -50,6 +86,29 @@ class IntsReaderBase {
   }
 
  protected:
+  // read(block, slot, bits) makes the elements of a block that is not literal. Returns error bits.
+  template <class Read>
+  __aicore__ static inline uint32_t decode_blocks(const Plan& plan, const Bytes& x,
+                                                  const Bytes& slots, Read read) {
+    uint32_t errors = 0;
+    for (uint32_t b = 0; b < plan.blocks; ++b) {
+      const Bytes block = x[b * kBlockBytes];
+      const Bytes slot = slots[b * kSlotBytes];
+      bool good = true;
+      if (plan.mode[b] == frame::kLiteral) {
+        good = read_literal(block, block, 0, slot, plan.units[b], kBlockBytes);
+      } else if (is_reference(plan, b)) {
+        read(block, slot, plan.center[b]);
+      } else {
+        clear_block(block, kBlockBytes);
+        good = false;
+      }
+      errors |= good ? 0u : uint32_t{frame::kBadPayload};
+    }
+    return errors;
+  }
+
+ private:
   // Whether a block's mode, length and number of bits go together.
   __aicore__ static inline bool is_reference(const Plan& plan, uint32_t b) {
     const uint32_t bits = plan.center[b];

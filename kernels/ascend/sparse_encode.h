@@ -57,7 +57,7 @@ class SparseCoder {
     bool negative[kBlocks];
     find_survivors(e, slab, negative);
     statistics_.compute(e, free(0), free(1), kBlocks, statistics_of_);
-    bool moved = false;
+    LiteralWriter literals(pipe_);
     for (uint32_t b = 0; b < step.blocks; ++b) {
       const uint32_t left = step.count - b * kBlockLanes;
       const uint32_t missing = left < kBlockLanes ? kBlockLanes - left : 0;
@@ -87,15 +87,9 @@ class SparseCoder {
       if (to == nullptr) {
         continue;
       }
-      if (!moved) {
-        hand_over<HardEvent::V_MTE3>(pipe_);  // and, by V's own wait, what MTE2 loaded
-        moved = true;
-      }
-      PayloadWriter::store(to, x[b * kBlockBytes + kSlabBytes], kLiteralBytes);
+      literals.store(to, x[b * kBlockBytes + kSlabBytes], kLiteralBytes);
     }
-    if (moved) {
-      hand_over<HardEvent::MTE3_V>(pipe_);  // before the queue gives x away
-    }
+    literals.end();
   }
 
  private:

@@ -52,7 +52,9 @@ class FrameDecoder {
     decode_block_ = blocks.decoder(dtype_, shape_, streaming);
   }
 
-  uint32_t chunks() const { return layout_.tiles == 0 ? 0 : chunks_of(layout_.tiles, width_); }
+  uint32_t chunks() const {
+    return layout_.tiles == 0 ? 0 : chunks_of(layout_.tiles, tiles_per_chunk(width_));
+  }
 
   void decode_chunk(uint32_t chunk, Workspace& workspace) const {
     const uint32_t first = chunk * tiles_per_chunk(width_);

@@ -25,8 +25,21 @@ using frame::Layout;
 using frame::Record;
 using frame::Shape;
 
-constexpr uint32_t kMaxTilesPerChunk = tiles_per_chunk(1);
 constexpr uint32_t kMaxBlockBytes = frame::kBlockElements * sizeof(uint64_t);
+
+// A task's staging holds the payloads of one chunk at their longest. Where that is short beside the
+// elements, a chunk of a large job has more of them: payloads then leave in longer copies, which
+// share fewer lines at their ends.
+constexpr uint32_t kStagingBytes = 96 * 1024;
+constexpr uint32_t kLargeChunkBytes = 256 * 1024;
+constexpr uint32_t kMaxTilesPerChunk = kLargeChunkBytes / frame::kTileElements;
+static_assert(kChunkBytes <= kStagingBytes);
+
+constexpr uint32_t tiles_per_large_chunk(const Layout& layout, uint32_t width) {
+  const uint32_t tiles = kLargeChunkBytes / (frame::kTileElements * width);
+  const uint32_t payload_bytes = frame::kTileBlocks * layout.max_payload_units * frame::kUnitBytes;
+  return payload_bytes == 0 ? tiles : std::min(tiles, kStagingBytes / payload_bytes);
+}
 
 struct Tile {
   Record record;
@@ -36,7 +49,7 @@ struct Tile {
 
 // One task's memory. Payloads stand one behind another; none is longer than its elements.
 struct alignas(64) Workspace {
-  uint8_t payloads[kChunkBytes + kSlackBytes];
+  uint8_t payloads[kStagingBytes + kSlackBytes];
   uint8_t last_block[kMaxBlockBytes];
   Tile tiles[kMaxTilesPerChunk];
 };
@@ -50,17 +63,19 @@ class FrameEncoder {
     layout_ = frame::layout_of(params_.dtype, params_.shape, job.elements);
     width_ = frame::width_of(params_.dtype);
     params_.streaming = job.elements * width_ >= kStreamingBytes;
+    tiles_per_chunk_ =
+        params_.streaming ? tiles_per_large_chunk(layout_, width_) : tiles_per_chunk(width_);
     encode_blocks_ = blocks.encoder(params_);
     checksum_ = job.checksum != 0 ? blocks.checksum : nullptr;
     copy_ = params_.streaming ? blocks.copy_around_caches : scalar_blocks().copy_around_caches;
     header_ = {};
   }
 
-  uint32_t chunks() const { return chunks_of(layout_.tiles, width_); }
+  uint32_t chunks() const { return chunks_of(layout_.tiles, tiles_per_chunk_); }
 
   void encode_chunk(uint32_t chunk, Workspace& workspace) {
-    const uint32_t first = chunk * tiles_per_chunk(width_);
-    const uint32_t count = std::min(tiles_per_chunk(width_), layout_.tiles - first);
+    const uint32_t first = chunk * tiles_per_chunk_;
+    const uint32_t count = std::min(tiles_per_chunk_, layout_.tiles - first);
     Header counted{};
     uint8_t* payload = workspace.payloads;
     for (uint32_t i = 0; i < count; ++i) {
@@ -77,14 +92,21 @@ class FrameEncoder {
     turn_.notify_all();
 
     payload = workspace.payloads;
-    for (uint32_t i = 0; i < count; ++i) {
-      const Tile& tile = workspace.tiles[i];
-      const uint64_t bytes = uint64_t{tile.units} * frame::kUnitBytes;
-      if (tile.destination != nullptr && bytes != 0) {
-        copy_(tile.destination, payload, bytes);
+    for (uint32_t i = 0; i < count;) {
+      // Tiles that follow each other there as they do here are copied at once.
+      uint8_t* const destination = workspace.tiles[i].destination;
+      uint64_t bytes = 0;
+      do {
+        const Tile& tile = workspace.tiles[i];
+        memcpy(frame() + layout_.records + uint64_t{first + i} * frame::kRecordBytes, &tile.record,
+               sizeof(Record));
+        bytes += uint64_t{tile.units} * frame::kUnitBytes;
+        ++i;
+      } while (i < count && destination != nullptr &&
+               workspace.tiles[i].destination == destination + bytes);
+      if (destination != nullptr && bytes != 0) {
+        copy_(destination, payload, bytes);
       }
-      memcpy(frame() + layout_.records + uint64_t{first + i} * frame::kRecordBytes, &tile.record,
-             sizeof(Record));
       payload += bytes;
     }
   }
@@ -203,6 +225,7 @@ class FrameEncoder {
   EncodeParams params_{};
   Layout layout_{};
   uint32_t width_ = 0;
+  uint32_t tiles_per_chunk_ = 1;
   EncodeBlocks encode_blocks_ = nullptr;
   Checksum checksum_ = nullptr;
   Copy copy_ = nullptr;

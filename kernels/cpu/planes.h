@@ -5,7 +5,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include <initializer_list>
+#include <type_traits>
 
 #include "memswap/frame.h"
 
@@ -33,27 +33,34 @@ constexpr PlanePosition plane_position(uint32_t e, uint32_t width) {
   return {e % bytes, width * (e / bytes)};
 }
 
+template <uint32_t width>
+using Width = std::integral_constant<uint32_t, width>;
+
 // Calls visit(shift, width) for the planes that a field of `bits` bits is cut into, low bits first.
+// The width is a constant: a position in a plane then needs no division.
 template <typename Visit>
 void for_each_plane(uint32_t bits, Visit visit) {
   uint32_t shift = 0;
   while (bits - shift >= 8) {
-    visit(shift, 8u);
+    visit(shift, Width<8>());
     shift += 8;
   }
-  for (const uint32_t width : {4u, 2u, 1u}) {
+  const auto visit_if_set = [&](auto width) {
     if (((bits - shift) & width) != 0) {
       visit(shift, width);
       shift += width;
     }
-  }
+  };
+  visit_if_set(Width<4>());
+  visit_if_set(Width<2>());
+  visit_if_set(Width<1>());
 }
 
 // Writes bits shift .. shift + bits - 1 of 1024 values as planes and returns their end.
 template <typename Value>
 uint8_t* put_planes(uint8_t* out, const Value* values, uint32_t shift, uint32_t bits) {
-  for_each_plane(bits, [&](uint32_t plane_shift, uint32_t width) {
-    const uint32_t mask = (1u << width) - 1;
+  for_each_plane(bits, [&](uint32_t plane_shift, auto width) {
+    constexpr uint32_t mask = (1u << width) - 1;
     memset(out, 0, kElements / 8 * width);
     for (uint32_t e = 0; e < kElements; ++e) {
       const PlanePosition at = plane_position(e, width);
@@ -68,8 +75,8 @@ uint8_t* put_planes(uint8_t* out, const Value* values, uint32_t shift, uint32_t 
 // The reverse: ORs the planes into the values and returns the planes' end.
 template <typename Value>
 const uint8_t* get_planes(const uint8_t* in, Value* values, uint32_t shift, uint32_t bits) {
-  for_each_plane(bits, [&](uint32_t plane_shift, uint32_t width) {
-    const uint32_t mask = (1u << width) - 1;
+  for_each_plane(bits, [&](uint32_t plane_shift, auto width) {
+    constexpr uint32_t mask = (1u << width) - 1;
     for (uint32_t e = 0; e < kElements; ++e) {
       const PlanePosition at = plane_position(e, width);
       const auto symbol = static_cast<Value>(in[at.byte] >> at.shift & mask);

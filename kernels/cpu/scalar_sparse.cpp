@@ -48,7 +48,7 @@ EncodedBlock encode_sparse(const EncodeParams&, const void* elements, uint32_t c
                    lq2_escape_bytes(exponents, survivor_count, center) +
                    (has_negative_zero ? bytes_of_bits(zero_count) : 0);
   for_each_plane(Element::kRestBits,
-                 [&](uint32_t, uint32_t width) { bytes += bytes_of_bits(width * survivor_count); });
+                 [&](uint32_t, auto width) { bytes += bytes_of_bits(width * survivor_count); });
   if (units_of_bytes(bytes) >= frame::max_payload_units(dtype, Shape::kSparse)) {
     EncodedBlock literal = encode_literal(elements, dtype, Shape::kSparse, slab, payload);
     literal.zeros = zeros;
@@ -57,7 +57,7 @@ EncodedBlock encode_sparse(const EncodeParams&, const void* elements, uint32_t c
 
   put_planes(slab, is_survivor, 0, 1);
   uint8_t* end = payload;
-  for_each_plane(Element::kRestBits, [&](uint32_t shift, uint32_t width) {
+  for_each_plane(Element::kRestBits, [&](uint32_t shift, auto width) {
     StreamWriter field(end);
     for (uint32_t i = 0; i < survivor_count; ++i) {
       field.put(static_cast<uint32_t>(survivors[i] >> shift) & ((1u << width) - 1), width);
@@ -102,7 +102,7 @@ bool decode_sparse(void* out, const uint8_t* slab, const uint8_t* payload, uint3
   PayloadReader reader(payload, units);
   Bits survivors[kElements] = {};
   bool complete = true;
-  for_each_plane(Element::kRestBits, [&](uint32_t shift, uint32_t width) {
+  for_each_plane(Element::kRestBits, [&](uint32_t shift, auto width) {
     const uint8_t* field = reader.take_stream(survivor_count, width);
     if (field == nullptr) {
       complete = false;

@@ -26,8 +26,8 @@ constexpr uint32_t tiles_per_chunk(uint32_t width) {
   return kChunkBytes / (frame::kTileElements * width);
 }
 
-constexpr uint32_t chunks_of(uint32_t tiles, uint32_t width) {
-  return (tiles + tiles_per_chunk(width) - 1) / tiles_per_chunk(width);
+constexpr uint32_t chunks_of(uint32_t tiles, uint32_t tiles_per_chunk) {
+  return (tiles + tiles_per_chunk - 1) / tiles_per_chunk;
 }
 
 // How many tasks a call with so many chunks asks parallel_for for.

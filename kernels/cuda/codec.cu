@@ -197,6 +197,8 @@ int run(const Job* jobs, size_t count, const memswap_launch* launch_or_null) {
       if (is_full || (is_end && table.count != 0)) {
         const cudaError_t error = launch_table(kernel, table, where);
         if (error != cudaSuccess) {
+          // The caller hears of it here; whoever asks the runtime next has launched something else.
+          (void)cudaGetLastError();
           return static_cast<int>(error);
         }
         table = {};

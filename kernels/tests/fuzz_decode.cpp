@@ -1,16 +1,21 @@
 // libFuzzer target: hostile frames into the decoder and into memswap_frame_portable, arbitrary
-// tensors through encoder and decoder, with every instruction set that there is. Buffers are heap
-// blocks of exactly their size, so that AddressSanitizer sees each byte outside.
+// tensors through encoder and decoder, with every instruction set that there is.
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <memory>
 #include <vector>
 
+#include "fuzz_area.h"
 #include "fuzz_input.h"
 #include "memswap/cpu.h"
 #include "memswap/frame.h"
 #include "memswap/portable.h"
+#include "patterns.h"
+
+// Of AddressSanitizer. What is freed soon after it was allocated need not wait long to be used
+// again; memory that comes back from the caches is what makes small inputs fast.
+extern "C" const char* __asan_default_options() { return "quarantine_size_mb=4"; }
 
 namespace memswap::test {
 namespace {
@@ -20,229 +25,325 @@ using frame::Header;
 using frame::Layout;
 using frame::Shape;
 
-// A caller expects what the frame says; beyond this it would not have come so far.
-constexpr uint64_t kMaxFuzzElements = 40000;
+// A caller expects what the frame says; beyond this it would not have come so far. Two tiles, and
+// for elements of 8 bytes two chunks.
+constexpr uint32_t kMaxElements = frame::kTileElements + 1100;
+// Of most inputs: blocks are alike, and fewer take less time.
+constexpr uint32_t kUsualElements = frame::kBlockElements + 80;
 
-struct Free {
-  void operator()(uint8_t* memory) const { std::free(memory); }
-};
-using Buffer = std::unique_ptr<uint8_t, Free>;
-
-Buffer make_buffer(size_t bytes) {
-  void* memory = nullptr;
-  if (posix_memalign(&memory, frame::kAlignmentBytes, bytes) != 0) {
-    std::abort();
-  }
-  return Buffer(static_cast<uint8_t*>(memory));
+// How many elements an input may have. It depends on all of an input's ends, so that what is made
+// from a long one is rarely long again: the fuzzer likes whatever runs loops more often.
+uint32_t max_elements_of(const uint8_t* data, size_t size) {
+  const uint64_t ends = data[size - 1] | uint64_t{data[size / 2]} << 8 | uint64_t{data[1]} << 16;
+  return splitmix64(size, ends) % 64 == 0 ? kMaxElements : kUsualElements;
 }
 
-Buffer copy_of(const uint8_t* data, size_t bytes) {
-  Buffer buffer = make_buffer(bytes);
-  if (bytes != 0) {
-    std::memcpy(buffer.get(), data, bytes);
-  }
-  return buffer;
-}
+constexpr size_t kMaxTensorBytes = sizeof(uint64_t) * (kMaxElements + frame::kBlockElements);
+constexpr size_t kMaxFrameBytes = kMaxTensorBytes + kMaxTensorBytes / 4;
+constexpr uint32_t kMaxOffset = 32 * sizeof(uint64_t);
+static_assert(kMaxFuzzBytes <= kMaxTensorBytes);
 
 [[noreturn]] void fail(const char* what) {
   std::fprintf(stderr, "fuzz_decode: %s\n", what);
   std::abort();
 }
 
-std::vector<const memswap_codec*> codecs() {
-  std::vector<const memswap_codec*> found;
-  for (const char* name : {"scalar", "vector", "avx512"}) {
-    if (const memswap_codec* codec = memswap_codec_cpu_with(name)) {
-      found.push_back(codec);
-    }
-  }
-  return found;
-}
-
 struct FrameBytes {
-  Buffer frame;
+  uint8_t* frame;
   uint64_t frame_bytes;
-  Buffer overflow;
+  uint8_t* overflow;
   uint64_t overflow_units;
 };
 
-// 0 if all instruction sets say so, and then with the same elements in `output`.
-uint32_t decode_with_all(const FrameBytes& bytes, Dtype dtype, uint64_t elements, bool verify,
-                         Buffer* output) {
-  const uint64_t output_bytes = elements * frame::width_of(dtype);
-  uint32_t first_status = 0;
-  for (const memswap_codec* codec : codecs()) {
-    Buffer decoded = make_buffer(output_bytes);
-    std::memset(decoded.get(), 0, output_bytes);
-    uint32_t status = 0;
-    memswap_decode_job job{};
-    job.frame = bytes.frame.get();
-    job.frame_bytes = bytes.frame_bytes;
-    job.overflow = bytes.overflow.get();
-    job.overflow_capacity = bytes.overflow_units;
-    job.output = decoded.get();
-    job.elements = elements;
-    job.dtype = static_cast<uint8_t>(dtype);
-    job.verify = verify;
-    job.status = &status;
-    if (codec->decode(&job, 1, nullptr) != MEMSWAP_CODEC_OK) {
-      fail("decode refused its arguments");
-    }
-    if (*output == nullptr) {
-      first_status = status;
-      *output = std::move(decoded);
-    } else if (status != first_status) {
-      fail("instruction sets report different errors");
-    } else if (status == frame::kOk &&
-               std::memcmp(decoded.get(), output->get(), output_bytes) != 0) {
-      fail("instruction sets decode different elements");
+struct Elements {
+  Dtype dtype;
+  uint64_t count;
+  uint32_t offset;  // bytes behind a multiple of 128
+
+  uint64_t bytes() const { return count * frame::width_of(dtype); }
+};
+
+// What a tensor is to be encoded as.
+struct Wish {
+  Elements elements;
+  Shape shape;
+  uint8_t options;
+  uint8_t center;
+  uint8_t var;
+};
+
+class Target {
+ public:
+  Target() {
+    for (const char* name : {"scalar", "vector", "avx512"}) {
+      if (const memswap_codec* codec = memswap_codec_cpu_with(name)) {
+        codecs_.push_back(codec);
+      }
     }
   }
-  return first_status;
-}
 
-void repair(Header* header, uint64_t frame_bytes, uint64_t overflow_units) {
-  header->magic = frame::kMagic;
-  header->version = frame::kVersion;
-  header->dtype = static_cast<uint8_t>(1 + header->dtype % frame::kLastDtype);
-  header->shape %= frame::kLastShape + 1;
-  const auto dtype = static_cast<Dtype>(header->dtype);
-  if (!frame::shape_fits(dtype, static_cast<Shape>(header->shape))) {
-    header->shape = static_cast<uint8_t>(Shape::kInts);
-  }
-  header->flags &= frame::kOrdered | frame::kChecked;
-  std::memset(header->reserved, 0, sizeof(header->reserved));
-  header->status = frame::kOk;
-  header->elements %= kMaxFuzzElements;
-  Layout layout = frame::layout_of(dtype, static_cast<Shape>(header->shape), header->elements);
-  while (layout.var > frame_bytes) {
-    header->elements /= 2;
-    layout = frame::layout_of(dtype, static_cast<Shape>(header->shape), header->elements);
-  }
-  header->blocks = layout.blocks;
-  header->slab_bytes = layout.slab_bytes;
-  header->var_capacity = (frame_bytes - layout.var) / frame::kUnitBytes;
-  header->var_used = header->var_capacity;
-  header->overflow_used = overflow_units;
-}
-
-void fuzz_frame(const uint8_t* data, size_t size, bool repaired) {
-  if (size < kFuzzFrameHeaderBytes) {
-    return;
-  }
-  const size_t rest = size - kFuzzFrameHeaderBytes;
-  const uint64_t overflow_units = rest * (data[1] % 8) / 8 / frame::kUnitBytes;
-  const uint64_t frame_bytes = rest - overflow_units * frame::kUnitBytes;
-  const uint8_t* source = data + kFuzzFrameHeaderBytes;
-  FrameBytes bytes{copy_of(source, frame_bytes), frame_bytes,
-                   copy_of(source + frame_bytes, overflow_units * frame::kUnitBytes),
-                   overflow_units};
-  Header header{};
-  std::memcpy(&header, source, frame_bytes < sizeof(header) ? frame_bytes : sizeof(header));
-  if (repaired && frame_bytes >= sizeof(header)) {
-    repair(&header, frame_bytes, overflow_units);
-    std::memcpy(bytes.frame.get(), &header, sizeof(header));
-  }
-
-  const auto dtype = static_cast<Dtype>(frame::is_dtype(header.dtype) ? header.dtype : 1);
-  const uint64_t elements = header.elements < kMaxFuzzElements ? header.elements : 1;
-  Buffer output;
-  const uint32_t status = decode_with_all(bytes, dtype, elements, true, &output);
-
-  uint64_t needed = 0;
-  memswap_frame_portable(bytes.frame.get(), frame_bytes, bytes.overflow.get(), overflow_units,
-                         nullptr, 0, &needed);
-  if (needed > (uint64_t{1} << 24)) {
-    return;  // tiles may name the same payloads again and again
-  }
-  FrameBytes portable{make_buffer(needed), needed, Buffer(), 0};
-  uint64_t written = 0;
-  const uint32_t portable_status =
-      memswap_frame_portable(bytes.frame.get(), frame_bytes, bytes.overflow.get(), overflow_units,
-                             portable.frame.get(), needed, &written);
-  if (status != frame::kOk) {
-    return;
-  }
-  if (portable_status != frame::kOk || written != needed) {
-    fail("a frame that decodes has no portable form");
-  }
-  Buffer again;
-  if (decode_with_all(portable, dtype, elements, true, &again) != frame::kOk ||
-      std::memcmp(output.get(), again.get(), elements * frame::width_of(dtype)) != 0) {
-    fail("the portable frame is another tensor");
-  }
-}
-
-void fuzz_tensor(const uint8_t* data, size_t size) {
-  if (size < kFuzzTensorHeaderBytes) {
-    return;
-  }
-  const auto dtype = static_cast<Dtype>(1 + (data[1] + frame::kLastDtype - 1) % frame::kLastDtype);
-  auto shape = static_cast<Shape>(data[2] % (frame::kLastShape + 1));
-  if (!frame::shape_fits(dtype, shape)) {
-    shape = Shape::kInts;
-  }
-  const uint64_t elements = (size - kFuzzTensorHeaderBytes) / frame::width_of(dtype);
-  const uint64_t input_bytes = elements * frame::width_of(dtype);
-  const Buffer input = copy_of(data + kFuzzTensorHeaderBytes, input_bytes);
-  const Layout layout = frame::layout_of(dtype, shape, elements);
-  // From none to all of the worst case in var, the rest in an arena.
-  const uint64_t var_units = layout.max_var_units() * data[5] / 255;
-  const uint64_t arena_units =
-      layout.max_var_units() - var_units + frame::kTileBlocks * layout.max_payload_units;
-
-  Buffer first;
-  for (const memswap_codec* codec : codecs()) {
-    FrameBytes bytes{make_buffer(layout.bytes(var_units)), layout.bytes(var_units),
-                     make_buffer(arena_units * frame::kUnitBytes), arena_units};
-    std::memset(bytes.frame.get(), 0, bytes.frame_bytes);
-    uint64_t cursor = 0;
-    memswap_encode_job job{};
-    job.input = input.get();
-    job.elements = elements;
-    job.dtype = static_cast<uint8_t>(dtype);
-    job.shape = static_cast<uint8_t>(shape);
-    job.profile = data[3] & 1;
-    job.center = data[4];
-    job.checksum = data[3] >> 1 & 1;
-    job.frame = bytes.frame.get();
-    job.var_capacity = var_units;
-    job.overflow = bytes.overflow.get();
-    job.overflow_capacity = arena_units;
-    job.overflow_cursor = &cursor;
-    if (codec->encode(&job, 1, nullptr) != MEMSWAP_CODEC_OK) {
-      fail("encode refused its arguments");
+  void run(const uint8_t* data, size_t size) {
+    switch (data[0] % kFuzzKinds) {
+      case kFuzzFrame:
+        run_frame(data, size, false);
+        break;
+      case kFuzzRepaired:
+        run_frame(data, size, true);
+        break;
+      case kFuzzTensor:
+        run_tensor(data, size);
+        break;
+      default:
+        run_drawn(data, size);
     }
-    Buffer output;
-    if (decode_with_all(bytes, dtype, elements, true, &output) != frame::kOk ||
-        std::memcmp(output.get(), input.get(), input_bytes) != 0) {
+  }
+
+ private:
+  // What a buffer is filled with before it is written: if somebody leaves out a byte that counts,
+  // the instruction sets disagree.
+  static uint8_t fill_of(size_t codec) { return static_cast<uint8_t>(codec * 0x5b); }
+
+  // 0 if all instruction sets say so; then `*output` is what all of them wrote.
+  uint32_t decode_with_all(const FrameBytes& from, const Elements& elements, Area& area,
+                           const uint8_t** output) {
+    uint32_t first_status = 0;
+    for (size_t i = 0; i < codecs_.size(); ++i) {
+      Area& here = i == 0 ? area : other_output_;
+      uint8_t* decoded = here.use(elements.bytes(), fill_of(i), elements.offset);
+      uint32_t status = 0;
+      memswap_decode_job job{};
+      job.frame = from.frame;
+      job.frame_bytes = from.frame_bytes;
+      job.overflow = from.overflow;
+      job.overflow_capacity = from.overflow_units;
+      job.output = decoded;
+      job.elements = elements.count;
+      job.dtype = static_cast<uint8_t>(elements.dtype);
+      job.verify = 1;
+      job.status = &status;
+      if (codecs_[i]->decode(&job, 1, nullptr) != MEMSWAP_CODEC_OK) {
+        fail("decode refused its arguments");
+      }
+      if (i == 0) {
+        first_status = status;
+        *output = decoded;
+      } else if (status != first_status) {
+        fail("instruction sets report different errors");
+      } else if (status == frame::kOk && memcmp(decoded, *output, elements.bytes()) != 0) {
+        fail("instruction sets decode different elements");
+      }
+    }
+    return first_status;
+  }
+
+  static void repair(Header* header, uint64_t frame_bytes, uint64_t overflow_units,
+                     uint32_t max_elements) {
+    header->magic = frame::kMagic;
+    header->version = frame::kVersion;
+    header->dtype = static_cast<uint8_t>(1 + header->dtype % frame::kLastDtype);
+    const auto dtype = static_cast<Dtype>(header->dtype);
+    header->shape = static_cast<uint8_t>(possible_shape(dtype, header->shape));
+    header->flags &= frame::kOrdered | frame::kChecked;
+    memset(header->reserved, 0, sizeof(header->reserved));
+    header->status = frame::kOk;
+    header->elements %= max_elements;
+    Layout layout = frame::layout_of(dtype, static_cast<Shape>(header->shape), header->elements);
+    while (layout.var > frame_bytes) {
+      header->elements /= 2;
+      layout = frame::layout_of(dtype, static_cast<Shape>(header->shape), header->elements);
+    }
+    header->blocks = layout.blocks;
+    header->slab_bytes = layout.slab_bytes;
+    header->var_capacity = (frame_bytes - layout.var) / frame::kUnitBytes;
+    header->var_used = header->var_capacity;
+    header->overflow_used = overflow_units;
+  }
+
+  static Shape possible_shape(Dtype dtype, uint8_t wanted) {
+    const auto shape = static_cast<Shape>(wanted % (frame::kLastShape + 1));
+    return frame::shape_fits(dtype, shape) ? shape : Shape::kInts;
+  }
+
+  void run_frame(const uint8_t* data, size_t size, bool repaired) {
+    if (size < kFuzzFrameHeaderBytes) {
+      return;
+    }
+    const size_t rest = size - kFuzzFrameHeaderBytes;
+    const uint64_t overflow_units = rest * (data[1] % 8) / 8 / frame::kUnitBytes;
+    const uint64_t overflow_bytes = overflow_units * frame::kUnitBytes;
+    const uint64_t frame_bytes = rest - overflow_bytes;
+    const uint8_t* source = data + kFuzzFrameHeaderBytes;
+    const FrameBytes from{frame_.copy(source, frame_bytes), frame_bytes,
+                          overflow_.copy(source + frame_bytes, overflow_bytes), overflow_units};
+    Header header{};
+    memcpy(&header, source, std::min<uint64_t>(frame_bytes, sizeof(header)));
+    if (repaired && frame_bytes >= sizeof(header)) {
+      repair(&header, frame_bytes, overflow_units, max_elements_of(data, size));
+      memcpy(from.frame, &header, sizeof(header));
+    }
+    const Elements elements{static_cast<Dtype>(frame::is_dtype(header.dtype) ? header.dtype : 1),
+                            header.elements < kMaxElements ? header.elements : 1, 0};
+    const uint8_t* output = nullptr;
+    const uint32_t status = decode_with_all(from, elements, first_output_, &output);
+    make_portable(from, elements, status, output);
+  }
+
+  void make_portable(const FrameBytes& from, const Elements& elements, uint32_t status,
+                     const uint8_t* output) {
+    uint64_t needed = 0;
+    memswap_frame_portable(from.frame, from.frame_bytes, from.overflow, from.overflow_units,
+                           nullptr, 0, &needed);
+    if (needed > portable_.capacity()) {
+      return;  // tiles may name the same payloads again and again
+    }
+    const FrameBytes portable{portable_.use(needed, 0), needed, nullptr, 0};
+    uint64_t written = 0;
+    const uint32_t portable_status =
+        memswap_frame_portable(from.frame, from.frame_bytes, from.overflow, from.overflow_units,
+                               portable.frame, needed, &written);
+    if (status != frame::kOk) {
+      return;
+    }
+    if (portable_status != frame::kOk || written != needed) {
+      fail("a frame that decodes has no portable form");
+    }
+    const uint8_t* again = nullptr;
+    if (decode_with_all(portable, elements, again_, &again) != frame::kOk ||
+        memcmp(output, again, elements.bytes()) != 0) {
+      fail("the portable frame is another tensor");
+    }
+  }
+
+  // The elements' bytes are not known yet: count is 0.
+  static Wish wish_of(const uint8_t* data) {
+    const auto dtype =
+        static_cast<Dtype>(1 + (data[1] + frame::kLastDtype - 1) % frame::kLastDtype);
+    const uint32_t offset = data[3] / kFuzzOffset * frame::width_of(dtype);
+    return {{dtype, 0, offset}, possible_shape(dtype, data[2]), data[3], data[4], data[5]};
+  }
+
+  void run_tensor(const uint8_t* data, size_t size) {
+    if (size < kFuzzTensorHeaderBytes) {
+      return;
+    }
+    Wish wish = wish_of(data);
+    wish.elements.count =
+        std::min<uint64_t>((size - kFuzzTensorHeaderBytes) / frame::width_of(wish.elements.dtype),
+                           max_elements_of(data, size));
+    run_round_trip(wish, input_.copy(data + kFuzzTensorHeaderBytes, wish.elements.bytes(),
+                                     wish.elements.offset));
+  }
+
+  void run_drawn(const uint8_t* data, size_t size) {
+    if (size < kFuzzDrawnHeaderBytes) {
+      return;
+    }
+    Wish wish = wish_of(data);
+    const uint32_t width = frame::width_of(wish.elements.dtype);
+    const uint8_t* choice = data + kFuzzDrawnHeaderBytes;
+    const size_t choices = (size - kFuzzDrawnHeaderBytes) / width;
+    if (choices == 0) {
+      return;
+    }
+    const uint32_t count = data[6] | uint32_t{data[7]} << 8;
+    wish.elements.count = count % max_elements_of(data, size);
+    uint8_t* input = input_.use(wish.elements.bytes(), 0, wish.elements.offset);
+    // Below a float's sign and exponent.
+    const uint64_t noise = (wish.options & kFuzzNoise) == 0 ? 0
+                           : width == 1                     ? 3
+                                                            : (uint64_t{1} << (8 * width - 9)) - 1;
+    for (uint64_t i = 0; i < wish.elements.count; ++i) {
+      const uint64_t random = splitmix64(1, i);
+      uint64_t element = 0;
+      memcpy(&element, choice + ((random >> 32) * choices >> 32) * width, width);
+      element ^= random & noise;
+      memcpy(input + i * width, &element, width);
+    }
+    run_round_trip(wish, input);
+  }
+
+  void run_round_trip(const Wish& wish, const uint8_t* input) {
+    const Layout layout = frame::layout_of(wish.elements.dtype, wish.shape, wish.elements.count);
+    FrameBytes first{};
+    for (size_t i = 0; i < codecs_.size(); ++i) {
+      const FrameBytes made = encode(i, wish, layout, input, i == 0 ? frame_ : other_frame_,
+                                     i == 0 ? overflow_ : other_overflow_);
+      if (i == 0) {
+        first = made;
+      } else {
+        expect_same(first, made, layout);
+      }
+    }
+    const uint8_t* output = nullptr;
+    if (decode_with_all(first, wish.elements, first_output_, &output) != frame::kOk ||
+        memcmp(output, input, wish.elements.bytes()) != 0) {
       fail("a tensor did not come back");
     }
-    if (first == nullptr) {
-      first = std::move(bytes.frame);
-    } else if (std::memcmp(first.get(), bytes.frame.get(), bytes.frame_bytes) != 0) {
+  }
+
+  FrameBytes encode(size_t codec, const Wish& wish, const Layout& layout, const uint8_t* input,
+                    Area& frame_area, Area& overflow_area) {
+    // From none to all of the worst case in var, the rest in an arena.
+    const uint64_t var_units = layout.max_var_units() * wish.var / 255;
+    const uint64_t arena_units =
+        layout.max_var_units() - var_units +
+        std::min(layout.blocks, frame::kTileBlocks) * layout.max_payload_units;
+    const FrameBytes made{
+        frame_area.use(layout.bytes(var_units), fill_of(codec)), layout.bytes(var_units),
+        overflow_area.use(arena_units * frame::kUnitBytes, fill_of(codec)), arena_units};
+    uint64_t cursor = 0;
+    memswap_encode_job job{};
+    job.input = input;
+    job.elements = wish.elements.count;
+    job.dtype = static_cast<uint8_t>(wish.elements.dtype);
+    job.shape = static_cast<uint8_t>(wish.shape);
+    job.profile = (wish.options & kFuzzFast) != 0 ? MEMSWAP_FAST : MEMSWAP_CANONICAL;
+    job.center = wish.center;
+    job.checksum = (wish.options & kFuzzChecksum) != 0;
+    job.frame = made.frame;
+    job.var_capacity = var_units;
+    job.overflow = made.overflow;
+    job.overflow_capacity = arena_units;
+    job.overflow_cursor = &cursor;
+    if (codecs_[codec]->encode(&job, 1, nullptr) != MEMSWAP_CODEC_OK) {
+      fail("encode refused its arguments");
+    }
+    return made;
+  }
+
+  static void expect_same(const FrameBytes& a, const FrameBytes& b, const Layout& layout) {
+    Header header;
+    memcpy(&header, a.frame, sizeof(header));
+    const uint64_t bytes = layout.bytes(std::min(header.var_used, header.var_capacity));
+    if (memcmp(a.frame, b.frame, bytes) != 0) {
       fail("instruction sets write different frames");
     }
+    const uint64_t units = std::min(header.overflow_used, a.overflow_units);
+    if (memcmp(a.overflow, b.overflow, units * frame::kUnitBytes) != 0) {
+      fail("instruction sets write different payloads into the arena");
+    }
   }
-}
+
+  std::vector<const memswap_codec*> codecs_;
+  Area input_{kMaxTensorBytes + kMaxOffset};
+  Area frame_{kMaxFrameBytes};
+  Area other_frame_{kMaxFrameBytes};
+  Area overflow_{2 * kMaxFrameBytes};
+  Area other_overflow_{2 * kMaxFrameBytes};
+  Area portable_{4 * kMaxFrameBytes};
+  Area first_output_{kMaxTensorBytes + kMaxOffset};
+  Area other_output_{kMaxTensorBytes + kMaxOffset};
+  Area again_{kMaxTensorBytes};
+};
 
 }  // namespace
 }  // namespace memswap::test
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace memswap::test;
-  if (size == 0) {
-    return 0;
-  }
-  switch (data[0] % kFuzzKinds) {
-    case kFuzzFrame:
-      fuzz_frame(data, size, false);
-      break;
-    case kFuzzRepaired:
-      fuzz_frame(data, size, true);
-      break;
-    default:
-      fuzz_tensor(data, size);
+  static Target target;
+  if (size != 0 && size <= kMaxFuzzBytes) {
+    target.run(data, size);
   }
   return 0;
 }

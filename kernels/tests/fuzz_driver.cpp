@@ -12,6 +12,7 @@
 #include <iterator>
 #include <vector>
 
+#include "fuzz_input.h"
 #include "patterns.h"
 
 // Of the sanitizers' runtime, if the program was built with one.
@@ -22,8 +23,6 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
 namespace {
 
 using Bytes = std::vector<uint8_t>;
-
-constexpr size_t kMaxInputBytes = 32 * 1024;
 
 Bytes read(const std::filesystem::path& path) {
   std::ifstream file(path, std::ios::binary);
@@ -79,7 +78,7 @@ void mutate(Bytes& bytes, const Bytes& other, Random& random) {
                    static_cast<uint8_t>(random.below(256)));
       break;
     case 5:
-      bytes[0] = static_cast<uint8_t>(random.below(3));
+      bytes[0] = static_cast<uint8_t>(random.below(memswap::test::kFuzzKinds));
       break;
     default:
       if (!other.empty()) {
@@ -89,7 +88,7 @@ void mutate(Bytes& bytes, const Bytes& other, Random& random) {
                     bytes.begin() + static_cast<ptrdiff_t>(at));
       }
   }
-  bytes.resize(std::min(bytes.size(), kMaxInputBytes));
+  bytes.resize(std::min<size_t>(bytes.size(), memswap::test::kMaxFuzzBytes));
 }
 
 const Bytes* running = nullptr;

@@ -63,7 +63,7 @@ void write(const std::string& path, const std::vector<uint8_t>& bytes) {
   }
 }
 
-// Every third frame as it is, and a few tensors for the round trip.
+// Every third frame as it is, and a few tensors for the round trip, whole and drawn.
 void write_corpus(const std::string& directory) {
   uint32_t index = 0;
   for (const GoldenFrame& golden : kGoldenFrames) {
@@ -86,6 +86,17 @@ void write_corpus(const std::string& directory) {
                 std::to_string(static_cast<int>(pattern.kind)),
             input);
     }
+  }
+  for (const frame::Dtype dtype : {frame::Dtype::kBf16, frame::Dtype::kFp16, frame::Dtype::kFp32,
+                                   frame::Dtype::kFp64, frame::Dtype::kE5m2}) {
+    std::vector<uint8_t> input(kFuzzDrawnHeaderBytes + 12 * frame::width_of(dtype));
+    input[0] = kFuzzDrawn;
+    input[1] = static_cast<uint8_t>(dtype);
+    input[3] = kFuzzNoise | kFuzzChecksum;
+    input[5] = 255;
+    input[7] = 1024 >> 8;
+    fill({Kind::kOutliers, 6}, dtype, 1, 0, 12, input.data() + kFuzzDrawnHeaderBytes);
+    write(directory + "/drawn-" + std::to_string(static_cast<int>(dtype)), input);
   }
 }
 

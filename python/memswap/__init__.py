@@ -46,6 +46,7 @@ from memswap.windows import Window, Windows, select_layers, window
 
 if TYPE_CHECKING:
     from memswap import parallel as parallel
+    from memswap.parallel import describe as describe
 
 __version__ = "0.1.0"
 
@@ -107,4 +108,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "parallel":  # when it is asked for: it imports torch.distributed.fsdp
         return import_module("memswap.parallel")
+    if name == "describe":
+        return import_module("memswap.parallel").describe
     raise AttributeError(f"module 'memswap' has no attribute {name!r}")

@@ -86,7 +86,8 @@ def read_policy(policy_fn: PolicyLike) -> Decide:
     def decide(
         op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
     ) -> CheckpointPolicy:
-        ctx = SelectiveCheckpointContext(is_recompute=False, op_output=output)
+        ctx = SelectiveCheckpointContext(is_recompute=False)
+        ctx.op_output = output  # torch 2.13 has it, before that nobody else sets it
         return meaning(policy_fn(ctx, op, *args, **kwargs), op)
 
     return decide

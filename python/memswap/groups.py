@@ -28,7 +28,6 @@ from weakref import WeakSet
 import torch
 
 from memswap.engine.action import Decider
-from memswap.engine.autograd import in_backward
 from memswap.engine.entry import Entry
 from memswap.engine.group import Generation, GroupSaver, GroupVisit
 from memswap.engine.handle import Handle, Moved, unpack
@@ -182,8 +181,6 @@ class Group:
         """Begin a generation without a block: for :meth:`add`, or for hooks of one's own."""
         saver = self._groups.saver
         with saver.lock:
-            if not in_backward():
-                saver._sweep()
             generation = self._newest = Generation(self.name, saver, self._timeline.begin())
         self._generations.add(generation)
         return generation

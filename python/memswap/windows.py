@@ -121,7 +121,7 @@ class Window:
         if seconds is None:
             durations = saver.observer
             with saver.lock:
-                device = torch.accelerator.current_accelerator()
+                device = torch.accelerator.current_accelerator(check_available=True)
                 if isinstance(durations, Durations) and device is not None:
                     seconds = durations.seconds(self._key, 1)
                     self._spans.append(durations.start(self._key, 1, device))

@@ -98,13 +98,15 @@ void test_patterns(const Format& format) {
 
 // 48 tiles and a part of one would take long for each format; four tiles leave most cores idle,
 // which is a case as well.
-void test_schedules(const Format& format) {
+// `seeds`: schedules of the pipes on each grid; 0: a few.
+void test_schedules(const Format& format, uint64_t seeds = 0) {
   const uint64_t elements = 3 * frame::kTileElements + 1500;
   const Data data = sample(format, elements);
   const uint64_t capacity = format.layout(elements).max_var_units();
   Data reference;
   for (const uint32_t cores : {1u, 3u, 40u, 48u}) {
-    for (uint64_t seed = 0; seed < (cores == 3 ? 4u : 1u); ++seed) {
+    const uint64_t count = seeds != 0 ? seeds : cores == 3 ? 4 : 1;
+    for (uint64_t seed = 0; seed < count; ++seed) {
       Run run;
       run.cores = cores;
       run.options.seed = seed * 77 + cores;
@@ -180,6 +182,25 @@ void test_overflow(const Format& format) {
   }
 }
 
+constexpr int64_t kEveryBit = frame::kNoRoom | frame::kBadHeader | frame::kBadRecord |
+                              frame::kBadPayload | frame::kBadChecksum;
+
+// Many cores that find the same error do not make it another one.
+void test_errors_of_many_cores() {
+  const Format format{Dtype::kBf16, Shape::kDense};
+  const Data data = sample(format, 5 * frame::kTileElements);
+  const Frame frame = cpu_encode(format, data);
+  const Layout layout = format.layout(5 * frame::kTileElements);
+  for (uint32_t tile = 0; tile < 5; ++tile) {
+    frame.begin[layout.records + tile * frame::kRecordBytes + 28] ^= 1;  // its checksum
+  }
+  Run run;
+  run.cores = 5;
+  Data output(data.size());
+  check(ascend_decode(format, frame, &output, run) == frame::kBadChecksum,
+        "five cores with a wrong checksum each report a wrong checksum");
+}
+
 // Whatever is damaged, the decoder stays within its buffers (the emulator checks) and says so,
 // unless nothing changed for the CPU either.
 void check_hostile(const Frame& frame, bool verify, const std::string& what) {
@@ -198,6 +219,7 @@ void check_hostile(const Frame& frame, bool verify, const std::string& what) {
     check((status == 0) == (cpu == 0), what + " is reported as by the CPU, " +
                                            std::to_string(status) + " and " + std::to_string(cpu));
     check(status != 0 || output == expected, what + " never gives other data than the CPU");
+    check(status >= 0 && status <= kEveryBit, what + " is told by bits that have a meaning");
   } catch (const Violation& violation) {
     device().reset();
     check(false, what + " stays in bounds: " + violation.what());
@@ -298,7 +320,7 @@ void test_corpus(const std::string& folder, uint32_t rounds) {
 }  // namespace
 }  // namespace memswap::test
 
-// Arguments: kernels/tests, then what to run: golden, corpus, cores, ratio, barriers, or
+// Arguments: kernels/tests, then what to run: golden, corpus, cores, ratio, barriers, seeds, or
 // formats.
 int main(int argc, char** argv) {
   using namespace memswap::test;
@@ -320,8 +342,12 @@ int main(int argc, char** argv) {
       guarded("ratio", [] { test_ratio(); });
     } else if (wanted == "cores") {
       guarded("many cores", [] { test_every_core_has_tiles(); });
+      guarded("errors of many cores", [] { test_errors_of_many_cores(); });
     }
     for (const Format& format : kFormats) {
+      if (wanted == "seeds") {
+        guarded(format.name(), [&] { test_schedules(format, 20); });
+      }
       if (wanted == format.name() || wanted == "all") {
         guarded(format.name(), [&] {
           test_patterns(format);

@@ -27,14 +27,13 @@ void decode_spans(Spans* known, Spans* memory, MEMSWAP_ASCEND_DECODE_PARAMETERS(
 // The kernels' pointers are bytes.
 #define U8(pointer) static_cast<uint8_t*>(pointer)
 
-#define MEMSWAP_DEFINE(name, width, split)                                                        \
-  extern "C" MEMSWAP_ASCEND_DECODE_STUB(name) {                                                   \
-    ascend_emulator::Spans known, spans;                                                          \
-    ascend_emulator::decode_spans(&known, &spans, MEMSWAP_ASCEND_DECODE_ARGUMENTS);               \
-    return ascend_emulator::start("decode_" #name, blocks, stream, known, spans, [=] {            \
-      memswap::ascend::memswap_ascend_decode_##name(U8(frame), U8(output), U8(status),            \
-                                                    U8(overflow), overflow_capacity, frame_bytes, \
-                                                    elements, dtype, verify);                     \
-    });                                                                                           \
+#define MEMSWAP_DEFINE(name, width, split)                                                   \
+  extern "C" MEMSWAP_ASCEND_DECODE_STUB(name) {                                              \
+    ascend_emulator::Spans known, spans;                                                     \
+    ascend_emulator::decode_spans(&known, &spans, MEMSWAP_ASCEND_DECODE_ARGUMENTS);          \
+    return ascend_emulator::start("decode_" #name, blocks, stream, known, spans, [=] {       \
+      memswap_ascend_decode_##name(U8(frame), U8(output), U8(status), U8(overflow),          \
+                                   overflow_capacity, frame_bytes, elements, dtype, verify); \
+    });                                                                                      \
   }
 MEMSWAP_ASCEND_DECODERS(MEMSWAP_DEFINE)

@@ -36,15 +36,15 @@ void encode_spans(Spans* known, Spans* memory, const std::string& kernel,
 // The kernels' pointers are bytes.
 #define U8(pointer) static_cast<uint8_t*>(pointer)
 
-#define MEMSWAP_DEFINE_ENCODE(name)                                                        \
-  extern "C" MEMSWAP_ASCEND_ENCODE_STUB(name) {                                            \
-    ascend_emulator::Spans known, spans;                                                   \
-    ascend_emulator::encode_spans(&known, &spans, #name, MEMSWAP_ASCEND_ENCODE_ARGUMENTS); \
-    return ascend_emulator::start(#name, blocks, stream, known, spans, [=] {               \
-      memswap::ascend::memswap_ascend_##name(                                              \
-          U8(input), U8(frame), U8(overflow), U8(overflow_cursor), elements, var_capacity, \
-          overflow_capacity, dtype, shape, slab_bytes, checksum, pass);                    \
-    });                                                                                    \
+#define MEMSWAP_DEFINE_ENCODE(name)                                                              \
+  extern "C" MEMSWAP_ASCEND_ENCODE_STUB(name) {                                                  \
+    ascend_emulator::Spans known, spans;                                                         \
+    ascend_emulator::encode_spans(&known, &spans, #name, MEMSWAP_ASCEND_ENCODE_ARGUMENTS);       \
+    return ascend_emulator::start(#name, blocks, stream, known, spans, [=] {                     \
+      memswap_ascend_##name(U8(input), U8(frame), U8(overflow), U8(overflow_cursor), elements,   \
+                            var_capacity, overflow_capacity, dtype, shape, slab_bytes, checksum, \
+                            pass);                                                               \
+    });                                                                                          \
   }
 MEMSWAP_DEFINE_ENCODE(begin_frame)
 MEMSWAP_DEFINE_ENCODE(place_deferred)

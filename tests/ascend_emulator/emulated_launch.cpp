@@ -1,4 +1,4 @@
-// What CANN provides, on the emulator: launches and the calls of acl/acl.h.
+// Launches as CANN provides them, on the emulator.
 #include "emulated_launch.h"
 
 #include <cstdio>
@@ -6,7 +6,6 @@
 #include <memory>
 #include <mutex>
 
-#include "acl/acl.h"
 #include "emulated_machine.h"
 
 namespace ascend_emulator {
@@ -76,17 +75,6 @@ uint32_t start(const char* kernel, uint32_t blocks, void* stream, const Spans& k
 
 }  // namespace ascend_emulator
 
-extern "C" void memswap_ascend_emulate(memswap_emulated_stream on, uint32_t cores) {
+extern "C" void memswap_ascend_emulate(memswap_emulated_stream on) {
   ascend_emulator::machine().stream = on;
-  ascend_emulator::machine().cores = cores;
-}
-
-extern "C" aclError aclrtGetDevice(int32_t* device) {
-  *device = 0;
-  return ascend_emulator::machine().fail("aclrtGetDevice");
-}
-
-extern "C" aclError aclGetDeviceCapability(uint32_t, aclDeviceInfo info, int64_t* value) {
-  *value = info == ACL_DEVICE_INFO_VECTOR_CORE_NUM ? ascend_emulator::machine().cores : 0;
-  return ascend_emulator::machine().fail("aclGetDeviceCapability");
 }

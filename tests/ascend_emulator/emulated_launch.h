@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 
 extern "C" {
 
@@ -19,8 +18,8 @@ typedef int (*memswap_emulated_stream)(void* stream, const char* kernel,
                                        const memswap_emulated_span* spans, size_t span_count,
                                        void (*run)(void*), void (*destroy)(void*), void* context);
 
-// How kernels are launched from now on, and how many vector cores the device says it has. Null: at
-// once, in the calling thread. Kernels run one at a time in any case.
-void memswap_ascend_emulate(memswap_emulated_stream on, uint32_t cores);
+// How kernels are launched from now on. Null: at once, in the calling thread. Kernels run one at a
+// time in any case.
+void memswap_ascend_emulate(memswap_emulated_stream on);
 
 }  // extern "C"

@@ -240,6 +240,19 @@ void test_wrong_kernels() {
       }
     }
   }
+  const auto launch_rule = [&](const char* what, const char* message, auto run) {
+    try {
+      run();
+      check(false, std::string(what) + " is rejected");
+    } catch (const Violation& violation) {
+      check(violation.rule() == std::string("launch") &&
+                std::string(violation.what()).find(message) != std::string::npos,
+            std::string(what) + " is rejected by rule 'launch'; found: " + violation.what());
+      ++rules[violation.rule()];
+    }
+  };
+  launch_rule("a launch of no block", "0 blocks", [] { EMU_LAUNCH([] {}, 0, Options{}); });
+  launch_rule("device code without a launch", "outside", [] { AscendC::GetBlockIdx(); });
   std::printf("rules: %zu\n", rules.size());
 }
 

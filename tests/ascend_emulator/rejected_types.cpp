@@ -55,6 +55,8 @@ void rejected() {
   Transpose(tensor<int32_t>(), tensor<int32_t>());
   // REJECT SetAtomicAdd takes
   SetAtomicAdd<uint32_t>();
+  // REJECT SetAtomicMax takes
+  SetAtomicMax<uint32_t>();
   // REJECT no matching function
   Adds(tensor<int16_t>(), tensor<int16_t>(), 1, 8);
   // REJECT no matching function

@@ -85,7 +85,7 @@ inline std::vector<WrongKernel> memory_rules() {
        }},
       {"leaves a scalar store in the cache", "scalar cache line", "dirty scalar cache lines", 1,
        [](GM_ADDR, GM_ADDR out) { global<int32_t>(out).SetValue(0, 7); }},
-      {"adds atomically to what was never written", "uninitialized", "adds to GM byte 0", 1,
+      {"adds atomically to what was never written", "uninitialized", "combines with GM byte 0", 1,
        [](GM_ADDR, GM_ADDR out) {
          Scratch s;
          hand_over<HardEvent::V_MTE3>();
@@ -98,6 +98,18 @@ inline std::vector<WrongKernel> memory_rules() {
          Scratch s;
          hand_over<HardEvent::V_MTE3>();
          SetAtomicAdd<int32_t>();
+         DataCopy(global<int16_t>(in), s.x.ReinterpretCast<int16_t>(), 16);
+         SetAtomicNone();
+       }},
+      {"adds and maximizes the same byte", "cross-block race", "atomics of one kind", 3,
+       [](GM_ADDR in, GM_ADDR) {
+         Scratch s;
+         hand_over<HardEvent::V_MTE3>();
+         if (GetBlockIdx() == 1) {
+           SetAtomicAdd<int16_t>();
+         } else {
+           SetAtomicMax<int16_t>();
+         }
          DataCopy(global<int16_t>(in), s.x.ReinterpretCast<int16_t>(), 16);
          SetAtomicNone();
        }},

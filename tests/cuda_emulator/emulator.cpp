@@ -323,13 +323,13 @@ uint64_t exchange(Exchange kind, uint32_t mask, uint64_t value, uint32_t paramet
 
 int run(const Launch& launch, void (*body)(void*), void* context) {
   if (machine.fail_launch != 0) {
-    return machine.fail_launch;
+    return machine.last_error = machine.fail_launch;
   }
   const auto limit = shared_limits.find(launch.kernel);
   const uint32_t allowed = limit == shared_limits.end() ? 48 * 1024 : limit->second;
   if (launch.blocks == 0 || launch.threads == 0 || launch.threads > 1024 ||
       launch.shared_bytes > allowed || allowed > machine.shared_bytes) {
-    return kInvalidValue;
+    return machine.last_error = kInvalidValue;
   }
   launches.push_back(launch);
   random_state = machine.seed * 0x9e3779b97f4a7c15u | 1;

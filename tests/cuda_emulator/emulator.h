@@ -33,6 +33,7 @@ struct Machine {
   uint32_t shared_bytes = 227 * 1024;
   uint64_t seed = 1;
   int fail_launch = 0;  // every launch returns this
+  int last_error = 0;   // what a launch returned and nobody has taken
 };
 extern Machine machine;
 

@@ -136,6 +136,7 @@ TEST_F(Launches, AnErrorOfCudaIsReturned) {
   const memswap_encode_job job = encode_job(tensor, {}, &frame);
   emulator::machine.fail_launch = 719;
   EXPECT_EQ(emulated().encode(&job, 1, nullptr), 719);
+  EXPECT_EQ(emulator::machine.last_error, 0) << "the next to ask would take it for its own";
   EXPECT_STREQ(emulated().message(719), "an emulated error");
   EXPECT_NE(emulated().message(-77), nullptr);
 }

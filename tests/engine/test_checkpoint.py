@@ -285,6 +285,9 @@ def test_nothing_is_left_behind(device, new_pool, ending):
             if ending == "error in backward":
                 out.sum().backward()
     assert (ours.stats().moved_storages > 0) is (ending != "no_grad")
+    if torch.__version__ < "2.13":  # torch's own hooks stay until the exception is dropped
+        expects = None
+        collect()
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, "hooks are left"
     assert torch._C._len_torch_dispatch_stack() == 0, "a mode is left"
     out = expects = None

@@ -22,7 +22,7 @@ from helpers import (
 from torch import nn
 
 import memswap
-from memswap.compat import hyper_parallel, mindspeed_swap
+from memswap.compat import hyper_parallel, mindspeed
 
 pytestmark = pytest.mark.every_action("swap")
 
@@ -44,10 +44,10 @@ def trained(device: torch.device, use: Any, steps: int = 3) -> list[torch.Tensor
 @contextlib.contextmanager
 def swap_contexts(model: nn.Module, pool: Any, prefetch: bool = True) -> Any:
     """As MindSpeed's users wrap forwards by hand."""
-    handler = mindspeed_swap.AsyncSwapHandler(pool=pool)
+    handler = mindspeed.AsyncSwapHandler(pool=pool)
     forwards = [layer.forward for layer in model.layers]
     for layer in model.layers:
-        context = mindspeed_swap.TensorSwapContext("layers.*", None, prefetch, handler=handler)
+        context = mindspeed.TensorSwapContext("layers.*", None, prefetch, handler=handler)
 
         def forward(*args: Any, context=context, plain=layer.forward) -> Any:
             with context:
@@ -106,7 +106,7 @@ def checkpointed_modules(model: nn.Module, pool: Any) -> Any:
 
 @contextlib.contextmanager
 def plan(model: nn.Module, pool: Any) -> Any:
-    swap = mindspeed_swap.swap_activation_modules(model, ["layers.{*}"], pool=pool)
+    swap = mindspeed.swap_activation_modules(model, ["layers.{*}"], pool=pool)
     yield swap
     assert swap.stats().moved_storages > 0
     swap.remove()
@@ -146,7 +146,7 @@ def test_a_chain_has_no_stall_once_backward_runs(device, new_pool):
 def test_a_handler_serves_saved_tensor_hooks_of_ones_own(device, new_pool):
     model, x = new_stack(device), new_input(device)
     expected = train_step(model, lambda: model(x))
-    handler = mindspeed_swap.AsyncSwapHandler(pool=new_pool())
+    handler = mindspeed.AsyncSwapHandler(pool=new_pool())
 
     def hooks(layer: int) -> Any:
         return torch.autograd.graph.saved_tensors_hooks(
@@ -170,7 +170,7 @@ def test_a_handler_serves_saved_tensor_hooks_of_ones_own(device, new_pool):
 
 @pytest.mark.one_schedule
 def test_layers_that_saved_nothing_have_no_keys_and_break_nothing(device, new_pool):
-    keys = mindspeed_swap.TensorKeyManager()
+    keys = mindspeed.TensorKeyManager()
     assert keys.get_key(0) == ((0, 0), False)
     assert keys.get_key(0) == ((0, 1), False)
     assert keys.get_key(2) == ((2, 0), True), "layer 1 saved nothing"
@@ -179,7 +179,7 @@ def test_layers_that_saved_nothing_have_no_keys_and_break_nothing(device, new_po
     assert keys.get_key(3) == ((3, 1), False)
     assert keys.get_prefetch_keys(3, 0) + keys.get_prefetch_keys(3, 1) == [(2, 0)]
     assert keys.get_key(0) == ((0, 0), False), "a new forward begins"
-    handler = mindspeed_swap.AsyncSwapHandler(pool=new_pool())
+    handler = mindspeed.AsyncSwapHandler(pool=new_pool())
     handler.release_device_tensor(7)
     handler.prefetch_tensors(7, 0)
 
@@ -187,7 +187,7 @@ def test_layers_that_saved_nothing_have_no_keys_and_break_nothing(device, new_po
 @pytest.mark.one_schedule
 def test_what_is_valid_for_swap(device):
     weight = nn.Parameter(torch.ones(4, 4, device=device))
-    valid = mindspeed_swap.is_valid_for_swap
+    valid = mindspeed.is_valid_for_swap
     assert not valid(weight) and not valid(weight.t())
     assert not valid(torch.ones(0, device=device))
     tensor = torch.ones(4, device=device)
@@ -197,11 +197,11 @@ def test_what_is_valid_for_swap(device):
 
 @pytest.mark.one_schedule
 def test_a_context_has_its_own_check(device, new_pool):
-    handler = mindspeed_swap.AsyncSwapHandler(pool=new_pool())
-    yes = mindspeed_swap.TensorSwapContext("a.*", lambda t: True, handler=handler)
-    no = mindspeed_swap.TensorSwapContext("b.*", lambda t: False, handler=handler)
+    handler = mindspeed.AsyncSwapHandler(pool=new_pool())
+    yes = mindspeed.TensorSwapContext("a.*", lambda t: True, handler=handler)
+    no = mindspeed.TensorSwapContext("b.*", lambda t: False, handler=handler)
     assert (yes.layer_idx, no.layer_idx, yes.layer_nums) == (0, 0, 1)
-    more = mindspeed_swap.TensorSwapContext("a.*", handler=handler)
+    more = mindspeed.TensorSwapContext("a.*", handler=handler)
     assert (more.layer_idx, yes.layer_nums) == (1, 2)
     x = random(device, 100).requires_grad_()
     with no:
@@ -217,15 +217,15 @@ def test_a_context_has_its_own_check(device, new_pool):
 @pytest.mark.accelerator
 @pytest.mark.one_schedule
 def test_a_handler_names_its_streams(device, new_pool):
-    handler = mindspeed_swap.AsyncSwapHandler(pool=new_pool())
+    handler = mindspeed.AsyncSwapHandler(pool=new_pool())
     with pytest.raises(NotImplementedError, match="no tensor of an accelerator"):
         _ = handler.d2h_stream
     swapped = handler.swap_out_cur_and_release_prev(random(device, 100), 0, 2)
-    assert swapped.current_location is mindspeed_swap.TensorLocation.HOST
+    assert swapped.current_location is mindspeed.TensorLocation.HOST
     assert handler.d2h_stream != handler.h2d_stream
     swapped.wait_d2h_finished(handler.d2h_stream, True)
     swapped.async_h2d(handler.h2d_stream, True)
-    assert swapped.current_location is mindspeed_swap.TensorLocation.DEVICE
+    assert swapped.current_location is mindspeed.TensorLocation.DEVICE
     assert same_bits(swapped.device_tensor, random(device, 100))
 
 

@@ -113,7 +113,8 @@ def test_device_out_of_memory_in_backward_is_torchs_error_and_loses_nothing(devi
 
     pool = new_pool()
     saver = memswap.saved_tensors(EVERYTHING, pool=pool, prefetch_bytes=0)
-    x = random(device, 1 << 18).requires_grad_()  # 1 MiB
+    # 16 MiB: an allocator that takes segments has no room for another one in those it has.
+    x = torch.linspace(-1, 1, 1 << 22).to(device).requires_grad_()
     with saver:
         loss = (x * 2).sin().exp().sum()
     let_sends_end(saver, device)

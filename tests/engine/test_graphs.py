@@ -576,9 +576,9 @@ def test_a_thousand_steps_leave_nothing_behind(device, new_pool, way):
     assert now.slabs_acquired == slabs, "memory was taken from the system in a steady state"
     saver = training.swap._saver
     assert len(saver._leaving) + len(saver._lingering) <= 16, "bookkeeping of dead storages grows"
-    assert len(saver._entries) <= 16, "entries of dead storages are not swept out"
+    assert saver.ledger.known_storages <= 16, "dead storages are still known"
     training.assert_released()
-    assert len(saver._entries) == 0, "statistics were taken, and dead entries are still listed"
+    assert saver.ledger.known_storages == 0, "storages are known that no graph holds any more"
     assert_pool_empty(training.pool)
 
 

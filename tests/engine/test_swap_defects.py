@@ -387,14 +387,17 @@ def test_the_work_of_a_release_does_not_grow_with_the_depth_of_the_model(
 ):
     """Not every stored tensor of all layers is looked at when one layer's are released."""
     looks = 0
-    gone = Entry.gone
 
-    def counted(entry: Entry, wait: bool = False) -> bool:
-        nonlocal looks
-        looks += 1
-        return gone(entry, wait)
+    def counted(look):
+        def counting(*arguments: object, **options: object) -> bool:
+            nonlocal looks
+            looks += 1
+            return look(*arguments, **options)
 
-    monkeypatch.setattr(Entry, "gone", counted)
+        return counting
+
+    for name in ("gone", "lingers"):
+        monkeypatch.setattr(Entry, name, counted(getattr(Entry, name)))
     per_layer = {}
     for depth in (3, 9):
         model = new_stack(device, depth=depth)

@@ -1,7 +1,7 @@
 """Every edge of an encode, broken on purpose under the real torch_npu.
 
 The programs and mutations are those of tests/race/test_codec_lanes.py and test_encode_edges.py. The
-kernels are the CPU's, run in stream order behind torch_npu's task queue.
+kernels are memswap's AscendC ones, launched on torch_npu's streams.
 """
 
 from __future__ import annotations

@@ -106,6 +106,13 @@ class LateComm:
 
         return self._later([output], [input], work)
 
+    def all_reduce(
+        self, tensors: Sequence[torch.Tensor], *, op: ReduceOp = "avg", label: str = ""
+    ) -> Ticket:
+        return self._later(
+            tensors, tensors, lambda o, i: self._comm.all_reduce(o, op=op, label=label).wait()
+        )
+
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str = "") -> Ticket:
         return LateTicket(lambda: self._comm.broadcast(tensor.data, source, label=label).wait())
 
@@ -178,6 +185,13 @@ class Recording:
             lambda: self._comm.all_to_all(output, input, output_splits, input_splits, label=label),
         )
 
+    def all_reduce(
+        self, tensors: Sequence[torch.Tensor], *, op: ReduceOp = "avg", label: str = ""
+    ) -> Ticket:
+        return self._note(
+            "all_reduce", label, lambda: self._comm.all_reduce(tensors, op=op, label=label)
+        )
+
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str = "") -> Ticket:
         return self._note(
             "broadcast", label, lambda: self._comm.broadcast(tensor, source, label=label)
@@ -246,6 +260,15 @@ class FakeComm:
                 )
             else:
                 output.data.zero_()
+
+        return LateTicket(work)
+
+    def all_reduce(
+        self, tensors: Sequence[torch.Tensor], *, op: ReduceOp = "avg", label: str = ""
+    ) -> Ticket:
+        def work() -> None:
+            for tensor in tensors if op == "sum" else ():
+                tensor.data.mul_(self.size)
 
         return LateTicket(work)
 

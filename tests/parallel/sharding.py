@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from comms import EventLog
-from memswap.parallel import Context, shard
+from memswap.parallel import ShardContext, shard
 from ranks import Rank
 
 
@@ -88,10 +88,10 @@ def make_net(dtype: torch.dtype = torch.float64, **options: Any) -> Net:
 
 def sharded(
     rank: Rank, net: Net, *, late: bool = False, context: dict[str, Any] | None = None, **how: Any
-) -> tuple[Net, Context]:
+) -> tuple[Net, ShardContext]:
     """A copy of the net with each layer and the rest sharded."""
     net = copy.deepcopy(net)
-    kept = Context(
+    kept = ShardContext(
         open_comm=lambda group: rank.open_comm(group, late=late), debug=True, **(context or {})
     )
     for layer in net.layers:

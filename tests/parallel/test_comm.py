@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from comms import EventLog, FakeComm, LateComm, Recording
-from memswap.parallel.comm import Comm, ProcessGroupComm
+from memswap.parallel.comm import Comm, ProcessGroupComm, ReduceOp
 from ranks import Rank, distributed
 
 LATE = pytest.mark.parametrize("late", [False, True], ids=["async", "late"])
@@ -64,6 +64,17 @@ def test_all_to_all_with_equal_and_unequal_parts(rank: Rank, late: bool) -> None
     comm.all_to_all(output, send, [rank.rank + 1] * rank.size, splits).wait()
     expected = torch.arange(float(rank.size)).repeat_interleave(rank.rank + 1)
     assert torch.equal(output[:, 0], expected)
+
+
+@distributed(2, 4)
+@LATE
+@pytest.mark.parametrize("op", ["avg", "sum"])
+def test_all_reduce_reduces_several_tensors_in_place(rank: Rank, late: bool, op: ReduceOp) -> None:
+    tensors = [torch.full((count,), 1.0 + rank.rank, dtype=torch.float64) for count in (3, 1)]
+    rank.open_comm(late=late).all_reduce(tensors, op=op, label="x").wait()
+    expected = (rank.size + 1) / 2 * (rank.size if op == "sum" else 1)
+    assert all(torch.equal(one, torch.full_like(one, expected)) for one in tensors)
+    assert rank.log.events == ["all_reduce x", "wait all_reduce x"]
 
 
 @distributed(2)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import memswap
-from memswap.parallel import Context, ContextParallel, shard
+from memswap.parallel import ContextParallel, ShardContext, shard
 from ranks import Rank, distributed
 from test_context import (
     FP64,
@@ -141,7 +141,7 @@ def test_a_projection_can_be_used_without_attention(rank: Rank, late: bool) -> N
     x = random(2, 4, model.width)
     model.q(x).sum().backward()
     assert torch.equal(model.q.linear.weight.grad, x.sum((0, 1)).expand(16, 16))
-    assert not applied._launched["q"], "the launch outlived its tensor"
+    assert not applied._early, "the launch outlived its tensor"
     model.q(x)
     assert rank.log.count("wait all_to_all q") == 1, "its buffers were freed while in use"
     with torch.no_grad():
@@ -149,6 +149,20 @@ def test_a_projection_can_be_used_without_attention(rank: Rank, late: bool) -> N
         y = model(x)
     assert applied.early == 3
     assert torch.equal(model(x).detach(), y)
+
+
+@distributed(2)
+def test_the_number_of_heads_is_found_when_the_queries_come(rank: Rank) -> None:
+    """Keys that are projected before them launch early from the second forward on."""
+    style, model, applied = apply(rank, True, heads=None)
+    x = random(2, 4, 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for early in (2, 5):
+            k, q, v = model.k(x), model.q(x), model.v(x)
+            y = model.core(q, k, v)
+            assert applied.early == early
+            assert style.mesh.columns == 2 and torch.isfinite(y).all()
 
 
 @distributed(2)
@@ -235,8 +249,6 @@ def test_bad_input_is_told_before_anything_is_sent(rank: Rank) -> None:
         ContextParallel(layout="bsh")
     with pytest.raises(ValueError, match="pass a 2-D mesh"):
         ContextParallel(ulysses=3).apply(Core(), mesh)
-    with pytest.raises(ValueError, match="heads=number of query heads"):
-        ContextParallel().apply(Core(), mesh, q=nn.Linear(2, 2))
     assert rank.log.events == []
 
 
@@ -331,10 +343,13 @@ def test_shard_manage_checkpoint_and_context_compose(rank: Rank, ulysses: int | 
 
     mesh = init_device_mesh("cpu", (2,))
     reference, net = Net(), Net()
-    context = Context(slots=2, open_comm=lambda group: rank.open_comm(group, late=True), debug=True)
+    context = ShardContext(
+        slots=2, open_comm=lambda group: rank.open_comm(group, late=True), debug=True
+    )
     style = ContextParallel(ulysses=ulysses, heads=4, ranges="ranges", comm=open_comms(rank, True))
     for layer in net.layers:
-        style.apply(layer.core, mesh, q=layer.q, k=layer.k, v=layer.v)  # type: ignore[arg-type]
+        named = {"q": layer.q, "k": layer.k, "v": layer.v, "o": layer.out}
+        style.apply(layer.core, mesh, **named)  # type: ignore[arg-type]
         shard(layer, mesh, context=context, anchor="out")
     net.checkpointed = True
     optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (reference, net)]
@@ -361,7 +376,7 @@ def test_shard_manage_checkpoint_and_context_compose(rank: Rank, ulysses: int | 
         manager.remove()
     if ulysses is None:  # the next layer's weights travel after this one's attention
         log = rank.log
-        assert log.index("wait all_to_all o") < log.index("all_gather Attention.1")
+        assert log.index("all_to_all o") < log.index("all_gather Attention.1")
         assert log.index("all_gather Attention.1") < log.index("all_to_all q", 1)
     for (name, mine), theirs in zip(net.named_parameters(), reference.parameters(), strict=True):
         whole = mine.full_tensor()  # type: ignore[attr-defined]

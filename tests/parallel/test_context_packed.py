@@ -24,9 +24,12 @@ class PackedCore(nn.Module):
         super().__init__()
         self.layout, self.packing = layout, packing
 
-    def forward(self, *packed: torch.Tensor, ranges: Any = None) -> torch.Tensor:
+    def forward(self, *packed: Any, ranges: Any = None, **apart: torch.Tensor) -> torch.Tensor:
         where: Layout = LAYOUTS[self.layout]
-        q, k, v = (*packed[:-1], *packed[-1].unbind(where.head_dim))
+        if apart:  # there are more keys than queries
+            assert packed == (None,)
+            packed = tuple(apart.values())
+        q, k, v = packed if len(packed) == 3 else (*packed[:-1], *packed[-1].unbind(where.head_dim))
         q, k, v = (from_layout(t, self.layout).transpose(1, 2) for t in (q, k, v))
         y = causal_attention(q, k, v, ranges or ((0, q.size(2)),))
         return to_layout(y.transpose(1, 2), self.layout)
@@ -51,13 +54,15 @@ def test_packed_tensors_travel_in_one_exchange(
     rank: Rank, late: bool, layout: str, packing: Any
 ) -> None:
     for mode, (mesh, ulysses) in meshes(rank).items():
-        if packing == "qkv" and mode != "ulysses":
-            continue
+        apart = None
         for heads, kv_heads in [(5, 5), (4, 4)] if packing == "qkv" else [(4, 1), (6, 3), (4, 4)]:
+            if packing == "qkv":
+                apart = ("q", "kv") if heads == 5 else ("q", "k", "v")
             style = ContextParallel(
                 ulysses=ulysses,
                 layout=layout,
                 packing=packing,
+                unpacked=apart,
                 balance="headtail",
                 sequence_length=13,
                 ranges="ranges",
@@ -72,8 +77,8 @@ def test_packed_tensors_travel_in_one_exchange(
             mine = [batch[name].requires_grad_() for name in named]
             rank.log.events.clear()
             expected, got = reference(*whole), core(*mine)
-            if mode == "ulysses":
-                assert rank.log.count("all_to_all") == len(mine) + 1
+            assert rank.log.count("all_to_all") == (0 if mode == "gather" else len(mine) + 1)
+            assert rank.log.count("all_gather kv") == (0 if mode == "ulysses" else 1)
             places = batch["positions"]
             torch.testing.assert_close(
                 got, expected.index_select(dim, places), rtol=1e-12, atol=1e-12
@@ -87,32 +92,42 @@ def test_packed_tensors_travel_in_one_exchange(
                 )
 
 
-@distributed(2)
+@distributed(2, 4)
 @LATE
 def test_a_packed_projection_launches_early(rank: Rank, late: bool) -> None:
     """Three separate projections are not needed."""
-    torch.manual_seed(3)
-    project = nn.Sequential(nn.Linear(8, 24, dtype=torch.float64), nn.Unflatten(-1, (3, 2, 4)))
-    core, reference = PackedCore("bshd", "qkv"), PackedCore("bshd", "qkv")
-    style = ContextParallel(packing="qkv", heads=2, comm=open_comms(rank, late))
-    applied = style.apply(core, init_device_mesh("cpu", (2,)), qkv=project)
-    x = random(1, 8, 8)
-    expected = reference(project(x))
-    batch = style.shard_batch({"x": x})
-    got = core(project(batch["x"]))
-    assert applied.early == 1
-    torch.testing.assert_close(got, expected[:, batch["positions"]], rtol=0, atol=1e-12)
+    for mesh, ulysses in meshes(rank).values():
+        torch.manual_seed(3)
+        project = nn.Sequential(nn.Linear(8, 48, dtype=torch.float64), nn.Unflatten(-1, (3, 4, 4)))
+        core, reference = PackedCore("bshd", "qkv"), PackedCore("bshd", "qkv")
+        style = ContextParallel(
+            ulysses=ulysses,
+            packing="qkv",
+            unpacked=("q", "kv"),
+            heads=4,
+            ranges="ranges",
+            comm=open_comms(rank, late),
+        )
+        applied = style.apply(core, mesh, qkv=project)
+        x = random(1, 8, 8)
+        expected = reference(project(x))
+        batch = style.shard_batch({"x": x})
+        got = core(project(batch["x"]))
+        assert applied.early == 1
+        torch.testing.assert_close(got, expected[:, batch["positions"]], rtol=0, atol=1e-12)
 
 
 @distributed(2)
 def test_what_packing_cannot_do_is_told(rank: Rank) -> None:
     mesh = init_device_mesh("cpu", (2,))
-    with pytest.raises(NotImplementedError, match="cannot get different lengths"):
+    with pytest.raises(NotImplementedError, match="one packed tensor has one length"):
         ContextParallel(packing="qkv", ulysses=1).apply(PackedCore("bshd", "qkv"), mesh)
     with pytest.raises(ValueError, match="no packed form"):
         ContextParallel(packing="kv", layout="bnsd")
     with pytest.raises(ValueError, match="expected 2 for packing='kv'"):
         ContextParallel(packing="kv", qkv=(0,))
+    with pytest.raises(ValueError, match="expected two names"):
+        ContextParallel(packing="kv", unpacked=("q", "kv"))
     with pytest.raises(TypeError, match=r"found projections \['k'\]"):
         ContextParallel(packing="kv", heads=4).apply(
             PackedCore("bshd", "kv"), mesh, k=nn.Linear(2, 2)

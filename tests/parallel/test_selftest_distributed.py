@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("late", [False, True], ids=["async", "late"])
 def test_a_good_network_passes(rank: Rank, late: bool) -> None:
     results = dict(check_lanes(rank.open_comm(late=late), CPU, "the same"))
-    assert len(results) == 8 and not any(results.values()), results
+    assert len(results) == 9 and not any(results.values()), results
 
 
 class Zeros(ProcessGroupComm):

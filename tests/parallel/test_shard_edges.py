@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
-from memswap.parallel import Context, shard
+from memswap.parallel import ShardContext, shard
 from ranks import Rank, distributed
 
 BATCH, LENGTH, WIDTH, VOCABULARY = 2, 8, 6, 12
@@ -48,7 +48,9 @@ def test_head_and_loss_over_a_cut_sequence(
     expected = F.cross_entropy(reference(tokens).flatten(0, 1), targets.flatten())
     expected.backward()
 
-    context = Context(slots=2, open_comm=lambda group: rank.open_comm(group, late=late), debug=True)
+    context = ShardContext(
+        slots=2, open_comm=lambda group: rank.open_comm(group, late=late), debug=True
+    )
     net = copy.deepcopy(start)
     shard(net.layer, rank.mesh, context=context)
     ends = [net.embed, net.head]
@@ -88,7 +90,9 @@ def test_an_embedding_sharded_by_its_width(rank: Rank, late: bool) -> None:
     torch.manual_seed(11)
     start = Ends(tied=False).double()
     reference, net = copy.deepcopy(start), copy.deepcopy(start)
-    context = Context(slots=1, open_comm=lambda group: rank.open_comm(group, late=late), debug=True)
+    context = ShardContext(
+        slots=1, open_comm=lambda group: rank.open_comm(group, late=late), debug=True
+    )
 
     def by_width(parameter: nn.Parameter) -> Shard | None:
         return Shard(-1) if parameter.ndim > 1 else None

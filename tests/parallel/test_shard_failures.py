@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import unittest
 import weakref
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 from memswap.errors import InplaceEditError, SlotError
-from memswap.parallel import Context, shard
+from memswap.parallel import ShardContext, shard
 from memswap.parallel.slots import SlotPool
 from ranks import Rank, distributed
 from sharding import adamw, assert_same, loss_of, make_net, sharded, tokens_of, train
@@ -146,7 +147,9 @@ def test_a_unit_called_from_another_one_gets_memory_when_slots_are_out(
     second = Calls(first)
     plain = Calls(copy.deepcopy(first))
     plain.load_state_dict(second.state_dict())
-    context = Context(slots=1, debug=True, open_comm=lambda group: rank.open_comm(group, late=late))
+    context = ShardContext(
+        slots=1, debug=True, open_comm=lambda group: rank.open_comm(group, late=late)
+    )
     for one in (first, second):
         shard(one, rank.mesh, context=context)
     x = torch.ones(1, 3)
@@ -174,7 +177,9 @@ def test_a_model_that_is_dropped_frees_its_weights(rank: Rank) -> None:
 def test_outputs_that_the_loss_does_not_use(rank: Rank, late: bool) -> None:
     layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3)).double()
     plain = copy.deepcopy(layers)
-    context = Context(slots=2, open_comm=lambda group: rank.open_comm(group, late=late), debug=True)
+    context = ShardContext(
+        slots=2, open_comm=lambda group: rank.open_comm(group, late=late), debug=True
+    )
     for layer in layers:
         shard(layer, rank.mesh, context=context)
     x = torch.ones(1, 3, dtype=torch.float64)
@@ -212,10 +217,15 @@ def test_a_graph_that_is_kept_goes_backward_twice(rank: Rank, late: bool) -> Non
 def test_gradients_of_inputs_alone_leave_parameters_without(rank: Rank, late: bool) -> None:
     layer = nn.Linear(3, 3)
     plain = copy.deepcopy(layer)
-    context = Context(slots=1, open_comm=lambda group: rank.open_comm(group, late=late), debug=True)
+    context = ShardContext(
+        slots=1, open_comm=lambda group: rank.open_comm(group, late=late), debug=True
+    )
     shard(layer, rank.mesh, context=context)
     x = torch.ones(2, 3, requires_grad=True)
-    (mine,) = torch.autograd.grad(layer(x).pow(2).sum(), x)
+    with unittest.TestCase().assertLogs("memswap.parallel.schedule") as told:
+        for _ in range(2):
+            (mine,) = torch.autograd.grad(layer(x).pow(2).sum(), x)
+    assert ["for inputs alone passed unit 'Linear.0'" in text for text in told.output] == [True]
     (theirs,) = torch.autograd.grad(plain(x).pow(2).sum(), x)
     assert torch.equal(mine, theirs)
     assert layer.weight.grad is None
@@ -261,16 +271,16 @@ def test_bad_requests_say_what_was_found_and_what_to_do(rank: Rank) -> None:
     ):
         shard(nn.Linear(2, 2), mesh, shard_placement_fn=lambda parameter: Shard(2))
     with pytest.raises(ValueError, match="max_reduces=0"):
-        Context(max_reduces=0)
+        ShardContext(max_reduces=0)
     with pytest.raises(ValueError, match="slots=0"):
-        Context(slots=0)
+        ShardContext(slots=0)
     assert all(type(value) is nn.Parameter for value in scalar.parameters()), "half sharded"
 
 
 @distributed(4)
-def test_a_two_dimensional_mesh_is_refused_with_the_way_out(rank: Rank) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    with pytest.raises(NotImplementedError, match=r"mesh of 2 dimensions .*pass mesh\['name'\]"):
+def test_a_mesh_of_three_dimensions_is_refused_with_the_way_out(rank: Rank) -> None:
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "replicate", "shard"))
+    with pytest.raises(NotImplementedError, match=r"mesh of 3 dimensions .*pass mesh\['name'\]"):
         shard(nn.Linear(2, 2), mesh)
 
 
@@ -322,7 +332,9 @@ def test_layers_of_different_sizes_share_slots_without_corruption(rank: Rank, la
         *(nn.Linear(a, b, bias=b != 2) for a, b in zip(widths, [*widths[1:], 5], strict=True))
     )
     net = copy.deepcopy(start)
-    context = Context(slots=2, debug=True, open_comm=lambda group: rank.open_comm(group, late=late))
+    context = ShardContext(
+        slots=2, debug=True, open_comm=lambda group: rank.open_comm(group, late=late)
+    )
     for layer in net:
         shard(layer, rank.mesh, context=context)
     x = torch.randn(4, 3)
@@ -346,7 +358,7 @@ def test_a_tied_weight_in_two_calls_is_an_error_not_two_weights(rank: Rank) -> N
 def test_a_model_with_any_names_for_its_layers_is_prefetched(rank: Rank) -> None:
     # Prefetching hung on submodules called wo or out_proj; without them it silently did nothing.
     net = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("tick", "trick", "track")})
-    context = Context(open_comm=rank.open_comm)
+    context = ShardContext(open_comm=rank.open_comm)
     for layer in net.values():
         shard(layer, rank.mesh, context=context)
         layer.register_forward_hook(lambda *_: rank.log("compute"))

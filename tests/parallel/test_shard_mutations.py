@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from memswap.parallel.schedule import Context
+from memswap.parallel.schedule import ShardContext
 from memswap.parallel.slots import Lease, SlotPool
 from memswap.parallel.unit import Reduction, State, Unit
 from ranks import Rank, distributed
@@ -63,11 +63,11 @@ def _gradients_are_recycled_before_their_reduction_is_waited(patch: Patch) -> No
 
 
 def _weights_are_dropped_at_the_first_gradient(patch: Patch) -> None:
-    def arrived(context: Context, unit: Unit) -> None:
+    def arrived(context: ShardContext, unit: Unit) -> None:
         context._enter_backward()
         context._finish(context.scheduled[unit])
 
-    patch(Context, "_gradient_arrived", arrived)
+    patch(ShardContext, "_gradient_arrived", arrived)
 
 
 def _weights_of_the_last_step_are_kept(patch: Patch) -> None:

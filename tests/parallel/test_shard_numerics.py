@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from memswap.parallel import Context, shard
+from memswap.parallel import ShardContext, shard
 from ranks import Rank, distributed
 from sharding import (
     assert_same,
@@ -125,7 +125,7 @@ def test_tied_weights_in_one_call_stay_tied(rank: Rank, late: bool) -> None:
     reference = copy.deepcopy(start)
     net, context = (
         copy.deepcopy(start),
-        Context(slots=2, open_comm=lambda group: rank.open_comm(group, late=late)),
+        ShardContext(slots=2, open_comm=lambda group: rank.open_comm(group, late=late)),
     )
     for layer in net.layers:
         shard(layer, rank.mesh, context=context)
@@ -235,7 +235,7 @@ def test_ranks_may_take_different_branches(rank: Rank, late: bool) -> None:
     net = shard(
         copy.deepcopy(start),
         rank.mesh,
-        context=Context(open_comm=lambda group: rank.open_comm(group, late=late), debug=True),
+        context=ShardContext(open_comm=lambda group: rank.open_comm(group, late=late), debug=True),
     )
     x = torch.ones(2, 3, dtype=torch.float64)
     net(x, ["left", "right"][rank.rank]).sum().backward()
@@ -255,7 +255,9 @@ def test_uneven_and_empty_shards(rank: Rank, late: bool, rows: int) -> None:
     torch.manual_seed(3)
     start = nn.Sequential(nn.Linear(2, rows), nn.Linear(rows, 3)).double()
     net = copy.deepcopy(start)
-    context = Context(slots=1, open_comm=lambda group: rank.open_comm(group, late=late), debug=True)
+    context = ShardContext(
+        slots=1, open_comm=lambda group: rank.open_comm(group, late=late), debug=True
+    )
     for layer in net:
         shard(layer, rank.mesh, context=context)
     optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1) for one in (net, start)]
@@ -284,7 +286,9 @@ def test_modules_that_run_twice_are_skipped_or_change_their_order(rank: Rank, la
 
     start = Any().double()
     net = copy.deepcopy(start)
-    context = Context(slots=2, open_comm=lambda group: rank.open_comm(group, late=late), debug=True)
+    context = ShardContext(
+        slots=2, open_comm=lambda group: rank.open_comm(group, late=late), debug=True
+    )
     for layer in net.layers:
         shard(layer, rank.mesh, context=context)
     for order in ([0, 1, 2, 3], [3, 1, 1, 0], [2], [0, 0, 0, 3, 2, 1], [1, 3], [0, 1, 2, 3]):
@@ -329,7 +333,7 @@ def test_an_embedding_needs_no_weights_in_backward(rank: Rank, late: bool) -> No
     start = make_net(layers=1)
     reference = copy.deepcopy(start)
     net = copy.deepcopy(start)
-    context = Context(open_comm=lambda group: rank.open_comm(group, late=late), debug=True)
+    context = ShardContext(open_comm=lambda group: rank.open_comm(group, late=late), debug=True)
     shard(net.embed, rank.mesh, context=context, unshard_in_backward=False)
     shard(net.layers[0], rank.mesh, context=context)
     shard(net, rank.mesh, context=context)
@@ -347,7 +351,9 @@ def test_dense_and_expert_groups_side_by_side(rank: Rank, late: bool) -> None:
     start = make_net(layers=2)
     reference = copy.deepcopy(start)
     net = copy.deepcopy(start)
-    context = Context(slots=2, open_comm=lambda group: rank.open_comm(group, late=late), debug=True)
+    context = ShardContext(
+        slots=2, open_comm=lambda group: rank.open_comm(group, late=late), debug=True
+    )
     for layer in net.layers:
         shard(layer.down, mesh["efsdp"], context=context)
         shard(layer, rank.mesh, context=context)

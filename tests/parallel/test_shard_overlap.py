@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from memswap.parallel import Context, shard
+from memswap.parallel import ShardContext, shard
 from memswap.parallel.comm import ProcessGroupComm, ReduceOp, Ticket
 from ranks import Rank, distributed
 from sharding import loss_of, make_net, tokens_of
@@ -96,7 +96,7 @@ def test_compute_goes_on_while_a_peer_is_late(
         comms.append(SlowPeer(group, collective, synchronous))
         return comms[0]
 
-    context = Context(slots=2, open_comm=open_comm)
+    context = ShardContext(slots=2, open_comm=open_comm)
     for layer in net.layers:
         shard(layer, rank.mesh, context=context)
         if rank.rank == 0:

@@ -187,10 +187,12 @@ def allocated_bytes() -> int:
     return info.uordblks + info.hblkhd
 
 
-def growth(run: Step, settle: Step = lambda: None) -> int:
-    """Bytes that `run` leaves allocated, the least of two, once nothing is in flight.
+def growth(run: Step, settle: Step = lambda: None, *, enough: int) -> int:
+    """Bytes that `run` leaves allocated, once nothing is in flight: the least of several times.
 
-    `settle` makes a pool ask the tickets that it still holds.
+    What leaks does so every time; an allocator that keeps a chunk back, or a table that grows
+    once, does not. The first time that leaves at most `enough` ends the search. `settle` makes a
+    pool ask the tickets that it still holds.
     """
 
     def quiet() -> int:
@@ -202,10 +204,12 @@ def growth(run: Step, settle: Step = lambda: None) -> int:
         return allocated_bytes()
 
     least = 1 << 60
-    for _ in range(2):
+    for _ in range(8):
         before = quiet()
         run()
         least = min(least, quiet() - before)
+        if least <= enough:
+            break
     return least
 
 
@@ -219,16 +223,15 @@ def test_tickets_and_events_do_not_add_up(how: str, schedule: Schedule) -> None:
     if schedule.policy not in ("eager", "lazy"):
         pytest.skip("the other schedules end transfers between these two extremes")
 
-    def body() -> tuple[int, int]:
-        plain, managed = Training("plain"), Training(how)
-        for one in (plain, managed):
-            one.steps(2 * WARM_UP)
-        unmanaged = growth(lambda: plain.steps(STEPS), plain.step)
-        return unmanaged, growth(lambda: managed.steps(STEPS), lambda: managed.steps(4))
+    def body() -> int:
+        training = Training(how)
+        training.steps(2 * WARM_UP)
+        return growth(lambda: training.steps(STEPS), lambda: training.steps(4), enough=NOISE_BYTES)
 
-    unmanaged, found = run_in(schedule, body)
-    allowed = max(unmanaged, 0) + NOISE_BYTES
-    assert found <= allowed, f"{STEPS} steps left {found} bytes behind, of {allowed} at most"
+    found = run_in(schedule, body)
+    assert found <= NOISE_BYTES, (
+        f"{STEPS} steps left {found} bytes behind, of {NOISE_BYTES} at most, each time"
+    )
 
 
 @pytest.mark.one_schedule
@@ -244,5 +247,5 @@ def test_the_measure_of_growth_would_see_one_ticket_per_step() -> None:
             kept.append(lane.send(native.StorageRef(x), block))
             kept[-1].synchronize()
 
-    assert growth(leak) > NOISE_BYTES
+    assert growth(leak, enough=NOISE_BYTES) > NOISE_BYTES
     kept.clear()

@@ -1,6 +1,7 @@
-"""CMake finds a CANN and builds the Ascend codec with it: here against a stand-in for CANN 8.
+"""CMake finds a CANN and builds the Ascend codec with it: here against stand-ins for CANN 8 and 9.
 
-The stand-in has CANN's layout and ascendc.cmake's functions, whose library launches nothing.
+The stand-ins have CANN's layout and ascendc.cmake's functions, or a CMake language ASC; what they
+make of the kernels launches nothing.
 """
 
 import os
@@ -44,6 +45,55 @@ MEMSWAP_ASCEND_DECODERS(DECODE)
 """
 
 
+# CANN 9: a package that brings a language. Its compiler notes what it was given.
+ASC_CONFIG = """
+list(APPEND CMAKE_MODULE_PATH ${CMAKE_CURRENT_LIST_DIR})
+set(ASC_FOUND TRUE)
+"""
+ASC_LANGUAGE = {
+    "CMakeDetermineASCCompiler.cmake": """
+set(CMAKE_ASC_COMPILER ${CMAKE_CURRENT_LIST_DIR}/bisheng)
+set(CMAKE_ASC_COMPILER_ENV_VAR ASCCXX)
+configure_file(${CMAKE_CURRENT_LIST_DIR}/CMakeASCCompiler.cmake.in
+               ${CMAKE_PLATFORM_INFO_DIR}/CMakeASCCompiler.cmake @ONLY)
+""",
+    "CMakeASCCompiler.cmake.in": """
+set(CMAKE_ASC_COMPILER "@CMAKE_ASC_COMPILER@")
+set(CMAKE_ASC_SOURCE_FILE_EXTENSIONS asc)
+set(CMAKE_ASC_OUTPUT_EXTENSION .o)
+set(CMAKE_ASC_COMPILER_WORKS TRUE)
+""",
+    "CMakeTestASCCompiler.cmake": "",
+    "CMakeASCInformation.cmake": """
+set(CMAKE_INCLUDE_FLAG_ASC -I)
+set(CMAKE_ASC_COMPILE_OBJECT
+    "<CMAKE_ASC_COMPILER> --npu-arch=${CMAKE_ASC_ARCHITECTURES} <INCLUDES> <SOURCE> <OBJECT>")
+set(CMAKE_ASC_CREATE_STATIC_LIBRARY "${CMAKE_AR} qc <TARGET> <OBJECTS>")
+""",
+    "bisheng": """#!/bin/sh
+here=$(dirname "$0")
+echo "$@" >> "$here/said"
+for last in "$@"; do :; done
+includes=$(echo "$@" | tr ' ' '\\n' | grep ^-I)
+exec g++ -fPIC $includes -c "$here/launches.cpp" -o "$last"
+""",
+}
+
+
+@pytest.fixture
+def cann_9(cann: Path) -> Path:
+    """The folder of a CANN 9 that compiles nothing for a device."""
+    shutil.rmtree(cann / "compiler")
+    modules = cann / "lib" / "cmake" / "ASC"
+    modules.mkdir(parents=True)
+    (modules / "ASCConfig.cmake").write_text(ASC_CONFIG)
+    for name, content in ASC_LANGUAGE.items():
+        (modules / name).write_text(content)
+    (modules / "bisheng").chmod(0o755)
+    shutil.copy(cann / "launches.cpp", modules)
+    return cann
+
+
 @pytest.fixture
 def cann(tmp_path: Path) -> Path:
     """The folder of a CANN 8 that compiles nothing for a device."""
@@ -79,6 +129,17 @@ def test_a_cann_is_found_and_the_codec_is_built_with_it(tmp_path: Path, cann: Pa
     command = ["cmake", "--build", str(tmp_path / "build"), "--target", "memswap_codec_ascend"]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stdout + built.stderr
+
+
+def test_a_cann_9_compiles_kernels_and_launches_of_one_file(tmp_path: Path, cann_9: Path) -> None:
+    configured = configure(tmp_path / "build", cann_9)
+    assert configured.returncode == 0, configured.stderr
+    assert "memswap: CANN asc" in configured.stdout
+    command = ["cmake", "--build", str(tmp_path / "build"), "--target", "memswap_codec_ascend"]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    (said,) = (cann_9 / "lib" / "cmake" / "ASC" / "said").read_text().splitlines()
+    assert "--npu-arch=dav-2201" in said and "ascend/kernels.asc" in said
 
 
 def test_without_a_cann_on_says_what_is_missing_and_auto_builds_without(tmp_path: Path) -> None:

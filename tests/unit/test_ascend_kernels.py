@@ -18,7 +18,7 @@ FLAGS += [f"-I{EMULATOR}", f"-I{KERNELS / 'ascend'}", f"-I{KERNELS / 'tests'}"]
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="the emulator is compiled with g++")
 
 # The longest to compile first.
-EMULATED = [EMULATOR / f"emulated_{name}.cpp" for name in ("encoders", "decoders", "launch")]
+EMULATED = [EMULATOR / f"emulated_{name}.cpp" for name in ("encoders", "decoders", "launch", "acl")]
 HOST = [KERNELS / "ascend" / f"{name}.cpp" for name in ("codec", "runtime")]
 # The oracle alone: without the instruction sets' files the codec has nothing else to choose.
 CPU_SOURCES = sorted(
@@ -85,6 +85,11 @@ FORMATS = {
 @pytest.mark.parametrize("shape", FORMATS)
 def test_every_shape_on_every_grid_and_schedule(programs: Path, shape: str) -> None:
     run(programs / "codec_test", KERNELS / "tests", *FORMATS[shape])
+
+
+@pytest.mark.slow
+def test_every_kernel_under_many_seeds(programs: Path) -> None:
+    run(programs / "codec_test", KERNELS / "tests", "seeds")
 
 
 def test_host_side_tiles_launches_and_reports_errors(programs: Path) -> None:

@@ -12,6 +12,8 @@ import torch
 import memswap
 from memswap._native import native
 
+pytestmark = pytest.mark.skipif(not native.can_lend, reason="lent memory needs torch 2.13")
+
 
 def shell_of(nbytes: int, memory: torch.Tensor) -> tuple[torch.Tensor, object]:
     """A tensor on a shell that has `memory` now, and the shell."""

@@ -61,7 +61,8 @@ def test_reset_starts_anew_from_what_is_alive():
 
 def test_every_counter_of_the_ledger_is_in_the_snapshot():
     ledger = Ledger()
-    numbers = [f for f in vars(ledger) if isinstance(getattr(ledger, f), (int, float))]
+    names = set(dir(ledger)) - {"known_storages"}  # which is not counted
+    numbers = [f for f in sorted(names) if isinstance(getattr(ledger, f), (int, float))]
     for value, name in enumerate(numbers, start=1):
         setattr(ledger, name, value)
     stats = ledger.snapshot()

@@ -19,18 +19,16 @@ from memswap.engine.units import format_bytes
 
 def describe_accelerator() -> str:
     """Name the accelerator that torch would use, or say that there is none."""
-    if not torch.accelerator.is_available():
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
         return "none: activations are encoded in host memory"
-    device = torch.accelerator.current_accelerator()
-    assert device is not None
     return f"{torch.accelerator.device_count()} x {device_name(device)} ({device.type})"
 
 
 def describe_codec() -> str:
     """Which of the devices that torch has here can encode."""
-    devices = [torch.device("cpu")]
-    if torch.accelerator.is_available():
-        devices.append(torch.accelerator.current_accelerator())
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    devices = [torch.device("cpu"), *([accelerator] if accelerator is not None else [])]
     return ", ".join(device.type for device in devices if native.codec_name(device) is not None)
 
 

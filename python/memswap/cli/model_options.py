@@ -11,7 +11,7 @@ from memswap.cli.training import DTYPES
 
 def default_device() -> str:
     """The accelerator that torch sees, or the CPU."""
-    present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    present = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if present is None else str(present.type)
 
 
@@ -35,7 +35,7 @@ def check_device(name: str) -> None:
     Raises:
         SystemExit: with a sentence that names what is here.
     """
-    present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    present = torch.accelerator.current_accelerator(check_available=True)
     here = "cpu" if present is None else f"cpu and {present.type}"
     try:
         device = torch.device(name)

@@ -28,6 +28,8 @@ from memswap.cli.table import format_seconds
 
 ACTIONS = (memswap.Action.SWAP, memswap.Action.ENCODE, memswap.Action.ENCODE_SWAP)
 MIB = 1 << 20
+RATE_ELEMENTS = 8 * MIB
+"""Of the tensor whose copying, encoding and decoding is timed."""
 
 
 class NothingToCheckError(Exception):
@@ -237,7 +239,7 @@ def gbytes_per_s(work: Callable[[], object], nbytes: int, device: torch.device) 
 
 def check_rates(device: torch.device) -> str:
     """No verdict: how fast it is, roughly. `memswap bench codec` measures properly."""
-    tensor = torch.randn(8 * MIB).to(device, torch.bfloat16)
+    tensor = torch.randn(RATE_ELEMENTS).to(device, torch.bfloat16)
     nbytes, copy = tensor.nbytes, torch.empty_like(tensor)
     rates = {"copy": gbytes_per_s(lambda: copy.copy_(tensor), nbytes, device)}
     if native.codec_name(device) is not None:

@@ -24,6 +24,10 @@ class Action(enum.Enum):
     """In the pool, losslessly encoded. What does not shrink is swapped as it is."""
 
 
+# For who asks once per tensor: looking a member up in its class runs a hook of Enum's.
+KEEP, ENCODE, SWAP = Action.KEEP, Action.ENCODE, Action.SWAP
+
+
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """What a policy function is told about a saved tensor besides the tensor itself."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-_graph_task = torch._C._current_graph_task_id
+#: The number of the backward pass that this thread runs; NO_TASK: none.
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
+NO_TASK = -1
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:
@@ -30,12 +32,7 @@ def is_frozen_parameter(tensor: torch.Tensor) -> bool:
 
 def in_backward() -> bool:
     """Whether this thread runs a backward pass now."""
-    return graph_task() != -1
-
-
-def graph_task() -> int:
-    """The number of the backward pass that this thread runs; -1: none."""
-    return int(_graph_task())
+    return graph_task() != NO_TASK
 
 
 def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -47,6 +47,7 @@ class Bucket:
     """A block of a pool with the bytes of several storages. Owned by their away forms."""
 
     stays_on_device = False
+    frees_first = True
     short_of = "pool"
     works_ahead = True
 

@@ -56,9 +56,7 @@ class Joined(Moved):
 
     __slots__ = ("generation",)
 
-    def __init__(self, moved: Moved, generation: Generation) -> None:
-        self.entry = moved.entry
-        self.view = moved.view
+    def __init__(self, entry: Entry, view: SavedView, generation: Generation) -> None:
         self.generation = generation
 
     def unpack(self) -> torch.Tensor:
@@ -71,19 +69,23 @@ class GroupSaver(Saver):
 
     def __init__(self, policy: Decider, pool: Pool | None) -> None:
         super().__init__(policy, pool, window_bytes=0)
+        self._generation: Generation | None = None  # that saves now
 
     def begin_passage(self) -> None:
         """A generation is a passage, and its group begins it."""
 
     def save(self, tensor: torch.Tensor, view: SavedView, visit: Visit) -> Handle | str:
         assert isinstance(visit, GroupVisit)
-        generation = visit.generation
-        self.passage = generation.passage
-        handle = super().save(tensor, view, visit)
-        if type(handle) is not Moved:
-            return handle
-        generation.join(handle.entry)
-        return Joined(handle, generation)
+        self._generation = visit.generation
+        self.passage = visit.generation.passage
+        return super().save(tensor, view, visit)
+
+    def moved(self, entry: Entry, view: SavedView) -> Moved:
+        """Its handle belongs to the generation that saves now."""
+        generation = self._generation
+        assert generation is not None  # save() has set it
+        generation.join(entry)
+        return Joined(entry, view, generation)
 
     def depart(
         self,
@@ -231,7 +233,7 @@ class Generation:
         if self.phase is Phase.COLLECTED:
             self._refuse("wait_offload", "nothing was launched", "launch_offload() first")
         for entry in self._living():
-            departure = entry.remains.departure
+            departure = entry.departure
             if departure is None or entry.state is not State.LEAVING:
                 continue
             with suppress(native.TransferError):
@@ -271,9 +273,9 @@ class Generation:
                         entry.fetch()
                     except torch.OutOfMemoryError:
                         return  # whatever is missing is asked for again when it is demanded
-                    assert entry.way is not None and entry.remains.arrival is not None
+                    assert entry.way is not None and entry.arrival is not None
                     if not entry.way.works_ahead:
-                        finish(entry.remains.arrival)  # nobody else would do the work
+                        finish(entry.arrival)  # nobody else would do the work
                 entry.unseen += entry.handles * (readings - 1)
 
     def wait_load(self) -> None:
@@ -287,7 +289,7 @@ class Generation:
         if self.phase not in (Phase.LOADING, Phase.LOADED):
             self._refuse("wait_load", "no load was launched", "launch_load() first")
         for entry in self._living():
-            arrival = entry.remains.arrival
+            arrival = entry.arrival
             if arrival is None or entry.storage is None:
                 continue
             try:

@@ -12,30 +12,12 @@ from memswap.errors import InplaceEditError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from memswap._C import SavedView
     from memswap.engine.entry import Entry, Stay
 
 
-class Moved:
-    """The handle of a save whose storage leaves."""
-
-    __slots__ = ("entry", "view")
-
-    def __init__(self, entry: Entry, view: SavedView) -> None:
-        entry.handles += 1
-        self.entry = entry
-        self.view = view
-
-    def unpack(self) -> torch.Tensor:
-        view = self.view
-        if view.edited:
-            raise inplace_edit(view.describe(), view.current_version, view.version)
-        entry = self.entry
-        storage = entry.saver.demand(entry)
-        if entry.fetched and storage.edited:
-            raise inplace_edit(view.describe(), view.version + 1, view.version)
-        tensor: torch.Tensor = view.rebuild(storage, shares_counter=not entry.fetched)
-        return tensor
+#: The handle of a save whose storage leaves: an entry, which it owns, and a view. Its `unpack`
+#: demands the storage of the saver (csrc/bind_handle.cpp).
+Moved = native.Moved
 
 
 class Kept:

@@ -184,7 +184,7 @@ class DiskPool(_Pool):
 
 def _device(device: torch.device | str | None) -> torch.device:
     if device is None:
-        device = torch.accelerator.current_accelerator() or "cpu"
+        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     found: torch.device = torch.device(device)
     if found.type != "cpu" and found.index is None:
         return torch.device(found.type, torch.accelerator.current_device_index())

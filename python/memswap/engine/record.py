@@ -276,7 +276,7 @@ class Recorder:
             entry = self._entries[index]()
             if entry is None or entry.state is not State.LEAVING:
                 continue
-            departure = entry.remains.departure
+            departure = entry.departure
             if departure is None or departure.done():
                 continue
             still.append(index)

@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable
-from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple, Protocol
-from weakref import ref
 
 import torch
 
 from memswap._native import native
-from memswap.engine.action import Action, Decider, TensorInfo
-from memswap.engine.autograd import graph_task
-from memswap.engine.entry import Entry, State, Stay
+from memswap.engine.action import ENCODE, KEEP, SWAP, Action, Decider, TensorInfo
+from memswap.engine.autograd import NO_TASK, graph_task
+from memswap.engine.entry import Entry, Stay
 from memswap.engine.handle import Handle, Kept, Moved
 from memswap.engine.stats import Ledger, Stats
 from memswap.engine.timeline import NEVER_FREED, PLANNED, Timeline
@@ -29,6 +26,8 @@ from memswap.engine.transfer import Routes
 from memswap.errors import TransferError
 
 if TYPE_CHECKING:
+    from weakref import ref
+
     from memswap._C import FrameWatch, SavedView, StorageRef, WeakStorage
     from memswap.engine.director import Director
     from memswap.engine.expectations import Expectation, Expectations
@@ -76,9 +75,6 @@ class Saver:
         #: Who watches and directs what leaves, under a memory budget; None: the policy alone.
         self.director: Director | None = None
         self._routes = Routes(pool)
-        #: Entries by the address of their storage. Dead ones are swept out once a passage; until
-        #: then they find nobody, whatever their address is used for.
-        self._entries: dict[int, ref[Entry] | ref[Stay]] = {}
         self._leaving: deque[ref[Entry]] = deque()  # in the order of their sends
         self._lingering: deque[ref[Entry]] = deque()  # sent, and held by somebody
         self._encoding: deque[_Encoding] = deque()  # in the order of their encodes
@@ -88,7 +84,6 @@ class Saver:
     def begin_passage(self) -> None:
         """What is saved from now on belongs to a new forward."""
         with self.lock:
-            self._sweep()
             if self.passage.sizes:
                 ended, self.passage = self.passage, self.timeline.begin()
                 leaving_bytes = ended.leaving_bytes
@@ -102,7 +97,6 @@ class Saver:
 
     def stats(self) -> Stats:
         with self.lock:
-            self._sweep()
             self._notice_gone(looks=len(self._lingering))
             self._learn()
             return self.ledger.snapshot()
@@ -129,8 +123,8 @@ class Saver:
 
     def save(self, tensor: torch.Tensor, view: SavedView, visit: Visit) -> Handle | str:
         """The handle of a plain tensor, or the reason why it should stay."""
-        nbytes: int = view.storage_nbytes
-        known = self._known(view)
+        nbytes = view.storage_nbytes
+        known = self.ledger.find(view)
         if known is not None:
             self.ledger.deduplicated_tensors += 1
             self.ledger.deduplicated_bytes += view.nbytes
@@ -138,59 +132,53 @@ class Saver:
                 self.director.again(known, visit.unit)
             if isinstance(known, Stay) or (known.away is None and known.storage is None):
                 return Kept(tensor, known)
-            return Moved(known, view)  # it has left, or waits to: the entry holds the storage
-        if nbytes < self.policy.min_bytes:
+            return self.moved(known, view)  # it has left, or waits to: the entry holds the storage
+        policy = self.policy
+        if nbytes < policy.min_bytes:
             return "small"
         if not visit.covered:
             return "policy"
-        if graph_task() != -1:
+        if graph_task() != NO_TASK:
             return "saved in backward"
-        action = self._action(tensor, view, visit)
-        if action is Action.KEEP and self.director is None:
+        # Most policies have no function: spare them the TensorInfo.
+        action = visit.action or policy.action
+        if policy.fn is not None and visit.action is None:
+            action = policy.decide(tensor, TensorInfo(visit.unit, view.nbytes, nbytes))
+        if action is KEEP and self.director is None:
             return self._stay(tensor, view, "policy")
-        route = self._routes.to(tensor.device)
+        route = self._routes.of(tensor, view)
         if route is None:
             return self._stay(tensor, view, "host memory beside an accelerator")
-        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        if route.captures and torch.cuda.is_current_stream_capturing():
             return "stream capture"
-        if self.passage.began_backward:
+        if self.passage.order:
             self.begin_passage()
-        self._notice_gone()
+        if self._leaving or self._lingering:
+            self._notice_gone()
         if self._encoding:
             self._learn()
         visit.ordinal += 1
         return self._admit(tensor, view, visit, route, action or route.default_action)
 
-    def _action(self, tensor: torch.Tensor, view: SavedView, visit: Visit) -> Action | None:
-        """What whoever packs insists on, or the policy wants. None: what suits the device."""
-        if visit.action is not None:
-            return visit.action
-        policy = self.policy
-        if policy.fn is None:  # most have none: spare them the TensorInfo
-            return policy.action
-        info = TensorInfo(visit.unit, view.nbytes, view.storage_nbytes)
-        return policy.decide(tensor, info)
-
     def _admit(
         self, tensor: torch.Tensor, view: SavedView, visit: Visit, route: Route, action: Action
     ) -> Handle:
         """A new entry, which leaves unless the plan or the timeline has a reason why it stays."""
-        nbytes: int = view.storage_nbytes
+        nbytes = view.storage_nbytes
         director = self.director
         chosen = None
         if director is not None:
             insists = visit.action is not None  # who packs
             chosen = director.choose(tensor, visit.unit, visit.ordinal, nbytes, action, insists)
             action = chosen or action
-        verdict = self.passage.admit(nbytes, action is Action.ENCODE, visit.group)
-        if action is Action.KEEP:
+        verdict = self.passage.admit(nbytes, action is ENCODE, visit.group)
+        if action is KEEP:
             verdict = "policy" if chosen is None else PLANNED
         elif chosen is not None and verdict is not NEVER_FREED:
             verdict = None
         storage = native.StorageRef(tensor)
         entry = Entry(self, view, storage)
         self.passage.place(entry)
-        self._entries[view.key] = entry.reference
         if verdict is None:
             verdict = self.depart(entry, storage, route, action, visit, tensor.dtype)
         handle: Handle
@@ -198,7 +186,7 @@ class Saver:
             self.ledger.keep(verdict, nbytes)
             handle = Kept(tensor, entry)
         else:
-            handle = Moved(entry, view)
+            handle = self.moved(entry, view)
         if director is not None:
             director.saved(entry)
         return handle
@@ -213,7 +201,7 @@ class Saver:
         dtype: torch.dtype,
     ) -> str | None:
         """Start sending an entry's storage away. None, or the reason why it stays."""
-        if action is Action.SWAP:
+        if action is SWAP:
             return self._swap(entry, storage, route)
         return self._encode(entry, storage, route, action, place, dtype)
 
@@ -248,7 +236,7 @@ class Saver:
                 return None
             else:
                 reason = self._refused(way, entry, route)
-        return reason if action is Action.ENCODE else self._swap(entry, storage, route)
+        return reason if action is ENCODE else self._swap(entry, storage, route)
 
     def send_encode(
         self,
@@ -301,32 +289,14 @@ class Saver:
             if entry is not None:
                 entry.count_held()
 
+    def moved(self, entry: Entry, view: SavedView) -> Moved:
+        """The handle of a save whose storage leaves."""
+        return Moved(entry, view)
+
     def _stay(self, tensor: torch.Tensor, view: SavedView, reason: str) -> Kept:
         """Keep a tensor for good, but know its storage: once, however often it is saved."""
-        nbytes: int = view.storage_nbytes
-        stay = Stay(self.ledger, nbytes, view.version)
-        self._entries[view.key] = ref(stay)
-        self.ledger.keep(reason, nbytes)
-        return Kept(tensor, stay)
-
-    def _known(self, view: SavedView) -> Entry | Stay | None:
-        """The live entry of this very storage with this very content."""
-        reference = self._entries.get(view.key)
-        entry = None if reference is None else reference()
-        if entry is None or entry.version != view.version or entry.fetched:
-            return None
-        return entry
-
-    def forget_identity(self, entry: Entry) -> None:
-        """The storage that the entry was known by is gone; its address may be used again."""
-        key = entry.identity.key
-        if self._entries.get(key) is entry.reference:
-            del self._entries[key]
-
-    def _sweep(self) -> None:
-        """Forget entries that died."""
-        for key in [key for key, reference in self._entries.items() if reference() is None]:
-            del self._entries[key]
+        self.ledger.keep(reason, view.storage_nbytes)
+        return Kept(tensor, Stay(self.ledger, view))
 
     def _notice_gone(self, looks: int = 3) -> None:
         """Account for storages that went away since the last look, oldest first.
@@ -335,17 +305,17 @@ class Saver:
         bounds the lingering ones that are looked at, so that each save pays for a few.
         """
         leaving, lingering = self._leaving, self._lingering
-        for _ in range(min(looks, len(lingering))):
+        for _ in range(min(looks, len(lingering)) if lingering else 0):
             reference = lingering.popleft()
             entry = reference()
-            if entry is not None and entry.state is State.LEAVING and not entry.gone():
+            if entry is not None and entry.lingers():
                 lingering.append(reference)
         while leaving:
             entry = leaving[0]()
-            if entry is not None and entry.state is State.LEAVING and not entry.gone():
+            if entry is not None and entry.lingers():
                 if not entry.sent():
                     return
-                if not entry.gone():
+                if entry.lingers():
                     lingering.append(leaving[0])
             leaving.popleft()
 
@@ -354,25 +324,20 @@ class Saver:
     def demand(self, entry: Entry) -> StorageRef:
         """The storage of an entry, ordered before what the caller does next."""
         with self.lock:
-            self.ledger.fold_retired()
             if self._encoding:
                 self._learn()
             director = self.director
             if director is not None:
                 director.demanding(entry)
-            storage, late = entry.bring()
-            arrival = entry.remains.arrival
-            if late:
-                self.ledger.stalls += 1
-            if entry.passage is not None:
-                self.look_ahead(entry.passage, entry.index)
+            storage = entry.bring()
+            arrival, passage = entry.arrival, entry.passage
+            if passage is not None:
+                self.look_ahead(passage, entry.index)
         if arrival is not None:
-            begin = perf_counter()
             try:
-                arrival.wait()
+                self.ledger.wait(arrival)
             except native.TransferError as error:
                 raise TransferError(f"a saved tensor cannot be brought back: {error}") from error
-            self.ledger.exposed_wait_s += perf_counter() - begin
         if director is not None:
             director.demanded(entry)
         return storage
@@ -383,7 +348,6 @@ class Saver:
             passage = entry.passage
             if passage is None:
                 return
-            self.ledger.fold_retired()
             director = self.director
             if director is not None:
                 director.demanding(entry)
@@ -400,9 +364,7 @@ class Saver:
 
     def look_ahead(self, passage: Passage[Entry], index: int) -> None:
         """A storage is demanded: what comes next is brought back."""
-        self._prefetch(passage.demand(index))
-
-    def _prefetch(self, entries: Iterable[Entry]) -> None:
+        entries = passage.demand(index)
         try:
             for entry in entries:
                 self.fetch(entry)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+
+from memswap._native import native
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,66 +62,26 @@ class Stats:
         return self.encoded_bytes / self.frame_bytes if self.frame_bytes else 1.0
 
 
-class Ledger:
-    """The counters behind :class:`Stats`. Its owner serialises the calls."""
+class Ledger(native.Ledger):
+    """The counters behind :class:`Stats`. Its owner serialises the calls.
+
+    The numbers are native (csrc/residence.h): entries count by themselves.
+    """
 
     def __init__(self) -> None:
         self._told: set[str] = set()
-        self._retired: deque[tuple[int, int]] = deque()
-        self.resident_bytes = 0
-        self.away_bytes = 0
-        self.reset()
+        self.kept_tensors: Counter[str] = Counter()
+        self.kept_bytes: Counter[str] = Counter()
 
     def reset(self) -> None:
         """Start counting anew. What is resident and away now stays known."""
-        self.fold_retired()
-        self.offered_tensors = 0
-        self.offered_bytes = 0
-        self.deduplicated_tensors = 0
-        self.deduplicated_bytes = 0
-        self.kept_tensors: Counter[str] = Counter()
-        self.kept_bytes: Counter[str] = Counter()
-        self.moved_storages = 0
-        self.moved_bytes = 0
-        self.encoded_storages = 0
-        self.encoded_bytes = 0
-        self.frame_bytes = 0
-        self.returned_storages = 0
-        self.returned_bytes = 0
-        self.freed_bytes = 0
-        self.stalls = 0
-        self.exposed_wait_s = 0.0
-        self.peak_resident_bytes = self.resident_bytes
-        self.peak_away_bytes = self.away_bytes
+        super().reset()
+        self.kept_tensors = Counter()
+        self.kept_bytes = Counter()
 
     def keep(self, reason: str, nbytes: int) -> None:
         self.kept_tensors[reason] += 1
         self.kept_bytes[reason] += nbytes
-
-    def resident(self, change: int) -> None:
-        self.resident_bytes += change
-        if self.resident_bytes > self.peak_resident_bytes:
-            self.peak_resident_bytes = self.resident_bytes
-
-    def away(self, change: int) -> None:
-        self.away_bytes += change
-        if self.away_bytes > self.peak_away_bytes:
-            self.peak_away_bytes = self.away_bytes
-
-    def retire(self, resident: int, away: int) -> None:
-        """Bytes of a storage that nobody needs any more.
-
-        Called by finalizers, which run in any thread and in the middle of anything: it takes no
-        lock, for two savers' locks taken by two threads' finalizers could wait for each other.
-        """
-        self._retired.append((resident, away))
-
-    def fold_retired(self) -> None:
-        """Account for what finalizers reported."""
-        while self._retired:
-            resident, away = self._retired.popleft()
-            self.resident_bytes -= resident
-            self.away_bytes -= away
 
     def tell_once(self, reason: str, message: str) -> None:
         """Warn about something that costs memory but not correctness, once per reason."""
@@ -128,7 +90,6 @@ class Ledger:
             warnings.warn(f"memswap: {message}", stacklevel=3)
 
     def snapshot(self) -> Stats:
-        self.fold_retired()
         kept = {
             reason: Count(tensors, self.kept_bytes[reason])
             for reason, tensors in sorted(self.kept_tensors.items())

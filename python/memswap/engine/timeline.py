@@ -40,8 +40,10 @@ class Placed(Protocol):
 
     passage: Any
     index: int
-    reference: Any
-    """A weak reference to itself; a passage keeps nothing alive."""
+
+    @property
+    def reference(self) -> Any:
+        """A weak reference to itself; a passage keeps nothing alive."""
 
 
 PlacedT = TypeVar("PlacedT", bound=Placed)
@@ -62,15 +64,10 @@ class Forecast:
             if room < 0:
                 break
             at_once.add(index)
-        self.at_once = frozenset(at_once)
-
-    def verdict(self, index: int) -> str | None:
-        """Why the storage should stay, or None if it should leave."""
-        if index in self.held:
-            return NEVER_FREED
-        if index in self.at_once:
-            return NEEDED_AT_ONCE
-        return None
+        #: Why a storage should stay, where it should.
+        self.verdicts = dict.fromkeys(at_once, NEEDED_AT_ONCE) | dict.fromkeys(
+            self.held, NEVER_FREED
+        )
 
 
 class Passage(Generic[PlacedT]):
@@ -84,15 +81,15 @@ class Passage(Generic[PlacedT]):
         self.fetches: Mapping[int, Sequence[int]] | None = None
         #: What a director knows of it.
         self.course: Any = None
-        self._window_shares = 0.0  # an automatic window: the sum of the storages' shares,
-        self._window_least = 0.0  # and no less than this
+        self._raw_bytes = self._raw_most = 0  # of storages that come back as they are,
+        self._decoded_bytes = self._decoded_most = 0  # and of those that are decoded: sum, largest
         self._decoded: set[int] = set()  # storages that would be encoded where they are
         self._forecast = forecast
         self._window_bytes = window_bytes
         self._entries: list[weakref.ref[PlacedT]] = []
         self._groups: list[int | None] = []
         self._demanded: set[int] = set()
-        self._plan: _Plan | None = None
+        self._order: _ExpectedOrder | None = None
 
     def admit(self, nbytes: int, decoded: bool = False, group: int | None = None) -> str | None:
         """Register the next storage. Why it should stay, or None.
@@ -101,23 +98,26 @@ class Passage(Generic[PlacedT]):
         `group`: a checkpoint region replays its forward, so the storages of one region, which have
         the same number here, are expected back in the order in which they were saved.
         """
-        index = len(self.sizes)
-        self.sizes.append(nbytes)
+        sizes = self.sizes
+        index = len(sizes)
+        sizes.append(nbytes)
         self._groups.append(group)
         if decoded:
             self._decoded.add(index)
-            self._window_shares += nbytes * DECODE_WINDOW_SHARE
-            self._window_least = max(self._window_least, nbytes * DECODE_WINDOW_SLACK)
+            self._decoded_bytes += nbytes
+            if nbytes > self._decoded_most:
+                self._decoded_most = nbytes
         else:
-            self._window_shares += nbytes * AUTO_WINDOW_SHARE
-            self._window_least = max(self._window_least, nbytes)
+            self._raw_bytes += nbytes
+            if nbytes > self._raw_most:
+                self._raw_most = nbytes
         forecast = self._forecast
         if forecast is None:
             return None
         if index >= len(forecast.sizes) or forecast.sizes[index] != nbytes:
             self._forecast = None  # another order than last time: stop guessing
             return None
-        verdict = forecast.verdict(index)
+        verdict = forecast.verdicts.get(index)
         if verdict is NEVER_FREED:
             self.held.add(index)
         return verdict
@@ -150,7 +150,8 @@ class Passage(Generic[PlacedT]):
         """The window that the storages so far make."""
         if self._window_bytes is not None:
             return self._window_bytes
-        return int(max(self._window_least, self._window_shares))
+        shares = self._raw_bytes * AUTO_WINDOW_SHARE + self._decoded_bytes * DECODE_WINDOW_SHARE
+        return int(max(self._raw_most, self._decoded_most * DECODE_WINDOW_SLACK, shares))
 
     @property
     def leaving_bytes(self) -> int:
@@ -159,22 +160,27 @@ class Passage(Generic[PlacedT]):
 
     def demand(self, index: int) -> list[PlacedT]:
         """A storage is demanded. Which ones come next and fit into the window."""
-        if index in self._demanded:
+        demanded = self._demanded
+        if index in demanded:
             return []
-        self._demanded.add(index)
+        demanded.add(index)
         self.order.append(index)
         if self.fetches is not None:
-            return self._placed(self.fetches.get(index, ()))
-        if self._plan is None or len(self._plan.rank) != len(self.sizes):
-            forecast = self._forecast
-            known = forecast is not None and len(forecast.sizes) == len(self.sizes)
-            order = forecast.order if forecast and known else first_guess(self._groups)
-            self._plan = _Plan(order, self.sizes)
-        window_bytes = self.window_bytes
-        if index in self._decoded:
-            # Beside its frame, which is there until it has been used: it counts as well.
-            window_bytes = max(window_bytes - self.sizes[index], 0)
-        return self._placed(self._plan.advance(index, window_bytes))
+            wanted = self.fetches.get(index, ())
+        else:
+            order = self._order
+            if order is None or order.length != len(self.sizes):
+                order = self._order = self._expected_order()
+            # A decoded one lies beside its frame, which is there until it has been used.
+            beside = self.sizes[index] if index in self._decoded else 0
+            wanted = order.advance(index, beside)
+        return self._placed(wanted) if wanted else []
+
+    def _expected_order(self) -> _ExpectedOrder:
+        forecast = self._forecast
+        known = forecast is not None and len(forecast.sizes) == len(self.sizes)
+        order = forecast.order if forecast and known else first_guess(self._groups)
+        return _ExpectedOrder(order, self.sizes, self.window_bytes)
 
     def entry(self, index: int) -> PlacedT | None:
         """What is at a place, if it is alive."""
@@ -185,24 +191,32 @@ class Passage(Generic[PlacedT]):
         return [entry for entry in entries if entry is not None]
 
 
-class _Plan:
+class _ExpectedOrder:
     """A window that slides over the expected order of demands."""
 
-    def __init__(self, order: Sequence[int], sizes: Sequence[int]) -> None:
+    def __init__(self, order: Sequence[int], sizes: Sequence[int], window_bytes: int) -> None:
         self.order = order
+        self.length = len(order)
+        self.window_bytes = window_bytes
         self.rank = {index: position for position, index in enumerate(order)}
         self.bytes_before = [0, *accumulate(sizes[index] for index in order)]
         self.frontier = 0  # positions before it were demanded or asked for
 
-    def advance(self, index: int, window_bytes: int) -> list[int]:
-        """Indices that the window newly covers now that ``index`` is demanded."""
+    def advance(self, index: int, beside: int) -> Sequence[int]:
+        """Indices that the window newly covers now that ``index`` is demanded.
+
+        `beside`: bytes of the window that something else takes.
+        """
         position = self.rank[index] + 1
-        first = max(self.frontier, position)
-        self.frontier = first
-        limit = self.bytes_before[position] + window_bytes
-        while self.frontier < len(self.order) and self.bytes_before[self.frontier + 1] <= limit:
-            self.frontier += 1
-        return list(self.order[first : self.frontier])
+        first = last = position if position > self.frontier else self.frontier
+        bytes_before, length = self.bytes_before, self.length
+        limit = bytes_before[position]
+        if beside < self.window_bytes:
+            limit += self.window_bytes - beside
+        while last < length and bytes_before[last + 1] <= limit:
+            last += 1
+        self.frontier = last
+        return self.order[first:last]
 
 
 class Timeline(Generic[PlacedT]):

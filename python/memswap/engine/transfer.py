@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
@@ -15,7 +16,7 @@ from memswap.engine.pools import DiskPool, HostPool
 from memswap.errors import TransferError
 
 if TYPE_CHECKING:
-    from memswap._C import Block, CodecLane, EncodedStorage, StorageRef
+    from memswap._C import Block, CodecLane, EncodedStorage, SavedView, StorageRef
     from memswap.engine.buckets import Part
 
 Pool: TypeAlias = HostPool | DiskPool
@@ -28,6 +29,9 @@ class WayBack(Protocol):
 
     stays_on_device: bool
     """Whether the away form takes memory of the device."""
+
+    frees_first: bool
+    """Whether a storage may be gone before its bytes are in the away form for sure."""
 
     short_of: str
     """What there was too little of where `send` returned None: the reason in the statistics."""
@@ -59,17 +63,19 @@ class SwapWay:
 
     encodes = False
     stays_on_device = False
+    frees_first = False
     short_of = "pool"
     works_ahead = True
 
     def __init__(self, lane: Lane, pool: Pool) -> None:
         self.lane = lane
         self.pool = pool
+        self._blocks = pool.native
 
     def send(
         self, storage: StorageRef, expectation: Expectation | None
     ) -> tuple[Block, Ticket] | None:
-        block = self.pool.native.allocate(storage.nbytes)
+        block = self._blocks.allocate(storage.nbytes)
         return None if block is None else (block, self.lane.send(storage, block))
 
     def bring(self, away: Block) -> tuple[StorageRef, Ticket]:
@@ -89,6 +95,7 @@ class EncodeWay:
 
     encodes = True
     stays_on_device = True
+    frees_first = False
     short_of = "codec room"
 
     def __init__(self, lane: CodecLane, works_ahead: bool) -> None:
@@ -119,6 +126,7 @@ class EncodeSwapWay:
 
     encodes = True
     stays_on_device = False
+    frees_first = False
     short_of = "codec room"
 
     def __init__(self, codec_lane: CodecLane, works_ahead: bool, lane: Lane, pool: Pool) -> None:
@@ -210,20 +218,19 @@ class Route:
         self._default_pools = default_pools
         self._lane: Lane | None = None
         self._codec_lane: CodecLane | None = None
-        self._swap: SwapWay | None = None
         self._encoding: dict[Action, Way | None] = {}
         self._leaving_bytes: int | None = None
         # In host memory a frame gets its worst case, and what is left over goes back at once.
         self.expectations = Expectations(native.frame_layout, worst_case=device.type == "cpu")
+        #: Whether a stream of this device may be capturing a graph.
+        self.captures = device.type == "cuda"
         #: What a policy without an action of its own means here.
         self.default_action = default_action(device, pool)
 
-    @property
+    @cached_property
     def swap(self) -> SwapWay:
         """The way of Action.SWAP."""
-        if self._swap is None:
-            self._swap = SwapWay(self.lane, self.pool)
-        return self._swap
+        return SwapWay(self.lane, self.pool)
 
     def encoding(self, action: Action) -> Way | None:
         """The way of Action.ENCODE or ENCODE_SWAP; None where no codec serves the device."""
@@ -332,6 +339,16 @@ class Routes:
         self._pool = pool
         self._default_pools: dict[str, Pool] = {}
         self._routes: dict[torch.device, Route | None] = {}
+        self._by_number: dict[int, Route | None] = {}
+
+    def of(self, tensor: torch.Tensor, view: SavedView) -> Route | None:
+        """The route of a tensor that is about to leave, or None where it stays."""
+        number = view.device_number  # a torch.device is made anew, and hashed, at each look
+        try:
+            return self._by_number[number]
+        except KeyError:
+            route = self._by_number[number] = self.to(tensor.device)
+            return route
 
     def to(self, device: torch.device) -> Route | None:
         """The route for ``device``, or None where its storages stay.

@@ -89,10 +89,12 @@ class Visit:
         if view is None:
             return self._pack_unusual(tensor)
         with saver.lock:
-            ledger.fold_retired()
-            ledger.offered_tensors += 1
-            ledger.offered_bytes += view.nbytes
-            if view.of_leaf or view.key in saver.persistent or is_frozen_parameter(tensor):
+            ledger.offer(view)
+            if (
+                view.of_leaf
+                or view.key in saver.persistent
+                or (view.of_subclass and is_frozen_parameter(tensor))
+            ):
                 outcome: Handle | str = "parameter"
             elif view.private_format:
                 outcome = "private format"
@@ -101,7 +103,7 @@ class Visit:
             if isinstance(outcome, str):
                 ledger.keep(outcome, view.storage_nbytes)
                 outcome = Kept(tensor, None)
-        return self._or_outer(tensor, outcome)
+        return outcome if self.outer is None else self._or_outer(tensor, outcome)
 
     def _or_outer(self, tensor: torch.Tensor, handle: Handle) -> Handle:
         """What stays goes to the outer hooks if there are any (see [Note: Composition])."""

@@ -180,7 +180,7 @@ class WindowedSaver(Saver):
             if not way.stays_on_device:  # ENCODE_SWAP: raw, if there is room for that
                 reason = self._swap(entry, storage, route)
         if reason is None:
-            return entry.remains.departure
+            return entry.departure
         entry.storage = storage
         self.ledger.keep(reason, entry.nbytes)
         return None

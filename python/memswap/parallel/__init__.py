@@ -13,12 +13,11 @@ from memswap.parallel.redistribute import (
     ReduceScatterSequence,
     SequenceToHeads,
 )
-from memswap.parallel.schedule import Context
+from memswap.parallel.schedule import ShardContext
 from memswap.parallel.shard import ShardedModule, UnshardHandle, shard
 
 __all__ = [
     "AppliedContext",
-    "Context",
     "ContextParallel",
     "GatherSequence",
     "HeadPlan",
@@ -28,6 +27,7 @@ __all__ = [
     "ReduceScatterSequence",
     "SequenceShards",
     "SequenceToHeads",
+    "ShardContext",
     "ShardedModule",
     "UnshardHandle",
     "causal_attention",

@@ -1,34 +1,29 @@
-"""AppliedContext: what ContextParallel does around one attention module.
-
-[Note: Early launches] A projection's exchange is launched when the projection returns, before
-anybody has said what attention will get. The launch is kept under the identity of the tensor that
-the projection returned, weakly: several microbatches have one each, and one that attention never
-saw before its tensor died is waited for at the next opportunity, since its buffers are in use until
-then. Attention takes it only if it gets that very tensor in that version. A view, a rotated or
-normalized copy, an edited tensor is another value, and using the launch for it would be silently
-wrong; it takes the ordinary path. So does a recomputation of the attention alone, whose launch has
-been used up.
-"""
+"""AppliedContext: what ContextParallel does around one attention module."""
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils._pytree import tree_map_only
 
+from memswap.engine.autograd import in_backward
+from memswap.parallel.arguments import Arguments
+from memswap.parallel.arriving import ArrivingTensor
 from memswap.parallel.attention import causal_mask
 from memswap.parallel.context_mesh import ContextMesh
+from memswap.parallel.early import EarlyLaunches
 from memswap.parallel.exchange import Pending, exchange
 from memswap.parallel.layouts import HeadPlan, Layout
 from memswap.parallel.redistribute import (
     GatherSequence,
     HeadsToSequence,
+    MoveSequence,
+    SequenceExchange,
     SequenceToHeads,
     take,
 )
@@ -47,6 +42,20 @@ ROLES: dict[Packing, tuple[Role, ...]] = {
 }
 
 
+class ExchangeLaunch(NamedTuple):
+    """One exchange of an attention module, as it was launched last."""
+
+    collective: str
+    label: str
+    lane: str
+    """The dimension of the mesh."""
+    nbytes: int
+    """What this rank gave, in bytes."""
+    cause: str
+    times: int
+    """How often, so far."""
+
+
 class AppliedContext:
     """The hooks of a :class:`ContextParallel` on one attention module.
 
@@ -54,6 +63,8 @@ class AppliedContext:
         module: the attention module.
         calls: how often it has run.
         early: how many of its exchanges were launched by a projection.
+        late: how many of its outputs were waited for by the output projection.
+        launches: by collective and label, in the order in which they came first.
     """
 
     def __init__(
@@ -66,50 +77,73 @@ class AppliedContext:
         self.module = module
         self.calls = 0
         self.early = 0
+        self.late = 0
+        self.launches: dict[tuple[str, str], ExchangeLaunch] = {}
         self._style = style
         self._mesh = mesh
         self._heads = style.heads
         self._roles = ROLES[style.packing]
-        self._launched: dict[Role, Any] = {role: WeakTensorKeyDictionary() for role in self._roles}
-        unknown = sorted(set(projections) - set(self._roles))
+        self._early = EarlyLaunches()
+        self._skipped: set[Role] = set()
+        self._warned: set[str] = set()
+        self._cause = "attention"
+        unknown = sorted(set(projections) - {*self._roles, "o"})
         if unknown:
-            raise TypeError(f"ContextParallel: found projections {unknown}, expected {self._roles}")
-        if "qkv" in self._roles and mesh.gather is not None:
+            raise TypeError(
+                f"ContextParallel: found projections {unknown}, expected {(*self._roles, 'o')}"
+            )
+        self._unpacks = "qkv" in self._roles and mesh.gather is not None
+        if self._unpacks and style.unpacked is None:
             raise NotImplementedError(
-                "ContextParallel: q, k and v packed in one tensor cannot get different lengths, "
-                "which gathering keys gives them; use packing='kv', or ulysses on the whole mesh"
+                "ContextParallel: where keys are gathered there are more of them than queries, and "
+                "one packed tensor has one length. If forward can take them apart, say by which "
+                "arguments: unpacked=('q', 'kv') or ('q', 'k', 'v'). If not, use packing='kv', or "
+                "ulysses on the whole mesh"
             )
-        self._early_roles = [
-            role
+        early = {
+            role: projection
             for role in self._roles
-            if projections.get(role) is not None
-            and (mesh.heads is not None or (mesh.gather is not None and role != "q"))
-        ]
-        self._orphans: list[Pending] = []
-        self._warned = False
-        if self._early_roles and style.heads is None:
-            raise ValueError(
-                "ContextParallel: a projection launches before the queries are known; say "
-                "ContextParallel(heads=number of query heads)"
-            )
-        self._names = list(inspect.signature(module.forward).parameters)
+            if (projection := projections.get(role)) is not None
+            and (mesh.heads or (mesh.gather and (role != "q" or mesh.moves_queries)))
+        }
+        self._early_roles = tuple(early)
+        self._arguments = Arguments(module)
         self._handles = [
             module.register_forward_pre_hook(self._before, with_kwargs=True),
             module.register_forward_hook(self._after),
         ]
-        for role in self._early_roles:
-            projection = projections[role]
-            if projection is not None:
-                self._handles.append(projection.register_forward_hook(self._launch_hook(role)))
+        for role, projection in early.items():
+            self._handles.append(projection.register_forward_hook(self._launch_hook(role)))
+        output = projections.get("o")
+        self._output_is_late = output is not None and (mesh.heads is not None or mesh.moves_queries)
+        if output is not None and self._output_is_late:
+            hook = output.register_forward_pre_hook(self._reached, with_kwargs=True)
+            self._handles.append(hook)
 
     def remove(self) -> None:
         """Take the hooks away; the module sees its own rank's tokens again."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._drop_orphans()
+        self._early.drop_orphans()
         if self in self._style.applied:
             self._style.applied.remove(self)
+
+    def __deepcopy__(self, memo: object) -> AppliedContext:
+        raise NotImplementedError(
+            f"ContextParallel on {type(self.module).__name__}: its hooks belong to process groups "
+            "and cannot be copied; copy the model first, and apply a style to the copy"
+        )
+
+    def describe_for(self, tensor: torch.Tensor, label: str) -> str:
+        """What must be the same on all ranks, of this module and its first exchange."""
+        shape = list(tensor.shape)
+        shape[self._layout("kv" if label in ("kv", "qkv") else "q").seq_dim] = -1
+        return (
+            f"{type(self.module).__name__}: {label} of {shape} {tensor.dtype}, roles "
+            f"{self._roles}, launched early {self._early_roles}, late output "
+            f"{self._output_is_late}"
+        )
 
     def query_ranges(self, tokens: int) -> tuple[tuple[int, int], ...]:
         """Which ranges of the sequence the queries are that attention gets.
@@ -118,7 +152,7 @@ class AppliedContext:
             tokens: how many of the sequence this rank holds outside attention.
         """
         length = self._length("q", tokens)
-        return self._mesh.row_shards(length).ranges[self._mesh.row]
+        return self._mesh.query_shards(length).ranges[self._mesh.row]
 
     def _launch_hook(self, role: Role) -> Callable[[nn.Module, Any, Any], None]:
         def launch(module: nn.Module, args: Any, output: Any) -> None:
@@ -126,82 +160,125 @@ class AppliedContext:
             plain = isinstance(output, torch.Tensor) and not isinstance(output, DTensor)
             if not plain or output.ndim != layout.ndim:
                 what = list(output.shape) if isinstance(output, torch.Tensor) else type(output)
-                self._warn(f"{role}'s projection returned {what}, not {layout.ndim} dimensions")
+                self._warn_early(
+                    f"{role}'s projection returned {what}, not {layout.ndim} dimensions"
+                )
                 return
             if output.is_inference():  # has no version
                 return
-            self._drop_orphans()
+            self._early.drop_orphans()
+            if role == self._roles[0] and self._heads is None:
+                self._heads = output.size(layout.head_dim)
+            if self._heads is None and self._mesh.heads is not None:
+                self._skipped.add(role)  # in the first pass, keys that come before queries
+                return
+            self._cause = f"{role}'s projection"
             pending = self._first(role, output)
             if pending is not None:
-                self._launched[role][output] = _Early(pending, output, self._orphans)
+                self._early.keep(role, output, pending)
 
         return launch
 
     def _take_early(self, role: Role, tensor: torch.Tensor) -> Pending | None:
-        """The launch that is of this very tensor: see [Note: Early launches]."""
-        launched: _Early | None = self._launched[role].pop(tensor, None)
-        if launched is not None and launched.is_of(tensor):
+        pending = self._early.take(role, tensor)
+        if pending is not None:
             self.early += 1
-            return launched.take()
-        del launched  # an orphan now
-        self._drop_orphans()
-        recomputed = torch._C._current_graph_task_id() != -1
-        if role in self._early_roles and not recomputed and not tensor.is_inference():
-            self._warn(f"attention got another {role} than its projection returned, or edited it")
-        return None
-
-    def _drop_orphans(self) -> None:
-        """Wait for launches that nobody wants: their buffers are in use until then."""
-        while self._orphans:
-            self._orphans.pop(0).discard()
-
-    def _warn(self, what: str) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"ContextParallel on {type(self.module).__name__}: {what}; the exchange that was "
-                "launched early is not used. Name the last module before attention in apply(q=, "
-                "k=, v=), or none",
-                stacklevel=2,
+        elif role in self._skipped:
+            self._skipped.remove(role)
+        elif role in self._early_roles and not in_backward() and not tensor.is_inference():
+            self._warn_early(
+                f"attention got another {role} than its projection returned, or edited it"
             )
+        return pending
+
+    def _warn_early(self, what: str) -> None:
+        self._warn(
+            "early",
+            f"{what}; the exchange that was launched early is not used. Name the last module "
+            "before attention in apply(q=, k=, v=), or none",
+        )
+
+    def _warn(self, which: str, what: str) -> None:
+        if which not in self._warned:
+            self._warned.add(which)
+            warnings.warn(f"ContextParallel on {type(self.module).__name__}: {what}", stacklevel=3)
+
+    def _exchange(self, tensor: torch.Tensor, spec: SequenceExchange, label: str) -> Pending:
+        self._style.compare_ranks(self, tensor, label)
+        lane, cause = self._mesh.name_of(spec.comm), self._cause
+
+        def observe(spec: Any, label: str, sent: torch.Tensor) -> None:
+            key = spec.collective, label
+            times = self.launches[key].times + 1 if key in self.launches else 1
+            why = "backward" if label.endswith("gradient") else cause
+            self.launches[key] = ExchangeLaunch(*key, lane, sent.nbytes, why, times)
+
+        return exchange(tensor, spec, label=label, observe=observe)
 
     def _first(self, role: Role, tensor: torch.Tensor) -> Pending | None:
         """Launch the first exchange of an input; None where it has none."""
         mesh, layout = self._mesh, self._layout(role)
         length = self._length(role, tensor.size(layout.seq_dim))
         if mesh.heads is None:
-            return self._gather(role, tensor, length)
+            return self._gather(*self._apart(role, tensor)[-1], length)
         if role in ("q", "qkv"):
             heads = self._plan(None).queries()
         else:
             heads = self._plan(tensor.size(layout.head_dim)).keys()
         lengths = mesh.rank_shards(length).lengths
         spec = SequenceToHeads(mesh.heads, heads, lengths, layout.seq_dim, layout.head_dim)
-        return exchange(tensor, spec, label=role)
+        return self._exchange(tensor, spec, role)
+
+    def _apart(self, role: Role, tensor: torch.Tensor) -> list[tuple[Role, torch.Tensor]]:
+        """An input as queries, and keys with values, where these two part ways."""
+        if role != "qkv" or not self._unpacks:
+            return [(role, tensor)]
+        dim = self._style.layout.head_dim
+        return [("q", tensor.select(dim, 0)), ("kv", tensor.narrow(dim, 1, 2))]
 
     def _gather(self, role: Role, tensor: torch.Tensor, length: int) -> Pending | None:
-        mesh = self._mesh
-        if mesh.gather is None or role == "q":
+        """Launch the exchange over the column; queries stay where they are, or are moved."""
+        mesh, dim = self._mesh, self._layout(role).seq_dim
+        if mesh.gather is None or (role == "q" and not mesh.moves_queries):
             return None
         shards = mesh.row_shards(length)
-        spec = GatherSequence(mesh.gather, shards, self._layout(role).seq_dim)
-        return exchange(tensor, spec, label=role)
+        if role == "q":
+            move = MoveSequence(mesh.gather, shards, mesh.query_shards(length), dim)
+            return self._exchange(tensor, move, role)
+        return self._exchange(tensor, GatherSequence(mesh.gather, shards, dim), role)
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         args, kwargs = list(args), dict(kwargs)
-        places = [self._place(which, args, kwargs) for which in self._style.qkv]
+        places = [self._arguments.find(which, args, kwargs) for which in self._style.qkv]
         given = {
             role: self._local(role, where[key])
             for role, (where, key) in zip(self._roles, places, strict=True)
         }
-        result = self._exchanged(given, kwargs)
-        for (where, key), role in zip(places, self._roles, strict=True):
-            where[key] = result[role]
+        self._cause = "attention"
+        result = self._exchanged(given, args, kwargs)
+        if self._unpacks:
+            self._hand_out_apart(result, places[0], kwargs)
+        else:
+            for (where, key), role in zip(places, self._roles, strict=True):
+                where[key] = result[role]
         self.calls += 1
         return tuple(args), kwargs
 
+    def _hand_out_apart(
+        self, result: dict[Role, torch.Tensor], packed: tuple[Any, Any], kwargs: dict[str, Any]
+    ) -> None:
+        where, key = packed
+        where[key] = None
+        names = self._style.unpacked
+        assert names is not None
+        dim = self._style.layout.head_dim
+        apart = [result["q"], result["kv"]]
+        if len(names) == 3:
+            apart[1:] = result["kv"].unbind(dim)
+        kwargs.update(zip(names, apart, strict=True))
+
     def _exchanged(
-        self, given: dict[Role, torch.Tensor], kwargs: dict[str, Any]
+        self, given: dict[Role, torch.Tensor], args: list[Any], kwargs: dict[str, Any]
     ) -> dict[Role, torch.Tensor]:
         """The inputs as attention gets them; all launches first, then the waits."""
         mesh = self._mesh
@@ -213,17 +290,25 @@ class AppliedContext:
         first, last = self._roles[0], self._roles[-1]
         queries = given[first]
         tokens = queries.size(self._layout(first).seq_dim)
-        self._offer(kwargs, tokens, lengths[last], queries.device)
-        pending: dict[Role, Pending | None] = {}
-        for role, tensor in given.items():
-            pending[role] = self._take_early(role, tensor) or self._first(role, tensor)
-        result = dict(given)
+        self._offer(args, kwargs, tokens, lengths[last], queries.device)
+        pending = {
+            self._apart(role, tensor)[-1][0] if mesh.heads is None else role: (
+                self._take_early(role, tensor) or self._first(role, tensor)
+            )
+            for role, tensor in given.items()
+        }
+        result = dict(part for one in given.items() for part in self._apart(*one))
         if mesh.heads is not None and mesh.gather is not None:
-            for role in self._roles[1:]:  # k is gathered while the first exchange of v arrives
-                one = pending[role]
-                assert one is not None
-                result[role] = one.wait()
-                pending[role] = self._gather(role, result[role], lengths[role])
+            for role in self._roles:  # k is gathered while the first exchange of v arrives
+                if role != "q" or mesh.moves_queries:
+                    one = pending.pop(role)
+                    assert one is not None
+                    self._cause = f"arrival of {role}"
+                    for part, tensor in self._apart(role, one.wait()):
+                        result[part] = tensor
+                        pending[part] = self._gather(part, tensor, lengths[role])
+        elif self._unpacks and mesh.moves_queries:
+            pending["q"] = self._gather("q", result["q"], lengths[last])
         for role, one in pending.items():
             if one is not None:
                 result[role] = one.wait()
@@ -264,7 +349,8 @@ class AppliedContext:
                 f"ContextParallel: {type(module).__name__} returned shape {list(output.shape)}, "
                 f"expected the {layout.ndim} dimensions of the queries"
             )
-        if mesh.heads is not None:
+        self._style.first_step.follow(output)
+        if mesh.heads is not None or mesh.moves_queries:
             output = self._sent_back(output)
         if self._style.use_local_output:
             return output
@@ -272,20 +358,50 @@ class AppliedContext:
         return DTensor.from_local(output, mesh.device_mesh, placements, run_check=False)
 
     def _sent_back(self, output: torch.Tensor) -> torch.Tensor:
-        """From this rank's heads to this rank's tokens."""
+        """From this rank's heads, or others' queries, to this rank's tokens."""
         mesh, layout = self._mesh, self._style.layout
-        assert mesh.heads is not None
         length = self._style.sequence_length
         if length is None:
             length = output.size(layout.seq_dim) * mesh.rows
-        spec = HeadsToSequence(
-            mesh.heads,
-            self._plan(None).queries(),
-            mesh.rank_shards(length).lengths,
-            layout.seq_dim,
-            layout.head_dim,
+        self._early.drop_orphans()
+        self._cause = "attention"
+        if mesh.moves_queries:
+            assert mesh.gather is not None
+            shards = mesh.query_shards(length), mesh.row_shards(length)
+            move = MoveSequence(mesh.gather, *shards, layout.seq_dim)
+            pending = self._exchange(output, move, "o")
+        if mesh.heads is not None:
+            if mesh.moves_queries:
+                output = pending.wait()
+            spec = HeadsToSequence(
+                mesh.heads,
+                self._plan(None).queries(),
+                mesh.rank_shards(length).lengths,
+                layout.seq_dim,
+                layout.head_dim,
+            )
+            pending = self._exchange(output, spec, "o")
+        if not self._output_is_late or not self._style.use_local_output:
+            return pending.wait()
+        return pending.arriving(first_use=self._used_before, orphans=self._early.orphans)
+
+    def _reached(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The output projection is called: its input may wait there."""
+
+        def reach(tensor: ArrivingTensor) -> torch.Tensor:
+            tensor.expect()
+            self.late += 1
+            # A linear layer may wait by itself; of others nobody knows whether they could.
+            return tensor if isinstance(module, nn.Linear) else tensor.arrived()
+
+        return tree_map_only(ArrivingTensor, reach, (args, kwargs))
+
+    def _used_before(self, name: str) -> None:
+        self._warn(
+            "late",
+            f"{name} used attention's output before the projection that apply(o=) names; it was "
+            "waited for there. Name the module that uses it first, or none",
         )
-        return exchange(output, spec, label="o").wait()
 
     def _plan(self, kv_heads: int | None) -> HeadPlan:
         assert self._heads is not None and self._mesh.heads is not None
@@ -301,25 +417,36 @@ class AppliedContext:
         given = style.sequence_length if queries else style.kv_sequence_length
         return self._mesh.whole_length(tokens, given, f"ContextParallel, {role}")
 
-    def _offer(self, kwargs: dict[str, Any], tokens: int, keys: int, device: torch.device) -> None:
+    def _offer(
+        self,
+        args: list[Any],
+        kwargs: dict[str, Any],
+        tokens: int,
+        keys: int,
+        device: torch.device,
+    ) -> None:
         """Fill the keyword arguments that say where the queries are; refuse what would lie."""
         style = self._style
-        if self._mesh.gather is not None and kwargs.get("is_causal"):
-            raise ValueError(
-                "ContextParallel: is_causal=True means another mask where keys are gathered, since "
-                "queries are a part of the sequence; use causal_attention with "
-                "ContextParallel(ranges=...), or ContextParallel(mask=...)"
-            )
-        for name in (style.ranges, style.mask):
-            if name is not None and kwargs.get(name) is not None:
+        given = self._arguments.by_name(args, kwargs)
+        for name in ("is_causal", "causal"):
+            if self._mesh.gather is not None and given.get(name) is True:
                 raise ValueError(
-                    f"ContextParallel: found argument {name!r}, which the style is to fill; pass "
-                    "None, or name no such argument in the style"
+                    f"ContextParallel: {name}=True means another mask where keys are gathered, "
+                    "since queries are a part of the sequence; use causal_attention with "
+                    "ContextParallel(ranges=...), or ContextParallel(mask=...)"
+                )
+        for filled in (style.ranges, style.mask):
+            if filled is None:
+                continue
+            if self._arguments.by_place(filled, args) or kwargs.get(filled) is not None:
+                raise ValueError(
+                    f"ContextParallel: found argument {filled!r}, which the style is to fill; pass "
+                    "None by name, or leave it away; or name no such argument in the style"
                 )
         if style.ranges is not None:
             kwargs[style.ranges] = self.query_ranges(tokens)
         if style.mask is not None:
-            shards = self._mesh.row_shards(self._length("q", tokens))
+            shards = self._mesh.query_shards(self._length("q", tokens))
             queries = shards.positions(self._mesh.row, device)
             kwargs[style.mask] = causal_mask(queries, torch.arange(keys, device=device))
 
@@ -332,12 +459,12 @@ class AppliedContext:
             if (
                 tensor.device_mesh != mesh
                 or tensor.placements != expected
-                or self._style.balance != "contiguous"
+                or self._style.balance == "headtail"
             ):
                 raise ValueError(
                     f"ContextParallel: {role} is a DTensor with {tensor.placements} on "
                     f"{tensor.device_mesh}, expected {expected} on {mesh} and "
-                    "balance='contiguous'; or pass this rank's own tensor (to_local())"
+                    "balance other than 'headtail'; or pass this rank's own tensor (to_local())"
                 )
             tensor = tensor.to_local()
         if not isinstance(tensor, torch.Tensor):
@@ -350,49 +477,3 @@ class AppliedContext:
                 f"{layout.ndim} dimensions; check layout= and packing="
             )
         return tensor
-
-    def _place(self, which: int | str, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Where an argument is: a list and an index, or a dict and a name."""
-        place = (
-            which
-            if isinstance(which, int)
-            else (self._names.index(which) if which in self._names else len(args))
-        )
-        if place < len(args):
-            return args, place
-        name = (
-            which
-            if isinstance(which, str)
-            else (self._names[place] if place < len(self._names) else None)
-        )
-        if name in kwargs:
-            return kwargs, name
-        raise TypeError(
-            f"ContextParallel: {type(self.module).__name__} was called without argument {which!r}; "
-            f"found {len(args)} positional ones and {sorted(kwargs)}; say which with qkv=(...)"
-        )
-
-
-class _Early:
-    """An early launch, with what the tensor was like; one that dies untaken is an orphan."""
-
-    def __init__(self, pending: Pending, tensor: torch.Tensor, orphans: list[Pending]) -> None:
-        self._pending: Pending | None = pending
-        self._version = tensor._version
-        self._had_grad = _wants_grad(tensor)
-        self._orphans = orphans
-
-    def is_of(self, tensor: torch.Tensor) -> bool:
-        return tensor._version == self._version and self._had_grad >= _wants_grad(tensor)
-
-    def take(self) -> Pending | None:
-        pending, self._pending = self._pending, None
-        return pending
-
-    def __del__(self) -> None:
-        if self._pending is not None:
-            self._orphans.append(self._pending)
-
-
-def _wants_grad(tensor: torch.Tensor) -> bool:
-    return bool(tensor.requires_grad and torch.is_grad_enabled())

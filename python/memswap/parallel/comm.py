@@ -16,6 +16,8 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 ReduceOp = Literal["avg", "sum"]
 
+_REDUCTIONS = {"avg": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM}
+
 # torch 2.13 renamed these two; the old names warn.
 all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -80,6 +82,11 @@ class Comm(Protocol):
         Parts are cut along dimension 0: into equal ones, or into ``input_splits[j]`` and
         ``output_splits[j]`` rows.
         """
+
+    def all_reduce(
+        self, tensors: Sequence[torch.Tensor], *, op: ReduceOp = "avg", label: str = ""
+    ) -> Ticket:
+        """``tensors[i]``: the ranks' ``tensors[i]`` reduced, in place. One collective."""
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str = "") -> Ticket:
         """``tensor`` becomes that of rank ``source`` of this group, in place."""
@@ -155,7 +162,7 @@ class ProcessGroupComm:
     ) -> Ticket:
         for output, input in zip(outputs, inputs, strict=True):
             check_sizes("reduce_scatter", label, output.numel() * self.size, input.numel())
-        reduction = dist.ReduceOp.AVG if op == "avg" else dist.ReduceOp.SUM
+        reduction = _REDUCTIONS[op]
 
         def launch(output: torch.Tensor, input: torch.Tensor) -> Any:
             return _reduce_scatter(output, input, op=reduction, group=self.group, async_op=True)
@@ -182,6 +189,16 @@ class ProcessGroupComm:
             )
 
         return self._launch(launch, [output], [input], label or "all_to_all")
+
+    def all_reduce(
+        self, tensors: Sequence[torch.Tensor], *, op: ReduceOp = "avg", label: str = ""
+    ) -> Ticket:
+        reduction = _REDUCTIONS[op]
+
+        def launch(output: torch.Tensor, input: torch.Tensor) -> Any:
+            return dist.all_reduce(output, op=reduction, group=self.group, async_op=True)
+
+        return self._launch(launch, tensors, tensors, label or "all_reduce")
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str = "") -> Ticket:
         def launch(output: torch.Tensor, input: torch.Tensor) -> Any:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.utils._python_dispatch import _disable_current_modes
 
+from memswap.errors import RankMismatchError
 from memswap.parallel.applied import ROLES, AppliedContext, Packing
 from memswap.parallel.comm import Comm, ProcessGroupComm
 from memswap.parallel.context_mesh import ContextMesh
+from memswap.parallel.first_step import FirstStep
 from memswap.parallel.layouts import LAYOUTS, Balance
+from memswap.parallel.selftest import ranks_that_differ
 from memswap.parallel.tokens import mean_loss, shard_batch
 
 
@@ -36,17 +40,25 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
             tokens; the module still gets it as the caller passes it).
         balance: "headtail" gives the ranks that gather equal work in causal attention: each holds
             one chunk of the sequence's first half and its mirror image. Cut the batch with
-            :meth:`shard_batch`.
+            :meth:`shard_batch`. "queries" leaves parts contiguous: queries are exchanged on their
+            way into attention, and its output back.
         packing: "kv" if keys and values are one tensor, "qkv" if all three are (as many heads
-            each, no gather): with a dimension of 2 or 3 before that of the heads. One collective.
+            each): with a dimension of 2 or 3 before that of the heads. One collective.
         qkv: which arguments of ``forward`` these tensors are, by place or name; None: the first.
-        heads: number of query heads; needed for early launches only.
+        unpacked: with packing="qkv" where keys are gathered: names of the keyword arguments,
+            ("q", "kv") or ("q", "k", "v"), by which ``forward`` takes what was one tensor, since
+            there are more keys than queries then. The packed argument becomes None.
+        heads: number of query heads. None: found when the queries come; keys that are projected
+            before them are launched early from the second forward on.
         sequence_length: tokens of the whole sequence (queries). None: as many on each rank.
         kv_sequence_length: the same for keys and values; None with ``sequence_length`` given means
             that length.
         ranges: name of a keyword argument of ``forward`` that gets the ``(start, stop)`` ranges of
             its queries in the sequence, for :func:`causal_attention`.
         mask: name of a keyword argument that gets the causal mask, bool ``[queries, keys]``.
+        model: what it is applied in. If its first step ends and a module that the style was applied
+            to has not run, that is an error. Without it, nobody can tell a step in which none of
+            them ran, but for :meth:`check`.
         use_local_output: False returns a ``DTensor`` with ``Shard`` of the sequence on each
             dimension of the mesh. DTensor inputs with these placements are taken in either case.
             For even, contiguous parts only: a DTensor can say no other.
@@ -64,19 +76,21 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
         balance: Balance = "contiguous",
         packing: Packing = "separate",
         qkv: Sequence[int | str] | None = None,
+        unpacked: Sequence[str] | None = None,
         heads: int | None = None,
         sequence_length: int | None = None,
         kv_sequence_length: int | None = None,
         ranges: str | None = None,
         mask: str | None = None,
+        model: nn.Module | None = None,
         use_local_output: bool = True,
         comm: Callable[[dist.ProcessGroup], Comm] = ProcessGroupComm,
     ) -> None:
         super().__init__()
         if layout not in LAYOUTS:
             raise ValueError(f"layout={layout!r}: expected one of {sorted(LAYOUTS)}")
-        if balance not in ("contiguous", "headtail"):
-            raise ValueError(f"balance={balance!r}: expected 'contiguous' or 'headtail'")
+        if balance not in get_args(Balance):
+            raise ValueError(f"balance={balance!r}: expected one of {get_args(Balance)}")
         if packing not in ROLES:
             raise ValueError(f"packing={packing!r}: expected one of {sorted(ROLES)}")
         if packing != "separate" and layout == "bnsd":
@@ -84,10 +98,15 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
         tensors = len(ROLES[packing])
         if qkv is not None and len(qkv) != tensors:
             raise ValueError(f"qkv={tuple(qkv)}: expected {tensors} for packing={packing!r}")
-        if not use_local_output and (balance != "contiguous" or sequence_length is not None):
+        if unpacked is not None and (packing != "qkv" or len(unpacked) not in (2, 3)):
+            raise ValueError(
+                f"unpacked={tuple(unpacked)} with packing={packing!r}: expected two names (q, kv) "
+                "or three (q, k, v), with packing='qkv'"
+            )
+        if not use_local_output and (balance == "headtail" or sequence_length is not None):
             raise ValueError(
                 "use_local_output=False: a DTensor cannot say how balance='headtail' or uneven "
-                "parts cut the sequence; expected balance='contiguous' and no sequence_length"
+                "parts cut the sequence; expected another balance and no sequence_length"
             )
         self.use_local_output = use_local_output
         self.ulysses = ulysses
@@ -95,6 +114,7 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
         self.balance: Balance = balance
         self.packing: Packing = packing
         self.qkv: Sequence[int | str] = range(tensors) if qkv is None else tuple(qkv)
+        self.unpacked = None if unpacked is None else tuple(unpacked)
         self.heads = heads
         self.sequence_length = sequence_length
         self.kv_sequence_length = (
@@ -102,10 +122,13 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
         )
         self.ranges = ranges
         self.mask = mask
+        self.model = model
         self.applied: list[AppliedContext] = []
+        self.first_step = FirstStep(self.check)
         self._comm = comm
         self._mesh: ContextMesh | None = None
         self._batches = 0
+        self._compared = False
 
     def apply(
         self,
@@ -122,12 +145,15 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
                 output goes to attention as it is, such as a norm, a rotary embedding or
                 ``nn.Sequential(linear, nn.Unflatten(...))``. Their exchange is launched when they
                 return. Where attention gets something else, or a tensor edited since, that launch
-                is dropped with one warning and the ordinary path taken.
+                is dropped with one warning and the ordinary path taken. And ``o=``: the module
+                that uses attention's output first, rearranged at most. The output's exchange is
+                waited for there: attention returns a tensor that is still arriving. Whatever else
+                uses it waits as well, with one warning.
 
         Raises:
-            ValueError: the mesh does not fit the style; an early launch without ``heads``.
+            ValueError: the mesh does not fit the style.
             TypeError: a projection of no such tensor.
-            NotImplementedError: ``packing="qkv"`` on a mesh that gathers.
+            NotImplementedError: ``packing="qkv"`` on a mesh that gathers, without ``unpacked``.
         """
         if self._mesh is None:
             self._mesh = ContextMesh.of(mesh, self.ulysses, self.balance, self._comm)
@@ -138,6 +164,10 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
             )
         applied = AppliedContext(self, self._mesh, module, projections)
         self.applied.append(applied)
+        named = [one for one in projections.values() if one is not None]
+        self.first_step.expect([module, *named])
+        if self.model is not None:
+            self.first_step.watch(self.model)
         return applied
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -147,19 +177,54 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
     def check(self) -> None:
         """Raises unless every module that the style was applied to has run since.
 
-        Called by :meth:`mean_loss`, and by :meth:`shard_batch` from the second batch on.
+        Called at the end of the first step: of the first backward pass of the style's ``model`` or
+        of a module that it was applied to; before the first step of an optimizer that has one of
+        their or the projections' parameters; by :meth:`mean_loss`; and by :meth:`shard_batch` from
+        the second batch on.
 
         Raises:
             RuntimeError: the style was applied to nothing, or to modules that never ran.
         """
         never = [one for one in self.applied if not one.calls]
         if never or not self.applied:
-            what = ", ".join(type(one.module).__name__ for one in never) or "no module at all"
+            what = ", ".join(self._name(one.module) for one in never) or "no module at all"
             raise RuntimeError(
                 f"ContextParallel is applied to {what} ({len(never)} of {len(self.applied)} never "
                 "ran): the sequence was not exchanged there and attention saw this rank's tokens "
                 "only; apply it to the module whose forward gets query, key and value"
             )
+
+    def compare_ranks(self, applied: AppliedContext, tensor: torch.Tensor, label: str) -> None:
+        """Before the first exchange, whether all ranks are set up alike: or else they would hang.
+
+        Raises:
+            RankMismatchError: they are not.
+        """
+        if self._compared:
+            return
+        self._compared = True
+        settings = (
+            f"layout {self.layout}, balance {self.balance}, lengths {self.sequence_length} and "
+            f"{self.kv_sequence_length}, heads {self.heads}, {len(self.applied)} modules"
+        )
+        text = f"{settings}; {applied.describe_for(tensor, label)}"
+        # A checkpoint that keeps collectives would miss this one when it recomputes.
+        with _disable_current_modes():
+            for comm in (self.mesh.heads, self.mesh.gather):
+                if comm is not None and (others := ranks_that_differ(comm, tensor.device, text)):
+                    raise RankMismatchError(
+                        f"rank {comm.rank} attends in another way than ranks {others} of its "
+                        "group; the style's options and the tensors' shapes must agree. Here they "
+                        f"are: {text}"
+                    )
+
+    def _name(self, module: nn.Module) -> str:
+        """The module's type, and where it is in the models that are watched."""
+        for model in self.first_step.watched:
+            for name, one in model.named_modules():
+                if one is module and name:
+                    return f"{name} ({type(module).__name__})"
+        return type(module).__name__
 
     def shard_batch(
         self,

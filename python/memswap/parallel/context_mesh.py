@@ -71,6 +71,12 @@ class ContextMesh:
         """Ranks that gather keys and values."""
         return 1 if self.gather is None else self.gather.size
 
+    def name_of(self, comm: Comm) -> str:
+        """Which dimension of the mesh: by its name, or its number."""
+        dim = 1 if comm is self.heads and self.device_mesh.ndim == 2 else 0
+        names = self.device_mesh.mesh_dim_names
+        return names[dim] if names else f"dimension {dim}"
+
     @property
     def row(self) -> int:
         return 0 if self.gather is None else self.gather.rank
@@ -82,6 +88,16 @@ class ContextMesh:
     def row_shards(self, length: int) -> SequenceShards:
         """Which tokens each row holds."""
         return SequenceShards.cut(length, self.rows, self.balance)
+
+    def query_shards(self, length: int) -> SequenceShards:
+        """Whose queries each row computes."""
+        moved = self.balance == "queries"
+        return SequenceShards.cut(length, self.rows, "headtail" if moved else self.balance)
+
+    @property
+    def moves_queries(self) -> bool:
+        """Whether rows compute other queries than theirs."""
+        return self.balance == "queries" and self.gather is not None
 
     def rank_shards(self, length: int) -> SequenceShards:
         """Which tokens each rank of this row holds."""

@@ -1,4 +1,4 @@
-"""describe: which units a sharded model has, where their weights live, what launched what."""
+"""describe: units of a sharded model, exchanges of its attention, and what launched what."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections import Counter
 
 from torch import nn
 
-from memswap.parallel.schedule import Context
+from memswap.parallel.exchange_table import applied_contexts, exchange_table
+from memswap.parallel.schedule import ShardContext
 from memswap.parallel.shard import ShardedModule
 
 MIB = 2**20
@@ -15,36 +16,46 @@ MIB = 2**20
 
 def describe(model: nn.Module) -> str:
     """A text about each context of a sharded model: its units, then the last step's collectives.
+    Then about the exchanges of each module that a :class:`ContextParallel` was applied to.
 
     Gathered weights in MiB (2**20 bytes) per rank while they are gathered; the shard, per rank.
+    Exchanges in KiB of this rank's part.
 
     Raises:
-        ValueError: nothing in the model is sharded.
+        ValueError: nothing in the model is sharded, and no attention exchanges anything.
     """
-    contexts: dict[Context, None] = {}
+    contexts: dict[ShardContext, None] = {}
     for module in model.modules():
         if isinstance(module, ShardedModule):
             contexts.setdefault(module._memswap_hooks.context)
-    if not contexts:
-        raise ValueError("describe(): found no sharded module; call memswap.parallel.shard first")
-    return "\n\n".join(_describe_context(context) for context in contexts)
+    applied = applied_contexts(model)
+    if not contexts and not applied:
+        raise ValueError(
+            "describe(): found no sharded module and no ContextParallel; call "
+            "memswap.parallel.shard, or apply a style, first"
+        )
+    texts = [_describe_context(context) for context in contexts]
+    return "\n\n".join([*texts, exchange_table(applied)] if applied else texts)
 
 
-def _describe_context(context: Context) -> str:
+def _describe_context(context: ShardContext) -> str:
     stats = context.stats()
     pool = "the caching allocator" if context.pool.count is None else f"{context.pool.count} slots"
     lines = [
         f"{len(context.scheduled)} units in {pool}; {stats.slot_bytes / MIB:.1f} MiB of slots, "
         f"{stats.peak_lent} units gathered at most, {stats.overflows} overflows",
-        f"{'unit':<28}{'parameters':>12}{'gathered':>10}{'shard':>8}  {'memory':<8}"
+        f"{'unit':<28}{'parameters':>12}{'gathered':>10}{'shard':>8}  {'lane':<16}{'memory':<8}"
         f"{'gathers':>8}{'reduces':>8}",
     ]
     counts = Counter((launch.collective, launch.unit) for launch in context.last_step)
     for unit, one in context.scheduled.items():
         count = sum(math.prod(member.shape) for member in unit.members)
+        names = unit.mesh.mesh_dim_names or ("ranks",) * unit.mesh.ndim
+        lane = " x ".join(f"{name} {unit.mesh.size(dim)}" for dim, name in enumerate(names))
         shard = sum(member.local.nbytes for member in unit.members)
         lines.append(
             f"{unit.name:<28}{count:>12,}{unit.nbytes / MIB:>10.1f}{shard / MIB:>8.1f}  "
+            f"{lane:<16}"
             f"{'own' if one.own_memory else 'slot' if context.pool.count else 'shared':<8}"
             f"{counts['all-gather', unit.name]:>8}{counts['reduce-scatter', unit.name]:>8}"
         )

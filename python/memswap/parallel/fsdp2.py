@@ -89,7 +89,7 @@ def pool_all_gathers(model: torch.nn.Module, slots: int = 2) -> PooledAllGather:
     if not modules:
         raise ValueError(
             "pool_all_gathers(): found no FSDP2 module; call torch.distributed.fsdp.fully_shard "
-            "first (memswap.parallel.shard has slots of its own: Context(slots=2))"
+            "first (memswap.parallel.shard has slots of its own: ShardContext(slots=2))"
         )
     for module in modules:
         module.set_custom_all_gather(pool)

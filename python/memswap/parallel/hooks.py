@@ -10,15 +10,17 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from memswap.parallel import running
+
 if TYPE_CHECKING:
-    from memswap.parallel.schedule import Context
+    from memswap.parallel.schedule import ShardContext
     from memswap.parallel.unit import Unit
 
 
 class Hooks:
     """Joins a unit's modules to its context."""
 
-    def __init__(self, unit: Unit, context: Context) -> None:
+    def __init__(self, unit: Unit, context: ShardContext) -> None:
         self.unit = unit
         self.context = context
         self._calls: list[Call | None] = []
@@ -36,6 +38,7 @@ class Hooks:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
         self.context.enter_forward(self.unit)
+        running.enter(self, functools.partial(self.context.exchange_arrived, self.unit))
         policy = self.unit.policy
         if policy.param_dtype is not None and policy.cast_forward_inputs:
             args, kwargs = _cast((args, kwargs), policy.param_dtype)
@@ -50,6 +53,7 @@ class Hooks:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        running.leave(self)
         policy = self.unit.policy
         if policy.output_dtype is not None:
             output = _cast(output, policy.output_dtype)

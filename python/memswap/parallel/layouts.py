@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-Balance = Literal["contiguous", "headtail"]
+#: How work is spread where keys are gathered; "queries" cuts the batch as "contiguous" does.
+Balance = Literal["contiguous", "headtail", "queries"]
 
 
 @dataclass(frozen=True)
@@ -111,10 +112,11 @@ class SequenceShards:
     def cut(cls, length: int, ranks: int, balance: Balance = "contiguous") -> SequenceShards:
         """Cut a sequence; lengths differ by at most one token per range.
 
-        "contiguous": one range per rank. "headtail": the sequence in ``2 * ranks`` chunks, rank
-        ``r`` has chunks ``r`` and ``2 * ranks - 1 - r``, so that causal attention is equal work.
+        "contiguous", "queries": one range per rank. "headtail": the sequence in ``2 * ranks``
+        chunks, rank ``r`` has chunks ``r`` and ``2 * ranks - 1 - r``, so that causal attention is
+        equal work.
         """
-        if balance == "contiguous":
+        if balance != "headtail":
             return cls(tuple((cut,) for cut in even_cuts(length, ranks)))
         chunks = even_cuts(length, 2 * ranks)
         return cls(tuple(_joined([chunks[r], chunks[2 * ranks - 1 - r]]) for r in range(ranks)))
@@ -147,6 +149,19 @@ class SequenceShards:
         """Where the tokens of ``rank`` are in the sequence: int64 ``[lengths[rank]]``."""
         parts = [torch.arange(*one, device=device) for one in self.ranges[rank]]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
+
+    def positions_of(self, rank: int) -> Callable[[int], int]:
+        """A function from a place in the sequence to that place among the tokens of ``rank``."""
+
+        def place(position: int) -> int:
+            offset = 0
+            for start, stop in self.ranges[rank]:
+                if start <= position < stop:
+                    return offset + position - start
+                offset += stop - start
+            raise ValueError(f"found position {position}, expected one of {self.ranges[rank]}")
+
+        return place
 
 
 def _joined(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -23,7 +23,10 @@ class Member:
     owners: list[tuple[nn.Module, str]]
     """Every module and name that it is registered under: more than one if it is tied."""
     sharded: nn.Parameter
-    """A DTensor with Shard(dim): what the optimizer and state_dict see."""
+    """A DTensor with Shard(dim), what the optimizer and state_dict see.
+
+    On a 2-D mesh along its second dimension, and replicated along the first.
+    """
     dim: int
     """The sharded dimension."""
     shape: torch.Size
@@ -88,7 +91,7 @@ def shard_parameter(
         DTensor.from_local(
             local,
             mesh,
-            [Shard(dim)],
+            [Replicate()] * (mesh.ndim - 1) + [Shard(dim)],
             run_check=False,
             shape=parameter.shape,
             stride=parameter.stride(),

@@ -52,26 +52,14 @@ class _HeadExchange:
         shape[self.seq_dim], shape[self.head_dim] = tokens, heads
         return shape
 
-    def _all_to_all(
-        self, parts: Sequence[torch.Tensor], shapes: Sequence[list[int]], label: str
-    ) -> tuple[Ticket, Callable[[], list[torch.Tensor]]]:
-        """Part ``j`` to rank ``j``; then the parts of ``shapes[j]`` that came from rank ``j``."""
-        send = torch.cat([part.reshape(-1) for part in parts])
-        sizes = [torch.Size(shape).numel() for shape in shapes]
-        received = send.new_empty(sum(sizes))
-        ticket = self.comm.all_to_all(
-            received, send, sizes, [part.numel() for part in parts], label=label
-        )
-        return ticket, lambda: [
-            part.view(shape) for part, shape in zip(received.split(sizes), shapes, strict=True)
-        ]
-
 
 class SequenceToHeads(_HeadExchange):
     """From a part of the sequence with all heads to the whole sequence with a part of the heads.
 
     The sequence is the ranks' tokens one rank after another.
     """
+
+    collective = "all-to-all"
 
     def launch(self, tensor: torch.Tensor, label: str) -> InFlight:
         rank = self.comm.rank
@@ -80,8 +68,9 @@ class SequenceToHeads(_HeadExchange):
         parts = [take(tensor, self.head_dim, own) for own in self.heads]
         heads = len(self.heads[rank])
         shapes = [self._shape(tensor, length, heads) for length in self.lengths]
-        ticket, arrived = self._all_to_all(parts, shapes, label)
-        return InFlight(ticket, lambda: torch.cat(arrived(), dim=self.seq_dim))
+        ticket, arrived = all_to_all(self.comm, parts, shapes, label)
+        shape = self._shape(tensor, sum(self.lengths), heads)
+        return InFlight(ticket, lambda: torch.cat(arrived(), dim=self.seq_dim), shape)
 
     def adjoint(self) -> HeadsToSequence:
         return HeadsToSequence(self.comm, self.heads, self.lengths, self.seq_dim, self.head_dim)
@@ -93,13 +82,15 @@ class HeadsToSequence(_HeadExchange):
     A head that is at several ranks becomes the sum of theirs, added in the order of the ranks.
     """
 
+    collective = "all-to-all"
+
     def launch(self, tensor: torch.Tensor, label: str) -> InFlight:
         rank = self.comm.rank
         check_size(tensor, self.seq_dim, sum(self.lengths), label, "tokens")
         check_size(tensor, self.head_dim, len(self.heads[rank]), label, "heads")
         parts = tensor.split(list(self.lengths), dim=self.seq_dim)
         shapes = [self._shape(tensor, self.lengths[rank], len(own)) for own in self.heads]
-        ticket, arrived = self._all_to_all(parts, shapes, label)
+        ticket, arrived = all_to_all(self.comm, parts, shapes, label)
         shape = self._shape(tensor, self.lengths[rank], self.all_heads)
 
         def unpack() -> torch.Tensor:
@@ -113,7 +104,7 @@ class HeadsToSequence(_HeadExchange):
                     output.narrow(self.head_dim, head, count).add_(sent)
             return output
 
-        return InFlight(ticket, unpack)
+        return InFlight(ticket, unpack, shape)
 
     def adjoint(self) -> SequenceToHeads:
         return SequenceToHeads(self.comm, self.heads, self.lengths, self.seq_dim, self.head_dim)
@@ -146,9 +137,16 @@ class _SequenceGather:
     def own_length(self) -> int:
         return self.shards.lengths[self.comm.rank]
 
+    def _shape(self, tensor: torch.Tensor, tokens: int) -> list[int]:
+        shape = list(tensor.shape)
+        shape[self.seq_dim] = tokens
+        return shape
+
 
 class GatherSequence(_SequenceGather):
     """From a part of the sequence to the whole one, in its natural order, at every rank."""
+
+    collective = "all-gather"
 
     def launch(self, tensor: torch.Tensor, label: str) -> InFlight:
         check_size(tensor, self.seq_dim, self.own_length, label, "tokens")
@@ -170,7 +168,7 @@ class GatherSequence(_SequenceGather):
             whole = torch.cat([piece for _, piece in pieces])
             return whole.movedim(0, self.seq_dim).contiguous()
 
-        return InFlight(ticket, unpack)
+        return InFlight(ticket, unpack, self._shape(tensor, self.shards.length))
 
     def adjoint(self) -> ReduceScatterSequence:
         return ReduceScatterSequence(self.comm, self.shards, self.seq_dim)
@@ -178,6 +176,8 @@ class GatherSequence(_SequenceGather):
 
 class ReduceScatterSequence(_SequenceGather):
     """From a whole sequence at every rank to a part of the ranks' sum."""
+
+    collective = "reduce-scatter"
 
     def launch(self, tensor: torch.Tensor, label: str) -> InFlight:
         check_size(tensor, self.seq_dim, self.shards.length, label, "tokens")
@@ -191,12 +191,106 @@ class ReduceScatterSequence(_SequenceGather):
                 offset += stop - start
         received = send.new_empty(send.shape[1:])
         ticket = self.comm.reduce_scatter([received], [send.flatten(0, 1)], op="sum", label=label)
-        return InFlight(
-            ticket, lambda: received[: self.own_length].movedim(0, self.seq_dim).contiguous()
-        )
+
+        def unpack() -> torch.Tensor:
+            return received[: self.own_length].movedim(0, self.seq_dim).contiguous()
+
+        return InFlight(ticket, unpack, self._shape(tensor, self.own_length))
 
     def adjoint(self) -> GatherSequence:
         return GatherSequence(self.comm, self.shards, self.seq_dim)
+
+
+@dataclass(frozen=True)
+class MoveSequence:
+    """From one cut of the sequence to another one, each rank holding a part of both.
+
+    Args:
+        comm: the ranks.
+        source: which ranges of the sequence each rank holds.
+        target: which ranges it gets.
+        seq_dim: the dimension of the tokens.
+
+    Raises:
+        ValueError: the cuts are of other lengths or numbers of ranks.
+    """
+
+    collective = "all-to-all"
+
+    comm: Comm
+    source: SequenceShards
+    target: SequenceShards
+    seq_dim: int
+
+    def __post_init__(self) -> None:
+        for shards in (self.source, self.target):
+            if len(shards.ranges) != self.comm.size or shards.length != self.source.length:
+                raise ValueError(
+                    f"exchange: found {len(shards.ranges)} parts of {shards.length} tokens, "
+                    f"expected {self.comm.size} of {self.source.length}"
+                )
+
+    def launch(self, tensor: torch.Tensor, label: str) -> InFlight:
+        rank, dim = self.comm.rank, self.seq_dim
+        check_size(tensor, dim, self.source.lengths[rank], label, "tokens")
+        places = self.source.positions_of(rank)
+        parts = [
+            torch.cat(
+                [tensor.narrow(dim, places(start), stop - start) for start, stop in pieces]
+                or [tensor.narrow(dim, 0, 0)],
+                dim=dim,
+            )
+            for pieces in (self._pieces(rank, other) for other in range(self.comm.size))
+        ]
+        arriving = [self._pieces(other, rank) for other in range(self.comm.size)]
+        shape = list(tensor.shape)
+        shapes = []
+        for pieces in arriving:
+            shape[dim] = sum(stop - start for start, stop in pieces)
+            shapes.append(list(shape))
+        ticket, arrived = all_to_all(self.comm, parts, shapes, label)
+        shape[dim] = self.target.lengths[rank]
+
+        def unpack() -> torch.Tensor:
+            own = self.target.positions_of(rank)
+            output = tensor.new_empty(shape)
+            for part, pieces in zip(arrived(), arriving, strict=True):
+                sizes = [stop - start for start, stop in pieces]
+                for piece, (start, stop) in zip(part.split(sizes, dim), pieces, strict=True):
+                    output.narrow(dim, own(start), stop - start).copy_(piece)
+            return output
+
+        return InFlight(ticket, unpack, shape)
+
+    def adjoint(self) -> MoveSequence:
+        return MoveSequence(self.comm, self.target, self.source, self.seq_dim)
+
+    def _pieces(self, sender: int, receiver: int) -> list[tuple[int, int]]:
+        """What of the sequence goes from one rank to another, in the receiver's order."""
+        return [
+            (max(a, c), min(b, d))
+            for a, b in self.target.ranges[receiver]
+            for c, d in self.source.ranges[sender]
+            if max(a, c) < min(b, d)
+        ]
+
+
+SequenceExchange = (
+    SequenceToHeads | HeadsToSequence | GatherSequence | ReduceScatterSequence | MoveSequence
+)
+
+
+def all_to_all(
+    comm: Comm, parts: Sequence[torch.Tensor], shapes: Sequence[list[int]], label: str
+) -> tuple[Ticket, Callable[[], list[torch.Tensor]]]:
+    """Part ``j`` to rank ``j``; then the parts of ``shapes[j]`` that came from rank ``j``."""
+    send = torch.cat([part.reshape(-1) for part in parts])
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    received = send.new_empty(sum(sizes))
+    ticket = comm.all_to_all(received, send, sizes, [part.numel() for part in parts], label=label)
+    return ticket, lambda: [
+        part.view(shape) for part, shape in zip(received.split(sizes), shapes, strict=True)
+    ]
 
 
 def runs(heads: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -1,4 +1,4 @@
-"""Context: when units are gathered, prefetched, dropped and reduced. One per model.
+"""ShardContext: when units are gathered, prefetched, dropped and reduced. One per model.
 
 [Note: Order of collectives]
 Every decision here depends on the order in which modules run, on the numbers of slots and of
@@ -61,6 +61,10 @@ class Scheduled:
     anchor: str | None
     anchored: bool = False
     """Whether this forward has passed the anchor."""
+    exchanges: int = 0
+    """Those that have arrived in this forward."""
+    expected_exchanges: int = 0
+    """Those of the last one. Without ``anchor``, the next unit is gathered behind the last."""
     depth: int = 0
     """Forward calls, also those of a recompute, that have begun and not ended."""
     left: set[int] = field(default_factory=set)
@@ -70,11 +74,13 @@ class Scheduled:
     pinned: bool = False
     """Gathered by unshard(): stays until used or resharded."""
     in_backward: bool = False
+    reached: bool = False
+    """Whether this backward has computed a gradient of a parameter."""
     open_calls: int = 0
     """Calls of units with frozen parameters whose backward has begun and not ended."""
 
 
-class Context:
+class ShardContext:
     """Units that are scheduled together: they prefetch each other and share slots.
 
     Args:
@@ -83,6 +89,7 @@ class Context:
             use and one on its way. Units whose weights stay (``reshard_after_forward=False``,
             ``residency="step"``, units around other units) have memory of their own.
         debug: dropped weights become NaN, and free slots are checked for writes.
+        prefetch: gather units ahead of their use; otherwise when they are used.
         max_reduces: gradients of so many units may be on their way at once.
         open_comm: makes the Comm of a process group.
     """
@@ -92,6 +99,7 @@ class Context:
         *,
         slots: int | None = None,
         debug: bool = False,
+        prefetch: bool = True,
         max_reduces: int = 2,
         open_comm: Callable[[dist.ProcessGroup], Comm] = ProcessGroupComm,
     ) -> None:
@@ -101,28 +109,40 @@ class Context:
         """Made by the user, not for want of one."""
         self.pool = SlotPool(slots, debug=debug)
         self.scheduled: dict[Unit, Scheduled] = {}
+        self._prefetches = prefetch
         self._max_reduces = max_reduces
         self._open_comm = open_comm
         self._comms: dict[Any, Comm] = {}
-        self._prerequisites: list[Prerequisite] = []
+        self._prerequisites: list[tuple[Prerequisite, nn.Module | None]] = []
         self._forward = Order()
         self._backward = Order()
         self._reductions: deque[Reduction] = deque()
         self._in_backward = False
         self._warned: set[Unit] = set()
+        self._told_of_inputs = False
         self._compared = False
         self._launches: list[Launch] = []
         self.last_step: list[Launch] = []
         """Collectives of the last step, from the first after a backward to the end of the next."""
 
-    def before_fetch(self, prerequisite: Prerequisite) -> None:
+    def before_fetch(self, prerequisite: Prerequisite, *, of: nn.Module | None = None) -> None:
         """Call ``prerequisite(name)`` before a unit is gathered, by prefetch or by need.
+
+        ``of`` a sharded module: before that module's unit only.
 
         What it returns has to have ``wait()`` (a ticket, a ``Work``), which is called before the
         all-gather is launched, or to be None. For an optimizer that broadcasts updated shards, or
         copies them from the host.
+
+        Raises:
+            ValueError: ``of`` belongs to no unit of this context.
         """
-        self._prerequisites.append(prerequisite)
+        if of is not None and all(of not in unit.modules for unit in self.scheduled):
+            raise ValueError(
+                f"before_fetch(): found a {type(of).__name__} that this context has not sharded; "
+                "call shard(module, ..., context=context) first"
+            )
+        self._prerequisites.append((prerequisite, of))
 
     def stats(self) -> SlotStats:
         """What the memory pool did; see :class:`SlotStats`."""
@@ -142,6 +162,20 @@ class Context:
         if not scheduled.own_memory:
             self.pool.reserve(unit.nbytes)
 
+    @property
+    def reductions_under_way(self) -> tuple[Reduction, ...]:
+        """Those of the present backward that were launched and not waited for."""
+        return tuple(self._reductions)
+
+    def finish_reductions(self) -> None:
+        """Wait for reductions under way; all ranks call this at the same place of a backward.
+
+        At the end of backward it happens by itself.
+        """
+        self._replicate()
+        while self._reductions:
+            self._reductions.popleft().finish()
+
     def recover(self) -> None:
         """Outside of backward: :meth:`reset`, if the last backward raised and was not ended."""
         if self._in_backward and graph_task() == -1:
@@ -160,7 +194,7 @@ class Context:
             one.unit.forget_gradients()
             one.depth = one.open_calls = 0
             one.left.clear()
-            one.in_backward = False
+            one.in_backward = one.reached = False
         self._forward.pause()
         self._backward.pause()
         self._in_backward = False
@@ -182,10 +216,20 @@ class Context:
             self._compare_ranks()
         one.depth += 1
         one.anchored = False
+        one.exchanges = 0
         self._forward.visit(unit)
         self.use(one)
         unit.expose()
-        if one.anchor is None:
+        if one.anchor is None and one.expected_exchanges == 0:
+            self.reach_anchor(unit)
+
+    def exchange_arrived(self, unit: Unit) -> None:
+        """An exchange of an attention in the unit has been waited for: the links are free again."""
+        one = self.scheduled[unit]
+        if graph_task() != -1:
+            return
+        one.exchanges += 1
+        if one.anchor is None and one.exchanges == one.expected_exchanges:
             self.reach_anchor(unit)
 
     def reach_anchor(self, unit: Unit) -> None:
@@ -200,9 +244,11 @@ class Context:
         one = self.scheduled[unit]
         if one.depth == 0:
             return
-        if one.anchor is not None and not one.anchored and graph_task() == -1:
-            self._warn(unit, "unit %r did not pass its anchor; the next unit is gathered late")
+        if graph_task() == -1:
+            if one.anchor is not None and not one.anchored:
+                self._warn(unit, "unit %r did not pass its anchor; the next unit is gathered late")
             self.reach_anchor(unit)
+            one.expected_exchanges = one.exchanges
         one.depth -= 1
         if one.depth == 0 and not one.in_backward:
             unit.hide()  # also where weights stay: an optimizer made now has to get the shards
@@ -323,20 +369,24 @@ class Context:
                 ],
                 (one.reshard_after_forward, one.residency, one.unshard_in_backward),
                 (one.own_memory, one.anchor, str(unit.policy.reduce_dtype), unit.divide_factor),
-                (self.pool.count, self._max_reduces),
+                (self.pool.count, self._prefetches, self._max_reduces),
             )
-            texts[unit.comm] = f"{texts.get(unit.comm, '')}{own}\n"
+            for comm in (unit.comm, unit.replicas):
+                if comm is not None:
+                    texts[comm] = f"{texts.get(comm, '')}{own}\n"
             device = unit.device
         for comm, text in texts.items():
             if others := ranks_that_differ(comm, device, text):
                 raise RankMismatchError(
                     f"rank {comm.rank} has sharded its model in another way than ranks {others} "
-                    "of its group: modules, shapes, dtypes, options of shard() and Context must "
-                    f"agree on all ranks. Here they are:\n{text}"
+                    "of its group: modules, shapes, dtypes, options of shard() and of ShardContext "
+                    f"must agree on all ranks. Here they are:\n{text}"
                 )
 
     def _run_prerequisites(self, unit: Unit) -> None:
-        for prerequisite in self._prerequisites:
+        for prerequisite, module in self._prerequisites:
+            if module is not None and module not in unit.modules:
+                continue
             awaited = prerequisite(unit.name)
             if awaited is None:
                 continue
@@ -350,7 +400,7 @@ class Context:
     # --- prefetch ---------------------------------------------------------------------------------
 
     def _prefetch(self, unit: Unit | None, ahead_of: Unit) -> None:
-        if unit is not None and unit in self.scheduled:
+        if self._prefetches and unit is not None and unit in self.scheduled:
             self.fetch(self.scheduled[unit], ahead_of)
 
     def _expected_in_forward(self, unit: Unit) -> Unit | None:
@@ -388,6 +438,7 @@ class Context:
         """
         one = self.scheduled[unit]
         self._enter_backward()
+        one.reached = one.reached or bool(unit.arrived)
         if one.open_calls == 0 and unit.arrived.issuperset(unit.trainable):
             self._finish(one)
 
@@ -400,6 +451,7 @@ class Context:
         if not one.sync:
             unit.keep_gradients()
         elif participated and unit.trainable:
+            self._replicate()
             while len(self._reductions) >= self._max_reduces:
                 self._reductions.popleft().finish()
             self._reductions.append(unit.reduce())
@@ -407,12 +459,31 @@ class Context:
         if one.sync or one.residency != "step":
             self._release(one)
 
+    def _replicate(self) -> None:
+        """Reduce-scatters have had a unit's backward to arrive: let the replicas' part follow."""
+        for reduction in self._reductions:
+            if reduction.replicate():
+                self._note("all-reduce", reduction.unit, "reduce-scatter arrived")
+
+    def _tell_of_inputs(self, unit: Unit) -> None:
+        """Legal, and what a schedule that splits a backward in two does: say it once."""
+        if not self._told_of_inputs:
+            self._told_of_inputs = True
+            _log.warning(
+                "memswap: a backward for inputs alone passed unit %r, so its weights have no "
+                "gradients from it. Schedules that compute those in a second backward (zero "
+                "bubble) will not find sharded weights: use one that calls backward() once",
+                unit.name,
+            )
+
     def _end_backward(self) -> None:
         for one in self.scheduled.values():
+            if one.in_backward and one.unit.trainable and not one.reached:
+                self._tell_of_inputs(one.unit)
+            one.reached = False
             if one.in_backward or (one.sync and one.unit.has_gradients):
                 self._finish(one)  # some of its parameters were not used
-        while self._reductions:
-            self._reductions.popleft().finish()
+        self.finish_reductions()
         for one in self.scheduled.values():
             prefetched = one.unit.state is not State.ABSENT and one.depth == 0 and not one.pinned
             if prefetched and (one.sync or one.residency != "step"):

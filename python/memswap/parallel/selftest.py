@@ -35,6 +35,7 @@ def check_lanes(
         "several all-gathers in one": _all_gather_coalesced,
         "reduce-scatter": _reduce_scatter,
         "several reduce-scatters in one": _reduce_scatter_coalesced,
+        "several all-reduces in one": _all_reduce,
         "all-to-all": _all_to_all,
         "all-to-all, unequal parts": _all_to_all_uneven,
         "broadcast": _broadcast,
@@ -101,6 +102,16 @@ def _reduce_scatter_coalesced(comm: Comm, device: torch.device) -> str:
     comm.reduce_scatter(outputs, inputs, op="sum", label="selftest").wait()
     for output, count in zip(outputs, (COUNT, 3), strict=True):
         if wrong := _differs(output, _mine(comm, device, comm.rank, count) * comm.size, comm):
+            return wrong
+    return ""
+
+
+def _all_reduce(comm: Comm, device: torch.device) -> str:
+    tensors = [_mine(comm, device, comm.rank, count) for count in (COUNT, 3)]
+    comm.all_reduce(tensors, op="sum", label="selftest").wait()
+    for tensor, count in zip(tensors, (COUNT, 3), strict=True):
+        expected = torch.stack([_mine(comm, device, rank, count) for rank in range(comm.size)])
+        if wrong := _differs(tensor, expected.sum(0), comm):
             return wrong
     return ""
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from memswap._native import native
 from memswap.parallel.hooks import Hooks
-from memswap.parallel.schedule import Context, Scheduled
+from memswap.parallel.schedule import Scheduled, ShardContext
 from memswap.parallel.unit import Unit
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def shard(
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     ignored_params: Collection[nn.Parameter] = (),
-    context: Context | None = None,
+    context: ShardContext | None = None,
 ) -> Module:
     """Shard a module's parameters over the ranks of a mesh; gather them when they are needed.
 
@@ -52,7 +52,8 @@ def shard(
 
     Args:
         module: a module, or several that are one unit: tied weights have to be in one call.
-        mesh: a 1-D mesh.
+        mesh: a 1-D mesh; or a 2-D one (replicate, shard): weights are sharded over its second
+            dimension, and gradients reduced over both.
         reshard_after_forward: drop the weights after forward and gather them again for backward.
             Default: True, but False for a module with sharded modules inside, whose backward comes
             first.
@@ -61,8 +62,9 @@ def shard(
             run many microbatches.
         unshard_in_backward: False if backward needs no weights (an embedding): none are gathered.
         anchor: name of a submodule (``"attn.wo"``) before whose forward the next unit's all-gather
-            is launched: behind an attention's own exchange, for example. Default: at the unit's
-            start.
+            is launched. Default: behind the last exchange of the unit's attention, as the pass
+            before had it (:class:`ContextParallel` or :func:`exchange`), since both use the same
+            links; where there is none, at the unit's start.
         shard_placement_fn: returns, for a parameter, ``Shard(dim)`` to shard it along another
             dimension than 0, or None. Gathered, such a parameter is not contiguous.
         mp_policy: dtypes of gathered parameters, of the reduction and of inputs and outputs.
@@ -77,7 +79,7 @@ def shard(
         ValueError: a parameter is tied to one of another unit, is a scalar or not contiguous; the
             anchor is no submodule; the module is sharded already.
         NotImplementedError: this torch cannot guard weights that are not there; a mesh of more than
-            one dimension, parameters that are DTensors.
+            two dimensions, parameters that are DTensors.
     """
     if not native.can_lend:
         raise NotImplementedError(
@@ -85,11 +87,10 @@ def shard(
             "storage that refuses to be read while its weights are elsewhere refuses for ever"
         )
     modules = _checked_modules(module)
-    if mesh.ndim != 1:
+    if mesh.ndim > 2:
         raise NotImplementedError(
-            f"shard(): found a mesh of {mesh.ndim} dimensions {mesh.mesh_dim_names}, expected 1; "
-            "pass mesh['name'] or flatten it (mesh._flatten). Replication over a second dimension "
-            "is not implemented"
+            f"shard(): found a mesh of {mesh.ndim} dimensions {mesh.mesh_dim_names}, expected 1 or "
+            "2 (replicate, shard); pass mesh['name'] or flatten it (mesh._flatten)"
         )
     if residency not in ("use", "step"):
         raise ValueError(f"shard(): residency={residency!r}, expected 'use' or 'step'")
@@ -105,7 +106,9 @@ def shard(
     policy = mp_policy or MixedPrecisionPolicy()
     name = f"{type(modules[0]).__name__}.{len(context.scheduled)}"
     dims = [_dimension(parameter, shard_placement_fn) for parameter in parameters]
-    unit = Unit(name, modules, parameters, dims, mesh, policy, context.comm(mesh.get_group()))
+    comm = context.comm(mesh.get_group(mesh.ndim - 1))
+    replicas = context.comm(mesh.get_group(0)) if mesh.ndim == 2 and mesh.size(0) > 1 else None
+    unit = Unit(name, modules, parameters, dims, mesh, policy, comm, replicas)
     context.add(
         Scheduled(
             unit,
@@ -319,7 +322,7 @@ def _anchors(modules: Sequence[nn.Module], anchor: str | None) -> list[nn.Module
     return anchors
 
 
-def _context_for(inner: Sequence[Hooks], given: Context | None) -> Context:
+def _context_for(inner: Sequence[Hooks], given: ShardContext | None) -> ShardContext:
     """The context for a unit around those inside: theirs, joined if each had one of its own."""
     contexts = list(dict.fromkeys(hooks.context for hooks in inner))
     if given is not None:
@@ -331,7 +334,7 @@ def _context_for(inner: Sequence[Hooks], given: Context | None) -> Context:
             f"shard(): the sharded modules inside have {len(contexts)} contexts; pass context= to "
             "say which one is meant"
         )
-    joined = Context()
+    joined = ShardContext()
     joined.explicit = False
     for hooks in dict.fromkeys(inner):
         joined.add(hooks.context.scheduled[hooks.unit])

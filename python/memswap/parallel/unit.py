@@ -1,7 +1,7 @@
 """Unit: parameters that are gathered together, used, dropped, and whose gradients are reduced.
 
 A unit has one state, ABSENT -> FETCHING -> READY -> ABSENT, and one collective for each direction.
-When to do what is the Context's business (schedule.py).
+When to do what is the ShardContext's business (schedule.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from weakref import ref
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from memswap._native import native
 from memswap.errors import UnitStateError
@@ -44,7 +44,7 @@ class State(enum.Enum):
 
 @dataclass(eq=False)
 class Reduction:
-    """A reduce-scatter under way: what it reduces, and where the result goes."""
+    """Gradients being reduced: over the shards, and then over the replicas if there are any."""
 
     unit: Unit
     ticket: Ticket
@@ -54,9 +54,23 @@ class Reduction:
     """For each member, zero if no rank had a gradient."""
     missing: list[bool] = field(default_factory=list)
     """Members without a gradient on this rank."""
+    replicated: bool = False
+    """Whether the all-reduce over the replicas was launched."""
+
+    def replicate(self) -> bool:
+        """Wait for the reduce-scatter and launch the all-reduce; whether one was to be launched."""
+        comm = self.unit.replicas
+        if comm is None or self.replicated:
+            return False
+        self.ticket.wait()
+        self.replicated = True
+        tensors = [*self.outputs, self.used]
+        self.ticket = comm.all_reduce(tensors, op=self.unit.reduce_op, label=self.unit.name)
+        return True
 
     def finish(self) -> None:
         """Wait, and add the reduced gradients to those of the shards."""
+        self.replicate()
         self.ticket.wait()
         with torch.no_grad():
             for i, (member, output) in enumerate(zip(self.members, self.outputs, strict=True)):
@@ -68,6 +82,9 @@ class Reduction:
 
 class Unit:
     """Parameters of one or more modules, each sharded along one dimension over a 1-D mesh.
+
+    Or over the second dimension of a 2-D mesh, with a replica in each row: ``comm`` is this row's
+    ranks, ``replicas`` those that hold the same shard.
 
     Between :meth:`fetch` and :meth:`drop` the gathered weights have memory, which is lent
     ([Note: Lent memory] in csrc/lend.h); after :meth:`ready` they may be used.
@@ -82,12 +99,14 @@ class Unit:
         mesh: DeviceMesh,
         policy: MixedPrecisionPolicy,
         comm: Comm,
+        replicas: Comm | None = None,
     ) -> None:
         self.name = name
         self.modules = tuple(modules)
         self.mesh = mesh
         self.policy = policy
         self.comm = comm
+        self.replicas = replicas
         self.state = State.ABSENT
         self.exposed = False
         """Whether the modules show gathered parameters, not shards."""
@@ -295,6 +314,10 @@ class Unit:
                 member.grad = member.grad.to(self.policy.reduce_dtype)
         self.arrived.clear()
 
+    @property
+    def reduce_op(self) -> ReduceOp:
+        return "avg" if self.divide_factor is None else "sum"
+
     def reduce(self) -> Reduction:
         """Launch the reduce-scatter of all gradients.
 
@@ -330,8 +353,7 @@ class Unit:
             inputs.append(flags.view(-1))
             outputs.append(inputs[-1].new_empty(len(members)))
         self.arrived.clear()
-        op: ReduceOp = "avg" if self.divide_factor is None else "sum"
-        ticket = self.comm.reduce_scatter(outputs, inputs, op=op, label=self.name)
+        ticket = self.comm.reduce_scatter(outputs, inputs, op=self.reduce_op, label=self.name)
         return Reduction(self, ticket, members, outputs[:-1], outputs[-1], missing)
 
     def give_gradient(self, member: Member, reduced: torch.Tensor) -> None:
@@ -347,7 +369,7 @@ class Unit:
             sharded.grad = DTensor.from_local(
                 local,
                 self.mesh,
-                [Shard(member.dim)],
+                sharded.placements,
                 run_check=False,
                 shape=sharded.shape,
                 stride=sharded.stride(),

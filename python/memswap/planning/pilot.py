@@ -315,7 +315,7 @@ class Pilot:
         entry = passage.entry(index)
         if entry is None or entry.state is not State.LEAVING:
             return
-        departure = entry.remains.departure
+        departure = entry.departure
         assert departure is not None  # it is leaving
         with suppress(native.TransferError):  # the entry notices, and has the bytes
             departure.wait()

@@ -58,6 +58,8 @@ def profile(
         RuntimeError: torch knows no such device, or it is not there.
     """
     chosen = default_device() if device is None else torch.device(device)
+    if chosen.type != "cpu" and chosen.index is None:
+        chosen = torch.device(chosen.type, torch.accelerator.current_device_index())
     known = None if refresh else remembered(chosen, folder)
     if known is not None:
         return known
@@ -80,7 +82,7 @@ def folder_of(folder: str | os.PathLike[str] | None) -> Path:
 
 def default_device() -> torch.device:
     """The accelerator that torch would use, or the CPU."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    found = torch.accelerator.current_accelerator(check_available=True)
     return torch.device("cpu") if found is None else torch.device(found)
 
 

@@ -1,4 +1,4 @@
-// The few calls of the ACL runtime that kernels/ascend makes, answered by emulated_launch.cpp.
+// The few calls of the ACL runtime that kernels/ascend makes, answered by emulated_acl.cpp.
 // Names and numbers are those of the public API; hidden, because a process may have another
 // runtime.
 #pragma once

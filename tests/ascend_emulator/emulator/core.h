@@ -157,8 +157,8 @@ class Core {
     pipelines.drain();
     global_memory.check_flushed(block);
     global_memory.check_guards("end of the kernel");
-    if (atomic_element_bytes != 0) {
-      violate("atomic", "end of the kernel", "SetAtomicAdd without SetAtomicNone");
+    if (atomic != Atomic::kNone) {
+      violate("atomic", "end of the kernel", "SetAtomicAdd or SetAtomicMax without SetAtomicNone");
     }
   }
 
@@ -181,8 +181,9 @@ class Core {
   uint64_t mask[2] = {~uint64_t{0}, ~uint64_t{0}};
   AscendC::MaskMode mask_mode = AscendC::MaskMode::NORMAL;
   const char* mask_spoiled_by = nullptr;
-  // SetAtomicAdd: how stores combine with what is there.
-  void (*atomic_add)(void* to, const void* from) = nullptr;
+  // Of SetAtomicAdd and SetAtomicMax.
+  Atomic atomic = Atomic::kNone;
+  void (*combine)(void* to, const void* from) = nullptr;
   int atomic_element_bytes = 0;
   std::string atomic_type;
 

@@ -1,4 +1,4 @@
-// Moves between GM and UB, and atomic addition on the way out.
+// Moves between GM and UB, and atomic addition and maximum on the way out.
 #pragma once
 
 #include "elementwise.h"
@@ -62,7 +62,7 @@ struct Piece {
 };
 
 inline Access pieces_of(const std::vector<Piece>& pieces, Space space, bool write) {
-  Access access{space, write, {}, false};
+  Access access{space, write, {}};
   for (const Piece& piece : pieces) {
     const uint64_t begin = space == Space::kGlobal ? piece.global : piece.unified;
     access.footprint.add_range(begin, begin + piece.bytes);
@@ -76,7 +76,7 @@ inline void load(const std::string& call, const std::vector<Piece>& pieces) {
     here.global_memory.note_read(call, piece.global, piece.bytes, here.block);
   }
   // A block is filled up to 32 bytes with something.
-  Access writes{Space::kUnified, true, {}, false};
+  Access writes{Space::kUnified, true, {}};
   for (const Piece& piece : pieces) {
     const uint64_t end =
         (piece.unified + piece.bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
@@ -96,25 +96,39 @@ inline void load(const std::string& call, const std::vector<Piece>& pieces) {
   }
 }
 
-using AddBytes = void (*)(void* to, const void* from);
-template <class T>
-void add_bytes(void* to, const void* from) {
+using Combine = void (*)(void* to, const void* from);
+template <class T, Atomic kind>
+void combine_bytes(void* to, const void* from) {
   T a;
   T b;
   std::memcpy(&a, to, sizeof(T));
   std::memcpy(&b, from, sizeof(T));
-  a = wrapped(a, b, [](auto x, auto y) { return x + y; });
+  if constexpr (kind == Atomic::kAdd) {
+    a = wrapped(a, b, [](auto x, auto y) { return x + y; });
+  } else {
+    a = a < b ? b : a;
+  }
   std::memcpy(to, &a, sizeof(T));
+}
+
+template <class T, Atomic kind>
+void set_atomic() {
+  Core& here = core();
+  here.atomic = kind;
+  here.combine = combine_bytes<T, kind>;
+  here.atomic_element_bytes = sizeof(T);
+  here.atomic_type = type_name<T>();
 }
 
 template <class T>
 void store(const std::string& call, const std::vector<Piece>& pieces) {
   Core& here = core();
-  const AddBytes add = here.atomic_add;
+  const Combine combine = here.combine;
   const int element = here.atomic_element_bytes;
-  if (add != nullptr) {
+  if (combine != nullptr) {
     if (here.atomic_type != type_name<T>()) {
-      violate("atomic", call, "after SetAtomicAdd<", here.atomic_type, ">");
+      violate("atomic", call, "after SetAtomic", here.atomic == Atomic::kAdd ? "Add<" : "Max<",
+              here.atomic_type, ">");
     }
     for (const Piece& piece : pieces) {
       if (piece.bytes % static_cast<uint64_t>(element) != 0 ||
@@ -124,21 +138,21 @@ void store(const std::string& call, const std::vector<Piece>& pieces) {
     }
   }
   for (const Piece& piece : pieces) {
-    here.global_memory.note_write(call, piece.global, piece.bytes, here.block, add != nullptr);
+    here.global_memory.note_write(call, piece.global, piece.bytes, here.block, here.atomic);
   }
   Access writes = pieces_of(pieces, Space::kGlobal, true);
-  writes.atomic = add != nullptr;
+  writes.atomic = here.atomic;
   here.issue(PIPE_MTE3, call, {pieces_of(pieces, Space::kUnified, false), writes},
-             [pieces, add, element, &here] {
+             [pieces, combine, element, &here] {
                for (const Piece& piece : pieces) {
                  uint8_t* to = reinterpret_cast<uint8_t*>(piece.global);
                  const uint8_t* from = here.ub(piece.unified);
-                 if (add == nullptr) {
+                 if (combine == nullptr) {
                    std::memcpy(to, from, piece.bytes);
                    continue;
                  }
                  for (uint64_t i = 0; i < piece.bytes; i += static_cast<uint64_t>(element)) {
-                   add(to + i, from + i);
+                   combine(to + i, from + i);
                  }
                }
              });
@@ -262,19 +276,24 @@ void DataCopyPad(const GlobalTensor<T>& dst, const LocalTensor<T>& src,
 
 template <class T>
 void SetAtomicAdd() {
-  static_assert(table::atomic_add<T>,
+  static_assert(table::atomic<T>,
                 "rule types: SetAtomicAdd takes int8_t, int16_t, half, bfloat16_t, int32_t or "
                 "float");
-  ascend_emulator::Core& core = ascend_emulator::core();
-  core.atomic_add = ascend_emulator::add_bytes<T>;
-  core.atomic_element_bytes = sizeof(T);
-  core.atomic_type = ascend_emulator::type_name<T>();
+  ascend_emulator::set_atomic<T, ascend_emulator::Atomic::kAdd>();
+}
+
+template <class T>
+void SetAtomicMax() {
+  static_assert(table::atomic<T>,
+                "rule types: SetAtomicMax takes int8_t, int16_t, half, bfloat16_t, int32_t or "
+                "float");
+  ascend_emulator::set_atomic<T, ascend_emulator::Atomic::kMax>();
 }
 
 inline void SetAtomicNone() {
   ascend_emulator::Core& core = ascend_emulator::core();
-  core.atomic_add = nullptr;
-  core.atomic_element_bytes = 0;
+  core.atomic = ascend_emulator::Atomic::kNone;
+  core.combine = nullptr;
 }
 
 }  // namespace AscendC

@@ -54,9 +54,9 @@ void elementwise(const std::string& call, const Lanes& lanes, bool may_accumulat
   std::vector<Access> accesses;
   for (const Operand& source : from) {
     need_no_overlap(call, to, source, may_accumulate);
-    accesses.push_back({Space::kUnified, false, source.footprint, false});
+    accesses.push_back({Space::kUnified, false, source.footprint});
   }
-  accesses.push_back({Space::kUnified, true, to.footprint, false});
+  accesses.push_back({Space::kUnified, true, to.footprint});
 
   bool dense = lanes.counted && to.strides.block == 1 && to.strides.repeat == 8;
   for (const Operand& source : from) {

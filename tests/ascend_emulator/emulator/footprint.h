@@ -27,17 +27,20 @@ struct Footprint {
   }
 };
 
+// How stores combine with what is there. Those of one kind commute.
+enum class Atomic : uint8_t { kNone, kAdd, kMax };
+
 enum class Space : uint8_t { kUnified, kGlobal };
 
 struct Access {
   Space space;
   bool write;
   Footprint footprint;
-  bool atomic = false;  // additions commute
+  Atomic atomic = Atomic::kNone;
 };
 
 inline Access access_range(Space space, bool write, uint64_t begin, uint64_t end) {
-  Access access{space, write, {}, false};
+  Access access{space, write, {}};
   access.footprint.add_range(begin, end);
   return access;
 }

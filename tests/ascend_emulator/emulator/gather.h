@@ -56,7 +56,7 @@ uint64_t gather_mask(const std::string& call, const AscendC::LocalTensor<T>& dst
                kBlockBytes +
            lane % per_block * sizeof(T);
   };
-  Access reads{Space::kUnified, false, {}, false};
+  Access reads{Space::kUnified, false, {}};
   for (uint32_t repeat = 0; repeat < params.repeats; ++repeat) {
     for (uint32_t lane = 0; lane < lanes; lane += kBlockBytes / sizeof(T)) {
       const uint64_t first = source(repeat, lane);
@@ -124,7 +124,7 @@ void GatherMask(const LocalTensor<T>& dst, const LocalTensor<T>& src0,
   const uint32_t lanes = reduceMode ? mask : ascend_emulator::kRepeatBytes / sizeof(T);
   const uint64_t begin = pattern.use(call, 0, 0);
   ascend_emulator::need_alignment(call, "pattern", begin);
-  ascend_emulator::Access reads{ascend_emulator::Space::kUnified, false, {}, false};
+  ascend_emulator::Access reads{ascend_emulator::Space::kUnified, false, {}};
   for (uint32_t repeat = 0; repeat < params.repeats; ++repeat) {
     const uint64_t first = uint64_t{repeat} * params.src1_repeat * ascend_emulator::kBlockBytes;
     const uint64_t bytes = (uint64_t{lanes} + 7) / 8;
@@ -227,7 +227,7 @@ void Brcb(const LocalTensor<T>& dst, const LocalTensor<T>& src0,
   const T* source = ascend_emulator::ub_pointer(src0);
   ascend_emulator::Core& core = ascend_emulator::core();
   const uint32_t total = repeats;
-  core.issue(PIPE_V, call, {from, {ascend_emulator::Space::kUnified, true, to.footprint, false}},
+  core.issue(PIPE_V, call, {from, {ascend_emulator::Space::kUnified, true, to.footprint}},
              [=, &core] {
                for (uint32_t repeat = 0; repeat < total; ++repeat) {
                  for (uint32_t lane = 0; lane < 8 * per_block; ++lane) {

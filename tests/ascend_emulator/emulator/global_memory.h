@@ -9,6 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "footprint.h"
+#include "shadow.h"
 #include "violation.h"
 
 namespace ascend_emulator {
@@ -27,9 +29,9 @@ class GlobalMemory {
     const uint64_t raw = reinterpret_cast<uint64_t>(allocation->memory.data());
     const uint64_t begin = (raw + 2 * kGuardBytes - 1) / kGuardBytes * kGuardBytes;
     allocation->begin = begin;
-    allocation->initialized.assign(bytes, 0);
-    allocation->writer.assign(bytes, kNobody);
-    allocation->reader.assign(bytes, kNobody);
+    allocation->initialized = Shadow<uint8_t>(bytes, 0);
+    allocation->writer = Shadow<int>(bytes, kNobody);
+    allocation->reader = Shadow<int>(bytes, kNobody);
     uint8_t* pointer = reinterpret_cast<uint8_t*>(begin);
     for (uint64_t i = 0; i < bytes; ++i) {
       pointer[i] = static_cast<uint8_t>(0xd5 + 37 * i);
@@ -50,7 +52,10 @@ class GlobalMemory {
     }
     Allocation& allocation = find("host write", reinterpret_cast<uint64_t>(pointer), bytes);
     std::memcpy(pointer, data, bytes);
-    std::memset(&allocation.initialized[offset(allocation, pointer)], 1, bytes);
+    const uint64_t begin = offset(allocation, pointer);
+    for (uint64_t i = begin; i < begin + bytes; ++i) {
+      allocation.initialized.at(i) = 1;
+    }
   }
 
   void clear(uint8_t* pointer, uint64_t bytes) {
@@ -66,7 +71,7 @@ class GlobalMemory {
     Allocation& allocation = find("host read", reinterpret_cast<uint64_t>(pointer), bytes);
     const uint64_t begin = offset(allocation, pointer);
     for (uint64_t i = 0; i < bytes; ++i) {
-      if (!allocation.initialized[begin + i]) {
+      if (!allocation.initialized.get(begin + i)) {
         violate("uninitialized", "host read", "GM byte ", i, " was never written");
       }
     }
@@ -78,7 +83,6 @@ class GlobalMemory {
     allocations_.clear();
   }
 
-  // After a kernel that was rejected: forgets everything, whatever it left behind.
   // Memory of somebody else, all of it written, until take_back(). What is an allocation already
   // stays one.
   void lend(void* pointer, uint64_t bytes) {
@@ -94,9 +98,9 @@ class GlobalMemory {
     allocation->begin = begin;
     allocation->bytes = bytes;
     allocation->lent = true;
-    allocation->initialized.assign(bytes, 1);
-    allocation->writer.assign(bytes, kNobody);
-    allocation->reader.assign(bytes, kNobody);
+    allocation->initialized = Shadow<uint8_t>(bytes, 1);
+    allocation->writer = Shadow<int>(bytes, kNobody);
+    allocation->reader = Shadow<int>(bytes, kNobody);
     allocations_[begin] = std::move(allocation);
   }
 
@@ -106,6 +110,7 @@ class GlobalMemory {
     }
   }
 
+  // After a kernel that was rejected: forgets everything, whatever it left behind.
   void reset() {
     allocations_.clear();
     lines_.clear();
@@ -115,8 +120,8 @@ class GlobalMemory {
   void begin_launch() {
     for (auto& [address, allocation] : allocations_) {
       (void)address;
-      std::fill(allocation->writer.begin(), allocation->writer.end(), kNobody);
-      std::fill(allocation->reader.begin(), allocation->reader.end(), kNobody);
+      allocation->writer.clear();
+      allocation->reader.clear();
     }
     lines_.clear();
   }
@@ -137,41 +142,46 @@ class GlobalMemory {
     Allocation& allocation = find(call, address, bytes);
     const uint64_t begin = address - allocation.begin;
     for (uint64_t i = begin; i < begin + bytes; ++i) {
-      if (!allocation.initialized[i]) {
+      if (!allocation.initialized.get(i)) {
         violate("uninitialized", call, "reads GM byte ", i, " of an allocation of ",
                 allocation.bytes, " bytes, which nothing has written");
       }
-      if (allocation.writer[i] != kNobody && allocation.writer[i] != block) {
+      if (const int writer = allocation.writer.get(i); writer != kNobody && writer != block) {
         violate("cross-block race", call, "block ", block, " reads GM byte ", i, ", which ",
-                who(allocation.writer[i]), " writes in the same launch");
+                who(writer), " writes in the same launch");
       }
-      allocation.reader[i] =
-          allocation.reader[i] == kNobody || allocation.reader[i] == block ? block : kSeveral;
+      int& reader = allocation.reader.at(i);
+      reader = reader == kNobody || reader == block ? block : kSeveral;
     }
   }
 
   void note_write(const std::string& call, uint64_t address, uint64_t bytes, int block,
-                  bool atomic) {
+                  Atomic atomic) {
     Allocation& allocation = find(call, address, bytes);
     const uint64_t begin = address - allocation.begin;
+    const int as = atomic == Atomic::kNone  ? block
+                   : atomic == Atomic::kAdd ? kAtomicAdd
+                                            : kAtomicMax;
     for (uint64_t i = begin; i < begin + bytes; ++i) {
-      int& writer = allocation.writer[i];
-      const int reader = allocation.reader[i];
+      int& writer = allocation.writer.at(i);
+      const int reader = allocation.reader.get(i);
       if (reader != kNobody && reader != block) {
         violate("cross-block race", call, "block ", block, " writes GM byte ", i, ", which ",
                 who(reader), " reads in the same launch");
       }
-      if (writer != kNobody && writer != (atomic ? kAtomic : block)) {
+      if (writer != kNobody && writer != as) {
         violate("cross-block race", call, "block ", block, " writes GM byte ", i, ", which ",
                 who(writer), " writes in the same launch; found ",
-                atomic ? "an atomic add" : "a plain store",
-                ", expected one block per byte or atomic adds only");
+                atomic == Atomic::kNone ? "a plain store" : who(as),
+                ", expected one block per byte or atomics of one kind");
       }
-      if (atomic && !allocation.initialized[i]) {
-        violate("uninitialized", call, "adds to GM byte ", i, ", which nothing has written");
+      if (atomic != Atomic::kNone && !allocation.initialized.get(i)) {
+        violate("uninitialized", call, "combines with GM byte ", i, ", which nothing has written");
       }
-      writer = atomic ? kAtomic : block;
-      allocation.initialized[i] = 1;
+      writer = as;
+      if (!allocation.initialized.get(i)) {
+        allocation.initialized.at(i) = 1;
+      }
     }
     for (uint64_t line = address / kScalarLineBytes; line * kScalarLineBytes < address + bytes;
          ++line) {
@@ -185,7 +195,7 @@ class GlobalMemory {
   }
 
   void note_scalar_write(const std::string& call, uint64_t address, uint64_t bytes, int block) {
-    note_write(call, address, bytes, block, false);
+    note_write(call, address, bytes, block, Atomic::kNone);
     Allocation& allocation = find(call, address, bytes);
     const uint64_t line = address / kScalarLineBytes;
     for (uint64_t i = 0; i < kScalarLineBytes; ++i) {
@@ -193,7 +203,7 @@ class GlobalMemory {
       if (byte < allocation.begin || byte >= allocation.begin + allocation.bytes) {
         continue;
       }
-      const int writer = allocation.writer[byte - allocation.begin];
+      const int writer = allocation.writer.get(byte - allocation.begin);
       if (writer != kNobody && writer != block) {
         violate("scalar cache line", call, "block ", block,
                 " stores into the 64-byte line at GM byte ",
@@ -218,22 +228,24 @@ class GlobalMemory {
  private:
   static constexpr int kNobody = -1;
   static constexpr int kSeveral = -2;
-  static constexpr int kAtomic = -3;
+  static constexpr int kAtomicAdd = -3;
+  static constexpr int kAtomicMax = -4;
 
   struct Allocation {
     uint64_t begin;
     uint64_t bytes;
     bool lent = false;
     std::vector<uint8_t> memory;
-    std::vector<uint8_t> initialized;
-    std::vector<int> writer;  // block of this launch
-    std::vector<int> reader;
+    Shadow<uint8_t> initialized;
+    Shadow<int> writer;  // block of this launch
+    Shadow<int> reader;
   };
 
   static std::string who(int block) {
-    return block == kSeveral  ? "several blocks"
-           : block == kAtomic ? "an atomic add"
-                              : "block " + std::to_string(block);
+    return block == kSeveral     ? "several blocks"
+           : block == kAtomicAdd ? "an atomic add"
+           : block == kAtomicMax ? "an atomic maximum"
+                                 : "block " + std::to_string(block);
   }
 
   static uint64_t offset(const Allocation& allocation, const uint8_t* pointer) {

@@ -155,7 +155,7 @@ class Pipelines {
     uint32_t sequence;
     pipe_t pipe;
     bool write;
-    bool atomic;
+    Atomic atomic;
   };
 
   std::vector<Entry>& entries(Space space, uint64_t block) {
@@ -169,7 +169,8 @@ class Pipelines {
     for (const Touch& touch : access.footprint.touches) {
       for (const Entry& entry : entries(access.space, touch.block)) {
         if ((entry.bytes & touch.bytes) == 0 || !(entry.write || access.write) ||
-            (entry.atomic && access.atomic) || entry.sequence <= known_[pipe][entry.pipe]) {
+            (entry.atomic != Atomic::kNone && entry.atomic == access.atomic) ||
+            entry.sequence <= known_[pipe][entry.pipe]) {
           continue;
         }
         const char* kind = !access.write ? "reads what was written"

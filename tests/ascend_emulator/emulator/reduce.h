@@ -28,7 +28,7 @@ void whole_reduce(const std::string& call, const AscendC::LocalTensor<T>& dst,
   if (dst_stride < 1) {
     violate("stride", call, "dst has a repeat stride of ", dst_stride, ", expected at least 1");
   }
-  Access writes{Space::kUnified, true, {}, false};
+  Access writes{Space::kUnified, true, {}};
   for (uint32_t repeat = 0; repeat < lanes.repeats; ++repeat) {
     const uint64_t offset = uint64_t{repeat} * static_cast<uint32_t>(dst_stride) * sizeof(T);
     dst.use(call, offset, sizeof(T));
@@ -43,7 +43,7 @@ void whole_reduce(const std::string& call, const AscendC::LocalTensor<T>& dst,
   }
   Core& here = core();
   const uint32_t stride = static_cast<uint32_t>(dst_stride);
-  here.issue(PIPE_V, call, {{Space::kUnified, false, from.footprint, false}, writes}, [=, &here] {
+  here.issue(PIPE_V, call, {{Space::kUnified, false, from.footprint}, writes}, [=, &here] {
     for (uint32_t repeat = 0; repeat < lanes.repeats; ++repeat) {
       std::vector<T> values;
       for (uint32_t lane = 0; lane < lanes.per_repeat; ++lane) {

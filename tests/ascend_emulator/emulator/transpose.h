@@ -51,8 +51,8 @@ void TransDataTo5HD(const LocalTensor<T> (&dst)[16], const LocalTensor<T> (&src)
                              " and ", params.srcRepStride,
                              ", which the device adds even then; expected 0");
   }
-  ascend_emulator::Access reads{ascend_emulator::Space::kUnified, false, {}, false};
-  ascend_emulator::Access writes{ascend_emulator::Space::kUnified, true, {}, false};
+  ascend_emulator::Access reads{ascend_emulator::Space::kUnified, false, {}};
+  ascend_emulator::Access writes{ascend_emulator::Space::kUnified, true, {}};
   std::array<uint64_t, 16> from{};
   std::array<uint64_t, 16> to{};
   const uint32_t repeats = params.repeatTimes;

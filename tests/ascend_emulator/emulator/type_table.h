@@ -29,7 +29,7 @@ inline constexpr bool wide_lanes = duplicate<T>;  // 16 or 32 bits, any kind: Co
 template <class T>
 inline constexpr bool compare = is_one_of<T, half, float, int32_t>;
 template <class T>
-inline constexpr bool atomic_add = is_one_of<T, int8_t, int16_t, half, bfloat16_t, int32_t, float>;
+inline constexpr bool atomic = is_one_of<T, int8_t, int16_t, half, bfloat16_t, int32_t, float>;
 
 // The pattern of a GatherMask has the width of its data.
 template <class T, class Pattern>

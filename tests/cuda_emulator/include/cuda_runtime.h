@@ -7,6 +7,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include <utility>
+
 #include "emulator.h"
 
 #define __global__
@@ -166,6 +168,9 @@ template <class Function>
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Function*, int, size_t) {
   *blocks = static_cast<int>(emulator::machine.blocks_per_processor);
   return cudaSuccess;
+}
+inline cudaError_t cudaGetLastError() {
+  return static_cast<cudaError_t>(std::exchange(emulator::machine.last_error, 0));
 }
 inline const char* cudaGetErrorString(cudaError_t) { return "an emulated error"; }
 

@@ -82,8 +82,7 @@ FAKE_ACL_EXPORT aclError aclrtGetPrimaryCtxState(int, uint32_t* flags, int* acti
 
 // Cores of an Atlas A2 (910B1): 24 cube, 48 vector.
 FAKE_ACL_EXPORT aclError aclGetDeviceCapability(uint32_t, int what, int64_t* value) {
-  *value = what == 0 ? 24 : what == 1 ? 48 : 0;
-  return kSuccess;
+  return call("aclGetDeviceCapability", [&] { *value = what == 0 ? 24 : what == 1 ? 48 : 0; });
 }
 FAKE_ACL_EXPORT aclError aclrtGetDeviceInfo(uint32_t, int attribute, int64_t* value) {
   constexpr int kVectorCores = 201;

@@ -47,6 +47,7 @@ import torch_npu  # noqa: E402
 
 _C = _load_extension()
 torch.npu.init()
+torch.npu.set_compile_mode(jit_compile=False)  # the default of an Atlas A2
 _C.install()
 
 from . import machine  # noqa: E402

@@ -57,7 +57,29 @@ def quiesce() -> str | None:
 
 
 host_access = _C.host_access
-codec_on_streams = _C.codec_on_streams
+
+
+def ascend_codec() -> Any:
+    """memswap's codec for Ascend, its kernels on the emulator; a capsule for register_codec."""
+    return _C.ascend_codec()
+
+
+def kernel_launches() -> dict[str, int]:
+    """How often each AscendC kernel was launched."""
+    drain()
+    return dict(_C.kernel_launches())
+
+
+@contextlib.contextmanager
+def lost_launches(kernel: str) -> Iterator[None]:
+    """Launches of this AscendC kernel say that all is well, and nothing runs."""
+    drain()
+    _C.lose_launches_of(kernel)
+    try:
+        yield
+    finally:
+        drain()
+        _C.lose_launches_of("")
 
 
 def set_stream_delay_us(device: int, stream: int, us: float) -> None:

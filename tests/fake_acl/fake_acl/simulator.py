@@ -20,7 +20,8 @@ def _around_torch_npu() -> ModuleType:
     package.__path__ = [str(SIMDEV)]
     package.NAME = "npu"  # type: ignore[attr-defined]
     package._C = machine  # type: ignore[attr-defined]
-    package.codec_on_streams = machine.codec_on_streams  # type: ignore[attr-defined]
+    # The simulator has no kernels of its own and takes the CPU's.
+    package.codec_on_streams = lambda host_codec: machine.ascend_codec()  # type: ignore[attr-defined]
     sys.modules["simdev"] = package
     sys.modules["simdev._C"] = machine
     laboratory = importlib.import_module("simdev.laboratory")

@@ -5,11 +5,11 @@
 #include <torch_npu/csrc/core/npu/NPUStream.h>
 
 #include "../../simdev/csrc/backend/state.h"
-#include "../../simdev/csrc/codec/codec.h"
 #include "../../simdev/csrc/runtime/runtime.h"
 #include "../acl/calls.h"
 #include "../acl/streams.h"
 #include "allocator_trace.h"
+#include "ascend_kernels.h"
 #include "operators.h"
 
 namespace py = pybind11;
@@ -151,11 +151,9 @@ PYBIND11_MODULE(_C, m) {
     register_operators();
     trace_allocator();
   });
-  // Both capsules are named memswap_codec.
-  m.def("codec_on_streams", [](const py::capsule& host) {
-    return py::capsule(simdev::codec_on_streams(host.get_pointer<const memswap_codec>()),
-                       "memswap_codec");
-  });
+  m.def("ascend_codec", [] { return py::capsule(ascend_codec(), "memswap_codec"); });
+  m.def("kernel_launches", &kernel_launches);
+  m.def("lose_launches_of", &lose_launches_of);
 }
 
 }  // namespace

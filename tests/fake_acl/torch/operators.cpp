@@ -4,7 +4,8 @@
 // Whatever moves, allocates or describes bytes stays torch_npu's own, because that is what the
 // tests are about: empty, copies between host and device, resizing, storages, views, streams. Every
 // other operator that torch_npu registers would call a kernel of CANN; it gets simdev's fallback,
-// which runs the CPU's kernel in stream order. Where torch_npu has its own idea of an operator's
+// which runs the CPU's kernel in stream order, or is made of others where torch knows how, so that
+// it is the same with and without gradients. Where torch_npu has its own idea of an operator's
 // gradient, torch's takes its place, for it is made of operators that we have.
 #include "operators.h"
 
@@ -66,6 +67,11 @@ bool makes_view(const c10::OperatorHandle& op) {
 // Torch's own gradient of an operator, whatever the backend registered.
 void torchs_gradient(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   op.getComputedKernelForDispatchKey(DispatchKey::AutogradCPU).callBoxed(op, keys, stack);
+}
+
+// An operator that is made of others.
+void decomposed(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  op.getComputedKernelForDispatchKey(DispatchKey::CPU).callBoxed(op, keys, stack);
 }
 
 void run_fallback(const char* name, Stack& stack) {
@@ -179,7 +185,11 @@ void register_operators() {
         !op->hasKernelForDispatchKey(DispatchKey::PrivateUse1) ||
         !op->hasComputedKernelForDispatchKey(DispatchKey::CPU))
       continue;
-    library.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&simdev::fallback>());
+    if (op->hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd) &&
+        !op->hasKernelForDispatchKey(DispatchKey::CPU))
+      library.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&decomposed>());
+    else
+      library.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&simdev::fallback>());
   }
   library.impl("copy_", unboxed(&copy));
   library.impl("_to_copy", unboxed(&to_copy));

@@ -11,15 +11,17 @@ from pathlib import Path
 import torch
 
 import memswap
+from memswap._native import native
 from memswap.cli.bench.environment import describe_environment
 from memswap.cli.bench.kinds import capture
 from memswap.cli.bench.peers import Peer, find_peers
 from memswap.cli.bench.picture import draw
 from memswap.cli.bench.timing import median_rates
 from memswap.cli.table import render_table
-from memswap.codec import ShapeName
+from memswap.codec import Shape, ShapeName, dtype_code, shape_for
 
 MIB = 1 << 20
+UNIT_NBYTES = 8  # docs/format.md section 1
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Measurement:
     decode_bytes_per_s: float
     copy_bytes_per_s: float
     """What a plain copy of the same tensor reached in the same run."""
+    temporary_nbytes: int | None = None
+    """What an encode takes for a while, beside the tensor and what it returns; None: unknown."""
 
 
 @dataclass
@@ -85,6 +89,26 @@ def repeated(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
     return flat.repeat(-(-elements // flat.numel()))[:elements].clone()
 
 
+def temporary_nbytes(tensor: torch.Tensor, shape: ShapeName | None) -> int:
+    """What ``memswap.encode`` takes for a while, beside the tensor and the frame that it returns.
+
+    On a CPU that is what a frame of the worst case has more than the one that it is cut to; the
+    codec's staging of 100 KiB a thread comes on top of it. Elsewhere it is what torch's allocator
+    saw.
+    """
+    if tensor.device.type == "cpu":
+        chosen = shape_for(tensor.dtype) if shape is None else Shape[shape.upper()]
+        layout = native.frame_layout(dtype_code(tensor.dtype), int(chosen), tensor.numel())
+        worst = layout.fixed_nbytes + layout.max_var_units * UNIT_NBYTES
+        return int(worst - memswap.encode(tensor, shape=shape).nbytes)
+    module = torch.get_device_module(tensor.device)
+    before = module.memory_allocated(tensor.device)
+    module.reset_peak_memory_stats(tensor.device)
+    frame = memswap.encode(tensor, shape=shape)
+    module.synchronize(tensor.device)
+    return int(module.max_memory_allocated(tensor.device) - before - frame.nbytes)
+
+
 class Bench:
     """Measures memswap and its peers on one device; a copy is measured beside each."""
 
@@ -122,6 +146,7 @@ class Bench:
             rates["encode"],
             rates["decode"],
             rates["copy"],
+            temporary_nbytes(tensor, shape),
         )
 
     def peer(self, peer: Peer, name: str, tensor: torch.Tensor) -> Measurement:
@@ -213,9 +238,19 @@ def render(result: Result) -> str:
             *(f"{rate / 1e9:.2f}" for rate in (found.encode_bytes_per_s, found.decode_bytes_per_s)),
             f"{found.encode_bytes_per_s / found.copy_bytes_per_s:.2f}x",
             f"{found.decode_bytes_per_s / found.copy_bytes_per_s:.2f}x",
+            "-" if found.temporary_nbytes is None else f"{found.temporary_nbytes / MIB:.2f}",
         ]
 
-    numbers = ["MiB", "ratio", "bound", "encode GB/s", "decode GB/s", "/ copy", "/ copy"]
+    numbers = [
+        "MiB",
+        "ratio",
+        "bound",
+        "encode GB/s",
+        "decode GB/s",
+        "/ copy",
+        "/ copy",
+        "temporary MiB",
+    ]
     tables = [
         render_table(["kind", *numbers], [row(found) for found in result.kinds]),
         render_table(["size", *numbers], [row(found) for found in result.sizes]),

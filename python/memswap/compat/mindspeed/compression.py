@@ -18,45 +18,33 @@ decides by hand instead. New code says ``memswap.manage(layers, windows=memswap.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memswap.compat.mindspeed_swap import (  # the same package's tensor swap
-    AsyncSwapHandler as AsyncSwapHandler,
+from memswap.compat.mindspeed.layers import (
+    Filter,
+    LayerActivationManager,
+    LayerKey,
+    LayerVisit,
+    new_saver,
 )
-from memswap.compat.mindspeed_swap import TensorLocation as TensorLocation
-from memswap.compat.mindspeed_swap import TensorSwapContext as TensorSwapContext
-from memswap.compat.mindspeed_swap import is_valid_for_swap as is_valid_for_swap
-from memswap.compat.mindspeed_swap import swap_activation_modules as swap_activation_modules
-from memswap.engine.action import Action, TensorInfo
 from memswap.engine.autograd import in_backward
-from memswap.engine.durations import Durations
-from memswap.engine.entry import Entry, State
-from memswap.engine.handle import Handle, Moved, unpack
-from memswap.engine.visit import Visit
-from memswap.engine.windows import WindowStats
 from memswap.operators import BACKWARD_PRODUCTS
 from memswap.planning.cost_model import A2
-from memswap.planning.policy import Policy
-from memswap.windows import Windows, parse_layers
+from memswap.windows import parse_layers
 
 if TYPE_CHECKING:
     from types import TracebackType
-    from weakref import ref
 
     from memswap.engine.durations import Span
+    from memswap.engine.handle import Handle
     from memswap.engine.stats import Stats
     from memswap.engine.timeline import Passage
-    from memswap.engine.windowed import WindowedSaver
+    from memswap.engine.visit import Visit
+    from memswap.engine.windows import WindowStats
     from memswap.planning.cost_model import Hardware
-
-LayerKey: TypeAlias = Hashable
-"""``(uuid of the layer, absolute order)``; anything that can be the key of a dict."""
-
-Filter: TypeAlias = Callable[[torch.Tensor], bool]
 
 #: Operators whose time can be estimated.
 ASYNC_FUNCS = ("matmul", "allgather", "all2all")
@@ -67,13 +55,6 @@ class ContextState(enum.Enum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
-
-
-class TensorState(enum.Enum):
-    """Where a tensor's bytes are."""
-
-    NORMAL = "normal"
-    COMPRESS = "compress"
 
 
 @dataclass(slots=True)
@@ -230,121 +211,6 @@ class GlobalContext:
         return managers[key]
 
 
-class LayerActivationManager:
-    """The tensors of one layer's forward, and ways to encode and decode them by hand.
-
-    Args:
-        order_layer_uuid: the layer's key.
-        vice_stream: taken and not needed: the codec's lane has streams of its own.
-        saver: the engine; None: a new one.
-    """
-
-    def __init__(
-        self,
-        order_layer_uuid: LayerKey,
-        vice_stream: object = None,
-        *,
-        saver: WindowedSaver | None = None,
-    ) -> None:
-        self.order_layer_uuid = order_layer_uuid
-        self.saver = new_saver([]) if saver is None else saver
-        self._visit = _LayerVisit(self)
-        self._saved: dict[ref[Entry], int] = {}  # and elements of the first tensor of each
-        self._planned: list[ref[Entry]] = []
-
-    @property
-    def seconds(self) -> float:
-        """How long the layer's forward takes, as measured; 0 until then."""
-        durations = self.saver.observer
-        if not isinstance(durations, Durations):
-            return 0.0
-        with self.saver.lock:
-            return durations.seconds(str(self.order_layer_uuid), 1) or 0.0
-
-    def begin_span(self) -> Span | None:
-        """The forward is about to be launched; a span if it is to be measured."""
-        device = torch.accelerator.current_accelerator()
-        durations = self.saver.observer
-        if device is None or not isinstance(durations, Durations):
-            return None
-        with self.saver.lock:
-            return durations.start(str(self.order_layer_uuid), 1, device)
-
-    def end_span(self, span: Span | None) -> None:
-        """It has been launched."""
-        durations = self.saver.observer
-        if span is not None and isinstance(durations, Durations):
-            with self.saver.lock:
-                durations.stop(span)
-
-    def push_start(self) -> None:
-        """A forward begins."""
-        self._saved = {one: count for one, count in self._saved.items() if one() is not None}
-        self._visit = _LayerVisit(self)
-
-    def push(self, tensor: torch.Tensor) -> Handle:
-        """Save a tensor. :meth:`pop` takes what this returns."""
-        return self._visit.pack(tensor)
-
-    def note(self, handle: Handle, tensor: torch.Tensor) -> None:
-        """A tensor was saved."""
-        if isinstance(handle, Moved):
-            self._saved.setdefault(handle.entry.reference, tensor.numel())
-
-    def pop_start(self) -> None:
-        """Backward begins: what no window took is brought back as it is demanded."""
-
-    def pop(self, packed: Handle) -> torch.Tensor:
-        """The tensor again, ordered before what the caller does next."""
-        return unpack(packed)
-
-    def plan(self, max_numel: float, filter_state: TensorState) -> list[ref[Entry]]:
-        """Tensors in a state, in the order of saving, of fewer than `max_numel` elements in all."""
-        chosen, total = [], 0
-        with self.saver.lock:
-            waiting = {pending.entry for pending in self.saver.queue.pending}
-            for reference, count in self._saved.items():
-                entry = reference()
-                if entry is None or total + count >= max_numel:
-                    continue
-                away = entry.away is not None and entry.state is not State.RESIDENT
-                if away if filter_state is TensorState.COMPRESS else reference in waiting:
-                    chosen.append(reference)
-                    total += count
-        self._planned = chosen
-        return chosen
-
-    def pack(self, shares: Sequence[object] = (), statistic: bool = False) -> None:
-        """Start encoding what was planned last, beside what the caller launches next."""
-        with self.saver.lock:
-            self.saver.queue.start_now(self._planned, self.saver)
-
-    def pack_done(self) -> None:
-        """The current stream waits for these encodes; their storages are free then."""
-        with self.saver.lock:
-            for entry in self._taken():
-                if entry.remains.departure is not None and entry.state is State.LEAVING:
-                    entry.remains.departure.wait()
-
-    def unpack(self, choices: Sequence[ref[Entry]]) -> None:
-        """Start decoding, beside what the caller launches next."""
-        self._planned = list(choices)
-        with self.saver.lock:
-            for entry in self._taken():
-                self.saver.fetch(entry)
-
-    def unpack_done(self) -> None:
-        """The current stream waits for these decodes. (Whoever pops a tensor waits for its own.)"""
-        with self.saver.lock:
-            for entry in self._taken():
-                if entry.remains.arrival is not None:
-                    entry.remains.arrival.wait()
-
-    def _taken(self) -> list[Entry]:
-        entries = [reference() for reference in self._planned]
-        return [entry for entry in entries if entry is not None]
-
-
 class CompressHook:
     """A layer's forward, as a context manager: what autograd saves inside is the layer's.
 
@@ -358,9 +224,10 @@ class CompressHook:
         self._entered: list[tuple[Visit, Span | None]] = []
 
     def __enter__(self) -> CompressHook:
-        visit = _LayerVisit(self._manager)
+        span = self._manager.begin_span()
+        visit = LayerVisit(self._manager)
         visit.enter()
-        self._entered.append((visit, self._manager.begin_span()))
+        self._entered.append((visit, span))
         return self
 
     def __exit__(
@@ -372,21 +239,6 @@ class CompressHook:
         visit, span = self._entered.pop()
         visit.leave()
         self._manager.end_span(span)
-
-
-class _LayerVisit(Visit):
-    """Hooks that tell a layer's manager what it saves."""
-
-    __slots__ = ("_manager",)
-
-    def __init__(self, manager: LayerActivationManager) -> None:
-        super().__init__(manager.saver, str(manager.order_layer_uuid))
-        self._manager = manager
-
-    def pack(self, tensor: torch.Tensor) -> Handle:
-        handle = super().pack(tensor)
-        self._manager.note(handle, tensor)
-        return handle
 
 
 def layer_numbers(spec: str, num_layers: int) -> tuple[int, ...]:
@@ -422,12 +274,3 @@ def group_size(*arguments: object) -> int:
         if isinstance(argument, torch.distributed.ProcessGroup):
             return int(argument.size())
     return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-
-
-def new_saver(filters: list[Filter]) -> WindowedSaver:
-    """An engine that encodes what passes all filters."""
-
-    def chosen(tensor: torch.Tensor, info: TensorInfo) -> Action:
-        return Action.ENCODE if all(accepts(tensor) for accepts in filters) else Action.KEEP
-
-    return Windows().saver(Policy(action=Action.ENCODE, fn=chosen if filters else None), None, None)

@@ -1,192 +1,29 @@
-"""HyperParallel's swap groups: their names and call patterns on memswap's groups.
-
-A :class:`SwapManager` is an object like any other: each model has one. Copies run on the engine's
-own streams, so a ``copy_stream`` is taken and not used. A tensor's memory is free once nobody but
-its :class:`SwapTensor` holds the tensor; nothing is resized under anybody else.
-docs/migration.md shows before and after.
-"""
+"""HyperParallel's groups of storages by name, and chains of layers."""
 
 from __future__ import annotations
 
 import threading
-import warnings
-from collections import defaultdict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import ref
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_iter
 
-from memswap.activations import checked_policy, persistent_storages
-from memswap.compat.hyper_parallel_checkpoint import (
-    ActivationPolicy,
-    CheckpointPolicy,
-    checkpoint,
-    checkpoint_wrapper,
-    swap_wrapper,
-)
-from memswap.engine.group import Generation
-from memswap.groups import Added, Group, Groups
+from memswap.activations import persistent_storages
+from memswap.compat.hyper_parallel.tensors import Storage, new_engine
+from memswap.groups import Group
 from memswap.layer_chain import LayerHook, Track
-from memswap.planning.policy import Policy
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from memswap._C import WeakStorage
+    from memswap.engine.group import Generation
     from memswap.engine.stats import Stats
     from memswap.engine.transfer import Pool
-
-__all__ = [
-    "ActivationPolicy",
-    "CheckpointPolicy",
-    "Storage",
-    "SwapGroup",
-    "SwapManager",
-    "SwapTensor",
-    "checkpoint",
-    "checkpoint_wrapper",
-    "swap_wrapper",
-]
-
-
-def new_engine(policy: Policy | None = None, pool: Pool | None = None) -> Groups:
-    """Groups that move tensors of any size: in these calls the user has chosen them."""
-    return Groups(Policy(min_bytes=1) if policy is None else checked_policy(policy), pool=pool)
-
-
-class SwapTensor:
-    """A tensor that is sent and brought back by hand. Anything else passes through.
-
-    Alone it has an engine of its own; in a :class:`SwapGroup` it shares the group's.
-    """
-
-    STATE_DEVICE = "device"
-    STATE_HOST = "host"
-    STATE_D2H = "d2h"
-    STATE_H2D = "h2d"
-    STATE_NON_TENSOR = "non_tensor"
-
-    def __init__(self, val: Any) -> None:
-        self._val = val
-        self._added: Added | None = None
-        self._generation: Generation | None = None
-        movable = isinstance(val, torch.Tensor) and not on_host(val)
-        self._state = self.STATE_DEVICE if movable else self.STATE_NON_TENSOR
-
-    def __repr__(self) -> str:
-        return f"<SwapTensor state={self._state}>"
-
-    @property
-    def state(self) -> str:
-        """``device``, ``d2h`` (leaving), ``host``, ``h2d`` (returning) or ``non_tensor``."""
-        return self._state
-
-    def get_val(self) -> Any:
-        """The value. A tensor that is away is brought back now, which counts as a stall."""
-        if self._added is not None and self._val is None:
-            self._val = self._added.tensor()
-            self._state = self.STATE_DEVICE
-        return self._val
-
-    def async_offload(self) -> None:
-        """Start sending the tensor away."""
-        if not self._expect(self.STATE_DEVICE, "async_offload"):
-            return
-        generation = new_engine().new("SwapTensor").begin()
-        self.join(generation)
-        generation.launch_offload()
-
-    def wait_offload(self) -> None:
-        """What follows comes after the send, and the memory is free."""
-        if self._state != self.STATE_HOST and self._expect(self.STATE_D2H, "wait_offload"):
-            assert self._generation is not None
-            self._generation.wait_offload()
-            self._state = self.STATE_HOST
-
-    def async_load(self) -> None:
-        """Start bringing the tensor back."""
-        if self._expect(self.STATE_HOST, "async_load"):
-            assert self._generation is not None
-            self._generation.launch_load()
-            self._state = self.STATE_H2D
-
-    def wait_load(self) -> None:
-        """What follows on this stream may use the tensor."""
-        if self._state != self.STATE_DEVICE and self._expect(self.STATE_H2D, "wait_load"):
-            assert self._generation is not None
-            self._generation.wait_load()
-            self.get_val()
-
-    def join(self, generation: Generation) -> None:
-        """Leave with a generation, which its owner launches."""
-        if self._state != self.STATE_DEVICE or not isinstance(self._val, torch.Tensor):
-            return
-        self._added = Added.to(generation, self._val.detach())
-        self._generation = generation
-        self._val = None
-        self._state = self.STATE_D2H
-
-    def _expect(self, state: str, call: str) -> bool:
-        if self._state == state:
-            return True
-        if self._state != self.STATE_NON_TENSOR:
-            warnings.warn(
-                f"SwapTensor.{call}(): found the state {self._state!r}, expected {state!r}; "
-                "nothing was done",
-                stacklevel=3,
-            )
-        return False
-
-
-def on_host(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is where others are swapped to."""
-    return tensor.device.type == "cpu" and bool(torch.accelerator.is_available())
-
-
-class Storage:
-    """Values by key: those that are saved as they are, and :class:`SwapTensor` among the others."""
-
-    def __init__(self) -> None:
-        self.save_storage: dict[Any, list[Any]] = defaultdict(list)
-        self.swap_storage: dict[Any, list[Any]] = defaultdict(list)
-
-    def tensors(self) -> Iterator[SwapTensor]:
-        """Every :class:`SwapTensor`, in the order of saving."""
-        for values in self.swap_storage.values():
-            for value in tree_iter(values):
-                if isinstance(value, SwapTensor):
-                    yield value
-
-    def launch_offload(self, generation: Generation | None = None) -> None:
-        """Start sending all that are on the device, together."""
-        one = new_engine().new("Storage").begin() if generation is None else generation
-        for tensor in self.tensors():
-            tensor.join(one)
-        if generation is None:
-            one.launch_offload()
-
-    def wait_offload(self) -> None:
-        """What follows comes after the sends."""
-        for tensor in self.tensors():
-            if tensor.state == SwapTensor.STATE_D2H:
-                tensor.wait_offload()
-
-    def launch_load(self) -> None:
-        """Start bringing all back that are away."""
-        for tensor in self.tensors():
-            if tensor.state == SwapTensor.STATE_D2H:
-                tensor.wait_offload()
-            if tensor.state == SwapTensor.STATE_HOST:
-                tensor.async_load()
-
-    def wait_load(self) -> None:
-        """What follows on this stream may use them."""
-        for tensor in self.tensors():
-            if tensor.state == SwapTensor.STATE_H2D:
-                tensor.wait_load()
+    from memswap.groups import Groups
+    from memswap.planning.policy import Policy
 
 
 class SwapGroup:

@@ -1,0 +1,195 @@
+// What handles are made of, as Python sees it: Moved, the handle of a save whose storage leaves,
+// and Stay, a storage that stays for good.
+#include <pybind11/pybind11.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <cstddef>
+#include <string>
+
+#include "bind_entry.h"
+#include "bind_ledger.h"
+#include "bind_ticket.h"
+#include "python_storage.h"
+#include "python_type.h"
+#include "saved_view.h"
+#include "storage.h"
+
+namespace memswap {
+namespace py = pybind11;
+
+namespace {
+
+PyObject* demand_name = nullptr;  // set once, by bind_handle
+
+// --- Moved --------------------------------------------------------------------------------------
+
+struct MovedObject {
+  PyObject_HEAD PyObject* entry;  // an EntryObject
+  PyObject* view;                 // a SavedView
+};
+
+MovedObject* moved_of(PyObject* self) { return reinterpret_cast<MovedObject*>(self); }
+
+// More arguments are a derived class's.
+PyObject* make_moved(PyTypeObject* type, PyObject* args, PyObject*) {
+  if (PyTuple_GET_SIZE(args) < 2) {
+    PyErr_SetString(PyExc_TypeError, "Moved needs an entry and a view");
+    return nullptr;
+  }
+  PyObject* const entry = PyTuple_GET_ITEM(args, 0);
+  PyObject* const view = PyTuple_GET_ITEM(args, 1);
+  EntryObject* const known = entry_object(entry);
+  if (known == nullptr || saved_view_of(view) == nullptr) {
+    return nullptr;
+  }
+  PyObject* const self = type->tp_alloc(type, 0);
+  if (self != nullptr) {
+    moved_of(self)->entry = Py_NewRef(entry);
+    moved_of(self)->view = Py_NewRef(view);
+    ++known->handles;
+  }
+  return self;
+}
+
+[[noreturn]] void raise_edited(const SavedView& view, uint32_t found) {
+  const py::object edited = py::module_::import("memswap.engine.handle").attr("inplace_edit");
+  const py::object error = edited(view.describe(), found, view.version());
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+  throw py::error_already_set();
+}
+
+PyObject* unpack(PyObject* self, PyObject*) {
+  return guarded<PyObject*>(nullptr, [&] {
+    PyObject* const held = moved_of(self)->entry;
+    EntryObject* const entry = entry_of(held);
+    const SavedView& view = *saved_view_of(moved_of(self)->view);
+    if (view.edited()) {
+      raise_edited(view, view.current_version());
+    }
+    const py::object demanded = owned(PyObject_CallMethodOneArg(entry->saver, demand_name, held));
+    const StorageRef& storage = *expect_storage(demanded.ptr());
+    if (entry->fetched && storage.version.current_version() != 0) {
+      raise_edited(view, view.version() + 1);
+    }
+    return THPVariable_Wrap(view.rebuild(storage, !entry->fetched));
+  });
+}
+
+int traverse_moved(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(moved_of(self)->entry);
+  Py_VISIT(moved_of(self)->view);
+  Py_VISIT(Py_TYPE(self));
+  return 0;
+}
+
+void dealloc_moved(PyObject* self) {
+  PyTypeObject* const type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
+  Py_CLEAR(moved_of(self)->entry);
+  Py_CLEAR(moved_of(self)->view);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyMethodDef moved_methods[] = {
+    {"unpack", unpack, METH_NOARGS, "The tensor again, or InplaceEditError if it was edited."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyMemberDef moved_members[] = {
+    {"entry", T_OBJECT_EX, offsetof(MovedObject, entry), READONLY, nullptr},
+    {"view", T_OBJECT_EX, offsetof(MovedObject, view), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
+};
+
+PyType_Slot moved_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(make_moved)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(dealloc_moved)},
+    {Py_tp_traverse, reinterpret_cast<void*>(traverse_moved)},
+    {Py_tp_methods, moved_methods},
+    {Py_tp_members, moved_members},
+    {Py_tp_doc, const_cast<char*>("The handle of a save whose storage leaves.")},
+    {0, nullptr},
+};
+
+PyType_Spec moved_spec = {
+    .name = "memswap._C.Moved",
+    .basicsize = sizeof(MovedObject),
+    .itemsize = 0,
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .slots = moved_slots,
+};
+
+// --- Stay ---------------------------------------------------------------------------------------
+
+struct StayObject {
+  PyObject_HEAD PyObject* ledger;  // a LedgerObject
+  const void* key;
+  int64_t nbytes;
+};
+
+StayObject* stay_of(PyObject* self) { return reinterpret_cast<StayObject*>(self); }
+LedgerObject* ledger_of(StayObject* self) { return reinterpret_cast<LedgerObject*>(self->ledger); }
+
+PyObject* make_stay(PyTypeObject* type, PyObject* args, PyObject*) {
+  PyObject *ledger = nullptr, *view = nullptr;
+  if (!PyArg_UnpackTuple(args, "Stay", 2, 2, &ledger, &view)) {
+    return nullptr;
+  }
+  LedgerObject* const books = ledger_object(ledger);
+  const SavedView* const look = books == nullptr ? nullptr : saved_view_of(view);
+  if (look == nullptr) {
+    return nullptr;
+  }
+  PyObject* const object = type->tp_alloc(type, 0);
+  if (object != nullptr) {
+    StayObject* const self = stay_of(object);
+    self->ledger = Py_NewRef(ledger);
+    self->key = look->storage_key();
+    self->nbytes = static_cast<int64_t>(look->storage_nbytes());
+    books->ledger.resident(self->nbytes);
+    remember(books, self->key, look->version(), object);
+  }
+  return object;
+}
+
+void dealloc_stay(PyObject* object) {
+  PyTypeObject* const type = Py_TYPE(object);
+  StayObject* const self = stay_of(object);
+  forget(ledger_of(self), self->key, object);
+  ledger_of(self)->ledger.resident(-self->nbytes);
+  Py_CLEAR(self->ledger);
+  type->tp_free(object);
+  Py_DECREF(type);
+}
+
+PyType_Slot stay_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(make_stay)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(dealloc_stay)},
+    {Py_tp_doc, const_cast<char*>("A storage that stays for good: known, and counted once. Owned "
+                                  "by its handles, which hold the storage.")},
+    {0, nullptr},
+};
+
+PyType_Spec stay_spec = {
+    .name = "memswap._C.Stay",
+    .basicsize = sizeof(StayObject),
+    .itemsize = 0,
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = stay_slots,
+};
+
+}  // namespace
+
+void bind_handle(py::module_& module) {
+  demand_name = owned(PyUnicode_InternFromString("demand")).release().ptr();
+  add_type(module, "Moved", moved_spec);
+  PyTypeObject* const stay = add_type(module, "Stay", stay_spec);
+  // It is in no passage, as far as who holds it can ask.
+  if (PyObject_SetAttrString(reinterpret_cast<PyObject*>(stay), "passage", Py_None) != 0) {
+    throw py::error_already_set();
+  }
+}
+
+}  // namespace memswap

@@ -1,0 +1,174 @@
+// Ledger, as Python sees it: what a saver counts, and which storages it knows.
+#include "bind_ledger.h"
+
+#include <chrono>
+#include <cstddef>
+#include <new>
+
+#include "bind_ticket.h"
+#include "python_type.h"
+
+namespace memswap {
+namespace py = pybind11;
+
+namespace {
+
+PyTypeObject* ledger_type = nullptr;  // set once, by bind_ledger
+
+Ledger& ledger_in(PyObject* self) { return reinterpret_cast<LedgerObject*>(self)->ledger; }
+
+using Known = std::unordered_map<const void*, LedgerObject::Known>;
+Known& known_in(PyObject* self) { return reinterpret_cast<LedgerObject*>(self)->known; }
+
+PyObject* make(PyTypeObject* type, PyObject*, PyObject*) {
+  PyObject* self = type->tp_alloc(type, 0);
+  if (self != nullptr) {
+    new (&ledger_in(self)) Ledger();
+    new (&known_in(self)) Known();
+  }
+  return self;
+}
+
+void dealloc(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  known_in(self).~Known();
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+// A method that takes one number of bytes.
+template <void (Ledger::*count)(int64_t)>
+PyObject* counted(PyObject* self, PyObject* nbytes) {
+  const long long number = PyLong_AsLongLong(nbytes);
+  if (number == -1 && PyErr_Occurred()) {
+    return nullptr;
+  }
+  (ledger_in(self).*count)(number);
+  Py_RETURN_NONE;
+}
+
+// Which entry or stay has the very storage and content that a view was captured from.
+PyObject* find(PyObject* self, PyObject* view) {
+  const SavedView* const look = saved_view_of(view);
+  if (look == nullptr) {
+    return nullptr;
+  }
+  const Known& known = known_in(self);
+  const auto found = known.find(look->storage_key());
+  if (found == known.end() || found->second.version != look->version()) {
+    Py_RETURN_NONE;
+  }
+  return Py_NewRef(found->second.holder);
+}
+
+PyObject* offer(PyObject* self, PyObject* view) {
+  const SavedView* const look = saved_view_of(view);
+  if (look == nullptr) {
+    return nullptr;
+  }
+  ledger_in(self).offer(static_cast<int64_t>(look->nbytes()));
+  Py_RETURN_NONE;
+}
+
+PyObject* wait(PyObject* self, PyObject* ticket) {
+  return guarded<PyObject*>(nullptr, [&]() -> PyObject* {
+    const auto begin = std::chrono::steady_clock::now();
+    wait_for(ticket);
+    ledger_in(self).exposed_wait_s +=
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    Py_RETURN_NONE;
+  });
+}
+
+PyObject* known_storages(PyObject* self, void*) { return PyLong_FromSize_t(known_in(self).size()); }
+
+PyObject* reset(PyObject* self, PyObject*) {
+  ledger_in(self).reset();
+  Py_RETURN_NONE;
+}
+
+PyMethodDef methods[] = {
+    {"offer", offer, METH_O, "A tensor was saved."},
+    {"find", find, METH_O, "The entry or stay of a view's very storage and content, or None."},
+    {"wait", wait, METH_O, "Wait for a ticket; for as long as the host is blocked, that counts."},
+    {"resident", counted<&Ledger::resident>, METH_O, "So many more bytes are on the device."},
+    {"away", counted<&Ledger::away>, METH_O, "So many more bytes are in pools."},
+    {"reset", reset, METH_NOARGS, "Count anew; what is resident and away stays known."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+#define MEMSWAP_NUMBER(name) \
+  {#name, T_LONGLONG, offsetof(LedgerObject, ledger) + offsetof(Ledger, name), 0, nullptr}
+static_assert(sizeof(long long) == sizeof(int64_t));
+
+PyMemberDef members[] = {
+    MEMSWAP_NUMBER(offered_tensors),
+    MEMSWAP_NUMBER(offered_bytes),
+    MEMSWAP_NUMBER(deduplicated_tensors),
+    MEMSWAP_NUMBER(deduplicated_bytes),
+    MEMSWAP_NUMBER(moved_storages),
+    MEMSWAP_NUMBER(moved_bytes),
+    MEMSWAP_NUMBER(encoded_storages),
+    MEMSWAP_NUMBER(encoded_bytes),
+    MEMSWAP_NUMBER(frame_bytes),
+    MEMSWAP_NUMBER(returned_storages),
+    MEMSWAP_NUMBER(returned_bytes),
+    MEMSWAP_NUMBER(freed_bytes),
+    MEMSWAP_NUMBER(stalls),
+    {"exposed_wait_s", T_DOUBLE, offsetof(LedgerObject, ledger) + offsetof(Ledger, exposed_wait_s),
+     0, nullptr},
+    MEMSWAP_NUMBER(resident_bytes),
+    MEMSWAP_NUMBER(peak_resident_bytes),
+    MEMSWAP_NUMBER(away_bytes),
+    MEMSWAP_NUMBER(peak_away_bytes),
+    {nullptr, 0, 0, 0, nullptr},
+};
+#undef MEMSWAP_NUMBER
+
+PyGetSetDef properties[] = {
+    {"known_storages", known_storages, nullptr, "Number of storages that `find` knows.", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr},
+};
+
+PyType_Slot slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(make)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(dealloc)},
+    {Py_tp_methods, methods},
+    {Py_tp_members, members},
+    {Py_tp_getset, properties},
+    {Py_tp_doc, const_cast<char*>("What a saver counts (csrc/residence.h).")},
+    {0, nullptr},
+};
+
+PyType_Spec spec = {
+    .name = "memswap._C.Ledger",
+    .basicsize = sizeof(LedgerObject),
+    .itemsize = 0,
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+    .slots = slots,
+};
+
+}  // namespace
+
+LedgerObject* ledger_object(PyObject* object) {
+  if (!PyObject_TypeCheck(object, ledger_type)) {
+    PyErr_Format(PyExc_TypeError, "expected a Ledger, found %R", object);
+    return nullptr;
+  }
+  return reinterpret_cast<LedgerObject*>(object);
+}
+
+void remember(LedgerObject* ledger, const void* key, uint32_t version, PyObject* holder) {
+  ledger->known.insert_or_assign(key, LedgerObject::Known{holder, version});
+}
+
+void forget(LedgerObject* ledger, const void* key, const PyObject* holder) {
+  const auto found = ledger->known.find(key);
+  if (found != ledger->known.end() && found->second.holder == holder) {
+    ledger->known.erase(found);
+  }
+}
+
+void bind_ledger(py::module_& module) { ledger_type = add_type(module, "Ledger", spec); }
+
+}  // namespace memswap

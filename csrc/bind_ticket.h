@@ -1,0 +1,32 @@
+// Tickets, asked from the native side: Ticket itself, or whatever has its methods in Python.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace memswap {
+
+// Tickets let go of the GIL themselves where they have to ([Note: No lock while holding the GIL]),
+// so these are called with it. They throw what the ticket throws.
+bool is_done(PyObject* ticket);
+bool has_failed(PyObject* ticket);
+void wait_for(PyObject* ticket);
+void abandon(PyObject* ticket);
+
+// The new reference that a call of Python's C interface returned, or the exception that it set.
+inline pybind11::object owned(PyObject* result) {
+  if (result == nullptr) {
+    throw pybind11::error_already_set();
+  }
+  return pybind11::reinterpret_steal<pybind11::object>(result);
+}
+
+// Whether the result of such a call is true.
+inline bool truth(PyObject* result) {
+  const int answer = PyObject_IsTrue(owned(result).ptr());
+  if (answer < 0) {
+    throw pybind11::error_already_set();
+  }
+  return answer != 0;
+}
+
+}  // namespace memswap

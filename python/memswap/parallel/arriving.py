@@ -1,0 +1,300 @@
+"""ArrivingTensor: a tensor that is still on its way, and waits where it is first used.
+
+[Note: Arriving tensors] What :meth:`Pending.arriving` returns has the shape of what will arrive and
+no data. Rearranging it (``flatten``, ``transpose``, ...) gives another arriving tensor; every other
+function first waits, and is given the plain tensor, so nobody can read what is in flight. Two ways
+lead to the data. Functions of torch arrive at ``__torch_function__``, above autograd: there a node
+Arrive is made, at the first use, so that backward comes to it before it comes to whatever was
+computed while the exchange was on its way, and the gradient travels beside all that. Custom
+autograd Functions and C++ do not ask; autograd takes the arriving tensor for an ordinary one and
+its data is handed out below autograd. Their gradients come to Handoff, the node that made the
+arriving tensor. Arrive is a consumer of it like any other; it launches its gradient itself, and
+hands on zeros that take no memory and that Handoff recognizes: usually they are all that it gets.
+
+    Start -> token -> Handoff -> arriving tensor -> Arrive -> plain tensor -> most consumers
+                                                 -> custom Functions, C++
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_map_only
+
+from memswap.parallel.running import exchange_arrived
+from memswap.parallel.split_linear import can_split, split_linear
+
+if TYPE_CHECKING:
+    from memswap.parallel.exchange import Box
+
+#: Called with the name of the function that made an arriving tensor wait.
+FirstUse = Callable[[str], None]
+
+_REARRANGEMENTS = frozenset(
+    [getattr(torch.Tensor, name) for name in ("contiguous", "unflatten", "view")]
+    + [
+        getattr(where, name)
+        for name in (
+            *("flatten", "movedim", "permute", "reshape"),
+            *("squeeze", "transpose", "unflatten", "unsqueeze"),
+        )
+        for where in (torch.Tensor, torch)
+    ]
+)
+_QUESTIONS = frozenset(
+    [
+        getattr(torch.Tensor, name)
+        for name in (
+            *("__len__", "dim", "element_size", "is_complex", "is_contiguous"),
+            *("is_floating_point", "ndimension", "nelement", "numel", "size", "stride"),
+        )
+    ]
+    + [
+        getattr(torch.Tensor, name).__get__
+        for name in (
+            *("device", "dtype", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta"),
+            *("is_sparse", "itemsize", "layout", "nbytes", "ndim", "requires_grad", "shape"),
+        )
+    ]
+    + [torch.is_floating_point, torch.is_complex, torch.numel]
+)
+
+
+class Arrival:
+    """What an arriving tensor and its rearrangements have in common."""
+
+    def __init__(
+        self, box: Box, first_use: FirstUse | None, orphans: list[Callable[[], object]] | None
+    ) -> None:
+        self.box = box
+        self.expected = False
+        """Whether who is to use it first has got it."""
+        self._first_use = first_use
+        self._orphans = orphans
+        self._data: torch.Tensor | None = None
+        self._members: list[ref[ArrivingTensor]] = []
+
+    def data(self) -> torch.Tensor:
+        """What arrived. No autograd."""
+        if self._data is None:
+            self._data = self.box.finish()
+            exchange_arrived()
+        return self._data
+
+    def used_by(self, name: str) -> None:
+        if self._data is None and self._first_use is not None and not self.expected:
+            self._first_use(name)
+
+    def add(self, tensor: ArrivingTensor) -> None:
+        self._members.append(ref(tensor))
+
+    def arrive(self) -> None:
+        """Make the plain tensors of all, as they would have been made: copies see no later edit."""
+        members, self._members = self._members, []
+        for one in members:
+            tensor = one()
+            if tensor is not None:
+                tensor.plain()
+
+    def __del__(self) -> None:
+        if self._data is None and self.box.in_flight and self._orphans is not None:
+            self._orphans.append(self.box.finish)
+
+
+class ArrivingTensor(torch.Tensor):  # type: ignore[misc]
+    """See [Note: Arriving tensors]."""
+
+    _arrival: Arrival
+    _parent: ArrivingTensor | None
+    _rearrange: Callable[[torch.Tensor], torch.Tensor]
+    _like: torch.Tensor
+    _connected: bool
+    _plain: torch.Tensor | None
+
+    @staticmethod
+    def make(
+        arrival: Arrival,
+        like: torch.Tensor,
+        device: torch.device,
+        parent: ArrivingTensor | None = None,
+        rearrange: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+        *,
+        connected: bool = False,
+    ) -> ArrivingTensor:
+        """Looks like ``like``, a meta tensor, on ``device``."""
+        tensor: ArrivingTensor = torch.Tensor._make_wrapper_subclass(
+            ArrivingTensor, like.shape, like.stride(), dtype=like.dtype, device=device
+        )
+        tensor._arrival, tensor._like, tensor._parent = arrival, like, parent
+        tensor._rearrange, tensor._connected = rearrange, connected
+        tensor._plain = None
+        return tensor
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _QUESTIONS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        first = args[0] if args else None
+        name = getattr(func, "__name__", str(func))
+        # Also once it has arrived: a checkpoint's recompute has to do what its forward did.
+        if isinstance(first, ArrivingTensor):
+            if func in _REARRANGEMENTS:
+                return first._rearranged_by(func, args[1:], kwargs)
+            if func is F.linear:
+                weight, bias = _linear_arguments(*args[1:], **kwargs)
+                if can_split(first, weight, bias):
+                    return split_linear(lambda: first.arrived(name), weight, bias)
+        args, kwargs = tree_map_only(
+            ArrivingTensor, lambda tensor: tensor.arrived(name), (args, kwargs)
+        )
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func._schema.is_mutable:
+            raise NotImplementedError(
+                f"{func} would write to a tensor that is still arriving, from code that torch "
+                "functions do not see; use a clone of it"
+            )
+        args, kwargs = tree_map_only(
+            ArrivingTensor,
+            lambda tensor: tensor._below_autograd(func.__name__),
+            (args, kwargs or {}),
+        )
+        return func(*args, **kwargs)
+
+    def arrived(self, name: str = "wait") -> torch.Tensor:
+        """Wait, then the plain tensor, differentiable."""
+        self._arrival.used_by(name)
+        self._arrival.arrive()
+        return self.plain()
+
+    def plain(self) -> torch.Tensor:
+        """The plain tensor: one, whoever asks, in whatever mode."""
+        if self._plain is None or (self.requires_grad and not self._plain.requires_grad):
+            with torch.inference_mode(False), torch.set_grad_enabled(self.requires_grad):
+                self._plain = self._make_plain()
+        return self._plain
+
+    def _make_plain(self) -> torch.Tensor:
+        plain: torch.Tensor
+        if self.requires_grad and not self._connected:
+            data = self._raw() if self._plain is None else self._plain
+            plain = _Arrive.apply(self, data, None)
+        elif self._parent is not None:
+            plain = self._rearrange(self._parent.plain())
+        elif self.requires_grad:
+            plain = _Arrive.apply(self, self._arrival.data(), self._arrival.box)
+        else:
+            plain = self._arrival.data()
+        return plain
+
+    def expect(self) -> None:
+        """The next use is the one that was meant."""
+        self._arrival.expected = True
+
+    def _raw(self) -> torch.Tensor:
+        """The data, without autograd."""
+        if self._parent is None:
+            return self._arrival.data()
+        with torch.no_grad():
+            return self._rearrange(self._parent._raw())
+
+    def _below_autograd(self, name: str) -> torch.Tensor:
+        self._arrival.used_by(name)
+        return self._raw()
+
+    def _rearranged_by(self, func: Any, args: Any, kwargs: dict[str, Any]) -> ArrivingTensor:
+        def rearrange(tensor: torch.Tensor) -> torch.Tensor:
+            rearranged: torch.Tensor = func(tensor, *args, **kwargs)
+            return rearranged
+
+        like = rearrange(self._like)
+        connected = self.requires_grad and torch.is_grad_enabled()
+        tensor: ArrivingTensor = _Rearrange.apply(self, like, rearrange, connected)
+        if self._plain is None:
+            self._arrival.add(tensor)
+        else:
+            tensor.plain()
+        return tensor
+
+
+def _linear_arguments(weight: Any, bias: Any = None) -> tuple[Any, Any]:
+    return weight, bias
+
+
+def arriving(token: torch.Tensor, box: Box, shape: torch.Size, arrival: Arrival) -> ArrivingTensor:
+    """What ``box`` will hold, of ``shape`` and the dtype and device of ``token``."""
+    like = torch.empty(shape, dtype=token.dtype, device="meta")
+    tensor: ArrivingTensor = _Handoff.apply(token, box, like, arrival, torch.is_grad_enabled())
+    arrival.add(tensor)
+    return tensor
+
+
+class _Handoff(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(
+        ctx: Any, token: torch.Tensor, box: Box, like: torch.Tensor, arrival: Arrival, grad: bool
+    ) -> torch.Tensor:
+        ctx.box = box
+        connected = grad and token.requires_grad
+        return ArrivingTensor.make(arrival, like, token.device, connected=connected)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.box.launch_rest(gradient)
+        return gradient.new_empty(0), None, None, None, None
+
+
+class _Arrive(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: ArrivingTensor, data: torch.Tensor, box: Box | None
+    ) -> torch.Tensor:
+        # Without a box, somebody else's node made the tensor: a reentrant checkpoint's.
+        ctx.box = box
+        return data.detach()
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        if ctx.box is not None:
+            gradient = ctx.box.launch_gradient(gradient)
+        return gradient, None, None
+
+
+class _Rearrange(torch.autograd.Function):  # type: ignore[misc]
+    """Rearranges what has not arrived; for the gradients of consumers that torch does not see."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: ArrivingTensor,
+        like: torch.Tensor,
+        rearrange: Callable[[torch.Tensor], torch.Tensor],
+        connected: bool,
+    ) -> torch.Tensor:
+        ctx.rearrange, ctx.like = rearrange, tensor._like
+        return ArrivingTensor.make(
+            tensor._arrival, like, tensor.device, tensor, rearrange, connected=connected
+        )
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        with torch.enable_grad():
+            whole = torch.empty_like(ctx.like, device=gradient.device).requires_grad_()
+            (back,) = torch.autograd.grad(ctx.rearrange(whole), whole, gradient)
+        return back, None, None, None
