@@ -34,6 +34,7 @@ python := $(PYTHON)
 tools :=
 lint_tools :=
 bench_tools :=
+picture_tools :=
 export PYTHONPATH := $(CURDIR)/python$(if $(PYTHONPATH),:$(PYTHONPATH))
 # Another torch in the same Python is another build.
 torch_version := $(shell $(PYTHON) -c 'import torch; print(torch.__version__)' 2>/dev/null)
@@ -42,6 +43,7 @@ python := $(abspath $(VENV))/bin/python
 tools := $(VENV)/.tools
 lint_tools := $(VENV)/.lint-tools
 bench_tools := $(VENV)/.bench-tools
+picture_tools := $(VENV)/.picture-tools
 # The build finds cmake and ninja on PATH.
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 torch_version := $(TORCH)
@@ -64,7 +66,8 @@ requirements = $(python) -c 'import importlib.util, sys; \
         require-python require-torch FORCE
 
 help:
-	@echo 'make demo        train a small GPT twice, plain and with memswap, and compare every gradient'
+	@echo 'make demo        train a small GPT plain, with memswap and under a budget; compare every gradient,'
+	@echo '                 show the plan, and draw it (build/demo/memory.png)'
 	@echo 'make test        C++ tests, Python tests on the CPU and on the simulated accelerator'
 	@echo 'make test-all    the same and the slow tests'
 	@echo 'make test-npu    the real torch_npu on a fake ACL runtime, in an environment of its own'
@@ -75,8 +78,8 @@ help:
 	@echo 'make build       memswap._C in place; `make clean`, `make distclean` remove it'
 	@echo 'Options: PYTHON=python3.12 TORCH=2.12.0 VENV=.venv|none ARGS="..."'
 
-demo: build
-	$(python) -m memswap demo $(ARGS)
+demo: build $(picture_tools)
+	$(python) -m memswap demo --picture build/demo $(ARGS)
 
 test: build
 	$(python) tests/run.py $(ARGS)
@@ -174,6 +177,12 @@ $(tools): $(VENV)/.torch pyproject.toml
 $(lint_tools): pyproject.toml | $(VENV)/.created
 	$(requirements) lint > $(VENV)/requirements-lint.txt
 	$(python) -m pip install --quiet --requirement $(VENV)/requirements-lint.txt
+	@touch $@
+
+# What draws the demo's picture of a planned step. Without it the demo says that there is none.
+$(picture_tools): $(VENV)/.torch pyproject.toml
+	$(requirements) picture > $(VENV)/requirements-picture.txt
+	-$(python) -m pip install --quiet --requirement $(VENV)/requirements-picture.txt
 	@touch $@
 
 # The codecs that ours is measured against, and what draws the picture. Without them (no network)

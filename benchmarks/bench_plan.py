@@ -50,7 +50,8 @@ SIZES = {
     ],
 }
 SHARES = (0.8, 0.67, 0.5)
-PLAN_STEPS = 6  # until there is a plan, and one of its steps has been timed
+RECOMPUTE_SHARES = (0.67, 0.5)
+PLAN_STEPS = 7  # until there is a plan, and one of its steps has been timed
 
 Attach = Callable[[Llama], AbstractContextManager[Any]]
 
@@ -64,12 +65,22 @@ def boundary_only(pool: Any, model: Llama) -> Iterator[memswap.saved_tensors]:
 
 
 @contextmanager
-def planned(bench: Bench, budget: int | str, model: Llama) -> Iterator[memswap.Manager]:
-    """Manage the layers under a budget, from the step on in which there is a plan."""
-    with memswap.manage(model.layers, pool=bench.pool, budget=budget) as manager:
-        for _ in range(PLAN_STEPS):
-            bench.step()
-        yield manager
+def planned(
+    bench: Bench, budget: int | str, regions: bool, model: Llama
+) -> Iterator[memswap.Manager]:
+    """Manage the layers under a budget, from the step on in which there is a plan.
+
+    `regions`: whether the plan may recompute layers as well.
+    """
+    checkpointed = memswap.checkpoint_module(model.layers) if regions else None
+    try:
+        with memswap.manage(model.layers, pool=bench.pool, budget=budget) as manager:
+            for _ in range(PLAN_STEPS):
+                bench.step()
+            yield manager
+    finally:
+        if checkpointed is not None:
+            checkpointed.remove()
 
 
 def kept_bytes(bench: Bench) -> int:
@@ -85,17 +96,20 @@ def modes_of(bench: Bench) -> dict[str, Attach]:
     pin = bench.device.type != "cpu"
     swap = memswap.Policy(memswap.Action.SWAP)
     save_on_cpu = partial(torch.autograd.graph.save_on_cpu, pin_memory=pin)
-    modes: dict[str, Attach] = {
-        BASELINE: lambda model: nullcontext(),
-        "checkpoint": recompute,
-        "save_on_cpu": partial(around_layers, save_on_cpu),
+    modes: dict[str, Attach] = {BASELINE: lambda model: nullcontext(), "checkpoint": recompute}
+    if pin:  # on a CPU it copies nothing
+        modes["save_on_cpu"] = partial(around_layers, save_on_cpu)
+    modes |= {
         "boundary only": partial(boundary_only, bench.pool),
         "all swapped": lambda model: memswap.manage(model.layers, swap, pool=bench.pool),
-        "memswap auto": partial(planned, bench, "auto"),
+        "memswap auto": partial(planned, bench, "auto", False),
     }
     kept = kept_bytes(bench)
     for share in SHARES:
-        modes[f"memswap {share:.0%}"] = partial(planned, bench, int(share * kept))
+        modes[f"memswap {share:.0%}"] = partial(planned, bench, int(share * kept), False)
+    for share in RECOMPUTE_SHARES:
+        name = f"memswap {share:.0%}, may recompute"
+        modes[name] = partial(planned, bench, int(share * kept), True)
     return modes
 
 

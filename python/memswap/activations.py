@@ -117,7 +117,7 @@ class Manager(Managed):
         if budget is not None:
             assert isinstance(policy, Policy)  # manage() has seen to it
             self._pilot = self._saver.director = Pilot(
-                self._saver, policy, pool, budget, rates, group
+                self._saver, policy, pool, budget, rates, group, self._units
             )
         self._visits = VisitStack()
         self._opener: str | None = None
@@ -153,6 +153,18 @@ class Manager(Managed):
         if pilot is None or pilot.step is None or pilot.rates is None:
             return None
         return pilot.step, pilot.rates
+
+    def stats(self) -> Stats:
+        """What was done since this began or :meth:`reset_stats`."""
+        if self._pilot is not None:
+            self._pilot.look()
+        return super().stats()
+
+    def reset_stats(self) -> None:
+        """Start counting anew."""
+        if self._pilot is not None:
+            self._pilot.look()
+        super().reset_stats()
 
     def remove(self) -> None:
         """Take the hooks off the modules. Graphs that are alive can still run backward.

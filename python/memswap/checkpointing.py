@@ -191,6 +191,14 @@ class Checkpointing:
         self._modules.clear()
         self._saver.settle()
 
+    @property
+    def leaves_it_to_plans(self) -> bool:
+        """Whether a plan may save what these regions compute instead of recomputing it.
+
+        A policy is the user's own word about that, and another pool is out of a plan's sight.
+        """
+        return self._decide is None and not self._has_pool
+
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The region itself, outside of what torch.compile traces."""
         if not torch.is_grad_enabled():
@@ -218,6 +226,8 @@ class Checkpointing:
             )
             context_fn = region.contexts
         called, flat = _flattened(fn, args, kwargs)
+        if around is not None and around.saver.director is not None:
+            called = around.saver.director.counting(called)
         inputs = outer.within(f"{unit}/inputs", self._input_action, group)
         if self._input_action is not None:
             inputs.enter()
@@ -278,7 +288,20 @@ class _CheckpointedForward:
         self._replaced: Callable[..., Any] | None = module.__dict__.get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._checkpointing.checkpoint(self._own(), *args, **kwargs)
+        own = self._own()
+        if not torch.compiler.is_compiling() and not self._recomputes(args, kwargs):
+            return own(*args, **kwargs)
+        return self._checkpointing.checkpoint(own, *args, **kwargs)
+
+    def _recomputes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether this forward is a region: under a budget the plan says so."""
+        module, visit = self._module(), current_visit()
+        if module is None or visit is None or not self._checkpointing.leaves_it_to_plans:
+            return True
+        director = visit.saver.director
+        if director is None or not torch.is_grad_enabled() or in_backward():
+            return True
+        return director.recomputes(module, (*args, *kwargs.values()))
 
     @property
     def __signature__(self) -> inspect.Signature:

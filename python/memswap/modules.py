@@ -17,10 +17,12 @@ from torch import nn
 from memswap._native import native
 from memswap.activations import Manager, checked_policy
 from memswap.engine.action import TensorInfo
+from memswap.engine.pools import DiskPool
 from memswap.engine.stats import Count, Stats
 from memswap.engine.transfer import check_pool
 from memswap.managed import Removable
 from memswap.planning.policy import Policy, Restricted
+from memswap.planning.profile import remembered
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -128,9 +130,13 @@ class Tower(Manager):
 def link_speed(route: Route) -> float:
     """Bytes per second that come back over a route's lane; infinite where that cannot be tried.
 
-    Takes nothing from the system: a part of what the pool has free is enough for it, or nothing is
-    measured.
+    What :func:`memswap.profile` has measured, as plans go by; where it has not run, a small copy
+    here and now. That takes nothing from the system: a part of what the pool has free is enough for
+    it, or nothing is measured.
     """
+    known = remembered(route.device, route.pool.path if isinstance(route.pool, DiskPool) else None)
+    if known is not None and known.h2d_bytes_per_s:
+        return known.h2d_bytes_per_s
     nbytes = min(route.pool.statistics().largest_free_bytes // 4, MOST_LINK_BYTES)
     block = route.pool.native.allocate(nbytes) if nbytes >= FEWEST_LINK_BYTES else None
     if block is None:

@@ -111,6 +111,66 @@ def test_a_budget_is_kept_and_gradients_are_the_same(device, new_pool, share):
     assert_released(manager, pool)
 
 
+@pytest.mark.parametrize("flights", [2, 3])
+@pytest.mark.parametrize("order", ["first-in-first-out", "last-in-first-out", "one-by-one"])
+def test_forwards_in_flight_share_a_budget(device, new_pool, flights, order):
+    """GPipe, its reverse, and 1F1B: a forward, a backward, with so many waiting all the time."""
+
+    def microbatches(layers: nn.ModuleList) -> list[torch.Tensor | None]:
+        layers.zero_grad(set_to_none=True)
+        waiting: list[torch.Tensor] = []
+        for number in range(2 * flights):
+            waiting.append(forward(layers, 32, device))
+            if order == "one-by-one":
+                if len(waiting) == flights:
+                    waiting.pop(0).backward()
+            elif number % flights == flights - 1:
+                for loss in waiting if order[0] == "f" else reversed(waiting):
+                    loss.backward()
+                del loss
+                waiting.clear()
+        while waiting:
+            waiting.pop(0).backward()
+        return gradients(layers)
+
+    layers = new_layers(device)
+    plain = microbatches(layers)
+    budget = int(0.6 * flights * kept_peak(device, new_pool()))
+    pool = new_pool()
+    with memswap.manage(layers, SWAP, pool=pool, budget=budget, rates=rates_for(device)) as manager:
+        for _ in range(3):
+            assert_same_gradients(microbatches(layers), plain)
+        manager.reset_stats()
+        for _ in range(2):
+            assert_same_gradients(microbatches(layers), plain)
+        plan = manager.plan
+        assert plan is not None and plan.in_flight == flights and plan.moved_bytes > 0
+        assert plan.peak_bytes * flights <= budget
+        assert manager.stats().peak_resident_bytes <= budget
+    assert_released(manager, pool)
+
+
+def test_more_forwards_in_flight_than_planned_for_get_a_plan_at_once(device, new_pool):
+    layers = new_layers(device)
+    plain = step(layers, 32, device)
+    budget = int(1.3 * kept_peak(device, new_pool()))
+    with memswap.manage(
+        layers, SWAP, pool=new_pool(), budget=budget, rates=rates_for(device)
+    ) as manager:
+        for _ in range(5):
+            assert_same_gradients(step(layers, 32, device), plain)
+        assert manager.plan.moved_bytes == 0 and manager.plan.in_flight == 1
+        manager.reset_stats()
+        for _ in range(3):
+            losses = [forward(layers, 32, device) for _ in range(2)]
+            for loss in losses:
+                layers.zero_grad(set_to_none=True)
+                loss.backward()
+                assert_same_gradients(gradients(layers), plain)
+            del loss, losses
+        assert manager.plan.in_flight == 2 and manager.plan.moved_bytes > 0
+
+
 def test_a_budget_that_cannot_be_met_says_which_one_can(device, new_pool):
     layers = new_layers(device)
     with memswap.manage(
@@ -178,8 +238,9 @@ def test_a_later_plan_that_cannot_meet_the_budget_warns_and_trains_on(device, ne
         assert kind.plan is not None
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            pilot._budget = 1
-            pilot._adopt(kind, kind.step, rates_for(device))
+            learner = pilot._learner
+            learner._budget = 1
+            learner._adopt(kind, kind.step, rates_for(device), kind.keys)
         assert any("beyond the budget" in str(one.message) for one in caught)
         assert kind.plan.moved_bytes > 0
 

@@ -163,7 +163,20 @@ def test_two_layers_are_there_at_once_or_more_where_the_link_is_slow(device, new
     assert windows[0.0] > 0.95, "a link that carries nothing: nothing need come back"
 
 
-def test_the_link_is_measured_and_takes_nothing_from_the_system(device, new_pool):
+def test_plans_and_towers_go_by_the_same_rates(device, new_pool, monkeypatch):
+    """What memswap.profile has measured is not measured again, and not otherwise."""
+    rates = memswap.Rates("known", 1e9, 123e6, 1e9, 1e9)
+    monkeypatch.setattr(modules, "remembered", lambda device, folder: rates)
+    model, x = new_stack(device, depth=3), new_input(device)
+    with memswap.swap_modules(model, "layers.{*}", policy=EVERYTHING, pool=new_pool()) as swap:
+        for _ in range(3):
+            train_step(model, lambda: model(x))
+        (tower,) = swap.towers.values()
+        assert tower.link_bytes_per_s == 123e6
+
+
+def test_the_link_is_measured_and_takes_nothing_from_the_system(device, new_pool, monkeypatch):
+    monkeypatch.setattr(modules, "remembered", lambda device, folder: None)
     model, x = new_stack(device, depth=3), new_input(device)
     pool = new_pool()
     pool.reserve("4MiB")

@@ -47,6 +47,29 @@ def test_ranks_that_measured_different_times_have_the_same_plan(rank: Rank) -> N
         rank.same_everywhere(shown, "the plan")
         rank.same_everywhere(dict(plan.releases), "when it releases")
         assert manager.learnt[1].d2h_bytes_per_s in (own, 1e8)
+    same_layers_are_recomputed(rank, layers)
+
+
+def same_layers_are_recomputed(rank: Rank, layers: nn.ModuleList) -> None:
+    """Where nothing else fits: every rank records the same trial and makes the same plan of it."""
+    rates = Rates("any", 1e9, 1e9, 1e9, 1e9)
+    keep = memswap.Policy(action=Action.KEEP, min_bytes=1)
+    pairs = [nn.Sequential(*layers[i : i + 2]) for i in range(0, len(layers), 2)]
+    regions = memswap.checkpoint_module(pairs)
+    with memswap.manage(
+        pairs, keep, budget=6 * 32 * 64 * 4, rates=rates, group=dist.group.WORLD
+    ) as manager:
+        for _ in range(7):
+            layers.zero_grad(set_to_none=True)
+            x = torch.ones(32, 64) * (1 + rank.rank)
+            for pair in pairs:
+                x = pair(x)
+            x.sum().backward()
+        plan = manager.plan
+        assert plan is not None and plan.recompute
+        rank.same_everywhere(plan.recompute, "which layers are recomputed")
+        rank.same_everywhere(dict(plan.fetches), "when it fetches")
+    regions.remove()
 
 
 @distributed(2)

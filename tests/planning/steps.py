@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from memswap import Action, Rates
-from memswap.planning.step import SavedStorage, Step
+from memswap.planning.step import Region, SavedStorage, Step
 
 ALL = (Action.SWAP, Action.ENCODE_SWAP, Action.ENCODE)
 
@@ -84,12 +84,13 @@ def steps(draw: st.DrawFn, most: int = 5, recomputable: bool = False) -> Step:
         )
     gaps = draw(st.lists(st.integers(0, 4000), min_size=marks, max_size=marks))
     units = sorted({storage.unit for storage in storages}) if recomputable else []
+    first = {unit: next(i for i, one in enumerate(storages) if one.unit == unit) for unit in units}
     return Step(
         tuple(storages),
         tuple(order),
         tuple(gap * 1e-6 for gap in gaps),
         0.0,
-        {unit: draw(st.integers(0, 500)) for unit in units},
+        tuple(Region(u, (first[u],), draw(st.sampled_from([0, 300]))) for u in units),
     )
 
 

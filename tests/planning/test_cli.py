@@ -19,7 +19,7 @@ TINY += ["--batch", "4"]
 def quick(monkeypatch, tmp_path):
     """No measuring of this machine, and no file in the user's cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(module, "measure", lambda device: module.Rates(**{
+    monkeypatch.setattr(module, "measure", lambda device, folder: module.Rates(**{
         **RATES.as_dict(), "encode_bytes_per_s": 1e9, "decode_bytes_per_s": 1e9,
         "inline_codec": True,
     }))  # fmt: skip

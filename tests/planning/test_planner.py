@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import combinations, pairwise, product
 
 import pytest
@@ -15,26 +16,21 @@ from steps import ALL, RATES, machines, saved, stack, steps
 import memswap
 from memswap import Action, BudgetError
 from memswap.planning.planner import AUTO_SLOWDOWN, make_plan
+from memswap.planning.regions import under
 from memswap.planning.search import Candidate, Search
 from memswap.planning.simulate import replay
-from memswap.planning.step import Step
+from memswap.planning.step import Region, Step
 
 few = settings(max_examples=40, deadline=None, derandomize=True)
 
 
 def all_plans(search: Search, limit: float) -> list[Candidate]:
     """Every choice there is, by brute force."""
-    step = search.step
-    units = [unit for unit in step.units if unit in step.recomputable]
+    menus = [(Action.KEEP, *search.menus[i]) for i in range(len(search.step.storages))]
     found = []
-    for count in range(len(units) + 1):
-        for recompute in combinations(units, count):
-            menus = [(Action.KEEP, *search.menus[i]) for i in range(len(step.storages))]
-            for actions in product(*menus):
-                choice = {i: a for i, a in enumerate(actions) if a is not Action.KEEP}
-                if any(step.storages[i].unit in recompute for i in choice):
-                    continue
-                found.append(search.candidate(choice, limit, recompute))
+    for actions in product(*menus):
+        choice = {i: a for i, a in enumerate(actions) if a is not Action.KEEP}
+        found.append(search.candidate(choice, limit))
     return found
 
 
@@ -55,10 +51,22 @@ def test_a_small_plan_is_the_cheapest_there_is(step, rates, share):
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(steps(most=3, recomputable=True), machines, st.floats(0.05, 1.0))
 def test_recomputing_is_weighed_against_everything_else(step, rates, share):
-    search = Search(step, rates)
-    limit = budgets(step, share)
-    best = min(one.cost for one in all_plans(search, limit))
-    assert search.best_within(limit).cost[:2] == best[:2]
+    budget = budgets(step, share)
+    names = [region.unit for region in step.regions]
+    found = []
+    for count in range(len(names) + 1):
+        for units in combinations(names, count):
+            derived = under(step, units)
+            again_ns = round((derived.compute_s - step.compute_s) * 1e9)
+            for one in all_plans(Search(derived, rates), budget):
+                found.append((one.cost[0], one.cost[1] + again_ns))
+    plan = make_plan(step, rates, budget, at_least=True)
+    over, exposed_ns = min(found)
+    if over:
+        assert plan.peak_bytes - budget == over, "a plan that comes closer was overlooked"
+    else:
+        assert plan.peak_bytes <= budget
+        assert plan.exposed_s * 1e9 <= exposed_ns + 2, "a cheaper plan was overlooked"
 
 
 @few
@@ -82,7 +90,7 @@ def test_a_budget_is_met_or_the_smallest_one_is_stated(step, rates, share):
 def test_what_a_plan_says_is_what_its_replay_does(step, rates, share):
     plan = make_plan(step, rates, budgets(step, share), at_least=True)
     choice = {i: one.action for i, one in enumerate(plan.storages)}
-    again = replay(step, rates, choice, plan.limit_bytes, plan.recompute)
+    again = replay(plan.step, rates, choice, plan.limit_bytes)
     assert again.peak_bytes == plan.peak_bytes
     assert again.total_exposed_s == pytest.approx(plan.exposed_s)
     saves = len(step.storages)
@@ -190,24 +198,54 @@ def test_what_the_model_holds_itself_stays_and_the_plan_says_so():
     assert "never freed" in plan.storages[0].why
 
 
+def with_regions(step: Step) -> Step:
+    """Each unit is called with what the one before saved, and the first with what nobody saves."""
+    regions = tuple(
+        Region(unit, (index - 1,) if index else (), 0 if index else 100)
+        for index, unit in enumerate(step.units)
+    )
+    return replace(step, regions=regions)
+
+
 def test_a_checkpoint_region_is_recomputed_where_the_link_is_too_slow():
     step = stack([1000] * 6, forward_s=1e-4, backward_s=2e-4)
-    regions = {str(i): 100 for i in range(6)}
-    step = Step(step.storages, step.order, step.gaps_s, 0.0, regions)
-    swapped = make_plan(Step(step.storages, step.order, step.gaps_s), RATES, 2500)
-    plan = make_plan(step, RATES, 2500)
+    swapped = make_plan(step, RATES, 2500)
+    plan = make_plan(with_regions(step), RATES, 2500)
     assert plan.recompute and plan.exposed_s < swapped.exposed_s
     assert "recompute" in str(plan)
 
 
 def test_a_plan_is_never_slower_than_recomputing_what_it_may_recompute():
-    step = stack([1000] * 6, forward_s=1e-4, backward_s=2e-4)
-    step = Step(step.storages, step.order, step.gaps_s, 0.0, {str(i): 100 for i in range(6)})
-    for budget in range(1600, 6000, 400):
-        everywhere = replay(step, RATES, {}, budget, step.units)
-        if everywhere.peak_bytes <= budget:
+    step = with_regions(stack([1000] * 6, forward_s=1e-4, backward_s=2e-4))
+    everywhere = under(step, step.units)
+    met = 0
+    for budget in range(1600, 7000, 400):
+        found = replay(everywhere, RATES, {}, budget)
+        if found.peak_bytes <= budget:
+            met += 1
+            again_s = everywhere.compute_s - step.compute_s
             plan = make_plan(step, RATES, budget)
-            assert plan.exposed_s <= everywhere.total_exposed_s + 1e-9
+            assert plan.exposed_s <= found.total_exposed_s + again_s + 1e-9
+    assert met
+
+
+@few
+@given(steps(most=8, recomputable=True), st.integers(0, 15))
+def test_recomputing_keeps_the_inputs_and_takes_the_forward_again(step, chosen):
+    units = [one.unit for place, one in enumerate(step.regions) if chosen >> place & 1]
+    derived = under(step, units)  # a Step checks itself
+    inputs = {index for one in step.regions if one.unit in units for index in one.inputs}
+    others = sum(one.other_nbytes for one in step.regions if one.unit in units)
+    left = [
+        one.nbytes
+        for index, one in enumerate(step.storages)
+        if one.unit not in units or index in inputs
+    ]
+    assert derived.saved_bytes == sum(left) + others
+    demanded = {step.storages[index].unit for index in step.order}
+    again_s = sum(step.forward_s(unit) for unit in units if unit in demanded)
+    assert derived.compute_s == pytest.approx(step.compute_s + again_s)
+    assert max(derived.extra_nbytes, default=0) <= step.saved_bytes
 
 
 SCRIPT = """

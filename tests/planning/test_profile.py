@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ def count(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     made: list[torch.device] = []
 
-    def measure(device: torch.device) -> Rates:
+    def measure(device: torch.device, folder: Path) -> Rates:
         made.append(device)
         return Rates("counted", 1e9, 1e9, 5e8, 5e8, 2e9, 3e9, inline_codec=True)
 
@@ -46,6 +47,14 @@ def test_what_was_measured_is_remembered(count):
     assert len(count) == 2
     content = json.loads(module.cache_file(CPU).read_text())
     assert content["measured_on"]["torch"] == torch.__version__, "the file does not say of what"
+
+
+def test_each_folder_of_a_disk_pool_has_rates_of_its_own(count, tmp_path):
+    """Two folders may be two disks; measuring one must not say anything about the other."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder in (one, other, one, None):
+        memswap.profile("cpu", folder=folder)
+    assert len(count) == 3
 
 
 @pytest.mark.parametrize(

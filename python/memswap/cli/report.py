@@ -27,7 +27,7 @@ def replays(planned: Planned) -> tuple[Replay, Replay]:
     actions = {index: storage.action for index, storage in enumerate(plan.storages)}
     return (
         replay(step, rates, {}, spans=True),
-        replay(step, rates, actions, plan.limit_bytes, plan.recompute, spans=True),
+        replay(plan.step, rates, actions, plan.limit_bytes, spans=True),
     )
 
 

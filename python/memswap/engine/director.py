@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
+    from torch import nn
 
     from memswap.engine.action import Action
     from memswap.engine.entry import Entry
@@ -38,6 +41,15 @@ class Director(Protocol):
 
     def saved(self, entry: Entry) -> None:
         """It is on its way, or stayed."""
+
+    def again(self, entry: Entry, unit: str) -> None:
+        """A unit saves a storage that was saved before."""
+
+    def recomputes(self, module: nn.Module, args: tuple[Any, ...]) -> bool:
+        """Whether a module that is a checkpoint region is one in the forward that begins now."""
+
+    def counting(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """The function of a region, so that what it saves in backward is noticed."""
 
     def demanding(self, entry: Entry) -> None:
         """Backward asks for a storage. What it waits for, it waits for after this."""

@@ -96,9 +96,7 @@ class Durations:
         """
         if not self.measuring:
             return
-        stream_id, device_index, device_type = stream
-        lane = torch.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
-        now = recorded(lane)
+        now = recorded(stream_of(stream))
         before = self._submitted.get(encoded)
         if before is not None:
             self._spans.append(Span(ENCODE if encoded else DECODE, nbytes, before, now))
@@ -142,6 +140,12 @@ class Durations:
             self._queue.encode_rate = nbytes / seconds
             if DECODE not in self._codec:
                 self._queue.decode_rate = nbytes / seconds
+
+
+def stream_of(packed: tuple[int, int, int]) -> torch.Stream:
+    """A lane's stream: (stream id, device index, device type)."""
+    stream_id, device_index, device_type = packed
+    return torch.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
 
 
 def recorded(stream: torch.Stream) -> torch.Event:

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from memswap.engine.timeline import Passage
 
 
+#: Storages that one operator asks for in a row.
+MOST_ASKED = 8
+
+
 @dataclass(frozen=True, slots=True)
 class RecordedStorage:
     """One saved storage of a passage."""
@@ -43,7 +47,9 @@ class RecordedStorage:
     """Number of the first mark at which the forward held it no longer. None: it still did when
     backward asked for it, so that leaving frees nothing."""
     last_demand: int | None
-    """Number of the mark in whose course it was demanded last. None: never."""
+    """Number of the last mark in whose course somebody used it. None: it was never demanded."""
+    kept_until: int | None
+    """Number of the last mark at which its graph still had it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +129,8 @@ class Recorder:
         self._last_demand: list[int | None] = []
         self._order: list[int] = []
         self._order_set: set[int] = set()
+        self._served: dict[int, int] = {}  # demanded, and still the graph's -> marks since
+        self._kept_until: list[int | None] = []
         self._moments: list[tuple[Any, Any]] = []
         self._opening = clock.now()
         self._began: Any = self._opening
@@ -150,6 +158,7 @@ class Recorder:
         self._sent.append(index)
         self._held_until.append(None)
         self._last_demand.append(None)
+        self._kept_until.append(None)
         self._note_bytes(entry)
 
     def demanding(self, entry: Entry) -> None:
@@ -159,6 +168,7 @@ class Recorder:
         if not self._order:
             self._look()
         self._began = self._clock.now()
+        self._look_at_served()
 
     def demanded(self, entry: Entry) -> None:
         """Backward has it."""
@@ -167,7 +177,8 @@ class Recorder:
             self._order_set.add(index)
             self._order.append(index)
             self._moments.append((self._began, self._clock.now()))
-        self._last_demand[index] = len(self._moments) - 1
+        self._last_demand[index] = self._kept_until[index] = len(self._moments) - 1
+        self._served[index] = 0
         self._note_bytes(entry)
 
     def close(self) -> None:
@@ -190,6 +201,12 @@ class Recorder:
         ends = [self._opening, *(end for _, end in self._moments)]
         begins = [*(begin for begin, _ in self._moments), self._end]
         gaps = [max(seconds(end, begin), 0.0) for end, begin in zip(ends, begins, strict=True)]
+        # A mark that was begun may not have come to be.
+        final = len(self._moments) - 1
+        last_demand, kept_until = (
+            [None if mark is None else min(mark, final) for mark in marks]
+            for marks in (self._last_demand, self._kept_until)
+        )
         return Record(
             storages=tuple(
                 RecordedStorage(*parts)
@@ -198,7 +215,8 @@ class Recorder:
                     self._actions,
                     self._moved,
                     self._held_until,
-                    self._last_demand,
+                    last_demand,
+                    kept_until,
                     strict=True,
                 )
             ),
@@ -211,6 +229,22 @@ class Recorder:
 
     def _note_bytes(self, entry: Entry) -> None:
         self._peak_bytes = max(self._peak_bytes, entry.saver.ledger.resident_bytes)
+
+    def _look_at_served(self) -> None:
+        """What the graph has let go of since the last mark.
+
+        An operator that saved several storages asks for one after another and uses them together.
+        A graph that is retained, or the frame of a checkpoint region, has them for longer.
+        """
+        mark = len(self._moments)
+        for index, marks in list(self._served.items()):
+            if self._entries[index]() is None:
+                del self._served[index]
+                continue
+            self._served[index] = marks + 1
+            self._kept_until[index] = mark
+            if marks < MOST_ASKED:
+                self._last_demand[index] = mark
 
     def _look(self) -> None:
         """Which storages the forward has let go of since the last mark."""

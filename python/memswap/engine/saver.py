@@ -128,6 +128,8 @@ class Saver:
         if known is not None:
             self.ledger.deduplicated_tensors += 1
             self.ledger.deduplicated_bytes += view.nbytes
+            if self.director is not None and isinstance(known, Entry):
+                self.director.again(known, visit.unit)
             if isinstance(known, Stay) or (known.away is None and known.storage is None):
                 return Kept(tensor, known)
             return self.moved(known, view)  # it has left, or waits to: the entry holds the storage

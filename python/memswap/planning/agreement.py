@@ -50,7 +50,7 @@ def alike(one: Step, other: Step) -> bool:
 
     def essence(step: Step) -> tuple[Any, ...]:
         storages = [replace(s, frame_nbytes=0, held_frame_nbytes=0) for s in step.storages]
-        return storages, step.order, dict(step.recomputable)
+        return storages, step.order, step.regions, step.extra_nbytes
 
     return essence(one) == essence(other)
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memswap._native import native
 from memswap.engine.action import Action
-from memswap.planning.step import SavedStorage, Step
+from memswap.planning.step import Region, SavedStorage, Step
 
 if TYPE_CHECKING:
     import torch
 
     from memswap.engine.expectations import Expectations
+    from memswap.engine.link_times import LinkTimes
     from memswap.engine.record import Record
+    from memswap.engine.region_record import RegionRecord
     from memswap.planning.rates import Rates
 
 
@@ -23,6 +25,7 @@ def step_of(
     device: torch.device,
     fixed: bool = False,
     on_disk: bool = False,
+    regions: RegionRecord | None = None,
 ) -> Step:
     """What the planner needs of a passage.
 
@@ -32,9 +35,10 @@ def step_of(
         device: where the storages are.
         fixed: whether the policy says how storages move, so that only whether is left.
         on_disk: whether the user's pool is a file.
+        regions: what the passage showed about regions.
     """
     storages = []
-    for saved in record.storages:
+    for index, saved in enumerate(record.storages):
         sizes = expectations.sizes(saved.key)
         frame_nbytes, held_nbytes = sizes or (0, 0)
         storages.append(
@@ -48,13 +52,19 @@ def step_of(
                 held_frame_nbytes=held_nbytes,
                 held_until=saved.held_until,
                 last_demand=saved.last_demand,
+                kept_until=saved.kept_until,
+                users=() if regions is None else regions.users(index, saved.key.unit),
             )
         )
+    marks = len(record.gaps_s)
+    extra = {} if regions is None else regions.extra
     return Step(
         storages=tuple(storages),
         order=record.order,
         gaps_s=tuple(map(quantised, record.gaps_s)),
         tail_s=quantised(record.tail_s),
+        regions=() if regions is None else tuple(Region(*one) for one in regions.regions()),
+        extra_nbytes=tuple(extra.get(m, 0) for m in range(marks)) if any(extra.values()) else (),
     )
 
 
@@ -100,6 +110,26 @@ def calibrated(rates: Rates, record: Record) -> Rates:
         decode_bytes_per_s=quantised(nbytes / decode_s),
         codec_latency_s=0.0,  # it is in the rates
     )
+
+
+def linked(rates: Rates, links: LinkTimes, late: bool) -> Rates:
+    """Rates of the link as a passage saw them.
+
+    A passage shows what the link reaches at least, so it may be faster than was thought; it is
+    slower only if compute has waited for it as well.
+
+    Args:
+        late: whether it has, for longer than was predicted.
+    """
+    values: dict[str, Any] = {}
+    seen = links.rates(rates.copy_latency_s)
+    for way, found in zip(("d2h", "h2d"), seen, strict=True):
+        name, duplex = f"{way}_bytes_per_s", f"duplex_{way}_bytes_per_s"
+        before = getattr(rates, name)
+        if found > before or (late and found > 0):
+            values[name] = quantised(found)
+            values[duplex] = quantised(getattr(rates, duplex) * found / before) if before else found
+    return replace(rates, **values)
 
 
 def quantised(value: float) -> float:

@@ -1,14 +1,4 @@
-"""Pilot: learns what a step is like, makes a plan, and has the saver follow it.
-
-[Note: Learning]
-Passages with the same first storage are of one kind, and each kind learns for itself: its first
-passage runs as it would without a budget, so that allocators and caches warm up; in the second
-everything is encoded on its way out, where there is a codec, which shows how much it shrinks; the
-third is timed, by two events per mark; the fourth begins with a plan. Planning may wait for the
-device once. After that nothing waits, and nothing is recorded but one passage now and then. What
-does not look as planned is treated as if there were no plan, which is safe; twice in a row, and the
-kind learns again. So a wrong forecast costs time or room, never a bit.
-"""
+"""Pilot: has a saver follow plans, and takes down what they are made of ([Note: Learning])."""
 
 from __future__ import annotations
 
@@ -23,16 +13,17 @@ from memswap._native import native
 from memswap.engine.action import Action
 from memswap.engine.entry import Entry, State
 from memswap.engine.expectations import Key
-from memswap.engine.pools import DiskPool
-from memswap.engine.record import Clock, Record, Recorder
-from memswap.planning.agreement import agree
-from memswap.planning.observed import calibrated, quantised, step_of
-from memswap.planning.planner import make_plan
-from memswap.planning.profile import profile
+from memswap.engine.link_times import LinkTimes
+from memswap.engine.recomputed import Recomputed
+from memswap.engine.record import Clock, Recorder
+from memswap.engine.region_record import RegionRecord
+from memswap.planning.kinds import Course, Kind, Timing
+from memswap.planning.learner import Learner, regions_off
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from weakref import ref
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import nn
 
     from memswap.engine.saver import Saver
     from memswap.engine.timeline import Passage
@@ -44,47 +35,8 @@ if TYPE_CHECKING:
 #: Kinds of passages that are remembered, the latest.
 MOST_KINDS = 16
 
-#: A planned passage is timed again after so many.
-RETIME_AFTER = 128
-
-#: A plan is made anew when the step's own time has changed by this share,
-TIME_TOLERANCE = 0.25
-
-#: and a storage counts as another one when its size has.
+#: A storage counts as another one when its size has changed by this share.
 SIZE_TOLERANCE = 0.25
-
-#: Passages without a backward of their own, after which somebody should know.
-MOST_UNUSABLE = 8
-
-
-class Kind:
-    """Passages that begin with the same storage."""
-
-    def __init__(self) -> None:
-        self.learnt = 0  # passages since it began to learn
-        self.planned = 0  # passages since the plan
-        self.changed = 0  # of these, the last ones that did not look as planned
-        self.unusable = 0
-        self.replans = 0
-        self.recorder: Recorder | None = None
-        self.step: Step | None = None
-        self.keys: tuple[Key, ...] = ()  # of the step's storages
-        self.plan: Plan | None = None
-        self.measured_peak_bytes: int | None = None
-        self.measured_exposed_s: float | None = None
-
-
-class Course:
-    """One passage of a kind."""
-
-    def __init__(self, kind: Kind, plan: Plan | None, recorder: Recorder | None) -> None:
-        self.kind = kind
-        self.plan = plan
-        self.recorder = recorder
-        self.lost = False  # whether it went another way than planned
-        self.changed = False
-        self.closed = False
-        self.lingering: list[ref[Entry]] = []  # released, and still held by the forward
 
 
 class Pilot:
@@ -97,6 +49,7 @@ class Pilot:
         budget: bytes, or ``"auto"``.
         rates: the machine's; None: measured when they are needed first.
         group: a process group whose ranks plan together.
+        units: what is managed, by name; those that are checkpoint regions are switched on and off.
     """
 
     def __init__(
@@ -107,18 +60,20 @@ class Pilot:
         budget: int | str,
         rates: Rates | None = None,
         group: Any = None,
+        units: Mapping[str, nn.Module] | None = None,
     ) -> None:
         self._saver = saver
-        self._budget = budget
-        self._rates = rates
-        self._calibrates = rates is None
-        self._group = group
         self._fixed = policy.action is not None or policy.fn is not None
-        self._on_disk = isinstance(pool, DiskPool)
+        self._switches = budget != "auto"  # regions: recomputing is never free
+        self._separate = group is None
+        self._learner = Learner(saver, budget, rates, group, self._fixed, pool)
+        self._names = {id(module): name for name, module in (units or {}).items()}
         self._kinds: OrderedDict[Key | None, Kind] = OrderedDict()
         self._latest: Kind | None = None
-        self._passage: Passage[Entry] = saver.passage
+        self._open: list[Course] = []  # that have not ended, in their order
+        self._backward: Passage[Entry] | None = None  # whose backward runs
         self._clock: Clock | None = None
+        self._recomputed = Recomputed(saver, self._note_recomputed)
 
     # --- what users see ---------------------------------------------------------------------------
 
@@ -136,23 +91,34 @@ class Pilot:
 
     @property
     def step(self) -> Step | None:
-        """What was learnt of the step."""
-        return None if self._latest is None else self._latest.step
+        """What was learnt of the step, all regions off."""
+        return None if self._latest is None else self._latest.full
 
     @property
     def rates(self) -> Rates | None:
         """The machine's rates, once a plan has needed them."""
-        return self._rates
+        return self._learner.rates
+
+    def look(self) -> None:
+        """Notice what is gone, without a mark."""
+        with self._saver.lock:
+            self._recomputed.sweep()
 
     # --- the director -----------------------------------------------------------------------------
 
     def begin(self, passage: Passage[Entry]) -> int | None:
-        """A new forward: end the books of the last one, and plan if enough is known."""
-        ended = self._passage.course
-        self._passage = passage
-        if isinstance(ended, Course) and not ended.closed:
-            ended.closed = True
-            self._end(ended)
+        """A new forward: end the books of those that are over, and plan if enough is known."""
+        self._recomputed.sweep()
+        ended = [course for course in self._open if not course.waits]
+        self._open = [course for course in self._open if course not in ended]
+        if not self._open:
+            self._recomputed.clear()
+        for course in ended:
+            course.closed = True
+            if course.timing is not None:
+                course.timing.recorder.close()
+        for course in ended:
+            self._learner.ended(course)
         plans = [kind.plan for kind in self._kinds.values() if kind.plan is not None]
         return max((plan.limit_bytes for plan in plans), default=None)
 
@@ -168,10 +134,9 @@ class Pilot:
         """The plan's action, or what learning needs, or None."""
         key = Key(unit, ordinal, nbytes, tensor.dtype)
         passage = self._saver.passage
+        self._recomputed.sweep()
         index = len(passage.sizes)
-        course = passage.course
-        if course is None:
-            course = passage.course = self._open(passage, key, tensor.device)
+        course = passage.course or self._begin_course(passage, key, tensor.device)
         if course.lingering:
             course.lingering = [one for one in course.lingering if lingers(one())]
         chosen = None
@@ -182,8 +147,8 @@ class Pilot:
         if insists:
             # Nothing to plan: it counts as kept, which is the most that it can take.
             chosen, action = None, Action.KEEP
-        if course.recorder is not None:
-            course.recorder.choose(key, chosen or action)
+        if course.timing is not None:
+            course.timing.recorder.choose(key, chosen or action)
         return chosen
 
     def saved(self, entry: Entry) -> None:
@@ -194,41 +159,97 @@ class Pilot:
             for index in course.plan.releases.get(entry.index, ()):
                 self._release(passage, course, index)
             self._note_peak(course, 0)
-        if course.recorder is not None:
-            course.recorder.saved(entry)
+        if course.timing is not None:
+            course.timing.recorder.saved(entry)
+            course.timing.regions.saved(entry)
+            course.timing.links.sent(entry)
+            self._note_extra(course)
+
+    def again(self, entry: Entry, unit: str) -> None:
+        """A unit saves what was saved before."""
+        course = None if entry.passage is None else entry.passage.course
+        if course is not None and course.timing is not None:
+            course.timing.regions.again(entry, unit)
 
     def demanding(self, entry: Entry) -> None:
         """Backward asks: from its first demand on, the plan says what comes back when."""
-        passage = entry.passage
-        course = None if passage is None else passage.course
+        passage = self._backward = entry.passage
+        course: Course | None = None if passage is None else passage.course
         if passage is None or course is None:
             return
+        self._recomputed.sweep()
         plan = course.plan
         if plan is not None and passage.fetches is None and not course.lost:
             if len(passage.sizes) == len(plan.storages):
                 passage.fetches = plan.fetches
             else:
                 course.lost = course.changed = True
-        if course.recorder is not None and not course.closed:
-            course.recorder.demanding(entry)
+        if course.timing is not None and not course.closed:
+            course.timing.recorder.demanding(entry)
 
     def demanded(self, entry: Entry) -> None:
         """Backward has it."""
         passage = entry.passage
-        course = None if passage is None else passage.course
-        if course is None:
+        course: Course | None = None if passage is None else passage.course
+        if passage is None or course is None:
             return
         # What every save has seen is off the books, while its last consumer still holds it.
         self._note_peak(course, entry.nbytes if entry.state is State.AWAY else 0)
-        if course.recorder is not None and not course.closed:
-            course.recorder.demanded(entry)
+        if course.timing is not None and not course.closed:
+            course.timing.recorder.demanded(entry)
+            if passage.fetches is not None:
+                asked = passage.fetches.get(entry.index, ())
+                course.timing.links.asked(map(passage.entry, asked))
+            self._note_extra(course)
+
+    # --- regions ----------------------------------------------------------------------------------
+
+    def recomputes(self, module: nn.Module, args: tuple[Any, ...]) -> bool:
+        """Whether a checkpoint region is one in the forward that begins now."""
+        name = self._names.get(id(module))
+        tensors = [one for one in args if isinstance(one, torch.Tensor)]
+        saver = self._saver
+        if name is None or not tensors or not self._switches or not saver.policy.covers(name):
+            return True
+        if saver.route(tensors[0].device) is None:
+            return True
+        with saver.lock:
+            passage = saver.passage
+            course: Course | None = passage.course
+            if course is None:
+                nbytes = sum(one.nbytes for one in tensors)
+                key = Key(name, -1, nbytes, tensors[0].dtype)
+                course = self._begin_course(passage, key, tensors[0].device)
+            on = course.off is not None and name not in course.off
+            if not on and course.timing is not None:
+                plain = (one for one in tensors if not (one.is_leaf and one.requires_grad))
+                known = saver.persistent
+                inputs = [one for one in plain if native.storage_key(one) not in known]
+                course.timing.regions.region(name, inputs, passage, saver.policy.min_bytes)
+            return on
+
+    def counting(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """A region's function; what it saves in backward is counted."""
+        return self._recomputed.counting(fn)
+
+    def _note_recomputed(self) -> None:
+        course = None if self._backward is None else self._backward.course
+        if course is not None:
+            self._note_peak(course, 0)
+            self._note_extra(course)
+
+    def _note_extra(self, course: Course) -> None:
+        timing = course.timing
+        if timing is not None and not course.closed and timing.recorder.marks:
+            mark = timing.recorder.marks - 1
+            timing.regions.recomputed(mark, self._recomputed.nbytes)
 
     # --- one passage ------------------------------------------------------------------------------
 
-    def _open(self, passage: Passage[Entry], key: Key, device: torch.device) -> Course:
-        """The first storage says what kind of passage it is."""
+    def _begin_course(self, passage: Passage[Entry], key: Key, device: torch.device) -> Course:
+        """What comes first says what kind of passage it is."""
         # Ranks that plan together count together, whatever each of them sees.
-        name = key if self._group is None else None
+        name = key if self._separate else None
         kind = self._kinds.get(name)
         if kind is None:
             kind = self._kinds[name] = Kind()
@@ -238,18 +259,21 @@ class Pilot:
         self._latest = kind
         if self._clock is None:
             self._clock = Clock(device)
-        recorder = None
-        if kind.plan is None:
-            kind.learnt += 1
-            timed = kind.learnt >= 3
-        else:
-            kind.planned += 1
-            timed = kind.planned == 2 or kind.planned % RETIME_AFTER == 0
-        if timed:
+        in_flight = 1 + len(self._open)
+        if in_flight > kind.in_flight:
+            kind.in_flight = in_flight
+            if kind.plan is not None:
+                self._learner.make_room(kind)
+        timing = None
+        if kind.times_next():
             route = self._saver.route(device)
             assert route is not None  # or the saver would not have asked
             recorder = Recorder(self._clock, passage, route.leaving_bytes)
-        return Course(kind, kind.plan, recorder)
+            timing = Timing(device, recorder, RegionRecord(), LinkTimes())
+        course = passage.course = Course(passage, kind, timing)
+        course.off = regions_off(kind)
+        self._open.append(course)
+        return course
 
     def _planned(
         self,
@@ -303,102 +327,6 @@ class Pilot:
         if course.plan is not None and not course.changed:
             peak = self._saver.ledger.resident_bytes + more
             kind.measured_peak_bytes = max(kind.measured_peak_bytes or 0, peak)
-
-    # --- from passages to plans -------------------------------------------------------------------
-
-    def _end(self, course: Course) -> None:
-        """A passage is over."""
-        kind, recorder = course.kind, course.recorder
-        if recorder is not None:
-            recorder.close()
-            kind.recorder = recorder
-        if course.plan is None:
-            if kind.recorder is not None:
-                self._make(kind)
-            return
-        kind.changed = kind.changed + 1 if course.changed else 0
-        if kind.changed >= 2 and self._group is None:
-            kind.plan, kind.learnt, kind.planned, kind.changed = None, 2, 0, 0
-            kind.recorder = None
-            return
-        if kind.recorder is not None and not course.changed:
-            if self._group is not None:
-                kind.recorder.wait()
-            if kind.recorder.ready():
-                self._look_again(kind)
-
-    def _make(self, kind: Kind) -> None:
-        """Make a plan of a kind's record."""
-        assert kind.recorder is not None
-        kind.recorder.wait()
-        record: Record | None = kind.recorder.take()
-        kind.recorder = None
-        if record is not None and not record.order:
-            record = None
-        step = None if record is None else self._step(record)
-        rates = self._measured_rates()
-        if record is not None and self._calibrates:
-            rates = self._rates = calibrated(rates, record)
-        step, rates = agree(step, rates, self._group)
-        if step is None:
-            kind.unusable += 1
-            if kind.unusable == MOST_UNUSABLE:
-                self._saver.ledger.tell_once(
-                    "no plan",
-                    f"no plan was made for budget={self._budget!r}: {MOST_UNUSABLE} forwards began "
-                    "before the backward of the one before. Everything that the policy selects "
-                    "moves, as without a budget.",
-                )
-            return
-        kind.keys = () if record is None else record.signature
-        self._adopt(kind, step, rates)
-
-    def _adopt(self, kind: Kind, step: Step, rates: Rates) -> None:
-        again = kind.step is not None
-        plan = make_plan(step, rates, self._budget, at_least=again)
-        kind.step, kind.plan, kind.planned = step, plan, 0
-        kind.measured_peak_bytes = kind.measured_exposed_s = None
-        if again:
-            kind.replans += 1
-            if isinstance(plan.budget, int) and plan.peak_bytes > plan.budget:
-                self._saver.ledger.tell_once(
-                    "budget",
-                    f"the step has changed, and needs {plan.peak_bytes} bytes of saved activations "
-                    f"at least, beyond the budget of {plan.budget}. Training goes on with that.",
-                )
-
-    def _look_again(self, kind: Kind) -> None:
-        """A planned passage was timed: is the plan still the right one?"""
-        assert kind.recorder is not None and kind.plan is not None and kind.step is not None
-        record = kind.recorder.take()
-        kind.recorder = None
-        known = kind.step
-        alike = len(record.gaps_s) == len(known.gaps_s) and record.order == known.order
-        gaps = [quantised(gap_s) for gap_s in record.gaps_s]
-        step = known.with_gaps(gaps, quantised(record.tail_s))
-        if alike:
-            kind.measured_exposed_s = record.exposed_s
-        step_or_none, rates = agree(step if alike else None, self._measured_rates(), self._group)
-        if step_or_none is None:
-            return
-        # The first timing follows the plan at once: it is there to be told, not to change it.
-        changed = abs(step_or_none.compute_s - known.compute_s) > TIME_TOLERANCE * known.compute_s
-        if changed and kind.planned > 2:
-            self._adopt(kind, step_or_none, rates)
-
-    def _step(self, record: Record) -> Step:
-        self._saver.stats()  # takes in what encoders have reported
-        clock = self._clock
-        assert clock is not None  # something was recorded
-        route = self._saver.route(clock.device)
-        assert route is not None
-        return step_of(record, route.expectations, clock.device, self._fixed, self._on_disk)
-
-    def _measured_rates(self) -> Rates:
-        if self._rates is None:
-            assert self._clock is not None
-            self._rates = profile(self._clock.device)
-        return self._rates
 
 
 def lingers(entry: Entry | None) -> bool:

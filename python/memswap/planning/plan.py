@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from memswap.engine.action import Action
 from memswap.engine.units import format_bytes
+from memswap.planning.step import Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +61,26 @@ class Plan:
     storages: tuple[PlannedStorage, ...]
     units: tuple[PlannedUnit, ...]
     recompute: tuple[str, ...]
+    """Units that are recomputed: checkpoint regions that are on."""
     peak_bytes: int
     """Predicted: the most saved bytes on the device at any moment."""
     kept_peak_bytes: int
-    """The same if nothing moved."""
+    """The same if nothing moved and nothing was recomputed."""
     exposed_s: float
     """Predicted: how much longer a step takes."""
     compute_s: float
-    """What a step takes if nothing moves."""
+    """What a step takes if nothing moves and nothing is recomputed."""
     exact: bool
     """Whether all choices were compared, or the most promising ones."""
+    step: Step = field(repr=False)
+    """What it is a plan for: `storages` are this step's."""
     releases: Mapping[int, tuple[int, ...]] = field(repr=False)
     """After the save of a storage, which sends compute waits for."""
     fetches: Mapping[int, tuple[int, ...]] = field(repr=False)
     """At the first demand of a storage, which ones start back."""
+    in_flight: int = 1
+    """Forwards that wait for their backward at a time. Bytes are those of each of them; the budget
+    is for all."""
     limit_bytes: int = 0
     """Resident bytes that releases and fetches stay below; `peak_bytes` at least."""
     measured_peak_bytes: int | None = None
@@ -131,6 +138,8 @@ class Plan:
             f"{format_bytes(self.away_bytes)} into the pool; predicted cost "
             f"{self.exposed_s * 1e3:.2f} ms of {self.compute_s * 1e3:.2f} ms ({self.slowdown:.1%})",
         ]
+        if self.in_flight > 1:
+            lines.append(f"for each of the {self.in_flight} forwards in flight")
         measured = []
         if self.measured_peak_bytes is not None:
             measured.append(f"peak {format_bytes(self.measured_peak_bytes)}")
@@ -143,12 +152,11 @@ class Plan:
 
 def describe(unit: PlannedUnit) -> str:
     """The actions of a unit: ``"swap 5, keep 2"``."""
-    if unit.recompute:
-        return "recompute"
     ordered = sorted(unit.actions.items(), key=lambda item: list(Action).index(item[0]))
     moved = [f"{action.value} {count}" for action, count in ordered if action is not Action.KEEP]
     kept = unit.actions.get(Action.KEEP, 0)
-    return ", ".join([*moved, *([f"keep {kept}"] if kept else [])])
+    first = ["recompute"] if unit.recompute else []
+    return ", ".join([*first, *moved, *([f"keep {kept}"] if kept else [])])
 
 
 def frozen(lists: Mapping[int, list[int]]) -> Mapping[int, tuple[int, ...]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 from memswap.engine.action import Action
@@ -10,6 +12,7 @@ from memswap.engine.units import format_bytes
 from memswap.errors import BudgetError
 from memswap.planning.plan import Plan, PlannedStorage, PlannedUnit, frozen
 from memswap.planning.rates import Rates
+from memswap.planning.regions import EXACT_REGIONS, chosen, smallest, under
 from memswap.planning.search import Candidate, Search
 from memswap.planning.step import Step
 
@@ -20,36 +23,65 @@ AUTO_SLOWDOWN = 0.01
 AUTO_HALVINGS = 7
 
 
-def make_plan(step: Step, rates: Rates, budget: int | str, at_least: bool = False) -> Plan:
+def make_plan(
+    step: Step,
+    rates: Rates,
+    budget: int | str,
+    at_least: bool = False,
+    full: Step | None = None,
+    recompute: Sequence[str] = (),
+) -> Plan:
     """Decide what happens to each storage of a step.
 
     Args:
-        step: what is saved when, and how long everything takes.
+        step: what is saved when, and how long everything takes. Its regions are recomputed where
+            that is the cheapest way to meet the budget.
         rates: how fast the machine copies and encodes.
         budget: most bytes of saved activations on the device at any moment; or ``"auto"``: the
-            smallest peak that makes the step longer by 1 % at most.
+            smallest peak that makes the step longer by 1 % at most. Recomputing takes longer.
         at_least: for a budget that cannot be met, the plan that comes closest, and no error.
+        full, recompute: for a step that was recorded with regions on: the step with all of them
+            off, and which were on.
 
     Raises:
         BudgetError: no plan stays within so few bytes; the message states the smallest budget.
     """
-    search = Search(step, rates)
     if budget == "auto":
-        return _planned(search, hidden(search), budget)
+        search = Search(step, rates)
+        return _planned(search, hidden(search), budget, full or step, recompute)
     limit = int(budget)
+    least_bytes = None
+    if step.regions:
+        full, (recompute, least_bytes) = step, regions_for(step, rates, limit)
+        step = under(step, recompute)
+    search = Search(step, rates)
     best = search.best_within(limit)
     if best.over_bytes:
-        smallest = search.smallest_bytes()
+        least = search.smallest_bytes() if least_bytes is None else least_bytes
         if not at_least:
-            raise BudgetError(
-                f"a budget of {format_bytes(limit)} ({limit} bytes) for saved activations cannot "
-                f"be met: this step needs {format_bytes(smallest)} ({smallest} bytes) at least, "
-                "for what cannot move and for the storages in use at one time. Raise the budget "
-                "to that, or use a smaller batch or shorter sequences",
-                smallest,
-            )
-        best = search.best_within(smallest)
-    return _planned(search, best, limit)
+            raise too_small(limit, least)
+        best = search.best_within(least)
+    return _planned(search, best, limit, full or step, recompute)
+
+
+def too_small(budget: int, smallest_bytes: int) -> BudgetError:
+    """What is raised where no plan meets a budget."""
+    return BudgetError(
+        f"a budget of {format_bytes(budget)} ({budget} bytes) for saved activations cannot be met: "
+        f"this step needs {format_bytes(smallest_bytes)} ({smallest_bytes} bytes) at least, for "
+        "what cannot move and for the storages in use at one time. Raise the budget to that, or "
+        "use a smaller batch or shorter sequences",
+        smallest_bytes,
+    )
+
+
+def regions_for(step: Step, rates: Rates, limit_bytes: int) -> tuple[tuple[str, ...], int | None]:
+    """Which regions to recompute under a budget.
+
+    Where no plan meets it: those that leave the smallest peak, and that peak.
+    """
+    best = chosen(step, rates, limit_bytes)
+    return smallest(step, rates) if best.found.over_bytes else (best.units, None)
 
 
 def hidden(search: Search) -> Candidate:
@@ -70,10 +102,11 @@ def hidden(search: Search) -> Candidate:
     return best
 
 
-def _planned(search: Search, best: Candidate, budget: int | str) -> Plan:
+def _planned(
+    search: Search, best: Candidate, budget: int | str, full: Step, recompute: Sequence[str]
+) -> Plan:
     """A candidate as a plan, with the reasons."""
     step, found = search.step, best.found
-    recomputed = set(best.recompute)
     storages = []
     for index, storage in enumerate(step.storages):
         action = best.choice.get(index, Action.KEEP)
@@ -91,30 +124,33 @@ def _planned(search: Search, best: Candidate, budget: int | str) -> Plan:
                 storage.nbytes,
                 storage.dtype,
                 action,
-                "recomputed" if storage.unit in recomputed else _why(search, best, index, budget),
+                _why(search, best, index, budget),
                 away,
                 found.exposed_s.get(index, 0.0),
             )
         )
-    kept = search.kept().found
+    kept = Search(full, search.rates).kept()
+    again_s = max(step.compute_s - full.compute_s, 0.0)
+    forward_s = sum(full.forward_s(unit) for unit in recompute)
+    units = []
+    for name in dict.fromkeys((*full.units, *step.units)):
+        one = _unit(name, [saved for saved in storages if saved.unit == name])
+        if name in recompute:
+            share = full.forward_s(name) / forward_s if forward_s else 1 / len(recompute)
+            units.append(_recomputed(one, full, again_s * share))
+        else:
+            units.append(one)
     return Plan(
         budget=budget,
         storages=tuple(storages),
-        units=tuple(
-            _unit(
-                name,
-                [one for one in storages if one.unit == name],
-                name in recomputed,
-                found.recompute_s.get(name, 0.0),
-            )
-            for name in step.units
-        ),
-        recompute=best.recompute,
+        units=tuple(units),
+        recompute=tuple(recompute),
         peak_bytes=found.peak_bytes,
-        kept_peak_bytes=kept.peak_bytes,
-        exposed_s=found.total_exposed_s,
-        compute_s=step.compute_s,
-        exact=search.exact,
+        kept_peak_bytes=kept.found.peak_bytes,
+        exposed_s=found.total_exposed_s + again_s,
+        compute_s=full.compute_s,
+        exact=search.exact and len(full.regions) <= EXACT_REGIONS,
+        step=step,
         releases=frozen(found.releases),
         fetches=frozen(found.fetches),
         limit_bytes=max(int(best.limit_bytes), found.peak_bytes),
@@ -137,9 +173,7 @@ def _why(search: Search, best: Candidate, index: int, budget: int | str) -> str:
     return "fits into the budget"
 
 
-def _unit(
-    name: str, storages: list[PlannedStorage], recomputed: bool, recompute_s: float
-) -> PlannedUnit:
+def _unit(name: str, storages: list[PlannedStorage]) -> PlannedUnit:
     moved = [one for one in storages if one.action is not Action.KEEP]
     reasons: Counter[str] = Counter()
     for one in storages:
@@ -151,7 +185,18 @@ def _unit(
         moved_nbytes=sum(one.nbytes for one in moved),
         away_nbytes=sum(one.away_nbytes for one in moved),
         actions=MappingProxyType(Counter(one.action for one in storages)),
-        recompute=recomputed,
+        recompute=False,
         why="; ".join(why for why, _ in whys[:2]),
-        exposed_s=recompute_s + sum(one.exposed_s for one in storages),
+        exposed_s=sum(one.exposed_s for one in storages),
+    )
+
+
+def _recomputed(unit: PlannedUnit, full: Step, again_s: float) -> PlannedUnit:
+    """A unit that keeps its inputs alone, beside what it would save otherwise."""
+    return replace(
+        unit,
+        nbytes=sum(one.nbytes for one in full.storages if one.unit == unit.name),
+        recompute=True,
+        why="the budget needs it",
+        exposed_s=unit.exposed_s + again_s,
     )

@@ -7,6 +7,7 @@ another version is measured again.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -27,7 +28,7 @@ from memswap.engine.lane import open_codec_lane, open_lane
 from memswap.engine.pools import DiskPool
 from memswap.planning.rates import Rates
 
-FORMAT = 1
+FORMAT = 2
 
 #: Bytes of one measured transfer: long enough that latency is below a percent of a PCIe copy.
 COPY_BYTES = 64 << 20
@@ -37,16 +38,21 @@ DISK_BYTES = 32 << 20
 ROUNDS = 5
 
 
-def profile(device: torch.device | str | None = None, *, refresh: bool = False) -> Rates:
+def profile(
+    device: torch.device | str | None = None,
+    *,
+    refresh: bool = False,
+    folder: str | os.PathLike[str] | None = None,
+) -> Rates:
     """How fast a device's bytes are copied, encoded and decoded: measured, or remembered.
 
     Measuring takes about a second and 200 MiB.
 
     Args:
-        device: default: the current accelerator, or the CPU where there is none. For a CPU the
-            copies are those to and from a :class:`DiskPool` in the system's folder for temporary
-            files.
+        device: default: the current accelerator, or the CPU where there is none.
         refresh: measure again, whatever is remembered.
+        folder: for a CPU, whose copies are those to and from a :class:`DiskPool`: where that has
+            its file; default: the system's folder for temporary files.
 
     Raises:
         RuntimeError: torch knows no such device, or it is not there.
@@ -54,15 +60,24 @@ def profile(device: torch.device | str | None = None, *, refresh: bool = False) 
     chosen = default_device() if device is None else torch.device(device)
     if chosen.type != "cpu" and chosen.index is None:
         chosen = torch.device(chosen.type, torch.accelerator.current_device_index())
-    measured_on = describe(chosen)
-    file = cache_file(chosen)
-    if not refresh:
-        known = read(file, measured_on)
-        if known is not None:
-            return known
-    rates = measure(chosen)
-    write(file, measured_on, rates)
+    known = None if refresh else remembered(chosen, folder)
+    if known is not None:
+        return known
+    place = folder_of(folder)
+    rates = measure(chosen, place)
+    write(cache_file(chosen, place), describe(chosen, place), rates)
     return rates
+
+
+def remembered(device: torch.device, folder: str | os.PathLike[str] | None = None) -> Rates | None:
+    """What :func:`profile` would return without measuring; None: it would measure."""
+    place = folder_of(folder)
+    return read(cache_file(device, place), describe(device, place))
+
+
+def folder_of(folder: str | os.PathLike[str] | None) -> Path:
+    """Where a DiskPool would have its file."""
+    return Path(tempfile.gettempdir() if folder is None else folder).resolve()
 
 
 def default_device() -> torch.device:
@@ -74,8 +89,8 @@ def default_device() -> torch.device:
 # --- the cache ------------------------------------------------------------------------------------
 
 
-def describe(device: torch.device) -> dict[str, Any]:
-    """What a figure depends on."""
+def describe(device: torch.device, folder: Path | None = None) -> dict[str, Any]:
+    """What a figure depends on. The folder is that of a CPU's disk."""
     module = None if device.type == "cpu" else torch.get_device_module(device)
     driver: Any = None
     if device.type == "cuda":
@@ -89,6 +104,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "host": platform.node(),
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
+        "folder": str(folder or folder_of(None)) if device.type == "cpu" else None,
     }
 
 
@@ -100,10 +116,12 @@ def name_of(device: torch.device) -> str:
     return platform.processor() or platform.machine()
 
 
-def cache_file(device: torch.device) -> Path:
-    """Where a device's figures are remembered."""
+def cache_file(device: torch.device, folder: Path | None = None) -> Path:
+    """Where a device's figures are remembered, or those of one folder's file system."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     name = re.sub(r"[^a-z0-9]+", "-", f"{name_of(device)} {device.index or 0}".lower()).strip("-")
+    if device.type == "cpu" and folder is not None and folder != folder_of(None):
+        name += "-" + hashlib.sha256(str(folder).encode()).hexdigest()[:12]
     return Path(root) / "memswap" / f"rates-{device.type}-{name}.json"
 
 
@@ -141,9 +159,9 @@ def write(file: Path, measured_on: dict[str, Any], rates: Rates) -> None:
 # --- measuring ------------------------------------------------------------------------------------
 
 
-def measure(device: torch.device) -> Rates:
+def measure(device: torch.device, folder: Path | None = None) -> Rates:
     """Measure now."""
-    copies = measure_disk() if device.type == "cpu" else measure_link(device)
+    copies = measure_disk(folder) if device.type == "cpu" else measure_link(device)
     return Rates(
         device=name_of(device),
         **copies,
@@ -240,10 +258,10 @@ def measure_codec(device: torch.device) -> dict[str, float]:
     }
 
 
-def measure_disk() -> dict[str, float]:
+def measure_disk(folder: Path | None = None) -> dict[str, float]:
     """Writing to and reading from a DiskPool, by the lane that does it in training."""
     lane = open_lane(torch.device("cpu"))
-    pool = DiskPool(budget=4 * DISK_BYTES)
+    pool = DiskPool(folder, budget=4 * DISK_BYTES)
     times: list[tuple[float, float]] = []
     for turn in range(ROUNDS + 1):
         tensor = torch.full((DISK_BYTES,), turn, dtype=torch.uint8)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, product
+from itertools import product
 from math import prod
 from types import MappingProxyType
 
@@ -28,9 +28,6 @@ from memswap.planning.step import Step
 
 #: So many combinations of actions are compared one by one.
 EXACT_CHOICES = 1024
-
-#: And so many units that may be recomputed, in all combinations.
-EXACT_UNITS = 4
 
 #: Replays that single changes may take, in marks: a replay costs some microseconds per mark.
 LOCAL_MARKS = 80_000
@@ -46,7 +43,6 @@ class Candidate:
     """A choice, and what its replay says of it."""
 
     choice: Choice
-    recompute: tuple[str, ...]
     found: Replay
     limit_bytes: float
     moved_bytes: int
@@ -74,7 +70,7 @@ class Search:
             (index for index, menu in self.menus.items() if menu),
             key=lambda index: (-place.get(index, len(place)), index),
         )
-        self._leasts: dict[tuple[str, ...], Candidate] = {}
+        self._least_found: Candidate | None = None
         self.exact = prod(len(self.menus[i]) + 1 for i in self.movable) <= exact_choices
 
     def _menu(self, index: int) -> tuple[Action, ...]:
@@ -104,73 +100,49 @@ class Search:
 
         `thorough`: whether to try single changes as well.
         """
-        found = [self._best(limit_bytes, units, thorough) for units in self._recomputations()]
-        return min(found, key=lambda one: (one.cost, len(one.recompute)))
+        kept = self.candidate({}, limit_bytes)
+        if not kept.over_bytes:
+            return kept
+        candidates = [kept, self.candidate(self._least().choice, limit_bytes)]
+        if self.exact:
+            candidates += (self.candidate(one, limit_bytes) for one in self._choices())
+            return least(candidates)
+        candidates += self._prefixes(limit_bytes)
+        best = least(candidates)
+        return self._changed(best) if thorough and not best.over_bytes else best
 
     def smallest_bytes(self) -> int:
         """The smallest limit for which there is a plan."""
-        return min(self._least(units).found.peak_bytes for units in self._recomputations())
+        return self._least().found.peak_bytes
 
     def kept(self, limit_bytes: float = 0) -> Candidate:
         """Nothing moves."""
         return self.candidate({}, limit_bytes)
 
-    def candidate(
-        self, choice: Choice, limit_bytes: float, recompute: Sequence[str] = ()
-    ) -> Candidate:
+    def candidate(self, choice: Choice, limit_bytes: float) -> Candidate:
         """What a choice comes to. Storages that move although nobody needs their room are kept."""
         chosen = {index: choice[index] for index in sorted(choice)}
         while True:
-            found = replay(self.step, self.rates, chosen, limit_bytes, recompute)
+            found = replay(self.step, self.rates, chosen, limit_bytes)
             idle = set(found.idle)
             if not idle:
                 break
             chosen = {index: action for index, action in chosen.items() if index not in idle}
         moved = sum(self.step.storages[index].nbytes for index in chosen)
-        return Candidate(MappingProxyType(chosen), tuple(recompute), found, limit_bytes, moved)
+        return Candidate(MappingProxyType(chosen), found, limit_bytes, moved)
 
     # --- the ways of searching --------------------------------------------------------------------
 
-    def _recomputations(self) -> Iterator[tuple[str, ...]]:
-        """Sets of units to recompute: all of them where they are few, else the first ones."""
-        units = [unit for unit in self.step.units if unit in self.step.recomputable]
-        if len(units) <= EXACT_UNITS:
-            for count in range(len(units) + 1):
-                yield from combinations(units, count)
-            return
-        quarters = sorted({len(units) * quarter // 8 for quarter in range(9)})
-        yield from (tuple(units[:count]) for count in quarters)
-
-    def _best(self, limit: float, units: tuple[str, ...], thorough: bool) -> Candidate:
-        kept = self.candidate({}, limit, units)
-        if not kept.over_bytes:
-            return kept
-        candidates = [kept, self.candidate(self._least(units).choice, limit, units)]
-        movable = [i for i in self.movable if self.step.storages[i].unit not in units]
-        if self.exact:
-            candidates += self._every(limit, units, movable)
-            return least(candidates)
-        candidates += self._prefixes(limit, units, movable)
-        best = least(candidates)
-        return self._changed(best, movable) if thorough and not best.over_bytes else best
-
-    def _every(
-        self, limit: float, units: tuple[str, ...], movable: Sequence[int]
-    ) -> Iterator[Candidate]:
-        for choice in self._choices(movable):
-            yield self.candidate(choice, limit, units)
-
-    def _choices(self, movable: Sequence[int]) -> Iterator[Choice]:
+    def _choices(self) -> Iterator[Choice]:
         """All there are."""
-        menus = [(Action.KEEP, *self.menus[index]) for index in movable]
+        menus = [(Action.KEEP, *self.menus[index]) for index in self.movable]
         for actions in product(*menus):
-            pairs = zip(movable, actions, strict=True)
+            pairs = zip(self.movable, actions, strict=True)
             yield {index: action for index, action in pairs if action is not Action.KEEP}
 
-    def _prefixes(
-        self, limit: float, units: tuple[str, ...], movable: Sequence[int]
-    ) -> Iterator[Candidate]:
+    def _prefixes(self, limit: float) -> Iterator[Candidate]:
         """The first k storages under one action, or under two, for the smallest k that fits."""
+        movable = self.movable
         offered = [a for a in Action if any(a in self.menus[index] for index in movable)]
         rows = [self._row(movable, action) for action in offered]
         if Action.ENCODE in offered:
@@ -180,7 +152,7 @@ class Search:
             encoded = self._row(gems, Action.ENCODE)
             rows += [encoded + self._row(others, action) for action in offered if gems]
             rows.append(self._row(self._by_yield(movable), Action.ENCODE))
-        found = [self._shortest(limit, units, row) for row in rows]
+        found = [self._shortest(limit, row) for row in rows]
         yield from found
         if not found or min(one.cost[:2] for one in found) == (0, 0):
             return
@@ -189,7 +161,7 @@ class Search:
                 for eighths in (2, 4, 6) if first is not then else ():
                     border = len(movable) * eighths // 8
                     row = self._row(movable[:border], first) + self._row(movable[border:], then)
-                    yield self._shortest(limit, units, row)
+                    yield self._shortest(limit, row)
 
     def _row(self, indices: Sequence[int], action: Action) -> list[tuple[int, Action]]:
         """Storages with an action each: this one, where it may be."""
@@ -211,30 +183,28 @@ class Search:
         saved = self.step.storages[index]
         return MUCH * saved.held_frame_nbytes <= saved.nbytes
 
-    def _shortest(
-        self, limit: float, units: tuple[str, ...], row: Sequence[tuple[int, Action]]
-    ) -> Candidate:
+    def _shortest(self, limit: float, row: Sequence[tuple[int, Action]]) -> Candidate:
         """The fewest of a row's first storages that stay within the limit."""
         low, high = 0, len(row)
-        best = self.candidate(dict(row), limit, units)
+        best = self.candidate(dict(row), limit)
         while low < high:
             middle = (low + high) // 2
-            tried = self.candidate(dict(row[:middle]), limit, units)
+            tried = self.candidate(dict(row[:middle]), limit)
             if tried.over_bytes:
                 low = middle + 1
             else:
                 high, best = middle, tried
         return best
 
-    def _changed(self, best: Candidate, movable: Sequence[int]) -> Candidate:
+    def _changed(self, best: Candidate) -> Candidate:
         """Single changes, and exchanges of one storage for the next, for as long as they help."""
         replays = max(LOCAL_MARKS // max(len(self.step.gaps_s), 1), 8)
         improved = True
         while improved and replays > 0:
             improved = False
-            for changed in self._neighbours(best, movable):
+            for changed in self._neighbours(best):
                 replays -= 1
-                tried = self.candidate(changed, best.limit_bytes, best.recompute)
+                tried = self.candidate(changed, best.limit_bytes)
                 if tried.cost < best.cost:
                     best, improved = tried, True
                     break
@@ -242,10 +212,10 @@ class Search:
                     break
         return best
 
-    def _neighbours(self, best: Candidate, movable: Sequence[int]) -> Iterator[Choice]:
+    def _neighbours(self, best: Candidate) -> Iterator[Choice]:
         exposed = best.found.exposed_s
         moved = sorted(best.choice, key=lambda index: (-exposed.get(index, 0.0), index))
-        kept = [index for index in movable if index not in best.choice]
+        kept = [index for index in self.movable if index not in best.choice]
         for index in moved:
             without = {i: action for i, action in best.choice.items() if i != index}
             yield without
@@ -259,19 +229,17 @@ class Search:
             for action in self.menus[index]:
                 yield {**best.choice, index: action}
 
-    def _least(self, units: tuple[str, ...]) -> Candidate:
+    def _least(self) -> Candidate:
         """The smallest peak there is: everything goes as soon as it can, and returns when asked."""
-        if units not in self._leasts:
-            self._leasts[units] = self._find_least(units)
-        return self._leasts[units]
+        if self._least_found is None:
+            self._least_found = self._find_least()
+        return self._least_found
 
-    def _find_least(self, units: tuple[str, ...]) -> Candidate:
-        movable = [i for i in self.movable if self.step.storages[i].unit not in units]
+    def _find_least(self) -> Candidate:
         if self.exact:
-            forced = (self._forced(choice, units) for choice in self._choices(movable))
-            return min(forced, key=lambda one: one.found.peak_bytes)
-        best = self._forced({index: self.menus[index][0] for index in movable}, units)
-        for _ in range(len(movable)):
+            return min(map(self._forced, self._choices()), key=lambda one: one.found.peak_bytes)
+        best = self._forced({index: self.menus[index][0] for index in self.movable})
+        for _ in range(len(self.movable)):
             # A frame beside its storage may be what makes the peak.
             peaks = best.found.resident_bytes
             mark = peaks.index(max(peaks))
@@ -281,7 +249,7 @@ class Search:
                 if action is Action.ENCODE and self._is_there(index, mark)
             ]
             without = [
-                self._forced({i: a for i, a in best.choice.items() if i != index}, units)
+                self._forced({i: a for i, a in best.choice.items() if i != index})
                 for index in beside
             ]
             tried = min(without, key=lambda one: one.found.peak_bytes, default=best)
@@ -297,10 +265,10 @@ class Search:
             return mark == index
         return len(self.step.storages) + self.step.order.index(index) <= mark <= last
 
-    def _forced(self, choice: Choice, units: tuple[str, ...]) -> Candidate:
-        found = replay(self.step, self.rates, choice, 0, units)
+    def _forced(self, choice: Choice) -> Candidate:
+        found = replay(self.step, self.rates, choice, 0)
         moved = sum(self.step.storages[index].nbytes for index in choice)
-        return Candidate(MappingProxyType(dict(choice)), units, found, 0, moved)
+        return Candidate(MappingProxyType(dict(choice)), found, 0, moved)
 
 
 def least(candidates: Iterable[Candidate]) -> Candidate:

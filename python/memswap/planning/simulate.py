@@ -17,15 +17,16 @@ Four lanes: compute, the codec, copies away, copies back. What holds:
 5. Codec time is compute's: encoding beside compute takes its processors. (On a CPU the calling
    thread does it, and the raw bytes go at once.)
 6. Copies in both directions at once run at the duplex rates.
-7. A unit that is recomputed keeps its input alone, and repeats its forward at its first demand,
-   when all its storages are there again.
+7. What recomputed units save again is there whatever the plan says (`Step.extra_nbytes`), and so is
+   the time that they take.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import inf
 
 from memswap.engine.action import Action
@@ -58,7 +59,6 @@ class Replay:
     """When each mark was over."""
     exposed_s: dict[int, float] = field(default_factory=dict)
     """Seconds that compute stood still for a storage, or worked for its codec."""
-    recompute_s: dict[str, float] = field(default_factory=dict)
     releases: dict[int, list[int]] = field(default_factory=dict)
     """Mark -> storages whose sends are released there."""
     fetches: dict[int, list[int]] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Replay:
 
     @property
     def total_exposed_s(self) -> float:
-        return sum(self.exposed_s.values()) + sum(self.recompute_s.values())
+        return sum(self.exposed_s.values())
 
 
 class Link:
@@ -174,7 +174,6 @@ def replay(
     rates: Rates,
     actions: Mapping[int, Action],
     budget_bytes: float = inf,
-    recompute: Sequence[str] = (),
     spans: bool = False,
 ) -> Replay:
     """Replay a step under a plan.
@@ -182,10 +181,9 @@ def replay(
     Args:
         actions: what is done with a storage, by its index; the others are kept.
         budget_bytes: how many resident bytes to stay below, if waiting makes it possible.
-        recompute: units that are recomputed; what `actions` says of their storages is void.
         spans: whether to note what every lane does when.
     """
-    return _Run(step, rates, actions, budget_bytes, recompute, spans).run()
+    return _Run(step, rates, actions, budget_bytes, spans).run()
 
 
 class _Run:
@@ -195,16 +193,10 @@ class _Run:
         rates: Rates,
         actions: Mapping[int, Action],
         budget_bytes: float,
-        recompute: Sequence[str],
         spans: bool,
     ) -> None:
         self.step, self.rates, self.budget_bytes = step, rates, budget_bytes
-        self.recompute = set(recompute)
-        self.actions = {
-            index: action
-            for index, action in actions.items()
-            if action is not Action.KEEP and step.storages[index].unit not in self.recompute
-        }
+        self.actions = {i: action for i, action in actions.items() if action is not Action.KEEP}
         self.noting = spans
         self.found = Replay()
         self.link = Link(rates)
@@ -215,6 +207,9 @@ class _Run:
         self.leaving: deque[tuple[int, float | None]] = deque()  # and when an encode had ended
         self.away: set[int] = set()
         self.gone_at: dict[int, list[int]] = {}  # mark -> bytes that go before it
+        self.extra = step.extra_nbytes or (0,) * self.marks
+        #: The most of them from a mark on.
+        self.extra_ahead = list(accumulate(reversed(self.extra), max))[::-1]
 
     def run(self) -> Replay:
         for index in range(self.saves):
@@ -254,9 +249,6 @@ class _Run:
 
     def _save(self, index: int) -> None:
         storage = self.step.storages[index]
-        if storage.unit in self.recompute:
-            self._save_recomputed(index)
-            return
         self.resident += storage.nbytes
         peak = self.resident
         action = self.actions.get(index)
@@ -268,7 +260,7 @@ class _Run:
             if action is Action.ENCODE:
                 self.resident += storage.held_frame_nbytes
                 peak = self.resident
-                self._gone_after(storage.last_demand, storage.held_frame_nbytes)
+                self._gone_after(storage.gone_after, storage.held_frame_nbytes)
                 if self.rates.inline_codec:
                     self._release(index, index)
                 else:
@@ -281,25 +273,8 @@ class _Run:
                 else:
                     self.leaving.append((index, None))
         else:
-            self._gone_after(storage.last_demand, storage.nbytes)
-        self.found.resident_bytes.append(peak)
-        self._make_room(index)
-
-    def _save_recomputed(self, index: int) -> None:
-        storages, unit = self.step.storages, self.step.storages[index].unit
-        mine = [i for i, storage in enumerate(storages) if storage.unit == unit]
-        if index == mine[0]:
-            kept = self.step.recomputable[unit]
-            self.resident += kept
-            last = [storages[i].last_demand for i in mine]
-            self._gone_after(None if None in last else max(m for m in last if m is not None), kept)
-        # Its forward has the storages all the same, for as long as it uses them.
-        held_until = storages[index].held_until
-        self.resident += storages[index].nbytes
-        self.found.resident_bytes.append(self.resident)
-        self._gone_at(
-            index + 1 if held_until is None else held_until, storages[index].nbytes, index
-        )
+            self._gone_after(storage.gone_after, storage.nbytes)
+        self.found.resident_bytes.append(peak + self.extra[index])
         self._make_room(index)
 
     def _make_room(self, mark: int) -> None:
@@ -309,6 +284,7 @@ class _Run:
             storage = self.step.storages[mark + 1]
             framed = self.actions.get(mark + 1) is Action.ENCODE
             coming = storage.nbytes + (storage.held_frame_nbytes if framed else 0)
+            coming += self.extra[mark + 1]
         going = sum(self.gone_at.get(mark + 1, ()))
         while self.leaving and self.resident - going + coming > self.budget_bytes:
             self._release_oldest(mark)
@@ -333,7 +309,7 @@ class _Run:
             if index in self.actions and storage.last_demand is not None:
                 after = storage.last_demand + 1
                 gone[after] = gone.get(after, 0) + storage.nbytes
-            peak = max(peak, resident)
+            peak = max(peak, resident + self.extra[mark])
         return peak
 
     def _release_oldest(self, mark: int) -> None:
@@ -352,8 +328,6 @@ class _Run:
 
     def _demand(self, mark: int, index: int) -> None:
         storage = self.step.storages[index]
-        if storage.unit in self.recompute and storage.unit not in self.found.recompute_s:
-            self._repeat(storage.unit)
         if index in self.away:
             action = self.actions[index]
             if index not in self._returning:
@@ -364,7 +338,7 @@ class _Run:
                 self._codec(index, self.rates.decode_s(storage.nbytes), "decode")
             self._gone_after(storage.last_demand, storage.nbytes)
         elif index in self.actions:
-            self._gone_after(storage.last_demand, storage.nbytes)  # nobody needed its room
+            self._gone_after(storage.gone_after, storage.nbytes)  # nobody needed its room
         peak = self.resident
         while self._pending:
             coming = self._pending[0]
@@ -374,13 +348,14 @@ class _Run:
                 continue
             following = mark + 1
             early = following >= self.marks or self._nominal[following] <= self._start_by[coming]
-            if early or self.resident + nbytes + self._reserve > self.budget_bytes:
+            reserve = max(self._reserve, self.extra_ahead[mark])
+            if early or self.resident + nbytes + reserve > self.budget_bytes:
                 break
             self._pending.popleft()
             self._fetch(coming)
             self.found.fetches.setdefault(index, []).append(coming)
             peak = max(peak, self.resident)
-        self.found.resident_bytes.append(peak)
+        self.found.resident_bytes.append(peak + self.extra[mark])
 
     def _fetch(self, index: int) -> None:
         storage = self.step.storages[index]
@@ -390,17 +365,6 @@ class _Run:
         if action in MOVES:
             nbytes = storage.nbytes if action is Action.SWAP else storage.frame_nbytes
             self.link.add(1, index, nbytes, self.clock)
-
-    def _repeat(self, unit: str) -> None:
-        step = self.step
-        seconds = step.forward_s(unit)
-        self.found.recompute_s[unit] = seconds
-        self._note("compute", f"recompute {unit}", seconds)
-        self.clock += seconds
-        for storage in step.storages:
-            if storage.unit == unit:
-                self.resident += storage.nbytes
-                self._gone_after(storage.last_demand, storage.nbytes)
 
     def _latest_starts(self) -> dict[int, float]:
         """Until when a fetch must start on a link of half the speed, by undisturbed time."""

@@ -7,15 +7,15 @@ machine that is not here. Marks are those of [Note: Marks] in engine/record.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from memswap.engine.action import Action
 from memswap.planning.rates import Rates
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,33 @@ class SavedStorage:
     """The first mark at which the forward holds it no longer; None: leaving frees nothing."""
     last_demand: int | None = None
     """The mark in whose course it is demanded last; None: never."""
+    kept_until: int | None = None
+    """The last mark at which its graph has it, if that is later: what stays goes only then."""
+    users: tuple[str, ...] = ()
+    """Other units that save it too, later."""
+
+    @property
+    def gone_after(self) -> int | None:
+        """The last mark at which it is there if it stays; None: it is there to the end."""
+        if self.last_demand is None or self.kept_until is None:
+            return self.last_demand
+        return max(self.last_demand, self.kept_until)
 
     @property
     def movable(self) -> bool:
         """Whether moving it frees anything."""
         return bool(self.actions) and self.held_until is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A unit that may be recomputed instead of keeping what it saves."""
+
+    unit: str
+    inputs: tuple[int, ...] = ()
+    """Storages of the step that it is called with. They are all that it keeps then,"""
+    other_nbytes: int = 0
+    """and bytes of inputs that nobody saves if the unit is not recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +78,22 @@ class Step:
     """Seconds of work before each mark."""
     tail_s: float = 0.0
     """From the last mark to the next step."""
-    recomputable: Mapping[str, int] = field(default_factory=dict)
-    """Units that are checkpoint regions, and the bytes that each keeps if it is recomputed."""
+    regions: tuple[Region, ...] = ()
+    """Units that are not recomputed in this step, and may be (planning/regions.py)."""
+    extra_nbytes: tuple[int, ...] = ()
+    """From each mark to the next, the most bytes that recomputed units have saved again. Empty:
+    none."""
 
     def __post_init__(self) -> None:
         saves, marks = len(self.storages), len(self.storages) + len(self.order)
         if len(self.gaps_s) != marks:
             raise ValueError(
                 f"a step of {marks} marks needs as many gaps, found {len(self.gaps_s)}"
+            )
+        if self.extra_nbytes and len(self.extra_nbytes) != marks:
+            raise ValueError(
+                f"a step of {marks} marks needs as many extra_nbytes or none, found "
+                f"{len(self.extra_nbytes)}"
             )
         if sorted(set(self.order)) != sorted(self.order) or not all(
             0 <= index < saves for index in self.order
@@ -110,7 +140,7 @@ class Step:
 
     def with_gaps(self, gaps_s: Sequence[float], tail_s: float) -> Step:
         """The same step with other times."""
-        return Step(self.storages, self.order, tuple(gaps_s), tail_s, self.recomputable)
+        return replace(self, gaps_s=tuple(gaps_s), tail_s=tail_s)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -124,7 +154,13 @@ class Step:
         """The inverse. Raises ValueError where it is not what `as_dict` returns."""
         try:
             storages = tuple(
-                SavedStorage(**{**saved, "actions": tuple(map(Action, saved["actions"]))})
+                SavedStorage(
+                    **{
+                        **saved,
+                        "actions": tuple(map(Action, saved["actions"])),
+                        "users": tuple(saved["users"]),
+                    }
+                )
                 for saved in content["storages"]
             )
             return Step(
@@ -132,7 +168,11 @@ class Step:
                 tuple(map(int, content["order"])),
                 tuple(map(float, content["gaps_s"])),
                 float(content["tail_s"]),
-                dict(content["recomputable"]),
+                tuple(
+                    Region(one["unit"], tuple(map(int, one["inputs"])), int(one["other_nbytes"]))
+                    for one in content["regions"]
+                ),
+                tuple(map(int, content["extra_nbytes"])),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is no step of memswap's: {error}") from error

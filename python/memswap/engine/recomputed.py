@@ -1,0 +1,100 @@
+"""Recomputed: what a checkpoint region saves again in backward, on the books while it is there."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from memswap._native import native
+from memswap.engine.autograd import in_backward
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from memswap._C import WeakStorage
+    from memswap.engine.saver import Saver
+
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+class Recomputed:
+    """Storages that recomputations saved and that backward has not used up.
+
+    They count as resident, so that a budget and a peak mean the same bytes whether a unit is
+    recomputed or not. Torch holds them; here are weak references, looked through at each mark.
+
+    Args:
+        saver: whose ledger counts them.
+        noted: called whenever there are more.
+    """
+
+    def __init__(self, saver: Saver, noted: Callable[[], None]) -> None:
+        self._saver = saver
+        self._noted = noted
+        self._storages: dict[int, tuple[WeakStorage, int]] = {}
+        self.nbytes = 0
+
+    def counting(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """The function of a region; what it saves in backward is counted."""
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            hooks = _top_hooks(True) if in_backward() else None
+            if hooks is None:
+                return fn(*args, **kwargs)
+            pack, unpack = hooks
+            known = self._entries()
+
+            # With the name of torch's hook: whoever asks whose turn it is to save shall find torch.
+            @functools.wraps(pack)
+            def counting_pack(tensor: torch.Tensor) -> Any:
+                self._count(tensor, known)
+                return pack(tensor)
+
+            with saved_tensors_hooks(counting_pack, unpack):
+                return fn(*args, **kwargs)
+
+        return counted
+
+    def sweep(self) -> None:
+        """Take off the books what is gone. Under the saver's lock."""
+        if not self._storages:
+            return
+        gone = [key for key, (weak, _) in self._storages.items() if weak.expired()]
+        for key in gone:
+            self._forget(key)
+
+    def clear(self) -> None:
+        """No backward runs: what is there still is somebody else's."""
+        for key in list(self._storages):
+            self._forget(key)
+
+    def _forget(self, key: int) -> None:
+        nbytes = self._storages.pop(key)[1]
+        self.nbytes -= nbytes
+        self._saver.ledger.resident(-nbytes)
+
+    def _entries(self) -> set[int]:
+        """Storages of entries, the regions' inputs among them: the ledger knows those."""
+        saver = self._saver
+        with saver.lock:
+            passage = saver.passage
+            entries = map(passage.entry, range(len(passage.sizes)))
+            return {entry.identity.key for entry in entries if entry is not None}
+
+    def _count(self, tensor: torch.Tensor, known: set[int]) -> None:
+        view = native.capture(tensor)
+        saver = self._saver
+        if view is None or view.of_leaf or view.key in known or view.key in saver.persistent:
+            return
+        with saver.lock:
+            self.sweep()
+            if view.key in self._storages:
+                return
+            weak = native.WeakStorage(native.StorageRef(tensor))
+            self._storages[view.key] = (weak, view.storage_nbytes)
+            self.nbytes += view.storage_nbytes
+            saver.ledger.resident(view.storage_nbytes)
+            self._noted()

@@ -1,0 +1,107 @@
+"""Kinds of passages, and what is known of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from memswap.engine.link_times import LinkTimes
+from memswap.engine.record import Recorder
+from memswap.engine.region_record import RegionRecord
+
+if TYPE_CHECKING:
+    from weakref import ref
+
+    import torch
+
+    from memswap.engine.entry import Entry
+    from memswap.engine.expectations import Key
+    from memswap.engine.timeline import Passage
+    from memswap.planning.plan import Plan
+    from memswap.planning.rates import Rates
+    from memswap.planning.step import Step
+
+#: A planned passage is timed again after so many.
+RETIME_AFTER = 128
+
+#: Passages that are timed after a first one that was not as planned, before a plan is made anew.
+MOST_DOUBTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """How one passage is taken down."""
+
+    device: torch.device
+    recorder: Recorder
+    regions: RegionRecord
+    links: LinkTimes
+
+
+class Kind:
+    """Passages that begin alike."""
+
+    def __init__(self) -> None:
+        self.learnt = 0  # passages since it began to learn
+        self.planned = 0  # passages since the plan
+        self.changed = 0  # of these, the last ones that did not look as planned
+        self.doubts = 0  # timed ones, one after another, that took other times than planned
+        self.checks_again = False  # whether the next one is to be timed, for that reason
+        self.unusable = 0
+        self.replans = 0
+        self.in_flight = 1  # forwards at a time, the most there were
+        self.timing: Timing | None = None  # of a passage that has ended
+        self.step: Step | None = None  # that the plan was made of
+        self.full: Step | None = None  # the same with all regions off
+        self.rates: Rates | None = None  # that the plan was made with
+        self.keys: tuple[Key, ...] = ()  # of the step's storages
+        #: Regions that the passages to come recompute, to be recorded. None: learning without any.
+        self.trial: tuple[str, ...] | None = None
+        self.trials = 0
+        self.margin_bytes = 0  # that the last trial took more than expected
+        self.plan: Plan | None = None
+        self.measured_peak_bytes: int | None = None
+        self.measured_exposed_s: float | None = None
+
+    def times_next(self) -> bool:
+        """Count a passage. Whether it is to be timed."""
+        if self.plan is None:
+            self.learnt += 1
+            return self.learnt >= 3
+        self.planned += 1
+        again, self.checks_again = self.checks_again, False
+        return self.planned == 2 or self.planned % RETIME_AFTER == 0 or again
+
+    def learn_again(self) -> None:
+        """From the next passage on, which is timed. What is known of frames stays known."""
+        self.plan, self.learnt, self.planned, self.changed, self.doubts = None, 2, 0, 0, 0
+        self.timing = None
+        self.end_trial()
+
+    def end_trial(self) -> None:
+        self.trial, self.trials, self.margin_bytes = None, 0, 0
+
+
+class Course:
+    """One passage of a kind."""
+
+    def __init__(self, passage: Passage[Entry], kind: Kind, timing: Timing | None) -> None:
+        self.passage = passage
+        self.kind = kind
+        self.plan = kind.plan
+        self.timing = timing
+        self.trial = kind.trial
+        #: Regions that are off; None: each of them, which makes itself known.
+        self.off: frozenset[str] | None = frozenset()
+        self.lost = False  # whether it went another way than planned
+        self.changed = False
+        self.closed = False
+        self.lingering: list[ref[Entry]] = []  # released, and still held by the forward
+
+    @property
+    def waits(self) -> bool:
+        """Whether most of what it saved is still there, for a backward that may come."""
+        passage = self.passage
+        alive = (passage.entry(index) is not None for index in range(len(passage.sizes)))
+        bytes_alive = sum(size for size, one in zip(passage.sizes, alive, strict=True) if one)
+        return 2 * bytes_alive > sum(passage.sizes)

@@ -1,0 +1,273 @@
+"""Learner: makes plans of what was taken down, and makes them anew when they are not right.
+
+[Note: Learning]
+Passages that begin alike are of one kind, and each kind learns for itself: its first passage runs
+as it would without a budget, so that allocators and caches warm up; in the second everything is
+encoded on its way out, where there is a codec, which shows how much it shrinks; the third is timed,
+by two events per mark. Checkpoint regions are off in the second and third, to see what they save.
+If the budget wants some of them recomputed, a passage with just these on is timed next. Then there
+is a plan, for the fourth or fifth passage on. Planning may wait for the device once or twice. After
+that nothing waits, and nothing is recorded but one passage now and then. What does not look as
+planned is treated as if there were no plan, which is safe; twice in a row, and the kind learns
+again. So a wrong forecast costs time or room, never a bit.
+
+[Note: In flight] Several passages may wait for their backward at a time. Each has the same share of
+a budget: what none exceeds, all of them do not exceed together. Their number is the highest that
+was seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+from memswap.engine.pools import DiskPool
+from memswap.planning.agreement import agree
+from memswap.planning.kinds import MOST_DOUBTS
+from memswap.planning.observed import calibrated, linked, quantised, step_of
+from memswap.planning.planner import make_plan, regions_for, too_small
+from memswap.planning.profile import profile
+
+if TYPE_CHECKING:
+    from memswap.engine.expectations import Key
+    from memswap.engine.record import Record
+    from memswap.engine.saver import Saver
+    from memswap.planning.kinds import Course, Kind, Timing
+    from memswap.planning.rates import Rates
+    from memswap.planning.step import Step
+
+#: A plan is made anew when the step's own time, or a rate of the machine, has changed by this
+#: share.
+TOLERANCE = 0.25
+
+#: Waits that were not predicted show a slower link if they take this share of a step.
+LATE_SHARE = 0.02
+
+#: Passages without a backward of their own, after which somebody should know.
+MOST_UNUSABLE = 8
+
+#: Sets of regions that are recorded before a budget counts as too small.
+MOST_TRIALS = 3
+
+
+class Learner:
+    """From passages to plans.
+
+    Args:
+        saver: whose passages they are.
+        budget: bytes, or ``"auto"``.
+        rates: the machine's; None: measured when they are needed first.
+        group: a process group whose ranks plan together.
+        fixed: whether the policy says how storages move.
+        pool: the user's, or None.
+    """
+
+    def __init__(
+        self,
+        saver: Saver,
+        budget: int | str,
+        rates: Rates | None,
+        group: Any,
+        fixed: bool,
+        pool: object,
+    ) -> None:
+        self.rates = rates
+        self._saver = saver
+        self._budget = budget
+        self._calibrates = rates is None
+        self._group = group
+        self._fixed = fixed
+        self._disk = pool if isinstance(pool, DiskPool) else None
+
+    def ended(self, course: Course) -> None:
+        """A passage is over."""
+        kind = course.kind
+        if course.plan is None:
+            if course.timing is not None and kind.plan is None and course.trial == kind.trial:
+                self._make(kind, course.timing)
+            return
+        if course.plan is not kind.plan:
+            return
+        if course.timing is not None and kind.timing is None:
+            kind.timing = course.timing
+        kind.changed = kind.changed + 1 if course.changed else 0
+        if kind.changed >= 2 and self._group is None:
+            kind.learn_again()
+            return
+        if kind.timing is not None and not course.changed:
+            if self._group is not None:
+                kind.timing.recorder.wait()
+            if kind.timing.recorder.ready():
+                self._look_again(kind)
+
+    def _make(self, kind: Kind, timing: Timing) -> None:
+        """Make a plan of a record, or choose the regions to record it with."""
+        timing.recorder.wait()
+        record: Record | None = timing.recorder.take()
+        if record is not None and not record.order:
+            record = None
+        step = None if record is None else self._step(record, timing)
+        rates = self._measured_rates(timing)
+        if record is not None and self._calibrates:
+            rates = self.rates = calibrated(rates, record)
+        step, rates = agree(step, rates, self._group)
+        if step is None:
+            kind.unusable += 1
+            if kind.unusable == MOST_UNUSABLE:
+                self._saver.ledger.tell_once(
+                    "no plan",
+                    f"no plan was made for budget={self._budget!r}: {MOST_UNUSABLE} forwards had "
+                    "no backward, or ranks that plan together took different steps. Everything "
+                    "that the policy selects moves, as without a budget.",
+                )
+            return
+        keys = () if record is None else record.signature
+        if kind.trial is not None:
+            self._judge(kind, replace(step, regions=()), rates, keys)
+            return
+        kind.full = step
+        if step.regions and self._try_regions(kind, rates):
+            return
+        self._adopt(kind, replace(step, regions=()), rates, keys)
+
+    def _try_regions(self, kind: Kind, rates: Rates) -> bool:
+        """Have the next passage recorded with the regions on that a budget wants recomputed."""
+        assert kind.full is not None
+        if kind.trials >= MOST_TRIALS:
+            return False
+        limit = self._share(kind) - kind.margin_bytes
+        units, _ = regions_for(kind.full, rates, limit)
+        if not units or units == kind.trial:
+            return False
+        kind.trial, kind.trials = units, kind.trials + 1
+        return True
+
+    def _judge(self, kind: Kind, step: Step, rates: Rates, keys: tuple[Key, ...]) -> None:
+        """A step with regions on was recorded: take it if it meets the budget."""
+        limit = self._share(kind)
+        plan = make_plan(step, rates, limit, True, kind.full, kind.trial or ())
+        if plan.peak_bytes > limit:
+            kind.margin_bytes += plan.peak_bytes - limit
+            if self._try_regions(kind, rates):
+                return
+        self._adopt(kind, step, rates, keys)
+
+    def _adopt(self, kind: Kind, step: Step, rates: Rates, keys: tuple[Key, ...]) -> None:
+        again = kind.step is not None
+        recompute = kind.trial or ()
+        limit = self._budget if isinstance(self._budget, str) else self._share(kind)
+        kind.end_trial()
+        plan = make_plan(step, rates, limit, True, kind.full, recompute)
+        flights = kind.in_flight
+        if isinstance(self._budget, int) and isinstance(limit, int) and plan.peak_bytes > limit:
+            if not again:
+                raise too_small(self._budget, plan.peak_bytes * flights)
+            self._saver.ledger.tell_once(
+                "budget",
+                f"the step has changed, and needs {plan.peak_bytes * flights} bytes of saved "
+                f"activations at least, beyond the budget of {self._budget}. Training goes on with "
+                "that.",
+            )
+        if flights > 1:
+            plan = replace(plan, budget=self._budget, in_flight=flights)
+        kind.step, kind.plan, kind.rates, kind.keys, kind.planned = step, plan, rates, keys, 0
+        kind.measured_peak_bytes = kind.measured_exposed_s = None
+        kind.replans += again
+
+    def _share(self, kind: Kind) -> int:
+        """Bytes that each passage in flight may have."""
+        assert isinstance(self._budget, int)
+        return self._budget // kind.in_flight
+
+    def make_room(self, kind: Kind) -> None:
+        """More passages are in flight than planned for."""
+        assert kind.plan is not None and kind.step is not None and kind.rates is not None
+        kind.trial = kind.plan.recompute or None
+        self._adopt(kind, kind.step, kind.rates, kind.keys)
+
+    def _look_again(self, kind: Kind) -> None:
+        """A planned passage was timed: is the plan still the right one?"""
+        timing, plan, known, before = kind.timing, kind.plan, kind.step, kind.rates
+        assert timing is not None and plan is not None and known is not None and before is not None
+        kind.timing, rates = None, before
+        record = timing.recorder.take()
+        step = None
+        # Another number of saves, or another order, says nothing about the times of this step.
+        if len(record.gaps_s) == len(known.gaps_s) and record.order == known.order:
+            gaps = [quantised(gap_s) for gap_s in record.gaps_s]
+            step = known.with_gaps(gaps, quantised(record.tail_s))
+        if step is not None:
+            again_s = step.compute_s - plan.compute_s if plan.recompute else 0.0
+            kind.measured_exposed_s = record.exposed_s + max(again_s, 0.0)
+            late_s = record.exposed_s - (plan.exposed_s - (known.compute_s - plan.compute_s))
+            rates = linked(rates, timing.links, late_s > LATE_SHARE * known.compute_s)
+            if self._calibrates:
+                rates = calibrated(rates, record)
+        step_or_none, rates = agree(step, rates, self._group)
+        # The first timing follows the plan at once: it is there to be told, not to change it.
+        if step_or_none is None or kind.planned <= 2:
+            return
+        rates = settled(rates, before)
+        if not differs(step_or_none, known) and rates == before:
+            kind.doubts = 0
+            return
+        kind.doubts += 1
+        if kind.doubts < MOST_DOUBTS:
+            kind.checks_again = True  # one slow passage is no reason
+            return
+        kind.doubts = 0
+        self.rates = rates
+        if kind.full is not None and kind.full.regions:
+            kind.learn_again()
+            return
+        kind.full = step_or_none
+        self._adopt(kind, step_or_none, rates, kind.keys)
+
+    def _measured_rates(self, timing: Timing) -> Rates:
+        if self.rates is None:
+            self.rates = profile(
+                timing.device, folder=None if self._disk is None else self._disk.path
+            )
+        return self.rates
+
+    def _step(self, record: Record, timing: Timing) -> Step | None:
+        """What a record says; None where it is no step, which is no reason to stop training."""
+        self._saver.stats()  # takes in what encoders have reported
+        route = self._saver.route(timing.device)
+        assert route is not None  # something was recorded
+        try:
+            return step_of(
+                record,
+                route.expectations,
+                timing.device,
+                self._fixed,
+                self._disk is not None,
+                timing.regions,
+            )
+        except ValueError:
+            return None  # counted as unusable, and told if it goes on
+
+
+def differs(step: Step, known: Step) -> bool:
+    """Whether a step takes another time than it did."""
+    return abs(step.compute_s - known.compute_s) > TOLERANCE * known.compute_s
+
+
+def regions_off(kind: Kind) -> frozenset[str] | None:
+    """Which regions are off in the next passage of a kind; None: all of them."""
+    if kind.plan is not None or kind.trial is not None:
+        on = kind.plan.recompute if kind.plan is not None else kind.trial or ()
+        known = kind.full.regions if kind.full is not None else ()
+        return frozenset(one.unit for one in known) - set(on)
+    learning = kind.learnt >= 2 and kind.unusable < MOST_UNUSABLE
+    return None if learning else frozenset()
+
+
+def settled(rates: Rates, before: Rates) -> Rates:
+    """Rates, as they were where they have changed by little."""
+    values = {}
+    for field in fields(rates):
+        new, old = getattr(rates, field.name), getattr(before, field.name)
+        if isinstance(new, float) and abs(new - old) <= TOLERANCE * old:
+            values[field.name] = old
+    return replace(rates, **values)

@@ -1,0 +1,251 @@
+"""Regions: what a step would be like if some of its checkpoint regions were recomputed.
+
+[Note: Regions] A step is recorded with regions off, where every unit saves what it needs. If a unit
+is recomputed instead, it keeps what it was called with; what others save as well stays theirs. Its
+backward begins with the demand of its inputs and with its forward once more, after which everything
+that it saves is there, and goes as backward uses it. `under` makes that step of the recorded one.
+It is close enough to choose by: the plan itself is made of a step that was recorded with just these
+regions on, so a difference cannot make it wrong.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate, combinations, pairwise
+from typing import NamedTuple
+
+from memswap.engine.action import Action
+from memswap.planning.rates import Rates
+from memswap.planning.search import Candidate, Search
+from memswap.planning.step import Region, SavedStorage, Step
+
+#: So many regions are compared in all combinations.
+EXACT_REGIONS = 4
+
+#: Of more, sets of so many sizes.
+SIZES = 8
+
+
+class Choice(NamedTuple):
+    """Regions to recompute, and what the best plan beside them comes to."""
+
+    units: tuple[str, ...]
+    found: Candidate
+    cost: tuple[int, int, int, int]
+    """Bytes too many, nanoseconds of waiting and recomputing, bytes moved, regions."""
+
+
+def chosen(step: Step, rates: Rates, limit_bytes: float) -> Choice:
+    """Which regions to recompute to stay within so many bytes, or to come closest."""
+    return min(
+        (_choice(step, rates, units, limit_bytes) for units in candidates(step)),
+        key=lambda one: one.cost,
+    )
+
+
+def smallest(step: Step, rates: Rates) -> tuple[tuple[str, ...], int]:
+    """The regions whose recomputation leaves the smallest peak, and that peak."""
+    found = ((units, Search(under(step, units), rates)) for units in candidates(step))
+    peaks = [(search.smallest_bytes(), len(units), units) for units, search in found]
+    least_bytes, _, units = min(peaks, key=lambda one: one[:2])
+    return units, least_bytes
+
+
+def _choice(step: Step, rates: Rates, units: tuple[str, ...], limit_bytes: float) -> Choice:
+    derived = under(step, units)
+    found = Search(derived, rates).best_within(limit_bytes, thorough=False)
+    over, exposed_ns, moved = found.cost
+    again_ns = round((derived.compute_s - step.compute_s) * 1e9)
+    return Choice(units, found, (over, exposed_ns + again_ns, moved, len(units)))
+
+
+def candidates(step: Step) -> Iterator[tuple[str, ...]]:
+    """Sets of regions: all where they are few; else rows of the first ones, and of the last.
+
+    What is saved first has the most time to leave and to come back, so there swapping is cheapest.
+    What is saved last is needed at once. Recomputing costs the same anywhere: the rows end before
+    the last region as well as begin with the first.
+    """
+    names = [region.unit for region in step.regions]
+    if len(names) <= EXACT_REGIONS:
+        for count in range(len(names) + 1):
+            yield from combinations(names, count)
+        return
+    yield ()
+    counts = sorted({max(len(names) * size // SIZES, 1) for size in range(1, SIZES + 1)})
+    for count in counts:
+        yield tuple(names[:count])
+        if count < len(names):
+            yield tuple(names[-count - 1 : -1])
+
+
+def under(step: Step, units: Sequence[str]) -> Step:
+    """The step if these regions were recomputed."""
+    if not units:
+        return replace(step, regions=())
+    return _Under(step, units).step()
+
+
+class _Under:
+    """One step under one set of recomputed units."""
+
+    def __init__(self, step: Step, units: Sequence[str]) -> None:
+        self.full = step
+        self.units = set(units)
+        self.regions = {one.unit: one for one in step.regions if one.unit in self.units}
+        self.saves = len(step.storages)
+        self.times = list(accumulate(step.gaps_s))
+        first_demand = {i: self.saves + place for place, i in enumerate(step.order)}
+        self.begins: dict[str, int] = {}  # unit -> mark of its first save
+        self.backwards: dict[str, tuple[float, float]] = {}  # unit -> its backward
+        for index, storage in enumerate(step.storages):
+            for unit in (storage.unit, *storage.users):
+                self.begins.setdefault(unit, index)
+            mark, last = first_demand.get(index), storage.last_demand
+            if mark is not None and last is not None and storage.unit in self.units:
+                begin, end = self.backwards.get(storage.unit, (self.times[mark], 0.0))
+                self.backwards[storage.unit] = (
+                    min(begin, self.times[mark]),
+                    max(end, self.times[last]),
+                )
+        self.first_demand = first_demand
+
+    def step(self) -> Step:
+        """Marks get the times that they had, and then the recomputations between them."""
+        full = self.full
+        saves: list[tuple[float, int, SavedStorage, int | None]] = []
+        for index, storage in enumerate(full.storages):
+            mark = self._place(index, storage)
+            if mark is not None:
+                saves.append((self.times[mark], mark, storage, index))
+        for region in self.regions.values():
+            if region.other_nbytes:
+                begin = self.begins.get(region.unit, 0)
+                saves.append((self.times[begin], begin, self._other(region), None))
+        saves.sort(key=lambda one: one[:2])
+        demands = []
+        for place, (_, _, storage, origin) in enumerate(saves):
+            moment = self._demand_s(origin, storage)
+            if moment is not None:
+                rank = -place if origin is None else self.first_demand.get(origin, 0)
+                demands.append((moment, rank, place))
+        demands.sort()
+        moments = [*(one[0] for one in saves), *(one[0] for one in demands)]
+        return replace(
+            full,
+            storages=tuple(
+                self._storage(storage, place, index, moments, len(saves), demands)
+                for place, (_, _, storage, index) in enumerate(saves)
+            ),
+            order=tuple(place for _, _, place in demands),
+            gaps_s=self._gaps(moments),
+            tail_s=full.compute_s + self._again_s() - self._shifted(moments[-1]) if moments else 0,
+            regions=(),
+            extra_nbytes=self._extra(moments, len(saves)),
+        )
+
+    def _place(self, index: int, storage: SavedStorage) -> int | None:
+        """At which mark of the full step a storage is saved now; None: not any more."""
+        inputs = [one.unit for one in self.regions.values() if index in one.inputs]
+        savers = [u for u in (storage.unit, *storage.users) if u not in self.units or u in inputs]
+        savers += [unit for unit in inputs if unit not in savers]
+        if not savers:
+            return None
+        if storage.unit in savers:
+            return index
+        return max(index, min(self.begins.get(unit, index) for unit in savers))
+
+    def _other(self, region: Region) -> SavedStorage:
+        """Inputs that nobody saves otherwise. Nothing is known of their frames."""
+        mine = [i for i, one in enumerate(self.full.storages) if one.unit == region.unit]
+        swaps = any(Action.SWAP in one.actions for one in self.full.storages)
+        return SavedStorage(
+            region.unit,
+            0,
+            region.other_nbytes,
+            "torch.uint8",
+            actions=(Action.SWAP,) if swaps else (),
+            held_until=mine[-1] + 1 if mine else None,  # the caller has them while the unit runs
+        )
+
+    def _demand_s(self, index: int | None, storage: SavedStorage) -> float | None:
+        """When a storage is demanded first."""
+        if index is None:
+            return self.backwards.get(storage.unit, (None, None))[0]
+        mark = self.first_demand.get(index)
+        starts = [
+            self.backwards[one.unit][0]
+            for one in self.regions.values()
+            if index in one.inputs and one.unit in self.backwards
+        ]
+        if mark is not None and ({storage.unit, *storage.users} - self.units or not starts):
+            starts.append(self.times[mark])
+        return min(starts, default=None)
+
+    def _storage(
+        self,
+        storage: SavedStorage,
+        place: int,
+        index: int | None,
+        moments: list[float],
+        saves: int,
+        demands: list[tuple[float, int, int]],
+    ) -> SavedStorage:
+        """With the marks of the new step."""
+        mark = next((saves + n for n, one in enumerate(demands) if one[2] == place), None)
+        last = mark
+        if mark is not None:
+            ends = [self.backwards[storage.unit][1]] if storage.unit in self.backwards else []
+            if storage.last_demand is not None:
+                ends.append(self.times[storage.last_demand])
+            last = max(mark, bisect_right(moments, max(ends), saves) - 1) if ends else mark
+        kept = None
+        if mark is not None and any(index in one.inputs for one in self.regions.values()):
+            kept = len(moments) - 1  # torch's frame of a region has its inputs to the end
+        elif mark is not None and storage.kept_until is not None:
+            kept = max(mark, bisect_right(moments, self.times[storage.kept_until], saves) - 1)
+        held = storage.held_until
+        if held is not None and held < len(self.times):
+            held = max(bisect_left(moments, self.times[held]), place + 1)
+        elif held is not None:
+            held = saves
+        if held is not None:
+            held = min(held, len(moments))
+        return replace(storage, last_demand=last, kept_until=kept, held_until=held)
+
+    def _again_s(self) -> float:
+        return sum(self.full.forward_s(unit) for unit in self.backwards)
+
+    def _shifted(self, moment: float) -> float:
+        """A moment of the full step, later by what was recomputed before it."""
+        again = (
+            self.full.forward_s(unit)
+            for unit, (begin, _) in self.backwards.items()
+            if begin < moment
+        )
+        return moment + sum(again)
+
+    def _gaps(self, moments: list[float]) -> tuple[float, ...]:
+        shifted = [0.0, *map(self._shifted, moments)]
+        return tuple(max(after - before, 0.0) for before, after in pairwise(shifted))
+
+    def _extra(self, moments: list[float], saves: int) -> tuple[int, ...]:
+        """From each mark to the next: what is there of what a unit saved again."""
+        extra = [0] * len(moments)
+        for unit, (begin, _) in self.backwards.items():
+            region = self.regions[unit]
+            again = [
+                (storage.nbytes, self.times[storage.last_demand])
+                for index, storage in enumerate(self.full.storages)
+                if unit in (storage.unit, *storage.users)
+                and index not in region.inputs
+                and storage.last_demand is not None
+                and self._place(index, storage) is None
+            ]
+            first = max(bisect_right(moments, begin, saves) - 1, 0)
+            for mark in range(first, len(moments)):
+                there = sum(n for n, last in again if mark == first or last >= moments[mark])
+                extra[mark] += there
+        return tuple(extra)
