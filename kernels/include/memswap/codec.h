@@ -66,8 +66,9 @@ typedef struct memswap_launch {
 } memswap_launch;
 
 /* A backend: one per device type. Functions return 0, or a code that `message` explains; then what
- * was enqueued before the failure still runs, and what it writes is worthless. What the elements or the frame contain never makes a function fail: that
- * shows in Header::status (encode) and in *status (decode). Callable from any thread at once. */
+ * was enqueued before the failure still runs, and what it writes is worthless. What the elements or
+ * the frame contain never makes a function fail: that shows in Header::status (encode) and in
+ * *status (decode). Callable from any thread at once. */
 typedef struct memswap_codec {
   uint32_t version; /* MEMSWAP_CODEC_VERSION */
   const char* name; /* "cpu", "cuda", ... */
