@@ -19,9 +19,11 @@ using frame::Shape;
 
 constexpr int kNoCores = -3;
 
-// So many tiles of room an encode may leave unused (job.h, Note [positions without talking]): no
-// more cores than that work on a frame. Atlas A2 and A3 have 40 or 48.
+// No more cores than that work on a frame. Atlas A2 and A3 have 40 or 48.
 constexpr uint32_t kMaxCores = 64;
+
+// Tiles of room that an encode may leave unused (job.h, Note [positions without talking]).
+constexpr uint32_t kSpareTiles = 1;
 
 // The kernels add up counters in 32 bits.
 constexpr uint64_t kMaxElements = UINT32_MAX;
@@ -175,7 +177,8 @@ int run(const memswap_encode_job& job, uint32_t cores, const memswap_launch& whe
   if (error == 0) {
     error = launch(aclrtlaunch_memswap_ascend_place_deferred, 1, 0);
   }
-  if (error == 0 && job.overflow != nullptr) {
+  // One core defers nothing but what goes to the arena.
+  if (error == 0 && (blocks > 1 || job.overflow != nullptr)) {
     error = launch(encoder, blocks, 1);
   }
   return error;
@@ -242,8 +245,8 @@ const char* message(int code) {
   return words;
 }
 
-constexpr memswap_codec kCodec = {
-    MEMSWAP_CODEC_VERSION, "ascend", &encode, &decode, &message, kMaxCores, 1};
+constexpr memswap_codec kCodec = {MEMSWAP_CODEC_VERSION, "ascend", &encode, &decode, &message,
+                                  kSpareTiles,           1};
 
 }  // namespace
 }  // namespace memswap::ascend

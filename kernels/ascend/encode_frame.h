@@ -20,8 +20,8 @@ class FrameEncoder {
       : pipe_(pipe), job_(job), share_(job.elements, Coder::kSlabBytes), payloads_(job, share_) {}
 
   __aicore__ inline void run() {
-    if (job_.pass == static_cast<uint32_t>(Pass::kSpill)) {
-      spill();
+    if (job_.pass == static_cast<uint32_t>(Pass::kStore)) {
+      store_placed();
     } else {
       encode_all();
     }
@@ -57,7 +57,7 @@ class FrameEncoder {
         }
       }
       records_.flush();
-      if (share_.end_tile == share_.tiles) {
+      if (share_.first_tile == 0) {
         counters_.set_var_used(payloads_.next());
       }
     }
@@ -65,28 +65,49 @@ class FrameEncoder {
   }
 
   // Codes the core's deferred tiles again, for their payloads alone.
-  __aicore__ inline void spill() {
-    if (share_.first_tile >= share_.end_tile || !any_deferred()) {
+  __aicore__ inline void store_placed() {
+    if (share_.first_tile >= share_.end_tile || !any_placed()) {
       return;
     }
-    counters_.init(pipe_, job_.frame);
+    job_.checksum = 0;
+    stores_slabs_ = false;
     init();
-    RecordReader placed;
-    placed.init(pipe_, job_.frame + share_.records, share_.tiles);
-    for (uint32_t tile = share_.first_tile; tile < share_.end_tile; ++tile) {
-      const TileRecord record = placed.read(tile);
-      if ((record.base & frame::kBaseInOverflow) == 0) {
-        continue;
-      }
-      payloads_.begin_spilled(job_, record.base & frame::kMaxBaseUnits, record.units);
+    RecordReader reader;
+    reader.init(pipe_, job_.frame + share_.records, share_.tiles);
+    TileRecord record;
+    uint32_t tile = next_placed(share_.first_tile, &reader, &record);
+    if (tile < share_.end_tile) {
+      load(tile * kSteps);
+    }
+    while (tile < share_.end_tile) {
+      payloads_.begin_placed(record);
+      const uint32_t next = next_placed(tile + 1, &reader, &record);
       for (uint32_t step = tile * kSteps; step < (tile + 1) * kSteps; ++step) {
-        load(step);
+        if (step + 1 < (tile + 1) * kSteps) {
+          load(step + 1);
+        } else if (next < share_.end_tile) {
+          load(next * kSteps);
+        }
         encode(step);
       }
+      tile = next;
     }
   }
 
-  __aicore__ inline bool any_deferred() {
+  // The core's first tile from `tile` on that was deferred and has payloads, or its end_tile. The
+  // first core's other tiles have been stored.
+  __aicore__ inline uint32_t next_placed(uint32_t tile, RecordReader* reader, TileRecord* record) {
+    for (; tile < share_.end_tile; ++tile) {
+      *record = reader->read(tile);
+      const bool in_overflow = (record->base & frame::kBaseInOverflow) != 0;
+      if (record->units != 0 && (share_.first_tile != 0 || in_overflow)) {
+        break;
+      }
+    }
+    return tile;
+  }
+
+  __aicore__ inline bool any_placed() {
     TBuf<TPosition::VECCALC> buffer;
     pipe_->InitBuffer(buffer, frame::kHeaderBytes);
     const LocalTensor<uint32_t> words = buffer.Get<uint32_t>();
@@ -94,7 +115,9 @@ class FrameEncoder {
     global.SetGlobalBuffer(reinterpret_cast<__gm__ uint32_t*>(job_.frame), kHeaderWords);
     DataCopy(words, global, kHeaderWords);
     hand_over<HardEvent::MTE2_S>(pipe_);
-    return words.GetValue(HeaderWord::kOverflowUsed) != 0;
+    const bool in_var = share_.first_tile != 0 && words.GetValue(HeaderWord::kVarUsed) != 0;
+    return words.GetValue(HeaderWord::kStatus) == frame::kOk &&
+           (in_var || words.GetValue(HeaderWord::kOverflowUsed) != 0);
   }
 
   __aicore__ inline void init() {
@@ -157,12 +180,14 @@ class FrameEncoder {
       sum_ += checksum_.result(index % kSteps * (kStepBytes / 4));
     }
     if constexpr (Coder::kSlabBytes != 0) {
-      slabs_.EnQue(slab);
-      slab = slabs_.template DeQue<uint8_t>();
-      GlobalTensor<uint8_t> to;
-      to.SetGlobalBuffer(reinterpret_cast<__gm__ uint8_t*>(
-          job_.frame + frame::kHeaderBytes + uint64_t{index} * kStepBlocks * Coder::kSlabBytes));
-      DataCopy(to, slab, step.blocks * Coder::kSlabBytes);
+      if (stores_slabs_) {
+        slabs_.EnQue(slab);
+        slab = slabs_.template DeQue<uint8_t>();
+        GlobalTensor<uint8_t> to;
+        to.SetGlobalBuffer(reinterpret_cast<__gm__ uint8_t*>(
+            job_.frame + frame::kHeaderBytes + uint64_t{index} * kStepBlocks * Coder::kSlabBytes));
+        DataCopy(to, slab, step.blocks * Coder::kSlabBytes);
+      }
       slabs_.FreeTensor(slab);
     }
   }
@@ -178,6 +203,7 @@ class FrameEncoder {
   RecordWriter records_;
   HeaderCounters counters_;
   uint64_t sum_ = 0;  // of the tile's checksum
+  bool stores_slabs_ = true;
 };
 
 }  // namespace memswap::ascend

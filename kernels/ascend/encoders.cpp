@@ -1,5 +1,5 @@
 // Entries of the kernels that encode. One job per launch; three launches make a frame, four where
-// it has an overflow arena (codec.cpp).
+// several cores do or it has an overflow arena (codec.cpp).
 #include "bits.h"
 #include "dense_encode.h"
 #include "frame_header.h"

@@ -20,7 +20,8 @@ __aicore__ inline void begin_frame(const EncodeJob& job) {
   words.SetValue(HeaderWord::kMagic, frame::kMagic);
   words.SetValue(HeaderWord::kVersion,
                  uint32_t{frame::kVersion} | job.dtype << 16 | job.shape << 24);
-  words.SetValue(HeaderWord::kFlags, job.checksum != 0 ? uint32_t{frame::kChecked} : 0u);
+  words.SetValue(HeaderWord::kFlags,
+                 uint32_t{frame::kOrdered} | (job.checksum != 0 ? uint32_t{frame::kChecked} : 0u));
   words.SetValue(HeaderWord::kElements, static_cast<uint32_t>(job.elements));
   words.SetValue(HeaderWord::kElements + 1, static_cast<uint32_t>(job.elements >> 32));
   words.SetValue(HeaderWord::kBlocks, Share(job.elements, job.slab_bytes).blocks);
@@ -31,7 +32,8 @@ __aicore__ inline void begin_frame(const EncodeJob& job) {
   DataCopy(global, words, kHeaderWords);
 }
 
-// Gives the deferred tiles their places in the arena, or says in the status that there is no room.
+// Gives the deferred tiles their places in var and the arena, or says in the status that there is
+// no room.
 class DeferredTiles {
  public:
   __aicore__ inline DeferredTiles(TPipe* pipe, const EncodeJob& job)
@@ -47,47 +49,52 @@ class DeferredTiles {
     global.SetGlobalBuffer(reinterpret_cast<__gm__ uint32_t*>(job_.frame), kHeaderWords);
     DataCopy(words, global, kHeaderWords);
     hand_over<HardEvent::MTE2_S>(pipe_);
-    const uint32_t needed = words.GetValue(HeaderWord::kOverflowUsed);
-    if (needed == 0) {
+    if (words.GetValue(HeaderWord::kOverflowUsed) == 0) {
       return;
     }
-    if (!take(cursor.Get<uint32_t>(), needed)) {
-      words.SetValue(HeaderWord::kStatus, uint32_t{frame::kNoRoom});
-      words.SetValue(HeaderWord::kOverflowUsed, 0u);
-      hand_over<HardEvent::S_MTE3>(pipe_);
-      DataCopy(global, words, kHeaderWords);
-      return;
-    }
+    var_ = Room::of_var(job_, words.GetValue(HeaderWord::kVarUsed));
+    const uint64_t used = job_.overflow != nullptr ? read(cursor.Get<uint32_t>()) : 0;
+    next_ = used;
     for (uint32_t tile = 0; tile < share_.tiles; tile += kTiles) {
       const uint32_t left = share_.tiles - tile;
       place(records.Get<uint32_t>(), tile, left < kTiles ? left : kTiles);
     }
+    words.SetValue(HeaderWord::kVarUsed, var_.next());
+    words.SetValue(HeaderWord::kOverflowUsed, 0u);
+    if (next_ != used) {
+      words.SetValue(HeaderWord::kFlags,
+                     words.GetValue(HeaderWord::kFlags) & ~uint32_t{frame::kOrdered});
+      if (job_.overflow == nullptr || next_ > job_.overflow_capacity) {
+        words.SetValue(HeaderWord::kStatus, uint32_t{frame::kNoRoom});
+      } else {
+        words.SetValue(HeaderWord::kOverflowUsed, static_cast<uint32_t>(next_ - used));
+        write(cursor.Get<uint32_t>());
+      }
+    }
+    hand_over<HardEvent::S_MTE3>(pipe_);
+    DataCopy(global, words, kHeaderWords);
   }
 
  private:
   static constexpr uint32_t kTiles = 512;  // 16 KiB of records
   static constexpr uint32_t kWords = frame::kRecordBytes / 4;
 
-  // Moves the arena's cursor by `units`.
-  __aicore__ inline bool take(const LocalTensor<uint32_t>& words, uint32_t units) {
-    if (job_.overflow == nullptr) {
-      return false;
-    }
+  // The arena's cursor.
+  __aicore__ inline uint64_t read(const LocalTensor<uint32_t>& words) {
     GlobalTensor<uint32_t> global;
     global.SetGlobalBuffer(reinterpret_cast<__gm__ uint32_t*>(job_.overflow_cursor), 2);
     DataCopyPad(words, global, DataCopyExtParams(1, 8, 0, 0, 0),
                 DataCopyPadExtParams<uint32_t>(false, 0, 0, 0u));
     hand_over<HardEvent::MTE2_S>(pipe_);
-    const uint64_t used = uint64_t{words.GetValue(0)} | uint64_t{words.GetValue(1)} << 32;
-    if (used > job_.overflow_capacity || units > job_.overflow_capacity - used) {
-      return false;
-    }
-    next_ = static_cast<uint32_t>(used);
-    words.SetValue(0, static_cast<uint32_t>(used + units));
-    words.SetValue(1, static_cast<uint32_t>((used + units) >> 32));
+    return uint64_t{words.GetValue(0)} | uint64_t{words.GetValue(1)} << 32;
+  }
+  __aicore__ inline void write(const LocalTensor<uint32_t>& words) {
+    GlobalTensor<uint32_t> global;
+    global.SetGlobalBuffer(reinterpret_cast<__gm__ uint32_t*>(job_.overflow_cursor), 2);
+    words.SetValue(0, static_cast<uint32_t>(next_));
+    words.SetValue(1, static_cast<uint32_t>(next_ >> 32));
     hand_over<HardEvent::S_MTE3>(pipe_);
     DataCopyPad(global, words, DataCopyExtParams(1, 8, 0, 0, 0));
-    return true;
   }
 
   __aicore__ inline void place(const LocalTensor<uint32_t>& words, uint32_t tile, uint32_t count) {
@@ -97,14 +104,19 @@ class DeferredTiles {
     DataCopy(words, global, count * kWords);
     hand_over<HardEvent::MTE2_S>(pipe_);
     for (uint32_t i = 0; i < count; ++i) {
-      if (words.GetValue(i * kWords) != kDeferred) {
+      const uint32_t base = words.GetValue(i * kWords);
+      if ((base & kDeferred) == 0) {
         continue;
       }
-      words.SetValue(i * kWords, kDeferred | next_);
-      for (uint32_t pair = 1; pair <= frame::kTileBlocks / 2; ++pair) {
-        const uint32_t blocks = words.GetValue(i * kWords + pair);
-        next_ += (blocks & 0xfffu) + (blocks >> 16 & 0xfffu);
+      const uint32_t units = base & ~kDeferred;
+      const uint32_t in_var = var_.next();
+      if (var_.take(units)) {
+        words.SetValue(i * kWords, in_var);
+        continue;
       }
+      words.SetValue(i * kWords, frame::kBaseInOverflow |
+                                     (static_cast<uint32_t>(next_) & frame::kMaxBaseUnits));
+      next_ += units;
     }
     hand_over<HardEvent::S_MTE3>(pipe_);
     DataCopy(global, words, count * kWords);
@@ -114,7 +126,8 @@ class DeferredTiles {
   TPipe* pipe_;
   EncodeJob job_;
   Share share_;
-  uint32_t next_ = 0;
+  Room var_;
+  uint64_t next_ = 0;  // in the arena
 };
 
 }  // namespace memswap::ascend

@@ -3,13 +3,22 @@
 // Note [positions without talking]
 // Cores of this generation cannot take a ticket: atomic addition to memory returns nothing, and a
 // barrier over all cores is not safe beside other streams. So each core owns a contiguous range of
-// tiles and a share of var in proportion to their blocks, and fills it from the front: frames are
-// unordered and have gaps. A tile that does not fit what is left of its core's share is coded like
-// any other, but its payloads are left out and its record says so (kDeferred). Then one core walks
-// over the records and gives the deferred tiles consecutive places in the overflow arena (`place`),
-// and a second run of the encoder codes these tiles again and stores their payloads (`spill`).
-// Without deferred tiles both end after a look at the header. Every core but one may leave a tile's
-// room of var unused, so an encode can need kMaxCores tiles of overflow beyond what var lacks.
+// tiles, and positions follow from the tiles' sizes alone, in three launches:
+//
+// 1. The encoder codes all tiles (Pass::kMain). The first core knows where its payloads go: to the
+//    front of var, one tile behind another, and it stores them. All others do not know how long the
+//    tiles before theirs are; they leave payloads out, and so does the first core for a tile that
+//    does not fit var. The record of such a deferred tile has its size for a base (kDeferred).
+// 2. One core walks over the records in order (DeferredTiles): a deferred tile goes to var if it
+//    fits what is left there, else to the overflow arena.
+// 3. The encoder codes the deferred tiles again and stores their payloads (Pass::kStore).
+//
+// So frames are dense and ordered, and the same bytes on any number of cores: a tile that did not
+// fit var for the first core fits no more when the second launch looks at it. Only the last tile's
+// room of var can stay unused while a tile goes to the arena. The price is that elements are read
+// and coded twice, but for those of the first core; what is moved a second time instead, the
+// payloads, could only be moved by one core or with a barrier. Slabs, records and checksums are
+// written once. Without deferred tiles the last two launches end after a look at the header.
 //
 // The arena's cursor is read and written by that one core, without atomics: encodes that share an
 // arena have to be in the order of one stream, as those of an encode lane are.
@@ -22,7 +31,7 @@
 
 namespace memswap::ascend {
 
-enum class Pass : uint32_t { kMain = 0, kSpill = 1 };
+enum class Pass : uint32_t { kMain = 0, kStore = 1 };
 
 struct EncodeJob {
   GM_ADDR input;
@@ -51,7 +60,7 @@ struct DecodeJob {
   uint32_t verify;  // 1: compare checksums, where the frame has them
 };
 
-// Base of a record whose payloads are nowhere yet.
+// In the base of a record whose payloads are nowhere yet; the other bits are their units.
 constexpr uint32_t kDeferred = frame::kBaseInOverflow;
 constexpr uint32_t kHeaderWords = frame::kHeaderBytes / 4;
 
@@ -66,7 +75,7 @@ struct HeaderWord {
   static constexpr uint32_t kSlabBytes = 7;
   static constexpr uint32_t kVarCapacity = 8;  // and 9
   static constexpr uint32_t kVarUsed = 10;
-  static constexpr uint32_t kOverflowUsed = 12;
+  static constexpr uint32_t kOverflowUsed = 12;  // until DeferredTiles: the number of those
   static constexpr uint32_t kZeros = 14;
   static constexpr uint32_t kCenterSum = 16;
   static constexpr uint32_t kModeCount = 18;
@@ -92,11 +101,6 @@ struct Share {
     var = records + uint64_t{tiles} * frame::kRecordBytes;
   }
 
-  __aicore__ inline uint64_t blocks_before(uint32_t tile) const {
-    const uint64_t before = uint64_t{tile} * frame::kTileBlocks;
-    return before < blocks ? before : blocks;
-  }
-
   // Elements of the frame from block `block` on, at most `most`.
   __aicore__ inline static uint32_t elements_from(uint64_t elements, uint32_t block,
                                                   uint32_t most) {
@@ -119,11 +123,10 @@ class Room {
  public:
   __aicore__ inline Room() : next_(0), end_(0) {}
   __aicore__ inline Room(uint64_t next, uint64_t end) : next_(next), end_(end) {}
-  // The core's share of var.
-  __aicore__ inline Room(const Share& share, uint64_t capacity) {
-    const uint64_t usable = capacity < frame::kMaxBaseUnits ? capacity : frame::kMaxBaseUnits;
-    next_ = share.blocks == 0 ? 0 : usable * share.blocks_before(share.first_tile) / share.blocks;
-    end_ = share.blocks == 0 ? 0 : usable * share.blocks_before(share.end_tile) / share.blocks;
+  // What of var is behind its first `used` units.
+  __aicore__ inline static Room of_var(const EncodeJob& job, uint32_t used) {
+    const bool all = job.var_capacity < frame::kMaxBaseUnits;
+    return Room(used, all ? job.var_capacity : uint64_t{frame::kMaxBaseUnits});
   }
   __aicore__ inline uint32_t next() const { return static_cast<uint32_t>(next_); }
   __aicore__ inline bool take(uint32_t units) {

@@ -8,15 +8,20 @@ namespace memswap::ascend {
 class PayloadWriter {
  public:
   __aicore__ inline PayloadWriter(const EncodeJob& job, const Share& share)
-      : area_(job.frame + share.var), room_(share, job.var_capacity) {}
+      : var_(job.frame + share.var),
+        overflow_(job.overflow),
+        area_(var_),
+        room_(Room::of_var(job, 0)),
+        defers_(share.first_tile != 0 && job.shape != static_cast<uint32_t>(frame::Shape::kRaw)) {}
 
-  __aicore__ inline void begin_tile() { begin(0); }
+  __aicore__ inline void begin_tile() { begin(defers_); }
 
-  // A tile that was deferred and has a place in the arena now.
-  __aicore__ inline void begin_spilled(const EncodeJob& job, uint32_t base, uint32_t units) {
-    area_ = job.overflow;
-    room_ = Room(base, uint64_t{base} + units);
-    begin(kDeferred);
+  // A tile that was deferred and has its place now.
+  __aicore__ inline void begin_placed(const TileRecord& placed) {
+    const uint64_t base = placed.base & frame::kMaxBaseUnits;
+    area_ = (placed.base & frame::kBaseInOverflow) != 0 ? overflow_ : var_;
+    room_ = Room(base, base + placed.units);
+    begin(false);
   }
 
   // Block i of the tile; `add` also gives its payload's place, null where there is none.
@@ -28,7 +33,7 @@ class PayloadWriter {
     return take(units);
   }
 
-  // Room for payloads of the tile. Null: there is none left, and the whole tile is deferred.
+  // Room for payloads of the tile. Null: the whole tile is deferred.
   __aicore__ inline GM_ADDR take(uint32_t units) {
     const uint32_t base = room_.next();
     if (deferred_) {
@@ -44,7 +49,7 @@ class PayloadWriter {
   }
 
   __aicore__ inline const TileRecord& end_tile(uint32_t checksum) {
-    record_.base = deferred_ ? kDeferred : area_bit_ | first_;
+    record_.base = deferred_ ? kDeferred | record_.units : first_;
     record_.checksum = checksum;
     return record_;
   }
@@ -59,17 +64,18 @@ class PayloadWriter {
   }
 
  private:
-  __aicore__ inline void begin(uint32_t area_bit) {
+  __aicore__ inline void begin(bool deferred) {
     record_ = TileRecord();
-    area_bit_ = area_bit;
     first_ = room_.next();
-    deferred_ = false;
+    deferred_ = deferred;
   }
 
+  GM_ADDR var_;
+  GM_ADDR overflow_;
   GM_ADDR area_;
   Room room_;
+  bool defers_;  // every tile: those before them are other cores'
   TileRecord record_;
-  uint32_t area_bit_ = 0;
   uint32_t first_ = 0;
   bool deferred_ = false;
 };

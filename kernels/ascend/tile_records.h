@@ -87,7 +87,7 @@ class HeaderCounters {
         ++modes_[mode - 1];
       }
     }
-    deferred_ += record.base == kDeferred ? record.units : 0;
+    deferred_ += (record.base & kDeferred) != 0 ? 1 : 0;
   }
   __aicore__ inline void add_zeros(uint32_t zeros) { zeros_ += zeros; }
   __aicore__ inline void add_center(uint32_t center) { center_sum_ += center; }

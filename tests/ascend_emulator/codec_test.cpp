@@ -83,7 +83,7 @@ void test_patterns(const Format& format) {
     check_decodes(format, own, data, {}, what + " by the kernels");
     const Frame canonical = cpu_encode(format, data);
     check_decodes(format, canonical, data, {}, what + " by the CPU");
-    check(!format.is_canonical() || portable(canonical) == portable(own),
+    check(!format.is_canonical() || bytes_of(canonical) == bytes_of(own),
           what + ": frames of shapes that have no profile are the CPU's, byte by byte");
     const Header mine = own.header();
     const Header from_cpu = canonical.header();
@@ -111,11 +111,13 @@ void test_schedules(const Format& format, uint64_t seeds = 0) {
       run.cores = cores;
       run.options.seed = seed * 77 + cores;
       const Frame frame = ascend_encode(format, data, capacity, run);
-      const Data bytes = portable(frame);
+      const Data bytes = bytes_of(frame);
       reference = reference.empty() ? bytes : reference;
       const std::string what = format.name() + " on " + std::to_string(cores) + " cores, seed " +
                                std::to_string(run.options.seed);
-      check(bytes == reference, what + ": the portable frame is the same");
+      check(bytes == reference, what + ": the frame is the same");
+      check(frame.header().var_used == payload_units(format, frame),
+            what + ": nothing is between the payloads");
       Data output(data.size());
       check(ascend_decode(format, frame, &output, run) == frame::kOk && output == data,
             what + ": decodes");
@@ -126,15 +128,20 @@ void test_schedules(const Format& format, uint64_t seeds = 0) {
 void test_every_core_has_tiles() {
   const Format format{Dtype::kBf16, Shape::kDense};
   const uint64_t elements = 50 * frame::kTileElements - 77;
-  const Data data = sample(format, elements);
+  const Data data = make({Kind::kNormal, 0}, format.dtype, 1, elements);
   Data reference;
   for (const uint32_t cores : {1u, 3u, 40u, 48u}) {
     Run run;
     run.cores = cores;
     const Frame frame = ascend_encode(format, data, format.layout(elements).max_var_units(), run);
-    const Data bytes = portable(frame);
+    const Data bytes = bytes_of(frame);
     reference = reference.empty() ? bytes : reference;
     check(bytes == reference, "50 tiles on " + std::to_string(cores) + " cores: the same frame");
+    const Header header = frame.header();
+    check(header.var_used == payload_units(format, frame) && (header.flags & frame::kOrdered) != 0,
+          "50 tiles on " + std::to_string(cores) + " cores: nothing is between the payloads");
+    check(format.layout(elements).bytes(header.var_used) * 10 < data.size() * 7,
+          "50 tiles on " + std::to_string(cores) + " cores: the frame is short");
     Data output(data.size());
     check(ascend_decode(format, frame, &output, run) == frame::kOk && output == data,
           "50 tiles on " + std::to_string(cores) + " cores: decode");
@@ -167,6 +174,16 @@ void test_overflow(const Format& format) {
       check(frame.code == 0 && header.status == frame::kOk, what + ": the reserve is enough");
       check(frame.cursor == run.cursor + header.overflow_used,
             what + ": the cursor moved by what the frame took");
+      check(header.var_used + header.overflow_used == payload_units(format, frame) &&
+                ((header.flags & frame::kOrdered) != 0) == (header.overflow_used == 0),
+            what + ": nothing is between the payloads");
+      run.cores = 1;
+      const Frame by_one = ascend_encode(format, data, capacity, run);
+      run.cores = 3;
+      const uint64_t used =
+          layout.bytes(header.var_used);  // behind it are parts of what overflowed
+      check(memcmp(by_one.begin, frame.begin, used) == 0 && by_one.overflow == frame.overflow,
+            what + ": one core puts them into the same places");
       check(portable(frame) == reference, what + ": the blocks are the same");
       check_decodes(format, frame, data, run, what);
     }
@@ -272,13 +289,11 @@ void test_ratio() {
     const uint64_t elements = 4 * frame::kTileElements;
     const Layout layout = format.layout(elements);
     const Data data = make(one.pattern, one.dtype, 1, elements);
-    Run run;
-    run.cores = 1;  // no gaps
     const auto ratio = [&](const Frame& frame) {
       return static_cast<double>(layout.bytes(frame.header().var_used)) /
              static_cast<double>(data.size());
     };
-    const double kernels = ratio(ascend_encode(format, data, layout.max_var_units(), run));
+    const double kernels = ratio(ascend_encode(format, data, layout.max_var_units()));
     const double canonical = ratio(cpu_encode(format, data));
     std::printf("%s, pattern %d: %.4f of the raw bytes, canonical %.4f\n", format.name().c_str(),
                 static_cast<int>(one.pattern.kind), kernels, canonical);

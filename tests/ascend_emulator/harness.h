@@ -95,7 +95,7 @@ inline Frame ascend_encode(const Format& format, const Data& data, uint64_t capa
   Frame frame(layout.bytes(capacity));
   uint8_t* input = device().upload(data.data(), data.size());
   uint8_t* output = device().allocate(frame.bytes);
-  // Gaps of var stay as they were; the host copies the frame as a whole.
+  // What is behind var_used stays as it was; the host copies the frame as a whole.
   device().clear(output + layout.var, frame.bytes - layout.var);
   memswap_encode_job job{};
   job.input = input;
@@ -223,6 +223,22 @@ inline Data make(Pattern pattern, Dtype dtype, uint64_t seed, uint64_t elements)
   Data data(elements * frame::width_of(dtype));
   fill(pattern, dtype, seed, 0, elements, data.data());
   return data;
+}
+
+inline Data bytes_of(const Frame& frame) { return Data(frame.begin, frame.begin + frame.bytes); }
+
+// Units of all payloads, as the records tell.
+inline uint64_t payload_units(const Format& format, const Frame& frame) {
+  const Layout layout = format.layout(frame.header().elements);
+  uint64_t units = 0;
+  for (uint32_t tile = 0; tile < layout.tiles; ++tile) {
+    frame::Record record;
+    memcpy(&record, frame.begin + layout.records + tile * frame::kRecordBytes, sizeof(record));
+    for (const uint16_t block : record.block) {
+      units += block & 0xfff;
+    }
+  }
+  return units;
 }
 
 // Both decoders on one frame.

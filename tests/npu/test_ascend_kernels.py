@@ -11,7 +11,7 @@ import pytest
 import test_codec_lanes as lanes
 import torch
 from fake_acl.machine import kernel_launches
-from helpers import same_bits
+from helpers import Remember, collect, flush_autograd, let_sends_end, look, same_bits
 
 import fake_acl
 import memswap
@@ -92,6 +92,44 @@ def test_every_kernel_encodes_and_decodes_on_streams_beside(device, dtype, shape
     assert grown(before) == {"begin_frame", encoder, "place_deferred", decoder}
     on_host = memswap.Frame.from_bytes(frame.to_bytes())
     assert same_bits(memswap.decode(on_host), host), "the CPU does not read the NPU's frame"
+
+
+TILE = 8192
+NORMAL = torch.randn(48 * TILE + 300, generator=torch.Generator().manual_seed(7)).bfloat16()
+
+
+@pytest.mark.own_laboratory
+def test_a_frame_by_many_cores_is_as_short_as_the_portable_one(device):
+    tensor = NORMAL.to(device)
+    frame = memswap.encode(tensor)
+    assert 1.4 < frame.ratio < 1.5
+    on_host = memswap.Frame.from_bytes(frame.to_bytes())
+    assert frame.nbytes == on_host.nbytes, "the cores left room between their payloads"
+    assert same_bits(memswap.decode(frame), NORMAL)
+
+
+@pytest.mark.own_laboratory
+def test_encode_learns_how_little_a_tensor_of_many_tiles_needs(device):
+    policy = memswap.Policy(action=memswap.Action.ENCODE, min_bytes=1)
+    saver = memswap.saved_tensors(policy, prefetch_bytes=0)
+
+    def step() -> int:
+        """Bytes on the device while a tensor is encoded there."""
+        seen = []
+        x = torch.zeros(4, device=device, requires_grad=True)
+        with saver:
+            x = Remember.apply(x, seen, NORMAL[: 16 * TILE].to(device))
+        resident = let_sends_end(saver, device).resident_bytes
+        x.sum().backward()
+        del x
+        flush_autograd(device)
+        collect()
+        assert seen == [look(NORMAL[: 16 * TILE].to(device))]
+        return resident
+
+    first, second, third = (step() for _ in range(3))
+    assert second < first, "the first capacity is a guess"
+    assert third == second < 0.74 * 16 * TILE * 2
 
 
 @pytest.mark.own_laboratory
