@@ -263,8 +263,9 @@ def manage(
             and what is on its way included; not parameters, gradients, or what an operator
             allocates for itself). ``"auto"``: as few as cost at most 1 % of a step's time; on a
             CPU, where the calling thread encodes, that is little. The first three steps learn and
-            run as without a budget; the fourth begins with :attr:`Manager.plan`, for one forward
-            and its backward at a time. docs/choosing.md helps to choose.
+            run as without a budget; the fourth begins with :attr:`Manager.plan`. Under a number of
+            bytes, what the policy encodes on its way to host memory leaves an accelerator as it is.
+            docs/choosing.md helps to choose.
         rates: of the machine; default: :func:`memswap.profile`, measured once per machine.
         group: ranks that plan together, from the slowest one's times, so that they have the same
             plan. All of them must train in step. Default: each for itself.

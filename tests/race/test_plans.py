@@ -23,6 +23,7 @@ LAZY = next(schedule for schedule in SCHEDULES if schedule.policy == "lazy")
 COMPUTE = {"host_us": 0.05, "launch_us": 0.5, "hbm_gb_per_s": 3.0}
 SWAP = memswap.Policy(action=Action.SWAP, min_bytes=1)
 ANY = memswap.Policy(min_bytes=1)
+ENCODE_SWAP = memswap.Policy(action=Action.ENCODE_SWAP, min_bytes=1)
 
 SIDES = (32, 64, 96)
 
@@ -178,7 +179,7 @@ def test_a_wrong_profile_costs_time_and_never_a_bit_or_a_byte(off_by):
     assert found.stats.peak_resident_bytes <= 0.5 * kept, "the budget was exceeded"
 
 
-@pytest.mark.parametrize("policy", [SWAP, ANY], ids=["swap", "any"])
+@pytest.mark.parametrize("policy", [SWAP, ANY, ENCODE_SWAP], ids=["swap", "any", "encode_swap"])
 def test_a_budget_is_never_exceeded_and_no_bit_differs(policy):
     """On every schedule, with the race detector on."""
     plain = Measured(2, None, managed=False, depth=5)

@@ -25,7 +25,7 @@ class Action(enum.Enum):
 
 
 # For who asks once per tensor: looking a member up in its class runs a hook of Enum's.
-KEEP, ENCODE, SWAP = Action.KEEP, Action.ENCODE, Action.SWAP
+KEEP, ENCODE, SWAP, ENCODE_SWAP = Action.KEEP, Action.ENCODE, Action.SWAP, Action.ENCODE_SWAP
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from memswap.engine.transfer import Routes
 from memswap.errors import TransferError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from weakref import ref
 
     from memswap._C import FrameWatch, SavedView, StorageRef, WeakStorage
@@ -365,6 +366,10 @@ class Saver:
     def look_ahead(self, passage: Passage[Entry], index: int) -> None:
         """A storage is demanded: what comes next is brought back."""
         entries = passage.demand(index)
+        if entries:
+            self._prefetch(entries)
+
+    def _prefetch(self, entries: Iterable[Entry]) -> None:
         try:
             for entry in entries:
                 self.fetch(entry)

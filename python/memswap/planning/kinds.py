@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from memswap.engine.action import Action
     from memswap.engine.entry import Entry
     from memswap.engine.expectations import Key
     from memswap.engine.timeline import Passage
@@ -97,6 +98,22 @@ class Course:
         self.changed = False
         self.closed = False
         self.lingering: list[ref[Entry]] = []  # released, and still held by the forward
+
+    def planned(
+        self, index: int, unit: str, ordinal: int, nbytes: int, dtype: torch.dtype
+    ) -> Action | None:
+        """What the plan does with a storage, if it is the one that it knows at this place."""
+        known = self.kind.keys
+        if self.plan is None or not index < len(known) == len(self.plan.storages):
+            return None
+        key = known[index]
+        alike = (
+            key.nbytes == nbytes
+            and key.ordinal == ordinal
+            and key.unit == unit
+            and key.dtype == dtype
+        )
+        return self.plan.storages[index].action if alike else None
 
     @property
     def waits(self) -> bool:

@@ -243,6 +243,7 @@ class Learner:
                 self._fixed,
                 self._disk is not None,
                 timing.regions,
+                isinstance(self._budget, int),
             )
         except ValueError:
             return None  # counted as unusable, and told if it goes on

@@ -26,6 +26,7 @@ def step_of(
     fixed: bool = False,
     on_disk: bool = False,
     regions: RegionRecord | None = None,
+    limited: bool = False,
 ) -> Step:
     """What the planner needs of a passage.
 
@@ -36,7 +37,11 @@ def step_of(
         fixed: whether the policy says how storages move, so that only whether is left.
         on_disk: whether the user's pool is a file.
         regions: what the passage showed about regions.
+        limited: whether the plan has to stay below a number of bytes.
     """
+    # What is set aside for a frame's overflow is given back when the host has read the frame's
+    # header, and nobody can say when that will be.
+    frames_leave = device.type == "cpu" or not limited
     storages = []
     for index, saved in enumerate(record.storages):
         sizes = expectations.sizes(saved.key)
@@ -47,7 +52,7 @@ def step_of(
                 ordinal=saved.key.ordinal,
                 nbytes=saved.key.nbytes,
                 dtype=str(saved.key.dtype),
-                actions=allowed(saved.action, device, fixed, on_disk),
+                actions=allowed(saved.action, device, fixed, on_disk, frames_leave),
                 frame_nbytes=frame_nbytes,
                 held_frame_nbytes=held_nbytes,
                 held_until=saved.held_until,
@@ -68,17 +73,19 @@ def step_of(
     )
 
 
-def allowed(action: Action, device: torch.device, fixed: bool, on_disk: bool) -> tuple[Action, ...]:
+def allowed(
+    action: Action, device: torch.device, fixed: bool, on_disk: bool, frames_leave: bool
+) -> tuple[Action, ...]:
     """What the planner may do with a storage that the policy would treat like this."""
     if action is Action.KEEP:
         return ()
     if fixed:
-        return (action,)
+        return (Action.SWAP,) if action is Action.ENCODE_SWAP and not frames_leave else (action,)
     swaps = device.type != "cpu" or on_disk
     encodes = native.codec_name(device) is not None
     return (
         *((Action.SWAP,) if swaps else ()),
-        *((Action.ENCODE_SWAP,) if swaps and encodes else ()),
+        *((Action.ENCODE_SWAP,) if swaps and encodes and frames_leave else ()),
         *((Action.ENCODE,) if encodes else ()),
     )
 

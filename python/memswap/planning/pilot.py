@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memswap._native import native
-from memswap.engine.action import Action
+from memswap.engine.action import ENCODE_SWAP, KEEP, SWAP
 from memswap.engine.entry import Entry, State
 from memswap.engine.expectations import Key
 from memswap.engine.link_times import LinkTimes
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from memswap.engine.action import Action
     from memswap.engine.saver import Saver
     from memswap.engine.timeline import Passage
     from memswap.planning.plan import Plan, PlannedStorage
@@ -37,6 +38,9 @@ MOST_KINDS = 16
 
 #: A storage counts as another one when its size has changed by this share.
 SIZE_TOLERANCE = 0.25
+
+#: For who asks once per tensor.
+LEAVING, AWAY = State.LEAVING, State.AWAY
 
 
 class Pilot:
@@ -132,21 +136,27 @@ class Pilot:
         insists: bool,
     ) -> Action | None:
         """The plan's action, or what learning needs, or None."""
-        key = Key(unit, ordinal, nbytes, tensor.dtype)
         passage = self._saver.passage
-        self._recomputed.sweep()
+        if self._recomputed.nbytes:
+            self._recomputed.sweep()
         index = len(passage.sizes)
-        course = passage.course or self._begin_course(passage, key, tensor.device)
-        if course.lingering:
+        course: Course | None = passage.course
+        if course is not None and course.lingering:
             course.lingering = [one for one in course.lingering if lingers(one())]
+        if course is not None and course.timing is None and not course.lost and not insists:
+            planned = course.planned(index, unit, ordinal, nbytes, tensor.dtype)
+            if planned is not None:
+                return KEEP if action is KEEP else planned
+        key = Key(unit, ordinal, nbytes, tensor.dtype)
+        course = course or self._begin_course(passage, key, tensor.device)
         chosen = None
         if course.plan is not None:
             chosen = self._planned(course, course.plan.storages, index, key, action)
         elif self._tries_codec(course.kind, action, tensor.device):
-            chosen = Action.ENCODE_SWAP
+            chosen = ENCODE_SWAP
         if insists:
             # Nothing to plan: it counts as kept, which is the most that it can take.
-            chosen, action = None, Action.KEEP
+            chosen, action = None, KEEP
         if course.timing is not None:
             course.timing.recorder.choose(key, chosen or action)
         return chosen
@@ -177,7 +187,8 @@ class Pilot:
         course: Course | None = None if passage is None else passage.course
         if passage is None or course is None:
             return
-        self._recomputed.sweep()
+        if self._recomputed.nbytes:
+            self._recomputed.sweep()
         plan = course.plan
         if plan is not None and passage.fetches is None and not course.lost:
             if len(passage.sizes) == len(plan.storages):
@@ -194,7 +205,7 @@ class Pilot:
         if passage is None or course is None:
             return
         # What every save has seen is off the books, while its last consumer still holds it.
-        self._note_peak(course, entry.nbytes if entry.state is State.AWAY else 0)
+        self._note_peak(course, entry.nbytes if entry.state is AWAY else 0)
         if course.timing is not None and not course.closed:
             course.timing.recorder.demanded(entry)
             if passage.fetches is not None:
@@ -283,10 +294,11 @@ class Pilot:
         key: Key,
         action: Action,
     ) -> Action | None:
+        if not course.lost:
+            chosen = course.planned(index, key.unit, key.ordinal, key.nbytes, key.dtype)
+            if chosen is not None:
+                return KEEP if action is KEEP else chosen
         planned = storages[index] if index < len(storages) else None
-        keys = course.kind.keys
-        if planned is not None and not course.lost and index < len(keys) and key == keys[index]:
-            return Action.KEEP if action is Action.KEEP else planned.action
         if (
             course.lost
             or planned is None
@@ -299,13 +311,13 @@ class Pilot:
             course.changed = True
             if key.nbytes > planned.nbytes:
                 return None  # the plan knows no room for it
-        return Action.KEEP if action is Action.KEEP else planned.action
+        return KEEP if action is KEEP else planned.action
 
     def _tries_codec(self, kind: Kind, action: Action, device: torch.device) -> bool:
         """Whether this passage shows how much everything shrinks."""
         return (
             kind.learnt == 2
-            and action is Action.SWAP
+            and action is SWAP
             and not self._fixed
             and native.codec_name(device) is not None
         )
@@ -313,7 +325,7 @@ class Pilot:
     def _release(self, passage: Passage[Entry], course: Course, index: int) -> None:
         """Order what comes after the end of a send, and let the storage go."""
         entry = passage.entry(index)
-        if entry is None or entry.state is not State.LEAVING:
+        if entry is None or entry.state is not LEAVING:
             return
         departure = entry.departure
         assert departure is not None  # it is leaving
@@ -326,9 +338,10 @@ class Pilot:
         kind = course.kind
         if course.plan is not None and not course.changed:
             peak = self._saver.ledger.resident_bytes + more
-            kind.measured_peak_bytes = max(kind.measured_peak_bytes or 0, peak)
+            if peak > (kind.measured_peak_bytes or 0):
+                kind.measured_peak_bytes = peak
 
 
 def lingers(entry: Entry | None) -> bool:
     """Whether a storage that has been sent is still held by somebody."""
-    return entry is not None and entry.state is State.LEAVING and not entry.gone()
+    return entry is not None and entry.state is LEAVING and not entry.gone()
