@@ -189,9 +189,12 @@ def test_two_threads_share_the_current_group(device, new_pool):
     """Two models at once, nested regions, one Checkpointing each: nobody meets the other's."""
     pools, found = [new_pool(), new_pool()], {}
     seeds = range(2)
+    # Made here: threads would draw from one generator.
+    models = [new_stack(device, depth=2, seed=seed) for seed in seeds]
+    inputs = [new_input(device, seed=seed) for seed in seeds]
 
     def run(seed, call=None):
-        model, x = new_stack(device, depth=2, seed=seed), new_input(device, seed=seed)
+        model, x = models[seed], inputs[seed]
         for _ in range(3):
             model.zero_grad(set_to_none=True)
             h = model.enter(x)

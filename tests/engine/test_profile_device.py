@@ -16,7 +16,7 @@ from memswap.planning import profile
 def test_a_device_without_an_index_is_the_current_one(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def measure(asked: torch.device) -> None:
+    def measure(asked: torch.device, place: Path) -> None:
         raise RuntimeError(f"measured {asked}")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
