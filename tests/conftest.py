@@ -11,6 +11,7 @@ shrinks.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -59,6 +60,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs an accelerator: --device sim or cuda"))
         if "gpu" in item.keywords and device != "cuda":
             item.add_marker(pytest.mark.skip(reason="needs --device cuda"))
+
+
+def pytest_collection_finish() -> None:
+    """Many tests collect cycles; what pytest itself holds need not be looked through each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
