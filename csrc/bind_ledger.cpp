@@ -58,7 +58,12 @@ PyObject* find(PyObject* self, PyObject* view) {
   if (found == known.end() || found->second.version != look->version()) {
     Py_RETURN_NONE;
   }
-  return Py_NewRef(found->second.holder);
+  PyObject* const holder = found->second.holder;
+  // What is being deallocated may run code before it leaves the ledger, and must not come back.
+  if (Py_REFCNT(holder) == 0) {
+    Py_RETURN_NONE;
+  }
+  return Py_NewRef(holder);
 }
 
 PyObject* offer(PyObject* self, PyObject* view) {
