@@ -27,6 +27,7 @@ from memswap._native import native
 from memswap.activations import checked_policy
 from memswap.engine.action import Action, TensorInfo
 from memswap.engine.autograd import is_parameter
+from memswap.engine.durations import stream_of
 from memswap.groups import Added, Group, Groups
 from memswap.layer_chain import Track
 from memswap.modules import ModuleSwap, swap_modules
@@ -249,10 +250,7 @@ class AsyncSwapHandler:
         for route in self.engine.saver.open_routes():
             packed = getattr(route.lane, name, None)
             if packed is not None:
-                stream_id, device_index, device_type = packed
-                return torch.Stream(
-                    stream_id=stream_id, device_index=device_index, device_type=device_type
-                )
+                return stream_of(packed)
         raise NotImplementedError(
             f"AsyncSwapHandler.{name}: no tensor of an accelerator was swapped yet, and tensors in "
             "host memory are copied by threads"
