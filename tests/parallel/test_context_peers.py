@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,24 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from memswap.parallel import ContextParallel
-from ranks import Rank, RankPool, distributed
+from peers import import_deepspeed, rank_pool
+from ranks import Rank, distributed
 from test_context import open_comms, random
 
-BUILD = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
-
-
-@pytest.fixture
-def rank_pool() -> Iterator[RankPool]:
-    """Ranks for one test: the others leave state behind in their process.
-
-    DeepSpeed compiles an operator at its first use, for longer than a test may take: here, in time.
-    """
-    if importlib.util.find_spec("deepspeed") is not None:
-        environment = os.environ | {"DS_ACCELERATOR": "cpu"}
-        subprocess.run([sys.executable, "-c", BUILD], check=True, env=environment, timeout=280)
-    pool = RankPool()
-    yield pool
-    pool.close()
+__all__ = ["rank_pool"]
 
 
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -91,8 +73,7 @@ def test_attention_equals_ulysses_of_yunchang(rank: Rank) -> None:
 @pytest.mark.slow
 @distributed(2)
 def test_attention_equals_distributed_attention_of_deepspeed(rank: Rank) -> None:
-    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(rank.rank), "LOCAL_SIZE": "2"}
-    deepspeed = pytest.importorskip("deepspeed")
+    deepspeed = import_deepspeed(rank)
     layer = pytest.importorskip("deepspeed.sequence.layer")
     deepspeed.init_distributed(dist_backend="gloo")
     theirs = layer.DistributedAttention(dense, torch.distributed.group.WORLD, 2, 1)

@@ -3,41 +3,22 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
 
-from ranks import Rank, RankPool, distributed
+from peers import import_deepspeed, rank_pool
+from ranks import Rank, distributed
 from sharding import loss_of, make_net, moved, sharded, tokens_of, train, whole
 
-BUILD = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
-
-
-@pytest.fixture
-def rank_pool() -> Iterator[RankPool]:
-    """Ranks for one test: DeepSpeed leaves state behind in its process.
-
-    At its first use it compiles an operator, for longer than a test may take: here, in time.
-    """
-    if importlib.util.find_spec("deepspeed") is not None:
-        environment = os.environ | {"DS_ACCELERATOR": "cpu"}
-        subprocess.run([sys.executable, "-c", BUILD], check=True, env=environment, timeout=280)
-    pool = RankPool()
-    yield pool
-    pool.close()
+__all__ = ["rank_pool"]
 
 
 @pytest.mark.slow
 @distributed(2)
 @pytest.mark.parametrize("checkpointed", [[], [0, 1, 2]], ids=str)
 def test_training_equals_zero_3_of_deepspeed(rank: Rank, checkpointed: list[int]) -> None:
-    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(rank.rank), "LOCAL_SIZE": "2"}
-    deepspeed = pytest.importorskip("deepspeed")
+    deepspeed = import_deepspeed(rank)
     start = make_net(torch.float32)
     start.checkpointed = checkpointed
     net, _ = sharded(rank, start, context={"slots": 2})
