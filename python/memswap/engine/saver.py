@@ -126,6 +126,8 @@ class Saver:
         """The handle of a plain tensor, or the reason why it should stay."""
         nbytes = view.storage_nbytes
         known = self.ledger.find(view)
+        if known is False:
+            return "edited in parts"
         if known is not None:
             self.ledger.deduplicated_tensors += 1
             self.ledger.deduplicated_bytes += view.nbytes
@@ -137,6 +139,8 @@ class Saver:
         policy = self.policy
         if nbytes < policy.min_bytes:
             return "small"
+        if view.edited_part:
+            return self._stay(tensor, view, "edited in parts")
         if not visit.covered:
             return "policy"
         if graph_task() != NO_TASK:
