@@ -190,6 +190,21 @@ def test_a_budget_that_cannot_be_met_says_which_one_can(device, new_pool):
         assert manager.plan.measured_peak_bytes <= smallest
 
 
+def test_a_longer_batch_in_the_middle_of_a_run_does_not_end_it(device, new_pool):
+    layers = new_layers(device)
+    plain = {rows: step(layers, rows, device) for rows in (16, 256)}
+    budget = kept_peak(device, new_pool(), rows=16)
+    with memswap.manage(
+        layers, SWAP, pool=new_pool(), budget=budget, rates=rates_for(device)
+    ) as manager:
+        for _ in range(5):
+            assert_same_gradients(step(layers, 16, device), plain[16])
+        with pytest.warns(UserWarning, match="beyond the budget"):
+            for _ in range(5):
+                assert_same_gradients(step(layers, 256, device), plain[256])
+        assert manager.plan.peak_bytes > budget
+
+
 def test_other_shapes_get_a_plan_of_their_own(device, new_pool):
     budget = kept_peak(device, new_pool(), rows=48) // 2
     layers = new_layers(device)

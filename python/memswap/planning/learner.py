@@ -78,6 +78,7 @@ class Learner:
         self._group = group
         self._fixed = fixed
         self._disk = pool if isinstance(pool, DiskPool) else None
+        self._planned_before = False  # some step, of whatever shape
 
     def ended(self, course: Course) -> None:
         """A passage is over."""
@@ -160,16 +161,17 @@ class Learner:
         plan = make_plan(step, rates, limit, True, kind.full, recompute)
         flights = kind.in_flight
         if isinstance(self._budget, int) and isinstance(limit, int) and plan.peak_bytes > limit:
-            if not again:
+            if not self._planned_before:
                 raise too_small(self._budget, plan.peak_bytes * flights)
             self._saver.ledger.tell_once(
                 "budget",
-                f"the step has changed, and needs {plan.peak_bytes * flights} bytes of saved "
-                f"activations at least, beyond the budget of {self._budget}. Training goes on with "
-                "that.",
+                f"a step that is not like those before needs {plan.peak_bytes * flights} bytes of "
+                f"saved activations at least, beyond the budget of {self._budget}. Training goes "
+                "on with that.",
             )
         if flights > 1:
             plan = replace(plan, budget=self._budget, in_flight=flights)
+        self._planned_before = True
         kind.step, kind.plan, kind.rates, kind.keys, kind.planned = step, plan, rates, keys, 0
         kind.measured_peak_bytes = kind.measured_exposed_s = None
         kind.replans += again
