@@ -119,7 +119,6 @@ class Manager(Managed):
             self._pilot = self._saver.director = Pilot(
                 self._saver, policy, pool, budget, rates, group, self._units
             )
-        self._visits = VisitStack()
         self._opener: str | None = None
         self._visited: set[str] = set()
         for name, module in self._units.items():
@@ -252,8 +251,8 @@ def manage(
 
     Args:
         modules: the layers, in any order: a ``ModuleList``, a sequence, a mapping from names to
-            modules, or one module. Policies know them by the names ``"0"``, ``"1"``, ... or the
-            mapping's.
+            modules, or one module. Each has a ``forward`` that is called (a list in a list has
+            none). Policies know them by the names ``"0"``, ``"1"``, ... or the mapping's.
         policy: which tensors move; default ``Policy()``.
         pool: where they go; see :class:`saved_tensors`.
         budget: None: everything that the policy selects moves, from the first step on, whatever it
@@ -275,7 +274,8 @@ def manage(
             the work, it makes no difference.
 
     Raises:
-        TypeError: an element is no module, or ``windows`` no :class:`Windows`.
+        TypeError: an element is no module or has no ``forward``, or ``windows`` is no
+            :class:`Windows`.
         ValueError: no modules, one of them twice, a ``budget`` that cannot be read, or modules on
             several devices under one budget.
         NotImplementedError: a ``pool`` that cannot serve the modules' device in this version;
@@ -294,7 +294,7 @@ def manage(
             "does not know windows yet; give one of them"
         )
     if budget is not None and budget != "auto":
-        budget = parse_bytes(budget)
+        budget = parse_bytes(budget, "manage(budget=...)", auto=True)
     units = named_units(modules)
     check_pool(pool)
     for module in units.values():
@@ -324,7 +324,7 @@ def checked_policy(policy: Policy | None) -> Policy:
         return Policy()
     if not isinstance(policy, Policy):
         raise TypeError(
-            f"policy={policy!r}: found {type(policy).__name__}, expected a memswap.Policy "
+            f"policy: found {type(policy).__name__}, expected a memswap.Policy "
             "(for an action alone: memswap.Policy(action=...)) or None"
         )
     return policy
@@ -335,7 +335,7 @@ def named_units(
     caller: str = "manage()",
 ) -> dict[str, nn.Module]:
     """The modules by name, checked."""
-    if isinstance(modules, (nn.ModuleList, nn.Sequential)):
+    if isinstance(modules, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
         units: dict[str, Any] = dict(modules.named_children())
     elif isinstance(modules, nn.Module):
         units = {"0": modules}
@@ -350,6 +350,11 @@ def named_units(
     for module in units.values():
         if not isinstance(module, nn.Module):
             refuse(module, caller)
+        if getattr(module.forward, "__func__", None) is nn.Module.forward:
+            raise TypeError(
+                f"{caller}: found {type(module).__name__}, which has no forward and is never "
+                "called; expected the layers that it holds"
+            )
     if len({id(module) for module in units.values()}) != len(units):
         raise ValueError(f"{caller}: a module was given twice; pass each layer once")
     return units
@@ -377,4 +382,6 @@ def persistent_storages(modules: Iterable[nn.Module]) -> dict[int, WeakStorage]:
 
 def window(prefetch_bytes: int | str) -> int | None:
     """Bytes of the window, or None for automatic."""
-    return None if prefetch_bytes == "auto" else parse_bytes(prefetch_bytes)
+    if prefetch_bytes == "auto":
+        return None
+    return parse_bytes(prefetch_bytes, "prefetch_bytes", auto=True)

@@ -122,6 +122,7 @@ class Track:
     def settle(self) -> None:
         """Nothing more is to be waited for."""
         self._waiting = None
+        self._visits.leave_all()
         self.engine.settle()
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from memswap.engine.visit import VisitStack
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,6 +45,13 @@ class Managed(Removable):
     def __init__(self, saver: Saver) -> None:
         self._saver = saver
         self._handles: list[RemovableHandle] = []
+        self._visits = VisitStack()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a memswap {type(self).__name__} cannot be copied or pickled: it belongs to the "
+            "modules that it manages. Their copies are not managed; keep it outside of the model."
+        )
 
     def stats(self) -> Stats:
         """What was done since this began or :meth:`reset_stats`."""
@@ -65,6 +74,7 @@ class Managed(Removable):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._visits.leave_all()
         self._saver.settle()
         self._saver.check_decodes()
 
@@ -91,6 +101,11 @@ def report(stats: Stats) -> str:
         ("peak resident", "", stats.peak_resident_bytes),
         ("peak away", "", stats.peak_away_bytes),
     ]
+    if not stats.offered_tensors:
+        return (
+            "nothing yet: none of these modules has run with gradients enabled, unless in code that "
+            "torch.compile had compiled before: it leaves out hooks that are added later"
+        )
     lines = [f"{'':<42}{'tensors':>10}{'MiB':>12}"]
     for label, tensors, nbytes in rows:
         mebibytes = f"{nbytes / 2**20:.1f}" if isinstance(nbytes, int) else ""

@@ -33,7 +33,6 @@ from torch import nn
 from memswap.activations import checked_policy, persistent_storages
 from memswap.engine.autograd import in_backward
 from memswap.engine.group import Generation, GroupVisit, Phase
-from memswap.engine.visit import VisitStack
 from memswap.groups import Groups
 from memswap.layer_chain import LayerHook
 from memswap.managed import Managed
@@ -161,7 +160,6 @@ class PipelineManager(Managed):
         self._groups = {stage: engine.new(f"stage {stage}") for stage in self._modules}
         self._group_saver = engine.saver
         self._itinerary = Itinerary(planned)
-        self._visits = VisitStack()
         self._chunks: list[_Chunk] = []
         self._leaving: list[ref[Generation]] = []  # since the last action began
         self._waiting: list[ref[Generation]] = []  # since the one before

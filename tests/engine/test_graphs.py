@@ -607,3 +607,20 @@ def test_interrupted_forward_leaves_no_hooks_once_its_unit_runs_again(device, ne
     assert_same_gradients(train_step(model, lambda: model(x)), expected)
     model.zero_grad(set_to_none=True)
     assert_released(manager, pool)
+
+
+def test_manager_removed_after_an_interrupt_leaves_no_hooks(device, new_pool):
+    model = new_stack(device)
+    manager = memswap.manage(model.layers, EVERYTHING, pool=new_pool())
+
+    def interrupt(module, args):
+        raise KeyboardInterrupt
+
+    handle = model.layers[1].down.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(new_input(device))
+    handle.remove()
+    manager.remove()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, (
+        "whatever is trained next in this thread would be swapped"
+    )

@@ -151,6 +151,11 @@ class VisitStack(threading.local):
         visit.leave()
         return visit
 
+    def leave_all(self) -> None:
+        """End visits that nobody will end: their hooks on modules are gone."""
+        while self._visits and self._visits[-1].innermost():
+            self.leave()
+
     def drop_interrupted(self, unit: str) -> None:
         """End visits that nobody ended, when their unit is entered again.
 
