@@ -264,7 +264,7 @@ def checkpoint_module(
         TypeError: an element is no module.
         ValueError: no modules, one of them twice, or one that is checkpointed already.
     """
-    units = list(named_units(modules).values())
+    units = list(named_units(modules, "checkpoint_module()").values())
     for module in units:
         if isinstance(module.__dict__.get("forward"), _CheckpointedForward):
             raise ValueError(

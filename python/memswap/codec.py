@@ -244,7 +244,12 @@ def decode(frame: Frame) -> torch.Tensor:
 
     Raises:
         FrameError: the frame is damaged.
+        TypeError: ``frame`` is no :class:`Frame`.
     """
+    if not isinstance(frame, Frame):
+        raise TypeError(
+            f"decode takes a Frame, found {type(frame).__name__} (of bytes: Frame.from_bytes)"
+        )
     elements = math.prod(frame.shape)
     try:
         flat = native.decode_tensor(frame._bytes, [elements], frame.dtype)

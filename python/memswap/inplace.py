@@ -46,10 +46,13 @@ def swap_out(tensor: torch.Tensor, pool: Pool | None = None) -> bool:
         Whether the bytes are away. False: the pool had no room, and the tensor is as it was.
 
     Raises:
+        TypeError: it is no tensor.
         SharedStorageError: somebody else can see the storage; says who.
         ValueError: the tensor is already away, or is no plain tensor with a storage.
         NotImplementedError: the pool cannot serve the tensor's device in this version.
     """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"swap_out(): found {type(tensor).__name__}, expected a torch.Tensor")
     if getattr(tensor, _ATTRIBUTE, None) is not None:
         raise ValueError("swap_out(): the tensor is already swapped out; call swap_in() first")
     if native.capture(tensor) is None:

@@ -103,8 +103,8 @@ def report(stats: Stats) -> str:
     ]
     if not stats.offered_tensors:
         return (
-            "nothing yet: none of these modules has run with gradients enabled, unless in code that "
-            "torch.compile had compiled before: it leaves out hooks that are added later"
+            "nothing yet: none of these modules has run with gradients enabled, unless in code "
+            "that torch.compile had compiled before: it leaves out hooks that are added later"
         )
     lines = [f"{'':<42}{'tensors':>10}{'MiB':>12}"]
     for label, tensors, nbytes in rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 
@@ -257,6 +258,17 @@ def test_policy_function_that_returns_nonsense_is_told(device, new_pool, returne
         (lambda m: memswap.manage([m, m]), ValueError, "given twice"),
         (lambda m: memswap.manage([m, "layer"]), TypeError, "found str, expected an nn.Module"),
         (lambda m: memswap.manage(3), TypeError, "found int, expected an nn.Module"),
+        (lambda m: memswap.manage([nn.ModuleList([m])]), TypeError, "never called"),
+        (lambda m: memswap.manage({"layers": nn.ModuleList([m])}), TypeError, "never called"),
+        (lambda m: memswap.checkpoint_module("layers"), TypeError, "checkpoint_module.*found str"),
+        (lambda m: memswap.manage(m, budget="70%"), ValueError, "budget.*auto or a size.*70%"),
+        (lambda m: memswap.decode(b"bytes"), TypeError, "decode takes a Frame, found bytes"),
+        (memswap.swap_out, TypeError, "swap_out.*found Linear"),
+        (
+            lambda m: copy.deepcopy(memswap.manage([nn.Identity()])),
+            TypeError,
+            "outside of the model",
+        ),
         (lambda m: memswap.manage(m, budget="a lot"), ValueError, "a lot"),
         (lambda m: memswap.manage(m, budget=-1), ValueError, "negative"),
         (lambda m: memswap.manage(m, prefetch_bytes=-1), ValueError, "negative"),
@@ -276,6 +288,14 @@ def test_wrong_arguments_are_refused_at_once_in_clear_words(device, call, error,
     assert not module._forward_hooks and not module._forward_pre_hooks, (
         "a refused call left hooks on the module"
     )
+
+
+@pytest.mark.one_schedule
+def test_modules_that_never_run_are_told_by_the_report(device):
+    layers = nn.ModuleDict({"a": nn.Linear(2, 2)})
+    with memswap.manage(layers) as manager:
+        assert manager.units == ("a",)
+        assert "none of these modules has run" in manager.report()
 
 
 @pytest.mark.accelerator

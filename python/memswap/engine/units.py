@@ -20,21 +20,24 @@ _UNIT_BYTES = {
 _SIZE = re.compile(r"\s*(\d+(?:_\d+)*(?:\.\d+)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
-def parse_bytes(size: int | str) -> int:
+def parse_bytes(size: int | str, argument: str = "", *, auto: bool = False) -> int:
     """Bytes of a size such as ``"24GiB"``, ``"512 MiB"``, ``"1.5GB"``, ``"4096"`` or ``4096``.
 
     Fractions of a byte are cut off. Raises ValueError for anything else: a negative number, an
-    unknown unit, a bool or a float (whose unit could only be guessed).
+    unknown unit, a bool or a float (whose unit could only be guessed). The error names the
+    `argument`, and says whether it could be ``"auto"``.
     """
+    named = f"{argument}: " if argument else ""
     if isinstance(size, int) and not isinstance(size, bool):
         if size < 0:
-            raise ValueError(f"a size in bytes cannot be negative, found {size}")
+            raise ValueError(f"{named}a size in bytes cannot be negative, found {size}")
         return size
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     unit = match and _UNIT_BYTES.get(match[2].lower())
     if match is None or unit is None:
         raise ValueError(
-            f"expected a size in bytes such as 24GiB, 512MiB, 1.5GB or an int, found {size!r}"
+            f"{named}expected {'auto or ' if auto else ''}a size in bytes such as 24GiB, 512MiB, "
+            f"1.5GB or an int, found {size!r}"
         )
     whole, _, fraction = match[1].replace("_", "").partition(".")
     # In whole numbers: a float would lose bytes beyond 2**53.
