@@ -131,6 +131,9 @@ bool decode_dense(void* out, const uint8_t* slab, const uint8_t* payload, uint32
       return decode_dense<kDtype, false>(out, slab, payload, mode, units, center);
     }
   }
+  for (uint32_t i = Type::kBytePlanes * frame::kBlockElements; i < Type::kSlabBytes; i += kLanes) {
+    prefetch(slab + i, kPrefetchShortBytes);
+  }
   Symbols symbols;
   if (!decode_symbols(symbols, slab + Type::kRestBytes, payload, mode, units, center)) {
     return false;
