@@ -96,6 +96,14 @@ def gradients(model: nn.Module) -> list[torch.Tensor | None]:
     return [p.grad.clone() if p.grad is not None else None for p in model.parameters()]
 
 
+def plain_gradients(device, *inputs, depth=3, model=None):
+    """Gradients of the untouched model, accumulated over the inputs in order."""
+    model = model or new_stack(device, depth)
+    for x in inputs:
+        model(x).backward()
+    return gradients(model)
+
+
 def train_step(
     model: nn.Module, loss: Callable[[], torch.Tensor], *, keep: bool = False
 ) -> list[torch.Tensor | None]:

@@ -22,6 +22,7 @@ from helpers import (
     let_sends_end,
     random,
 )
+from subclasses import Pair
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
@@ -339,8 +340,6 @@ def test_early_stop_may_be_switched_off(device):
 
 @pytest.mark.every_action("swap", "encode")
 def test_outputs_of_a_wrapper_subclass_leave_by_their_parts(device, new_pool, _action):
-    from test_integrations import Pair
-
     pool = new_pool()
     policy = policy_of(LEAVE[_action], [aten.exp.default])
     ours = memswap.Checkpointing(policy, pool=pool, min_bytes=1, prefetch_bytes=0)

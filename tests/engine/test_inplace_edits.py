@@ -18,6 +18,7 @@ from helpers import (
     same_bits,
     train_step,
 )
+from subclasses import Pair
 
 import memswap
 
@@ -333,8 +334,6 @@ def test_edit_of_a_tensor_that_came_back_does_not_reach_the_second_backward(devi
 
 
 def test_edit_of_one_part_of_a_wrapper_subclass_is_noticed(device, new_pool):
-    from test_integrations import Pair
-
     saver = memswap.saved_tensors(EVERYTHING, pool=new_pool())
     x = Pair(random(device, 4), random(device, 4, seed=1)).requires_grad_()
     with saver:

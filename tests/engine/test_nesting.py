@@ -19,6 +19,7 @@ from helpers import (
     random,
     train_step,
 )
+from subclasses import Pair
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -209,8 +210,6 @@ def test_outer_hook_that_raises_is_heard(device, new_pool):
 
 
 def test_wrapper_subclass_under_hooks_outside(device, new_pool):
-    from test_integrations import Pair
-
     saver = memswap.saved_tensors(EVERYTHING, pool=new_pool())
     packed = []
 

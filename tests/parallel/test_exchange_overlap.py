@@ -10,7 +10,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from memswap.parallel import GatherSequence, HeadsToSequence, SequenceShards, SequenceToHeads
 from memswap.parallel import exchange as launch
-from memswap.parallel.exchange import InFlight
+from memswap.parallel.in_flight import InFlight
 from ranks import Rank, distributed
 
 

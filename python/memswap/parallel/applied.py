@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,85 +16,63 @@ from memswap.engine.autograd import in_backward
 from memswap.parallel.arguments import Arguments
 from memswap.parallel.arriving import ArrivingTensor
 from memswap.parallel.attention import causal_mask
+from memswap.parallel.attention_exchanges import AttentionExchanges
 from memswap.parallel.context_mesh import ContextMesh
+from memswap.parallel.context_style import ContextStyle, Role
 from memswap.parallel.early import EarlyLaunches
-from memswap.parallel.exchange import Pending, exchange
-from memswap.parallel.layouts import HeadPlan, Layout
-from memswap.parallel.redistribute import (
-    GatherSequence,
-    HeadsToSequence,
-    MoveSequence,
-    SequenceExchange,
-    SequenceToHeads,
-    take,
-)
-
-if TYPE_CHECKING:
-    from memswap.parallel.context import ContextParallel
-
-Role = Literal["q", "k", "v", "kv", "qkv"]
-Packing = Literal["separate", "kv", "qkv"]
-
-#: The tensors that attention gets, by packing.
-ROLES: dict[Packing, tuple[Role, ...]] = {
-    "separate": ("q", "k", "v"),
-    "kv": ("q", "kv"),
-    "qkv": ("qkv",),
-}
-
-
-class ExchangeLaunch(NamedTuple):
-    """One exchange of an attention module, as it was launched last."""
-
-    collective: str
-    label: str
-    lane: str
-    """The dimension of the mesh."""
-    nbytes: int
-    """What this rank gave, in bytes."""
-    cause: str
-    times: int
-    """How often, so far."""
+from memswap.parallel.exchange import Pending
 
 
 class AppliedContext:
     """The hooks of a :class:`ContextParallel` on one attention module.
+
+    Args:
+        style: its options.
+        mesh: its ranks.
+        module: the attention module.
+        projections: whose outputs go into attention, by role, and the one that gets its output.
+        compare_ranks: is called before each exchange, with this, the tensor and the label.
+        follow: is told each output of the attention.
+        removed: is told when :meth:`remove` is called first.
 
     Attributes:
         module: the attention module.
         calls: how often it has run.
         early: how many of its exchanges were launched by a projection.
         late: how many of its outputs were waited for by the output projection.
-        launches: by collective and label, in the order in which they came first.
+        exchanges: those that it makes.
     """
 
     def __init__(
         self,
-        style: ContextParallel,
+        style: ContextStyle,
         mesh: ContextMesh,
         module: nn.Module,
         projections: Mapping[str, nn.Module | None],
+        *,
+        compare_ranks: Callable[[AppliedContext, torch.Tensor, str], None],
+        follow: Callable[[torch.Tensor], object],
+        removed: Callable[[AppliedContext], None],
     ) -> None:
         self.module = module
         self.calls = 0
         self.early = 0
         self.late = 0
-        self.launches: dict[tuple[str, str], ExchangeLaunch] = {}
+        self.exchanges = AttentionExchanges(style, mesh, partial(compare_ranks, self))
         self._style = style
+        self._follow = follow
+        self._removed = removed
         self._mesh = mesh
-        self._heads = style.heads
-        self._roles = ROLES[style.packing]
+        self._roles = self.exchanges.roles
         self._early = EarlyLaunches()
         self._skipped: set[Role] = set()
         self._warned: set[str] = set()
-        self._cause = "attention"
         unknown = sorted(set(projections) - {*self._roles, "o"})
         if unknown:
             raise TypeError(
                 f"ContextParallel: found projections {unknown}, expected {(*self._roles, 'o')}"
             )
-        self._unpacks = "qkv" in self._roles and mesh.gather is not None
-        if self._unpacks and style.unpacked is None:
+        if self.exchanges.parts_ways and style.unpacked is None:
             raise NotImplementedError(
                 "ContextParallel: where keys are gathered there are more of them than queries, and "
                 "one packed tensor has one length. If forward can take them apart, say by which "
@@ -103,8 +82,7 @@ class AppliedContext:
         early = {
             role: projection
             for role in self._roles
-            if (projection := projections.get(role)) is not None
-            and (mesh.heads or (mesh.gather and (role != "q" or mesh.moves_queries)))
+            if (projection := projections.get(role)) is not None and self.exchanges.moves(role)
         }
         self._early_roles = tuple(early)
         self._arguments = Arguments(module)
@@ -115,19 +93,19 @@ class AppliedContext:
         for role, projection in early.items():
             self._handles.append(projection.register_forward_hook(self._launch_hook(role)))
         output = projections.get("o")
-        self._output_is_late = output is not None and (mesh.heads is not None or mesh.moves_queries)
+        self._output_is_late = output is not None and self.exchanges.moves_output
         if output is not None and self._output_is_late:
             hook = output.register_forward_pre_hook(self._reached, with_kwargs=True)
             self._handles.append(hook)
 
     def remove(self) -> None:
         """Take the hooks away; the module sees its own rank's tokens again."""
+        if self._handles:
+            self._removed(self)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._early.drop_orphans()
-        if self in self._style.applied:
-            self._style.applied.remove(self)
 
     def __deepcopy__(self, memo: object) -> AppliedContext:
         raise NotImplementedError(
@@ -138,25 +116,16 @@ class AppliedContext:
     def describe_for(self, tensor: torch.Tensor, label: str) -> str:
         """What must be the same on all ranks, of this module and its first exchange."""
         shape = list(tensor.shape)
-        shape[self._layout("kv" if label in ("kv", "qkv") else "q").seq_dim] = -1
+        shape[self.exchanges.layout("kv" if label in ("kv", "qkv") else "q").seq_dim] = -1
         return (
             f"{type(self.module).__name__}: {label} of {shape} {tensor.dtype}, roles "
             f"{self._roles}, launched early {self._early_roles}, late output "
             f"{self._output_is_late}"
         )
 
-    def query_ranges(self, tokens: int) -> tuple[tuple[int, int], ...]:
-        """Which ranges of the sequence the queries are that attention gets.
-
-        Args:
-            tokens: how many of the sequence this rank holds outside attention.
-        """
-        length = self._length("q", tokens)
-        return self._mesh.query_shards(length).ranges[self._mesh.row]
-
     def _launch_hook(self, role: Role) -> Callable[[nn.Module, Any, Any], None]:
         def launch(module: nn.Module, args: Any, output: Any) -> None:
-            layout = self._layout(role)
+            layout = self.exchanges.layout(role)
             plain = isinstance(output, torch.Tensor) and not isinstance(output, DTensor)
             if not plain or output.ndim != layout.ndim:
                 what = list(output.shape) if isinstance(output, torch.Tensor) else type(output)
@@ -167,13 +136,13 @@ class AppliedContext:
             if output.is_inference():  # has no version
                 return
             self._early.drop_orphans()
-            if role == self._roles[0] and self._heads is None:
-                self._heads = output.size(layout.head_dim)
-            if self._heads is None and self._mesh.heads is not None:
+            if role == self._roles[0] and self.exchanges.heads is None:
+                self.exchanges.heads = output.size(layout.head_dim)
+            if self.exchanges.heads is None and self._mesh.heads is not None:
                 self._skipped.add(role)  # in the first pass, keys that come before queries
                 return
-            self._cause = f"{role}'s projection"
-            pending = self._first(role, output)
+            self.exchanges.cause = f"{role}'s projection"
+            pending = self.exchanges.first(role, output)
             if pending is not None:
                 self._early.keep(role, output, pending)
 
@@ -203,50 +172,6 @@ class AppliedContext:
             self._warned.add(which)
             warnings.warn(f"ContextParallel on {type(self.module).__name__}: {what}", stacklevel=3)
 
-    def _exchange(self, tensor: torch.Tensor, spec: SequenceExchange, label: str) -> Pending:
-        self._style.compare_ranks(self, tensor, label)
-        lane, cause = self._mesh.name_of(spec.comm), self._cause
-
-        def observe(spec: Any, label: str, sent: torch.Tensor) -> None:
-            key = spec.collective, label
-            times = self.launches[key].times + 1 if key in self.launches else 1
-            why = "backward" if label.endswith("gradient") else cause
-            self.launches[key] = ExchangeLaunch(*key, lane, sent.nbytes, why, times)
-
-        return exchange(tensor, spec, label=label, observe=observe)
-
-    def _first(self, role: Role, tensor: torch.Tensor) -> Pending | None:
-        """Launch the first exchange of an input; None where it has none."""
-        mesh, layout = self._mesh, self._layout(role)
-        length = self._length(role, tensor.size(layout.seq_dim))
-        if mesh.heads is None:
-            return self._gather(*self._apart(role, tensor)[-1], length)
-        if role in ("q", "qkv"):
-            heads = self._plan(None).queries()
-        else:
-            heads = self._plan(tensor.size(layout.head_dim)).keys()
-        lengths = mesh.rank_shards(length).lengths
-        spec = SequenceToHeads(mesh.heads, heads, lengths, layout.seq_dim, layout.head_dim)
-        return self._exchange(tensor, spec, role)
-
-    def _apart(self, role: Role, tensor: torch.Tensor) -> list[tuple[Role, torch.Tensor]]:
-        """An input as queries, and keys with values, where these two part ways."""
-        if role != "qkv" or not self._unpacks:
-            return [(role, tensor)]
-        dim = self._style.layout.head_dim
-        return [("q", tensor.select(dim, 0)), ("kv", tensor.narrow(dim, 1, 2))]
-
-    def _gather(self, role: Role, tensor: torch.Tensor, length: int) -> Pending | None:
-        """Launch the exchange over the column; queries stay where they are, or are moved."""
-        mesh, dim = self._mesh, self._layout(role).seq_dim
-        if mesh.gather is None or (role == "q" and not mesh.moves_queries):
-            return None
-        shards = mesh.row_shards(length)
-        if role == "q":
-            move = MoveSequence(mesh.gather, shards, mesh.query_shards(length), dim)
-            return self._exchange(tensor, move, role)
-        return self._exchange(tensor, GatherSequence(mesh.gather, shards, dim), role)
-
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         args, kwargs = list(args), dict(kwargs)
         places = [self._arguments.find(which, args, kwargs) for which in self._style.qkv]
@@ -254,9 +179,9 @@ class AppliedContext:
             role: self._local(role, where[key])
             for role, (where, key) in zip(self._roles, places, strict=True)
         }
-        self._cause = "attention"
+        self.exchanges.cause = "attention"
         result = self._exchanged(given, args, kwargs)
-        if self._unpacks:
+        if self.exchanges.parts_ways:
             self._hand_out_apart(result, places[0], kwargs)
         else:
             for (where, key), role in zip(places, self._roles, strict=True):
@@ -282,60 +207,40 @@ class AppliedContext:
     ) -> dict[Role, torch.Tensor]:
         """The inputs as attention gets them; all launches first, then the waits."""
         mesh = self._mesh
-        kv_heads = self._count_heads(given)
+        kv_heads = self.exchanges.count_heads(given)
         lengths = {
-            role: self._length(role, tensor.size(self._layout(role).seq_dim))
+            role: self.exchanges.length(role, tensor.size(self.exchanges.layout(role).seq_dim))
             for role, tensor in given.items()
         }
         first, last = self._roles[0], self._roles[-1]
         queries = given[first]
-        tokens = queries.size(self._layout(first).seq_dim)
+        tokens = queries.size(self.exchanges.layout(first).seq_dim)
         self._offer(args, kwargs, tokens, lengths[last], queries.device)
         pending = {
-            self._apart(role, tensor)[-1][0] if mesh.heads is None else role: (
-                self._take_early(role, tensor) or self._first(role, tensor)
+            self.exchanges.apart(role, tensor)[-1][0] if mesh.heads is None else role: (
+                self._take_early(role, tensor) or self.exchanges.first(role, tensor)
             )
             for role, tensor in given.items()
         }
-        result = dict(part for one in given.items() for part in self._apart(*one))
+        result = dict(part for one in given.items() for part in self.exchanges.apart(*one))
         if mesh.heads is not None and mesh.gather is not None:
             for role in self._roles:  # k is gathered while the first exchange of v arrives
                 if role != "q" or mesh.moves_queries:
                     one = pending.pop(role)
                     assert one is not None
-                    self._cause = f"arrival of {role}"
-                    for part, tensor in self._apart(role, one.wait()):
+                    self.exchanges.cause = f"arrival of {role}"
+                    for part, tensor in self.exchanges.apart(role, one.wait()):
                         result[part] = tensor
-                        pending[part] = self._gather(part, tensor, lengths[role])
-        elif self._unpacks and mesh.moves_queries:
-            pending["q"] = self._gather("q", result["q"], lengths[last])
+                        pending[part] = self.exchanges.gather(part, tensor, lengths[role])
+        elif self.exchanges.parts_ways and mesh.moves_queries:
+            pending["q"] = self.exchanges.gather("q", result["q"], lengths[last])
         for role, one in pending.items():
             if one is not None:
                 result[role] = one.wait()
-        if mesh.heads is not None and kv_heads is not None:
-            places = self._plan(kv_heads).expansion(mesh.heads.rank)
-            if places is not None:
-                for role in self._roles[1:]:
-                    result[role] = take(result[role], self._layout(role).head_dim, places)
+        if kv_heads is not None:
+            for role in self._roles[1:]:
+                result[role] = self.exchanges.expanded(role, result[role], kv_heads)
         return result
-
-    def _count_heads(self, given: dict[Role, torch.Tensor]) -> int | None:
-        """Keep the number of query heads; that of keys, None if it is the same by packing."""
-        found = {role: tensor.size(self._layout(role).head_dim) for role, tensor in given.items()}
-        heads = found[self._roles[0]]
-        if self._heads not in (None, heads):
-            raise ValueError(f"ContextParallel: found {heads} query heads, expected {self._heads}")
-        others = [found[role] for role in self._roles[1:]]
-        if len(set(others)) > 1:
-            raise ValueError(
-                f"ContextParallel: found {others[0]} key heads and {others[1]} value heads, "
-                "expected as many"
-            )
-        self._heads = heads
-        kv_heads = others[0] if others else None
-        if self._mesh.heads is not None:
-            self._plan(kv_heads)  # raises before anything is sent
-        return kv_heads
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not isinstance(output, torch.Tensor) or isinstance(output, DTensor):
@@ -349,8 +254,8 @@ class AppliedContext:
                 f"ContextParallel: {type(module).__name__} returned shape {list(output.shape)}, "
                 f"expected the {layout.ndim} dimensions of the queries"
             )
-        self._style.first_step.follow(output)
-        if mesh.heads is not None or mesh.moves_queries:
+        self._follow(output)
+        if self.exchanges.moves_output:
             output = self._sent_back(output)
         if self._style.use_local_output:
             return output
@@ -359,28 +264,9 @@ class AppliedContext:
 
     def _sent_back(self, output: torch.Tensor) -> torch.Tensor:
         """From this rank's heads, or others' queries, to this rank's tokens."""
-        mesh, layout = self._mesh, self._style.layout
-        length = self._style.sequence_length
-        if length is None:
-            length = output.size(layout.seq_dim) * mesh.rows
         self._early.drop_orphans()
-        self._cause = "attention"
-        if mesh.moves_queries:
-            assert mesh.gather is not None
-            shards = mesh.query_shards(length), mesh.row_shards(length)
-            move = MoveSequence(mesh.gather, *shards, layout.seq_dim)
-            pending = self._exchange(output, move, "o")
-        if mesh.heads is not None:
-            if mesh.moves_queries:
-                output = pending.wait()
-            spec = HeadsToSequence(
-                mesh.heads,
-                self._plan(None).queries(),
-                mesh.rank_shards(length).lengths,
-                layout.seq_dim,
-                layout.head_dim,
-            )
-            pending = self._exchange(output, spec, "o")
+        self.exchanges.cause = "attention"
+        pending = self.exchanges.back(output)
         if not self._output_is_late or not self._style.use_local_output:
             return pending.wait()
         return pending.arriving(first_use=self._used_before, orphans=self._early.orphans)
@@ -402,20 +288,6 @@ class AppliedContext:
             f"{name} used attention's output before the projection that apply(o=) names; it was "
             "waited for there. Name the module that uses it first, or none",
         )
-
-    def _plan(self, kv_heads: int | None) -> HeadPlan:
-        assert self._heads is not None and self._mesh.heads is not None
-        return HeadPlan(self._heads, kv_heads or self._heads, self._mesh.heads.size)
-
-    def _layout(self, role: Role) -> Layout:
-        layout = self._style.layout
-        return layout.packed() if role in ("kv", "qkv") else layout
-
-    def _length(self, role: Role, tokens: int) -> int:
-        """The whole sequence's length."""
-        style, queries = self._style, role in ("q", "qkv")
-        given = style.sequence_length if queries else style.kv_sequence_length
-        return self._mesh.whole_length(tokens, given, f"ContextParallel, {role}")
 
     def _offer(
         self,
@@ -444,15 +316,15 @@ class AppliedContext:
                     "None by name, or leave it away; or name no such argument in the style"
                 )
         if style.ranges is not None:
-            kwargs[style.ranges] = self.query_ranges(tokens)
+            kwargs[style.ranges] = self.exchanges.query_ranges(tokens)
         if style.mask is not None:
-            shards = self._mesh.query_shards(self._length("q", tokens))
+            shards = self._mesh.query_shards(self.exchanges.length("q", tokens))
             queries = shards.positions(self._mesh.row, device)
             kwargs[style.mask] = causal_mask(queries, torch.arange(keys, device=device))
 
     def _local(self, role: Role, tensor: Any) -> torch.Tensor:
         """This rank's part of an input; a DTensor must be cut as the style would cut it."""
-        layout = self._layout(role)
+        layout = self.exchanges.layout(role)
         if isinstance(tensor, DTensor):
             mesh = self._mesh.device_mesh
             expected = (Shard(layout.seq_dim),) * mesh.ndim

@@ -18,7 +18,7 @@ hands on zeros that take no memory and that Handoff recognizes: usually they are
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import torch
@@ -26,11 +26,9 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map_only
 
+from memswap.parallel.in_flight import Box
 from memswap.parallel.running import exchange_arrived
 from memswap.parallel.split_linear import can_split, split_linear
-
-if TYPE_CHECKING:
-    from memswap.parallel.exchange import Box
 
 #: Called with the name of the function that made an arriving tensor wait.
 FirstUse = Callable[[str], None]

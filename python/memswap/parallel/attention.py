@@ -30,7 +30,7 @@ def causal_attention(
         query: ``[..., heads, queries, size]``, the tokens of ``ranges`` in that order.
         key, value: ``[..., kv_heads, keys, size]``, the whole sequence in its natural order;
             ``kv_heads`` divides ``heads``.
-        ranges: ``(start, stop)`` in the sequence: :meth:`AppliedContext.query_ranges`.
+        ranges: ``(start, stop)`` in the sequence: :meth:`AttentionExchanges.query_ranges`.
         scale: factor of the scores; None is ``1 / sqrt(size)``.
 
     Returns:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,11 +13,12 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memswap.errors import RankMismatchError
-from memswap.parallel.applied import ROLES, AppliedContext, Packing
+from memswap.parallel.applied import AppliedContext
 from memswap.parallel.comm import Comm, ProcessGroupComm
 from memswap.parallel.context_mesh import ContextMesh
+from memswap.parallel.context_style import ContextStyle, Packing
 from memswap.parallel.first_step import FirstStep
-from memswap.parallel.layouts import LAYOUTS, Balance
+from memswap.parallel.layouts import Balance
 from memswap.parallel.selftest import ranks_that_differ
 from memswap.parallel.tokens import mean_loss, shard_batch
 
@@ -87,41 +88,20 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
         comm: Callable[[dist.ProcessGroup], Comm] = ProcessGroupComm,
     ) -> None:
         super().__init__()
-        if layout not in LAYOUTS:
-            raise ValueError(f"layout={layout!r}: expected one of {sorted(LAYOUTS)}")
-        if balance not in get_args(Balance):
-            raise ValueError(f"balance={balance!r}: expected one of {get_args(Balance)}")
-        if packing not in ROLES:
-            raise ValueError(f"packing={packing!r}: expected one of {sorted(ROLES)}")
-        if packing != "separate" and layout == "bnsd":
-            raise ValueError("layout='bnsd' has no packed form; expected packing='separate'")
-        tensors = len(ROLES[packing])
-        if qkv is not None and len(qkv) != tensors:
-            raise ValueError(f"qkv={tuple(qkv)}: expected {tensors} for packing={packing!r}")
-        if unpacked is not None and (packing != "qkv" or len(unpacked) not in (2, 3)):
-            raise ValueError(
-                f"unpacked={tuple(unpacked)} with packing={packing!r}: expected two names (q, kv) "
-                "or three (q, k, v), with packing='qkv'"
-            )
-        if not use_local_output and (balance == "headtail" or sequence_length is not None):
-            raise ValueError(
-                "use_local_output=False: a DTensor cannot say how balance='headtail' or uneven "
-                "parts cut the sequence; expected another balance and no sequence_length"
-            )
-        self.use_local_output = use_local_output
-        self.ulysses = ulysses
-        self.layout = LAYOUTS[layout]
-        self.balance: Balance = balance
-        self.packing: Packing = packing
-        self.qkv: Sequence[int | str] = range(tensors) if qkv is None else tuple(qkv)
-        self.unpacked = None if unpacked is None else tuple(unpacked)
-        self.heads = heads
-        self.sequence_length = sequence_length
-        self.kv_sequence_length = (
-            sequence_length if kv_sequence_length is None else kv_sequence_length
+        self.style = ContextStyle.of(
+            layout=layout,
+            balance=balance,
+            packing=packing,
+            qkv=qkv,
+            unpacked=unpacked,
+            heads=heads,
+            sequence_length=sequence_length,
+            kv_sequence_length=kv_sequence_length,
+            ranges=ranges,
+            mask=mask,
+            use_local_output=use_local_output,
         )
-        self.ranges = ranges
-        self.mask = mask
+        self.ulysses = ulysses
         self.model = model
         self.applied: list[AppliedContext] = []
         self.first_step = FirstStep(self.check)
@@ -156,13 +136,21 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
             NotImplementedError: ``packing="qkv"`` on a mesh that gathers, without ``unpacked``.
         """
         if self._mesh is None:
-            self._mesh = ContextMesh.of(mesh, self.ulysses, self.balance, self._comm)
+            self._mesh = ContextMesh.of(mesh, self.ulysses, self.style.balance, self._comm)
         elif self._mesh.device_mesh != mesh:
             raise ValueError(
                 f"this ContextParallel is applied on {self._mesh.device_mesh}, found {mesh}; make "
                 "another one for another mesh"
             )
-        applied = AppliedContext(self, self._mesh, module, projections)
+        applied = AppliedContext(
+            self.style,
+            self._mesh,
+            module,
+            projections,
+            compare_ranks=self._compare_ranks,
+            follow=self.first_step.follow,
+            removed=self.applied.remove,
+        )
         self.applied.append(applied)
         named = [one for one in projections.values() if one is not None]
         self.first_step.expect([module, *named])
@@ -194,7 +182,7 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
                 "only; apply it to the module whose forward gets query, key and value"
             )
 
-    def compare_ranks(self, applied: AppliedContext, tensor: torch.Tensor, label: str) -> None:
+    def _compare_ranks(self, applied: AppliedContext, tensor: torch.Tensor, label: str) -> None:
         """Before the first exchange, whether all ranks are set up alike: or else they would hang.
 
         Raises:
@@ -203,9 +191,10 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
         if self._compared:
             return
         self._compared = True
+        style = self.style
         settings = (
-            f"layout {self.layout}, balance {self.balance}, lengths {self.sequence_length} and "
-            f"{self.kv_sequence_length}, heads {self.heads}, {len(self.applied)} modules"
+            f"layout {style.layout}, balance {style.balance}, lengths {style.sequence_length} and "
+            f"{style.kv_sequence_length}, heads {style.heads}, {len(self.applied)} modules"
         )
         text = f"{settings}; {applied.describe_for(tensor, label)}"
         # A checkpoint that keeps collectives would miss this one when it recomputes.
@@ -262,7 +251,7 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
             if self._batches:
                 self.check()
             self._batches += 1
-        length = self.kv_sequence_length if keys else self.sequence_length
+        length = self.style.kv_sequence_length if keys else self.style.sequence_length
         return shard_batch(batch, mesh, length, seq_dim, labels, ignore_index, whole)
 
     def mean_loss(

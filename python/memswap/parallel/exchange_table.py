@@ -29,9 +29,9 @@ def exchange_table(applied: dict[str, AppliedContext]) -> str:
     for name, one in applied.items():
         if not one.calls:
             lines.append(f"{name:<28}never ran")
-        elif not one.launches:
+        elif not one.exchanges.launches:
             lines.append(f"{name:<28}nothing to exchange: one rank")
-        for launch in one.launches.values():
+        for launch in one.exchanges.launches.values():
             lines.append(
                 f"{name:<28}{launch.label:<14}{launch.collective:<16}{launch.lane:<12}"
                 f"{launch.nbytes / KIB:>10.1f}{launch.times:>8}  {launch.cause}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from memswap.parallel.comm import Comm, Ticket
-from memswap.parallel.exchange import InFlight
+from memswap.parallel.in_flight import InFlight
 from memswap.parallel.layouts import SequenceShards
 
 

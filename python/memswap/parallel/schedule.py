@@ -14,19 +14,20 @@ thread that runs the modules, on its stream:
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from memswap.engine.autograd import graph_task
-from memswap.errors import InplaceEditError, RankMismatchError
+from memswap.errors import InplaceEditError
 from memswap.parallel.comm import Comm, ProcessGroupComm
+from memswap.parallel.compare_ranks import compare_ranks
+from memswap.parallel.gathering import Gathering, Prerequisite
 from memswap.parallel.order import Order
-from memswap.parallel.selftest import ranks_that_differ
+from memswap.parallel.reducing import Reducing
+from memswap.parallel.scheduled import Launch, Scheduled
 from memswap.parallel.slots import SlotPool, SlotStats
 from memswap.parallel.unit import Reduction, State, Unit
 
@@ -34,50 +35,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 _log = logging.getLogger(__name__)
-
-
-class Launch(NamedTuple):
-    """One collective, and why it was launched when it was."""
-
-    collective: str
-    unit: str
-    cause: str
-
-
-#: Does something before a unit is gathered; what it returns, if anything, is waited before.
-Prerequisite = Callable[[str], Any]
-
-
-@dataclass(eq=False)
-class Scheduled:
-    """A unit in its context: how long its weights stay, and where it is in the step."""
-
-    unit: Unit
-    reshard_after_forward: bool
-    residency: str
-    unshard_in_backward: bool
-    own_memory: bool
-    """Not in a slot: its weights stay while other units come and go."""
-    anchor: str | None
-    anchored: bool = False
-    """Whether this forward has passed the anchor."""
-    exchanges: int = 0
-    """Those that have arrived in this forward."""
-    expected_exchanges: int = 0
-    """Those of the last one. Without ``anchor``, the next unit is gathered behind the last."""
-    depth: int = 0
-    """Forward calls, also those of a recompute, that have begun and not ended."""
-    left: set[int] = field(default_factory=set)
-    """Modules of the unit that this forward has been through, by id."""
-    sync: bool = True
-    """Whether backward reduces gradients."""
-    pinned: bool = False
-    """Gathered by unshard(): stays until used or resharded."""
-    in_backward: bool = False
-    reached: bool = False
-    """Whether this backward has computed a gradient of a parameter."""
-    open_calls: int = 0
-    """Calls of units with frozen parameters whose backward has begun and not ended."""
 
 
 class ShardContext:
@@ -109,14 +66,14 @@ class ShardContext:
         """Made by the user, not for want of one."""
         self.pool = SlotPool(slots, debug=debug)
         self.scheduled: dict[Unit, Scheduled] = {}
+        self._gathering = Gathering(self.pool, self.scheduled, self._note, self._warn)
+        self._reducing = Reducing(max_reduces, self._note)
         self._prefetches = prefetch
-        self._max_reduces = max_reduces
+        self._settings = (slots, prefetch, max_reduces)
         self._open_comm = open_comm
         self._comms: dict[Any, Comm] = {}
-        self._prerequisites: list[tuple[Prerequisite, nn.Module | None]] = []
         self._forward = Order()
         self._backward = Order()
-        self._reductions: deque[Reduction] = deque()
         self._in_backward = False
         self._warned: set[Unit] = set()
         self._told_of_inputs = False
@@ -142,7 +99,7 @@ class ShardContext:
                 f"before_fetch(): found a {type(of).__name__} that this context has not sharded; "
                 "call shard(module, ..., context=context) first"
             )
-        self._prerequisites.append((prerequisite, of))
+        self._gathering.after(prerequisite, of)
 
     def stats(self) -> SlotStats:
         """What the memory pool did; see :class:`SlotStats`."""
@@ -165,16 +122,14 @@ class ShardContext:
     @property
     def reductions_under_way(self) -> tuple[Reduction, ...]:
         """Those of the present backward that were launched and not waited for."""
-        return tuple(self._reductions)
+        return self._reducing.under_way
 
     def finish_reductions(self) -> None:
         """Wait for reductions under way; all ranks call this at the same place of a backward.
 
         At the end of backward it happens by itself.
         """
-        self._replicate()
-        while self._reductions:
-            self._reductions.popleft().finish()
+        self._reducing.finish()
 
     def recover(self) -> None:
         """Outside of backward: :meth:`reset`, if the last backward raised and was not ended."""
@@ -187,10 +142,9 @@ class ShardContext:
         Called by itself at the next forward after a backward that raised, or when somebody asks
         the model for its parameters.
         """
-        while self._reductions:
-            self._reductions.popleft().ticket.wait()
+        self._reducing.abandon()
         for one in self.scheduled.values():
-            self._release(one)
+            self._gathering.release(one)
             one.unit.forget_gradients()
             one.depth = one.open_calls = 0
             one.left.clear()
@@ -213,7 +167,8 @@ class ShardContext:
             return
         self.recover()
         if not self._compared:
-            self._compare_ranks()
+            self._compared = True
+            compare_ranks(self.scheduled.values(), self._settings)
         one.depth += 1
         one.anchored = False
         one.exchanges = 0
@@ -261,7 +216,7 @@ class ShardContext:
         one.pinned = False
         stays = one.residency == "step" or (backward_comes and not one.reshard_after_forward)
         if not stays:
-            self._release(one)
+            self._gathering.release(one)
 
     def enter_unit_backward(self, unit: Unit, versions: tuple[int, ...]) -> None:
         """A gradient of the unit's output is there: its backward begins."""
@@ -289,62 +244,17 @@ class ShardContext:
 
     # --- weights ----------------------------------------------------------------------------------
 
-    def fetch(self, one: Scheduled, ahead_of: Unit | None = None) -> bool:
-        """Launch the unit's all-gather; ahead of its use only if a slot is free."""
-        unit = one.unit
-        if unit.state is not State.ABSENT:
-            return True
-        lease = None
-        if not one.own_memory:
-            lease = self.pool.take(unit.name, unit.nbytes, unit.device)
-            if lease is None and ahead_of is not None:
-                return False
-            if lease is None and self._drop_unused():
-                lease = self.pool.take(unit.name, unit.nbytes, unit.device)
-            if lease is None:
-                self._note_overflow(unit)
-        if lease is None:
-            lease = self.pool.allocate(unit.name, unit.nbytes, unit.device)
-        self._run_prerequisites(unit)
-        unit.fetch(lease)
-        cause = "needed" if ahead_of is None else f"prefetched by {ahead_of.name}"
-        self._note("all-gather", unit, cause)
-        return True
+    def fetch(self, one: Scheduled) -> None:
+        """Launch the unit's all-gather, unless its weights are there or on their way."""
+        self._gathering.fetch(one)
 
     def use(self, one: Scheduled) -> None:
-        """Have the unit's weights ready, and those of its shards as they are now."""
-        unit = one.unit
-        if unit.state is not State.ABSENT and not self._in_backward and unit.stale:
-            self._run_prerequisites(unit)
-            unit.fetch_again()
-            self._note("all-gather", unit, "shards were edited")
-        self.fetch(one)
-        unit.ready()
+        """Have the unit's weights ready, and in forward those of its shards as they are now."""
+        self._gathering.use(one, refresh=not self._in_backward)
 
     def release(self, unit: Unit) -> None:
         """Drop the unit's weights."""
-        self._release(self.scheduled[unit])
-
-    def _release(self, one: Scheduled) -> None:
-        one.pinned = False
-        one.unit.hide()
-        lease = one.unit.drop()
-        if lease is not None:
-            self.pool.release(lease)
-
-    def _drop_unused(self) -> bool:
-        """Free the slot of a unit that was prefetched and not used: the guess was wrong."""
-        for one in self.scheduled.values():
-            unit = one.unit
-            idle = unit.state is not State.ABSENT and one.depth == 0 and not one.pinned
-            if idle and not one.own_memory and not one.in_backward:
-                self._release(one)
-                return True
-        return False
-
-    def _note_overflow(self, unit: Unit) -> None:
-        self.pool.stats.overflows += 1
-        self._warn(unit, "all slots are in use and unit %r needs one; it gets memory of its own")
+        self._gathering.release(self.scheduled[unit])
 
     def _warn(self, unit: Unit, message: str) -> None:
         """Once for each unit."""
@@ -355,53 +265,11 @@ class ShardContext:
     def _note(self, what: str, unit: Unit, cause: str) -> None:
         self._launches.append(Launch(what, unit.name, cause))
 
-    def _compare_ranks(self) -> None:
-        """Once, before the first step: ranks that differ would hang, or mix up their data."""
-        self._compared = True
-        texts: dict[Comm, str] = {}
-        for one in self.scheduled.values():
-            unit = one.unit
-            own = (
-                unit.name,
-                [
-                    (m.dim, tuple(m.shape), str(m.dtype), m.sharded.requires_grad)
-                    for m in unit.members
-                ],
-                (one.reshard_after_forward, one.residency, one.unshard_in_backward),
-                (one.own_memory, one.anchor, str(unit.policy.reduce_dtype), unit.divide_factor),
-                (self.pool.count, self._prefetches, self._max_reduces),
-            )
-            for comm in (unit.comm, unit.replicas):
-                if comm is not None:
-                    texts[comm] = f"{texts.get(comm, '')}{own}\n"
-            device = unit.device
-        for comm, text in texts.items():
-            if others := ranks_that_differ(comm, device, text):
-                raise RankMismatchError(
-                    f"rank {comm.rank} has sharded its model in another way than ranks {others} "
-                    "of its group: modules, shapes, dtypes, options of shard() and of ShardContext "
-                    f"must agree on all ranks. Here they are:\n{text}"
-                )
-
-    def _run_prerequisites(self, unit: Unit) -> None:
-        for prerequisite, module in self._prerequisites:
-            if module is not None and module not in unit.modules:
-                continue
-            awaited = prerequisite(unit.name)
-            if awaited is None:
-                continue
-            if not hasattr(awaited, "wait"):
-                raise TypeError(
-                    f"before_fetch(): the callback returned {type(awaited).__name__} for unit "
-                    f"{unit.name!r}; expected None or something with wait()"
-                )
-            awaited.wait()
-
     # --- prefetch ---------------------------------------------------------------------------------
 
     def _prefetch(self, unit: Unit | None, ahead_of: Unit) -> None:
         if self._prefetches and unit is not None and unit in self.scheduled:
-            self.fetch(self.scheduled[unit], ahead_of)
+            self._gathering.fetch(self.scheduled[unit], ahead_of)
 
     def _expected_in_forward(self, unit: Unit) -> Unit | None:
         return self._forward.after(unit) or self._neighbour(unit, 1)
@@ -451,19 +319,9 @@ class ShardContext:
         if not one.sync:
             unit.keep_gradients()
         elif participated and unit.trainable:
-            self._replicate()
-            while len(self._reductions) >= self._max_reduces:
-                self._reductions.popleft().finish()
-            self._reductions.append(unit.reduce())
-            self._note("reduce-scatter", unit, "gradients complete")
+            self._reducing.launch(unit)
         if one.sync or one.residency != "step":
-            self._release(one)
-
-    def _replicate(self) -> None:
-        """Reduce-scatters have had a unit's backward to arrive: let the replicas' part follow."""
-        for reduction in self._reductions:
-            if reduction.replicate():
-                self._note("all-reduce", reduction.unit, "reduce-scatter arrived")
+            self._gathering.release(one)
 
     def _tell_of_inputs(self, unit: Unit) -> None:
         """Legal, and what a schedule that splits a backward in two does: say it once."""
@@ -487,7 +345,7 @@ class ShardContext:
         for one in self.scheduled.values():
             prefetched = one.unit.state is not State.ABSENT and one.depth == 0 and not one.pinned
             if prefetched and (one.sync or one.residency != "step"):
-                self._release(one)
+                self._gathering.release(one)
         self.last_step, self._launches = self._launches, []
         self._backward.pause()
         self._in_backward = False

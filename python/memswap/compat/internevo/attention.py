@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from memswap.parallel import ContextParallel
-from memswap.parallel.applied import ROLES, Packing
 from memswap.parallel.comm import Comm, ProcessGroupComm
+from memswap.parallel.context_style import ROLES, Packing
 
 #: A group, or what gives one when attention is built; None: one rank has the whole sequence.
 Group: TypeAlias = dist.ProcessGroup | Callable[[], dist.ProcessGroup | None] | None

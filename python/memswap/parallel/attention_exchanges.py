@@ -1,0 +1,199 @@
+"""AttentionExchanges: which exchanges the tensors of one attention module make, and with whom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from memswap.parallel.context_mesh import ContextMesh
+from memswap.parallel.context_style import ROLES, ContextStyle, Role
+from memswap.parallel.exchange import Pending, exchange
+from memswap.parallel.layouts import HeadPlan, Layout
+from memswap.parallel.redistribute import (
+    GatherSequence,
+    HeadsToSequence,
+    MoveSequence,
+    SequenceExchange,
+    SequenceToHeads,
+    take,
+)
+
+
+class ExchangeLaunch(NamedTuple):
+    """One exchange of an attention module, as it was launched last."""
+
+    collective: str
+    label: str
+    lane: str
+    """The dimension of the mesh."""
+    nbytes: int
+    """What this rank gave, in bytes."""
+    cause: str
+    times: int
+    """How often, so far."""
+
+
+class AttentionExchanges:
+    """The exchanges of one attention module: launched here, waited for by whoever needs them.
+
+    Args:
+        style: says how tensors lie, and which lengths and heads there are.
+        mesh: who takes part.
+        before: is called before each exchange, with the tensor and the exchange's label.
+
+    Attributes:
+        roles: the tensors that attention gets.
+        heads: query heads of the whole model; None until they are given or seen.
+        parts_ways: whether queries leave a packed tensor, since keys alone are gathered.
+        cause: why the next exchange is launched when it is.
+        launches: by collective and label, in the order in which they came first.
+    """
+
+    def __init__(
+        self,
+        style: ContextStyle,
+        mesh: ContextMesh,
+        before: Callable[[torch.Tensor, str], None],
+    ) -> None:
+        self.roles = ROLES[style.packing]
+        self.heads = style.heads
+        self.parts_ways = "qkv" in self.roles and mesh.gather is not None
+        self.cause = "attention"
+        self.launches: dict[tuple[str, str], ExchangeLaunch] = {}
+        self._style = style
+        self._mesh = mesh
+        self._before = before
+
+    # --- sizes ------------------------------------------------------------------------------------
+
+    def layout(self, role: Role) -> Layout:
+        layout = self._style.layout
+        return layout.packed() if role in ("kv", "qkv") else layout
+
+    def length(self, role: Role, tokens: int) -> int:
+        """The whole sequence's length."""
+        style, queries = self._style, role in ("q", "qkv")
+        given = style.sequence_length if queries else style.kv_sequence_length
+        return self._mesh.whole_length(tokens, given, f"ContextParallel, {role}")
+
+    def query_ranges(self, tokens: int) -> tuple[tuple[int, int], ...]:
+        """Which ranges of the sequence the queries are that attention gets.
+
+        Args:
+            tokens: how many of the sequence this rank holds outside attention.
+        """
+        length = self.length("q", tokens)
+        return self._mesh.query_shards(length).ranges[self._mesh.row]
+
+    def count_heads(self, given: dict[Role, torch.Tensor]) -> int | None:
+        """Keep the number of query heads; that of keys, None if it is the same by packing."""
+        found = {role: tensor.size(self.layout(role).head_dim) for role, tensor in given.items()}
+        heads = found[self.roles[0]]
+        if self.heads not in (None, heads):
+            raise ValueError(f"ContextParallel: found {heads} query heads, expected {self.heads}")
+        others = [found[role] for role in self.roles[1:]]
+        if len(set(others)) > 1:
+            raise ValueError(
+                f"ContextParallel: found {others[0]} key heads and {others[1]} value heads, "
+                "expected as many"
+            )
+        self.heads = heads
+        kv_heads = others[0] if others else None
+        if self._mesh.heads is not None:
+            self._plan(kv_heads)  # raises before anything is sent
+        return kv_heads
+
+    def _plan(self, kv_heads: int | None) -> HeadPlan:
+        assert self.heads is not None and self._mesh.heads is not None
+        return HeadPlan(self.heads, kv_heads or self.heads, self._mesh.heads.size)
+
+    # --- launching --------------------------------------------------------------------------------
+
+    def moves(self, role: Role) -> bool:
+        """Whether an input is exchanged at all."""
+        mesh = self._mesh
+        return bool(mesh.heads or (mesh.gather and (role != "q" or mesh.moves_queries)))
+
+    @property
+    def moves_output(self) -> bool:
+        return self._mesh.heads is not None or self._mesh.moves_queries
+
+    def first(self, role: Role, tensor: torch.Tensor) -> Pending | None:
+        """Launch the first exchange of an input; None where it has none."""
+        mesh, layout = self._mesh, self.layout(role)
+        length = self.length(role, tensor.size(layout.seq_dim))
+        if mesh.heads is None:
+            return self.gather(*self.apart(role, tensor)[-1], length)
+        if role in ("q", "qkv"):
+            heads = self._plan(None).queries()
+        else:
+            heads = self._plan(tensor.size(layout.head_dim)).keys()
+        lengths = mesh.rank_shards(length).lengths
+        spec = SequenceToHeads(mesh.heads, heads, lengths, layout.seq_dim, layout.head_dim)
+        return self._exchange(tensor, spec, role)
+
+    def apart(self, role: Role, tensor: torch.Tensor) -> list[tuple[Role, torch.Tensor]]:
+        """An input as queries, and keys with values, where these two part ways."""
+        if role != "qkv" or not self.parts_ways:
+            return [(role, tensor)]
+        dim = self._style.layout.head_dim
+        return [("q", tensor.select(dim, 0)), ("kv", tensor.narrow(dim, 1, 2))]
+
+    def gather(self, role: Role, tensor: torch.Tensor, length: int) -> Pending | None:
+        """Launch the exchange over the column; queries stay where they are, or are moved."""
+        mesh, dim = self._mesh, self.layout(role).seq_dim
+        if mesh.gather is None or (role == "q" and not mesh.moves_queries):
+            return None
+        shards = mesh.row_shards(length)
+        if role == "q":
+            move = MoveSequence(mesh.gather, shards, mesh.query_shards(length), dim)
+            return self._exchange(tensor, move, role)
+        return self._exchange(tensor, GatherSequence(mesh.gather, shards, dim), role)
+
+    def back(self, output: torch.Tensor) -> Pending:
+        """Launch what brings attention's output from this rank's heads, or others' queries, back.
+
+        Only where :attr:`moves_output`.
+        """
+        mesh, layout = self._mesh, self._style.layout
+        length = self._style.sequence_length
+        if length is None:
+            length = output.size(layout.seq_dim) * mesh.rows
+        if mesh.moves_queries:
+            assert mesh.gather is not None
+            shards = mesh.query_shards(length), mesh.row_shards(length)
+            move = MoveSequence(mesh.gather, *shards, layout.seq_dim)
+            pending = self._exchange(output, move, "o")
+            if mesh.heads is None:
+                return pending
+            output = pending.wait()
+        assert mesh.heads is not None
+        spec = HeadsToSequence(
+            mesh.heads,
+            self._plan(None).queries(),
+            mesh.rank_shards(length).lengths,
+            layout.seq_dim,
+            layout.head_dim,
+        )
+        return self._exchange(output, spec, "o")
+
+    def _exchange(self, tensor: torch.Tensor, spec: SequenceExchange, label: str) -> Pending:
+        self._before(tensor, label)
+        lane, cause = self._mesh.name_of(spec.comm), self.cause
+
+        def observe(spec: Any, label: str, sent: torch.Tensor) -> None:
+            key = spec.collective, label
+            times = self.launches[key].times + 1 if key in self.launches else 1
+            why = "backward" if label.endswith("gradient") else cause
+            self.launches[key] = ExchangeLaunch(*key, lane, sent.nbytes, why, times)
+
+        return exchange(tensor, spec, label=label, observe=observe)
+
+    def expanded(self, role: Role, tensor: torch.Tensor, kv_heads: int) -> torch.Tensor:
+        """Arrived keys or values, a head repeated where several ranks' queries share it."""
+        if self._mesh.heads is None:
+            return tensor
+        places = self._plan(kv_heads).expansion(self._mesh.heads.rank)
+        return tensor if places is None else take(tensor, self.layout(role).head_dim, places)

@@ -1,0 +1,44 @@
+"""What tests of groups share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from helpers import (
+    assert_nothing_left,
+    assert_pool_empty,
+    flush_autograd,
+    random,
+)
+
+import memswap
+
+
+def settle(group: Any, device: torch.device) -> memswap.Stats:
+    """Everything that leaves has left, on the host's clock too."""
+    engine = getattr(group, "_groups", group)
+    engine.settle()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return engine.stats()
+
+
+def assert_released(group: Any, pool: Any, device: torch.device) -> None:
+    flush_autograd(device)
+    assert_nothing_left(group.stats())
+    assert_pool_empty(pool)
+
+
+def sines(x: torch.Tensor, count: int = 4) -> torch.Tensor:
+    """A loss whose graph saves `count` tensors that nobody else holds."""
+    for _ in range(count):
+        x = (x * 1.5).sin()
+    return x.sum()
+
+
+def collected(group: memswap.Group, device: torch.device) -> tuple[Any, torch.Tensor]:
+    x = random(device, 300).requires_grad_()
+    with group as generation:
+        loss = sines(x)
+    return generation, loss
