@@ -30,7 +30,7 @@ class DenseCoder {
     statistics_.init(pipe_);
     escapes_.init(pipe_);
     if constexpr (kUpcast) {
-      pipe_->InitBuffer(greatest_, 64);
+      greatest_.init(pipe_);
     }
   }
 
@@ -73,26 +73,16 @@ class DenseCoder {
   __aicore__ inline void find_literal(bool* literal) {
     const Lanes low = work(SplitUpcast::kLowHalves);
     const Lanes scratch = work(SplitUpcast::kLowHalves + 1);
-    const LocalTensor<half> greatest = greatest_.Get<half>();
-    const LocalTensor<int32_t> words = greatest_.Get<int32_t>()[8];
     // 1 where any bit is set: the upper ones come down, the rest is small and positive.
     extract(scratch, low, 8, 8, masks_, kLanes);
     and_all(low, low, masks_.low_bits(8), kLanes);
     barrier();
     Or(as_bits(low), as_bits(low), as_bits(scratch), static_cast<int32_t>(kLanes));
-    hand_over<HardEvent::S_V>(pipe_);
     barrier();
-    const Lanes folded = fold_to_64<Fold::kMax>(low, scratch, kBlocks);
-    lanes_to_half(folded, kBlocks * 64);
-    Duplicate(greatest, static_cast<half>(0.0f), 16);
-    barrier();
-    WholeReduceMax(greatest, as_half(folded), 64, static_cast<int32_t>(kBlocks), 1, 1, 4,
-                   ReduceOrder::ORDER_ONLY_VALUE);
-    barrier();
-    Cast(words, greatest, RoundMode::CAST_RINT, 8);
-    hand_over<HardEvent::V_S>(pipe_);
+    uint32_t greatest[kBlocks];
+    greatest_.find(greatest, low, scratch, kBlocks);
     for (uint32_t b = 0; b < kBlocks; ++b) {
-      literal[b] = words.GetValue(b) != 0;
+      literal[b] = greatest[b] != 0;
     }
   }
 
@@ -296,7 +286,8 @@ class DenseCoder {
 
   TPipe* pipe_;
   TQue<TPosition::VECOUT, 1> payloads_;
-  TBuf<TPosition::VECCALC> exponents_, work_, slots_, used_, indices_, greatest_;
+  TBuf<TPosition::VECCALC> exponents_, work_, slots_, used_, indices_;
+  Greatest greatest_;
   Masks masks_;
   Statistics statistics_;
   Lq3Escapes escapes_;

@@ -41,7 +41,7 @@ class SparseCoder {
     pipe->InitBuffer(work_, kVectors * kLanes * 2);
     pipe->InitBuffer(block_, (1 + Lq2Writer::kVectors) * kBlockLanes * 2);
     pipe->InitBuffer(zeros_, kBlockLanes / 8);
-    pipe->InitBuffer(greatest_, 64);
+    greatest_.init(pipe);
     pipe->InitBuffer(slots_, 2, Slot::kBytes);
     masks_.init(pipe);
     statistics_.init(pipe);
@@ -143,8 +143,6 @@ class SparseCoder {
     constexpr int32_t n = kLanes;
     const Lanes any = free(0);
     const Lanes sign = free(1);
-    const LocalTensor<half> greatest = greatest_.Get<half>();
-    const LocalTensor<int32_t> words = greatest_.Get<int32_t>()[8];
     // The sum of all fields but the sign is 0 where the element is.
     ShiftRight(as_bits(any), as_bits(work(0)), (uint16_t)1, n);
     and_all(sign, work(0), masks_.low_bits(1), kLanes);
@@ -164,19 +162,11 @@ class SparseCoder {
     Maxs(sign, sign, (int16_t)0, n);
     barrier();
     CompareScalar(slab, as_half(any), static_cast<half>(1.0f), CMPMODE::EQ, kLanes);
-    hand_over<HardEvent::S_V>(pipe_);
     barrier();
-    const Lanes folded = fold_to_64<Fold::kMax>(sign, any, kBlocks);
-    lanes_to_half(folded, kBlocks * 64);
-    Duplicate(greatest, static_cast<half>(0.0f), 16);
-    barrier();
-    WholeReduceMax(greatest, as_half(folded), 64, static_cast<int32_t>(kBlocks), 1, 1, 4,
-                   ReduceOrder::ORDER_ONLY_VALUE);
-    barrier();
-    Cast(words, greatest, RoundMode::CAST_RINT, 8);
-    hand_over<HardEvent::V_S>(pipe_);
+    uint32_t greatest[kBlocks];
+    greatest_.find(greatest, sign, any, kBlocks);
     for (uint32_t b = 0; b < kBlocks; ++b) {
-      negative[b] = words.GetValue(b) != 0;
+      negative[b] = greatest[b] != 0;
     }
   }
 
@@ -224,7 +214,8 @@ class SparseCoder {
 
   TPipe* pipe_;
   TQue<TPosition::VECOUT, 1> slots_;
-  TBuf<TPosition::VECCALC> exponents_, work_, block_, zeros_, greatest_;
+  TBuf<TPosition::VECCALC> exponents_, work_, block_, zeros_;
+  Greatest greatest_;
   Masks masks_;
   Statistics statistics_;
   Lq2Writer lq2_;

@@ -43,6 +43,43 @@ __aicore__ inline Lanes fold_to_64(const Lanes& src, const Lanes& scratch, uint3
   return from;
 }
 
+// The greatest lane of each block, where lanes are 0 to 2048, for the scalar unit.
+class Greatest {
+ public:
+  static constexpr uint32_t kMaxBlocks = frame::kTileBlocks;
+
+  __aicore__ inline void init(TPipe* pipe) {
+    pipe_ = pipe;
+    pipe->InitBuffer(reduced_, 32);
+    pipe->InitBuffer(words_, kMaxBlocks * 4);
+  }
+
+  // `scratch` holds 1024 lanes per block and is overwritten.
+  __aicore__ inline void find(uint32_t* greatest, const Lanes& lanes, const Lanes& scratch,
+                              uint32_t blocks) {
+    const LocalTensor<half> reduced = reduced_.Get<half>();
+    const LocalTensor<int32_t> words = words_.Get<int32_t>();
+    const Lanes folded = fold_to_64<Fold::kMax>(lanes, scratch, blocks);
+    lanes_to_half(folded, blocks * 64);
+    // The scalar unit has read what it found before.
+    hand_over<HardEvent::S_V>(pipe_);
+    Duplicate(reduced, static_cast<half>(0.0f), 16);
+    barrier();
+    WholeReduceMax(reduced, as_half(folded), 64, static_cast<int32_t>(blocks), 1, 1, 4,
+                   ReduceOrder::ORDER_ONLY_VALUE);
+    barrier();
+    Cast(words, reduced, RoundMode::CAST_RINT, kMaxBlocks);
+    hand_over<HardEvent::V_S>(pipe_);
+    for (uint32_t b = 0; b < blocks; ++b) {
+      greatest[b] = static_cast<uint32_t>(words.GetValue(b));
+    }
+  }
+
+ private:
+  TPipe* pipe_;
+  TBuf<TPosition::VECCALC> reduced_, words_;
+};
+
 struct BlockStatistics {
   int32_t max;
   int32_t min;
