@@ -84,7 +84,7 @@ class DenseEncoder {
   void choose(uint32_t b) {
     choices_[b] = params_.fast
                       ? choose_fast(symbols_[b], ranges_[b], Type::kSymbolBits, params_.center)
-                      : choose_canonical(symbols_[b], ranges_[b], distances_[b]);
+                      : choose_canonical(symbols_[b], ranges_[b], distances_[b], Type::kSymbolBits);
   }
 
   void write_low_plane(uint32_t b) {
