@@ -5,6 +5,7 @@
 
 #include "encode_frame.h"
 #include "lq3_escapes.h"
+#include "outliers.h"
 #include "splits.h"
 #include "statistics.h"
 
@@ -29,6 +30,9 @@ class DenseCoder {
     barrier();
     statistics_.init(pipe_);
     escapes_.init(pipe_);
+    if constexpr (kOutliers) {
+      windows_.init(pipe_);
+    }
     if constexpr (kUpcast) {
       greatest_.init(pipe_);
     }
@@ -51,6 +55,19 @@ class DenseCoder {
       offset += kBlockLanes / 8 * Split::field_width(i);
     }
     statistics_.compute(e, work(1), work(3), kBlocks, blocks_);
+    if constexpr (kOutliers) {
+      if (Windows::any_far(blocks_, kBlocks)) {
+        windows_.begin();
+        for (uint32_t b = 0; b < kBlocks; ++b) {
+          if (Windows::is_far(blocks_[b])) {
+            windows_.sample(b, e[b * kBlockLanes]);
+          }
+        }
+        uint32_t windows[kBlocks];
+        windows_.find(windows, kBlocks);
+        statistics_.narrow(e, work(1), work(3), kBlocks, windows, blocks_);
+      }
+    }
     encode_lq3(e, slab);
     finish_blocks(step, literal, x, e, slab, payloads, counters);
   }
@@ -60,6 +77,7 @@ class DenseCoder {
   static constexpr uint32_t kLanes = Split::kLanes;
   static constexpr uint32_t kSlotWords = kSlotBytes / 4;
   static constexpr bool kUpcast = std::is_same_v<Split, SplitUpcast>;
+  static constexpr bool kOutliers = Split::kExponentBits == canonical::kOutlierBits;
   // A lane per element each, for planes, statistics and the checksum.
   static constexpr uint32_t kVectors = max_of(4u, Split::kTakeVectors, kWidth);
   static constexpr uint32_t kRestBytes = rest_bytes<Split>();
@@ -290,6 +308,7 @@ class DenseCoder {
   Greatest greatest_;
   Masks masks_;
   Statistics statistics_;
+  Windows windows_;
   Lq3Escapes escapes_;
   BlockStatistics blocks_[kBlocks];
   uint32_t centers_[kBlocks];

@@ -4,6 +4,7 @@
 
 #include "encode_frame.h"
 #include "lq2_escapes.h"
+#include "outliers.h"
 #include "splits.h"
 #include "statistics.h"
 
@@ -46,6 +47,9 @@ class SparseCoder {
     masks_.init(pipe);
     statistics_.init(pipe);
     lq2_.init(pipe);
+    if constexpr (kOutliers) {
+      windows_.init(pipe);
+    }
   }
 
   __aicore__ inline LocalTensor<int32_t> scratch() { return work_.Get<int32_t>(); }
@@ -57,6 +61,11 @@ class SparseCoder {
     bool negative[kBlocks];
     find_survivors(e, slab, negative);
     statistics_.compute(e, free(0), free(1), kBlocks, statistics_of_);
+    if constexpr (kOutliers) {
+      if (Windows::any_far(statistics_of_, kBlocks)) {
+        narrow(e, slab);
+      }
+    }
     LiteralWriter literals(pipe_);
     for (uint32_t b = 0; b < step.blocks; ++b) {
       const uint32_t left = step.count - b * kBlockLanes;
@@ -96,6 +105,7 @@ class SparseCoder {
   using Slot = SparseSlot<Split>;
   static constexpr uint32_t kBlocks = Split::kBlocks;
   static constexpr uint32_t kLanes = Split::kLanes;
+  static constexpr bool kOutliers = Split::kExponentBits == canonical::kOutlierBits;
   static constexpr uint32_t kBlockBytes = kBlockLanes * kWidth;
   static constexpr uint32_t kLiteralBytes = kBlockBytes - kSlabBytes;
   // Fields and two more for the statistics; or the checksum's.
@@ -170,6 +180,20 @@ class SparseCoder {
     }
   }
 
+  // Centres without outliers. The samples are of the survivors.
+  __aicore__ inline void narrow(const Lanes& e, const Bytes& slab) {
+    windows_.begin();
+    for (uint32_t b = 0; b < kBlocks; ++b) {
+      if (Windows::is_far(statistics_of_[b])) {
+        compact(e[b * kBlockLanes], slab[b * kSlabBytes].ReinterpretCast<uint16_t>());
+        windows_.sample(b, block(0));
+      }
+    }
+    uint32_t windows[kBlocks];
+    windows_.find(windows, kBlocks);
+    statistics_.narrow(e, free(0), free(1), kBlocks, windows, statistics_of_);
+  }
+
   __aicore__ inline uint32_t compact(const Lanes& from, const LocalTensor<uint16_t>& where) {
     uint64_t kept = 0;
     GatherMask(as_bits(block(0)), as_bits(from), where, true, kBlockLanes,
@@ -218,6 +242,7 @@ class SparseCoder {
   Greatest greatest_;
   Masks masks_;
   Statistics statistics_;
+  Windows windows_;
   Lq2Writer lq2_;
   BlockStatistics statistics_of_[kBlocks];
 };
