@@ -206,8 +206,8 @@ class FrameDecoder {
   }
 
   // One step, whose first block is block `block` of the move.
-  __aicore__ inline void decode(uint32_t step, const Plan& plan, const Bytes& x,
-                                const Bytes& slabs, const Bytes& slots, uint32_t block) {
+  __aicore__ inline void decode(uint32_t step, const Plan& plan, const Bytes& x, const Bytes& slabs,
+                                const Bytes& slots, uint32_t block) {
     if (plan.blocks == 0) {
       clear_block(x, kStepBytes);
       barrier();

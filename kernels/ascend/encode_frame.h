@@ -77,7 +77,8 @@ class FrameEncoder {
     }
   }
 
-  // The core's first move from `step` on with a tile that is_placed, or what is behind its last one.
+  // The core's first move from `step` on with a tile that is_placed, or what is behind its last
+  // one.
   __aicore__ inline uint32_t next_placed(uint32_t step, RecordReader* reader) {
     for (; step < end_step(); step += kMoveSteps) {
       for (uint32_t i = step; i < end_of_move(step); ++i) {
@@ -216,9 +217,9 @@ class FrameEncoder {
         slabs_.EnQue(moved.slabs);
         moved.slabs = slabs_.template DeQue<uint8_t>();
         GlobalTensor<uint8_t> to;
-        to.SetGlobalBuffer(reinterpret_cast<__gm__ uint8_t*>(
-            job_.frame + frame::kHeaderBytes +
-            uint64_t{moved.first} * kStepBlocks * Coder::kSlabBytes));
+        to.SetGlobalBuffer(reinterpret_cast<__gm__ uint8_t*>(job_.frame + frame::kHeaderBytes +
+                                                             uint64_t{moved.first} * kStepBlocks *
+                                                                 Coder::kSlabBytes));
         const uint32_t blocks = (moved.count + kBlockLanes - 1) / kBlockLanes;
         DataCopy(to, moved.slabs, blocks * Coder::kSlabBytes);
       }

@@ -3,10 +3,10 @@
 // Note [escapes level by level]
 // Symbols stand in streams, in the order of their lanes, and this vector unit has neither an
 // expansion nor a scatter. So lanes fetch instead: the sum of the escapes before a lane is the
-// number of its symbol, and Gather brings it. A stream becomes a table of distances v = c - E first,
-// so a lane fetches what it needs. Lanes whose symbol only says that the next stream knows (kNext)
-// are the escapes of the next level: LQ2 has S1, S2 and the E bytes, LQ3 has S1 and these. The
-// scalar unit reads two numbers per block and level, whatever the number of escapes.
+// number of its symbol, and Gather brings it. A stream becomes a table of distances v = c - E
+// first, so a lane fetches what it needs. Lanes whose symbol only says that the next stream knows
+// (kNext) are the escapes of the next level: LQ2 has S1, S2 and the E bytes, LQ3 has S1 and these.
+// The scalar unit reads two numbers per block and level, whatever the number of escapes.
 #pragma once
 
 #include "lq3_escapes.h"
@@ -26,9 +26,7 @@ struct EscapeStreams {
   bool good = true;   // after resolve(): the length is that of the streams
   uint32_t at = 0;    // the next level's stream
 
-  __aicore__ inline bool has_escapes() const {
-    return mode == frame::kLq2 || mode == frame::kLq3;
-  }
+  __aicore__ inline bool has_escapes() const { return mode == frame::kLq2 || mode == frame::kLq3; }
 };
 
 class EscapeReader {
@@ -67,9 +65,9 @@ class EscapeReader {
     for (uint32_t i = 0; i < count; ++i) {
       EscapeStreams& block = blocks[i];
       // Nothing but the padding of the last unit is left.
-      block.good = block.good && (!block.has_escapes() ||
-                                  round_up(block.before + block.at, frame::kUnitBytes) ==
-                                      block.before + block.length);
+      block.good = block.good &&
+                   (!block.has_escapes() || round_up(block.before + block.at, frame::kUnitBytes) ==
+                                                block.before + block.length);
     }
   }
 

@@ -116,8 +116,8 @@ __aicore__ inline void clear_bytes(TPipe* pipe, const Lanes& lanes, uint32_t fro
   barrier();
 }
 
-// Numbers of 16-bit lanes as Gather's offsets, which are bytes. There is no conversion from 16 to 32
-// bits but through float, which holds 16 bits exactly.
+// Numbers of 16-bit lanes as Gather's offsets, which are bytes. There is no conversion from 16 to
+// 32 bits but through float, which holds 16 bits exactly.
 __aicore__ inline void lane_offsets(const LocalTensor<uint32_t>& offsets, const Lanes& numbers,
                                     uint32_t count) {
   const LocalTensor<float> floats = offsets.ReinterpretCast<float>();

@@ -239,8 +239,8 @@ class SparseReader {
     escapes.center = plan.center[b];
     escapes.mode = frame::kLq2;
     escapes_.resolve(&escapes, 1, e, flags, block(1), block(2), ranks_, symbols_);
-    EscapeReader::exponents(e, e, flags, &plan.center[b], 1,
-                            masks_.low_bits(Split::kExponentBits), true);
+    EscapeReader::exponents(e, e, flags, &plan.center[b], 1, masks_.low_bits(Split::kExponentBits),
+                            true);
     Mul(e, e, is_survivor, n);
     barrier();
     return escapes.good;

@@ -167,7 +167,8 @@ class Statistics {
     }
   }
 
-  // Centres of the exponents from windows[b] on, where that is not 0. `scratch` and `work` as above.
+  // Centres of the exponents from windows[b] on, where that is not 0. `scratch` and `work` as
+  // above.
   __aicore__ inline void narrow(const Lanes& exponents, const Lanes& scratch, const Lanes& work,
                                 uint32_t blocks, const uint32_t* windows, BlockStatistics* out) {
     const LocalTensor<int32_t> results = results_.Get<int32_t>();

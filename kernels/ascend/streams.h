@@ -125,8 +125,7 @@ class SymbolFetcher {
     barrier();
   }
 
-  __aicore__ inline void fetch_from_rows(const Lanes& lanes, const Region& region,
-                                         uint32_t width) {
+  __aicore__ inline void fetch_from_rows(const Lanes& lanes, const Region& region, uint32_t width) {
     constexpr int32_t n = kBlockLanes;
     const LocalTensor<uint32_t> offsets = offsets_.Get<uint32_t>();
     const Lanes row = offsets.ReinterpretCast<int16_t>();
