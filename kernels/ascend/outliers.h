@@ -128,7 +128,8 @@ class Windows {
   __aicore__ inline void at_least(const LocalTensor<half>& t) {
     const LocalTensor<half> are = are_.Get<half>();
     const LocalTensor<half> spread = spread_.Get<half>();
-    Brcb(spread, t, 1, BrcbRepeatParams(1, 8));
+    Brcb(spread.ReinterpretCast<uint16_t>(), t.ReinterpretCast<uint16_t>(), 1,
+         BrcbRepeatParams(1, 8));
     barrier();
     // A sample is two blocks of 32 bytes, and one serves both.
     Sub(are, samples_.Get<half>(), spread, uint64_t{canonical::kSamples},

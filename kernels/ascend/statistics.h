@@ -133,7 +133,7 @@ class Statistics {
     folded = fold_to_64<Fold::kMax>(exponents, work, blocks);
     reduce_half<true>(folded, reduced, blocks);
     Cast(results, as_half(reduced), RoundMode::CAST_RINT, kBlocks);
-    Brcb(as_half(spread), as_half(reduced), 1, BrcbRepeatParams(1, 8));
+    Brcb(as_bits(spread), as_bits(reduced), 1, BrcbRepeatParams(1, 8));
     barrier();
     half_to_lanes(spread, 128);
     barrier();

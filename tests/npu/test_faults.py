@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import EVERYTHING, assert_same_gradients, new_input, new_stack, train_step
+from helpers import EVERYTHING, assert_same_gradients, new_input, new_stack, same_bits, train_step
 
 import fake_acl
 import memswap
@@ -87,6 +87,27 @@ def test_pinned_memory_that_is_refused_keeps_the_tensors(device):
     # torch_npu swallows the driver's words: it returns no memory and says nothing.
     assert "pinned allocator of npu:0" in pool.statistics().last_refusal
     assert_same_gradients(train_step(model, step), expected)
+
+
+@pytest.mark.parametrize("way", ["swap_in", "encode"])
+def test_device_memory_that_is_refused_is_an_error_and_loses_nothing(device, way):
+    host = torch.randn(12 << 20, generator=torch.Generator().manual_seed(5)).bfloat16()  # 24 MiB
+    tensor = torch.empty(host.shape, dtype=host.dtype, device=device)
+    tensor.copy_(host)
+    pool = memswap.HostPool(budget="64MiB", slab="32MiB", device=device)
+    if way == "swap_in":
+        assert memswap.swap_out(tensor, pool)
+    torch.npu.synchronize()
+    torch.npu.empty_cache()
+    failed = fake_acl._C.failed_counts().get("aclrtMalloc", 0)
+    with fake_acl.faults_of("aclrtMalloc", n=10**6, code=OUT_OF_MEMORY):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            memswap.swap_in(tensor) if way == "swap_in" else memswap.encode(tensor)
+    assert fake_acl._C.failed_counts()["aclrtMalloc"] > failed
+    if way == "swap_in":
+        memswap.swap_in(tensor)
+    assert same_bits(tensor, host)
+    assert same_bits(memswap.decode(memswap.encode(tensor[:9000].clone())), host[:9000])
 
 
 LOSS = """
