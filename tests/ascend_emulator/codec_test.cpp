@@ -313,7 +313,7 @@ void test_ratio() {
 // What the machine is good at, whatever the data: moves of 16 KiB, the next one under way while one
 // is worked on, and a scalar unit that has a few numbers per block to read, not one per element.
 void test_cost(const Format& format) {
-  constexpr uint64_t kTiles = 8;
+  constexpr uint64_t kTiles = 4;
   constexpr uint64_t kMoveBytes = 16 * 1024;
   const uint64_t elements = kTiles * frame::kTileElements;
   const uint64_t blocks = kTiles * frame::kTileBlocks;
@@ -325,7 +325,7 @@ void test_cost(const Format& format) {
   uint64_t most = 0;
   uint64_t unified = 0;
   for (const Pattern& pattern : {Pattern{Kind::kNormal, 0}, Pattern{Kind::kRandomBits, 0},
-                                 Pattern{Kind::kSignedSparse, 2}, Pattern{Kind::kMixed, 0}}) {
+                                 Pattern{Kind::kSignedSparse, 2}}) {
     const Data data = make(pattern, format.dtype, 1, elements);
     const std::string what = format.name() + ", pattern " + std::to_string(int(pattern.kind));
     ascend_emulator::Tally encode, decode;
