@@ -15,33 +15,24 @@ class BitsCoder : public ChecksumScratch<1> {
     pipe_ = pipe;
     ChecksumScratch<1>::init(pipe);
     pipe->InitBuffer(lanes_, 2 * kBlocks * kBlockLanes * 2);
-    pipe->InitBuffer(greatest_, 64);
+    greatest_.init(pipe);
   }
 
   __aicore__ inline void encode(const Step& step, const Bytes& x, const Bytes& slab,
                                 PayloadWriter* payloads, HeaderCounters*) {
     constexpr uint32_t n = kBlocks * kBlockLanes;
     const Lanes values = lanes_.Get<int16_t>();
-    const LocalTensor<half> greatest = greatest_.Get<half>();
-    const LocalTensor<int32_t> words = greatest_.Get<int32_t>()[8];
     bytes_to_half(values, x, n);
     barrier();
     CompareScalar(slab, as_half(values), static_cast<half>(0.0f), CMPMODE::NE, n);
     barrier();
     half_to_lanes(values, n);
     barrier();
-    const Lanes folded = fold_to_64<Fold::kMax>(values, values[n], kBlocks);
-    lanes_to_half(folded, kBlocks * 64);
-    hand_over<HardEvent::S_V>(pipe_);
-    barrier();
-    WholeReduceMax(greatest, as_half(folded), 64, static_cast<int32_t>(kBlocks), 1, 1, 4,
-                   ReduceOrder::ORDER_ONLY_VALUE);
-    barrier();
-    Cast(words, greatest, RoundMode::CAST_RINT, kBlocks);
-    hand_over<HardEvent::V_S>(pipe_);
+    uint32_t greatest[kBlocks];
+    greatest_.find(greatest, values, values[n], kBlocks);
     LiteralWriter literals(pipe_);
     for (uint32_t b = 0; b < step.blocks; ++b) {
-      if (words.GetValue(b) <= 1) {
+      if (greatest[b] <= 1) {
         payloads->set(step.first + b, frame::kBitmap, 0, 0);
         continue;
       }
@@ -62,7 +53,8 @@ class BitsCoder : public ChecksumScratch<1> {
   static constexpr uint32_t kLiteralBytes = kBlockLanes - kSlabBytes;
 
   TPipe* pipe_;
-  TBuf<TPosition::VECCALC> lanes_, greatest_;
+  TBuf<TPosition::VECCALC> lanes_;
+  Greatest greatest_;
 };
 
 class BitsReader : public ChecksumScratch<1> {

@@ -27,6 +27,11 @@ struct Plan {
   uint32_t checksum;
 };
 
+// Of blocks whose payloads say something impossible.
+__aicore__ inline void clear_block(const Bytes& x, uint32_t bytes) {
+  Duplicate(x.ReinterpretCast<int16_t>(), (int16_t)0, static_cast<int32_t>(bytes / 2));
+}
+
 template <class Reader>
 class FrameDecoder {
  public:
@@ -43,15 +48,13 @@ class FrameDecoder {
       return 0;
     }
     init();
-    const uint32_t first = share_.first_tile * kSteps;
-    const uint32_t end = share_.end_tile * kSteps;
-    load(first);
-    for (uint32_t step = first; step < end; ++step) {
-      if (step + 1 < end) {
-        load(step + 1);
+    load(first_step());
+    for (uint32_t step = first_step(); step < end_step(); step += kMoveSteps) {
+      if (step + kMoveSteps < end_step()) {
+        load(step + kMoveSteps);
       }
-      if (plans_[step % 2].blocks != 0) {
-        decode(step);
+      if (move_at(step).good) {
+        decode_move(step);
       }
     }
     return errors_;
@@ -62,15 +65,32 @@ class FrameDecoder {
   static constexpr uint32_t kStepBlocks = step_blocks(kWidth);
   static constexpr uint32_t kSteps = frame::kTileBlocks / kStepBlocks;  // per tile
   static constexpr uint32_t kStepBytes = kStepBlocks * kBlockLanes * kWidth;
+  static constexpr uint32_t kMoveSteps = move_steps(kWidth);
+
+  struct Move {
+    bool good;       // some step of it is
+    uint32_t count;  // elements
+    Plan plans[kMoveSteps];
+  };
+
+  __aicore__ inline uint32_t first_step() const { return share_.first_tile * kSteps; }
+  __aicore__ inline uint32_t end_step() const { return share_.end_tile * kSteps; }
+  __aicore__ inline uint32_t steps_of(uint32_t move) const {
+    const uint32_t left = end_step() - move;
+    return left < kMoveSteps ? left : kMoveSteps;
+  }
+  __aicore__ inline Move& move_at(uint32_t step) {
+    return moves_[(step - first_step()) / kMoveSteps % 2];
+  }
 
   __aicore__ inline void init() {
     if constexpr (Reader::kSlabBytes != 0) {
-      pipe_->InitBuffer(slabs_, 2, kStepBlocks * Reader::kSlabBytes);
+      pipe_->InitBuffer(slabs_, 2, kMoveSteps * kStepBlocks * Reader::kSlabBytes);
     }
     if constexpr (Reader::kSlotBytes != 0) {
-      pipe_->InitBuffer(payloads_, 2, kStepBlocks * Reader::kSlotBytes);
+      pipe_->InitBuffer(payloads_, 2, kMoveSteps * kStepBlocks * Reader::kSlotBytes);
     }
-    pipe_->InitBuffer(out_, 2, kStepBytes);
+    pipe_->InitBuffer(out_, 2, kMoveSteps * kStepBytes);
     reader_.init(pipe_);
     records_.init(pipe_, job_.frame + share_.records, share_.tiles);
     if (verify_) {
@@ -78,44 +98,64 @@ class FrameDecoder {
     }
   }
 
-  // Checks the tile's record and starts the moves of one step.
+  // Checks the tiles' records and starts a move.
   __aicore__ inline void load(uint32_t step) {
-    Plan& plan = plans_[step % 2];
-    plan.blocks = 0;
+    Move& move = move_at(step);
     const uint32_t block = step * kStepBlocks;
+    const uint32_t steps = steps_of(step);
+    move.good = false;
+    for (uint32_t i = 0; i < steps; ++i) {
+      make_plan(step + i, &move.plans[i]);
+      move.good = move.good || move.plans[i].blocks != 0;
+    }
+    if (!move.good) {
+      return;
+    }
+    move.count = Share::elements_from(job_.elements, block, steps * kStepBlocks * kBlockLanes);
+    if constexpr (Reader::kSlabBytes != 0) {
+      Bytes slabs = slabs_.template AllocTensor<uint8_t>();
+      GlobalTensor<uint8_t> from;
+      from.SetGlobalBuffer(reinterpret_cast<__gm__ uint8_t*>(job_.frame + frame::kHeaderBytes +
+                                                             uint64_t{block} * Reader::kSlabBytes));
+      const uint32_t blocks = (move.count + kBlockLanes - 1) / kBlockLanes;
+      DataCopy(slabs, from, blocks * Reader::kSlabBytes);
+      slabs_.EnQue(slabs);
+    }
+    if constexpr (Reader::kSlotBytes != 0) {
+      Bytes slots = payloads_.template AllocTensor<uint8_t>();
+      for (uint32_t i = 0; i < steps; ++i) {
+        const Plan& plan = move.plans[i];
+        for (uint32_t b = 0; b < plan.blocks; ++b) {
+          if (plan.units[b] != 0) {
+            reader_.load(slots[(i * kStepBlocks + b) * Reader::kSlotBytes], plan.payload[b],
+                         plan.mode[b], plan.units[b]);
+          }
+        }
+      }
+      payloads_.EnQue(slots);
+    }
+  }
+
+  // Nothing but an empty plan where the tile is damaged or has no such step.
+  __aicore__ inline void make_plan(uint32_t step, Plan* plan) {
+    const uint32_t block = step * kStepBlocks;
+    plan->blocks = 0;
     if (step % kSteps == 0) {
       read_record(step / kSteps);
     }
     if (next_payload_ == nullptr || block >= share_.blocks) {
       return;
     }
-    plan.count = Share::elements_from(job_.elements, block, kStepBlocks * kBlockLanes);
-    plan.blocks = (plan.count + kBlockLanes - 1) / kBlockLanes;
-    plan.checksum = record_.checksum;
-    for (uint32_t b = 0; b < plan.blocks; ++b) {
+    plan->count = Share::elements_from(job_.elements, block, kStepBlocks * kBlockLanes);
+    plan->blocks = (plan->count + kBlockLanes - 1) / kBlockLanes;
+    plan->checksum = record_.checksum;
+    for (uint32_t b = 0; b < plan->blocks; ++b) {
       const uint32_t i = step % kSteps * kStepBlocks + b;
-      plan.mode[b] = record_.block[i] >> 12;
-      plan.units[b] = record_.block[i] & 0xfffu;
-      plan.center[b] = record_.center[i];
-      plan.payload[b] = next_payload_;
-      next_payload_ += plan.units[b] * frame::kUnitBytes;
-    }
-    if constexpr (Reader::kSlabBytes != 0) {
-      Bytes slab = slabs_.template AllocTensor<uint8_t>();
-      GlobalTensor<uint8_t> from;
-      from.SetGlobalBuffer(reinterpret_cast<__gm__ uint8_t*>(job_.frame + frame::kHeaderBytes +
-                                                             uint64_t{block} * Reader::kSlabBytes));
-      DataCopy(slab, from, plan.blocks * Reader::kSlabBytes);
-      slabs_.EnQue(slab);
-    }
-    if constexpr (Reader::kSlotBytes != 0) {
-      Bytes slots = payloads_.template AllocTensor<uint8_t>();
-      for (uint32_t b = 0; b < plan.blocks; ++b) {
-        if (plan.units[b] != 0) {
-          reader_.load(slots[b * Reader::kSlotBytes], plan.payload[b], plan.mode[b], plan.units[b]);
-        }
-      }
-      payloads_.EnQue(slots);
+      plan->mode[b] = record_.block[i] >> 12;
+      plan->units[b] = record_.block[i] & 0xfffu;
+      plan->center[b] = record_.center[i];
+      plan->payload[b] = next_payload_;
+      next_payload_ += plan->units[b] * frame::kUnitBytes;
     }
   }
 
@@ -135,36 +175,57 @@ class FrameDecoder {
     }
   }
 
-  __aicore__ inline void decode(uint32_t step) {
-    const Plan& plan = plans_[step % 2];
-    Bytes slab;
+  __aicore__ inline void decode_move(uint32_t move) {
+    const Move& moved = move_at(move);
+    Bytes slabs;
     Bytes slots;
     if constexpr (Reader::kSlabBytes != 0) {
-      slab = slabs_.template DeQue<uint8_t>();
+      slabs = slabs_.template DeQue<uint8_t>();
     }
     if constexpr (Reader::kSlotBytes != 0) {
       slots = payloads_.template DeQue<uint8_t>();
     }
     Bytes x = out_.template AllocTensor<uint8_t>();
     barrier();
-    errors_ |= reader_.decode(plan, x, slab, slots);
-    barrier();
+    for (uint32_t i = 0; i < steps_of(move); ++i) {
+      decode(move + i, moved.plans[i], x[i * kStepBytes], slabs, slots, i * kStepBlocks);
+    }
     if constexpr (Reader::kSlabBytes != 0) {
-      slabs_.FreeTensor(slab);
+      slabs_.FreeTensor(slabs);
     }
     if constexpr (Reader::kSlotBytes != 0) {
       payloads_.FreeTensor(slots);
-    }
-    if (verify_) {
-      verify(step, plan, x);
     }
     out_.EnQue(x);
     x = out_.template DeQue<uint8_t>();
     GlobalTensor<uint8_t> to;
     to.SetGlobalBuffer(reinterpret_cast<__gm__ uint8_t*>(
-        job_.output + uint64_t{step} * kStepBlocks * kBlockLanes * kWidth));
-    DataCopyPad(to, x, DataCopyExtParams(1, plan.count * kWidth, 0, 0, 0));
+        job_.output + uint64_t{move} * kStepBlocks * kBlockLanes * kWidth));
+    DataCopyPad(to, x, DataCopyExtParams(1, moved.count * kWidth, 0, 0, 0));
     out_.FreeTensor(x);
+  }
+
+  // One step, whose first block is block `block` of the move.
+  __aicore__ inline void decode(uint32_t step, const Plan& plan, const Bytes& x, const Bytes& slabs,
+                                const Bytes& slots, uint32_t block) {
+    if (plan.blocks == 0) {
+      clear_block(x, kStepBytes);
+      barrier();
+      return;
+    }
+    Bytes slab;
+    Bytes slot;
+    if constexpr (Reader::kSlabBytes != 0) {
+      slab = slabs[block * Reader::kSlabBytes];
+    }
+    if constexpr (Reader::kSlotBytes != 0) {
+      slot = slots[block * Reader::kSlotBytes];
+    }
+    errors_ |= reader_.decode(plan, x, slab, slot);
+    barrier();
+    if (verify_) {
+      verify(step, plan, x);
+    }
   }
 
   __aicore__ inline void verify(uint32_t step, const Plan& plan, const Bytes& x) {
@@ -194,7 +255,7 @@ class FrameDecoder {
   Checksum checksum_;
   TileRecord record_;
   GM_ADDR next_payload_ = nullptr;  // of the step to be loaded next; null: the tile is damaged
-  Plan plans_[2];
+  Move moves_[2];
   uint64_t sum_ = 0;  // of the tile's checksum
   uint32_t errors_ = 0;
 };
@@ -205,11 +266,6 @@ __aicore__ inline void load_bytes(const Bytes& to, GM_ADDR from, uint32_t bytes)
   global.SetGlobalBuffer(reinterpret_cast<__gm__ uint8_t*>(from), bytes);
   DataCopyPad(to, global, DataCopyExtParams(1, bytes, 0, 0, 0),
               DataCopyPadExtParams<uint8_t>(false, 0, 0, 0));
-}
-
-// A block whose payload says something impossible.
-__aicore__ inline void clear_block(const Bytes& x, uint32_t bytes) {
-  Duplicate(x.ReinterpretCast<int16_t>(), (int16_t)0, static_cast<int32_t>(bytes / 2));
 }
 
 // A literal block, of which `slab_bytes` stand in the slab. False: the payload has another length.

@@ -21,7 +21,7 @@ class DenseReader {
   static constexpr uint32_t kSlabBytes = kRestBytes + frame::kLowPlaneBytes;
   static constexpr uint32_t kMaxUnits =
       (kUpcast ? kBlockBytes - kSlabBytes : 128 * (Split::kExponentBits - 2)) / frame::kUnitBytes;
-  static constexpr uint32_t kSlotBytes = kUpcast ? kBlockBytes - kSlabBytes : 1024;
+  static constexpr uint32_t kSlotBytes = kMaxUnits * frame::kUnitBytes;
 
   __aicore__ static constexpr bool takes(uint32_t mode) {
     return (mode >= frame::kLq2 && mode <= kLastMode) || (kUpcast && mode == frame::kLiteral);
@@ -29,14 +29,14 @@ class DenseReader {
 
   __aicore__ inline void init(TPipe* pipe) {
     pipe_ = pipe;
+    escapes_.init(pipe_);
+    ranks_.init(pipe_);
+    symbols_.init(pipe_);
     pipe_->InitBuffer(exponents_, kLanes * 2);
     pipe_->InitBuffer(work_, kVectors * kLanes * 2);
-    pipe_->InitBuffer(is_escape_, kBlocks * kHighBitsBytes);
     pipe_->InitBuffer(ones_, kBlockLanes * 2);
-    pipe_->InitBuffer(lane_numbers_, kBlockLanes * 2);
     masks_.init(pipe_);
     Duplicate(ones_.Get<half>(), static_cast<half>(1.0f), static_cast<int32_t>(kBlockLanes));
-    CreateVecIndex(lane_numbers_.Get<int16_t>(), (int16_t)0, kBlockLanes);
     barrier();
     if constexpr (Split::kHasPairs) {
       pairs_.init(pipe_, kLanes);
@@ -70,19 +70,11 @@ class DenseReader {
     for (uint32_t b = 0; b < plan.blocks; ++b) {
       escapes = add_planes(plan, b, codes[b * kBlockLanes], payload[b * kSlotBytes]) || escapes;
     }
-    // E = c - v = ~v + 1 + c.
-    Not(as_bits(e), as_bits(codes), static_cast<int32_t>(lanes));
-    barrier();
-    for (uint32_t b = 0; b < plan.blocks; ++b) {
-      Adds(e[b * kBlockLanes], e[b * kBlockLanes], static_cast<int16_t>(plan.center[b] + 1),
-           static_cast<int32_t>(kBlockLanes));
-    }
-    barrier();
-    and_all(e, e, masks_.low_bits(Split::kExponentBits), lanes);
-    barrier();
     if (escapes) {
-      patch(plan, e, codes, payload, lanes);
+      resolve(plan, codes, payload);
     }
+    EscapeReader::exponents(e, codes, work(1), plan.center, plan.blocks,
+                            masks_.low_bits(Split::kExponentBits), escapes);
     uint32_t offset = 0;
     for (uint32_t i = 0; i < Split::kFields; ++i) {
       load_field(work(i), slab[offset], kSlabBytes, work(Split::kFields), Split::field_width(i),
@@ -105,7 +97,6 @@ class DenseReader {
  private:
   // A lane per element each, for planes and the checksum.
   static constexpr uint32_t kVectors = max_of(4u, Split::kJoinVectors, kWidth);
-  static constexpr uint32_t kExponentMask = (1u << Split::kExponentBits) - 1;
 
   // The work tensors are neighbours.
   __aicore__ inline Lanes work(uint32_t i) { return work_.Get<int16_t>()[i * kLanes]; }
@@ -139,46 +130,43 @@ class DenseReader {
     return mode == frame::kLq3;
   }
 
-  __aicore__ inline void patch(const Plan& plan, const Lanes& e, const Lanes& codes,
-                               const Bytes& payload, uint32_t lanes) {
-    const Lanes positions = work(2);
-    const LocalTensor<uint16_t> is_escape = is_escape_.Get<uint16_t>();
-    uint32_t counts[kBlocks];
-    lanes_to_half(codes, lanes);
+  // Codes of 0 become what they stand for in blocks that have escapes.
+  __aicore__ inline void resolve(const Plan& plan, const Lanes& codes, const Bytes& payload) {
+    const Lanes flags = work(1);
+    const int32_t n = static_cast<int32_t>(plan.blocks * kBlockLanes);
+    EscapeStreams blocks[kBlocks];
+    Mins(flags, codes, (int16_t)1, n);
     barrier();
-    CompareScalar(is_escape_.Get<uint8_t>(), as_half(codes), static_cast<half>(0.0f), CMPMODE::EQ,
-                  lanes);
+    Muls(flags, flags, (int16_t)-1, n);
+    barrier();
+    Adds(flags, flags, (int16_t)1, n);
     barrier();
     for (uint32_t b = 0; b < plan.blocks; ++b) {
-      uint64_t kept = 0;
-      if (plan.mode[b] <= frame::kLq3) {
-        GatherMask(as_bits(positions)[b * kBlockLanes], as_bits(lane_numbers_.Get<int16_t>()),
-                   is_escape[b * kHighBitsBytes / 2], true, kBlockLanes,
-                   GatherMaskParams(1, 1, 0, 0), kept);
-      }
-      counts[b] = static_cast<uint32_t>(kept);
-    }
-    hand_over<HardEvent::V_S>(pipe_);
-    for (uint32_t b = 0; b < plan.blocks; ++b) {
-      if (plan.mode[b] > frame::kLq3) {
+      EscapeStreams& block = blocks[b];
+      const uint32_t before = plan.mode[b] == frame::kLq3 ? kHighBitsBytes : 0;
+      const uint32_t bytes = plan.units[b] * frame::kUnitBytes;
+      block.mode = bytes >= before ? plan.mode[b] : 0;
+      if (!block.has_escapes()) {
+        Duplicate(flags[b * kBlockLanes], (int16_t)0, static_cast<int32_t>(kBlockLanes));
         continue;
       }
-      EscapeReader reader(payload[b * kSlotBytes], plan.units[b] * frame::kUnitBytes,
-                          plan.center[b], kExponentMask);
-      const Lanes at = positions[b * kBlockLanes];
-      const Lanes exponents = e[b * kBlockLanes];
-      const bool good = plan.mode[b] == frame::kLq3
-                            ? plan.units[b] >= 16 && reader.patch_lq3(exponents, at, counts[b])
-                            : reader.patch_lq2(exponents, at, counts[b]);
-      if (!good) {
-        errors_ |= frame::kBadPayload;
-      }
+      block.streams = payload[b * kSlotBytes + before];
+      block.length = bytes - before;
+      block.before = before;
+      block.center = plan.center[b];
     }
-    hand_over<HardEvent::S_V>(pipe_);
+    barrier();
+    escapes_.resolve(blocks, plan.blocks, codes, flags, work(2), work(3), ranks_, symbols_);
+    for (uint32_t b = 0; b < plan.blocks; ++b) {
+      errors_ |= blocks[b].good ? 0u : uint32_t{frame::kBadPayload};
+    }
   }
 
   TPipe* pipe_;
-  TBuf<TPosition::VECCALC> exponents_, work_, is_escape_, ones_, lane_numbers_;
+  TBuf<TPosition::VECCALC> exponents_, work_, ones_;
+  EscapeReader escapes_;
+  Ranks ranks_;
+  SymbolFetcher symbols_;
   Masks masks_;
   WordPairs pairs_;
   uint32_t errors_ = 0;

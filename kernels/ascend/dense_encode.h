@@ -5,6 +5,7 @@
 
 #include "encode_frame.h"
 #include "lq3_escapes.h"
+#include "outliers.h"
 #include "splits.h"
 #include "statistics.h"
 
@@ -29,8 +30,11 @@ class DenseCoder {
     barrier();
     statistics_.init(pipe_);
     escapes_.init(pipe_);
+    if constexpr (kOutliers) {
+      windows_.init(pipe_);
+    }
     if constexpr (kUpcast) {
-      pipe_->InitBuffer(greatest_, 64);
+      greatest_.init(pipe_);
     }
   }
 
@@ -51,6 +55,19 @@ class DenseCoder {
       offset += kBlockLanes / 8 * Split::field_width(i);
     }
     statistics_.compute(e, work(1), work(3), kBlocks, blocks_);
+    if constexpr (kOutliers) {
+      if (Windows::any_far(blocks_, kBlocks)) {
+        windows_.begin();
+        for (uint32_t b = 0; b < kBlocks; ++b) {
+          if (Windows::is_far(blocks_[b])) {
+            windows_.sample(b, e[b * kBlockLanes]);
+          }
+        }
+        uint32_t windows[kBlocks];
+        windows_.find(windows, kBlocks);
+        statistics_.narrow(e, work(1), work(3), kBlocks, windows, blocks_);
+      }
+    }
     encode_lq3(e, slab);
     finish_blocks(step, literal, x, e, slab, payloads, counters);
   }
@@ -60,6 +77,7 @@ class DenseCoder {
   static constexpr uint32_t kLanes = Split::kLanes;
   static constexpr uint32_t kSlotWords = kSlotBytes / 4;
   static constexpr bool kUpcast = std::is_same_v<Split, SplitUpcast>;
+  static constexpr bool kOutliers = Split::kExponentBits == canonical::kOutlierBits;
   // A lane per element each, for planes, statistics and the checksum.
   static constexpr uint32_t kVectors = max_of(4u, Split::kTakeVectors, kWidth);
   static constexpr uint32_t kRestBytes = rest_bytes<Split>();
@@ -73,26 +91,16 @@ class DenseCoder {
   __aicore__ inline void find_literal(bool* literal) {
     const Lanes low = work(SplitUpcast::kLowHalves);
     const Lanes scratch = work(SplitUpcast::kLowHalves + 1);
-    const LocalTensor<half> greatest = greatest_.Get<half>();
-    const LocalTensor<int32_t> words = greatest_.Get<int32_t>()[8];
     // 1 where any bit is set: the upper ones come down, the rest is small and positive.
     extract(scratch, low, 8, 8, masks_, kLanes);
     and_all(low, low, masks_.low_bits(8), kLanes);
     barrier();
     Or(as_bits(low), as_bits(low), as_bits(scratch), static_cast<int32_t>(kLanes));
-    hand_over<HardEvent::S_V>(pipe_);
     barrier();
-    const Lanes folded = fold_to_64<Fold::kMax>(low, scratch, kBlocks);
-    lanes_to_half(folded, kBlocks * 64);
-    Duplicate(greatest, static_cast<half>(0.0f), 16);
-    barrier();
-    WholeReduceMax(greatest, as_half(folded), 64, static_cast<int32_t>(kBlocks), 1, 1, 4,
-                   ReduceOrder::ORDER_ONLY_VALUE);
-    barrier();
-    Cast(words, greatest, RoundMode::CAST_RINT, 8);
-    hand_over<HardEvent::V_S>(pipe_);
+    uint32_t greatest[kBlocks];
+    greatest_.find(greatest, low, scratch, kBlocks);
     for (uint32_t b = 0; b < kBlocks; ++b) {
-      literal[b] = words.GetValue(b) != 0;
+      literal[b] = greatest[b] != 0;
     }
   }
 
@@ -296,9 +304,11 @@ class DenseCoder {
 
   TPipe* pipe_;
   TQue<TPosition::VECOUT, 1> payloads_;
-  TBuf<TPosition::VECCALC> exponents_, work_, slots_, used_, indices_, greatest_;
+  TBuf<TPosition::VECCALC> exponents_, work_, slots_, used_, indices_;
+  Greatest greatest_;
   Masks masks_;
   Statistics statistics_;
+  Windows windows_;
   Lq3Escapes escapes_;
   BlockStatistics blocks_[kBlocks];
   uint32_t centers_[kBlocks];

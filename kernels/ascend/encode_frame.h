@@ -32,29 +32,18 @@ class FrameEncoder {
   static constexpr uint32_t kStepBlocks = step_blocks(kWidth);
   static constexpr uint32_t kSteps = frame::kTileBlocks / kStepBlocks;  // per tile
   static constexpr uint32_t kStepBytes = kStepBlocks * kBlockLanes * kWidth;
+  static constexpr uint32_t kMoveSteps = move_steps(kWidth);
 
   __aicore__ inline void encode_all() {
     counters_.init(pipe_, job_.frame);
     if (share_.first_tile < share_.end_tile) {
       init();
-      const uint32_t first = share_.first_tile * kSteps;
-      const uint32_t end = share_.end_tile * kSteps;
-      load(first);
-      for (uint32_t step = first; step < end; ++step) {
-        if (step + 1 < end) {
-          load(step + 1);
+      load(first_step());
+      for (uint32_t step = first_step(); step < end_step(); step += kMoveSteps) {
+        if (step + kMoveSteps < end_step()) {
+          load(step + kMoveSteps);
         }
-        if (step % kSteps == 0) {
-          sum_ = 0;
-          payloads_.begin_tile();
-        }
-        encode(step);
-        if (step % kSteps == kSteps - 1) {
-          const TileRecord& record =
-              payloads_.end_tile(static_cast<uint32_t>(sum_ % Checksum::kPrime));
-          counters_.count(record);
-          records_.add(record);
-        }
+        encode_move(step);
       }
       records_.flush();
       if (share_.first_tile == 0) {
@@ -74,37 +63,37 @@ class FrameEncoder {
     init();
     RecordReader reader;
     reader.init(pipe_, job_.frame + share_.records, share_.tiles);
-    TileRecord record;
-    uint32_t tile = next_placed(share_.first_tile, &reader, &record);
-    if (tile < share_.end_tile) {
-      load(tile * kSteps);
+    uint32_t move = next_placed(first_step(), &reader);
+    if (move < end_step()) {
+      load(move);
     }
-    while (tile < share_.end_tile) {
-      payloads_.begin_placed(record);
-      const uint32_t next = next_placed(tile + 1, &reader, &record);
-      for (uint32_t step = tile * kSteps; step < (tile + 1) * kSteps; ++step) {
-        if (step + 1 < (tile + 1) * kSteps) {
-          load(step + 1);
-        } else if (next < share_.end_tile) {
-          load(next * kSteps);
-        }
-        encode(step);
+    while (move < end_step()) {
+      const uint32_t next = next_placed(move + kMoveSteps, &reader);
+      if (next < end_step()) {
+        load(next);
       }
-      tile = next;
+      store_move(move, &reader);
+      move = next;
     }
   }
 
-  // The core's first tile from `tile` on that was deferred and has payloads, or its end_tile. The
-  // first core's other tiles have been stored.
-  __aicore__ inline uint32_t next_placed(uint32_t tile, RecordReader* reader, TileRecord* record) {
-    for (; tile < share_.end_tile; ++tile) {
-      *record = reader->read(tile);
-      const bool in_overflow = (record->base & frame::kBaseInOverflow) != 0;
-      if (record->units != 0 && (share_.first_tile != 0 || in_overflow)) {
-        break;
+  // The core's first move from `step` on with a tile that is_placed, or what is behind its last
+  // one.
+  __aicore__ inline uint32_t next_placed(uint32_t step, RecordReader* reader) {
+    for (; step < end_step(); step += kMoveSteps) {
+      for (uint32_t i = step; i < end_of_move(step); ++i) {
+        if (is_placed(reader->read(i / kSteps))) {
+          return step;
+        }
       }
     }
-    return tile;
+    return step;
+  }
+
+  // Whether a tile was deferred and has payloads. The first core's other tiles have been stored.
+  __aicore__ inline bool is_placed(const TileRecord& record) {
+    const bool in_overflow = (record.base & frame::kBaseInOverflow) != 0;
+    return record.units != 0 && (share_.first_tile != 0 || in_overflow);
   }
 
   __aicore__ inline bool any_placed() {
@@ -121,9 +110,9 @@ class FrameEncoder {
   }
 
   __aicore__ inline void init() {
-    pipe_->InitBuffer(in_, 2, kStepBytes);
+    pipe_->InitBuffer(in_, 2, kMoveSteps * kStepBytes);
     if constexpr (Coder::kSlabBytes != 0) {
-      pipe_->InitBuffer(slabs_, 2, kStepBlocks * Coder::kSlabBytes);
+      pipe_->InitBuffer(slabs_, 2, kMoveSteps * kStepBlocks * Coder::kSlabBytes);
     }
     coder_.init(pipe_);
     if (job_.checksum != 0) {
@@ -132,63 +121,134 @@ class FrameEncoder {
     records_.init(pipe_, job_.frame + share_.records, share_.first_tile);
   }
 
-  __aicore__ inline Step at(uint32_t step) {
-    const uint32_t block = step * kStepBlocks;
-    Step found{};
-    found.first = step % kSteps * kStepBlocks;
-    if (block < share_.blocks) {
-      found.count = Share::elements_from(job_.elements, block, kStepBlocks * kBlockLanes);
-      found.blocks = (found.count + kBlockLanes - 1) / kBlockLanes;
-    }
-    return found;
+  __aicore__ inline uint32_t first_step() const { return share_.first_tile * kSteps; }
+  __aicore__ inline uint32_t end_step() const { return share_.end_tile * kSteps; }
+  __aicore__ inline uint32_t end_of_move(uint32_t step) const {
+    const uint32_t left = end_step() - step;
+    return step + (left < kMoveSteps ? left : kMoveSteps);
   }
 
-  __aicore__ inline void load(uint32_t step) {
-    const uint32_t count = at(step).count;
+  // Elements of the steps first..end-1. A frame's last tile may lack steps.
+  __aicore__ inline uint32_t count_of(uint32_t first, uint32_t end) const {
+    const uint32_t block = first * kStepBlocks;
+    return block < share_.blocks ? Share::elements_from(job_.elements, block,
+                                                        (end - first) * kStepBlocks * kBlockLanes)
+                                 : 0;
+  }
+
+  __aicore__ inline void load(uint32_t move) {
+    const uint32_t count = count_of(move, end_of_move(move));
     if (count == 0) {
       return;
     }
     GlobalTensor<uint8_t> from;
     from.SetGlobalBuffer(reinterpret_cast<__gm__ uint8_t*>(
-        job_.input + uint64_t{step} * kStepBlocks * kBlockLanes * kWidth));
+        job_.input + uint64_t{move} * kStepBlocks * kBlockLanes * kWidth));
     Bytes x = in_.template AllocTensor<uint8_t>();
     DataCopyPad(x, from, DataCopyExtParams(1, count * kWidth, 0, 0, 0),
                 DataCopyPadExtParams<uint8_t>(false, 0, 0, 0));
     in_.EnQue(x);
   }
 
-  __aicore__ inline void encode(uint32_t index) {
-    const Step step = at(index);
+  __aicore__ inline void encode_move(uint32_t move) {
+    const Moved moved = begin_move(move);
+    for (uint32_t step = move; step < end_of_move(move); ++step) {
+      if (step % kSteps == 0) {
+        sum_ = 0;
+        payloads_.begin_tile();
+      }
+      encode(moved, step);
+      if (step % kSteps == kSteps - 1) {
+        const TileRecord& record =
+            payloads_.end_tile(static_cast<uint32_t>(sum_ % Checksum::kPrime));
+        counters_.count(record);
+        records_.add(record);
+      }
+    }
+    end_move(moved);
+  }
+
+  // The placed ones of a move's tiles.
+  __aicore__ inline void store_move(uint32_t move, RecordReader* reader) {
+    const Moved moved = begin_move(move);
+    for (uint32_t step = move; step < end_of_move(move); ++step) {
+      const TileRecord record = reader->read(step / kSteps);
+      if (!is_placed(record)) {
+        continue;
+      }
+      if (step % kSteps == 0) {
+        payloads_.begin_placed(record);
+      }
+      encode(moved, step);
+    }
+    end_move(moved);
+  }
+
+  // A move's elements and slabs in UB.
+  struct Moved {
+    uint32_t first;  // step
+    uint32_t count;  // elements; 0: there is nothing
+    Bytes x;
+    Bytes slabs;
+  };
+
+  __aicore__ inline Moved begin_move(uint32_t move) {
+    const uint32_t end = end_of_move(move);
+    Moved moved{move, count_of(move, end), Bytes(), Bytes()};
+    if (moved.count != 0) {
+      moved.x = in_.template DeQue<uint8_t>();
+      clear_bytes(pipe_, moved.x.template ReinterpretCast<int16_t>(), moved.count * kWidth,
+                  (end - move) * kStepBytes);
+      barrier();
+      if constexpr (Coder::kSlabBytes != 0) {
+        moved.slabs = slabs_.template AllocTensor<uint8_t>();
+      }
+    }
+    return moved;
+  }
+
+  __aicore__ inline void end_move(Moved moved) {
+    if (moved.count == 0) {
+      return;
+    }
+    in_.FreeTensor(moved.x);
+    if constexpr (Coder::kSlabBytes != 0) {
+      if (stores_slabs_) {
+        slabs_.EnQue(moved.slabs);
+        moved.slabs = slabs_.template DeQue<uint8_t>();
+        GlobalTensor<uint8_t> to;
+        to.SetGlobalBuffer(reinterpret_cast<__gm__ uint8_t*>(job_.frame + frame::kHeaderBytes +
+                                                             uint64_t{moved.first} * kStepBlocks *
+                                                                 Coder::kSlabBytes));
+        const uint32_t blocks = (moved.count + kBlockLanes - 1) / kBlockLanes;
+        DataCopy(to, moved.slabs, blocks * Coder::kSlabBytes);
+      }
+      slabs_.FreeTensor(moved.slabs);
+    }
+  }
+
+  __aicore__ inline void encode(const Moved& moved, uint32_t index) {
+    Step step{};
+    step.first = index % kSteps * kStepBlocks;
+    step.count = count_of(index, index + 1);
+    step.blocks = (step.count + kBlockLanes - 1) / kBlockLanes;
     if (step.count == 0) {
       return;
     }
-    Bytes x = in_.template DeQue<uint8_t>();
-    clear_bytes(pipe_, x.template ReinterpretCast<int16_t>(), step.count * kWidth, kStepBytes);
-    barrier();
+    const uint32_t part = index - moved.first;
+    const Bytes x = moved.x[part * kStepBytes];
+    Bytes slab;
+    if constexpr (Coder::kSlabBytes != 0) {
+      slab = moved.slabs[part * kStepBlocks * Coder::kSlabBytes];
+    }
     if (job_.checksum != 0) {
       checksum_.compute(x.template ReinterpretCast<int32_t>(), coder_.scratch(), kStepBytes / 4);
       barrier();
     }
-    Bytes slab;
-    if constexpr (Coder::kSlabBytes != 0) {
-      slab = slabs_.template AllocTensor<uint8_t>();
-    }
     coder_.encode(step, x, slab, &payloads_, &counters_);
-    in_.FreeTensor(x);
     if (job_.checksum != 0) {
       hand_over<HardEvent::V_S>(pipe_);
       sum_ += checksum_.result(index % kSteps * (kStepBytes / 4));
-    }
-    if constexpr (Coder::kSlabBytes != 0) {
-      if (stores_slabs_) {
-        slabs_.EnQue(slab);
-        slab = slabs_.template DeQue<uint8_t>();
-        GlobalTensor<uint8_t> to;
-        to.SetGlobalBuffer(reinterpret_cast<__gm__ uint8_t*>(
-            job_.frame + frame::kHeaderBytes + uint64_t{index} * kStepBlocks * Coder::kSlabBytes));
-        DataCopy(to, slab, step.blocks * Coder::kSlabBytes);
-      }
-      slabs_.FreeTensor(slab);
     }
   }
 

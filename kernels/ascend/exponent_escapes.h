@@ -1,111 +1,211 @@
-// The escapes of LQ2 and LQ3 on the way out. Which lanes they are and where stands in vectors; what
-// they are is read and put into place by the scalar unit, one by one, because this vector unit has
-// neither an expansion nor a scatter. Of LQ3 these are some 3 % of the elements, of LQ2, which no
-// encoder on this device writes, a quarter.
+// The escapes of LQ2 and LQ3 on the way out (docs/format.md section 3).
+//
+// Note [escapes level by level]
+// Symbols stand in streams, in the order of their lanes, and this vector unit has neither an
+// expansion nor a scatter. So lanes fetch instead: the sum of the escapes before a lane is the
+// number of its symbol, and Gather brings it. A stream becomes a table of distances v = c - E
+// first, so a lane fetches what it needs. Lanes whose symbol only says that the next stream knows
+// (kNext) are the escapes of the next level: LQ2 has S1, S2 and the E bytes, LQ3 has S1 and these.
+// The scalar unit reads two numbers per block and level, whatever the number of escapes.
 #pragma once
 
 #include "lq3_escapes.h"
+#include "ranks.h"
+#include "statistics.h"
+#include "streams.h"
 
 namespace memswap::ascend {
 
-// Reads one block's payload, symbol by symbol, and never beyond its end.
+// What is known of one block's escapes.
+struct EscapeStreams {
+  Bytes streams;        // from S1 on, at a multiple of 32 bytes
+  uint32_t length = 0;  // bytes
+  uint32_t before = 0;  // bytes of the payload before them
+  uint32_t center = 0;
+  uint32_t mode = 0;  // without escapes, unless it is LQ2 or LQ3
+  bool good = true;   // after resolve(): the length is that of the streams
+  uint32_t at = 0;    // the next level's stream
+
+  __aicore__ inline bool has_escapes() const { return mode == frame::kLq2 || mode == frame::kLq3; }
+};
+
 class EscapeReader {
  public:
-  __aicore__ inline EscapeReader(const Bytes& payload, uint32_t bytes, uint32_t center,
-                                 uint32_t exponent_mask)
-      : payload_(payload), bytes_(bytes), center_(center), mask_(exponent_mask) {}
-
-  // The streams are the end of a payload that has `bytes` bytes before them.
-  __aicore__ inline void stands_behind(uint32_t bytes) { before_ = bytes; }
-
-  // Puts `count` exponents at the lanes whose numbers stand in `positions`. False if the payload's
-  // length is not that of its streams.
-  __aicore__ inline bool patch_lq3(const Lanes& exponents, const Lanes& positions, uint32_t count) {
-    const uint32_t first = kHighBitsBytes;
-    uint32_t next = first + nibble_bytes(count);
-    if (next > bytes_) {
-      return false;
-    }
-    for (uint32_t i = 0; i < count; ++i) {
-      const uint32_t symbol = symbol_at(first, i, 4);
-      uint32_t exponent = 0;
-      if (symbol < 12) {
-        exponent = center_ - (symbol + 8);
-      } else if (symbol == 12) {
-        exponent = center_;
-      } else if (symbol == 13) {
-        exponent = center_ + 1;  // v = 255
-      } else if (symbol == 15) {
-        if (next >= bytes_) {
-          return false;
-        }
-        exponent = payload_.GetValue(next++);
-      }
-      put(exponents, positions, i, exponent);
-    }
-    return ends_at(next);
+  __aicore__ inline void init(TPipe* pipe) {
+    pipe_ = pipe;
+    pipe->InitBuffer(distances_, kTables * kEntries * 2);
+    greatest_.init(pipe);
+    make_distances();
   }
 
-  __aicore__ inline bool patch_lq2(const Lanes& exponents, const Lanes& positions, uint32_t count) {
-    const uint32_t second = (2 * count + 7) / 8;
-    if (second > bytes_) {
-      return false;
-    }
-    uint32_t seconds = 0;
-    for (uint32_t i = 0; i < count; ++i) {
-      seconds += symbol_at(0, i, 2) == 3 ? 1 : 0;
-    }
-    uint32_t next = second + nibble_bytes(seconds);
-    if (next > bytes_) {
-      return false;
-    }
-    uint32_t taken = 0;
-    for (uint32_t i = 0; i < count; ++i) {
-      const uint32_t symbol = symbol_at(0, i, 2);
-      uint32_t exponent = 0;
-      if (symbol != 3) {
-        exponent = center_ - (symbol == 0 ? 0 : symbol + 3);
-      } else {
-        const uint32_t rare = symbol_at(second, taken++, 4);
-        if (rare < 12) {
-          exponent = center_ - (rare + 6);
-        } else if (rare == 12) {
-          exponent = center_ + 1;  // v = 255
-        } else if (rare == 13) {
-          exponent = center_ + 2;  // v = 254
-        } else if (rare == 15) {
-          if (next >= bytes_) {
-            return false;
-          }
-          exponent = payload_.GetValue(next++);
-        }
+  // The escapes, where flags are 1 (elsewhere 0), get their v. All vectors have 1024 lanes per
+  // block; flags and both scratch vectors are overwritten.
+  __aicore__ inline void resolve(EscapeStreams* blocks, uint32_t count, const Lanes& v,
+                                 const Lanes& flags, const Lanes& a, const Lanes& b, Ranks& ranks,
+                                 SymbolFetcher& symbols) {
+    const int32_t n = static_cast<int32_t>(count * kBlockLanes);
+    for (uint32_t level = 0; level < kLevels; ++level) {
+      if (level != 0 && !any(flags, b, count)) {
+        break;
       }
-      put(exponents, positions, i, exponent);
+      ranks.compute(a, flags, b, count);
+      fetch(blocks, count, level, flags, a, symbols);
+      // v = fetched and, where that is kNext, an escape of the next level.
+      Maxs(b, a, (int16_t)(kNext - 1), n);
+      barrier();
+      Adds(b, b, (int16_t)(1 - kNext), n);
+      Sub(a, a, v, n);
+      barrier();
+      Mul(a, a, flags, n);
+      barrier();
+      Mul(flags, flags, b, n);
+      Add(v, v, a, n);
+      barrier();
     }
-    return ends_at(next);
+    for (uint32_t i = 0; i < count; ++i) {
+      EscapeStreams& block = blocks[i];
+      // Nothing but the padding of the last unit is left.
+      block.good = block.good &&
+                   (!block.has_escapes() || round_up(block.before + block.at, frame::kUnitBytes) ==
+                                                block.before + block.length);
+    }
+  }
+
+  // E = c - v, or 0 where v says so; e may be v. `scratch` has as many lanes and is overwritten.
+  __aicore__ inline static void exponents(const Lanes& e, const Lanes& v, const Lanes& scratch,
+                                          const uint32_t* centers, uint32_t blocks,
+                                          const Lanes& mask, bool escapes) {
+    const uint32_t lanes = blocks * kBlockLanes;
+    const int32_t n = static_cast<int32_t>(lanes);
+    if (escapes) {
+      Maxs(scratch, v, (int16_t)(kZero - 1), n);
+      barrier();
+      Muls(scratch, scratch, (int16_t)-1, n);
+    }
+    // c - v = ~v + 1 + c.
+    Not(as_bits(e), as_bits(v), n);
+    barrier();
+    for (uint32_t b = 0; b < blocks; ++b) {
+      Adds(e[b * kBlockLanes], e[b * kBlockLanes], static_cast<int16_t>(centers[b] + 1),
+           static_cast<int32_t>(kBlockLanes));
+    }
+    if (escapes) {
+      Adds(scratch, scratch, (int16_t)kZero, n);
+    }
+    barrier();
+    and_all(e, e, mask, lanes);
+    barrier();
+    if (escapes) {
+      Mul(e, e, scratch, n);
+      barrier();
+    }
   }
 
  private:
-  // Nothing but the padding of the last unit is left.
-  __aicore__ inline bool ends_at(uint32_t next) const {
-    return round_up(before_ + next, frame::kUnitBytes) == before_ + bytes_;
+  // Beside distances: E = 0, and the next stream knows.
+  static constexpr int16_t kZero = 256;
+  static constexpr int16_t kNext = 512;
+
+  static constexpr uint32_t kLevels = 3;
+  static constexpr uint32_t kEntries = 16;  // of a table of distances: one for each symbol
+  static constexpr uint32_t kTables = 3;
+  static constexpr uint32_t kLq3First = 0;
+  static constexpr uint32_t kLq2First = 1;
+  static constexpr uint32_t kLq2Second = 2;
+  __aicore__ inline Lanes distances(uint32_t table) {
+    return distances_.Get<int16_t>()[table * kEntries];
   }
-  __aicore__ inline uint32_t symbol_at(uint32_t stream, uint32_t i, uint32_t width) const {
-    const uint32_t bit = i * width;
-    return static_cast<uint32_t>(payload_.GetValue(stream + bit / 8)) >> bit % 8 &
-           ((1u << width) - 1);
-  }
-  __aicore__ inline void put(const Lanes& exponents, const Lanes& positions, uint32_t i,
-                             uint32_t exponent) const {
-    const uint32_t lane = static_cast<uint32_t>(positions.GetValue(i));
-    exponents.SetValue(lane, static_cast<int16_t>(exponent & mask_));
+  __aicore__ inline static void set_entry(const Lanes& table, uint32_t symbol, int16_t distance) {
+    uint64_t mask[2] = {uint64_t{1} << symbol, 0};
+    Duplicate(table, distance, mask, 1, 1, 8);
   }
 
-  Bytes payload_;
-  uint32_t bytes_;
-  uint32_t before_ = 0;
-  uint32_t center_;
-  uint32_t mask_;
+  __aicore__ inline void make_distances() {
+    const Lanes lq2_first = distances(kLq2First);
+    CreateVecIndex(distances(kLq3First), (int16_t)8, kEntries);
+    CreateVecIndex(distances(kLq2Second), (int16_t)6, kEntries);
+    Duplicate(lq2_first, (int16_t)0, static_cast<int32_t>(kEntries));
+    barrier();
+    set_entry(distances(kLq3First), 12, 0);
+    set_entry(distances(kLq3First), 13, 255);
+    set_entry(distances(kLq2Second), 12, 255);
+    set_entry(distances(kLq2Second), 13, 254);
+    set_entry(distances(kLq3First), 14, kZero);
+    set_entry(distances(kLq3First), 15, kNext);
+    set_entry(distances(kLq2Second), 14, kZero);
+    set_entry(distances(kLq2Second), 15, kNext);
+    set_entry(lq2_first, 1, 4);
+    set_entry(lq2_first, 2, 5);
+    set_entry(lq2_first, 3, kNext);
+    barrier();
+  }
+
+  __aicore__ inline bool any(const Lanes& flags, const Lanes& scratch, uint32_t count) {
+    uint32_t greatest[frame::kTileBlocks];
+    greatest_.find(greatest, flags, scratch, count);
+    uint32_t sum = 0;
+    for (uint32_t i = 0; i < count; ++i) {
+      sum += greatest[i];
+    }
+    return sum != 0;
+  }
+
+  // Of one level: each block's ranks become what its lanes fetch. Where the streams end too early
+  // there are no flags any more.
+  __aicore__ inline void fetch(EscapeStreams* blocks, uint32_t count, uint32_t level,
+                               const Lanes& flags, const Lanes& ranks, SymbolFetcher& symbols) {
+    constexpr uint32_t last = kBlockLanes - 1;
+    uint32_t escapes[frame::kTileBlocks];
+    hand_over<HardEvent::V_S>(pipe_);
+    for (uint32_t i = 0; i < count; ++i) {
+      escapes[i] = blocks[i].has_escapes()
+                       ? static_cast<uint32_t>(ranks[i * kBlockLanes].GetValue(last) +
+                                               flags[i * kBlockLanes].GetValue(last))
+                       : 0;
+    }
+    hand_over<HardEvent::S_V>(pipe_);
+    for (uint32_t i = 0; i < count; ++i) {
+      EscapeStreams& block = blocks[i];
+      const Lanes lanes = ranks[i * kBlockLanes];
+      const bool lq2 = block.mode == frame::kLq2;
+      const uint32_t width = (lq2 ? 2u : 4u) << level;
+      const uint32_t bytes = stream_bytes(escapes[i], width);
+      if (escapes[i] == 0) {
+        continue;
+      }
+      if (bytes > block.length - block.at) {
+        block.good = false;
+        Duplicate(flags[i * kBlockLanes], (int16_t)0, static_cast<int32_t>(kBlockLanes));
+        continue;
+      }
+      if (width == 8) {
+        symbols.fetch(lanes, block.streams, block.at, bytes, width);
+        to_distances(lanes, block.center);
+      } else {
+        const uint32_t table = !lq2 ? kLq3First : level == 0 ? kLq2First : kLq2Second;
+        symbols.fetch(lanes, block.streams, block.at, bytes, width, distances(table));
+      }
+      block.at += bytes;
+    }
+    barrier();
+  }
+
+  // v = (c - E) mod 256.
+  __aicore__ inline static void to_distances(const Lanes& lanes, uint32_t center) {
+    constexpr int32_t n = kBlockLanes;
+    Not(as_bits(lanes), as_bits(lanes), n);
+    barrier();
+    Adds(lanes, lanes, static_cast<int16_t>(center + 1), n);
+    barrier();
+    ShiftLeft(as_bits(lanes), as_bits(lanes), (uint16_t)8, n);
+    barrier();
+    ShiftRight(as_bits(lanes), as_bits(lanes), (uint16_t)8, n);
+    barrier();
+  }
+
+  TPipe* pipe_;
+  TBuf<TPosition::VECCALC> distances_;
+  Greatest greatest_;
 };
 
 }  // namespace memswap::ascend

@@ -74,7 +74,7 @@ class IntsCoder : public ChecksumScratch<kBytes> {
   static constexpr bool kShifted = !kSigned && kWidth != 1;
   // Two halves of a step's words, or the scratch of a fold; and two blocks behind them.
   static constexpr uint32_t kLanesNeeded = 8 * kBlockLanes + 2 * kBlockLanes;
-  static constexpr uint32_t kExtremes = 2 * 8 * 8;
+  static constexpr uint32_t kExtremes = 4 * 8;
 
   __aicore__ inline Lanes lane(uint32_t i) { return lanes_.Get<int16_t>()[i * kBlockLanes]; }
 
@@ -110,11 +110,12 @@ class IntsCoder : public ChecksumScratch<kBytes> {
   }
 
   __aicore__ inline void find_extremes(int32_t* minimum, int32_t* maximum) {
-    const LocalTensor<int32_t> extremes = extremes_.Get<int32_t>();
     hand_over<HardEvent::S_V>(pipe_);
     if constexpr (kWidth == 4) {
       const LocalTensor<int32_t> values = values_.template Get<int32_t>();
       const LocalTensor<int32_t> scratch = lanes_.Get<int32_t>();
+      const LocalTensor<int32_t> spread = scratch[kBlockLanes];
+      const LocalTensor<int32_t> spread_maxima = spread[kBlocks * 64];
       for (uint32_t b = 0; b < kBlocks; ++b) {
         const LocalTensor<int32_t> block = values[b * kBlockLanes];
         Min(scratch, block, block[512], 512);
@@ -125,23 +126,27 @@ class IntsCoder : public ChecksumScratch<kBytes> {
           Max(scratch[512], scratch[512], scratch[512 + left], left);
           barrier();
         }
-        Adds(extremes[b * 16], scratch, 0, 8);
-        Adds(extremes[b * 16 + 8], scratch[512], 0, 8);
+        // Lanes do not move sideways within 32 bytes: each of the eight becomes a row.
+        Brcb(spread[b * 64], scratch, 1, BrcbRepeatParams(1, 8));
+        Brcb(spread_maxima[b * 64], scratch[512], 1, BrcbRepeatParams(1, 8));
+        barrier();
+      }
+      const BinaryRepeatParams rows(1, 1, 1, 8, 8, 8);
+      for (uint32_t left = 32; left >= 8; left /= 2) {
+        Min(spread, spread, spread[left], uint64_t{left}, static_cast<uint8_t>(kBlocks), rows);
+        Max(spread_maxima, spread_maxima, spread_maxima[left], uint64_t{left},
+            static_cast<uint8_t>(kBlocks), rows);
         barrier();
       }
       hand_over<HardEvent::V_S>(pipe_);
       for (uint32_t b = 0; b < kBlocks; ++b) {
-        minimum[b] = extremes.GetValue(b * 16);
-        maximum[b] = extremes.GetValue(b * 16 + 8);
-        for (uint32_t i = 1; i < 8; ++i) {
-          const int32_t low = extremes.GetValue(b * 16 + i);
-          const int32_t high = extremes.GetValue(b * 16 + 8 + i);
-          minimum[b] = low < minimum[b] ? low : minimum[b];
-          maximum[b] = high > maximum[b] ? high : maximum[b];
-        }
+        minimum[b] = spread.GetValue(b * 64);
+        maximum[b] = spread_maxima.GetValue(b * 64);
       }
+      hand_over<HardEvent::S_V>(pipe_);
     } else {
       const Lanes values = values_.template Get<int16_t>();
+      const LocalTensor<int32_t> extremes = extremes_.Get<int32_t>();
       // 16 bits are exact in float.
       const LocalTensor<float> floats = floats_.Get<float>();
       const LocalTensor<float> result = extremes_.Get<float>();

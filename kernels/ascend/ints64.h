@@ -48,7 +48,6 @@ class Ints64Coder : public ChecksumScratch<8> {
     pipe->InitBuffer(words_, 5 * kBlockLanes * 4);
     pipe->InitBuffer(lanes_, 6 * kBlockLanes * 2);
     pipe->InitBuffer(equal_, kBlockLanes / 8);
-    pipe->InitBuffer(extremes_, 2 * 8 * 4);
     references_.init(pipe, kBlockBytes);
   }
 
@@ -129,20 +128,22 @@ class Ints64Coder : public ChecksumScratch<8> {
   template <bool kMaximum>
   __aicore__ inline int32_t extreme(const Words& values) {
     const Words folded = words(2);
-    const Words eight = extremes_.Get<int32_t>();
+    const Words spread = folded[512];
     pick<kMaximum>(folded, values, values[512], 512);
     barrier();
     for (int32_t left = 256; left >= 8; left /= 2) {
       pick<kMaximum>(folded, folded, folded[left], left);
       barrier();
     }
-    Adds(eight, folded, 0, 8);
-    hand_over<HardEvent::V_S>(pipe_);
-    int32_t best = eight.GetValue(0);
-    for (uint32_t i = 1; i < 8; ++i) {
-      const int32_t other = eight.GetValue(i);
-      best = (kMaximum ? other > best : other < best) ? other : best;
+    // Lanes do not move sideways within 32 bytes: each of the eight becomes a row.
+    Brcb(spread, folded, 1, BrcbRepeatParams(1, 8));
+    barrier();
+    for (int32_t left = 32; left >= 8; left /= 2) {
+      pick<kMaximum>(spread, spread, spread[left], left);
+      barrier();
     }
+    hand_over<HardEvent::V_S>(pipe_);
+    const int32_t best = spread.GetValue(0);
     hand_over<HardEvent::S_V>(pipe_);
     return best;
   }
@@ -206,7 +207,7 @@ class Ints64Coder : public ChecksumScratch<8> {
 
   TPipe* pipe_;
   ReferenceWriter references_;
-  TBuf<TPosition::VECCALC> words_, lanes_, equal_, extremes_;
+  TBuf<TPosition::VECCALC> words_, lanes_, equal_;
 };
 
 class Ints64Reader : public ChecksumScratch<8>, public IntsReaderBase<8> {

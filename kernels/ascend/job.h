@@ -109,8 +109,17 @@ struct Share {
   }
 };
 
-// 16 KiB, or a tile where that is less: the blocks that are moved and coded together.
+// Blocks that are coded together: 16 KiB, or a tile where that is less.
 constexpr uint32_t step_blocks(uint32_t width) { return width <= 2 ? 8 : 16 / width; }
+// Steps whose elements one move brings: shorter moves waste bandwidth, longer ones leave no room in
+// UB for what codes them (docs/ascend.md has the table). Of one-byte elements these are two tiles.
+constexpr uint32_t move_steps(uint32_t width) { return width == 1 ? 2 : 1; }
+constexpr uint32_t kMoveBytes = 16 * 1024;
+constexpr uint32_t move_bytes(uint32_t width) {
+  return move_steps(width) * step_blocks(width) * kBlockLanes * width;
+}
+static_assert(move_bytes(1) == kMoveBytes && move_bytes(2) == kMoveBytes &&
+              move_bytes(4) == kMoveBytes && move_bytes(8) == kMoveBytes);
 
 struct Step {
   uint32_t first;   // its first block in the tile

@@ -116,6 +116,19 @@ __aicore__ inline void clear_bytes(TPipe* pipe, const Lanes& lanes, uint32_t fro
   barrier();
 }
 
+// Numbers of 16-bit lanes as Gather's offsets, which are bytes. There is no conversion from 16 to
+// 32 bits but through float, which holds 16 bits exactly.
+__aicore__ inline void lane_offsets(const LocalTensor<uint32_t>& offsets, const Lanes& numbers,
+                                    uint32_t count) {
+  const LocalTensor<float> floats = offsets.ReinterpretCast<float>();
+  Cast(floats, numbers, RoundMode::CAST_NONE, count);
+  barrier();
+  Cast(offsets.ReinterpretCast<int32_t>(), floats, RoundMode::CAST_RINT, count);
+  barrier();
+  ShiftLeft(offsets, offsets, uint32_t{1}, static_cast<int32_t>(count));
+  barrier();
+}
+
 // A copy within UB; whole blocks of 32 bytes.
 __aicore__ inline void copy_bytes(const Bytes& to, const Bytes& from, uint32_t bytes) {
   DataCopy(to.ReinterpretCast<int16_t>(), from.ReinterpretCast<int16_t>(), bytes / 2);

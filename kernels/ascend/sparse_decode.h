@@ -27,17 +27,16 @@ class SparseReader {
     pipe_ = pipe;
     pipe->InitBuffer(exponents_, kLanes * 2);
     pipe->InitBuffer(work_, kVectors * kLanes * 2);
-    pipe->InitBuffer(block_, 4 * kBlockLanes * 2);
-    pipe->InitBuffer(offsets_, kBlockLanes * 4);
-    pipe->InitBuffer(is_escape_, kBlockLanes / 8);
+    pipe->InitBuffer(block_, 3 * kBlockLanes * 2);
+    pipe->InitBuffer(ones_, kBlockLanes * 2);
     pipe->InitBuffer(lane_numbers_, kBlockLanes * 2);
     pipe->InitBuffer(areas_, 2 * kAreaBytes);
     masks_.init(pipe);
-    unpacker_.init(pipe);
-    ranks_.init(pipe, kBlocks);
+    symbols_.init(pipe);
+    ranks_.init(pipe);
+    escapes_.init(pipe);
     CreateVecIndex(lane_numbers_.Get<int16_t>(), (int16_t)0, kBlockLanes);
-    // Lanes behind the last symbol are read and never used.
-    Duplicate(block_.Get<int16_t>(), (int16_t)0, static_cast<int32_t>(4 * kBlockLanes));
+    Duplicate(ones_.Get<half>(), static_cast<half>(1.0f), static_cast<int32_t>(kBlockLanes));
     barrier();
     if constexpr (Split::kHasPairs) {
       pairs_.init(pipe, kLanes);
@@ -51,18 +50,16 @@ class SparseReader {
                                     const Bytes&) {
     uint32_t errors = 0;
     Streams streams[2];
-    hand_over<HardEvent::V_S>(pipe_);  // what MTE2 has loaded into the slab
+    uint32_t survivors[kBlocks];
+    find_ranks(plan.blocks, slab, survivors);
     hand_over<HardEvent::V_MTE2>(pipe_);
-    load_block(plan, 0, slab, &streams[0]);
-    find_ranks(plan.blocks, slab);
+    load_block(plan, 0, survivors[0], &streams[0]);
     for (uint32_t b = 0; b < plan.blocks; ++b) {
       hand_over<HardEvent::MTE2_V>(pipe_);
-      hand_over<HardEvent::MTE2_S>(pipe_);
       if (b + 1 < plan.blocks) {
         // Into the area of the block before this one.
         hand_over<HardEvent::V_MTE2>(pipe_);
-        hand_over<HardEvent::S_MTE2>(pipe_);
-        load_block(plan, b + 1, slab, &streams[(b + 1) % 2]);
+        load_block(plan, b + 1, survivors[b + 1], &streams[(b + 1) % 2]);
       }
       const bool good = plan.mode[b] == frame::kLiteral || spread(plan, b, streams[b % 2]);
       errors |= good ? 0u : uint32_t{frame::kBadPayload};
@@ -85,7 +82,6 @@ class SparseReader {
   static constexpr uint32_t kBlocks = Split::kBlocks;
   static constexpr uint32_t kLanes = Split::kLanes;
   static constexpr uint32_t kBlockBytes = kBlockLanes * kWidth;
-  static constexpr uint32_t kExponentMask = (1u << Split::kExponentBits) - 1;
   // Fields and two for the ranks; or the checksum's.
   static constexpr uint32_t kVectors =
       max_of(Split::kFields + 2, Split::kJoinVectors, uint32_t{kWidth});
@@ -119,17 +115,14 @@ class SparseReader {
   __aicore__ inline Bytes area(uint32_t b) { return areas_.Get<uint8_t>()[b % 2 * kAreaBytes]; }
 
   // Starts the moves of a block's streams.
-  __aicore__ inline void load_block(const Plan& plan, uint32_t b, const Bytes& slab,
+  __aicore__ inline void load_block(const Plan& plan, uint32_t b, uint32_t survivors,
                                     Streams* streams) {
     const uint32_t bytes = plan.units[b] * frame::kUnitBytes;
     *streams = Streams();
     if (plan.mode[b] == frame::kLiteral) {
       return;
     }
-    const LocalTensor<uint64_t> bitmap = slab[b * kSlabBytes].ReinterpretCast<uint64_t>();
-    for (uint32_t i = 0; i < kBlockLanes / 64; ++i) {
-      streams->survivors += static_cast<uint32_t>(ScalarGetCountOfValue<1>(bitmap.GetValue(i)));
-    }
+    streams->survivors = survivors;
     const uint32_t zeros =
         plan.mode[b] == frame::kSignedZeros ? kBlockLanes - streams->survivors : 0;
     uint32_t lengths[Split::kFields + 2];
@@ -162,36 +155,30 @@ class SparseReader {
     }
   }
 
-  __aicore__ inline void find_ranks(uint32_t blocks, const Bytes& slab) {
-    if (blocks < kBlocks) {
-      Duplicate(bits(), (int16_t)0, static_cast<int32_t>(kLanes));
-      barrier();
-    }
+  // Where the survivors are, and how many each block has.
+  __aicore__ inline void find_ranks(uint32_t blocks, const Bytes& slab, uint32_t* survivors) {
     for (uint32_t b = 0; b < blocks; ++b) {
-      Select(as_half(bits())[b * kBlockLanes], slab[b * kSlabBytes], unpacker_.ones(),
+      Select(as_half(bits())[b * kBlockLanes], slab[b * kSlabBytes], ones_.Get<half>(),
              static_cast<half>(0.0f), SELMODE::VSEL_TENSOR_SCALAR_MODE, kBlockLanes);
     }
     barrier();
     half_to_lanes(bits(), blocks * kBlockLanes);
     barrier();
-    ranks_.compute(ranks(), bits(), exponents_.Get<int16_t>());
+    ranks_.compute(ranks(), bits(), exponents_.Get<int16_t>(), blocks);
+    hand_over<HardEvent::V_S>(pipe_);
+    for (uint32_t b = 0; b < blocks; ++b) {
+      const uint32_t last = (b + 1) * kBlockLanes - 1;
+      survivors[b] = static_cast<uint32_t>(ranks().GetValue(last) + bits().GetValue(last));
+    }
+    hand_over<HardEvent::S_V>(pipe_);
   }
 
-  // Byte offsets of 16-bit lanes.
-  __aicore__ inline void offsets_of(const Lanes& numbers) {
-    const LocalTensor<float> floats = offsets_.Get<float>();
-    Cast(floats, numbers, RoundMode::CAST_NONE, kBlockLanes);
+  // The symbols of one of a block's streams, each to the lane that has its number.
+  __aicore__ inline void fetch(const Lanes& to, const Lanes& numbers, const Bytes& stream,
+                               uint32_t width, uint32_t symbols) {
+    Adds(to, numbers, (int16_t)0, static_cast<int32_t>(kBlockLanes));
     barrier();
-    Cast(floats.ReinterpretCast<int32_t>(), floats, RoundMode::CAST_RINT, kBlockLanes);
-    barrier();
-    ShiftLeft(floats.ReinterpretCast<uint32_t>(), floats.ReinterpretCast<uint32_t>(), uint32_t{1},
-              static_cast<int32_t>(kBlockLanes));
-    barrier();
-  }
-
-  __aicore__ inline void move(const Lanes& to, const Lanes& from) {
-    Gather(as_bits(to), as_bits(from), offsets_.Get<uint32_t>(), 0, kBlockLanes);
-    barrier();
+    symbols_.fetch(to, stream, 0, stream_bytes(symbols, width), width);
   }
 
   // One block's fields and exponents to where their elements are. False: the payload is damaged.
@@ -199,73 +186,64 @@ class SparseReader {
     constexpr int32_t n = kBlockLanes;
     const uint32_t first = b * kBlockLanes;
     const Lanes is_survivor = bits()[first];
-    const Lanes symbols = block(0);
-    const Lanes e = exponents_.Get<int16_t>()[first];
-    const bool good = streams.good && find_exponents(plan, b, streams);
-    if (!good) {
+    if (!streams.good || !find_exponents(plan, b, streams)) {
       clear_lanes(b);
       return false;
     }
-    offsets_of(ranks()[first]);
-    move(e, block(3));
-    Mul(e, e, is_survivor, n);
     for (uint32_t i = 0; i < Split::kFields; ++i) {
-      unpacker_.unpack(symbols, area(b)[field_at(i)], Split::field_width(i), streams.survivors,
-                       masks_);
-      move(work(i)[first], symbols);
-      Mul(work(i)[first], work(i)[first], is_survivor, n);
-      barrier();
+      const Lanes field = work(i)[first];
+      fetch(field, ranks()[first], area(b)[field_at(i)], Split::field_width(i), streams.survivors);
+      Mul(field, field, is_survivor, n);
     }
+    barrier();
     if (plan.mode[b] == frame::kSignedZeros) {
-      const Lanes zero_rank = block(1);
-      const Lanes signs = block(3);
-      unpacker_.unpack(signs, area(b)[kSignsAt], 1, kBlockLanes - streams.survivors, masks_);
-      // A survivor behind the last zero looks at the next one.
-      fill(signs, kBlockLanes - streams.survivors, kBlockLanes, (int16_t)0);
-      Sub(zero_rank, lane_numbers_.Get<int16_t>(), ranks()[first], n);
+      const Lanes signs = block(0);
+      const Lanes is_zero = block(1);
+      Sub(is_zero, lane_numbers_.Get<int16_t>(), ranks()[first], n);
       barrier();
-      offsets_of(zero_rank);
-      move(zero_rank, signs);
-      // sign (1 - bit), where the field is 0 so far.
-      Sub(zero_rank, zero_rank, is_survivor, n);
+      fetch(signs, is_zero, area(b)[kSignsAt], 1, kBlockLanes - streams.survivors);
+      flip(is_zero, is_survivor);
+      Mul(signs, signs, is_zero, n);
       barrier();
-      Maxs(zero_rank, zero_rank, (int16_t)0, n);
-      barrier();
-      Or(as_bits(work(0))[first], as_bits(work(0))[first], as_bits(zero_rank), n);
+      // The field is 0 there so far.
+      Or(as_bits(work(0))[first], as_bits(work(0))[first], as_bits(signs), n);
       barrier();
     }
     return true;
   }
 
-  // The survivors' exponents to block(3).
+  // 1 - x.
+  __aicore__ inline static void flip(const Lanes& to, const Lanes& x) {
+    Muls(to, x, (int16_t)-1, static_cast<int32_t>(kBlockLanes));
+    barrier();
+    Adds(to, to, (int16_t)1, static_cast<int32_t>(kBlockLanes));
+    barrier();
+  }
+
   __aicore__ inline bool find_exponents(const Plan& plan, uint32_t b, const Streams& streams) {
     constexpr int32_t n = kBlockLanes;
-    const Lanes codes = block(0);
-    const Lanes positions = block(1);
-    const Lanes e = block(3);
-    unpacker_.unpack(codes, area(b)[kCodesAt], 2, streams.survivors, masks_);
-    // E = c - v = ~v + 1 + c.
-    Not(as_bits(e), as_bits(codes), n);
+    const uint32_t first = b * kBlockLanes;
+    const Lanes is_survivor = bits()[first];
+    const Lanes e = exponents_.Get<int16_t>()[first];
+    const Lanes flags = block(0);
+    fetch(e, ranks()[first], area(b)[kCodesAt], 2, streams.survivors);
+    Mins(flags, e, (int16_t)1, n);
     barrier();
-    fill(codes, streams.survivors, kBlockLanes, (int16_t)1);
+    flip(flags, flags);
+    Mul(flags, flags, is_survivor, n);
     barrier();
-    Adds(e, e, static_cast<int16_t>(plan.center[b] + 1), n);
-    lanes_to_half(codes, kBlockLanes);
+    EscapeStreams escapes;
+    escapes.streams = area(b)[kTailAt];
+    escapes.length = streams.tail;
+    escapes.before = streams.head;
+    escapes.center = plan.center[b];
+    escapes.mode = frame::kLq2;
+    escapes_.resolve(&escapes, 1, e, flags, block(1), block(2), ranks_, symbols_);
+    EscapeReader::exponents(e, e, flags, &plan.center[b], 1, masks_.low_bits(Split::kExponentBits),
+                            true);
+    Mul(e, e, is_survivor, n);
     barrier();
-    and_all(e, e, masks_.low_bits(Split::kExponentBits), kBlockLanes);
-    CompareScalar(is_escape_.Get<uint8_t>(), as_half(codes), static_cast<half>(0.0f), CMPMODE::EQ,
-                  kBlockLanes);
-    barrier();
-    uint64_t escapes = 0;
-    GatherMask(as_bits(positions), as_bits(lane_numbers_.Get<int16_t>()),
-               is_escape_.Get<uint16_t>(), true, kBlockLanes, GatherMaskParams(1, 1, 0, 0),
-               escapes);
-    hand_over<HardEvent::V_S>(pipe_);
-    EscapeReader reader(area(b)[kTailAt], streams.tail, plan.center[b], kExponentMask);
-    reader.stands_behind(streams.head);
-    const bool good = reader.patch_lq2(e, positions, static_cast<uint32_t>(escapes));
-    hand_over<HardEvent::S_V>(pipe_);
-    return good;
+    return escapes.good;
   }
 
   // Something defined for the join, where the block is literal or damaged.
@@ -290,11 +268,11 @@ class SparseReader {
   }
 
   TPipe* pipe_;
-  TBuf<TPosition::VECCALC> exponents_, work_, block_, offsets_, is_escape_, lane_numbers_, areas_;
+  TBuf<TPosition::VECCALC> exponents_, work_, block_, ones_, lane_numbers_, areas_;
   Masks masks_;
-  // Of fields, that of e4m3 alone has 4 bits.
-  StreamUnpacker<Split::field_width(0) == 4> unpacker_;
+  SymbolFetcher symbols_;
   Ranks ranks_;
+  EscapeReader escapes_;
   WordPairs pairs_;
 };
 

@@ -4,6 +4,7 @@
 
 #include "encode_frame.h"
 #include "lq2_escapes.h"
+#include "outliers.h"
 #include "splits.h"
 #include "statistics.h"
 
@@ -41,11 +42,14 @@ class SparseCoder {
     pipe->InitBuffer(work_, kVectors * kLanes * 2);
     pipe->InitBuffer(block_, (1 + Lq2Writer::kVectors) * kBlockLanes * 2);
     pipe->InitBuffer(zeros_, kBlockLanes / 8);
-    pipe->InitBuffer(greatest_, 64);
+    greatest_.init(pipe);
     pipe->InitBuffer(slots_, 2, Slot::kBytes);
     masks_.init(pipe);
     statistics_.init(pipe);
     lq2_.init(pipe);
+    if constexpr (kOutliers) {
+      windows_.init(pipe);
+    }
   }
 
   __aicore__ inline LocalTensor<int32_t> scratch() { return work_.Get<int32_t>(); }
@@ -57,6 +61,11 @@ class SparseCoder {
     bool negative[kBlocks];
     find_survivors(e, slab, negative);
     statistics_.compute(e, free(0), free(1), kBlocks, statistics_of_);
+    if constexpr (kOutliers) {
+      if (Windows::any_far(statistics_of_, kBlocks)) {
+        narrow(e, slab);
+      }
+    }
     LiteralWriter literals(pipe_);
     for (uint32_t b = 0; b < step.blocks; ++b) {
       const uint32_t left = step.count - b * kBlockLanes;
@@ -96,6 +105,7 @@ class SparseCoder {
   using Slot = SparseSlot<Split>;
   static constexpr uint32_t kBlocks = Split::kBlocks;
   static constexpr uint32_t kLanes = Split::kLanes;
+  static constexpr bool kOutliers = Split::kExponentBits == canonical::kOutlierBits;
   static constexpr uint32_t kBlockBytes = kBlockLanes * kWidth;
   static constexpr uint32_t kLiteralBytes = kBlockBytes - kSlabBytes;
   // Fields and two more for the statistics; or the checksum's.
@@ -143,8 +153,6 @@ class SparseCoder {
     constexpr int32_t n = kLanes;
     const Lanes any = free(0);
     const Lanes sign = free(1);
-    const LocalTensor<half> greatest = greatest_.Get<half>();
-    const LocalTensor<int32_t> words = greatest_.Get<int32_t>()[8];
     // The sum of all fields but the sign is 0 where the element is.
     ShiftRight(as_bits(any), as_bits(work(0)), (uint16_t)1, n);
     and_all(sign, work(0), masks_.low_bits(1), kLanes);
@@ -164,20 +172,26 @@ class SparseCoder {
     Maxs(sign, sign, (int16_t)0, n);
     barrier();
     CompareScalar(slab, as_half(any), static_cast<half>(1.0f), CMPMODE::EQ, kLanes);
-    hand_over<HardEvent::S_V>(pipe_);
     barrier();
-    const Lanes folded = fold_to_64<Fold::kMax>(sign, any, kBlocks);
-    lanes_to_half(folded, kBlocks * 64);
-    Duplicate(greatest, static_cast<half>(0.0f), 16);
-    barrier();
-    WholeReduceMax(greatest, as_half(folded), 64, static_cast<int32_t>(kBlocks), 1, 1, 4,
-                   ReduceOrder::ORDER_ONLY_VALUE);
-    barrier();
-    Cast(words, greatest, RoundMode::CAST_RINT, 8);
-    hand_over<HardEvent::V_S>(pipe_);
+    uint32_t greatest[kBlocks];
+    greatest_.find(greatest, sign, any, kBlocks);
     for (uint32_t b = 0; b < kBlocks; ++b) {
-      negative[b] = words.GetValue(b) != 0;
+      negative[b] = greatest[b] != 0;
     }
+  }
+
+  // Centres without outliers. The samples are of the survivors.
+  __aicore__ inline void narrow(const Lanes& e, const Bytes& slab) {
+    windows_.begin();
+    for (uint32_t b = 0; b < kBlocks; ++b) {
+      if (Windows::is_far(statistics_of_[b])) {
+        compact(e[b * kBlockLanes], slab[b * kSlabBytes].ReinterpretCast<uint16_t>());
+        windows_.sample(b, block(0));
+      }
+    }
+    uint32_t windows[kBlocks];
+    windows_.find(windows, kBlocks);
+    statistics_.narrow(e, free(0), free(1), kBlocks, windows, statistics_of_);
   }
 
   __aicore__ inline uint32_t compact(const Lanes& from, const LocalTensor<uint16_t>& where) {
@@ -224,9 +238,11 @@ class SparseCoder {
 
   TPipe* pipe_;
   TQue<TPosition::VECOUT, 1> slots_;
-  TBuf<TPosition::VECCALC> exponents_, work_, block_, zeros_, greatest_;
+  TBuf<TPosition::VECCALC> exponents_, work_, block_, zeros_;
+  Greatest greatest_;
   Masks masks_;
   Statistics statistics_;
+  Windows windows_;
   Lq2Writer lq2_;
   BlockStatistics statistics_of_[kBlocks];
 };

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "lanes.h"
+#include "memswap/canonical.h"
 
 namespace memswap::ascend {
 
@@ -43,19 +44,60 @@ __aicore__ inline Lanes fold_to_64(const Lanes& src, const Lanes& scratch, uint3
   return from;
 }
 
+// The greatest lane of each block, where lanes are 0 to 2048, for the scalar unit.
+class Greatest {
+ public:
+  static constexpr uint32_t kMaxBlocks = frame::kTileBlocks;
+
+  __aicore__ inline void init(TPipe* pipe) {
+    pipe_ = pipe;
+    pipe->InitBuffer(reduced_, 32);
+    pipe->InitBuffer(words_, kMaxBlocks * 4);
+  }
+
+  // `scratch` holds 1024 lanes per block and is overwritten.
+  __aicore__ inline void find(uint32_t* greatest, const Lanes& lanes, const Lanes& scratch,
+                              uint32_t blocks) {
+    const LocalTensor<half> reduced = reduced_.Get<half>();
+    const LocalTensor<int32_t> words = words_.Get<int32_t>();
+    const Lanes folded = fold_to_64<Fold::kMax>(lanes, scratch, blocks);
+    lanes_to_half(folded, blocks * 64);
+    // The scalar unit has read what it found before.
+    hand_over<HardEvent::S_V>(pipe_);
+    Duplicate(reduced, static_cast<half>(0.0f), 16);
+    barrier();
+    WholeReduceMax(reduced, as_half(folded), 64, static_cast<int32_t>(blocks), 1, 1, 4,
+                   ReduceOrder::ORDER_ONLY_VALUE);
+    barrier();
+    Cast(words, reduced, RoundMode::CAST_RINT, kMaxBlocks);
+    hand_over<HardEvent::V_S>(pipe_);
+    for (uint32_t b = 0; b < blocks; ++b) {
+      greatest[b] = static_cast<uint32_t>(words.GetValue(b));
+    }
+  }
+
+ private:
+  TPipe* pipe_;
+  TBuf<TPosition::VECCALC> reduced_, words_;
+};
+
 struct BlockStatistics {
   int32_t max;
   int32_t min;
   int32_t sum;      // over the exponents that are not 0, of min(max - exponent, 31)
   int32_t nonzero;  // how many
+  // What centres are made of: the same, or of those in the block's window (outliers.h) alone.
+  int32_t center_max;
+  int32_t center_sum;
+  int32_t center_count;
 };
 
 // Centre of a code whose symbols lie around `eighths` / 8 below the centre's upper end.
 __aicore__ inline uint32_t center_of(const BlockStatistics& block, int32_t eighths) {
-  const int32_t count = block.nonzero > 0 ? block.nonzero : 1;
-  const int32_t above = 8 * block.sum - eighths * count;
+  const int32_t count = block.center_count > 0 ? block.center_count : 1;
+  const int32_t above = 8 * block.center_sum - eighths * count;
   const int32_t below_max = above > 0 ? above / (8 * count) : 0;
-  return static_cast<uint32_t>(block.max + 1 - below_max) & 255u;
+  return static_cast<uint32_t>(block.center_max + 1 - below_max) & 255u;
 }
 
 class Statistics {
@@ -91,7 +133,7 @@ class Statistics {
     folded = fold_to_64<Fold::kMax>(exponents, work, blocks);
     reduce_half<true>(folded, reduced, blocks);
     Cast(results, as_half(reduced), RoundMode::CAST_RINT, kBlocks);
-    Brcb(as_half(spread), as_half(reduced), 1, BrcbRepeatParams(1, 8));
+    Brcb(as_bits(spread), as_bits(reduced), 1, BrcbRepeatParams(1, 8));
     barrier();
     half_to_lanes(spread, 128);
     barrier();
@@ -119,6 +161,57 @@ class Statistics {
       out[b].min = results.GetValue(kBlocks + b);
       out[b].sum = results.GetValue(2 * kBlocks + b);
       out[b].nonzero = results.GetValue(3 * kBlocks + b);
+      out[b].center_max = out[b].max;
+      out[b].center_sum = out[b].sum;
+      out[b].center_count = out[b].nonzero;
+    }
+  }
+
+  // Centres of the exponents from windows[b] on, where that is not 0. `scratch` and `work` as
+  // above.
+  __aicore__ inline void narrow(const Lanes& exponents, const Lanes& scratch, const Lanes& work,
+                                uint32_t blocks, const uint32_t* windows, BlockStatistics* out) {
+    const LocalTensor<int32_t> results = results_.Get<int32_t>();
+    const Lanes reduced = reduced_.Get<int16_t>();
+    const int32_t n = static_cast<int32_t>(blocks * kBlockLanes);
+    constexpr int16_t window = canonical::kWindow;
+    hand_over<HardEvent::S_V>(pipe_);
+    // 1 .. 32 in the window, else 0.
+    for (uint32_t b = 0; b < blocks; ++b) {
+      Adds(scratch[b * kBlockLanes], exponents[b * kBlockLanes],
+           static_cast<int16_t>(1 - static_cast<int32_t>(windows[b])),
+           static_cast<int32_t>(kBlockLanes));
+    }
+    barrier();
+    Maxs(scratch, scratch, (int16_t)0, n);
+    barrier();
+    Mins(scratch, scratch, static_cast<int16_t>(window + 1), n);
+    barrier();
+    Adds(work, scratch, static_cast<int16_t>(-window), n);
+    barrier();
+    Maxs(work, work, (int16_t)0, n);
+    barrier();
+    Muls(work, work, static_cast<int16_t>(window + 1), n);
+    barrier();
+    Sub(scratch, scratch, work, n);
+    Duplicate(reduced, (int16_t)0, kBlocks * 2);
+    barrier();
+    reduce_half<true>(fold_to_64<Fold::kMax>(scratch, work, blocks), reduced, blocks);
+    Cast(results, as_half(reduced), RoundMode::CAST_RINT, kBlocks);
+    barrier();
+    reduce_sum(fold_to_64<Fold::kAdd>(scratch, work, blocks), results[kBlocks], blocks);
+    Mins(scratch, scratch, (int16_t)1, n);
+    barrier();
+    reduce_sum(fold_to_64<Fold::kAdd>(scratch, work, blocks), results[2 * kBlocks], blocks);
+    hand_over<HardEvent::V_S>(pipe_);
+    for (uint32_t b = 0; b < blocks; ++b) {
+      if (windows[b] != 0) {
+        const int32_t above = results.GetValue(b);
+        const int32_t count = results.GetValue(2 * kBlocks + b);
+        out[b].center_max = static_cast<int32_t>(windows[b]) + above - 1;
+        out[b].center_sum = count * above - results.GetValue(kBlocks + b);
+        out[b].center_count = count;
+      }
     }
   }
 

@@ -50,78 +50,107 @@ __aicore__ inline void pack_stream(const Bytes& stream, const Lanes& symbols, ui
   barrier();
 }
 
-// The reverse. Symbols behind the last one are left over from something else. kPairs: there are
-// streams of 4 bits, too.
-template <bool kPairs>
-class StreamUnpacker {
+// The reverse: lanes that know their symbols' numbers fetch them.
+class SymbolFetcher {
  public:
   __aicore__ inline void init(TPipe* pipe) {
-    pipe->InitBuffer(offsets_, kKinds * kBlockLanes * 4);
-    pipe->InitBuffer(factors_, kKinds * kBlockLanes * 2);
-    pipe->InitBuffer(bytes_, kBlockLanes * 2);
-    pipe->InitBuffer(ones_, kBlockLanes * 2);
-    constexpr int32_t n = kBlockLanes;
-    Duplicate(ones_.template Get<half>(), static_cast<half>(1.0f), n);
-    Duplicate(bytes_.template Get<int16_t>(), (int16_t)0, n);
-    for (uint32_t kind = 0; kind < kKinds; ++kind) {
-      // Symbol i of width 2 or 4 is in byte i / 4 or i / 2, which is lifted until the symbol is the
-      // upper part of it.
-      const uint32_t per_byte = kind == 0 ? 4 : 2;
-      const uint32_t width = 8 / per_byte;
-      const LocalTensor<uint32_t> offsets = offsets_.template Get<uint32_t>()[kind * kBlockLanes];
-      CreateVecIndex(offsets.ReinterpretCast<int32_t>(), 0, kBlockLanes);
-      for (uint32_t i = 0; i < per_byte; ++i) {
-        const uint64_t every = (per_byte == 4 ? 0x1111111111111111u : 0x5555555555555555u) << i;
-        uint64_t mask[2] = {every, every};
-        Duplicate(factors_.template Get<int16_t>()[kind * kBlockLanes],
-                  static_cast<int16_t>(1 << (8 - width - i * width)), mask,
-                  static_cast<uint8_t>(kBlockRepeats), 1, 8);
-      }
-      barrier();
-      ShiftRight(offsets, offsets, uint32_t{kind == 0 ? 2u : 1u}, n);
-      barrier();
-      ShiftLeft(offsets, offsets, uint32_t{1}, n);
-      barrier();
-    }
+    pipe->InitBuffer(bytes_, kMaxRegion * 2);
+    pipe->InitBuffer(table_, kMaxTable * 2);
+    pipe->InitBuffer(offsets_, kMaxTable * 4);
+    // What stands behind the last byte or symbol is looked at and never used.
+    Duplicate(bytes_.Get<int16_t>(), (int16_t)0, static_cast<int32_t>(kMaxRegion));
+    Duplicate(table(), (int16_t)0, static_cast<int32_t>(kMaxTable));
+    barrier();
   }
 
-  __aicore__ inline LocalTensor<half> ones() { return ones_.template Get<half>(); }
+  // The numbers on a block's lanes become symbols of `width` bits of the stream of `bytes` bytes
+  // that begins `at` bytes behind `area`, a multiple of 32. The number behind the last symbol is
+  // allowed, and becomes anything.
+  __aicore__ inline void fetch(const Lanes& lanes, const Bytes& area, uint32_t at, uint32_t bytes,
+                               uint32_t width) {
+    const Region region = load(area, at, bytes);
+    make_rows(region, width);
+    fetch_from_rows(lanes, region, width);
+  }
 
-  __aicore__ inline void unpack(const Lanes& symbols, const Bytes& stream, uint32_t width,
-                                uint32_t count, Masks& masks) {
-    constexpr int32_t n = kBlockLanes;
-    if (width == 1) {
-      Select(as_half(symbols), stream, ones_.template Get<half>(), static_cast<half>(0.0f),
-             SELMODE::VSEL_TENSOR_SCALAR_MODE, count);
-    } else if (width == 8) {
-      bytes_to_half(symbols, stream, count);
-    }
-    if (width == 1 || width == 8) {
-      barrier();
-      half_to_lanes(symbols, count);
-      barrier();
-      return;
-    }
-    const uint32_t kind = width == 2 ? 0 : 1;
-    const Lanes bytes = bytes_.template Get<int16_t>();
-    bytes_to_half(bytes, stream, stream_bytes(count, width));
+  // The same for what the symbols stand for; `meanings` has a lane for each.
+  __aicore__ inline void fetch(const Lanes& lanes, const Bytes& area, uint32_t at, uint32_t bytes,
+                               uint32_t width, const Lanes& meanings) {
+    const Region region = load(area, at, bytes);
+    make_rows(region, width);
+    const LocalTensor<uint32_t> offsets = offsets_.Get<uint32_t>();
+    const uint32_t symbols = 8 / width * region.row;
+    lane_offsets(offsets, table(), symbols);
+    Gather(as_bits(table()), as_bits(meanings), offsets, 0, symbols);
     barrier();
-    half_to_lanes(bytes, stream_bytes(count, width));
-    barrier();
-    Gather(as_bits(symbols), as_bits(bytes), offsets_.template Get<uint32_t>()[kind * kBlockLanes],
-           0, kBlockLanes);
-    barrier();
-    Mul(symbols, symbols, factors_.template Get<int16_t>()[kind * kBlockLanes], n);
-    barrier();
-    ShiftRight(as_bits(symbols), as_bits(symbols), static_cast<uint16_t>(8 - width), n);
-    barrier();
-    and_all(symbols, symbols, masks.low_bits(width), kBlockLanes);
-    barrier();
+    fetch_from_rows(lanes, region, width);
   }
 
  private:
-  static constexpr uint32_t kKinds = kPairs ? 2 : 1;
-  TBuf<TPosition::VECCALC> offsets_, factors_, bytes_, ones_;
+  // Bytes of a stream of at most 1024 symbols from the multiple of 32 before it on, and their
+  // symbols, which are two each where there are as many bytes as there may be.
+  static constexpr uint32_t kMaxRegion = 32 + kBlockLanes;
+  static constexpr uint32_t kMaxTable = 2 * (32 + kBlockLanes / 2);
+  static_assert(kMaxTable >= kMaxRegion && kMaxTable >= 8 * (32 + kBlockLanes / 8) - 256);
+
+  struct Region {
+    uint32_t before;  // bytes before the stream
+    uint32_t row;     // lanes of a row of the table
+  };
+
+  __aicore__ inline Lanes table() { return table_.Get<int16_t>(); }
+
+  __aicore__ inline Region load(const Bytes& area, uint32_t at, uint32_t bytes) {
+    const Lanes lanes = bytes_.Get<int16_t>();
+    const uint32_t before = at % kUnifiedBlockBytes;
+    const uint32_t length = before + bytes;
+    bytes_to_half(lanes, area[at - before], length);
+    barrier();
+    half_to_lanes(lanes, length);
+    barrier();
+    return {before, (length + 15) / 16 * 16};
+  }
+
+  // Row j of the table has symbol j of each byte.
+  __aicore__ inline void make_rows(const Region& region, uint32_t width) {
+    const Lanes lanes = bytes_.Get<int16_t>();
+    const uint32_t rows = 8 / width;
+    for (uint32_t j = 0; j < rows; ++j) {
+      ShiftLeft(as_bits(table())[j * region.row], as_bits(lanes),
+                static_cast<uint16_t>(16 - (j + 1) * width), static_cast<int32_t>(region.row));
+    }
+    barrier();
+    ShiftRight(as_bits(table()), as_bits(table()), static_cast<uint16_t>(16 - width),
+               static_cast<int32_t>(rows * region.row));
+    barrier();
+  }
+
+  __aicore__ inline void fetch_from_rows(const Lanes& lanes, const Region& region, uint32_t width) {
+    constexpr int32_t n = kBlockLanes;
+    const LocalTensor<uint32_t> offsets = offsets_.Get<uint32_t>();
+    const Lanes row = offsets.ReinterpretCast<int16_t>();
+    if (width == 8) {
+      Adds(lanes, lanes, static_cast<int16_t>(region.before), n);
+    } else {
+      // Symbol i is in row i % per_byte.
+      const uint16_t bits = width == 4 ? 1 : width == 2 ? 2 : 3;
+      ShiftLeft(as_bits(row), as_bits(lanes), static_cast<uint16_t>(16 - bits), n);
+      barrier();
+      ShiftRight(as_bits(row), as_bits(row), static_cast<uint16_t>(16 - bits), n);
+      ShiftRight(as_bits(lanes), as_bits(lanes), bits, n);
+      barrier();
+      Muls(row, row, static_cast<int16_t>(region.row), n);
+      Adds(lanes, lanes, static_cast<int16_t>(region.before), n);
+      barrier();
+      Add(lanes, lanes, row, n);
+    }
+    barrier();
+    lane_offsets(offsets, lanes, kBlockLanes);
+    Gather(as_bits(lanes), as_bits(table()), offsets, 0, kBlockLanes);
+    barrier();
+  }
+
+  TBuf<TPosition::VECCALC> bytes_, table_, offsets_;
 };
 
 }  // namespace memswap::ascend

@@ -74,7 +74,14 @@ void test_patterns(const Format& format) {
     tensors.push_back(sample(format, elements));
   }
   // A block of each of the kinds that reach each mode, and a tail.
-  tensors.push_back(make({Kind::kMixed, 0}, format.dtype, 3, uint64_t{kPatternCount} * 1024 - 700));
+  tensors.push_back(
+      make({Kind::kMixed, 0}, format.dtype, 3, uint64_t{kMixedPatterns} * 1024 - 700));
+  if (format.shape == Shape::kDense || format.shape == Shape::kSparse) {
+    for (const Pattern& outliers : {Pattern{Kind::kSpikes, 10}, Pattern{Kind::kSpikes, 2},
+                                    Pattern{Kind::kChannels, 64}, Pattern{Kind::kChannels, 2}}) {
+      tensors.push_back(make(outliers, format.dtype, 4, 9 * 1024 - 5));
+    }
+  }
   for (const Data& data : tensors) {
     const uint64_t elements = data.size() / format.width();
     const std::string what = format.name() + " of " + std::to_string(elements);
@@ -282,6 +289,8 @@ void test_ratio() {
   for (const Case& one : {Case{{Kind::kNormal, 0}, Dtype::kBf16, 1.07},
                           {{Kind::kNormal, 0}, Dtype::kFp16, 1.07},
                           {{Kind::kNormal, 0}, Dtype::kFp32, 1.03},
+                          {{Kind::kSpikes, 10}, Dtype::kBf16, 1.07},
+                          {{Kind::kChannels, 64}, Dtype::kBf16, 1.07},
                           {{Kind::kDecay, 13}, Dtype::kBf16, 1.001},
                           {{Kind::kRandomBits, 0}, Dtype::kBf16, 1.0},
                           {{Kind::kConstant, 1}, Dtype::kBf16, 1.0}}) {
@@ -299,6 +308,55 @@ void test_ratio() {
                 static_cast<int>(one.pattern.kind), kernels, canonical);
     check(kernels <= one.most * canonical, format.name() + ": the profile costs more than it did");
   }
+}
+
+// What the machine is good at, whatever the data: moves of 16 KiB, the next one under way while one
+// is worked on, and a scalar unit that has a few numbers per block to read, not one per element.
+void test_cost(const Format& format) {
+  constexpr uint64_t kTiles = 4;
+  constexpr uint64_t kMoveBytes = 16 * 1024;
+  const uint64_t elements = kTiles * frame::kTileElements;
+  const uint64_t blocks = kTiles * frame::kTileBlocks;
+  const uint64_t capacity = format.layout(elements).max_var_units();
+  const uint64_t moves = elements * format.width() / kMoveBytes;
+  // Of the records, the statistics, and the checksum.
+  constexpr uint64_t kMostPerBlock = 36;
+  uint64_t fewest = ~uint64_t{0};
+  uint64_t most = 0;
+  uint64_t unified = 0;
+  for (const Pattern& pattern : {Pattern{Kind::kNormal, 0}, Pattern{Kind::kRandomBits, 0},
+                                 Pattern{Kind::kSignedSparse, 2}}) {
+    const Data data = make(pattern, format.dtype, 1, elements);
+    const std::string what = format.name() + ", pattern " + std::to_string(int(pattern.kind));
+    ascend_emulator::Tally encode, decode;
+    Run run;
+    run.cores = 1;
+    run.options.tally = &encode;
+    ascend_encode(format, data, capacity, run);
+    check(encode.longest_load == kMoveBytes,
+          what + ": the encoder loads " + std::to_string(encode.longest_load) + " bytes at a time");
+    check(encode.ahead >= moves - 1, what + ": the encoder loads ahead");
+    check(encode.unified_bytes <= ascend_emulator::kUsableBytes, what + ": within UB");
+    Data output(data.size());
+    run.options.tally = &decode;
+    ascend_decode(format, cpu_encode(format, data), &output, run);
+    check(output == data, what + ": decodes");
+    check(
+        decode.longest_store == kMoveBytes,
+        what + ": the decoder stores " + std::to_string(decode.longest_store) + " bytes at a time");
+    check(decode.ahead >= moves - 1, what + ": the decoder loads ahead");
+    for (const uint64_t accesses : {encode.scalar_accesses, decode.scalar_accesses}) {
+      check(accesses <= kMostPerBlock * blocks, what + ": the scalar unit accesses memory " +
+                                                    std::to_string(accesses / blocks) +
+                                                    " times per block of 1024");
+      fewest = std::min(fewest, accesses / blocks);
+      most = std::max(most, accesses / blocks);
+    }
+    unified = std::max({unified, encode.unified_bytes, decode.unified_bytes});
+  }
+  std::printf("%s: %llu to %llu scalar accesses per block, %.1f KiB of UB\n", format.name().c_str(),
+              static_cast<unsigned long long>(fewest), static_cast<unsigned long long>(most),
+              static_cast<double>(unified) / 1024);
 }
 
 // The fuzzer's frames as they are, and each with bytes changed.
@@ -335,8 +393,8 @@ void test_corpus(const std::string& folder, uint32_t rounds) {
 }  // namespace
 }  // namespace memswap::test
 
-// Arguments: kernels/tests, then what to run: golden, corpus, cores, ratio, barriers, seeds, or
-// formats.
+// Arguments: kernels/tests, then what to run: golden, corpus, cores, ratio, barriers, cost,
+// seeds, or formats.
 int main(int argc, char** argv) {
   using namespace memswap::test;
   const std::string folder = argc > 1 ? argv[1] : ".";
@@ -360,6 +418,9 @@ int main(int argc, char** argv) {
       guarded("errors of many cores", [] { test_errors_of_many_cores(); });
     }
     for (const Format& format : kFormats) {
+      if (wanted == "cost") {
+        guarded(format.name(), [&] { test_cost(format); });
+      }
       if (wanted == "seeds") {
         guarded(format.name(), [&] { test_schedules(format, 20); });
       }

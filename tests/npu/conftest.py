@@ -62,7 +62,7 @@ def run_apart() -> Callable[..., subprocess.CompletedProcess[str]]:
             capture_output=True,
             text=True,
             errors="replace",  # torch_npu prints the device's index as a character
-            timeout=120,
+            timeout=300,  # a busy machine is no hang
             check=False,
         )
 

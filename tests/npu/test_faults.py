@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import EVERYTHING, assert_same_gradients, new_input, new_stack, train_step
+from helpers import EVERYTHING, assert_same_gradients, new_input, new_stack, same_bits, train_step
 
 import fake_acl
 import memswap
@@ -87,6 +87,46 @@ def test_pinned_memory_that_is_refused_keeps_the_tensors(device):
     # torch_npu swallows the driver's words: it returns no memory and says nothing.
     assert "pinned allocator of npu:0" in pool.statistics().last_refusal
     assert_same_gradients(train_step(model, step), expected)
+
+
+def refuse_device_memory():
+    torch.npu.synchronize()
+    torch.npu.empty_cache()
+    return fake_acl.faults_of("aclrtMalloc", n=10**6, code=OUT_OF_MEMORY)
+
+
+def test_device_memory_that_is_refused_for_what_returns_is_an_error_and_the_next_step_is_right(
+    device,
+):
+    leaf = torch.full((6 << 20,), 0.5, device=device).requires_grad_()  # 24 MiB
+    pool = memswap.HostPool(budget="256MiB", slab="32MiB", device=device)
+    saved = memswap.saved_tensors(EVERYTHING, pool=pool, prefetch_bytes=0)
+
+    def loss():
+        with saved:
+            return (leaf * 2).sin().sum()
+
+    (leaf * 2).sin().sum().backward()
+    expected, leaf.grad = leaf.grad.cpu(), None
+    broken = loss()
+    torch.npu.synchronize()
+    saved._saver.settle()
+    with refuse_device_memory(), pytest.raises(RuntimeError, match="out of memory"):
+        broken.backward()
+    del broken
+    leaf.grad = None
+    loss().backward()
+    assert same_bits(leaf.grad, expected)
+
+
+def test_device_memory_that_is_refused_for_a_frame_is_an_error(device):
+    host = torch.randn(12 << 20, generator=torch.Generator().manual_seed(5)).bfloat16()  # 24 MiB
+    tensor = torch.empty(host.shape, dtype=host.dtype, device=device)
+    tensor.copy_(host)
+    with refuse_device_memory(), pytest.raises(RuntimeError, match="out of memory"):
+        memswap.encode(tensor)
+    assert same_bits(tensor, host)
+    assert same_bits(memswap.decode(memswap.encode(tensor[:9000].clone())), host[:9000])
 
 
 LOSS = """

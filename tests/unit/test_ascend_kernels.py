@@ -65,7 +65,7 @@ def run(*command: str | Path) -> None:
     assert " checks, 0 failures" in ran.stdout and "\n0 checks" not in "\n" + ran.stdout
 
 
-@pytest.mark.parametrize("what", ["golden", "corpus", "cores", "ratio", "barriers"])
+@pytest.mark.parametrize("what", ["golden", "corpus", "cores", "ratio", "barriers", "cost"])
 def test_frames_of_the_cpu_are_read_and_written(programs: Path, what: str) -> None:
     run(programs / "codec_test", KERNELS / "tests", what)
 
@@ -94,3 +94,18 @@ def test_every_kernel_under_many_seeds(programs: Path) -> None:
 
 def test_host_side_tiles_launches_and_reports_errors(programs: Path) -> None:
     run(programs / "host_test")
+
+
+def test_every_kernel_is_for_vector_cores_alone_and_none_waits_for_the_others() -> None:
+    """CANN 8 takes a statement for it and CANN 9 a word; an emulator has no other cores."""
+    entries = [
+        (KERNELS / "ascend" / f"{name}.cpp").read_text() for name in ("encoders", "decoders")
+    ]
+    for text in entries:
+        kernels = text.count("MEMSWAP_KERNEL memswap_ascend_")
+        assert 0 < kernels == text.count("MEMSWAP_VECTOR_CORES_ONLY")
+    declared = (KERNELS / "ascend" / "kernel_entry.h").read_text()
+    assert "__global__ __vector__ void" in declared
+    assert "KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY)" in declared
+    sources = [path.read_text() for path in (KERNELS / "ascend").iterdir() if path.is_file()]
+    assert not any("SyncAll" in text for text in sources)

@@ -41,11 +41,21 @@ inline constexpr uint32_t kRepeatBytes = 256;
 inline constexpr int kMaxBuffers = 64;
 inline constexpr int kMaxBuffersPerPosition = 8;
 
+// What kernels cost that were launched with it.
+struct Tally {
+  uint64_t scalar_accesses = 0;  // reads and writes of UB and GM by the scalar unit
+  uint64_t ahead = 0;            // tensors taken from a queue while another of it is in use
+  uint64_t longest_load = 0;     // bytes that one instruction moves
+  uint64_t longest_store = 0;
+  uint64_t unified_bytes = 0;  // of UB that buffers took, at most
+};
+
 struct Options {
   Order order = Order::kRandom;
   uint64_t seed = 0;
   bool report_hazards = true;    // false: show what a missing edge does to the bytes
   int64_t skipped_barrier = -1;  // a mutation: this PipeBarrier<PIPE_V> of block 0 does nothing
+  Tally* tally = nullptr;        // adds up what launches cost
 };
 
 // A buffer of a queue or a TBuf.
@@ -75,6 +85,7 @@ class Core {
         block(block),
         blocks(blocks),
         skipped_barrier(block == 0 ? options.skipped_barrier : -1),
+        tally(options.tally != nullptr ? *options.tally : own_tally_),
         unified(kUnifiedBytes + 64),
         initialized_(kUnifiedBytes, 0) {
     std::mt19937_64 random(options.seed ^ 0x9e3779b97f4a7c15u);
@@ -124,6 +135,7 @@ class Core {
   // Reads and writes of UB are checked and noted, then the operation is handed to its pipe.
   void issue(pipe_t pipe, const std::string& name, const std::vector<Access>& accesses,
              std::function<void()> run) {
+    tally.scalar_accesses += pipe == PIPE_S ? 1 : 0;
     for (const Access& access : accesses) {
       if (access.space == Space::kUnified && !access.write) {
         need_initialized(name, access.footprint);
@@ -167,6 +179,7 @@ class Core {
   const int block;
   const int blocks;
   const int64_t skipped_barrier;
+  Tally& tally;
   int64_t vector_barriers = 0;
   std::vector<uint8_t> unified;
   std::vector<Buffer> buffers;
@@ -188,6 +201,7 @@ class Core {
   std::string atomic_type;
 
  private:
+  Tally own_tally_;
   std::vector<uint8_t> initialized_;
 };
 

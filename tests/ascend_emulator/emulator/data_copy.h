@@ -72,9 +72,12 @@ inline Access pieces_of(const std::vector<Piece>& pieces, Space space, bool writ
 
 inline void load(const std::string& call, const std::vector<Piece>& pieces) {
   Core& here = core();
+  uint64_t bytes = 0;
   for (const Piece& piece : pieces) {
     here.global_memory.note_read(call, piece.global, piece.bytes, here.block);
+    bytes += piece.bytes;
   }
+  here.tally.longest_load = std::max(here.tally.longest_load, bytes);
   // A block is filled up to 32 bytes with something.
   Access writes{Space::kUnified, true, {}};
   for (const Piece& piece : pieces) {
@@ -137,9 +140,12 @@ void store(const std::string& call, const std::vector<Piece>& pieces) {
       }
     }
   }
+  uint64_t bytes = 0;
   for (const Piece& piece : pieces) {
     here.global_memory.note_write(call, piece.global, piece.bytes, here.block, here.atomic);
+    bytes += piece.bytes;
   }
+  here.tally.longest_store = std::max(here.tally.longest_store, bytes);
   Access writes = pieces_of(pieces, Space::kGlobal, true);
   writes.atomic = here.atomic;
   here.issue(PIPE_MTE3, call, {pieces_of(pieces, Space::kUnified, false), writes},

@@ -100,6 +100,12 @@ class TQue {
         ascend_emulator::queue_wait(kFreed, &buffer.free_id);
       }
       buffer.state = State::kAllocated;
+      for (const int other : buffers_) {
+        if (other != buffers_[index] && at(other).state != State::kFree) {
+          ++ascend_emulator::core().tally.ahead;
+          break;
+        }
+      }
       return LocalTensor<T>(buffers_[index], buffer.generation, buffer.begin, buffer.bytes);
     }
     ascend_emulator::violate("queue", "TQue.AllocTensor", "none of ", buffers_.size(),
@@ -281,6 +287,7 @@ class TPipe {
     }
     core.buffers.push_back({core.arena_used, rounded, position, state, 0, owner});
     core.arena_used += rounded;
+    core.tally.unified_bytes = std::max(core.tally.unified_bytes, core.arena_used);
     return static_cast<int>(core.buffers.size()) - 1;
   }
 

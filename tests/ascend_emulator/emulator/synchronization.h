@@ -88,11 +88,6 @@ inline int64_t GetSystemCycle() { return 0; }
 inline int64_t ScalarCountLeadingZero(uint64_t value) {
   return value == 0 ? 64 : __builtin_clzll(value);
 }
-template <int kValue>
-int64_t ScalarGetCountOfValue(uint64_t value) {
-  static_assert(kValue == 0 || kValue == 1, "rule types: bits are 0 or 1");
-  return __builtin_popcountll(kValue == 1 ? value : ~value);
-}
 [[noreturn]] inline void Trap() {
   ascend_emulator::violate("trap", "Trap", "the kernel stopped itself");
 }
