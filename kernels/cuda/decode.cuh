@@ -1,8 +1,9 @@
 // The decoder's kernel: a warp decodes a block. What differs from dtype to dtype is a Decoder.
 //
-// [Note: shapes] The frame's shape is known on the device alone. Floats have two kernels, because
-// shape sparse needs half as many registers again as the others: both are launched, and each takes
-// the frames that are its own. The other one costs some 2 microseconds.
+// [Note: shapes] Floats have two kernels, because shape sparse needs half as many registers again
+// as the others. Where the caller has no idea of a frame's shape, which is known on the device
+// alone, both are launched, and each takes the frames that are its own; the other one costs some 2
+// microseconds. With a hint one is launched, and reports a frame that is not its own.
 #pragma once
 
 #include "decode_exponents.cuh"
@@ -146,11 +147,13 @@ __global__ void __launch_bounds__(Decoder::kBounds.threads, Decoder::kBounds.blo
     const DecodeJob& job = table.jobs[job_index];
     const DecodeFrame& frame = shared.frame;
     const uint32_t tile_index = t - job.first_tile;
-    if (!frame.usable && Decoder::kReportsHeaders && tile.thread == 0) {
+    const bool is_own = frame.usable && Decoder::takes(frame.shape);
+    const bool is_reported = job.is_alone ? !is_own : !frame.usable && Decoder::kReportsHeaders;
+    if (is_reported && tile.thread == 0) {
       atomicOr(job.status, uint32_t{frame::kBadHeader});
     }
     // A frame without elements has a tile, so that its header is looked at.
-    if (!frame.usable || frame.blocks == 0 || !Decoder::takes(frame.shape)) {
+    if (!is_own || frame.blocks == 0) {
       continue;
     }
     const BlockRecord record = read_record(frame, job, tile_index, tile.warp, tile.lane);

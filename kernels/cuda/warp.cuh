@@ -178,7 +178,7 @@ __device__ inline uint32_t expand_selector(uint32_t mask) {
 }
 
 // The eight warps of a tile. A thread block has one tile at a time, or two where the number of
-// processors is bounded (launch.h), so a tile's barrier is not the thread block's.
+// processors is bounded (codec.cu), so a tile's barrier is not the thread block's.
 struct Tile {
   uint32_t thread;  // 0 .. 255
   uint32_t warp;
