@@ -103,8 +103,8 @@ __device__ void finish_tiles(const EncodeShared<Memory>& shared, const EncodeTab
   __syncwarp();
   if (lane == 0) {
     __threadfence();
-    finished =
-        shared.finished_tiles + atomicAdd(&shared.frame.counters->blocks, shared.finished_tiles);
+    finished = shared.finished_tiles +
+               atomicAdd(&to_global(shared.frame.counters)->blocks, shared.finished_tiles);
     __threadfence();
   }
   finished = __shfl_sync(kAllLanes, finished, 0);
@@ -128,7 +128,7 @@ __device__ void add_gathered(const EncodeShared<Memory>& shared, const Tile& til
   if (tile.warp != 0) {
     return;
   }
-  frame::Header& counters = *shared.frame.counters;
+  frame::Header& counters = *to_global(shared.frame.counters);
   if (tile.lane < frame::kModeCounts) {
     if (shared.mode_count[tile.lane] != 0) {
       atomicAdd(&counters.mode_count[tile.lane], shared.mode_count[tile.lane]);
@@ -161,7 +161,7 @@ struct Position {
 template <class Memory>
 __device__ Position take_position(EncodeShared<Memory>& shared, const EncodeJob& job,
                                   uint32_t units) {
-  frame::Header& header = *shared.frame.counters;
+  frame::Header& header = *to_global(shared.frame.counters);
   if (units == 0) {
     return {0, shared.frame.var};
   }
@@ -211,7 +211,7 @@ __device__ void finish_tile(EncodeShared<Memory>& shared, const EncodeJob& job, 
     atomicAdd(&shared.mode_count[mode - 1], 1u);
   }
   const uint32_t next = __shfl_down_sync(kAllLanes, mine.coded, 1);
-  uint32_t* record = reinterpret_cast<uint32_t*>(shared.frame.records +
+  uint32_t* record = reinterpret_cast<uint32_t*>(to_global(shared.frame.records) +
                                                  uint64_t{tile_index} * frame::kRecordBytes);
   if (lane == 0) {
     shared.zeros += zeros;
@@ -308,7 +308,7 @@ __global__ void __launch_bounds__(Coder::kBounds.threads, Coder::kBounds.blocks)
     sync_tile(tile);
     if constexpr (Coder::kHasPayload) {
       if (shared.area != nullptr) {
-        uint2* to = reinterpret_cast<uint2*>(shared.area) + shared.place[tile.warp];
+        uint2* to = reinterpret_cast<uint2*>(to_global(shared.area)) + shared.place[tile.warp];
         const uint2* from = reinterpret_cast<const uint2*>(memory.stage);
         for (uint32_t i = tile.lane; i < (summary.coded & 0xfffu); i += kLanes) {
           to[i] = from[i];
