@@ -84,7 +84,7 @@ class DenseEncoder {
   void choose(uint32_t b) {
     choices_[b] = params_.fast
                       ? choose_fast(symbols_[b], ranges_[b], Type::kSymbolBits, params_.center)
-                      : choose_canonical(symbols_[b], ranges_[b], distances_[b]);
+                      : choose_canonical(symbols_[b], ranges_[b], distances_[b], Type::kSymbolBits);
   }
 
   void write_low_plane(uint32_t b) {
@@ -130,6 +130,9 @@ bool decode_dense(void* out, const uint8_t* slab, const uint8_t* payload, uint32
     if (!is_line_aligned(out)) {
       return decode_dense<kDtype, false>(out, slab, payload, mode, units, center);
     }
+  }
+  for (uint32_t i = Type::kBytePlanes * frame::kBlockElements; i < Type::kSlabBytes; i += kLanes) {
+    prefetch(slab + i, kPrefetchShortBytes);
   }
   Symbols symbols;
   if (!decode_symbols(symbols, slab + Type::kRestBytes, payload, mode, units, center)) {

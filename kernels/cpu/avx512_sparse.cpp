@@ -80,14 +80,19 @@ inline uint8_t* take_rest_streams(Row& top, uint32_t count, uint8_t* out) {
 }
 
 // Center c2 of the symbols in a row that zeros follow: a 0 does not count.
-inline uint8_t center_of_row(const Row& row, uint32_t count) {
+inline uint8_t center_of_row(const Row& row, uint32_t count, uint32_t symbol_bits) {
   Bytes symbols;
   const uint32_t vectors = (count + kLanes - 1) / kLanes;
   for (uint32_t i = 0; i < vectors; ++i) {
     symbols.vector[i] = load(row.byte + kLanes * i);
   }
   const uint32_t maximum = range_of(symbols, vectors).maximum;
-  return center_of(maximum, distances_of<true>(symbols, vectors, maximum), 7);
+  Crowd crowd{maximum, distances_of<true>(symbols, vectors, maximum)};
+  if (symbol_bits == canonical::kOutlierBits && may_have_outliers(crowd.distances)) {
+    const uint32_t low = crowded_window(symbols, vectors);
+    crowd = low != 0 ? crowd_of(symbols, vectors, low) : crowd;
+  }
+  return center_of(crowd, 7);
 }
 
 // Writes the stream of L0 codes and lists the escapes.
@@ -170,7 +175,7 @@ EncodedBlock encode_sparse(const EncodeParams&, const void* elements, uint32_t c
   if constexpr (Type::kRestBits != 0) {
     end = take_rest_streams<Type::kRestBits>(symbols, live, end);
   }
-  const uint8_t center = center_of_row(symbols, live);
+  const uint8_t center = center_of_row(symbols, live, Type::kSymbolBits);
   Escapes escapes;
   encode_codes(symbols, live, center, end, escapes);
   end += bytes_of_bits(2 * live);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "avx512_bytes.h"
+#include "memswap/canonical.h"
 
 MEMSWAP_AVX512_BEGIN
 
@@ -25,6 +26,10 @@ inline uint32_t minimum_of(Vector bytes) {
   return minimum_of(_mm_min_epu8(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1)));
 }
 
+inline uint32_t maximum_of(Vector bytes) {
+  return 255 - minimum_of(_mm512_xor_si512(bytes, broadcast(255)));
+}
+
 inline Range range_of(const Bytes& symbols, uint32_t vectors) {
   Vector minimum = broadcast(255);
   Vector maximum = _mm512_setzero_si512();
@@ -32,7 +37,7 @@ inline Range range_of(const Bytes& symbols, uint32_t vectors) {
     minimum = _mm512_min_epu8(minimum, symbols.vector[i]);
     maximum = _mm512_max_epu8(maximum, symbols.vector[i]);
   }
-  return {minimum_of(minimum), 255 - minimum_of(_mm512_xor_si512(maximum, broadcast(255)))};
+  return {minimum_of(minimum), maximum_of(maximum)};
 }
 
 inline Vector partial_sums(Vector bytes) { return _mm512_sad_epu8(bytes, _mm512_setzero_si512()); }
@@ -48,7 +53,7 @@ struct Distances {
 template <bool kWithZeros>
 inline Distances distances_of(const Bytes& symbols, uint32_t vectors, uint32_t maximum) {
   const Vector top = broadcast(maximum);
-  const Vector limit = broadcast(31);
+  const Vector limit = broadcast(canonical::kClip);
   const Vector one = broadcast(1);
   Vector sums = _mm512_setzero_si512();
   Vector present = _mm512_setzero_si512();
@@ -80,12 +85,76 @@ inline uint32_t count_nonzero(const Bytes& symbols) {
   return total(partial_sums(present));
 }
 
+// --- Centers -----------------------------------------------------------------------------------
+
+// What a center is computed from.
+struct Crowd {
+  uint32_t maximum;
+  Distances distances;
+};
+
 // Section 5: the center of a code whose middle is `eighths` below the maximum.
-inline uint8_t center_of(uint32_t maximum, const Distances& distances, uint32_t eighths) {
-  const uint32_t count = distances.count == 0 ? 1 : distances.count;
-  const uint32_t sum = 8 * distances.sum;
+inline uint8_t center_of(const Crowd& crowd, uint32_t eighths) {
+  const uint32_t count = crowd.distances.count == 0 ? 1 : crowd.distances.count;
+  const uint32_t sum = 8 * crowd.distances.sum;
   const uint32_t quotient = sum > eighths * count ? (sum - eighths * count) / (8 * count) : 0;
-  return static_cast<uint8_t>(maximum + 1 - quotient);
+  return static_cast<uint8_t>(crowd.maximum + 1 - quotient);
+}
+
+// The samples of vector j are its lanes 2 j and 2 j + 33: `lane` from 30 - 2 j on has them.
+struct SampleLanes {
+  uint8_t lane[kLanes + 2 * (kVectors - 1)];
+};
+constexpr SampleLanes sample_lanes() {
+  static_assert(canonical::kSampleStep == 33 && canonical::kSamples == 2 * kVectors);
+  SampleLanes lanes{};
+  lanes.lane[2 * (kVectors - 1)] = 255;
+  lanes.lane[2 * (kVectors - 1) + 33] = 255;
+  return lanes;
+}
+inline constexpr SampleLanes kSampleLanes = sample_lanes();
+
+// See [Note: outliers] in memswap/canonical.h. The lowest symbol of the window that most of the
+// sample is in; 0 if there is none.
+inline uint32_t crowded_window(const Bytes& symbols, uint32_t vectors) {
+  Vector samples = _mm512_setzero_si512();
+  for (uint32_t j = 0; j < vectors; ++j) {
+    const Vector chosen = load(kSampleLanes.lane + 2 * (kVectors - 1 - j));
+    samples = _mm512_ternarylogic_epi64(samples, symbols.vector[j], chosen, 0xf8);  // a | (b & c)
+  }
+  const uint32_t count = count_bits(_mm512_test_epi8_mask(samples, samples));
+  uint32_t median = 0;
+  for (uint32_t bit = 128; bit >= canonical::kMedianStep; bit /= 2) {
+    const __mmask64 above = _mm512_cmpge_epu8_mask(samples, broadcast(median + bit));
+    median += 2 * count_bits(above) >= count ? bit : 0;
+  }
+  uint32_t low = median > canonical::kBelowMedian ? median - canonical::kBelowMedian : 1;
+  low = low < canonical::kHighestWindow ? low : canonical::kHighestWindow;
+  const __mmask64 inside = _mm512_cmplt_epu8_mask(_mm512_sub_epi8(samples, broadcast(low)),
+                                                  broadcast(canonical::kWindow));
+  return 2 * count_bits(inside) > count ? low : 0;
+}
+
+// Over the symbols in the window alone.
+inline Crowd crowd_of(const Bytes& symbols, uint32_t vectors, uint32_t low) {
+  const Vector lowest = broadcast(low);
+  Vector highest = _mm512_setzero_si512();
+  Vector sums = _mm512_setzero_si512();
+  uint32_t count = 0;
+  for (uint32_t j = 0; j < vectors; ++j) {
+    const Vector above = _mm512_sub_epi8(symbols.vector[j], lowest);
+    const __mmask64 inside = _mm512_cmplt_epu8_mask(above, broadcast(canonical::kWindow));
+    const Vector counted = _mm512_maskz_mov_epi8(inside, above);
+    highest = _mm512_max_epu8(highest, counted);
+    sums = _mm512_add_epi64(sums, partial_sums(counted));
+    count += count_bits(inside);
+  }
+  const uint32_t span = maximum_of(highest);
+  return {low + span, {count * span - total(sums), count}};
+}
+
+inline bool may_have_outliers(const Distances& distances) {
+  return distances.sum >= canonical::kFar * distances.count && distances.count != 0;
 }
 
 // --- Sizes -------------------------------------------------------------------------------------
@@ -177,17 +246,26 @@ inline Choice choose_fast(const Bytes& symbols, const Range& range, uint32_t sym
   return choice;
 }
 
-inline Choice choose_canonical(const Bytes& symbols, const Range& range,
-                               const Distances& distances) {
+inline Choice choose_canonical(const Bytes& symbols, const Range& range, const Distances& distances,
+                               uint32_t symbol_bits) {
   const uint32_t spread_bits =
       32 - static_cast<uint32_t>(_lzcnt_u32(range.maximum - range.minimum));
   const uint32_t bits = spread_bits < 2 ? 2 : spread_bits;
   Choice choice{};
-  choice.center2 = center_of(range.maximum, distances, 7);
   choice.nonzero = distances.count;
   choice.mode = frame::kFw2 + bits - 2;
   choice.center = static_cast<uint8_t>(range.maximum);
   choice.units = units_of_bytes(size_of_fixed(bits));
+  Crowd crowd{range.maximum, distances};
+  if (symbol_bits == canonical::kOutlierBits && may_have_outliers(distances)) {
+    const uint32_t low = crowded_window(symbols, kVectors);
+    if (low == 0) {
+      choice.center2 = center_of(crowd, 7);
+      return choice;
+    }
+    crowd = crowd_of(symbols, kVectors, low);
+  }
+  choice.center2 = center_of(crowd, 7);
   if (choice.units == 0) {
     return choice;
   }
@@ -201,7 +279,7 @@ inline Choice choose_canonical(const Bytes& symbols, const Range& range,
   if (choice.units <= units_of_bytes(kPlane1Bytes)) {
     return choice;
   }
-  const uint8_t center3 = center_of(range.maximum, distances, 19);
+  const uint8_t center3 = center_of(crowd, 19);
   const uint32_t lq3 = units_of_bytes(size_of_lq3(symbols, range, center3));
   if (lq3 < choice.units) {
     choice.mode = frame::kLq3;

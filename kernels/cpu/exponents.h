@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "memswap/canonical.h"
 #include "planes.h"
 
 namespace memswap::cpu::scalar {
@@ -63,31 +64,80 @@ struct Lq3 {
   }
 };
 
+// What the canonical centres are computed from: exponents that are not 0.
+struct Distances {
+  uint32_t max;
+  uint32_t sum;    // of min(max - E, kClip)
+  uint32_t count;  // 1 if there are none
+};
+
+inline Distances distances_of(const uint8_t* exponents, uint32_t count, uint32_t low,
+                              uint32_t high) {
+  Distances distances{};
+  const auto for_each = [&](auto visit) {
+    for (uint32_t i = 0; i < count; ++i) {
+      if (exponents[i] >= low && exponents[i] <= high) {
+        visit(exponents[i]);
+      }
+    }
+  };
+  for_each([&](uint32_t e) { distances.max = std::max(distances.max, e); });
+  for_each([&](uint32_t e) {
+    distances.sum += std::min(distances.max - e, canonical::kClip);
+    ++distances.count;
+  });
+  distances.count = std::max(distances.count, 1u);
+  return distances;
+}
+
+// See [Note: outliers] in memswap/canonical.h. The lowest exponent of the window that most of the
+// sample is in; 0 if there is none.
+inline uint8_t crowded_window(const uint8_t* exponents, uint32_t count) {
+  const auto count_samples = [&](uint32_t low, uint32_t high) {
+    uint32_t samples = 0;
+    for (uint32_t i = 0; i < canonical::kSamples && canonical::kSampleStep * i < count; ++i) {
+      const uint32_t e = exponents[canonical::kSampleStep * i];
+      samples += e >= low && e <= high;
+    }
+    return samples;
+  };
+  const uint32_t samples = count_samples(1, 255);
+  uint32_t median = 256 - canonical::kMedianStep;
+  while (median != 0 && 2 * count_samples(median, 255) < samples) {
+    median -= canonical::kMedianStep;
+  }
+  const uint32_t low = std::clamp(median, canonical::kBelowMedian + 1,
+                                  canonical::kHighestWindow + canonical::kBelowMedian) -
+                       canonical::kBelowMedian;
+  const uint32_t inside = count_samples(low, low + canonical::kWindow - 1);
+  return 2 * inside > samples ? static_cast<uint8_t>(low) : 0;
+}
+
 // The centres that the canonical encoder takes.
 struct Centers {
   uint8_t lq2;
   uint8_t lq3;
+  bool crowded;  // false: not worth trying
 };
 
-inline Centers canonical_centers(const uint8_t* exponents, uint32_t count) {
-  uint32_t max = 0;
-  for (uint32_t i = 0; i < count; ++i) {
-    max = std::max<uint32_t>(max, exponents[i]);
-  }
-  uint32_t sum = 0;
-  uint32_t nonzero = 0;
-  for (uint32_t i = 0; i < count; ++i) {
-    if (exponents[i] != 0) {
-      sum += std::min<uint32_t>(max - exponents[i], 31);
-      ++nonzero;
+inline Centers canonical_centers(const uint8_t* exponents, uint32_t count, uint32_t exponent_bits) {
+  Distances distances = distances_of(exponents, count, 1, 255);
+  bool crowded = true;
+  if (exponent_bits == canonical::kOutlierBits &&
+      distances.sum >= canonical::kFar * distances.count) {
+    const uint32_t low = crowded_window(exponents, count);
+    crowded = low != 0;
+    if (crowded) {
+      distances = distances_of(exponents, count, low, low + canonical::kWindow - 1);
     }
   }
-  nonzero = std::max(nonzero, 1u);
-  const auto below_max = [&](uint32_t eighths) {
-    return 8 * sum > eighths * nonzero ? (8 * sum - eighths * nonzero) / (8 * nonzero) : 0;
+  const auto center = [&](uint32_t eighths) {
+    const uint32_t sum = 8 * distances.sum;
+    const uint32_t less = eighths * distances.count;
+    const uint32_t below_max = sum > less ? (sum - less) / (8 * distances.count) : 0;
+    return static_cast<uint8_t>(distances.max + 1 - below_max);
   };
-  return {static_cast<uint8_t>(max + 1 - below_max(7)),
-          static_cast<uint8_t>(max + 1 - below_max(19))};
+  return {center(7), center(19), crowded};
 }
 
 // Bytes of S1, S2 and the E bytes.

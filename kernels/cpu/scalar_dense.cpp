@@ -119,13 +119,15 @@ EncodedBlock encode_dense(const EncodeParams& params, const void* elements, uint
       best = lq2;
     }
   } else {
-    const Centers centers = canonical_centers(exponents, kElements);
+    const Centers centers = canonical_centers(exponents, kElements, Element::kExponentBits);
     center2 = centers.lq2;
     best = fw_choice(exponents);
-    for (const Choice& other :
-         {lq2_choice(exponents, centers.lq2), lq3_choice(exponents, centers.lq3)}) {
-      if (other.units < best.units) {
-        best = other;
+    if (centers.crowded) {
+      for (const Choice& other :
+           {lq2_choice(exponents, centers.lq2), lq3_choice(exponents, centers.lq3)}) {
+        if (other.units < best.units) {
+          best = other;
+        }
       }
     }
   }

@@ -42,7 +42,7 @@ EncodedBlock encode_sparse(const EncodeParams&, const void* elements, uint32_t c
   }
   const uint32_t zero_count = kElements - survivor_count;
   const uint32_t zeros = zero_count - (kElements - count);  // the missing ones are zeros, too
-  const uint8_t center = canonical_centers(exponents, survivor_count).lq2;
+  const uint8_t center = canonical_centers(exponents, survivor_count, Element::kExponentBits).lq2;
 
   uint32_t bytes = bytes_of_bits(2 * survivor_count) +
                    lq2_escape_bytes(exponents, survivor_count, center) +

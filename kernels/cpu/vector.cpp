@@ -195,7 +195,14 @@ EncodedBlock encode_sparse(const EncodeParams& params, const void* elements, uin
   for (uint32_t i = 0; i < vectors; ++i) {
     all.vector[i] = load(symbols.byte + kLanes * i) & first_lanes(live - kLanes * i);
   }
-  const uint8_t center = center_of(statistics_of(all, vectors), 7);
+  Statistics statistics = statistics_of(all, vectors);
+  if (may_have_outliers(statistics)) {
+    const uint32_t low = crowded_window(all, vectors);
+    if (low != 0) {
+      count_crowd(all, vectors, low, statistics);
+    }
+  }
+  const uint8_t center = center_of(statistics, 7);
   uint8_t codes[frame::kLowPlaneBytes + kLanes];
   Row values;
   uint8_t* values_end = values.byte;

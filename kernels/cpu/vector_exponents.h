@@ -2,6 +2,7 @@
 // LQ3 and FW.
 #pragma once
 
+#include "memswap/canonical.h"
 #include "vector_bytes.h"
 
 MEMSWAP_VECTOR_BEGIN
@@ -35,13 +36,70 @@ inline Statistics statistics_of(const Bytes& symbols, uint32_t vectors) {
     Vector sum{};  // eight times 31 fits into a byte
     for (uint32_t j = i; j < i + 8 && j < vectors; ++j) {
       const Vector nonzero = lanes_where(symbols.vector[j] != 0);
-      sum += minimum(top - symbols.vector[j], broadcast(31)) & nonzero;
+      sum += minimum(top - symbols.vector[j], broadcast(canonical::kClip)) & nonzero;
       present += nonzero & 1;
     }
     statistics.sum += sum_of(sum);
   }
   statistics.count = sum_of(present);
   return statistics;
+}
+
+// See [Note: outliers] in memswap/canonical.h. The lowest symbol of the window that most of the
+// sample is in; 0 if there is none.
+inline uint32_t crowded_window(const Bytes& symbols, uint32_t vectors) {
+  Vector samples[canonical::kSamples / kLanes]{};
+  for (uint32_t i = 0; i < canonical::kSamples; ++i) {
+    const uint32_t at = canonical::kSampleStep * i;
+    if (at / kLanes < vectors) {
+      samples[i / kLanes][i % kLanes] = symbols.vector[at / kLanes][at % kLanes];
+    }
+  }
+  const auto count_samples = [&](uint32_t low, uint32_t span) {
+    uint32_t count = 0;
+    for (const Vector& sample : samples) {
+      count += sum_of(lanes_where(sample - broadcast(low) <= broadcast(span)) & 1);
+    }
+    return count;
+  };
+  const uint32_t count = count_samples(1, 254);
+  uint32_t median = 0;
+  for (uint32_t bit = 128; bit >= canonical::kMedianStep; bit /= 2) {
+    median += 2 * count_samples(median + bit, 255 - median - bit) >= count ? bit : 0;
+  }
+  uint32_t low = median > canonical::kBelowMedian ? median - canonical::kBelowMedian : 1;
+  low = low < canonical::kHighestWindow ? low : canonical::kHighestWindow;
+  return 2 * count_samples(low, canonical::kWindow - 1) > count ? low : 0;
+}
+
+// Takes the maximum, the sum and the count from the symbols in the window alone.
+inline void count_crowd(const Bytes& symbols, uint32_t vectors, uint32_t low,
+                        Statistics& statistics) {
+  const Vector lowest = broadcast(low);
+  Vector highest{}, present{};
+  uint32_t sum = 0;
+  for (uint32_t i = 0; i < vectors; i += 8) {
+    Vector sums{};  // eight times 31 fits into a byte
+    for (uint32_t j = i; j < i + 8 && j < vectors; ++j) {
+      const Vector above = symbols.vector[j] - lowest;
+      const Vector inside = lanes_where(above < broadcast(canonical::kWindow));
+      highest = maximum(highest, above & inside);
+      sums += above & inside;
+      present += inside & 1;
+    }
+    sum += sum_of(sums);
+  }
+  uint32_t span = 0;
+  for (uint32_t i = 0; i < kLanes; ++i) {
+    span = highest[i] > span ? highest[i] : span;
+  }
+  statistics.maximum = low + span;
+  statistics.count = sum_of(present);
+  statistics.sum = statistics.count * span - sum;
+}
+
+inline bool may_have_outliers(const Statistics& statistics) {
+  return statistics.sum >= canonical::kFar * statistics.count && statistics.count != 0;
 }
 
 // Section 5: the center of a code whose middle is `eighths` below the maximum.
@@ -241,19 +299,32 @@ struct Choice {
 };
 
 inline Choice choose(const Bytes& symbols, const EncodeParams& params, uint32_t symbol_bits) {
-  const Statistics statistics = statistics_of(symbols, kVectors);
+  Statistics statistics = statistics_of(symbols, kVectors);
   const uint32_t spread = statistics.maximum - statistics.minimum;
   const uint32_t bits = params.fast  ? symbol_bits
                         : spread < 4 ? 2
                                      : 32 - static_cast<uint32_t>(__builtin_clz(spread));
   const auto maximum = static_cast<uint8_t>(statistics.maximum);
-  const uint8_t center2 = params.fast ? params.center : center_of(statistics, 7);
-  Choice choice{frame::kFw2 + bits - 2, params.fast ? params.center : maximum, center2,
+  Choice choice{frame::kFw2 + bits - 2, params.fast ? params.center : maximum, params.center,
                 statistics.count, units_of_bytes(size_of_fixed(bits))};
-  const uint32_t lq2 = units_of_bytes(size_of_lq2(symbols, center2));
+  if (!params.fast) {
+    bool crowded = true;
+    if (symbol_bits == canonical::kOutlierBits && may_have_outliers(statistics)) {
+      const uint32_t low = crowded_window(symbols, kVectors);
+      crowded = low != 0;
+      if (crowded) {
+        count_crowd(symbols, kVectors, low, statistics);
+      }
+    }
+    choice.center2 = center_of(statistics, 7);
+    if (!crowded) {
+      return choice;
+    }
+  }
+  const uint32_t lq2 = units_of_bytes(size_of_lq2(symbols, choice.center2));
   if (lq2 < choice.units) {
     choice.mode = frame::kLq2;
-    choice.center = center2;
+    choice.center = choice.center2;
     choice.units = lq2;
   }
   // LQ3 has a plane of bits for a start, so it cannot win against anything as short.

@@ -40,7 +40,9 @@ enum class Kind : uint8_t {
   kUpcast,          // fp32: kNormal with 16 low bits 0; one in 2^parameter has others, if not 0
   kUpcastWindow,    // fp32: kWindow with 16 low bits 0
   kUpcastOutliers,  // fp32: kOutliers with 16 low bits 0
-  kMixed            // every block of 1024 is another one of kPatterns
+  kMixed,           // every block of 1024 is another one of the first kMixedPatterns of kPatterns
+  kSpikes,          // floats: kNormal, and one in 2^parameter is Inf, NaN or one of the largest
+  kChannels         // floats: kNormal, and every parameter-th is larger by a large power of two
 };
 
 struct Pattern {
@@ -69,7 +71,10 @@ inline constexpr Pattern kPatterns[] = {
     {Kind::kUpcastWindow, 4},   {Kind::kUpcastWindow, 5}, {Kind::kUpcastWindow, 6},
     {Kind::kUpcastWindow, 7},   {Kind::kUpcastWindow, 8}, {Kind::kUpcastOutliers, 3},
     {Kind::kUpcastOutliers, 9}, {Kind::kDecay, 12},       {Kind::kDecay, 14},
+    {Kind::kSpikes, 10},        {Kind::kSpikes, 4},       {Kind::kSpikes, 2},
+    {Kind::kChannels, 64},      {Kind::kChannels, 5},     {Kind::kChannels, 2},
 };
+inline constexpr uint32_t kMixedPatterns = 57;  // golden frames hold them
 inline constexpr uint32_t kPatternCount = sizeof(kPatterns) / sizeof(kPatterns[0]);
 
 // The fields of IEEE-like floats, for integers a guess by width that the patterns are as good with.
@@ -205,9 +210,19 @@ inline uint64_t element_of(Pattern pattern, frame::Dtype dtype, uint64_t seed, u
       element = element_of({Kind::kOutliers, pattern.parameter}, dtype, seed, index);
       element &= ~UINT64_C(0xffff);
       break;
+    case Kind::kSpikes:
+      element = (more >> 44 & low_bits(pattern.parameter)) == 0
+                    ? with_exponent(low_bits(fields.exponent_bits) - (more >> 60) % 3)
+                    : normal(0);
+      break;
+    case Kind::kChannels:
+      element = index % parameter == parameter / 2
+                    ? with_symbol(symbols * 7 / 8 + (more >> 44) % (symbols / 8))
+                    : normal(0);
+      break;
     case Kind::kMixed: {
       const uint64_t block = index / frame::kBlockElements;
-      const Pattern chosen = kPatterns[(splitmix64(~seed, 0) + block) % kPatternCount];
+      const Pattern chosen = kPatterns[(splitmix64(~seed, 0) + block) % kMixedPatterns];
       return element_of(chosen, dtype, seed, index);
     }
   }
