@@ -134,8 +134,11 @@ void measure(const Case& of, uint64_t bytes_wanted, uint32_t max_processors, int
     check(cudaMemset(buffers[i].status.get(), 0, 4), "cudaMemset");
   }
   uint8_t center = 0;
+  const DeviceBuffer workspace(codec.workspace_bytes);
+  check(cudaMemset(workspace.get(), 0, codec.workspace_bytes), "cudaMemset");
   memswap_launch launch{};
   launch.max_processors = max_processors;
+  launch.workspace = workspace.get();
   const auto encode = [&](const Buffers& in) {
     memswap_encode_job job{};
     job.input = in.input.get();
@@ -156,6 +159,7 @@ void measure(const Case& of, uint64_t bytes_wanted, uint32_t max_processors, int
     job.output = in.output.get();
     job.elements = elements;
     job.dtype = static_cast<uint8_t>(of.dtype);
+    job.shape_hint = static_cast<uint8_t>(1 + static_cast<uint32_t>(of.shape));
     job.status = reinterpret_cast<uint32_t*>(in.status.get());
     const int error = codec.decode(&job, 1, &launch);
     check(error == 0, codec.message(error));
