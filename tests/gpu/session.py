@@ -250,7 +250,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--parts", nargs="*", choices=list(PARTS), help="default: all")
     parser.add_argument("--limit-s", type=float, default=None, help="for all of them")
-    parser.add_argument("--build", nargs="+", help="a command that builds the module first")
+    parser.add_argument("--build", nargs=argparse.REMAINDER, help="and what builds the module")
     arguments = parser.parse_args()
     began = time.monotonic()
     out = Path(os.environ["OUT"]) if os.environ.get("OUT") else None
