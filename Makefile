@@ -6,6 +6,7 @@
 #   VENV=.venv-212      another place for it
 #   VENV=none           use the Python, torch and tools that are there; install nothing
 #   ARGS="--steps 4"    more arguments for the demo, the tests or the benchmarks
+#   PARTS="codec"       parts of `make gpu` (tests/gpu/session.py), LIMIT_S=540 seconds for them
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -72,7 +73,8 @@ help:
 	@echo 'make test-all    the same and the slow tests'
 	@echo 'make test-npu    the real torch_npu on a fake ACL runtime, in an environment of its own'
 	@echo 'make bench       benchmarks on this machine, results to benchmarks/results/'
-	@echo 'make gpu         what needs a CUDA device: GPU tests, then benchmarks (installs nothing)'
+	@echo 'make gpu         what needs a CUDA device: tests and benchmarks (installs nothing)'
+	@echo '                 PARTS="codec kernels" LIMIT_S=540; results also to the folder $$OUT'
 	@echo 'make cpp-test    C++ tests alone'
 	@echo 'make lint        ruff, mypy and clang-format; `make format` applies what they can'
 	@echo 'make build       memswap._C in place; `make clean`, `make distclean` remove it'
@@ -97,19 +99,17 @@ cpp-test: build
 bench: build $(bench_tools)
 	$(python) benchmarks/run.py $(ARGS)
 
-# The benchmarks run even where a test failed: on a borrowed machine both answers are wanted.
+# Borrowed machines: the device's architecture alone, and parts with limits (tests/gpu/session.py).
 gpu: require-torch
 	@$(python) -c 'import torch; raise SystemExit(not torch.cuda.is_available())' || { \
 	  echo 'make gpu: torch of $(python) sees no CUDA device; nothing was run.' >&2; exit 2; }
-	$(MAKE) --no-print-directory build VENV='$(VENV)' PYTHON='$(PYTHON)'
-	status=0; \
-	$(python) tests/run.py --suite gpu || status=1; \
-	$(python) benchmarks/run.py --device cuda $(ARGS) || status=1; \
-	if [ -n "$${OUT:-}" ]; then \
-	  cp benchmarks/results/cuda-*.json "$$OUT/" || status=1; \
-	  cp build/test-results/gpu-*.xml "$$OUT/" || status=1; \
-	fi; \
-	exit $$status
+	@MEMSWAP_CUDA=ON; \
+	MEMSWAP_CUDA_ARCHITECTURES=$$($(python) -c \
+	  'import torch; print("%d%d-real" % torch.cuda.get_device_capability())'); \
+	export MEMSWAP_CUDA MEMSWAP_CUDA_ARCHITECTURES; \
+	$(python) tests/gpu/session.py $(if $(PARTS),--parts $(PARTS)) \
+	  $(if $(LIMIT_S),--limit-s $(LIMIT_S)) \
+	  --build $(MAKE) --no-print-directory build VENV='$(VENV)' PYTHON='$(PYTHON)'
 
 lint: $(lint_tools)
 	$(python) -m ruff check .

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -196,11 +196,15 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=None, help="default: 2 on a CPU, else 1")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a block")
     parser.add_argument("--rounds", type=int, default=2, help="blocks of each mode")
+    parser.add_argument("--sequence", type=int, nargs="+", help="default: by device")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     batch = arguments.batch or (2 if device.type == "cpu" else 1)
     results, failed = [], False
-    for config in SIZES["cpu" if device.type == "cpu" else "accelerator"]:
+    configs = SIZES["cpu" if device.type == "cpu" else "accelerator"]
+    if arguments.sequence:
+        configs = [replace(configs[0], sequence=sequence) for sequence in arguments.sequence]
+    for config in configs:
         records, skipped = measure(config, batch, device, arguments.steps, arguments.rounds)
         print(f"\n{device}: batch {batch}, bf16, {asdict(config)}")
         print(table(records))
@@ -213,7 +217,7 @@ def main() -> None:
             for name, record in records.items()
             if name not in ("checkpoint", "save_on_cpu")
         )
-    write_result(arguments.json, device, {"baseline": BASELINE, "sizes": results})
+        write_result(arguments.json, device, {"baseline": BASELINE, "sizes": results})
     if failed:
         raise SystemExit("memswap's gradients are not those of the plain run.")
 

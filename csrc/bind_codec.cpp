@@ -86,10 +86,13 @@ void bind_frames(py::module_& module) {
   module.def("exact_frame", &exact_frame, py::arg("frame"), without_gil());
   module.def(
       "decode_tensor",
-      [](const at::Tensor& frame, const std::vector<int64_t>& size, at::ScalarType dtype) {
-        return decode_tensor(frame, size, dtype, /*check_decode=*/true);
+      [](const at::Tensor& frame, const std::vector<int64_t>& size, at::ScalarType dtype,
+         std::optional<uint8_t> shape) {
+        const auto hint = static_cast<uint8_t>(shape ? 1 + *shape : 0);
+        return decode_tensor(frame, size, dtype, /*check_decode=*/true, hint);
       },
-      py::arg("frame"), py::arg("size"), py::arg("dtype"), without_gil());
+      py::arg("frame"), py::arg("size"), py::arg("dtype"), py::arg("shape") = std::nullopt,
+      without_gil());
   module.def("portable_frame", &portable_frame, py::arg("frame"), without_gil());
   module.def("new_frame", &new_host_frame, py::arg("nbytes"), without_gil());
   module.def("read_header", &read_header, py::arg("frame"));

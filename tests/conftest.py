@@ -47,6 +47,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
         host_codec = native.codec_capsule(torch.device("cpu"))
         native.register_codec(simdev.NAME, simdev.codec_on_streams(host_codec))
+    elif config.getoption("--device") == "cuda":
+        # The same bits from the same program, or comparing gradients would say nothing.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -34,54 +34,44 @@ class Suite:
     quick: tuple[str, ...] = ()  # more arguments, unless the slow tests run as well
 
 
-SUITES = {
-    "default": (
-        Suite(
-            "cpu",
-            ("tests/unit", "tests/engine", "tests/planning"),
-            "unit, engine and planning tests on the CPU",
-        ),
-        # The simulator's executor and OpenMP's threads would fight for the cores.
-        Suite(
-            "sim",
-            ("tests/engine",),
-            "engine tests on the simulated accelerator",
-            device="sim",
-            environment={"OMP_NUM_THREADS": "1"},
-        ),
-        # Nothing that memswap does may hang on the device's name: torch_npu's serves the same key.
-        Suite(
-            "npu",
-            ("tests/engine",),
-            "engine tests on the simulated accelerator under the name npu",
-            device="npu",
-            environment={"OMP_NUM_THREADS": "1"},
-            quick=("--schedule", "lazy"),
-        ),
-        Suite(
-            "race",
-            ("tests/race",),
-            "the race laboratory",
-            device="sim",
-            environment={"OMP_NUM_THREADS": "1"},
-        ),
-        Suite("simdev", ("tests/simdev/tests",), "tests of the simulated accelerator itself"),
-        Suite(
-            "parallel",
-            ("tests/parallel",),
-            "sharded weights and exchanges on several processes",
-            environment={"OMP_NUM_THREADS": "1"},
-        ),
+SUITES = (
+    Suite(
+        "cpu",
+        ("tests/unit", "tests/engine", "tests/planning"),
+        "unit, engine and planning tests on the CPU",
     ),
-    "gpu": (
-        Suite(
-            "gpu",
-            ("tests/unit", "tests/engine", "tests/gpu"),
-            "unit, engine and GPU tests on the CUDA device",
-            device="cuda",
-        ),
+    # The simulator's executor and OpenMP's threads would fight for the cores.
+    Suite(
+        "sim",
+        ("tests/engine",),
+        "engine tests on the simulated accelerator",
+        device="sim",
+        environment={"OMP_NUM_THREADS": "1"},
     ),
-}
+    # Nothing that memswap does may hang on the device's name: torch_npu's serves the same key.
+    Suite(
+        "npu",
+        ("tests/engine",),
+        "engine tests on the simulated accelerator under the name npu",
+        device="npu",
+        environment={"OMP_NUM_THREADS": "1"},
+        quick=("--schedule", "lazy"),
+    ),
+    Suite(
+        "race",
+        ("tests/race",),
+        "the race laboratory",
+        device="sim",
+        environment={"OMP_NUM_THREADS": "1"},
+    ),
+    Suite("simdev", ("tests/simdev/tests",), "tests of the simulated accelerator itself"),
+    Suite(
+        "parallel",
+        ("tests/parallel",),
+        "sharded weights and exchanges on several processes",
+        environment={"OMP_NUM_THREADS": "1"},
+    ),
+)
 
 
 #: What one process runs of the default suite, longest first. The compiled parts share folders.
@@ -118,9 +108,9 @@ def run_pytest(suite: Suite, slow: bool, more: list[str]) -> Sum:
     return total
 
 
-def run_here(suite: str, names: Sequence[str], slow: bool, more: list[str]) -> dict[str, Sum]:
+def run_here(names: Sequence[str], slow: bool, more: list[str]) -> dict[str, Sum]:
     """Run parts one after another in this process."""
-    python = {one.name: one for one in SUITES[suite]}
+    python = {one.name: one for one in SUITES}
     return {
         name: COMPILED[name](slow) if name in COMPILED else run_pytest(python[name], slow, more)
         for name in names
@@ -148,7 +138,6 @@ def run_apart(names: Sequence[str], slow: bool, more: list[str]) -> dict[str, Su
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--suite", choices=sorted(SUITES), default="default")
     every = [name for names in TOGETHER for name in names]
     parser.add_argument("--only", nargs="+", choices=every, help="these parts alone, in turn")
     parser.add_argument("--slow", action="store_true", help="run the tests marked slow as well")
@@ -158,16 +147,13 @@ def main() -> int:
     parser.add_argument("--sums", help="a file for what was counted")
     arguments, more = parser.parse_known_args()
     parts: dict[str, Sum] = {}
-    if arguments.suite == "default" and arguments.only is None and arguments.jobs > 1:
+    if arguments.only is None and arguments.jobs > 1:
         with ThreadPoolExecutor(arguments.jobs) as pool:
             running = [pool.submit(run_apart, names, arguments.slow, more) for names in TOGETHER]
         for one in running:
             parts |= one.result()
     else:
-        names = arguments.only or every
-        if arguments.suite != "default":
-            names = [suite.name for suite in SUITES[arguments.suite]]
-        parts = run_here(arguments.suite, names, arguments.slow, more)
+        parts = run_here(arguments.only or every, arguments.slow, more)
     if arguments.sums:
         with open(arguments.sums, "w", encoding="utf-8") as file:
             json.dump({name: asdict(part) for name, part in parts.items()}, file)

@@ -8,11 +8,18 @@ if(NOT MEMSWAP_ASCEND MATCHES "^(AUTO|ON|OFF)$")
   message(FATAL_ERROR "MEMSWAP_ASCEND is '${MEMSWAP_ASCEND}'; expected AUTO, ON or OFF.")
 endif()
 
+# What the codec is compiled for; empty: machine code and PTX for everything that is supported.
+set(MEMSWAP_CUDA_ARCHITECTURES "" CACHE STRING
+    "CUDA architectures, as CMAKE_CUDA_ARCHITECTURES has them (90-real); empty: all supported ones")
+
 set(memswap_has_cuda OFF)
 if(NOT MEMSWAP_CUDA STREQUAL "OFF")
   check_language(CUDA)
   if(CMAKE_CUDA_COMPILER)
     set(CMAKE_CUDA_ARCHITECTURES 80 90)
+    if(MEMSWAP_CUDA_ARCHITECTURES)
+      set(CMAKE_CUDA_ARCHITECTURES ${MEMSWAP_CUDA_ARCHITECTURES})
+    endif()
     set(CMAKE_CUDA_STANDARD 17)  # CMake 3.25 knows no C++20 for nvcc 13
     enable_language(CUDA)
     set(memswap_has_cuda ON)

@@ -1,6 +1,9 @@
 #include "stream_codec_lane.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/util/Exception.h>
 
 #include <cstring>
@@ -134,12 +137,30 @@ StreamCodecLane::StreamCodecLane(c10::Device device, const Options& options)
       status_(streams_, decode_stream_, header_pool_),
       departures_(options.max_leaving_bytes) {}
 
+// Allocated and cleared on the encode stream, which alone uses it.
+void* StreamCodecLane::workspace(const memswap_codec& codec) {
+  if (codec.workspace_bytes == 0) {
+    return nullptr;
+  }
+  const std::lock_guard lock(mutex_);
+  if (!workspace_.defined()) {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const WithoutModes without_modes;
+    const c10::StreamGuard guard(encode_stream_);
+    workspace_ = at::zeros({static_cast<int64_t>(codec.workspace_bytes)},
+                           at::TensorOptions(streams_->device()).dtype(at::kByte));
+  }
+  return workspace_.mutable_data_ptr();
+}
+
 template <class Job>
 int StreamCodecLane::launch(const char* name, c10::Stream stream, const Job& job,
-                            int (*run)(const Job*, size_t, const memswap_launch*)) const {
+                            int (*run)(const Job*, size_t, const memswap_launch*),
+                            void* workspace) const {
   return submit(name, stream, [=, processors = max_processors_](void* native) {
     memswap_launch launch{};
     launch.stream = native;
+    launch.workspace = workspace;
     launch.max_processors = processors;
     return run(&job, 1, &launch);
   });
@@ -213,7 +234,9 @@ std::optional<Encoding> StreamCodecLane::start(StorageRefPtr storage, const Fram
     }
   }
   StorageRefPtr frame;
+  void* counters = nullptr;
   try {
+    counters = workspace(codec);
     frame = std::make_shared<StorageRef>(streams_->new_bytes(plan.frame_bytes()).storage());
   } catch (const c10::OutOfMemoryError& error) {
     if (overflow) {
@@ -234,7 +257,7 @@ std::optional<Encoding> StreamCodecLane::start(StorageRefPtr storage, const Fram
     job.overflow_capacity = overflow->capacity();
     job.overflow_cursor = overflow->cursor();
   }
-  const int code = launch("memswap::encode", encode_stream_, job, codec.encode);
+  const int code = launch("memswap::encode", encode_stream_, job, codec.encode, counters);
   ticket->record(encode_stream_);
   if (code != MEMSWAP_CODEC_OK) {
     // The share counts as used up: what was launched before the failure may move the cursor.
@@ -296,8 +319,9 @@ std::pair<StorageRefPtr, TicketPtr> StreamCodecLane::decode(const EncodedStorage
   job.elements = plan.layout.elements;
   job.output = job.elements > 0 ? output->storage.mutable_data() : frame->storage.mutable_data();
   job.dtype = static_cast<uint8_t>(plan.dtype);
+  job.shape_hint = static_cast<uint8_t>(1 + static_cast<uint32_t>(plan.shape));
   job.status = status_.word();
-  const int code = launch("memswap::decode", decode_stream_, job, codec.decode);
+  const int code = launch("memswap::decode", decode_stream_, job, codec.decode, nullptr);
   ticket->record(decode_stream_);
   if (encoded->overflow()) {
     encoded->overflow()->read_on(decode_stream_);

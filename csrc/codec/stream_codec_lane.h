@@ -86,9 +86,10 @@ class StreamCodecLane final : public CodecLane {
                                 const FramePlan& plan, const std::shared_ptr<Lane>& copies,
                                 BlockPtr block);
   std::optional<FramePlan> plan(const StorageRefPtr& storage, const FrameOptions& options);
+  void* workspace(const memswap_codec& codec);
   template <class Job>
   int launch(const char* name, c10::Stream stream, const Job& job,
-             int (*run)(const Job*, size_t, const memswap_launch*)) const;
+             int (*run)(const Job*, size_t, const memswap_launch*), void* workspace) const;
   void settle_known();
 
   const std::shared_ptr<DeviceStreams> streams_;
@@ -101,6 +102,7 @@ class StreamCodecLane final : public CodecLane {
   DecodeStatus status_;
   StreamDepartures departures_;
   std::mutex mutex_;
+  at::Tensor workspace_;  // of encodes, which are in order on their stream; made with the first
   std::deque<std::weak_ptr<Header>> unsettled_;  // that the host has not seen
 };
 

@@ -158,12 +158,12 @@ at::Tensor exact_frame(const at::Tensor& frame) {
 }
 
 at::Tensor decode_tensor(const at::Tensor& given, at::IntArrayRef size, at::ScalarType dtype,
-                         bool check_decode) {
-  return decode_with(codec_for(given), given, size, dtype, check_decode);
+                         bool check_decode, uint8_t shape_hint) {
+  return decode_with(codec_for(given), given, size, dtype, check_decode, shape_hint);
 }
 
 at::Tensor decode_with(const memswap_codec& codec, const at::Tensor& given, at::IntArrayRef size,
-                       at::ScalarType dtype, bool check_decode) {
+                       at::ScalarType dtype, bool check_decode, uint8_t shape_hint) {
   const c10::DeviceGuard guard(given.device());
   const at::Tensor frame = aligned(given);
   at::Tensor output = new_tensor(size, given.options().dtype(dtype));
@@ -178,6 +178,7 @@ at::Tensor decode_with(const memswap_codec& codec, const at::Tensor& given, at::
   job.elements = output.nbytes() / frame::width_of(code);
   job.dtype = static_cast<uint8_t>(code);
   job.verify = 1;
+  job.shape_hint = shape_hint;
   job.status = on_host ? &status : static_cast<uint32_t*>(device_status.mutable_data_ptr());
   // Never null, and never written where there are no elements.
   job.output = job.elements > 0 ? output.mutable_data_ptr() : const_cast<void*>(job.frame);

@@ -33,11 +33,12 @@ at::Tensor encode_with(const memswap_codec& codec, const at::Tensor& self, int64
 at::Tensor exact_frame(const at::Tensor& frame);
 
 // A contiguous tensor out of a frame on its device. A damaged frame throws DamagedFrameError on a
-// CPU; on any other device only check_decode = true, which waits, can know.
+// CPU; on any other device only check_decode = true, which waits, can know. `shape_hint`: as
+// memswap_decode_job has it.
 at::Tensor decode_tensor(const at::Tensor& frame, at::IntArrayRef size, at::ScalarType dtype,
-                         bool check_decode);
+                         bool check_decode, uint8_t shape_hint = 0);
 at::Tensor decode_with(const memswap_codec& codec, const at::Tensor& frame, at::IntArrayRef size,
-                       at::ScalarType dtype, bool check_decode);
+                       at::ScalarType dtype, bool check_decode, uint8_t shape_hint = 0);
 
 // The frame in host memory, exact and with positions in the order of tiles (docs/format.md section
 // 1, portable). Waits for the device. Throws DamagedFrameError if the frame contradicts itself.

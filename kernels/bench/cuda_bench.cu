@@ -1,11 +1,12 @@
 // Encoding and decoding on the GPU against a device-to-device copy of the same tensor.
 //
-//   memswap_cuda_bench [--quick] [--repeats N]      prints JSON
+//   memswap_cuda_bench [--small] [--repeats N]      prints JSON, a line per measurement
 //
 // GB/s are 10^9 bytes of the uncompressed tensor per second, for the copy as well (which moves that
 // many bytes twice). Copy, encode and decode take turns within a repeat; the medians are of CUDA
-// events' times. Buffers rotate, so that a tensor that fits into the L2 cache is not found there.
-// Every decoded tensor is compared with what was encoded.
+// events' times: of one call alone, launch included, and ("row") of a call in a row of them, one
+// per set of buffers. Buffers rotate, so that no tensor is found in the L2 cache. Every decoded
+// tensor is compared with what was encoded. --small is for sanitizers: little of everything.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -83,7 +84,7 @@ struct Buffers {
 };
 
 struct Times {
-  std::vector<float> copy, encode, decode;
+  std::vector<float> copy, encode, decode, encode_row, decode_row;
 };
 
 double median(std::vector<float> times) {
@@ -106,16 +107,17 @@ float time_ms(Work work) {
   return elapsed_ms;
 }
 
-void measure(const Case& of, uint64_t megabytes, uint32_t max_processors, int repeats,
+void measure(const Case& of, uint64_t bytes_wanted, uint32_t max_processors, int repeats,
              bool is_first) {
   const memswap_codec& codec = *memswap_codec_cuda();
   const uint32_t width = memswap::frame::width_of(of.dtype);
-  const uint64_t bytes = megabytes * 1000000 / 16 * 16;
+  const uint64_t bytes = bytes_wanted / 16 * 16;
   const uint64_t elements = bytes / width;
   const Layout layout = memswap::frame::layout_of(of.dtype, of.shape, elements);
   const uint64_t capacity = layout.max_var_units();
+  // Four buffers of a tensor, several times the 60 MB that the largest L2 has so far.
   const int rotation =
-      static_cast<int>(std::max<uint64_t>(2, std::min<uint64_t>(8, 256 / megabytes)));
+      repeats < 10 ? 2 : static_cast<int>(std::max<uint64_t>(2, 256000000 / 4 / bytes + 1));
 
   // A million different elements, repeated: making patterns is slow.
   std::vector<uint8_t> tensor(bytes);
@@ -132,8 +134,11 @@ void measure(const Case& of, uint64_t megabytes, uint32_t max_processors, int re
     check(cudaMemset(buffers[i].status.get(), 0, 4), "cudaMemset");
   }
   uint8_t center = 0;
+  const DeviceBuffer workspace(codec.workspace_bytes);
+  check(cudaMemset(workspace.get(), 0, codec.workspace_bytes), "cudaMemset");
   memswap_launch launch{};
   launch.max_processors = max_processors;
+  launch.workspace = workspace.get();
   const auto encode = [&](const Buffers& in) {
     memswap_encode_job job{};
     job.input = in.input.get();
@@ -154,6 +159,7 @@ void measure(const Case& of, uint64_t megabytes, uint32_t max_processors, int re
     job.output = in.output.get();
     job.elements = elements;
     job.dtype = static_cast<uint8_t>(of.dtype);
+    job.shape_hint = static_cast<uint8_t>(1 + static_cast<uint32_t>(of.shape));
     job.status = reinterpret_cast<uint32_t*>(in.status.get());
     const int error = codec.decode(&job, 1, &launch);
     check(error == 0, codec.message(error));
@@ -186,6 +192,18 @@ void measure(const Case& of, uint64_t megabytes, uint32_t max_processors, int re
       times.decode.push_back(decoded);
     }
   }
+  const auto in_a_row = [&](const auto& work) {
+    return time_ms([&] {
+             for (const Buffers& in : buffers) {
+               work(in);
+             }
+           }) /
+           static_cast<float>(buffers.size());
+  };
+  for (int repeat = 0; repeat < std::max(repeats / 5, 1); ++repeat) {
+    times.encode_row.push_back(in_a_row(encode));
+    times.decode_row.push_back(in_a_row(decode));
+  }
 
   std::vector<uint8_t> decoded(bytes);
   Header header;
@@ -203,13 +221,15 @@ void measure(const Case& of, uint64_t megabytes, uint32_t max_processors, int re
   const auto gigabytes_per_s = [&](double ms) { return static_cast<double>(bytes) / ms / 1e6; };
   const double encode_ms = median(times.encode), decode_ms = median(times.decode);
   std::printf(
-      "%s\n  {\"case\": \"%s\", \"megabytes\": %llu, \"max_processors\": %u, \"ratio\": %.4f, "
-      "\"copy_gb_s\": %.1f, \"encode_gb_s\": %.1f, \"decode_gb_s\": %.1f, \"encode_of_copy\": "
-      "%.3f, \"decode_of_copy\": %.3f, \"encode_us\": %.1f, \"decode_us\": %.1f}",
-      is_first ? "" : ",", of.name, static_cast<unsigned long long>(megabytes), max_processors,
+      "%s\n  {\"case\": \"%s\", \"megabytes\": %.6g, \"max_processors\": %u, \"ratio\": %.4f, "
+      "\"copy_gb_s\": %.1f, \"encode_gb_s\": %.1f, \"decode_gb_s\": %.1f, "
+      "\"encode_row_gb_s\": %.1f, \"decode_row_gb_s\": %.1f, \"encode_of_copy\": %.3f, "
+      "\"decode_of_copy\": %.3f, \"encode_us\": %.1f, \"decode_us\": %.1f}",
+      is_first ? "" : ",", of.name, static_cast<double>(bytes_wanted) / 1e6, max_processors,
       static_cast<double>(bytes) / static_cast<double>(frame_bytes), gigabytes_per_s(copy_ms),
-      gigabytes_per_s(encode_ms), gigabytes_per_s(decode_ms), copy_ms / encode_ms,
-      copy_ms / decode_ms, encode_ms * 1e3, decode_ms * 1e3);
+      gigabytes_per_s(encode_ms), gigabytes_per_s(decode_ms),
+      gigabytes_per_s(median(times.encode_row)), gigabytes_per_s(median(times.decode_row)),
+      copy_ms / encode_ms, copy_ms / decode_ms, encode_ms * 1e3, decode_ms * 1e3);
   std::fflush(stdout);
 }
 
@@ -217,15 +237,15 @@ void measure(const Case& of, uint64_t megabytes, uint32_t max_processors, int re
 
 int main(int argc, char** argv) {
   int repeats = 51;
-  bool is_quick = false;
+  bool is_small = false;
   for (int i = 1; i < argc; ++i) {
-    if (std::strcmp(argv[i], "--quick") == 0) {
-      is_quick = true;
-      repeats = 3;
+    if (std::strcmp(argv[i], "--small") == 0) {
+      is_small = true;
+      repeats = 2;
     } else if (std::strcmp(argv[i], "--repeats") == 0 && i + 1 < argc) {
       repeats = std::max(1, std::atoi(argv[++i]));
     } else {
-      std::fprintf(stderr, "usage: %s [--quick] [--repeats N]\n", argv[0]);
+      std::fprintf(stderr, "usage: %s [--small] [--repeats N]\n", argv[0]);
       return 2;
     }
   }
@@ -234,16 +254,21 @@ int main(int argc, char** argv) {
   std::printf("{\"device\": \"%s\", \"processors\": %d, \"repeats\": %d, \"results\": [",
               properties.name, properties.multiProcessorCount, repeats);
   bool is_first = true;
+  constexpr uint64_t kMegabyte = 1000000;
   for (const Case& of : kCases) {
     for (const uint64_t megabytes : {1, 4, 16, 64, 256}) {
-      if (!is_quick || megabytes <= 4) {
-        measure(of, megabytes, 0, repeats, is_first);
-        is_first = false;
+      if (!is_small) {
+        measure(of, megabytes * kMegabyte, 0, repeats, is_first);
+      } else if (megabytes == 1) {
+        measure(of, kMegabyte / 5 + 48, 0, repeats, is_first);
       }
+      is_first = false;
     }
   }
   for (const uint32_t bound : {4, 8, 16, 32, 64, 96}) {
-    measure(kCases[0], is_quick ? 4 : 64, bound, repeats, is_first);
+    if (!is_small || bound == 4) {
+      measure(kCases[0], is_small ? kMegabyte / 2 : 64 * kMegabyte, bound, repeats, is_first);
+    }
   }
   std::printf("\n]}\n");
   return 0;

@@ -2,6 +2,7 @@
 // work is enqueued; nothing is allocated and nothing waits.
 #include <cuda_runtime.h>
 
+#include "encode.cuh"
 #include "jobs.h"
 #include "memswap/arguments.h"
 #include "memswap/codec.h"
@@ -45,55 +46,60 @@ DecodeJob to_device(const memswap_decode_job& job) {
   to.overflow_capacity = job.overflow == nullptr ? 0 : static_cast<uint32_t>(job.overflow_capacity);
   to.dtype = job.dtype;
   to.verify = job.verify != 0;
+  to.is_alone = job.shape_hint != 0;
   return to;
 }
 
-// A frame without elements has no tile to encode, but a header to be checked.
-uint32_t tiles_of(const memswap_encode_job& job) { return tiles_of(job.elements); }
-uint32_t tiles_of(const memswap_decode_job& job) {
+// A frame without elements has no tile, but a header to be written, or to be looked at.
+template <class Job>
+uint32_t tiles_of(const Job& job) {
   return job.elements == 0 ? 1 : tiles_of(job.elements);
 }
 
-EncodeKernel kernel_of(const memswap_encode_job& job) {
+// What a job takes: one kernel, or two that share its frames (see [Note: shapes]).
+template <class Kernel>
+struct Kernels {
+  Kernel first;
+  Kernel second;  // of no function: there is none
+
+  bool operator==(const Kernels& other) const {
+    return first.function == other.first.function && second.function == other.second.function;
+  }
+};
+
+Kernels<EncodeKernel> kernels_of(const memswap_encode_job& job) {
   const Dtype dtype = static_cast<Dtype>(job.dtype);
-  switch (static_cast<Shape>(job.shape)) {
+  const Shape shape = static_cast<Shape>(job.shape);
+  switch (shape) {
     case Shape::kDense:
     case Shape::kUpcast:
-      return dense_encode_kernel(dtype, static_cast<Shape>(job.shape));
+      return {dense_encode_kernel(dtype, shape), {}};
     case Shape::kSparse:
-      return sparse_encode_kernel(dtype);
+      return {sparse_encode_kernel(dtype), {}};
     default:
-      return other_encode_kernel(dtype, static_cast<Shape>(job.shape));
+      return {other_encode_kernel(dtype, shape), {}};
   }
 }
 
-DecodeKernel kernel_of(const memswap_decode_job& job) {
+Kernels<DecodeKernel> kernels_of(const memswap_decode_job& job) {
   const Dtype dtype = static_cast<Dtype>(job.dtype);
-  return frame::split_of(dtype).exponent_bits != 0 ? float_decode_kernel(dtype)
-                                                   : other_decode_kernel(dtype);
+  if (frame::split_of(dtype).exponent_bits == 0) {
+    return {other_decode_kernel(dtype), {}};
+  }
+  if (job.shape_hint == 0) {
+    return {float_decode_kernel(dtype), sparse_decode_kernel(dtype)};
+  }
+  const bool is_sparse = static_cast<Shape>(job.shape_hint - 1) == Shape::kSparse;
+  return {is_sparse ? sparse_decode_kernel(dtype) : float_decode_kernel(dtype), {}};
 }
 
-// [Note: headers] The cursor and the counters of a header have to be 0 before the first tile adds
-// to them, and a kernel's thread blocks start in no order. So headers are written by a launch of
-// their own, in stream order before the tiles': some 2 microseconds for up to kTableJobs frames.
+// Without a workspace: headers whose counters are 0, by a launch in stream order before the tiles'.
 __global__ void __launch_bounds__(kLanes) write_headers(const __grid_constant__ EncodeTable table) {
   const EncodeJob& job = table.jobs[blockIdx.x];
-  if (threadIdx.x != 0) {
-    return;
-  }
   const frame::Layout layout =
       frame::layout_of(static_cast<Dtype>(job.dtype), static_cast<Shape>(job.shape), job.elements);
-  frame::Header header{};
-  header.magic = frame::kMagic;
-  header.version = frame::kVersion;
-  header.dtype = job.dtype;
-  header.shape = job.shape;
-  header.flags = job.checked ? frame::kChecked : 0;
-  header.elements = job.elements;
-  header.blocks = layout.blocks;
-  header.slab_bytes = layout.slab_bytes;
-  header.var_capacity = job.var_capacity;
-  *reinterpret_cast<frame::Header*>(job.frame) = header;
+  reinterpret_cast<uint32_t*>(job.frame)[threadIdx.x] =
+      header_word(job, layout.blocks, layout.slab_bytes, threadIdx.x);
 }
 
 template <class Parameter>
@@ -152,32 +158,38 @@ cudaError_t launch_tiles(const Kernel<Job>& kernel, const Table<Job>& table,
                 shared_bytes, where.stream);
 }
 
-cudaError_t launch_table(const EncodeKernel& kernel, const EncodeTable& table,
+cudaError_t launch_table(const Kernels<EncodeKernel>& kernels, EncodeTable& table,
                          const memswap_launch& where) {
-  const cudaError_t error = launch(write_headers, table, table.count, kLanes, 0, where.stream);
-  return error != cudaSuccess || table.tiles == 0 ? error : launch_tiles(kernel, table, where);
+  table.workspace = static_cast<EncodeSlot*>(where.workspace);
+  if (table.workspace == nullptr) {
+    const cudaError_t error = launch(write_headers, table, table.count, kLanes, 0, where.stream);
+    if (error != cudaSuccess) {
+      return error;
+    }
+  }
+  return launch_tiles(kernels.first, table, where);
 }
 
-// See [Note: shapes].
-cudaError_t launch_table(const DecodeKernel& kernel, const DecodeTable& table,
+cudaError_t launch_table(const Kernels<DecodeKernel>& kernels, DecodeTable& table,
                          const memswap_launch& where) {
-  const cudaError_t error = launch_tiles(kernel, table, where);
-  const DecodeKernel sparse = sparse_decode_kernel(static_cast<Dtype>(table.jobs[0].dtype));
-  return error != cudaSuccess || sparse.function == nullptr ? error
-                                                            : launch_tiles(sparse, table, where);
+  const cudaError_t error = launch_tiles(kernels.first, table, where);
+  return error != cudaSuccess || kernels.second.function == nullptr
+             ? error
+             : launch_tiles(kernels.second, table, where);
 }
 
-// Jobs of the same kernel share launches, whatever their order among the others.
+// Jobs of the same kernels share launches, whatever their order among the others.
 template <class DeviceJob, class Job>
 int run(const Job* jobs, size_t count, const memswap_launch* launch_or_null) {
-  if (!arguments::are_valid(jobs, count)) {
+  const memswap_launch where = launch_or_null != nullptr ? *launch_or_null : memswap_launch{};
+  if (!arguments::are_valid(jobs, count) ||
+      !arguments::is_aligned(where.workspace, frame::kAlignmentBytes)) {
     return MEMSWAP_CODEC_BAD_ARGUMENT;
   }
   constexpr uint32_t kMaxTilesOfLaunch = 1u << 30;  // tile numbers and strides stay in 32 bits
-  const memswap_launch where = launch_or_null != nullptr ? *launch_or_null : memswap_launch{};
   for (size_t first = 0; first < count; ++first) {
-    const auto kernel = kernel_of(jobs[first]);
-    const auto is_same = [&](size_t i) { return kernel_of(jobs[i]).function == kernel.function; };
+    const auto kernels = kernels_of(jobs[first]);
+    const auto is_same = [&](size_t i) { return kernels_of(jobs[i]) == kernels; };
     bool is_done = false;
     for (size_t i = 0; i < first && !is_done; ++i) {
       is_done = is_same(i);
@@ -195,7 +207,7 @@ int run(const Job* jobs, size_t count, const memswap_launch* launch_or_null) {
           table.count == kTableJobs ||
           (!is_end && table.count != 0 && tiles_of(jobs[i]) > kMaxTilesOfLaunch - table.tiles);
       if (is_full || (is_end && table.count != 0)) {
-        const cudaError_t error = launch_table(kernel, table, where);
+        const cudaError_t error = launch_table(kernels, table, where);
         if (error != cudaSuccess) {
           // The caller hears of it here; whoever asks the runtime next has launched something else.
           (void)cudaGetLastError();
@@ -234,7 +246,8 @@ const char* message(int code) {
   }
 }
 
-constexpr memswap_codec kCodec = {MEMSWAP_CODEC_VERSION, "cuda", &encode, &decode, &message, 1, 0};
+constexpr memswap_codec kCodec = {MEMSWAP_CODEC_VERSION, "cuda", &encode, &decode, &message, 1, 1,
+                                  kWorkspaceBytes};
 
 }  // namespace
 }  // namespace memswap::cuda

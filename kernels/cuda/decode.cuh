@@ -1,8 +1,9 @@
 // The decoder's kernel: a warp decodes a block. What differs from dtype to dtype is a Decoder.
 //
-// [Note: shapes] The frame's shape is known on the device alone. Floats have two kernels, because
-// shape sparse needs half as many registers again as the others: both are launched, and each takes
-// the frames that are its own. The other one costs some 2 microseconds.
+// [Note: shapes] Floats have two kernels, because shape sparse needs half as many registers again
+// as the others. Where the caller has no idea of a frame's shape, which is known on the device
+// alone, both are launched, and each takes the frames that are its own; the other one costs some 2
+// microseconds. With a hint one is launched, and reports a frame that is not its own.
 #pragma once
 
 #include "decode_exponents.cuh"
@@ -75,38 +76,29 @@ __device__ inline void read_frame(const DecodeJob& job, DecodeFrame& frame) {
 __device__ __forceinline__ BlockRecord read_record(const DecodeFrame& frame, const DecodeJob& job,
                                                    uint32_t tile_index, uint32_t warp,
                                                    uint32_t lane) {
-  const uint32_t* words =
-      reinterpret_cast<const uint32_t*>(frame.records + uint64_t{tile_index} * frame::kRecordBytes);
-  const uint32_t word = words[lane % 8];
-  const uint32_t pair = __shfl_sync(kAllLanes, word, 1 + lane % 8 / 2);
-  const uint32_t coded = lane < frame::kTileBlocks ? pair >> (16 * (lane % 2)) & 0xffffu : 0;
+  const frame::Record& said = *reinterpret_cast<const frame::Record*>(
+      to_global(frame.records) + uint64_t{tile_index} * frame::kRecordBytes);
+  const uint32_t base = said.base;
+  const uint32_t mine = said.block[warp];
+  const uint32_t coded = lane < frame::kTileBlocks ? said.block[lane] : 0;
+  BlockRecord record;
+  record.center = said.center[warp];
+  record.checksum = frame.verify ? said.checksum : 0;
   const uint32_t units = coded & 0xfffu;
-  uint32_t end = units;
-#pragma unroll
-  for (uint32_t distance = 1; distance < frame::kTileBlocks; distance *= 2) {
-    const uint32_t other = __shfl_up_sync(kAllLanes, end, distance);
-    end += lane >= distance ? other : 0;
-  }
+  // Of all blocks, and of those before this one: sums below 2^15.
+  const uint32_t both = __reduce_add_sync(kAllLanes, units << 16 | (lane < warp ? units : 0));
   const uint32_t present = frame.blocks - tile_index * frame::kTileBlocks;
   const bool there = lane < min(present, frame::kTileBlocks);
   const bool wrong =
       there ? (frame.modes >> (coded >> 12) & 1) == 0 || units > frame.longest : coded != 0;
-  const uint32_t base = __shfl_sync(kAllLanes, word, 0);
-  const uint32_t total = __shfl_sync(kAllLanes, end, frame::kTileBlocks - 1);
-  const uint32_t mine = __shfl_sync(kAllLanes, coded, warp);
-  const uint32_t begin = __shfl_sync(kAllLanes, end - units, warp);
-  const uint32_t centers = __shfl_sync(kAllLanes, word, 5 + warp / 4);
-  BlockRecord record;
   const bool in_overflow = (base & frame::kBaseInOverflow) != 0;
   const uint32_t position = base & ~frame::kBaseInOverflow;
   const uint64_t limit = in_overflow ? job.overflow_capacity : frame.var_capacity;
-  record.damaged = __any_sync(kAllLanes, wrong) || uint64_t{position} + total > limit;
-  record.payload =
-      (in_overflow ? job.overflow : frame.var) + (uint64_t{position} + begin) * frame::kUnitBytes;
+  record.damaged = __any_sync(kAllLanes, wrong) || uint64_t{position} + (both >> 16) > limit;
+  record.payload = (in_overflow ? job.overflow : to_global(frame.var)) +
+                   (uint64_t{position} + (both & 0xffffu)) * frame::kUnitBytes;
   record.mode = mine >> 12;
   record.units = mine & 0xfffu;
-  record.center = centers >> (8 * (warp % 4)) & 0xffu;
-  record.checksum = __shfl_sync(kAllLanes, word, 7);
   return record;
 }
 
@@ -146,11 +138,13 @@ __global__ void __launch_bounds__(Decoder::kBounds.threads, Decoder::kBounds.blo
     const DecodeJob& job = table.jobs[job_index];
     const DecodeFrame& frame = shared.frame;
     const uint32_t tile_index = t - job.first_tile;
-    if (!frame.usable && Decoder::kReportsHeaders && tile.thread == 0) {
+    const bool is_own = frame.usable && Decoder::takes(frame.shape);
+    const bool is_reported = job.is_alone ? !is_own : !frame.usable && Decoder::kReportsHeaders;
+    if (is_reported && tile.thread == 0) {
       atomicOr(job.status, uint32_t{frame::kBadHeader});
     }
     // A frame without elements has a tile, so that its header is looked at.
-    if (!frame.usable || frame.blocks == 0 || !Decoder::takes(frame.shape)) {
+    if (!is_own || frame.blocks == 0) {
       continue;
     }
     const BlockRecord record = read_record(frame, job, tile_index, tile.warp, tile.lane);

@@ -10,7 +10,6 @@ namespace memswap::cuda {
 // what follows the byte planes. A valid one is at most 1920 bytes (float64: 881 survivors, all of
 // them with two escapes and a byte); slack, because a window of bits is read from two words.
 inline constexpr uint32_t kDecodeStageBytes = 1936;
-inline constexpr uint32_t kPositions = 256;
 inline constexpr uint32_t kDamaged = 0xffffffff;  // instead of the byte behind the streams
 
 // A warp's share of the shared memory.
@@ -38,20 +37,7 @@ __device__ __forceinline__ uint32_t read_nibbles(DecodeMemory& memory, uint32_t 
   }
 #pragma unroll 1
   for (uint32_t done = 0; done < ranks.total; done += kPositions) {
-#pragma unroll
-    for (uint32_t row = 0; row < kRows; ++row) {
-      uint32_t mask = masks >> (8 * row) & 0xffu;
-      uint32_t rank = ranks.first(row) - done;
-#pragma unroll 1
-      while (mask != 0) {
-        if (rank < kPositions) {
-          memory.positions[rank] =
-              static_cast<uint16_t>(row * kRowElements + lane * kLaneColumns + __ffs(mask) - 1);
-        }
-        mask &= mask - 1;
-        ++rank;
-      }
-    }
+    write_positions(memory.positions, masks, ranks, done, lane);
     __syncwarp();
     const uint32_t here = min(ranks.total - done, kPositions);
 #pragma unroll 1
@@ -96,56 +82,56 @@ __device__ __forceinline__ uint32_t decode_lq2(DecodeMemory& memory, const uint3
                                                const uint32_t (&low)[2], uint32_t center,
                                                uint32_t valid, uint32_t begin, uint32_t bytes,
                                                uint32_t lane, uint32_t (&e)[8]) {
-  WordMasks<kSome> masks;
+  uint32_t rows[kRows];  // 4 * mask of who has a code
 #pragma unroll
-  for (uint32_t i = 0; i < 8; ++i) {
-    const uint32_t code = pairs_of_row(low[i % 2], i / 2);
-    uint32_t escapes = ~(code | code >> 1) & 0x01010101u;
-    if constexpr (kSome) {
-      escapes &= spread_bits(valid >> (4 * i));
+  for (uint32_t row = 0; row < kRows; ++row) {
+    uint32_t coded[2];
+#pragma unroll
+    for (uint32_t h = 0; h < 2; ++h) {
+      coded[h] = (pairs_of_row(low[h], row) + 0x03030303u) & 0x04040404u;
     }
-    masks.set(i, gather_flags(escapes));
+    rows[row] = gather_row(coded[0], coded[1]);
   }
-  const Ranks ranks = rank_rows(masks.counts(), lane);
+  // Byte q: who has a symbol in S1.
+  uint32_t first = ~(((rows[0] + (rows[1] << 8) + (rows[2] << 16)) >> 2) + (rows[3] << 22));
+  if constexpr (kSome) {
+    first &= valid;
+  }
+  const Ranks ranks = rank_rows(count_rows(first), lane);
   const uint32_t end = begin + (2 * ranks.total + 7) / 8;
   if (end > bytes) {
     return kDamaged;
   }
-  // centre - code borrows from the next byte where the centre is 0, 1 or 2. There E is computed
-  // with its upper bit flipped.
-  const uint32_t flip = center < 3 ? 0x80 : 0;
-  const uint32_t flipped = center ^ flip;
-  const uint32_t centers = bytes_of(flipped);
-  const uint32_t of_symbol = flipped | ((flipped - 4) & 0xffu) << 8 | ((flipped - 5) & 0xffu) << 16;
-  uint32_t second = 0;
+  // centre - v, of v up to 5, borrows from the next byte where the centre is below. There E is
+  // computed with its upper bit flipped.
+  const uint32_t flip = center < 5 ? 0x80 : 0;
+  const uint32_t centers = bytes_of(center ^ flip);
+  uint32_t unknown[kRows];  // 128 * mask of who has a nibble in S2
 #pragma unroll
   for (uint32_t row = 0; row < kRows; ++row) {
     const uint32_t bit = 8 * begin + 2 * ranks.first(row);
-    uint32_t window = __funnelshift_r(memory.stage[bit / 32], memory.stage[bit / 32 + 1], bit % 32);
-    uint32_t found[2];
+    // The next eight symbols, a nibble each.
+    uint32_t symbols =
+        __funnelshift_r(memory.stage[bit / 32], memory.stage[bit / 32 + 1], bit % 32) & 0xffffu;
+    symbols = (symbols | symbols << 8) & 0x00ff00ffu;
+    symbols = (symbols | symbols << 4) & 0x0f0f0f0fu;
+    symbols = (symbols | symbols << 2) & 0x33333333u;
+    uint32_t found[2], marks[2];
 #pragma unroll
     for (uint32_t h = 0; h < 2; ++h) {
-      const uint32_t i = 2 * row + h;
-      // The next four symbols, a nibble each, select E; the mask's selector moves them in place.
-      uint32_t symbols = window & 0xffu;
-      symbols = (symbols | symbols << 4) & 0x0f0fu;
-      symbols = (symbols | symbols << 2) & 0x3333u;
-      const uint32_t selector = expand[masks.get(i)];
-      const uint32_t known = __byte_perm(__byte_perm(of_symbol, 0, symbols), 0, selector);
-      const uint32_t unknown = __byte_perm(__byte_perm(0x01000000u, 0, symbols), 0, selector);
-      const uint32_t code = pairs_of_row(low[h], row);
-      uint32_t escapes = ~(code | code >> 1) & 0x01010101u;
-      if constexpr (kSome) {
-        escapes &= spread_bits(valid >> (4 * i));
-      }
-      const uint32_t all = escapes * 0xff;
-      found[h] = ((centers - code) & ~all) | (known & all);
-      second |= gather_flags(unknown) << (4 * i);
-      window >>= 2 * __popc(masks.get(i));
+      // A nibble selects v, or a mark; the mask's selector moves it in place.
+      const uint32_t selector = expand[first >> (8 * row + 4 * h) & 0xfu];
+      const uint32_t escaped = __byte_perm(__byte_perm(0x80050400u, 0, symbols), 0, selector);
+      found[h] = centers - ((pairs_of_row(low[h], row) | escaped) & 0x07070707u);
+      marks[h] = escaped & 0x80808080u;
+      symbols >>= selector >> 16;
     }
+    unknown[row] = gather_row(marks[0], marks[1]);
     reinterpret_cast<uint2*>(memory.exponents)[row * kLanes + lane] =
         make_uint2(found[0], found[1]);
   }
+  const uint32_t second =
+      ((unknown[0] + (unknown[1] << 8) + (unknown[2] << 16)) >> 7) + (unknown[3] << 17);
   const Ranks again = rank_rows(count_rows(second), lane);
   uint32_t behind = end;
   if (again.total != 0) {

@@ -233,6 +233,11 @@ struct Float {
     d = __byte_perm(high_ab, high_cd, 0x7632);
   }
 
+  // 0xff for every half of two words that is negative, else 0.
+  __device__ static __forceinline__ uint32_t top_bytes_signs(uint32_t x, uint32_t y) {
+    return spread_top_bits(__byte_perm(x, y, 0x7531));
+  }
+
   // low[2p + h], top[h]: four columns each.
   __device__ static __forceinline__ void split(const uint32_t (&words)[kWords],
                                                uint32_t (&low)[kLowWords], uint32_t (&top)[2]) {
@@ -243,12 +248,13 @@ struct Float {
         top[h] = (words[h] << 1 & 0xfefefefeu) | (words[h] >> 7 & 0x01010101u);
       }
     } else if constexpr (kWidth == 2) {
+      // Shifted words have all bits in place but the signs: a lower half's is in the upper half.
 #pragma unroll
       for (uint32_t h = 0; h < 2; ++h) {
         const uint32_t x = words[2 * h], y = words[2 * h + 1];
-        const uint32_t a = (x << 1 & 0xfffefffeu) | (x >> 15 & 0x00010001u);
-        const uint32_t b = (y << 1 & 0xfffefffeu) | (y >> 15 & 0x00010001u);
-        low[h] = __byte_perm(a, b, 0x6420);
+        const uint32_t signs = top_bytes_signs(x, y);
+        const uint32_t a = x * 2, b = y * 2;
+        low[h] = (__byte_perm(a, b, 0x6420) & 0xfefefefeu) | (signs & 0x01010101u);
         top[h] = __byte_perm(a, b, 0x7531);
       }
     } else if constexpr (kWidth == 4) {

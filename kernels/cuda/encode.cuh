@@ -10,6 +10,7 @@ namespace memswap::cuda {
 
 // What a tile needs to know of the frame that it belongs to.
 struct EncodeFrame {
+  frame::Header* counters;  // its own header, or its slot of the workspace
   uint8_t* records;
   uint8_t* var;
   uint64_t var_limit;  // units: payloads end here or before
@@ -35,6 +36,7 @@ struct alignas(16) EncodeShared {
   uint32_t place[frame::kTileBlocks];  // of the payloads, units in `area`
   uint8_t* area;                       // null: there is no room
   // What this tile's threads have gathered for the frame's header.
+  uint32_t finished_tiles;
   uint32_t mode_count[frame::kModeCounts];
   unsigned long long zeros, center_sum, overflow_used;
 };
@@ -50,33 +52,100 @@ __device__ __forceinline__ unsigned long long* counter(uint64_t& field) {
   return reinterpret_cast<unsigned long long*>(&field);
 }
 
+inline constexpr uint32_t kHeaderWords = frame::kHeaderBytes / 4;
+static_assert(kHeaderWords == kLanes);
+
+// A word of a frame's header before anything has been counted.
+__device__ inline uint32_t header_word(const EncodeJob& job, uint32_t blocks, uint32_t slab_bytes,
+                                       uint32_t word) {
+  switch (word) {
+    case 0:
+      return frame::kMagic;
+    case 1:
+      return frame::kVersion | uint32_t{job.dtype} << 16 | uint32_t{job.shape} << 24;
+    case 2:
+      return job.checked ? frame::kChecked : 0;
+    case 4:
+      return static_cast<uint32_t>(job.elements);
+    case 5:
+      return static_cast<uint32_t>(job.elements >> 32);
+    case 6:
+      return blocks;
+    case 7:
+      return slab_bytes;
+    case 8:
+      return static_cast<uint32_t>(job.var_capacity);
+    case 9:
+      return static_cast<uint32_t>(job.var_capacity >> 32);
+    default:
+      return 0;  // status, and from var_used on
+  }
+}
+
 template <class Memory>
 __device__ void clear_gathered(EncodeShared<Memory>& shared, const Tile& tile) {
   if (tile.thread < frame::kModeCounts) {
     shared.mode_count[tile.thread] = 0;
   } else if (tile.thread == frame::kModeCounts) {
     shared.zeros = shared.center_sum = shared.overflow_used = 0;
+    shared.finished_tiles = 0;
   }
 }
 
-// Adds what was gathered to the header: a handful of atomics for a whole run of tiles.
+// [Note: the last tile] Whoever finds that all tiles are finished finds the counters complete: each
+// warp's atomics come before its lane 0's fence (the barrier), and that before its addition to the
+// finished tiles; the last addition comes before that lane's second fence, and that before what its
+// warp reads (the second barrier). That warp makes the header of the slot, and the slot 0 again.
 template <class Memory>
-__device__ void add_gathered(EncodeShared<Memory>& shared, const Tile& tile,
-                             frame::Header& header) {
-  if (tile.thread < frame::kModeCounts) {
-    if (shared.mode_count[tile.thread] != 0) {
-      atomicAdd(&header.mode_count[tile.thread], shared.mode_count[tile.thread]);
+__device__ void finish_tiles(const EncodeShared<Memory>& shared, const EncodeTable& table,
+                             uint32_t job_index, uint32_t slab_bytes, uint32_t lane) {
+  uint32_t finished = 0;
+  __syncwarp();
+  if (lane == 0) {
+    __threadfence();
+    finished = shared.finished_tiles +
+               atomicAdd(&to_global(shared.frame.counters)->blocks, shared.finished_tiles);
+    __threadfence();
+  }
+  finished = __shfl_sync(kAllLanes, finished, 0);
+  if (finished == table.end(job_index) - shared.frame.first_tile) {
+    __syncwarp();
+    const EncodeJob& job = table.jobs[job_index];
+    uint32_t* counted = reinterpret_cast<uint32_t*>(&table.workspace[job_index]);
+    // Not from this processor's own cache. The slot's word 6 has counted tiles.
+    const uint32_t sum = lane == 6 ? 0 : __ldcg(counted + lane);
+    reinterpret_cast<uint32_t*>(job.frame)[lane] =
+        sum + header_word(job, shared.frame.blocks, slab_bytes, lane);
+    counted[lane] = 0;
+  }
+}
+
+// Adds what was gathered to the header: a handful of atomics for a whole run of tiles. All of a
+// tile's atomics on counters, take_position's as well, are of its first warp.
+template <class Memory>
+__device__ void add_gathered(const EncodeShared<Memory>& shared, const Tile& tile,
+                             const EncodeTable& table, uint32_t job_index, uint32_t slab_bytes) {
+  if (tile.warp != 0) {
+    return;
+  }
+  frame::Header& counters = *to_global(shared.frame.counters);
+  if (tile.lane < frame::kModeCounts) {
+    if (shared.mode_count[tile.lane] != 0) {
+      atomicAdd(&counters.mode_count[tile.lane], shared.mode_count[tile.lane]);
     }
-  } else if (tile.thread == frame::kModeCounts) {
+  } else if (tile.lane == frame::kModeCounts) {
     if (shared.zeros != 0) {
-      atomicAdd(counter(header.zeros), shared.zeros);
+      atomicAdd(counter(counters.zeros), shared.zeros);
     }
     if (shared.center_sum != 0) {
-      atomicAdd(counter(header.center_sum), shared.center_sum);
+      atomicAdd(counter(counters.center_sum), shared.center_sum);
     }
     if (shared.overflow_used != 0) {
-      atomicAdd(counter(header.overflow_used), shared.overflow_used);
+      atomicAdd(counter(counters.overflow_used), shared.overflow_used);
     }
+  }
+  if (table.workspace != nullptr) {
+    finish_tiles(shared, table, job_index, slab_bytes, tile.lane);
   }
 }
 
@@ -92,7 +161,7 @@ struct Position {
 template <class Memory>
 __device__ Position take_position(EncodeShared<Memory>& shared, const EncodeJob& job,
                                   uint32_t units) {
-  frame::Header& header = *reinterpret_cast<frame::Header*>(job.frame);
+  frame::Header& header = *to_global(shared.frame.counters);
   if (units == 0) {
     return {0, shared.frame.var};
   }
@@ -142,7 +211,7 @@ __device__ void finish_tile(EncodeShared<Memory>& shared, const EncodeJob& job, 
     atomicAdd(&shared.mode_count[mode - 1], 1u);
   }
   const uint32_t next = __shfl_down_sync(kAllLanes, mine.coded, 1);
-  uint32_t* record = reinterpret_cast<uint32_t*>(shared.frame.records +
+  uint32_t* record = reinterpret_cast<uint32_t*>(to_global(shared.frame.records) +
                                                  uint64_t{tile_index} * frame::kRecordBytes);
   if (lane == 0) {
     shared.zeros += zeros;
@@ -173,13 +242,16 @@ __global__ void __launch_bounds__(Coder::kBounds.threads, Coder::kBounds.blocks)
   clear_gathered(shared, tile);
   uint32_t job_index = 0;
   uint32_t job_end = 0;  // no job yet
-  for (uint32_t t = blockIdx.x * tile.slots + tile.slot; t < table.tiles;
-       t += gridDim.x * tile.slots) {
+  for (uint32_t t = blockIdx.x * tile.slots + tile.slot;; t += gridDim.x * tile.slots) {
     if (t >= job_end) {
       // Nobody reads what changes here after the last tile's second barrier.
       if (job_end != 0) {
-        add_gathered(shared, tile, *reinterpret_cast<frame::Header*>(table.jobs[job_index].frame));
+        add_gathered(shared, tile, table, job_index, Coder::kSlabBytes);
+        __syncwarp();  // its lanes have read what is cleared and changed now
         clear_gathered(shared, tile);
+      }
+      if (t >= table.tiles) {
+        return;
       }
       while (t >= table.end(job_index)) {
         ++job_index;
@@ -190,6 +262,9 @@ __global__ void __launch_bounds__(Coder::kBounds.threads, Coder::kBounds.blocks)
         const frame::Layout layout =
             frame::layout_of(static_cast<frame::Dtype>(job.dtype),
                              static_cast<frame::Shape>(job.shape), job.elements);
+        shared.frame.counters = table.workspace != nullptr
+                                    ? &table.workspace[job_index].header
+                                    : reinterpret_cast<frame::Header*>(job.frame);
         shared.frame.records = job.frame + layout.records;
         shared.frame.var = job.frame + layout.var;
         shared.frame.var_limit =
@@ -223,13 +298,17 @@ __global__ void __launch_bounds__(Coder::kBounds.threads, Coder::kBounds.blocks)
       shared.centers[tile.warp] = static_cast<uint8_t>(center);
     }
     sync_tile(tile);
-    if (tile.warp == 0) {
+    // A frame without elements has a tile, so that its header is written, but no record.
+    if (tile.warp == 0 && shared.frame.blocks != 0) {
       finish_tile(shared, job, tile_index, tile.lane);
+    }
+    if (tile.thread == 0) {
+      ++shared.finished_tiles;
     }
     sync_tile(tile);
     if constexpr (Coder::kHasPayload) {
       if (shared.area != nullptr) {
-        uint2* to = reinterpret_cast<uint2*>(shared.area) + shared.place[tile.warp];
+        uint2* to = reinterpret_cast<uint2*>(to_global(shared.area)) + shared.place[tile.warp];
         const uint2* from = reinterpret_cast<const uint2*>(memory.stage);
         for (uint32_t i = tile.lane; i < (summary.coded & 0xfffu); i += kLanes) {
           to[i] = from[i];
@@ -237,9 +316,6 @@ __global__ void __launch_bounds__(Coder::kBounds.threads, Coder::kBounds.blocks)
       }
       __syncwarp();  // the next block overwrites the stage
     }
-  }
-  if (job_end != 0) {
-    add_gathered(shared, tile, *reinterpret_cast<frame::Header*>(table.jobs[job_index].frame));
   }
 }
 

@@ -10,7 +10,6 @@ namespace memswap::cuda {
 // is shorter, so the stage holds its two packed streams at their longest, 256 + 512 bytes.
 inline constexpr uint32_t kDenseStageBytes = 800;
 inline constexpr uint32_t kTooLong = 0x7fff;  // bytes: longer than any payload that can win
-inline constexpr uint32_t kPositions = 256;
 
 // A warp's share of the shared memory.
 template <uint32_t kBytes>
@@ -27,7 +26,7 @@ struct EncodeStreams {
   uint32_t* symbols;
   uint32_t* stage;
   uint16_t* positions;
-  const uint32_t* compact;  // PRMT selector by mask
+  const uint32_t* compact;  // by mask: PRMT selector, and above it twice the number of marks
   uint32_t capacity;        // of the stage, bytes
   uint32_t lane;
 
@@ -65,20 +64,7 @@ __device__ __forceinline__ uint32_t write_nibbles(const EncodeStreams& to, uint3
   uint32_t raw = begin + (ranks.total + 1) / 2;
 #pragma unroll 1
   for (uint32_t done = 0; done < ranks.total; done += kPositions) {
-#pragma unroll
-    for (uint32_t row = 0; row < kRows; ++row) {
-      uint32_t mask = masks >> (8 * row) & 0xffu;
-      uint32_t rank = ranks.first(row) - done;
-#pragma unroll 1
-      while (mask != 0) {
-        if (rank < kPositions) {
-          to.positions[rank] =
-              static_cast<uint16_t>(row * kRowElements + to.lane * kLaneColumns + __ffs(mask) - 1);
-        }
-        mask &= mask - 1;
-        ++rank;
-      }
-    }
+    write_positions(to.positions, masks, ranks, done, to.lane);
     __syncwarp();
     const uint32_t here = min(ranks.total - done, kPositions);
 #pragma unroll 1
@@ -126,43 +112,49 @@ __device__ __forceinline__ uint32_t encode_lq2(const EncodeStreams& to, const ui
                                                uint32_t center, uint32_t valid, uint32_t begin,
                                                uint32_t longest, uint32_t (&low)[2]) {
   const uint32_t centers = bytes_of(center & 0xffu);
-  uint32_t v[8];
-  WordMasks<kSome> masks;
+  uint32_t v[8], rows[kRows];  // rows: 4 * mask of who has a code
   low[0] = low[1] = 0;
 #pragma unroll
-  for (uint32_t i = 0; i < 8; ++i) {
-    v[i] = subtract_bytes(centers, e[i]);
-    const uint32_t far = at_least<4>(v[i]);
-    uint32_t code = v[i] & 0x03030303u & ~((far >> 7) * 3);
-    uint32_t escapes = ~(code | code >> 1) & 0x01010101u;
-    if constexpr (kSome) {
-      const uint32_t here = spread_bits(valid >> (4 * i));
-      code &= here * 3;
-      escapes &= here;
-    }
-    masks.set(i, gather_flags(escapes));
-    low[i % 2] |= code << (2 * (i / 2));
-  }
-#pragma unroll
   for (uint32_t row = 0; row < kRows; ++row) {
-    reinterpret_cast<uint2*>(to.symbols)[row * kLanes + to.lane] =
-        make_uint2(v[2 * row], v[2 * row + 1]);
-  }
-  const Ranks ranks = rank_rows(masks.counts(), to.lane);
-  uint32_t second = 0;  // byte q: who needs a nibble
-#pragma unroll
-  for (uint32_t row = 0; row < kRows; ++row) {
-    uint32_t packed[2];
+    uint32_t coded[2];
 #pragma unroll
     for (uint32_t h = 0; h < 2; ++h) {
       const uint32_t i = 2 * row + h;
-      // 0, 4, 5 become 0, 1, 2 and everything from 6 on 3; 1 to 3 are no escapes.
-      const uint32_t six = at_least<6>(v[i]) >> 7;
-      const uint32_t symbols = ((v[i] >> 2 & 0x01010101u) + (v[i] & 0x01010101u)) | six * 3;
-      packed[h] = pack_pairs(__byte_perm(symbols, 0, to.compact[masks.get(i)]));
-      second |= (gather_flags(six) & masks.get(i)) << (4 * i);
+      v[i] = subtract_bytes(centers, e[i]);
+      const uint32_t far = spread_top_bits(((v[i] & 0x7f7f7f7fu) + bytes_of(128 - 4)) | v[i]);
+      uint32_t code = v[i] & 0x03030303u & ~far;
+      if constexpr (kSome) {
+        code &= spread_bits(valid >> (4 * i)) * 3;
+      }
+      coded[h] = (code + 0x03030303u) & 0x04040404u;
+      low[h] += code << (2 * row);
     }
-    const uint32_t word = packed[0] | packed[1] << (2 * __popc(masks.get(2 * row)));
+    rows[row] = gather_row(coded[0], coded[1]);
+    reinterpret_cast<uint2*>(to.symbols)[row * kLanes + to.lane] =
+        make_uint2(v[2 * row], v[2 * row + 1]);
+  }
+  // Byte q: who has a symbol in S1.
+  uint32_t first = ~(((rows[0] + (rows[1] << 8) + (rows[2] << 16)) >> 2) + (rows[3] << 22));
+  if constexpr (kSome) {
+    first &= valid;
+  }
+  const Ranks ranks = rank_rows(count_rows(first), to.lane);
+  uint32_t sixes[kRows];  // 128 * mask of who is beyond the symbols of S1
+#pragma unroll
+  for (uint32_t row = 0; row < kRows; ++row) {
+    uint32_t packed[2], compact[2], six[2];
+#pragma unroll
+    for (uint32_t h = 0; h < 2; ++h) {
+      const uint32_t i = 2 * row + h;
+      // 0, 4, 5 become 0, 1, 2 and everything from 6 on 3, each four times; 1 to 3 have codes.
+      six[h] = at_least<6>(v[i]);
+      const uint32_t symbols =
+          (((v[i] & 0x05050505u) + 0x03030303u) | spread_top_bits(six[h])) & 0x0c0c0c0cu;
+      compact[h] = to.compact[first >> (4 * i) & 0xfu];
+      packed[h] = gather_bytes(__byte_perm(symbols, 0, compact[h]), 0x40100401u);
+    }
+    sixes[row] = gather_row(six[0], six[1]);
+    const uint32_t word = (packed[0] + (packed[1] << (compact[0] >> 16))) >> 2;
     if (word != 0) {
       const uint32_t bit = 8 * begin + 2 * ranks.first(row);
       atomicOr(&to.stage[bit / 32], word << (bit % 32));
@@ -172,6 +164,8 @@ __device__ __forceinline__ uint32_t encode_lq2(const EncodeStreams& to, const ui
       }
     }
   }
+  const uint32_t second =
+      (((sixes[0] + (sixes[1] << 8) + (sixes[2] << 16)) >> 7) + (sixes[3] << 17)) & first;
   const uint32_t end = begin + (2 * ranks.total + 7) / 8;
   const Ranks again = rank_rows(count_rows(second), to.lane);
   __syncwarp();  // the last byte of S1 and the first of S2 share a word
@@ -268,16 +262,24 @@ __device__ __forceinline__ Exponents measure(const uint32_t (&e)[8]) {
   Exponents all;
   all.max = __reduce_max_sync(kAllLanes, max(max_pair >> 24, max_pair >> 8 & 0xffu));
   all.min = __reduce_min_sync(kAllLanes, min(min_pair >> 24, min_pair >> 8 & 0xffu));
-  const uint32_t maxima = bytes_of(all.max);
+  all.zeros = 0;
   uint32_t sum = 0;
+  if (all.min > 0 && all.max - all.min < 32) {  // as a rule: no distance is clipped, no E is 0
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) {
+      sum = __dp4a(e[i], 0x01010101u, sum);
+    }
+    all.distances = frame::kBlockElements * all.max - __reduce_add_sync(kAllLanes, sum);
+    return all;
+  }
+  const uint32_t maxima = bytes_of(all.max);
 #pragma unroll
   for (uint32_t i = 0; i < 8; ++i) {
     const uint32_t distance = maxima - e[i];  // no byte borrows: the maximum is the largest
-    const uint32_t far = at_least<32>(distance);
-    sum = __dp4a((distance | (far - (far >> 7))) & 0x1f1f1f1fu, 0x01010101u, sum);
+    const uint32_t far = spread_top_bits(((distance & 0x7f7f7f7fu) + bytes_of(96)) | distance);
+    sum = __dp4a((distance | far) & 0x1f1f1f1fu, 0x01010101u, sum);
   }
   all.distances = __reduce_add_sync(kAllLanes, sum);
-  all.zeros = 0;
   if (all.min == 0) {
     all.zeros = count_zeros(e);
     all.distances -= all.zeros * min(all.max, 31u);
@@ -294,12 +296,76 @@ __device__ __forceinline__ uint32_t divide(uint32_t a, uint32_t b) {
   return quotient;
 }
 
+// The exponents that centres are chosen by: all that are not 0, or those where most are.
+struct Crowd {
+  uint32_t max;
+  uint32_t distances;  // sum of max - E, of those of all clipped at 31
+  uint32_t elements;   // at least 1
+};
+
+__device__ __forceinline__ Crowd crowd_of(const Exponents& all) {
+  return {all.max, all.distances, max(frame::kBlockElements - all.zeros, 1u)};
+}
+
 // The centre of section 5 that lies `eighths` / 8 below the mean distance.
-__device__ __forceinline__ uint32_t center_of(const Exponents& all, uint32_t eighths) {
-  const uint32_t elements = max(frame::kBlockElements - all.zeros, 1u);
-  const uint32_t sum = 8 * all.distances, less = eighths * elements;
-  const uint32_t below = sum > less ? divide(sum - less, 8 * elements) : 0;
-  return (all.max + 1 - below) & 0xffu;
+__device__ __forceinline__ uint32_t center_of(const Crowd& crowd, uint32_t eighths) {
+  const uint32_t sum = 8 * crowd.distances, less = eighths * crowd.elements;
+  const uint32_t below = sum > less ? divide(sum - less, 8 * crowd.elements) : 0;
+  return (crowd.max + 1 - below) & 0xffu;
+}
+
+// Whether most distances may have been clipped.
+__device__ __forceinline__ bool is_spread(const Crowd& crowd) {
+  return crowd.distances >= 16 * crowd.elements;
+}
+
+// Outliers (section 5): where distances are long, 32 samples say in which window of 32 exponents
+// most elements are. False, and the crowd as it was, where they do not agree.
+__device__ __forceinline__ bool find_window(const uint32_t (&e)[8], uint32_t lane, Crowd& crowd) {
+  // Element 33 i of the block is a lane's own for every i: of its row lane % 4, the word lane / 16.
+  uint32_t words[kRows];
+#pragma unroll
+  for (uint32_t row = 0; row < kRows; ++row) {
+    words[row] = (lane & 16) != 0 ? e[2 * row + 1] : e[2 * row];
+  }
+  const uint32_t even_row = (lane & 2) != 0 ? words[2] : words[0];
+  const uint32_t odd_row = (lane & 2) != 0 ? words[3] : words[1];
+  const uint32_t word = (lane & 1) != 0 ? odd_row : even_row;
+  const uint32_t sample = word >> (8 * (lane / 4 % 4)) & 0xffu;
+  const auto count = [](bool is_one) -> uint32_t {
+    return __popc(__ballot_sync(kAllLanes, is_one));
+  };
+  const uint32_t samples = count(sample != 0);
+  uint32_t middle = 0;  // the upper median, in steps of 8
+#pragma unroll 1
+  for (uint32_t bit = 128; bit >= 8; bit /= 2) {
+    if (2 * count(sample >= middle + bit) >= samples) {
+      middle += bit;
+    }
+  }
+  const uint32_t low = min(max(middle, 13u) - 12, 224u);
+  if (2 * count(sample - low < 32) <= samples) {
+    return false;
+  }
+  const uint32_t lows = bytes_of(low);
+  uint32_t number = 0, sum = 0, even = 0, odd = 0;
+#pragma unroll
+  for (uint32_t i = 0; i < 8; ++i) {
+    const uint32_t above = subtract_bytes(e[i], lows);
+    const uint32_t outside = at_least<32>(above);
+    const uint32_t inside = above & ~spread_top_bits(outside);
+    number += 4 - __popc(outside);
+    sum = __dp4a(inside, 0x01010101u, sum);
+    even = __vmaxu2(even, inside & 0x00ff00ffu);
+    odd = __vmaxu2(odd, inside >> 8 & 0x00ff00ffu);
+  }
+  const uint32_t pair = __vmaxu2(even, odd);
+  const uint32_t highest = __reduce_max_sync(kAllLanes, max(pair >> 16, pair & 0xffffu));
+  const uint32_t both = __reduce_add_sync(kAllLanes, number | sum << 16);
+  crowd.max = low + highest;
+  crowd.elements = both & 0xffffu;
+  crowd.distances = crowd.elements * highest - (both >> 16);
+  return true;
 }
 
 // How a block was coded. The payload is in the stage.
@@ -320,7 +386,9 @@ __device__ __forceinline__ Coded encode_dense(EncodeMemory<kBytes>& memory, cons
   clear_stage(memory, to.lane);
   __syncwarp();
   Coded coded;
-  uint32_t bits = kExponentBits, fw_center = given, c3 = 0;
+  Crowd crowd{};
+  uint32_t bits = kExponentBits, fw_center = given;
+  bool is_scattered = false;
   coded.center = given;
   if (fast) {
     uint32_t all = 0x80808080u;
@@ -332,30 +400,42 @@ __device__ __forceinline__ Coded encode_dense(EncodeMemory<kBytes>& memory, cons
   } else {
     const Exponents all = measure(e);
     coded.zeros = all.zeros;
-    coded.center = center_of(all, 7);
-    c3 = center_of(all, 19);
+    crowd = crowd_of(all);
+    if constexpr (kExponentBits == 8) {
+      if (is_spread(crowd)) {
+        is_scattered = !find_window(e, to.lane, crowd);
+      }
+    }
+    coded.center = center_of(crowd, 7);
     fw_center = all.max;
     bits = max(32 - __clz(all.max - all.min), 2);
   }
   coded.hint = coded.center;
-  const uint32_t bytes = encode_lq2<false>(to, e, coded.center, 0, 0, kLongest, low);
   coded.mode = frame::kLq2;
-  coded.units = (bytes + 7) / 8;
+  coded.units = kTooLong;
   const uint32_t fw_units = 16 * (bits - 2);
-  const uint32_t best = min(coded.units, fw_units);
-  // LQ3 has a plane of 16 units, and among equals it comes last.
-  if (fw_units > coded.units && (fast || best <= 16)) {
-    return coded;
-  }
-  // Rare: E comes back from v, so that it need not be kept for this.
-  const uint32_t centers = bytes_of(coded.center);
+  uint32_t lq3_units = kTooLong, best = fw_units, c3 = 0;
+  if (!is_scattered) {
+    const uint32_t bytes = encode_lq2<false>(to, e, coded.center, 0, 0, kLongest, low);
+    coded.units = (bytes + 7) / 8;
+    best = min(coded.units, fw_units);
+    // LQ3 has a plane of 16 units, and among equals it comes last.
+    if (fw_units > coded.units && (fast || best <= 16)) {
+      return coded;
+    }
+    // Rare: E comes back from v, so that it need not be kept for this.
+    const uint32_t centers = bytes_of(coded.center);
 #pragma unroll
-  for (uint32_t row = 0; row < kRows; ++row) {
-    const uint2 v = reinterpret_cast<const uint2*>(to.symbols)[row * kLanes + to.lane];
-    e[2 * row] = subtract_bytes(centers, v.x);
-    e[2 * row + 1] = subtract_bytes(centers, v.y);
+    for (uint32_t row = 0; row < kRows; ++row) {
+      const uint2 v = reinterpret_cast<const uint2*>(to.symbols)[row * kLanes + to.lane];
+      e[2 * row] = subtract_bytes(centers, v.x);
+      e[2 * row + 1] = subtract_bytes(centers, v.y);
+    }
+    if (!fast && best > 16) {
+      c3 = center_of(crowd, 19);
+      lq3_units = (lq3_bytes(e, c3) + 7) / 8;
+    }
   }
-  const uint32_t lq3_units = fast || best <= 16 ? kTooLong : (lq3_bytes(e, c3) + 7) / 8;
   if (lq3_units < best) {
     clear_stage(memory, to.lane);
     __syncwarp();

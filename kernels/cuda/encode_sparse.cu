@@ -91,7 +91,13 @@ struct SparseCoder {
     }
     uint32_t low[2];
     Coded coded;
-    coded.center = coded.hint = center_of(all, 7);
+    Crowd crowd = crowd_of(all);
+    if constexpr (Parts::kSplit.exponent_bits == 8) {
+      if (is_spread(crowd)) {
+        find_window(e, lane, crowd);
+      }
+    }
+    coded.center = coded.hint = center_of(crowd, 7);
     behind = encode_lq2<true>(streams_of(memory, compact, lane), e, coded.center, valid, begin, ~0u,
                               low);
     coded.mode = has_signs ? frame::kSignedZeros : frame::kZeros;

@@ -41,11 +41,22 @@ struct DecodeJob {
   uint32_t first_tile;
   uint8_t dtype;
   uint8_t verify;
+  uint8_t is_alone;  // no other kernel looks at this frame
+};
+
+// [Note: counters] What an encode counts in a frame's header has to be 0 before the first tile adds
+// to it, and thread blocks start in no order. So it is counted elsewhere, in the caller's
+// workspace, which is 0 before and after each launch: the thread block that finishes a frame's last
+// tile makes the header of it and clears it. A slot of the workspace looks like a header whose
+// constant part is 0, but for `blocks`, which counts finished tiles.
+struct EncodeSlot {
+  frame::Header header;
 };
 
 template <class Job>
 struct Table {
   Job jobs[kTableJobs];
+  EncodeSlot* workspace;  // encode: a slot for each job; null: headers are written beforehand
   uint32_t count;
   uint32_t tiles;  // of all jobs
 
@@ -65,6 +76,8 @@ struct Kernel {
 };
 using EncodeKernel = Kernel<EncodeJob>;
 using DecodeKernel = Kernel<DecodeJob>;
+
+inline constexpr uint64_t kWorkspaceBytes = kTableJobs * sizeof(EncodeSlot);
 
 // The kernels are spread over translation units, so that these compile at the same time. `function`
 // is null where there is no such kernel.

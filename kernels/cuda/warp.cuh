@@ -36,6 +36,15 @@ inline constexpr bool kIsHopper = true;
 inline constexpr bool kIsHopper = false;
 #endif
 
+// A pointer that was read from shared memory, where the compiler cannot see what it points to.
+template <class Pointer>
+__device__ __forceinline__ Pointer to_global(Pointer pointer) {
+#if !defined(MEMSWAP_CUDA_EMULATOR)
+  __builtin_assume(__isGlobal(pointer));
+#endif
+  return pointer;
+}
+
 // Each byte of a word the same.
 __device__ __forceinline__ constexpr uint32_t bytes_of(uint32_t byte) { return byte * 0x01010101u; }
 
@@ -53,6 +62,31 @@ __device__ __forceinline__ uint32_t at_least(uint32_t bytes) {
 }
 
 __device__ __forceinline__ uint32_t not_zero(uint32_t bytes) { return at_least<1>(bytes); }
+
+// 0xff in every byte whose top bit is set, else 0: PRMT with selectors that repeat the sign.
+__device__ __forceinline__ uint32_t spread_top_bits(uint32_t bytes) {
+#if defined(MEMSWAP_CUDA_EMULATOR)
+  return __byte_perm(bytes, 0, 0xba98);
+#else
+  uint32_t spread;
+  asm("prmt.b32 %0, %1, 0, 0xba98;" : "=r"(spread) : "r"(bytes));
+  return spread;
+#endif
+}
+
+// [Note: pipes] On sm_80 and later a processor's integer pipe takes 64 lanes a clock (logic,
+// shifts, comparisons, PRMT), and so does its multiplying pipe (IMAD, IDP.4A). These kernels are
+// bound by the first, so bits are gathered by products of bytes: `weights` puts four of them side
+// by side.
+__device__ __forceinline__ uint32_t gather_bytes(uint32_t bytes, uint32_t weights,
+                                                 uint32_t more = 0) {
+  return __dp4a(bytes, weights, more);
+}
+
+// A row's mask of 8 bits, times `unit`, from flags that are 0 or `unit` in each byte of two words.
+__device__ __forceinline__ uint32_t gather_row(uint32_t flags0, uint32_t flags1) {
+  return gather_bytes(flags1, 0x80402010u, gather_bytes(flags0, 0x08040201u));
+}
 
 // The lowest bits of the four bytes, side by side.
 __device__ __forceinline__ uint32_t gather_bits(uint32_t bytes) {
@@ -122,38 +156,33 @@ __device__ __forceinline__ uint32_t count_rows(uint32_t masks) {
          __popc(masks & 0xff000000u) << 24;
 }
 
-// Masks of a lane's 8 words, 4 bits each: side by side where registers are short (the sparse
-// kernels), apart where instructions are (the dense ones).
-template <bool kSideBySide>
-struct WordMasks {
-  uint32_t masks[kSideBySide ? 1 : 8] = {};
-
-  __device__ __forceinline__ void set(uint32_t word, uint32_t mask) {
-    if constexpr (kSideBySide) {
-      masks[0] |= mask << (4 * word);
-    } else {
-      masks[word] = mask;
+// Where the marked elements stand, by rank: ranks `done` to `done` + kPositions - 1 to `positions`.
+inline constexpr uint32_t kPositions = 256;
+__device__ __forceinline__ void write_positions(uint16_t* positions, uint32_t masks,
+                                                const Ranks& ranks, uint32_t done, uint32_t lane) {
+  // Rank less the number of the lane's own marks before: two rows in a word.
+  const auto start_of = [&](uint32_t row) {
+    return ranks.first(row) - __popc(masks & ((1u << (8 * row)) - 1));
+  };
+  const uint32_t upper = start_of(0) | start_of(1) << 16;
+  const uint32_t lower = start_of(2) | start_of(3) << 16;
+  uint32_t own = 0u - done;
+  // One loop for all rows: a warp goes round it as often as its busiest lane has marks.
+#pragma unroll 1
+  for (uint32_t left = masks; left != 0; left &= left - 1, ++own) {
+    const uint32_t place = __ffs(static_cast<int>(left)) - 1;  // 8 * row + column
+    const uint32_t start = ((place & 16) != 0 ? lower : upper) >> (2 * (place & 8)) & 0xffffu;
+    const uint32_t rank = start + own;
+    if (rank < kPositions) {
+      positions[rank] = static_cast<uint16_t>(lane * kLaneColumns + place +
+                                              (place & 24) * (kRowElements / 8 - 1));
     }
   }
-  __device__ __forceinline__ uint32_t get(uint32_t word) const {
-    if constexpr (kSideBySide) {
-      return masks[0] >> (4 * word) & 0xfu;
-    } else {
-      return masks[word];
-    }
-  }
-  __device__ __forceinline__ uint32_t counts() const {
-    uint32_t counts = 0;
-#pragma unroll
-    for (uint32_t row = 0; row < kRows; ++row) {
-      counts |= __popc(get(2 * row) | get(2 * row + 1) << 4) << (8 * row);
-    }
-    return counts;
-  }
-};
+}
 
 // PRMT selectors by a mask of four bytes: `compact` moves the marked bytes to the front, `expand`
-// moves the first bytes to the marked places. Byte 4 of PRMT, the second operand's, is 0.
+// moves the first bytes to the marked places. Byte 4 of PRMT, the second operand's, is 0. Above the
+// selector, which PRMT does not look at: `compact` twice, `expand` four times the number of marks.
 __device__ inline uint32_t compact_selector(uint32_t mask) {
   uint32_t selector = 0x4444;
   uint32_t place = 0;
@@ -163,7 +192,7 @@ __device__ inline uint32_t compact_selector(uint32_t mask) {
       place += 4;
     }
   }
-  return selector;
+  return selector | place / 2 << 16;
 }
 __device__ inline uint32_t expand_selector(uint32_t mask) {
   uint32_t selector = 0x4444;
@@ -174,11 +203,11 @@ __device__ inline uint32_t expand_selector(uint32_t mask) {
       ++rank;
     }
   }
-  return selector;
+  return selector | 4 * rank << 16;
 }
 
 // The eight warps of a tile. A thread block has one tile at a time, or two where the number of
-// processors is bounded (launch.h), so a tile's barrier is not the thread block's.
+// processors is bounded (codec.cu), so a tile's barrier is not the thread block's.
 struct Tile {
   uint32_t thread;  // 0 .. 255
   uint32_t warp;

@@ -94,7 +94,7 @@ class Frame:
     Made by :func:`encode` or :meth:`from_bytes`. Immutable; dropping it frees its memory.
     """
 
-    __slots__ = ("_bytes", "_dtype", "_size", "_stride")
+    __slots__ = ("_bytes", "_dtype", "_layout", "_size", "_stride")
 
     def __init__(
         self,
@@ -102,8 +102,10 @@ class Frame:
         size: torch.Size,
         stride: tuple[int, ...],
         dtype: torch.dtype,
+        layout: Shape | None = None,
     ) -> None:
         self._bytes = frame_bytes
+        self._layout = layout  # None: its header knows; a decode there may take another launch
         self._size = size
         self._stride = stride
         self._dtype = dtype
@@ -232,7 +234,7 @@ def encode(
         frame_bytes = native.encode_tensor(
             flat, native.dtype_code(tensor.dtype), int(chosen), checksum
         )
-        return Frame(native.exact_frame(frame_bytes), tensor.shape, stride, tensor.dtype)
+        return Frame(native.exact_frame(frame_bytes), tensor.shape, stride, tensor.dtype, chosen)
 
 
 def decode(frame: Frame) -> torch.Tensor:
@@ -252,7 +254,7 @@ def decode(frame: Frame) -> torch.Tensor:
         )
     elements = math.prod(frame.shape)
     try:
-        flat = native.decode_tensor(frame._bytes, [elements], frame.dtype)
+        flat = native.decode_tensor(frame._bytes, [elements], frame.dtype, frame._layout)
     except native.DamagedFrameError as fault:
         raise FrameError(
             f"cannot decode {frame!r}: {fault}. The bytes have changed since they were encoded; "

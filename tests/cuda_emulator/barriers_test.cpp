@@ -12,7 +12,7 @@ class Barriers : public Emulated {};
 // Reaches every barrier: many blocks per warp, several jobs per thread block, every mode.
 bool everything_works(uint64_t seed) {
   emulator::machine.seed = seed;
-  emulator::machine.processors = 1;
+  emulator::machine.processors = seed % 2 == 0 ? 2 : 1;  // fences are between thread blocks
   emulator::machine.blocks_per_processor = 1;
   emulator::errors.clear();
   bool is_right = true;

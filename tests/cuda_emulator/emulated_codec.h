@@ -3,7 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <deque>
+#include <memory>
 #include <numeric>
 
 #include "emulator.h"
@@ -11,6 +13,14 @@
 #include "support.h"  // kernels/tests
 
 namespace memswap::test {
+
+// What every encode is given, unless a test says otherwise.
+inline bool has_workspace = true;
+inline std::vector<frame::Header>& workspace() {
+  static std::vector<frame::Header> slots(
+      memswap_codec_cuda()->workspace_bytes / sizeof(frame::Header) + 1);
+  return slots;
+}
 
 // Tells the emulator what the jobs may touch, then hands them on.
 inline int emulated_encode(const memswap_encode_job* jobs, size_t count,
@@ -27,7 +37,23 @@ inline int emulated_encode(const memswap_encode_job* jobs, size_t count,
       buffers.emplace_back(job.overflow_cursor, sizeof(uint64_t), "the arena's cursor");
     }
   }
-  return memswap_codec_cuda()->encode(jobs, count, launch);
+  memswap_launch where = launch != nullptr ? *launch : memswap_launch{};
+  if (has_workspace) {
+    void* slots = workspace().data();
+    size_t bytes = workspace().size() * sizeof(frame::Header);
+    where.workspace =
+        std::align(frame::kAlignmentBytes, memswap_codec_cuda()->workspace_bytes, slots, bytes);
+    buffers.emplace_back(where.workspace, memswap_codec_cuda()->workspace_bytes, "the workspace",
+                         true);
+  }
+  const int code = memswap_codec_cuda()->encode(jobs, count, &where);
+  const auto* bytes = reinterpret_cast<const uint8_t*>(workspace().data());
+  if (std::any_of(bytes, bytes + workspace().size() * sizeof(frame::Header),
+                  [](uint8_t byte) { return byte != 0; })) {
+    emulator::errors.push_back("the workspace is not 0 after an encode");
+    std::fill(workspace().begin(), workspace().end(), frame::Header{});
+  }
+  return code;
 }
 
 inline int emulated_decode(const memswap_decode_job* jobs, size_t count,
@@ -53,6 +79,7 @@ inline const memswap_codec& emulated() {
                                       &emulated_decode,
                                       memswap_codec_cuda()->message,
                                       1,
+                                      0,
                                       0};
   return codec;
 }
@@ -66,6 +93,7 @@ class Emulated : public testing::Test {
     emulator::errors.clear();
     emulator::launches.clear();
     emulator::skipped_site = {};
+    has_workspace = true;
   }
   void TearDown() override {
     for (const std::string& error : emulator::errors) {

@@ -316,6 +316,13 @@ void sync_tile(uint32_t slot, const char* file, int line) {
   leave();
 }
 
+void fence(const char* file, int line) {
+  if (!is_skipped(site_of(file, line))) {
+    blocks::fence(memory::now());
+    maybe_preempt();
+  }
+}
+
 uint64_t exchange(Exchange kind, uint32_t mask, uint64_t value, uint32_t parameter) {
   arrive({Waiting::kLanes, kind, mask, value, parameter, {}});
   return fibers[current].result;

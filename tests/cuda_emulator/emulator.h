@@ -6,6 +6,10 @@
 //   -fsanitize=thread, whose calls end here and not in a sanitizer): it has to lie in a registered
 //   buffer or in shared memory, and where two threads touch the same byte and one of them writes,
 //   a barrier of both has to be in between. Shuffles and votes are no such barriers;
+// - where a buffer is shared between thread blocks, an access has to be ordered behind every one of
+//   another block that it conflicts with: barriers within a block, and between blocks a fence, an
+//   atomic operation, another block's on the same word, and its fence. (Blocks run one after
+//   another, in random order; it is the rule that is checked, not the time.)
 // - a collective that a lane of its mask does not reach is an error, as is a barrier;
 // - shared memory begins with random bytes.
 //
@@ -53,10 +57,11 @@ using Site = std::pair<std::string, int>;
 extern std::set<Site> seen_sites;
 extern Site skipped_site;  // is left out: {"", 0} for none
 
-// Memory that kernels may touch while this lives.
+// Memory that kernels may touch while this lives. What is not shared between blocks belongs, byte
+// by byte, to the thread that writes it, atomic operations apart.
 class Registered {
  public:
-  Registered(const void* first, size_t bytes, const char* name);
+  Registered(const void* first, size_t bytes, const char* name, bool is_shared = false);
   ~Registered();
   Registered(const Registered&) = delete;
   Registered& operator=(const Registered&) = delete;
@@ -68,6 +73,7 @@ float about(float value);
 
 void sync_warp(const char* file, int line);
 void sync_tile(uint32_t slot, const char* file, int line);
+void fence(const char* file, int line);
 
 enum class Exchange { kIndex, kUp, kDown, kXor, kBallot, kAdd, kMin, kMax, kBarrier };
 uint64_t exchange(Exchange kind, uint32_t mask, uint64_t value, uint32_t parameter);

@@ -16,7 +16,32 @@ bool is_on_stack(const void* at);
 std::pair<unsigned char*, size_t> shared_range();
 void maybe_preempt();
 
+// When a thread did something: how many barriers it had passed.
+inline constexpr uint32_t kNobody = 0xffffffff;
+struct Stamp {
+  uint32_t thread = kNobody;
+  uint32_t warp_epoch = 0;
+  uint32_t tile_epoch = 0;
+};
+
+// Whether barriers order two stamps of the same thread block.
+inline bool is_ordered(const Stamp& before, const Stamp& after) {
+  if (before.thread == kNobody || before.thread == after.thread) {
+    return true;
+  }
+  return before.thread / 32 == after.thread / 32 ? before.warp_epoch < after.warp_epoch
+                                                 : before.tile_epoch < after.tile_epoch;
+}
+
+namespace blocks {
+void begin_launch();
+void begin_block(uint32_t threads);
+void touch(const unsigned char* at, size_t bytes, bool is_write, bool is_atomic, const Stamp& now);
+void fence(const Stamp& now);
+}  // namespace blocks
+
 namespace memory {
+Stamp now();
 void begin_launch();
 void end_launch();
 void begin_block(uint32_t threads);

@@ -20,7 +20,8 @@ TEST_F(Launches, ManyTensorsOfAllKindsShareThem) {
     encode_jobs.push_back(encode_job(tensors[i], options[i], &frames.emplace_back()));
   }
   ASSERT_EQ(emulated().encode(encode_jobs.data(), encode_jobs.size(), nullptr), 0);
-  EXPECT_LT(emulator::launches.size(), 60u) << "150 tensors, two launches for each kind of 60";
+  EXPECT_LT(emulator::launches.size(), 60u)
+      << "150 tensors, one launch for each kind of 60, two back";
   std::deque<Tensor> outputs;
   std::vector<uint32_t> statuses(tensors.size());
   std::vector<memswap_decode_job> decode_jobs;
@@ -34,6 +35,102 @@ TEST_F(Launches, ManyTensorsOfAllKindsShareThem) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     EXPECT_EQ(statuses[i], frame::kOk);
     EXPECT_TRUE(outputs[i].buffer == tensors[i].buffer) << "tensor " << i;
+  }
+}
+
+TEST_F(Launches, AreOneEachWay) {
+  for (const auto& [dtype, shape] : {std::pair{Dtype::kBf16, Shape::kDense},
+                                     {Dtype::kBf16, Shape::kSparse},
+                                     {Dtype::kFp32, Shape::kUpcast},
+                                     {Dtype::kBool, Shape::kBits}}) {
+    SCOPED_TRACE(describe(dtype, shape));
+    const Tensor tensor = tensor_at(0, {Kind::kMixed, 0}, dtype, 3, 20 * 8192 + 5);
+    emulator::launches.clear();
+    const Frame frame = encode(emulated(), tensor, {.shape = shape});
+    EXPECT_EQ(emulator::launches.size(), 1u);
+    ASSERT_NO_FATAL_FAILURE(expect_same_frame(encode(oracle(), tensor, {.shape = shape}), frame));
+    emulator::launches.clear();
+    uint32_t status = 0;
+    Tensor output(tensor.dtype, tensor.elements);
+    memswap_decode_job job = decode_job(frame, &output, &status);
+    job.shape_hint = static_cast<uint8_t>(1 + static_cast<uint32_t>(shape));
+    ASSERT_EQ(emulated().decode(&job, 1, nullptr), 0);
+    EXPECT_EQ(emulator::launches.size(), 1u);
+    EXPECT_EQ(status, frame::kOk);
+    EXPECT_TRUE(output.buffer == tensor.buffer);
+  }
+}
+
+TEST_F(Launches, AHintThatIsWrongIsAnErrorOrHarmless) {
+  const auto hint_of = [](Shape shape) {
+    return static_cast<uint8_t>(1 + static_cast<uint32_t>(shape));
+  };
+  for (const Shape shape : {Shape::kDense, Shape::kSparse, Shape::kInts, Shape::kRaw}) {
+    const Tensor tensor = tensor_at(0, {Kind::kMixed, 0}, Dtype::kBf16, 3, 2 * 8192 + 5);
+    const Frame frame = encode(emulated(), tensor, {.shape = shape});
+    for (const Shape hint : {Shape::kDense, Shape::kSparse, Shape::kInts}) {
+      SCOPED_TRACE(describe(tensor.dtype, shape) + " as " + describe(tensor.dtype, hint));
+      uint32_t status = 0;
+      Tensor output(tensor.dtype, tensor.elements);
+      memswap_decode_job job = decode_job(frame, &output, &status);
+      job.shape_hint = hint_of(hint);
+      ASSERT_EQ(emulated().decode(&job, 1, nullptr), 0);
+      if ((shape == Shape::kSparse) == (hint == Shape::kSparse)) {
+        EXPECT_EQ(status, frame::kOk);
+        EXPECT_TRUE(output.buffer == tensor.buffer);
+      } else {
+        EXPECT_EQ(status, frame::kBadHeader);
+      }
+    }
+  }
+}
+
+TEST_F(Launches, WithAndWithoutHintsShareACall) {
+  std::deque<Tensor> tensors, outputs;
+  std::deque<Frame> frames;
+  std::vector<uint32_t> statuses(40);
+  std::vector<memswap_decode_job> jobs;
+  for (uint32_t i = 0; i < 40; ++i) {
+    const Shape shape = i % 2 == 0 ? Shape::kDense : Shape::kSparse;
+    tensors.push_back(tensor_at(0, {Kind::kMixed, 0}, Dtype::kBf16, i, 700 * i));
+    frames.push_back(encode(emulated(), tensors[i], {.shape = shape}));
+    outputs.emplace_back(tensors[i].dtype, tensors[i].elements);
+    jobs.push_back(decode_job(frames[i], &outputs[i], &statuses[i]));
+    jobs[i].shape_hint =
+        i % 3 == 0 ? uint8_t{0} : static_cast<uint8_t>(1 + static_cast<uint32_t>(shape));
+  }
+  emulator::launches.clear();
+  ASSERT_EQ(emulated().decode(jobs.data(), jobs.size(), nullptr), 0);
+  EXPECT_EQ(emulator::launches.size(), 4u) << "two without a hint, one for each hint";
+  for (uint32_t i = 0; i < 40; ++i) {
+    EXPECT_EQ(statuses[i], frame::kOk) << "tensor " << i;
+    EXPECT_TRUE(outputs[i].buffer == tensors[i].buffer) << "tensor " << i;
+  }
+}
+
+TEST_F(Launches, WithoutAWorkspaceHeadersComeFirst) {
+  has_workspace = false;
+  for (const uint64_t elements : {uint64_t{0}, uint64_t{1}, uint64_t{20 * 8192 + 5}}) {
+    const Tensor tensor = tensor_at(0, {Kind::kMixed, 0}, Dtype::kBf16, 3, elements);
+    emulator::launches.clear();
+    const Frame frame = encode(emulated(), tensor, {});
+    EXPECT_EQ(emulator::launches.size(), 2u);
+    ASSERT_NO_FATAL_FAILURE(expect_same_frame(encode(oracle(), tensor, {}), frame));
+  }
+}
+
+// Whichever thread block ends last writes the header, with what all of them counted.
+TEST_F(Launches, TheLastTileWritesTheHeaderInAnyOrder) {
+  const Tensor tensor = tensor_at(0, {Kind::kMixed, 0}, Dtype::kBf16, 3, 23 * 8192 + 5);
+  const Frame expected = encode(oracle(), tensor, {});
+  for (uint64_t seed = 1; seed <= 20; ++seed) {
+    emulator::machine.seed = seed;
+    emulator::machine.processors = 1 + seed % 9;
+    EncodeOptions options;
+    options.launch.max_processors = seed % 3 == 0 ? 2 : 0;  // two tiles at a time
+    const Frame frame = encode(emulated(), tensor, options);
+    ASSERT_TRUE(emulator::errors.empty()) << emulator::errors[0];
+    ASSERT_NO_FATAL_FAILURE(expect_same_frame(expected, frame)) << "seed " << seed;
   }
 }
 
@@ -159,6 +256,10 @@ TEST_F(Launches, BadArgumentsEnqueueNothing) {
   expect_bad([](memswap_encode_job& job) { job.shape = 2; });
   expect_bad([](memswap_encode_job& job) { job.profile = 2; });
   expect_bad([](memswap_encode_job& job) { job.overflow = job.frame; });
+  jobs[1] = good;
+  memswap_launch launch{};
+  launch.workspace = static_cast<char*>(good.frame) + 64;
+  EXPECT_EQ(memswap_codec_cuda()->encode(jobs, 2, &launch), MEMSWAP_CODEC_BAD_ARGUMENT);
   EXPECT_EQ(memswap_codec_cuda()->encode(nullptr, 1, nullptr), MEMSWAP_CODEC_BAD_ARGUMENT);
   EXPECT_EQ(memswap_codec_cuda()->encode(nullptr, 0, nullptr), MEMSWAP_CODEC_OK);
   EXPECT_TRUE(emulator::launches.empty());

@@ -14,15 +14,6 @@ extern const char __executable_start, _end;  // the linker's: the program's own 
 namespace emulator {
 namespace {
 
-constexpr uint32_t kNobody = 0xffffffff;
-
-// An access, and how many barriers its thread had passed.
-struct Stamp {
-  uint32_t thread = kNobody;
-  uint32_t warp_epoch = 0;
-  uint32_t tile_epoch = 0;
-};
-
 struct Byte {
   Stamp write, read;
   bool is_atomic = false;
@@ -34,7 +25,8 @@ struct Buffer {
   const unsigned char* first;
   size_t bytes;
   const char* name;
-  std::vector<uint32_t> writers;  // of this launch; kernels never pass data through global memory
+  bool is_shared;
+  std::vector<uint32_t> writers;  // of this launch
 };
 
 std::vector<Buffer> buffers;
@@ -42,21 +34,8 @@ std::vector<Byte> shadow;
 std::vector<uint32_t> warp_epochs, tile_epochs;
 bool is_running = false;
 
-Stamp now() {
-  const uint32_t thread = current_thread();
-  return {thread, warp_epochs[thread], tile_epochs[thread]};
-}
-
-bool is_ordered(const Stamp& before, const Stamp& after) {
-  if (before.thread == kNobody || before.thread == after.thread) {
-    return true;
-  }
-  return before.thread / 32 == after.thread / 32 ? before.warp_epoch < after.warp_epoch
-                                                 : before.tile_epoch < after.tile_epoch;
-}
-
 void look_at_shared(size_t at, size_t bytes, bool is_write, bool is_atomic) {
-  const Stamp stamp = now();
+  const Stamp stamp = memory::now();
   for (size_t i = at; i < at + bytes; ++i) {
     Byte& byte = shadow[i];
     if (!is_ordered(byte.write, stamp) && !(is_atomic && byte.is_atomic)) {
@@ -112,6 +91,11 @@ void look(const void* address, size_t bytes, bool is_write, bool is_atomic) {
     if (at < buffer.first || at + bytes > buffer.first + buffer.bytes) {
       continue;
     }
+    if (buffer.is_shared) {
+      blocks::touch(at, bytes, is_write, is_atomic, memory::now());
+      maybe_preempt();
+      return;
+    }
     const uint32_t me = blockIdx.x * 1024 + threadIdx.x;
     const size_t first = static_cast<size_t>(at - buffer.first);
     for (size_t i = first; i < first + bytes && !is_atomic; ++i) {
@@ -141,8 +125,8 @@ void look(const void* address, size_t bytes, bool is_write, bool is_atomic) {
 
 }  // namespace
 
-Registered::Registered(const void* first, size_t bytes, const char* name) {
-  buffers.push_back({static_cast<const unsigned char*>(first), bytes, name, {}});
+Registered::Registered(const void* first, size_t bytes, const char* name, bool is_shared) {
+  buffers.push_back({static_cast<const unsigned char*>(first), bytes, name, is_shared, {}});
 }
 Registered::~Registered() { buffers.pop_back(); }
 
@@ -150,7 +134,13 @@ void before_atomic(const void* at, size_t bytes) { look(at, bytes, true, true); 
 
 namespace memory {
 
+Stamp now() {
+  const uint32_t thread = current_thread();
+  return {thread, warp_epochs[thread], tile_epochs[thread]};
+}
+
 void begin_launch() {
+  blocks::begin_launch();
   for (Buffer& buffer : buffers) {
     buffer.writers.assign(buffer.bytes, kNobody);
   }
@@ -159,6 +149,7 @@ void begin_launch() {
 void end_launch() { is_running = false; }
 
 void begin_block(uint32_t threads) {
+  blocks::begin_block(threads);
   shadow.assign(shared_range().second, {});
   warp_epochs.assign(threads, 0);
   tile_epochs.assign(threads, 0);

@@ -49,7 +49,7 @@ inline bool is_valid(const memswap_decode_job& job) {
   return frame::is_dtype(job.dtype) && is_tensor(job.output, job.elements, job.dtype) &&
          is_area(job.frame, frame::kAlignmentBytes) && is_area(job.status, alignof(uint32_t)) &&
          is_aligned(job.overflow, frame::kUnitBytes) &&
-         job.overflow_capacity <= frame::kMaxBaseUnits;
+         job.overflow_capacity <= frame::kMaxBaseUnits && job.shape_hint <= frame::kLastShape + 1;
 }
 
 // Whether a call may start: there are jobs where some were promised, and all are possible.

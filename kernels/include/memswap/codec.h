@@ -14,7 +14,7 @@
 extern "C" {
 #endif
 
-#define MEMSWAP_CODEC_VERSION 2
+#define MEMSWAP_CODEC_VERSION 3
 
 /* How an encoder chooses. The decoder never needs to know. */
 enum memswap_profile {
@@ -48,8 +48,11 @@ typedef struct memswap_decode_job {
   uint64_t elements;          /* what the caller expects; a frame that says otherwise is an error */
   uint8_t dtype;              /* likewise */
   uint8_t verify;             /* 1: compare checksums, where the frame has them */
-  uint32_t* status;           /* memswap::frame::Status bits are OR-ed into it; the output is
-                                 meaningless unless it stays 0 */
+  uint8_t shape_hint; /* 0: unknown; else 1 + the memswap::frame::Shape that the frame should
+                         have: where that decides on a kernel, one launch instead of two. A
+                         frame of another shape may then be an error (kBadHeader) */
+  uint32_t* status;   /* memswap::frame::Status bits are OR-ed into it; the output is
+                         meaningless unless it stays 0 */
 } memswap_decode_job;
 
 /* Runs task(context, i) for every i in 0..count-1, on any threads, and returns when all ended. */
@@ -63,6 +66,10 @@ typedef struct memswap_launch {
                               parallel_for is asked for at most; 0: one */
   memswap_parallel_for parallel_for; /* CPU: NULL runs in the calling thread */
   void* pool;                        /* first argument of parallel_for */
+  void* workspace; /* encode: memswap_codec::workspace_bytes of the device's memory, aligned to 128
+                      bytes, or NULL: then each encode may take another launch. All zero before the
+                      first encode that gets it; each leaves it so. Encodes that share it are in
+                      order: on one stream */
 } memswap_launch;
 
 /* A backend: one per device type. Functions return 0, or a code that `message` explains; then what
@@ -75,10 +82,11 @@ typedef struct memswap_codec {
   int (*encode)(const memswap_encode_job* jobs, size_t count, const memswap_launch* launch);
   int (*decode)(const memswap_decode_job* jobs, size_t count, const memswap_launch* launch);
   const char* (*message)(int code); /* never NULL; valid until this thread asks again */
-  uint32_t spare_tiles; /* an encode may leave the room of so many tiles in var unused, and then
-                           needs it in the overflow arena beyond what var lacks; at least 1 */
-  uint32_t check_first; /* 1: no hardware has confirmed this backend. Let it encode and decode
-                           something on a device before it is trusted with tensors there */
+  uint32_t spare_tiles;     /* an encode may leave the room of so many tiles in var unused, and then
+                               needs it in the overflow arena beyond what var lacks; at least 1 */
+  uint32_t check_first;     /* 1: no hardware has confirmed this backend. Let it encode and decode
+                               something on a device before it is trusted with tensors there */
+  uint64_t workspace_bytes; /* of memswap_launch::workspace; 0: none is of use */
 } memswap_codec;
 
 /* Codes that every backend shares; others are the device runtime's own. */

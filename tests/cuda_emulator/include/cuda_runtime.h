@@ -39,6 +39,7 @@ using emulator::threadIdx;
 
 // Synchronisation has a place in the source, so that a test can take one away.
 #define __syncwarp() ::emulator::sync_warp(__FILE__, __LINE__)
+#define __threadfence() ::emulator::fence(__FILE__, __LINE__)
 #define sync_tile(tile) ::emulator::sync_tile((tile).slot, __FILE__, __LINE__)
 
 namespace memswap::cuda {
@@ -93,6 +94,11 @@ inline uint32_t __dp4a(uint32_t a, uint32_t b, uint32_t sum) {
 }
 // Good to two units in the last place: the emulator errs by that much, in either direction.
 inline float __fdividef(float a, float b) { return emulator::about(a / b); }
+
+template <class Value>
+Value __ldcg(const Value* at) {
+  return *at;
+}
 
 inline uint32_t __shfl_sync(uint32_t mask, uint32_t value, uint32_t lane) {
   return static_cast<uint32_t>(emulator::exchange(emulator::Exchange::kIndex, mask, value, lane));

@@ -98,7 +98,7 @@ const char* message(int code) {
 
 const memswap_codec* codec_on_streams(const memswap_codec* host) {
   static const memswap_codec table{
-      MEMSWAP_CODEC_VERSION, "simulated", &encode, &decode, &message, 1, 0};
+      MEMSWAP_CODEC_VERSION, "simulated", &encode, &decode, &message, 1, 0, 0};
   const memswap_codec* none = nullptr;
   host_codec.compare_exchange_strong(none, host);
   return &table;
