@@ -112,6 +112,13 @@ class Saver:
         """Order everything after the transfers under way, and drop the storages they hold."""
         self._routes.settle()
 
+    def set_overflow_room(self, route: Route, nbytes: int | None) -> None:
+        """What a plan has set aside for overflows of frames; it counts as resident from here on."""
+        before = route.overflow_room or 0
+        route.overflow_room = nbytes
+        if (route.overflow_room or 0) != before:
+            self.ledger.resident((route.overflow_room or 0) - before)
+
     def open_routes(self) -> list[Route]:
         """The routes of the devices that were seen so far."""
         return self._routes.open_routes()
@@ -230,13 +237,19 @@ class Saver:
         if way is None:
             reason = "no codec"
         else:
-            expectation = route.expectations.of(place.unit, place.ordinal, entry.nbytes, dtype)
+            most = None if self.director is None else self.director.frame_nbytes(entry)
+            expectation = route.expectations.of(
+                place.unit, place.ordinal, entry.nbytes, dtype, most
+            )
             if not expectation.pays:
                 reason = "does not shrink"
             elif self.send_encode(entry, storage, way, route, expectation):
                 return None
             else:
                 reason = self._refused(way, entry, route)
+            if most is not None and self.director is not None:
+                self.director.unfit()
+                return self._swap(entry, storage, route)  # it has no room where it is
         return reason if action is ENCODE else self._swap(entry, storage, route)
 
     def send_encode(
