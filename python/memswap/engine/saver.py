@@ -233,23 +233,23 @@ class Saver:
         dtype: torch.dtype,
     ) -> str | None:
         """Start encoding an entry's storage. None, or the reason why it stays."""
-        way = route.encoding(action)
+        way, director = route.encoding(action), self.director
+        most_nbytes = None if director is None else director.frame_nbytes(entry)
         if way is None:
             reason = "no codec"
         else:
-            most = None if self.director is None else self.director.frame_nbytes(entry)
             expectation = route.expectations.of(
-                place.unit, place.ordinal, entry.nbytes, dtype, most
+                place.unit, place.ordinal, entry.nbytes, dtype, most_nbytes
             )
             if not expectation.pays:
                 reason = "does not shrink"
             elif self.send_encode(entry, storage, way, route, expectation):
                 return None
-            else:
+            elif most_nbytes is None:
                 reason = self._refused(way, entry, route)
-            if most is not None and self.director is not None:
-                self.director.unfit()
-                return self._swap(entry, storage, route)  # it has no room where it is
+        if director is not None and most_nbytes is not None:
+            director.unfit()  # the plan has no room for it where it is
+            return self._swap(entry, storage, route)
         return reason if action is ENCODE else self._swap(entry, storage, route)
 
     def send_encode(
