@@ -20,6 +20,7 @@ from torch import nn
 import memswap
 from memswap import Action, Rates
 from memswap.engine import saver as engine
+from memswap.planning import learner
 from memswap.planning.pilot import Pilot
 from simdev import laboratory, virtual_time
 
@@ -172,6 +173,20 @@ def test_values_that_stop_shrinking_cost_time_and_never_the_budget(action):
     assert action in found.actions, "nothing was to be encoded"
     found.check()
     assert not found.replanned, "that was to be another plan's merit"
+
+
+@pytest.mark.own_laboratory
+@pytest.mark.one_schedule
+def test_frames_that_stay_longer_than_planned_lead_to_another_plan(monkeypatch):
+    monkeypatch.setattr(learner, "REFRAME_AFTER", 2)
+
+    def train() -> None:
+        found = Trained(1, 0.8, NO_LINK, collapses=True, steps=6)
+        found.check()
+        assert found.replanned, "the plan still hopes for shorter frames"
+
+    with laboratory(LAZY):
+        train()
 
 
 def broken(name: str) -> contextlib.AbstractContextManager[None]:

@@ -213,8 +213,8 @@ class Expectations:
     ) -> Expectation:
         """What to do with a tensor that is about to leave.
 
-        `most_nbytes`: what the frame may take. Where its fixed part alone takes more, encoding does
-        not pay.
+        `most_nbytes`: what a plan has for the frame. Where its fixed part alone takes more, it does
+        not pay. (In host memory nothing bounds a frame but what is in it.)
         """
         key = Key(unit, ordinal, nbytes, dtype)
         code = dtype_code(dtype)
@@ -231,7 +231,9 @@ class Expectations:
             known.rests = 0
         known.encodes += 1
         self._passage_bytes += nbytes
-        other = self._worth_trying(key, known, code)
+        # Where frames are as long as they become, a plan has no room for a guess.
+        tries = most_nbytes is None or not self._worst_case
+        other = self._worth_trying(key, known, code) if tries else None
         if other is not None:
             bits = first_bits(code, other)
             tried = self._expectation(key, code, other, bits, trial=True, most_nbytes=most_nbytes)

@@ -245,9 +245,9 @@ class Saver:
                 reason = "does not shrink"
             elif self.send_encode(entry, storage, way, route, expectation):
                 return None
-            elif most_nbytes is None:
+            elif most_nbytes is None or not way.works_ahead:
                 reason = self._refused(way, entry, route)
-        if director is not None and most_nbytes is not None:
+        if director is not None and most_nbytes is not None and route.works_ahead:
             director.unfit()  # the plan has no room for it where it is
             return self._swap(entry, storage, route)
         return reason if action is ENCODE else self._swap(entry, storage, route)

@@ -228,6 +228,8 @@ class Route:
         )
         self._overflow_room: int | None = None
         self._passage_bytes = 0
+        #: Whether the device works while the thread that asks goes on.
+        self.works_ahead = device.type != "cpu"
         #: Whether a stream of this device may be capturing a graph.
         self.captures = device.type == "cuda"
         #: What a policy without an action of its own means here.
@@ -244,7 +246,7 @@ class Route:
             return self._encoding[action]
         except KeyError:
             way: Way | None = None
-            ahead = self.device.type != "cpu"
+            ahead = self.works_ahead
             if native.codec_name(self.device) is None:
                 pass
             elif action is Action.ENCODE:

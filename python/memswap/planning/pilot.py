@@ -174,12 +174,12 @@ class Pilot:
         return chosen
 
     def frame_nbytes(self, entry: Entry) -> int | None:
-        """What the plan has for a storage's frame. On a CPU a frame is as long as it is."""
+        """What the plan has for a storage's frame."""
         course: Course | None = self._saver.passage.course
         if course is None or course.plan is None or course.lost:
             return None
         storages, index = course.plan.storages, entry.index
-        if self._clock is None or self._clock.on_host or not index < len(storages):
+        if not index < len(storages):
             return None
         planned = storages[index]
         return planned.away_nbytes if planned.action in CODED else None
