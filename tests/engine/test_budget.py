@@ -15,6 +15,7 @@ from torch import nn
 
 import memswap
 from memswap import Action, BudgetError, Rates
+from memswap.planning import learner
 from memswap.planning.search import Search
 
 pytestmark = pytest.mark.one_schedule
@@ -340,6 +341,48 @@ def test_on_a_cpu_a_budget_encodes_what_is_needed_and_no_more():
         assert 0 < actions.count(Action.ENCODE) < len(actions)
         assert set(actions) <= {Action.KEEP, Action.ENCODE}
         assert manager.stats().peak_resident_bytes <= budget
+
+
+class Scaled(nn.Module):
+    """Saves a storage whose exponents are as far apart as its scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.ones(512, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).tanh() * self.scale
+
+
+@pytest.mark.cpu_only
+def test_on_a_cpu_frames_that_become_longer_lead_to_another_plan_and_to_no_other_bit(monkeypatch):
+    """There is nowhere else for the bytes to go: the next plan encodes more, or warns."""
+    monkeypatch.setattr(learner, "REFRAME_AFTER", 1)
+    device = torch.device("cpu")
+    torch.manual_seed(0)
+    layers = nn.ModuleList([Scaled() for _ in range(6)])
+    policy = memswap.Policy(min_bytes=1)
+    with memswap.manage(layers, policy, budget="1GiB", rates=rates_for(device)) as manager:
+        for _ in range(4):
+            step(layers, 512, device)
+        budget = int(0.88 * manager.plan.kept_peak_bytes)
+    with memswap.manage(layers, policy, budget=budget, rates=rates_for(device)) as manager:
+        for _ in range(3):
+            step(layers, 512, device)
+        manager.reset_stats()
+        for _ in range(2):
+            step(layers, 512, device)
+        assert manager.stats().peak_resident_bytes <= budget, "not from the first planned step on"
+        before = manager.plan
+        for layer in layers:
+            layer.scale.copy_(2.0 ** torch.randint(-20, 20, layer.scale.shape))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(5):
+                found = step(layers, 512, device)
+        assert manager.plan.storages != before.storages, "the plan still hopes for shorter frames"
+    assert_same_gradients(found, step(layers, 512, device))
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ def saved(
     held_frame: float = 0.8,
     unit: str = "0",
     ordinal: int = 0,
+    overflow: float = 0.0,
 ) -> SavedStorage:
     return SavedStorage(
         unit,
@@ -34,6 +35,7 @@ def saved(
         int(nbytes * held_frame),
         held_until,
         last_demand,
+        overflow_nbytes=int(nbytes * overflow),
     )
 
 
@@ -80,6 +82,7 @@ def steps(draw: st.DrawFn, most: int = 5, recomputable: bool = False) -> Step:
                 held_frame=draw(st.sampled_from([0.1, 0.6, 1.0])),
                 unit=str(index // 2),
                 ordinal=index % 2,
+                overflow=draw(st.sampled_from([0.0, 0.0, 0.3])),
             )
         )
     gaps = draw(st.lists(st.integers(0, 4000), min_size=marks, max_size=marks))
@@ -91,6 +94,13 @@ def steps(draw: st.DrawFn, most: int = 5, recomputable: bool = False) -> Step:
         tuple(gap * 1e-6 for gap in gaps),
         0.0,
         tuple(Region(u, (first[u],), draw(st.sampled_from([0, 300]))) for u in units),
+        windows_s=tuple(
+            draw(
+                st.sampled_from(
+                    [(), tuple(gap * draw(st.sampled_from([0.0, 5e-7])) for gap in gaps)]
+                )
+            )
+        ),
     )
 
 

@@ -97,7 +97,10 @@ def test_what_a_plan_says_is_what_its_replay_does(step, rates, share):
     released = [index for indices in plan.releases.values() for index in indices]
     moved = [i for i, one in enumerate(plan.storages) if one.action is not Action.KEEP]
     assert sorted(released) == moved, "each send is released once, and nothing else is"
-    for mark, indices in plan.releases.items():
+    departed = [index for indices in plan.departures.values() for index in indices]
+    assert len(departed) == len(set(departed)), "a frame departs once"
+    assert all(plan.storages[index].action is Action.ENCODE_SWAP for index in departed)
+    for mark, indices in (*plan.releases.items(), *plan.departures.items()):
         assert mark < saves and all(index <= mark for index in indices)
     place = {index: rank for rank, index in enumerate(step.order)}
     fetched = [index for indices in plan.fetches.values() for index in indices]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from steps import ALL, RATES, saved, stack
@@ -21,7 +22,7 @@ def test_a_step_survives_its_file(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[]", '{"memswap_step": 1}', '{"memswap_step": 2, "step": {}, "rates": {}}'],
+    ["", "{", "[]", '{"memswap_step": 1}', '{"memswap_step": 3, "step": {}, "rates": {}}'],
 )
 def test_a_file_that_is_no_step_is_refused_by_its_name(tmp_path, content):
     file = tmp_path / "other.json"
@@ -77,6 +78,33 @@ def test_codec_time_is_computes_and_frames_count():
     found = replay(step, RATES, {0: Action.ENCODE}, 1600)
     assert found.exposed_s[0] == pytest.approx(2e-4)
     assert found.peak_bytes == 1600 and found.resident_bytes[0] == 1600
+
+
+def test_room_for_overflows_is_there_all_the_time_and_once_for_all_encodes():
+    step = stack([1000] * 80, actions=ALL, held_frame=0.5, overflow=0.2)
+    for count, counted in ((0, 0), (1, 1), (4, 4), (20, 4), (80, 5)):
+        found = replay(step, RATES, dict.fromkeys(range(count), Action.ENCODE))
+        assert found.arena_bytes == (200 * counted + 128 if counted else 0)
+        assert min(found.resident_bytes) >= found.arena_bytes
+    assert replay(step, RATES, {0: Action.SWAP}).arena_bytes == 0
+
+
+def test_a_frame_in_transit_counts_until_compute_has_waited_for_its_copy():
+    step = stack([1000] * 4, actions=ALL, held_frame=0.5)
+    found = replay(step, RATES, {0: Action.ENCODE_SWAP}, 2600)
+    # 1000 raw and 500 of the frame; the raw bytes go for the third storage, the frame for the last.
+    assert found.resident_bytes[:4] == [1500, 2500, 2500, 3000]
+    assert found.releases == {1: [0]} and found.departures == {2: [0]}
+
+
+def test_codec_work_is_free_in_windows_and_costs_what_is_left_of_it_elsewhere():
+    step = replace(
+        stack([1000] * 3, actions=ALL, held_frame=0.5), windows_s=(0.0, 6e-5) + (0.0,) * 4
+    )
+    found = replay(step, RATES, {0: Action.ENCODE}, 2600)
+    assert found.exposed_s[0] == pytest.approx(4e-5 + 1e-4)  # the rest of an encode, and a decode
+    roomy = replace(step, windows_s=(1.0,) * 6)
+    assert replay(roomy, RATES, {0: Action.ENCODE}, 2600).total_exposed_s == 0
 
 
 def test_a_trace_has_a_lane_for_everything_and_counts_bytes():

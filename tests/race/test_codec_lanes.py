@@ -529,6 +529,31 @@ def test_credits_come_back_when_the_host_learns_what_was_used() -> None:
     assert now["set_aside_bytes"] == 0 and now["resets"] == 0 and now["chunks"] == 1
 
 
+@pytest.mark.parametrize("swap", [False, True])
+def test_a_host_without_credit_waits_for_the_oldest_encode_if_a_room_was_set(swap: bool) -> None:
+    """Whatever is encoded, overflows take the bytes that a plan has for them, and no more."""
+    layout = native.frame_layout(BF16, DENSE, ELEMENTS)
+    capacity = layout.max_var_units - 8  # never needed
+    most = layout.most_overflow_units(capacity, native.codec_spare_tiles(DEVICE))
+    room = 128 + 2 * 8 * most
+    machine = Machine(arena_budget=1 << 24, arena_chunk=1 << 24)
+    machine.lane.set_overflow_room(room)
+    tensors = [values(seed) for seed in range(6)]
+    made = [machine.encode(one.to(DEVICE), var_capacity=capacity, swap=swap) for one in tensors]
+    assert machine.lane.arena_statistics()["reserved_bytes"] == room
+    for (view, encoded, departure), tensor in zip(made, tensors, strict=True):
+        departure.wait()
+        assert encoded.device_nbytes == encoded.nbytes, "overflow counts once, with the room"
+        encoded.wait_sent()
+        assert encoded.device_nbytes == (0 if swap else encoded.nbytes)
+        assert same_bits(machine.decode(view, encoded).cpu(), tensor)
+        assert encoded.device_nbytes == (0 if swap else encoded.nbytes)
+    tensor = tensors[0].to(DEVICE)
+    waits = _C.counters()["host_syncs"]
+    assert machine.lane.encode(native.StorageRef(tensor), BF16, DENSE, 0) is None
+    assert _C.counters()["host_syncs"] == waits, "no wait can help what the room never holds"
+
+
 def test_a_chunk_is_used_again_when_nobody_has_a_share_of_it() -> None:
     machine = Machine(arena_budget=ONE_FRAME)
     for seed in range(5):

@@ -36,10 +36,17 @@ def agree(step: Step | None, rates: Rates, group: Any) -> tuple[Step | None, Rat
             saved[0],
             frame_nbytes=agreed_frame([one.frame_nbytes for one in saved]),
             held_frame_nbytes=agreed_frame([one.held_frame_nbytes for one in saved]),
+            overflow_nbytes=max(one.overflow_nbytes for one in saved),
         )
         for saved in frames
     )
-    agreed = replace(first, storages=storages, gaps_s=tuple(gaps))
+    windows = [one.windows_s for one in steps]
+    agreed = replace(
+        first,
+        storages=storages,
+        gaps_s=tuple(gaps),
+        windows_s=tuple(map(min, zip(*windows, strict=True))) if all(windows) else (),
+    )
     return replace(agreed, tail_s=max(one.tail_s for one in steps)), slowest(
         [one for _, one in gathered]
     )
@@ -49,7 +56,10 @@ def alike(one: Step, other: Step) -> bool:
     """Whether two steps differ in times and frames alone."""
 
     def essence(step: Step) -> tuple[Any, ...]:
-        storages = [replace(s, frame_nbytes=0, held_frame_nbytes=0) for s in step.storages]
+        storages = [
+            replace(s, frame_nbytes=0, held_frame_nbytes=0, overflow_nbytes=0)
+            for s in step.storages
+        ]
         return storages, step.order, step.regions, step.extra_nbytes
 
     return essence(one) == essence(other)

@@ -23,16 +23,18 @@ from typing import TYPE_CHECKING, Any
 
 from memswap.engine.pools import DiskPool
 from memswap.planning.agreement import agree
-from memswap.planning.kinds import MOST_DOUBTS
-from memswap.planning.observed import calibrated, linked, quantised, step_of
+from memswap.planning.kinds import MOST_DOUBTS, REFRAME_AFTER
+from memswap.planning.observed import calibrated, linked, quantised, reframed, step_of
 from memswap.planning.planner import make_plan, regions_for, too_small
 from memswap.planning.profile import profile
+from memswap.planning.simulate import CODED
 
 if TYPE_CHECKING:
     from memswap.engine.expectations import Key
     from memswap.engine.record import Record
     from memswap.engine.saver import Saver
     from memswap.planning.kinds import Course, Kind, Timing
+    from memswap.planning.plan import Plan
     from memswap.planning.rates import Rates
     from memswap.planning.step import Step
 
@@ -94,6 +96,10 @@ class Learner:
         kind.changed = kind.changed + 1 if course.changed else 0
         if kind.changed >= 2 and self._group is None:
             kind.learn_again()
+            return
+        kind.unfit = kind.unfit + 1 if course.unfit else 0
+        if kind.unfit >= 2 and kind.planned >= REFRAME_AFTER and self._group is None:
+            self._reframe(kind)
             return
         if kind.timing is not None and not course.changed:
             if self._group is not None:
@@ -187,6 +193,20 @@ class Learner:
         kind.trial = kind.plan.recompute or None
         self._adopt(kind, kind.step, kind.rates, kind.keys)
 
+    def _reframe(self, kind: Kind) -> None:
+        """Frames are longer than planned: plan with those that are seen by now.
+
+        Nothing is learnt anew, which would take a passage without a budget.
+        """
+        assert kind.plan is not None and kind.step is not None and kind.rates is not None
+        kind.unfit = 0
+        self._saver.stats()  # takes in what encoders have reported
+        (route,) = self._saver.open_routes()  # a budget is for one device
+        step = reframed(kind.step, kind.keys, route.expectations)
+        if step != kind.step:
+            kind.trial = kind.plan.recompute or None
+            self._adopt(kind, step, kind.rates, kind.keys)
+
     def _look_again(self, kind: Kind) -> None:
         """A planned passage was timed: is the plan still the right one?"""
         timing, plan, known, before = kind.timing, kind.plan, kind.step, kind.rates
@@ -198,6 +218,12 @@ class Learner:
         if len(record.gaps_s) == len(known.gaps_s) and record.order == known.order:
             gaps = [quantised(gap_s) for gap_s in record.gaps_s]
             step = known.with_gaps(gaps, quantised(record.tail_s))
+            beside_s = codec_s(plan, before)
+            if beside_s:
+                # Encodes and decodes ran in these gaps: how they were shared is not known.
+                scale = max(step.compute_s - beside_s, 0.0) / known.compute_s
+                gaps = [quantised(scale * gap_s) for gap_s in known.gaps_s]
+                step = known.with_gaps(gaps, quantised(scale * known.tail_s))
         if step is not None:
             again_s = step.compute_s - plan.compute_s if plan.recompute else 0.0
             kind.measured_exposed_s = record.exposed_s + max(again_s, 0.0)
@@ -245,10 +271,18 @@ class Learner:
                 self._fixed,
                 self._disk is not None,
                 timing.regions,
-                isinstance(self._budget, int),
             )
         except ValueError:
             return None  # counted as unusable, and told if it goes on
+
+
+def codec_s(plan: Plan, rates: Rates) -> float:
+    """Seconds of compute that the encodes and decodes of a plan take, where they run beside it."""
+    if rates.inline_codec or not rates.encodes:
+        return 0.0
+    coded = [one.nbytes for one in plan.storages if one.action in CODED]
+    seconds = sum(rates.encode_s(nbytes) + rates.decode_s(nbytes) for nbytes in coded)
+    return max(seconds - sum(plan.step.windows_s), 0.0)
 
 
 def differs(step: Step, known: Step) -> bool:

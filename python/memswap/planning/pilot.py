@@ -17,18 +17,21 @@ from memswap.engine.link_times import LinkTimes
 from memswap.engine.recomputed import Recomputed
 from memswap.engine.record import Clock, Recorder
 from memswap.engine.region_record import RegionRecord
+from memswap.engine.transfer import EncodeSwapWay
+from memswap.engine.windowed import WindowedSaver
 from memswap.planning.kinds import Course, Kind, Timing
 from memswap.planning.learner import Learner, regions_off
+from memswap.planning.simulate import CODED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from torch import nn
 
     from memswap.engine.action import Action
     from memswap.engine.saver import Saver
     from memswap.engine.timeline import Passage
-    from memswap.planning.plan import Plan, PlannedStorage
+    from memswap.planning.plan import Plan
     from memswap.planning.policy import Policy
     from memswap.planning.rates import Rates
     from memswap.planning.step import Step
@@ -108,6 +111,13 @@ class Pilot:
         with self._saver.lock:
             self._recomputed.sweep()
 
+    def end(self) -> None:
+        """Nothing follows a plan any more."""
+        saver = self._saver
+        with saver.lock:
+            for route in saver.open_routes():
+                saver.set_overflow_room(route, None)
+
     # --- the director -----------------------------------------------------------------------------
 
     def begin(self, passage: Passage[Entry]) -> int | None:
@@ -137,8 +147,7 @@ class Pilot:
     ) -> Action | None:
         """The plan's action, or what learning needs, or None."""
         passage = self._saver.passage
-        if self._recomputed.nbytes:
-            self._recomputed.sweep()
+        self._recomputed.sweep()
         index = len(passage.sizes)
         course: Course | None = passage.course
         if course is not None and course.lingering:
@@ -151,15 +160,35 @@ class Pilot:
         course = course or self._begin_course(passage, key, tensor.device)
         chosen = None
         if course.plan is not None:
-            chosen = self._planned(course, course.plan.storages, index, key, action)
+            chosen = self._planned(course, course.plan, index, key, action)
         elif self._tries_codec(course.kind, action, tensor.device):
             chosen = ENCODE_SWAP
+        recorded = chosen or action
         if insists:
             # Nothing to plan: it counts as kept, which is the most that it can take.
-            chosen, action = None, KEEP
+            chosen, recorded = None, KEEP
+        elif chosen is None and self._times_copies(course, action):
+            chosen = SWAP
         if course.timing is not None:
-            course.timing.recorder.choose(key, chosen or action)
+            course.timing.recorder.choose(key, recorded)
         return chosen
+
+    def frame_nbytes(self, entry: Entry) -> int | None:
+        """What the plan has for a storage's frame."""
+        course: Course | None = self._saver.passage.course
+        if course is None or course.plan is None or course.lost:
+            return None
+        storages, index = course.plan.storages, entry.index
+        if not index < len(storages):
+            return None
+        planned = storages[index]
+        return planned.away_nbytes if planned.action in CODED else None
+
+    def unfit(self) -> None:
+        """A storage did not become the frame that was planned."""
+        course: Course | None = self._saver.passage.course
+        if course is not None:
+            course.unfit = True
 
     def saved(self, entry: Entry) -> None:
         """It was saved: release what has to go before the next one comes."""
@@ -168,12 +197,24 @@ class Pilot:
         if course.plan is not None and not course.lost:
             for index in course.plan.releases.get(entry.index, ()):
                 self._release(passage, course, index)
+            for index in course.plan.departures.get(entry.index, ()):
+                self._release_frame(passage.entry(index))
             self._note_peak(course, 0)
         if course.timing is not None:
             course.timing.recorder.saved(entry)
             course.timing.regions.saved(entry)
             course.timing.links.sent(entry)
             self._note_extra(course)
+
+    def window(self, seconds: float) -> None:
+        """Codec work may run beside what comes next."""
+        passage = self._saver.passage
+        backward = self._backward
+        if backward is not None and backward.began_backward and not passage.sizes:
+            passage = backward  # no forward has begun since
+        course: Course | None = passage.course
+        if course is not None and course.timing is not None and not course.closed:
+            course.timing.recorder.window(seconds)
 
     def again(self, entry: Entry, unit: str) -> None:
         """A unit saves what was saved before."""
@@ -187,8 +228,7 @@ class Pilot:
         course: Course | None = None if passage is None else passage.course
         if passage is None or course is None:
             return
-        if self._recomputed.nbytes:
-            self._recomputed.sweep()
+        self._recomputed.sweep()
         plan = course.plan
         if plan is not None and passage.fetches is None and not course.lost:
             if len(passage.sizes) == len(plan.storages):
@@ -206,6 +246,8 @@ class Pilot:
             return
         # What every save has seen is off the books, while its last consumer still holds it.
         self._note_peak(course, entry.nbytes if entry.state is AWAY else 0)
+        if course.plan is not None and isinstance(entry.way, EncodeSwapWay):
+            self._release_frame(entry)  # the fetch came after that; it is off the device too
         if course.timing is not None and not course.closed:
             course.timing.recorder.demanded(entry)
             if passage.fetches is not None:
@@ -284,21 +326,27 @@ class Pilot:
         course = passage.course = Course(passage, kind, timing)
         course.off = regions_off(kind)
         self._open.append(course)
+        self._set_overflow_room(device)
         return course
+
+    def _set_overflow_room(self, device: torch.device) -> None:
+        """As much as the plans of the passages in flight ask for; without one, none is set."""
+        plans = [course.plan for course in self._open if course.plan is not None]
+        room = max((plan.arena_bytes * plan.in_flight for plan in plans), default=None)
+        route = self._saver.route(device)
+        if route is not None:
+            self._saver.set_overflow_room(route, room)
 
     def _planned(
         self,
         course: Course,
-        storages: Sequence[PlannedStorage],
+        plan: Plan,
         index: int,
         key: Key,
         action: Action,
     ) -> Action | None:
-        if not course.lost:
-            chosen = course.planned(index, key.unit, key.ordinal, key.nbytes, key.dtype)
-            if chosen is not None:
-                return KEEP if action is KEEP else chosen
-        planned = storages[index] if index < len(storages) else None
+        """The plan's action, for a storage that may be another one than it knows."""
+        planned = plan.storages[index] if index < len(plan.storages) else None
         if (
             course.lost
             or planned is None
@@ -322,10 +370,23 @@ class Pilot:
             and native.codec_name(device) is not None
         )
 
+    def _times_copies(self, course: Course, action: Action) -> bool:
+        """Whether what is to be encoded is swapped, in a passage that shows the model's times.
+
+        Encodes beside compute would make the gaps between marks longer than they are.
+        """
+        clock = self._clock
+        learns = course.timing is not None and course.plan is None
+        return learns and action in CODED and clock is not None and not clock.on_host
+
     def _release(self, passage: Passage[Entry], course: Course, index: int) -> None:
         """Order what comes after the end of a send, and let the storage go."""
         entry = passage.entry(index)
-        if entry is None or entry.state is not LEAVING:
+        if entry is None:
+            return
+        if isinstance(self._saver, WindowedSaver):
+            self._saver.hurry(entry)
+        if entry.state is not LEAVING:
             return
         departure = entry.departure
         assert departure is not None  # it is leaving
@@ -334,12 +395,20 @@ class Pilot:
         if lingers(entry):
             course.lingering.append(entry.reference)
 
+    def _release_frame(self, entry: Entry | None) -> None:
+        """Order what comes after a frame's way to a pool: it is off the device."""
+        if entry is not None and isinstance(entry.away, native.EncodedStorage):
+            entry.away.wait_sent()
+            entry.count_held()
+
     def _note_peak(self, course: Course, more: int) -> None:
-        kind = course.kind
-        if course.plan is not None and not course.changed:
+        kind, plan = course.kind, course.plan
+        if plan is not None and not course.changed:
             peak = self._saver.ledger.resident_bytes + more
             if peak > (kind.measured_peak_bytes or 0):
                 kind.measured_peak_bytes = peak
+            if peak > plan.limit_bytes * plan.in_flight:
+                course.unfit = True
 
 
 def lingers(entry: Entry | None) -> bool:
