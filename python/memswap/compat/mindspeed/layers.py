@@ -160,7 +160,7 @@ class LayerVisit(Visit):
         self._manager = manager
 
     def pack(self, tensor: torch.Tensor) -> Handle:
-        handle = super().pack(tensor)
+        handle: Handle = super().pack(tensor)
         self._manager.note(handle, tensor)
         return handle
 
