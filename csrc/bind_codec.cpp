@@ -45,6 +45,8 @@ void bind_frames(py::module_& module) {
       .def_readonly("blocks", &frame::Layout::blocks)
       .def_readonly("fixed_nbytes", &frame::Layout::var)
       .def_property_readonly("max_var_units", &frame::Layout::max_var_units)
+      .def("most_overflow_units", &most_overflow, py::arg("var_capacity"), py::arg("spare_tiles"),
+           "Units that an encode may need beyond var.")
       .def_property_readonly("max_nbytes", [](const frame::Layout& layout) {
         return layout.bytes(layout.max_var_units());
       });
@@ -125,6 +127,13 @@ void bind_backends(py::module_& module) {
       },
       py::arg("device"));
   module.def(
+      "codec_spare_tiles",
+      [](const c10::Device& device) -> uint32_t {
+        const memswap_codec* codec = codec_of(device.type());
+        return codec ? codec->spare_tiles : 0;
+      },
+      py::arg("device"), "Tiles of var that an encode may leave unused (memswap_codec).");
+  module.def(
       "codec_fault",
       [](const c10::Device& device) {
         const memswap_codec* codec = codec_of(device.type());
@@ -145,7 +154,10 @@ void bind_codec_lanes(py::module_& module) {
       .def_property_readonly("nbytes", &EncodedStorage::nbytes)
       .def_property_readonly("raw_nbytes", &EncodedStorage::raw_nbytes)
       .def_property_readonly("overflow_nbytes", &EncodedStorage::overflow_nbytes)
+      .def_property_readonly("device_nbytes", &EncodedStorage::device_nbytes)
       .def_property_readonly("swapped", &EncodedStorage::swapped)
+      .def("wait_sent", &EncodedStorage::wait_sent, without_gil(),
+           "Order the caller after the frame's way to a pool: it is off the device then.")
       .def("watch", &EncodedStorage::watch)
       .def("report", &EncodedStorage::report, without_gil());
 
@@ -220,6 +232,8 @@ void bind_codec_lanes(py::module_& module) {
           "take_decode_status",
           [](StreamCodecLane& lane) { return lane.decode_status().take_known(); }, without_gil())
       .def("set_arena_budget", &StreamCodecLane::set_arena_budget, py::arg("nbytes"), without_gil())
+      .def("set_overflow_room", &StreamCodecLane::set_overflow_room, py::arg("nbytes"),
+           without_gil(), "Overflows take exactly so many bytes of the device; None: as before.")
       .def("trim_arena", &StreamCodecLane::trim_arena, without_gil())
       .def("arena_statistics", [](const StreamCodecLane& lane) {
         Arena::Statistics statistics;

@@ -51,6 +51,9 @@ void take(EntryObject* self, PyObject* storage, PyObject* arrival) {
   self->identity.emplace(std::move(identity));
   self->fetched = 1;
   self->unseen = self->handles;
+  if (PyObject_TypeCheck(self->away, encoded_type)) {
+    count_held(self);  // the frame may have come back too
+  }
 }
 
 }  // namespace
@@ -75,20 +78,22 @@ void count_held(EntryObject* self) {
     return;
   }
   int64_t nbytes = 0;
-  int64_t overflow = 0;
+  if (PyObject_TypeCheck(self->away, encoded_type)) {
+    const auto* encoded = py::handle(self->away).cast<const EncodedStorage*>();
+    const auto elsewhere = encoded->swapped() ? encoded->nbytes() : 0;
+    self->residence->count_away(static_cast<int64_t>(encoded->device_nbytes()),
+                                static_cast<int64_t>(elsewhere));
+    return;
+  }
   if (Py_IS_TYPE(self->away, block_type)) {
     nbytes = static_cast<int64_t>(py::handle(self->away).cast<const Block*>()->nbytes());
-  } else if (PyObject_TypeCheck(self->away, encoded_type)) {
-    const auto* encoded = py::handle(self->away).cast<const EncodedStorage*>();
-    nbytes = static_cast<int64_t>(encoded->nbytes());
-    overflow = static_cast<int64_t>(encoded->overflow_nbytes());
   } else {
     nbytes = owned(PyObject_GetAttr(self->away, names.nbytes)).cast<int64_t>();
   }
   if (swap_way(self->way) == nullptr && ask(self->way, names.stays_on_device)) {
-    self->residence->count_away(nbytes + overflow, 0);
+    self->residence->count_away(nbytes, 0);
   } else {
-    self->residence->count_away(overflow, nbytes);
+    self->residence->count_away(0, nbytes);
   }
 }
 

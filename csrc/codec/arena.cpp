@@ -14,8 +14,7 @@ namespace memswap {
 namespace {
 
 // The cursor stands in the last 8 of the bytes before the memory.
-constexpr size_t kBefore = frame::kAlignmentBytes;
-constexpr size_t kCursor = kBefore - sizeof(uint64_t);
+constexpr size_t kCursor = Arena::kBefore - sizeof(uint64_t);
 
 }  // namespace
 
@@ -151,6 +150,29 @@ std::shared_ptr<Arena::Chunk> Arena::grow(uint64_t units, std::string& refusal) 
 void Arena::set_budget(size_t bytes) {
   const std::lock_guard lock(mutex_);
   budget_bytes_ = bytes;
+}
+
+void Arena::set_room(size_t bytes) {
+  {
+    const std::lock_guard lock(mutex_);
+    budget_bytes_ = chunk_bytes_ = bytes;
+    const bool fits = std::all_of(chunks_.begin(), chunks_.end(),
+                                  [&](const auto& chunk) { return chunk->bytes.nbytes() == bytes; });
+    if (fits && chunks_.size() <= 1) {
+      return;
+    }
+  }
+  trim();
+}
+
+void Arena::set_chunk(size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  chunk_bytes_ = bytes;
+}
+
+bool Arena::could_hold(uint64_t units) const {
+  const std::lock_guard lock(mutex_);
+  return units * frame::kUnitBytes + kBefore <= budget_bytes_;
 }
 
 size_t Arena::trim() {

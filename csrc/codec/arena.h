@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "../device_streams.h"
+#include "memswap/frame.h"
 
 namespace memswap {
 
@@ -82,6 +83,18 @@ class Arena : public std::enable_shared_from_this<Arena> {
   // A lower budget takes nothing away from live shares; chunks beyond it go with trim().
   void set_budget(size_t bytes);
 
+  // From now on one chunk of exactly so many bytes, as soon as nobody has a share of another one.
+  void set_room(size_t bytes);
+
+  // Chunks of at least so many bytes again.
+  void set_chunk(size_t bytes);
+
+  // Bytes of the device that a chunk takes beside its units.
+  static constexpr size_t kBefore = frame::kAlignmentBytes;
+
+  // Whether a share of `units` could be had if nobody else had one.
+  bool could_hold(uint64_t units) const;
+
   // Frees the chunks that nobody has a share of. Returns their bytes.
   size_t trim();
 
@@ -104,7 +117,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
 
   const std::shared_ptr<DeviceStreams> streams_;
   const c10::Stream encode_stream_;
-  const size_t chunk_bytes_;
+  size_t chunk_bytes_;
   mutable std::mutex mutex_;  // the GIL is not held: [Note: No lock while holding the GIL]
   size_t budget_bytes_;
   std::vector<std::shared_ptr<Chunk>> chunks_;

@@ -47,6 +47,14 @@ class EncodedStorage {
   // what is set aside for it.
   virtual size_t overflow_nbytes() const { return 0; }
 
+  // Bytes of the device that it takes now, overflow included. (Where a room for overflows was set,
+  // that room counts as a whole instead, and frames on their way to a pool or back count here.)
+  virtual size_t device_nbytes() const { return swapped() ? 0 : nbytes(); }
+
+  // What the caller does next comes after all work that sends the frame away: none of that holds
+  // memory of the device any more.
+  virtual void wait_sent() {}
+
   // Whether the frame is in a pool that encode_to was given.
   virtual bool swapped() const = 0;
 

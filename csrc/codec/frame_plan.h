@@ -21,6 +21,19 @@ struct FrameOptions {
   uint8_t center = 0;
 };
 
+// Units that an encode may need beyond a var of `var_capacity` units, whatever the elements are. A
+// tile that does not fit goes elsewhere as a whole and leaves up to a tile of var unused: once, or
+// as often as the codec says (memswap_codec::spare_tiles).
+inline uint64_t most_overflow(const frame::Layout& layout, uint64_t var_capacity,
+                              uint32_t spare_tiles) {
+  const uint64_t most = layout.max_var_units();
+  if (var_capacity >= most) {
+    return 0;
+  }
+  const uint64_t tile = uint64_t{frame::kTileBlocks} * layout.max_payload_units;
+  return std::min(most, most - var_capacity + spare_tiles * tile);
+}
+
 // A frame whose size is settled.
 struct FramePlan {
   frame::Dtype dtype;
@@ -30,16 +43,8 @@ struct FramePlan {
 
   size_t frame_bytes() const { return layout.bytes(var_capacity); }
 
-  // Units that an encode may need beyond var, whatever the elements are. A tile that does not fit
-  // goes elsewhere as a whole and leaves up to a tile of var unused: once, or as often as the codec
-  // says (memswap_codec::spare_tiles).
   uint64_t most_overflow(uint32_t spare_tiles) const {
-    const uint64_t most = layout.max_var_units();
-    if (var_capacity >= most) {
-      return 0;
-    }
-    const uint64_t tile = uint64_t{frame::kTileBlocks} * layout.max_payload_units;
-    return std::min(most, most - var_capacity + spare_tiles * tile);
+    return memswap::most_overflow(layout, var_capacity, spare_tiles);
   }
 };
 

@@ -58,6 +58,13 @@ class StreamCodecLane::Header final : public FrameWatch {
 
   // The frame goes: the copy lets go of it, in order.
   void abandon() noexcept { copy_->abandon(); }
+  void wait() { copy_->wait(); }
+
+  // Blocks the calling thread until there is a report.
+  void synchronize() {
+    copy_->synchronize();
+    report();
+  }
 
  private:
   const TicketPtr copy_;
@@ -70,10 +77,12 @@ class StreamCodecLane::Header final : public FrameWatch {
 // A frame on the device, or in a block of a pool.
 class StreamCodecLane::Encoded final : public EncodedStorage {
  public:
-  Encoded(const FramePlan& plan, size_t raw_nbytes, std::shared_ptr<Arena::Share> overflow,
-          std::shared_ptr<StreamTransfer> encode, std::shared_ptr<Header> header)
+  Encoded(const FramePlan& plan, size_t raw_nbytes, bool planned,
+          std::shared_ptr<Arena::Share> overflow, std::shared_ptr<StreamTransfer> encode,
+          std::shared_ptr<Header> header)
       : plan_(plan),
         raw_nbytes_(raw_nbytes),
+        planned_(planned),
         overflow_(std::move(overflow)),
         encode_(std::move(encode)),
         header_(std::move(header)) {}
@@ -91,6 +100,7 @@ class StreamCodecLane::Encoded final : public EncodedStorage {
     block_ = std::move(block);
     copy_ = std::move(copy);
     lane_ = std::move(lane);
+    sending_ = true;
   }
 
   size_t nbytes() const override { return plan_.frame_bytes(); }
@@ -100,6 +110,35 @@ class StreamCodecLane::Encoded final : public EncodedStorage {
     return overflow_ ? overflow_->units() * frame::kUnitBytes : 0;
   }
   std::shared_ptr<FrameWatch> watch() const override { return header_; }
+
+  size_t device_nbytes() const override {
+    if (!planned_) {
+      return (swapped() ? 0 : nbytes()) + overflow_nbytes();
+    }
+    if (!swapped()) {
+      return nbytes();
+    }
+    std::shared_ptr<StreamTransfer> fetched;  // destroyed outside the lock
+    const std::lock_guard lock(mutex_);
+    fetched = fetched_.lock();
+    return ((sending_ ? 1 : 0) + (fetched && fetched->owns_storage() ? 1 : 0)) * nbytes();
+  }
+
+  void wait_sent() override {
+    if (swapped()) {
+      encode_->wait();
+      header_->wait();
+      copy_->wait();
+      const std::lock_guard lock(mutex_);
+      sending_ = false;
+    }
+  }
+
+  // A decode brings the frame back; it owns it until it has been waited for.
+  void fetched_by(const std::shared_ptr<StreamTransfer>& decode) const {
+    const std::lock_guard lock(mutex_);
+    fetched_ = decode;
+  }
 
   const FramePlan& plan() const { return plan_; }
   const std::shared_ptr<Arena::Share>& overflow() const { return overflow_; }
@@ -111,6 +150,7 @@ class StreamCodecLane::Encoded final : public EncodedStorage {
  private:
   const FramePlan plan_;
   const size_t raw_nbytes_;
+  const bool planned_;
   const std::shared_ptr<Arena::Share> overflow_;
   const std::shared_ptr<StreamTransfer> encode_;
   const std::shared_ptr<Header> header_;
@@ -118,6 +158,9 @@ class StreamCodecLane::Encoded final : public EncodedStorage {
   BlockPtr block_;              // one that was sent away,
   TicketPtr copy_;              // this way,
   std::shared_ptr<Lane> lane_;  // on the lane that brings it back
+  mutable std::mutex mutex_;    // guards what follows; nothing is called under it
+  bool sending_ = false;        // whether the frame that was sent may still be on the device
+  mutable std::weak_ptr<StreamTransfer> fetched_;  // the last decode of one that came back
 };
 
 StreamCodecLane::StreamCodecLane(c10::Device device, const Options& options)
@@ -127,6 +170,7 @@ StreamCodecLane::StreamCodecLane(c10::Device device, const Options& options)
       max_processors_(options.max_processors),
       arena_(std::make_shared<Arena>(streams_, encode_stream_, options.arena_budget,
                                      options.arena_chunk)),
+      arena_chunk_(options.arena_chunk),
       header_pool_(std::make_shared<Pool>(
           std::make_shared<PinnedSlabs>(device),
           PoolOptions{.slab_bytes = kHeaderSlab, .alignment = frame::kAlignmentBytes})),
@@ -208,6 +252,9 @@ std::optional<Encoding> StreamCodecLane::start(StorageRefPtr storage, const Fram
   if (const uint64_t most = plan.most_overflow(codec.spare_tiles); most > 0) {
     std::string reason;
     overflow = arena_->reserve(most, reason);
+    while (!overflow && planned_ && arena_->could_hold(most) && settle_oldest()) {
+      overflow = arena_->reserve(most, reason);
+    }
     if (!overflow) {
       return refuse(std::move(reason));
     }
@@ -247,8 +294,8 @@ std::optional<Encoding> StreamCodecLane::start(StorageRefPtr storage, const Fram
   auto header = std::make_shared<Header>(
       header_block, header_lane.send(frame, header_block, {0, frame::kHeaderBytes}, {ticket}),
       overflow);
-  auto encoded = std::make_shared<Encoded>(plan, storage->storage.nbytes(), std::move(overflow),
-                                           ticket, header);
+  auto encoded = std::make_shared<Encoded>(plan, storage->storage.nbytes(), planned_,
+                                           std::move(overflow), ticket, header);
   if (copies) {
     TicketPtr copy = copies->send(std::move(frame), block, {}, {ticket});  // edge 5
     encoded->sent_to(std::move(block), std::move(copy), copies);
@@ -280,6 +327,9 @@ std::pair<StorageRefPtr, TicketPtr> StreamCodecLane::decode(const EncodedStorage
     // before compute is behind the decode, or compute would wait for the copy alone.
     ticket->also_needs(std::shared_ptr<void>(nullptr, [fetch](void*) { fetch->abandon(); }));
   }
+  if (fetch) {
+    encoded->fetched_by(ticket);
+  }
   streams_->order(decode_stream_, ticket->compute());  // edge 7
   encoded->encode()->order_before(decode_stream_);     // edge 6
   if (fetch) {
@@ -304,6 +354,31 @@ std::pair<StorageRefPtr, TicketPtr> StreamCodecLane::decode(const EncodedStorage
   }
   check_codec(codec, code, "decode " + std::to_string(encoded->raw_nbytes()) + " bytes");
   return {std::move(output), std::move(ticket)};
+}
+
+void StreamCodecLane::set_overflow_room(std::optional<size_t> bytes) {
+  planned_ = bytes.has_value();
+  if (bytes) {
+    arena_->set_room(*bytes);
+  } else {
+    arena_->set_chunk(arena_chunk_);
+  }
+}
+
+// Waits for the oldest header that the host has not seen. Whether there was one.
+bool StreamCodecLane::settle_oldest() {
+  std::shared_ptr<Header> oldest;
+  {
+    const std::lock_guard lock(mutex_);
+    while (!oldest && !unsettled_.empty()) {
+      oldest = unsettled_.front().lock();
+      unsettled_.pop_front();
+    }
+  }
+  if (oldest) {
+    oldest->synchronize();
+  }
+  return oldest != nullptr;
 }
 
 // Looks at the headers that have arrived, oldest first: shares of the arena shrink to what was

@@ -3,9 +3,11 @@
 
 #include <c10/core/Stream.h>
 
+#include <atomic>
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <utility>
 
 #include "../stream_lane.h"
@@ -75,6 +77,12 @@ class StreamCodecLane final : public CodecLane {
   size_t trim_arena() { return arena_->trim(); }
   void set_arena_budget(size_t bytes) { arena_->set_budget(bytes); }
 
+  // A plan counts on it that overflows take exactly so many bytes of the device, whatever is
+  // encoded; nothing ends that. From then on a thread that finds no credit waits for the oldest
+  // encodes before it is refused, so that the host is ahead of the device by no more than the room
+  // has credit for; and EncodedStorage::device_nbytes() counts as it says there.
+  void set_overflow_room(std::optional<size_t> bytes);
+
   // What decodes found wrong: nothing, unless memory is broken or somebody wrote to it.
   DecodeStatus& decode_status() { return status_; }
 
@@ -90,12 +98,15 @@ class StreamCodecLane final : public CodecLane {
   int launch(const char* name, c10::Stream stream, const Job& job,
              int (*run)(const Job*, size_t, const memswap_launch*)) const;
   void settle_known();
+  bool settle_oldest();
 
   const std::shared_ptr<DeviceStreams> streams_;
   const c10::Stream encode_stream_;
   const c10::Stream decode_stream_;
   const uint32_t max_processors_;
   const std::shared_ptr<Arena> arena_;
+  const size_t arena_chunk_;
+  std::atomic<bool> planned_{false};  // whether a room for overflows was set
   const std::shared_ptr<Pool> header_pool_;  // pinned
   StreamLane headers_;
   DecodeStatus status_;

@@ -346,6 +346,7 @@ class FrameLayout:
     def fixed_nbytes(self) -> int: ...  # header, slabs, records
     @property
     def max_var_units(self) -> int: ...  # with so much var every encode fits
+    def most_overflow_units(self, var_capacity: int, spare_tiles: int) -> int: ...
     @property
     def max_nbytes(self) -> int: ...  # fixed_nbytes + 8 * max_var_units
 
@@ -394,6 +395,9 @@ class EncodedStorage:
     def raw_nbytes(self) -> int: ...
     @property
     def overflow_nbytes(self) -> int: ...  # of the device's arena, held beside nbytes
+    @property
+    def device_nbytes(self) -> int: ...  # of the device, now
+    def wait_sent(self) -> None: ...  # what comes next comes after its way to a pool
     @property
     def swapped(self) -> bool: ...
     def report(self) -> FrameReport | None: ...  # None: not known yet; never waits
@@ -454,6 +458,7 @@ class StreamCodecLane(CodecLane):
     def control_stream(self) -> tuple[int, int, int]: ...  # reads headers back
     def arena_statistics(self) -> dict[str, int]: ...
     def set_arena_budget(self, nbytes: int) -> None: ...
+    def set_overflow_room(self, nbytes: int | None) -> None: ...  # exactly so many, once for all
     def trim_arena(self) -> int: ...
     def decode_status(self) -> int: ...  # waits for the decodes; 0: all were in order
     def take_decode_status(self) -> int: ...  # never waits; what was found is told once
@@ -461,6 +466,7 @@ class StreamCodecLane(CodecLane):
 def register_codec(device_type: str, capsule: object) -> None: ...
 def codec_capsule(device: torch.device) -> object | None: ...
 def codec_name(device: torch.device) -> str | None: ...
+def codec_spare_tiles(device: torch.device) -> int: ...
 def codec_fault(device: torch.device) -> str: ...  # why it must not encode there, or ""
 
 # Frames as tensors of bytes (csrc/codec/tensors.h), behind memswap.encode and memswap.decode.

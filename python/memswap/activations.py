@@ -174,6 +174,8 @@ class Manager(Managed):
         """
         if self._operators is not None:
             self._operators.remove()
+        if self._pilot is not None:
+            self._pilot.end()
         super().remove()
 
     def window(self, seconds: float | None = None, *, name: str = "") -> Window:

@@ -39,6 +39,15 @@ class Director(Protocol):
         `insists`: nobody may object.
         """
 
+    def frame_nbytes(self, entry: Entry) -> int | None:
+        """Bytes that a frame of a storage may take, or None: as many as it needs.
+
+        Under a bound, a storage that does not become a frame is swapped as it is.
+        """
+
+    def unfit(self) -> None:
+        """A storage did not become a frame of so many bytes."""
+
     def saved(self, entry: Entry) -> None:
         """It is on its way, or stayed."""
 

@@ -51,6 +51,7 @@ MOST_KEYS = 16384
 
 CANONICAL, FAST = 0, 1  # codec.h: memswap_profile
 LQ2, FW2, UNIT_BITS = 1, 3, 64  # docs/format.md sections 1 and 3
+UNIT_NBYTES = UNIT_BITS // 8
 
 # Codes of docs/format.md section 2: what a float has in the slab of a dense frame, bits per element
 # (R and L0), and the bytes of an element.
@@ -79,6 +80,7 @@ class Layout(Protocol):
     def fixed_nbytes(self) -> int: ...
     @property
     def max_var_units(self) -> int: ...
+    def most_overflow_units(self, var_capacity: int, spare_tiles: int) -> int: ...
 
 
 class Report(Protocol):
@@ -117,6 +119,18 @@ class Expectation:
     center: int = 0
     trial: bool = False
     """Whether the shape is a guess. `Expectations.settled` has the one that is known."""
+    most_nbytes: int | None = None
+    """Bytes that a plan has for the frame; None: there is no plan."""
+
+
+class FrameSizes(NamedTuple):
+    """Bytes of a tensor's frame, as it was last seen."""
+
+    used: int
+    held: int
+    """With the capacity that the next one gets: on the device, on the link and in a pool."""
+    overflow: int
+    """What the next one sets aside for elements that are not like the last ones."""
 
 
 class _Known:
@@ -160,6 +174,7 @@ class Expectations:
         layout: sizes of a frame of (dtype, shape, elements).
         worst_case: whether frames get their worst case and are cut afterwards (in host memory).
         most_keys: how many tensors are remembered, the latest.
+        spare_tiles: of the device's codec (kernels/include/memswap/codec.h).
     """
 
     def __init__(
@@ -167,8 +182,10 @@ class Expectations:
         layout: Callable[[int, int, int], Layout],
         worst_case: bool = False,
         most_keys: int = MOST_KEYS,
+        spare_tiles: int = 0,
     ) -> None:
         self._layout = layout
+        self._spare_tiles = spare_tiles
         self._worst_case = worst_case
         self._most_keys = most_keys
         self._known: OrderedDict[Key, _Known] = OrderedDict()
@@ -186,8 +203,19 @@ class Expectations:
         self._trial_bytes = min(self._trial_bytes + share, self._passage_bytes)
         self._passage_bytes = 0
 
-    def of(self, unit: str, ordinal: int, nbytes: int, dtype: torch.dtype) -> Expectation:
-        """What to do with a tensor that is about to leave."""
+    def of(
+        self,
+        unit: str,
+        ordinal: int,
+        nbytes: int,
+        dtype: torch.dtype,
+        most_nbytes: int | None = None,
+    ) -> Expectation:
+        """What to do with a tensor that is about to leave.
+
+        `most_nbytes`: what the frame may take. Where its fixed part alone takes more, encoding does
+        not pay.
+        """
         key = Key(unit, ordinal, nbytes, dtype)
         code = dtype_code(dtype)
         known = self._known.get(key)
@@ -205,7 +233,10 @@ class Expectations:
         self._passage_bytes += nbytes
         other = self._worth_trying(key, known, code)
         if other is not None:
-            return self._expectation(key, code, other, first_bits(code, other), trial=True)
+            bits = first_bits(code, other)
+            tried = self._expectation(key, code, other, bits, trial=True, most_nbytes=most_nbytes)
+            if tried.pays:
+                return tried
         # A centre that was given says nothing about the one that would fit: ask now and then.
         fast = known.one_center and not self._worst_case and known.encodes % RETRY_AFTER != 0
         return self._expectation(
@@ -215,30 +246,34 @@ class Expectations:
             known.bits,
             profile=FAST if fast else CANONICAL,
             center=known.center if fast else 0,
+            most_nbytes=most_nbytes,
         )
 
-    def sizes(self, key: Key) -> tuple[int, int] | None:
-        """Bytes of a tensor's frame as it was last seen, and what ENCODE takes of the device.
-
-        The latter is the worst case where the host encodes ahead of the device: what is set aside
-        for an overflow goes back only when the host has seen the frame's header. None: not seen.
-        """
+    def sizes(self, key: Key) -> FrameSizes | None:
+        """Bytes of a tensor's frame, present and next. None: none has been seen."""
         known = self._known.get(key)
         if known is None or known.share is None or known.share == inf:
             return None
-        frame_nbytes = ceil(known.share * key.nbytes)
+        used = ceil(known.share * key.nbytes)
         if self._worst_case:
-            return frame_nbytes, frame_nbytes
+            return FrameSizes(used, used, 0)
         code = dtype_code(key.dtype)
-        layout = self._layout(code, known.shape, key.nbytes // width_of(code))
-        return frame_nbytes, layout.fixed_nbytes + layout.max_var_units * UNIT_BITS // 8
+        elements = key.nbytes // width_of(code)
+        layout = self._layout(code, known.shape, elements)
+        capacity = capacity_of(layout, elements, known.bits)
+        overflow = layout.most_overflow_units(capacity, self._spare_tiles)
+        return FrameSizes(
+            used, layout.fixed_nbytes + capacity * UNIT_NBYTES, overflow * UNIT_NBYTES
+        )
 
     def settled(self, trial: Expectation) -> Expectation:
         """What to do instead of a trial for which there is no room."""
         known = self._known.get(trial.key)
         if known is None:
             known = self._remember(trial.key, trial.dtype)
-        return self._expectation(trial.key, trial.dtype, known.shape, known.bits)
+        return self._expectation(
+            trial.key, trial.dtype, known.shape, known.bits, most_nbytes=trial.most_nbytes
+        )
 
     def learn(self, expectation: Expectation, report: Report) -> None:
         """The encoder's report about a frame that was made as expected."""
@@ -319,13 +354,24 @@ class Expectations:
         profile: int = CANONICAL,
         center: int = 0,
         trial: bool = False,
+        most_nbytes: int | None = None,
     ) -> Expectation:
         capacity: int | None = None
+        pays = True
         if not self._worst_case:
             elements = key.nbytes // width_of(code)
-            wanted = ceil(elements * bits * MARGIN / UNIT_BITS) + MARGIN_UNITS
-            capacity = min(wanted, self._layout(code, shape, elements).max_var_units)
-        return Expectation(key, True, code, shape, capacity, profile, center, trial)
+            layout = self._layout(code, shape, elements)
+            capacity = capacity_of(layout, elements, bits)
+            if most_nbytes is not None:
+                pays = layout.fixed_nbytes <= most_nbytes
+                capacity = min(capacity, max(most_nbytes - layout.fixed_nbytes, 0) // UNIT_NBYTES)
+        return Expectation(key, pays, code, shape, capacity, profile, center, trial, most_nbytes)
+
+
+def capacity_of(layout: Layout, elements: int, bits: float) -> int:
+    """Units of var for so many bits per element, with a margin."""
+    wanted = ceil(elements * bits * MARGIN / UNIT_BITS) + MARGIN_UNITS
+    return min(wanted, layout.max_var_units)
 
 
 def first_shape(code: int) -> int:

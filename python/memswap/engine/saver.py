@@ -124,6 +124,13 @@ class Saver(native.Saver):
         """Order everything after the transfers under way, and drop the storages they hold."""
         self._routes.settle()
 
+    def set_overflow_room(self, route: Route, nbytes: int | None) -> None:
+        """What a plan has set aside for overflows of frames; it counts as resident from here on."""
+        before = route.overflow_room or 0
+        route.overflow_room = nbytes
+        if (route.overflow_room or 0) != before:
+            self.ledger.resident((route.overflow_room or 0) - before)
+
     def open_routes(self) -> list[Route]:
         """The routes of the devices that were seen so far."""
         return self._routes.open_routes()
@@ -248,17 +255,23 @@ class Saver(native.Saver):
         dtype: torch.dtype,
     ) -> str | None:
         """Start encoding an entry's storage. None, or the reason why it stays."""
-        way = route.encoding(action)
+        way, director = route.encoding(action), self.director
+        most_nbytes = None if director is None else director.frame_nbytes(entry)
         if way is None:
             reason = "no codec"
         else:
-            expectation = route.expectations.of(place.unit, place.ordinal, entry.nbytes, dtype)
+            expectation = route.expectations.of(
+                place.unit, place.ordinal, entry.nbytes, dtype, most_nbytes
+            )
             if not expectation.pays:
                 reason = "does not shrink"
             elif self.send_encode(entry, storage, way, route, expectation):
                 return None
-            else:
+            elif most_nbytes is None:
                 reason = self._refused(way, entry, route)
+        if director is not None and most_nbytes is not None:
+            director.unfit()  # the plan has no room for it where it is
+            return self._swap(entry, storage, route)
         return reason if action is ENCODE else self._swap(entry, storage, route)
 
     def send_encode(

@@ -212,7 +212,13 @@ class Route:
         self._encoding: dict[Action, Way | None] = {}
         self._leaving_bytes: int | None = None
         # In host memory a frame gets its worst case, and what is left over goes back at once.
-        self.expectations = Expectations(native.frame_layout, worst_case=device.type == "cpu")
+        self.expectations = Expectations(
+            native.frame_layout,
+            worst_case=device.type == "cpu",
+            spare_tiles=native.codec_spare_tiles(device),
+        )
+        self._overflow_room: int | None = None
+        self._passage_bytes = 0
         #: Whether a stream of this device may be capturing a graph.
         self.captures = device.type == "cuda"
         #: What a policy without an action of its own means here.
@@ -270,6 +276,7 @@ class Route:
             frames = ordinary if isinstance(ordinary, HostPool) else None
             self._codec_lane = open_codec_lane(self.device, frames)
             self._bound(self._codec_lane)
+            self._set_room()
         return self._codec_lane
 
     def _bound(self, lane: Lane | CodecLane) -> None:
@@ -288,12 +295,30 @@ class Route:
         """
         self.check_decodes()
         self.expectations.begin_passage()
-        self._leaving_bytes = leaving_bytes
+        self._leaving_bytes, self._passage_bytes = leaving_bytes, passage_bytes
         for lane in (self._lane, self._codec_lane):
             if lane is not None:
                 lane.set_max_leaving_bytes(leaving_bytes)
-        if isinstance(self._codec_lane, native.StreamCodecLane):
-            self._codec_lane.set_arena_budget(arena_budget(passage_bytes))
+        if self._overflow_room is None:
+            self._set_room()
+
+    @property
+    def overflow_room(self) -> int | None:
+        """Bytes of the device that a plan has for what does not fit frames; None: no plan."""
+        return self._overflow_room
+
+    @overflow_room.setter
+    def overflow_room(self, nbytes: int | None) -> None:
+        if self.device.type != "cpu" and nbytes != self._overflow_room:
+            self._overflow_room = nbytes
+            self._set_room()
+
+    def _set_room(self) -> None:
+        lane = self._codec_lane
+        if isinstance(lane, native.StreamCodecLane):
+            lane.set_overflow_room(self._overflow_room)
+            if self._overflow_room is None:
+                lane.set_arena_budget(arena_budget(self._passage_bytes))
 
     def check_decodes(self, wait: bool = False) -> None:
         """Raise if a frame was not what had been encoded, as far as the host has heard of it.

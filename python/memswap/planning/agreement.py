@@ -36,6 +36,7 @@ def agree(step: Step | None, rates: Rates, group: Any) -> tuple[Step | None, Rat
             saved[0],
             frame_nbytes=agreed_frame([one.frame_nbytes for one in saved]),
             held_frame_nbytes=agreed_frame([one.held_frame_nbytes for one in saved]),
+            overflow_nbytes=max(one.overflow_nbytes for one in saved),
         )
         for saved in frames
     )
@@ -49,7 +50,10 @@ def alike(one: Step, other: Step) -> bool:
     """Whether two steps differ in times and frames alone."""
 
     def essence(step: Step) -> tuple[Any, ...]:
-        storages = [replace(s, frame_nbytes=0, held_frame_nbytes=0) for s in step.storages]
+        storages = [
+            replace(s, frame_nbytes=0, held_frame_nbytes=0, overflow_nbytes=0)
+            for s in step.storages
+        ]
         return storages, step.order, step.regions, step.extra_nbytes
 
     return essence(one) == essence(other)

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 #: A planned passage is timed again after so many.
 RETIME_AFTER = 128
 
+#: Passages under a plan before frames that are longer than planned lead to another one.
+REFRAME_AFTER = 16
+
 #: Passages that are timed after a first one that was not as planned, before a plan is made anew.
 MOST_DOUBTS = 2
 
@@ -46,6 +49,7 @@ class Kind:
         self.learnt = 0  # passages since it began to learn
         self.planned = 0  # passages since the plan
         self.changed = 0  # of these, the last ones that did not look as planned
+        self.unfit = 0  # and of the last ones, those whose frames were longer than planned
         self.doubts = 0  # timed ones, one after another, that took other times than planned
         self.checks_again = False  # whether the next one is to be timed, for that reason
         self.unusable = 0
@@ -98,6 +102,7 @@ class Course:
         self.off: frozenset[str] | None = frozenset()
         self.lost = False  # whether it went another way than planned
         self.changed = False
+        self.unfit = False  # whether frames were longer than planned
         self.closed = False
         self.lingering: list[ref[Entry]] = []  # released, and still held by the forward
 

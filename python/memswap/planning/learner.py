@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from memswap.engine.pools import DiskPool
 from memswap.planning.agreement import agree
-from memswap.planning.kinds import MOST_DOUBTS
-from memswap.planning.observed import calibrated, linked, quantised, step_of
+from memswap.planning.kinds import MOST_DOUBTS, REFRAME_AFTER
+from memswap.planning.observed import calibrated, linked, quantised, reframed, step_of
 from memswap.planning.planner import make_plan, regions_for, too_small
 from memswap.planning.profile import profile
 
@@ -93,6 +93,10 @@ class Learner:
         kind.changed = kind.changed + 1 if course.changed else 0
         if kind.changed >= 2 and self._group is None:
             kind.learn_again()
+            return
+        kind.unfit = kind.unfit + 1 if course.unfit else 0
+        if kind.unfit >= 2 and kind.planned >= REFRAME_AFTER and self._group is None:
+            self._reframe(kind)
             return
         if kind.timing is not None and not course.changed:
             if self._group is not None:
@@ -185,6 +189,20 @@ class Learner:
         kind.trial = kind.plan.recompute or None
         self._adopt(kind, kind.step, kind.rates, kind.keys)
 
+    def _reframe(self, kind: Kind) -> None:
+        """Frames are longer than planned: plan with those that are seen by now.
+
+        Nothing is learnt anew, which would take a passage without a budget.
+        """
+        assert kind.plan is not None and kind.step is not None and kind.rates is not None
+        kind.unfit = 0
+        self._saver.stats()  # takes in what encoders have reported
+        (route,) = self._saver.open_routes()  # a budget is for one device
+        step = reframed(kind.step, kind.keys, route.expectations)
+        if step != kind.step:
+            kind.trial = kind.plan.recompute or None
+            self._adopt(kind, step, kind.rates, kind.keys)
+
     def _look_again(self, kind: Kind) -> None:
         """A planned passage was timed: is the plan still the right one?"""
         timing, plan, known, before = kind.timing, kind.plan, kind.step, kind.rates
@@ -243,7 +261,6 @@ class Learner:
                 self._fixed,
                 self._disk is not None,
                 timing.regions,
-                isinstance(self._budget, int),
             )
         except ValueError:
             return None  # counted as unusable, and told if it goes on

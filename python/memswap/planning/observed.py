@@ -7,16 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 from memswap._native import native
 from memswap.engine.action import Action
+from memswap.engine.expectations import FrameSizes
 from memswap.planning.step import Region, SavedStorage, Step
 
 if TYPE_CHECKING:
     import torch
 
-    from memswap.engine.expectations import Expectations
+    from memswap.engine.expectations import Expectations, Key
     from memswap.engine.link_times import LinkTimes
     from memswap.engine.record import Record
     from memswap.engine.region_record import RegionRecord
     from memswap.planning.rates import Rates
+
+
+UNSEEN = FrameSizes(0, 0, 0)
 
 
 def step_of(
@@ -26,7 +30,6 @@ def step_of(
     fixed: bool = False,
     on_disk: bool = False,
     regions: RegionRecord | None = None,
-    limited: bool = False,
 ) -> Step:
     """What the planner needs of a passage.
 
@@ -37,24 +40,20 @@ def step_of(
         fixed: whether the policy says how storages move, so that only whether is left.
         on_disk: whether the user's pool is a file.
         regions: what the passage showed about regions.
-        limited: whether the plan has to stay below a number of bytes.
     """
-    # What is set aside for a frame's overflow is given back when the host has read the frame's
-    # header, and nobody can say when that will be.
-    frames_leave = device.type == "cpu" or not limited
     storages = []
     for index, saved in enumerate(record.storages):
-        sizes = expectations.sizes(saved.key)
-        frame_nbytes, held_nbytes = sizes or (0, 0)
+        frame = expectations.sizes(saved.key) or UNSEEN
         storages.append(
             SavedStorage(
                 unit=saved.key.unit,
                 ordinal=saved.key.ordinal,
                 nbytes=saved.key.nbytes,
                 dtype=str(saved.key.dtype),
-                actions=allowed(saved.action, device, fixed, on_disk, frames_leave),
-                frame_nbytes=frame_nbytes,
-                held_frame_nbytes=held_nbytes,
+                actions=allowed(saved.action, device, fixed, on_disk),
+                frame_nbytes=frame.used,
+                held_frame_nbytes=frame.held,
+                overflow_nbytes=frame.overflow,
                 held_until=saved.held_until,
                 last_demand=saved.last_demand,
                 kept_until=saved.kept_until,
@@ -73,19 +72,35 @@ def step_of(
     )
 
 
-def allowed(
-    action: Action, device: torch.device, fixed: bool, on_disk: bool, frames_leave: bool
-) -> tuple[Action, ...]:
+def reframed(step: Step, keys: tuple[Key, ...], expectations: Expectations) -> Step:
+    """The same step with frames as they are expected by now."""
+    sizes = [expectations.sizes(key) or UNSEEN for key in keys]
+    pairs = zip(step.storages, sizes, strict=True)
+    return replace(
+        step,
+        storages=tuple(
+            replace(
+                saved,
+                frame_nbytes=frame.used,
+                held_frame_nbytes=frame.held,
+                overflow_nbytes=frame.overflow,
+            )
+            for saved, frame in pairs
+        ),
+    )
+
+
+def allowed(action: Action, device: torch.device, fixed: bool, on_disk: bool) -> tuple[Action, ...]:
     """What the planner may do with a storage that the policy would treat like this."""
     if action is Action.KEEP:
         return ()
     if fixed:
-        return (Action.SWAP,) if action is Action.ENCODE_SWAP and not frames_leave else (action,)
+        return (action,)
     swaps = device.type != "cpu" or on_disk
     encodes = native.codec_name(device) is not None
     return (
         *((Action.SWAP,) if swaps else ()),
-        *((Action.ENCODE_SWAP,) if swaps and encodes and frames_leave else ()),
+        *((Action.ENCODE_SWAP,) if swaps and encodes else ()),
         *((Action.ENCODE,) if encodes else ()),
     )
 

@@ -17,18 +17,20 @@ from memswap.engine.link_times import LinkTimes
 from memswap.engine.recomputed import Recomputed
 from memswap.engine.record import Clock, Recorder
 from memswap.engine.region_record import RegionRecord
+from memswap.engine.transfer import EncodeSwapWay
 from memswap.planning.kinds import Course, Kind, Timing
 from memswap.planning.learner import Learner, regions_off
+from memswap.planning.simulate import CODED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from torch import nn
 
     from memswap.engine.action import Action
     from memswap.engine.saver import Saver
     from memswap.engine.timeline import Passage
-    from memswap.planning.plan import Plan, PlannedStorage
+    from memswap.planning.plan import Plan
     from memswap.planning.policy import Policy
     from memswap.planning.rates import Rates
     from memswap.planning.step import Step
@@ -108,6 +110,13 @@ class Pilot:
         with self._saver.lock:
             self._recomputed.sweep()
 
+    def end(self) -> None:
+        """Nothing follows a plan any more."""
+        saver = self._saver
+        with saver.lock:
+            for route in saver.open_routes():
+                saver.set_overflow_room(route, None)
+
     # --- the director -----------------------------------------------------------------------------
 
     def begin(self, passage: Passage) -> int | None:
@@ -137,8 +146,7 @@ class Pilot:
     ) -> Action | None:
         """The plan's action, or what learning needs, or None."""
         passage = self._saver.passage
-        if self._recomputed.nbytes:
-            self._recomputed.sweep()
+        self._recomputed.sweep()
         index = passage.count
         course: Course | None = passage.course
         if course is not None and course.lingering:
@@ -151,7 +159,7 @@ class Pilot:
         course = course or self._begin_course(passage, key, tensor.device)
         chosen = None
         if course.plan is not None:
-            chosen = self._planned(course, course.plan.storages, index, key, action)
+            chosen = self._planned(course, course.plan, index, key, action)
         elif self._tries_codec(course.kind, action, tensor.device):
             chosen = ENCODE_SWAP
         if insists:
@@ -161,6 +169,23 @@ class Pilot:
             course.timing.recorder.choose(key, chosen or action)
         return chosen
 
+    def frame_nbytes(self, entry: Entry) -> int | None:
+        """What the plan has for a storage's frame. On a CPU a frame is as long as it is."""
+        course: Course | None = self._saver.passage.course
+        if course is None or course.plan is None or course.lost:
+            return None
+        storages, index = course.plan.storages, entry.index
+        if self._clock is None or self._clock.on_host or not index < len(storages):
+            return None
+        planned = storages[index]
+        return planned.away_nbytes if planned.action in CODED else None
+
+    def unfit(self) -> None:
+        """A storage did not become the frame that was planned."""
+        course: Course | None = self._saver.passage.course
+        if course is not None:
+            course.unfit = True
+
     def saved(self, entry: Entry) -> None:
         """It was saved: release what has to go before the next one comes."""
         passage = self._saver.passage
@@ -168,6 +193,8 @@ class Pilot:
         if course.plan is not None and not course.lost:
             for index in course.plan.releases.get(entry.index, ()):
                 self._release(passage, course, index)
+            for index in course.plan.departures.get(entry.index, ()):
+                self._release_frame(passage.entry(index))
             self._note_peak(course, 0)
         if course.timing is not None:
             course.timing.recorder.saved(entry)
@@ -187,8 +214,7 @@ class Pilot:
         course: Course | None = None if passage is None else passage.course
         if passage is None or course is None:
             return
-        if self._recomputed.nbytes:
-            self._recomputed.sweep()
+        self._recomputed.sweep()
         plan = course.plan
         if plan is not None and passage.fetches is None and not course.lost:
             if passage.count == len(plan.storages):
@@ -206,6 +232,8 @@ class Pilot:
             return
         # What every save has seen is off the books, while its last consumer still holds it.
         self._note_peak(course, entry.nbytes if entry.state is AWAY else 0)
+        if course.plan is not None and isinstance(entry.way, EncodeSwapWay):
+            self._release_frame(entry)  # the fetch came after that; it is off the device too
         if course.timing is not None and not course.closed:
             course.timing.recorder.demanded(entry)
             if passage.fetches is not None:
@@ -284,21 +312,27 @@ class Pilot:
         course = passage.course = Course(passage, kind, timing)
         course.off = regions_off(kind)
         self._open.append(course)
+        self._set_overflow_room(device)
         return course
+
+    def _set_overflow_room(self, device: torch.device) -> None:
+        """As much as the plans of the passages in flight ask for; without one, none is set."""
+        plans = [course.plan for course in self._open if course.plan is not None]
+        room = max((plan.arena_bytes * plan.in_flight for plan in plans), default=None)
+        route = self._saver.route(device)
+        if route is not None:
+            self._saver.set_overflow_room(route, room)
 
     def _planned(
         self,
         course: Course,
-        storages: Sequence[PlannedStorage],
+        plan: Plan,
         index: int,
         key: Key,
         action: Action,
     ) -> Action | None:
-        if not course.lost:
-            chosen = course.planned(index, key.unit, key.ordinal, key.nbytes, key.dtype)
-            if chosen is not None:
-                return KEEP if action is KEEP else chosen
-        planned = storages[index] if index < len(storages) else None
+        """The plan's action, for a storage that may be another one than it knows."""
+        planned = plan.storages[index] if index < len(plan.storages) else None
         if (
             course.lost
             or planned is None
@@ -334,12 +368,20 @@ class Pilot:
         if lingers(entry):
             course.lingering.append(entry.reference)
 
+    def _release_frame(self, entry: Entry | None) -> None:
+        """Order what comes after a frame's way to a pool: it is off the device."""
+        if entry is not None and isinstance(entry.away, native.EncodedStorage):
+            entry.away.wait_sent()
+            entry.count_held()
+
     def _note_peak(self, course: Course, more: int) -> None:
-        kind = course.kind
-        if course.plan is not None and not course.changed:
+        kind, plan = course.kind, course.plan
+        if plan is not None and not course.changed:
             peak = self._saver.ledger.resident_bytes + more
             if peak > (kind.measured_peak_bytes or 0):
                 kind.measured_peak_bytes = peak
+            if peak > plan.limit_bytes * plan.in_flight:
+                course.unfit = True
 
 
 def lingers(entry: Entry | None) -> bool:

@@ -76,11 +76,15 @@ class Plan:
     """What it is a plan for: `storages` are this step's."""
     releases: Mapping[int, tuple[int, ...]] = field(repr=False)
     """After the save of a storage, which sends compute waits for."""
+    departures: Mapping[int, tuple[int, ...]] = field(repr=False)
+    """After the save of a storage, which frames compute waits for on their way to a pool."""
     fetches: Mapping[int, tuple[int, ...]] = field(repr=False)
     """At the first demand of a storage, which ones start back."""
     in_flight: int = 1
     """Forwards that wait for their backward at a time. Bytes are those of each of them; the budget
     is for all."""
+    arena_bytes: int = 0
+    """Of `peak_bytes`, what elements that do not fit their frames may take: always there."""
     limit_bytes: int = 0
     """Resident bytes that releases and fetches stay below; `peak_bytes` at least."""
     measured_peak_bytes: int | None = None

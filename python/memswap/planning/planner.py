@@ -115,7 +115,7 @@ def _planned(
             away = {
                 Action.SWAP: storage.nbytes,
                 Action.ENCODE: storage.held_frame_nbytes,
-                Action.ENCODE_SWAP: storage.frame_nbytes,
+                Action.ENCODE_SWAP: storage.held_frame_nbytes,
             }[action]
         storages.append(
             PlannedStorage(
@@ -152,7 +152,9 @@ def _planned(
         exact=search.exact and len(full.regions) <= EXACT_REGIONS,
         step=step,
         releases=frozen(found.releases),
+        departures=frozen(found.departures),
         fetches=frozen(found.fetches),
+        arena_bytes=found.arena_bytes,
         limit_bytes=max(int(best.limit_bytes), found.peak_bytes),
     )
 

@@ -86,11 +86,11 @@ class Search:
                 continue
             if action in CODED and not self.rates.encodes:
                 continue
-            if action is Action.ENCODE_SWAP and not 0 < storage.frame_nbytes < storage.nbytes:
-                continue
-            if action is Action.ENCODE and not 0 < storage.held_frame_nbytes < storage.nbytes:
+            if action in CODED and not 0 < storage.held_frame_nbytes < storage.nbytes:
                 continue
             possible.append(action)
+        if not possible and Action.ENCODE_SWAP in storage.actions and self.rates.copies:
+            return (Action.SWAP,)  # what does not shrink goes as it is
         return tuple(possible)
 
     # --- public -----------------------------------------------------------------------------------

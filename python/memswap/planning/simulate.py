@@ -8,17 +8,23 @@ Four lanes: compute, the codec, copies away, copies back. What holds:
    is needed and nowhere else: at the mark before the save that needs the room, oldest send first,
    compute waits for the end of the send and the storage goes. So memory in program order depends on
    the plan alone. A copy that is slower than predicted costs a wait at its release; it never costs
-   a byte more.
+   a byte more. What is encoded on its way is released twice: the storage when it has been encoded
+   (these first: that has been paid for), and the frame when it has been copied.
 3. Fetches are started at demands, in the order of the demands, not before there is room, and not
    before a link of half the speed (`LEAD`) would have to start them.
 4. A storage is resident from its save until it was released and the forward has let go of it, and
    again from its fetch through the mark of its last demand. A frame on the device is resident from
-   the save on. That counts a little more than the ledger does, never less.
+   the save on, with all its capacity; one on its way to a pool until it was released, and again
+   from the fetch of its storage through the first demand. That counts a little more than the
+   ledger does, never less.
 5. Codec time is compute's: encoding beside compute takes its processors. (On a CPU the calling
    thread does it, and the raw bytes go at once.)
 6. Copies in both directions at once run at the duplex rates.
 7. What recomputed units save again is there whatever the plan says (`Step.extra_nbytes`), and so is
    the time that they take.
+8. What elements that are not like the last ones may need beyond their frames' capacity lies in one
+   room that is there all the time (`arena_nbytes`). What finds no credit there, or would need a
+   longer frame than planned, is swapped as it is: that takes less of the device at any mark.
 """
 
 from __future__ import annotations
@@ -27,7 +33,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
-from math import inf
+from math import ceil, inf
 
 from memswap.engine.action import Action
 from memswap.planning.rates import Rates
@@ -59,8 +65,12 @@ class Replay:
     """When each mark was over."""
     exposed_s: dict[int, float] = field(default_factory=dict)
     """Seconds that compute stood still for a storage, or worked for its codec."""
+    arena_bytes: int = 0
+    """Of these, for what does not fit frames."""
     releases: dict[int, list[int]] = field(default_factory=dict)
     """Mark -> storages whose sends are released there."""
+    departures: dict[int, list[int]] = field(default_factory=dict)
+    """Mark -> storages whose frames are released there, on their way to a pool."""
     fetches: dict[int, list[int]] = field(default_factory=dict)
     """Demanded storage -> storages that start back at its first demand."""
     idle: list[int] = field(default_factory=list)
@@ -186,6 +196,27 @@ def replay(
     return _Run(step, rates, actions, budget_bytes, spans).run()
 
 
+#: The host may be ahead of the device by a share of a step's encodes, and by so many at least.
+LEAD_SHARE, LEAST_LEAD = 1 / 16, 4
+
+#: What an arena takes beside the room in it (csrc/codec/arena.h).
+ARENA_HEADER_BYTES = 128
+
+
+def arena_nbytes(step: Step, actions: Mapping[int, Action]) -> int:
+    """Bytes of the device for what elements that are not like the last ones need beyond frames.
+
+    An encode sets its worst case aside until the host has seen what it took, and a host that finds
+    no room for the next one waits. So there is room for the largest of a share of them.
+    """
+    aside = sorted(
+        (step.storages[i].overflow_nbytes for i, action in actions.items() if action in CODED),
+        reverse=True,
+    )
+    room = sum(aside[: max(LEAST_LEAD, ceil(len(aside) * LEAD_SHARE))])
+    return room + ARENA_HEADER_BYTES if room else 0
+
+
 class _Run:
     def __init__(
         self,
@@ -201,10 +232,12 @@ class _Run:
         self.found = Replay()
         self.link = Link(rates)
         self.clock = 0.0
-        self.resident = 0
+        self.resident = self.found.arena_bytes = arena_nbytes(step, self.actions)
         self.saves = len(step.storages)
         self.marks = self.saves + len(step.order)
-        self.leaving: deque[tuple[int, float | None]] = deque()  # and when an encode had ended
+        self.sends: deque[tuple[int, Action]] = deque()  # on the link, not released
+        self.encoded: deque[tuple[int, float]] = deque()  # not released, and when that ended
+        self.sent_frames: set[int] = set()  # on the link, not released
         self.away: set[int] = set()
         self.gone_at: dict[int, list[int]] = {}  # mark -> bytes that go before it
         self.extra = step.extra_nbytes or (0,) * self.marks
@@ -227,7 +260,10 @@ class _Run:
             self._advance(self.saves + place)
             self._demand(self.saves + place, index)
             self.found.mark_s.append(self.clock)
-        self.found.idle = [index for index, _ in self.leaving]
+        self.found.idle = [
+            *(index for index, action in self.sends if action is Action.SWAP),
+            *(index for index, _ in self.encoded),
+        ]
         if self.noting:
             self._note_copies()
         return self.found
@@ -254,24 +290,26 @@ class _Run:
         action = self.actions.get(index)
         if action is Action.SWAP:
             self.link.add(0, index, storage.nbytes, self.clock)
-            self.leaving.append((index, None))
+            self.sends.append((index, action))
         elif action is not None:
             self._codec(index, self.rates.encode_s(storage.nbytes), "encode")
-            if action is Action.ENCODE:
-                self.resident += storage.held_frame_nbytes
+            frame_nbytes, inline = storage.held_frame_nbytes, self.rates.inline_codec
+            if action is Action.ENCODE or not inline:
+                self.resident += frame_nbytes
                 peak = self.resident
-                self._gone_after(storage.gone_after, storage.held_frame_nbytes)
-                if self.rates.inline_codec:
-                    self._release(index, index)
-                else:
-                    self.leaving.append((index, self.clock))
+            if action is Action.ENCODE:
+                self._gone_after(storage.gone_after, frame_nbytes)
             else:
-                self.link.add(0, index, storage.frame_nbytes, self.clock)
-                if self.rates.inline_codec:
+                self.link.add(0, index, frame_nbytes, self.clock)
+            if not inline:
+                self.encoded.append((index, self.clock))
+                if action is Action.ENCODE_SWAP:
+                    self.sends.append((index, action))
+                    self.sent_frames.add(index)
+            else:
+                if action is Action.ENCODE_SWAP:
                     self._wait(index, self.link.end_s(0, index), "write")
-                    self._release(index, index)
-                else:
-                    self.leaving.append((index, None))
+                self._release(index, index)
         else:
             self._gone_after(storage.gone_after, storage.nbytes)
         self.found.resident_bytes.append(peak + self.extra[index])
@@ -282,18 +320,16 @@ class _Run:
         coming = 0
         if mark + 1 < self.saves:
             storage = self.step.storages[mark + 1]
-            framed = self.actions.get(mark + 1) is Action.ENCODE
-            coming = storage.nbytes + (storage.held_frame_nbytes if framed else 0)
-            coming += self.extra[mark + 1]
+            coming = storage.nbytes + self._framed(mark + 1) + self.extra[mark + 1]
         going = sum(self.gone_at.get(mark + 1, ()))
-        while self.leaving and self.resident - going + coming > self.budget_bytes:
+        while (self.sends or self.encoded) and self.resident - going + coming > self.budget_bytes:
             self._release_oldest(mark)
             going = sum(self.gone_at.get(mark + 1, ()))
 
     def _make_room_for_backward(self) -> None:
         """After the last save, release what has to go for the bytes that come back."""
         mark = self.saves - 1
-        while self.leaving and self._backward_peak() > self.budget_bytes:
+        while (self.sends or self.encoded) and self._backward_peak() > self.budget_bytes:
             self._release_oldest(mark)
 
     def _backward_peak(self) -> int:
@@ -306,6 +342,12 @@ class _Run:
             storage = self.step.storages[index]
             if index in self.away:
                 resident += storage.nbytes
+            if self.actions.get(index) is Action.ENCODE_SWAP:
+                frame_nbytes = self._framed(index)
+                if index in self.away:
+                    resident += frame_nbytes
+                frames = (index in self.away) + (index in self.sent_frames)
+                gone[mark + 1] = gone.get(mark + 1, 0) + frames * frame_nbytes
             if index in self.actions and storage.last_demand is not None:
                 after = storage.last_demand + 1
                 gone[after] = gone.get(after, 0) + storage.nbytes
@@ -313,11 +355,19 @@ class _Run:
         return peak
 
     def _release_oldest(self, mark: int) -> None:
-        index, ended_s = self.leaving.popleft()
-        if ended_s is None:
-            ended_s = self.link.end_s(0, index)
-        self._wait(index, ended_s, "wait for room")
-        self._release(index, mark)
+        if self.encoded:
+            index, ended_s = self.encoded.popleft()
+            self._wait(index, ended_s, "wait for room")
+            self._release(index, mark)
+            return
+        index, action = self.sends.popleft()
+        self._wait(index, self.link.end_s(0, index), "wait for room")
+        if action is Action.SWAP:
+            self._release(index, mark)
+        else:
+            self.sent_frames.discard(index)
+            self.resident -= self._framed(index)
+            self.found.departures.setdefault(mark, []).append(index)
 
     def _release(self, index: int, mark: int) -> None:
         storage = self.step.storages[index]
@@ -337,6 +387,9 @@ class _Run:
             if action in CODED:
                 self._codec(index, self.rates.decode_s(storage.nbytes), "decode")
             self._gone_after(storage.last_demand, storage.nbytes)
+            if action is Action.ENCODE_SWAP:  # whoever has the bytes comes after all copies
+                frames = 1 + (index in self.sent_frames)
+                self._gone_after(mark, frames * self._framed(index))
         elif index in self.actions:
             self._gone_after(storage.gone_after, storage.nbytes)  # nobody needed its room
         peak = self.resident
@@ -348,6 +401,7 @@ class _Run:
                 continue
             following = mark + 1
             early = following >= self.marks or self._nominal[following] <= self._start_by[coming]
+            nbytes += self._framed(coming) if self.actions[coming] is Action.ENCODE_SWAP else 0
             reserve = max(self._reserve, self.extra_ahead[mark])
             if early or self.resident + nbytes + reserve > self.budget_bytes:
                 break
@@ -362,8 +416,10 @@ class _Run:
         self._returning.add(index)
         self.resident += storage.nbytes
         action = self.actions[index]
+        if action is Action.ENCODE_SWAP:
+            self.resident += self._framed(index)
         if action in MOVES:
-            nbytes = storage.nbytes if action is Action.SWAP else storage.frame_nbytes
+            nbytes = storage.nbytes if action is Action.SWAP else storage.held_frame_nbytes
             self.link.add(1, index, nbytes, self.clock)
 
     def _latest_starts(self) -> dict[int, float]:
@@ -385,7 +441,7 @@ class _Run:
             if action is Action.SWAP:
                 seconds = rates.fetch_s(storage.nbytes)
             elif action is Action.ENCODE_SWAP:
-                seconds = rates.fetch_s(storage.frame_nbytes)
+                seconds = rates.fetch_s(storage.held_frame_nbytes)
             if action in CODED:
                 seconds += 0.0 if rates.inline_codec else rates.decode_s(storage.nbytes)
             latest = min(latest, self._nominal[self.saves + place]) - LEAD * seconds
@@ -393,6 +449,15 @@ class _Run:
         return starts
 
     # --- small change ---------------------------------------------------------------------------
+
+    def _framed(self, index: int) -> int:
+        """Bytes that a storage's frame takes of the device while it is there."""
+        action = self.actions.get(index)
+        if action is Action.ENCODE or (
+            action is Action.ENCODE_SWAP and not self.rates.inline_codec
+        ):
+            return self.step.storages[index].held_frame_nbytes
+        return 0
 
     def _gone_after(self, mark: int | None, nbytes: int) -> None:
         """Bytes that are there through a mark; None: to the end."""

@@ -15,7 +15,7 @@ from typing import Any
 from memswap.engine.action import Action
 from memswap.planning.rates import Rates
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,9 @@ class SavedStorage:
     actions: tuple[Action, ...] = ()
     """What may be done with it besides keeping it."""
     frame_nbytes: int = 0
-    """Bytes of its frame in a pool; 0: not known, or it does not shrink."""
+    """Bytes of its frame; 0: not known, or it does not shrink."""
     held_frame_nbytes: int = 0
-    """Bytes of the device that ENCODE takes for it, spare capacity included."""
+    """With spare capacity: what ENCODE takes of the device, and ENCODE_SWAP of link and pool."""
     held_until: int | None = None
     """The first mark at which the forward holds it no longer; None: leaving frees nothing."""
     last_demand: int | None = None
@@ -41,6 +41,8 @@ class SavedStorage:
     """The last mark at which its graph has it, if that is later: what stays goes only then."""
     users: tuple[str, ...] = ()
     """Other units that save it too, later."""
+    overflow_nbytes: int = 0
+    """What its encode sets aside until the host has seen how long the frame became."""
 
     @property
     def gone_after(self) -> int | None:

@@ -1,0 +1,220 @@
+"""Frames under a budget: encode and encode_swap are the planner's to choose, and a budget holds.
+
+Whatever is encoded: random stacks of layers whose activations shrink by more, by less and not at
+all, on every schedule; and values that stop shrinking after the plan was made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from race_workloads import DEVICE, new_pool
+from test_plans import LAZY
+from torch import nn
+
+import memswap
+from memswap import Action, Rates
+from memswap.engine import saver as engine
+from memswap.planning.pilot import Pilot
+from simdev import laboratory
+
+SIDES = (64, 96, 128)
+CODED = (Action.ENCODE, Action.ENCODE_SWAP)
+
+
+def machine(link_gb_per_s: float, codec_gb_per_s: float) -> Rates:
+    link, codec = (link_gb_per_s * 1e9,) * 4, (codec_gb_per_s * 1e9,) * 2
+    return Rates("simulated", *link, *codec, copy_latency_s=0.5e-6, codec_latency_s=0.5e-6)
+
+
+#: What the planner is to choose: a link that is too slow for raw bytes; one that is next to none.
+LINK_BOUND = machine(0.05, 50.0)
+NO_LINK = machine(1e-4, 50.0)
+
+
+class Layer(nn.Module):
+    """Saves storages of one size: dense ones, half zeros, and a mask."""
+
+    def __init__(self, side: int, repeats: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.side, self.repeats = side, repeats
+        self.weight = nn.Parameter(torch.randn(side, side, generator=generator) / side**0.5)
+        self.register_buffer("scale", torch.ones(side, side))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = x[: self.side, : self.side].clone()
+        for _ in range(self.repeats):
+            inner = (inner @ self.weight).tanh() * self.scale
+        inner = torch.where(inner > 0, inner * 2, inner * 3).relu() + inner
+        return nn.functional.pad(inner, (0, x.shape[1] - self.side, 0, x.shape[0] - self.side))
+
+
+class Stack:
+    """A random stack of layers, and its steps."""
+
+    def __init__(self, seed: int, depth: int = 6) -> None:
+        chosen = random.Random(seed)
+        generator = torch.Generator().manual_seed(seed)
+        self.layers = nn.ModuleList(
+            Layer(chosen.choice(SIDES), chosen.randint(1, 2), generator) for _ in range(depth)
+        ).to(DEVICE, torch.bfloat16)
+        self.generator = generator
+        x = torch.randn(SIDES[-1], SIDES[-1], generator=generator)
+        self.x = x.to(DEVICE, torch.bfloat16)
+
+    def collapse(self) -> None:
+        """From now on the exponents of what layers save are wide apart: frames become longer."""
+        for layer in self.layers:
+            powers = torch.randint(-20, 20, layer.scale.shape, generator=self.generator)
+            layer.scale.copy_((2.0**powers).to(DEVICE))
+
+    def step(self) -> None:
+        for parameter in self.layers.parameters():
+            parameter.grad = None
+        x = self.x
+        for layer in self.layers:
+            x = layer(x)
+        loss = x.float().sum()
+        del x
+        loss.backward()
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [parameter.grad.cpu().view(torch.int16) for parameter in self.layers.parameters()]
+
+
+KEPT: dict[int, int] = {}
+
+
+def kept_bytes(seed: int) -> int:
+    """The peak of a stack of which nothing moves."""
+    if seed not in KEPT:
+        stack = Stack(seed)
+        policy = memswap.Policy(min_bytes=1)
+        with memswap.manage(
+            stack.layers, policy, pool=new_pool(), budget="1GiB", rates=NO_LINK
+        ) as manager:
+            for _ in range(4):
+                stack.step()
+            KEPT[seed] = manager.plan.kept_peak_bytes
+    return KEPT[seed]
+
+
+class Trained:
+    """Steady steps of a stack under a budget."""
+
+    def __init__(
+        self,
+        seed: int,
+        share: float,
+        rates: Rates = NO_LINK,
+        policy: memswap.Policy | None = None,
+        collapses: bool = False,
+        steps: int = 3,
+    ) -> None:
+        self.budget = int(share * kept_bytes(seed))
+        stack = Stack(seed)
+        policy = policy or memswap.Policy(min_bytes=1)
+        manager = memswap.manage(
+            stack.layers, policy, pool=new_pool(), budget=self.budget, rates=rates
+        )
+        for _ in range(5):
+            stack.step()
+        planned = manager.plan
+        manager.reset_stats()
+        if collapses:
+            stack.collapse()
+        for _ in range(steps):
+            stack.step()
+        self.found = stack.gradients()
+        self.plan, self.stats = manager.plan, manager.stats()
+        self.actions = {one.action for one in planned.storages}
+        self.replanned = self.plan.storages != planned.storages
+        (route,) = manager._saver.open_routes()
+        self.arena = route.codec_lane.arena_statistics()
+        manager.remove()
+        after = manager.stats()
+        assert after.away_bytes == after.resident_bytes == 0, "something was left behind"
+        del route, manager
+        plain = Stack(seed)
+        if collapses:
+            plain.collapse()
+        plain.step()
+        self.plain = plain.gradients()
+
+    def check(self) -> None:
+        assert all(map(torch.equal, self.found, self.plain)), "a gradient differs"
+        assert self.plan.peak_bytes <= self.budget
+        assert self.stats.peak_resident_bytes <= self.budget, (
+            f"{self.stats.peak_resident_bytes} bytes were resident, {self.plan.peak_bytes} "
+            f"planned, under a budget of {self.budget}"
+        )
+        assert self.arena["reserved_bytes"] <= self.plan.arena_bytes, "the arena has grown"
+
+
+@pytest.mark.parametrize("rates", [LINK_BOUND, NO_LINK], ids=["link-bound", "no-link"])
+def test_frames_are_chosen_where_they_pay_and_the_budget_holds(rates):
+    found = Trained(1, 0.7, rates)
+    found.check()
+    assert set(CODED) <= found.actions, "not every kind of frame was chosen"
+    assert found.stats.encoded_storages > 0
+    assert found.stats.peak_resident_bytes <= found.plan.peak_bytes
+
+
+@pytest.mark.parametrize("action", CODED)
+def test_values_that_stop_shrinking_cost_time_and_never_the_budget(action):
+    policy = memswap.Policy(action=action, min_bytes=1)
+    found = Trained(1, 0.8, LINK_BOUND, policy, collapses=True)
+    assert action in found.actions, "nothing was to be encoded"
+    found.check()
+    assert not found.replanned, "that was to be another plan's merit"
+
+
+def broken(name: str) -> contextlib.AbstractContextManager[None]:
+    """The engine with one rule broken."""
+    patch = pytest.MonkeyPatch()
+
+    @contextlib.contextmanager
+    def breaking() -> Iterator[None]:
+        if name == "frames may be as long as they like":
+            patch.setattr(Pilot, "frame_nbytes", lambda self, entry: None)
+        elif name == "what does not fit stays":
+            patch.setattr(
+                engine.Saver, "_swap", lambda self, entry, storage, route: "no room for a frame"
+            )
+        elif name == "nobody waits for a frame to leave":
+            patch.setattr(Pilot, "_release_frame", lambda self, entry: None)
+        elif name == "each encode has an overflow of its own":
+            patch.setattr(Pilot, "_set_overflow_room", lambda self, device: None)
+        try:
+            yield
+        finally:
+            patch.undo()
+
+    return breaking()
+
+
+@pytest.mark.own_laboratory
+@pytest.mark.one_schedule
+@pytest.mark.parametrize(
+    ("rule", "action"),
+    [
+        ("frames may be as long as they like", Action.ENCODE),
+        ("frames may be as long as they like", Action.ENCODE_SWAP),
+        ("what does not fit stays", Action.ENCODE),
+        ("nobody waits for a frame to leave", Action.ENCODE_SWAP),
+        ("each encode has an overflow of its own", Action.ENCODE),
+    ],
+)
+def test_a_broken_rule_breaks_the_budget(rule, action):
+    def train() -> None:
+        with broken(rule):
+            Trained(
+                1, 0.8, LINK_BOUND, memswap.Policy(action=action, min_bytes=1), collapses=True
+            ).check()
+
+    with pytest.raises(AssertionError, match="bytes were resident"), laboratory(LAZY):
+        train()
