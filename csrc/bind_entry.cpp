@@ -162,7 +162,7 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
     self->index = -1;
     self->version = look->version();
     self->residence.emplace(books->ledger, static_cast<int64_t>(look->storage_nbytes()));
-    remember(books, look->storage_key(), look->version(), made.ptr());
+    remember(books, *look, made.ptr(), false);
     return made.release().ptr();
   });
 }

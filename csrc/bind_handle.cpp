@@ -177,7 +177,7 @@ PyObject* make_stay(PyTypeObject* type, PyObject* args, PyObject*) {
     self->key = look->storage_key();
     self->nbytes = static_cast<int64_t>(look->storage_nbytes());
     books->ledger.resident(self->nbytes);
-    remember(books, self->key, look->version(), object);
+    remember(books, *look, object, true);
   }
   return object;
 }

@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <cstddef>
+#include <cstring>
 #include <new>
 
 #include "bind_ticket.h"
@@ -47,7 +48,23 @@ PyObject* counted(PyObject* self, PyObject* nbytes) {
   Py_RETURN_NONE;
 }
 
-// Which entry or stay has the very storage and content that a view was captured from.
+// c10 has no name for the identity of a counter: it is the one pointer that a counter consists of.
+const void* identity_of(const c10::VariableVersion& counter) {
+  const void* identity = nullptr;
+  static_assert(sizeof(counter) == sizeof(identity));
+  std::memcpy(&identity, static_cast<const void*>(&counter), sizeof(identity));
+  return identity;
+}
+
+// [Note: Several counters on one storage]
+// Views share their base's version counter, so a number tells whether the bytes are the same. But
+// some tensors share a storage and count for themselves: the outputs of unsafe_chunk and
+// unsafe_split (torch's recurrent cells on a CPU edit them one after another), `.data`, buffers
+// that inductor reinterprets. Equal numbers say nothing there, unless neither was ever edited. An
+// edited part stays, because its sister may be edited while the storage is on its way.
+
+// Which entry or stay has the very storage and content that a view was captured from. False: what
+// is known of the storage is another counter's.
 PyObject* find(PyObject* self, PyObject* view) {
   const SavedView* const look = saved_view_of(view);
   if (look == nullptr) {
@@ -55,10 +72,19 @@ PyObject* find(PyObject* self, PyObject* view) {
   }
   const Known& known = known_in(self);
   const auto found = known.find(look->storage_key());
-  if (found == known.end() || found->second.version != look->version()) {
+  if (found == known.end()) {
     Py_RETURN_NONE;
   }
-  PyObject* const holder = found->second.holder;
+  const auto& [holder, counter, version, stays] = found->second;
+  if (stays) {
+    // whatever the content
+  } else if (identity_of(counter) != identity_of(look->counter())) {
+    if (look->version() != 0 || version != 0 || counter.current_version() != 0) {
+      Py_RETURN_FALSE;
+    }
+  } else if (version != look->version()) {
+    Py_RETURN_NONE;
+  }
   // What is being deallocated may run code before it leaves the ledger, and must not come back.
   if (Py_REFCNT(holder) == 0) {
     Py_RETURN_NONE;
@@ -91,7 +117,9 @@ PyObject* reset(PyObject* self, PyObject*) {
 
 PyMethodDef methods[] = {
     {"offer", offer, METH_O, "A tensor was saved."},
-    {"find", find, METH_O, "The entry or stay of a view's very storage and content, or None."},
+    {"find", find, METH_O,
+     "The entry or stay of a view's very storage and content; None; or False, where the storage is "
+     "known with a version counter of another tensor's, and one of them was edited."},
     {"wait", wait, METH_O, "Wait for a ticket; for as long as the host is blocked, that counts."},
     {"resident", counted<&Ledger::resident>, METH_O, "So many more bytes are on the device."},
     {"away", counted<&Ledger::away>, METH_O, "So many more bytes are in pools."},
@@ -160,8 +188,9 @@ LedgerObject* ledger_object(PyObject* object) {
   return reinterpret_cast<LedgerObject*>(object);
 }
 
-void remember(LedgerObject* ledger, const void* key, uint32_t version, PyObject* holder) {
-  ledger->known.insert_or_assign(key, LedgerObject::Known{holder, version});
+void remember(LedgerObject* ledger, const SavedView& look, PyObject* holder, bool stays) {
+  ledger->known.insert_or_assign(
+      look.storage_key(), LedgerObject::Known{holder, look.counter(), look.version(), stays});
 }
 
 void forget(LedgerObject* ledger, const void* key, const PyObject* holder) {

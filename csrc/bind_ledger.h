@@ -1,19 +1,23 @@
 // A Ledger of Python's.
 #pragma once
 
+#include <c10/core/TensorImpl.h>
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
 #include <unordered_map>
 
 #include "residence.h"
+#include "saved_view.h"
 
 namespace memswap {
 
 struct LedgerObject {
   struct Known {
     PyObject* holder;  // borrowed: it takes itself off the list when it dies
+    c10::VariableVersion counter;
     uint32_t version;
+    bool stays;
   };
 
   PyObject_HEAD Ledger ledger;
@@ -23,9 +27,10 @@ struct LedgerObject {
 // An object as a ledger, borrowed. nullptr with TypeError set: it is none.
 LedgerObject* ledger_object(PyObject* object);
 
-// From here on `holder` stands for the storage at an address, with the content of a version; until
-// `forget`, which it calls before another storage can have that address.
-void remember(LedgerObject* ledger, const void* key, uint32_t version, PyObject* holder);
+// From here on `holder` stands for the storage that a view looks at, with the content that it has
+// now; until `forget`, which it calls before another storage can have that address. One that
+// `stays` stands for it whatever the content: each save of it keeps its own tensor.
+void remember(LedgerObject* ledger, const SavedView& look, PyObject* holder, bool stays);
 void forget(LedgerObject* ledger, const void* key, const PyObject* holder);
 
 // Waits for a ticket; for as long as the host is blocked, that counts.

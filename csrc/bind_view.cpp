@@ -106,6 +106,7 @@ PyGetSetDef properties[] = {
     {"of_subclass", of_subclass, nullptr, nullptr, nullptr},
     {"device_number", device_number, nullptr, "One number for each device.", nullptr},
     {"private_format", flag<&SavedView::private_format>, nullptr, nullptr, nullptr},
+    {"edited_part", flag<&SavedView::edited_part>, nullptr, nullptr, nullptr},
     {"version", number<&SavedView::version>, nullptr, nullptr, nullptr},
     {"current_version", number<&SavedView::current_version>, nullptr, nullptr, nullptr},
     {"storage_nbytes", number<&SavedView::storage_nbytes>, nullptr, nullptr, nullptr},

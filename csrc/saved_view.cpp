@@ -81,6 +81,8 @@ std::optional<SavedView> SavedView::capture(const at::Tensor& tensor) {
   } else if (tensor.is_view()) {
     const at::TensorBase& base = tensor._base();
     view.of_leaf_ = base.requires_grad() && base.is_leaf();
+  } else {
+    view.edited_part_ = view.version_ != 0 && view.nbytes_ < storage_nbytes;
   }
   return view;
 }

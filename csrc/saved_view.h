@@ -29,6 +29,7 @@ class SavedView {
 
   // Whether the original was edited in place since it was captured.
   bool edited() const { return counter_.current_version() != version_; }
+  const c10::VariableVersion& counter() const { return counter_; }
   uint32_t version() const { return version_; }
   uint32_t current_version() const { return counter_.current_version(); }
 
@@ -39,6 +40,8 @@ class SavedView {
   // The storage has a format that its bytes do not tell (torch_npu.h): other memory that they are
   // copied to would be read wrongly.
   bool private_format() const { return private_format_; }
+  // An edited part of a storage that is no view of it ([Note: Several counters on one storage]).
+  bool edited_part() const { return edited_part_; }
   const void* storage_key() const { return key_; }
   size_t storage_nbytes() const { return storage_nbytes_; }
   size_t nbytes() const { return nbytes_; }
@@ -61,6 +64,7 @@ class SavedView {
   size_t nbytes_ = 0;
   bool of_leaf_ = false;
   bool private_format_ = false;
+  bool edited_part_ = false;
 };
 
 // The version of a tensor that stays where it is; holds no memory.

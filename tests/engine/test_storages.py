@@ -75,6 +75,70 @@ def test_one_transfer_however_many_layers_saved_the_storage(device, new_pool):
     assert_released(manager, pool)
 
 
+def test_parts_edited_one_after_another_come_back_as_each_was_saved(device, new_pool):
+    """unsafe_chunk's outputs share a storage, and each has a version counter of its own."""
+    x = random(device, 12, 64).requires_grad_()
+
+    def loss():
+        parts = (x * 1).unsafe_chunk(3)
+        return sum((part.tanh_() * (number + 1)).sum() for number, part in enumerate(parts))
+
+    loss().backward()
+    expected, x.grad = x.grad, None
+    pool = new_pool()
+    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    for _ in range(3):
+        with saver:
+            out = loss()
+        out.backward()
+        assert_same_gradients([x.grad], [expected])
+        x.grad = None
+        del out
+    assert saver.stats().kept["edited in parts"].tensors == 3, "one storage in each step"
+    assert saver.stats().deduplicated_tensors >= 3 * 2, "the storage was counted once per part"
+    assert_released(saver, pool)
+
+
+@pytest.mark.cpu_only  # no accelerator may read a storage that is being edited
+def test_edited_alias_is_not_taken_for_what_left_before(device, new_pool):
+    x, w = random(device, 64), random(device, 64).requires_grad_()
+    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool())
+    with saver:
+        h = (x * 2).neg_()
+        first = (w * h).sum()
+        alias = h.data  # shares the storage, and counts its edits by itself
+        loss = (w * alias.neg_()).sum()
+    loss.backward()
+    assert_same_gradients([w.grad], [x * 2])
+    del first
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU])
+def test_recurrent_layers(device, new_pool, cell):
+    torch.manual_seed(0)
+    layer = cell(8, 16, 2, bidirectional=True)
+    x = random(device, 5, 3, 8)
+    wanted = list(layer.parameters())
+    expected = torch.autograd.grad(layer(x)[0].square().sum(), wanted)
+    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool())
+    with saver:
+        loss = layer(x)[0].square().sum()
+    assert_same_gradients(torch.autograd.grad(loss, wanted), expected)
+
+
+def test_aliases_with_counters_of_their_own_move_once_if_nobody_edits_them(device, new_pool):
+    x = random(device, 64)
+    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool())
+    w = random(device, 64).requires_grad_()
+    with saver:
+        h = x * 2
+        loss = (w * h).sum() + (w * h.data).sum()  # .data shares the storage, not the counter
+    assert saver.stats().moved_storages == 1
+    loss.backward()
+    assert_same_gradients([w.grad], [x * 4])
+
+
 def test_views_of_one_storage_move_together(device, new_pool):
     pool = new_pool()
     saver = memswap.saved_tensors(EVERYTHING, pool=pool)

@@ -150,6 +150,8 @@ class Saver(native.Saver):
         """The handle of a plain tensor."""
         ledger, policy, director = self.ledger, self.policy, self.director
         known = ledger.find(view)
+        if known is False:
+            return self.keep(tensor, view, "edited in parts")
         if known is not None:
             ledger.deduplicated_tensors += 1
             ledger.deduplicated_bytes += view.nbytes
@@ -161,6 +163,8 @@ class Saver(native.Saver):
         nbytes = view.storage_nbytes
         if nbytes < policy.min_bytes:
             return self.keep(tensor, view, "small")
+        if view.edited_part:
+            return self._stay(tensor, view, "edited in parts")
         if not visit.covered:
             return self.keep(tensor, view, "policy")
         if graph_task() != NO_TASK:
