@@ -214,12 +214,12 @@ class Lane:
 
     def send(self, storage, block):
         if self.error is not None:
-            raise self.error
+            raise self.error("no such stream")
         return self.lane.send(storage, block)
 
     def fetch(self, block):
         if self.error is not None:
-            raise self.error
+            raise self.error("no such stream")
         return self.lane.fetch(block)
 
 
@@ -246,7 +246,7 @@ def test_a_swap_way_sends_and_brings(of_python):
 def test_a_send_that_raises_takes_no_memory_and_leaves_the_entry_as_it_was():
     pool = memswap.HostPool(device=CPU, budget="1MiB", slab="1MiB")
     saver = new_saver(pool)
-    way = SwapWay(Lane(KeyError("no such stream")), pool)
+    way = SwapWay(Lane(KeyError), pool)
     tensor, entry = saved(saver)
     for _ in range(3):
         with pytest.raises(KeyError, match="no such stream"):
@@ -307,7 +307,7 @@ def test_bytes_that_are_lost_are_an_error_in_words():
 
     route.__dict__["swap"] = SwapWay(Loses(), route.pool)
     handle = Visit(saver, "").pack(torch.ones(100))
-    saver.settle()
+    handle.entry.departure.wait()
     with pytest.raises(memswap.TransferError, match=r"cannot be brought back: the disk is gone"):
         unpack(handle)
 
