@@ -156,8 +156,9 @@ void Arena::set_room(size_t bytes) {
   {
     const std::lock_guard lock(mutex_);
     budget_bytes_ = chunk_bytes_ = bytes;
-    const bool fits = std::all_of(chunks_.begin(), chunks_.end(),
-                                  [&](const auto& chunk) { return chunk->bytes.nbytes() == bytes; });
+    const bool fits = std::all_of(chunks_.begin(), chunks_.end(), [&](const auto& chunk) {
+      return chunk->bytes.nbytes() == bytes;
+    });
     if (fits && chunks_.size() <= 1) {
       return;
     }

@@ -289,12 +289,14 @@ std::optional<Encoding> StreamCodecLane::start(StorageRefPtr storage, const Fram
   }
   departures_.add(ticket);
   // Edge 4. Where the frame leaves, its header goes the same way and ahead of it, so that the lane
-  // that moves frames bounds and orders all that it still owns of one.
-  Lane& header_lane = copies ? *copies : headers_;
+  // that moves frames bounds and orders all that it still owns of one. Under a plan, which orders
+  // that itself (wait_sent), no header waits behind frames: the host waits for it.
+  const bool planned = planned_;
+  Lane& header_lane = copies && !planned ? *copies : headers_;
   auto header = std::make_shared<Header>(
       header_block, header_lane.send(frame, header_block, {0, frame::kHeaderBytes}, {ticket}),
       overflow);
-  auto encoded = std::make_shared<Encoded>(plan, storage->storage.nbytes(), planned_,
+  auto encoded = std::make_shared<Encoded>(plan, storage->storage.nbytes(), planned,
                                            std::move(overflow), ticket, header);
   if (copies) {
     TicketPtr copy = copies->send(std::move(frame), block, {}, {ticket});  // edge 5

@@ -106,7 +106,7 @@ class StreamCodecLane final : public CodecLane {
   const uint32_t max_processors_;
   const std::shared_ptr<Arena> arena_;
   const size_t arena_chunk_;
-  std::atomic<bool> planned_{false};  // whether a room for overflows was set
+  std::atomic<bool> planned_{false};         // whether a room for overflows was set
   const std::shared_ptr<Pool> header_pool_;  // pinned
   StreamLane headers_;
   DecodeStatus status_;

@@ -265,23 +265,22 @@ def manage(
             and what is on its way included; not parameters, gradients, or what an operator
             allocates for itself). ``"auto"``: as few as cost at most 1 % of a step's time; on a
             CPU, where the calling thread encodes, that is little. The first three steps learn and
-            run as without a budget; the fourth begins with :attr:`Manager.plan`. Under a number of
-            bytes, what the policy encodes on its way to host memory leaves an accelerator as it is.
-            docs/choosing.md helps to choose.
+            run as without a budget; the fourth begins with :attr:`Manager.plan`. docs/choosing.md
+            helps to choose.
         rates: of the machine; default: :func:`memswap.profile`, measured once per machine.
         group: ranks that plan together, from the slowest one's times, so that they have the same
             plan. All of them must train in step. Default: each for itself.
         prefetch_bytes: see :class:`saved_tensors`.
         windows: hide encoding and decoding under matrix products and collectives; see
             :class:`Windows`. None: each starts as soon as it can. On a CPU, where whoever asks does
-            the work, it makes no difference.
+            the work, it makes no difference. Under a budget the plan says what is encoded, and
+            until when: what still waits where its room is needed starts there.
 
     Raises:
         TypeError: an element is no module, or ``windows`` no :class:`Windows`.
         ValueError: no modules, one of them twice, a ``budget`` that cannot be read, or modules on
             several devices under one budget.
-        NotImplementedError: a ``pool`` that cannot serve the modules' device in this version;
-            ``windows`` under a ``budget``.
+        NotImplementedError: a ``pool`` that cannot serve the modules' device in this version.
         BudgetError: later, when the fourth step begins and no plan meets the budget; the message
             states the smallest one that can be met.
     """
@@ -289,11 +288,6 @@ def manage(
         raise TypeError(
             f"manage(windows={windows!r}): found {type(windows).__name__}, expected "
             "memswap.Windows(...) or None"
-        )
-    if windows is not None and budget is not None:
-        raise NotImplementedError(
-            "manage(budget=..., windows=...): a plan says when storages leave and return, and "
-            "does not know windows yet; give one of them"
         )
     if budget is not None and budget != "auto":
         budget = parse_bytes(budget)

@@ -9,18 +9,19 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from race_workloads import DEVICE, new_pool
-from test_plans import LAZY
+from test_plans import COMPUTE, LAZY
 from torch import nn
 
 import memswap
 from memswap import Action, Rates
 from memswap.engine import saver as engine
 from memswap.planning.pilot import Pilot
-from simdev import laboratory
+from simdev import laboratory, virtual_time
 
 SIDES = (64, 96, 128)
 CODED = (Action.ENCODE, Action.ENCODE_SWAP)
@@ -218,3 +219,60 @@ def test_a_broken_rule_breaks_the_budget(rule, action):
 
     with pytest.raises(AssertionError, match="bytes were resident"), laboratory(LAZY):
         train()
+
+
+LINK_GB_PER_S = 0.03
+
+
+def timed(action: Action | None, budget: int | None = 1 << 30) -> tuple[float, memswap.Plan | None]:
+    """Microseconds of a steady step on a slow link, and its plan. `action` None: any."""
+    alone = LINK_GB_PER_S * 1e9
+    rates = replace(
+        LINK_BOUND,
+        **{f"{way}_bytes_per_s": alone for way in ("d2h", "h2d", "duplex_d2h", "duplex_h2d")},
+        encode_bytes_per_s=2.8e9,
+        decode_bytes_per_s=2.8e9,
+    )
+
+    def run() -> tuple[float, memswap.Plan | None]:
+        stack, manager, plan = Stack(1, depth=8), None, None
+        with virtual_time(
+            **COMPUTE, h2d_gb_per_s=LINK_GB_PER_S, d2h_gb_per_s=LINK_GB_PER_S
+        ) as clock:
+            if budget is not None:
+                policy = memswap.Policy(action=action, min_bytes=1, include=("4", "5", "6", "7"))
+                manager = memswap.manage(
+                    stack.layers, policy, pool=new_pool(), budget=budget, rates=rates
+                )
+            for _ in range(5):
+                stack.step()
+            began = clock.elapsed_us()
+            stack.step()
+            us = clock.elapsed_us() - began
+        if manager is not None:
+            plan = manager.plan
+            manager.remove()
+        return us, plan
+
+    with laboratory(LAZY):
+        return run()
+
+
+@pytest.mark.own_laboratory
+@pytest.mark.one_schedule
+def test_what_frames_cost_is_as_predicted_and_less_than_raw_copies_on_a_slow_link():
+    plain_us, _ = timed(None, None)
+    _, kept = timed(Action.SWAP)
+    for share in (0.9, 0.8):
+        budget = int(share * kept.kept_peak_bytes)
+        us, plan = timed(Action.ENCODE_SWAP, budget)
+        raw_us, _ = timed(Action.SWAP, budget)
+        exposed_us, said_us = us - plain_us, plan.exposed_s * 1e6
+        assert said_us > 0 and plan.moved_bytes > 0
+        assert abs(exposed_us - said_us) <= 0.06 * plain_us + 0.15 * said_us, (
+            f"{said_us:.0f} us exposed were predicted, {exposed_us:.0f} found in {plain_us:.0f}"
+        )
+    assert us < raw_us, f"{us:.0f} us with frames, {raw_us:.0f} with raw copies"
+    free_us, plan = timed(None, budget)
+    assert set(CODED) & {one.action for one in plan.storages}, "nobody chose frames"
+    assert free_us <= 1.02 * us, f"{free_us:.0f} us as planned, {us:.0f} if told what to do"

@@ -51,6 +51,9 @@ class Director(Protocol):
     def saved(self, entry: Entry) -> None:
         """It is on its way, or stayed."""
 
+    def window(self, seconds: float) -> None:
+        """An operator of so many seconds is about to be launched; codec work may run beside it."""
+
     def again(self, entry: Entry, unit: str) -> None:
         """A unit saves a storage that was saved before."""
 

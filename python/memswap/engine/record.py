@@ -67,6 +67,8 @@ class Record:
     """From the last mark to the begin of the next passage."""
     peak_bytes: int
     """Most bytes of the ledger's resident ones at a mark."""
+    windows_s: tuple[float, ...] = ()
+    """Seconds of the windows that were opened in each gap; empty: there were none."""
 
     @property
     def signature(self) -> tuple[Key, ...]:
@@ -134,6 +136,7 @@ class Recorder:
         self._began: Any = self._opening
         self._end: Any = None
         self._peak_bytes = 0
+        self._windows_s: dict[int, float] = {}  # mark -> in the gap before it
 
     @property
     def marks(self) -> int:
@@ -179,6 +182,11 @@ class Recorder:
         self._served[index] = 0
         self._note_bytes(entry)
 
+    def window(self, seconds: float) -> None:
+        """An operator of so many seconds is about to be launched, and codec work may run beside."""
+        mark = len(self._moments)
+        self._windows_s[mark] = self._windows_s.get(mark, 0.0) + seconds
+
     def close(self) -> None:
         """The next passage begins."""
         if self._end is None:
@@ -223,6 +231,9 @@ class Recorder:
             costs_s=tuple(max(seconds(begin, end), 0.0) for begin, end in self._moments),
             tail_s=gaps[-1],
             peak_bytes=self._peak_bytes,
+            windows_s=tuple(self._windows_s.get(mark, 0.0) for mark in range(final + 1))
+            if self._windows_s
+            else (),
         )
 
     def _note_bytes(self, entry: Entry) -> None:
@@ -255,7 +266,8 @@ class Recorder:
             if entry is None or storage is None:
                 self._held_until[index] = mark
                 continue
-            ours = 1 + entry.keeps + (index in owned)  # 1: what was just taken
+            # What was just taken, and an encode that waits for a window.
+            ours = 1 + entry.keeps + (index in owned) + (entry.storage is not None)
             if storage.use_count > ours:
                 still.append(index)
             else:

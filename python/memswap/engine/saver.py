@@ -25,6 +25,7 @@ from memswap.engine.transfer import Routes
 from memswap.errors import TransferError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from weakref import ref
 
     from typing_extensions import Self
@@ -366,9 +367,12 @@ class Saver(native.Saver):
 
     def look_ahead(self, passage: Passage, index: int) -> None:
         """A storage is demanded: what comes next is brought back."""
+        self._prefetch(passage.demand(index))
+
+    def _prefetch(self, entries: Iterable[Entry]) -> None:
         try:
-            for entry in passage.demand(index):
-                entry.fetch_ahead()
+            for entry in entries:
+                self.fetch(entry)
         except torch.OutOfMemoryError:
             return  # the demand itself will ask again, when there may be room
 

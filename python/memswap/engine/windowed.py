@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from memswap._native import native
+from memswap.engine.entry import State
 from memswap.engine.saver import Saver
 from memswap.engine.transfer import EncodeSwapWay, EncodeWay
 from memswap.engine.visit import Visit
@@ -86,6 +87,8 @@ class WindowedSaver(Saver):
             return  # whoever opened a window explicitly has counted what is inside
         with self.lock:
             self._observe()
+            if self.director is not None:
+                self.director.window(seconds)
             self.queue.open(seconds, self)
 
     def enter_window(self, seconds: float) -> None:
@@ -104,6 +107,12 @@ class WindowedSaver(Saver):
         with self.lock:
             self._observe()
             self.queue.end_forward(self)
+
+    def hurry(self, entry: Entry) -> None:
+        """Start an encode now if it still waits: its room is needed."""
+        if entry.storage is not None and entry.state is State.RESIDENT:
+            self._observe()
+            self.queue.start_now((entry.reference,), self)
 
     def window_stats(self) -> WindowStats:
         with self.lock:
@@ -159,10 +168,14 @@ class WindowedSaver(Saver):
         """A storage is demanded: what comes next is wanted."""
         first = not passage.began_backward
         entries = passage.demand(index)
+        waits = entries
+        if passage.fetches is not None:  # a plan: copies take no processors, and start in time
+            waits = [one for one in entries if isinstance(one.way, EncodeWay)]
+            self._prefetch(one for one in entries if not isinstance(one.way, EncodeWay))
         self._observe()
         if first:
             self.queue.begin_backward(self)
-        self.queue.want(entries, passage.window_bytes, self)
+        self.queue.want(waits, passage.window_bytes, self)
 
     # --- windows.Engine ---------------------------------------------------------------------------
 
@@ -177,8 +190,12 @@ class WindowedSaver(Saver):
         if super().send_encode(entry, storage, way, route, pending.expectation):
             self._notice(way, entry.nbytes, encoded=True)
         else:
-            reason = self._refused(way, entry, route)
-            if not way.stays_on_device:  # ENCODE_SWAP: raw, if there is room for that
+            planned = pending.expectation.most_nbytes is not None
+            if not planned:
+                reason = self._refused(way, entry, route)
+            elif self.director is not None:
+                self.director.unfit()
+            if planned or not way.stays_on_device:  # raw, if there is room for that
                 reason = self._swap(entry, storage, route)
         if reason is None:
             return entry.departure

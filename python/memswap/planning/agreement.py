@@ -40,7 +40,13 @@ def agree(step: Step | None, rates: Rates, group: Any) -> tuple[Step | None, Rat
         )
         for saved in frames
     )
-    agreed = replace(first, storages=storages, gaps_s=tuple(gaps))
+    windows = [one.windows_s for one in steps]
+    agreed = replace(
+        first,
+        storages=storages,
+        gaps_s=tuple(gaps),
+        windows_s=tuple(map(min, zip(*windows, strict=True))) if all(windows) else (),
+    )
     return replace(agreed, tail_s=max(one.tail_s for one in steps)), slowest(
         [one for _, one in gathered]
     )

@@ -27,12 +27,14 @@ from memswap.planning.kinds import MOST_DOUBTS, REFRAME_AFTER
 from memswap.planning.observed import calibrated, linked, quantised, reframed, step_of
 from memswap.planning.planner import make_plan, regions_for, too_small
 from memswap.planning.profile import profile
+from memswap.planning.simulate import CODED
 
 if TYPE_CHECKING:
     from memswap.engine.expectations import Key
     from memswap.engine.record import Record
     from memswap.engine.saver import Saver
     from memswap.planning.kinds import Course, Kind, Timing
+    from memswap.planning.plan import Plan
     from memswap.planning.rates import Rates
     from memswap.planning.step import Step
 
@@ -214,6 +216,12 @@ class Learner:
         if len(record.gaps_s) == len(known.gaps_s) and record.order == known.order:
             gaps = [quantised(gap_s) for gap_s in record.gaps_s]
             step = known.with_gaps(gaps, quantised(record.tail_s))
+            beside_s = codec_s(plan, before)
+            if beside_s:
+                # Encodes and decodes ran in these gaps: how they were shared is not known.
+                scale = max(step.compute_s - beside_s, 0.0) / known.compute_s
+                gaps = [quantised(scale * gap_s) for gap_s in known.gaps_s]
+                step = known.with_gaps(gaps, quantised(scale * known.tail_s))
         if step is not None:
             again_s = step.compute_s - plan.compute_s if plan.recompute else 0.0
             kind.measured_exposed_s = record.exposed_s + max(again_s, 0.0)
@@ -264,6 +272,15 @@ class Learner:
             )
         except ValueError:
             return None  # counted as unusable, and told if it goes on
+
+
+def codec_s(plan: Plan, rates: Rates) -> float:
+    """Seconds of compute that the encodes and decodes of a plan take, where they run beside it."""
+    if rates.inline_codec or not rates.encodes:
+        return 0.0
+    coded = [one.nbytes for one in plan.storages if one.action in CODED]
+    seconds = sum(rates.encode_s(nbytes) + rates.decode_s(nbytes) for nbytes in coded)
+    return max(seconds - sum(plan.step.windows_s), 0.0)
 
 
 def differs(step: Step, known: Step) -> bool:

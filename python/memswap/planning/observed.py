@@ -69,6 +69,7 @@ def step_of(
         tail_s=quantised(record.tail_s),
         regions=() if regions is None else tuple(Region(*one) for one in regions.regions()),
         extra_nbytes=tuple(extra.get(m, 0) for m in range(marks)) if any(extra.values()) else (),
+        windows_s=tuple(map(quantised, record.windows_s)),
     )
 
 

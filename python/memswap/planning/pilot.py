@@ -18,6 +18,7 @@ from memswap.engine.recomputed import Recomputed
 from memswap.engine.record import Clock, Recorder
 from memswap.engine.region_record import RegionRecord
 from memswap.engine.transfer import EncodeSwapWay
+from memswap.engine.windowed import WindowedSaver
 from memswap.planning.kinds import Course, Kind, Timing
 from memswap.planning.learner import Learner, regions_off
 from memswap.planning.simulate import CODED
@@ -162,11 +163,14 @@ class Pilot:
             chosen = self._planned(course, course.plan, index, key, action)
         elif self._tries_codec(course.kind, action, tensor.device):
             chosen = ENCODE_SWAP
+        recorded = chosen or action
         if insists:
             # Nothing to plan: it counts as kept, which is the most that it can take.
-            chosen, action = None, KEEP
+            chosen, recorded = None, KEEP
+        elif chosen is None and self._times_copies(course, action):
+            chosen = SWAP
         if course.timing is not None:
-            course.timing.recorder.choose(key, chosen or action)
+            course.timing.recorder.choose(key, recorded)
         return chosen
 
     def frame_nbytes(self, entry: Entry) -> int | None:
@@ -201,6 +205,16 @@ class Pilot:
             course.timing.regions.saved(entry)
             course.timing.links.sent(entry)
             self._note_extra(course)
+
+    def window(self, seconds: float) -> None:
+        """Codec work may run beside what comes next."""
+        passage = self._saver.passage
+        backward = self._backward
+        if backward is not None and backward.began_backward and not passage.sizes:
+            passage = backward  # no forward has begun since
+        course: Course | None = passage.course
+        if course is not None and course.timing is not None and not course.closed:
+            course.timing.recorder.window(seconds)
 
     def again(self, entry: Entry, unit: str) -> None:
         """A unit saves what was saved before."""
@@ -356,10 +370,23 @@ class Pilot:
             and native.codec_name(device) is not None
         )
 
+    def _times_copies(self, course: Course, action: Action) -> bool:
+        """Whether what is to be encoded is swapped, in a passage that shows the model's times.
+
+        Encodes beside compute would make the gaps between marks longer than they are.
+        """
+        clock = self._clock
+        learns = course.timing is not None and course.plan is None
+        return learns and action in CODED and clock is not None and not clock.on_host
+
     def _release(self, passage: Passage, course: Course, index: int) -> None:
         """Order what comes after the end of a send, and let the storage go."""
         entry = passage.entry(index)
-        if entry is None or entry.state is not LEAVING:
+        if entry is None:
+            return
+        if isinstance(self._saver, WindowedSaver):
+            self._saver.hurry(entry)
+        if entry.state is not LEAVING:
             return
         departure = entry.departure
         assert departure is not None  # it is leaving

@@ -144,7 +144,19 @@ class _Under:
             tail_s=full.compute_s + self._again_s() - self._shifted(moments[-1]) if moments else 0,
             regions=(),
             extra_nbytes=self._extra(moments, len(saves)),
+            windows_s=self._windows(moments),
         )
+
+    def _windows(self, moments: list[float]) -> tuple[float, ...]:
+        """Windows lie where they did: in the gap before the first mark that is no earlier."""
+        if not self.full.windows_s:
+            return ()
+        seconds = [0.0] * len(moments)
+        for moment, window_s in zip(self.times, self.full.windows_s, strict=True):
+            gap = bisect_left(moments, moment)
+            if gap < len(seconds):
+                seconds[gap] += window_s
+        return tuple(seconds)
 
     def _place(self, index: int, storage: SavedStorage) -> int | None:
         """At which mark of the full step a storage is saved now; None: not any more."""

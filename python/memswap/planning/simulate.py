@@ -18,7 +18,10 @@ Four lanes: compute, the codec, copies away, copies back. What holds:
    from the fetch of its storage through the first demand. That counts a little more than the
    ledger does, never less.
 5. Codec time is compute's: encoding beside compute takes its processors. (On a CPU the calling
-   thread does it, and the raw bytes go at once.)
+   thread does it, and the raw bytes go at once.) Where operators open windows (`Step.windows_s`),
+   work waits for them, in its order, decodes first, and costs nothing there; it costs what is left
+   of it where room is needed, at the end of the forward, or at its demand. (What has to be copied
+   before it is decoded waits for no window.)
 6. Copies in both directions at once run at the duplex rates.
 7. What recomputed units save again is there whatever the plan says (`Step.extra_nbytes`), and so is
    the time that they take.
@@ -237,6 +240,9 @@ class _Run:
         self.marks = self.saves + len(step.order)
         self.sends: deque[tuple[int, Action]] = deque()  # on the link, not released
         self.encoded: deque[tuple[int, float]] = deque()  # not released, and when that ended
+        self.windows = () if rates.inline_codec else step.windows_s
+        self.waiting: deque[tuple[int, float]] = deque()  # encodes, and what is left of them
+        self.decoding: dict[int, float] = {}  # decodes, the same
         self.sent_frames: set[int] = set()  # on the link, not released
         self.away: set[int] = set()
         self.gone_at: dict[int, list[int]] = {}  # mark -> bytes that go before it
@@ -249,6 +255,8 @@ class _Run:
             self._advance(index)
             self._save(index)
             self.found.mark_s.append(self.clock)
+        while self.waiting:
+            self._encode_now()
         self._make_room_for_backward()
         self._start_by = self._latest_starts()
         # What the calling thread decodes comes back when it is demanded, and needs its room then.
@@ -282,6 +290,35 @@ class _Run:
             self._note("compute", f"{'forward' if forward else 'backward'} {unit}", gap_s)
         self.clock += gap_s
         self.resident -= sum(self.gone_at.pop(mark, ()))
+        if self.windows:
+            self._use_windows(self.windows[mark])
+
+    def _use_windows(self, left_s: float) -> None:
+        """Do what waits, for as long as windows last."""
+        for index in [*self.decoding]:
+            done_s = min(left_s, self.decoding[index])
+            self.decoding[index] -= done_s
+            left_s -= done_s
+        while self.waiting and left_s > 0:
+            index, needs_s = self.waiting.popleft()
+            if needs_s > left_s:
+                self.waiting.appendleft((index, needs_s - left_s))
+                return
+            left_s -= needs_s
+            self._has_encoded(index)
+
+    def _encode_now(self) -> None:
+        """What waits first starts in no window."""
+        index, left_s = self.waiting.popleft()
+        self._codec(index, left_s, "encode")
+        self._has_encoded(index)
+
+    def _has_encoded(self, index: int) -> None:
+        self.encoded.append((index, self.clock))
+        if self.actions[index] is Action.ENCODE_SWAP:
+            self.link.add(0, index, self._framed(index), self.clock)
+            self.sends.append((index, Action.ENCODE_SWAP))
+            self.sent_frames.add(index)
 
     def _save(self, index: int) -> None:
         storage = self.step.storages[index]
@@ -292,28 +329,32 @@ class _Run:
             self.link.add(0, index, storage.nbytes, self.clock)
             self.sends.append((index, action))
         elif action is not None:
-            self._codec(index, self.rates.encode_s(storage.nbytes), "encode")
-            frame_nbytes, inline = storage.held_frame_nbytes, self.rates.inline_codec
-            if action is Action.ENCODE or not inline:
-                self.resident += frame_nbytes
-                peak = self.resident
+            self.resident += self._framed(index)
+            peak = self.resident
             if action is Action.ENCODE:
-                self._gone_after(storage.gone_after, frame_nbytes)
-            else:
-                self.link.add(0, index, frame_nbytes, self.clock)
-            if not inline:
-                self.encoded.append((index, self.clock))
-                if action is Action.ENCODE_SWAP:
-                    self.sends.append((index, action))
-                    self.sent_frames.add(index)
-            else:
-                if action is Action.ENCODE_SWAP:
-                    self._wait(index, self.link.end_s(0, index), "write")
-                self._release(index, index)
+                self._gone_after(storage.gone_after, storage.held_frame_nbytes)
+            self.waiting.append((index, self.rates.encode_s(storage.nbytes)))
+            if self.rates.inline_codec:
+                self._encode_inline()
+            elif not self.windows:
+                self._encode_now()
         else:
             self._gone_after(storage.gone_after, storage.nbytes)
         self.found.resident_bytes.append(peak + self.extra[index])
         self._make_room(index)
+
+    def _encode_inline(self) -> None:
+        """The calling thread encodes, and writes: the raw bytes go at once."""
+        index, seconds = self.waiting.popleft()
+        self._codec(index, seconds, "encode")
+        if self.actions[index] is Action.ENCODE_SWAP:
+            self.link.add(0, index, self.step.storages[index].held_frame_nbytes, self.clock)
+            self._wait(index, self.link.end_s(0, index), "write")
+        self._release(index, index)
+
+    @property
+    def _can_release(self) -> bool:
+        return bool(self.sends or self.encoded or self.waiting)
 
     def _make_room(self, mark: int) -> None:
         """Release sends until the next save fits."""
@@ -322,14 +363,14 @@ class _Run:
             storage = self.step.storages[mark + 1]
             coming = storage.nbytes + self._framed(mark + 1) + self.extra[mark + 1]
         going = sum(self.gone_at.get(mark + 1, ()))
-        while (self.sends or self.encoded) and self.resident - going + coming > self.budget_bytes:
+        while self._can_release and self.resident - going + coming > self.budget_bytes:
             self._release_oldest(mark)
             going = sum(self.gone_at.get(mark + 1, ()))
 
     def _make_room_for_backward(self) -> None:
         """After the last save, release what has to go for the bytes that come back."""
         mark = self.saves - 1
-        while (self.sends or self.encoded) and self._backward_peak() > self.budget_bytes:
+        while self._can_release and self._backward_peak() > self.budget_bytes:
             self._release_oldest(mark)
 
     def _backward_peak(self) -> int:
@@ -355,6 +396,9 @@ class _Run:
         return peak
 
     def _release_oldest(self, mark: int) -> None:
+        waits = self.waiting and (not self.sends or self.waiting[0][0] < self.sends[0][0])
+        if waits and not self.encoded:
+            self._encode_now()
         if self.encoded:
             index, ended_s = self.encoded.popleft()
             self._wait(index, ended_s, "wait for room")
@@ -385,7 +429,8 @@ class _Run:
             if action in MOVES:
                 self._wait(index, self.link.end_s(1, index), "wait for bytes")
             if action in CODED:
-                self._codec(index, self.rates.decode_s(storage.nbytes), "decode")
+                decode_s = self.rates.decode_s(storage.nbytes)
+                self._codec(index, self.decoding.pop(index, decode_s), "decode")
             self._gone_after(storage.last_demand, storage.nbytes)
             if action is Action.ENCODE_SWAP:  # whoever has the bytes comes after all copies
                 frames = 1 + (index in self.sent_frames)
@@ -416,6 +461,8 @@ class _Run:
         self._returning.add(index)
         self.resident += storage.nbytes
         action = self.actions[index]
+        if self.windows and action is Action.ENCODE:
+            self.decoding[index] = self.rates.decode_s(storage.nbytes)
         if action is Action.ENCODE_SWAP:
             self.resident += self._framed(index)
         if action in MOVES:

@@ -85,6 +85,9 @@ class Step:
     extra_nbytes: tuple[int, ...] = ()
     """From each mark to the next, the most bytes that recomputed units have saved again. Empty:
     none."""
+    windows_s: tuple[float, ...] = ()
+    """Of each gap, the seconds in which encodes and decodes cost nothing. Empty: they do not wait
+    for such seconds."""
 
     def __post_init__(self) -> None:
         saves, marks = len(self.storages), len(self.storages) + len(self.order)
@@ -96,6 +99,11 @@ class Step:
             raise ValueError(
                 f"a step of {marks} marks needs as many extra_nbytes or none, found "
                 f"{len(self.extra_nbytes)}"
+            )
+        if self.windows_s and len(self.windows_s) != marks:
+            raise ValueError(
+                f"a step of {marks} marks needs as many windows_s or none, found "
+                f"{len(self.windows_s)}"
             )
         if sorted(set(self.order)) != sorted(self.order) or not all(
             0 <= index < saves for index in self.order
@@ -175,6 +183,7 @@ class Step:
                     for one in content["regions"]
                 ),
                 tuple(map(int, content["extra_nbytes"])),
+                tuple(map(float, content["windows_s"])),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is no step of memswap's: {error}") from error

@@ -110,10 +110,14 @@ PYBIND11_MODULE(_C, m) {
   // counters and virtual time
   m.def("counters", &counters_dict);
   m.def("reset_counters", &reset_counters);
-  m.def("set_cost_model", [](double host_us, double launch_us, double hbm, double h2d, double d2h,
-                             double matrix, bool queries_wait) {
-    set_cost_model({host_us, launch_us, hbm, h2d, d2h, matrix, queries_wait});
-  });
+  m.def(
+      "set_cost_model",
+      [](double host_us, double launch_us, double hbm, double h2d, double d2h, double matrix,
+         bool queries_wait, double duplex) {
+        set_cost_model({host_us, launch_us, hbm, h2d, d2h, matrix, queries_wait, duplex});
+      },
+      py::arg("host_us"), py::arg("launch_us"), py::arg("hbm"), py::arg("h2d"), py::arg("d2h"),
+      py::arg("matrix"), py::arg("queries_wait"), py::arg("duplex") = 1.0);
   m.def("host_virtual_us", &host_virtual_us);
   m.def("reset_virtual_time", &reset_virtual_time);
 

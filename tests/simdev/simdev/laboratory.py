@@ -287,6 +287,7 @@ def virtual_time(
     d2h_gb_per_s: float = 25,
     matrix_gb_per_s: float = 0,
     queries_wait: bool = True,
+    duplex: float = 1.0,
 ) -> Iterator[VirtualClock]:
     """Sets the cost model and starts virtual time from zero.
 
@@ -300,7 +301,12 @@ def virtual_time(
 
     A query of work that has run takes the host to that work's virtual end. Without `queries_wait`
     it answers no until the host is there by itself: a host that runs ahead of the device.
+
+    `duplex` (0.5 to 1): what both directions of the link reach together, as a share of twice one
+    alone. The copy that was launched first goes at full speed; the other gets what it leaves.
     """
+    if not 0.5 <= duplex <= 1:
+        raise ValueError(f"virtual_time(duplex={duplex}): expected a share from 0.5 to 1")
     clock = VirtualClock()
     clock.reset()
     _C.set_cost_model(
@@ -311,6 +317,7 @@ def virtual_time(
         d2h_gb_per_s,
         matrix_gb_per_s,
         queries_wait,
+        *(() if duplex == 1 else (duplex,)),
     )
     try:
         yield clock

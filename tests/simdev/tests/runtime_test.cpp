@@ -378,6 +378,27 @@ void mutations_strike_where_they_match_only() {
   pinned_free(host);
 }
 
+void virtual_time_shares_a_link_between_its_directions() {
+  begin(Policy::kLazy, 0, Check::kOff);
+  CostModel model{0, 0, 1, 1, 1};
+  model.duplex = 0.75;  // beside another copy at half the speed
+  set_cost_model(model);
+  const StreamId down = next_pool_stream(0), up = next_pool_stream(0);
+  const auto run = [](StreamId stream, Engine engine, double bytes) {
+    Launch work = launch("virtual", {});
+    work.engine = engine;
+    work.bytes = bytes;
+    enqueue(stream, work, make_work([] {}));
+  };
+  run(down, Engine::kDeviceToHost, 4000);  // 0..4
+  run(up, Engine::kHostToDevice, 1000);    // 0..2, all of it beside the other
+  run(up, Engine::kHostToDevice, 3000);    // 2..6: 1000 until 4, the rest alone
+  CHECK(record(down)->virtual_us == 4);
+  CHECK(record(up)->virtual_us == 6);
+  set_cost_model({});
+  CHECK(!quiesce());
+}
+
 void virtual_time_overlaps_engines_and_fills_gaps() {
   begin(Policy::kLazy, 0, Check::kOff);
   set_cost_model({0, 0, 1, 1, 1});  // 1 GB/s: a microsecond is 1000 bytes
@@ -512,6 +533,7 @@ int main() {
   RUN(pinned_failures_are_injected);
   RUN(mutations_strike_where_they_match_only);
   RUN(virtual_time_overlaps_engines_and_fills_gaps);
+  RUN(virtual_time_shares_a_link_between_its_directions);
   RUN(native_code_launches_in_stream_order);
   RUN(host_threads_share_the_machine);
   RUN(free_really_runs_streams_at_once);

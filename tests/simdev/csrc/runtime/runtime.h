@@ -165,6 +165,9 @@ struct CostModel {
   double d2h_gb_per_s = 25;
   double matrix_gb_per_s = 0;  // 0: matrix products have no engine of their own
   bool queries_wait = true;    // a query of work that has run takes the host to its virtual end
+  // What both directions of the link reach together, as a share of twice one alone: 0.5 to 1. A
+  // copy that was launched earlier goes first; the other gets what it leaves.
+  double duplex = 1;
 };
 void set_cost_model(const CostModel& model);
 double host_virtual_us();

@@ -17,7 +17,11 @@ namespace simdev {
 // the side stream has.
 class EngineTimeline {
  public:
-  double reserve(double ready_us, double duration_us);  // returns when the task ends
+  double place(double ready_us, double duration_us) const;  // returns when it would begin
+  double reserve(double ready_us, double duration_us);      // returns when the task ends
+
+  // When work ends that is done at a speed below 1 wherever this engine is busy.
+  double beside(double begin_us, double work_us, double speed) const;
   void forget_before(double time_us);
   void clear() { busy_.clear(); }
 
