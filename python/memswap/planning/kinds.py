@@ -110,15 +110,8 @@ class Course:
         self, index: int, unit: str, ordinal: int, nbytes: int, dtype: torch.dtype
     ) -> Action | None:
         """What the plan does with a storage, if it is the one that it knows at this place."""
-        if index >= len(self._known):
-            return None
-        key = self._known[index]
-        alike = (
-            key.nbytes == nbytes
-            and key.ordinal == ordinal
-            and key.unit == unit
-            and key.dtype == dtype
-        )
+        known = self._known
+        alike = index < len(known) and known[index] == (unit, ordinal, nbytes, dtype)
         return self._storages[index].action if alike else None
 
     @property
@@ -126,5 +119,6 @@ class Course:
         """Whether most of what it saved is still there, for a backward that may come."""
         passage = self.passage
         alive = (passage.entry(index) is not None for index in range(passage.count))
-        bytes_alive = sum(size for size, one in zip(passage.sizes, alive, strict=True) if one)
-        return 2 * bytes_alive > sum(passage.sizes)
+        sizes = passage.sizes
+        bytes_alive = sum(size for size, one in zip(sizes, alive, strict=True) if one)
+        return 2 * bytes_alive > sum(sizes)
