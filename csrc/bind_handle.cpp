@@ -1,5 +1,7 @@
 // What handles are made of, as Python sees it: Moved, the handle of a save whose storage leaves,
 // and Stay, a storage that stays for good.
+#include "bind_handle.h"
+
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
@@ -9,6 +11,7 @@
 
 #include "bind_entry.h"
 #include "bind_ledger.h"
+#include "bind_saver.h"
 #include "bind_ticket.h"
 #include "python_storage.h"
 #include "python_type.h"
@@ -20,7 +23,9 @@ namespace py = pybind11;
 
 namespace {
 
-PyObject* demand_name = nullptr;  // set once, by bind_handle
+// Set once, by bind_handle.
+PyObject *demand_name = nullptr, *unpack_name = nullptr;
+PyTypeObject* moved_type = nullptr;
 
 // --- Moved --------------------------------------------------------------------------------------
 
@@ -31,14 +36,7 @@ struct MovedObject {
 
 MovedObject* moved_of(PyObject* self) { return reinterpret_cast<MovedObject*>(self); }
 
-// More arguments are a derived class's.
-PyObject* make_moved(PyTypeObject* type, PyObject* args, PyObject*) {
-  if (PyTuple_GET_SIZE(args) < 2) {
-    PyErr_SetString(PyExc_TypeError, "Moved needs an entry and a view");
-    return nullptr;
-  }
-  PyObject* const entry = PyTuple_GET_ITEM(args, 0);
-  PyObject* const view = PyTuple_GET_ITEM(args, 1);
+PyObject* new_moved(PyTypeObject* type, PyObject* entry, PyObject* view) {
   EntryObject* const known = entry_object(entry);
   if (known == nullptr || saved_view_of(view) == nullptr) {
     return nullptr;
@@ -52,6 +50,24 @@ PyObject* make_moved(PyTypeObject* type, PyObject* args, PyObject*) {
   return self;
 }
 
+// More arguments are a derived class's.
+PyObject* make_moved(PyTypeObject* type, PyObject* args, PyObject*) {
+  if (PyTuple_GET_SIZE(args) < 2) {
+    PyErr_SetString(PyExc_TypeError, "Moved needs an entry and a view");
+    return nullptr;
+  }
+  return new_moved(type, PyTuple_GET_ITEM(args, 0), PyTuple_GET_ITEM(args, 1));
+}
+
+py::object demanded(PyObject* entry) {
+  PyObject* const owner = entry_of(entry)->saver;
+  if (SaverObject* const saver = saver_object(owner)) {
+    const auto alive = py::reinterpret_borrow<py::object>(owner);
+    return demand(saver, entry);
+  }
+  return owned(PyObject_CallMethodOneArg(owner, demand_name, entry));
+}
+
 [[noreturn]] void raise_edited(const SavedView& view, uint32_t found) {
   const py::object edited = py::module_::import("memswap.engine.handle").attr("inplace_edit");
   const py::object error = edited(view.describe(), found, view.version());
@@ -61,14 +77,15 @@ PyObject* make_moved(PyTypeObject* type, PyObject* args, PyObject*) {
 
 PyObject* unpack(PyObject* self, PyObject*) {
   return guarded<PyObject*>(nullptr, [&] {
+    const auto alive = py::reinterpret_borrow<py::object>(self);  // whatever other threads drop
     PyObject* const held = moved_of(self)->entry;
     EntryObject* const entry = entry_of(held);
     const SavedView& view = *saved_view_of(moved_of(self)->view);
     if (view.edited()) {
       raise_edited(view, view.current_version());
     }
-    const py::object demanded = owned(PyObject_CallMethodOneArg(entry->saver, demand_name, held));
-    const StorageRef& storage = *expect_storage(demanded.ptr());
+    const py::object brought = demanded(held);
+    const StorageRef& storage = *expect_storage(brought.ptr());
     if (entry->fetched && storage.version.current_version() != 0) {
       raise_edited(view, view.version() + 1);
     }
@@ -91,6 +108,17 @@ void dealloc_moved(PyObject* self) {
   type->tp_free(self);
   Py_DECREF(type);
 }
+
+// The unpack hook of every saver: a handle of another kind says itself what it stands for.
+PyObject* unpack_handle(PyObject*, PyObject* handle) {
+  return Py_IS_TYPE(handle, moved_type) ? unpack(handle, nullptr)
+                                        : PyObject_CallMethodNoArgs(handle, unpack_name);
+}
+
+PyMethodDef functions[] = {
+    {"unpack", unpack_handle, METH_O, "The tensor that a handle stands for."},
+    {nullptr, nullptr, 0, nullptr},
+};
 
 PyMethodDef moved_methods[] = {
     {"unpack", unpack, METH_NOARGS, "The tensor again, or InplaceEditError if it was edited."},
@@ -182,9 +210,17 @@ PyType_Spec stay_spec = {
 
 }  // namespace
 
+py::object moved(PyObject* entry, PyObject* view) {
+  return owned(new_moved(moved_type, entry, view));
+}
+
 void bind_handle(py::module_& module) {
-  demand_name = owned(PyUnicode_InternFromString("demand")).release().ptr();
-  add_type(module, "Moved", moved_spec);
+  demand_name = interned("demand");
+  unpack_name = interned("unpack");
+  moved_type = add_type(module, "Moved", moved_spec);
+  if (PyModule_AddFunctions(module.ptr(), functions) != 0) {
+    throw py::error_already_set();
+  }
   PyTypeObject* const stay = add_type(module, "Stay", stay_spec);
   // It is in no passage, as far as who holds it can ask.
   if (PyObject_SetAttrString(reinterpret_cast<PyObject*>(stay), "passage", Py_None) != 0) {

@@ -103,10 +103,7 @@ PyObject* offer(PyObject* self, PyObject* view) {
 
 PyObject* wait(PyObject* self, PyObject* ticket) {
   return guarded<PyObject*>(nullptr, [&]() -> PyObject* {
-    const auto begin = std::chrono::steady_clock::now();
-    wait_for(ticket);
-    ledger_in(self).exposed_wait_s +=
-        std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    wait_on_ledger(reinterpret_cast<LedgerObject*>(self), ticket);
     Py_RETURN_NONE;
   });
 }
@@ -201,6 +198,13 @@ void forget(LedgerObject* ledger, const void* key, const PyObject* holder) {
   if (found != ledger->known.end() && found->second.holder == holder) {
     ledger->known.erase(found);
   }
+}
+
+void wait_on_ledger(LedgerObject* ledger, PyObject* ticket) {
+  const auto begin = std::chrono::steady_clock::now();
+  wait_for(ticket);
+  ledger->ledger.exposed_wait_s +=
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
 
 void bind_ledger(py::module_& module) { ledger_type = add_type(module, "Ledger", spec); }

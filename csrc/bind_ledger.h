@@ -33,4 +33,7 @@ LedgerObject* ledger_object(PyObject* object);
 void remember(LedgerObject* ledger, const SavedView& look, PyObject* holder, bool stays);
 void forget(LedgerObject* ledger, const void* key, const PyObject* holder);
 
+// Waits for a ticket; for as long as the host is blocked, that counts.
+void wait_on_ledger(LedgerObject* ledger, PyObject* ticket);
+
 }  // namespace memswap

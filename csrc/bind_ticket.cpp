@@ -49,9 +49,6 @@ void abandon(PyObject* ticket) {
 
 void bind_ticket(py::module_&) {
   ticket_type = reinterpret_cast<PyTypeObject*>(py::type::of<Ticket>().release().ptr());
-  const auto interned = [](const char* name) {
-    return owned(PyUnicode_InternFromString(name)).release().ptr();
-  };
   names = {.abandon = interned("abandon"),
            .done = interned("done"),
            .failed = interned("failed"),

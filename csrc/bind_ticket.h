@@ -20,6 +20,11 @@ inline pybind11::object owned(PyObject* result) {
   return pybind11::reinterpret_steal<pybind11::object>(result);
 }
 
+// A name to look attributes up by, for as long as the process lives.
+inline PyObject* interned(const char* name) {
+  return owned(PyUnicode_InternFromString(name)).release().ptr();
+}
+
 // Whether the result of such a call is true.
 inline bool truth(PyObject* result) {
   const int answer = PyObject_IsTrue(owned(result).ptr());

@@ -1,4 +1,6 @@
 // SavedView, as Python sees it.
+#include "bind_view.h"
+
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
@@ -7,6 +9,7 @@
 #include <string>
 #include <utility>
 
+#include "bind_ticket.h"
 #include "python_storage.h"
 #include "python_type.h"
 #include "saved_view.h"
@@ -36,22 +39,7 @@ bool is_of_subclass(PyObject* object, const at::Tensor& tensor) {
 }
 
 PyObject* capture(PyObject*, PyObject* tensor) {
-  return guarded<PyObject*>(nullptr, [&]() -> PyObject* {
-    if (!THPVariable_Check(tensor)) {
-      throw py::type_error("capture needs a torch.Tensor");
-    }
-    const at::Tensor& unpacked = THPVariable_Unpack(tensor);
-    auto captured = SavedView::capture(unpacked);
-    if (!captured) {
-      Py_RETURN_NONE;
-    }
-    PyObject* object = view_type->tp_alloc(view_type, 0);
-    if (object != nullptr) {
-      new (&reinterpret_cast<ViewObject*>(object)->view) SavedView(std::move(*captured));
-      reinterpret_cast<ViewObject*>(object)->of_subclass = is_of_subclass(tensor, unpacked);
-    }
-    return object;
-  });
+  return guarded<PyObject*>(nullptr, [&] { return captured(tensor).release().ptr(); });
 }
 
 void dealloc(PyObject* self) {
@@ -149,6 +137,25 @@ PyMethodDef functions[] = {
 };
 
 }  // namespace
+
+py::object captured(PyObject* tensor) {
+  if (!THPVariable_Check(tensor)) {
+    throw py::type_error("capture needs a torch.Tensor");
+  }
+  const at::Tensor& unpacked = THPVariable_Unpack(tensor);
+  auto view = SavedView::capture(unpacked);
+  if (!view) {
+    return py::none();
+  }
+  const bool of_subclass = is_of_subclass(tensor, unpacked);
+  py::object object = owned(view_type->tp_alloc(view_type, 0));
+  auto* const made = reinterpret_cast<ViewObject*>(object.ptr());
+  new (&made->view) SavedView(std::move(*view));
+  made->of_subclass = of_subclass;
+  return object;
+}
+
+bool view_of_subclass(PyObject* view) { return reinterpret_cast<ViewObject*>(view)->of_subclass; }
 
 const SavedView* saved_view_of(PyObject* object) {
   if (!Py_IS_TYPE(object, view_type)) {

@@ -7,8 +7,13 @@ void bind_storage(pybind11::module_& module);      // bind_storage.cpp
 void bind_view(pybind11::module_& module);         // bind_view.cpp
 void bind_ledger(pybind11::module_& module);       // bind_ledger.cpp
 void bind_ticket(pybind11::module_& module);       // bind_ticket.cpp
+void bind_way(pybind11::module_& module);          // bind_way.cpp
+void bind_passage(pybind11::module_& module);      // bind_passage.cpp
 void bind_entry(pybind11::module_& module);        // bind_entry.cpp
+void bind_departing(pybind11::module_& module);    // bind_departing.cpp
 void bind_handle(pybind11::module_& module);       // bind_handle.cpp
+void bind_saver(pybind11::module_& module);        // bind_saver.cpp
+void bind_visit(pybind11::module_& module);        // bind_visit.cpp
 void bind_lanes(pybind11::module_& module);        // bind_lanes.cpp
 void bind_pools(pybind11::module_& module);        // bind_pools.cpp
 void bind_codec(pybind11::module_& module);        // bind_codec.cpp
@@ -24,6 +29,11 @@ PYBIND11_MODULE(_C, module) {
   memswap::bind_codec(module);
   memswap::bind_ticket(module);
   memswap::bind_ledger(module);
+  memswap::bind_way(module);
+  memswap::bind_passage(module);
   memswap::bind_entry(module);
+  memswap::bind_departing(module);
   memswap::bind_handle(module);
+  memswap::bind_saver(module);
+  memswap::bind_visit(module);
 }

@@ -211,7 +211,7 @@ class Checkpointing:
                 if passage.began_backward or (around is None and passage.over):
                     saver.begin_passage()
         # The place in the forward names the region: the same in each step, and no other's.
-        group = len(saver.passage.sizes)
+        group = saver.passage.count
         unit = f"{'' if around is None else around.unit}@{group}"
         outer = Visit(saver, "") if around is None else around
         outputs = outer.within(unit, None, group)

@@ -28,7 +28,6 @@ from weakref import WeakSet
 import torch
 
 from memswap.engine.action import Decider
-from memswap.engine.entry import Entry
 from memswap.engine.group import Generation, GroupSaver, GroupVisit
 from memswap.engine.handle import Handle, Moved, unpack
 from memswap.engine.stats import Stats
@@ -147,7 +146,7 @@ class Group:
             )
         self.name = name
         self._groups = Groups(policy, pool=pool) if groups is None else groups
-        self._timeline: Timeline[Entry] = Timeline(0)
+        self._timeline: Timeline = Timeline(0)
         self._newest: Generation | None = None
         self._generations: WeakSet[Generation] = WeakSet()
         self._open = _OpenBlocks()

@@ -42,7 +42,7 @@ class OperatorWindows:
         self.durations = saver.observer if isinstance(saver.observer, Durations) else None
         self.cost = options.seconds
         self._handles: list[RemovableHandle] = []
-        self._passage: Passage[Any] | None = None
+        self._passage: Passage | None = None
         self._entered = 0  # units, in this passage
         self._expected = len(units)
         known: set[int] = set()

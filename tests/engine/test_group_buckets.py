@@ -159,12 +159,19 @@ def test_a_launch_that_raises_takes_no_memory_and_loses_nothing(
     group = memswap.Group("raises", EVERYTHING, pool=pool)
     generation, loss = collected(group, device)
 
-    def send(way, storage, expectation):
-        way.pool.native.allocate(storage.nbytes)
-        raise RuntimeError("no such stream")
+    class Broken:
+        def __init__(self, lane):
+            self.lane = lane
 
+        def send(self, storage, block):
+            raise RuntimeError("no such stream")
+
+        def __getattr__(self, name):
+            return getattr(self.lane, name)
+
+    opened = transfer.open_lane
     with monkeypatch.context() as broken:
-        broken.setattr(transfer.SwapWay, "send", send)
+        broken.setattr(transfer, "open_lane", lambda *a, **k: Broken(opened(*a, **k)))
         with pytest.raises(RuntimeError, match="no such stream"):
             generation.launch_offload()
     with pytest.raises(memswap.GroupError, match="nothing was launched"):

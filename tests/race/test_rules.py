@@ -335,7 +335,11 @@ def test_skipping_the_version_check_breaks_the_promise(
         storage = self.entry.saver.demand(self.entry)
         return self.view.rebuild(storage, shares_counter=not self.entry.fetched)
 
-    monkeypatch.setattr(handle_module.Moved, "unpack", moved_unpack)
+    def unpack(handle: Any) -> torch.Tensor:
+        moved = type(handle) is handle_module.Moved
+        return moved_unpack(handle) if moved else handle.unpack()
+
+    monkeypatch.setattr(visit_module, "unpack", unpack)
     monkeypatch.setattr(handle_module.Kept, "unpack", lambda self: self.tensor)
     with pytest.raises(AssertionError, match="edits: eager"):
         promise_edits_are_noticed(swapped)
@@ -367,15 +371,13 @@ def test_an_edit_during_the_send_is_an_error_and_never_wrong_data() -> None:
 def test_knowing_parameters_by_their_type_alone_breaks_the_promise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Native:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(native, name)
+    pack = visit_module.Visit.pack
 
-        def capture(self, tensor: torch.Tensor) -> Any:
-            known = isinstance(tensor, torch.nn.Parameter)
-            return native.capture(tensor if known else tensor.detach())  # nobody's leaf
+    def packed(self: Any, tensor: torch.Tensor) -> Any:
+        known = isinstance(tensor, torch.nn.Parameter)
+        return pack(self, tensor if known else tensor.detach())  # nobody's leaf
 
-    monkeypatch.setattr(visit_module, "native", Native())
+    monkeypatch.setattr(visit_module.Visit, "pack", packed)
     monkeypatch.setattr(
         visit_module, "is_frozen_parameter", lambda t: isinstance(t, torch.nn.Parameter)
     )

@@ -12,6 +12,7 @@ from memswap._native import native
 from memswap.engine.entry import Entry, State, Stay
 from memswap.engine.handle import Moved
 from memswap.engine.stats import Ledger
+from memswap.engine.timeline import Passage
 from memswap.errors import EntryStateError
 
 
@@ -139,11 +140,15 @@ def test_the_last_handle_takes_the_entry_along_and_abandons_its_tickets():
 def test_an_entry_in_a_cycle_is_collected_and_found_by_nobody():
     saver = Saver()
     tensor, view, entry = saved(saver)
-    entry.passage = [entry]
+    entry.order = [entry]
+    passage = Passage(None, 0)
+    passage.admit(100)
+    passage.place(entry)
     reference = entry.reference
     del entry
     gc.collect()
     assert reference() is None and saver.ledger.find(view) is None
+    assert passage.entry(0) is None
     assert saver.ledger.resident_bytes == 0
     del tensor
 

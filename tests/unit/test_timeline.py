@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
+import torch
 
+from memswap._native import native
 from memswap.engine.timeline import (
     NEEDED_AT_ONCE,
     NEVER_FREED,
+    Passage,
     Timeline,
-    complete,
 )
 
+SAVER = SimpleNamespace(ledger=native.Ledger())
 
-class Entry:
-    """As much of an entry as a passage needs."""
 
-    passage = None
-    index = -1
-
-    def __init__(self) -> None:
-        self.reference = weakref.ref(self)
-
-    def __repr__(self) -> str:
-        return f"entry {self.index}"
+def new_entry():
+    """An entry of no particular storage."""
+    tensor = torch.empty(1)
+    return native.Entry(SAVER, native.capture(tensor), native.StorageRef(tensor))
 
 
 def forward(timeline, sizes):
@@ -34,7 +33,7 @@ def forward(timeline, sizes):
     verdicts, entries = [], []
     for nbytes in sizes:
         verdicts.append(passage.admit(nbytes))
-        entries.append(Entry())
+        entries.append(new_entry())
         passage.place(entries[-1])
     return passage, verdicts, entries
 
@@ -173,8 +172,6 @@ def test_dead_entries_are_not_asked_for():
 
 
 def test_timeline_forgets_old_passages():
-    import weakref
-
     timeline = Timeline(0)
     first, _, entries = forward(timeline, [50])
     backward(first, entries, [0])
@@ -218,12 +215,13 @@ def test_automatic_window_is_shorter_for_what_is_decoded():
 
 def test_a_decoded_storage_in_use_is_part_of_the_window():
     passage = Timeline(100).begin()
-    entries = [Entry() for _ in range(6)]
+    entries = [new_entry() for _ in range(6)]
     for entry in entries:
         passage.admit(50, decoded=True)
         passage.place(entry)
     assert backward(passage, entries, [5, 4, 3]) == [[4], [3], [2]]
     passage = Timeline(10).begin()
+    entries = [new_entry() for _ in range(6)]
     for entry in entries:
         passage.admit(50, decoded=True)
         passage.place(entry)
@@ -237,6 +235,109 @@ def test_bytes_that_may_leave_at_once_are_the_window_and_never_less_than_one_sto
     assert passage.leaving_bytes == 300
 
 
-def test_complete_adds_what_is_missing_last_saved_first():
-    assert complete([2, 0], 5) == [2, 0, 4, 3, 1]
-    assert complete([], 3) == [2, 1, 0]
+def test_what_was_never_demanded_is_expected_last_the_last_saved_first():
+    timeline = Timeline(50)
+    passage, _, entries = forward(timeline, [50] * 5)
+    backward(passage, entries, [2, 0])
+    passage, _, entries = forward(timeline, [50] * 5)
+    assert backward(passage, entries, [2, 0, 4, 3, 1]) == [[0], [4], [3], [1], []]
+
+
+# --- the native books -----------------------------------------------------------------------------
+
+
+def test_a_plan_says_what_comes_back_in_the_window_s_place():
+    passage, _, entries = forward(Timeline(100), [50] * 4)
+    passage.fetches = MappingProxyType({3: (0, 2), 2: (3, 1)})
+    assert backward(passage, entries, [3, 2, 1, 0]) == [[0, 2], [1], [], []]
+
+
+def test_storages_that_are_saved_during_backward_are_expected_too():
+    passage, _, entries = forward(Timeline(1000), [50] * 2)
+    assert [entry.index for entry in passage.demand(1)] == [0]
+    passage.admit(50)
+    entries.append(new_entry())
+    passage.place(entries[-1])
+    assert passage.demand(2) == [entries[0]]
+    assert passage.order == [1, 2]
+
+
+def test_an_entry_has_one_place_and_only_what_was_admitted_has_one():
+    passage = Timeline(0).begin()
+    entry = new_entry()
+    with pytest.raises(ValueError, match="admitted last"):
+        passage.place(entry)
+    passage.admit(1)
+    passage.place(entry)
+    passage.admit(1)
+    with pytest.raises(ValueError, match="without a passage"):
+        passage.place(entry)
+    with pytest.raises(TypeError, match="expected an Entry"):
+        passage.place(object())
+    assert (entry.passage, entry.index) == (passage, 0)
+    assert passage.entry(1) is None, "a storage whose entry was never made has one"
+
+
+@pytest.mark.parametrize("ask", ["demand", "was_demanded", "entry"])
+def test_a_place_that_a_passage_does_not_have_is_an_error(ask):
+    passage, _, entries = forward(Timeline(0), [1])
+    assert entries
+    for wrong in (1, -1):
+        with pytest.raises(IndexError, match=f"of 1 storages, found {wrong}"):
+            getattr(passage, ask)(wrong)
+    with pytest.raises(TypeError):
+        getattr(passage, ask)("0")
+    assert not passage.began_backward
+
+
+def test_a_wrong_order_of_demands_is_an_error_and_not_a_wild_read():
+    class Wrong(Passage):
+        def expected(self):
+            return [0, 0], 10
+
+    passage = Wrong(None, 10)
+    entries = [new_entry() for _ in range(2)]
+    for entry in entries:
+        passage.admit(1)
+        passage.place(entry)
+    with pytest.raises(ValueError, match="each storage of its passage once"):
+        passage.demand(1)
+
+
+def test_passages_and_entries_leave_nothing_behind():
+    def step():
+        timeline = Timeline(100)
+        for _ in range(2):
+            passage, _, entries = forward(timeline, [50] * 4)
+            passage.course = [passage]  # as a director's
+            backward(passage, entries, [3, 1, 2, 0])
+
+    for _ in range(10):
+        step()
+    gc.collect()
+    objects, known = len(gc.get_objects()), SAVER.ledger.known_storages
+    for _ in range(1000):
+        step()
+    gc.collect()
+    assert len(gc.get_objects()) <= objects + 20, "passages are kept for ever"
+    assert SAVER.ledger.known_storages == known
+
+
+def test_entries_that_die_in_other_threads_are_found_by_nobody():
+    passage, _, entries = forward(Timeline(10**6), [50] * 400)
+
+    def drop():
+        for _ in range(100):
+            entries.pop(0)
+
+    threads = [threading.Thread(target=drop) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        for index in range(400):
+            found = passage.entry(index)
+            assert found is None or found.index == index
+        del found
+    for thread in threads:
+        thread.join()
+    assert [entry.index for entry in passage.demand(399)] == list(reversed(range(300, 399)))

@@ -22,7 +22,7 @@ class Director(Protocol):
     lock. Storages that the policy keeps reach a director as well, unlike a saver without one.
     """
 
-    def begin(self, passage: Passage[Entry]) -> int | None:
+    def begin(self, passage: Passage) -> int | None:
         """A new forward. Bytes that may leave at once, or None: as the timeline says."""
 
     def choose(

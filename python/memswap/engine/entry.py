@@ -55,7 +55,7 @@ class Entry(native.Entry):
     way: WayBack | None
     departure: Ticket | None
     arrival: Ticket | None
-    passage: Passage[Entry] | None
+    passage: Passage | None
     order: Order | None
 
     def __repr__(self) -> str:

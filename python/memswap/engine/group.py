@@ -67,6 +67,8 @@ class Joined(Moved):
 class GroupSaver(Saver):
     """Entries, lanes and a pool for any number of groups. A storage of two groups moves once."""
 
+    swaps_at_once = False
+
     def __init__(self, policy: Decider, pool: Pool | None) -> None:
         super().__init__(policy, pool, window_bytes=0)
         self._generation: Generation | None = None  # that saves now
@@ -74,7 +76,7 @@ class GroupSaver(Saver):
     def begin_passage(self) -> None:
         """A generation is a passage, and its group begins it."""
 
-    def save(self, tensor: torch.Tensor, view: SavedView, visit: Visit) -> Handle | str:
+    def save(self, tensor: torch.Tensor, view: SavedView, visit: Visit) -> Handle:
         assert isinstance(visit, GroupVisit)
         self._generation = visit.generation
         self.passage = visit.generation.passage
@@ -143,7 +145,7 @@ class GroupSaver(Saver):
         for entry, (part, departure) in zip(entries, parts, strict=True):
             entry.leave(bucket, part, departure)
             entry.storage = None  # its ticket holds it now
-            self._leaving.append(entry.reference)
+            self.departing.add(entry)
         return True
 
     def _send_alone(self, entry: Entry, route: Route, action: Action, order: Order | None) -> None:
@@ -179,7 +181,7 @@ class Generation:
     are ordered behind it.
     """
 
-    def __init__(self, name: str, saver: GroupSaver, passage: Passage[Entry]) -> None:
+    def __init__(self, name: str, saver: GroupSaver, passage: Passage) -> None:
         self.name = name
         self.phase = Phase.COLLECTED
         self.passage = passage

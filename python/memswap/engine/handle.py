@@ -102,9 +102,8 @@ class Parts:
 Handle = Moved | Kept | Passed | Parts
 
 
-def unpack(handle: Handle) -> torch.Tensor:
-    """The unpack hook of every saver."""
-    return handle.unpack()
+#: The unpack hook of every saver: (handle) -> tensor.
+unpack: Callable[[Handle], torch.Tensor] = native.unpack
 
 
 def inplace_edit(described: str, found: int, expected: int) -> InplaceEditError:

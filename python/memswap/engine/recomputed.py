@@ -81,7 +81,7 @@ class Recomputed:
         saver = self._saver
         with saver.lock:
             passage = saver.passage
-            entries = map(passage.entry, range(len(passage.sizes)))
+            entries = map(passage.entry, range(passage.count))
             return {entry.identity.key for entry in entries if entry is not None}
 
     def _count(self, tensor: torch.Tensor, known: set[int]) -> None:

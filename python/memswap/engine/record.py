@@ -115,9 +115,7 @@ class Clock:
 class Recorder:
     """Takes down one passage as it happens."""
 
-    def __init__(
-        self, clock: Clock, passage: Passage[Entry], leaving_bytes: Callable[[], int]
-    ) -> None:
+    def __init__(self, clock: Clock, passage: Passage, leaving_bytes: Callable[[], int]) -> None:
         self.passage = passage
         self._clock = clock
         self._leaving_bytes = leaving_bytes  # what the lane's sends hold now

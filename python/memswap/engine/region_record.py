@@ -37,10 +37,10 @@ class RegionRecord:
         self._inputs: list[tuple[str, WeakStorage, int, int | None]] = []
 
     def region(
-        self, unit: str, tensors: Iterable[torch.Tensor], passage: Passage[Entry], least: int
+        self, unit: str, tensors: Iterable[torch.Tensor], passage: Passage, least: int
     ) -> None:
         """A region that is off is called with these. Fewer bytes than `least` are not counted."""
-        entries = map(passage.entry, range(len(passage.sizes)))
+        entries = map(passage.entry, range(passage.count))
         known = {e.identity.key: e.index for e in entries if e is not None and not e.fetched}
         seen = set()
         for tensor in tensors:

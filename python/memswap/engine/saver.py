@@ -9,9 +9,8 @@ its way already, and asks for what comes next.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
 import torch
 
@@ -29,12 +28,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from weakref import ref
 
+    from typing_extensions import Self
+
     from memswap._C import FrameWatch, SavedView, StorageRef, WeakStorage
     from memswap.engine.director import Director
     from memswap.engine.expectations import Expectation, Expectations
     from memswap.engine.timeline import Passage
     from memswap.engine.transfer import Pool, Route, Way
     from memswap.engine.visit import Visit
+
+
+#: Storages that were sent and are still held, by the forward or by the user, at which each save
+#: looks: so that it pays for a few.
+LOOKS = 3
 
 
 class _Encoding(NamedTuple):
@@ -58,34 +64,41 @@ class Place(Protocol):
         """Which of the unit's storages it is."""
 
 
-class Saver:
+class Saver(native.Saver):
     """One engine: a policy, routes, a timeline and the entries that are alive.
 
     Nothing in it is shared with another saver. Hooks may be called from any thread; `lock`
     serialises the bookkeeping, and no transfer ever waits for it.
+
+    The steps of every save and every demand that need no decision are native (csrc/bind_saver.cpp).
     """
+
+    # Native members, by what they are in Python.
+    ledger: Ledger
+    passage: Passage
+    director: Director | None
+    """Who watches and directs what leaves, under a memory budget; None: the policy alone."""
+    persistent: dict[int, WeakStorage]
+    """Storages of parameters and buffers. A weak storage keeps its key from being reused."""
+
+    #: Whether what is to be swapped is sent when it is saved.
+    swaps_at_once = True
+
+    def __new__(cls, *arguments: object, **options: object) -> Self:
+        return super().__new__(cls, ledger=Ledger(), entry_type=Entry, encoding=deque())
 
     def __init__(self, policy: Decider, pool: Pool | None, window_bytes: int | None) -> None:
         self.policy = policy
-        self.lock = threading.RLock()  # reentrant: an entry may die wherever Python collects
-        self.ledger = Ledger()
-        self.timeline: Timeline[Entry] = Timeline(window_bytes)
-        self.passage: Passage[Entry] = self.timeline.begin()
-        #: Storages of parameters and buffers. A weak storage keeps its key from being reused.
-        self.persistent: dict[int, WeakStorage] = {}
-        #: Who watches and directs what leaves, under a memory budget; None: the policy alone.
-        self.director: Director | None = None
+        self.timeline = Timeline(window_bytes)
+        self.passage = self.timeline.begin()
         self._routes = Routes(pool)
-        self._leaving: deque[ref[Entry]] = deque()  # in the order of their sends
-        self._lingering: deque[ref[Entry]] = deque()  # sent, and held by somebody
-        self._encoding: deque[_Encoding] = deque()  # in the order of their encodes
 
     # --- the life of a passage ------------------------------------------------------------------
 
     def begin_passage(self) -> None:
         """What is saved from now on belongs to a new forward."""
         with self.lock:
-            if self.passage.sizes:
+            if self.passage.count:
                 ended, self.passage = self.passage, self.timeline.begin()
                 leaving_bytes = ended.leaving_bytes
                 if self.director is not None:
@@ -98,13 +111,13 @@ class Saver:
 
     def stats(self) -> Stats:
         with self.lock:
-            self._notice_gone(looks=len(self._lingering))
+            self.departing.notice_gone()
             self._learn()
             return self.ledger.snapshot()
 
     def reset_stats(self) -> None:
         with self.lock:
-            self._notice_gone(looks=len(self._lingering))
+            self.departing.notice_gone()
             self._learn()
             self.ledger.reset()
 
@@ -129,45 +142,49 @@ class Saver:
 
     # --- pack -------------------------------------------------------------------------------------
 
-    def save(self, tensor: torch.Tensor, view: SavedView, visit: Visit) -> Handle | str:
-        """The handle of a plain tensor, or the reason why it should stay."""
-        nbytes = view.storage_nbytes
-        known = self.ledger.find(view)
+    def keep(self, tensor: torch.Tensor, view: SavedView, reason: str) -> Kept:
+        """A tensor stays, and nothing is known of its storage."""
+        self.ledger.keep(reason, view.storage_nbytes)
+        return Kept(tensor, None)
+
+    def save(self, tensor: torch.Tensor, view: SavedView, visit: Visit) -> Handle:
+        """The handle of a plain tensor."""
+        ledger, policy, director = self.ledger, self.policy, self.director
+        known = ledger.find(view)
         if known is False:
-            return "edited in parts"
+            return self.keep(tensor, view, "edited in parts")
         if known is not None:
-            self.ledger.deduplicated_tensors += 1
-            self.ledger.deduplicated_bytes += view.nbytes
-            if self.director is not None and isinstance(known, Entry):
-                self.director.again(known, visit.unit)
+            ledger.deduplicated_tensors += 1
+            ledger.deduplicated_bytes += view.nbytes
+            if director is not None and isinstance(known, Entry):
+                director.again(known, visit.unit)
             if isinstance(known, Stay) or (known.away is None and known.storage is None):
                 return Kept(tensor, known)
             return self.moved(known, view)  # it has left, or waits to: the entry holds the storage
-        policy = self.policy
+        nbytes = view.storage_nbytes
         if nbytes < policy.min_bytes:
-            return "small"
+            return self.keep(tensor, view, "small")
         if view.edited_part:
             return self._stay(tensor, view, "edited in parts")
         if not visit.covered:
-            return "policy"
+            return self.keep(tensor, view, "policy")
         if graph_task() != NO_TASK:
-            return "saved in backward"
+            return self.keep(tensor, view, "saved in backward")
         # Most policies have no function: spare them the TensorInfo.
         action = visit.action or policy.action
         if policy.fn is not None and visit.action is None:
             action = policy.decide(tensor, TensorInfo(visit.unit, view.nbytes, nbytes))
-        if action is KEEP and self.director is None:
+        if action is KEEP and director is None:
             return self._stay(tensor, view, "policy")
         route = self._routes.of(tensor, view)
         if route is None:
             return self._stay(tensor, view, "host memory beside an accelerator")
         if route.captures and torch.cuda.is_current_stream_capturing():
-            return "stream capture"
-        if self.passage.order:
+            return self.keep(tensor, view, "stream capture")
+        if self.passage.began_backward:
             self.begin_passage()
-        if self._leaving or self._lingering:
-            self._notice_gone()
-        if self._encoding:
+        self.departing.notice_gone(LOOKS)
+        if self.encoding:
             self._learn()
         visit.ordinal += 1
         return self._admit(tensor, view, visit, route, action or route.default_action)
@@ -188,11 +205,20 @@ class Saver:
             verdict = "policy" if chosen is None else PLANNED
         elif chosen is not None and verdict is not NEVER_FREED:
             verdict = None
-        storage = native.StorageRef(tensor)
-        entry = Entry(self, view, storage)
-        self.passage.place(entry)
-        if verdict is None:
-            verdict = self.depart(entry, storage, route, action, visit, tensor.dtype)
+        if verdict is None and action is SWAP and self.swaps_at_once:
+            sent = self.swap(tensor, view, route.swap)
+            if isinstance(sent, Moved):
+                if director is not None:
+                    director.saved(sent.entry)
+                return sent
+            entry = sent
+            verdict = self._refused(route.swap, entry, route)
+        else:
+            storage = native.StorageRef(tensor)
+            entry = Entry(self, view, storage)
+            self.passage.place(entry)
+            if verdict is None:
+                verdict = self.depart(entry, storage, route, action, visit, tensor.dtype)
         handle: Handle
         if verdict is not None:
             self.ledger.keep(verdict, nbytes)
@@ -219,12 +245,9 @@ class Saver:
 
     def _swap(self, entry: Entry, storage: StorageRef, route: Route) -> str | None:
         """Start swapping an entry's storage. None, or the reason why it stays."""
-        way = route.swap
-        sent = way.send(storage, None)
-        if sent is None:
-            return self._refused(way, entry, route)
-        entry.leave(way, *sent)
-        self._leaving.append(entry.reference)
+        if not entry.swap(route.swap, storage):
+            return self._refused(route.swap, entry, route)
+        self.departing.add(entry)
         return None
 
     def _encode(
@@ -273,11 +296,11 @@ class Saver:
         if sent is None:
             return False
         entry.leave(way, *sent)
-        self._leaving.append(entry.reference)
+        self.departing.add(entry)
         made = _Encoding(expectations, expectation, sent[0].watch(), entry.reference)
         # Where nothing works ahead an encode has ended, unless it failed.
         if way.works_ahead or made.watch.report() is not None:
-            self._encoding.append(made)
+            self.encoding.append(made)
         return True
 
     def _refused(self, way: Way, entry: Entry, route: Route) -> str:
@@ -291,7 +314,7 @@ class Saver:
 
     def _learn(self) -> None:
         """Take in what encoders have reported by now, in the order of their encodes."""
-        encoding = self._encoding
+        encoding = self.encoding
         while encoding:
             made = encoding[0]
             report = made.watch.report()
@@ -316,49 +339,11 @@ class Saver:
         self.ledger.keep(reason, view.storage_nbytes)
         return Kept(tensor, Stay(self.ledger, view))
 
-    def _notice_gone(self, looks: int = 3) -> None:
-        """Account for storages that went away since the last look, oldest first.
-
-        A storage that was sent and is still held, by the forward or by the user, lingers. `looks`
-        bounds the lingering ones that are looked at, so that each save pays for a few.
-        """
-        leaving, lingering = self._leaving, self._lingering
-        for _ in range(min(looks, len(lingering)) if lingering else 0):
-            reference = lingering.popleft()
-            entry = reference()
-            if entry is not None and entry.lingers():
-                lingering.append(reference)
-        while leaving:
-            entry = leaving[0]()
-            if entry is not None and entry.lingers():
-                if not entry.sent():
-                    return
-                if entry.lingers():
-                    lingering.append(leaving[0])
-            leaving.popleft()
-
     # --- unpack -----------------------------------------------------------------------------------
 
-    def demand(self, entry: Entry) -> StorageRef:
-        """The storage of an entry, ordered before what the caller does next."""
-        with self.lock:
-            if self._encoding:
-                self._learn()
-            director = self.director
-            if director is not None:
-                director.demanding(entry)
-            storage = entry.bring()
-            arrival, passage = entry.arrival, entry.passage
-            if passage is not None:
-                self.look_ahead(passage, entry.index)
-        if arrival is not None:
-            try:
-                self.ledger.wait(arrival)
-            except native.TransferError as error:
-                raise TransferError(f"a saved tensor cannot be brought back: {error}") from error
-        if director is not None:
-            director.demanded(entry)
-        return storage
+    def lost(self, error: native.TransferError) -> NoReturn:
+        """The bytes that a demand has waited for did not come."""
+        raise TransferError(f"a saved tensor cannot be brought back: {error}") from error
 
     def demand_kept(self, entry: Entry) -> None:
         """A storage that stayed is demanded: what comes next may have to come back."""
@@ -380,11 +365,9 @@ class Saver:
             if director is not None:
                 director.demanded(entry)
 
-    def look_ahead(self, passage: Passage[Entry], index: int) -> None:
+    def look_ahead(self, passage: Passage, index: int) -> None:
         """A storage is demanded: what comes next is brought back."""
-        entries = passage.demand(index)
-        if entries:
-            self._prefetch(entries)
+        self._prefetch(passage.demand(index))
 
     def _prefetch(self, entries: Iterable[Entry]) -> None:
         try:
@@ -395,10 +378,4 @@ class Saver:
 
     def fetch(self, entry: Entry) -> bool:
         """Start bringing an entry back, unless it is not away. Whether that was done."""
-        way = entry.way
-        if entry.away is None or way is None or not way.works_ahead:
-            return False
-        if entry.storage is not None or not entry.gone():
-            return False
-        entry.fetch()  # may be out of memory
-        return True
+        return entry.fetch_ahead()  # may be out of memory

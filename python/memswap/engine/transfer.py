@@ -58,8 +58,8 @@ class Way(WayBack, Protocol):
         """Why `send` last returned None, in words."""
 
 
-class SwapWay:
-    """Raw bytes in a pool."""
+class SwapWay(native.SwapWay):
+    """Raw bytes in a pool. Sending and bringing are native (csrc/bind_way.cpp)."""
 
     encodes = False
     stays_on_device = False
@@ -67,20 +67,11 @@ class SwapWay:
     short_of = "pool"
     works_ahead = True
 
+    def __new__(cls, lane: Lane, pool: Pool) -> SwapWay:
+        return super().__new__(cls, lane, pool.native)
+
     def __init__(self, lane: Lane, pool: Pool) -> None:
-        self.lane = lane
         self.pool = pool
-        self._blocks = pool.native
-
-    def send(
-        self, storage: StorageRef, expectation: Expectation | None
-    ) -> tuple[Block, Ticket] | None:
-        block = self._blocks.allocate(storage.nbytes)
-        return None if block is None else (block, self.lane.send(storage, block))
-
-    def bring(self, away: Block) -> tuple[StorageRef, Ticket]:
-        fetched: tuple[StorageRef, Ticket] = self.lane.fetch(away)
-        return fetched
 
     def why_refused(self) -> str:
         return self.pool.statistics().last_refusal

@@ -26,8 +26,11 @@ _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _hooks_disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
 
 
-class Visit:
+class Visit(native.Visit):
     """One installation of a saver's hooks: a ``with`` block, or one call of a unit.
+
+    `pack` is native (csrc/bind_visit.cpp): it captures the tensor, keeps what persists, and asks
+    the saver about everything else.
 
     Args:
         action: what to do with all that is packed, instead of what the policy says.
@@ -35,19 +38,24 @@ class Visit:
             (`Passage.admit`).
     """
 
-    __slots__ = ("action", "covered", "group", "ordinal", "outer", "pushed", "saver", "unit")
+    __slots__ = ()
+
+    # Native members, by what they are in Python.
+    saver: Saver
+    unit: str
+    action: Action | None
+    group: int | None
+    outer: HookPair | None
+    ordinal: int
+    """Of the storage that was considered last."""
 
     def __init__(
         self, saver: Saver, unit: str, action: Action | None = None, group: int | None = None
     ) -> None:
-        self.saver = saver
         self.unit = unit
         self.action = action
         self.group = group
         self.covered = action is not None or saver.policy.covers(unit)
-        self.ordinal = -1  # of the storage that was considered last
-        self.outer: HookPair | None = None
-        self.pushed = False
 
     def within(self, unit: str, action: Action | None, group: int | None) -> Visit:
         """Another visit for a part of what this one is for: a region of a checkpoint."""
@@ -81,38 +89,18 @@ class Visit:
             self.pushed = False
             _pop_hooks()
 
-    def pack(self, tensor: torch.Tensor) -> Handle:
-        """The pack hook. Never raises for want of memory or support; the tensor stays then."""
-        saver = self.saver
-        ledger = saver.ledger
-        view = native.capture(tensor)
-        if view is None:
-            return self._pack_unusual(tensor)
-        with saver.lock:
-            ledger.offer(view)
-            if (
-                view.of_leaf
-                or view.key in saver.persistent
-                or (view.of_subclass and is_frozen_parameter(tensor))
-            ):
-                outcome: Handle | str = "parameter"
-            elif view.private_format:
-                outcome = "private format"
-            else:
-                outcome = saver.save(tensor, view, self)
-            if isinstance(outcome, str):
-                ledger.keep(outcome, view.storage_nbytes)
-                outcome = Kept(tensor, None)
-        return outcome if self.outer is None else self._or_outer(tensor, outcome)
+    def is_frozen(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor with a class of its own is a frozen parameter, or a view of one."""
+        return is_frozen_parameter(tensor)
 
-    def _or_outer(self, tensor: torch.Tensor, handle: Handle) -> Handle:
+    def or_outer(self, tensor: torch.Tensor, handle: Handle) -> Handle:
         """What stays goes to the outer hooks if there are any (see [Note: Composition])."""
         if self.outer is None or type(handle) is not Kept:
             return handle
         pack_hook, unpack_hook = self.outer
         return Passed(pack_hook(tensor), unpack_hook)
 
-    def _pack_unusual(self, tensor: torch.Tensor) -> Handle:
+    def pack_unusual(self, tensor: torch.Tensor) -> Handle:
         """A tensor that a storage alone does not describe: by its parts, or kept."""
         if (
             self.outer is None
@@ -131,7 +119,7 @@ class Visit:
             ledger = self.saver.ledger
             ledger.offered_tensors += 1
             ledger.keep("not a plain tensor", 0)
-        return self._or_outer(tensor, Kept(tensor, None))
+        return self.or_outer(tensor, Kept(tensor, None))
 
 
 class VisitStack(threading.local):

@@ -72,6 +72,7 @@ class WindowedSaver(Saver):
         observer: Observer | None = None,
     ) -> None:
         super().__init__(policy, pool, window_bytes)
+        self.looks_ahead = False  # that is for a window: `look_ahead`
         self.queue = queue
         self.observer = observer
         self._inside = threading.local()  # explicit windows that the thread is in
@@ -163,7 +164,7 @@ class WindowedSaver(Saver):
         self.queue.defer(deferred, self)
         return True
 
-    def look_ahead(self, passage: Passage[Entry], index: int) -> None:
+    def look_ahead(self, passage: Passage, index: int) -> None:
         """A storage is demanded: what comes next is wanted."""
         first = not passage.began_backward
         entries = passage.demand(index)

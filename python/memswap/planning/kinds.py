@@ -90,10 +90,12 @@ class Kind:
 class Course:
     """One passage of a kind."""
 
-    def __init__(self, passage: Passage[Entry], kind: Kind, timing: Timing | None) -> None:
+    def __init__(self, passage: Passage, kind: Kind, timing: Timing | None) -> None:
         self.passage = passage
         self.kind = kind
         self.plan = kind.plan
+        self._storages = () if kind.plan is None else kind.plan.storages
+        self._known = kind.keys if len(kind.keys) == len(self._storages) else ()
         self.timing = timing
         self.trial = kind.trial
         #: Regions that are off; None: each of them, which makes itself known.
@@ -108,22 +110,15 @@ class Course:
         self, index: int, unit: str, ordinal: int, nbytes: int, dtype: torch.dtype
     ) -> Action | None:
         """What the plan does with a storage, if it is the one that it knows at this place."""
-        known = self.kind.keys
-        if self.plan is None or not index < len(known) == len(self.plan.storages):
-            return None
-        key = known[index]
-        alike = (
-            key.nbytes == nbytes
-            and key.ordinal == ordinal
-            and key.unit == unit
-            and key.dtype == dtype
-        )
-        return self.plan.storages[index].action if alike else None
+        known = self._known
+        alike = index < len(known) and known[index] == (unit, ordinal, nbytes, dtype)
+        return self._storages[index].action if alike else None
 
     @property
     def waits(self) -> bool:
         """Whether most of what it saved is still there, for a backward that may come."""
         passage = self.passage
-        alive = (passage.entry(index) is not None for index in range(len(passage.sizes)))
-        bytes_alive = sum(size for size, one in zip(passage.sizes, alive, strict=True) if one)
-        return 2 * bytes_alive > sum(passage.sizes)
+        alive = (passage.entry(index) is not None for index in range(passage.count))
+        sizes = passage.sizes
+        bytes_alive = sum(size for size, one in zip(sizes, alive, strict=True) if one)
+        return 2 * bytes_alive > sum(sizes)

@@ -78,7 +78,7 @@ class Pilot:
         self._kinds: OrderedDict[Key | None, Kind] = OrderedDict()
         self._latest: Kind | None = None
         self._open: list[Course] = []  # that have not ended, in their order
-        self._backward: Passage[Entry] | None = None  # whose backward runs
+        self._backward: Passage | None = None  # whose backward runs
         self._clock: Clock | None = None
         self._recomputed = Recomputed(saver, self._note_recomputed)
 
@@ -120,7 +120,7 @@ class Pilot:
 
     # --- the director -----------------------------------------------------------------------------
 
-    def begin(self, passage: Passage[Entry]) -> int | None:
+    def begin(self, passage: Passage) -> int | None:
         """A new forward: end the books of those that are over, and plan if enough is known."""
         self._recomputed.sweep()
         ended = [course for course in self._open if not course.waits]
@@ -148,7 +148,7 @@ class Pilot:
         """The plan's action, or what learning needs, or None."""
         passage = self._saver.passage
         self._recomputed.sweep()
-        index = len(passage.sizes)
+        index = passage.count
         course: Course | None = passage.course
         if course is not None and course.lingering:
             course.lingering = [one for one in course.lingering if lingers(one())]
@@ -231,7 +231,7 @@ class Pilot:
         self._recomputed.sweep()
         plan = course.plan
         if plan is not None and passage.fetches is None and not course.lost:
-            if len(passage.sizes) == len(plan.storages):
+            if passage.count == len(plan.storages):
                 passage.fetches = plan.fetches
             else:
                 course.lost = course.changed = True
@@ -299,7 +299,7 @@ class Pilot:
 
     # --- one passage ------------------------------------------------------------------------------
 
-    def _begin_course(self, passage: Passage[Entry], key: Key, device: torch.device) -> Course:
+    def _begin_course(self, passage: Passage, key: Key, device: torch.device) -> Course:
         """What comes first says what kind of passage it is."""
         # Ranks that plan together count together, whatever each of them sees.
         name = key if self._separate else None
@@ -379,7 +379,7 @@ class Pilot:
         learns = course.timing is not None and course.plan is None
         return learns and action in CODED and clock is not None and not clock.on_host
 
-    def _release(self, passage: Passage[Entry], course: Course, index: int) -> None:
+    def _release(self, passage: Passage, course: Course, index: int) -> None:
         """Order what comes after the end of a send, and let the storage go."""
         entry = passage.entry(index)
         if entry is None:
@@ -413,4 +413,4 @@ class Pilot:
 
 def lingers(entry: Entry | None) -> bool:
     """Whether a storage that has been sent is still held by somebody."""
-    return entry is not None and entry.state is LEAVING and not entry.gone()
+    return entry is not None and entry.lingers()

@@ -110,7 +110,7 @@ class GlobalContext:
         self.saver = new_saver(config.filter_funcs)
         self._order = 0
         self._orders_per_step: int | None = None
-        self._passage: Passage[Any] | None = None
+        self._passage: Passage | None = None
         self._keys: set[LayerKey] = set()  # since the forward began
         self._opener: LayerKey | None = None
 

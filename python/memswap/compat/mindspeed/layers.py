@@ -155,12 +155,15 @@ class LayerVisit(Visit):
 
     __slots__ = ("_manager",)
 
+    def __new__(cls, manager: LayerActivationManager) -> LayerVisit:
+        return super().__new__(cls, manager.saver)
+
     def __init__(self, manager: LayerActivationManager) -> None:
         super().__init__(manager.saver, str(manager.order_layer_uuid))
         self._manager = manager
 
     def pack(self, tensor: torch.Tensor) -> Handle:
-        handle = super().pack(tensor)
+        handle: Handle = super().pack(tensor)
         self._manager.note(handle, tensor)
         return handle
 

@@ -1,0 +1,452 @@
+// Passage, as Python sees it: the books of one forward. What they predict, and all that is rare,
+// stand in python/memswap/engine/timeline.py, whose class is derived from this one.
+#include "bind_passage.h"
+
+#include <pybind11/pybind11.h>
+
+#include <array>
+#include <cstddef>
+#include <new>
+#include <span>
+#include <string>
+#include <utility>
+
+#include "bind_ticket.h"
+#include "python_type.h"
+
+namespace memswap {
+namespace py = pybind11;
+
+namespace {
+
+constexpr int64_t kNoGroup = -1;
+
+constexpr std::array kSlots = {
+    &PassageObject::forecast,
+    &PassageObject::held,
+    &PassageObject::fetches,
+    &PassageObject::course,
+};
+
+// Set once, by bind_passage.
+PyTypeObject* passage_type = nullptr;
+PyTypeObject* forecast_type = nullptr;
+struct Names {
+  PyObject *expected, *get;
+} names;
+
+PassageObject* passage_of(PyObject* self) { return reinterpret_cast<PassageObject*>(self); }
+ForecastObject* forecast_of(PyObject* self) { return reinterpret_cast<ForecastObject*>(self); }
+
+size_t place_in(const PassageObject* self, PyObject* index) {
+  const Py_ssize_t number = PyLong_AsSsize_t(index);
+  if (number == -1 && PyErr_Occurred()) {
+    throw py::error_already_set();
+  }
+  if (number < 0 || static_cast<size_t>(number) >= self->passage.size()) {
+    throw py::index_error("expected a place in a passage of " +
+                          std::to_string(self->passage.size()) + " storages, found " +
+                          std::to_string(number));
+  }
+  return static_cast<size_t>(number);
+}
+
+std::vector<size_t> places(const py::handle& numbers) {
+  std::vector<size_t> found;
+  for (const py::handle number : numbers) {
+    found.push_back(number.cast<size_t>());
+  }
+  return found;
+}
+
+// --- saving -------------------------------------------------------------------------------------
+
+void add_place(PyObject* set, size_t index) {
+  if (PySet_Add(set, owned(PyLong_FromSize_t(index)).ptr()) != 0) {
+    throw py::error_already_set();
+  }
+}
+
+// The verdict about a storage; a passage whose storages are other ones has no more verdicts.
+PyObject* verdict(PassageObject* self, size_t index, int64_t nbytes) {
+  if (empty(self->forecast)) {
+    return Py_None;
+  }
+  const ForecastObject* const known = forecast_of(self->forecast);
+  if (!known->forecast.expects(index, nbytes)) {
+    put(self->forecast, Py_None);
+    return Py_None;
+  }
+  switch (known->forecast.verdicts[index]) {
+    case Forecast::Verdict::kNone:
+      break;
+    case Forecast::Verdict::kNeededAtOnce:
+      return known->needed_at_once;
+    case Forecast::Verdict::kNeverFreed:
+      add_place(self->held, index);
+      return known->never_freed;
+  }
+  return Py_None;
+}
+
+PyObject* admit(PyObject* object, PyObject* const* args, Py_ssize_t count, PyObject* given) {
+  static constexpr std::array words = {"nbytes", "decoded", "group"};
+  std::array<PyObject*, 3> sorted = {nullptr, Py_False, Py_None};
+  if (!sort_arguments(words, args, count, given, sorted)) {
+    return nullptr;
+  }
+  return guarded<PyObject*>(nullptr, [&] {
+    PassageObject* const self = passage_of(object);
+    const auto [size, decoded, group] = sorted;
+    if (size == nullptr) {
+      throw py::type_error("admit needs a number of bytes");
+    }
+    const int64_t nbytes = PyLong_AsLongLong(size);
+    const int64_t region = group == Py_None ? kNoGroup : PyLong_AsLongLong(group);
+    if (PyErr_Occurred() != nullptr) {
+      throw py::error_already_set();
+    }
+    const size_t index = self->passage.size();
+    self->groups.push_back(region);
+    self->entries.push_back(nullptr);
+    self->passage.save(nbytes, decoded == Py_True);
+    return Py_NewRef(verdict(self, index, nbytes));
+  });
+}
+
+PyObject* py_place(PyObject* object, PyObject* given) {
+  return guarded<PyObject*>(nullptr, [&]() -> PyObject* {
+    EntryObject* const entry = entry_object(given);
+    if (entry == nullptr) {
+      throw py::error_already_set();
+    }
+    place(passage_of(object), entry);
+    Py_RETURN_NONE;
+  });
+}
+
+// --- demanding ----------------------------------------------------------------------------------
+
+// Where no plan says what comes next, the window does.
+std::span<const size_t> next_in_window(PassageObject* self, size_t index) {
+  Passage& passage = self->passage;
+  if (!passage.expects_all()) {
+    const Forecast* const known =
+        empty(self->forecast) ? nullptr : &forecast_of(self->forecast)->forecast;
+    if (known != nullptr && known->sizes.size() == passage.size()) {
+      passage.expect(known->order, known->window_bytes);
+    } else {
+      const py::object expected =
+          owned(PyObject_CallMethodNoArgs(reinterpret_cast<PyObject*>(self), names.expected));
+      const auto [order, window] = expected.cast<std::pair<py::object, int64_t>>();
+      passage.expect(places(order), window);
+    }
+  }
+  return passage.advance(index);
+}
+
+void append_if_wanted(const PassageObject* self, size_t index, py::list& entries) {
+  if (!self->passage.was_demanded(index)) {
+    if (const py::object entry = held_entry(self->entries.at(index))) {
+      entries.append(entry);
+    }
+  }
+}
+
+PyObject* py_demand(PyObject* object, PyObject* index) {
+  return guarded<PyObject*>(nullptr, [&] {
+    PassageObject* const self = passage_of(object);
+    return demand(self, place_in(self, index)).release().ptr();
+  });
+}
+
+PyObject* was_demanded(PyObject* object, PyObject* index) {
+  return guarded<PyObject*>(nullptr, [&] {
+    const PassageObject* const self = passage_of(object);
+    return PyBool_FromLong(self->passage.was_demanded(place_in(self, index)));
+  });
+}
+
+PyObject* entry(PyObject* object, PyObject* index) {
+  return guarded<PyObject*>(nullptr, [&]() -> PyObject* {
+    PassageObject* const self = passage_of(object);
+    py::object found = held_entry(self->entries[place_in(self, index)]);
+    return found ? found.release().ptr() : Py_NewRef(Py_None);
+  });
+}
+
+// --- what was taken down ------------------------------------------------------------------------
+
+PyObject* get_count(PyObject* self, void*) {
+  return PyLong_FromSize_t(passage_of(self)->passage.size());
+}
+
+PyObject* get_sizes(PyObject* object, void*) {
+  return guarded<PyObject*>(nullptr, [&] {
+    const Passage& passage = passage_of(object)->passage;
+    py::list sizes(passage.size());
+    for (size_t index = 0; index < passage.size(); ++index) {
+      sizes[index] = py::int_(passage.nbytes(index));
+    }
+    return sizes.release().ptr();
+  });
+}
+
+PyObject* get_order(PyObject* object, void*) {
+  return guarded<PyObject*>(nullptr, [&] {
+    py::list order;
+    for (const size_t index : passage_of(object)->passage.demanded()) {
+      order.append(py::int_(index));
+    }
+    return order.release().ptr();
+  });
+}
+
+PyObject* get_groups(PyObject* object, void*) {
+  return guarded<PyObject*>(nullptr, [&] {
+    py::list groups;
+    for (const int64_t group : passage_of(object)->groups) {
+      groups.append(group == kNoGroup ? py::object(py::none()) : py::int_(group));
+    }
+    return groups.release().ptr();
+  });
+}
+
+PyObject* get_began_backward(PyObject* self, void*) {
+  return PyBool_FromLong(!passage_of(self)->passage.demanded().empty());
+}
+
+PyObject* get_predicted_window_bytes(PyObject* self, void*) {
+  PyObject* const known = passage_of(self)->forecast;
+  if (empty(known)) {
+    Py_RETURN_NONE;
+  }
+  return PyLong_FromLongLong(forecast_of(known)->forecast.window_bytes);
+}
+
+template <auto share, auto number>
+PyObject* get_share(PyObject* self, void*) {
+  return PyLong_FromLongLong((passage_of(self)->passage.*share)().*number);
+}
+
+// --- forecasts ----------------------------------------------------------------------------------
+
+PyObject* make_forecast(PyObject* object, PyObject* const* args, Py_ssize_t count) {
+  if (count != 3) {
+    PyErr_SetString(PyExc_TypeError, "forecast needs bytes of a window and two words");
+    return nullptr;
+  }
+  return guarded<PyObject*>(nullptr, [&] {
+    const PassageObject* const self = passage_of(object);
+    const int64_t window = PyLong_AsLongLong(args[0]);
+    if (window == -1 && PyErr_Occurred()) {
+      throw py::error_already_set();
+    }
+    Forecast forecast(self->passage, places(self->held), window);
+    py::object made = owned(forecast_type->tp_alloc(forecast_type, 0));
+    new (&forecast_of(made.ptr())->forecast) Forecast(std::move(forecast));
+    forecast_of(made.ptr())->needed_at_once = Py_NewRef(args[1]);
+    forecast_of(made.ptr())->never_freed = Py_NewRef(args[2]);
+    return made.release().ptr();
+  });
+}
+
+void dealloc_forecast(PyObject* self) {
+  PyTypeObject* const type = Py_TYPE(self);
+  std::destroy_at(&forecast_of(self)->forecast);
+  Py_CLEAR(forecast_of(self)->needed_at_once);
+  Py_CLEAR(forecast_of(self)->never_freed);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyObject* follow(PyObject* self, PyObject* forecast) {
+  if (!Py_IS_TYPE(forecast, forecast_type)) {
+    PyErr_Format(PyExc_TypeError, "expected a Forecast, found %R", forecast);
+    return nullptr;
+  }
+  put(passage_of(self)->forecast, forecast);
+  Py_RETURN_NONE;
+}
+
+PyType_Slot forecast_slots[] = {
+    {Py_tp_dealloc, reinterpret_cast<void*>(dealloc_forecast)},
+    {Py_tp_doc, const_cast<char*>("What a finished passage says about the next one.")},
+    {0, nullptr},
+};
+
+PyType_Spec forecast_spec = {
+    .name = "memswap._C.Forecast",
+    .basicsize = sizeof(ForecastObject),
+    .itemsize = 0,
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = forecast_slots,
+};
+
+// --- life ---------------------------------------------------------------------------------------
+
+PyObject* make(PyTypeObject* type, PyObject*, PyObject*) {
+  return guarded<PyObject*>(nullptr, [&] {
+    const py::object held = owned(PySet_New(nullptr));
+    py::object made = owned(type->tp_alloc(type, 0));
+    PassageObject* const self = passage_of(made.ptr());
+    new (&self->passage) Passage();
+    new (&self->entries) std::vector<EntryObject*>();
+    new (&self->groups) std::vector<int64_t>();
+    for (const auto slot : kSlots) {
+      self->*slot = Py_NewRef(Py_None);
+    }
+    put(self->held, held.ptr());
+    return made.release().ptr();
+  });
+}
+
+int traverse(PyObject* self, visitproc visit, void* arg) {
+  for (const auto slot : kSlots) {
+    Py_VISIT(passage_of(self)->*slot);
+  }
+  Py_VISIT(Py_TYPE(self));
+  return 0;
+}
+
+// What is left can make no circle.
+int clear(PyObject* self) {
+  put(passage_of(self)->fetches, Py_None);
+  put(passage_of(self)->course, Py_None);
+  return 0;
+}
+
+// No entry is in it any more: each of them owns it.
+void dealloc(PyObject* object) {
+  PyTypeObject* const type = Py_TYPE(object);
+  PassageObject* const self = passage_of(object);
+  PyObject_GC_UnTrack(object);
+  for (const auto slot : kSlots) {
+    Py_CLEAR(self->*slot);
+  }
+  std::destroy_at(&self->passage);
+  std::destroy_at(&self->entries);
+  std::destroy_at(&self->groups);
+  type->tp_free(object);
+  Py_DECREF(type);
+}
+
+PyMethodDef methods[] = {
+    {"admit", as_method(admit), METH_FASTCALL | METH_KEYWORDS,
+     "admit(nbytes, decoded=False, group=None): the next storage is saved. Why it should stay, or "
+     "None."},
+    {"place", py_place, METH_O, "The entry of the storage that was admitted last."},
+    {"follow", follow, METH_O,
+     "follow(forecast): what `admit` answers and `demand` expects, for as long as sizes agree."},
+    {"forecast", as_method(make_forecast), METH_FASTCALL,
+     "forecast(window_bytes, needed_at_once, never_freed): what it predicts, with the words for "
+     "what backward demands first, up to a window, and for what was held."},
+    {"demand", py_demand, METH_O,
+     "A storage is demanded, by its place. The entries that are to be brought back now."},
+    {"was_demanded", was_demanded, METH_O, nullptr},
+    {"entry", entry, METH_O, "What is at a place, if it is alive."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyGetSetDef properties[] = {
+    {"count", get_count, nullptr, "Number of storages.", nullptr},
+    {"sizes", get_sizes, nullptr, "Their bytes, a new list.", nullptr},
+    {"order", get_order, nullptr, "Places in the order of first demands, a new list.", nullptr},
+    {"groups", get_groups, nullptr, "Groups as they were admitted, a new list.", nullptr},
+    {"began_backward", get_began_backward, nullptr, nullptr, nullptr},
+    {"predicted_window_bytes", get_predicted_window_bytes, nullptr,
+     "The forecast's, for as long as the sizes agree with it; then None.", nullptr},
+    {"raw_bytes", get_share<&Passage::raw, &Passage::Share::nbytes>, nullptr, nullptr, nullptr},
+    {"raw_most", get_share<&Passage::raw, &Passage::Share::most>, nullptr, nullptr, nullptr},
+    {"decoded_bytes", get_share<&Passage::decoded, &Passage::Share::nbytes>, nullptr, nullptr,
+     nullptr},
+    {"decoded_most", get_share<&Passage::decoded, &Passage::Share::most>, nullptr, nullptr,
+     nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr},
+};
+
+PyMemberDef members[] = {
+    {"held", T_OBJECT_EX, offsetof(PassageObject, held), READONLY, nullptr},
+    {"fetches", T_OBJECT_EX, offsetof(PassageObject, fetches), 0, nullptr},
+    {"course", T_OBJECT_EX, offsetof(PassageObject, course), 0, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
+};
+
+PyType_Slot slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(make)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(clear)},
+    {Py_tp_methods, methods},
+    {Py_tp_members, members},
+    {Py_tp_getset, properties},
+    {Py_tp_doc, const_cast<char*>("The books of one forward, and of the demands for it.")},
+    {0, nullptr},
+};
+
+PyType_Spec spec = {
+    .name = "memswap._C.Passage",
+    .basicsize = sizeof(PassageObject),
+    .itemsize = 0,
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .slots = slots,
+};
+
+}  // namespace
+
+PassageObject* passage_object(PyObject* object) {
+  if (!PyObject_TypeCheck(object, passage_type)) {
+    PyErr_Format(PyExc_TypeError, "expected a Passage, found %R", object);
+    return nullptr;
+  }
+  return passage_of(object);
+}
+
+void take_off(EntryObject* entry) {
+  if (!empty(entry->passage)) {
+    passage_of(entry->passage)->entries[static_cast<size_t>(entry->index)] = nullptr;
+  }
+}
+
+void note_held(PyObject* passage, Py_ssize_t index) {
+  add_place(passage_of(passage)->held, static_cast<size_t>(index));
+}
+
+void place(PassageObject* self, EntryObject* entry) {
+  if (!empty(entry->passage) || self->entries.empty() || self->entries.back() != nullptr) {
+    throw py::value_error("place needs an entry without a passage, for what was admitted last");
+  }
+  self->entries.back() = entry;
+  entry->index = static_cast<Py_ssize_t>(self->entries.size()) - 1;
+  put(entry->passage, reinterpret_cast<PyObject*>(self));
+}
+
+py::list demand(PassageObject* self, size_t index) {
+  py::list entries;
+  if (!self->passage.demand(index)) {
+    return entries;
+  }
+  if (empty(self->fetches)) {
+    for (const size_t next : next_in_window(self, index)) {
+      append_if_wanted(self, next, entries);
+    }
+  } else {
+    const py::object key = owned(PyLong_FromSize_t(index));
+    const py::object planned =
+        owned(PyObject_CallMethodOneArg(self->fetches, names.get, key.ptr()));
+    if (!planned.is_none()) {
+      for (const size_t next : places(planned)) {
+        append_if_wanted(self, next, entries);
+      }
+    }
+  }
+  return entries;
+}
+
+void bind_passage(py::module_& module) {
+  names = {.expected = interned("expected"), .get = interned("get")};
+  passage_type = add_type(module, "Passage", spec);
+  forecast_type = add_type(module, "Forecast", forecast_spec);
+}
+
+}  // namespace memswap

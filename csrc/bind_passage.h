@@ -1,0 +1,47 @@
+// A Passage of Python's.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <vector>
+
+#include "bind_entry.h"
+#include "passage.h"
+
+namespace memswap {
+
+// What a passage predicts. Its words are Python's.
+struct ForecastObject {
+  PyObject_HEAD Forecast forecast;
+  PyObject* needed_at_once;
+  PyObject* never_freed;
+};
+
+struct PassageObject {
+  PyObject_HEAD Passage passage;
+  // Borrowed: an entry takes itself off when it dies. nullptr: it is dead, or has not been placed.
+  std::vector<EntryObject*> entries;
+  std::vector<int64_t> groups;  // of checkpoint regions; kNoGroup: none
+  // Python's; None: nothing.
+  PyObject* forecast;  // that its storages agree with so far, a ForecastObject
+  PyObject* held;      // places of storages that stayed alive although they had left, a set
+  PyObject* fetches;   // what a plan brings back at which first demand, a mapping
+  PyObject* course;    // what a director knows of it
+};
+
+// What `demand` of Python's returns: what is to be brought back now that an entry is demanded.
+pybind11::list demand(PassageObject* passage, size_t index);
+
+// The entry of what was admitted last. Throws ValueError.
+void place(PassageObject* passage, EntryObject* entry);
+
+// An object as a passage, borrowed. nullptr with TypeError set: it is none.
+PassageObject* passage_object(PyObject* object);
+
+// The entry will not be found in its passage any more. Runs nothing of Python's.
+void take_off(EntryObject* entry);
+
+// A storage of a passage left, and was not freed by that.
+void note_held(PyObject* passage, Py_ssize_t index);
+
+}  // namespace memswap

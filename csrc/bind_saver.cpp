@@ -1,0 +1,339 @@
+// Saver, as Python sees it: the steps of every save and every demand that need no decision. What is
+// to be done with a storage, python/memswap/engine/saver.py says, whose class is derived from this.
+#include "bind_saver.h"
+
+#include <c10/util/Exception.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <array>
+#include <cstddef>
+#include <memory>
+#include <new>
+#include <utility>
+
+#include "bind_departing.h"
+#include "bind_handle.h"
+#include "bind_ledger.h"
+#include "bind_passage.h"
+#include "bind_ticket.h"
+#include "python_storage.h"
+#include "python_type.h"
+#include "storage.h"
+
+namespace memswap {
+namespace py = pybind11;
+
+namespace {
+
+// Set once, by bind_saver.
+PyTypeObject* saver_type = nullptr;
+PyTypeObject* lock_type = nullptr;
+struct Names {
+  PyObject *demanded, *demanding, *learn, *look_ahead, *lost;
+} names;
+PyObject* out_of_memory = nullptr;  // torch.OutOfMemoryError
+PyObject* transfer_error = nullptr;
+
+SaverObject* saver_of(PyObject* self) { return reinterpret_cast<SaverObject*>(self); }
+LockObject* lock_of(PyObject* self) { return reinterpret_cast<LockObject*>(self); }
+
+// --- the lock -----------------------------------------------------------------------------------
+
+void acquire(LockObject* lock) {
+  if (!lock->mutex.try_lock()) {
+    const py::gil_scoped_release release;
+    lock->mutex.lock();
+  }
+}
+
+PyObject* make_lock(PyTypeObject* type, PyObject*, PyObject*) {
+  PyObject* const self = type->tp_alloc(type, 0);
+  if (self != nullptr) {
+    new (&lock_of(self)->mutex) std::recursive_mutex();
+  }
+  return self;
+}
+
+void dealloc_lock(PyObject* self) {
+  PyTypeObject* const type = Py_TYPE(self);
+  std::destroy_at(&lock_of(self)->mutex);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyObject* enter(PyObject* self, PyObject*) {
+  acquire(lock_of(self));
+  return Py_NewRef(self);
+}
+
+PyObject* leave_lock(PyObject* self, PyObject* const*, Py_ssize_t) {
+  lock_of(self)->mutex.unlock();
+  Py_RETURN_NONE;
+}
+
+PyMethodDef lock_methods[] = {
+    {"__enter__", enter, METH_NOARGS, nullptr},
+    {"__exit__", as_method(leave_lock), METH_FASTCALL, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyType_Slot lock_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(make_lock)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(dealloc_lock)},
+    {Py_tp_methods, lock_methods},
+    {Py_tp_doc, const_cast<char*>("A lock for `with`, which its thread may take again: an entry "
+                                  "may die wherever Python collects.")},
+    {0, nullptr},
+};
+
+PyType_Spec lock_spec = {
+    .name = "memswap._C.Lock",
+    .basicsize = sizeof(LockObject),
+    .itemsize = 0,
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = lock_slots,
+};
+
+// --- save ---------------------------------------------------------------------------------------
+
+// Sends the storage of a tensor that was admitted last. Its handle; or where there was no room, its
+// entry, which stays.
+PyObject* swap_out(PyObject* object, PyObject* const* args, Py_ssize_t count) {
+  if (count != 3) {
+    PyErr_SetString(PyExc_TypeError, "swap needs a tensor, its view and a way");
+    return nullptr;
+  }
+  return guarded<PyObject*>(nullptr, [&] {
+    SaverObject* const self = saver_of(object);
+    PassageObject* const passage = passage_object(self->passage);
+    if (passage == nullptr) {
+      throw py::error_already_set();
+    }
+    if (!THPVariable_Check(args[0])) {
+      throw py::type_error("swap needs a torch.Tensor");
+    }
+    const py::object storage =
+        owned(storage_object(std::make_shared<StorageRef>(THPVariable_Unpack(args[0]).storage())));
+    PyObject* const parts[] = {object, args[1], storage.ptr()};
+    py::object made = owned(PyObject_Vectorcall(self->entry_type, parts, 3, nullptr));
+    EntryObject* const entry = entry_object(made.ptr());
+    if (entry == nullptr) {
+      throw py::error_already_set();
+    }
+    place(passage, entry);
+    if (!swap(entry, args[2], storage.ptr())) {
+      return made.release().ptr();
+    }
+    add_departing(self->departing, entry);
+    return moved(made.ptr(), args[1]).release().ptr();
+  });
+}
+
+// --- demand -------------------------------------------------------------------------------------
+
+// What comes next is brought back, as far as there is memory: the demand itself will ask again.
+void look_ahead(SaverObject* self, EntryObject* entry) {
+  const py::object passage = py::reinterpret_borrow<py::object>(entry->passage);
+  if (self->looks_ahead == 0) {
+    const py::object index = owned(PyLong_FromSsize_t(entry->index));
+    PyObject* const arguments[] = {reinterpret_cast<PyObject*>(self), passage.ptr(), index.ptr()};
+    owned(PyObject_VectorcallMethod(names.look_ahead, arguments, 3, nullptr));
+    return;
+  }
+  try {
+    for (const py::handle next :
+         demand(passage_object(passage.ptr()), static_cast<size_t>(entry->index))) {
+      fetch_ahead(entry_of(next.ptr()));
+    }
+  } catch (const c10::OutOfMemoryError&) {
+  } catch (const py::error_already_set& error) {
+    if (!error.matches(out_of_memory)) {
+      throw;
+    }
+  }
+}
+
+void wait_for_arrival(SaverObject* self, PyObject* arrival) {
+  if (guarded<bool>(false, [&] {
+        wait_on_ledger(reinterpret_cast<LedgerObject*>(self->ledger), arrival);
+        return true;
+      })) {
+    return;
+  }
+  const py::error_already_set failed;
+  if (failed.matches(transfer_error)) {
+    owned(PyObject_CallMethodOneArg(reinterpret_cast<PyObject*>(self), names.lost,
+                                    failed.value().ptr()));
+  }
+  throw failed;
+}
+
+PyObject* py_demand(PyObject* self, PyObject* entry) {
+  return guarded<PyObject*>(nullptr, [&] {
+    if (entry_object(entry) == nullptr) {
+      throw py::error_already_set();
+    }
+    return demand(saver_of(self), entry).release().ptr();
+  });
+}
+
+// --- life ---------------------------------------------------------------------------------------
+
+constexpr std::array kSlots = {
+    &SaverObject::ledger,     &SaverObject::lock,       &SaverObject::departing,
+    &SaverObject::encoding,   &SaverObject::passage,    &SaverObject::director,
+    &SaverObject::persistent, &SaverObject::entry_type,
+};
+
+PyObject* make(PyTypeObject* type, PyObject* args, PyObject* named) {
+  PyObject *ledger = nullptr, *entry_type = nullptr, *encoding = nullptr;
+  static const char* words[] = {"ledger", "entry_type", "encoding", nullptr};
+  if (!PyArg_ParseTupleAndKeywords(args, named, "OOO", const_cast<char**>(words), &ledger,
+                                   &entry_type, &encoding)) {
+    return nullptr;
+  }
+  if (ledger_object(ledger) == nullptr) {
+    return nullptr;
+  }
+  return guarded<PyObject*>(nullptr, [&] {
+    const py::object lock = owned(PyObject_CallNoArgs(reinterpret_cast<PyObject*>(lock_type)));
+    const py::object departing = new_departing();
+    const py::object persistent = py::dict();
+    py::object made = owned(type->tp_alloc(type, 0));
+    SaverObject* const self = saver_of(made.ptr());
+    for (const auto slot : kSlots) {
+      self->*slot = Py_NewRef(Py_None);
+    }
+    put(self->ledger, ledger);
+    put(self->lock, lock.ptr());
+    put(self->departing, departing.ptr());
+    put(self->encoding, encoding);
+    put(self->entry_type, entry_type);
+    put(self->persistent, persistent.ptr());
+    self->looks_ahead = 1;
+    return made.release().ptr();
+  });
+}
+
+int traverse(PyObject* self, visitproc visit, void* arg) {
+  for (const auto slot : kSlots) {
+    Py_VISIT(saver_of(self)->*slot);
+  }
+  Py_VISIT(Py_TYPE(self));
+  return 0;
+}
+
+// What stays is in no circle, and its entries may still ask for it.
+int clear(PyObject* self) {
+  for (const auto slot : {&SaverObject::passage, &SaverObject::director}) {
+    put(saver_of(self)->*slot, Py_None);
+  }
+  return 0;
+}
+
+void dealloc(PyObject* self) {
+  PyTypeObject* const type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
+  for (const auto slot : kSlots) {
+    Py_CLEAR(saver_of(self)->*slot);
+  }
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyMethodDef methods[] = {
+    {"swap", as_method(swap_out), METH_FASTCALL,
+     "swap(tensor, view, way): make the entry of what its passage admitted last, and send it by a "
+     "SwapWay. Its handle; or the entry, where there was no room."},
+    {"demand", py_demand, METH_O,
+     "The storage of an entry, ordered before what the caller does next."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+#define MEMSWAP_SLOT(name, access) \
+  {#name, T_OBJECT_EX, offsetof(SaverObject, name), access, nullptr}
+PyMemberDef members[] = {
+    MEMSWAP_SLOT(ledger, READONLY),
+    MEMSWAP_SLOT(lock, READONLY),
+    MEMSWAP_SLOT(departing, READONLY),
+    MEMSWAP_SLOT(encoding, READONLY),
+    MEMSWAP_SLOT(passage, 0),
+    MEMSWAP_SLOT(director, 0),
+    MEMSWAP_SLOT(persistent, 0),
+    {"looks_ahead", T_BOOL, offsetof(SaverObject, looks_ahead), 0, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
+};
+#undef MEMSWAP_SLOT
+
+PyType_Slot slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(make)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(clear)},
+    {Py_tp_methods, methods},
+    {Py_tp_members, members},
+    {Py_tp_doc, const_cast<char*>("What every save and every demand needs of a saver.")},
+    {0, nullptr},
+};
+
+PyType_Spec spec = {
+    .name = "memswap._C.Saver",
+    .basicsize = sizeof(SaverObject),
+    .itemsize = 0,
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .slots = slots,
+};
+
+}  // namespace
+
+Locked::Locked(PyObject* lock) : lock_(py::reinterpret_borrow<py::object>(lock)) {
+  acquire(lock_of(lock));
+}
+
+SaverObject* saver_object(PyObject* object) {
+  return PyObject_TypeCheck(object, saver_type) ? saver_of(object) : nullptr;
+}
+
+py::object demand(SaverObject* self, PyObject* given) {
+  PyObject* const object = reinterpret_cast<PyObject*>(self);
+  EntryObject* const entry = entry_of(given);
+  const auto director = py::reinterpret_borrow<py::object>(self->director);
+  py::object storage, arrival;
+  {
+    const Locked locked(self->lock);
+    if (PyObject_Size(self->encoding) > 0) {
+      owned(PyObject_CallMethodNoArgs(object, names.learn));
+    }
+    if (!director.is_none()) {
+      owned(PyObject_CallMethodOneArg(director.ptr(), names.demanding, given));
+    }
+    storage = bring(entry);
+    arrival = py::reinterpret_borrow<py::object>(entry->arrival);
+    if (!empty(entry->passage)) {
+      look_ahead(self, entry);
+    }
+  }
+  if (!arrival.is_none()) {
+    wait_for_arrival(self, arrival.ptr());
+  }
+  if (!director.is_none()) {
+    owned(PyObject_CallMethodOneArg(director.ptr(), names.demanded, given));
+  }
+  return storage;
+}
+
+void bind_saver(py::module_& module) {
+  names = {.demanded = interned("demanded"),
+           .demanding = interned("demanding"),
+           .learn = interned("_learn"),
+           .look_ahead = interned("look_ahead"),
+           .lost = interned("lost")};
+  out_of_memory = py::object(py::module_::import("torch").attr("OutOfMemoryError")).release().ptr();
+  transfer_error = py::object(module.attr("TransferError")).release().ptr();
+  lock_type = add_type(module, "Lock", lock_spec);
+  saver_type = add_type(module, "Saver", spec);
+}
+
+}  // namespace memswap

@@ -1,0 +1,48 @@
+// A Saver of Python's, and its lock.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <mutex>
+
+#include "bind_entry.h"
+
+namespace memswap {
+
+struct LockObject {
+  PyObject_HEAD std::recursive_mutex mutex;
+};
+
+// What the hot path needs of a saver at hand. None of it says what is to be done with a storage.
+struct SaverObject {
+  PyObject_HEAD PyObject* ledger;  // a LedgerObject
+  PyObject* lock;                  // a LockObject
+  PyObject* departing;             // a DepartingObject
+  PyObject* encoding;              // encodes whose reports have not arrived, a sequence
+  PyObject* entry_type;            // what its entries are made by
+  // Python's; None: nothing.
+  PyObject* passage;
+  PyObject* director;
+  PyObject* persistent;
+  char looks_ahead;  // what comes next is brought back at once; otherwise `look_ahead` is called
+};
+
+// An object as a saver, borrowed; nullptr: it is none.
+SaverObject* saver_object(PyObject* object);
+
+// Holds a saver's lock. Whoever has to wait for it does so without the GIL.
+class Locked {
+ public:
+  explicit Locked(PyObject* lock);
+  Locked(const Locked&) = delete;
+  Locked& operator=(const Locked&) = delete;
+  ~Locked() { reinterpret_cast<LockObject*>(lock_.ptr())->mutex.unlock(); }
+
+ private:
+  const pybind11::object lock_;
+};
+
+// The storage of an entry, ordered before what the caller does next.
+pybind11::object demand(SaverObject* saver, PyObject* entry);
+
+}  // namespace memswap

@@ -1,0 +1,148 @@
+// One forward: what was saved in it, what was demanded of it, and the window over what comes next;
+// and what that says about the next forward.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <span>
+#include <stdexcept>
+#include <vector>
+
+namespace memswap {
+
+// Numbers only. Storages are known by their places in the order of saving.
+class Passage {
+ public:
+  // Bytes of several storages, and of the largest of them.
+  struct Share {
+    int64_t nbytes = 0;
+    int64_t most = 0;
+  };
+
+  // The next storage. `decoded`: its bytes would be encoded where they are.
+  void save(int64_t nbytes, bool decoded) {
+    saved_.push_back({nbytes, kNever, decoded, false});
+    Share& share = decoded ? decoded_ : raw_;
+    share.nbytes += nbytes;
+    share.most = std::max(share.most, nbytes);
+  }
+
+  size_t size() const { return saved_.size(); }
+  int64_t nbytes(size_t index) const { return saved_.at(index).nbytes; }
+  const Share& raw() const { return raw_; }
+  const Share& decoded() const { return decoded_; }
+
+  // A storage is demanded. Whether for the first time.
+  bool demand(size_t index) {
+    Saved& saved = saved_.at(index);
+    if (saved.demanded) {
+      return false;
+    }
+    saved.demanded = true;
+    demanded_.push_back(index);
+    return true;
+  }
+  bool was_demanded(size_t index) const { return saved_.at(index).demanded; }
+  const std::vector<size_t>& demanded() const { return demanded_; }
+
+  // Demands are expected in this order from here on, and `window_bytes` bytes ahead of the latest
+  // one. Throws std::invalid_argument unless each storage so far is in it once.
+  void expect(std::vector<size_t> order, int64_t window_bytes) {
+    std::vector<size_t> ranks(size(), kNever);
+    std::vector<int64_t> before{0};
+    for (size_t rank = 0; rank < order.size(); ++rank) {
+      if (order[rank] >= size() || ranks[order[rank]] != kNever) {
+        throw std::invalid_argument("an order of demands names each storage of its passage once");
+      }
+      ranks[order[rank]] = rank;
+      before.push_back(before.back() + saved_[order[rank]].nbytes);
+    }
+    if (order.size() != size()) {
+      throw std::invalid_argument("an order of demands names all storages of its passage");
+    }
+    for (size_t index = 0; index < size(); ++index) {
+      saved_[index].rank = ranks[index];
+    }
+    expected_ = std::move(order);
+    bytes_before_ = std::move(before);
+    window_bytes_ = window_bytes;
+    frontier_ = 0;
+  }
+  bool expects_all() const { return expected_.size() == size(); }
+
+  // What the window newly covers now that a storage is demanded, after expect(). What is decoded
+  // lies beside its frame until it has been used, and takes a part of the window.
+  std::span<const size_t> advance(size_t index) {
+    const Saved& saved = saved_.at(index);
+    const int64_t beside = saved.decoded ? saved.nbytes : 0;
+    const size_t next = saved.rank + 1;
+    const size_t first = std::max(next, frontier_);
+    const int64_t limit = bytes_before_.at(next) + std::max<int64_t>(window_bytes_ - beside, 0);
+    frontier_ = first;
+    while (frontier_ < expected_.size() && bytes_before_[frontier_ + 1] <= limit) {
+      ++frontier_;
+    }
+    return std::span(expected_).subspan(first, frontier_ - first);
+  }
+
+ private:
+  static constexpr size_t kNever = std::numeric_limits<size_t>::max();
+
+  struct Saved {
+    int64_t nbytes;
+    size_t rank;  // in the expected order
+    bool decoded;
+    bool demanded;
+  };
+
+  std::vector<Saved> saved_;
+  std::vector<size_t> demanded_;  // in the order of their first demand
+  Share raw_, decoded_;
+  std::vector<size_t> expected_;
+  std::vector<int64_t> bytes_before_;  // each place of the expected order, and its end
+  int64_t window_bytes_ = 0;
+  size_t frontier_ = 0;  // places before it were demanded or asked for
+};
+
+// What a passage predicts, storage by storage. Numbers only, too.
+struct Forecast {
+  enum class Verdict : uint8_t { kNone, kNeededAtOnce, kNeverFreed };
+
+  // `held`: places of storages that stayed alive although they had left.
+  Forecast(const Passage& passage, std::span<const size_t> held, int64_t window)
+      : window_bytes(window), order(passage.demanded()) {
+    for (size_t index = 0; index < passage.size(); ++index) {
+      sizes.push_back(passage.nbytes(index));
+    }
+    for (size_t index = passage.size(); index-- > 0;) {  // the others: last saved first
+      if (!passage.was_demanded(index)) {
+        order.push_back(index);
+      }
+    }
+    verdicts.resize(sizes.size(), Verdict::kNone);
+    int64_t room = window;
+    for (const size_t index : order) {
+      room -= sizes[index];
+      if (room < 0) {
+        break;
+      }
+      verdicts[index] = Verdict::kNeededAtOnce;
+    }
+    for (const size_t index : held) {
+      verdicts.at(index) = Verdict::kNeverFreed;
+    }
+  }
+
+  bool expects(size_t index, int64_t nbytes) const {
+    return index < sizes.size() && sizes[index] == nbytes;
+  }
+
+  int64_t window_bytes;
+  std::vector<size_t> order;  // in which all of them will be demanded
+  std::vector<int64_t> sizes;
+  std::vector<Verdict> verdicts;
+};
+
+}  // namespace memswap
