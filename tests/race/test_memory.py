@@ -31,7 +31,7 @@ from race_workloads import (
 from torch import nn
 
 import memswap
-from memswap.engine.saver import Saver
+from memswap.engine import visit as visit_module
 from simdev import _C, NAME, faults, laboratory, run_in
 
 device_module = getattr(torch, NAME)
@@ -89,30 +89,33 @@ def test_a_model_that_does_not_fit_trains_under_memswap(schedule: Any, prefetch_
 @contextmanager
 def no_room_for_prefetch(times: int) -> Iterator[list[int]]:
     """The first returns ahead of their use find no device memory; demands do."""
-    ahead = [False]
     failed: list[int] = []
-    prefetch = Saver._prefetch
+    unpacking: list[Any] = []
+    unpack = visit_module.unpack
 
-    def watched(self: Saver, entries: Any) -> None:
-        ahead[0] = True
+    def watched(handle: Any) -> torch.Tensor:
+        unpacking.append(getattr(handle, "entry", None))
         try:
-            prefetch(self, entries)
+            return unpack(handle)
         finally:
-            ahead[0] = False
+            unpacking.pop()
 
     class Full(WrappedLane):
         def fetch(self, block: Any) -> Any:
-            if ahead[0] and len(failed) < times:
+            entry = unpacking[-1]
+            # A demand brings its own storage first, and then notes that it was demanded.
+            ahead = entry.passage is not None and entry.passage.was_demanded(entry.index)
+            if ahead and len(failed) < times:
                 failed.append(block.nbytes)
                 raise torch.OutOfMemoryError("no room for a prefetch (injected)")
             return self.lane.fetch(block)
 
-    Saver._prefetch = watched
+    visit_module.unpack = watched
     try:
         with lanes_opened(Full):
             yield failed
     finally:
-        Saver._prefetch = prefetch
+        visit_module.unpack = unpack
 
 
 @pytest.mark.parametrize("times", [1, 5, 10_000])
