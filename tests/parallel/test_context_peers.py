@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from memswap.parallel import ContextParallel
-from peers import import_deepspeed, rank_pool
+from other_systems import import_deepspeed, rank_pool
 from ranks import Rank, distributed
 from test_context import open_comms, random
 

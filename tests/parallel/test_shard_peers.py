@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from peers import import_deepspeed, rank_pool
+from other_systems import import_deepspeed, rank_pool
 from ranks import Rank, distributed
 from sharding import loss_of, make_net, moved, sharded, tokens_of, train, whole
 
