@@ -111,17 +111,14 @@ __device__ __forceinline__ uint32_t decode_lq2(DecodeMemory& memory, const uint3
   for (uint32_t row = 0; row < kRows; ++row) {
     const uint32_t bit = 8 * begin + 2 * ranks.first(row);
     // The next eight symbols, a nibble each.
-    uint32_t symbols =
-        __funnelshift_r(memory.stage[bit / 32], memory.stage[bit / 32 + 1], bit % 32) & 0xffffu;
-    symbols = (symbols | symbols << 8) & 0x00ff00ffu;
-    symbols = (symbols | symbols << 4) & 0x0f0f0f0fu;
-    symbols = (symbols | symbols << 2) & 0x33333333u;
+    uint32_t symbols = spread_symbols(
+        __funnelshift_r(memory.stage[bit / 32], memory.stage[bit / 32 + 1], bit % 32));
     uint32_t found[2], marks[2];
 #pragma unroll
     for (uint32_t h = 0; h < 2; ++h) {
       // A nibble selects v, or a mark; the mask's selector moves it in place.
       const uint32_t selector = expand[first >> (8 * row + 4 * h) & 0xfu];
-      const uint32_t escaped = __byte_perm(__byte_perm(0x80050400u, 0, symbols), 0, selector);
+      const uint32_t escaped = permute(permute(0x80050400u, 0, symbols), 0, selector);
       found[h] = centers - ((pairs_of_row(low[h], row) | escaped) & 0x07070707u);
       marks[h] = escaped & 0x80808080u;
       symbols >>= selector >> 16;

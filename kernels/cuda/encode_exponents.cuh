@@ -151,7 +151,7 @@ __device__ __forceinline__ uint32_t encode_lq2(const EncodeStreams& to, const ui
       const uint32_t symbols =
           (((v[i] & 0x05050505u) + 0x03030303u) | spread_top_bits(six[h])) & 0x0c0c0c0cu;
       compact[h] = to.compact[first >> (4 * i) & 0xfu];
-      packed[h] = gather_bytes(__byte_perm(symbols, 0, compact[h]), 0x40100401u);
+      packed[h] = gather_bytes(permute(symbols, 0, compact[h]), 0x40100401u);
     }
     sixes[row] = gather_row(six[0], six[1]);
     const uint32_t word = (packed[0] + (packed[1] << (compact[0] >> 16))) >> 2;

@@ -63,15 +63,21 @@ __device__ __forceinline__ uint32_t at_least(uint32_t bytes) {
 
 __device__ __forceinline__ uint32_t not_zero(uint32_t bytes) { return at_least<1>(bytes); }
 
-// 0xff in every byte whose top bit is set, else 0: PRMT with selectors that repeat the sign.
-__device__ __forceinline__ uint32_t spread_top_bits(uint32_t bytes) {
+// PRMT as it is: __byte_perm clears the selectors' bits that repeat a sign first, which costs an
+// instruction where they are no constant.
+__device__ __forceinline__ uint32_t permute(uint32_t low, uint32_t high, uint32_t selector) {
 #if defined(MEMSWAP_CUDA_EMULATOR)
-  return __byte_perm(bytes, 0, 0xba98);
+  return __byte_perm(low, high, selector);
 #else
-  uint32_t spread;
-  asm("prmt.b32 %0, %1, 0, 0xba98;" : "=r"(spread) : "r"(bytes));
-  return spread;
+  uint32_t permuted;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(permuted) : "r"(low), "r"(high), "r"(selector));
+  return permuted;
 #endif
+}
+
+// 0xff in every byte whose top bit is set, else 0.
+__device__ __forceinline__ uint32_t spread_top_bits(uint32_t bytes) {
+  return permute(bytes, 0, 0xba98);
 }
 
 // [Note: pipes] On sm_80 and later a processor's integer pipe takes 64 lanes a clock (logic,
@@ -111,6 +117,13 @@ __device__ __forceinline__ uint32_t pack_pairs(uint32_t bytes) {
 __device__ __forceinline__ uint32_t spread_pairs(uint32_t pairs) {
   pairs = ((pairs & 0xffu) | pairs << 12) & 0x000f000fu;
   return (pairs | pairs << 6) & 0x03030303u;
+}
+
+// Eight 2-bit fields of the low half, one in each nibble.
+__device__ __forceinline__ uint32_t spread_symbols(uint32_t symbols) {
+  symbols = permute(symbols, 0, 0x4140);
+  symbols += (symbols & 0x00f000f0u) * 15;
+  return symbols + (symbols & 0x0c0c0c0cu) * 3;
 }
 
 // Where a lane's marked elements stand among all the marked ones of the block, in the order of
