@@ -97,7 +97,7 @@ def report(stats: Stats) -> str:
         ("  their frames", "", stats.frame_bytes),
         ("really freed", "", stats.freed_bytes),
         ("returned", stats.returned_storages, stats.returned_bytes),
-        ("returned late", stats.stalls, ""),
+        ("  of these, not ahead of backward", stats.stalls, ""),
         ("peak resident", "", stats.peak_resident_bytes),
         ("peak away", "", stats.peak_away_bytes),
     ]

@@ -97,9 +97,9 @@ def test_report_shows_every_reason_and_mebibytes():
     assert rows["kept: small"] == ["5", "0.5"]
     assert rows["kept: needed at once"] == ["1", "2.0"]
     assert rows["moved"] == ["6", "7.0"]
-    assert rows["returned late"] == ["9"]
+    assert rows["of these, not ahead of backward"] == ["9"]
     assert rows["host blocked, seconds"] == ["0.250"]
-    assert len({len(line.rstrip()) for line in lines if "late" not in line}) <= 3
+    assert len({len(line.rstrip()) for line in lines if "ahead" not in line}) <= 3
 
 
 def test_ratio_is_that_of_raw_to_encoded_bytes():

@@ -258,7 +258,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"\naway form: {managed.away_form}", end="")
     print(
         "\n"
-        f"returns that came too late: {stats['stalls']}; host time spent waiting: "
+        f"returned when backward asked, not ahead of it: {stats['stalls']}; host time waiting: "
         f"{format_seconds(stats['exposed_wait_s'])}\n"
         "Saved activations are those of the managed layers, frames on the device included; the "
         "plain run's were\ncounted in one more step, untimed, in which memswap looked on and kept "

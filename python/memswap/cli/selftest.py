@@ -318,5 +318,6 @@ def run(arguments: argparse.Namespace) -> int:
     }
     report.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     verdict = "memswap works here" if passed else "memswap does NOT work here"
-    print(f"\n{verdict}. Please send {report} (docs/ascend.md says where).")
+    ask = " Please send it: docs/ascend.md says where." if device.type == "npu" else ""
+    print(f"\n{verdict}. The report is {report}.{ask}")
     return 0 if passed else 1
