@@ -44,4 +44,4 @@ def test_the_runtime_keeps_its_promises(sanitizer, flags, tmp_path):
     program = tmp_path / "build" / "simdev_runtime_test"
     done = subprocess.run([program], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-4000:]
-    assert done.stdout.count("ok ") == 19
+    assert done.stdout.count("ok ") == 20
