@@ -129,6 +129,19 @@ PyType_Spec spec = {
     .slots = slots,
 };
 
+// A block for a lane of Python's, or None.
+py::object allocate(SwapWayObject* way, size_t nbytes) {
+  if (!way->native_blocks) {
+    return call(way->blocks, names.allocate, owned(PyLong_FromSize_t(nbytes)).ptr());
+  }
+  BlockPtr block;
+  {
+    const py::gil_scoped_release release;
+    block = way->native_blocks->allocate(nbytes);
+  }
+  return py::cast(block);  // of nullptr: None
+}
+
 }  // namespace
 
 SwapWayObject* swap_way(PyObject* object) {
@@ -150,7 +163,7 @@ Sent send(SwapWayObject* way, PyObject* storage) {
     }
     return block ? Sent{py::cast(block), py::cast(departure)} : Sent{};
   }
-  py::object block = call(way->blocks, names.allocate, owned(PyLong_FromSize_t(nbytes)).ptr());
+  py::object block = allocate(way, nbytes);
   if (block.is_none()) {
     return {};
   }
