@@ -66,11 +66,9 @@ PyObject* make(PyTypeObject* type, PyObject*, PyObject*) {
 }
 
 void dealloc(PyObject* self) {
-  PyTypeObject* const type = Py_TYPE(self);
   std::destroy_at(&departing_of(self)->leaving);
   std::destroy_at(&departing_of(self)->lingering);
-  type->tp_free(self);
-  Py_DECREF(type);
+  free_instance(self);
 }
 
 PyObject* add(PyObject* self, PyObject* given) {

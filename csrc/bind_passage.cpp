@@ -252,12 +252,10 @@ PyObject* make_forecast(PyObject* object, PyObject* const* args, Py_ssize_t coun
 }
 
 void dealloc_forecast(PyObject* self) {
-  PyTypeObject* const type = Py_TYPE(self);
   std::destroy_at(&forecast_of(self)->forecast);
   Py_CLEAR(forecast_of(self)->needed_at_once);
   Py_CLEAR(forecast_of(self)->never_freed);
-  type->tp_free(self);
-  Py_DECREF(type);
+  free_instance(self);
 }
 
 PyObject* follow(PyObject* self, PyObject* forecast) {
@@ -293,20 +291,14 @@ PyObject* make(PyTypeObject* type, PyObject*, PyObject*) {
     new (&self->passage) Passage();
     new (&self->entries) std::vector<EntryObject*>();
     new (&self->groups) std::vector<int64_t>();
-    for (const auto slot : kSlots) {
-      self->*slot = Py_NewRef(Py_None);
-    }
+    fill_with_none(kSlots, self);
     put(self->held, held.ptr());
     return made.release().ptr();
   });
 }
 
 int traverse(PyObject* self, visitproc visit, void* arg) {
-  for (const auto slot : kSlots) {
-    Py_VISIT(passage_of(self)->*slot);
-  }
-  Py_VISIT(Py_TYPE(self));
-  return 0;
+  return visit_slots(kSlots, passage_of(self), self, visit, arg);
 }
 
 // What is left can make no circle.
@@ -318,17 +310,13 @@ int clear(PyObject* self) {
 
 // No entry is in it any more: each of them owns it.
 void dealloc(PyObject* object) {
-  PyTypeObject* const type = Py_TYPE(object);
   PassageObject* const self = passage_of(object);
   PyObject_GC_UnTrack(object);
-  for (const auto slot : kSlots) {
-    Py_CLEAR(self->*slot);
-  }
+  clear_slots(kSlots, self);
   std::destroy_at(&self->passage);
   std::destroy_at(&self->entries);
   std::destroy_at(&self->groups);
-  type->tp_free(object);
-  Py_DECREF(type);
+  free_instance(object);
 }
 
 PyMethodDef methods[] = {

@@ -57,10 +57,8 @@ PyObject* make_lock(PyTypeObject* type, PyObject*, PyObject*) {
 }
 
 void dealloc_lock(PyObject* self) {
-  PyTypeObject* const type = Py_TYPE(self);
   std::destroy_at(&lock_of(self)->mutex);
-  type->tp_free(self);
-  Py_DECREF(type);
+  free_instance(self);
 }
 
 PyObject* enter(PyObject* self, PyObject*) {
@@ -203,9 +201,7 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject* named) {
     const py::object persistent = py::dict();
     py::object made = owned(type->tp_alloc(type, 0));
     SaverObject* const self = saver_of(made.ptr());
-    for (const auto slot : kSlots) {
-      self->*slot = Py_NewRef(Py_None);
-    }
+    fill_with_none(kSlots, self);
     put(self->ledger, ledger);
     put(self->lock, lock.ptr());
     put(self->departing, departing.ptr());
@@ -218,11 +214,7 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject* named) {
 }
 
 int traverse(PyObject* self, visitproc visit, void* arg) {
-  for (const auto slot : kSlots) {
-    Py_VISIT(saver_of(self)->*slot);
-  }
-  Py_VISIT(Py_TYPE(self));
-  return 0;
+  return visit_slots(kSlots, saver_of(self), self, visit, arg);
 }
 
 // What stays is in no circle, and its entries may still ask for it.
@@ -234,13 +226,9 @@ int clear(PyObject* self) {
 }
 
 void dealloc(PyObject* self) {
-  PyTypeObject* const type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);
-  for (const auto slot : kSlots) {
-    Py_CLEAR(saver_of(self)->*slot);
-  }
-  type->tp_free(self);
-  Py_DECREF(type);
+  clear_slots(kSlots, saver_of(self));
+  free_instance(self);
 }
 
 PyMethodDef methods[] = {

@@ -43,10 +43,8 @@ PyObject* capture(PyObject*, PyObject* tensor) {
 }
 
 void dealloc(PyObject* self) {
-  PyTypeObject* type = Py_TYPE(self);
   reinterpret_cast<ViewObject*>(self)->view.~SavedView();
-  type->tp_free(self);
-  Py_DECREF(type);
+  free_instance(self);
 }
 
 PyObject* rebuild(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* given) {

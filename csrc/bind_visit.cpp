@@ -121,9 +121,7 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   }
   PyObject* const self = type->tp_alloc(type, 0);
   if (self != nullptr) {
-    for (const auto slot : kSlots) {
-      visit_of(self)->*slot = Py_NewRef(Py_None);
-    }
+    fill_with_none(kSlots, visit_of(self));
     Py_SETREF(visit_of(self)->saver, Py_NewRef(saver));
     visit_of(self)->ordinal = -1;
   }
@@ -131,11 +129,7 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
 }
 
 int traverse(PyObject* self, visitproc visit, void* arg) {
-  for (const auto slot : kSlots) {
-    Py_VISIT(visit_of(self)->*slot);
-  }
-  Py_VISIT(Py_TYPE(self));
-  return 0;
+  return visit_slots(kSlots, visit_of(self), self, visit, arg);
 }
 
 // The saver stays: it is called without asking whether it is there.
@@ -149,13 +143,9 @@ int clear(PyObject* self) {
 }
 
 void dealloc(PyObject* self) {
-  PyTypeObject* const type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);
-  for (const auto slot : kSlots) {
-    Py_CLEAR(visit_of(self)->*slot);
-  }
-  type->tp_free(self);
-  Py_DECREF(type);
+  clear_slots(kSlots, visit_of(self));
+  free_instance(self);
 }
 
 PyMethodDef methods[] = {
