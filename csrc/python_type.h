@@ -74,8 +74,8 @@ inline PyTypeObject* add_type(pybind11::module_& module, const char* name, PyTyp
 // A slot of an instance that holds nothing: never filled, or None.
 inline bool empty(const PyObject* slot) { return slot == nullptr || slot == Py_None; }
 
-// What a type that may be in a circle does with its slots, given as an array of members of `Object`.
-// `object` and `self` are one and the same instance.
+// What a type that may be in a circle does with its slots, given as an array of members of
+// `Object`. `object` and `self` are one and the same instance.
 
 template <class Slots, class Object>
 void fill_with_none(const Slots& slots, Object* object) {

@@ -127,10 +127,8 @@ class Saver(native.Saver):
 
     def set_overflow_room(self, route: Route, nbytes: int | None) -> None:
         """What a plan has set aside for overflows of frames; it counts as resident from here on."""
-        before = route.overflow_room or 0
+        self.ledger.resident((nbytes or 0) - (route.overflow_room or 0))
         route.overflow_room = nbytes
-        if (route.overflow_room or 0) != before:
-            self.ledger.resident((route.overflow_room or 0) - before)
 
     def open_routes(self) -> list[Route]:
         """The routes of the devices that were seen so far."""
