@@ -13,8 +13,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from planned_stacks import COMPUTE, LAZY
 from race_workloads import DEVICE, new_pool
-from test_plans import COMPUTE, LAZY
 from torch import nn
 
 import memswap

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from planned_stacks import LAZY
 from race_workloads import DEVICE, new_pool
-from test_plans import LAZY
 
 from memswap import Rates
 from memswap._native import native
