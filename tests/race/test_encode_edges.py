@@ -1,6 +1,6 @@
 """The edges of an encode, broken one by one under a whole engine: each is caught, twice.
 
-All of them are broken in test_codec_lanes.py, lane by lane (the reuse of the arena there alone: a
+All of them are broken in test_codec_edges.py, lane by lane (the reuse of the arena there alone: a
 whole engine orders it twice). Here a model trains, and what must not go unnoticed is a gradient:
 the race detector speaks, and some schedule gives other bits.
 """
