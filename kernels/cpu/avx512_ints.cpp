@@ -192,11 +192,11 @@ EncodedBlock encode_ints(const EncodeParams& params, const void* elements, uint3
 
 template <Dtype kDtypeOfWidth, bool kStreaming>
 bool decode_ints(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t mode,
-                 uint32_t units, uint8_t center) {
+                 uint32_t units, uint8_t center, bool) {
   constexpr uint32_t kWidth = frame::width_of(kDtypeOfWidth);
   if constexpr (kStreaming) {
     if (!is_line_aligned(out)) {
-      return decode_ints<kDtypeOfWidth, false>(out, slab, payload, mode, units, center);
+      return decode_ints<kDtypeOfWidth, false>(out, slab, payload, mode, units, center, false);
     }
   }
   auto* to = static_cast<uint8_t*>(out);
@@ -243,10 +243,10 @@ EncodedBlock encode_bits(const EncodeParams& params, const void* elements, uint3
 
 template <bool kStreaming>
 bool decode_bits(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t mode,
-                 uint32_t units, uint8_t center) {
+                 uint32_t units, uint8_t center, bool) {
   if constexpr (kStreaming) {
     if (!is_line_aligned(out)) {
-      return decode_bits<false>(out, slab, payload, mode, units, center);
+      return decode_bits<false>(out, slab, payload, mode, units, center, false);
     }
   }
   auto* to = static_cast<uint8_t*>(out);
@@ -269,7 +269,7 @@ EncodedBlock encode_raw(const EncodeParams& params, const void* elements, uint32
 
 template <Dtype kDtypeOfWidth, bool kStreaming>
 bool decode_raw(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t, uint32_t units,
-                uint8_t) {
+                uint8_t, bool) {
   auto* to = static_cast<uint8_t*>(out);
   return kStreaming && is_line_aligned(out)
              ? decode_literal<true>(to, kDtypeOfWidth, Shape::kRaw, slab, payload, units)

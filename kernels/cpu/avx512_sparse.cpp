@@ -310,11 +310,11 @@ inline void expand(uint8_t* out, const Sources<kWidth>& sources) {
 
 template <Dtype kDtype, bool kStreaming>
 bool decode_sparse(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t mode,
-                   uint32_t units, uint8_t center) {
+                   uint32_t units, uint8_t center, bool) {
   using Type = Float<kDtype>;
   if constexpr (kStreaming) {
     if (!is_line_aligned(out)) {
-      return decode_sparse<kDtype, false>(out, slab, payload, mode, units, center);
+      return decode_sparse<kDtype, false>(out, slab, payload, mode, units, center, false);
     }
   }
   auto* to = static_cast<uint8_t*>(out);

@@ -53,11 +53,11 @@ EncodedBlock encode_dense(const EncodeParams& params, const void* elements, uint
 
 template <Dtype kDtype, bool kStreaming>
 bool decode_dense(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t mode,
-                  uint32_t units, uint8_t center) {
+                  uint32_t units, uint8_t center, bool) {
   using Type = Float<kDtype>;
   if constexpr (kStreaming) {
     if (!is_line_aligned(out)) {
-      return decode_dense<kDtype, false>(out, slab, payload, mode, units, center);
+      return decode_dense<kDtype, false>(out, slab, payload, mode, units, center, false);
     }
   }
   Bytes top;
@@ -111,13 +111,13 @@ EncodedBlock encode_upcast(const EncodeParams& params, const void* elements, uin
 }
 
 bool decode_upcast(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t mode,
-                   uint32_t units, uint8_t center) {
+                   uint32_t units, uint8_t center, bool) {
   if (mode == frame::kLiteral) {
     return scalar_blocks().decoder(Dtype::kFp32, Shape::kUpcast, false)(out, slab, payload, mode,
-                                                                        units, center);
+                                                                        units, center, false);
   }
   HighHalves high;
-  if (!decode_dense<Dtype::kBf16, false>(high.half, slab, payload, mode, units, center)) {
+  if (!decode_dense<Dtype::kBf16, false>(high.half, slab, payload, mode, units, center, false)) {
     return false;
   }
   auto* to = static_cast<uint8_t*>(out);
@@ -129,8 +129,8 @@ bool decode_upcast(void* out, const uint8_t* slab, const uint8_t* payload, uint3
 
 // --- Bits --------------------------------------------------------------------------------------
 
-EncodedBlock encode_bits(const EncodeParams& params, const void* elements, uint32_t count,
-                         uint8_t* slab, uint8_t* payload) {
+[[maybe_unused]] EncodedBlock encode_bits(const EncodeParams& params, const void* elements,
+                                          uint32_t count, uint8_t* slab, uint8_t* payload) {
   const auto* from = static_cast<const uint8_t*>(elements);
   Vector all{};
   for (uint32_t i = 0; i < kVectors; ++i) {
@@ -146,14 +146,14 @@ EncodedBlock encode_bits(const EncodeParams& params, const void* elements, uint3
 
 template <bool kStreaming>
 bool decode_bits(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t mode,
-                 uint32_t units, uint8_t center) {
+                 uint32_t units, uint8_t center, bool) {
   if (mode == frame::kLiteral) {
     return scalar_blocks().decoder(Dtype::kBits8, Shape::kBits, false)(out, slab, payload, mode,
-                                                                       units, center);
+                                                                       units, center, false);
   }
   if constexpr (kStreaming) {
     if (!is_line_aligned(out)) {
-      return decode_bits<false>(out, slab, payload, mode, units, center);
+      return decode_bits<false>(out, slab, payload, mode, units, center, false);
     }
   }
   auto* to = static_cast<uint8_t*>(out);
@@ -165,8 +165,8 @@ bool decode_bits(void* out, const uint8_t* slab, const uint8_t* payload, uint32_
 
 // --- Sparse bfloat16 ---------------------------------------------------------------------------
 
-EncodedBlock encode_sparse(const EncodeParams& params, const void* elements, uint32_t count,
-                           uint8_t* slab, uint8_t* payload) {
+[[maybe_unused]] EncodedBlock encode_sparse(const EncodeParams& params, const void* elements,
+                                            uint32_t count, uint8_t* slab, uint8_t* payload) {
   const auto* from = static_cast<const uint8_t*>(elements);
   Row rest, symbols, signs;
   uint8_t* rest_end = rest.byte;
@@ -244,14 +244,14 @@ EncodedBlock encode_sparse(const EncodeParams& params, const void* elements, uin
 
 template <bool kStreaming>
 bool decode_sparse(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t mode,
-                   uint32_t units, uint8_t center) {
+                   uint32_t units, uint8_t center, bool) {
   if (mode == frame::kLiteral) {
     return scalar_blocks().decoder(Dtype::kBf16, Shape::kSparse, false)(out, slab, payload, mode,
-                                                                        units, center);
+                                                                        units, center, false);
   }
   if constexpr (kStreaming) {
     if (!is_line_aligned(out)) {
-      return decode_sparse<false>(out, slab, payload, mode, units, center);
+      return decode_sparse<false>(out, slab, payload, mode, units, center, false);
     }
   }
   uint32_t live = 0;
@@ -341,10 +341,6 @@ EncodeBlocks encoder(const EncodeParams& params) {
   } else if (params.shape == Shape::kUpcast) {
     found = params.streaming ? &encode_one_by_one<encode_upcast<true>>
                              : &encode_one_by_one<encode_upcast<false>>;
-  } else if (params.shape == Shape::kBits) {
-    found = &encode_one_by_one<encode_bits>;
-  } else if (params.shape == Shape::kSparse && params.dtype == Dtype::kBf16) {
-    found = &encode_one_by_one<encode_sparse>;
   }
   return found != nullptr ? found : scalar_blocks().encoder(params);
 }
@@ -355,10 +351,6 @@ DecodeBlock decoder(Dtype dtype, Shape shape, bool streaming) {
     found = dense_decoder(dtype, streaming);
   } else if (shape == Shape::kUpcast) {
     found = &decode_upcast;
-  } else if (shape == Shape::kBits) {
-    found = streaming ? &decode_bits<true> : &decode_bits<false>;
-  } else if (shape == Shape::kSparse && dtype == Dtype::kBf16) {
-    found = streaming ? &decode_sparse<true> : &decode_sparse<false>;
   }
   return found != nullptr ? found : scalar_blocks().decoder(dtype, shape, streaming);
 }
