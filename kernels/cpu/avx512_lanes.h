@@ -38,6 +38,20 @@ inline uint64_t negative_zeros_of(Vector rotated) {
   }
 }
 
+// Of elements as they are, not rotated.
+template <uint32_t kWidth>
+inline uint64_t signs_of(Vector elements) {
+  if constexpr (kWidth == 1) {
+    return _mm512_movepi8_mask(elements);
+  } else if constexpr (kWidth == 2) {
+    return _mm512_movepi16_mask(elements);
+  } else if constexpr (kWidth == 4) {
+    return _mm512_movepi32_mask(elements);
+  } else {
+    return _mm512_movepi64_mask(elements);
+  }
+}
+
 // The lanes of a mask's low bits, moved together; and lanes that lie together moved apart, the
 // others 0.
 template <uint32_t kWidth>

@@ -63,6 +63,7 @@ class SparseEncoder {
   using Type = Float<kDtype>;
   static constexpr uint32_t kWidth = Type::kWidth;
   static constexpr uint32_t kElements = kElementLanes<kWidth>;  // of a vector
+  static constexpr uint32_t kBlocksAhead = 4;                   // measured
 
  public:
   SparseEncoder(const uint8_t* elements, uint32_t count, uint8_t* payload, EncodedBlock* encoded)
@@ -73,13 +74,13 @@ class SparseEncoder {
     for (uint32_t round = 0; round < blocks + 4; ++round) {
       // Blocks before the first have numbers beyond the last: they wrap around.
       if (round < blocks) {
+        prefetch_block(round + kBlocksAhead);
         compact(elements_of(round), rows_[round % 2], blocks_[round]);
       }
       if (round - 1 < blocks) {
         split(rows_[(round - 1) % 2], blocks_[round - 1], planes_[(round - 1) % 4]);
       }
       if (round - 2 < blocks) {
-        prefetch_block(round + 1);
         choose_center(planes_[(round - 2) % 4].symbols, blocks_[round - 2]);
       }
       if (round - 3 < blocks) {
@@ -96,6 +97,7 @@ class SparseEncoder {
     Bitmap bitmap;  // of the survivors
     uint32_t live;
     bool has_negative_zero;
+    Vector highest;  // lane by lane, of the symbols
     uint8_t center;
 
     uint32_t vectors() const { return (live + kLanes - 1) / kLanes; }
@@ -108,7 +110,7 @@ class SparseEncoder {
 
   // The R streams of the survivors but for the last one of 3 bits, and symbols with zeros behind.
   struct Planes {
-    Row byte[kWidth];
+    Row byte[kWidth];  // the last one is not used: some widths have one alone
     Row rest[2];
     Bytes symbols;
   };
@@ -120,10 +122,11 @@ class SparseEncoder {
 
   const uint8_t* elements_of(uint32_t b) const { return elements_ + b * Type::kBlockBytes; }
 
-  // Of this tile or the next.
+  // Of this tile or the next, and no further than the second cache: the first one is full of rows.
   void prefetch_block(uint32_t b) const {
+    const auto at = reinterpret_cast<uintptr_t>(elements_) + b * Type::kBlockBytes;
     for (uint32_t i = 0; i < Type::kBlockBytes; i += kLanes) {
-      prefetch(elements_, b * Type::kBlockBytes + i);
+      _mm_prefetch(reinterpret_cast<const char*>(at + i), _MM_HINT_T1);
     }
   }
 
@@ -149,7 +152,8 @@ class SparseEncoder {
     block.has_negative_zero = negative_zeros != 0;
   }
 
-  static void split(const Survivors& row, const Block& block, Planes& planes) {
+  static void split(const Survivors& row, Block& block, Planes& planes) {
+    Vector highest = _mm512_setzero_si512();
     for (uint32_t i = 0; i < block.vectors(); ++i) {
       Vector v[kWidth];
       for (uint32_t j = 0; j < kWidth; ++j) {
@@ -166,13 +170,16 @@ class SparseEncoder {
         store_symbols2(planes.rest[0].byte + kLanes / 4 * i, _mm512_and_si512(top, broadcast(3)));
         store64(planes.rest[1].byte + kLanes / 8 * i, _mm512_test_epi8_mask(top, broadcast(4)));
       }
-      planes.symbols.vector[i] = Type::kRestBits == 0 ? top : shift_right<Type::kRestBits>(top);
+      const Vector symbol = Type::kRestBits == 0 ? top : shift_right<Type::kRestBits>(top);
+      planes.symbols.vector[i] = symbol;
+      highest = _mm512_max_epu8(highest, symbol);
     }
+    block.highest = highest;
   }
 
   static void choose_center(const Bytes& symbols, Block& block) {
     const uint32_t vectors = block.vectors();
-    const uint32_t maximum = range_of(symbols, vectors).maximum;
+    const uint32_t maximum = maximum_of(block.highest);
     Crowd crowd{maximum, distances_of<true>(symbols, vectors, maximum)};
     if (Type::kSymbolBits == canonical::kOutlierBits && may_have_outliers(crowd.distances)) {
       const uint32_t low = crowded_window(symbols, vectors);
@@ -203,8 +210,8 @@ class SparseEncoder {
     for (uint32_t i = 0; i < kVectors; ++i) {
       uint64_t negative = 0;
       for (uint32_t j = 0; j < kWidth; ++j) {
-        const Vector rotated = rotate_left<kWidth>(load(elements + kLanes * (kWidth * i + j)));
-        negative |= negative_zeros_of<kWidth>(rotated) << (kElements * j % 64);
+        const uint64_t signs = signs_of<kWidth>(load(elements + kLanes * (kWidth * i + j)));
+        negative |= signs << (kElements * j % 64);
       }
       const uint64_t zeros = ~bitmap.word[i];
       stream.append(_pext_u64(negative, zeros), count_bits(zeros));
