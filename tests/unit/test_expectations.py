@@ -23,6 +23,7 @@ from memswap.engine.expectations import (
 
 MEBIBYTE = 1 << 20
 BF16, FP32 = dtype_code(torch.bfloat16), dtype_code(torch.float32)
+BOOL = dtype_code(torch.bool)
 
 
 @dataclass
@@ -111,6 +112,17 @@ def test_first_dense_frame_gets_one_and_a_half_bits_per_element():
     capacity = asked(made()).var_capacity
     elements = MEBIBYTE // 2
     assert capacity == pytest.approx(elements * 1.5 * 1.1 / 64, rel=0.01)
+
+
+def test_first_mask_gets_what_a_bitmap_takes_and_the_next_what_was_needed():
+    known = made()
+    first = known.of("layer", 0, MEBIBYTE, torch.bool)
+    assert first.var_capacity == pytest.approx(MEBIBYTE * 1.1 / 64, rel=0.01)
+    worst = native.frame_layout(BOOL, Shape.BITS, MEBIBYTE).max_var_units
+    assert first.var_capacity < worst / 7
+    used = MEBIBYTE // 1024 * 4  # every block all zeros
+    known.learn(first, Report(MEBIBYTE // 25, elements=MEBIBYTE, var_used=used))
+    assert known.of("layer", 0, MEBIBYTE, torch.bool).var_capacity < first.var_capacity / 3
 
 
 def test_capacity_follows_the_last_frame_with_a_margin():

@@ -43,6 +43,11 @@ def alternate(
     return collected
 
 
+def median_ratio(over: list[float], under: list[float]) -> float:
+    """The median of the rounds' own ratios: a slow round was slow for both."""
+    return statistics.median(a / b for a, b in zip(over, under, strict=True))
+
+
 def median_rates(
     work: Mapping[str, Callable[[], object]], nbytes: int, device: torch.device, rounds: int
 ) -> dict[str, float]:
