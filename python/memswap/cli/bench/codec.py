@@ -17,7 +17,7 @@ from memswap.cli.bench.environment import describe_environment
 from memswap.cli.bench.kinds import capture
 from memswap.cli.bench.peers import Peer, find_peers
 from memswap.cli.bench.picture import draw
-from memswap.cli.bench.timing import alternate, elapsed_s, median_rates, median_ratio
+from memswap.cli.bench.timing import median_rates, median_ratio, times_s
 from memswap.cli.table import render_table
 from memswap.codec import Shape, ShapeName, dtype_code, shape_for
 
@@ -175,10 +175,7 @@ class Bench:
             "our decode": lambda: memswap.decode(frame),
             "copy": lambda: target.copy_(tensor),
         }
-        took = alternate(
-            {what: (lambda w=w: elapsed_s(w, self.device)) for what, w in work.items()},
-            max(5, self.rounds // 2),
-        )
+        took = times_s(work, self.device, max(5, self.rounds // 2))
         rates = {what: tensor.nbytes / statistics.median(times) for what, times in took.items()}
         return Measurement(
             peer.name,
