@@ -174,7 +174,7 @@ bool decode_sparse(void* out, const uint8_t* slab, const uint8_t* payload, uint3
     return decode_literal<kStreaming>(to, kDtype, Shape::kSparse, slab, payload, units);
   }
   for (uint32_t i = 0; i < Type::kBlockBytes / 2; i += kLanes) {
-    prefetch(payload + i, kPrefetchBytes / 2);
+    prefetch(payload + i, kPrefetchShortBytes);
   }
   Streams streams;
   if (!find_streams<kDtype>(streams, payload, mode, units, packed)) {
