@@ -124,11 +124,11 @@ void encode_dense(const EncodeParams& params, const void* elements, uint32_t cou
 
 template <Dtype kDtype, bool kStreaming>
 bool decode_dense(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t mode,
-                  uint32_t units, uint8_t center) {
+                  uint32_t units, uint8_t center, bool) {
   using Type = Float<kDtype>;
   if constexpr (kStreaming) {
     if (!is_line_aligned(out)) {
-      return decode_dense<kDtype, false>(out, slab, payload, mode, units, center);
+      return decode_dense<kDtype, false>(out, slab, payload, mode, units, center, false);
     }
   }
   for (uint32_t i = Type::kBytePlanes * frame::kBlockElements; i < Type::kSlabBytes; i += kLanes) {
@@ -188,10 +188,10 @@ EncodedBlock encode_upcast(const EncodeParams& params, const void* elements, uin
 
 template <bool kStreaming>
 bool decode_upcast(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t mode,
-                   uint32_t units, uint8_t center) {
+                   uint32_t units, uint8_t center, bool) {
   if constexpr (kStreaming) {
     if (!is_line_aligned(out)) {
-      return decode_upcast<false>(out, slab, payload, mode, units, center);
+      return decode_upcast<false>(out, slab, payload, mode, units, center, false);
     }
   }
   auto* to = static_cast<uint8_t*>(out);
@@ -200,7 +200,7 @@ bool decode_upcast(void* out, const uint8_t* slab, const uint8_t* payload, uint3
                                       units);
   }
   HighHalves high;
-  if (!decode_dense<Dtype::kBf16, false>(high.byte, slab, payload, mode, units, center)) {
+  if (!decode_dense<Dtype::kBf16, false>(high.byte, slab, payload, mode, units, center, false)) {
     return false;
   }
   put_high_halves<kStreaming>(to, high);

@@ -31,6 +31,7 @@ struct EncodedBlock {
   uint8_t center;   // Record::center
   uint8_t center2;  // Header::center_sum: c2; fast: the given centre; 0 in literal blocks and in
                     // shapes without centres
+  bool packed = false;  // the payload begins with a packed bitmap
 };
 
 // Encodes the blocks of a tile, or the first few of them: all at once, because what is done to one
@@ -67,13 +68,14 @@ void encode_one_by_one(const EncodeParams& params, const void* elements, uint32_
 }
 
 // Decodes one block; false if the payload is not exactly what its symbols say (its output is then
-// anything). The caller has checked that `mode` fits the shape and that `units` is no more than the
-// longest payload; nothing else about the bytes is known, not even that `center` fits.
+// anything). The caller has checked that `mode` fits the shape, that `units` is no more than the
+// longest payload, and that `packed` is set only where the payload begins with a bitmap; nothing
+// else about the bytes is known, not even that `center` fits.
 //   out       1024 elements, aligned to their width only, written completely and not beyond
 //   slab      slab_bytes readable, 128-byte aligned
 //   payload   8-byte aligned; units * 8 + kSlackBytes readable bytes
 using DecodeBlock = bool (*)(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t mode,
-                             uint32_t units, uint8_t center);
+                             uint32_t units, uint8_t center, bool packed);
 
 // The sum of section 4 of docs/format.md, over the first `bytes` bytes of a tile; the rest is 0.
 // `data` is aligned to the elements' width only.

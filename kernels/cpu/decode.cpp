@@ -107,7 +107,8 @@ class FrameDecoder {
       uint8_t* block = output + uint64_t{i} * frame::kBlockElements * width_;
       const bool whole = count == frame::kBlockElements;
       if (!decode_block_(whole ? block : workspace.last_block, slab, readable,
-                         Record::mode(record.block[i]), units, record.center[i])) {
+                         Record::mode(record.block[i]), units, record.center[i],
+                         Record::packed(record.block[i]))) {
         return frame::kBadPayload;
       }
       if (!whole) {

@@ -162,7 +162,7 @@ class FrameEncoder {
                          Header& counted) {
     for (uint32_t i = 0; i < count; ++i) {
       const EncodedBlock& block = blocks[i];
-      tile.record.block[first + i] = Record::pack(block.mode, block.units);
+      tile.record.block[first + i] = Record::pack(block.mode, block.units, block.packed);
       tile.record.center[first + i] = block.center;
       tile.units += block.units;
       counted.zeros += block.zeros;

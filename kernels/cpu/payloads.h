@@ -49,9 +49,7 @@ inline const PayloadArea* find_payloads(const frame::Record& record, const frame
   const uint32_t blocks = blocks_of_tile(layout, tile);
   for (uint32_t i = 0; i < frame::kTileBlocks; ++i) {
     const uint16_t block = record.block[i];
-    const bool possible = i < blocks ? frame::mode_fits(dtype, shape, frame::Record::mode(block)) &&
-                                           frame::Record::units(block) <= layout.max_payload_units
-                                     : block == 0;
+    const bool possible = i < blocks ? frame::block_fits(dtype, shape, block) : block == 0;
     if (!possible) {
       return nullptr;
     }

@@ -44,7 +44,7 @@ EncodedBlock encode_raw(const EncodeParams& params, const void* elements, uint32
 
 template <Dtype dtype_of_width>
 bool decode_raw(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t, uint32_t units,
-                uint8_t) {
+                uint8_t, bool) {
   return decode_literal(out, dtype_of_width, Shape::kRaw, slab, payload, units);
 }
 

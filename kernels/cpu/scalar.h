@@ -16,11 +16,11 @@ DecodeBlock ints_decoder(frame::Dtype dtype);
 EncodedBlock encode_upcast(const EncodeParams& params, const void* elements, uint32_t count,
                            uint8_t* slab, uint8_t* payload);
 bool decode_upcast(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t mode,
-                   uint32_t units, uint8_t center);
+                   uint32_t units, uint8_t center, bool packed);
 EncodedBlock encode_bits(const EncodeParams& params, const void* elements, uint32_t count,
                          uint8_t* slab, uint8_t* payload);
 bool decode_bits(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t mode,
-                 uint32_t units, uint8_t center);
+                 uint32_t units, uint8_t center, bool packed);
 
 // Literal blocks, of any shape: the first slab_bytes in the slab, the rest in the payload.
 EncodedBlock encode_literal(const void* elements, frame::Dtype dtype, frame::Shape shape,

@@ -138,7 +138,7 @@ EncodedBlock encode_dense(const EncodeParams& params, const void* elements, uint
 
 template <Dtype dtype>
 bool decode_dense(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t mode,
-                  uint32_t units, uint8_t center) {
+                  uint32_t units, uint8_t center, bool) {
   using Element = Float<dtype>;
   typename Element::Bits elements[kElements] = {};
   uint8_t exponents[kElements];
@@ -172,12 +172,12 @@ EncodedBlock encode_upcast(const EncodeParams& params, const void* elements, uin
 }
 
 bool decode_upcast(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t mode,
-                   uint32_t units, uint8_t center) {
+                   uint32_t units, uint8_t center, bool) {
   if (mode == frame::kLiteral) {
     return decode_literal(out, Dtype::kFp32, Shape::kUpcast, slab, payload, units);
   }
   uint16_t high[kElements];
-  if (!decode_dense<Dtype::kBf16>(high, slab, payload, mode, units, center)) {
+  if (!decode_dense<Dtype::kBf16>(high, slab, payload, mode, units, center, false)) {
     return false;
   }
   uint32_t wide[kElements];

@@ -3,6 +3,7 @@
 #include <bit>
 #include <type_traits>
 
+#include "bitmap.h"
 #include "elements.h"
 #include "planes.h"
 #include "scalar.h"
@@ -40,7 +41,7 @@ EncodedBlock encode_ints(const EncodeParams& params, const void* elements, uint3
 
 template <typename Bits, Dtype dtype_of_width>
 bool decode_ints(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t mode,
-                 uint32_t units, uint8_t center) {
+                 uint32_t units, uint8_t center, bool) {
   if (mode == frame::kLiteral) {
     return decode_literal(out, dtype_of_width, Shape::kInts, slab, payload, units);
   }
@@ -105,19 +106,23 @@ EncodedBlock encode_bits(const EncodeParams& params, const void* elements, uint3
   if (std::any_of(values, values + kElements, [](uint8_t value) { return value > 1; })) {
     return encode_literal(elements, params.dtype, Shape::kBits, slab, payload);
   }
-  put_planes(slab, values, 0, 1);
-  return {frame::kBitmap, 0, 0, 0, 0};
+  const Bitmap bitmap = bitmap_of(values);
+  const uint32_t units = finish_payload(payload, put_bitmap(payload, bitmap));
+  return {frame::kBitmap, units, 0, 0, 0, bitmap.packed()};
 }
 
 bool decode_bits(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t mode,
-                 uint32_t units, uint8_t) {
+                 uint32_t units, uint8_t, bool packed) {
   if (mode == frame::kLiteral) {
     return decode_literal(out, Dtype::kBits8, Shape::kBits, slab, payload, units);
   }
-  uint8_t values[kElements] = {};
-  get_planes(slab, values, 0, 1);
+  PayloadReader reader(payload, units);
+  uint8_t values[kElements];
+  if (!get_bitmap(reader, packed, values) || !reader.is_at_end()) {
+    return false;
+  }
   store_elements(out, values);
-  return units == 0;
+  return true;
 }
 
 }  // namespace memswap::cpu::scalar

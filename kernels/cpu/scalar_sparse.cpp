@@ -1,4 +1,5 @@
-// Shape sparse: a bitmap of what is not +-0, and the survivors' fields as streams.
+// Shape sparse: a bitmap of what is not +-0, and the survivors' fields as streams behind it.
+#include "bitmap.h"
 #include "elements.h"
 #include "exponents.h"
 #include "planes.h"
@@ -44,7 +45,8 @@ EncodedBlock encode_sparse(const EncodeParams&, const void* elements, uint32_t c
   const uint32_t zeros = zero_count - (kElements - count);  // the missing ones are zeros, too
   const uint8_t center = canonical_centers(exponents, survivor_count, Element::kExponentBits).lq2;
 
-  uint32_t bytes = bytes_of_bits(2 * survivor_count) +
+  const Bitmap bitmap = bitmap_of(is_survivor);
+  uint32_t bytes = bitmap.payload_bytes() + bytes_of_bits(2 * survivor_count) +
                    lq2_escape_bytes(exponents, survivor_count, center) +
                    (has_negative_zero ? bytes_of_bits(zero_count) : 0);
   for_each_plane(Element::kRestBits,
@@ -55,8 +57,7 @@ EncodedBlock encode_sparse(const EncodeParams&, const void* elements, uint32_t c
     return literal;
   }
 
-  put_planes(slab, is_survivor, 0, 1);
-  uint8_t* end = payload;
+  uint8_t* end = put_bitmap(payload, bitmap);
   for_each_plane(Element::kRestBits, [&](uint32_t shift, auto width) {
     StreamWriter field(end);
     for (uint32_t i = 0; i < survivor_count; ++i) {
@@ -80,26 +81,32 @@ EncodedBlock encode_sparse(const EncodeParams&, const void* elements, uint32_t c
   }
   end = put_lq2_escapes(end, exponents, survivor_count, center);
   const uint32_t units = finish_payload(payload, end);
-  return {has_negative_zero ? uint32_t{frame::kSignedZeros} : uint32_t{frame::kZeros}, units, zeros,
-          center, center};
+  return {has_negative_zero ? uint32_t{frame::kSignedZeros} : uint32_t{frame::kZeros},
+          units,
+          zeros,
+          center,
+          center,
+          bitmap.packed()};
 }
 
 template <Dtype dtype>
 bool decode_sparse(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t mode,
-                   uint32_t units, uint8_t center) {
+                   uint32_t units, uint8_t center, bool packed) {
   if (mode == frame::kLiteral) {
     return decode_literal(out, dtype, Shape::kSparse, slab, payload, units);
   }
   using Element = Float<dtype>;
   using Bits = typename Element::Bits;
-  uint8_t is_survivor[kElements] = {};
-  get_planes(slab, is_survivor, 0, 1);
+  PayloadReader reader(payload, units);
+  uint8_t is_survivor[kElements];
+  if (!get_bitmap(reader, packed, is_survivor)) {
+    return false;
+  }
   uint32_t survivor_count = 0;
   for (const uint8_t one : is_survivor) {
     survivor_count += one;
   }
 
-  PayloadReader reader(payload, units);
   Bits survivors[kElements] = {};
   bool complete = true;
   for_each_plane(Element::kRestBits, [&](uint32_t shift, auto width) {

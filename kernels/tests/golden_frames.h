@@ -48,7 +48,8 @@ inline constexpr GoldenFrame kGoldenFrames[] = {
     {"bf16-sparse", frame::Dtype::kBf16, frame::Shape::kSparse, {Kind::kSparse, 8}, 1, 1500, frame::kZeros},
     {"bf16-sparse-signed", frame::Dtype::kBf16, frame::Shape::kSparse, {Kind::kSignedSparse, 8}, 1, 1500, frame::kSignedZeros},
     {"bf16-sparse-literal", frame::Dtype::kBf16, frame::Shape::kSparse, {Kind::kRandomBits, 0}, 1, 1024, frame::kLiteral},
-    {"bf16-sparse-as-long-as-literal", frame::Dtype::kBf16, frame::Shape::kSparse, {Kind::kOutliers, 13}, 3, 1024, frame::kLiteral},
+    {"bf16-sparse-as-long-as-literal", frame::Dtype::kBf16, frame::Shape::kSparse, {Kind::kOutliers, 14}, 5, 1024, frame::kLiteral},
+    {"bf16-sparse-shorter-than-literal", frame::Dtype::kBf16, frame::Shape::kSparse, {Kind::kOutliers, 14}, 12, 1024, frame::kZeros},
     {"bf16-sparse-zeros", frame::Dtype::kBf16, frame::Shape::kSparse, {Kind::kConstant, 0}, 1, 1500, frame::kZeros},
     {"bf16-ints-constant", frame::Dtype::kBf16, frame::Shape::kInts, {Kind::kConstant, 1}, 1, 1500, frame::kReference},
     {"bf16-raw", frame::Dtype::kBf16, frame::Shape::kRaw, {Kind::kRandomBits, 0}, 1, 1000, frame::kLiteral},
@@ -96,6 +97,14 @@ inline constexpr GoldenFrame kGoldenFrames[] = {
     {"uint64-ints", frame::Dtype::kUint64, frame::Shape::kInts, {Kind::kRange, 45}, 1, 1000, frame::kReference},
     {"bits32-raw", frame::Dtype::kBits32, frame::Shape::kRaw, {Kind::kRandomBits, 0}, 1, 300, frame::kLiteral},
     {"bits64-constant", frame::Dtype::kBits64, frame::Shape::kInts, {Kind::kConstant, 1}, 1, 1500, frame::kReference},
+    {"bool-bits-zeros", frame::Dtype::kBool, frame::Shape::kBits, {Kind::kConstant, 0}, 1, 1500, frame::kBitmap},
+    {"bool-bits-causal", frame::Dtype::kBool, frame::Shape::kBits, {Kind::kCausal, 6}, 1, 3000, frame::kBitmap},
+    {"bool-bits-longest-packed", frame::Dtype::kBool, frame::Shape::kBits, {Kind::kMixedBytes, 95}, 1, 1024, frame::kBitmap},
+    {"bool-bits-shortest-plain", frame::Dtype::kBool, frame::Shape::kBits, {Kind::kMixedBytes, 96}, 1, 1024, frame::kBitmap},
+    {"bf16-sparse-causal", frame::Dtype::kBf16, frame::Shape::kSparse, {Kind::kCausal, 6}, 1, 3000, frame::kZeros},
+    {"bf16-sparse-packed", frame::Dtype::kBf16, frame::Shape::kSparse, {Kind::kMixedBytes, 41}, 1, 1500, frame::kZeros},
+    {"fp32-sparse-packed", frame::Dtype::kFp32, frame::Shape::kSparse, {Kind::kMixedBytes, 17}, 2, 1000, frame::kZeros},
+    {"e4m3-sparse-causal", frame::Dtype::kE4m3, frame::Shape::kSparse, {Kind::kCausal, 7}, 1, 3000, frame::kZeros},
 };
 // clang-format on
 

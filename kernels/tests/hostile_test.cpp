@@ -145,7 +145,8 @@ TEST_P(Hostile, EveryModeRefusesAPayloadOfAnotherLength) {
         const Record good = frame.record(0);
         const auto status_with = [&](uint32_t units) {
           Record record = good;
-          record.block[0] = Record::pack(Record::mode(good.block[0]), units);
+          record.block[0] =
+              Record::pack(Record::mode(good.block[0]), units, Record::packed(good.block[0]));
           memcpy(frame.bytes.data() + frame.layout().records, &record, sizeof(record));
           return decode(codec(), frame, &output(tensor));
         };
@@ -160,6 +161,128 @@ TEST_P(Hostile, EveryModeRefusesAPayloadOfAnotherLength) {
       }
     }
   }
+}
+
+// A payload that begins with a bitmap may begin with a packed one; no other may.
+TEST_P(Hostile, ThePackedBitWhereThereIsNoBitmapIsABadRecord) {
+  for (const Dtype dtype : all_dtypes()) {
+    for (const Shape shape : shapes_of(dtype)) {
+      for (const Kind kind : {Kind::kBooleans, Kind::kNormal, Kind::kRandomBits}) {
+        SCOPED_TRACE(describe(dtype, shape));
+        const Tensor tensor({kind, 0}, dtype, 1, 1024);
+        Frame frame = encode(codec(), tensor, {.shape = shape, .checksum = false});
+        Record record = frame.record(0);
+        record.block[0] |= 1 << Record::kPackedBit;
+        memcpy(frame.bytes.data() + frame.layout().records, &record, sizeof(record));
+        const uint32_t status = decode(codec(), frame, &output(tensor));
+        ASSERT_EQ((status & frame::kBadRecord) == 0,
+                  frame::has_bitmap(Record::mode(record.block[0])));
+      }
+    }
+  }
+}
+
+class PackedBitmaps : public Hostile {
+ protected:
+  struct Packed {
+    Tensor tensor;
+    Frame frame;
+    Record record;
+
+    uint8_t* payload() { return frame.bytes.data() + frame.layout().var; }
+  };
+
+  // One block whose bitmap is packed, 40 of its bytes as they are.
+  Packed packed_block(Dtype dtype) {
+    Tensor tensor({Kind::kMixedBytes, 40}, dtype, 1, 1024);
+    const Shape shape = dtype == Dtype::kBool ? Shape::kBits : Shape::kSparse;
+    Frame frame = encode(codec(), tensor, {.shape = shape});
+    const Record record = frame.record(0);
+    EXPECT_TRUE(Record::packed(record.block[0]));
+    return {std::move(tensor), std::move(frame), record};
+  }
+
+  uint32_t status_of(Packed& packed, const Record& record) {
+    memcpy(packed.frame.bytes.data() + packed.frame.layout().records, &record, sizeof(record));
+    return decode(codec(), packed.frame, &output(packed.tensor));
+  }
+
+  static constexpr Dtype kDtypes[] = {Dtype::kBool, Dtype::kBf16, Dtype::kFp16,
+                                      Dtype::kFp32, Dtype::kFp64, Dtype::kE4m3};
+};
+
+TEST_P(PackedBitmaps, AByteThatIsSaidToBeAllZerosAndAllOnesIsABadPayload) {
+  for (const Dtype dtype : kDtypes) {
+    Packed packed = packed_block(dtype);
+    for (uint32_t byte = 0; byte < frame::kBitmapBytes; ++byte) {
+      uint8_t& z = packed.payload()[byte / 8];
+      uint8_t& f = packed.payload()[frame::kByteMapBytes + byte / 8];
+      const uint8_t old_z = z, old_f = f;
+      z &= static_cast<uint8_t>(~(1 << byte % 8));
+      f &= static_cast<uint8_t>(~(1 << byte % 8));
+      ASSERT_EQ(status_of(packed, packed.record), frame::kBadPayload) << "byte " << byte;
+      z = old_z;
+      f = old_f;
+    }
+    ASSERT_EQ(status_of(packed, packed.record), frame::kOk);
+    ASSERT_TRUE(output(packed.tensor).buffer == packed.tensor.buffer);
+  }
+}
+
+// Of a byte that is neither all zeros nor all ones, Z and F are set; of the others, one of them.
+TEST_P(PackedBitmaps, AMapThatPromisesMoreOrFewerBytesIsNoticedByTheLength) {
+  Packed packed = packed_block(Dtype::kBool);
+  uint32_t units = Record::units(packed.record.block[0]);
+  ASSERT_EQ(units, (2 * frame::kByteMapBytes + 40) / frame::kUnitBytes);
+  for (uint32_t byte = 0; byte < frame::kBitmapBytes; ++byte) {
+    uint8_t& z = packed.payload()[byte / 8];
+    uint8_t& f = packed.payload()[frame::kByteMapBytes + byte / 8];
+    const uint8_t old_z = z, old_f = f, bit = static_cast<uint8_t>(1 << byte % 8);
+    if ((z & f & bit) == 0) {  // one more: 41 bytes need another unit
+      z |= bit;
+      f |= bit;
+      ASSERT_EQ(status_of(packed, packed.record), frame::kBadPayload) << "byte " << byte;
+    }
+    z = old_z;
+    f = old_f;
+  }
+  Record record = packed.record;
+  for (const uint32_t others : {units - 1, units + 1, 4u, 3u, 2u, 1u, 0u, 16u, 128u}) {
+    record.block[0] = Record::pack(frame::kBitmap, others, true);
+    ASSERT_EQ(status_of(packed, record), frame::kBadPayload) << others << " units";
+  }
+}
+
+TEST_P(PackedBitmaps, ReadAsPlainOnesAreErrors) {
+  for (const Dtype dtype : kDtypes) {
+    Packed packed = packed_block(dtype);
+    Record record = packed.record;
+    record.block[0] ^= 1 << Record::kPackedBit;
+    ASSERT_NE(status_of(packed, record), frame::kOk);
+  }
+}
+
+// Decoders do not ask for the shortest form.
+TEST_P(PackedBitmaps, BytesThatNeedNotBeThereAreRead) {
+  Packed packed = packed_block(Dtype::kBool);
+  const uint32_t units = (2 * frame::kByteMapBytes + frame::kBitmapBytes) / frame::kUnitBytes;
+  Frame longer{GuardedBuffer(packed.frame.layout().bytes(units)), GuardedBuffer()};
+  memcpy(longer.bytes.data(), packed.frame.bytes.data(), packed.frame.layout().var);
+  Header header = packed.frame.header();
+  header.var_capacity = units;
+  header.var_used = units;
+  memcpy(longer.bytes.data(), &header, sizeof(header));
+  uint8_t* payload = longer.bytes.data() + longer.layout().var;
+  memset(payload, 255, 2 * frame::kByteMapBytes);
+  for (uint32_t e = 0; e < frame::kBlockElements; ++e) {
+    uint8_t& byte = payload[2 * frame::kByteMapBytes + e / 8];
+    byte = static_cast<uint8_t>((e % 8 == 0 ? 0 : byte) | packed.tensor.buffer.data()[e] << e % 8);
+  }
+  packed.frame = std::move(longer);
+  Record record = packed.record;
+  record.block[0] = Record::pack(frame::kBitmap, units, true);
+  ASSERT_EQ(status_of(packed, record), frame::kOk);
+  ASSERT_TRUE(output(packed.tensor).buffer == packed.tensor.buffer);
 }
 
 TEST_P(Hostile, WithoutVerifyChecksumsAreNotLookedAt) {
@@ -189,6 +312,7 @@ TEST_P(Hostile, StatusBitsAreAdded) {
 }
 
 MEMSWAP_FOR_EACH_INSTRUCTION_SET(Hostile);
+MEMSWAP_FOR_EACH_INSTRUCTION_SET(PackedBitmaps);
 
 }  // namespace
 }  // namespace memswap::test

@@ -64,6 +64,7 @@ class Blocks : public testing::TestWithParam<Isa> {
       EXPECT_EQ(mine.blocks[b].zeros, oracle.blocks[b].zeros);
       EXPECT_EQ(mine.blocks[b].center, oracle.blocks[b].center);
       EXPECT_EQ(mine.blocks[b].center2, oracle.blocks[b].center2);
+      EXPECT_EQ(mine.blocks[b].packed, oracle.blocks[b].packed);
       units += oracle.blocks[b].units;
     }
     EXPECT_TRUE(mine.slab == oracle.slab) << "another slab than the oracle's";
@@ -84,8 +85,9 @@ class Blocks : public testing::TestWithParam<Isa> {
            std::min<uint64_t>(told_bytes, coded.payload.size()));
     GuardedBuffer mine(bytes, offset), oracle(bytes, offset);
     const auto decode = [&](const BlockCodec& blocks, GuardedBuffer& out) {
-      const bool ok = blocks.decoder(dtype, shape, streaming)(
-          out.data(), coded.slab.data(), payload.data(), told.mode, told.units, told.center);
+      const bool ok =
+          blocks.decoder(dtype, shape, streaming)(out.data(), coded.slab.data(), payload.data(),
+                                                  told.mode, told.units, told.center, told.packed);
       blocks.fence();
       return ok;
     };
@@ -208,6 +210,11 @@ TEST_P(Blocks, DamagedIsRefusedExactlyWhereTheOracleRefuses) {
       const auto mode = static_cast<uint32_t>(choices.below(frame::kModes));
       if (damage >= 6 && frame::mode_fits(dtype, shape, mode)) {
         told.mode = mode;
+      }
+      if (frame::has_bitmap(told.mode)) {
+        told.packed ^= damage % 4 == 3;
+      } else {
+        told.packed = false;
       }
       expect_same_elements(dtype, shape, false, 0, coded, told);
     }

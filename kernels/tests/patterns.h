@@ -42,7 +42,10 @@ enum class Kind : uint8_t {
   kUpcastOutliers,  // fp32: kOutliers with 16 low bits 0
   kMixed,           // every block of 1024 is another one of the first kMixedPatterns of kPatterns
   kSpikes,          // floats: kNormal, and one in 2^parameter is Inf, NaN or one of the largest
-  kChannels         // floats: kNormal, and every parameter-th is larger by a large power of two
+  kChannels,        // floats: kNormal, and every parameter-th is larger by a large power of two
+  kMixedBytes,      // ones (floats: kNormal) and zeros: of the 128 bytes of a block's bitmap,
+                    // `parameter` are mixed, and the others 0x00 or 0xff
+  kCausal           // rows of 2^parameter: one more one (floats: kNormal) in each, the others 0
 };
 
 struct Pattern {
@@ -73,6 +76,9 @@ inline constexpr Pattern kPatterns[] = {
     {Kind::kUpcastOutliers, 9}, {Kind::kDecay, 12},       {Kind::kDecay, 14},
     {Kind::kSpikes, 10},        {Kind::kSpikes, 4},       {Kind::kSpikes, 2},
     {Kind::kChannels, 64},      {Kind::kChannels, 5},     {Kind::kChannels, 2},
+    {Kind::kMixedBytes, 0},     {Kind::kMixedBytes, 40},  {Kind::kMixedBytes, 95},
+    {Kind::kMixedBytes, 96},    {Kind::kMixedBytes, 127}, {Kind::kMixedBytes, 128},
+    {Kind::kCausal, 5},         {Kind::kCausal, 10},
 };
 inline constexpr uint32_t kMixedPatterns = 57;  // golden frames hold them
 inline constexpr uint32_t kPatternCount = sizeof(kPatterns) / sizeof(kPatterns[0]);
@@ -140,6 +146,8 @@ inline uint64_t element_of(Pattern pattern, frame::Dtype dtype, uint64_t seed, u
     }
     return with_exponent(largest > octave ? largest - octave : 0);
   };
+
+  const uint64_t one_or_normal = frame::split_of(dtype).exponent_bits == 0 ? 1 : normal(0);
 
   uint64_t element = 0;
   switch (pattern.kind) {
@@ -220,6 +228,22 @@ inline uint64_t element_of(Pattern pattern, frame::Dtype dtype, uint64_t seed, u
                     ? with_symbol(symbols * 7 / 8 + (more >> 44) % (symbols / 8))
                     : normal(0);
       break;
+    case Kind::kMixedBytes: {
+      // The first `parameter` places of a permutation of the 128; 0, and 1, differ within a byte.
+      const uint64_t byte = index / 8;
+      const uint64_t bits = splitmix64(~seed, byte);
+      const bool mixed = byte * 37 % 128 < parameter;
+      const uint64_t bit = index % 8;
+      const bool is_one =
+          mixed ? bit == 0 || (bit != 7 && (bits >> bit & 1) != 0) : (bits & 1) != 0;
+      element = is_one ? one_or_normal : 0;
+      break;
+    }
+    case Kind::kCausal: {
+      const uint64_t row = index >> parameter;
+      element = (index & low_bits(pattern.parameter)) <= row ? one_or_normal : 0;
+      break;
+    }
     case Kind::kMixed: {
       const uint64_t block = index / frame::kBlockElements;
       const Pattern chosen = kPatterns[(splitmix64(~seed, 0) + block) % kMixedPatterns];

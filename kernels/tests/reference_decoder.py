@@ -42,7 +42,7 @@ def width_of(dtype: int) -> int:
 def slab_bytes_of(dtype: int, shape: int) -> int:
     if shape == DENSE:
         return sum(128 * width for width in FLOATS[dtype][2]) + 256
-    return {SPARSE: 128, BITS: 128, INTS: 0, RAW: 1024 * width_of(dtype), UPCAST: 1280}[shape]
+    return {SPARSE: 0, BITS: 0, INTS: 0, RAW: 1024 * width_of(dtype), UPCAST: 1280}[shape]
 
 
 def plane(data: bytes, width: int) -> list[int]:
@@ -156,8 +156,20 @@ def dense(dtype: int, slab: bytes, payload: Payload, mode: int, center: int) -> 
     return joined(dtype, exponents, rest)
 
 
-def sparse(dtype: int, slab: bytes, payload: Payload, mode: int, center: int) -> list[int]:
-    bitmap = plane(slab, 1)
+def bitmap_of(payload: Payload, packed: bool) -> list[int]:
+    if not packed:
+        return plane(payload.take(128), 1)
+    not_zero, not_full = payload.stream(128, 1), payload.stream(128, 1)
+    data = bytearray()
+    for z, f in zip(not_zero, not_full, strict=True):
+        if not z and not f:
+            raise FrameError("a byte of a bitmap is all zeros and all ones")
+        data += payload.take(1) if z and f else b"\xff" if z else b"\0"
+    return plane(bytes(data), 1)
+
+
+def sparse(dtype: int, payload: Payload, mode: int, packed: bool, center: int) -> list[int]:
+    bitmap = bitmap_of(payload, packed)
     survivors = sum(bitmap)
     rest = [0] * survivors
     shift = 0
@@ -174,9 +186,11 @@ def sparse(dtype: int, slab: bytes, payload: Payload, mode: int, center: int) ->
 
 
 def decode_block(
-    dtype: int, shape: int, slab: bytes, data: bytes, mode: int, center: int
+    dtype: int, shape: int, slab: bytes, data: bytes, mode: int, packed: bool, center: int
 ) -> list[int]:
     width = width_of(dtype)
+    if packed and mode not in (ZEROS, SIGNED_ZEROS, BITMAP):
+        raise FrameError("a packed bitmap where there is none")
     payload = Payload(data)
     if mode == LITERAL:
         everything = slab + payload.take(BLOCK * width - len(slab))
@@ -188,9 +202,9 @@ def decode_block(
     elif shape == UPCAST:
         elements = [high << 16 for high in dense(1, slab, payload, mode, center)]
     elif shape == SPARSE:
-        elements = sparse(dtype, slab, payload, mode, center)
+        elements = sparse(dtype, payload, mode, packed, center)
     elif mode == BITMAP:
-        elements = plane(slab, 1)
+        elements = bitmap_of(payload, packed)
     else:
         minimum = int.from_bytes(payload.take(8), "little")
         elements = [(minimum + x) % (1 << 8 * width) for x in payload.field(center)]
@@ -228,10 +242,10 @@ def decode(frame: bytes) -> bytes:
         tile_bytes = bytearray()
         for i in range(min(8, blocks - 8 * tile)):
             block = 8 * tile + i
-            mode, units = record[1 + i] >> 12, record[1 + i] & 4095
+            mode, packed, units = record[1 + i] >> 12, record[1 + i] >> 11 & 1, record[1 + i] & 2047
             slab = frame[128 + block * slab_bytes : 128 + (block + 1) * slab_bytes]
             payload = frame[var + 8 * position : var + 8 * (position + units)]
-            elements = decode_block(dtype, shape, slab, payload, mode, record[9 + i])
+            elements = decode_block(dtype, shape, slab, payload, mode, bool(packed), record[9 + i])
             elements = elements[: n - block * BLOCK]
             zeros_found += zeros_of(dtype, shape, mode, elements)
             tile_bytes += b"".join(element.to_bytes(width, "little") for element in elements)

@@ -26,6 +26,7 @@ inline constexpr uint32_t kUnitBytes = 8;         // payload sizes and positions
 inline constexpr uint32_t kAlignmentBytes = 128;  // of a frame's first byte, in memory
 inline constexpr uint32_t kLowPlaneBytes = kBlockElements / 4;  // L0: 2 bits per element
 inline constexpr uint32_t kBitmapBytes = kBlockElements / 8;    // 1 bit per element
+inline constexpr uint32_t kByteMapBytes = kBitmapBytes / 8;     // Z or F: 1 bit per byte of those
 inline constexpr uint64_t kMaxElements = uint64_t{1} << 41;     // so that no size overflows
 inline constexpr uint32_t kMaxBaseUnits = 0x7fffffff;           // of a record, in either area
 inline constexpr uint32_t kBaseInOverflow = 0x80000000;
@@ -80,7 +81,7 @@ enum Mode : uint8_t {
   kLiteral = 10,      // the block's bytes: the first slab_bytes in the slab, the rest as payload
   kZeros = 11,        // sparse, every zero is +0
   kSignedZeros = 12,  // sparse, a sign bit for every zero
-  kBitmap = 13,       // bits
+  kBitmap = 13,       // bits: the bitmap alone
   kReference = 14,    // ints: distance above a minimum, `center` bits each
 };
 inline constexpr uint32_t kModeCounts = 14;  // modes 1..14
@@ -94,7 +95,8 @@ enum Status : uint32_t {
   kNoRoom = 1,       // encode: var and overflow were full; the frame is unusable
   kBadHeader = 2,    // decode: the header contradicts itself, the buffers or the caller
   kBadRecord = 4,    // decode: a record names an impossible mode, size or position
-  kBadPayload = 8,   // decode: a payload's length is not what its symbols say
+  kBadPayload = 8,   // decode: a payload's length is not what its symbols say, or Z and F of a
+                     // packed bitmap contradict each other
   kBadChecksum = 16  // decode: a tile's bytes are not the ones that were encoded
 };
 
@@ -122,14 +124,22 @@ static_assert(sizeof(Header) == kHeaderBytes);
 // units, in var or, where base has bit kBaseInOverflow, in the overflow arena.
 struct Record {
   uint32_t base;
-  uint16_t block[kTileBlocks];  // low 12 bits: payload units; high 4 bits: mode
+  uint16_t block[kTileBlocks];  // bits 0..10: payload units; 11: packed; 12..15: mode
   uint8_t center[kTileBlocks];
   uint32_t checksum;
 
-  MEMSWAP_HOST_DEVICE static constexpr uint32_t units(uint16_t block) { return block & 0xfffu; }
-  MEMSWAP_HOST_DEVICE static constexpr uint32_t mode(uint16_t block) { return block >> 12; }
-  MEMSWAP_HOST_DEVICE static constexpr uint16_t pack(uint32_t mode, uint32_t units) {
-    return static_cast<uint16_t>(mode << 12 | units);
+  static constexpr uint32_t kUnitsMask = 0x7ff;
+  static constexpr uint32_t kPackedBit = 11;  // the block's bitmap is packed
+  static constexpr uint32_t kModeShift = 12;
+
+  MEMSWAP_HOST_DEVICE static constexpr uint32_t units(uint16_t block) { return block & kUnitsMask; }
+  MEMSWAP_HOST_DEVICE static constexpr bool packed(uint16_t block) {
+    return (block >> kPackedBit & 1) != 0;
+  }
+  MEMSWAP_HOST_DEVICE static constexpr uint32_t mode(uint16_t block) { return block >> kModeShift; }
+  MEMSWAP_HOST_DEVICE static constexpr uint16_t pack(uint32_t mode, uint32_t units,
+                                                     bool packed = false) {
+    return static_cast<uint16_t>(mode << kModeShift | uint32_t{packed} << kPackedBit | units);
   }
 };
 static_assert(sizeof(Record) == kRecordBytes);
@@ -216,7 +226,6 @@ MEMSWAP_HOST_DEVICE constexpr uint32_t slab_bytes(Dtype dtype, Shape shape) {
       return rest_bytes(split_of(Dtype::kBf16)) + kLowPlaneBytes;
     case Shape::kSparse:
     case Shape::kBits:
-      return kBitmapBytes;
     case Shape::kInts:
       return 0;
     case Shape::kRaw:
@@ -285,6 +294,18 @@ MEMSWAP_HOST_DEVICE constexpr bool mode_fits(Dtype dtype, Shape shape, uint32_t 
       return mode == kLiteral;
   }
   return false;
+}
+
+// Whether the payload of a block in this mode begins with a bitmap, which may be packed.
+MEMSWAP_HOST_DEVICE constexpr bool has_bitmap(uint32_t mode) {
+  return mode == kZeros || mode == kSignedZeros || mode == kBitmap;
+}
+
+// Whether a record may say this of a block: its mode, its payload's size and the packed bit.
+MEMSWAP_HOST_DEVICE constexpr bool block_fits(Dtype dtype, Shape shape, uint16_t block) {
+  const uint32_t mode = Record::mode(block);
+  return mode_fits(dtype, shape, mode) && Record::units(block) <= max_payload_units(dtype, shape) &&
+         (!Record::packed(block) || has_bitmap(mode));
 }
 
 // The layout of the frame in `frame_bytes` bytes behind `header`, if header and sizes are possible
