@@ -1,12 +1,12 @@
 // The decoder around all shapes: records, loading ahead, checksums and output. What a shape does is
 // the Reader's business:
 //
-//   kWidth, kSlabBytes, kSlotBytes  of a block's payload when it is loaded ahead; 0: it is not
-//   takes(mode)                     the modes of the shape, besides literal where it has that
+//   kWidth, kSlabBytes, kSlotBytes  what of a block's payload is loaded ahead, at most; 0: nothing
+//   takes(mode)                     the modes of the shape
 //   kMaxUnits                       of a block's payload
 //   init(pipe)
 //   scratch()                       words, twice as many as a step has; free between calls
-//   load(slot, from, mode, units)   starts the moves of one block's payload
+//   load(slot, from, mode, units)   starts the moves of one block's payload, or of its beginning
 //   decode(plan, x, slab, slots)    writes all of the plan's blocks; returns error bits
 #pragma once
 
@@ -22,10 +22,16 @@ struct Plan {
   uint32_t count;   // elements
   uint32_t mode[kMaxBlocks];
   uint32_t units[kMaxBlocks];
+  bool packed[kMaxBlocks];
   uint32_t center[kMaxBlocks];
   GM_ADDR payload[kMaxBlocks];
   uint32_t checksum;
 };
+
+// Whether the payloads of a mode begin with a bitmap.
+__aicore__ inline bool has_bitmap(uint32_t mode) {
+  return mode == frame::kZeros || mode == frame::kSignedZeros || mode == frame::kBitmap;
+}
 
 // Of blocks whose payloads say something impossible.
 __aicore__ inline void clear_block(const Bytes& x, uint32_t bytes) {
@@ -151,8 +157,9 @@ class FrameDecoder {
     plan->checksum = record_.checksum;
     for (uint32_t b = 0; b < plan->blocks; ++b) {
       const uint32_t i = step % kSteps * kStepBlocks + b;
-      plan->mode[b] = record_.block[i] >> 12;
-      plan->units[b] = record_.block[i] & 0xfffu;
+      plan->mode[b] = record_.mode_of(i);
+      plan->units[b] = record_.units_of(i);
+      plan->packed[b] = record_.is_packed(i);
       plan->center[b] = record_.center[i];
       plan->payload[b] = next_payload_;
       next_payload_ += plan->units[b] * frame::kUnitBytes;
@@ -164,10 +171,10 @@ class FrameDecoder {
     const uint32_t left = share_.blocks - tile * frame::kTileBlocks;
     bool possible = true;
     for (uint32_t i = 0; i < frame::kTileBlocks; ++i) {
-      const uint32_t mode = record_.block[i] >> 12;
-      const uint32_t units = record_.block[i] & 0xfffu;
-      possible = possible && (i < left ? Reader::takes(mode) && units <= Reader::kMaxUnits
-                                       : record_.block[i] == 0);
+      const uint32_t mode = record_.mode_of(i);
+      const bool fits = Reader::takes(mode) && record_.units_of(i) <= Reader::kMaxUnits &&
+                        (!record_.is_packed(i) || has_bitmap(mode));
+      possible = possible && (i < left ? fits : record_.block[i] == 0);
     }
     next_payload_ = possible ? payloads_of(job_, header_, share_, record_) : nullptr;
     if (next_payload_ == nullptr) {

@@ -105,7 +105,7 @@ class RecordReader {
     for (uint32_t i = 0; i < frame::kTileBlocks; ++i) {
       record.block[i] = static_cast<uint16_t>(words.GetValue(at + 1 + i / 2) >> 16 * (i % 2));
       record.center[i] = static_cast<uint8_t>(words.GetValue(at + 5 + i / 4) >> 8 * (i % 4));
-      record.units += record.block[i] & 0xfffu;
+      record.units += record.units_of(i);
     }
     record.checksum = words.GetValue(at + 7);
     return record;

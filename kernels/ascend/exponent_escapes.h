@@ -18,13 +18,13 @@ namespace memswap::ascend {
 
 // What is known of one block's escapes.
 struct EscapeStreams {
-  Bytes streams;        // from S1 on, at a multiple of 32 bytes
+  Bytes streams;        // at a multiple of 32 bytes
   uint32_t length = 0;  // bytes
   uint32_t before = 0;  // bytes of the payload before them
   uint32_t center = 0;
   uint32_t mode = 0;  // without escapes, unless it is LQ2 or LQ3
   bool good = true;   // after resolve(): the length is that of the streams
-  uint32_t at = 0;    // the next level's stream
+  uint32_t at = 0;    // where the next level's stream begins: at first, S1
 
   __aicore__ inline bool has_escapes() const { return mode == frame::kLq2 || mode == frame::kLq3; }
 };

@@ -41,6 +41,10 @@ __aicore__ constexpr First max_of(First first, Rest... rest) {
   return first > other ? first : other;
 }
 
+__aicore__ inline uint32_t round_up(uint32_t value, uint32_t to) {
+  return (value + to - 1) / to * to;
+}
+
 // What follows on the vector pipe sees what came before.
 __aicore__ inline void barrier() { PipeBarrier<PIPE_V>(); }
 

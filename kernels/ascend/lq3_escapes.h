@@ -11,9 +11,6 @@ constexpr uint32_t kHighBitsBytes = kBlockLanes / 8;
 
 // Bytes of a stream of `symbols` symbols of 4 bits.
 __aicore__ inline uint32_t nibble_bytes(uint32_t symbols) { return (symbols + 1) / 2; }
-__aicore__ inline uint32_t round_up(uint32_t value, uint32_t to) {
-  return (value + to - 1) / to * to;
-}
 
 struct Lq3Counts {
   uint32_t escapes = 0;

@@ -24,12 +24,15 @@ class PayloadWriter {
     begin(false);
   }
 
-  // Block i of the tile; `add` also gives its payload's place, null where there is none.
-  __aicore__ inline void set(uint32_t i, uint32_t mode, uint32_t units, uint32_t center) {
-    record_.set(i, mode, units, center);
+  // Block i of the tile; `add` also gives its payload's place, null where there is none. `packed`:
+  // the payload's bitmap.
+  __aicore__ inline void set(uint32_t i, uint32_t mode, uint32_t units, uint32_t center,
+                             bool packed = false) {
+    record_.set(i, mode, units, center, packed);
   }
-  __aicore__ inline GM_ADDR add(uint32_t i, uint32_t mode, uint32_t units, uint32_t center) {
-    set(i, mode, units, center);
+  __aicore__ inline GM_ADDR add(uint32_t i, uint32_t mode, uint32_t units, uint32_t center,
+                                bool packed = false) {
+    set(i, mode, units, center, packed);
     return take(units);
   }
 

@@ -88,10 +88,10 @@ class SymbolFetcher {
 
  private:
   // Bytes of a stream of at most 1024 symbols from the multiple of 32 before it on, and their
-  // symbols, which are two each where there are as many bytes as there may be.
+  // symbols, which are most for a stream of bits.
   static constexpr uint32_t kMaxRegion = 32 + kBlockLanes;
-  static constexpr uint32_t kMaxTable = 2 * (32 + kBlockLanes / 2);
-  static_assert(kMaxTable >= kMaxRegion && kMaxTable >= 8 * (32 + kBlockLanes / 8) - 256);
+  static constexpr uint32_t kMaxTable = 8 * (32 + kBlockLanes / 8);
+  static_assert(kMaxTable >= kMaxRegion && kMaxTable >= 2 * (32 + kBlockLanes / 2));
 
   struct Region {
     uint32_t before;  // bytes before the stream

@@ -5,7 +5,7 @@
 
 namespace memswap::ascend {
 
-// One tile's record while it is put together by the scalar unit.
+// One tile's record while it is put together, or taken apart, by the scalar unit.
 struct TileRecord {
   uint32_t base = 0;
   uint32_t units = 0;  // of the blocks so far
@@ -13,10 +13,21 @@ struct TileRecord {
   uint8_t center[frame::kTileBlocks] = {};
   uint32_t checksum = 0;
 
-  __aicore__ inline void set(uint32_t i, uint32_t mode, uint32_t block_units, uint32_t c) {
-    block[i] = static_cast<uint16_t>(mode << 12 | block_units);
+  __aicore__ inline void set(uint32_t i, uint32_t mode, uint32_t block_units, uint32_t c,
+                             bool packed) {
+    block[i] = static_cast<uint16_t>(mode << frame::Record::kModeShift |
+                                     uint32_t{packed} << frame::Record::kPackedBit | block_units);
     center[i] = static_cast<uint8_t>(c);
     units += block_units;
+  }
+  __aicore__ inline uint32_t mode_of(uint32_t i) const {
+    return block[i] >> frame::Record::kModeShift;
+  }
+  __aicore__ inline uint32_t units_of(uint32_t i) const {
+    return block[i] & frame::Record::kUnitsMask;
+  }
+  __aicore__ inline bool is_packed(uint32_t i) const {
+    return (block[i] >> frame::Record::kPackedBit & 1) != 0;
   }
 };
 
@@ -82,7 +93,7 @@ class HeaderCounters {
   }
   __aicore__ inline void count(const TileRecord& record) {
     for (uint32_t i = 0; i < frame::kTileBlocks; ++i) {
-      const uint32_t mode = record.block[i] >> 12;
+      const uint32_t mode = record.mode_of(i);
       if (mode != 0) {
         ++modes_[mode - 1];
       }

@@ -235,7 +235,7 @@ inline uint64_t payload_units(const Format& format, const Frame& frame) {
     frame::Record record;
     memcpy(&record, frame.begin + layout.records + tile * frame::kRecordBytes, sizeof(record));
     for (const uint16_t block : record.block) {
-      units += block & 0xfff;
+      units += frame::Record::units(block);
     }
   }
   return units;
