@@ -102,6 +102,11 @@ class SparseReader {
     uint32_t bitmap_bytes = 0;
     uint32_t length = 0;
     uint32_t at[Split::kFields + 3] = {};
+
+    // Whether nothing but the padding of the last unit is behind the area's first `end` bytes.
+    __aicore__ inline bool ends_at(uint32_t end) const {
+      return round_up(bitmap_bytes + end, frame::kUnitBytes) == bitmap_bytes + length;
+    }
   };
   static constexpr uint32_t kCodes = Split::kFields;
   static constexpr uint32_t kSigns = Split::kFields + 1;
@@ -166,6 +171,10 @@ class SparseReader {
     constexpr int32_t n = kBlockLanes;
     const uint32_t first = b * kBlockLanes;
     const Lanes is_survivor = bits()[first];
+    if (streams.good && streams.survivors == 0 && plan.mode[b] == frame::kZeros) {
+      clear_lanes(b);
+      return streams.ends_at(0);
+    }
     if (!streams.good || !find_exponents(plan, b, streams)) {
       clear_lanes(b);
       return false;

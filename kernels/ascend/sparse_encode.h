@@ -17,8 +17,9 @@ template <class Split>
 struct SparseSlot {
   static constexpr uint32_t kSpare = kUnifiedBlockBytes;
   static constexpr uint32_t kBitmap = 0;
+  static constexpr uint32_t kStreams = frame::kBitmapBytes;
   __aicore__ static constexpr uint32_t field(uint32_t i) {
-    uint32_t offset = frame::kBitmapBytes;
+    uint32_t offset = kStreams;
     for (uint32_t j = 0; j < i; ++j) {
       offset += kBlockLanes / 8 * Split::field_width(j) + kSpare;
     }
@@ -215,14 +216,21 @@ class SparseCoder {
   __aicore__ inline Pieces make_payload(uint32_t b, const Bytes& slot, uint32_t center,
                                         bool negative, uint32_t* survivors) {
     const LocalTensor<uint16_t> is_survivor = bitmap(b).template ReinterpretCast<uint16_t>();
-    Duplicate(slot.ReinterpretCast<int16_t>(), (int16_t)0, static_cast<int32_t>(Slot::kBytes / 2));
-    Not(zeros_.Get<uint16_t>(), is_survivor, static_cast<int32_t>(kBlockLanes / 16));
-    barrier();
     Pieces pieces;
     pieces.add(Slot::kBitmap, writer_.write(slot[Slot::kBitmap], b));
+    *survivors = compact(work(0)[b * kBlockLanes], is_survivor);
+    if (*survivors == 0 && !negative) {
+      return pieces;  // as half of the blocks behind a causal mask
+    }
+    Duplicate(slot[Slot::kStreams].template ReinterpretCast<int16_t>(), (int16_t)0,
+              static_cast<int32_t>((Slot::kBytes - Slot::kStreams) / 2));
+    Not(zeros_.Get<uint16_t>(), is_survivor, static_cast<int32_t>(kBlockLanes / 16));
+    barrier();
     for (uint32_t i = 0; i < Split::kFields; ++i) {
       const uint32_t width = Split::field_width(i);
-      *survivors = compact(work(i)[b * kBlockLanes], is_survivor);
+      if (i != 0) {
+        compact(work(i)[b * kBlockLanes], is_survivor);
+      }
       pack_stream(slot[Slot::field(i)], block(0), width, block(1));
       pieces.add(Slot::field(i), stream_bytes(*survivors, width));
     }
