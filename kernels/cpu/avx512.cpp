@@ -16,9 +16,9 @@ EncodeBlocks encoder(const EncodeParams& params) {
     case Shape::kDense:
       return avx512::dense_encoder(params);
     case Shape::kSparse:
-      return scalar_blocks().encoder(params);
+      return avx512::sparse_encoder(params);
     case Shape::kBits:
-      return scalar_blocks().encoder(params);
+      return avx512::bits_encoder(params);
     case Shape::kInts:
       return avx512::ints_encoder(params);
     case Shape::kUpcast:
@@ -34,9 +34,9 @@ DecodeBlock decoder(Dtype dtype, Shape shape, bool streaming) {
     case Shape::kDense:
       return avx512::dense_decoder(dtype, streaming);
     case Shape::kSparse:
-      return scalar_blocks().decoder(dtype, shape, streaming);
+      return avx512::sparse_decoder(dtype, streaming);
     case Shape::kBits:
-      return scalar_blocks().decoder(dtype, shape, streaming);
+      return avx512::bits_decoder(streaming);
     case Shape::kInts:
       return avx512::ints_decoder(dtype, streaming);
     case Shape::kUpcast:

@@ -1,7 +1,7 @@
 // Shapes ints, bits and raw, the checksum and the copy, with AVX-512. These move bytes more than
 // they compute.
 #include "avx512.h"
-#include "avx512_bytes.h"
+#include "avx512_bitmap.h"
 #include "avx512_literal.h"
 
 MEMSWAP_AVX512_BEGIN
@@ -223,41 +223,47 @@ bool decode_ints(void* out, const uint8_t* slab, const uint8_t* payload, uint32_
 
 // --- Bits and raw ------------------------------------------------------------------------------
 
-template <bool kStreaming>
 EncodedBlock encode_bits(const EncodeParams& params, const void* elements, uint32_t, uint8_t* slab,
                          uint8_t* payload) {
   const auto* from = static_cast<const uint8_t*>(elements);
-  alignas(64) uint64_t bitmap[kVectors];
+  Bitmap bitmap;
   Vector all = _mm512_setzero_si512();
   for (uint32_t i = 0; i < kVectors; ++i) {
     const Vector bytes = load(from + kLanes * i);
     all = _mm512_or_si512(all, bytes);
-    bitmap[i] = _mm512_test_epi8_mask(bytes, bytes);
+    bitmap.word[i] = _mm512_test_epi8_mask(bytes, bytes);
   }
   if (_mm512_test_epi8_mask(all, broadcast(0xfe)) != 0) {
-    return encode_literal<kStreaming>(from, params.dtype, Shape::kBits, slab, payload);
+    return encode_literal<false>(from, params.dtype, Shape::kBits, slab, payload);
   }
-  copy_lines<false>(slab, reinterpret_cast<const uint8_t*>(bitmap), sizeof bitmap);
-  return {frame::kBitmap, 0, 0, 0, 0};
+  bool packed;
+  uint8_t* end = encode_bitmap(bitmap, payload, packed);
+  store64(end, 0);  // the rest of the last unit
+  return {frame::kBitmap, units_of_bytes(static_cast<uint32_t>(end - payload)), 0, 0, 0, packed};
 }
 
 template <bool kStreaming>
 bool decode_bits(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t mode,
-                 uint32_t units, uint8_t center, bool) {
+                 uint32_t units, uint8_t center, bool packed) {
   if constexpr (kStreaming) {
     if (!is_line_aligned(out)) {
-      return decode_bits<false>(out, slab, payload, mode, units, center, false);
+      return decode_bits<false>(out, slab, payload, mode, units, center, packed);
     }
   }
   auto* to = static_cast<uint8_t*>(out);
   if (mode == frame::kLiteral) {
     return decode_literal<kStreaming>(to, Dtype::kBits8, Shape::kBits, slab, payload, units);
   }
-  for (uint32_t i = 0; i < kVectors; ++i) {
-    const __mmask64 bits = load64(slab + 8 * i);
-    store_line<kStreaming>(to + kLanes * i, _mm512_maskz_mov_epi8(bits, broadcast(1)));
+  const uint8_t* end = payload + units * frame::kUnitBytes;
+  Bitmap bitmap;
+  const uint8_t* last = decode_bitmap(bitmap, packed, payload, end);
+  if (last == nullptr || end - last >= frame::kUnitBytes) {
+    return false;
   }
-  return units == 0;
+  for (uint32_t i = 0; i < kVectors; ++i) {
+    store_line<kStreaming>(to + kLanes * i, _mm512_maskz_mov_epi8(bitmap.word[i], broadcast(1)));
+  }
+  return true;
 }
 
 template <bool kStreaming>
@@ -311,10 +317,7 @@ DecodeBlock ints_decoder(Dtype dtype, bool streaming) {
                                 });
 }
 
-EncodeBlocks bits_encoder(const EncodeParams& params) {
-  return params.streaming ? &encode_one_by_one<encode_bits<true>>
-                          : &encode_one_by_one<encode_bits<false>>;
-}
+EncodeBlocks bits_encoder(const EncodeParams&) { return &encode_one_by_one<encode_bits>; }
 
 DecodeBlock bits_decoder(bool streaming) {
   return streaming ? &decode_bits<true> : &decode_bits<false>;

@@ -1,8 +1,8 @@
-"""Real activations, one tensor per kind: what two small transformers save after some training.
+"""Real activations, one tensor per kind: what three small transformers save after some training.
 
-The kinds are those of a GPT block (LayerNorm, GELU, dropout) and of a Llama block (RMSNorm, RoPE,
-SwiGLU), with the softmax written out; gradients and weights besides. Both models train on the text
-of the demo, so that the numbers have the distribution of a model that has learnt something.
+The kinds are those of a GPT block (LayerNorm, GELU, dropout), of a Llama block (RMSNorm, RoPE,
+SwiGLU) and of a block with squared ReLU (arXiv:2109.08668), with the softmax written out; gradients
+and weights besides. All models train on the text of the demo, so that the numbers have the distribution of a model that has learnt something.
 
 The ignored types: mypy is told not to follow torch (pyproject.toml), so its Module is Any.
 """
@@ -27,6 +27,7 @@ SEQUENCE = 256
 BATCH = 8
 LAYERS = 2
 DROPOUT = 0.1
+CONTEXT = 2048  # of the causal mask
 
 
 @dataclass
@@ -108,7 +109,7 @@ class Attention(nn.Module):  # type: ignore[misc]
 
 
 class FeedForward(nn.Module):  # type: ignore[misc]
-    """GELU or SwiGLU."""
+    """GELU, SwiGLU or squared ReLU."""
 
     def __init__(self, tap: Tap, style: str) -> None:
         super().__init__()
@@ -119,6 +120,8 @@ class FeedForward(nn.Module):  # type: ignore[misc]
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         tap = self.tap
+        if self.style == "primer":
+            return self.down(tap("ReLU^2", functional.relu(self.up(states)).square()))
         if self.gate is None:
             inner = tap("GELU output", functional.gelu(tap("GELU input", self.up(states))))
             dropped = functional.dropout(self.down(inner), DROPOUT, self.training)
@@ -128,7 +131,7 @@ class FeedForward(nn.Module):  # type: ignore[misc]
 
 
 class Block(nn.Module):  # type: ignore[misc]
-    """One pre-norm block of either style."""
+    """One pre-norm block of any style."""
 
     def __init__(self, tap: Tap, style: str) -> None:
         super().__init__()
@@ -205,7 +208,7 @@ def capture(
     seed: int = 0,
     show: Callable[[str], object] = print,
 ) -> dict[str, torch.Tensor]:
-    """Train both models and return one tensor per kind.
+    """Train the models and return one tensor per kind.
 
     Args:
         steps: optimizer steps of each model before tensors are taken.
@@ -216,13 +219,15 @@ def capture(
 
     Returns:
         One-dimensional tensors by kind, most of them bfloat16; the Llama model's come first, and
-        only what it has not got is taken from the GPT.
+        only what it has not got is taken from the others.
     """
     kinds: dict[str, torch.Tensor] = {}
-    for style in ("llama", "gpt"):
+    for style in ("llama", "gpt", "primer"):
         for name, tensor in _train(style, steps, most_bytes, device, seed).items():
             kinds.setdefault(name, tensor)
     kinds["dropout mask (bool)"] = torch.rand(most_bytes, device=device) >= DROPOUT
+    causal = torch.ones(CONTEXT, CONTEXT, dtype=torch.bool, device=device).tril().flatten()
+    kinds["causal mask (bool)"] = causal.repeat(-(-most_bytes // causal.numel()))[:most_bytes]
     kinds["residual upcast (fp32)"] = kinds["residual"][: most_bytes // 4].float()
     text = torch.frombuffer(bytearray(read_corpus(most_bytes // 8)), dtype=torch.uint8)
     kinds["token indices (int64)"] = text.long().to(device)
