@@ -102,10 +102,9 @@ class BitmapReader {
   __aicore__ inline void init(TPipe* pipe) {
     pipe_ = pipe;
     pipe->InitBuffer(bitmaps_, kBytes);
-    pipe->InitBuffer(ones_, kBlockLanes * 2);
     pipe->InitBuffer(sums_, 2 * kSums * 2);
     pipe->InitBuffer(counts_, 2 * kSums * 4);
-    Duplicate(ones(), static_cast<half>(1.0f), static_cast<int32_t>(kBlockLanes));
+    ones_.init(pipe);
     Duplicate(sums_.Get<half>(), static_cast<half>(0.0f), static_cast<int32_t>(2 * kSums));
     barrier();
   }
@@ -136,8 +135,7 @@ class BitmapReader {
 
   // Lanes of 1.0 and 0.0 for block b's elements.
   __aicore__ inline void expand(const Lanes& to, uint32_t b) {
-    Select(as_half(to), bitmap(b), ones(), static_cast<half>(0.0f),
-           SELMODE::VSEL_TENSOR_SCALAR_MODE, kBlockLanes);
+    ones_.expand(as_half(to), bitmap(b), kBlockLanes);
   }
 
  private:
@@ -148,7 +146,6 @@ class BitmapReader {
   __aicore__ inline Bytes bitmap(uint32_t b) {
     return bitmaps_.Get<uint8_t>()[b * frame::kBitmapBytes];
   }
-  __aicore__ inline LocalTensor<half> ones() { return ones_.Get<half>(); }
 
   __aicore__ static inline bool has_byte_maps(const Plan& plan, uint32_t b) {
     return plan.packed[b] && plan.units[b] * frame::kUnitBytes >= kByteMapsBytes;
@@ -169,8 +166,8 @@ class BitmapReader {
     barrier();
     for (uint32_t b = 0; b < plan.blocks; ++b) {
       if (has_byte_maps(plan, b)) {
-        Select(maps[2 * b * frame::kBitmapBytes], heads[b * kHeadBytes], ones(),
-               static_cast<half>(0.0f), SELMODE::VSEL_TENSOR_SCALAR_MODE, 2 * frame::kBitmapBytes);
+        ones_.expand(maps[2 * b * frame::kBitmapBytes], heads[b * kHeadBytes],
+                     2 * frame::kBitmapBytes);
       }
     }
     barrier();
@@ -246,7 +243,8 @@ class BitmapReader {
   }
 
   TPipe* pipe_;
-  TBuf<TPosition::VECCALC> bitmaps_, ones_, sums_, counts_;
+  TBuf<TPosition::VECCALC> bitmaps_, sums_, counts_;
+  Ones ones_;
 };
 
 }  // namespace memswap::ascend

@@ -55,7 +55,7 @@ class BitsCoder : public ChecksumScratch<1> {
       if (literal) {
         literals.store(to, x[b * kBlockLanes], kBlockLanes);
       } else {
-        PayloadWriter::store(to, slots[b * frame::kBitmapBytes], bytes);
+        store_bytes(to, slots[b * frame::kBitmapBytes], bytes);
       }
     }
     literals.end();
@@ -115,7 +115,7 @@ class BitsReader : public ChecksumScratch<1> {
         half_to_bytes(block, values, kBlockLanes);
         barrier();
       }
-      errors |= good ? 0u : uint32_t{frame::kBadPayload};
+      errors |= bad_payload_unless(good);
     }
     return errors;
   }

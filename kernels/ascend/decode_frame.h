@@ -33,6 +33,11 @@ __aicore__ inline bool has_bitmap(uint32_t mode) {
   return mode == frame::kZeros || mode == frame::kSignedZeros || mode == frame::kBitmap;
 }
 
+// Error bits of a block whose payload has been looked at.
+__aicore__ inline uint32_t bad_payload_unless(bool good) {
+  return good ? 0u : uint32_t{frame::kBadPayload};
+}
+
 // Of blocks whose payloads say something impossible.
 __aicore__ inline void clear_block(const Bytes& x, uint32_t bytes) {
   Duplicate(x.ReinterpretCast<int16_t>(), (int16_t)0, static_cast<int32_t>(bytes / 2));
@@ -120,11 +125,9 @@ class FrameDecoder {
     move.count = Share::elements_from(job_.elements, block, steps * kStepBlocks * kBlockLanes);
     if constexpr (Reader::kSlabBytes != 0) {
       Bytes slabs = slabs_.template AllocTensor<uint8_t>();
-      GlobalTensor<uint8_t> from;
-      from.SetGlobalBuffer(reinterpret_cast<__gm__ uint8_t*>(job_.frame + frame::kHeaderBytes +
-                                                             uint64_t{block} * Reader::kSlabBytes));
       const uint32_t blocks = (move.count + kBlockLanes - 1) / kBlockLanes;
-      DataCopy(slabs, from, blocks * Reader::kSlabBytes);
+      load_bytes(slabs, job_.frame + frame::kHeaderBytes + uint64_t{block} * Reader::kSlabBytes,
+                 blocks * Reader::kSlabBytes);
       slabs_.EnQue(slabs);
     }
     if constexpr (Reader::kSlotBytes != 0) {
@@ -205,10 +208,7 @@ class FrameDecoder {
     }
     out_.EnQue(x);
     x = out_.template DeQue<uint8_t>();
-    GlobalTensor<uint8_t> to;
-    to.SetGlobalBuffer(reinterpret_cast<__gm__ uint8_t*>(
-        job_.output + uint64_t{move} * kStepBlocks * kBlockLanes * kWidth));
-    DataCopyPad(to, x, DataCopyExtParams(1, moved.count * kWidth, 0, 0, 0));
+    store_bytes(job_.output + uint64_t{move} * kStepBytes, x, moved.count * kWidth);
     out_.FreeTensor(x);
   }
 
@@ -266,14 +266,6 @@ class FrameDecoder {
   uint64_t sum_ = 0;  // of the tile's checksum
   uint32_t errors_ = 0;
 };
-
-// Starts the move of a payload from its first byte on.
-__aicore__ inline void load_bytes(const Bytes& to, GM_ADDR from, uint32_t bytes) {
-  GlobalTensor<uint8_t> global;
-  global.SetGlobalBuffer(reinterpret_cast<__gm__ uint8_t*>(from), bytes);
-  DataCopyPad(to, global, DataCopyExtParams(1, bytes, 0, 0, 0),
-              DataCopyPadExtParams<uint8_t>(false, 0, 0, 0));
-}
 
 // A literal block, of which `slab_bytes` stand in the slab. False: the payload has another length.
 __aicore__ inline bool read_literal(const Bytes& x, const Bytes& slab, uint32_t slab_bytes,

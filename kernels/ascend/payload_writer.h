@@ -59,13 +59,6 @@ class PayloadWriter {
 
   __aicore__ inline uint32_t next() const { return room_.next(); }
 
-  // From UB at a multiple of 32 bytes.
-  __aicore__ inline static void store(GM_ADDR to, const Bytes& from, uint32_t bytes) {
-    GlobalTensor<uint8_t> global;
-    global.SetGlobalBuffer(reinterpret_cast<__gm__ uint8_t*>(to), bytes);
-    DataCopyPad(global, from, DataCopyExtParams(1, bytes, 0, 0, 0));
-  }
-
  private:
   __aicore__ inline void begin(bool deferred) {
     record_ = TileRecord();
@@ -94,7 +87,7 @@ class LiteralWriter {
       hand_over<HardEvent::V_MTE3>(pipe_);  // and, by V's own wait, what MTE2 loaded
       stored_ = true;
     }
-    PayloadWriter::store(to, from, bytes);
+    store_bytes(to, from, bytes);
   }
   __aicore__ inline void end() {
     if (stored_) {

@@ -34,7 +34,7 @@ class SparseReader {
     symbols_.init(pipe);
     ranks_.init(pipe);
     bitmaps_.init(pipe);
-    escapes_.init(pipe);
+    escapes_.init(pipe, &ranks_, &symbols_, &masks_);
     CreateVecIndex(lane_numbers_.Get<int16_t>(), (int16_t)0, kBlockLanes);
     barrier();
     if constexpr (Split::kHasPairs) {
@@ -69,7 +69,7 @@ class SparseReader {
         streams[(b + 1) % 2] = load_block(plan, b + 1, bitmap_bytes[b + 1], survivors[b + 1]);
       }
       const bool good = plan.mode[b] == frame::kLiteral || spread(plan, b, streams[b % 2]);
-      errors |= good ? 0u : uint32_t{frame::kBadPayload};
+      errors |= bad_payload_unless(good);
       if (plan.mode[b] == frame::kLiteral) {
         clear_lanes(b);
       }
@@ -77,8 +77,7 @@ class SparseReader {
     Split::join(x, exponents_.Get<int16_t>(), work(0), masks_, &pairs_, plan.blocks);
     for (uint32_t b = 0; b < plan.blocks; ++b) {
       if (plan.mode[b] == frame::kLiteral) {
-        errors |=
-            read_literal_block(plan, b, x[b * kBlockBytes]) ? 0u : uint32_t{frame::kBadPayload};
+        errors |= bad_payload_unless(read_literal_block(plan, b, x[b * kBlockBytes]));
       }
     }
     return errors;
@@ -191,7 +190,7 @@ class SparseReader {
       Sub(is_zero, lane_numbers_.Get<int16_t>(), ranks()[first], n);
       barrier();
       fetch(signs, is_zero, b, streams, kSigns, 1);
-      flip(is_zero, is_survivor);
+      one_minus(is_zero, is_survivor, n);
       Mul(signs, signs, is_zero, n);
       barrier();
       // The field is 0 there so far.
@@ -199,14 +198,6 @@ class SparseReader {
       barrier();
     }
     return true;
-  }
-
-  // 1 - x.
-  __aicore__ inline static void flip(const Lanes& to, const Lanes& x) {
-    Muls(to, x, (int16_t)-1, static_cast<int32_t>(kBlockLanes));
-    barrier();
-    Adds(to, to, (int16_t)1, static_cast<int32_t>(kBlockLanes));
-    barrier();
   }
 
   __aicore__ inline bool find_exponents(const Plan& plan, uint32_t b, const Streams& streams) {
@@ -218,7 +209,7 @@ class SparseReader {
     fetch(e, ranks()[first], b, streams, kCodes, 2);
     Mins(flags, e, (int16_t)1, n);
     barrier();
-    flip(flags, flags);
+    one_minus(flags, flags, n);
     Mul(flags, flags, is_survivor, n);
     barrier();
     EscapeStreams escapes;
@@ -228,7 +219,7 @@ class SparseReader {
     escapes.at = streams.at[kEscapes];
     escapes.center = plan.center[b];
     escapes.mode = frame::kLq2;
-    escapes_.resolve(&escapes, 1, e, flags, block(1), block(2), ranks_, symbols_);
+    escapes_.resolve(&escapes, 1, e, flags, block(1), block(2));
     EscapeReader::exponents(e, e, flags, &plan.center[b], 1, masks_.low_bits(Split::kExponentBits),
                             true);
     Mul(e, e, is_survivor, n);

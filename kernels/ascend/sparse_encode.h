@@ -141,7 +141,7 @@ class SparseCoder {
     __aicore__ inline void store(GM_ADDR to, const Bytes& slot, uint32_t total) const {
       for (uint32_t i = 0; i < count; ++i) {
         const uint32_t bytes = i + 1 == count ? total : length[i];
-        PayloadWriter::store(to, slot[at[i]], bytes);
+        store_bytes(to, slot[at[i]], bytes);
         to += bytes;
         total -= bytes;
       }
@@ -194,7 +194,7 @@ class SparseCoder {
     windows_.begin();
     for (uint32_t b = 0; b < kBlocks; ++b) {
       if (Windows::is_far(statistics_of_[b])) {
-        compact(e[b * kBlockLanes], bitmap(b).template ReinterpretCast<uint16_t>());
+        compact(block(0), e[b * kBlockLanes], bitmap(b).template ReinterpretCast<uint16_t>());
         windows_.sample(b, block(0));
       }
     }
@@ -203,22 +203,12 @@ class SparseCoder {
     statistics_.narrow(e, free(0), free(1), kBlocks, windows, statistics_of_);
   }
 
-  __aicore__ inline uint32_t compact(const Lanes& from, const LocalTensor<uint16_t>& where) {
-    uint64_t kept = 0;
-    GatherMask(as_bits(block(0)), as_bits(from), where, true, kBlockLanes,
-               GatherMaskParams(1, 1, 0, 0), kept);
-    barrier();
-    fill(block(0), static_cast<uint32_t>(kept), kBlockLanes, (int16_t)0);
-    barrier();
-    return static_cast<uint32_t>(kept);
-  }
-
   __aicore__ inline Pieces make_payload(uint32_t b, const Bytes& slot, uint32_t center,
                                         bool negative, uint32_t* survivors) {
     const LocalTensor<uint16_t> is_survivor = bitmap(b).template ReinterpretCast<uint16_t>();
     Pieces pieces;
     pieces.add(Slot::kBitmap, writer_.write(slot[Slot::kBitmap], b));
-    *survivors = compact(work(0)[b * kBlockLanes], is_survivor);
+    *survivors = compact(block(0), work(0)[b * kBlockLanes], is_survivor);
     if (*survivors == 0 && !negative) {
       return pieces;  // as half of the blocks behind a causal mask
     }
@@ -229,27 +219,27 @@ class SparseCoder {
     for (uint32_t i = 0; i < Split::kFields; ++i) {
       const uint32_t width = Split::field_width(i);
       if (i != 0) {
-        compact(work(i)[b * kBlockLanes], is_survivor);
+        compact(block(0), work(i)[b * kBlockLanes], is_survivor);
       }
       pack_stream(slot[Slot::field(i)], block(0), width, block(1));
       pieces.add(Slot::field(i), stream_bytes(*survivors, width));
     }
     if (negative) {
       // Of an element that is 0 only the sign is left of the field.
-      const uint32_t count = compact(work(0)[b * kBlockLanes], zeros_.Get<uint16_t>());
+      const uint32_t count = compact(block(0), work(0)[b * kBlockLanes], zeros_.Get<uint16_t>());
       pack_stream(slot[Slot::kSigns], block(0), 1, block(1));
       pieces.add(Slot::kCodes, stream_bytes(*survivors, 2));
       pieces.add(Slot::kSigns, stream_bytes(count, 1));
     } else {
       pieces.add(Slot::kCodes, stream_bytes(*survivors, 2));
     }
-    compact(exponents_.Get<int16_t>()[b * kBlockLanes], is_survivor);
+    compact(block(0), exponents_.Get<int16_t>()[b * kBlockLanes], is_survivor);
     const Lq2Counts counts =
         lq2_.encode(block(0), *survivors, center, slot[Slot::kCodes], slot[Slot::kS1],
                     slot[Slot::kS2], slot[Slot::kExponents], block(1), masks_);
     pieces.add(Slot::kS1, stream_bytes(counts.escapes, 2));
     pieces.add(Slot::kS2, stream_bytes(counts.rare, 4));
-    pieces.add(Slot::kExponents, counts.explicit_);
+    pieces.add(Slot::kExponents, counts.explicit_exponents);
     return pieces;
   }
 

@@ -1,7 +1,7 @@
 // Streams of symbols, packed in the order of their elements (docs/format.md section 2).
 #pragma once
 
-#include "lanes.h"
+#include "planes.h"
 
 namespace memswap::ascend {
 
@@ -15,14 +15,7 @@ __aicore__ inline uint32_t stream_bytes(uint32_t symbols, uint32_t width) {
 __aicore__ inline void pack_stream(const Bytes& stream, const Lanes& symbols, uint32_t width,
                                    const Lanes& t) {
   if (width == 1 || width == 8) {
-    lanes_to_half(symbols, kBlockLanes);
-    barrier();
-    if (width == 8) {
-      half_to_bytes(stream, symbols, kBlockLanes);
-    } else {
-      CompareScalar(stream, as_half(symbols), static_cast<half>(1.0f), CMPMODE::EQ, kBlockLanes);
-    }
-    barrier();
+    store_field(stream, 0, symbols, t, width, 1);  // no symbol shares a byte with a distant one
     return;
   }
   // Neighbours come together by GatherMask's fixed patterns: 1 and 2 are the lanes of every pair, 3

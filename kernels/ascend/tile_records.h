@@ -38,8 +38,7 @@ class RecordWriter {
     pipe_ = pipe;
     pipe->InitBuffer(buffer_, kTiles * frame::kRecordBytes);
     words_ = buffer_.Get<uint32_t>();
-    global_.SetGlobalBuffer(reinterpret_cast<__gm__ uint32_t*>(records));
-    stored_ = first_tile;
+    next_ = records + uint64_t{first_tile} * frame::kRecordBytes;
   }
 
   __aicore__ inline void add(const TileRecord& record) {
@@ -66,9 +65,9 @@ class RecordWriter {
       return;
     }
     hand_over<HardEvent::S_MTE3>(pipe_);
-    DataCopy(global_[uint64_t{stored_} * kWords], words_, held_ * kWords);
+    DataCopy(global_at<uint32_t>(next_, held_ * kWords), words_, held_ * kWords);
     hand_over<HardEvent::MTE3_S>(pipe_);
-    stored_ += held_;
+    next_ += held_ * frame::kRecordBytes;
     held_ = 0;
   }
 
@@ -78,9 +77,8 @@ class RecordWriter {
   TPipe* pipe_;
   TBuf<TPosition::VECCALC> buffer_;
   LocalTensor<uint32_t> words_;
-  GlobalTensor<uint32_t> global_;
+  GM_ADDR next_ = nullptr;
   uint32_t held_ = 0;
-  uint32_t stored_ = 0;
 };
 
 // Counts on the scalar unit; one atomic store at the end.
@@ -89,7 +87,7 @@ class HeaderCounters {
   __aicore__ inline void init(TPipe* pipe, GM_ADDR frame) {
     pipe_ = pipe;
     pipe->InitBuffer(buffer_, frame::kHeaderBytes);
-    global_.SetGlobalBuffer(reinterpret_cast<__gm__ int32_t*>(frame), kHeaderWords);
+    frame_ = frame;
   }
   __aicore__ inline void count(const TileRecord& record) {
     for (uint32_t i = 0; i < frame::kTileBlocks; ++i) {
@@ -118,14 +116,14 @@ class HeaderCounters {
     }
     hand_over<HardEvent::S_MTE3>(pipe_);
     SetAtomicAdd<int32_t>();
-    DataCopy(global_, words, kHeaderWords);
+    DataCopy(global_at<int32_t>(frame_, kHeaderWords), words, kHeaderWords);
     SetAtomicNone();
   }
 
  private:
   TPipe* pipe_;
   TBuf<TPosition::VECCALC> buffer_;
-  GlobalTensor<int32_t> global_;
+  GM_ADDR frame_ = nullptr;
   uint32_t modes_[frame::kModeCounts] = {};
   uint32_t zeros_ = 0;
   uint32_t center_sum_ = 0;
