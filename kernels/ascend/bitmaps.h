@@ -8,8 +8,8 @@
 
 namespace memswap::ascend {
 
-constexpr uint32_t kByteMapsBytes = 2 * frame::kByteMapBytes;  // Z and F
-static_assert(kByteMapsBytes == kUnifiedBlockBytes, "Z and F are one operand");
+constexpr uint32_t kBothMapsBytes = 2 * frame::kByteMapBytes;  // Z and F
+static_assert(kBothMapsBytes == kUnifiedBlockBytes, "Z and F are one operand");
 
 // The repeats of vectors whose blocks are `dst`, `a` and `b` bitmaps of lanes apart.
 __aicore__ inline BinaryRepeatParams per_block(uint32_t dst, uint32_t a, uint32_t b) {
@@ -23,8 +23,8 @@ class BitmapWriter {
   static constexpr uint32_t kScratchLanes = 4 * kBlocks * frame::kBitmapBytes;
 
   __aicore__ inline void init(TPipe* pipe) {
-    pipe->InitBuffer(byte_maps_, kBlocks * kByteMapsBytes);
-    pipe->InitBuffer(are_mixed_, kBlocks * kByteMapsBytes);
+    pipe->InitBuffer(byte_maps_, kBlocks * kBothMapsBytes);
+    pipe->InitBuffer(are_mixed_, kBlocks * kBothMapsBytes);
     pipe->InitBuffer(mixed_, frame::kBitmapBytes * 2);
   }
 
@@ -47,7 +47,7 @@ class BitmapWriter {
     barrier();
     CompareScalar(byte_maps_.Get<uint8_t>(), values_, static_cast<half>(0.0f), CMPMODE::NE,
                   2 * kBytes);
-    // A pattern of GatherMask begins at a multiple of 32 bytes, so every other one is of zeros.
+    // A pattern of GatherMask begins at a multiple of 32 bytes: 16 of zeros are between these.
     Mul(products, values_, values_[frame::kBitmapBytes], kAllLanes, repeats, per_block(2, 2, 2));
     Duplicate(products[frame::kBitmapBytes], static_cast<half>(0.0f), kAllLanes, repeats, 1, 16);
     barrier();
@@ -63,19 +63,19 @@ class BitmapWriter {
     uint64_t count = 0;
     GatherMask(as_bits(mixed),
                values_[2 * b * frame::kBitmapBytes].template ReinterpretCast<uint16_t>(),
-               are_mixed_.Get<uint16_t>()[b * kByteMapsBytes / 2], true, frame::kBitmapBytes,
+               are_mixed_.Get<uint16_t>()[b * kBothMapsBytes / 2], true, frame::kBitmapBytes,
                GatherMaskParams(1, 1, 0, 0), count);
     barrier();
-    const uint32_t bytes = kByteMapsBytes + static_cast<uint32_t>(count);
+    const uint32_t bytes = kBothMapsBytes + static_cast<uint32_t>(count);
     if (bytes >= frame::kBitmapBytes) {
       copy_bytes(to, bitmaps_[b * frame::kBitmapBytes], frame::kBitmapBytes);
       barrier();
       return frame::kBitmapBytes;
     }
     fill(mixed, static_cast<uint32_t>(count), frame::kBitmapBytes, (int16_t)0);
-    copy_bytes(to, byte_maps_.Get<uint8_t>()[b * kByteMapsBytes], kByteMapsBytes);
+    copy_bytes(to, byte_maps_.Get<uint8_t>()[b * kBothMapsBytes], kBothMapsBytes);
     barrier();
-    half_to_bytes(to[kByteMapsBytes], mixed, frame::kBitmapBytes - kByteMapsBytes);
+    half_to_bytes(to[kBothMapsBytes], mixed, frame::kBitmapBytes - kBothMapsBytes);
     barrier();
     return bytes;
   }
@@ -90,10 +90,10 @@ class BitmapWriter {
 
 // What a payload may have before its streams: a packed bitmap of mixed bytes alone, which no
 // encoder of ours writes.
-constexpr uint32_t kLongestBitmap = kByteMapsBytes + frame::kBitmapBytes;
+constexpr uint32_t kLongestBitmap = kBothMapsBytes + frame::kBitmapBytes;
 
-// The reverse. `kHeadBytes`: from one block's payload to the next one's, of which at least the
-// first kLongestBitmap bytes have been loaded.
+// The reverse. `kHeadBytes` are from one block's payload to the next one's; of each, so much has
+// been loaded as it may have of a bitmap.
 template <uint32_t kBlocks, uint32_t kHeadBytes>
 class BitmapReader {
  public:
@@ -148,7 +148,7 @@ class BitmapReader {
   }
 
   __aicore__ static inline bool has_byte_maps(const Plan& plan, uint32_t b) {
-    return plan.packed[b] && plan.units[b] * frame::kUnitBytes >= kByteMapsBytes;
+    return plan.packed[b] && plan.units[b] * frame::kUnitBytes >= kBothMapsBytes;
   }
 
   // A byte is 0x00 without its bit in Z, 0xFF without its bit in F, and else the mixed byte whose
@@ -231,13 +231,13 @@ class BitmapReader {
       Adds(rank[at], rank[at], static_cast<int16_t>(at - before),
            static_cast<int32_t>(frame::kBitmapBytes));
       before += mixed;
-      const uint32_t bytes = kByteMapsBytes + mixed;
+      const uint32_t bytes = kBothMapsBytes + mixed;
       if (!has_byte_maps(plan, b) || counts.GetValue(kSums + b) != 0 ||
           bytes > plan.units[b] * frame::kUnitBytes) {
         continue;
       }
       lengths[b] = bytes;
-      bytes_to_half(table[at], heads[b * kHeadBytes + kByteMapsBytes], mixed);
+      bytes_to_half(table[at], heads[b * kHeadBytes + kBothMapsBytes], mixed);
     }
     barrier();
   }

@@ -68,10 +68,10 @@ class SparseReader {
         hand_over<HardEvent::V_MTE2>(pipe_);
         streams[(b + 1) % 2] = load_block(plan, b + 1, bitmap_bytes[b + 1], survivors[b + 1]);
       }
-      const bool good = plan.mode[b] == frame::kLiteral || spread(plan, b, streams[b % 2]);
-      errors |= bad_payload_unless(good);
       if (plan.mode[b] == frame::kLiteral) {
         clear_lanes(b);
+      } else {
+        errors |= bad_payload_unless(spread(plan, b, streams[b % 2]));
       }
     }
     Split::join(x, exponents_.Get<int16_t>(), work(0), masks_, &pairs_, plan.blocks);
@@ -171,7 +171,7 @@ class SparseReader {
     const uint32_t first = b * kBlockLanes;
     const Lanes is_survivor = bits()[first];
     if (streams.good && streams.survivors == 0 && plan.mode[b] == frame::kZeros) {
-      clear_lanes(b);
+      clear_lanes(b);  // as half of the blocks behind a causal mask
       return streams.ends_at(0);
     }
     if (!streams.good || !find_exponents(plan, b, streams)) {
