@@ -1,6 +1,7 @@
 // Shape bits: one-byte elements that are 0 or 1 as a bitmap; blocks with anything else are literal.
 #pragma once
 
+#include "bitmaps.h"
 #include "raw.h"
 #include "statistics.h"
 
@@ -9,59 +10,75 @@ namespace memswap::ascend {
 class BitsCoder : public ChecksumScratch<1> {
  public:
   static constexpr uint32_t kWidth = 1;
-  static constexpr uint32_t kSlabBytes = frame::kBitmapBytes;
+  static constexpr uint32_t kSlabBytes = 0;
 
   __aicore__ inline void init(TPipe* pipe) {
     pipe_ = pipe;
     ChecksumScratch<1>::init(pipe);
-    pipe->InitBuffer(lanes_, 2 * kBlocks * kBlockLanes * 2);
+    pipe->InitBuffer(lanes_, 2 * kLanes * 2);
+    pipe->InitBuffer(bitmaps_, kBlocks * frame::kBitmapBytes);
+    pipe->InitBuffer(slots_, 2, kBlocks * frame::kBitmapBytes);
     greatest_.init(pipe);
+    writer_.init(pipe);
   }
 
-  __aicore__ inline void encode(const Step& step, const Bytes& x, const Bytes& slab,
+  __aicore__ inline void encode(const Step& step, const Bytes& x, const Bytes&,
                                 PayloadWriter* payloads, HeaderCounters*) {
-    constexpr uint32_t n = kBlocks * kBlockLanes;
     const Lanes values = lanes_.Get<int16_t>();
-    bytes_to_half(values, x, n);
+    const Bytes bitmaps = bitmaps_.Get<uint8_t>();
+    bytes_to_half(values, x, kLanes);
     barrier();
-    CompareScalar(slab, as_half(values), static_cast<half>(0.0f), CMPMODE::NE, n);
+    CompareScalar(bitmaps, as_half(values), static_cast<half>(0.0f), CMPMODE::NE, kLanes);
     barrier();
-    half_to_lanes(values, n);
+    half_to_lanes(values, kLanes);
     barrier();
     uint32_t greatest[kBlocks];
-    greatest_.find(greatest, values, values[n], kBlocks);
+    greatest_.find(greatest, values, values[kLanes], kBlocks);
+    writer_.prepare(bitmaps, values);
+    Bytes slots = slots_.AllocTensor<uint8_t>();
+    uint32_t lengths[kBlocks];
+    for (uint32_t b = 0; b < step.blocks; ++b) {
+      lengths[b] = greatest[b] <= 1 ? writer_.write(slots[b * frame::kBitmapBytes], b) : 0;
+    }
+    slots_.EnQue(slots);
+    slots = slots_.DeQue<uint8_t>();
     LiteralWriter literals(pipe_);
     for (uint32_t b = 0; b < step.blocks; ++b) {
-      if (greatest[b] <= 1) {
-        payloads->set(step.first + b, frame::kBitmap, 0, 0);
-        continue;
-      }
-      barrier();
-      copy_bytes(slab[b * kSlabBytes], x[b * kBlockLanes], kSlabBytes);
+      const bool literal = lengths[b] == 0;
+      const uint32_t bytes = literal ? kBlockLanes : round_up(lengths[b], frame::kUnitBytes);
       GM_ADDR to =
-          payloads->add(step.first + b, frame::kLiteral, kLiteralBytes / frame::kUnitBytes, 0);
+          payloads->add(step.first + b, literal ? frame::kLiteral : frame::kBitmap,
+                        bytes / frame::kUnitBytes, 0, !literal && lengths[b] < frame::kBitmapBytes);
       if (to == nullptr) {
         continue;
       }
-      literals.store(to, x[b * kBlockLanes + kSlabBytes], kLiteralBytes);
+      if (literal) {
+        literals.store(to, x[b * kBlockLanes], kBlockLanes);
+      } else {
+        store_bytes(to, slots[b * frame::kBitmapBytes], bytes);
+      }
     }
     literals.end();
+    slots_.FreeTensor(slots);
   }
 
  private:
   static constexpr uint32_t kBlocks = step_blocks(1);
-  static constexpr uint32_t kLiteralBytes = kBlockLanes - kSlabBytes;
+  static constexpr uint32_t kLanes = kBlocks * kBlockLanes;
+  static_assert(BitmapWriter<kBlocks>::kScratchLanes <= kLanes);
 
   TPipe* pipe_;
-  TBuf<TPosition::VECCALC> lanes_;
+  TQue<TPosition::VECOUT, 1> slots_;
+  TBuf<TPosition::VECCALC> lanes_, bitmaps_;
   Greatest greatest_;
+  BitmapWriter<kBlocks> writer_;
 };
 
 class BitsReader : public ChecksumScratch<1> {
  public:
   static constexpr uint32_t kWidth = 1;
-  static constexpr uint32_t kSlabBytes = frame::kBitmapBytes;
-  static constexpr uint32_t kSlotBytes = kBlockLanes - kSlabBytes;
+  static constexpr uint32_t kSlabBytes = 0;
+  static constexpr uint32_t kSlotBytes = kBlockLanes;
   static constexpr uint32_t kMaxUnits = kSlotBytes / frame::kUnitBytes;
 
   __aicore__ static constexpr bool takes(uint32_t mode) {
@@ -70,42 +87,46 @@ class BitsReader : public ChecksumScratch<1> {
 
   __aicore__ inline void init(TPipe* pipe) {
     ChecksumScratch<1>::init(pipe);
-    pipe->InitBuffer(lanes_, kBlockLanes * 2);
-    pipe->InitBuffer(ones_, kBlockLanes * 2);
-    Duplicate(ones_.Get<half>(), static_cast<half>(1.0f), static_cast<int32_t>(kBlockLanes));
-    barrier();
+    pipe->InitBuffer(lanes_, Bitmaps::kScratchLanes * 2);
+    ranks_.init(pipe);
+    bitmaps_.init(pipe);
   }
 
   __aicore__ inline void load(const Bytes& slot, GM_ADDR from, uint32_t, uint32_t units) {
     load_bytes(slot, from, units * frame::kUnitBytes);
   }
 
-  __aicore__ inline uint32_t decode(const Plan& plan, const Bytes& x, const Bytes& slab,
+  __aicore__ inline uint32_t decode(const Plan& plan, const Bytes& x, const Bytes&,
                                     const Bytes& slots) {
     const Lanes values = lanes_.Get<int16_t>();
+    uint32_t lengths[kBlocks];
+    bitmaps_.read(plan, slots, values, ranks_, lengths);
     uint32_t errors = 0;
     for (uint32_t b = 0; b < plan.blocks; ++b) {
       const Bytes block = x[b * kBlockLanes];
-      const Bytes bitmap = slab[b * kSlabBytes];
+      bool good;
       if (plan.mode[b] == frame::kLiteral) {
-        errors |= read_literal(block, bitmap, kSlabBytes, slots[b * kSlotBytes], plan.units[b],
-                               kBlockLanes)
-                      ? 0u
-                      : uint32_t{frame::kBadPayload};
-        continue;
+        good = read_literal(block, block, 0, slots[b * kSlotBytes], plan.units[b], kBlockLanes);
+      } else {
+        good = lengths[b] != 0 &&
+               round_up(lengths[b], frame::kUnitBytes) == plan.units[b] * frame::kUnitBytes;
+        bitmaps_.expand(values, b);
+        barrier();
+        half_to_bytes(block, values, kBlockLanes);
+        barrier();
       }
-      errors |= plan.units[b] == 0 ? 0u : uint32_t{frame::kBadPayload};
-      barrier();
-      Select(as_half(values), bitmap, ones_.Get<half>(), static_cast<half>(0.0f),
-             SELMODE::VSEL_TENSOR_SCALAR_MODE, kBlockLanes);
-      barrier();
-      half_to_bytes(block, values, kBlockLanes);
+      errors |= bad_payload_unless(good);
     }
     return errors;
   }
 
  private:
-  TBuf<TPosition::VECCALC> lanes_, ones_;
+  static constexpr uint32_t kBlocks = step_blocks(1);
+  using Bitmaps = BitmapReader<kBlocks, kSlotBytes>;
+
+  TBuf<TPosition::VECCALC> lanes_;
+  Ranks ranks_;
+  Bitmaps bitmaps_;
 };
 
 }  // namespace memswap::ascend

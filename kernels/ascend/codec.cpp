@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <iterator>
 
 #include "entries.h"
 #include "memswap/arguments.h"
@@ -36,117 +37,66 @@ using DecodeLaunch = uint32_t (*)(uint32_t blocks, void* stream,
 #define ENCODER(name) aclrtlaunch_memswap_ascend_encode_##name
 #define DECODER(name) aclrtlaunch_memswap_ascend_decode_##name
 
-EncodeLaunch dense_encoder(Dtype dtype) {
-  switch (dtype) {
-    case Dtype::kBf16:
-      return ENCODER(dense_bf16);
-    case Dtype::kFp16:
-      return ENCODER(dense_fp16);
-    case Dtype::kFp32:
-      return ENCODER(dense_fp32);
-    case Dtype::kFp64:
-      return ENCODER(dense_fp64);
-    case Dtype::kE4m3:
-      return ENCODER(dense_e4m3);
-    case Dtype::kE5m2:
-      return ENCODER(dense_e5m2);
-    default:
-      return nullptr;
-  }
+struct FloatKernels {
+  Dtype dtype;
+  EncodeLaunch dense;
+  EncodeLaunch sparse;
+  DecodeLaunch decode;
+};
+#define FLOAT_KERNELS(dtype, name) \
+  {Dtype::dtype, ENCODER(dense_##name), ENCODER(sparse_##name), DECODER(name)}
+constexpr FloatKernels kFloats[] = {
+    FLOAT_KERNELS(kBf16, bf16), FLOAT_KERNELS(kFp16, fp16), FLOAT_KERNELS(kFp32, fp32),
+    FLOAT_KERNELS(kFp64, fp64), FLOAT_KERNELS(kE4m3, e4m3), FLOAT_KERNELS(kE5m2, e5m2),
+};
+
+// For elements of so many bits, of any dtype; only floats have decoders of their own.
+struct WidthKernels {
+  EncodeLaunch signed_ints;
+  EncodeLaunch unsigned_ints;
+  EncodeLaunch raw;
+  DecodeLaunch decode;
+};
+#define WIDTH_KERNELS(bits) \
+  {ENCODER(int##bits), ENCODER(uint##bits), ENCODER(raw##bits), DECODER(other##bits)}
+constexpr WidthKernels kWidths[] = {WIDTH_KERNELS(8), WIDTH_KERNELS(16), WIDTH_KERNELS(32),
+                                    WIDTH_KERNELS(64)};
+
+const FloatKernels* float_kernels(Dtype dtype) {
+  const auto* found = std::find_if(std::begin(kFloats), std::end(kFloats),
+                                   [=](const FloatKernels& one) { return one.dtype == dtype; });
+  return found != std::end(kFloats) ? found : nullptr;
 }
 
-EncodeLaunch sparse_encoder(Dtype dtype) {
-  switch (dtype) {
-    case Dtype::kBf16:
-      return ENCODER(sparse_bf16);
-    case Dtype::kFp16:
-      return ENCODER(sparse_fp16);
-    case Dtype::kFp32:
-      return ENCODER(sparse_fp32);
-    case Dtype::kFp64:
-      return ENCODER(sparse_fp64);
-    case Dtype::kE4m3:
-      return ENCODER(sparse_e4m3);
-    case Dtype::kE5m2:
-      return ENCODER(sparse_e5m2);
-    default:
-      return nullptr;
-  }
-}
-
-EncodeLaunch ints_encoder(Dtype dtype) {
-  const bool is_signed = frame::is_signed(dtype);
-  switch (frame::width_of(dtype)) {
-    case 1:
-      return is_signed ? ENCODER(int8) : ENCODER(uint8);
-    case 2:
-      return is_signed ? ENCODER(int16) : ENCODER(uint16);
-    case 4:
-      return is_signed ? ENCODER(int32) : ENCODER(uint32);
-    default:
-      return is_signed ? ENCODER(int64) : ENCODER(uint64);
-  }
-}
-
-EncodeLaunch raw_encoder(Dtype dtype) {
-  switch (frame::width_of(dtype)) {
-    case 1:
-      return ENCODER(raw8);
-    case 2:
-      return ENCODER(raw16);
-    case 4:
-      return ENCODER(raw32);
-    default:
-      return ENCODER(raw64);
-  }
+const WidthKernels& width_kernels(Dtype dtype) {
+  const uint32_t width = frame::width_of(dtype);
+  return kWidths[width == 1 ? 0 : width == 2 ? 1 : width == 4 ? 2 : 3];
 }
 
 // Null where the shape does not fit the dtype.
 EncodeLaunch encoder_of(Dtype dtype, Shape shape) {
+  const FloatKernels* floats = float_kernels(dtype);
+  const WidthKernels& any = width_kernels(dtype);
   switch (shape) {
     case Shape::kDense:
-      return dense_encoder(dtype);
+      return floats != nullptr ? floats->dense : nullptr;
     case Shape::kSparse:
-      return sparse_encoder(dtype);
+      return floats != nullptr ? floats->sparse : nullptr;
     case Shape::kUpcast:
       return ENCODER(upcast);
     case Shape::kBits:
       return ENCODER(bits);
     case Shape::kInts:
-      return ints_encoder(dtype);
+      return frame::is_signed(dtype) ? any.signed_ints : any.unsigned_ints;
     case Shape::kRaw:
-      return raw_encoder(dtype);
+      return any.raw;
   }
   return nullptr;
 }
 
 DecodeLaunch decoder_of(Dtype dtype) {
-  switch (dtype) {
-    case Dtype::kBf16:
-      return DECODER(bf16);
-    case Dtype::kFp16:
-      return DECODER(fp16);
-    case Dtype::kFp32:
-      return DECODER(fp32);
-    case Dtype::kFp64:
-      return DECODER(fp64);
-    case Dtype::kE4m3:
-      return DECODER(e4m3);
-    case Dtype::kE5m2:
-      return DECODER(e5m2);
-    default:
-      break;
-  }
-  switch (frame::width_of(dtype)) {
-    case 1:
-      return DECODER(other8);
-    case 2:
-      return DECODER(other16);
-    case 4:
-      return DECODER(other32);
-    default:
-      return DECODER(other64);
-  }
+  const FloatKernels* floats = float_kernels(dtype);
+  return floats != nullptr ? floats->decode : width_kernels(dtype).decode;
 }
 
 // Cores that share the tiles of a job: as many as the device and the caller permit, and none

@@ -1,12 +1,12 @@
 // The decoder around all shapes: records, loading ahead, checksums and output. What a shape does is
 // the Reader's business:
 //
-//   kWidth, kSlabBytes, kSlotBytes  of a block's payload when it is loaded ahead; 0: it is not
-//   takes(mode)                     the modes of the shape, besides literal where it has that
+//   kWidth, kSlabBytes, kSlotBytes  what of a block's payload is loaded ahead, at most; 0: nothing
+//   takes(mode)                     the modes of the shape
 //   kMaxUnits                       of a block's payload
 //   init(pipe)
 //   scratch()                       words, twice as many as a step has; free between calls
-//   load(slot, from, mode, units)   starts the moves of one block's payload
+//   load(slot, from, mode, units)   starts the moves of one block's payload, or of its beginning
 //   decode(plan, x, slab, slots)    writes all of the plan's blocks; returns error bits
 #pragma once
 
@@ -22,10 +22,21 @@ struct Plan {
   uint32_t count;   // elements
   uint32_t mode[kMaxBlocks];
   uint32_t units[kMaxBlocks];
+  bool packed[kMaxBlocks];
   uint32_t center[kMaxBlocks];
   GM_ADDR payload[kMaxBlocks];
   uint32_t checksum;
 };
+
+// Whether the payloads of a mode begin with a bitmap.
+__aicore__ inline bool has_bitmap(uint32_t mode) {
+  return mode == frame::kZeros || mode == frame::kSignedZeros || mode == frame::kBitmap;
+}
+
+// Error bits of a block whose payload has been looked at.
+__aicore__ inline uint32_t bad_payload_unless(bool good) {
+  return good ? 0u : uint32_t{frame::kBadPayload};
+}
 
 // Of blocks whose payloads say something impossible.
 __aicore__ inline void clear_block(const Bytes& x, uint32_t bytes) {
@@ -114,11 +125,9 @@ class FrameDecoder {
     move.count = Share::elements_from(job_.elements, block, steps * kStepBlocks * kBlockLanes);
     if constexpr (Reader::kSlabBytes != 0) {
       Bytes slabs = slabs_.template AllocTensor<uint8_t>();
-      GlobalTensor<uint8_t> from;
-      from.SetGlobalBuffer(reinterpret_cast<__gm__ uint8_t*>(job_.frame + frame::kHeaderBytes +
-                                                             uint64_t{block} * Reader::kSlabBytes));
       const uint32_t blocks = (move.count + kBlockLanes - 1) / kBlockLanes;
-      DataCopy(slabs, from, blocks * Reader::kSlabBytes);
+      load_bytes(slabs, job_.frame + frame::kHeaderBytes + uint64_t{block} * Reader::kSlabBytes,
+                 blocks * Reader::kSlabBytes);
       slabs_.EnQue(slabs);
     }
     if constexpr (Reader::kSlotBytes != 0) {
@@ -151,8 +160,9 @@ class FrameDecoder {
     plan->checksum = record_.checksum;
     for (uint32_t b = 0; b < plan->blocks; ++b) {
       const uint32_t i = step % kSteps * kStepBlocks + b;
-      plan->mode[b] = record_.block[i] >> 12;
-      plan->units[b] = record_.block[i] & 0xfffu;
+      plan->mode[b] = record_.mode_of(i);
+      plan->units[b] = record_.units_of(i);
+      plan->packed[b] = record_.is_packed(i);
       plan->center[b] = record_.center[i];
       plan->payload[b] = next_payload_;
       next_payload_ += plan->units[b] * frame::kUnitBytes;
@@ -164,10 +174,10 @@ class FrameDecoder {
     const uint32_t left = share_.blocks - tile * frame::kTileBlocks;
     bool possible = true;
     for (uint32_t i = 0; i < frame::kTileBlocks; ++i) {
-      const uint32_t mode = record_.block[i] >> 12;
-      const uint32_t units = record_.block[i] & 0xfffu;
-      possible = possible && (i < left ? Reader::takes(mode) && units <= Reader::kMaxUnits
-                                       : record_.block[i] == 0);
+      const uint32_t mode = record_.mode_of(i);
+      const bool fits = Reader::takes(mode) && record_.units_of(i) <= Reader::kMaxUnits &&
+                        (!record_.is_packed(i) || has_bitmap(mode));
+      possible = possible && (i < left ? fits : record_.block[i] == 0);
     }
     next_payload_ = possible ? payloads_of(job_, header_, share_, record_) : nullptr;
     if (next_payload_ == nullptr) {
@@ -198,10 +208,7 @@ class FrameDecoder {
     }
     out_.EnQue(x);
     x = out_.template DeQue<uint8_t>();
-    GlobalTensor<uint8_t> to;
-    to.SetGlobalBuffer(reinterpret_cast<__gm__ uint8_t*>(
-        job_.output + uint64_t{move} * kStepBlocks * kBlockLanes * kWidth));
-    DataCopyPad(to, x, DataCopyExtParams(1, moved.count * kWidth, 0, 0, 0));
+    store_bytes(job_.output + uint64_t{move} * kStepBytes, x, moved.count * kWidth);
     out_.FreeTensor(x);
   }
 
@@ -259,14 +266,6 @@ class FrameDecoder {
   uint64_t sum_ = 0;  // of the tile's checksum
   uint32_t errors_ = 0;
 };
-
-// Starts the move of a payload from its first byte on.
-__aicore__ inline void load_bytes(const Bytes& to, GM_ADDR from, uint32_t bytes) {
-  GlobalTensor<uint8_t> global;
-  global.SetGlobalBuffer(reinterpret_cast<__gm__ uint8_t*>(from), bytes);
-  DataCopyPad(to, global, DataCopyExtParams(1, bytes, 0, 0, 0),
-              DataCopyPadExtParams<uint8_t>(false, 0, 0, 0));
-}
 
 // A literal block, of which `slab_bytes` stand in the slab. False: the payload has another length.
 __aicore__ inline bool read_literal(const Bytes& x, const Bytes& slab, uint32_t slab_bytes,

@@ -21,12 +21,7 @@ template <class SlabBytes>
 __aicore__ inline FrameHeader read_header(TPipe* pipe, const DecodeJob& job,
                                           SlabBytes slab_bytes_of) {
   TBuf<TPosition::VECCALC> buffer;
-  pipe->InitBuffer(buffer, frame::kHeaderBytes);
-  const LocalTensor<uint32_t> words = buffer.Get<uint32_t>();
-  GlobalTensor<uint32_t> global;
-  global.SetGlobalBuffer(reinterpret_cast<__gm__ uint32_t*>(job.frame), kHeaderWords);
-  DataCopy(words, global, kHeaderWords);
-  hand_over<HardEvent::MTE2_S>(pipe);
+  const LocalTensor<uint32_t> words = load_header(pipe, &buffer, job.frame);
   const auto wide = [&](uint32_t index) __aicore__ {
     return uint64_t{words.GetValue(index)} | uint64_t{words.GetValue(index + 1)} << 32;
   };
@@ -68,14 +63,12 @@ __aicore__ inline void report(TPipe* pipe, const DecodeJob& job, uint32_t errors
   pipe->InitBuffer(buffer, kUnifiedBlockBytes);
   const LocalTensor<int32_t> word = buffer.Get<int32_t>();
   word.SetValue(0, static_cast<int32_t>(errors));
-  GlobalTensor<int32_t> status;
-  status.SetGlobalBuffer(reinterpret_cast<__gm__ int32_t*>(job.status), 1);
   for (uint32_t i = 1; i < kUnifiedBlockBytes / 4; ++i) {
     word.SetValue(i, 0);
   }
   hand_over<HardEvent::S_MTE3>(pipe);
   SetAtomicMax<int32_t>();
-  DataCopyPad(status, word, DataCopyExtParams(1, 4, 0, 0, 0));
+  DataCopyPad(global_at<int32_t>(job.status, 1), word, DataCopyExtParams(1, 4, 0, 0, 0));
   SetAtomicNone();
 }
 
@@ -85,7 +78,7 @@ class RecordReader {
   __aicore__ inline void init(TPipe* pipe, GM_ADDR records, uint32_t tiles) {
     pipe_ = pipe;
     pipe->InitBuffer(buffer_, kTiles * frame::kRecordBytes);
-    global_.SetGlobalBuffer(reinterpret_cast<__gm__ uint32_t*>(records), uint64_t{tiles} * kWords);
+    global_ = global_at<uint32_t>(records, uint64_t{tiles} * kWords);
     tiles_ = tiles;
   }
 
@@ -105,7 +98,7 @@ class RecordReader {
     for (uint32_t i = 0; i < frame::kTileBlocks; ++i) {
       record.block[i] = static_cast<uint16_t>(words.GetValue(at + 1 + i / 2) >> 16 * (i % 2));
       record.center[i] = static_cast<uint8_t>(words.GetValue(at + 5 + i / 4) >> 8 * (i % 4));
-      record.units += record.block[i] & 0xfffu;
+      record.units += record.units_of(i);
     }
     record.checksum = words.GetValue(at + 7);
     return record;

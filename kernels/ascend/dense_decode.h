@@ -3,6 +3,7 @@
 
 #include "decode_frame.h"
 #include "exponent_escapes.h"
+#include "lq3_escapes.h"
 #include "splits.h"
 
 namespace memswap::ascend {
@@ -29,15 +30,13 @@ class DenseReader {
 
   __aicore__ inline void init(TPipe* pipe) {
     pipe_ = pipe;
-    escapes_.init(pipe_);
+    escapes_.init(pipe_, &ranks_, &symbols_, &masks_);
     ranks_.init(pipe_);
     symbols_.init(pipe_);
     pipe_->InitBuffer(exponents_, kLanes * 2);
     pipe_->InitBuffer(work_, kVectors * kLanes * 2);
-    pipe_->InitBuffer(ones_, kBlockLanes * 2);
     masks_.init(pipe_);
-    Duplicate(ones_.Get<half>(), static_cast<half>(1.0f), static_cast<int32_t>(kBlockLanes));
-    barrier();
+    ones_.init(pipe_);
     if constexpr (Split::kHasPairs) {
       pairs_.init(pipe_, kLanes);
     }
@@ -78,7 +77,7 @@ class DenseReader {
     uint32_t offset = 0;
     for (uint32_t i = 0; i < Split::kFields; ++i) {
       load_field(work(i), slab[offset], kSlabBytes, work(Split::kFields), Split::field_width(i),
-                 plan.blocks, masks_, ones_.Get<half>());
+                 plan.blocks, masks_, ones_);
       offset += kBlockLanes / 8 * Split::field_width(i);
     }
     Split::join(x, e, work(0), masks_, &pairs_, plan.blocks);
@@ -123,7 +122,7 @@ class DenseReader {
       if ((bits & width) == 0) {
         continue;
       }
-      add_plane(codes, payload[at], shift, width, work(1), work(2), masks_, ones_.Get<half>());
+      add_plane(codes, payload[at], shift, width, work(1), work(2), masks_, ones_);
       at += kBlockLanes / 8 * width;
       shift += width;
     }
@@ -137,10 +136,7 @@ class DenseReader {
     EscapeStreams blocks[kBlocks];
     Mins(flags, codes, (int16_t)1, n);
     barrier();
-    Muls(flags, flags, (int16_t)-1, n);
-    barrier();
-    Adds(flags, flags, (int16_t)1, n);
-    barrier();
+    one_minus(flags, flags, n);
     for (uint32_t b = 0; b < plan.blocks; ++b) {
       EscapeStreams& block = blocks[b];
       const uint32_t before = plan.mode[b] == frame::kLq3 ? kHighBitsBytes : 0;
@@ -156,18 +152,19 @@ class DenseReader {
       block.center = plan.center[b];
     }
     barrier();
-    escapes_.resolve(blocks, plan.blocks, codes, flags, work(2), work(3), ranks_, symbols_);
+    escapes_.resolve(blocks, plan.blocks, codes, flags, work(2), work(3));
     for (uint32_t b = 0; b < plan.blocks; ++b) {
-      errors_ |= blocks[b].good ? 0u : uint32_t{frame::kBadPayload};
+      errors_ |= bad_payload_unless(blocks[b].good);
     }
   }
 
   TPipe* pipe_;
-  TBuf<TPosition::VECCALC> exponents_, work_, ones_;
+  TBuf<TPosition::VECCALC> exponents_, work_;
   EscapeReader escapes_;
   Ranks ranks_;
   SymbolFetcher symbols_;
   Masks masks_;
+  Ones ones_;
   WordPairs pairs_;
   uint32_t errors_ = 0;
 };

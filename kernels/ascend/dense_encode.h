@@ -22,7 +22,7 @@ class DenseCoder {
     pipe_->InitBuffer(payloads_, 2, kBlocks * 128 * (Split::kExponentBits - 2));
     pipe_->InitBuffer(exponents_, kLanes * 2);
     pipe_->InitBuffer(work_, kVectors * kLanes * 2);
-    pipe_->InitBuffer(slots_, kBlocks * kSlotBytes);
+    pipe_->InitBuffer(slots_, kBlocks * kDenseSlotBytes);
     pipe_->InitBuffer(used_, kBlocks * 32);
     pipe_->InitBuffer(indices_, kSlotWords * 4);
     masks_.init(pipe_);
@@ -75,7 +75,7 @@ class DenseCoder {
  private:
   static constexpr uint32_t kBlocks = Split::kBlocks;
   static constexpr uint32_t kLanes = Split::kLanes;
-  static constexpr uint32_t kSlotWords = kSlotBytes / 4;
+  static constexpr uint32_t kSlotWords = kDenseSlotBytes / 4;
   static constexpr bool kUpcast = std::is_same_v<Split, SplitUpcast>;
   static constexpr bool kOutliers = Split::kExponentBits == canonical::kOutlierBits;
   // A lane per element each, for planes, statistics and the checksum.
@@ -112,17 +112,11 @@ class DenseCoder {
     const Lanes packed = work(3);
     const Bytes slots = slots_.Get<uint8_t>();
     constexpr int32_t n = kLanes;
-    Not(as_bits(v), as_bits(e), n);
     Duplicate(slots_.Get<uint32_t>(), 0u, static_cast<int32_t>(kBlocks * kSlotWords));
-    barrier();
     for (uint32_t b = 0; b < kBlocks; ++b) {
       centers_[b] = center_of(blocks_[b], 19);
-      Adds(v[b * kBlockLanes], v[b * kBlockLanes], static_cast<int16_t>(centers_[b] + 1),
-           static_cast<int32_t>(kBlockLanes));
     }
-    barrier();
-    and_all(v, v, masks_.low_bits(8), kLanes);
-    barrier();
+    subtract_from_centers(v, e, centers_, kBlocks, kBlockLanes, masks_.low_bits(8));
     // 1..7 stay, all others become 0: min(v, 8) mod 8.
     Mins(codes, v, (int16_t)8, n);
     barrier();
@@ -211,17 +205,17 @@ class DenseCoder {
   __aicore__ inline void store_literal(const Step& step, const bool* literal, const uint32_t* units,
                                        const Bytes& x, const Bytes& slab, GM_ADDR to) {
     barrier();
-    hand_over<HardEvent::V_MTE3>(pipe_);  // and, by V's own wait, what MTE2 loaded
+    LiteralWriter literals(pipe_);
     for (uint32_t b = 0; b < step.blocks; ++b) {
       if (literal[b]) {
         copy_bytes(slab[b * kSlabBytes], x[b * kBlockBytes], kSlabBytes);
         if (to != nullptr) {
-          PayloadWriter::store(to, x[b * kBlockBytes + kSlabBytes], kLiteralBytes);
+          literals.store(to, x[b * kBlockBytes + kSlabBytes], kLiteralBytes);
         }
       }
       to = to != nullptr ? to + units[b] * frame::kUnitBytes : to;
     }
-    hand_over<HardEvent::MTE3_V>(pipe_);  // before the queue gives x away
+    literals.end();
   }
 
   __aicore__ inline void encode_fw(uint32_t b, uint32_t bits, const Lanes& e, const Bytes& slab) {
@@ -229,13 +223,10 @@ class DenseCoder {
     const Lanes symbols = work(1);
     const Lanes packed = work(2);
     const Lanes scratch = work(3);
-    const Bytes slot = slots_.Get<uint8_t>()[b * kSlotBytes];
-    constexpr int32_t n = kBlockLanes;
-    Not(as_bits(v), as_bits(e)[b * kBlockLanes], n);
+    const Bytes slot = slots_.Get<uint8_t>()[b * kDenseSlotBytes];
+    const uint32_t top = static_cast<uint32_t>(blocks_[b].max);
     Duplicate(slots_.Get<uint32_t>()[b * kSlotWords], 0u, static_cast<int32_t>(kSlotWords));
-    barrier();
-    Adds(v, v, static_cast<int16_t>(blocks_[b].max + 1), n);
-    barrier();
+    subtract_from_centers(v, e[b * kBlockLanes], &top, 1, kBlockLanes, masks_.low_bits(8));
     and_all(symbols, v, masks_.low_bits(2), kBlockLanes);
     barrier();
     pack_rows(packed, symbols, scratch, 2, 1);
@@ -269,7 +260,7 @@ class DenseCoder {
                GatherMaskParams(1, 1, 0, 0), words);
     payloads_.EnQue(out);
     out = payloads_.template DeQue<uint32_t>();
-    PayloadWriter::store(to, out.ReinterpretCast<uint8_t>(), total * frame::kUnitBytes);
+    store_bytes(to, out.ReinterpretCast<uint8_t>(), total * frame::kUnitBytes);
     payloads_.FreeTensor(out);
   }
 
@@ -277,8 +268,7 @@ class DenseCoder {
     hand_over<HardEvent::V_MTE3>(pipe_);
     for (uint32_t b = 0; b < kBlocks; ++b) {
       if (!literal[b] && units[b] != 0) {
-        PayloadWriter::store(to, slots_.Get<uint8_t>()[b * kSlotBytes],
-                             units[b] * frame::kUnitBytes);
+        store_bytes(to, slots_.Get<uint8_t>()[b * kDenseSlotBytes], units[b] * frame::kUnitBytes);
       }
       to += units[b] * frame::kUnitBytes;
     }
@@ -292,10 +282,10 @@ class DenseCoder {
     PipeBarrier<PIPE_MTE3>();
     for (uint32_t b = 0; b < kBlocks; ++b) {
       if (counts_[b].explicit_exponents != 0) {
-        const uint32_t s1 = nibble_bytes(counts_[b].escapes);
+        const uint32_t s1 = stream_bytes(counts_[b].escapes, 4);
         const uint32_t offset = kHighBitsBytes + s1;
-        PayloadWriter::store(to + offset, slots[b * kSlotBytes + kHighBitsBytes + round_up(s1, 32)],
-                             units[b] * frame::kUnitBytes - offset);
+        store_bytes(to + offset, slots[b * kDenseSlotBytes + kHighBitsBytes + round_up(s1, 32)],
+                    units[b] * frame::kUnitBytes - offset);
       }
       to += units[b] * frame::kUnitBytes;
     }

@@ -98,12 +98,7 @@ class FrameEncoder {
 
   __aicore__ inline bool any_placed() {
     TBuf<TPosition::VECCALC> buffer;
-    pipe_->InitBuffer(buffer, frame::kHeaderBytes);
-    const LocalTensor<uint32_t> words = buffer.Get<uint32_t>();
-    GlobalTensor<uint32_t> global;
-    global.SetGlobalBuffer(reinterpret_cast<__gm__ uint32_t*>(job_.frame), kHeaderWords);
-    DataCopy(words, global, kHeaderWords);
-    hand_over<HardEvent::MTE2_S>(pipe_);
+    const LocalTensor<uint32_t> words = load_header(pipe_, &buffer, job_.frame);
     const bool in_var = share_.first_tile != 0 && words.GetValue(HeaderWord::kVarUsed) != 0;
     return words.GetValue(HeaderWord::kStatus) == frame::kOk &&
            (in_var || words.GetValue(HeaderWord::kOverflowUsed) != 0);
@@ -141,12 +136,8 @@ class FrameEncoder {
     if (count == 0) {
       return;
     }
-    GlobalTensor<uint8_t> from;
-    from.SetGlobalBuffer(reinterpret_cast<__gm__ uint8_t*>(
-        job_.input + uint64_t{move} * kStepBlocks * kBlockLanes * kWidth));
     Bytes x = in_.template AllocTensor<uint8_t>();
-    DataCopyPad(x, from, DataCopyExtParams(1, count * kWidth, 0, 0, 0),
-                DataCopyPadExtParams<uint8_t>(false, 0, 0, 0));
+    load_bytes(x, job_.input + uint64_t{move} * kStepBytes, count * kWidth);
     in_.EnQue(x);
   }
 
@@ -216,12 +207,10 @@ class FrameEncoder {
       if (stores_slabs_) {
         slabs_.EnQue(moved.slabs);
         moved.slabs = slabs_.template DeQue<uint8_t>();
-        GlobalTensor<uint8_t> to;
-        to.SetGlobalBuffer(reinterpret_cast<__gm__ uint8_t*>(job_.frame + frame::kHeaderBytes +
-                                                             uint64_t{moved.first} * kStepBlocks *
-                                                                 Coder::kSlabBytes));
+        const uint64_t first = uint64_t{moved.first} * kStepBlocks;
         const uint32_t blocks = (moved.count + kBlockLanes - 1) / kBlockLanes;
-        DataCopy(to, moved.slabs, blocks * Coder::kSlabBytes);
+        store_bytes(job_.frame + frame::kHeaderBytes + first * Coder::kSlabBytes, moved.slabs,
+                    blocks * Coder::kSlabBytes);
       }
       slabs_.FreeTensor(moved.slabs);
     }

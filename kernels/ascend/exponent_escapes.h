@@ -9,7 +9,6 @@
 // The scalar unit reads two numbers per block and level, whatever the number of escapes.
 #pragma once
 
-#include "lq3_escapes.h"
 #include "ranks.h"
 #include "statistics.h"
 #include "streams.h"
@@ -18,21 +17,25 @@ namespace memswap::ascend {
 
 // What is known of one block's escapes.
 struct EscapeStreams {
-  Bytes streams;        // from S1 on, at a multiple of 32 bytes
+  Bytes streams;        // at a multiple of 32 bytes
   uint32_t length = 0;  // bytes
   uint32_t before = 0;  // bytes of the payload before them
   uint32_t center = 0;
   uint32_t mode = 0;  // without escapes, unless it is LQ2 or LQ3
   bool good = true;   // after resolve(): the length is that of the streams
-  uint32_t at = 0;    // the next level's stream
+  uint32_t at = 0;    // where the next level's stream begins: at first, S1
 
   __aicore__ inline bool has_escapes() const { return mode == frame::kLq2 || mode == frame::kLq3; }
 };
 
 class EscapeReader {
  public:
-  __aicore__ inline void init(TPipe* pipe) {
+  // What it uses beside the reader that it is part of.
+  __aicore__ inline void init(TPipe* pipe, Ranks* ranks, SymbolFetcher* symbols, Masks* masks) {
     pipe_ = pipe;
+    ranks_ = ranks;
+    symbols_ = symbols;
+    masks_ = masks;
     pipe->InitBuffer(distances_, kTables * kEntries * 2);
     greatest_.init(pipe);
     make_distances();
@@ -41,15 +44,14 @@ class EscapeReader {
   // The escapes, where flags are 1 (elsewhere 0), get their v. All vectors have 1024 lanes per
   // block; flags and both scratch vectors are overwritten.
   __aicore__ inline void resolve(EscapeStreams* blocks, uint32_t count, const Lanes& v,
-                                 const Lanes& flags, const Lanes& a, const Lanes& b, Ranks& ranks,
-                                 SymbolFetcher& symbols) {
+                                 const Lanes& flags, const Lanes& a, const Lanes& b) {
     const int32_t n = static_cast<int32_t>(count * kBlockLanes);
     for (uint32_t level = 0; level < kLevels; ++level) {
       if (level != 0 && !any(flags, b, count)) {
         break;
       }
-      ranks.compute(a, flags, b, count);
-      fetch(blocks, count, level, flags, a, symbols);
+      ranks_->compute(a, flags, b, count);
+      fetch(blocks, count, level, flags, a);
       // v = fetched and, where that is kNext, an escape of the next level.
       Maxs(b, a, (int16_t)(kNext - 1), n);
       barrier();
@@ -75,26 +77,16 @@ class EscapeReader {
   __aicore__ inline static void exponents(const Lanes& e, const Lanes& v, const Lanes& scratch,
                                           const uint32_t* centers, uint32_t blocks,
                                           const Lanes& mask, bool escapes) {
-    const uint32_t lanes = blocks * kBlockLanes;
-    const int32_t n = static_cast<int32_t>(lanes);
+    const int32_t n = static_cast<int32_t>(blocks * kBlockLanes);
     if (escapes) {
+      // 1 for v up to 255, 0 for kZero.
       Maxs(scratch, v, (int16_t)(kZero - 1), n);
       barrier();
       Muls(scratch, scratch, (int16_t)-1, n);
-    }
-    // c - v = ~v + 1 + c.
-    Not(as_bits(e), as_bits(v), n);
-    barrier();
-    for (uint32_t b = 0; b < blocks; ++b) {
-      Adds(e[b * kBlockLanes], e[b * kBlockLanes], static_cast<int16_t>(centers[b] + 1),
-           static_cast<int32_t>(kBlockLanes));
-    }
-    if (escapes) {
+      barrier();
       Adds(scratch, scratch, (int16_t)kZero, n);
     }
-    barrier();
-    and_all(e, e, mask, lanes);
-    barrier();
+    subtract_from_centers(e, v, centers, blocks, kBlockLanes, mask);
     if (escapes) {
       Mul(e, e, scratch, n);
       barrier();
@@ -153,7 +145,7 @@ class EscapeReader {
   // Of one level: each block's ranks become what its lanes fetch. Where the streams end too early
   // there are no flags any more.
   __aicore__ inline void fetch(EscapeStreams* blocks, uint32_t count, uint32_t level,
-                               const Lanes& flags, const Lanes& ranks, SymbolFetcher& symbols) {
+                               const Lanes& flags, const Lanes& ranks) {
     constexpr uint32_t last = kBlockLanes - 1;
     uint32_t escapes[frame::kTileBlocks];
     hand_over<HardEvent::V_S>(pipe_);
@@ -179,31 +171,21 @@ class EscapeReader {
         continue;
       }
       if (width == 8) {
-        symbols.fetch(lanes, block.streams, block.at, bytes, width);
-        to_distances(lanes, block.center);
+        symbols_->fetch(lanes, block.streams, block.at, bytes, width);
+        subtract_from_centers(lanes, lanes, &block.center, 1, kBlockLanes, masks_->low_bits(8));
       } else {
         const uint32_t table = !lq2 ? kLq3First : level == 0 ? kLq2First : kLq2Second;
-        symbols.fetch(lanes, block.streams, block.at, bytes, width, distances(table));
+        symbols_->fetch(lanes, block.streams, block.at, bytes, width, distances(table));
       }
       block.at += bytes;
     }
     barrier();
   }
 
-  // v = (c - E) mod 256.
-  __aicore__ inline static void to_distances(const Lanes& lanes, uint32_t center) {
-    constexpr int32_t n = kBlockLanes;
-    Not(as_bits(lanes), as_bits(lanes), n);
-    barrier();
-    Adds(lanes, lanes, static_cast<int16_t>(center + 1), n);
-    barrier();
-    ShiftLeft(as_bits(lanes), as_bits(lanes), (uint16_t)8, n);
-    barrier();
-    ShiftRight(as_bits(lanes), as_bits(lanes), (uint16_t)8, n);
-    barrier();
-  }
-
   TPipe* pipe_;
+  Ranks* ranks_;
+  SymbolFetcher* symbols_;
+  Masks* masks_;
   TBuf<TPosition::VECCALC> distances_;
   Greatest greatest_;
 };

@@ -12,8 +12,6 @@ __aicore__ inline void begin_frame(const EncodeJob& job) {
   TBuf<TPosition::VECCALC> buffer;
   pipe.InitBuffer(buffer, frame::kHeaderBytes);
   const LocalTensor<uint32_t> words = buffer.Get<uint32_t>();
-  GlobalTensor<uint32_t> global;
-  global.SetGlobalBuffer(reinterpret_cast<__gm__ uint32_t*>(job.frame), kHeaderWords);
   for (uint32_t i = 0; i < kHeaderWords; ++i) {
     words.SetValue(i, 0u);
   }
@@ -29,7 +27,7 @@ __aicore__ inline void begin_frame(const EncodeJob& job) {
   words.SetValue(HeaderWord::kVarCapacity, static_cast<uint32_t>(job.var_capacity));
   words.SetValue(HeaderWord::kVarCapacity + 1, static_cast<uint32_t>(job.var_capacity >> 32));
   hand_over<HardEvent::S_MTE3>(&pipe);
-  DataCopy(global, words, kHeaderWords);
+  DataCopy(global_at<uint32_t>(job.frame, kHeaderWords), words, kHeaderWords);
 }
 
 // Gives the deferred tiles their places in var and the arena, or says in the status that there is
@@ -41,14 +39,9 @@ class DeferredTiles {
 
   __aicore__ inline void place() {
     TBuf<TPosition::VECCALC> header, cursor, records;
-    pipe_->InitBuffer(header, frame::kHeaderBytes);
     pipe_->InitBuffer(cursor, kUnifiedBlockBytes);
     pipe_->InitBuffer(records, kTiles * frame::kRecordBytes);
-    const LocalTensor<uint32_t> words = header.Get<uint32_t>();
-    GlobalTensor<uint32_t> global;
-    global.SetGlobalBuffer(reinterpret_cast<__gm__ uint32_t*>(job_.frame), kHeaderWords);
-    DataCopy(words, global, kHeaderWords);
-    hand_over<HardEvent::MTE2_S>(pipe_);
+    const LocalTensor<uint32_t> words = load_header(pipe_, &header, job_.frame);
     if (words.GetValue(HeaderWord::kOverflowUsed) == 0) {
       return;
     }
@@ -72,7 +65,7 @@ class DeferredTiles {
       }
     }
     hand_over<HardEvent::S_MTE3>(pipe_);
-    DataCopy(global, words, kHeaderWords);
+    DataCopy(global_at<uint32_t>(job_.frame, kHeaderWords), words, kHeaderWords);
   }
 
  private:
@@ -81,26 +74,20 @@ class DeferredTiles {
 
   // The arena's cursor.
   __aicore__ inline uint64_t read(const LocalTensor<uint32_t>& words) {
-    GlobalTensor<uint32_t> global;
-    global.SetGlobalBuffer(reinterpret_cast<__gm__ uint32_t*>(job_.overflow_cursor), 2);
-    DataCopyPad(words, global, DataCopyExtParams(1, 8, 0, 0, 0),
-                DataCopyPadExtParams<uint32_t>(false, 0, 0, 0u));
+    load_bytes(words.ReinterpretCast<uint8_t>(), job_.overflow_cursor, 8);
     hand_over<HardEvent::MTE2_S>(pipe_);
     return uint64_t{words.GetValue(0)} | uint64_t{words.GetValue(1)} << 32;
   }
   __aicore__ inline void write(const LocalTensor<uint32_t>& words) {
-    GlobalTensor<uint32_t> global;
-    global.SetGlobalBuffer(reinterpret_cast<__gm__ uint32_t*>(job_.overflow_cursor), 2);
     words.SetValue(0, static_cast<uint32_t>(next_));
     words.SetValue(1, static_cast<uint32_t>(next_ >> 32));
     hand_over<HardEvent::S_MTE3>(pipe_);
-    DataCopyPad(global, words, DataCopyExtParams(1, 8, 0, 0, 0));
+    store_bytes(job_.overflow_cursor, words.ReinterpretCast<uint8_t>(), 8);
   }
 
   __aicore__ inline void place(const LocalTensor<uint32_t>& words, uint32_t tile, uint32_t count) {
-    GlobalTensor<uint32_t> global;
-    global.SetGlobalBuffer(reinterpret_cast<__gm__ uint32_t*>(
-        job_.frame + share_.records + uint64_t{tile} * frame::kRecordBytes));
+    const GlobalTensor<uint32_t> global = global_at<uint32_t>(
+        job_.frame + share_.records + uint64_t{tile} * frame::kRecordBytes, count * kWords);
     DataCopy(words, global, count * kWords);
     hand_over<HardEvent::MTE2_S>(pipe_);
     for (uint32_t i = 0; i < count; ++i) {

@@ -211,8 +211,7 @@ class IntsReader : public ChecksumScratch<kBytes>, public IntsReaderBase<kBytes>
     pipe_ = pipe;
     ChecksumScratch<kBytes>::init(pipe);
     pipe->InitBuffer(lanes_, 4 * kBlockLanes * 2);
-    pipe->InitBuffer(ones_, kBlockLanes * 2);
-    Duplicate(ones_.Get<half>(), static_cast<half>(1.0f), static_cast<int32_t>(kBlockLanes));
+    ones_.init(pipe);
     masks_.init(pipe);
   }
 
@@ -237,7 +236,7 @@ class IntsReader : public ChecksumScratch<kBytes>, public IntsReaderBase<kBytes>
     barrier();
     for_each_plane(bits, [&](uint32_t shift, uint32_t width, uint32_t at) __aicore__ {
       add_plane(shift < 16 ? low : high, slot[kPlanesAt + at], shift % 16, width, lane(2), lane(3),
-                masks_, ones_.Get<half>());
+                masks_, ones_);
     });
     if constexpr (kWidth == 4) {
       const LocalTensor<int32_t> words = x.ReinterpretCast<int32_t>();
@@ -259,8 +258,9 @@ class IntsReader : public ChecksumScratch<kBytes>, public IntsReaderBase<kBytes>
   }
 
   TPipe* pipe_;
-  TBuf<TPosition::VECCALC> lanes_, ones_;
+  TBuf<TPosition::VECCALC> lanes_;
   Masks masks_;
+  Ones ones_;
 };
 
 }  // namespace memswap::ascend

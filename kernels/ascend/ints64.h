@@ -221,8 +221,7 @@ class Ints64Reader : public ChecksumScratch<8>, public IntsReaderBase<8> {
     ChecksumScratch<8>::init(pipe);
     pipe->InitBuffer(quarters_, 4 * kBlockLanes * 2);
     pipe->InitBuffer(words_, 4 * kBlockLanes * 4);
-    pipe->InitBuffer(ones_, kBlockLanes * 2);
-    Duplicate(ones_.Get<half>(), static_cast<half>(1.0f), static_cast<int32_t>(kBlockLanes));
+    ones_.init(pipe);
     masks_.init(pipe);
     pairs_.init(pipe, kBlockLanes);
   }
@@ -248,7 +247,7 @@ class Ints64Reader : public ChecksumScratch<8>, public IntsReaderBase<8> {
     barrier();
     for_each_plane(bits, [&](uint32_t shift, uint32_t width, uint32_t at) __aicore__ {
       add_plane(quarters[shift / 16 * kBlockLanes], slot[kPlanesAt + at], shift % 16, width,
-                scratch, scratch[kBlockLanes], masks_, ones_.Get<half>());
+                scratch, scratch[kBlockLanes], masks_, ones_);
     });
     const Words low = words(0);
     const Words high = words(1);
@@ -270,8 +269,9 @@ class Ints64Reader : public ChecksumScratch<8>, public IntsReaderBase<8> {
   }
 
   TPipe* pipe_;
-  TBuf<TPosition::VECCALC> quarters_, words_, ones_;
+  TBuf<TPosition::VECCALC> quarters_, words_;
   Masks masks_;
+  Ones ones_;
   WordPairs pairs_;
 };
 

@@ -27,7 +27,7 @@
 // elements); a launch before the encoder clears them.
 #pragma once
 
-#include "lanes.h"
+#include "moves.h"
 
 namespace memswap::ascend {
 
@@ -80,6 +80,16 @@ struct HeaderWord {
   static constexpr uint32_t kCenterSum = 16;
   static constexpr uint32_t kModeCount = 18;
 };
+
+// The header in `buffer`, for the scalar unit.
+__aicore__ inline LocalTensor<uint32_t> load_header(TPipe* pipe, TBuf<TPosition::VECCALC>* buffer,
+                                                    GM_ADDR frame) {
+  pipe->InitBuffer(*buffer, frame::kHeaderBytes);
+  const LocalTensor<uint32_t> words = buffer->Get<uint32_t>();
+  DataCopy(words, global_at<uint32_t>(frame, kHeaderWords), kHeaderWords);
+  hand_over<HardEvent::MTE2_S>(pipe);
+  return words;
+}
 
 // The tiles of one core, and the places of the frame's sections.
 struct Share {

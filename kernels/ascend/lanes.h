@@ -41,6 +41,10 @@ __aicore__ constexpr First max_of(First first, Rest... rest) {
   return first > other ? first : other;
 }
 
+__aicore__ inline uint32_t round_up(uint32_t value, uint32_t to) {
+  return (value + to - 1) / to * to;
+}
+
 // What follows on the vector pipe sees what came before.
 __aicore__ inline void barrier() { PipeBarrier<PIPE_V>(); }
 
@@ -82,6 +86,49 @@ class Masks {
   TBuf<TPosition::VECCALC> buffer_;
 };
 
+// A block's lanes of 1.0: what Select puts where a bitmap's bits are set, beside 0.0.
+class Ones {
+ public:
+  __aicore__ inline void init(TPipe* pipe) {
+    pipe->InitBuffer(buffer_, kBlockLanes * 2);
+    Duplicate(buffer_.Get<half>(), static_cast<half>(1.0f), static_cast<int32_t>(kBlockLanes));
+    barrier();
+  }
+  // At most a block's bits.
+  __aicore__ inline void expand(const LocalTensor<half>& to, const Bytes& bitmap, uint32_t bits) {
+    Select(to, bitmap, buffer_.Get<half>(), static_cast<half>(0.0f),
+           SELMODE::VSEL_TENSOR_SCALAR_MODE, bits);
+  }
+
+ private:
+  TBuf<TPosition::VECCALC> buffer_;
+};
+
+// 1 - x; where lanes are 0 or 1, the others.
+__aicore__ inline void one_minus(const Lanes& to, const Lanes& x, int32_t n) {
+  Muls(to, x, (int16_t)-1, n);
+  barrier();
+  Adds(to, to, (int16_t)1, n);
+  barrier();
+}
+
+// Exponents become distances below their block's centre, (c - E) mod 256, or distances exponents:
+// the difference is the same. `lanes`: of a block; `mask`: the bits that are kept of the result.
+__aicore__ inline void subtract_from_centers(const Lanes& to, const Lanes& x,
+                                             const uint32_t* centers, uint32_t blocks,
+                                             uint32_t lanes, const Lanes& mask) {
+  // c - x = ~x + 1 + c.
+  Not(as_bits(to), as_bits(x), static_cast<int32_t>(blocks * lanes));
+  barrier();
+  for (uint32_t b = 0; b < blocks; ++b) {
+    Adds(to[b * lanes], to[b * lanes], static_cast<int16_t>(centers[b] + 1),
+         static_cast<int32_t>(lanes));
+  }
+  barrier();
+  and_all(to, to, mask, blocks * lanes);
+  barrier();
+}
+
 // Elements from..to-1 become `value`; `to` is a multiple of what a repeat holds, 128 or 64.
 template <class T>
 __aicore__ inline void fill(const LocalTensor<T>& tensor, uint32_t from, uint32_t to, T value) {
@@ -99,6 +146,19 @@ __aicore__ inline void fill(const LocalTensor<T>& tensor, uint32_t from, uint32_
   if (next < to) {
     Duplicate(tensor[next], value, static_cast<int32_t>(to - next));
   }
+}
+
+// The lanes of a block whose bits are set, in their order; the others become 0 behind them, since
+// what follows works on all lanes. Returns how many there are.
+__aicore__ inline uint32_t compact(const Lanes& to, const Lanes& from,
+                                   const LocalTensor<uint16_t>& where) {
+  uint64_t kept = 0;
+  GatherMask(as_bits(to), as_bits(from), where, true, kBlockLanes, GatherMaskParams(1, 1, 0, 0),
+             kept);
+  barrier();
+  fill(to, static_cast<uint32_t>(kept), kBlockLanes, (int16_t)0);
+  barrier();
+  return static_cast<uint32_t>(kept);
 }
 
 // Bytes from..to-1 become 0. What is behind the last byte of a padded copy is undefined, and an odd

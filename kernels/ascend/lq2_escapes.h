@@ -7,9 +7,9 @@
 namespace memswap::ascend {
 
 struct Lq2Counts {
-  uint32_t escapes = 0;    // S1
-  uint32_t rare = 0;       // S2
-  uint32_t explicit_ = 0;  // bytes
+  uint32_t escapes = 0;  // S1
+  uint32_t rare = 0;     // S2
+  uint32_t explicit_exponents = 0;
 };
 
 class Lq2Writer {
@@ -30,7 +30,7 @@ class Lq2Writer {
     const Lanes t = work[3 * kBlockLanes];
     const LocalTensor<uint16_t> where = where_.Get<uint16_t>();
     Lq2Counts counts;
-    distances(v, exponents, center, masks);
+    subtract_from_centers(v, exponents, &center, 1, kBlockLanes, masks.low_bits(8));
     // 1..3 stay, all others become 0: min(v, 4) mod 4.
     Mins(a, v, (int16_t)4, n);
     barrier();
@@ -67,26 +67,12 @@ class Lq2Writer {
     barrier();
     find(b, 15.0f);
     pack_stream(s2, a, 4, t);
-    counts.explicit_ = compact(a, exponents, where);
-    fill(a, counts.explicit_, kBlockLanes, (int16_t)0);
-    barrier();
+    counts.explicit_exponents = compact(a, exponents, where);
     pack_stream(bytes, a, 8, t);
     return counts;
   }
 
  private:
-  // v = (c - E) mod 256.
-  __aicore__ inline static void distances(const Lanes& v, const Lanes& exponents, uint32_t center,
-                                          Masks& masks) {
-    constexpr int32_t n = kBlockLanes;
-    Not(as_bits(v), as_bits(exponents), n);
-    barrier();
-    Adds(v, v, static_cast<int16_t>(center + 1), n);
-    barrier();
-    and_all(v, v, masks.low_bits(8), kBlockLanes);
-    barrier();
-  }
-
   // Which lanes are `value`; they are lost.
   __aicore__ inline void find(const Lanes& lanes, float value) {
     lanes_to_half(lanes, kBlockLanes);
@@ -94,18 +80,6 @@ class Lq2Writer {
     CompareScalar(where_.Get<uint8_t>(), as_half(lanes), static_cast<half>(value), CMPMODE::EQ,
                   kBlockLanes);
     barrier();
-  }
-
-  __aicore__ inline static uint32_t compact(const Lanes& to, const Lanes& from,
-                                            const LocalTensor<uint16_t>& where) {
-    uint64_t kept = 0;
-    GatherMask(as_bits(to), as_bits(from), where, true, kBlockLanes, GatherMaskParams(1, 1, 0, 0),
-               kept);
-    barrier();
-    // What follows works on all lanes.
-    fill(to, static_cast<uint32_t>(kept), kBlockLanes, (int16_t)0);
-    barrier();
-    return static_cast<uint32_t>(kept);
   }
 
   // The symbol is min(near, far), where near is v - 6 for v = 6..17 and 20 or more for others; far

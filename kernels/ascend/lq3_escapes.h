@@ -2,25 +2,19 @@
 // the exponents that no symbol stands for.
 #pragma once
 
-#include "planes.h"
+#include "streams.h"
 
 namespace memswap::ascend {
 
-constexpr uint32_t kSlotBytes = 1024;  // of one block's payload while it is put together
+constexpr uint32_t kDenseSlotBytes = 1024;  // of one block's payload while it is put together
 constexpr uint32_t kHighBitsBytes = kBlockLanes / 8;
-
-// Bytes of a stream of `symbols` symbols of 4 bits.
-__aicore__ inline uint32_t nibble_bytes(uint32_t symbols) { return (symbols + 1) / 2; }
-__aicore__ inline uint32_t round_up(uint32_t value, uint32_t to) {
-  return (value + to - 1) / to * to;
-}
 
 struct Lq3Counts {
   uint32_t escapes = 0;
   uint32_t explicit_exponents = 0;  // symbol 15
 
   __aicore__ inline uint32_t bytes() const {
-    return kHighBitsBytes + nibble_bytes(escapes) + explicit_exponents;
+    return kHighBitsBytes + stream_bytes(escapes, 4) + explicit_exponents;
   }
 };
 
@@ -39,8 +33,8 @@ class Lq3Escapes {
   // Of `codes`, as half: bitmaps of bit 2 into the slots, of the escapes for later.
   __aicore__ inline void compare(const Lanes& codes, const Bytes& slots, uint32_t blocks) {
     for (uint32_t b = 0; b < blocks; ++b) {
-      CompareScalar(slots[b * kSlotBytes], as_half(codes)[b * kBlockLanes], static_cast<half>(4.0f),
-                    CMPMODE::GE, kBlockLanes);
+      CompareScalar(slots[b * kDenseSlotBytes], as_half(codes)[b * kBlockLanes],
+                    static_cast<half>(4.0f), CMPMODE::GE, kBlockLanes);
     }
     CompareScalar(is_escape_.Get<uint8_t>(), as_half(codes), static_cast<half>(0.0f), CMPMODE::EQ,
                   blocks * kBlockLanes);
@@ -57,7 +51,7 @@ class Lq3Escapes {
       return;
     }
     const uint32_t all = blocks * lanes;
-    distances(b, centers, blocks, lanes, byte_mask, c);
+    subtract_from_centers(c, b, centers, blocks, lanes, byte_mask);
     symbols(b, c, a, d, static_cast<int32_t>(all));
     for (uint32_t i = 0; i < blocks; ++i) {
       fill(c, i * lanes + counts[i].escapes, (i + 1) * lanes, (int16_t)0);
@@ -78,7 +72,7 @@ class Lq3Escapes {
     lanes_to_half(a, all / 2);
     barrier();
     for (uint32_t i = 0; i < blocks; ++i) {
-      half_to_bytes(slots[i * kSlotBytes + kHighBitsBytes], a[i * lanes / 2], lanes / 2);
+      half_to_bytes(slots[i * kDenseSlotBytes + kHighBitsBytes], a[i * lanes / 2], lanes / 2);
     }
     barrier();
     if (any) {
@@ -115,20 +109,6 @@ class Lq3Escapes {
     }
     barrier();
     return lanes;
-  }
-
-  // v = (c - E) mod 256.
-  __aicore__ inline void distances(const Lanes& exponents, const uint32_t* centers, uint32_t blocks,
-                                   uint32_t lanes, const Lanes& byte_mask, const Lanes& v) {
-    Not(as_bits(v), as_bits(exponents), static_cast<int32_t>(blocks * lanes));
-    barrier();
-    for (uint32_t i = 0; i < blocks; ++i) {
-      Adds(v[i * lanes], v[i * lanes], static_cast<int16_t>(centers[i] + 1),
-           static_cast<int32_t>(lanes));
-    }
-    barrier();
-    and_all(v, v, byte_mask, blocks * lanes);
-    barrier();
   }
 
   // The symbol is min(near, far), where near is v - 8 for v = 8..19, 12 for v = 0 and 20 or more
@@ -211,12 +191,13 @@ class Lq3Escapes {
     lanes_to_half(out, blocks * lanes);
     barrier();
     for (uint32_t i = 0; i < blocks; ++i) {
-      const uint32_t at = kHighBitsBytes + round_up(nibble_bytes(counts[i].escapes), 32);
+      const uint32_t at = kHighBitsBytes + round_up(stream_bytes(counts[i].escapes, 4), 32);
       // A block without room for them takes FW.
-      const uint32_t room = kSlotBytes - at;
+      const uint32_t room = kDenseSlotBytes - at;
       const uint32_t bytes = round_up(counts[i].explicit_exponents + 8, 32);
       if (counts[i].explicit_exponents != 0 && bytes <= room) {
-        half_to_bytes(slots[i * kSlotBytes + at], out[i * lanes], bytes < lanes ? bytes : lanes);
+        half_to_bytes(slots[i * kDenseSlotBytes + at], out[i * lanes],
+                      bytes < lanes ? bytes : lanes);
       }
     }
     barrier();

@@ -24,12 +24,15 @@ class PayloadWriter {
     begin(false);
   }
 
-  // Block i of the tile; `add` also gives its payload's place, null where there is none.
-  __aicore__ inline void set(uint32_t i, uint32_t mode, uint32_t units, uint32_t center) {
-    record_.set(i, mode, units, center);
+  // Block i of the tile; `add` also gives its payload's place, null where there is none. `packed`:
+  // the payload's bitmap.
+  __aicore__ inline void set(uint32_t i, uint32_t mode, uint32_t units, uint32_t center,
+                             bool packed = false) {
+    record_.set(i, mode, units, center, packed);
   }
-  __aicore__ inline GM_ADDR add(uint32_t i, uint32_t mode, uint32_t units, uint32_t center) {
-    set(i, mode, units, center);
+  __aicore__ inline GM_ADDR add(uint32_t i, uint32_t mode, uint32_t units, uint32_t center,
+                                bool packed = false) {
+    set(i, mode, units, center, packed);
     return take(units);
   }
 
@@ -55,13 +58,6 @@ class PayloadWriter {
   }
 
   __aicore__ inline uint32_t next() const { return room_.next(); }
-
-  // From UB at a multiple of 32 bytes.
-  __aicore__ inline static void store(GM_ADDR to, const Bytes& from, uint32_t bytes) {
-    GlobalTensor<uint8_t> global;
-    global.SetGlobalBuffer(reinterpret_cast<__gm__ uint8_t*>(to), bytes);
-    DataCopyPad(global, from, DataCopyExtParams(1, bytes, 0, 0, 0));
-  }
 
  private:
   __aicore__ inline void begin(bool deferred) {
@@ -91,7 +87,7 @@ class LiteralWriter {
       hand_over<HardEvent::V_MTE3>(pipe_);  // and, by V's own wait, what MTE2 loaded
       stored_ = true;
     }
-    PayloadWriter::store(to, from, bytes);
+    store_bytes(to, from, bytes);
   }
   __aicore__ inline void end() {
     if (stored_) {

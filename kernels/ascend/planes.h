@@ -51,64 +51,6 @@ __aicore__ inline void unpack_rows(const Lanes& symbols, const Lanes& packed, ui
   barrier();
 }
 
-// Bits shift..shift + width - 1 of a block's 1024 symbols as a plane of 1, 2, 4 or 8 bits. t and u
-// hold 1024 lanes each and are overwritten.
-__aicore__ inline void put_plane(const Bytes& plane, const Lanes& symbols, uint32_t shift,
-                                 uint32_t width, const Lanes& t, const Lanes& u) {
-  constexpr int32_t n = kBlockLanes;
-  // Upper bits leave through the top; a mask would have to be kept for each width.
-  ShiftLeft(as_bits(t), as_bits(symbols), static_cast<uint16_t>(16 - shift - width), n);
-  barrier();
-  ShiftRight(as_bits(t), as_bits(t), static_cast<uint16_t>(16 - width), n);
-  barrier();
-  if (width == 1 || width == 8) {
-    lanes_to_half(t, kBlockLanes);
-    barrier();
-    if (width == 8) {
-      half_to_bytes(plane, t, kBlockLanes);
-    } else {
-      CompareScalar(plane, as_half(t), static_cast<half>(1.0f), CMPMODE::EQ, kBlockLanes);
-    }
-  } else {
-    const uint32_t bytes = kBlockLanes / 8 * width;
-    pack_rows(u, t, u[bytes], width, 1);
-    lanes_to_half(u, bytes);
-    barrier();
-    half_to_bytes(plane, u, bytes);
-  }
-  barrier();
-}
-
-// The reverse: ORs the plane into the symbols. `ones`: 1024 lanes of 1.
-__aicore__ inline void add_plane(const Lanes& symbols, const Bytes& plane, uint32_t shift,
-                                 uint32_t width, const Lanes& t, const Lanes& u, Masks& masks,
-                                 const LocalTensor<half>& ones) {
-  constexpr int32_t n = kBlockLanes;
-  const uint32_t bytes = kBlockLanes / 8 * width;
-  if (width == 1) {
-    Select(as_half(t), plane, ones, static_cast<half>(0.0f), SELMODE::VSEL_TENSOR_SCALAR_MODE,
-           kBlockLanes);
-    barrier();
-    half_to_lanes(t, kBlockLanes);
-  } else if (width == 8) {
-    bytes_to_half(t, plane, bytes);
-    barrier();
-    half_to_lanes(t, bytes);
-  } else {
-    bytes_to_half(u, plane, bytes);
-    barrier();
-    half_to_lanes(u, bytes);
-    barrier();
-    unpack_rows(t, u, width, 1);
-    and_all(t, t, masks.low_bits(width), kBlockLanes);
-  }
-  barrier();
-  ShiftLeft(as_bits(t), as_bits(t), static_cast<uint16_t>(shift), n);
-  barrier();
-  Or(as_bits(symbols), as_bits(symbols), as_bits(t), n);
-  barrier();
-}
-
 // A field of `width` bits (1, 2, 4 or 8) of `blocks` blocks as planes, `stride` bytes apart from
 // `planes` on. The symbols are lost; `scratch` has as many lanes and is overwritten.
 __aicore__ inline void store_field(const Bytes& planes, uint32_t stride, const Lanes& symbols,
@@ -134,17 +76,16 @@ __aicore__ inline void store_field(const Bytes& planes, uint32_t stride, const L
   barrier();
 }
 
-// The reverse. `ones`: 1024 lanes of 1.0.
+// The reverse.
 __aicore__ inline void load_field(const Lanes& symbols, const Bytes& planes, uint32_t stride,
                                   const Lanes& scratch, uint32_t width, uint32_t blocks,
-                                  Masks& masks, const LocalTensor<half>& ones) {
+                                  Masks& masks, Ones& ones) {
   const uint32_t bytes = kBlockLanes / 8 * width;
   const bool packed = width == 2 || width == 4;
   const Lanes& to = packed ? scratch : symbols;
   for (uint32_t b = 0; b < blocks; ++b) {
     if (width == 1) {
-      Select(as_half(to)[b * kBlockLanes], planes[b * stride], ones, static_cast<half>(0.0f),
-             SELMODE::VSEL_TENSOR_SCALAR_MODE, kBlockLanes);
+      ones.expand(as_half(to)[b * kBlockLanes], planes[b * stride], kBlockLanes);
     } else {
       bytes_to_half(to[b * bytes], planes[b * stride], bytes);
     }
@@ -157,6 +98,31 @@ __aicore__ inline void load_field(const Lanes& symbols, const Bytes& planes, uin
     and_all(symbols, symbols, masks.low_bits(width), blocks * kBlockLanes);
     barrier();
   }
+}
+
+// Bits shift..shift + width - 1 of a block's 1024 symbols as a plane. t and u hold 1024 lanes each
+// and are overwritten.
+__aicore__ inline void put_plane(const Bytes& plane, const Lanes& symbols, uint32_t shift,
+                                 uint32_t width, const Lanes& t, const Lanes& u) {
+  constexpr int32_t n = kBlockLanes;
+  // Upper bits leave through the top; a mask would have to be kept for each width.
+  ShiftLeft(as_bits(t), as_bits(symbols), static_cast<uint16_t>(16 - shift - width), n);
+  barrier();
+  ShiftRight(as_bits(t), as_bits(t), static_cast<uint16_t>(16 - width), n);
+  barrier();
+  store_field(plane, 0, t, u, width, 1);
+}
+
+// The reverse: ORs the plane into the symbols.
+__aicore__ inline void add_plane(const Lanes& symbols, const Bytes& plane, uint32_t shift,
+                                 uint32_t width, const Lanes& t, const Lanes& u, Masks& masks,
+                                 Ones& ones) {
+  constexpr int32_t n = kBlockLanes;
+  load_field(t, plane, 0, u, width, 1, masks, ones);
+  ShiftLeft(as_bits(t), as_bits(t), static_cast<uint16_t>(shift), n);
+  barrier();
+  Or(as_bits(symbols), as_bits(symbols), as_bits(t), n);
+  barrier();
 }
 
 }  // namespace memswap::ascend

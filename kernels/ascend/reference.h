@@ -52,9 +52,9 @@ class ReferenceWriter {
                              __aicore__ { put(slot[kPlanesAt + at], shift, width); });
     slots_.EnQue(slot);
     slot = slots_.DeQue<uint8_t>();
-    PayloadWriter::store(to, slot, kMinimumBytes);
+    store_bytes(to, slot, kMinimumBytes);
     if (bits != 0) {
-      PayloadWriter::store(to + kMinimumBytes, slot[kPlanesAt], kBlockLanes / 8 * bits);
+      store_bytes(to + kMinimumBytes, slot[kPlanesAt], kBlockLanes / 8 * bits);
     }
     slots_.FreeTensor(slot);
   }
@@ -103,7 +103,7 @@ class IntsReaderBase {
         clear_block(block, kBlockBytes);
         good = false;
       }
-      errors |= good ? 0u : uint32_t{frame::kBadPayload};
+      errors |= bad_payload_unless(good);
     }
     return errors;
   }

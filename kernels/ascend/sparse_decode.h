@@ -1,9 +1,9 @@
-// The reader of shape sparse. Streams follow each other without gaps, so each is loaded to a place
-// of its own once the bitmap has told how long it is; the survivors then go back to their elements
-// by their ranks.
+// The reader of shape sparse. The beginnings of all payloads are loaded ahead, for the bitmaps;
+// what is behind a bitmap follows block by block, once its length has told where. The survivors
+// then go back to their elements by their ranks.
 #pragma once
 
-#include "decode_frame.h"
+#include "bitmaps.h"
 #include "exponent_escapes.h"
 #include "ranks.h"
 #include "splits.h"
@@ -15,9 +15,9 @@ template <class Split>
 class SparseReader {
  public:
   static constexpr uint32_t kWidth = Split::kWidth;
-  static constexpr uint32_t kSlabBytes = frame::kBitmapBytes;
-  static constexpr uint32_t kSlotBytes = 0;
-  static constexpr uint32_t kMaxUnits = (kBlockLanes * kWidth - kSlabBytes) / frame::kUnitBytes;
+  static constexpr uint32_t kSlabBytes = 0;
+  static constexpr uint32_t kSlotBytes = kLongestBitmap;
+  static constexpr uint32_t kMaxUnits = kBlockLanes * kWidth / frame::kUnitBytes;
 
   __aicore__ static constexpr bool takes(uint32_t mode) {
     return mode == frame::kZeros || mode == frame::kSignedZeros || mode == frame::kLiteral;
@@ -28,15 +28,14 @@ class SparseReader {
     pipe->InitBuffer(exponents_, kLanes * 2);
     pipe->InitBuffer(work_, kVectors * kLanes * 2);
     pipe->InitBuffer(block_, 3 * kBlockLanes * 2);
-    pipe->InitBuffer(ones_, kBlockLanes * 2);
     pipe->InitBuffer(lane_numbers_, kBlockLanes * 2);
-    pipe->InitBuffer(areas_, 2 * kAreaBytes);
+    pipe->InitBuffer(areas_, 2 * kBlockBytes);
     masks_.init(pipe);
     symbols_.init(pipe);
     ranks_.init(pipe);
-    escapes_.init(pipe);
+    bitmaps_.init(pipe);
+    escapes_.init(pipe, &ranks_, &symbols_, &masks_);
     CreateVecIndex(lane_numbers_.Get<int16_t>(), (int16_t)0, kBlockLanes);
-    Duplicate(ones_.Get<half>(), static_cast<half>(1.0f), static_cast<int32_t>(kBlockLanes));
     barrier();
     if constexpr (Split::kHasPairs) {
       pairs_.init(pipe, kLanes);
@@ -44,35 +43,41 @@ class SparseReader {
   }
 
   __aicore__ inline LocalTensor<int32_t> scratch() { return work_.Get<int32_t>(); }
-  __aicore__ inline void load(const Bytes&, GM_ADDR, uint32_t, uint32_t) {}
 
-  __aicore__ inline uint32_t decode(const Plan& plan, const Bytes& x, const Bytes& slab,
-                                    const Bytes&) {
+  __aicore__ inline void load(const Bytes& slot, GM_ADDR from, uint32_t mode, uint32_t units) {
+    if (mode != frame::kLiteral) {
+      const uint32_t bytes = units * frame::kUnitBytes;
+      load_bytes(slot, from, bytes < kSlotBytes ? bytes : kSlotBytes);
+    }
+  }
+
+  __aicore__ inline uint32_t decode(const Plan& plan, const Bytes& x, const Bytes&,
+                                    const Bytes& heads) {
     uint32_t errors = 0;
-    Streams streams[2];
+    uint32_t bitmap_bytes[kBlocks];
     uint32_t survivors[kBlocks];
-    find_ranks(plan.blocks, slab, survivors);
+    Streams streams[2];
+    bitmaps_.read(plan, heads, work(0), ranks_, bitmap_bytes);
+    find_ranks(plan.blocks, survivors);
     hand_over<HardEvent::V_MTE2>(pipe_);
-    load_block(plan, 0, survivors[0], &streams[0]);
+    streams[0] = load_block(plan, 0, bitmap_bytes[0], survivors[0]);
     for (uint32_t b = 0; b < plan.blocks; ++b) {
       hand_over<HardEvent::MTE2_V>(pipe_);
       if (b + 1 < plan.blocks) {
         // Into the area of the block before this one.
         hand_over<HardEvent::V_MTE2>(pipe_);
-        load_block(plan, b + 1, survivors[b + 1], &streams[(b + 1) % 2]);
+        streams[(b + 1) % 2] = load_block(plan, b + 1, bitmap_bytes[b + 1], survivors[b + 1]);
       }
-      const bool good = plan.mode[b] == frame::kLiteral || spread(plan, b, streams[b % 2]);
-      errors |= good ? 0u : uint32_t{frame::kBadPayload};
       if (plan.mode[b] == frame::kLiteral) {
         clear_lanes(b);
+      } else {
+        errors |= bad_payload_unless(spread(plan, b, streams[b % 2]));
       }
     }
     Split::join(x, exponents_.Get<int16_t>(), work(0), masks_, &pairs_, plan.blocks);
     for (uint32_t b = 0; b < plan.blocks; ++b) {
       if (plan.mode[b] == frame::kLiteral) {
-        errors |= read_literal_block(plan, b, x[b * kBlockBytes], slab[b * kSlabBytes])
-                      ? 0u
-                      : uint32_t{frame::kBadPayload};
+        errors |= bad_payload_unless(read_literal_block(plan, b, x[b * kBlockBytes]));
       }
     }
     return errors;
@@ -86,80 +91,59 @@ class SparseReader {
   static constexpr uint32_t kVectors =
       max_of(Split::kFields + 2, Split::kJoinVectors, uint32_t{kWidth});
 
-  // A block's streams in UB.
-  __aicore__ static constexpr uint32_t field_at(uint32_t i) {
-    uint32_t offset = 0;
-    for (uint32_t j = 0; j < i; ++j) {
-      offset += kBlockLanes / 8 * Split::field_width(j);
-    }
-    return offset;
-  }
-  static constexpr uint32_t kCodesAt = field_at(Split::kFields);
-  static constexpr uint32_t kSignsAt = kCodesAt + kBlockLanes / 4;
-  static constexpr uint32_t kTailAt = kSignsAt + kBlockLanes / 8;
-  static constexpr uint32_t kMaxTail = kBlockLanes / 4 + kBlockLanes / 2 + kBlockLanes + 8;
-  static constexpr uint32_t kAreaBytes =
-      (max_of(kTailAt + kMaxTail, kBlockBytes - kSlabBytes) + 31) / 32 * 32;
+  using Bitmaps = BitmapReader<kBlocks, kSlotBytes>;
+  static_assert(Bitmaps::kScratchLanes <= kVectors * kLanes);
 
+  // Where a block's streams begin in its area: the fields', the codes, the signs, and S1.
   struct Streams {
     bool good = false;
     uint32_t survivors = 0;
-    uint32_t tail = 0;  // bytes from S1 on
-    uint32_t head = 0;  // before
+    uint32_t bitmap_bytes = 0;
+    uint32_t length = 0;
+    uint32_t at[Split::kFields + 3] = {};
+
+    // Whether nothing but the padding of the last unit is behind the area's first `end` bytes.
+    __aicore__ inline bool ends_at(uint32_t end) const {
+      return round_up(bitmap_bytes + end, frame::kUnitBytes) == bitmap_bytes + length;
+    }
   };
+  static constexpr uint32_t kCodes = Split::kFields;
+  static constexpr uint32_t kSigns = Split::kFields + 1;
+  static constexpr uint32_t kEscapes = Split::kFields + 2;
 
   __aicore__ inline Lanes work(uint32_t i) { return work_.Get<int16_t>()[i * kLanes]; }
   __aicore__ inline Lanes block(uint32_t i) { return block_.Get<int16_t>()[i * kBlockLanes]; }
   __aicore__ inline Lanes ranks() { return work(Split::kFields); }
   __aicore__ inline Lanes bits() { return work(Split::kFields + 1); }
-  __aicore__ inline Bytes area(uint32_t b) { return areas_.Get<uint8_t>()[b % 2 * kAreaBytes]; }
+  __aicore__ inline Bytes area(uint32_t b) { return areas_.Get<uint8_t>()[b % 2 * kBlockBytes]; }
 
-  // Starts the moves of a block's streams.
-  __aicore__ inline void load_block(const Plan& plan, uint32_t b, uint32_t survivors,
-                                    Streams* streams) {
-    const uint32_t bytes = plan.units[b] * frame::kUnitBytes;
-    *streams = Streams();
-    if (plan.mode[b] == frame::kLiteral) {
-      return;
+  // Starts the move of what is behind a block's bitmap.
+  __aicore__ inline Streams load_block(const Plan& plan, uint32_t b, uint32_t bitmap_bytes,
+                                       uint32_t survivors) {
+    Streams streams;
+    if (bitmap_bytes == 0) {
+      return streams;
     }
-    streams->survivors = survivors;
-    const uint32_t zeros =
-        plan.mode[b] == frame::kSignedZeros ? kBlockLanes - streams->survivors : 0;
-    uint32_t lengths[Split::kFields + 2];
-    uint32_t at[Split::kFields + 2];
+    streams.survivors = survivors;
+    streams.bitmap_bytes = bitmap_bytes;
+    streams.length = plan.units[b] * frame::kUnitBytes - bitmap_bytes;
+    const uint32_t zeros = plan.mode[b] == frame::kSignedZeros ? kBlockLanes - survivors : 0;
     for (uint32_t i = 0; i < Split::kFields; ++i) {
-      lengths[i] = stream_bytes(streams->survivors, Split::field_width(i));
-      at[i] = field_at(i);
+      streams.at[i + 1] = streams.at[i] + stream_bytes(survivors, Split::field_width(i));
     }
-    lengths[Split::kFields] = stream_bytes(streams->survivors, 2);
-    at[Split::kFields] = kCodesAt;
-    lengths[Split::kFields + 1] = stream_bytes(zeros, 1);
-    at[Split::kFields + 1] = kSignsAt;
-    for (const uint32_t length : lengths) {
-      streams->head += length;
+    streams.at[kSigns] = streams.at[kCodes] + stream_bytes(survivors, 2);
+    streams.at[kEscapes] = streams.at[kSigns] + stream_bytes(zeros, 1);
+    streams.good = streams.at[kEscapes] <= streams.length;
+    if (streams.good && streams.length != 0) {
+      load_bytes(area(b), plan.payload[b] + bitmap_bytes, streams.length);
     }
-    if (streams->head > bytes || bytes - streams->head > kMaxTail) {
-      return;
-    }
-    streams->good = true;
-    streams->tail = bytes - streams->head;
-    GM_ADDR from = plan.payload[b];
-    for (uint32_t i = 0; i < Split::kFields + 2; ++i) {
-      if (lengths[i] != 0) {
-        load_bytes(area(b)[at[i]], from, lengths[i]);
-        from += lengths[i];
-      }
-    }
-    if (streams->tail != 0) {
-      load_bytes(area(b)[kTailAt], from, streams->tail);
-    }
+    return streams;
   }
 
   // Where the survivors are, and how many each block has.
-  __aicore__ inline void find_ranks(uint32_t blocks, const Bytes& slab, uint32_t* survivors) {
+  __aicore__ inline void find_ranks(uint32_t blocks, uint32_t* survivors) {
     for (uint32_t b = 0; b < blocks; ++b) {
-      Select(as_half(bits())[b * kBlockLanes], slab[b * kSlabBytes], ones_.Get<half>(),
-             static_cast<half>(0.0f), SELMODE::VSEL_TENSOR_SCALAR_MODE, kBlockLanes);
+      bitmaps_.expand(bits()[b * kBlockLanes], b);
     }
     barrier();
     half_to_lanes(bits(), blocks * kBlockLanes);
@@ -173,12 +157,12 @@ class SparseReader {
     hand_over<HardEvent::S_V>(pipe_);
   }
 
-  // The symbols of one of a block's streams, each to the lane that has its number.
-  __aicore__ inline void fetch(const Lanes& to, const Lanes& numbers, const Bytes& stream,
-                               uint32_t width, uint32_t symbols) {
+  // The symbols of stream `i` of block b, each to the lane that has its number.
+  __aicore__ inline void fetch(const Lanes& to, const Lanes& numbers, uint32_t b,
+                               const Streams& streams, uint32_t i, uint32_t width) {
     Adds(to, numbers, (int16_t)0, static_cast<int32_t>(kBlockLanes));
     barrier();
-    symbols_.fetch(to, stream, 0, stream_bytes(symbols, width), width);
+    symbols_.fetch(to, area(b), streams.at[i], streams.at[i + 1] - streams.at[i], width);
   }
 
   // One block's fields and exponents to where their elements are. False: the payload is damaged.
@@ -186,13 +170,17 @@ class SparseReader {
     constexpr int32_t n = kBlockLanes;
     const uint32_t first = b * kBlockLanes;
     const Lanes is_survivor = bits()[first];
+    if (streams.good && streams.survivors == 0 && plan.mode[b] == frame::kZeros) {
+      clear_lanes(b);  // as half of the blocks behind a causal mask
+      return streams.ends_at(0);
+    }
     if (!streams.good || !find_exponents(plan, b, streams)) {
       clear_lanes(b);
       return false;
     }
     for (uint32_t i = 0; i < Split::kFields; ++i) {
       const Lanes field = work(i)[first];
-      fetch(field, ranks()[first], area(b)[field_at(i)], Split::field_width(i), streams.survivors);
+      fetch(field, ranks()[first], b, streams, i, Split::field_width(i));
       Mul(field, field, is_survivor, n);
     }
     barrier();
@@ -201,8 +189,8 @@ class SparseReader {
       const Lanes is_zero = block(1);
       Sub(is_zero, lane_numbers_.Get<int16_t>(), ranks()[first], n);
       barrier();
-      fetch(signs, is_zero, area(b)[kSignsAt], 1, kBlockLanes - streams.survivors);
-      flip(is_zero, is_survivor);
+      fetch(signs, is_zero, b, streams, kSigns, 1);
+      one_minus(is_zero, is_survivor, n);
       Mul(signs, signs, is_zero, n);
       barrier();
       // The field is 0 there so far.
@@ -212,33 +200,26 @@ class SparseReader {
     return true;
   }
 
-  // 1 - x.
-  __aicore__ inline static void flip(const Lanes& to, const Lanes& x) {
-    Muls(to, x, (int16_t)-1, static_cast<int32_t>(kBlockLanes));
-    barrier();
-    Adds(to, to, (int16_t)1, static_cast<int32_t>(kBlockLanes));
-    barrier();
-  }
-
   __aicore__ inline bool find_exponents(const Plan& plan, uint32_t b, const Streams& streams) {
     constexpr int32_t n = kBlockLanes;
     const uint32_t first = b * kBlockLanes;
     const Lanes is_survivor = bits()[first];
     const Lanes e = exponents_.Get<int16_t>()[first];
     const Lanes flags = block(0);
-    fetch(e, ranks()[first], area(b)[kCodesAt], 2, streams.survivors);
+    fetch(e, ranks()[first], b, streams, kCodes, 2);
     Mins(flags, e, (int16_t)1, n);
     barrier();
-    flip(flags, flags);
+    one_minus(flags, flags, n);
     Mul(flags, flags, is_survivor, n);
     barrier();
     EscapeStreams escapes;
-    escapes.streams = area(b)[kTailAt];
-    escapes.length = streams.tail;
-    escapes.before = streams.head;
+    escapes.streams = area(b);
+    escapes.length = streams.length;
+    escapes.before = streams.bitmap_bytes;
+    escapes.at = streams.at[kEscapes];
     escapes.center = plan.center[b];
     escapes.mode = frame::kLq2;
-    escapes_.resolve(&escapes, 1, e, flags, block(1), block(2), ranks_, symbols_);
+    escapes_.resolve(&escapes, 1, e, flags, block(1), block(2));
     EscapeReader::exponents(e, e, flags, &plan.center[b], 1, masks_.low_bits(Split::kExponentBits),
                             true);
     Mul(e, e, is_survivor, n);
@@ -256,22 +237,21 @@ class SparseReader {
     barrier();
   }
 
-  __aicore__ inline bool read_literal_block(const Plan& plan, uint32_t b, const Bytes& x,
-                                            const Bytes& slab) {
-    const bool whole = plan.units[b] * frame::kUnitBytes == kBlockBytes - kSlabBytes;
-    if (whole) {
+  __aicore__ inline bool read_literal_block(const Plan& plan, uint32_t b, const Bytes& x) {
+    if (plan.units[b] * frame::kUnitBytes == kBlockBytes) {
       hand_over<HardEvent::V_MTE2>(pipe_);
-      load_bytes(area(b), plan.payload[b], kBlockBytes - kSlabBytes);
+      load_bytes(area(b), plan.payload[b], kBlockBytes);
       hand_over<HardEvent::MTE2_V>(pipe_);
     }
-    return read_literal(x, slab, kSlabBytes, area(b), plan.units[b], kBlockBytes);
+    return read_literal(x, x, 0, area(b), plan.units[b], kBlockBytes);
   }
 
   TPipe* pipe_;
-  TBuf<TPosition::VECCALC> exponents_, work_, block_, ones_, lane_numbers_, areas_;
+  TBuf<TPosition::VECCALC> exponents_, work_, block_, lane_numbers_, areas_;
   Masks masks_;
   SymbolFetcher symbols_;
   Ranks ranks_;
+  Bitmaps bitmaps_;
   EscapeReader escapes_;
   WordPairs pairs_;
 };

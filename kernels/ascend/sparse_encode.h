@@ -2,6 +2,7 @@
 // as streams. It has no profile: these are the canonical encoder's bytes.
 #pragma once
 
+#include "bitmaps.h"
 #include "encode_frame.h"
 #include "lq2_escapes.h"
 #include "outliers.h"
@@ -10,13 +11,15 @@
 
 namespace memswap::ascend {
 
-// Where a block's streams stand in UB: from multiples of 32 bytes on, each with room for the zeros
-// that fill a payload's last unit.
+// Where a block's bitmap and streams stand in UB: from multiples of 32 bytes on, each with room for
+// the zeros that fill a payload's last unit.
 template <class Split>
 struct SparseSlot {
   static constexpr uint32_t kSpare = kUnifiedBlockBytes;
+  static constexpr uint32_t kBitmap = 0;
+  static constexpr uint32_t kStreams = frame::kBitmapBytes;
   __aicore__ static constexpr uint32_t field(uint32_t i) {
-    uint32_t offset = 0;
+    uint32_t offset = kStreams;
     for (uint32_t j = 0; j < i; ++j) {
       offset += kBlockLanes / 8 * Split::field_width(j) + kSpare;
     }
@@ -34,18 +37,20 @@ template <class Split>
 class SparseCoder {
  public:
   static constexpr uint32_t kWidth = Split::kWidth;
-  static constexpr uint32_t kSlabBytes = frame::kBitmapBytes;
+  static constexpr uint32_t kSlabBytes = 0;
 
   __aicore__ inline void init(TPipe* pipe) {
     pipe_ = pipe;
     pipe->InitBuffer(exponents_, kLanes * 2);
     pipe->InitBuffer(work_, kVectors * kLanes * 2);
     pipe->InitBuffer(block_, (1 + Lq2Writer::kVectors) * kBlockLanes * 2);
-    pipe->InitBuffer(zeros_, kBlockLanes / 8);
+    pipe->InitBuffer(bitmaps_, kBlocks * frame::kBitmapBytes);
+    pipe->InitBuffer(zeros_, frame::kBitmapBytes);
     greatest_.init(pipe);
     pipe->InitBuffer(slots_, 2, Slot::kBytes);
     masks_.init(pipe);
     statistics_.init(pipe);
+    writer_.init(pipe);
     lq2_.init(pipe);
     if constexpr (kOutliers) {
       windows_.init(pipe);
@@ -54,18 +59,19 @@ class SparseCoder {
 
   __aicore__ inline LocalTensor<int32_t> scratch() { return work_.Get<int32_t>(); }
 
-  __aicore__ inline void encode(const Step& step, const Bytes& x, const Bytes& slab,
+  __aicore__ inline void encode(const Step& step, const Bytes& x, const Bytes&,
                                 PayloadWriter* payloads, HeaderCounters* counters) {
     const Lanes e = exponents_.Get<int16_t>();
     Split::take(x, e, work(0), masks_);
     bool negative[kBlocks];
-    find_survivors(e, slab, negative);
+    find_survivors(e, negative);
     statistics_.compute(e, free(0), free(1), kBlocks, statistics_of_);
     if constexpr (kOutliers) {
       if (Windows::any_far(statistics_of_, kBlocks)) {
-        narrow(e, slab);
+        narrow(e);
       }
     }
+    writer_.prepare(bitmaps_.Get<uint8_t>(), free(0));
     LiteralWriter literals(pipe_);
     for (uint32_t b = 0; b < step.blocks; ++b) {
       const uint32_t left = step.count - b * kBlockLanes;
@@ -73,14 +79,14 @@ class SparseCoder {
       const uint32_t center = center_of(statistics_of_[b], 7);
       uint32_t survivors = 0;
       Bytes slot = slots_.template AllocTensor<uint8_t>();
-      const Pieces pieces =
-          make_streams(b, slab[b * kSlabBytes], slot, center, negative[b], &survivors);
+      const Pieces pieces = make_payload(b, slot, center, negative[b], &survivors);
       counters->add_zeros(kBlockLanes - survivors - missing);
       const uint32_t units = (pieces.bytes() + frame::kUnitBytes - 1) / frame::kUnitBytes;
-      if (units < kLiteralBytes / frame::kUnitBytes) {
+      if (units < kBlockBytes / frame::kUnitBytes) {
         counters->add_center(center);
-        GM_ADDR to = payloads->add(
-            step.first + b, negative[b] ? frame::kSignedZeros : frame::kZeros, units, center);
+        GM_ADDR to =
+            payloads->add(step.first + b, negative[b] ? frame::kSignedZeros : frame::kZeros, units,
+                          center, pieces.has_packed_bitmap());
         slots_.EnQue(slot);
         slot = slots_.template DeQue<uint8_t>();
         if (to != nullptr) {
@@ -90,13 +96,11 @@ class SparseCoder {
         continue;
       }
       slots_.FreeTensor(slot);
-      copy_bytes(slab[b * kSlabBytes], x[b * kBlockBytes], kSlabBytes);
       GM_ADDR to =
-          payloads->add(step.first + b, frame::kLiteral, kLiteralBytes / frame::kUnitBytes, 0);
-      if (to == nullptr) {
-        continue;
+          payloads->add(step.first + b, frame::kLiteral, kBlockBytes / frame::kUnitBytes, 0);
+      if (to != nullptr) {
+        literals.store(to, x[b * kBlockBytes], kBlockBytes);
       }
-      literals.store(to, x[b * kBlockBytes + kSlabBytes], kLiteralBytes);
     }
     literals.end();
   }
@@ -107,13 +111,13 @@ class SparseCoder {
   static constexpr uint32_t kLanes = Split::kLanes;
   static constexpr bool kOutliers = Split::kExponentBits == canonical::kOutlierBits;
   static constexpr uint32_t kBlockBytes = kBlockLanes * kWidth;
-  static constexpr uint32_t kLiteralBytes = kBlockBytes - kSlabBytes;
   // Fields and two more for the statistics; or the checksum's.
   static constexpr uint32_t kVectors =
       max_of(Split::kFields + 2, Split::kTakeVectors, uint32_t{kWidth});
-  static constexpr uint32_t kMaxPieces = Split::kFields + 5;
+  static constexpr uint32_t kMaxPieces = Split::kFields + 6;
+  static_assert(BitmapWriter<kBlocks>::kScratchLanes <= 2 * kLanes);
 
-  // A payload's streams in their order.
+  // A payload's bitmap and streams in their order.
   struct Pieces {
     uint32_t at[kMaxPieces];  // in the slot
     uint32_t length[kMaxPieces];
@@ -132,11 +136,12 @@ class SparseCoder {
       }
       return sum;
     }
+    __aicore__ inline bool has_packed_bitmap() const { return length[0] < frame::kBitmapBytes; }
     // The last one is followed by zeros.
     __aicore__ inline void store(GM_ADDR to, const Bytes& slot, uint32_t total) const {
       for (uint32_t i = 0; i < count; ++i) {
         const uint32_t bytes = i + 1 == count ? total : length[i];
-        PayloadWriter::store(to, slot[at[i]], bytes);
+        store_bytes(to, slot[at[i]], bytes);
         to += bytes;
         total -= bytes;
       }
@@ -148,8 +153,12 @@ class SparseCoder {
   __aicore__ inline Lanes free(uint32_t i) { return work(Split::kFields + i); }
   __aicore__ inline Lanes block(uint32_t i) { return block_.Get<int16_t>()[i * kBlockLanes]; }
 
-  // Bitmaps into the slabs; whether a block has a -0.
-  __aicore__ inline void find_survivors(const Lanes& e, const Bytes& slab, bool* negative) {
+  __aicore__ inline Bytes bitmap(uint32_t b) {
+    return bitmaps_.Get<uint8_t>()[b * frame::kBitmapBytes];
+  }
+
+  // The bitmaps, and whether a block has a -0.
+  __aicore__ inline void find_survivors(const Lanes& e, bool* negative) {
     constexpr int32_t n = kLanes;
     const Lanes any = free(0);
     const Lanes sign = free(1);
@@ -171,7 +180,7 @@ class SparseCoder {
     lanes_to_half(any, kLanes);
     Maxs(sign, sign, (int16_t)0, n);
     barrier();
-    CompareScalar(slab, as_half(any), static_cast<half>(1.0f), CMPMODE::EQ, kLanes);
+    CompareScalar(bitmap(0), as_half(any), static_cast<half>(1.0f), CMPMODE::EQ, kLanes);
     barrier();
     uint32_t greatest[kBlocks];
     greatest_.find(greatest, sign, any, kBlocks);
@@ -181,11 +190,11 @@ class SparseCoder {
   }
 
   // Centres without outliers. The samples are of the survivors.
-  __aicore__ inline void narrow(const Lanes& e, const Bytes& slab) {
+  __aicore__ inline void narrow(const Lanes& e) {
     windows_.begin();
     for (uint32_t b = 0; b < kBlocks; ++b) {
       if (Windows::is_far(statistics_of_[b])) {
-        compact(e[b * kBlockLanes], slab[b * kSlabBytes].ReinterpretCast<uint16_t>());
+        compact(block(0), e[b * kBlockLanes], bitmap(b).template ReinterpretCast<uint16_t>());
         windows_.sample(b, block(0));
       }
     }
@@ -194,51 +203,50 @@ class SparseCoder {
     statistics_.narrow(e, free(0), free(1), kBlocks, windows, statistics_of_);
   }
 
-  __aicore__ inline uint32_t compact(const Lanes& from, const LocalTensor<uint16_t>& where) {
-    uint64_t kept = 0;
-    GatherMask(as_bits(block(0)), as_bits(from), where, true, kBlockLanes,
-               GatherMaskParams(1, 1, 0, 0), kept);
-    barrier();
-    fill(block(0), static_cast<uint32_t>(kept), kBlockLanes, (int16_t)0);
-    barrier();
-    return static_cast<uint32_t>(kept);
-  }
-
-  __aicore__ inline Pieces make_streams(uint32_t b, const Bytes& bitmap, const Bytes& slot,
-                                        uint32_t center, bool negative, uint32_t* survivors) {
-    const LocalTensor<uint16_t> is_survivor = bitmap.ReinterpretCast<uint16_t>();
-    Duplicate(slot.ReinterpretCast<int16_t>(), (int16_t)0, static_cast<int32_t>(Slot::kBytes / 2));
+  __aicore__ inline Pieces make_payload(uint32_t b, const Bytes& slot, uint32_t center,
+                                        bool negative, uint32_t* survivors) {
+    const LocalTensor<uint16_t> is_survivor = bitmap(b).template ReinterpretCast<uint16_t>();
+    Pieces pieces;
+    pieces.add(Slot::kBitmap, writer_.write(slot[Slot::kBitmap], b));
+    *survivors = compact(block(0), work(0)[b * kBlockLanes], is_survivor);
+    if (*survivors == 0 && !negative) {
+      return pieces;  // as half of the blocks behind a causal mask
+    }
+    Duplicate(slot[Slot::kStreams].template ReinterpretCast<int16_t>(), (int16_t)0,
+              static_cast<int32_t>((Slot::kBytes - Slot::kStreams) / 2));
     Not(zeros_.Get<uint16_t>(), is_survivor, static_cast<int32_t>(kBlockLanes / 16));
     barrier();
-    Pieces pieces;
     for (uint32_t i = 0; i < Split::kFields; ++i) {
       const uint32_t width = Split::field_width(i);
-      *survivors = compact(work(i)[b * kBlockLanes], is_survivor);
+      if (i != 0) {
+        compact(block(0), work(i)[b * kBlockLanes], is_survivor);
+      }
       pack_stream(slot[Slot::field(i)], block(0), width, block(1));
       pieces.add(Slot::field(i), stream_bytes(*survivors, width));
     }
     if (negative) {
       // Of an element that is 0 only the sign is left of the field.
-      const uint32_t count = compact(work(0)[b * kBlockLanes], zeros_.Get<uint16_t>());
+      const uint32_t count = compact(block(0), work(0)[b * kBlockLanes], zeros_.Get<uint16_t>());
       pack_stream(slot[Slot::kSigns], block(0), 1, block(1));
       pieces.add(Slot::kCodes, stream_bytes(*survivors, 2));
       pieces.add(Slot::kSigns, stream_bytes(count, 1));
     } else {
       pieces.add(Slot::kCodes, stream_bytes(*survivors, 2));
     }
-    compact(exponents_.Get<int16_t>()[b * kBlockLanes], is_survivor);
+    compact(block(0), exponents_.Get<int16_t>()[b * kBlockLanes], is_survivor);
     const Lq2Counts counts =
         lq2_.encode(block(0), *survivors, center, slot[Slot::kCodes], slot[Slot::kS1],
                     slot[Slot::kS2], slot[Slot::kExponents], block(1), masks_);
     pieces.add(Slot::kS1, stream_bytes(counts.escapes, 2));
     pieces.add(Slot::kS2, stream_bytes(counts.rare, 4));
-    pieces.add(Slot::kExponents, counts.explicit_);
+    pieces.add(Slot::kExponents, counts.explicit_exponents);
     return pieces;
   }
 
   TPipe* pipe_;
   TQue<TPosition::VECOUT, 1> slots_;
-  TBuf<TPosition::VECCALC> exponents_, work_, block_, zeros_;
+  TBuf<TPosition::VECCALC> exponents_, work_, block_, bitmaps_, zeros_;
+  BitmapWriter<kBlocks> writer_;
   Greatest greatest_;
   Masks masks_;
   Statistics statistics_;

@@ -1,7 +1,7 @@
 // Streams of symbols, packed in the order of their elements (docs/format.md section 2).
 #pragma once
 
-#include "lanes.h"
+#include "planes.h"
 
 namespace memswap::ascend {
 
@@ -15,14 +15,7 @@ __aicore__ inline uint32_t stream_bytes(uint32_t symbols, uint32_t width) {
 __aicore__ inline void pack_stream(const Bytes& stream, const Lanes& symbols, uint32_t width,
                                    const Lanes& t) {
   if (width == 1 || width == 8) {
-    lanes_to_half(symbols, kBlockLanes);
-    barrier();
-    if (width == 8) {
-      half_to_bytes(stream, symbols, kBlockLanes);
-    } else {
-      CompareScalar(stream, as_half(symbols), static_cast<half>(1.0f), CMPMODE::EQ, kBlockLanes);
-    }
-    barrier();
+    store_field(stream, 0, symbols, t, width, 1);  // no symbol shares a byte with a distant one
     return;
   }
   // Neighbours come together by GatherMask's fixed patterns: 1 and 2 are the lanes of every pair, 3
@@ -88,10 +81,10 @@ class SymbolFetcher {
 
  private:
   // Bytes of a stream of at most 1024 symbols from the multiple of 32 before it on, and their
-  // symbols, which are two each where there are as many bytes as there may be.
+  // symbols, which are most for a stream of bits.
   static constexpr uint32_t kMaxRegion = 32 + kBlockLanes;
-  static constexpr uint32_t kMaxTable = 2 * (32 + kBlockLanes / 2);
-  static_assert(kMaxTable >= kMaxRegion && kMaxTable >= 8 * (32 + kBlockLanes / 8) - 256);
+  static constexpr uint32_t kMaxTable = 8 * (32 + kBlockLanes / 8);
+  static_assert(kMaxTable >= kMaxRegion && kMaxTable >= 2 * (32 + kBlockLanes / 2));
 
   struct Region {
     uint32_t before;  // bytes before the stream

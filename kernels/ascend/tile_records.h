@@ -5,7 +5,7 @@
 
 namespace memswap::ascend {
 
-// One tile's record while it is put together by the scalar unit.
+// One tile's record while it is put together, or taken apart, by the scalar unit.
 struct TileRecord {
   uint32_t base = 0;
   uint32_t units = 0;  // of the blocks so far
@@ -13,10 +13,21 @@ struct TileRecord {
   uint8_t center[frame::kTileBlocks] = {};
   uint32_t checksum = 0;
 
-  __aicore__ inline void set(uint32_t i, uint32_t mode, uint32_t block_units, uint32_t c) {
-    block[i] = static_cast<uint16_t>(mode << 12 | block_units);
+  __aicore__ inline void set(uint32_t i, uint32_t mode, uint32_t block_units, uint32_t c,
+                             bool packed) {
+    block[i] = static_cast<uint16_t>(mode << frame::Record::kModeShift |
+                                     uint32_t{packed} << frame::Record::kPackedBit | block_units);
     center[i] = static_cast<uint8_t>(c);
     units += block_units;
+  }
+  __aicore__ inline uint32_t mode_of(uint32_t i) const {
+    return block[i] >> frame::Record::kModeShift;
+  }
+  __aicore__ inline uint32_t units_of(uint32_t i) const {
+    return block[i] & frame::Record::kUnitsMask;
+  }
+  __aicore__ inline bool is_packed(uint32_t i) const {
+    return (block[i] >> frame::Record::kPackedBit & 1) != 0;
   }
 };
 
@@ -27,8 +38,7 @@ class RecordWriter {
     pipe_ = pipe;
     pipe->InitBuffer(buffer_, kTiles * frame::kRecordBytes);
     words_ = buffer_.Get<uint32_t>();
-    global_.SetGlobalBuffer(reinterpret_cast<__gm__ uint32_t*>(records));
-    stored_ = first_tile;
+    next_ = records + uint64_t{first_tile} * frame::kRecordBytes;
   }
 
   __aicore__ inline void add(const TileRecord& record) {
@@ -55,9 +65,9 @@ class RecordWriter {
       return;
     }
     hand_over<HardEvent::S_MTE3>(pipe_);
-    DataCopy(global_[uint64_t{stored_} * kWords], words_, held_ * kWords);
+    DataCopy(global_at<uint32_t>(next_, held_ * kWords), words_, held_ * kWords);
     hand_over<HardEvent::MTE3_S>(pipe_);
-    stored_ += held_;
+    next_ += held_ * frame::kRecordBytes;
     held_ = 0;
   }
 
@@ -67,9 +77,8 @@ class RecordWriter {
   TPipe* pipe_;
   TBuf<TPosition::VECCALC> buffer_;
   LocalTensor<uint32_t> words_;
-  GlobalTensor<uint32_t> global_;
+  GM_ADDR next_ = nullptr;
   uint32_t held_ = 0;
-  uint32_t stored_ = 0;
 };
 
 // Counts on the scalar unit; one atomic store at the end.
@@ -78,11 +87,11 @@ class HeaderCounters {
   __aicore__ inline void init(TPipe* pipe, GM_ADDR frame) {
     pipe_ = pipe;
     pipe->InitBuffer(buffer_, frame::kHeaderBytes);
-    global_.SetGlobalBuffer(reinterpret_cast<__gm__ int32_t*>(frame), kHeaderWords);
+    frame_ = frame;
   }
   __aicore__ inline void count(const TileRecord& record) {
     for (uint32_t i = 0; i < frame::kTileBlocks; ++i) {
-      const uint32_t mode = record.block[i] >> 12;
+      const uint32_t mode = record.mode_of(i);
       if (mode != 0) {
         ++modes_[mode - 1];
       }
@@ -107,14 +116,14 @@ class HeaderCounters {
     }
     hand_over<HardEvent::S_MTE3>(pipe_);
     SetAtomicAdd<int32_t>();
-    DataCopy(global_, words, kHeaderWords);
+    DataCopy(global_at<int32_t>(frame_, kHeaderWords), words, kHeaderWords);
     SetAtomicNone();
   }
 
  private:
   TPipe* pipe_;
   TBuf<TPosition::VECCALC> buffer_;
-  GlobalTensor<int32_t> global_;
+  GM_ADDR frame_ = nullptr;
   uint32_t modes_[frame::kModeCounts] = {};
   uint32_t zeros_ = 0;
   uint32_t center_sum_ = 0;

@@ -6,6 +6,7 @@
 
 #include "golden_frames.h"
 #include "harness.h"
+#include "packed_bitmaps.h"
 
 namespace memswap::test {
 namespace {
@@ -80,6 +81,13 @@ void test_patterns(const Format& format) {
     for (const Pattern& outliers : {Pattern{Kind::kSpikes, 10}, Pattern{Kind::kSpikes, 2},
                                     Pattern{Kind::kChannels, 64}, Pattern{Kind::kChannels, 2}}) {
       tensors.push_back(make(outliers, format.dtype, 4, 9 * 1024 - 5));
+    }
+  }
+  if (format.has_bitmaps()) {
+    // Lengths at the edge of packing, and blocks that are all zeros.
+    for (const Pattern& zeros : {Pattern{Kind::kMixedBytes, 95}, Pattern{Kind::kMixedBytes, 96},
+                                 Pattern{Kind::kMixedBytes, 0}, Pattern{Kind::kCausal, 5}}) {
+      tensors.push_back(make(zeros, format.dtype, 2, 3 * 1024 - 5));
     }
   }
   for (const Data& data : tensors) {
@@ -325,7 +333,7 @@ void test_cost(const Format& format) {
   uint64_t most = 0;
   uint64_t unified = 0;
   for (const Pattern& pattern : {Pattern{Kind::kNormal, 0}, Pattern{Kind::kRandomBits, 0},
-                                 Pattern{Kind::kSignedSparse, 2}}) {
+                                 Pattern{Kind::kSignedSparse, 2}, Pattern{Kind::kMixedBytes, 40}}) {
     const Data data = make(pattern, format.dtype, 1, elements);
     const std::string what = format.name() + ", pattern " + std::to_string(int(pattern.kind));
     ascend_emulator::Tally encode, decode;
@@ -394,7 +402,7 @@ void test_corpus(const std::string& folder, uint32_t rounds) {
 }  // namespace memswap::test
 
 // Arguments: kernels/tests, then what to run: golden, corpus, cores, ratio, barriers, cost,
-// seeds, or formats.
+// bitmaps, seeds, or formats.
 int main(int argc, char** argv) {
   using namespace memswap::test;
   const std::string folder = argc > 1 ? argv[1] : ".";
@@ -411,6 +419,7 @@ int main(int argc, char** argv) {
       }
       test_missing_barriers({Dtype::kFp32, Shape::kUpcast});
       test_missing_barriers({Dtype::kInt64, Shape::kInts});
+      test_missing_barriers({Dtype::kBool, Shape::kBits});
     } else if (wanted == "ratio") {
       guarded("ratio", [] { test_ratio(); });
     } else if (wanted == "cores") {
@@ -420,6 +429,11 @@ int main(int argc, char** argv) {
     for (const Format& format : kFormats) {
       if (wanted == "cost") {
         guarded(format.name(), [&] { test_cost(format); });
+      }
+      if (wanted == "bitmaps") {
+        guarded(format.name(), [&] {
+          format.has_bitmaps() ? test_packed_bitmaps(format) : test_packed_without_bitmaps(format);
+        });
       }
       if (wanted == "seeds") {
         guarded(format.name(), [&] { test_schedules(format, 20); });

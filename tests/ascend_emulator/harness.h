@@ -45,6 +45,7 @@ struct Format {
   Layout layout(uint64_t elements) const { return frame::layout_of(dtype, shape, elements); }
   // Whether every encoder writes the same bytes: the other shapes have profiles.
   bool is_canonical() const { return shape != Shape::kDense && shape != Shape::kUpcast; }
+  bool has_bitmaps() const { return shape == Shape::kSparse || shape == Shape::kBits; }
   std::string name() const {
     static const char* const dtypes[] = {"",       "bf16",   "fp16",   "fp32",   "e4m3",
                                          "e5m2",   "fp64",   "bool",   "int8",   "uint8",
@@ -235,7 +236,7 @@ inline uint64_t payload_units(const Format& format, const Frame& frame) {
     frame::Record record;
     memcpy(&record, frame.begin + layout.records + tile * frame::kRecordBytes, sizeof(record));
     for (const uint16_t block : record.block) {
-      units += block & 0xfff;
+      units += frame::Record::units(block);
     }
   }
   return units;
