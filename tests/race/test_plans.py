@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from torch import nn
 
 import memswap
 from memswap import Action, Rates
+from memswap.planning import pilot
+from memswap.planning.script import script_of
 from simdev import SCHEDULES, counters, laboratory, virtual_time
 
 LAZY = next(schedule for schedule in SCHEDULES if schedule.policy == "lazy")
@@ -192,6 +195,17 @@ def test_a_budget_is_never_exceeded_and_no_bit_differs(policy):
         f"{found.stats.peak_resident_bytes} bytes were resident under a budget of {budget}"
     )
     assert found.stats.away_bytes == 0 and found.stats.resident_bytes == 0
+
+
+@pytest.mark.own_laboratory
+@pytest.mark.one_schedule
+def test_without_the_waits_of_a_script_its_budget_is_exceeded(monkeypatch):
+    kept = saved_bytes(1)
+    monkeypatch.setattr(
+        pilot, "script_of", lambda plan, *rest: script_of(replace(plan, releases={}), *rest)
+    )
+    found = measured(1, int(0.5 * kept), 0.15)
+    assert found.stats.peak_resident_bytes > 0.5 * kept
 
 
 @pytest.mark.own_laboratory
