@@ -10,6 +10,7 @@
 
 #include "bind_ledger.h"
 #include "bind_saver.h"
+#include "bind_script.h"
 #include "bind_ticket.h"
 #include "bind_view.h"
 #include "python_type.h"
@@ -96,8 +97,14 @@ PyObject* pack(PyObject* object, PyObject* tensor) {
         PyObject* const arguments[] = {self->saver, tensor, view.ptr(), word.ptr()};
         handle = owned(PyObject_VectorcallMethod(names.keep, arguments, 4, nullptr));
       } else {
-        PyObject* const arguments[] = {self->saver, tensor, view.ptr(), object};
-        handle = owned(PyObject_VectorcallMethod(names.save, arguments, 4, nullptr));
+        if (self->covered && self->action == Py_None) {
+          handle =
+              follow(saver_of(self), {tensor, view.ptr(), self->unit, self->group, self->ordinal});
+        }
+        if (!handle) {
+          PyObject* const arguments[] = {self->saver, tensor, view.ptr(), object};
+          handle = owned(PyObject_VectorcallMethod(names.save, arguments, 4, nullptr));
+        }
       }
     }
     if (self->outer != Py_None) {

@@ -20,6 +20,7 @@ from memswap.engine.windowed import WindowedSaver
 from memswap.engine.windows import WindowStats
 from memswap.managed import Managed
 from memswap.operators import OperatorWindows
+from memswap.planning.budgets import parsed
 from memswap.planning.pilot import Pilot
 from memswap.planning.policy import Policy
 from memswap.windows import Window, Windows
@@ -262,10 +263,11 @@ def manage(
             activations on the device at any moment, by memswap's own account
             (:attr:`Stats.peak_resident_bytes`: storages that the managed modules saved, frames
             and what is on its way included; not parameters, gradients, or what an operator
-            allocates for itself). ``"auto"``: as few as cost at most 1 % of a step's time; on a
-            CPU, where the calling thread encodes, that is little. The first three steps learn and
-            run as without a budget; the fourth begins with :attr:`Manager.plan`. docs/choosing.md
-            helps to choose.
+            allocates for itself). A share such as ``"70%"``: of these bytes at their peak in the
+            same step if nothing moves; each shape of input has its own. ``"auto"``: as few as cost
+            at most 1 % of a step's time; on a CPU, where the calling thread encodes, that is
+            little. The first three steps learn and run as without a budget; the fourth begins with
+            :attr:`Manager.plan`. docs/choosing.md helps to choose.
         rates: of the machine; default: :func:`memswap.profile`, measured once per machine.
         group: ranks that plan together, from the slowest one's times, so that they have the same
             plan. All of them must train in step. Default: each for itself.
@@ -289,8 +291,8 @@ def manage(
             f"manage(windows={windows!r}): found {type(windows).__name__}, expected "
             "memswap.Windows(...) or None"
         )
-    if budget is not None and budget != "auto":
-        budget = parse_bytes(budget, "manage(budget=...)", auto=True)
+    if budget is not None:
+        budget = parsed(budget, "manage(budget=...)")
     units = named_units(modules)
     check_pool(pool)
     for module in units.values():

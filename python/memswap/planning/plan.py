@@ -57,7 +57,7 @@ class Plan:
     """
 
     budget: int | str
-    """As it was asked for: bytes, or ``"auto"``."""
+    """As it was asked for: bytes, a share such as ``"70%"``, or ``"auto"``."""
     storages: tuple[PlannedStorage, ...]
     units: tuple[PlannedUnit, ...]
     recompute: tuple[str, ...]
@@ -80,6 +80,8 @@ class Plan:
     """After the save of a storage, which frames compute waits for on their way to a pool."""
     fetches: Mapping[int, tuple[int, ...]] = field(repr=False)
     """At the first demand of a storage, which ones start back."""
+    budget_bytes: int | None = None
+    """What the budget comes to, for all forwards in flight; None for ``"auto"``."""
     in_flight: int = 1
     """Forwards that wait for their backward at a time. Bytes are those of each of them; the budget
     is for all."""
@@ -102,6 +104,13 @@ class Plan:
         """Bytes of the pool that the plan takes."""
         swaps = (Action.SWAP, Action.ENCODE_SWAP)
         return sum(one.away_nbytes for one in self.storages if one.action in swaps)
+
+    @property
+    def over_budget_bytes(self) -> int:
+        """Bytes by which the budget was exceeded since the plan is in force."""
+        if self.budget_bytes is None or self.measured_peak_bytes is None:
+            return 0
+        return max(self.measured_peak_bytes - self.budget_bytes, 0)
 
     @property
     def slowdown(self) -> float:
@@ -146,7 +155,9 @@ class Plan:
             lines.append(f"for each of the {self.in_flight} forwards in flight")
         measured = []
         if self.measured_peak_bytes is not None:
-            measured.append(f"peak {format_bytes(self.measured_peak_bytes)}")
+            over = self.over_budget_bytes
+            beyond = f" ({format_bytes(over)} beyond the budget)" if over else ""
+            measured.append(f"peak {format_bytes(self.measured_peak_bytes)}{beyond}")
         if self.measured_exposed_s is not None:
             measured.append(f"cost {self.measured_exposed_s * 1e3:.2f} ms")
         if measured:
