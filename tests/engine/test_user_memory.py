@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 
 import pytest
 import torch
-from helpers import EVERYTHING, assert_released, assert_same_gradients, random
+from helpers import (
+    EVERYTHING,
+    assert_released,
+    assert_same_gradients,
+    new_input,
+    new_stack,
+    random,
+)
 from torch import nn
 from torch.nn import functional as F
 
@@ -81,3 +89,60 @@ def test_slice_of_a_large_activation_moves_with_it(device, new_pool):
     del computed
     assert saver.stats().moved_bytes == 64 << 20
     loss.backward()
+
+
+# --- modules that run without being seen ----------------------------------------------------------
+
+
+def unseen_steps(layers, run, steps):
+    for _ in range(steps):
+        run(layers).sum().backward()
+
+
+def direct(layers):
+    x = torch.ones(4, 8, device=next(layers.parameters()).device)
+    for layer in layers:
+        x = layer.forward(x)
+    return x
+
+
+@pytest.mark.one_schedule
+def test_modules_that_train_unseen_are_told_loudly_and_once(device, new_pool):
+    layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2)).to(device)
+    with memswap.manage(layers, EVERYTHING, pool=new_pool()):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            unseen_steps(layers, direct, 1)  # its forward may have been before
+        with pytest.warns(UserWarning, match="no hook has seen one of them run") as told:
+            unseen_steps(layers, direct, 3)
+    assert len(told) == 1
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in layers.parameters())
+
+
+@pytest.mark.cpu_only
+def test_model_that_was_compiled_and_run_before_manage_is_told(device, new_pool):
+    torch._dynamo.reset()
+    model = new_stack(device)
+    compiled, x = torch.compile(model, backend="eager"), new_input(device)
+    compiled(x).backward()
+    with memswap.manage(model.layers, EVERYTHING, pool=new_pool()) as manager:
+        with pytest.warns(UserWarning, match=r"torch\.compiler\.reset\(\) after it"):
+            for _ in range(2):
+                compiled(x).backward()
+        torch.compiler.reset()  # as the warning says
+        compiled(x).backward()
+        assert manager.stats().moved_storages > 0
+
+
+@pytest.mark.one_schedule
+def test_modules_that_are_seen_are_not_watched_any_more(device, new_pool):
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(device)
+    x = torch.ones(4, 8, device=device)
+    before = layers(x).sum()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with memswap.manage(layers, EVERYTHING, pool=new_pool()):
+            before.backward()
+            for _ in range(3):
+                layers(x).sum().backward()
+            assert not any(p._post_accumulate_grad_hooks for p in layers.parameters())
