@@ -163,6 +163,8 @@ class Saver(native.Saver):
             return self.keep(tensor, view, "small")
         if view.edited_part:
             return self._stay(tensor, view, "edited in parts")
+        if view.part_of_data:
+            return self.keep(tensor, view, "part of data")
         if not visit.covered:
             return self.keep(tensor, view, "policy")
         if graph_task() != NO_TASK:

@@ -117,6 +117,13 @@ class Plan:
         """Predicted exposed time as a share of the step."""
         return self.exposed_s / self.compute_s if self.compute_s else 0.0
 
+    def __repr__(self) -> str:
+        return (
+            f"<memswap Plan of {len(self.units)} unit(s), {len(self.storages)} storage(s): peak "
+            f"{format_bytes(self.peak_bytes)} instead of {format_bytes(self.kept_peak_bytes)}, "
+            f"{self.exposed_s * 1e3:.2f} ms exposed>"
+        )
+
     def __str__(self) -> str:
         header = ("unit", "saved", "moves", "ratio", "action", "exposed", "why")
         rows = [
