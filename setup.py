@@ -53,6 +53,8 @@ class CMakeBuild(build_ext):
         ]
         for option in ("MEMSWAP_CUDA", "MEMSWAP_ASCEND"):
             configure.append(f"-D{option}={os.environ.get(option, 'AUTO')}")
+        # Other people's compilers have other warnings.
+        configure.append(f"-DMEMSWAP_WERROR={os.environ.get('MEMSWAP_WERROR', 'OFF')}")
         architectures = os.environ.get("MEMSWAP_CUDA_ARCHITECTURES", "")
         configure.append(f"-DMEMSWAP_CUDA_ARCHITECTURES={architectures}")
         # CANN's CMake functions run builds of their own, which are written for make.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 from datetime import datetime, timezone
@@ -21,7 +22,7 @@ from standalone import ROOT, build_cuda_bench
 #: Yardsticks for bf16, dense: GB/s of uncompressed bytes from 64 MB on, and half of it at 4 MB.
 YARDSTICKS = {"encode_gb_s": 1300, "decode_gb_s": 1800}
 COLUMNS = {
-    "case": "{:<18}",
+    "case": "{:<19}",
     "megabytes": "{:>10}",
     "max_processors": "{:>15}",
     "ratio": "{:>7.3f}",
@@ -37,12 +38,14 @@ COLUMNS = {
 
 def environment(program: dict[str, Any]) -> dict[str, Any]:
     """What a number means nothing without."""
-    head = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    commit = ""
+    if shutil.which("git"):
+        head = ["git", "rev-parse", "HEAD"]
+        done = subprocess.run(head, cwd=ROOT, capture_output=True, text=True, check=False)
+        commit = done.stdout.strip()
     return {
         **program,
-        "commit": head.stdout.strip() or "not a git working tree",
+        "commit": commit or "not a git working tree",
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 

@@ -11,6 +11,7 @@ import ctypes
 import gc
 import json
 import math
+import shutil
 import statistics
 import subprocess
 import sys
@@ -45,6 +46,9 @@ def synchronize(device: torch.device) -> None:
 
 def commit() -> str:
     """Return the commit of this working tree, marked where files differ from it."""
+
+    if shutil.which("git") is None:
+        return "git was not found"
 
     def git(*arguments: str) -> str:
         done = subprocess.run(

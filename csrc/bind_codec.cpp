@@ -190,6 +190,7 @@ void bind_codec_lanes(py::module_& module) {
           py::arg("lane"), py::arg("pool"), py::arg("profile") = 0, py::arg("center") = 0,
           without_gil())
       .def("decode", &CodecLane::decode, py::arg("encoded"), without_gil())
+      .def("meet_stream", &CodecLane::meet_stream)
       .def("settle", &CodecLane::settle, without_gil())
       .def("leaving_bytes", &CodecLane::leaving_bytes, without_gil())
       .def("set_max_leaving_bytes", &CodecLane::set_max_leaving_bytes, py::arg("nbytes"));

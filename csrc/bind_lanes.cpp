@@ -54,6 +54,8 @@ void bind_lanes(py::module_& module) {
       .def("fetch", &fetch, py::arg("block"), py::arg("after") = py::none(), without_gil())
       .def("fetch_into", &fetch_into, py::arg("block"), py::arg("storage"), py::arg("offset"),
            py::arg("after") = py::none(), without_gil())
+      .def("gather", &Lane::gather, py::arg("storages"), without_gil())
+      .def("meet_stream", &Lane::meet_stream)
       .def("settle", &Lane::settle, without_gil())
       .def("leaving_bytes", &Lane::leaving_bytes)
       .def("set_max_leaving_bytes", &Lane::set_max_leaving_bytes, py::arg("nbytes"));

@@ -55,7 +55,6 @@ void bind_storage(py::module_& module) {
       .def_property_readonly("version", &VersionGuard::version)
       .def_property_readonly("current_version", &VersionGuard::current_version);
 
-  module.def("gather", &gather, py::arg("storages"), py::call_guard<py::gil_scoped_release>());
   module.def("part", &part, py::arg("whole"), py::arg("offset"), py::arg("nbytes"));
 
   module.def(

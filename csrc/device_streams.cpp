@@ -5,6 +5,7 @@
 
 #include <utility>
 
+#include "gather.h"
 #include "stream_ticket.h"
 
 namespace memswap {
@@ -36,7 +37,8 @@ c10::Stream DeviceStreams::current() {
 
 void DeviceStreams::tell_allocator(const c10::Storage& storage, c10::Stream user) {
   if (several_compute_) {
-    backend_.recordDataPtrOnStream(storage.data_ptr(), user);
+    // Torch's allocators pass over memory that they did not hand out themselves, a part's as well.
+    backend_.recordDataPtrOnStream(owner_of(storage).data_ptr(), user);
   }
 }
 

@@ -6,7 +6,6 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StorageImpl.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <memory>
 #include <stdexcept>
@@ -26,6 +25,9 @@ at::Tensor bytes_of(const c10::Storage& storage, c10::DispatchKeySet keys, size_
   impl->set_sizes_contiguous({static_cast<int64_t>(nbytes)});
   return tensor;
 }
+
+// The deleter is also how a part is recognised.
+void drop_owner(void* owner) { delete static_cast<c10::Storage*>(owner); }
 
 }  // namespace
 
@@ -61,14 +63,6 @@ std::pair<StorageRefPtr, std::vector<size_t>> gather(const std::vector<StorageRe
     to.push_back(bytes_of(whole.storage(), whole.key_set(), offsets[i], nbytes));
   }
   at::_foreach_copy_(to, from, /*non_blocking=*/true);
-  if (!device.is_cpu()) {
-    // Edge 2 of [Note: Every edge of a swap]: who drops a source need not know that it was read
-    // here, unless its memory belongs to another stream.
-    const c10::impl::VirtualGuardImpl backend(device.type());
-    for (const StorageRefPtr& ref : storages) {
-      backend.recordDataPtrOnStream(ref->storage.data_ptr(), backend.getStream(device));
-    }
-  }
   return {std::make_shared<StorageRef>(whole.storage()), std::move(offsets)};
 }
 
@@ -81,13 +75,19 @@ StorageRefPtr part(const StorageRef& whole, size_t offset, size_t nbytes) {
   }
   auto owner = std::make_unique<c10::Storage>(storage);
   void* data = static_cast<char*>(storage.mutable_data()) + offset;
-  c10::DataPtr memory(
-      data, owner.release(), [](void* context) { delete static_cast<c10::Storage*>(context); },
-      storage.device());
+  c10::DataPtr memory(data, owner.release(), &drop_owner, storage.device());
   auto impl = c10::make_storage_impl(c10::StorageImpl::use_byte_size_t(), nbytes, std::move(memory),
                                      /*allocator=*/nullptr,
                                      /*resizable=*/false, storage.device());
   return std::make_shared<StorageRef>(c10::Storage(std::move(impl)));
+}
+
+const c10::Storage& owner_of(const c10::Storage& storage) {
+  // A storage without memory to be had (copy-on-write, a shell) is asked nothing.
+  const c10::DataPtr& memory = storage.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
+  return memory.get_deleter() == &drop_owner
+             ? owner_of(*static_cast<const c10::Storage*>(memory.get_context()))
+             : storage;
 }
 
 }  // namespace memswap

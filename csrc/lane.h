@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "block.h"
+#include "gather.h"
 #include "storage.h"
 #include "ticket.h"
 
@@ -52,6 +53,17 @@ class Lane {
   // Copies the block to `offset` of a storage that exists. Its other bytes stay as they are and
   // may be in use meanwhile; its version counter does not notice. The ticket keeps it alive.
   TicketPtr fetch_into(BlockPtr block, StorageRefPtr storage, size_t offset, Tickets after = {});
+
+  // Copies of storages in one (gather.h). The sources may be dropped as soon as the call has
+  // returned, whichever compute stream their memory belongs to.
+  virtual std::pair<StorageRefPtr, std::vector<size_t>> gather(
+      const std::vector<StorageRefPtr>& storages) {
+    return memswap::gather(storages);
+  }
+
+  // For storages that are sent later, perhaps while another stream is current: what is current now
+  // is a compute stream as well, and memory may belong to it.
+  virtual void meet_stream() {}
 
   // Makes the calling thread's current stream wait for every send still under way, and lets go of
   // the storages that they own.

@@ -20,6 +20,17 @@ StreamLane::StreamLane(c10::Device device, size_t max_leaving_bytes, size_t chun
   TORCH_CHECK(chunk_bytes > 0, "memswap: chunk_bytes must be positive");
 }
 
+// Edge 2: who drops a source need not know that it was read here.
+std::pair<StorageRefPtr, std::vector<size_t>> StreamLane::gather(
+    const std::vector<StorageRefPtr>& storages) {
+  const c10::Stream compute = streams_->current();
+  auto gathered = memswap::gather(storages);
+  for (const StorageRefPtr& ref : storages) {
+    streams_->tell_allocator(ref->storage, compute);
+  }
+  return gathered;
+}
+
 template <class CopyChunk>
 void StreamLane::submit(const std::shared_ptr<StreamTransfer>& ticket, c10::Stream lane_stream,
                         Block& block, const Tickets& after, CopyChunk&& copy_chunk) {

@@ -51,6 +51,9 @@ class StreamLane final : public Lane {
   // copies of different lanes can interleave on a shared link.
   StreamLane(c10::Device device, size_t max_leaving_bytes, size_t chunk_bytes);
 
+  std::pair<StorageRefPtr, std::vector<size_t>> gather(
+      const std::vector<StorageRefPtr>& storages) override;
+  void meet_stream() override { streams_->current(); }
   void settle() override { departures_.settle(); }
   size_t leaving_bytes() override { return departures_.nbytes(); }
   void set_max_leaving_bytes(size_t bytes) override { departures_.set_bound(bytes); }

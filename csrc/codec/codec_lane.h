@@ -93,6 +93,7 @@ class CodecLane {
   virtual std::pair<StorageRefPtr, TicketPtr> decode(const EncodedStoragePtr& encoded) = 0;
 
   // As in Lane.
+  virtual void meet_stream() {}
   virtual void settle() = 0;
   virtual size_t leaving_bytes() = 0;
   virtual void set_max_leaving_bytes(size_t bytes) = 0;

@@ -3,7 +3,8 @@
 // Neither is differentiable: a frame is bytes. A frame has its worst-case length, which follows
 // from the input's size alone, so that shapes are known to a compiler. On an accelerator nothing
 // waits, so a damaged frame cannot raise there: its output is meaningless (memswap.decode does
-// check).
+// check). Who names the shape that encode was given spares a GPU a launch, where it would otherwise
+// have to try two kernels; a frame of another shape may then be damaged.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -30,9 +31,13 @@ at::Tensor encode(const at::Tensor& self, int64_t dtype, int64_t shape, bool che
   }
 }
 
-at::Tensor decode(const at::Tensor& frame, at::IntArrayRef size, at::ScalarType dtype) {
+at::Tensor decode(const at::Tensor& frame, at::IntArrayRef size, at::ScalarType dtype,
+                  std::optional<int64_t> shape) {
+  TORCH_CHECK_VALUE(!shape || (*shape >= 0 && *shape <= frame::kLastShape),
+                    "memswap::decode: no frame has shape ", *shape, " (docs/format.md section 3)");
   try {
-    return decode_tensor(frame, size, dtype, /*check_decode=*/false);
+    return decode_tensor(frame, size, dtype, /*check_decode=*/false,
+                         static_cast<uint8_t>(shape ? 1 + *shape : 0));
   } catch (const DamagedFrameError& fault) {
     TORCH_CHECK(false, "memswap::decode: the frame is damaged: ", fault.what());
   } catch (const std::invalid_argument& error) {
@@ -56,14 +61,15 @@ at::Tensor encode_meta(const at::Tensor& self, int64_t dtype, int64_t shape, boo
       self.options().dtype(at::kByte));
 }
 
-at::Tensor decode_meta(const at::Tensor& frame, c10::SymIntArrayRef size, at::ScalarType dtype) {
+at::Tensor decode_meta(const at::Tensor& frame, c10::SymIntArrayRef size, at::ScalarType dtype,
+                       std::optional<int64_t>) {
   return at::empty_symint(size, frame.options().dtype(dtype));
 }
 
 TORCH_LIBRARY(memswap, library) {
   library.def("encode(Tensor self, int dtype, int shape, bool checksum=False) -> Tensor",
               {at::Tag::pt2_compliant_tag});
-  library.def("decode(Tensor frame, SymInt[] size, ScalarType dtype) -> Tensor",
+  library.def("decode(Tensor frame, SymInt[] size, ScalarType dtype, int? shape=None) -> Tensor",
               {at::Tag::pt2_compliant_tag});
 }
 

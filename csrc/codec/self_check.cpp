@@ -3,6 +3,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/util/Exception.h>
 
 #include <array>
 #include <cstring>
@@ -96,6 +97,8 @@ constexpr std::array kSamples = {
            [](uint64_t i) { return float_bits<8, 7>(i) << 16 | (i == 5000 ? 1 : 0); }},
     Sample{"bool, bits", Dtype::kBool, Shape::kBits, at::kBool,
            [](uint64_t i) { return random_word(i) & 1; }},
+    Sample{"bool in runs, bits", Dtype::kBool, Shape::kBits, at::kBool,
+           [](uint64_t i) { return i / 700 & 1; }},
     Sample{"int8, ints", Dtype::kInt8, Shape::kInts, at::kChar, &integer_bits<8>},
     Sample{"uint8, ints", Dtype::kUint8, Shape::kInts, at::kByte, &integer_bits<8>},
     Sample{"int16, ints", Dtype::kInt16, Shape::kInts, at::kShort, &integer_bits<16>},
@@ -129,6 +132,8 @@ bool exists_on(c10::Device device, at::ScalarType type) {
   try {
     at::empty({1}, at::TensorOptions(device).dtype(type));
     return true;
+  } catch (const c10::OutOfMemoryError&) {
+    throw;
   } catch (const std::exception&) {
     return false;
   }
@@ -170,6 +175,8 @@ std::string find_fault(const memswap_codec& codec, c10::Device device) {
         continue;
       }
       fault = fault_of(codec, device, sample);
+    } catch (const c10::OutOfMemoryError&) {
+      throw;
     } catch (const std::exception& error) {
       fault = error.what();
     }
@@ -209,7 +216,14 @@ std::string distrust(const memswap_codec& codec, c10::Device device) {
     }
   }
   // Two threads may both check; they find the same.
-  std::string fault = find_fault(codec, device);
+  std::string fault;
+  try {
+    fault = find_fault(codec, device);
+  } catch (const c10::OutOfMemoryError&) {
+    // Says nothing about the codec: asked again, it checks again.
+    return "codec '" + std::string(codec.name) + "' found no memory on " + device.str() +
+           " for its self-check";
+  }
   const std::lock_guard lock(all.mutex);
   return all.known.emplace(key, std::move(fault)).first->second;
 }

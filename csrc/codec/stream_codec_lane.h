@@ -66,6 +66,7 @@ class StreamCodecLane final : public CodecLane {
 
   std::pair<StorageRefPtr, TicketPtr> decode(const EncodedStoragePtr& encoded) override;
 
+  void meet_stream() override { streams_->current(); }
   void settle() override { departures_.settle(); }
   size_t leaving_bytes() override { return departures_.nbytes(); }
   void set_max_leaving_bytes(size_t bytes) override { departures_.set_bound(bytes); }

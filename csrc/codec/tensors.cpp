@@ -170,8 +170,12 @@ at::Tensor decode_with(const memswap_codec& codec, const at::Tensor& given, at::
   const frame::Dtype code = frame_dtype(dtype);
   const bool on_host = given.device().is_cpu();
   uint32_t status = frame::kOk;
-  const at::Tensor device_status =
-      on_host ? at::Tensor() : at::zeros({}, given.options().dtype(at::kInt));
+  const auto new_status = [&] {
+    const auto options = given.options().dtype(at::kInt);
+    // Cleared by a launch of its own, which is spared where nobody asks.
+    return check_decode ? at::zeros({}, options) : at::empty({}, options);
+  };
+  const at::Tensor device_status = on_host ? at::Tensor() : new_status();
   memswap_decode_job job{};
   job.frame = frame.const_data_ptr();
   job.frame_bytes = frame.nbytes();

@@ -1,45 +1,26 @@
 // Encoding and decoding on the NPU against a device-to-device copy of the same tensor.
 //
-//   memswap_ascend_bench [--quick] [--repeats N]      prints JSON
+//   memswap_ascend_bench [--small] [--repeats N]      prints JSON, a line per measurement
 //
-// GB/s are 10^9 bytes of the uncompressed tensor per second, for the copy as well (which moves that
-// many bytes twice). Copy, encode and decode take turns within a repeat; the medians are of ACL
-// events' times. Buffers rotate, so that a tensor that fits into the L2 cache is not found there.
-// Every decoded tensor is compared with what was encoded.
+// What is measured, and how, is in device_bench.h.
 #include <acl/acl.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <string>
 #include <vector>
 
-#include "memswap/codec.h"
-#include "memswap/frame.h"
-#include "patterns.h"  // kernels/tests
+#include "device_bench.h"
 
+namespace memswap::bench {
 namespace {
-
-using memswap::frame::Dtype;
-using memswap::frame::Header;
-using memswap::frame::Layout;
-using memswap::frame::Shape;
-using memswap::test::Kind;
-using memswap::test::Pattern;
 
 void check(aclError error, const char* what) {
   if (error != ACL_SUCCESS) {
     const char* more = aclGetRecentErrMsg();
     std::fprintf(stderr, "%s: error %d of the ACL runtime. %s\n", what, static_cast<int>(error),
                  more != nullptr ? more : "");
-    std::exit(1);
-  }
-}
-
-void require(bool is_right, const char* what) {
-  if (!is_right) {
-    std::fprintf(stderr, "%s\n", what);
     std::exit(1);
   }
 }
@@ -102,24 +83,6 @@ void download(void* to, const void* from, uint64_t bytes) {
   check(aclrtMemcpy(to, bytes, from, bytes, ACL_MEMCPY_DEVICE_TO_HOST), "a copy to the host");
 }
 
-struct Case {
-  const char* name;
-  Dtype dtype;
-  Shape shape;
-  Pattern pattern;
-};
-
-constexpr Case kCases[] = {
-    {"bf16 dense", Dtype::kBf16, Shape::kDense, {Kind::kNormal, 0}},
-    {"bf16 sparse half", Dtype::kBf16, Shape::kSparse, {Kind::kSparse, 8}},
-    {"fp16 dense", Dtype::kFp16, Shape::kDense, {Kind::kNormal, 0}},
-    {"fp32 dense", Dtype::kFp32, Shape::kDense, {Kind::kNormal, 0}},
-    {"fp32 upcast", Dtype::kFp32, Shape::kUpcast, {Kind::kUpcast, 0}},
-    {"e4m3 dense", Dtype::kE4m3, Shape::kDense, {Kind::kNormal, 0}},
-    {"bool bits", Dtype::kBool, Shape::kBits, {Kind::kBooleans, 0}},
-    {"int64 ints", Dtype::kInt64, Shape::kInts, {Kind::kRange, 15}},
-};
-
 // A tensor, its frame, the decoded tensor and a copy.
 struct Buffers {
   Buffers(uint64_t bytes, uint64_t frame_bytes)
@@ -127,35 +90,18 @@ struct Buffers {
   DeviceBuffer input, frame, output, copy, status;
 };
 
-struct Times {
-  std::vector<float> copy, encode, decode;
-};
-
-double median(std::vector<float> times) {
-  std::sort(times.begin(), times.end());
-  return times[times.size() / 2];
-}
-
-void measure(const Case& of, double megabytes, uint32_t max_processors, int repeats, bool is_first,
-             Stopwatch& stopwatch) {
+void measure(const Case& of, uint64_t bytes_wanted, uint32_t max_processors, int repeats,
+             bool is_first, Stopwatch& stopwatch) {
   const memswap_codec& codec = *memswap_codec_ascend();
-  const uint32_t width = memswap::frame::width_of(of.dtype);
-  const uint64_t bytes = static_cast<uint64_t>(megabytes * 1e6) / 16 * 16;
-  const uint64_t elements = bytes / width;
-  const Layout layout = memswap::frame::layout_of(of.dtype, of.shape, elements);
+  const uint64_t bytes = bytes_wanted / 16 * 16;
+  const uint64_t elements = bytes / of.width();
+  const Layout layout = frame::layout_of(of.dtype, of.shape, elements);
   const uint64_t capacity = layout.max_var_units();
-  const int warm_up = repeats > 1 ? 3 : 1;
+  const int warm_up = repeats > 2 ? 3 : 1;
   // The L2 cache has up to 192 MB. Every buffer is used.
   const int rotation =
-      std::min(warm_up + repeats, static_cast<int>(std::clamp(512 / megabytes, 2.0, 8.0)));
-
-  // A million different elements, repeated: making patterns is slow.
-  std::vector<uint8_t> tensor(bytes);
-  const uint64_t distinct = std::min<uint64_t>(elements, 1 << 20);
-  memswap::test::fill(of.pattern, of.dtype, 2, 0, distinct, tensor.data());
-  for (uint64_t at = distinct * width; at < bytes; at += distinct * width) {
-    std::memcpy(&tensor[at], tensor.data(), std::min(distinct * width, bytes - at));
-  }
+      std::min(warm_up + repeats, static_cast<int>(std::clamp(512e6 / bytes, 2.0, 8.0)));
+  const std::vector<uint8_t> tensor = make_tensor(of, bytes);
   std::vector<Buffers> buffers;
   for (int i = 0; i < rotation; ++i) {
     buffers.emplace_back(bytes, layout.bytes(capacity));
@@ -167,28 +113,31 @@ void measure(const Case& of, double megabytes, uint32_t max_processors, int repe
   memswap_launch launch{};
   launch.stream = stopwatch.stream();
   launch.max_processors = max_processors;
+  uint8_t profile = MEMSWAP_CANONICAL, center = 0;
   const auto encode = [&](const Buffers& in) {
-    memswap_encode_job job{};
-    job.input = in.input.get();
-    job.elements = elements;
-    job.dtype = static_cast<uint8_t>(of.dtype);
-    job.shape = static_cast<uint8_t>(of.shape);
-    job.frame = in.frame.get();
-    job.var_capacity = capacity;
+    memswap_encode_job job = encode_job(of, elements, in.input.get(), in.frame.get(), capacity);
+    job.profile = profile;
+    job.center = center;
     const int error = codec.encode(&job, 1, &launch);
     require(error == 0, codec.message(error));
   };
   const auto decode = [&](const Buffers& in) {
-    memswap_decode_job job{};
-    job.frame = in.frame.get();
-    job.frame_bytes = layout.bytes(capacity);
-    job.output = in.output.get();
-    job.elements = elements;
-    job.dtype = static_cast<uint8_t>(of.dtype);
-    job.status = reinterpret_cast<uint32_t*>(in.status.get());
+    const memswap_decode_job job = decode_job(of, elements, in.frame.get(), layout.bytes(capacity),
+                                              in.output.get(), in.status.get());
     const int error = codec.decode(&job, 1, &launch);
     require(error == 0, codec.message(error));
   };
+  const auto header_of = [&](const Buffers& in) {
+    Header header;
+    download(&header, in.frame.get(), sizeof(header));
+    return header;
+  };
+  if (of.is_fast) {
+    stopwatch.time_ms([&] { encode(buffers[0]); });
+    center = center_of(header_of(buffers[0]));
+    profile = MEMSWAP_FAST;
+  }
+
   Times times;
   for (int repeat = -warm_up; repeat < repeats; ++repeat) {
     const Buffers& in = buffers[static_cast<size_t>(repeat + warm_up) % buffers.size()];
@@ -205,49 +154,32 @@ void measure(const Case& of, double megabytes, uint32_t max_processors, int repe
       times.decode.push_back(decoded);
     }
   }
+  const auto in_a_row = [&](const auto& work) {
+    return stopwatch.time_ms([&] {
+      for (const Buffers& in : buffers) {
+        work(in);
+      }
+    }) / static_cast<float>(buffers.size());
+  };
+  for (int repeat = 0; repeat < std::max(repeats / 5, 1); ++repeat) {
+    times.encode_row.push_back(in_a_row(encode));
+    times.decode_row.push_back(in_a_row(decode));
+  }
 
   std::vector<uint8_t> decoded(bytes);
-  Header header;
-  uint64_t frame_bytes = 0;
   for (const Buffers& in : buffers) {
     uint32_t status = 1;
     download(&status, in.status.get(), 4);
     require(status == 0, "a frame did not decode");
     download(decoded.data(), in.output.get(), bytes);
-    require(std::memcmp(decoded.data(), tensor.data(), bytes) == 0, "another tensor was decoded");
-    download(&header, in.frame.get(), sizeof(header));
-    frame_bytes = layout.bytes(header.var_used);
+    require(decoded == tensor, "another tensor was decoded");
   }
-  const double copy_ms = median(times.copy);
-  const auto gigabytes_per_s = [&](double ms) { return static_cast<double>(bytes) / ms / 1e6; };
-  const double encode_ms = median(times.encode), decode_ms = median(times.decode);
-  std::printf(
-      "%s\n  {\"case\": \"%s\", \"megabytes\": %.3f, \"max_processors\": %u, \"ratio\": %.4f, "
-      "\"copy_gb_s\": %.1f, \"encode_gb_s\": %.1f, \"decode_gb_s\": %.1f, \"encode_of_copy\": "
-      "%.3f, \"decode_of_copy\": %.3f, \"encode_us\": %.1f, \"decode_us\": %.1f}",
-      is_first ? "" : ",", of.name, megabytes, max_processors,
-      static_cast<double>(bytes) / static_cast<double>(frame_bytes), gigabytes_per_s(copy_ms),
-      gigabytes_per_s(encode_ms), gigabytes_per_s(decode_ms), copy_ms / encode_ms,
-      copy_ms / decode_ms, encode_ms * 1e3, decode_ms * 1e3);
-  std::fflush(stdout);
+  print(of, bytes, max_processors, layout.bytes(header_of(buffers[0]).var_used), times, is_first);
 }
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  int repeats = 51;
-  bool is_quick = false;
-  for (int i = 1; i < argc; ++i) {
-    if (std::strcmp(argv[i], "--quick") == 0) {
-      is_quick = true;
-      repeats = 1;
-    } else if (std::strcmp(argv[i], "--repeats") == 0 && i + 1 < argc) {
-      repeats = std::max(1, std::atoi(argv[++i]));
-    } else {
-      std::fprintf(stderr, "usage: %s [--quick] [--repeats N]\n", argv[0]);
-      return 2;
-    }
-  }
+int run(const Arguments& arguments) {
   check(aclInit(nullptr), "aclInit");
   check(aclrtSetDevice(0), "aclrtSetDevice");
   {
@@ -255,26 +187,21 @@ int main(int argc, char** argv) {
     check(aclGetDeviceCapability(0, ACL_DEVICE_INFO_VECTOR_CORE_NUM, &cores),
           "aclGetDeviceCapability");
     const char* name = aclrtGetSocName();
-    std::printf("{\"device\": \"%s\", \"processors\": %lld, \"repeats\": %d, \"results\": [",
-                name != nullptr ? name : "", static_cast<long long>(cores), repeats);
+    print_head(name != nullptr ? name : "", cores, arguments);
     Stopwatch stopwatch;
     bool is_first = true;
-    const std::vector<double> sizes =
-        is_quick ? std::vector<double>{0.05} : std::vector<double>{1, 4, 16, 64, 256};
-    for (const Case& of : kCases) {
-      for (const double megabytes : sizes) {
-        measure(of, megabytes, 0, repeats, is_first, stopwatch);
-        is_first = false;
-      }
-    }
-    for (const uint32_t bound : {4, 8, 16, 24, 32}) {
-      if (!is_quick || bound == 4) {
-        measure(kCases[0], is_quick ? 0.05 : 64, bound, repeats, is_first, stopwatch);
-      }
-    }
-    std::printf("\n]}\n");
+    for_each(arguments, 50000, {4, 8, 16, 24, 32},
+             [&](const Case& of, uint64_t bytes, uint32_t bound) {
+               measure(of, bytes, bound, arguments.repeats, is_first, stopwatch);
+               is_first = false;
+             });
+    print_end();
   }
   check(aclrtResetDevice(0), "aclrtResetDevice");
   check(aclFinalize(), "aclFinalize");
   return 0;
 }
+
+}  // namespace memswap::bench
+
+int main(int argc, char** argv) { return memswap::bench::run(memswap::bench::parse(argc, argv)); }

@@ -132,14 +132,14 @@ cudaError_t launch_tiles(const Kernel<Job>& kernel, const Table<Job>& table,
   }
   const uint32_t bound = where.max_processors;
   const bool is_bounded = bound != 0 && bound < static_cast<uint32_t>(processors);
-  const uint32_t slots =
-      is_bounded && kMaxTiles * kernel.shared_bytes <= static_cast<uint32_t>(shared_limit)
-          ? kMaxTiles
-          : 1;
+  const uint32_t most =
+      kMaxTiles * kernel.shared_bytes <= static_cast<uint32_t>(shared_limit) ? kMaxTiles : 1;
+  const uint32_t slots = is_bounded ? most : 1;
   const uint32_t shared_bytes = slots * kernel.shared_bytes;
   if (shared_bytes > 48 * 1024) {
+    // What any launch may need: of two threads, one must not lower what the other has just raised.
     error = cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 static_cast<int>(shared_bytes));
+                                 static_cast<int>(most * kernel.shared_bytes));
     if (error != cudaSuccess) {
       return error;
     }

@@ -190,6 +190,7 @@ __global__ void __launch_bounds__(Decoder::kBounds.threads, Decoder::kBounds.blo
 
 template <class Decoder>
 DecodeKernel decode_kernel() {
+  static_assert(sizeof(DecodeShared) <= kLeastSharedBytes);
   return {decode_tiles<Decoder>, sizeof(DecodeShared)};
 }
 

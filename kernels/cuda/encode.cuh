@@ -323,6 +323,7 @@ __global__ void __launch_bounds__(Coder::kBounds.threads, Coder::kBounds.blocks)
 
 template <class Coder>
 EncodeKernel encode_kernel() {
+  static_assert(sizeof(EncodeShared<typename Coder::Memory>) <= kLeastSharedBytes);
   return {encode_tiles<Coder>, sizeof(EncodeShared<typename Coder::Memory>)};
 }
 

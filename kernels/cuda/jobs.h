@@ -79,6 +79,9 @@ using DecodeKernel = Kernel<DecodeJob>;
 
 inline constexpr uint64_t kWorkspaceBytes = kTableJobs * sizeof(EncodeSlot);
 
+// Of compute capability 8.0 and up, 8.6 and 8.9 have the least shared memory for a thread block.
+inline constexpr uint32_t kLeastSharedBytes = 99 * 1024;
+
 // The kernels are spread over translation units, so that these compile at the same time. `function`
 // is null where there is no such kernel.
 EncodeKernel dense_encode_kernel(frame::Dtype dtype, frame::Shape shape);

@@ -269,6 +269,10 @@ void maybe_preempt() {
 }
 
 void allow_shared(const void* kernel, uint32_t bytes) { shared_limits[kernel] = bytes; }
+uint32_t allowed_shared(const void* kernel) {
+  const auto limit = shared_limits.find(kernel);
+  return limit == shared_limits.end() ? 48 * 1024 : limit->second;
+}
 unsigned char* shared_memory() {
   unsigned char* first = shared.data();
   return first + (16 - reinterpret_cast<uintptr_t>(first) % 16) % 16;
@@ -332,8 +336,7 @@ int run(const Launch& launch, void (*body)(void*), void* context) {
   if (machine.fail_launch != 0) {
     return machine.last_error = machine.fail_launch;
   }
-  const auto limit = shared_limits.find(launch.kernel);
-  const uint32_t allowed = limit == shared_limits.end() ? 48 * 1024 : limit->second;
+  const uint32_t allowed = allowed_shared(launch.kernel);
   if (launch.blocks == 0 || launch.threads == 0 || launch.threads > 1024 ||
       launch.shared_bytes > allowed || allowed > machine.shared_bytes) {
     return machine.last_error = kInvalidValue;

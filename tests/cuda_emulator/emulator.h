@@ -68,6 +68,7 @@ class Registered {
 };
 
 void allow_shared(const void* kernel, uint32_t bytes);
+uint32_t allowed_shared(const void* kernel);
 unsigned char* shared_memory();
 float about(float value);
 

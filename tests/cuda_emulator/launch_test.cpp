@@ -166,6 +166,20 @@ TEST_F(Launches, OfLargeSharedMemoryFitSmallDevices) {
   }
 }
 
+// The limit belongs to the kernel, not to the launch, and threads launch at any time.
+TEST_F(Launches, DoNotLowerTheSharedMemoryThatAnotherThreadHasRaised) {
+  const Tensor tensor = tensor_at(0, {Kind::kMixed, 0}, Dtype::kFp64, 1, 3 * 8192);
+  const auto allowed_after = [&](uint32_t bound) {
+    EncodeOptions options{.shape = Shape::kSparse};
+    options.launch.max_processors = bound;
+    encode(emulated(), tensor, options);
+    return emulator::allowed_shared(emulator::launches.back().kernel);
+  };
+  const uint32_t for_two_tiles = allowed_after(1);
+  EXPECT_GT(for_two_tiles, 99u * 1024);
+  EXPECT_EQ(allowed_after(0), for_two_tiles);
+}
+
 TEST_F(Launches, TilesThatDoNotFitGoToTheArenaAndComeBack) {
   const Tensor tensor = tensor_at(0, {Kind::kOutliers, 9}, Dtype::kBf16, 21, 5 * 8192 + 100);
   const uint64_t needed = encode(oracle(), tensor, {}).header().var_used;

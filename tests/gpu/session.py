@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from progress import DEAD_DEVICE, read
+from standalone import find_tool
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "gpu"
@@ -101,7 +102,9 @@ class Found:
 
 def environment() -> dict[str, str]:
     path = [str(ROOT / "python"), str(ROOT / "tests" / "gpu"), os.environ.get("PYTHONPATH", "")]
+    nvcc = find_tool("nvcc")  # which need not be on PATH
     return {
+        **({"CUDACXX": nvcc} if nvcc else {}),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # deterministic products
         "OMP_WAIT_POLICY": "PASSIVE",
         **os.environ,

@@ -6,10 +6,14 @@ already; what only a GPU can show is that its compiler and its memory agree.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 import memswap
+from memswap import codec
 
 pytestmark = pytest.mark.gpu
 
@@ -73,3 +77,46 @@ def test_encoding_on_a_side_stream_waits_for_nothing_else(device: torch.device) 
         back = memswap.decode(memswap.encode(tensor))
     torch.cuda.current_stream(device).wait_stream(stream)
     assert torch.equal(as_bytes(back), as_bytes(tensor))
+
+
+def kernels_of(work: Callable[[], object]) -> list[str]:
+    """Names of the kernels that a call launches."""
+    work()  # what is only done once
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        work()
+        torch.cuda.synchronize()
+    on_device = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return [event.name for event in on_device if "memcpy" not in event.name.lower()]
+
+
+def test_the_operators_decode_of_a_named_shape_is_one_launch(device: torch.device) -> None:
+    dtype, shape = codec.dtype_code(torch.bfloat16), codec.Shape.DENSE.value
+    x = some_tensor(torch.bfloat16, 100_000, "normal").to(device)
+    frame = torch.ops.memswap.encode(x, dtype, shape)
+    named = kernels_of(lambda: torch.ops.memswap.decode(frame, x.shape, x.dtype, shape))
+    unknown = kernels_of(lambda: torch.ops.memswap.decode(frame, x.shape, x.dtype))
+    encodes = kernels_of(lambda: torch.ops.memswap.encode(x, dtype, shape))
+    assert len(named) == 1 and len(unknown) == 2 and len(encodes) == 2, (named, unknown, encodes)
+
+
+def test_operators_in_a_graph_that_is_replayed_code_what_is_there_then(
+    device: torch.device,
+) -> None:
+    dtype = codec.dtype_code(torch.bfloat16)
+    x = some_tensor(torch.bfloat16, 100_000, "sparse").to(device)
+
+    def there_and_back(shape: int) -> torch.Tensor:
+        frame = torch.ops.memswap.encode(x, dtype, shape)
+        return torch.ops.memswap.decode(frame, x.shape, x.dtype, shape)
+
+    there_and_back(0)  # the codec's self-check waits, which no capture allows
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [there_and_back(shape) for shape in (0, 1)]
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x.copy_(torch.randn(100_000).relu())
+        graph.replay()
+        for back in found:
+            assert torch.equal(as_bytes(back), as_bytes(x))

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.own_laboratory
 
 def test_the_standalone_benchmark_measures_every_case_and_compares_every_bit():
     done = subprocess.run(
-        [directory() / "memswap_ascend_bench", "--quick"],
+        [directory() / "memswap_ascend_bench", "--small"],
         capture_output=True,
         text=True,
         timeout=120,

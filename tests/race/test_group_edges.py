@@ -97,6 +97,37 @@ def scheduled_elsewhere(region: Region) -> list[torch.Tensor]:
     return found
 
 
+def scheduled_on_the_default_stream(region: Region) -> list[torch.Tensor]:
+    """What a stream of the program's own has computed is launched, and let go of, on the default
+    one, which was the only compute stream that transfers had been asked for on."""
+    mine, default = torch.Stream(device=DEVICE), torch.accelerator.current_stream()
+    found = []
+    for length in (900, 100_000):  # gathered, and alone
+        with mine:
+            sent = [random(DEVICE, length, seed=n) * 2 for n in range(3)]
+        if region is plain:
+            mine.synchronize()
+            found += on_host(sent)
+            continue
+        group = memswap.Group("default", EVERYTHING, pool=new_pool())
+        with mine:
+            added = [group.add(tensor) for tensor in sent]
+            ready = mine.record_event()
+            sent.clear()
+        default.wait_event(ready)
+        group.launch_offload()
+        with mine:
+            others = [torch.full((length,), 7.0, device=DEVICE) for _ in range(3)]
+            on_host(others)
+        group.wait_offload()
+        group.launch_load()
+        group.wait_load()
+        found += on_host([one.tensor().clone() for one in added])
+        del others, added
+        torch.accelerator.synchronize()
+    return found
+
+
 def demanded_at_once(region: Region) -> list[torch.Tensor]:
     """Nobody waits for the load: each demand does, of its own part of what is fetched."""
     x = random(DEVICE, 700).requires_grad_()
@@ -167,7 +198,9 @@ def test_a_broken_edge_is_caught_by_the_detector_and_as_wrong_data(
 
 
 @pytest.mark.parametrize(
-    "workload", [microbatches, scheduled_elsewhere, demanded_at_once], ids=lambda w: w.__name__
+    "workload",
+    [microbatches, scheduled_elsewhere, scheduled_on_the_default_stream, demanded_at_once],
+    ids=lambda w: w.__name__,
 )
 def test_unbroken_groups_are_silent_and_right_under_every_schedule(workload: Workload) -> None:
     right = run_plain(workload)

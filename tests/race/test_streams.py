@@ -13,6 +13,7 @@ from race_workloads import DEVICE, Region, new_pool, on_host, plain, two_streams
 from torch import nn
 
 import memswap
+from memswap._native import native
 from simdev import _C
 
 OTHER = torch.device(DEVICE.type, 1)
@@ -283,6 +284,45 @@ def test_record_stream_is_not_called_before_a_second_compute_stream_was_met() ->
     assert [calls_in_a_step(main) for _ in range(3)] == [0, 0, 0]
     assert calls_in_a_step(other) > 0, "the allocator was not told of the second stream"
     assert saved.stats().moved_storages > 0
+
+
+def test_gathering_small_tensors_calls_record_stream_only_then_as_well() -> None:
+    main, other = torch.accelerator.current_stream(), torch.Stream(device=DEVICE)
+    group = memswap.Group("small", EVERYTHING, pool=new_pool())
+
+    def calls(stream: torch.Stream) -> int:
+        before = _C.memory_stats(0)["recorded"]
+        stream.wait_stream(main)
+        with stream:
+            added = [group.add(torch.full((900,), float(n), device=DEVICE)) for n in range(3)]
+            group.launch_offload()
+            group.wait_offload()
+            group.launch_load()
+            group.wait_load()
+            assert [one.tensor()[0].item() for one in added] == [0, 1, 2]
+            del added
+        main.wait_stream(stream)
+        torch.accelerator.synchronize()
+        return int(_C.memory_stats(0)["recorded"]) - before
+
+    assert [calls(main) for _ in range(2)] == [0, 0]
+    assert calls(other) > 0, "the allocator was not told of the second stream"
+
+
+def test_the_allocator_is_told_who_used_a_part_of_a_larger_storage() -> None:
+    """Allocators pass over memory that is not their own; a part's belongs to the whole."""
+    lane = native.StreamLane(DEVICE, max_leaving_bytes=0, chunk_bytes=1 << 20)
+    pool = new_pool()
+    whole = native.StorageRef(torch.ones(4096, dtype=torch.uint8, device=DEVICE))
+    part = native.part(whole, 512, 1024)
+    other = torch.Stream(device=DEVICE)
+    other.wait_stream(torch.accelerator.current_stream())
+    before = _C.memory_stats(0)["recorded"]
+    with other:
+        ticket = lane.send(part, pool.native.allocate(1024))
+        ticket.wait()
+    assert _C.memory_stats(0)["recorded"] > before, "the owner of the memory was not told"
+    torch.accelerator.synchronize()
 
 
 # ---------------------------------------------------------------- devices

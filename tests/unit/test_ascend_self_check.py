@@ -124,3 +124,44 @@ def test_a_wrong_kernel_is_found_and_nothing_is_encoded(wrong: str) -> None:
     assert "failed its self-check on" in said and "bfloat16, dense" in said, said
     assert "refused: memswap: codec" in said and "Nothing is encoded on this device" in said, said
     assert "left: False stayed for want of room: True" in said, said
+
+
+def test_a_check_that_found_no_memory_is_made_again() -> None:
+    said = run(
+        RIGHT,
+        """
+        from simdev import _C
+        from simdev.laboratory import DEFAULT_CAPACITY_BYTES
+        _C.set_capacity(0, 1024)
+        print("first:", native.codec_fault(device))
+        _C.set_capacity(0, DEFAULT_CAPACITY_BYTES)
+        print("then:", native.codec_fault(device) or "none")
+        """,
+    )
+    assert "found no memory on" in said and "then: none" in said, said
+
+
+# Where a decode's job has its hint.
+HINTS = """
+hints = []
+def note(jobs): hints.append(ctypes.cast(jobs + 50, ctypes.POINTER(ctypes.c_uint8))[0])
+def wrong(table): replace(table, "decode", note)
+"""
+
+
+def test_the_decode_operator_names_the_shape_to_the_codec() -> None:
+    """Which makes one launch of it (tests/cuda_emulator counts them)."""
+    said = run(
+        HINTS,
+        """
+        x = torch.randn(5000).bfloat16().to(device)
+        frame = torch.ops.memswap.encode(x, 1, 1)
+        torch.accelerator.synchronize()
+        hints.clear()
+        for shape in ((1,), ()):
+            back = torch.ops.memswap.decode(frame, x.shape, x.dtype, *shape)
+            assert torch.equal(back.cpu(), x.cpu())
+        print("hints:", hints)
+        """,
+    )
+    assert "hints: [2, 0]" in said, said

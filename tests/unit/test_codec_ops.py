@@ -50,6 +50,16 @@ def test_opcheck(tensor: torch.Tensor, dtype: int, shape: int) -> None:
     torch.library.opcheck(decode, (frame, list(tensor.shape), tensor.dtype))
 
 
+def test_decode_takes_the_shape_that_encode_was_given() -> None:
+    x = torch.randn(3, 700).bfloat16()
+    frame = encode(x, BF16, 1)
+    assert torch.equal(decode(frame, x.shape, x.dtype, 1), x)
+    torch.library.opcheck(decode, (frame, list(x.shape), x.dtype, 1))
+    for shape in (-1, 6, 300):
+        with pytest.raises(ValueError, match=f"no frame has shape {shape}"):
+            decode(frame, x.shape, x.dtype, shape)
+
+
 def test_under_fake_tensors_and_meta_the_sizes_are_known() -> None:
     with FakeTensorMode():
         fake = encode(torch.empty(9000, dtype=torch.bfloat16), BF16, 0)

@@ -121,7 +121,7 @@ def send_together(
     way: SwapWay, storages: Sequence[StorageRef]
 ) -> tuple[Bucket, list[tuple[Part, Ticket]]] | None:
     """Start sending storages as one. None: the pool has no room, and nothing was started."""
-    gathered, offsets = native.gather(storages)
+    gathered, offsets = way.lane.gather(storages)
     sent = way.send(gathered, None)
     if sent is None:
         return None

@@ -88,6 +88,7 @@ class GroupSaver(Saver):
         place: Place,
         dtype: torch.dtype,
     ) -> str | None:
+        route.meet_stream(action)
         entry.storage = storage
         entry.order = Order(route, action, place.unit, place.ordinal, dtype)
         return None

@@ -281,6 +281,14 @@ class Route:
             self._set_room()
         return self._codec_lane
 
+    def meet_stream(self, action: Action) -> None:
+        """What is saved now leaves later, perhaps while another stream is current."""
+        if self.works_ahead:
+            if action is not Action.ENCODE:
+                self.lane.meet_stream()
+            if action is not Action.SWAP:
+                self.codec_lane.meet_stream()
+
     def _bound(self, lane: Lane | CodecLane) -> None:
         if self._leaving_bytes is not None:
             lane.set_max_leaving_bytes(self._leaving_bytes)

@@ -30,7 +30,7 @@ class DeviceAllocator final : public c10::DeviceAllocator {
     for (int device = 0; device < kDevices; ++device) empty_cache(device);
   }
   void recordStream(const c10::DataPtr& pointer, c10::Stream stream) override {
-    record_stream(pointer.get(), stream_id(stream));
+    if (pointer.get_deleter() == &device_free) record_stream(pointer.get(), stream_id(stream));
   }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
     const MemoryStats stats = memory_stats(device);

@@ -96,7 +96,10 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
 
   void recordDataPtrOnStream(const c10::DataPtr& pointer,
                              const c10::Stream& stream) const override {
-    record_stream(pointer.get(), stream_id(stream));
+    // As in CUDA: memory that the allocator has not handed out itself is passed over.
+    if (pointer.get_deleter() == c10::GetAllocator(kDeviceType)->raw_deleter()) {
+      record_stream(pointer.get(), stream_id(stream));
+    }
   }
 
  private:
