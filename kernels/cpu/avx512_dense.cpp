@@ -67,13 +67,17 @@ class DenseEncoder {
  private:
   void split(uint32_t b) {
     uint8_t* slab = slabs_ + b * Type::kSlabBytes;
+    if constexpr (kStreaming) {
+      touch_pages_ahead(slab, Type::kSlabBytes);
+    }
     const uint8_t* elements = elements_ + b * Type::kBlockBytes;
+    uint8_t* plane1 = plane1_[b % 2];
     if constexpr (Type::kWidth == 1) {
-      split_byte_floats<Type::kRestBits, kStreaming>(elements, slab, symbols_[b]);
+      split_byte_floats<Type::kRestBits, kStreaming>(elements, slab, plane1, symbols_[b]);
     } else {
       split_floats<kDtype, kStreaming>(elements, slab, symbols_[b]);
-      take_rest<Type::kRestBits, kStreaming>(symbols_[b],
-                                             slab + frame::kBlockElements * Type::kBytePlanes);
+      take_rest<Type::kRestBits, kStreaming>(
+          symbols_[b], slab + frame::kBlockElements * Type::kBytePlanes, plane1);
     }
     if constexpr (kShort) {
       ranges_[b] = range_of_short(symbols_[b]);
@@ -83,6 +87,10 @@ class DenseEncoder {
   }
 
   void measure(uint32_t b) {
+    if constexpr (Type::kRestBits == 3) {  // its last plane has been waiting for whole lines
+      uint8_t* to = slabs_ + b * Type::kSlabBytes + Type::kRestBytes - kPlane1Bytes;
+      copy_lines<kStreaming>(to, plane1_[b % 2], kPlane1Bytes);
+    }
     if constexpr (kShort) {
       distances_[b] = distances_of_short(symbols_[b], ranges_[b]);
     } else if (!params_.fast) {
@@ -135,6 +143,7 @@ class DenseEncoder {
   Distances distances_[frame::kTileBlocks];
   Choice choices_[frame::kTileBlocks];
   Escapes escapes_[2];
+  alignas(kLanes) uint8_t plane1_[2][kPlane1Bytes];
   bool lq3_asked_ = false;
 };
 
