@@ -114,9 +114,9 @@ inline void split_byte_floats(const uint8_t* elements, uint8_t* planes, uint8_t*
       }
       const Vector low =
           _mm512_or_si512(rest_of_byte<2, 0>(quarter[0]), rest_of_byte<2, 2>(quarter[1]));
-      store_line<kStreaming>(planes + kLanes * i, _mm512_ternarylogic_epi64(
-                                                      low, rest_of_byte<2, 4>(quarter[2]),
-                                                      rest_of_byte<2, 6>(quarter[3]), 0xfe));  // or
+      const Vector high =
+          _mm512_or_si512(rest_of_byte<2, 4>(quarter[2]), rest_of_byte<2, 6>(quarter[3]));
+      store_line<kStreaming>(planes + kLanes * i, _mm512_or_si512(low, high));
     }
   }
 }
