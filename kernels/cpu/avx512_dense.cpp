@@ -13,6 +13,9 @@ namespace {
 
 using frame::Dtype;
 
+// How many bytes ahead of a block an encoder asks for elements.
+inline constexpr uint32_t kPrefetchElements = 2048;
+
 // [Note: blocks in flight]
 // A block is encoded in five steps, each of which needs the end of the one before it: sums over all
 // lanes, a division, stores that are loaded again. None of that is long, but a processor that has
@@ -42,16 +45,19 @@ class DenseEncoder {
       if (round < blocks) {
         split(round);
       }
+      prefetch_quarter(round, 0);
       if (round - 1 < blocks) {
         measure(round - 1);
       }
+      prefetch_quarter(round, 1);
       if (round - 2 < blocks) {
-        prefetch_block(round + 1);
         choose(round - 2);
       }
+      prefetch_quarter(round, 2);
       if (round - 3 < blocks) {
         write_low_plane(round - 3);
       }
+      prefetch_quarter(round, 3);
       if (round - 4 < blocks) {
         write_payload(round - 4);
       }
@@ -61,13 +67,17 @@ class DenseEncoder {
  private:
   void split(uint32_t b) {
     uint8_t* slab = slabs_ + b * Type::kSlabBytes;
+    if constexpr (kStreaming) {
+      touch_pages_ahead(slab, Type::kSlabBytes);
+    }
     const uint8_t* elements = elements_ + b * Type::kBlockBytes;
+    uint8_t* plane1 = plane1_[b % 2];
     if constexpr (Type::kWidth == 1) {
-      split_byte_floats<Type::kRestBits, kStreaming>(elements, slab, symbols_[b]);
+      split_byte_floats<Type::kRestBits, kStreaming>(elements, slab, plane1, symbols_[b]);
     } else {
       split_floats<kDtype, kStreaming>(elements, slab, symbols_[b]);
-      take_rest<Type::kRestBits, kStreaming>(symbols_[b],
-                                             slab + frame::kBlockElements * Type::kBytePlanes);
+      take_rest<Type::kRestBits, kStreaming>(
+          symbols_[b], slab + frame::kBlockElements * Type::kBytePlanes, plane1);
     }
     if constexpr (kShort) {
       ranges_[b] = range_of_short(symbols_[b]);
@@ -77,6 +87,10 @@ class DenseEncoder {
   }
 
   void measure(uint32_t b) {
+    if constexpr (Type::kRestBits == 3) {  // its last plane has been waiting for whole lines
+      uint8_t* to = slabs_ + b * Type::kSlabBytes + Type::kRestBytes - kPlane1Bytes;
+      copy_lines<kStreaming>(to, plane1_[b % 2], kPlane1Bytes);
+    }
     if constexpr (kShort) {
       distances_[b] = distances_of_short(symbols_[b], ranges_[b]);
     } else if (!params_.fast) {
@@ -86,10 +100,14 @@ class DenseEncoder {
     }
   }
 
-  // Of this tile or the next.
-  void prefetch_block(uint32_t b) const {
-    for (uint32_t i = 0; i < Type::kBlockBytes; i += kLanes) {
-      prefetch(elements_, b * Type::kBlockBytes + i);
+  // Of what follows block b, in this tile or the next. Long blocks keep the processor's own
+  // prefetcher busy, which does better alone. Measured.
+  void prefetch_quarter(uint32_t b, uint32_t quarter) const {
+    if (Type::kWidth <= 2 && b < frame::kTileBlocks) {
+      const uint8_t* from = elements_ + b * Type::kBlockBytes + Type::kBlockBytes / 4 * quarter;
+      for (uint32_t i = 0; i < Type::kBlockBytes / 4; i += kLanes) {
+        prefetch(from + i, kPrefetchElements);
+      }
     }
   }
 
@@ -125,6 +143,7 @@ class DenseEncoder {
   Distances distances_[frame::kTileBlocks];
   Choice choices_[frame::kTileBlocks];
   Escapes escapes_[2];
+  alignas(kLanes) uint8_t plane1_[2][kPlane1Bytes];
   bool lq3_asked_ = false;
 };
 

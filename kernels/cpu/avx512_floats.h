@@ -89,9 +89,10 @@ inline Vector byte_of_symbol(Vector symbol) {
   return move_bits<bit_moves(0, kRestBits - 1, 8 - kRestBits)>(symbol);
 }
 
-// Writes a block's planes and returns its symbols.
+// Writes a block's planes, that of 1 bit to plane1, and returns its symbols.
 template <uint32_t kRestBits, bool kStreaming>
-inline void split_byte_floats(const uint8_t* elements, uint8_t* planes, Bytes& symbols) {
+inline void split_byte_floats(const uint8_t* elements, uint8_t* planes, uint8_t* plane1,
+                              Bytes& symbols) {
   if constexpr (kRestBits == 4) {
     for (uint32_t i = 0; i < kVectors / 2; ++i) {
       const Vector a = load(elements + kLanes * i);
@@ -103,7 +104,6 @@ inline void split_byte_floats(const uint8_t* elements, uint8_t* planes, Bytes& s
     }
   } else {
     static_assert(kRestBits == 3);
-    uint8_t* const plane1 = planes + frame::kLowPlaneBytes;
     for (uint32_t i = 0; i < kVectors / 4; ++i) {
       Vector quarter[4];
       for (uint32_t q = 0; q < 4; ++q) {
@@ -114,9 +114,9 @@ inline void split_byte_floats(const uint8_t* elements, uint8_t* planes, Bytes& s
       }
       const Vector low =
           _mm512_or_si512(rest_of_byte<2, 0>(quarter[0]), rest_of_byte<2, 2>(quarter[1]));
-      store_line<kStreaming>(planes + kLanes * i, _mm512_ternarylogic_epi64(
-                                                      low, rest_of_byte<2, 4>(quarter[2]),
-                                                      rest_of_byte<2, 6>(quarter[3]), 0xfe));  // or
+      const Vector high =
+          _mm512_or_si512(rest_of_byte<2, 4>(quarter[2]), rest_of_byte<2, 6>(quarter[3]));
+      store_line<kStreaming>(planes + kLanes * i, _mm512_or_si512(low, high));
     }
   }
 }
@@ -174,12 +174,13 @@ inline void split_floats(const uint8_t* elements, uint8_t* planes, Bytes& top) {
   }
 }
 
-// Moves the bits of R in the top byte into their planes and leaves the symbols.
+// Moves the bits of R in the top byte into their planes, that of 1 bit to plane1, and leaves the
+// symbols.
 template <uint32_t kRestBits, bool kStreaming>
-inline void take_rest(Bytes& top, uint8_t* planes) {
+inline void take_rest(Bytes& top, uint8_t* planes, uint8_t* plane1) {
   if constexpr (kRestBits == 3) {
     store_plane2<0, kStreaming>(planes, top);
-    store_plane1<2>(planes + frame::kLowPlaneBytes, top);
+    store_plane1<2>(plane1, top);
   }
   if constexpr (kRestBits != 0) {
     for (Vector& byte : top.vector) {
@@ -200,15 +201,17 @@ template <frame::Dtype kDtype, bool kStreaming, bool kEscapes>
 inline void join_floats(uint8_t* elements, const uint8_t* planes, const Symbols& symbols) {
   using Type = Float<kDtype>;
   constexpr uint32_t kWidth = Type::kWidth;
+  // Whole blocks, and in each the lines in the order of their addresses, not that of their use.
+  constexpr uint32_t kBlocksAhead = (kPrefetchBytes + Type::kSlabBytes / 2) / Type::kSlabBytes;
+  constexpr uint32_t kAhead = kBlocksAhead * Type::kSlabBytes;
   Bytes rest;
   load_rest<Type::kRestBits>(rest, planes + frame::kBlockElements * Type::kBytePlanes);
   SymbolCursor<kEscapes> cursor(symbols);
   for (uint32_t i = 0; i < kVectors; ++i) {
     Vector v[kWidth];
     for (uint32_t p = 0; p < Type::kBytePlanes; ++p) {
-      const uint8_t* from = planes + frame::kBlockElements * p + kLanes * i;
-      prefetch(from, kPrefetchBytes);
-      v[p] = load(from);
+      v[p] = load(planes + frame::kBlockElements * p + kLanes * i);
+      prefetch(planes + kLanes * (Type::kBytePlanes * i + p), kAhead);
     }
     v[kWidth - 1] = cursor.take(i);
     if constexpr (Type::kRestBits != 0) {

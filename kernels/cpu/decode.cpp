@@ -48,8 +48,8 @@ class FrameDecoder {
     checksum_ =
         job.verify != 0 && (header.flags & frame::kChecked) != 0 ? blocks.checksum : nullptr;
     // A checksum reads each tile again while it is still in the caches.
-    const bool streaming = checksum_ == nullptr && job.elements * width_ >= kStreamingBytes;
-    decode_block_ = blocks.decoder(dtype_, shape_, streaming);
+    streaming_ = checksum_ == nullptr && job.elements * width_ >= kStreamingBytes;
+    decode_block_ = blocks.decoder(dtype_, shape_, streaming_);
   }
 
   uint32_t chunks() const {
@@ -106,6 +106,9 @@ class FrameDecoder {
           std::min<uint64_t>(frame::kBlockElements, tile_elements - i * frame::kBlockElements));
       uint8_t* block = output + uint64_t{i} * frame::kBlockElements * width_;
       const bool whole = count == frame::kBlockElements;
+      if (streaming_) {
+        touch_pages_ahead(block, count * width_);
+      }
       if (!decode_block_(whole ? block : workspace.last_block, slab, readable,
                          Record::mode(record.block[i]), units, record.center[i],
                          Record::packed(record.block[i]))) {
@@ -128,6 +131,7 @@ class FrameDecoder {
   Dtype dtype_{};
   Shape shape_{};
   uint32_t width_ = 0;
+  bool streaming_ = false;
   PayloadAreas areas_{};
   DecodeBlock decode_block_ = nullptr;
   Checksum checksum_ = nullptr;

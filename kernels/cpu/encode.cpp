@@ -105,6 +105,9 @@ class FrameEncoder {
       } while (i < count && destination != nullptr &&
                workspace.tiles[i].destination == destination + bytes);
       if (destination != nullptr && bytes != 0) {
+        if (params_.streaming) {
+          touch_pages_ahead(destination, bytes);
+        }
         copy_(destination, payload, bytes);
       }
       payload += bytes;
