@@ -61,7 +61,7 @@ const ScriptObject::Place* place_of(const ScriptObject* script, const PassageObj
   const auto nbytes = static_cast<int64_t>(look.storage_nbytes());
   if (place.action == ScriptObject::Action::kAsk || place.nbytes != nbytes ||
       place.ordinal != offer.ordinal + 1 || nbytes < script->least_bytes ||
-      look.device() != script->device || look.edited_part() ||
+      look.device() != script->device || look.edited_part() || look.part_of_data() ||
       place.dtype != THPVariable_Unpack(offer.tensor).scalar_type() ||
       !same_text(place.unit.ptr(), offer.unit)) {
     return nullptr;
