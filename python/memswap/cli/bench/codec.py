@@ -64,8 +64,8 @@ class Result:
 def entropy_bound(tensor: torch.Tensor) -> float | None:
     """The ratio of a perfect order-0 code of the exponents, everything else stored as it is.
 
-    Elements that are +-0 are coded apart, by one perfect bit each and their sign. None for what is
-    no bfloat16 tensor.
+    Elements that are +-0 are coded apart, by one perfect bit each and their sign; a frame, which
+    sees that zeros come in runs, can be beyond it. None for what is no bfloat16 tensor.
     """
     if tensor.dtype != torch.bfloat16 or tensor.numel() == 0:
         return None
