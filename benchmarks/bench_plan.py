@@ -3,6 +3,9 @@
 All modes run in one process, in alternating blocks of steps on the same weights and the same batch.
 "Exposed" is what a step takes beyond the plain one; of memswap's modes the plan's own prediction
 stands beside it. Gradients are compared bit for bit with the plain ones.
+
+A mode that finds no memory is a row that says so. Where that is the plain one, gradients are
+compared with those of checkpointed steps. The result file is written after each mode.
 """
 
 from __future__ import annotations
@@ -49,11 +52,13 @@ SIZES = {
         for sequence in (2048, 8192, 32768)
     ],
 }
-SHARES = (0.8, 0.67, 0.5)
-RECOMPUTE_SHARES = (0.67, 0.5)
+SHARES = ("80%", "67%", "50%")
+RECOMPUTE_SHARES = ("67%", "50%")
+CHECKPOINTED = "checkpoint"
 PLAN_STEPS = 7  # until there is a plan, and one of its steps has been timed
 
 Attach = Callable[[Llama], AbstractContextManager[Any]]
+Records = dict[str, dict[str, Any]]
 
 
 @contextmanager
@@ -83,12 +88,21 @@ def planned(
             checkpointed.remove()
 
 
-def kept_bytes(bench: Bench) -> int:
-    """Saved activations of the layers at their peak, if nothing moves."""
-    keep = memswap.Policy(memswap.Action.KEEP)
-    with memswap.manage(bench.model.layers, keep) as manager:
-        bench.step()
-        return manager.stats().peak_resident_bytes
+class LongBench(Bench):
+    """A bench whose plain step may find no memory."""
+
+    compared_with = BASELINE
+
+    def deterministic_gradients(self) -> list[torch.Tensor | None]:
+        if hasattr(self, "reference"):
+            return super().deterministic_gradients()
+        try:
+            return super().deterministic_gradients()
+        except torch.OutOfMemoryError:
+            self.model.zero_grad(set_to_none=True)
+        self.compared_with = CHECKPOINTED
+        with recompute(self.model):
+            return super().deterministic_gradients()
 
 
 def modes_of(bench: Bench) -> dict[str, Attach]:
@@ -96,40 +110,59 @@ def modes_of(bench: Bench) -> dict[str, Attach]:
     pin = bench.device.type != "cpu"
     swap = memswap.Policy(memswap.Action.SWAP)
     save_on_cpu = partial(torch.autograd.graph.save_on_cpu, pin_memory=pin)
-    modes: dict[str, Attach] = {BASELINE: lambda model: nullcontext(), "checkpoint": recompute}
+    modes: dict[str, Attach] = {BASELINE: lambda model: nullcontext(), CHECKPOINTED: recompute}
     if pin:  # on a CPU it copies nothing
-        modes["save_on_cpu"] = partial(around_layers, save_on_cpu)
+        modes["save_on_cpu"] = partial(giving_back, bench, partial(around_layers, save_on_cpu))
     modes |= {
         "boundary only": partial(boundary_only, bench.pool),
         "all swapped": lambda model: memswap.manage(model.layers, swap, pool=bench.pool),
         "memswap auto": partial(planned, bench, "auto", False),
     }
-    kept = kept_bytes(bench)
     for share in SHARES:
-        modes[f"memswap {share:.0%}"] = partial(planned, bench, int(share * kept), False)
+        modes[f"memswap {share}"] = partial(planned, bench, share, False)
     for share in RECOMPUTE_SHARES:
-        name = f"memswap {share:.0%}, may recompute"
-        modes[name] = partial(planned, bench, int(share * kept), True)
+        modes[f"memswap {share}, may recompute"] = partial(planned, bench, share, True)
     return modes
 
 
-def measure(config: LlamaConfig, batch: int, device: torch.device, steps: int, rounds: int) -> Any:
-    """All modes on one size: rows of a table, and the record."""
-    bench = Bench(config, batch, device)
-    modes = modes_of(bench)
-    records: dict[str, dict[str, Any]] = {name: {} for name in modes}
+@contextmanager
+def giving_back(bench: Bench, attach: Attach, model: Llama) -> Iterator[Any]:
+    """The same, and what torch pinned for it goes back: a host may not have room for all modes."""
+    with attach(model) as one:
+        yield one
+    bench.pool.trim()
+
+
+def measure(
+    bench: LongBench, steps: int, rounds: int, note: Callable[[Records, dict[str, str]], None]
+) -> tuple[Records, dict[str, str]]:
+    """All modes on one size: what was found, and why the others were not run.
+
+    Args:
+        bench: the size.
+        steps: timed ones of a block.
+        rounds: blocks of each mode.
+        note: called after each block.
+    """
+    device, modes = bench.device, modes_of(bench)
+    records: Records = {}
     skipped: dict[str, str] = {}
     for _ in range(rounds):
         for name, attach in list(modes.items()):
             before = pinned_bytes(device)
+            record = records.get(name, {})
+            kept: list[Any] = []
             try:
-                kept: list[Any] = []
-                bench.block(remembering(attach, kept), steps, records[name])
+                bench.block(remembering(attach, kept), steps, record)
             except (memswap.BudgetError, torch.OutOfMemoryError) as error:
                 skipped[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-                del modes[name], records[name]
+                del modes[name], error
+                records.pop(name, None)
+                kept.clear()
                 bench.model.zero_grad(set_to_none=True)
+                note(records, skipped)
                 continue
+            records[name] = record
             after = pinned_bytes(device)
             if before is not None and after is not None:
                 records[name].setdefault("pinned_bytes", after - before)
@@ -144,6 +177,8 @@ def measure(config: LlamaConfig, batch: int, device: torch.device, steps: int, r
                     "measured_peak_bytes": plan.measured_peak_bytes,
                     "table": str(plan),
                 }
+            kept.clear()
+            note(records, skipped)
     return records, skipped
 
 
@@ -159,25 +194,38 @@ def remembering(attach: Attach, kept: list[Any]) -> Attach:
     return attached
 
 
-def table(records: dict[str, dict[str, Any]]) -> str:
-    """A line per mode."""
-    plain_s = summarize(records[BASELINE]["seconds"])["median"]
-    memory_keys = [k for k in records[BASELINE] if k.endswith("_bytes") and "pinned" not in k]
+def summarized(records: Records) -> Records:
+    """With medians in the place of single steps."""
+    plain = records.get(BASELINE)
+    plain_s = None if plain is None else summarize(plain["seconds"])["median"]
+    found = {}
+    for name, record in records.items():
+        step_s = summarize(record["seconds"])
+        found[name] = {key: value for key, value in record.items() if key != "seconds"}
+        found[name]["step_s"] = step_s
+        found[name]["exposed_s"] = None if plain_s is None else step_s["median"] - plain_s
+    return found
+
+
+def table(records: Records, skipped: dict[str, str]) -> str:
+    """A line per mode, of what `summarized` returns."""
+    some = next(iter(records.values()), {})
+    plain = records.get(BASELINE)
+    memory_keys = [k for k in some if k.endswith("_bytes") and "pinned" not in k]
     rows = []
     for name, record in records.items():
-        record["step_s"] = summarize(record.pop("seconds"))
-        record["exposed_s"] = record["step_s"]["median"] - plain_s
-        plan, stats = record.get("plan"), record.get("stats")
+        plan, stats, exposed_s = record.get("plan"), record.get("stats"), record["exposed_s"]
+        step_s = record["step_s"]["median"]
         first = memory_keys[0]
         rows.append(
             [
                 name,
-                f"{record['step_s']['median'] * 1e3:.1f}",
-                format_ratio(record["step_s"]["median"], plain_s),
-                f"{record['exposed_s'] * 1e3:+.1f}",
+                f"{step_s * 1e3:.1f}",
+                "-" if plain is None else format_ratio(step_s, plain["step_s"]["median"]),
+                "-" if exposed_s is None else f"{exposed_s * 1e3:+.1f}",
                 "-" if plan is None else f"{plan['exposed_s'] * 1e3:+.1f}",
                 *(format_bytes(record[key]) for key in memory_keys),
-                format_ratio(record[first], records[BASELINE][first]),
+                "-" if plain is None else format_ratio(record[first], plain[first]),
                 "-" if stats is None else format_bytes(stats["peak_resident_bytes"]),
                 "-" if plan is None else format_bytes(plan["peak_bytes"]),
                 format_bytes(record.get("pinned_bytes", 0)),
@@ -187,6 +235,8 @@ def table(records: dict[str, dict[str, Any]]) -> str:
     header = ["", "step ms", "ratio", "exposed ms", "predicted"]
     header += [f"peak {key.removesuffix('_bytes')}" for key in memory_keys]
     header += ["ratio", "saved, peak", "predicted", "pinned", "gradients equal"]
+    for name, reason in skipped.items():
+        rows.append([name, reason.split(":")[0], *["-"] * (len(header) - 2)])
     return render_table(header, rows)
 
 
@@ -197,27 +247,50 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a block")
     parser.add_argument("--rounds", type=int, default=2, help="blocks of each mode")
     parser.add_argument("--sequence", type=int, nargs="+", help="default: by device")
+    parser.add_argument("--layers", type=int, help="default: by device")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     batch = arguments.batch or (2 if device.type == "cpu" else 1)
-    results, failed = [], False
+    results: list[dict[str, Any]] = []
+    failed = False
     configs = SIZES["cpu" if device.type == "cpu" else "accelerator"]
     if arguments.sequence:
         configs = [replace(configs[0], sequence=sequence) for sequence in arguments.sequence]
+    if arguments.layers:
+        configs = [replace(config, layers=arguments.layers) for config in configs]
     for config in configs:
-        records, skipped = measure(config, batch, device, arguments.steps, arguments.rounds)
+        bench = LongBench(config, batch, device)
+        results.append({"options": {**asdict(config), "batch": batch}})
+
+        def note(
+            records: Records,
+            skipped: dict[str, str],
+            result: dict[str, Any] = results[-1],
+            compared_with: str = bench.compared_with,
+        ) -> None:
+            result |= {
+                "gradients_compared_with": compared_with,
+                "modes": summarized(records),
+                "skipped": skipped,
+            }
+            content = {"baseline": BASELINE, "sizes": results}
+            write_result(arguments.json, device, content, tell=False)
+
+        records, skipped = measure(bench, arguments.steps, arguments.rounds, note)
         print(f"\n{device}: batch {batch}, bf16, {asdict(config)}")
-        print(table(records))
+        print(table(summarized(records), skipped))
         for name, reason in skipped.items():
-            print(f"skipped: {name}: {reason}")
-        results.append({"options": {**asdict(config), "batch": batch}, "modes": records,
-                        "skipped": skipped})  # fmt: skip
+            print(f"{name}: {reason}")
+        if bench.compared_with != BASELINE:
+            print(f"gradients are compared with those of {bench.compared_with}")
         failed |= any(
             not record["gradients_equal"]
             for name, record in records.items()
-            if name not in ("checkpoint", "save_on_cpu")
+            if name not in (CHECKPOINTED, "save_on_cpu")
         )
-        write_result(arguments.json, device, {"baseline": BASELINE, "sizes": results})
+        del bench
+    if arguments.json is not None:
+        print(f"written: {arguments.json}")
     if failed:
         raise SystemExit("memswap's gradients are not those of the plain run.")
 

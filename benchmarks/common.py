@@ -69,14 +69,17 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-def write_result(file: Path | None, device: torch.device, result: Mapping[str, Any]) -> None:
+def write_result(
+    file: Path | None, device: torch.device, result: Mapping[str, Any], tell: bool = True
+) -> None:
     """Write a result and its environment as JSON, where a file was asked for."""
     if file is None:
         return
     file.parent.mkdir(parents=True, exist_ok=True)
     content = {"environment": environment(device), **result}
     file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    print(f"written: {file}")
+    if tell:
+        print(f"written: {file}")
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -52,6 +52,8 @@ struct DepartingObject {
   EntryRow lingering;              // sent, and held by somebody
 };
 
+constexpr Py_ssize_t kLooks = 3;
+
 PyTypeObject* departing_type = nullptr;  // set once, by bind_departing
 
 DepartingObject* departing_of(PyObject* self) { return reinterpret_cast<DepartingObject*>(self); }
@@ -66,11 +68,9 @@ PyObject* make(PyTypeObject* type, PyObject*, PyObject*) {
 }
 
 void dealloc(PyObject* self) {
-  PyTypeObject* const type = Py_TYPE(self);
   std::destroy_at(&departing_of(self)->leaving);
   std::destroy_at(&departing_of(self)->lingering);
-  type->tp_free(self);
-  Py_DECREF(type);
+  free_instance(self);
 }
 
 PyObject* add(PyObject* self, PyObject* given) {
@@ -147,6 +147,13 @@ PyObject* py_notice_gone(PyObject* self, PyObject* const* args, Py_ssize_t count
   });
 }
 
+PyObject* py_notice_some(PyObject* self, PyObject*) {
+  return guarded<PyObject*>(nullptr, [&]() -> PyObject* {
+    notice_some(self);
+    Py_RETURN_NONE;
+  });
+}
+
 Py_ssize_t length(PyObject* self) {
   return departing_of(self)->leaving.size() + departing_of(self)->lingering.size();
 }
@@ -156,6 +163,7 @@ PyMethodDef methods[] = {
     {"notice_gone", as_method(py_notice_gone), METH_FASTCALL | METH_KEYWORDS,
      "notice_gone(looks=all): account for storages that went away since the last look, oldest "
      "first. `looks` bounds how many of those are looked at that were sent and are still held."},
+    {"notice_some", py_notice_some, METH_NOARGS, "What each save does: look at a few of those."},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -185,6 +193,11 @@ py::object new_departing() {
 
 void add_departing(PyObject* departing, EntryObject* entry) {
   departing_of(departing)->leaving.append(entry);
+}
+
+void notice_some(PyObject* departing) {
+  const auto alive = py::reinterpret_borrow<py::object>(departing);
+  notice_gone(departing_of(departing), kLooks);
 }
 
 void bind_departing(py::module_& module) { departing_type = add_type(module, "Departing", spec); }

@@ -32,6 +32,10 @@ class EntryRow {
 pybind11::object new_departing();
 void add_departing(PyObject* departing, EntryObject* entry);
 
+// What each save does: accounts for storages that went away. Of those that were sent and are still
+// held it looks at a few, so that it pays.
+void notice_some(PyObject* departing);
+
 // An entry is in no row any more. Runs nothing of Python's.
 void depart_no_more(EntryObject* entry);
 

@@ -154,9 +154,7 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
     EntryObject* const self = entry_of(made.ptr());
     new (&self->residence) std::optional<Residence>();
     new (&self->identity) std::optional<WeakStorage>(identity);
-    for (const auto slot : kSlots) {
-      self->*slot = Py_NewRef(Py_None);
-    }
+    fill_with_none(kSlots, self);
     put(self->saver, saver);
     put(self->ledger, ledger.ptr());
     self->index = -1;
@@ -179,11 +177,7 @@ void abandon_quietly(PyObject* ticket) {
 }
 
 int traverse(PyObject* self, visitproc visit, void* arg) {
-  for (const auto slot : kSlots) {
-    Py_VISIT(entry_of(self)->*slot);
-  }
-  Py_VISIT(Py_TYPE(self));
-  return 0;
+  return visit_slots(kSlots, entry_of(self), self, visit, arg);
 }
 
 // Whoever refers to it without owning it. Runs nothing of Python's.
@@ -208,7 +202,6 @@ int clear(PyObject* self) {
 // take hold of an entry that is dying.
 void dealloc(PyObject* self) {
   EntryObject* const entry = entry_of(self);
-  PyTypeObject* const type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);
   if (entry->residence) {
     forget_everywhere(entry);
@@ -222,12 +215,9 @@ void dealloc(PyObject* self) {
   abandon_quietly(entry->departure);
   abandon_quietly(entry->arrival);
   PyErr_Restore(kind, value, traceback);
-  for (const auto slot : kSlots) {
-    Py_CLEAR(entry->*slot);
-  }
+  clear_slots(kSlots, entry);
   entry->identity.~optional();
-  type->tp_free(self);
-  Py_DECREF(type);
+  free_instance(self);
 }
 
 PyMethodDef methods[] = {

@@ -101,12 +101,10 @@ int traverse_moved(PyObject* self, visitproc visit, void* arg) {
 }
 
 void dealloc_moved(PyObject* self) {
-  PyTypeObject* const type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);
   Py_CLEAR(moved_of(self)->entry);
   Py_CLEAR(moved_of(self)->view);
-  type->tp_free(self);
-  Py_DECREF(type);
+  free_instance(self);
 }
 
 // The unpack hook of every saver: a handle of another kind says itself what it stands for.
@@ -183,13 +181,11 @@ PyObject* make_stay(PyTypeObject* type, PyObject* args, PyObject*) {
 }
 
 void dealloc_stay(PyObject* object) {
-  PyTypeObject* const type = Py_TYPE(object);
   StayObject* const self = stay_of(object);
   forget(ledger_of(self), self->key, object);
   ledger_of(self)->ledger.resident(-self->nbytes);
   Py_CLEAR(self->ledger);
-  type->tp_free(object);
-  Py_DECREF(type);
+  free_instance(object);
 }
 
 PyType_Slot stay_slots[] = {

@@ -31,10 +31,8 @@ PyObject* make(PyTypeObject* type, PyObject*, PyObject*) {
 }
 
 void dealloc(PyObject* self) {
-  PyTypeObject* type = Py_TYPE(self);
   known_in(self).~Known();
-  type->tp_free(self);
-  Py_DECREF(type);
+  free_instance(self);
 }
 
 // A method that takes one number of bytes.

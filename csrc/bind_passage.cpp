@@ -4,6 +4,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <new>
@@ -11,6 +12,7 @@
 #include <string>
 #include <utility>
 
+#include "bind_script.h"
 #include "bind_ticket.h"
 #include "python_type.h"
 
@@ -19,13 +21,9 @@ namespace py = pybind11;
 
 namespace {
 
-constexpr int64_t kNoGroup = -1;
-
 constexpr std::array kSlots = {
-    &PassageObject::forecast,
-    &PassageObject::held,
-    &PassageObject::fetches,
-    &PassageObject::course,
+    &PassageObject::forecast, &PassageObject::held,   &PassageObject::fetches,
+    &PassageObject::course,   &PassageObject::script,
 };
 
 // Set once, by bind_passage.
@@ -68,35 +66,34 @@ void add_place(PyObject* set, size_t index) {
 }
 
 // The verdict about a storage; a passage whose storages are other ones has no more verdicts.
-PyObject* verdict(PassageObject* self, size_t index, int64_t nbytes) {
+Verdict verdict(PassageObject* self, size_t index, int64_t nbytes) {
   if (empty(self->forecast)) {
-    return Py_None;
+    return {Py_None, false};
   }
   const ForecastObject* const known = forecast_of(self->forecast);
   if (!known->forecast.expects(index, nbytes)) {
     put(self->forecast, Py_None);
-    return Py_None;
+    return {Py_None, false};
   }
   switch (known->forecast.verdicts[index]) {
     case Forecast::Verdict::kNone:
       break;
     case Forecast::Verdict::kNeededAtOnce:
-      return known->needed_at_once;
+      return {known->needed_at_once, false};
     case Forecast::Verdict::kNeverFreed:
       add_place(self->held, index);
-      return known->never_freed;
+      return {known->never_freed, true};
   }
-  return Py_None;
+  return {Py_None, false};
 }
 
-PyObject* admit(PyObject* object, PyObject* const* args, Py_ssize_t count, PyObject* given) {
+PyObject* py_admit(PyObject* object, PyObject* const* args, Py_ssize_t count, PyObject* given) {
   static constexpr std::array words = {"nbytes", "decoded", "group"};
   std::array<PyObject*, 3> sorted = {nullptr, Py_False, Py_None};
   if (!sort_arguments(words, args, count, given, sorted)) {
     return nullptr;
   }
   return guarded<PyObject*>(nullptr, [&] {
-    PassageObject* const self = passage_of(object);
     const auto [size, decoded, group] = sorted;
     if (size == nullptr) {
       throw py::type_error("admit needs a number of bytes");
@@ -106,11 +103,7 @@ PyObject* admit(PyObject* object, PyObject* const* args, Py_ssize_t count, PyObj
     if (PyErr_Occurred() != nullptr) {
       throw py::error_already_set();
     }
-    const size_t index = self->passage.size();
-    self->groups.push_back(region);
-    self->entries.push_back(nullptr);
-    self->passage.save(nbytes, decoded == Py_True);
-    return Py_NewRef(verdict(self, index, nbytes));
+    return Py_NewRef(admit(passage_of(object), nbytes, decoded == Py_True, region).why);
   });
 }
 
@@ -224,6 +217,27 @@ PyObject* get_predicted_window_bytes(PyObject* self, void*) {
   return PyLong_FromLongLong(forecast_of(known)->forecast.window_bytes);
 }
 
+PyObject* get_script(PyObject* self, void*) { return Py_NewRef(passage_of(self)->script); }
+
+int set_script(PyObject* self, PyObject* given, void*) {
+  PyObject* const script = script_or_none(given == nullptr ? Py_None : given);
+  if (script == nullptr) {
+    return -1;
+  }
+  put(passage_of(self)->script, script);
+  return 0;
+}
+
+PyObject* note_peak(PyObject* self, PyObject* nbytes) {
+  const long long number = PyLong_AsLongLong(nbytes);
+  if (number == -1 && PyErr_Occurred()) {
+    return nullptr;
+  }
+  int64_t& peak = passage_of(self)->peak_bytes;
+  peak = std::max<int64_t>(peak, number);
+  Py_RETURN_NONE;
+}
+
 template <auto share, auto number>
 PyObject* get_share(PyObject* self, void*) {
   return PyLong_FromLongLong((passage_of(self)->passage.*share)().*number);
@@ -252,12 +266,10 @@ PyObject* make_forecast(PyObject* object, PyObject* const* args, Py_ssize_t coun
 }
 
 void dealloc_forecast(PyObject* self) {
-  PyTypeObject* const type = Py_TYPE(self);
   std::destroy_at(&forecast_of(self)->forecast);
   Py_CLEAR(forecast_of(self)->needed_at_once);
   Py_CLEAR(forecast_of(self)->never_freed);
-  type->tp_free(self);
-  Py_DECREF(type);
+  free_instance(self);
 }
 
 PyObject* follow(PyObject* self, PyObject* forecast) {
@@ -293,46 +305,39 @@ PyObject* make(PyTypeObject* type, PyObject*, PyObject*) {
     new (&self->passage) Passage();
     new (&self->entries) std::vector<EntryObject*>();
     new (&self->groups) std::vector<int64_t>();
-    for (const auto slot : kSlots) {
-      self->*slot = Py_NewRef(Py_None);
-    }
+    new (&self->released) std::vector<size_t>();
+    fill_with_none(kSlots, self);
     put(self->held, held.ptr());
     return made.release().ptr();
   });
 }
 
 int traverse(PyObject* self, visitproc visit, void* arg) {
-  for (const auto slot : kSlots) {
-    Py_VISIT(passage_of(self)->*slot);
-  }
-  Py_VISIT(Py_TYPE(self));
-  return 0;
+  return visit_slots(kSlots, passage_of(self), self, visit, arg);
 }
 
 // What is left can make no circle.
 int clear(PyObject* self) {
   put(passage_of(self)->fetches, Py_None);
   put(passage_of(self)->course, Py_None);
+  put(passage_of(self)->script, Py_None);
   return 0;
 }
 
 // No entry is in it any more: each of them owns it.
 void dealloc(PyObject* object) {
-  PyTypeObject* const type = Py_TYPE(object);
   PassageObject* const self = passage_of(object);
   PyObject_GC_UnTrack(object);
-  for (const auto slot : kSlots) {
-    Py_CLEAR(self->*slot);
-  }
+  clear_slots(kSlots, self);
   std::destroy_at(&self->passage);
   std::destroy_at(&self->entries);
   std::destroy_at(&self->groups);
-  type->tp_free(object);
-  Py_DECREF(type);
+  std::destroy_at(&self->released);
+  free_instance(object);
 }
 
 PyMethodDef methods[] = {
-    {"admit", as_method(admit), METH_FASTCALL | METH_KEYWORDS,
+    {"admit", as_method(py_admit), METH_FASTCALL | METH_KEYWORDS,
      "admit(nbytes, decoded=False, group=None): the next storage is saved. Why it should stay, or "
      "None."},
     {"place", py_place, METH_O, "The entry of the storage that was admitted last."},
@@ -343,6 +348,7 @@ PyMethodDef methods[] = {
      "what backward demands first, up to a window, and for what was held."},
     {"demand", py_demand, METH_O,
      "A storage is demanded, by its place. The entries that are to be brought back now."},
+    {"note_peak", note_peak, METH_O, "So many bytes are resident at a mark of its script."},
     {"was_demanded", was_demanded, METH_O, nullptr},
     {"entry", entry, METH_O, "What is at a place, if it is alive."},
     {nullptr, nullptr, 0, nullptr},
@@ -353,6 +359,7 @@ PyGetSetDef properties[] = {
     {"sizes", get_sizes, nullptr, "Their bytes, a new list.", nullptr},
     {"order", get_order, nullptr, "Places in the order of first demands, a new list.", nullptr},
     {"groups", get_groups, nullptr, "Groups as they were admitted, a new list.", nullptr},
+    {"script", get_script, set_script, "What a plan says of its storages, or None.", nullptr},
     {"began_backward", get_began_backward, nullptr, nullptr, nullptr},
     {"predicted_window_bytes", get_predicted_window_bytes, nullptr,
      "The forecast's, for as long as the sizes agree with it; then None.", nullptr},
@@ -369,6 +376,8 @@ PyMemberDef members[] = {
     {"held", T_OBJECT_EX, offsetof(PassageObject, held), READONLY, nullptr},
     {"fetches", T_OBJECT_EX, offsetof(PassageObject, fetches), 0, nullptr},
     {"course", T_OBJECT_EX, offsetof(PassageObject, course), 0, nullptr},
+    {"alone", T_BOOL, offsetof(PassageObject, alone), 0, nullptr},
+    {"peak_bytes", T_LONGLONG, offsetof(PassageObject, peak_bytes), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr},
 };
 
@@ -410,6 +419,14 @@ void take_off(EntryObject* entry) {
 
 void note_held(PyObject* passage, Py_ssize_t index) {
   add_place(passage_of(passage)->held, static_cast<size_t>(index));
+}
+
+Verdict admit(PassageObject* self, int64_t nbytes, bool decoded, int64_t group) {
+  const size_t index = self->passage.size();
+  self->groups.push_back(group);
+  self->entries.push_back(nullptr);
+  self->passage.save(nbytes, decoded);
+  return verdict(self, index, nbytes);
 }
 
 void place(PassageObject* self, EntryObject* entry) {

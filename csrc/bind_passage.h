@@ -3,6 +3,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <cstdint>
 #include <vector>
 
 #include "bind_entry.h"
@@ -27,7 +28,23 @@ struct PassageObject {
   PyObject* held;      // places of storages that stayed alive although they had left, a set
   PyObject* fetches;   // what a plan brings back at which first demand, a mapping
   PyObject* course;    // what a director knows of it
+  PyObject* script;    // what a plan says of its storages, a ScriptObject
+  char alone;          // the script is followed without asking the director
+  int64_t peak_bytes;  // resident ones, the most at a mark of the script
+  std::vector<size_t> released;  // by the script, and still held by somebody then
 };
+
+constexpr int64_t kNoGroup = -1;
+
+// Why a storage should stay, in Python's words, or None; and whether that is because leaving would
+// free nothing.
+struct Verdict {
+  PyObject* why;  // borrowed
+  bool never_freed;
+};
+
+// The next storage is saved.
+Verdict admit(PassageObject* passage, int64_t nbytes, bool decoded, int64_t group);
 
 // What `demand` of Python's returns: what is to be brought back now that an entry is demanded.
 pybind11::list demand(PassageObject* passage, size_t index);

@@ -17,6 +17,7 @@
 #include "bind_handle.h"
 #include "bind_ledger.h"
 #include "bind_passage.h"
+#include "bind_script.h"
 #include "bind_ticket.h"
 #include "python_storage.h"
 #include "python_type.h"
@@ -57,10 +58,8 @@ PyObject* make_lock(PyTypeObject* type, PyObject*, PyObject*) {
 }
 
 void dealloc_lock(PyObject* self) {
-  PyTypeObject* const type = Py_TYPE(self);
   std::destroy_at(&lock_of(self)->mutex);
-  type->tp_free(self);
-  Py_DECREF(type);
+  free_instance(self);
 }
 
 PyObject* enter(PyObject* self, PyObject*) {
@@ -107,27 +106,13 @@ PyObject* swap_out(PyObject* object, PyObject* const* args, Py_ssize_t count) {
   }
   return guarded<PyObject*>(nullptr, [&] {
     SaverObject* const self = saver_of(object);
-    PassageObject* const passage = passage_object(self->passage);
-    if (passage == nullptr) {
-      throw py::error_already_set();
-    }
-    if (!THPVariable_Check(args[0])) {
-      throw py::type_error("swap needs a torch.Tensor");
-    }
-    const py::object storage =
-        owned(storage_object(std::make_shared<StorageRef>(THPVariable_Unpack(args[0]).storage())));
-    PyObject* const parts[] = {object, args[1], storage.ptr()};
-    py::object made = owned(PyObject_Vectorcall(self->entry_type, parts, 3, nullptr));
-    EntryObject* const entry = entry_object(made.ptr());
-    if (entry == nullptr) {
-      throw py::error_already_set();
-    }
-    place(passage, entry);
-    if (!swap(entry, args[2], storage.ptr())) {
-      return made.release().ptr();
+    Made made = make_entry(self, args[0], args[1]);
+    EntryObject* const entry = entry_of(made.entry.ptr());
+    if (!swap(entry, args[2], made.storage.ptr())) {
+      return made.entry.release().ptr();
     }
     add_departing(self->departing, entry);
-    return moved(made.ptr(), args[1]).release().ptr();
+    return moved(made.entry.ptr(), args[1]).release().ptr();
   });
 }
 
@@ -179,12 +164,21 @@ PyObject* py_demand(PyObject* self, PyObject* entry) {
   });
 }
 
+template <class Self, bool (*ask)(Self*, EntryObject*)>
+PyObject* asked(PyObject* self, PyObject* given) {
+  EntryObject* const entry = entry_object(given);
+  if (entry == nullptr) {
+    return nullptr;
+  }
+  return guarded<PyObject*>(nullptr, [&] { return PyBool_FromLong(ask(saver_of(self), entry)); });
+}
+
 // --- life ---------------------------------------------------------------------------------------
 
 constexpr std::array kSlots = {
     &SaverObject::ledger,     &SaverObject::lock,       &SaverObject::departing,
     &SaverObject::encoding,   &SaverObject::passage,    &SaverObject::director,
-    &SaverObject::persistent, &SaverObject::entry_type,
+    &SaverObject::persistent, &SaverObject::entry_type, &SaverObject::backward,
 };
 
 PyObject* make(PyTypeObject* type, PyObject* args, PyObject* named) {
@@ -203,9 +197,7 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject* named) {
     const py::object persistent = py::dict();
     py::object made = owned(type->tp_alloc(type, 0));
     SaverObject* const self = saver_of(made.ptr());
-    for (const auto slot : kSlots) {
-      self->*slot = Py_NewRef(Py_None);
-    }
+    fill_with_none(kSlots, self);
     put(self->ledger, ledger);
     put(self->lock, lock.ptr());
     put(self->departing, departing.ptr());
@@ -218,29 +210,21 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject* named) {
 }
 
 int traverse(PyObject* self, visitproc visit, void* arg) {
-  for (const auto slot : kSlots) {
-    Py_VISIT(saver_of(self)->*slot);
-  }
-  Py_VISIT(Py_TYPE(self));
-  return 0;
+  return visit_slots(kSlots, saver_of(self), self, visit, arg);
 }
 
 // What stays is in no circle, and its entries may still ask for it.
 int clear(PyObject* self) {
-  for (const auto slot : {&SaverObject::passage, &SaverObject::director}) {
+  for (const auto slot : {&SaverObject::passage, &SaverObject::director, &SaverObject::backward}) {
     put(saver_of(self)->*slot, Py_None);
   }
   return 0;
 }
 
 void dealloc(PyObject* self) {
-  PyTypeObject* const type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);
-  for (const auto slot : kSlots) {
-    Py_CLEAR(saver_of(self)->*slot);
-  }
-  type->tp_free(self);
-  Py_DECREF(type);
+  clear_slots(kSlots, saver_of(self));
+  free_instance(self);
 }
 
 PyMethodDef methods[] = {
@@ -249,6 +233,10 @@ PyMethodDef methods[] = {
      "SwapWay. Its handle; or the entry, where there was no room."},
     {"demand", py_demand, METH_O,
      "The storage of an entry, ordered before what the caller does next."},
+    {"director_hears", asked<const SaverObject, director_hears>, METH_O,
+     "Whether the director has to hear of a demand, and not only its passage's script."},
+    {"served", asked<SaverObject, served>, METH_O,
+     "A demand was served that the director did not hear of. Whether that is enough."},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -262,6 +250,8 @@ PyMemberDef members[] = {
     MEMSWAP_SLOT(passage, 0),
     MEMSWAP_SLOT(director, 0),
     MEMSWAP_SLOT(persistent, 0),
+    MEMSWAP_SLOT(backward, 0),
+    {"watched", T_BOOL, offsetof(SaverObject, watched), 0, nullptr},
     {"looks_ahead", T_BOOL, offsetof(SaverObject, looks_ahead), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr},
 };
@@ -296,17 +286,39 @@ SaverObject* saver_object(PyObject* object) {
   return PyObject_TypeCheck(object, saver_type) ? saver_of(object) : nullptr;
 }
 
+Made make_entry(SaverObject* self, PyObject* tensor, PyObject* view) {
+  PassageObject* const passage = passage_object(self->passage);
+  if (passage == nullptr) {
+    throw py::error_already_set();
+  }
+  if (!THPVariable_Check(tensor)) {
+    throw py::type_error("expected a torch.Tensor to make an entry of");
+  }
+  py::object storage =
+      owned(storage_object(std::make_shared<StorageRef>(THPVariable_Unpack(tensor).storage())));
+  PyObject* const parts[] = {reinterpret_cast<PyObject*>(self), view, storage.ptr()};
+  py::object made = owned(PyObject_Vectorcall(self->entry_type, parts, 3, nullptr));
+  EntryObject* const entry = entry_object(made.ptr());
+  if (entry == nullptr) {
+    throw py::error_already_set();
+  }
+  place(passage, entry);
+  return {std::move(made), std::move(storage)};
+}
+
 py::object demand(SaverObject* self, PyObject* given) {
   PyObject* const object = reinterpret_cast<PyObject*>(self);
   EntryObject* const entry = entry_of(given);
   const auto director = py::reinterpret_borrow<py::object>(self->director);
   py::object storage, arrival;
+  bool hears = false;
   {
     const Locked locked(self->lock);
     if (PyObject_Size(self->encoding) > 0) {
       owned(PyObject_CallMethodNoArgs(object, names.learn));
     }
-    if (!director.is_none()) {
+    if (!director.is_none() && director_hears(self, entry)) {
+      hears = true;
       owned(PyObject_CallMethodOneArg(director.ptr(), names.demanding, given));
     }
     storage = bring(entry);
@@ -318,7 +330,7 @@ py::object demand(SaverObject* self, PyObject* given) {
   if (!arrival.is_none()) {
     wait_for_arrival(self, arrival.ptr());
   }
-  if (!director.is_none()) {
+  if (!director.is_none() && (hears || !served(self, entry))) {
     owned(PyObject_CallMethodOneArg(director.ptr(), names.demanded, given));
   }
   return storage;

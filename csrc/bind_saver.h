@@ -24,8 +24,16 @@ struct SaverObject {
   PyObject* passage;
   PyObject* director;
   PyObject* persistent;
-  char looks_ahead;  // what comes next is brought back at once; otherwise `look_ahead` is called
+  PyObject* backward;  // the passage whose backward runs, for the director
+  char watched;        // the director hears of each mark, whatever a script says
+  char looks_ahead;    // what comes next is brought back at once; otherwise `look_ahead` is called
 };
+
+// The entry of what its passage admitted last, and the storage.
+struct Made {
+  pybind11::object entry, storage;
+};
+Made make_entry(SaverObject* saver, PyObject* tensor, PyObject* view);
 
 // An object as a saver, borrowed; nullptr: it is none.
 SaverObject* saver_object(PyObject* object);

@@ -38,10 +38,8 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
 }
 
 void dealloc(PyObject* self) {
-  PyTypeObject* const type = Py_TYPE(self);
   ref_in(self).~StorageRefPtr();
-  type->tp_free(self);
-  Py_DECREF(type);
+  free_instance(self);
 }
 
 PyObject* nbytes(PyObject* self, void*) {

@@ -43,10 +43,8 @@ PyObject* capture(PyObject*, PyObject* tensor) {
 }
 
 void dealloc(PyObject* self) {
-  PyTypeObject* type = Py_TYPE(self);
   reinterpret_cast<ViewObject*>(self)->view.~SavedView();
-  type->tp_free(self);
-  Py_DECREF(type);
+  free_instance(self);
 }
 
 PyObject* rebuild(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* given) {
@@ -107,6 +105,7 @@ PyGetSetDef properties[] = {
     {"device_number", device_number, nullptr, "One number for each device.", nullptr},
     {"private_format", flag<&SavedView::private_format>, nullptr, nullptr, nullptr},
     {"edited_part", flag<&SavedView::edited_part>, nullptr, nullptr, nullptr},
+    {"part_of_data", flag<&SavedView::part_of_data>, nullptr, nullptr, nullptr},
     {"version", number<&SavedView::version>, nullptr, nullptr, nullptr},
     {"current_version", number<&SavedView::current_version>, nullptr, nullptr, nullptr},
     {"storage_nbytes", number<&SavedView::storage_nbytes>, nullptr, nullptr, nullptr},

@@ -10,6 +10,7 @@
 
 #include "bind_ledger.h"
 #include "bind_saver.h"
+#include "bind_script.h"
 #include "bind_ticket.h"
 #include "bind_view.h"
 #include "python_type.h"
@@ -96,8 +97,14 @@ PyObject* pack(PyObject* object, PyObject* tensor) {
         PyObject* const arguments[] = {self->saver, tensor, view.ptr(), word.ptr()};
         handle = owned(PyObject_VectorcallMethod(names.keep, arguments, 4, nullptr));
       } else {
-        PyObject* const arguments[] = {self->saver, tensor, view.ptr(), object};
-        handle = owned(PyObject_VectorcallMethod(names.save, arguments, 4, nullptr));
+        if (self->covered && self->action == Py_None) {
+          handle =
+              follow(saver_of(self), {tensor, view.ptr(), self->unit, self->group, self->ordinal});
+        }
+        if (!handle) {
+          PyObject* const arguments[] = {self->saver, tensor, view.ptr(), object};
+          handle = owned(PyObject_VectorcallMethod(names.save, arguments, 4, nullptr));
+        }
       }
     }
     if (self->outer != Py_None) {
@@ -121,9 +128,7 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   }
   PyObject* const self = type->tp_alloc(type, 0);
   if (self != nullptr) {
-    for (const auto slot : kSlots) {
-      visit_of(self)->*slot = Py_NewRef(Py_None);
-    }
+    fill_with_none(kSlots, visit_of(self));
     Py_SETREF(visit_of(self)->saver, Py_NewRef(saver));
     visit_of(self)->ordinal = -1;
   }
@@ -131,11 +136,7 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
 }
 
 int traverse(PyObject* self, visitproc visit, void* arg) {
-  for (const auto slot : kSlots) {
-    Py_VISIT(visit_of(self)->*slot);
-  }
-  Py_VISIT(Py_TYPE(self));
-  return 0;
+  return visit_slots(kSlots, visit_of(self), self, visit, arg);
 }
 
 // The saver stays: it is called without asking whether it is there.
@@ -149,13 +150,9 @@ int clear(PyObject* self) {
 }
 
 void dealloc(PyObject* self) {
-  PyTypeObject* const type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);
-  for (const auto slot : kSlots) {
-    Py_CLEAR(visit_of(self)->*slot);
-  }
-  type->tp_free(self);
-  Py_DECREF(type);
+  clear_slots(kSlots, visit_of(self));
+  free_instance(self);
 }
 
 PyMethodDef methods[] = {

@@ -66,15 +66,13 @@ int traverse(PyObject* self, visitproc visit, void* arg) {
 }
 
 void dealloc(PyObject* object) {
-  PyTypeObject* const type = Py_TYPE(object);
   SwapWayObject* const self = way_of(object);
   PyObject_GC_UnTrack(object);
   Py_CLEAR(self->lane);
   Py_CLEAR(self->blocks);
   self->native_lane.~shared_ptr();
   self->native_blocks.~shared_ptr();
-  type->tp_free(object);
-  Py_DECREF(type);
+  free_instance(object);
 }
 
 PyObject* py_send(PyObject* self, PyObject* const* args, Py_ssize_t count) {

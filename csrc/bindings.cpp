@@ -13,6 +13,7 @@ void bind_entry(pybind11::module_& module);        // bind_entry.cpp
 void bind_departing(pybind11::module_& module);    // bind_departing.cpp
 void bind_handle(pybind11::module_& module);       // bind_handle.cpp
 void bind_saver(pybind11::module_& module);        // bind_saver.cpp
+void bind_script(pybind11::module_& module);       // bind_script.cpp
 void bind_visit(pybind11::module_& module);        // bind_visit.cpp
 void bind_lanes(pybind11::module_& module);        // bind_lanes.cpp
 void bind_pools(pybind11::module_& module);        // bind_pools.cpp
@@ -35,5 +36,6 @@ PYBIND11_MODULE(_C, module) {
   memswap::bind_departing(module);
   memswap::bind_handle(module);
   memswap::bind_saver(module);
+  memswap::bind_script(module);
   memswap::bind_visit(module);
 }

@@ -74,6 +74,39 @@ inline PyTypeObject* add_type(pybind11::module_& module, const char* name, PyTyp
 // A slot of an instance that holds nothing: never filled, or None.
 inline bool empty(const PyObject* slot) { return slot == nullptr || slot == Py_None; }
 
+// What a type that may be in a circle does with its slots, given as an array of members of
+// `Object`. `object` and `self` are one and the same instance.
+
+template <class Slots, class Object>
+void fill_with_none(const Slots& slots, Object* object) {
+  for (const auto slot : slots) {
+    object->*slot = Py_NewRef(Py_None);
+  }
+}
+
+template <class Slots, class Object>
+int visit_slots(const Slots& slots, Object* object, PyObject* self, visitproc visit, void* arg) {
+  for (const auto slot : slots) {
+    Py_VISIT(object->*slot);
+  }
+  Py_VISIT(Py_TYPE(self));
+  return 0;
+}
+
+template <class Slots, class Object>
+void clear_slots(const Slots& slots, Object* object) {
+  for (const auto slot : slots) {
+    Py_CLEAR(object->*slot);
+  }
+}
+
+// The end of a tp_dealloc: an instance owns its type.
+inline void free_instance(PyObject* self) {
+  PyTypeObject* const type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
 // The view in a SavedView of Python's. nullptr with TypeError set: it is none.
 const SavedView* saved_view_of(PyObject* object);
 

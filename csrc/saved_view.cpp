@@ -29,6 +29,10 @@ bool is_wrapped(c10::DispatchKeySet keys) {
   return keys.has_any(wrappers);
 }
 
+// Below this a whole storage is sent for any part of it.
+constexpr size_t kLargeData = size_t{64} << 20;  // bytes
+constexpr size_t kSmallShare = 8;                // less than one in so many bytes
+
 // Not every supported torch still has named tensors.
 template <class Impl>
 bool is_named(const Impl* impl) {
@@ -76,14 +80,18 @@ std::optional<SavedView> SavedView::capture(const at::Tensor& tensor) {
   view.key_ = storage.unsafeGetStorageImpl();
   view.storage_nbytes_ = storage_nbytes;
   view.nbytes_ = static_cast<size_t>(impl->numel()) * element;
+  bool computed = !tensor.is_leaf();
   if ((tensor.requires_grad() && tensor.is_leaf()) || is_lent(*storage.unsafeGetStorageImpl())) {
     view.of_leaf_ = true;  // lent memory holds gathered parameters, frozen ones too
   } else if (tensor.is_view()) {
     const at::TensorBase& base = tensor._base();
     view.of_leaf_ = base.requires_grad() && base.is_leaf();
+    computed = !base.is_leaf();
   } else {
     view.edited_part_ = view.version_ != 0 && view.nbytes_ < storage_nbytes;
   }
+  view.part_of_data_ =
+      !computed && storage_nbytes >= kLargeData && view.nbytes_ < storage_nbytes / kSmallShare;
   return view;
 }
 

@@ -42,6 +42,8 @@ class SavedView {
   bool private_format() const { return private_format_; }
   // An edited part of a storage that is no view of it ([Note: Several counters on one storage]).
   bool edited_part() const { return edited_part_; }
+  // A small part of large memory that no operator computed: a batch that is a slice of a data set.
+  bool part_of_data() const { return part_of_data_; }
   const void* storage_key() const { return key_; }
   size_t storage_nbytes() const { return storage_nbytes_; }
   size_t nbytes() const { return nbytes_; }
@@ -65,6 +67,7 @@ class SavedView {
   bool of_leaf_ = false;
   bool private_format_ = false;
   bool edited_part_ = false;
+  bool part_of_data_ = false;
 };
 
 // The version of a tensor that stays where it is; holds no memory.

@@ -23,6 +23,7 @@ using frame::Dtype;
 template <Dtype kDtype, bool kStreaming>
 class DenseEncoder {
   using Type = Float<kDtype>;
+  static constexpr bool kShort = is_short(Type::kSymbolBits);
 
  public:
   DenseEncoder(const EncodeParams& params, const uint8_t* elements, uint32_t count, uint8_t* slabs,
@@ -60,14 +61,25 @@ class DenseEncoder {
  private:
   void split(uint32_t b) {
     uint8_t* slab = slabs_ + b * Type::kSlabBytes;
-    split_floats<kDtype, kStreaming>(elements_ + b * Type::kBlockBytes, slab, symbols_[b]);
-    take_rest<Type::kRestBits, kStreaming>(symbols_[b],
-                                           slab + frame::kBlockElements * Type::kBytePlanes);
-    ranges_[b] = range_of(symbols_[b], kVectors);
+    const uint8_t* elements = elements_ + b * Type::kBlockBytes;
+    if constexpr (Type::kWidth == 1) {
+      split_byte_floats<Type::kRestBits, kStreaming>(elements, slab, symbols_[b]);
+    } else {
+      split_floats<kDtype, kStreaming>(elements, slab, symbols_[b]);
+      take_rest<Type::kRestBits, kStreaming>(symbols_[b],
+                                             slab + frame::kBlockElements * Type::kBytePlanes);
+    }
+    if constexpr (kShort) {
+      ranges_[b] = range_of_short(symbols_[b]);
+    } else {
+      ranges_[b] = range_of(symbols_[b], kVectors);
+    }
   }
 
   void measure(uint32_t b) {
-    if (!params_.fast) {
+    if constexpr (kShort) {
+      distances_[b] = distances_of_short(symbols_[b], ranges_[b]);
+    } else if (!params_.fast) {
       const uint32_t maximum = ranges_[b].maximum;
       distances_[b] = ranges_[b].minimum > 0 ? distances_of<false>(symbols_[b], kVectors, maximum)
                                              : distances_of<true>(symbols_[b], kVectors, maximum);
@@ -83,8 +95,9 @@ class DenseEncoder {
 
   void choose(uint32_t b) {
     choices_[b] = params_.fast
-                      ? choose_fast(symbols_[b], ranges_[b], Type::kSymbolBits, params_.center)
-                      : choose_canonical(symbols_[b], ranges_[b], distances_[b], Type::kSymbolBits);
+                      ? choose_fast<Type::kSymbolBits>(symbols_[b], ranges_[b], params_.center)
+                      : choose_canonical<Type::kSymbolBits>(symbols_[b], ranges_[b], distances_[b],
+                                                            lq3_asked_);
   }
 
   void write_low_plane(uint32_t b) {
@@ -112,6 +125,7 @@ class DenseEncoder {
   Distances distances_[frame::kTileBlocks];
   Choice choices_[frame::kTileBlocks];
   Escapes escapes_[2];
+  bool lq3_asked_ = false;
 };
 
 template <Dtype kDtype, bool kStreaming>
@@ -139,10 +153,17 @@ bool decode_dense(void* out, const uint8_t* slab, const uint8_t* payload, uint32
     return false;
   }
   auto* to = static_cast<uint8_t*>(out);
+  const auto join = [&]<bool kEscapes>() {
+    if constexpr (Type::kWidth == 1) {
+      join_byte_floats<Type::kRestBits, kStreaming, kEscapes>(to, slab, symbols);
+    } else {
+      join_floats<kDtype, kStreaming, kEscapes>(to, slab, symbols);
+    }
+  };
   if (symbols.has_escapes) {
-    join_floats<kDtype, kStreaming, true>(to, slab, symbols);
+    join.template operator()<true>();
   } else {
-    join_floats<kDtype, kStreaming, false>(to, slab, symbols);
+    join.template operator()<false>();
   }
   return true;
 }

@@ -8,12 +8,24 @@ MEMSWAP_AVX512_BEGIN
 namespace memswap::cpu::avx512 {
 namespace {
 
+// A matrix of bits that moves `count` bits of each byte, from `from` to `to`, and clears the
+// others.
+constexpr uint64_t bit_moves(uint32_t from, uint32_t to, uint32_t count) {
+  uint64_t matrix = 0;
+  for (uint32_t i = 0; i < count; ++i) {
+    matrix |= uint64_t{1} << (8 * (7 - to - i) + from + i);
+  }
+  return matrix;
+}
+template <uint64_t kMatrix>
+inline Vector move_bits(Vector value) {
+  return _mm512_gf2p8affine_epi64_epi8(value, _mm512_set1_epi64(static_cast<int64_t>(kMatrix)), 0);
+}
+
 template <uint32_t kWidth>
 inline Vector rotate_left(Vector value) {
   if constexpr (kWidth == 1) {
-    const __mmask64 sign = _mm512_movepi8_mask(value);
-    const Vector doubled = _mm512_add_epi8(value, value);
-    return _mm512_mask_add_epi8(doubled, sign, doubled, broadcast(1));
+    return move_bits<bit_moves(7, 0, 1) | bit_moves(0, 1, 7)>(value);
   } else if constexpr (kWidth == 2) {
     return _mm512_shldi_epi16(value, value, 1);
   } else if constexpr (kWidth == 4) {
@@ -26,9 +38,7 @@ inline Vector rotate_left(Vector value) {
 template <uint32_t kWidth>
 inline Vector rotate_right(Vector value) {
   if constexpr (kWidth == 1) {
-    const __mmask64 sign = _mm512_test_epi8_mask(value, broadcast(1));
-    const Vector halved = shift_right<1>(value);
-    return _mm512_mask_add_epi8(halved, sign, halved, broadcast(128));
+    return move_bits<bit_moves(0, 7, 1) | bit_moves(1, 0, 7)>(value);
   } else if constexpr (kWidth == 2) {
     return _mm512_shrdi_epi16(value, value, 1);
   } else if constexpr (kWidth == 4) {
@@ -58,6 +68,94 @@ struct Float {
 inline constexpr uint32_t kPrefetchBytes = 8192;
 inline constexpr uint32_t kPrefetchShortBytes = 2048;
 
+// --- Elements of one byte ------------------------------------------------------------------------
+
+// What a byte float's sign, exponent and mantissa become without a rotation in between: the lowest
+// kBits bits of R at bit kAt, and the reverse.
+template <uint32_t kBits, uint32_t kAt>
+inline Vector rest_of_byte(Vector element) {
+  return move_bits<bit_moves(7, kAt, 1) | bit_moves(0, kAt + 1, kBits - 1)>(element);
+}
+template <uint32_t kBits, uint32_t kAt>
+inline Vector byte_of_rest(Vector plane) {
+  return move_bits<bit_moves(kAt, 7, 1) | bit_moves(kAt + 1, 0, kBits - 1)>(plane);
+}
+template <uint32_t kRestBits>
+inline Vector symbol_of_byte(Vector element) {
+  return move_bits<bit_moves(kRestBits - 1, 0, 8 - kRestBits)>(element);
+}
+template <uint32_t kRestBits>
+inline Vector byte_of_symbol(Vector symbol) {
+  return move_bits<bit_moves(0, kRestBits - 1, 8 - kRestBits)>(symbol);
+}
+
+// Writes a block's planes and returns its symbols.
+template <uint32_t kRestBits, bool kStreaming>
+inline void split_byte_floats(const uint8_t* elements, uint8_t* planes, Bytes& symbols) {
+  if constexpr (kRestBits == 4) {
+    for (uint32_t i = 0; i < kVectors / 2; ++i) {
+      const Vector a = load(elements + kLanes * i);
+      const Vector b = load(elements + kLanes * (kVectors / 2 + i));
+      symbols.vector[i] = symbol_of_byte<4>(a);
+      symbols.vector[kVectors / 2 + i] = symbol_of_byte<4>(b);
+      store_line<kStreaming>(planes + kLanes * i,
+                             _mm512_or_si512(rest_of_byte<4, 0>(a), rest_of_byte<4, 4>(b)));
+    }
+  } else {
+    static_assert(kRestBits == 3);
+    uint8_t* const plane1 = planes + frame::kLowPlaneBytes;
+    for (uint32_t i = 0; i < kVectors / 4; ++i) {
+      Vector quarter[4];
+      for (uint32_t q = 0; q < 4; ++q) {
+        const uint32_t at = kVectors / 4 * q + i;
+        quarter[q] = load(elements + kLanes * at);
+        symbols.vector[at] = symbol_of_byte<3>(quarter[q]);
+        store64(plane1 + 8 * at, _mm512_test_epi8_mask(quarter[q], broadcast(2)));
+      }
+      const Vector low =
+          _mm512_or_si512(rest_of_byte<2, 0>(quarter[0]), rest_of_byte<2, 2>(quarter[1]));
+      store_line<kStreaming>(planes + kLanes * i, _mm512_ternarylogic_epi64(
+                                                      low, rest_of_byte<2, 4>(quarter[2]),
+                                                      rest_of_byte<2, 6>(quarter[3]), 0xfe));  // or
+    }
+  }
+}
+
+// Elements of their R planes and symbols.
+template <uint32_t kRestBits, bool kStreaming, bool kEscapes>
+inline void join_byte_floats(uint8_t* elements, const uint8_t* planes, const Symbols& symbols) {
+  SymbolCursor<kEscapes> cursor(symbols);
+  const auto put = [&](uint32_t i, Vector rest) {
+    const Vector element = _mm512_or_si512(byte_of_symbol<kRestBits>(cursor.take(i)), rest);
+    store_line<kStreaming>(elements + kLanes * i, element);
+  };
+  if constexpr (kRestBits == 4) {
+    for (uint32_t i = 0; i < kVectors / 2; ++i) {
+      put(i, byte_of_rest<4, 0>(load(planes + kLanes * i)));
+    }
+    for (uint32_t i = 0; i < kVectors / 2; ++i) {
+      put(kVectors / 2 + i, byte_of_rest<4, 4>(load(planes + kLanes * i)));
+    }
+  } else {
+    static_assert(kRestBits == 3);
+    const uint8_t* const plane1 = planes + frame::kLowPlaneBytes;
+    const Vector second = broadcast(2);
+    const auto put_quarter = [&]<uint32_t kQuarter>() {
+      for (uint32_t i = 0; i < kVectors / 4; ++i) {
+        const uint32_t at = kVectors / 4 * kQuarter + i;
+        const Vector rest = byte_of_rest<2, 2 * kQuarter>(load(planes + kLanes * i));
+        put(at, _mm512_mask_add_epi8(rest, load64(plane1 + 8 * at), rest, second));
+      }
+    };
+    put_quarter.template operator()<0>();
+    put_quarter.template operator()<1>();
+    put_quarter.template operator()<2>();
+    put_quarter.template operator()<3>();
+  }
+}
+
+// --- Elements of two bytes and more --------------------------------------------------------------
+
 // Writes a block's byte planes and returns the byte above them.
 template <frame::Dtype kDtype, bool kStreaming>
 inline void split_floats(const uint8_t* elements, uint8_t* planes, Bytes& top) {
@@ -79,9 +177,7 @@ inline void split_floats(const uint8_t* elements, uint8_t* planes, Bytes& top) {
 // Moves the bits of R in the top byte into their planes and leaves the symbols.
 template <uint32_t kRestBits, bool kStreaming>
 inline void take_rest(Bytes& top, uint8_t* planes) {
-  if constexpr (kRestBits == 4) {
-    store_plane4<0, kStreaming>(planes, top);
-  } else if constexpr (kRestBits == 3) {
+  if constexpr (kRestBits == 3) {
     store_plane2<0, kStreaming>(planes, top);
     store_plane1<2>(planes + frame::kLowPlaneBytes, top);
   }
@@ -94,16 +190,12 @@ inline void take_rest(Bytes& top, uint8_t* planes) {
 
 template <uint32_t kRestBits>
 inline void load_rest(Bytes& rest, const uint8_t* planes) {
-  if constexpr (kRestBits == 4) {
-    rest = no_bytes();
-    add_plane4<0>(rest, planes);
-  } else if constexpr (kRestBits == 3) {
+  if constexpr (kRestBits == 3) {
     load_plane2(rest, planes);
     add_plane1<2>(rest, planes + frame::kLowPlaneBytes);
   }
 }
 
-// Elements of their R planes and symbols.
 template <frame::Dtype kDtype, bool kStreaming, bool kEscapes>
 inline void join_floats(uint8_t* elements, const uint8_t* planes, const Symbols& symbols) {
   using Type = Float<kDtype>;

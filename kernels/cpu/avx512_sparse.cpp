@@ -4,7 +4,7 @@
 #include "avx512.h"
 #include "avx512_bitmap.h"
 #include "avx512_exponents.h"
-#include "avx512_lanes.h"
+#include "avx512_floats.h"
 #include "avx512_literal.h"
 
 MEMSWAP_AVX512_BEGIN
@@ -56,13 +56,13 @@ inline uint8_t* append_row(uint8_t* out, const uint8_t* row, uint32_t bytes) {
   return out + bytes;
 }
 
-// In steps, see [Note: blocks in flight]: here rows of survivors are stored wherever they end and
-// then loaded again, which waits until they are in the cache.
+// In steps, see [Note: blocks in flight]: rows are stored wherever they end and then loaded again,
+// which has to wait until they are in the cache.
 template <Dtype kDtype>
 class SparseEncoder {
   using Type = Float<kDtype>;
   static constexpr uint32_t kWidth = Type::kWidth;
-  static constexpr uint32_t kElements = kElementLanes<kWidth>;  // of a vector
+  static constexpr uint32_t kBlocksAhead = 4;  // measured
 
  public:
   SparseEncoder(const uint8_t* elements, uint32_t count, uint8_t* payload, EncodedBlock* encoded)
@@ -70,109 +70,90 @@ class SparseEncoder {
 
   void run() {
     const uint32_t blocks = (count_ + frame::kBlockElements - 1) / frame::kBlockElements;
-    for (uint32_t round = 0; round < blocks + 4; ++round) {
+    for (uint32_t round = 0; round < blocks + 3; ++round) {
       // Blocks before the first have numbers beyond the last: they wrap around.
       if (round < blocks) {
-        compact(elements_of(round), rows_[round % 2], blocks_[round]);
+        prefetch_block(round + kBlocksAhead);
+        compress(elements_ + round * Type::kBlockBytes, blocks_[round % 4]);
       }
       if (round - 1 < blocks) {
-        split(rows_[(round - 1) % 2], blocks_[round - 1], planes_[(round - 1) % 4]);
+        choose_center(blocks_[(round - 1) % 4]);
       }
       if (round - 2 < blocks) {
-        prefetch_block(round + 1);
-        choose_center(planes_[(round - 2) % 4].symbols, blocks_[round - 2]);
+        encode_codes(blocks_[(round - 2) % 4]);
       }
       if (round - 3 < blocks) {
-        encode_codes(planes_[(round - 3) % 4].symbols, blocks_[round - 3], codes_[(round - 3) % 2]);
-      }
-      if (round - 4 < blocks) {
-        write(round - 4);
+        write(round - 3, blocks_[(round - 3) % 4]);
       }
     }
   }
 
  private:
   struct Block {
-    Bitmap bitmap;  // of the survivors
-    uint32_t live;
+    Bitmap bitmap;                // of the survivors
+    uint64_t negative[kVectors];  // which elements are -0
     bool has_negative_zero;
+    uint32_t live;  // survivors
     uint8_t center;
+    Row plane[kWidth];  // by byte of the rotated survivor, and zeros behind the last one
+    Row rest[2];
+    Bytes symbols;
+    Row codes;
+    Escapes escapes;
 
     uint32_t vectors() const { return (live + kLanes - 1) / kLanes; }
   };
 
-  // The survivors, rotated, and zeros behind them.
-  struct alignas(64) Survivors {
-    uint8_t byte[Type::kBlockBytes + kWidth * kLanes];
-  };
-
-  // The R streams of the survivors but for the last one of 3 bits, and symbols with zeros behind.
-  struct Planes {
-    Row byte[kWidth];
-    Row rest[2];
-    Bytes symbols;
-  };
-
-  struct Codes {
-    Row low;
-    Escapes escapes;
-  };
-
-  const uint8_t* elements_of(uint32_t b) const { return elements_ + b * Type::kBlockBytes; }
-
-  // Of this tile or the next.
+  // Of this tile or the next, and no further than the second cache: the first one is full of rows.
   void prefetch_block(uint32_t b) const {
+    const auto at = reinterpret_cast<uintptr_t>(elements_) + b * Type::kBlockBytes;
     for (uint32_t i = 0; i < Type::kBlockBytes; i += kLanes) {
-      prefetch(elements_, b * Type::kBlockBytes + i);
+      _mm_prefetch(reinterpret_cast<const char*>(at + i), _MM_HINT_T1);
     }
   }
 
-  static void compact(const uint8_t* elements, Survivors& row, Block& block) {
-    uint8_t* end = row.byte;
-    uint64_t negative_zeros = 0;
+  static void compress(const uint8_t* elements, Block& block) {
+    uint32_t live = 0;
+    uint64_t any_negative = 0;
     for (uint32_t i = 0; i < kVectors; ++i) {
-      uint64_t word = 0;
-      for (uint32_t j = 0; j < kWidth; ++j) {
-        const Vector rotated = rotate_left<kWidth>(load(elements + kLanes * (kWidth * i + j)));
-        const uint64_t survivors = survivors_of<kWidth>(rotated);
-        negative_zeros |= negative_zeros_of<kWidth>(rotated);
-        store(end, compress_lanes<kWidth>(survivors, rotated));
-        end += kWidth * count_bits(survivors);
-        word |= survivors << (kElements * j % 64);
-      }
-      block.bitmap.word[i] = word;
-    }
-    for (uint32_t j = 0; j < kWidth; ++j) {
-      store(end + kLanes * j, _mm512_setzero_si512());
-    }
-    block.live = static_cast<uint32_t>(end - row.byte) / kWidth;
-    block.has_negative_zero = negative_zeros != 0;
-  }
-
-  static void split(const Survivors& row, const Block& block, Planes& planes) {
-    for (uint32_t i = 0; i < block.vectors(); ++i) {
       Vector v[kWidth];
       for (uint32_t j = 0; j < kWidth; ++j) {
-        v[j] = load(row.byte + kLanes * (kWidth * i + j));
+        v[j] = rotate_left<kWidth>(load(elements + kLanes * (kWidth * i + j)));
       }
       split_bytes<kWidth>(v);
-      for (uint32_t p = 0; p < Type::kBytePlanes; ++p) {
-        store(planes.byte[p].byte + kLanes * i, v[p]);
+      // The rotated +0 is 0, and -0 is 1.
+      uint64_t survivors = _mm512_test_epi8_mask(v[0], broadcast(0xfe));
+      for (uint32_t p = 1; p < kWidth; ++p) {
+        survivors |= _mm512_test_epi8_mask(v[p], v[p]);
       }
-      const Vector top = v[kWidth - 1];
-      if constexpr (Type::kRestBits == 4) {
-        store_symbols4(planes.rest[0].byte + kLanes / 2 * i, _mm512_and_si512(top, broadcast(15)));
-      } else if constexpr (Type::kRestBits == 3) {
-        store_symbols2(planes.rest[0].byte + kLanes / 4 * i, _mm512_and_si512(top, broadcast(3)));
-        store64(planes.rest[1].byte + kLanes / 8 * i, _mm512_test_epi8_mask(top, broadcast(4)));
+      const uint64_t negative = _mm512_test_epi8_mask(v[0], broadcast(1)) & ~survivors;
+      block.bitmap.word[i] = survivors;
+      block.negative[i] = negative;
+      any_negative |= negative;
+      for (uint32_t p = 0; p < kWidth; ++p) {
+        append(block.plane[p].byte + live, survivors, v[p]);
       }
-      planes.symbols.vector[i] = Type::kRestBits == 0 ? top : shift_right<Type::kRestBits>(top);
+      live += count_bits(survivors);
     }
+    for (Row& plane : block.plane) {
+      store(plane.byte + live, _mm512_setzero_si512());
+    }
+    block.live = live;
+    block.has_negative_zero = any_negative != 0;
   }
 
-  static void choose_center(const Bytes& symbols, Block& block) {
+  // c2 of the symbols, among which the zeros behind them do not count.
+  static void choose_center(Block& block) {
     const uint32_t vectors = block.vectors();
-    const uint32_t maximum = range_of(symbols, vectors).maximum;
+    Bytes& symbols = block.symbols;
+    Vector highest = _mm512_setzero_si512();
+    for (uint32_t i = 0; i < vectors; ++i) {
+      const Vector top = load(block.plane[kWidth - 1].byte + kLanes * i);
+      take_rest(top, i, block.rest);
+      symbols.vector[i] = Type::kRestBits == 0 ? top : shift_right<Type::kRestBits>(top);
+      highest = _mm512_max_epu8(highest, symbols.vector[i]);
+    }
+    const uint32_t maximum = maximum_of(highest);
     Crowd crowd{maximum, distances_of<true>(symbols, vectors, maximum)};
     if (Type::kSymbolBits == canonical::kOutlierBits && may_have_outliers(crowd.distances)) {
       const uint32_t low = crowded_window(symbols, vectors);
@@ -181,41 +162,43 @@ class SparseEncoder {
     block.center = center_of(crowd, 7);
   }
 
+  // The R bits that share the top byte with E, as streams.
+  static void take_rest(Vector top, uint32_t i, Row (&rest)[2]) {
+    if constexpr (Type::kRestBits == 4) {
+      store_symbols4(rest[0].byte + kLanes / 2 * i, _mm512_and_si512(top, broadcast(15)));
+    } else if constexpr (Type::kRestBits == 3) {
+      store_symbols2(rest[0].byte + kLanes / 4 * i, _mm512_and_si512(top, broadcast(3)));
+      store64(rest[1].byte + kLanes / 8 * i, _mm512_test_epi8_mask(top, broadcast(4)));
+    }
+  }
+
   // The stream of L0 codes, and the escapes.
-  static void encode_codes(const Bytes& symbols, const Block& block, Codes& codes) {
+  static void encode_codes(Block& block) {
     const Vector centers = broadcast(block.center);
-    uint8_t* end = codes.escapes.symbol.byte;
+    uint8_t* end = block.escapes.symbol.byte;
     for (uint32_t i = 0; i < block.vectors(); ++i) {
-      const Vector symbol = symbols.vector[i];
+      const Vector symbol = block.symbols.vector[i];
       const Vector value = _mm512_sub_epi8(centers, symbol);
       const __mmask64 live = first_lanes(block.live - kLanes * i);
       const __mmask64 coded =
           _mm512_mask_cmplt_epu8_mask(live, _mm512_sub_epi8(value, broadcast(1)), broadcast(3));
-      store_symbols2(codes.low.byte + kLanes / 4 * i, _mm512_maskz_mov_epi8(coded, value));
+      store_symbols2(block.codes.byte + kLanes / 4 * i, _mm512_maskz_mov_epi8(coded, value));
       end = append(end, live & ~coded, symbol);
     }
-    codes.escapes.count = static_cast<uint32_t>(end - codes.escapes.symbol.byte);
+    block.escapes.count = static_cast<uint32_t>(end - block.escapes.symbol.byte);
   }
 
   // A sign for every element that is 0.
-  static uint8_t* append_signs(uint8_t* out, const uint8_t* elements, const Bitmap& bitmap) {
+  static uint8_t* append_signs(uint8_t* out, const Block& block) {
     BitAppender stream(out);
     for (uint32_t i = 0; i < kVectors; ++i) {
-      uint64_t negative = 0;
-      for (uint32_t j = 0; j < kWidth; ++j) {
-        const Vector rotated = rotate_left<kWidth>(load(elements + kLanes * (kWidth * i + j)));
-        negative |= negative_zeros_of<kWidth>(rotated) << (kElements * j % 64);
-      }
-      const uint64_t zeros = ~bitmap.word[i];
-      stream.append(_pext_u64(negative, zeros), count_bits(zeros));
+      const uint64_t zeros = ~block.bitmap.word[i];
+      stream.append(_pext_u64(block.negative[i], zeros), count_bits(zeros));
     }
     return stream.finish();
   }
 
-  void write(uint32_t b) {
-    const Block& block = blocks_[b];
-    const Planes& planes = planes_[b % 4];
-    const Codes& codes = codes_[b % 2];
+  void write(uint32_t b, const Block& block) {
     const uint32_t live = block.live;
     // Missing elements are zeros, too.
     const uint32_t zeros =
@@ -225,29 +208,30 @@ class SparseEncoder {
     bool packed;
     uint8_t* end = encode_bitmap(block.bitmap, payload_, packed);
     for (uint32_t p = 0; p < Type::kBytePlanes; ++p) {
-      end = append_row(end, planes.byte[p].byte, live);
+      end = append_row(end, block.plane[p].byte, live);
     }
     if constexpr (Type::kRestBits != 0) {
       constexpr uint32_t kFirstBits = Type::kRestBits == 4 ? 4 : 2;
-      end = append_row(end, planes.rest[0].byte, bytes_of_bits(kFirstBits * live));
+      end = append_row(end, block.rest[0].byte, bytes_of_bits(kFirstBits * live));
     }
     if constexpr (Type::kRestBits == 3) {
-      end = append_row(end, planes.rest[1].byte, bytes_of_bits(live));
+      end = append_row(end, block.rest[1].byte, bytes_of_bits(live));
     }
-    end = append_row(end, codes.low.byte, bytes_of_bits(2 * live));
+    end = append_row(end, block.codes.byte, bytes_of_bits(2 * live));
     if (block.has_negative_zero) {
-      end = append_signs(end, elements_of(b), block.bitmap);
+      end = append_signs(end, block);
     }
     uint32_t escape_bytes = 0;
     alignas(64) uint8_t escapes[kEscapeBytes];
-    if (codes.escapes.count != 0) {
-      const uint8_t* escapes_end = encode_escapes2(codes.escapes, block.center, escapes);
+    if (block.escapes.count != 0) {
+      const uint8_t* escapes_end = encode_escapes2(block.escapes, block.center, escapes);
       escape_bytes = static_cast<uint32_t>(escapes_end - escapes);
     }
     const uint32_t units = units_of_bytes(static_cast<uint32_t>(end - payload_) + escape_bytes);
     EncodedBlock& encoded = encoded_[b];
     if (units >= frame::max_payload_units(kDtype, Shape::kSparse)) {
-      encoded = encode_literal<false>(elements_of(b), kDtype, Shape::kSparse, nullptr, payload_);
+      const uint8_t* from = elements_ + b * Type::kBlockBytes;
+      encoded = encode_literal<false>(from, kDtype, Shape::kSparse, nullptr, payload_);
       encoded.zeros = zeros;
     } else {
       store64(append_row(end, escapes, escape_bytes), 0);  // the rest of the last unit
@@ -261,10 +245,7 @@ class SparseEncoder {
   const uint32_t count_;
   uint8_t* payload_;
   EncodedBlock* const encoded_;
-  Block blocks_[frame::kTileBlocks];
-  Survivors rows_[2];
-  Planes planes_[4];
-  Codes codes_[2];
+  Block blocks_[4];
 };
 
 template <Dtype kDtype>

@@ -2,7 +2,7 @@
 #include "avx512.h"
 #include "avx512_bitmap.h"
 #include "avx512_exponents.h"
-#include "avx512_lanes.h"
+#include "avx512_floats.h"
 #include "avx512_literal.h"
 
 MEMSWAP_AVX512_BEGIN
@@ -39,26 +39,25 @@ inline bool find_streams(Streams& streams, const uint8_t* payload, uint32_t mode
     return false;
   }
   const uint32_t live = streams.bitmap.count();
+  const uint32_t plane_bytes = Type::kBytePlanes * live;
+  const uint32_t first_bytes =
+      Type::kRestBits == 0 ? 0 : bytes_of_bits((Type::kRestBits == 4 ? 4 : 2) * live);
+  const uint32_t second_bytes = Type::kRestBits == 3 ? bytes_of_bits(live) : 0;
+  const uint32_t code_bytes = bytes_of_bits(2 * live);
+  const bool has_signs = mode == frame::kSignedZeros;
+  const uint32_t sign_bytes = has_signs ? bytes_of_bits(frame::kBlockElements - live) : 0;
+  if (plane_bytes + first_bytes + second_bytes + code_bytes + sign_bytes >
+      static_cast<size_t>(streams.end - at)) {
+    return false;
+  }
   streams.live = live;
   streams.planes = at;
-  at += Type::kBytePlanes * live;
-  streams.rest[0] = at;
-  if constexpr (Type::kRestBits != 0) {
-    at += bytes_of_bits((Type::kRestBits == 4 ? 4 : 2) * live);
-  }
-  streams.rest[1] = at;
-  if constexpr (Type::kRestBits == 3) {
-    at += bytes_of_bits(live);
-  }
-  streams.codes = at;
-  at += bytes_of_bits(2 * live);
-  streams.signs = nullptr;
-  if (mode == frame::kSignedZeros) {
-    streams.signs = at;
-    at += bytes_of_bits(frame::kBlockElements - live);
-  }
-  streams.escapes = at;
-  return at <= streams.end;
+  streams.rest[0] = streams.planes + plane_bytes;
+  streams.rest[1] = streams.rest[0] + first_bytes;
+  streams.codes = streams.rest[1] + second_bytes;
+  streams.signs = has_signs ? streams.codes + code_bytes : nullptr;
+  streams.escapes = streams.codes + code_bytes + sign_bytes;
+  return true;
 }
 
 // The survivors, one after another, to `out`: elements as they were.
@@ -71,7 +70,6 @@ inline void join_survivors(uint8_t* out, const Streams& streams, const Row& esca
   for (uint32_t i = 0; i < streams.vectors(); ++i) {
     const Vector code =
         _mm512_and_si512(load_symbols2(streams.codes + kLanes / 4 * i), broadcast(3));
-    // Behind the last survivor there may be more escapes than there are: never beyond their row.
     const __mmask64 escaped =
         _mm512_testn_epi8_mask(code, code) & first_lanes(streams.live - kLanes * i);
     const Vector symbol =
@@ -103,6 +101,37 @@ inline uint64_t bits_at(const uint8_t* stream, uint32_t at) {
   const uint64_t low = load64(stream + at / 8) >> (at % 8);
   const uint64_t high = stream[at / 8 + 8];
   return at % 8 == 0 ? low : low | high << (64 - at % 8);
+}
+
+template <uint32_t kWidth>
+inline constexpr uint32_t kElementLanes = kLanes / kWidth;
+
+// The first elements of `value`, moved to the lanes of a mask's low bits; the others become 0.
+template <uint32_t kWidth>
+inline Vector expand_lanes(uint64_t lanes, Vector value) {
+  if constexpr (kWidth == 1) {
+    return _mm512_maskz_expand_epi8(lanes, value);
+  } else if constexpr (kWidth == 2) {
+    return _mm512_maskz_expand_epi16(static_cast<__mmask32>(lanes), value);
+  } else if constexpr (kWidth == 4) {
+    return _mm512_maskz_expand_epi32(static_cast<__mmask16>(lanes), value);
+  } else {
+    return _mm512_maskz_expand_epi64(static_cast<__mmask8>(lanes), value);
+  }
+}
+
+// `value`, with -0 in the chosen lanes.
+template <uint32_t kWidth>
+inline Vector with_negative_zeros(Vector value, uint64_t lanes) {
+  if constexpr (kWidth == 1) {
+    return _mm512_mask_mov_epi8(value, lanes, broadcast(0x80));
+  } else if constexpr (kWidth == 2) {
+    return _mm512_mask_set1_epi16(value, static_cast<__mmask32>(lanes), INT16_MIN);
+  } else if constexpr (kWidth == 4) {
+    return _mm512_mask_set1_epi32(value, static_cast<__mmask16>(lanes), INT32_MIN);
+  } else {
+    return _mm512_mask_set1_epi64(value, static_cast<__mmask8>(lanes), INT64_MIN);
+  }
 }
 
 // The survivors in a row to their places among zeros.
@@ -145,7 +174,7 @@ bool decode_sparse(void* out, const uint8_t* slab, const uint8_t* payload, uint3
     return decode_literal<kStreaming>(to, kDtype, Shape::kSparse, slab, payload, units);
   }
   for (uint32_t i = 0; i < Type::kBlockBytes / 2; i += kLanes) {
-    prefetch(payload + i, kPrefetchBytes / 2);
+    prefetch(payload + i, kPrefetchShortBytes);
   }
   Streams streams;
   if (!find_streams<kDtype>(streams, payload, mode, units, packed)) {

@@ -12,7 +12,11 @@ namespace {
 
 struct Range {
   uint32_t minimum, maximum;
+  uint32_t sum;  // only of short symbols
 };
+
+// Symbols so short that their distances are never clipped, and that index a table.
+constexpr bool is_short(uint32_t symbol_bits) { return symbol_bits <= 5; }
 
 // The smallest byte of 16, by the only horizontal minimum there is.
 inline uint32_t minimum_of(__m128i bytes) {
@@ -30,6 +34,9 @@ inline uint32_t maximum_of(Vector bytes) {
   return 255 - minimum_of(_mm512_xor_si512(bytes, broadcast(255)));
 }
 
+inline Vector partial_sums(Vector bytes) { return _mm512_sad_epu8(bytes, _mm512_setzero_si512()); }
+inline uint32_t total(Vector sums) { return static_cast<uint32_t>(_mm512_reduce_add_epi64(sums)); }
+
 inline Range range_of(const Bytes& symbols, uint32_t vectors) {
   Vector minimum = broadcast(255);
   Vector maximum = _mm512_setzero_si512();
@@ -37,16 +44,29 @@ inline Range range_of(const Bytes& symbols, uint32_t vectors) {
     minimum = _mm512_min_epu8(minimum, symbols.vector[i]);
     maximum = _mm512_max_epu8(maximum, symbols.vector[i]);
   }
-  return {minimum_of(minimum), maximum_of(maximum)};
+  return {minimum_of(minimum), maximum_of(maximum), 0};
 }
 
-inline Vector partial_sums(Vector bytes) { return _mm512_sad_epu8(bytes, _mm512_setzero_si512()); }
-inline uint32_t total(Vector sums) { return static_cast<uint32_t>(_mm512_reduce_add_epi64(sums)); }
+// Eight times 31 fits into a byte.
+inline Range range_of_short(const Bytes& symbols) {
+  Vector minimum = broadcast(255);
+  Vector maximum = _mm512_setzero_si512();
+  Vector sum[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+  for (uint32_t i = 0; i < kVectors; ++i) {
+    const Vector symbol = symbols.vector[i];
+    minimum = _mm512_min_epu8(minimum, symbol);
+    maximum = _mm512_max_epu8(maximum, symbol);
+    sum[i / 8] = _mm512_add_epi8(sum[i / 8], symbol);
+  }
+  return {minimum_of(minimum), maximum_of(maximum),
+          total(_mm512_add_epi64(partial_sums(sum[0]), partial_sums(sum[1])))};
+}
 
 // Of the symbols that are not 0.
 struct Distances {
   uint32_t sum;  // of min(maximum - E, 31)
   uint32_t count;
+  uint32_t lowest;  // no E is below it
 };
 
 // Eight times 31 fits into a byte.
@@ -57,23 +77,27 @@ inline Distances distances_of(const Bytes& symbols, uint32_t vectors, uint32_t m
   const Vector one = broadcast(1);
   Vector sums = _mm512_setzero_si512();
   Vector present = _mm512_setzero_si512();
+  Vector lowest = broadcast(255);  // less 1, so that 0 is the highest
   for (uint32_t i = 0; i < vectors; i += 8) {
     const uint32_t end = i + 8 < vectors ? i + 8 : vectors;
     Vector sum = _mm512_setzero_si512();
     for (uint32_t j = i; j < end; ++j) {
       const Vector value = symbols.vector[j];
-      const Vector distance = _mm512_sub_epi8(top, value);
+      sum = _mm512_add_epi8(sum, _mm512_min_epu8(_mm512_sub_epi8(top, value), limit));
       if constexpr (kWithZeros) {
-        const __mmask64 nonzero = _mm512_test_epi8_mask(value, value);
-        sum = _mm512_add_epi8(sum, _mm512_maskz_min_epu8(nonzero, distance, limit));
         present = _mm512_add_epi8(present, _mm512_min_epu8(value, one));
-      } else {
-        sum = _mm512_add_epi8(sum, _mm512_min_epu8(distance, limit));
+        lowest = _mm512_min_epu8(lowest, _mm512_sub_epi8(value, one));
       }
     }
     sums = _mm512_add_epi64(sums, partial_sums(sum));
   }
-  return {total(sums), kWithZeros ? total(partial_sums(present)) : vectors * kLanes};
+  const uint32_t all = vectors * kLanes;
+  if constexpr (!kWithZeros) {
+    return {total(sums), all, 1};
+  }
+  const uint32_t count = total(partial_sums(present));
+  const uint32_t of_zero = maximum < canonical::kClip ? maximum : canonical::kClip;
+  return {total(sums) - (all - count) * of_zero, count, minimum_of(lowest) + 1};
 }
 
 inline uint32_t count_nonzero(const Bytes& symbols) {
@@ -83,6 +107,11 @@ inline uint32_t count_nonzero(const Bytes& symbols) {
     present = _mm512_add_epi8(present, _mm512_min_epu8(value, one));
   }
   return total(partial_sums(present));
+}
+
+inline Distances distances_of_short(const Bytes& symbols, const Range& range) {
+  const uint32_t count = range.minimum > 0 ? frame::kBlockElements : count_nonzero(symbols);
+  return {count * range.maximum - range.sum, count, 1};
 }
 
 // --- Centers -----------------------------------------------------------------------------------
@@ -150,7 +179,7 @@ inline Crowd crowd_of(const Bytes& symbols, uint32_t vectors, uint32_t low) {
     count += count_bits(inside);
   }
   const uint32_t span = maximum_of(highest);
-  return {low + span, {count * span - total(sums), count}};
+  return {low + span, {count * span - total(sums), count, low}};
 }
 
 inline bool may_have_outliers(const Distances& distances) {
@@ -159,66 +188,119 @@ inline bool may_have_outliers(const Distances& distances) {
 
 // --- Sizes -------------------------------------------------------------------------------------
 
-// How many symbols are not 0 and have their v = center - E outside of -below..last.
-inline uint32_t count_raw(const Bytes& symbols, const Range& range, uint8_t center, uint32_t below,
-                          uint32_t last) {
-  if (range.maximum <= center + below && center <= range.minimum + last) {
-    return 0;  // as in most blocks
-  }
-  const Vector above = broadcast(static_cast<uint8_t>(center + below));
-  const Vector coded = broadcast(below + last);
-  uint32_t raw = 0;
-  for (const Vector& symbol : symbols.vector) {
-    raw += count_bits(_mm512_mask_cmpgt_epu8_mask(_mm512_test_epi8_mask(symbol, symbol),
-                                                  _mm512_sub_epi8(above, symbol), coded));
-  }
-  return raw;
-}
+constexpr bool is_raw2(uint8_t v) { return v > 17 && v < 254; }
+constexpr bool is_raw3(uint8_t v) { return v > 19 && v < 255; }
 
-// By v + 2, kept below 64: 1 if v is an escape of LQ2, and 16 if S1 has no symbol of its own for
-// it.
-constexpr Indices lq2_costs() {
-  Indices costs{};
+// How far the center of LQ3 may be above that of LQ2: 12 / 8 by section 5, rounded up or down.
+inline constexpr uint32_t kCenterSteps = 3;
+
+// What a symbol adds to two counts, to one of them 1 and to the other 16. By v + 4, v as LQ2 has
+// it, kept below 64.
+inline constexpr uint32_t kCostShift = 4;
+struct Costs {
+  Indices lq2;                // escapes, those that need S2
+  Indices lq3[kCenterSteps];  // escapes, those that need a byte E unless it is 0
+  Indices raw2;               // those that need a byte E unless it is 0
+};
+constexpr Costs costs() {
+  Costs costs{};
   for (uint32_t i = 0; i < kLanes; ++i) {
-    const auto v = static_cast<uint8_t>(i - 2);
-    costs.at[i] = static_cast<uint8_t>((v < 1 || v > 3 ? 1 : 0) + (v > 5 ? 16 : 0));
+    const auto v = static_cast<uint8_t>(i - kCostShift);
+    costs.lq2.at[i] = static_cast<uint8_t>((v < 1 || v > 3 ? 1 : 0) + (v > 5 ? 16 : 0));
+    costs.raw2.at[i] = is_raw2(v) ? 1 : 0;
+    for (uint32_t step = 0; step < kCenterSteps; ++step) {
+      const auto v3 = static_cast<uint8_t>(v + step);
+      costs.lq3[step].at[i] =
+          static_cast<uint8_t>((v3 < 1 || v3 > 7 ? 1 : 0) + (is_raw3(v3) ? 16 : 0));
+    }
   }
   return costs;
 }
+inline constexpr Costs kCosts = costs();
 
-inline constexpr Indices kLq2Costs = lq2_costs();
+constexpr Indices symbol_numbers() {
+  Indices numbers{};
+  for (uint32_t i = 0; i < kLanes; ++i) {
+    numbers.at[i] = static_cast<uint8_t>(i);
+  }
+  return numbers;
+}
+inline constexpr Indices kSymbolNumbers = symbol_numbers();
 
-// Payload bytes of LQ2 over `symbols`, before they are rounded to units.
-inline uint32_t size_of_lq2(const Bytes& symbols, const Range& range, uint8_t center) {
-  const Vector above = broadcast(static_cast<uint8_t>(center + 2u));
-  const Vector costs = load(kLq2Costs.at);
+struct Counts {
+  uint32_t escapes2, deeper2, raw2;
+  uint32_t escapes3, raw3;
+};
+
+// One table: escapes2 and deeper2. Two: those of LQ3, whose center is `step` above center2, as
+// well. Three: raw2, too. The others are 0.
+template <bool kShort, uint32_t kTables>
+inline Counts count_costs(const Bytes& symbols, uint8_t center2, uint32_t step) {
+  const Vector above = broadcast(static_cast<uint8_t>(center2 + kCostShift));
+  const Vector last = broadcast(kLanes - 1);
+  Vector table[3] = {load(kCosts.lq2.at), load(kCosts.lq3[step].at), load(kCosts.raw2.at)};
+  if constexpr (kShort) {  // by the symbol itself
+    const Vector index = _mm512_min_epu8(_mm512_sub_epi8(above, load(kSymbolNumbers.at)), last);
+    for (uint32_t t = 0; t < kTables; ++t) {
+      table[t] = _mm512_permutexvar_epi8(index, table[t]);
+    }
+  }
+  // 8 of each count fit into a byte.
+  Vector counts[2][kTables];
+  for (uint32_t half = 0; half < 2; ++half) {
+    for (uint32_t j = 0; j < 8; ++j) {
+      Vector index = symbols.vector[8 * half + j];
+      if constexpr (!kShort) {
+        index = _mm512_min_epu8(_mm512_sub_epi8(above, index), last);
+      }
+      for (uint32_t t = 0; t < kTables; ++t) {
+        const Vector cost = _mm512_permutexvar_epi8(index, table[t]);
+        counts[half][t] = j == 0 ? cost : _mm512_add_epi8(counts[half][t], cost);
+      }
+    }
+  }
+  // Each 64 bits of the sums have 12 bits for a count of 1 and 12 for one of 16; the third table
+  // has none of 16.
   const Vector low = broadcast(15);
   Vector sums = _mm512_setzero_si512();
-  for (uint32_t i = 0; i < kVectors; i += 8) {
-    Vector counts = _mm512_setzero_si512();
-    for (uint32_t j = i; j < i + 8; ++j) {
-      const Vector index =
-          _mm512_min_epu8(_mm512_sub_epi8(above, symbols.vector[j]), broadcast(63));
-      counts = _mm512_add_epi8(counts, _mm512_permutexvar_epi8(index, costs));
+  for (uint32_t t = 0; t < kTables; ++t) {
+    const Vector ones =
+        _mm512_add_epi8(_mm512_and_si512(counts[0][t], low), _mm512_and_si512(counts[1][t], low));
+    sums = _mm512_add_epi64(sums, _mm512_slli_epi64(partial_sums(ones), 24 * t));
+    if (t < 2) {
+      const Vector eights = _mm512_avg_epu8(_mm512_andnot_si512(low, counts[0][t]),
+                                            _mm512_andnot_si512(low, counts[1][t]));
+      sums = _mm512_add_epi64(sums, _mm512_slli_epi64(partial_sums(eights), 24 * t + 9));
     }
-    const Vector escapes = partial_sums(_mm512_and_si512(counts, low));
-    const Vector deeper = partial_sums(_mm512_andnot_si512(low, counts));
-    sums = _mm512_add_epi64(sums, _mm512_add_epi64(escapes, _mm512_slli_epi64(deeper, 28)));
   }
-  const auto both = static_cast<uint64_t>(_mm512_reduce_add_epi64(sums));
-  const auto escapes = static_cast<uint32_t>(both);
-  const auto deeper = static_cast<uint32_t>(both >> 32);
-  return bytes_of_bits(2 * escapes) + bytes_of_bits(4 * deeper) +
-         count_raw(symbols, range, center, 2, 17);
+  const auto all = static_cast<uint64_t>(_mm512_reduce_add_epi64(sums));
+  const auto field = [all](uint32_t at) { return static_cast<uint32_t>(all >> at) & 0xfff; };
+  return {field(0), field(12), field(48), field(24), field(36)};
 }
 
-inline uint32_t size_of_lq3(const Bytes& symbols, const Range& range, uint8_t center) {
-  const Vector below = broadcast(static_cast<uint8_t>(center - 1u));
-  uint32_t escapes = 0;
-  for (const Vector& symbol : symbols.vector) {
-    escapes += count_bits(_mm512_cmpgt_epu8_mask(_mm512_sub_epi8(below, symbol), broadcast(6)));
+// Payload bytes, before they are rounded to units; without LQ3, the least that it may have.
+struct Sizes {
+  uint32_t lq2, lq3;
+};
+
+template <bool kShort, bool kWithLq3>
+inline Sizes sizes_of(const Bytes& symbols, uint32_t maximum, uint32_t lowest, uint32_t zeros,
+                      uint8_t center2, uint32_t step) {
+  const auto center3 = static_cast<uint8_t>(center2 + step);
+  const bool no_raw = maximum <= center2 + 2u && center2 <= lowest + 17 &&
+                      (!kWithLq3 || (maximum <= center3 + 1u && center3 <= lowest + 19));
+  Counts counts;
+  if (no_raw) [[likely]] {
+    counts = count_costs<kShort, kWithLq3 ? 2 : 1>(symbols, center2, step);
+    counts.raw3 = 0;
+  } else {
+    counts = count_costs<kShort, 3>(symbols, center2, step);
+    // The v of 0 is the center.
+    counts.raw2 -= is_raw2(center2) ? zeros : 0;
+    counts.raw3 -= is_raw3(center3) ? zeros : 0;
   }
-  return kPlane1Bytes + bytes_of_bits(4 * escapes) + count_raw(symbols, range, center, 1, 19);
+  return {bytes_of_bits(2 * counts.escapes2) + bytes_of_bits(4 * counts.deeper2) + counts.raw2,
+          kPlane1Bytes + (kWithLq3 ? bytes_of_bits(4 * counts.escapes3) + counts.raw3 : 0)};
 }
 
 inline uint32_t size_of_fixed(uint32_t bits) { return kPlane1Bytes * (bits - 2); }
@@ -234,20 +316,27 @@ struct Choice {
   uint32_t units;
 };
 
-inline Choice choose_fast(const Bytes& symbols, const Range& range, uint32_t symbol_bits,
-                          uint8_t center) {
+template <uint32_t kSymbolBits>
+inline Choice choose_fast(const Bytes& symbols, const Range& range, uint8_t center) {
   Choice choice{};
   choice.center = choice.center2 = center;
   choice.nonzero = range.minimum > 0 ? frame::kBlockElements : count_nonzero(symbols);
-  const uint32_t fixed = units_of_bytes(size_of_fixed(symbol_bits));
-  const uint32_t lq2 = units_of_bytes(size_of_lq2(symbols, range, center));
-  choice.mode = lq2 < fixed ? uint32_t{frame::kLq2} : frame::kFw2 + symbol_bits - 2;
+  const uint32_t fixed = units_of_bytes(size_of_fixed(kSymbolBits));
+  const uint32_t lowest = range.minimum > 0 ? range.minimum : 1;
+  const Sizes sizes = sizes_of<is_short(kSymbolBits), false>(
+      symbols, range.maximum, lowest, frame::kBlockElements - choice.nonzero, center, 0);
+  const uint32_t lq2 = units_of_bytes(sizes.lq2);
+  choice.mode = lq2 < fixed ? uint32_t{frame::kLq2} : frame::kFw2 + kSymbolBits - 2;
   choice.units = lq2 < fixed ? lq2 : fixed;
   return choice;
 }
 
+// `lq3_asked`: whether the block before this one had to ask for LQ3. Then this one does so at once,
+// which changes nothing but the time it takes.
+template <uint32_t kSymbolBits>
 inline Choice choose_canonical(const Bytes& symbols, const Range& range, const Distances& distances,
-                               uint32_t symbol_bits) {
+                               bool& lq3_asked) {
+  constexpr bool kShort = is_short(kSymbolBits);
   const uint32_t spread_bits =
       32 - static_cast<uint32_t>(_lzcnt_u32(range.maximum - range.minimum));
   const uint32_t bits = spread_bits < 2 ? 2 : spread_bits;
@@ -257,7 +346,7 @@ inline Choice choose_canonical(const Bytes& symbols, const Range& range, const D
   choice.center = static_cast<uint8_t>(range.maximum);
   choice.units = units_of_bytes(size_of_fixed(bits));
   Crowd crowd{range.maximum, distances};
-  if (symbol_bits == canonical::kOutlierBits && may_have_outliers(distances)) {
+  if (kSymbolBits == canonical::kOutlierBits && may_have_outliers(distances)) {
     const uint32_t low = crowded_window(symbols, kVectors);
     if (low == 0) {
       choice.center2 = center_of(crowd, 7);
@@ -269,19 +358,31 @@ inline Choice choose_canonical(const Bytes& symbols, const Range& range, const D
   if (choice.units == 0) {
     return choice;
   }
-  const uint32_t lq2 = units_of_bytes(size_of_lq2(symbols, range, choice.center2));
+  const uint32_t lowest = range.minimum > distances.lowest ? range.minimum : distances.lowest;
+  const uint32_t zeros = frame::kBlockElements - distances.count;
+  uint8_t center3 = 0;
+  const auto with_lq3 = [&] {
+    center3 = center_of(crowd, 19);
+    return sizes_of<kShort, true>(symbols, range.maximum, lowest, zeros, choice.center2,
+                                  static_cast<uint8_t>(center3 - choice.center2));
+  };
+  Sizes found =
+      lq3_asked ? with_lq3()
+                : sizes_of<kShort, false>(symbols, range.maximum, lowest, zeros, choice.center2, 0);
+  const uint32_t lq2 = units_of_bytes(found.lq2);
   if (lq2 < choice.units) {
     choice.mode = frame::kLq2;
     choice.center = choice.center2;
     choice.units = lq2;
   }
   // LQ3 has a plane of bits for a start, so it cannot win against anything as short.
-  if (choice.units <= units_of_bytes(kPlane1Bytes)) {
-    return choice;
+  const bool ask = choice.units > units_of_bytes(kPlane1Bytes);
+  if (ask && !lq3_asked) {
+    found = with_lq3();
   }
-  const uint8_t center3 = center_of(crowd, 19);
-  const uint32_t lq3 = units_of_bytes(size_of_lq3(symbols, range, center3));
-  if (lq3 < choice.units) {
+  lq3_asked = ask;
+  const uint32_t lq3 = units_of_bytes(found.lq3);
+  if (ask && lq3 < choice.units) {
     choice.mode = frame::kLq3;
     choice.center = center3;
     choice.units = lq3;

@@ -1,5 +1,6 @@
 // The table of the portable vector path. It has dense bfloat16, float16 and float32, upcast, bits
 // and sparse bfloat16; everything else is the scalar code's.
+#include "vector_bitmap.h"
 #include "vector_exponents.h"
 
 MEMSWAP_VECTOR_BEGIN
@@ -129,45 +130,56 @@ bool decode_upcast(void* out, const uint8_t* slab, const uint8_t* payload, uint3
 
 // --- Bits --------------------------------------------------------------------------------------
 
-[[maybe_unused]] EncodedBlock encode_bits(const EncodeParams& params, const void* elements,
-                                          uint32_t count, uint8_t* slab, uint8_t* payload) {
+EncodedBlock encode_bits(const EncodeParams& params, const void* elements, uint32_t count,
+                         uint8_t* slab, uint8_t* payload) {
   const auto* from = static_cast<const uint8_t*>(elements);
+  Bitmap bitmap;
   Vector all{};
   for (uint32_t i = 0; i < kVectors; ++i) {
     const Vector bytes = load(from + kLanes * i);
     all |= bytes;
-    store_bits(slab + kLanes / 8 * i, lanes_where(bytes != 0));
+    store_bits(bitmap.byte + kLanes / 8 * i, lanes_where(bytes != 0));
   }
   if (sum_of(lanes_where(all > 1) & 1) != 0) {
     return encode_scalar_block(params, elements, count, slab, payload);
   }
-  return {frame::kBitmap, 0, 0, 0, 0};
+  bool packed;
+  uint8_t* end = encode_bitmap(bitmap, payload, packed);
+  store_as<uint64_t>(end, 0);  // the rest of the last unit
+  return {frame::kBitmap, units_of_bytes(static_cast<uint32_t>(end - payload)), 0, 0, 0, packed};
 }
 
 template <bool kStreaming>
 bool decode_bits(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t mode,
-                 uint32_t units, uint8_t center, bool) {
+                 uint32_t units, uint8_t center, bool packed) {
   if (mode == frame::kLiteral) {
     return scalar_blocks().decoder(Dtype::kBits8, Shape::kBits, false)(out, slab, payload, mode,
                                                                        units, center, false);
   }
   if constexpr (kStreaming) {
     if (!is_line_aligned(out)) {
-      return decode_bits<false>(out, slab, payload, mode, units, center, false);
+      return decode_bits<false>(out, slab, payload, mode, units, center, packed);
     }
+  }
+  const uint8_t* end = payload + units * frame::kUnitBytes;
+  Bitmap bitmap;
+  const uint8_t* last = decode_bitmap(bitmap, packed, payload, end);
+  if (last == nullptr || end - last >= frame::kUnitBytes) {
+    return false;
   }
   auto* to = static_cast<uint8_t*>(out);
   for (uint32_t i = 0; i < kVectors; ++i) {
-    store_line<kStreaming>(to + kLanes * i, load_bits(slab + kLanes / 8 * i) & 1);
+    store_line<kStreaming>(to + kLanes * i, load_bits(bitmap.byte + kLanes / 8 * i) & 1);
   }
-  return units == 0;
+  return true;
 }
 
 // --- Sparse bfloat16 ---------------------------------------------------------------------------
 
-[[maybe_unused]] EncodedBlock encode_sparse(const EncodeParams& params, const void* elements,
-                                            uint32_t count, uint8_t* slab, uint8_t* payload) {
+EncodedBlock encode_sparse(const EncodeParams& params, const void* elements, uint32_t count,
+                           uint8_t* slab, uint8_t* payload) {
   const auto* from = static_cast<const uint8_t*>(elements);
+  Bitmap bitmap;
   Row rest, symbols, signs;
   uint8_t* rest_end = rest.byte;
   uint8_t* symbols_end = symbols.byte;
@@ -179,7 +191,7 @@ bool decode_bits(void* out, const uint8_t* slab, const uint8_t* payload, uint32_
     split_bytes<2>(v);
     // The rotated +0 is 0, and -0 is 1.
     const Vector nonzero = lanes_where(((v[0] & 254) | v[1]) != 0);
-    store_bits(slab + kLanes / 8 * i, nonzero);
+    store_bits(bitmap.byte + kLanes / 8 * i, nonzero);
     rest_end = append(rest_end, nonzero, v[0]);
     symbols_end = append(symbols_end, nonzero, v[1]);
     signs_end = append(signs_end, ~nonzero, v[0]);
@@ -221,12 +233,16 @@ bool decode_bits(void* out, const uint8_t* slab, const uint8_t* payload, uint32_
   const auto escape_bytes = static_cast<uint32_t>(escapes_end - escapes);
   const uint32_t code_bytes = bytes_of_bits(2 * live);
   const uint32_t sign_bytes = has_negative_zero ? bytes_of_bits(zeros) : 0;
-  const uint32_t units = units_of_bytes(live + code_bytes + sign_bytes + escape_bytes);
+  bool packed;
+  uint8_t* end = encode_bitmap(bitmap, payload, packed);
+  const auto bitmap_bytes = static_cast<uint32_t>(end - payload);
+  const uint32_t units =
+      units_of_bytes(bitmap_bytes + live + code_bytes + sign_bytes + escape_bytes);
   if (units >= frame::max_payload_units(Dtype::kBf16, Shape::kSparse)) {
     return encode_scalar_block(params, elements, count, slab, payload);
   }
-  __builtin_memcpy(payload, rest.byte, live);
-  uint8_t* end = payload + live;
+  __builtin_memcpy(end, rest.byte, live);
+  end += live;
   __builtin_memcpy(end, codes, code_bytes);
   end += code_bytes;
   if (has_negative_zero) {
@@ -239,30 +255,32 @@ bool decode_bits(void* out, const uint8_t* slab, const uint8_t* payload, uint32_
   __builtin_memcpy(end, escapes, escape_bytes);
   store_as<uint64_t>(end + escape_bytes, 0);  // the rest of the last unit
   const uint32_t mode = has_negative_zero ? frame::kSignedZeros : frame::kZeros;
-  return {mode, units, zeros - missing_zeros, center, center};
+  return {mode, units, zeros - missing_zeros, center, center, packed};
 }
 
 template <bool kStreaming>
 bool decode_sparse(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t mode,
-                   uint32_t units, uint8_t center, bool) {
+                   uint32_t units, uint8_t center, bool packed) {
   if (mode == frame::kLiteral) {
     return scalar_blocks().decoder(Dtype::kBf16, Shape::kSparse, false)(out, slab, payload, mode,
                                                                         units, center, false);
   }
   if constexpr (kStreaming) {
     if (!is_line_aligned(out)) {
-      return decode_sparse<false>(out, slab, payload, mode, units, center, false);
+      return decode_sparse<false>(out, slab, payload, mode, units, center, packed);
     }
   }
-  uint32_t live = 0;
-  for (uint32_t i = 0; i < frame::kBitmapBytes; i += 8) {
-    live += static_cast<uint32_t>(__builtin_popcountll(load_as<uint64_t>(slab + i)));
+  const uint8_t* end = payload + units * frame::kUnitBytes;
+  Bitmap bitmap;
+  const uint8_t* rest = decode_bitmap(bitmap, packed, payload, end);
+  if (rest == nullptr) {
+    return false;
   }
+  const uint32_t live = bitmap.count();
   const uint32_t zeros = mode == frame::kSignedZeros ? frame::kBlockElements - live : 0;
-  const uint8_t* codes = payload + live;
+  const uint8_t* codes = rest + live;
   const uint8_t* sign_bits = codes + bytes_of_bits(2 * live);
   const uint8_t* escape_streams = sign_bits + bytes_of_bits(zeros);
-  const uint8_t* end = payload + units * frame::kUnitBytes;
   if (escape_streams > end) {
     return false;
   }
@@ -287,11 +305,11 @@ bool decode_sparse(void* out, const uint8_t* slab, const uint8_t* payload, uint3
     store(signs.byte + i, load_bits(sign_bits + i / 8) & 1);
   }
   auto* to = static_cast<uint8_t*>(out);
-  const uint8_t* next_rest = payload;
+  const uint8_t* next_rest = rest;
   const uint8_t* next_symbol = symbols.byte;
   const uint8_t* next_sign = signs.byte;
   for (uint32_t i = 0; i < kVectors; ++i) {
-    const Vector nonzero = load_bits(slab + kLanes / 8 * i);
+    const Vector nonzero = load_bits(bitmap.byte + kLanes / 8 * i);
     Vector v[2] = {expand(Vector{}, nonzero, next_rest), expand(Vector{}, nonzero, next_symbol)};
     if (zeros != 0) {
       v[0] = expand(v[0], ~nonzero, next_sign);
@@ -341,6 +359,10 @@ EncodeBlocks encoder(const EncodeParams& params) {
   } else if (params.shape == Shape::kUpcast) {
     found = params.streaming ? &encode_one_by_one<encode_upcast<true>>
                              : &encode_one_by_one<encode_upcast<false>>;
+  } else if (params.shape == Shape::kBits) {
+    found = &encode_one_by_one<encode_bits>;
+  } else if (params.shape == Shape::kSparse && params.dtype == Dtype::kBf16) {
+    found = &encode_one_by_one<encode_sparse>;
   }
   return found != nullptr ? found : scalar_blocks().encoder(params);
 }
@@ -351,6 +373,10 @@ DecodeBlock decoder(Dtype dtype, Shape shape, bool streaming) {
     found = dense_decoder(dtype, streaming);
   } else if (shape == Shape::kUpcast) {
     found = &decode_upcast;
+  } else if (shape == Shape::kBits) {
+    found = streaming ? &decode_bits<true> : &decode_bits<false>;
+  } else if (shape == Shape::kSparse && dtype == Dtype::kBf16) {
+    found = streaming ? &decode_sparse<true> : &decode_sparse<false>;
   }
   return found != nullptr ? found : scalar_blocks().decoder(dtype, shape, streaming);
 }

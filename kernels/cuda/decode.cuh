@@ -38,6 +38,7 @@ struct BlockRecord {
   const uint8_t* payload;
   uint32_t mode, units, center;
   uint32_t checksum;  // of the tile
+  bool packed;        // its bitmap
   bool damaged;       // any block of the tile
 };
 
@@ -84,21 +85,26 @@ __device__ __forceinline__ BlockRecord read_record(const DecodeFrame& frame, con
   BlockRecord record;
   record.center = said.center[warp];
   record.checksum = frame.verify ? said.checksum : 0;
-  const uint32_t units = coded & 0xfffu;
+  using frame::Record;
+  const uint32_t units = coded & Record::kUnitsMask;
+  const uint32_t mode = coded >> Record::kModeShift;
+  const bool packed = (coded >> Record::kPackedBit & 1) != 0;
   // Of all blocks, and of those before this one: sums below 2^15.
   const uint32_t both = __reduce_add_sync(kAllLanes, units << 16 | (lane < warp ? units : 0));
   const uint32_t present = frame.blocks - tile_index * frame::kTileBlocks;
   const bool there = lane < min(present, frame::kTileBlocks);
-  const bool wrong =
-      there ? (frame.modes >> (coded >> 12) & 1) == 0 || units > frame.longest : coded != 0;
+  const bool wrong = there ? (frame.modes >> mode & 1) == 0 || units > frame.longest ||
+                                 (packed && !frame::has_bitmap(mode))
+                           : coded != 0;
   const bool in_overflow = (base & frame::kBaseInOverflow) != 0;
   const uint32_t position = base & ~frame::kBaseInOverflow;
   const uint64_t limit = in_overflow ? job.overflow_capacity : frame.var_capacity;
   record.damaged = __any_sync(kAllLanes, wrong) || uint64_t{position} + (both >> 16) > limit;
   record.payload = (in_overflow ? job.overflow : to_global(frame.var)) +
                    (uint64_t{position} + (both & 0xffffu)) * frame::kUnitBytes;
-  record.mode = mine >> 12;
-  record.units = mine & 0xfffu;
+  record.mode = mine >> Record::kModeShift;
+  record.units = mine & Record::kUnitsMask;
+  record.packed = (mine >> Record::kPackedBit & 1) != 0;
   return record;
 }
 
@@ -278,16 +284,19 @@ __device__ __forceinline__ bool decode_ints(const BlockRecord& record, const Dec
   return true;
 }
 
-// Shape bits.
+// Shape bits: the bitmap alone.
 __device__ __forceinline__ bool decode_bitmap(const BlockRecord& record, const DecodeFrame& frame,
-                                              const Sink<1>& sink, const uint8_t* slab,
-                                              uint32_t warp, uint32_t lane, uint64_t& checksum) {
-  if (record.units != 0) {
+                                              const Sink<1>& sink, uint32_t warp, uint32_t lane,
+                                              uint64_t& checksum) {
+  uint32_t masks;
+  const uint32_t behind =
+      read_bitmap(record.payload, record.units * frame::kUnitBytes, record.packed, lane, masks);
+  if (behind == kDamaged || (behind + 7) / frame::kUnitBytes != record.units) {
     return false;
   }
 #pragma unroll
   for (uint32_t row = 0; row < kRows; ++row) {
-    const uint32_t bits = slab[row * kLanes + lane];
+    const uint32_t bits = masks >> (8 * row);
     uint32_t words[2] = {spread_bits(bits), spread_bits(bits >> 4)};
     finish_row(sink, frame.verify, warp, row, lane, words, checksum);
   }

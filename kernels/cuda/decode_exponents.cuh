@@ -2,15 +2,15 @@
 // length is follows from the symbols before it, so each is checked before it is read.
 #pragma once
 
+#include "bitmaps.cuh"
 #include "planes.cuh"
 
 namespace memswap::cuda {
 
 // What of a payload is decoded out of shared memory: all of a dense block's; of a sparse block's
-// what follows the byte planes. A valid one is at most 1920 bytes (float64: 881 survivors, all of
+// what follows the byte planes. A valid one is at most 1832 bytes (float64: 905 survivors, all of
 // them with two escapes and a byte); slack, because a window of bits is read from two words.
 inline constexpr uint32_t kDecodeStageBytes = 1936;
-inline constexpr uint32_t kDamaged = 0xffffffff;  // instead of the byte behind the streams
 
 // A warp's share of the shared memory.
 struct alignas(16) DecodeMemory {

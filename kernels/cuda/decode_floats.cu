@@ -26,7 +26,7 @@ struct FloatDecoder {
     }
     if constexpr (kWidth == 1) {
       if (record.mode == frame::kBitmap) {
-        return decode_bitmap(record, frame, sink, slab, warp, lane, checksum);
+        return decode_bitmap(record, frame, sink, warp, lane, checksum);
       }
     }
     if (record.mode == frame::kReference) {

@@ -17,7 +17,7 @@ struct OtherDecoder {
                                                 uint32_t lane, uint64_t& checksum) {
     if constexpr (kWidth == 1) {
       if (record.mode == frame::kBitmap) {
-        return decode_bitmap(record, frame, sink, slab, warp, lane, checksum);
+        return decode_bitmap(record, frame, sink, warp, lane, checksum);
       }
     }
     if (record.mode == frame::kReference) {

@@ -17,23 +17,6 @@ __device__ __forceinline__ uint32_t first_places(uint32_t count, uint32_t lane) 
   return valid;
 }
 
-// The survivors among a lane's elements; byte q: row q.
-struct Bitmap {
-  uint32_t masks;
-  Ranks ranks;
-};
-
-__device__ __forceinline__ Bitmap read_bitmap(const uint8_t* slab, uint32_t lane) {
-  Bitmap bitmap;
-  bitmap.masks = 0;
-#pragma unroll
-  for (uint32_t row = 0; row < kRows; ++row) {
-    bitmap.masks |= uint32_t{slab[row * kLanes + lane]} << (8 * row);
-  }
-  bitmap.ranks = rank_rows(count_rows(bitmap.masks), lane);
-  return bitmap;
-}
-
 // The staged part of a payload: bytes [0, bytes) are there, the others read as 0.
 struct StagedBytes {
   const uint8_t* first;
@@ -47,22 +30,27 @@ struct StagedBytes {
 template <frame::Dtype kDtype>
 __device__ __forceinline__ bool decode_sparse(const BlockRecord& record, const DecodeFrame& frame,
                                               const Sink<Float<kDtype>::kWidth>& sink,
-                                              const uint8_t* slab, DecodeMemory& memory,
-                                              const uint32_t* expand, uint32_t warp, uint32_t lane,
-                                              uint64_t& checksum) {
+                                              DecodeMemory& memory, const uint32_t* expand,
+                                              uint32_t warp, uint32_t lane, uint64_t& checksum) {
   using Parts = Float<kDtype>;
-  const uint32_t survivors = read_bitmap(slab, lane).ranks.total;
+  uint32_t masks;  // the survivors among a lane's elements; byte q: row q
+  const uint32_t planes =
+      read_bitmap(record.payload, record.units * frame::kUnitBytes, record.packed, lane, masks);
+  if (planes == kDamaged) {
+    return false;
+  }
+  const uint32_t survivors = rank_rows(count_rows(masks), lane).total;
 
   // Byte planes stay where they are; what follows them is staged from the unit on in which it
   // begins.
-  const uint32_t plane_bytes = Parts::kLowPlanes * survivors;
-  const uint32_t first_unit = plane_bytes / frame::kUnitBytes;
+  const uint32_t plane_end = planes + Parts::kLowPlanes * survivors;
+  const uint32_t first_unit = plane_end / frame::kUnitBytes;
   if (first_unit > record.units ||
       (record.units - first_unit + 1) * frame::kUnitBytes > kDecodeStageBytes) {
     return false;
   }
   const uint32_t bytes = (record.units - first_unit) * frame::kUnitBytes;
-  const uint32_t four = plane_bytes % frame::kUnitBytes;
+  const uint32_t four = plane_end % frame::kUnitBytes;
   const uint32_t two = four + (Parts::kRestBits & 4 ? (4 * survivors + 7) / 8 : 0);
   const uint32_t one = two + (Parts::kRestBits & 2 ? (2 * survivors + 7) / 8 : 0);
   const uint32_t codes = one + (Parts::kRestBits & 1 ? (survivors + 7) / 8 : 0);
@@ -118,21 +106,21 @@ __device__ __forceinline__ bool decode_sparse(const BlockRecord& record, const D
   }
   __syncwarp();
 
-  // Read once more, because in the meantime it would take registers that are needed.
-  const Bitmap bitmap = read_bitmap(slab, lane);
+  // Computed once more, because in the meantime they would take registers that are needed.
+  const Ranks ranks = rank_rows(count_rows(masks), lane);
   const uint8_t* tops = reinterpret_cast<const uint8_t*>(memory.exponents);
 #pragma unroll 1  // four rows at once would take too many registers
   for (uint32_t row = 0; row < kRows; ++row) {
     uint32_t low[Parts::kLowWords] = {}, top[2] = {0, 0}, words[Parts::kWords];
-    uint32_t rank = bitmap.ranks.first(row);
+    uint32_t rank = ranks.first(row);
 #pragma unroll
     for (uint32_t i = 0; i < kLaneColumns; ++i) {
       const uint32_t shift = 8 * (i % 4);
-      if (bitmap.masks >> (8 * row + i) & 1) {
+      if (masks >> (8 * row + i) & 1) {
         top[i / 4] |= uint32_t{tops[rank]} << shift;
 #pragma unroll
         for (int p = 0; p < Parts::kLowPlanes; ++p) {
-          low[2 * p + i / 4] |= uint32_t{record.payload[p * survivors + rank]} << shift;
+          low[2 * p + i / 4] |= uint32_t{record.payload[planes + p * survivors + rank]} << shift;
         }
         ++rank;
       } else if (has_signs) {
@@ -164,7 +152,7 @@ struct SparseDecoder {
     if (record.mode == frame::kLiteral) {
       return decode_literal(record, frame, sink, slab, warp, lane, checksum);
     }
-    return decode_sparse<kDtype>(record, frame, sink, slab, memory, expand, warp, lane, checksum);
+    return decode_sparse<kDtype>(record, frame, sink, memory, expand, warp, lane, checksum);
   }
 };
 

@@ -2,6 +2,7 @@
 // warps copy. What differs from shape to shape is a Coder.
 #pragma once
 
+#include "bitmaps.cuh"
 #include "elements.cuh"
 #include "encode_exponents.cuh"
 #include "jobs.h"
@@ -190,7 +191,8 @@ template <class Memory>
 __device__ void finish_tile(EncodeShared<Memory>& shared, const EncodeJob& job, uint32_t tile_index,
                             uint32_t lane) {
   const BlockSummary mine = lane < frame::kTileBlocks ? shared.blocks[lane] : BlockSummary{};
-  const uint32_t units = mine.coded & 0xfffu, mode = mine.coded >> 12;
+  const uint32_t units = mine.coded & frame::Record::kUnitsMask;
+  const uint32_t mode = mine.coded >> frame::Record::kModeShift;
   uint32_t end = units;
 #pragma unroll
   for (uint32_t distance = 1; distance < frame::kTileBlocks; distance *= 2) {
@@ -285,7 +287,7 @@ __global__ void __launch_bounds__(Coder::kBounds.threads, Coder::kBounds.blocks)
       uint8_t* slab = job.frame + frame::kHeaderBytes + uint64_t{block} * Coder::kSlabBytes;
       const Coded coded = Coder::encode(job, source, slab, memory, shared.compact, tile.warp,
                                         tile.lane, summary.checksum);
-      summary.coded = frame::Record::pack(coded.mode, coded.units);
+      summary.coded = frame::Record::pack(coded.mode, coded.units, coded.packed);
       summary.hint = coded.hint;
       summary.zeros = coded.zeros;
       center = coded.center;
@@ -310,7 +312,7 @@ __global__ void __launch_bounds__(Coder::kBounds.threads, Coder::kBounds.blocks)
       if (shared.area != nullptr) {
         uint2* to = reinterpret_cast<uint2*>(to_global(shared.area)) + shared.place[tile.warp];
         const uint2* from = reinterpret_cast<const uint2*>(memory.stage);
-        for (uint32_t i = tile.lane; i < (summary.coded & 0xfffu); i += kLanes) {
+        for (uint32_t i = tile.lane; i < (summary.coded & frame::Record::kUnitsMask); i += kLanes) {
           to[i] = from[i];
         }
       }

@@ -375,6 +375,7 @@ struct Coded {
   uint32_t center;
   uint32_t hint;   // what the block adds to center_sum
   uint32_t zeros;  // missing elements included
+  bool packed = false;
 };
 
 // A dense block. `given`: the centre of the fast profile.

@@ -48,10 +48,10 @@ struct RawCoder {
 
 struct BitsCoder {
   static constexpr uint32_t kWidth = 1;
-  static constexpr uint32_t kSlabBytes = frame::kBitmapBytes;
+  static constexpr uint32_t kSlabBytes = 0;
   static constexpr bool kHasPayload = true;
   static constexpr Bounds kBounds = kTwoBlocks;
-  using Memory = LiteralMemory<frame::kBlockElements - kSlabBytes>;
+  using Memory = LiteralMemory<frame::kBlockElements>;
 
   __device__ static __forceinline__ Coded encode(const EncodeJob& job, const Source<kWidth>& source,
                                                  uint8_t* slab, Memory& memory, const uint32_t*,
@@ -70,12 +70,14 @@ struct BitsCoder {
     if (__any_sync(kAllLanes, others != 0)) {
       return encode_literal<kWidth, kSlabBytes>(source, slab, memory.bytes(), lane);
     }
-#pragma unroll
-    for (uint32_t row = 0; row < kRows; ++row) {
-      slab[row * kLanes + lane] = static_cast<uint8_t>(bitmap >> (8 * row));
-    }
+    const WrittenBitmap written = write_bitmap(memory.bytes(), bitmap, lane);
     Coded coded{};
     coded.mode = frame::kBitmap;
+    coded.units = (written.bytes + 7) / frame::kUnitBytes;
+    coded.packed = written.is_packed;
+    if (lane < coded.units * frame::kUnitBytes - written.bytes) {
+      memory.bytes()[written.bytes + lane] = 0;
+    }
     return coded;
   }
 };

@@ -7,14 +7,15 @@ template <frame::Dtype kDtype>
 struct SparseCoder {
   using Parts = Float<kDtype>;
   static constexpr uint32_t kWidth = Parts::kWidth;
-  static constexpr uint32_t kSlabBytes = frame::kBitmapBytes;
+  static constexpr uint32_t kSlabBytes = 0;
   static constexpr bool kHasPayload = true;
   static constexpr Bounds kBounds = with_registers(80);
-  static constexpr uint32_t kLiteralBytes = frame::kBlockElements * kWidth - kSlabBytes;
-  // R, the codes, the signs and the two packed streams at their longest: a block that turns out to
-  // be literal has been written until there. A byte E that does not fit is left out.
-  static constexpr uint32_t kStreamBytes =
-      frame::rest_bytes(Parts::kSplit) + frame::kLowPlaneBytes + frame::kBitmapBytes + 256 + 512;
+  static constexpr uint32_t kLiteralBytes = frame::kBlockElements * kWidth;
+  // The bitmap, R, the codes, the signs and the two packed streams at their longest: a block that
+  // turns out to be literal has been written until there. A byte E that does not fit is left out.
+  static constexpr uint32_t kStreamBytes = 2 * frame::kBitmapBytes +
+                                           frame::rest_bytes(Parts::kSplit) +
+                                           frame::kLowPlaneBytes + 256 + 512;
   static constexpr uint32_t kStageBytes =
       ((kStreamBytes > kLiteralBytes ? kStreamBytes : kLiteralBytes) + 16 + 15) / 16 * 16;
   using Memory = EncodeMemory<kStageBytes>;
@@ -59,12 +60,14 @@ struct SparseCoder {
     __syncwarp();
 
     uint8_t* stage = reinterpret_cast<uint8_t*>(memory.stage);
-    scatter(source, masks, ranks, stage, reinterpret_cast<uint8_t*>(memory.symbols), lane);
+    const WrittenBitmap bitmap = write_bitmap(stage, masks, lane);
+    scatter(source, masks, ranks, stage + bitmap.bytes, reinterpret_cast<uint8_t*>(memory.symbols),
+            lane);
     __syncwarp();
 
     // From here on the survivors are the elements: place i of 1024, the first ones there.
     uint32_t e[8], valid = 0;
-    uint32_t behind = Parts::kLowPlanes * survivors;
+    uint32_t behind = bitmap.bytes + Parts::kLowPlanes * survivors;
     {
       uint32_t rest[8];
 #pragma unroll
@@ -103,6 +106,7 @@ struct SparseCoder {
     coded.mode = has_signs ? frame::kSignedZeros : frame::kZeros;
     coded.units = (behind + 7) / 8;
     coded.zeros = source.count - survivors;
+    coded.packed = bitmap.is_packed;
     if (coded.units >= kLiteralBytes / frame::kUnitBytes) {
       const uint32_t zeros = coded.zeros;
       coded = encode_literal<kWidth, kSlabBytes>(source, slab, stage, lane);
@@ -111,7 +115,6 @@ struct SparseCoder {
     }
 #pragma unroll
     for (uint32_t row = 0; row < kRows; ++row) {
-      slab[row * kLanes + lane] = static_cast<uint8_t>(masks >> (8 * row));
 #pragma unroll
       for (uint32_t h = 0; h < 2; ++h) {
         const uint32_t at = codes + row * 64 + lane * 2 + h;

@@ -14,14 +14,16 @@ from memswap.engine.autograd import in_backward, plain_parts
 from memswap.engine.saver import Saver
 from memswap.engine.stats import Stats
 from memswap.engine.transfer import check_pool
-from memswap.engine.units import parse_bytes
+from memswap.engine.units import format_bytes, parse_bytes
 from memswap.engine.visit import Visit, VisitStack
 from memswap.engine.windowed import WindowedSaver
 from memswap.engine.windows import WindowStats
 from memswap.managed import Managed
 from memswap.operators import OperatorWindows
+from memswap.planning.budgets import parsed
 from memswap.planning.pilot import Pilot
 from memswap.planning.policy import Policy
+from memswap.unseen import Unseen
 from memswap.windows import Window, Windows
 
 if TYPE_CHECKING:
@@ -70,6 +72,9 @@ class saved_tensors:  # noqa: N801  (used like torch.autograd.graph.save_on_cpu)
         self._saver = Saver(checked_policy(policy), pool, window(prefetch_bytes))
         self._visits = VisitStack()
 
+    def __repr__(self) -> str:
+        return f"<memswap saved_tensors: {self._saver.ledger}>"
+
     def __enter__(self) -> saved_tensors:
         if not in_backward():
             self._saver.begin_passage()
@@ -113,6 +118,7 @@ class Manager(Managed):
             else windows.saver(policy, pool, window_bytes)
         )
         self._units = dict(units)
+        self._budget = budget
         self._pilot: Pilot | None = None
         if budget is not None:
             assert isinstance(policy, Policy)  # manage() has seen to it
@@ -124,9 +130,19 @@ class Manager(Managed):
         for name, module in self._units.items():
             hook = _UnitHook(self, name)
             self._watch(module, hook.enter, hook.leave)
+        self._unseen: Unseen | None = Unseen(self._units.values(), "manage()")
         self._operators: OperatorWindows | None = None
         if windows is not None and isinstance(self._saver, WindowedSaver):
             self._operators = OperatorWindows(self._saver, self._units, windows)
+
+    def __repr__(self) -> str:
+        managed = super().__repr__()
+        if self._budget is None:
+            return managed
+        budget = self._budget if isinstance(self._budget, str) else format_bytes(self._budget)
+        return (
+            f"{managed[:-1]}, budget {budget}, {'no plan yet' if self.plan is None else 'planned'}>"
+        )
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -171,6 +187,7 @@ class Manager(Managed):
         Raises:
             TransferError: backward has met a frame that is not what was encoded (broken memory).
         """
+        self._seen()
         if self._operators is not None:
             self._operators.remove()
         if self._pilot is not None:
@@ -188,7 +205,14 @@ class Manager(Managed):
             return self._saver.window_stats()
         return WindowStats()
 
+    def _seen(self) -> None:
+        if self._unseen is not None:
+            self._unseen.end()
+            self._unseen = None
+
     def _enter(self, name: str) -> None:
+        if self._unseen is not None:
+            self._seen()
         if torch.is_grad_enabled() and not in_backward():
             self._note(name)
         self._visits.drop_interrupted(name)
@@ -249,7 +273,9 @@ def manage(
     """Encode or swap the saved activations of a model's layers, in an order that is learnt.
 
     Adds forward hooks to each module and nothing else: no wrapper, no renamed parameter, no change
-    of the module's type. Training code stays as it is.
+    of the module's type. Training code stays as it is. (Until a module has run, the gradient of one
+    parameter is watched: modules that train although their hooks are never called, because
+    torch.compile compiled them before, are warned of.)
 
     Args:
         modules: the layers, in any order: a ``ModuleList``, a sequence, a mapping from names to
@@ -262,10 +288,11 @@ def manage(
             activations on the device at any moment, by memswap's own account
             (:attr:`Stats.peak_resident_bytes`: storages that the managed modules saved, frames
             and what is on its way included; not parameters, gradients, or what an operator
-            allocates for itself). ``"auto"``: as few as cost at most 1 % of a step's time; on a
-            CPU, where the calling thread encodes, that is little. The first three steps learn and
-            run as without a budget; the fourth begins with :attr:`Manager.plan`. docs/choosing.md
-            helps to choose.
+            allocates for itself). A share such as ``"70%"``: of these bytes at their peak in the
+            same step if nothing moves; each shape of input has its own. ``"auto"``: as few as cost
+            at most 1 % of a step's time; on a CPU, where the calling thread encodes, that is
+            little. The first three steps learn and run as without a budget; the fourth begins with
+            :attr:`Manager.plan`. docs/choosing.md helps to choose.
         rates: of the machine; default: :func:`memswap.profile`, measured once per machine.
         group: ranks that plan together, from the slowest one's times, so that they have the same
             plan. All of them must train in step. Default: each for itself.
@@ -289,8 +316,8 @@ def manage(
             f"manage(windows={windows!r}): found {type(windows).__name__}, expected "
             "memswap.Windows(...) or None"
         )
-    if budget is not None and budget != "auto":
-        budget = parse_bytes(budget, "manage(budget=...)", auto=True)
+    if budget is not None:
+        budget = parsed(budget, "manage(budget=...)")
     units = named_units(modules)
     check_pool(pool)
     for module in units.values():

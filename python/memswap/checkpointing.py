@@ -161,6 +161,10 @@ class Checkpointing:
         )
         self._modules: list[ref[nn.Module]] = []  # their forwards refer to this object
 
+    def __repr__(self) -> str:
+        modules = sum(one() is not None for one in self._modules)
+        return f"<memswap Checkpointing of {modules} module(s): {self._saver.ledger}>"
+
     def checkpoint(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``fn(*args, **kwargs)`` as a region; see :func:`memswap.checkpoint`."""
         if torch.compiler.is_compiling():

@@ -60,6 +60,9 @@ class Groups:
         #: For who builds on groups inside memswap.
         self.saver = GroupSaver(Policy() if policy is None else policy, pool)
 
+    def __repr__(self) -> str:
+        return f"<memswap Groups: {self.saver.ledger}>"
+
     @classmethod
     def of(cls, decider: Decider, pool: Pool | None) -> Groups:
         """Groups whose decisions somebody else makes: for who builds on groups inside memswap."""

@@ -47,6 +47,11 @@ class Managed(Removable):
         self._handles: list[RemovableHandle] = []
         self._visits = VisitStack()
 
+    def __repr__(self) -> str:
+        modules = len(self._handles) // 2  # one hook where a forward begins, one where it ends
+        where = f"{modules} module(s)" if modules else "no modules any more"
+        return f"<memswap {type(self).__name__} of {where}: {self._saver.ledger}>"
+
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             f"a memswap {type(self).__name__} cannot be copied or pickled: it belongs to the "

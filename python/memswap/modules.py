@@ -172,6 +172,9 @@ class ModuleSwap(Removable):
         for tower in self.towers.values():
             tower.reset_stats()
 
+    def __repr__(self) -> str:
+        return f"<memswap ModuleSwap: {dict(self.towers)!r}>"
+
     def report(self) -> str:
         """The statistics of each tower as a text table, bytes in MiB."""
         return "\n\n".join(f"{tag}\n{tower.report()}" for tag, tower in self.towers.items())

@@ -175,6 +175,28 @@ def test_other_dtypes_come_back_bit_for_bit(device, saver_of, policy, dtype, mon
 
 
 @each_encoding
+@pytest.mark.parametrize("first", ["mask", "noise"])
+def test_bools_that_are_neither_0_nor_1_cost_bytes_and_no_bits(
+    device, saver_of, policy, first
+) -> None:
+    """Of a tensor of bools, a frame has room for bitmaps; whatever else they are goes elsewhere."""
+
+    def mask(device: torch.device, seed: int) -> torch.Tensor:
+        return random(device, ROWS, WIDTH, seed=seed, dtype=torch.bool)
+
+    def noise(device: torch.device, seed: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        made = torch.randint(0, 256, (ROWS, WIDTH), generator=generator, dtype=torch.uint8)
+        return made.to(device).view(torch.bool)
+
+    saver = saver_of(policy)
+    for make in (mask, noise, mask) if first == "mask" else (noise, mask):
+        step(saver, device, make)
+    assert saver.stats().encoded_storages >= 4
+    assert_nothing_left(saver.stats())
+
+
+@each_encoding
 def test_many_zeros_make_a_smaller_frame_from_the_second_time_on(device, saver_of, policy) -> None:
     saver = saver_of(policy)
     ratios = []

@@ -76,6 +76,11 @@ PARTS = {
         540,
         benchmark=("plan", "--sequence", "2048", "8192", "--rounds", "1"),
     ),
+    "bench-plan-32k": Part(
+        "the same at the longest sequence",
+        560,
+        benchmark=("plan", "--sequence", "32768", "--rounds", "1", "--steps", "2"),
+    ),
     "bench-host_pool": Part("pinned memory", 180, benchmark=("host_pool",)),
 }
 
@@ -205,7 +210,13 @@ def run_benchmark(name: str, part: Part, limit_s: float) -> Found:
     log = FOLDER / f"{name}.log"
     benchmark, *options = part.benchmark
     command = [sys.executable, str(ROOT / "benchmarks" / f"bench_{benchmark}.py")]
-    command += ["--device", "cuda", "--json", str(RESULTS / f"cuda-{benchmark}.json"), *options]
+    command += [
+        "--device",
+        "cuda",
+        "--json",
+        str(RESULTS / f"cuda-{name.removeprefix('bench-')}.json"),
+        *options,
+    ]
     status, why = run(command, log, limit_s)
     said = log.read_text(encoding="utf-8", errors="replace").splitlines()
     found.tail = [line[:200] for line in said[-LINES:]]

@@ -7,8 +7,8 @@ other test of this folder that encodes does so with these kernels as well.
 
 from __future__ import annotations
 
+import codec_machine as lanes
 import pytest
-import test_codec_lanes as lanes
 import torch
 from fake_acl.machine import kernel_launches
 from helpers import Remember, collect, flush_autograd, let_sends_end, look, same_bits

@@ -1,13 +1,13 @@
 """Every edge of an encode, broken on purpose under the real torch_npu.
 
-The programs and mutations are those of tests/race/test_codec_lanes.py and test_encode_edges.py. The
+The programs and mutations are those of tests/race/test_codec_edges.py and test_encode_edges.py. The
 kernels are memswap's AscendC ones, launched on torch_npu's streams.
 """
 
 from __future__ import annotations
 
 import pytest
-import test_codec_lanes as lanes
+import test_codec_edges as lanes
 import test_encode_edges as engine
 from race_workloads import MATRIX, observe, one_stream, two_streams
 

@@ -49,7 +49,7 @@ def test_plan_for_another_machine_and_report(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("budget", "words"),
-    [("1KiB", "at least"), ("lots", "expected a size in bytes"), ("x%", "expected a size")],
+    [("1KiB", "at least"), ("lots", "expected auto or a size"), ("x%", "or a share")],
 )
 def test_a_budget_that_cannot_be_met_or_read_ends_with_a_sentence(tmp_path, budget, words):
     file = tmp_path / "step.json"

@@ -10,7 +10,8 @@ from steps import ALL, RATES, saved, stack
 
 from memswap import Action, Rates
 from memswap.cli.trace import trace
-from memswap.planning.simulate import Link, replay
+from memswap.planning.link import Link
+from memswap.planning.simulate import replay
 from memswap.planning.step import Step, load, save
 
 

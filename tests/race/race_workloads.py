@@ -16,6 +16,7 @@ import torch
 from helpers import EVERYTHING, new_input, new_stack, same_bits
 
 import memswap
+from memswap._native import native
 from memswap.engine import transfer
 from simdev import _C, NAME, LaboratoryError, Schedule, laboratory, schedules
 
@@ -124,7 +125,17 @@ def two_streams_in_turn(region: Region) -> list[torch.Tensor]:
     return read
 
 
+def new_bytes(nbytes: int, seed: int = 0) -> torch.Tensor:
+    """Random bytes on the device, and nobody else's reference to them."""
+    generator = torch.Generator().manual_seed(seed + nbytes)
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator).to(DEVICE)
+
+
 # ---------------------------------------------------------------- lanes
+def new_lane(max_leaving_bytes: int = 0, chunk_bytes: int = 1 << 20, device: Any = DEVICE) -> Any:
+    return native.StreamLane(device, max_leaving_bytes=max_leaving_bytes, chunk_bytes=chunk_bytes)
+
+
 @contextlib.contextmanager
 def lanes_opened(react: Callable[[Any], Any], opener: str = "open_lane") -> Iterator[None]:
     """Every lane that the engine opens by `opener` passes through `react`, which may wrap it."""

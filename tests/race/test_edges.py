@@ -13,12 +13,13 @@ others: compute has waited for the send before it frees, and the fetch waits for
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from broken_edges import Breaking, Counter, drop
 from race_workloads import (
     DEVICE,
     EAGER,
@@ -155,38 +156,6 @@ def block_sent_again(region: Region) -> list[torch.Tensor]:
 
 
 # ---------------------------------------------------------------- mutations
-class Counter:
-    """The hits of several mutations."""
-
-    def __init__(self) -> None:
-        self.parts: list[Any] = []
-
-    @property
-    def hits(self) -> int:
-        return sum(part.hits for part in self.parts)
-
-
-Breaking = Callable[[], contextlib.AbstractContextManager[Any]]
-
-
-def on_every_lane(mutate: Callable[[Any], contextlib.AbstractContextManager[Any]]) -> Breaking:
-    """The mutation, for each lane that the workload opens, with that lane's streams."""
-
-    @contextlib.contextmanager
-    def breaking() -> Iterator[Counter]:
-        counter = Counter()
-        with contextlib.ExitStack() as stack:
-
-            def react(lane: Any) -> Any:
-                counter.parts.append(stack.enter_context(mutate(lane)))
-                return lane
-
-            stack.enter_context(lanes_opened(react))
-            yield counter
-
-    return breaking
-
-
 class FetchesIntoItsOwnMemory(WrappedLane):
     """Edge 6: returned storages belong to the fetch stream's memory instead of compute's.
 
@@ -228,12 +197,6 @@ class Edge:
 
     def __str__(self) -> str:
         return f"{self.number} {self.name}"
-
-
-def drop(waiter: Callable[[Any], Any], source: Callable[[Any], Any]) -> Breaking:
-    return on_every_lane(
-        lambda lane: mutations.drop_waits(waiter=waiter(lane), source=source(lane))
-    )
 
 
 EDGES = [

@@ -1,40 +1,35 @@
 """The edges of an encode, broken one by one under a whole engine: each is caught, twice.
 
-All of them are broken in test_codec_lanes.py, lane by lane (the reuse of the arena there alone: a
+All of them are broken in test_codec_edges.py, lane by lane (the reuse of the arena there alone: a
 whole engine orders it twice). Here a model trains, and what must not go unnoticed is a gradient:
 the race detector speaks, and some schedule gives other bits.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from broken_edges import Breaking, drop_between
 from helpers import assert_same_gradients
 from race_workloads import (
     EAGER,
     MATRIX,
     Observation,
     Workload,
-    compute_streams,
-    fetch_stream,
-    lanes_opened,
     observe,
     one_stream,
     run_plain,
     saved_region,
-    send_stream,
     two_streams,
 )
 
 from memswap import Action, Policy
 from memswap._native import native
 from memswap.engine import expectations, transfer
-from simdev import laboratory, mutations
+from simdev import laboratory
 
 pytestmark = [
     pytest.mark.own_laboratory,
@@ -44,7 +39,6 @@ pytestmark = [
 
 ENCODE = Policy(action=Action.ENCODE, min_bytes=1)
 ENCODE_SWAP = Policy(action=Action.ENCODE_SWAP, min_bytes=1)
-Streams = list[tuple[int, int]]
 
 #: As much as the frames of one forward of these models set aside, and little more.
 ARENA_BYTES = 512 << 10
@@ -71,87 +65,7 @@ def no_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "arena_budget", lambda passage_bytes: ARENA_BYTES)
 
 
-# ---------------------------------------------------------------- streams and mutations
-def _pair(stream: tuple[int, int, int]) -> tuple[int, int]:
-    stream_id, device_index, _ = stream
-    return device_index, stream_id
-
-
-class Lanes:
-    """The lanes of one engine, as they are opened."""
-
-    def __init__(self) -> None:
-        self.codec: Any = None
-        self.copies: Any = None
-
-    def streams(self, name: str) -> Streams:
-        if name == "encode":
-            return [_pair(self.codec.encode_stream)]
-        if name == "decode":
-            return [_pair(self.codec.decode_stream)]
-        if name in ("send", "fetch"):
-            stream = send_stream if name == "send" else fetch_stream
-            return [] if self.copies is None else [stream(self.copies)]
-        own = {_pair(self.codec.encode_stream), _pair(self.codec.decode_stream)}
-        own.add(_pair(self.codec.control_stream))
-        if self.copies is None:
-            device_index = _pair(self.codec.encode_stream)[0]
-            from simdev import _C
-
-            every = [(device_index, index) for index in range(_C.pool_streams + 1)]
-            return [stream for stream in every if stream not in own]
-        return [stream for stream in compute_streams(self.copies) if stream not in own]
-
-
-Breaking = Callable[[], contextlib.AbstractContextManager[Any]]
-
-
-def drop(waiter: str, source: str, needs_copies: bool = False) -> Breaking:
-    """The engine's waits of one stream for another are lost, from when its lanes are open."""
-
-    @contextlib.contextmanager
-    def breaking() -> Iterator[Any]:
-        lanes, found = Lanes(), Hits()
-        with contextlib.ExitStack() as stack:
-
-            def begin() -> None:
-                if lanes.codec is None or (needs_copies and lanes.copies is None):
-                    return
-                if not found.parts:
-                    found.parts.append(
-                        stack.enter_context(
-                            mutations.drop_waits(
-                                waiter=lanes.streams(waiter), source=lanes.streams(source)
-                            )
-                        )
-                    )
-
-            def codec(lane: Any) -> Any:
-                lanes.codec = lane
-                begin()
-                return lane
-
-            def copies(lane: Any) -> Any:
-                lanes.copies = lane
-                begin()
-                return lane
-
-            stack.enter_context(lanes_opened(codec, "open_codec_lane"))
-            stack.enter_context(lanes_opened(copies))
-            yield found
-
-    return breaking
-
-
-class Hits:
-    def __init__(self) -> None:
-        self.parts: list[Any] = []
-
-    @property
-    def hits(self) -> int:
-        return sum(part.hits for part in self.parts)
-
-
+# ---------------------------------------------------------------- mutations
 @dataclass(frozen=True)
 class Edge:
     name: str
@@ -164,13 +78,13 @@ class Edge:
 
 
 EDGES = [
-    Edge("producer -> encode", drop("encode", "compute"), ENCODE, one_stream),
-    Edge("encode -> freed", drop("compute", "encode"), ENCODE, two_streams),
-    Edge("encode -> decode", drop("decode", "encode"), ENCODE, two_streams),
-    Edge("allocation -> decode", drop("decode", "compute"), ENCODE, one_stream),
-    Edge("decode -> consumer", drop("compute", "decode"), ENCODE, one_stream),
-    Edge("encode -> copy", drop("send", "encode", True), ENCODE_SWAP, one_stream),
-    Edge("copy -> decode", drop("decode", "fetch", True), ENCODE_SWAP, one_stream),
+    Edge("producer -> encode", drop_between("encode", "compute"), ENCODE, one_stream),
+    Edge("encode -> freed", drop_between("compute", "encode"), ENCODE, two_streams),
+    Edge("encode -> decode", drop_between("decode", "encode"), ENCODE, two_streams),
+    Edge("allocation -> decode", drop_between("decode", "compute"), ENCODE, one_stream),
+    Edge("decode -> consumer", drop_between("compute", "decode"), ENCODE, one_stream),
+    Edge("encode -> copy", drop_between("send", "encode", True), ENCODE_SWAP, one_stream),
+    Edge("copy -> decode", drop_between("decode", "fetch", True), ENCODE_SWAP, one_stream),
 ]
 
 _expected: dict[Workload, list[torch.Tensor]] = {}

@@ -8,11 +8,11 @@ waits and loads come from whoever schedules, perhaps on another stream than the 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
+from broken_edges import Breaking, Counter, drop
 from helpers import EVERYTHING, new_input, new_stack, random
 from race_workloads import (
     DEVICE,
@@ -22,7 +22,6 @@ from race_workloads import (
     Workload,
     compute_streams,
     fetch_stream,
-    lanes_opened,
     new_pool,
     observe,
     on_host,
@@ -36,8 +35,6 @@ from memswap.engine import buckets
 from simdev import mutations
 
 pytestmark = [pytest.mark.own_laboratory, pytest.mark.one_schedule]
-
-Breaking = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 # ---------------------------------------------------------------- workloads
@@ -122,37 +119,6 @@ def demanded_at_once(region: Region) -> list[torch.Tensor]:
 
 
 # ---------------------------------------------------------------- mutations
-class Counter:
-    """The hits of several mutations."""
-
-    def __init__(self) -> None:
-        self.parts: list[Any] = []
-        self.own = 0
-
-    @property
-    def hits(self) -> int:
-        return self.own + sum(part.hits for part in self.parts)
-
-
-def drop(waiter: Callable[[Any], Any], source: Callable[[Any], Any]) -> Breaking:
-    """Waits of one of a lane's streams for another are ignored."""
-
-    @contextlib.contextmanager
-    def breaking() -> Iterator[Counter]:
-        counter = Counter()
-        with contextlib.ExitStack() as stack:
-
-            def react(lane: Any) -> Any:
-                ignored = mutations.drop_waits(waiter=waiter(lane), source=source(lane))
-                counter.parts.append(stack.enter_context(ignored))
-                return lane
-
-            stack.enter_context(lanes_opened(react))
-            yield counter
-
-    return breaking
-
-
 @contextlib.contextmanager
 def parts_do_not_wait() -> Iterator[Counter]:
     """A tensor that shares what was fetched takes it for there already."""

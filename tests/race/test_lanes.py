@@ -8,20 +8,10 @@ from typing import Any
 import pytest
 import torch
 from helpers import same_bits
-from race_workloads import DEVICE, new_pool, on_host, run_apart, send_stream
+from race_workloads import DEVICE, new_bytes, new_lane, new_pool, on_host, run_apart, send_stream
 
 from memswap._native import native
 from simdev import _C, counters, mutations
-
-
-def new_lane(max_leaving_bytes: int = 0, chunk_bytes: int = 1 << 20, device: Any = DEVICE) -> Any:
-    return native.StreamLane(device, max_leaving_bytes=max_leaving_bytes, chunk_bytes=chunk_bytes)
-
-
-def new_bytes(nbytes: int, seed: int = 0) -> torch.Tensor:
-    """Random bytes on the device, and nobody else's reference to them."""
-    generator = torch.Generator().manual_seed(seed + nbytes)
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator).to(DEVICE)
 
 
 class Away:

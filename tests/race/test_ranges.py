@@ -6,12 +6,13 @@ The second half breaks each edge of the new calls on purpose, as test_edges.py d
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from broken_edges import Breaking, Counter, drop
 from helpers import same_bits
 from race_workloads import (
     DEVICE,
@@ -23,6 +24,8 @@ from race_workloads import (
     compute_streams,
     fetch_stream,
     lanes_opened,
+    new_bytes,
+    new_lane,
     new_pool,
     observe,
     on_host,
@@ -30,7 +33,6 @@ from race_workloads import (
     run_plain,
     send_stream,
 )
-from test_lanes import new_bytes, new_lane
 
 from memswap._native import native
 from memswap.engine import transfer
@@ -419,40 +421,6 @@ def let_go_on_another_stream(region: Region) -> list[torch.Tensor]:
         doubled = on_host([doubled])[0]
     with b:
         return [*on_host([next_owner]), doubled]
-
-
-class Counter:
-    """The hits of several mutations."""
-
-    def __init__(self) -> None:
-        self.parts: list[Any] = []
-
-    @property
-    def hits(self) -> int:
-        return sum(part.hits for part in self.parts)
-
-
-Streams = Callable[[Any], Any]
-Breaking = Callable[[], contextlib.AbstractContextManager[Any]]
-
-
-def drop(waiter: Streams, source: Streams) -> Breaking:
-    """Waits of the one for the other are ignored, once all lanes of the program are open."""
-
-    @contextlib.contextmanager
-    def breaking() -> Iterator[Counter]:
-        counter = Counter()
-        with contextlib.ExitStack() as stack:
-
-            def react(lane: Any) -> Any:
-                mutation = mutations.drop_waits(waiter=waiter(lane), source=source(lane))
-                counter.parts.append(stack.enter_context(mutation))
-                return lane
-
-            stack.enter_context(lanes_opened(react))
-            yield counter
-
-    return breaking
 
 
 def every_send_stream_after_every_fetch_stream() -> contextlib.AbstractContextManager[Any]:

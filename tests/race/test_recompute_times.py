@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from planned_stacks import COMPUTE, LAZY, SWAP, Stack, link
 from race_workloads import DEVICE, new_pool
-from test_plans import COMPUTE, LAZY, SWAP, Stack, link
 from torch import nn
 
 import memswap

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from planned_stacks import COMPUTE, LAZY, SWAP, Stack, link
 from race_workloads import new_pool
-from test_plans import COMPUTE, LAZY, SWAP, Stack, link
 from torch import nn
 
 import memswap

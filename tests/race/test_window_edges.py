@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from broken_edges import Breaking, drop_between
 from race_workloads import (
     DEVICE,
     EAGER,
@@ -30,7 +31,6 @@ from race_workloads import (
     run_plain,
     two_streams,
 )
-from test_encode_edges import Breaking, drop
 from torch import nn
 
 from memswap import Action, Policy, Windows
@@ -153,18 +153,22 @@ class Edge:
 
 
 EDGES = [
-    Edge("saved -> encode in a window", drop("encode", "compute"), ENCODE, one_stream),
+    Edge("saved -> encode in a window", drop_between("encode", "compute"), ENCODE, one_stream),
     Edge(
         "saved on another stream -> encode",
         encodes_start_on_any_stream,
         ENCODE,
         saved_here_window_there,
     ),
-    Edge("encode -> join -> freed", drop("compute", "encode"), ENCODE, two_streams),
-    Edge("allocation -> decode in a window", drop("decode", "compute"), ENCODE, one_stream),
-    Edge("decode in a window -> consumer", drop("compute", "decode"), ENCODE, one_stream),
-    Edge("encode in a window -> copy", drop("send", "encode", True), ENCODE_SWAP, one_stream),
-    Edge("copy -> decode in a window", drop("decode", "fetch", True), ENCODE_SWAP, one_stream),
+    Edge("encode -> join -> freed", drop_between("compute", "encode"), ENCODE, two_streams),
+    Edge("allocation -> decode in a window", drop_between("decode", "compute"), ENCODE, one_stream),
+    Edge("decode in a window -> consumer", drop_between("compute", "decode"), ENCODE, one_stream),
+    Edge(
+        "encode in a window -> copy", drop_between("send", "encode", True), ENCODE_SWAP, one_stream
+    ),
+    Edge(
+        "copy -> decode in a window", drop_between("decode", "fetch", True), ENCODE_SWAP, one_stream
+    ),
 ]
 
 _expected: dict[Workload, list[torch.Tensor]] = {}

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from planned_stacks import LAZY
 from race_workloads import DEVICE, new_pool
-from test_plans import LAZY
 from torch import nn
 
 import memswap

@@ -153,6 +153,16 @@ def test_a_frame_decodes_any_number_of_times_into_memory_of_its_own() -> None:
     assert same_bits(memswap.decode(frame), tensor)
 
 
+def test_bools_that_are_neither_0_nor_1_come_back_among_bitmaps() -> None:
+    generator = torch.Generator().manual_seed(2)
+    data = torch.randint(0, 2, (8 * 1024 * 3,), dtype=torch.uint8, generator=generator)
+    data[5000:5100] = torch.arange(100, 200)
+    mask = data.view(torch.bool)
+    frame = memswap.encode(mask)
+    assert same_bits(memswap.decode(frame), mask)
+    assert frame.ratio > 5, "one strange block is no reason to store the others as they are"
+
+
 # ---------------------------------------------------------------- sizes
 def test_bfloat16_activations_take_about_two_thirds() -> None:
     frame = memswap.encode(torch.randn(1 << 20).bfloat16())
@@ -162,10 +172,16 @@ def test_bfloat16_activations_take_about_two_thirds() -> None:
 
 
 def test_masks_and_zeros_and_constants_are_small() -> None:
-    mask = torch.rand(1 << 20) < 0.1
-    assert memswap.encode(mask).ratio > 7
+    coins = torch.rand(1 << 20) < 0.5
+    assert 7.7 < memswap.encode(coins).ratio < 8
+    dropout = torch.rand(1 << 20) >= 0.1
+    assert memswap.encode(dropout).ratio > 9
+    causal = torch.ones(1024, 1024, dtype=torch.bool).tril()
+    assert memswap.encode(causal).ratio > 20
     zeros = torch.zeros(1 << 20, dtype=torch.bfloat16)
-    assert memswap.encode(zeros, shape="sparse").ratio > 12
+    assert memswap.encode(zeros, shape="sparse").ratio > 50
+    attention = torch.randn(1024, 1024).tril().bfloat16()
+    assert memswap.encode(attention, shape="sparse").ratio > 2.8
     relu = torch.relu(torch.randn(1 << 20)).bfloat16()
     assert memswap.encode(relu, shape="sparse").ratio > memswap.encode(relu).ratio
     ids = torch.randint(0, 50_000, (1 << 16,))

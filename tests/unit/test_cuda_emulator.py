@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SUITES = ("Frames", "Golden", "Hostile", "Launches", "Barriers")
+SUITES = ("Frames", "Golden", "Bitmaps", "Hostile", "Launches", "Barriers")
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.timeout(900)]
 

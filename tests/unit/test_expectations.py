@@ -23,6 +23,7 @@ from memswap.engine.expectations import (
 
 MEBIBYTE = 1 << 20
 BF16, FP32 = dtype_code(torch.bfloat16), dtype_code(torch.float32)
+BOOL = dtype_code(torch.bool)
 
 
 @dataclass
@@ -113,6 +114,17 @@ def test_first_dense_frame_gets_one_and_a_half_bits_per_element():
     assert capacity == pytest.approx(elements * 1.5 * 1.1 / 64, rel=0.01)
 
 
+def test_first_mask_gets_what_a_bitmap_takes_and_the_next_what_was_needed():
+    known = made()
+    first = known.of("layer", 0, MEBIBYTE, torch.bool)
+    assert first.var_capacity == pytest.approx(MEBIBYTE * 1.1 / 64, rel=0.01)
+    worst = native.frame_layout(BOOL, Shape.BITS, MEBIBYTE).max_var_units
+    assert first.var_capacity < worst / 7
+    used = MEBIBYTE // 1024 * 4  # every block all zeros
+    known.learn(first, Report(MEBIBYTE // 25, elements=MEBIBYTE, var_used=used))
+    assert known.of("layer", 0, MEBIBYTE, torch.bool).var_capacity < first.var_capacity / 3
+
+
 def test_capacity_follows_the_last_frame_with_a_margin():
     known = made()
     learnt(known, 0.67, var_used=5000, overflow_used=1000)
@@ -183,7 +195,8 @@ def test_zeros_turn_a_dense_frame_sparse_and_back():
     learnt(known, 0.8, zeros=MEBIBYTE // 4, var_used=9000)
     sparse = asked(known)
     assert sparse.shape == Shape.SPARSE
-    assert sparse.var_capacity == pytest.approx(MEBIBYTE // 2 * 0.5 * 11.5 * 1.1 / 64, rel=0.01)
+    bits = 1 + 0.5 * 11.5  # the bitmap, and the survivors
+    assert sparse.var_capacity == pytest.approx(MEBIBYTE // 2 * bits * 1.1 / 64, rel=0.01)
     known.learn(sparse, Report(MEBIBYTE * 4 // 10, zeros=MEBIBYTE // 4, var_used=40000))
     assert asked(known).shape == Shape.SPARSE
     assert asked(known).var_capacity == pytest.approx(44000, abs=20)

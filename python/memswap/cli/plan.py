@@ -19,7 +19,7 @@ from memswap.cli.corpus import Batches, read_corpus
 from memswap.cli.gpt import GPT
 from memswap.cli.model_options import add_model_arguments, check_device
 from memswap.cli.training import DTYPES
-from memswap.engine.units import parse_bytes
+from memswap.planning.budgets import parsed
 from memswap.planning.cost_model import HARDWARE, hardware
 from memswap.planning.planner import make_plan
 from memswap.planning.step import Step, load, save
@@ -75,23 +75,12 @@ def planned_from(arguments: argparse.Namespace) -> Planned:
                 step = on_accelerator(step)
             rates = hardware(arguments.machine).rates()
             measured = None
-        plan = measured or make_plan(step, rates, budget_of(arguments.budget, step))
+        plan = measured or make_plan(step, rates, parsed(arguments.budget))
     except (OSError, ValueError, memswap.BudgetError) as error:
         raise SystemExit(f"memswap plan: {error}") from error
     if arguments.save is not None:
         save(step, rates, arguments.save)
     return Planned(plan, step, rates)
-
-
-def budget_of(asked: str, step: Step) -> int | str:
-    """Bytes, or "auto"; a share such as 60% is one of the peak without memswap."""
-    if asked == "auto":
-        return asked
-    if asked.endswith("%"):
-        kept = make_plan(step, memswap.Rates("none", 0, 0, 0, 0), 1 << 62).kept_peak_bytes
-        with contextlib.suppress(ValueError):
-            return int(kept * float(asked[:-1]) / 100)
-    return parse_bytes(asked)
 
 
 def learn(arguments: argparse.Namespace) -> tuple[Step, memswap.Rates, memswap.Plan | None]:
@@ -101,18 +90,12 @@ def learn(arguments: argparse.Namespace) -> tuple[Step, memswap.Rates, memswap.P
     batches = Batches(read_corpus(), arguments.batch, arguments.seq, arguments.seed)
     model = GPT(arguments.layers, arguments.hidden, arguments.heads, arguments.seq).to(device)
 
-    def train_under(budget: int | str) -> tuple[Step, memswap.Rates, memswap.Plan | None]:
-        with memswap.manage(model.layers, budget=budget) as manager:
-            for _ in range(STEPS):
-                train_once(model, batches, device, DTYPES[arguments.dtype])
-            if manager.learnt is None:
-                raise ValueError("the model saved nothing that could move: try a longer --seq")
-            return *manager.learnt, manager.plan
-
-    if not arguments.budget.endswith("%"):
-        return train_under(arguments.budget)
-    step, _, _ = train_under("auto")  # a share is one of what a step saves
-    return train_under(budget_of(arguments.budget, step))
+    with memswap.manage(model.layers, budget=arguments.budget) as manager:
+        for _ in range(STEPS):
+            train_once(model, batches, device, DTYPES[arguments.dtype])
+        if manager.learnt is None:
+            raise ValueError("the model saved nothing that could move: try a longer --seq")
+        return *manager.learnt, manager.plan
 
 
 def on_accelerator(step: Step) -> Step:

@@ -20,6 +20,10 @@ class Director(Protocol):
 
     The saver's lock serialises the calls, `demanded` excepted, which follows a wait that holds no
     lock. Storages that the policy keeps reach a director as well, unlike a saver without one.
+
+    A director that gives a passage a script (`Passage.script`, `Passage.alone`) is not called at
+    the marks at which that says enough: a save that is as expected, a demand once backward has
+    begun. `Saver.watched` has it called all the same.
     """
 
     def begin(self, passage: Passage) -> int | None:
@@ -47,6 +51,9 @@ class Director(Protocol):
 
     def unfit(self) -> None:
         """A storage did not become a frame of so many bytes."""
+
+    def no_room(self) -> None:
+        """A storage was to leave, and its pool is full."""
 
     def saved(self, entry: Entry) -> None:
         """It is on its way, or stayed."""

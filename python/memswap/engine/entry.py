@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
 from memswap._native import native
 from memswap.errors import EntryStateError
 
 if TYPE_CHECKING:
+    import torch
+
     from memswap._C import StorageRef
-    from memswap.engine.group import Order
+    from memswap.engine.action import Action
     from memswap.engine.lane import Ticket
     from memswap.engine.stats import Ledger
     from memswap.engine.timeline import Passage
-    from memswap.engine.transfer import Away, WayBack
+    from memswap.engine.transfer import Away, Route, WayBack
 
 #: Where an entry's bytes are. Which steps are legal: csrc/residence.h.
 State = native.State
@@ -33,6 +35,16 @@ class Owner(Protocol):
 
     def demand_kept(self, entry: Entry) -> None:
         """A storage that stayed is demanded."""
+
+
+class Order(NamedTuple):
+    """How an entry will leave, once it is told to."""
+
+    route: Route
+    action: Action
+    unit: str
+    ordinal: int
+    dtype: torch.dtype
 
 
 class Entry(native.Entry):

@@ -38,6 +38,10 @@ MARGIN, MARGIN_UNITS = 1.10, 16
 #: Capacity of the first dense frame, bits per element: escapes of N(0, 1) take half of it.
 FIRST_BITS = 1.5
 
+#: What a bitmap takes that is not packed, bits per element. Of a mask that is not random it is far
+#: less, as the second frame knows.
+BITMAP_BITS = 1.0
+
 #: Share of zeros from which on they are left out, and below which that ends again.
 SPARSE_FROM, SPARSE_UNTIL = 0.20, 0.12
 
@@ -302,9 +306,9 @@ class Expectations:
             known.one_center = False
         zeros = report.zeros / report.elements
         if shape == Shape.DENSE and zeros > SPARSE_FROM:
-            # Everything that is not zero stands in var.
+            # Everything stands in var: the bitmap, and all of what is not zero.
             survivor_bits = _SLAB_BITS[expectation.dtype] + FIRST_BITS
-            self._turn(known, Shape.SPARSE, (1 - zeros) * survivor_bits)
+            self._turn(known, Shape.SPARSE, BITMAP_BITS + (1 - zeros) * survivor_bits)
         elif shape == Shape.SPARSE and zeros < SPARSE_UNTIL:
             self._turn(known, Shape.DENSE, FIRST_BITS)
 
@@ -387,7 +391,7 @@ def first_bits(code: int, shape: int) -> float:
     """Bits of var per element for a frame of a shape that was not seen yet."""
     if shape == Shape.INTS:
         return 4.0 * width_of(code)  # half of it
-    return 0.0 if shape == Shape.BITS else FIRST_BITS
+    return BITMAP_BITS if shape == Shape.BITS else FIRST_BITS
 
 
 def width_of(code: int) -> int:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 from weakref import ref
 
 import torch
@@ -26,7 +26,7 @@ from memswap._native import native
 from memswap.engine.action import Action
 from memswap.engine.autograd import graph_task
 from memswap.engine.buckets import SMALL_BYTES, packed, send_together
-from memswap.engine.entry import Entry, State
+from memswap.engine.entry import Entry, Order, State
 from memswap.engine.handle import Handle, Moved
 from memswap.engine.saver import Saver
 from memswap.engine.transfer import finish
@@ -39,16 +39,6 @@ if TYPE_CHECKING:
     from memswap.engine.saver import Place
     from memswap.engine.timeline import Passage
     from memswap.engine.transfer import Pool, Route
-
-
-class Order(NamedTuple):
-    """How an entry will leave, once it is told to."""
-
-    route: Route
-    action: Action
-    unit: str
-    ordinal: int
-    dtype: torch.dtype
 
 
 class Joined(Moved):

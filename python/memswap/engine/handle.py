@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memswap._native import native
+from memswap.engine.autograd import is_leaf_parameter
 from memswap.errors import InplaceEditError
 
 if TYPE_CHECKING:
@@ -27,7 +28,9 @@ class Kept:
 
     def __init__(self, tensor: torch.Tensor, entry: Entry | Stay | None) -> None:
         self.version = tensor._version
-        self.tensor = tensor.detach()  # shares storage and version counter, not the graph
+        # A leaf is kept itself, as autograd would: whoever gives it other memory (`.data = ...`)
+        # gives it to backward as well. Others share storage and version counter, not the graph.
+        self.tensor = tensor if is_leaf_parameter(tensor) else tensor.detach()
         self.entry = entry
         if entry is not None and entry.passage is not None:
             entry.keeps += 1

@@ -75,6 +75,7 @@ class Recomputed:
         nbytes = self._storages.pop(key)[1]
         self.nbytes -= nbytes
         self._saver.ledger.resident(-nbytes)
+        self._saver.watched = bool(self._storages)
 
     def _entries(self) -> set[int]:
         """Storages of entries, the regions' inputs among them: the ledger knows those."""
@@ -95,6 +96,7 @@ class Recomputed:
                 return
             weak = native.WeakStorage(native.StorageRef(tensor))
             self._storages[view.key] = (weak, view.storage_nbytes)
+            saver.watched = True  # its director looks through them at each mark
             self.nbytes += view.storage_nbytes
             saver.ledger.resident(view.storage_nbytes)
             self._noted()

@@ -38,11 +38,6 @@ if TYPE_CHECKING:
     from memswap.engine.visit import Visit
 
 
-#: Storages that were sent and are still held, by the forward or by the user, at which each save
-#: looks: so that it pays for a few.
-LOOKS = 3
-
-
 class _Encoding(NamedTuple):
     """An encode whose report has not arrived yet."""
 
@@ -80,6 +75,10 @@ class Saver(native.Saver):
     """Who watches and directs what leaves, under a memory budget; None: the policy alone."""
     persistent: dict[int, WeakStorage]
     """Storages of parameters and buffers. A weak storage keeps its key from being reused."""
+    backward: Passage | None
+    """Whose backward runs, for a director."""
+    watched: bool
+    """The director hears of each mark, whatever a passage's script says."""
 
     #: Whether what is to be swapped is sent when it is saved.
     swaps_at_once = True
@@ -127,10 +126,8 @@ class Saver(native.Saver):
 
     def set_overflow_room(self, route: Route, nbytes: int | None) -> None:
         """What a plan has set aside for overflows of frames; it counts as resident from here on."""
-        before = route.overflow_room or 0
+        self.ledger.resident((nbytes or 0) - (route.overflow_room or 0))
         route.overflow_room = nbytes
-        if (route.overflow_room or 0) != before:
-            self.ledger.resident((route.overflow_room or 0) - before)
 
     def open_routes(self) -> list[Route]:
         """The routes of the devices that were seen so far."""
@@ -166,6 +163,8 @@ class Saver(native.Saver):
             return self.keep(tensor, view, "small")
         if view.edited_part:
             return self._stay(tensor, view, "edited in parts")
+        if view.part_of_data:
+            return self.keep(tensor, view, "part of data")
         if not visit.covered:
             return self.keep(tensor, view, "policy")
         if graph_task() != NO_TASK:
@@ -183,7 +182,7 @@ class Saver(native.Saver):
             return self.keep(tensor, view, "stream capture")
         if self.passage.began_backward:
             self.begin_passage()
-        self.departing.notice_gone(LOOKS)
+        self.departing.notice_some()
         if self.encoding:
             self._learn()
         visit.ordinal += 1
@@ -228,6 +227,20 @@ class Saver(native.Saver):
         if director is not None:
             director.saved(entry)
         return handle
+
+    def keep_as_planned(self, tensor: torch.Tensor, entry: Entry, reason: str | Way | None) -> Kept:
+        """A tensor stays: as planned (None), for a reason, or because a way has no room."""
+        if reason is None:
+            reason = PLANNED
+        elif not isinstance(reason, str):
+            route = self._routes.to(tensor.device)
+            assert route is not None  # it was tried
+            reason = self._refused(reason, entry, route)
+        self.ledger.keep(reason, entry.nbytes)
+        return Kept(tensor, entry)
+
+    def hurry(self, entry: Entry) -> None:
+        """Its room is needed: start what has waited until now. Nothing waits here."""
 
     def depart(
         self,
@@ -305,6 +318,8 @@ class Saver(native.Saver):
 
     def _refused(self, way: Way, entry: Entry, route: Route) -> str:
         """A way has no room: the reason in the statistics. In full it is told once."""
+        if self.director is not None and way is route.swap:
+            self.director.no_room()
         self.ledger.tell_once(
             way.short_of,
             f"a storage of {entry.nbytes} bytes stays on {route.device}: {way.why_refused()}. "
@@ -352,7 +367,8 @@ class Saver(native.Saver):
             if passage is None:
                 return
             director = self.director
-            if director is not None:
+            hears = director is not None and self.director_hears(entry)
+            if director is not None and hears:
                 director.demanding(entry)
             index = entry.index
             if (
@@ -362,7 +378,7 @@ class Saver(native.Saver):
             ):
                 passage.held.discard(index)  # next time it would be freed, so it may leave
             self.look_ahead(passage, index)
-            if director is not None:
+            if director is not None and (hears or not self.served(entry)):
                 director.demanded(entry)
 
     def look_ahead(self, passage: Passage, index: int) -> None:

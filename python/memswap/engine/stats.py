@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from memswap._native import native
+from memswap.engine.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,13 @@ class Ledger(native.Ledger):
         if reason not in self._told:
             self._told.add(reason)
             warnings.warn(f"memswap: {message}", stacklevel=3)
+
+    def __str__(self) -> str:
+        moved, resident, away = self.moved_bytes, self.resident_bytes, self.away_bytes
+        return (
+            f"{format_bytes(moved)} moved, {format_bytes(resident)} resident, "
+            f"{format_bytes(away)} away"
+        )
 
     def snapshot(self) -> Stats:
         kept = {

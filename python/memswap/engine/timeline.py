@@ -23,7 +23,7 @@ from memswap._native import native
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from memswap._C import Forecast
+    from memswap._C import Forecast, Script
 
 NEEDED_AT_ONCE = "needed at once"
 NEVER_FREED = "never freed"
@@ -56,6 +56,10 @@ class Passage(native.Passage):
     """What a plan brings back at the first demand of which storage; None: the window decides."""
     course: Any
     """What a director knows of it."""
+    script: Script | None
+    """What a plan says of its storages."""
+    alone: bool
+    """Whether the script is followed without asking the director."""
 
     def __init__(self, forecast: Forecast | None, window_bytes: int | None) -> None:
         self._window_bytes = window_bytes

@@ -16,12 +16,12 @@ from memswap.engine.pools import DiskPool, HostPool
 from memswap.errors import TransferError
 
 if TYPE_CHECKING:
-    from memswap._C import Block, CodecLane, EncodedStorage, SavedView, StorageRef
-    from memswap.engine.buckets import Part
+    from memswap._C import CodecLane, EncodedStorage, SavedView, StorageRef
 
 Pool: TypeAlias = HostPool | DiskPool
-Away: TypeAlias = "Block | EncodedStorage | Part"
-"""What an entry owns while its bytes are away; dropping it gives the memory back."""
+Away: TypeAlias = object
+"""What an entry owns while its bytes are away (a block, a frame, a part of a bucket), and its way
+brings them back from; dropping it gives the memory back."""
 
 
 class WayBack(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -12,23 +13,26 @@ if TYPE_CHECKING:
     from memswap.planning.step import Step
 
 
-def agree(step: Step | None, rates: Rates, group: Any) -> tuple[Step | None, Rates]:
+def agree(
+    step: Step | None, rates: Rates, group: Any, room_bytes: float = inf
+) -> tuple[Step | None, Rates, float]:
     """What all ranks of a group plan by: the slowest of them.
 
     Every rank of the group calls this at the same passage. Without a group the arguments come back.
 
     Returns:
-        The step with the longest times that any rank measured, for each mark, and the lowest rates;
-        and no step if any rank has none, or if their steps differ in more than times.
+        The step with the longest times that any rank measured, for each mark, the lowest rates and
+        the least room in a pool; and no step if any rank has none, or if their steps differ in more
+        than times.
     """
     if group is None:
-        return step, rates
+        return step, rates, room_bytes
     gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, (step, rates), group=group)
-    steps = [one for one, _ in gathered]
+    dist.all_gather_object(gathered, (step, rates, room_bytes), group=group)
+    steps = [one for one, *_ in gathered]
     first = steps[0]
     if first is None or any(one is None or not alike(one, first) for one in steps):
-        return None, rates
+        return None, rates, room_bytes
     gaps = [max(gaps) for gaps in zip(*(one.gaps_s for one in steps), strict=True)]
     frames = zip(*(one.storages for one in steps), strict=True)
     storages = tuple(
@@ -47,8 +51,10 @@ def agree(step: Step | None, rates: Rates, group: Any) -> tuple[Step | None, Rat
         gaps_s=tuple(gaps),
         windows_s=tuple(map(min, zip(*windows, strict=True))) if all(windows) else (),
     )
-    return replace(agreed, tail_s=max(one.tail_s for one in steps)), slowest(
-        [one for _, one in gathered]
+    return (
+        replace(agreed, tail_s=max(one.tail_s for one in steps)),
+        slowest([one for _, one, _ in gathered]),
+        min(room for *_, room in gathered),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING
 
 from memswap.engine.link_times import LinkTimes
@@ -10,12 +11,10 @@ from memswap.engine.record import Recorder
 from memswap.engine.region_record import RegionRecord
 
 if TYPE_CHECKING:
-    from weakref import ref
-
     import torch
 
+    from memswap._C import Script
     from memswap.engine.action import Action
-    from memswap.engine.entry import Entry
     from memswap.engine.expectations import Key
     from memswap.engine.timeline import Passage
     from memswap.planning.plan import Plan
@@ -64,7 +63,10 @@ class Kind:
         self.trial: tuple[str, ...] | None = None
         self.trials = 0
         self.margin_bytes = 0  # that the last trial took more than expected
+        self.full_at_bytes = 0  # while learning, the most that was in the pool when it was full
+        self.room_bytes = inf  # what the pool is known to hold, for all forwards in flight
         self.plan: Plan | None = None
+        self.script: tuple[Plan, Script] | None = None  # and the plan that it was made of
         self.measured_peak_bytes: int | None = None
         self.measured_exposed_s: float | None = None
 
@@ -81,6 +83,7 @@ class Kind:
         """From the next passage on, which is timed. What is known of frames stays known."""
         self.plan, self.learnt, self.planned, self.changed, self.doubts = None, 2, 0, 0, 0
         self.timing = None
+        self.full_at_bytes, self.room_bytes = 0, inf
         self.end_trial()
 
     def end_trial(self) -> None:
@@ -103,8 +106,9 @@ class Course:
         self.lost = False  # whether it went another way than planned
         self.changed = False
         self.unfit = False  # whether frames were longer than planned
+        self.refused = False  # whether the pool had no room for something
+        self.pooled_bytes = 0  # the most that was in it then, or when backward began
         self.closed = False
-        self.lingering: list[ref[Entry]] = []  # released, and still held by the forward
 
     def planned(
         self, index: int, unit: str, ordinal: int, nbytes: int, dtype: torch.dtype
@@ -113,6 +117,15 @@ class Course:
         known = self._known
         alike = index < len(known) and known[index] == (unit, ordinal, nbytes, dtype)
         return self._storages[index].action if alike else None
+
+    def take_peak(self) -> None:
+        """The most that was resident so far, if it is the plan's doing."""
+        kind, plan, peak = self.kind, self.plan, self.passage.peak_bytes
+        if plan is None or plan is not kind.plan or self.changed or not peak:
+            return
+        kind.measured_peak_bytes = max(peak, kind.measured_peak_bytes or 0)
+        if peak > plan.limit_bytes * plan.in_flight:
+            self.unfit = True
 
     @property
     def waits(self) -> bool:

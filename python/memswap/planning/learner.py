@@ -19,15 +19,17 @@ was seen.
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from memswap.engine.pools import DiskPool
 from memswap.planning.agreement import agree
+from memswap.planning.budgets import bytes_of
 from memswap.planning.kinds import MOST_DOUBTS, REFRAME_AFTER
 from memswap.planning.observed import calibrated, linked, quantised, reframed, step_of
 from memswap.planning.planner import make_plan, regions_for, too_small
 from memswap.planning.profile import profile
-from memswap.planning.simulate import CODED
+from memswap.planning.simulate import CODED, MOVES
 
 if TYPE_CHECKING:
     from memswap.engine.expectations import Key
@@ -86,6 +88,8 @@ class Learner:
         """A passage is over."""
         kind = course.kind
         if course.plan is None:
+            if course.refused:
+                kind.full_at_bytes = max(kind.full_at_bytes, course.pooled_bytes)
             if course.timing is not None and kind.plan is None and course.trial == kind.trial:
                 self._make(kind, course.timing)
             return
@@ -97,8 +101,16 @@ class Learner:
         if kind.changed >= 2 and self._group is None:
             kind.learn_again()
             return
+        over = self._tell_if_over(course, course.plan)
+        fits_less = course.refused and course.pooled_bytes < kind.room_bytes
+        if fits_less:
+            kind.room_bytes = course.pooled_bytes
         kind.unfit = kind.unfit + 1 if course.unfit else 0
-        if kind.unfit >= 2 and kind.planned >= REFRAME_AFTER and self._group is None:
+        if fits_less and self._group is None:
+            self.make_room(kind)
+            return
+        lasting = kind.unfit >= 2 and kind.planned >= REFRAME_AFTER
+        if (over or lasting) and self._group is None:
             self._reframe(kind)
             return
         if kind.timing is not None and not course.changed:
@@ -106,6 +118,26 @@ class Learner:
                 kind.timing.recorder.wait()
             if kind.timing.recorder.ready():
                 self._look_again(kind)
+
+    def _tell_if_over(self, course: Course, plan: Plan) -> bool:
+        """Whether more was on the device than the budget allows, of which somebody should know."""
+        limit, peak = plan.budget_bytes, course.passage.peak_bytes
+        planned = plan.peak_bytes * plan.in_flight
+        if course.changed or limit is None or peak <= max(limit, planned):
+            return False
+        why = (
+            "more forwards are in flight than before, frames became longer than planned with "
+            "nowhere else for the bytes to go, or saved tensors are held for longer than they were"
+        )
+        if course.refused:
+            why = "the pool has no room for what was to leave (stats().kept)"
+        self._saver.ledger.tell_once(
+            "over budget",
+            f"{peak} bytes of saved activations were on the device at a time, {peak - limit} "
+            f"beyond the budget of {limit}: {why}. No bit differs. Where another plan helps, it is "
+            "made now; manager.plan.over_budget_bytes says how it goes.",
+        )
+        return True
 
     def _make(self, kind: Kind, timing: Timing) -> None:
         """Make a plan of a record, or choose the regions to record it with."""
@@ -117,7 +149,9 @@ class Learner:
         rates = self._measured_rates(timing)
         if record is not None and self._calibrates:
             rates = self.rates = calibrated(rates, record)
-        step, rates = agree(step, rates, self._group)
+        room = min(self._pool_bytes(timing), kind.full_at_bytes or inf)
+        kind.room_bytes = min(kind.room_bytes, room)
+        step, rates, kind.room_bytes = agree(step, rates, self._group, kind.room_bytes)
         if step is None:
             kind.unusable += 1
             if kind.unusable == MOST_UNUSABLE:
@@ -142,8 +176,8 @@ class Learner:
         assert kind.full is not None
         if kind.trials >= MOST_TRIALS:
             return False
-        limit = self._share(kind) - kind.margin_bytes
-        units, _ = regions_for(kind.full, rates, limit)
+        limit = self._limit(kind, rates) - kind.margin_bytes
+        units, _ = regions_for(kind.full, rates, limit, self._room(kind))
         if not units or units == kind.trial:
             return False
         kind.trial, kind.trials = units, kind.trials + 1
@@ -151,8 +185,9 @@ class Learner:
 
     def _judge(self, kind: Kind, step: Step, rates: Rates, keys: tuple[Key, ...]) -> None:
         """A step with regions on was recorded: take it if it meets the budget."""
-        limit = self._share(kind)
-        plan = make_plan(step, rates, limit, True, kind.full, kind.trial or ())
+        limit = self._limit(kind, rates)
+        room = self._room(kind)
+        plan = make_plan(step, rates, limit, True, kind.full, kind.trial or (), room)
         if plan.peak_bytes > limit:
             kind.margin_bytes += plan.peak_bytes - limit
             if self._try_regions(kind, rates):
@@ -162,33 +197,50 @@ class Learner:
     def _adopt(self, kind: Kind, step: Step, rates: Rates, keys: tuple[Key, ...]) -> None:
         again = kind.step is not None
         recompute = kind.trial or ()
-        limit = self._budget if isinstance(self._budget, str) else self._share(kind)
         kind.end_trial()
-        plan = make_plan(step, rates, limit, True, kind.full, recompute)
-        flights = kind.in_flight
-        if isinstance(self._budget, int) and isinstance(limit, int) and plan.peak_bytes > limit:
-            if not self._planned_before:
-                raise too_small(self._budget, plan.peak_bytes * flights)
-            self._saver.ledger.tell_once(
-                "budget",
-                f"a step that is not like those before needs {plan.peak_bytes * flights} bytes of "
-                f"saved activations at least, beyond the budget of {self._budget}. Training goes "
-                "on with that.",
-            )
-        if flights > 1:
-            plan = replace(plan, budget=self._budget, in_flight=flights)
+        flights, room = kind.in_flight, self._room(kind)
+        limit = None if self._budget == "auto" else self._limit(kind, rates)
+        asked = self._budget if limit is None else limit
+        plan = make_plan(step, rates, asked, True, kind.full, recompute, room)
+        if limit is not None:
+            allowed = self._budget if isinstance(self._budget, int) else limit * flights
+            if plan.peak_bytes > limit:
+                needs = plan.peak_bytes * flights
+                if not self._planned_before:
+                    raise too_small(allowed, needs, kind.room_bytes if pooled(plan) else inf)
+                self._saver.ledger.tell_once(
+                    "budget",
+                    f"a step that is not like those before needs {needs} bytes of saved "
+                    f"activations at least, beyond the budget of {allowed}. Training goes on with "
+                    "that.",
+                )
+            plan = replace(plan, budget=self._budget, budget_bytes=allowed, in_flight=flights)
+        elif flights > 1:
+            plan = replace(plan, in_flight=flights)
         self._planned_before = True
         kind.step, kind.plan, kind.rates, kind.keys, kind.planned = step, plan, rates, keys, 0
         kind.measured_peak_bytes = kind.measured_exposed_s = None
         kind.replans += again
 
-    def _share(self, kind: Kind) -> int:
+    def _limit(self, kind: Kind, rates: Rates) -> int:
         """Bytes that each passage in flight may have."""
-        assert isinstance(self._budget, int)
-        return self._budget // kind.in_flight
+        if isinstance(self._budget, int):
+            return self._budget // kind.in_flight
+        assert kind.full is not None
+        return bytes_of(self._budget, kind.full, rates)
+
+    def _room(self, kind: Kind) -> float:
+        """Bytes that each passage in flight may have of the pool."""
+        return kind.room_bytes if kind.room_bytes == inf else kind.room_bytes // kind.in_flight
+
+    def _pool_bytes(self, timing: Timing) -> float:
+        """What the pool may take at most."""
+        route = self._saver.route(timing.device)
+        assert route is not None  # something was recorded
+        return route.swap.pool.budget_bytes
 
     def make_room(self, kind: Kind) -> None:
-        """More passages are in flight than planned for."""
+        """More passages are in flight than planned for, or less fits into the pool."""
         assert kind.plan is not None and kind.step is not None and kind.rates is not None
         kind.trial = kind.plan.recompute or None
         self._adopt(kind, kind.step, kind.rates, kind.keys)
@@ -231,7 +283,7 @@ class Learner:
             rates = linked(rates, timing.links, late_s > LATE_SHARE * known.compute_s)
             if self._calibrates:
                 rates = calibrated(rates, record)
-        step_or_none, rates = agree(step, rates, self._group)
+        step_or_none, rates, _ = agree(step, rates, self._group)
         # The first timing follows the plan at once: it is there to be told, not to change it.
         if step_or_none is None or kind.planned <= 2:
             return
@@ -274,6 +326,11 @@ class Learner:
             )
         except ValueError:
             return None  # counted as unusable, and told if it goes on
+
+
+def pooled(plan: Plan) -> bool:
+    """Whether some of a plan's storages could go to a pool."""
+    return any(action in MOVES for one in plan.step.storages for action in one.actions)
 
 
 def codec_s(plan: Plan, rates: Rates) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +17,9 @@ from memswap.engine.recomputed import Recomputed
 from memswap.engine.record import Clock, Recorder
 from memswap.engine.region_record import RegionRecord
 from memswap.engine.transfer import EncodeSwapWay
-from memswap.engine.windowed import WindowedSaver
 from memswap.planning.kinds import Course, Kind, Timing
 from memswap.planning.learner import Learner, regions_off
+from memswap.planning.script import script_of
 from memswap.planning.simulate import CODED
 
 if TYPE_CHECKING:
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from memswap._C import Script
     from memswap.engine.action import Action
     from memswap.engine.saver import Saver
     from memswap.engine.timeline import Passage
@@ -42,12 +42,15 @@ MOST_KINDS = 16
 #: A storage counts as another one when its size has changed by this share.
 SIZE_TOLERANCE = 0.25
 
-#: For who asks once per tensor.
-LEAVING, AWAY = State.LEAVING, State.AWAY
+AWAY = State.AWAY  # for who asks once per tensor
 
 
 class Pilot:
     """A director under a budget.
+
+    Where a plan is in force, its script does what follows a save, and the saver follows it alone
+    for as long as what is saved and demanded is what was planned: then `choose`, `saved`,
+    `demanding` and `demanded` are not called (csrc/bind_script.cpp).
 
     Args:
         saver: whose passages it directs.
@@ -78,7 +81,6 @@ class Pilot:
         self._kinds: OrderedDict[Key | None, Kind] = OrderedDict()
         self._latest: Kind | None = None
         self._open: list[Course] = []  # that have not ended, in their order
-        self._backward: Passage | None = None  # whose backward runs
         self._clock: Clock | None = None
         self._recomputed = Recomputed(saver, self._note_recomputed)
 
@@ -90,6 +92,8 @@ class Pilot:
         kind = self._latest
         if kind is None or kind.plan is None:
             return None
+        for course in self._open:
+            course.take_peak()
         return replace(
             kind.plan,
             measured_peak_bytes=kind.measured_peak_bytes,
@@ -132,6 +136,7 @@ class Pilot:
             if course.timing is not None:
                 course.timing.recorder.close()
         for course in ended:
+            course.take_peak()
             self._learner.ended(course)
         plans = [kind.plan for kind in self._kinds.values() if kind.plan is not None]
         return max((plan.limit_bytes for plan in plans), default=None)
@@ -150,8 +155,8 @@ class Pilot:
         self._recomputed.sweep()
         index = passage.count
         course: Course | None = passage.course
-        if course is not None and course.lingering:
-            course.lingering = [one for one in course.lingering if lingers(one())]
+        if passage.script is not None:
+            passage.script.look(passage)
         if course is not None and course.timing is None and not course.lost and not insists:
             planned = course.planned(index, unit, ordinal, nbytes, tensor.dtype)
             if planned is not None:
@@ -190,16 +195,22 @@ class Pilot:
         if course is not None:
             course.unfit = True
 
+    def no_room(self) -> None:
+        """The pool is full."""
+        course: Course | None = self._saver.passage.course
+        if course is not None:
+            course.refused = True
+            self._note_pooled(course)
+
+    def _note_pooled(self, course: Course) -> None:
+        course.pooled_bytes = max(course.pooled_bytes, self._saver.ledger.away_bytes)
+
     def saved(self, entry: Entry) -> None:
         """It was saved: release what has to go before the next one comes."""
         passage = self._saver.passage
         course: Course = passage.course
-        if course.plan is not None and not course.lost:
-            for index in course.plan.releases.get(entry.index, ()):
-                self._release(passage, course, index)
-            for index in course.plan.departures.get(entry.index, ()):
-                self._release_frame(passage.entry(index))
-            self._note_peak(course, 0)
+        if passage.script is not None:
+            passage.script.saved(self._saver, entry)
         if course.timing is not None:
             course.timing.recorder.saved(entry)
             course.timing.regions.saved(entry)
@@ -209,8 +220,8 @@ class Pilot:
     def window(self, seconds: float) -> None:
         """Codec work may run beside what comes next."""
         passage = self._saver.passage
-        backward = self._backward
-        if backward is not None and backward.began_backward and not passage.sizes:
+        backward = self._saver.backward
+        if backward is not None and backward.began_backward and passage.count == 0:
             passage = backward  # no forward has begun since
         course: Course | None = passage.course
         if course is not None and course.timing is not None and not course.closed:
@@ -224,17 +235,19 @@ class Pilot:
 
     def demanding(self, entry: Entry) -> None:
         """Backward asks: from its first demand on, the plan says what comes back when."""
-        passage = self._backward = entry.passage
+        passage = self._saver.backward = entry.passage
         course: Course | None = None if passage is None else passage.course
         if passage is None or course is None:
             return
         self._recomputed.sweep()
+        if course.refused and not passage.began_backward:
+            self._note_pooled(course)
         plan = course.plan
         if plan is not None and passage.fetches is None and not course.lost:
             if passage.count == len(plan.storages):
                 passage.fetches = plan.fetches
             else:
-                course.lost = course.changed = True
+                self._lose(course)
         if course.timing is not None and not course.closed:
             course.timing.recorder.demanding(entry)
 
@@ -245,9 +258,9 @@ class Pilot:
         if passage is None or course is None:
             return
         # What every save has seen is off the books, while its last consumer still holds it.
-        self._note_peak(course, entry.nbytes if entry.state is AWAY else 0)
+        self._note_peak(passage, entry.nbytes if entry.state is AWAY else 0)
         if course.plan is not None and isinstance(entry.way, EncodeSwapWay):
-            self._release_frame(entry)  # the fetch came after that; it is off the device too
+            release_frame(entry)  # the fetch came after that; it is off the device too
         if course.timing is not None and not course.closed:
             course.timing.recorder.demanded(entry)
             if passage.fetches is not None:
@@ -286,9 +299,10 @@ class Pilot:
         return self._recomputed.counting(fn)
 
     def _note_recomputed(self) -> None:
-        course = None if self._backward is None else self._backward.course
-        if course is not None:
-            self._note_peak(course, 0)
+        passage = self._saver.backward
+        course = None if passage is None else passage.course
+        if passage is not None and course is not None:
+            self._note_peak(passage, 0)
             self._note_extra(course)
 
     def _note_extra(self, course: Course) -> None:
@@ -327,7 +341,23 @@ class Pilot:
         course.off = regions_off(kind)
         self._open.append(course)
         self._set_overflow_room(device)
+        if kind.plan is not None:
+            passage.script = self._script(kind, kind.plan, device)
+            passage.alone = timing is None and self._saver.policy.fn is None
         return course
+
+    def _script(self, kind: Kind, plan: Plan, device: torch.device) -> Script:
+        if kind.script is None or kind.script[0] is not plan:
+            route = self._saver.route(device)
+            assert route is not None  # or the saver would not have asked
+            least_bytes = self._saver.policy.min_bytes
+            kind.script = (plan, script_of(plan, kind.keys, route, least_bytes))
+        return kind.script[1]
+
+    def _lose(self, course: Course) -> None:
+        """A passage goes another way than planned."""
+        course.lost = course.changed = True
+        course.passage.script = None
 
     def _set_overflow_room(self, device: torch.device) -> None:
         """As much as the plans of the passages in flight ask for; without one, none is set."""
@@ -353,7 +383,7 @@ class Pilot:
             or (planned.unit, planned.ordinal, planned.dtype)
             != (key.unit, key.ordinal, str(key.dtype))
         ):
-            course.lost = course.changed = True
+            self._lose(course)
             return None
         if abs(key.nbytes - planned.nbytes) > SIZE_TOLERANCE * planned.nbytes:
             course.changed = True
@@ -379,38 +409,12 @@ class Pilot:
         learns = course.timing is not None and course.plan is None
         return learns and action in CODED and clock is not None and not clock.on_host
 
-    def _release(self, passage: Passage, course: Course, index: int) -> None:
-        """Order what comes after the end of a send, and let the storage go."""
-        entry = passage.entry(index)
-        if entry is None:
-            return
-        if isinstance(self._saver, WindowedSaver):
-            self._saver.hurry(entry)
-        if entry.state is not LEAVING:
-            return
-        departure = entry.departure
-        assert departure is not None  # it is leaving
-        with suppress(native.TransferError):  # the entry notices, and has the bytes
-            departure.wait()
-        if lingers(entry):
-            course.lingering.append(entry.reference)
-
-    def _release_frame(self, entry: Entry | None) -> None:
-        """Order what comes after a frame's way to a pool: it is off the device."""
-        if entry is not None and isinstance(entry.away, native.EncodedStorage):
-            entry.away.wait_sent()
-            entry.count_held()
-
-    def _note_peak(self, course: Course, more: int) -> None:
-        kind, plan = course.kind, course.plan
-        if plan is not None and not course.changed:
-            peak = self._saver.ledger.resident_bytes + more
-            if peak > (kind.measured_peak_bytes or 0):
-                kind.measured_peak_bytes = peak
-            if peak > plan.limit_bytes * plan.in_flight:
-                course.unfit = True
+    def _note_peak(self, passage: Passage, more: int) -> None:
+        passage.note_peak(self._saver.ledger.resident_bytes + more)
 
 
-def lingers(entry: Entry | None) -> bool:
-    """Whether a storage that has been sent is still held by somebody."""
-    return entry is not None and entry.lingers()
+def release_frame(entry: Entry) -> None:
+    """Order what comes after a frame's way to a pool: it is off the device."""
+    if isinstance(entry.away, native.EncodedStorage):
+        entry.away.wait_sent()
+        entry.count_held()

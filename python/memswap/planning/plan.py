@@ -57,7 +57,7 @@ class Plan:
     """
 
     budget: int | str
-    """As it was asked for: bytes, or ``"auto"``."""
+    """As it was asked for: bytes, a share such as ``"70%"``, or ``"auto"``."""
     storages: tuple[PlannedStorage, ...]
     units: tuple[PlannedUnit, ...]
     recompute: tuple[str, ...]
@@ -80,6 +80,8 @@ class Plan:
     """After the save of a storage, which frames compute waits for on their way to a pool."""
     fetches: Mapping[int, tuple[int, ...]] = field(repr=False)
     """At the first demand of a storage, which ones start back."""
+    budget_bytes: int | None = None
+    """What the budget comes to, for all forwards in flight; None for ``"auto"``."""
     in_flight: int = 1
     """Forwards that wait for their backward at a time. Bytes are those of each of them; the budget
     is for all."""
@@ -104,9 +106,23 @@ class Plan:
         return sum(one.away_nbytes for one in self.storages if one.action in swaps)
 
     @property
+    def over_budget_bytes(self) -> int:
+        """Bytes by which the budget was exceeded since the plan is in force."""
+        if self.budget_bytes is None or self.measured_peak_bytes is None:
+            return 0
+        return max(self.measured_peak_bytes - self.budget_bytes, 0)
+
+    @property
     def slowdown(self) -> float:
         """Predicted exposed time as a share of the step."""
         return self.exposed_s / self.compute_s if self.compute_s else 0.0
+
+    def __repr__(self) -> str:
+        return (
+            f"<memswap Plan of {len(self.units)} unit(s), {len(self.storages)} storage(s): peak "
+            f"{format_bytes(self.peak_bytes)} instead of {format_bytes(self.kept_peak_bytes)}, "
+            f"{self.exposed_s * 1e3:.2f} ms exposed>"
+        )
 
     def __str__(self) -> str:
         header = ("unit", "saved", "moves", "ratio", "action", "exposed", "why")
@@ -146,7 +162,9 @@ class Plan:
             lines.append(f"for each of the {self.in_flight} forwards in flight")
         measured = []
         if self.measured_peak_bytes is not None:
-            measured.append(f"peak {format_bytes(self.measured_peak_bytes)}")
+            over = self.over_budget_bytes
+            beyond = f" ({format_bytes(over)} beyond the budget)" if over else ""
+            measured.append(f"peak {format_bytes(self.measured_peak_bytes)}{beyond}")
         if self.measured_exposed_s is not None:
             measured.append(f"cost {self.measured_exposed_s * 1e3:.2f} ms")
         if measured:

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 from types import MappingProxyType
 
 from memswap.engine.action import Action
 from memswap.engine.units import format_bytes
 from memswap.errors import BudgetError
+from memswap.planning.budgets import bytes_of
 from memswap.planning.plan import Plan, PlannedStorage, PlannedUnit, frozen
 from memswap.planning.rates import Rates
 from memswap.planning.regions import EXACT_REGIONS, chosen, smallest, under
-from memswap.planning.search import Candidate, Search
+from memswap.planning.search import Candidate, Search, away_nbytes
 from memswap.planning.step import Step
 
 #: "auto" may make a step longer by this share: what a prediction cannot tell from nothing.
@@ -30,6 +32,7 @@ def make_plan(
     at_least: bool = False,
     full: Step | None = None,
     recompute: Sequence[str] = (),
+    room_bytes: float = inf,
 ) -> Plan:
     """Decide what happens to each storage of a step.
 
@@ -37,51 +40,57 @@ def make_plan(
         step: what is saved when, and how long everything takes. Its regions are recomputed where
             that is the cheapest way to meet the budget.
         rates: how fast the machine copies and encodes.
-        budget: most bytes of saved activations on the device at any moment; or ``"auto"``: the
-            smallest peak that makes the step longer by 1 % at most. Recomputing takes longer.
+        budget: most bytes of saved activations on the device at any moment; a share such as
+            ``"70%"`` of those that are there if nothing moves and nothing is recomputed; or
+            ``"auto"``: the smallest peak that makes the step longer by 1 % at most. Recomputing
+            takes longer.
         at_least: for a budget that cannot be met, the plan that comes closest, and no error.
         full, recompute: for a step that was recorded with regions on: the step with all of them
             off, and which were on.
+        room_bytes: most bytes that the pool has for the step.
 
     Raises:
         BudgetError: no plan stays within so few bytes; the message states the smallest budget.
     """
     if budget == "auto":
-        search = Search(step, rates)
-        return _planned(search, hidden(search), budget, full or step, recompute)
-    limit = int(budget)
+        search = Search(step, rates, room_bytes=room_bytes)
+        return _planned(search, hidden(search), budget, None, full or step, recompute)
+    limit = bytes_of(budget, full or step, rates)
     least_bytes = None
     if step.regions:
-        full, (recompute, least_bytes) = step, regions_for(step, rates, limit)
+        full, (recompute, least_bytes) = step, regions_for(step, rates, limit, room_bytes)
         step = under(step, recompute)
-    search = Search(step, rates)
+    search = Search(step, rates, room_bytes=room_bytes)
     best = search.best_within(limit)
     if best.over_bytes:
         least = search.smallest_bytes() if least_bytes is None else least_bytes
         if not at_least:
-            raise too_small(limit, least)
+            raise too_small(limit, least, room_bytes)
         best = search.best_within(least)
-    return _planned(search, best, limit, full or step, recompute)
+    return _planned(search, best, budget, limit, full or step, recompute)
 
 
-def too_small(budget: int, smallest_bytes: int) -> BudgetError:
+def too_small(budget: int, smallest_bytes: int, room_bytes: float = inf) -> BudgetError:
     """What is raised where no plan meets a budget."""
+    pool = f", with {format_bytes(room_bytes)} of room in the pool" if room_bytes < inf else ""
     return BudgetError(
         f"a budget of {format_bytes(budget)} ({budget} bytes) for saved activations cannot be met: "
-        f"this step needs {format_bytes(smallest_bytes)} ({smallest_bytes} bytes) at least, for "
-        "what cannot move and for the storages in use at one time. Raise the budget to that, or "
-        "use a smaller batch or shorter sequences",
+        f"this step needs {format_bytes(smallest_bytes)} ({smallest_bytes} bytes) at least{pool}, "
+        "for what cannot move and for the storages in use at one time. Raise the budget to that, "
+        "or use a smaller batch or shorter sequences",
         smallest_bytes,
     )
 
 
-def regions_for(step: Step, rates: Rates, limit_bytes: int) -> tuple[tuple[str, ...], int | None]:
+def regions_for(
+    step: Step, rates: Rates, limit_bytes: int, room_bytes: float = inf
+) -> tuple[tuple[str, ...], int | None]:
     """Which regions to recompute under a budget.
 
     Where no plan meets it: those that leave the smallest peak, and that peak.
     """
-    best = chosen(step, rates, limit_bytes)
-    return smallest(step, rates) if best.found.over_bytes else (best.units, None)
+    best = chosen(step, rates, limit_bytes, room_bytes)
+    return smallest(step, rates, room_bytes) if best.found.over_bytes else (best.units, None)
 
 
 def hidden(search: Search) -> Candidate:
@@ -103,20 +112,19 @@ def hidden(search: Search) -> Candidate:
 
 
 def _planned(
-    search: Search, best: Candidate, budget: int | str, full: Step, recompute: Sequence[str]
+    search: Search,
+    best: Candidate,
+    budget: int | str,
+    limit: int | None,
+    full: Step,
+    recompute: Sequence[str],
 ) -> Plan:
     """A candidate as a plan, with the reasons."""
     step, found = search.step, best.found
     storages = []
     for index, storage in enumerate(step.storages):
         action = best.choice.get(index, Action.KEEP)
-        away = 0
-        if action is not Action.KEEP:
-            away = {
-                Action.SWAP: storage.nbytes,
-                Action.ENCODE: storage.held_frame_nbytes,
-                Action.ENCODE_SWAP: storage.held_frame_nbytes,
-            }[action]
+        away = 0 if action is Action.KEEP else away_nbytes(storage, action)
         storages.append(
             PlannedStorage(
                 storage.unit,
@@ -142,6 +150,7 @@ def _planned(
             units.append(one)
     return Plan(
         budget=budget,
+        budget_bytes=limit,
         storages=tuple(storages),
         units=tuple(units),
         recompute=tuple(recompute),

@@ -176,6 +176,7 @@ def measure_link(device: torch.device) -> dict[str, float]:
     here = [torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     streams = [torch.Stream(device=device) for _ in range(2)]
     here[1].fill_(1)
+    torch.accelerator.synchronize(device)  # who had this memory before may still be at work
 
     def away(nbytes: int = COPY_BYTES) -> None:
         here[0][:nbytes].copy_(there[0][:nbytes], non_blocking=True)

@@ -14,6 +14,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, combinations, pairwise
+from math import inf
 from typing import NamedTuple
 
 from memswap.engine.action import Action
@@ -37,25 +38,31 @@ class Choice(NamedTuple):
     """Bytes too many, nanoseconds of waiting and recomputing, bytes moved, regions."""
 
 
-def chosen(step: Step, rates: Rates, limit_bytes: float) -> Choice:
+def chosen(step: Step, rates: Rates, limit_bytes: float, room_bytes: float = inf) -> Choice:
     """Which regions to recompute to stay within so many bytes, or to come closest."""
     return min(
-        (_choice(step, rates, units, limit_bytes) for units in candidates(step)),
+        (_choice(step, rates, units, limit_bytes, room_bytes) for units in candidates(step)),
         key=lambda one: one.cost,
     )
 
 
-def smallest(step: Step, rates: Rates) -> tuple[tuple[str, ...], int]:
+def smallest(step: Step, rates: Rates, room_bytes: float = inf) -> tuple[tuple[str, ...], int]:
     """The regions whose recomputation leaves the smallest peak, and that peak."""
-    found = ((units, Search(under(step, units), rates)) for units in candidates(step))
+    found = (
+        (units, Search(under(step, units), rates, room_bytes=room_bytes))
+        for units in candidates(step)
+    )
     peaks = [(search.smallest_bytes(), len(units), units) for units, search in found]
     least_bytes, _, units = min(peaks, key=lambda one: one[:2])
     return units, least_bytes
 
 
-def _choice(step: Step, rates: Rates, units: tuple[str, ...], limit_bytes: float) -> Choice:
+def _choice(
+    step: Step, rates: Rates, units: tuple[str, ...], limit_bytes: float, room_bytes: float
+) -> Choice:
     derived = under(step, units)
-    found = Search(derived, rates).best_within(limit_bytes, thorough=False)
+    search = Search(derived, rates, room_bytes=room_bytes)
+    found = search.best_within(limit_bytes, thorough=False)
     over, exposed_ns, moved = found.cost
     again_ns = round((derived.compute_s - step.compute_s) * 1e9)
     return Choice(units, found, (over, exposed_ns + again_ns, moved, len(units)))

@@ -18,13 +18,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from math import prod
+from math import inf, prod
 from types import MappingProxyType
 
 from memswap.engine.action import Action
 from memswap.planning.rates import Rates
 from memswap.planning.simulate import CODED, MOVES, Replay, replay
-from memswap.planning.step import Step
+from memswap.planning.step import SavedStorage, Step
 
 #: So many combinations of actions are compared one by one.
 EXACT_CHOICES = 1024
@@ -46,11 +46,13 @@ class Candidate:
     found: Replay
     limit_bytes: float
     moved_bytes: int
+    unplaced_bytes: int = 0
+    """Bytes for which the pool has no room."""
 
     @property
     def over_bytes(self) -> int:
-        """Bytes beyond the limit."""
-        return max(int(self.found.peak_bytes - self.limit_bytes), 0)
+        """Bytes beyond the limit, and those without a place."""
+        return max(int(self.found.peak_bytes - self.limit_bytes), 0) + self.unplaced_bytes
 
     @property
     def cost(self) -> tuple[int, int, int]:
@@ -59,10 +61,19 @@ class Candidate:
 
 
 class Search:
-    """One step on one machine."""
+    """One step on one machine.
 
-    def __init__(self, step: Step, rates: Rates, exact_choices: int = EXACT_CHOICES) -> None:
-        self.step, self.rates = step, rates
+    `room_bytes`: most bytes that may be in the pool at a time, which is at the end of the forward.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        rates: Rates,
+        exact_choices: int = EXACT_CHOICES,
+        room_bytes: float = inf,
+    ) -> None:
+        self.step, self.rates, self.room_bytes = step, rates, room_bytes
         self.menus = {index: self._menu(index) for index in range(len(step.storages))}
         place = {index: rank for rank, index in enumerate(step.order)}
         #: Storages that may move, what is demanded last first.
@@ -128,8 +139,18 @@ class Search:
             if not idle:
                 break
             chosen = {index: action for index, action in chosen.items() if index not in idle}
-        moved = sum(self.step.storages[index].nbytes for index in chosen)
-        return Candidate(MappingProxyType(chosen), found, limit_bytes, moved)
+        return self._candidate(chosen, found, limit_bytes)
+
+    def _candidate(self, choice: Choice, found: Replay, limit_bytes: float) -> Candidate:
+        storages = self.step.storages
+        moved = sum(storages[index].nbytes for index in choice)
+        pooled = sum(
+            away_nbytes(storages[index], action)
+            for index, action in choice.items()
+            if action in MOVES
+        )
+        unplaced = int(max(pooled - self.room_bytes, 0))
+        return Candidate(MappingProxyType(dict(choice)), found, limit_bytes, moved, unplaced)
 
     # --- the ways of searching --------------------------------------------------------------------
 
@@ -164,9 +185,19 @@ class Search:
                     yield self._shortest(limit, row)
 
     def _row(self, indices: Sequence[int], action: Action) -> list[tuple[int, Action]]:
-        """Storages with an action each: this one, where it may be."""
-        menus = ((index, self.menus[index]) for index in indices)
-        return [(index, action if action in menu else menu[0]) for index, menu in menus]
+        """Storages with an action each: this one, where it may be and the pool has room."""
+        row, room = [], self.room_bytes
+        for index in indices:
+            menu = self.menus[index]
+            for one in (action, *menu):
+                if one not in menu:
+                    continue
+                away = away_nbytes(self.step.storages[index], one) if one in MOVES else 0
+                if away <= room:
+                    room -= away
+                    row.append((index, one))
+                    break
+        return row
 
     def _by_yield(self, movable: Sequence[int]) -> list[int]:
         """What frees most of the device per second of codec time first."""
@@ -237,8 +268,11 @@ class Search:
 
     def _find_least(self) -> Candidate:
         if self.exact:
-            return min(map(self._forced, self._choices()), key=lambda one: one.found.peak_bytes)
-        best = self._forced({index: self.menus[index][0] for index in self.movable})
+            return min(
+                map(self._forced, self._choices()),
+                key=lambda one: (one.unplaced_bytes, one.found.peak_bytes),
+            )
+        best = self._forced(dict(self._row(self.movable, Action.SWAP)))
         for _ in range(len(self.movable)):
             # A frame beside its storage may be what makes the peak.
             peaks = best.found.resident_bytes
@@ -266,9 +300,12 @@ class Search:
         return len(self.step.storages) + self.step.order.index(index) <= mark <= last
 
     def _forced(self, choice: Choice) -> Candidate:
-        found = replay(self.step, self.rates, choice, 0)
-        moved = sum(self.step.storages[index].nbytes for index in choice)
-        return Candidate(MappingProxyType(dict(choice)), found, 0, moved)
+        return self._candidate(choice, replay(self.step, self.rates, choice, 0), 0)
+
+
+def away_nbytes(storage: SavedStorage, action: Action) -> int:
+    """Bytes that a storage takes while it is away: of the pool, or of the device for ENCODE."""
+    return storage.nbytes if action is Action.SWAP else storage.held_frame_nbytes
 
 
 def least(candidates: Iterable[Candidate]) -> Candidate:

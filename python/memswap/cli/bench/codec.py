@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from memswap.cli.bench.environment import describe_environment
 from memswap.cli.bench.kinds import capture
 from memswap.cli.bench.peers import Peer, find_peers
 from memswap.cli.bench.picture import draw
-from memswap.cli.bench.timing import median_rates
+from memswap.cli.bench.timing import median_rates, median_ratio, times_s
 from memswap.cli.table import render_table
 from memswap.codec import Shape, ShapeName, dtype_code, shape_for
 
@@ -38,6 +39,12 @@ class Measurement:
     """What a plain copy of the same tensor reached in the same run."""
     temporary_nbytes: int | None = None
     """What an encode takes for a while, beside the tensor and what it returns; None: unknown."""
+    threads: int = 1
+    """That encoded and decoded."""
+    memswap_encode_times: float | None = None
+    """Of another codec: how many times as fast memswap was, as the median of rounds in which both
+    had their turn. None: this is memswap."""
+    memswap_decode_times: float | None = None
 
 
 @dataclass
@@ -116,7 +123,8 @@ class Bench:
         self.device = device
         self.rounds = rounds
         self.show = show
-        self.peers, self.missing = find_peers(device)
+        self.threads = torch.get_num_threads()
+        self.peers, self.missing = find_peers(device, self.threads)
 
     def memswap(
         self, name: str, tensor: torch.Tensor, shape: ShapeName | None = None
@@ -147,25 +155,28 @@ class Bench:
             rates["decode"],
             rates["copy"],
             temporary_nbytes(tensor, shape),
+            self.threads,
         )
 
-    def peer(self, peer: Peer, name: str, tensor: torch.Tensor) -> Measurement:
-        """One peer, on the same bytes."""
+    def peer(
+        self, peer: Peer, name: str, tensor: torch.Tensor, shape: ShapeName | None = None
+    ) -> Measurement:
+        """One peer on the same bytes, and memswap between its rounds."""
         source = peer.prepare(tensor)
         coded = peer.encode(source)
         if peer.raw(peer.decode(coded)) != peer.raw(source):
             raise ValueError("decoding gave other bytes than were encoded")
+        frame = memswap.encode(tensor, shape=shape)
         target = torch.empty_like(tensor)
-        rates = median_rates(
-            {
-                "encode": lambda: peer.encode(source),
-                "decode": lambda: peer.decode(coded),
-                "copy": lambda: target.copy_(tensor),
-            },
-            tensor.nbytes,
-            self.device,
-            max(3, self.rounds // 3),
-        )
+        work: dict[str, Callable[[], object]] = {
+            "encode": lambda: peer.encode(source),
+            "our encode": lambda: memswap.encode(tensor, shape=shape),
+            "decode": lambda: peer.decode(coded),
+            "our decode": lambda: memswap.decode(frame),
+            "copy": lambda: target.copy_(tensor),
+        }
+        took = times_s(work, self.device, max(5, self.rounds // 2))
+        rates = {what: tensor.nbytes / statistics.median(times) for what, times in took.items()}
         return Measurement(
             peer.name,
             name,
@@ -174,10 +185,13 @@ class Bench:
             rates["encode"],
             rates["decode"],
             rates["copy"],
+            threads=peer.threads,
+            memswap_encode_times=median_ratio(took["encode"], took["our encode"]),
+            memswap_decode_times=median_ratio(took["decode"], took["our decode"]),
         )
 
     def run(self, kinds: dict[str, torch.Tensor], sizes_mib: list[int]) -> Result:
-        """Every kind, every size of three kinds, every peer on four kinds."""
+        """Every kind, every size of three kinds, every peer on five kinds."""
         result = Result(missing=self.missing, threads=torch.get_num_threads())
         for name, tensor in kinds.items():
             self.show(f"memswap on {name}")
@@ -201,7 +215,7 @@ class Bench:
             for mib in sizes_mib:
                 self.show(f"memswap on {name}, {mib} MiB")
                 result.sizes.append(self.memswap(name, tensor[: mib * MIB // 2].clone()))
-        for name in ("residual", "softmax", "SwiGLU", "weight"):
+        for name in ("residual", "softmax", "SwiGLU", "ReLU^2", "weight"):
             if name not in kinds:
                 continue
             tensor = kinds[name]
@@ -210,7 +224,7 @@ class Bench:
             for peer in self.peers:
                 self.show(f"{peer.name} on {name}")
                 try:
-                    result.peers.append(self.peer(peer, name, tensor))
+                    result.peers.append(self.peer(peer, name, tensor, shape))
                 except Exception as error:  # somebody else's code: whatever it raises is a reason
                     reason = f"{peer.name} on {name}: {type(error).__name__}: {error}"
                     result.missing.append(reason)
@@ -241,6 +255,9 @@ def render(result: Result) -> str:
             "-" if found.temporary_nbytes is None else f"{found.temporary_nbytes / MIB:.2f}",
         ]
 
+    def times(found: float | None) -> str:
+        return "-" if found is None else f"{found:.1f}x"
+
     numbers = [
         "MiB",
         "ratio",
@@ -255,7 +272,17 @@ def render(result: Result) -> str:
         render_table(["kind", *numbers], [row(found) for found in result.kinds]),
         render_table(["size", *numbers], [row(found) for found in result.sizes]),
         render_table(
-            ["codec", "tensor", *numbers], [[found.codec, *row(found)] for found in result.peers]
+            ["codec", "tensor", *numbers, "threads", "memswap encodes", "and decodes"],
+            [
+                [
+                    found.codec,
+                    *row(found),
+                    str(found.threads),
+                    times(found.memswap_encode_times),
+                    times(found.memswap_decode_times),
+                ]
+                for found in result.peers
+            ],
         ),
     ]
     return "\n\n".join([*tables, *(f"not measured: {reason}" for reason in result.missing)])

@@ -2,7 +2,8 @@
 
 The kinds are those of a GPT block (LayerNorm, GELU, dropout), of a Llama block (RMSNorm, RoPE,
 SwiGLU) and of a block with squared ReLU (arXiv:2109.08668), with the softmax written out; gradients
-and weights besides. All models train on the text of the demo, so that the numbers have the distribution of a model that has learnt something.
+and weights besides. All models train on the text of the demo, so that the numbers have the
+distribution of a model that has learnt something.
 
 The ignored types: mypy is told not to follow torch (pyproject.toml), so its Module is Any.
 """

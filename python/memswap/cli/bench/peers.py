@@ -1,7 +1,7 @@
 """Other lossless codecs, measured in the same run where they can be imported.
 
 None is a dependency of memswap: ``pip install memswap[bench]`` brings those for a CPU. Each is
-given the tensor's bytes and asked for one thread.
+given the tensor's bytes and as many threads as memswap; those that know of one alone say so.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ class Peer:
     decode: Callable[[Any], Any]
     size: Callable[[Any], int]
     raw: Callable[[Any], bytes]
+    threads: int
+    """How many it works with; of one on a device, whatever the device has."""
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.contiguous().view(torch.uint8).flatten().numpy())
 
 
-def _zipnn() -> Iterator[Peer]:
+def _zipnn(threads: int) -> Iterator[Peer]:
     zipnn = importlib.import_module("zipnn")
-    codec = zipnn.ZipNN(input_format="byte", bytearray_dtype="bfloat16", threads=1)
+    codec = zipnn.ZipNN(input_format="byte", bytearray_dtype="bfloat16", threads=threads)
     # It splits its input in place, so every call gets bytes of its own.
     yield Peer(
         f"zipnn {_version('zipnn')}",
@@ -41,26 +43,27 @@ def _zipnn() -> Iterator[Peer]:
         codec.decompress,
         len,
         bytes,
+        threads,
     )
 
 
-def _zstd() -> Iterator[Peer]:
+def _zstd(_threads: int) -> Iterator[Peer]:
     zstandard = importlib.import_module("zstandard")
     decoder = zstandard.ZstdDecompressor()
     for level in (1, 3):
         encoder = zstandard.ZstdCompressor(level=level)
         name = f"zstd -{level} ({zstandard.__version__})"
-        yield Peer(name, _bytes, encoder.compress, decoder.decompress, len, bytes)
+        yield Peer(name, _bytes, encoder.compress, decoder.decompress, len, bytes, 1)
 
 
-def _lz4() -> Iterator[Peer]:
+def _lz4(_threads: int) -> Iterator[Peer]:
     block = importlib.import_module("lz4.block")
-    yield Peer(f"lz4 {_version('lz4')}", _bytes, block.compress, block.decompress, len, bytes)
+    yield Peer(f"lz4 {_version('lz4')}", _bytes, block.compress, block.decompress, len, bytes, 1)
 
 
-def _blosc2() -> Iterator[Peer]:
+def _blosc2(threads: int) -> Iterator[Peer]:
     blosc2 = importlib.import_module("blosc2")
-    blosc2.set_nthreads(1)
+    blosc2.set_nthreads(threads)
 
     def encode(raw: bytes) -> Any:
         return blosc2.compress2(
@@ -72,10 +75,10 @@ def _blosc2() -> Iterator[Peer]:
         )
 
     name = f"blosc2 shuffle+zstd -1 ({blosc2.__version__})"
-    yield Peer(name, _bytes, encode, blosc2.decompress2, len, bytes)
+    yield Peer(name, _bytes, encode, blosc2.decompress2, len, bytes, threads)
 
 
-def _nvcomp() -> Iterator[Peer]:
+def _nvcomp(threads: int) -> Iterator[Peer]:
     nvcomp = importlib.import_module("nvidia.nvcomp")
 
     def prepare(tensor: torch.Tensor) -> Any:
@@ -99,6 +102,7 @@ def _nvcomp() -> Iterator[Peer]:
             codec.decode,
             lambda array: int(array.buffer_size),
             raw,
+            threads,
         )
 
 
@@ -107,14 +111,14 @@ def _version(distribution: str) -> str:
     return str(metadata.version(distribution))
 
 
-def find_peers(device: torch.device) -> tuple[list[Peer], list[str]]:
+def find_peers(device: torch.device, threads: int) -> tuple[list[Peer], list[str]]:
     """The peers that work on ``device``, and a line for each that could not be had."""
     makers = [_nvcomp] if device.type == "cuda" else [_zipnn, _zstd, _lz4, _blosc2]
     found: list[Peer] = []
     missing: list[str] = []
     for maker in makers:
         try:
-            found.extend(maker())
+            found.extend(maker(threads))
         except Exception as error:  # somebody else's code: whatever it raises is a reason
             missing.append(f"{maker.__name__.lstrip('_')}: {type(error).__name__}: {error}")
     return found, missing

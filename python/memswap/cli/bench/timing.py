@@ -43,12 +43,24 @@ def alternate(
     return collected
 
 
+def median_ratio(over: list[float], under: list[float]) -> float:
+    """The median of the rounds' own ratios: a slow round was slow for both."""
+    return statistics.median(a / b for a, b in zip(over, under, strict=True))
+
+
+def times_s(
+    work: Mapping[str, Callable[[], object]], device: torch.device, rounds: int
+) -> dict[str, list[float]]:
+    """Seconds that each took, round by round; the rounds alternate between all of them."""
+    measures = {name: (lambda w=w: elapsed_s(w, device)) for name, w in work.items()}
+    return alternate(measures, rounds)
+
+
 def median_rates(
     work: Mapping[str, Callable[[], object]], nbytes: int, device: torch.device, rounds: int
 ) -> dict[str, float]:
     """Median bytes per second of each, over rounds that alternate between all of them."""
-    measures = {name: (lambda w=w: elapsed_s(w, device)) for name, w in work.items()}
     return {
         name: nbytes / statistics.median(values)
-        for name, values in alternate(measures, rounds).items()
+        for name, values in times_s(work, device, rounds).items()
     }

@@ -1,0 +1,65 @@
+"""Script: a plan in the words of the native saver, which follows it without asking.
+
+What is there is data: storage by storage what it is expected to be, what happens to it, and what is
+waited for after its save (csrc/bind_script.h). Where a storage is another one, and wherever an
+encode has to be chosen a shape, the saver asks the pilot.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from memswap._native import native
+from memswap.engine.action import KEEP, SWAP
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from memswap._C import Script
+    from memswap.engine.action import Action
+    from memswap.engine.expectations import Key
+    from memswap.engine.transfer import Route
+    from memswap.planning.plan import Plan
+
+WORDS = {SWAP: "swap", KEEP: "keep"}
+
+
+def script_of(plan: Plan, keys: Sequence[Key], route: Route, least_bytes: int) -> Script:
+    """What a saver does under a plan.
+
+    Args:
+        plan: with a storage for each of `keys`.
+        keys: what the storages are known by; others than the plan's: it is asked about each.
+        route: of the device that the plan is for.
+        least_bytes: storages of fewer stay, and have no place in the plan.
+    """
+    known = len(keys) == len(plan.storages)
+    places = []
+    for index, planned in enumerate(plan.storages):
+        dtype = keys[index].dtype if known else torch.uint8
+        places.append(
+            (
+                planned.unit,
+                planned.ordinal,
+                planned.nbytes,
+                dtype,
+                word(planned.action) if known and keys[index].nbytes == planned.nbytes else "ask",
+                plan.releases.get(index, ()),
+                plan.departures.get(index, ()),
+            )
+        )
+    refrains = torch.cuda.is_current_stream_capturing if route.captures else None
+    return native.Script(
+        device=route.device,
+        way=route.swap,
+        least_bytes=least_bytes,
+        places=places,
+        refrains=refrains,
+    )
+
+
+def word(action: Action) -> str:
+    """How a script says it; everything else is asked about."""
+    return WORDS.get(action, "ask")

@@ -1,0 +1,402 @@
+"""Training programs made from a seed, which run the same way with and without memswap.
+
+A program has modules of many kinds (recurrent cells, edits in place, buffers, tied, frozen and
+parametrised weights, checkpoints, custom Functions, hooks of somebody else's, aliases with version
+counters of their own), and does with their graphs what users do: accumulate, step between forward
+and backward, run a graph twice or in part, differentiate twice, drop it, fail halfway. What
+autograd refuses must be refused, and everything else must have the same bits.
+
+`python tests/engine/programs.py --seconds 3600` runs new ones, and names the seeds that fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from program_layers import (
+    FUNCTIONS,
+    FUNCTIONS_ON_A_CPU,
+    MODULES,
+    MODULES_ON_A_CPU,
+    ONCE_DIFFERENTIABLE,
+    REFUSED,
+    WIDTH,
+    Layer,
+)
+from torch import nn
+
+import memswap
+from memswap.engine import expectations
+
+ACTIONS = (None, *memswap.Action)
+DOORS = ("saved_tensors", "manage", "budget", "both", "chain")
+BUDGET = "128KiB"  # too little for a few programs
+RATES = memswap.Rates("a machine", 1e9, 1e9, 5e8, 5e8, 2e9, 3e9)
+WAYS = [(door, action) for door in DOORS for action in ACTIONS]
+
+
+class HaltError(Exception):
+    """What a program raises in the midst of a forward."""
+
+
+class Stack(nn.Module):
+    """Units one after another, one of them perhaps twice."""
+
+    def __init__(self, units: list[nn.Module], order: list[int]) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(units)
+        self.order = order
+        self.fails_at = -1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for place, index in enumerate(self.order):
+            if place == self.fails_at:
+                raise HaltError
+            x = self.units[index](x)
+        return x.square().mean()
+
+
+# --- programs ------------------------------------------------------------------------------------
+
+
+class Program:
+    """What a seed decides."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        choose = random.Random(seed)
+        self.seed, self.device = seed, device
+        on_a_cpu = device.type == "cpu"
+        functions = {**FUNCTIONS, **(FUNCTIONS_ON_A_CPU if on_a_cpu else {})}
+        modules = {**MODULES, **(MODULES_ON_A_CPU if on_a_cpu else {})}
+        kinds = [*functions, *modules]
+        self.layers = [
+            choose.choices(kinds, k=choose.randint(1, 3)) for _ in range(choose.randint(2, 4))
+        ]
+        if choose.random() < 0.1 and on_a_cpu:
+            choose.choice(self.layers).append(*REFUSED)
+        self.makers: dict[str, Callable[[], nn.Module]] = {
+            **{name: lambda f=f: Layer(f) for name, f in {**functions, **REFUSED}.items()},
+            **modules,
+        }
+        self.order = list(range(len(self.layers)))
+        if choose.random() < 0.2:
+            self.order.insert(choose.randrange(len(self.order)), choose.choice(self.order))
+        self.rows = choose.choice([3, 4, 9])
+        self.optimizer = choose.choice(["sgd", "adamw", "adamw foreach", "in backward"])
+        self.steps = [self._events(choose) for _ in range(choose.randint(1, 4))]
+
+    def _events(self, choose: random.Random) -> list[tuple[str, int]]:
+        events: list[tuple[str, int]] = []
+        alive: list[int] = []
+        for microbatch in range(choose.randint(1, 3)):
+            if choose.random() < 0.15:
+                events.append((choose.choice(["eval", "fail", "copy", "eval mode"]), microbatch))
+            events.append(("forward", microbatch))
+            alive.append(microbatch)
+            while alive and choose.random() < 0.5:
+                self._end(choose, events, alive)
+        while alive:
+            self._end(choose, events, alive)
+        return [*events, ("step", 0)]
+
+    def _end(self, choose: random.Random, events: list[tuple[str, int]], alive: list[int]) -> None:
+        microbatch = alive.pop(choose.randrange(len(alive)))
+        if choose.random() < 0.05:
+            events.append(("step", 0))  # autograd refuses what saved a weight
+        ways = ["backward"] * 4 + ["twice", "part", "penalty", "thread", "drop", "inputs"]
+        events.append((choose.choice(ways), microbatch))
+
+    def model(self) -> Stack:
+        torch.manual_seed(self.seed)
+        units = [nn.Sequential(*(self.makers[name]() for name in names)) for names in self.layers]
+        return Stack(units, self.order).to(self.device)
+
+    def __str__(self) -> str:
+        return f"seed {self.seed}: {self.layers} {self.order} {self.optimizer} {self.steps}"
+
+
+Trace = list[tuple[str, Any]]
+
+
+def noted(trace: Trace, name: str, tensor: torch.Tensor | None) -> None:
+    if tensor is None:
+        trace.append((name, None))
+        return
+    host = tensor.detach().to("cpu")
+    host = host.to_dense() if host.layout is not torch.strided else host
+    trace.append((name, host.contiguous().clone().view(-1).view(torch.uint8)))
+
+
+class Run:
+    """One execution; `region` surrounds every forward."""
+
+    def __init__(self, program: Program, model: Stack, region: Callable[[], Any]) -> None:
+        self.program, self.model, self.region = program, model, region
+        self.trace: Trace = []
+        self.graphs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        trained = [p for p in model.parameters() if p.requires_grad]
+        kind = program.optimizer
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.hooks: list[Any] = []
+        if kind == "in backward":
+            for parameter in trained:
+                own = torch.optim.SGD([parameter], lr=0.01)
+                self.optimizers.append(own)
+                hook = parameter.register_post_accumulate_grad_hook(lambda _, own=own: own.step())
+                self.hooks.append(hook)
+        elif kind == "sgd":
+            self.optimizers.append(torch.optim.SGD(trained, lr=0.01, momentum=0.9))
+        else:
+            self.optimizers.append(torch.optim.AdamW(trained, lr=0.01, foreach="foreach" in kind))
+
+    def run(self) -> Trace:
+        torch.manual_seed(self.program.seed + 1)
+        for number, events in enumerate(self.program.steps):
+            for kind, microbatch in events:
+                torch.manual_seed(1000 * number + microbatch)
+                self.event(kind, number, microbatch)
+            self.graphs.clear()
+        for hook in self.hooks:
+            hook.remove()  # a parameter that owns its optimizer would never be freed
+        for name, tensor in self.model.state_dict().items():
+            noted(self.trace, name, tensor)
+        return self.trace
+
+    def event(self, kind: str, number: int, microbatch: int) -> None:
+        try:
+            getattr(self, kind.replace(" ", "_"))(number, microbatch)
+        except HaltError:
+            self.trace.append((kind, "fault"))
+        except RuntimeError as error:
+            if "inplace" not in str(error):
+                raise
+            self.trace.append((kind, "refused"))
+        if kind not in ("forward", "step"):
+            for name, parameter in self.model.named_parameters():
+                noted(self.trace, f"{kind} {number}: {name}.grad", parameter.grad)
+
+    def input(self, number: int, microbatch: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(10 * number + microbatch)
+        x = torch.randn(self.program.rows, WIDTH, generator=generator).to(self.program.device)
+        return x.requires_grad_(microbatch % 2 == 1)
+
+    def forward(self, number: int, microbatch: int) -> None:
+        x = self.input(number, microbatch)
+        with self.region():
+            loss = self.model(x * 1 if microbatch == 0 else x)
+        self.graphs[microbatch] = loss, x
+        noted(self.trace, "loss", loss)
+
+    def fail(self, number: int, microbatch: int) -> None:
+        self.model.fails_at = len(self.program.order) - 1
+        try:
+            self.forward(number, microbatch)
+        finally:
+            self.model.fails_at = -1
+
+    def eval(self, number: int, microbatch: int) -> None:
+        with torch.no_grad(), self.region():
+            noted(self.trace, "eval", self.model(self.input(number, microbatch)))
+
+    def eval_mode(self, number: int, microbatch: int) -> None:
+        """Half an epoch in eval(), with gradients."""
+        self.model.train(not self.model.training)
+
+    def copy(self, number: int, microbatch: int) -> None:
+        twin = copy.deepcopy(self.model)
+        noted(self.trace, "copy", twin(self.input(number, microbatch)))
+
+    def backward(self, number: int, microbatch: int) -> None:
+        loss, x = self.graphs.pop(microbatch)
+        if not loss.requires_grad:
+            return
+        loss.backward()
+        noted(self.trace, "x.grad", x.grad)
+
+    def twice(self, number: int, microbatch: int) -> None:
+        loss, _ = self.graphs[microbatch]
+        if loss.requires_grad:
+            loss.backward(retain_graph=True)
+        self.backward(number, microbatch)
+
+    def thread(self, number: int, microbatch: int) -> None:
+        errors: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                self.backward(number, microbatch)
+            except BaseException as error:
+                errors.append(error)
+
+        worker = threading.Thread(target=work)
+        worker.start()
+        worker.join()
+        if errors:
+            raise errors[0]
+
+    def drop(self, number: int, microbatch: int) -> None:
+        del self.graphs[microbatch]
+
+    def trained(self) -> list[nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def part(self, number: int, microbatch: int) -> None:
+        """The gradient of the last parameters, then everything."""
+        loss, _ = self.graphs[microbatch]
+        if loss.requires_grad and not self.has("reentrant"):
+            wanted = self.trained()[-2:]
+            for gradient in torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True):
+                noted(self.trace, "part", gradient)
+        self.backward(number, microbatch)
+
+    def inputs(self, number: int, microbatch: int) -> None:
+        """Backward into some parameters only; the graph is dropped."""
+        loss, _ = self.graphs.pop(microbatch)
+        wanted = self.trained()[::2]
+        if loss.requires_grad and wanted and not self.has("reentrant"):
+            loss.backward(inputs=wanted)
+
+    def penalty(self, number: int, microbatch: int) -> None:
+        """A gradient penalty: backward through a backward, some of it inside the region."""
+        loss, x = self.graphs.pop(microbatch)
+        wanted = [*self.trained(), *([x] if x.requires_grad else [])]
+        if not loss.requires_grad or self.has(*ONCE_DIFFERENTIABLE):
+            return
+        with self.region() if microbatch == 1 else contextlib.nullcontext():
+            found = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)
+            norm = sum((g.square().sum() for g in found if g is not None and g.requires_grad), loss)
+        norm.backward()
+
+    def has(self, *names: str) -> bool:
+        return any(name in names for layer in self.program.layers for name in layer)
+
+    def step(self, number: int, microbatch: int) -> None:
+        if self.program.optimizer != "in backward":
+            self.optimizers[0].step()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=number % 2 == 0)
+
+
+def plain(program: Program) -> Trace:
+    return Run(program, program.model(), contextlib.nullcontext).run()
+
+
+def managed(
+    program: Program, door: str, action: memswap.Action | None, pool: Any
+) -> tuple[Trace, list[memswap.Stats]]:
+    """The same with memswap; statistics of whatever it was, after the last graph is gone."""
+    model = program.model()
+    policy = memswap.Policy(min_bytes=1, action=action)
+    options: dict[str, Any] = {} if pool is None else {"pool": pool}
+    swaps: list[Any] = []
+    with contextlib.ExitStack() as stack:
+        region: Callable[[], Any] = contextlib.nullcontext
+        if door in ("saved_tensors", "both"):
+            saver = memswap.saved_tensors(policy, **options)
+            swaps.append(saver)
+            region = lambda: saver  # noqa: E731
+        if door in ("manage", "both"):
+            swaps.append(stack.enter_context(memswap.manage(model.units, policy, **options)))
+        if door == "budget":
+            manager = memswap.manage(model.units, policy, budget=BUDGET, rates=RATES, **options)
+            swaps.append(stack.enter_context(manager))
+        if door == "chain":
+            swaps.append(stack.enter_context(memswap.chain(model.units, policy=policy, **options)))
+        trace = Run(program, model, region).run()
+        return trace, [swap.stats() for swap in swaps]
+
+
+def difference(found: Trace, expected: Trace) -> str | None:
+    """The first thing that is not the same in every bit; None: nothing."""
+    for place, (one, other) in enumerate(zip(found, expected, strict=False)):
+        if one[0] != other[0]:
+            return f"{place}: {one[0]} instead of {other[0]}"
+        ours, theirs = one[1], other[1]
+        if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
+            if not torch.equal(ours, theirs):
+                return f"{place}: {one[0]} has other bits"
+        elif ours is not theirs and ours != theirs:
+            return f"{place}: {one[0]} is {ours} instead of {theirs}"
+    return (
+        None if len(found) == len(expected) else f"{len(found)} instead of {len(expected)} events"
+    )
+
+
+@contextlib.contextmanager
+def encodes_everything() -> Iterator[None]:
+    """Frames of small tensors do not pay; here they are made all the same."""
+    worth, expectations.WORTH = expectations.WORTH, float("inf")
+    try:
+        yield
+    finally:
+        expectations.WORTH = worth
+
+
+def came_back(pool: memswap.DiskPool) -> bool:
+    """Whether no block is taken once cycles are collected and transfers have ended."""
+    # After an error, a thread's queue holds nodes until its next backward.
+    torch.zeros((), requires_grad=True).mul(1).backward()
+    deadline = time.monotonic() + 5
+    while pool.statistics().blocks and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.001)
+    return pool.statistics().blocks == 0
+
+
+def main() -> None:
+    """Run new programs until the time is over; print those that fail."""
+    import argparse
+    import tempfile
+    import traceback
+    import warnings
+
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--one", action="store_true", help="the first seed alone, told in full")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    device = torch.device("cpu")
+    end, seed, moved, failed = time.monotonic() + options.seconds, options.first, 0, 0
+    with tempfile.TemporaryDirectory() as folder, encodes_everything():
+        pool = memswap.DiskPool(folder, budget="64MiB")
+        while time.monotonic() < end:
+            program = Program(seed, device)
+            if options.one:
+                print(program)
+            expected = plain(program)
+            again = difference(plain(program), expected)
+            if again:
+                print(f"{program}\n  is not deterministic: {again}")
+            for door, action in random.Random(seed).sample(WAYS, len(WAYS) if options.one else 6):
+                uses = action in (memswap.Action.SWAP, memswap.Action.ENCODE_SWAP)
+                try:
+                    found, stats = managed(program, door, action, pool if uses else None)
+                    wrong = difference(found, expected)
+                    moved += sum(s.moved_storages for s in stats)
+                    if not came_back(pool):
+                        wrong = f"{wrong}; {pool.statistics().blocks} blocks are left"
+                except memswap.BudgetError:
+                    wrong = None
+                except Exception:
+                    wrong = traceback.format_exc()
+                if wrong:
+                    failed += 1
+                    print(f"{program}\n  {door}, {action}: {wrong}", flush=True)
+            if options.one:
+                return
+            seed += 1
+    print(f"{seed - options.first} programs, {moved} storages moved, {failed} failures")
+
+
+if __name__ == "__main__":
+    main()

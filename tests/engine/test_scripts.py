@@ -1,0 +1,144 @@
+"""Scripts: a saver that follows a plan by itself does what the director would have it do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_released, assert_same_gradients
+from test_budget import SWAP, forward, kept_peak, new_layers, rates_for, step
+
+import memswap
+from memswap._native import native
+from memswap.planning.pilot import Pilot
+
+pytestmark = pytest.mark.one_schedule
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often a director was called, by the name of what was called."""
+    counted: Counter[str] = Counter()
+
+    def counting(name: str) -> None:
+        called = getattr(Pilot, name)
+
+        def count(self: Any, *arguments: Any) -> Any:
+            counted[name] += 1
+            return called(self, *arguments)
+
+        monkeypatch.setattr(Pilot, name, count)
+
+    for name in ("choose", "saved", "demanding", "demanded"):
+        counting(name)
+    return counted
+
+
+def asks_about_everything(monkeypatch) -> None:
+    began = Pilot._begin_course
+
+    def begin(self: Any, passage: Any, *arguments: Any) -> Any:
+        course = began(self, passage, *arguments)
+        passage.alone = False
+        return course
+
+    monkeypatch.setattr(Pilot, "_begin_course", begin)
+
+
+@pytest.mark.parametrize("share", [0.7, 0.45])
+def test_a_plan_that_is_followed_asks_nobody_and_does_the_same(
+    device, new_pool, share, calls, monkeypatch
+):
+    budget = int(share * kept_peak(device, new_pool()))
+
+    def train() -> tuple[Any, Any, int, dict[str, int]]:
+        layers = new_layers(device)
+        pool = new_pool()
+        with memswap.manage(
+            layers, SWAP, pool=pool, budget=budget, rates=rates_for(device)
+        ) as manager:
+            for _ in range(6):
+                step(layers, 32, device)
+            manager.reset_stats()
+            calls.clear()
+            found = step(layers, 32, device)
+            asked = dict(calls)
+            stats, peak = manager.stats(), manager.plan.measured_peak_bytes
+        assert_released(manager, pool)
+        return found, stats, peak, asked
+
+    alone = train()
+    asks_about_everything(monkeypatch)
+    asking = train()
+    assert alone[3]["choose"] == alone[3]["saved"] == 1, f"asked more than once: {alone[3]}"
+    assert alone[3]["demanding"] == alone[3]["demanded"] == 1
+    assert asking[3]["choose"] > 5 and asking[3]["demanded"] > 5
+    assert_same_gradients(alone[0], asking[0])
+    assert alone[2] == asking[2], "another peak was measured"
+    for name in ("moved_storages", "returned_storages", "freed_bytes", "stalls", "kept"):
+        assert getattr(alone[1], name) == getattr(asking[1], name), name
+    assert alone[1].peak_resident_bytes == asking[1].peak_resident_bytes
+
+
+def test_a_step_that_leaves_the_plan_asks_from_there_on(device, new_pool, calls):
+    budget = int(0.5 * kept_peak(device, new_pool()))
+    layers = new_layers(device)
+    plain = {depth: step(layers[:depth], 32, device) for depth in (4, 6)}
+    with memswap.manage(
+        layers, SWAP, pool=new_pool(), budget=budget, rates=rates_for(device)
+    ) as manager:
+        for _ in range(6):
+            step(layers, 32, device)
+        for depth in (4, 6):  # the first ends before the plan does
+            calls.clear()
+            assert_same_gradients(step(layers[:depth], 32, device), plain[depth])
+            assert calls["choose"] == 1
+            assert (calls["demanded"] == 1) == (depth == 6)
+        assert manager.plan is not None
+
+
+def test_backwards_that_take_turns_each_follow_their_own_plan(device, new_pool, calls):
+    """The director hears where one backward follows another, and not of each demand."""
+    layers = new_layers(device)
+    plain = step(layers, 32, device)
+    budget = int(1.2 * kept_peak(device, new_pool()))
+    with memswap.manage(
+        layers, SWAP, pool=new_pool(), budget=budget, rates=rates_for(device)
+    ) as manager:
+        for turn in range(8):
+            layers.zero_grad(set_to_none=True)
+            losses = [forward(layers, 32, device) for _ in range(2)]
+            calls.clear()
+            for loss in losses:
+                loss.backward()
+            del loss, losses
+            if turn == 6:
+                assert calls["demanding"] == calls["demanded"] == 2
+        found = [parameter.grad / 2 for parameter in layers.parameters()]
+        assert_same_gradients(found, plain)
+        assert manager.plan.in_flight == 2 and manager.plan.moved_bytes > 0
+        assert manager.plan.measured_peak_bytes <= budget
+
+
+def test_a_script_says_what_is_wrong_with_it():
+    way = native.SwapWay(object(), object())
+    cpu = torch.device("cpu")
+
+    def made(*places: Any) -> Any:
+        return native.Script(cpu, way, 0, places)
+
+    assert len(made(("0", 0, 8, torch.float32, "swap", (), ()))) == 1
+    with pytest.raises(TypeError, match="a place of a script is"):
+        made(("0", 0))
+    with pytest.raises(ValueError, match="swap, keep or ask, found burn"):
+        made(("0", 0, 8, torch.float32, "burn", (), ()))
+    with pytest.raises(ValueError, match="nothing later"):
+        made(("0", 0, 8, torch.float32, "keep", (1,), ()))
+    with pytest.raises(TypeError, match=r"has a torch\.dtype"):
+        made(("0", 0, 8, "float32", "keep", (), ()))
+    with pytest.raises(TypeError, match="needs a SwapWay"):
+        native.Script(cpu, None, 0, [])
+    with pytest.raises(TypeError, match="expected a Script or None"):
+        native.Passage().script = 3

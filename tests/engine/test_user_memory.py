@@ -1,0 +1,148 @@
+"""Memory that users give and take away by themselves: weights' `.data`, slices of data sets."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+
+import pytest
+import torch
+from helpers import (
+    EVERYTHING,
+    assert_released,
+    assert_same_gradients,
+    new_input,
+    new_stack,
+    random,
+)
+from torch import nn
+from torch.nn import functional as F
+
+import memswap
+from memswap._native import native
+
+
+@pytest.mark.parametrize("kind", ["parameter", "frozen parameter", "leaf"])
+def test_weight_that_gets_other_memory_before_backward(device, new_pool, kind):
+    """Autograd keeps a weight itself, not its memory: sharding by `.data` builds on that."""
+
+    def gradient(region):
+        weight = random(device, 4, 4, 3)
+        if kind != "leaf":
+            weight = nn.Parameter(weight, requires_grad=kind == "parameter")
+        else:
+            weight.requires_grad_()
+        x = random(device, 2, 4, 9).requires_grad_()
+        with region:
+            loss = F.conv1d(x * 1, weight).sum()
+        weight.data = random(device, 4, 4, 3, seed=5)
+        return torch.autograd.grad(loss, [x])
+
+    expected = gradient(contextlib.nullcontext())
+    pool = new_pool()
+    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    assert_same_gradients(gradient(saver), expected)
+    assert_released(saver, pool)
+
+
+def test_weight_whose_data_is_taken_away_is_not_held(device, new_pool):
+    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool())
+    weight = nn.Parameter(random(device, 4, 4, 3))
+    gathered = weight.data
+    x = random(device, 2, 4, 9).requires_grad_()
+    with saver:
+        loss = F.conv1d(x * 1, weight).sum()
+    storage = native.WeakStorage(native.StorageRef(gathered))
+    del gathered
+    weight.data = torch.empty(0, device=device)
+    assert storage.expired(), "the gathered weight is still in memory, held by what was saved"
+    weight.data = random(device, 4, 4, 3)
+    loss.backward()
+
+
+def test_batch_that_is_a_slice_of_a_data_set_does_not_take_the_data_set_along(device, new_pool):
+    pool = new_pool("16MiB")
+    data = torch.zeros(64 << 20, dtype=torch.uint8, device=device).view(torch.float32).view(-1, 64)
+    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 4).to(device)
+
+    def gradients(region, batch):
+        with region:
+            loss = layer(batch).sin().sum()
+        return torch.autograd.grad(loss, list(layer.parameters()))
+
+    data[:8] = random(device, 8, 64)
+    expected = gradients(contextlib.nullcontext(), data[:8].clone())
+    assert_same_gradients(gradients(saver, data[:8]), expected)
+    assert saver.stats().kept["part of data"].tensors == 1
+    assert 0 < saver.stats().moved_bytes < 1 << 20, "the whole data set was moved for one batch"
+    assert_released(saver, pool)
+
+
+def test_slice_of_a_large_activation_moves_with_it(device, new_pool):
+    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool())
+    w = torch.ones((), device=device, requires_grad=True)
+    computed = torch.zeros(16 << 20, device=device) * w
+    with saver:
+        loss = computed[:64].sin().sum()
+    del computed
+    assert saver.stats().moved_bytes == 64 << 20
+    loss.backward()
+
+
+# --- modules that run without being seen ----------------------------------------------------------
+
+
+def unseen_steps(layers, run, steps):
+    for _ in range(steps):
+        run(layers).sum().backward()
+
+
+def direct(layers):
+    x = torch.ones(4, 8, device=next(layers.parameters()).device)
+    for layer in layers:
+        x = layer.forward(x)
+    return x
+
+
+@pytest.mark.one_schedule
+def test_modules_that_train_unseen_are_told_loudly_and_once(device, new_pool):
+    layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2)).to(device)
+    with memswap.manage(layers, EVERYTHING, pool=new_pool()):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            unseen_steps(layers, direct, 1)  # its forward may have been before
+        with pytest.warns(UserWarning, match="no hook has seen one of them run") as told:
+            unseen_steps(layers, direct, 3)
+    assert len(told) == 1
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in layers.parameters())
+
+
+@pytest.mark.cpu_only
+def test_model_that_was_compiled_and_run_before_manage_is_told(device, new_pool):
+    torch._dynamo.reset()
+    model = new_stack(device)
+    compiled, x = torch.compile(model, backend="eager"), new_input(device)
+    compiled(x).backward()
+    with memswap.manage(model.layers, EVERYTHING, pool=new_pool()) as manager:
+        with pytest.warns(UserWarning, match=r"torch\.compiler\.reset\(\) after it"):
+            for _ in range(2):
+                compiled(x).backward()
+        torch.compiler.reset()  # as the warning says
+        compiled(x).backward()
+        assert manager.stats().moved_storages > 0
+
+
+@pytest.mark.one_schedule
+def test_modules_that_are_seen_are_not_watched_any_more(device, new_pool):
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(device)
+    x = torch.ones(4, 8, device=device)
+    before = layers(x).sum()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with memswap.manage(layers, EVERYTHING, pool=new_pool()):
+            before.backward()
+            for _ in range(3):
+                layers(x).sum().backward()
+            assert not any(p._post_accumulate_grad_hooks for p in layers.parameters())

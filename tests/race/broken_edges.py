@@ -1,0 +1,120 @@
+"""Edges that are broken on purpose, lane by lane, with a count of how often it struck."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from race_workloads import compute_streams, fetch_stream, lanes_opened, send_stream
+
+from simdev import mutations
+
+Breaking = Callable[[], contextlib.AbstractContextManager[Any]]
+Streams = list[tuple[int, int]]
+
+
+class Counter:
+    """The hits of several mutations, and of a test's own."""
+
+    def __init__(self) -> None:
+        self.parts: list[Any] = []
+        self.own = 0
+
+    @property
+    def hits(self) -> int:
+        return self.own + sum(part.hits for part in self.parts)
+
+
+def on_every_lane(mutate: Callable[[Any], contextlib.AbstractContextManager[Any]]) -> Breaking:
+    """The mutation, for each lane that the workload opens, with that lane's streams."""
+
+    @contextlib.contextmanager
+    def breaking() -> Iterator[Counter]:
+        counter = Counter()
+        with contextlib.ExitStack() as stack:
+
+            def react(lane: Any) -> Any:
+                counter.parts.append(stack.enter_context(mutate(lane)))
+                return lane
+
+            stack.enter_context(lanes_opened(react))
+            yield counter
+
+    return breaking
+
+
+def drop(waiter: Callable[[Any], Any], source: Callable[[Any], Any]) -> Breaking:
+    """Waits of one of a lane's streams for another are lost."""
+    return on_every_lane(
+        lambda lane: mutations.drop_waits(waiter=waiter(lane), source=source(lane))
+    )
+
+
+# ---------------------------------------------------------------- with a codec lane
+def _pair(stream: tuple[int, int, int]) -> tuple[int, int]:
+    stream_id, device_index, _ = stream
+    return device_index, stream_id
+
+
+class Lanes:
+    """The lanes of one engine, as they are opened."""
+
+    def __init__(self) -> None:
+        self.codec: Any = None
+        self.copies: Any = None
+
+    def streams(self, name: str) -> Streams:
+        if name == "encode":
+            return [_pair(self.codec.encode_stream)]
+        if name == "decode":
+            return [_pair(self.codec.decode_stream)]
+        if name in ("send", "fetch"):
+            stream = send_stream if name == "send" else fetch_stream
+            return [] if self.copies is None else [stream(self.copies)]
+        own = {_pair(self.codec.encode_stream), _pair(self.codec.decode_stream)}
+        own.add(_pair(self.codec.control_stream))
+        if self.copies is None:
+            device_index = _pair(self.codec.encode_stream)[0]
+            from simdev import _C
+
+            every = [(device_index, index) for index in range(_C.pool_streams + 1)]
+            return [stream for stream in every if stream not in own]
+        return [stream for stream in compute_streams(self.copies) if stream not in own]
+
+
+def drop_between(waiter: str, source: str, needs_copies: bool = False) -> Breaking:
+    """The engine's waits of one stream for another are lost, from when its lanes are open."""
+
+    @contextlib.contextmanager
+    def breaking() -> Iterator[Any]:
+        lanes, found = Lanes(), Counter()
+        with contextlib.ExitStack() as stack:
+
+            def begin() -> None:
+                if lanes.codec is None or (needs_copies and lanes.copies is None):
+                    return
+                if not found.parts:
+                    found.parts.append(
+                        stack.enter_context(
+                            mutations.drop_waits(
+                                waiter=lanes.streams(waiter), source=lanes.streams(source)
+                            )
+                        )
+                    )
+
+            def codec(lane: Any) -> Any:
+                lanes.codec = lane
+                begin()
+                return lane
+
+            def copies(lane: Any) -> Any:
+                lanes.copies = lane
+                begin()
+                return lane
+
+            stack.enter_context(lanes_opened(codec, "open_codec_lane"))
+            stack.enter_context(lanes_opened(copies))
+            yield found
+
+    return breaking
