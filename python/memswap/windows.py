@@ -87,7 +87,7 @@ class Windows:
         return (self.under,) if isinstance(self.under, nn.Module) else tuple(self.under)
 
     def pending_bound(self) -> int | None:
-        """``max_pending_bytes`` in bytes; None: as the first passes tell."""
+        """``max_pending_bytes`` in bytes; None: automatic."""
         auto = self.max_pending_bytes == "auto"
         return None if auto else parse_bytes(self.max_pending_bytes)
 
