@@ -1,6 +1,9 @@
 // Ledger, as Python sees it: what a saver counts, and which storages it knows.
 #include "bind_ledger.h"
 
+#include <ATen/SequenceNumber.h>
+
+#include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <cstring>
@@ -61,6 +64,14 @@ const void* identity_of(const c10::VariableVersion& counter) {
 // that inductor reinterprets. Equal numbers say nothing there, unless neither was ever edited. An
 // edited part stays, because its sister may be edited while the storage is on its way.
 
+// [Note: Parts that nobody has saved yet]
+// What fills memory part after part need not count: numpy, a collective, a kernel of the user's
+// own. Autograd reads a part in place, whenever it was filled, but a storage that left took along
+// what was there then. So a part that nothing had saved by then is not taken for what left, unless
+// the same node saves it, in one go with the others; it stays. This is asked of memory that no
+// operator made (an empty tensor, an array): results of operators are complete when they are first
+// saved.
+
 // Which entry or stay has the very storage and content that a view was captured from. False: what
 // is known of the storage is another counter's.
 PyObject* find(PyObject* self, PyObject* view) {
@@ -68,12 +79,12 @@ PyObject* find(PyObject* self, PyObject* view) {
   if (look == nullptr) {
     return nullptr;
   }
-  const Known& known = known_in(self);
+  Known& known = known_in(self);
   const auto found = known.find(look->storage_key());
   if (found == known.end()) {
     Py_RETURN_NONE;
   }
-  const auto& [holder, counter, version, stays] = found->second;
+  auto& [holder, counter, version, stays, begin, end, node] = found->second;
   if (stays) {
     // whatever the content
   } else if (identity_of(counter) != identity_of(look->counter())) {
@@ -86,6 +97,13 @@ PyObject* find(PyObject* self, PyObject* view) {
   // What is being deallocated may run code before it leaves the ledger, and must not come back.
   if (Py_REFCNT(holder) == 0) {
     Py_RETURN_NONE;
+  }
+  if (!stays && !look->computed() && (look->begin() < begin || look->end() > end)) {
+    if (node != at::sequence_number::peek()) {
+      Py_RETURN_FALSE;
+    }
+    begin = std::min(begin, look->begin());
+    end = std::max(end, look->end());
   }
   return Py_NewRef(holder);
 }
@@ -188,7 +206,9 @@ LedgerObject* ledger_object(PyObject* object) {
 
 void remember(LedgerObject* ledger, const SavedView& look, PyObject* holder, bool stays) {
   ledger->known.insert_or_assign(
-      look.storage_key(), LedgerObject::Known{holder, look.counter(), look.version(), stays});
+      look.storage_key(),
+      LedgerObject::Known{holder, look.counter(), look.version(), stays, look.begin(), look.end(),
+                          at::sequence_number::peek()});
 }
 
 void forget(LedgerObject* ledger, const void* key, const PyObject* holder) {

@@ -18,6 +18,8 @@ struct LedgerObject {
     c10::VariableVersion counter;
     uint32_t version;
     bool stays;
+    size_t begin, end;  // what was saved of it: the first byte, and the one behind the last
+    uint64_t node;      // by which node
   };
 
   PyObject_HEAD Ledger ledger;

@@ -80,18 +80,20 @@ std::optional<SavedView> SavedView::capture(const at::Tensor& tensor) {
   view.key_ = storage.unsafeGetStorageImpl();
   view.storage_nbytes_ = storage_nbytes;
   view.nbytes_ = static_cast<size_t>(impl->numel()) * element;
-  bool computed = !tensor.is_leaf();
+  view.begin_ = static_cast<size_t>(impl->storage_offset()) * element;
+  view.end_ = (static_cast<size_t>(last) + 1) * element;
+  view.computed_ = !tensor.is_leaf();
   if ((tensor.requires_grad() && tensor.is_leaf()) || is_lent(*storage.unsafeGetStorageImpl())) {
     view.of_leaf_ = true;  // lent memory holds gathered parameters, frozen ones too
   } else if (tensor.is_view()) {
     const at::TensorBase& base = tensor._base();
     view.of_leaf_ = base.requires_grad() && base.is_leaf();
-    computed = !base.is_leaf();
+    view.computed_ = !base.is_leaf();
   } else {
     view.edited_part_ = view.version_ != 0 && view.nbytes_ < storage_nbytes;
   }
-  view.part_of_data_ =
-      !computed && storage_nbytes >= kLargeData && view.nbytes_ < storage_nbytes / kSmallShare;
+  view.part_of_data_ = !view.computed_ && storage_nbytes >= kLargeData &&
+                       view.nbytes_ < storage_nbytes / kSmallShare;
   return view;
 }
 

@@ -44,6 +44,11 @@ class SavedView {
   bool edited_part() const { return edited_part_; }
   // A small part of large memory that no operator computed: a batch that is a slice of a data set.
   bool part_of_data() const { return part_of_data_; }
+  // Whether an operator of a graph made the tensor, or what it is a view of.
+  bool computed() const { return computed_; }
+  // Of the storage: the first byte that the tensor looks at, and the one behind the last.
+  size_t begin() const { return begin_; }
+  size_t end() const { return end_; }
   const void* storage_key() const { return key_; }
   size_t storage_nbytes() const { return storage_nbytes_; }
   size_t nbytes() const { return nbytes_; }
@@ -64,6 +69,9 @@ class SavedView {
   const void* key_ = nullptr;
   size_t storage_nbytes_ = 0;
   size_t nbytes_ = 0;
+  size_t begin_ = 0;
+  size_t end_ = 0;
+  bool computed_ = false;
   bool of_leaf_ = false;
   bool private_format_ = false;
   bool edited_part_ = false;

@@ -1,4 +1,20 @@
-"""memswap: saved activations swapped off the accelerator and back, without changing one bit."""
+"""memswap: saved activations swapped off the accelerator and back, without changing one bit.
+
+    manage(layers, budget=...)      a model, layer by layer, in an order that is learnt
+    saved_tensors(policy)           everything that autograd saves in a `with` block
+    checkpoint, checkpoint_module   recomputing, with tensors that move instead
+    chain, swap_modules             fixed schedules
+    Group, manage_pipeline          schedules of one's own, pipelines
+    Policy, Action                  which tensors move, and how
+    HostPool, DiskPool              where they go
+    encode, decode, Frame           one tensor, losslessly
+    swap_out, swap_in               one tensor that keeps its identity
+    memswap.parallel                sharded weights, context parallelism
+    memswap.compat                  other systems' names
+
+Sizes are in bytes, or such as ``"24GiB"``; times are in seconds. Errors derive from
+:class:`MemswapError`.
+"""
 
 from __future__ import annotations
 

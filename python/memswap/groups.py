@@ -224,6 +224,7 @@ class Group:
 
     @property
     def paused(self) -> bool:
+        """Whether blocks collect nothing now."""
         return self._paused
 
     def close(self) -> None:

@@ -174,12 +174,14 @@ class Chain(Managed):
         super().remove()
 
     def on_enter(self, index: int) -> bool:
+        """A layer's forward begins. Whether its end is of interest."""
         return not self._paused and self._track.enter(index, self._persistent)
 
     def _persistent(self) -> dict[int, WeakStorage]:
         return persistent_storages(self._units.values())
 
     def on_leave(self, index: int) -> None:
+        """A layer's forward ends."""
         self._track.leave(index)
 
 

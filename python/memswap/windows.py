@@ -81,11 +81,13 @@ class Windows:
         self.pending_bound()
 
     def modules_under(self) -> tuple[nn.Module, ...]:
+        """The modules of ``under``; none where nothing was named."""
         if self.under is None:
             return ()
         return (self.under,) if isinstance(self.under, nn.Module) else tuple(self.under)
 
     def pending_bound(self) -> int | None:
+        """``max_pending_bytes`` in bytes; None: automatic."""
         auto = self.max_pending_bytes == "auto"
         return None if auto else parse_bytes(self.max_pending_bytes)
 

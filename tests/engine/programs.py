@@ -43,6 +43,10 @@ RATES = memswap.Rates("a machine", 1e9, 1e9, 5e8, 5e8, 2e9, 3e9)
 WAYS = [(door, action) for door in DOORS for action in ACTIONS]
 
 
+#: What autograd says of edits, and of a reentrant checkpoint on the way of `autograd.grad`.
+REFUSALS = ("inplace", "use_reentrant=True, torch.utils.checkpoint is incompatible")
+
+
 class HaltError(Exception):
     """What a program raises in the midst of a forward."""
 
@@ -176,7 +180,7 @@ class Run:
         except HaltError:
             self.trace.append((kind, "fault"))
         except RuntimeError as error:
-            if "inplace" not in str(error):
+            if not any(words in str(error) for words in REFUSALS):
                 raise
             self.trace.append((kind, "refused"))
         if kind not in ("forward", "step"):

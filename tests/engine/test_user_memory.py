@@ -11,6 +11,7 @@ from helpers import (
     EVERYTHING,
     assert_released,
     assert_same_gradients,
+    let_sends_end,
     new_input,
     new_stack,
     random,
@@ -78,6 +79,62 @@ def test_batch_that_is_a_slice_of_a_data_set_does_not_take_the_data_set_along(de
     assert saver.stats().kept["part of data"].tensors == 1
     assert 0 < saver.stats().moved_bytes < 1 << 20, "the whole data set was moved for one batch"
     assert_released(saver, pool)
+
+
+def filled_by_numpy(device):
+    rows = random(device, 4, 64).numpy()
+    memory = rows * 0
+    tensor = torch.from_numpy(memory)
+    for i in range(4):
+        memory[i] = rows[i]
+        yield tensor[i]
+
+
+def filled_through_data(device):
+    rows = random(device, 4, 64)
+    tensor = torch.zeros(4, 64, device=device)
+    for i in range(4):
+        tensor.data[i] = rows[i]  # as a collective or a kernel of the user's own would
+        yield tensor[i].detach()
+
+
+def filled_through_numpy(device):
+    rows = random(device, 64, 4)
+    tensor = torch.zeros(64, 4, device=device)
+    for i in reversed(range(4)):
+        tensor.numpy()[:, i] = rows[:, i].numpy()
+        yield tensor[:, i]
+
+
+@pytest.mark.every_action
+@pytest.mark.cpu_only  # no accelerator may read a storage that is being edited
+@pytest.mark.parametrize("fill", [filled_by_numpy, filled_through_data, filled_through_numpy])
+def test_memory_filled_part_after_part_by_what_counts_nothing(device, new_pool, fill):
+    def gradients(region):
+        w = random(device, 64, seed=2).requires_grad_()
+        with region:
+            loss = sum((w * part).sum() for part in fill(device))
+        if region is saver:
+            let_sends_end(saver, device)
+        return torch.autograd.grad(loss, [w])
+
+    pool = new_pool()
+    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    expected = gradients(contextlib.nullcontext())
+    assert_same_gradients(gradients(saver), expected)
+    assert saver.stats().kept["edited in parts"].tensors == 3
+    assert_released(saver, pool)
+
+
+def test_parts_of_an_activation_move_with_the_part_that_was_saved_first(device, new_pool):
+    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool())
+    w = random(device, 64).requires_grad_()
+    with saver:
+        first, second = (w * 2).view(2, 32)
+        loss = first.sin().sum() + second.cos().sum()
+    del first, second
+    assert saver.stats().moved_storages == 1 and not saver.stats().kept
+    loss.backward()
 
 
 def test_slice_of_a_large_activation_moves_with_it(device, new_pool):
