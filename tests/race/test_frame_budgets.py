@@ -20,8 +20,9 @@ from torch import nn
 import memswap
 from memswap import Action, Rates
 from memswap.engine import saver as engine
-from memswap.planning import learner, pilot
+from memswap.planning import learner, pilot, profile
 from memswap.planning.pilot import Pilot
+from memswap.planning.profile import measure_codec
 from memswap.planning.script import script_of
 from simdev import laboratory, virtual_time
 
@@ -245,21 +246,26 @@ def test_a_broken_rule_breaks_the_budget(rule, action):
 LINK_GB_PER_S = 0.03
 
 
-def timed(action: Action | None, budget: int | None = 1 << 30) -> tuple[float, memswap.Plan | None]:
-    """Microseconds of a steady step on a slow link, and its plan. `action` None: any."""
-    alone = LINK_GB_PER_S * 1e9
-    rates = replace(
-        LINK_BOUND,
-        **{f"{way}_bytes_per_s": alone for way in ("d2h", "h2d", "duplex_d2h", "duplex_h2d")},
-        encode_bytes_per_s=2.8e9,
-        decode_bytes_per_s=2.8e9,
-    )
+CODEC = {"encode_bytes_per_s": 2.8e9, "decode_bytes_per_s": 2.8e9}
+
+
+def timed(
+    action: Action | None,
+    budget: int | None = 1 << 30,
+    gb_per_s: float = LINK_GB_PER_S,
+    codec: dict[str, float] = CODEC,
+) -> tuple[float, memswap.Plan | None]:
+    """Microseconds of a steady step, on a slow link or another, and its plan.
+
+    `action` None: any.
+    """
+    ways = ("d2h", "h2d", "duplex_d2h", "duplex_h2d")
+    alone = {f"{way}_bytes_per_s": gb_per_s * 1e9 for way in ways}
+    rates = replace(LINK_BOUND, **alone, **codec)
 
     def run() -> tuple[float, memswap.Plan | None]:
         stack, manager, plan = Stack(1, depth=8), None, None
-        with virtual_time(
-            **COMPUTE, h2d_gb_per_s=LINK_GB_PER_S, d2h_gb_per_s=LINK_GB_PER_S
-        ) as clock:
+        with virtual_time(**COMPUTE, h2d_gb_per_s=gb_per_s, d2h_gb_per_s=gb_per_s) as clock:
             if budget is not None:
                 policy = memswap.Policy(action=action, min_bytes=1, include=("4", "5", "6", "7"))
                 manager = memswap.manage(
@@ -297,3 +303,31 @@ def test_what_frames_cost_is_as_predicted_and_less_than_raw_copies_on_a_slow_lin
     free_us, plan = timed(None, budget)
     assert set(CODED) & {one.action for one in plan.storages}, "nobody chose frames"
     assert free_us <= 1.02 * us, f"{free_us:.0f} us as planned, {us:.0f} if told what to do"
+
+
+def measured_codec() -> dict[str, float]:
+    """What memswap.profile finds on the simulated device, with short tensors."""
+
+    def run() -> dict[str, float]:
+        with virtual_time(**COMPUTE, h2d_gb_per_s=3.0, d2h_gb_per_s=3.0):
+            return measure_codec(DEVICE)
+
+    with pytest.MonkeyPatch.context() as patch, laboratory(LAZY):
+        patch.setattr(profile, "CODEC_BYTES", 64 << 10)
+        return run()
+
+
+@pytest.mark.own_laboratory
+@pytest.mark.one_schedule
+@pytest.mark.parametrize("gb_per_s", [0.3, 3.0])
+def test_on_a_fast_link_the_codec_costs_no_more_than_measured_rates_predict(gb_per_s):
+    """Storages are small here: what an encode takes beside its bytes is half of it."""
+    codec = measured_codec()
+    plain_us, _ = timed(None, None, gb_per_s)
+    _, kept = timed(Action.SWAP, gb_per_s=gb_per_s)
+    us, plan = timed(Action.ENCODE_SWAP, int(0.8 * kept.kept_peak_bytes), gb_per_s, codec)
+    exposed_us, said_us = us - plain_us, plan.exposed_s * 1e6
+    assert exposed_us > 0 and plan.moved_bytes > 0
+    assert -0.02 * plain_us <= exposed_us - said_us <= 0.01 * plain_us, (
+        f"{said_us:.0f} us exposed were predicted, {exposed_us:.0f} found in {plain_us:.0f}"
+    )
