@@ -127,9 +127,13 @@ inline void test_packed_bitmaps(const Format& format) {
     block.streams.clear();
     block.check_status(frame::kBadPayload, "maps that promise more bytes than there are");
   }
-  for (const uint32_t units : {0u, 1u, 3u, 4u, 8u, good.units() - 1}) {
+  for (const uint32_t units : {0u, 1u, 3u, 4u, 8u, good.units() / 2, good.units() - 1}) {
     good.check_status(Record::pack(good.mode(), units, true), frame::kBadPayload,
                       "a payload of " + std::to_string(units) + " units");
+  }
+  for (const uint32_t units : {0u, 4u, 8u}) {
+    good.check_status(Record::pack(good.mode(), units, false), frame::kBadPayload,
+                      "a plain bitmap of " + std::to_string(units) + " units");
   }
   good.check_status(Record::pack(frame::kLiteral, good.units(), true), frame::kBadRecord,
                     "a literal block with a packed bitmap");
