@@ -157,7 +157,6 @@ def test_a_launch_that_raises_takes_no_memory_and_loses_nothing(
         monkeypatch.setattr("memswap.engine.group.SMALL_BYTES", 0)
     pool = new_pool()
     group = memswap.Group("raises", EVERYTHING, pool=pool)
-    generation, loss = collected(group, device)
 
     class Broken:
         def __init__(self, lane):
@@ -172,6 +171,7 @@ def test_a_launch_that_raises_takes_no_memory_and_loses_nothing(
     opened = transfer.open_lane
     with monkeypatch.context() as broken:
         broken.setattr(transfer, "open_lane", lambda *a, **k: Broken(opened(*a, **k)))
+        generation, loss = collected(group, device)
         with pytest.raises(RuntimeError, match="no such stream"):
             generation.launch_offload()
     with pytest.raises(memswap.GroupError, match="nothing was launched"):
