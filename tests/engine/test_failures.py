@@ -261,7 +261,11 @@ def test_policy_function_that_returns_nonsense_is_told(device, new_pool, returne
         (lambda m: memswap.manage([nn.ModuleList([m])]), TypeError, "never called"),
         (lambda m: memswap.manage({"layers": nn.ModuleList([m])}), TypeError, "never called"),
         (lambda m: memswap.checkpoint_module("layers"), TypeError, "checkpoint_module.*found str"),
-        (lambda m: memswap.manage(m, budget="70%"), ValueError, "budget.*auto or a size.*70%"),
+        (
+            lambda m: memswap.manage(m, budget="170%"),
+            ValueError,
+            "budget.*up to 100%, found '170%'",
+        ),
         (lambda m: memswap.decode(b"bytes"), TypeError, "decode takes a Frame, found bytes"),
         (memswap.swap_out, TypeError, "swap_out.*found Linear"),
         (
