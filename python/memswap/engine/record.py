@@ -126,6 +126,7 @@ class Recorder:
         self._held: list[int] = []  # indices of storages that the forward may still hold
         self._sent: list[int] = []  # and of those whose sends may be under way
         self._held_until: list[int | None] = []
+        self._let_go: dict[int, int] = {}  # seen while sends were under way -> the mark
         self._last_demand: list[int | None] = []
         self._order: list[int] = []
         self._order_set: set[int] = set()
@@ -203,6 +204,9 @@ class Recorder:
 
     def take(self) -> Record:
         """The record of a passage that is over."""
+        for index, mark in self._let_go.items():
+            self._held_until[index] = mark
+        self._let_go.clear()
         seconds = self._clock.seconds
         ends = [self._opening, *(end for _, end in self._moments)]
         begins = [*(begin for begin, _ in self._moments), self._end]
@@ -264,14 +268,21 @@ class Recorder:
             entry = self._entries[index]()
             storage = None if entry is None else entry.identity.lock()
             if entry is None or storage is None:
-                self._held_until[index] = mark
+                self._held_until[index] = self._let_go.pop(index, mark)
                 continue
             # What was just taken, and an encode that waits for a window.
             ours = 1 + entry.keeps + (index in owned) + (entry.storage is not None)
-            if storage.use_count > ours:
-                still.append(index)
+            held = storage.use_count > ours
+            if held:
+                self._let_go.pop(index, None)
+            elif index in owned:
+                # A worker may have let go of it since we asked, and somebody else hold it: what is
+                # seen now counts if it is still so when the send has ended.
+                self._let_go.setdefault(index, mark)
             else:
-                self._held_until[index] = mark
+                self._held_until[index] = self._let_go.pop(index, mark)
+            if held or index in owned:
+                still.append(index)
         self._held = still
 
     def _owned_by_sends(self) -> set[int]:
