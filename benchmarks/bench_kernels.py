@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import subprocess
 import sys
 from datetime import datetime, timezone
@@ -17,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "gpu"))
-from standalone import ROOT, build_cuda_bench
+from commit import commit
+from standalone import build_cuda_bench
 
 #: Yardsticks for bf16, dense: GB/s of uncompressed bytes from 64 MB on, and half of it at 4 MB.
 YARDSTICKS = {"encode_gb_s": 1300, "decode_gb_s": 1800}
@@ -38,14 +38,9 @@ COLUMNS = {
 
 def environment(program: dict[str, Any]) -> dict[str, Any]:
     """What a number means nothing without."""
-    commit = ""
-    if shutil.which("git"):
-        head = ["git", "rev-parse", "HEAD"]
-        done = subprocess.run(head, cwd=ROOT, capture_output=True, text=True, check=False)
-        commit = done.stdout.strip()
     return {
         **program,
-        "commit": commit or "not a git working tree",
+        "commit": commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 

@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import ROOT, PeakMemory, make_parser, write_result
+from commit import ROOT
+from common import PeakMemory, make_parser, write_result
 from llama import Llama, LlamaConfig
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

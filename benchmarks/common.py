@@ -11,9 +11,7 @@ import ctypes
 import gc
 import json
 import math
-import shutil
 import statistics
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
@@ -21,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from commit import commit
 
 from memswap.cli.bench.environment import describe_environment
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
@@ -42,24 +39,6 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has done all that was asked of it; nothing to do on a CPU."""
     if device.type != "cpu":
         torch.accelerator.synchronize()
-
-
-def commit() -> str:
-    """Return the commit of this working tree, marked where files differ from it."""
-
-    if shutil.which("git") is None:
-        return "git was not found"
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(
-            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
-        )
-        return done.stdout.strip() if done.returncode == 0 else ""
-
-    head = git("rev-parse", "HEAD")
-    if not head:
-        return "not a git working tree"
-    return head + (" with changes" if git("status", "--porcelain") else "")
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -211,8 +211,7 @@ class Manager(Managed):
             self._unseen = None
 
     def _enter(self, name: str) -> None:
-        if self._unseen is not None:
-            self._seen()
+        self._seen()
         if torch.is_grad_enabled() and not in_backward():
             self._note(name)
         self._visits.drop_interrupted(name)

@@ -6,66 +6,28 @@ Budgets here are for stacks whose storages are all alike, so that a share of the
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import pytest
 import torch
+from budget_layers import (
+    SWAP,
+    Layer,
+    Scaled,
+    forward,
+    kept_peak,
+    new_layers,
+    rates_for,
+    step,
+)
 from helpers import assert_released, assert_same_gradients, gradients
 from torch import nn
 
 import memswap
-from memswap import Action, BudgetError, Rates
+from memswap import Action, BudgetError
 from memswap.planning import learner
 from memswap.planning.search import Search
 
 pytestmark = pytest.mark.one_schedule
-
-WIDTH = 64
-FAST = Rates("a fast machine", 1e12, 1e12, 1e12, 1e12, 1e12, 1e12, 0.0, 0.0)
-SWAP = memswap.Policy(action=Action.SWAP, min_bytes=1)
-
-
-class Layer(nn.Module):
-    """Saves two storages of `rows` rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x).tanh()
-
-
-def new_layers(device: torch.device, depth: int = 6) -> nn.ModuleList:
-    torch.manual_seed(0)
-    return nn.ModuleList([Layer() for _ in range(depth)]).to(device)
-
-
-def forward(layers: nn.ModuleList, rows: int, device: torch.device) -> torch.Tensor:
-    x = torch.linspace(-1, 1, rows * WIDTH).reshape(rows, WIDTH).to(device)
-    for layer in layers:
-        x = layer(x)
-    return x.square().mean()
-
-
-def step(layers: nn.ModuleList, rows: int, device: torch.device) -> list[torch.Tensor | None]:
-    layers.zero_grad(set_to_none=True)
-    forward(layers, rows, device).backward()
-    return gradients(layers)
-
-
-def rates_for(device: torch.device) -> Rates:
-    values = {**FAST.as_dict(), "inline_codec": device.type == "cpu"}
-    return Rates(**values)
-
-
-def kept_peak(device: torch.device, pool: Any, rows: int = 32) -> int:
-    layers = new_layers(device)
-    with memswap.manage(layers, SWAP, pool=pool, budget="1GiB", rates=rates_for(device)) as manager:
-        for _ in range(4):
-            step(layers, rows, device)
-        assert manager.plan is not None
-        return manager.plan.kept_peak_bytes
 
 
 def test_the_first_steps_learn_and_the_fourth_begins_with_a_plan(device, new_pool):
@@ -341,18 +303,6 @@ def test_on_a_cpu_a_budget_encodes_what_is_needed_and_no_more():
         assert 0 < actions.count(Action.ENCODE) < len(actions)
         assert set(actions) <= {Action.KEEP, Action.ENCODE}
         assert manager.stats().peak_resident_bytes <= budget
-
-
-class Scaled(nn.Module):
-    """Saves a storage whose exponents are as far apart as its scales."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("scale", torch.ones(512, WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x).tanh() * self.scale
 
 
 @pytest.mark.cpu_only

@@ -6,8 +6,8 @@ import warnings
 
 import pytest
 import torch
+from budget_layers import SWAP, Scaled, forward, kept_peak, new_layers, rates_for, step
 from helpers import assert_same_gradients
-from test_budget import SWAP, Scaled, forward, kept_peak, new_layers, rates_for, step
 from torch import nn
 
 import memswap

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from budget_layers import SWAP, forward, kept_peak, new_layers, rates_for, step
 from helpers import assert_released, assert_same_gradients
-from test_budget import SWAP, forward, kept_peak, new_layers, rates_for, step
 
 import memswap
 from memswap._native import native

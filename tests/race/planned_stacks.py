@@ -39,13 +39,22 @@ class Layer(nn.Module):
 class Stack:
     """A random stack of layers, and its steps."""
 
+    layer: type[Layer] = Layer
+    sides = SIDES
+    most_repeats = 3
+    dtype = torch.float32
+
     def __init__(self, seed: int, depth: int = 8) -> None:
         chosen = random.Random(seed)
-        generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator().manual_seed(seed)
         self.layers = nn.ModuleList(
-            Layer(chosen.choice(SIDES), chosen.randint(1, 3), generator) for _ in range(depth)
-        ).to(DEVICE)
-        self.x = torch.randn(SIDES[-1], SIDES[-1], generator=generator).to(DEVICE)
+            self.layer(
+                chosen.choice(self.sides), chosen.randint(1, self.most_repeats), self.generator
+            )
+            for _ in range(depth)
+        ).to(DEVICE, self.dtype)
+        side = self.sides[-1]
+        self.x = torch.randn(side, side, generator=self.generator).to(DEVICE, self.dtype)
 
     def step(self) -> None:
         for parameter in self.layers.parameters():
@@ -53,7 +62,7 @@ class Stack:
         x = self.x
         for layer in self.layers:
             x = layer(x)
-        loss = x.sum()
+        loss = x.float().sum()
         del x
         loss.backward()
 

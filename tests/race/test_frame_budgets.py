@@ -7,13 +7,13 @@ all, on every schedule; and values that stop shrinking after the plan was made.
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Iterator
 from dataclasses import replace
 
+import planned_stacks
 import pytest
 import torch
-from planned_stacks import COMPUTE, LAZY
+from planned_stacks import COMPUTE, LAZY, Layer
 from race_workloads import DEVICE, new_pool
 from torch import nn
 
@@ -26,7 +26,6 @@ from memswap.planning.profile import measure_codec
 from memswap.planning.script import script_of
 from simdev import laboratory, virtual_time
 
-SIDES = (64, 96, 128)
 CODED = (Action.ENCODE, Action.ENCODE_SWAP)
 
 
@@ -40,13 +39,11 @@ LINK_BOUND = machine(0.05, 50.0)
 NO_LINK = machine(1e-4, 50.0)
 
 
-class Layer(nn.Module):
+class Masked(Layer):
     """Saves storages of one size: dense ones, half zeros, and a mask."""
 
     def __init__(self, side: int, repeats: int, generator: torch.Generator) -> None:
-        super().__init__()
-        self.side, self.repeats = side, repeats
-        self.weight = nn.Parameter(torch.randn(side, side, generator=generator) / side**0.5)
+        super().__init__(side, repeats, generator)
         self.register_buffer("scale", torch.ones(side, side))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -57,18 +54,13 @@ class Layer(nn.Module):
         return nn.functional.pad(inner, (0, x.shape[1] - self.side, 0, x.shape[0] - self.side))
 
 
-class Stack:
-    """A random stack of layers, and its steps."""
+class Stack(planned_stacks.Stack):
+    """A random stack of layers that save what frames make shorter."""
+
+    layer, sides, most_repeats, dtype = Masked, (64, 96, 128), 2, torch.bfloat16
 
     def __init__(self, seed: int, depth: int = 6) -> None:
-        chosen = random.Random(seed)
-        generator = torch.Generator().manual_seed(seed)
-        self.layers = nn.ModuleList(
-            Layer(chosen.choice(SIDES), chosen.randint(1, 2), generator) for _ in range(depth)
-        ).to(DEVICE, torch.bfloat16)
-        self.generator = generator
-        x = torch.randn(SIDES[-1], SIDES[-1], generator=generator)
-        self.x = x.to(DEVICE, torch.bfloat16)
+        super().__init__(seed, depth)
 
     def collapse(self) -> None:
         """From now on the exponents of what layers save are wide apart: frames become longer."""
@@ -76,18 +68,8 @@ class Stack:
             powers = torch.randint(-20, 20, layer.scale.shape, generator=self.generator)
             layer.scale.copy_((2.0**powers).to(DEVICE))
 
-    def step(self) -> None:
-        for parameter in self.layers.parameters():
-            parameter.grad = None
-        x = self.x
-        for layer in self.layers:
-            x = layer(x)
-        loss = x.float().sum()
-        del x
-        loss.backward()
-
     def gradients(self) -> list[torch.Tensor]:
-        return [parameter.grad.cpu().view(torch.int16) for parameter in self.layers.parameters()]
+        return [gradient.view(torch.int16) for gradient in super().gradients()]
 
 
 KEPT: dict[int, int] = {}

@@ -15,7 +15,7 @@ from memswap.planning.budgets import bytes_of
 from memswap.planning.plan import Plan, PlannedStorage, PlannedUnit, frozen
 from memswap.planning.rates import Rates
 from memswap.planning.regions import EXACT_REGIONS, chosen, smallest, under
-from memswap.planning.search import Candidate, Search, away_nbytes
+from memswap.planning.search import Candidate, Search
 from memswap.planning.step import Step
 
 #: "auto" may make a step longer by this share: what a prediction cannot tell from nothing.
@@ -124,7 +124,7 @@ def _planned(
     storages = []
     for index, storage in enumerate(step.storages):
         action = best.choice.get(index, Action.KEEP)
-        away = 0 if action is Action.KEEP else away_nbytes(storage, action)
+        away = storage.away_nbytes(action)
         storages.append(
             PlannedStorage(
                 storage.unit,

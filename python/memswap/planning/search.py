@@ -24,7 +24,7 @@ from types import MappingProxyType
 from memswap.engine.action import Action
 from memswap.planning.rates import Rates
 from memswap.planning.simulate import CODED, MOVES, Replay, replay
-from memswap.planning.step import SavedStorage, Step
+from memswap.planning.step import Step
 
 #: So many combinations of actions are compared one by one.
 EXACT_CHOICES = 1024
@@ -145,7 +145,7 @@ class Search:
         storages = self.step.storages
         moved = sum(storages[index].nbytes for index in choice)
         pooled = sum(
-            away_nbytes(storages[index], action)
+            storages[index].away_nbytes(action)
             for index, action in choice.items()
             if action in MOVES
         )
@@ -192,7 +192,7 @@ class Search:
             for one in (action, *menu):
                 if one not in menu:
                     continue
-                away = away_nbytes(self.step.storages[index], one) if one in MOVES else 0
+                away = self.step.storages[index].away_nbytes(one) if one in MOVES else 0
                 if away <= room:
                     room -= away
                     row.append((index, one))
@@ -301,11 +301,6 @@ class Search:
 
     def _forced(self, choice: Choice) -> Candidate:
         return self._candidate(choice, replay(self.step, self.rates, choice, 0), 0)
-
-
-def away_nbytes(storage: SavedStorage, action: Action) -> int:
-    """Bytes that a storage takes while it is away: of the pool, or of the device for ENCODE."""
-    return storage.nbytes if action is Action.SWAP else storage.held_frame_nbytes
 
 
 def least(candidates: Iterable[Candidate]) -> Candidate:

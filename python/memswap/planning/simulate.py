@@ -374,8 +374,7 @@ class _Run:
         if action is Action.ENCODE_SWAP:
             self.resident += self._framed(index)
         if action in MOVES:
-            nbytes = storage.nbytes if action is Action.SWAP else storage.held_frame_nbytes
-            self.link.add(1, index, nbytes, self.clock)
+            self.link.add(1, index, storage.away_nbytes(action), self.clock)
 
     def _latest_starts(self) -> dict[int, float]:
         """Until when a fetch must start on a link of half the speed, by undisturbed time."""

@@ -51,6 +51,12 @@ class SavedStorage:
             return self.last_demand
         return max(self.last_demand, self.kept_until)
 
+    def away_nbytes(self, action: Action) -> int:
+        """Bytes that it takes while it is away: of the pool, or of the device for ENCODE."""
+        if action is Action.KEEP:
+            return 0
+        return self.nbytes if action is Action.SWAP else self.held_frame_nbytes
+
     @property
     def movable(self) -> bool:
         """Whether moving it frees anything."""

@@ -192,7 +192,7 @@ class Bench:
 
     def run(self, kinds: dict[str, torch.Tensor], sizes_mib: list[int]) -> Result:
         """Every kind, every size of three kinds, every peer on five kinds."""
-        result = Result(missing=self.missing, threads=torch.get_num_threads())
+        result = Result(missing=self.missing, threads=self.threads)
         for name, tensor in kinds.items():
             self.show(f"memswap on {name}")
             bound = entropy_bound(tensor)
