@@ -73,7 +73,7 @@ const void* identity_of(const c10::VariableVersion& counter) {
 // saved.
 
 // Which entry or stay has the very storage and content that a view was captured from. False: what
-// is known of the storage is another counter's.
+// is known of the storage is another counter's, or left before anybody saved this part of it.
 PyObject* find(PyObject* self, PyObject* view) {
   const SavedView* const look = saved_view_of(view);
   if (look == nullptr) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -165,7 +166,13 @@ def test_dtensors_leave_and_come_back(rank: Rank) -> None:
     expected = run(lambda fn, x: fn(x))
     for _ in range(2):
         assert torch.equal(run(shared.checkpoint), expected)
-    assert shared.stats().moved_storages > 0 and shared.stats().resident_bytes == 0
+    assert shared.stats().moved_storages > 0
+    # A gloo thread that has just ended its collective holds the result, and the graph behind it,
+    # until it is scheduled again.
+    deadline = time.monotonic() + 10
+    while shared.stats().resident_bytes and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert shared.stats().resident_bytes == 0, "a region's storages outlive its graph"
 
 
 @distributed(2)
