@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import random
 import threading
 import time
@@ -21,6 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from eventually import eventually
 from program_layers import (
     FUNCTIONS,
     FUNCTIONS_ON_A_CPU,
@@ -348,11 +348,7 @@ def came_back(pool: memswap.DiskPool) -> bool:
     """Whether no block is taken once cycles are collected and transfers have ended."""
     # After an error, a thread's queue holds nodes until its next backward.
     torch.zeros((), requires_grad=True).mul(1).backward()
-    deadline = time.monotonic() + 5
-    while pool.statistics().blocks and time.monotonic() < deadline:
-        gc.collect()
-        time.sleep(0.001)
-    return pool.statistics().blocks == 0
+    return eventually(lambda: not pool.statistics().blocks, collect=True)
 
 
 def main() -> None:
