@@ -261,25 +261,32 @@ print("alive")
 def test_waiting_lets_other_threads_run() -> None:
     done = run_python(
         """
-import threading, torch
+import sys, threading, time, torch
 from memswap._native import native
 from memswap.engine.pools import HostPool
+sys.setswitchinterval(1000)  # others run only where this thread lets go of the GIL
 n = 200 << 20
 pool = HostPool("1GiB", "256MiB", device="cpu").native
 lane = native.WorkerLane(workers=1)
+data = native.StorageRef(torch.ones(n, dtype=torch.uint8))
 turns = 0
 stop = threading.Event()
 def count():
     global turns
     while not stop.is_set():
         turns += 1
-threading.Thread(target=count, daemon=True).start()
-ticket = lane.send(native.StorageRef(torch.ones(n, dtype=torch.uint8)), pool.allocate(n))
-before = turns
-ticket.wait()
-after = turns
+        time.sleep(0)
+thread = threading.Thread(target=count)
+thread.start()
+for _ in range(50):  # a worker may be done before anybody waits
+    ticket = lane.send(data, pool.allocate(n))
+    before = turns
+    ticket.wait()
+    if turns > before:
+        break
+print(turns > before)
 stop.set()
-print(after > before)
+thread.join()
 """
     )
     assert done.stdout.strip() == "True", done.stdout + done.stderr
