@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from apart import run_python
 
 from memswap._native import native
 from memswap.engine.pools import DiskPool, HostPool
 
 MIB = 2**20
 WORKERS = [0, 1, 2]
-
-
-def run_python(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run a program that finds the memswap of this process; a hang is a failure."""
-    package = Path(sys.modules["memswap"].__path__[0]).parent
-    return subprocess.run(
-        [sys.executable, "-c", program, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(package)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
 
 
 def bytes_tensor(nbytes: int, seed: int = 0) -> torch.Tensor:
