@@ -59,7 +59,7 @@ PyObject* rebuild(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObj
       throw py::type_error("rebuild needs a storage and whether it shares the version counter");
     }
     const StorageRef& ref = *expect_storage(storage);
-    return THPVariable_Wrap(view_of(self).rebuild(ref, PyObject_IsTrue(shares_counter) == 1));
+    return THPVariable_Wrap(view_of(self).rebuild(ref, is_true(shares_counter)));
   });
 }
 

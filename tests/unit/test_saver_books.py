@@ -180,6 +180,19 @@ def test_a_ticket_that_raises_loses_no_entry():
     assert tensor.numel()
 
 
+def test_an_argument_that_is_neither_true_nor_false_is_an_error():
+    class Neither:
+        def __bool__(self):
+            raise KeyError("on purpose")
+
+    tensor, entry = saved(new_saver())
+    with pytest.raises(KeyError, match="on purpose"):
+        entry.gone(wait=Neither())
+    view, storage = native.capture(tensor), native.StorageRef(tensor)
+    with pytest.raises(KeyError, match="on purpose"):
+        view.rebuild(storage, shares_counter=Neither())
+
+
 def test_entries_that_die_while_others_are_looked_at():
     """A ticket that is asked runs code of Python's, which may drop any entry."""
     saver, departing = new_saver(), native.Departing()
