@@ -8,8 +8,9 @@ The format is specified in docs/format.md. These functions run at once, on the c
 encodes a model's saved tensors behind its computation is ``memswap.saved_tensors``.
 
 On a CPU, frames and decoded tensors live in memory that is used again and again: pages fresh from
-the system cost more than the encoding. ``spare_memory()`` says how much is kept, at most 1 GiB, and
-``trim_spare_memory()`` gives back what nothing uses.
+the system cost more than the encoding. ``spare_memory()`` says how much is kept, at most an eighth
+of the machine's memory (but 1 GiB, and never more than 4), and ``trim_spare_memory()`` gives back
+what nothing uses.
 """
 
 from __future__ import annotations

@@ -100,14 +100,14 @@ def swap_in(tensor: torch.Tensor) -> None:
     away: _Away | None = getattr(tensor, _ATTRIBUTE, None)
     if away is None:
         raise NotSwappedError("swap_in(): the tensor is not swapped out; nothing to bring back")
-    storage = away.departure.storage() if away.departure.done() else None
-    if storage is None:  # or else the send failed, and the bytes never left
-        storage, arrival = away.lane.fetch(away.block)
-        try:
-            arrival.wait()
-        except native.TransferError as error:
+    fetched, arrival = away.lane.fetch(away.block)
+    try:
+        arrival.wait()
+    except native.TransferError as error:
+        fetched = away.departure.storage()  # the send failed, and the bytes never left
+        if fetched is None:
             raise TransferError(f"swap_in(): the bytes cannot be read back: {error}") from error
-    native.give_bytes(tensor, away.shell, storage)
+    native.give_bytes(tensor, away.shell, fetched)
     delattr(tensor, _ATTRIBUTE)
 
 

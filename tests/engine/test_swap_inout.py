@@ -7,9 +7,17 @@ import weakref
 
 import pytest
 import torch
-from helpers import assert_pool_empty, new_input, new_stack, random, same_bits
+from helpers import (
+    assert_pool_empty,
+    files_no_longer_than,
+    new_input,
+    new_stack,
+    random,
+    same_bits,
+)
 
 import memswap
+from memswap import inplace
 from memswap._native import native
 
 
@@ -274,3 +282,22 @@ def test_a_send_that_cannot_start_leaves_the_tensor_as_it_was(device, new_pool, 
     with pytest.raises(RuntimeError, match="the device is lost"):
         memswap.swap_out(tensor, new_pool())
     assert same_bits(tensor, expected), "a failed swap_out lost the tensor's bytes"
+
+
+@pytest.mark.cpu_only
+def test_a_write_that_fails_while_the_tensor_is_asked_for_loses_nothing(
+    device, tmp_path, monkeypatch
+):
+    # Without workers a send begins when somebody waits for it.
+    monkeypatch.setattr(inplace, "open_lane", lambda device: native.WorkerLane(workers=0))
+    pool = memswap.DiskPool(tmp_path, budget="16MiB", extent="1MiB")
+    pool.reserve("1MiB")  # space is set aside, and then the disk fails
+    tensor = random(device, 4096)
+    with files_no_longer_than(0):
+        assert memswap.swap_out(tensor, pool)
+        memswap.swap_in(tensor)
+    assert same_bits(tensor, random(device, 4096)), "the only copy was lost"
+    assert memswap.swap_out(tensor, pool), "the tensor counts as away"
+    memswap.swap_in(tensor)
+    assert same_bits(tensor, random(device, 4096))
+    assert_pool_empty(pool)
