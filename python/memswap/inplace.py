@@ -35,8 +35,9 @@ class _Away:
 def swap_out(tensor: torch.Tensor, pool: Pool | None = None) -> bool:
     """Move the bytes of a tensor away; the tensor keeps its identity, shape and version.
 
-    Until :func:`swap_in`, reading or writing the tensor raises an error that says so. The copy is
-    asynchronous on an accelerator; its memory is reusable as soon as the copy has ended.
+    Until :func:`swap_in`, reading or writing the tensor raises an error that says so. The host does
+    not wait for the copy. On an accelerator the memory is free for what follows on the current
+    stream, which is ordered after the copy; on a CPU, once a thread has written the bytes.
 
     Args:
         tensor: a plain tensor that nobody else shares: no view, alias or autograd graph.
@@ -72,7 +73,7 @@ def swap_out(tensor: torch.Tensor, pool: Pool | None = None) -> bool:
     block = pool.native.allocate(native.StorageRef(tensor).nbytes)
     if block is None:
         return False
-    lane = open_lane(tensor.device)
+    lane = _lane_to(pool, tensor.device)
     message = (
         f"memswap: this tensor ({tensor.dtype}, {list(tensor.shape)}) is swapped out; call "
         "memswap.swap_in(tensor) before using it"
@@ -83,6 +84,7 @@ def swap_out(tensor: torch.Tensor, pool: Pool | None = None) -> bool:
     except BaseException:
         native.give_bytes(tensor, shell, storage)
         raise
+    departure.abandon()  # or else it would hold the memory until somebody waits
     setattr(tensor, _ATTRIBUTE, _Away(block, lane, departure, shell))
     return True
 
@@ -100,15 +102,24 @@ def swap_in(tensor: torch.Tensor) -> None:
     away: _Away | None = getattr(tensor, _ATTRIBUTE, None)
     if away is None:
         raise NotSwappedError("swap_in(): the tensor is not swapped out; nothing to bring back")
-    fetched, arrival = away.lane.fetch(away.block)
+    storage, arrival = away.lane.fetch(away.block)
     try:
         arrival.wait()
     except native.TransferError as error:
-        fetched = away.departure.storage()  # the send failed, and the bytes never left
-        if fetched is None:
+        kept = away.departure.storage()
+        if kept is None:
             raise TransferError(f"swap_in(): the bytes cannot be read back: {error}") from error
-    native.give_bytes(tensor, away.shell, fetched)
+        storage = kept  # the send failed, and the bytes never left
+    native.give_bytes(tensor, away.shell, storage)
     delattr(tensor, _ATTRIBUTE)
+
+
+def _lane_to(pool: Pool, device: torch.device) -> Lane:
+    """One lane serves all tensors of a pool: threads of its own for each would add up."""
+    lane = pool.lanes.get(device)
+    if lane is None:
+        lane = pool.lanes[device] = open_lane(device)
+    return lane
 
 
 def why_shared(tensor: torch.Tensor) -> str:

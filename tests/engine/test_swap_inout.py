@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 
 import pytest
@@ -59,8 +60,6 @@ def test_device_memory_is_really_given_back(device, new_pool):
     tensor = random(device, 4096)
     full = allocated()
     assert memswap.swap_out(tensor, pool)
-    tensor._memswap_away.departure.wait()
-    torch.accelerator.synchronize()
     assert allocated() <= full - 4096 * 4, "the tensor's memory is still allocated"
     memswap.swap_in(tensor)
     assert same_bits(tensor, random(device, 4096))
@@ -301,3 +300,17 @@ def test_a_write_that_fails_while_the_tensor_is_asked_for_loses_nothing(
     memswap.swap_in(tensor)
     assert same_bits(tensor, random(device, 4096))
     assert_pool_empty(pool)
+
+
+@pytest.mark.cpu_only
+def test_many_tensors_away_take_no_more_threads_than_one(device, new_pool):
+    pool = new_pool()
+    tensors = [random(device, 10, seed=seed) for seed in range(50)]
+    assert memswap.swap_out(tensors[0], pool)
+    threads = len(os.listdir("/proc/self/task"))
+    assert all(memswap.swap_out(tensor, pool) for tensor in tensors[1:])
+    more = len(os.listdir("/proc/self/task")) - threads
+    assert more < len(tensors) / 2, f"{more} threads for {len(tensors) - 1} tensors"
+    for seed, tensor in enumerate(tensors):
+        memswap.swap_in(tensor)
+        assert same_bits(tensor, random(device, 10, seed=seed))

@@ -64,6 +64,8 @@ class _Pool:
     def __init__(self, pool: Any, budget_bytes: int) -> None:
         self._native = pool
         self._budget_bytes = budget_bytes
+        #: Lanes to it, by device, of who sends tensor by tensor. They live as long as the pool.
+        self.lanes: dict[torch.device, Any] = {}
 
     @property
     def native(self) -> Any:
