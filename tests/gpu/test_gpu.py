@@ -38,8 +38,8 @@ Region = Callable[[], contextlib.AbstractContextManager[Any]]
 
 @pytest.fixture(autouse=True)
 def deterministic() -> Iterator[None]:
-    """The same bits from the same program. Not `warn_only`: attention's backward then warns and adds
-    in any order, the memory-efficient one of float32 and flash attention alike."""
+    """The same bits from the same program. Not `warn_only`: then attention's backward only warns,
+    and adds in any order, flash attention's and float32's alike."""
     before = torch.are_deterministic_algorithms_enabled()
     warned = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)
