@@ -10,8 +10,9 @@ recomputed any number of times: after ``retain_graph``, for two losses, for a do
 Nothing is consumed; the graph owns the region (through torch's frame), and the region what it
 saved. Three kinds of operators need more than their output:
 
-- One whose output lies on an argument's storage (a view) is always run again. That costs nothing,
-  and its output is again an alias of the argument, saved or recomputed.
+- One whose output lies on an argument's storage (a view) is always run again, and so is one that
+  turns its argument into a view (`squeeze_`, `t_`). That costs nothing, and its output is again an
+  alias of the argument, saved or recomputed.
 - One that writes its arguments (in place, ``out=``, a collective of c10d) is replayed by copying
   what it wrote into the arguments of the recomputation.
 - One that draws random numbers moves the generators on. So does its replay: whatever draws after it
@@ -76,7 +77,7 @@ class Region:
         number = self.calls[op]
         self.calls[op] += 1
         policy = self.decide(op, args, kwargs, output)
-        if policy in _RECOMPUTE:
+        if policy in _RECOMPUTE or torch.Tag.inplace_view in getattr(op, "tags", ()):
             return
         written = written_by(op, args, kwargs)
         if not written and shares_storage(output, (args, kwargs)):

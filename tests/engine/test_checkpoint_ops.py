@@ -214,6 +214,24 @@ def test_saving_whatever_can_be_saved_is_always_right(device):
     assert_same_gradients(found, expected)
 
 
+@pytest.mark.one_schedule
+@SAVING
+def test_operators_that_turn_their_argument_into_a_view_run_again(device, new_pool, decision):
+    """What they write is a shape, which no saved output gives back."""
+
+    def fn(x):
+        y = (x + 1).unsqueeze_(0).sin()
+        return ((y * 2).squeeze_(0).cos() * 2).t_().exp()
+
+    def of_views(ctx, op, *args, **kwargs):
+        chosen = torch.Tag.inplace_view in op.tags
+        return decision if chosen else CheckpointPolicy.MUST_RECOMPUTE
+
+    x = random(device, 24, 32)
+    found = gradients_of(fn, x, policy_fn=of_views, pool=new_pool(), min_bytes=1)
+    assert_same_gradients(found, gradients_of(fn, x))
+
+
 # --- random numbers ---------------------------------------------------------------------------
 
 
