@@ -113,7 +113,9 @@ class Reversible(torch.autograd.Function):
 class ReversibleBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Sequential(nn.Linear(WIDTH // 2, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH // 2))
+        self.inner = nn.Sequential(
+            nn.Linear(WIDTH // 2, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH // 2)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = Reversible.apply(x, self.inner, *self.inner.parameters())
@@ -197,15 +199,17 @@ def selective(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     def contexts() -> Any:
         return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
 
-    return checkpoint(
-        lambda y: (y @ w).sin() * y, x, use_reentrant=False, context_fn=contexts
-    )
+    return checkpoint(lambda y: (y @ w).sin() * y, x, use_reentrant=False, context_fn=contexts)
 
 
 def swapped_region(decision: memswap.CheckpointPolicy) -> Function:
     def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         def decide(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> memswap.CheckpointPolicy:
-            return decision if op is torch.ops.aten.mm.default else memswap.CheckpointPolicy.PREFER_RECOMPUTE
+            return (
+                decision
+                if op is torch.ops.aten.mm.default
+                else memswap.CheckpointPolicy.PREFER_RECOMPUTE
+            )
 
         return memswap.checkpoint(
             lambda y: ((y @ w).sin() @ w) * y,
@@ -253,7 +257,11 @@ def gradient_of_a_part(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 def noisy(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     y = x @ w
-    return y * torch.bernoulli(y.detach().sigmoid()) + F.alpha_dropout(y, 0.2, True)
+    return (
+        y * torch.bernoulli(y.detach().sigmoid().nan_to_num(0.5))
+        + F.rrelu(y, training=True)
+        + F.alpha_dropout(y, 0.2, True)
+    )
 
 
 FLOWS: dict[str, Function] = {

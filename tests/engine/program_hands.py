@@ -36,7 +36,9 @@ class Mixed:
 class ByHand:
     """Groups that are moved at arbitrary times, as far as that is legal."""
 
-    def __init__(self, policy: memswap.Policy, options: dict[str, Any], choose: random.Random) -> None:
+    def __init__(
+        self, policy: memswap.Policy, options: dict[str, Any], choose: random.Random
+    ) -> None:
         self.engine = memswap.Groups(policy, **options)
         self.groups = [self.engine.new("first"), self.engine.new("second")]
         self.choose = choose

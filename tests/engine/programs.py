@@ -379,7 +379,9 @@ class Run:
         """A gradient penalty: backward through a backward, some of it inside the region."""
         loss, x = self.graphs.pop(microbatch)
         wanted = [*self.trained(), *([x] if x.requires_grad else [])]
-        if not loss.requires_grad or self.program.has(*ONCE_DIFFERENTIABLE, *FLOWS_ONCE_DIFFERENTIABLE):
+        if not loss.requires_grad or self.program.has(
+            *ONCE_DIFFERENTIABLE, *FLOWS_ONCE_DIFFERENTIABLE
+        ):
             return
         with self.region() if microbatch == 1 else contextlib.nullcontext():
             found = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)
@@ -535,7 +537,9 @@ def main() -> None:
                 uses = action in (memswap.Action.SWAP, memswap.Action.ENCODE_SWAP, "mixed")
                 try:
                     found, stats = managed(program, door, action, pool if uses else None)
-                    wrong = difference(found, plain(program, door) if door == "regions" else expected)
+                    wrong = difference(
+                        found, plain(program, door) if door == "regions" else expected
+                    )
                     moved += sum(s.moved_storages for s in stats)
                     if not came_back(pool):
                         wrong = f"{wrong}; {pool.statistics().blocks} blocks are left"
