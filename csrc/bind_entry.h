@@ -71,6 +71,8 @@ void require(EntryObject* self, bool legal_step, State to);
 
 void forget_identity(EntryObject* self);
 void count_held(EntryObject* self);
+// What comes next comes after a frame's way to a pool: it is off the device. Nothing for others.
+void release_frame(EntryObject* self);
 void leave(EntryObject* self, PyObject* way, PyObject* away, PyObject* departure);
 bool swap(EntryObject* self, PyObject* way, PyObject* storage);
 bool sent(EntryObject* self);

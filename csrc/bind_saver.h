@@ -53,4 +53,7 @@ class Locked {
 // The storage of an entry, ordered before what the caller does next.
 pybind11::object demand(SaverObject* saver, PyObject* entry);
 
+// A storage that stayed is demanded: what comes next may have to come back.
+void demand_kept(SaverObject* saver, PyObject* entry);
+
 }  // namespace memswap
