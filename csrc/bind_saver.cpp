@@ -349,15 +349,23 @@ Made make_entry(SaverObject* self, PyObject* tensor, PyObject* view) {
   return {std::move(made), std::move(storage)};
 }
 
+void learn_reports(SaverObject* self) {
+  const Py_ssize_t waiting = PyObject_Size(self->encoding);
+  if (waiting < 0) {
+    throw py::error_already_set();
+  }
+  if (waiting > 0) {
+    owned(PyObject_CallMethodNoArgs(reinterpret_cast<PyObject*>(self), names.learn));
+  }
+}
+
 py::object demand(SaverObject* self, PyObject* given) {
   EntryObject* const entry = entry_of(given);
   Told told(self, given);
   py::object storage, arrival;
   {
     const Locked locked(self->lock);
-    if (PyObject_Size(self->encoding) > 0) {
-      owned(PyObject_CallMethodNoArgs(reinterpret_cast<PyObject*>(self), names.learn));
-    }
+    learn_reports(self);
     told.demanding();
     storage = bring(entry);
     arrival = py::reinterpret_borrow<py::object>(entry->arrival);

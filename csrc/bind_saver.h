@@ -35,6 +35,9 @@ struct Made {
 };
 Made make_entry(SaverObject* saver, PyObject* tensor, PyObject* view);
 
+// Takes in what encoders have reported by now.
+void learn_reports(SaverObject* saver);
+
 // An object as a saver, borrowed; nullptr: it is none.
 SaverObject* saver_object(PyObject* object);
 

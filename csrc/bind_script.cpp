@@ -32,7 +32,7 @@ namespace {
 PyTypeObject* script_type = nullptr;
 PyObject* transfer_error = nullptr;
 struct Names {
-  PyObject *hurry, *keep_as_planned, *learn;
+  PyObject *hurry, *keep_as_planned;
 } names;
 
 ScriptObject* script_object(PyObject* self) { return reinterpret_cast<ScriptObject*>(self); }
@@ -323,9 +323,7 @@ py::object follow(SaverObject* saver, const Offer& offer) {
   }
   PyObject* const object = reinterpret_cast<PyObject*>(saver);
   notice_some(saver->departing);
-  if (PyObject_Size(saver->encoding) > 0) {
-    owned(PyObject_CallMethodNoArgs(object, names.learn));
-  }
+  learn_reports(saver);
   look_at_released(passage);
   ++offer.ordinal;
   const int64_t group = offer.group == Py_None ? kNoGroup : PyLong_AsLongLong(offer.group);
@@ -397,9 +395,7 @@ PyObject* script_or_none(PyObject* object) {
 }
 
 void bind_script(py::module_& module) {
-  names = {.hurry = interned("hurry"),
-           .keep_as_planned = interned("keep_as_planned"),
-           .learn = interned("_learn")};
+  names = {.hurry = interned("hurry"), .keep_as_planned = interned("keep_as_planned")};
   transfer_error = py::object(module.attr("TransferError")).release().ptr();
   script_type = add_type(module, "Script", spec);
 }

@@ -231,17 +231,16 @@ class Pilot:
             course.timing.regions.again(entry, unit)
 
     def demanding(self, entry: Entry) -> None:
-        """Backward asks: from its first demand on, the plan says what comes back when."""
+        """Backward asks. What comes back when, its script says if all it knows was saved."""
         passage = self._saver.backward = entry.passage
         course: Course | None = None if passage is None else passage.course
         if passage is None or course is None:
             return
         self._recomputed.sweep()
-        if course.refused and not passage.began_backward:
-            self._note_pooled(course)
-        plan = course.plan
-        if plan is not None and not passage.began_backward and not course.lost:
-            if passage.count != len(plan.storages):
+        if not passage.began_backward:
+            if course.refused:
+                self._note_pooled(course)
+            if course.plan is not None and passage.count != len(course.plan.storages):
                 self._lose(course)
         if course.timing is not None and not course.closed:
             course.timing.recorder.demanding(entry)
@@ -250,9 +249,9 @@ class Pilot:
         """Backward has it."""
         passage = entry.passage
         course: Course | None = None if passage is None else passage.course
-        if passage is None or course is None:
-            return
-        if course.timing is not None and not course.closed:
+        if passage is not None and course is not None and course.timing is not None:
+            if course.closed:
+                return
             course.timing.recorder.demanded(entry)
             if course.plan is not None and passage.returns_as_planned:
                 asked = course.plan.fetches.get(entry.index, ())
