@@ -102,7 +102,7 @@ class Saver(native.Saver):
                 leaving_bytes = ended.leaving_bytes
                 if self.director is not None:
                     leaving_bytes = self.director.begin(self.passage) or leaving_bytes
-                self._routes.begin_passage(leaving_bytes, sum(ended.sizes))
+                self._routes.begin_passage(leaving_bytes, ended.nbytes)
 
     def route(self, device: torch.device) -> Route | None:
         """How storages leave a device; None where they stay."""
@@ -372,27 +372,6 @@ class Saver(native.Saver):
     def lost(self, error: native.TransferError) -> NoReturn:
         """The bytes that a demand has waited for did not come."""
         raise TransferError(f"a saved tensor cannot be brought back: {error}") from error
-
-    def demand_kept(self, entry: Entry) -> None:
-        """A storage that stayed is demanded: what comes next may have to come back."""
-        with self.lock:
-            passage = entry.passage
-            if passage is None:
-                return
-            director = self.director
-            hears = director is not None and self.director_hears(entry)
-            if director is not None and hears:
-                director.demanding(entry)
-            index = entry.index
-            if (
-                index in passage.held
-                and not passage.was_demanded(index)
-                and entry.held_by_handles_only()
-            ):
-                passage.held.discard(index)  # next time it would be freed, so it may leave
-            self.look_ahead(passage, index)
-            if director is not None and (hears or not self.served(entry)):
-                director.demanded(entry)
 
     def look_ahead(self, passage: Passage, index: int) -> None:
         """A storage is demanded: what comes next is brought back."""
