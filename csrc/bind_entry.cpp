@@ -301,8 +301,10 @@ PyType_Spec spec = {
 
 }  // namespace
 
+bool is_entry(PyObject* object) { return PyObject_TypeCheck(object, entry_type); }
+
 EntryObject* entry_object(PyObject* object) {
-  if (!PyObject_TypeCheck(object, entry_type)) {
+  if (!is_entry(object)) {
     PyErr_Format(PyExc_TypeError, "expected an Entry, found %R", object);
     return nullptr;
   }
