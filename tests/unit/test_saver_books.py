@@ -33,6 +33,11 @@ def saved(saver, nbytes=100):
     return tensor, Entry(saver, native.capture(tensor), native.StorageRef(tensor))
 
 
+def computed(elements):
+    """What an operator of a graph made: it leaves at once."""
+    return torch.ones(elements, requires_grad=True).exp()
+
+
 class Ticket:
     """Work of Python's."""
 
@@ -102,7 +107,7 @@ def test_a_pack_that_raises_lets_go_of_the_lock():
 
     saver.save = raising
     with pytest.raises(KeyError, match="on purpose"):
-        Visit(saver, "").pack(torch.empty(10))
+        Visit(saver, "").pack(computed(10))
     thread = threading.Thread(target=saver.stats)
     thread.start()
     thread.join(60)
@@ -294,9 +299,9 @@ def test_every_kind_of_handle_is_unpacked():
     tensor = torch.ones(3)
     assert unpack(Passed(tensor, lambda packed: packed)) is tensor
     saver = new_saver()
-    handle = Visit(saver, "").pack(tensor.exp())
+    handle = Visit(saver, "").pack(computed(3))
     assert isinstance(handle, Moved)
-    assert torch.equal(unpack(handle), tensor.exp())
+    assert torch.equal(unpack(handle), computed(3))
     with pytest.raises(AttributeError):
         unpack(object())
 
@@ -319,7 +324,7 @@ def test_bytes_that_are_lost_are_an_error_in_words():
             return self.lane.fetch(block)[0], Cut()
 
     route.__dict__["swap"] = SwapWay(Loses(), route.pool)
-    handle = Visit(saver, "").pack(torch.ones(100))
+    handle = Visit(saver, "").pack(computed(100))
     handle.entry.departure.wait()
     with pytest.raises(memswap.TransferError, match=r"cannot be brought back: the disk is gone"):
         unpack(handle)
@@ -332,7 +337,7 @@ def test_a_thousand_steps_leave_no_object_and_no_reference_behind():
         with saver.lock:
             saver.begin_passage()
         visit = Visit(saver, "")
-        handles = [visit.pack(torch.ones(50) * n) for n in range(4)]
+        handles = [visit.pack(torch.ones(50, requires_grad=True) * n) for n in range(4)]
         for n in (3, 1, 2, 0):
             assert unpack(handles[n])[0] == n
         del handles[0]  # the others are dropped with the list
