@@ -230,7 +230,7 @@ def pruned() -> nn.Module:
 #: What a second run of the same forward finds changed.
 STATEFUL = (
     "state", "state, an alias", "workspace", "teacher", "average", "average, copied", "batch norm",
-    "spectral norm",
+    "spectral norm", "pruned",
 )  # fmt: skip
 
 ALIASING_MODULES: dict[str, Callable[[], nn.Module]] = {

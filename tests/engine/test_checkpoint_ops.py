@@ -247,7 +247,7 @@ def test_parts_that_count_their_own_edits_are_noticed(device, decision):
     if decision is CheckpointPolicy.PREFER_SAVE:
         assert_same_gradients(gradients_of(fn, x, **options), gradients_of(fn, x))
         return
-    with pytest.raises(memswap.InplaceEditError, match="let the policy recompute aten.mm"):
+    with pytest.raises(memswap.InplaceEditError, match="let the policy recompute aten"):
         gradients_of(fn, x, **options)
 
 
