@@ -75,6 +75,7 @@ def test_memory_that_an_operator_fills_after_it_was_saved(device, new_pool, oute
     assert_released(saver, pool)
 
 
+@pytest.mark.cpu_only  # beside a copy under way, such an edit is a race of the user's own
 @pytest.mark.every_action
 @pytest.mark.parametrize("door", ["saved_tensors", "manage"])
 def test_batch_that_is_filled_again_while_a_graph_of_the_last_one_is_alive(device, new_pool, door):
