@@ -79,9 +79,10 @@ bool persists(VisitObject* self, PyObject* tensor, PyObject* view) {
 // [Note: What an operator fills after it was saved]
 // Autograd saves the inputs of an operator before it runs, and rrelu's noise is one: memory that
 // torch has just allocated, and that the operator fills without counting an edit. Sent at once, the
-// bytes of before would come back. So a tensor that nobody but torch has seen, that no operator of a
-// graph made and that no edit was counted of, waits until another node saves or the visit ends, and
-// is saved then. Outputs without a gradient (the statistics of a norm) look the same and wait too.
+// bytes of before would come back. So a tensor that nobody but torch has seen, that no operator of
+// a graph made and that no edit was counted of, waits until another node saves or the visit ends,
+// and is saved then. Outputs without a gradient (the statistics of a norm) look the same and wait
+// too.
 constexpr Py_ssize_t kTorchsReferences = 2;  // the native tensor's and the caller's
 bool may_be_filled_yet(PyObject* tensor, const SavedView& look) {
   return Py_REFCNT(tensor) <= kTorchsReferences && !look.computed() && look.version() == 0 &&
@@ -114,7 +115,7 @@ PyObject* pack(PyObject* object, PyObject* tensor) {
         const py::str word(reason);
         PyObject* const arguments[] = {self->saver, tensor, view.ptr(), word.ptr()};
         handle = owned(PyObject_VectorcallMethod(names.keep, arguments, 4, nullptr));
-      } else if (may_be_filled_yet(tensor, look)) {
+      } else if (self->pushed != 0 && may_be_filled_yet(tensor, look)) {
         handle = call(self, names.pack_later, tensor, view.ptr());
         self->node = at::sequence_number::peek();
       } else {

@@ -9,6 +9,11 @@ namespace memswap {
 
 void WorkTicket::synchronize() {
   finish();
+  if (!ended()) {  // nobody is left to do it
+    throw TransferError(
+        "this process was forked from the one that moved these bytes, whose threads and pools are "
+        "not here; run forward and backward in the same process");
+  }
   if (!error_.empty()) {
     throw TransferError(error_);
   }

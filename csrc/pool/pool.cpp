@@ -28,18 +28,30 @@ Pool::~Pool() {
   new std::shared_ptr<PoolCore>(core_);  // NOLINT: leaked on purpose
 }
 
-BlockPtr Pool::allocate(size_t nbytes) { return core_->allocate(nbytes); }
+bool Pool::forked() const { return getpid() != owner_pid_; }
+
+BlockPtr Pool::allocate(size_t nbytes) { return forked() ? nullptr : core_->allocate(nbytes); }
 
 void Pool::reserve(size_t nbytes) {
-  start_background();
-  core_->ask_reserve(nbytes);
+  if (!forked()) {
+    start_background();
+    core_->ask_reserve(nbytes);
+  }
 }
 
-bool Pool::wait_reserved() { return core_->wait_background(); }
+bool Pool::wait_reserved() { return !forked() && core_->wait_background(); }
 
-size_t Pool::trim() { return core_->trim(); }
+size_t Pool::trim() { return forked() ? 0 : core_->trim(); }
 
-PoolStatistics Pool::statistics() const { return core_->statistics(); }
+PoolStatistics Pool::statistics() const {
+  if (forked()) {
+    PoolStatistics nothing;
+    nothing.last_refusal =
+        "the pool belongs to the process that this one was forked from; make a pool in this one";
+    return nothing;
+  }
+  return core_->statistics();
+}
 
 void Pool::start_background() {
   const std::lock_guard lock(grower_mutex_);

@@ -57,8 +57,9 @@ struct PoolStatistics {
 // Thread-safe. Blocks and pending ranges keep what they need alive: a pool may be dropped first.
 // The lock is never held during a transfer, an allocation of the system or a call of a ticket.
 //
-// After fork() the child has no background thread: it must not allocate from a pool of its parent.
-// Dropping such a pool in the child is safe and leaks what it shared with the parent.
+// After fork() parent and child would give the same ranges of a file to different tensors, and a
+// lock may be held for ever: in the child every request is refused. Dropping such a pool there is
+// safe and leaks what it shared with the parent.
 class Pool {
  public:
   explicit Pool(SlabSourcePtr source, PoolOptions options = {});
@@ -91,6 +92,7 @@ class Pool {
 
  private:
   void start_background();
+  bool forked() const;
 
   const std::shared_ptr<PoolCore> core_;
   std::mutex grower_mutex_;

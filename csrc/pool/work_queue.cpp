@@ -26,7 +26,12 @@ WorkQueue::~WorkQueue() {
   (void)shared_.release();
 }
 
+bool WorkQueue::forked() const { return !workers_.empty() && getpid() != owner_pid_; }
+
 void WorkQueue::submit(std::shared_ptr<Work> work) {
+  if (forked()) {
+    return;
+  }
   const std::lock_guard lock(shared_->mutex);
   Work& submitted = *work;
   shared_->queue.push_back(std::move(work));
@@ -77,7 +82,7 @@ void WorkQueue::work_until_stopped(Shared& shared) {
 }
 
 void WorkQueue::finish(Work& work) {
-  if (work.ended()) {
+  if (work.ended() || forked()) {
     return;
   }
   std::unique_lock lock(shared_->mutex);
@@ -89,6 +94,9 @@ void WorkQueue::finish(Work& work) {
 }
 
 void WorkQueue::drain() {
+  if (forked()) {
+    return;
+  }
   std::unique_lock lock(shared_->mutex);
   while (!shared_->queue.empty()) {
     execute(*shared_, lock, begin(*shared_, *shared_->queue.front()));

@@ -46,8 +46,8 @@ class Work {
 // Thread-safe. With 0 workers all work is done by those who wait for it: the laziest order there
 // is, for tests.
 //
-// After fork() the child has no workers. Dropping a queue there is safe and leaks it; submitting to
-// it or waiting for what the parent's workers had begun is not.
+// After fork() the child has no workers, and a lock may be held for ever. Dropping a queue there is
+// safe and leaks it. Nothing that is submitted or waited for there is ever done (forked()).
 class WorkQueue {
  public:
   explicit WorkQueue(size_t workers);
@@ -56,6 +56,9 @@ class WorkQueue {
   WorkQueue& operator=(const WorkQueue&) = delete;
 
   void submit(std::shared_ptr<Work> work);
+
+  // Whether this process was forked from the one that made the queue, and has no workers therefore.
+  bool forked() const;
 
   // Returns when `work`, which must have been submitted here, has ended.
   void finish(Work& work);

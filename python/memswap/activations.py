@@ -14,6 +14,7 @@ from memswap.engine.autograd import in_backward, plain_parts
 from memswap.engine.saver import Saver
 from memswap.engine.stats import Stats
 from memswap.engine.transfer import check_pool
+from memswap.engine.uncopied import Uncopied
 from memswap.engine.units import format_bytes, parse_bytes
 from memswap.engine.visit import Visit, VisitStack
 from memswap.engine.windowed import WindowedSaver
@@ -23,6 +24,7 @@ from memswap.operators import OperatorWindows
 from memswap.planning.budgets import parsed
 from memswap.planning.pilot import Pilot
 from memswap.planning.policy import Policy
+from memswap.planning.rates import Rates
 from memswap.unseen import Unseen
 from memswap.windows import Window, Windows
 
@@ -33,11 +35,10 @@ if TYPE_CHECKING:
     from memswap.engine.action import Decider
     from memswap.engine.transfer import Pool
     from memswap.planning.plan import Plan
-    from memswap.planning.rates import Rates
     from memswap.planning.step import Step
 
 
-class saved_tensors:  # noqa: N801  (used like torch.autograd.graph.save_on_cpu)
+class saved_tensors(Uncopied):  # noqa: N801  (used like torch.autograd.graph.save_on_cpu)
     """Encode or swap what autograd saves inside a ``with`` block, and bring it back in backward.
 
     Works like :class:`torch.autograd.graph.save_on_cpu`: backward may run inside or outside the
@@ -302,8 +303,8 @@ def manage(
             until when: what still waits where its room is needed starts there.
 
     Raises:
-        TypeError: an element is no module or has no ``forward``, or ``windows`` is no
-            :class:`Windows`.
+        TypeError: an element is no module or has no ``forward``, or ``policy``, ``pool``,
+            ``rates``, ``group`` or ``windows`` is of another kind.
         ValueError: no modules, one of them twice, a ``budget`` that cannot be read, or modules on
             several devices under one budget.
         NotImplementedError: a ``pool`` that cannot serve the modules' device in this version.
@@ -314,6 +315,16 @@ def manage(
         raise TypeError(
             f"manage(windows={windows!r}): found {type(windows).__name__}, expected "
             "memswap.Windows(...) or None"
+        )
+    if rates is not None and not isinstance(rates, Rates):
+        raise TypeError(
+            f"manage(rates={rates!r}): found {type(rates).__name__}, expected memswap.Rates(...), "
+            "what memswap.profile() returns, or None"
+        )
+    if group is not None and not hasattr(group, "size"):
+        raise TypeError(
+            f"manage(group={group!r}): found {type(group).__name__}, expected a ProcessGroup "
+            "(mesh.get_group()) or None"
         )
     if budget is not None:
         budget = parsed(budget, "manage(budget=...)")

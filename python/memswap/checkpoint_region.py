@@ -226,7 +226,8 @@ class _Call:
         self.policy = policy
         #: A later operator of the forward wrote to what this one gave.
         self.overwritten = False
-        self.looks = looks(args, kwargs) if region.checks else None
+        # `out=` may have been resized: how it looked before is not known.
+        self.looks = looks(args, kwargs, but=written) if region.checks else None
         flat, self.spec = tree_flatten(output)
         self.written = [_Held(tensor) for tensor in written]
         visit = region.visit if leaves_device else None
@@ -248,18 +249,22 @@ class _Call:
 
     def replay(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the operator gave in the forward, and what it did to its arguments."""
-        if self.looks is not None and looks(args, kwargs) != self.looks:
+        arguments = written_by(self.op, args, kwargs)
+        found = None if self.looks is None else looks(args, kwargs, but=arguments)
+        if found != self.looks:
             raise RecomputeError(
                 f"the arguments of {self.op} look different when a checkpointed function is run "
-                f"again for backward: found {looks(args, kwargs)}, expected {self.looks} as in its "
+                f"again for backward: found {found}, expected {self.looks} as in its "
                 "forward; make the function do the same each time"
             )
-        arguments = written_by(self.op, args, kwargs)
         try:
             if self.overwritten:
                 raise InplaceEditError("an operator of the function writes to a part of it.")
             for argument, held in zip(arguments, self.written, strict=True):
-                argument.copy_(held.unpack())
+                content = held.unpack()
+                if argument.numel() == 0:  # `out=` gets its size from the operator
+                    argument.resize_(content.shape)
+                argument.copy_(content)
             output = self.spec.unflatten(
                 [_unpacked(leaf, arguments) for leaf in self.leaves],
             )
@@ -345,9 +350,15 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
     return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
-def looks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[tuple[int, ...], str]]:
-    """Shape and dtype of each tensor among the arguments."""
-    return [(tuple(one.shape), str(one.dtype)) for one in tensors_in((args, kwargs))]
+def looks(
+    args: tuple[Any, ...], kwargs: dict[str, Any], but: list[torch.Tensor]
+) -> list[tuple[tuple[int, ...], str]]:
+    """Shape and dtype of each tensor among the arguments, `but` for some."""
+    return [
+        (tuple(one.shape), str(one.dtype))
+        for one in tensors_in((args, kwargs))
+        if not any(one is other for other in but)
+    ]
 
 
 def shares_storage(output: Any, arguments: Any) -> bool:

@@ -35,6 +35,7 @@ from memswap.engine.action import Action
 from memswap.engine.autograd import in_backward
 from memswap.engine.saver import Saver
 from memswap.engine.transfer import check_pool
+from memswap.engine.uncopied import Uncopied
 from memswap.engine.visit import Visit, current_visit
 from memswap.managed import report
 from memswap.planning.policy import Policy
@@ -116,13 +117,14 @@ def checkpoint(
     )
     if torch.compiler.is_compiling():
         return _traced(fn, args, kwargs, policy_fn, options)
+    _check_call(fn, kwargs)
     own = Checkpointing(
         policy_fn, swap_inputs=swap_inputs, pool=pool, min_bytes=min_bytes, **options
     )
     return own.run(fn, args, kwargs)
 
 
-class Checkpointing:
+class Checkpointing(Uncopied):
     """Checkpointed regions that share one engine: a pool, lanes and a prefetch order.
 
     Regions inside :func:`memswap.manage` or :class:`memswap.saved_tensors` use that engine instead,
@@ -169,6 +171,7 @@ class Checkpointing:
         """``fn(*args, **kwargs)`` as a region; see :func:`memswap.checkpoint`."""
         if torch.compiler.is_compiling():
             return _traced(fn, args, kwargs, self._policy_fn, self._options)
+        _check_call(fn, kwargs)
         return self.run(fn, args, kwargs)
 
     def stats(self) -> Stats:
@@ -333,6 +336,25 @@ class _CheckpointedForward:
             return _itself, (self._replaced,)
         # The copy's own method: when this is asked for, the copy has no forward in its `__dict__`.
         return getattr, (self._module(), "forward")
+
+
+def _check_call(fn: object, kwargs: dict[str, Any]) -> None:
+    """Torch's own options would be handed on to the function."""
+    if not callable(fn):
+        raise TypeError(
+            f"checkpoint(): found {type(fn).__name__}, expected a function or a module, and then "
+            "its arguments"
+        )
+    if "use_reentrant" in kwargs:
+        raise TypeError(
+            "checkpoint(use_reentrant=...): memswap's checkpoint is always the non-reentrant one; "
+            "leave this argument of torch.utils.checkpoint away"
+        )
+    if "context_fn" in kwargs:
+        raise TypeError(
+            "checkpoint(context_fn=...): expected policy_fn=..., which takes the same policies and "
+            "operators as torch's create_selective_checkpoint_contexts"
+        )
 
 
 def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:

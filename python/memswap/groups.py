@@ -33,11 +33,12 @@ from memswap.engine.handle import Handle, Moved, unpack
 from memswap.engine.stats import Stats
 from memswap.engine.timeline import Timeline
 from memswap.engine.transfer import Pool, check_pool
+from memswap.engine.uncopied import Uncopied
 from memswap.errors import GroupError
 from memswap.planning.policy import Policy
 
 
-class Groups:
+class Groups(Uncopied):
     """One engine (policy, pool, lanes) for several groups. A storage that two save moves once.
 
     Args:
@@ -118,7 +119,7 @@ class Added:
         return isinstance(handle, Moved) and handle.entry.is_away
 
 
-class Group:
+class Group(Uncopied):
     """A named group of saved tensors that moves when it is told to.
 
     ``with group as generation:`` collects what autograd saves inside, as ``saved_tensors`` would.
@@ -146,6 +147,11 @@ class Group:
         if groups is not None and (policy is not None or pool is not None):
             raise TypeError(
                 f"Group({name!r}): found groups= beside policy= or pool=; the engine has both"
+            )
+        if groups is not None and not isinstance(groups, Groups):
+            raise TypeError(
+                f"Group({name!r}, groups={groups!r}): found {type(groups).__name__}, expected a "
+                "memswap.Groups or None"
             )
         self.name = name
         self._groups = Groups(policy, pool=pool) if groups is None else groups
@@ -193,6 +199,10 @@ class Group:
         What is no plain tensor, or the policy keeps, or belongs to a parameter, stays where it is.
         """
         self._check_open("add()")
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"group {self.name!r}: add() found {type(tensor).__name__}, expected a torch.Tensor"
+            )
         blocks = self._open.blocks
         if blocks:
             generation = blocks[-1].generation

@@ -20,6 +20,7 @@ from memswap.engine.action import TensorInfo
 from memswap.engine.pools import DiskPool
 from memswap.engine.stats import Count, Stats
 from memswap.engine.transfer import check_pool
+from memswap.engine.uncopied import Uncopied
 from memswap.managed import Removable
 from memswap.planning.policy import Policy, Restricted
 from memswap.planning.profile import remembered
@@ -151,7 +152,7 @@ def link_speed(route: Route) -> float:
     return nbytes / (perf_counter() - begin_s)
 
 
-class ModuleSwap(Removable):
+class ModuleSwap(Uncopied, Removable):
     """What :func:`swap_modules` returns: its towers, their statistics, and the way to end it."""
 
     def __init__(self, towers: Mapping[str, Tower], handles: list[RemovableHandle]) -> None:
@@ -254,7 +255,9 @@ def matching(
     model: nn.Module | Mapping[str, nn.Module], plan: str | Sequence[str]
 ) -> dict[str, nn.Module]:
     """The modules that match, by name, in the model's order."""
-    patterns = (plan,) if isinstance(plan, str) else tuple(plan)
+    patterns: tuple[Any, ...] = (plan,)
+    if not isinstance(plan, str):
+        patterns = tuple(plan) if isinstance(plan, Iterable) else ()
     if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(f"swap_modules(plan={plan!r}): expected a pattern of names or several")
     named: dict[str, nn.Module] = {}

@@ -61,7 +61,8 @@ class Windows:
     max_pending_bytes: int | str = "auto"
 
     def __post_init__(self) -> None:
-        for module in self.modules_under():
+        several = self.under is None or isinstance(self.under, (nn.Module, Iterable))
+        for module in self.modules_under() if several else (self.under,):
             if not isinstance(module, nn.Module):
                 raise TypeError(
                     f"Windows(under=...): found {type(module).__name__}, expected nn.Modules"
@@ -107,6 +108,11 @@ class Window:
         if seconds is None and not name:
             raise ValueError(
                 "window(): expected seconds=..., or name=... under which they are measured"
+            )
+        if seconds is not None and not isinstance(seconds, (int, float)):
+            raise TypeError(
+                f"window(seconds={seconds!r}): found {type(seconds).__name__}, expected seconds "
+                "such as 250e-6"
             )
         if seconds is not None and not (isfinite(seconds) and seconds >= 0):
             raise ValueError(f"window(seconds={seconds!r}): expected 0 or more seconds")

@@ -1,4 +1,4 @@
-"""Layers whose tensors share memory in unusual ways, of which `programs.py` makes programs too."""
+"""Layers whose tensors share memory in unusual ways, for programs on a CPU (`programs.py`)."""
 
 from __future__ import annotations
 
@@ -128,9 +128,9 @@ ALIASES: dict[str, Function] = {
     "scalars": scalars,
     "empty parts": empty_parts,
     "other dtypes": other_dtypes,
-    "other graph is kept": other_graph_is_kept,
     "two counters": one_storage_two_counters,
     "out": out_variants,
+    "other graph is kept": other_graph_is_kept,
     "residual in place": residual_in_place,
     "copied into slices": copied_into_slices,
     "channels last": channels_last,
@@ -230,7 +230,7 @@ def pruned() -> nn.Module:
 #: What a second run of the same forward finds changed.
 STATEFUL = (
     "state", "state, an alias", "workspace", "teacher", "average", "average, copied", "batch norm",
-    "spectral norm",
+    "spectral norm", "pruned",
 )  # fmt: skip
 
 ALIASING_MODULES: dict[str, Callable[[], nn.Module]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import warnings
 
 import pytest
@@ -283,6 +284,20 @@ def test_policy_function_that_returns_nonsense_is_told(device, new_pool, returne
         (lambda m: memswap.saved_tensors("swap"), TypeError, "Policy"),
         (lambda m: memswap.saved_tensors(pool=3), TypeError, "[Pp]ool"),
         (lambda m: memswap.saved_tensors(prefetch_bytes="x"), ValueError, "'x'"),
+        (lambda m: memswap.manage(m, rates="H200"), TypeError, r"memswap\.Rates"),
+        (lambda m: memswap.manage(m, group=3), TypeError, "found int, expected a ProcessGroup"),
+        (lambda m: memswap.Group("a", groups=3), TypeError, r"expected a memswap\.Groups"),
+        (lambda m: memswap.Group("a").add(3), TypeError, r"'a': add\(\) found int"),
+        (lambda m: memswap.swap_modules(m, None), TypeError, "plan=None.*a pattern"),
+        (lambda m: memswap.checkpoint(3, m), TypeError, "found int, expected a function"),
+        (lambda m: memswap.checkpoint(m, use_reentrant=False), TypeError, "leave this argument"),
+        (lambda m: memswap.checkpoint(m, context_fn=3), TypeError, "expected policy_fn"),
+        (lambda m: memswap.Windows(under=3), TypeError, "found int, expected nn.Modules"),
+        (lambda m: memswap.window(seconds="x"), TypeError, "found str, expected seconds"),
+        (lambda m: memswap.HostPool("lots"), ValueError, r"HostPool\(budget=...\).*'lots'"),
+        (lambda m: memswap.DiskPool("/nowhere/at"), FileNotFoundError, "no directory /nowhere"),
+        (lambda m: pickle.dumps(memswap.saved_tensors()), TypeError, "cannot be copied or pickled"),
+        (lambda m: copy.deepcopy(memswap.Group("a")), TypeError, "cannot be copied or pickled"),
     ],
 )
 def test_wrong_arguments_are_refused_at_once_in_clear_words(device, call, error, words):

@@ -47,7 +47,7 @@ def test_weight_that_gets_other_memory_before_backward(device, new_pool, kind):
 
 
 @pytest.mark.every_action
-@pytest.mark.parametrize("outer", ["nothing", "another saver", "hooks"])
+@pytest.mark.parametrize("outer", ["nothing", "another saver", "the one that moves", "hooks"])
 def test_memory_that_an_operator_fills_after_it_was_saved(device, new_pool, outer):
     """Autograd saves rrelu's noise before it is drawn, and no version counter tells of it."""
 
@@ -66,13 +66,16 @@ def test_memory_that_an_operator_fills_after_it_was_saved(device, new_pool, oute
     around = {
         "nothing": [],
         "another saver": [memswap.saved_tensors(EVERYTHING, pool=pool)],
+        "the one that moves": [saver],
         "hooks": [torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t)],
     }
-    assert_same_gradients(gradients(*around[outer], saver), expected)
+    inner = memswap.saved_tensors() if outer == "the one that moves" else saver  # all is small
+    assert_same_gradients(gradients(*around[outer], inner), expected)
     assert saver.stats().moved_storages >= 4, "noise does not leave"
     assert_released(saver, pool)
 
 
+@pytest.mark.cpu_only  # beside a copy under way, such an edit is a race of the user's own
 @pytest.mark.every_action
 @pytest.mark.parametrize("door", ["saved_tensors", "manage"])
 def test_batch_that_is_filled_again_while_a_graph_of_the_last_one_is_alive(device, new_pool, door):

@@ -353,3 +353,39 @@ print(os.waitstatus_to_exitcode(status), storage.nbytes)
 """
     )
     assert done.stdout.strip() == "0 1000", done.stdout + done.stderr
+
+
+def test_a_forked_child_neither_hangs_nor_takes_its_parents_memory() -> None:
+    """Both would give the same range of the file to tensors of their own."""
+    done = run_python(
+        """
+import os, tempfile, torch, memswap
+from torch import nn
+model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)])
+x = torch.randn(512, 64)
+pool = memswap.DiskPool(tempfile.gettempdir(), budget="64MiB")
+manager = memswap.manage(model, memswap.Policy(action=memswap.Action.SWAP), pool=pool)
+model(x).sum().backward()
+expected = [p.grad.clone() for p in model.parameters()]
+loss = model(x).sum()  # is on its way when the child begins
+child = os.fork()
+if child == 0:
+    model.zero_grad()
+    try:
+        loss.backward()
+    except memswap.TransferError as error:
+        assert "forked" in str(error), error
+    model.zero_grad()
+    model(x).sum().backward()
+    same = all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected))
+    assert same and "forked" in pool.statistics().last_refusal
+    manager.remove()
+    raise SystemExit(0)
+_, status = os.waitpid(child, 0)
+model.zero_grad()
+loss.backward()
+same = all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected))
+print(os.waitstatus_to_exitcode(status), same)
+"""
+    )
+    assert done.stdout.strip() == "0 True", done.stdout + done.stderr

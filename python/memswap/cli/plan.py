@@ -77,7 +77,7 @@ def planned_from(arguments: argparse.Namespace) -> Planned:
             measured = None
         plan = measured or make_plan(step, rates, parsed(arguments.budget))
     except (OSError, ValueError, memswap.BudgetError) as error:
-        raise SystemExit(f"memswap plan: {error}") from error
+        raise SystemExit(f"memswap {arguments.command}: {error}") from error
     if arguments.save is not None:
         save(step, rates, arguments.save)
     return Planned(plan, step, rates)

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 
 from memswap._native import native
+from memswap.engine.uncopied import Uncopied
 from memswap.engine.units import format_bytes, parse_bytes
 
 __all__ = ["DiskPool", "HostPool", "PoolStatistics"]
@@ -58,7 +59,7 @@ class PoolStatistics:
     """Seconds that the system took to give slabs."""
 
 
-class _Pool:
+class _Pool(Uncopied):
     """What pools have in common. ``native`` is the ``memswap._C.Pool`` behind it."""
 
     def __init__(self, pool: Any, budget_bytes: int) -> None:
@@ -137,9 +138,13 @@ class HostPool(_Pool):
     ) -> None:
         self.device: torch.device = _device(device)
         self.numa_node = _numa_node(numa, self.device)
-        budget_bytes = _available_memory_bytes() // 2 if budget is None else parse_bytes(budget)
+        if budget is None:
+            budget_bytes = _available_memory_bytes() // 2
+        else:
+            budget_bytes = parse_bytes(budget, "HostPool(budget=...)")
+        slab_bytes = parse_bytes(slab, "HostPool(slab=...)")
         super().__init__(
-            native.make_host_pool(self.device, budget_bytes, parse_bytes(slab), self.numa_node),
+            native.make_host_pool(self.device, budget_bytes, slab_bytes, self.numa_node),
             budget_bytes,
         )
 
@@ -175,11 +180,17 @@ class DiskPool(_Pool):
     ) -> None:
         place = Path(tempfile.gettempdir() if path is None else path)
         if budget is None:
-            system = os.statvfs(place if place.is_dir() else place.parent)
+            folder = place if place.is_dir() else place.parent
+            if not folder.is_dir():
+                raise FileNotFoundError(
+                    f"DiskPool({str(path)!r}): found no directory {folder}; make it or name another"
+                )
+            system = os.statvfs(folder)
             budget_bytes = system.f_bavail * system.f_frsize // 2
         else:
-            budget_bytes = parse_bytes(budget)
-        pool = native.make_disk_pool(str(place), budget_bytes, parse_bytes(extent))
+            budget_bytes = parse_bytes(budget, "DiskPool(budget=...)")
+        extent_bytes = parse_bytes(extent, "DiskPool(extent=...)")
+        pool = native.make_disk_pool(str(place), budget_bytes, extent_bytes)
         super().__init__(pool, budget_bytes)
         self.path = place
 

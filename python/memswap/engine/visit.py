@@ -108,7 +108,7 @@ class Visit(native.Visit):
     def pack_later(self, tensor: torch.Tensor, view: SavedView) -> Handle:
         """A tensor that its operator may not have filled yet. The saver's lock is held."""
         saver = self.saver
-        if view.storage_nbytes < saver.policy.min_bytes:
+        if self.outer is None and view.storage_nbytes < saver.policy.min_bytes:
             return saver.save(tensor, view, self)
         later = Later(Kept(tensor, None))
         waiting = [] if self.waiting is None else self.waiting
