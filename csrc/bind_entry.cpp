@@ -61,7 +61,7 @@ PyObject* py_gone(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObj
     return nullptr;
   }
   return guarded<PyObject*>(nullptr, [&]() -> PyObject* {
-    return PyBool_FromLong(gone(entry_of(self), PyObject_IsTrue(wait[0]) == 1));
+    return PyBool_FromLong(gone(entry_of(self), is_true(wait[0])));
   });
 }
 
@@ -301,8 +301,10 @@ PyType_Spec spec = {
 
 }  // namespace
 
+bool is_entry(PyObject* object) { return PyObject_TypeCheck(object, entry_type); }
+
 EntryObject* entry_object(PyObject* object) {
-  if (!PyObject_TypeCheck(object, entry_type)) {
+  if (!is_entry(object)) {
     PyErr_Format(PyExc_TypeError, "expected an Entry, found %R", object);
     return nullptr;
   }

@@ -48,6 +48,7 @@ inline PyObject* object_of(EntryObject* entry) { return reinterpret_cast<PyObjec
 
 // An object as an entry, borrowed. nullptr with TypeError set: it is none.
 EntryObject* entry_object(PyObject* object);
+bool is_entry(PyObject* object);
 
 // An entry that is not owned where it is found, for as long as the caller works with it. Empty
 // where there is none, or it is being deallocated: that may run code, and must not bring it back.
@@ -71,6 +72,8 @@ void require(EntryObject* self, bool legal_step, State to);
 
 void forget_identity(EntryObject* self);
 void count_held(EntryObject* self);
+// What comes next comes after a frame's way to a pool: it is off the device. Nothing for others.
+void release_frame(EntryObject* self);
 void leave(EntryObject* self, PyObject* way, PyObject* away, PyObject* departure);
 bool swap(EntryObject* self, PyObject* way, PyObject* storage);
 bool sent(EntryObject* self);

@@ -97,6 +97,18 @@ void count_held(EntryObject* self) {
   }
 }
 
+void release_frame(EntryObject* self) {
+  if (!PyObject_TypeCheck(self->away, encoded_type)) {
+    return;
+  }
+  const auto frame = py::handle(self->away).cast<EncodedStoragePtr>();
+  {
+    const py::gil_scoped_release without_gil;
+    frame->wait_sent();
+  }
+  count_held(self);
+}
+
 void leave(EntryObject* self, PyObject* way, PyObject* away, PyObject* departure) {
   put(self->departure, departure);
   require(self, self->residence->leave(), State::kLeaving);

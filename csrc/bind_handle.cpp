@@ -1,5 +1,5 @@
 // What handles are made of, as Python sees it: Moved, the handle of a save whose storage leaves,
-// and Stay, a storage that stays for good.
+// Kept, that of a save whose tensor stays, and Stay, a storage that stays for good.
 #include "bind_handle.h"
 
 #include <pybind11/pybind11.h>
@@ -24,7 +24,9 @@ namespace py = pybind11;
 namespace {
 
 // Set once, by bind_handle.
-PyObject *demand_name = nullptr, *unpack_name = nullptr;
+struct Names {
+  PyObject *demand, *demand_kept, *detach, *unpack;
+} names;
 PyTypeObject* moved_type = nullptr;
 
 // --- Moved --------------------------------------------------------------------------------------
@@ -65,14 +67,21 @@ py::object demanded(PyObject* entry) {
     const auto alive = py::reinterpret_borrow<py::object>(owner);
     return demand(saver, entry);
   }
-  return owned(PyObject_CallMethodOneArg(owner, demand_name, entry));
+  return owned(PyObject_CallMethodOneArg(owner, names.demand, entry));
+}
+
+// What is rare about handles stands in Python.
+py::object in_python(const char* name) {
+  return py::module_::import("memswap.engine.handle").attr(name);
+}
+
+[[noreturn]] void raise(const py::object& error) {
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+  throw py::error_already_set();
 }
 
 [[noreturn]] void raise_edited(const SavedView& view, uint32_t found) {
-  const py::object edited = py::module_::import("memswap.engine.handle").attr("inplace_edit");
-  const py::object error = edited(view.describe(), found, view.version());
-  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
-  throw py::error_already_set();
+  raise(in_python("inplace_edit")(view.describe(), found, view.version()));
 }
 
 PyObject* unpack(PyObject* self, PyObject*) {
@@ -110,7 +119,7 @@ void dealloc_moved(PyObject* self) {
 // The unpack hook of every saver: a handle of another kind says itself what it stands for.
 PyObject* unpack_handle(PyObject*, PyObject* handle) {
   return Py_IS_TYPE(handle, moved_type) ? unpack(handle, nullptr)
-                                        : PyObject_CallMethodNoArgs(handle, unpack_name);
+                                        : PyObject_CallMethodNoArgs(handle, names.unpack);
 }
 
 PyMethodDef functions[] = {
@@ -147,6 +156,121 @@ PyType_Spec moved_spec = {
     .slots = moved_slots,
 };
 
+// --- Kept ---------------------------------------------------------------------------------------
+
+struct KeptObject {
+  PyObject_HEAD PyObject* tensor;
+  PyObject* entry;  // an EntryObject, a StayObject or None
+  long long version;
+};
+
+KeptObject* kept_of(PyObject* self) { return reinterpret_cast<KeptObject*>(self); }
+
+// An entry that has a place in a passage; nullptr: it is something else.
+EntryObject* placed_entry(PyObject* object) {
+  EntryObject* const entry = is_entry(object) ? entry_of(object) : nullptr;
+  return entry == nullptr || empty(entry->passage) ? nullptr : entry;
+}
+
+// A leaf is kept itself, as autograd would: whoever gives it other memory (`.data = ...`) gives it
+// to backward as well. Others share storage and version counter, not the graph.
+py::object without_graph(PyObject* tensor) {
+  const at::Tensor& variable = THPVariable_Unpack(tensor);
+  const bool plain = Py_IS_TYPE(tensor, reinterpret_cast<PyTypeObject*>(THPVariableClass));
+  if ((variable.requires_grad() && variable.is_leaf()) ||
+      (!plain && py::module_::import("memswap.engine.autograd")
+                     .attr("is_typed_parameter")(py::handle(tensor))
+                     .cast<bool>())) {
+    return py::reinterpret_borrow<py::object>(tensor);
+  }
+  return owned(PyObject_CallMethodNoArgs(tensor, names.detach));
+}
+
+PyObject* make_kept(PyTypeObject* type, PyObject* args, PyObject*) {
+  PyObject *tensor = nullptr, *entry = nullptr;
+  if (!PyArg_UnpackTuple(args, "Kept", 2, 2, &tensor, &entry)) {
+    return nullptr;
+  }
+  return guarded<PyObject*>(nullptr, [&] {
+    if (!THPVariable_Check(tensor)) {
+      throw py::type_error("Kept needs a tensor, and an entry, a stay or None");
+    }
+    const py::object alike = without_graph(tensor);
+    py::object made = owned(type->tp_alloc(type, 0));
+    KeptObject* const self = kept_of(made.ptr());
+    self->version = THPVariable_Unpack(tensor)._version();
+    self->tensor = Py_NewRef(alike.ptr());
+    self->entry = Py_NewRef(entry);
+    if (EntryObject* const known = placed_entry(entry)) {
+      ++known->keeps;
+    }
+    return made.release().ptr();
+  });
+}
+
+PyObject* unpack_kept(PyObject* self, PyObject*) {
+  return guarded<PyObject*>(nullptr, [&] {
+    const auto alive = py::reinterpret_borrow<py::object>(self);
+    KeptObject* const kept = kept_of(self);
+    if (THPVariable_Unpack(kept->tensor)._version() != kept->version) {
+      raise(in_python("edited_since")(py::handle(kept->tensor), kept->version));
+    }
+    if (EntryObject* const entry = placed_entry(kept->entry)) {
+      const auto owner = py::reinterpret_borrow<py::object>(entry->saver);
+      if (SaverObject* const saver = saver_object(owner.ptr())) {
+        demand_kept(saver, kept->entry);
+      } else {
+        owned(PyObject_CallMethodOneArg(owner.ptr(), names.demand_kept, kept->entry));
+      }
+    }
+    return Py_NewRef(kept->tensor);
+  });
+}
+
+int traverse_kept(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(kept_of(self)->tensor);
+  Py_VISIT(kept_of(self)->entry);
+  Py_VISIT(Py_TYPE(self));
+  return 0;
+}
+
+void dealloc_kept(PyObject* self) {
+  PyObject_GC_UnTrack(self);
+  Py_CLEAR(kept_of(self)->tensor);
+  Py_CLEAR(kept_of(self)->entry);
+  free_instance(self);
+}
+
+PyMethodDef kept_methods[] = {
+    {"unpack", unpack_kept, METH_NOARGS, "The tensor, or InplaceEditError if it was edited."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyMemberDef kept_members[] = {
+    {"tensor", T_OBJECT_EX, offsetof(KeptObject, tensor), READONLY, nullptr},
+    {"entry", T_OBJECT_EX, offsetof(KeptObject, entry), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
+};
+
+PyType_Slot kept_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(make_kept)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(dealloc_kept)},
+    {Py_tp_traverse, reinterpret_cast<void*>(traverse_kept)},
+    {Py_tp_methods, kept_methods},
+    {Py_tp_members, kept_members},
+    {Py_tp_doc, const_cast<char*>("Kept(tensor, entry): the handle of a save whose tensor stays. "
+                                  "It does autograd's version check, which hooks switch off.")},
+    {0, nullptr},
+};
+
+PyType_Spec kept_spec = {
+    .name = "memswap._C.Kept",
+    .basicsize = sizeof(KeptObject),
+    .itemsize = 0,
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = kept_slots,
+};
+
 // --- Stay ---------------------------------------------------------------------------------------
 
 struct StayObject {
@@ -168,16 +292,16 @@ PyObject* make_stay(PyTypeObject* type, PyObject* args, PyObject*) {
   if (look == nullptr) {
     return nullptr;
   }
-  PyObject* const object = type->tp_alloc(type, 0);
-  if (object != nullptr) {
-    StayObject* const self = stay_of(object);
+  return guarded<PyObject*>(nullptr, [&] {
+    py::object made = owned(type->tp_alloc(type, 0));
+    StayObject* const self = stay_of(made.ptr());
     self->ledger = Py_NewRef(ledger);
     self->key = look->storage_key();
     self->nbytes = static_cast<int64_t>(look->storage_nbytes());
     books->ledger.resident(self->nbytes);
-    remember(books, *look, object, true);
-  }
-  return object;
+    remember(books, *look, made.ptr(), true);
+    return made.release().ptr();
+  });
 }
 
 void dealloc_stay(PyObject* object) {
@@ -211,8 +335,11 @@ py::object moved(PyObject* entry, PyObject* view) {
 }
 
 void bind_handle(py::module_& module) {
-  demand_name = interned("demand");
-  unpack_name = interned("unpack");
+  names = {.demand = interned("demand"),
+           .demand_kept = interned("demand_kept"),
+           .detach = interned("detach"),
+           .unpack = interned("unpack")};
+  add_type(module, "Kept", kept_spec);
   moved_type = add_type(module, "Moved", moved_spec);
   if (PyModule_AddFunctions(module.ptr(), functions) != 0) {
     throw py::error_already_set();

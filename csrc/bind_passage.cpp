@@ -22,16 +22,16 @@ namespace py = pybind11;
 namespace {
 
 constexpr std::array kSlots = {
-    &PassageObject::forecast, &PassageObject::held,   &PassageObject::fetches,
-    &PassageObject::course,   &PassageObject::script,
+    &PassageObject::forecast,
+    &PassageObject::held,
+    &PassageObject::course,
+    &PassageObject::script,
 };
 
 // Set once, by bind_passage.
 PyTypeObject* passage_type = nullptr;
 PyTypeObject* forecast_type = nullptr;
-struct Names {
-  PyObject *expected, *get;
-} names;
+PyObject* expected_name = nullptr;
 
 PassageObject* passage_of(PyObject* self) { return reinterpret_cast<PassageObject*>(self); }
 ForecastObject* forecast_of(PyObject* self) { return reinterpret_cast<ForecastObject*>(self); }
@@ -130,7 +130,7 @@ std::span<const size_t> next_in_window(PassageObject* self, size_t index) {
       passage.expect(known->order, known->window_bytes);
     } else {
       const py::object expected =
-          owned(PyObject_CallMethodNoArgs(reinterpret_cast<PyObject*>(self), names.expected));
+          owned(PyObject_CallMethodNoArgs(reinterpret_cast<PyObject*>(self), expected_name));
       const auto [order, window] = expected.cast<std::pair<py::object, int64_t>>();
       passage.expect(places(order), window);
     }
@@ -138,18 +138,20 @@ std::span<const size_t> next_in_window(PassageObject* self, size_t index) {
   return passage.advance(index);
 }
 
-void append_if_wanted(const PassageObject* self, size_t index, py::list& entries) {
-  if (!self->passage.was_demanded(index)) {
-    if (const py::object entry = held_entry(self->entries.at(index))) {
-      entries.append(entry);
-    }
-  }
+// Where a script knows all storages of a passage, and no others, it says what comes next too.
+const ScriptObject* whole_script(const PassageObject* self) {
+  const ScriptObject* const script = script_of(self);
+  return script != nullptr && script->places.size() == self->passage.size() ? script : nullptr;
 }
 
 PyObject* py_demand(PyObject* object, PyObject* index) {
   return guarded<PyObject*>(nullptr, [&] {
     PassageObject* const self = passage_of(object);
-    return demand(self, place_in(self, index)).release().ptr();
+    py::list entries;
+    for (const py::object& entry : demand(self, place_in(self, index))) {
+      entries.append(entry);
+    }
+    return entries.release().ptr();
   });
 }
 
@@ -172,6 +174,20 @@ PyObject* entry(PyObject* object, PyObject* index) {
 
 PyObject* get_count(PyObject* self, void*) {
   return PyLong_FromSize_t(passage_of(self)->passage.size());
+}
+
+PyObject* get_nbytes(PyObject* self, void*) {
+  const Passage& passage = passage_of(self)->passage;
+  return PyLong_FromLongLong(passage.raw().nbytes + passage.decoded().nbytes);
+}
+
+PyObject* get_alive_bytes(PyObject* object, void*) {
+  const PassageObject* const self = passage_of(object);
+  int64_t nbytes = 0;
+  for (size_t index = 0; index < self->entries.size(); ++index) {
+    nbytes += held_entry(self->entries[index]) ? self->passage.nbytes(index) : 0;
+  }
+  return PyLong_FromLongLong(nbytes);
 }
 
 PyObject* get_sizes(PyObject* object, void*) {
@@ -215,6 +231,10 @@ PyObject* get_predicted_window_bytes(PyObject* self, void*) {
     Py_RETURN_NONE;
   }
   return PyLong_FromLongLong(forecast_of(known)->forecast.window_bytes);
+}
+
+PyObject* get_returns_as_planned(PyObject* self, void*) {
+  return PyBool_FromLong(whole_script(passage_of(self)) != nullptr);
 }
 
 PyObject* get_script(PyObject* self, void*) { return Py_NewRef(passage_of(self)->script); }
@@ -318,7 +338,6 @@ int traverse(PyObject* self, visitproc visit, void* arg) {
 
 // What is left can make no circle.
 int clear(PyObject* self) {
-  put(passage_of(self)->fetches, Py_None);
   put(passage_of(self)->course, Py_None);
   put(passage_of(self)->script, Py_None);
   return 0;
@@ -356,10 +375,14 @@ PyMethodDef methods[] = {
 
 PyGetSetDef properties[] = {
     {"count", get_count, nullptr, "Number of storages.", nullptr},
+    {"nbytes", get_nbytes, nullptr, "Of all storages.", nullptr},
+    {"alive_bytes", get_alive_bytes, nullptr, "Of those whose entries are alive.", nullptr},
     {"sizes", get_sizes, nullptr, "Their bytes, a new list.", nullptr},
     {"order", get_order, nullptr, "Places in the order of first demands, a new list.", nullptr},
     {"groups", get_groups, nullptr, "Groups as they were admitted, a new list.", nullptr},
     {"script", get_script, set_script, "What a plan says of its storages, or None.", nullptr},
+    {"returns_as_planned", get_returns_as_planned, nullptr,
+     "Whether its script says what comes back, and not the window.", nullptr},
     {"began_backward", get_began_backward, nullptr, nullptr, nullptr},
     {"predicted_window_bytes", get_predicted_window_bytes, nullptr,
      "The forecast's, for as long as the sizes agree with it; then None.", nullptr},
@@ -374,7 +397,6 @@ PyGetSetDef properties[] = {
 
 PyMemberDef members[] = {
     {"held", T_OBJECT_EX, offsetof(PassageObject, held), READONLY, nullptr},
-    {"fetches", T_OBJECT_EX, offsetof(PassageObject, fetches), 0, nullptr},
     {"course", T_OBJECT_EX, offsetof(PassageObject, course), 0, nullptr},
     {"alone", T_BOOL, offsetof(PassageObject, alone), 0, nullptr},
     {"peak_bytes", T_LONGLONG, offsetof(PassageObject, peak_bytes), READONLY, nullptr},
@@ -438,30 +460,26 @@ void place(PassageObject* self, EntryObject* entry) {
   put(entry->passage, reinterpret_cast<PyObject*>(self));
 }
 
-py::list demand(PassageObject* self, size_t index) {
-  py::list entries;
+std::vector<py::object> demand(PassageObject* self, size_t index) {
+  std::vector<py::object> entries;
   if (!self->passage.demand(index)) {
     return entries;
   }
-  if (empty(self->fetches)) {
-    for (const size_t next : next_in_window(self, index)) {
-      append_if_wanted(self, next, entries);
+  const ScriptObject* const script = whole_script(self);
+  for (const size_t next :
+       script == nullptr ? next_in_window(self, index) : std::span(script->places[index].fetches)) {
+    if (self->passage.was_demanded(next)) {
+      continue;
     }
-  } else {
-    const py::object key = owned(PyLong_FromSize_t(index));
-    const py::object planned =
-        owned(PyObject_CallMethodOneArg(self->fetches, names.get, key.ptr()));
-    if (!planned.is_none()) {
-      for (const size_t next : places(planned)) {
-        append_if_wanted(self, next, entries);
-      }
+    if (py::object entry = held_entry(self->entries.at(next))) {
+      entries.push_back(std::move(entry));
     }
   }
   return entries;
 }
 
 void bind_passage(py::module_& module) {
-  names = {.expected = interned("expected"), .get = interned("get")};
+  expected_name = interned("expected");
   passage_type = add_type(module, "Passage", spec);
   forecast_type = add_type(module, "Forecast", forecast_spec);
 }

@@ -26,7 +26,6 @@ struct PassageObject {
   // Python's; None: nothing.
   PyObject* forecast;  // that its storages agree with so far, a ForecastObject
   PyObject* held;      // places of storages that stayed alive although they had left, a set
-  PyObject* fetches;   // what a plan brings back at which first demand, a mapping
   PyObject* course;    // what a director knows of it
   PyObject* script;    // what a plan says of its storages, a ScriptObject
   char alone;          // the script is followed without asking the director
@@ -46,8 +45,8 @@ struct Verdict {
 // The next storage is saved.
 Verdict admit(PassageObject* passage, int64_t nbytes, bool decoded, int64_t group);
 
-// What `demand` of Python's returns: what is to be brought back now that an entry is demanded.
-pybind11::list demand(PassageObject* passage, size_t index);
+// A storage is demanded. The entries that are to be brought back now.
+std::vector<pybind11::object> demand(PassageObject* passage, size_t index);
 
 // The entry of what was admitted last. Throws ValueError.
 void place(PassageObject* passage, EntryObject* entry);

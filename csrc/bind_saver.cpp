@@ -32,7 +32,7 @@ namespace {
 PyTypeObject* saver_type = nullptr;
 PyTypeObject* lock_type = nullptr;
 struct Names {
-  PyObject *demanded, *demanding, *learn, *look_ahead, *lost;
+  PyObject *demanded, *demanding, *held_by_handles_only, *learn, *look_ahead, *lost;
 } names;
 PyObject* out_of_memory = nullptr;  // torch.OutOfMemoryError
 PyObject* transfer_error = nullptr;
@@ -128,7 +128,7 @@ void look_ahead(SaverObject* self, EntryObject* entry) {
     return;
   }
   try {
-    for (const py::handle next :
+    for (const py::object& next :
          demand(passage_object(passage.ptr()), static_cast<size_t>(entry->index))) {
       fetch_ahead(entry_of(next.ptr()));
     }
@@ -155,6 +155,50 @@ void wait_for_arrival(SaverObject* self, PyObject* arrival) {
   throw failed;
 }
 
+// Who hears of a demand: the script of its passage, and the director where that is not enough.
+class Told {
+ public:
+  Told(SaverObject* saver, PyObject* entry)
+      : saver_(saver),
+        entry_(entry),
+        director_(py::reinterpret_borrow<py::object>(saver->director)) {}
+
+  // Under the saver's lock.
+  void demanding() {
+    hears_ = !director_.is_none() && director_hears(saver_, entry_of(entry_));
+    if (hears_) {
+      owned(PyObject_CallMethodOneArg(director_.ptr(), names.demanding, entry_));
+    }
+  }
+
+  void demanded() const {
+    served(saver_, entry_of(entry_));
+    if (hears_) {
+      owned(PyObject_CallMethodOneArg(director_.ptr(), names.demanded, entry_));
+    }
+  }
+
+ private:
+  SaverObject* const saver_;
+  PyObject* const entry_;
+  const py::object director_;
+  bool hears_ = false;
+};
+
+// What has stayed alive although it had left: if only handles hold it, next time it would be freed.
+void may_leave_next_time(EntryObject* entry) {
+  auto* const passage = reinterpret_cast<PassageObject*>(entry->passage);
+  if (PySet_GET_SIZE(passage->held) == 0 ||
+      passage->passage.was_demanded(static_cast<size_t>(entry->index))) {
+    return;
+  }
+  const py::object index = owned(PyLong_FromSsize_t(entry->index));
+  if (PySet_Contains(passage->held, index.ptr()) == 1 &&
+      truth(PyObject_CallMethodNoArgs(object_of(entry), names.held_by_handles_only))) {
+    PySet_Discard(passage->held, index.ptr());
+  }
+}
+
 PyObject* py_demand(PyObject* self, PyObject* entry) {
   return guarded<PyObject*>(nullptr, [&] {
     if (entry_object(entry) == nullptr) {
@@ -164,13 +208,14 @@ PyObject* py_demand(PyObject* self, PyObject* entry) {
   });
 }
 
-template <class Self, bool (*ask)(Self*, EntryObject*)>
-PyObject* asked(PyObject* self, PyObject* given) {
-  EntryObject* const entry = entry_object(given);
-  if (entry == nullptr) {
-    return nullptr;
-  }
-  return guarded<PyObject*>(nullptr, [&] { return PyBool_FromLong(ask(saver_of(self), entry)); });
+PyObject* py_demand_kept(PyObject* self, PyObject* entry) {
+  return guarded<PyObject*>(nullptr, [&]() -> PyObject* {
+    if (entry_object(entry) == nullptr) {
+      throw py::error_already_set();
+    }
+    demand_kept(saver_of(self), entry);
+    Py_RETURN_NONE;
+  });
 }
 
 // --- life ---------------------------------------------------------------------------------------
@@ -233,10 +278,8 @@ PyMethodDef methods[] = {
      "SwapWay. Its handle; or the entry, where there was no room."},
     {"demand", py_demand, METH_O,
      "The storage of an entry, ordered before what the caller does next."},
-    {"director_hears", asked<const SaverObject, director_hears>, METH_O,
-     "Whether the director has to hear of a demand, and not only its passage's script."},
-    {"served", asked<SaverObject, served>, METH_O,
-     "A demand was served that the director did not hear of. Whether that is enough."},
+    {"demand_kept", py_demand_kept, METH_O,
+     "A storage that stayed is demanded: what comes next may have to come back."},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -306,21 +349,24 @@ Made make_entry(SaverObject* self, PyObject* tensor, PyObject* view) {
   return {std::move(made), std::move(storage)};
 }
 
+void learn_reports(SaverObject* self) {
+  const Py_ssize_t waiting = PyObject_Size(self->encoding);
+  if (waiting < 0) {
+    throw py::error_already_set();
+  }
+  if (waiting > 0) {
+    owned(PyObject_CallMethodNoArgs(reinterpret_cast<PyObject*>(self), names.learn));
+  }
+}
+
 py::object demand(SaverObject* self, PyObject* given) {
-  PyObject* const object = reinterpret_cast<PyObject*>(self);
   EntryObject* const entry = entry_of(given);
-  const auto director = py::reinterpret_borrow<py::object>(self->director);
+  Told told(self, given);
   py::object storage, arrival;
-  bool hears = false;
   {
     const Locked locked(self->lock);
-    if (PyObject_Size(self->encoding) > 0) {
-      owned(PyObject_CallMethodNoArgs(object, names.learn));
-    }
-    if (!director.is_none() && director_hears(self, entry)) {
-      hears = true;
-      owned(PyObject_CallMethodOneArg(director.ptr(), names.demanding, given));
-    }
+    learn_reports(self);
+    told.demanding();
     storage = bring(entry);
     arrival = py::reinterpret_borrow<py::object>(entry->arrival);
     if (!empty(entry->passage)) {
@@ -330,15 +376,29 @@ py::object demand(SaverObject* self, PyObject* given) {
   if (!arrival.is_none()) {
     wait_for_arrival(self, arrival.ptr());
   }
-  if (!director.is_none() && (hears || !served(self, entry))) {
-    owned(PyObject_CallMethodOneArg(director.ptr(), names.demanded, given));
-  }
+  told.demanded();
   return storage;
+}
+
+void demand_kept(SaverObject* self, PyObject* given) {
+  EntryObject* const entry = entry_of(given);
+  Told told(self, given);
+  {
+    const Locked locked(self->lock);
+    if (empty(entry->passage)) {
+      return;
+    }
+    told.demanding();
+    may_leave_next_time(entry);
+    look_ahead(self, entry);
+  }
+  told.demanded();
 }
 
 void bind_saver(py::module_& module) {
   names = {.demanded = interned("demanded"),
            .demanding = interned("demanding"),
+           .held_by_handles_only = interned("held_by_handles_only"),
            .learn = interned("_learn"),
            .look_ahead = interned("look_ahead"),
            .lost = interned("lost")};

@@ -35,6 +35,9 @@ struct Made {
 };
 Made make_entry(SaverObject* saver, PyObject* tensor, PyObject* view);
 
+// Takes in what encoders have reported by now.
+void learn_reports(SaverObject* saver);
+
 // An object as a saver, borrowed; nullptr: it is none.
 SaverObject* saver_object(PyObject* object);
 
@@ -52,5 +55,8 @@ class Locked {
 
 // The storage of an entry, ordered before what the caller does next.
 pybind11::object demand(SaverObject* saver, PyObject* entry);
+
+// A storage that stayed is demanded: what comes next may have to come back.
+void demand_kept(SaverObject* saver, PyObject* entry);
 
 }  // namespace memswap

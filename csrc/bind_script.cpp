@@ -20,7 +20,6 @@
 #include "bind_ticket.h"
 #include "bind_view.h"
 #include "bind_way.h"
-#include "codec/codec_lane.h"
 #include "python_type.h"
 #include "saved_view.h"
 
@@ -31,13 +30,12 @@ namespace {
 
 // Set once, by bind_script.
 PyTypeObject* script_type = nullptr;
-PyTypeObject* encoded_type = nullptr;
 PyObject* transfer_error = nullptr;
 struct Names {
-  PyObject *hurry, *keep_as_planned, *learn;
+  PyObject *hurry, *keep_as_planned;
 } names;
 
-ScriptObject* script_of(PyObject* self) { return reinterpret_cast<ScriptObject*>(self); }
+ScriptObject* script_object(PyObject* self) { return reinterpret_cast<ScriptObject*>(self); }
 
 Ledger& ledger_of(SaverObject* saver) {
   return reinterpret_cast<LedgerObject*>(saver->ledger)->ledger;
@@ -108,23 +106,6 @@ void release(SaverObject* saver, PassageObject* passage, size_t index) {
   }
 }
 
-// A frame that is on its way to a pool is off the device for what comes next.
-void release_frame(PassageObject* passage, size_t index) {
-  const py::object held = held_entry(passage->entries.at(index));
-  if (!held) {
-    return;
-  }
-  EntryObject* const entry = entry_of(held.ptr());
-  if (PyObject_TypeCheck(entry->away, encoded_type)) {
-    const auto frame = py::handle(entry->away).cast<EncodedStoragePtr>();
-    {
-      const py::gil_scoped_release without_gil;
-      frame->wait_sent();
-    }
-    count_held(entry);
-  }
-}
-
 // What was released and is still held: by now it may be gone.
 void look_at_released(PassageObject* passage) {
   if (passage->released.empty()) {
@@ -152,7 +133,9 @@ void saved(const ScriptObject* script, SaverObject* saver, EntryObject* entry) {
       release(saver, passage, released);
     }
     for (const size_t departed : place.departures) {
-      release_frame(passage, departed);
+      if (const py::object held = held_entry(passage->entries.at(departed))) {
+        release_frame(entry_of(held.ptr()));
+      }
     }
   }
   note_peak(saver, passage, 0);
@@ -160,22 +143,23 @@ void saved(const ScriptObject* script, SaverObject* saver, EntryObject* entry) {
 
 // --- the type -----------------------------------------------------------------------------------
 
-std::vector<size_t> places_in(const py::handle& numbers, size_t most) {
+std::vector<size_t> places_in(const py::handle& numbers, size_t most, const char* otherwise) {
   std::vector<size_t> found;
   for (const py::handle number : numbers) {
     found.push_back(number.cast<size_t>());
     if (found.back() > most) {
-      throw py::value_error("a script releases what was saved by then, and nothing later");
+      throw py::value_error(otherwise);
     }
   }
   return found;
 }
 
-ScriptObject::Place read_place(const py::handle& given, size_t index) {
+ScriptObject::Place read_place(const py::handle& given, size_t index, size_t count) {
   const auto parts = py::reinterpret_borrow<py::tuple>(given);
-  if (!py::isinstance<py::tuple>(given) || parts.size() != 7) {
+  if (!py::isinstance<py::tuple>(given) || parts.size() != 9) {
     throw py::type_error(
-        "a place of a script is (unit, ordinal, nbytes, dtype, action, releases, departures)");
+        "a place of a script is (unit, ordinal, nbytes, dtype, action, releases, departures, "
+        "fetches, departs)");
   }
   ScriptObject::Place place;
   place.unit = parts[0];
@@ -193,8 +177,11 @@ ScriptObject::Place read_place(const py::handle& given, size_t index) {
   } else if (action != "ask") {
     throw py::value_error("a script says swap, keep or ask, found " + action);
   }
-  place.releases = places_in(parts[5], index);
-  place.departures = places_in(parts[6], index);
+  const char* const early = "a script releases what was saved by then, and nothing later";
+  place.releases = places_in(parts[5], index, early);
+  place.departures = places_in(parts[6], index, early);
+  place.fetches = places_in(parts[7], count - 1, "a script fetches what it has a place for");
+  place.departs = parts[8].cast<bool>();
   return place;
 }
 
@@ -212,11 +199,12 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject* named) {
     }
     const auto where = py::handle(device).cast<c10::Device>();
     std::vector<ScriptObject::Place> read;
-    for (const py::handle place : py::reinterpret_borrow<py::iterable>(places)) {
-      read.push_back(read_place(place, read.size()));
+    const auto given = py::cast<py::list>(places);
+    for (const py::handle place : given) {
+      read.push_back(read_place(place, read.size(), given.size()));
     }
     py::object made = owned(type->tp_alloc(type, 0));
-    ScriptObject* const self = script_of(made.ptr());
+    ScriptObject* const self = script_object(made.ptr());
     new (&self->places) std::vector<ScriptObject::Place>(std::move(read));
     new (&self->device) c10::Device(where);
     self->way = Py_NewRef(way);
@@ -228,14 +216,14 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject* named) {
 
 // Units are texts, which refer to nothing.
 int traverse(PyObject* self, visitproc visit, void* arg) {
-  Py_VISIT(script_of(self)->way);
-  Py_VISIT(script_of(self)->refrains);
+  Py_VISIT(script_object(self)->way);
+  Py_VISIT(script_object(self)->refrains);
   Py_VISIT(Py_TYPE(self));
   return 0;
 }
 
 void dealloc(PyObject* object) {
-  ScriptObject* const self = script_of(object);
+  ScriptObject* const self = script_object(object);
   PyObject_GC_UnTrack(object);
   std::destroy_at(&self->places);
   Py_CLEAR(self->way);
@@ -257,7 +245,7 @@ PyObject* py_saved(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     if (saver == nullptr) {
       throw py::type_error("saved needs a saver");
     }
-    saved(script_of(self), saver, entry);
+    saved(script_object(self), saver, entry);
     Py_RETURN_NONE;
   });
 }
@@ -274,7 +262,7 @@ PyObject* py_look(PyObject*, PyObject* given) {
 }
 
 Py_ssize_t length(PyObject* self) {
-  return static_cast<Py_ssize_t>(script_of(self)->places.size());
+  return static_cast<Py_ssize_t>(script_object(self)->places.size());
 }
 
 PyMethodDef methods[] = {
@@ -295,7 +283,7 @@ PyType_Slot slots[] = {
     {Py_tp_doc,
      const_cast<char*>("Script(device, way, least_bytes, places, refrains=None): what a plan does "
                        "with each storage of a passage. A place is (unit, ordinal, nbytes, dtype, "
-                       "'swap' | 'keep' | 'ask', releases, departures).")},
+                       "'swap' | 'keep' | 'ask', releases, departures, fetches, departs).")},
     {0, nullptr},
 };
 
@@ -322,7 +310,7 @@ py::object follow(SaverObject* saver, const Offer& offer) {
     return {};
   }
   const auto held = py::reinterpret_borrow<py::object>(passage->script);
-  const ScriptObject* const script = script_of(held.ptr());
+  const ScriptObject* const script = script_object(held.ptr());
   const SavedView& look = *saved_view_of(offer.view);
   const ScriptObject::Place* const place = place_of(script, passage, offer, look);
   const auto* const books = reinterpret_cast<LedgerObject*>(saver->ledger);
@@ -335,9 +323,7 @@ py::object follow(SaverObject* saver, const Offer& offer) {
   }
   PyObject* const object = reinterpret_cast<PyObject*>(saver);
   notice_some(saver->departing);
-  if (PyObject_Size(saver->encoding) > 0) {
-    owned(PyObject_CallMethodNoArgs(object, names.learn));
-  }
+  learn_reports(saver);
   look_at_released(passage);
   ++offer.ordinal;
   const int64_t group = offer.group == Py_None ? kNoGroup : PyLong_AsLongLong(offer.group);
@@ -378,15 +364,26 @@ bool director_hears(const SaverObject* saver, EntryObject* entry) {
   return passage->alone == 0 || empty(passage->script);
 }
 
-bool served(SaverObject* saver, EntryObject* entry) {
-  if (!empty(entry->way) && swap_way(entry->way) == nullptr) {
-    return false;
+void served(SaverObject* saver, EntryObject* entry) {
+  if (empty(entry->passage)) {
+    return;
+  }
+  auto* const passage = reinterpret_cast<PassageObject*>(entry->passage);
+  const ScriptObject* const script = script_of(passage);
+  if (script == nullptr) {
+    return;
   }
   // What every save has seen is off the books, while its last consumer still holds it.
   const bool used = entry->residence->state() == State::kAway;
-  note_peak(saver, reinterpret_cast<PassageObject*>(entry->passage),
-            used ? entry->residence->nbytes() : 0);
-  return true;
+  note_peak(saver, passage, used ? entry->residence->nbytes() : 0);
+  const auto index = static_cast<size_t>(entry->index);
+  if (index < script->places.size() && script->places[index].departs) {
+    release_frame(entry);
+  }
+}
+
+const ScriptObject* script_of(const PassageObject* passage) {
+  return empty(passage->script) ? nullptr : script_object(passage->script);
 }
 
 PyObject* script_or_none(PyObject* object) {
@@ -398,10 +395,7 @@ PyObject* script_or_none(PyObject* object) {
 }
 
 void bind_script(py::module_& module) {
-  names = {.hurry = interned("hurry"),
-           .keep_as_planned = interned("keep_as_planned"),
-           .learn = interned("_learn")};
-  encoded_type = reinterpret_cast<PyTypeObject*>(py::type::of<EncodedStorage>().release().ptr());
+  names = {.hurry = interned("hurry"), .keep_as_planned = interned("keep_as_planned")};
   transfer_error = py::object(module.attr("TransferError")).release().ptr();
   script_type = add_type(module, "Script", spec);
 }

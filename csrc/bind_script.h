@@ -22,8 +22,12 @@ struct ScriptObject {
     int64_t nbytes = 0;
     c10::ScalarType dtype = c10::ScalarType::Undefined;
     Action action = Action::kAsk;
-    // After the save that this place stands for: sends and frames on their way that are waited for.
+    // After its save: sends, and frames on their way, that are waited for.
     std::vector<size_t> releases, departures;
+    // At its first demand: what starts back.
+    std::vector<size_t> fetches;
+    // After a demand: its frame is waited for, if it is on its way still.
+    bool departs = false;
   };
 
   PyObject_HEAD std::vector<Place> places;
@@ -47,6 +51,9 @@ struct Offer {
 // Python decides, and nothing has happened.
 pybind11::object follow(SaverObject* saver, const Offer& offer);
 
+// The script of a passage, borrowed. nullptr: it has none.
+const ScriptObject* script_of(const PassageObject* passage);
+
 // An object that a passage may have as its script, borrowed: a Script or None. nullptr with
 // TypeError set: it is neither.
 PyObject* script_or_none(PyObject* object);
@@ -54,7 +61,7 @@ PyObject* script_or_none(PyObject* object);
 // Whether the director has to hear of a demand that is about to be served, and not only the script.
 bool director_hears(const SaverObject* saver, EntryObject* entry);
 
-// A demand was served that the director did not hear of. Whether the script knows all of it.
-bool served(SaverObject* saver, EntryObject* entry);
+// What follows a demand that was served, where there is a script.
+void served(SaverObject* saver, EntryObject* entry);
 
 }  // namespace memswap

@@ -1,7 +1,7 @@
 """The native module (csrc/bind_*.cpp). Contracts stand in the C++ headers."""
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ref
 
@@ -45,6 +45,8 @@ class SavedView:
     def edited_part(self) -> bool: ...
     @property
     def part_of_data(self) -> bool: ...
+    @property
+    def computed(self) -> bool: ...
     @property
     def private_format(self) -> bool: ...
     @property
@@ -153,7 +155,6 @@ class Passage:
     """The books of one forward, and of the demands for it (csrc/bind_passage.cpp)."""
 
     held: Any
-    fetches: Any
     course: Any
     script: Script | None
     alone: bool
@@ -162,11 +163,17 @@ class Passage:
     @property
     def count(self) -> int: ...
     @property
+    def nbytes(self) -> int: ...
+    @property
+    def alive_bytes(self) -> int: ...
+    @property
     def sizes(self) -> list[int]: ...
     @property
     def order(self) -> list[int]: ...  # of first demands
     @property
     def groups(self) -> list[int | None]: ...
+    @property
+    def returns_as_planned(self) -> bool: ...  # as its script says; otherwise the window does
     @property
     def began_backward(self) -> bool: ...
     @property
@@ -188,6 +195,11 @@ class Passage:
     def was_demanded(self, index: int, /) -> bool: ...
     def entry(self, index: int, /) -> Any: ...
 
+#: Unit, ordinal, nbytes, dtype, action, releases, departures, fetches, departs.
+ScriptPlace = tuple[
+    str, int, int, torch.dtype, str, Sequence[int], Sequence[int], Sequence[int], bool
+]
+
 class Script:
     """What a plan does with each storage of a passage (csrc/bind_script.cpp)."""
 
@@ -196,7 +208,7 @@ class Script:
         device: torch.device,
         way: SwapWay,
         least_bytes: int,
-        places: Iterable[tuple[str, int, int, torch.dtype, str, Sequence[int], Sequence[int]]],
+        places: Sequence[ScriptPlace],
         refrains: Callable[[], bool] | None = None,
     ) -> Self: ...
     def __len__(self) -> int: ...
@@ -227,6 +239,16 @@ class Moved:
     def view(self) -> SavedView: ...
     def unpack(self) -> torch.Tensor: ...
 
+class Kept:
+    """The handle of a save whose tensor stays (csrc/bind_handle.cpp)."""
+
+    def __new__(cls, tensor: torch.Tensor, entry: Any, /) -> Self: ...
+    @property
+    def tensor(self) -> torch.Tensor: ...
+    @property
+    def entry(self) -> Any: ...
+    def unpack(self) -> torch.Tensor: ...
+
 def unpack(handle: Any, /) -> torch.Tensor: ...
 
 class Lock:
@@ -255,8 +277,7 @@ class Saver:
     def encoding(self) -> Any: ...
     def swap(self, tensor: torch.Tensor, view: SavedView, way: SwapWay, /) -> Any: ...
     def demand(self, entry: Any, /) -> StorageRef: ...
-    def director_hears(self, entry: Any, /) -> bool: ...
-    def served(self, entry: Any, /) -> bool: ...
+    def demand_kept(self, entry: Any, /) -> None: ...
 
 class Visit:
     """Where autograd calls in (csrc/bind_visit.cpp)."""
@@ -266,6 +287,7 @@ class Visit:
     action: Any
     group: Any
     outer: Any
+    waiting: Any
     ordinal: int
     covered: bool
     pushed: bool

@@ -126,18 +126,23 @@ def test_a_script_says_what_is_wrong_with_it():
     way = native.SwapWay(object(), object())
     cpu = torch.device("cpu")
 
-    def made(*places: Any) -> Any:
-        return native.Script(cpu, way, 0, places)
+    def made(
+        dtype: Any = torch.float32, action: str = "swap", releases: Any = (), fetches: Any = ()
+    ) -> Any:
+        place = ("0", 0, 8, dtype, action, releases, (), fetches, False)
+        return native.Script(cpu, way, 0, [place])
 
-    assert len(made(("0", 0, 8, torch.float32, "swap", (), ()))) == 1
+    assert len(made()) == 1
     with pytest.raises(TypeError, match="a place of a script is"):
-        made(("0", 0))
+        native.Script(cpu, way, 0, [("0", 0)])
     with pytest.raises(ValueError, match="swap, keep or ask, found burn"):
-        made(("0", 0, 8, torch.float32, "burn", (), ()))
+        made(action="burn")
     with pytest.raises(ValueError, match="nothing later"):
-        made(("0", 0, 8, torch.float32, "keep", (1,), ()))
+        made(releases=(1,))
+    with pytest.raises(ValueError, match="fetches what it has a place for"):
+        made(fetches=(0, 1))
     with pytest.raises(TypeError, match=r"has a torch\.dtype"):
-        made(("0", 0, 8, "float32", "keep", (), ()))
+        made(dtype="float32")
     with pytest.raises(TypeError, match="needs a SwapWay"):
         native.Script(cpu, None, 0, [])
     with pytest.raises(TypeError, match="expected a Script or None"):

@@ -112,5 +112,6 @@ machines = st.builds(
     *(st.sampled_from([1e6, 1e7, 1e9]) for _ in range(2)),
     copy_latency_s=st.sampled_from([0.0, 1e-4]),
     codec_latency_s=st.just(0.0),
+    copy_share=st.sampled_from([0.0, 0.0, 0.3]),
     inline_codec=st.booleans(),
 )

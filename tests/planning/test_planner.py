@@ -150,6 +150,18 @@ def test_more_room_never_costs_time(layers):
     assert all(b <= a + 1e-9 for a, b in pairwise(costs)), costs
 
 
+def test_auto_moves_nothing_where_copying_takes_more_from_compute_than_one_percent():
+    step = stack([1000] * 12, forward_s=1e-2, backward_s=2e-2)
+    hidden = make_plan(step, RATES, "auto")
+    assert hidden.moved_bytes > 0 and hidden.exposed_s == 0
+    # 12 ms of copies each way in 360 ms: 1 % is 3.6 ms.
+    some = make_plan(step, replace(RATES, copy_share=0.3), "auto")
+    assert 0 < some.moved_bytes < hidden.moved_bytes
+    assert 0 < some.exposed_s <= 0.01 * some.compute_s
+    dear = replace(RATES, d2h_bytes_per_s=1e5, h2d_bytes_per_s=1e5, copy_share=0.3)
+    assert make_plan(step, dear, "auto").moved_bytes == 0
+
+
 def test_what_is_demanded_first_stays():
     step = stack([1000] * 12)
     plan = make_plan(step, RATES, 6000)

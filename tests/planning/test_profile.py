@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import memswap
 from memswap import Rates
 from memswap.planning import profile as module
+from memswap.planning import sharing
 
 CPU = torch.device("cpu")
 
@@ -36,8 +38,51 @@ def test_a_cpu_is_measured_disk_and_codec(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "ROUNDS", 1)
     rates = memswap.profile("cpu")
     assert rates.encodes and rates.copies and rates.inline_codec
+    assert 0 <= rates.copy_share <= 1
     assert 1e6 < rates.encode_bytes_per_s < 1e12 and 1e6 < rates.d2h_bytes_per_s < 1e12
     assert memswap.profile("cpu") == rates, "the second call measured again"
+
+
+class Busy:
+    """A lane whose copies take so many seconds, and a share of them from compute."""
+
+    def __init__(self, monkeypatch, copy_s: float, share: float) -> None:
+        self.now = self.stolen_s = 0.0
+        self.copy_s, self.share = copy_s, share
+        monkeypatch.setattr(sharing, "open_lane", lambda device: self)
+        monkeypatch.setattr(sharing.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(sharing.torch, "mm", self.compute)
+
+    def send(self, storage, block):
+        self.stolen_s += self.share * self.copy_s
+        return self
+
+    def fetch(self, block):
+        return None, self.send(None, block)
+
+    def synchronize(self) -> None:
+        self.now += self.copy_s
+        self.stolen_s = 0.0
+
+    def compute(self, left, right, out) -> None:
+        self.now += 1e-3 + self.stolen_s
+        self.stolen_s = 0.0
+
+
+@pytest.mark.parametrize(("share", "found"), [(0.0, 0.0), (0.25, 0.25), (3.0, 1.0)])
+def test_what_copies_take_from_compute_is_what_compute_takes_longer_beside_them(
+    monkeypatch, share, found
+):
+    Busy(monkeypatch, 20e-3, share)
+    assert sharing.measure_copy_share() == pytest.approx(found)
+
+
+def test_a_step_that_was_measured_beside_copies_is_shorter_without_them():
+    rates = Rates("shared", *(1e6,) * 4, copy_latency_s=0.0, copy_share=0.5)
+    assert sharing.taken_s([1000, 1000], rates, 1.0) == pytest.approx(0.5 * 4e-3)
+    # Copies that take longer than the step take no more of it than while they run.
+    assert sharing.taken_s([1000, 1000], rates, 3e-3) == pytest.approx(1e-3)
+    assert sharing.taken_s([1000], replace(rates, copy_share=0.0), 1.0) == 0.0
 
 
 def test_what_was_measured_is_remembered(count):

@@ -23,7 +23,7 @@ def test_a_step_survives_its_file(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[]", '{"memswap_step": 1}', '{"memswap_step": 3, "step": {}, "rates": {}}'],
+    ["", "{", "[]", '{"memswap_step": 1}', '{"memswap_step": 4, "step": {}, "rates": {}}'],
 )
 def test_a_file_that_is_no_step_is_refused_by_its_name(tmp_path, content):
     file = tmp_path / "other.json"
@@ -72,6 +72,19 @@ def test_both_directions_at_once_are_slower():
     alone = Link(rates)
     alone.add(1, 1, 1000, 1e-3)
     assert alone.end_s(1, 1) == pytest.approx(2e-3)
+
+
+def test_copies_by_the_processors_that_compute_are_not_free():
+    """A third of a copy's millisecond is taken from compute, each way, though nobody waits."""
+    rates = replace(RATES, copy_share=1 / 3)
+    found = replay(stack([1000, 1000, 1000]), rates, {0: Action.SWAP}, 2000)
+    assert found.exposed_s == {0: pytest.approx(2e-3 / 3)}
+    # A wait is no compute: 4 ms each way, of which compute works beside for what it has to do.
+    slow = replace(RATES, d2h_bytes_per_s=2.5e5, h2d_bytes_per_s=2.5e5)
+    waiting = replay(stack([1000, 1000, 1000]), slow, {0: Action.SWAP}, 2000)
+    shared = replay(stack([1000] * 3), replace(slow, copy_share=1 / 4), {0: Action.SWAP}, 2000)
+    assert waiting.total_exposed_s == pytest.approx(5e-3)
+    assert shared.total_exposed_s == pytest.approx(5e-3), "a second was counted twice"
 
 
 def test_codec_time_is_computes_and_frames_count():

@@ -20,7 +20,7 @@ from torch import nn
 import memswap
 from memswap import Action, Rates
 from memswap.engine import saver as engine
-from memswap.planning import learner, pilot, profile
+from memswap.planning import learner, pilot, profile, script
 from memswap.planning.pilot import Pilot
 from memswap.planning.profile import measure_codec
 from memswap.planning.script import script_of
@@ -186,7 +186,7 @@ def broken(name: str) -> contextlib.AbstractContextManager[None]:
                 engine.Saver, "_swap", lambda self, entry, storage, route: "no room for a frame"
             )
         elif name == "nobody waits for a frame to leave":
-            patch.setattr(pilot, "release_frame", lambda entry: None)
+            patch.setattr(script, "departs", lambda planned: False)
             patch.setattr(
                 pilot,
                 "script_of",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -41,6 +41,16 @@ def forward(timeline, sizes):
 def backward(passage, entries, order):
     """The indices that each demand asked for ahead."""
     return [[entry.index for entry in passage.demand(i)] for i in order]
+
+
+def script_of(fetches, count):
+    """A script that knows so many storages, and what their demands bring back."""
+    places = [
+        ("", index, 50, torch.uint8, "keep", (), (), fetches.get(index, ()), False)
+        for index in range(count)
+    ]
+    way = native.SwapWay(object(), object())
+    return native.Script(torch.device("cpu"), way, 0, places)
 
 
 def reverse(sizes):
@@ -248,8 +258,17 @@ def test_what_was_never_demanded_is_expected_last_the_last_saved_first():
 
 def test_a_plan_says_what_comes_back_in_the_window_s_place():
     passage, _, entries = forward(Timeline(100), [50] * 4)
-    passage.fetches = MappingProxyType({3: (0, 2), 2: (3, 1)})
+    passage.script = script_of({3: (0, 2), 2: (3, 1)}, 4)
+    assert passage.returns_as_planned
     assert backward(passage, entries, [3, 2, 1, 0]) == [[0, 2], [1], [], []]
+
+
+@pytest.mark.parametrize("planned", [3, 5])
+def test_a_plan_for_other_storages_leaves_the_window_in_its_place(planned):
+    passage, _, entries = forward(Timeline(100), [50] * 4)
+    passage.script = script_of({2: (0,)}, planned)
+    assert not passage.returns_as_planned
+    assert backward(passage, entries, [3, 2, 1, 0]) == [[2, 1], [0], [], []]
 
 
 def test_storages_that_are_saved_during_backward_are_expected_too():

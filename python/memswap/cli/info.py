@@ -55,6 +55,7 @@ def describe_rates() -> list[list[str]]:
             "both at once",
             per_pair(rates.duplex_d2h_bytes_per_s, rates.duplex_h2d_bytes_per_s),
         ],
+        ["copies take of compute", f"{rates.copy_share:.0%}" if rates.copy_share else "-"],
         ["encode, decode", per_pair(rates.encode_bytes_per_s, rates.decode_bytes_per_s)],
     ]
 

@@ -22,11 +22,9 @@ def is_parameter(tensor: torch.Tensor) -> bool:
     return (owner.requires_grad and owner.is_leaf) or is_frozen_parameter(tensor)
 
 
-def is_leaf_parameter(tensor: torch.Tensor) -> bool:
-    """A parameter itself, frozen or not, or another leaf that requires grad; no view of one."""
-    return (tensor.requires_grad and tensor.is_leaf) or (
-        type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter)
-    )
+def is_typed_parameter(tensor: torch.Tensor) -> bool:
+    """A parameter by its own type, frozen or not; no view of one."""
+    return isinstance(tensor, torch.nn.Parameter)
 
 
 def is_frozen_parameter(tensor: torch.Tensor) -> bool:

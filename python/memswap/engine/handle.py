@@ -7,43 +7,33 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memswap._native import native
-from memswap.engine.autograd import is_leaf_parameter
 from memswap.errors import InplaceEditError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from memswap.engine.entry import Entry, Stay
 
 
 #: The handle of a save whose storage leaves: an entry, which it owns, and a view. Its `unpack`
 #: demands the storage of the saver (csrc/bind_handle.cpp).
 Moved = native.Moved
 
+#: The handle of a save whose tensor stays: autograd's version check, which hooks switch off.
+Kept = native.Kept
 
-class Kept:
-    """The handle of a save whose tensor stays: autograd's version check, which hooks switch off."""
 
-    __slots__ = ("entry", "tensor", "version")
+class Later:
+    """The handle of a save that waits until its operator has run.
 
-    def __init__(self, tensor: torch.Tensor, entry: Entry | Stay | None) -> None:
-        self.version = tensor._version
-        # A leaf is kept itself, as autograd would: whoever gives it other memory (`.data = ...`)
-        # gives it to backward as well. Others share storage and version counter, not the graph.
-        self.tensor = tensor if is_leaf_parameter(tensor) else tensor.detach()
-        self.entry = entry
-        if entry is not None and entry.passage is not None:
-            entry.keeps += 1
+    See [Note: What an operator fills after it was saved] in csrc/bind_visit.cpp.
+    """
+
+    __slots__ = ("__weakref__", "handle")
+
+    def __init__(self, handle: Handle) -> None:
+        self.handle = handle
 
     def unpack(self) -> torch.Tensor:
-        tensor = self.tensor
-        if tensor._version != self.version:
-            described = f"{tensor.type()} {list(tensor.shape)} on {tensor.device}"
-            raise inplace_edit(described, tensor._version, self.version)
-        entry = self.entry
-        if entry is not None and entry.passage is not None:
-            entry.saver.demand_kept(entry)
-        return tensor
+        return self.handle.unpack()
 
 
 class Passed:
@@ -102,11 +92,17 @@ class Parts:
         return tensor
 
 
-Handle = Moved | Kept | Passed | Parts
+Handle = Moved | Kept | Later | Passed | Parts
 
 
 #: The unpack hook of every saver: (handle) -> tensor.
 unpack: Callable[[Handle], torch.Tensor] = native.unpack
+
+
+def edited_since(tensor: torch.Tensor, version: int) -> InplaceEditError:
+    """A tensor that stayed is not at this version any more."""
+    described = f"{tensor.type()} {list(tensor.shape)} on {tensor.device}"
+    return inplace_edit(described, tensor._version, version)
 
 
 def inplace_edit(described: str, found: int, expected: int) -> InplaceEditError:

@@ -102,7 +102,7 @@ class Saver(native.Saver):
                 leaving_bytes = ended.leaving_bytes
                 if self.director is not None:
                     leaving_bytes = self.director.begin(self.passage) or leaving_bytes
-                self._routes.begin_passage(leaving_bytes, sum(ended.sizes))
+                self._routes.begin_passage(leaving_bytes, ended.nbytes)
 
     def route(self, device: torch.device) -> Route | None:
         """How storages leave a device; None where they stay."""
@@ -150,7 +150,7 @@ class Saver(native.Saver):
         known = ledger.find(view)
         if known is False:
             return self.keep(tensor, view, "edited in parts")
-        if known is not None:
+        if known is not None and not self.refilled(known, view):
             ledger.deduplicated_tensors += 1
             ledger.deduplicated_bytes += view.nbytes
             if director is not None and isinstance(known, Entry):
@@ -187,6 +187,19 @@ class Saver(native.Saver):
             self._learn()
         visit.ordinal += 1
         return self._admit(tensor, view, visit, route, action or route.default_action)
+
+    def refilled(self, known: Entry | Stay, view: SavedView) -> bool:
+        """Whether memory that no operator made may hold something else than in an earlier forward.
+
+        A buffer that numpy fills for each batch counts no edits; what left took along the bytes of
+        then, and a graph that nobody runs any more may keep them.
+        """
+        return (
+            not view.computed
+            and isinstance(known, Entry)
+            and known.away is not None
+            and known.passage is not self.passage
+        )
 
     def _admit(
         self, tensor: torch.Tensor, view: SavedView, visit: Visit, route: Route, action: Action
@@ -359,27 +372,6 @@ class Saver(native.Saver):
     def lost(self, error: native.TransferError) -> NoReturn:
         """The bytes that a demand has waited for did not come."""
         raise TransferError(f"a saved tensor cannot be brought back: {error}") from error
-
-    def demand_kept(self, entry: Entry) -> None:
-        """A storage that stayed is demanded: what comes next may have to come back."""
-        with self.lock:
-            passage = entry.passage
-            if passage is None:
-                return
-            director = self.director
-            hears = director is not None and self.director_hears(entry)
-            if director is not None and hears:
-                director.demanding(entry)
-            index = entry.index
-            if (
-                index in passage.held
-                and not passage.was_demanded(index)
-                and entry.held_by_handles_only()
-            ):
-                passage.held.discard(index)  # next time it would be freed, so it may leave
-            self.look_ahead(passage, index)
-            if director is not None and (hears or not self.served(entry)):
-                director.demanded(entry)
 
     def look_ahead(self, passage: Passage, index: int) -> None:
         """A storage is demanded: what comes next is brought back."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from memswap._native import native
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from memswap._C import Forecast, Script
 
@@ -52,8 +52,6 @@ class Passage(native.Passage):
     # Native members, by what they are in Python.
     held: set[int]
     """Storages that stayed alive although they had left."""
-    fetches: Mapping[int, Sequence[int]] | None
-    """What a plan brings back at the first demand of which storage; None: the window decides."""
     course: Any
     """What a director knows of it."""
     script: Script | None

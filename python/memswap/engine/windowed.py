@@ -169,7 +169,7 @@ class WindowedSaver(Saver):
         first = not passage.began_backward
         entries = passage.demand(index)
         waits = entries
-        if passage.fetches is not None:  # a plan: copies take no processors, and start in time
+        if passage.returns_as_planned:  # copies take no processors, and start in time
             waits = [one for one in entries if isinstance(one.way, EncodeWay)]
             self._prefetch(one for one in entries if not isinstance(one.way, EncodeWay))
         self._observe()

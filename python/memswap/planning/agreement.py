@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from memswap.planning.step import Step
 
 
+#: Of a machine's rates, those of which more is worse.
+COSTS = ("copy_latency_s", "codec_latency_s", "copy_share")
+
+
 def agree(
     step: Step | None, rates: Rates, group: Any, room_bytes: float = inf
 ) -> tuple[Step | None, Rates, float]:
@@ -77,10 +81,10 @@ def agreed_frame(nbytes: list[int]) -> int:
 
 
 def slowest(rates: list[Rates]) -> Rates:
-    """The lowest of each rate, and the highest of each latency."""
+    """The lowest of each rate, and the highest of what copies take besides."""
     values: dict[str, Any] = {}
     for field in fields(rates[0]):
         found = [getattr(one, field.name) for one in rates]
         if field.type == "float":
-            values[field.name] = (max if field.name.endswith("latency_s") else min)(found)
+            values[field.name] = (max if field.name in COSTS else min)(found)
     return replace(rates[0], **values)

@@ -38,6 +38,8 @@ class Hardware:
     """Of the gathered result, by the size of the group. 0 or missing: not known."""
     all_to_all_bytes_per_s: Mapping[int, float] = field(default_factory=dict)
     """Of the input of a rank, by the size of the group."""
+    copy_share: float = 0.0
+    """Seconds of compute that each second of copying takes."""
     inline_codec: bool = False
 
     def matmul_s(
@@ -91,6 +93,7 @@ class Hardware:
             duplex_h2d_bytes_per_s=min(self.duplex_bytes_per_s, self.h2d_bytes_per_s),
             encode_bytes_per_s=self.encode_bytes_per_s,
             decode_bytes_per_s=self.decode_bytes_per_s,
+            copy_share=self.copy_share,
             inline_codec=self.inline_codec,
         )
 
@@ -239,7 +242,7 @@ H200 = Hardware(
 
 #: A server's processor: 16 cores with AVX-512 at 2.5 GHz (64 float32 operations per cycle and
 #: core), 8 channels of DDR5-4800 at 0.7, one NVMe disk; the codec is bound by memory (one thread
-#: encodes 6 and decodes 10 GB/s of bfloat16).
+#: encodes 6 and decodes 10 GB/s of bfloat16), and one core copies.
 CPU = Hardware(
     name="CPU",
     matmul_flops={
@@ -252,6 +255,7 @@ CPU = Hardware(
     duplex_bytes_per_s=1 * GB,
     encode_bytes_per_s=40 * GB,
     decode_bytes_per_s=60 * GB,
+    copy_share=1 / 16,
     inline_codec=True,
 )
 

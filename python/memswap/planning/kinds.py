@@ -130,8 +130,4 @@ class Course:
     @property
     def waits(self) -> bool:
         """Whether most of what it saved is still there, for a backward that may come."""
-        passage = self.passage
-        alive = (passage.entry(index) is not None for index in range(passage.count))
-        sizes = passage.sizes
-        bytes_alive = sum(size for size, one in zip(sizes, alive, strict=True) if one)
-        return 2 * bytes_alive > sum(sizes)
+        return 2 * self.passage.alive_bytes > self.passage.nbytes

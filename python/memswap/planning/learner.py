@@ -22,13 +22,22 @@ from dataclasses import fields, replace
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+from memswap.engine.action import Action
 from memswap.engine.pools import DiskPool
 from memswap.planning.agreement import agree
 from memswap.planning.budgets import bytes_of
 from memswap.planning.kinds import MOST_DOUBTS, REFRAME_AFTER
-from memswap.planning.observed import calibrated, linked, quantised, reframed, step_of
+from memswap.planning.observed import (
+    calibrated,
+    linked,
+    quantised,
+    reframed,
+    step_of,
+    without_copies,
+)
 from memswap.planning.planner import make_plan, regions_for, too_small
 from memswap.planning.profile import profile
+from memswap.planning.sharing import taken_s
 from memswap.planning.simulate import CODED, MOVES
 
 if TYPE_CHECKING:
@@ -145,8 +154,8 @@ class Learner:
         record: Record | None = timing.recorder.take()
         if record is not None and not record.order:
             record = None
-        step = None if record is None else self._step(record, timing)
         rates = self._measured_rates(timing)
+        step = None if record is None else self._step(record, timing, rates)
         if record is not None and self._calibrates:
             rates = self.rates = calibrated(rates, record)
         room = min(self._pool_bytes(timing), kind.full_at_bytes or inf)
@@ -265,20 +274,22 @@ class Learner:
         assert timing is not None and plan is not None and known is not None and before is not None
         kind.timing, rates = None, before
         record = timing.recorder.take()
-        step = None
+        step, shared_s = None, 0.0
         # Another number of saves, or another order, says nothing about the times of this step.
         if len(record.gaps_s) == len(known.gaps_s) and record.order == known.order:
             gaps = [quantised(gap_s) for gap_s in record.gaps_s]
             step = known.with_gaps(gaps, quantised(record.tail_s))
-            beside_s = codec_s(plan, before)
+            if before.copy_share:  # nobody waits for copies, and compute takes longer
+                shared_s = max(step.compute_s - known.compute_s, 0.0)
+            beside_s = codec_s(plan, before) + taken_s(swapped(plan), before, step.compute_s)
             if beside_s:
-                # Encodes and decodes ran in these gaps: how they were shared is not known.
+                # Encodes, decodes and copies ran in these gaps: how they were shared is not known.
                 scale = max(step.compute_s - beside_s, 0.0) / known.compute_s
                 gaps = [quantised(scale * gap_s) for gap_s in known.gaps_s]
                 step = known.with_gaps(gaps, quantised(scale * known.tail_s))
         if step is not None:
             again_s = step.compute_s - plan.compute_s if plan.recompute else 0.0
-            kind.measured_exposed_s = record.exposed_s + max(again_s, 0.0)
+            kind.measured_exposed_s = record.exposed_s + max(again_s, 0.0) + shared_s
             late_s = record.exposed_s - (plan.exposed_s - (known.compute_s - plan.compute_s))
             rates = linked(rates, timing.links, late_s > LATE_SHARE * known.compute_s)
             if self._calibrates:
@@ -310,13 +321,13 @@ class Learner:
             )
         return self.rates
 
-    def _step(self, record: Record, timing: Timing) -> Step | None:
+    def _step(self, record: Record, timing: Timing, rates: Rates) -> Step | None:
         """What a record says; None where it is no step, which is no reason to stop training."""
         self._saver.stats()  # takes in what encoders have reported
         route = self._saver.route(timing.device)
         assert route is not None  # something was recorded
         try:
-            return step_of(
+            step = step_of(
                 record,
                 route.expectations,
                 timing.device,
@@ -326,11 +337,17 @@ class Learner:
             )
         except ValueError:
             return None  # counted as unusable, and told if it goes on
+        return without_copies(step, record, rates)
 
 
 def pooled(plan: Plan) -> bool:
     """Whether some of a plan's storages could go to a pool."""
     return any(action in MOVES for one in plan.step.storages for action in one.actions)
+
+
+def swapped(plan: Plan) -> list[int]:
+    """Bytes of each storage that goes to a pool as it is."""
+    return [one.nbytes for one in plan.storages if one.action is Action.SWAP]
 
 
 def codec_s(plan: Plan, rates: Rates) -> float:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from memswap._native import native
 from memswap.engine.action import Action
 from memswap.engine.expectations import FrameSizes
+from memswap.planning.sharing import taken_s
 from memswap.planning.step import Region, SavedStorage, Step
 
 if TYPE_CHECKING:
@@ -70,6 +71,22 @@ def step_of(
         regions=() if regions is None else tuple(Region(*one) for one in regions.regions()),
         extra_nbytes=tuple(extra.get(m, 0) for m in range(marks)) if any(extra.values()) else (),
         windows_s=tuple(map(quantised, record.windows_s)),
+    )
+
+
+def without_copies(step: Step, record: Record, rates: Rates) -> Step:
+    """A step as if nothing had moved, where what moved took processors from compute."""
+    copied = [
+        saved.key.nbytes
+        for saved in record.storages
+        if saved.moved and saved.action is Action.SWAP and saved.last_demand is not None
+    ]
+    beside_s = taken_s(copied, rates, step.compute_s)
+    if not beside_s:
+        return step
+    scale = 1 - beside_s / step.compute_s
+    return step.with_gaps(
+        [quantised(scale * gap_s) for gap_s in step.gaps_s], quantised(scale * step.tail_s)
     )
 
 

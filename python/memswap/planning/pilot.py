@@ -10,13 +10,12 @@ import torch
 
 from memswap._native import native
 from memswap.engine.action import ENCODE_SWAP, KEEP, SWAP
-from memswap.engine.entry import Entry, State
+from memswap.engine.entry import Entry
 from memswap.engine.expectations import Key
 from memswap.engine.link_times import LinkTimes
 from memswap.engine.recomputed import Recomputed
 from memswap.engine.record import Clock, Recorder
 from memswap.engine.region_record import RegionRecord
-from memswap.engine.transfer import EncodeSwapWay
 from memswap.planning.kinds import Course, Kind, Timing
 from memswap.planning.learner import Learner, regions_off
 from memswap.planning.script import script_of
@@ -41,8 +40,6 @@ MOST_KINDS = 16
 
 #: A storage counts as another one when its size has changed by this share.
 SIZE_TOLERANCE = 0.25
-
-AWAY = State.AWAY  # for who asks once per tensor
 
 
 class Pilot:
@@ -234,19 +231,16 @@ class Pilot:
             course.timing.regions.again(entry, unit)
 
     def demanding(self, entry: Entry) -> None:
-        """Backward asks: from its first demand on, the plan says what comes back when."""
+        """Backward asks. What comes back when, its script says if all it knows was saved."""
         passage = self._saver.backward = entry.passage
         course: Course | None = None if passage is None else passage.course
         if passage is None or course is None:
             return
         self._recomputed.sweep()
-        if course.refused and not passage.began_backward:
-            self._note_pooled(course)
-        plan = course.plan
-        if plan is not None and passage.fetches is None and not course.lost:
-            if passage.count == len(plan.storages):
-                passage.fetches = plan.fetches
-            else:
+        if not passage.began_backward:
+            if course.refused:
+                self._note_pooled(course)
+            if course.plan is not None and passage.count != len(course.plan.storages):
                 self._lose(course)
         if course.timing is not None and not course.closed:
             course.timing.recorder.demanding(entry)
@@ -255,16 +249,12 @@ class Pilot:
         """Backward has it."""
         passage = entry.passage
         course: Course | None = None if passage is None else passage.course
-        if passage is None or course is None:
-            return
-        # What every save has seen is off the books, while its last consumer still holds it.
-        self._note_peak(passage, entry.nbytes if entry.state is AWAY else 0)
-        if course.plan is not None and isinstance(entry.way, EncodeSwapWay):
-            release_frame(entry)  # the fetch came after that; it is off the device too
-        if course.timing is not None and not course.closed:
+        if passage is not None and course is not None and course.timing is not None:
+            if course.closed:
+                return
             course.timing.recorder.demanded(entry)
-            if passage.fetches is not None:
-                asked = passage.fetches.get(entry.index, ())
+            if course.plan is not None and passage.returns_as_planned:
+                asked = course.plan.fetches.get(entry.index, ())
                 course.timing.links.asked(map(passage.entry, asked))
             self._note_extra(course)
 
@@ -302,7 +292,7 @@ class Pilot:
         passage = self._saver.backward
         course = None if passage is None else passage.course
         if passage is not None and course is not None:
-            self._note_peak(passage, 0)
+            passage.note_peak(self._saver.ledger.resident_bytes)
             self._note_extra(course)
 
     def _note_extra(self, course: Course) -> None:
@@ -408,13 +398,3 @@ class Pilot:
         clock = self._clock
         learns = course.timing is not None and course.plan is None
         return learns and action in CODED and clock is not None and not clock.on_host
-
-    def _note_peak(self, passage: Passage, more: int) -> None:
-        passage.note_peak(self._saver.ledger.resident_bytes + more)
-
-
-def release_frame(entry: Entry) -> None:
-    """Order what comes after a frame's way to a pool: it is off the device."""
-    if isinstance(entry.away, native.EncodedStorage):
-        entry.away.wait_sent()
-        entry.count_held()

@@ -27,8 +27,9 @@ from memswap.codec import Shape
 from memswap.engine.lane import open_codec_lane, open_lane
 from memswap.engine.pools import DiskPool
 from memswap.planning.rates import Rates
+from memswap.planning.sharing import measure_copy_share
 
-FORMAT = 2
+FORMAT = 3
 
 #: Bytes of one measured transfer: long enough that latency is below a percent of a PCIe copy.
 COPY_BYTES = 64 << 20
@@ -46,7 +47,7 @@ def profile(
 ) -> Rates:
     """How fast a device's bytes are copied, encoded and decoded: measured, or remembered.
 
-    Measuring takes about a second and 200 MiB.
+    Measuring takes one or two seconds and 200 MiB.
 
     Args:
         device: default: the current accelerator, or the CPU where there is none.
@@ -161,12 +162,14 @@ def write(file: Path, measured_on: dict[str, Any], rates: Rates) -> None:
 
 def measure(device: torch.device, folder: Path | None = None) -> Rates:
     """Measure now."""
-    copies = measure_disk(folder) if device.type == "cpu" else measure_link(device)
+    on_host = device.type == "cpu"
+    copies = measure_disk(folder) if on_host else measure_link(device)
     return Rates(
         device=name_of(device),
         **copies,
         **measure_codec(device),
-        inline_codec=device.type == "cpu",
+        copy_share=measure_copy_share(folder) if on_host else 0.0,
+        inline_codec=on_host,
     )
 
 

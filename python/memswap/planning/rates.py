@@ -26,6 +26,9 @@ class Rates:
     copy_latency_s: float = 10e-6
     """What each copy costs beside its bytes (reference: 10 us class on PCIe)."""
     codec_latency_s: float = 10e-6
+    copy_share: float = 0.0
+    """Seconds of compute that each second of copying takes. 0 where copies have engines of their
+    own; on a CPU, what threads that copy take from those that compute."""
     inline_codec: bool = False
     """Whether the calling thread encodes and decodes (CPU), so that a raw storage is gone at once.
     Elsewhere the codec runs beside compute and takes its processors."""
@@ -56,6 +59,14 @@ class Rates:
     def fetch_s(self, nbytes: float) -> float:
         """Seconds of a copy back, alone on the link."""
         return self.copy_latency_s + nbytes / self.h2d_bytes_per_s
+
+    def send_takes_s(self, nbytes: float) -> float:
+        """Seconds of compute that a copy away takes while it runs beside."""
+        return self.copy_share * self.send_s(nbytes) if self.copy_share else 0.0
+
+    def fetch_takes_s(self, nbytes: float) -> float:
+        """Seconds of compute that a copy back takes while it runs beside."""
+        return self.copy_share * self.fetch_s(nbytes) if self.copy_share else 0.0
 
     def encode_s(self, nbytes: float) -> float:
         """Seconds to encode raw bytes."""

@@ -1,7 +1,8 @@
 """Script: a plan in the words of the native saver, which follows it without asking.
 
-What is there is data: storage by storage what it is expected to be, what happens to it, and what is
-waited for after its save (csrc/bind_script.h). Where a storage is another one, and wherever an
+What is there is data: storage by storage what it is expected to be, what happens to it, what is
+waited for after its save and after its demand, and what starts back at its first demand
+(csrc/bind_script.h). Where a storage is another one, and wherever an
 encode has to be chosen a shape, the saver asks the pilot.
 """
 
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from memswap._native import native
-from memswap.engine.action import KEEP, SWAP
+from memswap.engine.action import ENCODE_SWAP, KEEP, SWAP
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from memswap.engine.action import Action
     from memswap.engine.expectations import Key
     from memswap.engine.transfer import Route
-    from memswap.planning.plan import Plan
+    from memswap.planning.plan import Plan, PlannedStorage
 
 WORDS = {SWAP: "swap", KEEP: "keep"}
 
@@ -48,6 +49,8 @@ def script_of(plan: Plan, keys: Sequence[Key], route: Route, least_bytes: int) -
                 word(planned.action) if known and keys[index].nbytes == planned.nbytes else "ask",
                 plan.releases.get(index, ()),
                 plan.departures.get(index, ()),
+                plan.fetches.get(index, ()),
+                departs(planned),
             )
         )
     refrains = torch.cuda.is_current_stream_capturing if route.captures else None
@@ -58,6 +61,11 @@ def script_of(plan: Plan, keys: Sequence[Key], route: Route, least_bytes: int) -
         places=places,
         refrains=refrains,
     )
+
+
+def departs(planned: PlannedStorage) -> bool:
+    """Whether whoever has the storage comes after its frame's way to the pool, too."""
+    return planned.action is ENCODE_SWAP
 
 
 def word(action: Action) -> str:

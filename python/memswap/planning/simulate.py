@@ -22,7 +22,8 @@ Four lanes: compute, the codec, copies away, copies back. What holds:
    work waits for them, in its order, decodes first, and costs nothing there; it costs what is left
    of it where room is needed, at the end of the forward, or at its demand. (What has to be copied
    before it is decoded waits for no window.)
-6. Copies in both directions at once run at the duplex rates.
+6. Copies in both directions at once run at the duplex rates. Where those who copy share compute's
+   processors (`Rates.copy_share`), compute loses that share of a copy's time, when the copy starts.
 7. What recomputed units save again is there whatever the plan says (`Step.extra_nbytes`), and so is
    the time that they take.
 8. What elements that are not like the last ones may need beyond their frames' capacity lies in one
@@ -224,7 +225,7 @@ class _Run:
     def _has_encoded(self, index: int) -> None:
         self.encoded.append((index, self.clock))
         if self.actions[index] is Action.ENCODE_SWAP:
-            self.link.add(0, index, self._framed(index), self.clock)
+            self._copy(0, index, self._framed(index))
             self.sends.append((index, Action.ENCODE_SWAP))
             self.sent_frames.add(index)
 
@@ -234,7 +235,7 @@ class _Run:
         peak = self.resident
         action = self.actions.get(index)
         if action is Action.SWAP:
-            self.link.add(0, index, storage.nbytes, self.clock)
+            self._copy(0, index, storage.nbytes)
             self.sends.append((index, action))
         elif action is not None:
             self.resident += self._framed(index)
@@ -256,7 +257,7 @@ class _Run:
         index, seconds = self.waiting.popleft()
         self._codec(index, seconds, "encode")
         if self.actions[index] is Action.ENCODE_SWAP:
-            self.link.add(0, index, self.step.storages[index].held_frame_nbytes, self.clock)
+            self._copy(0, index, self.step.storages[index].held_frame_nbytes)
             self._wait(index, self.link.end_s(0, index), "write")
         self._release(index, index)
 
@@ -374,7 +375,7 @@ class _Run:
         if action is Action.ENCODE_SWAP:
             self.resident += self._framed(index)
         if action in MOVES:
-            self.link.add(1, index, storage.away_nbytes(action), self.clock)
+            self._copy(1, index, storage.away_nbytes(action))
 
     def _latest_starts(self) -> dict[int, float]:
         """Until when a fetch must start on a link of half the speed, by undisturbed time."""
@@ -432,9 +433,19 @@ class _Run:
             self._note("waits", f"{why} ({self.step.storages[index].unit})", stall_s)
             self.clock = until_s
 
+    def _copy(self, way: int, index: int, nbytes: int) -> None:
+        """A copy away (0) or back (1) may start."""
+        self.link.add(way, index, nbytes, self.clock)
+        takes_s = (self.rates.fetch_takes_s if way else self.rates.send_takes_s)(nbytes)
+        if takes_s:
+            self._work("waits", index, takes_s, "copying takes processors from")
+
     def _codec(self, index: int, seconds: float, what: str) -> None:
+        self._work("codec", index, seconds, what)
+
+    def _work(self, lane: str, index: int, seconds: float, what: str) -> None:
         self.found.exposed_s[index] = self.found.exposed_s.get(index, 0.0) + seconds
-        self._note("codec", f"{what} {self.step.storages[index].unit}", seconds)
+        self._note(lane, f"{what} {self.step.storages[index].unit}", seconds)
         self.clock += seconds
 
     def _note(self, lane: str, name: str, seconds: float) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from memswap.engine.action import Action
 from memswap.planning.rates import Rates
 
-FORMAT = 3
+FORMAT = 4
 
 
 @dataclass(frozen=True, slots=True)
