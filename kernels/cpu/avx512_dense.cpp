@@ -79,11 +79,7 @@ class DenseEncoder {
       take_rest<Type::kRestBits, kStreaming>(
           symbols_[b], slab + frame::kBlockElements * Type::kBytePlanes, plane1);
     }
-    if constexpr (kShort) {
-      ranges_[b] = range_of_short(symbols_[b]);
-    } else {
-      ranges_[b] = range_of(symbols_[b], kVectors);
-    }
+    ranges_[b] = kShort ? range_of_short(symbols_[b]) : range_of(symbols_[b], kVectors);
   }
 
   void measure(uint32_t b) {
@@ -112,10 +108,14 @@ class DenseEncoder {
   }
 
   void choose(uint32_t b) {
-    choices_[b] = params_.fast
-                      ? choose_fast<Type::kSymbolBits>(symbols_[b], ranges_[b], params_.center)
-                      : choose_canonical<Type::kSymbolBits>(symbols_[b], ranges_[b], distances_[b],
-                                                            lq3_asked_);
+    choices_[b] = choice_of(b, guess_);
+    guess_ = choices_[b].mode;
+  }
+
+  Choice choice_of(uint32_t b, uint32_t guess) const {
+    return params_.fast
+               ? choose_fast<Type::kSymbolBits>(symbols_[b], ranges_[b], params_.center)
+               : choose_canonical<Type::kSymbolBits>(symbols_[b], ranges_[b], distances_[b], guess);
   }
 
   void write_low_plane(uint32_t b) {
@@ -124,27 +124,41 @@ class DenseEncoder {
   }
 
   void write_payload(uint32_t b) {
-    const Choice& choice = choices_[b];
-    encode_payload(symbols_[b], choice, escapes_[b % 2], payload_);
+    Choice& choice = choices_[b];
+    if (!encode_payload(symbols_[b], choice, escapes_[b % 2], deeper_, payload_)) [[unlikely]] {
+      encode_anew(b);
+    }
     payload_ += choice.units * frame::kUnitBytes;
     const uint32_t there = std::min(count_ - b * frame::kBlockElements, frame::kBlockElements);
     encoded_[b] = {choice.mode, choice.units, there - choice.nonzero, choice.center,
                    choice.center2};
   }
 
+  // Without a guess.
+  [[gnu::noinline]] void encode_anew(uint32_t b) {
+    choices_[b] = choice_of(b, kNoGuess);
+    guess_ = choices_[b].mode;
+    write_low_plane(b);
+    encode_payload(symbols_[b], choices_[b], escapes_[b % 2], deeper_, payload_);
+  }
+
+  // Symbols are loaded while a row is stored, and at first a processor compares the low 12 bits of
+  // their addresses alone: so the rows begin in the other half of a page than the symbols.
+  alignas(kPageBytes) Bytes symbols_[frame::kTileBlocks];
+  uint8_t apart_[frame::kBlockElements];
+  Escapes escapes_[2];
+  Escapes deeper_;
+  Range ranges_[frame::kTileBlocks];
+  Distances distances_[frame::kTileBlocks];
+  Choice choices_[frame::kTileBlocks];
+  alignas(kLanes) uint8_t plane1_[2][kPlane1Bytes];
   const EncodeParams& params_;
   const uint8_t* const elements_;
   const uint32_t count_;
   uint8_t* const slabs_;
   uint8_t* payload_;
   EncodedBlock* const encoded_;
-  Bytes symbols_[frame::kTileBlocks];
-  Range ranges_[frame::kTileBlocks];
-  Distances distances_[frame::kTileBlocks];
-  Choice choices_[frame::kTileBlocks];
-  Escapes escapes_[2];
-  alignas(kLanes) uint8_t plane1_[2][kPlane1Bytes];
-  bool lq3_asked_ = false;
+  uint32_t guess_ = kNoGuess;
 };
 
 template <Dtype kDtype, bool kStreaming>

@@ -47,12 +47,17 @@ struct Escapes {
   uint32_t count;
 };
 
-// A nibble for each, then a byte E for each 15. Returns the end.
+// A nibble for each, then a byte E for each 15. Returns the end, or NULL if it would be behind
+// `limit`, behind which no more than a vector is written.
 inline uint8_t* encode_nibbles(const NibbleCode& code, const Escapes& escapes, uint8_t center,
-                               uint8_t* out) {
+                               uint8_t* out, const uint8_t* limit) {
+  uint8_t* const nibbles_end = out + bytes_of_bits(4 * escapes.count);
+  if (nibbles_end > limit) {
+    return nullptr;
+  }
   const Vector table = load(code.nibble);
   const Vector centers = broadcast(center + code.shift);
-  Row raw;
+  alignas(kRowAlignment) Row raw;
   uint8_t* raw_end = raw.byte;
   for (uint32_t i = 0; i < escapes.count; i += kLanes) {
     const Vector symbol = load(escapes.symbol.byte + i);
@@ -67,12 +72,14 @@ inline uint8_t* encode_nibbles(const NibbleCode& code, const Escapes& escapes, u
     }
     store_symbols4(out + i / 2, nibble);
   }
-  out += bytes_of_bits(4 * escapes.count);
   const uint32_t raw_count = static_cast<uint32_t>(raw_end - raw.byte);
-  for (uint32_t i = 0; i < raw_count; i += kLanes) {
-    store(out + i, load(raw.byte + i));
+  if (raw_count > static_cast<size_t>(limit - nibbles_end)) {
+    return nullptr;
   }
-  return out + raw_count;
+  for (uint32_t i = 0; i < raw_count; i += kLanes) {
+    store(nibbles_end + i, load(raw.byte + i));
+  }
+  return nibbles_end + raw_count;
 }
 
 // [Note: placed symbols]
@@ -111,13 +118,14 @@ inline const uint8_t* decode_nibbles(const NibbleCode& code, const uint8_t* in, 
   return raw;
 }
 
-// S1, S2 and the bytes of LQ2.
-inline uint8_t* encode_escapes2(const Escapes& escapes, uint8_t center, uint8_t* out) {
+// S1, S2 and the bytes of LQ2, likewise; S1 is written in any case. `deeper` is room for those that
+// need S2.
+inline uint8_t* encode_escapes2(const Escapes& escapes, uint8_t center, uint8_t* out,
+                                const uint8_t* limit, Escapes& deeper) {
   // v = 0: 0, 4: 1, 5: 2; 1, 2 and 3 do not escape.
   const Vector table =
       _mm512_broadcast_i32x4(_mm_setr_epi8(0, 3, 3, 3, 1, 2, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3));
   const Vector centers = broadcast(center);
-  Escapes deeper;
   uint8_t* end = deeper.symbol.byte;
   for (uint32_t i = 0; i < escapes.count; i += kLanes) {
     const Vector symbol = load(escapes.symbol.byte + i);
@@ -128,7 +136,7 @@ inline uint8_t* encode_escapes2(const Escapes& escapes, uint8_t center, uint8_t*
                    _mm512_maskz_shuffle_epi8(live, table, _mm512_min_epu8(value, broadcast(6))));
   }
   deeper.count = static_cast<uint32_t>(end - deeper.symbol.byte);
-  return encode_nibbles(kLq2Nibbles, deeper, center, out + bytes_of_bits(2 * escapes.count));
+  return encode_nibbles(kLq2Nibbles, deeper, center, out + bytes_of_bits(2 * escapes.count), limit);
 }
 
 template <typename Place>

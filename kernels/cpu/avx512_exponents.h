@@ -44,26 +44,38 @@ inline void encode_low_plane(const Bytes& symbols, const Choice& choice, uint8_t
   escapes.count = static_cast<uint32_t>(end - escapes.symbol.byte);
 }
 
-// Writes the payload.
-inline void encode_payload(const Bytes& symbols, const Choice& choice, const Escapes& escapes,
-                           uint8_t* payload) {
+// Writes the payload. What a guessed mode costs is found on the way; false if it is too much.
+inline bool encode_payload(const Bytes& symbols, Choice& choice, const Escapes& escapes,
+                           Escapes& deeper, uint8_t* payload) {
+  if (choice.mode >= frame::kFw2) {
+    if (choice.mode != frame::kFw2) {
+      Bytes codes;
+      for (uint32_t i = 0; i < kVectors; ++i) {
+        codes.vector[i] = _mm512_sub_epi8(broadcast(choice.center), symbols.vector[i]);
+      }
+      store_field<2>(payload, codes, choice.mode - frame::kFw2);
+    }
+    return true;
+  }
+  const uint8_t* const limit = payload + choice.units * frame::kUnitBytes;
+  uint8_t* end;
   if (choice.mode == frame::kLq2) {
-    store64(encode_escapes2(escapes, choice.center, payload), 0);  // the rest of the last unit
-  } else if (choice.mode == frame::kLq3) {
+    end = encode_escapes2(escapes, choice.center, payload, limit, deeper);
+  } else {
     // Bit 2 of the code is set in 4, 5, 6 and 7.
     const Vector middle = broadcast(static_cast<uint8_t>(choice.center - 4u));
     for (uint32_t i = 0; i < kVectors; ++i) {
       store64(payload + 8 * i,
               _mm512_cmplt_epu8_mask(_mm512_sub_epi8(middle, symbols.vector[i]), broadcast(4)));
     }
-    store64(encode_nibbles(kLq3Nibbles, escapes, choice.center, payload + kPlane1Bytes), 0);
-  } else if (choice.mode != frame::kFw2) {
-    Bytes codes;
-    for (uint32_t i = 0; i < kVectors; ++i) {
-      codes.vector[i] = _mm512_sub_epi8(broadcast(choice.center), symbols.vector[i]);
-    }
-    store_field<2>(payload, codes, choice.mode - frame::kFw2);
+    end = encode_nibbles(kLq3Nibbles, escapes, choice.center, payload + kPlane1Bytes, limit);
   }
+  if (end == nullptr) {
+    return false;
+  }
+  store64(end, 0);  // the rest of the last unit
+  choice.units = units_of_bytes(static_cast<uint32_t>(end - payload));
+  return true;
 }
 
 // --- Decoding ----------------------------------------------------------------------------------

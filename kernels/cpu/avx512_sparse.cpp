@@ -224,7 +224,8 @@ class SparseEncoder {
     uint32_t escape_bytes = 0;
     alignas(64) uint8_t escapes[kEscapeBytes];
     if (block.escapes.count != 0) {
-      const uint8_t* escapes_end = encode_escapes2(block.escapes, block.center, escapes);
+      const uint8_t* escapes_end =
+          encode_escapes2(block.escapes, block.center, escapes, escapes + kEscapeBytes, deeper_);
       escape_bytes = static_cast<uint32_t>(escapes_end - escapes);
     }
     const uint32_t units = units_of_bytes(static_cast<uint32_t>(end - payload_) + escape_bytes);
@@ -246,6 +247,7 @@ class SparseEncoder {
   uint8_t* payload_;
   EncodedBlock* const encoded_;
   Block blocks_[4];
+  Escapes deeper_;
 };
 
 template <Dtype kDtype>

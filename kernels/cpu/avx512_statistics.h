@@ -307,14 +307,24 @@ inline uint32_t size_of_fixed(uint32_t bits) { return kPlane1Bytes * (bits - 2);
 
 // --- Choice ------------------------------------------------------------------------------------
 
+// LQ3 has a plane of bits for a start, so it cannot win against anything as short.
+inline constexpr uint32_t kLq3LeastUnits = units_of_bytes(kPlane1Bytes);
+
 // Which mode section 5 wants, with what it costs.
 struct Choice {
   uint32_t mode;
   uint8_t center;
   uint8_t center2;
   uint32_t nonzero;
-  uint32_t units;
+  uint32_t units;  // the most that a guessed mode may cost
 };
+
+// [Note: guessed modes]
+// What LQ2 or LQ3 costs is known without counting once it has been written, and the blocks of a
+// tensor are alike. So a block is taken for one of the mode that the block before it came to, and
+// coded as such. Only if that turns out to be longer than what no other mode can beat, all is
+// counted, and the block coded anew.
+inline constexpr uint32_t kNoGuess = 0;
 
 template <uint32_t kSymbolBits>
 inline Choice choose_fast(const Bytes& symbols, const Range& range, uint8_t center) {
@@ -331,11 +341,10 @@ inline Choice choose_fast(const Bytes& symbols, const Range& range, uint8_t cent
   return choice;
 }
 
-// `lq3_asked`: whether the block before this one had to ask for LQ3. Then this one does so at once,
-// which changes nothing but the time it takes.
+// `guess`: the mode of the block before, or kNoGuess.
 template <uint32_t kSymbolBits>
 inline Choice choose_canonical(const Bytes& symbols, const Range& range, const Distances& distances,
-                               bool& lq3_asked) {
+                               uint32_t guess) {
   constexpr bool kShort = is_short(kSymbolBits);
   const uint32_t spread_bits =
       32 - static_cast<uint32_t>(_lzcnt_u32(range.maximum - range.minimum));
@@ -358,31 +367,43 @@ inline Choice choose_canonical(const Bytes& symbols, const Range& range, const D
   if (choice.units == 0) {
     return choice;
   }
+  const uint32_t fixed = choice.units;
+  if (guess == frame::kLq2) {
+    choice.mode = frame::kLq2;
+    choice.center = choice.center2;
+    choice.units = fixed <= kLq3LeastUnits ? fixed - 1 : kLq3LeastUnits;
+    return choice;
+  }
+  const uint8_t center3 = center_of(crowd, 19);
+  if (guess == frame::kLq3) {
+    const Counts counts = count_costs<kShort, 1>(symbols, choice.center2, 0);
+    // At least: the bytes E are left out.
+    const uint32_t lq2 =
+        units_of_bytes(bytes_of_bits(2 * counts.escapes2) + bytes_of_bits(4 * counts.deeper2));
+    const uint32_t others = lq2 < fixed ? lq2 : fixed;
+    if (others > kLq3LeastUnits) {
+      choice.mode = frame::kLq3;
+      choice.center = center3;
+      choice.units = others - 1;
+      return choice;
+    }
+  }
   const uint32_t lowest = range.minimum > distances.lowest ? range.minimum : distances.lowest;
   const uint32_t zeros = frame::kBlockElements - distances.count;
-  uint8_t center3 = 0;
-  const auto with_lq3 = [&] {
-    center3 = center_of(crowd, 19);
-    return sizes_of<kShort, true>(symbols, range.maximum, lowest, zeros, choice.center2,
-                                  static_cast<uint8_t>(center3 - choice.center2));
-  };
-  Sizes found =
-      lq3_asked ? with_lq3()
-                : sizes_of<kShort, false>(symbols, range.maximum, lowest, zeros, choice.center2, 0);
-  const uint32_t lq2 = units_of_bytes(found.lq2);
-  if (lq2 < choice.units) {
+  const uint32_t lq2 = units_of_bytes(
+      sizes_of<kShort, false>(symbols, range.maximum, lowest, zeros, choice.center2, 0).lq2);
+  if (lq2 < fixed) {
     choice.mode = frame::kLq2;
     choice.center = choice.center2;
     choice.units = lq2;
   }
-  // LQ3 has a plane of bits for a start, so it cannot win against anything as short.
-  const bool ask = choice.units > units_of_bytes(kPlane1Bytes);
-  if (ask && !lq3_asked) {
-    found = with_lq3();
+  if (choice.units <= kLq3LeastUnits) {
+    return choice;
   }
-  lq3_asked = ask;
-  const uint32_t lq3 = units_of_bytes(found.lq3);
-  if (ask && lq3 < choice.units) {
+  const auto step = static_cast<uint8_t>(center3 - choice.center2);
+  const uint32_t lq3 = units_of_bytes(
+      sizes_of<kShort, true>(symbols, range.maximum, lowest, zeros, choice.center2, step).lq3);
+  if (lq3 < choice.units) {
     choice.mode = frame::kLq3;
     choice.center = center3;
     choice.units = lq3;

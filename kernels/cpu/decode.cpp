@@ -98,6 +98,7 @@ class FrameDecoder {
     auto* output = static_cast<uint8_t*>(job_->output) + first_element * width_;
     const uint64_t payload_bytes = uint64_t{payload_units(record)} * frame::kUnitBytes;
     uint32_t i = 0;
+    // At the end of the buffer there is no slack: payloads are moved, one by one.
     if (decode_blocks_ != nullptr &&
         static_cast<uint64_t>(area->readable_end - payload) >= payload_bytes + kSlackBytes) {
       const auto whole = static_cast<uint32_t>(tile_elements / frame::kBlockElements);
