@@ -6,7 +6,8 @@
 #   VENV=.venv-212      another place for it
 #   VENV=none           use the Python, torch and tools that are there; install nothing
 #   ARGS="--steps 4"    more arguments for the demo, the tests or the benchmarks
-#   PARTS="codec"       parts of `make gpu` (tests/gpu/session.py), LIMIT_S=540 seconds for them
+#   PARTS="codec"       parts of `make gpu` (tests/gpu/session.py), LIMIT_S=540 seconds for them,
+#                       HOST_MEMORY=64GiB for what its benchmarks swap
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -112,7 +113,7 @@ gpu: require-torch
 	  'import torch; print("%d%d-real" % torch.cuda.get_device_capability())'); \
 	export MEMSWAP_CUDA MEMSWAP_WERROR MEMSWAP_CUDA_ARCHITECTURES; \
 	$(python) tests/gpu/session.py $(if $(PARTS),--parts $(PARTS)) \
-	  $(if $(LIMIT_S),--limit-s $(LIMIT_S)) \
+	  $(if $(LIMIT_S),--limit-s $(LIMIT_S)) $(if $(HOST_MEMORY),--host-memory $(HOST_MEMORY)) \
 	  --build $(MAKE) --no-print-directory build VENV='$(VENV)' PYTHON='$(PYTHON)'
 
 lint: $(lint_tools)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -57,6 +58,8 @@ class CMakeBuild(build_ext):
         configure.append(f"-DMEMSWAP_WERROR={os.environ.get('MEMSWAP_WERROR', 'OFF')}")
         architectures = os.environ.get("MEMSWAP_CUDA_ARCHITECTURES", "")
         configure.append(f"-DMEMSWAP_CUDA_ARCHITECTURES={architectures}")
+        # Whatever a machine needs beyond that, such as -DPython_INCLUDE_DIR=...
+        configure += shlex.split(os.environ.get("CMAKE_ARGS", ""))
         # CANN's CMake functions run builds of their own, which are written for make.
         if shutil.which("ninja") and not os.environ.get("ASCEND_HOME_PATH"):
             configure.append("-GNinja")

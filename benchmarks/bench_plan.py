@@ -248,6 +248,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="blocks of each mode")
     parser.add_argument("--sequence", type=int, nargs="+", help="default: by device")
     parser.add_argument("--layers", type=int, help="default: by device")
+    parser.add_argument("--host-memory", help="budget for what is swapped, such as 64GiB")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     batch = arguments.batch or (2 if device.type == "cpu" else 1)
@@ -259,7 +260,7 @@ def main() -> None:
     if arguments.layers:
         configs = [replace(config, layers=arguments.layers) for config in configs]
     for config in configs:
-        bench = LongBench(config, batch, device)
+        bench = LongBench(config, batch, device, arguments.host_memory)
         results.append({"options": {**asdict(config), "batch": batch}})
 
         def note(

@@ -91,9 +91,14 @@ def deterministic() -> Iterator[None]:
 
 
 class Bench:
-    """One model, one batch, and the ways to train it."""
+    """One model, one batch, and the ways to train it.
 
-    def __init__(self, config: LlamaConfig, batch: int, device: torch.device) -> None:
+    `host_memory`: budget of an accelerator's pool; None: as in :class:`memswap.HostPool`.
+    """
+
+    def __init__(
+        self, config: LlamaConfig, batch: int, device: torch.device, host_memory: str | None = None
+    ) -> None:
         torch.manual_seed(0)
         with torch.device(device):
             self.model = Llama(config).bfloat16()
@@ -102,7 +107,7 @@ class Bench:
             self.targets = torch.randint(config.vocabulary, shape)
         self.device = device
         # One pool for all blocks of memswap's: after the first no memory is pinned any more.
-        self.pool = memswap.DiskPool() if device.type == "cpu" else memswap.HostPool()
+        self.pool = memswap.DiskPool() if device.type == "cpu" else memswap.HostPool(host_memory)
         # On the host, so that it is not in anyone's device memory.
         self.reference = self.deterministic_gradients()
 
@@ -188,6 +193,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--steps", type=int, default=4, help="timed steps of a block")
     parser.add_argument("--rounds", type=int, default=4, help="blocks of each mode")
+    parser.add_argument("--host-memory", help="budget for what is swapped, such as 64GiB")
     parser.add_argument(
         "--peer-path", type=Path, action="append", default=[], help="file with OffloadActivations"
     )
@@ -195,7 +201,7 @@ def main() -> None:
     device = torch.device(arguments.device)
     sizes = asdict(SIZES["cpu" if device.type == "cpu" else "accelerator"])
     sizes.update({name: getattr(arguments, name) or size for name, size in sizes.items()})
-    bench = Bench(LlamaConfig(**sizes), arguments.batch, device)
+    bench = Bench(LlamaConfig(**sizes), arguments.batch, device, arguments.host_memory)
     modes, reasons = collect_modes(bench, arguments.peer_path)
 
     records: dict[str, dict[str, Any]] = {name: {} for name in modes}

@@ -61,7 +61,7 @@ PyObject* py_gone(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObj
     return nullptr;
   }
   return guarded<PyObject*>(nullptr, [&]() -> PyObject* {
-    return PyBool_FromLong(gone(entry_of(self), PyObject_IsTrue(wait[0]) == 1));
+    return PyBool_FromLong(gone(entry_of(self), is_true(wait[0])));
   });
 }
 

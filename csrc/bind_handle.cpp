@@ -292,16 +292,16 @@ PyObject* make_stay(PyTypeObject* type, PyObject* args, PyObject*) {
   if (look == nullptr) {
     return nullptr;
   }
-  PyObject* const object = type->tp_alloc(type, 0);
-  if (object != nullptr) {
-    StayObject* const self = stay_of(object);
+  return guarded<PyObject*>(nullptr, [&] {
+    py::object made = owned(type->tp_alloc(type, 0));
+    StayObject* const self = stay_of(made.ptr());
     self->ledger = Py_NewRef(ledger);
     self->key = look->storage_key();
     self->nbytes = static_cast<int64_t>(look->storage_nbytes());
     books->ledger.resident(self->nbytes);
-    remember(books, *look, object, true);
-  }
-  return object;
+    remember(books, *look, made.ptr(), true);
+    return made.release().ptr();
+  });
 }
 
 void dealloc_stay(PyObject* object) {

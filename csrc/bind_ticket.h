@@ -25,13 +25,16 @@ inline PyObject* interned(const char* name) {
   return owned(PyUnicode_InternFromString(name)).release().ptr();
 }
 
-// Whether the result of such a call is true.
-inline bool truth(PyObject* result) {
-  const int answer = PyObject_IsTrue(owned(result).ptr());
+// Whether an object is true.
+inline bool is_true(PyObject* object) {
+  const int answer = PyObject_IsTrue(object);
   if (answer < 0) {
     throw pybind11::error_already_set();
   }
   return answer != 0;
 }
+
+// Whether the result of such a call is true.
+inline bool truth(PyObject* result) { return is_true(owned(result).ptr()); }
 
 }  // namespace memswap

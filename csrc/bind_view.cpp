@@ -59,7 +59,7 @@ PyObject* rebuild(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObj
       throw py::type_error("rebuild needs a storage and whether it shares the version counter");
     }
     const StorageRef& ref = *expect_storage(storage);
-    return THPVariable_Wrap(view_of(self).rebuild(ref, PyObject_IsTrue(shares_counter) == 1));
+    return THPVariable_Wrap(view_of(self).rebuild(ref, is_true(shares_counter)));
   });
 }
 
@@ -106,6 +106,7 @@ PyGetSetDef properties[] = {
     {"private_format", flag<&SavedView::private_format>, nullptr, nullptr, nullptr},
     {"edited_part", flag<&SavedView::edited_part>, nullptr, nullptr, nullptr},
     {"part_of_data", flag<&SavedView::part_of_data>, nullptr, nullptr, nullptr},
+    {"computed", flag<&SavedView::computed>, nullptr, nullptr, nullptr},
     {"version", number<&SavedView::version>, nullptr, nullptr, nullptr},
     {"current_version", number<&SavedView::current_version>, nullptr, nullptr, nullptr},
     {"storage_nbytes", number<&SavedView::storage_nbytes>, nullptr, nullptr, nullptr},

@@ -1,5 +1,6 @@
 // Visit, as Python sees it: where autograd calls in. What becomes of a tensor that may leave is for
 // python/memswap/engine/visit.py, whose class is derived from this one, and for its saver to say.
+#include <ATen/SequenceNumber.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
@@ -26,7 +27,9 @@ struct VisitObject {
   PyObject* unit;
   PyObject* action;
   PyObject* group;
-  PyObject* outer;  // the hooks that were installed before, or None
+  PyObject* outer;    // the hooks that were installed before, or None
+  PyObject* waiting;  // what is saved once its operator has run, or None
+  uint64_t node;      // whose saving that waits for
   Py_ssize_t ordinal;
   char covered;
   char pushed;
@@ -34,11 +37,11 @@ struct VisitObject {
 
 constexpr std::array kSlots = {
     &VisitObject::saver, &VisitObject::unit,  &VisitObject::action,
-    &VisitObject::group, &VisitObject::outer,
+    &VisitObject::group, &VisitObject::outer, &VisitObject::waiting,
 };
 
 struct Names {
-  PyObject *is_frozen, *keep, *or_outer, *pack_unusual, *save;
+  PyObject *is_frozen, *keep, *or_outer, *pack_later, *pack_unusual, *pack_waiting, *save;
 } names;  // set once, by bind_visit
 
 VisitObject* visit_of(PyObject* self) { return reinterpret_cast<VisitObject*>(self); }
@@ -73,9 +76,24 @@ bool persists(VisitObject* self, PyObject* tensor, PyObject* view) {
   return view_of_subclass(view) && truth(call(self, names.is_frozen, tensor).release().ptr());
 }
 
+// [Note: What an operator fills after it was saved]
+// Autograd saves the inputs of an operator before it runs, and rrelu's noise is one: memory that
+// torch has just allocated, and that the operator fills without counting an edit. Sent at once, the
+// bytes of before would come back. So a tensor that nobody but torch has seen, that no operator of a
+// graph made and that no edit was counted of, waits until another node saves or the visit ends, and
+// is saved then. Outputs without a gradient (the statistics of a norm) look the same and wait too.
+constexpr Py_ssize_t kTorchsReferences = 2;  // the native tensor's and the caller's
+bool may_be_filled_yet(PyObject* tensor, const SavedView& look) {
+  return Py_REFCNT(tensor) <= kTorchsReferences && !look.computed() && look.version() == 0 &&
+         look.of_floats();
+}
+
 PyObject* pack(PyObject* object, PyObject* tensor) {
   return guarded<PyObject*>(nullptr, [&] {
     VisitObject* const self = visit_of(object);
+    if (self->waiting != Py_None && self->node != at::sequence_number::peek()) {
+      owned(PyObject_CallMethodNoArgs(object, names.pack_waiting));
+    }
     const py::object view = captured(tensor);
     if (view.is_none()) {
       return call(self, names.pack_unusual, tensor).release().ptr();
@@ -96,6 +114,9 @@ PyObject* pack(PyObject* object, PyObject* tensor) {
         const py::str word(reason);
         PyObject* const arguments[] = {self->saver, tensor, view.ptr(), word.ptr()};
         handle = owned(PyObject_VectorcallMethod(names.keep, arguments, 4, nullptr));
+      } else if (may_be_filled_yet(tensor, look)) {
+        handle = call(self, names.pack_later, tensor, view.ptr());
+        self->node = at::sequence_number::peek();
       } else {
         if (self->covered && self->action == Py_None) {
           handle =
@@ -141,8 +162,8 @@ int traverse(PyObject* self, visitproc visit, void* arg) {
 
 // The saver stays: it is called without asking whether it is there.
 int clear(PyObject* self) {
-  for (const auto slot :
-       {&VisitObject::unit, &VisitObject::action, &VisitObject::group, &VisitObject::outer}) {
+  for (const auto slot : {&VisitObject::unit, &VisitObject::action, &VisitObject::group,
+                          &VisitObject::outer, &VisitObject::waiting}) {
     PyObject*& held = visit_of(self)->*slot;
     Py_XSETREF(held, Py_NewRef(Py_None));
   }
@@ -168,6 +189,7 @@ PyMemberDef members[] = {
     MEMSWAP_SLOT(action),
     MEMSWAP_SLOT(group),
     MEMSWAP_SLOT(outer),
+    MEMSWAP_SLOT(waiting),
     {"ordinal", T_PYSSIZET, offsetof(VisitObject, ordinal), 0, nullptr},
     {"covered", T_BOOL, offsetof(VisitObject, covered), 0, nullptr},
     {"pushed", T_BOOL, offsetof(VisitObject, pushed), 0, nullptr},
@@ -200,7 +222,9 @@ void bind_visit(py::module_& module) {
   names = {.is_frozen = interned("is_frozen"),
            .keep = interned("keep"),
            .or_outer = interned("or_outer"),
+           .pack_later = interned("pack_later"),
            .pack_unusual = interned("pack_unusual"),
+           .pack_waiting = interned("pack_waiting"),
            .save = interned("save")};
   add_type(module, "Visit", spec);
 }

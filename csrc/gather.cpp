@@ -7,6 +7,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StorageImpl.h>
 
+#include <algorithm>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -32,8 +33,10 @@ void drop_owner(void* owner) { delete static_cast<c10::Storage*>(owner); }
 }  // namespace
 
 std::pair<StorageRefPtr, std::vector<size_t>> gather(const std::vector<StorageRefPtr>& storages) {
-  if (storages.empty()) {
-    throw std::invalid_argument("memswap: found no storages to gather; expected at least one");
+  if (storages.empty() || std::ranges::find(storages, nullptr) != storages.end()) {
+    throw std::invalid_argument("memswap: found " +
+                                std::string(storages.empty() ? "no storages" : "None") +
+                                " to gather; expected storages, at least one");
   }
   const c10::Device device = storages.front()->storage.device();
   std::vector<size_t> offsets;

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/DispatchKeySet.h>
+#include <c10/core/ScalarType.h>
 #include <c10/util/SmallVector.h>
 
 #include <cstdint>
@@ -46,6 +47,8 @@ class SavedView {
   bool part_of_data() const { return part_of_data_; }
   // Whether an operator of a graph made the tensor, or what it is a view of.
   bool computed() const { return computed_; }
+  // Whether its elements are floats: masks and indices are not.
+  bool of_floats() const { return c10::isFloatingType(dtype_.toScalarType()); }
   // Of the storage: the first byte that the tensor looks at, and the one behind the last.
   size_t begin() const { return begin_; }
   size_t end() const { return end_; }

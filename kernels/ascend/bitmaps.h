@@ -8,8 +8,7 @@
 
 namespace memswap::ascend {
 
-constexpr uint32_t kBothMapsBytes = 2 * frame::kByteMapBytes;  // Z and F
-static_assert(kBothMapsBytes == kUnifiedBlockBytes, "Z and F are one operand");
+static_assert(frame::kMapsBytes == kUnifiedBlockBytes, "Z and F are one operand");
 
 // The repeats of vectors whose blocks are `dst`, `a` and `b` bitmaps of lanes apart.
 __aicore__ inline BinaryRepeatParams per_block(uint32_t dst, uint32_t a, uint32_t b) {
@@ -23,8 +22,8 @@ class BitmapWriter {
   static constexpr uint32_t kScratchLanes = 4 * kBlocks * frame::kBitmapBytes;
 
   __aicore__ inline void init(TPipe* pipe) {
-    pipe->InitBuffer(byte_maps_, kBlocks * kBothMapsBytes);
-    pipe->InitBuffer(are_mixed_, kBlocks * kBothMapsBytes);
+    pipe->InitBuffer(byte_maps_, kBlocks * frame::kMapsBytes);
+    pipe->InitBuffer(are_mixed_, kBlocks * frame::kMapsBytes);
     pipe->InitBuffer(mixed_, frame::kBitmapBytes * 2);
   }
 
@@ -63,19 +62,19 @@ class BitmapWriter {
     uint64_t count = 0;
     GatherMask(as_bits(mixed),
                values_[2 * b * frame::kBitmapBytes].template ReinterpretCast<uint16_t>(),
-               are_mixed_.Get<uint16_t>()[b * kBothMapsBytes / 2], true, frame::kBitmapBytes,
+               are_mixed_.Get<uint16_t>()[b * frame::kMapsBytes / 2], true, frame::kBitmapBytes,
                GatherMaskParams(1, 1, 0, 0), count);
     barrier();
-    const uint32_t bytes = kBothMapsBytes + static_cast<uint32_t>(count);
+    const uint32_t bytes = frame::kMapsBytes + static_cast<uint32_t>(count);
     if (bytes >= frame::kBitmapBytes) {
       copy_bytes(to, bitmaps_[b * frame::kBitmapBytes], frame::kBitmapBytes);
       barrier();
       return frame::kBitmapBytes;
     }
     fill(mixed, static_cast<uint32_t>(count), frame::kBitmapBytes, (int16_t)0);
-    copy_bytes(to, byte_maps_.Get<uint8_t>()[b * kBothMapsBytes], kBothMapsBytes);
+    copy_bytes(to, byte_maps_.Get<uint8_t>()[b * frame::kMapsBytes], frame::kMapsBytes);
     barrier();
-    half_to_bytes(to[kBothMapsBytes], mixed, frame::kBitmapBytes - kBothMapsBytes);
+    half_to_bytes(to[frame::kMapsBytes], mixed, frame::kBitmapBytes - frame::kMapsBytes);
     barrier();
     return bytes;
   }
@@ -90,7 +89,7 @@ class BitmapWriter {
 
 // What a payload may have before its streams: a packed bitmap of mixed bytes alone, which no
 // encoder of ours writes.
-constexpr uint32_t kLongestBitmap = kBothMapsBytes + frame::kBitmapBytes;
+constexpr uint32_t kLongestBitmap = frame::kMapsBytes + frame::kBitmapBytes;
 
 // The reverse. `kHeadBytes` are from one block's payload to the next one's; of each, so much has
 // been loaded as it may have of a bitmap.
@@ -148,7 +147,7 @@ class BitmapReader {
   }
 
   __aicore__ static inline bool has_byte_maps(const Plan& plan, uint32_t b) {
-    return plan.packed[b] && plan.units[b] * frame::kUnitBytes >= kBothMapsBytes;
+    return plan.packed[b] && plan.units[b] * frame::kUnitBytes >= frame::kMapsBytes;
   }
 
   // A byte is 0x00 without its bit in Z, 0xFF without its bit in F, and else the mixed byte whose
@@ -231,13 +230,13 @@ class BitmapReader {
       Adds(rank[at], rank[at], static_cast<int16_t>(at - before),
            static_cast<int32_t>(frame::kBitmapBytes));
       before += mixed;
-      const uint32_t bytes = kBothMapsBytes + mixed;
+      const uint32_t bytes = frame::kMapsBytes + mixed;
       if (!has_byte_maps(plan, b) || counts.GetValue(kSums + b) != 0 ||
           bytes > plan.units[b] * frame::kUnitBytes) {
         continue;
       }
       lengths[b] = bytes;
-      bytes_to_half(table[at], heads[b * kHeadBytes + kBothMapsBytes], mixed);
+      bytes_to_half(table[at], heads[b * kHeadBytes + frame::kMapsBytes], mixed);
     }
     barrier();
   }

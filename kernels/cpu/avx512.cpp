@@ -47,6 +47,10 @@ DecodeBlock decoder(Dtype dtype, Shape shape, bool streaming) {
   return avx512::raw_decoder(dtype, streaming);
 }
 
+DecodeBlocks tile_decoder(Dtype dtype, Shape shape, bool streaming) {
+  return shape == Shape::kDense ? avx512::dense_tile_decoder(dtype, streaming) : nullptr;
+}
+
 // Stores that bypass the caches are ordered by nothing else.
 void fence() { _mm_sfence(); }
 
@@ -54,7 +58,8 @@ void fence() { _mm_sfence(); }
 
 const BlockCodec& avx512_blocks() {
   static constexpr BlockCodec kBlocks = {
-      "avx512", &encoder, &decoder, &avx512::checksum, &avx512::copy_around_caches, &fence};
+      "avx512", &encoder,     &decoder, &avx512::checksum, &avx512::copy_around_caches,
+      &fence,   &tile_decoder};
   return kBlocks;
 }
 

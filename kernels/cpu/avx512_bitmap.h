@@ -9,7 +9,6 @@ namespace memswap::cpu::avx512 {
 namespace {
 
 inline constexpr uint32_t kBitmapVectors = frame::kBitmapBytes / kLanes;
-inline constexpr uint32_t kMapsBytes = 2 * frame::kByteMapBytes;  // Z and F
 static_assert(kBitmapVectors == 2 && frame::kByteMapBytes == 2 * sizeof(uint64_t));
 
 // A bit for each element of a block, 64 in a word.
@@ -36,7 +35,7 @@ inline uint8_t* encode_bitmap(const Bitmap& bitmap, uint8_t* out, bool& packed) 
     not_full[i] = _mm512_cmpneq_epi8_mask(bytes[i], broadcast(255));
     mixed += count_bits(not_zero[i] & not_full[i]);
   }
-  packed = kMapsBytes + mixed < frame::kBitmapBytes;
+  packed = frame::kMapsBytes + mixed < frame::kBitmapBytes;
   if (!packed) {
     store(out, bytes[0]);
     store(out + kLanes, bytes[1]);
@@ -46,7 +45,7 @@ inline uint8_t* encode_bitmap(const Bitmap& bitmap, uint8_t* out, bool& packed) 
     store64(out + 8 * i, not_zero[i]);
     store64(out + frame::kByteMapBytes + 8 * i, not_full[i]);
   }
-  out = append(out + kMapsBytes, not_zero[0] & not_full[0], bytes[0]);
+  out = append(out + frame::kMapsBytes, not_zero[0] & not_full[0], bytes[0]);
   return append(out, not_zero[1] & not_full[1], bytes[1]);
 }
 
@@ -62,7 +61,7 @@ inline const uint8_t* decode_bitmap(Bitmap& bitmap, bool packed, const uint8_t* 
     store(&bitmap.word[8], load(in + kLanes));
     return in + frame::kBitmapBytes;
   }
-  if (bytes < kMapsBytes) {
+  if (bytes < frame::kMapsBytes) {
     return nullptr;
   }
   uint64_t not_zero[kBitmapVectors], mixed[kBitmapVectors];
@@ -73,10 +72,10 @@ inline const uint8_t* decode_bitmap(Bitmap& bitmap, bool packed, const uint8_t* 
     said &= not_zero[i] | not_full;
     mixed[i] = not_zero[i] & not_full;
   }
-  in += kMapsBytes;
+  in += frame::kMapsBytes;
   const uint32_t first = count_bits(mixed[0]);
   const uint32_t both = first + count_bits(mixed[1]);
-  if (said != ~uint64_t{0} || both > bytes - kMapsBytes) {
+  if (said != ~uint64_t{0} || both > bytes - frame::kMapsBytes) {
     return nullptr;
   }
   store(&bitmap.word[0],

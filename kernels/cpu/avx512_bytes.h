@@ -25,6 +25,13 @@ struct alignas(64) Row {
   uint8_t byte[frame::kBlockElements + kLanes];
 };
 
+// [Note: rows within a page]
+// A load or store that crosses the end of a page takes about 17 cycles (Zen 4), and a row is read
+// or written by some that begin at any of its bytes. Where a stack begins is drawn by chance for
+// each process: without this alignment an encoder loses up to 40 % in one out of three.
+inline constexpr uint32_t kRowAlignment = 2048;
+static_assert(sizeof(Row) <= kRowAlignment && kPageBytes % kRowAlignment == 0);
+
 inline Bytes no_bytes() {
   Bytes bytes;
   for (Vector& vector : bytes.vector) {

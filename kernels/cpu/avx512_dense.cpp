@@ -155,34 +155,87 @@ void encode_dense(const EncodeParams& params, const void* elements, uint32_t cou
       .run();
 }
 
+template <Dtype kDtype>
+inline bool read_symbols(Symbols& symbols, const uint8_t* slab, const uint8_t* payload,
+                         uint32_t mode, uint32_t units, uint8_t center) {
+  using Type = Float<kDtype>;
+  for (uint32_t i = Type::kBytePlanes * frame::kBlockElements; i < Type::kSlabBytes; i += kLanes) {
+    prefetch(slab + i, kPrefetchShortBytes);
+  }
+  return decode_symbols<InDense<kDtype>>(symbols, slab + Type::kRestBytes, payload, mode, units,
+                                         center);
+}
+
+template <Dtype kDtype, bool kStreaming>
+inline void join(uint8_t* out, const uint8_t* slab, const Symbols& symbols) {
+  const auto with = [&]<Code kCode>() {
+    if constexpr (Float<kDtype>::kWidth == 1) {
+      join_byte_floats<kDtype, kStreaming, kCode>(out, slab, symbols);
+    } else {
+      join_floats<kDtype, kStreaming, kCode>(out, slab, symbols);
+    }
+  };
+  switch (symbols.code) {
+    case Code::kLq2:
+      with.template operator()<Code::kLq2>();
+      break;
+    case Code::kLq3:
+      with.template operator()<Code::kLq3>();
+      break;
+    case Code::kFixed:
+      with.template operator()<Code::kFixed>();
+      break;
+  }
+}
+
 template <Dtype kDtype, bool kStreaming>
 bool decode_dense(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t mode,
                   uint32_t units, uint8_t center, bool) {
-  using Type = Float<kDtype>;
   if constexpr (kStreaming) {
     if (!is_line_aligned(out)) {
       return decode_dense<kDtype, false>(out, slab, payload, mode, units, center, false);
     }
   }
-  for (uint32_t i = Type::kBytePlanes * frame::kBlockElements; i < Type::kSlabBytes; i += kLanes) {
-    prefetch(slab + i, kPrefetchShortBytes);
-  }
   Symbols symbols;
-  if (!decode_symbols(symbols, slab + Type::kRestBytes, payload, mode, units, center)) {
+  if (!read_symbols<kDtype>(symbols, slab, payload, mode, units, center)) {
     return false;
   }
-  auto* to = static_cast<uint8_t*>(out);
-  const auto join = [&]<bool kEscapes>() {
-    if constexpr (Type::kWidth == 1) {
-      join_byte_floats<Type::kRestBits, kStreaming, kEscapes>(to, slab, symbols);
-    } else {
-      join_floats<kDtype, kStreaming, kEscapes>(to, slab, symbols);
+  join<kDtype, kStreaming>(static_cast<uint8_t*>(out), slab, symbols);
+  return true;
+}
+
+// A block's escapes are stored in a row and loaded from anywhere in it, which has to wait until
+// they, and all stores before them, are in the cache. So a block is joined only when the next one's
+// have been read.
+template <Dtype kDtype, bool kStreaming>
+bool decode_dense_tile(void* out, const uint8_t* slabs, const uint8_t* payloads,
+                       const frame::Record& record, uint32_t blocks) {
+  using Type = Float<kDtype>;
+  if constexpr (kStreaming) {
+    if (!is_line_aligned(out)) {
+      return decode_dense_tile<kDtype, false>(out, slabs, payloads, record, blocks);
     }
-  };
-  if (symbols.has_escapes) {
-    join.template operator()<true>();
-  } else {
-    join.template operator()<false>();
+  }
+  auto* to = static_cast<uint8_t*>(out);
+  Symbols symbols[2];
+  for (uint32_t round = 0; round < blocks + 1; ++round) {
+    if (round < blocks) {
+      const uint16_t block = record.block[round];
+      const uint32_t units = frame::Record::units(block);
+      if (!read_symbols<kDtype>(symbols[round % 2], slabs + round * Type::kSlabBytes, payloads,
+                                frame::Record::mode(block), units, record.center[round])) {
+        return false;
+      }
+      payloads += units * frame::kUnitBytes;
+    }
+    if (round != 0) {
+      const uint32_t b = round - 1;
+      uint8_t* const block = to + b * Type::kBlockBytes;
+      if constexpr (kStreaming) {
+        touch_pages_ahead(block, Type::kBlockBytes);
+      }
+      join<kDtype, kStreaming>(block, slabs + b * Type::kSlabBytes, symbols[b % 2]);
+    }
   }
   return true;
 }
@@ -261,6 +314,13 @@ DecodeBlock dense_decoder(Dtype dtype, bool streaming) {
                                 []<Dtype kDtype, bool kStreaming>() -> DecodeBlock {
                                   return &decode_dense<kDtype, kStreaming>;
                                 });
+}
+
+DecodeBlocks dense_tile_decoder(Dtype dtype, bool streaming) {
+  return for_float<DecodeBlocks>(dtype, streaming,
+                                 []<Dtype kDtype, bool kStreaming>() -> DecodeBlocks {
+                                   return &decode_dense_tile<kDtype, kStreaming>;
+                                 });
 }
 
 EncodeBlocks upcast_encoder(const EncodeParams& params) {

@@ -75,7 +75,14 @@ inline uint8_t* encode_nibbles(const NibbleCode& code, const Escapes& escapes, u
   return out + raw_count;
 }
 
-// The reverse: `count` symbols E into `symbols`. Returns the end, or NULL if it is behind `end`.
+// [Note: placed symbols]
+// A decoder wants the symbols E where elements have them. Moving bits within a byte can be done
+// before a look-up as well as behind it, so the tables and the rare bytes E are moved, and not a
+// block's symbols. A Place says how: its of() keeps 0 as it is.
+
+// The reverse: `count` placed symbols into `symbols`. Returns the end, or NULL if it is behind
+// `end`.
+template <typename Place>
 inline const uint8_t* decode_nibbles(const NibbleCode& code, const uint8_t* in, const uint8_t* end,
                                      uint32_t count, uint8_t center, Row& symbols) {
   const uint8_t* raw = in + bytes_of_bits(4 * count);
@@ -84,7 +91,7 @@ inline const uint8_t* decode_nibbles(const NibbleCode& code, const uint8_t* in, 
   }
   // By nibble, the symbol; nibble 14 is symbol 0.
   Vector table = _mm512_sub_epi8(broadcast(center), load(code.value));
-  table = _mm512_maskz_mov_epi8(0x3fff3fff3fff3fff, table);
+  table = Place::of(_mm512_maskz_mov_epi8(0x3fff3fff3fff3fff, table));
   const Vector low = broadcast(15);
   for (uint32_t i = 0; i < count; i += kLanes) {
     const Vector nibble = load_symbols4(in + i / 2);
@@ -96,7 +103,7 @@ inline const uint8_t* decode_nibbles(const NibbleCode& code, const uint8_t* in, 
       if (bytes > static_cast<size_t>(end - raw)) {
         return nullptr;
       }
-      symbol = _mm512_mask_expand_epi8(symbol, escaped, load(raw));
+      symbol = _mm512_mask_expand_epi8(symbol, escaped, Place::of(load(raw)));
       raw += bytes;
     }
     store(symbols.byte + i, symbol);
@@ -124,6 +131,7 @@ inline uint8_t* encode_escapes2(const Escapes& escapes, uint8_t center, uint8_t*
   return encode_nibbles(kLq2Nibbles, deeper, center, out + bytes_of_bits(2 * escapes.count));
 }
 
+template <typename Place>
 inline const uint8_t* decode_escapes2(const uint8_t* in, const uint8_t* end, uint32_t count,
                                       uint8_t center, Row& symbols) {
   const uint8_t* second = in + bytes_of_bits(2 * count);
@@ -131,7 +139,7 @@ inline const uint8_t* decode_escapes2(const uint8_t* in, const uint8_t* end, uin
     return nullptr;
   }
   // By the index's low 2 bits: the symbols of v = 0, 4, 5, and of 3 nothing.
-  const Vector table = _mm512_sub_epi8(broadcast(center), _mm512_set1_epi32(0x00050400));
+  const Vector table = Place::of(_mm512_sub_epi8(broadcast(center), _mm512_set1_epi32(0x00050400)));
   const Vector low = broadcast(3);
   __mmask64 deeper[kVectors];
   uint32_t deeper_count = 0;
@@ -145,9 +153,9 @@ inline const uint8_t* decode_escapes2(const uint8_t* in, const uint8_t* end, uin
   if (deeper_count == 0) {
     return second;
   }
-  Row deeper_symbols;
+  alignas(kRowAlignment) Row deeper_symbols;
   const uint8_t* last =
-      decode_nibbles(kLq2Nibbles, second, end, deeper_count, center, deeper_symbols);
+      decode_nibbles<Place>(kLq2Nibbles, second, end, deeper_count, center, deeper_symbols);
   if (last == nullptr) {
     return nullptr;
   }

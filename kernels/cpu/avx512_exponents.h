@@ -68,74 +68,136 @@ inline void encode_payload(const Bytes& symbols, const Choice& choice, const Esc
 
 // --- Decoding ----------------------------------------------------------------------------------
 
-// A block's symbols as they come out of a payload: codes, and in a row what stands for the code 0,
-// in the modes that have escapes. Joined only where elements are, vector by vector.
+// How a mode codes symbols.
+enum class Code { kLq2, kLq3, kFixed };
+
+// A block's symbols before they are joined with the rest of their elements, vector by vector: where
+// the codes are, and in a row what stands for those that escape.
 struct Symbols {
-  Bytes codes;
-  Row escapes;
+  alignas(kRowAlignment) Row escapes;  // kLq2, kLq3; placed
+  Code code;
   uint8_t center;
-  bool has_escapes;
+  uint32_t bits;                               // kFixed: of a code
+  const uint8_t* low;                          // L0
+  const uint8_t* payload;                      // kLq3, kFixed: planes of the codes' other bits
+  alignas(kLanes) uint64_t escaped[kVectors];  // kLq3: which elements
 };
 
-// Takes a block's symbols, 64 after 64.
-template <bool kEscapes>
+// By the low 2 bits of an index: the placed symbol that is that and `above` below the center.
+template <typename Place>
+inline Vector code_table(uint8_t center, uint32_t above = 0) {
+  const Vector codes = _mm512_set1_epi32(0x03020100);
+  return Place::of(_mm512_sub_epi8(broadcast(center - above), codes));
+}
+
+// Takes a block's placed symbols, 64 after 64.
+template <Code kCode, typename Place>
 class SymbolCursor {
  public:
   explicit SymbolCursor(const Symbols& symbols)
-      : symbols_(symbols), centers_(broadcast(symbols.center)), next_(symbols.escapes.byte) {}
+      : symbols_(symbols),
+        low_table_(code_table<Place>(symbols.center)),
+        high_table_(code_table<Place>(symbols.center, 4)),
+        next_(symbols.escapes.byte) {}
 
+  // Those of vector i of the quarter, which is the next one.
+  template <uint32_t kQuarter>
   Vector take(uint32_t i) {
-    const Vector code = symbols_.codes.vector[i];
-    const Vector symbol = _mm512_sub_epi8(centers_, code);
-    if constexpr (!kEscapes) {
-      return symbol;
+    const uint32_t at = 4 * kQuarter + i;
+    const Vector merged = load(symbols_.low + kLanes * i);
+    const Vector index = _mm512_srli_epi16(merged, 2 * kQuarter);
+    const Vector symbol = _mm512_permutexvar_epi8(index, low_table_);
+    if constexpr (kCode == Code::kLq2) {
+      return escape(symbol, _mm512_testn_epi8_mask(merged, broadcast(3u << 2 * kQuarter)));
+    } else {
+      const uint64_t high = load64(symbols_.payload + 8 * at);
+      return escape(_mm512_mask_permutexvar_epi8(symbol, high, index, high_table_),
+                    symbols_.escaped[at]);
     }
-    const __mmask64 escaped = _mm512_testn_epi8_mask(code, code);
+  }
+
+ private:
+  Vector escape(Vector symbol, uint64_t escaped) {
     const Vector escapes = load(next_);
     next_ += count_bits(escaped);
     return _mm512_mask_expand_epi8(symbol, escaped, escapes);
   }
 
- private:
   const Symbols& symbols_;
-  const Vector centers_;
+  const Vector low_table_;
+  const Vector high_table_;  // kLq3: of codes with bit 2
   const uint8_t* next_;
 };
 
-inline uint32_t count_escapes(const Bytes& codes) {
+template <typename Place>
+class SymbolCursor<Code::kFixed, Place> {
+ public:
+  explicit SymbolCursor(const Symbols& symbols) : center_(broadcast(symbols.center)) {
+    load_plane2(codes_, symbols.low);
+    add_field<2>(codes_, symbols.payload, symbols.bits - 2);
+  }
+
+  template <uint32_t kQuarter>
+  Vector take(uint32_t i) const {
+    return Place::of(_mm512_sub_epi8(center_, codes_.vector[4 * kQuarter + i]));
+  }
+
+ private:
+  const Vector center_;
+  Bytes codes_;
+};
+
+// The escapes of LQ2: fields of L0 that are 0.
+inline uint32_t count_escapes2(const uint8_t* low) {
+  const Vector lowest = broadcast(0x55);
+  Vector counts = _mm512_setzero_si512();
+  for (uint32_t i = 0; i < 4; ++i) {
+    const Vector merged = load(low + kLanes * i);
+    const Vector zeros =  // ~(a | b) & c
+        _mm512_ternarylogic_epi64(merged, _mm512_srli_epi16(merged, 1), lowest, 0x02);
+    counts = _mm512_add_epi64(counts, _mm512_popcnt_epi64(zeros));
+  }
+  return total(counts);
+}
+
+// Those of LQ3, whose bit 2 is not set either.
+inline uint32_t find_escapes3(const uint8_t* low, const uint8_t* high,
+                              uint64_t (&escaped)[kVectors]) {
   uint32_t count = 0;
-  for (const Vector& code : codes.vector) {
-    count += count_bits(_mm512_testn_epi8_mask(code, code));
+  for (uint32_t at = 0; at < kVectors; ++at) {
+    const Vector field = broadcast(3u << at / 4 * 2);
+    const uint64_t zeros = _mm512_testn_epi8_mask(load(low + kLanes * (at % 4)), field);
+    escaped[at] = zeros & ~load64(high + 8 * at);
+    count += count_bits(escaped[at]);
   }
   return count;
 }
 
 // The symbols of a block in one of the modes 1 to 9; false where the payload has another length.
+template <typename Place>
 inline bool decode_symbols(Symbols& symbols, const uint8_t* low, const uint8_t* payload,
                            uint32_t mode, uint32_t units, uint8_t center) {
   symbols.center = center;
-  load_plane2(symbols.codes, low);
+  symbols.low = low;
+  symbols.payload = payload;
   if (mode >= frame::kFw2) {
-    const uint32_t bits = mode - frame::kFw2 + 2;
-    if (units != units_of_bytes(size_of_fixed(bits))) {
-      return false;
-    }
-    symbols.has_escapes = false;
-    add_field<2>(symbols.codes, payload, bits - 2);
-    return true;
+    symbols.code = Code::kFixed;
+    symbols.bits = mode - frame::kFw2 + 2;
+    return units == units_of_bytes(size_of_fixed(symbols.bits));
   }
-  symbols.has_escapes = true;
   const uint8_t* end = payload + units * frame::kUnitBytes;
   const uint8_t* last;
   if (mode == frame::kLq2) {
-    last = decode_escapes2(payload, end, count_escapes(symbols.codes), center, symbols.escapes);
+    symbols.code = Code::kLq2;
+    last = decode_escapes2<Place>(payload, end, count_escapes2(low), center, symbols.escapes);
   } else {
     if (units < units_of_bytes(kPlane1Bytes)) {
       return false;
     }
-    add_plane1<2>(symbols.codes, payload);
-    last = decode_nibbles(kLq3Nibbles, payload + kPlane1Bytes, end, count_escapes(symbols.codes),
-                          center, symbols.escapes);
+    symbols.code = Code::kLq3;
+    last = decode_nibbles<Place>(kLq3Nibbles, payload + kPlane1Bytes, end,
+                                 find_escapes3(low, payload, symbols.escaped), center,
+                                 symbols.escapes);
   }
   // `last` is no later than `end`; is it in the last unit, or is the payload too long?
   return last != nullptr && units_of_bytes(static_cast<uint32_t>(last - payload)) == units;

@@ -63,6 +63,39 @@ struct Float {
   static_assert(kBytePlanes == kWidth - 1 && kRestBits + kSymbolBits == 8);
 };
 
+// See [Note: placed symbols]: above R in the top byte of a rotated element.
+template <frame::Dtype kDtype>
+struct InRotated {
+  static Vector of(Vector symbols) {
+    if constexpr (Float<kDtype>::kRestBits != 0) {
+      return shift_left<Float<kDtype>::kRestBits>(symbols);
+    } else {
+      return symbols;
+    }
+  }
+};
+
+// The same, but in the elements of one byte between sign and mantissa: those are not rotated.
+template <frame::Dtype kDtype>
+struct InDense : InRotated<kDtype> {};
+template <frame::Dtype kDtype>
+  requires(Float<kDtype>::kWidth == 1)
+struct InDense<kDtype> {
+  static Vector of(Vector symbols) {
+    using Type = Float<kDtype>;
+    return move_bits<bit_moves(0, Type::kRestBits - 1, Type::kSymbolBits)>(symbols);
+  }
+};
+
+// Calls visit with 0, 1, 2 and 3 as constants: shifts by a constant are cheaper.
+template <typename Visit>
+inline void for_quarters(Visit visit) {
+  visit.template operator()<0>();
+  visit.template operator()<1>();
+  visit.template operator()<2>();
+  visit.template operator()<3>();
+}
+
 // How far ahead a decoder asks for what it reads: in the byte planes, and in the short planes of a
 // slab, of which a block reads few lines. Measured.
 inline constexpr uint32_t kPrefetchBytes = 8192;
@@ -84,11 +117,6 @@ template <uint32_t kRestBits>
 inline Vector symbol_of_byte(Vector element) {
   return move_bits<bit_moves(kRestBits - 1, 0, 8 - kRestBits)>(element);
 }
-template <uint32_t kRestBits>
-inline Vector byte_of_symbol(Vector symbol) {
-  return move_bits<bit_moves(0, kRestBits - 1, 8 - kRestBits)>(symbol);
-}
-
 // Writes a block's planes, that of 1 bit to plane1, and returns its symbols.
 template <uint32_t kRestBits, bool kStreaming>
 inline void split_byte_floats(const uint8_t* elements, uint8_t* planes, uint8_t* plane1,
@@ -122,36 +150,26 @@ inline void split_byte_floats(const uint8_t* elements, uint8_t* planes, uint8_t*
 }
 
 // Elements of their R planes and symbols.
-template <uint32_t kRestBits, bool kStreaming, bool kEscapes>
+template <frame::Dtype kDtype, bool kStreaming, Code kCode>
 inline void join_byte_floats(uint8_t* elements, const uint8_t* planes, const Symbols& symbols) {
-  SymbolCursor<kEscapes> cursor(symbols);
-  const auto put = [&](uint32_t i, Vector rest) {
-    const Vector element = _mm512_or_si512(byte_of_symbol<kRestBits>(cursor.take(i)), rest);
-    store_line<kStreaming>(elements + kLanes * i, element);
-  };
-  if constexpr (kRestBits == 4) {
-    for (uint32_t i = 0; i < kVectors / 2; ++i) {
-      put(i, byte_of_rest<4, 0>(load(planes + kLanes * i)));
-    }
-    for (uint32_t i = 0; i < kVectors / 2; ++i) {
-      put(kVectors / 2 + i, byte_of_rest<4, 4>(load(planes + kLanes * i)));
-    }
-  } else {
-    static_assert(kRestBits == 3);
-    const uint8_t* const plane1 = planes + frame::kLowPlaneBytes;
-    const Vector second = broadcast(2);
-    const auto put_quarter = [&]<uint32_t kQuarter>() {
-      for (uint32_t i = 0; i < kVectors / 4; ++i) {
-        const uint32_t at = kVectors / 4 * kQuarter + i;
-        const Vector rest = byte_of_rest<2, 2 * kQuarter>(load(planes + kLanes * i));
-        put(at, _mm512_mask_add_epi8(rest, load64(plane1 + 8 * at), rest, second));
+  SymbolCursor<kCode, InDense<kDtype>> cursor(symbols);
+  for_quarters([&]<uint32_t kQuarter>() {
+    for (uint32_t i = 0; i < kVectors / 4; ++i) {
+      const uint32_t at = kVectors / 4 * kQuarter + i;
+      Vector rest;
+      if constexpr (Float<kDtype>::kRestBits == 4) {
+        constexpr uint32_t kHalf = kQuarter / 2;
+        rest = byte_of_rest<4, 4 * kHalf>(load(planes + kLanes * (at - kVectors / 2 * kHalf)));
+      } else {
+        static_assert(Float<kDtype>::kRestBits == 3);
+        const uint8_t* const plane1 = planes + frame::kLowPlaneBytes;
+        rest = byte_of_rest<2, 2 * kQuarter>(load(planes + kLanes * i));
+        rest = _mm512_mask_add_epi8(rest, load64(plane1 + 8 * at), rest, broadcast(2));
       }
-    };
-    put_quarter.template operator()<0>();
-    put_quarter.template operator()<1>();
-    put_quarter.template operator()<2>();
-    put_quarter.template operator()<3>();
-  }
+      const Vector element = _mm512_or_si512(cursor.template take<kQuarter>(i), rest);
+      store_line<kStreaming>(elements + kLanes * at, element);
+    }
+  });
 }
 
 // --- Elements of two bytes and more --------------------------------------------------------------
@@ -197,7 +215,7 @@ inline void load_rest(Bytes& rest, const uint8_t* planes) {
   }
 }
 
-template <frame::Dtype kDtype, bool kStreaming, bool kEscapes>
+template <frame::Dtype kDtype, bool kStreaming, Code kCode>
 inline void join_floats(uint8_t* elements, const uint8_t* planes, const Symbols& symbols) {
   using Type = Float<kDtype>;
   constexpr uint32_t kWidth = Type::kWidth;
@@ -206,22 +224,25 @@ inline void join_floats(uint8_t* elements, const uint8_t* planes, const Symbols&
   constexpr uint32_t kAhead = kBlocksAhead * Type::kSlabBytes;
   Bytes rest;
   load_rest<Type::kRestBits>(rest, planes + frame::kBlockElements * Type::kBytePlanes);
-  SymbolCursor<kEscapes> cursor(symbols);
-  for (uint32_t i = 0; i < kVectors; ++i) {
-    Vector v[kWidth];
-    for (uint32_t p = 0; p < Type::kBytePlanes; ++p) {
-      v[p] = load(planes + frame::kBlockElements * p + kLanes * i);
-      prefetch(planes + kLanes * (Type::kBytePlanes * i + p), kAhead);
+  SymbolCursor<kCode, InDense<kDtype>> cursor(symbols);
+  for_quarters([&]<uint32_t kQuarter>() {
+    for (uint32_t quarter_i = 0; quarter_i < kVectors / 4; ++quarter_i) {
+      const uint32_t i = kVectors / 4 * kQuarter + quarter_i;
+      Vector v[kWidth];
+      for (uint32_t p = 0; p < Type::kBytePlanes; ++p) {
+        v[p] = load(planes + frame::kBlockElements * p + kLanes * i);
+        prefetch(planes + kLanes * (Type::kBytePlanes * i + p), kAhead);
+      }
+      v[kWidth - 1] = cursor.template take<kQuarter>(quarter_i);
+      if constexpr (Type::kRestBits != 0) {
+        v[kWidth - 1] = _mm512_or_si512(v[kWidth - 1], rest.vector[i]);
+      }
+      join_bytes<kWidth>(v);
+      for (uint32_t j = 0; j < kWidth; ++j) {
+        store_line<kStreaming>(elements + kLanes * (kWidth * i + j), rotate_right<kWidth>(v[j]));
+      }
     }
-    v[kWidth - 1] = cursor.take(i);
-    if constexpr (Type::kRestBits != 0) {
-      v[kWidth - 1] = _mm512_or_si512(shift_left<Type::kRestBits>(v[kWidth - 1]), rest.vector[i]);
-    }
-    join_bytes<kWidth>(v);
-    for (uint32_t j = 0; j < kWidth; ++j) {
-      store_line<kStreaming>(elements + kLanes * (kWidth * i + j), rotate_right<kWidth>(v[j]));
-    }
-  }
+  });
 }
 
 // Calls visit with dtype and streaming as constants, for the dtypes that are split into E and R.

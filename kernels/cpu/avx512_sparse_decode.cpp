@@ -65,15 +65,14 @@ template <Dtype kDtype, bool kStreaming>
 inline void join_survivors(uint8_t* out, const Streams& streams, const Row& escapes) {
   using Type = Float<kDtype>;
   constexpr uint32_t kWidth = Type::kWidth;
-  const Vector centers = broadcast(streams.center);
+  const Vector table = code_table<InRotated<kDtype>>(streams.center);
   const uint8_t* next_escape = escapes.byte;
   for (uint32_t i = 0; i < streams.vectors(); ++i) {
-    const Vector code =
-        _mm512_and_si512(load_symbols2(streams.codes + kLanes / 4 * i), broadcast(3));
+    const Vector code = load_symbols2(streams.codes + kLanes / 4 * i);
     const __mmask64 escaped =
-        _mm512_testn_epi8_mask(code, code) & first_lanes(streams.live - kLanes * i);
+        _mm512_testn_epi8_mask(code, broadcast(3)) & first_lanes(streams.live - kLanes * i);
     const Vector symbol =
-        _mm512_mask_expand_epi8(_mm512_sub_epi8(centers, code), escaped, load(next_escape));
+        _mm512_mask_expand_epi8(_mm512_permutexvar_epi8(code, table), escaped, load(next_escape));
     next_escape += count_bits(escaped);
     Vector v[kWidth];
     for (uint32_t p = 0; p < Type::kBytePlanes; ++p) {
@@ -83,10 +82,10 @@ inline void join_survivors(uint8_t* out, const Streams& streams, const Row& esca
     top = symbol;
     if constexpr (Type::kRestBits == 4) {
       const Vector rest = load_symbols4(streams.rest[0] + kLanes / 2 * i);
-      top = _mm512_ternarylogic_epi64(shift_left<4>(symbol), rest, broadcast(15), 0xf8);
+      top = _mm512_ternarylogic_epi64(symbol, rest, broadcast(15), 0xf8);
     } else if constexpr (Type::kRestBits == 3) {
       const Vector rest = load_symbols2(streams.rest[0] + kLanes / 4 * i);
-      top = _mm512_ternarylogic_epi64(shift_left<3>(symbol), rest, broadcast(3), 0xf8);
+      top = _mm512_ternarylogic_epi64(symbol, rest, broadcast(3), 0xf8);
       top = _mm512_mask_add_epi8(top, load64(streams.rest[1] + kLanes / 8 * i), top, broadcast(4));
     }
     join_bytes<kWidth>(v);
@@ -183,14 +182,13 @@ bool decode_sparse(void* out, const uint8_t* slab, const uint8_t* payload, uint3
   streams.center = center;
   uint32_t escape_count = 0;
   for (uint32_t i = 0; i < streams.vectors(); ++i) {
-    const Vector code =
-        _mm512_and_si512(load_symbols2(streams.codes + kLanes / 4 * i), broadcast(3));
-    escape_count +=
-        count_bits(_mm512_testn_epi8_mask(code, code) & first_lanes(streams.live - kLanes * i));
+    const Vector code = load_symbols2(streams.codes + kLanes / 4 * i);
+    escape_count += count_bits(_mm512_testn_epi8_mask(code, broadcast(3)) &
+                               first_lanes(streams.live - kLanes * i));
   }
-  Row escapes;
-  const uint8_t* last =
-      decode_escapes2(streams.escapes, streams.end, escape_count, center, escapes);
+  alignas(kRowAlignment) Row escapes;
+  const uint8_t* last = decode_escapes2<InRotated<kDtype>>(streams.escapes, streams.end,
+                                                           escape_count, center, escapes);
   if (last == nullptr || streams.end - last >= frame::kUnitBytes) {
     return false;
   }

@@ -18,13 +18,13 @@
 // clang-format off
 #if defined(__clang__)
 #define MEMSWAP_AVX512_BEGIN                                                                  \
-  _Pragma("clang attribute push(__attribute__((target(\"avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,avx512vnni,gfni,bmi,bmi2,popcnt,lzcnt\"))), apply_to = function)")
+  _Pragma("clang attribute push(__attribute__((target(\"avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,avx512vnni,avx512vpopcntdq,gfni,bmi,bmi2,popcnt,lzcnt\"))), apply_to = function)")
 #define MEMSWAP_AVX512_END _Pragma("clang attribute pop")
 #else
 #define MEMSWAP_AVX512_BEGIN                                                                  \
   _Pragma("GCC push_options")                                                                 \
   _Pragma("GCC target(\"avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vbmi2\")")        \
-  _Pragma("GCC target(\"avx512vnni,gfni,bmi,bmi2,popcnt,lzcnt\")")
+  _Pragma("GCC target(\"avx512vnni,avx512vpopcntdq,gfni,bmi,bmi2,popcnt,lzcnt\")")
 #define MEMSWAP_AVX512_END _Pragma("GCC pop_options")
 #endif
 // clang-format on

@@ -27,7 +27,7 @@ constexpr bool bit_of(const uint8_t* bits, uint32_t i) { return (bits[i / 8] >> 
 inline Bitmap bitmap_of(const uint8_t* values) {
   Bitmap bitmap{};
   put_planes(bitmap.bytes, values, 0, 1);
-  bitmap.packed_bytes = 2 * frame::kByteMapBytes;
+  bitmap.packed_bytes = frame::kMapsBytes;
   for (uint32_t j = 0; j < frame::kBitmapBytes; ++j) {
     const bool not_zero = bitmap.bytes[j] != 0;
     const bool not_full = bitmap.bytes[j] != 0xff;
@@ -46,7 +46,7 @@ inline uint8_t* put_bitmap(uint8_t* out, const Bitmap& bitmap) {
   }
   memcpy(out, bitmap.not_zero, frame::kByteMapBytes);
   memcpy(out + frame::kByteMapBytes, bitmap.not_full, frame::kByteMapBytes);
-  out += 2 * frame::kByteMapBytes;
+  out += frame::kMapsBytes;
   for (uint32_t j = 0; j < frame::kBitmapBytes; ++j) {
     if (bit_of(bitmap.not_zero, j) && bit_of(bitmap.not_full, j)) {
       *out++ = bitmap.bytes[j];

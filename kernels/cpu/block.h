@@ -98,6 +98,14 @@ void encode_one_by_one(const EncodeParams& params, const void* elements, uint32_
 using DecodeBlock = bool (*)(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t mode,
                              uint32_t units, uint8_t center, bool packed);
 
+// Decodes the first `blocks` blocks of a tile, all of them whole, each as a DecodeBlock does, but
+// together: what is done to one block waits for itself, and other blocks can fill the time.
+//   slabs     of the blocks, one behind the other
+//   payloads  as well; kSlackBytes are readable behind the last
+//   record    has been checked
+using DecodeBlocks = bool (*)(void* out, const uint8_t* slabs, const uint8_t* payloads,
+                              const frame::Record& record, uint32_t blocks);
+
 // The sum of section 4 of docs/format.md, over the first `bytes` bytes of a tile; the rest is 0.
 // `data` is aligned to the elements' width only.
 using Checksum = uint32_t (*)(const void* data, size_t bytes);
@@ -117,6 +125,8 @@ struct BlockCodec {
   Checksum checksum;
   Copy copy_around_caches;
   void (*fence)();
+  // NULL, or NULL for a shape: blocks are decoded one by one.
+  DecodeBlocks (*tile_decoder)(frame::Dtype dtype, frame::Shape shape, bool streaming) = nullptr;
 };
 
 const BlockCodec& scalar_blocks();

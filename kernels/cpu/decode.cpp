@@ -50,6 +50,8 @@ class FrameDecoder {
     // A checksum reads each tile again while it is still in the caches.
     streaming_ = checksum_ == nullptr && job.elements * width_ >= kStreamingBytes;
     decode_block_ = blocks.decoder(dtype_, shape_, streaming_);
+    decode_blocks_ =
+        blocks.tile_decoder == nullptr ? nullptr : blocks.tile_decoder(dtype_, shape_, streaming_);
   }
 
   uint32_t chunks() const {
@@ -94,7 +96,20 @@ class FrameDecoder {
     const uint64_t tile_elements =
         std::min<uint64_t>(frame::kTileElements, layout_.elements - first_element);
     auto* output = static_cast<uint8_t*>(job_->output) + first_element * width_;
-    for (uint32_t i = 0; i * frame::kBlockElements < tile_elements; ++i) {
+    const uint64_t payload_bytes = uint64_t{payload_units(record)} * frame::kUnitBytes;
+    uint32_t i = 0;
+    if (decode_blocks_ != nullptr &&
+        static_cast<uint64_t>(area->readable_end - payload) >= payload_bytes + kSlackBytes) {
+      const auto whole = static_cast<uint32_t>(tile_elements / frame::kBlockElements);
+      if (!decode_blocks_(output, slab, payload, record, whole)) {
+        return frame::kBadPayload;
+      }
+      for (; i < whole; ++i) {
+        payload += Record::units(record.block[i]) * frame::kUnitBytes;
+        slab += layout_.slab_bytes;
+      }
+    }
+    for (; i * frame::kBlockElements < tile_elements; ++i) {
       const uint32_t units = Record::units(record.block[i]);
       const uint32_t bytes = units * frame::kUnitBytes;
       const uint8_t* readable = payload;
@@ -134,6 +149,7 @@ class FrameDecoder {
   bool streaming_ = false;
   PayloadAreas areas_{};
   DecodeBlock decode_block_ = nullptr;
+  DecodeBlocks decode_blocks_ = nullptr;
   Checksum checksum_ = nullptr;
 };
 

@@ -8,8 +8,6 @@ MEMSWAP_VECTOR_BEGIN
 namespace memswap::cpu::vector {
 namespace {
 
-inline constexpr uint32_t kMapsBytes = 2 * frame::kByteMapBytes;  // Z and F
-
 // A bit for each element of a block.
 struct alignas(64) Bitmap {
   uint8_t byte[frame::kBitmapBytes];
@@ -27,7 +25,7 @@ struct alignas(64) Bitmap {
 inline uint8_t* encode_bitmap(const Bitmap& bitmap, uint8_t* out, bool& packed) {
   uint8_t mixed[frame::kBitmapBytes + kLanes];
   uint8_t* mixed_end = mixed;
-  uint8_t maps[kMapsBytes];
+  uint8_t maps[frame::kMapsBytes];
   for (uint32_t i = 0; i < frame::kBitmapBytes; i += kLanes) {
     const Vector bytes = load(bitmap.byte + i);
     const Vector not_zero = lanes_where(bytes != 0);
@@ -37,14 +35,14 @@ inline uint8_t* encode_bitmap(const Bitmap& bitmap, uint8_t* out, bool& packed) 
     mixed_end = append(mixed_end, not_zero & not_full, bytes);
   }
   const auto mixed_bytes = static_cast<uint32_t>(mixed_end - mixed);
-  packed = kMapsBytes + mixed_bytes < frame::kBitmapBytes;
+  packed = frame::kMapsBytes + mixed_bytes < frame::kBitmapBytes;
   if (!packed) {
     __builtin_memcpy(out, bitmap.byte, frame::kBitmapBytes);
     return out + frame::kBitmapBytes;
   }
-  __builtin_memcpy(out, maps, kMapsBytes);
-  __builtin_memcpy(out + kMapsBytes, mixed, mixed_bytes);
-  return out + kMapsBytes + mixed_bytes;
+  __builtin_memcpy(out, maps, frame::kMapsBytes);
+  __builtin_memcpy(out + frame::kMapsBytes, mixed, mixed_bytes);
+  return out + frame::kMapsBytes + mixed_bytes;
 }
 
 // The reverse. Returns the end, or NULL if it is behind `end` or a byte is in neither map.
@@ -58,7 +56,7 @@ inline const uint8_t* decode_bitmap(Bitmap& bitmap, bool packed, const uint8_t* 
     __builtin_memcpy(bitmap.byte, in, frame::kBitmapBytes);
     return in + frame::kBitmapBytes;
   }
-  if (bytes < kMapsBytes) {
+  if (bytes < frame::kMapsBytes) {
     return nullptr;
   }
   uint32_t mixed = 0;
@@ -70,10 +68,10 @@ inline const uint8_t* decode_bitmap(Bitmap& bitmap, bool packed, const uint8_t* 
     }
     mixed += static_cast<uint32_t>(__builtin_popcountll(not_zero & not_full));
   }
-  if (mixed > bytes - kMapsBytes) {
+  if (mixed > bytes - frame::kMapsBytes) {
     return nullptr;
   }
-  const uint8_t* next = in + kMapsBytes;
+  const uint8_t* next = in + frame::kMapsBytes;
   for (uint32_t i = 0; i < frame::kBitmapBytes; i += kLanes) {
     const Vector not_zero = load_bits(in + i / 8);
     const Vector not_full = load_bits(in + frame::kByteMapBytes + i / 8);

@@ -16,7 +16,7 @@ struct WrittenBitmap {
 // Byte q of `masks` is row q's; `payload` is aligned to 16 bytes.
 __device__ __forceinline__ WrittenBitmap write_bitmap(uint8_t* payload, uint32_t masks,
                                                       uint32_t lane) {
-  uint32_t z[kRows], f[kRows], behind = 2 * frame::kByteMapBytes;
+  uint32_t z[kRows], f[kRows], behind = frame::kMapsBytes;
 #pragma unroll
   for (uint32_t row = 0; row < kRows; ++row) {
     const uint32_t byte = masks >> (8 * row) & 0xffu;
@@ -26,7 +26,7 @@ __device__ __forceinline__ WrittenBitmap write_bitmap(uint8_t* payload, uint32_t
   }
   const bool is_packed = behind < frame::kBitmapBytes;
   const uint32_t lower_lanes = (1u << lane) - 1;
-  uint32_t place = 2 * frame::kByteMapBytes;
+  uint32_t place = frame::kMapsBytes;
 #pragma unroll
   for (uint32_t row = 0; row < kRows; ++row) {
     const uint8_t byte = static_cast<uint8_t>(masks >> (8 * row));
@@ -60,11 +60,11 @@ __device__ __forceinline__ uint32_t read_bitmap(const uint8_t* payload, uint32_t
     }
     return frame::kBitmapBytes;
   }
-  if (bytes < 2 * frame::kByteMapBytes) {
+  if (bytes < frame::kMapsBytes) {
     return kDamaged;
   }
   const uint2* maps = reinterpret_cast<const uint2*>(payload);
-  uint32_t z[kRows], mixed[kRows], behind = 2 * frame::kByteMapBytes, either = ~0u;
+  uint32_t z[kRows], mixed[kRows], behind = frame::kMapsBytes, either = ~0u;
 #pragma unroll
   for (uint32_t i = 0; i < kRows / 2; ++i) {
     const uint2 two_z = maps[i], two_f = maps[kRows / 2 + i];
@@ -79,7 +79,7 @@ __device__ __forceinline__ uint32_t read_bitmap(const uint8_t* payload, uint32_t
     return kDamaged;
   }
   const uint32_t lower_lanes = (1u << lane) - 1;
-  uint32_t place = 2 * frame::kByteMapBytes;
+  uint32_t place = frame::kMapsBytes;
 #pragma unroll
   for (uint32_t row = 0; row < kRows; ++row) {
     uint32_t byte = (z[row] >> lane & 1) * 0xffu;

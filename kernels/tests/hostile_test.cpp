@@ -233,7 +233,7 @@ TEST_P(PackedBitmaps, AByteThatIsSaidToBeAllZerosAndAllOnesIsABadPayload) {
 TEST_P(PackedBitmaps, AMapThatPromisesMoreOrFewerBytesIsNoticedByTheLength) {
   Packed packed = packed_block(Dtype::kBool);
   uint32_t units = Record::units(packed.record.block[0]);
-  ASSERT_EQ(units, (2 * frame::kByteMapBytes + 40) / frame::kUnitBytes);
+  ASSERT_EQ(units, (frame::kMapsBytes + 40) / frame::kUnitBytes);
   for (uint32_t byte = 0; byte < frame::kBitmapBytes; ++byte) {
     uint8_t& z = packed.payload()[byte / 8];
     uint8_t& f = packed.payload()[frame::kByteMapBytes + byte / 8];
@@ -265,7 +265,7 @@ TEST_P(PackedBitmaps, ReadAsPlainOnesAreErrors) {
 // Decoders do not ask for the shortest form.
 TEST_P(PackedBitmaps, BytesThatNeedNotBeThereAreRead) {
   Packed packed = packed_block(Dtype::kBool);
-  const uint32_t units = (2 * frame::kByteMapBytes + frame::kBitmapBytes) / frame::kUnitBytes;
+  const uint32_t units = (frame::kMapsBytes + frame::kBitmapBytes) / frame::kUnitBytes;
   Frame longer{GuardedBuffer(packed.frame.layout().bytes(units)), GuardedBuffer()};
   memcpy(longer.bytes.data(), packed.frame.bytes.data(), packed.frame.layout().var);
   Header header = packed.frame.header();
@@ -273,9 +273,9 @@ TEST_P(PackedBitmaps, BytesThatNeedNotBeThereAreRead) {
   header.var_used = units;
   memcpy(longer.bytes.data(), &header, sizeof(header));
   uint8_t* payload = longer.bytes.data() + longer.layout().var;
-  memset(payload, 255, 2 * frame::kByteMapBytes);
+  memset(payload, 255, frame::kMapsBytes);
   for (uint32_t e = 0; e < frame::kBlockElements; ++e) {
-    uint8_t& byte = payload[2 * frame::kByteMapBytes + e / 8];
+    uint8_t& byte = payload[frame::kMapsBytes + e / 8];
     byte = static_cast<uint8_t>((e % 8 == 0 ? 0 : byte) | packed.tensor.buffer.data()[e] << e % 8);
   }
   packed.frame = std::move(longer);

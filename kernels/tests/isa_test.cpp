@@ -97,6 +97,52 @@ class Blocks : public testing::TestWithParam<Isa> {
     EXPECT_TRUE(mine.guards_are_whole()) << "wrote outside of the elements";
   }
 
+  // What decodes a tile at once accepts what one by one is accepted, damaged or not, with the same
+  // elements.
+  void expect_same_tile(Dtype dtype, Shape shape, bool streaming, const EncodeResult& coded,
+                        const GuardedBuffer& elements, Choices& choices) {
+    const cpu::DecodeBlocks decode_tile =
+        blocks_->tile_decoder == nullptr ? nullptr : blocks_->tile_decoder(dtype, shape, streaming);
+    if (decode_tile == nullptr) {
+      return;
+    }
+    const auto blocks = static_cast<uint32_t>(coded.blocks.size());
+    for (uint32_t damage = 0; damage < 4; ++damage) {
+      frame::Record record{};
+      uint64_t units = 0;
+      for (uint32_t b = 0; b < blocks; ++b) {
+        const EncodedBlock& block = coded.blocks[b];
+        record.block[b] = frame::Record::pack(block.mode, block.units, block.packed);
+        record.center[b] = block.center;
+        units += block.units;
+      }
+      GuardedBuffer payloads(units * frame::kUnitBytes + cpu::kSlackBytes);
+      memcpy(payloads.data(), coded.payload.data(), units * frame::kUnitBytes);
+      if (damage != 0 && units != 0) {
+        payloads.data()[choices.below(units * frame::kUnitBytes)] ^=
+            static_cast<uint8_t>(1 + choices.below(255));
+      }
+      const uint32_t offset = damage % 2 == 0 ? 0 : frame::width_of(dtype);
+      GuardedBuffer mine(elements.size(), offset), oracle(elements.size(), offset);
+      bool expected = true;
+      uint64_t payload = 0;
+      for (uint32_t b = 0; b < blocks && expected; ++b) {
+        const EncodedBlock& block = coded.blocks[b];
+        expected = cpu::scalar_blocks().decoder(dtype, shape, false)(
+            oracle.data() + uint64_t{b} * kBlock * frame::width_of(dtype),
+            coded.slab.data() + b * frame::slab_bytes(dtype, shape), payloads.data() + payload,
+            block.mode, block.units, block.center, block.packed);
+        payload += block.units * frame::kUnitBytes;
+      }
+      const bool accepted =
+          decode_tile(mine.data(), coded.slab.data(), payloads.data(), record, blocks);
+      blocks_->fence();
+      ASSERT_EQ(accepted, expected) << "accepts what the oracle does not, or refuses";
+      EXPECT_TRUE(!expected || mine == oracle) << "other elements than the oracle's";
+      EXPECT_TRUE(mine.guards_are_whole()) << "wrote outside of the elements";
+    }
+  }
+
   const BlockCodec* blocks_ = nullptr;
 };
 
@@ -144,7 +190,7 @@ TEST_P(Blocks, IsCodedToTheOraclesBytesAndBack) {
 
 // All blocks of a tile are given at once, and an instruction set may work on several of them at a
 // time. Neighbours of all kinds, so that what belongs to one shows in another.
-TEST_P(Blocks, AmongOthersIsCodedToTheOraclesBytes) {
+TEST_P(Blocks, AmongOthersIsCodedToTheOraclesBytesAndBack) {
   for (const Dtype dtype : all_dtypes()) {
     for (const Shape shape : shapes_of(dtype)) {
       for (uint64_t seed = 0; seed < 24; ++seed) {
@@ -165,6 +211,7 @@ TEST_P(Blocks, AmongOthersIsCodedToTheOraclesBytes) {
         const auto mine = encode(*blocks_, params, elements, count);
         const auto oracle = encode(cpu::scalar_blocks(), params, elements, count);
         expect_same_blocks(mine, oracle);
+        expect_same_tile(dtype, shape, params.streaming, oracle, elements, choices);
         if (testing::Test::HasFailure()) {
           return;
         }

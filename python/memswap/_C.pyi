@@ -46,6 +46,8 @@ class SavedView:
     @property
     def part_of_data(self) -> bool: ...
     @property
+    def computed(self) -> bool: ...
+    @property
     def private_format(self) -> bool: ...
     @property
     def key(self) -> int: ...
@@ -285,6 +287,7 @@ class Visit:
     action: Any
     group: Any
     outer: Any
+    waiting: Any
     ordinal: int
     covered: bool
     pushed: bool

@@ -10,8 +10,9 @@ recomputed any number of times: after ``retain_graph``, for two losses, for a do
 Nothing is consumed; the graph owns the region (through torch's frame), and the region what it
 saved. Three kinds of operators need more than their output:
 
-- One whose output lies on an argument's storage (a view) is always run again. That costs nothing,
-  and its output is again an alias of the argument, saved or recomputed.
+- One whose output lies on an argument's storage (a view) is always run again, and so is one that
+  turns its argument into a view (`squeeze_`, `t_`). That costs nothing, and its output is again an
+  alias of the argument, saved or recomputed.
 - One that writes its arguments (in place, ``out=``, a collective of c10d) is replayed by copying
   what it wrote into the arguments of the recomputation.
 - One that draws random numbers moves the generators on. So does its replay: whatever draws after it
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,6 +37,9 @@ from memswap.engine.autograd import plain_parts
 from memswap.engine.handle import Handle, Kept, inplace_edit
 from memswap.engine.visit import Visit
 from memswap.errors import InplaceEditError, RecomputeError
+
+if TYPE_CHECKING:
+    from memswap._C import WeakStorage
 
 _ACTIONS = {
     CheckpointPolicy.MUST_SWAP: Action.SWAP,
@@ -66,6 +70,8 @@ class Region:
         self.saved: dict[Any, dict[int, _Call]] = {}
         """Operator -> number of the call -> what it gave, where that was saved."""
         self._writing: list[_Held] = []
+        self._holders: dict[int, tuple[WeakStorage, list[_Call]]] = {}
+        """Storage -> the calls whose output lies on it. A weak storage keeps its key."""
 
     def contexts(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
         """The ``context_fn`` of this one region."""
@@ -75,10 +81,12 @@ class Region:
         """An operator of the forward gave this."""
         number = self.calls[op]
         self.calls[op] += 1
-        policy = self.decide(op, args, kwargs, output)
-        if policy in _RECOMPUTE:
-            return
         written = written_by(op, args, kwargs)
+        if written and self._holders:
+            self._notice_edits(written)
+        policy = self.decide(op, args, kwargs, output)
+        if policy in _RECOMPUTE or torch.Tag.inplace_view in getattr(op, "tags", ()):
+            return
         if not written and shares_storage(output, (args, kwargs)):
             return
         action = _ACTIONS.get(policy)
@@ -92,6 +100,11 @@ class Region:
         call = _Call(self, op, policy, args, kwargs, output, written, action is not None, random)
         self.saved.setdefault(op, {})[number] = call
         self._writing = call.written
+        for part in _parts((output, written)):
+            key = native.storage_key(part)
+            if key:
+                weak = native.WeakStorage(native.StorageRef(part))
+                self._holders.setdefault(key, (weak, []))[1].append(call)
 
     def end_write(self) -> None:
         """The last operator has returned through autograd, which counts versions up."""
@@ -112,6 +125,15 @@ class Region:
                 f"recompute {op}"
             )
         return saved.get(number)
+
+    def _notice_edits(self, written: list[torch.Tensor]) -> None:
+        """An operator writes these: what was saved of their storages is there no more.
+
+        Version counters do not tell it of parts that count for themselves (`unsafe_chunk`).
+        """
+        for part in _parts(written):
+            for call in self._holders.pop(native.storage_key(part), (None, ()))[1]:
+                call.overwritten = True
 
     def _count(self, reason: str, output: Any, written: list[torch.Tensor]) -> None:
         saver = self.visit.saver
@@ -186,7 +208,7 @@ class _Replay(TorchDispatchMode):  # type: ignore[misc]
 class _Call:
     """One call of an operator whose output was saved."""
 
-    __slots__ = ("checks", "leaves", "looks", "op", "policy", "random", "spec", "written")
+    __slots__ = ("leaves", "looks", "op", "overwritten", "policy", "random", "spec", "written")
 
     def __init__(
         self,
@@ -202,6 +224,8 @@ class _Call:
     ) -> None:
         self.op = op
         self.policy = policy
+        #: A later operator of the forward wrote to what this one gave.
+        self.overwritten = False
         self.looks = looks(args, kwargs) if region.checks else None
         flat, self.spec = tree_flatten(output)
         self.written = [_Held(tensor) for tensor in written]
@@ -217,8 +241,9 @@ class _Call:
 
     def may_run_again(self) -> bool:
         """Whether the output was edited since, and the policy only preferred to save it."""
-        return self.policy is CheckpointPolicy.PREFER_SAVE and any(
-            held.edited for held in (*self.written, *self.leaves) if isinstance(held, _Held)
+        return self.policy is CheckpointPolicy.PREFER_SAVE and (
+            self.overwritten
+            or any(held.edited for held in (*self.written, *self.leaves) if isinstance(held, _Held))
         )
 
     def replay(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -231,6 +256,8 @@ class _Call:
             )
         arguments = written_by(self.op, args, kwargs)
         try:
+            if self.overwritten:
+                raise InplaceEditError("an operator of the function writes to a part of it.")
             for argument, held in zip(arguments, self.written, strict=True):
                 argument.copy_(held.unpack())
             output = self.spec.unflatten(
@@ -294,7 +321,7 @@ class _Held:
 
 def _kept(tensor: torch.Tensor, visit: Visit | None) -> _Held | Handle:
     """How an output waits: here, or wherever the engine says."""
-    if visit is None:
+    if visit is None or tensor.is_inference():
         return _Held(tensor)
     handle = visit.pack(tensor)
     return _Held(tensor, handle) if isinstance(handle, Kept) else handle

@@ -39,6 +39,32 @@ Data incompressible(const Format& format, uint64_t elements) {
   return make({Kind::kRandomBits, 0}, format.dtype, 5, elements);
 }
 
+// Blocks that begin with random bits, each with one more such element than the block before, around
+// the number from which on a sparse block is no shorter than a literal one.
+Data around_literal(const Format& format) {
+  const auto block = [&](uint64_t survivors) {
+    Data data = incompressible(format, frame::kBlockElements);
+    std::fill(data.begin() + static_cast<ptrdiff_t>(survivors * format.width()), data.end(), 0);
+    return data;
+  };
+  const auto is_literal = [&](uint64_t survivors) {
+    frame::Record record;
+    memcpy(&record, cpu_encode(format, block(survivors)).begin + frame::kHeaderBytes,
+           sizeof(record));
+    return frame::Record::mode(record.block[0]) == frame::kLiteral;
+  };
+  uint64_t first = 4;
+  while (!is_literal(first)) {
+    ++first;
+  }
+  Data blocks;
+  for (uint64_t survivors = first - 4; survivors < first + 4; ++survivors) {
+    const Data next = block(survivors);
+    blocks.insert(blocks.end(), next.begin(), next.end());
+  }
+  return blocks;
+}
+
 Data read_file(const std::filesystem::path& path) {
   std::ifstream file(path, std::ios::binary);
   return Data(std::istreambuf_iterator<char>(file), {});
@@ -89,6 +115,9 @@ void test_patterns(const Format& format) {
                                  Pattern{Kind::kMixedBytes, 0}, Pattern{Kind::kCausal, 5}}) {
       tensors.push_back(make(zeros, format.dtype, 2, 3 * 1024 - 5));
     }
+  }
+  if (format.shape == Shape::kSparse) {
+    tensors.push_back(around_literal(format));
   }
   for (const Data& data : tensors) {
     const uint64_t elements = data.size() / format.width();

@@ -14,7 +14,6 @@ using frame::Record;
 // A frame of one block of which 40 of the bitmap's bytes are mixed, taken apart.
 struct BitmapBlock {
   static constexpr uint32_t kMixed = 40;
-  static constexpr uint32_t kMapBytes = 2 * frame::kByteMapBytes;
 
   explicit BitmapBlock(const Format& format)
       : format(format),
@@ -23,7 +22,7 @@ struct BitmapBlock {
     memcpy(&record, frame.begin + layout().records, sizeof(record));
     const uint32_t units = Record::units(record.block[0]);
     const uint8_t* payload = frame.begin + layout().var;
-    head.assign(payload, payload + kMapBytes + kMixed);
+    head.assign(payload, payload + frame::kMapsBytes + kMixed);
     streams.assign(payload + head.size(), payload + units * frame::kUnitBytes);
   }
 
@@ -36,7 +35,7 @@ struct BitmapBlock {
   // The block's bitmap as it is, or with `extra` of the bytes listed that need not be.
   Data plain() const {
     Data bits(frame::kBitmapBytes);
-    size_t next = kMapBytes;
+    size_t next = frame::kMapsBytes;
     for (uint32_t j = 0; j < bits.size(); ++j) {
       const bool z = (head[j / 8] >> j % 8 & 1) != 0;
       const bool f = (head[frame::kByteMapBytes + j / 8] >> j % 8 & 1) != 0;
@@ -45,7 +44,7 @@ struct BitmapBlock {
     return bits;
   }
   Data listing(uint32_t extra) const {
-    Data packed(head.begin(), head.begin() + kMapBytes);
+    Data packed(head.begin(), head.begin() + frame::kMapsBytes);
     const Data bits = plain();
     for (uint32_t j = 0; j < bits.size(); ++j) {
       const bool uniform = bits[j] == 0 || bits[j] == 0xff;
@@ -121,9 +120,9 @@ inline void test_packed_bitmaps(const Format& format) {
   }
   {
     BitmapBlock block(format);
-    std::fill(block.head.begin(), block.head.begin() + BitmapBlock::kMapBytes, 0);
+    std::fill(block.head.begin(), block.head.begin() + frame::kMapsBytes, 0);
     block.check_status(frame::kBadPayload, "no byte in any map");
-    std::fill(block.head.begin(), block.head.begin() + BitmapBlock::kMapBytes, 0xff);
+    std::fill(block.head.begin(), block.head.begin() + frame::kMapsBytes, 0xff);
     block.streams.clear();
     block.check_status(frame::kBadPayload, "maps that promise more bytes than there are");
   }

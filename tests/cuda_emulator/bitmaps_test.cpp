@@ -82,21 +82,21 @@ TEST_F(Bitmaps, ThatPromiseMoreThanThereIsAreBadPayloads) {
         }
       }
     }
-    memset(packed.payload(), 0xff, 2 * frame::kByteMapBytes);  // 128 bytes as they are
+    memset(packed.payload(), 0xff, frame::kMapsBytes);  // 128 bytes as they are
     ASSERT_NE(packed.status_of(packed.record), frame::kOk);
   }
 }
 
 TEST_F(Bitmaps, MayBeLongerThanTheyNeedToBe) {
   Packed packed = packed_block(Dtype::kBool);
-  constexpr uint32_t kUnits = (2 * frame::kByteMapBytes + frame::kBitmapBytes) / frame::kUnitBytes;
+  constexpr uint32_t kUnits = (frame::kMapsBytes + frame::kBitmapBytes) / frame::kUnitBytes;
   Frame longer{GuardedBuffer(packed.frame.layout().bytes(kUnits)), GuardedBuffer()};
   Header header = packed.frame.header();
   header.var_capacity = header.var_used = kUnits;
   memcpy(longer.bytes.data(), &header, sizeof(header));
   packed.frame = std::move(longer);
-  memset(packed.payload(), 0xff, 2 * frame::kByteMapBytes);
-  uint8_t* bytes = packed.payload() + 2 * frame::kByteMapBytes;
+  memset(packed.payload(), 0xff, frame::kMapsBytes);
+  uint8_t* bytes = packed.payload() + frame::kMapsBytes;
   memset(bytes, 0, frame::kBitmapBytes);
   for (uint32_t e = 0; e < frame::kBlockElements; ++e) {
     bytes[e / 8] |= static_cast<uint8_t>(packed.tensor.buffer.data()[e] << e % 8);

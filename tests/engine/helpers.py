@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from eventually import eventually
 from torch import nn
 
 import memswap
@@ -258,9 +258,7 @@ def flush_autograd(device: torch.device) -> None:
 
 def assert_pool_empty(pool: Any) -> None:
     """Every block came back. A block whose transfer still runs comes back when that ends."""
-    deadline = time.monotonic() + 5
-    while pool.statistics().blocks and time.monotonic() < deadline:
-        time.sleep(0.001)
+    eventually(lambda: not pool.statistics().blocks)
     now = pool.statistics()
     assert now.blocks == 0, f"{now.blocks} blocks of the pool are still taken without a graph"
     assert now.in_use_bytes == 0, f"{now.in_use_bytes} bytes of the pool are still in use"

@@ -17,12 +17,10 @@ from helpers import (
     random,
     train_step,
 )
-from test_inductor import inductor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import memswap
 
-__all__ = ["inductor"]  # a fixture
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.cpu_only,

@@ -214,6 +214,57 @@ def test_saving_whatever_can_be_saved_is_always_right(device):
     assert_same_gradients(found, expected)
 
 
+@pytest.mark.one_schedule
+@SAVING
+def test_operators_that_turn_their_argument_into_a_view_run_again(device, new_pool, decision):
+    """What they write is a shape, which no saved output gives back."""
+
+    def fn(x):
+        y = (x + 1).unsqueeze_(0).sin()
+        return ((y * 2).squeeze_(0).cos() * 2).t_().exp()
+
+    def of_views(ctx, op, *args, **kwargs):
+        chosen = torch.Tag.inplace_view in op.tags
+        return decision if chosen else CheckpointPolicy.MUST_RECOMPUTE
+
+    x = random(device, 24, 32)
+    found = gradients_of(fn, x, policy_fn=of_views, pool=new_pool(), min_bytes=1)
+    assert_same_gradients(found, gradients_of(fn, x))
+
+
+@pytest.mark.one_schedule
+@SAVING
+def test_parts_that_count_their_own_edits_are_noticed(device, decision):
+    """torch's GRU cell edits parts of its matrix products, whose version counters do not tell."""
+    weight = random(device, 32, 32, seed=1)
+
+    def fn(x):
+        first, second = (x @ weight).unsafe_chunk(2, 1)
+        return first.sigmoid_() * second.tanh_()
+
+    x = random(device, 24, 32)
+    options = {"policy_fn": policy_of(decision), "min_bytes": 1 << 20}
+    if decision is CheckpointPolicy.PREFER_SAVE:
+        assert_same_gradients(gradients_of(fn, x, **options), gradients_of(fn, x))
+        return
+    with pytest.raises(memswap.InplaceEditError, match="let the policy recompute aten.mm"):
+        gradients_of(fn, x, **options)
+
+
+def test_tensors_made_in_inference_mode_inside_a_region(device):
+    """They have no version counter, and no operator can edit them either."""
+
+    def fn(x):
+        with torch.inference_mode():
+            scale = float(x.detach().exp().sum())
+        return x.sin() * scale
+
+    x = random(device, 24, 32)
+    policy = everything(CheckpointPolicy.MUST_ENCODE)
+    found = gradients_of(fn, x, policy_fn=policy, min_bytes=1)
+    assert_same_gradients(found, gradients_of(fn, x))
+
+
 # --- random numbers ---------------------------------------------------------------------------
 
 

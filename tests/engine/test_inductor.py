@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,22 +16,6 @@ from helpers import (
 )
 
 import memswap
-
-
-@pytest.fixture
-def inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A working inductor with a cache of its own, or a reason why there is none."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    from torch._inductor import config
-
-    torch._dynamo.reset()
-    with config.patch(compile_threads=1):  # no pool of processes that outlives the test
-        try:
-            torch.compile(torch.sin)(torch.ones(3))
-        except Exception as error:
-            pytest.skip(f"inductor does not compile for a CPU here: {str(error).splitlines()[0]}")
-        yield
-    torch._dynamo.reset()
 
 
 def compiled_stack(device: torch.device) -> Any:

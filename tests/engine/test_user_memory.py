@@ -46,6 +46,65 @@ def test_weight_that_gets_other_memory_before_backward(device, new_pool, kind):
     assert_released(saver, pool)
 
 
+@pytest.mark.every_action
+@pytest.mark.parametrize("outer", ["nothing", "another saver", "hooks"])
+def test_memory_that_an_operator_fills_after_it_was_saved(device, new_pool, outer):
+    """Autograd saves rrelu's noise before it is drawn, and no version counter tells of it."""
+
+    def gradients(*regions):
+        torch.manual_seed(3)
+        x = random(device, 8, 24).requires_grad_()
+        with contextlib.ExitStack() as stack:
+            for region in regions:
+                stack.enter_context(region)
+            y = F.rrelu(F.rrelu(x * 1, training=True).sin(), training=True)  # the last one as well
+        y.sum().backward()
+        return [x.grad]
+
+    expected, pool = gradients(), new_pool()
+    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    around = {
+        "nothing": [],
+        "another saver": [memswap.saved_tensors(EVERYTHING, pool=pool)],
+        "hooks": [torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t)],
+    }
+    assert_same_gradients(gradients(*around[outer], saver), expected)
+    assert saver.stats().moved_storages >= 4, "noise does not leave"
+    assert_released(saver, pool)
+
+
+@pytest.mark.every_action
+@pytest.mark.parametrize("door", ["saved_tensors", "manage"])
+def test_batch_that_is_filled_again_while_a_graph_of_the_last_one_is_alive(device, new_pool, door):
+    """numpy fills a buffer for each batch, and somebody keeps a loss without running backward."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)).to(device)
+    pool = new_pool()
+    values = [new_input(device, seed=seed) for seed in (5, 6)]
+
+    def losses(region):
+        buffer = torch.empty_like(values[0])
+        for value in values:
+            buffer.untyped_storage().copy_(value.untyped_storage())  # counts no edit
+            with region:
+                yield model(buffer).square().mean()
+
+    def gradients(region):
+        _kept, loss = losses(region)
+        model.zero_grad()
+        loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = gradients(contextlib.nullcontext())
+    if door == "saved_tensors":
+        swap = memswap.saved_tensors(EVERYTHING, pool=pool)
+        found = gradients(swap)
+    else:
+        swap = memswap.manage(model, EVERYTHING, pool=pool)
+        found = gradients(contextlib.nullcontext())
+    assert_same_gradients(found, expected)
+    assert_released(swap, pool)
+
+
 def test_weight_whose_data_is_taken_away_is_not_held(device, new_pool):
     saver = memswap.saved_tensors(EVERYTHING, pool=new_pool())
     weight = nn.Parameter(random(device, 4, 4, 3))

@@ -3,6 +3,8 @@
     make gpu                                  everything, what is worth most first
     make gpu PARTS="codec kernels"            these parts alone
     make gpu LIMIT_S=540                      no longer than that: what is left is named
+    make gpu HOST_MEMORY=64GiB                for what training benchmarks swap, where the system
+                                              shows less memory than it gives (virtual machines)
 
 Each part is a process with a limit of its own. What it found is on disk as soon as it is known
 (tests one by one, benchmarks one by one), and after each part also in the folder $OUT, if that is
@@ -45,6 +47,7 @@ class Part:
     benchmark: tuple[str, ...] = ()  # a name in benchmarks/ and its arguments
     silence_s: int = SILENCE_S
     needs_module: bool = True
+    swaps: bool = False  # as much as --host-memory allows
 
 
 #: In the order of what is worth most. Limits are what a part may take, not what it should.
@@ -71,16 +74,23 @@ PARTS = {
         needs_module=False,
     ),
     # As much of a model as fits the minutes: their own defaults take half an hour.
-    "bench-step": Part("a training step", 300, benchmark=("step", "--batch", "2", "--rounds", "2")),
+    "bench-step": Part(
+        "a training step",
+        300,
+        benchmark=("step", "--batch", "2", "--rounds", "2"),
+        swaps=True,
+    ),
     "bench-plan": Part(
         "training under budgets",
         540,
         benchmark=("plan", "--sequence", "2048", "8192", "--rounds", "1"),
+        swaps=True,
     ),
     "bench-plan-32k": Part(
         "the same at the longest sequence",
         560,
         benchmark=("plan", "--sequence", "32768", "--rounds", "1", "--steps", "2"),
+        swaps=True,
     ),
     "bench-host_pool": Part("pinned memory", 180, benchmark=("host_pool",)),
 }
@@ -207,7 +217,9 @@ def run_tests(name: str, part: Part, limit_s: float) -> Found:
     return found
 
 
-def run_benchmark(name: str, part: Part, limit_s: float) -> Found:
+def run_benchmark(
+    name: str, part: Part, limit_s: float, more_options: tuple[str, ...] = ()
+) -> Found:
     """Run a benchmark; its tables are what it printed last."""
     found, began = Found(), time.monotonic()
     log = FOLDER / f"{name}.log"
@@ -219,6 +231,7 @@ def run_benchmark(name: str, part: Part, limit_s: float) -> Found:
         "--json",
         str(RESULTS / f"cuda-{name.removeprefix('bench-')}.json"),
         *options,
+        *more_options,
     ]
     status, why = run(command, log, limit_s)
     said = log.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -264,6 +277,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--parts", nargs="*", choices=list(PARTS), help="default: all")
     parser.add_argument("--limit-s", type=float, default=None, help="for all of them")
+    parser.add_argument("--host-memory", help="budget of the pools of benchmarks that swap")
     parser.add_argument("--build", nargs=argparse.REMAINDER, help="and what builds the module")
     arguments = parser.parse_args()
     began = time.monotonic()
@@ -295,8 +309,13 @@ def main() -> int:
         elif rest_s() > 2 * GRACE_S:
             print(f"started: {name}: {part.says} (build/gpu/{name}.log)", flush=True)
             limit_s = min(part.limit_s, rest_s() - GRACE_S)
-            work = run_tests if part.tests else run_benchmark
-            results[name] = work(name, part, limit_s)
+            memory = arguments.host_memory
+            more_options = ("--host-memory", memory) if part.swaps and memory else ()
+            results[name] = (
+                run_tests(name, part, limit_s)
+                if part.tests
+                else run_benchmark(name, part, limit_s, more_options)
+            )
             del left[name]
             print(f"  {results[name].line()}", flush=True)
         hand_over(results, left, out)

@@ -34,6 +34,7 @@ def build_cuda_bench() -> Path:
     configure = [cmake, f"-S{ROOT / 'kernels'}", f"-B{folder}", "-DMEMSWAP_KERNELS_BENCH=ON"]
     configure += ["-DMEMSWAP_CUDA=ON", "-DMEMSWAP_WERROR=OFF"]
     configure += [f"-DMEMSWAP_CUDA_ARCHITECTURES={architectures}"]
+    configure += ["-GNinja"] if shutil.which("ninja") else []
     build = [cmake, "--build", str(folder), "--target", "memswap_cuda_bench"]
     build += ["--parallel", str(os.cpu_count() or 1)]
     for step in (configure, build):

@@ -1,6 +1,6 @@
 """Every edge of a swap, broken on purpose under the real torch_npu.
 
-The programs and mutations are those of tests/race/test_edges.py. torch_npu's allocator is not the
+The programs and mutations are those of tests/race/swap_edges.py. torch_npu's allocator is not the
 simulator's (it takes the block that fits best, where the simulator takes the one freed last), so an
 edge counts as caught where one of its programs shows it; each must be both reported and seen as
 wrong data.
@@ -9,8 +9,8 @@ wrong data.
 from __future__ import annotations
 
 import pytest
-from race_workloads import MATRIX, observe
-from test_edges import EDGES, Edge, cell, expected
+from race_workloads import MATRIX, expected, observe
+from swap_edges import EDGES, Edge, cell
 
 pytestmark = [
     pytest.mark.own_laboratory,

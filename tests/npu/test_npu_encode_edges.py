@@ -1,15 +1,14 @@
 """Every edge of an encode, broken on purpose under the real torch_npu.
 
-The programs and mutations are those of tests/race/test_codec_edges.py and test_encode_edges.py. The
-kernels are memswap's AscendC ones, launched on torch_npu's streams.
+The programs and mutations are those of tests/race/codec_edges.py. The kernels are memswap's AscendC
+ones, launched on torch_npu's streams.
 """
 
 from __future__ import annotations
 
+import codec_edges as lanes
 import pytest
-import test_codec_edges as lanes
-import test_encode_edges as engine
-from race_workloads import MATRIX, observe, one_stream, two_streams
+from race_workloads import MATRIX, expected, observe, one_stream, two_streams
 
 from memswap import Action, Policy
 from memswap.engine import expectations
@@ -50,4 +49,4 @@ def test_an_unbroken_engine_that_encodes_is_silent_and_right(workload, action, m
     for schedule in SCHEDULES:
         seen = observe(schedule, workload, policy=Policy(action=action, min_bytes=1))
         assert not seen.reports, f"{schedule}: {seen.reports[:3]}"
-        assert not seen.differs_from(engine.expected(workload)), f"{schedule}: gradients differ"
+        assert not seen.differs_from(expected(workload)), f"{schedule}: gradients differ"

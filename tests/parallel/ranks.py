@@ -155,8 +155,13 @@ class RankPool:
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._ranks[rank][0].pid, signal.SIGUSR1)
-        time.sleep(GRACE_S)
-        texts = [(Path(self._stores.name) / f"stacks-{rank}").read_text() for rank in ranks]
+        files = [Path(self._stores.name) / f"stacks-{rank}" for rank in ranks]
+        deadline = time.monotonic() + 10
+        lengths, before = [0], None
+        while (0 in lengths or lengths != before) and time.monotonic() < deadline:
+            time.sleep(GRACE_S)  # they are written piece by piece
+            before, lengths = lengths, [file.stat().st_size for file in files]
+        texts = [file.read_text() for file in files]
         return "".join(f"\nrank {rank}:\n{text}" for rank, text in zip(ranks, texts, strict=True))
 
 

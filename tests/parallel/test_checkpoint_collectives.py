@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from eventually import eventually
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memswap
@@ -169,10 +169,8 @@ def test_dtensors_leave_and_come_back(rank: Rank) -> None:
     assert shared.stats().moved_storages > 0
     # A gloo thread that has just ended its collective holds the result, and the graph behind it,
     # until it is scheduled again.
-    deadline = time.monotonic() + 10
-    while shared.stats().resident_bytes and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert shared.stats().resident_bytes == 0, "a region's storages outlive its graph"
+    gone = eventually(lambda: shared.stats().resident_bytes == 0)
+    assert gone, "a region's storages outlive its graph"
 
 
 @distributed(2)

@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+from cut_attention import Attention, Core, make, meshes, open_comms, random
 from memswap.compat import hyper_parallel, internevo
 from memswap.parallel import ContextParallel, causal_attention
 from ranks import Rank, distributed
-from test_context import Attention, Core, make, meshes, open_comms, random
 
 MODES = {"ulysses": None, "gather": 1, "hybrid": 2}
 

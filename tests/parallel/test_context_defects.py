@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+from cut_attention import Attention, Core, assert_is_one_process, make, meshes, open_comms, random
 from memswap.errors import RankMismatchError
 from memswap.parallel import ContextParallel
 from ranks import Rank, distributed
-from test_context import Attention, Core, assert_is_one_process, make, meshes, open_comms, random
 
 
 @distributed(2)

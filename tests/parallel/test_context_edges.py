@@ -15,9 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import memswap
-from memswap.parallel import ContextParallel, ShardContext, shard
-from ranks import Rank, distributed
-from test_context import (
+from cut_attention import (
     FP64,
     LATE,
     LATE_FIRST,
@@ -29,6 +27,8 @@ from test_context import (
     open_comms,
     random,
 )
+from memswap.parallel import ContextParallel, ShardContext, shard
+from ranks import Rank, distributed
 
 
 def apply(rank: Rank, late: bool = False, **options: Any) -> tuple[ContextParallel, Attention, Any]:

@@ -12,9 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import memswap
-from memswap.parallel import ContextParallel
-from ranks import Rank, distributed
-from test_context import (
+from cut_attention import (
     FP64,
     LATE,
     Attention,
@@ -24,6 +22,8 @@ from test_context import (
     open_comms,
     random,
 )
+from memswap.parallel import ContextParallel
+from ranks import Rank, distributed
 
 
 def late_output(rank: Rank, late: bool, **options: Any) -> tuple[ContextParallel, Attention, Any]:

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from cut_attention import LATE, LATE_FIRST, SIZE, from_layout, meshes, open_comms, random, to_layout
 from memswap.parallel import ContextParallel, causal_attention
 from memswap.parallel.layouts import LAYOUTS, Layout
 from ranks import Rank, distributed
-from test_context import LATE, LATE_FIRST, SIZE, from_layout, meshes, open_comms, random, to_layout
 
 LAYOUTS_OF_PACKED = pytest.mark.parametrize("layout", ["bshd", "sbhd", "thd"])
 

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from cut_attention import open_comms, random
 from memswap.parallel import ContextParallel
 from other_systems import import_deepspeed, rank_pool
 from ranks import Rank, distributed
-from test_context import open_comms, random
 
 __all__ = ["rank_pool"]
 

@@ -13,9 +13,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
 
+from cut_attention import Attention, Core, make, open_comms, random
 from memswap.parallel import ContextParallel
 from ranks import Rank, distributed
-from test_context import Attention, Core, make, open_comms, random
 
 
 class Model(nn.Module):

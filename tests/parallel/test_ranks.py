@@ -65,7 +65,8 @@ def test_the_first_failure_is_told_and_the_next_test_runs(rank_pool: RankPool) -
     began = time.monotonic()
     with pytest.raises(RankError, match=r"(?s)rank 1 of 2 failed first.*the reason"):
         rank_pool.run(2, "fails_on_rank_1", __name__, {})
-    assert time.monotonic() - began < 10, "a failed rank must not hold up the others"
+    took_s = time.monotonic() - began
+    assert took_s < ranks.COLLECTIVE_TIMEOUT_S, "a failed rank must not hold up the others"
     rank_pool.run(2, "test_every_test_has_a_group_of_its_own", __name__, {})
 
 
@@ -77,6 +78,7 @@ def test_a_rank_that_dies_is_named(rank_pool: RankPool) -> None:
 def test_ranks_that_hang_are_stopped_and_say_where_they_were(
     rank_pool: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranks, "TEST_TIMEOUT_S", 1.0)
-    with pytest.raises(RankError, match=r"(?s)hang for 1.0 s.*_hangs_on_rank_1"):
+    rank_pool.run(2, "test_every_test_has_a_group_of_its_own", __name__, {})  # they are there
+    monkeypatch.setattr(ranks, "TEST_TIMEOUT_S", 3.0)  # so long they have to begin the test
+    with pytest.raises(RankError, match=r"(?s)hang for 3.0 s.*_hangs_on_rank_1"):
         rank_pool.run(2, "hangs_on_rank_1", __name__, {})

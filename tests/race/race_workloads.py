@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import gc
+import functools
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from eventually import eventually
 from helpers import EVERYTHING, new_input, new_stack, same_bits
 
 import memswap
@@ -210,7 +210,9 @@ def saved_region(
     return lambda: saved
 
 
-def run_plain(workload: Workload) -> list[torch.Tensor]:
+@functools.cache
+def expected(workload: Workload) -> list[torch.Tensor]:
+    """What it gives without memswap."""
     with laboratory(EAGER.with_check("throw")):
         return workload(plain)
 
@@ -249,16 +251,13 @@ def observe(
     return seen
 
 
-def until_forgotten(lab: Any, timeout_s: float = 10) -> None:
+def until_forgotten(lab: Any) -> None:
     """Waits until nothing of a backward pass that failed is alive.
 
     Autograd's device thread lets go of the exception, and with its traceback of the frames of
     hooks, at a moment of its own after the caller has got it.
     """
-    deadline = time.monotonic() + timeout_s
-    while lab.live_device_bytes() + lab.live_pinned_bytes() and time.monotonic() < deadline:
-        gc.collect()
-        time.sleep(0.01)
+    eventually(lambda: not lab.live_device_bytes() + lab.live_pinned_bytes(), collect=True)
 
 
 def run_apart(program: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:

@@ -19,12 +19,12 @@ from race_workloads import (
     MATRIX,
     Region,
     compute_streams,
+    expected,
     fetch_stream,
     lanes_opened,
     observe,
     on_host,
     plain,
-    run_plain,
     send_stream,
 )
 
@@ -115,7 +115,7 @@ def _everything_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", list(EDGES))
 def test_a_broken_edge_is_caught_by_the_detector_and_as_wrong_data(name: str) -> None:
     workload, opener, mutate = EDGES[name]
-    right = run_plain(workload)
+    right = expected(workload)
     seen = []
     for schedule in MATRIX:
 
@@ -156,7 +156,7 @@ class Broken:
 
 @pytest.mark.parametrize("workload", [SWAPPED, ENCODED], ids=["swapped", "encoded"])
 def test_unbroken_regions_are_silent_and_right_under_every_schedule(workload: Any) -> None:
-    right = run_plain(workload)
+    right = expected(workload)
     for schedule in MATRIX:
         seen = observe(schedule, workload, **OPTIONS)
         assert not seen.reports, f"{schedule}: {seen.reports[:3]}"

@@ -19,9 +19,9 @@ from race_workloads import (
     MATRIX,
     Observation,
     Workload,
+    expected,
     observe,
     one_stream,
-    run_plain,
     saved_region,
     two_streams,
 )
@@ -86,14 +86,6 @@ EDGES = [
     Edge("encode -> copy", drop_between("send", "encode", True), ENCODE_SWAP, one_stream),
     Edge("copy -> decode", drop_between("decode", "fetch", True), ENCODE_SWAP, one_stream),
 ]
-
-_expected: dict[Workload, list[torch.Tensor]] = {}
-
-
-def expected(workload: Workload) -> list[torch.Tensor]:
-    if workload not in _expected:
-        _expected[workload] = run_plain(workload)
-    return _expected[workload]
 
 
 def caught(edge: Edge, **options: Any) -> list[Observation]:

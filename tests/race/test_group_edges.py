@@ -21,12 +21,12 @@ from race_workloads import (
     Region,
     Workload,
     compute_streams,
+    expected,
     fetch_stream,
     new_pool,
     observe,
     on_host,
     plain,
-    run_plain,
     send_stream,
 )
 
@@ -186,7 +186,7 @@ def test_a_broken_edge_is_caught_by_the_detector_and_as_wrong_data(
 ) -> None:
     reported_eagerly = False
     for workload in workloads:
-        right = run_plain(workload)
+        right = expected(workload)
         seen = {schedule: observe(schedule, workload, broken) for schedule in MATRIX}
         struck = [one for one in seen.values() if one.hits]
         where = f"{name} in {workload.__name__}"
@@ -203,7 +203,7 @@ def test_a_broken_edge_is_caught_by_the_detector_and_as_wrong_data(
     ids=lambda w: w.__name__,
 )
 def test_unbroken_groups_are_silent_and_right_under_every_schedule(workload: Workload) -> None:
-    right = run_plain(workload)
+    right = expected(workload)
     for schedule in MATRIX:
         seen = observe(schedule, workload)
         assert not seen.reports, f"{schedule}: {seen.reports[:3]}"

@@ -22,6 +22,7 @@ from race_workloads import (
     Region,
     Workload,
     compute_streams,
+    expected,
     fetch_stream,
     lanes_opened,
     new_bytes,
@@ -30,7 +31,6 @@ from race_workloads import (
     observe,
     on_host,
     plain,
-    run_plain,
     send_stream,
 )
 
@@ -495,7 +495,7 @@ each_edge = pytest.mark.parametrize("edge", EDGES, ids=lambda edge: edge.name)
 @pytest.mark.one_schedule
 @each_edge
 def test_a_broken_edge_is_caught_by_the_detector_and_as_wrong_data(edge: Edge) -> None:
-    right = run_plain(edge.workload)
+    right = expected(edge.workload)
     seen: dict[str, Observation] = {
         str(schedule): observe(schedule, edge.workload, edge.broken) for schedule in MATRIX
     }
@@ -509,7 +509,7 @@ def test_a_broken_edge_is_caught_by_the_detector_and_as_wrong_data(edge: Edge) -
 @pytest.mark.one_schedule
 @each_edge
 def test_unbroken_lanes_are_silent_and_right_under_every_schedule(edge: Edge) -> None:
-    right = run_plain(edge.workload)
+    right = expected(edge.workload)
     for schedule in MATRIX:
         seen = observe(schedule, edge.workload)
         assert not seen.reports, f"{schedule}: {seen.reports[:3]}"

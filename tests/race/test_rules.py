@@ -20,11 +20,11 @@ from race_workloads import (
     Workload,
     WrappedLane,
     compute_streams,
+    expected,
     lanes_opened,
     new_pool,
     observe,
     one_stream,
-    run_plain,
     send_stream,
     torch_stream,
     two_streams,
@@ -53,7 +53,7 @@ def promise_no_race(
 def promise_same_bits(
     workload: Workload, breaking: Callable[[], Any] = contextlib.nullcontext, pool: str = "64MiB"
 ) -> None:
-    right = run_plain(workload)
+    right = expected(workload)
     for schedule in MATRIX:
         seen = observe(schedule, workload, breaking, prefetch_bytes=0, pool=pool)
         assert not seen.differs_from(right), f"same bits: {schedule}: gradients differ"

@@ -25,10 +25,10 @@ from race_workloads import (
     Observation,
     Region,
     Workload,
+    expected,
     observe,
     on_host,
     one_stream,
-    run_plain,
     two_streams,
 )
 from torch import nn
@@ -170,14 +170,6 @@ EDGES = [
         "copy -> decode in a window", drop_between("decode", "fetch", True), ENCODE_SWAP, one_stream
     ),
 ]
-
-_expected: dict[Workload, list[torch.Tensor]] = {}
-
-
-def expected(workload: Workload) -> list[torch.Tensor]:
-    if workload not in _expected:
-        _expected[workload] = run_plain(workload)
-    return _expected[workload]
 
 
 @pytest.mark.parametrize("edge", EDGES, ids=str)

@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+from apart import run_python
 
 from memswap._native import native
 from memswap.engine.pools import DiskPool
 
 MIB = 2**20
-
-
-def run_python(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run a program that finds the memswap of this process."""
-    package = Path(sys.modules["memswap"].__path__[0]).parent
-    return subprocess.run(
-        [sys.executable, "-c", program, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(package)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
 
 
 def swap_files(directory: Path) -> list[str]:

@@ -90,7 +90,7 @@ def test_the_lock_is_free_again_after_an_exception():
     taken = []
     thread = threading.Thread(target=lambda: taken.append(lock.__enter__()))
     thread.start()
-    thread.join(5)
+    thread.join(60)
     assert taken == [lock]
 
 
@@ -105,7 +105,7 @@ def test_a_pack_that_raises_lets_go_of_the_lock():
         Visit(saver, "").pack(torch.empty(10))
     thread = threading.Thread(target=saver.stats)
     thread.start()
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive(), "the lock is still held"
 
 
@@ -178,6 +178,19 @@ def test_a_ticket_that_raises_loses_no_entry():
     del departing
     del entry  # which knows of no row any more
     assert tensor.numel()
+
+
+def test_an_argument_that_is_neither_true_nor_false_is_an_error():
+    class Neither:
+        def __bool__(self):
+            raise KeyError("on purpose")
+
+    tensor, entry = saved(new_saver())
+    with pytest.raises(KeyError, match="on purpose"):
+        entry.gone(wait=Neither())
+    view, storage = native.capture(tensor), native.StorageRef(tensor)
+    with pytest.raises(KeyError, match="on purpose"):
+        view.rebuild(storage, shares_counter=Neither())
 
 
 def test_entries_that_die_while_others_are_looked_at():

@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from apart import run_python
 
 from memswap._native import native
 from memswap.engine.pools import DiskPool, HostPool
 
 MIB = 2**20
 WORKERS = [0, 1, 2]
-
-
-def run_python(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run a program that finds the memswap of this process; a hang is a failure."""
-    package = Path(sys.modules["memswap"].__path__[0]).parent
-    return subprocess.run(
-        [sys.executable, "-c", program, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(package)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
 
 
 def bytes_tensor(nbytes: int, seed: int = 0) -> torch.Tensor:
@@ -261,25 +247,32 @@ print("alive")
 def test_waiting_lets_other_threads_run() -> None:
     done = run_python(
         """
-import threading, torch
+import sys, threading, time, torch
 from memswap._native import native
 from memswap.engine.pools import HostPool
+sys.setswitchinterval(1000)  # others run only where this thread lets go of the GIL
 n = 200 << 20
 pool = HostPool("1GiB", "256MiB", device="cpu").native
 lane = native.WorkerLane(workers=1)
+data = native.StorageRef(torch.ones(n, dtype=torch.uint8))
 turns = 0
 stop = threading.Event()
 def count():
     global turns
     while not stop.is_set():
         turns += 1
-threading.Thread(target=count, daemon=True).start()
-ticket = lane.send(native.StorageRef(torch.ones(n, dtype=torch.uint8)), pool.allocate(n))
-before = turns
-ticket.wait()
-after = turns
+        time.sleep(0)
+thread = threading.Thread(target=count)
+thread.start()
+for _ in range(50):  # a worker may be done before anybody waits
+    ticket = lane.send(data, pool.allocate(n))
+    before = turns
+    ticket.wait()
+    if turns > before:
+        break
+print(turns > before)
 stop.set()
-print(after > before)
+thread.join()
 """
     )
     assert done.stdout.strip() == "True", done.stdout + done.stderr

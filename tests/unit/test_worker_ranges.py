@@ -221,3 +221,11 @@ def test_wrong_arguments_of_a_fetch_into_are_named() -> None:
         lane.fetch_into(block, native.StorageRef(torch.empty(10, device="meta")), 0)
     with pytest.raises(TypeError):
         lane.send(storage, block, after="yesterday")
+
+
+def test_nothing_to_gather_is_named() -> None:
+    lane = native.WorkerLane()
+    with pytest.raises(ValueError, match="found no storages"):
+        lane.gather([])
+    with pytest.raises(ValueError, match="found None"):
+        lane.gather([native.StorageRef(bytes_tensor(10)), None])

@@ -27,6 +27,7 @@ inline constexpr uint32_t kAlignmentBytes = 128;  // of a frame's first byte, in
 inline constexpr uint32_t kLowPlaneBytes = kBlockElements / 4;  // L0: 2 bits per element
 inline constexpr uint32_t kBitmapBytes = kBlockElements / 8;    // 1 bit per element
 inline constexpr uint32_t kByteMapBytes = kBitmapBytes / 8;     // Z or F: 1 bit per byte of those
+inline constexpr uint32_t kMapsBytes = 2 * kByteMapBytes;       // Z and F
 inline constexpr uint64_t kMaxElements = uint64_t{1} << 41;     // so that no size overflows
 inline constexpr uint32_t kMaxBaseUnits = 0x7fffffff;           // of a record, in either area
 inline constexpr uint32_t kBaseInOverflow = 0x80000000;

@@ -26,7 +26,7 @@ from memswap._native import native
 from memswap.engine.action import Action
 from memswap.engine.autograd import graph_task
 from memswap.engine.buckets import SMALL_BYTES, packed, send_together
-from memswap.engine.entry import Entry, Order, State
+from memswap.engine.entry import Entry, Order, State, Stay
 from memswap.engine.handle import Handle, Moved
 from memswap.engine.saver import Saver
 from memswap.engine.transfer import finish
@@ -92,6 +92,10 @@ class GroupSaver(Saver):
         entry.storage = storage
         entry.order = Order(route, action, place.unit, place.ordinal, dtype)
         return None
+
+    def refilled(self, known: Entry | Stay, view: SavedView) -> bool:
+        """Generations of one forward share tables and masks, which move once."""
+        return False
 
     def notice_demand(self, entry: Entry, generation: Generation) -> None:
         """A save of this generation is about to be demanded."""

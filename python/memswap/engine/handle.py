@@ -21,6 +21,21 @@ Moved = native.Moved
 Kept = native.Kept
 
 
+class Later:
+    """The handle of a save that waits until its operator has run.
+
+    See [Note: What an operator fills after it was saved] in csrc/bind_visit.cpp.
+    """
+
+    __slots__ = ("__weakref__", "handle")
+
+    def __init__(self, handle: Handle) -> None:
+        self.handle = handle
+
+    def unpack(self) -> torch.Tensor:
+        return self.handle.unpack()
+
+
 class Passed:
     """The handle of a save that goes to the hooks that were installed before ours."""
 
@@ -77,7 +92,7 @@ class Parts:
         return tensor
 
 
-Handle = Moved | Kept | Passed | Parts
+Handle = Moved | Kept | Later | Passed | Parts
 
 
 #: The unpack hook of every saver: (handle) -> tensor.

@@ -150,7 +150,7 @@ class Saver(native.Saver):
         known = ledger.find(view)
         if known is False:
             return self.keep(tensor, view, "edited in parts")
-        if known is not None:
+        if known is not None and not self.refilled(known, view):
             ledger.deduplicated_tensors += 1
             ledger.deduplicated_bytes += view.nbytes
             if director is not None and isinstance(known, Entry):
@@ -187,6 +187,19 @@ class Saver(native.Saver):
             self._learn()
         visit.ordinal += 1
         return self._admit(tensor, view, visit, route, action or route.default_action)
+
+    def refilled(self, known: Entry | Stay, view: SavedView) -> bool:
+        """Whether memory that no operator made may hold something else than in an earlier forward.
+
+        A buffer that numpy fills for each batch counts no edits; what left took along the bytes of
+        then, and a graph that nobody runs any more may keep them.
+        """
+        return (
+            not view.computed
+            and isinstance(known, Entry)
+            and known.away is not None
+            and known.passage is not self.passage
+        )
 
     def _admit(
         self, tensor: torch.Tensor, view: SavedView, visit: Visit, route: Route, action: Action

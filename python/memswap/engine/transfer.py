@@ -303,7 +303,9 @@ class Route:
 
         `passage_bytes`: what the last one saved.
         """
-        self.check_decodes()
+        # What a graph being captured would be asked to wait for, and an event to be queried.
+        if not (self.captures and torch.cuda.is_current_stream_capturing()):
+            self.check_decodes()
         self.expectations.begin_passage()
         self._leaving_bytes, self._passage_bytes = leaving_bytes, passage_bytes
         for lane in (self._lane, self._codec_lane):

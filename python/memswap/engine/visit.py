@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import threading
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memswap._native import native
 from memswap.engine.autograd import is_frozen_parameter, is_parameter
-from memswap.engine.handle import Given, Handle, Kept, Parts, Passed, unpack
+from memswap.engine.handle import Given, Handle, Kept, Later, Parts, Passed, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from memswap._C import SavedView
     from memswap.engine.action import Action
     from memswap.engine.saver import Saver
 
@@ -46,6 +48,7 @@ class Visit(native.Visit):
     action: Action | None
     group: int | None
     outer: HookPair | None
+    waiting: list[tuple[ref[Later], torch.Tensor, SavedView]] | None
     ordinal: int
     """Of the storage that was considered last."""
 
@@ -88,6 +91,8 @@ class Visit(native.Visit):
         if self.pushed:
             self.pushed = False
             _pop_hooks()
+        if self.waiting is not None:
+            self.pack_waiting()
 
     def is_frozen(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor with a class of its own is a frozen parameter, or a view of one."""
@@ -99,6 +104,27 @@ class Visit(native.Visit):
             return handle
         pack_hook, unpack_hook = self.outer
         return Passed(pack_hook(tensor), unpack_hook)
+
+    def pack_later(self, tensor: torch.Tensor, view: SavedView) -> Handle:
+        """A tensor that its operator may not have filled yet. The saver's lock is held."""
+        saver = self.saver
+        if view.storage_nbytes < saver.policy.min_bytes:
+            return saver.save(tensor, view, self)
+        later = Later(Kept(tensor, None))
+        waiting = [] if self.waiting is None else self.waiting
+        waiting.append((ref(later), tensor, view))
+        self.waiting = waiting
+        return later
+
+    def pack_waiting(self) -> None:
+        """The operators of the tensors that wait have run: save them."""
+        waiting, self.waiting = self.waiting, None
+        for reference, tensor, view in waiting or ():
+            later = reference()
+            if later is not None:
+                with self.saver.lock:
+                    handle = self.saver.save(tensor, view, self)
+                later.handle = self.or_outer(tensor, handle)
 
     def pack_unusual(self, tensor: torch.Tensor) -> Handle:
         """A tensor that a storage alone does not describe: by its parts, or kept."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 from simdev_models import assert_bitwise_equal, train_language_model
+from simdev_offload import Offload
 
 import simdev
 from simdev import Schedule, laboratory, run_in, schedules
@@ -25,41 +26,6 @@ BUGS = {
     "return is not awaited": {"lazy", "main_first"},
     "returned tensor belongs to the side stream": {"side_first"},
 }
-
-
-class Offload(torch.autograd.graph.saved_tensors_hooks):
-    def __init__(self, bug: str | None = None) -> None:
-        self.side = torch.Stream(device=DEVICE)
-        self.offloaded = 0
-
-        def pack(tensor):
-            if tensor.device.type != DEVICE or tensor.numel() < 256 or tensor.is_leaf:
-                return tensor
-            self.offloaded += 1
-            main = torch.accelerator.current_stream()
-            if bug != "leave does not wait for compute":
-                self.side.wait_stream(main)
-            with self.side:
-                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-                host.copy_(tensor, non_blocking=True)
-            if bug != "freed without record_stream":
-                tensor.record_stream(self.side)
-            return host
-
-        def unpack(saved):
-            if saved.device.type == DEVICE:
-                return saved
-            main = torch.accelerator.current_stream()
-            with self.side:
-                tensor = torch.empty(saved.shape, dtype=saved.dtype, device=DEVICE)
-                tensor.copy_(saved, non_blocking=True)
-            if bug != "return is not awaited":
-                main.wait_stream(self.side)
-            if bug != "returned tensor belongs to the side stream":
-                tensor.record_stream(main)
-            return tensor
-
-        super().__init__(pack, unpack)
 
 
 def train(bug: str | None) -> list[torch.Tensor]:

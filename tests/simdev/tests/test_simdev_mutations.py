@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from simdev_models import train_language_model
-from test_simdev_bugs import Offload
+from simdev_offload import Offload
 
 import simdev
 from simdev import Schedule, laboratory, mutations, run_in, schedules
