@@ -44,36 +44,37 @@ def test_a_cpu_is_measured_disk_and_codec(monkeypatch, tmp_path):
 
 
 class Busy:
-    """A lane whose copies take so many seconds, and a share of them from compute."""
+    """A lane whose copies, and what is computed beside them, take so many times as long."""
 
-    def __init__(self, monkeypatch, copy_s: float, share: float) -> None:
-        self.now = self.stolen_s = 0.0
-        self.copy_s, self.share = copy_s, share
+    def __init__(self, monkeypatch, slower: float) -> None:
+        self.now = self.until = 0.0
+        self.slower = slower
         monkeypatch.setattr(sharing, "open_lane", lambda device: self)
         monkeypatch.setattr(sharing.time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(sharing.torch, "mm", self.compute)
 
-    def send(self, storage, block):
-        self.stolen_s += self.share * self.copy_s
-        return self
+    def send(self, storage, block) -> None:
+        self.until = self.now + 20e-3 * self.slower
 
     def fetch(self, block):
-        return None, self.send(None, block)
+        return None, self
 
     def synchronize(self) -> None:
-        self.now += self.copy_s
-        self.stolen_s = 0.0
+        self.now = self.until = self.now + 20e-3
+
+    def done(self) -> bool:
+        return self.now >= self.until - 1e-9
 
     def compute(self, left, right, out) -> None:
-        self.now += 1e-3 + self.stolen_s
-        self.stolen_s = 0.0
+        self.now += 1e-3 * (1.0 if self.done() else self.slower)
 
 
-@pytest.mark.parametrize(("share", "found"), [(0.0, 0.0), (0.25, 0.25), (3.0, 1.0)])
+@pytest.mark.parametrize(("slower", "found"), [(1.0, 0.0), (1.25, 0.25), (3.0, 1.0)])
 def test_what_copies_take_from_compute_is_what_compute_takes_longer_beside_them(
-    monkeypatch, share, found
+    monkeypatch, slower, found
 ):
-    Busy(monkeypatch, 20e-3, share)
+    """20 ms of copies that take 25 ms beside compute, which does the work of 20 ms meanwhile."""
+    Busy(monkeypatch, slower)
     assert sharing.measure_copy_share() == pytest.approx(found)
 
 

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     import torch
 
     from memswap._C import Script
-    from memswap.engine.action import Action
     from memswap.engine.expectations import Key
     from memswap.engine.timeline import Passage
     from memswap.planning.plan import Plan
@@ -97,8 +96,6 @@ class Course:
         self.passage = passage
         self.kind = kind
         self.plan = kind.plan
-        self._storages = () if kind.plan is None else kind.plan.storages
-        self._known = kind.keys if len(kind.keys) == len(self._storages) else ()
         self.timing = timing
         self.trial = kind.trial
         #: Regions that are off; None: each of them, which makes itself known.
@@ -109,14 +106,6 @@ class Course:
         self.refused = False  # whether the pool had no room for something
         self.pooled_bytes = 0  # the most that was in it then, or when backward began
         self.closed = False
-
-    def planned(
-        self, index: int, unit: str, ordinal: int, nbytes: int, dtype: torch.dtype
-    ) -> Action | None:
-        """What the plan does with a storage, if it is the one that it knows at this place."""
-        known = self._known
-        alike = index < len(known) and known[index] == (unit, ordinal, nbytes, dtype)
-        return self._storages[index].action if alike else None
 
     def take_peak(self) -> None:
         """The most that was resident so far, if it is the plan's doing."""

@@ -154,10 +154,6 @@ class Pilot:
         course: Course | None = passage.course
         if passage.script is not None:
             passage.script.look(passage)
-        if course is not None and course.timing is None and not course.lost and not insists:
-            planned = course.planned(index, unit, ordinal, nbytes, tensor.dtype)
-            if planned is not None:
-                return KEEP if action is KEEP else planned
         key = Key(unit, ordinal, nbytes, tensor.dtype)
         course = course or self._begin_course(passage, key, tensor.device)
         chosen = None

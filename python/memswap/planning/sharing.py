@@ -7,8 +7,8 @@ less of the memory's bandwidth: a copy that nobody waits for is not free.
 from __future__ import annotations
 
 import time
-from math import ceil
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,8 +18,9 @@ from memswap.engine.lane import open_lane
 from memswap.engine.pools import DiskPool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
+    from memswap.engine.lane import Ticket
     from memswap.planning.rates import Rates
 
 #: Bytes of one copy beside compute: some milliseconds.
@@ -28,17 +29,15 @@ SHARED_BYTES = 8 << 20
 #: Side of the float32 matrices that are multiplied meanwhile: three of them fit into most caches.
 SIDE = 384
 
-#: Products are done for so many times as long as the copies take alone, so that the copies end
-#: beside them, slower as they are there.
-LONGER = 2
-
-ROUNDS = 5
+#: Copies that are looked at, and products in a row that are timed before each of them.
+ROUNDS, PRODUCTS = 8, 10
 
 
 def measure_copy_share(folder: Path | None = None) -> float:
     """Seconds of compute that each second of copying to and from a DiskPool takes, 1 at most.
 
-    Matrix products on all of torch's threads are timed alone and beside copies, in turns.
+    Matrix products on all of torch's threads are timed one by one, alone and beside copies, in
+    turns: of many short times the median says little of what else the machine does.
     """
     lane = open_lane(torch.device("cpu"))
     block = DiskPool(folder, budget=4 * SHARED_BYTES).native.allocate(SHARED_BYTES)
@@ -47,31 +46,33 @@ def measure_copy_share(folder: Path | None = None) -> float:
     tensor = torch.ones(SHARED_BYTES, dtype=torch.uint8)
     left, right, out = (torch.ones(SIDE, SIDE) for _ in range(3))
 
-    def copy() -> None:
-        lane.send(native.StorageRef(tensor), block).synchronize()
-        lane.fetch(block)[1].synchronize()
+    def start() -> Ticket:
+        """There, and back behind it."""
+        lane.send(native.StorageRef(tensor), block)
+        back: Ticket = lane.fetch(block)[1]
+        return back
 
-    def compute(times: int) -> float:
+    def seconds(work: Callable[[], object]) -> float:
         began = time.perf_counter()
-        for _ in range(times):
-            torch.mm(left, right, out=out)
+        work()
         return time.perf_counter() - began
 
-    copy()
-    compute(1)
-    began = time.perf_counter()
-    copy()
-    copy_s = time.perf_counter() - began
-    times = ceil(LONGER * copy_s / min(compute(1) for _ in range(ROUNDS)))
-    alone_s, beside_s = [], []
+    def product() -> None:
+        torch.mm(left, right, out=out)
+
+    idle, alone, beside, copies = [], [], [], []
     for _ in range(ROUNDS):
-        alone_s.append(compute(times))
-        lane.send(native.StorageRef(tensor), block)
-        _, back = lane.fetch(block)  # behind the send
-        beside_s.append(compute(times))
-        back.synchronize()
-    # The least of each: whatever else the machine does only adds to it.
-    return min(max((min(beside_s) - min(alone_s)) / copy_s, 0.0), 1.0)
+        idle.append(seconds(lambda: start().synchronize()))
+        alone += [seconds(product) for _ in range(PRODUCTS)]
+        began = time.perf_counter()
+        copied = start()
+        while not copied.done():
+            beside.append(seconds(product))
+        copies.append(time.perf_counter() - began)
+    if not beside:
+        return 0.0  # copies are over before a product is
+    lost = max(1 - median(alone) / median(beside), 0.0)  # of each second beside copies
+    return min(lost * median(copies) / median(idle), 1.0)
 
 
 def taken_s(sizes: Iterable[int], rates: Rates, measured_s: float) -> float:
