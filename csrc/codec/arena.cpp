@@ -5,6 +5,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 #include "../pool/without_gil.h"
@@ -74,7 +75,13 @@ Arena::Arena(std::shared_ptr<DeviceStreams> streams, c10::Stream encode_stream, 
       budget_bytes_(budget_bytes) {}
 
 // No share is left: each holds the arena.
-Arena::~Arena() { trim(); }
+Arena::~Arena() {
+  try {
+    trim();
+  } catch (const std::exception&) {
+    // A device that is lost orders nothing, and nothing runs on it that could use the chunks.
+  }
+}
 
 std::shared_ptr<Arena::Share> Arena::reserve(uint64_t units, std::string& refusal) {
   const std::lock_guard lock(mutex_);

@@ -29,6 +29,9 @@ BATCH = 8
 LAYERS = 2
 DROPOUT = 0.1
 CONTEXT = 2048  # of the causal mask
+# Squared ReLU's zeros become more for as long as a model learns: 54 % after 60 steps at the others'
+# rate, 65 % after 400. At this one 70 % after 60.
+LEARNING_RATES = {"llama": 1e-3, "gpt": 1e-3, "primer": 3e-3}
 
 
 @dataclass
@@ -177,7 +180,7 @@ def _train(
     torch.manual_seed(seed)
     tap = Tap(most_bytes)
     model = Model(tap, style).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATES[style])
     batches = Batches(read_corpus(), BATCH, SEQUENCE, seed)
 
     def forward_and_backward() -> float:
@@ -223,7 +226,7 @@ def capture(
         only what it has not got is taken from the others.
     """
     kinds: dict[str, torch.Tensor] = {}
-    for style in ("llama", "gpt", "primer"):
+    for style in LEARNING_RATES:
         for name, tensor in _train(style, steps, most_bytes, device, seed).items():
             kinds.setdefault(name, tensor)
     kinds["dropout mask (bool)"] = torch.rand(most_bytes, device=device) >= DROPOUT
