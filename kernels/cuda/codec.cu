@@ -47,6 +47,10 @@ DecodeJob to_device(const memswap_decode_job& job) {
   to.dtype = job.dtype;
   to.verify = job.verify != 0;
   to.is_alone = job.shape_hint != 0;
+  if (to.is_alone) {
+    to.slab_bytes =
+        frame::slab_bytes(static_cast<Dtype>(job.dtype), static_cast<Shape>(job.shape_hint - 1));
+  }
   return to;
 }
 
@@ -143,6 +147,13 @@ cudaError_t launch_tiles(const Kernel<Job>& kernel, const Table<Job>& table,
     if (error != cudaSuccess) {
       return error;
     }
+  }
+  // What little a tile reads twice is in shared memory: as much of it, and so as many tiles, as a
+  // processor can have.
+  error = cudaFuncSetAttribute(kernel.function, cudaFuncAttributePreferredSharedMemoryCarveout,
+                               cudaSharedmemCarveoutMaxShared);
+  if (error != cudaSuccess) {
+    return error;
   }
   const uint32_t wanted = (table.tiles + slots - 1) / slots;
   uint32_t blocks = bound;

@@ -28,7 +28,7 @@ struct DecodeFrame {
 
 struct alignas(16) DecodeShared {
   DecodeMemory warps[frame::kTileBlocks];
-  uint32_t expand[16];
+  Move expand[16];
   DecodeFrame frame;
   uint64_t checksums[2][frame::kTileBlocks];  // of this tile and the one before
 };
@@ -72,6 +72,22 @@ __device__ inline void read_frame(const DecodeJob& job, DecodeFrame& frame) {
   frame.usable = true;
 }
 
+// [Note: fetching ahead]: the record and the slab. Nothing is read that is not the caller's.
+__device__ __forceinline__ void fetch_ahead(const DecodeJob& job, uint32_t tile_index,
+                                            uint32_t warp, uint32_t lane) {
+  const uint64_t blocks = (job.elements + frame::kBlockElements - 1) / frame::kBlockElements;
+  const uint64_t block = uint64_t{tile_index} * frame::kTileBlocks + warp;
+  uint64_t at = frame::kHeaderBytes + block * job.slab_bytes + lane * kLineBytes;
+  bool is_wanted = block < blocks && lane * kLineBytes < job.slab_bytes;
+  if (lane == kLanes - 1) {
+    at = frame::kHeaderBytes + blocks * job.slab_bytes + uint64_t{tile_index} * frame::kRecordBytes;
+    is_wanted = true;
+  }
+  if (job.is_alone && is_wanted && at < job.frame_bytes) {
+    fetch_ahead(job.frame + at);
+  }
+}
+
 // Reads the record of a tile, all of it, before anything is read through it. Lane i < 8 looks at
 // block i.
 __device__ __forceinline__ BlockRecord read_record(const DecodeFrame& frame, const DecodeJob& job,
@@ -100,7 +116,7 @@ __device__ __forceinline__ BlockRecord read_record(const DecodeFrame& frame, con
   const uint32_t position = base & ~frame::kBaseInOverflow;
   const uint64_t limit = in_overflow ? job.overflow_capacity : frame.var_capacity;
   record.damaged = __any_sync(kAllLanes, wrong) || uint64_t{position} + (both >> 16) > limit;
-  record.payload = (in_overflow ? job.overflow : to_global(frame.var)) +
+  record.payload = to_global(in_overflow ? job.overflow : frame.var) +
                    (uint64_t{position} + (both & 0xffffu)) * frame::kUnitBytes;
   record.mode = mine >> Record::kModeShift;
   record.units = mine & Record::kUnitsMask;
@@ -123,7 +139,7 @@ __global__ void __launch_bounds__(Decoder::kBounds.threads, Decoder::kBounds.blo
   const Tile tile = this_tile();
   DecodeShared& shared = shared_of<DecodeShared>(tile);
   if (tile.thread < 16) {
-    shared.expand[tile.thread] = expand_selector(tile.thread);
+    shared.expand[tile.thread] = expand_move(tile.thread);
   }
   uint32_t job_index = 0;
   uint32_t job_end = 0;  // no job yet
@@ -136,6 +152,8 @@ __global__ void __launch_bounds__(Decoder::kBounds.threads, Decoder::kBounds.blo
         ++job_index;
       }
       job_end = table.end(job_index);
+      fetch_ahead(table.jobs[job_index], t - table.jobs[job_index].first_tile, tile.warp,
+                  tile.lane);
       if (tile.thread == 0) {
         read_frame(table.jobs[job_index], shared.frame);
       }

@@ -78,26 +78,25 @@ __device__ __forceinline__ void load_exponents(const DecodeMemory& memory, uint3
 // LQ2 whose L0 is `low` (a plane) and whose streams begin at byte `begin` of the stage. Only
 // elements marked in `valid` have symbols if kSome. Returns the byte behind the streams.
 template <bool kSome>
-__device__ __forceinline__ uint32_t decode_lq2(DecodeMemory& memory, const uint32_t* expand,
+__device__ __forceinline__ uint32_t decode_lq2(DecodeMemory& memory, const Move* expand,
                                                const uint32_t (&low)[2], uint32_t center,
                                                uint32_t valid, uint32_t begin, uint32_t bytes,
                                                uint32_t lane, uint32_t (&e)[8]) {
-  uint32_t rows[kRows];  // 4 * mask of who has a code
+  const uint32_t coded[2] = {low[0] | low[0] >> 1, low[1] | low[1] >> 1};
+  uint32_t coded_masks = 0, coded_counts = 0;  // byte q: who has a code, and how many
 #pragma unroll
   for (uint32_t row = 0; row < kRows; ++row) {
-    uint32_t coded[2];
-#pragma unroll
-    for (uint32_t h = 0; h < 2; ++h) {
-      coded[h] = (pairs_of_row(low[h], row) + 0x03030303u) & 0x04040404u;
-    }
-    rows[row] = gather_row(coded[0], coded[1]);
+    const uint32_t unit = 1u << (2 * row);
+    const uint32_t flags[2] = {coded[0] & bytes_of(unit), coded[1] & bytes_of(unit)};
+    coded_masks += gather_row(flags[0], flags[1]) << (6 * row);
+    coded_counts += gather_bytes(flags[1], bytes_of(1), gather_bytes(flags[0], bytes_of(1)))
+                    << (6 * row);
   }
-  // Byte q: who has a symbol in S1.
-  uint32_t first = ~(((rows[0] + (rows[1] << 8) + (rows[2] << 16)) >> 2) + (rows[3] << 22));
+  uint32_t first = ~coded_masks;  // byte q: who has a symbol in S1
   if constexpr (kSome) {
     first &= valid;
   }
-  const Ranks ranks = rank_rows(count_rows(first), lane);
+  const Ranks ranks = rank_rows(kSome ? count_rows(first) : bytes_of(8) - coded_counts, lane);
   const uint32_t end = begin + (2 * ranks.total + 7) / 8;
   if (end > bytes) {
     return kDamaged;
@@ -106,6 +105,7 @@ __device__ __forceinline__ uint32_t decode_lq2(DecodeMemory& memory, const uint3
   // computed with its upper bit flipped.
   const uint32_t flip = center < 5 ? 0x80 : 0;
   const uint32_t centers = bytes_of(center ^ flip);
+  const uint32_t masks[2] = {first & 0x0f0f0f0fu, first >> 4 & 0x0f0f0f0fu};
   uint32_t unknown[kRows];  // 128 * mask of who has a nibble in S2
 #pragma unroll
   for (uint32_t row = 0; row < kRows; ++row) {
@@ -117,11 +117,11 @@ __device__ __forceinline__ uint32_t decode_lq2(DecodeMemory& memory, const uint3
 #pragma unroll
     for (uint32_t h = 0; h < 2; ++h) {
       // A nibble selects v, or a mark; the mask's selector moves it in place.
-      const uint32_t selector = expand[first >> (8 * row + 4 * h) & 0xfu];
-      const uint32_t escaped = permute(permute(0x80050400u, 0, symbols), 0, selector);
+      const Move move = move_of(expand, masks[h], row);
+      const uint32_t escaped = permute(permute(0x80050400u, 0, symbols), 0, move.selector);
       found[h] = centers - ((pairs_of_row(low[h], row) | escaped) & 0x07070707u);
       marks[h] = escaped & 0x80808080u;
-      symbols >>= selector >> 16;
+      symbols >>= move.behind;
     }
     unknown[row] = gather_row(marks[0], marks[1]);
     reinterpret_cast<uint2*>(memory.exponents)[row * kLanes + lane] =
@@ -192,7 +192,7 @@ __device__ __forceinline__ uint32_t decode_fw(const DecodeMemory& memory, const 
 }
 
 // The exponents of a dense block. False where the payload's length is not that of its streams.
-__device__ __forceinline__ bool decode_dense(DecodeMemory& memory, const uint32_t* expand,
+__device__ __forceinline__ bool decode_dense(DecodeMemory& memory, const Move* expand,
                                              const uint32_t (&low)[2], uint32_t mode,
                                              uint32_t units, uint32_t center, uint32_t lane,
                                              uint32_t (&e)[8]) {

@@ -18,7 +18,7 @@ struct FloatDecoder {
 
   __device__ static __forceinline__ bool decode(const BlockRecord& record, const DecodeFrame& frame,
                                                 const Sink<kWidth>& sink, const uint8_t* slab,
-                                                DecodeMemory& memory, const uint32_t* expand,
+                                                DecodeMemory& memory, const Move* expand,
                                                 uint32_t warp, uint32_t lane, uint64_t& checksum) {
     if (frame.shape == frame::Shape::kDense) {
       return decode_dense_block<Parts>(record, frame, sink, slab, memory, expand, warp, lane,
@@ -46,8 +46,8 @@ struct FloatDecoder {
   template <class BlockParts>
   __device__ static __forceinline__ bool decode_dense_block(
       const BlockRecord& record, const DecodeFrame& frame, const Sink<kWidth>& sink,
-      const uint8_t* slab, DecodeMemory& memory, const uint32_t* expand, uint32_t warp,
-      uint32_t lane, uint64_t& checksum) {
+      const uint8_t* slab, DecodeMemory& memory, const Move* expand, uint32_t warp, uint32_t lane,
+      uint64_t& checksum) {
     constexpr uint32_t kRestBytes = frame::rest_bytes(BlockParts::kSplit);
     const uint2 plane = *reinterpret_cast<const uint2*>(slab + kRestBytes + lane * 8);
     const uint32_t low_codes[2] = {plane.x, plane.y};

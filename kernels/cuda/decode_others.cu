@@ -13,7 +13,7 @@ struct OtherDecoder {
 
   __device__ static __forceinline__ bool decode(const BlockRecord& record, const DecodeFrame& frame,
                                                 const Sink<kWidth>& sink, const uint8_t* slab,
-                                                DecodeMemory&, const uint32_t*, uint32_t warp,
+                                                DecodeMemory&, const Move*, uint32_t warp,
                                                 uint32_t lane, uint64_t& checksum) {
     if constexpr (kWidth == 1) {
       if (record.mode == frame::kBitmap) {

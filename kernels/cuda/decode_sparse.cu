@@ -30,7 +30,7 @@ struct StagedBytes {
 template <frame::Dtype kDtype>
 __device__ __forceinline__ bool decode_sparse(const BlockRecord& record, const DecodeFrame& frame,
                                               const Sink<Float<kDtype>::kWidth>& sink,
-                                              DecodeMemory& memory, const uint32_t* expand,
+                                              DecodeMemory& memory, const Move* expand,
                                               uint32_t warp, uint32_t lane, uint64_t& checksum) {
   using Parts = Float<kDtype>;
   uint32_t masks;  // the survivors among a lane's elements; byte q: row q
@@ -147,7 +147,7 @@ struct SparseDecoder {
 
   __device__ static __forceinline__ bool decode(const BlockRecord& record, const DecodeFrame& frame,
                                                 const Sink<kWidth>& sink, const uint8_t* slab,
-                                                DecodeMemory& memory, const uint32_t* expand,
+                                                DecodeMemory& memory, const Move* expand,
                                                 uint32_t warp, uint32_t lane, uint64_t& checksum) {
     if (record.mode == frame::kLiteral) {
       return decode_literal(record, frame, sink, slab, warp, lane, checksum);

@@ -235,7 +235,7 @@ struct Float {
 
   // 0xff for every half of two words that is negative, else 0.
   __device__ static __forceinline__ uint32_t top_bytes_signs(uint32_t x, uint32_t y) {
-    return spread_top_bits(__byte_perm(x, y, 0x7531));
+    return permute(x, y, 0xfdb9);
   }
 
   // low[2p + h], top[h]: four columns each.
@@ -245,7 +245,7 @@ struct Float {
       low[0] = 0;
 #pragma unroll
       for (uint32_t h = 0; h < 2; ++h) {
-        top[h] = (words[h] << 1 & 0xfefefefeu) | (words[h] >> 7 & 0x01010101u);
+        top[h] = select_bits(0x01010101u, words[h] >> 7, words[h] << 1);
       }
     } else if constexpr (kWidth == 2) {
       // Shifted words have all bits in place but the signs: a lower half's is in the upper half.
@@ -254,7 +254,7 @@ struct Float {
         const uint32_t x = words[2 * h], y = words[2 * h + 1];
         const uint32_t signs = top_bytes_signs(x, y);
         const uint32_t a = x * 2, b = y * 2;
-        low[h] = (__byte_perm(a, b, 0x6420) & 0xfefefefeu) | (signs & 0x01010101u);
+        low[h] = select_bits(0x01010101u, signs, __byte_perm(a, b, 0x6420));
         top[h] = __byte_perm(a, b, 0x7531);
       }
     } else if constexpr (kWidth == 4) {
@@ -297,7 +297,7 @@ struct Float {
     if constexpr (kWidth == 1) {
 #pragma unroll
       for (uint32_t h = 0; h < 2; ++h) {
-        words[h] = (top[h] >> 1 & 0x7f7f7f7fu) | (top[h] << 7 & 0x80808080u);
+        words[h] = select_bits(0x80808080u, top[h] << 7, top[h] >> 1);
       }
     } else if constexpr (kWidth == 2) {
 #pragma unroll
@@ -305,7 +305,7 @@ struct Float {
 #pragma unroll
         for (uint32_t i = 0; i < 2; ++i) {
           const uint32_t r = __byte_perm(low[h], top[h], i == 0 ? 0x5140 : 0x7362);
-          words[2 * h + i] = (r >> 1 & 0x7fff7fffu) | (r << 15 & 0x80008000u);
+          words[2 * h + i] = select_bits(0x80008000u, r << 15, r >> 1);
         }
       }
     } else if constexpr (kWidth == 4) {

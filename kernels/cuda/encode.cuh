@@ -30,7 +30,7 @@ struct BlockSummary {
 template <class Memory>
 struct alignas(16) EncodeShared {
   Memory warps[frame::kTileBlocks];
-  uint32_t compact[16];
+  Move compact[16];
   EncodeFrame frame;
   BlockSummary blocks[frame::kTileBlocks];
   uint8_t centers[frame::kTileBlocks];
@@ -44,7 +44,7 @@ struct alignas(16) EncodeShared {
 
 template <uint32_t kBytes>
 __device__ __forceinline__ EncodeStreams streams_of(EncodeMemory<kBytes>& memory,
-                                                    const uint32_t* compact, uint32_t lane) {
+                                                    const Move* compact, uint32_t lane) {
   return {memory.symbols, memory.stage, memory.positions, compact, kBytes, lane};
 }
 
@@ -232,6 +232,18 @@ __device__ void finish_tile(EncodeShared<Memory>& shared, const EncodeJob& job, 
   }
 }
 
+// [Note: fetching ahead]: the block, or the first 4 KB of it.
+template <uint32_t kWidth>
+__device__ __forceinline__ void fetch_ahead(const EncodeJob& job, uint32_t tile_index,
+                                            uint32_t warp, uint32_t lane) {
+  constexpr uint32_t kBlockBytes = frame::kBlockElements * kWidth;
+  const uint64_t at =
+      (uint64_t{tile_index} * frame::kTileBlocks + warp) * kBlockBytes + lane * kLineBytes;
+  if (lane * kLineBytes < kBlockBytes && at < job.elements * kWidth) {
+    fetch_ahead(job.input + at);
+  }
+}
+
 template <class Coder>
 __global__ void __launch_bounds__(Coder::kBounds.threads, Coder::kBounds.blocks)
     encode_tiles(const __grid_constant__ EncodeTable table) {
@@ -239,7 +251,7 @@ __global__ void __launch_bounds__(Coder::kBounds.threads, Coder::kBounds.blocks)
   const Tile tile = this_tile();
   Shared& shared = shared_of<Shared>(tile);
   if (tile.thread < 16) {
-    shared.compact[tile.thread] = compact_selector(tile.thread);
+    shared.compact[tile.thread] = compact_move(tile.thread);
   }
   clear_gathered(shared, tile);
   uint32_t job_index = 0;
@@ -259,6 +271,8 @@ __global__ void __launch_bounds__(Coder::kBounds.threads, Coder::kBounds.blocks)
         ++job_index;
       }
       job_end = table.end(job_index);
+      fetch_ahead<Coder::kWidth>(table.jobs[job_index], t - table.jobs[job_index].first_tile,
+                                 tile.warp, tile.lane);
       if (tile.thread == 0) {
         const EncodeJob& job = table.jobs[job_index];
         const frame::Layout layout =

@@ -12,9 +12,8 @@ struct DenseCoder {
   static constexpr Bounds kBounds = with_registers(kIsHopper ? 64 : 72);
 
   __device__ static __forceinline__ Coded encode(const EncodeJob& job, const Source<kWidth>& source,
-                                                 uint8_t* slab, Memory& memory,
-                                                 const uint32_t* compact, uint32_t warp,
-                                                 uint32_t lane, uint64_t& checksum) {
+                                                 uint8_t* slab, Memory& memory, const Move* compact,
+                                                 uint32_t warp, uint32_t lane, uint64_t& checksum) {
     constexpr uint32_t kAtOnce = kRowsAtOnce<kWidth>;
     uint32_t e[8], rows[kAtOnce][Parts::kWords];
     [[maybe_unused]] uint32_t rest[8];
@@ -61,9 +60,8 @@ struct UpcastCoder {
   static constexpr Bounds kBounds = with_registers(kIsHopper ? 64 : 72);
 
   __device__ static __forceinline__ Coded encode(const EncodeJob& job, const Source<kWidth>& source,
-                                                 uint8_t* slab, Memory& memory,
-                                                 const uint32_t* compact, uint32_t warp,
-                                                 uint32_t lane, uint64_t& checksum) {
+                                                 uint8_t* slab, Memory& memory, const Move* compact,
+                                                 uint32_t warp, uint32_t lane, uint64_t& checksum) {
     constexpr uint32_t kAtOnce = kRowsAtOnce<kWidth>;
     uint32_t e[8], mantissas[8], low_halves = 0, rows[kAtOnce][kRowWords<kWidth>];
 #pragma unroll

@@ -26,8 +26,8 @@ struct EncodeStreams {
   uint32_t* symbols;
   uint32_t* stage;
   uint16_t* positions;
-  const uint32_t* compact;  // by mask: PRMT selector, and above it twice the number of marks
-  uint32_t capacity;        // of the stage, bytes
+  const Move* compact;  // by mask
+  uint32_t capacity;    // of the stage, bytes
   uint32_t lane;
 
   __device__ __forceinline__ uint8_t* bytes() const { return reinterpret_cast<uint8_t*>(stage); }
@@ -54,7 +54,8 @@ __device__ __forceinline__ uint32_t nibble_of(uint32_t v, uint32_t center) {
 }
 
 // Writes the nibbles of the marked elements from byte `begin` of the stage on, and the bytes E
-// behind them. `symbols` has v. Returns the byte behind the streams, whether or not they fitted.
+// behind them. `symbols` has v xor kBias. Returns the byte behind the streams, whether or not they
+// fitted.
 template <uint32_t kFirst, uint32_t kTwelve, uint32_t kThirteen>
 __device__ __forceinline__ uint32_t write_nibbles(const EncodeStreams& to, uint32_t masks,
                                                   const Ranks& ranks, uint32_t center,
@@ -73,11 +74,11 @@ __device__ __forceinline__ uint32_t write_nibbles(const EncodeStreams& to, uint3
       uint32_t nibbles = 0, v0 = 0, v1 = 0;
       bool raw0 = false, raw1 = false;
       if (mine < here) {
-        v0 = symbols[to.positions[mine]];
+        v0 = symbols[to.positions[mine]] ^ 0x80u;
         nibbles = nibble_of<kFirst, kTwelve, kThirteen>(v0, center);
         raw0 = nibbles == 15;
         if (mine + 1 < here) {
-          v1 = symbols[to.positions[mine + 1]];
+          v1 = symbols[to.positions[mine + 1]] ^ 0x80u;
           const uint32_t nibble = nibble_of<kFirst, kTwelve, kThirteen>(v1, center);
           raw1 = nibble == 15;
           nibbles |= nibble << 4;
@@ -103,16 +104,55 @@ __device__ __forceinline__ uint32_t write_nibbles(const EncodeStreams& to, uint3
   return raw;
 }
 
+// [Note: near exponents] v is the centre less E, bytewise modulo 256. Where no byte of 128 + v
+// leaves 6 .. 255, whole words are subtracted, without regard to borrows, and comparisons are
+// subtractions too: the top bit of a byte of t - n says whether v >= n, that of t whether v >= 0.
+// Elsewhere v that is no symbol of S1 takes the place of another such one.
+struct Near {
+  uint32_t max, min;  // of all E
+
+  __device__ __forceinline__ bool holds(uint32_t center) const {
+    return max <= center + 122 && center <= min + 127;
+  }
+};
+
+inline constexpr uint32_t kBias = 0x80808080;
+
 // LQ2: L0 as a plane in `low`, the streams from byte `begin` of the stage on, which is clear there.
 // Returns the byte behind the streams; kTooLong says that FW with all bits is shorter, and that the
 // streams are incomplete. Only elements marked in `valid` (byte q: row q) are coded if kSome.
-// Leaves v in `symbols`.
+// Leaves v xor kBias in `symbols`.
 template <bool kSome>
 __device__ __forceinline__ uint32_t encode_lq2(const EncodeStreams& to, const uint32_t (&e)[8],
-                                               uint32_t center, uint32_t valid, uint32_t begin,
-                                               uint32_t longest, uint32_t (&low)[2]) {
+                                               Near near, uint32_t center, uint32_t valid,
+                                               uint32_t begin, uint32_t longest,
+                                               uint32_t (&low)[2]) {
   const uint32_t centers = bytes_of(center & 0xffu);
-  uint32_t v[8], rows[kRows];  // rows: 4 * mask of who has a code
+  uint32_t t[8], rows[kRows];  // rows: 128 * mask of who has a code
+  const auto store_symbols = [&](uint32_t row, uint32_t x, uint32_t y) {
+    reinterpret_cast<uint2*>(to.symbols)[row * kLanes + to.lane] = make_uint2(x, y);
+  };
+  if (near.holds(center & 0xffu)) {
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) {
+      t[i] = centers + kBias - e[i];
+    }
+#pragma unroll
+    for (uint32_t row = 0; row < kRows; ++row) {
+      store_symbols(row, t[2 * row], t[2 * row + 1]);
+    }
+  } else {
+#pragma unroll
+    for (uint32_t row = 0; row < kRows; ++row) {
+      uint32_t v[2];
+#pragma unroll
+      for (uint32_t h = 0; h < 2; ++h) {
+        v[h] = subtract_bytes(centers, e[2 * row + h]);
+        t[2 * row + h] = (v[h] & 0x3f3f3f3fu) | ((v[h] | v[h] >> 1) & 0x40404040u) | kBias;
+      }
+      store_symbols(row, v[0] ^ kBias, v[1] ^ kBias);
+    }
+  }
   low[0] = low[1] = 0;
 #pragma unroll
   for (uint32_t row = 0; row < kRows; ++row) {
@@ -120,41 +160,38 @@ __device__ __forceinline__ uint32_t encode_lq2(const EncodeStreams& to, const ui
 #pragma unroll
     for (uint32_t h = 0; h < 2; ++h) {
       const uint32_t i = 2 * row + h;
-      v[i] = subtract_bytes(centers, e[i]);
-      const uint32_t far = spread_top_bits(((v[i] & 0x7f7f7f7fu) + bytes_of(128 - 4)) | v[i]);
-      uint32_t code = v[i] & 0x03030303u & ~far;
+      coded[h] = (t[i] - bytes_of(1)) & ~(t[i] - bytes_of(4)) & kBias;
       if constexpr (kSome) {
-        code &= spread_bits(valid >> (4 * i)) * 3;
+        coded[h] &= spread_bits(valid >> (4 * i)) * 0x80;
       }
-      coded[h] = (code + 0x03030303u) & 0x04040404u;
-      low[h] += code << (2 * row);
+      low[h] |= (t[i] & 0x03030303u & spread_top_bits(coded[h])) << (2 * row);
     }
     rows[row] = gather_row(coded[0], coded[1]);
-    reinterpret_cast<uint2*>(to.symbols)[row * kLanes + to.lane] =
-        make_uint2(v[2 * row], v[2 * row + 1]);
   }
   // Byte q: who has a symbol in S1.
-  uint32_t first = ~(((rows[0] + (rows[1] << 8) + (rows[2] << 16)) >> 2) + (rows[3] << 22));
+  uint32_t first = ~join_rows(rows);
   if constexpr (kSome) {
     first &= valid;
   }
   const Ranks ranks = rank_rows(count_rows(first), to.lane);
+  const uint32_t masks[2] = {first & 0x0f0f0f0fu, first >> 4 & 0x0f0f0f0fu};
   uint32_t sixes[kRows];  // 128 * mask of who is beyond the symbols of S1
 #pragma unroll
   for (uint32_t row = 0; row < kRows; ++row) {
-    uint32_t packed[2], compact[2], six[2];
+    uint32_t packed[2], behind[2], six[2];
 #pragma unroll
     for (uint32_t h = 0; h < 2; ++h) {
       const uint32_t i = 2 * row + h;
-      // 0, 4, 5 become 0, 1, 2 and everything from 6 on 3, each four times; 1 to 3 have codes.
-      six[h] = at_least<6>(v[i]);
+      // 0, 4, 5 become 0, 1, 2 and everything else 3, each four times; 1 to 3 have codes.
+      six[h] = ((t[i] - bytes_of(6)) | ~t[i]) & kBias;
       const uint32_t symbols =
-          (((v[i] & 0x05050505u) + 0x03030303u) | spread_top_bits(six[h])) & 0x0c0c0c0cu;
-      compact[h] = to.compact[first >> (4 * i) & 0xfu];
-      packed[h] = gather_bytes(permute(symbols, 0, compact[h]), 0x40100401u);
+          (((t[i] & 0x05050505u) + 0x03030303u) | spread_top_bits(six[h])) & 0x0c0c0c0cu;
+      const Move move = move_of(to.compact, masks[h], row);
+      behind[h] = move.behind;
+      packed[h] = gather_bytes(permute(symbols, 0, move.selector), 0x40100401u);
     }
     sixes[row] = gather_row(six[0], six[1]);
-    const uint32_t word = (packed[0] + (packed[1] << (compact[0] >> 16))) >> 2;
+    const uint32_t word = (packed[0] + packed[1] * behind[0]) >> 2;
     if (word != 0) {
       const uint32_t bit = 8 * begin + 2 * ranks.first(row);
       atomicOr(&to.stage[bit / 32], word << (bit % 32));
@@ -164,8 +201,7 @@ __device__ __forceinline__ uint32_t encode_lq2(const EncodeStreams& to, const ui
       }
     }
   }
-  const uint32_t second =
-      (((sixes[0] + (sixes[1] << 8) + (sixes[2] << 16)) >> 7) + (sixes[3] << 17)) & first;
+  const uint32_t second = join_rows(sixes) & first;
   const uint32_t end = begin + (2 * ranks.total + 7) / 8;
   const Ranks again = rank_rows(count_rows(second), to.lane);
   __syncwarp();  // the last byte of S1 and the first of S2 share a word
@@ -211,7 +247,8 @@ __device__ __forceinline__ uint32_t encode_lq3(const EncodeStreams& to, const ui
       masks |= gather_flags(~not_zero(code) >> 7 & 0x01010101u) << (8 * row + 4 * h);
     }
     to.bytes()[row * kLanes + to.lane] = static_cast<uint8_t>(high);
-    reinterpret_cast<uint2*>(to.symbols)[row * kLanes + to.lane] = make_uint2(v[0], v[1]);
+    reinterpret_cast<uint2*>(to.symbols)[row * kLanes + to.lane] =
+        make_uint2(v[0] ^ kBias, v[1] ^ kBias);
   }
   const Ranks ranks = rank_rows(count_rows(masks), to.lane);
   return write_nibbles<8, 0, 255>(to, masks, ranks, center, frame::kBitmapBytes);
@@ -248,7 +285,8 @@ __device__ __forceinline__ uint32_t count_zeros(const uint32_t (&e)[8]) {
   return __reduce_add_sync(kAllLanes, zeros);
 }
 
-__device__ __forceinline__ Exponents measure(const uint32_t (&e)[8]) {
+// The largest and the smallest E of all lanes.
+__device__ __forceinline__ Near find_extremes(const uint32_t (&e)[8]) {
   // Two bytes of a word at a time: the upper byte of a half decides, whatever is in the lower.
   uint32_t max_odd = e[0], min_odd = e[0], max_even = e[0] << 8, min_even = e[0] << 8;
 #pragma unroll
@@ -259,9 +297,15 @@ __device__ __forceinline__ Exponents measure(const uint32_t (&e)[8]) {
     min_even = __vminu2(min_even, e[i] << 8);
   }
   const uint32_t max_pair = __vmaxu2(max_odd, max_even), min_pair = __vminu2(min_odd, min_even);
+  return {__reduce_max_sync(kAllLanes, max(max_pair >> 24, max_pair >> 8 & 0xffu)),
+          __reduce_min_sync(kAllLanes, min(min_pair >> 24, min_pair >> 8 & 0xffu))};
+}
+
+__device__ __forceinline__ Exponents measure(const uint32_t (&e)[8]) {
+  const Near extremes = find_extremes(e);
   Exponents all;
-  all.max = __reduce_max_sync(kAllLanes, max(max_pair >> 24, max_pair >> 8 & 0xffu));
-  all.min = __reduce_min_sync(kAllLanes, min(min_pair >> 24, min_pair >> 8 & 0xffu));
+  all.max = extremes.max;
+  all.min = extremes.min;
   all.zeros = 0;
   uint32_t sum = 0;
   if (all.min > 0 && all.max - all.min < 32) {  // as a rule: no distance is clipped, no E is 0
@@ -391,15 +435,13 @@ __device__ __forceinline__ Coded encode_dense(EncodeMemory<kBytes>& memory, cons
   uint32_t bits = kExponentBits, fw_center = given;
   bool is_scattered = false;
   coded.center = given;
+  Near near;
   if (fast) {
-    uint32_t all = 0x80808080u;
-#pragma unroll
-    for (uint32_t i = 0; i < 8; ++i) {
-      all &= not_zero(e[i]);
-    }
-    coded.zeros = __any_sync(kAllLanes, all != 0x80808080u) ? count_zeros(e) : 0;
+    near = find_extremes(e);
+    coded.zeros = near.min == 0 ? count_zeros(e) : 0;
   } else {
     const Exponents all = measure(e);
+    near = {all.max, all.min};
     coded.zeros = all.zeros;
     crowd = crowd_of(all);
     if constexpr (kExponentBits == 8) {
@@ -417,7 +459,7 @@ __device__ __forceinline__ Coded encode_dense(EncodeMemory<kBytes>& memory, cons
   const uint32_t fw_units = 16 * (bits - 2);
   uint32_t lq3_units = kTooLong, best = fw_units, c3 = 0;
   if (!is_scattered) {
-    const uint32_t bytes = encode_lq2<false>(to, e, coded.center, 0, 0, kLongest, low);
+    const uint32_t bytes = encode_lq2<false>(to, e, near, coded.center, 0, 0, kLongest, low);
     coded.units = (bytes + 7) / 8;
     best = min(coded.units, fw_units);
     // LQ3 has a plane of 16 units, and among equals it comes last.
@@ -429,8 +471,8 @@ __device__ __forceinline__ Coded encode_dense(EncodeMemory<kBytes>& memory, cons
 #pragma unroll
     for (uint32_t row = 0; row < kRows; ++row) {
       const uint2 v = reinterpret_cast<const uint2*>(to.symbols)[row * kLanes + to.lane];
-      e[2 * row] = subtract_bytes(centers, v.x);
-      e[2 * row + 1] = subtract_bytes(centers, v.y);
+      e[2 * row] = subtract_bytes(centers, v.x ^ kBias);
+      e[2 * row + 1] = subtract_bytes(centers, v.y ^ kBias);
     }
     if (!fast && best > 16) {
       c3 = center_of(crowd, 19);

@@ -21,8 +21,8 @@ struct RawCoder {
   using Memory = NoMemory;
 
   __device__ static __forceinline__ Coded encode(const EncodeJob& job, const Source<kWidth>& source,
-                                                 uint8_t* slab, Memory&, const uint32_t*,
-                                                 uint32_t warp, uint32_t lane, uint64_t& checksum) {
+                                                 uint8_t* slab, Memory&, const Move*, uint32_t warp,
+                                                 uint32_t lane, uint64_t& checksum) {
     constexpr uint32_t kAtOnce = kRowsAtOnce<kWidth>;
     uint32_t rows[kAtOnce][kRowWords<kWidth>];
 #pragma unroll
@@ -54,7 +54,7 @@ struct BitsCoder {
   using Memory = LiteralMemory<frame::kBlockElements>;
 
   __device__ static __forceinline__ Coded encode(const EncodeJob& job, const Source<kWidth>& source,
-                                                 uint8_t* slab, Memory& memory, const uint32_t*,
+                                                 uint8_t* slab, Memory& memory, const Move*,
                                                  uint32_t warp, uint32_t lane, uint64_t& checksum) {
     uint32_t bitmap = 0, others = 0, rows[kRows][kRowWords<kWidth>];
     load_rows(source, 0, lane, rows);
@@ -92,7 +92,7 @@ struct IntsCoder {
   using Word = typename WordOf<kWidth>::type;
 
   __device__ static __forceinline__ Coded encode(const EncodeJob& job, const Source<kWidth>& source,
-                                                 uint8_t* slab, Memory& memory, const uint32_t*,
+                                                 uint8_t* slab, Memory& memory, const Move*,
                                                  uint32_t warp, uint32_t lane, uint64_t& checksum) {
     // Signed integers are compared with their sign bit turned over.
     const Word bias = frame::is_signed(static_cast<frame::Dtype>(job.dtype))

@@ -21,9 +21,8 @@ struct SparseCoder {
   using Memory = EncodeMemory<kStageBytes>;
 
   __device__ static __forceinline__ Coded encode(const EncodeJob& job, const Source<kWidth>& source,
-                                                 uint8_t* slab, Memory& memory,
-                                                 const uint32_t* compact, uint32_t warp,
-                                                 uint32_t lane, uint64_t& checksum) {
+                                                 uint8_t* slab, Memory& memory, const Move* compact,
+                                                 uint32_t warp, uint32_t lane, uint64_t& checksum) {
     uint32_t masks = 0, negatives = 0;  // survivors, and zeros with a sign; byte q: row q
 #pragma unroll 1                        // four rows at once would take too many registers
     for (uint32_t row = 0; row < kRows; ++row) {
@@ -101,8 +100,8 @@ struct SparseCoder {
       }
     }
     coded.center = coded.hint = center_of(crowd, 7);
-    behind = encode_lq2<true>(streams_of(memory, compact, lane), e, coded.center, valid, begin, ~0u,
-                              low);
+    behind = encode_lq2<true>(streams_of(memory, compact, lane), e, {all.max, all.min},
+                              coded.center, valid, begin, ~0u, low);
     coded.mode = has_signs ? frame::kSignedZeros : frame::kZeros;
     coded.units = (behind + 7) / 8;
     coded.zeros = source.count - survivors;

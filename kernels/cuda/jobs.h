@@ -41,7 +41,8 @@ struct DecodeJob {
   uint32_t first_tile;
   uint8_t dtype;
   uint8_t verify;
-  uint8_t is_alone;  // no other kernel looks at this frame
+  uint8_t is_alone;     // no other kernel looks at this frame, and
+  uint32_t slab_bytes;  // it is expected to have such slabs
 };
 
 // [Note: counters] What an encode counts in a frame's header has to be 0 before the first tile adds

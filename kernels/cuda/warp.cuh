@@ -45,6 +45,18 @@ __device__ __forceinline__ Pointer to_global(Pointer pointer) {
   return pointer;
 }
 
+// [Note: fetching ahead] The first tile of a thread block waits for one thing after another: the
+// frame's header, the record, the payload. What does not depend on them is asked for meanwhile. A
+// small tensor has only first tiles; behind others' tiles it does not matter.
+inline constexpr uint32_t kLineBytes = 128;
+__device__ __forceinline__ void fetch_ahead(const uint8_t* memory) {
+#if defined(MEMSWAP_CUDA_EMULATOR)
+  (void)*static_cast<const volatile uint8_t*>(memory);  // which has to be somebody's
+#else
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(memory));
+#endif
+}
+
 // Each byte of a word the same.
 __device__ __forceinline__ constexpr uint32_t bytes_of(uint32_t byte) { return byte * 0x01010101u; }
 
@@ -75,6 +87,18 @@ __device__ __forceinline__ uint32_t permute(uint32_t low, uint32_t high, uint32_
 #endif
 }
 
+// Bits of `ones` where the mask has them, else of `zeros`. The compiler takes two instructions for
+// what LOP3 does in one.
+__device__ __forceinline__ uint32_t select_bits(uint32_t mask, uint32_t ones, uint32_t zeros) {
+#if defined(MEMSWAP_CUDA_EMULATOR)
+  return (ones & mask) | (zeros & ~mask);
+#else
+  uint32_t selected;
+  asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(selected) : "r"(mask), "r"(ones), "r"(zeros));
+  return selected;
+#endif
+}
+
 // 0xff in every byte whose top bit is set, else 0.
 __device__ __forceinline__ uint32_t spread_top_bits(uint32_t bytes) {
   return permute(bytes, 0, 0xba98);
@@ -92,6 +116,11 @@ __device__ __forceinline__ uint32_t gather_bytes(uint32_t bytes, uint32_t weight
 // A row's mask of 8 bits, times `unit`, from flags that are 0 or `unit` in each byte of two words.
 __device__ __forceinline__ uint32_t gather_row(uint32_t flags0, uint32_t flags1) {
   return gather_bytes(flags1, 0x80402010u, gather_bytes(flags0, 0x08040201u));
+}
+
+// Byte q: row q's mask, from all rows' as gather_row has them where `unit` is 128.
+__device__ __forceinline__ uint32_t join_rows(const uint32_t (&rows)[kRows]) {
+  return ((rows[0] + (rows[1] << 8) + (rows[2] << 16)) >> 7) + (rows[3] << 17);
 }
 
 // The lowest bits of the four bytes, side by side.
@@ -135,7 +164,7 @@ struct Ranks {
 
   __device__ __forceinline__ uint32_t first(uint32_t row) const {
     const uint32_t rows_before = row == 0 ? 0 : row == 1 ? row1 : row == 2 ? row2 : row3;
-    return rows_before + (before >> (8 * row) & 0xffu);
+    return gather_bytes(before, 1u << (8 * row), rows_before);
   }
 };
 
@@ -193,30 +222,47 @@ __device__ __forceinline__ void write_positions(uint16_t* positions, uint32_t ma
   }
 }
 
-// PRMT selectors by a mask of four bytes: `compact` moves the marked bytes to the front, `expand`
-// moves the first bytes to the marked places. Byte 4 of PRMT, the second operand's, is 0. Above the
-// selector, which PRMT does not look at: `compact` twice, `expand` four times the number of marks.
-__device__ inline uint32_t compact_selector(uint32_t mask) {
-  uint32_t selector = 0x4444;
+// By a mask of four bytes: the PRMT selector that moves the marked bytes to the front, or the first
+// bytes to the marked places (byte 4 of PRMT, the second operand's, is 0); and what moves behind as
+// many symbols as there are marks.
+struct alignas(8) Move {
+  uint32_t selector;
+  uint32_t behind;
+};
+
+// That of the mask in byte `place` of `masks`.
+__device__ __forceinline__ Move move_of(const Move* moves, uint32_t masks, uint32_t place) {
+  const uint32_t offset = gather_bytes(masks, uint32_t{sizeof(Move)} << (8 * place));
+  const uint2 both =
+      *reinterpret_cast<const uint2*>(reinterpret_cast<const uint8_t*>(moves) + offset);
+  return {both.x, both.y};
+}
+
+// Symbols of 2 bits, which are multiplied by 4 for each mark.
+__device__ inline Move compact_move(uint32_t mask) {
+  Move move{0x4444, 1};
   uint32_t place = 0;
   for (uint32_t i = 0; i < 4; ++i) {
     if (mask >> i & 1) {
-      selector = (selector & ~(0xfu << place)) | i << place;
+      move.selector = (move.selector & ~(0xfu << place)) | i << place;
+      move.behind *= 4;
       place += 4;
     }
   }
-  return selector | place / 2 << 16;
+  return move;
 }
-__device__ inline uint32_t expand_selector(uint32_t mask) {
-  uint32_t selector = 0x4444;
+// Symbols of 4 bits, which are shifted by 4 for each mark.
+__device__ inline Move expand_move(uint32_t mask) {
+  Move move{0x4444, 0};
   uint32_t rank = 0;
   for (uint32_t i = 0; i < 4; ++i) {
     if (mask >> i & 1) {
-      selector = (selector & ~(0xfu << 4 * i)) | rank << 4 * i;
+      move.selector = (move.selector & ~(0xfu << 4 * i)) | rank << 4 * i;
       ++rank;
     }
   }
-  return selector | 4 * rank << 16;
+  move.behind = 4 * rank;
+  return move;
 }
 
 // The eight warps of a tile. A thread block has one tile at a time, or two where the number of

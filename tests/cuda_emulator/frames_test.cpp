@@ -51,6 +51,33 @@ TEST_P(Frames, OfAnyLengthAndAlignmentAreTheOracles) {
   }
 }
 
+// [Note: near exponents] in encode_exponents.cuh: blocks whose largest and smallest exponents are
+// the last that words are subtracted for, or the first that bytes are.
+class FramesAtTheEnds : public Emulated {};
+
+TEST_F(FramesAtTheEnds, OfWhatIsNearACentreAreTheOracles) {
+  constexpr int kBlocks = 16;
+  for (const int center : {0, 1, 6, 100, 122, 127, 128, 129, 133, 255}) {
+    Tensor tensor = tensor_at(0, {Kind::kRandomBits, 0}, Dtype::kBf16, 3,
+                              uint64_t{kBlocks} * frame::kBlockElements);
+    auto* words = reinterpret_cast<uint16_t*>(tensor.buffer.data());
+    for (uint64_t i = 0; i < tensor.elements; ++i) {
+      const int block = static_cast<int>(i / frame::kBlockElements);
+      const uint16_t random = words[i];
+      int exponent = center - random % 8;  // 0 to 7 below, and one in 32 far away
+      if (random / 8 % 32 == 0) {
+        exponent = random >> 15 != 0 ? center + 121 + block % 4 : center - 126 - block / 4;
+      }
+      exponent = std::clamp(exponent, 0, 255);
+      words[i] = static_cast<uint16_t>((random & 0x807f) | exponent << 7);
+    }
+    SCOPED_TRACE("center " + std::to_string(center));
+    ASSERT_NO_FATAL_FAILURE(expect_same_as_oracle(
+        tensor, {.fast = true, .center = static_cast<uint8_t>(center), .checksum = false}));
+    ASSERT_NO_FATAL_FAILURE(expect_same_as_oracle(tensor, {.checksum = false}));
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Dtype, Frames,
                          testing::Range(uint8_t{1}, static_cast<uint8_t>(frame::kLastDtype + 1)));
 

@@ -147,7 +147,11 @@ enum cudaDeviceAttr {
   cudaDevAttrMultiProcessorCount,
   cudaDevAttrMaxSharedMemoryPerBlockOptin,
 };
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum cudaFuncAttribute {
+  cudaFuncAttributeMaxDynamicSharedMemorySize,
+  cudaFuncAttributePreferredSharedMemoryCarveout,
+};
+enum cudaSharedCarveout { cudaSharedmemCarveoutMaxShared = 100 };
 using cudaStream_t = void*;
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
@@ -166,8 +170,10 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
   return cudaSuccess;
 }
 template <class Function>
-cudaError_t cudaFuncSetAttribute(Function* function, cudaFuncAttribute, int bytes) {
-  emulator::allow_shared(reinterpret_cast<const void*>(function), static_cast<uint32_t>(bytes));
+cudaError_t cudaFuncSetAttribute(Function* function, cudaFuncAttribute attribute, int value) {
+  if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize) {
+    emulator::allow_shared(reinterpret_cast<const void*>(function), static_cast<uint32_t>(value));
+  }
   return cudaSuccess;
 }
 template <class Function>
