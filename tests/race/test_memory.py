@@ -95,7 +95,8 @@ def no_room_for_prefetch(times: int) -> Iterator[list[int]]:
     unpack = visit_module.unpack
 
     def watched(handle: Any) -> torch.Tensor:
-        unpacking.append(getattr(handle, "entry", None))
+        moved = getattr(handle, "handle", handle)  # one that waited for its operator has it inside
+        unpacking.append(getattr(moved, "entry", None))
         try:
             return unpack(handle)
         finally:
