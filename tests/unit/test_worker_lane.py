@@ -361,6 +361,7 @@ def test_a_forked_child_neither_hangs_nor_takes_its_parents_memory() -> None:
         """
 import os, tempfile, torch, memswap
 from torch import nn
+torch.set_num_threads(1)  # libgomp's threads are not in the child either, and it waits for them
 model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)])
 x = torch.randn(512, 64)
 pool = memswap.DiskPool(tempfile.gettempdir(), budget="64MiB")
