@@ -1,7 +1,5 @@
 #include "pool.h"
 
-#include <unistd.h>
-
 #include <utility>
 
 #include "pool_core.h"
@@ -9,14 +7,14 @@
 namespace memswap {
 
 Pool::Pool(SlabSourcePtr source, PoolOptions options)
-    : core_(std::make_shared<PoolCore>(std::move(source), options)), owner_pid_(getpid()) {
+    : core_(std::make_shared<PoolCore>(std::move(source), options)) {
   if (options.grow_ahead_bytes > 0) {
     start_background();
   }
 }
 
 Pool::~Pool() {
-  if (getpid() == owner_pid_) {
+  if (!forked()) {
     stop_background();
     return;
   }
@@ -28,7 +26,7 @@ Pool::~Pool() {
   new std::shared_ptr<PoolCore>(core_);  // NOLINT: leaked on purpose
 }
 
-bool Pool::forked() const { return getpid() != owner_pid_; }
+bool Pool::forked() const { return maker_.forked(); }
 
 BlockPtr Pool::allocate(size_t nbytes) { return forked() ? nullptr : core_->allocate(nbytes); }
 

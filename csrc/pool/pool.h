@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "../block.h"
+#include "process_mark.h"
 #include "slab_source.h"
 
 namespace memswap {
@@ -98,7 +99,7 @@ class Pool {
   std::mutex grower_mutex_;
   std::thread grower_;
   bool stopped_ = false;
-  const int owner_pid_;
+  const ProcessMark maker_;
 };
 
 }  // namespace memswap

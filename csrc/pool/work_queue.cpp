@@ -1,12 +1,10 @@
 #include "work_queue.h"
 
-#include <unistd.h>
-
 #include <utility>
 
 namespace memswap {
 
-WorkQueue::WorkQueue(size_t workers) : shared_(std::make_unique<Shared>()), owner_pid_(getpid()) {
+WorkQueue::WorkQueue(size_t workers) : shared_(std::make_unique<Shared>()) {
   workers_.reserve(workers);
   for (size_t i = 0; i < workers; ++i) {
     workers_.emplace_back([shared = shared_.get()] { work_until_stopped(*shared); });
@@ -14,7 +12,7 @@ WorkQueue::WorkQueue(size_t workers) : shared_(std::make_unique<Shared>()), owne
 }
 
 WorkQueue::~WorkQueue() {
-  if (getpid() == owner_pid_) {
+  if (!maker_.forked()) {
     stop();
     return;
   }
@@ -26,7 +24,7 @@ WorkQueue::~WorkQueue() {
   (void)shared_.release();
 }
 
-bool WorkQueue::forked() const { return !workers_.empty() && getpid() != owner_pid_; }
+bool WorkQueue::forked() const { return !workers_.empty() && maker_.forked(); }
 
 void WorkQueue::submit(std::shared_ptr<Work> work) {
   if (forked()) {
@@ -105,7 +103,7 @@ void WorkQueue::drain() {
 }
 
 void WorkQueue::stop() {
-  if (getpid() != owner_pid_) {
+  if (maker_.forked()) {
     return;
   }
   drain();

@@ -10,6 +10,8 @@
 #include <thread>
 #include <vector>
 
+#include "process_mark.h"
+
 namespace memswap {
 
 class WorkQueue;
@@ -92,7 +94,7 @@ class WorkQueue {
   std::unique_ptr<Shared> shared_;
   std::mutex stop_mutex_;
   std::vector<std::thread> workers_;
-  const int owner_pid_;
+  const ProcessMark maker_;
 };
 
 }  // namespace memswap
