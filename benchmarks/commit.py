@@ -10,7 +10,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def commit() -> str:
-    """Return the commit of this working tree, marked where files differ from it."""
+    """Return the commit of this working tree, marked where files differ from it.
+
+    Results do not count: one benchmark writes them while the next has not begun.
+    """
 
     if shutil.which("git") is None:
         return "git was not found"
@@ -24,4 +27,5 @@ def commit() -> str:
     head = git("rev-parse", "HEAD")
     if not head:
         return "not a git working tree"
-    return head + (" with changes" if git("status", "--porcelain") else "")
+    changed = git("status", "--porcelain", "--", ".", ":!benchmarks/results")
+    return head + (" with changes" if changed else "")
