@@ -60,6 +60,9 @@ def measure_copy_share(folder: Path | None = None) -> float:
     def product() -> None:
         torch.mm(left, right, out=out)
 
+    start().synchronize()
+    for _ in range(PRODUCTS):  # threads and memory are there from here on
+        product()
     idle, alone, beside, copies = [], [], [], []
     for _ in range(ROUNDS):
         idle.append(seconds(lambda: start().synchronize()))
