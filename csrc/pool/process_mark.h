@@ -4,7 +4,7 @@
 namespace memswap {
 
 // Asked for each block and each piece of work: where the system wipes a page in forked children,
-// that is a load, and no call of the system (getpid: 0.25 us).
+// that is a load, and no call of the system.
 class ProcessMark {
  public:
   ProcessMark();
@@ -15,8 +15,8 @@ class ProcessMark {
   bool forked() const;
 
  private:
-  const volatile char* page_ =
-      nullptr;  // 1 where it was made, wiped in a child; NULL: no such page
+  // Holds 1 where it was made, and 0 in a child. NULL: the system wipes no page.
+  const volatile char* page_ = nullptr;
   const int pid_;
 };
 
