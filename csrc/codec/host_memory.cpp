@@ -67,13 +67,11 @@ std::shared_ptr<Pool> spare_pool() {
   struct Spare {
     std::mutex mutex;
     std::shared_ptr<Pool> pool;
-    int pid = 0;
   };
   // Leaked: tensors may be dropped after every static object is.
   static auto& spare = *new Spare;  // NOLINT
   const std::lock_guard lock(spare.mutex);
-  if (spare.pid != getpid()) {
-    spare.pid = getpid();
+  if (spare.pool == nullptr || spare.pool->forked()) {
     spare.pool = std::make_shared<Pool>(
         std::make_shared<BudgetedSlabs>(std::make_shared<OrdinarySlabs>(), spare_budget()),
         PoolOptions{.slab_bytes = size_t{4} << 20, .alignment = 512, .grow_ahead_bytes = 0});

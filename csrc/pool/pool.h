@@ -68,6 +68,9 @@ class Pool {
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
+  // Whether this process was forked from the one that made the pool.
+  bool forked() const;
+
   // A block of exactly `nbytes` bytes, or nullptr (counted, with its reason in the statistics) when
   // the source has refused. In this order: free range, pending range of the same size (waits),
   // growth. Never throws for want of memory in slabs.
@@ -93,7 +96,6 @@ class Pool {
 
  private:
   void start_background();
-  bool forked() const;
 
   const std::shared_ptr<PoolCore> core_;
   std::mutex grower_mutex_;
