@@ -15,26 +15,23 @@ namespace {
 using frame::Dtype;
 using frame::Shape;
 
-// Longest S1, S2 and E bytes of a block, and the vector behind them.
-inline constexpr uint32_t kEscapeBytes = frame::kBlockElements / 8 * (2 + 4 + 8) + kLanes;
-
 // Appends runs of bits to a stream.
 class BitAppender {
  public:
   explicit BitAppender(uint8_t* out) : out_(out) {}
 
-  // The low `count` bits of `bits`, the others being 0; count is at most 64.
+  // The low `count` bits of `bits`, the others being 0; count is at most 64. Writes 8 bytes. No
+  // branches: nobody can predict when a word is full.
   void append(uint64_t bits, uint32_t count) {
-    pending_ |= bits << filled_;
-    if (filled_ + count >= 64) {
-      store64(out_, pending_);
-      out_ += 8;
-      pending_ = filled_ == 0 ? 0 : bits >> (64 - filled_);
-      filled_ += count;
-      filled_ -= 64;
-    } else {
-      filled_ += count;
-    }
+    const uint64_t low = bits << filled_;
+    const uint64_t high = bits >> 1 >> (63 - filled_);
+    store64(out_, pending_ | low);
+    filled_ += count;
+    const uint64_t full = filled_ / 64;
+    const uint64_t keep = full - 1;
+    pending_ = (pending_ & keep) | ((low & keep) | (high & ~keep));
+    out_ += 8 * full;
+    filled_ %= 64;
   }
 
   uint8_t* finish() {
@@ -62,7 +59,7 @@ template <Dtype kDtype>
 class SparseEncoder {
   using Type = Float<kDtype>;
   static constexpr uint32_t kWidth = Type::kWidth;
-  static constexpr uint32_t kBlocksAhead = 4;  // measured
+  static constexpr uint32_t kPrefetchBytes = 8192;  // measured
 
  public:
   SparseEncoder(const uint8_t* elements, uint32_t count, uint8_t* payload, EncodedBlock* encoded)
@@ -73,7 +70,6 @@ class SparseEncoder {
     for (uint32_t round = 0; round < blocks + 3; ++round) {
       // Blocks before the first have numbers beyond the last: they wrap around.
       if (round < blocks) {
-        prefetch_block(round + kBlocksAhead);
         compress(elements_ + round * Type::kBlockBytes, blocks_[round % 4]);
       }
       if (round - 1 < blocks) {
@@ -93,7 +89,8 @@ class SparseEncoder {
     Bitmap bitmap;                // of the survivors
     uint64_t negative[kVectors];  // which elements are -0
     bool has_negative_zero;
-    uint32_t live;  // survivors
+    uint32_t live;     // survivors
+    uint32_t maximum;  // symbol
     uint8_t center;
     Row plane[kWidth];  // by byte of the rotated survivor, and zeros behind the last one
     Row rest[2];
@@ -104,28 +101,25 @@ class SparseEncoder {
     uint32_t vectors() const { return (live + kLanes - 1) / kLanes; }
   };
 
-  // Of this tile or the next, and no further than the second cache: the first one is full of rows.
-  void prefetch_block(uint32_t b) const {
-    const auto at = reinterpret_cast<uintptr_t>(elements_) + b * Type::kBlockBytes;
-    for (uint32_t i = 0; i < Type::kBlockBytes; i += kLanes) {
-      _mm_prefetch(reinterpret_cast<const char*>(at + i), _MM_HINT_T1);
-    }
-  }
-
   static void compress(const uint8_t* elements, Block& block) {
     uint32_t live = 0;
     uint64_t any_negative = 0;
+    Vector highest = _mm512_setzero_si512();
     for (uint32_t i = 0; i < kVectors; ++i) {
       Vector v[kWidth];
       for (uint32_t j = 0; j < kWidth; ++j) {
-        v[j] = rotate_left<kWidth>(load(elements + kLanes * (kWidth * i + j)));
+        const uint8_t* from = elements + kLanes * (kWidth * i + j);
+        prefetch_second(from, kPrefetchBytes);
+        v[j] = rotate_left<kWidth>(load(from));
       }
       split_bytes<kWidth>(v);
+      highest = _mm512_max_epu8(highest, v[kWidth - 1]);
       // The rotated +0 is 0, and -0 is 1.
-      uint64_t survivors = _mm512_test_epi8_mask(v[0], broadcast(0xfe));
+      Vector magnitude = _mm512_and_si512(v[0], broadcast(0xfe));
       for (uint32_t p = 1; p < kWidth; ++p) {
-        survivors |= _mm512_test_epi8_mask(v[p], v[p]);
+        magnitude = _mm512_or_si512(magnitude, v[p]);
       }
+      const uint64_t survivors = _mm512_test_epi8_mask(magnitude, magnitude);
       const uint64_t negative = _mm512_test_epi8_mask(v[0], broadcast(1)) & ~survivors;
       block.bitmap.word[i] = survivors;
       block.negative[i] = negative;
@@ -140,21 +134,29 @@ class SparseEncoder {
     }
     block.live = live;
     block.has_negative_zero = any_negative != 0;
+    block.maximum = maximum_of(highest) >> Type::kRestBits;
   }
 
   // c2 of the symbols, among which the zeros behind them do not count.
   static void choose_center(Block& block) {
     const uint32_t vectors = block.vectors();
     Bytes& symbols = block.symbols;
-    Vector highest = _mm512_setzero_si512();
+    const Vector highest = broadcast(block.maximum);
+    const Vector limit = broadcast(canonical::kClip);
+    Vector sums = _mm512_setzero_si512();
+    Vector present = _mm512_setzero_si512();
     for (uint32_t i = 0; i < vectors; ++i) {
       const Vector top = load(block.plane[kWidth - 1].byte + kLanes * i);
       take_rest(top, i, block.rest);
-      symbols.vector[i] = Type::kRestBits == 0 ? top : shift_right<Type::kRestBits>(top);
-      highest = _mm512_max_epu8(highest, symbols.vector[i]);
+      const Vector symbol = Type::kRestBits == 0 ? top : shift_right<Type::kRestBits>(top);
+      symbols.vector[i] = symbol;
+      sums = _mm512_add_epi64(
+          sums, partial_sums(_mm512_min_epu8(_mm512_sub_epi8(highest, symbol), limit)));
+      present = _mm512_add_epi8(present, _mm512_min_epu8(symbol, broadcast(1)));
     }
-    const uint32_t maximum = maximum_of(highest);
-    Crowd crowd{maximum, distances_of<true>(symbols, vectors, maximum)};
+    const uint32_t count = total(partial_sums(present));
+    const uint32_t of_zeros = (vectors * kLanes - count) * distance_of_zero(block.maximum);
+    Crowd crowd{block.maximum, {total(sums) - of_zeros, count, 1}};
     if (Type::kSymbolBits == canonical::kOutlierBits && may_have_outliers(crowd.distances)) {
       const uint32_t low = crowded_window(symbols, vectors);
       crowd = low != 0 ? crowd_of(symbols, vectors, low) : crowd;
@@ -221,21 +223,19 @@ class SparseEncoder {
     if (block.has_negative_zero) {
       end = append_signs(end, block);
     }
-    uint32_t escape_bytes = 0;
-    alignas(64) uint8_t escapes[kEscapeBytes];
+    const uint8_t* const limit =
+        payload_ + (frame::max_payload_units(kDtype, Shape::kSparse) - 1) * frame::kUnitBytes;
     if (block.escapes.count != 0) {
-      const uint8_t* escapes_end =
-          encode_escapes2(block.escapes, block.center, escapes, escapes + kEscapeBytes, deeper_);
-      escape_bytes = static_cast<uint32_t>(escapes_end - escapes);
+      end = encode_escapes2(block.escapes, block.center, end, limit, deeper_);
     }
-    const uint32_t units = units_of_bytes(static_cast<uint32_t>(end - payload_) + escape_bytes);
     EncodedBlock& encoded = encoded_[b];
-    if (units >= frame::max_payload_units(kDtype, Shape::kSparse)) {
+    if (end == nullptr || end > limit) {
       const uint8_t* from = elements_ + b * Type::kBlockBytes;
       encoded = encode_literal<false>(from, kDtype, Shape::kSparse, nullptr, payload_);
       encoded.zeros = zeros;
     } else {
-      store64(append_row(end, escapes, escape_bytes), 0);  // the rest of the last unit
+      store64(end, 0);  // the rest of the last unit
+      const uint32_t units = units_of_bytes(static_cast<uint32_t>(end - payload_));
       const uint32_t mode = block.has_negative_zero ? frame::kSignedZeros : frame::kZeros;
       encoded = {mode, units, zeros, block.center, block.center, packed};
     }

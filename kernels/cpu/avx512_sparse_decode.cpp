@@ -105,31 +105,31 @@ inline uint64_t bits_at(const uint8_t* stream, uint32_t at) {
 template <uint32_t kWidth>
 inline constexpr uint32_t kElementLanes = kLanes / kWidth;
 
-// The first elements of `value`, moved to the lanes of a mask's low bits; the others become 0.
+// `others`, with the first elements of `value` in the lanes of a mask's low bits.
 template <uint32_t kWidth>
-inline Vector expand_lanes(uint64_t lanes, Vector value) {
+inline Vector expand_lanes(Vector others, uint64_t lanes, Vector value) {
   if constexpr (kWidth == 1) {
-    return _mm512_maskz_expand_epi8(lanes, value);
+    return _mm512_mask_expand_epi8(others, lanes, value);
   } else if constexpr (kWidth == 2) {
-    return _mm512_maskz_expand_epi16(static_cast<__mmask32>(lanes), value);
+    return _mm512_mask_expand_epi16(others, static_cast<__mmask32>(lanes), value);
   } else if constexpr (kWidth == 4) {
-    return _mm512_maskz_expand_epi32(static_cast<__mmask16>(lanes), value);
+    return _mm512_mask_expand_epi32(others, static_cast<__mmask16>(lanes), value);
   } else {
-    return _mm512_maskz_expand_epi64(static_cast<__mmask8>(lanes), value);
+    return _mm512_mask_expand_epi64(others, static_cast<__mmask8>(lanes), value);
   }
 }
 
-// `value`, with -0 in the chosen lanes.
+// +0, and -0 in the chosen lanes.
 template <uint32_t kWidth>
-inline Vector with_negative_zeros(Vector value, uint64_t lanes) {
+inline Vector zeros_with_signs(uint64_t negative) {
   if constexpr (kWidth == 1) {
-    return _mm512_mask_mov_epi8(value, lanes, broadcast(0x80));
+    return _mm512_maskz_mov_epi8(negative, broadcast(0x80));
   } else if constexpr (kWidth == 2) {
-    return _mm512_mask_set1_epi16(value, static_cast<__mmask32>(lanes), INT16_MIN);
+    return _mm512_maskz_set1_epi16(static_cast<__mmask32>(negative), INT16_MIN);
   } else if constexpr (kWidth == 4) {
-    return _mm512_mask_set1_epi32(value, static_cast<__mmask16>(lanes), INT32_MIN);
+    return _mm512_maskz_set1_epi32(static_cast<__mmask16>(negative), INT32_MIN);
   } else {
-    return _mm512_mask_set1_epi64(value, static_cast<__mmask8>(lanes), INT64_MIN);
+    return _mm512_maskz_set1_epi64(static_cast<__mmask8>(negative), INT64_MIN);
   }
 }
 
@@ -148,11 +148,12 @@ inline void spread(uint8_t* out, const uint8_t* survivors, const Streams& stream
     for (uint32_t j = 0; j < kWidth; ++j) {
       const uint64_t lanes =
           kWidth == 1 ? word : word >> (kElements * j % 64) & ((uint64_t{1} << kElements % 64) - 1);
-      Vector v = expand_lanes<kWidth>(lanes, load(survivors));
-      survivors += kWidth * count_bits(lanes);
+      Vector zero = opaque_zero();  // see [Note: compressing into a zero]
       if constexpr (kSigns) {
-        v = with_negative_zeros<kWidth>(v, negative >> (kElements * j % 64));
+        zero = zeros_with_signs<kWidth>(negative >> (kElements * j % 64));
       }
+      const Vector v = expand_lanes<kWidth>(zero, lanes, load(survivors));
+      survivors += kWidth * count_bits(lanes);
       store_line<kStreaming>(out + kLanes * (kWidth * i + j), v);
     }
   }

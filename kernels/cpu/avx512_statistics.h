@@ -62,6 +62,11 @@ inline Range range_of_short(const Bytes& symbols) {
           total(_mm512_add_epi64(partial_sums(sum[0]), partial_sums(sum[1])))};
 }
 
+// What a symbol 0 adds to a sum of min(maximum - E, 31).
+inline uint32_t distance_of_zero(uint32_t maximum) {
+  return maximum < canonical::kClip ? maximum : canonical::kClip;
+}
+
 // Of the symbols that are not 0.
 struct Distances {
   uint32_t sum;  // of min(maximum - E, 31)
@@ -96,8 +101,8 @@ inline Distances distances_of(const Bytes& symbols, uint32_t vectors, uint32_t m
     return {total(sums), all, 1};
   }
   const uint32_t count = total(partial_sums(present));
-  const uint32_t of_zero = maximum < canonical::kClip ? maximum : canonical::kClip;
-  return {total(sums) - (all - count) * of_zero, count, minimum_of(lowest) + 1};
+  const uint32_t of_zeros = (all - count) * distance_of_zero(maximum);
+  return {total(sums) - of_zeros, count, minimum_of(lowest) + 1};
 }
 
 inline uint32_t count_nonzero(const Bytes& symbols) {

@@ -10,9 +10,12 @@
 
 namespace memswap::cpu {
 
-// Readable behind what a decoder is given as payload, and writable behind the longest payload that
-// an encoder may produce: whole vectors may be moved there.
+// Readable behind what a decoder is given as payload: whole vectors may be moved there.
 inline constexpr uint32_t kSlackBytes = 64;
+
+// Writable behind the longest payload that an encoder may produce: 2 bits for each element may have
+// been written before it is seen that they are too many.
+inline constexpr uint32_t kEncoderSlackBytes = kSlackBytes + frame::kBlockElements / 4;
 
 // What stays the same for all blocks of a job.
 struct EncodeParams {
@@ -41,8 +44,8 @@ struct EncodedBlock {
 //   count     1..kTileElements: elements that are there (shape ints and the zeros counter ask)
 //   slabs     slab_bytes for each block, 128-byte aligned, written completely and not beyond
 //   payloads  8-byte aligned, of any content: max_payload_units * 8 bytes for each block and
-//             kSlackBytes. A block's payload begins where that of the block before it ends, is
-//             `units` units long and has zero bits up to the unit; what is behind the last is
+//             kEncoderSlackBytes. A block's payload begins where that of the block before it ends,
+//             is `units` units long and has zero bits up to the unit; what is behind the last is
 //             garbage
 //   encoded   for each block
 using EncodeBlocks = void (*)(const EncodeParams& params, const void* elements, uint32_t count,

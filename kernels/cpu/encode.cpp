@@ -49,7 +49,7 @@ struct Tile {
 
 // One task's memory. Payloads stand one behind another; none is longer than its elements.
 struct alignas(64) Workspace {
-  uint8_t payloads[kStagingBytes + kSlackBytes];
+  uint8_t payloads[kStagingBytes + kEncoderSlackBytes];
   uint8_t last_block[kMaxBlockBytes];
   Tile tiles[kMaxTilesPerChunk];
 };

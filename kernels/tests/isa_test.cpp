@@ -47,7 +47,7 @@ class Blocks : public testing::TestWithParam<Isa> {
     const uint32_t payload =
         blocks * frame::max_payload_units(params.dtype, params.shape) * frame::kUnitBytes;
     EncodeResult result{std::vector<EncodedBlock>(blocks), GuardedBuffer(slab),
-                        GuardedBuffer(payload + cpu::kSlackBytes)};
+                        GuardedBuffer(payload + cpu::kEncoderSlackBytes)};
     codec.encoder(params)(params, elements.data(), count, result.slab.data(), result.payload.data(),
                           result.blocks.data());
     codec.fence();
