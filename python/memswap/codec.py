@@ -203,6 +203,13 @@ class Frame:
             )
         return cls(frame_bytes, size, stride, dtype)
 
+    def __copy__(self) -> Frame:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Frame:
+        """The frame itself, which nothing can change; not its bytes on the CPU, as a pickle's."""
+        return self
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles as :meth:`to_bytes`. An unpickled frame is on the CPU, wherever this one is."""
         return Frame.from_bytes, (self.to_bytes(),)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import struct
 from typing import Any
@@ -359,6 +360,11 @@ def test_from_bytes_takes_any_buffer_at_any_alignment(frame: memswap.Frame) -> N
 def test_from_bytes_says_what_has_no_bytes(thing: Any) -> None:
     with pytest.raises(TypeError, match=f"a memoryview, found {type(thing).__name__}"):
         memswap.Frame.from_bytes(thing)
+
+
+def test_a_copy_of_a_frame_is_the_frame(frame: memswap.Frame) -> None:
+    """Which stays on its device: a pickle's way would bring it to the CPU."""
+    assert copy.copy(frame) is frame and copy.deepcopy([frame])[0] is frame
 
 
 def test_bytes_need_no_numpy() -> None:
