@@ -3,6 +3,8 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <cstring>
+
 #include "codec/backends.h"
 #include "codec/codec_lane.h"
 #include "codec/dtypes.h"
@@ -37,6 +39,20 @@ FrameOptions options_of(uint8_t dtype, uint8_t shape, std::optional<uint64_t> va
           .var_capacity = var_capacity,
           .profile = profile,
           .center = center};
+}
+
+// Python's buffers and bytes without numpy, which torch may have been installed without.
+at::Tensor frame_of(const py::buffer& bytes) {
+  const py::buffer_info found = bytes.request();
+  const auto nbytes = static_cast<size_t>(found.size * found.itemsize);
+  const py::gil_scoped_release release;
+  at::Tensor frame = new_host_frame(nbytes);
+  std::memcpy(frame.mutable_data_ptr(), found.ptr, nbytes);
+  return frame;
+}
+
+py::bytes bytes_of(const at::Tensor& frame) {
+  return {static_cast<const char*>(frame.const_data_ptr()), frame.nbytes()};
 }
 
 void bind_frames(py::module_& module) {
@@ -96,7 +112,9 @@ void bind_frames(py::module_& module) {
       py::arg("frame"), py::arg("size"), py::arg("dtype"), py::arg("shape") = std::nullopt,
       without_gil());
   module.def("portable_frame", &portable_frame, py::arg("frame"), without_gil());
-  module.def("new_frame", &new_host_frame, py::arg("nbytes"), without_gil());
+  module.def("frame_of", &frame_of, py::arg("bytes"),
+             "A copy of a contiguous buffer in host memory, aligned as a frame is.");
+  module.def("bytes_of", &bytes_of, py::arg("frame"), "A frame in host memory, as bytes.");
   module.def("read_header", &read_header, py::arg("frame"));
   module.def(
       "dtype_code", [](at::ScalarType dtype) { return static_cast<int>(frame_dtype(dtype)); },

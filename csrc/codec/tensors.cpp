@@ -4,6 +4,7 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/safe_numerics.h>
 
 #include <cstring>
 #include <string>
@@ -42,6 +43,27 @@ int run_on(c10::Device device, const char* name, Work work) {
                   launch.stream = stream;
                   return work(launch);
                 });
+}
+
+// Bytes of a tensor of this size.
+size_t nbytes_of(at::IntArrayRef size, at::ScalarType dtype) {
+  size_t nbytes = c10::elementSize(dtype);
+  for (const int64_t length : size) {
+    TORCH_CHECK_VALUE(
+        length >= 0 && !c10::mul_overflows(nbytes, static_cast<size_t>(length), &nbytes),
+        "memswap: no tensor of ", dtype, " has size ", size);
+  }
+  return nbytes;
+}
+
+// A header on the host says what is worth allocating before a frame is decoded: whoever asks for
+// more would otherwise be given it, and then be told that the frame is damaged.
+void expect_elements(const at::Tensor& frame, uint64_t elements) {
+  const uint64_t found = read_header(frame).header.elements;
+  if (found != elements) {
+    throw DamagedFrameError("its header says " + std::to_string(found) + " elements, expected " +
+                            std::to_string(elements));
+  }
 }
 
 // Of a warm pool on a CPU; from torch's allocator, which has one, elsewhere.
@@ -166,9 +188,13 @@ at::Tensor decode_with(const memswap_codec& codec, const at::Tensor& given, at::
                        at::ScalarType dtype, bool check_decode, uint8_t shape_hint) {
   const c10::DeviceGuard guard(given.device());
   const at::Tensor frame = aligned(given);
-  at::Tensor output = new_tensor(size, given.options().dtype(dtype));
   const frame::Dtype code = frame_dtype(dtype);
+  const uint64_t elements = nbytes_of(size, dtype) / frame::width_of(code);
   const bool on_host = given.device().is_cpu();
+  if (on_host) {
+    expect_elements(frame, elements);
+  }
+  at::Tensor output = new_tensor(size, given.options().dtype(dtype));
   uint32_t status = frame::kOk;
   const auto new_status = [&] {
     const auto options = given.options().dtype(at::kInt);
@@ -179,7 +205,7 @@ at::Tensor decode_with(const memswap_codec& codec, const at::Tensor& given, at::
   memswap_decode_job job{};
   job.frame = frame.const_data_ptr();
   job.frame_bytes = frame.nbytes();
-  job.elements = output.nbytes() / frame::width_of(code);
+  job.elements = elements;
   job.dtype = static_cast<uint8_t>(code);
   job.verify = 1;
   job.shape_hint = shape_hint;

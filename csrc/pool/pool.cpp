@@ -23,10 +23,10 @@ Pool::~Pool() {
   if (grower_.joinable()) {
     grower_.detach();
   }
-  new std::shared_ptr<PoolCore>(core_);  // NOLINT: leaked on purpose
+  leak(std::shared_ptr<PoolCore>(core_));
 }
 
-bool Pool::forked() const { return maker_.forked(); }
+bool Pool::forked() const { return core_->forked(); }
 
 BlockPtr Pool::allocate(size_t nbytes) { return forked() ? nullptr : core_->allocate(nbytes); }
 

@@ -8,7 +8,6 @@
 #include <thread>
 
 #include "../block.h"
-#include "process_mark.h"
 #include "slab_source.h"
 
 namespace memswap {
@@ -59,8 +58,8 @@ struct PoolStatistics {
 // The lock is never held during a transfer, an allocation of the system or a call of a ticket.
 //
 // After fork() parent and child would give the same ranges of a file to different tensors, and a
-// lock may be held for ever: in the child every request is refused. Dropping such a pool there is
-// safe and leaks what it shared with the parent.
+// lock may be held for ever: in the child every request is refused. Dropping such a pool there, or
+// a block of one, is safe and leaks what it shared with the parent.
 class Pool {
  public:
   explicit Pool(SlabSourcePtr source, PoolOptions options = {});
@@ -101,7 +100,6 @@ class Pool {
   std::mutex grower_mutex_;
   std::thread grower_;
   bool stopped_ = false;
-  const ProcessMark maker_;
 };
 
 }  // namespace memswap

@@ -37,6 +37,10 @@ PoolBlock::PoolBlock(std::shared_ptr<PoolCore> core, Slab& slab, const Range& ra
       prune_at_(tickets_.size() + kPruneTickets) {}
 
 PoolBlock::~PoolBlock() {
+  if (core_->forked()) {
+    leak(std::move(tickets_));
+    return;
+  }
   drop_done(tickets_);
   core_->give_back(range_, nbytes_, std::move(tickets_));
 }

@@ -47,6 +47,13 @@ PoolCore::PoolCore(SlabSourcePtr source, PoolOptions options)
       ranges_(options_.alignment) {}
 
 PoolCore::~PoolCore() {
+  if (forked()) {
+    for (auto& [id, slab] : slabs_) {
+      (void)slab.release();
+    }
+    leak(std::move(pending_));
+    return;
+  }
   for (auto& [sequence, pending] : pending_) {
     for (const TicketPtr& ticket : pending.tickets) {
       try {

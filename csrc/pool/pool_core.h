@@ -9,12 +9,14 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "../block.h"
 #include "../ticket.h"
 #include "pool.h"
+#include "process_mark.h"
 #include "range_allocator.h"
 #include "slab_source.h"
 
@@ -28,9 +30,14 @@ namespace memswap {
 class PoolCore final : public std::enable_shared_from_this<PoolCore> {
  public:
   PoolCore(SlabSourcePtr source, PoolOptions options);
-  ~PoolCore();  // blocks until the tickets of pending ranges are done: their slabs go now
+  // Blocks until the tickets of pending ranges are done: their slabs go now. In a forked child
+  // nothing goes: a file's space and pinned memory are the parent's to give back.
+  ~PoolCore();
   PoolCore(const PoolCore&) = delete;
   PoolCore& operator=(const PoolCore&) = delete;
+
+  // Whether this process was forked from the one that made it. Nothing else may be asked then.
+  bool forked() const { return maker_.forked(); }
 
   BlockPtr allocate(size_t nbytes);
   size_t trim();
@@ -72,6 +79,7 @@ class PoolCore final : public std::enable_shared_from_this<PoolCore> {
 
   const std::shared_ptr<CountedSlabs> source_;
   const PoolOptions options_;
+  const ProcessMark maker_;
 
   std::mutex grow_mutex_;
 
@@ -121,6 +129,13 @@ class PoolBlock final : public Block {
   std::vector<TicketPtr> tickets_;
   size_t prune_at_;
 };
+
+// Keeps what a forked child shares with its parent: letting go of it would call a driver, take a
+// lock that nobody lets go of, or return what the parent uses.
+template <class Shared>
+void leak(Shared&& shared) {
+  new std::remove_reference_t<Shared>(std::forward<Shared>(shared));  // NOLINT: leaked on purpose
+}
 
 // Removes the tickets whose work has ended and destroys them; no lock may be held.
 // Returns true if none is left.

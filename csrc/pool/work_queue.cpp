@@ -4,7 +4,8 @@
 
 namespace memswap {
 
-WorkQueue::WorkQueue(size_t workers) : shared_(std::make_unique<Shared>()) {
+WorkQueue::WorkQueue(size_t workers)
+    : shared_(std::make_unique<Shared>()), has_workers_(workers > 0) {
   workers_.reserve(workers);
   for (size_t i = 0; i < workers; ++i) {
     workers_.emplace_back([shared = shared_.get()] { work_until_stopped(*shared); });
@@ -24,7 +25,7 @@ WorkQueue::~WorkQueue() {
   (void)shared_.release();
 }
 
-bool WorkQueue::forked() const { return !workers_.empty() && maker_.forked(); }
+bool WorkQueue::forked() const { return has_workers_ && maker_.forked(); }
 
 void WorkQueue::submit(std::shared_ptr<Work> work) {
   if (forked()) {
@@ -117,6 +118,7 @@ void WorkQueue::stop() {
     worker.join();
   }
   workers_.clear();
+  has_workers_ = false;
 }
 
 }  // namespace memswap

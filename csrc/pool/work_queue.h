@@ -94,6 +94,7 @@ class WorkQueue {
   std::unique_ptr<Shared> shared_;
   std::mutex stop_mutex_;
   std::vector<std::thread> workers_;
+  std::atomic<bool> has_workers_;  // asked while another thread may end them
   const ProcessMark maker_;
 };
 

@@ -62,6 +62,7 @@ _TRAILER_MAGIC = b"MST1"
 _VERSION = 1
 _HEADER = struct.Struct("<4sHBBB3xIQIIQQQ")  # to overflow_used; docs/format.md section 1
 _HEADER_NBYTES = 128
+_FORMATS = "bBc"  # of buffers of bytes
 _MAX_DIMENSIONS = 64  # of a tensor of torch's
 _DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
@@ -171,23 +172,24 @@ class Frame:
             *self._stride,
             len(name),
         )
-        return bytes(memoryview(portable.numpy())) + trailer + name
+        return native.bytes_of(portable) + trailer + name
 
     @classmethod
     def from_bytes(cls, buffer: bytes | bytearray | memoryview) -> Frame:
         """The frame that :meth:`to_bytes` wrote, on the CPU. The bytes are copied.
 
         Headers and lengths are checked here, payloads when the frame is decoded. A flipped bit in a
-        mantissa can be noticed only in a frame that was made with ``checksum=True``.
+        mantissa can be noticed only in a frame that was made with ``checksum=True``. Nothing longer
+        than ``buffer`` is allocated here, whatever a header claims.
 
         Raises:
             FrameError: these are not the bytes of a frame that this version reads.
+            TypeError: ``buffer`` has no bytes to read.
         """
-        view = memoryview(buffer).cast("B")
+        view = _bytes_in(buffer)
         frame_nbytes = _frame_nbytes(view)
         size, stride, dtype = _read_trailer(view[frame_nbytes:])
-        frame_bytes = native.new_frame(frame_nbytes)
-        memoryview(frame_bytes.numpy())[:] = view[:frame_nbytes]
+        frame_bytes = native.frame_of(view[:frame_nbytes])
         try:
             report = native.read_header(frame_bytes)
         except native.DamagedFrameError as fault:
@@ -200,6 +202,13 @@ class Frame:
                 "write it again"
             )
         return cls(frame_bytes, size, stride, dtype)
+
+    def __copy__(self) -> Frame:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Frame:
+        """The frame itself, which nothing can change; not its bytes on the CPU, as a pickle's."""
+        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles as :meth:`to_bytes`. An unpickled frame is on the CPU, wherever this one is."""
@@ -302,6 +311,18 @@ def _memory_order(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
         return tensor.as_strided((tensor.numel(),), (1,)), tensor.stride()
     contiguous = tensor.contiguous()
     return contiguous.view(-1), contiguous.stride()
+
+
+def _bytes_in(buffer: Any) -> memoryview:
+    try:
+        view = memoryview(buffer)
+    except TypeError:
+        raise TypeError(
+            f"from_bytes takes bytes, a bytearray or a memoryview, found {type(buffer).__name__}"
+        ) from None
+    # What a cast does not take (steps, no elements, structures) is copied once more.
+    plain = view.c_contiguous and view.nbytes > 0 and view.format in _FORMATS
+    return view.cast("B") if plain else memoryview(view.tobytes())
 
 
 def _frame_nbytes(view: memoryview) -> int:

@@ -53,6 +53,10 @@ class BudgetError(MemswapError, ValueError):
         super().__init__(message)
         self.smallest_bytes = smallest_bytes
 
+    def __reduce__(self) -> tuple[type[BudgetError], tuple[str, int]]:
+        """Errors of other processes arrive pickled."""
+        return type(self), (str(self), self.smallest_bytes)
+
 
 class SlotError(MemswapError, RuntimeError):
     """The memory of gathered weights was used by somebody whose loan of it had ended."""

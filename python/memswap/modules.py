@@ -276,10 +276,11 @@ def matching(
         compiled = compiled_pattern(pattern)
         names = [name for name in named if name and compiled(name)]
         if not names:
-            some = ", ".join(repr(name) for name in list(named)[1:6])
+            known = [repr(name) for name in named if name]
+            some = ", ".join([*known[:5], "..."] if len(known) > 5 else known) or "none"
             raise ValueError(
-                f"swap_modules(): no module matches {pattern!r}; the model has {len(named)} "
-                f"modules: {some}, ... Patterns are for whole names."
+                f"swap_modules(): no module matches {pattern!r}; named modules of the model: "
+                f"{some}. Patterns are for whole names."
             )
         found.update({name: named[name] for name in names})
     return {name: module for name, module in named.items() if name in found}

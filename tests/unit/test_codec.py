@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import struct
 from typing import Any
 
 import pytest
 import torch
+from apart import run_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -339,8 +341,77 @@ def test_a_frame_that_was_overwritten_is_named_when_decoded(frame: memswap.Frame
 def test_from_bytes_takes_any_buffer_at_any_alignment(frame: memswap.Frame) -> None:
     data = frame.to_bytes()
     expected = memswap.decode(frame)
-    for buffer in (data, bytearray(data), memoryview(b"xyz" + data)[3:]):
+    spread = bytes(byte for byte in data for _ in range(2))
+    doubles = memoryview(bytes(8) + data + bytes(-len(data) % 8))
+    for buffer in (
+        data,
+        bytearray(data),
+        memoryview(data).toreadonly(),
+        memoryview(b"xyz" + data)[3:],
+        memoryview(spread)[::2],
+        memoryview(data).cast("B", (len(data), 1)),
+    ):
         assert same_bits(memswap.decode(memswap.Frame.from_bytes(buffer)), expected)
+    with pytest.raises(memswap.FrameError, match="no memswap frame"):
+        memswap.Frame.from_bytes(doubles.cast("d"))
+
+
+@pytest.mark.parametrize("thing", ["MSF1", 128, None, [77, 83], torch.zeros(200).byte()])
+def test_from_bytes_says_what_has_no_bytes(thing: Any) -> None:
+    with pytest.raises(TypeError, match=f"a memoryview, found {type(thing).__name__}"):
+        memswap.Frame.from_bytes(thing)
+
+
+def test_a_copy_of_a_frame_is_the_frame(frame: memswap.Frame) -> None:
+    """Which stays on its device: a pickle's way would bring it to the CPU."""
+    assert copy.copy(frame) is frame and copy.deepcopy([frame])[0] is frame
+
+
+def test_bytes_need_no_numpy() -> None:
+    """Torch works without it, and so do files and pickles of frames."""
+    done = run_python(
+        """
+import sys
+sys.modules["numpy"] = None
+import pickle, torch, memswap
+tensor = torch.arange(5000).float()
+back = memswap.decode(pickle.loads(pickle.dumps(memswap.encode(tensor))))
+print(torch.equal(back, tensor))
+"""
+    )
+    assert done.stdout.strip() == "True", done.stderr
+
+
+LARGE = st.sampled_from([0, 1, 1023, 2**31, 2**41, 2**41 + 1, 2**60, 2**63 - 1, 2**64 - 1])
+FIELDS = [(6, "B"), (7, "B"), (8, "B"), (12, "I"), (16, "Q"), (24, "I"), (28, "I")]
+FIELDS += [(32, "Q"), (40, "Q"), (48, "Q")]
+
+
+@given(
+    fields=st.lists(st.tuples(st.sampled_from(FIELDS), LARGE | st.integers(0, 20)), max_size=4),
+    trailer=st.lists(LARGE, max_size=4),
+    behind=st.binary(max_size=40),
+)
+@settings(max_examples=300, deadline=None)
+def test_a_hostile_header_is_an_error_and_takes_no_memory(
+    fields: list[tuple[tuple[int, str], int]], trailer: list[int], behind: bytes
+) -> None:
+    """Whatever it claims: an error, or a tensor that these bytes justify."""
+    data = bytearray(memswap.encode(torch.arange(3000).view(30, 100)).to_bytes())
+    for (offset, kind), value in fields:
+        struct.pack_into(f"<{kind}", data, offset, value % 256 ** struct.calcsize(kind))
+    sizes = data.index(b"MST1") + 8
+    for place, value in enumerate(trailer):
+        struct.pack_into("<Q", data, sizes + 8 * place, value)
+    codec.trim_spare_memory()
+    refused = codec.spare_memory()["refusals"]
+    try:
+        back = memswap.decode(memswap.Frame.from_bytes(bytes(data) + behind))
+    except memswap.FrameError:
+        back = None
+    assert back is None or back.nbytes == 24_000 or back.numel() == 0
+    spare = codec.spare_memory()
+    assert spare["refusals"] == refused and spare["reserved_bytes"] <= 8 << 20
 
 
 def test_the_trailer_is_the_one_of_the_specification() -> None:

@@ -142,3 +142,21 @@ def test_other_threads_run_while_one_encodes() -> None:
         stop.set()
         sys.setswitchinterval(interval)
         thread.join()
+
+
+@pytest.mark.parametrize("size", [[-1], [-5000, -1], [1 << 32, 1 << 32], [1 << 62, 4]])
+def test_a_size_that_no_tensor_has_is_a_value_error(size: list[int]) -> None:
+    for elements in (0, 5000):
+        frame = encode(torch.zeros(elements).bfloat16(), BF16, 0)
+        with pytest.raises(ValueError, match="no tensor of"):
+            decode(frame, size, torch.bfloat16)
+
+
+def test_nothing_is_allocated_for_elements_that_a_frame_does_not_have() -> None:
+    frame = encode(torch.zeros(5000).bfloat16(), BF16, 0)
+    for elements in (1 << 40, 1 << 60):  # MemoryError, or memory that is touched by nobody
+        with pytest.raises(RuntimeError, match=f"says 5000 elements, expected {elements}"):
+            decode(frame, [elements], torch.bfloat16)
+    for cut in (0, 100):
+        with pytest.raises(RuntimeError, match=f"found {cut} bytes, expected a frame's header"):
+            decode(frame[:cut], [5000], torch.bfloat16)

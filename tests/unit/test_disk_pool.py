@@ -173,3 +173,20 @@ def test_the_file_is_closed_with_the_last_block(tmp_path: Path) -> None:
     assert len(swap_files(tmp_path)) == 1
     del block
     assert swap_files(tmp_path) == []
+
+
+def test_what_a_forked_child_drops_stays_in_its_parents_file(tmp_path: Path) -> None:
+    """The child would give the extent's space back, and the parent would read zeros."""
+    pool = DiskPool(tmp_path, "16MiB", "1MiB")
+    block = pool.native.allocate(MIB)
+    data = torch.full((MIB,), 7, dtype=torch.uint8)
+    block.write(data)
+    del pool  # its blocks keep what they need
+    child = os.fork()
+    if child == 0:
+        del block
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    back = torch.empty_like(data)
+    block.read(back)
+    assert torch.equal(back, data), "bytes were lost on the disk"

@@ -54,7 +54,7 @@ def test_a_negative_size_is_refused() -> None:
         parse_bytes(-1)
 
 
-@given(st.integers(0, 2**62))
+@given(st.integers(0, 2**53 - 1))
 def test_no_byte_is_lost_in_a_long_number(nbytes: int) -> None:
     assert parse_bytes(f"{nbytes}B") == nbytes
     assert parse_bytes(f"{nbytes}.0 KiB") == nbytes * 1024
@@ -198,6 +198,19 @@ def test_statistics_are_plain_and_frozen() -> None:
     assert repr(pool) == "<HostPool 1000 B in use, 64.0 MiB reserved, budget 8.00 GiB>"
     del block
     assert pool.statistics().peak_bytes == 1000
+
+
+def test_a_device_that_is_not_there_is_refused_and_not_found_out_at_each_block() -> None:
+    for device in ("meta", "xpu:0"):
+        with pytest.raises(ValueError, match=f"device='{device}'.*this torch sees the CPU"):
+            HostPool("1MiB", device=device)
+
+
+@pytest.mark.parametrize("size", [2**63, 2**70, "9999999 TiB"])
+def test_more_bytes_than_can_be_addressed_are_a_value_error(size: int | str) -> None:
+    for arguments in ({"budget": size}, {"budget": "1MiB", "slab": size}):
+        with pytest.raises(ValueError, match="no machine has"):
+            HostPool(device="cpu", **arguments)  # type: ignore[arg-type]
 
 
 def test_the_default_budget_leaves_the_machine_its_memory() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import memswap
+from memswap.cli.arguments import file, folder, whole, write
 from memswap.cli.gpt import GPT
 from memswap.cli.measure import Difference, differing_gradients
 from memswap.cli.model_options import add_model_arguments, check_device
@@ -35,7 +36,7 @@ POLICIES = ("auto", *(action.value for action in memswap.Action))
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the demo's options."""
     add_model_arguments(parser)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=whole(1), default=10)
     parser.add_argument(
         "--policy",
         choices=POLICIES,
@@ -52,9 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{PLANNED_STEPS} steps",
     )
     parser.add_argument(
-        "--picture", type=Path, metavar="FOLDER", help="draw a planned step, and write its trace"
+        "--picture", type=folder, metavar="FOLDER", help="draw a planned step, and write its trace"
     )
-    parser.add_argument("--json", type=Path, help="write every number to this file as well")
+    parser.add_argument("--json", type=file, help="write every number to this file as well")
 
 
 def config_from(arguments: argparse.Namespace) -> TrainingConfig:
@@ -64,8 +65,6 @@ def config_from(arguments: argparse.Namespace) -> TrainingConfig:
         SystemExit: with a sentence, for options that cannot be run.
     """
     check_device(arguments.device)
-    if arguments.steps < 1 or arguments.batch < 1:
-        raise SystemExit("memswap demo: --steps and --batch must be at least 1.")
     if arguments.pool_dir is not None:
         if arguments.device != "cpu":
             raise SystemExit("memswap demo: --pool-dir needs --device cpu; others swap to RAM.")
@@ -214,15 +213,18 @@ def share_of(budget: str) -> float | None:
 
 def show_plan(
     config: TrainingConfig, plain: TrainingResult, share: float, picture: Path | None
-) -> list[Difference]:
-    """Train a few steps under a budget, and show the plan. What differs from the plain run."""
+) -> list[Difference] | None:
+    """Train a few steps under a budget, and show the plan.
+
+    What differs from the plain run; None where there is no plan, and nothing to compare.
+    """
     budget = int(share * plain.stats["peak_resident_bytes"])
     under = replace(config, budget=budget, steps=PLANNED_STEPS)
     try:
         planned = train_apart(under, f"budget {share:.0%}")
     except memswap.BudgetError as error:
         print(f"\nno plan: {error}")
-        return []
+        return None
     print(f"\nthe same under a budget of {share:.0%} of the plain run's saved activations:\n")
     print(planned.plan)
     if picture is not None and planned.learnt is not None:
@@ -248,7 +250,7 @@ def run(arguments: argparse.Namespace) -> int:
     differences = differing_gradients(plain.gradients, managed.gradients)
     if arguments.json is not None:
         content = json.dumps(as_json(config, plain, managed, differences), indent=1)
-        arguments.json.write_text(content + "\n", encoding="utf-8")
+        write(arguments.json, content)
 
     stats = managed.stats
     print("\n" + steps_table(plain, managed, differences))
@@ -267,8 +269,15 @@ def run(arguments: argparse.Namespace) -> int:
     )
     compared = sum(map(len, plain.gradients))
     if share is not None and config.steps >= PLANNED_STEPS and config.policy != "keep":
-        differences += show_plan(config, plain, share, arguments.picture)
-        compared += sum(map(len, plain.gradients[:PLANNED_STEPS]))
+        planned = show_plan(config, plain, share, arguments.picture)
+        if planned is not None:
+            differences += planned
+            compared += sum(map(len, plain.gradients[:PLANNED_STEPS]))
+    elif arguments.picture is not None:
+        print(
+            f"\nno picture: nothing was planned (--steps {config.steps}, --budget "
+            f"{arguments.budget}, --policy {config.policy}); a plan takes {PLANNED_STEPS} steps"
+        )
     if differences:
         print(f"\nDIFFERENT: {len(differences)} of {compared} gradients are not identical:")
         for difference in differences[:10]:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 import memswap
+from memswap.cli.arguments import file
 from memswap.cli.corpus import Batches, read_corpus
 from memswap.cli.gpt import GPT
 from memswap.cli.model_options import add_model_arguments, check_device
@@ -48,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="plan for a step that --save wrote; trains nothing",
     )
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the step that was learnt")
+    parser.add_argument("--save", type=file, metavar="FILE", help="write the step that was learnt")
     parser.add_argument(
         "--machine",
         choices=tuple(HARDWARE),
@@ -64,6 +65,7 @@ def planned_from(arguments: argparse.Namespace) -> Planned:
         SystemExit: with a sentence, where there is none.
     """
     try:
+        budget = parsed(arguments.budget, "--budget")
         if arguments.load is not None:
             step, rates = load(arguments.load)
             measured = None
@@ -75,10 +77,11 @@ def planned_from(arguments: argparse.Namespace) -> Planned:
                 step = on_accelerator(step)
             rates = hardware(arguments.machine).rates()
             measured = None
-        plan = measured or make_plan(step, rates, parsed(arguments.budget))
+        plan = measured or make_plan(step, rates, budget)
     except (OSError, ValueError, memswap.BudgetError) as error:
         raise SystemExit(f"memswap {arguments.command}: {error}") from error
     if arguments.save is not None:
+        arguments.save.parent.mkdir(parents=True, exist_ok=True)
         save(step, rates, arguments.save)
     return Planned(plan, step, rates)
 

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from memswap.cli import memory_picture
+from memswap.cli.arguments import folder, write
 from memswap.cli.plan import Planned, add_arguments, planned_from
 from memswap.cli.trace import trace
 from memswap.planning.simulate import Replay, replay
@@ -17,7 +18,7 @@ __all__ = ["add_arguments", "add_output_argument", "run", "write_report"]
 def add_output_argument(parser: argparse.ArgumentParser) -> None:
     """Declare where the files go."""
     parser.add_argument(
-        "--out", type=Path, default=Path("memswap-report"), help="folder for trace.json and the PNG"
+        "--out", type=folder, default="memswap-report", help="folder for trace.json and the PNG"
     )
 
 
@@ -34,10 +35,9 @@ def replays(planned: Planned) -> tuple[Replay, Replay]:
 def write_report(planned: Planned, folder: Path) -> list[Path]:
     """Write the trace, and the picture where matplotlib is installed. Returns what was written."""
     plain, managed = replays(planned)
-    folder.mkdir(parents=True, exist_ok=True)
     written = [folder / "trace.json"]
     content = json.dumps(trace({"plain": plain, "memswap": managed}))
-    written[0].write_text(content + "\n", encoding="utf-8")
+    write(written[0], content)
     budget = planned.plan.budget if isinstance(planned.plan.budget, int) else None
     try:
         memory_picture.draw(plain, managed, budget, folder / "memory.png")

@@ -126,7 +126,7 @@ class HostPool(_Pool):
             CPU where there is none.
 
     Raises:
-        ValueError: a size that cannot be read, or a NUMA node that does not exist.
+        ValueError: a size that cannot be read, a device or a NUMA node that does not exist.
     """
 
     def __init__(
@@ -199,6 +199,13 @@ def _device(device: torch.device | str | None) -> torch.device:
     if device is None:
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     found: torch.device = torch.device(device)
+    if found.type != "cpu":
+        present = torch.accelerator.current_accelerator(check_available=True)
+        if present is None or present.type != found.type:
+            here = "the CPU alone" if present is None else f"the CPU and {present.type}"
+            raise ValueError(
+                f"HostPool(device={str(device)!r}): this torch sees {here}; name one of these"
+            )
     if found.type != "cpu" and found.index is None:
         return torch.device(found.type, torch.accelerator.current_device_index())
     return found

@@ -17,21 +17,22 @@ _UNIT_BYTES = {
     "gib": 2**30,
     "tib": 2**40,
 }
+_LONGEST_BYTES = 2**63 - 1
 _SIZE = re.compile(r"\s*(\d+(?:_\d+)*(?:\.\d+)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_bytes(size: int | str, argument: str = "", *, auto: bool = False) -> int:
     """Bytes of a size such as ``"24GiB"``, ``"512 MiB"``, ``"1.5GB"``, ``"4096"`` or ``4096``.
 
-    Fractions of a byte are cut off. Raises ValueError for anything else: a negative number, an
-    unknown unit, a bool or a float (whose unit could only be guessed). The error names the
-    `argument`, and says whether it could be ``"auto"``.
+    Fractions of a byte are cut off. Raises ValueError for anything else: a negative number, more
+    than 2**63 - 1, an unknown unit, a bool or a float (whose unit could only be guessed). The error
+    names the `argument`, and says whether it could be ``"auto"``.
     """
     named = f"{argument}: " if argument else ""
     if isinstance(size, int) and not isinstance(size, bool):
         if size < 0:
             raise ValueError(f"{named}a size in bytes cannot be negative, found {size}")
-        return size
+        return _addressable(size, named)
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     unit = match and _UNIT_BYTES.get(match[2].lower())
     if match is None or unit is None:
@@ -42,7 +43,13 @@ def parse_bytes(size: int | str, argument: str = "", *, auto: bool = False) -> i
     whole, _, fraction = match[1].replace("_", "").partition(".")
     # In whole numbers: a float would lose bytes beyond 2**53.
     scaled: int = int((whole or "0") + fraction) * unit // 10 ** len(fraction)
-    return scaled
+    return _addressable(scaled, named)
+
+
+def _addressable(nbytes: int, named: str) -> int:
+    if nbytes > _LONGEST_BYTES:
+        raise ValueError(f"{named}no machine has {nbytes} bytes; expected at most {_LONGEST_BYTES}")
+    return nbytes
 
 
 def format_bytes(nbytes: float) -> str:

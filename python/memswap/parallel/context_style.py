@@ -67,6 +67,8 @@ class ContextStyle:
         tensors = len(ROLES[packing])
         if qkv is not None and len(qkv) != tensors:
             raise ValueError(f"qkv={tuple(qkv)}: expected {tensors} for packing={packing!r}")
+        if qkv is not None and len(set(qkv)) != tensors:
+            raise ValueError(f"qkv={tuple(qkv)}: expected {tensors} different places or names")
         if unpacked is not None and (packing != "qkv" or len(unpacked) not in (2, 3)):
             raise ValueError(
                 f"unpacked={tuple(unpacked)} with packing={packing!r}: expected two names (q, kv) "

@@ -7,17 +7,18 @@ import json
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 import torch
 
 import memswap
 from memswap._native import native
+from memswap.cli.arguments import file, sizes, whole, write
 from memswap.cli.bench.environment import describe_environment
 from memswap.cli.bench.kinds import capture
 from memswap.cli.bench.peers import Peer, find_peers
 from memswap.cli.bench.picture import draw
 from memswap.cli.bench.timing import median_rates, median_ratio, times_s
+from memswap.cli.model_options import check_device
 from memswap.cli.table import render_table
 from memswap.codec import Shape, ShapeName, dtype_code, shape_for
 
@@ -291,25 +292,27 @@ def render(result: Result) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``bench codec``."""
     parser.add_argument("--device", default="cpu", help="cpu, cuda or npu")
-    parser.add_argument("--steps", type=int, default=60, help="training steps before the capture")
-    parser.add_argument("--sizes", default="1,4,16,64,256", help="tensor sizes, MiB")
-    parser.add_argument("--kind-size", type=int, default=16, help="tensor of each kind, MiB")
-    parser.add_argument("--rounds", type=int, default=9, help="measured rounds; medians are shown")
-    parser.add_argument("--threads", type=int, default=1, help="threads of torch and of the codec")
-    parser.add_argument("--json", type=Path, help="write the result to this file as well")
-    parser.add_argument("--picture", type=Path, help="draw throughput against ratio (PNG)")
+    parser.add_argument(
+        "--steps", type=whole(1), default=60, help="training steps before the capture"
+    )
+    parser.add_argument("--sizes", type=sizes, default="1,4,16,64,256", help="tensor sizes, MiB")
+    parser.add_argument("--kind-size", type=whole(1), default=16, help="tensor of each kind, MiB")
+    parser.add_argument("--rounds", type=whole(1), default=9, help="measured; medians are shown")
+    parser.add_argument("--threads", type=whole(1), default=1, help="of torch and of the codec")
+    parser.add_argument("--json", type=file, help="write the result to this file as well")
+    parser.add_argument("--picture", type=file, help="draw throughput against ratio (PNG)")
 
 
 def measure(arguments: argparse.Namespace) -> Result:
     """Train, capture, measure and show; the options are those of ``add_arguments``."""
+    check_device(arguments.device)
     device = torch.device(arguments.device)
     kinds = capture(arguments.steps, arguments.kind_size * MIB, device)
     before = torch.get_num_threads()
     torch.set_num_threads(arguments.threads)
     try:
         bench = Bench(device, arguments.rounds, lambda text: print(f"  {text}", flush=True))
-        sizes = [int(size) for size in arguments.sizes.split(",")]
-        result = bench.run(kinds, sizes)
+        result = bench.run(kinds, arguments.sizes)
     finally:
         torch.set_num_threads(before)
     print("\n" + render(result))
@@ -323,9 +326,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the benchmark; return the exit status."""
     result = measure(arguments)
     if arguments.json is not None:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
         environment = describe_environment(torch.device(arguments.device))
         content = {"environment": environment, **asdict(result)}
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write(arguments.json, json.dumps(content, indent=1))
         print(f"written: {arguments.json}")
     return 0

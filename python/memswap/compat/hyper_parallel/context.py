@@ -40,8 +40,8 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
         ranges, mask, comm: see :class:`memswap.parallel.ContextParallel`.
 
     Raises:
-        ValueError: no such layout; load_balance without ``ulysses_degree=1``, ``ranges`` or
-            ``mask``.
+        ValueError: no such layout; a degree below 1; load_balance without ``ulysses_degree=1``,
+            ``ranges`` or ``mask``.
     """
 
     def __init__(
@@ -62,6 +62,10 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
         if (seq_dim, head_dim) not in _LAYOUTS:
             raise ValueError(
                 f"seq_dim={seq_dim}, head_dim={head_dim}: expected one of {sorted(_LAYOUTS)}"
+            )
+        if ulysses_degree is not None and ulysses_degree < 1:
+            raise ValueError(
+                f"ulysses_degree={ulysses_degree}: expected None (all ranks) or a number from 1 on"
             )
         if load_balance and ulysses_degree != 1:
             raise ValueError(

@@ -41,6 +41,7 @@ class HeadWeightParallelCommunicator:
         self._retain_out_sharded = retain_out_sharded
 
     def communication_mode(self) -> str:
+        """``"wp"``: what an end of the model asks for."""
         return "wp"
 
     def weight_hook(

@@ -90,6 +90,7 @@ class ISPCommunicator:
             self._states.append(self._shard_chunk(chunk))
 
     def communication_mode(self) -> str:
+        """``"isp"``: what linear layers of blocks ask for."""
         return "isp"
 
     @property
@@ -288,9 +289,11 @@ class ISPCommunicatorWrapper:
         return iter(self._communicators.values())
 
     def set_communicator(self, index: int, communicator: ISPCommunicator) -> None:
+        """Add one, or put it in another one's place."""
         self._communicators[index] = communicator
 
     def get_communicator(self, index: int) -> ISPCommunicator:
+        """The one with an index. ValueError: there is none."""
         if index not in self._communicators:
             raise ValueError(
                 f"ISPCommunicatorWrapper: found no communicator {index}; set were "

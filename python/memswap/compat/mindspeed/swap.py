@@ -239,16 +239,16 @@ class AsyncSwapHandler:
     @property
     def d2h_stream(self) -> torch.Stream:
         """The stream that sends."""
-        return self._stream("send_stream")
+        return self._stream("send_stream", "d2h_stream")
 
     @property
     def h2d_stream(self) -> torch.Stream:
         """The stream that brings back."""
-        return self._stream("fetch_stream")
+        return self._stream("fetch_stream", "h2d_stream")
 
-    def _stream(self, name: str) -> torch.Stream:
+    def _stream(self, ours: str, name: str) -> torch.Stream:
         for route in self.engine.saver.open_routes():
-            packed = getattr(route.lane, name, None)
+            packed = getattr(route.lane, ours, None)
             if packed is not None:
                 return stream_of(packed)
         raise NotImplementedError(

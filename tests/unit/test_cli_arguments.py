@@ -1,0 +1,76 @@
+"""python -m memswap: what cannot work is refused in words, before anything is trained."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+
+from memswap.__main__ import main
+from memswap.cli import selftest
+
+pytestmark = pytest.mark.cpu_only
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("", "required: command"),
+        ("demo --steps 0", "--steps: expected a whole number of at least 1, found '0'"),
+        ("plan --batch x", "--batch: expected a whole number of at least 1, found 'x'"),
+        ("report --layers -1", "--layers: expected a whole number"),
+        ("bench codec --threads 0", "--threads: expected a whole number"),
+        ("bench codec --sizes 1,,4", "--sizes: expected a whole number of at least 1, found ''"),
+        ("demo --json FILE/x.json", "x.json cannot be written: no access to"),
+        ("demo --json FOLDER", "expected a file, found the folder"),
+        ("plan --save FILE/x", "cannot be written"),
+        ("selftest --report FILE/x", "cannot be written"),
+        ("report --out FILE", "expected a folder, found the file"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused(
+    arguments: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    given = arguments.replace("FILE", str(file)).replace("FOLDER", str(tmp_path)).split()
+    with pytest.raises(SystemExit) as ended:
+        main(given)
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("bench codec --device qpu", "torch knows no device 'qpu'"),
+        ("plan --budget lots", "memswap plan: --budget: expected auto or"),
+        ("plan --heads 7", "cannot be split into 7 heads"),
+    ],
+)
+def test_what_only_torch_or_the_model_knows_ends_with_a_sentence(
+    arguments: str, words: str
+) -> None:
+    with pytest.raises(SystemExit, match=words):
+        main(arguments.split())
+
+
+def test_selftest_asserts_nothing_that_an_optimizing_python_leaves_out() -> None:
+    """Under ``python -O`` an ``assert`` is no check, and every device would pass."""
+    tree = ast.parse(inspect.getsource(selftest))
+    left_out = [ast.unparse(one) for one in ast.walk(tree) if isinstance(one, ast.Assert)]
+    assert all(one.endswith("is not None") for one in left_out), left_out
+
+
+def test_selftest_that_checked_nothing_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def skipped(device: torch.device) -> str:
+        raise selftest.NothingToCheckError("nothing here")
+
+    checks = {"order": skipped, selftest.RATES: lambda device: "fast"}
+    monkeypatch.setattr(selftest, "CHECKS", checks)
+    assert main(["selftest", "--device", "cpu", "--report", str(tmp_path / "r.json")]) == 1
