@@ -303,7 +303,8 @@ class Pilot:
 
     def _begin_course(self, passage: Passage, key: Key, device: torch.device) -> Course:
         """What comes first says what kind of passage it is."""
-        key = key._replace(nbytes=max(key.nbytes, 1))  # it is divided by
+        if not key.nbytes:
+            key = key._replace(nbytes=1)  # it is divided by
         kind, lender = self._kinds.of(key)
         if lender is not None:
             self._learner.lend(kind, lender)
