@@ -151,11 +151,6 @@ def run_once(
     return elapsed_s
 
 
-def median_of_differences(seconds: list[float], bare: list[float]) -> float:
-    """What one took longer than the other, round by round."""
-    return statistics.median(one - other for one, other in zip(seconds, bare, strict=True))
-
-
 def main() -> None:
     parser = make_parser(__doc__.splitlines()[0])
     # Few, so that a run ends before a busy machine's scheduler takes the processor away.
@@ -222,7 +217,7 @@ def main() -> None:
         for name, (context, model) in contexts.items()
     }
     collected = alternate(measures, arguments.rounds, warm_up=2)
-    longer_bare_s, longer_s = collected.pop(LONGER), collected.pop(LONGER_PLANNED)
+    longer_bare, longer_seconds = collected.pop(LONGER), collected.pop(LONGER_PLANNED)
 
     stats = manager.stats()
     moved = stats.moved_storages / (stats.offered_tensors or 1)
@@ -232,7 +227,8 @@ def main() -> None:
     # difference of the least times says more: the rest is what others did meanwhile.
     bare = collected["no hooks"]
     price = {
-        name: median_of_differences(seconds, bare) / arguments.tensors
+        name: statistics.median(one - other for one, other in zip(seconds, bare, strict=True))
+        / arguments.tensors
         for name, seconds in collected.items()
     }
     least = {
@@ -266,19 +262,18 @@ def main() -> None:
         print(f"bookkeeping, us per tensor: {name}: {books:.2f}, least {fewest:.2f}")
         result[name]["bookkeeping_us_per_tensor"] = books
         result[name]["least_bookkeeping_us_per_tensor"] = fewest
-    # What all tensors of a longer chain cost more than those of a short one, and the rest.
-    for name, whole_s, short_s in (
-        ("", median_of_differences(longer_s, longer_bare_s), price[PLANNED] * arguments.tensors),
-        ("least_", min(longer_s) - min(longer_bare_s), least[PLANNED] * arguments.tensors),
-    ):
-        each_s = (whole_s - short_s) / (longer.tensors - arguments.tensors)
-        step_s = short_s - each_s * arguments.tensors
-        result[PLANNED][f"{name}each_tensor_us"] = each_s * 1e6
-        result[PLANNED][f"{name}each_step_us"] = step_s * 1e6
-        print(
-            f"{PLANNED}, {'least' if name else 'median'}: {each_s * 1e6:.2f} us for each tensor "
-            f"and {step_s * 1e6:.0f} us for each step"
-        )
+    # What all tensors of a longer chain cost more than those of a short one, and the rest. Of the
+    # least times: a longer run loses the processor more often.
+    short_s = least[PLANNED] * arguments.tensors
+    longer_s = min(longer_seconds) - min(longer_bare)
+    each_s = (longer_s - short_s) / (longer.tensors - arguments.tensors)
+    step_s = short_s - each_s * arguments.tensors
+    result[PLANNED]["least_each_tensor_us"] = each_s * 1e6
+    result[PLANNED]["least_each_step_us"] = step_s * 1e6
+    print(
+        f"{PLANNED}, least: {each_s * 1e6:.2f} us for each tensor and {step_s * 1e6:.0f} us for "
+        "each step"
+    )
     options = {"tensors": arguments.tensors, "tensor_bytes": nbytes, "moved_under_plan": moved}
     write_result(
         arguments.json, device, {"baseline": BASELINE, "options": options, "modes": result}
