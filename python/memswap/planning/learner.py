@@ -43,6 +43,8 @@ from memswap.planning.sharing import taken_s
 from memswap.planning.simulate import CODED, MOVES
 
 if TYPE_CHECKING:
+    import torch
+
     from memswap.engine.expectations import Key
     from memswap.engine.record import Record
     from memswap.engine.saver import Saver
@@ -238,7 +240,7 @@ class Learner:
         kind.measured_peak_bytes = kind.measured_exposed_s = None
         kind.replans += again
 
-    def lend(self, kind: Kind, lender: Kind) -> None:
+    def lend(self, kind: Kind, lender: Kind, device: torch.device) -> None:
         """Have a kind that has seen nothing yet begin with what is known of another one.
 
         Nothing where that would not do: then it learns for itself.
@@ -251,7 +253,8 @@ class Learner:
             return  # some of them would not be considered at all
         pairs = zip(lender.keys, step.storages, strict=True)
         keys = tuple(key._replace(nbytes=one.nbytes) for key, one in pairs)
-        (route,) = self._saver.open_routes()  # a budget is for one device
+        route = self._saver.route(device)
+        assert route is not None  # or the saver would not have asked
         step = reframed(step, keys, route.expectations)
         kind.full, kind.in_flight, kind.room_bytes = (
             resized(full, *sizes),

@@ -307,7 +307,7 @@ class Pilot:
             key = key._replace(nbytes=1)  # it is divided by
         kind, lender = self._kinds.of(key)
         if lender is not None:
-            self._learner.lend(kind, lender)
+            self._learner.lend(kind, lender, device)
         self._latest = kind
         if self._clock is None:
             self._clock = Clock(device)
