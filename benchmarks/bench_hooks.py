@@ -11,6 +11,10 @@ what a transfer needs, a share of its storage, a block of a pool, a send, a fetc
 nothing else. So the bookkeeping is memswap with copies left out less no books with copies left out,
 and starting a copy costs what no books take more with copies than without. On a CPU that is more:
 the calling thread shares its processors with those that copy.
+
+Under a plan a step costs something as well, however much it saves: its forward begins, its first
+storage says what kind of step it is, and the books of the last one are closed. A chain that is
+longer tells that from what each tensor costs.
 """
 
 from __future__ import annotations
@@ -37,6 +41,10 @@ BASELINE = "identity hook"
 SWAPPED = "memswap, SWAP, copies left out"
 PLANNED = "memswap, SWAP under a plan, copies left out"
 NOTHING = "no books, copies left out"
+LONGER, LONGER_PLANNED = "no hooks, a longer chain", "under a plan, a longer chain"
+
+#: So many times as many tensors.
+LONGER_BY = 4
 
 #: Under a plan this share of the bytes may stay. Two passages learn, one is timed; then it is
 #: timed once more, and then every now and then.
@@ -167,15 +175,27 @@ def main() -> None:
     swapped = memswap.saved_tensors(swap, pool=new_pool())
     booked = memswap.saved_tensors(swap, pool=new_pool())
     leave_copies_out(booked._saver, nbytes, device)
-    plain, planned = new_model(), new_model()
-    budget = int(PLANNED_SHARE * arguments.tensors * nbytes)
-    manager = memswap.manage(
-        planned, swap, pool=new_pool(), budget=budget, rates=memswap.profile(device)
-    )
-    leave_copies_out(manager._saver, nbytes, device)
-    for _ in range(PLANNED_AFTER):
-        run_once(nullcontext, planned, device)
-    manager.reset_stats()
+    plain = new_model()
+
+    def new_planned(times: int) -> tuple[Chain, memswap.Manager]:
+        """A chain of so many times as many tensors that follows its plan."""
+        model = Chain(times * arguments.tensors, nbytes // 2, device)
+        manager = memswap.manage(
+            model,
+            swap,
+            pool=new_pool(),
+            budget=int(PLANNED_SHARE * model.tensors * nbytes),
+            rates=memswap.profile(device),
+        )
+        leave_copies_out(manager._saver, nbytes, device)
+        for _ in range(PLANNED_AFTER):
+            run_once(nullcontext, model, device)
+        manager.reset_stats()
+        return model, manager
+
+    planned, manager = new_planned(1)
+    longer, _longer_manager = new_planned(LONGER_BY)
+    longer_plain = Chain(longer.tensors, nbytes // 2, device)
 
     pin = device.type != "cpu"
     save_on_cpu = "save_on_cpu(pin_memory=True)" if pin else "save_on_cpu (no copy on a CPU)"
@@ -189,12 +209,15 @@ def main() -> None:
         "no books": (NoBooks(new_pool(), open_lane(device), device), plain),
         NOTHING: (NoBooks(new_pool(), LeftOut(open_lane(device), nbytes, device), device), plain),
         save_on_cpu: (lambda: torch.autograd.graph.save_on_cpu(pin_memory=pin), plain),
+        LONGER: (nullcontext, longer_plain),
+        LONGER_PLANNED: (nullcontext, longer),
     }
     measures = {
         name: lambda context=context, model=model: run_once(context, model, device)
         for name, (context, model) in contexts.items()
     }
     collected = alternate(measures, arguments.rounds, warm_up=2)
+    longer_bare, longer_seconds = collected.pop(LONGER), collected.pop(LONGER_PLANNED)
 
     stats = manager.stats()
     moved = stats.moved_storages / (stats.offered_tensors or 1)
@@ -239,6 +262,18 @@ def main() -> None:
         print(f"bookkeeping, us per tensor: {name}: {books:.2f}, least {fewest:.2f}")
         result[name]["bookkeeping_us_per_tensor"] = books
         result[name]["least_bookkeeping_us_per_tensor"] = fewest
+    # What all tensors of a longer chain cost more than those of a short one, and the rest. Of the
+    # least times: a longer run loses the processor more often.
+    short_s = least[PLANNED] * arguments.tensors
+    longer_s = min(longer_seconds) - min(longer_bare)
+    each_s = (longer_s - short_s) / (longer.tensors - arguments.tensors)
+    step_s = short_s - each_s * arguments.tensors
+    result[PLANNED]["least_each_tensor_us"] = each_s * 1e6
+    result[PLANNED]["least_each_step_us"] = step_s * 1e6
+    print(
+        f"{PLANNED}, least: {each_s * 1e6:.2f} us for each tensor and {step_s * 1e6:.0f} us for "
+        "each step"
+    )
     options = {"tensors": arguments.tensors, "tensor_bytes": nbytes, "moved_under_plan": moved}
     write_result(
         arguments.json, device, {"baseline": BASELINE, "options": options, "modes": result}

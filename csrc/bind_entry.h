@@ -79,6 +79,8 @@ bool swap(EntryObject* self, PyObject* way, PyObject* storage);
 bool sent(EntryObject* self);
 bool gone(EntryObject* self, bool wait);
 bool lingers(EntryObject* self);
+// Bytes that come to the device when it starts back, its frame's included; 0: it is not away.
+int64_t returning_nbytes(EntryObject* self);
 void fetch(EntryObject* self);
 bool fetch_ahead(EntryObject* self);
 bool lock(EntryObject* self);

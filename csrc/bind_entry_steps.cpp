@@ -162,6 +162,18 @@ bool lingers(EntryObject* self) {
   return self->residence->state() == State::kLeaving && !gone(self, false);
 }
 
+int64_t returning_nbytes(EntryObject* self) {
+  if (empty(self->away) || !empty(self->storage) || !gone(self, false)) {
+    return 0;
+  }
+  int64_t nbytes = self->residence->nbytes();
+  if (PyObject_TypeCheck(self->away, encoded_type)) {
+    const auto* encoded = py::handle(self->away).cast<const EncodedStorage*>();
+    nbytes += encoded->swapped() ? static_cast<int64_t>(encoded->nbytes()) : 0;
+  }
+  return nbytes;
+}
+
 void fetch(EntryObject* self) {
   if (SwapWayObject* const raw = swap_way(self->way)) {
     const Brought brought = bring(raw, self->away);

@@ -138,6 +138,11 @@ std::span<const size_t> next_in_window(PassageObject* self, size_t index) {
   return passage.advance(index);
 }
 
+// What is at a place and has not been demanded yet; or nothing.
+py::object to_bring(const PassageObject* self, size_t index) {
+  return self->passage.was_demanded(index) ? py::object() : held_entry(self->entries.at(index));
+}
+
 // Where a script knows all storages of a passage, and no others, it says what comes next too.
 const ScriptObject* whole_script(const PassageObject* self) {
   const ScriptObject* const script = script_of(self);
@@ -248,6 +253,22 @@ int set_script(PyObject* self, PyObject* given, void*) {
   return 0;
 }
 
+PyObject* py_release(PyObject* object, PyObject* const* args, Py_ssize_t count) {
+  return guarded<PyObject*>(nullptr, [&]() -> PyObject* {
+    SaverObject* const saver = count == 2 ? saver_object(args[0]) : nullptr;
+    if (saver == nullptr) {
+      throw py::type_error("release needs a saver and a place");
+    }
+    PassageObject* const self = passage_of(object);
+    const size_t index = place_in(self, args[1]);
+    release(saver, self, index);
+    if (const py::object held = held_entry(self->entries[index])) {
+      release_frame(entry_of(held.ptr()));
+    }
+    Py_RETURN_NONE;
+  });
+}
+
 PyObject* note_peak(PyObject* self, PyObject* nbytes) {
   const long long number = PyLong_AsLongLong(nbytes);
   if (number == -1 && PyErr_Occurred()) {
@@ -326,6 +347,7 @@ PyObject* make(PyTypeObject* type, PyObject*, PyObject*) {
     new (&self->entries) std::vector<EntryObject*>();
     new (&self->groups) std::vector<int64_t>();
     new (&self->released) std::vector<size_t>();
+    new (&self->postponed) std::vector<size_t>();
     fill_with_none(kSlots, self);
     put(self->held, held.ptr());
     return made.release().ptr();
@@ -352,6 +374,7 @@ void dealloc(PyObject* object) {
   std::destroy_at(&self->entries);
   std::destroy_at(&self->groups);
   std::destroy_at(&self->released);
+  std::destroy_at(&self->postponed);
   free_instance(object);
 }
 
@@ -367,6 +390,8 @@ PyMethodDef methods[] = {
      "what backward demands first, up to a window, and for what was held."},
     {"demand", py_demand, METH_O,
      "A storage is demanded, by its place. The entries that are to be brought back now."},
+    {"release", as_method(py_release), METH_FASTCALL,
+     "release(saver, index): wait until what leaves has left, and its frame too."},
     {"note_peak", note_peak, METH_O, "So many bytes are resident at a mark of its script."},
     {"was_demanded", was_demanded, METH_O, nullptr},
     {"entry", entry, METH_O, "What is at a place, if it is alive."},
@@ -400,6 +425,8 @@ PyMemberDef members[] = {
     {"course", T_OBJECT_EX, offsetof(PassageObject, course), 0, nullptr},
     {"alone", T_BOOL, offsetof(PassageObject, alone), 0, nullptr},
     {"peak_bytes", T_LONGLONG, offsetof(PassageObject, peak_bytes), READONLY, nullptr},
+    {"limit_bytes", T_LONGLONG, offsetof(PassageObject, limit_bytes), 0,
+     "Resident bytes that what starts back stays below; 0: as many as come."},
     {nullptr, 0, 0, 0, nullptr},
 };
 
@@ -466,15 +493,34 @@ std::vector<py::object> demand(PassageObject* self, size_t index) {
     return entries;
   }
   const ScriptObject* const script = whole_script(self);
-  for (const size_t next :
-       script == nullptr ? next_in_window(self, index) : std::span(script->places[index].fetches)) {
-    if (self->passage.was_demanded(next)) {
+  const auto coming =
+      script == nullptr ? next_in_window(self, index) : std::span(script->places[index].fetches);
+  if (self->limit_bytes == 0) {
+    for (const size_t next : coming) {
+      if (py::object entry = to_bring(self, next)) {
+        entries.push_back(std::move(entry));
+      }
+    }
+    return entries;
+  }
+  // As a plan has it there is room for all of them. Sizes may be other ones.
+  std::vector<size_t>& postponed = self->postponed;
+  postponed.insert(postponed.end(), coming.begin(), coming.end());
+  int64_t nbytes = 0;
+  auto next = postponed.begin();
+  for (; next != postponed.end(); ++next) {
+    py::object entry = to_bring(self, *next);
+    if (!entry) {
       continue;
     }
-    if (py::object entry = held_entry(self->entries.at(next))) {
-      entries.push_back(std::move(entry));
+    Residence& residence = *entry_of(entry.ptr())->residence;
+    nbytes += returning_nbytes(entry_of(entry.ptr()));
+    if (residence.ledger().resident_bytes + nbytes > self->limit_bytes) {
+      break;
     }
+    entries.push_back(std::move(entry));
   }
+  postponed.erase(postponed.begin(), next);
   return entries;
 }
 

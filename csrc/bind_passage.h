@@ -31,6 +31,9 @@ struct PassageObject {
   char alone;          // the script is followed without asking the director
   int64_t peak_bytes;  // resident ones, the most at a mark of the script
   std::vector<size_t> released;  // by the script, and still held by somebody then
+  // Resident bytes that what starts back stays below, whatever was planned; 0: as many as come.
+  int64_t limit_bytes;
+  std::vector<size_t> postponed;  // what was to start back, and found no room yet
 };
 
 constexpr int64_t kNoGroup = -1;

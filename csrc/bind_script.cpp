@@ -48,6 +48,11 @@ bool same_text(PyObject* one, PyObject* other) {
                           PyUnicode_Compare(one, other) == 0);
 }
 
+// A plan serves storages that are smaller by a quarter at most.
+bool fits(int64_t nbytes, int64_t planned) {
+  return nbytes <= planned && 4 * nbytes >= 3 * planned;
+}
+
 // The place of a storage in the script of a passage, if it is the one that is expected there.
 const ScriptObject::Place* place_of(const ScriptObject* script, const PassageObject* passage,
                                     const Offer& offer, const SavedView& look) {
@@ -57,7 +62,7 @@ const ScriptObject::Place* place_of(const ScriptObject* script, const PassageObj
   }
   const ScriptObject::Place& place = script->places[index];
   const auto nbytes = static_cast<int64_t>(look.storage_nbytes());
-  if (place.action == ScriptObject::Action::kAsk || place.nbytes != nbytes ||
+  if (place.action == ScriptObject::Action::kAsk || !fits(nbytes, place.nbytes) ||
       place.ordinal != offer.ordinal + 1 || nbytes < script->least_bytes ||
       look.device() != script->device || look.edited_part() || look.part_of_data() ||
       place.dtype != THPVariable_Unpack(offer.tensor).scalar_type() ||
@@ -85,24 +90,6 @@ void wait_for_departure(PyObject* departure) {
   py::error_already_set failed;
   if (!failed.matches(transfer_error)) {
     throw failed;
-  }
-}
-
-void release(SaverObject* saver, PassageObject* passage, size_t index) {
-  const py::object held = held_entry(passage->entries.at(index));
-  if (!held) {
-    return;
-  }
-  EntryObject* const entry = entry_of(held.ptr());
-  if (entry->residence->state() == State::kResident && !empty(entry->storage)) {
-    owned(PyObject_CallMethodOneArg(reinterpret_cast<PyObject*>(saver), names.hurry, held.ptr()));
-  }
-  if (entry->residence->state() != State::kLeaving) {
-    return;
-  }
-  wait_for_departure(entry->departure);
-  if (lingers(entry)) {
-    passage->released.push_back(index);
   }
 }
 
@@ -297,6 +284,24 @@ PyType_Spec spec = {
 
 }  // namespace
 
+void release(SaverObject* saver, PassageObject* passage, size_t index) {
+  const py::object held = held_entry(passage->entries.at(index));
+  if (!held) {
+    return;
+  }
+  EntryObject* const entry = entry_of(held.ptr());
+  if (entry->residence->state() == State::kResident && !empty(entry->storage)) {
+    owned(PyObject_CallMethodOneArg(reinterpret_cast<PyObject*>(saver), names.hurry, held.ptr()));
+  }
+  if (entry->residence->state() != State::kLeaving) {
+    return;
+  }
+  wait_for_departure(entry->departure);
+  if (lingers(entry)) {
+    passage->released.push_back(index);
+  }
+}
+
 py::object follow(SaverObject* saver, const Offer& offer) {
   if (empty(saver->director) || saver->watched != 0) {
     return {};
@@ -314,7 +319,10 @@ py::object follow(SaverObject* saver, const Offer& offer) {
   const SavedView& look = *saved_view_of(offer.view);
   const ScriptObject::Place* const place = place_of(script, passage, offer, look);
   const auto* const books = reinterpret_cast<LedgerObject*>(saver->ledger);
-  if (place == nullptr || books->known.contains(look.storage_key()) ||
+  const auto nbytes = static_cast<int64_t>(look.storage_nbytes());
+  const bool room =
+      passage->limit_bytes == 0 || books->ledger.resident_bytes + nbytes <= passage->limit_bytes;
+  if (place == nullptr || !room || books->known.contains(look.storage_key()) ||
       torch::autograd::get_current_graph_task_id() != -1) {
     return {};
   }
@@ -330,7 +338,7 @@ py::object follow(SaverObject* saver, const Offer& offer) {
   if (PyErr_Occurred() != nullptr) {
     throw py::error_already_set();
   }
-  const auto [why, never_freed] = admit(passage, place->nbytes, false, group);
+  const auto [why, never_freed] = admit(passage, nbytes, false, group);
   const Made made = make_entry(saver, offer.tensor, offer.view);
   EntryObject* const entry = entry_of(made.entry.ptr());
   PyObject* reason = Py_None;  // as the plan says; or for want of room

@@ -51,6 +51,9 @@ struct Offer {
 // Python decides, and nothing has happened.
 pybind11::object follow(SaverObject* saver, const Offer& offer);
 
+// What comes next comes after a storage of a passage has left, if it is leaving or waits to.
+void release(SaverObject* saver, PassageObject* passage, size_t index);
+
 // The script of a passage, borrowed. nullptr: it has none.
 const ScriptObject* script_of(const PassageObject* passage);
 

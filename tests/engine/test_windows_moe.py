@@ -11,56 +11,12 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_nothing_left, assert_same_gradients, flush_autograd, train_step
-from torch import nn
+from moe_layers import Model, inputs
 
 import memswap
 from memswap import Action, Policy, Windows
 
-EXPERTS, WIDTH = 4, 32
 POLICY = Policy(action=Action.ENCODE, min_bytes=1 << 10)
-
-
-class Experts(nn.Module):
-    """Tokens are sorted by expert; each expert gets its own part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, 2 * WIDTH) / WIDTH**0.5)
-        self.down = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, WIDTH) / WIDTH**0.5)
-
-    def forward(self, x: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
-        parts = x.split(counts)
-        out = [nn.functional.silu(part @ self.up[e]) @ self.down[e] for e, part in enumerate(parts)]
-        return x + torch.cat(out)
-
-
-class Model(nn.Module):
-    def __init__(self, depth: int = 3) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Experts() for _ in range(depth))
-
-    def forward(self, x: torch.Tensor, counts: list[tuple[int, ...]]) -> torch.Tensor:
-        for layer, each in zip(self.layers, counts, strict=True):
-            x = layer(x, each)
-        return x.square().mean()
-
-
-def routed(step: int) -> tuple[int, list[tuple[int, ...]]]:
-    """How many tokens, and how many go to each expert of each layer; one gets four shares."""
-    tokens = 448 + 16 * (7 * step % 5)
-    counts = []
-    for layer in range(3):
-        share = tokens // (EXPERTS + 3)
-        each = [share] * EXPERTS
-        each[(step + layer) % EXPERTS] = tokens - share * (EXPERTS - 1)
-        counts.append(tuple(each))
-    return tokens, counts
-
-
-def inputs(device: torch.device, step: int) -> tuple[torch.Tensor, list[tuple[int, ...]]]:
-    tokens, counts = routed(step)
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(tokens, WIDTH, generator=generator).to(device, torch.bfloat16), counts
 
 
 @pytest.mark.one_schedule

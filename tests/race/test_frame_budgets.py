@@ -54,6 +54,24 @@ class Masked(Layer):
         return nn.functional.pad(inner, (0, x.shape[1] - self.side, 0, x.shape[0] - self.side))
 
 
+class Twice(Layer):
+    """Saves zeros, mostly, and uses what it saved first once more at its end.
+
+    So its graph has a storage for longer than until the first demand; and frames are so short that
+    room for backward is found without waiting for all of them to leave.
+    """
+
+    def __init__(self, side: int, repeats: int, generator: torch.Generator) -> None:
+        super().__init__(side, repeats, generator)
+        mask = torch.rand(side, side, generator=generator) < 0.1
+        self.register_buffer("mask", mask.float())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = x[: self.side, : self.side] * self.mask
+        last = (first @ self.weight) * self.mask * first
+        return nn.functional.pad(last, (0, x.shape[1] - self.side, 0, x.shape[0] - self.side)) + x
+
+
 class Stack(planned_stacks.Stack):
     """A random stack of layers that save what frames make shorter."""
 
@@ -72,12 +90,13 @@ class Stack(planned_stacks.Stack):
         return [gradient.view(torch.int16) for gradient in super().gradients()]
 
 
-KEPT: dict[int, int] = {}
+KEPT: dict[tuple[type[Layer], int], int] = {}
 
 
 def kept_bytes(seed: int) -> int:
     """The peak of a stack of which nothing moves."""
-    if seed not in KEPT:
+    name = Stack.layer, seed
+    if name not in KEPT:
         stack = Stack(seed)
         policy = memswap.Policy(min_bytes=1)
         with memswap.manage(
@@ -85,8 +104,8 @@ def kept_bytes(seed: int) -> int:
         ) as manager:
             for _ in range(4):
                 stack.step()
-            KEPT[seed] = manager.plan.kept_peak_bytes
-    return KEPT[seed]
+            KEPT[name] = manager.plan.kept_peak_bytes
+    return KEPT[name]
 
 
 class Trained:
@@ -223,6 +242,29 @@ def test_a_broken_rule_breaks_the_budget(rule, action):
 
     with pytest.raises(AssertionError, match="bytes were resident"), laboratory(LAZY):
         train()
+
+
+@pytest.mark.own_laboratory
+@pytest.mark.one_schedule
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_frame_that_has_not_left_when_its_storage_is_demanded_is_waited_for(monkeypatch, waits):
+    """The graph has the storage for longer, and the plan has given the frame's room away."""
+    monkeypatch.setattr(Stack, "layer", Twice)
+    monkeypatch.setattr(Pilot, "_limit_bytes", lambda self, plan: 0)  # nothing makes up for it
+    if not waits:
+        monkeypatch.setattr(script, "departs", lambda planned: False)
+    policy = memswap.Policy(action=Action.ENCODE_SWAP, min_bytes=1)
+    with laboratory(LAZY):
+        kept_bytes(3)
+    with laboratory(LAZY):
+        found = Trained(3, 0.8, LINK_BOUND, policy)
+        left = sum(map(len, found.plan.departures.values()))
+        assert 0 < left < sum(one.action in CODED for one in found.plan.storages)
+        if waits:
+            found.check()
+        else:
+            with pytest.raises(AssertionError, match="bytes were resident"):
+                found.check()
 
 
 LINK_GB_PER_S = 0.03

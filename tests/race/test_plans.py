@@ -149,10 +149,14 @@ def test_a_budget_is_never_exceeded_and_no_bit_differs(policy):
 @pytest.mark.own_laboratory
 @pytest.mark.one_schedule
 def test_without_the_waits_of_a_script_its_budget_is_exceeded(monkeypatch):
+    """Unless somebody waits who sees that there is no room, which is there for other sizes."""
     kept = saved_bytes(1)
     monkeypatch.setattr(
         pilot, "script_of", lambda plan, *rest: script_of(replace(plan, releases={}), *rest)
     )
+    found = measured(1, int(0.5 * kept), 0.15)
+    assert found.stats.peak_resident_bytes <= 0.5 * kept
+    monkeypatch.setattr(pilot.Pilot, "_limit_bytes", lambda self, plan: 0)
     found = measured(1, int(0.5 * kept), 0.15)
     assert found.stats.peak_resident_bytes > 0.5 * kept
 

@@ -256,8 +256,9 @@ class Expectations:
         )
 
     def sizes(self, key: Key) -> FrameSizes | None:
-        """Bytes of a tensor's frame, present and next. None: none has been seen."""
-        known = self._known.get(key)
+        """Bytes of a tensor's frame, present and next. None: none has been seen, of any size."""
+        place = (key.unit, key.ordinal, key.dtype)
+        known = self._known.get(key) or self._known.get(self._alike.get(place, key))
         if known is None or known.share is None or known.share == inf:
             return None
         used = ceil(known.share * key.nbytes)

@@ -9,7 +9,8 @@ If the budget wants some of them recomputed, a passage with just these on is tim
 is a plan, for the fourth or fifth passage on. Planning may wait for the device once or twice. After
 that nothing waits, and nothing is recorded but one passage now and then. What does not look as
 planned is treated as if there were no plan, which is safe; twice in a row, and the kind learns
-again. So a wrong forecast costs time or room, never a bit.
+again; where that does not help, after twice as many the next time. So a wrong forecast costs time
+or room, never a bit.
 
 [Note: In flight] Several passages may wait for their backward at a time. Each has the same share of
 a budget: what none exceeds, all of them do not exceed together. Their number is the highest that
@@ -37,10 +38,13 @@ from memswap.planning.observed import (
 )
 from memswap.planning.planner import make_plan, regions_for, too_small
 from memswap.planning.profile import profile
+from memswap.planning.shapes import resized
 from memswap.planning.sharing import taken_s
 from memswap.planning.simulate import CODED, MOVES
 
 if TYPE_CHECKING:
+    import torch
+
     from memswap.engine.expectations import Key
     from memswap.engine.record import Record
     from memswap.engine.saver import Saver
@@ -106,11 +110,10 @@ class Learner:
             return
         if course.timing is not None and kind.timing is None:
             kind.timing = course.timing
-        kind.changed = kind.changed + 1 if course.changed else 0
-        if kind.changed >= 2 and self._group is None:
+        over = self._tell_if_over(course, course.plan)
+        if kind.looked(not course.changed) and self._group is None:
             kind.learn_again()
             return
-        over = self._tell_if_over(course, course.plan)
         fits_less = course.refused and course.pooled_bytes < kind.room_bytes
         if fits_less:
             kind.room_bytes = course.pooled_bytes
@@ -132,7 +135,7 @@ class Learner:
         """Whether more was on the device than the budget allows, of which somebody should know."""
         limit, peak = plan.budget_bytes, course.passage.peak_bytes
         planned = plan.peak_bytes * plan.in_flight
-        if course.changed or limit is None or peak <= max(limit, planned):
+        if limit is None or peak <= max(limit, planned):
             return False
         why = (
             "more forwards are in flight than before, frames became longer than planned with "
@@ -140,13 +143,15 @@ class Learner:
         )
         if course.refused:
             why = "the pool has no room for what was to leave (stats().kept)"
+        elif course.changed:
+            why = "the step saved other storages, or larger ones, than the plan is for"
         self._saver.ledger.tell_once(
             "over budget",
             f"{peak} bytes of saved activations were on the device at a time, {peak - limit} "
             f"beyond the budget of {limit}: {why}. No bit differs. Where another plan helps, it is "
             "made now; manager.plan.over_budget_bytes says how it goes.",
         )
-        return True
+        return not course.changed
 
     def _make(self, kind: Kind, timing: Timing) -> None:
         """Make a plan of a record, or choose the regions to record it with."""
@@ -173,9 +178,13 @@ class Learner:
             return
         keys = () if record is None else record.signature
         if kind.trial is not None:
+            assert kind.full is not None
+            if timing.first != kind.first:  # not recorded in one size
+                kind.full = resized(kind.full, timing.first.nbytes, kind.first.nbytes)
+                kind.first = timing.first
             self._judge(kind, replace(step, regions=()), rates, keys)
             return
-        kind.full = step
+        kind.full, kind.first = step, timing.first
         if step.regions and self._try_regions(kind, rates):
             return
         self._adopt(kind, replace(step, regions=()), rates, keys)
@@ -231,6 +240,30 @@ class Learner:
         kind.measured_peak_bytes = kind.measured_exposed_s = None
         kind.replans += again
 
+    def lend(self, kind: Kind, lender: Kind, device: torch.device) -> None:
+        """Have a kind that has seen nothing yet begin with what is known of another one.
+
+        Nothing where that would not do: then it learns for itself.
+        """
+        plan, known, full, rates = lender.plan, lender.step, lender.full, lender.rates
+        assert plan is not None and known is not None and full is not None and rates is not None
+        sizes = kind.first.nbytes, lender.first.nbytes
+        step = resized(known, *sizes)
+        if any(one.nbytes < self._saver.policy.min_bytes for one in step.storages):
+            return  # some of them would not be considered at all
+        pairs = zip(lender.keys, step.storages, strict=True)
+        keys = tuple(key._replace(nbytes=one.nbytes) for key, one in pairs)
+        route = self._saver.route(device)
+        assert route is not None  # or the saver would not have asked
+        step = reframed(step, keys, route.expectations)
+        kind.full, kind.in_flight, kind.room_bytes = (
+            resized(full, *sizes),
+            lender.in_flight,
+            lender.room_bytes,
+        )
+        kind.trial, kind.patience = plan.recompute or None, lender.patience
+        self._adopt(kind, step, rates, keys)
+
     def _limit(self, kind: Kind, rates: Rates) -> int:
         """Bytes that each passage in flight may have."""
         if isinstance(self._budget, int):
@@ -277,8 +310,9 @@ class Learner:
         step, shared_s = None, 0.0
         # Another number of saves, or another order, says nothing about the times of this step.
         if len(record.gaps_s) == len(known.gaps_s) and record.order == known.order:
-            gaps = [quantised(gap_s) for gap_s in record.gaps_s]
-            step = known.with_gaps(gaps, quantised(record.tail_s))
+            size = kind.first.nbytes / timing.first.nbytes  # of what the plan is for
+            gaps = [quantised(size * gap_s) for gap_s in record.gaps_s]
+            step = known.with_gaps(gaps, quantised(size * record.tail_s))
             if before.copy_share:  # nobody waits for copies, and compute takes longer
                 shared_s = max(step.compute_s - known.compute_s, 0.0)
             beside_s = codec_s(plan, before) + taken_s(swapped(plan), before, step.compute_s)

@@ -1,8 +1,10 @@
-"""Pilot: has a saver follow plans, and takes down what they are made of ([Note: Learning])."""
+"""Pilot: has a saver follow plans, and takes down what they are made of ([Note: Learning]).
+
+Steps may follow a plan that was made for other sizes ([Note: Other sizes]).
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ from memswap.engine.region_record import RegionRecord
 from memswap.planning.kinds import Course, Kind, Timing
 from memswap.planning.learner import Learner, regions_off
 from memswap.planning.script import script_of
+from memswap.planning.shapes import Kinds
 from memswap.planning.simulate import CODED
 
 if TYPE_CHECKING:
@@ -35,10 +38,7 @@ if TYPE_CHECKING:
     from memswap.planning.rates import Rates
     from memswap.planning.step import Step
 
-#: Kinds of passages that are remembered, the latest.
-MOST_KINDS = 16
-
-#: A storage counts as another one when its size has changed by this share.
+#: A passage counts as another one when the bytes that it saves have changed by this share.
 SIZE_TOLERANCE = 0.25
 
 
@@ -71,11 +71,11 @@ class Pilot:
     ) -> None:
         self._saver = saver
         self._fixed = policy.action is not None or policy.fn is not None
-        self._switches = budget != "auto"  # regions: recomputing is never free
-        self._separate = group is None
+        self._bounded = budget != "auto"
         self._learner = Learner(saver, budget, rates, group, self._fixed, pool)
         self._names = {id(module): name for name, module in (units or {}).items()}
-        self._kinds: OrderedDict[Key | None, Kind] = OrderedDict()
+        # Ranks that plan together count together, whatever each of them sees.
+        self._kinds = Kinds(separate=group is None)
         self._latest: Kind | None = None
         self._open: list[Course] = []  # that have not ended, in their order
         self._clock: Clock | None = None
@@ -135,7 +135,7 @@ class Pilot:
         for course in ended:
             course.take_peak()
             self._learner.ended(course)
-        plans = [kind.plan for kind in self._kinds.values() if kind.plan is not None]
+        plans = [kind.plan for kind in self._kinds if kind.plan is not None]
         return max((plan.limit_bytes for plan in plans), default=None)
 
     def choose(
@@ -159,6 +159,8 @@ class Pilot:
         chosen = None
         if course.plan is not None:
             chosen = self._planned(course, course.plan, index, key, action)
+            if passage.limit_bytes:
+                self._make_room(course, nbytes)
         elif self._tries_codec(course.kind, action, tensor.device):
             chosen = ENCODE_SWAP
         recorded = chosen or action
@@ -236,8 +238,8 @@ class Pilot:
         if not passage.began_backward:
             if course.refused:
                 self._note_pooled(course)
-            if course.plan is not None and passage.count != len(course.plan.storages):
-                self._lose(course)
+            if course.plan is not None:
+                self._compare(course, course.plan)
         if course.timing is not None and not course.closed:
             course.timing.recorder.demanding(entry)
 
@@ -261,7 +263,7 @@ class Pilot:
         name = self._names.get(id(module))
         tensors = [one for one in args if isinstance(one, torch.Tensor)]
         saver = self._saver
-        if name is None or not tensors or not self._switches or not saver.policy.covers(name):
+        if name is None or not tensors or not self._bounded or not saver.policy.covers(name):
             return True
         if saver.route(tensors[0].device) is None:
             return True
@@ -301,14 +303,11 @@ class Pilot:
 
     def _begin_course(self, passage: Passage, key: Key, device: torch.device) -> Course:
         """What comes first says what kind of passage it is."""
-        # Ranks that plan together count together, whatever each of them sees.
-        name = key if self._separate else None
-        kind = self._kinds.get(name)
-        if kind is None:
-            kind = self._kinds[name] = Kind()
-            if len(self._kinds) > MOST_KINDS:
-                self._kinds.popitem(last=False)
-        self._kinds.move_to_end(name)
+        if not key.nbytes:
+            key = key._replace(nbytes=1)  # it is divided by
+        kind, lender = self._kinds.of(key)
+        if lender is not None:
+            self._learner.lend(kind, lender, device)
         self._latest = kind
         if self._clock is None:
             self._clock = Clock(device)
@@ -322,15 +321,20 @@ class Pilot:
             route = self._saver.route(device)
             assert route is not None  # or the saver would not have asked
             recorder = Recorder(self._clock, passage, route.leaving_bytes)
-            timing = Timing(device, recorder, RegionRecord(), LinkTimes())
-        course = passage.course = Course(passage, kind, timing)
+            timing = Timing(key, device, recorder, RegionRecord(), LinkTimes())
+        course = passage.course = Course(passage, kind, timing, key.nbytes)
         course.off = regions_off(kind)
         self._open.append(course)
         self._set_overflow_room(device)
         if kind.plan is not None:
             passage.script = self._script(kind, kind.plan, device)
             passage.alone = timing is None and self._saver.policy.fn is None
+            passage.limit_bytes = self._limit_bytes(kind.plan)
         return course
+
+    def _limit_bytes(self, plan: Plan) -> int:
+        """Below which a passage stays although it saves other sizes; 0: nothing bounds it."""
+        return plan.limit_bytes * plan.in_flight if self._bounded else 0
 
     def _script(self, kind: Kind, plan: Plan, device: torch.device) -> Script:
         if kind.script is None or kind.script[0] is not plan:
@@ -344,6 +348,15 @@ class Pilot:
         """A passage goes another way than planned."""
         course.lost = course.changed = True
         course.passage.script = None
+
+    def _compare(self, course: Course, plan: Plan) -> None:
+        """Its forward is over: did it save what was planned, within a tolerance?"""
+        passage = course.passage
+        if passage.count != len(plan.storages):
+            self._lose(course)
+        expected = course.first_nbytes / course.kind.first.nbytes * plan.step.saved_bytes
+        if abs(passage.nbytes - expected) > SIZE_TOLERANCE * expected:
+            course.changed = True
 
     def _set_overflow_room(self, device: torch.device) -> None:
         """As much as the plans of the passages in flight ask for; without one, none is set."""
@@ -362,20 +375,36 @@ class Pilot:
         action: Action,
     ) -> Action | None:
         """The plan's action, for a storage that may be another one than it knows."""
-        planned = plan.storages[index] if index < len(plan.storages) else None
-        if (
-            course.lost
-            or planned is None
-            or (planned.unit, planned.ordinal, planned.dtype)
-            != (key.unit, key.ordinal, str(key.dtype))
+        planned = None
+        if not course.lost and index < len(plan.storages):
+            planned = plan.storages[index]
+        if planned is None or (planned.unit, planned.ordinal, planned.dtype) != (
+            key.unit,
+            key.ordinal,
+            str(key.dtype),
         ):
             self._lose(course)
+            # Within a budget only what leaves is safe.
+            planned = None if self._bounded else course.kind.at_place(key)
+        if planned is None:
             return None
-        if abs(key.nbytes - planned.nbytes) > SIZE_TOLERANCE * planned.nbytes:
-            course.changed = True
-            if key.nbytes > planned.nbytes:
+        chosen = KEEP if action is KEEP else planned.action
+        more_bytes = key.nbytes - planned.nbytes
+        if chosen is KEEP and more_bytes and course.passage.limit_bytes:
+            if action is not KEEP and course.excess_bytes + more_bytes > 0:
                 return None  # the plan knows no room for it
-        return KEEP if action is KEEP else planned.action
+            course.excess_bytes += more_bytes
+        return chosen
+
+    def _make_room(self, course: Course, nbytes: int) -> None:
+        """Wait for what leaves, oldest first, until so many bytes more are within the budget."""
+        passage, ledger = course.passage, self._saver.ledger
+        while (
+            ledger.resident_bytes + nbytes > passage.limit_bytes
+            and course.waited_for < passage.count
+        ):
+            passage.release(self._saver, course.waited_for)
+            course.waited_for += 1
 
     def _tries_codec(self, kind: Kind, action: Action, device: torch.device) -> bool:
         """Whether this passage shows how much everything shrinks."""

@@ -1,0 +1,129 @@
+"""Budgets under shapes that differ in each step: lengths drawn anew, and experts out of balance.
+
+Planning takes as long as many steps, and a step without a plan moves everything. So what is counted
+here is how often somebody plans, and how many passages go without one.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections import Counter
+
+import pytest
+import torch
+from budget_layers import SWAP, new_layers, rates_for, step
+from helpers import assert_same_gradients
+from moe_layers import STEPS, Experts
+
+import memswap
+from memswap.planning import learner
+from memswap.planning.pilot import Pilot
+
+pytestmark = pytest.mark.one_schedule
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How often a plan was made, and how many passages had none."""
+    found: Counter[str] = Counter()
+    make_plan, began = learner.make_plan, Pilot._begin_course
+
+    def count_plan(*arguments, **options):
+        found["plans"] += 1
+        return make_plan(*arguments, **options)
+
+    def count_passage(self, *arguments):
+        course = began(self, *arguments)
+        found["without a plan"] += course.plan is None
+        return course
+
+    monkeypatch.setattr(learner, "make_plan", count_plan)
+    monkeypatch.setattr(Pilot, "_begin_course", count_passage)
+    return found
+
+
+def lengths(count: int, steps: int) -> list[int]:
+    """So many different lengths, an octave and a half apart, drawn anew in each step."""
+    drawn = random.Random(0)
+    return [drawn.choice(range(16, 16 + count)) for _ in range(steps)]
+
+
+@pytest.mark.parametrize("budget", ["auto", 0.6])
+def test_a_length_that_is_drawn_anew_in_each_step_is_not_planned_in_each_step(
+    device, new_pool, counted, budget
+):
+    layers = new_layers(device)
+    drawn = lengths(33, 40)
+    if budget != "auto":
+        largest = 2 * len(layers) * 48 * 64 * 4
+        budget = int(budget * largest)
+    plain = {rows: step(layers, rows, device) for rows in set(drawn)}
+    with memswap.manage(
+        layers, SWAP, pool=new_pool(), budget=budget, rates=rates_for(device)
+    ) as manager:
+        for number, rows in enumerate(drawn):
+            if number == 4:
+                manager.reset_stats()
+            assert_same_gradients(step(layers, rows, device), plain[rows])
+            if number == 25:
+                plans = counted["plans"]
+        peak = manager.stats().peak_resident_bytes
+    assert counted["without a plan"] == 3, "each length learns for itself"
+    assert counted["plans"] <= 16, f"{counted['plans']} plans were made in {len(drawn)} steps"
+    assert counted["plans"] - plans <= 1, "planning does not end"
+    if budget != "auto":
+        assert peak <= budget
+
+
+def test_a_few_shapes_have_a_plan_each_and_the_second_one_at_once(device, new_pool, counted):
+    layers = new_layers(device)
+    with memswap.manage(
+        layers, SWAP, pool=new_pool(), budget="60%", rates=rates_for(device)
+    ) as manager:
+        for _ in range(5):
+            step(layers, 32, device)
+        counted.clear()
+        for rows in (40, 24) * 2:
+            step(layers, rows, device)
+            kept = manager.plan.kept_peak_bytes
+            assert kept == sum(one.nbytes for one in manager.plan.storages)
+            assert 0 < manager.plan.measured_peak_bytes <= manager.plan.peak_bytes <= 0.6 * kept
+        assert counted["plans"] == 2 and not counted["without a plan"]
+
+
+@pytest.mark.parametrize("recovers", [False, True], ids=["same storages", "other storages"])
+@pytest.mark.parametrize("share", [None, 0.7], ids=["auto", "bytes"])
+def test_experts_out_of_balance_train_within_a_budget_without_a_storm_of_plans(
+    device, new_pool, counted, share, recovers
+):
+    """Sizes differ in each step; where balance comes back, so does what is too small to count."""
+    experts = Experts(device, recovers)
+    budget = "auto" if share is None else int(share * experts.kept_bytes(new_pool()))
+    counted.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # more than the budget would be told
+        stats = experts.stats(new_pool(), budget)
+    assert stats.moved_storages > 0
+    assert counted["plans"] <= 8, f"{counted['plans']} plans were made in {STEPS} steps"
+    assert counted["without a plan"] <= 5
+    if share is not None:
+        assert stats.peak_resident_bytes <= budget
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("share", [None, 0.97], ids=["auto", "bytes"])
+def test_on_a_cpu_experts_are_encoded_without_a_storm_of_plans(counted, share):
+    """Frames are as long as they become there: what exceeds the budget for that is told."""
+    experts = Experts(torch.device("cpu"), False)
+    experts.policy = memswap.Policy(min_bytes=1)
+    budget = "auto" if share is None else int(share * experts.kept_bytes(None))
+    counted.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        stats = experts.stats(None, budget)
+    assert counted["plans"] <= 8 and counted["without a plan"] <= 5
+    if share is not None:
+        told = any("beyond the budget" in str(one.message) for one in caught)
+        assert stats.peak_resident_bytes <= budget or told
+        assert stats.peak_resident_bytes <= 1.05 * budget

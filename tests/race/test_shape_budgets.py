@@ -1,0 +1,65 @@
+"""Budgets hold although experts are out of balance, by three rules ([Note: Other sizes]).
+
+On the lazy machine, where nothing has left before somebody waits for it.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+from moe_layers import Experts
+from planned_stacks import LAZY
+from race_workloads import DEVICE, new_pool
+
+from memswap.planning.pilot import Pilot
+from simdev import laboratory
+
+pytestmark = [pytest.mark.own_laboratory, pytest.mark.one_schedule]
+
+
+def beyond_the_budget(share: float, recovers: bool) -> int:
+    """Bytes by which a training's peak exceeds its budget."""
+
+    def train() -> int:
+        experts = Experts(DEVICE, recovers)
+        budget = int(share * experts.kept_bytes(new_pool()))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return experts.stats(new_pool(), budget).peak_resident_bytes - budget
+
+    with laboratory(LAZY):
+        return train()
+
+
+@pytest.mark.parametrize(("share", "recovers"), [(0.5, False), (0.5, True), (0.8, False)])
+def test_no_step_exceeds_the_budget(share, recovers):
+    assert beyond_the_budget(share, recovers) <= 0
+
+
+def test_without_waiting_for_room_a_forward_exceeds_the_budget(monkeypatch):
+    monkeypatch.setattr(Pilot, "_make_room", lambda self, course, nbytes: None)
+    assert beyond_the_budget(0.5, False) > 0
+
+
+def test_what_starts_back_without_room_exceeds_the_budget(monkeypatch):
+    demanding = Pilot.demanding
+
+    def unbounded(self, entry):
+        demanding(self, entry)
+        entry.passage.limit_bytes = 0
+
+    monkeypatch.setattr(Pilot, "demanding", unbounded)
+    assert beyond_the_budget(0.5, True) > 0
+
+
+def test_what_stays_and_is_larger_than_planned_exceeds_the_budget(monkeypatch):
+    began = Pilot._begin_course
+
+    def begin(self, *arguments):
+        course = began(self, *arguments)
+        course.excess_bytes = -(1 << 40)
+        return course
+
+    monkeypatch.setattr(Pilot, "_begin_course", begin)
+    assert beyond_the_budget(0.8, False) > 0
