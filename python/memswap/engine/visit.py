@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memswap._native import native
-from memswap.engine.autograd import is_frozen_parameter, is_parameter
+from memswap.engine.autograd import arrived, is_frozen_parameter, is_parameter
 from memswap.engine.handle import Given, Handle, Kept, Later, Parts, Passed, unpack
 
 if TYPE_CHECKING:
@@ -128,6 +128,10 @@ class Visit(native.Visit):
 
     def pack_unusual(self, tensor: torch.Tensor) -> Handle:
         """A tensor that a storage alone does not describe: by its parts, or kept."""
+        there = arrived(tensor)
+        if there is not tensor:
+            handle: Handle = self.pack(there)
+            return handle
         if (
             self.outer is None
             and is_traceable_wrapper_subclass(tensor)
