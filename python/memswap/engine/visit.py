@@ -28,6 +28,11 @@ _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _hooks_disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
 
 
+def can_save() -> bool:
+    """Whether saved-tensor hooks may be installed now: transforms of torch.func forbid them."""
+    return _hooks_disabled() is None
+
+
 class Visit(native.Visit):
     """One installation of a saver's hooks: a ``with`` block, or one call of a unit.
 
@@ -73,7 +78,7 @@ class Visit(native.Visit):
         inputs, which the hooks outside it see. Where saved-tensor hooks are disabled (torch.func),
         tensors stay.
         """
-        if not torch.is_grad_enabled() or _hooks_disabled() is not None:
+        if not torch.is_grad_enabled() or not can_save():
             return
         outer = _top_hooks(True)
         if outer is not None and getattr(outer[0], "__module__", "") == "torch.utils.checkpoint":
