@@ -16,7 +16,7 @@ from memswap.engine.stats import Stats
 from memswap.engine.transfer import check_pool
 from memswap.engine.uncopied import Uncopied
 from memswap.engine.units import format_bytes, parse_bytes
-from memswap.engine.visit import Visit, VisitStack
+from memswap.engine.visit import Visit, VisitStack, can_save
 from memswap.engine.windowed import WindowedSaver
 from memswap.engine.windows import WindowStats
 from memswap.managed import Managed
@@ -213,7 +213,7 @@ class Manager(Managed):
 
     def _enter(self, name: str) -> None:
         self._seen()
-        if torch.is_grad_enabled() and not in_backward():
+        if torch.is_grad_enabled() and not in_backward() and can_save():
             self._note(name)
         self._visits.drop_interrupted(name)
         self._visits.enter(Visit(self._saver, name))

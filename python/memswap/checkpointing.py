@@ -33,6 +33,7 @@ from memswap.checkpoint_policy import (
 from memswap.checkpoint_region import Region
 from memswap.engine.action import Action
 from memswap.engine.autograd import in_backward
+from memswap.engine.early_stop import stopping_behind_operators
 from memswap.engine.saver import Saver
 from memswap.engine.transfer import check_pool
 from memswap.engine.uncopied import Uncopied
@@ -233,6 +234,8 @@ class Checkpointing(Uncopied):
             )
             context_fn = region.contexts
         called, flat = _flattened(fn, args, kwargs)
+        if self._options["early_stop"]:
+            called = stopping_behind_operators(called)
         if around is not None and around.saver.director is not None:
             called = around.saver.director.counting(called)
         inputs = outer.within(f"{unit}/inputs", self._input_action, group)

@@ -143,7 +143,8 @@ def link_speed(route: Route) -> float:
     if block is None:
         return inf
     try:
-        there = native.StorageRef(torch.zeros(nbytes, dtype=torch.uint8, device=route.device))
+        with torch._C._DisableTorchDispatch():  # modes are for what the model does
+            there = native.StorageRef(torch.zeros(nbytes, dtype=torch.uint8, device=route.device))
         route.lane.send(there, block).synchronize()
         begin_s = perf_counter()
         route.lane.fetch(block)[1].synchronize()

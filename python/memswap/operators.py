@@ -110,9 +110,9 @@ class _Hooks:
 
     def _open(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         windows = self._windows
-        if windows is None:
+        if windows is None or torch.jit.is_tracing():
             return
-        x = first_tensor(args)
+        x = shaped_tensor(args)
         amount = float(x.numel()) if x is not None else 1.0
         windows.open(self._key, amount, 1.0, module, x)
         if windows.durations is not None and x is not None and windows.durations.measuring:
@@ -121,7 +121,7 @@ class _Hooks:
 
     def _close(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         windows = self._windows
-        if windows is None:
+        if windows is None or torch.jit.is_tracing():
             return
         span, self._span = self._span, None
         if span is not None and windows.durations is not None:
@@ -129,7 +129,7 @@ class _Hooks:
                 windows.durations.stop(span)
         made = first_tensor((output,))
         if made is not None and made.grad_fn is not None:
-            x = first_tensor(args)
+            x = shaped_tensor(args)
             amount = float(x.numel()) if x is not None else 1.0
             made.grad_fn.register_prehook(_AtBackward(windows, self._key, amount, module, x))
 
@@ -217,6 +217,12 @@ def has_matrix(module: nn.Module, operators: tuple[type[nn.Module], ...]) -> boo
     if isinstance(module, _LOOKUPS + _NORMS):
         return False
     return any(parameter.dim() >= 2 for parameter in module.parameters(recurse=False))
+
+
+def shaped_tensor(values: Iterable[object]) -> torch.Tensor | None:
+    """The first tensor, if it has a shape: a nested one of torch's strided layout has none."""
+    found = first_tensor(values)
+    return None if found is None or (found.is_nested and found.layout is torch.strided) else found
 
 
 def first_tensor(values: Iterable[object]) -> torch.Tensor | None:

@@ -266,6 +266,9 @@ class Run:
         errors: list[BaseException] = []
 
         def work() -> None:
+            # A new thread hears of `set_num_threads` when it first asks. Until then MKL's
+            # transforms use more threads, which gives other bits. A decode asks.
+            torch.get_num_threads()
             try:
                 self.backward(number, microbatch)
             except BaseException as error:

@@ -403,6 +403,25 @@ def test_early_stop_may_be_switched_off(device):
     assert len(runs) == 2
 
 
+@pytest.mark.one_schedule
+@pytest.mark.parametrize("policy", [None, everything(CheckpointPolicy.PREFER_SAVE)])
+def test_recomputation_ends_behind_the_operator_that_fills_what_it_saved(device, policy):
+    """Rrelu's noise is saved before it is drawn, and in a region it may be the last save."""
+
+    def gradients(call):
+        torch.manual_seed(3)
+        x = random(device, 8, 24).requires_grad_()
+        out = call(lambda y: torch.rrelu(y, training=True), x * 1)
+        stale = torch.full_like(x, torch.nan)
+        del stale  # what is allocated next may get this memory
+        out.sum().backward()
+        return [x.grad]
+
+    expected = gradients(lambda fn, y: fn(y))
+    found = gradients(lambda fn, y: memswap.checkpoint(fn, y, policy_fn=policy, min_bytes=1))
+    assert_same_gradients(found, expected)
+
+
 # --- subclasses -------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
 
 import pytest
@@ -21,6 +22,8 @@ from helpers import (
     same_bits,
     train_step,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import memswap
 
@@ -88,6 +91,18 @@ def test_func_grad_over_a_managed_module(device, new_pool):
     found = torch.func.grad(loss)(parameters)
     assert_same_gradients(found.values(), expected.values())
     manager.remove()
+
+
+def test_func_grad_between_steps_of_swapped_modules(device, new_pool, monkeypatch):
+    """Nothing is saved there, and nothing that a forward begins with is measured there either."""
+    monkeypatch.setattr(memswap.modules, "remembered", lambda *place: None)
+    model, x = new_stack(device, depth=2), new_input(device)
+    expected = torch.func.grad(model)(x)
+    with memswap.swap_modules(model, "layers.{*}", policy=EVERYTHING, pool=new_pool("1MiB")):
+        for _ in range(2):
+            train_step(model, lambda: model(x))
+        for _ in range(2):
+            assert_same_gradients([torch.func.grad(model)(x)], [expected])
 
 
 def test_functional_call_with_other_parameters_trains_those(device, new_pool):
@@ -289,19 +304,35 @@ def test_anomaly_mode(device, new_training):
     training.assert_released()
 
 
+class Names(TorchDispatchMode):
+    """The operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_dispatch_modes_do_not_see_what_is_measured(device, tmp_path, monkeypatch):
+    """Under FakeTensorMode there would be nothing to measure."""
+    measured = []
+
+    def measure(device, folder):
+        measured.append(type(torch.ones(1)))
+        return memswap.Rates("a machine", 1e9, 1e9, 5e8, 5e8, 2e9, 3e9)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(importlib.import_module("memswap.planning.profile"), "measure", measure)
+    with FakeTensorMode(), Names() as names:
+        memswap.profile("cpu", refresh=True)
+    assert measured == [torch.Tensor] and not names.seen
+
+
 def test_dispatch_modes_do_not_see_the_transfers(device, new_training):
     """A FLOP counter, or any TorchDispatchMode, must not count or replace memswap's copies."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Names(TorchDispatchMode):
-        def __init__(self):
-            super().__init__()
-            self.seen = []
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            self.seen.append(str(function))
-            return function(*args, **(kwargs or {}))
-
     training, x = new_training(), new_input(device)
     model = new_stack(device)
     with Names() as plain:

@@ -354,3 +354,21 @@ def test_options_that_mean_nothing_are_errors(wrong, error) -> None:
         Windows(**wrong)
     with pytest.raises(TypeError, match="expected"):
         memswap.manage(LAYERS, windows=True)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.filterwarnings("ignore:.*prototype:UserWarning")
+def test_modules_of_nested_tensors_open_windows(managed):
+    """A nested tensor of torch's strided layout has no shape that could be asked for."""
+    layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+    rows = torch.randn(5, 4)
+
+    def loss() -> torch.Tensor:
+        nested = torch.nested.as_nested_tensor([rows[:2], rows[2:]])
+        for layer in layers:
+            nested = layer(nested)
+        return torch.cat(list(nested.unbind())).square().sum()
+
+    expected = train_step(layers, loss)
+    managed(layers)
+    assert_same_gradients(train_step(layers, loss), expected)

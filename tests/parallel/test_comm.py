@@ -10,7 +10,7 @@ import torch
 from eventually import eventually
 
 from comms import EventLog, FakeComm, LateComm, Recording
-from memswap.parallel.comm import Comm, ProcessGroupComm, ReduceOp
+from memswap.parallel.comm import Comm, ProcessGroupComm, ReduceOp, WorkTicket
 from ranks import Rank, distributed
 
 LATE = pytest.mark.parametrize("late", [False, True], ids=["async", "late"])
@@ -98,6 +98,36 @@ def test_a_ticket_may_be_waited_twice_and_then_holds_nothing(rank: Rank) -> None
     ticket.wait()
     # Gloo's thread holds the input until it is scheduled again.
     assert eventually(lambda: gone() is None, collect=True), "a waited ticket still holds its input"
+
+
+class Interrupted:
+    """A Work whose wait ends early: as gloo's, it says nothing of that when it is asked again."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.errors = [error]
+
+    def wait(self) -> None:
+        if self.errors:
+            raise self.errors.pop()
+
+
+def test_a_collective_that_failed_fails_each_wait() -> None:
+    ticket = WorkTicket(Interrupted(RuntimeError("connection closed")), [torch.ones(1)])
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="connection closed"):
+            ticket.wait()
+
+
+def test_an_interrupted_wait_can_be_waited_again() -> None:
+    tensor = torch.ones(1)
+    ticket = WorkTicket(Interrupted(KeyboardInterrupt()), [tensor])
+    held = weakref.ref(tensor)
+    del tensor
+    with pytest.raises(KeyboardInterrupt):
+        ticket.wait()
+    assert held() is not None, "memory was freed that a collective still writes"
+    ticket.wait()
+    assert held() is None
 
 
 @distributed(2)

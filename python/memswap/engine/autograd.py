@@ -40,6 +40,17 @@ def in_backward() -> bool:
     return graph_task() != NO_TASK
 
 
+def arrived(tensor: torch.Tensor) -> torch.Tensor:
+    """What a functional collective gives, once it is there; any other tensor as it is.
+
+    [Note: Collectives under way] The AsyncCollectiveTensor of torch.distributed (a DTensor may have
+    one inside) waits when an operator uses it. Autograd saves it before the operator runs, and its
+    memory would be sent while the collective still fills it. The operator that saves it waits next.
+    """
+    wait: Callable[[], torch.Tensor] | None = getattr(tensor, "trigger_wait", None)
+    return tensor if wait is None else wait()
+
+
 def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensors that have the bytes: a wrapper subclass's parts, or the tensor itself."""
     if not is_traceable_wrapper_subclass(tensor):

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memswap._native import native
-from memswap.engine.autograd import is_frozen_parameter, is_parameter
+from memswap.engine.autograd import arrived, is_frozen_parameter, is_parameter
 from memswap.engine.handle import Given, Handle, Kept, Later, Parts, Passed, unpack
 
 if TYPE_CHECKING:
@@ -26,6 +26,11 @@ _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _hooks_disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
+
+
+def can_save() -> bool:
+    """Whether saved-tensor hooks may be installed now: transforms of torch.func forbid them."""
+    return _hooks_disabled() is None
 
 
 class Visit(native.Visit):
@@ -73,7 +78,7 @@ class Visit(native.Visit):
         inputs, which the hooks outside it see. Where saved-tensor hooks are disabled (torch.func),
         tensors stay.
         """
-        if not torch.is_grad_enabled() or _hooks_disabled() is not None:
+        if not torch.is_grad_enabled() or not can_save():
             return
         outer = _top_hooks(True)
         if outer is not None and getattr(outer[0], "__module__", "") == "torch.utils.checkpoint":
@@ -128,6 +133,10 @@ class Visit(native.Visit):
 
     def pack_unusual(self, tensor: torch.Tensor) -> Handle:
         """A tensor that a storage alone does not describe: by its parts, or kept."""
+        there = arrived(tensor)
+        if there is not tensor:
+            handle: Handle = self.pack(there)
+            return handle
         if (
             self.outer is None
             and is_traceable_wrapper_subclass(tensor)

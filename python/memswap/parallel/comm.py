@@ -98,8 +98,9 @@ class Comm(Protocol):
 # then. So a ticket
 # - owns the Work and every tensor of the collective until it has been waited: nothing is freed or
 #   reused on the word of a comment;
-# - calls Work.wait() once: for gloo, a second call says nothing new. The consumer, and whoever
-#   frees the tensors, use the stream that waited: memswap waits on the compute stream only;
+# - calls Work.wait() until it has returned, and once it has raised never again: for gloo, a second
+#   call then says that all is well. The consumer, and whoever frees the tensors, use the stream
+#   that waited: memswap waits on the compute stream only;
 # - is never polled: is_completed() and futures say nothing useful on gloo.
 class WorkTicket:
     """The ticket of a torch.distributed collective."""
@@ -107,14 +108,26 @@ class WorkTicket:
     def __init__(self, work: Any, tensors: Sequence[torch.Tensor]) -> None:
         self._work = work
         self._tensors = tuple(tensors)
+        self._failure: str | None = None
 
     def wait(self) -> None:
-        work, self._work = self._work, None
-        if work is not None:
-            try:
-                work.wait()
-            finally:
-                self._tensors = ()
+        """
+        Raises:
+            RuntimeError: the collective has failed, in this call or in an earlier one.
+        """
+        if self._failure is not None:
+            raise RuntimeError(
+                f"what this collective was to write is not there, it has failed: {self._failure}"
+            )
+        if self._work is None:
+            return
+        try:
+            self._work.wait()
+        except Exception as error:  # an interrupt ends the wait, not the collective
+            self._failure = f"{type(error).__name__}: {error}"
+            self._work, self._tensors = None, ()
+            raise
+        self._work, self._tensors = None, ()
 
 
 class ProcessGroupComm:

@@ -70,7 +70,8 @@ def profile(
     if known is not None:
         return known
     place = folder_of(folder)
-    rates = measure(chosen, place)
+    with torch._C._DisableTorchDispatch():  # a model's modes are not for what is measured
+        rates = measure(chosen, place)
     write(cache_file(chosen, place), describe(chosen, place), rates)
     return rates
 
