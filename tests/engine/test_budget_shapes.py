@@ -12,13 +12,16 @@ from collections import Counter
 
 import pytest
 import torch
-from budget_layers import SWAP, new_layers, rates_for, step
-from helpers import assert_same_gradients
+from budget_layers import SWAP, forward, kept_peak, new_layers, rates_for, step
+from helpers import assert_same_gradients, gradients
 from moe_layers import STEPS, Experts
+from torch import nn
 
 import memswap
 from memswap.planning import learner
 from memswap.planning.pilot import Pilot
+
+LONG = 48
 
 pytestmark = pytest.mark.one_schedule
 
@@ -47,6 +50,15 @@ def lengths(count: int, steps: int) -> list[int]:
     """So many different lengths, an octave and a half apart, drawn anew in each step."""
     drawn = random.Random(0)
     return [drawn.choice(range(16, 16 + count)) for _ in range(steps)]
+
+
+def step_of_two(layers: nn.ModuleList, device: torch.device) -> list[torch.Tensor | None]:
+    """Two forwards in flight."""
+    layers.zero_grad(set_to_none=True)
+    long, short = (forward(layers, rows, device) for rows in (LONG, LONG // 2))
+    short.backward()
+    long.backward()
+    return gradients(layers)
 
 
 @pytest.mark.parametrize("budget", ["auto", 0.6])
@@ -90,6 +102,40 @@ def test_a_few_shapes_have_a_plan_each_and_the_second_one_at_once(device, new_po
             assert kept == sum(one.nbytes for one in manager.plan.storages)
             assert 0 < manager.plan.measured_peak_bytes <= manager.plan.peak_bytes <= 0.6 * kept
         assert counted["plans"] == 2 and not counted["without a plan"]
+
+
+def test_lengths_that_are_in_flight_together_share_the_budget(device, new_pool):
+    """Also the one that always begins first, when nothing is in flight yet."""
+    layers = new_layers(device)
+    plain = step_of_two(layers, device)
+    budget = int(0.6 * kept_peak(device, new_pool(), LONG))
+    with memswap.manage(
+        layers, SWAP, pool=new_pool(), budget=budget, rates=rates_for(device)
+    ) as manager:
+        for _ in range(5):
+            step(layers, LONG, device)
+        with pytest.warns(UserWarning, match="more forwards are in flight than before"):
+            for number in range(4):
+                assert_same_gradients(step_of_two(layers, device), plain)
+                if number == 0:  # nobody knew that there would be two
+                    manager.reset_stats()
+        assert manager.stats().peak_resident_bytes <= budget
+        assert manager.plan.in_flight == 2
+
+
+def test_a_share_of_a_short_step_is_no_bound_for_a_long_one_beside_it(device, new_pool):
+    layers = new_layers(device)
+    plain = step_of_two(layers, device)
+    with (
+        warnings.catch_warnings(),
+        memswap.manage(
+            layers, SWAP, pool=new_pool(), budget="60%", rates=rates_for(device)
+        ) as manager,
+    ):
+        warnings.simplefilter("error")  # more than the budget would be told
+        for _ in range(6):
+            assert_same_gradients(step_of_two(layers, device), plain)
+        assert manager.plan is not None and manager.plan.in_flight == 2
 
 
 @pytest.mark.parametrize("recovers", [False, True], ids=["same storages", "other storages"])

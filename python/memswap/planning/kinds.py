@@ -155,7 +155,8 @@ class Course:
         if plan is None or plan is not kind.plan or not peak:
             return
         kind.measured_peak_bytes = max(peak, kind.measured_peak_bytes or 0)
-        if not self.changed and peak > plan.limit_bytes * plan.in_flight:
+        limit_bytes = self.passage.limit_bytes or plan.limit_bytes * plan.in_flight
+        if not self.changed and peak > limit_bytes:
             self.unfit = True
 
     @property
