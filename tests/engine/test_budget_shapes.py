@@ -138,6 +138,30 @@ def test_a_share_of_a_short_step_is_no_bound_for_a_long_one_beside_it(device, ne
         assert manager.plan is not None and manager.plan.in_flight == 2
 
 
+def test_an_evaluation_without_no_grad_does_not_cost_the_training_its_plan(
+    device, new_pool, counted
+):
+    """It begins like a step, saves fewer storages, and nobody runs its backward."""
+    layers = new_layers(device)
+    drop = layers[2].register_forward_hook(
+        lambda module, _, y: nn.functional.dropout(y, 0.5) if module.training else None
+    )
+    with memswap.manage(
+        layers, SWAP, pool=new_pool(), budget="70%", rates=rates_for(device)
+    ) as manager:
+        for _ in range(4):
+            step(layers, 32, device)
+        assert manager.plan is not None
+        counted.clear()
+        layers.eval()
+        for _ in range(3):
+            forward(layers, 32, device)
+        layers.train()
+        step(layers, 32, device)
+        assert counted["without a plan"] == 0
+    drop.remove()
+
+
 @pytest.mark.parametrize("recovers", [False, True], ids=["same storages", "other storages"])
 @pytest.mark.parametrize("share", [None, 0.7], ids=["auto", "bytes"])
 def test_experts_out_of_balance_train_within_a_budget_without_a_storm_of_plans(

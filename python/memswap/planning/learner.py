@@ -117,7 +117,8 @@ class Learner:
                 kind.timing.recorder.wait()
                 self._look_again(kind, not course.changed)
             return
-        if kind.looked(not course.changed):
+        # An evaluation begins like a step and saves less; there is nothing to learn from it.
+        if course.passage.began_backward and kind.looked(not course.changed):
             kind.learn_again()
             return
         fits_less = course.refused and course.pooled_bytes < kind.room_bytes
