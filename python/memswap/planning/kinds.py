@@ -147,7 +147,6 @@ class Course:
         self.unfit = False  # whether frames were longer than planned
         self.refused = False  # whether the pool had no room for something
         self.pooled_bytes = 0  # the most that was in it then, or when backward began
-        self.closed = False
 
     def take_peak(self) -> None:
         """The most that was resident so far, if it is the plan's doing."""

@@ -129,7 +129,7 @@ class Pilot:
         if not self._open:
             self._recomputed.clear()
         for course in ended:
-            course.closed = True
+            course.passage.course = None  # nobody listens from here on, and they make no circle
             if course.timing is not None:
                 course.timing.recorder.close()
         for course in ended:
@@ -219,7 +219,7 @@ class Pilot:
         if backward is not None and backward.began_backward and passage.count == 0:
             passage = backward  # no forward has begun since
         course: Course | None = passage.course
-        if course is not None and course.timing is not None and not course.closed:
+        if course is not None and course.timing is not None:
             course.timing.recorder.window(seconds)
 
     def again(self, entry: Entry, unit: str) -> None:
@@ -240,7 +240,7 @@ class Pilot:
                 self._note_pooled(course)
             if course.plan is not None:
                 self._compare(course, course.plan)
-        if course.timing is not None and not course.closed:
+        if course.timing is not None:
             course.timing.recorder.demanding(entry)
 
     def demanded(self, entry: Entry) -> None:
@@ -248,8 +248,6 @@ class Pilot:
         passage = entry.passage
         course: Course | None = None if passage is None else passage.course
         if passage is not None and course is not None and course.timing is not None:
-            if course.closed:
-                return
             course.timing.recorder.demanded(entry)
             if course.plan is not None and passage.returns_as_planned:
                 asked = course.plan.fetches.get(entry.index, ())
@@ -295,7 +293,7 @@ class Pilot:
 
     def _note_extra(self, course: Course) -> None:
         timing = course.timing
-        if timing is not None and not course.closed and timing.recorder.marks:
+        if timing is not None and timing.recorder.marks:
             mark = timing.recorder.marks - 1
             timing.regions.recomputed(mark, self._recomputed.nbytes)
 
