@@ -18,6 +18,7 @@ from moe_layers import STEPS, Experts
 from torch import nn
 
 import memswap
+from memswap.engine.record import Recorder
 from memswap.planning import learner
 from memswap.planning.pilot import Pilot
 
@@ -160,6 +161,27 @@ def test_an_evaluation_without_no_grad_does_not_cost_the_training_its_plan(
         step(layers, 32, device)
         assert counted["without a plan"] == 0
     drop.remove()
+
+
+def test_forwards_without_a_backward_are_not_waited_for_each_time(device, new_pool, monkeypatch):
+    layers = new_layers(device)
+    waits, wait = Counter(), Recorder.wait
+
+    def counted_wait(recorder):
+        waits["forwards"] += 1
+        wait(recorder)
+
+    monkeypatch.setattr(Recorder, "wait", counted_wait)
+    with memswap.manage(
+        layers, SWAP, pool=new_pool(), budget="70%", rates=rates_for(device)
+    ) as manager:
+        with pytest.warns(UserWarning, match="8 forwards had no backward"):
+            for _ in range(40):
+                forward(layers, 32, device)
+        assert waits["forwards"] <= 8 + 40 // 8
+        for _ in range(9):
+            step(layers, 32, device)
+        assert manager.plan is not None, "training began, and gets its plan"
 
 
 @pytest.mark.parametrize("recovers", [False, True], ids=["same storages", "other storages"])

@@ -35,6 +35,10 @@ REFRAME_AFTER = 16
 #: did not help, twice as many.
 LEAST_PATIENCE = 2
 
+#: Passages that no plan can be made of, after which somebody should know, and one in so many is
+#: timed: the host waits for each of these, and so do ranks that plan together.
+MOST_UNUSABLE = 8
+
 #: Passages that are timed after a first one that was not as planned, before a plan is made anew.
 MOST_DOUBTS = 2
 
@@ -89,6 +93,8 @@ class Kind:
         """Count a passage. Whether it is to be timed."""
         if self.plan is None:
             self.learnt += 1
+            if self.unusable >= MOST_UNUSABLE:
+                return self.learnt % MOST_UNUSABLE == 0
             return self.learnt >= 3
         self.planned += 1
         again, self.checks_again = self.checks_again, False

@@ -27,7 +27,7 @@ from memswap.engine.action import Action
 from memswap.engine.pools import DiskPool
 from memswap.planning.agreement import agree
 from memswap.planning.budgets import bytes_of
-from memswap.planning.kinds import MOST_DOUBTS, REFRAME_AFTER
+from memswap.planning.kinds import MOST_DOUBTS, MOST_UNUSABLE, REFRAME_AFTER
 from memswap.planning.observed import (
     calibrated,
     linked,
@@ -59,9 +59,6 @@ TOLERANCE = 0.25
 
 #: Waits that were not predicted show a slower link if they take this share of a step.
 LATE_SHARE = 0.02
-
-#: Passages without a backward of their own, after which somebody should know.
-MOST_UNUSABLE = 8
 
 #: Sets of regions that are recorded before a budget counts as too small.
 MOST_TRIALS = 3
