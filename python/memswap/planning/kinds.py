@@ -136,10 +136,16 @@ class Course:
     """One passage of a kind."""
 
     def __init__(
-        self, passage: Passage, kind: Kind, timing: Timing | None, first_nbytes: int
+        self,
+        passage: Passage,
+        kind: Kind,
+        timing: Timing | None,
+        first_nbytes: int,
+        device: torch.device,
     ) -> None:
         self.passage = passage
         self.first_nbytes = first_nbytes  # of what it saves first
+        self.device = device  # where that is
         self.kind = kind
         self.plan = kind.plan
         self.timing = timing

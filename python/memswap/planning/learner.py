@@ -127,7 +127,7 @@ class Learner:
             return
         lasting = kind.unfit >= 2 and kind.planned >= REFRAME_AFTER
         if over or lasting:
-            self._reframe(kind)
+            self._reframe(kind, course.device)
             return
         if kind.timing is not None and not course.changed and kind.timing.recorder.ready():
             self._look_again(kind)
@@ -287,7 +287,7 @@ class Learner:
         kind.trial = kind.plan.recompute or None
         self._adopt(kind, kind.step, kind.rates, kind.keys)
 
-    def _reframe(self, kind: Kind) -> None:
+    def _reframe(self, kind: Kind, device: torch.device) -> None:
         """Frames are longer than planned: plan with those that are seen by now.
 
         Nothing is learnt anew, which would take a passage without a budget.
@@ -295,7 +295,8 @@ class Learner:
         assert kind.plan is not None and kind.step is not None and kind.rates is not None
         kind.unfit = 0
         self._saver.stats()  # takes in what encoders have reported
-        (route,) = self._saver.open_routes()  # a budget is for one device
+        route = self._saver.route(device)
+        assert route is not None  # or nothing would have been planned
         step = reframed(kind.step, kind.keys, route.expectations)
         if step != kind.step:
             kind.trial = kind.plan.recompute or None

@@ -322,7 +322,7 @@ class Pilot:
             assert route is not None  # or the saver would not have asked
             recorder = Recorder(self._clock, passage, route.leaving_bytes)
             timing = Timing(key, device, recorder, RegionRecord(), LinkTimes())
-        course = passage.course = Course(passage, kind, timing, key.nbytes)
+        course = passage.course = Course(passage, kind, timing, key.nbytes, device)
         course.off = regions_off(kind)
         self._open.append(course)
         self._set_overflow_room(device)
