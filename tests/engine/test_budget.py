@@ -5,6 +5,7 @@ Budgets here are for stacks whose storages are all alike, so that a share of the
 
 from __future__ import annotations
 
+import gc
 import warnings
 
 import pytest
@@ -53,6 +54,22 @@ def test_without_a_budget_there_is_no_plan_and_everything_moves(device, new_pool
             step(layers, 32, device)
         assert manager.plan is None and manager.learnt is None
         assert manager.stats().moved_storages > 0
+
+
+def test_steps_leave_nothing_that_only_a_collection_of_cycles_frees(device, new_pool):
+    """Training loops turn the collector off."""
+    layers = new_layers(device)
+    with memswap.manage(layers, SWAP, pool=new_pool(), budget="70%", rates=rates_for(device)):
+        for _ in range(12):  # a timeline remembers the last few passages
+            step(layers, 32, device)
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(10):
+                step(layers, 32, device)
+            assert gc.collect() < 10, "one object or more for each step"
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("share", [0.7, 0.45])

@@ -12,13 +12,17 @@ from collections import Counter
 
 import pytest
 import torch
-from budget_layers import SWAP, new_layers, rates_for, step
-from helpers import assert_same_gradients
+from budget_layers import SWAP, forward, kept_peak, new_layers, rates_for, step
+from helpers import assert_same_gradients, gradients
 from moe_layers import STEPS, Experts
+from torch import nn
 
 import memswap
+from memswap.engine.record import Recorder
 from memswap.planning import learner
 from memswap.planning.pilot import Pilot
+
+LONG = 48
 
 pytestmark = pytest.mark.one_schedule
 
@@ -47,6 +51,15 @@ def lengths(count: int, steps: int) -> list[int]:
     """So many different lengths, an octave and a half apart, drawn anew in each step."""
     drawn = random.Random(0)
     return [drawn.choice(range(16, 16 + count)) for _ in range(steps)]
+
+
+def step_of_two(layers: nn.ModuleList, device: torch.device) -> list[torch.Tensor | None]:
+    """Two forwards in flight."""
+    layers.zero_grad(set_to_none=True)
+    long, short = (forward(layers, rows, device) for rows in (LONG, LONG // 2))
+    short.backward()
+    long.backward()
+    return gradients(layers)
 
 
 @pytest.mark.parametrize("budget", ["auto", 0.6])
@@ -90,6 +103,85 @@ def test_a_few_shapes_have_a_plan_each_and_the_second_one_at_once(device, new_po
             assert kept == sum(one.nbytes for one in manager.plan.storages)
             assert 0 < manager.plan.measured_peak_bytes <= manager.plan.peak_bytes <= 0.6 * kept
         assert counted["plans"] == 2 and not counted["without a plan"]
+
+
+def test_lengths_that_are_in_flight_together_share_the_budget(device, new_pool):
+    """Also the one that always begins first, when nothing is in flight yet."""
+    layers = new_layers(device)
+    plain = step_of_two(layers, device)
+    budget = int(0.6 * kept_peak(device, new_pool(), LONG))
+    with memswap.manage(
+        layers, SWAP, pool=new_pool(), budget=budget, rates=rates_for(device)
+    ) as manager:
+        for _ in range(5):
+            step(layers, LONG, device)
+        with pytest.warns(UserWarning, match="more forwards are in flight than before"):
+            for number in range(4):
+                assert_same_gradients(step_of_two(layers, device), plain)
+                if number == 0:  # nobody knew that there would be two
+                    manager.reset_stats()
+        assert manager.stats().peak_resident_bytes <= budget
+        assert manager.plan.in_flight == 2
+
+
+def test_a_share_of_a_short_step_is_no_bound_for_a_long_one_beside_it(device, new_pool):
+    layers = new_layers(device)
+    plain = step_of_two(layers, device)
+    with (
+        warnings.catch_warnings(),
+        memswap.manage(
+            layers, SWAP, pool=new_pool(), budget="60%", rates=rates_for(device)
+        ) as manager,
+    ):
+        warnings.simplefilter("error")  # more than the budget would be told
+        for _ in range(6):
+            assert_same_gradients(step_of_two(layers, device), plain)
+        assert manager.plan is not None and manager.plan.in_flight == 2
+
+
+def test_an_evaluation_without_no_grad_does_not_cost_the_training_its_plan(
+    device, new_pool, counted
+):
+    """It begins like a step, saves fewer storages, and nobody runs its backward."""
+    layers = new_layers(device)
+    drop = layers[2].register_forward_hook(
+        lambda module, _, y: nn.functional.dropout(y, 0.5) if module.training else None
+    )
+    with memswap.manage(
+        layers, SWAP, pool=new_pool(), budget="70%", rates=rates_for(device)
+    ) as manager:
+        for _ in range(4):
+            step(layers, 32, device)
+        assert manager.plan is not None
+        counted.clear()
+        layers.eval()
+        for _ in range(3):
+            forward(layers, 32, device)
+        layers.train()
+        step(layers, 32, device)
+        assert counted["without a plan"] == 0
+    drop.remove()
+
+
+def test_forwards_without_a_backward_are_not_waited_for_each_time(device, new_pool, monkeypatch):
+    layers = new_layers(device)
+    waits, wait = Counter(), Recorder.wait
+
+    def counted_wait(recorder):
+        waits["forwards"] += 1
+        wait(recorder)
+
+    monkeypatch.setattr(Recorder, "wait", counted_wait)
+    with memswap.manage(
+        layers, SWAP, pool=new_pool(), budget="70%", rates=rates_for(device)
+    ) as manager:
+        with pytest.warns(UserWarning, match="8 forwards had no backward"):
+            for _ in range(40):
+                forward(layers, 32, device)
+        assert waits["forwards"] <= 8 + 40 // 8
+        for _ in range(9):
+            step(layers, 32, device)
+        assert manager.plan is not None, "training began, and gets its plan"
 
 
 @pytest.mark.parametrize("recovers", [False, True], ids=["same storages", "other storages"])

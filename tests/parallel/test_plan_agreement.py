@@ -8,6 +8,7 @@ from torch import nn
 
 import memswap
 from memswap import Action, Rates
+from memswap.planning import kinds
 from ranks import Rank, distributed
 
 
@@ -92,3 +93,29 @@ def test_ranks_whose_steps_differ_agree_to_have_no_plan(rank: Rank) -> None:
                 x = layer(x)
             x.sum().backward()
         assert manager.plan is None
+
+
+@distributed(2)
+def test_a_rank_that_saves_other_storages_does_not_miss_when_ranks_compare(rank: Rank) -> None:
+    """Whoever stayed away would be waited for, or meet another collective instead."""
+    kinds.RETIME_AFTER = 3  # of this process
+    torch.manual_seed(0)
+    layers = nn.ModuleList([Layer() for _ in range(4)])
+    policy = memswap.Policy(action=Action.SWAP, min_bytes=1)
+    rates = Rates("any", 1e9, 1e9, 1e9, 1e9)
+    with memswap.manage(
+        layers,
+        policy,
+        pool=memswap.DiskPool(budget="16MiB"),
+        budget="80%",
+        rates=rates,
+        group=dist.group.WORLD,
+    ) as manager:
+        for number in range(10):
+            x = torch.ones(32, 64)
+            for layer in layers[: 4 - (rank.rank == 1 and number in (5, 6))]:
+                x = layer(x)
+            x.sum().backward()
+            rank.same_everywhere(number, "the step")
+        assert manager.plan is not None
+        rank.same_everywhere(dict(manager.plan.releases), "when it releases")

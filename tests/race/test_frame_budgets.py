@@ -250,7 +250,7 @@ def test_a_broken_rule_breaks_the_budget(rule, action):
 def test_a_frame_that_has_not_left_when_its_storage_is_demanded_is_waited_for(monkeypatch, waits):
     """The graph has the storage for longer, and the plan has given the frame's room away."""
     monkeypatch.setattr(Stack, "layer", Twice)
-    monkeypatch.setattr(Pilot, "_limit_bytes", lambda self, plan: 0)  # nothing makes up for it
+    monkeypatch.setattr(Pilot, "_set_limit", lambda self: None)  # nothing makes up for it
     if not waits:
         monkeypatch.setattr(script, "departs", lambda planned: False)
     policy = memswap.Policy(action=Action.ENCODE_SWAP, min_bytes=1)

@@ -156,7 +156,7 @@ def test_without_the_waits_of_a_script_its_budget_is_exceeded(monkeypatch):
     )
     found = measured(1, int(0.5 * kept), 0.15)
     assert found.stats.peak_resident_bytes <= 0.5 * kept
-    monkeypatch.setattr(pilot.Pilot, "_limit_bytes", lambda self, plan: 0)
+    monkeypatch.setattr(pilot.Pilot, "_set_limit", lambda self: None)
     found = measured(1, int(0.5 * kept), 0.15)
     assert found.stats.peak_resident_bytes > 0.5 * kept
 

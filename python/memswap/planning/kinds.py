@@ -35,6 +35,10 @@ REFRAME_AFTER = 16
 #: did not help, twice as many.
 LEAST_PATIENCE = 2
 
+#: Passages that no plan can be made of, after which somebody should know, and one in so many is
+#: timed: the host waits for each of these, and so do ranks that plan together.
+MOST_UNUSABLE = 8
+
 #: Passages that are timed after a first one that was not as planned, before a plan is made anew.
 MOST_DOUBTS = 2
 
@@ -89,6 +93,8 @@ class Kind:
         """Count a passage. Whether it is to be timed."""
         if self.plan is None:
             self.learnt += 1
+            if self.unusable >= MOST_UNUSABLE:
+                return self.learnt % MOST_UNUSABLE == 0
             return self.learnt >= 3
         self.planned += 1
         again, self.checks_again = self.checks_again, False
@@ -153,7 +159,6 @@ class Course:
         self.unfit = False  # whether frames were longer than planned
         self.refused = False  # whether the pool had no room for something
         self.pooled_bytes = 0  # the most that was in it then, or when backward began
-        self.closed = False
 
     def take_peak(self) -> None:
         """The most that was resident so far, if it is the plan's doing."""
@@ -161,7 +166,8 @@ class Course:
         if plan is None or plan is not kind.plan or not peak:
             return
         kind.measured_peak_bytes = max(peak, kind.measured_peak_bytes or 0)
-        if not self.changed and peak > plan.limit_bytes * plan.in_flight:
+        limit_bytes = self.passage.limit_bytes or plan.limit_bytes * plan.in_flight
+        if not self.changed and peak > limit_bytes:
             self.unfit = True
 
     @property

@@ -27,7 +27,7 @@ from memswap.engine.action import Action
 from memswap.engine.pools import DiskPool
 from memswap.planning.agreement import agree
 from memswap.planning.budgets import bytes_of
-from memswap.planning.kinds import MOST_DOUBTS, REFRAME_AFTER
+from memswap.planning.kinds import MOST_DOUBTS, MOST_UNUSABLE, REFRAME_AFTER
 from memswap.planning.observed import (
     calibrated,
     linked,
@@ -59,9 +59,6 @@ TOLERANCE = 0.25
 
 #: Waits that were not predicted show a slower link if they take this share of a step.
 LATE_SHARE = 0.02
-
-#: Passages without a backward of their own, after which somebody should know.
-MOST_UNUSABLE = 8
 
 #: Sets of regions that are recorded before a budget counts as too small.
 MOST_TRIALS = 3
@@ -111,31 +108,34 @@ class Learner:
         if course.timing is not None and kind.timing is None:
             kind.timing = course.timing
         over = self._tell_if_over(course, course.plan)
-        if kind.looked(not course.changed) and self._group is None:
+        if self._group is not None:
+            # What one rank alone saw changes nothing, and it comes to where the others wait for it.
+            if kind.timing is not None:
+                kind.timing.recorder.wait()
+                self._look_again(kind, not course.changed)
+            return
+        # An evaluation begins like a step and saves less; there is nothing to learn from it.
+        if course.passage.began_backward and kind.looked(not course.changed):
             kind.learn_again()
             return
         fits_less = course.refused and course.pooled_bytes < kind.room_bytes
         if fits_less:
             kind.room_bytes = course.pooled_bytes
         kind.unfit = kind.unfit + 1 if course.unfit else 0
-        if fits_less and self._group is None:
+        if fits_less:
             self.make_room(kind)
             return
         lasting = kind.unfit >= 2 and kind.planned >= REFRAME_AFTER
-        if (over or lasting) and self._group is None:
+        if over or lasting:
             self._reframe(kind, course.device)
             return
-        if kind.timing is not None and not course.changed:
-            if self._group is not None:
-                kind.timing.recorder.wait()
-            if kind.timing.recorder.ready():
-                self._look_again(kind)
+        if kind.timing is not None and not course.changed and kind.timing.recorder.ready():
+            self._look_again(kind)
 
     def _tell_if_over(self, course: Course, plan: Plan) -> bool:
         """Whether more was on the device than the budget allows, of which somebody should know."""
         limit, peak = plan.budget_bytes, course.passage.peak_bytes
-        planned = plan.peak_bytes * plan.in_flight
-        if limit is None or peak <= max(limit, planned):
+        if limit is None or peak <= max(limit, course.passage.limit_bytes):
             return False
         why = (
             "more forwards are in flight than before, frames became longer than planned with "
@@ -302,7 +302,7 @@ class Learner:
             kind.trial = kind.plan.recompute or None
             self._adopt(kind, step, kind.rates, kind.keys)
 
-    def _look_again(self, kind: Kind) -> None:
+    def _look_again(self, kind: Kind, as_planned: bool = True) -> None:
         """A planned passage was timed: is the plan still the right one?"""
         timing, plan, known, before = kind.timing, kind.plan, kind.step, kind.rates
         assert timing is not None and plan is not None and known is not None and before is not None
@@ -310,7 +310,8 @@ class Learner:
         record = timing.recorder.take()
         step, shared_s = None, 0.0
         # Another number of saves, or another order, says nothing about the times of this step.
-        if len(record.gaps_s) == len(known.gaps_s) and record.order == known.order:
+        same = len(record.gaps_s) == len(known.gaps_s) and record.order == known.order
+        if same and as_planned:
             size = kind.first.nbytes / timing.first.nbytes  # of what the plan is for
             gaps = [quantised(size * gap_s) for gap_s in record.gaps_s]
             step = known.with_gaps(gaps, quantised(size * record.tail_s))

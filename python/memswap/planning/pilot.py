@@ -129,7 +129,7 @@ class Pilot:
         if not self._open:
             self._recomputed.clear()
         for course in ended:
-            course.closed = True
+            course.passage.course = None  # nobody listens from here on, and they make no circle
             if course.timing is not None:
                 course.timing.recorder.close()
         for course in ended:
@@ -219,7 +219,7 @@ class Pilot:
         if backward is not None and backward.began_backward and passage.count == 0:
             passage = backward  # no forward has begun since
         course: Course | None = passage.course
-        if course is not None and course.timing is not None and not course.closed:
+        if course is not None and course.timing is not None:
             course.timing.recorder.window(seconds)
 
     def again(self, entry: Entry, unit: str) -> None:
@@ -240,7 +240,7 @@ class Pilot:
                 self._note_pooled(course)
             if course.plan is not None:
                 self._compare(course, course.plan)
-        if course.timing is not None and not course.closed:
+        if course.timing is not None:
             course.timing.recorder.demanding(entry)
 
     def demanded(self, entry: Entry) -> None:
@@ -248,8 +248,6 @@ class Pilot:
         passage = entry.passage
         course: Course | None = None if passage is None else passage.course
         if passage is not None and course is not None and course.timing is not None:
-            if course.closed:
-                return
             course.timing.recorder.demanded(entry)
             if course.plan is not None and passage.returns_as_planned:
                 asked = course.plan.fetches.get(entry.index, ())
@@ -295,7 +293,7 @@ class Pilot:
 
     def _note_extra(self, course: Course) -> None:
         timing = course.timing
-        if timing is not None and not course.closed and timing.recorder.marks:
+        if timing is not None and timing.recorder.marks:
             mark = timing.recorder.marks - 1
             timing.regions.recomputed(mark, self._recomputed.nbytes)
 
@@ -312,10 +310,12 @@ class Pilot:
         if self._clock is None:
             self._clock = Clock(device)
         in_flight = 1 + len(self._open)
-        if in_flight > kind.in_flight:
-            kind.in_flight = in_flight
-            if kind.plan is not None:
-                self._learner.make_room(kind)
+        # All of them share the budget, those as well that so far began when nothing was in flight.
+        for one in dict.fromkeys((kind, *(course.kind for course in self._open))):
+            if in_flight > one.in_flight:
+                one.in_flight = in_flight
+                if one.plan is not None:
+                    self._learner.make_room(one)
         timing = None
         if kind.times_next():
             route = self._saver.route(device)
@@ -329,12 +329,19 @@ class Pilot:
         if kind.plan is not None:
             passage.script = self._script(kind, kind.plan, device)
             passage.alone = timing is None and self._saver.policy.fn is None
-            passage.limit_bytes = self._limit_bytes(kind.plan)
+        if self._bounded:
+            self._set_limit()
         return course
 
-    def _limit_bytes(self, plan: Plan) -> int:
-        """Below which a passage stays although it saves other sizes; 0: nothing bounds it."""
-        return plan.limit_bytes * plan.in_flight if self._bounded else 0
+    def _set_limit(self) -> None:
+        """What passages in flight stay below although they save other sizes.
+
+        A share of a short step's bytes is no bound for a long one that is in flight as well.
+        """
+        planned = [(one.passage, one.plan) for one in self._open if one.plan is not None]
+        limit_bytes = max((plan.limit_bytes * plan.in_flight for _, plan in planned), default=0)
+        for passage, _ in planned:
+            passage.limit_bytes = max(passage.limit_bytes, limit_bytes)
 
     def _script(self, kind: Kind, plan: Plan, device: torch.device) -> Script:
         if kind.script is None or kind.script[0] is not plan:
