@@ -79,7 +79,7 @@ class DenseEncoder {
       take_rest<Type::kRestBits, kStreaming>(
           symbols_[b], slab + frame::kBlockElements * Type::kBytePlanes, plane1);
     }
-    ranges_[b] = kShort ? range_of_short(symbols_[b]) : range_of(symbols_[b], kVectors);
+    ranges_[b] = kShort ? range_of_short(symbols_[b]) : range_of(symbols_[b]);
   }
 
   void measure(uint32_t b) {
@@ -91,8 +91,8 @@ class DenseEncoder {
       distances_[b] = distances_of_short(symbols_[b], ranges_[b]);
     } else if (!params_.fast) {
       const uint32_t maximum = ranges_[b].maximum;
-      distances_[b] = ranges_[b].minimum > 0 ? distances_of<false>(symbols_[b], kVectors, maximum)
-                                             : distances_of<true>(symbols_[b], kVectors, maximum);
+      distances_[b] = ranges_[b].minimum > 0 ? distances_of<false>(symbols_[b], maximum)
+                                             : distances_of<true>(symbols_[b], maximum);
     }
   }
 

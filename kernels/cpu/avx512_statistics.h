@@ -37,10 +37,10 @@ inline uint32_t maximum_of(Vector bytes) {
 inline Vector partial_sums(Vector bytes) { return _mm512_sad_epu8(bytes, _mm512_setzero_si512()); }
 inline uint32_t total(Vector sums) { return static_cast<uint32_t>(_mm512_reduce_add_epi64(sums)); }
 
-inline Range range_of(const Bytes& symbols, uint32_t vectors) {
+inline Range range_of(const Bytes& symbols) {
   Vector minimum = broadcast(255);
   Vector maximum = _mm512_setzero_si512();
-  for (uint32_t i = 0; i < vectors; ++i) {
+  for (uint32_t i = 0; i < kVectors; ++i) {
     minimum = _mm512_min_epu8(minimum, symbols.vector[i]);
     maximum = _mm512_max_epu8(maximum, symbols.vector[i]);
   }
@@ -76,17 +76,16 @@ struct Distances {
 
 // Eight times 31 fits into a byte.
 template <bool kWithZeros>
-inline Distances distances_of(const Bytes& symbols, uint32_t vectors, uint32_t maximum) {
+inline Distances distances_of(const Bytes& symbols, uint32_t maximum) {
   const Vector top = broadcast(maximum);
   const Vector limit = broadcast(canonical::kClip);
   const Vector one = broadcast(1);
   Vector sums = _mm512_setzero_si512();
   Vector present = _mm512_setzero_si512();
   Vector lowest = broadcast(255);  // less 1, so that 0 is the highest
-  for (uint32_t i = 0; i < vectors; i += 8) {
-    const uint32_t end = i + 8 < vectors ? i + 8 : vectors;
+  for (uint32_t i = 0; i < kVectors; i += 8) {
     Vector sum = _mm512_setzero_si512();
-    for (uint32_t j = i; j < end; ++j) {
+    for (uint32_t j = i; j < i + 8; ++j) {
       const Vector value = symbols.vector[j];
       sum = _mm512_add_epi8(sum, _mm512_min_epu8(_mm512_sub_epi8(top, value), limit));
       if constexpr (kWithZeros) {
@@ -96,12 +95,11 @@ inline Distances distances_of(const Bytes& symbols, uint32_t vectors, uint32_t m
     }
     sums = _mm512_add_epi64(sums, partial_sums(sum));
   }
-  const uint32_t all = vectors * kLanes;
   if constexpr (!kWithZeros) {
-    return {total(sums), all, 1};
+    return {total(sums), frame::kBlockElements, 1};
   }
   const uint32_t count = total(partial_sums(present));
-  const uint32_t of_zeros = (all - count) * distance_of_zero(maximum);
+  const uint32_t of_zeros = (frame::kBlockElements - count) * distance_of_zero(maximum);
   return {total(sums) - of_zeros, count, minimum_of(lowest) + 1};
 }
 
