@@ -21,21 +21,25 @@ class Layer(nn.Module):
         return self.linear(x).tanh()
 
 
+def managed(layers: nn.ModuleList, budget: int | str, rates: Rates) -> memswap.Manager:
+    """Everything may be swapped, to a pool that holds it, by a plan of all ranks."""
+    return memswap.manage(
+        layers,
+        memswap.Policy(action=Action.SWAP, min_bytes=1),
+        pool=memswap.DiskPool(budget="16MiB"),
+        budget=budget,
+        rates=rates,
+        group=dist.group.WORLD,
+    )
+
+
 @distributed(2)
 def test_ranks_that_measured_different_times_have_the_same_plan(rank: Rank) -> None:
     torch.manual_seed(0)
     layers = nn.ModuleList([Layer() for _ in range(6)])
     own = 1e9 / (1 + 9 * rank.rank)  # a link ten times slower on rank 1
     rates = Rates(f"rank {rank.rank}", own, own, own, own)
-    policy = memswap.Policy(action=Action.SWAP, min_bytes=1)
-    with memswap.manage(
-        layers,
-        policy,
-        pool=memswap.DiskPool(budget="16MiB"),
-        budget=5 * 32 * 64 * 4,
-        rates=rates,
-        group=dist.group.WORLD,
-    ) as manager:
+    with managed(layers, 5 * 32 * 64 * 4, rates) as manager:
         for _ in range(5):
             layers.zero_grad(set_to_none=True)
             x = torch.ones(32, 64) * (1 + rank.rank)
@@ -77,16 +81,7 @@ def same_layers_are_recomputed(rank: Rank, layers: nn.ModuleList) -> None:
 def test_ranks_whose_steps_differ_agree_to_have_no_plan(rank: Rank) -> None:
     torch.manual_seed(0)
     layers = nn.ModuleList([Layer() for _ in range(3 + rank.rank)])
-    policy = memswap.Policy(action=Action.SWAP, min_bytes=1)
-    rates = Rates("any", 1e9, 1e9, 1e9, 1e9)
-    with memswap.manage(
-        layers,
-        policy,
-        pool=memswap.DiskPool(budget="16MiB"),
-        budget="1GiB",
-        rates=rates,
-        group=dist.group.WORLD,
-    ) as manager:
+    with managed(layers, "1GiB", Rates("any", 1e9, 1e9, 1e9, 1e9)) as manager:
         for _ in range(5):
             x = torch.ones(32, 64)
             for layer in layers:
@@ -101,16 +96,7 @@ def test_a_rank_that_saves_other_storages_does_not_miss_when_ranks_compare(rank:
     kinds.RETIME_AFTER = 3  # of this process
     torch.manual_seed(0)
     layers = nn.ModuleList([Layer() for _ in range(4)])
-    policy = memswap.Policy(action=Action.SWAP, min_bytes=1)
-    rates = Rates("any", 1e9, 1e9, 1e9, 1e9)
-    with memswap.manage(
-        layers,
-        policy,
-        pool=memswap.DiskPool(budget="16MiB"),
-        budget="80%",
-        rates=rates,
-        group=dist.group.WORLD,
-    ) as manager:
+    with managed(layers, "80%", Rates("any", 1e9, 1e9, 1e9, 1e9)) as manager:
         for number in range(10):
             x = torch.ones(32, 64)
             for layer in layers[: 4 - (rank.rank == 1 and number in (5, 6))]:

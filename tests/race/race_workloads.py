@@ -35,6 +35,10 @@ def new_pool(budget: int | str = "64MiB", slab: int | str = "1MiB", device: Any 
     return memswap.HostPool(budget=budget, slab=slab, device=device)
 
 
+def storage_of(tensor: torch.Tensor) -> Any:
+    return native.StorageRef(tensor)
+
+
 def plain() -> contextlib.AbstractContextManager[Any]:
     """The region of a run without memswap."""
     return contextlib.nullcontext()

@@ -26,15 +26,11 @@ from race_workloads import (
     on_host,
     plain,
     send_stream,
+    storage_of,
 )
 
-from memswap._native import native
 from memswap.engine import transfer
 from simdev import mutations
-
-
-def storage_of(tensor: torch.Tensor) -> Any:
-    return native.StorageRef(tensor)
 
 
 # Programs of two parts, so that one wait only makes what it is to make. `plain` is the truth.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from helpers import same_bits
@@ -13,14 +11,11 @@ from race_workloads import (
     new_lane,
     new_pool,
     send_stream,
+    storage_of,
 )
 
 from memswap._native import native
 from simdev import counters, mutations
-
-
-def storage_of(tensor: torch.Tensor) -> Any:
-    return native.StorageRef(tensor)
 
 
 # ---------------------------------------------------------------- ranges
