@@ -10,6 +10,7 @@
 
 #include "bind_ticket.h"
 #include "block.h"
+#include "memory_share.h"
 #include "python_storage.h"
 #include "python_type.h"
 #include "storage.h"
@@ -152,6 +153,9 @@ Sent send(SwapWayObject* way, PyObject* storage) {
   if (way->native_lane && way->native_blocks) {
     BlockPtr block;
     TicketPtr departure;
+    if (ref->storage.device().is_cpu()) {
+      share_memory(*ref);
+    }
     {
       const py::gil_scoped_release release;
       block = way->native_blocks->allocate(nbytes);

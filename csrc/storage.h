@@ -10,6 +10,8 @@
 
 namespace memswap {
 
+using MemoryShare = std::shared_ptr<const c10::DataPtr>;
+
 // A share of one storage. `version` is the counter that views rebuilt on it share, so that an
 // in-place edit through one of them is seen by the others.
 struct StorageRef {
@@ -18,6 +20,7 @@ struct StorageRef {
       : storage(std::move(s)), version(std::move(v)) {}
   c10::Storage storage;
   c10::VariableVersion version;
+  MemoryShare memory;  // of the storage's memory, or nullptr (memory_share.h)
 };
 using StorageRefPtr = std::shared_ptr<StorageRef>;
 

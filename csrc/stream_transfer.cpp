@@ -8,6 +8,14 @@
 #include "pool/without_gil.h"
 
 namespace memswap {
+namespace {
+
+// Without a question to storages that refuse one.
+const void* memory_of(const StorageRef& storage) {
+  return storage.storage.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get();
+}
+
+}  // namespace
 
 StreamTransfer::StreamTransfer(std::shared_ptr<DeviceStreams> streams, Direction direction,
                                StorageRefPtr storage, std::shared_ptr<LeavingStorages> leaving)
@@ -15,6 +23,7 @@ StreamTransfer::StreamTransfer(std::shared_ptr<DeviceStreams> streams, Direction
       direction_(direction),
       compute_(streams_->current()),
       identity_(*storage),
+      memory_(memory_of(*storage)),
       leaving_(std::move(leaving)),
       event_(streams_->take_event()) {
   if (leaving_) {
@@ -104,7 +113,11 @@ void StreamTransfer::abandon() noexcept {
 // The lock is held below; the caller drops what is returned after it.
 StreamTransfer::Owned StreamTransfer::let_go() {
   if (leaving_ && owns_storage_) {
-    leaving_->remove(*owned_.storages.front());
+    const StorageRefPtr& sent = owned_.storages.front();
+    leaving_->remove(*sent);
+    if (memory_of(*sent) != memory_) {
+      kept_ = sent;
+    }
   }
   owns_storage_ = false;
   return std::exchange(owned_, {});

@@ -62,12 +62,14 @@ class StreamTransfer final : public StreamTicket {
   const Direction direction_;
   const c10::Stream compute_;  // the stream that was current at submission
   const WeakStorage identity_;
+  const void* const memory_;  // the storage's, at submission
   const std::shared_ptr<LeavingStorages> leaving_;
   std::atomic<bool> owns_storage_{true};
   std::mutex mutex_;  // guards what follows
   c10::Event event_;
   Owned owned_;
-  bool ended_ = false;                        // as far as the host knows
+  StorageRefPtr kept_;  // what has other memory than was sent ([Note: Memory that is taken away])
+  bool ended_ = false;  // as far as the host knows
   c10::SmallVector<c10::Stream, 2> ordered_;  // streams that have waited
 };
 

@@ -48,6 +48,7 @@ class WorkerTicket final : public WorkTicket {
         direction_(direction),
         nbytes_(block->nbytes()),
         offset_(offset),
+        memory_(storage->memory),
         storage_(std::move(storage)),
         block_(std::move(block)),
         uses_(block_->uses()),
@@ -66,7 +67,8 @@ class WorkerTicket final : public WorkTicket {
     wait_for_uses();
     wait_for_others();
     if (direction_ == Direction::kSend) {
-      block_->write(static_cast<const std::byte*>(storage_->storage.data()) + offset_);
+      const void* const source = memory_ ? memory_->get() : storage_->storage.data();
+      block_->write(static_cast<const std::byte*>(source) + offset_);
       note_written();
     } else {
       check_written();
@@ -81,6 +83,7 @@ class WorkerTicket final : public WorkTicket {
       }
       lane_->leaving.remove(*storage_);
     }
+    memory_.reset();
     if (direction_ == Direction::kFetch || !failed) {
       storage_.reset();
     }
@@ -148,6 +151,7 @@ class WorkerTicket final : public WorkTicket {
   const size_t nbytes_;
   const size_t offset_;  // in the storage
   // What follows belongs to the thread that runs the work, and after the end to everyone, to read.
+  MemoryShare memory_;  // of the storage ([Note: Memory that is taken away]), or nullptr
   StorageRefPtr storage_;
   BlockPtr block_;
   Tickets uses_;

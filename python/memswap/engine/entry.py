@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 #: Where an entry's bytes are. Which steps are legal: csrc/residence.h.
 State = native.State
 
+#: Why a storage stays that has lost its memory before it was sent.
+RESIZED = "resized"
+
 #: A storage that stays for good.
 Stay = native.Stay
 
@@ -106,6 +109,14 @@ class Entry(native.Entry):
         """
         storage = self.identity.lock()
         return storage is not None and storage.use_count - 1 <= self.keeps
+
+    @property
+    def lost_memory(self) -> bool:
+        """Whether the storage that it holds has been resized since it was saved.
+
+        See [Note: Memory that is taken away] in csrc/memory_share.h.
+        """
+        return self.storage is not None and self.storage.nbytes != self.nbytes
 
     def retain(self) -> bool:
         """Hold on to a storage that has not gone away yet: then nothing has to come back.

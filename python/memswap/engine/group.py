@@ -26,7 +26,7 @@ from memswap._native import native
 from memswap.engine.action import Action
 from memswap.engine.autograd import graph_task
 from memswap.engine.buckets import SMALL_BYTES, packed, send_together
-from memswap.engine.entry import Entry, Order, State, Stay
+from memswap.engine.entry import RESIZED, Entry, Order, State, Stay
 from memswap.engine.handle import Handle, Moved
 from memswap.engine.saver import Saver
 from memswap.engine.transfer import finish
@@ -113,6 +113,9 @@ class GroupSaver(Saver):
         for entry in entries:
             order, entry.order = entry.order, None
             if order is None or entry.storage is None:
+                continue
+            if entry.lost_memory:
+                self.ledger.keep(RESIZED, entry.nbytes)
                 continue
             nbytes[order.route] = nbytes.get(order.route, 0) + entry.nbytes
             if order.action is Action.SWAP and entry.nbytes <= SMALL_BYTES:

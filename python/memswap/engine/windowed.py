@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from memswap._native import native
-from memswap.engine.entry import State
+from memswap.engine.entry import RESIZED, State
 from memswap.engine.saver import Saver
 from memswap.engine.transfer import EncodeSwapWay, EncodeWay
 from memswap.engine.visit import Visit
@@ -184,6 +184,9 @@ class WindowedSaver(Saver):
         assert isinstance(pending, Deferred)
         entry, way, route = pending.entry(), pending.way, pending.route
         if entry is None or entry.storage is None:
+            return None
+        if entry.lost_memory:
+            self.ledger.keep(RESIZED, entry.nbytes)
             return None
         storage, entry.storage = entry.storage, None
         reason: str | None = None
