@@ -19,13 +19,33 @@ constexpr size_t kCursor = Arena::kBefore - sizeof(uint64_t);
 
 }  // namespace
 
+Arena::Chunk::Chunk(at::Tensor memory, c10::Stream owner)
+    : bytes(std::move(memory)),
+      owner(owner),
+      capacity((bytes.nbytes() - kBefore) / frame::kUnitBytes),
+      last_read(bytes.device().type()) {}
+
+Arena::Chunk::~Chunk() {
+  try {
+    order_behind_reads();
+  } catch (const std::exception&) {
+    // A device that is lost orders nothing, and nothing runs on it that could use the memory.
+  }
+}
+
+void Arena::Chunk::order_behind_reads() {
+  if (std::exchange(read, false)) {
+    last_read.block(owner);
+  }
+}
+
 Arena::Share::Share(std::shared_ptr<Arena> arena, std::shared_ptr<Chunk> chunk, uint64_t units)
     : arena_(std::move(arena)), chunk_(std::move(chunk)), units_(units) {}
 
 Arena::Share::~Share() {
   const WithoutGil without_gil;
   const std::lock_guard lock(arena_->mutex_);
-  if (!settled_ || units_ > 0) {
+  if (chunk_) {
     --chunk_->live;
   }
 }
@@ -48,6 +68,7 @@ uint64_t Arena::Share::units() const {
 }
 
 void Arena::Share::settle(uint64_t used) {
+  std::shared_ptr<Chunk> dropped;  // destroyed outside the lock
   const WithoutGil without_gil;
   const std::lock_guard lock(arena_->mutex_);
   if (std::exchange(settled_, true)) {
@@ -57,14 +78,44 @@ void Arena::Share::settle(uint64_t used) {
   units_ = std::min(used, units_);
   if (units_ == 0) {
     --chunk_->live;
+    dropped = std::move(chunk_);
   }
 }
 
-void Arena::Share::read_on(c10::Stream stream) {
+Arena::Reading Arena::Share::read() const {
   const WithoutGil without_gil;
   const std::lock_guard lock(arena_->mutex_);
-  chunk_->last_read.record(stream);
-  chunk_->read = true;
+  if (!chunk_) {
+    return {};
+  }
+  ++chunk_->live;
+  return {arena_, chunk_};
+}
+
+Arena::Reading::Reading(std::shared_ptr<Arena> arena, std::shared_ptr<Chunk> chunk)
+    : arena_(std::move(arena)), chunk_(std::move(chunk)) {}
+
+Arena::Reading::~Reading() {
+  if (chunk_) {
+    const WithoutGil without_gil;
+    const std::lock_guard lock(arena_->mutex_);
+    --chunk_->live;
+  }
+}
+
+const void* Arena::Reading::memory() const {
+  return chunk_ ? static_cast<const std::byte*>(chunk_->bytes.const_data_ptr()) + kBefore : nullptr;
+}
+
+uint64_t Arena::Reading::capacity() const { return chunk_ ? chunk_->capacity : 0; }
+
+void Arena::Reading::submitted(c10::Stream stream) {
+  if (chunk_) {
+    const WithoutGil without_gil;
+    const std::lock_guard lock(arena_->mutex_);
+    chunk_->last_read.record(stream);
+    chunk_->read = true;
+  }
 }
 
 Arena::Arena(std::shared_ptr<DeviceStreams> streams, c10::Stream encode_stream, size_t budget_bytes,
@@ -73,15 +124,6 @@ Arena::Arena(std::shared_ptr<DeviceStreams> streams, c10::Stream encode_stream, 
       encode_stream_(encode_stream),
       chunk_bytes_(chunk_bytes),
       budget_bytes_(budget_bytes) {}
-
-// No share is left: each holds the arena.
-Arena::~Arena() {
-  try {
-    trim();
-  } catch (const std::exception&) {
-    // A device that is lost orders nothing, and nothing runs on it that could use the chunks.
-  }
-}
 
 std::shared_ptr<Arena::Share> Arena::reserve(uint64_t units, std::string& refusal) {
   const std::lock_guard lock(mutex_);
@@ -117,9 +159,7 @@ std::shared_ptr<Arena::Chunk> Arena::find_room(uint64_t units) {
 // Edge 11: behind the decodes that read what the next encodes will overwrite. Encodes themselves
 // are in the order of the encode stream.
 void Arena::set_back(Chunk& chunk) {
-  if (std::exchange(chunk.read, false)) {
-    chunk.last_read.block(encode_stream_);
-  }
+  chunk.order_behind_reads();
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const WithoutModes without_modes;
   const c10::StreamGuard guard(encode_stream_);
@@ -139,16 +179,15 @@ std::shared_ptr<Arena::Chunk> Arena::grow(uint64_t units, std::string& refusal) 
     return nullptr;
   }
   const size_t nbytes = std::min({std::max(chunk_bytes_, least), left, longest});
-  auto chunk = std::make_shared<Chunk>(Chunk{.last_read = c10::Event(streams_->device().type())});
+  std::shared_ptr<Chunk> chunk;
   try {
     const c10::StreamGuard guard(encode_stream_);
-    chunk->bytes = streams_->new_bytes(nbytes);
+    chunk = std::make_shared<Chunk>(streams_->new_bytes(nbytes), encode_stream_);
   } catch (const c10::OutOfMemoryError& error) {
     refusal =
         "the device has no memory for the arena: " + std::string(error.what_without_backtrace());
     return nullptr;
   }
-  chunk->capacity = (nbytes - kBefore) / frame::kUnitBytes;
   set_back(*chunk);
   chunks_.push_back(chunk);
   return chunk;
@@ -192,9 +231,6 @@ size_t Arena::trim() {
     if ((*chunk)->live > 0) {
       ++chunk;
       continue;
-    }
-    if ((*chunk)->read) {
-      (*chunk)->last_read.block(encode_stream_);  // the stream that gets the memory back
     }
     bytes += (*chunk)->bytes.nbytes();
     freed.push_back(std::move(*chunk));

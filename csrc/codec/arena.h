@@ -27,7 +27,8 @@ namespace memswap {
 // is, that is when the last share is dropped. Then the next encode that finds no room elsewhere
 // sets the cursor back, on its own stream, behind the last decode that read from the chunk.
 //
-// Thread-safe. The memory belongs to the encode stream, which alone allocates and frees it.
+// Thread-safe. The memory belongs to the encode stream, which alone allocates it and gets it back,
+// behind the last decode that read from it: whoever drops a chunk last, it orders that itself.
 class Arena : public std::enable_shared_from_this<Arena> {
  private:
   struct Chunk;
@@ -36,6 +37,8 @@ class Arena : public std::enable_shared_from_this<Arena> {
   // Where an encoder puts what does not fit, as memswap_encode_job has it. Owned by the frame,
   // which may go while work on it is under way: what comes next in the chunk is ordered behind
   // that.
+  class Reading;
+
   class Share {
    public:
     Share(std::shared_ptr<Arena> arena, std::shared_ptr<Chunk> chunk, uint64_t units);
@@ -46,20 +49,41 @@ class Arena : public std::enable_shared_from_this<Arena> {
     uint64_t* cursor() const;
     uint64_t units() const;  // set aside, or taken once that is known
 
-    // The encoder took `used` units. Without any, memory() is read by nobody any more.
+    // The encoder took `used` units. Without any, the share has no memory any more.
     void settle(uint64_t used);
 
     // The encoder never ran.
     void cancel() { settle(0); }
 
-    // A decode that reads the memory was submitted to `stream`, the only one that decodes.
-    void read_on(c10::Stream stream);
+    // For a decode: of nothing, if the encoder is known to have taken nothing.
+    Reading read() const;
 
    private:
     const std::shared_ptr<Arena> arena_;
-    const std::shared_ptr<Chunk> chunk_;
-    uint64_t units_;  // guarded by the arena's mutex, like what follows
+    std::shared_ptr<Chunk> chunk_;  // guarded by the arena's mutex once the encode was submitted,
+    uint64_t units_;                // like what follows
     bool settled_ = false;
+  };
+
+  // A decode that is being submitted. The memory stays as it is, whatever the host learns
+  // meanwhile.
+  class Reading {
+   public:
+    Reading() = default;  // of nothing
+    Reading(std::shared_ptr<Arena> arena, std::shared_ptr<Chunk> chunk);
+    Reading(Reading&& other) = default;
+    Reading& operator=(Reading&&) = delete;
+    ~Reading();
+
+    const void* memory() const;  // nullptr: nothing
+    uint64_t capacity() const;   // units
+
+    // The decode was submitted to `stream`, the only one that decodes.
+    void submitted(c10::Stream stream);
+
+   private:
+    std::shared_ptr<Arena> arena_;
+    std::shared_ptr<Chunk> chunk_;
   };
 
   struct Statistics {
@@ -75,7 +99,6 @@ class Arena : public std::enable_shared_from_this<Arena> {
   // Chunks of at least `chunk_bytes`, `budget_bytes` together.
   Arena(std::shared_ptr<DeviceStreams> streams, c10::Stream encode_stream, size_t budget_bytes,
         size_t chunk_bytes);
-  ~Arena();
 
   // A share of `units` units for the next encode on the encode stream, or nullptr and a reason.
   std::shared_ptr<Share> reserve(uint64_t units, std::string& refusal);
@@ -102,10 +125,16 @@ class Arena : public std::enable_shared_from_this<Arena> {
 
  private:
   struct Chunk {
-    at::Tensor bytes;  // the cursor, then the memory
-    uint64_t capacity = 0;
+    Chunk(at::Tensor memory, c10::Stream owner);
+    ~Chunk();
+
+    void order_behind_reads();
+
+    const at::Tensor bytes;  // the cursor, then the memory
+    const c10::Stream owner;
+    const uint64_t capacity;
     uint64_t spent = 0;  // units: no encode submitted so far gets the cursor beyond
-    size_t live = 0;     // shares that may point into it
+    size_t live = 0;     // shares that may point into it, and decodes that are being submitted
     bool read = false;   // since the cursor was set back
     c10::Event last_read;
   };

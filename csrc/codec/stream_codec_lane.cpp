@@ -364,10 +364,9 @@ std::pair<StorageRefPtr, TicketPtr> StreamCodecLane::decode(const EncodedStorage
   memswap_decode_job job{};
   job.frame = frame->storage.data();
   job.frame_bytes = plan.frame_bytes();
-  if (encoded->overflow()) {
-    job.overflow = encoded->overflow()->memory();
-    job.overflow_capacity = encoded->overflow()->capacity();
-  }
+  Arena::Reading overflow = encoded->overflow() ? encoded->overflow()->read() : Arena::Reading();
+  job.overflow = overflow.memory();
+  job.overflow_capacity = overflow.capacity();
   job.elements = plan.layout.elements;
   job.output = job.elements > 0 ? output->storage.mutable_data() : frame->storage.mutable_data();
   job.dtype = static_cast<uint8_t>(plan.dtype);
@@ -375,9 +374,7 @@ std::pair<StorageRefPtr, TicketPtr> StreamCodecLane::decode(const EncodedStorage
   job.status = status_.word();
   const int code = launch("memswap::decode", decode_stream_, job, codec.decode, nullptr);
   ticket->record(decode_stream_);
-  if (encoded->overflow()) {
-    encoded->overflow()->read_on(decode_stream_);
-  }
+  overflow.submitted(decode_stream_);
   check_codec(codec, code, "decode " + std::to_string(encoded->raw_nbytes()) + " bytes");
   return {std::move(output), std::move(ticket)};
 }

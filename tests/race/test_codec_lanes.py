@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -83,17 +84,34 @@ def test_credits_cover_a_tile_that_leaves_nearly_all_of_var_unused() -> None:
     assert machine.lane.decode_status() == 0
 
 
-def test_a_lane_may_end_right_after_a_decode_that_overflowed_nothing() -> None:
-    machine = Machine()
+def overflowed_nothing(machine: Machine) -> tuple[Any, Any]:
+    """A frame that might have overflowed and, as the host knows by now, has not."""
     capacity = native.frame_layout(BF16, DENSE, ELEMENTS).max_var_units - 8  # never needed
     view, encoded, departure = machine.encode(values(0).to(DEVICE), var_capacity=capacity)
     departure.wait()
     torch.accelerator.synchronize()
     assert encoded.report().overflow_used == 0
+    return view, encoded
+
+
+def test_a_lane_may_end_right_after_a_decode_that_overflowed_nothing() -> None:
+    machine = Machine()
+    view, encoded = overflowed_nothing(machine)
     back = machine.decode(view, encoded)
-    del view, encoded, departure
+    del view, encoded
     machine.lane = None  # the detector reports if the arena goes while the decode may look at it
     gc.collect()
+    assert same_bits(back.cpu(), values(0))
+
+
+def test_a_frame_that_overflowed_nothing_keeps_no_memory_of_the_arena() -> None:
+    machine = Machine()
+    view, encoded = overflowed_nothing(machine)
+    before = torch.accelerator.memory_allocated()
+    trimmed = machine.lane.trim_arena()
+    assert before - torch.accelerator.memory_allocated() == trimmed > 0
+    back = machine.decode(view, encoded)  # and reads nothing there
+    del view, encoded
     assert same_bits(back.cpu(), values(0))
 
 
