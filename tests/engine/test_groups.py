@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -48,6 +50,24 @@ def test_a_group_that_leaves_and_returns_gives_the_same_gradients(device, new_po
     assert stats.moved_storages >= stats.returned_storages > 0
     assert stats.stalls == 0, "something was not back although it was loaded and waited for"
     assert_released(group, pool, device)
+
+
+def test_a_group_whose_graph_is_dropped_leaves_no_cycle(device, new_pool):
+    """Its pool, which may be pinned memory, must not wait for the cycle collector."""
+    pool = new_pool()
+    group = memswap.Group("dropped", EVERYTHING, pool=pool)
+    x = random(device, 64).requires_grad_()
+    with group:
+        loss = sines(x)
+    group.launch_offload()
+    settle(group, device)
+    alive = weakref.ref(pool)
+    gc.disable()
+    try:
+        del pool, group, loss
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_nothing_moves_by_itself(device, new_pool):

@@ -70,7 +70,10 @@ class GroupSaver(Saver):
         assert isinstance(visit, GroupVisit)
         self._generation = visit.generation
         self.passage = visit.generation.passage
-        return super().save(tensor, view, visit)
+        try:
+            return super().save(tensor, view, visit)
+        finally:
+            self._generation = None  # it owns this saver
 
     def moved(self, entry: Entry, view: SavedView) -> Moved:
         """Its handle belongs to the generation that saves now."""
