@@ -28,6 +28,9 @@ void WorkTicket::finish() {
 
 void WorkTicket::run() noexcept {
   try {
+    if (given_up_) {
+      throw TransferError("nobody was to wait for this any more");
+    }
     work();
   } catch (const std::exception& error) {
     error_ = error.what();
@@ -40,6 +43,11 @@ void WorkTicket::run() noexcept {
   let_go(!error_.empty());
   finished_.store(true, std::memory_order_release);
   let_go_after_end();
+}
+
+void WorkTicket::give_up() noexcept {
+  given_up_ = true;
+  queue_->finish_if_queued(*this);
 }
 
 bool failed(Ticket& ticket) {

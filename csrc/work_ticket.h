@@ -45,11 +45,16 @@ class WorkTicket : public Ticket, public Work {
   // The same for what may ask this very ticket whether it is done.
   virtual void let_go_after_end() noexcept {}
 
+  // For abandon(): if nobody has begun the work, it is not done any more. Where all work is done by
+  // those who wait for it, it would stay in the queue, with all that it owns.
+  void give_up() noexcept;
+
  private:
   void run() noexcept final;
 
   const std::shared_ptr<WorkQueue> queue_;
   std::string error_;
+  std::atomic<bool> given_up_{false};
   std::atomic<bool> finished_{false};  // publishes error_ and what a subclass has
 };
 

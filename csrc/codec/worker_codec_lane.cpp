@@ -163,6 +163,8 @@ class Decode final : public WorkTicket {
         output_(std::move(output)),
         scratch_(std::move(scratch)) {}
 
+  void abandon() noexcept override { give_up(); }
+
  private:
   void work() override {
     encode_->finish();

@@ -81,15 +81,22 @@ void WorkQueue::work_until_stopped(Shared& shared) {
 }
 
 void WorkQueue::finish(Work& work) {
+  finish_if_queued(work);
+  if (work.ended() || forked()) {
+    return;
+  }
+  std::unique_lock lock(shared_->mutex);
+  shared_->ended.wait(lock, [&] { return work.ended(); });
+}
+
+void WorkQueue::finish_if_queued(Work& work) {
   if (work.ended() || forked()) {
     return;
   }
   std::unique_lock lock(shared_->mutex);
   if (work.state_.load(std::memory_order_relaxed) == Work::State::kQueued) {
     execute(*shared_, lock, begin(*shared_, work));
-    return;
   }
-  shared_->ended.wait(lock, [&] { return work.ended(); });
 }
 
 void WorkQueue::drain() {

@@ -65,6 +65,9 @@ class WorkQueue {
   // Returns when `work`, which must have been submitted here, has ended.
   void finish(Work& work);
 
+  // The same if nobody has begun it. Else returns at once.
+  void finish_if_queued(Work& work);
+
   // Whether the calling thread is a queue's worker. Work that finds no has a thread to itself that
   // would only wait for it.
   static bool on_worker();

@@ -55,6 +55,23 @@ TEST(WorkQueue, WhoWaitsWorksAndPassesTheQueue) {
   EXPECT_TRUE(one->ended());
 }
 
+TEST(WorkQueue, WhatIsQueuedIsFinishedAndWhatRunsIsNotWaitedFor) {
+  WorkQueue queue(1);
+  std::promise<void> begun, go_on;
+  const auto running = submit(queue, [&] {
+    begun.set_value();
+    go_on.get_future().wait();
+  });
+  bool ran = false;
+  const auto queued = submit(queue, [&] { ran = true; });
+  begun.get_future().wait();
+  queue.finish_if_queued(*running);  // or nobody would go on
+  EXPECT_FALSE(running->ended());
+  queue.finish_if_queued(*queued);
+  EXPECT_TRUE(ran && queued->ended());
+  go_on.set_value();
+}
+
 TEST(WorkQueue, WorkWaitsForEarlierWorkWithoutDeadlock) {
   for (const size_t workers : {0U, 1U, 2U, 4U}) {
     WorkQueue queue(workers);

@@ -107,6 +107,24 @@ def test_who_waits_for_work_that_no_worker_has_begun_does_it_on_torchs_threads()
     assert len(set(frames)) == 1
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_decode_that_nobody_waits_for_any_more_keeps_nothing(workers: int) -> None:
+    """Without workers it stayed in the queue, with its frame and its output."""
+    machine = Machine(workers)
+    encoded, sent = machine.encode(values(0))
+    sent.wait()
+    storage, arrival = machine.lane.decode(encoded)
+    arrival.abandon()
+    del encoded, sent, storage
+    if workers == 0:
+        with pytest.raises(native.TransferError, match="nobody was to wait"):
+            arrival.synchronize()
+    else:
+        machine.lane.stop()  # it may have begun
+    assert machine.pool.statistics().in_use_bytes == 0
+    assert machine.outputs.statistics().in_use_bytes == 0
+
+
 def test_what_is_encoded_is_let_go_of_and_outputs_use_memory_again() -> None:
     machine = Machine()
     tensor = values(0)
