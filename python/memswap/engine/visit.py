@@ -89,15 +89,22 @@ class Visit(native.Visit):
 
     def innermost(self) -> bool:
         """Whether leaving now would take off these hooks, or none."""
-        top = _top_hooks(True)
-        return not self.pushed or (top is not None and top[0] == self.pack)
+        return not self.pushed or self._on_top()
 
     def leave(self) -> None:
-        if self.pushed:
-            self.pushed = False
-            _pop_hooks()
+        self.uninstall()
         if self.waiting is not None:
             self.pack_waiting()
+
+    def uninstall(self) -> None:
+        """Take the hooks off if they are there. See [Note: Interrupts]."""
+        if self.pushed or self._on_top():
+            self.pushed = False
+            _pop_hooks()
+
+    def _on_top(self) -> bool:
+        top = _top_hooks(True)
+        return top is not None and bool(top[0] == self.pack)
 
     def is_frozen(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor with a class of its own is a frozen parameter, or a view of one."""
@@ -158,7 +165,11 @@ class Visit(native.Visit):
 
 
 class VisitStack(threading.local):
-    """The visits that a thread is in. Entering and leaving pair up like brackets."""
+    """The visits that a thread is in. Entering and leaving pair up like brackets.
+
+    [Note: Interrupts] Ctrl-C may come behind any step of these. A visit is on the stack for longer
+    than its hooks are installed: whoever ends it later finds it, and them if they are still there.
+    """
 
     def __init__(self) -> None:
         self._visits: list[Visit] = []
@@ -170,8 +181,11 @@ class VisitStack(threading.local):
     def leave(self) -> Visit | None:
         if not self._visits:
             return None
-        visit = self._visits.pop()
-        visit.leave()
+        visit = self._visits[-1]
+        visit.uninstall()
+        del self._visits[-1]
+        if visit.waiting is not None:
+            visit.pack_waiting()
         return visit
 
     def leave_all(self) -> None:
