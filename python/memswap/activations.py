@@ -383,6 +383,11 @@ def named_units(
     for module in units.values():
         if not isinstance(module, nn.Module):
             refuse(module, caller)
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                f"{caller}: found {type(module).__name__}, which torch.jit has compiled and which "
+                "takes no hooks; memswap.saved_tensors() around its call saves what it saves"
+            )
         if getattr(module.forward, "__func__", None) is nn.Module.forward:
             raise TypeError(
                 f"{caller}: found {type(module).__name__}, which has no forward and is never "

@@ -136,7 +136,11 @@ def test_a_share_of_a_short_step_is_no_bound_for_a_long_one_beside_it(device, ne
         warnings.simplefilter("error")  # more than the budget would be told
         for _ in range(6):
             assert_same_gradients(step_of_two(layers, device), plain)
-        assert manager.plan is not None and manager.plan.in_flight == 2
+        plan = manager.plan
+        assert plan is not None and plan.in_flight == 2
+        # The plan is the short one's: its own share is less than what the two have together.
+        assert plan.measured_peak_bytes > plan.budget_bytes
+        assert plan.over_budget_bytes == 0 and "beyond the budget" not in str(plan)
 
 
 def test_an_evaluation_without_no_grad_does_not_cost_the_training_its_plan(

@@ -9,6 +9,8 @@ import warnings
 
 import pytest
 import torch
+from budget_layers import new_layers, rates_for
+from budget_layers import step as budget_step
 from helpers import (
     EVERYTHING,
     Training,
@@ -250,6 +252,12 @@ def test_policy_function_that_returns_nonsense_is_told(device, new_pool, returne
             (x * 2).sin()
 
 
+def scripted():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(nn.Linear(2, 2))
+
+
 @pytest.mark.one_schedule
 @pytest.mark.parametrize(
     ("call", "error", "words"),
@@ -257,6 +265,8 @@ def test_policy_function_that_returns_nonsense_is_told(device, new_pool, returne
         (lambda m: memswap.manage([]), ValueError, "found no modules"),
         (lambda m: memswap.manage({}), ValueError, "found no modules"),
         (lambda m: memswap.manage([m, m]), ValueError, "given twice"),
+        (lambda m: memswap.manage([m, scripted()]), TypeError, "saved_tensors"),
+        (lambda m: memswap.chain([m, scripted()]), TypeError, "torch.jit"),
         (lambda m: memswap.manage([m, "layer"]), TypeError, "found str, expected an nn.Module"),
         (lambda m: memswap.manage(3), TypeError, "found int, expected an nn.Module"),
         (lambda m: memswap.manage([nn.ModuleList([m])]), TypeError, "never called"),
@@ -337,3 +347,50 @@ def test_host_tensors_beside_an_accelerator_stay(device, new_pool):
         loss.backward()
         assert saver.stats().moved_storages == 0, "host memory was swapped to host memory"
         assert sum(c.tensors for c in saver.stats().kept.values()) == 1
+
+
+# --- under a budget ------------------------------------------------------------------------------
+
+
+class TriesAgain(nn.Module):
+    """Runs its layer again where memory was short."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.failures = 0
+
+    def forward(self, x):
+        try:
+            return self.inner(x)
+        except torch.OutOfMemoryError:
+            self.failures += 1
+            return self.inner(x)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("failing_step", [2, 4, 6])  # learning, first under a plan, later
+def test_a_save_that_fails_under_a_budget_costs_no_step(
+    device, new_pool, monkeypatch, failing_step
+):
+    """The books of the step were off by one from there on, and the next forward raised."""
+    layers = nn.ModuleList(TriesAgain(layer) for layer in new_layers(device))
+    expected = budget_step(layers, 32, device)
+    policy = memswap.Policy(action=memswap.Action.ENCODE, min_bytes=1)
+    manager = memswap.manage(layers, policy, pool=new_pool(), budget="95%", rates=rates_for(device))
+    saver = manager._saver
+    left = [0]
+
+    def admit(*arguments):
+        left[0] -= 1
+        if left[0] == 0:
+            raise torch.OutOfMemoryError("no memory for a frame")
+        return type(saver).depart(saver, *arguments)
+
+    monkeypatch.setattr(saver, "depart", admit)
+    for number in range(12):
+        left[0] = 3 if number == failing_step else 0
+        assert_same_gradients(budget_step(layers, 32, device), expected)
+    assert sum(layer.failures for layer in layers) == 1
+    assert manager.plan is not None
+    manager.remove()

@@ -43,6 +43,12 @@ def test_a_cpu_is_measured_disk_and_codec(monkeypatch, tmp_path):
     assert memswap.profile("cpu") == rates, "the second call measured again"
 
 
+def test_what_is_remembered_of_a_gpu_names_its_driver(monkeypatch):
+    monkeypatch.setattr(module, "name_of", lambda device: "a GPU")
+    found = module.describe(torch.device("cuda", 0))
+    assert found["driver"] == [torch.version.cuda, module.cuda_driver()]
+
+
 class Busy:
     """A lane whose copies, and what is computed beside them, take so many times as long."""
 

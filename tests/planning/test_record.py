@@ -12,7 +12,7 @@ import torch
 from memswap import Action
 from memswap.engine.entry import State
 from memswap.engine.expectations import Key
-from memswap.engine.record import Clock, Recorder
+from memswap.engine.record import Clock, Record, Recorder
 
 
 class Saved:
@@ -31,6 +31,14 @@ class Saved:
     def _lock(self) -> Any:
         count = 1 + self.holders + self.sending
         return SimpleNamespace(use_count=count) if count > 1 else None
+
+
+def record_of(recorder: Recorder) -> Record:
+    """What it took down of a passage in which nothing failed."""
+    recorder.close()
+    record = recorder.take()
+    assert record is not None
+    return record
 
 
 def looked(entry: Saved, recorder: Recorder) -> None:
@@ -52,8 +60,7 @@ def test_a_send_that_has_let_go_and_not_said_so_is_not_taken_for_the_forward(let
         if mark == let_go_at:
             first.holders = 0
         looked(entry, recorder)
-    recorder.close()
-    assert recorder.take().storages[0].held_until == let_go_at
+    assert record_of(recorder).storages[0].held_until == let_go_at
 
 
 def test_what_the_forward_let_go_of_during_its_send_is_known_from_then_on():
@@ -63,5 +70,17 @@ def test_what_the_forward_let_go_of_during_its_send_is_known_from_then_on():
         if mark == 2:
             entries[0].holders = 0
         looked(entry, recorder)  # its send is under way all the time
-    recorder.close()
-    assert recorder.take().storages[0].held_until == 2
+    assert record_of(recorder).storages[0].held_until == 2
+
+
+def test_a_save_that_fails_is_in_no_record():
+    """It used to leave a key and an action behind, and each later storage had the one's before."""
+    recorder = Recorder(Clock(torch.device("cpu")), None, lambda: 1 << 20)
+    first, last = Saved(0, holders=0), Saved(2, holders=0)
+    looked(first, recorder)
+    recorder.choose(Key("unit", 1, 1024, torch.float32), Action.SWAP)  # and nothing is saved
+    assert [one.key.ordinal for one in record_of(recorder).storages] == [0]
+    looked(last, recorder)  # its number in the passage is 2
+    recorder.demanding(last)
+    recorder.demanded(last)
+    assert recorder.take() is None

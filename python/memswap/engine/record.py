@@ -112,6 +112,22 @@ class Clock:
         return float(begin.elapsed_time(end)) * 1e-3
 
 
+@dataclass(slots=True)
+class _Saved:
+    """What is seen of a storage after it was saved."""
+
+    index: int  # in the passage: also the number of its mark
+    key: Key
+    action: Action
+    moved: bool
+    entry: Callable[[], Entry | None]  # a weak reference
+    held_until: int | None = None
+    let_go: int | None = None  # the mark, if that was seen while its send was under way
+    last_demand: int | None = None
+    kept_until: int | None = None
+    marks_since: int = 0  # somebody demanded it
+
+
 class Recorder:
     """Takes down one passage as it happens."""
 
@@ -119,25 +135,19 @@ class Recorder:
         self.passage = passage
         self._clock = clock
         self._leaving_bytes = leaving_bytes  # what the lane's sends hold now
-        self._keys: list[Key] = []
-        self._actions: list[Action] = []
-        self._moved: list[bool] = []
-        self._entries: list[Any] = []  # weak references
-        self._held: list[int] = []  # indices of storages that the forward may still hold
-        self._sent: list[int] = []  # and of those whose sends may be under way
-        self._held_until: list[int | None] = []
-        self._let_go: dict[int, int] = {}  # seen while sends were under way -> the mark
-        self._last_demand: list[int | None] = []
-        self._order: list[int] = []
-        self._order_set: set[int] = set()
-        self._served: dict[int, int] = {}  # demanded, and still the graph's -> marks since
-        self._kept_until: list[int | None] = []
+        self._chosen: tuple[Key, Action] | None = None  # for the storage that is being saved
+        self._saved: list[_Saved] = []
+        self._held: list[_Saved] = []  # those that the forward may still hold
+        self._sent: list[_Saved] = []  # and those whose sends may be under way
+        self._demanded: dict[int, _Saved] = {}  # by index, in the order of their first demands
+        self._served: dict[int, _Saved] = {}  # those of them that are still the graph's
         self._moments: list[tuple[Any, Any]] = []
         self._opening = clock.now()
         self._began: Any = self._opening
         self._end: Any = None
         self._peak_bytes = 0
         self._windows_s: dict[int, float] = {}  # mark -> in the gap before it
+        self._broken = False
 
     @property
     def marks(self) -> int:
@@ -146,28 +156,29 @@ class Recorder:
     def choose(self, key: Key, action: Action) -> None:
         """A storage is about to be saved."""
         self._look()
-        self._keys.append(key)
-        self._actions.append(action)
+        self._chosen = key, action
         self._began = self._clock.now()
 
     def saved(self, entry: Entry) -> None:
         """It is on its way, or stayed."""
-        index = len(self._moments)
+        index = entry.index
+        chosen, self._chosen = self._chosen, None
+        if chosen is None or not index == len(self._saved) == len(self._moments):
+            self._broken = True
+        if chosen is None or self._broken:
+            return
         self._moments.append((self._began, self._clock.now()))
-        self._entries.append(entry.reference)
-        self._moved.append(entry.away is not None)
-        self._held.append(index)
-        self._sent.append(index)
-        self._held_until.append(None)
-        self._last_demand.append(None)
-        self._kept_until.append(None)
+        saved = _Saved(index, *chosen, entry.away is not None, entry.reference)
+        self._saved.append(saved)
+        self._held.append(saved)
+        self._sent.append(saved)
         self._note_bytes(entry)
 
     def demanding(self, entry: Entry) -> None:
         """Backward asks for a storage."""
-        if entry.index in self._order_set:
+        if entry.index in self._demanded:
             return
-        if not self._order:
+        if not self._demanded:
             self._look()
         self._began = self._clock.now()
         self._look_at_served()
@@ -175,12 +186,16 @@ class Recorder:
     def demanded(self, entry: Entry) -> None:
         """Backward has it."""
         index = entry.index
-        if index not in self._order_set:
-            self._order_set.add(index)
-            self._order.append(index)
+        if self._broken or index >= len(self._saved):
+            self._broken = True
+            return
+        saved = self._saved[index]
+        if index not in self._demanded:
+            self._demanded[index] = saved
             self._moments.append((self._began, self._clock.now()))
-        self._last_demand[index] = self._kept_until[index] = len(self._moments) - 1
-        self._served[index] = 0
+        saved.last_demand = saved.kept_until = len(self._moments) - 1
+        saved.marks_since = 0
+        self._served[index] = saved
         self._note_bytes(entry)
 
     def window(self, seconds: float) -> None:
@@ -202,35 +217,22 @@ class Recorder:
         self.close()
         self._clock.wait(self._end)
 
-    def take(self) -> Record:
-        """The record of a passage that is over."""
-        for index, mark in self._let_go.items():
-            self._held_until[index] = mark
-        self._let_go.clear()
+    def take(self) -> Record | None:
+        """The record of a passage that is over; None where a save or a demand broke off.
+
+        Memory may have been short, and the model have tried again; or somebody pressed Ctrl-C.
+        """
+        if self._broken or len(self._saved) + len(self._demanded) != len(self._moments):
+            return None
         seconds = self._clock.seconds
         ends = [self._opening, *(end for _, end in self._moments)]
         begins = [*(begin for begin, _ in self._moments), self._end]
         gaps = [max(seconds(end, begin), 0.0) for end, begin in zip(ends, begins, strict=True)]
         # A mark that was begun may not have come to be.
         final = len(self._moments) - 1
-        last_demand, kept_until = (
-            [None if mark is None else min(mark, final) for mark in marks]
-            for marks in (self._last_demand, self._kept_until)
-        )
         return Record(
-            storages=tuple(
-                RecordedStorage(*parts)
-                for parts in zip(
-                    self._keys,
-                    self._actions,
-                    self._moved,
-                    self._held_until,
-                    last_demand,
-                    kept_until,
-                    strict=True,
-                )
-            ),
-            order=tuple(self._order),
+            storages=tuple(_recorded(saved, final) for saved in self._saved),
+            order=tuple(self._demanded),
             gaps_s=tuple(gaps[:-1]),
             costs_s=tuple(max(seconds(begin, end), 0.0) for begin, end in self._moments),
             tail_s=gaps[-1],
@@ -250,39 +252,40 @@ class Recorder:
         A graph that is retained, or the frame of a checkpoint region, has them for longer.
         """
         mark = len(self._moments)
-        for index, marks in list(self._served.items()):
-            if self._entries[index]() is None:
+        for index, saved in list(self._served.items()):
+            if saved.entry() is None:
                 del self._served[index]
                 continue
-            self._served[index] = marks + 1
-            self._kept_until[index] = mark
-            if marks < MOST_ASKED:
-                self._last_demand[index] = mark
+            saved.kept_until = mark
+            if saved.marks_since < MOST_ASKED:
+                saved.last_demand = mark
+            saved.marks_since += 1
 
     def _look(self) -> None:
         """Which storages the forward has let go of since the last mark."""
         mark = len(self._moments)
         owned = self._owned_by_sends()
         still = []
-        for index in self._held:
-            entry = self._entries[index]()
+        for saved in self._held:
+            entry = saved.entry()
             storage = None if entry is None else entry.identity.lock()
             if entry is None or storage is None:
-                self._held_until[index] = self._let_go.pop(index, mark)
+                saved.held_until = mark if saved.let_go is None else saved.let_go
                 continue
             # What was just taken, and an encode that waits for a window.
-            ours = 1 + entry.keeps + (index in owned) + (entry.storage is not None)
+            sends = saved.index in owned
+            ours = 1 + entry.keeps + sends + (entry.storage is not None)
             held = storage.use_count > ours
             if held:
-                self._let_go.pop(index, None)
-            elif index in owned:
+                saved.let_go = None
+            elif saved.let_go is None:
                 # A worker may have let go of it since we asked, and somebody else hold it: what is
                 # seen now counts if it is still so when the send has ended.
-                self._let_go.setdefault(index, mark)
+                saved.let_go = mark
+            if held or sends:
+                still.append(saved)
             else:
-                self._held_until[index] = self._let_go.pop(index, mark)
-            if held or index in owned:
-                still.append(index)
+                saved.held_until = saved.let_go
         self._held = still
 
     def _owned_by_sends(self) -> set[int]:
@@ -293,16 +296,27 @@ class Recorder:
         room = self._leaving_bytes()
         owned = set()
         still = []
-        for index in reversed(self._sent):
-            entry = self._entries[index]()
+        for saved in reversed(self._sent):
+            entry = saved.entry()
             if entry is None or entry.state is not State.LEAVING:
                 continue
             departure = entry.departure
             if departure is None or departure.done():
                 continue
-            still.append(index)
+            still.append(saved)
             room -= entry.nbytes
             if room >= 0:
-                owned.add(index)
+                owned.add(saved.index)
         self._sent = still[::-1]
         return owned
+
+
+def _recorded(saved: _Saved, final: int) -> RecordedStorage:
+    """What a passage that is over says of a storage; `final` is the number of its last mark."""
+    last_demand, kept_until = (
+        None if mark is None else min(mark, final) for mark in (saved.last_demand, saved.kept_until)
+    )
+    held_until = saved.held_until if saved.let_go is None else saved.let_go
+    return RecordedStorage(
+        saved.key, saved.action, saved.moved, held_until, last_demand, kept_until
+    )

@@ -34,7 +34,8 @@ class Stats:
     deduplicated_tensors: int = 0
     deduplicated_bytes: int = 0
     kept: Mapping[str, Count] = field(default_factory=lambda: MappingProxyType({}))
-    """Reason -> tensors that stayed and the bytes of their storages."""
+    """Reason -> tensors that stayed and the bytes of their storages. docs/choosing.md explains each
+    reason ("What stays, and why")."""
     moved_storages: int = 0
     """Storages that left, in whatever form."""
     moved_bytes: int = 0
@@ -53,8 +54,11 @@ class Stats:
     exposed_wait_s: float = 0.0
     """Seconds for which the host was blocked until demanded bytes were there."""
     resident_bytes: int = 0
+    """On the device now."""
     peak_resident_bytes: int = 0
+    """Most at one time: what a budget bounds."""
     away_bytes: int = 0
+    """In pools now."""
     peak_away_bytes: int = 0
 
     @property

@@ -88,6 +88,7 @@ class Kind:
         self.places: tuple[Plan, Mapping[Place, PlannedStorage]] | None = None  # the same
         self.measured_peak_bytes: int | None = None
         self.measured_exposed_s: float | None = None
+        self.over_budget_bytes = 0
 
     def times_next(self) -> bool:
         """Count a passage. Whether it is to be timed."""
@@ -166,9 +167,18 @@ class Course:
         if plan is None or plan is not kind.plan or not peak:
             return
         kind.measured_peak_bytes = max(peak, kind.measured_peak_bytes or 0)
+        kind.over_budget_bytes = max(self.over_budget_bytes, kind.over_budget_bytes)
         limit_bytes = self.passage.limit_bytes or plan.limit_bytes * plan.in_flight
         if not self.changed and peak > limit_bytes:
             self.unfit = True
+
+    @property
+    def over_budget_bytes(self) -> int:
+        """By how much the most that was resident exceeds the budget of all that is in flight."""
+        if self.plan is None or self.plan.budget_bytes is None:
+            return 0
+        allowed = max(self.plan.budget_bytes, self.passage.limit_bytes)
+        return max(self.passage.peak_bytes - allowed, 0)
 
     @property
     def waits(self) -> bool:

@@ -107,7 +107,7 @@ class Learner:
             return
         if course.timing is not None and kind.timing is None:
             kind.timing = course.timing
-        over = self._tell_if_over(course, course.plan)
+        over = self._tell_if_over(course)
         if self._group is not None:
             # What one rank alone saw changes nothing, and it comes to where the others wait for it.
             if kind.timing is not None:
@@ -132,10 +132,10 @@ class Learner:
         if kind.timing is not None and not course.changed and kind.timing.recorder.ready():
             self._look_again(kind)
 
-    def _tell_if_over(self, course: Course, plan: Plan) -> bool:
+    def _tell_if_over(self, course: Course) -> bool:
         """Whether more was on the device than the budget allows, of which somebody should know."""
-        limit, peak = plan.budget_bytes, course.passage.peak_bytes
-        if limit is None or peak <= max(limit, course.passage.limit_bytes):
+        peak, over = course.passage.peak_bytes, course.over_budget_bytes
+        if not over:
             return False
         why = (
             "more forwards are in flight than before, frames became longer than planned with "
@@ -147,16 +147,16 @@ class Learner:
             why = "the step saved other storages, or larger ones, than the plan is for"
         self._saver.ledger.tell_once(
             "over budget",
-            f"{peak} bytes of saved activations were on the device at a time, {peak - limit} "
-            f"beyond the budget of {limit}: {why}. No bit differs. Where another plan helps, it is "
-            "made now; manager.plan.over_budget_bytes says how it goes.",
+            f"{peak} bytes of saved activations were on the device at a time, {over} beyond the "
+            f"budget of {peak - over}: {why}. No bit differs. Where another plan helps, it is made "
+            "now; manager.plan.over_budget_bytes says how it goes.",
         )
         return not course.changed
 
     def _make(self, kind: Kind, timing: Timing) -> None:
         """Make a plan of a record, or choose the regions to record it with."""
         timing.recorder.wait()
-        record: Record | None = timing.recorder.take()
+        record = timing.recorder.take()
         if record is not None and not record.order:
             record = None
         rates = self._measured_rates(timing)
@@ -237,7 +237,7 @@ class Learner:
             plan = replace(plan, in_flight=flights)
         self._planned_before = True
         kind.step, kind.plan, kind.rates, kind.keys, kind.planned = step, plan, rates, keys, 0
-        kind.measured_peak_bytes = kind.measured_exposed_s = None
+        kind.measured_peak_bytes, kind.measured_exposed_s, kind.over_budget_bytes = None, None, 0
         kind.replans += again
 
     def lend(self, kind: Kind, lender: Kind, device: torch.device) -> None:
@@ -310,8 +310,12 @@ class Learner:
         record = timing.recorder.take()
         step, shared_s = None, 0.0
         # Another number of saves, or another order, says nothing about the times of this step.
-        same = len(record.gaps_s) == len(known.gaps_s) and record.order == known.order
-        if same and as_planned:
+        if (
+            as_planned
+            and record is not None
+            and len(record.gaps_s) == len(known.gaps_s)
+            and record.order == known.order
+        ):
             size = kind.first.nbytes / timing.first.nbytes  # of what the plan is for
             gaps = [quantised(size * gap_s) for gap_s in record.gaps_s]
             step = known.with_gaps(gaps, quantised(size * record.tail_s))
@@ -323,7 +327,6 @@ class Learner:
                 scale = max(step.compute_s - beside_s, 0.0) / known.compute_s
                 gaps = [quantised(scale * gap_s) for gap_s in known.gaps_s]
                 step = known.with_gaps(gaps, quantised(scale * known.tail_s))
-        if step is not None:
             again_s = step.compute_s - plan.compute_s if plan.recompute else 0.0
             kind.measured_exposed_s = record.exposed_s + max(again_s, 0.0) + shared_s
             late_s = record.exposed_s - (plan.exposed_s - (known.compute_s - plan.compute_s))

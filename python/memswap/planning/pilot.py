@@ -95,6 +95,7 @@ class Pilot:
             kind.plan,
             measured_peak_bytes=kind.measured_peak_bytes,
             measured_exposed_s=kind.measured_exposed_s,
+            over_budget_bytes=kind.over_budget_bytes,
         )
 
     @property

@@ -93,6 +93,9 @@ class Plan:
     """The highest since the plan is in force; None before its first step."""
     measured_exposed_s: float | None = None
     """Of the last step under this plan that was timed."""
+    over_budget_bytes: int = 0
+    """Bytes by which the budget was exceeded since the plan is in force. Under a share, a step in
+    flight beside longer ones has theirs."""
 
     @property
     def moved_bytes(self) -> int:
@@ -104,13 +107,6 @@ class Plan:
         """Bytes of the pool that the plan takes."""
         swaps = (Action.SWAP, Action.ENCODE_SWAP)
         return sum(one.away_nbytes for one in self.storages if one.action in swaps)
-
-    @property
-    def over_budget_bytes(self) -> int:
-        """Bytes by which the budget was exceeded since the plan is in force."""
-        if self.budget_bytes is None or self.measured_peak_bytes is None:
-            return 0
-        return max(self.measured_peak_bytes - self.budget_bytes, 0)
 
     @property
     def slowdown(self) -> float:
