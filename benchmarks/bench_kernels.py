@@ -1,8 +1,8 @@
-"""The CUDA codec's kernels alone: rates by size, against a device-to-device copy.
+"""The codec's kernels alone: rates of the CUDA ones by size, of a CPU's by kind of tensor.
 
-Builds and runs kernels/bench/cuda_bench.cu; needs neither torch nor memswap's module. The result
-file is written anew with every line that the program prints, so that whatever ends it early leaves
-what it had measured.
+Against a device-to-device copy, or a memcpy. Builds and runs the programs of kernels/bench; needs
+neither torch nor memswap's module. On a GPU the result file is written anew with every line that
+the program prints, so that whatever ends it early leaves what it had measured.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "gpu"))
+import cpu_kernels
 from commit import commit
-from standalone import build_cuda_bench
+from standalone import build_cpu_bench, build_cuda_bench
 
 #: Yardsticks for bf16, dense: GB/s of uncompressed bytes from 64 MB on, and half of it at 4 MB.
 YARDSTICKS = {"encode_gb_s": 1300, "decode_gb_s": 1800}
@@ -73,12 +74,40 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", type=Path, help="write the result to this file as well")
-    parser.add_argument("--repeats", type=int, default=51, help="medians are of so many")
+    parser.add_argument("--repeats", type=int, default=51, help="medians are of so many; on a GPU")
+    parser.add_argument("--rounds", type=int, default=3, help="the same on a CPU")
     arguments = parser.parse_args()
-    if not arguments.device.startswith("cuda"):
-        print("bench_kernels: runs on a CUDA device only (on a CPU: memswap_codec_cpu_bench)")
+    if arguments.device.startswith("cuda"):
+        on_gpu(arguments.json, arguments.repeats)
+    elif arguments.device == "cpu":
+        on_cpu(arguments.json, arguments.rounds)
+    else:
+        print(f"bench_kernels: runs on a CUDA device or a CPU, not on {arguments.device}")
+
+
+def on_cpu(file: Path | None, rounds: int) -> None:
+    """Measure and tell the kernels of this machine's processor."""
+    try:
+        program = build_cpu_bench()
+    except FileNotFoundError as missing:
+        print(f"bench_kernels: skipped: {missing}")
         return
-    command = [str(build_cuda_bench()), "--repeats", str(arguments.repeats)]
+    results = cpu_kernels.measure(program, rounds)
+    print(cpu_kernels.table(results))
+    if file is not None:
+        write(file, environment({"device": cpu_kernels.processor()}), results)
+
+
+def write(file: Path, said: dict[str, Any], results: list[dict[str, Any]]) -> None:
+    """Write what was measured, and where."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    content = json.dumps({"environment": said, "results": results}, indent=1)
+    file.write_text(content + "\n", encoding="utf-8")
+
+
+def on_gpu(file: Path | None, repeats: int) -> None:
+    """Measure and tell the CUDA kernels."""
+    command = [str(build_cuda_bench()), "--repeats", str(repeats)]
     results: list[dict[str, Any]] = []
     said: dict[str, Any] = {}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
@@ -89,10 +118,8 @@ def main() -> None:
             elif line.startswith("  {"):
                 results.append(json.loads(line.strip().removesuffix(",")))
                 print(line.strip(), flush=True)
-                if arguments.json is not None:
-                    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-                    content = json.dumps({"environment": said, "results": results}, indent=1)
-                    arguments.json.write_text(content + "\n", encoding="utf-8")
+                if file is not None:
+                    write(file, said, results)
     if results:
         print("\n".join([table(results), *against_yardsticks(results)]))
     if running.returncode:

@@ -48,7 +48,14 @@ DecodeBlock decoder(Dtype dtype, Shape shape, bool streaming) {
 }
 
 DecodeBlocks tile_decoder(Dtype dtype, Shape shape, bool streaming) {
-  return shape == Shape::kDense ? avx512::dense_tile_decoder(dtype, streaming) : nullptr;
+  switch (shape) {
+    case Shape::kDense:
+      return avx512::dense_tile_decoder(dtype, streaming);
+    case Shape::kSparse:
+      return avx512::sparse_tile_decoder(dtype, streaming);
+    default:
+      return nullptr;
+  }
 }
 
 // Stores that bypass the caches are ordered by nothing else.

@@ -12,6 +12,7 @@ EncodeBlocks upcast_encoder(const EncodeParams& params);
 DecodeBlock upcast_decoder(bool streaming);
 EncodeBlocks sparse_encoder(const EncodeParams& params);
 DecodeBlock sparse_decoder(frame::Dtype dtype, bool streaming);
+DecodeBlocks sparse_tile_decoder(frame::Dtype dtype, bool streaming);
 EncodeBlocks bits_encoder(const EncodeParams& params);
 DecodeBlock bits_decoder(bool streaming);
 EncodeBlocks ints_encoder(const EncodeParams& params);

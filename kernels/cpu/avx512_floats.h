@@ -2,6 +2,7 @@
 #pragma once
 
 #include "avx512_exponents.h"
+#include "by_dtype.h"
 
 MEMSWAP_AVX512_BEGIN
 
@@ -243,32 +244,6 @@ inline void join_floats(uint8_t* elements, const uint8_t* planes, const Symbols&
       }
     }
   });
-}
-
-// Calls visit with dtype and streaming as constants, for the dtypes that are split into E and R.
-template <typename Function, typename Visit>
-inline Function for_float(frame::Dtype dtype, bool streaming, Visit visit) {
-  using frame::Dtype;
-  const auto with = [&]<Dtype kDtype>() -> Function {
-    return streaming ? visit.template operator()<kDtype, true>()
-                     : visit.template operator()<kDtype, false>();
-  };
-  switch (dtype) {
-    case Dtype::kBf16:
-      return with.template operator()<Dtype::kBf16>();
-    case Dtype::kFp16:
-      return with.template operator()<Dtype::kFp16>();
-    case Dtype::kFp32:
-      return with.template operator()<Dtype::kFp32>();
-    case Dtype::kFp64:
-      return with.template operator()<Dtype::kFp64>();
-    case Dtype::kE4m3:
-      return with.template operator()<Dtype::kE4m3>();
-    case Dtype::kE5m2:
-      return with.template operator()<Dtype::kE5m2>();
-    default:
-      return nullptr;
-  }
 }
 
 }  // namespace

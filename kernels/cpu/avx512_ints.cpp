@@ -3,6 +3,7 @@
 #include "avx512.h"
 #include "avx512_bitmap.h"
 #include "avx512_literal.h"
+#include "by_dtype.h"
 
 MEMSWAP_AVX512_BEGIN
 
@@ -280,25 +281,6 @@ bool decode_raw(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t
   return kStreaming && is_line_aligned(out)
              ? decode_literal<true>(to, kDtypeOfWidth, Shape::kRaw, slab, payload, units)
              : decode_literal<false>(to, kDtypeOfWidth, Shape::kRaw, slab, payload, units);
-}
-
-// Calls visit with the element's width, as a dtype that has it, and streaming as constants.
-template <typename Function, typename Visit>
-inline Function for_width(Dtype dtype, bool streaming, Visit visit) {
-  const auto with = [&]<Dtype kDtype>() -> Function {
-    return streaming ? visit.template operator()<kDtype, true>()
-                     : visit.template operator()<kDtype, false>();
-  };
-  switch (frame::width_of(dtype)) {
-    case 1:
-      return with.template operator()<Dtype::kBits8>();
-    case 2:
-      return with.template operator()<Dtype::kBits16>();
-    case 4:
-      return with.template operator()<Dtype::kBits32>();
-    default:
-      return with.template operator()<Dtype::kBits64>();
-  }
 }
 
 }  // namespace

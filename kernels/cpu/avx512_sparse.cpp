@@ -15,36 +15,6 @@ namespace {
 using frame::Dtype;
 using frame::Shape;
 
-// Appends runs of bits to a stream.
-class BitAppender {
- public:
-  explicit BitAppender(uint8_t* out) : out_(out) {}
-
-  // The low `count` bits of `bits`, the others being 0; count is at most 64. Writes 8 bytes. No
-  // branches: nobody can predict when a word is full.
-  void append(uint64_t bits, uint32_t count) {
-    const uint64_t low = bits << filled_;
-    const uint64_t high = bits >> 1 >> (63 - filled_);
-    store64(out_, pending_ | low);
-    filled_ += count;
-    const uint64_t full = filled_ / 64;
-    const uint64_t keep = full - 1;
-    pending_ = (pending_ & keep) | ((low & keep) | (high & ~keep));
-    out_ += 8 * full;
-    filled_ %= 64;
-  }
-
-  uint8_t* finish() {
-    store64(out_, pending_);
-    return out_ + bytes_of_bits(filled_);
-  }
-
- private:
-  uint8_t* out_;
-  uint64_t pending_ = 0;
-  uint32_t filled_ = 0;
-};
-
 // Writes `bytes` bytes, and up to 64 behind them. Returns the end.
 inline uint8_t* append_row(uint8_t* out, const uint8_t* row, uint32_t bytes) {
   for (uint32_t i = 0; i < bytes; i += kLanes) {
@@ -59,7 +29,7 @@ template <Dtype kDtype>
 class SparseEncoder {
   using Type = Float<kDtype>;
   static constexpr uint32_t kWidth = Type::kWidth;
-  static constexpr uint32_t kPrefetchBytes = 8192;  // measured
+  static constexpr uint32_t kPrefetchElements = 12288;  // bytes ahead of a block. Measured
 
  public:
   SparseEncoder(const uint8_t* elements, uint32_t count, uint8_t* payload, EncodedBlock* encoded)
@@ -72,34 +42,50 @@ class SparseEncoder {
       if (round < blocks) {
         compress(elements_ + round * Type::kBlockBytes, blocks_[round % 4]);
       }
+      prefetch_quarter(round, 0);
       if (round - 1 < blocks) {
         choose_center(blocks_[(round - 1) % 4]);
       }
+      prefetch_quarter(round, 1);
       if (round - 2 < blocks) {
         encode_codes(blocks_[(round - 2) % 4]);
+        list_signs(blocks_[(round - 2) % 4]);
       }
+      prefetch_quarter(round, 2);
       if (round - 3 < blocks) {
         write(round - 3, blocks_[(round - 3) % 4]);
       }
+      prefetch_quarter(round, 3);
     }
   }
 
  private:
   struct Block {
-    Bitmap bitmap;                // of the survivors
-    uint64_t negative[kVectors];  // which elements are -0
+    Bitmap bitmap;    // of the survivors
+    Bitmap negative;  // of those that are -0
     bool has_negative_zero;
     uint32_t live;     // survivors
     uint32_t maximum;  // symbol
     uint8_t center;
-    Row plane[kWidth];  // by byte of the rotated survivor, and zeros behind the last one
+    AlignedRow plane[kWidth];  // by byte of the rotated survivor, and zeros behind the last one
     Row rest[2];
     Bytes symbols;
     Row codes;
-    Escapes escapes;
+    AlignedRow signs;  // of the zeros, a byte for each
+    alignas(kRowAlignment) Escapes escapes;
 
     uint32_t vectors() const { return (live + kLanes - 1) / kLanes; }
   };
+
+  // Of what follows block b, in this tile or a later one: in small groups, while other steps work.
+  void prefetch_quarter(uint32_t b, uint32_t quarter) const {
+    if (b < frame::kTileBlocks) {
+      const uint8_t* from = elements_ + b * Type::kBlockBytes + Type::kBlockBytes / 4 * quarter;
+      for (uint32_t i = 0; i < Type::kBlockBytes / 4; i += kLanes) {
+        prefetch(from + i, kPrefetchElements);
+      }
+    }
+  }
 
   static void compress(const uint8_t* elements, Block& block) {
     uint32_t live = 0;
@@ -108,9 +94,7 @@ class SparseEncoder {
     for (uint32_t i = 0; i < kVectors; ++i) {
       Vector v[kWidth];
       for (uint32_t j = 0; j < kWidth; ++j) {
-        const uint8_t* from = elements + kLanes * (kWidth * i + j);
-        prefetch_second(from, kPrefetchBytes);
-        v[j] = rotate_left<kWidth>(load(from));
+        v[j] = rotate_left<kWidth>(load(elements + kLanes * (kWidth * i + j)));
       }
       split_bytes<kWidth>(v);
       highest = _mm512_max_epu8(highest, v[kWidth - 1]);
@@ -122,7 +106,7 @@ class SparseEncoder {
       const uint64_t survivors = _mm512_test_epi8_mask(magnitude, magnitude);
       const uint64_t negative = _mm512_test_epi8_mask(v[0], broadcast(1)) & ~survivors;
       block.bitmap.word[i] = survivors;
-      block.negative[i] = negative;
+      block.negative.word[i] = negative;
       any_negative |= negative;
       for (uint32_t p = 0; p < kWidth; ++p) {
         append(block.plane[p].byte + live, survivors, v[p]);
@@ -190,14 +174,25 @@ class SparseEncoder {
     block.escapes.count = static_cast<uint32_t>(end - block.escapes.symbol.byte);
   }
 
-  // A sign for every element that is 0.
-  static uint8_t* append_signs(uint8_t* out, const Block& block) {
-    BitAppender stream(out);
-    for (uint32_t i = 0; i < kVectors; ++i) {
-      const uint64_t zeros = ~block.bitmap.word[i];
-      stream.append(_pext_u64(block.negative[i], zeros), count_bits(zeros));
+  // A sign for every element that is 0: first as bytes in a row, as those are appended without a
+  // thought of what is in a word already; then as bits.
+  static void list_signs(Block& block) {
+    if (!block.has_negative_zero) {
+      return;
     }
-    return stream.finish();
+    uint8_t* end = block.signs.byte;
+    for (uint32_t i = 0; i < kVectors; ++i) {
+      end = append(end, ~block.bitmap.word[i], _mm512_movm_epi8(block.negative.word[i]));
+    }
+    store(end, _mm512_setzero_si512());
+  }
+
+  static uint8_t* append_signs(uint8_t* out, const Block& block) {
+    const uint32_t zeros = frame::kBlockElements - block.live;
+    for (uint32_t i = 0; i < zeros; i += kLanes) {
+      store64(out + i / 8, _mm512_movepi8_mask(load(block.signs.byte + i)));
+    }
+    return out + bytes_of_bits(zeros);
   }
 
   void write(uint32_t b, const Block& block) {

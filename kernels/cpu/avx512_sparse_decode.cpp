@@ -16,6 +16,7 @@ using frame::Shape;
 // Where a block's streams are.
 struct Streams {
   Bitmap bitmap;
+  bool literal;   // there are none
   uint32_t live;  // survivors
   uint8_t center;
   const uint8_t* planes;  // byte planes, one behind the other
@@ -60,151 +61,190 @@ inline bool find_streams(Streams& streams, const uint8_t* payload, uint32_t mode
   return true;
 }
 
-// The survivors, one after another, to `out`: elements as they were.
-template <Dtype kDtype, bool kStreaming>
-inline void join_survivors(uint8_t* out, const Streams& streams, const Row& escapes) {
-  using Type = Float<kDtype>;
-  constexpr uint32_t kWidth = Type::kWidth;
-  const Vector table = code_table<InRotated<kDtype>>(streams.center);
-  const uint8_t* next_escape = escapes.byte;
-  for (uint32_t i = 0; i < streams.vectors(); ++i) {
-    const Vector code = load_symbols2(streams.codes + kLanes / 4 * i);
-    const __mmask64 escaped =
-        _mm512_testn_epi8_mask(code, broadcast(3)) & first_lanes(streams.live - kLanes * i);
-    const Vector symbol =
-        _mm512_mask_expand_epi8(_mm512_permutexvar_epi8(code, table), escaped, load(next_escape));
-    next_escape += count_bits(escaped);
-    Vector v[kWidth];
-    for (uint32_t p = 0; p < Type::kBytePlanes; ++p) {
-      v[p] = load(streams.planes + streams.live * p + kLanes * i);
-    }
-    Vector& top = v[kWidth - 1];
-    top = symbol;
-    if constexpr (Type::kRestBits == 4) {
-      const Vector rest = load_symbols4(streams.rest[0] + kLanes / 2 * i);
-      top = _mm512_ternarylogic_epi64(symbol, rest, broadcast(15), 0xf8);
-    } else if constexpr (Type::kRestBits == 3) {
-      const Vector rest = load_symbols2(streams.rest[0] + kLanes / 4 * i);
-      top = _mm512_ternarylogic_epi64(symbol, rest, broadcast(3), 0xf8);
-      top = _mm512_mask_add_epi8(top, load64(streams.rest[1] + kLanes / 8 * i), top, broadcast(4));
-    }
-    join_bytes<kWidth>(v);
-    for (uint32_t j = 0; j < kWidth; ++j) {
-      store_line<kStreaming>(out + kLanes * (kWidth * i + j), rotate_right<kWidth>(v[j]));
-    }
-  }
-}
-
-// Up to 64 bits of a stream from bit `at` on; what is behind `count` bits is unspecified.
+// 64 bits of a stream from bit `at` on. The two loads agree in the bits that both have: no branch
+// asks whether `at` begins a byte.
 inline uint64_t bits_at(const uint8_t* stream, uint32_t at) {
-  const uint64_t low = load64(stream + at / 8) >> (at % 8);
-  const uint64_t high = stream[at / 8 + 8];
-  return at % 8 == 0 ? low : low | high << (64 - at % 8);
+  const uint8_t* from = stream + at / 8;
+  return load64(from) >> (at % 8) | load64(from + 1) << (8 - at % 8);
 }
 
-template <uint32_t kWidth>
-inline constexpr uint32_t kElementLanes = kLanes / kWidth;
-
-// `others`, with the first elements of `value` in the lanes of a mask's low bits.
-template <uint32_t kWidth>
-inline Vector expand_lanes(Vector others, uint64_t lanes, Vector value) {
-  if constexpr (kWidth == 1) {
-    return _mm512_mask_expand_epi8(others, lanes, value);
-  } else if constexpr (kWidth == 2) {
-    return _mm512_mask_expand_epi16(others, static_cast<__mmask32>(lanes), value);
-  } else if constexpr (kWidth == 4) {
-    return _mm512_mask_expand_epi32(others, static_cast<__mmask16>(lanes), value);
-  } else {
-    return _mm512_mask_expand_epi64(others, static_cast<__mmask8>(lanes), value);
+// How many of a stream's symbols of 2 bits are 0.
+inline uint32_t count_zeros2(const uint8_t* stream, uint32_t symbols) {
+  const Vector lowest = broadcast(0x55);
+  Vector counts = _mm512_setzero_si512();
+  const uint32_t bytes = symbols / 4;
+  for (uint32_t i = 0; i < bytes; i += kLanes) {
+    const Vector merged = _mm512_mask_loadu_epi8(lowest, first_lanes(bytes - i), stream + i);
+    const Vector zeros =  // ~(a | b) & c
+        _mm512_ternarylogic_epi64(merged, _mm512_srli_epi16(merged, 1), lowest, 0x02);
+    counts = _mm512_add_epi64(counts, _mm512_popcnt_epi64(zeros));
   }
+  const uint32_t last = stream[bytes];
+  return total(counts) + count_bits(~(last | last >> 1) & _bzhi_u32(0x55, symbols % 4 * 2));
 }
 
-// +0, and -0 in the chosen lanes.
-template <uint32_t kWidth>
-inline Vector zeros_with_signs(uint64_t negative) {
-  if constexpr (kWidth == 1) {
-    return _mm512_maskz_mov_epi8(negative, broadcast(0x80));
-  } else if constexpr (kWidth == 2) {
-    return _mm512_maskz_set1_epi16(static_cast<__mmask32>(negative), INT16_MIN);
-  } else if constexpr (kWidth == 4) {
-    return _mm512_maskz_set1_epi32(static_cast<__mmask16>(negative), INT32_MIN);
-  } else {
-    return _mm512_maskz_set1_epi64(static_cast<__mmask8>(negative), INT64_MIN);
-  }
-}
+// In steps, see [Note: blocks in flight]: rows are stored and then loaded from anywhere in them,
+// which has to wait until they, and all stores before them, are in the cache.
+template <Dtype kDtype, bool kStreaming>
+class SparseDecoder {
+  using Type = Float<kDtype>;
+  static constexpr uint32_t kWidth = Type::kWidth;
 
-// The survivors in a row to their places among zeros.
-template <uint32_t kWidth, bool kStreaming, bool kSigns>
-inline void spread(uint8_t* out, const uint8_t* survivors, const Streams& streams) {
-  constexpr uint32_t kElements = kElementLanes<kWidth>;
-  uint32_t zeros = 0;
-  for (uint32_t i = 0; i < kVectors; ++i) {
-    const uint64_t word = streams.bitmap.word[i];
-    uint64_t negative = 0;
-    if constexpr (kSigns) {
-      negative = _pdep_u64(bits_at(streams.signs, zeros), ~word);
-      zeros += count_bits(~word);
-    }
-    for (uint32_t j = 0; j < kWidth; ++j) {
-      const uint64_t lanes =
-          kWidth == 1 ? word : word >> (kElements * j % 64) & ((uint64_t{1} << kElements % 64) - 1);
-      Vector zero = opaque_zero();  // see [Note: compressing into a zero]
-      if constexpr (kSigns) {
-        zero = zeros_with_signs<kWidth>(negative >> (kElements * j % 64));
+ public:
+  explicit SparseDecoder(uint8_t* out) : out_(out) {}
+
+  // As DecodeBlocks.
+  bool run(const uint8_t* slabs, const uint8_t* payloads, const frame::Record& record,
+           uint32_t blocks) {
+    for (uint32_t round = 0; round < blocks + 2; ++round) {
+      // Blocks before the first have numbers beyond the last: they wrap around.
+      if (round < blocks) {
+        const uint16_t block = record.block[round];
+        const uint32_t units = frame::Record::units(block);
+        if (!read(round, slabs, payloads, block, units, record.center[round])) {
+          return false;
+        }
+        payloads += units * frame::kUnitBytes;
       }
-      const Vector v = expand_lanes<kWidth>(zero, lanes, load(survivors));
-      survivors += kWidth * count_bits(lanes);
-      store_line<kStreaming>(out + kLanes * (kWidth * i + j), v);
+      if (round - 1 < blocks) {
+        join_tops(round - 1);
+      }
+      if (round - 2 < blocks) {
+        write(round - 2);
+      }
+    }
+    return true;
+  }
+
+ private:
+  // The block's streams, and its escapes in a row. A literal block is decoded, and has no streams.
+  bool read(uint32_t b, const uint8_t* slab, const uint8_t* payload, uint16_t block, uint32_t units,
+            uint8_t center) {
+    for (uint32_t i = 0; i < units * frame::kUnitBytes; i += kLanes) {
+      prefetch(payload + i, kPrefetchShortBytes);
+    }
+    Streams& streams = streams_[b];
+    const uint32_t mode = frame::Record::mode(block);
+    streams.literal = mode == frame::kLiteral;
+    if (streams.literal) {
+      return decode_literal<kStreaming>(output(b), kDtype, Shape::kSparse, slab, payload, units);
+    }
+    if (!find_streams<kDtype>(streams, payload, mode, units, frame::Record::packed(block))) {
+      return false;
+    }
+    streams.center = center;
+    const uint8_t* last = decode_escapes2<InRotated<kDtype>>(
+        streams.escapes, streams.end, count_zeros2(streams.codes, streams.live), center,
+        escapes_[b % 2]);
+    return last != nullptr && streams.end - last < frame::kUnitBytes;
+  }
+
+  // The survivors' top bytes, one after another.
+  void join_tops(uint32_t b) {
+    const Streams& streams = streams_[b];
+    if (streams.literal) {
+      return;
+    }
+    const Vector table = code_table<InRotated<kDtype>>(streams.center);
+    const uint8_t* next_escape = escapes_[b % 2].byte;
+    uint8_t* tops = tops_[b % 2].byte;
+    for (uint32_t i = 0; i < streams.vectors(); ++i) {
+      const Vector code = load_symbols2(streams.codes + kLanes / 4 * i);
+      const __mmask64 escaped =
+          _mm512_testn_epi8_mask(code, broadcast(3)) & first_lanes(streams.live - kLanes * i);
+      Vector top =
+          _mm512_mask_expand_epi8(_mm512_permutexvar_epi8(code, table), escaped, load(next_escape));
+      next_escape += count_bits(escaped);
+      if constexpr (Type::kRestBits == 4) {
+        const Vector rest = load_symbols4(streams.rest[0] + kLanes / 2 * i);
+        top = _mm512_ternarylogic_epi64(top, rest, broadcast(15), 0xf8);
+      } else if constexpr (Type::kRestBits == 3) {
+        const Vector rest = load_symbols2(streams.rest[0] + kLanes / 4 * i);
+        top = _mm512_ternarylogic_epi64(top, rest, broadcast(3), 0xf8);
+        top =
+            _mm512_mask_add_epi8(top, load64(streams.rest[1] + kLanes / 8 * i), top, broadcast(4));
+      }
+      store(tops + kLanes * i, top);
     }
   }
+
+  void write(uint32_t b) {
+    const Streams& streams = streams_[b];
+    if (streams.literal) {
+      return;
+    }
+    uint8_t* const out = output(b);
+    if (streams.signs != nullptr) {
+      spread<true>(out, streams, tops_[b % 2].byte);
+    } else {
+      spread<false>(out, streams, tops_[b % 2].byte);
+    }
+  }
+
+  // Where a block goes that is written next.
+  uint8_t* output(uint32_t b) const {
+    uint8_t* const out = out_ + b * Type::kBlockBytes;
+    if constexpr (kStreaming) {
+      touch_pages_ahead(out, Type::kBlockBytes);
+    }
+    return out;
+  }
+
+  // The survivors' bytes to their places among zeros, plane by plane, and then the bytes to
+  // elements.
+  template <bool kSigns>
+  static void spread(uint8_t* out, const Streams& streams, const uint8_t* tops) {
+    const uint8_t* next[kWidth];  // by byte of the rotated survivor
+    for (uint32_t p = 0; p < Type::kBytePlanes; ++p) {
+      next[p] = streams.planes + streams.live * p;
+    }
+    next[kWidth - 1] = tops;
+    uint32_t zeros = 0;
+    for (uint32_t i = 0; i < kVectors; ++i) {
+      const uint64_t survivors = streams.bitmap.word[i];
+      const uint32_t count = count_bits(survivors);
+      Vector v[kWidth];
+      for (uint32_t p = 0; p < kWidth; ++p) {
+        v[p] = opaque_zero();  // see [Note: compressing into a zero]
+        if (kSigns && p == 0) {
+          // The rotated +0 is 0, and -0 is 1.
+          const uint64_t negative = _pdep_u64(bits_at(streams.signs, zeros), ~survivors);
+          v[0] = _mm512_maskz_mov_epi8(negative, broadcast(1));
+          zeros += kLanes - count;
+        }
+        v[p] = _mm512_mask_expand_epi8(v[p], survivors, load(next[p]));
+        next[p] += count;
+      }
+      join_bytes<kWidth>(v);
+      for (uint32_t j = 0; j < kWidth; ++j) {
+        store_line<kStreaming>(out + kLanes * (kWidth * i + j), rotate_right<kWidth>(v[j]));
+      }
+    }
+  }
+
+  AlignedRow escapes_[2];
+  AlignedRow tops_[2];
+  Streams streams_[frame::kTileBlocks];
+  uint8_t* const out_;
+};
+
+template <Dtype kDtype, bool kStreaming>
+bool decode_sparse_tile(void* out, const uint8_t* slabs, const uint8_t* payloads,
+                        const frame::Record& record, uint32_t blocks) {
+  auto* to = static_cast<uint8_t*>(out);
+  if (kStreaming && !is_line_aligned(out)) {
+    return SparseDecoder<kDtype, false>(to).run(slabs, payloads, record, blocks);
+  }
+  return SparseDecoder<kDtype, kStreaming>(to).run(slabs, payloads, record, blocks);
 }
 
 template <Dtype kDtype, bool kStreaming>
 bool decode_sparse(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t mode,
                    uint32_t units, uint8_t center, bool packed) {
-  using Type = Float<kDtype>;
-  constexpr uint32_t kWidth = Type::kWidth;
-  if constexpr (kStreaming) {
-    if (!is_line_aligned(out)) {
-      return decode_sparse<kDtype, false>(out, slab, payload, mode, units, center, packed);
-    }
-  }
-  auto* to = static_cast<uint8_t*>(out);
-  if (mode == frame::kLiteral) {
-    return decode_literal<kStreaming>(to, kDtype, Shape::kSparse, slab, payload, units);
-  }
-  for (uint32_t i = 0; i < Type::kBlockBytes / 2; i += kLanes) {
-    prefetch(payload + i, kPrefetchShortBytes);
-  }
-  Streams streams;
-  if (!find_streams<kDtype>(streams, payload, mode, units, packed)) {
-    return false;
-  }
-  streams.center = center;
-  uint32_t escape_count = 0;
-  for (uint32_t i = 0; i < streams.vectors(); ++i) {
-    const Vector code = load_symbols2(streams.codes + kLanes / 4 * i);
-    escape_count += count_bits(_mm512_testn_epi8_mask(code, broadcast(3)) &
-                               first_lanes(streams.live - kLanes * i));
-  }
-  alignas(kRowAlignment) Row escapes;
-  const uint8_t* last = decode_escapes2<InRotated<kDtype>>(streams.escapes, streams.end,
-                                                           escape_count, center, escapes);
-  if (last == nullptr || streams.end - last >= frame::kUnitBytes) {
-    return false;
-  }
-  if (streams.live == frame::kBlockElements) {
-    join_survivors<kDtype, kStreaming>(to, streams, escapes);
-    return true;
-  }
-  alignas(64) uint8_t survivors[Type::kBlockBytes + kLanes];
-  join_survivors<kDtype, false>(survivors, streams, escapes);
-  if (streams.signs != nullptr) {
-    spread<kWidth, kStreaming, true>(to, survivors, streams);
-  } else {
-    spread<kWidth, kStreaming, false>(to, survivors, streams);
-  }
-  return true;
+  frame::Record record{};
+  record.block[0] = frame::Record::pack(mode, units, packed);
+  record.center[0] = center;
+  return decode_sparse_tile<kDtype, kStreaming>(out, slab, payload, record, 1);
 }
 
 }  // namespace
@@ -214,6 +254,13 @@ DecodeBlock sparse_decoder(Dtype dtype, bool streaming) {
                                 []<Dtype kDtype, bool kStreaming>() -> DecodeBlock {
                                   return &decode_sparse<kDtype, kStreaming>;
                                 });
+}
+
+DecodeBlocks sparse_tile_decoder(Dtype dtype, bool streaming) {
+  return for_float<DecodeBlocks>(dtype, streaming,
+                                 []<Dtype kDtype, bool kStreaming>() -> DecodeBlocks {
+                                   return &decode_sparse_tile<kDtype, kStreaming>;
+                                 });
 }
 
 }  // namespace memswap::cpu::avx512

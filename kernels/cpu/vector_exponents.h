@@ -25,11 +25,7 @@ inline Statistics statistics_of(const Bytes& symbols, uint32_t vectors) {
     low = minimum(low, symbols.vector[i]);
     high = maximum(high, symbols.vector[i]);
   }
-  Statistics statistics{255, 0, 0, 0};
-  for (uint32_t i = 0; i < kLanes; ++i) {
-    statistics.minimum = low[i] < statistics.minimum ? low[i] : statistics.minimum;
-    statistics.maximum = high[i] > statistics.maximum ? high[i] : statistics.maximum;
-  }
+  Statistics statistics{lowest_of(low), highest_of(high), 0, 0};
   const Vector top = broadcast(statistics.maximum);
   Vector present{};  // at most kVectors, 64, in each lane
   for (uint32_t i = 0; i < vectors; i += 8) {
@@ -37,7 +33,7 @@ inline Statistics statistics_of(const Bytes& symbols, uint32_t vectors) {
     for (uint32_t j = i; j < i + 8 && j < vectors; ++j) {
       const Vector nonzero = lanes_where(symbols.vector[j] != 0);
       sum += minimum(top - symbols.vector[j], broadcast(canonical::kClip)) & nonzero;
-      present += nonzero & 1;
+      present -= nonzero;
     }
     statistics.sum += sum_of(sum);
   }
@@ -85,14 +81,11 @@ inline void count_crowd(const Bytes& symbols, uint32_t vectors, uint32_t low,
       const Vector inside = lanes_where(above < broadcast(canonical::kWindow));
       highest = maximum(highest, above & inside);
       sums += above & inside;
-      present += inside & 1;
+      present -= inside;
     }
     sum += sum_of(sums);
   }
-  uint32_t span = 0;
-  for (uint32_t i = 0; i < kLanes; ++i) {
-    span = highest[i] > span ? highest[i] : span;
-  }
+  const uint32_t span = highest_of(highest);
   statistics.maximum = low + span;
   statistics.count = sum_of(present);
   statistics.sum = statistics.count * span - sum;
@@ -214,13 +207,14 @@ inline const uint8_t* decode_escapes2(const uint8_t* in, const uint8_t* end, uin
 
 // --- Sizes -------------------------------------------------------------------------------------
 
+// Counts are sums of lanes that are 255, so they are subtracted.
 inline uint32_t size_of_lq2(const Bytes& symbols, uint8_t center) {
   Vector escapes{}, deeper{}, raw{};
   for (const Vector& symbol : symbols.vector) {
     const Vector value = center - symbol;
-    escapes += lanes_where(value - 1 > 2) & 1;
-    deeper += lanes_where(value > 5) & 1;
-    raw += lanes_where(value + 2 > 19) & lanes_where(symbol != 0) & 1;
+    escapes -= lanes_where(value - 1 > 2);
+    deeper -= lanes_where(value > 5);
+    raw -= lanes_where(value + 2 > 19) & lanes_where(symbol != 0);
   }
   return bytes_of_bits(2 * sum_of(escapes)) + bytes_of_bits(4 * sum_of(deeper)) + sum_of(raw);
 }
@@ -229,8 +223,8 @@ inline uint32_t size_of_lq3(const Bytes& symbols, uint8_t center) {
   Vector escapes{}, raw{};
   for (const Vector& symbol : symbols.vector) {
     const Vector value = center - symbol;
-    escapes += lanes_where(value - 1 > 6) & 1;
-    raw += lanes_where(value + 1 > 20) & lanes_where(symbol != 0) & 1;
+    escapes -= lanes_where(value - 1 > 6);
+    raw -= lanes_where(value + 1 > 20) & lanes_where(symbol != 0);
   }
   return kPlane1Bytes + bytes_of_bits(4 * sum_of(escapes)) + sum_of(raw);
 }
@@ -250,44 +244,6 @@ inline uint32_t take_escapes(Bytes& symbols, uint8_t center, Row& values) {
     end = append(end, ~coded, value);
   }
   return static_cast<uint32_t>(end - values.byte);
-}
-
-// The planes of an FW payload: `bits` of the codes, from bit 2 on.
-inline void store_fixed(uint8_t* planes, const Bytes& codes, uint32_t bits) {
-  if (bits >= 4) {
-    store_plane<2, 4, false>(planes, codes);
-    planes += 4 * kPlane1Bytes;
-    if (bits >= 6) {
-      store_plane<6, 2, false>(planes, codes);
-    } else if (bits == 5) {
-      store_plane<6, 1, false>(planes, codes);
-    }
-  } else if (bits >= 2) {
-    store_plane<2, 2, false>(planes, codes);
-    if (bits == 3) {
-      store_plane<4, 1, false>(planes + 2 * kPlane1Bytes, codes);
-    }
-  } else if (bits == 1) {
-    store_plane<2, 1, false>(planes, codes);
-  }
-}
-inline void add_fixed(Bytes& codes, const uint8_t* planes, uint32_t bits) {
-  if (bits >= 4) {
-    add_plane<2, 4>(codes, planes);
-    planes += 4 * kPlane1Bytes;
-    if (bits >= 6) {
-      add_plane<6, 2>(codes, planes);
-    } else if (bits == 5) {
-      add_plane<6, 1>(codes, planes);
-    }
-  } else if (bits >= 2) {
-    add_plane<2, 2>(codes, planes);
-    if (bits == 3) {
-      add_plane<4, 1>(codes, planes + 2 * kPlane1Bytes);
-    }
-  } else if (bits == 1) {
-    add_plane<2, 1>(codes, planes);
-  }
 }
 
 struct Choice {
@@ -357,7 +313,7 @@ inline void encode_symbols(Bytes& symbols, const Choice& choice, uint8_t* low, u
     for (Vector& symbol : symbols.vector) {
       symbol = choice.center - symbol;
     }
-    store_fixed(payload, symbols, choice.mode - frame::kFw2);
+    store_field<2>(payload, symbols, choice.mode - frame::kFw2);
   }
   store_plane<0, 2, kStreaming>(low, symbols);
   if (end != nullptr) {
@@ -375,7 +331,7 @@ inline bool decode_symbols(Bytes& symbols, const uint8_t* low, const uint8_t* pa
     if (units != units_of_bytes(kPlane1Bytes * bits)) {
       return false;
     }
-    add_fixed(symbols, payload, bits);
+    add_field<2>(symbols, payload, bits);
     for (Vector& symbol : symbols.vector) {
       symbol = center - symbol;
     }
@@ -389,7 +345,7 @@ inline bool decode_symbols(Bytes& symbols, const uint8_t* low, const uint8_t* pa
   }
   Vector zero{};
   for (const Vector& code : symbols.vector) {
-    zero += lanes_where(code == 0) & 1;
+    zero -= lanes_where(code == 0);
   }
   const uint32_t count = sum_of(zero);
   const uint8_t* end = payload + units * frame::kUnitBytes;

@@ -1,0 +1,55 @@
+// From a dtype that is known at run time to functions that have it as a constant, for every
+// instruction set.
+#pragma once
+
+#include "memswap/frame.h"
+
+namespace memswap::cpu {
+
+// Calls visit with the dtype and streaming as constants; NULL where the dtype is no float.
+template <typename Function, typename Visit>
+inline Function for_float(frame::Dtype dtype, bool streaming, Visit visit) {
+  using frame::Dtype;
+  const auto with = [&]<Dtype kDtype>() -> Function {
+    return streaming ? visit.template operator()<kDtype, true>()
+                     : visit.template operator()<kDtype, false>();
+  };
+  switch (dtype) {
+    case Dtype::kBf16:
+      return with.template operator()<Dtype::kBf16>();
+    case Dtype::kFp16:
+      return with.template operator()<Dtype::kFp16>();
+    case Dtype::kFp32:
+      return with.template operator()<Dtype::kFp32>();
+    case Dtype::kFp64:
+      return with.template operator()<Dtype::kFp64>();
+    case Dtype::kE4m3:
+      return with.template operator()<Dtype::kE4m3>();
+    case Dtype::kE5m2:
+      return with.template operator()<Dtype::kE5m2>();
+    default:
+      return nullptr;
+  }
+}
+
+// Calls visit with a dtype of the same width, and streaming, as constants.
+template <typename Function, typename Visit>
+inline Function for_width(frame::Dtype dtype, bool streaming, Visit visit) {
+  using frame::Dtype;
+  const auto with = [&]<Dtype kDtype>() -> Function {
+    return streaming ? visit.template operator()<kDtype, true>()
+                     : visit.template operator()<kDtype, false>();
+  };
+  switch (frame::width_of(dtype)) {
+    case 1:
+      return with.template operator()<Dtype::kBits8>();
+    case 2:
+      return with.template operator()<Dtype::kBits16>();
+    case 4:
+      return with.template operator()<Dtype::kBits32>();
+    default:
+      return with.template operator()<Dtype::kBits64>();
+  }
+}
+
+}  // namespace memswap::cpu

@@ -1,0 +1,162 @@
+// What GCC's vector extensions lack or compilers do badly, for AVX2: moving chosen bytes together,
+// packing bits, sums over all lanes. vector_neon.h has the same functions.
+#pragma once
+
+#include "vector_lanes.h"
+
+MEMSWAP_VECTOR_BEGIN
+
+namespace memswap::cpu::vector {
+namespace {
+
+inline __m256i native(Vector value) { return reinterpret_cast<__m256i>(value); }
+inline Vector vector(__m256i value) { return reinterpret_cast<Vector>(value); }
+inline __m128i low_half(Vector value) { return _mm256_castsi256_si128(native(value)); }
+inline __m128i high_half(Vector value) { return _mm256_extracti128_si256(native(value), 1); }
+
+inline void fence() { _mm_sfence(); }
+
+// Bypasses the caches where nobody reads the line soon; `to` is aligned then.
+template <bool kStreaming>
+inline void store_line(void* to, Vector value) {
+  if constexpr (kStreaming) {
+    _mm256_stream_si256(static_cast<__m256i*>(to), native(value));
+  } else {
+    store(to, value);
+  }
+}
+
+inline uint32_t count_bits(uint32_t bits) {
+  return static_cast<uint32_t>(__builtin_popcount(bits));
+}
+
+// A bit for each lane, and back.
+inline uint32_t bits_of(Vector lanes) {
+  return static_cast<uint32_t>(_mm256_movemask_epi8(native(lanes)));
+}
+inline void store_bits(uint8_t* to, Vector lanes) { store_as<uint32_t>(to, bits_of(lanes)); }
+inline Vector load_bits(const uint8_t* from) {
+  const __m256i all = _mm256_set1_epi32(static_cast<int>(load_as<uint32_t>(from)));
+  const Vector spread = vector(_mm256_shuffle_epi8(
+      all, _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303)));
+  return lanes_where((spread & load(kLaneNumbers.bit)) != 0);
+}
+
+// Two rows of 8 of a table, as one control of a shuffle.
+inline __m128i control_of(const uint8_t* first, const uint8_t* second) {
+  return _mm_set_epi64x(load_as<int64_t>(second), load_as<int64_t>(first));
+}
+
+inline uint8_t* append_half(uint8_t* to, uint32_t first, uint32_t second, __m128i value) {
+  const __m128i moved = _mm_shuffle_epi8(
+      value, control_of(kLaneTables[0].chosen[first], kLaneTables[1].chosen[second]));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(to), moved);
+  to += count_bits(first);
+  store_as(to, _mm_extract_epi64(moved, 1));
+  return to + count_bits(second);
+}
+
+// Appends the chosen lanes to `to` and returns its new end; up to kLanes bytes are written.
+inline uint8_t* append(uint8_t* to, Vector chosen, Vector value) {
+  const uint32_t bits = bits_of(chosen);
+  to = append_half(to, bits & 255, bits >> 8 & 255, low_half(value));
+  return append_half(to, bits >> 16 & 255, bits >> 24, high_half(value));
+}
+
+inline __m128i expand_half(uint32_t first, uint32_t second, const uint8_t*& from) {
+  const int64_t low = load_as<int64_t>(from);
+  from += count_bits(first);
+  const int64_t high = load_as<int64_t>(from);
+  from += count_bits(second);
+  return _mm_shuffle_epi8(_mm_set_epi64x(high, low),
+                          control_of(kLaneTables[0].place[first], kLaneTables[1].place[second]));
+}
+
+// `otherwise`, its chosen lanes replaced by the next bytes of `from`.
+inline Vector expand(Vector otherwise, Vector chosen, const uint8_t*& from) {
+  const uint32_t bits = bits_of(chosen);
+  const __m128i low = expand_half(bits & 255, bits >> 8 & 255, from);
+  const __m128i high = expand_half(bits >> 16 & 255, bits >> 24, from);
+  return vector(_mm256_set_m128i(high, low)) | (otherwise & ~chosen);
+}
+
+inline uint32_t sum_of(Vector bytes) {
+  const Vector sums = vector(_mm256_sad_epu8(native(bytes), _mm256_setzero_si256()));
+  const __m128i pair = _mm_add_epi64(low_half(sums), high_half(sums));
+  return static_cast<uint32_t>(_mm_cvtsi128_si32(pair) + _mm_extract_epi32(pair, 2));
+}
+
+// By the only horizontal minimum there is.
+inline uint32_t lowest_of(Vector bytes) {
+  const __m128i half = _mm_min_epu8(low_half(bytes), high_half(bytes));
+  const __m128i pairs = _mm_min_epu8(half, _mm_srli_epi16(half, 8));
+  return static_cast<uint32_t>(_mm_cvtsi128_si32(_mm_minpos_epu16(pairs))) & 255;
+}
+inline uint32_t highest_of(Vector bytes) { return 255 - lowest_of(~bytes); }
+
+// Of the low 32 bits of each lane.
+inline Words64 multiply_low_halves(Words64 a, Words64 b) {
+  return reinterpret_cast<Words64>(
+      _mm256_mul_epu32(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
+}
+
+// kLanes symbols of 2 or 4 bits, one in a byte, as a stream, and back.
+inline void store_symbols2(uint8_t* stream, Vector symbols) {
+  const __m256i pairs = _mm256_maddubs_epi16(native(symbols), _mm256_set1_epi16(0x0401));
+  const Vector bytes = vector(_mm256_madd_epi16(pairs, _mm256_set1_epi32(0x00100001)));
+  const __m128i words = _mm_packus_epi32(low_half(bytes), high_half(bytes));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(stream), _mm_packus_epi16(words, words));
+}
+inline void store_symbols4(uint8_t* stream, Vector symbols) {
+  const Vector bytes = vector(_mm256_maddubs_epi16(native(symbols), _mm256_set1_epi16(0x1001)));
+  store_as(stream, _mm_packus_epi16(low_half(bytes), high_half(bytes)));
+}
+inline Vector load_symbols2(const uint8_t* stream) {
+  using Words = Elements<uint32_t>::Vector;
+  const auto bytes = reinterpret_cast<Words>(
+      _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(stream))));
+  return reinterpret_cast<Vector>(bytes | bytes << 6 | bytes << 12 | bytes << 18) & 3;
+}
+inline Vector load_symbols4(const uint8_t* stream) {
+  using Words = Elements<uint16_t>::Vector;
+  const auto bytes = reinterpret_cast<Words>(_mm256_cvtepu8_epi16(load_as<__m128i>(stream)));
+  return reinterpret_cast<Vector>(bytes | bytes << 4) & 15;
+}
+
+// Bytes 0, 2, 4, ... or 1, 3, 5, ... of two vectors in a row, and the reverse.
+inline Vector in_order(__m256i packed) { return vector(_mm256_permute4x64_epi64(packed, 0xd8)); }
+inline Vector even_bytes(Vector a, Vector b) {
+  const __m256i low = _mm256_set1_epi16(0xff);
+  return in_order(
+      _mm256_packus_epi16(_mm256_and_si256(native(a), low), _mm256_and_si256(native(b), low)));
+}
+inline Vector odd_bytes(Vector a, Vector b) {
+  return in_order(
+      _mm256_packus_epi16(_mm256_srli_epi16(native(a), 8), _mm256_srli_epi16(native(b), 8)));
+}
+inline Vector interleave_low(Vector a, Vector b) {
+  return vector(_mm256_permute2x128_si256(_mm256_unpacklo_epi8(native(a), native(b)),
+                                          _mm256_unpackhi_epi8(native(a), native(b)), 0x20));
+}
+inline Vector interleave_high(Vector a, Vector b) {
+  return vector(_mm256_permute2x128_si256(_mm256_unpacklo_epi8(native(a), native(b)),
+                                          _mm256_unpackhi_epi8(native(a), native(b)), 0x31));
+}
+// The same of pairs of bytes.
+inline Vector odd_halves(Vector a, Vector b) {
+  return in_order(
+      _mm256_packus_epi32(_mm256_srli_epi32(native(a), 16), _mm256_srli_epi32(native(b), 16)));
+}
+inline Vector interleave_low_halves(Vector a, Vector b) {
+  return vector(_mm256_permute2x128_si256(_mm256_unpacklo_epi16(native(a), native(b)),
+                                          _mm256_unpackhi_epi16(native(a), native(b)), 0x20));
+}
+inline Vector interleave_high_halves(Vector a, Vector b) {
+  return vector(_mm256_permute2x128_si256(_mm256_unpacklo_epi16(native(a), native(b)),
+                                          _mm256_unpackhi_epi16(native(a), native(b)), 0x31));
+}
+
+}  // namespace
+}  // namespace memswap::cpu::vector
+
+MEMSWAP_VECTOR_END

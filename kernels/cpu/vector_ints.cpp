@@ -1,0 +1,283 @@
+// Shapes ints, bits and raw, and the checksum, with portable vectors.
+#include "by_dtype.h"
+#include "vector.h"
+#include "vector_bitmap.h"
+#include "vector_literal.h"
+
+MEMSWAP_VECTOR_BEGIN
+
+namespace memswap::cpu::vector {
+namespace {
+
+using frame::Dtype;
+using frame::Shape;
+
+inline constexpr uint32_t kReferenceBytes = sizeof(uint64_t);
+
+// --- Integers ----------------------------------------------------------------------------------
+
+// `Element`: the type by which they compare.
+template <typename Element>
+inline void find_extent(const uint8_t* elements, Element& least, Element& most) {
+  using Values = typename Elements<Element>::Vector;
+  Values low = load_as<Values>(elements), high = low;
+  for (uint32_t i = kLanes; i < frame::kBlockElements * sizeof(Element); i += kLanes) {
+    const Values v = load_as<Values>(elements + i);
+    low = v < low ? v : low;
+    high = v > high ? v : high;
+  }
+  least = low[0];
+  most = high[0];
+  for (uint32_t i = 1; i < kLanes / sizeof(Element); ++i) {
+    least = low[i] < least ? low[i] : least;
+    most = high[i] > most ? high[i] : most;
+  }
+}
+
+// Writes the planes of `bits` bits, no more than 8 kPlanes, of the elements' offsets.
+template <uint32_t kWidth, uint32_t kPlanes>
+inline void encode_offsets(const uint8_t* elements, uint64_t reference, uint32_t bits,
+                           uint8_t* planes) {
+  using Values = typename Elements<UnsignedOf<kWidth>>::Vector;
+  const Values references = Values{} + static_cast<UnsignedOf<kWidth>>(reference);
+  const uint32_t byte_planes = bits / 8;
+  Bytes rest;
+  for (uint32_t i = 0; i < kVectors; ++i) {
+    Vector v[kWidth];
+    for (uint32_t j = 0; j < kWidth; ++j) {
+      v[j] = reinterpret_cast<Vector>(load_as<Values>(elements + kLanes * (kWidth * i + j)) -
+                                      references);
+    }
+    split_bytes<kWidth, kPlanes>(v);
+    for (uint32_t p = 0; p < kPlanes; ++p) {
+      if (p < byte_planes) {
+        store(planes + frame::kBlockElements * p + kLanes * i, v[p]);
+      } else if (p == byte_planes) {
+        rest.vector[i] = v[p];
+      }
+    }
+  }
+  if (bits % 8 != 0) {
+    store_field<0>(planes + frame::kBlockElements * byte_planes, rest, bits % 8);
+  }
+}
+
+template <uint32_t kWidth, uint32_t kPlanes, bool kStreaming>
+inline void decode_offsets(uint8_t* out, uint64_t reference, uint32_t bits, const uint8_t* planes) {
+  using Values = typename Elements<UnsignedOf<kWidth>>::Vector;
+  const Values references = Values{} + static_cast<UnsignedOf<kWidth>>(reference);
+  const uint32_t byte_planes = bits / 8;
+  Bytes rest{};
+  add_field<0>(rest, planes + frame::kBlockElements * byte_planes, bits % 8);
+  for (uint32_t i = 0; i < kVectors; ++i) {
+    Vector v[kWidth]{};
+    for (uint32_t p = 0; p < kPlanes; ++p) {
+      v[p] = p < byte_planes    ? load(planes + frame::kBlockElements * p + kLanes * i)
+             : p == byte_planes ? rest.vector[i]
+                                : Vector{};
+    }
+    join_bytes<kWidth, kPlanes>(v);
+    for (uint32_t j = 0; j < kWidth; ++j) {
+      const Values value = reinterpret_cast<Values>(v[j]) + references;
+      store_line<kStreaming>(out + kLanes * (kWidth * i + j), reinterpret_cast<Vector>(value));
+    }
+  }
+}
+
+// Calls visit with as many planes as bits need, as a constant: 1, 2, 4 or 8.
+template <uint32_t kWidth, typename Visit>
+inline void for_planes(uint32_t bits, Visit visit) {
+  if constexpr (kWidth > 1) {
+    if (bits > 4 * kWidth) {
+      visit.template operator()<kWidth>();
+    } else {
+      for_planes<kWidth / 2>(bits, visit);
+    }
+  } else {
+    visit.template operator()<1>();
+  }
+}
+
+template <typename Element, bool kStreaming>
+EncodedBlock encode_ints(const EncodeParams& params, const void* elements, uint32_t count,
+                         uint8_t* slab, uint8_t* payload) {
+  if (count != frame::kBlockElements) {
+    // The zeros behind the last element are none of the minimum's business. One block per tensor.
+    return encode_scalar_block(params, elements, count, slab, payload);
+  }
+  constexpr uint32_t kWidth = sizeof(Element);
+  using Bits = UnsignedOf<kWidth>;
+  const auto* from = static_cast<const uint8_t*>(elements);
+  Element least, most;
+  find_extent(from, least, most);
+  const auto reference = static_cast<Bits>(least);
+  const auto range = static_cast<Bits>(static_cast<Bits>(most) - reference);
+  const uint32_t bits = range == 0 ? 0 : 64 - static_cast<uint32_t>(__builtin_clzll(range));
+  if (bits == 8 * kWidth) {
+    return encode_literal<kStreaming>(from, params.dtype, Shape::kInts, slab, payload);
+  }
+  store_as<uint64_t>(payload, reference);
+  if (bits != 0) {
+    for_planes<kWidth>(bits, [&]<uint32_t kPlanes>() {
+      encode_offsets<kWidth, kPlanes>(from, reference, bits, payload + kReferenceBytes);
+    });
+  }
+  const uint32_t units = units_of_bytes(kReferenceBytes + kPlane1Bytes * bits);
+  return {frame::kReference, units, 0, static_cast<uint8_t>(bits), 0};
+}
+
+template <Dtype kDtypeOfWidth, bool kStreaming>
+bool decode_ints(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t mode,
+                 uint32_t units, uint8_t center, bool) {
+  constexpr uint32_t kWidth = frame::width_of(kDtypeOfWidth);
+  if constexpr (kStreaming) {
+    if (!is_line_aligned(out)) {
+      return decode_ints<kDtypeOfWidth, false>(out, slab, payload, mode, units, center, false);
+    }
+  }
+  auto* to = static_cast<uint8_t*>(out);
+  if (mode == frame::kLiteral) {
+    return decode_literal<kStreaming>(to, kDtypeOfWidth, Shape::kInts, slab, payload, units);
+  }
+  const uint32_t bits = center;
+  if (bits >= 8 * kWidth || units != units_of_bytes(kReferenceBytes + kPlane1Bytes * bits)) {
+    return false;
+  }
+  const auto reference = load_as<uint64_t>(payload);
+  for_planes<kWidth>(bits, [&]<uint32_t kPlanes>() {
+    decode_offsets<kWidth, kPlanes, kStreaming>(to, reference, bits, payload + kReferenceBytes);
+  });
+  return true;
+}
+
+// --- Bits and raw ------------------------------------------------------------------------------
+
+EncodedBlock encode_bits(const EncodeParams& params, const void* elements, uint32_t, uint8_t* slab,
+                         uint8_t* payload) {
+  const auto* from = static_cast<const uint8_t*>(elements);
+  Bitmap bitmap;
+  Vector all{};
+  for (uint32_t i = 0; i < kVectors; ++i) {
+    const Vector bytes = load(from + kLanes * i);
+    all |= bytes;
+    store_bits(bitmap.byte + kLanes / 8 * i, lanes_where(bytes != 0));
+  }
+  if (sum_of(lanes_where(all > 1) & 1) != 0) {
+    return encode_literal<false>(from, params.dtype, Shape::kBits, slab, payload);
+  }
+  bool packed;
+  uint8_t* end = encode_bitmap(bitmap, payload, packed);
+  store_as<uint64_t>(end, 0);  // the rest of the last unit
+  return {frame::kBitmap, units_of_bytes(static_cast<uint32_t>(end - payload)), 0, 0, 0, packed};
+}
+
+template <bool kStreaming>
+bool decode_bits(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t mode,
+                 uint32_t units, uint8_t center, bool packed) {
+  if constexpr (kStreaming) {
+    if (!is_line_aligned(out)) {
+      return decode_bits<false>(out, slab, payload, mode, units, center, packed);
+    }
+  }
+  auto* to = static_cast<uint8_t*>(out);
+  if (mode == frame::kLiteral) {
+    return decode_literal<kStreaming>(to, Dtype::kBits8, Shape::kBits, slab, payload, units);
+  }
+  const uint8_t* end = payload + units * frame::kUnitBytes;
+  Bitmap bitmap;
+  const uint8_t* last = decode_bitmap(bitmap, packed, payload, end);
+  if (last == nullptr || end - last >= frame::kUnitBytes) {
+    return false;
+  }
+  for (uint32_t i = 0; i < kVectors; ++i) {
+    store_line<kStreaming>(to + kLanes * i, load_bits(bitmap.byte + kLanes / 8 * i) & 1);
+  }
+  return true;
+}
+
+template <bool kStreaming>
+EncodedBlock encode_raw(const EncodeParams& params, const void* elements, uint32_t, uint8_t* slab,
+                        uint8_t* payload) {
+  return encode_literal<kStreaming>(static_cast<const uint8_t*>(elements), params.dtype,
+                                    Shape::kRaw, slab, payload);
+}
+
+template <Dtype kDtypeOfWidth, bool kStreaming>
+bool decode_raw(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t, uint32_t units,
+                uint8_t, bool) {
+  auto* to = static_cast<uint8_t*>(out);
+  return kStreaming && is_line_aligned(out)
+             ? decode_literal<true>(to, kDtypeOfWidth, Shape::kRaw, slab, payload, units)
+             : decode_literal<false>(to, kDtypeOfWidth, Shape::kRaw, slab, payload, units);
+}
+
+}  // namespace
+
+EncodeBlocks ints_encoder(const EncodeParams& params) {
+  const bool is_signed = frame::is_signed(params.dtype);
+  return for_width<EncodeBlocks>(
+      params.dtype, params.streaming, [&]<Dtype kDtype, bool kStreaming>() -> EncodeBlocks {
+        using Bits = UnsignedOf<frame::width_of(kDtype)>;
+        return is_signed ? &encode_one_by_one<encode_ints<std::make_signed_t<Bits>, kStreaming>>
+                         : &encode_one_by_one<encode_ints<Bits, kStreaming>>;
+      });
+}
+
+DecodeBlock ints_decoder(Dtype dtype, bool streaming) {
+  return for_width<DecodeBlock>(dtype, streaming,
+                                []<Dtype kDtype, bool kStreaming>() -> DecodeBlock {
+                                  return &decode_ints<kDtype, kStreaming>;
+                                });
+}
+
+EncodeBlocks bits_encoder(const EncodeParams&) { return &encode_one_by_one<encode_bits>; }
+
+DecodeBlock bits_decoder(bool streaming) {
+  return streaming ? &decode_bits<true> : &decode_bits<false>;
+}
+
+EncodeBlocks raw_encoder(const EncodeParams& params) {
+  return params.streaming ? &encode_one_by_one<encode_raw<true>>
+                          : &encode_one_by_one<encode_raw<false>>;
+}
+
+DecodeBlock raw_decoder(Dtype dtype, bool streaming) {
+  return for_width<DecodeBlock>(dtype, streaming,
+                                []<Dtype kDtype, bool kStreaming>() -> DecodeBlock {
+                                  return &decode_raw<kDtype, kStreaming>;
+                                });
+}
+
+// Words stand in pairs in 64-bit lanes: the even ones weigh 1, 5, 9, ..., the odd ones 2 more.
+uint32_t checksum(const void* data, size_t bytes) {
+  constexpr uint64_t kPrime = 4294967291;  // docs/format.md section 4
+  const auto* at = static_cast<const uint8_t*>(data);
+  Words64 weight{}, even{}, odd{};
+  for (uint32_t i = 0; i < kWords; ++i) {
+    weight[i] = 1 + 4 * uint64_t{i};
+  }
+  const auto add_words = [&](Vector vector) {
+    const Words64 words = reinterpret_cast<Words64>(vector);
+    even += multiply_low_halves(words, weight);
+    odd += multiply_low_halves(words >> 32, weight + 2);
+    weight += 4 * kWords;
+  };
+  size_t done = 0;
+  for (; done + kLanes <= bytes; done += kLanes) {
+    add_words(load(at + done));
+  }
+  if (done < bytes) {
+    Vector last{};
+    __builtin_memcpy(&last, at + done, bytes - done);
+    add_words(last);
+  }
+  uint64_t sum = 0;
+  for (uint32_t i = 0; i < kWords; ++i) {
+    sum += even[i] + odd[i];
+  }
+  return static_cast<uint32_t>(sum % kPrime);
+}
+
+}  // namespace memswap::cpu::vector
+
+MEMSWAP_VECTOR_END

@@ -1,0 +1,118 @@
+// Vectors of bytes from GCC's vector extensions, AVX2 on x86-64 and NEON on aarch64, and tables of
+// their lanes. Internal linkage throughout, as these files are compiled for more than the baseline
+// on x86-64.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include <type_traits>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+// clang-format off
+#if defined(__clang__)
+#define MEMSWAP_VECTOR_BEGIN                                                                  \
+  _Pragma("clang attribute push(__attribute__((target(\"avx2,bmi,bmi2,popcnt\"))), apply_to = function)")
+#define MEMSWAP_VECTOR_END _Pragma("clang attribute pop")
+#else
+#define MEMSWAP_VECTOR_BEGIN                                                                  \
+  _Pragma("GCC push_options")                                                                 \
+  _Pragma("GCC target(\"avx2,bmi,bmi2,popcnt\")")
+#define MEMSWAP_VECTOR_END _Pragma("GCC pop_options")
+#endif
+// clang-format on
+#else
+#include <arm_neon.h>
+#define MEMSWAP_VECTOR_BEGIN
+#define MEMSWAP_VECTOR_END
+#endif
+
+#include "block.h"
+
+MEMSWAP_VECTOR_BEGIN
+
+namespace memswap::cpu::vector {
+namespace {
+
+#if defined(__x86_64__)
+inline constexpr uint32_t kLanes = 32;
+#else
+inline constexpr uint32_t kLanes = 16;
+#endif
+
+typedef uint8_t Vector __attribute__((vector_size(kLanes)));
+typedef uint64_t Words64 __attribute__((vector_size(kLanes)));
+
+// Lanes of 0 or 255.
+typedef int8_t Condition __attribute__((vector_size(kLanes)));
+// Of elements of one kind.
+template <typename Element>
+struct Elements {
+  typedef Element Vector __attribute__((vector_size(kLanes)));
+};
+
+inline constexpr uint32_t kWords = kLanes / 8;
+
+template <typename Value>
+inline Value load_as(const void* from) {
+  Value value;
+  __builtin_memcpy(&value, from, sizeof value);
+  return value;
+}
+template <typename Value>
+inline void store_as(void* to, Value value) {
+  __builtin_memcpy(to, &value, sizeof value);
+}
+inline Vector load(const void* from) { return load_as<Vector>(from); }
+inline void store(void* to, Vector value) { store_as(to, value); }
+inline Vector broadcast(uint32_t byte) { return Vector{} + static_cast<uint8_t>(byte); }
+
+inline Vector lanes_where(Condition condition) { return reinterpret_cast<Vector>(condition); }
+
+// By lane: its number, and the bit that it has in a byte. Tables, as GCC makes a vector whose lanes
+// are set in a loop anew each time.
+struct LaneNumbers {
+  alignas(kLanes) uint8_t number[kLanes];
+  alignas(kLanes) uint8_t bit[kLanes];
+};
+constexpr LaneNumbers make_lane_numbers() {
+  LaneNumbers numbers{};
+  for (uint32_t i = 0; i < kLanes; ++i) {
+    numbers.number[i] = static_cast<uint8_t>(i);
+    numbers.bit[i] = static_cast<uint8_t>(1u << i % 8);
+  }
+  return numbers;
+}
+inline constexpr LaneNumbers kLaneNumbers = make_lane_numbers();
+
+// By which of 8 lanes are chosen: their numbers in a row, and each lane's place in that row. 255:
+// none.
+struct LaneTables {
+  alignas(64) uint8_t chosen[256][8];
+  uint8_t place[256][8];
+};
+constexpr LaneTables make_lane_tables(uint8_t first) {
+  LaneTables tables{};
+  for (uint32_t lanes = 0; lanes < 256; ++lanes) {
+    uint8_t count = 0;
+    for (uint8_t lane = 0; lane < 8; ++lane) {
+      tables.chosen[lanes][lane] = 255;
+      tables.place[lanes][lane] = 255;
+    }
+    for (uint8_t lane = 0; lane < 8; ++lane) {
+      if ((lanes >> lane & 1) != 0) {
+        tables.place[lanes][lane] = static_cast<uint8_t>(first + count);
+        tables.chosen[lanes][count++] = static_cast<uint8_t>(first + lane);
+      }
+    }
+  }
+  return tables;
+}
+// For lanes 0 to 7, and for 8 to 15.
+inline constexpr LaneTables kLaneTables[2] = {make_lane_tables(0), make_lane_tables(8)};
+
+}  // namespace
+}  // namespace memswap::cpu::vector
+
+MEMSWAP_VECTOR_END
