@@ -39,14 +39,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--device") in SIMULATED:
-        os.environ["SIMDEV_NAME"] = config.getoption("--device")
-        sys.path.insert(0, str(TESTS / "simdev"))
-        torch.set_num_threads(1)  # its executor and OpenMP's threads would fight for the cores
-        import simdev  # registers the device
-        from memswap._native import native
+        import simulator
 
-        host_codec = native.codec_capsule(torch.device("cpu"))
-        native.register_codec(simdev.NAME, simdev.codec_on_streams(host_codec))
+        simulator.start(config.getoption("--device"))
     elif config.getoption("--device") == "cuda":
         # The same bits from the same program, or comparing gradients would say nothing. Attention
         # only warns, which is enough where all keys are in one tile; of cuDNN's nobody says it.
@@ -134,8 +129,8 @@ def _laboratory(request: pytest.FixtureRequest) -> Iterator[object]:
 
 @pytest.fixture
 def schedule(_laboratory: object) -> object:
-    """The schedule of a test marked `own_laboratory`, which opens its own."""
-    return _laboratory
+    """The schedule in force, or to be; None: the device is not simulated."""
+    return getattr(_laboratory, "schedule", _laboratory)
 
 
 @pytest.fixture(scope="session")

@@ -247,11 +247,13 @@ def assert_released(swap: memswap.saved_tensors | memswap.Manager, pool: Any) ->
 
 
 def flush_autograd(device: torch.device) -> None:
-    """Wait until autograd's thread for an accelerator has let go of the last backward's graph.
+    """Wait until autograd has let go of the last backward's graph.
 
-    `backward()` may return a moment earlier, after an error even more so. The thread takes one task
-    after another, so another backward comes after everything it still does for the last one.
+    `backward()` may return a moment earlier than an accelerator's thread ends its last task. That
+    takes one task after another, so another backward comes after everything it still does. After an
+    error, what was ready for the calling thread stays in its queue until its next backward.
     """
+    torch.zeros((), requires_grad=True).mul(1).backward()
     if device.type != "cpu":
         torch.zeros((), device=device, requires_grad=True).mul(1).backward()
 

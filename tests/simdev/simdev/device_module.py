@@ -34,6 +34,10 @@ def is_initialized() -> bool:
     return True
 
 
+def _lazy_init() -> None:
+    """Nothing is left to do; but torch 2.11 does not wait for a device without this name."""
+
+
 def _is_in_bad_fork() -> bool:
     return _C.in_forked_child()
 
