@@ -26,7 +26,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from common import make_parser, summarize, synchronize, write_result
+from common import chosen_device, make_parser, summarize, synchronize, write_result
 from torch import nn
 
 import memswap
@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--tensor-bytes", type=int, default=4 << 10)
     parser.add_argument("--rounds", type=int, default=200)
     arguments = parser.parse_args()
-    device = torch.device(arguments.device)
+    device = chosen_device(arguments.device)
     nbytes = arguments.tensor_bytes
 
     def new_model() -> Chain:

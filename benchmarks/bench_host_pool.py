@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import make_parser, pinned_bytes, summarize, write_result
+from common import chosen_device, make_parser, pinned_bytes, summarize, write_result
 
 import memswap
 from memswap.cli.bench.timing import alternate
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4, help="blocks of the model")
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
-    device = torch.device(arguments.device)
+    device = chosen_device(arguments.device)
     on_cpu = device.type == "cpu"
 
     waste = {tokens: waste_of(tokens, arguments.layers, device) for tokens in arguments.tokens}

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from bench_step import BASELINE, Bench, around_layers, recompute
-from common import make_parser, pinned_bytes, summarize, write_result
+from common import chosen_device, make_parser, pinned_bytes, summarize, write_result
 from llama import Llama, LlamaConfig
 
 import memswap
@@ -250,7 +250,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="default: by device")
     parser.add_argument("--host-memory", help="budget for what is swapped, such as 64GiB")
     arguments = parser.parse_args()
-    device = torch.device(arguments.device)
+    device = chosen_device(arguments.device)
     batch = arguments.batch or (2 if device.type == "cpu" else 1)
     results: list[dict[str, Any]] = []
     failed = False

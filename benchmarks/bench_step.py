@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import PeakMemory, make_parser, pinned_bytes, summarize, synchronize, write_result
+from common import (
+    PeakMemory,
+    chosen_device,
+    make_parser,
+    pinned_bytes,
+    summarize,
+    synchronize,
+    write_result,
+)
 from llama import Llama, LlamaConfig
 from peers import find_peers
 
@@ -198,7 +206,7 @@ def main() -> None:
         "--peer-path", type=Path, action="append", default=[], help="file with OffloadActivations"
     )
     arguments = parser.parse_args()
-    device = torch.device(arguments.device)
+    device = chosen_device(arguments.device)
     sizes = asdict(SIZES["cpu" if device.type == "cpu" else "accelerator"])
     sizes.update({name: getattr(arguments, name) or size for name, size in sizes.items()})
     bench = Bench(LlamaConfig(**sizes), arguments.batch, device, arguments.host_memory)

@@ -35,6 +35,14 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     return parser
 
 
+def chosen_device(name: str) -> torch.device:
+    """Return the device of ``--device`` with its number: of an accelerator the current one."""
+    device = torch.device(name)
+    if device.type == "cpu" or device.index is not None:
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done all that was asked of it; nothing to do on a CPU."""
     if device.type != "cpu":

@@ -164,10 +164,12 @@ std::string fault_of(const memswap_codec& codec, c10::Device device, const Sampl
   return "";
 }
 
+// All samples, also behind one that failed: which they are says what is wrong.
 std::string find_fault(const memswap_codec& codec, c10::Device device) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const WithoutModes without_modes;
   const c10::DeviceGuard guard(device);
+  std::string first, others;
   for (const Sample& sample : kSamples) {
     std::string fault;
     try {
@@ -180,14 +182,22 @@ std::string find_fault(const memswap_codec& codec, c10::Device device) {
     } catch (const std::exception& error) {
       fault = error.what();
     }
-    if (!fault.empty()) {
-      return "codec '" + std::string(codec.name) + "' failed its self-check on " + device.str() +
-             " (" + sample.name + "): " + fault +
-             ". Nothing is encoded on this device; please report it, with the versions of driver "
-             "and toolkit";
+    if (fault.empty()) {
+      continue;
+    }
+    if (first.empty()) {
+      first = "(" + std::string(sample.name) + "): " + fault;
+    } else {
+      others += (others.empty() ? "" : "; ") + std::string(sample.name);
     }
   }
-  return "";
+  if (first.empty()) {
+    return "";
+  }
+  return "codec '" + std::string(codec.name) + "' failed its self-check on " + device.str() + " " +
+         first + (others.empty() ? "" : ". It failed for these as well: " + others) +
+         ". Nothing is encoded on this device; please report it, with the versions of driver and "
+         "toolkit";
 }
 
 struct Verdicts {

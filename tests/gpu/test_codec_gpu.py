@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import memswap
 from memswap import codec
+from memswap._native import native
 
 pytestmark = pytest.mark.gpu
 
@@ -42,6 +43,11 @@ def some_tensor(dtype: torch.dtype, length: int, kind: str) -> torch.Tensor:
     if kind == "sparse":
         values = values.relu()
     return values.to(dtype)
+
+
+def test_the_self_check_finds_no_fault(device: torch.device) -> None:
+    """First, because every test below would fail for what it finds."""
+    assert native.codec_fault(device) == ""
 
 
 @pytest.mark.parametrize("kind", ["normal", "sparse", "bits"])

@@ -126,6 +126,51 @@ def test_a_wrong_kernel_is_found_and_nothing_is_encoded(wrong: str) -> None:
     assert "left: False stayed for want of room: True" in said, said
 
 
+# memswap_decode_job has the dtype 48 bytes from its beginning.
+DECODES_FLOAT64_WRONG = """
+def flip(jobs):
+    dtype = ctypes.cast(jobs + 48, ctypes.POINTER(ctypes.c_uint8))[0]
+    if dtype == native.dtype_code(torch.float64):
+        ctypes.cast(pointer(jobs, 32) + 700, ctypes.POINTER(ctypes.c_uint8))[0] ^= 1
+def wrong(table): replace(table, "decode", flip)
+"""
+
+
+def test_what_is_found_names_every_sample_that_failed() -> None:
+    said = run(DECODES_FLOAT64_WRONG, 'print("fault:", native.codec_fault(device))')
+    assert "(float64, dense): " in said and "for these as well: float64, sparse. " in said, said
+    assert "bfloat16" not in said, said
+
+
+BUDGET = """
+import memswap
+from memswap.planning import profile
+profile.COPY_BYTES = profile.CODEC_BYTES = 1 << 20
+rates = memswap.profile(device)
+print("copies", rates.copies, "encodes", rates.encodes)
+print("remembered", profile.remembered(device))
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh())
+                              for _ in range(4))).to(device)
+policy = memswap.Policy(min_bytes=1)
+pool = memswap.HostPool("64MiB", device=device)
+manager = memswap.manage(model, policy, pool=pool, budget="60%", rates=rates)
+x = torch.randn(512, 64).to(device)
+for _ in range(8):
+    model(x).sum().backward()
+print("planned", manager.plan is not None, "over", manager.plan.over_budget_bytes)
+"""
+
+
+def test_without_a_codec_that_is_trusted_a_budget_is_kept_by_swapping(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    said = run(DECODES_WRONG, BUDGET)
+    assert "copies True encodes False" in said and "remembered None" in said, said
+    assert "planned True over 0" in said, said
+
+
 def test_a_check_that_found_no_memory_is_made_again() -> None:
     said = run(
         RIGHT,

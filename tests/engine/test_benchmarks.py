@@ -1,0 +1,39 @@
+"""Benchmarks of an accelerator run on one, named as `make bench` and `make gpu` name it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from memswap.planning import profile
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+OPTIONS = {
+    "bench_codec": "--steps 1 --sizes 1 --kind-size 1 --rounds 1",
+    "bench_hooks": "--tensors 20 --rounds 2",
+    "bench_host_pool": "--tokens 64 --layers 1 --rounds 1",
+}
+
+
+@pytest.mark.accelerator
+@pytest.mark.one_schedule
+@pytest.mark.parametrize("name", OPTIONS)
+def test_it_runs_on_the_device_that_is_named_without_a_number(
+    device: torch.device, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "result.json"
+    command = [name, "--device", device.type, "--json", str(file), *OPTIONS[name].split()]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no rates of a run before
+    monkeypatch.setattr(profile, "COPY_BYTES", 1 << 20)
+    monkeypatch.setattr(profile, "CODEC_BYTES", 1 << 20)
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.setattr(sys, "argv", command)
+    importlib.import_module(name).main()
+    assert json.loads(file.read_text(encoding="utf-8"))["environment"]["command"] == [
+        Path(word).name for word in command
+    ]
