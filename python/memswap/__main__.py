@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 
+import memswap
 from memswap.cli import demo, info, plan, report, selftest
+from memswap.cli.arguments import Help
 from memswap.cli.bench import codec as bench_codec
 
 
@@ -14,12 +16,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="memswap", description="Swaps autograd's saved activations away and back, bit-exactly."
     )
+    parser.add_argument("--version", action="version", version=f"memswap {memswap.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     demo.add_arguments(
         commands.add_parser(
             "demo",
             help="train a small GPT twice, plain and with memswap, and compare every gradient",
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            formatter_class=Help,
         )
     )
     benchmarks = commands.add_parser("bench", help="benchmarks on this machine").add_subparsers(
@@ -29,27 +32,27 @@ def main(argv: list[str] | None = None) -> int:
         benchmarks.add_parser(
             "codec",
             help="the codec on real activations: ratio and rate against copies and other codecs",
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            formatter_class=Help,
         )
     )
     selftest.add_arguments(
         commands.add_parser(
             "selftest",
             help="does memswap work on this device? every check by raw bits, and a report file",
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            formatter_class=Help,
         )
     )
     plan.add_arguments(
         commands.add_parser(
             "plan",
             help="what a memory budget does to each layer of a model, and what it costs",
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            formatter_class=Help,
         )
     )
     reported = commands.add_parser(
         "report",
         help="a picture and a trace of one step, plain and under a memory budget",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=Help,
     )
     report.add_arguments(reported)
     report.add_output_argument(reported)

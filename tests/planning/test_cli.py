@@ -47,6 +47,16 @@ def test_plan_for_another_machine_and_report(tmp_path, capsys):
     assert (out / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_budget_for_another_machine_need_not_be_met_by_this_one(tmp_path, capsys):
+    tight = [*TINY, "--budget", "50%"]
+    with pytest.raises(SystemExit, match="cannot be met"):
+        main(["plan", *tight])
+    file = tmp_path / "step.json"
+    assert main(["plan", *tight, "--machine", "H200", "--save", str(file)]) == 0
+    assert "rates of H200" in capsys.readouterr().out
+    assert load(file)[0].storages
+
+
 @pytest.mark.parametrize(
     ("budget", "words"),
     [("1KiB", "at least"), ("lots", "expected auto or a size"), ("x%", "or a share")],

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
+import memswap
 from memswap.__main__ import main
 from memswap.cli import selftest
 
@@ -56,6 +58,29 @@ def test_what_only_torch_or_the_model_knows_ends_with_a_sentence(
 ) -> None:
     with pytest.raises(SystemExit, match=words):
         main(arguments.split())
+
+
+@pytest.mark.parametrize("command", ["demo", "bench codec", "selftest", "plan", "report"])
+def test_help_says_what_each_option_is_and_no_default_that_is_none(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*command.split(), "--help"])
+    assert not ended.value.code
+    told = " ".join(capsys.readouterr().out.partition("options:")[2].split())
+    assert "None" not in told and "False" not in told
+    options = re.split(r"\s(?=--[a-z])", told)[1:]
+    assert len(options) > 3
+    for option in options:
+        name, *words = option.split()
+        assert [word for word in words if word.islower()], f"{command} {name}: not a word about it"
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert not ended.value.code
+    assert memswap.__version__ in capsys.readouterr().out
 
 
 def test_selftest_asserts_nothing_that_an_optimizing_python_leaves_out() -> None:

@@ -8,6 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Help that tells the default of each option that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False:
+            return action.help
+        return super()._get_help_string(action)
+
+
 def whole(least: int) -> Callable[[str], int]:
     """A type of argparse's: whole numbers from ``least`` on."""
 

@@ -21,13 +21,13 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", default=default_device(), help="cpu, cuda, npu, ...; an accelerator if any"
     )
-    parser.add_argument("--layers", type=whole(1), default=6)
-    parser.add_argument("--hidden", type=whole(1), default=384)
-    parser.add_argument("--heads", type=whole(1), default=6)
+    parser.add_argument("--layers", type=whole(1), default=6, help="of the GPT")
+    parser.add_argument("--hidden", type=whole(1), default=384, help="its width")
+    parser.add_argument("--heads", type=whole(1), default=6, help="they divide the width")
     parser.add_argument("--seq", type=whole(1), default=512, help="bytes of text per sequence")
     parser.add_argument("--batch", type=whole(1), default=8, help="sequences per step")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="bf16 is autocast")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of weights and text")
 
 
 def check_device(name: str) -> None:

@@ -53,7 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--machine",
         choices=tuple(HARDWARE),
-        help="plan with the rates of this hardware instead of those that were measured",
+        help="plan with the copy and codec rates of this hardware; compute takes as long as "
+        "it took where the step was learnt",
     )
     add_model_arguments(parser)
 
@@ -93,7 +94,9 @@ def learn(arguments: argparse.Namespace) -> tuple[Step, memswap.Rates, memswap.P
     batches = Batches(read_corpus(), arguments.batch, arguments.seq, arguments.seed)
     model = GPT(arguments.layers, arguments.hidden, arguments.heads, arguments.seq).to(device)
 
-    with memswap.manage(model.layers, budget=arguments.budget) as manager:
+    # A budget for another machine may be one that this one cannot meet.
+    budget = arguments.budget if arguments.machine is None else "auto"
+    with memswap.manage(model.layers, budget=budget) as manager:
         for _ in range(STEPS):
             train_once(model, batches, device, DTYPES[arguments.dtype])
         if manager.learnt is None:
