@@ -126,7 +126,7 @@ def exchange(
     Args:
         tensor: this rank's part. It may be edited or freed as soon as this call returns.
         spec: where the parts go: :class:`SequenceToHeads`, :class:`HeadsToSequence`,
-            :class:`GatherSequence`, :class:`ReduceScatterSequence`.
+            :class:`GatherSequence`, :class:`ReduceScatterSequence`, :class:`MoveSequence`.
         label: names the collective in errors, logs and profiles; the adjoint's is
             ``"LABEL gradient"``.
         observe: called at each launch, also of the adjoint, with the map, its label and what this

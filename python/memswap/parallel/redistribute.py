@@ -56,12 +56,25 @@ class _HeadExchange:
 class SequenceToHeads(_HeadExchange):
     """From a part of the sequence with all heads to the whole sequence with a part of the heads.
 
-    The sequence is the ranks' tokens one rank after another.
+    ``[..., own tokens, ..., all heads, ...]`` becomes ``[..., all tokens, ..., own heads, ...]``,
+    contiguous and of the same dtype. The sequence is the ranks' tokens one rank after another.
+
+    Args:
+        comm: the ranks.
+        heads: per rank, the heads it computes (:meth:`HeadPlan.queries`, :meth:`HeadPlan.keys`). A
+            head may be at several ranks.
+        lengths: per rank, its number of tokens.
+        seq_dim: the dimension of the tokens.
+        head_dim: the dimension of the heads.
+
+    Raises:
+        ValueError: ``heads`` or ``lengths`` are of another number of ranks.
     """
 
     collective = "all-to-all"
 
     def launch(self, tensor: torch.Tensor, label: str) -> InFlight:
+        """See :meth:`Redistribution.launch`; ``tensor`` is this rank's part."""
         rank = self.comm.rank
         check_size(tensor, self.seq_dim, self.lengths[rank], label, "tokens")
         check_size(tensor, self.head_dim, self.all_heads, label, "heads")
@@ -73,18 +86,21 @@ class SequenceToHeads(_HeadExchange):
         return InFlight(ticket, lambda: torch.cat(arrived(), dim=self.seq_dim), shape)
 
     def adjoint(self) -> HeadsToSequence:
+        """What the gradient goes through."""
         return HeadsToSequence(self.comm, self.heads, self.lengths, self.seq_dim, self.head_dim)
 
 
 class HeadsToSequence(_HeadExchange):
     """From the whole sequence with a part of the heads to a part of the sequence with all heads.
 
-    A head that is at several ranks becomes the sum of theirs, added in the order of the ranks.
+    The way back from :class:`SequenceToHeads`, with its arguments. A head that is at several ranks
+    becomes the sum of theirs, added in the order of the ranks.
     """
 
     collective = "all-to-all"
 
     def launch(self, tensor: torch.Tensor, label: str) -> InFlight:
+        """See :meth:`Redistribution.launch`; ``tensor`` is this rank's part."""
         rank = self.comm.rank
         check_size(tensor, self.seq_dim, sum(self.lengths), label, "tokens")
         check_size(tensor, self.head_dim, len(self.heads[rank]), label, "heads")
@@ -107,6 +123,7 @@ class HeadsToSequence(_HeadExchange):
         return InFlight(ticket, unpack, shape)
 
     def adjoint(self) -> SequenceToHeads:
+        """What the gradient goes through."""
         return SequenceToHeads(self.comm, self.heads, self.lengths, self.seq_dim, self.head_dim)
 
 
@@ -144,11 +161,23 @@ class _SequenceGather:
 
 
 class GatherSequence(_SequenceGather):
-    """From a part of the sequence to the whole one, in its natural order, at every rank."""
+    """From a part of the sequence to the whole one, in its natural order, at every rank.
+
+    ``[..., own tokens, ...]`` becomes ``[..., all tokens, ...]``, contiguous, of the same dtype.
+
+    Args:
+        comm: the ranks.
+        shards: which ranges of the sequence each rank holds.
+        seq_dim: the dimension of the tokens.
+
+    Raises:
+        ValueError: ``shards`` are of another number of ranks.
+    """
 
     collective = "all-gather"
 
     def launch(self, tensor: torch.Tensor, label: str) -> InFlight:
+        """See :meth:`Redistribution.launch`; ``tensor`` is this rank's part."""
         check_size(tensor, self.seq_dim, self.own_length, label, "tokens")
         tokens = tensor.movedim(self.seq_dim, 0)
         padded = max(self.shards.lengths)
@@ -171,15 +200,20 @@ class GatherSequence(_SequenceGather):
         return InFlight(ticket, unpack, self._shape(tensor, self.shards.length))
 
     def adjoint(self) -> ReduceScatterSequence:
+        """What the gradient goes through."""
         return ReduceScatterSequence(self.comm, self.shards, self.seq_dim)
 
 
 class ReduceScatterSequence(_SequenceGather):
-    """From a whole sequence at every rank to a part of the ranks' sum."""
+    """From a whole sequence at every rank to a part of the ranks' sum.
+
+    The way back from :class:`GatherSequence`, with its arguments.
+    """
 
     collective = "reduce-scatter"
 
     def launch(self, tensor: torch.Tensor, label: str) -> InFlight:
+        """See :meth:`Redistribution.launch`; ``tensor`` is this rank's part."""
         check_size(tensor, self.seq_dim, self.shards.length, label, "tokens")
         tokens = tensor.movedim(self.seq_dim, 0)
         padded = max(self.shards.lengths)
@@ -198,6 +232,7 @@ class ReduceScatterSequence(_SequenceGather):
         return InFlight(ticket, unpack, self._shape(tensor, self.own_length))
 
     def adjoint(self) -> GatherSequence:
+        """What the gradient goes through."""
         return GatherSequence(self.comm, self.shards, self.seq_dim)
 
 
@@ -231,6 +266,7 @@ class MoveSequence:
                 )
 
     def launch(self, tensor: torch.Tensor, label: str) -> InFlight:
+        """See :meth:`Redistribution.launch`; ``tensor`` is this rank's part."""
         rank, dim = self.comm.rank, self.seq_dim
         check_size(tensor, dim, self.source.lengths[rank], label, "tokens")
         places = self.source.positions_of(rank)
@@ -263,6 +299,7 @@ class MoveSequence:
         return InFlight(ticket, unpack, shape)
 
     def adjoint(self) -> MoveSequence:
+        """What the gradient goes through."""
         return MoveSequence(self.comm, self.target, self.source, self.seq_dim)
 
     def _pieces(self, sender: int, receiver: int) -> list[tuple[int, int]]:

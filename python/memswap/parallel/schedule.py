@@ -236,9 +236,11 @@ class ShardContext:
         self._prefetch(self._expected_in_backward(unit), unit)
 
     def call_began_backward(self, unit: Unit) -> None:
+        """The backward of one call of a module of the unit has begun."""
         self.scheduled[unit].open_calls += 1
 
     def call_ended_backward(self, unit: Unit) -> None:
+        """The backward of one call has ended: its gradients are there."""
         self.scheduled[unit].open_calls -= 1
         self._gradient_arrived(unit)
 
