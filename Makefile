@@ -42,6 +42,9 @@ lint_tools :=
 bench_tools :=
 picture_tools :=
 export PYTHONPATH := $(CURDIR)/python$(if $(PYTHONPATH),:$(PYTHONPATH))
+# pip puts cmake and ninja where that Python has its scripts, which need not be on PATH.
+python_scripts := $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))' 2>/dev/null)
+export PATH := $(PATH)$(if $(python_scripts),:$(python_scripts))
 # Another torch in the same Python is another build.
 torch_version := $(shell $(PYTHON) -c 'import torch; print(torch.__version__)' 2>/dev/null)
 else

@@ -9,10 +9,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
+
+
+def require_setuptools() -> None:
+    """Stop with a sentence: an older setuptools rejects pyproject.toml in many lines."""
+    if int(setuptools.__version__.partition(".")[0]) < 77:
+        raise SystemExit(
+            f"memswap needs setuptools >= 77 to build and found {setuptools.__version__}.\n"
+            "Install it (pip install --upgrade 'setuptools>=77' cmake ninja) and build again."
+        )
 
 
 def require_torch() -> None:
@@ -70,4 +80,5 @@ class CMakeBuild(build_ext):
         subprocess.run(install, check=True)
 
 
+require_setuptools()
 setup(ext_modules=[Extension("memswap._C", sources=[])], cmdclass={"build_ext": CMakeBuild})

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("CMakeLists.txt", "setup.py", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("CMakeLists.txt", "setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
 FOLDERS = ("csrc", "kernels", "python", "tests", "third_party")
 BUILT = shutil.ignore_patterns("*.so", "__pycache__", "*.egg-info", "build")
 
@@ -113,6 +113,23 @@ def test_editable_install_works(sources: Path, fresh_python: Path, tmp_path: Pat
     done = run(fresh_python, "-c", USE, cwd=tmp_path)
     assert done.returncode == 0, f"the editable install does not work:\n{done.stderr}"
     assert Path(done.stdout.strip()) == sources / "python" / "memswap" / "__init__.py"
+
+
+def test_build_with_an_old_setuptools_says_what_to_do(sources: Path, tmp_path: Path) -> None:
+    # A new environment of Python 3.10 or 3.11 has setuptools 65, which pip does not replace when it
+    # is asked for "setuptools". Old ones stop within setup().
+    shadow = tmp_path / "shadow" / "setuptools"
+    (shadow / "command").mkdir(parents=True)
+    old = "__version__ = '65.5.0'\nExtension = dict\ndef setup(**_): raise ValueError('config')\n"
+    (shadow / "__init__.py").write_text(old)
+    (shadow / "command" / "build_ext.py").write_text("build_ext = object\n")
+    done = run(
+        sys.executable, "setup.py", "--version",
+        cwd=sources, environment={"PYTHONPATH": str(shadow.parent)},
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "needs setuptools >= 77 to build and found 65.5.0" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_build_without_torch_says_what_to_do(sources: Path, tmp_path: Path) -> None:
