@@ -69,6 +69,30 @@ def test_every_keyword_is_one(page: Path) -> None:
                 assert keyword.arg in known, f"{page.name} calls {name}({keyword.arg}=...)"
 
 
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of a page's titles."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        there = (page.parent / name).resolve() if name else page
+        assert there.exists(), f"{page.name} links {target}, which is not there"
+        if anchor:
+            assert anchor in anchors(there), f"{page.name} links {target}, which has no such title"
+
+
+def test_every_file_that_is_named_is_there(page: Path) -> None:
+    folders = "tests|csrc|kernels|docs|python|examples|benchmarks"
+    named = rf"(?<![\w/.-])(?:{folders})/[\w./-]+\.(?:py|h|cpp|cu|cuh|md|svg|png|json)\b"
+    for name in set(re.findall(named, page.read_text("utf-8"))):
+        assert (ROOT / name).exists(), f"{page.name} names {name}, which is not there"
+
+
 def test_there_are_examples(page: Path) -> None:
     if page.name in ("README.md", "migration.md", "integrations.md", "checkpointing.md"):
         assert examples(page), f"no example was found in {page.name}"
