@@ -82,7 +82,7 @@ help:
 	@echo 'make test-npu    the real torch_npu on a fake ACL runtime, in an environment of its own'
 	@echo 'make bench       benchmarks on this machine, results to benchmarks/results/'
 	@echo 'make gpu         what needs a CUDA device: tests and benchmarks (installs nothing)'
-	@echo '                 PARTS="codec kernels" LIMIT_S=540; results also to the folder $$OUT'
+	@echo '                 PARTS="codec kernels" LIMIT_S=540 HOST_MEMORY=64GiB; results also to the folder $$OUT'
 	@echo 'make cpp-test    C++ tests alone'
 	@echo 'make lint        ruff, mypy and clang-format; `make format` applies what they can'
 	@echo 'make build       memswap._C in place; `make clean`, `make distclean` remove it'

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -70,6 +71,34 @@ def test_steps_leave_nothing_that_only_a_collection_of_cycles_frees(device, new_
             assert gc.collect() < 10, "one object or more for each step"
         finally:
             gc.enable()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3, 6])  # not begun, learning, with a plan
+def test_a_manager_that_is_removed_leaves_its_pool_to_nobody(device, new_pool, steps):
+    """Between a forward and its backward; pinned memory must not wait for the cycle collector."""
+    layers = new_layers(device)
+    plain = step(layers, 32, device)
+    pool = new_pool()
+    manager = memswap.manage(layers, SWAP, pool=pool, budget="60%", rates=rates_for(device))
+    for _ in range(steps):
+        step(layers, 32, device)
+    for parameter in layers.parameters():
+        parameter.grad = None
+    loss = forward(layers, 32, device)
+    manager.remove()
+    assert (manager.plan is not None) == (steps >= 3)
+    loss.backward()
+    assert_same_gradients(gradients(layers), plain)
+    del loss
+    assert_released(manager, pool)
+    alive = weakref.ref(pool)
+    gc.collect()
+    gc.disable()
+    try:
+        del manager, pool
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("share", [0.7, 0.45])

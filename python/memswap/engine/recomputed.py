@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,12 +29,12 @@ class Recomputed:
 
     Args:
         saver: whose ledger counts them.
-        noted: called whenever there are more.
+        noted: called whenever there are more. Its object, which owns this one, is not kept alive.
     """
 
     def __init__(self, saver: Saver, noted: Callable[[], None]) -> None:
         self._saver = saver
-        self._noted = noted
+        self._noted = weakref.WeakMethod(noted)
         self._storages: dict[int, tuple[WeakStorage, int]] = {}
         self.nbytes = 0
 
@@ -99,4 +100,6 @@ class Recomputed:
             saver.watched = True  # its director looks through them at each mark
             self.nbytes += view.storage_nbytes
             saver.ledger.resident(view.storage_nbytes)
-            self._noted()
+            noted = self._noted()
+            if noted is not None:
+                noted()

@@ -114,9 +114,17 @@ class Pilot:
             self._recomputed.sweep()
 
     def end(self) -> None:
-        """Nothing follows a plan any more."""
+        """Nothing follows a plan any more, and nothing is learnt.
+
+        What is in flight is the policy's from here on: the saver no longer knows its director.
+        """
         saver = self._saver
         with saver.lock:
+            saver.director = None
+            for course in self._open:
+                course.take_peak()
+                course.passage.course = None
+            self._open.clear()
             for route in saver.open_routes():
                 saver.set_overflow_room(route, None)
 
