@@ -115,7 +115,8 @@ class RankPool:
                     outcome = one.recv()
                 except EOFError:
                     self._ranks[rank][0].join(5)
-                    outcome = (f"died, exit code {self._ranks[rank][0].exitcode}", None)
+                    where = self._stacks_of(rank).read_text()  # of a signal such as SIGABRT
+                    outcome = (f"died, exit code {self._ranks[rank][0].exitcode}\n{where}", None)
                 if outcome is not None:
                     failures.append((rank, *outcome))
                     deadline = min(deadline, time.monotonic() + GRACE_S)
@@ -141,21 +142,24 @@ class RankPool:
 
     def _fork(self, rank: int) -> tuple[Any, Connection]:
         mine, theirs = self._context.Pipe()
-        stacks = Path(self._stores.name) / f"stacks-{rank}"
         others = [connection for _, connection in self._ranks] + [mine]
         process = self._context.Process(
-            target=_serve, args=(rank, theirs, stacks, others), daemon=True
+            target=_serve, args=(rank, theirs, self._stacks_of(rank), others), daemon=True
         )
         process.start()
         theirs.close()
         return process, mine
+
+    def _stacks_of(self, rank: int) -> Path:
+        """Where it writes what its threads do."""
+        return Path(self._stores.name) / f"stacks-{rank}"
 
     def _stacks(self, ranks: list[int]) -> str:
         """Where these ranks are now."""
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._ranks[rank][0].pid, signal.SIGUSR1)
-        files = [Path(self._stores.name) / f"stacks-{rank}" for rank in ranks]
+        files = [self._stacks_of(rank) for rank in ranks]
         deadline = time.monotonic() + 10
         lengths, before = [0], None
         while (0 in lengths or lengths != before) and time.monotonic() < deadline:
@@ -173,6 +177,7 @@ def _serve(rank: int, connection: Connection, stacks: Path, others: list[Connect
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with stacks.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file, all_threads=True)
+        faulthandler.enable(file, all_threads=True)
         while True:
             try:
                 world, store, module, body, arguments = connection.recv()

@@ -56,6 +56,13 @@ def _hangs_on_rank_1(rank: Rank) -> None:
     dist.barrier()
 
 
+def _aborts_on_rank_1(rank: Rank) -> None:
+    if rank.rank == 1:
+        os.abort()
+    dist.barrier()
+
+
+aborts_on_rank_1 = Body(_aborts_on_rank_1)
 fails_on_rank_1 = Body(_fails_on_rank_1)
 dies_on_rank_0 = Body(_dies_on_rank_0)
 hangs_on_rank_1 = Body(_hangs_on_rank_1)
@@ -73,6 +80,11 @@ def test_the_first_failure_is_told_and_the_next_test_runs(rank_pool: RankPool) -
 def test_a_rank_that_dies_is_named(rank_pool: RankPool) -> None:
     with pytest.raises(RankError, match="rank 0 of 2 failed first:\ndied, exit code 7"):
         rank_pool.run(2, "dies_on_rank_0", __name__, {})
+
+
+def test_a_rank_that_aborts_says_where_it_was(rank_pool: RankPool) -> None:
+    with pytest.raises(RankError, match=r"(?s)rank 1 of 2 failed first.*-6.*_aborts_on_rank_1"):
+        rank_pool.run(2, "aborts_on_rank_1", __name__, {})
 
 
 def test_ranks_that_hang_are_stopped_and_say_where_they_were(
