@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 
 namespace memswap {
 
@@ -43,6 +44,9 @@ struct Ledger {
   int64_t peak_resident_bytes = 0;
   int64_t away_bytes = 0;
   int64_t peak_away_bytes = 0;
+  // Of what is resident, what no entry stands for.
+  int64_t recomputed_bytes = 0;
+  int64_t reserved_bytes = 0;
 
   void offer(int64_t nbytes) {
     ++offered_tensors;
@@ -54,6 +58,13 @@ struct Ledger {
     peak_resident_bytes = std::max(peak_resident_bytes, resident_bytes);
   }
 
+  // As absolute numbers, so that whoever was interrupted between its own books and these says it
+  // all with the next one.
+  void set_recomputed(int64_t nbytes) {
+    resident(nbytes - std::exchange(recomputed_bytes, nbytes));
+  }
+  void set_reserved(int64_t nbytes) { resident(nbytes - std::exchange(reserved_bytes, nbytes)); }
+
   void away(int64_t change) {
     away_bytes += change;
     peak_away_bytes = std::max(peak_away_bytes, away_bytes);
@@ -64,6 +75,8 @@ struct Ledger {
     Ledger fresh;
     fresh.resident_bytes = fresh.peak_resident_bytes = resident_bytes;
     fresh.away_bytes = fresh.peak_away_bytes = away_bytes;
+    fresh.recomputed_bytes = recomputed_bytes;
+    fresh.reserved_bytes = reserved_bytes;
     *this = fresh;
   }
 };

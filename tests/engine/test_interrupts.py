@@ -5,6 +5,7 @@ A trace function raises it, at one line in a hundred of a step after another.
 
 from __future__ import annotations
 
+import dis
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,12 @@ SOURCES = str(Path(memswap.__file__).parent)
 X = torch.linspace(-1, 1, 64 * 32).reshape(64, 32)
 
 
+def may_be_interrupted(frame: Any) -> bool:
+    """Not where a handler begins, as a `with` block's exit: Python looks at signals later there."""
+    instruction = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+    return instruction not in ("PUSH_EXC_INFO", "WITH_EXCEPT_START")
+
+
 class Interrupt:
     """Ctrl-C before one line of memswap's, counted from where tracing begins."""
 
@@ -35,7 +42,7 @@ class Interrupt:
         return self.step if frame.f_code.co_filename.startswith(SOURCES) else None
 
     def step(self, frame: Any, event: str, argument: object) -> Any:
-        if event == "line":
+        if event == "line" and may_be_interrupted(frame):
             self.lines_left -= 1
             if self.lines_left == 0:
                 self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -36,7 +36,7 @@ class Recomputed:
         self._saver = saver
         self._noted = weakref.WeakMethod(noted)
         self._storages: dict[int, tuple[WeakStorage, int]] = {}
-        self.nbytes = 0
+        self._told_nbytes = 0
 
     def counting(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """The function of a region; what it saves in backward is counted."""
@@ -61,22 +61,28 @@ class Recomputed:
 
     def sweep(self) -> None:
         """Take off the books what is gone. Under the saver's lock."""
-        if not self._storages:
+        if not self._storages and not self._told_nbytes:
             return
-        gone = [key for key, (weak, _) in self._storages.items() if weak.expired()]
-        for key in gone:
-            self._forget(key)
+        for key in [key for key, (weak, _) in self._storages.items() if weak.expired()]:
+            del self._storages[key]
+        self._settle()
 
     def clear(self) -> None:
         """No backward runs: what is there still is somebody else's."""
-        for key in list(self._storages):
-            self._forget(key)
+        self._storages.clear()
+        self._settle()
 
-    def _forget(self, key: int) -> None:
-        nbytes = self._storages.pop(key)[1]
-        self.nbytes -= nbytes
-        self._saver.ledger.resident(-nbytes)
-        self._saver.watched = bool(self._storages)
+    @property
+    def nbytes(self) -> int:
+        """Of all of them."""
+        return sum(nbytes for _, nbytes in self._storages.values())
+
+    def _settle(self) -> None:
+        """Tell the ledger, whatever it was told before: Ctrl-C may come behind any line."""
+        self._saver.watched = bool(self._storages)  # its director looks through them at each mark
+        nbytes = self.nbytes
+        self._saver.ledger.set_recomputed(nbytes)
+        self._told_nbytes = nbytes
 
     def _entries(self) -> set[int]:
         """Storages of entries, the regions' inputs among them: the ledger knows those."""
@@ -97,9 +103,7 @@ class Recomputed:
                 return
             weak = native.WeakStorage(native.StorageRef(tensor))
             self._storages[view.key] = (weak, view.storage_nbytes)
-            saver.watched = True  # its director looks through them at each mark
-            self.nbytes += view.storage_nbytes
-            saver.ledger.resident(view.storage_nbytes)
+            self._settle()
             noted = self._noted()
             if noted is not None:
                 noted()

@@ -126,8 +126,9 @@ class Saver(native.Saver):
 
     def set_overflow_room(self, route: Route, nbytes: int | None) -> None:
         """What a plan has set aside for overflows of frames; it counts as resident from here on."""
-        self.ledger.resident((nbytes or 0) - (route.overflow_room or 0))
         route.overflow_room = nbytes
+        rooms = (one.overflow_room for one in self.open_routes())
+        self.ledger.set_reserved(sum(room or 0 for room in rooms))
 
     def open_routes(self) -> list[Route]:
         """The routes of the devices that were seen so far."""
