@@ -46,6 +46,10 @@ DecodeBlock decoder(Dtype dtype, Shape shape, bool streaming) {
   return raw_decoder(dtype, streaming);
 }
 
+DecodeBlocks tile_decoder(Dtype dtype, Shape shape, bool streaming) {
+  return shape == Shape::kDense ? dense_tile_decoder(dtype, streaming) : nullptr;
+}
+
 // Too few bytes at a time to be worth more.
 void copy_around_caches(void* to, const void* from, size_t bytes) {
   __builtin_memcpy(to, from, bytes);
@@ -62,7 +66,8 @@ const BlockCodec& vector_blocks() {
                                          &vector::decoder,
                                          &vector::checksum,
                                          &vector::copy_around_caches,
-                                         &vector::make_stores_visible};
+                                         &vector::make_stores_visible,
+                                         &vector::tile_decoder};
   return kBlocks;
 }
 

@@ -7,6 +7,7 @@ namespace memswap::cpu::vector {
 
 EncodeBlocks dense_encoder(const EncodeParams& params);
 DecodeBlock dense_decoder(frame::Dtype dtype, bool streaming);
+DecodeBlocks dense_tile_decoder(frame::Dtype dtype, bool streaming);
 EncodeBlocks upcast_encoder(const EncodeParams& params);
 DecodeBlock upcast_decoder(bool streaming);
 EncodeBlocks sparse_encoder(const EncodeParams& params);

@@ -26,65 +26,105 @@ inline void store_line(void* to, Vector value) {
   }
 }
 
+// Asks for a line that is soon needed; an address outside of all memory does no harm. Not the
+// builtin: GCC removes loops and functions that do nothing else.
+inline void prefetch(const uint8_t* from, uint32_t ahead) {
+  asm volatile("prefetcht0 (%0)" : : "r"(reinterpret_cast<uintptr_t>(from) + ahead));
+}
+
 inline uint32_t count_bits(uint32_t bits) {
   return static_cast<uint32_t>(__builtin_popcount(bits));
 }
 
-// A bit for each lane, and back.
-inline uint32_t bits_of(Vector lanes) {
+// Which lanes are chosen.
+using Mask = uint32_t;
+
+inline Mask mask_of(Vector lanes) {
   return static_cast<uint32_t>(_mm256_movemask_epi8(native(lanes)));
 }
-inline void store_bits(uint8_t* to, Vector lanes) { store_as<uint32_t>(to, bits_of(lanes)); }
+template <uint32_t kBit>
+inline Mask mask_of_bit(Vector value) {
+  return mask_of(vector(_mm256_slli_epi16(native(value), 7 - kBit)));
+}
+inline Mask first_mask(uint32_t count) { return count < kLanes ? (1u << count) - 1 : ~0u; }
+inline uint32_t count_of(Mask mask) { return count_bits(mask); }
+inline bool any(Mask mask) { return mask != 0; }
+
+// A bit for each lane, and back.
+inline void store_mask(uint8_t* to, Mask mask) { store_as(to, mask); }
+inline Mask load_mask(const uint8_t* from) { return load_as<Mask>(from); }
 inline Vector load_bits(const uint8_t* from) {
   const __m256i all = _mm256_set1_epi32(static_cast<int>(load_as<uint32_t>(from)));
   const Vector spread = vector(_mm256_shuffle_epi8(
       all, _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303)));
-  return lanes_where((spread & load(kLaneNumbers.bit)) != 0);
+  const Vector bit = load(kLaneNumbers.bit);
+  return lanes_where((spread & bit) == bit);
+}
+
+// By lane, entry `index`, below 16, of the table, which is there twice.
+inline Vector repeat16(const uint8_t* table) {
+  return vector(_mm256_broadcastsi128_si256(load_as<__m128i>(table)));
+}
+inline Vector look_up(Vector table, Vector index) {
+  return vector(_mm256_shuffle_epi8(native(table), native(index)));
 }
 
 // Two rows of 8 of a table, as one control of a shuffle.
-inline __m128i control_of(const uint8_t* first, const uint8_t* second) {
-  return _mm_set_epi64x(load_as<int64_t>(second), load_as<int64_t>(first));
+[[gnu::always_inline]] inline __m128i control_of(const uint8_t* first, const uint8_t* second) {
+  return _mm_castps_si128(
+      _mm_loadh_pi(_mm_castsi128_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(first))),
+                   reinterpret_cast<const __m64*>(second)));
 }
 
-inline uint8_t* append_half(uint8_t* to, uint32_t first, uint32_t second, __m128i value) {
+// The masks of 8 lanes are as long as addresses, which they become a part of.
+[[gnu::always_inline]] inline uint8_t* append_half(uint8_t* to, size_t first, size_t second,
+                                                   __m128i value) {
   const __m128i moved = _mm_shuffle_epi8(
       value, control_of(kLaneTables[0].chosen[first], kLaneTables[1].chosen[second]));
+  uint8_t* const middle = to + __builtin_popcountll(first);
   _mm_storel_epi64(reinterpret_cast<__m128i*>(to), moved);
-  to += count_bits(first);
-  store_as(to, _mm_extract_epi64(moved, 1));
-  return to + count_bits(second);
+  _mm_storeh_pi(reinterpret_cast<__m64*>(middle), _mm_castsi128_ps(moved));
+  return middle + __builtin_popcountll(second);
 }
 
 // Appends the chosen lanes to `to` and returns its new end; up to kLanes bytes are written.
-inline uint8_t* append(uint8_t* to, Vector chosen, Vector value) {
-  const uint32_t bits = bits_of(chosen);
-  to = append_half(to, bits & 255, bits >> 8 & 255, low_half(value));
-  return append_half(to, bits >> 16 & 255, bits >> 24, high_half(value));
+[[gnu::always_inline]] inline uint8_t* append(uint8_t* to, Mask chosen, Vector value) {
+  to = append_half(to, chosen & 255, chosen >> 8 & 255, low_half(value));
+  return append_half(to, chosen >> 16 & 255, chosen >> 24, high_half(value));
+}
+// The same by a mask in memory.
+[[gnu::always_inline]] inline uint8_t* append(uint8_t* to, const uint8_t* chosen, Vector value) {
+  to = append_half(to, chosen[0], chosen[1], low_half(value));
+  return append_half(to, chosen[2], chosen[3], high_half(value));
 }
 
-inline __m128i expand_half(uint32_t first, uint32_t second, const uint8_t*& from) {
-  const int64_t low = load_as<int64_t>(from);
-  from += count_bits(first);
-  const int64_t high = load_as<int64_t>(from);
-  from += count_bits(second);
-  return _mm_shuffle_epi8(_mm_set_epi64x(high, low),
+[[gnu::always_inline]] inline __m128i expand_half(size_t first, size_t second,
+                                                  const uint8_t*& from) {
+  const uint8_t* const middle = from + __builtin_popcountll(first);
+  const __m128i both = control_of(from, middle);
+  from = middle + __builtin_popcountll(second);
+  return _mm_shuffle_epi8(both,
                           control_of(kLaneTables[0].place[first], kLaneTables[1].place[second]));
 }
 
-// `otherwise`, its chosen lanes replaced by the next bytes of `from`.
-inline Vector expand(Vector otherwise, Vector chosen, const uint8_t*& from) {
-  const uint32_t bits = bits_of(chosen);
-  const __m128i low = expand_half(bits & 255, bits >> 8 & 255, from);
-  const __m128i high = expand_half(bits >> 16 & 255, bits >> 24, from);
-  return vector(_mm256_set_m128i(high, low)) | (otherwise & ~chosen);
+// The next bytes of `from` in the chosen lanes, 0 in the others.
+[[gnu::always_inline]] inline Vector expand(Mask chosen, const uint8_t*& from) {
+  const __m128i low = expand_half(chosen & 255, chosen >> 8 & 255, from);
+  const __m128i high = expand_half(chosen >> 16 & 255, chosen >> 24, from);
+  return vector(_mm256_set_m128i(high, low));
 }
 
-inline uint32_t sum_of(Vector bytes) {
-  const Vector sums = vector(_mm256_sad_epu8(native(bytes), _mm256_setzero_si256()));
-  const __m128i pair = _mm_add_epi64(low_half(sums), high_half(sums));
+// Sums over lanes, of bytes of up to 64 vectors.
+using Sums = Words64;
+inline Sums add_bytes(Sums sums, Vector bytes) {
+  return sums + reinterpret_cast<Sums>(_mm256_sad_epu8(native(bytes), _mm256_setzero_si256()));
+}
+inline uint32_t total(Sums sums) {
+  const __m128i pair = _mm_add_epi64(_mm256_castsi256_si128(reinterpret_cast<__m256i>(sums)),
+                                     _mm256_extracti128_si256(reinterpret_cast<__m256i>(sums), 1));
   return static_cast<uint32_t>(_mm_cvtsi128_si32(pair) + _mm_extract_epi32(pair, 2));
 }
+inline uint32_t sum_of(Vector bytes) { return total(add_bytes(Sums{}, bytes)); }
 
 // By the only horizontal minimum there is.
 inline uint32_t lowest_of(Vector bytes) {

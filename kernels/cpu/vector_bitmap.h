@@ -28,10 +28,10 @@ inline uint8_t* encode_bitmap(const Bitmap& bitmap, uint8_t* out, bool& packed) 
   uint8_t maps[frame::kMapsBytes];
   for (uint32_t i = 0; i < frame::kBitmapBytes; i += kLanes) {
     const Vector bytes = load(bitmap.byte + i);
-    const Vector not_zero = lanes_where(bytes != 0);
-    const Vector not_full = lanes_where(bytes != 255);
-    store_bits(maps + i / 8, not_zero);
-    store_bits(maps + frame::kByteMapBytes + i / 8, not_full);
+    const Mask not_zero = mask_of(lanes_where(bytes != 0));
+    const Mask not_full = mask_of(lanes_where(bytes != 255));
+    store_mask(maps + i / 8, not_zero);
+    store_mask(maps + frame::kByteMapBytes + i / 8, not_full);
     mixed_end = append(mixed_end, not_zero & not_full, bytes);
   }
   const auto mixed_bytes = static_cast<uint32_t>(mixed_end - mixed);
@@ -73,9 +73,9 @@ inline const uint8_t* decode_bitmap(Bitmap& bitmap, bool packed, const uint8_t* 
   }
   const uint8_t* next = in + frame::kMapsBytes;
   for (uint32_t i = 0; i < frame::kBitmapBytes; i += kLanes) {
-    const Vector not_zero = load_bits(in + i / 8);
-    const Vector not_full = load_bits(in + frame::kByteMapBytes + i / 8);
-    store(bitmap.byte + i, expand(not_zero & ~not_full, not_zero & not_full, next));
+    const Vector full = load_bits(in + i / 8) & ~load_bits(in + frame::kByteMapBytes + i / 8);
+    const Mask chosen = load_mask(in + i / 8) & load_mask(in + frame::kByteMapBytes + i / 8);
+    store(bitmap.byte + i, full | expand(chosen, next));
   }
   return next;
 }

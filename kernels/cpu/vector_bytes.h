@@ -24,13 +24,31 @@ struct alignas(64) Row {
   uint8_t byte[frame::kBlockElements + 64];
 };
 
+inline constexpr uint32_t kLineBytes = 64;  // of a cache
+
 inline bool is_line_aligned(const void* address) {
-  return reinterpret_cast<uintptr_t>(address) % 64 == 0;
+  return reinterpret_cast<uintptr_t>(address) % kLineBytes == 0;
 }
 
 inline Vector minimum(Vector a, Vector b) { return a < b ? a : b; }
 inline Vector maximum(Vector a, Vector b) { return a > b ? a : b; }
-inline Vector select(Vector lanes, Vector yes, Vector no) { return (yes & lanes) | (no & ~lanes); }
+// The `kCount` bits from kFrom on of each byte, to kTo; the others become 0.
+template <uint32_t kFrom, uint32_t kTo, uint32_t kCount>
+inline Vector move_bits(Vector value) {
+  using Halves = Elements<uint16_t>::Vector;
+  const Halves halves = reinterpret_cast<Halves>(value);  // there are no shifts of bytes
+  const Halves moved = kTo >= kFrom ? halves << (kTo - kFrom) : halves >> (kFrom - kTo);
+  return reinterpret_cast<Vector>(moved) & static_cast<uint8_t>(((1 << kCount) - 1) << kTo);
+}
+
+// Calls visit with 0, 1, 2 and 3 as constants: shifts by a constant are cheaper.
+template <typename Visit>
+[[gnu::always_inline]] inline void for_quarters(Visit visit) {
+  visit.template operator()<0>();
+  visit.template operator()<1>();
+  visit.template operator()<2>();
+  visit.template operator()<3>();
+}
 
 // The lanes whose number is below `count`.
 inline Vector first_lanes(uint32_t count) {
@@ -40,7 +58,7 @@ inline Vector first_lanes(uint32_t count) {
 // kLanes elements of kWidth bytes, in kWidth vectors, to byte planes and back. Of the planes only
 // the first kPlanes matter: others are not made, and are 0 when they are joined.
 template <uint32_t kWidth, uint32_t kPlanes = kWidth>
-inline void split_bytes(Vector (&v)[kWidth]) {
+[[gnu::always_inline]] inline void split_bytes(Vector (&v)[kWidth]) {
   if constexpr (kWidth > 1) {
     constexpr uint32_t kHalf = kWidth / 2;
     Vector even[kHalf], odd[kHalf];
@@ -63,7 +81,7 @@ inline void split_bytes(Vector (&v)[kWidth]) {
   }
 }
 template <uint32_t kWidth, uint32_t kPlanes = kWidth>
-inline void join_bytes(Vector (&v)[kWidth]) {
+[[gnu::always_inline]] inline void join_bytes(Vector (&v)[kWidth]) {
   if constexpr (kWidth > 1) {
     constexpr uint32_t kHalf = kWidth / 2;
     Vector even[kHalf]{}, odd[kHalf]{};
@@ -107,9 +125,8 @@ inline Vector rotate_right(Vector value) {
 template <uint32_t kShift, uint32_t kWidth, bool kStreaming>
 inline void store_plane(uint8_t* plane, const Bytes& bytes) {
   if constexpr (kWidth == 1) {
-    constexpr uint8_t kBit = 1 << kShift;
     for (uint32_t i = 0; i < kVectors; ++i) {
-      store_bits(plane + kLanes / 8 * i, lanes_where((bytes.vector[i] & kBit) != 0));
+      store_mask(plane + kLanes / 8 * i, mask_of_bit<kShift>(bytes.vector[i]));
     }
   } else {
     constexpr uint32_t kParts = 8 / kWidth;

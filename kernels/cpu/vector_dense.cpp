@@ -1,6 +1,7 @@
 // Shapes dense and upcast, with portable vectors.
+#include <algorithm>
+
 #include "vector.h"
-#include "vector_exponents.h"
 #include "vector_floats.h"
 #include "vector_literal.h"
 
@@ -12,66 +13,241 @@ namespace {
 using frame::Dtype;
 using frame::Shape;
 
+// How many bytes ahead of a block an encoder asks for elements.
+inline constexpr uint32_t kPrefetchElements = 2048;
+
+// [Note: blocks in flight]
+// A block is encoded in five steps, each of which needs the end of the one before it: sums over all
+// lanes, a division, stores that are loaded again. None of that is long, but a processor that has
+// nothing else to do waits for all of it. So a step of one block is followed by another step of
+// another block, which has had the time of a whole round to get ready. It also keeps memory busy
+// all the time: lines that are asked for, and those written around the caches, come in small
+// groups.
 template <Dtype kDtype, bool kStreaming>
-EncodedBlock encode_dense(const EncodeParams& params, const void* elements, uint32_t count,
-                          uint8_t* slab, uint8_t* payload) {
+class DenseEncoder {
   using Type = Float<kDtype>;
-  const auto* from = static_cast<const uint8_t*>(elements);
-  Bytes symbols;
-  for (uint32_t i = 0; i < kVectors; ++i) {
-    Vector v[Type::kWidth];
-    load_rotated<Type::kWidth>(from + kLanes * Type::kWidth * i, v);
-    for (uint32_t p = 0; p < Type::kBytePlanes; ++p) {
-      store_line<kStreaming>(slab + frame::kBlockElements * p + kLanes * i, v[p]);
+  static constexpr bool kShort = is_short(Type::kSymbolBits);
+
+ public:
+  DenseEncoder(const EncodeParams& params, const uint8_t* elements, uint32_t count, uint8_t* slabs,
+               uint8_t* payload, EncodedBlock* encoded)
+      : params_(params),
+        elements_(elements),
+        count_(count),
+        slabs_(slabs),
+        payload_(payload),
+        encoded_(encoded) {}
+
+  void run() {
+    const uint32_t blocks = (count_ + frame::kBlockElements - 1) / frame::kBlockElements;
+    for (uint32_t round = 0; round < blocks + 4; ++round) {
+      // Blocks before the first have numbers beyond the last: they wrap around.
+      if (round < blocks) {
+        split(round);
+      }
+      prefetch_quarter(round, 0);
+      if (round - 1 < blocks) {
+        measure(round - 1);
+      }
+      prefetch_quarter(round, 1);
+      if (round - 2 < blocks) {
+        choose(round - 2);
+      }
+      prefetch_quarter(round, 2);
+      if (round - 3 < blocks) {
+        write_low_plane(round - 3);
+      }
+      prefetch_quarter(round, 3);
+      if (round - 4 < blocks) {
+        write_payload(round - 4);
+      }
     }
-    symbols.vector[i] = v[Type::kBytePlanes];
   }
-  if constexpr (Type::kRestBits != 0) {
-    uint8_t* rest = slab + Type::kRestOffset;
-    store_plane<0, Type::kFirstRestBits, kStreaming>(rest, symbols);
-    if constexpr (Type::kRestBits == 3) {
-      store_plane<2, 1, kStreaming>(rest + 2 * kPlane1Bytes, symbols);
+
+ private:
+  void split(uint32_t b) {
+    uint8_t* slab = slabs_ + b * Type::kSlabBytes;
+    if constexpr (kStreaming) {
+      touch_pages_ahead(slab, Type::kSlabBytes);
     }
-    for (Vector& symbol : symbols.vector) {
-      symbol >>= Type::kRestBits;
+    const uint8_t* elements = elements_ + b * Type::kBlockBytes;
+    if constexpr (Type::kWidth == 1) {
+      ranges_[b] =
+          split_byte_floats<kDtype, kStreaming>(elements, slab, plane1_[b % 2], symbols_[b]);
+    } else {
+      ranges_[b] = split_floats<kDtype, kStreaming>(elements, slab, plane1_[b % 2], symbols_[b]);
     }
   }
-  const Choice choice = choose(symbols, params, Type::kSymbolBits);
-  encode_symbols<kStreaming>(symbols, choice, slab + Type::kLowOffset, payload);
-  return {choice.mode, choice.units, count - choice.nonzero, choice.center, choice.center2};
+
+  void measure(uint32_t b) {
+    if constexpr (Type::kRestBits == 3) {  // its last plane has been waiting for whole lines
+      uint8_t* to = slabs_ + b * Type::kSlabBytes + Type::kRestBytes - kPlane1Bytes;
+      copy_lines<kStreaming>(to, plane1_[b % 2], kPlane1Bytes);
+    }
+    if constexpr (kShort) {
+      distances_[b] = distances_of_short(symbols_[b], ranges_[b]);
+    } else if (!params_.fast) {
+      const uint32_t maximum = ranges_[b].maximum;
+      distances_[b] = ranges_[b].minimum > 0 ? distances_of<false>(symbols_[b], kVectors, maximum)
+                                             : distances_of<true>(symbols_[b], kVectors, maximum);
+    }
+  }
+
+  // Of what follows block b, in this tile or the next. Long blocks keep the processor's own
+  // prefetcher busy, which does better alone. Measured.
+  void prefetch_quarter(uint32_t b, uint32_t quarter) const {
+    if (Type::kWidth <= 2 && b < frame::kTileBlocks) {
+      const uint8_t* from = elements_ + b * Type::kBlockBytes + Type::kBlockBytes / 4 * quarter;
+      for (uint32_t i = 0; i < Type::kBlockBytes / 4; i += kLineBytes) {
+        prefetch(from + i, kPrefetchElements);
+      }
+    }
+  }
+
+  void choose(uint32_t b) {
+    choices_[b] = choice_of(b, guess_);
+    guess_ = guess_after(choices_[b]);
+  }
+
+  Choice choice_of(uint32_t b, uint32_t guess) const {
+    return params_.fast
+               ? choose_fast<Type::kSymbolBits>(symbols_[b], ranges_[b], params_.center)
+               : choose_canonical<Type::kSymbolBits>(symbols_[b], ranges_[b], distances_[b], guess);
+  }
+
+  void write_low_plane(uint32_t b) {
+    encode_low_plane<kStreaming>(symbols_[b], choices_[b],
+                                 slabs_ + b * Type::kSlabBytes + Type::kRestBytes, pending_[b % 2]);
+  }
+
+  void write_payload(uint32_t b) {
+    Choice& choice = choices_[b];
+    if (!encode_payload(symbols_[b], choice, pending_[b % 2], deeper_, payload_)) [[unlikely]] {
+      encode_anew(b);
+    }
+    payload_ += choice.units * frame::kUnitBytes;
+    const uint32_t there = std::min(count_ - b * frame::kBlockElements, frame::kBlockElements);
+    encoded_[b] = {choice.mode, choice.units, there - choice.nonzero, choice.center,
+                   choice.center2};
+  }
+
+  // Without a guess.
+  [[gnu::noinline]] void encode_anew(uint32_t b) {
+    choices_[b] = choice_of(b, kNoGuess);
+    guess_ = guess_after(choices_[b]);
+    write_low_plane(b);
+    encode_payload(symbols_[b], choices_[b], pending_[b % 2], deeper_, payload_);
+  }
+
+  // Symbols are loaded while a row is stored, and at first a processor compares the low 12 bits of
+  // their addresses alone: so the rows begin in the other half of a page than the symbols.
+  alignas(kPageBytes) Bytes symbols_[frame::kTileBlocks];
+  uint8_t apart_[frame::kBlockElements];
+  Pending pending_[2];
+  Escapes deeper_;
+  Range ranges_[frame::kTileBlocks];
+  Distances distances_[frame::kTileBlocks];
+  Choice choices_[frame::kTileBlocks];
+  alignas(kLanes) uint8_t plane1_[2][kPlane1Bytes];
+  const EncodeParams& params_;
+  const uint8_t* const elements_;
+  const uint32_t count_;
+  uint8_t* const slabs_;
+  uint8_t* payload_;
+  EncodedBlock* const encoded_;
+  uint32_t guess_ = kNoGuess;
+};
+
+template <Dtype kDtype, bool kStreaming>
+void encode_dense(const EncodeParams& params, const void* elements, uint32_t count, uint8_t* slabs,
+                  uint8_t* payloads, EncodedBlock* encoded) {
+  DenseEncoder<kDtype, kStreaming>(params, static_cast<const uint8_t*>(elements), count, slabs,
+                                   payloads, encoded)
+      .run();
+}
+
+template <Dtype kDtype>
+inline bool read_symbols(Symbols& symbols, const uint8_t* slab, const uint8_t* payload,
+                         uint32_t mode, uint32_t units, uint8_t center) {
+  using Type = Float<kDtype>;
+  for (uint32_t i = Type::kBytePlanes * frame::kBlockElements; i < Type::kSlabBytes;
+       i += kLineBytes) {
+    prefetch(slab + i, kPrefetchShortBytes);
+  }
+  return decode_symbols<InDense<kDtype>>(symbols, slab + Type::kRestBytes, payload, mode, units,
+                                         center);
+}
+
+template <Dtype kDtype, bool kStreaming>
+[[gnu::noinline]] void join(uint8_t* out, const uint8_t* slab, const Symbols& symbols) {
+  const auto with = [&]<Code kCode>() {
+    if constexpr (Float<kDtype>::kWidth == 1) {
+      join_byte_floats<kDtype, kStreaming, kCode>(out, slab, symbols);
+    } else {
+      join_floats<kDtype, kStreaming, kCode>(out, slab, symbols);
+    }
+  };
+  switch (symbols.code) {
+    case Code::kLq2:
+      with.template operator()<Code::kLq2>();
+      break;
+    case Code::kLq3:
+      with.template operator()<Code::kLq3>();
+      break;
+    case Code::kFixed:
+      with.template operator()<Code::kFixed>();
+      break;
+  }
 }
 
 template <Dtype kDtype, bool kStreaming>
 bool decode_dense(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t mode,
                   uint32_t units, uint8_t center, bool) {
-  using Type = Float<kDtype>;
   if constexpr (kStreaming) {
     if (!is_line_aligned(out)) {
       return decode_dense<kDtype, false>(out, slab, payload, mode, units, center, false);
     }
   }
-  Bytes top;
-  if (!decode_symbols(top, slab + Type::kLowOffset, payload, mode, units, center)) {
+  Symbols symbols;
+  if (!read_symbols<kDtype>(symbols, slab, payload, mode, units, center)) {
     return false;
   }
-  if constexpr (Type::kRestBits != 0) {
-    for (Vector& byte : top.vector) {
-      byte <<= Type::kRestBits;
-    }
-    const uint8_t* rest = slab + Type::kRestOffset;
-    add_plane<0, Type::kFirstRestBits>(top, rest);
-    if constexpr (Type::kRestBits == 3) {
-      add_plane<2, 1>(top, rest + 2 * kPlane1Bytes);
+  join<kDtype, kStreaming>(static_cast<uint8_t*>(out), slab, symbols);
+  return true;
+}
+
+// A block's escapes are stored in a row and loaded from anywhere in it, which has to wait until
+// they, and all stores before them, are in the cache. So a block is joined only when the next one's
+// have been read.
+template <Dtype kDtype, bool kStreaming>
+bool decode_dense_tile(void* out, const uint8_t* slabs, const uint8_t* payloads,
+                       const frame::Record& record, uint32_t blocks) {
+  using Type = Float<kDtype>;
+  if constexpr (kStreaming) {
+    if (!is_line_aligned(out)) {
+      return decode_dense_tile<kDtype, false>(out, slabs, payloads, record, blocks);
     }
   }
   auto* to = static_cast<uint8_t*>(out);
-  for (uint32_t i = 0; i < kVectors; ++i) {
-    Vector v[Type::kWidth];
-    for (uint32_t p = 0; p < Type::kBytePlanes; ++p) {
-      v[p] = load(slab + frame::kBlockElements * p + kLanes * i);
+  Symbols symbols[2];
+  for (uint32_t round = 0; round < blocks + 1; ++round) {
+    if (round < blocks) {
+      const uint16_t block = record.block[round];
+      const uint32_t units = frame::Record::units(block);
+      if (!read_symbols<kDtype>(symbols[round % 2], slabs + round * Type::kSlabBytes, payloads,
+                                frame::Record::mode(block), units, record.center[round])) {
+        return false;
+      }
+      payloads += units * frame::kUnitBytes;
     }
-    v[Type::kBytePlanes] = top.vector[i];
-    store_rotated<Type::kWidth, kStreaming>(to + kLanes * Type::kWidth * i, v);
+    if (round != 0) {
+      const uint32_t b = round - 1;
+      uint8_t* const block = to + b * Type::kBlockBytes;
+      if constexpr (kStreaming) {
+        touch_pages_ahead(block, Type::kBlockBytes);
+      }
+      join<kDtype, kStreaming>(block, slabs + b * Type::kSlabBytes, symbols[b % 2]);
+    }
   }
   return true;
 }
@@ -97,7 +273,9 @@ EncodedBlock encode_upcast(const EncodeParams& params, const void* elements, uin
   if (sum_of(lanes_where(reinterpret_cast<Vector>(low_bits) != 0) & 1) != 0) {
     return encode_literal<kStreaming>(from, Dtype::kFp32, Shape::kUpcast, slab, payload);
   }
-  return encode_dense<Dtype::kBf16, kStreaming>(params, high.byte, count, slab, payload);
+  EncodedBlock encoded;
+  encode_dense<Dtype::kBf16, kStreaming>(params, high.byte, count, slab, payload, &encoded);
+  return encoded;
 }
 
 template <bool kStreaming>
@@ -129,7 +307,7 @@ bool decode_upcast(void* out, const uint8_t* slab, const uint8_t* payload, uint3
 EncodeBlocks dense_encoder(const EncodeParams& params) {
   return for_float<EncodeBlocks>(params.dtype, params.streaming,
                                  []<Dtype kDtype, bool kStreaming>() -> EncodeBlocks {
-                                   return &encode_one_by_one<encode_dense<kDtype, kStreaming>>;
+                                   return &encode_dense<kDtype, kStreaming>;
                                  });
 }
 
@@ -138,6 +316,13 @@ DecodeBlock dense_decoder(Dtype dtype, bool streaming) {
                                 []<Dtype kDtype, bool kStreaming>() -> DecodeBlock {
                                   return &decode_dense<kDtype, kStreaming>;
                                 });
+}
+
+DecodeBlocks dense_tile_decoder(Dtype dtype, bool streaming) {
+  return for_float<DecodeBlocks>(dtype, streaming,
+                                 []<Dtype kDtype, bool kStreaming>() -> DecodeBlocks {
+                                   return &decode_dense_tile<kDtype, kStreaming>;
+                                 });
 }
 
 EncodeBlocks upcast_encoder(const EncodeParams& params) {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "by_dtype.h"
-#include "vector_bytes.h"
+#include "vector_exponents.h"
 
 MEMSWAP_VECTOR_BEGIN
 
@@ -15,18 +15,43 @@ template <frame::Dtype kDtype>
 struct Float {
   static constexpr frame::Split kSplit = frame::split_of(kDtype);
   static constexpr uint32_t kWidth = kSplit.width;
+  static constexpr uint32_t kBlockBytes = frame::kBlockElements * kWidth;
   static constexpr uint32_t kBytePlanes = kSplit.byte_planes;
   static constexpr uint32_t kRestBits = kSplit.rest_bits;  // 0, 4, or 3 in fields of 2 and 1
-  static constexpr uint32_t kFirstRestBits = kRestBits == 3 ? 2 : kRestBits;
   static constexpr uint32_t kSymbolBits = kSplit.exponent_bits;
-  static constexpr uint32_t kRestOffset = frame::kBlockElements * kBytePlanes;
-  static constexpr uint32_t kLowOffset = frame::rest_bytes(kSplit);
-  static_assert(kBytePlanes + 1 == kWidth);
+  static constexpr uint32_t kRestBytes = frame::rest_bytes(kSplit);
+  static constexpr uint32_t kSlabBytes = frame::slab_bytes(kDtype, frame::Shape::kDense);
+  static_assert(kBytePlanes + 1 == kWidth && kRestBits + kSymbolBits == 8);
+};
+
+// See [Note: placed symbols]: above R in the top byte of a rotated element.
+template <frame::Dtype kDtype>
+struct InRotated {
+  static Vector of(Vector symbols) {
+    using Type = Float<kDtype>;
+    if constexpr (Type::kRestBits != 0) {
+      return move_bits<0, Type::kRestBits, Type::kSymbolBits>(symbols);
+    } else {
+      return symbols;
+    }
+  }
+};
+
+// The same, but in the elements of one byte between sign and mantissa: those are not rotated.
+template <frame::Dtype kDtype>
+struct InDense : InRotated<kDtype> {};
+template <frame::Dtype kDtype>
+  requires(Float<kDtype>::kWidth == 1)
+struct InDense<kDtype> {
+  static Vector of(Vector symbols) {
+    using Type = Float<kDtype>;
+    return move_bits<0, Type::kRestBits - 1, Type::kSymbolBits>(symbols);
+  }
 };
 
 // kLanes elements, rotated, as byte planes.
 template <uint32_t kWidth>
-inline void load_rotated(const uint8_t* elements, Vector (&v)[kWidth]) {
+[[gnu::always_inline]] inline void load_rotated(const uint8_t* elements, Vector (&v)[kWidth]) {
   for (uint32_t j = 0; j < kWidth; ++j) {
     v[j] = rotate_left<kWidth>(load(elements + kLanes * j));
   }
@@ -34,11 +59,157 @@ inline void load_rotated(const uint8_t* elements, Vector (&v)[kWidth]) {
 }
 
 template <uint32_t kWidth, bool kStreaming>
-inline void store_rotated(uint8_t* elements, Vector (&v)[kWidth]) {
+[[gnu::always_inline]] inline void store_rotated(uint8_t* elements, Vector (&v)[kWidth]) {
   join_bytes<kWidth>(v);
   for (uint32_t j = 0; j < kWidth; ++j) {
     store_line<kStreaming>(elements + kLanes * j, rotate_right<kWidth>(v[j]));
   }
+}
+
+// How far ahead a decoder asks for what it reads: in the byte planes, and in the short planes of a
+// slab, of which a block reads few lines.
+inline constexpr uint32_t kPrefetchBytes = 8192;
+inline constexpr uint32_t kPrefetchShortBytes = 2048;
+
+// --- Dense elements of one byte ------------------------------------------------------------------
+
+// What a byte float's sign, exponent and mantissa become without a rotation in between: the lowest
+// kBits bits of R at bit kAt.
+template <uint32_t kBits, uint32_t kAt>
+inline Vector rest_of_byte(Vector element) {
+  return move_bits<7, kAt, 1>(element) | move_bits<0, kAt + 1, kBits - 1>(element);
+}
+
+// Writes a block's planes, that of 1 bit to plane1, and its symbols.
+template <frame::Dtype kDtype, bool kStreaming>
+inline Range split_byte_floats(const uint8_t* elements, uint8_t* planes, uint8_t* plane1,
+                               Bytes& symbols) {
+  using Type = Float<kDtype>;
+  constexpr uint32_t kPlaneBits = Type::kRestBits == 4 ? 4 : 2;
+  constexpr uint32_t kPlaneVectors = kVectors * kPlaneBits / 8;
+  RangeFinder<true> finder;
+  for (uint32_t i = 0; i < kPlaneVectors; ++i) {
+    Vector merged{};
+    for_quarters([&]<uint32_t kPart>() {
+      if constexpr (kPart < 8 / kPlaneBits) {
+        const uint32_t at = kPlaneVectors * kPart + i;
+        const Vector element = load(elements + kLanes * at);
+        const Vector symbol = move_bits<Type::kRestBits - 1, 0, Type::kSymbolBits>(element);
+        symbols.vector[at] = symbol;
+        finder.add(symbol);
+        merged |= rest_of_byte<kPlaneBits, kPlaneBits * kPart>(element);
+        if constexpr (Type::kRestBits == 3) {
+          store_mask(plane1 + kLanes / 8 * at, mask_of_bit<1>(element));
+        }
+      }
+    });
+    store_line<kStreaming>(planes + kLanes * i, merged);
+  }
+  return finder.range();
+}
+
+// The part of a byte float that its symbol is not, of vector i of the quarter.
+template <uint32_t kRestBits, uint32_t kQuarter>
+[[gnu::always_inline]] inline Vector rest_in_byte(const uint8_t* planes, uint32_t i) {
+  // By the lowest bits of R: the lowest is the sign.
+  alignas(16) static constexpr uint8_t kInByte[16] = {0, 0x80, 1, 0x81, 2, 0x82, 3, 0x83,
+                                                      4, 0x84, 5, 0x85, 6, 0x86, 7, 0x87};
+  const Vector table = repeat16(kInByte);
+  const uint32_t at = kVectors / 4 * kQuarter + i;
+  if constexpr (kRestBits == 4) {
+    constexpr uint32_t kHalf = kQuarter / 2;
+    const Vector merged = load(planes + kLanes * (at - kVectors / 2 * kHalf));
+    return look_up(table, move_bits<4 * kHalf, 0, 4>(merged));
+  } else {
+    static_assert(kRestBits == 3);
+    const Vector merged = load(planes + kLanes * i);
+    return look_up(table, move_bits<2 * kQuarter, 0, 2>(merged)) |
+           (load_bits(planes + frame::kLowPlaneBytes + kLanes / 8 * at) & 2);
+  }
+}
+
+// Elements of their R planes and symbols.
+template <frame::Dtype kDtype, bool kStreaming, Code kCode>
+inline void join_byte_floats(uint8_t* elements, const uint8_t* planes, const Symbols& symbols) {
+  SymbolCursor<kCode, InDense<kDtype>> cursor(symbols);
+  for_quarters([&]<uint32_t kQuarter>() {
+    for (uint32_t i = 0; i < kVectors / 4; ++i) {
+      const uint32_t at = kVectors / 4 * kQuarter + i;
+      const Vector rest = rest_in_byte<Float<kDtype>::kRestBits, kQuarter>(planes, i);
+      store_line<kStreaming>(elements + kLanes * at, cursor.template take<kQuarter>(i) | rest);
+    }
+  });
+}
+
+// --- Dense elements of two bytes and more --------------------------------------------------------
+
+// Writes a block's planes, that of 1 bit to plane1, and its symbols.
+template <frame::Dtype kDtype, bool kStreaming>
+inline Range split_floats(const uint8_t* elements, uint8_t* planes, uint8_t* plane1,
+                          Bytes& symbols) {
+  using Type = Float<kDtype>;
+  constexpr uint32_t kWidth = Type::kWidth;
+  RangeFinder<is_short(Type::kSymbolBits)> finder;
+  for (uint32_t i = 0; i < kVectors; ++i) {
+    Vector v[kWidth];
+    load_rotated<kWidth>(elements + kLanes * kWidth * i, v);
+    for (uint32_t p = 0; p < Type::kBytePlanes; ++p) {
+      store_line<kStreaming>(planes + frame::kBlockElements * p + kLanes * i, v[p]);
+    }
+    symbols.vector[i] = v[Type::kBytePlanes];
+    if constexpr (Type::kRestBits == 0) {
+      finder.add(v[Type::kBytePlanes]);
+    }
+  }
+  if constexpr (Type::kRestBits != 0) {
+    static_assert(Type::kRestBits == 3);
+    uint8_t* const plane2 = planes + frame::kBlockElements * Type::kBytePlanes;
+    for (uint32_t i = 0; i < kVectors / 4; ++i) {
+      Vector merged{};
+      for_quarters([&]<uint32_t kQuarter>() {
+        const uint32_t at = kVectors / 4 * kQuarter + i;
+        const Vector top = symbols.vector[at];
+        const Vector symbol = move_bits<3, 0, 5>(top);
+        symbols.vector[at] = symbol;
+        finder.add(symbol);
+        merged |= move_bits<0, 2 * kQuarter, 2>(top);
+        store_mask(plane1 + kLanes / 8 * at, mask_of_bit<2>(top));
+      });
+      store_line<kStreaming>(plane2 + kLanes * i, merged);
+    }
+  }
+  return finder.range();
+}
+
+template <frame::Dtype kDtype, bool kStreaming, Code kCode>
+inline void join_floats(uint8_t* elements, const uint8_t* planes, const Symbols& symbols) {
+  using Type = Float<kDtype>;
+  constexpr uint32_t kWidth = Type::kWidth;
+  // Whole blocks, and in each the lines in the order of their addresses, not that of their use.
+  constexpr uint32_t kBlocksAhead = (kPrefetchBytes + Type::kSlabBytes / 2) / Type::kSlabBytes;
+  constexpr uint32_t kAhead = kBlocksAhead * Type::kSlabBytes;
+  const uint8_t* const plane2 = planes + frame::kBlockElements * Type::kBytePlanes;
+  SymbolCursor<kCode, InDense<kDtype>> cursor(symbols);
+  for_quarters([&]<uint32_t kQuarter>() {
+    for (uint32_t quarter_i = 0; quarter_i < kVectors / 4; ++quarter_i) {
+      const uint32_t i = kVectors / 4 * kQuarter + quarter_i;
+      Vector v[kWidth];
+      for (uint32_t p = 0; p < Type::kBytePlanes; ++p) {
+        v[p] = load(planes + frame::kBlockElements * p + kLanes * i);
+      }
+      // Half a line is asked for at a time.
+      for (uint32_t p = 0; p < Type::kBytePlanes; p += 64 / kLanes) {
+        prefetch(planes + kLanes * (Type::kBytePlanes * i + p), kAhead);
+      }
+      v[kWidth - 1] = cursor.template take<kQuarter>(quarter_i);
+      if constexpr (Type::kRestBits != 0) {
+        static_assert(Type::kRestBits == 3);
+        v[kWidth - 1] |= move_bits<2 * kQuarter, 0, 2>(load(plane2 + kLanes * quarter_i)) |
+                         (load_bits(plane2 + frame::kLowPlaneBytes + kLanes / 8 * i) & 4);
+      }
+      store_rotated<kWidth, kStreaming>(elements + kLanes * kWidth * i, v);
+    }
+  });
 }
 
 }  // namespace

@@ -160,7 +160,7 @@ EncodedBlock encode_bits(const EncodeParams& params, const void* elements, uint3
   for (uint32_t i = 0; i < kVectors; ++i) {
     const Vector bytes = load(from + kLanes * i);
     all |= bytes;
-    store_bits(bitmap.byte + kLanes / 8 * i, lanes_where(bytes != 0));
+    store_mask(bitmap.byte + kLanes / 8 * i, mask_of(lanes_where(bytes != 0)));
   }
   if (sum_of(lanes_where(all > 1) & 1) != 0) {
     return encode_literal<false>(from, params.dtype, Shape::kBits, slab, payload);

@@ -26,14 +26,39 @@ inline void store_line(void* to, Vector value) {
 inline uint32_t lane_bits(uint64_t lanes) {
   return static_cast<uint32_t>((lanes & 0x8040201008040201) * 0x0101010101010101 >> 56);
 }
-inline void store_bits(uint8_t* to, Vector lanes) {
-  const Words64 words = reinterpret_cast<Words64>(lanes);
+
+inline void prefetch(const uint8_t* from, uint32_t ahead) {
+  asm volatile("prfm pldl1keep, [%0]" : : "r"(reinterpret_cast<uintptr_t>(from) + ahead));
+}
+
+using Mask = Vector;
+
+inline Mask mask_of(Vector lanes) { return lanes; }
+template <uint32_t kBit>
+inline Mask mask_of_bit(Vector value) {
+  return vector(vtstq_u8(native(value), vdupq_n_u8(1 << kBit)));
+}
+inline Mask first_mask(uint32_t count) {
+  return lanes_where(load(kLaneNumbers.number) < broadcast(count < kLanes ? count : kLanes));
+}
+inline uint32_t count_of(Mask mask) { return vaddvq_u8(native(mask & 1)); }
+inline bool any(Mask mask) { return vmaxvq_u8(native(mask)) != 0; }
+
+inline void store_mask(uint8_t* to, Mask mask) {
+  const Words64 words = reinterpret_cast<Words64>(mask);
   to[0] = static_cast<uint8_t>(lane_bits(words[0]));
   to[1] = static_cast<uint8_t>(lane_bits(words[1]));
 }
 inline Vector load_bits(const uint8_t* from) {
   const Words64 spread = Words64{from[0], from[1]} * 0x0101010101010101;
   return lanes_where((reinterpret_cast<Vector>(spread) & load(kLaneNumbers.bit)) != 0);
+}
+
+inline Mask load_mask(const uint8_t* from) { return load_bits(from); }
+
+inline Vector repeat16(const uint8_t* table) { return load(table); }
+inline Vector look_up(Vector table, Vector index) {
+  return vector(vqtbl1q_u8(native(table), native(index)));
 }
 
 inline uint64_t look_up8(uint64_t word, const uint8_t* indices) {
@@ -50,7 +75,7 @@ inline uint32_t count_lanes(uint64_t lanes) {
   return static_cast<uint32_t>(__builtin_popcountll(lanes)) / 8;
 }
 
-inline uint8_t* append(uint8_t* to, Vector chosen, Vector value) {
+[[gnu::always_inline]] inline uint8_t* append(uint8_t* to, Mask chosen, Vector value) {
   const Words64 lanes = reinterpret_cast<Words64>(chosen);
   const Words64 words = reinterpret_cast<Words64>(value);
   for (uint32_t i = 0; i < kWords; ++i) {
@@ -60,16 +85,30 @@ inline uint8_t* append(uint8_t* to, Vector chosen, Vector value) {
   return to;
 }
 
-inline Vector expand(Vector otherwise, Vector chosen, const uint8_t*& from) {
+[[gnu::always_inline]] inline uint8_t* append(uint8_t* to, const uint8_t* chosen, Vector value) {
+  const Words64 words = reinterpret_cast<Words64>(value);
+  for (uint32_t i = 0; i < kWords; ++i) {
+    store_as<uint64_t>(to, look_up8(words[i], kLaneTables[0].chosen[chosen[i]]));
+    to += __builtin_popcount(chosen[i]);
+  }
+  return to;
+}
+
+[[gnu::always_inline]] inline Vector expand(Mask chosen, const uint8_t*& from) {
   const Words64 lanes = reinterpret_cast<Words64>(chosen);
   Words64 words{};
   for (uint32_t i = 0; i < kWords; ++i) {
     words[i] = expand8(load_as<uint64_t>(from), lanes[i]);
     from += count_lanes(lanes[i]);
   }
-  return reinterpret_cast<Vector>(words) | (otherwise & ~chosen);
+  return reinterpret_cast<Vector>(words);
 }
 
+using Sums = Elements<uint16_t>::Vector;
+inline Sums add_bytes(Sums sums, Vector bytes) {
+  return reinterpret_cast<Sums>(vpadalq_u8(reinterpret_cast<uint16x8_t>(sums), native(bytes)));
+}
+inline uint32_t total(Sums sums) { return vaddlvq_u16(reinterpret_cast<uint16x8_t>(sums)); }
 inline uint32_t sum_of(Vector bytes) { return vaddlvq_u8(native(bytes)); }
 inline uint32_t lowest_of(Vector bytes) { return vminvq_u8(native(bytes)); }
 inline uint32_t highest_of(Vector bytes) { return vmaxvq_u8(native(bytes)); }

@@ -1,7 +1,6 @@
 // Shape sparse, with portable vectors.
 #include "vector.h"
 #include "vector_bitmap.h"
-#include "vector_exponents.h"
 #include "vector_floats.h"
 #include "vector_literal.h"
 
@@ -34,7 +33,7 @@ struct RestStreams {
       }
     }
     for (uint32_t i = 0; kSecondBits != 0 && i < live; i += kLanes) {
-      store_bits(second + i / 8, lanes_where((row.vector[i / kLanes] & 4) != 0));
+      store_mask(second + i / 8, mask_of_bit<2>(row.vector[i / kLanes]));
     }
     return second + bytes_of_bits(kSecondBits * live);
   }
@@ -54,6 +53,23 @@ struct RestStreams {
   }
 };
 
+// Of symbols that a block's survivors have, and 0.
+inline Crowd crowd_of_survivors(const Bytes& symbols, uint32_t vectors, uint32_t symbol_bits) {
+  Vector highest{};
+  for (uint32_t i = 0; i < vectors; ++i) {
+    highest = maximum(highest, symbols.vector[i]);
+  }
+  const uint32_t maximum = highest_of(highest);
+  const Crowd all{maximum, distances_of<true>(symbols, vectors, maximum)};
+  if (symbol_bits == canonical::kOutlierBits && may_have_outliers(all.distances)) {
+    const uint32_t low = crowded_window(symbols, vectors);
+    if (low != 0) {
+      return crowd_of(symbols, vectors, low);
+    }
+  }
+  return all;
+}
+
 template <Dtype kDtype>
 EncodedBlock encode_sparse(const EncodeParams&, const void* elements, uint32_t count, uint8_t* slab,
                            uint8_t* payload) {
@@ -62,9 +78,9 @@ EncodedBlock encode_sparse(const EncodeParams&, const void* elements, uint32_t c
   constexpr uint32_t kWidth = Type::kWidth;
   const auto* from = static_cast<const uint8_t*>(elements);
   Bitmap bitmap;
-  Row planes[kWidth], signs;
+  Row planes[kWidth];
+  Bytes low;
   uint32_t live = 0;
-  uint8_t* signs_end = signs.byte;
   Vector any_negative{};
   for (uint32_t i = 0; i < kVectors; ++i) {
     Vector v[kWidth];
@@ -74,50 +90,50 @@ EncodedBlock encode_sparse(const EncodeParams&, const void* elements, uint32_t c
     for (uint32_t p = 1; p < kWidth; ++p) {
       magnitude |= v[p];
     }
-    const Vector nonzero = lanes_where(magnitude != 0);
-    store_bits(bitmap.byte + kLanes / 8 * i, nonzero);
+    const Vector zero = lanes_where(magnitude == 0);
+    const Mask nonzero = ~mask_of(zero);
+    store_mask(bitmap.byte + kLanes / 8 * i, nonzero);
     uint8_t* end = nullptr;
     for (uint32_t p = 0; p < kWidth; ++p) {
       end = append(planes[p].byte + live, nonzero, v[p]);
     }
     live = static_cast<uint32_t>(end - planes[kWidth - 1].byte);
-    signs_end = append(signs_end, ~nonzero, v[0]);
-    any_negative |= v[0] & ~nonzero;
+    low.vector[i] = v[0];
+    any_negative |= v[0] & zero;
   }
   const uint32_t missing_zeros = frame::kBlockElements - count;
   const uint32_t zeros = frame::kBlockElements - live;
-  const bool has_negative_zero = sum_of(any_negative) != 0;
+  const bool has_negative_zero = any(mask_of_bit<0>(any_negative));
 
   const uint32_t vectors = (live + kLanes - 1) / kLanes;
-  Bytes top, all;
+  const uint32_t behind = vectors * kLanes - live;
+  store(planes[kWidth - 1].byte + live, Vector{});
+  Bytes top, all;  // with the bits of R, and without
   for (uint32_t i = 0; i < vectors; ++i) {
-    top.vector[i] = load(planes[kWidth - 1].byte + kLanes * i) & first_lanes(live - kLanes * i);
-    all.vector[i] = top.vector[i] >> Type::kRestBits;
+    top.vector[i] = load(planes[kWidth - 1].byte + kLanes * i);
+    all.vector[i] = move_bits<Type::kRestBits, 0, Type::kSymbolBits>(top.vector[i]);
   }
-  Statistics statistics = statistics_of(all, vectors);
-  if (Type::kSymbolBits == canonical::kOutlierBits && may_have_outliers(statistics)) {
-    const uint32_t low = crowded_window(all, vectors);
-    if (low != 0) {
-      count_crowd(all, vectors, low, statistics);
-    }
+  const uint8_t center = center_of(crowd_of_survivors(all, vectors, Type::kSymbolBits), 7);
+  if (behind != 0) {  // these have code 0 and become the last escapes, which do not count
+    all.vector[vectors - 1] |= broadcast(center) & ~first_lanes(kLanes - behind);
   }
-  const uint8_t center = center_of(statistics, 7);
+  const Vector first = broadcast(static_cast<uint8_t>(center - 1u));
   uint8_t codes[frame::kLowPlaneBytes + kLanes];
-  Row values;
-  uint8_t* values_end = values.byte;
+  Escapes escapes, deeper;
+  uint8_t* escapes_end = escapes.symbol.byte;
   for (uint32_t i = 0; i < vectors; ++i) {
-    const Vector value = center - all.vector[i];
-    const Vector is_live = first_lanes(live - kLanes * i);
-    const Vector coded = lanes_where(value - 1 < 3) & is_live;
-    store_symbols2(codes + kLanes / 4 * i, value & coded);
-    values_end = append(values_end, is_live & ~coded, value);
+    const Vector below_limit = minimum(first - all.vector[i], broadcast(3));
+    store_symbols2(codes + kLanes / 4 * i, (below_limit + 1) & 3);
+    escapes_end =
+        append(escapes_end, mask_of(lanes_where(below_limit == broadcast(3))), all.vector[i]);
   }
+  escapes.end_at(escapes_end - behind, center);
   // S1, S2 and E bytes of 1024 escapes, and the vectors behind them.
-  uint8_t escapes[frame::kBlockElements / 8 * (2 + 4 + 8) + kLanes];
-  const uint8_t* escapes_end =
-      encode_escapes2(values, static_cast<uint32_t>(values_end - values.byte), center, escapes);
+  uint8_t streams[frame::kBlockElements / 8 * (2 + 4 + 8) + kLanes];
+  const uint8_t* streams_end =
+      encode_escapes2(escapes, center, streams, streams + sizeof(streams) - kLanes, deeper);
 
-  const auto escape_bytes = static_cast<uint32_t>(escapes_end - escapes);
+  const auto escape_bytes = static_cast<uint32_t>(streams_end - streams);
   const uint32_t code_bytes = bytes_of_bits(2 * live);
   const uint32_t sign_bytes = has_negative_zero ? bytes_of_bits(zeros) : 0;
   bool packed;
@@ -138,13 +154,18 @@ EncodedBlock encode_sparse(const EncodeParams&, const void* elements, uint32_t c
   __builtin_memcpy(end, codes, code_bytes);
   end += code_bytes;
   if (has_negative_zero) {
+    Row signs;
+    uint8_t* signs_end = signs.byte;
+    for (uint32_t i = 0; i < kVectors; ++i) {
+      signs_end = append(signs_end, ~load_mask(bitmap.byte + kLanes / 8 * i), low.vector[i] & 1);
+    }
+    store(signs_end, Vector{});
     for (uint32_t i = 0; i < zeros; i += kLanes) {
-      const Vector sign = load(signs.byte + i) & first_lanes(zeros - i);
-      store_bits(end + i / 8, lanes_where(sign != 0));
+      store_mask(end + i / 8, mask_of_bit<0>(load(signs.byte + i)));
     }
     end += sign_bytes;
   }
-  __builtin_memcpy(end, escapes, escape_bytes);
+  __builtin_memcpy(end, streams, escape_bytes);
   store_as<uint64_t>(end + escape_bytes, 0);  // the rest of the last unit
   const uint32_t mode = has_negative_zero ? frame::kSignedZeros : frame::kZeros;
   return {mode, units, zeros - missing_zeros, center, center, packed};
@@ -180,23 +201,25 @@ bool decode_sparse(void* out, const uint8_t* slab, const uint8_t* payload, uint3
   if (escape_streams > end) {
     return false;
   }
-  Vector escaped[kVectors];
+  Mask escaped[kVectors];
   Row tops, escapes, signs;
+  const Vector table = code_table<InRotated<kDtype>>(center);
   uint32_t count = 0;
   for (uint32_t i = 0; i < live; i += kLanes) {
     const Vector code = load_symbols2(codes + i / 4);
-    escaped[i / kLanes] = lanes_where(code == 0) & first_lanes(live - i);
-    count += sum_of(escaped[i / kLanes] & 1);
-    store(tops.byte + i, center - code);
+    escaped[i / kLanes] = mask_of(lanes_where(code == 0)) & first_mask(live - i);
+    count += count_of(escaped[i / kLanes]);
+    store(tops.byte + i, look_up(table, code));
   }
-  const uint8_t* last = decode_escapes2(escape_streams, end, count, center, escapes);
+  const uint8_t* last =
+      decode_escapes2<InRotated<kDtype>>(escape_streams, end, count, center, escapes);
   if (last == nullptr || end - last >= frame::kUnitBytes) {
     return false;
   }
   const uint8_t* next_escape = escapes.byte;
   for (uint32_t i = 0; i < live; i += kLanes) {
-    const Vector symbol = expand(load(tops.byte + i), escaped[i / kLanes], next_escape);
-    store(tops.byte + i, symbol << Type::kRestBits | Rest::load(rest, live, i));
+    const Vector symbol = load(tops.byte + i) | expand(escaped[i / kLanes], next_escape);
+    store(tops.byte + i, symbol | Rest::load(rest, live, i));
   }
   for (uint32_t i = 0; i < zeros; i += kLanes) {
     store(signs.byte + i, load_bits(sign_bits + i / 8) & 1);
@@ -204,17 +227,17 @@ bool decode_sparse(void* out, const uint8_t* slab, const uint8_t* payload, uint3
   uint32_t taken = 0;
   const uint8_t* next_sign = signs.byte;
   for (uint32_t i = 0; i < kVectors; ++i) {
-    const Vector nonzero = load_bits(bitmap.byte + kLanes / 8 * i);
+    const Mask nonzero = load_mask(bitmap.byte + kLanes / 8 * i);
     Vector v[kWidth];
     const uint8_t* next = nullptr;
     for (uint32_t p = 0; p < kWidth; ++p) {
       const uint8_t* plane = p < Type::kBytePlanes ? planes + p * live : tops.byte;
       next = plane + taken;
-      v[p] = expand(Vector{}, nonzero, next);
+      v[p] = expand(nonzero, next);
     }
     taken = static_cast<uint32_t>(next - tops.byte);
     if (zeros != 0) {
-      v[0] = expand(v[0], ~nonzero, next_sign);
+      v[0] |= expand(~nonzero, next_sign);
     }
     store_rotated<kWidth, kStreaming>(to + kLanes * kWidth * i, v);
   }

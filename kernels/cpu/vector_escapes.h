@@ -1,0 +1,172 @@
+// The streams behind L0: S1, S2 and E bytes, of what the modes LQ2 and LQ3 cannot code.
+#pragma once
+
+#include "vector_bytes.h"
+
+MEMSWAP_VECTOR_BEGIN
+
+namespace memswap::cpu::vector {
+namespace {
+
+// The v of nibbles 0 (then 11 more), 12 and 13; 14 means E = 0, 15 a byte E.
+struct NibbleCode {
+  uint8_t first, twelve, thirteen;
+  alignas(16) uint8_t nibble[16];  // by v - first, kept below 13
+  alignas(16) uint8_t value[16];   // the reverse; of 14 and 15 nothing
+};
+constexpr NibbleCode nibble_code(uint8_t first, uint8_t twelve, uint8_t thirteen) {
+  NibbleCode code{first, twelve, thirteen, {}, {}};
+  for (uint8_t i = 0; i < 12; ++i) {
+    code.nibble[i] = i;
+    code.value[i] = static_cast<uint8_t>(first + i);
+  }
+  code.nibble[12] = 15;
+  code.value[12] = twelve;
+  code.value[13] = thirteen;
+  return code;
+}
+inline constexpr NibbleCode kLq2Nibbles = nibble_code(6, 255, 254);
+inline constexpr NibbleCode kLq3Nibbles = nibble_code(8, 0, 255);
+
+// The symbols E of what has no code, in a row.
+struct Escapes {
+  Row symbol;
+  uint32_t count;
+
+  // What the last vector has behind them becomes `symbol`.
+  void end_at(const uint8_t* end, uint32_t padding) {
+    count = static_cast<uint32_t>(end - symbol.byte);
+    store(symbol.byte + count, broadcast(padding));
+  }
+};
+
+// A nibble for each, then a byte E for each 15. Behind the escapes stand symbols of nibble 0.
+// Returns the end, or NULL if it would be behind `limit`, behind which no more than a vector is
+// written.
+inline uint8_t* encode_nibbles(const NibbleCode& code, const Escapes& escapes, uint8_t center,
+                               uint8_t* out, const uint8_t* limit) {
+  uint8_t* const nibbles_end = out + bytes_of_bits(4 * escapes.count);
+  if (nibbles_end > limit) {
+    return nullptr;
+  }
+  const Vector table = repeat16(code.nibble);
+  const Vector first = broadcast(static_cast<uint8_t>(center - code.first));
+  const Vector twelve = broadcast(static_cast<uint8_t>(center - code.twelve));
+  const Vector thirteen = broadcast(static_cast<uint8_t>(center - code.thirteen));
+  Row raw;
+  uint8_t* raw_end = raw.byte;
+  for (uint32_t i = 0; i < escapes.count; i += kLanes) {
+    const Vector symbol = load(escapes.symbol.byte + i);
+    Vector nibble = look_up(table, minimum(first - symbol, broadcast(12)));
+    nibble ^= lanes_where(symbol == twelve) & (15 ^ 12);
+    nibble ^= lanes_where(symbol == thirteen) & (15 ^ 13);
+    const Mask escaped = mask_of(lanes_where(nibble == 15));
+    if (any(escaped)) {
+      const Vector zero = lanes_where(symbol == 0) & lanes_where(nibble == 15);
+      nibble ^= zero & (15 ^ 14);
+      raw_end = append(raw_end, escaped & ~mask_of(zero), symbol);
+    }
+    store_symbols4(out + i / 2, nibble);
+  }
+  const auto raw_count = static_cast<uint32_t>(raw_end - raw.byte);
+  if (raw_count > static_cast<size_t>(limit - nibbles_end)) {
+    return nullptr;
+  }
+  for (uint32_t i = 0; i < raw_count; i += kLanes) {
+    store(nibbles_end + i, load(raw.byte + i));
+  }
+  return nibbles_end + raw_count;
+}
+
+// [Note: placed symbols]
+// A decoder wants the symbols E where elements have them. Moving bits within a byte can be done
+// before a look-up as well as behind it, so the tables and the rare bytes E are moved, and not a
+// block's symbols. A Place says how: its of() keeps 0 as it is.
+
+// The reverse: `count` placed symbols into `symbols`. Returns the end, or NULL if it is behind
+// `end`.
+template <typename Place>
+inline const uint8_t* decode_nibbles(const NibbleCode& code, const uint8_t* in, const uint8_t* end,
+                                     uint32_t count, uint8_t center, Row& symbols) {
+  const uint8_t* raw = in + bytes_of_bits(4 * count);
+  if (raw > end) {
+    return nullptr;
+  }
+  // By nibble, the symbol; nibble 14 is symbol 0, and so is 15 until its byte is added.
+  alignas(kLanes) static constexpr uint8_t kCoded[16] = {255, 255, 255, 255, 255, 255, 255, 255,
+                                                         255, 255, 255, 255, 255, 255, 0,   0};
+  const Vector table = Place::of((broadcast(center) - repeat16(code.value)) & repeat16(kCoded));
+  for (uint32_t i = 0; i < count; i += kLanes) {
+    const Vector nibble = load_symbols4(in + i / 2);
+    Vector symbol = look_up(table, nibble);
+    const Mask escaped = mask_of(lanes_where(nibble == 15)) & first_mask(count - i);
+    if (any(escaped)) {
+      if (count_of(escaped) > static_cast<size_t>(end - raw)) {
+        return nullptr;
+      }
+      symbol |= Place::of(expand(escaped, raw));
+    }
+    store(symbols.byte + i, symbol);
+  }
+  return raw;
+}
+
+// S1, S2 and the bytes of LQ2, likewise; S1 is written in any case. Behind the escapes stand
+// symbols of v = 0. `deeper` is room for those that need S2.
+inline uint8_t* encode_escapes2(const Escapes& escapes, uint8_t center, uint8_t* out,
+                                const uint8_t* limit, Escapes& deeper) {
+  // By v, kept below 16: 0: 0, 4: 1, 5: 2; 1, 2 and 3 do not escape.
+  alignas(16) static constexpr uint8_t kFirst[16] = {0, 3, 3, 3, 1, 2, 3, 3,
+                                                     3, 3, 3, 3, 3, 3, 3, 3};
+  const Vector table = repeat16(kFirst);
+  const Vector centers = broadcast(center);
+  uint8_t* end = deeper.symbol.byte;
+  for (uint32_t i = 0; i < escapes.count; i += kLanes) {
+    const Vector symbol = load(escapes.symbol.byte + i);
+    const Vector first = look_up(table, minimum(centers - symbol, broadcast(15)));
+    store_symbols2(out + i / 4, first);
+    end = append(end, mask_of(lanes_where(first == 3)), symbol);
+  }
+  deeper.end_at(end, static_cast<uint8_t>(center - kLq2Nibbles.first));
+  return encode_nibbles(kLq2Nibbles, deeper, center, out + bytes_of_bits(2 * escapes.count), limit);
+}
+
+template <typename Place>
+inline const uint8_t* decode_escapes2(const uint8_t* in, const uint8_t* end, uint32_t count,
+                                      uint8_t center, Row& symbols) {
+  const uint8_t* second = in + bytes_of_bits(2 * count);
+  if (second > end) {
+    return nullptr;
+  }
+  // The symbols of v = 0, 4, 5, and of 3 nothing.
+  alignas(16) static constexpr uint8_t kValue[16] = {0, 4, 5};
+  alignas(16) static constexpr uint8_t kCoded[16] = {255, 255, 255};
+  const Vector table = Place::of((broadcast(center) - repeat16(kValue)) & repeat16(kCoded));
+  Mask deeper[kVectors];
+  uint32_t deeper_count = 0;
+  for (uint32_t i = 0; i < count; i += kLanes) {
+    const Vector index = load_symbols2(in + i / 4);
+    deeper[i / kLanes] = mask_of(lanes_where(index == 3)) & first_mask(count - i);
+    deeper_count += count_of(deeper[i / kLanes]);
+    store(symbols.byte + i, look_up(table, index));
+  }
+  if (deeper_count == 0) {
+    return second;
+  }
+  Row deeper_symbols;
+  const uint8_t* last =
+      decode_nibbles<Place>(kLq2Nibbles, second, end, deeper_count, center, deeper_symbols);
+  if (last == nullptr) {
+    return nullptr;
+  }
+  const uint8_t* next = deeper_symbols.byte;
+  for (uint32_t i = 0; i < count; i += kLanes) {
+    store(symbols.byte + i, load(symbols.byte + i) | expand(deeper[i / kLanes], next));
+  }
+  return last;
+}
+
+}  // namespace
+}  // namespace memswap::cpu::vector
+
+MEMSWAP_VECTOR_END

@@ -1,0 +1,330 @@
+// What a block's symbols E are like: statistics, centers, and the mode that docs/format.md
+// section 5 wants.
+#pragma once
+
+#include "memswap/canonical.h"
+#include "vector_bytes.h"
+
+MEMSWAP_VECTOR_BEGIN
+
+namespace memswap::cpu::vector {
+namespace {
+
+struct Range {
+  uint32_t minimum, maximum;
+  uint32_t sum;  // only of short symbols
+};
+
+// Symbols so short that their distances are never clipped.
+constexpr bool is_short(uint32_t symbol_bits) { return symbol_bits <= 5; }
+
+// Found while symbols are made.
+template <bool kShort>
+class RangeFinder {
+ public:
+  RangeFinder() : minimum_(broadcast(255)), maximum_{}, sums_{} {}
+
+  void add(Vector symbols) {
+    minimum_ = minimum(minimum_, symbols);
+    maximum_ = maximum(maximum_, symbols);
+    if constexpr (kShort) {
+      sums_ = add_bytes(sums_, symbols);
+    }
+  }
+  Range range() const { return {lowest_of(minimum_), highest_of(maximum_), total(sums_)}; }
+
+ private:
+  Vector minimum_, maximum_;
+  Sums sums_;
+};
+
+// What a symbol 0 adds to a sum of min(maximum - E, 31).
+inline uint32_t distance_of_zero(uint32_t maximum) {
+  return maximum < canonical::kClip ? maximum : canonical::kClip;
+}
+
+// Of the symbols that are not 0.
+struct Distances {
+  uint32_t sum;  // of min(maximum - E, 31)
+  uint32_t count;
+  uint32_t lowest;  // no E is below it
+};
+
+// Of the first `vectors` vectors, in which there are zeros only if kWithZeros.
+template <bool kWithZeros>
+inline Distances distances_of(const Bytes& symbols, uint32_t vectors, uint32_t highest) {
+  const Vector top = broadcast(highest);
+  const Vector limit = broadcast(canonical::kClip);
+  Sums sums{}, present{};
+  Vector lowest = broadcast(255);  // less 1, so that 0 is the highest
+  for (uint32_t i = 0; i < vectors; ++i) {
+    const Vector symbol = symbols.vector[i];
+    sums = add_bytes(sums, minimum(top - symbol, limit));
+    if constexpr (kWithZeros) {
+      present = add_bytes(present, minimum(symbol, broadcast(1)));
+      lowest = minimum(lowest, symbol - 1);
+    }
+  }
+  const uint32_t lanes = vectors * kLanes;
+  if constexpr (!kWithZeros) {
+    return {total(sums), lanes, 1};
+  }
+  const uint32_t count = total(present);
+  return {total(sums) - (lanes - count) * distance_of_zero(highest), count, lowest_of(lowest) + 1};
+}
+
+inline uint32_t count_nonzero(const Bytes& symbols) {
+  Sums present{};
+  for (const Vector& symbol : symbols.vector) {
+    present = add_bytes(present, minimum(symbol, broadcast(1)));
+  }
+  return total(present);
+}
+
+inline Distances distances_of_short(const Bytes& symbols, const Range& range) {
+  const uint32_t count = range.minimum > 0 ? frame::kBlockElements : count_nonzero(symbols);
+  return {count * range.maximum - range.sum, count, 1};
+}
+
+// --- Centers -----------------------------------------------------------------------------------
+
+// What a center is computed from.
+struct Crowd {
+  uint32_t maximum;
+  Distances distances;
+};
+
+// Section 5: the center of a code whose middle is `eighths` below the maximum.
+inline uint8_t center_of(const Crowd& crowd, uint32_t eighths) {
+  const uint32_t count = crowd.distances.count == 0 ? 1 : crowd.distances.count;
+  const uint32_t sum = 8 * crowd.distances.sum;
+  const uint32_t quotient = sum > eighths * count ? (sum - eighths * count) / (8 * count) : 0;
+  return static_cast<uint8_t>(crowd.maximum + 1 - quotient);
+}
+
+// See [Note: outliers] in memswap/canonical.h. The lowest symbol of the window that most of the
+// sample is in; 0 if there is none.
+inline uint32_t crowded_window(const Bytes& symbols, uint32_t vectors) {
+  const auto* row = reinterpret_cast<const uint8_t*>(symbols.vector);
+  alignas(kLanes) uint8_t samples[canonical::kSamples]{};
+  for (uint32_t i = 0; i < canonical::kSamples; ++i) {
+    if (canonical::kSampleStep * i < vectors * kLanes) {
+      samples[i] = row[canonical::kSampleStep * i];
+    }
+  }
+  const auto count_samples = [&](uint32_t low, uint32_t span) {
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < canonical::kSamples; i += kLanes) {
+      count +=
+          count_of(mask_of(lanes_where(load(samples + i) - broadcast(low) <= broadcast(span))));
+    }
+    return count;
+  };
+  const uint32_t count = count_samples(1, 254);
+  uint32_t median = 0;
+  for (uint32_t bit = 128; bit >= canonical::kMedianStep; bit /= 2) {
+    median += 2 * count_samples(median + bit, 255 - median - bit) >= count ? bit : 0;
+  }
+  uint32_t low = median > canonical::kBelowMedian ? median - canonical::kBelowMedian : 1;
+  low = low < canonical::kHighestWindow ? low : canonical::kHighestWindow;
+  return 2 * count_samples(low, canonical::kWindow - 1) > count ? low : 0;
+}
+
+// Over the symbols in the window alone.
+inline Crowd crowd_of(const Bytes& symbols, uint32_t vectors, uint32_t low) {
+  const Vector lowest = broadcast(low);
+  Vector highest{};
+  Sums sums{}, present{};
+  for (uint32_t i = 0; i < vectors; ++i) {
+    const Vector above = symbols.vector[i] - lowest;
+    const Vector inside = lanes_where(above < broadcast(canonical::kWindow));
+    highest = maximum(highest, above & inside);
+    sums = add_bytes(sums, above & inside);
+    present = add_bytes(present, inside & 1);
+  }
+  const uint32_t span = highest_of(highest);
+  const uint32_t count = total(present);
+  return {low + span, {count * span - total(sums), count, low}};
+}
+
+inline bool may_have_outliers(const Distances& distances) {
+  return distances.sum >= canonical::kFar * distances.count && distances.count != 0;
+}
+
+// --- Sizes -------------------------------------------------------------------------------------
+
+// By v, kept below 16: 1 for an escape, and 16 for one of LQ2 that needs S2.
+struct Costs {
+  alignas(16) uint8_t lq2[16];
+  alignas(16) uint8_t lq3[16];
+};
+constexpr Costs costs() {
+  Costs costs{};
+  for (uint32_t v = 0; v < 16; ++v) {
+    costs.lq2[v] = static_cast<uint8_t>((v < 1 || v > 3 ? 1 : 0) + (v > 5 ? 16 : 0));
+    costs.lq3[v] = v < 1 || v > 7 ? 1 : 0;
+  }
+  return costs;
+}
+inline constexpr Costs kCosts = costs();
+
+struct Counts {
+  uint32_t escapes, deeper;
+  uint32_t raw;  // those that need a byte E
+};
+
+// `least_raw`, `most_raw`: of the v that need a byte E.
+template <bool kWithRaw>
+inline Counts count_costs(const Bytes& symbols, uint8_t center, const uint8_t* costs,
+                          uint8_t least_raw, uint8_t most_raw) {
+  constexpr uint32_t kGroup = 8;  // as many of each count fit into half a byte
+  const Vector centers = broadcast(center);
+  const Vector table = repeat16(costs);
+  const Vector raw_span = broadcast(most_raw - least_raw);
+  Vector escapes{}, deeper{}, raw{};
+  for (uint32_t i = 0; i < kVectors; i += kGroup) {
+    Vector both{};
+    for (uint32_t j = i; j < i + kGroup; ++j) {
+      const Vector value = centers - symbols.vector[j];
+      both += look_up(table, minimum(value, broadcast(15)));
+      if constexpr (kWithRaw) {  // lanes of 255 are subtracted
+        raw -= lanes_where(value - least_raw <= raw_span) & lanes_where(symbols.vector[j] != 0);
+      }
+    }
+    escapes += both & 15;
+    deeper += move_bits<4, 0, 4>(both);
+  }
+  return {sum_of(escapes), sum_of(deeper), kWithRaw ? sum_of(raw) : 0};
+}
+
+// The lowest symbol that is not 0, and the highest: what is needed to know that no byte E is.
+struct Extent {
+  uint32_t lowest, highest;
+};
+
+// Payload bytes, before they are rounded to units.
+inline uint32_t size_of_lq2(const Bytes& symbols, uint8_t center, const Extent& extent) {
+  const bool no_raw = extent.highest <= center + 2u && center <= extent.lowest + 17;
+  const Counts counts = no_raw ? count_costs<false>(symbols, center, kCosts.lq2, 18, 253)
+                               : count_costs<true>(symbols, center, kCosts.lq2, 18, 253);
+  return bytes_of_bits(2 * counts.escapes) + bytes_of_bits(4 * counts.deeper) + counts.raw;
+}
+
+inline uint32_t size_of_lq3(const Bytes& symbols, uint8_t center, const Extent& extent) {
+  const bool no_raw = extent.highest <= center + 1u && center <= extent.lowest + 19;
+  const Counts counts = no_raw ? count_costs<false>(symbols, center, kCosts.lq3, 20, 254)
+                               : count_costs<true>(symbols, center, kCosts.lq3, 20, 254);
+  return kPlane1Bytes + bytes_of_bits(4 * counts.escapes) + counts.raw;
+}
+
+inline uint32_t size_of_fixed(uint32_t bits) { return kPlane1Bytes * (bits - 2); }
+
+// --- Choice ------------------------------------------------------------------------------------
+
+// LQ3 has a plane of bits for a start, so it cannot win against anything as short.
+inline constexpr uint32_t kLq3LeastUnits = units_of_bytes(kPlane1Bytes);
+
+// Which mode section 5 wants, with what it costs.
+struct Choice {
+  uint32_t mode;
+  uint8_t center;
+  uint8_t center2;
+  uint32_t nonzero;
+  uint32_t units;  // the most that a guessed mode may cost
+};
+
+// [Note: guessed modes]
+// What LQ2 or LQ3 costs is known without counting once it has been written, and the blocks of a
+// tensor are alike. So a block is taken for one of the mode that the block before it came to, and
+// coded as such. Only if that turns out to be longer than what no other mode can beat, all is
+// counted, and the block coded anew.
+inline constexpr uint32_t kNoGuess = 0;
+
+// From what is known before a block is written. LQ2 is guessed in vain while it is longer than LQ3
+// might be.
+inline uint32_t guess_after(const Choice& choice) {
+  return choice.mode == frame::kLq2 && choice.units > kLq3LeastUnits ? kNoGuess : choice.mode;
+}
+
+template <uint32_t kSymbolBits>
+inline Choice choose_fast(const Bytes& symbols, const Range& range, uint8_t center) {
+  Choice choice{};
+  choice.center = choice.center2 = center;
+  choice.nonzero = range.minimum > 0 ? frame::kBlockElements : count_nonzero(symbols);
+  const uint32_t fixed = units_of_bytes(size_of_fixed(kSymbolBits));
+  const uint32_t lowest = range.minimum > 0 ? range.minimum : 1;
+  const uint32_t lq2 = units_of_bytes(size_of_lq2(symbols, center, {lowest, range.maximum}));
+  choice.mode = lq2 < fixed ? uint32_t{frame::kLq2} : frame::kFw2 + kSymbolBits - 2;
+  choice.units = lq2 < fixed ? lq2 : fixed;
+  return choice;
+}
+
+// `guess`: the mode of the block before, or kNoGuess.
+template <uint32_t kSymbolBits>
+inline Choice choose_canonical(const Bytes& symbols, const Range& range, const Distances& distances,
+                               uint32_t guess) {
+  const uint32_t spread = range.maximum - range.minimum;
+  const uint32_t bits = spread < 4 ? 2 : 32 - static_cast<uint32_t>(__builtin_clz(spread));
+  const uint32_t fixed = units_of_bytes(size_of_fixed(bits));
+  Choice choice{};
+  choice.nonzero = distances.count;
+  choice.mode = frame::kFw2 + bits - 2;
+  choice.center = static_cast<uint8_t>(range.maximum);
+  choice.units = fixed;
+  Crowd crowd{range.maximum, distances};
+  if (kSymbolBits == canonical::kOutlierBits && may_have_outliers(distances)) {
+    const uint32_t low = crowded_window(symbols, kVectors);
+    if (low == 0) {
+      choice.center2 = center_of(crowd, 7);
+      return choice;
+    }
+    crowd = crowd_of(symbols, kVectors, low);
+  }
+  choice.center2 = center_of(crowd, 7);
+  if (fixed == 0) {
+    return choice;
+  }
+  if (guess == frame::kLq2) {
+    choice.mode = frame::kLq2;
+    choice.center = choice.center2;
+    choice.units = fixed <= kLq3LeastUnits ? fixed - 1 : kLq3LeastUnits;
+    return choice;
+  }
+  const uint8_t center3 = center_of(crowd, 19);
+  if (guess == frame::kLq3) {
+    // At least: the bytes E are left out.
+    const Counts counts = count_costs<false>(symbols, choice.center2, kCosts.lq2, 0, 0);
+    const uint32_t lq2 =
+        units_of_bytes(bytes_of_bits(2 * counts.escapes) + bytes_of_bits(4 * counts.deeper));
+    const uint32_t others = lq2 < fixed ? lq2 : fixed;
+    if (others > kLq3LeastUnits) {
+      choice.mode = frame::kLq3;
+      choice.center = center3;
+      choice.units = others - 1;
+      return choice;
+    }
+  }
+  const Extent extent{range.minimum > distances.lowest ? range.minimum : distances.lowest,
+                      range.maximum};
+  const uint32_t lq2 = units_of_bytes(size_of_lq2(symbols, choice.center2, extent));
+  if (lq2 < fixed) {
+    choice.mode = frame::kLq2;
+    choice.center = choice.center2;
+    choice.units = lq2;
+  }
+  if (choice.units <= kLq3LeastUnits) {
+    return choice;
+  }
+  const uint32_t lq3 = units_of_bytes(size_of_lq3(symbols, center3, extent));
+  if (lq3 < choice.units) {
+    choice.mode = frame::kLq3;
+    choice.center = center3;
+    choice.units = lq3;
+  }
+  return choice;
+}
+
+}  // namespace
+}  // namespace memswap::cpu::vector
+
+MEMSWAP_VECTOR_END
