@@ -3,20 +3,12 @@
 #pragma once
 
 #include "avx512_bytes.h"
-#include "memswap/canonical.h"
+#include "choice.h"
 
 MEMSWAP_AVX512_BEGIN
 
 namespace memswap::cpu::avx512 {
 namespace {
-
-struct Range {
-  uint32_t minimum, maximum;
-  uint32_t sum;  // only of short symbols
-};
-
-// Symbols so short that their distances are never clipped, and that index a table.
-constexpr bool is_short(uint32_t symbol_bits) { return symbol_bits <= 5; }
 
 // The smallest byte of 16, by the only horizontal minimum there is.
 inline uint32_t minimum_of(__m128i bytes) {
@@ -62,18 +54,6 @@ inline Range range_of_short(const Bytes& symbols) {
           total(_mm512_add_epi64(partial_sums(sum[0]), partial_sums(sum[1])))};
 }
 
-// What a symbol 0 adds to a sum of min(maximum - E, 31).
-inline uint32_t distance_of_zero(uint32_t maximum) {
-  return maximum < canonical::kClip ? maximum : canonical::kClip;
-}
-
-// Of the symbols that are not 0.
-struct Distances {
-  uint32_t sum;  // of min(maximum - E, 31)
-  uint32_t count;
-  uint32_t lowest;  // no E is below it
-};
-
 // Eight times 31 fits into a byte.
 template <bool kWithZeros>
 inline Distances distances_of(const Bytes& symbols, uint32_t maximum) {
@@ -118,20 +98,6 @@ inline Distances distances_of_short(const Bytes& symbols, const Range& range) {
 }
 
 // --- Centers -----------------------------------------------------------------------------------
-
-// What a center is computed from.
-struct Crowd {
-  uint32_t maximum;
-  Distances distances;
-};
-
-// Section 5: the center of a code whose middle is `eighths` below the maximum.
-inline uint8_t center_of(const Crowd& crowd, uint32_t eighths) {
-  const uint32_t count = crowd.distances.count == 0 ? 1 : crowd.distances.count;
-  const uint32_t sum = 8 * crowd.distances.sum;
-  const uint32_t quotient = sum > eighths * count ? (sum - eighths * count) / (8 * count) : 0;
-  return static_cast<uint8_t>(crowd.maximum + 1 - quotient);
-}
 
 // The samples of vector j are its lanes 2 j and 2 j + 33: `lane` from 30 - 2 j on has them.
 struct SampleLanes {
@@ -183,10 +149,6 @@ inline Crowd crowd_of(const Bytes& symbols, uint32_t vectors, uint32_t low) {
   }
   const uint32_t span = maximum_of(highest);
   return {low + span, {count * span - total(sums), count, low}};
-}
-
-inline bool may_have_outliers(const Distances& distances) {
-  return distances.sum >= canonical::kFar * distances.count && distances.count != 0;
 }
 
 // --- Sizes -------------------------------------------------------------------------------------
@@ -306,28 +268,7 @@ inline Sizes sizes_of(const Bytes& symbols, uint32_t maximum, uint32_t lowest, u
           kPlane1Bytes + (kWithLq3 ? bytes_of_bits(4 * counts.escapes3) + counts.raw3 : 0)};
 }
 
-inline uint32_t size_of_fixed(uint32_t bits) { return kPlane1Bytes * (bits - 2); }
-
 // --- Choice ------------------------------------------------------------------------------------
-
-// LQ3 has a plane of bits for a start, so it cannot win against anything as short.
-inline constexpr uint32_t kLq3LeastUnits = units_of_bytes(kPlane1Bytes);
-
-// Which mode section 5 wants, with what it costs.
-struct Choice {
-  uint32_t mode;
-  uint8_t center;
-  uint8_t center2;
-  uint32_t nonzero;
-  uint32_t units;  // the most that a guessed mode may cost
-};
-
-// [Note: guessed modes]
-// What LQ2 or LQ3 costs is known without counting once it has been written, and the blocks of a
-// tensor are alike. So a block is taken for one of the mode that the block before it came to, and
-// coded as such. Only if that turns out to be longer than what no other mode can beat, all is
-// counted, and the block coded anew.
-inline constexpr uint32_t kNoGuess = 0;
 
 template <uint32_t kSymbolBits>
 inline Choice choose_fast(const Bytes& symbols, const Range& range, uint8_t center) {
@@ -344,7 +285,7 @@ inline Choice choose_fast(const Bytes& symbols, const Range& range, uint8_t cent
   return choice;
 }
 
-// `guess`: the mode of the block before, or kNoGuess.
+// `guess`: the mode of the block before, or kNoGuess ([Note: guessed modes]).
 template <uint32_t kSymbolBits>
 inline Choice choose_canonical(const Bytes& symbols, const Range& range, const Distances& distances,
                                uint32_t guess) {

@@ -16,13 +16,7 @@ using frame::Shape;
 // How many bytes ahead of a block an encoder asks for elements.
 inline constexpr uint32_t kPrefetchElements = 2048;
 
-// [Note: blocks in flight]
-// A block is encoded in five steps, each of which needs the end of the one before it: sums over all
-// lanes, a division, stores that are loaded again. None of that is long, but a processor that has
-// nothing else to do waits for all of it. So a step of one block is followed by another step of
-// another block, which has had the time of a whole round to get ready. It also keeps memory busy
-// all the time: lines that are asked for, and those written around the caches, come in small
-// groups.
+// See [Note: blocks in flight] in avx512_dense.cpp.
 template <Dtype kDtype, bool kStreaming>
 class DenseEncoder {
   using Type = Float<kDtype>;
@@ -216,9 +210,8 @@ bool decode_dense(void* out, const uint8_t* slab, const uint8_t* payload, uint32
   return true;
 }
 
-// A block's escapes are stored in a row and loaded from anywhere in it, which has to wait until
-// they, and all stores before them, are in the cache. So a block is joined only when the next one's
-// have been read.
+// A block is joined only when the next one's escapes have been read, as in avx512_dense.cpp: loads
+// from anywhere in a row wait until what was stored there is in the cache.
 template <Dtype kDtype, bool kStreaming>
 bool decode_dense_tile(void* out, const uint8_t* slabs, const uint8_t* payloads,
                        const frame::Record& record, uint32_t blocks) {

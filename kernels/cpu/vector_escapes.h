@@ -78,13 +78,9 @@ inline uint8_t* encode_nibbles(const NibbleCode& code, const Escapes& escapes, u
   return nibbles_end + raw_count;
 }
 
-// [Note: placed symbols]
-// A decoder wants the symbols E where elements have them. Moving bits within a byte can be done
-// before a look-up as well as behind it, so the tables and the rare bytes E are moved, and not a
-// block's symbols. A Place says how: its of() keeps 0 as it is.
-
-// The reverse: `count` placed symbols into `symbols`. Returns the end, or NULL if it is behind
-// `end`.
+// The reverse, with symbols where elements have them ([Note: placed symbols] in avx512_escapes.h; a
+// Place's of() keeps 0 as it is): `count` placed symbols into `symbols`. Returns the end, or NULL
+// if it is behind `end`.
 template <typename Place>
 inline const uint8_t* decode_nibbles(const NibbleCode& code, const uint8_t* in, const uint8_t* end,
                                      uint32_t count, uint8_t center, Row& symbols) {

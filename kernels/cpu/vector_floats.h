@@ -24,7 +24,7 @@ struct Float {
   static_assert(kBytePlanes + 1 == kWidth && kRestBits + kSymbolBits == 8);
 };
 
-// See [Note: placed symbols]: above R in the top byte of a rotated element.
+// See [Note: placed symbols] in avx512_escapes.h: above R in the top byte of a rotated element.
 template <frame::Dtype kDtype>
 struct InRotated {
   static Vector of(Vector symbols) {
