@@ -177,6 +177,7 @@ def _serve(rank: int, connection: Connection, stacks: Path, others: list[Connect
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with stacks.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file, all_threads=True)
+        torch._C._set_print_stack_traces_on_fatal_signal(True)  # C++'s, behind Python's
         faulthandler.enable(file, all_threads=True)
         while True:
             try:
