@@ -83,9 +83,18 @@ MANAGED: dict[str, dict[str, Any]] = {
     "recompute": {"policy": Policy(min_bytes=1), "budget": "60%"},
 }
 
+#: Each way once: before there is a plan, or under one.
+FEW = (("encode", 0), ("swap", 2), ("both", 5), ("budget", 5), ("recompute", 0), ("recompute", 5))
 
-@pytest.mark.parametrize("steps_before", [0, 2, 5])
-@pytest.mark.parametrize("how", MANAGED)
+
+@pytest.mark.parametrize(
+    ("how", "steps_before"),
+    [
+        pytest.param(how, steps, marks=() if (how, steps) in FEW else pytest.mark.slow)
+        for how in MANAGED
+        for steps in (0, 2, 5)
+    ],
+)
 def test_a_step_that_was_interrupted_at_any_line_costs_nothing_else(tmp_path, how, steps_before):
     expected = step(new_layers())
     line, stride = 1 + steps_before, 97
