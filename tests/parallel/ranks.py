@@ -84,6 +84,16 @@ class RankError(AssertionError):
     """A rank's failure, as told by the rank."""
 
 
+@dataclass
+class Failure:
+    """What ended a rank's test, and whether the rank itself is gone."""
+
+    rank: int
+    text: str
+    skipped: str | None = None
+    died: bool = False
+
+
 class RankPool:
     """Rank processes that wait for tests to run."""
 
@@ -103,7 +113,7 @@ class RankPool:
         for _, connection in ranks:
             connection.send((world, store, module, body, arguments))
         waiting = {connection: rank for rank, (_, connection) in enumerate(ranks)}
-        failures: list[tuple[int, str, str | None]] = []
+        failures: list[Failure] = []
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -114,24 +124,25 @@ class RankPool:
                 try:
                     outcome = one.recv()
                 except EOFError:
-                    self._ranks[rank][0].join(5)
-                    where = self._stacks_of(rank).read_text()  # of a signal such as SIGABRT
-                    outcome = (f"died, exit code {self._ranks[rank][0].exitcode}\n{where}", None)
-                if outcome is not None:
-                    failures.append((rank, *outcome))
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                    failures.append(self._death_of(rank))
+                else:
+                    if outcome is None:
+                        continue
+                    failures.append(Failure(rank, *outcome))
+                deadline = min(deadline, time.monotonic() + GRACE_S)
         if not failures and not waiting:
             return
         stacks = self._stacks(sorted(waiting.values())) if waiting and not failures else ""
         self.close()
         if not failures:
             raise RankError(f"ranks {sorted(waiting.values())} hang for {TEST_TIMEOUT_S} s{stacks}")
-        rank, text, skipped = failures[0]
-        others = ", ".join(str(other) for other, _, _ in failures[1:])
+        # What a lost peer makes the others say may be here before its end is seen.
+        first, *rest = sorted(failures, key=lambda failure: not failure.died)
+        others = ", ".join(str(failure.rank) for failure in rest)
         noise = f"\n(then failed as well: rank {others})" if others else ""
-        if skipped is not None:
-            pytest.skip(skipped)
-        raise RankError(f"rank {rank} of {world} failed first:\n{text}{noise}")
+        if first.skipped is not None:
+            pytest.skip(first.skipped)
+        raise RankError(f"rank {first.rank} of {world} failed first:\n{first.text}{noise}")
 
     def close(self) -> None:
         for process, connection in self._ranks:
@@ -149,6 +160,13 @@ class RankPool:
         process.start()
         theirs.close()
         return process, mine
+
+    def _death_of(self, rank: int) -> Failure:
+        """What a rank that is gone left behind."""
+        process = self._ranks[rank][0]
+        process.join(5)
+        where = self._stacks_of(rank).read_text()  # of a signal such as SIGABRT
+        return Failure(rank, f"died, exit code {process.exitcode}\n{where}", died=True)
 
     def _stacks_of(self, rank: int) -> Path:
         """Where it writes what its threads do."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from multiprocessing.connection import Connection, wait
 
 import pytest
 import torch
@@ -50,6 +51,12 @@ def _dies_on_rank_0(rank: Rank) -> None:
     dist.barrier()
 
 
+def _dies_on_rank_1(rank: Rank) -> None:
+    if rank.rank == 1:
+        os._exit(7)
+    dist.barrier()
+
+
 def _hangs_on_rank_1(rank: Rank) -> None:
     if rank.rank == 1:
         time.sleep(60)
@@ -65,6 +72,7 @@ def _aborts_on_rank_1(rank: Rank) -> None:
 aborts_on_rank_1 = Body(_aborts_on_rank_1)
 fails_on_rank_1 = Body(_fails_on_rank_1)
 dies_on_rank_0 = Body(_dies_on_rank_0)
+dies_on_rank_1 = Body(_dies_on_rank_1)
 hangs_on_rank_1 = Body(_hangs_on_rank_1)
 
 
@@ -80,6 +88,18 @@ def test_the_first_failure_is_told_and_the_next_test_runs(rank_pool: RankPool) -
 def test_a_rank_that_dies_is_named(rank_pool: RankPool) -> None:
     with pytest.raises(RankError, match="rank 0 of 2 failed first:\ndied, exit code 7"):
         rank_pool.run(2, "dies_on_rank_0", __name__, {})
+
+
+def test_a_death_comes_before_what_it_makes_the_others_say(
+    rank_pool: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait_late(connections: list[Connection], timeout: float) -> list[object]:
+        time.sleep(1.0)  # rank 0 has told that its peer is gone, and stands first in the list
+        return wait(connections, timeout)  # type: ignore[return-value]
+
+    monkeypatch.setattr(ranks, "wait", wait_late)
+    with pytest.raises(RankError, match=r"(?s)rank 1 of 2 failed first:\ndied.*as well: rank 0"):
+        rank_pool.run(2, "dies_on_rank_1", __name__, {})
 
 
 def test_a_rank_that_aborts_says_where_it_was(
