@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "leak.h"
 #include "pool_core.h"
 
 namespace memswap {
@@ -19,10 +20,8 @@ Pool::~Pool() {
     return;
   }
   // A forked child has no background thread to join, and destroying the condition that it waited
-  // on would wait for it: the child lets go of the thread and never destroys the core.
-  if (grower_.joinable()) {
-    grower_.detach();
-  }
+  // on would wait for it.
+  leak(std::move(grower_));
   leak(std::shared_ptr<PoolCore>(core_));
 }
 

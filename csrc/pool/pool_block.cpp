@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "leak.h"
 #include "pool_core.h"
 
 namespace memswap {

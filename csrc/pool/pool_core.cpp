@@ -6,6 +6,8 @@
 #include <limits>
 #include <utility>
 
+#include "leak.h"
+
 namespace memswap {
 
 namespace {

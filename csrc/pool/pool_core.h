@@ -9,7 +9,6 @@
 #include <mutex>
 #include <set>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -129,13 +128,6 @@ class PoolBlock final : public Block {
   std::vector<TicketPtr> tickets_;
   size_t prune_at_;
 };
-
-// Keeps what a forked child shares with its parent: letting go of it would call a driver, take a
-// lock that nobody lets go of, or return what the parent uses.
-template <class Shared>
-void leak(Shared&& shared) {
-  new std::remove_reference_t<Shared>(std::forward<Shared>(shared));  // NOLINT: leaked on purpose
-}
 
 // Removes the tickets whose work has ended and destroys them; no lock may be held.
 // Returns true if none is left.

@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "leak.h"
+
 namespace memswap {
 
 WorkQueue::WorkQueue(size_t workers)
@@ -19,10 +21,8 @@ WorkQueue::~WorkQueue() {
   }
   // A forked child: its copies of the workers can be neither joined nor told anything, and the
   // lock may be held by one of them for ever. What they use must therefore never be destroyed.
-  for (std::thread& worker : workers_) {
-    worker.detach();
-  }
-  (void)shared_.release();
+  leak(std::move(workers_));
+  leak(std::move(shared_));
 }
 
 bool WorkQueue::forked() const { return has_workers_ && maker_.forked(); }
