@@ -16,6 +16,7 @@ from memswap.engine.stats import Stats
 from memswap.engine.transfer import check_pool
 from memswap.engine.uncopied import Uncopied
 from memswap.engine.units import format_bytes, parse_bytes
+from memswap.engine.untraced import untraced
 from memswap.engine.visit import Visit, VisitStack, can_save
 from memswap.engine.windowed import WindowedSaver
 from memswap.engine.windows import WindowStats
@@ -241,13 +242,12 @@ class _UnitHook:
         self._manager = manager
         self._name = name
 
-    # Dynamo must not trace bookkeeping: it would bake one visit into the compiled code.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self._manager is not None:
             self._manager._enter(self._name)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         if self._manager is not None:
             self._manager._leave()

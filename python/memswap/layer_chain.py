@@ -28,6 +28,7 @@ from memswap.activations import (
 )
 from memswap.engine.autograd import in_backward
 from memswap.engine.group import Generation, GroupVisit, Phase
+from memswap.engine.untraced import untraced
 from memswap.engine.visit import VisitStack
 from memswap.groups import Group, Groups
 from memswap.managed import Managed
@@ -210,13 +211,12 @@ class LayerHook:
         self._index = index
         self._entered = _Entered()
 
-    # Dynamo must not trace bookkeeping: it would bake one visit into the compiled code.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self._runs is not None:
             self._entered.stack.append(self._runs.on_enter(self._index))
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         stack = self._entered.stack
         if self._runs is not None and stack and stack.pop():

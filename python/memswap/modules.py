@@ -21,6 +21,7 @@ from memswap.engine.pools import DiskPool
 from memswap.engine.stats import Count, Stats
 from memswap.engine.transfer import check_pool
 from memswap.engine.uncopied import Uncopied
+from memswap.engine.untraced import untraced
 from memswap.managed import Removable
 from memswap.planning.policy import Policy, Restricted
 from memswap.planning.profile import remembered
@@ -59,8 +60,8 @@ class _InputHook:
         self._inputs = inputs
         self._unit = unit
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    @untraced
+    def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._inputs is None:
             return
         found = kwargs.get("hidden_states", args[0] if args else None)
@@ -235,7 +236,7 @@ def swap_modules(
     handles = []
     if inputs is not None:
         for name, module in matched.items():
-            hook = _InputHook(inputs, name)
+            hook = _InputHook(inputs, name).note
             handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
     by_tag: dict[str, dict[str, nn.Module]] = {}
     for name, module in matched.items():

@@ -11,6 +11,7 @@ from torch import nn
 
 from memswap.engine.autograd import in_backward
 from memswap.engine.durations import Durations
+from memswap.engine.untraced import untraced
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -190,8 +191,7 @@ class _UnitWindow(_Hooks):
         self.operators = 0  # that opened a window since the unit was entered
         self._whole = False
 
-    # As for a manager's own hooks: dynamo must not trace bookkeeping.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self._windows is None or not torch.is_grad_enabled() or in_backward():
             return
@@ -200,7 +200,7 @@ class _UnitWindow(_Hooks):
         if self._whole:
             self._open(module, args)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def after(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         if self._windows is None or not torch.is_grad_enabled() or in_backward():
             return

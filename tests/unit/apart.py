@@ -7,10 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import memswap
+
 
 def run_python(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     """Run a program that finds the memswap of this process; a hang is a failure."""
-    package = Path(sys.modules["memswap"].__path__[0]).parent
+    package = Path(memswap.__path__[0]).parent
     return subprocess.run(
         [sys.executable, "-c", program, *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": str(package)},

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from memswap.engine.untraced import untraced
 from memswap.parallel import running
 
 if TYPE_CHECKING:
@@ -32,8 +33,7 @@ class Hooks:
         module.register_state_dict_pre_hook(self.show_shards)
         module.register_load_state_dict_pre_hook(self.drop_weights)
 
-    # Dynamo must not trace bookkeeping: it would bake one step into the compiled code.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
@@ -51,7 +51,7 @@ class Hooks:
         self._calls.append(call)
         return args, kwargs
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         running.leave(self)
         policy = self.unit.policy
@@ -65,7 +65,7 @@ class Hooks:
         self.context.leave_forward(self.unit, module, bool(outputs))
         return output
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def anchor(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self.context.reach_anchor(self.unit)
 
