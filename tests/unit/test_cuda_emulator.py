@@ -20,9 +20,16 @@ def program() -> Path:
     if shutil.which("cmake") is None:
         pytest.skip("cmake is not on PATH")
     # Kept between runs: compiling it takes longer than running it.
-    folder = Path(os.environ.get("MEMSWAP_BUILD_DIR", ROOT / "build")) / "cuda_emulator"
+    build = Path(os.environ.get("MEMSWAP_BUILD_DIR", ROOT / "build"))
+    folder = build / "cuda_emulator"
+    codec = build / "kernels" / "libmemswap_codec_cpu.a"  # memswap's own, where it was just built
     configured = subprocess.run(
-        ["cmake", f"-S{ROOT / 'tests/cuda_emulator'}", f"-B{folder}"],
+        [
+            "cmake",
+            f"-S{ROOT / 'tests/cuda_emulator'}",
+            f"-B{folder}",
+            f"-DMEMSWAP_CPU_CODEC={codec if codec.exists() else ''}",
+        ],
         capture_output=True,
         text=True,
         check=False,
