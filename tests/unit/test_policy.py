@@ -85,9 +85,10 @@ def test_function_that_returns_no_action_is_told_what_it_returned(returned):
     [
         ({"action": "swap"}, TypeError, "memswap.Action"),
         ({"action": 1}, TypeError, "memswap.Action"),
-        ({"min_bytes": -1}, ValueError, "min_bytes=-1"),
-        ({"min_bytes": "64KiB"}, TypeError, "min_bytes"),
-        ({"min_bytes": None}, TypeError, "min_bytes"),
+        ({"min_bytes": -1}, ValueError, r"min_bytes=.*cannot be negative, found -1"),
+        ({"min_bytes": "64 pages"}, ValueError, r"min_bytes=.*found '64 pages'"),
+        ({"min_bytes": None}, ValueError, r"min_bytes=.*found None"),
+        ({"min_bytes": 1.5}, ValueError, r"min_bytes=.*found 1\.5"),
         ({"include": 3}, TypeError, "include"),
         ({"include": (1, 2)}, TypeError, "include"),
         ({"exclude": [None]}, TypeError, "exclude"),
@@ -97,6 +98,10 @@ def test_function_that_returns_no_action_is_told_what_it_returned(returned):
 def test_wrong_arguments_are_refused_in_clear_words(options, error, words):
     with pytest.raises(error, match=words):
         Policy(**options)
+
+
+def test_min_bytes_may_be_a_size_with_a_unit():
+    assert Policy(min_bytes="1.5MiB") == Policy(min_bytes=3 << 19)
 
 
 def test_zero_min_bytes_is_everything():

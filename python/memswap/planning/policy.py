@@ -10,15 +10,17 @@ from typing import Any
 import torch
 
 from memswap.engine.action import Action, TensorInfo
+from memswap.engine.units import parse_bytes
 
 PolicyFunction = Callable[[torch.Tensor, TensorInfo], Action]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Policy:
     """Decides for each saved storage; the first rule that applies wins.
 
-    1. A storage of fewer than ``min_bytes`` bytes stays: a short copy costs more than it frees.
+    1. A storage of fewer than ``min_bytes`` (bytes, or such as ``"1MiB"``) stays: short copies cost
+       more than they free.
     2. A unit whose name matches ``exclude``, or, where ``include`` is given, none of its patterns,
        keeps its tensors. Patterns are :mod:`fnmatch` patterns on unit names.
     3. ``fn(tensor, info)``, where given, returns the :class:`Action`. It must not edit, keep or
@@ -32,26 +34,36 @@ class Policy:
 
     Raises:
         TypeError: ``action`` is no :class:`Action`, ``fn`` is not callable, a pattern is no str.
-        ValueError: ``min_bytes`` is negative.
+        ValueError: ``min_bytes`` is neither a number of bytes nor a size such as ``"64KiB"``.
     """
 
-    action: Action | None = None
-    min_bytes: int = 64 * 1024
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    fn: PolicyFunction | None = None
+    action: Action | None
+    min_bytes: int
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+    fn: PolicyFunction | None
 
-    def __post_init__(self) -> None:
-        if self.action is not None:
-            checked(self.action, "Policy(action=...)")
-        if not isinstance(self.min_bytes, int):
-            raise TypeError(f"Policy(min_bytes={self.min_bytes!r}): expected a number of bytes")
-        if self.min_bytes < 0:
-            raise ValueError(f"Policy(min_bytes={self.min_bytes}): expected 0 or more bytes")
-        for name in ("include", "exclude"):
-            object.__setattr__(self, name, checked_patterns(getattr(self, name), name))
-        if self.fn is not None and not callable(self.fn):
-            raise TypeError(f"Policy(fn={self.fn!r}): expected fn(tensor, info) -> Action")
+    def __init__(
+        self,
+        action: Action | None = None,
+        min_bytes: int | str = "64KiB",
+        include: str | Iterable[str] = (),
+        exclude: str | Iterable[str] = (),
+        fn: PolicyFunction | None = None,
+    ) -> None:
+        if action is not None:
+            checked(action, "Policy(action=...)")
+        if fn is not None and not callable(fn):
+            raise TypeError(f"Policy(fn={fn!r}): expected fn(tensor, info) -> Action")
+        values = {
+            "action": action,
+            "min_bytes": parse_bytes(min_bytes, "Policy(min_bytes=...)"),
+            "include": checked_patterns(include, "include"),
+            "exclude": checked_patterns(exclude, "exclude"),
+            "fn": fn,
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     def covers(self, unit: str) -> bool:
         """Whether tensors of this unit may move at all."""
