@@ -21,14 +21,13 @@ from typing import Any
 import torch
 from commit import commit
 
+from memswap.cli.arguments import Help
 from memswap.cli.bench.environment import describe_environment
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
     """Return a parser with the options that all benchmarks have."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=description, formatter_class=Help)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     parser.add_argument("--device", default="cpu" if accelerator is None else accelerator.type)
     parser.add_argument("--json", type=Path, help="write the result to this file as well")
