@@ -2,6 +2,7 @@
 // written (docs/format.md section 6).
 #include <string.h>
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <new>
@@ -115,7 +116,7 @@ class FrameDecoder {
       const uint32_t bytes = units * frame::kUnitBytes;
       const uint8_t* readable = payload;
       if (static_cast<uint64_t>(area->readable_end - payload) < bytes + kSlackBytes) {
-        memcpy(workspace.payload, payload, bytes);
+        std::copy_n(payload, bytes, workspace.payload);  // nothing of NULL where there is no arena
         readable = workspace.payload;
       }
       const auto count = static_cast<uint32_t>(
