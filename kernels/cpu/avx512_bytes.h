@@ -95,7 +95,7 @@ inline __mmask64 first_lanes(uint32_t count) {
 // it is one, or it would zero lanes instead.
 inline Vector opaque_zero() {
   Vector zero = _mm512_setzero_si512();
-  asm("" : "+v"(zero));
+  asm("" : MEMSWAP_AVX512_OPERAND(zero));
   return zero;
 }
 

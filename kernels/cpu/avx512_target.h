@@ -16,7 +16,10 @@
 #endif
 
 // clang-format off
-#if defined(__clang__)
+#if defined(MEMSWAP_EMULATES_AVX512)  // by the <immintrin.h> of tests/avx512_emulator
+#define MEMSWAP_AVX512_BEGIN
+#define MEMSWAP_AVX512_END
+#elif defined(__clang__)
 #define MEMSWAP_AVX512_BEGIN                                                                  \
   _Pragma("clang attribute push(__attribute__((target(\"avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,avx512vnni,avx512vpopcntdq,gfni,bmi,bmi2,popcnt,lzcnt\"))), apply_to = function)")
 #define MEMSWAP_AVX512_END _Pragma("clang attribute pop")
@@ -28,3 +31,10 @@
 #define MEMSWAP_AVX512_END _Pragma("GCC pop_options")
 #endif
 // clang-format on
+
+// Where an operand of an asm statement is: in a register, unless there are none of its size.
+#if defined(MEMSWAP_EMULATES_AVX512)
+#define MEMSWAP_AVX512_OPERAND "+m"
+#else
+#define MEMSWAP_AVX512_OPERAND "+v"
+#endif

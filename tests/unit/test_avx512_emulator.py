@@ -1,0 +1,99 @@
+"""The CPU codec's AVX-512 path, run by the emulator in tests/avx512_emulator: on any x86-64."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "tests" / "avx512_emulator"
+# Of the codec's own tests, those that take seconds and reach no code that the others do not.
+LONG = "*EveryFlippedBit*:*TensorsLarger*:*Edited*"
+
+pytestmark = [
+    pytest.mark.cpu_only,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        platform.machine() not in ("x86_64", "AMD64"),
+        reason="the AVX-512 path has a line of x86-64's assembly",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def program() -> Path:
+    if shutil.which("cmake") is None:
+        pytest.skip("cmake is not on PATH")
+    # Kept between runs: compiling it takes longer than running it.
+    folder = Path(os.environ.get("MEMSWAP_BUILD_DIR", ROOT / "build")) / "avx512_emulator"
+    configured = subprocess.run(
+        ["cmake", f"-S{FOLDER}", f"-B{folder}"], capture_output=True, text=True, check=False
+    )
+    if "GTest" in configured.stderr:
+        pytest.skip("GoogleTest was not found")
+    assert configured.returncode == 0, configured.stderr
+    built = subprocess.run(
+        ["cmake", "--build", str(folder), "--parallel", "2"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    return folder / "memswap_avx512_emulator_tests"
+
+
+def run(program: Path, names: str) -> None:
+    # Tests allocate a few pages and free them, over and over: little of it is worth remembering.
+    options = "quarantine_size_mb=8:malloc_context_size=8"
+    done = subprocess.run(
+        [str(program), f"--gtest_filter={names}", "--gtest_brief=1"],
+        env={**os.environ, "ASAN_OPTIONS": options, "UBSAN_OPTIONS": "print_stacktrace=1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    assert "PASSED" in done.stdout and " 0 tests" not in done.stdout, done.stdout[-2000:]
+
+
+def test_emulated_intrinsics_do_what_the_processors_do(program: Path) -> None:
+    run(program, "Emulated*")
+
+
+def test_frames_are_the_oracles_on_the_emulator(program: Path) -> None:
+    run(program, f"*/avx512:-{LONG}")
+
+
+@pytest.mark.slow
+def test_large_hostile_and_edited_frames_keep_their_promises_on_the_emulator(program: Path) -> None:
+    run(program, ":".join(f"{name}/avx512" for name in LONG.split(":")))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "_mm512_extracti64x4_epi64(a, 2)",
+        "_mm512_ternarylogic_epi64(a, a, a, 256)",
+        "_mm512_shldi_epi16(a, a, -1)",
+        "_mm512_rol_epi32(a, count)",
+    ],
+)
+def test_constants_that_no_instruction_encodes_do_not_compile(call: str) -> None:
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        pytest.skip(f"{compiler} is not on PATH")
+
+    def compiles(expression: str) -> bool:
+        function = f"auto f(__m512i a, int count) {{ return (void)count, {expression}; }}"
+        source = f"#include <immintrin.h>\n{function}\n"
+        command = [compiler, "-std=c++20", f"-I{FOLDER / 'include'}", "-fsyntax-only", "-xc++", "-"]
+        done = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
+        return done.returncode == 0
+
+    assert compiles("_mm512_rol_epi32(a, 1)"), "the emulator's header does not compile"
+    assert not compiles(call), f"{call} compiles, and no processor has it"
