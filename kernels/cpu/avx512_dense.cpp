@@ -109,7 +109,7 @@ class DenseEncoder {
 
   void choose(uint32_t b) {
     choices_[b] = choice_of(b, guess_);
-    guess_ = choices_[b].mode;
+    guess_ = guess_after(choices_[b]);
   }
 
   Choice choice_of(uint32_t b, uint32_t guess) const {
@@ -137,7 +137,7 @@ class DenseEncoder {
   // Without a guess.
   [[gnu::noinline]] void encode_anew(uint32_t b) {
     choices_[b] = choice_of(b, kNoGuess);
-    guess_ = choices_[b].mode;
+    guess_ = guess_after(choices_[b]);
     write_low_plane(b);
     encode_payload(symbols_[b], choices_[b], escapes_[b % 2], deeper_, payload_);
   }

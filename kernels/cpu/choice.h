@@ -75,4 +75,10 @@ struct Choice {
 // counted, and the block coded anew.
 inline constexpr uint32_t kNoGuess = 0;
 
+// From what is known before a block is written. LQ2 is guessed in vain while it is longer than LQ3
+// might be.
+inline uint32_t guess_after(const Choice& choice) {
+  return choice.mode == frame::kLq2 && choice.units > kLq3LeastUnits ? kNoGuess : choice.mode;
+}
+
 }  // namespace memswap::cpu

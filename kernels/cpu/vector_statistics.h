@@ -181,12 +181,6 @@ inline uint32_t size_of_lq3(const Bytes& symbols, uint8_t center, const Extent& 
 
 // --- Choice ------------------------------------------------------------------------------------
 
-// See [Note: guessed modes]. From what is known before a block is written. LQ2 is guessed in vain
-// while it is longer than LQ3 might be.
-inline uint32_t guess_after(const Choice& choice) {
-  return choice.mode == frame::kLq2 && choice.units > kLq3LeastUnits ? kNoGuess : choice.mode;
-}
-
 template <uint32_t kSymbolBits>
 inline Choice choose_fast(const Bytes& symbols, const Range& range, uint8_t center) {
   Choice choice{};
