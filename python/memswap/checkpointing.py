@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_context_fn
 
 from memswap.activations import named_units, window
+from memswap.checkpoint_parameters import with_the_same_parameters
 from memswap.checkpoint_policy import (
     CheckpointPolicy,
     Decide,
@@ -234,6 +235,8 @@ class Checkpointing(Uncopied):
             )
             context_fn = region.contexts
         called, flat = _flattened(fn, args, kwargs)
+        if self._options["determinism_check"] != "none":
+            called = with_the_same_parameters(fn, called)
         if self._options["early_stop"]:
             called = stopping_behind_operators(called)
         if around is not None and around.saver.director is not None:

@@ -581,26 +581,3 @@ def test_the_first_guess_goes_back_by_regions():
     assert first_guess([None, None, None]) == [2, 1, 0], "saved tensors: last saved first"
     assert first_guess([0, 0, 2, 2, 2, None, 6]) == [6, 5, 2, 3, 4, 0, 1]
     assert first_guess([]) == []
-
-
-def test_a_region_around_a_functional_call_keeps_its_parameters():
-    def inner_loop(call):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh())
-        parameters = dict(model.named_parameters())
-        x = torch.randn(20, 16)
-        for _ in range(2):
-            loss = call(model, parameters, x).square().mean()
-            gradients = torch.autograd.grad(loss, list(parameters.values()), create_graph=True)
-            parameters = {
-                name: value - 0.1 * gradient
-                for (name, value), gradient in zip(parameters.items(), gradients, strict=True)
-            }
-        call(model, parameters, x + 1).square().mean().backward()
-        return [parameter.grad for parameter in model.parameters()]
-
-    def in_a_region(model, parameters, x):
-        return memswap.checkpoint(lambda x: torch.func.functional_call(model, parameters, x), x)
-
-    plain, recomputed = inner_loop(torch.func.functional_call), inner_loop(in_a_region)
-    assert all(map(torch.equal, plain, recomputed)), "recomputed with other parameters"
