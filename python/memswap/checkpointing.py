@@ -394,19 +394,33 @@ def _traced(
 def _flattened(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], Sequence[Any]]:
-    """A call whose tensors are all arguments of their own: only those does torch save as tensors.
+    """A call whose tensors are all arguments of their own, each of them once.
 
-    Others it holds in a closure, where no hook sees them, and no check of their versions.
+    Others torch holds in a closure, where no hook sees them, and no check of their versions. One
+    that is passed twice would come back as two, and attention asks whether its inputs are one.
     """
-    if not kwargs and not any(isinstance(arg, (list, tuple, dict)) for arg in args):
+    is_nested = bool(kwargs) or any(isinstance(arg, (list, tuple, dict)) for arg in args)
+    flat, spec = tree_flatten((args, kwargs)) if is_nested else (args, None)
+    distinct: list[Any] = []
+    places: list[int] = []
+    known: dict[int, int] = {}
+    for value in flat:
+        new = len(distinct)
+        place = known.setdefault(id(value), new) if isinstance(value, torch.Tensor) else new
+        if place == new:
+            distinct.append(value)
+        places.append(place)
+    if spec is None and len(distinct) == len(args):
         return fn, args
-    flat, spec = tree_flatten((args, kwargs))
 
-    def called(*flat: Any) -> Any:
+    def called(*distinct: Any) -> Any:
+        flat = [distinct[place] for place in places]
+        if spec is None:
+            return fn(*flat)
         args, kwargs = spec.unflatten(flat)
         return fn(*args, **kwargs)
 
-    return called, flat
+    return called, distinct
 
 
 def _input_action(swap_inputs: bool | Action) -> Action | None:

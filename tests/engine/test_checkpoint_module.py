@@ -48,6 +48,27 @@ def test_gradients_do_not_change(device, new_pool, _action):
     assert_released(ours, pool)
 
 
+@pytest.mark.every_action("swap", "encode")
+def test_an_input_that_is_passed_three_times_is_one_again(device, new_pool, _action):
+    """Where its three are one tensor, attention has one projection instead of three."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.MultiheadAttention(16, 2, batch_first=True) for _ in range(2))
+    layers.to(device)
+    x = torch.randn(3, 5, 16).to(device)
+
+    def loss():
+        hidden = x
+        for layer in layers:
+            hidden, weights = layer(hidden, hidden, value=hidden)
+        return hidden.square().sum() + weights.square().sum()
+
+    expected = train_step(layers, loss)
+    memswap.checkpoint_module(
+        layers, swap_inputs=memswap.Action(_action), pool=new_pool(), min_bytes=1
+    )
+    assert_same_gradients(train_step(layers, loss), expected)
+
+
 @pytest.mark.cpu_only
 def test_state_dict_type_and_signature_are_the_modules_own(device):
     plain, model = new_stack(device), new_stack(device)
