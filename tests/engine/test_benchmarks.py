@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from memswap.cli.bench import codec, kinds
 from memswap.planning import profile
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -33,6 +34,9 @@ def test_it_runs_on_the_device_that_is_named_without_a_number(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no rates of a run before
     monkeypatch.setattr(profile, "COPY_BYTES", 1 << 20)
     monkeypatch.setattr(profile, "CODEC_BYTES", 1 << 20)
+    monkeypatch.setattr(kinds, "SEQUENCE", 64)  # a sixteenth of each training step
+    monkeypatch.setattr(kinds, "BATCH", 2)
+    monkeypatch.setattr(codec, "MIB", 1 << 16)
     monkeypatch.syspath_prepend(BENCHMARKS)
     monkeypatch.setattr(sys, "argv", command)
     importlib.import_module(name).main()
