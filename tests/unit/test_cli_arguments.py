@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import inspect
 import re
@@ -12,7 +13,7 @@ import torch
 
 import memswap
 from memswap.__main__ import main
-from memswap.cli import selftest
+from memswap.cli import model_options, selftest
 
 pytestmark = pytest.mark.cpu_only
 
@@ -99,3 +100,16 @@ def test_selftest_that_checked_nothing_says_so(
     checks = {"order": skipped, selftest.RATES: lambda device: "fast"}
     monkeypatch.setattr(selftest, "CHECKS", checks)
     assert main(["selftest", "--device", "cpu", "--report", str(tmp_path / "r.json")]) == 1
+
+
+@pytest.mark.parametrize(("capability", "expected"), [("AVX2", (1, 256)), ("AVX512", (8, 512))])
+def test_a_batch_is_smaller_where_bfloat16_is_slow(
+    capability: str, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(model_options.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(model_options, "default_device", lambda: "cpu")
+    parser = argparse.ArgumentParser()
+    model_options.add_model_arguments(parser)
+    found = parser.parse_args([])
+    assert (found.batch, found.seq) == expected
