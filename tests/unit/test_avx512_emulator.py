@@ -9,8 +9,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from emulators import ROOT, build_emulator, run_tests
 
-ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "tests" / "avx512_emulator"
 # Of the codec's own tests, those that take seconds and reach no code that the others do not.
 LONG = "*EveryFlippedBit*:*TensorsLarger*:*Edited*"
@@ -27,38 +27,13 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def program() -> Path:
-    if shutil.which("cmake") is None:
-        pytest.skip("cmake is not on PATH")
-    # Kept between runs: compiling it takes longer than running it.
-    folder = Path(os.environ.get("MEMSWAP_BUILD_DIR", ROOT / "build")) / "avx512_emulator"
-    configured = subprocess.run(
-        ["cmake", f"-S{FOLDER}", f"-B{folder}"], capture_output=True, text=True, check=False
-    )
-    if "GTest" in configured.stderr:
-        pytest.skip("GoogleTest was not found")
-    assert configured.returncode == 0, configured.stderr
-    built = subprocess.run(
-        ["cmake", "--build", str(folder), "--parallel", "2"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert built.returncode == 0, built.stdout + built.stderr
-    return folder / "memswap_avx512_emulator_tests"
+    return build_emulator("avx512_emulator")
 
 
 def run(program: Path, names: str) -> None:
     # Tests allocate a few pages and free them, over and over: little of it is worth remembering.
     options = "quarantine_size_mb=8:malloc_context_size=8"
-    done = subprocess.run(
-        [str(program), f"--gtest_filter={names}", "--gtest_brief=1"],
-        env={**os.environ, "ASAN_OPTIONS": options, "UBSAN_OPTIONS": "print_stacktrace=1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-    assert "PASSED" in done.stdout and " 0 tests" not in done.stdout, done.stdout[-2000:]
+    run_tests(program, names, {"ASAN_OPTIONS": options, "UBSAN_OPTIONS": "print_stacktrace=1"})
 
 
 def test_emulated_intrinsics_do_what_the_processors_do(program: Path) -> None:

@@ -28,10 +28,11 @@ def multiplies_bfloat16_slowly() -> bool:
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of what is trained."""
-    is_slow = default_device() == "cpu" and multiplies_bfloat16_slowly()
+    device = default_device()
+    is_slow = device == "cpu" and multiplies_bfloat16_slowly()
     less = "; less on a CPU without AVX-512, where bf16 is slow"
     parser.add_argument(
-        "--device", default=default_device(), help="cpu, cuda, npu, ...; an accelerator if any"
+        "--device", default=device, help="cpu, cuda, npu, ...; an accelerator if any"
     )
     parser.add_argument("--layers", type=whole(1), default=6, help="of the GPT")
     parser.add_argument("--hidden", type=whole(1), default=384, help="its width")
