@@ -8,8 +8,8 @@
 #include <exception>
 #include <utility>
 
-#include "../pool/without_gil.h"
 #include "memswap/frame.h"
+#include "work/without_gil.h"
 
 namespace memswap {
 namespace {

@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "../device_streams.h"
+#include "lane/device_streams.h"
 #include "memswap/frame.h"
 
 namespace memswap {

@@ -8,11 +8,11 @@
 #include <string>
 #include <utility>
 
-#include "../lane.h"
-#include "../pool/pool.h"
-#include "../storage.h"
-#include "../ticket.h"
 #include "frame_plan.h"
+#include "lane/lane.h"
+#include "pool/pool.h"
+#include "storage/storage.h"
+#include "work/ticket.h"
 
 namespace memswap {
 

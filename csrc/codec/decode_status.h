@@ -7,9 +7,9 @@
 #include <memory>
 #include <mutex>
 
-#include "../device_streams.h"
-#include "../pool/pool.h"
-#include "../stream_transfer.h"
+#include "lane/device_streams.h"
+#include "lane/stream_transfer.h"
+#include "pool/pool.h"
 
 namespace memswap {
 

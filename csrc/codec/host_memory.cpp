@@ -10,8 +10,8 @@
 #include <new>
 #include <utility>
 
-#include "../pool/host_slabs.h"
 #include "memswap/frame.h"
+#include "pool/host_slabs.h"
 
 namespace memswap {
 namespace {

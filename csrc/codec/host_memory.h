@@ -6,7 +6,7 @@
 
 #include <cstddef>
 
-#include "../pool/pool.h"
+#include "pool/pool.h"
 
 namespace memswap {
 

@@ -12,7 +12,7 @@
 #include <mutex>
 #include <utility>
 
-#include "../device_streams.h"
+#include "lane/device_streams.h"
 #include "memswap/frame.h"
 #include "tensors.h"
 

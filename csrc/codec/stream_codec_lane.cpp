@@ -10,11 +10,11 @@
 #include <stdexcept>
 #include <string>
 
-#include "../pool/pinned_slabs.h"
-#include "../pool/without_gil.h"
-#include "../torch_npu.h"
 #include "backends.h"
+#include "pool/pinned_slabs.h"
 #include "self_check.h"
+#include "storage/torch_npu.h"
+#include "work/without_gil.h"
 
 namespace memswap {
 

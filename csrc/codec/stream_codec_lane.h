@@ -10,11 +10,11 @@
 #include <optional>
 #include <utility>
 
-#include "../stream_lane.h"
-#include "../stream_transfer.h"
 #include "arena.h"
 #include "codec_lane.h"
 #include "decode_status.h"
+#include "lane/stream_lane.h"
+#include "lane/stream_transfer.h"
 
 namespace memswap {
 

@@ -9,13 +9,13 @@
 #include <cstring>
 #include <string>
 
-#include "../torch_npu.h"
 #include "backends.h"
 #include "dtypes.h"
 #include "host_memory.h"
 #include "memswap/portable.h"
 #include "parallel.h"
 #include "self_check.h"
+#include "storage/torch_npu.h"
 
 namespace memswap {
 namespace {

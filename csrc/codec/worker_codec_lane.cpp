@@ -4,10 +4,10 @@
 #include <stdexcept>
 #include <string>
 
-#include "../pool/without_gil.h"
 #include "backends.h"
 #include "host_memory.h"
 #include "parallel.h"
+#include "work/without_gil.h"
 
 namespace memswap {
 namespace {

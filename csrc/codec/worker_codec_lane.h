@@ -4,8 +4,8 @@
 #include <memory>
 #include <utility>
 
-#include "../work_ticket.h"
 #include "codec_lane.h"
+#include "lane/work_ticket.h"
 
 namespace memswap {
 

@@ -15,8 +15,8 @@
 #include <system_error>
 #include <vector>
 
-#include "../ticket.h"
 #include "file_slabs.h"
+#include "work/ticket.h"
 
 namespace memswap {
 

@@ -2,8 +2,8 @@
 
 #include <utility>
 
-#include "leak.h"
 #include "pool_core.h"
+#include "work/leak.h"
 
 namespace memswap {
 

@@ -7,7 +7,7 @@
 #include <string>
 #include <thread>
 
-#include "../block.h"
+#include "block.h"
 #include "slab_source.h"
 
 namespace memswap {

@@ -4,8 +4,8 @@
 #include <string>
 #include <utility>
 
-#include "leak.h"
 #include "pool_core.h"
+#include "work/leak.h"
 
 namespace memswap {
 

@@ -6,7 +6,7 @@
 #include <limits>
 #include <utility>
 
-#include "leak.h"
+#include "work/leak.h"
 
 namespace memswap {
 

@@ -12,12 +12,12 @@
 #include <utility>
 #include <vector>
 
-#include "../block.h"
-#include "../ticket.h"
+#include "block.h"
 #include "pool.h"
-#include "process_mark.h"
 #include "range_allocator.h"
 #include "slab_source.h"
+#include "work/process_mark.h"
+#include "work/ticket.h"
 
 namespace memswap {
 

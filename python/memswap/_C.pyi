@@ -59,7 +59,7 @@ class SavedView:
     def describe(self) -> str: ...
 
 class Ledger:
-    """The numbers that a saver counts (csrc/residence.h)."""
+    """The numbers that a saver counts (csrc/books/residence.h)."""
 
     offered_tensors: int
     offered_bytes: int
@@ -97,7 +97,7 @@ class State(enum.Enum):
     RETURNING = "returning"
 
 class Entry:
-    """One saved storage; the steps that each takes (csrc/bind_entry.cpp)."""
+    """One saved storage; the steps that each takes (csrc/bind/entry.cpp)."""
 
     def __new__(cls, saver: Any, view: SavedView, storage: StorageRef, /) -> Self: ...
     saver: Any  # its owner
@@ -143,7 +143,7 @@ class Entry:
     def count_held(self) -> None: ...
 
 class Departing:
-    """Entries whose storages were sent, until these are gone (csrc/bind_departing.cpp)."""
+    """Entries whose storages were sent, until these are gone (csrc/bind/departing.cpp)."""
 
     def __len__(self) -> int: ...
     def add(self, entry: Entry, /) -> None: ...
@@ -151,10 +151,10 @@ class Departing:
     def notice_some(self) -> None: ...
 
 class Forecast:
-    """What a finished passage says about the next one (csrc/bind_passage.cpp)."""
+    """What a finished passage says about the next one (csrc/bind/passage.cpp)."""
 
 class Passage:
-    """The books of one forward, and of the demands for it (csrc/bind_passage.cpp)."""
+    """The books of one forward, and of the demands for it (csrc/bind/passage.cpp)."""
 
     held: Any
     course: Any
@@ -205,7 +205,7 @@ ScriptPlace = tuple[
 ]
 
 class Script:
-    """What a plan does with each storage of a passage (csrc/bind_script.cpp)."""
+    """What a plan does with each storage of a passage (csrc/bind/script.cpp)."""
 
     def __new__(
         cls,
@@ -220,7 +220,7 @@ class Script:
     def look(self, passage: Any, /) -> None: ...
 
 class SwapWay:
-    """Raw bytes in a pool (csrc/bind_way.cpp)."""
+    """Raw bytes in a pool (csrc/bind/way.cpp)."""
 
     lane: Any
     def __new__(cls, lane: Any, blocks: Any, /) -> Self: ...
@@ -228,13 +228,13 @@ class SwapWay:
     def bring(self, block: Any, /) -> tuple[StorageRef, Any]: ...
 
 class Stay:
-    """One storage that stays for good (csrc/bind_handle.cpp)."""
+    """One storage that stays for good (csrc/bind/handle.cpp)."""
 
     passage: None
     def __init__(self, ledger: Ledger, view: SavedView, /) -> None: ...
 
 class Moved:
-    """The handle of a save whose storage leaves (csrc/bind_handle.cpp)."""
+    """The handle of a save whose storage leaves (csrc/bind/handle.cpp)."""
 
     def __new__(cls, entry: Any, view: SavedView, /, *more: Any) -> Self: ...
     @property
@@ -244,7 +244,7 @@ class Moved:
     def unpack(self) -> torch.Tensor: ...
 
 class Kept:
-    """The handle of a save whose tensor stays (csrc/bind_handle.cpp)."""
+    """The handle of a save whose tensor stays (csrc/bind/handle.cpp)."""
 
     def __new__(cls, tensor: torch.Tensor, entry: Any, /) -> Self: ...
     @property
@@ -256,13 +256,13 @@ class Kept:
 def unpack(handle: Any, /) -> torch.Tensor: ...
 
 class Lock:
-    """A lock for `with`, which its thread may take again (csrc/bind_saver.cpp)."""
+    """A lock for `with`, which its thread may take again (csrc/bind/saver.cpp)."""
 
     def __enter__(self) -> Self: ...
     def __exit__(self, *error: object) -> None: ...
 
 class Saver:
-    """The steps of every save and demand that need no decision (csrc/bind_saver.cpp)."""
+    """The steps of every save and demand that need no decision (csrc/bind/saver.cpp)."""
 
     passage: Any
     director: Any
@@ -284,12 +284,12 @@ class Saver:
     def demand_kept(self, entry: Any, /) -> None: ...
 
 class Visit:
-    """Where autograd calls in (csrc/bind_visit.cpp)."""
+    """Where autograd calls in (csrc/bind/visit.cpp)."""
 
     saver: Any
-    unit: Any
+    unit: str
     action: Any
-    group: Any
+    group: int | None
     outer: Any
     waiting: Any
     ordinal: int
@@ -387,7 +387,7 @@ def make_disk_pool(path: str, budget: int | None, extent: int) -> Pool: ...
 def numa_nodes() -> int: ...
 def numa_node_of_pci(address: str) -> int | None: ...
 
-# ------------------------------------------------------------ codec: csrc/codec/, bind_codec.cpp
+# ---------------------------------------------------------- codec: csrc/codec/, csrc/bind/codec.cpp
 # dtype, shape and mode are the codes of docs/format.md sections 2 and 3 (memswap.codec has names
 # for them); a unit is 8 bytes.
 

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "pool/slab_source.h"
-#include "ticket.h"
+#include "work/ticket.h"
 
 namespace memswap::testing {
 

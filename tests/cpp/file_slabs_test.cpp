@@ -10,7 +10,7 @@
 #include <system_error>
 #include <vector>
 
-#include "ticket.h"
+#include "work/ticket.h"
 
 namespace memswap {
 namespace {

@@ -8,7 +8,7 @@
 
 #include "fakes.h"
 #include "pool/pool.h"
-#include "pool/work_queue.h"
+#include "work/work_queue.h"
 
 namespace memswap {
 namespace {

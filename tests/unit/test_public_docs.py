@@ -46,7 +46,7 @@ def test_each_reason_to_stay_is_explained() -> None:
     package = ROOT / "python" / "memswap"
     sources = [*(package / "engine").glob("*.py"), package / "checkpoint_region.py"]
     code = "\n".join(
-        path.read_text("utf-8") for path in (*sources, ROOT / "csrc" / "bind_visit.cpp")
+        path.read_text("utf-8") for path in (*sources, ROOT / "csrc" / "bind" / "visit.cpp")
     )
     said = re.findall(r'(?:keep|_stay)\([^()"]*"([a-z ]+)"', code)
     said += re.findall(r'\b(?:short_of|reason) = "([a-z ]+)"', code)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from memswap.engine.timeline import Passage
     from memswap.engine.transfer import Away, Route, WayBack
 
-#: Where an entry's bytes are. Which steps are legal: csrc/residence.h.
+#: Where an entry's bytes are. Which steps are legal: csrc/books/residence.h.
 State = native.State
 
 #: Why a storage stays that has lost its memory before it was sent.
@@ -57,7 +57,7 @@ class Entry(native.Entry):
     whatever happened to the graph. Everything else refers to it weakly. Calls are serialised by the
     saver's lock.
 
-    The steps that every storage takes are native (csrc/bind_entry.cpp): `leave` when it is sent,
+    The steps that every storage takes are native (csrc/bind/entry.cpp): `leave` when it is sent,
     `gone` when nobody holds it any more, `fetch` when it starts back, `bring` when it is demanded.
     Here stands what happens now and then.
     """
@@ -114,7 +114,7 @@ class Entry(native.Entry):
     def lost_memory(self) -> bool:
         """Whether the storage that it holds has been resized since it was saved.
 
-        See [Note: Memory that is taken away] in csrc/memory_share.h.
+        See [Note: Memory that is taken away] in csrc/storage/memory_share.h.
         """
         return self.storage is not None and self.storage.nbytes != self.nbytes
 

@@ -66,7 +66,7 @@ class GroupSaver(Saver):
     def begin_passage(self) -> None:
         """A generation is a passage, and its group begins it."""
 
-    def save(self, tensor: torch.Tensor, view: SavedView, visit: Visit) -> Handle:
+    def save(self, tensor: torch.Tensor, view: SavedView, visit: native.Visit) -> Handle:
         assert isinstance(visit, GroupVisit)
         self._generation = visit.generation
         self.passage = visit.generation.passage

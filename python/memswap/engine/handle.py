@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 #: The handle of a save whose storage leaves: an entry, which it owns, and a view. Its `unpack`
-#: demands the storage of the saver (csrc/bind_handle.cpp).
+#: demands the storage of the saver (csrc/bind/handle.cpp).
 Moved = native.Moved
 
 #: The handle of a save whose tensor stays: autograd's version check, which hooks switch off.
@@ -24,7 +24,7 @@ Kept = native.Kept
 class Later:
     """The handle of a save that waits until its operator has run.
 
-    See [Note: What an operator fills after it was saved] in csrc/bind_visit.cpp.
+    See [Note: What an operator fills after it was saved] in csrc/bind/visit.cpp.
     """
 
     __slots__ = ("__weakref__", "handle")

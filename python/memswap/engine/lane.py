@@ -1,4 +1,7 @@
-"""Which lane serves a device, and how it is set up. Contracts: csrc/lane.h, csrc/ticket.h."""
+"""Which lane serves a device, and how it is set up.
+
+Contracts: csrc/lane/lane.h, csrc/work/ticket.h.
+"""
 
 from __future__ import annotations
 

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from memswap.engine.expectations import Expectation, Expectations
     from memswap.engine.timeline import Passage
     from memswap.engine.transfer import Pool, Route, Way
-    from memswap.engine.visit import Visit
 
 
 class _Encoding(NamedTuple):
@@ -65,7 +64,7 @@ class Saver(native.Saver):
     Nothing in it is shared with another saver. Hooks may be called from any thread; `lock`
     serialises the bookkeeping, and no transfer ever waits for it.
 
-    The steps of every save and every demand that need no decision are native (csrc/bind_saver.cpp).
+    The steps of every save and every demand that need no decision are native (csrc/bind/saver.cpp).
     """
 
     # Native members, by what they are in Python.
@@ -145,7 +144,7 @@ class Saver(native.Saver):
         self.ledger.keep(reason, view.storage_nbytes)
         return Kept(tensor, None)
 
-    def save(self, tensor: torch.Tensor, view: SavedView, visit: Visit) -> Handle:
+    def save(self, tensor: torch.Tensor, view: SavedView, visit: native.Visit) -> Handle:
         """The handle of a plain tensor."""
         ledger, policy, director = self.ledger, self.policy, self.director
         known = ledger.find(view)
@@ -203,7 +202,12 @@ class Saver(native.Saver):
         )
 
     def _admit(
-        self, tensor: torch.Tensor, view: SavedView, visit: Visit, route: Route, action: Action
+        self,
+        tensor: torch.Tensor,
+        view: SavedView,
+        visit: native.Visit,
+        route: Route,
+        action: Action,
     ) -> Handle:
         """A new entry, which leaves unless the plan or the timeline has a reason why it stays."""
         nbytes = view.storage_nbytes

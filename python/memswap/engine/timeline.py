@@ -40,7 +40,7 @@ DECODE_WINDOW_SHARE, DECODE_WINDOW_SLACK = 1 / 32, 1.25
 class Passage(native.Passage):
     """One forward, as it happens. The saver's lock serialises the calls.
 
-    The books are native (csrc/bind_passage.cpp): `admit` and `place` when a storage is saved,
+    The books are native (csrc/bind/passage.cpp): `admit` and `place` when a storage is saved,
     `demand` when backward asks for it. Here stands what they are told to expect.
 
     `group` of `admit`: a checkpoint region replays its forward, so the storages of one region,

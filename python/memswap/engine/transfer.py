@@ -59,7 +59,7 @@ class Way(WayBack, Protocol):
 
 
 class SwapWay(native.SwapWay):
-    """Raw bytes in a pool. Sending and bringing are native (csrc/bind_way.cpp)."""
+    """Raw bytes in a pool. Sending and bringing are native (csrc/bind/way.cpp)."""
 
     encodes = False
     stays_on_device = False

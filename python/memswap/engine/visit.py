@@ -36,7 +36,7 @@ def can_save() -> bool:
 class Visit(native.Visit):
     """One installation of a saver's hooks: a ``with`` block, or one call of a unit.
 
-    `pack` is native (csrc/bind_visit.cpp): it captures the tensor, keeps what persists, and asks
+    `pack` is native (csrc/bind/visit.cpp): it captures the tensor, keeps what persists, and asks
     the saver about everything else.
 
     Args:

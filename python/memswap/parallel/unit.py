@@ -87,7 +87,7 @@ class Unit:
     ranks, ``replicas`` those that hold the same shard.
 
     Between :meth:`fetch` and :meth:`drop` the gathered weights have memory, which is lent
-    ([Note: Lent memory] in csrc/lend.h); after :meth:`ready` they may be used.
+    ([Note: Lent memory] in csrc/storage/lend.h); after :meth:`ready` they may be used.
     """
 
     def __init__(

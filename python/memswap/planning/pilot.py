@@ -47,7 +47,7 @@ class Pilot:
 
     Where a plan is in force, its script does what follows a save, and the saver follows it alone
     for as long as what is saved and demanded is what was planned: then `choose`, `saved`,
-    `demanding` and `demanded` are not called (csrc/bind_script.cpp).
+    `demanding` and `demanded` are not called (csrc/bind/script.cpp).
 
     Args:
         saver: whose passages it directs.

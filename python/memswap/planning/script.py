@@ -2,7 +2,7 @@
 
 What is there is data: storage by storage what it is expected to be, what happens to it, what is
 waited for after its save and after its demand, and what starts back at its first demand
-(csrc/bind_script.h). Where a storage is another one, and wherever an
+(csrc/bind/script.h). Where a storage is another one, and wherever an
 encode has to be chosen a shape, the saver asks the pilot.
 """
 

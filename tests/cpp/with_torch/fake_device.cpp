@@ -13,7 +13,7 @@
 #include <mutex>
 #include <utility>
 
-#include "pool/without_gil.h"
+#include "work/without_gil.h"
 
 namespace memswap::testing {
 

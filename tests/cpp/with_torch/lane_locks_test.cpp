@@ -1,5 +1,5 @@
-// [Note: No lock while holding the GIL] in csrc/stream_transfer.h, on a backend that needs the GIL
-// in every event call.
+// [Note: No lock while holding the GIL] in csrc/lane/stream_transfer.h, on a backend that needs the
+// GIL in every event call.
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "fake_device.h"
-#include "storage.h"
-#include "stream_lane.h"
-#include "stream_ticket.h"
+#include "lane/stream_lane.h"
+#include "lane/stream_ticket.h"
+#include "storage/storage.h"
 
 namespace memswap {
 namespace {

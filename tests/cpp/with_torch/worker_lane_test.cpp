@@ -1,6 +1,6 @@
 // WorkerLane under many threads at once. Worth most under -fsanitize=thread; torch itself is not
 // instrumented, but all that a transfer shares between threads is in csrc and in inline headers.
-#include "worker_lane.h"
+#include "lane/worker_lane.h"
 
 #include <c10/core/CPUAllocator.h>
 #include <gtest/gtest.h>

@@ -1,0 +1,76 @@
+// Lanes, as Python sees them. The worker lane is bound with the pools, whose life it shares.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <optional>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "lane/stream_lane.h"
+#include "packed_stream.h"
+#include "storage_ref.h"
+
+namespace memswap {
+namespace py = pybind11;
+using without_gil = py::call_guard<py::gil_scoped_release>;
+
+namespace {
+
+// One ticket, several, or None; also None among several, where there was nothing to wait for.
+using After = std::variant<TicketPtr, Tickets>;
+
+Tickets tickets_of(After after) {
+  Tickets tickets = std::holds_alternative<Tickets>(after)
+                        ? std::get<Tickets>(std::move(after))
+                        : Tickets{std::get<TicketPtr>(std::move(after))};
+  std::erase(tickets, nullptr);
+  return tickets;
+}
+
+TicketPtr send(Lane& lane, StorageRefPtr storage, BlockPtr block, size_t offset,
+               std::optional<size_t> nbytes, After after) {
+  const ByteRange range{offset, nbytes.value_or(ByteRange::kToTheEnd)};
+  return lane.send(std::move(storage), std::move(block), range, tickets_of(std::move(after)));
+}
+
+std::pair<StorageRefPtr, TicketPtr> fetch(Lane& lane, BlockPtr block, After after) {
+  return lane.fetch(std::move(block), tickets_of(std::move(after)));
+}
+
+TicketPtr fetch_into(Lane& lane, BlockPtr block, StorageRefPtr storage, size_t offset,
+                     After after) {
+  return lane.fetch_into(std::move(block), std::move(storage), offset,
+                         tickets_of(std::move(after)));
+}
+
+}  // namespace
+
+void bind_lanes(py::module_& module) {
+  py::class_<Lane, std::shared_ptr<Lane>>(module, "Lane", "Where transfers run, in order.")
+      .def("send", &send, py::arg("storage"), py::arg("block"), py::arg("offset") = 0,
+           py::arg("nbytes") = py::none(), py::arg("after") = py::none(), without_gil())
+      .def("fetch", &fetch, py::arg("block"), py::arg("after") = py::none(), without_gil())
+      .def("fetch_into", &fetch_into, py::arg("block"), py::arg("storage"), py::arg("offset"),
+           py::arg("after") = py::none(), without_gil())
+      .def("gather", &Lane::gather, py::arg("storages"), without_gil())
+      .def("meet_stream", &Lane::meet_stream)
+      .def("settle", &Lane::settle, without_gil())
+      .def("leaving_bytes", &Lane::leaving_bytes)
+      .def("set_max_leaving_bytes", &Lane::set_max_leaving_bytes, py::arg("nbytes"));
+
+  py::class_<StreamLane, Lane, std::shared_ptr<StreamLane>>(
+      module, "StreamLane", "Transfers between an accelerator and pinned memory, in stream order.")
+      .def(py::init([](const c10::Device& device, size_t max_leaving_bytes, size_t chunk_bytes) {
+             const py::gil_scoped_release release;
+             return std::make_shared<StreamLane>(device, max_leaving_bytes, chunk_bytes);
+           }),
+           py::arg("device"), py::arg("max_leaving_bytes"), py::arg("chunk_bytes"))
+      .def_property_readonly("send_stream",
+                             [](const StreamLane& lane) { return packed(lane.send_stream()); })
+      .def_property_readonly("fetch_stream",
+                             [](const StreamLane& lane) { return packed(lane.fetch_stream()); });
+}
+
+}  // namespace memswap

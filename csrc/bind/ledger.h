@@ -1,0 +1,41 @@
+// A Ledger of Python's.
+#pragma once
+
+#include <c10/core/TensorImpl.h>
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <unordered_map>
+
+#include "books/residence.h"
+#include "storage/saved_view.h"
+
+namespace memswap {
+
+struct LedgerObject {
+  struct Known {
+    PyObject* holder;  // borrowed: it takes itself off the list when it dies
+    c10::VariableVersion counter;
+    uint32_t version;
+    bool stays;
+    size_t begin, end;  // what was saved of it: the first byte, and the one behind the last
+    uint64_t node;      // by which node
+  };
+
+  PyObject_HEAD Ledger ledger;
+  std::unordered_map<const void*, Known> known;  // by the address of the storage
+};
+
+// An object as a ledger, borrowed. nullptr with TypeError set: it is none.
+LedgerObject* ledger_object(PyObject* object);
+
+// From here on `holder` stands for the storage that a view looks at, with the content that it has
+// now; until `forget`, which it calls before another storage can have that address. One that
+// `stays` stands for it whatever the content: each save of it keeps its own tensor.
+void remember(LedgerObject* ledger, const SavedView& look, PyObject* holder, bool stays);
+void forget(LedgerObject* ledger, const void* key, const PyObject* holder);
+
+// Waits for a ticket; for as long as the host is blocked, that counts.
+void wait_on_ledger(LedgerObject* ledger, PyObject* ticket);
+
+}  // namespace memswap
