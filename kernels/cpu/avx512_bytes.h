@@ -12,6 +12,7 @@ namespace {
 using Vector = __m512i;
 
 inline constexpr uint32_t kLanes = 64;
+inline constexpr uint32_t kLineBytes = kLanes;  // of a cache
 inline constexpr uint32_t kPlane1Bytes = frame::kBlockElements / 8;
 inline constexpr uint32_t kVectors = frame::kBlockElements / kLanes;  // of a byte per element
 

@@ -221,6 +221,14 @@ inline constexpr uint32_t units_of_bytes(uint32_t bytes) {
   return (bytes + frame::kUnitBytes - 1) / frame::kUnitBytes;
 }
 
+// `bytes`: a multiple of 128.
+template <bool kStreaming>
+inline void copy_lines(uint8_t* to, const uint8_t* from, uint32_t bytes) {
+  for (uint32_t i = 0; i < bytes; i += kLanes) {
+    store_line<kStreaming>(to + i, load(from + i));
+  }
+}
+
 }  // namespace
 }  // namespace memswap::cpu::vector
 

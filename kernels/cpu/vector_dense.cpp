@@ -10,170 +10,18 @@ MEMSWAP_VECTOR_BEGIN
 namespace memswap::cpu::vector {
 namespace {
 
-using frame::Dtype;
-using frame::Shape;
-
-// How many bytes ahead of a block an encoder asks for elements.
-inline constexpr uint32_t kPrefetchElements = 2048;
-
-// See [Note: blocks in flight] in avx512_dense.cpp.
-template <Dtype kDtype, bool kStreaming>
-class DenseEncoder {
-  using Type = Float<kDtype>;
-  static constexpr bool kShort = is_short(Type::kSymbolBits);
-
- public:
-  DenseEncoder(const EncodeParams& params, const uint8_t* elements, uint32_t count, uint8_t* slabs,
-               uint8_t* payload, EncodedBlock* encoded)
-      : params_(params),
-        elements_(elements),
-        count_(count),
-        slabs_(slabs),
-        payload_(payload),
-        encoded_(encoded) {}
-
-  void run() {
-    const uint32_t blocks = (count_ + frame::kBlockElements - 1) / frame::kBlockElements;
-    for (uint32_t round = 0; round < blocks + 4; ++round) {
-      // Blocks before the first have numbers beyond the last: they wrap around.
-      if (round < blocks) {
-        split(round);
-      }
-      prefetch_quarter(round, 0);
-      if (round - 1 < blocks) {
-        measure(round - 1);
-      }
-      prefetch_quarter(round, 1);
-      if (round - 2 < blocks) {
-        choose(round - 2);
-      }
-      prefetch_quarter(round, 2);
-      if (round - 3 < blocks) {
-        write_low_plane(round - 3);
-      }
-      prefetch_quarter(round, 3);
-      if (round - 4 < blocks) {
-        write_payload(round - 4);
-      }
-    }
+template <frame::Dtype kDtype, bool kStreaming>
+[[gnu::always_inline]] inline Range split_block(const uint8_t* elements, uint8_t* slab,
+                                                uint8_t* plane1, Bytes& symbols) {
+  if constexpr (Float<kDtype>::kWidth == 1) {
+    return split_byte_floats<kDtype, kStreaming>(elements, slab, plane1, symbols);
+  } else {
+    return split_floats<kDtype, kStreaming>(elements, slab, plane1, symbols);
   }
-
- private:
-  void split(uint32_t b) {
-    uint8_t* slab = slabs_ + b * Type::kSlabBytes;
-    if constexpr (kStreaming) {
-      touch_pages_ahead(slab, Type::kSlabBytes);
-    }
-    const uint8_t* elements = elements_ + b * Type::kBlockBytes;
-    if constexpr (Type::kWidth == 1) {
-      ranges_[b] =
-          split_byte_floats<kDtype, kStreaming>(elements, slab, plane1_[b % 2], symbols_[b]);
-    } else {
-      ranges_[b] = split_floats<kDtype, kStreaming>(elements, slab, plane1_[b % 2], symbols_[b]);
-    }
-  }
-
-  void measure(uint32_t b) {
-    if constexpr (Type::kRestBits == 3) {  // its last plane has been waiting for whole lines
-      uint8_t* to = slabs_ + b * Type::kSlabBytes + Type::kRestBytes - kPlane1Bytes;
-      copy_lines<kStreaming>(to, plane1_[b % 2], kPlane1Bytes);
-    }
-    if constexpr (kShort) {
-      distances_[b] = distances_of_short(symbols_[b], ranges_[b]);
-    } else if (!params_.fast) {
-      const uint32_t maximum = ranges_[b].maximum;
-      distances_[b] = ranges_[b].minimum > 0 ? distances_of<false>(symbols_[b], kVectors, maximum)
-                                             : distances_of<true>(symbols_[b], kVectors, maximum);
-    }
-  }
-
-  // Of what follows block b, in this tile or the next. Long blocks keep the processor's own
-  // prefetcher busy, which does better alone, as it was measured with AVX-512.
-  void prefetch_quarter(uint32_t b, uint32_t quarter) const {
-    if (Type::kWidth <= 2 && b < frame::kTileBlocks) {
-      const uint8_t* from = elements_ + b * Type::kBlockBytes + Type::kBlockBytes / 4 * quarter;
-      for (uint32_t i = 0; i < Type::kBlockBytes / 4; i += kLineBytes) {
-        prefetch(from + i, kPrefetchElements);
-      }
-    }
-  }
-
-  void choose(uint32_t b) {
-    choices_[b] = choice_of(b, guess_);
-    guess_ = guess_after(choices_[b]);
-  }
-
-  Choice choice_of(uint32_t b, uint32_t guess) const {
-    return params_.fast
-               ? choose_fast<Type::kSymbolBits>(symbols_[b], ranges_[b], params_.center)
-               : choose_canonical<Type::kSymbolBits>(symbols_[b], ranges_[b], distances_[b], guess);
-  }
-
-  void write_low_plane(uint32_t b) {
-    encode_low_plane<kStreaming>(symbols_[b], choices_[b],
-                                 slabs_ + b * Type::kSlabBytes + Type::kRestBytes, pending_[b % 2]);
-  }
-
-  void write_payload(uint32_t b) {
-    Choice& choice = choices_[b];
-    if (!encode_payload(symbols_[b], choice, pending_[b % 2], deeper_, payload_)) [[unlikely]] {
-      encode_anew(b);
-    }
-    payload_ += choice.units * frame::kUnitBytes;
-    const uint32_t there = std::min(count_ - b * frame::kBlockElements, frame::kBlockElements);
-    encoded_[b] = {choice.mode, choice.units, there - choice.nonzero, choice.center,
-                   choice.center2};
-  }
-
-  // Without a guess.
-  [[gnu::noinline]] void encode_anew(uint32_t b) {
-    choices_[b] = choice_of(b, kNoGuess);
-    guess_ = guess_after(choices_[b]);
-    write_low_plane(b);
-    encode_payload(symbols_[b], choices_[b], pending_[b % 2], deeper_, payload_);
-  }
-
-  // Symbols are loaded while a row is stored, and at first a processor compares the low 12 bits of
-  // their addresses alone: so the rows begin in the other half of a page than the symbols.
-  alignas(kPageBytes) Bytes symbols_[frame::kTileBlocks];
-  uint8_t apart_[frame::kBlockElements];
-  Pending pending_[2];
-  Escapes deeper_;
-  Range ranges_[frame::kTileBlocks];
-  Distances distances_[frame::kTileBlocks];
-  Choice choices_[frame::kTileBlocks];
-  alignas(kLanes) uint8_t plane1_[2][kPlane1Bytes];
-  const EncodeParams& params_;
-  const uint8_t* const elements_;
-  const uint32_t count_;
-  uint8_t* const slabs_;
-  uint8_t* payload_;
-  EncodedBlock* const encoded_;
-  uint32_t guess_ = kNoGuess;
-};
-
-template <Dtype kDtype, bool kStreaming>
-void encode_dense(const EncodeParams& params, const void* elements, uint32_t count, uint8_t* slabs,
-                  uint8_t* payloads, EncodedBlock* encoded) {
-  DenseEncoder<kDtype, kStreaming>(params, static_cast<const uint8_t*>(elements), count, slabs,
-                                   payloads, encoded)
-      .run();
 }
 
-template <Dtype kDtype>
-inline bool read_symbols(Symbols& symbols, const uint8_t* slab, const uint8_t* payload,
-                         uint32_t mode, uint32_t units, uint8_t center) {
-  using Type = Float<kDtype>;
-  for (uint32_t i = Type::kBytePlanes * frame::kBlockElements; i < Type::kSlabBytes;
-       i += kLineBytes) {
-    prefetch(slab + i, kPrefetchShortBytes);
-  }
-  return decode_symbols<InDense<kDtype>>(symbols, slab + Type::kRestBytes, payload, mode, units,
-                                         center);
-}
-
-template <Dtype kDtype, bool kStreaming>
-[[gnu::noinline]] void join(uint8_t* out, const uint8_t* slab, const Symbols& symbols) {
+template <frame::Dtype kDtype, bool kStreaming>
+[[gnu::noinline]] void join_block(uint8_t* out, const uint8_t* slab, const Symbols& symbols) {
   const auto with = [&]<Code kCode>() {
     if constexpr (Float<kDtype>::kWidth == 1) {
       join_byte_floats<kDtype, kStreaming, kCode>(out, slab, symbols);
@@ -194,138 +42,33 @@ template <Dtype kDtype, bool kStreaming>
   }
 }
 
-template <Dtype kDtype, bool kStreaming>
-bool decode_dense(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t mode,
-                  uint32_t units, uint8_t center, bool) {
-  if constexpr (kStreaming) {
-    if (!is_line_aligned(out)) {
-      return decode_dense<kDtype, false>(out, slab, payload, mode, units, center, false);
-    }
-  }
-  Symbols symbols;
-  if (!read_symbols<kDtype>(symbols, slab, payload, mode, units, center)) {
-    return false;
-  }
-  join<kDtype, kStreaming>(static_cast<uint8_t*>(out), slab, symbols);
-  return true;
-}
-
-// A block is joined only when the next one's escapes have been read, as in avx512_dense.cpp: loads
-// from anywhere in a row wait until what was stored there is in the cache.
-template <Dtype kDtype, bool kStreaming>
-bool decode_dense_tile(void* out, const uint8_t* slabs, const uint8_t* payloads,
-                       const frame::Record& record, uint32_t blocks) {
-  using Type = Float<kDtype>;
-  if constexpr (kStreaming) {
-    if (!is_line_aligned(out)) {
-      return decode_dense_tile<kDtype, false>(out, slabs, payloads, record, blocks);
-    }
-  }
-  auto* to = static_cast<uint8_t*>(out);
-  Symbols symbols[2];
-  for (uint32_t round = 0; round < blocks + 1; ++round) {
-    if (round < blocks) {
-      const uint16_t block = record.block[round];
-      const uint32_t units = frame::Record::units(block);
-      if (!read_symbols<kDtype>(symbols[round % 2], slabs + round * Type::kSlabBytes, payloads,
-                                frame::Record::mode(block), units, record.center[round])) {
-        return false;
-      }
-      payloads += units * frame::kUnitBytes;
-    }
-    if (round != 0) {
-      const uint32_t b = round - 1;
-      uint8_t* const block = to + b * Type::kBlockBytes;
-      if constexpr (kStreaming) {
-        touch_pages_ahead(block, Type::kBlockBytes);
-      }
-      join<kDtype, kStreaming>(block, slabs + b * Type::kSlabBytes, symbols[b % 2]);
-    }
-  }
-  return true;
-}
-
-struct alignas(64) HighHalves {
-  uint8_t byte[2 * frame::kBlockElements];
-};
-
-template <bool kStreaming>
-EncodedBlock encode_upcast(const EncodeParams& params, const void* elements, uint32_t count,
-                           uint8_t* slab, uint8_t* payload) {
-  const auto* from = static_cast<const uint8_t*>(elements);
-  HighHalves high;
+// False if a low half is not 0.
+inline bool take_high_halves(const uint8_t* elements, uint8_t* high) {
   Vector all{};
   for (uint32_t i = 0; i < 2 * kVectors; ++i) {
-    const Vector a = load(from + 2 * kLanes * i);
-    const Vector b = load(from + 2 * kLanes * i + kLanes);
+    const Vector a = load(elements + 2 * kLanes * i);
+    const Vector b = load(elements + 2 * kLanes * i + kLanes);
     all |= a | b;
-    store(high.byte + kLanes * i, odd_halves(a, b));
+    store(high + kLanes * i, odd_halves(a, b));
   }
   using Words = Elements<uint32_t>::Vector;
   const Words low_bits = reinterpret_cast<Words>(all) << 16;
-  if (sum_of(lanes_where(reinterpret_cast<Vector>(low_bits) != 0) & 1) != 0) {
-    return encode_literal<kStreaming>(from, Dtype::kFp32, Shape::kUpcast, slab, payload);
-  }
-  EncodedBlock encoded;
-  encode_dense<Dtype::kBf16, kStreaming>(params, high.byte, count, slab, payload, &encoded);
-  return encoded;
+  return sum_of(lanes_where(reinterpret_cast<Vector>(low_bits) != 0) & 1) == 0;
 }
 
 template <bool kStreaming>
-bool decode_upcast(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t mode,
-                   uint32_t units, uint8_t center, bool) {
-  if constexpr (kStreaming) {
-    if (!is_line_aligned(out)) {
-      return decode_upcast<false>(out, slab, payload, mode, units, center, false);
-    }
-  }
-  auto* to = static_cast<uint8_t*>(out);
-  if (mode == frame::kLiteral) {
-    return decode_literal<kStreaming>(to, Dtype::kFp32, Shape::kUpcast, slab, payload, units);
-  }
-  HighHalves high;
-  if (!decode_dense<Dtype::kBf16, false>(high.byte, slab, payload, mode, units, center, false)) {
-    return false;
-  }
+inline void put_high_halves(uint8_t* elements, const uint8_t* high) {
   for (uint32_t i = 0; i < 2 * kVectors; ++i) {
-    const Vector halves = load(high.byte + kLanes * i);
-    store_line<kStreaming>(to + 2 * kLanes * i, interleave_low_halves(Vector{}, halves));
-    store_line<kStreaming>(to + 2 * kLanes * i + kLanes, interleave_high_halves(Vector{}, halves));
+    const Vector halves = load(high + kLanes * i);
+    uint8_t* const to = elements + 2 * kLanes * i;
+    store_line<kStreaming>(to, interleave_low_halves(Vector{}, halves));
+    store_line<kStreaming>(to + kLanes, interleave_high_halves(Vector{}, halves));
   }
-  return true;
 }
 
 }  // namespace
 
-EncodeBlocks dense_encoder(const EncodeParams& params) {
-  return for_float<EncodeBlocks>(params.dtype, params.streaming,
-                                 []<Dtype kDtype, bool kStreaming>() -> EncodeBlocks {
-                                   return &encode_dense<kDtype, kStreaming>;
-                                 });
-}
-
-DecodeBlock dense_decoder(Dtype dtype, bool streaming) {
-  return for_float<DecodeBlock>(dtype, streaming,
-                                []<Dtype kDtype, bool kStreaming>() -> DecodeBlock {
-                                  return &decode_dense<kDtype, kStreaming>;
-                                });
-}
-
-DecodeBlocks dense_tile_decoder(Dtype dtype, bool streaming) {
-  return for_float<DecodeBlocks>(dtype, streaming,
-                                 []<Dtype kDtype, bool kStreaming>() -> DecodeBlocks {
-                                   return &decode_dense_tile<kDtype, kStreaming>;
-                                 });
-}
-
-EncodeBlocks upcast_encoder(const EncodeParams& params) {
-  return params.streaming ? &encode_one_by_one<encode_upcast<true>>
-                          : &encode_one_by_one<encode_upcast<false>>;
-}
-
-DecodeBlock upcast_decoder(bool streaming) {
-  return streaming ? &decode_upcast<true> : &decode_upcast<false>;
-}
+#include "dense_blocks.h"
 
 }  // namespace memswap::cpu::vector
 

@@ -60,7 +60,7 @@ inline Crowd crowd_of_survivors(const Bytes& symbols, uint32_t vectors, uint32_t
     highest = maximum(highest, symbols.vector[i]);
   }
   const uint32_t maximum = highest_of(highest);
-  const Crowd all{maximum, distances_of<true>(symbols, vectors, maximum)};
+  const Crowd all{maximum, distances_of<true>(symbols, maximum, vectors)};
   if (symbol_bits == canonical::kOutlierBits && may_have_outliers(all.distances)) {
     const uint32_t low = crowded_window(symbols, vectors);
     if (low != 0) {

@@ -32,7 +32,7 @@ class RangeFinder {
 
 // Of the first `vectors` vectors, in which there are zeros only if kWithZeros.
 template <bool kWithZeros>
-inline Distances distances_of(const Bytes& symbols, uint32_t vectors, uint32_t highest) {
+inline Distances distances_of(const Bytes& symbols, uint32_t highest, uint32_t vectors = kVectors) {
   const Vector top = broadcast(highest);
   const Vector limit = broadcast(canonical::kClip);
   Sums sums{}, present{};
