@@ -45,6 +45,7 @@ uint32_t DecodeStatus::take_known() {
     DeviceStreams::host_bytes(*block_, 0, sizeof(found))
         .copy_(streams_->device_bytes(word_.storage(), 0, sizeof(found)), /*non_blocking=*/true);
     copy->record(stream_);
+    block_->used_by(copy);  // the lane may end before the copy, and its pinned memory with it
     copy_ = std::move(copy);
   }
   return found;

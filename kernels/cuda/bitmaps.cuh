@@ -25,6 +25,11 @@ __device__ __forceinline__ WrittenBitmap write_bitmap(uint8_t* payload, uint32_t
     behind += __popc(z[row] & f[row]);
   }
   const bool is_packed = behind < frame::kBitmapBytes;
+  // Whole: a lane's own word of each would be looked up in local memory.
+  if (is_packed && lane < 2) {
+    reinterpret_cast<uint4*>(payload)[lane] =
+        lane == 0 ? make_uint4(z[0], z[1], z[2], z[3]) : make_uint4(f[0], f[1], f[2], f[3]);
+  }
   const uint32_t lower_lanes = (1u << lane) - 1;
   uint32_t place = frame::kMapsBytes;
 #pragma unroll
@@ -35,9 +40,6 @@ __device__ __forceinline__ WrittenBitmap write_bitmap(uint8_t* payload, uint32_t
       continue;
     }
     const uint32_t mixed = z[row] & f[row];
-    if (lane % kRows == row && lane < 2 * kRows) {
-      reinterpret_cast<uint32_t*>(payload)[lane] = lane < kRows ? z[row] : f[row];
-    }
     if (mixed >> lane & 1) {
       payload[place + __popc(mixed & lower_lanes)] = byte;
     }

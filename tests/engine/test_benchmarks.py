@@ -43,3 +43,21 @@ def test_it_runs_on_the_device_that_is_named_without_a_number(
     assert json.loads(file.read_text(encoding="utf-8"))["environment"]["command"] == [
         Path(word).name for word in command
     ]
+
+
+@pytest.mark.accelerator
+@pytest.mark.one_schedule
+@pytest.mark.parametrize("style", kinds.LEARNING_RATES)
+def test_what_is_captured_under_autocast_is_bfloat16(
+    device: torch.device, style: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An accelerator's autocast computes more in float32 than a CPU's does."""
+    monkeypatch.setattr(kinds, "SEQUENCE", 16)
+    tap = kinds.Tap(most_bytes=1 << 10, open=True)
+    model = kinds.Model(tap, style).to(device)
+    tokens = torch.zeros(1, 16, dtype=torch.long, device=device)
+    with torch.autocast(device.type, torch.bfloat16):
+        loss = model(tokens, tokens)
+    loss.backward()
+    others = {name for name, (first, *_) in tap.taken.items() if first.dtype != torch.bfloat16}
+    assert not others, f"of another dtype: {sorted(others)}"

@@ -104,6 +104,20 @@ def test_a_lane_may_end_right_after_a_decode_that_overflowed_nothing() -> None:
     assert same_bits(back.cpu(), values(0))
 
 
+def test_a_lane_may_end_while_what_decodes_found_is_read_back() -> None:
+    machine = Machine()
+    view, encoded, departure = machine.encode(values(0).to(DEVICE), var_capacity=None)
+    departure.wait()
+    back = machine.decode(view, encoded)
+    machine.lane.take_decode_status()
+    del view, encoded, departure
+    machine.lane = None
+    gc.collect()
+    # The detector reports if others get pinned memory that the copy may still write to.
+    torch.empty(1, pin_memory=True)
+    assert same_bits(back.cpu(), values(0))
+
+
 def test_a_frame_that_overflowed_nothing_keeps_no_memory_of_the_arena() -> None:
     machine = Machine()
     view, encoded = overflowed_nothing(machine)

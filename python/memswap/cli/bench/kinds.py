@@ -125,7 +125,9 @@ class FeedForward(nn.Module):  # type: ignore[misc]
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         tap = self.tap
         if self.style == "primer":
-            return self.down(tap("ReLU^2", functional.relu(self.up(states)).square()))
+            # An accelerator's autocast computes powers in float32.
+            squares = functional.relu(self.up(states)).square().to(states.dtype)
+            return self.down(tap("ReLU^2", squares))
         if self.gate is None:
             inner = tap("GELU output", functional.gelu(tap("GELU input", self.up(states))))
             dropped = functional.dropout(self.down(inner), DROPOUT, self.training)

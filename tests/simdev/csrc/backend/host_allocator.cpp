@@ -25,8 +25,8 @@ class HostAllocator final : public at::HostAllocator {
   void copy_data(void* destination, const void* source, size_t bytes) const override {
     std::memcpy(destination, source, bytes);
   }
-  bool record_event(void* pointer, void*, c10::Stream stream) override {
-    return pinned_record(pointer, stream_id(stream));
+  bool record_event(void* pointer, void* context, c10::Stream stream) override {
+    return pinned_record(context, stream_id(stream)) || pinned_record(pointer, stream_id(stream));
   }
   void empty_cache() override { pinned_empty_cache(); }
   at::HostStats get_stats() override {

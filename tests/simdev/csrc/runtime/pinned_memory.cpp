@@ -103,11 +103,11 @@ void pinned_free(void* pointer) noexcept {
   }
 }
 
-bool pinned_record(const void* pointer, StreamId user) {
+bool pinned_record(const void* begin, StreamId user) {
   Machine& machine = Machine::get();
   std::lock_guard lock(machine.mutex);
-  Block* block = find_pinned(machine, pointer);
-  if (!block) return false;
+  Block* block = find_pinned(machine, begin);
+  if (!block || block->pointer() != begin) return false;
   if (machine.mutations.apply(Mutations::Kind::kDropRecordStream)) return true;
   if (std::find(block->used_by.begin(), block->used_by.end(), user) == block->used_by.end())
     block->used_by.push_back(user);

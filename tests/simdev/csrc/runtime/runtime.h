@@ -118,7 +118,7 @@ int device_of(const void* pointer);  // -1 where it is no device memory
 
 void* pinned_allocate(size_t bytes);  // throws PinFailure
 void pinned_free(void* pointer) noexcept;
-bool pinned_record(const void* pointer, StreamId stream);
+bool pinned_record(const void* begin, StreamId stream);  // false: no block begins there
 void pinned_empty_cache();
 bool is_pinned(const void* pointer);
 // Tells the detector of a direct access by the host; it cannot see one by itself.
