@@ -113,7 +113,6 @@ def test_nothing_is_left_behind(device, new_pool, ending):
             out = ours.checkpoint(fn, x * 1)
             if ending == "error in backward":
                 out.sum().backward()
-    assert (ours.stats().moved_storages > 0) is (ending != "no_grad")
     if torch.__version__ < "2.13":  # torch's own hooks stay until the exception is dropped
         expects = None
         collect()
@@ -121,7 +120,7 @@ def test_nothing_is_left_behind(device, new_pool, ending):
     assert torch._C._len_torch_dispatch_stack() == 0, "a mode is left"
     out = expects = None
     collect()
-    assert_released(ours, pool)
+    assert_released(ours, pool, moved=ending != "no_grad")
 
 
 @pytest.mark.one_schedule

@@ -230,7 +230,6 @@ def test_needed_at_once_is_learnt_by_order_not_by_name(device, new_pool):
     torch.manual_seed(0)
     layers = {name: nn.Linear(64, 64) for name in "dcba"}
     layers = {name: layer.to(device) for name, layer in layers.items()}
-    kept: dict[str, int] = {}
     calls: list[str] = []
 
     def note(tensor, info):
@@ -260,5 +259,5 @@ def test_needed_at_once_is_learnt_by_order_not_by_name(device, new_pool):
     out.backward()
     after = manager.stats()
     assert after.returned_storages <= 3
-    del out, kept
+    del out
     assert_released(manager, pool)

@@ -83,7 +83,7 @@ def test_no_view_of_a_managed_parameter_moves(device, new_pool, view, frozen):
     assert "parameter" in stats.kept, f"{view[0]}: no parameter was noticed"
     # x.sum() is the other factor of the product: it moves only where the weight is trained
     assert stats.moved_bytes <= 4, f"{view[0]} of a parameter was moved as if it were an activation"
-    assert_released(manager, pool)
+    assert_released(manager, pool, moved=stats.moved_bytes > 0)
 
 
 def test_buffers_of_batch_norm_are_never_moved(device, new_pool):
@@ -158,7 +158,7 @@ def test_frozen_weight_is_recognised_without_a_manager(device, new_pool):
     assert saver.stats().moved_storages == 0, "a frozen weight was moved"
     assert saver.stats().kept["parameter"].tensors == 1
     del loss
-    assert_released(saver, pool)
+    assert_released(saver, pool, moved=False)
 
 
 def test_activations_of_frozen_first_layers_move_although_they_need_no_gradient(device, new_pool):
@@ -230,7 +230,7 @@ def test_parameters_replaced_after_manage_are_still_recognised(device, new_pool)
     layer.register_forward_hook(lambda m, args, out: out * m.table[0])
     layer(x).sum().backward()
     assert manager.stats().moved_storages == 0, "a new parameter or buffer was moved"
-    assert_released(manager, pool)
+    assert_released(manager, pool, moved=False)
 
 
 def test_weights_cast_by_autocast_work(device, new_pool):

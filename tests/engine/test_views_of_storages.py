@@ -8,7 +8,6 @@ from helpers import (
     EVERYTHING,
     assert_released,
     assert_same_gradients,
-    look,
     random,
     round_trip,
 )
@@ -86,7 +85,7 @@ def test_view_comes_back_with_size_stride_offset_and_bits(device, new_pool, name
     if "empty" not in name:
         assert saver.stats().moved_storages == 1, f"{name}: the storage was not moved"
         assert saver.stats().returned_storages == 1 or not settle, f"{name}: it never came back"
-    assert_released(saver, pool)
+    assert_released(saver, pool, moved="empty" not in name)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -114,6 +113,7 @@ def test_nan_payloads_signed_zeros_infinities_and_denormals_survive(device, new_
     seen, expected = round_trip(saver, make, device)
     assert seen == expected, "special values lost their bits"
     assert seen[0].content == torch.tensor(patterns, dtype=torch.int32).numpy().tobytes()
+    assert saver.stats().moved_storages == 1
 
 
 def test_conjugate_and_negative_views_stay_lazy(device, new_pool):
@@ -191,11 +191,11 @@ def test_shifted_labels_of_a_causal_language_model(device, new_pool):
 
     loss().backward()
     expected, weight.grad = weight.grad, None
-    for step in range(3):
+    for _ in range(3):
         with saver:
             out = loss()
         out.backward()
-        assert_same_gradients([weight.grad], [expected]), f"corrupted in step {step}"
+        assert_same_gradients([weight.grad], [expected])
         weight.grad = None
     del out
     assert_released(saver, pool)
@@ -225,7 +225,6 @@ def test_gradient_that_is_a_view_of_what_came_back_survives(device, new_pool):
     out.sum().backward()
     del out
     churn = [torch.full((40,), 7.0, device=device) for _ in range(8)]
-    assert look(x.grad) is not None
     expected = random(device, 40, seed=3)[:16].view(4, 4)
     assert_same_gradients([x.grad], [expected])
     del churn

@@ -292,9 +292,14 @@ def test_a_window_made_in_forward_opens_again_in_backward(region) -> None:
 
 
 @pytest.mark.one_schedule
-def test_outside_of_managed_layers_a_window_does_nothing() -> None:
-    with memswap.window(seconds=1.0), memswap.saved_tensors(), memswap.window(name="a"):
-        pass
+def test_outside_of_managed_layers_a_window_does_nothing(device) -> None:
+    x = torch.zeros(4, device=device, requires_grad=True)
+    saved = memswap.saved_tensors(memswap.Policy(action=Action.KEEP, min_bytes=1))
+    with memswap.window(seconds=1.0), saved, memswap.window(name="a"):
+        loss = (x + 1).exp().sum()
+    loss.backward()
+    assert saved.stats().kept["policy"].tensors == 1, "a window took a decision"
+    assert torch.equal(x.grad, (x + 1).exp())
 
 
 @pytest.mark.one_schedule

@@ -35,6 +35,13 @@ class EventLog:
     def before(self, first: str, second: str) -> bool:
         return self.index(first) < self.index(second)
 
+    def assert_all_waited(self) -> None:
+        """Each launch was waited for. Of a log with the events of a Recording and no others."""
+        launched = [event for event in self.events if not event.startswith("wait ")]
+        assert launched, "nothing was launched"
+        for event in set(launched):
+            assert self.events.count(f"wait {event}") == launched.count(event), event
+
 
 def poison(tensor: torch.Tensor) -> None:
     """Fill with bytes that no test expects: NaN in every floating-point type."""
