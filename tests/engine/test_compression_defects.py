@@ -33,19 +33,16 @@ import memswap
 from memswap import Windows
 from memswap._native import native
 from memswap.compat.mindspeed import CompressHook, GlobalContext, GlobalContextConfig
-from memswap.engine import expectations
 from memswap.planning import cost_model
 
 NBYTES = 64 * 1024 * 2
 
 
 @pytest.fixture(autouse=True)
-def _every_tensor_is_encoded(
-    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    """The tensors of these models are shorter than their frames."""
+def _encoded(request: pytest.FixtureRequest) -> None:
+    """Every tensor, unless the test says otherwise."""
     if "as_it_shrinks" not in request.fixturenames:
-        monkeypatch.setattr(expectations, "WORTH", float("inf"))
+        request.getfixturevalue("every_tensor_is_encoded")
 
 
 @pytest.fixture

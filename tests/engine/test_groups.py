@@ -8,7 +8,14 @@ import weakref
 
 import pytest
 import torch
-from group_helpers import assert_released, collected, settle, sines
+from group_helpers import (
+    assert_released,
+    collected,
+    leaf_and_gradient,
+    make_calls,
+    settle,
+    sines,
+)
 from helpers import (
     EVERYTHING,
     assert_same_gradients,
@@ -73,9 +80,7 @@ def test_a_group_whose_graph_is_dropped_leaves_no_cycle(device, new_pool):
 def test_nothing_moves_by_itself(device, new_pool):
     pool = new_pool()
     group = memswap.Group("idle", EVERYTHING, pool=pool)
-    x = random(device, 64).requires_grad_()
-    sines(x).backward()
-    expected, x.grad = x.grad, None
+    x, expected = leaf_and_gradient(device)
     with group:
         loss = sines(x)
     loss.backward()
@@ -113,20 +118,12 @@ def test_memory_is_free_once_the_offload_was_waited_for(device, new_pool):
     ],
 )
 def test_every_legal_order_gives_the_same_gradients(device, new_pool, calls):
-    x = random(device, 300).requires_grad_()
-    sines(x).backward()
-    expected, x.grad = x.grad, None
+    x, expected = leaf_and_gradient(device)
     pool = new_pool()
     group = memswap.Group("sines", EVERYTHING, pool=pool)
     with group as generation:
         loss = sines(x)
-    for call in calls:
-        {
-            "o": generation.launch_offload,
-            "w": generation.wait_offload,
-            "l": generation.launch_load,
-            "W": generation.wait_load,
-        }[call]()
+    make_calls(generation, calls)
     loss.backward()
     assert_same_gradients([x.grad], [expected])
     assert group.stats().moved_storages == 4, "what was away already was sent again, or nothing was"
@@ -169,9 +166,7 @@ def test_a_load_that_overtakes_the_offload_brings_nothing_back(device, new_pool)
 
 def test_what_backward_demands_early_is_loaded_then_and_counted(device, new_pool):
     group = memswap.Group("sines", EVERYTHING, pool=new_pool())
-    x = random(device, 300).requires_grad_()
-    sines(x).backward()
-    expected, x.grad = x.grad, None
+    x, expected = leaf_and_gradient(device)
     with group as generation:
         loss = sines(x)
     generation.launch_offload()
@@ -211,9 +206,7 @@ def test_a_group_that_collected_nothing_says_so(device, new_pool):
 
 
 def test_a_closed_group_refuses_calls_and_its_graphs_still_run(device, new_pool):
-    x = random(device, 300).requires_grad_()
-    sines(x).backward()
-    expected, x.grad = x.grad, None
+    x, expected = leaf_and_gradient(device)
     group = memswap.Group("closed", EVERYTHING, pool=new_pool())
     with group as generation:
         loss = sines(x)
@@ -316,13 +309,7 @@ def test_a_dropped_graph_leaves_nothing_behind(device, new_pool, calls):
     pool = new_pool()
     group = memswap.Group("dropped", EVERYTHING, pool=pool)
     generation, loss = collected(group, device)
-    for call in calls:
-        {
-            "o": generation.launch_offload,
-            "w": generation.wait_offload,
-            "l": generation.launch_load,
-            "W": generation.wait_load,
-        }[call]()
+    make_calls(generation, calls)
     del loss
     assert not generation.alive
     settle(group, device)
@@ -332,9 +319,7 @@ def test_a_dropped_graph_leaves_nothing_behind(device, new_pool, calls):
 
 def test_backward_may_run_twice(device, new_pool):
     group = memswap.Group("twice", EVERYTHING, pool=new_pool())
-    x = random(device, 300).requires_grad_()
-    sines(x).backward()
-    expected, x.grad = x.grad, None
+    x, expected = leaf_and_gradient(device)
     with group as generation:
         loss = sines(x)
     generation.launch_offload()

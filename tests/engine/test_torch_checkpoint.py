@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import (
     EVERYTHING,
+    Training,
     assert_released,
     assert_same_gradients,
     gradients,
@@ -20,7 +21,11 @@ from helpers import (
     train_step,
 )
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import memswap
 
@@ -71,18 +76,12 @@ def region_inputs(model, x):
 def test_block_around_a_checkpointed_model_swaps_the_inputs_of_regions(device, new_pool, reentrant):
     model, x = Checkpointed(new_stack(device), reentrant), new_input(device)
     expected = train_step(model, lambda: model(x))
-    pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
-
-    def loss():
-        with saver:
-            return model(x)
-
+    training = Training("saved_tensors", model, new_pool())
     for _ in range(3):
-        assert_same_gradients(train_step(model, loss), expected)
-    saver.reset_stats()
-    out = loss()
-    stats = saver.stats()
+        assert_same_gradients(train_step(model, lambda: training.loss(x)), expected)
+    training.swap.reset_stats()
+    out = training.loss(x)
+    stats = training.stats()
     per_tensor = x.untyped_storage().nbytes()
     offered = stats.moved_storages + sum(c.tensors for c in stats.kept.values())
     assert offered >= 3, "the inputs of checkpointed regions were not offered"
@@ -90,7 +89,7 @@ def test_block_around_a_checkpointed_model_swaps_the_inputs_of_regions(device, n
     assert stats.moved_bytes <= 5 * per_tensor, "what the region does not save was moved"
     out.backward()
     del out
-    assert_released(saver, pool)
+    training.assert_released()
 
 
 @REENTRANT
@@ -142,16 +141,10 @@ def test_both_doors_and_a_checkpoint_between_them(device, new_pool, reentrant):
     expected = train_step(model, lambda: model(x))
     pool = new_pool()
     manager = memswap.manage(model.layers, EVERYTHING, pool=pool)
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
-
-    def loss():
-        with saver:
-            return model(x)
-
+    around = Training("saved_tensors", model, pool)
     for _ in range(3):
-        assert_same_gradients(train_step(model, loss), expected)
-    assert saver.stats().moved_storages > 0
-    assert_released(saver, pool)
+        assert_same_gradients(train_step(model, lambda: around.loss(x)), expected)
+    around.assert_released()
     assert_released(manager, pool, moved=False)
 
 
@@ -261,66 +254,46 @@ def test_early_stop_leaves_nothing_behind(device, new_pool):
     assert_released(manager, pool, moved=False)
 
 
-def must_save_linears():
-    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+def must_save_linears(**options):
+    """A `context_fn` of torch's selective checkpoints."""
 
     def policy(ctx, op, *args, **kwargs):
         matmuls = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
         return CheckpointPolicy.MUST_SAVE if op in matmuls else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return functools.partial(create_selective_checkpoint_contexts, policy)
+    return functools.partial(create_selective_checkpoint_contexts, policy, **options)
 
 
-@pytest.mark.parametrize("where", ["block outside", "layers managed"])
-def test_selective_checkpointing(device, new_pool, where):
+@pytest.mark.parametrize(
+    "way", ["saved_tensors", "manage"], ids=["block outside", "layers managed"]
+)
+def test_selective_checkpointing(device, new_pool, way):
     context_fn = must_save_linears()
     model = Checkpointed(new_stack(device), reentrant=False, context_fn=context_fn)
     x = new_input(device)
     expected = train_step(model, lambda: model(x))
-    pool = new_pool()
-    if where == "layers managed":
-        swap = memswap.manage(model.layers, EVERYTHING, pool=pool)
-        loss = lambda: model(x)  # noqa: E731
-    else:
-        swap = memswap.saved_tensors(EVERYTHING, pool=pool)
-
-        def loss():
-            with swap:
-                return model(x)
-
+    training = Training(way, model, new_pool())
     for _ in range(3):
-        assert_same_gradients(train_step(model, loss), expected)
-    assert_released(swap, pool, moved=where == "block outside")
+        assert_same_gradients(train_step(model, lambda: training.loss(x)), expected)
+    training.assert_released(moved=way == "saved_tensors")
 
 
 def test_selective_checkpointing_offers_its_cache_where_torch_has_the_option(device, new_pool):
-    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-
     option = "respect_saved_tensors_hooks"
     if option not in inspect.signature(create_selective_checkpoint_contexts).parameters:
         pytest.skip(f"this torch has no {option}")
 
-    def policy(ctx, op, *args, **kwargs):
-        matmuls = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-        return CheckpointPolicy.MUST_SAVE if op in matmuls else CheckpointPolicy.PREFER_RECOMPUTE
-
-    context_fn = functools.partial(create_selective_checkpoint_contexts, policy, **{option: True})
+    context_fn = must_save_linears(**{option: True})
     model = Checkpointed(new_stack(device), reentrant=False, context_fn=context_fn)
     x = new_input(device)
     expected = train_step(model, lambda: model(x))
-    pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool, prefetch_bytes=0)
-
-    def loss():
-        with saver:
-            return model(x)
-
+    training = Training("saved_tensors", model, new_pool(), prefetch_bytes=0)
     for _ in range(3):
-        assert_same_gradients(train_step(model, loss), expected)
-    saver.reset_stats()
-    out = loss()
-    moved = saver.stats().moved_bytes
+        assert_same_gradients(train_step(model, lambda: training.loss(x)), expected)
+    training.swap.reset_stats()
+    out = training.loss(x)
+    moved = training.stats().moved_bytes
     assert moved > 5 * x.untyped_storage().nbytes(), "what selective checkpointing saved stayed"
     out.backward()
     del out
-    assert_released(saver, pool)
+    training.assert_released()

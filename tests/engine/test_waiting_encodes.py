@@ -18,17 +18,13 @@ from helpers import (
 
 import memswap
 from memswap import Action, Policy, Windows
-from memswap.engine import expectations, transfer
+from memswap.engine import transfer
 from memswap.engine.visit import Visit
 from memswap.engine.windowed import WindowedSaver
 
+pytestmark = pytest.mark.usefixtures("every_tensor_is_encoded")
+
 ENCODE = Policy(action=Action.ENCODE, min_bytes=1)
-
-
-@pytest.fixture(autouse=True)
-def _every_tensor_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tensors of these models are shorter than their frames."""
-    monkeypatch.setattr(expectations, "WORTH", float("inf"))
 
 
 SIDE = 64
