@@ -1,4 +1,4 @@
-"""What the tests of memswap.checkpoint share: policies, an operator that counts, gradients."""
+"""What the tests of memswap.checkpoint share: regions, an operator that counts, gradients."""
 
 from __future__ import annotations
 
@@ -28,6 +28,20 @@ def policy_of(
         return decision if op in chosen else otherwise
 
     return policy
+
+
+def checkpointing(pool: Any, decision: Any = None, **options: Any) -> memswap.Checkpointing:
+    """Regions whose matrix products are saved as `decision` says; every size counts."""
+    policy = None if decision is None else policy_of(decision)
+    return memswap.Checkpointing(policy, pool=pool, min_bytes=1, **options)
+
+
+def forward(model: Any, call: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """The stack's forward with each layer run by `call`."""
+    x = model.enter(x)
+    for layer in model.layers:
+        x = call(layer, x)
+    return x.square().mean()
 
 
 runs: list[int] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import Training, flush_autograd, new_stack
+from swap_helpers import DOORS, open_door
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +40,12 @@ def new_training(
         return Training(way, new_stack(device, depth), new_pool(), **options)
 
     return make
+
+
+@pytest.fixture(params=DOORS)
+def door(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Puts memswap on all layers of a model: a chain of them, or modules found by a pattern."""
+    return functools.partial(open_door, request.param)
 
 
 @pytest.fixture

@@ -37,6 +37,27 @@ def sines(x: torch.Tensor, count: int = 4) -> torch.Tensor:
     return x.sum()
 
 
+def leaf_and_gradient(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """A leaf, and the gradient that it gets from `sines` without a group."""
+    x = random(device, 300).requires_grad_()
+    sines(x).backward()
+    expected, x.grad = x.grad, None
+    assert expected is not None
+    return x, expected
+
+
+def make_calls(generation: Any, letters: str) -> None:
+    """The calls that these letters stand for: o and w for the offload, l and W for the load."""
+    calls = {
+        "o": generation.launch_offload,
+        "w": generation.wait_offload,
+        "l": generation.launch_load,
+        "W": generation.wait_load,
+    }
+    for letter in letters:
+        calls[letter]()
+
+
 def collected(group: memswap.Group, device: torch.device) -> tuple[Any, torch.Tensor]:
     x = random(device, 300).requires_grad_()
     with group as generation:

@@ -235,14 +235,24 @@ class Training:
     def stats(self) -> memswap.Stats:
         return self.swap.stats()
 
-    def assert_released(self) -> None:
-        assert_released(self.swap, self.pool)
+    def assert_released(self, *, moved: bool = True) -> None:
+        assert_released(self.swap, self.pool, moved=moved)
 
 
-def assert_released(swap: memswap.saved_tensors | memswap.Manager, pool: Any) -> None:
-    """No graph is alive: nothing is counted, and no block of the pool is taken."""
+def assert_released(
+    swap: memswap.saved_tensors | memswap.Manager, pool: Any, *, moved: bool = True
+) -> None:
+    """No graph is alive: nothing is counted, and no block of the pool is taken.
+
+    Args:
+        moved: whether something had left since the statistics were last reset. Without this, a test
+            under which nothing ever leaves would pass for one in which all came back.
+    """
     flush_autograd(getattr(pool, "device", torch.device("cpu")))
-    assert_nothing_left(swap.stats())
+    stats = swap.stats()
+    assert stats.moved_storages > 0 or not moved, "nothing had left: the test shows nothing"
+    assert stats.moved_storages == 0 or moved, "something had left that was to stay"
+    assert_nothing_left(stats)
     assert_pool_empty(pool)
 
 

@@ -28,16 +28,9 @@ from memswap.compat.mindspeed import (
     LayerActivationManager,
     TensorState,
 )
-from memswap.engine import expectations
 from memswap.planning import cost_model
 
-pytestmark = pytest.mark.one_schedule
-
-
-@pytest.fixture(autouse=True)
-def _every_tensor_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tensors of these models are shorter than their frames."""
-    monkeypatch.setattr(expectations, "WORTH", float("inf"))
+pytestmark = [pytest.mark.one_schedule, pytest.mark.usefixtures("every_tensor_is_encoded")]
 
 
 def adapt(model: Any, ctx: GlobalContext, chosen: tuple[int, ...], step: list[int]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from compression_doors import ENCODE, Door, Region
 from helpers import (
     Remember,
     assert_nothing_left,
@@ -29,80 +30,24 @@ from helpers import (
 from torch import nn
 
 import memswap
-from memswap import Action, Policy, Windows
+from memswap import Windows
 from memswap._native import native
 from memswap.compat.mindspeed import CompressHook, GlobalContext, GlobalContextConfig
-from memswap.engine import expectations
 from memswap.planning import cost_model
 
-ENCODE = Policy(action=Action.ENCODE, min_bytes=1)
 NBYTES = 64 * 1024 * 2
 
 
 @pytest.fixture(autouse=True)
-def _every_tensor_is_encoded(
-    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    """The tensors of these models are shorter than their frames."""
+def _encoded(request: pytest.FixtureRequest) -> None:
+    """Every tensor, unless the test says otherwise."""
     if "as_it_shrinks" not in request.fixturenames:
-        monkeypatch.setattr(expectations, "WORTH", float("inf"))
+        request.getfixturevalue("every_tensor_is_encoded")
 
 
 @pytest.fixture
 def as_it_shrinks() -> None:
     """Whether a tensor is encoded is left to what its frame was like."""
-
-
-class Door:
-    """A model's layers under one of the two."""
-
-    def __init__(self, kind: str, layers: Any) -> None:
-        self.kind, self.layers = kind, layers
-        self.handles: list[Any] = []
-        if kind == "manage":
-            self.manager = memswap.manage(
-                layers,
-                ENCODE,
-                windows=Windows(seconds=lambda op, shapes: 1e-3),
-                prefetch_bytes="8KiB",
-            )
-            self.stats, self.windows = self.manager.stats, self.manager.window_stats
-            self.saver = self.manager._saver
-        else:
-            self.ctx = GlobalContext(GlobalContextConfig())
-            self.ctx.saver.policy = ENCODE
-            self.stats, self.windows = self.ctx.stats, self.ctx.window_stats
-            self.saver = self.ctx.saver
-            for layer in layers:
-                self.wrap(layer)
-
-    def wrap(self, layer: nn.Module) -> None:
-        """What an adaptor makes of a layer's forward."""
-        forward, ctx, uuid = layer.forward, self.ctx, id(layer)
-
-        def wrapped(*args: Any) -> Any:
-            key = (uuid, ctx.get_absolute_order(is_first_step=False))
-            ctx.pack_start(key)
-            with CompressHook(key, ctx):
-                result = forward(*args)
-            if result.grad_fn is not None:
-                result.register_hook(lambda gradient: ctx.unpack_start(key))
-            return result
-
-        layer.forward = wrapped  # type: ignore[method-assign]
-
-    def remove(self) -> None:
-        if self.kind == "manage":
-            self.manager.remove()
-        else:
-            for layer in self.layers:
-                del layer.forward
-            self.saver.settle()
-
-    # What `let_sends_end` asks for.
-    @property
-    def _saver(self) -> Any:
-        return self.saver
 
 
 @pytest.fixture(params=["manage", "mindspeed"])
@@ -113,28 +58,6 @@ def open_door(request: pytest.FixtureRequest) -> Callable[[Any], Door]:
         return door
 
     return make
-
-
-class Region:
-    """What a managed layer is inside, around one operator."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.ctx = GlobalContext(GlobalContextConfig())
-        self.ctx.saver = Windows().saver(ENCODE, None, 0)  # nothing stays for being needed at once
-        self.device = device
-        self.seen: list[Any] = []
-
-    def settled(self) -> memswap.Stats:
-        """The statistics when all that was started has ended."""
-        self.ctx.saver._routes.settle()  # `settle` would forget what waits
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
-        return self.ctx.stats()
-
-    def save(self, *tensors: torch.Tensor) -> torch.Tensor:
-        x = torch.zeros(4, device=self.device, requires_grad=True)
-        with CompressHook("layer", self.ctx):
-            return Remember.apply(x, self.seen, *tensors)
 
 
 @pytest.fixture

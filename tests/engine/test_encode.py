@@ -19,7 +19,7 @@ from helpers import (
 
 import memswap
 from memswap import Action, Policy
-from memswap.engine import expectations, transfer
+from memswap.engine import transfer
 
 ENCODE = Policy(action=Action.ENCODE, min_bytes=1)
 ENCODE_SWAP = Policy(action=Action.ENCODE_SWAP, min_bytes=1)
@@ -166,8 +166,8 @@ def test_statistics_that_jump_cost_bytes_and_no_bits(device, saver_of, policy) -
 @pytest.mark.parametrize(
     "dtype", [torch.float16, torch.float32, torch.float64, torch.complex64, torch.int64, torch.bool]
 )
-def test_other_dtypes_come_back_bit_for_bit(device, saver_of, policy, dtype, monkeypatch) -> None:
-    monkeypatch.setattr(expectations, "WORTH", float("inf"))
+@pytest.mark.usefixtures("every_tensor_is_encoded")
+def test_other_dtypes_come_back_bit_for_bit(device, saver_of, policy, dtype) -> None:
     saver = saver_of(policy)
     for _ in range(2):
         step(saver, device, lambda device, seed: random(device, 33, 77, seed=seed, dtype=dtype))

@@ -52,7 +52,7 @@ def test_spent_budget_keeps_and_trains_identically(device, new_pool, way, budget
     assert len(ours) == 1, f"told {len(ours)} times instead of once: {ours}"
     assert "budget" in ours[0] and "less memory saved" in ours[0], ours[0]
     assert pool.statistics().reserved_bytes <= pool.budget_bytes, "the budget is not a hard limit"
-    training.assert_released()
+    training.assert_released(moved=budget != 0)
 
 
 def test_room_that_comes_back_is_used_again(device, new_pool):
@@ -85,9 +85,10 @@ def test_memory_that_cannot_be_pinned_keeps(device, way):
         assert_same_gradients(train_step(training.model, lambda: training.loss(x)), expected)
     assert len(told) == 1
     stats = training.stats()
-    assert stats.moved_storages == 0 and stats.kept["pool"].tensors > 0
-    training.assert_released()
+    assert stats.kept["pool"].tensors > 0
+    training.assert_released(moved=False)
     training.swap.reset_stats()
+    pool.trim()  # which asks anew at once
     assert_same_gradients(train_step(training.model, lambda: training.loss(x)), expected)
     training.assert_released()
 
@@ -154,8 +155,10 @@ def test_full_disk_keeps_and_trains_identically(device, tmp_path, way):
             found = train_step(training.model, lambda: training.loss(x))
             let_sends_end(training.swap, device)
     assert_same_gradients(found, expected)
-    assert training.stats().kept["pool"].tensors > 0 or training.stats().moved_storages > 0
-    assert len([w for w in told if "memswap" in str(w.message)]) <= 1
+    stats = training.stats()
+    assert stats.kept["pool"].tensors > 0, "the disk was never full"
+    assert stats.moved_storages > 0, "the room that there was went unused"
+    assert len([w for w in told if "memswap" in str(w.message)]) == 1
     assert_same_gradients(train_step(training.model, lambda: training.loss(x)), expected)
     training.assert_released()
 

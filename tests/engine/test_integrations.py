@@ -13,7 +13,6 @@ from helpers import (
     Training,
     assert_released,
     assert_same_gradients,
-    bits,
     gradients,
     let_sends_end,
     new_input,
@@ -362,4 +361,3 @@ def test_numbers_computed_under_both_doors_at_once(device, new_pool):
     assert saver.stats().moved_storages > 0 and manager.stats().moved_storages > 0
     assert_released(saver, pool)
     assert_released(manager, pool)
-    assert bits(x) is not None

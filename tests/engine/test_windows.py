@@ -23,7 +23,8 @@ from torch import nn
 
 import memswap
 from memswap import Action, Policy, Windows
-from memswap.engine import expectations
+
+pytestmark = pytest.mark.usefixtures("every_tensor_is_encoded")
 
 ENCODE = Policy(action=Action.ENCODE, min_bytes=1)
 
@@ -32,12 +33,6 @@ ENCODE_SWAP = Policy(action=Action.ENCODE_SWAP, min_bytes=1)
 
 
 KEPT_WAITING = Windows(leftovers="keep")
-
-
-@pytest.fixture(autouse=True)
-def _every_tensor_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tensors of these models are shorter than their frames."""
-    monkeypatch.setattr(expectations, "WORTH", float("inf"))
 
 
 @pytest.fixture

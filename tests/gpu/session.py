@@ -65,7 +65,11 @@ PARTS = {
     "engine": Part(
         "the engine's promises on the GPU",
         420,
-        tests=("tests/gpu/test_gpu.py",),
+        tests=(
+            "tests/gpu/test_gradients_gpu.py",
+            "tests/gpu/test_races_gpu.py",
+            "tests/gpu/test_steady_step_gpu.py",
+        ),
         silence_s=90,
     ),
     "bench-codec": Part("the codec on real activations", 240, benchmark=("codec",)),

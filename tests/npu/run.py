@@ -21,8 +21,8 @@ TOOLS = ["pytest", "pytest-timeout", "hypothesis", "cmake", "ninja"]
 
 #: Engine tests that hold for the simulator and not here, and why.
 NOT_TORCH_NPU = {
-    "tests/engine/test_storages.py::test_channels_last_stays_channels_last": "torch_npu knows no "
-    "channels_last: its tensors are contiguous when they should not be, memswap or not",
+    "tests/engine/test_views_of_storages.py::test_channels_last_stays_channels_last": "torch_npu "
+    "knows no channels_last: its tensors are contiguous when they should not be, memswap or not",
 }
 
 #: Engine tests that reach the device in ways of their own, under the schedule that runs nothing

@@ -35,6 +35,13 @@ class EventLog:
     def before(self, first: str, second: str) -> bool:
         return self.index(first) < self.index(second)
 
+    def assert_all_waited(self) -> None:
+        """Each launch was waited for. Of a log with the events of a Recording and no others."""
+        launched = [event for event in self.events if not event.startswith("wait ")]
+        assert launched, "nothing was launched"
+        for event in set(launched):
+            assert self.events.count(f"wait {event}") == launched.count(event), event
+
 
 def poison(tensor: torch.Tensor) -> None:
     """Fill with bytes that no test expects: NaN in every floating-point type."""
@@ -53,12 +60,12 @@ class LateTicket:
             work()
 
 
-class LateComm:
-    """The worst legal network: nothing happens until wait(), and outputs are poison until then.
+#: A collective of another Comm, given its outputs and its inputs.
+Collective = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Ticket]
 
-    Inputs are read in wait(), so a buffer that was reused too early sends what it holds by then.
-    The ranks have to wait in the same order, which they do when they run the same program.
-    """
+
+class CommAround:
+    """Another Comm, whose collectives are all launched in one place: a subclass's `launch`."""
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
@@ -71,11 +78,24 @@ class LateComm:
     def size(self) -> int:
         return self._comm.size
 
+    def launch(
+        self,
+        event: str,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        collective: Collective,
+    ) -> Ticket:
+        """Launch `collective(outputs, inputs)`, now or later; `event` is its name and label."""
+        raise NotImplementedError
+
     def all_gather(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *, label: str = ""
     ) -> Ticket:
-        return self._later(
-            outputs, inputs, lambda o, i: self._comm.all_gather(o, i, label=label).wait()
+        return self.launch(
+            f"all_gather {label}",
+            outputs,
+            inputs,
+            lambda o, i: self._comm.all_gather(o, i, label=label),
         )
 
     def reduce_scatter(
@@ -86,8 +106,11 @@ class LateComm:
         op: ReduceOp = "avg",
         label: str = "",
     ) -> Ticket:
-        return self._later(
-            outputs, inputs, lambda o, i: self._comm.reduce_scatter(o, i, op=op, label=label).wait()
+        return self.launch(
+            f"reduce_scatter {label}",
+            outputs,
+            inputs,
+            lambda o, i: self._comm.reduce_scatter(o, i, op=op, label=label),
         )
 
     def all_to_all(
@@ -99,108 +122,77 @@ class LateComm:
         *,
         label: str = "",
     ) -> Ticket:
-        def work(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-            self._comm.all_to_all(
-                outputs[0], inputs[0], output_splits, input_splits, label=label
-            ).wait()
-
-        return self._later([output], [input], work)
+        return self.launch(
+            f"all_to_all {label}",
+            [output],
+            [input],
+            lambda o, i: self._comm.all_to_all(
+                o[0], i[0], output_splits, input_splits, label=label
+            ),
+        )
 
     def all_reduce(
         self, tensors: Sequence[torch.Tensor], *, op: ReduceOp = "avg", label: str = ""
     ) -> Ticket:
-        return self._later(
-            tensors, tensors, lambda o, i: self._comm.all_reduce(o, op=op, label=label).wait()
+        return self.launch(
+            f"all_reduce {label}",
+            tensors,
+            tensors,
+            lambda o, i: self._comm.all_reduce(o, op=op, label=label),
         )
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str = "") -> Ticket:
-        return LateTicket(lambda: self._comm.broadcast(tensor.data, source, label=label).wait())
+        return self.launch(
+            f"broadcast {label}",
+            [tensor],
+            [tensor],
+            lambda o, i: self._comm.broadcast(o[0], source, label=label),
+        )
 
-    def _later(
+
+class LateComm(CommAround):
+    """The worst legal network: nothing happens until wait(), and outputs are poison until then.
+
+    Inputs are read in wait(), so a buffer that was reused too early sends what it holds by then.
+    The ranks have to wait in the same order, which they do when they run the same program.
+    """
+
+    def launch(
         self,
+        event: str,
         outputs: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
-        work: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None],
-    ) -> LateTicket:
+        collective: Collective,
+    ) -> Ticket:
         outputs = [output.data for output in outputs]
         inputs = [input.data for input in inputs]
         read = {input.untyped_storage()._cdata for input in inputs}
         for output in outputs:
             if output.untyped_storage()._cdata not in read:  # in place: the input is in the output
                 poison(output)
-        return LateTicket(lambda: work(outputs, inputs))
+        return LateTicket(lambda: collective(outputs, inputs).wait())
 
 
-class Recording:
+class Recording(CommAround):
     """Another Comm, with every launch and wait written into a log.
 
     Events: ``"all_gather LABEL"`` when launched, ``"wait all_gather LABEL"`` when first waited.
     """
 
     def __init__(self, comm: Comm, log: EventLog) -> None:
-        self._comm = comm
+        super().__init__(comm)
         self.log = log
 
-    @property
-    def rank(self) -> int:
-        return self._comm.rank
-
-    @property
-    def size(self) -> int:
-        return self._comm.size
-
-    def all_gather(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *, label: str = ""
-    ) -> Ticket:
-        return self._note(
-            "all_gather", label, lambda: self._comm.all_gather(outputs, inputs, label=label)
-        )
-
-    def reduce_scatter(
+    def launch(
         self,
+        event: str,
         outputs: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
-        *,
-        op: ReduceOp = "avg",
-        label: str = "",
+        collective: Collective,
     ) -> Ticket:
-        return self._note(
-            "reduce_scatter",
-            label,
-            lambda: self._comm.reduce_scatter(outputs, inputs, op=op, label=label),
-        )
-
-    def all_to_all(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_splits: Sequence[int] | None = None,
-        input_splits: Sequence[int] | None = None,
-        *,
-        label: str = "",
-    ) -> Ticket:
-        return self._note(
-            "all_to_all",
-            label,
-            lambda: self._comm.all_to_all(output, input, output_splits, input_splits, label=label),
-        )
-
-    def all_reduce(
-        self, tensors: Sequence[torch.Tensor], *, op: ReduceOp = "avg", label: str = ""
-    ) -> Ticket:
-        return self._note(
-            "all_reduce", label, lambda: self._comm.all_reduce(tensors, op=op, label=label)
-        )
-
-    def broadcast(self, tensor: torch.Tensor, source: int, *, label: str = "") -> Ticket:
-        return self._note(
-            "broadcast", label, lambda: self._comm.broadcast(tensor, source, label=label)
-        )
-
-    def _note(self, what: str, label: str, launch: Callable[[], Ticket]) -> Ticket:
-        event = f"{what} {label}".strip()
+        event = event.strip()
         self.log(event)
-        ticket = launch()
+        ticket = collective(outputs, inputs)
 
         def wait() -> None:
             self.log(f"wait {event}")

@@ -124,9 +124,7 @@ def test_every_use_of_an_arriving_tensor_is_that_of_the_plain_one(rank: Rank, la
         torch.testing.assert_close(late_gradient, gradient, rtol=1e-15, atol=1e-15, msg=name)
         if "both" not in name:
             assert torch.equal(gradient, late_gradient), name
-    launched = [event for event in rank.log.events if not event.startswith("wait")]
-    for event in set(launched):
-        assert rank.log.events.count(f"wait {event}") == launched.count(event), event
+    rank.log.assert_all_waited()
     rank.same_everywhere(rank.log.events, "launches and waits")
 
 

@@ -84,10 +84,14 @@ def test_forwards_without_a_backward_leave_nothing_behind(rank: Rank, late: bool
 
 @distributed(2)
 def test_inference_first_does_not_spoil_training(rank: Rank) -> None:
-    net, _ = sharded(rank, make_net(), context={"slots": 2})
+    start = make_net()
+    reference, _ = sharded(rank, start)
+    net, _ = sharded(rank, start, context={"slots": 2})
     with torch.inference_mode():
         loss_of(net, tokens_of(0, 2)[rank.rank])
     train(net, rank, steps=1)
+    train(reference, rank, steps=1)
+    assert_same(net, reference, rank, bitwise=True)
 
 
 @distributed(2)

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from race_workloads import compute_streams, fetch_stream, lanes_opened, send_stream
+from race_workloads import (
+    MATRIX,
+    Workload,
+    compute_streams,
+    expected,
+    fetch_stream,
+    lanes_opened,
+    observe,
+    send_stream,
+)
 
+from memswap import Policy
 from simdev import mutations
 
 Breaking = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -118,3 +129,29 @@ def drop_between(waiter: str, source: str, needs_copies: bool = False) -> Breaki
             yield found
 
     return breaking
+
+
+@dataclass(frozen=True)
+class EncodeEdge:
+    """An edge of an encode under a whole engine, and what breaks it: nothing makes up for it."""
+
+    name: str
+    broken: Breaking
+    policy: Policy
+    workload: Workload
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def assert_caught(edge: EncodeEdge, **options: Any) -> None:
+    """The detector speaks under some schedule, and under some the gradients are wrong."""
+    right = expected(edge.workload)
+    seen = [
+        observe(schedule, edge.workload, edge.broken, policy=edge.policy, **options)
+        for schedule in MATRIX
+    ]
+    struck = [one for one in seen if one.hits]
+    assert struck, f"{edge}: the mutation never struck"
+    assert any(one.reports for one in struck), f"{edge}: the detector said nothing"
+    assert any(one.differs_from(right) for one in struck), f"{edge}: no wrong data anywhere"

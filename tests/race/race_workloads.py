@@ -255,6 +255,15 @@ def observe(
     return seen
 
 
+def assert_silent_and_right(workload: Workload, **options: Any) -> None:
+    """Where nothing is broken the detector says nothing, and no bit differs under any schedule."""
+    right = expected(workload)
+    for schedule in MATRIX:
+        seen = observe(schedule, workload, **options)
+        assert not seen.reports, f"{schedule}: {seen.reports[:3]}"
+        assert not seen.differs_from(right), f"{schedule}: wrong data"
+
+
 def until_forgotten(lab: Any) -> None:
     """Waits until nothing of a backward pass that failed is alive.
 

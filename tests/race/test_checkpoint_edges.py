@@ -18,6 +18,7 @@ from race_workloads import (
     DEVICE,
     MATRIX,
     Region,
+    assert_silent_and_right,
     compute_streams,
     expected,
     fetch_stream,
@@ -31,7 +32,11 @@ from race_workloads import (
 import memswap
 from simdev import _C, mutations
 
-pytestmark = [pytest.mark.own_laboratory, pytest.mark.one_schedule]
+pytestmark = [
+    pytest.mark.own_laboratory,
+    pytest.mark.one_schedule,
+    pytest.mark.usefixtures("every_tensor_is_encoded"),
+]
 
 #: The region's operators alone use the engine: what else is saved stays.
 OPTIONS = {"policy": memswap.Policy(action=memswap.Action.KEEP, min_bytes=1), "prefetch_bytes": 0}
@@ -105,13 +110,6 @@ EDGES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _everything_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memswap.engine import expectations
-
-    monkeypatch.setattr(expectations, "WORTH", float("inf"))
-
-
 @pytest.mark.parametrize("name", list(EDGES))
 def test_a_broken_edge_is_caught_by_the_detector_and_as_wrong_data(name: str) -> None:
     workload, opener, mutate = EDGES[name]
@@ -156,8 +154,4 @@ class Broken:
 
 @pytest.mark.parametrize("workload", [SWAPPED, ENCODED], ids=["swapped", "encoded"])
 def test_unbroken_regions_are_silent_and_right_under_every_schedule(workload: Any) -> None:
-    right = expected(workload)
-    for schedule in MATRIX:
-        seen = observe(schedule, workload, **OPTIONS)
-        assert not seen.reports, f"{schedule}: {seen.reports[:3]}"
-        assert not seen.differs_from(right), f"{schedule}: gradients differ"
+    assert_silent_and_right(workload, **OPTIONS)

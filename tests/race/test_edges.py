@@ -17,6 +17,7 @@ from race_workloads import (
     MATRIX,
     Observation,
     Workload,
+    assert_silent_and_right,
     expected,
     observe,
     saved_region,
@@ -85,10 +86,7 @@ def test_a_broken_edge_is_caught_by_the_detector_and_as_wrong_data(edge: Edge) -
 def test_an_unbroken_engine_is_silent_and_right_under_every_schedule(
     workload: Workload, prefetch_bytes: int | str, pool: str
 ) -> None:
-    for schedule in MATRIX:
-        seen = observe(schedule, workload, prefetch_bytes=prefetch_bytes, pool=pool)
-        assert not seen.reports, f"{schedule}: {seen.reports[:3]}"
-        assert not seen.differs_from(expected(workload)), f"{schedule}: gradients differ"
+    assert_silent_and_right(workload, prefetch_bytes=prefetch_bytes, pool=pool)
 
 
 def test_every_edge_was_tried_and_the_table_can_be_printed() -> None:

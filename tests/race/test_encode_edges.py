@@ -7,18 +7,17 @@ the race detector speaks, and some schedule gives other bits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from broken_edges import Breaking, drop_between
+from broken_edges import EncodeEdge, assert_caught, drop_between
 from helpers import assert_same_gradients
 from race_workloads import (
     EAGER,
     MATRIX,
-    Observation,
     Workload,
+    assert_silent_and_right,
     expected,
     observe,
     one_stream,
@@ -34,6 +33,7 @@ from simdev import laboratory
 pytestmark = [
     pytest.mark.own_laboratory,
     pytest.mark.one_schedule,
+    pytest.mark.usefixtures("every_tensor_is_encoded"),
     pytest.mark.filterwarnings("ignore:memswap. a storage"),  # small arenas are full at times
 ]
 
@@ -42,12 +42,6 @@ ENCODE_SWAP = Policy(action=Action.ENCODE_SWAP, min_bytes=1)
 
 #: As much as the frames of one forward of these models set aside, and little more.
 ARENA_BYTES = 512 << 10
-
-
-@pytest.fixture(autouse=True)
-def _every_tensor_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tensors of these models are shorter than their frames."""
-    monkeypatch.setattr(expectations, "WORTH", float("inf"))
 
 
 @pytest.fixture
@@ -66,45 +60,20 @@ def no_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---------------------------------------------------------------- mutations
-@dataclass(frozen=True)
-class Edge:
-    name: str
-    broken: Breaking
-    policy: Policy
-    workload: Workload
-
-    def __str__(self) -> str:
-        return self.name
-
-
 EDGES = [
-    Edge("producer -> encode", drop_between("encode", "compute"), ENCODE, one_stream),
-    Edge("encode -> freed", drop_between("compute", "encode"), ENCODE, two_streams),
-    Edge("encode -> decode", drop_between("decode", "encode"), ENCODE, two_streams),
-    Edge("allocation -> decode", drop_between("decode", "compute"), ENCODE, one_stream),
-    Edge("decode -> consumer", drop_between("compute", "decode"), ENCODE, one_stream),
-    Edge("encode -> copy", drop_between("send", "encode", True), ENCODE_SWAP, one_stream),
-    Edge("copy -> decode", drop_between("decode", "fetch", True), ENCODE_SWAP, one_stream),
+    EncodeEdge("producer -> encode", drop_between("encode", "compute"), ENCODE, one_stream),
+    EncodeEdge("encode -> freed", drop_between("compute", "encode"), ENCODE, two_streams),
+    EncodeEdge("encode -> decode", drop_between("decode", "encode"), ENCODE, two_streams),
+    EncodeEdge("allocation -> decode", drop_between("decode", "compute"), ENCODE, one_stream),
+    EncodeEdge("decode -> consumer", drop_between("compute", "decode"), ENCODE, one_stream),
+    EncodeEdge("encode -> copy", drop_between("send", "encode", True), ENCODE_SWAP, one_stream),
+    EncodeEdge("copy -> decode", drop_between("decode", "fetch", True), ENCODE_SWAP, one_stream),
 ]
 
 
-def caught(edge: Edge, **options: Any) -> list[Observation]:
-    options = {"prefetch_bytes": 0, **options}
-    right = expected(edge.workload)
-    seen = [
-        observe(schedule, edge.workload, edge.broken, policy=edge.policy, **options)
-        for schedule in MATRIX
-    ]
-    struck = [one for one in seen if one.hits]
-    assert struck, f"{edge}: the mutation never struck"
-    assert any(one.reports for one in struck), f"{edge}: the detector said nothing"
-    assert any(one.differs_from(right) for one in struck), f"{edge}: no wrong data anywhere"
-    return seen
-
-
 @pytest.mark.parametrize("edge", EDGES, ids=str)
-def test_a_broken_edge_is_caught_by_the_detector_and_as_wrong_data(edge: Edge) -> None:
-    caught(edge)
+def test_a_broken_edge_is_caught_by_the_detector_and_as_wrong_data(edge: EncodeEdge) -> None:
+    assert_caught(edge, prefetch_bytes=0)
 
 
 @pytest.mark.parametrize("action", [Action.ENCODE, Action.ENCODE_SWAP], ids=lambda a: a.value)
@@ -113,15 +82,8 @@ def test_a_broken_edge_is_caught_by_the_detector_and_as_wrong_data(edge: Edge) -
 def test_an_unbroken_engine_is_silent_and_right_under_every_schedule(
     workload: Workload, action: Action, prefetch_bytes: int | str
 ) -> None:
-    for schedule in MATRIX:
-        seen = observe(
-            schedule,
-            workload,
-            policy=Policy(action=action, min_bytes=1),
-            prefetch_bytes=prefetch_bytes,
-        )
-        assert not seen.reports, f"{schedule}: {seen.reports[:3]}"
-        assert not seen.differs_from(expected(workload)), f"{schedule}: gradients differ"
+    policy = Policy(action=action, min_bytes=1)
+    assert_silent_and_right(workload, policy=policy, prefetch_bytes=prefetch_bytes)
 
 
 @pytest.mark.parametrize("action", [Action.ENCODE, Action.ENCODE_SWAP], ids=lambda a: a.value)

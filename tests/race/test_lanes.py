@@ -360,5 +360,5 @@ def test_a_storage_of_another_device_is_refused() -> None:
 def test_a_lane_for_host_memory_or_without_chunks_is_refused() -> None:
     with pytest.raises(RuntimeError, match="chunk_bytes must be positive"):
         new_lane(chunk_bytes=0)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="stream"):
         new_lane(device=torch.device("cpu"))

@@ -51,9 +51,12 @@ def test_every_cuda_source_belongs_to_a_target() -> None:
     lists = ("CMakeLists.txt", "kernels/cuda/CMakeLists.txt")
     listed = "".join((ROOT / name).read_text(encoding="utf-8") for name in lists).split()
     listed = {Path(word.strip("()")).name for word in listed}
-    for folder in ("csrc", "kernels", "tests"):
-        for source in (ROOT / folder).rglob("*.cu"):
-            assert source.name in listed, f"{source.name} is never compiled"
+    sources = [
+        one for folder in ("csrc", "kernels", "tests") for one in (ROOT / folder).rglob("*.cu")
+    ]
+    assert sources, "no CUDA source was found"
+    for source in sources:
+        assert source.name in listed, f"{source.name} is never compiled"
 
 
 @pytest.mark.timeout(900)

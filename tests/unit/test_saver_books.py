@@ -255,7 +255,7 @@ def test_a_swap_way_sends_and_brings(of_python):
     assert torch.equal(again, tensor)
     assert way.send(native.StorageRef(torch.empty(1 << 21, dtype=torch.uint8))) is None
     assert "budget" in way.why_refused()
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="expected a StorageRef"):
         way.send(tensor)
     with pytest.raises((TypeError, RuntimeError)):
         way.bring(tensor)
@@ -291,7 +291,7 @@ def test_a_way_without_room_changes_nothing():
 def test_a_visit_needs_a_saver_and_packs_tensors():
     with pytest.raises(TypeError, match="expected a Saver"):
         Visit(object(), "")
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match=r"needs a torch\.Tensor"):
         Visit(new_saver(), "").pack(object())
 
 

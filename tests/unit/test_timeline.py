@@ -304,7 +304,7 @@ def test_a_place_that_a_passage_does_not_have_is_an_error(ask):
     for wrong in (1, -1):
         with pytest.raises(IndexError, match=f"of 1 storages, found {wrong}"):
             getattr(passage, ask)(wrong)
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="integer"):
         getattr(passage, ask)("0")
     assert not passage.began_backward
 

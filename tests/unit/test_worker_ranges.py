@@ -219,7 +219,7 @@ def test_wrong_arguments_of_a_fetch_into_are_named() -> None:
         lane.fetch_into(block, None, 0)
     with pytest.raises(ValueError, match="on meta"):
         lane.fetch_into(block, native.StorageRef(torch.empty(10, device="meta")), 0)
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match=r"send\(\): incompatible function arguments"):
         lane.send(storage, block, after="yesterday")
 
 
