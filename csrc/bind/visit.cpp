@@ -1,6 +1,7 @@
 // Visit, as Python sees it: where autograd calls in. What becomes of a tensor that may leave is for
 // python/memswap/engine/visit.py, whose class is derived from this one, and for its saver to say.
 #include <ATen/SequenceNumber.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
@@ -76,6 +77,13 @@ bool persists(VisitObject* self, PyObject* tensor, PyObject* view) {
   return view_of_subclass(view) && truth(call(self, names.is_frozen, tensor).release().ptr());
 }
 
+// Whether make_fx records operators now. It knows tensors by who they are: what came back in their
+// place would be a constant of the recording, with the bytes of now.
+bool is_traced() {
+  using c10::impl::TorchDispatchModeKey;
+  return c10::impl::TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::PROXY).has_value();
+}
+
 // [Note: What an operator fills after it was saved]
 // Autograd saves the inputs of an operator before it runs, and rrelu's noise is one: memory that
 // torch has just allocated, and that the operator fills without counting an edit. Sent at once, the
@@ -110,6 +118,8 @@ PyObject* pack(PyObject* object, PyObject* tensor) {
         reason = "parameter";
       } else if (look.private_format()) {
         reason = "private format";
+      } else if (is_traced()) {
+        reason = "traced";
       }
       if (reason != nullptr) {
         const py::str word(reason);

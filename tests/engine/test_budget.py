@@ -120,6 +120,34 @@ def test_a_budget_is_kept_and_gradients_are_the_same(device, new_pool, share):
     assert_released(manager, pool)
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_graph_that_is_retained_is_run_twice_within_a_budget(device, new_pool, again):
+    """It used to need all of its bytes at a time, by the plan: its entries live on, empty."""
+
+    def twice(layers: nn.ModuleList) -> list[torch.Tensor | None]:
+        layers.zero_grad(set_to_none=True)
+        loss = forward(layers, 32, device)
+        loss.backward(retain_graph=True)
+        if again:
+            loss.backward()
+        return gradients(layers)
+
+    budget = int(0.6 * kept_peak(device, new_pool()))
+    layers = new_layers(device)
+    plain = twice(layers)
+    pool = new_pool()
+    with memswap.manage(layers, SWAP, pool=pool, budget=budget, rates=rates_for(device)) as manager:
+        for _ in range(4):
+            twice(layers)
+        manager.reset_stats()
+        for _ in range(3):
+            assert_same_gradients(twice(layers), plain)
+        assert manager.stats().moved_storages > 0
+        assert manager.stats().peak_resident_bytes <= budget
+        assert manager.plan.measured_peak_bytes <= manager.plan.peak_bytes <= budget
+    assert_released(manager, pool)
+
+
 @pytest.mark.parametrize("flights", [2, 3])
 @pytest.mark.parametrize("order", ["first-in-first-out", "last-in-first-out", "one-by-one"])
 def test_forwards_in_flight_share_a_budget(device, new_pool, flights, order):

@@ -22,6 +22,7 @@ from helpers import (
     train_step,
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memswap
@@ -342,6 +343,29 @@ def test_dispatch_modes_do_not_see_the_transfers(device, new_training):
     assert not extra, f"operators of memswap's own were seen: {extra}"
     assert ours.seen.count("aten.copy_.default") == plain.seen.count("aten.copy_.default")
     training.assert_released()
+
+
+def test_gradients_that_make_fx_traces_are_those_of_any_input(device, new_pool):
+    """They were computed with the activations of the traced call, which were constants in there."""
+    model, x = new_stack(device), new_input(device)
+    other = random(device, *x.shape, seed=2)
+    parameters = list(model.parameters())
+
+    def step(x):
+        return torch.autograd.grad(model(x), parameters)
+
+    expected = step(other)
+    pool = new_pool()
+    manager = memswap.manage(model.layers, EVERYTHING, pool=pool)
+    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    step(x)
+    with saver:
+        traced = make_fx(step)(x)
+    assert saver.stats().kept["traced"].tensors > 0
+    assert manager.stats().kept["traced"].tensors > 0
+    assert_same_gradients(traced(other), expected)
+    manager.remove()
+    assert_released(manager, pool)
 
 
 def test_numbers_computed_under_both_doors_at_once(device, new_pool):

@@ -47,7 +47,8 @@ class RecordedStorage:
     """Number of the first mark at which the forward held it no longer. None: it still did when
     backward asked for it, so that leaving frees nothing."""
     last_demand: int | None
-    """Number of the last mark in whose course somebody used it. None: it was never demanded."""
+    """Number of the last mark in whose course somebody used it. None: it was never demanded. What a
+    graph that is retained lets go of, and asks for again, counts no more: it comes alone then."""
     kept_until: int | None
     """Number of the last mark at which its graph still had it."""
 
@@ -126,6 +127,11 @@ class _Saved:
     last_demand: int | None = None
     kept_until: int | None = None
     marks_since: int = 0  # somebody demanded it
+    used_up: bool = False  # it came back, and nobody holds it any more
+
+    def look_at_use(self, entry: Entry) -> None:
+        """Whether those who demanded it are done with it."""
+        self.used_up = self.used_up or (entry.storage is None and entry.identity.expired())
 
 
 class Recorder:
@@ -176,7 +182,9 @@ class Recorder:
 
     def demanding(self, entry: Entry) -> None:
         """Backward asks for a storage."""
-        if entry.index in self._demanded:
+        again = self._demanded.get(entry.index)
+        if again is not None:
+            again.look_at_use(entry)
             return
         if not self._demanded:
             self._look()
@@ -193,7 +201,9 @@ class Recorder:
         if index not in self._demanded:
             self._demanded[index] = saved
             self._moments.append((self._began, self._clock.now()))
-        saved.last_demand = saved.kept_until = len(self._moments) - 1
+        saved.kept_until = len(self._moments) - 1
+        if not saved.used_up:
+            saved.last_demand = saved.kept_until
         saved.marks_since = 0
         self._served[index] = saved
         self._note_bytes(entry)
@@ -253,11 +263,13 @@ class Recorder:
         """
         mark = len(self._moments)
         for index, saved in list(self._served.items()):
-            if saved.entry() is None:
+            entry = saved.entry()
+            if entry is None:
                 del self._served[index]
                 continue
             saved.kept_until = mark
-            if saved.marks_since < MOST_ASKED:
+            saved.look_at_use(entry)
+            if not saved.used_up and saved.marks_since < MOST_ASKED:
                 saved.last_demand = mark
             saved.marks_since += 1
 
