@@ -60,16 +60,22 @@ def test_a_steady_step_never_waits_on_the_host(device: torch.device, how: str, a
 @pytest.mark.parametrize("how", ["saved_tensors", "manage"])
 def test_a_steady_step_takes_nothing_from_the_driver(device: torch.device, how: str) -> None:
     steady = Steady(device, how)
-    for _ in range(20):  # how far the host is ahead varies, and with it what is alive at once
-        steady.step()
-    torch.cuda.synchronize(device)
-    device_allocations = torch.cuda.memory_stats(device)["num_device_alloc"]
-    slabs = steady.pool.statistics().slabs_acquired
-    for _ in range(50):
-        steady.step()
-    torch.cuda.synchronize(device)
-    assert torch.cuda.memory_stats(device)["num_device_alloc"] == device_allocations
-    assert steady.pool.statistics().slabs_acquired == slabs
+
+    def taken() -> tuple[int, int]:
+        torch.cuda.synchronize(device)
+        segments = torch.cuda.memory_stats(device)["num_device_alloc"]
+        return segments, steady.pool.statistics().slabs_acquired
+
+    # How far the host is ahead varies, and with it what is alive at once and where free pieces lie:
+    # nobody can say in which step the last segment is taken.
+    counts = [taken()]
+    for _ in range(5):
+        for _ in range(50):
+            steady.step()
+        counts.append(taken())
+        if counts[-1] == counts[-2]:
+            break
+    assert counts[-1] == counts[-2], f"segments and slabs after each 50 steps: {counts}"
     assert_nothing_left(steady.swap.stats())
 
 
