@@ -16,16 +16,19 @@ at::Tensor new_bytes_on(c10::Device device, size_t nbytes) {
   return at::empty({static_cast<int64_t>(nbytes)}, at::TensorOptions(device).dtype(at::kByte));
 }
 
+c10::Device with_streams(c10::Device device) {
+  TORCH_CHECK(device.has_index() && !device.is_cpu(),
+              "memswap: a lane of streams needs an accelerator with an index, found ", device);
+  return device;
+}
+
 }  // namespace
 
 DeviceStreams::DeviceStreams(c10::Device device)
-    : device_(device),
+    : device_(with_streams(device)),
       backend_(device.type()),
       keys_(new_bytes_on(device, 0).key_set()),
-      default_(backend_.getDefaultStream(device).id()) {
-  TORCH_CHECK(device.has_index() && !device.is_cpu(),
-              "memswap: a lane of streams needs an accelerator with an index, found ", device);
-}
+      default_(backend_.getDefaultStream(device).id()) {}
 
 c10::Stream DeviceStreams::current() {
   const c10::Stream stream = backend_.getStream(device_);

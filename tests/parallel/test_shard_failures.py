@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from memswap.errors import InplaceEditError, SlotError
@@ -286,6 +286,16 @@ def test_a_mesh_of_three_dimensions_is_refused_with_the_way_out(rank: Rank) -> N
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "replicate", "shard"))
     with pytest.raises(NotImplementedError, match=r"mesh of 3 dimensions .*pass mesh\['name'\]"):
         shard(nn.Linear(2, 2), mesh)
+
+
+@distributed(2)
+def test_a_policy_that_differs_by_parameter_is_refused(rank: Rank) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    object.__setattr__(policy, "param_dtype_override_fn", lambda parameter: None)  # torch 2.15's
+    net = nn.Linear(2, 2)
+    with pytest.raises(NotImplementedError, match=r"param_dtype_override_fn.*in another call"):
+        shard(net, rank.mesh, mp_policy=policy)
+    assert all(type(value) is nn.Parameter for value in net.parameters()), "half sharded"
 
 
 @distributed(2)

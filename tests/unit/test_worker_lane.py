@@ -390,3 +390,8 @@ print(os.waitstatus_to_exitcode(status), same)
 """
     )
     assert done.stdout.strip() == "0 True", done.stdout + done.stderr
+
+
+def test_a_lane_of_streams_says_that_a_cpu_has_none() -> None:
+    with pytest.raises(RuntimeError, match="needs an accelerator with an index, found cpu"):
+        native.StreamLane(torch.device("cpu"), max_leaving_bytes=0, chunk_bytes=1 << 20)

@@ -68,7 +68,9 @@ def shard(
             links; where there is none, at the unit's start.
         shard_placement_fn: returns, for a parameter, ``Shard(dim)`` to shard it along another
             dimension than 0, or None. Gathered, such a parameter is not contiguous.
-        mp_policy: dtypes of gathered parameters, of the reduction and of inputs and outputs.
+        mp_policy: dtypes of gathered parameters, of the reduction and of inputs and outputs. Where
+            it names none for the reduction, gradients are reduced in the dtype of the gathered
+            parameters, and from torch 2.15 on, as its policy says, in that of the shards.
         ignored_params: parameters to leave alone.
         context: shares slots and order with the units of that context. Default: that of the sharded
             modules inside ``module``, which thereby prefetch each other.
@@ -80,7 +82,7 @@ def shard(
         ValueError: a parameter is tied to one of another unit, is a scalar or not contiguous; the
             anchor is no submodule; the module is sharded already.
         NotImplementedError: this torch cannot guard weights that are not there; a mesh of more than
-            two dimensions, parameters that are DTensors.
+            two dimensions, parameters that are DTensors, a policy with an override per parameter.
     """
     if not native.can_lend:
         raise NotImplementedError(
@@ -95,6 +97,12 @@ def shard(
         )
     if residency not in ("use", "step"):
         raise ValueError(f"shard(): residency={residency!r}, expected 'use' or 'step'")
+    policy = mp_policy or MixedPrecisionPolicy()
+    if getattr(policy, "param_dtype_override_fn", None) is not None:
+        raise NotImplementedError(
+            "shard(): found a policy with param_dtype_override_fn, expected one dtype for all "
+            "parameters of a call; shard the modules that keep their own dtype in another call"
+        )
     inner = [unit for one in modules for unit in _units_inside(one)]
     parameters = _own_parameters(modules, ignored_params)
     if not parameters:
@@ -104,7 +112,6 @@ def shard(
     anchors = _anchors(modules, anchor)
     context = _context_for(inner, context)
     reshard = not inner if reshard_after_forward is None else reshard_after_forward
-    policy = mp_policy or MixedPrecisionPolicy()
     name = f"{type(modules[0]).__name__}.{len(context.scheduled)}"
     dims = [_dimension(parameter, shard_placement_fn) for parameter in parameters]
     comm = context.comm(mesh.get_group(mesh.ndim - 1))

@@ -16,6 +16,7 @@ from weakref import ref
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.torch_version import TorchVersion
 
 from memswap._native import native
 from memswap.errors import UnitStateError
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 
     from memswap.parallel.comm import Comm, ReduceOp, Ticket
     from memswap.parallel.slots import Lease
+
+#: Whether gradients are reduced in the dtype of the shards where MixedPrecisionPolicy names none,
+#: and not in that of the gathered weights: torch 2.15 changed what its policy means.
+REDUCES_AS_SHARDED = TorchVersion(torch.__version__) >= (2, 15)
 
 #: Every gathered parameter begins at a multiple of so many bytes (as torch's allocators align).
 ALIGNMENT = 512
@@ -310,9 +315,15 @@ class Unit:
     def keep_gradients(self) -> None:
         """They are not reduced in this backward: accumulate in the dtype of the reduction."""
         for member in self.members:
-            if member.grad is not None and self.policy.reduce_dtype is not None:
-                member.grad = member.grad.to(self.policy.reduce_dtype)
+            if member.grad is not None:
+                member.grad = member.grad.to(self._reduce_dtype(member))
         self.arrived.clear()
+
+    def _reduce_dtype(self, member: Member) -> torch.dtype:
+        """Where the policy names none, what this torch's `MixedPrecisionPolicy` promises."""
+        if self.policy.reduce_dtype is not None:
+            return self.policy.reduce_dtype
+        return member.sharded.dtype if REDUCES_AS_SHARDED else member.dtype
 
     @property
     def reduce_op(self) -> ReduceOp:
@@ -327,12 +338,11 @@ class Unit:
         """
         size = self.comm.size
         members = self.trainable
-        dtype = self.policy.reduce_dtype
         missing = [member.grad is None for member in members]
         inputs, outputs = [], []
         with torch.no_grad():
             for member in members:
-                kind = dtype or member.dtype
+                kind = self._reduce_dtype(member)
                 rows = member.rows * size
                 gradient, member.grad = member.grad, None
                 gradient = None if gradient is None else gradient.movedim(member.dim, 0)
