@@ -46,7 +46,6 @@ template <uint32_t kBit>
 inline Mask mask_of_bit(Vector value) {
   return mask_of(vector(_mm256_slli_epi16(native(value), 7 - kBit)));
 }
-inline Mask first_mask(uint32_t count) { return count < kLanes ? (1u << count) - 1 : ~0u; }
 inline uint32_t count_of(Mask mask) { return count_bits(mask); }
 inline bool any(Mask mask) { return mask != 0; }
 
@@ -79,8 +78,8 @@ inline Vector look_up(Vector table, Vector index) {
 // The masks of 8 lanes are as long as addresses, which they become a part of.
 [[gnu::always_inline]] inline uint8_t* append_half(uint8_t* to, size_t first, size_t second,
                                                    __m128i value) {
-  const __m128i moved = _mm_shuffle_epi8(
-      value, control_of(kLaneTables[0].chosen[first], kLaneTables[1].chosen[second]));
+  const __m128i moved =
+      _mm_shuffle_epi8(value, control_of(kChosenLanes[0].of[first], kChosenLanes[1].of[second]));
   uint8_t* const middle = to + __builtin_popcountll(first);
   _mm_storel_epi64(reinterpret_cast<__m128i*>(to), moved);
   _mm_storeh_pi(reinterpret_cast<__m64*>(middle), _mm_castsi128_ps(moved));
@@ -98,20 +97,27 @@ inline Vector look_up(Vector table, Vector index) {
   return append_half(to, chosen[2], chosen[3], high_half(value));
 }
 
-[[gnu::always_inline]] inline __m128i expand_half(size_t first, size_t second,
-                                                  const uint8_t*& from) {
-  const uint8_t* const middle = from + __builtin_popcountll(first);
-  const __m128i both = control_of(from, middle);
-  from = middle + __builtin_popcountll(second);
-  return _mm_shuffle_epi8(both,
-                          control_of(kLaneTables[0].place[first], kLaneTables[1].place[second]));
+// How many lanes are 255 and not 0: of both halves, the 16 lanes that a look-up reaches, and of the
+// first one.
+struct LaneCounts {
+  size_t all, first;
+};
+[[gnu::always_inline]] inline LaneCounts count_lanes(Vector lanes) {
+  const size_t mask = mask_of(lanes);
+  return {static_cast<size_t>(__builtin_popcountll(mask)),
+          static_cast<size_t>(__builtin_popcountll(mask & 0xffff))};
 }
 
-// The next bytes of `from` in the chosen lanes, 0 in the others.
-[[gnu::always_inline]] inline Vector expand(Mask chosen, const uint8_t*& from) {
-  const __m128i low = expand_half(chosen & 255, chosen >> 8 & 255, from);
-  const __m128i high = expand_half(chosen >> 16 & 255, chosen >> 24, from);
-  return vector(_mm256_set_m128i(high, low));
+// In each half, the bytes behind those that the lanes of the halves before it have.
+[[gnu::always_inline]] inline Vector load_halves(const uint8_t* from, LaneCounts counts) {
+  return vector(_mm256_inserti128_si256(_mm256_castsi128_si256(load_as<__m128i>(from)),
+                                        load_as<__m128i>(from + counts.first), 1));
+}
+
+// In each half, lanes go kBy up, and the first ones are 0.
+template <int kBy>
+inline Vector move_up(Vector value) {
+  return vector(_mm256_slli_si256(native(value), kBy));
 }
 
 // Sums over lanes, of bytes of up to 64 vectors.

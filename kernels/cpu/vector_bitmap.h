@@ -1,7 +1,7 @@
 // The bitmap at the head of a payload, plain or packed (docs/format.md section 3).
 #pragma once
 
-#include "vector_bytes.h"
+#include "vector_expansion.h"
 
 MEMSWAP_VECTOR_BEGIN
 
@@ -73,9 +73,9 @@ inline const uint8_t* decode_bitmap(Bitmap& bitmap, bool packed, const uint8_t* 
   }
   const uint8_t* next = in + frame::kMapsBytes;
   for (uint32_t i = 0; i < frame::kBitmapBytes; i += kLanes) {
-    const Vector full = load_bits(in + i / 8) & ~load_bits(in + frame::kByteMapBytes + i / 8);
-    const Mask chosen = load_mask(in + i / 8) & load_mask(in + frame::kByteMapBytes + i / 8);
-    store(bitmap.byte + i, full | expand(chosen, next));
+    const Vector not_zero = load_bits(in + i / 8);
+    const Vector not_full = load_bits(in + frame::kByteMapBytes + i / 8);
+    store(bitmap.byte + i, (not_zero & ~not_full) | Expansion(not_zero & not_full).take(next));
   }
   return next;
 }

@@ -1,7 +1,7 @@
 // The streams behind L0: S1, S2 and E bytes, of what the modes LQ2 and LQ3 cannot code.
 #pragma once
 
-#include "vector_bytes.h"
+#include "vector_expansion.h"
 
 MEMSWAP_VECTOR_BEGIN
 
@@ -95,12 +95,13 @@ inline const uint8_t* decode_nibbles(const NibbleCode& code, const uint8_t* in, 
   for (uint32_t i = 0; i < count; i += kLanes) {
     const Vector nibble = load_symbols4(in + i / 2);
     Vector symbol = look_up(table, nibble);
-    const Mask escaped = mask_of(lanes_where(nibble == 15)) & first_mask(count - i);
-    if (any(escaped)) {
-      if (count_of(escaped) > static_cast<size_t>(end - raw)) {
+    const Vector escaped = lanes_where(nibble == 15) & first_lanes(count - i);
+    if (any(mask_of(escaped))) {
+      const Expansion bytes(escaped);
+      if (bytes.count() > static_cast<size_t>(end - raw)) {
         return nullptr;
       }
-      symbol |= Place::of(expand(escaped, raw));
+      symbol |= Place::of(bytes.take(raw));
     }
     store(symbols.byte + i, symbol);
   }
@@ -138,12 +139,12 @@ inline const uint8_t* decode_escapes2(const uint8_t* in, const uint8_t* end, uin
   alignas(16) static constexpr uint8_t kValue[16] = {0, 4, 5};
   alignas(16) static constexpr uint8_t kCoded[16] = {255, 255, 255};
   const Vector table = Place::of((broadcast(center) - repeat16(kValue)) & repeat16(kCoded));
-  Mask deeper[kVectors];
+  Bytes deeper;
   uint32_t deeper_count = 0;
   for (uint32_t i = 0; i < count; i += kLanes) {
     const Vector index = load_symbols2(in + i / 4);
-    deeper[i / kLanes] = mask_of(lanes_where(index == 3)) & first_mask(count - i);
-    deeper_count += count_of(deeper[i / kLanes]);
+    deeper.vector[i / kLanes] = lanes_where(index == 3) & first_lanes(count - i);
+    deeper_count += count_of(mask_of(deeper.vector[i / kLanes]));
     store(symbols.byte + i, look_up(table, index));
   }
   if (deeper_count == 0) {
@@ -157,7 +158,8 @@ inline const uint8_t* decode_escapes2(const uint8_t* in, const uint8_t* end, uin
   }
   const uint8_t* next = deeper_symbols.byte;
   for (uint32_t i = 0; i < count; i += kLanes) {
-    store(symbols.byte + i, load(symbols.byte + i) | expand(deeper[i / kLanes], next));
+    const Expansion expansion(deeper.vector[i / kLanes]);
+    store(symbols.byte + i, load(symbols.byte + i) | expansion.take(next));
   }
   return last;
 }

@@ -113,7 +113,6 @@ struct Symbols {
   uint32_t bits;           // kFixed: of a code
   const uint8_t* low;      // L0
   const uint8_t* payload;  // kLq3, kFixed: planes of the codes' other bits
-  Mask escaped[kVectors];  // kLq3: which elements
 };
 
 template <uint32_t kQuarter>
@@ -134,25 +133,25 @@ template <Code kCode, typename Place>
 class SymbolCursor {
  public:
   explicit SymbolCursor(const Symbols& symbols)
-      : symbols_(symbols), table_(code_table<Place>(symbols.center)), next_(symbols.escapes.byte) {}
+      : low_(symbols.low),
+        high_(symbols.payload),
+        table_(code_table<Place>(symbols.center)),
+        next_(symbols.escapes.byte) {}
 
   // Those of vector i of the quarter, which is the next one.
   template <uint32_t kQuarter>
   [[gnu::always_inline]] Vector take(uint32_t i) {
-    const uint32_t at = kVectors / 4 * kQuarter + i;
-    Vector code = low_codes<kQuarter>(symbols_.low, i);
-    Mask escaped;
-    if constexpr (kCode == Code::kLq2) {
-      escaped = mask_of(lanes_where(code == 0));
-    } else {
-      code |= load_bits(symbols_.payload + kLanes / 8 * at) & 4;
-      escaped = symbols_.escaped[at];
+    Vector code = low_codes<kQuarter>(low_, i);
+    if constexpr (kCode == Code::kLq3) {
+      const uint32_t at = kVectors / 4 * kQuarter + i;
+      code |= load_bits(high_ + kLanes / 8 * at) & 4;
     }
-    return look_up(table_, code) | expand(escaped, next_);
+    return look_up(table_, code) | Expansion(lanes_where(code == 0)).take(next_);
   }
 
  private:
-  const Symbols& symbols_;
+  const uint8_t* const low_;
+  const uint8_t* const high_;  // kLq3: the codes' bit 2
   const Vector table_;
   const uint8_t* next_;
 };
@@ -194,14 +193,13 @@ inline uint32_t count_escapes2(const uint8_t* low) {
 }
 
 // Those of LQ3, whose bit 2 is not set either.
-inline uint32_t find_escapes3(const uint8_t* low, const uint8_t* high, Mask (&escaped)[kVectors]) {
+inline uint32_t count_escapes3(const uint8_t* low, const uint8_t* high) {
   uint32_t count = 0;
   for_quarters([&]<uint32_t kQuarter>() {
     for (uint32_t i = 0; i < kVectors / 4; ++i) {
       const uint32_t at = kVectors / 4 * kQuarter + i;
-      escaped[at] = mask_of(lanes_where(low_codes<kQuarter>(low, i) == 0)) &
-                    ~load_mask(high + kLanes / 8 * at);
-      count += count_of(escaped[at]);
+      count += count_of(mask_of(lanes_where(low_codes<kQuarter>(low, i) == 0)) &
+                        ~load_mask(high + kLanes / 8 * at));
     }
   });
   return count;
@@ -228,8 +226,7 @@ inline bool decode_symbols(Symbols& symbols, const uint8_t* low, const uint8_t* 
       return false;
     }
     last = decode_nibbles<Place>(kLq3Nibbles, payload + kPlane1Bytes, end,
-                                 find_escapes3(low, payload, symbols.escaped), center,
-                                 symbols.escapes);
+                                 count_escapes3(low, payload), center, symbols.escapes);
   }
   // `last` is no later than `end`; is it in the last unit, or is the payload too long?
   return last != nullptr && units_of_bytes(static_cast<uint32_t>(last - payload)) == units;

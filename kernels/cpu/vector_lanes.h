@@ -86,31 +86,27 @@ constexpr LaneNumbers make_lane_numbers() {
 }
 inline constexpr LaneNumbers kLaneNumbers = make_lane_numbers();
 
-// By which of 8 lanes are chosen: their numbers in a row, and each lane's place in that row. 255:
-// none.
-struct LaneTables {
-  alignas(64) uint8_t chosen[256][8];
-  uint8_t place[256][8];
+// By which of 8 lanes are chosen: their numbers in a row. 255: none.
+struct ChosenLanes {
+  alignas(64) uint8_t of[256][8];
 };
-constexpr LaneTables make_lane_tables(uint8_t first) {
-  LaneTables tables{};
+constexpr ChosenLanes make_chosen_lanes(uint8_t first) {
+  ChosenLanes chosen{};
   for (uint32_t lanes = 0; lanes < 256; ++lanes) {
     uint8_t count = 0;
     for (uint8_t lane = 0; lane < 8; ++lane) {
-      tables.chosen[lanes][lane] = 255;
-      tables.place[lanes][lane] = 255;
-    }
-    for (uint8_t lane = 0; lane < 8; ++lane) {
       if ((lanes >> lane & 1) != 0) {
-        tables.place[lanes][lane] = static_cast<uint8_t>(first + count);
-        tables.chosen[lanes][count++] = static_cast<uint8_t>(first + lane);
+        chosen.of[lanes][count++] = static_cast<uint8_t>(first + lane);
       }
     }
+    while (count < 8) {
+      chosen.of[lanes][count++] = 255;
+    }
   }
-  return tables;
+  return chosen;
 }
 // For lanes 0 to 7, and for 8 to 15.
-inline constexpr LaneTables kLaneTables[2] = {make_lane_tables(0), make_lane_tables(8)};
+inline constexpr ChosenLanes kChosenLanes[2] = {make_chosen_lanes(0), make_chosen_lanes(8)};
 
 }  // namespace
 }  // namespace memswap::cpu::vector

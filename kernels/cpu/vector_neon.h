@@ -38,9 +38,6 @@ template <uint32_t kBit>
 inline Mask mask_of_bit(Vector value) {
   return vector(vtstq_u8(native(value), vdupq_n_u8(1 << kBit)));
 }
-inline Mask first_mask(uint32_t count) {
-  return lanes_where(load(kLaneNumbers.number) < broadcast(count < kLanes ? count : kLanes));
-}
 inline uint32_t count_of(Mask mask) { return vaddvq_u8(native(mask & 1)); }
 inline bool any(Mask mask) { return vmaxvq_u8(native(mask)) != 0; }
 
@@ -65,13 +62,9 @@ inline uint64_t look_up8(uint64_t word, const uint8_t* indices) {
   return vget_lane_u64(vreinterpret_u64_u8(vtbl1_u8(vcreate_u8(word), vld1_u8(indices))), 0);
 }
 inline uint64_t compress8(uint64_t word, uint64_t lanes) {
-  return look_up8(word, kLaneTables[0].chosen[lane_bits(lanes)]);
+  return look_up8(word, kChosenLanes[0].of[lane_bits(lanes)]);
 }
-inline uint64_t expand8(uint64_t word, uint64_t lanes) {
-  return look_up8(word, kLaneTables[0].place[lane_bits(lanes)]);
-}
-
-inline uint32_t count_lanes(uint64_t lanes) {
+inline uint32_t count_word(uint64_t lanes) {
   return static_cast<uint32_t>(__builtin_popcountll(lanes)) / 8;
 }
 
@@ -80,7 +73,7 @@ inline uint32_t count_lanes(uint64_t lanes) {
   const Words64 words = reinterpret_cast<Words64>(value);
   for (uint32_t i = 0; i < kWords; ++i) {
     store_as<uint64_t>(to, compress8(words[i], lanes[i]));
-    to += count_lanes(lanes[i]);
+    to += count_word(lanes[i]);
   }
   return to;
 }
@@ -88,20 +81,23 @@ inline uint32_t count_lanes(uint64_t lanes) {
 [[gnu::always_inline]] inline uint8_t* append(uint8_t* to, const uint8_t* chosen, Vector value) {
   const Words64 words = reinterpret_cast<Words64>(value);
   for (uint32_t i = 0; i < kWords; ++i) {
-    store_as<uint64_t>(to, look_up8(words[i], kLaneTables[0].chosen[chosen[i]]));
+    store_as<uint64_t>(to, look_up8(words[i], kChosenLanes[0].of[chosen[i]]));
     to += __builtin_popcount(chosen[i]);
   }
   return to;
 }
 
-[[gnu::always_inline]] inline Vector expand(Mask chosen, const uint8_t*& from) {
-  const Words64 lanes = reinterpret_cast<Words64>(chosen);
-  Words64 words{};
-  for (uint32_t i = 0; i < kWords; ++i) {
-    words[i] = expand8(load_as<uint64_t>(from), lanes[i]);
-    from += count_lanes(lanes[i]);
-  }
-  return reinterpret_cast<Vector>(words);
+// There is one half.
+struct LaneCounts {
+  size_t all;
+};
+[[gnu::always_inline]] inline LaneCounts count_lanes(Vector lanes) { return {count_of(lanes)}; }
+[[gnu::always_inline]] inline Vector load_halves(const uint8_t* from, LaneCounts) {
+  return load(from);
+}
+template <int kBy>
+inline Vector move_up(Vector value) {
+  return vector(vextq_u8(vdupq_n_u8(0), native(value), 16 - kBy));
 }
 
 using Sums = Elements<uint16_t>::Vector;

@@ -201,14 +201,14 @@ bool decode_sparse(void* out, const uint8_t* slab, const uint8_t* payload, uint3
   if (escape_streams > end) {
     return false;
   }
-  Mask escaped[kVectors];
+  Bytes escaped;
   Row tops, escapes, signs;
   const Vector table = code_table<InRotated<kDtype>>(center);
   uint32_t count = 0;
   for (uint32_t i = 0; i < live; i += kLanes) {
     const Vector code = load_symbols2(codes + i / 4);
-    escaped[i / kLanes] = mask_of(lanes_where(code == 0)) & first_mask(live - i);
-    count += count_of(escaped[i / kLanes]);
+    escaped.vector[i / kLanes] = lanes_where(code == 0) & first_lanes(live - i);
+    count += count_of(mask_of(escaped.vector[i / kLanes]));
     store(tops.byte + i, look_up(table, code));
   }
   const uint8_t* last =
@@ -218,8 +218,8 @@ bool decode_sparse(void* out, const uint8_t* slab, const uint8_t* payload, uint3
   }
   const uint8_t* next_escape = escapes.byte;
   for (uint32_t i = 0; i < live; i += kLanes) {
-    const Vector symbol = load(tops.byte + i) | expand(escaped[i / kLanes], next_escape);
-    store(tops.byte + i, symbol | Rest::load(rest, live, i));
+    const Vector escape = Expansion(escaped.vector[i / kLanes]).take(next_escape);
+    store(tops.byte + i, load(tops.byte + i) | escape | Rest::load(rest, live, i));
   }
   for (uint32_t i = 0; i < zeros; i += kLanes) {
     store(signs.byte + i, load_bits(sign_bits + i / 8) & 1);
@@ -227,17 +227,15 @@ bool decode_sparse(void* out, const uint8_t* slab, const uint8_t* payload, uint3
   uint32_t taken = 0;
   const uint8_t* next_sign = signs.byte;
   for (uint32_t i = 0; i < kVectors; ++i) {
-    const Mask nonzero = load_mask(bitmap.byte + kLanes / 8 * i);
+    const Vector nonzero = load_bits(bitmap.byte + kLanes / 8 * i);
+    const Expansion expansion(nonzero);
     Vector v[kWidth];
-    const uint8_t* next = nullptr;
     for (uint32_t p = 0; p < kWidth; ++p) {
-      const uint8_t* plane = p < Type::kBytePlanes ? planes + p * live : tops.byte;
-      next = plane + taken;
-      v[p] = expand(nonzero, next);
+      v[p] = expansion.of((p < Type::kBytePlanes ? planes + p * live : tops.byte) + taken);
     }
-    taken = static_cast<uint32_t>(next - tops.byte);
+    taken += expansion.count();
     if (zeros != 0) {
-      v[0] |= expand(~nonzero, next_sign);
+      v[0] |= Expansion(~nonzero).take(next_sign);
     }
     store_rotated<kWidth, kStreaming>(to + kLanes * kWidth * i, v);
   }
