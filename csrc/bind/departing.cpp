@@ -9,8 +9,8 @@
 #include <memory>
 #include <new>
 
+#include "calls.h"
 #include "python_type.h"
-#include "ticket.h"
 
 namespace memswap {
 namespace py = pybind11;

@@ -11,6 +11,7 @@
 #include <optional>
 
 #include "books/residence.h"
+#include "calls.h"
 #include "departing.h"
 #include "ledger.h"
 #include "passage.h"

@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "calls.h"
 #include "codec/codec_lane.h"
 #include "entry.h"
 #include "ledger.h"

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <string>
 
+#include "calls.h"
 #include "entry.h"
 #include "ledger.h"
 #include "python_type.h"
@@ -16,7 +17,6 @@
 #include "storage/saved_view.h"
 #include "storage/storage.h"
 #include "storage_ref.h"
-#include "ticket.h"
 
 namespace memswap {
 namespace py = pybind11;

@@ -8,6 +8,7 @@ void bind_view(pybind11::module_& module);         // view.cpp
 void bind_ledger(pybind11::module_& module);       // ledger.cpp
 void bind_ticket(pybind11::module_& module);       // ticket.cpp
 void bind_way(pybind11::module_& module);          // way.cpp
+void bind_forecast(pybind11::module_& module);     // forecast.cpp
 void bind_passage(pybind11::module_& module);      // passage.cpp
 void bind_entry(pybind11::module_& module);        // entry.cpp
 void bind_departing(pybind11::module_& module);    // departing.cpp
@@ -31,6 +32,7 @@ PYBIND11_MODULE(_C, module) {
   memswap::bind_ticket(module);
   memswap::bind_ledger(module);
   memswap::bind_way(module);
+  memswap::bind_forecast(module);
   memswap::bind_passage(module);
   memswap::bind_entry(module);
   memswap::bind_departing(module);

@@ -12,9 +12,10 @@
 #include <string>
 #include <utility>
 
+#include "calls.h"
+#include "forecast.h"
 #include "python_type.h"
 #include "script.h"
-#include "ticket.h"
 
 namespace memswap {
 namespace py = pybind11;
@@ -30,11 +31,14 @@ constexpr std::array kSlots = {
 
 // Set once, by bind_passage.
 PyTypeObject* passage_type = nullptr;
-PyTypeObject* forecast_type = nullptr;
 PyObject* expected_name = nullptr;
 
 PassageObject* passage_of(PyObject* self) { return reinterpret_cast<PassageObject*>(self); }
-ForecastObject* forecast_of(PyObject* self) { return reinterpret_cast<ForecastObject*>(self); }
+
+// What it predicts, or nullptr.
+const ForecastObject* known_forecast(const PassageObject* self) {
+  return empty(self->forecast) ? nullptr : reinterpret_cast<ForecastObject*>(self->forecast);
+}
 
 size_t place_in(const PassageObject* self, PyObject* index) {
   const Py_ssize_t number = PyLong_AsSsize_t(index);
@@ -67,10 +71,10 @@ void add_place(PyObject* set, size_t index) {
 
 // The verdict about a storage; a passage whose storages are other ones has no more verdicts.
 Verdict verdict(PassageObject* self, size_t index, int64_t nbytes) {
-  if (empty(self->forecast)) {
+  const ForecastObject* const known = known_forecast(self);
+  if (known == nullptr) {
     return {Py_None, false};
   }
-  const ForecastObject* const known = forecast_of(self->forecast);
   if (!known->forecast.expects(index, nbytes)) {
     put(self->forecast, Py_None);
     return {Py_None, false};
@@ -124,10 +128,9 @@ PyObject* py_place(PyObject* object, PyObject* given) {
 std::span<const size_t> next_in_window(PassageObject* self, size_t index) {
   Passage& passage = self->passage;
   if (!passage.expects_all()) {
-    const Forecast* const known =
-        empty(self->forecast) ? nullptr : &forecast_of(self->forecast)->forecast;
-    if (known != nullptr && known->sizes.size() == passage.size()) {
-      passage.expect(known->order, known->window_bytes);
+    const ForecastObject* const known = known_forecast(self);
+    if (known != nullptr && known->forecast.sizes.size() == passage.size()) {
+      passage.expect(known->forecast.order, known->forecast.window_bytes);
     } else {
       const py::object expected =
           owned(PyObject_CallMethodNoArgs(reinterpret_cast<PyObject*>(self), expected_name));
@@ -231,11 +234,11 @@ PyObject* get_began_backward(PyObject* self, void*) {
 }
 
 PyObject* get_predicted_window_bytes(PyObject* self, void*) {
-  PyObject* const known = passage_of(self)->forecast;
-  if (empty(known)) {
+  const ForecastObject* const known = known_forecast(passage_of(self));
+  if (known == nullptr) {
     Py_RETURN_NONE;
   }
-  return PyLong_FromLongLong(forecast_of(known)->forecast.window_bytes);
+  return PyLong_FromLongLong(known->forecast.window_bytes);
 }
 
 PyObject* get_returns_as_planned(PyObject* self, void*) {
@@ -298,43 +301,17 @@ PyObject* make_forecast(PyObject* object, PyObject* const* args, Py_ssize_t coun
       throw py::error_already_set();
     }
     Forecast forecast(self->passage, places(self->held), window);
-    py::object made = owned(forecast_type->tp_alloc(forecast_type, 0));
-    new (&forecast_of(made.ptr())->forecast) Forecast(std::move(forecast));
-    forecast_of(made.ptr())->needed_at_once = Py_NewRef(args[1]);
-    forecast_of(made.ptr())->never_freed = Py_NewRef(args[2]);
-    return made.release().ptr();
+    return new_forecast(std::move(forecast), args[1], args[2]).release().ptr();
   });
 }
 
-void dealloc_forecast(PyObject* self) {
-  std::destroy_at(&forecast_of(self)->forecast);
-  Py_CLEAR(forecast_of(self)->needed_at_once);
-  Py_CLEAR(forecast_of(self)->never_freed);
-  free_instance(self);
-}
-
 PyObject* follow(PyObject* self, PyObject* forecast) {
-  if (!Py_IS_TYPE(forecast, forecast_type)) {
-    PyErr_Format(PyExc_TypeError, "expected a Forecast, found %R", forecast);
+  if (forecast_object(forecast) == nullptr) {
     return nullptr;
   }
   put(passage_of(self)->forecast, forecast);
   Py_RETURN_NONE;
 }
-
-PyType_Slot forecast_slots[] = {
-    {Py_tp_dealloc, reinterpret_cast<void*>(dealloc_forecast)},
-    {Py_tp_doc, const_cast<char*>("What a finished passage says about the next one.")},
-    {0, nullptr},
-};
-
-PyType_Spec forecast_spec = {
-    .name = "memswap._C.Forecast",
-    .basicsize = sizeof(ForecastObject),
-    .itemsize = 0,
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = forecast_slots,
-};
 
 // --- life ---------------------------------------------------------------------------------------
 
@@ -527,7 +504,6 @@ std::vector<py::object> demand(PassageObject* self, size_t index) {
 void bind_passage(py::module_& module) {
   expected_name = interned("expected");
   passage_type = add_type(module, "Passage", spec);
-  forecast_type = add_type(module, "Forecast", forecast_spec);
 }
 
 }  // namespace memswap

@@ -11,13 +11,6 @@
 
 namespace memswap {
 
-// What a passage predicts. Its words are Python's.
-struct ForecastObject {
-  PyObject_HEAD Forecast forecast;
-  PyObject* needed_at_once;
-  PyObject* never_freed;
-};
-
 struct PassageObject {
   PyObject_HEAD Passage passage;
   // Borrowed: an entry takes itself off when it dies. nullptr: it is dead, or has not been placed.

@@ -13,6 +13,7 @@
 #include <new>
 #include <utility>
 
+#include "calls.h"
 #include "departing.h"
 #include "handle.h"
 #include "ledger.h"
@@ -21,7 +22,6 @@
 #include "script.h"
 #include "storage/storage.h"
 #include "storage_ref.h"
-#include "ticket.h"
 
 namespace memswap {
 namespace py = pybind11;

@@ -14,6 +14,7 @@
 #include <new>
 #include <utility>
 
+#include "calls.h"
 #include "departing.h"
 #include "handle.h"
 #include "ledger.h"

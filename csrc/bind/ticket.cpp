@@ -2,6 +2,7 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include "calls.h"
 #include "lane/work_ticket.h"
 #include "work/ticket.h"
 

@@ -9,10 +9,10 @@
 #include <string>
 #include <utility>
 
+#include "calls.h"
 #include "python_type.h"
 #include "storage/saved_view.h"
 #include "storage_ref.h"
-#include "ticket.h"
 
 namespace memswap {
 namespace py = pybind11;

@@ -10,12 +10,12 @@
 #include <cstddef>
 #include <optional>
 
+#include "calls.h"
 #include "ledger.h"
 #include "python_type.h"
 #include "saver.h"
 #include "script.h"
 #include "storage/saved_view.h"
-#include "ticket.h"
 #include "view.h"
 
 namespace memswap {

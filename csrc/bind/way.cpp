@@ -8,12 +8,12 @@
 #include <new>
 #include <utility>
 
+#include "calls.h"
 #include "pool/block.h"
 #include "python_type.h"
 #include "storage/memory_share.h"
 #include "storage/storage.h"
 #include "storage_ref.h"
-#include "ticket.h"
 #include "work/ticket.h"
 
 namespace memswap {
