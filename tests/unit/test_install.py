@@ -145,3 +145,11 @@ def test_build_without_torch_says_what_to_do(sources: Path, tmp_path: Path) -> N
     assert "Install torch first" in done.stderr
     assert "--no-build-isolation" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_build_for_another_system_says_what_is_needed(sources: Path, tmp_path: Path) -> None:
+    done = run(
+        "cmake", "-S", sources, "-B", tmp_path / "b", "-DCMAKE_SYSTEM_NAME=FreeBSD", cwd=sources
+    )
+    assert done.returncode != 0
+    assert "written for Linux and found FreeBSD" in " ".join(done.stderr.split())
