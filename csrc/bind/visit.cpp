@@ -15,6 +15,7 @@
 #include "python_type.h"
 #include "saver.h"
 #include "script.h"
+#include "storage/in_flight.h"
 #include "storage/saved_view.h"
 #include "view.h"
 
@@ -107,6 +108,7 @@ PyObject* pack(PyObject* object, PyObject* tensor) {
     if (view.is_none()) {
       return call(self, names.pack_unusual, tensor).release().ptr();
     }
+    wait_for_collectives(THPVariable_Unpack(tensor));
     const SavedView& look = *saved_view_of(view.ptr());
     py::object handle;
     {

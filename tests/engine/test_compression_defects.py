@@ -350,10 +350,9 @@ def test_17_incompressible_tensors_pay_as_much_and_float16_spills(region, device
     generator = torch.Generator().manual_seed(0)
     noise = torch.randint(-(2**15), 2**15, (64, 1024), generator=generator, dtype=torch.int16)
 
-    def step(*tensors: torch.Tensor) -> memswap.Stats:
+    def step(make: Callable[[], list[torch.Tensor]]) -> memswap.Stats:
         region.ctx.pack_start("layer")
-        out = region.save(*tensors)
-        del tensors
+        out = region.save(*make())  # as arguments, Python 3.10 would hold them for the caller
         region.ctx.saver.open_window(1.0)
         stats = region.settled()
         out.sum().backward()
@@ -364,7 +363,9 @@ def test_17_incompressible_tensors_pay_as_much_and_float16_spills(region, device
 
     normal = random(device, 64, 1024)
     for _ in range(2):
-        stats = step(noise.view(torch.bfloat16).clone().to(device), normal.to(torch.bfloat16))
+        stats = step(
+            lambda: [noise.view(torch.bfloat16).clone().to(device), normal.to(torch.bfloat16)]
+        )
     assert stats.kept["does not shrink"].bytes == NBYTES, "noise stays as it is"
     assert stats.encoded_storages == 1 and stats.ratio > 1.4
 

@@ -33,9 +33,34 @@ def gathered(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.linear(whole, replicated).to_local()
 
 
+class Maximum(torch.autograd.Function):
+    """As torch 2.15's own, for any torch: it saves what it gives, which nobody has waited for."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        world = dist.group.WORLD
+        assert world is not None
+        edited = x.clone().mul_(1)  # as torch's is: what was edited is sent at once
+        largest = torch.ops._c10d_functional.all_reduce_(edited, "max", world.group_name)
+        ctx.save_for_backward(x, largest)
+        return largest
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        x, largest = ctx.saved_tensors
+        return torch.where(x == largest, gradients[0], 0)
+
+
+def maximum(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    largest: torch.Tensor = Maximum.apply(F.linear(x, weight))
+    torch.ops._c10d_functional.wait_tensor(largest.detach())
+    return largest * 3
+
+
 CALLS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "functional collective": reduced,
     "DTensor": gathered,
+    "a collective that saves what it gives": maximum,
 }
 
 

@@ -299,6 +299,18 @@ def test_a_policy_that_differs_by_parameter_is_refused(rank: Rank) -> None:
 
 
 @distributed(2)
+@pytest.mark.parametrize("wanted", [torch.float32, None], ids=str)
+def test_a_parameter_that_wants_gradients_of_another_dtype_is_refused(
+    rank: Rank, wanted: torch.dtype | None
+) -> None:
+    net = nn.Linear(2, 2, dtype=torch.bfloat16)
+    net.bias.grad_dtype = wanted
+    with pytest.raises(NotImplementedError, match=r"'bias' wants gradients in .* \(grad_dtype\)"):
+        shard(net, rank.mesh)
+    assert all(type(value) is nn.Parameter for value in net.parameters()), "half sharded"
+
+
+@distributed(2)
 def test_a_sharded_module_cannot_be_copied(rank: Rank) -> None:
     net, _ = sharded(rank, make_net(layers=1))
     with pytest.raises(NotImplementedError, match="copy the model before"):

@@ -43,9 +43,10 @@ def in_backward() -> bool:
 def arrived(tensor: torch.Tensor) -> torch.Tensor:
     """What a functional collective gives, once it is there; any other tensor as it is.
 
-    [Note: Collectives under way] The AsyncCollectiveTensor of torch.distributed (a DTensor may have
-    one inside) waits when an operator uses it. Autograd saves it before the operator runs, and its
-    memory would be sent while the collective still fills it. The operator that saves it waits next.
+    The AsyncCollectiveTensor of torch.distributed (a DTensor may have one inside) waits when an
+    operator uses it. Autograd saves it before the operator runs, and its memory would be sent while
+    the collective still fills it. The operator that saves it waits next. What has no such tensor
+    around it: [Note: Collectives under way].
     """
     wait: Callable[[], torch.Tensor] | None = getattr(tensor, "trigger_wait", None)
     return tensor if wait is None else wait()

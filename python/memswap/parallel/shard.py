@@ -82,7 +82,8 @@ def shard(
         ValueError: a parameter is tied to one of another unit, is a scalar or not contiguous; the
             anchor is no submodule; the module is sharded already.
         NotImplementedError: this torch cannot guard weights that are not there; a mesh of more than
-            two dimensions, parameters that are DTensors, a policy with an override per parameter.
+            two dimensions, parameters that are DTensors or want gradients of another dtype than
+            theirs (``grad_dtype``), a policy with an override per parameter.
     """
     if not native.can_lend:
         raise NotImplementedError(
@@ -299,6 +300,13 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         raise ValueError(
             f"shard(): parameter {name!r} is not contiguous (stride {parameter.stride()}); make it "
             "so before sharding"
+        )
+    if parameter.grad_dtype is not parameter.dtype:
+        raise NotImplementedError(
+            f"shard(): parameter {name!r} wants gradients in {parameter.grad_dtype} (grad_dtype), "
+            f"expected its own dtype, {parameter.dtype}: gradients are reduced in mp_policy's "
+            "reduce_dtype and given in the shard's. Keep such weights in the dtype of their "
+            "gradients, with MixedPrecisionPolicy(param_dtype=...) for compute"
         )
 
 
