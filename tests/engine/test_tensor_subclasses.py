@@ -84,7 +84,7 @@ def test_subclass_without_dispatch_gives_the_same_gradients(device, new_pool):
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize("kind", ["sparse", "sparse csr", "nested", "jagged"])
+@pytest.mark.parametrize("kind", ["sparse", "sparse csr", "nested"])
 def test_tensors_that_are_not_strided_stay_and_work(device, new_pool, kind):
     pool = new_pool()
     saver = memswap.saved_tensors(EVERYTHING, pool=pool)
@@ -95,10 +95,7 @@ def test_tensors_that_are_not_strided_stay_and_work(device, new_pool, kind):
             dense = random(device, 5, 4) * (random(device, 5, 4, seed=1) > 0)
             sparse = dense.to_sparse_csr() if kind.endswith("csr") else dense.to_sparse()
             return torch.sparse.mm(sparse, w.sin()).square().sum()
-        layout = torch.jagged if kind == "jagged" else torch.strided
-        nested = torch.nested.as_nested_tensor(
-            [w[:2] * 2, w[1:] * 3], **({"layout": layout} if kind == "jagged" else {})
-        )
+        nested = torch.nested.as_nested_tensor([w[:2] * 2, w[1:] * 3])
         out = torch.nested.to_padded_tensor(nested.sin() * nested, 0.0)
         return out.square().sum()
 
@@ -111,6 +108,56 @@ def test_tensors_that_are_not_strided_stay_and_work(device, new_pool, kind):
     assert_same_gradients([w.grad], [expected])
     del out
     assert_released(saver, pool)
+
+
+@pytest.fixture
+def jagged(device):
+    """Rows of three samples, of which no two are equally long."""
+    rows = [random(device, length, 8, seed=length) for length in (3, 5, 2)]
+    return torch.nested.nested_tensor(rows, layout=torch.jagged)
+
+
+@pytest.mark.cpu_only
+def test_values_of_a_jagged_tensor_move_and_its_ragged_size_stays_the_same(
+    device, new_pool, jagged
+):
+    pool = new_pool()
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)).to(device)
+
+    def loss():
+        states = jagged
+        for layer in layers:
+            # What came back meets what never left, in backward too.
+            states = layer(states).sin() * states + jagged
+        return states.values().square().mean()
+
+    def gradients(value):
+        return torch.autograd.grad(value, list(layers.parameters()))
+
+    expected = gradients(loss())
+    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    with saver:
+        value = loss()
+    let_sends_end(saver, device)
+    assert_same_gradients(gradients(value), expected)
+    del value
+    assert "not a plain tensor" not in saver.stats().kept
+    assert saver.stats().freed_bytes >= 5 * 10 * 8 * 4, "values stayed on the device"
+    assert_released(saver, pool)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("edited", ["the tensor", "its values"])
+def test_a_jagged_tensor_that_was_edited_is_refused(device, new_pool, jagged, edited):
+    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool())
+    layer = nn.Linear(8, 8).to(device)
+    with saver:
+        value = (layer(jagged) * jagged).values().sum()
+    let_sends_end(saver, device)
+    (jagged if edited == "the tensor" else jagged.values()).mul_(2)
+    with pytest.raises(memswap.InplaceEditError, match="modified by an inplace operation"):
+        value.backward()
 
 
 @pytest.mark.cpu_only

@@ -139,21 +139,29 @@ class Visit(native.Visit):
                 later.handle = self.or_outer(tensor, handle)
 
     def pack_unusual(self, tensor: torch.Tensor) -> Handle:
-        """A tensor that a storage alone does not describe: by its parts, or kept."""
+        """A tensor that a storage alone does not describe: by its parts, or kept.
+
+        [Note: Ragged sizes] Torch names a jagged tensor's ragged size after the very tensor of its
+        offsets, and sizes with other names do not fit each other. So only the values move.
+        """
         there = arrived(tensor)
         if there is not tensor:
             handle: Handle = self.pack(there)
             return handle
+        jagged = tensor.layout is torch.jagged
         if (
             self.outer is None
             and is_traceable_wrapper_subclass(tensor)
-            and not tensor.is_nested  # a ragged size cannot be rebuilt from the parts alone
+            and (jagged or not tensor.is_nested)
             and not is_parameter(tensor)
         ):
             names, context = tensor.__tensor_flatten__()
+            moving = ["_values"] if jagged else names
             inner = {name: getattr(tensor, name) for name in names}
             parts = {
-                name: self.pack(part) if isinstance(part, torch.Tensor) else Given(part)
+                name: self.pack(part)
+                if name in moving and isinstance(part, torch.Tensor)
+                else Given(part)
                 for name, part in inner.items()
             }
             return Parts(tensor, parts, context)
