@@ -97,6 +97,35 @@ inline Vector look_up(Vector table, Vector index) {
   return append_half(to, chosen[2], chosen[3], high_half(value));
 }
 
+// The 8 words of 4 bytes with these numbers, of which only 3 bits count.
+[[gnu::always_inline]] inline Vector choose_words(Vector words, const uint8_t* numbers) {
+  return vector(_mm256_permutevar8x32_epi32(
+      native(words),
+      _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(numbers)))));
+}
+
+// Appends the chosen ones of 8 elements, a bit for each, and returns the new end; up to the size of
+// 8 elements is written.
+template <uint32_t kWidth>
+[[gnu::always_inline]] inline uint8_t* append_elements(uint8_t* to, size_t chosen,
+                                                       const uint8_t* elements) {
+  if constexpr (kWidth == 2) {
+    const auto moved = _mm_shuffle_epi8(load_as<__m128i>(elements),
+                                        load_as<__m128i>(kChosenParts<8, 2>.of[chosen]));
+    store_as(to, moved);
+  } else if constexpr (kWidth == 4) {
+    store(to, choose_words(load(elements), kChosenLanes[0].of[chosen]));
+  } else {
+    static_assert(kWidth == 8);
+    const size_t first = chosen & 15, second = chosen >> 4;
+    store(to, choose_words(load(elements), kChosenParts<4, 2>.of[first]));
+    to += kWidth * __builtin_popcountll(first);
+    store(to, choose_words(load(elements + kLanes), kChosenParts<4, 2>.of[second]));
+    return to + kWidth * __builtin_popcountll(second);
+  }
+  return to + kWidth * __builtin_popcountll(chosen);
+}
+
 // How many lanes are 255 and not 0: of both halves, the 16 lanes that a look-up reaches, and of the
 // first one.
 struct LaneCounts {
@@ -179,6 +208,10 @@ inline Vector even_bytes(Vector a, Vector b) {
 inline Vector odd_bytes(Vector a, Vector b) {
   return in_order(
       _mm256_packus_epi16(_mm256_srli_epi16(native(a), 8), _mm256_srli_epi16(native(b), 8)));
+}
+// Lanes of two bytes and more that are all ones or 0, half as wide.
+inline Vector narrow(Vector a, Vector b) {
+  return in_order(_mm256_packs_epi16(native(a), native(b)));
 }
 inline Vector interleave_low(Vector a, Vector b) {
   return vector(_mm256_permute2x128_si256(_mm256_unpacklo_epi8(native(a), native(b)),

@@ -86,27 +86,31 @@ constexpr LaneNumbers make_lane_numbers() {
 }
 inline constexpr LaneNumbers kLaneNumbers = make_lane_numbers();
 
-// By which of 8 lanes are chosen: their numbers in a row. 255: none.
-struct ChosenLanes {
-  alignas(64) uint8_t of[256][8];
+// By which of kElements elements are chosen: the numbers of their parts in a row. 255: none.
+template <uint32_t kElements, uint32_t kParts>
+struct Chosen {
+  alignas(64) uint8_t of[1u << kElements][kElements * kParts];
 };
-constexpr ChosenLanes make_chosen_lanes(uint8_t first) {
-  ChosenLanes chosen{};
-  for (uint32_t lanes = 0; lanes < 256; ++lanes) {
-    uint8_t count = 0;
-    for (uint8_t lane = 0; lane < 8; ++lane) {
-      if ((lanes >> lane & 1) != 0) {
-        chosen.of[lanes][count++] = static_cast<uint8_t>(first + lane);
+template <uint32_t kElements, uint32_t kParts>
+constexpr Chosen<kElements, kParts> make_chosen(uint32_t first) {
+  Chosen<kElements, kParts> chosen{};
+  for (uint32_t elements = 0; elements < 1u << kElements; ++elements) {
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < kElements * kParts; ++i) {
+      if ((elements >> i / kParts & 1) != 0) {
+        chosen.of[elements][count++] = static_cast<uint8_t>(first + i);
       }
     }
-    while (count < 8) {
-      chosen.of[lanes][count++] = 255;
+    while (count < kElements * kParts) {
+      chosen.of[elements][count++] = 255;
     }
   }
   return chosen;
 }
+template <uint32_t kElements, uint32_t kParts>
+inline constexpr Chosen<kElements, kParts> kChosenParts = make_chosen<kElements, kParts>(0);
 // For lanes 0 to 7, and for 8 to 15.
-inline constexpr ChosenLanes kChosenLanes[2] = {make_chosen_lanes(0), make_chosen_lanes(8)};
+inline constexpr Chosen<8, 1> kChosenLanes[2] = {make_chosen<8, 1>(0), make_chosen<8, 1>(8)};
 
 }  // namespace
 }  // namespace memswap::cpu::vector

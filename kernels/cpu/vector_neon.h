@@ -87,6 +87,18 @@ inline uint32_t count_word(uint64_t lanes) {
   return to;
 }
 
+template <uint32_t kWidth>
+[[gnu::always_inline]] inline uint8_t* append_elements(uint8_t* to, size_t chosen,
+                                                       const uint8_t* elements) {
+  constexpr uint32_t kElements = kLanes / kWidth;
+  for (uint32_t i = 0; i < 8; i += kElements) {
+    const size_t here = chosen >> i & ((1u << kElements) - 1);
+    store(to, look_up(load(elements + kWidth * i), load(kChosenParts<kElements, kWidth>.of[here])));
+    to += kWidth * __builtin_popcountll(here);
+  }
+  return to;
+}
+
 // There is one half.
 struct LaneCounts {
   size_t all;
@@ -168,6 +180,7 @@ inline Vector load_symbols4(const uint8_t* stream) {
 
 inline Vector even_bytes(Vector a, Vector b) { return vector(vuzp1q_u8(native(a), native(b))); }
 inline Vector odd_bytes(Vector a, Vector b) { return vector(vuzp2q_u8(native(a), native(b))); }
+inline Vector narrow(Vector a, Vector b) { return even_bytes(a, b); }
 inline Vector interleave_low(Vector a, Vector b) { return vector(vzip1q_u8(native(a), native(b))); }
 inline Vector interleave_high(Vector a, Vector b) {
   return vector(vzip2q_u8(native(a), native(b)));

@@ -70,6 +70,109 @@ inline Crowd crowd_of_survivors(const Bytes& symbols, uint32_t vectors, uint32_t
   return all;
 }
 
+// Of kLanes elements in kWidth vectors, lanes of a byte that are 255 for all ones, and 0 for 0.
+template <uint32_t kWidth>
+[[gnu::always_inline]] inline Vector narrow_conditions(const Vector (&conditions)[kWidth]) {
+  if constexpr (kWidth == 1) {
+    return conditions[0];
+  } else {
+    Vector half[kWidth / 2];
+    for (uint32_t i = 0; i < kWidth / 2; ++i) {
+      half[i] = narrow(conditions[2 * i], conditions[2 * i + 1]);
+    }
+    return narrow_conditions<kWidth / 2>(half);
+  }
+}
+
+// Likewise, the byte of each that has the sign.
+template <uint32_t kWidth>
+[[gnu::always_inline]] inline Vector top_bytes(const Vector (&elements)[kWidth]) {
+  if constexpr (kWidth == 1) {
+    return elements[0];
+  } else {
+    Vector odd[kWidth / 2];
+    for (uint32_t i = 0; i < kWidth / 2; ++i) {
+      odd[i] = odd_bytes(elements[2 * i], elements[2 * i + 1]);
+    }
+    return top_bytes<kWidth / 2>(odd);
+  }
+}
+
+// A block's elements that are not zero, in a row, and zeros behind them.
+template <uint32_t kWidth>
+class Survivors {
+ public:
+  explicit Survivors(const uint8_t* elements) {
+    using Words = typename Elements<UnsignedOf<kWidth>>::Vector;
+    uint8_t* end = bytes_;
+    Vector negative_zeros{};
+    for (uint32_t i = 0; i < kVectors; ++i) {
+      const uint8_t* const from = elements + kLanes * kWidth * i;
+      for (uint32_t j = 0; j < kLanes * kWidth; j += kLineBytes) {
+        prefetch(from + j, kPrefetchElements);
+      }
+      Vector zero[kWidth];
+      for (uint32_t j = 0; j < kWidth; ++j) {
+        const Vector element = load(from + kLanes * j);
+        const Words words = reinterpret_cast<Words>(element);
+        zero[j] = reinterpret_cast<Vector>(words + words == 0);
+        negative_zeros |= element & zero[j];
+      }
+      uint8_t* const chosen = bitmap_.byte + kLanes / 8 * i;
+      store_mask(chosen, ~mask_of(narrow_conditions(zero)));
+      if constexpr (kWidth == 1) {
+        end = append(end, chosen, load(from));
+      } else {
+        for (uint32_t j = 0; j < kLanes / 8; ++j) {
+          end = append_elements<kWidth>(end, chosen[j], from + 8 * kWidth * j);
+        }
+      }
+    }
+    for (uint32_t j = 0; j < kWidth; ++j) {
+      store(end + kLanes * j, Vector{});
+    }
+    count_ = static_cast<uint32_t>(end - bytes_) / kWidth;
+    has_negative_zero_ = any(mask_of(negative_zeros));
+  }
+
+  // By which elements they are.
+  const Bitmap& bitmap() const { return bitmap_; }
+  uint32_t count() const { return count_; }
+  // Whether another element is.
+  bool has_negative_zero() const { return has_negative_zero_; }
+
+  // kLanes of them from `i` on, rotated, as byte planes.
+  void load_planes(uint32_t i, Vector (&v)[kWidth]) const {
+    load_rotated<kWidth>(bytes_ + kWidth * i, v);
+  }
+
+ private:
+  static constexpr uint32_t kPrefetchElements = 8192;  // bytes ahead. Measured
+
+  Bitmap bitmap_;
+  uint32_t count_;
+  bool has_negative_zero_;
+  alignas(64) uint8_t bytes_[frame::kBlockElements * kWidth + kLanes * kWidth];
+};
+
+// A bit for each zero, set where it is negative.
+template <uint32_t kWidth>
+inline void store_signs(uint8_t* out, const uint8_t* elements, const Bitmap& bitmap) {
+  Row tops;
+  uint8_t* end = tops.byte;
+  for (uint32_t i = 0; i < kVectors; ++i) {
+    Vector v[kWidth];
+    for (uint32_t j = 0; j < kWidth; ++j) {
+      v[j] = load(elements + kLanes * (kWidth * i + j));
+    }
+    end = append(end, ~load_mask(bitmap.byte + kLanes / 8 * i), top_bytes(v));
+  }
+  store(end, Vector{});
+  for (const uint8_t* from = tops.byte; from < end; from += kLanes, out += kLanes / 8) {
+    store_mask(out, mask_of_bit<7>(load(from)));
+  }
+}
+
 template <Dtype kDtype>
 EncodedBlock encode_sparse(const EncodeParams&, const void* elements, uint32_t count, uint8_t* slab,
                            uint8_t* payload) {
@@ -77,41 +180,24 @@ EncodedBlock encode_sparse(const EncodeParams&, const void* elements, uint32_t c
   using Rest = RestStreams<Type::kRestBits>;
   constexpr uint32_t kWidth = Type::kWidth;
   const auto* from = static_cast<const uint8_t*>(elements);
-  Bitmap bitmap;
-  Row planes[kWidth];
-  Bytes low;
-  uint32_t live = 0;
-  Vector any_negative{};
-  for (uint32_t i = 0; i < kVectors; ++i) {
-    Vector v[kWidth];
-    load_rotated<kWidth>(from + kLanes * kWidth * i, v);
-    // The rotated +0 is 0, and -0 is 1.
-    Vector magnitude = v[0] & 254;
-    for (uint32_t p = 1; p < kWidth; ++p) {
-      magnitude |= v[p];
-    }
-    const Vector zero = lanes_where(magnitude == 0);
-    const Mask nonzero = ~mask_of(zero);
-    store_mask(bitmap.byte + kLanes / 8 * i, nonzero);
-    uint8_t* end = nullptr;
-    for (uint32_t p = 0; p < kWidth; ++p) {
-      end = append(planes[p].byte + live, nonzero, v[p]);
-    }
-    live = static_cast<uint32_t>(end - planes[kWidth - 1].byte);
-    low.vector[i] = v[0];
-    any_negative |= v[0] & zero;
-  }
+  const Survivors<kWidth> survivors(from);
+  const uint32_t live = survivors.count();
+  const bool has_negative_zero = survivors.has_negative_zero();
   const uint32_t missing_zeros = frame::kBlockElements - count;
   const uint32_t zeros = frame::kBlockElements - live;
-  const bool has_negative_zero = any(mask_of_bit<0>(any_negative));
 
   const uint32_t vectors = (live + kLanes - 1) / kLanes;
   const uint32_t behind = vectors * kLanes - live;
-  store(planes[kWidth - 1].byte + live, Vector{});
-  Bytes top, all;  // with the bits of R, and without
+  Row planes[kWidth];  // one more than byte planes, of which there may be none
+  Bytes top, all;      // with the bits of R, and without
   for (uint32_t i = 0; i < vectors; ++i) {
-    top.vector[i] = load(planes[kWidth - 1].byte + kLanes * i);
-    all.vector[i] = move_bits<Type::kRestBits, 0, Type::kSymbolBits>(top.vector[i]);
+    Vector v[kWidth];
+    survivors.load_planes(kLanes * i, v);
+    for (uint32_t p = 0; p < Type::kBytePlanes; ++p) {
+      store(planes[p].byte + kLanes * i, v[p]);
+    }
+    top.vector[i] = v[kWidth - 1];
+    all.vector[i] = move_bits<Type::kRestBits, 0, Type::kSymbolBits>(v[kWidth - 1]);
   }
   const uint8_t center = center_of(crowd_of_survivors(all, vectors, Type::kSymbolBits), 7);
   if (behind != 0) {  // these have code 0 and become the last escapes, which do not count
@@ -137,7 +223,7 @@ EncodedBlock encode_sparse(const EncodeParams&, const void* elements, uint32_t c
   const uint32_t code_bytes = bytes_of_bits(2 * live);
   const uint32_t sign_bytes = has_negative_zero ? bytes_of_bits(zeros) : 0;
   bool packed;
-  uint8_t* end = encode_bitmap(bitmap, payload, packed);
+  uint8_t* end = encode_bitmap(survivors.bitmap(), payload, packed);
   const auto bitmap_bytes = static_cast<uint32_t>(end - payload);
   const uint32_t units = units_of_bytes(bitmap_bytes + live * Type::kBytePlanes +
                                         Rest::bytes(live) + code_bytes + sign_bytes + escape_bytes);
@@ -154,15 +240,7 @@ EncodedBlock encode_sparse(const EncodeParams&, const void* elements, uint32_t c
   __builtin_memcpy(end, codes, code_bytes);
   end += code_bytes;
   if (has_negative_zero) {
-    Row signs;
-    uint8_t* signs_end = signs.byte;
-    for (uint32_t i = 0; i < kVectors; ++i) {
-      signs_end = append(signs_end, ~load_mask(bitmap.byte + kLanes / 8 * i), low.vector[i] & 1);
-    }
-    store(signs_end, Vector{});
-    for (uint32_t i = 0; i < zeros; i += kLanes) {
-      store_mask(end + i / 8, mask_of_bit<0>(load(signs.byte + i)));
-    }
+    store_signs<kWidth>(end, from, survivors.bitmap());
     end += sign_bytes;
   }
   __builtin_memcpy(end, streams, escape_bytes);
