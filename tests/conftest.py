@@ -1,8 +1,9 @@
 """Options and fixtures of the whole suite.
 
 One process has one device: `--device cpu` (default), `cuda`, or `sim` / `npu`, the simulated
-accelerator under either name. On a simulated device every test of tests/engine and tests/race runs
-once per schedule, in a laboratory that fails it for any race report or leak.
+accelerator under either name. On a simulated device every test of tests/engine, tests/race and
+tests/compat_scripts runs once per schedule, in a laboratory that fails it for any race report or
+leak; those that run in several processes do not.
 
 Tests marked `every_action` run once for each away form, or for those that the mark names: what a
 policy without an action does is then that form, and every tensor is encoded, however little it
@@ -23,7 +24,7 @@ import torch
 SIMULATED = ("sim", "npu")
 TESTS = Path(__file__).resolve().parent
 ACTIONS = ("swap", "encode", "encode_swap")
-IN_LABORATORY = (TESTS / "engine", TESTS / "race")
+IN_LABORATORY = (TESTS / "engine", TESTS / "race", TESTS / "compat_scripts")
 
 sys.path.insert(0, str(TESTS / "engine"))
 
@@ -76,8 +77,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     here = Path(metafunc.definition.path)
     every = marked("every_action")
     actions = () if every is None else every.args or ACTIONS
+    alone = "rank_pool" not in metafunc.fixturenames
     if config.getoption("--device") in SIMULATED and any(
-        folder in here.parents for folder in IN_LABORATORY
+        folder in here.parents and alone for folder in IN_LABORATORY
     ):
         from simdev import SCHEDULES, schedules
 

@@ -43,16 +43,16 @@ SUITES = (
     # The simulator's executor and OpenMP's threads would fight for the cores.
     Suite(
         "sim",
-        ("tests/engine",),
-        "engine tests on the simulated accelerator",
+        ("tests/engine", "tests/compat_scripts"),
+        "engine tests and other systems' scripts on the simulated accelerator",
         device="sim",
         environment={"OMP_NUM_THREADS": "1"},
     ),
     # Nothing that memswap does may hang on the device's name: torch_npu's serves the same key.
     Suite(
         "npu",
-        ("tests/engine",),
-        "engine tests on the simulated accelerator under the name npu",
+        ("tests/engine", "tests/compat_scripts"),
+        "engine tests and other systems' scripts on the simulated accelerator under the name npu",
         device="npu",
         environment={"OMP_NUM_THREADS": "1"},
         quick=("--schedule", "lazy"),
@@ -71,6 +71,12 @@ SUITES = (
         "sharded weights and exchanges on several processes",
         environment={"OMP_NUM_THREADS": "1"},
     ),
+    Suite(
+        "compat",
+        ("tests/compat_scripts",),
+        "other systems' scripts on the CPU, and on several processes",
+        environment={"OMP_NUM_THREADS": "1"},
+    ),
 )
 
 
@@ -81,7 +87,7 @@ TOGETHER = (
     ("race",),
     ("npu",),
     ("cpp", "kernels", "fuzz"),
-    ("parallel",),
+    ("parallel", "compat"),
     ("simdev",),
 )
 
