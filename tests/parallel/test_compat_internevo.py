@@ -59,6 +59,7 @@ def test_a_model_trains_through_a_communicator_as_through_shard(rank: Rank, late
             )
         conf = config(activation_checkpointing=0.34)
         isp = ISPCommunicator(net, conf, overlap, overlap, dist.group.WORLD, context=context)
+        assert isp.communication_mode() == "wp", "callers dispatch on it"
         shard(net, rank.mesh, context=isp.context)
         train(net, rank)
         assert moved(net, start)

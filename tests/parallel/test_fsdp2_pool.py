@@ -44,6 +44,22 @@ def test_a_buffer_in_use_is_not_given_away() -> None:
     assert pool.allocate((2,), dtype=torch.int64, device=cpu).data_ptr() == address
 
 
+def test_a_larger_gather_takes_the_place_of_a_small_buffer() -> None:
+    pool = PooledAllGather(2)
+    cpu = torch.device("cpu")
+    held = [pool.allocate((4,), dtype=torch.float32, device=cpu) for _ in range(2)]
+    address = held[0].data_ptr()
+    del held[1]  # the second is free: another one of the same contents stands before it
+    large = pool.allocate((16,), dtype=torch.float32, device=cpu)
+    assert large.shape == (16,)
+    place = large.data_ptr()
+    del large
+    assert pool.allocate((16,), dtype=torch.float32, device=cpu).data_ptr() == place
+    del held
+    assert pool.allocate((4,), dtype=torch.float32, device=cpu).data_ptr() in (address, place)
+    assert pool.allocations == 3
+
+
 def test_a_model_without_fully_shard_is_refused() -> None:
     with pytest.raises(ValueError, match="no FSDP2 module; call"):
         pool_all_gathers(torch.nn.Linear(2, 2))

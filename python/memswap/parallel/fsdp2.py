@@ -14,7 +14,7 @@ from memswap._native import native
 from memswap.parallel.comm import all_gather_tensor
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)  # a buffer is itself, whatever is in it
 class _Buffer:
     memory: torch.Tensor
     holders: int

@@ -27,7 +27,7 @@ class WPCommunicator(Protocol):
     """What a linear layer that gathers its own weight calls."""
 
     def communication_mode(self) -> str:
-        """``"wp"`` for an end of the model, ``"isp"`` for its blocks."""
+        """``"wp"``: what callers ask for, to know which hooks to call."""
 
     def weight_hook(
         self, tensor: torch.Tensor, async_op: bool = False, **kwargs: Any

@@ -90,8 +90,8 @@ class ISPCommunicator:
             self._states.append(self._shard_chunk(chunk))
 
     def communication_mode(self) -> str:
-        """``"isp"``: what linear layers of blocks ask for."""
-        return "isp"
+        """``"wp"``: callers ask for it, to know which hooks they call."""
+        return "wp"
 
     @property
     def is_forward(self) -> bool:
