@@ -44,6 +44,15 @@ def test_a_buffer_in_use_is_not_given_away() -> None:
     assert pool.allocate((2,), dtype=torch.int64, device=cpu).data_ptr() == address
 
 
+def test_looking_at_a_buffers_storage_does_not_occupy_it() -> None:
+    pool = PooledAllGather(1)
+    for _ in range(2):
+        one = pool.allocate((4,), dtype=torch.float32, device=torch.device("cpu"))
+        one.untyped_storage()
+        del one
+    assert pool.allocations == 1
+
+
 def test_a_larger_gather_takes_the_place_of_a_small_buffer() -> None:
     pool = PooledAllGather(2)
     cpu = torch.device("cpu")

@@ -61,6 +61,7 @@ class PooledAllGather:
             if small is None:
                 return memory.view(dtype).view(shape)
             self._buffers.remove(small)
+        memory.untyped_storage()  # torch keeps this object once it was asked for: it counts as one
         self._buffers.append(_Buffer(memory, native.count_holders(memory)[1]))
         return memory.view(dtype).view(shape)
 

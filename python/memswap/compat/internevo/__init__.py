@@ -11,12 +11,11 @@ from memswap.compat.internevo.ends import (
 )
 from memswap.compat.internevo.pool import ISPCommModelConfig, MemoryPool
 from memswap.compat.internevo.raw import WPCommunicator
-from memswap.compat.internevo.weights import (
-    ISPCommunicator,
+from memswap.compat.internevo.scheduler import (
     ISPCommunicatorSchedulerHook,
     ISPCommunicatorWrapper,
-    ISPOverlapState,
 )
+from memswap.compat.internevo.weights import ISPCommunicator, ISPOverlapState
 
 __all__ = [
     "DistributedAttention",

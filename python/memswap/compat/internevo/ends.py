@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from memswap.compat.internevo.raw import Done, gather_rows, mesh_of, reduce_rows
+from memswap.compat.internevo.raw import Done, WPCommunicator, gather_rows, mesh_of, reduce_rows
 from memswap.parallel.comm import Comm, ProcessGroupComm, Ticket
 from memswap.parallel.layouts import HeadPlan, SequenceShards
 from memswap.parallel.redistribute import GatherSequence, HeadsToSequence, SequenceToHeads
@@ -20,7 +20,7 @@ from memswap.parallel.shard import ShardedModule, shard
 _SEQUENCE, _VOCABULARY = 1, 2
 
 
-class HeadWeightParallelCommunicator:
+class HeadWeightParallelCommunicator(WPCommunicator):
     """For a head that gathers its own weight and turns its output, ``[batch, tokens, words]``.
 
     Args:

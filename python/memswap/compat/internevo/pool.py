@@ -11,6 +11,9 @@ import torch
 from memswap.errors import SlotError
 from memswap.parallel.fsdp2 import PooledAllGather
 
+#: Buffers of a shape for weights that no model named: one in use, and those gathered ahead.
+_LIKE = 6
+
 
 class ISPCommModelConfig:
     """What the buffers of a :class:`MemoryPool` look like.
@@ -50,14 +53,16 @@ class MemoryPool:
         self._conf = model_conf
         self._with_bias = with_bias
         self._gathers: dict[tuple[str, bool], PooledAllGather] = {}
-        self._others = PooledAllGather(slots=2)
+        self._others: dict[tuple[torch.Size, torch.dtype], PooledAllGather] = {}
         self._reduces: dict[int, torch.Tensor] = {}
         """By index, which is no other buffer's in any pool."""
+        self.reduce_allocations = 0
+        """Times memory was allocated for reduced gradients."""
 
     @property
     def allocations(self) -> int:
         """Times memory was allocated for gathered weights."""
-        pools = [self._others, *self._gathers.values()]
+        pools = [*self._others.values(), *self._gathers.values()]
         return sum(one.allocations for one in pools)
 
     def allocate_constant_zero(self, size: tuple[int, ...] | torch.Size) -> torch.Tensor:
@@ -85,24 +90,37 @@ class MemoryPool:
             raise ValueError(
                 "MemoryPool: made without biases; say MemoryPool(conf, with_bias=True)"
             )
+        whole = torch.empty(0, dtype=self._conf.dtype, device=self._conf.device)
+        return self.allocate_gathered(module_name, is_bias, shape[:1] if is_bias else shape, whole)
+
+    def allocate_gathered(
+        self, module_name: str, is_bias: bool, shape: torch.Size, like: torch.Tensor
+    ) -> torch.Tensor:
+        """Room for a whole weight of the modules of a name; dtype and device of ``like``."""
         kept = self._gathers.setdefault((module_name, is_bias), PooledAllGather(slots=2))
-        return kept.allocate(
-            shape[:1] if is_bias else shape, dtype=self._conf.dtype, device=self._conf.device
-        )
+        return kept.allocate(shape, dtype=like.dtype, device=like.device)
 
     def allocate_like(self, shape: torch.Size, like: torch.Tensor) -> torch.Tensor:
         """Room for a whole weight of which ``like`` is a part; uninitialized."""
-        return self._others.allocate(shape, dtype=like.dtype, device=like.device)
+        kept = self._others.setdefault((shape, like.dtype), PooledAllGather(slots=_LIKE))
+        return kept.allocate(shape, dtype=like.dtype, device=like.device)
 
     def allocate_reduce_scatter_memory(self, key: tuple[int, ...] | torch.Size) -> torch.Tensor:
         """A buffer of shape ``key``; uninitialized. Its ``index`` is what to free it by."""
+        like = torch.empty(0, dtype=self._conf.dtype, device=self._conf.device)
+        return self.allocate_reduced(torch.Size(key), like)
+
+    def allocate_reduced(self, shape: torch.Size, like: torch.Tensor) -> torch.Tensor:
+        """The same, of the dtype and on the device of ``like``."""
         for buffer in self._reduces.values():
-            if buffer.idle and buffer.shape == torch.Size(key):
+            fits = (buffer.shape, buffer.dtype, buffer.device) == (shape, like.dtype, like.device)
+            if buffer.idle and fits:
                 break
         else:
-            buffer = torch.empty(key, dtype=self._conf.dtype, device=self._conf.device)
+            buffer = torch.empty(shape, dtype=like.dtype, device=like.device)
             buffer.index = id(buffer)
             self._reduces[id(buffer)] = buffer
+            self.reduce_allocations += 1
         buffer.idle = False
         return buffer
 
@@ -123,6 +141,16 @@ class MemoryPool:
                 "was it freed already, or is it another pool's?"
             )
         self._reduces[index].idle = True
+
+    def free(self, buffer: torch.Tensor) -> None:
+        """A buffer of reduced gradients, if it is this pool's and in use."""
+        if self.lends(id(buffer)):
+            buffer.idle = True
+
+    def forget(self, buffer: torch.Tensor) -> None:
+        """A buffer in use is whose it is now; the pool will not hand it out again."""
+        if self.lends(id(buffer)):
+            del self._reduces[id(buffer)]
 
     def reset_lazy_pools(self) -> None:
         """Give back the memory of reduce-scatter buffers that nobody uses."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,27 +24,40 @@ class Done:
         """Returns at once."""
 
 
-class WPCommunicator(Protocol):
-    """What a linear layer that gathers its own weight calls."""
+class WPCommunicator(ABC):
+    """What a linear layer that gathers its own weight calls: each communicator is one."""
 
+    @abstractmethod
     def communication_mode(self) -> str:
         """``"wp"``: what callers ask for, to know which hooks to call."""
 
+    @abstractmethod
     def weight_hook(
-        self, tensor: torch.Tensor, async_op: bool = False, **kwargs: Any
+        self,
+        tensor: torch.Tensor,
+        async_op: bool = False,
+        module: nn.Module | None = None,
+        is_bias: bool = False,
     ) -> torch.Tensor:
         """The whole weight, in forward and in backward."""
 
+    @abstractmethod
     def grad_hook(
-        self, tensor: torch.Tensor, async_op: bool = False, **kwargs: Any
+        self,
+        tensor: torch.Tensor,
+        async_op: bool = False,
+        module: nn.Module | None = None,
+        reduce_op: Any = dist.ReduceOp.AVG,
+        is_bias: bool = False,
     ) -> tuple[torch.Tensor, Ticket]:
         """What to return as the weight's gradient, and a handle to wait for before it is used."""
 
 
 def gather_rows(comm: Comm, part: torch.Tensor, allocate: Allocate | None = None) -> torch.Tensor:
     """The ranks' rows one after another. A gathered weight is whole already and passes."""
-    if native.is_lent(part):
+    if native.is_lent(part) or comm.size == 1:
         return part
+    check_rows("weight_hook()", part)
     shape = torch.Size((part.shape[0] * comm.size, *part.shape[1:]))
     output = part.new_empty(shape) if allocate is None else allocate(shape, part)
     comm.all_gather([output], [part.detach().contiguous()], label="weight").wait()
@@ -54,21 +68,55 @@ def reduce_rows(
     comm: Comm, whole: torch.Tensor, async_op: bool, reduce_op: Any
 ) -> tuple[torch.Tensor, Ticket]:
     """This rank's rows of the ranks' gradients, reduced, and when they are there."""
-    ops: dict[Any, ReduceOp] = {dist.ReduceOp.AVG: "avg", dist.ReduceOp.SUM: "sum"}
-    op = next((name for one, name in ops.items() if one == reduce_op), None)
-    if op is None:
-        raise ValueError(f"grad_hook(): found reduce_op {reduce_op}, expected AVG or SUM")
-    if whole.shape[0] % comm.size:
-        raise ValueError(
-            f"grad_hook(): found a gradient of {whole.shape[0]} rows, expected a multiple of "
-            f"{comm.size} ranks; give the communicator the model, which pads rows that do not fit"
-        )
+    op = reduction_named(reduce_op)
+    if comm.size == 1:
+        return whole, Done()
+    check_whole(comm, whole)
     output = whole.new_empty(whole.shape[0] // comm.size, *whole.shape[1:])
     ticket = comm.reduce_scatter([output], [whole.contiguous()], op=op, label="weight gradient")
     if not async_op:
         ticket.wait()
         return output, Done()
     return output, ticket
+
+
+def reduction_named(reduce_op: Any) -> ReduceOp:
+    """ValueError: neither the mean nor the sum."""
+    ops: dict[Any, ReduceOp] = {dist.ReduceOp.AVG: "avg", dist.ReduceOp.SUM: "sum"}
+    for one, name in ops.items():
+        if one == reduce_op:
+            return name
+    raise ValueError(f"grad_hook(): found reduce_op {reduce_op}, expected AVG or SUM")
+
+
+def check_rows(who: str, part: torch.Tensor) -> None:
+    """ValueError: a tensor without rows cannot be gathered."""
+    if part.ndim == 0:
+        raise ValueError(
+            f"{who}: found a scalar, expected a tensor of which each rank has as many rows"
+        )
+
+
+def check_whole(comm: Comm, whole: torch.Tensor, rows: torch.Size | None = None) -> None:
+    """ValueError: this is no gradient of the whole weight.
+
+    Args:
+        comm: of the ranks that share the weight.
+        whole: the gradient.
+        rows: shape of this rank's part; None: not known.
+    """
+    size = comm.size
+    if rows is not None and whole.shape != (rows[0] * size, *rows[1:]):
+        raise ValueError(
+            f"grad_hook(): found a gradient of shape {list(whole.shape)}, expected "
+            f"{[rows[0] * size, *rows[1:]]}: {size} ranks with rows of shape {list(rows)} each"
+        )
+    if whole.ndim == 0 or whole.shape[0] % size:
+        raise ValueError(
+            f"grad_hook(): found a gradient of shape {list(whole.shape)}, expected rows that are "
+            f"a multiple of {size} ranks; give the communicator a model with whole weights, "
+            "which it pads where rows do not fit"
+        )
 
 
 def mesh_of(group: dist.ProcessGroup | None, module: nn.Module) -> Any:

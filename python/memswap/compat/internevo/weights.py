@@ -1,27 +1,32 @@
-"""ISPCommunicator: blocks whose weights are gathered just in time, by memswap.parallel.shard."""
+"""ISPCommunicator: weights gathered just in time, whether its modules hold parts or whole ones."""
 
 from __future__ import annotations
 
-from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from memswap._native import native
+from memswap.compat.internevo.ahead import Ahead, AheadByBlocks, AheadByOrder
 from memswap.compat.internevo.pool import ISPCommModelConfig, MemoryPool
-from memswap.compat.internevo.raw import Done, gather_rows, mesh_of, reduce_rows
+from memswap.compat.internevo.raw import Done, WPCommunicator, gather_rows, mesh_of, reduce_rows
 from memswap.engine.autograd import graph_task
-from memswap.errors import SlotError
 from memswap.parallel.comm import Comm, Ticket
 from memswap.parallel.schedule import ShardContext
 from memswap.parallel.shard import shard
 
 #: Submodules of a block before whose forward the next block is gathered, by the end of their name.
 OUTPUT_PROJECTIONS = ("out_proj", "wo")
+
+#: Name of a weight to its reduced rows and their handle; None once that was collected.
+Handlers: TypeAlias = MutableMapping[str, "tuple[torch.Tensor, Ticket] | None"]
 
 
 @dataclass
@@ -39,27 +44,40 @@ class ISPOverlapState:
     module_to_index: dict[nn.Module, int] = field(default_factory=dict)
 
 
-class ISPCommunicator:
-    """Shards the blocks of a model, each a unit that is gathered while the one before it computes.
+class ISPCommunicator(WPCommunicator):
+    """Gathers the weights of a model's blocks just in time, and reduces their gradients.
 
     Blocks are the elements of the outermost ``nn.ModuleList`` of the model, or of each chunk, under
-    whatever name. Any modules may be in them. Their weights are whole on every rank when this is
-    called, and DTensors of the ranks' parts afterwards: make the optimizer then. What is outside of
-    blocks stays as it is: give it to ``shard(model, mesh, context=communicator.context)`` or to the
-    communicators of embedding and head.
+    whatever name. What is in them decides what happens:
+
+    - *Parts*: linear layers of the user's own that hold rows of their weights and call
+      :meth:`weight_hook` and :meth:`grad_hook`. With ``overlap``, the next block is gathered at
+      ``out_proj`` or ``wo`` of the present one, in backward the module before, and gradients wait
+      in :attr:`reduce_scatter_handlers` for the optimizer. Everything else in the blocks is left
+      alone.
+    - *Whole weights*, the same on every rank: any modules, torch's own for one. Each block becomes
+      a unit of :func:`memswap.parallel.shard`; make the optimizer then. What is outside of blocks
+      stays as it is: give it to ``shard(model, mesh, context=communicator.context)`` or to the
+      communicators of embedding and head.
 
     Args:
-        model: a model, or a list of the chunks of a virtual pipeline. None: the weights are parts
-            that the caller made; :meth:`weight_hook` and :meth:`grad_hook` do what they say.
+        model: a model, or a list of the chunks of a virtual pipeline. None: hooks that hold parts,
+            without blocks: with ``overlap``, the next few uses are gathered ahead, as the last step
+            had them, and gradients are in ``parameter.grad`` when backward ends.
         model_conf: see :class:`ISPCommModelConfig`; gets the shapes of the weights.
-        overlap: gather the next block ahead of its use.
-        enable_memory_pool: gather into two fixed slots; otherwise torch's caching allocator.
+        overlap: gather ahead of the use, and wait for reductions late.
+        enable_memory_pool: gather into fixed buffers; otherwise torch's caching allocator.
         process_group: ranks that share the weights; None: all.
-        context: units to schedule these with: those of another communicator (experts, whose
-            communicator is made first, and the dense part around them).
+        weights: ``"parts"`` or ``"whole"``; None: parts, if a block has a module with a matrix
+            ``weight`` and a ``forward`` that is not torch's, or with fewer rows than
+            ``out_features``.
+        context: whole weights only: units to schedule these with, those of another communicator
+            (experts, whose communicator is made first, and the dense part around them).
 
     Raises:
-        ValueError: the model has no ``nn.ModuleList``.
+        ValueError: the model has no ``nn.ModuleList``; ``weights="parts"`` and no module with a
+            weight.
+        RankMismatchError: another rank holds parts of other shapes or dtypes.
     """
 
     def __init__(
@@ -70,24 +88,47 @@ class ISPCommunicator:
         enable_memory_pool: bool = False,
         process_group: dist.ProcessGroup | None = None,
         *,
+        weights: Literal["parts", "whole"] | None = None,
         context: ShardContext | None = None,
     ) -> None:
+        if weights not in (None, "parts", "whole"):
+            raise ValueError(
+                f"ISPCommunicator: found weights={weights!r}, expected 'parts', 'whole' or None"
+            )
         slots = 2 if enable_memory_pool else None
         self.process_group = process_group
         self.overlap = overlap
+        self.enable_memory_pool = enable_memory_pool
         self.model_conf = model_conf
         self.context = context or ShardContext(slots=slots, prefetch=overlap)
         self.memory_pool = MemoryPool(model_conf, with_bias=True) if enable_memory_pool else None
         group = dist.group.WORLD if process_group is None else process_group
         self._comm: Comm = self.context.comm(group)
+        self._said_forward = True
+        self._told_of_result = False
         self._states: list[ISPOverlapState] = []
         self._chunk = 0
         self._blocks: list[nn.Module] = []
+        self._ahead: Ahead | None = None
         chunks = _chunks(model)
-        if chunks:
+        found = [self._blocks_of(chunk) for chunk in chunks]
+        self._parts = weights == "parts" or (
+            weights is None and any(_holders(block) for blocks in found for block in blocks)
+        )
+        if weights == "parts" and chunks and not any(_holders(b, True) for bs in found for b in bs):
+            raise ValueError(
+                "ISPCommunicator: found no module with a weight in the blocks, expected linear "
+                "layers that hold parts (weights='parts')"
+            )
+        if not chunks:
+            if overlap and self._comm.size > 1:
+                self._ahead = AheadByOrder(self._comm, self.memory_pool)
+        elif self._parts:
+            self._follow_blocks(chunks, found, every=weights == "parts")
+        else:
             self._mesh = mesh_of(process_group, chunks[0])
-        for chunk in chunks:
-            self._states.append(self._shard_chunk(chunk))
+            for blocks in found:
+                self._states.append(self._shard_blocks(blocks))
 
     def communication_mode(self) -> str:
         """``"wp"``: callers ask for it, to know which hooks they call."""
@@ -95,8 +136,15 @@ class ISPCommunicator:
 
     @property
     def is_forward(self) -> bool:
-        """Whether this thread is outside of backward; derived, so that nobody can forget it."""
-        return graph_task() == -1
+        """Whether this is forward: as was assigned, and never inside of a backward.
+
+        Nothing is decided by it: that a backward runs is seen from autograd.
+        """
+        return self._said_forward and graph_task() == -1
+
+    @is_forward.setter
+    def is_forward(self, value: bool) -> None:
+        self._said_forward = value
 
     @property
     def overlap_state(self) -> ISPOverlapState:
@@ -127,25 +175,56 @@ class ISPCommunicator:
             )
 
         def before(name: str, block: nn.Module) -> Any:
-            return prerequisite_func(block) if self.is_forward else None
+            return self._waitable(prerequisite_func(block)) if graph_task() == -1 else None
 
-        for block in self._blocks:
-            self.context.before_fetch(partial(before, block=block), of=block)
+        if isinstance(self._ahead, AheadByBlocks):
+            self._ahead.before_block.append(partial(before, ""))
+        elif not self._parts:
+            for block in self._blocks:
+                self.context.before_fetch(partial(before, block=block), of=block)
+
+    def _waitable(self, result: Any) -> Any:
+        if result is None or hasattr(result, "wait"):
+            return result
+        if not self._told_of_result:
+            self._told_of_result = True
+            warnings.warn(
+                f"a prerequisite returned {type(result).__name__}, which decides nothing: the "
+                "block is gathered. Return None, or something with wait()",
+                stacklevel=2,
+            )
+        return None
 
     @property
-    def reduce_scatter_handlers(self) -> Mapping[str, tuple[torch.Tensor, Ticket]]:
-        """Reductions under way, ``"UNIT.parameter"`` to reduced rows and handle; read only.
+    def reduce_scatter_handlers(self) -> Handlers:
+        """Gradients under way: name to this rank's reduced rows and their handle.
 
-        Empty outside of backward: the gradients are in ``grad`` of the parameters then, so an
-        optimizer has nothing to collect.
+        With parts and ``overlap``, ``parameter.grad`` is negative zeros after backward, and whoever
+        asks for ``parameter.isp_reduce_scatter_name`` here waits for the handle, adds the rows to
+        the gradient and sets the entry to None. Rows of the pool have an ``index``, to free them
+        by. An optimizer of torch refuses to step before; :meth:`collect_gradients` does all that.
+
+        Otherwise gradients are in ``grad`` of the parameters after backward: this has
+        ``"UNIT.parameter"`` in a backward, to look at, and is empty outside of it.
         """
-        found: dict[str, tuple[torch.Tensor, Ticket]] = {}
+        if self._ahead is not None:
+            return self._ahead.reductions
+        found: Handlers = {}
         for one in self.context.reductions_under_way:
             names = {id(p): name for m in one.unit.modules for name, p in m.named_parameters()}
             for member, output in zip(one.members, one.outputs, strict=True):
                 shown = member.full if one.unit.exposed else member.sharded
                 found[f"{one.unit.name}.{names[id(shown)]}"] = (output, one.ticket)
         return found
+
+    def collect_gradients(self) -> None:
+        """Add to the parameters' ``grad`` what nobody asked :attr:`reduce_scatter_handlers` for.
+
+        For training loops that have no optimizer to do it. Call it after each backward or after the
+        last of several, which are summed.
+        """
+        if self._ahead is not None:
+            self._ahead.collect()
 
     def weight_hook(
         self,
@@ -154,13 +233,21 @@ class ISPCommunicator:
         module: nn.Module | None = None,
         is_bias: bool = False,
     ) -> torch.Tensor:
-        """The whole weight: ``tensor`` itself inside of a block, else gathered from its parts.
+        """The whole weight of which ``tensor`` has this rank's rows, or itself if that is whole.
 
         It is there when this returns, whatever ``async_op`` says: there is no handle to wait for.
+
+        Args:
+            tensor: ``[rows, ...]``, as many rows on every rank.
+            module: whose weight it is: what gathering ahead goes by.
+            is_bias: it is the module's bias.
+
+        Returns:
+            ``[ranks * rows, ...]``.
         """
-        pool = self.memory_pool
-        allocate = None if pool is None else pool.allocate_like
-        return gather_rows(self._comm, tensor, allocate)
+        if self._ahead is None or native.is_lent(tensor):
+            return gather_rows(self._comm, tensor, self._allocate())
+        return self._ahead.weight(tensor, module, is_bias)
 
     def grad_hook(
         self,
@@ -172,14 +259,28 @@ class ISPCommunicator:
     ) -> tuple[torch.Tensor, Ticket]:
         """What to return as the weight's gradient, and a handle to wait for before it is used.
 
-        The gradient itself inside of a block (``module`` says so), whose unit reduces it; else this
-        rank's rows, reduced.
+        Args:
+            tensor: the whole gradient, ``[ranks * rows, ...]``.
+            async_op: without ``overlap``, return before the rows are there.
+            module: whose weight it is of.
+            reduce_op: AVG or SUM.
+            is_bias: it is of the module's bias.
+
+        Returns:
+            ``[rows, ...]``: this rank's rows; with ``overlap`` a stand-in for them, see
+            :attr:`reduce_scatter_handlers`. Where a unit has gathered the weight and will reduce
+            its gradient, ``tensor`` itself.
         """
-        if module is not None and any(module in state.module_to_index for state in self._states):
+        if self._ahead is not None:
+            return self._ahead.gradient(tensor, module, is_bias, async_op, reduce_op)
+        if not self._parts and any(module in one.module_to_index for one in self._states):
             return tensor, Done()
         return reduce_rows(self._comm, tensor, async_op, reduce_op)
 
-    def _shard_chunk(self, chunk: nn.Module) -> ISPOverlapState:
+    def _allocate(self) -> Any:
+        return None if self.memory_pool is None else self.memory_pool.allocate_like
+
+    def _blocks_of(self, chunk: nn.Module) -> list[nn.Module]:
         blocks = list(_blocks(chunk))
         if not blocks:
             found = [type(child).__name__ for child in chunk.children()]
@@ -188,146 +289,78 @@ class ISPCommunicator:
                 f"(it has {', '.join(found) or 'no children'}); put the blocks into one, or call "
                 "memswap.parallel.shard on them"
             )
-        state = ISPOverlapState(num_blocks=len(blocks))
-        state.ckpt_block_num = int(self.model_conf.activation_checkpointing * len(blocks))
+        self._blocks += blocks
+        return blocks
+
+    def _follow_blocks(
+        self, chunks: Sequence[nn.Module], found: Sequence[Sequence[nn.Module]], every: bool
+    ) -> None:
+        """Blocks with parts."""
+        ahead = AheadByBlocks(self._comm, self.memory_pool)
+        for chunk, blocks in zip(chunks, found, strict=True):
+            state = self._state(len(blocks))
+            told: list[tuple[nn.Module, dict[str, nn.Module], list[nn.Module]]] = []
+            for index, block in enumerate(blocks):
+                holders, outputs = _holders(block, every), list(_outputs(block).values())
+                self._describe(state, index, block, holders, ranks=self._comm.size)
+                state.isp_outs += outputs
+                told.append((block, holders, outputs))
+                for name, holder in holders.items():
+                    holder.isp_name = name
+                    for end in ("weight", "bias"):
+                        parameter = holder._parameters.get(end)
+                        if parameter is not None:
+                            full = f"{len(self._states)}.{index}.{name}.{end}"
+                            parameter.isp_reduce_scatter_name = full
+            self._states.append(state)
+            if self.overlap and self._comm.size > 1:
+                ahead.add_chunk(chunk, told, state.ckpt_block_num)
+        if self.overlap and self._comm.size > 1:
+            ahead.compare((self.model_conf.activation_checkpointing, self.enable_memory_pool))
+            self._ahead = ahead
+
+    def _shard_blocks(self, blocks: Sequence[nn.Module]) -> ISPOverlapState:
+        """Blocks with whole weights: units."""
+        state = self._state(len(blocks))
         for index, block in enumerate(blocks):
-            self._describe(state, index, block)
-            names = [name for name, _ in block.named_modules()]
-            anchors = [name for name in names if name.split(".")[-1] in OUTPUT_PROJECTIONS]
+            own = {
+                name: module
+                for name, module in block.named_modules()
+                if list(module.parameters(recurse=False))
+            }
+            self._describe(state, index, block, own)
+            outputs = _outputs(block)
             shard(
                 block,
                 self._mesh,
                 reshard_after_forward=True,
-                anchor=anchors[0] if anchors else None,
+                anchor=next(iter(outputs), None),
                 context=self.context,
             )
-            state.isp_outs += [block.get_submodule(name) for name in anchors]
-        self._blocks += blocks
+            state.isp_outs += outputs.values()
         return state
 
-    def _describe(self, state: ISPOverlapState, index: int, block: nn.Module) -> None:
+    def _state(self, blocks: int) -> ISPOverlapState:
+        share = self.model_conf.activation_checkpointing
+        return ISPOverlapState(num_blocks=blocks, ckpt_block_num=int(share * blocks))
+
+    def _describe(
+        self,
+        state: ISPOverlapState,
+        index: int,
+        block: nn.Module,
+        own: Mapping[str, nn.Module],
+        ranks: int = 1,
+    ) -> None:
         state.index_to_block[index] = block
-        own = state.index_to_isp_modules[index] = []
-        for name, module in block.named_modules():
-            if not list(module.parameters(recurse=False)):
-                continue
-            own.append(module)
+        state.index_to_isp_modules[index] = list(own.values())
+        for name, module in own.items():
             state.module_to_index[module] = index
             weight = getattr(module, "weight", None)
             if isinstance(weight, torch.Tensor):
-                self.model_conf.module_shapes.setdefault(name, weight.shape)
-        state.isp_modules += own
-
-
-class ISPCommunicatorSchedulerHook:
-    """Callbacks of a scheduler. Weights and gradients need none of them.
-
-    Args:
-        overlap_handler: the communicator, or a wrapper of several.
-        zero_optim: an optimizer; its ``accumulate_left_grads_after_backward``, if it has one, is
-            called after each backward.
-        chunk: returns the virtual pipeline's current chunk.
-    """
-
-    def __init__(
-        self,
-        overlap_handler: ISPCommunicator | ISPCommunicatorWrapper,
-        zero_optim: Any = None,
-        *,
-        chunk: Callable[[], int] | None = None,
-    ) -> None:
-        self._handler = overlap_handler
-        self._zero_optim = zero_optim
-        self._chunk = chunk
-
-    def before_forward(self, scheduler: Any, inputs: Any) -> None:
-        """Switch to the current chunk."""
-        self._switch()
-
-    def after_forward(self, scheduler: Any, outputs: Any) -> None:
-        """Nothing: a block drops its weights when it has run."""
-
-    def before_criterion(self, scheduler: Any, outputs: Any, label: Any) -> None:
-        """Nothing."""
-
-    def after_criterion(self, scheduler: Any, loss: Any) -> None:
-        """Nothing."""
-
-    def before_backward(self, scheduler: Any, outputs: Any, outputs_grad: Any) -> None:
-        """Switch to the current chunk; that this is a backward is seen when it begins."""
-        self._switch()
-
-    def after_backward(self, scheduler: Any, inputs_grad: Any) -> None:
-        """Let the optimizer collect, and give back buffers of reduced gradients."""
-        collect = getattr(self._zero_optim, "accumulate_left_grads_after_backward", None)
-        if collect is not None:
-            collect()
-        for communicator in self._communicators():
-            if communicator.memory_pool is not None:
-                communicator.memory_pool.reset_lazy_pools()
-
-    def post_helper_func(self, scheduler: Any, outputs: Any, label: Any) -> None:
-        """Nothing."""
-
-    def _communicators(self) -> list[ISPCommunicator]:
-        handler = self._handler
-        return [handler] if isinstance(handler, ISPCommunicator) else list(handler)
-
-    def _switch(self) -> None:
-        if self._chunk is not None:
-            for communicator in self._communicators():
-                communicator.switch_current_model_chunk(self._chunk())
-
-
-class ISPCommunicatorWrapper:
-    """Several communicators as one: the dense part's and the experts'."""
-
-    def __init__(self) -> None:
-        self._communicators: dict[int, ISPCommunicator] = {}
-
-    def __iter__(self) -> Iterator[ISPCommunicator]:
-        return iter(self._communicators.values())
-
-    def set_communicator(self, index: int, communicator: ISPCommunicator) -> None:
-        """Add one, or put it in another one's place."""
-        self._communicators[index] = communicator
-
-    def get_communicator(self, index: int) -> ISPCommunicator:
-        """The one with an index. ValueError: there is none."""
-        if index not in self._communicators:
-            raise ValueError(
-                f"ISPCommunicatorWrapper: found no communicator {index}; set were "
-                f"{sorted(self._communicators)}"
-            )
-        return self._communicators[index]
-
-    @property
-    def reduce_scatter_handlers(self) -> Mapping[str, tuple[torch.Tensor, Ticket]]:
-        """Those of all communicators."""
-        return ChainMap(*(dict(one.reduce_scatter_handlers) for one in self))
-
-    def register_prerequisite_for_forward_prefetch_hooks(
-        self, prerequisite_func: Callable[[nn.Module], Any]
-    ) -> None:
-        """For the blocks of each communicator."""
-        for one in self:
-            one.register_prerequisite_for_forward_prefetch_hooks(prerequisite_func)
-
-    def free_reduce_scatter_memory(self, key: tuple[int, ...], index: int) -> None:
-        """Free a buffer in the pool that lent it, and in no other."""
-        for pool in self._pools():
-            if pool.lends(index):
-                pool.free_reduce_scatter_memory(key, index)
-                return
-        raise SlotError(f"ISPCommunicatorWrapper: no pool has lent a buffer with index {index}")
-
-    def reset_lazy_pools(self) -> None:
-        """For the pool of each communicator."""
-        for pool in self._pools():
-            pool.reset_lazy_pools()
-
-    def _pools(self) -> list[MemoryPool]:
-        return [one.memory_pool for one in self if one.memory_pool is not None]
+                shape = torch.Size((weight.shape[0] * ranks, *weight.shape[1:]))
+                self.model_conf.module_shapes.setdefault(name, shape)
+        state.isp_modules += own.values()
 
 
 def _chunks(model: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]:
@@ -345,3 +378,26 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from child
         else:
             yield from _blocks(child)
+
+
+def _outputs(block: nn.Module) -> dict[str, nn.Module]:
+    """A block's output projections, by name."""
+    named = block.named_modules()
+    return {name: one for name, one in named if name.split(".")[-1] in OUTPUT_PROJECTIONS}
+
+
+def _holders(block: nn.Module, every: bool = False) -> dict[str, nn.Module]:
+    """The modules of a block that hold parts of weights, by name; ``every``: all with a matrix.
+
+    torch's own modules use their weight as it is, so they hold whole ones, unless there are fewer
+    rows than the module says.
+    """
+    found = {}
+    for name, module in block.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is None or weight.ndim < 2 or isinstance(weight, DTensor):
+            continue
+        own = not type(module).forward.__module__.startswith("torch.")
+        if own or every or weight.shape[0] < getattr(module, "out_features", 0):
+            found[name] = module
+    return found
