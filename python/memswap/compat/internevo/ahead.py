@@ -1,11 +1,9 @@
-"""When parts of weights are gathered: by the blocks of a model, or by the order of their uses."""
+"""Parts of weights gathered ahead of their use; without blocks, by the order of the uses."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -24,16 +22,12 @@ from memswap.compat.internevo.parts import (
 from memswap.compat.internevo.pool import MemoryPool
 from memswap.compat.internevo.raw import Done, check_rows, check_whole, gather_rows, reduce_rows
 from memswap.engine.autograd import graph_task
-from memswap.engine.untraced import untraced
 from memswap.errors import RankMismatchError
 from memswap.parallel.comm import Comm, Ticket
 from memswap.parallel.selftest import ranks_that_differ
 
 #: Without blocks: so many of the next uses are gathered ahead.
 USES_AHEAD = 4
-
-#: On a module: whether it has called a communicator for its weight.
-_CALLED = "_isp_gathers_its_weight"
 
 
 def compare_parts(comm: Comm, device: torch.device, what: str) -> None:
@@ -130,9 +124,6 @@ class Ahead(ABC):
 
     def _room(self) -> Callable[[torch.Size, torch.Tensor], torch.Tensor] | None:
         return None if self.pool is None else self.pool.allocate_reduced
-
-
-# --- without blocks -------------------------------------------------------------------------------
 
 
 class Uses:
@@ -237,217 +228,3 @@ class AheadByOrder(Ahead):
         self._forward.pause()
         self._backward.pause()
         self.collect()
-
-
-# --- by blocks ------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class Block:
-    """A block of a model and its modules that hold parts, in their order."""
-
-    module: nn.Module
-    index: int
-    holders: dict[nn.Module, dict[bool, Part]]
-    """By module: its weight (False) and its bias (True)."""
-    taken: dict[str, nn.Module]
-    """The modules that it was made with, by name."""
-    anchored: bool
-    """Whether it has an output projection, before which its neighbour is gathered."""
-    recomputed: bool
-    """Whether backward computes it again: said beforehand, or seen."""
-
-
-class AheadByBlocks(Ahead):
-    """Gathers the next block at an output projection; in backward, the module before.
-
-    Events are those of InternEvo: the first block at its own forward; block i + 1 at the output
-    projection of block i, behind the exchanges of its attention; where i is computed again in
-    backward, block i - 1 at that place; otherwise in backward the module before the present one.
-    Reduced gradients wait in :attr:`reductions` for who collects them.
-    """
-
-    def __init__(self, comm: Comm, pool: MemoryPool | None) -> None:
-        super().__init__(comm, pool)
-        self.before_block: list[Callable[[nn.Module], Any]] = []
-        """Called with a block before it is gathered in forward."""
-        self._chunks: list[list[Block]] = []
-        self._block_of: dict[nn.Module, Block] = {}
-        self._before: dict[nn.Module, nn.Module] = {}
-        """Of a module that holds parts, the one before it in its chunk."""
-        self._callers: set[nn.Module] = set()
-        self._silent: set[nn.Module] = set()
-        """Modules that ran and did not call this communicator: they use their weight as it is, or
-        another communicator gathers it."""
-        self._recomputing: set[nn.Module] = set()
-        """Modules that backward runs forward again now."""
-        self.reductions.guard()
-
-    def add_chunk(
-        self,
-        chunk: nn.Module,
-        blocks: Sequence[tuple[nn.Module, dict[str, nn.Module], Sequence[nn.Module]]],
-        checkpointed: int,
-    ) -> None:
-        """The blocks of a chunk.
-
-        Args:
-            chunk: the model, or a stage of it.
-            blocks: each with its modules that hold parts, by name, and its output projections.
-            checkpointed: how many of them, from the first, backward will compute again.
-        """
-        own: list[Block] = []
-        chunk.register_forward_pre_hook(self._chunk_begins)
-        for index, (module, holders, outputs) in enumerate(blocks):
-            parts = {holder: self._parts(name, holder) for name, holder in holders.items()}
-            own.append(Block(module, index, parts, holders, bool(outputs), index < checkpointed))
-            module.register_forward_pre_hook(partial(self._block_begins, own, own[-1]))
-            for output in outputs:
-                output.register_forward_pre_hook(partial(self._at_anchor, own, own[-1]))
-            for holder in holders.values():
-                holder.register_forward_pre_hook(self._holder_begins)
-                holder.register_forward_hook(self._holder_ends, always_call=True)
-        if blocks:
-            blocks[-1][0].register_forward_hook(partial(self._last_block_ends, own))
-        self._chunks.append(own)
-        self._find_places()
-
-    def compare(self, settings: object) -> None:
-        """RankMismatchError: another rank has other parts. All ranks call this."""
-        shown = [f"options: {settings}"]
-        device = torch.device("cpu")
-        for block in (block for own in self._chunks for block in own):
-            for part in (part for parts in block.holders.values() for part in parts.values()):
-                tensor = part.tensor()
-                assert tensor is not None
-                device = tensor.device
-                shown.append(f"{part.name}: {list(tensor.shape)} {tensor.dtype}")
-        compare_parts(self.comm, device, "\n".join(shown))
-
-    def part(self, tensor: torch.Tensor, module: nn.Module | None, is_bias: bool) -> Part | None:
-        if module is not None:
-            self._callers.add(module)
-            setattr(module, _CALLED, True)
-        part = None if module is None else self.known(module, is_bias)
-        return part if part is not None and part.is_of(tensor) else None
-
-    def known(self, module: nn.Module, is_bias: bool) -> Part | None:
-        block = self._block_of.get(module)
-        return None if block is None else block.holders[module].get(is_bias)
-
-    def use(self, part: Part) -> torch.Tensor:
-        holder = None if part.holder is None else part.holder()
-        if holder is None or holder not in self._block_of:
-            return self.gathers.use(part)
-        again = holder in self._recomputing
-        weight = self._block_of[holder].holders[holder][False]
-        whole = self.gathers.use(part, keep=again and part is weight)  # backward needs no bias
-        before = self._before.get(holder)
-        if self._in_backward and not again and before is not None:
-            block = self._block_of[before]
-            if not block.recomputed:  # else it comes as a whole, before it is computed again
-                self.gathers.launch(block.holders[before][False])
-        return whole
-
-    def deferred(self, parameter: torch.Tensor) -> bool:
-        return accumulates(parameter)
-
-    def backward_ended(self) -> None:
-        self._recomputing.clear()
-
-    def _parts(self, name: str, holder: nn.Module) -> dict[bool, Part]:
-        parts: dict[bool, Part] = {}
-        for is_bias, end in ((False, "weight"), (True, "bias")):
-            tensor = holder._parameters.get(end)
-            if tensor is not None:
-                part = Part(tensor.isp_reduce_scatter_name, ref(tensor), ref(holder))
-                parts[is_bias] = part
-                if self.pool is not None:
-                    part.allocate = partial(self.pool.allocate_gathered, name, is_bias)
-        return parts
-
-    def _find_places(self) -> None:
-        self._block_of.clear()
-        self._before.clear()
-        for blocks in self._chunks:
-            before: nn.Module | None = None
-            for block in blocks:
-                for holder in block.holders:
-                    self._block_of[holder] = block
-                    if before is not None:
-                        self._before[holder] = before
-                    before = holder
-
-    def _gather(self, blocks: list[Block], index: int) -> None:
-        """Launch the gathers of a block that are not under way."""
-        if not 0 <= index < len(blocks):
-            return
-        block = blocks[index]
-        missing = [
-            part
-            for parts in block.holders.values()
-            for part in parts.values()
-            if part.whole is None
-        ]
-        if missing and graph_task() == -1:
-            for prerequisite in self.before_block:
-                awaited = prerequisite(block.module)
-                if awaited is not None:
-                    awaited.wait()
-        for part in missing:
-            self.gathers.launch(part)
-
-    # --- what hooks call --------------------------------------------------------------------------
-
-    @untraced
-    def _chunk_begins(self, module: nn.Module, args: Any) -> None:
-        self.enter()
-        if graph_task() == -1:
-            self.gathers.drop_all()  # gathered in vain by the last forward
-
-    @untraced
-    def _block_begins(
-        self, blocks: list[Block], block: Block, module: nn.Module, args: Any
-    ) -> None:
-        self.enter()
-        block.recomputed = block.recomputed or graph_task() != -1
-        self._gather(blocks, block.index)
-        if not block.anchored:
-            self._at_anchor(blocks, block, module, args)
-
-    @untraced
-    def _at_anchor(self, blocks: list[Block], block: Block, module: nn.Module, args: Any) -> None:
-        if graph_task() == -1:
-            self._gather(blocks, block.index + 1)
-        elif block.index > 0 and blocks[block.index - 1].recomputed:
-            self._gather(blocks, block.index - 1)
-
-    @untraced
-    def _last_block_ends(
-        self, blocks: list[Block], module: nn.Module, args: Any, output: Any
-    ) -> None:
-        taken = {holder: name for block in blocks for name, holder in block.taken.items()}
-        if self._silent.isdisjoint(taken) or any(getattr(one, _CALLED, False) for one in taken):
-            return
-        raise ValueError(
-            f"ISPCommunicator: found that the blocks have run and that none of {sorted(set(taken.values()))} "
-            "in them called weight_hook(weight, module=self): their weights were taken for parts, "
-            "expected linear layers that gather their own. If the weights are whole on every rank, "
-            "pass weights='whole'"
-        )
-
-    @untraced
-    def _holder_begins(self, module: nn.Module, args: Any) -> None:
-        if graph_task() != -1:
-            self._recomputing.add(module)
-
-    @untraced
-    def _holder_ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._recomputing.discard(module)
-        block = self._block_of.get(module)
-        if output is None or module in self._callers or block is None:
-            return  # it raised, or it is as it should be
-        self._silent.add(module)
-        for part in block.holders.pop(module).values():  # it uses its weight as it is
-            self.gathers.drop(part)
-        self._find_places()

@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from memswap._native import native
-from memswap.compat.internevo.ahead import Ahead, AheadByBlocks, AheadByOrder
+from memswap.compat.internevo.ahead import Ahead, AheadByOrder
+from memswap.compat.internevo.blocks import AheadByBlocks
 from memswap.compat.internevo.pool import ISPCommModelConfig, MemoryPool
 from memswap.compat.internevo.raw import Done, WPCommunicator, gather_rows, mesh_of, reduce_rows
 from memswap.engine.autograd import graph_task
