@@ -1,5 +1,6 @@
 """InternEvo's ISP: its names and call patterns on memswap.parallel; docs/migration.md shows how."""
 
+from memswap.compat.internevo.all_to_all import _SeqAllToAll
 from memswap.compat.internevo.attention import (
     DistributedAttention,
     auto_wrap_distributed_attention,
@@ -28,6 +29,7 @@ __all__ = [
     "ISPOverlapState",
     "MemoryPool",
     "WPCommunicator",
+    "_SeqAllToAll",
     "auto_wrap_distributed_attention",
     "auto_wrap_func_distributed_attention",
 ]

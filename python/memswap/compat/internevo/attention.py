@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 from weakref import ref
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from memswap.compat.internevo.raw import group_of
 from memswap.parallel import ContextParallel
 from memswap.parallel.comm import Comm, ProcessGroupComm
 from memswap.parallel.context_style import ROLES, Packing
@@ -49,9 +51,10 @@ class DistributedAttention(nn.Module):  # type: ignore[misc]
             accelerator = torch.accelerator.current_accelerator(check_available=True)
             device_type = "cpu" if accelerator is None else accelerator.type
         self._device_type = device_type
-        self._group = sequence_process_group
         self._sequence_length = sequence_length
         self._open_comm = comm
+        self.spg = sequence_process_group
+        self.sp_size: int = sequence_process_group.size()
         self._by_packing: dict[Packing, _Local] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -95,7 +98,7 @@ class DistributedAttention(nn.Module):  # type: ignore[misc]
             sequence_length=self._sequence_length,
             comm=self._open_comm,
         )
-        style.apply(local, DeviceMesh.from_group(self._group, self._device_type))
+        style.apply(local, DeviceMesh.from_group(self.spg, self._device_type))
         return local
 
 
@@ -114,14 +117,17 @@ class _Local(nn.Module):  # type: ignore[misc]
 
 
 def auto_wrap_distributed_attention(
-    attention: Callable[..., nn.Module], *, group: Group
+    attention: Callable[..., nn.Module], *, group: Group | Literal["ask"] = "ask"
 ) -> Callable[..., nn.Module]:
     """A constructor of ``attention`` that distributes it where there is a group to do so.
 
     Args:
         attention: the class.
-        group: InternEvo asks its process-wide context; here the caller says which ranks share a
-            sequence. A function is asked when attention is built.
+        group: the ranks that share a sequence. A function is asked when attention is built. If it
+            is left out, InternEvo's own process-wide context is asked then.
+
+    Raises:
+        TypeError: ``group`` was left out and InternEvo is not loaded; when attention is built.
     """
 
     def construct(*args: Any, **kwargs: Any) -> nn.Module:
@@ -131,7 +137,7 @@ def auto_wrap_distributed_attention(
 
 
 def auto_wrap_func_distributed_attention(
-    attention: Callable[..., torch.Tensor], *, group: Group
+    attention: Callable[..., torch.Tensor], *, group: Group | Literal["ask"] = "ask"
 ) -> Callable[..., torch.Tensor]:
     """The same for a function, which is distributed at its first call."""
     built: list[Callable[..., torch.Tensor]] = []
@@ -144,8 +150,25 @@ def auto_wrap_func_distributed_attention(
     return call
 
 
-def _distributed(attention: Any, group: Group) -> Any:
+def _distributed(attention: Any, group: Group | Literal["ask"]) -> Any:
+    if group == "ask":
+        group = _group_of_context()
     ranks = group() if callable(group) and not isinstance(group, dist.ProcessGroup) else group
     if ranks is None or ranks.size() == 1:
         return attention
     return DistributedAttention(attention, ranks)
+
+
+def _group_of_context() -> dist.ProcessGroup | None:
+    """What InternEvo's context says; None: it does not cut sequences for attention."""
+    module = sys.modules.get("internlm.core.context")
+    if module is None:
+        raise TypeError(
+            "auto_wrap_distributed_attention(): found neither group= nor InternEvo's context, "
+            "expected to know which ranks share a sequence; pass group=process_group"
+        )
+    context, modes = module.global_context, module.ParallelMode
+    if context.config.parallel["tensor"].get("mode", "mtp") != "isp":
+        return None
+    two_dimensional = context.config.parallel.get("sequence_2D", {}).get("enable", False)
+    return group_of(modes.HEAD if two_dimensional else modes.TENSOR)

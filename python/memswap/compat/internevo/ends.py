@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from memswap.compat.internevo.raw import Done, WPCommunicator, gather_rows, mesh_of, reduce_rows
+from memswap.compat.internevo.raw import (
+    Done,
+    WPCommunicator,
+    gather_rows,
+    group_of,
+    mesh_of,
+    reduce_rows,
+)
 from memswap.parallel.comm import Comm, ProcessGroupComm, Ticket
 from memswap.parallel.layouts import HeadPlan, SequenceShards
 from memswap.parallel.redistribute import GatherSequence, HeadsToSequence, SequenceToHeads
@@ -118,38 +126,64 @@ class HeadWeightParallelCommunicator(WPCommunicator):
 
 
 class EmbeddingWeightParallelCommunicator:
-    """Shards embeddings, each gathered for forward and not again for backward.
+    """Gathers embeddings for forward, and not again for backward, whose gradients it reduces.
 
-    Gradients arrive as everywhere with :func:`memswap.parallel.shard`: reduced in each backward, or
-    in the last of several microbatches with ``module.set_requires_gradient_sync``.
+    An embedding holds a part of its weight, or a whole one on every rank, which is sharded then.
+    Gradients arrive in each backward, so that nobody counts microbatches; of whole weights, in the
+    last of several with ``module.set_requires_gradient_sync``.
 
     Args:
-        parallel_mode: the process group that shares the weights; None: all ranks.
-        context: shares it with other units, as ``ISPCommunicator.context``.
+        parallel_mode: the ranks that share the weights: a process group, a DeviceMesh, or a
+            ``ParallelMode`` of InternEvo, whose context is asked. None: all ranks.
+        context: shares whole weights with other units, as ``ISPCommunicator.context``; makes the
+            Comm of the group.
+
+    Raises:
+        TypeError: ``parallel_mode`` is neither of these.
     """
 
-    def __init__(
-        self,
-        parallel_mode: dist.ProcessGroup | None = None,
-        *,
-        context: ShardContext | None = None,
-    ) -> None:
+    def __init__(self, parallel_mode: Any = None, *, context: ShardContext | None = None) -> None:
         self.parallel_mode = parallel_mode
         self._context = context or ShardContext()
+        self._group = group_of(parallel_mode)
+        self._parts: dict[nn.Module, torch.Tensor] = {}
 
     def register_module_hook(self, module: nn.Module) -> None:
-        """Shard an embedding's weight, as a whole on every rank until now.
+        """Have an embedding's weight gathered for each forward.
 
-        Along the vocabulary if the module says ``vocab_parallel``, along its width otherwise.
+        It is cut along the vocabulary if the module says ``vocab_parallel``, along its width
+        otherwise. ``num_embeddings`` and ``embedding_dim`` (or ``embed_dim``) of the module say
+        whether the weight is whole.
+
+        Raises:
+            ValueError: the weight has neither the shape of a whole nor that of a part.
         """
         dim = 0 if getattr(module, "vocab_parallel", False) else 1
-        shard(
-            module,
-            mesh_of(self.parallel_mode, module),
-            unshard_in_backward=False,
-            shard_placement_fn=lambda parameter: Shard(dim) if parameter.ndim > dim else None,
-            context=self._context,
-        )
+        group = dist.group.WORLD if self._group is None else self._group
+        comm = self._context.comm(group)
+        weight = module.weight
+        width = getattr(module, "embedding_dim", getattr(module, "embed_dim", None))
+        whole = [getattr(module, "num_embeddings", None), width]
+        part = list(weight.shape)
+        part[dim] *= comm.size
+        if part == whole and comm.size > 1:
+            self._parts[module] = weight
+            module.register_forward_pre_hook(partial(self._gather, comm, dim))
+            module.register_forward_hook(self._restore, always_call=True)
+        elif list(weight.shape) == whole:
+            shard(
+                module,
+                mesh_of(self._group, module),
+                unshard_in_backward=False,
+                shard_placement_fn=lambda one: Shard(dim) if one.ndim > dim else None,
+                context=self._context,
+            )
+        else:
+            raise ValueError(
+                f"register_module_hook(): found a weight of shape {list(weight.shape)} in "
+                f"{type(module).__name__} with num_embeddings, embedding_dim {whole}; expected "
+                f"that shape, or a part of it along dimension {dim} for each of {comm.size} ranks"
+            )
 
     def grad_reduce_hook(self, param: torch.Tensor) -> None:
         """Have the reduced gradient of a registered module's parameter in ``param.grad``.
@@ -159,6 +193,8 @@ class EmbeddingWeightParallelCommunicator:
         Raises:
             ValueError: the parameter is not one of a registered module.
         """
+        if any(one is param for one in self._parts.values()):
+            return
         mine = (one.sharded for unit in self._context.scheduled for one in unit.members)
         if not isinstance(param, DTensor) or all(one is not param for one in mine):
             raise ValueError(
@@ -166,3 +202,25 @@ class EmbeddingWeightParallelCommunicator:
                 "module.parameters() gives after register_module_hook(module)"
             )
         self._context.finish_reductions()
+
+    def _gather(self, comm: Comm, dim: int, module: nn.Module, args: Any) -> None:
+        # What a module's __dict__ has is found before its parameters, which stay as they are.
+        module.__dict__["weight"] = _Whole.apply(self._parts[module], comm, dim)
+
+    def _restore(self, module: nn.Module, args: Any, output: Any) -> None:
+        module.__dict__.pop("weight", None)
+
+
+class _Whole(torch.autograd.Function):  # type: ignore[misc]
+    """The ranks' parts along a dimension; its gradient is this rank's part of their mean."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, comm: Comm, dim: int) -> torch.Tensor:
+        ctx.comm, ctx.dim = comm, dim
+        return gather_rows(comm, part.movedim(dim, 0)).movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        whole = gradient.movedim(ctx.dim, 0)
+        rows, _ = reduce_rows(ctx.comm, whole, False, dist.ReduceOp.AVG)
+        return rows.movedim(0, ctx.dim), None, None

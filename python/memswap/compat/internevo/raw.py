@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from memswap._native import native
 from memswap.parallel.comm import Comm, ReduceOp, Ticket
@@ -51,6 +54,35 @@ class WPCommunicator(ABC):
         is_bias: bool = False,
     ) -> tuple[torch.Tensor, Ticket]:
         """What to return as the weight's gradient, and a handle to wait for before it is used."""
+
+
+def group_of(mode: Any) -> dist.ProcessGroup | None:
+    """The process group that is meant; None: all ranks.
+
+    Args:
+        mode: a process group, a 1-D DeviceMesh, or a member of InternEvo's ``ParallelMode``, for
+            which the context beside that class is asked. None: all ranks.
+
+    Raises:
+        TypeError: neither of these.
+    """
+    group: dist.ProcessGroup | None
+    if isinstance(mode, DeviceMesh):
+        group = mode.get_group()
+        return group
+    if mode is None or isinstance(mode, dist.ProcessGroup):
+        return mode
+    package = type(mode).__module__ if isinstance(mode, enum.Enum) else ""
+    while package:
+        context = getattr(sys.modules.get(package), "global_context", None)
+        if context is not None and hasattr(context, "get_group"):
+            group = context.get_group(mode)
+            return group
+        package = package.rpartition(".")[0]
+    raise TypeError(
+        f"found {mode!r}, expected a process group, a DeviceMesh, or a ParallelMode of InternEvo "
+        "whose global_context knows the group"
+    )
 
 
 def gather_rows(comm: Comm, part: torch.Tensor, allocate: Allocate | None = None) -> torch.Tensor:
@@ -123,6 +155,4 @@ def mesh_of(group: dist.ProcessGroup | None, module: nn.Module) -> Any:
     """The 1-D mesh of a process group, for the device that the module is on."""
     first = next(module.parameters(), None)
     device = torch.device("cpu") if first is None else first.device
-    return dist.device_mesh.DeviceMesh.from_group(
-        dist.group.WORLD if group is None else group, device.type
-    )
+    return DeviceMesh.from_group(dist.group.WORLD if group is None else group, device.type)
