@@ -353,8 +353,11 @@ def test_whole_weights_that_were_taken_for_parts_are_told(rank: Rank) -> None:
 
 
 @distributed(2, 4)
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("what", ["shape", "dtype", "modules"])
-def test_ranks_with_other_parts_raise_when_the_communicator_is_made(rank: Rank, what: str) -> None:
+def test_ranks_with_other_parts_raise_when_the_communicator_is_made(
+    rank: Rank, what: str, overlap: bool
+) -> None:
     net = Net(lambda whole: PartLinear(whole, rank))
     if rank.rank == 1:
         odd = net.layers[1].wo
@@ -367,15 +370,21 @@ def test_ranks_with_other_parts_raise_when_the_communicator_is_made(rank: Rank, 
     with pytest.raises(
         RankMismatchError, match=rf"(?s)rank {rank.rank} holds other parts.*0\.0\.w1"
     ):
-        ISPCommunicator(net, config(), True, context=ShardContext(open_comm=rank.open_comm))
+        ISPCommunicator(net, config(), overlap, context=ShardContext(open_comm=rank.open_comm))
     assert rank.log.events == ["all_gather configuration", "wait all_gather configuration"]
 
 
 @distributed(2)
-def test_hooks_alone_compare_parts_at_their_first_use(rank: Rank) -> None:
-    isp = ISPCommunicator(None, config(), True)
-    with pytest.raises(RankMismatchError, match=r"weight 0: \[\d, 3\]"):
-        isp.weight_hook(torch.zeros(2 + rank.rank, 3), module=nn.Identity())
+@pytest.mark.parametrize("overlap", [True, False])
+def test_hooks_alone_compare_parts_at_their_first_use(rank: Rank, overlap: bool) -> None:
+    communicators = [ISPCommunicator(None, config(), overlap), HeadWeightParallelCommunicator()]
+    told = r"(?s)rank \d holds other parts.*weight: \[\d, 3\]"
+    for one in communicators:
+        for rows, kind in enumerate((torch.Tensor, nn.Parameter)):
+            part = kind(torch.zeros(2 + 3 * rows + rank.rank, 3))
+            for module in (nn.Identity(), None):
+                with pytest.raises(RankMismatchError, match=told):
+                    one.weight_hook(part, module=module)
 
 
 @distributed(2)
@@ -401,6 +410,52 @@ def test_bad_tensors_and_options_raise_before_a_collective(rank: Rank, with_mode
     bare = nn.Sequential(nn.ModuleList([nn.Tanh()]))
     with pytest.raises(ValueError, match="found no module with a weight in the blocks"):
         ISPCommunicator(bare, config(), weights="parts")
+
+
+@distributed(2)
+@pytest.mark.parametrize("parts", [True, False], ids=["parts", "whole"])
+def test_what_a_prerequisite_returns_is_awaited_or_told_once(rank: Rank, parts: bool) -> None:
+    if parts:
+        net, _, isp = nets(rank, with_model=True)
+    else:
+        net = Net(lambda one: one)
+        isp = ISPCommunicator(net, config(), True)
+    waited: list[nn.Module] = []
+
+    class Broadcast:
+        def __init__(self, block: nn.Module) -> None:
+            self.block = block
+
+        def wait(self) -> None:
+            waited.append(self.block)
+
+    isp.register_prerequisite_for_forward_prefetch_hooks(Broadcast)
+    isp.register_prerequisite_for_forward_prefetch_hooks(lambda block: False)
+    with pytest.warns(UserWarning, match="returned bool, which decides nothing") as told:
+        net(batch(rank)).sum().backward()
+    assert waited == list(net.layers) and len(told) == 1
+    assert told[0].filename == __file__, "at the line that registered it"
+    with pytest.raises(ValueError, match="made without a model, it has no blocks"):
+        ISPCommunicator(None, config(), True).register_prerequisite_for_forward_prefetch_hooks(
+            waited.append
+        )
+
+
+@distributed(2)
+@MODES
+def test_a_weight_that_is_made_for_one_use_is_gathered_for_it(rank: Rank, with_model: bool) -> None:
+    net, plain, isp = nets(rank, with_model)
+    hook = isp.weight_hook
+    isp.weight_hook = lambda one, **more: hook(one.float(), **more).double()  # as autocast would
+    for _ in range(2):
+        net(batch(rank))
+        rank.log.events.clear()
+    net(batch(rank))
+    assert rank.log.count("all_gather configuration") == 0
+    with torch.no_grad():
+        for one in plain.parameters():
+            one.copy_(one.float())
+    assert torch.equal(net(batch(rank)), plain(batch(rank)))
 
 
 @distributed(4)

@@ -20,24 +20,12 @@ from memswap.compat.internevo.parts import (
     stand_in,
 )
 from memswap.compat.internevo.pool import MemoryPool
-from memswap.compat.internevo.raw import Done, check_rows, check_whole, gather_rows, reduce_rows
+from memswap.compat.internevo.raw import Done, FirstUses, check_whole, gather_rows, reduce_rows
 from memswap.engine.autograd import graph_task
-from memswap.errors import RankMismatchError
 from memswap.parallel.comm import Comm, Ticket
-from memswap.parallel.selftest import ranks_that_differ
 
 #: Without blocks: so many of the next uses are gathered ahead.
 USES_AHEAD = 4
-
-
-def compare_parts(comm: Comm, device: torch.device, what: str) -> None:
-    """RankMismatchError: ranks hold other parts than this one. All of them call this."""
-    if others := ranks_that_differ(comm, device, what):
-        raise RankMismatchError(
-            f"rank {comm.rank} holds other parts of weights than ranks {others} of its group: "
-            "modules, shapes, dtypes and options of the communicator must agree on all ranks. "
-            f"Here they are:\n{what}"
-        )
 
 
 class Ahead(ABC):
@@ -51,6 +39,7 @@ class Ahead(ABC):
     def __init__(self, comm: Comm, pool: MemoryPool | None) -> None:
         self.comm = comm
         self.pool = pool
+        self.first_uses = FirstUses(comm)
         self.gathers = Gathers(comm)
         self.reductions = Reductions(comm, lambda one: None if pool is None else pool.forget(one))
         self._in_backward = False
@@ -75,7 +64,10 @@ class Ahead(ABC):
         """The whole weight or bias of which ``tensor`` has this rank's rows."""
         self.enter()
         part = self.part(tensor, module, is_bias)
-        return gather_rows(self.comm, tensor) if part is None else self.use(part)
+        if part is not None:
+            return self.use(part)
+        self.first_uses.compare(tensor, module, is_bias)
+        return gather_rows(self.comm, tensor)
 
     def gradient(
         self,
@@ -190,13 +182,13 @@ class AheadByOrder(Ahead):
         part: Part | None = parts.get(key)
         if part is not None and part.is_of(tensor):
             return part
-        check_rows("weight_hook()", tensor)
+        if not isinstance(tensor, nn.Parameter):
+            return None  # made for this use: the next one will have another
+        self.first_uses.compare(tensor, module, is_bias)
         if part is not None:
             self.gathers.drop(part)
         name = f"{'bias' if is_bias else 'weight'} {self._count}"
         self._count += 1
-        shown = f"{name}: {list(tensor.shape)} {tensor.dtype}"
-        compare_parts(self.comm, tensor.device, shown)
         part = parts[key] = Part(name, ref(tensor))
         if self.pool is not None:
             part.allocate = self.pool.allocate_like

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import ref
 
 import torch
 from torch import nn
 
-from memswap.compat.internevo.ahead import Ahead, compare_parts
+from memswap.compat.internevo.ahead import Ahead
 from memswap.compat.internevo.parts import Part, accumulates
 from memswap.compat.internevo.pool import MemoryPool
 from memswap.engine.autograd import graph_task
@@ -20,6 +20,10 @@ from memswap.parallel.comm import Comm
 
 #: On a module: whether it has called a communicator for its weight.
 _CALLED = "_isp_gathers_its_weight"
+
+
+#: A block, its modules that hold parts by their names in it, and its output projections.
+Members: TypeAlias = tuple[nn.Module, dict[str, nn.Module], Sequence[nn.Module]]
 
 
 @dataclass(eq=False)
@@ -66,14 +70,14 @@ class AheadByBlocks(Ahead):
     def add_chunk(
         self,
         chunk: nn.Module,
-        blocks: Sequence[tuple[nn.Module, dict[str, nn.Module], Sequence[nn.Module]]],
+        blocks: Sequence[Members],
         checkpointed: int,
     ) -> None:
         """The blocks of a chunk.
 
         Args:
             chunk: the model, or a stage of it.
-            blocks: each with its modules that hold parts, by name, and its output projections.
+            blocks: see :data:`Members`.
             checkpointed: how many of them, from the first, backward will compute again.
         """
         own: list[Block] = []
@@ -85,24 +89,13 @@ class AheadByBlocks(Ahead):
             for output in outputs:
                 output.register_forward_pre_hook(partial(self._at_anchor, own, own[-1]))
             for holder in holders.values():
+                self.first_uses.seen(holder)
                 holder.register_forward_pre_hook(self._holder_begins)
                 holder.register_forward_hook(self._holder_ends, always_call=True)
         if blocks:
             blocks[-1][0].register_forward_hook(partial(self._last_block_ends, own))
         self._chunks.append(own)
         self._find_places()
-
-    def compare(self, settings: object) -> None:
-        """RankMismatchError: another rank has other parts. All ranks call this."""
-        shown = [f"options: {settings}"]
-        device = torch.device("cpu")
-        for block in (block for own in self._chunks for block in own):
-            for part in (part for parts in block.holders.values() for part in parts.values()):
-                tensor = part.tensor()
-                assert tensor is not None
-                device = tensor.device
-                shown.append(f"{part.name}: {list(tensor.shape)} {tensor.dtype}")
-        compare_parts(self.comm, device, "\n".join(shown))
 
     def part(self, tensor: torch.Tensor, module: nn.Module | None, is_bias: bool) -> Part | None:
         if module is not None:

@@ -10,8 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from memswap._native import native
 from memswap.compat.internevo.raw import (
     Done,
+    FirstUses,
     WPCommunicator,
     gather_rows,
     group_of,
@@ -45,6 +47,7 @@ class HeadWeightParallelCommunicator(WPCommunicator):
         retain_out_sharded: bool = True,
     ) -> None:
         self._weights: Comm = ProcessGroupComm(weight_process_group)
+        self._first_uses = FirstUses(self._weights)
         self._sequence: Comm = ProcessGroupComm(seq_process_group)
         self._retain_out_sharded = retain_out_sharded
 
@@ -63,6 +66,8 @@ class HeadWeightParallelCommunicator(WPCommunicator):
 
         It is there when this returns, whatever ``async_op`` says: there is no handle to wait for.
         """
+        if not native.is_lent(tensor):
+            self._first_uses.compare(tensor, module, is_bias)
         return gather_rows(self._weights, tensor)
 
     def grad_hook(

@@ -7,6 +7,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from memswap._native import native
+from memswap.errors import RankMismatchError
 from memswap.parallel.comm import Comm, ReduceOp, Ticket
+from memswap.parallel.selftest import ranks_that_differ
 
 #: Makes the output of an all-gather of so many rows.
 Allocate = Callable[[torch.Size, torch.Tensor], torch.Tensor]
@@ -85,11 +88,57 @@ def group_of(mode: Any) -> dist.ProcessGroup | None:
     )
 
 
+def compare_parts(comm: Comm, device: torch.device, what: str) -> None:
+    """RankMismatchError: ranks hold other parts than this one. All of them call this."""
+    if others := ranks_that_differ(comm, device, what):
+        raise RankMismatchError(
+            f"rank {comm.rank} holds other parts of weights than ranks {others} of its group: "
+            "modules, shapes, dtypes and options of the communicator must agree on all ranks. "
+            f"Here they are:\n{what}"
+        )
+
+
+class FirstUses:
+    """Compares the ranks' parts when a weight is asked for the first time.
+
+    Weights are told apart by their module, or by their shape where there is none.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self._modules: WeakKeyDictionary[nn.Module, set[bool]] = WeakKeyDictionary()
+        self._shapes: set[tuple[torch.Size, torch.dtype]] = set()
+
+    def seen(self, module: nn.Module) -> None:
+        """Its parts have been compared."""
+        self._modules[module] = {False, True}
+
+    def compare(self, tensor: torch.Tensor, module: nn.Module | None, is_bias: bool) -> None:
+        """
+        Raises:
+            ValueError: a scalar has no rows.
+            RankMismatchError: another rank asks for another weight.
+        """
+        if tensor.ndim == 0:
+            raise ValueError(
+                "weight_hook(): found a scalar, expected a tensor of which each rank has as many "
+                "rows"
+            )
+        known: set[Any] = (
+            self._shapes if module is None else self._modules.setdefault(module, set())
+        )
+        key = (tensor.shape, tensor.dtype) if module is None else is_bias
+        if key in known or self._comm.size == 1:
+            return
+        known.add(key)
+        kind = "bias" if is_bias else "weight"
+        compare_parts(self._comm, tensor.device, f"{kind}: {list(tensor.shape)} {tensor.dtype}")
+
+
 def gather_rows(comm: Comm, part: torch.Tensor, allocate: Allocate | None = None) -> torch.Tensor:
     """The ranks' rows one after another. A gathered weight is whole already and passes."""
     if native.is_lent(part) or comm.size == 1:
         return part
-    check_rows("weight_hook()", part)
     shape = torch.Size((part.shape[0] * comm.size, *part.shape[1:]))
     output = part.new_empty(shape) if allocate is None else allocate(shape, part)
     comm.all_gather([output], [part.detach().contiguous()], label="weight").wait()
@@ -119,14 +168,6 @@ def reduction_named(reduce_op: Any) -> ReduceOp:
         if one == reduce_op:
             return name
     raise ValueError(f"grad_hook(): found reduce_op {reduce_op}, expected AVG or SUM")
-
-
-def check_rows(who: str, part: torch.Tensor) -> None:
-    """ValueError: a tensor without rows cannot be gathered."""
-    if part.ndim == 0:
-        raise ValueError(
-            f"{who}: found a scalar, expected a tensor of which each rank has as many rows"
-        )
 
 
 def check_whole(comm: Comm, whole: torch.Tensor, rows: torch.Size | None = None) -> None:

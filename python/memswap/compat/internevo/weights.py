@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,9 +14,18 @@ from torch.distributed.tensor import DTensor
 
 from memswap._native import native
 from memswap.compat.internevo.ahead import Ahead, AheadByOrder
-from memswap.compat.internevo.blocks import AheadByBlocks
+from memswap.compat.internevo.blocks import AheadByBlocks, Members
 from memswap.compat.internevo.pool import ISPCommModelConfig, MemoryPool
-from memswap.compat.internevo.raw import Done, WPCommunicator, gather_rows, mesh_of, reduce_rows
+from memswap.compat.internevo.raw import (
+    Done,
+    FirstUses,
+    WPCommunicator,
+    compare_parts,
+    gather_rows,
+    mesh_of,
+    reduce_rows,
+)
+from memswap.compat.users_line import UsersLine
 from memswap.engine.autograd import graph_task
 from memswap.parallel.comm import Comm, Ticket
 from memswap.parallel.schedule import ShardContext
@@ -105,6 +113,7 @@ class ISPCommunicator(WPCommunicator):
         self.memory_pool = MemoryPool(model_conf, with_bias=True) if enable_memory_pool else None
         group = dist.group.WORLD if process_group is None else process_group
         self._comm: Comm = self.context.comm(group)
+        self._first_uses = FirstUses(self._comm)
         self._said_forward = True
         self._told_of_result = False
         self._states: list[ISPOverlapState] = []
@@ -168,33 +177,45 @@ class ISPCommunicator(WPCommunicator):
         """Call ``prerequisite_func(block)`` before a block is gathered in forward.
 
         It waits for what has to be there first (a broadcast of updated parameters), or returns
-        something with ``wait()``. Other results but None raise TypeError: they would mean nothing.
+        something with ``wait()``. Another result decides nothing, and is told once. Parts without
+        ``overlap`` are gathered where they are used, and nothing is called.
+
+        Raises:
+            TypeError: it cannot be called.
+            ValueError: the communicator was made without a model.
         """
         if not callable(prerequisite_func):
             raise TypeError(
                 f"found {type(prerequisite_func).__name__}, expected a function of a block"
             )
 
+        if not self._states:
+            raise ValueError(
+                "ISPCommunicator: made without a model, it has no blocks to wait for; give it the "
+                f"model, or call {getattr(prerequisite_func, '__name__', 'the function')} before "
+                "forward"
+            )
+        line = UsersLine.here()
+
         def before(name: str, block: nn.Module) -> Any:
-            return self._waitable(prerequisite_func(block)) if graph_task() == -1 else None
+            if graph_task() != -1:
+                return None
+            result = prerequisite_func(block)
+            if result is None or hasattr(result, "wait"):
+                return result
+            if not self._told_of_result:
+                self._told_of_result = True
+                line.warn(
+                    f"memswap: a prerequisite returned {type(result).__name__}, which decides "
+                    "nothing: the block is gathered. Return None, or something with wait()"
+                )
+            return None
 
         if isinstance(self._ahead, AheadByBlocks):
             self._ahead.before_block.append(partial(before, ""))
         elif not self._parts:
             for block in self._blocks:
                 self.context.before_fetch(partial(before, block=block), of=block)
-
-    def _waitable(self, result: Any) -> Any:
-        if result is None or hasattr(result, "wait"):
-            return result
-        if not self._told_of_result:
-            self._told_of_result = True
-            warnings.warn(
-                f"a prerequisite returned {type(result).__name__}, which decides nothing: the "
-                "block is gathered. Return None, or something with wait()",
-                stacklevel=2,
-            )
-        return None
 
     @property
     def reduce_scatter_handlers(self) -> Handlers:
@@ -246,9 +267,13 @@ class ISPCommunicator(WPCommunicator):
         Returns:
             ``[ranks * rows, ...]``.
         """
-        if self._ahead is None or native.is_lent(tensor):
-            return gather_rows(self._comm, tensor, self._allocate())
-        return self._ahead.weight(tensor, module, is_bias)
+        if native.is_lent(tensor):
+            return tensor
+        if self._ahead is not None:
+            return self._ahead.weight(tensor, module, is_bias)
+        self._first_uses.compare(tensor, module, is_bias)
+        pool = self.memory_pool
+        return gather_rows(self._comm, tensor, None if pool is None else pool.allocate_like)
 
     def grad_hook(
         self,
@@ -278,9 +303,6 @@ class ISPCommunicator(WPCommunicator):
             return tensor, Done()
         return reduce_rows(self._comm, tensor, async_op, reduce_op)
 
-    def _allocate(self) -> Any:
-        return None if self.memory_pool is None else self.memory_pool.allocate_like
-
     def _blocks_of(self, chunk: nn.Module) -> list[nn.Module]:
         blocks = list(_blocks(chunk))
         if not blocks:
@@ -297,15 +319,15 @@ class ISPCommunicator(WPCommunicator):
         self, chunks: Sequence[nn.Module], found: Sequence[Sequence[nn.Module]], every: bool
     ) -> None:
         """Blocks with parts."""
-        ahead = AheadByBlocks(self._comm, self.memory_pool)
+        told: list[tuple[nn.Module, list[Members], int]] = []
         for chunk, blocks in zip(chunks, found, strict=True):
             state = self._state(len(blocks))
-            told: list[tuple[nn.Module, dict[str, nn.Module], list[nn.Module]]] = []
+            members: list[Members] = []
             for index, block in enumerate(blocks):
                 holders, outputs = _holders(block, every), list(_outputs(block).values())
                 self._describe(state, index, block, holders, ranks=self._comm.size)
                 state.isp_outs += outputs
-                told.append((block, holders, outputs))
+                members.append((block, holders, outputs))
                 for name, holder in holders.items():
                     holder.isp_name = name
                     for end in ("weight", "bias"):
@@ -314,11 +336,22 @@ class ISPCommunicator(WPCommunicator):
                             full = f"{len(self._states)}.{index}.{name}.{end}"
                             parameter.isp_reduce_scatter_name = full
             self._states.append(state)
-            if self.overlap and self._comm.size > 1:
-                ahead.add_chunk(chunk, told, state.ckpt_block_num)
-        if self.overlap and self._comm.size > 1:
-            ahead.compare((self.model_conf.activation_checkpointing, self.enable_memory_pool))
-            self._ahead = ahead
+            told.append((chunk, members, state.ckpt_block_num))
+        if self._comm.size == 1:
+            return
+        settings = (self.overlap, self.enable_memory_pool, [one[2] for one in told])
+        shown = [f"options: {settings}"]
+        device = torch.device("cpu")
+        for holder in (one for state in self._states for one in state.isp_modules):
+            self._first_uses.seen(holder)
+            for one in holder.parameters(recurse=False):
+                device = one.device
+                shown.append(f"{one.isp_reduce_scatter_name}: {list(one.shape)} {one.dtype}")
+        compare_parts(self._comm, device, "\n".join(shown))
+        if self.overlap:
+            self._ahead = ahead = AheadByBlocks(self._comm, self.memory_pool)
+            for chunk, members, checkpointed in told:
+                ahead.add_chunk(chunk, members, checkpointed)
 
     def _shard_blocks(self, blocks: Sequence[nn.Module]) -> ISPOverlapState:
         """Blocks with whole weights: units."""
