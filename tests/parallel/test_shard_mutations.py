@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from memswap.parallel.launches import Reduction
 from memswap.parallel.schedule import ShardContext
 from memswap.parallel.slots import Lease, SlotPool
-from memswap.parallel.unit import Reduction, State, Unit
+from memswap.parallel.unit import State, Unit
 from ranks import Rank, distributed
 from sharding import Net, adamw, loss_of, make_net, sharded, tokens_of, whole
 
@@ -49,9 +50,9 @@ def _gradients_are_used_before_their_reduction_is_waited(patch: Patch) -> None:
 
 
 def _gradients_are_recycled_before_their_reduction_is_waited(patch: Patch) -> None:
-    original = Unit.reduce
+    original = Reduction.launch
 
-    def reduce(unit: Unit) -> Reduction:
+    def launch(unit: Unit) -> Reduction:
         recycled = [member.grad for member in unit.trainable]
         reduction = original(unit)
         for gradient in recycled:
@@ -59,7 +60,7 @@ def _gradients_are_recycled_before_their_reduction_is_waited(patch: Patch) -> No
                 gradient.zero_()
         return reduction
 
-    patch(Unit, "reduce", reduce)
+    patch(Reduction, "launch", launch)
 
 
 def _weights_are_dropped_at_the_first_gradient(patch: Patch) -> None:

@@ -23,13 +23,18 @@ from torch import nn
 from memswap.engine.autograd import graph_task
 from memswap.errors import InplaceEditError
 from memswap.parallel.comm import Comm, ProcessGroupComm
-from memswap.parallel.compare_ranks import compare_ranks
-from memswap.parallel.gathering import Gathering, Prerequisite
-from memswap.parallel.order import Order
-from memswap.parallel.reducing import Reducing
-from memswap.parallel.scheduled import Launch, Scheduled
+from memswap.parallel.launches import (
+    Gathering,
+    Launch,
+    Order,
+    Prerequisite,
+    Reducing,
+    Reduction,
+    Scheduled,
+    compare_ranks,
+)
 from memswap.parallel.slots import SlotPool, SlotStats
-from memswap.parallel.unit import Reduction, State, Unit
+from memswap.parallel.unit import State, Unit
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from memswap._native import native
 from memswap.parallel.hooks import Hooks
+from memswap.parallel.launches import Scheduled
 from memswap.parallel.schedule import ShardContext
-from memswap.parallel.scheduled import Scheduled
 from memswap.parallel.unit import Unit
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Unit: parameters that are gathered together, used, dropped, and whose gradients are reduced.
 
 A unit has one state, ABSENT -> FETCHING -> READY -> ABSENT, and one collective for each direction.
-When to do what is the ShardContext's business (schedule.py).
+Each of its parameters is a member. When to do what is the ShardContext's business (schedule.py).
 """
 
 from __future__ import annotations
@@ -9,18 +9,17 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import ref
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.torch_version import TorchVersion
 
 from memswap._native import native
 from memswap.errors import UnitStateError
-from memswap.parallel.member import Member, shard_parameter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,41 +47,92 @@ class State(enum.Enum):
 
 
 @dataclass(eq=False)
-class Reduction:
-    """Gradients being reduced: over the shards, and then over the replicas if there are any."""
+class Member:
+    """One parameter of a unit: its shard, its gathered form, its gradient."""
 
-    unit: Unit
-    ticket: Ticket
-    members: list[Member]
-    outputs: list[torch.Tensor]
-    used: torch.Tensor
-    """For each member, zero if no rank had a gradient."""
-    missing: list[bool] = field(default_factory=list)
-    """Members without a gradient on this rank."""
-    replicated: bool = False
-    """Whether the all-reduce over the replicas was launched."""
+    owners: list[tuple[nn.Module, str]]
+    """Every module and name that it is registered under: more than one if it is tied."""
+    sharded: nn.Parameter
+    """A DTensor with Shard(dim), what the optimizer and state_dict see.
 
-    def replicate(self) -> bool:
-        """Wait for the reduce-scatter and launch the all-reduce; whether one was to be launched."""
-        comm = self.unit.replicas
-        if comm is None or self.replicated:
-            return False
-        self.ticket.wait()
-        self.replicated = True
-        tensors = [*self.outputs, self.used]
-        self.ticket = comm.all_reduce(tensors, op=self.unit.reduce_op, label=self.unit.name)
-        return True
+    On a 2-D mesh along its second dimension, and replicated along the first.
+    """
+    dim: int
+    """The sharded dimension."""
+    shape: torch.Size
+    """As it lies in gathered memory: the sharded dimension first."""
+    rows: int
+    """Rows on each rank, along the sharded dimension; the last ones are padding."""
+    offset: int = 0
+    nbytes: int = 0
+    full: nn.Parameter | None = None
+    """The gathered parameter: the same object at every use, and a leaf of the graph."""
+    dtype: torch.dtype = torch.float32
+    """That of the gathered parameter."""
+    grad: torch.Tensor | None = None
+    """The gathered gradient, until it is reduced."""
+    hooked: bool = False
 
-    def finish(self) -> None:
-        """Wait, and add the reduced gradients to those of the shards."""
-        self.replicate()
-        self.ticket.wait()
-        with torch.no_grad():
-            for i, (member, output) in enumerate(zip(self.members, self.outputs, strict=True)):
-                # Read back only where this rank knows no better: it blocks the host.
-                if self.missing[i] and self.used[i].item() == 0:
-                    continue
-                self.unit.give_gradient(member, output)
+    @property
+    def padded_shape(self) -> tuple[int, ...]:
+        return (self.rows, *self.shape[1:])
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's rows, without padding, the sharded dimension first."""
+        tensor = self.sharded.to_local() if isinstance(self.sharded, DTensor) else self.sharded
+        return tensor.detach().movedim(self.dim, 0)
+
+    def gather_input(self) -> torch.Tensor:
+        """This rank's rows in the gathered dtype, padded; the shard itself where that is it."""
+        local = self.local
+        if local.dtype == self.dtype and local.shape[0] == self.rows and local.is_contiguous():
+            return local
+        padded = local.new_zeros(self.padded_shape, dtype=self.dtype)
+        padded[: local.shape[0]].copy_(local)
+        return padded
+
+    def version(self) -> int:
+        """Changes whenever the shard is edited in place.
+
+        Optimizers edit the DTensor, which torch notes in its version and not in its local part's;
+        others edit the local part.
+        """
+        tensor = self.sharded
+        local = tensor._local_tensor._version if isinstance(tensor, DTensor) else 0
+        return int(tensor._version + local)
+
+
+def shard_parameter(
+    parameter: nn.Parameter,
+    owners: list[tuple[nn.Module, str]],
+    dim: int,
+    mesh: DeviceMesh,
+    comm: Comm,
+) -> Member:
+    """Put this rank's part of the parameter, as a DTensor, wherever the parameter is registered."""
+    rank, size = comm.rank, comm.size
+    length = parameter.shape[dim]
+    rows = math.ceil(length / size)
+    begin = min(rank * rows, length)
+    local = parameter.detach().narrow(dim, begin, min(rows, length - begin))
+    local = local.clone(memory_format=torch.contiguous_format)
+    sharded = nn.Parameter(
+        DTensor.from_local(
+            local,
+            mesh,
+            [Replicate()] * (mesh.ndim - 1) + [Shard(dim)],
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        ),
+        requires_grad=parameter.requires_grad,
+    )
+    sharded.__dict__.update(parameter.__dict__)
+    for module, name in owners:
+        module._parameters[name] = sharded
+    shape = parameter.detach().movedim(dim, 0).shape
+    return Member(owners, sharded, dim, shape, rows)
 
 
 class Unit:
@@ -316,10 +366,10 @@ class Unit:
         """They are not reduced in this backward: accumulate in the dtype of the reduction."""
         for member in self.members:
             if member.grad is not None:
-                member.grad = member.grad.to(self._reduce_dtype(member))
+                member.grad = member.grad.to(self.reduce_dtype(member))
         self.arrived.clear()
 
-    def _reduce_dtype(self, member: Member) -> torch.dtype:
+    def reduce_dtype(self, member: Member) -> torch.dtype:
         """Where the policy names none, what this torch's `MixedPrecisionPolicy` promises."""
         if self.policy.reduce_dtype is not None:
             return self.policy.reduce_dtype
@@ -328,43 +378,6 @@ class Unit:
     @property
     def reduce_op(self) -> ReduceOp:
         return "avg" if self.divide_factor is None else "sum"
-
-    def reduce(self) -> Reduction:
-        """Launch the reduce-scatter of all gradients.
-
-        A member that this rank has no gradient for takes part with zeros, so ranks that took
-        different branches launch the same collective. How many had one travels with it: a
-        parameter that no rank used gets no gradient, as in a single process.
-        """
-        size = self.comm.size
-        members = self.trainable
-        missing = [member.grad is None for member in members]
-        inputs, outputs = [], []
-        with torch.no_grad():
-            for member in members:
-                kind = self._reduce_dtype(member)
-                rows = member.rows * size
-                gradient, member.grad = member.grad, None
-                gradient = None if gradient is None else gradient.movedim(member.dim, 0)
-                if gradient is not None and member.shape[0] == rows:
-                    gradient = gradient.to(kind).contiguous()
-                else:
-                    padded = torch.zeros(rows, *member.shape[1:], dtype=kind, device=self.device)
-                    if gradient is not None:
-                        padded[: member.shape[0]].copy_(gradient)
-                    gradient = padded
-                inputs.append(gradient)
-                outputs.append(gradient.new_empty(member.padded_shape))
-            # Made on the device: a copy from pageable host memory would block the host.
-            flags = torch.ones(size, len(members), dtype=inputs[0].dtype, device=self.device)
-            for i, absent in enumerate(missing):
-                if absent:
-                    flags[:, i] = 0
-            inputs.append(flags.view(-1))
-            outputs.append(inputs[-1].new_empty(len(members)))
-        self.arrived.clear()
-        ticket = self.comm.reduce_scatter(outputs, inputs, op=self.reduce_op, label=self.name)
-        return Reduction(self, ticket, members, outputs[:-1], outputs[-1], missing)
 
     def give_gradient(self, member: Member, reduced: torch.Tensor) -> None:
         """Add a reduced gradient, padded, to that of the shard."""

@@ -1,0 +1,355 @@
+"""Launches: what a ShardContext launches for its units, in an order that it has learnt.
+
+What is noted of a unit (:class:`Scheduled`), which unit follows which (:class:`Order`), how weights
+come and go (:class:`Gathering`), and gradients on their way (:class:`Reducing`). The ShardContext
+says when (schedule.py).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from memswap.errors import RankMismatchError
+from memswap.parallel.comm import Comm, Ticket
+from memswap.parallel.selftest import ranks_that_differ
+from memswap.parallel.slots import SlotPool
+from memswap.parallel.unit import Member, State, Unit
+
+#: Does something before a unit is gathered; what it returns, if anything, is waited before.
+Prerequisite = Callable[[str], Any]
+
+
+class Launch(NamedTuple):
+    """One collective, and why it was launched when it was."""
+
+    collective: str
+    unit: str
+    cause: str
+
+
+#: Notes a collective: which, of which unit, and its cause.
+Note = Callable[[str, Unit, str], None]
+
+
+@dataclass(eq=False)
+class Scheduled:
+    """A unit in its context: how long its weights stay, and where it is in the step."""
+
+    unit: Unit
+    reshard_after_forward: bool
+    residency: str
+    unshard_in_backward: bool
+    own_memory: bool
+    """Not in a slot: its weights stay while other units come and go."""
+    anchor: str | None
+    anchored: bool = False
+    """Whether this forward has passed the anchor."""
+    exchanges: int = 0
+    """Those that have arrived in this forward."""
+    expected_exchanges: int = 0
+    """Those of the last one. Without ``anchor``, the next unit is gathered behind the last."""
+    depth: int = 0
+    """Forward calls, also those of a recompute, that have begun and not ended."""
+    left: set[int] = field(default_factory=set)
+    """Modules of the unit that this forward has been through, by id."""
+    sync: bool = True
+    """Whether backward reduces gradients."""
+    pinned: bool = False
+    """Gathered by unshard(): stays until used or resharded."""
+    in_backward: bool = False
+    reached: bool = False
+    """Whether this backward has computed a gradient of a parameter."""
+    open_calls: int = 0
+    """Calls of units with frozen parameters whose backward has begun and not ended."""
+
+
+def compare_ranks(units: Iterable[Scheduled], settings: object) -> None:
+    """Compare units in their order, and settings by their ``repr``; every rank calls this.
+
+    Raises:
+        RankMismatchError: another rank's differ; with this rank's.
+    """
+    texts: dict[Comm, str] = {}
+    for one in units:
+        unit = one.unit
+        own = (
+            unit.name,
+            [(m.dim, tuple(m.shape), str(m.dtype), m.sharded.requires_grad) for m in unit.members],
+            (one.reshard_after_forward, one.residency, one.unshard_in_backward),
+            (one.own_memory, one.anchor, str(unit.policy.reduce_dtype), unit.divide_factor),
+            settings,
+        )
+        for comm in (unit.comm, unit.replicas):
+            if comm is not None:
+                texts[comm] = f"{texts.get(comm, '')}{own}\n"
+        device = unit.device
+    for comm, text in texts.items():
+        if others := ranks_that_differ(comm, device, text):
+            raise RankMismatchError(
+                f"rank {comm.rank} has sharded its model in another way than ranks {others} "
+                "of its group: modules, shapes, dtypes, options of shard() and of ShardContext "
+                f"must agree on all ranks. Here they are:\n{text}"
+            )
+
+
+class Order:
+    """Successors of units in one direction, from the last time that each was visited.
+
+    Pairs, and not one list: chunks of a pipeline, branches and repeated layers each keep their own
+    neighbours, and an order that changes is relearnt where it changed.
+    """
+
+    def __init__(self) -> None:
+        self._after: WeakKeyDictionary[Unit, Unit] = WeakKeyDictionary()
+        self._before: WeakKeyDictionary[Unit, Unit] = WeakKeyDictionary()
+        self._last: Unit | None = None
+        self._opener: Unit | None = None
+
+    def visit(self, unit: Unit) -> None:
+        """``unit`` is used now."""
+        if unit is self._opener:  # a new pass begins: its first unit does not follow the last one
+            self._last = None
+        if self._last is None:
+            self._opener = unit
+        elif self._last is not unit:
+            self._after[self._last] = unit
+            self._before[unit] = self._last
+        self._last = unit
+
+    def pause(self) -> None:
+        """A pass has ended: what comes next follows nobody."""
+        self._last = self._opener = None
+
+    def after(self, unit: Unit) -> Unit | None:
+        return self._after.get(unit)
+
+    def before(self, unit: Unit) -> Unit | None:
+        return self._before.get(unit)
+
+
+# --- weights --------------------------------------------------------------------------------------
+
+
+class Gathering:
+    """Weights of scheduled units, in slots or in memory of their own.
+
+    Args:
+        pool: where gathered weights live.
+        scheduled: all units that share it; whose it is adds to it.
+        note: is told of each all-gather.
+        warn: is told of a unit that found no slot, and the message.
+    """
+
+    def __init__(
+        self,
+        pool: SlotPool,
+        scheduled: Mapping[Unit, Scheduled],
+        note: Note,
+        warn: Callable[[Unit, str], None],
+    ) -> None:
+        self._pool = pool
+        self._scheduled = scheduled
+        self._note = note
+        self._warn = warn
+        self._prerequisites: list[tuple[Prerequisite, nn.Module | None]] = []
+
+    def after(self, prerequisite: Prerequisite, of: nn.Module | None) -> None:
+        """Gather only after ``prerequisite(name)``; ``of`` a module: for that module's unit."""
+        self._prerequisites.append((prerequisite, of))
+
+    def fetch(self, one: Scheduled, ahead_of: Unit | None = None) -> bool:
+        """Launch the unit's all-gather; ahead of its use only if a slot is free."""
+        unit = one.unit
+        if unit.state is not State.ABSENT:
+            return True
+        lease = None
+        if not one.own_memory:
+            lease = self._pool.take(unit.name, unit.nbytes, unit.device)
+            if lease is None and ahead_of is not None:
+                return False
+            if lease is None and self._drop_unused():
+                lease = self._pool.take(unit.name, unit.nbytes, unit.device)
+            if lease is None:
+                self._pool.stats.overflows += 1
+                self._warn(
+                    unit, "all slots are in use and unit %r needs one; it gets memory of its own"
+                )
+        if lease is None:
+            lease = self._pool.allocate(unit.name, unit.nbytes, unit.device)
+        self._run_prerequisites(unit)
+        unit.fetch(lease)
+        cause = "needed" if ahead_of is None else f"prefetched by {ahead_of.name}"
+        self._note("all-gather", unit, cause)
+        return True
+
+    def use(self, one: Scheduled, *, refresh: bool) -> None:
+        """Have the unit's weights ready; ``refresh``: those of its shards as they are now."""
+        unit = one.unit
+        if refresh and unit.state is not State.ABSENT and unit.stale:
+            self._run_prerequisites(unit)
+            unit.fetch_again()
+            self._note("all-gather", unit, "shards were edited")
+        self.fetch(one)
+        unit.ready()
+
+    def release(self, one: Scheduled) -> None:
+        """Drop the unit's weights."""
+        one.pinned = False
+        one.unit.hide()
+        lease = one.unit.drop()
+        if lease is not None:
+            self._pool.release(lease)
+
+    def _drop_unused(self) -> bool:
+        """Free the slot of a unit that was prefetched and not used: the guess was wrong."""
+        for one in self._scheduled.values():
+            unit = one.unit
+            idle = unit.state is not State.ABSENT and one.depth == 0 and not one.pinned
+            if idle and not one.own_memory and not one.in_backward:
+                self.release(one)
+                return True
+        return False
+
+    def _run_prerequisites(self, unit: Unit) -> None:
+        for prerequisite, module in self._prerequisites:
+            if module is not None and module not in unit.modules:
+                continue
+            awaited = prerequisite(unit.name)
+            if awaited is None:
+                continue
+            if not hasattr(awaited, "wait"):
+                raise TypeError(
+                    f"before_fetch(): the callback returned {type(awaited).__name__} for unit "
+                    f"{unit.name!r}; expected None or something with wait()"
+                )
+            awaited.wait()
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Reduction:
+    """Gradients being reduced: over the shards, and then over the replicas if there are any."""
+
+    unit: Unit
+    ticket: Ticket
+    members: list[Member]
+    outputs: list[torch.Tensor]
+    used: torch.Tensor
+    """For each member, zero if no rank had a gradient."""
+    missing: list[bool] = field(default_factory=list)
+    """Members without a gradient on this rank."""
+    replicated: bool = False
+    """Whether the all-reduce over the replicas was launched."""
+
+    @classmethod
+    def launch(cls, unit: Unit) -> Reduction:
+        """Launch the reduce-scatter of all gradients.
+
+        A member that this rank has no gradient for takes part with zeros, so ranks that took
+        different branches launch the same collective. How many had one travels with it: a
+        parameter that no rank used gets no gradient, as in a single process.
+        """
+        size = unit.comm.size
+        members = unit.trainable
+        missing = [member.grad is None for member in members]
+        inputs, outputs = [], []
+        with torch.no_grad():
+            for member in members:
+                kind = unit.reduce_dtype(member)
+                rows = member.rows * size
+                gradient, member.grad = member.grad, None
+                gradient = None if gradient is None else gradient.movedim(member.dim, 0)
+                if gradient is not None and member.shape[0] == rows:
+                    gradient = gradient.to(kind).contiguous()
+                else:
+                    padded = torch.zeros(rows, *member.shape[1:], dtype=kind, device=unit.device)
+                    if gradient is not None:
+                        padded[: member.shape[0]].copy_(gradient)
+                    gradient = padded
+                inputs.append(gradient)
+                outputs.append(gradient.new_empty(member.padded_shape))
+            # Made on the device: a copy from pageable host memory would block the host.
+            flags = torch.ones(size, len(members), dtype=inputs[0].dtype, device=unit.device)
+            for i, absent in enumerate(missing):
+                if absent:
+                    flags[:, i] = 0
+            inputs.append(flags.view(-1))
+            outputs.append(inputs[-1].new_empty(len(members)))
+        unit.arrived.clear()
+        ticket = unit.comm.reduce_scatter(outputs, inputs, op=unit.reduce_op, label=unit.name)
+        return cls(unit, ticket, members, outputs[:-1], outputs[-1], missing)
+
+    def replicate(self) -> bool:
+        """Wait for the reduce-scatter and launch the all-reduce; whether one was to be launched."""
+        comm = self.unit.replicas
+        if comm is None or self.replicated:
+            return False
+        self.ticket.wait()
+        self.replicated = True
+        tensors = [*self.outputs, self.used]
+        self.ticket = comm.all_reduce(tensors, op=self.unit.reduce_op, label=self.unit.name)
+        return True
+
+    def finish(self) -> None:
+        """Wait, and add the reduced gradients to those of the shards."""
+        self.replicate()
+        self.ticket.wait()
+        with torch.no_grad():
+            for i, (member, output) in enumerate(zip(self.members, self.outputs, strict=True)):
+                # Read back only where this rank knows no better: it blocks the host.
+                if self.missing[i] and self.used[i].item() == 0:
+                    continue
+                self.unit.give_gradient(member, output)
+
+
+class Reducing:
+    """The reductions of one backward.
+
+    Args:
+        at_most: so many units' gradients may be on their way at once.
+        note: is told of each collective.
+    """
+
+    def __init__(self, at_most: int, note: Note) -> None:
+        self._at_most = at_most
+        self._note = note
+        self._under_way: deque[Reduction] = deque()
+
+    @property
+    def under_way(self) -> tuple[Reduction, ...]:
+        """Those that were launched and not waited for."""
+        return tuple(self._under_way)
+
+    def launch(self, unit: Unit) -> None:
+        """Reduce the unit's gradients; waits for the oldest reduction if too many are under way."""
+        self._replicate()
+        while len(self._under_way) >= self._at_most:
+            self._under_way.popleft().finish()
+        self._under_way.append(Reduction.launch(unit))
+        self._note("reduce-scatter", unit, "gradients complete")
+
+    def finish(self) -> None:
+        """Wait for all, and hand out their gradients."""
+        self._replicate()
+        while self._under_way:
+            self._under_way.popleft().finish()
+
+    def abandon(self) -> None:
+        """Wait for all, and use none."""
+        while self._under_way:
+            self._under_way.popleft().ticket.wait()
+
+    def _replicate(self) -> None:
+        """Reduce-scatters have had a unit's backward to arrive: let the replicas' part follow."""
+        for reduction in self._under_way:
+            if reduction.replicate():
+                self._note("all-reduce", reduction.unit, "reduce-scatter arrived")
