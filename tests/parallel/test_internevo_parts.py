@@ -13,14 +13,17 @@ import torch.nn.functional as F
 from torch import nn
 
 import memswap
+from comms import EventLog, LateComm, Recording
 from memswap.compat.internevo import (
     HeadWeightParallelCommunicator,
     ISPCommModelConfig,
     ISPCommunicator,
+    ISPCommunicatorWrapper,
     WPCommunicator,
 )
 from memswap.errors import RankMismatchError
-from memswap.parallel import ShardContext
+from memswap.parallel import ShardContext, shard
+from memswap.parallel.comm import ProcessGroupComm
 from ranks import Rank, distributed
 
 
@@ -324,6 +327,63 @@ def test_a_head_reduces_its_bias(rank: Rank) -> None:
     assert torch.equal(rows, 3 * torch.arange(6.0).chunk(2)[rank.rank])
 
 
+class ExpertBlock(nn.Module):
+    """A dense linear and an expert, each of which has a communicator."""
+
+    def __init__(self, seed: int, make: Callable[[nn.Linear], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.wo = make(nn.Linear(4, 4).double())
+        self.experts = nn.ModuleDict({"0": make(nn.Linear(4, 4).double())})
+        self.gate = nn.Linear(4, 4).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.wo(x)
+        return x + self.experts["0"](x) * self.gate(x).sigmoid()
+
+
+@distributed(2)
+def test_communicators_of_a_dense_part_and_of_experts_share_a_model(rank: Rank) -> None:
+    def made(make: Callable[[nn.Linear], nn.Module]) -> nn.Module:
+        model = nn.Sequential()
+        model.layers = nn.ModuleList(ExpertBlock(seed, make) for seed in range(2))
+        return model
+
+    net, plain = made(lambda whole: PartLinear(whole, rank)), made(lambda whole: whole)
+    wrapper, logs = ISPCommunicatorWrapper(), []
+    for index in range(2):
+        log = EventLog()
+        logs.append(log)
+        comm = Recording(LateComm(ProcessGroupComm()), log)
+        context = ShardContext(open_comm=lambda group, comm=comm: comm)
+        wrapper.set_communicator(index, ISPCommunicator(net, config(), True, context=context))
+    for layer in net.layers:
+        layer.wo.communicator = wrapper.get_communicator(0)
+        layer.experts["0"].communicator = wrapper.get_communicator(1)
+    for step in range(2):
+        for log in logs:
+            log.events.clear()
+        for one in (net, plain):
+            one.zero_grad()
+            x = batch(rank, step)
+            for layer in one.layers:
+                x = layer(x)
+            x.square().sum().backward()
+        for part in net.parameters():
+            if hasattr(part, "isp_reduce_scatter_name"):
+                key = part.isp_reduce_scatter_name
+                rows, handle = wrapper.reduce_scatter_handlers[key]
+                handle.wait()
+                part.grad.add_(rows)
+                wrapper.reduce_scatter_handlers[key] = None
+    for (name, part), whole in zip(net.named_parameters(), plain.parameters(), strict=True):
+        mine = whole.grad if "gate" in name else reduced(whole.grad, rank)
+        assert torch.equal(part.grad, mine), name
+    assert not any("experts" in event for event in logs[0].events)
+    assert not any("wo" in event for event in logs[1].events)
+    assert all(log.count("all_gather") == 2 * 3 for log in logs), "weights twice, biases once"
+
+
 # --- what cannot work -----------------------------------------------------------------------------
 
 
@@ -456,6 +516,18 @@ def test_a_weight_that_is_made_for_one_use_is_gathered_for_it(rank: Rank, with_m
         for one in plain.parameters():
             one.copy_(one.float())
     assert torch.equal(net(batch(rank)), plain(batch(rank)))
+
+
+@distributed(2)
+def test_rows_of_a_weight_are_not_sharded_again(rank: Rank) -> None:
+    net, _, isp = nets(rank, with_model=True)
+    net.rest = nn.Linear(4, 4).double()
+    told = r"'weight' has this rank's rows of a weight that an ISPCommunicator gathers"
+    with pytest.raises(ValueError, match=told):
+        shard(net, rank.mesh, context=isp.context)
+    parts = [one for one in net.layers.parameters()]
+    shard(net, rank.mesh, context=isp.context, ignored_params=parts)
+    assert net.rest.weight.to_local().shape == (2, 4)
 
 
 @distributed(4)

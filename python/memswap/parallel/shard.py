@@ -25,6 +25,9 @@ Module = TypeVar("Module", bound="nn.Module | Sequence[nn.Module]")
 #: On a parameter that was sharded: the name of the unit that has it now.
 _TAKEN = "_memswap_sharded_by"
 
+#: On a parameter that has this rank's rows of a weight: who gathers it.
+ROWS = "_memswap_rows_of"
+
 
 def shard(
     module: Module,
@@ -79,7 +82,8 @@ def shard(
         ``module``.
 
     Raises:
-        ValueError: a parameter is tied to one of another unit, is a scalar or not contiguous; the
+        ValueError: a parameter is tied to one of another unit, has one rank's rows of a weight that
+            something else gathers, is a scalar or not contiguous; the
             anchor is no submodule; the module is sharded already.
         NotImplementedError: this torch cannot guard weights that are not there; a mesh of more than
             two dimensions, parameters that are DTensors or want gradients of another dtype than
@@ -285,6 +289,12 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
             f"shard(): parameter {name!r} is tied to one that unit {taken!r} has sharded; apart, "
             "they would be trained as two. Pass the modules that share it as one list: "
             "shard([embedding, head], ...)"
+        )
+    if hasattr(parameter, ROWS):
+        raise ValueError(
+            f"shard(): parameter {name!r} has this rank's rows of a weight that "
+            f"{getattr(parameter, ROWS)} gathers, expected a whole weight; pass such parameters in "
+            "ignored_params"
         )
     if isinstance(parameter, DTensor):
         raise NotImplementedError(

@@ -24,7 +24,7 @@ from memswap.parallel.comm import Comm, ProcessGroupComm, Ticket
 from memswap.parallel.layouts import HeadPlan, SequenceShards
 from memswap.parallel.redistribute import GatherSequence, HeadsToSequence, SequenceToHeads
 from memswap.parallel.schedule import ShardContext
-from memswap.parallel.shard import ShardedModule, shard
+from memswap.parallel.shard import ROWS, ShardedModule, shard
 
 #: Of logits: batch, sequence, vocabulary.
 _SEQUENCE, _VOCABULARY = 1, 2
@@ -173,6 +173,7 @@ class EmbeddingWeightParallelCommunicator:
         part[dim] *= comm.size
         if part == whole and comm.size > 1:
             self._parts[module] = weight
+            setattr(weight, ROWS, "an EmbeddingWeightParallelCommunicator")
             module.register_forward_pre_hook(partial(self._gather, comm, dim))
             module.register_forward_hook(self._restore, always_call=True)
         elif list(weight.shape) == whole:

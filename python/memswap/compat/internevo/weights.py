@@ -29,7 +29,7 @@ from memswap.compat.users_line import UsersLine
 from memswap.engine.autograd import graph_task
 from memswap.parallel.comm import Comm, Ticket
 from memswap.parallel.schedule import ShardContext
-from memswap.parallel.shard import shard
+from memswap.parallel.shard import ROWS, shard
 
 #: Submodules of a block before whose forward the next block is gathered, by the end of their name.
 OUTPUT_PROJECTIONS = ("out_proj", "wo")
@@ -335,6 +335,7 @@ class ISPCommunicator(WPCommunicator):
                         if parameter is not None:
                             full = f"{len(self._states)}.{index}.{name}.{end}"
                             parameter.isp_reduce_scatter_name = full
+                            setattr(parameter, ROWS, "an ISPCommunicator")
             self._states.append(state)
             told.append((chunk, members, state.ckpt_block_num))
         if self._comm.size == 1:
