@@ -269,6 +269,21 @@ class Counting(CommAround):
         return collective(outputs, inputs)
 
 
+def exposed_gathers(log: EventLog) -> list[str]:
+    """Those that have no compute between their launch and their wait."""
+    found = []
+    launched: dict[str, int] = {}
+    for at, event in enumerate(log.events):
+        if event.startswith("all_gather"):
+            launched[event] = at
+        elif event.startswith("wait all_gather"):
+            name = event.removeprefix("wait ")
+            between = log.events[launched[name] : at]
+            if not any(one.startswith(("forward", "backward")) for one in between):
+                found.append(name)
+    return found
+
+
 def observed(rank: Rank, late: bool = True) -> tuple[ShardContext, list[Counting]]:
     """For the test: the late communicator, its log, and how much was gathered."""
     counting: list[Counting] = []
@@ -330,6 +345,12 @@ def test_a_model_trains_with_isp_overlap(rank: Rank, pool: bool, checkpointed: i
     launched = [one for one in log.events if one.startswith(("all_gather", "reduce_scatter"))]
     for event in set(launched):
         assert log.events.count(f"wait {event}") == launched.count(event), event
+    first = ["all_gather 0.0.attention.wqkv.weight", "all_gather 0.0.attention.wqkv.bias"]
+    backward = [f"all_gather 0.{BLOCKS - 1}.feed_forward.w2.weight"] * (checkpointed < BLOCKS)
+    if checkpointed:  # the last of them, where it is computed again
+        name = f"all_gather 0.{checkpointed - 1}.attention.wqkv"
+        backward += [f"{name}.weight", f"{name}.bias"]
+    assert exposed_gathers(log) == first + backward, "all others are beside compute"
     for index in range(BLOCKS - 1):
         after = f"all_gather 0.{index + 1}.attention.wqkv.weight"
         assert log.before(after, f"forward 0.{index}.attention.wo"), "with the output projection"
@@ -393,6 +414,8 @@ def test_hooks_alone_gather_ahead_from_the_second_step_on(
             assert log.before(name, before), f"{event}: gathered before {before}"
             del gathers[event]
     assert len(gathers) == 1, "all but the first"
+    # The first weight and its bias in forward, and the first weight in backward.
+    assert len(exposed_gathers(log)) == 3
     reduced = [one for one in log.events if one.startswith("wait reduce_scatter")]
     first = reduced[0].removeprefix("wait ")
     between = log.events[log.index(first) : log.index(reduced[0])]

@@ -15,6 +15,10 @@ SHARDING = (
     "test_fsdp2_pool",
     "test_compat_internevo",
     "test_example",
+    "test_internevo_parts.py::test_biases_pass_the_hooks_as_weights_do",
+    "test_internevo_parts.py::test_rows_of_a_weight_are_not_sharded_again",
+    "test_internevo_parts.py::test_what_a_prerequisite_returns_is_awaited_or_told_once",
+    "test_internevo_parts.py::test_whole_weights_that_were_taken_for_parts_are_told",
     "test_context_edges.py::test_shard_manage_checkpoint_and_context_compose",
 )
 
