@@ -16,7 +16,8 @@ from memswap.compat.internevo.scheduler import (
     ISPCommunicatorSchedulerHook,
     ISPCommunicatorWrapper,
 )
-from memswap.compat.internevo.weights import ISPCommunicator, ISPOverlapState
+from memswap.compat.internevo.structure import ISPOverlapState
+from memswap.compat.internevo.weights import ISPCommunicator
 
 __all__ = [
     "DistributedAttention",

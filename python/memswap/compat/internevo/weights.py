@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from memswap._native import native
 from memswap.compat.internevo.ahead import Ahead, AheadByOrder
@@ -25,32 +23,21 @@ from memswap.compat.internevo.raw import (
     mesh_of,
     reduce_rows,
 )
+from memswap.compat.internevo.structure import (
+    ISPOverlapState,
+    blocks_of,
+    chunks_of,
+    holders_of,
+    outputs_of,
+)
 from memswap.compat.users_line import UsersLine
 from memswap.engine.autograd import graph_task
 from memswap.parallel.comm import Comm, Ticket
 from memswap.parallel.schedule import ShardContext
 from memswap.parallel.shard import ROWS, shard
 
-#: Submodules of a block before whose forward the next block is gathered, by the end of their name.
-OUTPUT_PROJECTIONS = ("out_proj", "wo")
-
 #: Name of a weight to its reduced rows and their handle; None once that was collected.
 Handlers: TypeAlias = MutableMapping[str, "tuple[torch.Tensor, Ticket] | None"]
-
-
-@dataclass
-class ISPOverlapState:
-    """What a chunk of the model consists of. Nothing is decided by it."""
-
-    num_blocks: int = 0
-    ckpt_block_num: int = 0
-    isp_outs: list[nn.Module] = field(default_factory=list)
-    """Modules at which the next block is gathered."""
-    isp_modules: list[nn.Module] = field(default_factory=list)
-    """Modules that have parameters of their own."""
-    index_to_isp_modules: dict[int, list[nn.Module]] = field(default_factory=dict)
-    index_to_block: dict[int, nn.Module] = field(default_factory=dict)
-    module_to_index: dict[nn.Module, int] = field(default_factory=dict)
 
 
 class ISPCommunicator(WPCommunicator):
@@ -118,14 +105,14 @@ class ISPCommunicator(WPCommunicator):
         self._told_of_result = False
         self._states: list[ISPOverlapState] = []
         self._chunk = 0
-        self._blocks: list[nn.Module] = []
         self._ahead: Ahead | None = None
-        chunks = _chunks(model)
-        found = [self._blocks_of(chunk) for chunk in chunks]
-        self._parts = weights == "parts" or (
-            weights is None and any(_holders(block) for blocks in found for block in blocks)
-        )
-        if weights == "parts" and chunks and not any(_holders(b, True) for bs in found for b in bs):
+        chunks = chunks_of(model)
+        found = [blocks_of(chunk) for chunk in chunks]
+        self._blocks = [block for blocks in found for block in blocks]
+        every = weights == "parts"
+        holders = any(holders_of(block, every) for block in self._blocks)
+        self._parts = every or (weights is None and holders)
+        if every and chunks and not holders:
             raise ValueError(
                 "ISPCommunicator: found no module with a weight in the blocks, expected linear "
                 "layers that hold parts (weights='parts')"
@@ -134,7 +121,7 @@ class ISPCommunicator(WPCommunicator):
             if overlap and self._comm.size > 1:
                 self._ahead = AheadByOrder(self._comm, self.memory_pool)
         elif self._parts:
-            self._follow_blocks(chunks, found, every=weights == "parts")
+            self._follow_blocks(chunks, found, every)
         else:
             self._mesh = mesh_of(process_group, chunks[0])
             for blocks in found:
@@ -303,18 +290,6 @@ class ISPCommunicator(WPCommunicator):
             return tensor, Done()
         return reduce_rows(self._comm, tensor, async_op, reduce_op)
 
-    def _blocks_of(self, chunk: nn.Module) -> list[nn.Module]:
-        blocks = list(_blocks(chunk))
-        if not blocks:
-            found = [type(child).__name__ for child in chunk.children()]
-            raise ValueError(
-                f"ISPCommunicator: found no nn.ModuleList of blocks in {type(chunk).__name__} "
-                f"(it has {', '.join(found) or 'no children'}); put the blocks into one, or call "
-                "memswap.parallel.shard on them"
-            )
-        self._blocks += blocks
-        return blocks
-
     def _follow_blocks(
         self, chunks: Sequence[nn.Module], found: Sequence[Sequence[nn.Module]], every: bool
     ) -> None:
@@ -324,7 +299,7 @@ class ISPCommunicator(WPCommunicator):
             state = self._state(len(blocks))
             members: list[Members] = []
             for index, block in enumerate(blocks):
-                holders, outputs = _holders(block, every), list(_outputs(block).values())
+                holders, outputs = holders_of(block, every), list(outputs_of(block).values())
                 self._describe(state, index, block, holders, ranks=self._comm.size)
                 state.isp_outs += outputs
                 members.append((block, holders, outputs))
@@ -364,7 +339,7 @@ class ISPCommunicator(WPCommunicator):
                 if list(module.parameters(recurse=False))
             }
             self._describe(state, index, block, own)
-            outputs = _outputs(block)
+            outputs = outputs_of(block)
             shard(
                 block,
                 self._mesh,
@@ -396,43 +371,3 @@ class ISPCommunicator(WPCommunicator):
                 shape = torch.Size((weight.shape[0] * ranks, *weight.shape[1:]))
                 self.model_conf.module_shapes.setdefault(name, shape)
         state.isp_modules += own.values()
-
-
-def _chunks(model: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]:
-    if model is None:
-        return []
-    if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
-        return [model]
-    return list(model)
-
-
-def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Elements of the outermost lists."""
-    for child in module.children():
-        if isinstance(child, nn.ModuleList):
-            yield from child
-        else:
-            yield from _blocks(child)
-
-
-def _outputs(block: nn.Module) -> dict[str, nn.Module]:
-    """A block's output projections, by name."""
-    named = block.named_modules()
-    return {name: one for name, one in named if name.split(".")[-1] in OUTPUT_PROJECTIONS}
-
-
-def _holders(block: nn.Module, every: bool = False) -> dict[str, nn.Module]:
-    """The modules of a block that hold parts of weights, by name; ``every``: all with a matrix.
-
-    torch's own modules use their weight as it is, so they hold whole ones, unless there are fewer
-    rows than the module says.
-    """
-    found = {}
-    for name, module in block.named_modules():
-        weight = module._parameters.get("weight")
-        if weight is None or weight.ndim < 2 or isinstance(weight, DTensor):
-            continue
-        own = not type(module).forward.__module__.startswith("torch.")
-        if own or every or weight.shape[0] < getattr(module, "out_features", 0):
-            found[name] = module
-    return found
