@@ -15,6 +15,7 @@ SHARDING = (
     "test_fsdp2_pool",
     "test_compat_internevo",
     "test_example",
+    "test_internevo_parts.py::test_a_router_of_the_users_own_stands_beside_whole_weights",
     "test_internevo_parts.py::test_biases_pass_the_hooks_as_weights_do",
     "test_internevo_parts.py::test_rows_of_a_weight_are_not_sharded_again",
     "test_internevo_parts.py::test_what_a_prerequisite_returns_is_awaited_or_told_once",

@@ -412,6 +412,19 @@ def test_whole_weights_that_were_taken_for_parts_are_told(rank: Rank) -> None:
         assert torch.equal(mine.grad.to_local(), reduced(whole.grad, rank))
 
 
+@distributed(2)
+def test_a_router_of_the_users_own_stands_beside_whole_weights(rank: Rank) -> None:
+    net = Net(lambda one: one)
+    for layer in net.layers:
+        layer.wo = nn.Sequential(layer.wo, Fused(nn.Linear(4, 4).double()))
+    plain = copy.deepcopy(net)
+    ISPCommunicator(net, config(), True)
+    for one in (net, plain):
+        one(batch(rank)).square().sum().backward()
+    for mine, whole in zip(net.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad.to_local(), reduced(whole.grad, rank))
+
+
 @distributed(2, 4)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("what", ["shape", "dtype", "modules"])

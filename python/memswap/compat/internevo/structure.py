@@ -79,3 +79,17 @@ def holders_of(block: nn.Module, every: bool = False) -> dict[str, nn.Module]:
         if own or every or weight.shape[0] < getattr(module, "out_features", 0):
             found[name] = module
     return found
+
+
+def hold_parts(blocks: Sequence[nn.Module], ranks: int) -> bool:
+    """Whether most of the elements of the blocks' weights, as wholes, are of parts.
+
+    Most, and not any: a router with a class of its own stands beside whole weights as well.
+    """
+    every = sum(_elements(holders_of(block, every=True)) for block in blocks)
+    parts = sum(_elements(holders_of(block)) for block in blocks)
+    return ranks * parts > every - parts
+
+
+def _elements(holders: dict[str, nn.Module]) -> int:
+    return sum(module.weight.numel() for module in holders.values())

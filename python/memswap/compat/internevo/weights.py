@@ -27,6 +27,7 @@ from memswap.compat.internevo.structure import (
     ISPOverlapState,
     blocks_of,
     chunks_of,
+    hold_parts,
     holders_of,
     outputs_of,
 )
@@ -64,11 +65,12 @@ class ISPCommunicator(WPCommunicator):
         overlap: gather ahead of the use, and wait for reductions late.
         enable_memory_pool: gather into fixed buffers; otherwise torch's caching allocator.
         process_group: ranks that share the weights; None: all.
-        weights: ``"parts"`` or ``"whole"``; None: parts, if a block has a module with a matrix
-            ``weight`` and a ``forward`` that is not torch's, or with fewer rows than
-            ``out_features``.
-        context: whole weights only: units to schedule these with, those of another communicator
-            (experts, whose communicator is made first, and the dense part around them).
+        weights: ``"parts"`` or ``"whole"``; None: parts, if most elements of the blocks' matrices
+            are ``weight`` of modules with a ``forward`` that is not torch's, or with fewer rows
+            than ``out_features``.
+        context: makes the Comm of the group; whole weights are scheduled with its units, those of
+            another communicator (experts, whose communicator is made first, and the dense part
+            around them).
 
     Raises:
         ValueError: the model has no ``nn.ModuleList``; ``weights="parts"`` and no module with a
@@ -110,9 +112,8 @@ class ISPCommunicator(WPCommunicator):
         found = [blocks_of(chunk) for chunk in chunks]
         self._blocks = [block for blocks in found for block in blocks]
         every = weights == "parts"
-        holders = any(holders_of(block, every) for block in self._blocks)
-        self._parts = every or (weights is None and holders)
-        if every and chunks and not holders:
+        self._parts = every or (weights is None and hold_parts(self._blocks, self._comm.size))
+        if every and chunks and not any(holders_of(block, every) for block in self._blocks):
             raise ValueError(
                 "ISPCommunicator: found no module with a weight in the blocks, expected linear "
                 "layers that hold parts (weights='parts')"
