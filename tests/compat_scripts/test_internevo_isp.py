@@ -303,7 +303,7 @@ def observed(rank: Rank, late: bool = True) -> tuple[ShardContext, list[Counting
 def test_a_model_trains_with_isp_overlap(rank: Rank, pool: bool, checkpointed: int) -> None:
     start, steps = whole_start(), 3
     model = model_of_parts(rank, start, checkpointed, reentrant=pool)
-    context, counting = observed(rank)
+    context, counting = observed(rank, late=not pool)
     conf = ISPCommModelConfig(
         dtype=torch.float64,
         device=torch.device("cpu"),
@@ -383,7 +383,7 @@ def test_hooks_alone_gather_ahead_from_the_second_step_on(
 ) -> None:
     start, steps = whole_start(), 3
     model = model_of_parts(rank, start, checkpointed)
-    context, counting = observed(rank)
+    context, counting = observed(rank, late=not pool)
     conf = ISPCommModelConfig(torch.float64, torch.device("cpu"))
     isp = ISPCommunicator(None, conf, overlap=True, enable_memory_pool=pool, context=context)
     WPLinear.register_cls_communicator(isp)
