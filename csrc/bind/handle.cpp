@@ -61,13 +61,13 @@ PyObject* make_moved(PyTypeObject* type, PyObject* args, PyObject*) {
   return new_moved(type, PyTuple_GET_ITEM(args, 0), PyTuple_GET_ITEM(args, 1));
 }
 
-py::object demanded(PyObject* entry) {
+StorageRefPtr demanded(PyObject* entry) {
   PyObject* const owner = entry_of(entry)->saver;
   if (SaverObject* const saver = saver_object(owner)) {
     const auto alive = py::reinterpret_borrow<py::object>(owner);
     return demand(saver, entry);
   }
-  return owned(PyObject_CallMethodOneArg(owner, names.demand, entry));
+  return expect_storage(owned(PyObject_CallMethodOneArg(owner, names.demand, entry)).ptr());
 }
 
 // What is rare about handles stands in Python.
@@ -93,12 +93,11 @@ PyObject* unpack(PyObject* self, PyObject*) {
     if (view.edited()) {
       raise_edited(view, view.current_version());
     }
-    const py::object brought = demanded(held);
-    const StorageRef& storage = *expect_storage(brought.ptr());
-    if (entry->fetched && storage.version.current_version() != 0) {
+    const StorageRefPtr storage = demanded(held);
+    if (entry->fetched && storage->version.current_version() != 0) {
       raise_edited(view, view.version() + 1);
     }
-    return THPVariable_Wrap(view.rebuild(storage, !entry->fetched));
+    return THPVariable_Wrap(view.rebuild(*storage, !entry->fetched));
   });
 }
 

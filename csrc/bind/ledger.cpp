@@ -10,7 +10,6 @@
 #include <new>
 
 #include "python_type.h"
-#include "ticket.h"
 
 namespace memswap {
 namespace py = pybind11;
@@ -119,7 +118,7 @@ PyObject* offer(PyObject* self, PyObject* view) {
 
 PyObject* wait(PyObject* self, PyObject* ticket) {
   return guarded<PyObject*>(nullptr, [&]() -> PyObject* {
-    wait_on_ledger(reinterpret_cast<LedgerObject*>(self), ticket);
+    wait_on_ledger(reinterpret_cast<LedgerObject*>(self), py::handle(ticket).cast<Ticket&>());
     Py_RETURN_NONE;
   });
 }
@@ -186,7 +185,7 @@ PyType_Slot slots[] = {
     {Py_tp_methods, methods},
     {Py_tp_members, members},
     {Py_tp_getset, properties},
-    {Py_tp_doc, const_cast<char*>("What a saver counts (csrc/books/residence.h).")},
+    {Py_tp_doc, const_cast<char*>("What a saver counts (csrc/engine/residence.h).")},
     {0, nullptr},
 };
 
@@ -222,9 +221,9 @@ void forget(LedgerObject* ledger, const void* key, const PyObject* holder) {
   }
 }
 
-void wait_on_ledger(LedgerObject* ledger, PyObject* ticket) {
+void wait_on_ledger(LedgerObject* ledger, Ticket& ticket) {
   const auto begin = std::chrono::steady_clock::now();
-  wait_for(ticket);
+  ticket.wait();
   ledger->ledger.exposed_wait_s +=
       std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }

@@ -7,8 +7,9 @@
 #include <cstdint>
 #include <unordered_map>
 
-#include "books/residence.h"
+#include "engine/residence.h"
 #include "storage/saved_view.h"
+#include "work/ticket.h"
 
 namespace memswap {
 
@@ -36,6 +37,6 @@ void remember(LedgerObject* ledger, const SavedView& look, PyObject* holder, boo
 void forget(LedgerObject* ledger, const void* key, const PyObject* holder);
 
 // Waits for a ticket; for as long as the host is blocked, that counts.
-void wait_on_ledger(LedgerObject* ledger, PyObject* ticket);
+void wait_on_ledger(LedgerObject* ledger, Ticket& ticket);
 
 }  // namespace memswap

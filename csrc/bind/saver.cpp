@@ -15,6 +15,7 @@
 
 #include "calls.h"
 #include "departing.h"
+#include "engine/block_form.h"
 #include "handle.h"
 #include "ledger.h"
 #include "passage.h"
@@ -32,7 +33,7 @@ namespace {
 PyTypeObject* saver_type = nullptr;
 PyTypeObject* lock_type = nullptr;
 struct Names {
-  PyObject *demanded, *demanding, *held_by_handles_only, *learn, *look_ahead, *lost;
+  PyObject *demanded, *demanding, *learn, *look_ahead, *lost;
 } names;
 PyObject* out_of_memory = nullptr;  // torch.OutOfMemoryError
 PyObject* transfer_error = nullptr;
@@ -101,14 +102,15 @@ PyType_Spec lock_spec = {
 // entry, which stays.
 PyObject* swap_out(PyObject* object, PyObject* const* args, Py_ssize_t count) {
   if (count != 3) {
-    PyErr_SetString(PyExc_TypeError, "swap needs a tensor, its view and a way");
+    PyErr_SetString(PyExc_TypeError, "swap needs a tensor, its view and a BlockSender");
     return nullptr;
   }
   return guarded<PyObject*>(nullptr, [&] {
     SaverObject* const self = saver_of(object);
+    auto& sender = py::handle(args[2]).cast<BlockSender&>();
     Made made = make_entry(self, args[0], args[1]);
     EntryObject* const entry = entry_of(made.entry.ptr());
-    if (!swap(entry, args[2], made.storage.ptr())) {
+    if (!swap(entry, sender, made.storage)) {
       return made.entry.release().ptr();
     }
     add_departing(self->departing, entry);
@@ -140,19 +142,14 @@ void look_ahead(SaverObject* self, EntryObject* entry) {
   }
 }
 
-void wait_for_arrival(SaverObject* self, PyObject* arrival) {
-  if (guarded<bool>(false, [&] {
-        wait_on_ledger(reinterpret_cast<LedgerObject*>(self->ledger), arrival);
-        return true;
-      })) {
-    return;
+void wait_for_arrival(SaverObject* self, Ticket& arrival) {
+  try {
+    wait_on_ledger(reinterpret_cast<LedgerObject*>(self->ledger), arrival);
+  } catch (const TransferError& error) {
+    const py::object words = py::handle(transfer_error)(error.what());
+    owned(PyObject_CallMethodOneArg(reinterpret_cast<PyObject*>(self), names.lost, words.ptr()));
+    throw;
   }
-  const py::error_already_set failed;
-  if (failed.matches(transfer_error)) {
-    owned(PyObject_CallMethodOneArg(reinterpret_cast<PyObject*>(self), names.lost,
-                                    failed.value().ptr()));
-  }
-  throw failed;
 }
 
 // Who hears of a demand: the script of its passage, and the director where that is not enough.
@@ -193,8 +190,7 @@ void may_leave_next_time(EntryObject* entry) {
     return;
   }
   const py::object index = owned(PyLong_FromSsize_t(entry->index));
-  if (PySet_Contains(passage->held, index.ptr()) == 1 &&
-      truth(PyObject_CallMethodNoArgs(object_of(entry), names.held_by_handles_only))) {
+  if (PySet_Contains(passage->held, index.ptr()) == 1 && held_by_handles_only(entry)) {
     PySet_Discard(passage->held, index.ptr());
   }
 }
@@ -204,7 +200,7 @@ PyObject* py_demand(PyObject* self, PyObject* entry) {
     if (entry_object(entry) == nullptr) {
       throw py::error_already_set();
     }
-    return demand(saver_of(self), entry).release().ptr();
+    return storage_object(demand(saver_of(self), entry));
   });
 }
 
@@ -221,16 +217,15 @@ PyObject* py_demand_kept(PyObject* self, PyObject* entry) {
 // --- life ---------------------------------------------------------------------------------------
 
 constexpr std::array kSlots = {
-    &SaverObject::ledger,     &SaverObject::lock,       &SaverObject::departing,
-    &SaverObject::encoding,   &SaverObject::passage,    &SaverObject::director,
-    &SaverObject::persistent, &SaverObject::entry_type, &SaverObject::backward,
+    &SaverObject::ledger,  &SaverObject::lock,     &SaverObject::departing,  &SaverObject::encoding,
+    &SaverObject::passage, &SaverObject::director, &SaverObject::persistent, &SaverObject::backward,
 };
 
 PyObject* make(PyTypeObject* type, PyObject* args, PyObject* named) {
-  PyObject *ledger = nullptr, *entry_type = nullptr, *encoding = nullptr;
-  static const char* words[] = {"ledger", "entry_type", "encoding", nullptr};
-  if (!PyArg_ParseTupleAndKeywords(args, named, "OOO", const_cast<char**>(words), &ledger,
-                                   &entry_type, &encoding)) {
+  PyObject *ledger = nullptr, *encoding = nullptr;
+  static const char* words[] = {"ledger", "encoding", nullptr};
+  if (!PyArg_ParseTupleAndKeywords(args, named, "OO", const_cast<char**>(words), &ledger,
+                                   &encoding)) {
     return nullptr;
   }
   if (ledger_object(ledger) == nullptr) {
@@ -247,7 +242,6 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject* named) {
     put(self->lock, lock.ptr());
     put(self->departing, departing.ptr());
     put(self->encoding, encoding);
-    put(self->entry_type, entry_type);
     put(self->persistent, persistent.ptr());
     self->looks_ahead = 1;
     return made.release().ptr();
@@ -274,8 +268,8 @@ void dealloc(PyObject* self) {
 
 PyMethodDef methods[] = {
     {"swap", as_method(swap_out), METH_FASTCALL,
-     "swap(tensor, view, way): make the entry of what its passage admitted last, and send it by a "
-     "SwapWay. Its handle; or the entry, where there was no room."},
+     "swap(tensor, view, sender): make the entry of what its passage admitted last, and send it by "
+     "a BlockSender. Its handle; or the entry, where there was no room."},
     {"demand", py_demand, METH_O,
      "The storage of an entry, ordered before what the caller does next."},
     {"demand_kept", py_demand_kept, METH_O,
@@ -337,15 +331,14 @@ Made make_entry(SaverObject* self, PyObject* tensor, PyObject* view) {
   if (!THPVariable_Check(tensor)) {
     throw py::type_error("expected a torch.Tensor to make an entry of");
   }
-  py::object storage =
-      owned(storage_object(std::make_shared<StorageRef>(THPVariable_Unpack(tensor).storage())));
-  PyObject* const parts[] = {reinterpret_cast<PyObject*>(self), view, storage.ptr()};
-  py::object made = owned(PyObject_Vectorcall(self->entry_type, parts, 3, nullptr));
-  EntryObject* const entry = entry_object(made.ptr());
-  if (entry == nullptr) {
+  auto storage = std::make_shared<StorageRef>(THPVariable_Unpack(tensor).storage());
+  const SavedView* const look = saved_view_of(view);
+  if (look == nullptr) {
     throw py::error_already_set();
   }
-  place(passage, entry);
+  py::object made = new_entry(reinterpret_cast<PyObject*>(self),
+                              reinterpret_cast<LedgerObject*>(self->ledger), *look, *storage);
+  place(passage, entry_of(made.ptr()));
   return {std::move(made), std::move(storage)};
 }
 
@@ -359,22 +352,23 @@ void learn_reports(SaverObject* self) {
   }
 }
 
-py::object demand(SaverObject* self, PyObject* given) {
+StorageRefPtr demand(SaverObject* self, PyObject* given) {
   EntryObject* const entry = entry_of(given);
   Told told(self, given);
-  py::object storage, arrival;
+  StorageRefPtr storage;
+  TicketPtr arrival;
   {
     const Locked locked(self->lock);
     learn_reports(self);
     told.demanding();
     storage = bring(entry);
-    arrival = py::reinterpret_borrow<py::object>(entry->arrival);
+    arrival = entry->arrival;
     if (!empty(entry->passage)) {
       look_ahead(self, entry);
     }
   }
-  if (!arrival.is_none()) {
-    wait_for_arrival(self, arrival.ptr());
+  if (arrival) {
+    wait_for_arrival(self, *arrival);
   }
   told.demanded();
   return storage;
@@ -398,7 +392,6 @@ void demand_kept(SaverObject* self, PyObject* given) {
 void bind_saver(py::module_& module) {
   names = {.demanded = interned("demanded"),
            .demanding = interned("demanding"),
-           .held_by_handles_only = interned("held_by_handles_only"),
            .learn = interned("_learn"),
            .look_ahead = interned("look_ahead"),
            .lost = interned("lost")};

@@ -19,7 +19,6 @@ struct SaverObject {
   PyObject* lock;                  // a LockObject
   PyObject* departing;             // a DepartingObject
   PyObject* encoding;              // encodes whose reports have not arrived, a sequence
-  PyObject* entry_type;            // what its entries are made by
   // Python's; None: nothing.
   PyObject* passage;
   PyObject* director;
@@ -31,7 +30,8 @@ struct SaverObject {
 
 // The entry of what its passage admitted last, and the storage.
 struct Made {
-  pybind11::object entry, storage;
+  pybind11::object entry;
+  StorageRefPtr storage;
 };
 Made make_entry(SaverObject* saver, PyObject* tensor, PyObject* view);
 
@@ -54,7 +54,7 @@ class Locked {
 };
 
 // The storage of an entry, ordered before what the caller does next.
-pybind11::object demand(SaverObject* saver, PyObject* entry);
+StorageRefPtr demand(SaverObject* saver, PyObject* entry);
 
 // A storage that stayed is demanded: what comes next may have to come back.
 void demand_kept(SaverObject* saver, PyObject* entry);

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from memswap.engine.director import Director
     from memswap.engine.expectations import Expectation, Expectations
     from memswap.engine.timeline import Passage
-    from memswap.engine.transfer import Pool, Route, Way
+    from memswap.engine.transfer import Pool, Route, Sender
 
 
 class _Encoding(NamedTuple):
@@ -83,7 +83,7 @@ class Saver(native.Saver):
     swaps_at_once = True
 
     def __new__(cls, *arguments: object, **options: object) -> Self:
-        return super().__new__(cls, ledger=Ledger(), entry_type=Entry, encoding=deque())
+        return super().__new__(cls, ledger=Ledger(), encoding=deque())
 
     def __init__(self, policy: Decider, pool: Pool | None, window_bytes: int | None) -> None:
         self.policy = policy
@@ -246,15 +246,16 @@ class Saver(native.Saver):
             director.saved(entry)
         return handle
 
-    def keep_as_planned(self, tensor: torch.Tensor, entry: Entry, reason: str | Way | None) -> Kept:
-        """A tensor stays: as planned (None), for a reason, or because a way has no room."""
-        if reason is None:
-            reason = PLANNED
-        elif not isinstance(reason, str):
-            route = self._routes.to(tensor.device)
-            assert route is not None  # it was tried
-            reason = self._refused(reason, entry, route)
-        self.ledger.keep(reason, entry.nbytes)
+    def keep_as_planned(self, tensor: torch.Tensor, entry: Entry, reason: str | None) -> Kept:
+        """A tensor stays: as planned (None), or for a reason."""
+        self.ledger.keep(PLANNED if reason is None else reason, entry.nbytes)
+        return Kept(tensor, entry)
+
+    def keep_refused(self, tensor: torch.Tensor, entry: Entry) -> Kept:
+        """A tensor stays because its pool has no room."""
+        route = self._routes.to(tensor.device)
+        assert route is not None  # it was tried
+        self.ledger.keep(self._refused(route.swap, entry, route), entry.nbytes)
         return Kept(tensor, entry)
 
     def hurry(self, entry: Entry) -> None:
@@ -291,9 +292,9 @@ class Saver(native.Saver):
         dtype: torch.dtype,
     ) -> str | None:
         """Start encoding an entry's storage. None, or the reason why it stays."""
-        way, director = route.encoding(action), self.director
+        sender, director = route.encoding(action), self.director
         most_nbytes = None if director is None else director.frame_nbytes(entry)
-        if way is None:
+        if sender is None:
             reason = "no codec"
         else:
             expectation = route.expectations.of(
@@ -301,10 +302,10 @@ class Saver(native.Saver):
             )
             if not expectation.pays:
                 reason = "does not shrink"
-            elif self.send_encode(entry, storage, way, route, expectation):
+            elif self.send_encode(entry, storage, sender, route, expectation):
                 return None
-            elif most_nbytes is None or not way.works_ahead:
-                reason = self._refused(way, entry, route)
+            elif most_nbytes is None or not sender.works_ahead:
+                reason = self._refused(sender, entry, route)
         if director is not None and most_nbytes is not None and route.works_ahead:
             director.unfit()  # the plan has no room for it where it is
             return self._swap(entry, storage, route)
@@ -314,36 +315,37 @@ class Saver(native.Saver):
         self,
         entry: Entry,
         storage: StorageRef,
-        way: Way,
+        sender: native.FrameSender,
         route: Route,
         expectation: Expectation,
     ) -> bool:
         """Start encoding. Whether there was room."""
         expectations = route.expectations
-        sent = way.send(storage, expectation)
+        sent = sender.send(storage, *expectation.options)
         if sent is None and expectation.trial:
             expectation = expectations.settled(expectation)
-            sent = way.send(storage, expectation)
+            sent = sender.send(storage, *expectation.options)
         if sent is None:
             return False
-        entry.leave(way, *sent)
+        frame, departure = sent
+        entry.leave(frame, departure)
         self.departing.add(entry)
-        made = _Encoding(expectations, expectation, sent[0].watch(), entry.reference)
+        made = _Encoding(expectations, expectation, frame.watch(), entry.reference)
         # Where nothing works ahead an encode has ended, unless it failed.
-        if way.works_ahead or made.watch.report() is not None:
+        if sender.works_ahead or made.watch.report() is not None:
             self.encoding.append(made)
         return True
 
-    def _refused(self, way: Way, entry: Entry, route: Route) -> str:
-        """A way has no room: the reason in the statistics. In full it is told once."""
-        if self.director is not None and way is route.swap:
+    def _refused(self, sender: Sender, entry: Entry, route: Route) -> str:
+        """A sender has no room: the reason in the statistics. In full it is told once."""
+        if self.director is not None and sender is route.swap:
             self.director.no_room()
         self.ledger.tell_once(
-            way.short_of,
-            f"a storage of {entry.nbytes} bytes stays on {route.device}: {way.why_refused()}. "
+            sender.short_of,
+            f"a storage of {entry.nbytes} bytes stays on {route.device}: {sender.why_refused()}. "
             "Training goes on with less memory saved.",
         )
-        return way.short_of
+        return sender.short_of
 
     def _learn(self) -> None:
         """Take in what encoders have reported by now, in the order of their encodes."""

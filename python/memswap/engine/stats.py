@@ -70,7 +70,7 @@ class Stats:
 class Ledger(native.Ledger):
     """The counters behind :class:`Stats`. Its owner serialises the calls.
 
-    The numbers are native (csrc/books/residence.h): entries count by themselves.
+    The numbers are native (csrc/engine/residence.h): entries count by themselves.
     """
 
     def __init__(self) -> None:
