@@ -5,6 +5,11 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
 #include <unordered_map>
 
 #include "engine/residence.h"
@@ -23,8 +28,14 @@ struct LedgerObject {
     uint64_t node;      // by which node
   };
 
+  struct Kept {
+    int64_t tensors = 0;
+    int64_t nbytes = 0;
+  };
+
   PyObject_HEAD Ledger ledger;
-  std::unordered_map<const void*, Known> known;  // by the address of the storage
+  std::unordered_map<const void*, Known> known;                    // by the address of the storage
+  std::unique_ptr<std::map<std::string, Kept, std::less<>>> kept;  // by the reason
 };
 
 // An object as a ledger, borrowed. nullptr with TypeError set: it is none.
@@ -35,6 +46,15 @@ LedgerObject* ledger_object(PyObject* object);
 // `stays` stands for it whatever the content: each save of it keeps its own tensor.
 void remember(LedgerObject* ledger, const SavedView& look, PyObject* holder, bool stays);
 void forget(LedgerObject* ledger, const void* key, const PyObject* holder);
+
+// Which entry or stay has the very storage and content that a view was captured from; None; or
+// False: what is known of the storage is another counter's, or left before anybody saved this part
+// of it.
+pybind11::object find(LedgerObject* ledger, const SavedView& look);
+
+// A tensor stays, for a reason.
+void count_kept(LedgerObject* ledger, std::string_view reason, int64_t nbytes);
+void count_kept(LedgerObject* ledger, PyObject* reason, int64_t nbytes);
 
 // Waits for a ticket; for as long as the host is blocked, that counts.
 void wait_on_ledger(LedgerObject* ledger, Ticket& ticket);

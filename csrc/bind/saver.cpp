@@ -20,9 +20,11 @@
 #include "ledger.h"
 #include "passage.h"
 #include "python_type.h"
+#include "save.h"
 #include "script.h"
 #include "storage/storage.h"
 #include "storage_ref.h"
+#include "visit.h"
 
 namespace memswap {
 namespace py = pybind11;
@@ -115,6 +117,74 @@ PyObject* swap_out(PyObject* object, PyObject* const* args, Py_ssize_t count) {
     }
     add_departing(self->departing, entry);
     return moved(made.entry.ptr(), args[1]).release().ptr();
+  });
+}
+
+// Sorts an action of Python's: what the table knows, and what is asked about.
+SaveTable::Action action_of(PyObject* word) {
+  if (PyUnicode_CompareWithASCIIString(word, "swap") == 0) {
+    return SaveTable::Action::kSwap;
+  }
+  return PyUnicode_CompareWithASCIIString(word, "keep") == 0 ? SaveTable::Action::kKeep
+                                                             : SaveTable::Action::kAsk;
+}
+
+PyObject* py_set_policy(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  if (count != 2 || (args[1] != Py_None && !PyUnicode_Check(args[1]))) {
+    PyErr_SetString(PyExc_TypeError, "set_policy needs the least bytes, and an action or None");
+    return nullptr;
+  }
+  return guarded<PyObject*>(nullptr, [&]() -> PyObject* {
+    SaveTable& table = *saver_of(self)->table;
+    const long long min_bytes = PyLong_AsLongLong(args[0]);
+    if (min_bytes == -1 && PyErr_Occurred() != nullptr) {
+      throw py::error_already_set();
+    }
+    table.min_bytes = min_bytes;
+    table.by_device = args[1] == Py_None;
+    table.action = table.by_device ? SaveTable::Action::kAsk : action_of(args[1]);
+    Py_RETURN_NONE;
+  });
+}
+
+PyObject* py_set_device(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  if (count != 3 || !PyUnicode_Check(args[1])) {
+    PyErr_SetString(PyExc_TypeError, "set_device needs a device, an action and a BlockSender");
+    return nullptr;
+  }
+  return guarded<PyObject*>(nullptr, [&]() -> PyObject* {
+    const auto device = py::handle(args[0]).cast<c10::Device>();
+    auto sender = py::handle(args[2]).cast<std::shared_ptr<BlockSender>>();
+    auto& devices = saver_of(self)->table->devices;
+    std::erase_if(devices, [&](const SaveTable::DeviceRow& row) { return row.device == device; });
+    devices.push_back({device, action_of(args[1]), std::move(sender)});
+    Py_RETURN_NONE;
+  });
+}
+
+PyObject* py_save(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  if (count != 3) {
+    PyErr_SetString(PyExc_TypeError, "save needs a tensor, its view and a visit");
+    return nullptr;
+  }
+  if (saved_view_of(args[1]) == nullptr) {
+    return nullptr;
+  }
+  return guarded<PyObject*>(nullptr, [&] {
+    return save(saver_of(self), args[0], args[1], place_of_visit(args[2])).release().ptr();
+  });
+}
+
+PyObject* py_keep(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  if (count != 3 || !PyUnicode_Check(args[2])) {
+    PyErr_SetString(PyExc_TypeError, "keep needs a tensor, its view and a reason");
+    return nullptr;
+  }
+  if (saved_view_of(args[1]) == nullptr) {
+    return nullptr;
+  }
+  return guarded<PyObject*>(nullptr, [&] {
+    return keep(saver_of(self), args[0], args[1], PyUnicode_AsUTF8(args[2])).release().ptr();
   });
 }
 
@@ -244,6 +314,7 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject* named) {
     put(self->encoding, encoding);
     put(self->persistent, persistent.ptr());
     self->looks_ahead = 1;
+    new (&self->table) std::unique_ptr<SaveTable>(std::make_unique<SaveTable>());
     return made.release().ptr();
   });
 }
@@ -263,10 +334,21 @@ int clear(PyObject* self) {
 void dealloc(PyObject* self) {
   PyObject_GC_UnTrack(self);
   clear_slots(kSlots, saver_of(self));
+  std::destroy_at(&saver_of(self)->table);
   free_instance(self);
 }
 
 PyMethodDef methods[] = {
+    {"save", as_method(py_save), METH_FASTCALL,
+     "save(tensor, view, visit): a plain tensor's handle."},
+    {"keep", as_method(py_keep), METH_FASTCALL,
+     "keep(tensor, view, reason): a tensor stays, and nothing is known of its storage."},
+    {"set_policy", as_method(py_set_policy), METH_FASTCALL,
+     "set_policy(min_bytes, action): what is done with every storage; None: as its device's row "
+     "says. 'ask' and what is not known here: `save_new` decides."},
+    {"set_device", as_method(py_set_device), METH_FASTCALL,
+     "set_device(device, action, sender): what a policy without an action means there, and how "
+     "storages are swapped."},
     {"swap", as_method(swap_out), METH_FASTCALL,
      "swap(tensor, view, sender): make the entry of what its passage admitted last, and send it by "
      "a BlockSender. Its handle; or the entry, where there was no room."},
@@ -290,6 +372,7 @@ PyMemberDef members[] = {
     MEMSWAP_SLOT(backward, 0),
     {"watched", T_BOOL, offsetof(SaverObject, watched), 0, nullptr},
     {"looks_ahead", T_BOOL, offsetof(SaverObject, looks_ahead), 0, nullptr},
+    {"shares_batches", T_BOOL, offsetof(SaverObject, shares_batches), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr},
 };
 #undef MEMSWAP_SLOT

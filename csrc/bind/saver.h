@@ -3,11 +3,14 @@
 
 #include <pybind11/pybind11.h>
 
+#include <memory>
 #include <mutex>
 
 #include "entry.h"
 
 namespace memswap {
+
+struct SaveTable;
 
 struct LockObject {
   PyObject_HEAD std::recursive_mutex mutex;
@@ -23,9 +26,11 @@ struct SaverObject {
   PyObject* passage;
   PyObject* director;
   PyObject* persistent;
-  PyObject* backward;  // the passage whose backward runs, for the director
-  char watched;        // the director hears of each mark, whatever a script says
-  char looks_ahead;    // what comes next is brought back at once; otherwise `look_ahead` is called
+  PyObject* backward;   // the passage whose backward runs, for the director
+  char watched;         // the director hears of each mark, whatever a script says
+  char looks_ahead;     // what comes next is brought back at once; otherwise `look_ahead` is called
+  char shares_batches;  // its passages are batches of groups, which share storages: `moved` joins
+  std::unique_ptr<SaveTable> table;
 };
 
 // The entry of what its passage admitted last, and the storage.

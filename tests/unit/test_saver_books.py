@@ -88,12 +88,10 @@ def test_the_lock_is_free_again_after_an_exception():
 
 
 def test_a_pack_that_raises_lets_go_of_the_lock():
-    saver = new_saver()
-
-    def raising(tensor, view, visit):
+    def raising(tensor, info):
         raise KeyError("on purpose")
 
-    saver.save = raising
+    saver = Saver(Policy(min_bytes=1, fn=raising), None, 0)
     with pytest.raises(KeyError, match="on purpose"):
         Visit(saver, "").pack(computed(10))
     thread = threading.Thread(target=saver.stats)

@@ -38,7 +38,7 @@ import torch
 from memswap._native import native
 from memswap.engine.action import Action
 from memswap.engine.autograd import graph_task
-from memswap.engine.entry import RESIZED, Entry, Order, State, Stay
+from memswap.engine.entry import RESIZED, Entry, Order, State
 from memswap.engine.handle import Handle, Moved
 from memswap.engine.saver import Saver
 from memswap.engine.visit import Visit
@@ -79,6 +79,7 @@ class GroupSaver(Saver):
 
     def __init__(self, policy: Decider, pool: Pool | None) -> None:
         super().__init__(policy, pool, window_bytes=0)
+        self.shares_batches = True
         self._generation: Generation | None = None  # that saves now
 
     def begin_passage(self) -> None:
@@ -89,7 +90,8 @@ class GroupSaver(Saver):
         self._generation = visit.generation
         self.passage = visit.generation.passage
         try:
-            return super().save(tensor, view, visit)
+            handle: Handle = super().save(tensor, view, visit)
+            return handle
         finally:
             self._generation = None  # it owns this saver
 
@@ -113,10 +115,6 @@ class GroupSaver(Saver):
         entry.storage = storage
         entry.order = Order(route, action, place.unit, place.ordinal, dtype)
         return None
-
-    def refilled(self, known: Entry | Stay, view: SavedView) -> bool:
-        """Generations of one forward share tables and masks, which move once."""
-        return False
 
     def notice_demand(self, entry: Entry, generation: Generation) -> None:
         """A save of this generation is about to be demanded."""

@@ -16,7 +16,6 @@ import torch
 
 from memswap._native import native
 from memswap.engine.action import ENCODE, KEEP, SWAP, Action, Decider, TensorInfo
-from memswap.engine.autograd import NO_TASK, graph_task
 from memswap.engine.entry import Entry, Stay
 from memswap.engine.handle import Handle, Kept, Moved
 from memswap.engine.stats import Ledger, Stats
@@ -91,6 +90,17 @@ class Saver(native.Saver):
         self.passage = self.timeline.begin()
         self._routes = Routes(pool)
 
+    @property
+    def policy(self) -> Decider:
+        """Who decides which saved tensors move. What needs no question is native data."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: Decider) -> None:
+        self._policy = policy
+        action = "ask" if policy.fn is not None else policy.action and policy.action.value
+        self.set_policy(policy.min_bytes, action)
+
     # --- the life of a passage ------------------------------------------------------------------
 
     def begin_passage(self) -> None:
@@ -139,40 +149,17 @@ class Saver(native.Saver):
 
     # --- pack -------------------------------------------------------------------------------------
 
-    def keep(self, tensor: torch.Tensor, view: SavedView, reason: str) -> Kept:
-        """A tensor stays, and nothing is known of its storage."""
-        self.ledger.keep(reason, view.storage_nbytes)
-        return Kept(tensor, None)
+    def save_new(self, tensor: torch.Tensor, view: SavedView, visit: native.Visit) -> Handle:
+        """The handle of a storage that is new, and about which the native table says nothing.
 
-    def save(self, tensor: torch.Tensor, view: SavedView, visit: native.Visit) -> Handle:
-        """The handle of a plain tensor."""
-        ledger, policy, director = self.ledger, self.policy, self.director
-        known = ledger.find(view)
-        if known is False:
-            return self.keep(tensor, view, "edited in parts")
-        if known is not None and not self.refilled(known, view):
-            ledger.deduplicated_tensors += 1
-            ledger.deduplicated_bytes += view.nbytes
-            if director is not None and isinstance(known, Entry):
-                director.again(known, visit.unit)
-            if isinstance(known, Stay) or (known.away is None and known.storage is None):
-                return Kept(tensor, known)
-            return self.moved(known, view)  # it has left, or waits to: the entry holds the storage
-        nbytes = view.storage_nbytes
-        if nbytes < policy.min_bytes:
-            return self.keep(tensor, view, "small")
-        if view.edited_part:
-            return self._stay(tensor, view, "edited in parts")
-        if view.part_of_data:
-            return self.keep(tensor, view, "part of data")
-        if not visit.covered:
-            return self.keep(tensor, view, "policy")
-        if graph_task() != NO_TASK:
-            return self.keep(tensor, view, "saved in backward")
+        Before it come csrc/bind/save.cpp's reasons to stay, and storages that are known already.
+        """
+        policy, director = self.policy, self.director
         # Most policies have no function: spare them the TensorInfo.
         action = visit.action or policy.action
         if policy.fn is not None and visit.action is None:
-            action = policy.decide(tensor, TensorInfo(visit.unit, view.nbytes, nbytes))
+            info = TensorInfo(visit.unit, view.nbytes, view.storage_nbytes)
+            action = policy.decide(tensor, info)
         if action is KEEP and director is None:
             return self._stay(tensor, view, "policy")
         route = self._routes.of(tensor, view)
@@ -187,19 +174,6 @@ class Saver(native.Saver):
             self._learn()
         visit.ordinal += 1
         return self._admit(tensor, view, visit, route, action or route.default_action)
-
-    def refilled(self, known: Entry | Stay, view: SavedView) -> bool:
-        """Whether memory that no operator made may hold something else than in an earlier forward.
-
-        A buffer that numpy fills for each batch counts no edits; what left took along the bytes of
-        then, and a graph that nobody runs any more may keep them.
-        """
-        return (
-            not view.computed
-            and isinstance(known, Entry)
-            and known.away is not None
-            and known.passage is not self.passage
-        )
 
     def _admit(
         self,
@@ -223,7 +197,10 @@ class Saver(native.Saver):
         elif chosen is not None and verdict is not NEVER_FREED:
             verdict = None
         if verdict is None and action is SWAP and self.swaps_at_once:
-            sent = self.swap(tensor, view, route.swap)
+            sender = route.swap
+            if not route.captures:  # of a stream that captures a graph, nothing leaves
+                self.set_device(route.device, route.default_action.value, sender)
+            sent = self.swap(tensor, view, sender)
             if isinstance(sent, Moved):
                 if director is not None:
                     director.saved(sent.entry)
