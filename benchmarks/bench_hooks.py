@@ -82,10 +82,11 @@ class Chain(nn.Module):
         return chain
 
 
-class LeftOut:
+class LeftOut(native.LaneAround):
     """A lane that moves nothing. Everything else is the lane's that it stands for."""
 
     def __init__(self, lane: Any, nbytes: int, device: torch.device) -> None:
+        super().__init__(lane)
         self._lane = lane
         self._storage = native.StorageRef(torch.empty(nbytes, dtype=torch.uint8, device=device))
         block = memswap.HostPool(device=device).native.allocate(nbytes)

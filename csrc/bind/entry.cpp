@@ -1,5 +1,9 @@
-// Entry, as Python sees it: one saved storage. What is rare, and all words, stand in
-// python/memswap/engine/entry.py, whose class is derived from this one.
+// Entry, as Python sees it: one saved storage that may leave, however many views and operators
+// saved it.
+//
+// Owned by its handles: when the last one dies, so do the entry, its away form and its storage,
+// whatever happened to the graph. Everything else refers to it weakly. Calls are serialised by the
+// saver's lock.
 #include "entry.h"
 
 #include <pybind11/pybind11.h>
@@ -7,19 +11,22 @@
 
 #include <array>
 #include <cstddef>
+#include <memory>
 #include <new>
 #include <optional>
+#include <string>
+#include <utility>
 
-#include "books/residence.h"
 #include "calls.h"
 #include "departing.h"
+#include "engine/block_form.h"
+#include "engine/residence.h"
 #include "ledger.h"
 #include "passage.h"
 #include "python_type.h"
 #include "storage/saved_view.h"
 #include "storage/storage.h"
 #include "storage_ref.h"
-#include "ticket.h"
 
 namespace memswap {
 namespace py = pybind11;
@@ -27,9 +34,10 @@ namespace py = pybind11;
 namespace {
 
 constexpr std::array kSlots = {
-    &EntryObject::saver,   &EntryObject::ledger,  &EntryObject::storage,
-    &EntryObject::away,    &EntryObject::way,     &EntryObject::departure,
-    &EntryObject::arrival, &EntryObject::passage, &EntryObject::order,
+    &EntryObject::saver,
+    &EntryObject::ledger,
+    &EntryObject::passage,
+    &EntryObject::order,
 };
 
 PyTypeObject* entry_type = nullptr;  // set once, by bind_entry
@@ -44,13 +52,31 @@ PyObject* none_after(EntryObject* self, void (*step)(EntryObject*)) {
   });
 }
 
+// A native object that an argument or a value is; None is nullptr. Throws TypeError.
+template <class Held>
+Held as(PyObject* object, const char* expected) {
+  if (object == nullptr || object == Py_None) {
+    return nullptr;
+  }
+  try {
+    return py::handle(object).cast<Held>();
+  } catch (const py::cast_error&) {
+    throw py::type_error(std::string("expected ") + expected + ", found " +
+                         Py_TYPE(object)->tp_name);
+  }
+}
+
 PyObject* py_leave(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  if (count != 3) {
-    PyErr_SetString(PyExc_TypeError, "leave needs a way, an away form and a ticket");
+  if (count != 2) {
+    PyErr_SetString(PyExc_TypeError, "leave needs an away form and a ticket");
     return nullptr;
   }
   return guarded<PyObject*>(nullptr, [&]() -> PyObject* {
-    leave(entry_of(self), args[0], args[1], args[2]);
+    Leaving leaving{as<AwayFormPtr>(args[0], "an AwayForm"), as<TicketPtr>(args[1], "a Ticket")};
+    if (!leaving.away || !leaving.departure) {
+      throw py::type_error("leave needs an away form and a ticket, found None");
+    }
+    leave(entry_of(self), std::move(leaving));
     Py_RETURN_NONE;
   });
 }
@@ -68,11 +94,15 @@ PyObject* py_gone(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObj
 
 PyObject* py_swap(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   if (count != 2) {
-    PyErr_SetString(PyExc_TypeError, "swap needs a way and a storage");
+    PyErr_SetString(PyExc_TypeError, "swap needs a BlockSender and a storage");
     return nullptr;
   }
   return guarded<PyObject*>(nullptr, [&]() -> PyObject* {
-    return PyBool_FromLong(swap(entry_of(self), args[0], args[1]));
+    const auto sender = as<std::shared_ptr<BlockSender>>(args[0], "a BlockSender");
+    if (!sender) {
+      throw py::type_error("expected a BlockSender, found None");
+    }
+    return PyBool_FromLong(swap(entry_of(self), *sender, expect_storage(args[1])));
   });
 }
 
@@ -89,10 +119,14 @@ PyObject* py_count_held(PyObject* self, PyObject*) {
   return none_after(entry_of(self), count_held);
 }
 
+PyObject* py_drop_storage(PyObject* self, PyObject*) {
+  return none_after(entry_of(self), drop_storage);
+}
+
 PyObject* py_let_go(PyObject* self, PyObject*) { return none_after(entry_of(self), let_go); }
 
 PyObject* py_bring(PyObject* self, PyObject*) {
-  return guarded<PyObject*>(nullptr, [&] { return bring(entry_of(self)).release().ptr(); });
+  return guarded<PyObject*>(nullptr, [&] { return storage_object(bring(entry_of(self))); });
 }
 
 PyObject* py_move(PyObject* self, PyObject* state) {
@@ -108,11 +142,13 @@ PyObject* py_move(PyObject* self, PyObject* state) {
   });
 }
 
-PyObject* py_forget_away(PyObject* self, PyObject*) {
-  put(entry_of(self)->away, Py_None);
-  entry_of(self)->residence->count_away(0, 0);
-  Py_RETURN_NONE;
+PyObject* py_drop_away(PyObject* self, PyObject*) { return none_after(entry_of(self), drop_away); }
+
+PyObject* get_lost_memory(PyObject* self, void*) {
+  return PyBool_FromLong(lost_memory(entry_of(self)));
 }
+
+PyObject* repr(PyObject* self) { return PyUnicode_FromString(described(entry_of(self)).c_str()); }
 
 PyObject* get_state(PyObject* self, void*) {
   return Py_NewRef(state_object(entry_of(self)->residence->state()));
@@ -130,12 +166,26 @@ PyObject* get_identity(PyObject* self, void*) {
 }
 
 PyObject* get_is_away(PyObject* self, void*) {
-  return PyBool_FromLong(!empty(entry_of(self)->away) && empty(entry_of(self)->storage));
+  return PyBool_FromLong(entry_of(self)->away && !entry_of(self)->storage);
+}
+
+template <auto member>
+PyObject* get_held(PyObject* self, void*) {
+  return guarded<PyObject*>(nullptr,
+                            [&] { return py::cast(entry_of(self)->*member).release().ptr(); });
+}
+
+int set_storage(PyObject* self, PyObject* given, void*) {
+  return guarded<int>(-1, [&] {
+    StorageRefPtr held = given == nullptr || given == Py_None ? nullptr : expect_storage(given);
+    entry_of(self)->storage.swap(held);  // what was there goes when the books are right
+    return 0;
+  });
 }
 
 // --- life ---------------------------------------------------------------------------------------
 
-PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
+PyObject* make(PyTypeObject*, PyObject* args, PyObject*) {
   PyObject *saver = nullptr, *view = nullptr, *storage = nullptr;
   if (!PyArg_UnpackTuple(args, "Entry", 3, 3, &saver, &view, &storage)) {
     return nullptr;
@@ -150,30 +200,14 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
     if (books == nullptr) {
       throw py::error_already_set();
     }
-    const WeakStorage identity(*expect_storage(storage));
-    py::object made = owned(type->tp_alloc(type, 0));
-    EntryObject* const self = entry_of(made.ptr());
-    new (&self->residence) std::optional<Residence>();
-    new (&self->identity) std::optional<WeakStorage>(identity);
-    fill_with_none(kSlots, self);
-    put(self->saver, saver);
-    put(self->ledger, ledger.ptr());
-    self->index = -1;
-    self->version = look->version();
-    self->residence.emplace(books->ledger, static_cast<int64_t>(look->storage_nbytes()));
-    remember(books, *look, made.ptr(), false);
-    return made.release().ptr();
+    return new_entry(saver, books, *look, *expect_storage(storage)).release().ptr();
   });
 }
 
 // Nobody will wait for its tickets any more. A ticket that holds a storage lets go of it in order.
-void abandon_quietly(PyObject* ticket) {
-  const bool done = empty(ticket) || guarded<bool>(false, [&] {
-                      abandon(ticket);
-                      return true;
-                    });
-  if (!done) {
-    PyErr_WriteUnraisable(ticket);
+void abandon(const TicketPtr& ticket) {
+  if (ticket) {
+    ticket->abandon();
   }
 }
 
@@ -192,8 +226,7 @@ void forget_everywhere(EntryObject* self) {
 int clear(PyObject* self) {
   EntryObject* const entry = entry_of(self);
   forget_everywhere(entry);
-  for (const auto slot : {&EntryObject::saver, &EntryObject::storage, &EntryObject::away,
-                          &EntryObject::way, &EntryObject::passage, &EntryObject::order}) {
+  for (const auto slot : {&EntryObject::saver, &EntryObject::passage, &EntryObject::order}) {
     put(entry->*slot, Py_None);
   }
   return 0;
@@ -213,8 +246,12 @@ void dealloc(PyObject* self) {
   entry->residence.~optional();
   PyObject *kind, *value, *traceback;
   PyErr_Fetch(&kind, &value, &traceback);
-  abandon_quietly(entry->departure);
-  abandon_quietly(entry->arrival);
+  abandon(entry->departure);
+  abandon(entry->arrival);
+  std::destroy_at(&entry->departure);
+  std::destroy_at(&entry->arrival);
+  std::destroy_at(&entry->storage);
+  std::destroy_at(&entry->away);
   PyErr_Restore(kind, value, traceback);
   clear_slots(kSlots, entry);
   entry->identity.~optional();
@@ -223,9 +260,10 @@ void dealloc(PyObject* self) {
 
 PyMethodDef methods[] = {
     {"leave", as_method(py_leave), METH_FASTCALL,
-     "leave(way, away, departure): it is being sent; the ticket holds the storage from here on."},
+     "leave(away, departure): it is being sent; the ticket holds the storage from here on."},
     {"swap", as_method(py_swap), METH_FASTCALL,
-     "swap(way, storage): send it by a SwapWay. Whether there was room; if not, nothing changed."},
+     "swap(sender, storage): send it by a BlockSender. Whether there was room; if not, nothing "
+     "changed."},
     {"sent", asked<sent>, METH_NOARGS,
      "Whether the send has ended. One that failed gives the storage back: nothing is lost."},
     {"gone", as_method(py_gone), METH_FASTCALL | METH_KEYWORDS,
@@ -235,14 +273,23 @@ PyMethodDef methods[] = {
     {"fetch", py_fetch, METH_NOARGS,
      "Start bringing the bytes back into a storage of memswap's own. May be out of memory."},
     {"fetch_ahead", asked<fetch_ahead>, METH_NOARGS,
-     "The same where it is away and its way works ahead. Whether that was done."},
+     "The same where it is away and its form works ahead. Whether that was done."},
     {"bring", py_bring, METH_NOARGS,
      "The storage: the one that is still there, the one that was fetched, or else a fetch now, "
      "which counts as a stall. The caller waits for `arrival` before it reads."},
     {"lock", asked<lock>, METH_NOARGS, "Hold the storage, if anybody does. Whether there was one."},
     {"move", py_move, METH_O, "Change the state, or raise EntryStateError."},
-    {"drop_storage", py_let_go, METH_NOARGS, "Let go of the storage: the away form is there."},
-    {"drop_away", py_forget_away, METH_NOARGS, "Let go of the away form: the storage is there."},
+    {"retain", asked<retain>, METH_NOARGS,
+     "Hold on to a storage that has not gone away yet: then nothing has to come back. Whether "
+     "there "
+     "was one."},
+    {"let_go", py_let_go, METH_NOARGS,
+     "Let go of a storage again whose away form is still there. Nothing is copied."},
+    {"held_by_handles_only", asked<held_by_handles_only>, METH_NOARGS,
+     "Whether nobody but our own handles holds a storage that stayed."},
+    {"drop_storage", py_drop_storage, METH_NOARGS,
+     "Let go of the storage: the away form is there."},
+    {"drop_away", py_drop_away, METH_NOARGS, "Let go of the away form: the storage is there."},
     {"count_held", py_count_held, METH_NOARGS, "Account for what the away form takes up now."},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -254,6 +301,15 @@ PyGetSetDef properties[] = {
     {"identity", get_identity, nullptr, "The storage, as a WeakStorage.", nullptr},
     {"is_away", get_is_away, nullptr,
      "Whether the storage has left, or is leaving, as far as its owner is concerned.", nullptr},
+    {"lost_memory", get_lost_memory, nullptr,
+     "Whether the storage that it holds has been resized since it was saved.", nullptr},
+    {"storage", get_held<&EntryObject::storage>, set_storage,
+     "The storage, where the entry itself holds it; or None.", nullptr},
+    {"away", get_held<&EntryObject::away>, nullptr, "The away form, or None.", nullptr},
+    {"departure", get_held<&EntryObject::departure>, nullptr, "The ticket of its send, or None.",
+     nullptr},
+    {"arrival", get_held<&EntryObject::arrival>, nullptr, "The ticket of its return, or None.",
+     nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 
@@ -262,11 +318,6 @@ PyGetSetDef properties[] = {
 PyMemberDef members[] = {
     {"__weaklistoffset__", T_PYSSIZET, offsetof(EntryMembers, weak_references), READONLY, nullptr},
     {"saver", T_OBJECT_EX, offsetof(EntryMembers, saver), READONLY, nullptr},
-    MEMSWAP_SLOT(storage),
-    MEMSWAP_SLOT(away),
-    MEMSWAP_SLOT(way),
-    MEMSWAP_SLOT(departure),
-    MEMSWAP_SLOT(arrival),
     MEMSWAP_SLOT(order),
     MEMSWAP_COUNT(handles),
     MEMSWAP_COUNT(keeps),
@@ -285,6 +336,7 @@ PyType_Slot slots[] = {
     {Py_tp_dealloc, reinterpret_cast<void*>(dealloc)},
     {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
     {Py_tp_clear, reinterpret_cast<void*>(clear)},
+    {Py_tp_repr, reinterpret_cast<void*>(repr)},
     {Py_tp_methods, methods},
     {Py_tp_getset, properties},
     {Py_tp_members, members},
@@ -296,11 +348,32 @@ PyType_Spec spec = {
     .name = "memswap._C.Entry",
     .basicsize = sizeof(EntryObject),
     .itemsize = 0,
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .slots = slots,
 };
 
 }  // namespace
+
+py::object new_entry(PyObject* saver, LedgerObject* ledger, const SavedView& look,
+                     const StorageRef& storage) {
+  const WeakStorage identity(storage);
+  py::object made = owned(entry_type->tp_alloc(entry_type, 0));
+  EntryObject* const self = entry_of(made.ptr());
+  new (&self->residence) std::optional<Residence>();
+  new (&self->identity) std::optional<WeakStorage>(identity);
+  new (&self->storage) StorageRefPtr();
+  new (&self->away) AwayFormPtr();
+  new (&self->departure) TicketPtr();
+  new (&self->arrival) TicketPtr();
+  fill_with_none(kSlots, self);
+  put(self->saver, saver);
+  put(self->ledger, reinterpret_cast<PyObject*>(ledger));
+  self->index = -1;
+  self->version = look.version();
+  self->residence.emplace(ledger->ledger, static_cast<int64_t>(look.storage_nbytes()));
+  remember(ledger, look, made.ptr(), false);
+  return made;
+}
 
 bool is_entry(PyObject* object) { return PyObject_TypeCheck(object, entry_type); }
 

@@ -5,26 +5,27 @@
 
 #include <cstddef>
 #include <optional>
+#include <string>
 
-#include "books/residence.h"
+#include "engine/away.h"
+#include "engine/residence.h"
 #include "storage/storage.h"
+#include "work/ticket.h"
 
 namespace memswap {
 
+class BlockSender;
 class EntryRow;
+class SavedView;
+struct LedgerObject;
 
 // What Python reaches by its offset.
 struct EntryMembers {
   PyObject_HEAD PyObject* weak_references;
   // Python's, and nobody's business here but for the calls below. None: nothing.
   PyObject* saver;
-  PyObject* ledger;     // a LedgerObject: `residence` writes to it
-  PyObject* storage;    // a StorageRef, where the entry itself holds the storage
-  PyObject* away;       // the away form
-  PyObject* way;        // how it comes back
-  PyObject* departure;  // the ticket of its send
-  PyObject* arrival;    // the ticket of its return
-  PyObject* passage;    // a PassageObject, which refers to the entry without owning it
+  PyObject* ledger;   // a LedgerObject: `residence` writes to it
+  PyObject* passage;  // a PassageObject, which refers to the entry without owning it
   PyObject* order;
   Py_ssize_t index;   // in the passage; -1: none
   long long handles;  // saves whose storage left
@@ -32,12 +33,15 @@ struct EntryMembers {
   long long unseen;   // saves that have not been unpacked since the storage came back
   long long version;
   char fetched;  // whether the storage is one that memswap made
-  char gathers;  // whether the storage may be gone before its bytes are elsewhere for sure
 };
 
 struct EntryObject : EntryMembers {
   std::optional<Residence> residence;
   std::optional<WeakStorage> identity;
+  StorageRefPtr storage;  // where the entry itself holds the storage
+  AwayFormPtr away;
+  TicketPtr departure;  // of its send
+  TicketPtr arrival;    // of its return
   // Its place among those that leave (departing.h). nullptr: it has none.
   EntryRow* row;
   EntryObject *before, *after;
@@ -45,6 +49,10 @@ struct EntryObject : EntryMembers {
 
 inline EntryObject* entry_of(PyObject* self) { return reinterpret_cast<EntryObject*>(self); }
 inline PyObject* object_of(EntryObject* entry) { return reinterpret_cast<PyObject*>(entry); }
+
+// The entry of a storage that a view looks at. Its saver has a LedgerObject.
+pybind11::object new_entry(PyObject* saver, LedgerObject* ledger, const SavedView& look,
+                           const StorageRef& storage);
 
 // An object as an entry, borrowed. nullptr with TypeError set: it is none.
 EntryObject* entry_object(PyObject* object);
@@ -74,8 +82,9 @@ void forget_identity(EntryObject* self);
 void count_held(EntryObject* self);
 // What comes next comes after a frame's way to a pool: it is off the device. Nothing for others.
 void release_frame(EntryObject* self);
-void leave(EntryObject* self, PyObject* way, PyObject* away, PyObject* departure);
-bool swap(EntryObject* self, PyObject* way, PyObject* storage);
+void leave(EntryObject* self, Leaving leaving);
+// By sending it into a block. Whether there was room; if not, nothing changed.
+bool swap(EntryObject* self, BlockSender& sender, const StorageRefPtr& storage);
 bool sent(EntryObject* self);
 bool gone(EntryObject* self, bool wait);
 bool lingers(EntryObject* self);
@@ -84,8 +93,25 @@ int64_t returning_nbytes(EntryObject* self);
 void fetch(EntryObject* self);
 bool fetch_ahead(EntryObject* self);
 bool lock(EntryObject* self);
+// Lets go of the storage, whose away form is there; or of the away form, whose storage is there.
+void drop_storage(EntryObject* self);
+void drop_away(EntryObject* self);
+// Holds on to a storage that has not gone away yet: then nothing has to come back. Whether there
+// was one.
+bool retain(EntryObject* self);
+// Lets go of a storage again whose away form is still there. Nothing is copied.
 void let_go(EntryObject* self);
-pybind11::object bring(EntryObject* self);
+// Whether nobody but our own handles holds a storage that stayed. Meant for its first demand, when
+// all of them are still alive.
+bool held_by_handles_only(EntryObject* self);
+// Whether the storage that it holds has been resized since it was saved ([Note: Memory that is
+// taken away] in storage/memory_share.h).
+bool lost_memory(EntryObject* self);
+StorageRefPtr bring(EntryObject* self);
+
+// A state as messages name it, and the entry.
+const char* word_of(State state);
+std::string described(EntryObject* self);
 
 // The members of Python's State, in the order of the native one.
 PyObject* state_object(State state);

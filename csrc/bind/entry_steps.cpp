@@ -1,63 +1,103 @@
-// The steps that every saved storage takes. What is rare, and all words, stand in
-// python/memswap/engine/entry.py.
+// The steps that saved storages take.
 #include <pybind11/pybind11.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <array>
 #include <stdexcept>
+#include <string>
 #include <utility>
 
 #include "calls.h"
-#include "codec/codec_lane.h"
+#include "engine/block_form.h"
 #include "entry.h"
 #include "ledger.h"
 #include "passage.h"
-#include "pool/block.h"
 #include "python_type.h"
-#include "storage/saved_view.h"
-#include "storage_ref.h"
-#include "ticket.h"
-#include "way.h"
 
 namespace memswap {
 namespace py = pybind11;
 
 namespace {
 
-// Set once, by bind_entry_steps: the members of Python's State, types, and names.
+// Set once, by bind_entry_steps: the members of Python's State, and a name.
 std::array<PyObject*, 4> states;
-PyTypeObject* block_type = nullptr;
-PyTypeObject* encoded_type = nullptr;
 struct Names {
-  PyObject *bring, *frees_first, *nbytes, *sent_safely, *stay, *stays_on_device, *works_ahead;
+  PyObject *keep, *tell_once;
 } names;
 
 LedgerObject* ledger_of(EntryObject* self) { return reinterpret_cast<LedgerObject*>(self->ledger); }
 
 [[noreturn]] void refuse(EntryObject* self, State to) {
-  const py::object raise = py::module_::import("memswap.engine.entry").attr("illegal_move");
-  raise(py::handle(object_of(self)), py::handle(state_object(to)));
-  throw py::error_already_set();  // not reached: illegal_move raises
+  const py::object error = py::module_::import("memswap.errors").attr("EntryStateError");
+  const std::string words = described(self) + " cannot go from " +
+                            word_of(self->residence->state()) + " to " + word_of(to) +
+                            "; this is a bug in memswap, please report it with this traceback";
+  PyErr_SetString(error.ptr(), words.c_str());
+  throw py::error_already_set();
 }
 
-bool ask(PyObject* way, PyObject* name) { return truth(PyObject_GetAttr(way, name)); }
-
-// It came back as this, behind that ticket.
-void take(EntryObject* self, PyObject* storage, PyObject* arrival) {
-  put(self->arrival, arrival);
-  WeakStorage identity(*expect_storage(storage));
-  require(self, self->residence->come_back(), State::kReturning);
-  put(self->storage, storage);
-  forget_identity(self);
-  self->identity.emplace(std::move(identity));
-  self->fetched = 1;
-  self->unseen = self->handles;
-  if (PyObject_TypeCheck(self->away, encoded_type)) {
-    count_held(self);  // the frame may have come back too
+// A send has failed: its ticket gives the storage back, and the user hears why, once.
+void stay(EntryObject* self, Ticket& departure) {
+  require(self, self->residence->move(State::kResident), State::kResident);
+  self->storage = departure.kept_storage();
+  const py::object ledger = py::reinterpret_borrow<py::object>(self->ledger);
+  ledger.attr(py::handle(names.keep))(self->away->short_of(), self->residence->nbytes());
+  drop_away(self);
+  try {
+    departure.synchronize();
+  } catch (const TransferError& error) {
+    const std::string words = std::string("a storage stays where it is: ") + error.what();
+    ledger.attr(py::handle(names.tell_once))("transfer", words);
   }
 }
 
+// It came back as this, behind that ticket.
+void take(EntryObject* self, Returning back) {
+  self->arrival = std::move(back.arrival);
+  require(self, self->residence->come_back(), State::kReturning);
+  forget_identity(self);
+  self->identity.emplace(*back.storage);
+  self->storage = std::move(back.storage);
+  self->fetched = 1;
+  self->unseen = self->handles;
+  count_held(self);  // a frame may have come back too
+}
+
+// Whether the bytes of a storage that is gone are elsewhere for sure. If they could not be sent,
+// the ticket gives the storage back.
+bool sent_safely(EntryObject* self, bool wait) {
+  if (wait) {
+    const TicketPtr departure = self->departure;
+    try {
+      departure->wait();
+      return true;
+    } catch (const TransferError&) {
+      // noticed below
+    }
+  }
+  return sent(self) && self->residence->state() == State::kLeaving;
+}
+
 }  // namespace
+
+const char* word_of(State state) {
+  switch (state) {
+    case State::kResident:
+      return "resident";
+    case State::kLeaving:
+      return "leaving";
+    case State::kAway:
+      return "away";
+    case State::kReturning:
+      return "returning";
+  }
+  return "nowhere";
+}
+
+std::string described(EntryObject* self) {
+  return "<entry of " + std::to_string(self->residence->nbytes()) + " bytes, " +
+         word_of(self->residence->state()) + ", " + std::to_string(self->handles) + " save(s)>";
+}
 
 PyObject* state_object(State state) { return states[static_cast<size_t>(state)]; }
 
@@ -72,76 +112,44 @@ void forget_identity(EntryObject* self) {
   forget(ledger_of(self), self->identity->key(), object_of(self));
 }
 
-// What the away form takes up now. Until the encoder has reported, that includes what is set aside
-// for a frame's overflow.
+// What the away form takes up now.
 void count_held(EntryObject* self) {
-  if (empty(self->away) || empty(self->way)) {
-    return;
-  }
-  int64_t nbytes = 0;
-  if (PyObject_TypeCheck(self->away, encoded_type)) {
-    const auto* encoded = py::handle(self->away).cast<const EncodedStorage*>();
-    const auto elsewhere = encoded->swapped() ? encoded->nbytes() : 0;
-    self->residence->count_away(static_cast<int64_t>(encoded->device_nbytes()),
-                                static_cast<int64_t>(elsewhere));
-    return;
-  }
-  if (Py_IS_TYPE(self->away, block_type)) {
-    nbytes = static_cast<int64_t>(py::handle(self->away).cast<const Block*>()->nbytes());
-  } else {
-    nbytes = owned(PyObject_GetAttr(self->away, names.nbytes)).cast<int64_t>();
-  }
-  if (swap_way(self->way) == nullptr && ask(self->way, names.stays_on_device)) {
-    self->residence->count_away(nbytes, 0);
-  } else {
-    self->residence->count_away(0, nbytes);
+  if (self->away) {
+    self->residence->count_away(static_cast<int64_t>(self->away->device_nbytes()),
+                                static_cast<int64_t>(self->away->pool_nbytes()));
   }
 }
 
 void release_frame(EntryObject* self) {
-  if (!PyObject_TypeCheck(self->away, encoded_type)) {
-    return;
+  if (const AwayFormPtr away = self->away) {
+    away->wait_sent();
+    count_held(self);
   }
-  const auto frame = py::handle(self->away).cast<EncodedStoragePtr>();
-  {
-    const py::gil_scoped_release without_gil;
-    frame->wait_sent();
-  }
-  count_held(self);
 }
 
-void leave(EntryObject* self, PyObject* way, PyObject* away, PyObject* departure) {
-  put(self->departure, departure);
+void leave(EntryObject* self, Leaving leaving) {
+  self->departure = std::move(leaving.departure);
   require(self, self->residence->leave(), State::kLeaving);
-  put(self->way, way);
-  put(self->away, away);
-  self->gathers = swap_way(way) == nullptr && ask(way, names.frees_first);
+  self->away = std::move(leaving.away);
   count_held(self);
 }
 
-bool swap(EntryObject* self, PyObject* way, PyObject* storage) {
-  SwapWayObject* const raw = swap_way(way);
-  if (raw == nullptr) {
-    throw py::type_error("swap needs a SwapWay");
-  }
-  const Sent sent = send(raw, storage);
-  if (!sent.away) {
+bool swap(EntryObject* self, BlockSender& sender, const StorageRefPtr& storage) {
+  std::optional<Leaving> sent = sender.send(storage);
+  if (!sent) {
     return false;
   }
-  leave(self, way, sent.away.ptr(), sent.departure.ptr());
+  leave(self, std::move(*sent));
   return true;
 }
 
 bool sent(EntryObject* self) {
-  if (empty(self->departure)) {
+  const TicketPtr departure = self->departure;
+  if (!departure || !departure->done()) {
     return false;
   }
-  const auto departure = py::reinterpret_borrow<py::object>(self->departure);
-  if (!is_done(departure.ptr())) {
-    return false;
-  }
-  if (has_failed(departure.ptr())) {
-    owned(PyObject_CallMethodOneArg(object_of(self), names.stay, departure.ptr()));
+  if (departure->failed()) {
+    stay(self, *departure);
   }
   return true;
 }
@@ -151,8 +159,7 @@ bool gone(EntryObject* self, bool wait) {
   if (state != State::kLeaving || !self->identity->expired()) {
     return state == State::kAway;
   }
-  if (self->gathers && !truth(PyObject_CallMethodOneArg(object_of(self), names.sent_safely,
-                                                        wait ? Py_True : Py_False))) {
+  if (self->away->frees_first() && !sent_safely(self, wait)) {
     return false;
   }
   require(self, self->residence->go(), State::kAway);
@@ -164,36 +171,22 @@ bool lingers(EntryObject* self) {
 }
 
 int64_t returning_nbytes(EntryObject* self) {
-  if (empty(self->away) || !empty(self->storage) || !gone(self, false)) {
+  if (!self->away || self->storage || !gone(self, false)) {
     return 0;
   }
-  int64_t nbytes = self->residence->nbytes();
-  if (PyObject_TypeCheck(self->away, encoded_type)) {
-    const auto* encoded = py::handle(self->away).cast<const EncodedStorage*>();
-    nbytes += encoded->swapped() ? static_cast<int64_t>(encoded->nbytes()) : 0;
-  }
-  return nbytes;
+  return self->residence->nbytes() + static_cast<int64_t>(self->away->returning_nbytes());
 }
 
 void fetch(EntryObject* self) {
-  if (SwapWayObject* const raw = swap_way(self->way)) {
-    const Brought brought = bring(raw, self->away);
-    take(self, brought.storage.ptr(), brought.arrival.ptr());
-    return;
+  const AwayFormPtr away = self->away;
+  if (!away) {
+    throw std::logic_error("a storage that is not away cannot be fetched");
   }
-  const py::object pair = owned(PyObject_CallMethodOneArg(self->way, names.bring, self->away));
-  const Brought brought = brought_by(pair);
-  take(self, brought.storage.ptr(), brought.arrival.ptr());
+  take(self, away->bring());
 }
 
 bool fetch_ahead(EntryObject* self) {
-  if (empty(self->away) || empty(self->way) || !empty(self->storage)) {
-    return false;
-  }
-  if (swap_way(self->way) == nullptr && !ask(self->way, names.works_ahead)) {
-    return false;
-  }
-  if (!gone(self, false)) {
+  if (!self->away || self->storage || !self->away->works_ahead() || !gone(self, false)) {
     return false;
   }
   fetch(self);
@@ -205,22 +198,59 @@ bool lock(EntryObject* self) {
   if (!held) {
     return false;
   }
-  put(self->storage, owned(storage_object(std::move(held))).ptr());
+  self->storage = std::move(held);
   self->unseen = self->handles;
   self->residence->count_resident(true);
   return true;
 }
 
-void let_go(EntryObject* self) {
-  put(self->storage, Py_None);
+void drop_storage(EntryObject* self) {
+  const StorageRefPtr dropped = std::exchange(self->storage, nullptr);
   require(self, self->residence->move(State::kAway), State::kAway);
   self->residence->count_resident(false);
 }
 
-py::object bring(EntryObject* self) {
+void drop_away(EntryObject* self) {
+  const AwayFormPtr dropped = std::exchange(self->away, nullptr);
+  self->residence->count_away(0, 0);
+}
+
+bool retain(EntryObject* self) {
+  if (!self->storage && !lock(self)) {
+    return false;
+  }
+  const State state = self->residence->state();
+  if (state == State::kLeaving || state == State::kAway) {
+    require(self, self->residence->move(State::kResident), State::kResident);
+  }
+  return true;
+}
+
+void let_go(EntryObject* self) {
+  if (!self->storage || !self->away) {
+    return;
+  }
+  if (self->residence->state() == State::kReturning) {
+    require(self, self->residence->move(State::kResident), State::kResident);
+  }
+  drop_storage(self);
+}
+
+bool held_by_handles_only(EntryObject* self) {
+  const StorageRefPtr storage = self->identity->lock();
+  // Beside the handles, only `storage` itself holds it.
+  return storage && static_cast<long long>(storage->storage.use_count()) - 1 <= self->keeps;
+}
+
+bool lost_memory(EntryObject* self) {
+  return self->storage &&
+         static_cast<int64_t>(self->storage->storage.nbytes()) != self->residence->nbytes();
+}
+
+StorageRefPtr bring(EntryObject* self) {
   Residence& residence = *self->residence;
   const bool was_sent = residence.state() == State::kLeaving && sent(self);
-  if (empty(self->storage)) {
+  if (!self->storage) {
     if (lock(self)) {
       if (was_sent && !empty(self->passage)) {  // leaving freed nothing
         note_held(self->passage, self->index);
@@ -228,16 +258,16 @@ py::object bring(EntryObject* self) {
     } else if (gone(self, true)) {
       fetch(self);
       ++residence.ledger().stalls;
-    } else if (empty(self->storage)) {  // a send that failed gives the storage back
+    } else if (!self->storage) {  // a send that failed gives the storage back
       throw std::logic_error("a storage is neither here nor away");
     }
   }
-  auto storage = py::reinterpret_borrow<py::object>(self->storage);
+  StorageRefPtr storage = self->storage;
   if (residence.state() != State::kResident) {
     require(self, residence.move(State::kResident), State::kResident);
   }
-  if (--self->unseen <= 0 && !empty(self->away)) {
-    let_go(self);  // every save has seen the bytes: whoever uses them holds them
+  if (--self->unseen <= 0 && self->away) {
+    drop_storage(self);  // every save has seen the bytes: whoever uses them holds them
   }
   return storage;
 }
@@ -256,15 +286,7 @@ void bind_entry_steps(py::module_& module) {
             state.attr("LEAVING").cast<py::object>().release().ptr(),
             state.attr("AWAY").cast<py::object>().release().ptr(),
             state.attr("RETURNING").cast<py::object>().release().ptr()};
-  block_type = reinterpret_cast<PyTypeObject*>(py::type::of<Block>().release().ptr());
-  encoded_type = reinterpret_cast<PyTypeObject*>(py::type::of<EncodedStorage>().release().ptr());
-  names = {.bring = interned("bring"),
-           .frees_first = interned("frees_first"),
-           .nbytes = interned("nbytes"),
-           .sent_safely = interned("sent_safely"),
-           .stay = interned("stay"),
-           .stays_on_device = interned("stays_on_device"),
-           .works_ahead = interned("works_ahead")};
+  names = {.keep = interned("keep"), .tell_once = interned("tell_once")};
 }
 
 }  // namespace memswap

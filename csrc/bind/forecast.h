@@ -3,7 +3,7 @@
 
 #include <pybind11/pybind11.h>
 
-#include "books/passage.h"
+#include "engine/passage.h"
 
 namespace memswap {
 

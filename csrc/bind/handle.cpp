@@ -61,13 +61,13 @@ PyObject* make_moved(PyTypeObject* type, PyObject* args, PyObject*) {
   return new_moved(type, PyTuple_GET_ITEM(args, 0), PyTuple_GET_ITEM(args, 1));
 }
 
-py::object demanded(PyObject* entry) {
+StorageRefPtr demanded(PyObject* entry) {
   PyObject* const owner = entry_of(entry)->saver;
   if (SaverObject* const saver = saver_object(owner)) {
     const auto alive = py::reinterpret_borrow<py::object>(owner);
     return demand(saver, entry);
   }
-  return owned(PyObject_CallMethodOneArg(owner, names.demand, entry));
+  return expect_storage(owned(PyObject_CallMethodOneArg(owner, names.demand, entry)).ptr());
 }
 
 // What is rare about handles stands in Python.
@@ -93,12 +93,11 @@ PyObject* unpack(PyObject* self, PyObject*) {
     if (view.edited()) {
       raise_edited(view, view.current_version());
     }
-    const py::object brought = demanded(held);
-    const StorageRef& storage = *expect_storage(brought.ptr());
-    if (entry->fetched && storage.version.current_version() != 0) {
+    const StorageRefPtr storage = demanded(held);
+    if (entry->fetched && storage->version.current_version() != 0) {
       raise_edited(view, view.version() + 1);
     }
-    return THPVariable_Wrap(view.rebuild(storage, !entry->fetched));
+    return THPVariable_Wrap(view.rebuild(*storage, !entry->fetched));
   });
 }
 
@@ -186,7 +185,10 @@ py::object without_graph(PyObject* tensor) {
   return owned(PyObject_CallMethodNoArgs(tensor, names.detach));
 }
 
-PyObject* make_kept(PyTypeObject* type, PyObject* args, PyObject*) {
+PyTypeObject* kept_type = nullptr;  // set once, by bind_handle
+PyTypeObject* stay_type = nullptr;
+
+PyObject* make_kept(PyTypeObject*, PyObject* args, PyObject*) {
   PyObject *tensor = nullptr, *entry = nullptr;
   if (!PyArg_UnpackTuple(args, "Kept", 2, 2, &tensor, &entry)) {
     return nullptr;
@@ -195,16 +197,7 @@ PyObject* make_kept(PyTypeObject* type, PyObject* args, PyObject*) {
     if (!THPVariable_Check(tensor)) {
       throw py::type_error("Kept needs a tensor, and an entry, a stay or None");
     }
-    const py::object alike = without_graph(tensor);
-    py::object made = owned(type->tp_alloc(type, 0));
-    KeptObject* const self = kept_of(made.ptr());
-    self->version = THPVariable_Unpack(tensor)._version();
-    self->tensor = Py_NewRef(alike.ptr());
-    self->entry = Py_NewRef(entry);
-    if (EntryObject* const known = placed_entry(entry)) {
-      ++known->keeps;
-    }
-    return made.release().ptr();
+    return kept(tensor, entry).release().ptr();
   });
 }
 
@@ -282,7 +275,7 @@ struct StayObject {
 StayObject* stay_of(PyObject* self) { return reinterpret_cast<StayObject*>(self); }
 LedgerObject* ledger_of(StayObject* self) { return reinterpret_cast<LedgerObject*>(self->ledger); }
 
-PyObject* make_stay(PyTypeObject* type, PyObject* args, PyObject*) {
+PyObject* make_stay(PyTypeObject*, PyObject* args, PyObject*) {
   PyObject *ledger = nullptr, *view = nullptr;
   if (!PyArg_UnpackTuple(args, "Stay", 2, 2, &ledger, &view)) {
     return nullptr;
@@ -292,16 +285,7 @@ PyObject* make_stay(PyTypeObject* type, PyObject* args, PyObject*) {
   if (look == nullptr) {
     return nullptr;
   }
-  return guarded<PyObject*>(nullptr, [&] {
-    py::object made = owned(type->tp_alloc(type, 0));
-    StayObject* const self = stay_of(made.ptr());
-    self->ledger = Py_NewRef(ledger);
-    self->key = look->storage_key();
-    self->nbytes = static_cast<int64_t>(look->storage_nbytes());
-    books->ledger.resident(self->nbytes);
-    remember(books, *look, made.ptr(), true);
-    return made.release().ptr();
-  });
+  return guarded<PyObject*>(nullptr, [&] { return new_stay(books, *look).release().ptr(); });
 }
 
 void dealloc_stay(PyObject* object) {
@@ -334,19 +318,43 @@ py::object moved(PyObject* entry, PyObject* view) {
   return owned(new_moved(moved_type, entry, view));
 }
 
+py::object kept(PyObject* tensor, PyObject* entry) {
+  const py::object alike = without_graph(tensor);
+  py::object made = owned(kept_type->tp_alloc(kept_type, 0));
+  KeptObject* const self = kept_of(made.ptr());
+  self->version = THPVariable_Unpack(tensor)._version();
+  self->tensor = Py_NewRef(alike.ptr());
+  self->entry = Py_NewRef(entry);
+  if (EntryObject* const known = placed_entry(entry)) {
+    ++known->keeps;
+  }
+  return made;
+}
+
+py::object new_stay(LedgerObject* ledger, const SavedView& look) {
+  py::object made = owned(stay_type->tp_alloc(stay_type, 0));
+  StayObject* const self = stay_of(made.ptr());
+  self->ledger = Py_NewRef(reinterpret_cast<PyObject*>(ledger));
+  self->key = look.storage_key();
+  self->nbytes = static_cast<int64_t>(look.storage_nbytes());
+  ledger->ledger.resident(self->nbytes);
+  remember(ledger, look, made.ptr(), true);
+  return made;
+}
+
 void bind_handle(py::module_& module) {
   names = {.demand = interned("demand"),
            .demand_kept = interned("demand_kept"),
            .detach = interned("detach"),
            .unpack = interned("unpack")};
-  add_type(module, "Kept", kept_spec);
+  kept_type = add_type(module, "Kept", kept_spec);
   moved_type = add_type(module, "Moved", moved_spec);
   if (PyModule_AddFunctions(module.ptr(), functions) != 0) {
     throw py::error_already_set();
   }
-  PyTypeObject* const stay = add_type(module, "Stay", stay_spec);
+  stay_type = add_type(module, "Stay", stay_spec);
   // It is in no passage, as far as who holds it can ask.
-  if (PyObject_SetAttrString(reinterpret_cast<PyObject*>(stay), "passage", Py_None) != 0) {
+  if (PyObject_SetAttrString(reinterpret_cast<PyObject*>(stay_type), "passage", Py_None) != 0) {
     throw py::error_already_set();
   }
 }

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "lane/stream_lane.h"
+#include "lane_around.h"
 #include "packed_stream.h"
 #include "storage_ref.h"
 
@@ -47,6 +48,39 @@ TicketPtr fetch_into(Lane& lane, BlockPtr block, StorageRefPtr storage, size_t o
 
 }  // namespace
 
+TicketPtr OverriddenLane::send(StorageRefPtr storage, BlockPtr block, ByteRange range,
+                               Tickets after) {
+  {
+    const py::gil_scoped_acquire gil;
+    if (const py::function own = py::get_override(static_cast<const LaneAround*>(this), "send")) {
+      return own(std::move(storage), std::move(block)).cast<TicketPtr>();
+    }
+  }
+  return LaneAround::send(std::move(storage), std::move(block), range, std::move(after));
+}
+
+std::pair<StorageRefPtr, TicketPtr> OverriddenLane::fetch(BlockPtr block, Tickets after) {
+  {
+    const py::gil_scoped_acquire gil;
+    if (const py::function own = py::get_override(static_cast<const LaneAround*>(this), "fetch")) {
+      return own(std::move(block)).cast<std::pair<StorageRefPtr, TicketPtr>>();
+    }
+  }
+  return LaneAround::fetch(std::move(block), std::move(after));
+}
+
+void OverriddenLane::set_max_leaving_bytes(size_t bytes) {
+  {
+    const py::gil_scoped_acquire gil;
+    if (const py::function own =
+            py::get_override(static_cast<const LaneAround*>(this), "set_max_leaving_bytes")) {
+      own(bytes);
+      return;
+    }
+  }
+  LaneAround::set_max_leaving_bytes(bytes);
+}
+
 void bind_lanes(py::module_& module) {
   py::class_<Lane, std::shared_ptr<Lane>>(module, "Lane", "Where transfers run, in order.")
       .def("send", &send, py::arg("storage"), py::arg("block"), py::arg("offset") = 0,
@@ -59,6 +93,10 @@ void bind_lanes(py::module_& module) {
       .def("settle", &Lane::settle, without_gil())
       .def("leaving_bytes", &Lane::leaving_bytes)
       .def("set_max_leaving_bytes", &Lane::set_max_leaving_bytes, py::arg("nbytes"));
+
+  py::class_<LaneAround, Lane, OverriddenLane, std::shared_ptr<LaneAround>>(
+      module, "LaneAround", "A lane around another one, to be derived from (lane_around.h).")
+      .def(py::init<std::shared_ptr<Lane>>(), py::arg("lane").none(false));
 
   py::class_<StreamLane, Lane, std::shared_ptr<StreamLane>>(
       module, "StreamLane", "Transfers between an accelerator and pinned memory, in stream order.")

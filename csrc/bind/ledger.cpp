@@ -10,7 +10,6 @@
 #include <new>
 
 #include "python_type.h"
-#include "ticket.h"
 
 namespace memswap {
 namespace py = pybind11;
@@ -24,17 +23,23 @@ Ledger& ledger_in(PyObject* self) { return reinterpret_cast<LedgerObject*>(self)
 using Known = std::unordered_map<const void*, LedgerObject::Known>;
 Known& known_in(PyObject* self) { return reinterpret_cast<LedgerObject*>(self)->known; }
 
+using Kept = std::map<std::string, LedgerObject::Kept, std::less<>>;
+Kept& kept_in(PyObject* self) { return *reinterpret_cast<LedgerObject*>(self)->kept; }
+
 PyObject* make(PyTypeObject* type, PyObject*, PyObject*) {
   PyObject* self = type->tp_alloc(type, 0);
   if (self != nullptr) {
     new (&ledger_in(self)) Ledger();
     new (&known_in(self)) Known();
+    new (&reinterpret_cast<LedgerObject*>(self)->kept)
+        std::unique_ptr<Kept>(std::make_unique<Kept>());
   }
   return self;
 }
 
 void dealloc(PyObject* self) {
   known_in(self).~Known();
+  std::destroy_at(&reinterpret_cast<LedgerObject*>(self)->kept);
   free_instance(self);
 }
 
@@ -72,40 +77,36 @@ const void* identity_of(const c10::VariableVersion& counter) {
 // operator made (an empty tensor, an array): results of operators are complete when they are first
 // saved.
 
-// Which entry or stay has the very storage and content that a view was captured from. False: what
-// is known of the storage is another counter's, or left before anybody saved this part of it.
-PyObject* find(PyObject* self, PyObject* view) {
+PyObject* py_find(PyObject* self, PyObject* view) {
   const SavedView* const look = saved_view_of(view);
-  if (look == nullptr) {
+  return look == nullptr ? nullptr
+                         : find(reinterpret_cast<LedgerObject*>(self), *look).release().ptr();
+}
+
+PyObject* py_keep(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  if (count != 2) {
+    PyErr_SetString(PyExc_TypeError, "keep needs a reason and a number of bytes");
     return nullptr;
   }
-  Known& known = known_in(self);
-  const auto found = known.find(look->storage_key());
-  if (found == known.end()) {
-    Py_RETURN_NONE;
-  }
-  auto& [holder, counter, version, stays, begin, end, node] = found->second;
-  if (stays) {
-    // whatever the content
-  } else if (identity_of(counter) != identity_of(look->counter())) {
-    if (look->version() != 0 || version != 0 || counter.current_version() != 0) {
-      Py_RETURN_FALSE;
+  return guarded<PyObject*>(nullptr, [&]() -> PyObject* {
+    const long long nbytes = PyLong_AsLongLong(args[1]);
+    if (nbytes == -1 && PyErr_Occurred() != nullptr) {
+      throw py::error_already_set();
     }
-  } else if (version != look->version()) {
+    count_kept(reinterpret_cast<LedgerObject*>(self), args[0], nbytes);
     Py_RETURN_NONE;
-  }
-  // What is being deallocated may run code before it leaves the ledger, and must not come back.
-  if (Py_REFCNT(holder) == 0) {
-    Py_RETURN_NONE;
-  }
-  if (!stays && !look->computed() && (look->begin() < begin || look->end() > end)) {
-    if (node != at::sequence_number::peek()) {
-      Py_RETURN_FALSE;
+  });
+}
+
+template <int64_t LedgerObject::Kept::* number>
+PyObject* get_kept(PyObject* self, void*) {
+  return guarded<PyObject*>(nullptr, [&] {
+    py::dict numbers;
+    for (const auto& [reason, kept] : kept_in(self)) {
+      numbers[py::str(reason)] = kept.*number;
     }
-    begin = std::min(begin, look->begin());
-    end = std::max(end, look->end());
-  }
-  return Py_NewRef(holder);
+    return numbers.release().ptr();
+  });
 }
 
 PyObject* offer(PyObject* self, PyObject* view) {
@@ -119,7 +120,7 @@ PyObject* offer(PyObject* self, PyObject* view) {
 
 PyObject* wait(PyObject* self, PyObject* ticket) {
   return guarded<PyObject*>(nullptr, [&]() -> PyObject* {
-    wait_on_ledger(reinterpret_cast<LedgerObject*>(self), ticket);
+    wait_on_ledger(reinterpret_cast<LedgerObject*>(self), py::handle(ticket).cast<Ticket&>());
     Py_RETURN_NONE;
   });
 }
@@ -128,14 +129,16 @@ PyObject* known_storages(PyObject* self, void*) { return PyLong_FromSize_t(known
 
 PyObject* reset(PyObject* self, PyObject*) {
   ledger_in(self).reset();
+  kept_in(self).clear();
   Py_RETURN_NONE;
 }
 
 PyMethodDef methods[] = {
     {"offer", offer, METH_O, "A tensor was saved."},
-    {"find", find, METH_O,
+    {"find", py_find, METH_O,
      "The entry or stay of a view's very storage and content; None; or False, where the storage is "
      "known with a version counter of another tensor's, and one of them was edited."},
+    {"keep", as_method(py_keep), METH_FASTCALL, "keep(reason, nbytes): a tensor stays."},
     {"wait", wait, METH_O, "Wait for a ticket; for as long as the host is blocked, that counts."},
     {"resident", counted<&Ledger::resident>, METH_O, "So many more bytes are on the device."},
     {"set_recomputed", counted<&Ledger::set_recomputed>, METH_O,
@@ -176,6 +179,10 @@ PyMemberDef members[] = {
 #undef MEMSWAP_NUMBER
 
 PyGetSetDef properties[] = {
+    {"kept_tensors", get_kept<&LedgerObject::Kept::tensors>, nullptr,
+     "Reason -> tensors that stayed, a new dict.", nullptr},
+    {"kept_bytes", get_kept<&LedgerObject::Kept::nbytes>, nullptr,
+     "Reason -> bytes of their storages, a new dict.", nullptr},
     {"known_storages", known_storages, nullptr, "Number of storages that `find` knows.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
@@ -186,7 +193,7 @@ PyType_Slot slots[] = {
     {Py_tp_methods, methods},
     {Py_tp_members, members},
     {Py_tp_getset, properties},
-    {Py_tp_doc, const_cast<char*>("What a saver counts (csrc/books/residence.h).")},
+    {Py_tp_doc, const_cast<char*>("What a saver counts (csrc/engine/residence.h).")},
     {0, nullptr},
 };
 
@@ -222,9 +229,56 @@ void forget(LedgerObject* ledger, const void* key, const PyObject* holder) {
   }
 }
 
-void wait_on_ledger(LedgerObject* ledger, PyObject* ticket) {
+py::object find(LedgerObject* ledger, const SavedView& look) {
+  const auto found = ledger->known.find(look.storage_key());
+  if (found == ledger->known.end()) {
+    return py::none();
+  }
+  auto& [holder, counter, version, stays, begin, end, node] = found->second;
+  if (stays) {
+    // whatever the content
+  } else if (identity_of(counter) != identity_of(look.counter())) {
+    if (look.version() != 0 || version != 0 || counter.current_version() != 0) {
+      return py::bool_(false);
+    }
+  } else if (version != look.version()) {
+    return py::none();
+  }
+  // What is being deallocated may run code before it leaves the ledger, and must not come back.
+  if (Py_REFCNT(holder) == 0) {
+    return py::none();
+  }
+  if (!stays && !look.computed() && (look.begin() < begin || look.end() > end)) {
+    if (node != at::sequence_number::peek()) {
+      return py::bool_(false);
+    }
+    begin = std::min(begin, look.begin());
+    end = std::max(end, look.end());
+  }
+  return py::reinterpret_borrow<py::object>(holder);
+}
+
+void count_kept(LedgerObject* ledger, std::string_view reason, int64_t nbytes) {
+  auto found = ledger->kept->find(reason);
+  if (found == ledger->kept->end()) {
+    found = ledger->kept->emplace(reason, LedgerObject::Kept{}).first;
+  }
+  ++found->second.tensors;
+  found->second.nbytes += nbytes;
+}
+
+void count_kept(LedgerObject* ledger, PyObject* reason, int64_t nbytes) {
+  Py_ssize_t length = 0;
+  const char* const word = PyUnicode_AsUTF8AndSize(reason, &length);
+  if (word == nullptr) {
+    throw py::error_already_set();
+  }
+  count_kept(ledger, std::string_view(word, static_cast<size_t>(length)), nbytes);
+}
+
+void wait_on_ledger(LedgerObject* ledger, Ticket& ticket) {
   const auto begin = std::chrono::steady_clock::now();
-  wait_for(ticket);
+  ticket.wait();
   ledger->ledger.exposed_wait_s +=
       std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }

@@ -6,8 +6,7 @@ void bind_storage_ref(pybind11::module_& module);  // storage_ref.cpp
 void bind_storage(pybind11::module_& module);      // storage.cpp
 void bind_view(pybind11::module_& module);         // view.cpp
 void bind_ledger(pybind11::module_& module);       // ledger.cpp
-void bind_ticket(pybind11::module_& module);       // ticket.cpp
-void bind_way(pybind11::module_& module);          // way.cpp
+void bind_away(pybind11::module_& module);         // away.cpp
 void bind_forecast(pybind11::module_& module);     // forecast.cpp
 void bind_passage(pybind11::module_& module);      // passage.cpp
 void bind_entry(pybind11::module_& module);        // entry.cpp
@@ -29,9 +28,8 @@ PYBIND11_MODULE(_C, module) {
   memswap::bind_lanes(module);
   memswap::bind_pools(module);
   memswap::bind_codec(module);
-  memswap::bind_ticket(module);
   memswap::bind_ledger(module);
-  memswap::bind_way(module);
+  memswap::bind_away(module);
   memswap::bind_forecast(module);
   memswap::bind_passage(module);
   memswap::bind_entry(module);

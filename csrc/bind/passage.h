@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "books/passage.h"
+#include "engine/passage.h"
 #include "entry.h"
 
 namespace memswap {

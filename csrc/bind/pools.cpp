@@ -9,7 +9,6 @@
 #include <system_error>
 #include <utility>
 
-#include "lane/work_ticket.h"
 #include "lane/worker_lane.h"
 #include "pool/block.h"
 #include "pool/file_slabs.h"
@@ -109,10 +108,9 @@ void bind_tickets_and_blocks(py::module_& module) {
       .def("done", &Ticket::done, without_gil())
       .def("synchronize", &Ticket::synchronize, without_gil())
       .def("abandon", &Ticket::abandon, without_gil())
-      .def("failed", [](Ticket& ticket) { return failed(ticket); })
-      .def(
-          "storage", [](Ticket& ticket) { return storage_of_failed_send(ticket); },
-          "The storage of a send that failed, as it was; None for any other ticket.");
+      .def("failed", &Ticket::failed)
+      .def("storage", &Ticket::kept_storage,
+           "The storage of a send that failed, as it was; None for any other ticket.");
 
   py::class_<Block, BlockPtr>(module, "Block", "Bytes of a pool, owned.")
       .def_property_readonly("nbytes", &Block::nbytes)

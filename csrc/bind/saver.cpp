@@ -15,13 +15,16 @@
 
 #include "calls.h"
 #include "departing.h"
+#include "engine/block_form.h"
 #include "handle.h"
 #include "ledger.h"
 #include "passage.h"
 #include "python_type.h"
+#include "save.h"
 #include "script.h"
 #include "storage/storage.h"
 #include "storage_ref.h"
+#include "visit.h"
 
 namespace memswap {
 namespace py = pybind11;
@@ -32,7 +35,7 @@ namespace {
 PyTypeObject* saver_type = nullptr;
 PyTypeObject* lock_type = nullptr;
 struct Names {
-  PyObject *demanded, *demanding, *held_by_handles_only, *learn, *look_ahead, *lost;
+  PyObject *demanded, *demanding, *learn, *look_ahead, *lost;
 } names;
 PyObject* out_of_memory = nullptr;  // torch.OutOfMemoryError
 PyObject* transfer_error = nullptr;
@@ -101,18 +104,87 @@ PyType_Spec lock_spec = {
 // entry, which stays.
 PyObject* swap_out(PyObject* object, PyObject* const* args, Py_ssize_t count) {
   if (count != 3) {
-    PyErr_SetString(PyExc_TypeError, "swap needs a tensor, its view and a way");
+    PyErr_SetString(PyExc_TypeError, "swap needs a tensor, its view and a BlockSender");
     return nullptr;
   }
   return guarded<PyObject*>(nullptr, [&] {
     SaverObject* const self = saver_of(object);
+    auto& sender = py::handle(args[2]).cast<BlockSender&>();
     Made made = make_entry(self, args[0], args[1]);
     EntryObject* const entry = entry_of(made.entry.ptr());
-    if (!swap(entry, args[2], made.storage.ptr())) {
+    if (!swap(entry, sender, made.storage)) {
       return made.entry.release().ptr();
     }
     add_departing(self->departing, entry);
     return moved(made.entry.ptr(), args[1]).release().ptr();
+  });
+}
+
+// Sorts an action of Python's: what the table knows, and what is asked about.
+SaveTable::Action action_of(PyObject* word) {
+  if (PyUnicode_CompareWithASCIIString(word, "swap") == 0) {
+    return SaveTable::Action::kSwap;
+  }
+  return PyUnicode_CompareWithASCIIString(word, "keep") == 0 ? SaveTable::Action::kKeep
+                                                             : SaveTable::Action::kAsk;
+}
+
+PyObject* py_set_policy(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  if (count != 2 || (args[1] != Py_None && !PyUnicode_Check(args[1]))) {
+    PyErr_SetString(PyExc_TypeError, "set_policy needs the least bytes, and an action or None");
+    return nullptr;
+  }
+  return guarded<PyObject*>(nullptr, [&]() -> PyObject* {
+    SaveTable& table = *saver_of(self)->table;
+    const long long min_bytes = PyLong_AsLongLong(args[0]);
+    if (min_bytes == -1 && PyErr_Occurred() != nullptr) {
+      throw py::error_already_set();
+    }
+    table.min_bytes = min_bytes;
+    table.by_device = args[1] == Py_None;
+    table.action = table.by_device ? SaveTable::Action::kAsk : action_of(args[1]);
+    Py_RETURN_NONE;
+  });
+}
+
+PyObject* py_set_device(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  if (count != 3 || !PyUnicode_Check(args[1])) {
+    PyErr_SetString(PyExc_TypeError, "set_device needs a device, an action and a BlockSender");
+    return nullptr;
+  }
+  return guarded<PyObject*>(nullptr, [&]() -> PyObject* {
+    const auto device = py::handle(args[0]).cast<c10::Device>();
+    auto sender = py::handle(args[2]).cast<std::shared_ptr<BlockSender>>();
+    auto& devices = saver_of(self)->table->devices;
+    std::erase_if(devices, [&](const SaveTable::DeviceRow& row) { return row.device == device; });
+    devices.push_back({device, action_of(args[1]), std::move(sender)});
+    Py_RETURN_NONE;
+  });
+}
+
+PyObject* py_save(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  if (count != 3) {
+    PyErr_SetString(PyExc_TypeError, "save needs a tensor, its view and a visit");
+    return nullptr;
+  }
+  if (saved_view_of(args[1]) == nullptr) {
+    return nullptr;
+  }
+  return guarded<PyObject*>(nullptr, [&] {
+    return save(saver_of(self), args[0], args[1], place_of_visit(args[2])).release().ptr();
+  });
+}
+
+PyObject* py_keep(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  if (count != 3 || !PyUnicode_Check(args[2])) {
+    PyErr_SetString(PyExc_TypeError, "keep needs a tensor, its view and a reason");
+    return nullptr;
+  }
+  if (saved_view_of(args[1]) == nullptr) {
+    return nullptr;
+  }
+  return guarded<PyObject*>(nullptr, [&] {
+    return keep(saver_of(self), args[0], args[1], PyUnicode_AsUTF8(args[2])).release().ptr();
   });
 }
 
@@ -140,19 +212,14 @@ void look_ahead(SaverObject* self, EntryObject* entry) {
   }
 }
 
-void wait_for_arrival(SaverObject* self, PyObject* arrival) {
-  if (guarded<bool>(false, [&] {
-        wait_on_ledger(reinterpret_cast<LedgerObject*>(self->ledger), arrival);
-        return true;
-      })) {
-    return;
+void wait_for_arrival(SaverObject* self, Ticket& arrival) {
+  try {
+    wait_on_ledger(reinterpret_cast<LedgerObject*>(self->ledger), arrival);
+  } catch (const TransferError& error) {
+    const py::object words = py::handle(transfer_error)(error.what());
+    owned(PyObject_CallMethodOneArg(reinterpret_cast<PyObject*>(self), names.lost, words.ptr()));
+    throw;
   }
-  const py::error_already_set failed;
-  if (failed.matches(transfer_error)) {
-    owned(PyObject_CallMethodOneArg(reinterpret_cast<PyObject*>(self), names.lost,
-                                    failed.value().ptr()));
-  }
-  throw failed;
 }
 
 // Who hears of a demand: the script of its passage, and the director where that is not enough.
@@ -193,8 +260,7 @@ void may_leave_next_time(EntryObject* entry) {
     return;
   }
   const py::object index = owned(PyLong_FromSsize_t(entry->index));
-  if (PySet_Contains(passage->held, index.ptr()) == 1 &&
-      truth(PyObject_CallMethodNoArgs(object_of(entry), names.held_by_handles_only))) {
+  if (PySet_Contains(passage->held, index.ptr()) == 1 && held_by_handles_only(entry)) {
     PySet_Discard(passage->held, index.ptr());
   }
 }
@@ -204,7 +270,7 @@ PyObject* py_demand(PyObject* self, PyObject* entry) {
     if (entry_object(entry) == nullptr) {
       throw py::error_already_set();
     }
-    return demand(saver_of(self), entry).release().ptr();
+    return storage_object(demand(saver_of(self), entry));
   });
 }
 
@@ -221,16 +287,15 @@ PyObject* py_demand_kept(PyObject* self, PyObject* entry) {
 // --- life ---------------------------------------------------------------------------------------
 
 constexpr std::array kSlots = {
-    &SaverObject::ledger,     &SaverObject::lock,       &SaverObject::departing,
-    &SaverObject::encoding,   &SaverObject::passage,    &SaverObject::director,
-    &SaverObject::persistent, &SaverObject::entry_type, &SaverObject::backward,
+    &SaverObject::ledger,  &SaverObject::lock,     &SaverObject::departing,  &SaverObject::encoding,
+    &SaverObject::passage, &SaverObject::director, &SaverObject::persistent, &SaverObject::backward,
 };
 
 PyObject* make(PyTypeObject* type, PyObject* args, PyObject* named) {
-  PyObject *ledger = nullptr, *entry_type = nullptr, *encoding = nullptr;
-  static const char* words[] = {"ledger", "entry_type", "encoding", nullptr};
-  if (!PyArg_ParseTupleAndKeywords(args, named, "OOO", const_cast<char**>(words), &ledger,
-                                   &entry_type, &encoding)) {
+  PyObject *ledger = nullptr, *encoding = nullptr;
+  static const char* words[] = {"ledger", "encoding", nullptr};
+  if (!PyArg_ParseTupleAndKeywords(args, named, "OO", const_cast<char**>(words), &ledger,
+                                   &encoding)) {
     return nullptr;
   }
   if (ledger_object(ledger) == nullptr) {
@@ -247,9 +312,9 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject* named) {
     put(self->lock, lock.ptr());
     put(self->departing, departing.ptr());
     put(self->encoding, encoding);
-    put(self->entry_type, entry_type);
     put(self->persistent, persistent.ptr());
     self->looks_ahead = 1;
+    new (&self->table) std::unique_ptr<SaveTable>(std::make_unique<SaveTable>());
     return made.release().ptr();
   });
 }
@@ -269,13 +334,24 @@ int clear(PyObject* self) {
 void dealloc(PyObject* self) {
   PyObject_GC_UnTrack(self);
   clear_slots(kSlots, saver_of(self));
+  std::destroy_at(&saver_of(self)->table);
   free_instance(self);
 }
 
 PyMethodDef methods[] = {
+    {"save", as_method(py_save), METH_FASTCALL,
+     "save(tensor, view, visit): a plain tensor's handle."},
+    {"keep", as_method(py_keep), METH_FASTCALL,
+     "keep(tensor, view, reason): a tensor stays, and nothing is known of its storage."},
+    {"set_policy", as_method(py_set_policy), METH_FASTCALL,
+     "set_policy(min_bytes, action): what is done with every storage; None: as its device's row "
+     "says. 'ask' and what is not known here: `save_new` decides."},
+    {"set_device", as_method(py_set_device), METH_FASTCALL,
+     "set_device(device, action, sender): what a policy without an action means there, and how "
+     "storages are swapped."},
     {"swap", as_method(swap_out), METH_FASTCALL,
-     "swap(tensor, view, way): make the entry of what its passage admitted last, and send it by a "
-     "SwapWay. Its handle; or the entry, where there was no room."},
+     "swap(tensor, view, sender): make the entry of what its passage admitted last, and send it by "
+     "a BlockSender. Its handle; or the entry, where there was no room."},
     {"demand", py_demand, METH_O,
      "The storage of an entry, ordered before what the caller does next."},
     {"demand_kept", py_demand_kept, METH_O,
@@ -296,6 +372,7 @@ PyMemberDef members[] = {
     MEMSWAP_SLOT(backward, 0),
     {"watched", T_BOOL, offsetof(SaverObject, watched), 0, nullptr},
     {"looks_ahead", T_BOOL, offsetof(SaverObject, looks_ahead), 0, nullptr},
+    {"shares_batches", T_BOOL, offsetof(SaverObject, shares_batches), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr},
 };
 #undef MEMSWAP_SLOT
@@ -337,15 +414,14 @@ Made make_entry(SaverObject* self, PyObject* tensor, PyObject* view) {
   if (!THPVariable_Check(tensor)) {
     throw py::type_error("expected a torch.Tensor to make an entry of");
   }
-  py::object storage =
-      owned(storage_object(std::make_shared<StorageRef>(THPVariable_Unpack(tensor).storage())));
-  PyObject* const parts[] = {reinterpret_cast<PyObject*>(self), view, storage.ptr()};
-  py::object made = owned(PyObject_Vectorcall(self->entry_type, parts, 3, nullptr));
-  EntryObject* const entry = entry_object(made.ptr());
-  if (entry == nullptr) {
+  auto storage = std::make_shared<StorageRef>(THPVariable_Unpack(tensor).storage());
+  const SavedView* const look = saved_view_of(view);
+  if (look == nullptr) {
     throw py::error_already_set();
   }
-  place(passage, entry);
+  py::object made = new_entry(reinterpret_cast<PyObject*>(self),
+                              reinterpret_cast<LedgerObject*>(self->ledger), *look, *storage);
+  place(passage, entry_of(made.ptr()));
   return {std::move(made), std::move(storage)};
 }
 
@@ -359,22 +435,23 @@ void learn_reports(SaverObject* self) {
   }
 }
 
-py::object demand(SaverObject* self, PyObject* given) {
+StorageRefPtr demand(SaverObject* self, PyObject* given) {
   EntryObject* const entry = entry_of(given);
   Told told(self, given);
-  py::object storage, arrival;
+  StorageRefPtr storage;
+  TicketPtr arrival;
   {
     const Locked locked(self->lock);
     learn_reports(self);
     told.demanding();
     storage = bring(entry);
-    arrival = py::reinterpret_borrow<py::object>(entry->arrival);
+    arrival = entry->arrival;
     if (!empty(entry->passage)) {
       look_ahead(self, entry);
     }
   }
-  if (!arrival.is_none()) {
-    wait_for_arrival(self, arrival.ptr());
+  if (arrival) {
+    wait_for_arrival(self, *arrival);
   }
   told.demanded();
   return storage;
@@ -398,7 +475,6 @@ void demand_kept(SaverObject* self, PyObject* given) {
 void bind_saver(py::module_& module) {
   names = {.demanded = interned("demanded"),
            .demanding = interned("demanding"),
-           .held_by_handles_only = interned("held_by_handles_only"),
            .learn = interned("_learn"),
            .look_ahead = interned("look_ahead"),
            .lost = interned("lost")};

@@ -3,11 +3,14 @@
 
 #include <pybind11/pybind11.h>
 
+#include <memory>
 #include <mutex>
 
 #include "entry.h"
 
 namespace memswap {
+
+struct SaveTable;
 
 struct LockObject {
   PyObject_HEAD std::recursive_mutex mutex;
@@ -19,19 +22,21 @@ struct SaverObject {
   PyObject* lock;                  // a LockObject
   PyObject* departing;             // a DepartingObject
   PyObject* encoding;              // encodes whose reports have not arrived, a sequence
-  PyObject* entry_type;            // what its entries are made by
   // Python's; None: nothing.
   PyObject* passage;
   PyObject* director;
   PyObject* persistent;
-  PyObject* backward;  // the passage whose backward runs, for the director
-  char watched;        // the director hears of each mark, whatever a script says
-  char looks_ahead;    // what comes next is brought back at once; otherwise `look_ahead` is called
+  PyObject* backward;   // the passage whose backward runs, for the director
+  char watched;         // the director hears of each mark, whatever a script says
+  char looks_ahead;     // what comes next is brought back at once; otherwise `look_ahead` is called
+  char shares_batches;  // its passages are batches of groups, which share storages: `moved` joins
+  std::unique_ptr<SaveTable> table;
 };
 
 // The entry of what its passage admitted last, and the storage.
 struct Made {
-  pybind11::object entry, storage;
+  pybind11::object entry;
+  StorageRefPtr storage;
 };
 Made make_entry(SaverObject* saver, PyObject* tensor, PyObject* view);
 
@@ -54,7 +59,7 @@ class Locked {
 };
 
 // The storage of an entry, ordered before what the caller does next.
-pybind11::object demand(SaverObject* saver, PyObject* entry);
+StorageRefPtr demand(SaverObject* saver, PyObject* entry);
 
 // A storage that stayed is demanded: what comes next may have to come back.
 void demand_kept(SaverObject* saver, PyObject* entry);

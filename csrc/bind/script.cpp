@@ -20,9 +20,7 @@
 #include "ledger.h"
 #include "python_type.h"
 #include "storage/saved_view.h"
-#include "ticket.h"
 #include "view.h"
-#include "way.h"
 
 namespace memswap {
 namespace py = pybind11;
@@ -31,9 +29,8 @@ namespace {
 
 // Set once, by bind_script.
 PyTypeObject* script_type = nullptr;
-PyObject* transfer_error = nullptr;
 struct Names {
-  PyObject *hurry, *keep_as_planned;
+  PyObject *hurry, *keep_as_planned, *keep_refused;
 } names;
 
 ScriptObject* script_object(PyObject* self) { return reinterpret_cast<ScriptObject*>(self); }
@@ -80,17 +77,10 @@ void note_peak(SaverObject* saver, PassageObject* passage, int64_t more) {
 
 // What comes next comes after the end of a send. One that failed gives the storage back, which its
 // entry notices.
-void wait_for_departure(PyObject* departure) {
-  const auto held = py::reinterpret_borrow<py::object>(departure);
-  if (guarded<bool>(false, [&] {
-        wait_for(held.ptr());
-        return true;
-      })) {
-    return;
-  }
-  py::error_already_set failed;
-  if (!failed.matches(transfer_error)) {
-    throw failed;
+void wait_for_departure(const TicketPtr departure) {
+  try {
+    departure->wait();
+  } catch (const TransferError&) {
   }
 }
 
@@ -174,16 +164,16 @@ ScriptObject::Place read_place(const py::handle& given, size_t index, size_t cou
 }
 
 PyObject* make(PyTypeObject* type, PyObject* args, PyObject* named) {
-  PyObject *device = nullptr, *way = nullptr, *places = nullptr, *refrains = Py_None;
+  PyObject *device = nullptr, *sender = nullptr, *places = nullptr, *refrains = Py_None;
   long long least_bytes = 0;
-  static const char* words[] = {"device", "way", "least_bytes", "places", "refrains", nullptr};
-  if (!PyArg_ParseTupleAndKeywords(args, named, "OOLO|O", const_cast<char**>(words), &device, &way,
-                                   &least_bytes, &places, &refrains)) {
+  static const char* words[] = {"device", "sender", "least_bytes", "places", "refrains", nullptr};
+  if (!PyArg_ParseTupleAndKeywords(args, named, "OOLO|O", const_cast<char**>(words), &device,
+                                   &sender, &least_bytes, &places, &refrains)) {
     return nullptr;
   }
   return guarded<PyObject*>(nullptr, [&] {
-    if (swap_way(way) == nullptr) {
-      throw py::type_error("a script needs a SwapWay");
+    if (!py::isinstance<BlockSender>(py::handle(sender))) {
+      throw py::type_error("a script needs a BlockSender");
     }
     const auto where = py::handle(device).cast<c10::Device>();
     std::vector<ScriptObject::Place> read;
@@ -195,7 +185,8 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject* named) {
     ScriptObject* const self = script_object(made.ptr());
     new (&self->places) std::vector<ScriptObject::Place>(std::move(read));
     new (&self->device) c10::Device(where);
-    self->way = Py_NewRef(way);
+    new (&self->sender)
+        std::shared_ptr<BlockSender>(py::handle(sender).cast<std::shared_ptr<BlockSender>>());
     self->refrains = Py_NewRef(refrains);
     self->least_bytes = least_bytes;
     return made.release().ptr();
@@ -204,7 +195,6 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject* named) {
 
 // Units are texts, which refer to nothing.
 int traverse(PyObject* self, visitproc visit, void* arg) {
-  Py_VISIT(script_object(self)->way);
   Py_VISIT(script_object(self)->refrains);
   Py_VISIT(Py_TYPE(self));
   return 0;
@@ -214,7 +204,7 @@ void dealloc(PyObject* object) {
   ScriptObject* const self = script_object(object);
   PyObject_GC_UnTrack(object);
   std::destroy_at(&self->places);
-  Py_CLEAR(self->way);
+  std::destroy_at(&self->sender);
   Py_CLEAR(self->refrains);
   free_instance(object);
 }
@@ -268,10 +258,10 @@ PyType_Slot slots[] = {
     {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
     {Py_tp_methods, methods},
     {Py_sq_length, reinterpret_cast<void*>(length)},
-    {Py_tp_doc,
-     const_cast<char*>("Script(device, way, least_bytes, places, refrains=None): what a plan does "
-                       "with each storage of a passage. A place is (unit, ordinal, nbytes, dtype, "
-                       "'swap' | 'keep' | 'ask', releases, departures, fetches, departs).")},
+    {Py_tp_doc, const_cast<char*>(
+                    "Script(device, sender, least_bytes, places, refrains=None): what a plan does "
+                    "with each storage of a passage. A place is (unit, ordinal, nbytes, dtype, "
+                    "'swap' | 'keep' | 'ask', releases, departures, fetches, departs).")},
     {0, nullptr},
 };
 
@@ -291,7 +281,7 @@ void release(SaverObject* saver, PassageObject* passage, size_t index) {
     return;
   }
   EntryObject* const entry = entry_of(held.ptr());
-  if (entry->residence->state() == State::kResident && !empty(entry->storage)) {
+  if (entry->residence->state() == State::kResident && entry->storage) {
     owned(PyObject_CallMethodOneArg(reinterpret_cast<PyObject*>(saver), names.hurry, held.ptr()));
   }
   if (entry->residence->state() != State::kLeaving) {
@@ -342,21 +332,24 @@ py::object follow(SaverObject* saver, const Offer& offer) {
   const auto [why, never_freed] = admit(passage, nbytes, false, group);
   const Made made = make_entry(saver, offer.tensor, offer.view);
   EntryObject* const entry = entry_of(made.entry.ptr());
-  PyObject* reason = Py_None;  // as the plan says; or for want of room
-  bool leaves = false;
+  PyObject* reason = Py_None;  // as the plan says
+  bool leaves = false, refused = false;
   if (place->action == ScriptObject::Action::kSwap) {
     if (never_freed) {
       reason = why;
-    } else if (swap(entry, script->way, made.storage.ptr())) {
+    } else if (swap(entry, *script->sender, made.storage)) {
       add_departing(saver->departing, entry);
       leaves = true;
     } else {
-      reason = script->way;
+      refused = true;
     }
   }
   py::object handle;
   if (leaves) {
     handle = moved(made.entry.ptr(), offer.view);
+  } else if (refused) {
+    PyObject* const arguments[] = {object, offer.tensor, made.entry.ptr()};
+    handle = owned(PyObject_VectorcallMethod(names.keep_refused, arguments, 3, nullptr));
   } else {
     PyObject* const arguments[] = {object, offer.tensor, made.entry.ptr(), reason};
     handle = owned(PyObject_VectorcallMethod(names.keep_as_planned, arguments, 4, nullptr));
@@ -404,8 +397,9 @@ PyObject* script_or_none(PyObject* object) {
 }
 
 void bind_script(py::module_& module) {
-  names = {.hurry = interned("hurry"), .keep_as_planned = interned("keep_as_planned")};
-  transfer_error = py::object(module.attr("TransferError")).release().ptr();
+  names = {.hurry = interned("hurry"),
+           .keep_as_planned = interned("keep_as_planned"),
+           .keep_refused = interned("keep_refused")};
   script_type = add_type(module, "Script", spec);
 }
 

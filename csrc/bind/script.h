@@ -6,8 +6,10 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
+#include "engine/block_form.h"
 #include "passage.h"
 #include "saver.h"
 
@@ -31,9 +33,9 @@ struct ScriptObject {
   };
 
   PyObject_HEAD std::vector<Place> places;
-  PyObject* way;        // of what is swapped, a SwapWayObject
-  PyObject* refrains;   // called: whether no storage leaves now, or None
-  int64_t least_bytes;  // of a storage that it knows
+  std::shared_ptr<BlockSender> sender;  // of what is swapped
+  PyObject* refrains;                   // called: whether no storage leaves now, or None
+  int64_t least_bytes;                  // of a storage that it knows
   c10::Device device;
 };
 

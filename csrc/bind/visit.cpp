@@ -1,5 +1,7 @@
 // Visit, as Python sees it: where autograd calls in. What becomes of a tensor that may leave is for
 // python/memswap/engine/visit.py, whose class is derived from this one, and for its saver to say.
+#include "visit.h"
+
 #include <ATen/SequenceNumber.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <pybind11/pybind11.h>
@@ -13,6 +15,7 @@
 #include "calls.h"
 #include "ledger.h"
 #include "python_type.h"
+#include "save.h"
 #include "saver.h"
 #include "script.h"
 #include "storage/in_flight.h"
@@ -43,7 +46,7 @@ constexpr std::array kSlots = {
 };
 
 struct Names {
-  PyObject *is_frozen, *keep, *or_outer, *pack_later, *pack_unusual, *pack_waiting, *save;
+  PyObject *is_frozen, *or_outer, *pack_later, *pack_unusual, *pack_waiting, *save;
 } names;  // set once, by bind_visit
 
 VisitObject* visit_of(PyObject* self) { return reinterpret_cast<VisitObject*>(self); }
@@ -124,9 +127,7 @@ PyObject* pack(PyObject* object, PyObject* tensor) {
         reason = "traced";
       }
       if (reason != nullptr) {
-        const py::str word(reason);
-        PyObject* const arguments[] = {self->saver, tensor, view.ptr(), word.ptr()};
-        handle = owned(PyObject_VectorcallMethod(names.keep, arguments, 4, nullptr));
+        handle = keep(saver_of(self), tensor, view.ptr(), reason);
       } else if (self->pushed != 0 && may_be_filled_yet(tensor, look)) {
         handle = call(self, names.pack_later, tensor, view.ptr());
         self->node = at::sequence_number::peek();
@@ -135,7 +136,9 @@ PyObject* pack(PyObject* object, PyObject* tensor) {
           handle =
               follow(saver_of(self), {tensor, view.ptr(), self->unit, self->group, self->ordinal});
         }
-        if (!handle) {
+        if (!handle && saver_of(self)->shares_batches == 0) {
+          handle = save(saver_of(self), tensor, view.ptr(), place_of_visit(object));
+        } else if (!handle) {
           PyObject* const arguments[] = {self->saver, tensor, view.ptr(), object};
           handle = owned(PyObject_VectorcallMethod(names.save, arguments, 4, nullptr));
         }
@@ -229,17 +232,31 @@ PyType_Spec spec = {
     .slots = slots,
 };
 
+PyTypeObject* visit_type = nullptr;  // set once, by bind_visit
+
 }  // namespace
+
+SavePlace place_of_visit(PyObject* object) {
+  if (!PyObject_TypeCheck(object, visit_type)) {
+    throw py::type_error("expected a Visit");
+  }
+  VisitObject* const self = visit_of(object);
+  return {.visit = object,
+          .unit = self->unit,
+          .group = self->group,
+          .covered = self->covered != 0,
+          .has_action = self->action != Py_None,
+          .ordinal = self->ordinal};
+}
 
 void bind_visit(py::module_& module) {
   names = {.is_frozen = interned("is_frozen"),
-           .keep = interned("keep"),
            .or_outer = interned("or_outer"),
            .pack_later = interned("pack_later"),
            .pack_unusual = interned("pack_unusual"),
            .pack_waiting = interned("pack_waiting"),
            .save = interned("save")};
-  add_type(module, "Visit", spec);
+  visit_type = add_type(module, "Visit", spec);
 }
 
 }  // namespace memswap

@@ -16,7 +16,7 @@ ByteRange ByteRange::of(size_t storage_nbytes) const {
   return {offset, to_the_end ? storage_nbytes - offset : nbytes};
 }
 
-TicketPtr Lane::send(StorageRefPtr storage, BlockPtr block, ByteRange range, Tickets after) {
+TicketPtr CheckedLane::send(StorageRefPtr storage, BlockPtr block, ByteRange range, Tickets after) {
   if (!storage || !block) {
     throw std::invalid_argument("send needs a storage and a block, found None");
   }
@@ -30,7 +30,7 @@ TicketPtr Lane::send(StorageRefPtr storage, BlockPtr block, ByteRange range, Tic
   return start_send(std::move(storage), offset, std::move(block), std::move(after));
 }
 
-std::pair<StorageRefPtr, TicketPtr> Lane::fetch(BlockPtr block, Tickets after) {
+std::pair<StorageRefPtr, TicketPtr> CheckedLane::fetch(BlockPtr block, Tickets after) {
   if (!block) {
     throw std::invalid_argument("fetch needs a block, found None");
   }
@@ -40,7 +40,8 @@ std::pair<StorageRefPtr, TicketPtr> Lane::fetch(BlockPtr block, Tickets after) {
   return {std::move(storage), std::move(ticket)};
 }
 
-TicketPtr Lane::fetch_into(BlockPtr block, StorageRefPtr storage, size_t offset, Tickets after) {
+TicketPtr CheckedLane::fetch_into(BlockPtr block, StorageRefPtr storage, size_t offset,
+                                  Tickets after) {
   if (!storage || !block) {
     throw std::invalid_argument("fetch_into needs a block and a storage, found None");
   }

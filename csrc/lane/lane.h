@@ -44,15 +44,17 @@ class Lane {
 
   // Copies a range of the storage into the block, which is exactly as long. The ticket owns the
   // whole storage until the copy is ordered before any reuse of its memory.
-  TicketPtr send(StorageRefPtr storage, BlockPtr block, ByteRange range = {}, Tickets after = {});
+  virtual TicketPtr send(StorageRefPtr storage, BlockPtr block, ByteRange range = {},
+                         Tickets after = {}) = 0;
 
   // Allocates a storage on the calling thread's current stream and fills it from the block. The
   // caller waits for the ticket before it reads; the ticket keeps the storage alive.
-  std::pair<StorageRefPtr, TicketPtr> fetch(BlockPtr block, Tickets after = {});
+  virtual std::pair<StorageRefPtr, TicketPtr> fetch(BlockPtr block, Tickets after = {}) = 0;
 
   // Copies the block to `offset` of a storage that exists. Its other bytes stay as they are and
   // may be in use meanwhile; its version counter does not notice. The ticket keeps it alive.
-  TicketPtr fetch_into(BlockPtr block, StorageRefPtr storage, size_t offset, Tickets after = {});
+  virtual TicketPtr fetch_into(BlockPtr block, StorageRefPtr storage, size_t offset,
+                               Tickets after = {}) = 0;
 
   // Copies of storages in one (gather.h). The sources may be dropped as soon as the call has
   // returned, whichever compute stream their memory belongs to.
@@ -75,6 +77,16 @@ class Lane {
 
   // Bounds leaving_bytes(): a send beyond it first waits for the oldest. 0: no bound.
   virtual void set_max_leaving_bytes(size_t bytes) = 0;
+};
+
+// A lane that moves bytes itself: what it is asked for is checked here, once for every kind.
+class CheckedLane : public Lane {
+ public:
+  TicketPtr send(StorageRefPtr storage, BlockPtr block, ByteRange range = {},
+                 Tickets after = {}) final;
+  std::pair<StorageRefPtr, TicketPtr> fetch(BlockPtr block, Tickets after = {}) final;
+  TicketPtr fetch_into(BlockPtr block, StorageRefPtr storage, size_t offset,
+                       Tickets after = {}) final;
 
  private:
   // Throws unless the lane can reach the memory of both.

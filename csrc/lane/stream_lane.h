@@ -44,7 +44,7 @@ namespace memswap {
 //
 // Where the host already knows that a transfer has ended (Ticket::done() returned true), the memory
 // may be dropped without a wait: everything submitted afterwards comes later.
-class StreamLane final : public Lane {
+class StreamLane final : public CheckedLane {
  public:
   // `max_leaving_bytes`: sends own at most this much device memory; the next send makes compute
   // wait for the oldest before it starts (0: no bound). `chunk_bytes`: longest single copy, so that

@@ -50,16 +50,6 @@ void WorkTicket::give_up() noexcept {
   queue_->finish_if_queued(*this);
 }
 
-bool failed(Ticket& ticket) {
-  auto* work = dynamic_cast<WorkTicket*>(&ticket);
-  return work != nullptr && work->failed();
-}
-
-StorageRefPtr storage_of_failed_send(Ticket& ticket) {
-  auto* work = dynamic_cast<WorkTicket*>(&ticket);
-  return work != nullptr ? work->kept_storage() : nullptr;
-}
-
 void Departures::make_room(const StorageRef& storage) {
   const size_t nbytes = storage.storage.nbytes();
   while (true) {

@@ -28,11 +28,8 @@ class WorkTicket : public Ticket, public Work {
   // Blocks until the work has ended, well or badly. Lets go of the GIL.
   void finish();
 
-  bool failed() { return done() && !error_.empty(); }
+  bool failed() final { return done() && !error_.empty(); }
   const std::string& error() const { return error_; }  // after the end
-
-  // After a failure: the storage that stayed as it was, if the work would have let go of one.
-  virtual StorageRefPtr kept_storage() { return nullptr; }
 
  protected:
   // Throws what went wrong.
@@ -57,11 +54,6 @@ class WorkTicket : public Ticket, public Work {
   std::atomic<bool> given_up_{false};
   std::atomic<bool> finished_{false};  // publishes error_ and what a subclass has
 };
-
-// Whether the work behind a ticket failed, and the storage that it then gives back. Tickets of
-// other work: false, nullptr.
-bool failed(Ticket& ticket);
-StorageRefPtr storage_of_failed_send(Ticket& ticket);
 
 // Tickets that own storages until their work has ended, and a bound for what they own together.
 class Departures {

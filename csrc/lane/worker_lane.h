@@ -20,7 +20,7 @@ struct WorkerLaneState;
 // A transfer shares its block until it has ended: a worker must reach the bytes. Everything that
 // blocks lets go of the GIL. Threads may use one lane together, but one block only one at a time.
 // Fork: see WorkQueue.
-class WorkerLane final : public Lane {
+class WorkerLane final : public CheckedLane {
  public:
   static constexpr size_t kNoBound = Departures::kNoBound;
 

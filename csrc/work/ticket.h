@@ -7,6 +7,8 @@
 
 namespace memswap {
 
+struct StorageRef;
+
 // A transfer that was submitted and did not succeed. The message says what was attempted, what the
 // system answered and what is still intact.
 struct TransferError : std::runtime_error {
@@ -30,6 +32,12 @@ class Ticket {
 
   // True once the host knows that the work has ended, well or badly. Never needed for correctness.
   virtual bool done() = 0;
+
+  // Whether the work has ended badly. Work in stream order cannot fail.
+  virtual bool failed() { return false; }
+
+  // After a failed send: its storage, which is as it was. nullptr for any other work.
+  virtual std::shared_ptr<StorageRef> kept_storage() { return nullptr; }
 
   // Blocks the calling thread until the work has ended. Throws TransferError if the work failed.
   virtual void synchronize() = 0;

@@ -17,7 +17,9 @@ from helpers import (
 )
 
 import memswap
-from memswap.engine import buckets, transfer
+from memswap._native import native
+from memswap.engine import group as engine_group
+from memswap.engine import transfer
 
 pytestmark = pytest.mark.every_action
 
@@ -29,7 +31,7 @@ def test_small_storages_take_one_block_and_large_ones_their_own(device, new_pool
     pool = new_pool()
     group = memswap.Group("bucket", EVERYTHING, pool=pool)
     x = random(device, 100).requires_grad_()
-    large = random(device, (buckets.SMALL_BYTES // 4) + 1).requires_grad_()
+    large = random(device, (engine_group.SMALL_BYTES // 4) + 1).requires_grad_()
     with group as generation:
         loss = sines(x, 20) + (large * 2).sin().sum()
     generation.launch_offload()
@@ -48,7 +50,7 @@ def test_small_storages_take_one_block_and_large_ones_their_own(device, new_pool
 
 @SWAP
 def test_a_bucket_is_never_longer_than_it_may_be(device, new_pool, monkeypatch):
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 4 * 400)
+    monkeypatch.setattr(engine_group, "BUCKET_BYTES", 4 * 400)
     pool = new_pool()
     group = memswap.Group("buckets", EVERYTHING, pool=pool)
     x = random(device, 100).requires_grad_()
@@ -158,8 +160,9 @@ def test_a_launch_that_raises_takes_no_memory_and_loses_nothing(
     pool = new_pool()
     group = memswap.Group("raises", EVERYTHING, pool=pool)
 
-    class Broken:
+    class Broken(native.LaneAround):
         def __init__(self, lane):
+            super().__init__(lane)
             self.lane = lane
 
         def send(self, storage, block):

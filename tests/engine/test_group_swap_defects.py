@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memswap
+from memswap._native import native
 from memswap.engine import transfer
 
 pytestmark = pytest.mark.every_action("swap")
@@ -126,8 +127,9 @@ def test_copies_are_made_in_the_order_of_use(device, new_pool, monkeypatch):
     sizes: list[int] = []
     opened = transfer.open_lane
 
-    class Watched:
+    class Watched(native.LaneAround):
         def __init__(self, lane):
+            super().__init__(lane)
             self.lane = lane
 
         def send(self, storage, block):

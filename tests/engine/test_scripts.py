@@ -123,18 +123,19 @@ def test_backwards_that_take_turns_each_follow_their_own_plan(device, new_pool, 
 
 
 def test_a_script_says_what_is_wrong_with_it():
-    way = native.SwapWay(object(), object())
     cpu = torch.device("cpu")
+    pool = native.make_host_pool(cpu, 0, 1 << 20)
+    sender = native.BlockSender(native.WorkerLane(workers=0), pool)
 
     def made(
         dtype: Any = torch.float32, action: str = "swap", releases: Any = (), fetches: Any = ()
     ) -> Any:
         place = ("0", 0, 8, dtype, action, releases, (), fetches, False)
-        return native.Script(cpu, way, 0, [place])
+        return native.Script(cpu, sender, 0, [place])
 
     assert len(made()) == 1
     with pytest.raises(TypeError, match="a place of a script is"):
-        native.Script(cpu, way, 0, [("0", 0)])
+        native.Script(cpu, sender, 0, [("0", 0)])
     with pytest.raises(ValueError, match="swap, keep or ask, found burn"):
         made(action="burn")
     with pytest.raises(ValueError, match="nothing later"):
@@ -143,7 +144,7 @@ def test_a_script_says_what_is_wrong_with_it():
         made(fetches=(0, 1))
     with pytest.raises(TypeError, match=r"has a torch\.dtype"):
         made(dtype="float32")
-    with pytest.raises(TypeError, match="needs a SwapWay"):
+    with pytest.raises(TypeError, match="needs a BlockSender"):
         native.Script(cpu, None, 0, [])
     with pytest.raises(TypeError, match="expected a Script or None"):
         native.Passage().script = 3

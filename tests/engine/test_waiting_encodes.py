@@ -18,7 +18,7 @@ from helpers import (
 
 import memswap
 from memswap import Action, Policy, Windows
-from memswap.engine import transfer
+from memswap._native import native
 from memswap.engine.visit import Visit
 from memswap.engine.windowed import WindowedSaver
 
@@ -220,7 +220,7 @@ def test_on_another_stream_nothing_of_this_one_starts(region, device) -> None:
 def test_where_there_is_no_room_when_a_window_opens_the_storage_stays(region, monkeypatch) -> None:
     with region:
         out = region.save()
-    monkeypatch.setattr(transfer.EncodeWay, "send", lambda *_: None)
+    monkeypatch.setattr(native.FrameSender, "send", lambda *_: None)
     region.saver.open_window(1.0)
     stats = region.saver.stats()
     assert stats.moved_storages == 0 and stats.kept["codec room"].tensors == 1

@@ -20,6 +20,7 @@ from gpu_training import Region, new_pool, train
 from helpers import EVERYTHING, assert_same_gradients
 
 import memswap
+from memswap._native import native
 from memswap.engine import transfer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
@@ -36,10 +37,11 @@ def cuda_stream(parts: tuple[int, int, int]) -> torch.cuda.Stream:
     )
 
 
-class Delayed:
+class Delayed(native.LaneAround):
     """A lane around whose transfers the chosen streams sleep, so that an edge left out shows."""
 
     def __init__(self, lane: Any, slow: frozenset[str]) -> None:
+        super().__init__(lane)
         self.lane, self.slow = lane, slow
         self.sends = cuda_stream(lane.send_stream)
         self.fetches = cuda_stream(lane.fetch_stream)

@@ -180,10 +180,11 @@ def torch_stream(parts: tuple[int, int, int]) -> torch.Stream:
     return torch.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
 
 
-class WrappedLane:
+class WrappedLane(native.LaneAround):
     """A lane that passes everything on; mutations of the engine override one method."""
 
     def __init__(self, lane: Any) -> None:
+        super().__init__(lane)
         self.lane = lane
 
     def __getattr__(self, name: str) -> Any:

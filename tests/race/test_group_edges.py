@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +21,12 @@ from race_workloads import (
     MATRIX,
     Region,
     Workload,
+    WrappedLane,
     assert_silent_and_right,
     compute_streams,
     expected,
     fetch_stream,
+    lanes_opened,
     new_pool,
     observe,
     on_host,
@@ -32,7 +35,6 @@ from race_workloads import (
 )
 
 import memswap
-from memswap.engine import buckets
 from simdev import mutations
 
 pytestmark = [pytest.mark.own_laboratory, pytest.mark.one_schedule]
@@ -155,16 +157,23 @@ def demanded_at_once(region: Region) -> list[torch.Tensor]:
 def parts_do_not_wait() -> Iterator[Counter]:
     """A tensor that shares what was fetched takes it for there already."""
     counter = Counter()
-    wait = buckets.PartTicket.wait
+    arrivals = []  # whoever drops a ticket is ordered behind its work
 
-    def ignored(ticket: buckets.PartTicket) -> None:
-        counter.own += 1
+    class TakesItForThere(WrappedLane):
+        """Its storages come with the ticket of a send that everybody has waited for."""
 
-    buckets.PartTicket.wait = ignored  # type: ignore[method-assign]
-    try:
+        def send(self, storage: Any, block: Any) -> Any:
+            self.sent = self.lane.send(storage, block)
+            return self.sent
+
+        def fetch(self, block: Any) -> Any:
+            storage, arrival = self.lane.fetch(block)
+            arrivals.append(arrival)
+            counter.own += 1
+            return storage, self.sent
+
+    with lanes_opened(TakesItForThere):
         yield counter
-    finally:
-        buckets.PartTicket.wait = wait  # type: ignore[method-assign]
 
 
 BROKEN: list[tuple[str, Breaking, tuple[Workload, ...]]] = [

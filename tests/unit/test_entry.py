@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-import threading
 
 import pytest
 import torch
+from helpers import files_no_longer_than
 
+import memswap
 from memswap._native import native
+from memswap.codec import Shape, dtype_code
 from memswap.engine.entry import Entry, State, Stay
 from memswap.engine.handle import Moved
 from memswap.engine.stats import Ledger
 from memswap.engine.timeline import Passage
 from memswap.errors import EntryStateError
+
+FLOAT32 = dtype_code(torch.float32)
 
 
 class Saver:
@@ -23,39 +28,10 @@ class Saver:
         self.ledger = Ledger()
 
 
-class Way:
-    """Away forms that are storages themselves."""
-
-    stays_on_device = False
-    frees_first = False
-    short_of = "pool"
-
-    def bring(self, away):
-        return away, Ticket()
-
-
-class Ticket:
-    """Work of Python's that has ended."""
-
-    def __init__(self, failed=False, storage=None, log=None):
-        self._failed, self._storage, self._log = failed, storage, log
-
-    def done(self):
-        return True
-
-    def failed(self):
-        return self._failed
-
-    def storage(self):
-        return self._storage
-
-    def synchronize(self):
-        if self._failed:
-            raise native.TransferError("the wire is cut")
-
-    def abandon(self):
-        if self._log is not None:
-            self._log.append(threading.get_ident())
+def new_sender(pool=None):
+    """What puts storages into a pool's blocks. A send begins when somebody waits for it."""
+    pool = pool or memswap.HostPool(device="cpu", budget="4MiB", slab="1MiB")
+    return native.BlockSender(native.WorkerLane(workers=0), pool.native)
 
 
 def saved(saver, nbytes=100):
@@ -96,45 +72,61 @@ def test_an_entry_is_found_by_its_very_storage_and_content():
 def test_a_storage_that_came_back_is_not_taken_for_what_has_its_old_address():
     saver = Saver()
     tensor, view, entry = saved(saver)
-    away = native.StorageRef(torch.empty(100, dtype=torch.uint8))
-    entry.leave(Way(), away, Ticket())
+    before = view.key
+    assert entry.swap(new_sender(), native.StorageRef(tensor))
+    entry.departure.wait()
+    expected = tensor.clone()
     del tensor
     assert not entry.lingers()
     entry.handles += 1
-    assert entry.bring().key == away.key
+    storage = entry.bring()
+    entry.arrival.wait()
+    assert storage.key != before
+    assert torch.equal(view.rebuild(storage, False), expected)
     assert saver.ledger.find(view) is None
     assert (saver.ledger.stalls, saver.ledger.returned_bytes) == (1, 100)
 
 
-def test_a_send_that_failed_gives_the_storage_back():
+def test_a_send_that_failed_gives_the_storage_back(tmp_path):
     saver = Saver()
-    tensor, _, entry = saved(saver)
+    tensor, _, entry = saved(saver, 1 << 16)
+    pool = memswap.DiskPool(tmp_path, budget="4MiB", extent="1MiB")
+    pool.reserve("1MiB")  # space is set aside, and then the disk fails
     storage = native.StorageRef(tensor)
-    with pytest.warns(UserWarning, match="the wire is cut"):
-        entry.leave(
-            Way(), native.StorageRef(torch.empty(100)), Ticket(failed=True, storage=storage)
-        )
+    with files_no_longer_than(0), pytest.warns(UserWarning, match="a storage stays where it is"):
+        assert entry.swap(new_sender(pool), storage)
+        with contextlib.suppress(native.TransferError):
+            entry.departure.wait()
         assert entry.sent()
-    assert entry.state is State.RESIDENT and entry.storage is storage and entry.away is None
-    assert saver.ledger.away_bytes == 0 and saver.ledger.kept_bytes == {"pool": 100}
+    assert entry.state is State.RESIDENT and entry.away is None
+    assert entry.storage is not None and entry.storage.key == storage.key
+    assert saver.ledger.away_bytes == 0 and saver.ledger.kept_bytes == {"pool": 1 << 16}
 
 
 def test_the_last_handle_takes_the_entry_along_and_abandons_its_tickets():
-    saver, abandoned = Saver(), []
-    tensor, view, entry = saved(saver)
-    away = native.StorageRef(torch.empty(100, dtype=torch.uint8))
-    entry.leave(Way(), away, Ticket(log=abandoned))
+    saver = Saver()
+    pool, outputs = (memswap.HostPool(device="cpu", budget="4MiB", slab="1MiB") for _ in range(2))
+    lane = native.WorkerCodecLane(0, pool.native, outputs.native)
+    sender = native.FrameSender(lane, works_ahead=True)
+    tensor = torch.randn(1 << 14)
+    view = native.capture(tensor)
+    entry = Entry(saver, view, native.StorageRef(tensor))
+    entry.leave(*sender.send(native.StorageRef(tensor), FLOAT32, Shape.DENSE))
+    entry.departure.wait()
+    del tensor
+    assert entry.fetch_ahead(), "it is away, and has not been demanded"
     handles = [Moved(entry, view), Moved(entry, view)]
     assert entry.handles == 2
     reference = entry.reference
     assert reference is entry.reference
     del entry
     handles.pop()
-    assert reference() is not None and not abandoned
+    assert reference() is not None and outputs.statistics().in_use_bytes > 0
     handles.pop()
-    assert reference() is None and len(abandoned) == 1
+    assert reference() is None
+    assert outputs.statistics().in_use_bytes == 0, "a return that nobody waits for has its memory"
+    assert pool.statistics().in_use_bytes == 0
     assert (saver.ledger.resident_bytes, saver.ledger.away_bytes) == (0, 0)
-    del tensor
 
 
 def test_an_entry_in_a_cycle_is_collected_and_found_by_nobody():

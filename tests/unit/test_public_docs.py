@@ -45,15 +45,18 @@ def test_each_reason_to_stay_is_explained() -> None:
     """``stats().kept`` says one of these words; docs/choosing.md says what it means."""
     package = ROOT / "python" / "memswap"
     sources = [*(package / "engine").glob("*.py"), package / "checkpoint_region.py"]
-    code = "\n".join(
-        path.read_text("utf-8") for path in (*sources, ROOT / "csrc" / "bind" / "visit.cpp")
-    )
+    native = [ROOT / "csrc" / "bind" / name for name in ("visit.cpp", "save.cpp")]
+    code = "\n".join(path.read_text("utf-8") for path in (*sources, *native))
     said = re.findall(r'(?:keep|_stay)\([^()"]*"([a-z ]+)"', code)
-    said += re.findall(r'\b(?:short_of|reason) = "([a-z ]+)"', code)
+    said += re.findall(r'\breason = "([a-z ]+)"', code)
+    forms = "\n".join(
+        path.read_text("utf-8") for path in (ROOT / "csrc" / "engine").glob("*_form.h")
+    )
+    said += re.findall(r'\bkShortOf = "([a-z ]+)"', forms)
     timeline = (package / "engine" / "timeline.py").read_text("utf-8")
     said += re.findall(r'^[A-Z_]+ = "([a-z ]+)"', timeline, flags=re.MULTILINE)
     said += re.findall(r'"([a-z ]+)" if (?:is_collective|written)', code)
-    assert {"small", "parameter", "pool", "planned", "collective"} <= set(said), said
+    assert {"small", "parameter", "pool", "codec room", "planned", "collective"} <= set(said), said
     page = (ROOT / "docs" / "choosing.md").read_text("utf-8")
     table = page.partition("## What stays, and why")[2].partition("\n## ")[0]
     for reason in sorted(set(said)):

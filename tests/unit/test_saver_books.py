@@ -1,21 +1,23 @@
-"""What a saver keeps natively: its lock, what departs, the swap way, and a visit's calls."""
+"""What a saver keeps natively: its lock, what departs, away forms, and a visit's calls."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
 import sys
 import threading
 import time
 
 import pytest
 import torch
+from helpers import descriptor_under, files_no_longer_than
 
 import memswap
 from memswap._native import native
 from memswap.engine.entry import Entry, State
 from memswap.engine.handle import Moved, Passed, unpack
 from memswap.engine.saver import Saver
-from memswap.engine.transfer import SwapWay
 from memswap.engine.visit import Visit
 from memswap.planning.policy import Policy
 
@@ -38,34 +40,20 @@ def computed(elements):
     return torch.ones(elements, requires_grad=True).exp()
 
 
-class Ticket:
-    """Work of Python's."""
-
-    def __init__(self, done=True, failed=False, storage=None):
-        self.ended, self._failed, self._storage = done, failed, storage
-
-    def done(self):
-        return self.ended
-
-    def failed(self):
-        return self._failed
-
-    def storage(self):
-        return self._storage
-
-    def synchronize(self):
-        if self._failed:
-            raise native.TransferError("the wire is cut")
-
-    def abandon(self):
-        pass
+def new_sender(pool=None, lane=None):
+    """What puts storages into a pool's blocks. A send begins when somebody waits for it."""
+    pool = pool or memswap.HostPool(device=CPU, budget="4MiB", slab="1MiB")
+    return native.BlockSender(lane or native.WorkerLane(workers=0), pool.native)
 
 
-class Way:
-    stays_on_device = False
-    frees_first = False
-    works_ahead = True
-    short_of = "pool"
+def sent(saver, sender, nbytes=100, wait=True):
+    """A tensor, and its entry, which was sent."""
+    tensor, entry = saved(saver, nbytes)
+    assert entry.swap(sender, native.StorageRef(tensor))
+    if wait:
+        with contextlib.suppress(native.TransferError):
+            entry.departure.wait()
+    return tensor, entry
 
 
 # --- the lock ---
@@ -100,12 +88,10 @@ def test_the_lock_is_free_again_after_an_exception():
 
 
 def test_a_pack_that_raises_lets_go_of_the_lock():
-    saver = new_saver()
-
-    def raising(tensor, view, visit):
+    def raising(tensor, info):
         raise KeyError("on purpose")
 
-    saver.save = raising
+    saver = Saver(Policy(min_bytes=1, fn=raising), None, 0)
     with pytest.raises(KeyError, match="on purpose"):
         Visit(saver, "").pack(computed(10))
     thread = threading.Thread(target=saver.stats)
@@ -118,10 +104,9 @@ def test_a_pack_that_raises_lets_go_of_the_lock():
 
 
 def test_what_departs_is_accounted_for_once_nobody_holds_it():
-    saver, departing = new_saver(), native.Departing()
-    tensors, entries = zip(*(saved(saver) for _ in range(5)), strict=True)
+    saver, departing, sender = new_saver(), native.Departing(), new_sender()
+    tensors, entries = zip(*(sent(saver, sender) for _ in range(5)), strict=True)
     for entry in entries:
-        entry.leave(Way(), native.part(native.StorageRef(torch.empty(8)), 0, 8), Ticket())
         departing.add(entry)
     departing.notice_gone()
     assert len(departing) == 5 and saver.ledger.freed_bytes == 0
@@ -136,14 +121,13 @@ def test_what_departs_is_accounted_for_once_nobody_holds_it():
 
 def test_sends_are_looked_at_in_their_order_and_the_first_that_runs_ends_the_look():
     saver, departing = new_saver(), native.Departing()
-    runs = Ticket(done=False)
-    kept = [saved(saver) for _ in range(2)]
-    for (_, entry), ticket in zip(kept, (runs, Ticket()), strict=True):
-        entry.leave(Way(), native.StorageRef(torch.empty(8)), ticket)
+    first, second = new_sender(), new_sender()
+    kept = [sent(saver, first, wait=False), sent(saver, second)]
+    for _, entry in kept:
         departing.add(entry)
     departing.notice_gone(looks=0)
     assert len(departing) == 2
-    runs.ended = True
+    kept[0][1].departure.wait()
     departing.notice_gone(looks=0)
     del entry
     kept.pop()
@@ -152,34 +136,24 @@ def test_sends_are_looked_at_in_their_order_and_the_first_that_runs_ends_the_loo
     assert len(departing) == 0
 
 
-def test_a_send_that_failed_departs_no_more_and_has_its_bytes():
+def test_a_send_that_failed_departs_no_more_and_has_its_bytes(tmp_path):
     saver, departing = new_saver(), native.Departing()
-    tensor, entry = saved(saver)
-    entry.leave(
-        Way(),
-        native.StorageRef(torch.empty(8)),
-        Ticket(failed=True, storage=native.StorageRef(tensor)),
-    )
+    pool = memswap.DiskPool(tmp_path, budget="4MiB", extent="1MiB")
+    pool.reserve("1MiB")  # space is set aside, and then the disk fails
+    with files_no_longer_than(0):
+        tensor, entry = sent(saver, new_sender(pool), 1 << 16)
     departing.add(entry)
-    with pytest.warns(UserWarning, match="the wire is cut"):
+    with pytest.warns(UserWarning, match="a storage stays where it is"):
         departing.notice_gone()
     assert len(departing) == 0 and entry.state is State.RESIDENT
     assert saver.ledger.kept_tensors["pool"] == 1
+    assert entry.storage.key == native.storage_key(tensor)
 
 
-def test_a_ticket_that_raises_loses_no_entry():
-    class Raises(Ticket):
-        def done(self):
-            raise KeyError("on purpose")
-
+def test_entries_do_not_need_the_rows_that_they_are_in():
     saver, departing = new_saver(), native.Departing()
-    tensor, entry = saved(saver)
-    entry.leave(Way(), native.StorageRef(torch.empty(8)), Raises())
+    tensor, entry = sent(saver, new_sender(), wait=False)
     departing.add(entry)
-    for _ in range(3):
-        with pytest.raises(KeyError, match="on purpose"):
-            departing.notice_gone()
-    assert len(departing) == 1
     del departing
     del entry  # which knows of no row any more
     assert tensor.numel()
@@ -198,37 +172,15 @@ def test_an_argument_that_is_neither_true_nor_false_is_an_error():
         view.rebuild(storage, shares_counter=Neither())
 
 
-def test_entries_that_die_while_others_are_looked_at():
-    """A ticket that is asked runs code of Python's, which may drop any entry."""
-    saver, departing = new_saver(), native.Departing()
-    entries: list[Entry] = []
-
-    class Drops(Ticket):
-        def done(self):
-            entries.clear()
-            gc.collect()
-            return True
-
-    kept = []
-    for index in range(6):
-        tensor, entry = saved(saver)
-        kept.append(tensor)
-        entries.append(entry)
-        entry.leave(Way(), native.StorageRef(torch.empty(8)), Drops() if index == 2 else Ticket())
-        departing.add(entry)
-    del entry
-    departing.notice_gone()
-    assert len(departing) == 0
+# --- away forms ---
 
 
-# --- the swap way ---
-
-
-class Lane:
+class Around(native.LaneAround):
     """A lane of Python's."""
 
     def __init__(self, error=None):
         self.error, self.lane = error, native.WorkerLane(workers=0)
+        super().__init__(self.lane)
 
     def send(self, storage, block):
         if self.error is not None:
@@ -242,47 +194,73 @@ class Lane:
 
 
 @pytest.mark.parametrize("of_python", [False, True], ids=["native", "python"])
-def test_a_swap_way_sends_and_brings(of_python):
+def test_a_storage_goes_into_a_block_and_comes_back(of_python):
     pool = memswap.HostPool(device=CPU, budget="1MiB", slab="1MiB")
-    lane = Lane()
-    way = SwapWay(lane if of_python else lane.lane, pool)
+    lane = Around()
+    sender = new_sender(pool, lane if of_python else lane.lane)
     tensor = torch.arange(1000)
-    block, departure = way.send(native.StorageRef(tensor), None)
+    block, departure = sender.send(native.StorageRef(tensor))
     departure.wait()
-    storage, arrival = way.bring(block)
+    assert isinstance(block, native.BlockForm)
+    assert (block.device_nbytes, block.pool_nbytes) == (0, 8000)
+    storage, arrival = block.bring()
     arrival.wait()
     again = native.capture(tensor).rebuild(storage, False)
     assert torch.equal(again, tensor)
-    assert way.send(native.StorageRef(torch.empty(1 << 21, dtype=torch.uint8))) is None
-    assert "budget" in way.why_refused()
-    with pytest.raises(TypeError, match="expected a StorageRef"):
-        way.send(tensor)
-    with pytest.raises((TypeError, RuntimeError)):
-        way.bring(tensor)
+    assert sender.send(native.StorageRef(torch.empty(1 << 21, dtype=torch.uint8))) is None
+    assert "budget" in sender.why_refused()
+    for wrong in (tensor, None):
+        with pytest.raises(TypeError):
+            sender.send(wrong)
+    with pytest.raises(TypeError):
+        native.BlockSender(None, pool.native)
 
 
 def test_a_send_that_raises_takes_no_memory_and_leaves_the_entry_as_it_was():
     pool = memswap.HostPool(device=CPU, budget="1MiB", slab="1MiB")
     saver = new_saver(pool)
-    way = SwapWay(Lane(KeyError), pool)
+    lane = Around(KeyError)
+    sender = new_sender(pool, lane)
     tensor, entry = saved(saver)
     for _ in range(3):
         with pytest.raises(KeyError, match="no such stream"):
-            entry.swap(way, native.StorageRef(tensor))
+            entry.swap(sender, native.StorageRef(tensor))
     assert entry.state is State.RESIDENT and entry.away is None
     assert pool.statistics().in_use_bytes == 0
-    with pytest.raises(TypeError, match="SwapWay"):
-        entry.swap(Way(), native.StorageRef(tensor))
+    with pytest.raises(TypeError, match="expected a BlockSender, found object"):
+        entry.swap(object(), native.StorageRef(tensor))
+    with pytest.raises(TypeError, match="expected an AwayForm, found object"):
+        entry.leave(object(), None)
 
 
-def test_a_way_without_room_changes_nothing():
+def test_a_sender_without_room_changes_nothing():
     pool = memswap.HostPool(device=CPU, budget=0)
     saver = new_saver(pool)
     tensor, entry = saved(saver)
-    assert (
-        entry.swap(SwapWay(native.WorkerLane(workers=0), pool), native.StorageRef(tensor)) is False
-    )
+    assert entry.swap(new_sender(pool), native.StorageRef(tensor)) is False
     assert (entry.state, entry.away, saver.ledger.moved_storages) == (State.RESIDENT, None, 0)
+
+
+def test_storages_that_travel_together_come_back_apart():
+    """Each part has an away form of its own, and nobody gets memory that a reader has had."""
+    sender = new_sender()
+    tensors = [torch.arange(start, start + 100) for start in (0, 1000, 2000)]
+    parts = sender.send_together([native.StorageRef(tensor) for tensor in tensors])
+    for _, departure in parts:
+        departure.wait()
+    for _ in range(2):
+        seen = []
+        for tensor, (part, _) in zip(tensors, parts, strict=True):
+            storage, arrival = part.bring()
+            arrival.wait()
+            again = native.capture(tensor).rebuild(storage, False)
+            assert torch.equal(again, tensor)
+            seen.append(again)
+        for one in seen:
+            one.zero_()
+    assert [part.pool_nbytes for part, _ in parts] == [800] * 3
+    too_long = native.StorageRef(torch.empty(1 << 23, dtype=torch.uint8))
+    assert sender.send_together([too_long, native.StorageRef(tensors[0])]) is None
 
 
 # --- visits and handles ---
@@ -306,27 +284,12 @@ def test_every_kind_of_handle_is_unpacked():
         unpack(object())
 
 
-def test_bytes_that_are_lost_are_an_error_in_words():
-    saver = new_saver()
-    route = saver.route(CPU)
-
-    class Cut:
-        def wait(self):
-            raise native.TransferError("the disk is gone")
-
-        def done(self):
-            return True
-
-        failed = synchronize = abandon = done
-
-    class Loses(Lane):
-        def fetch(self, block):
-            return self.lane.fetch(block)[0], Cut()
-
-    route.__dict__["swap"] = SwapWay(Loses(), route.pool)
-    handle = Visit(saver, "").pack(computed(100))
+def test_bytes_that_are_lost_are_an_error_in_words(tmp_path):
+    saver = new_saver(memswap.DiskPool(tmp_path, budget="4MiB", extent="1MiB"))
+    handle = Visit(saver, "").pack(computed(1 << 14))
     handle.entry.departure.wait()
-    with pytest.raises(memswap.TransferError, match=r"cannot be brought back: the disk is gone"):
+    os.truncate(f"/proc/self/fd/{descriptor_under(tmp_path)}", 0)
+    with pytest.raises(memswap.TransferError, match=r"cannot be brought back: .*expected 65536"):
         unpack(handle)
 
 

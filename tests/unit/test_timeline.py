@@ -49,8 +49,9 @@ def script_of(fetches, count):
         ("", index, 50, torch.uint8, "keep", (), (), fetches.get(index, ()), False)
         for index in range(count)
     ]
-    way = native.SwapWay(object(), object())
-    return native.Script(torch.device("cpu"), way, 0, places)
+    pool = native.make_host_pool(torch.device("cpu"), 0, 1 << 20)
+    sender = native.BlockSender(native.WorkerLane(workers=0), pool)
+    return native.Script(torch.device("cpu"), sender, 0, places)
 
 
 def reverse(sizes):

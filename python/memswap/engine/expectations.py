@@ -126,6 +126,11 @@ class Expectation:
     most_nbytes: int | None = None
     """Bytes that a plan has for the frame; None: there is no plan."""
 
+    @property
+    def options(self) -> tuple[int, int, int | None, int, int]:
+        """What a `FrameSender` is told of the frame."""
+        return self.dtype, self.shape, self.var_capacity, self.profile, self.center
+
 
 class FrameSizes(NamedTuple):
     """Bytes of a tensor's frame, as it was last seen."""

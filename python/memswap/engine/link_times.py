@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from memswap._native import native
 from memswap.engine.durations import recorded, stream_of
 from memswap.engine.entry import State
-from memswap.engine.transfer import SwapWay
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -33,11 +32,9 @@ class LinkTimes:
 
     def sent(self, entry: Entry) -> None:
         """A storage was saved; it may be on its way."""
-        way = entry.way
-        if entry.state is not State.LEAVING or not isinstance(way, SwapWay):
-            return
-        if isinstance(way.lane, native.StreamLane):
-            self._note(0, way.lane.send_stream, entry.nbytes)
+        lane = copying_lane(entry)
+        if lane is not None and entry.state is State.LEAVING:
+            self._note(0, lane.send_stream, entry.nbytes)
 
     def asked(self, entries: Iterable[Entry | None]) -> None:
         """Backward was served; these may be on their way back since."""
@@ -49,11 +46,11 @@ class LinkTimes:
                 or entry.index in self._returning
             ):
                 continue
-            way = entry.way
-            if isinstance(way, SwapWay) and isinstance(way.lane, native.StreamLane):
+            lane = copying_lane(entry)
+            if lane is not None:
                 self._returning.add(entry.index)
                 nbytes += entry.nbytes
-                stream = way.lane.fetch_stream
+                stream = lane.fetch_stream
         if stream is not None:
             self._note(1, stream, nbytes)
 
@@ -74,3 +71,9 @@ class LinkTimes:
             if seconds > ENOUGH_LATENCIES * latency_s:
                 best = max(best, nbytes / seconds)
         return best
+
+
+def copying_lane(entry: Entry) -> native.StreamLane | None:
+    """The stream lane that copies an entry's raw bytes; None where its away form is another one."""
+    lane = entry.away.lane if isinstance(entry.away, native.BlockForm) else None
+    return lane if isinstance(lane, native.StreamLane) else None

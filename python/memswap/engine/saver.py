@@ -16,7 +16,6 @@ import torch
 
 from memswap._native import native
 from memswap.engine.action import ENCODE, KEEP, SWAP, Action, Decider, TensorInfo
-from memswap.engine.autograd import NO_TASK, graph_task
 from memswap.engine.entry import Entry, Stay
 from memswap.engine.handle import Handle, Kept, Moved
 from memswap.engine.stats import Ledger, Stats
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from memswap.engine.director import Director
     from memswap.engine.expectations import Expectation, Expectations
     from memswap.engine.timeline import Passage
-    from memswap.engine.transfer import Pool, Route, Way
+    from memswap.engine.transfer import Pool, Route, Sender
 
 
 class _Encoding(NamedTuple):
@@ -83,13 +82,24 @@ class Saver(native.Saver):
     swaps_at_once = True
 
     def __new__(cls, *arguments: object, **options: object) -> Self:
-        return super().__new__(cls, ledger=Ledger(), entry_type=Entry, encoding=deque())
+        return super().__new__(cls, ledger=Ledger(), encoding=deque())
 
     def __init__(self, policy: Decider, pool: Pool | None, window_bytes: int | None) -> None:
         self.policy = policy
         self.timeline = Timeline(window_bytes)
         self.passage = self.timeline.begin()
         self._routes = Routes(pool)
+
+    @property
+    def policy(self) -> Decider:
+        """Who decides which saved tensors move. What needs no question is native data."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: Decider) -> None:
+        self._policy = policy
+        action = "ask" if policy.fn is not None else policy.action and policy.action.value
+        self.set_policy(policy.min_bytes, action)
 
     # --- the life of a passage ------------------------------------------------------------------
 
@@ -139,40 +149,17 @@ class Saver(native.Saver):
 
     # --- pack -------------------------------------------------------------------------------------
 
-    def keep(self, tensor: torch.Tensor, view: SavedView, reason: str) -> Kept:
-        """A tensor stays, and nothing is known of its storage."""
-        self.ledger.keep(reason, view.storage_nbytes)
-        return Kept(tensor, None)
+    def save_new(self, tensor: torch.Tensor, view: SavedView, visit: native.Visit) -> Handle:
+        """The handle of a storage that is new, and about which the native table says nothing.
 
-    def save(self, tensor: torch.Tensor, view: SavedView, visit: native.Visit) -> Handle:
-        """The handle of a plain tensor."""
-        ledger, policy, director = self.ledger, self.policy, self.director
-        known = ledger.find(view)
-        if known is False:
-            return self.keep(tensor, view, "edited in parts")
-        if known is not None and not self.refilled(known, view):
-            ledger.deduplicated_tensors += 1
-            ledger.deduplicated_bytes += view.nbytes
-            if director is not None and isinstance(known, Entry):
-                director.again(known, visit.unit)
-            if isinstance(known, Stay) or (known.away is None and known.storage is None):
-                return Kept(tensor, known)
-            return self.moved(known, view)  # it has left, or waits to: the entry holds the storage
-        nbytes = view.storage_nbytes
-        if nbytes < policy.min_bytes:
-            return self.keep(tensor, view, "small")
-        if view.edited_part:
-            return self._stay(tensor, view, "edited in parts")
-        if view.part_of_data:
-            return self.keep(tensor, view, "part of data")
-        if not visit.covered:
-            return self.keep(tensor, view, "policy")
-        if graph_task() != NO_TASK:
-            return self.keep(tensor, view, "saved in backward")
+        Before it come csrc/bind/save.cpp's reasons to stay, and storages that are known already.
+        """
+        policy, director = self.policy, self.director
         # Most policies have no function: spare them the TensorInfo.
         action = visit.action or policy.action
         if policy.fn is not None and visit.action is None:
-            action = policy.decide(tensor, TensorInfo(visit.unit, view.nbytes, nbytes))
+            info = TensorInfo(visit.unit, view.nbytes, view.storage_nbytes)
+            action = policy.decide(tensor, info)
         if action is KEEP and director is None:
             return self._stay(tensor, view, "policy")
         route = self._routes.of(tensor, view)
@@ -187,19 +174,6 @@ class Saver(native.Saver):
             self._learn()
         visit.ordinal += 1
         return self._admit(tensor, view, visit, route, action or route.default_action)
-
-    def refilled(self, known: Entry | Stay, view: SavedView) -> bool:
-        """Whether memory that no operator made may hold something else than in an earlier forward.
-
-        A buffer that numpy fills for each batch counts no edits; what left took along the bytes of
-        then, and a graph that nobody runs any more may keep them.
-        """
-        return (
-            not view.computed
-            and isinstance(known, Entry)
-            and known.away is not None
-            and known.passage is not self.passage
-        )
 
     def _admit(
         self,
@@ -223,7 +197,10 @@ class Saver(native.Saver):
         elif chosen is not None and verdict is not NEVER_FREED:
             verdict = None
         if verdict is None and action is SWAP and self.swaps_at_once:
-            sent = self.swap(tensor, view, route.swap)
+            sender = route.swap
+            if not route.captures:  # of a stream that captures a graph, nothing leaves
+                self.set_device(route.device, route.default_action.value, sender)
+            sent = self.swap(tensor, view, sender)
             if isinstance(sent, Moved):
                 if director is not None:
                     director.saved(sent.entry)
@@ -246,15 +223,16 @@ class Saver(native.Saver):
             director.saved(entry)
         return handle
 
-    def keep_as_planned(self, tensor: torch.Tensor, entry: Entry, reason: str | Way | None) -> Kept:
-        """A tensor stays: as planned (None), for a reason, or because a way has no room."""
-        if reason is None:
-            reason = PLANNED
-        elif not isinstance(reason, str):
-            route = self._routes.to(tensor.device)
-            assert route is not None  # it was tried
-            reason = self._refused(reason, entry, route)
-        self.ledger.keep(reason, entry.nbytes)
+    def keep_as_planned(self, tensor: torch.Tensor, entry: Entry, reason: str | None) -> Kept:
+        """A tensor stays: as planned (None), or for a reason."""
+        self.ledger.keep(PLANNED if reason is None else reason, entry.nbytes)
+        return Kept(tensor, entry)
+
+    def keep_refused(self, tensor: torch.Tensor, entry: Entry) -> Kept:
+        """A tensor stays because its pool has no room."""
+        route = self._routes.to(tensor.device)
+        assert route is not None  # it was tried
+        self.ledger.keep(self._refused(route.swap, entry, route), entry.nbytes)
         return Kept(tensor, entry)
 
     def hurry(self, entry: Entry) -> None:
@@ -291,9 +269,9 @@ class Saver(native.Saver):
         dtype: torch.dtype,
     ) -> str | None:
         """Start encoding an entry's storage. None, or the reason why it stays."""
-        way, director = route.encoding(action), self.director
+        sender, director = route.encoding(action), self.director
         most_nbytes = None if director is None else director.frame_nbytes(entry)
-        if way is None:
+        if sender is None:
             reason = "no codec"
         else:
             expectation = route.expectations.of(
@@ -301,10 +279,10 @@ class Saver(native.Saver):
             )
             if not expectation.pays:
                 reason = "does not shrink"
-            elif self.send_encode(entry, storage, way, route, expectation):
+            elif self.send_encode(entry, storage, sender, route, expectation):
                 return None
-            elif most_nbytes is None or not way.works_ahead:
-                reason = self._refused(way, entry, route)
+            elif most_nbytes is None or not sender.works_ahead:
+                reason = self._refused(sender, entry, route)
         if director is not None and most_nbytes is not None and route.works_ahead:
             director.unfit()  # the plan has no room for it where it is
             return self._swap(entry, storage, route)
@@ -314,36 +292,37 @@ class Saver(native.Saver):
         self,
         entry: Entry,
         storage: StorageRef,
-        way: Way,
+        sender: native.FrameSender,
         route: Route,
         expectation: Expectation,
     ) -> bool:
         """Start encoding. Whether there was room."""
         expectations = route.expectations
-        sent = way.send(storage, expectation)
+        sent = sender.send(storage, *expectation.options)
         if sent is None and expectation.trial:
             expectation = expectations.settled(expectation)
-            sent = way.send(storage, expectation)
+            sent = sender.send(storage, *expectation.options)
         if sent is None:
             return False
-        entry.leave(way, *sent)
+        frame, departure = sent
+        entry.leave(frame, departure)
         self.departing.add(entry)
-        made = _Encoding(expectations, expectation, sent[0].watch(), entry.reference)
+        made = _Encoding(expectations, expectation, frame.watch(), entry.reference)
         # Where nothing works ahead an encode has ended, unless it failed.
-        if way.works_ahead or made.watch.report() is not None:
+        if sender.works_ahead or made.watch.report() is not None:
             self.encoding.append(made)
         return True
 
-    def _refused(self, way: Way, entry: Entry, route: Route) -> str:
-        """A way has no room: the reason in the statistics. In full it is told once."""
-        if self.director is not None and way is route.swap:
+    def _refused(self, sender: Sender, entry: Entry, route: Route) -> str:
+        """A sender has no room: the reason in the statistics. In full it is told once."""
+        if self.director is not None and sender is route.swap:
             self.director.no_room()
         self.ledger.tell_once(
-            way.short_of,
-            f"a storage of {entry.nbytes} bytes stays on {route.device}: {way.why_refused()}. "
+            sender.short_of,
+            f"a storage of {entry.nbytes} bytes stays on {route.device}: {sender.why_refused()}. "
             "Training goes on with less memory saved.",
         )
-        return way.short_of
+        return sender.short_of
 
     def _learn(self) -> None:
         """Take in what encoders have reported by now, in the order of their encodes."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -70,23 +69,11 @@ class Stats:
 class Ledger(native.Ledger):
     """The counters behind :class:`Stats`. Its owner serialises the calls.
 
-    The numbers are native (csrc/books/residence.h): entries count by themselves.
+    The numbers are native (csrc/engine/residence.h): entries count by themselves.
     """
 
     def __init__(self) -> None:
         self._told: set[str] = set()
-        self.kept_tensors: Counter[str] = Counter()
-        self.kept_bytes: Counter[str] = Counter()
-
-    def reset(self) -> None:
-        """Start counting anew. What is resident and away now stays known."""
-        super().reset()
-        self.kept_tensors = Counter()
-        self.kept_bytes = Counter()
-
-    def keep(self, reason: str, nbytes: int) -> None:
-        self.kept_tensors[reason] += 1
-        self.kept_bytes[reason] += nbytes
 
     def tell_once(self, reason: str, message: str) -> None:
         """Warn about something that costs memory but not correctness, once per reason."""
@@ -102,8 +89,9 @@ class Ledger(native.Ledger):
         )
 
     def snapshot(self) -> Stats:
+        nbytes = self.kept_bytes
         kept = {
-            reason: Count(tensors, self.kept_bytes[reason])
+            reason: Count(tensors, nbytes[reason])
             for reason, tensors in sorted(self.kept_tensors.items())
         }
         return Stats(

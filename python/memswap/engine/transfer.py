@@ -1,161 +1,25 @@
-"""Away forms: the ways in which a storage's bytes leave a device and come back."""
+"""Routes: the lanes, pools and codec of each device, and what sends its storages away."""
 
 from __future__ import annotations
 
-from contextlib import suppress
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from memswap._native import native
 from memswap.engine.action import Action
-from memswap.engine.expectations import Expectation, Expectations
-from memswap.engine.lane import Lane, Ticket, arena_budget, open_codec_lane, open_lane
+from memswap.engine.expectations import Expectations
+from memswap.engine.lane import Lane, arena_budget, open_codec_lane, open_lane
 from memswap.engine.pools import DiskPool, HostPool
 from memswap.errors import TransferError
 
 if TYPE_CHECKING:
-    from memswap._C import CodecLane, EncodedStorage, SavedView, StorageRef
+    from memswap._C import CodecLane, SavedView
 
 Pool: TypeAlias = HostPool | DiskPool
-Away: TypeAlias = object
-"""What an entry owns while its bytes are away (a block, a frame, a part of a bucket), and its way
-brings them back from; dropping it gives the memory back."""
-
-
-class WayBack(Protocol):
-    """How bytes that went away are brought back."""
-
-    stays_on_device: bool
-    """Whether the away form takes memory of the device."""
-
-    frees_first: bool
-    """Whether a storage may be gone before its bytes are in the away form for sure."""
-
-    short_of: str
-    """What there was too little of where `send` returned None: the reason in the statistics."""
-
-    works_ahead: bool
-    """Whether bytes can be on their way back before they are needed."""
-
-    def bring(self, away: Any) -> tuple[StorageRef, Ticket]:
-        """Start bringing what was sent back, into a storage of memswap's own."""
-
-
-class Way(WayBack, Protocol):
-    """One away form of one device: how bytes are sent away, and brought back."""
-
-    encodes: bool
-    """Whether the away form is a frame, so that `send` needs an expectation."""
-
-    def send(
-        self, storage: StorageRef, expectation: Expectation | None
-    ) -> tuple[Any, Ticket] | None:
-        """Start sending a storage away. None: there is no room, and nothing was started."""
-
-    def why_refused(self) -> str:
-        """Why `send` last returned None, in words."""
-
-
-class SwapWay(native.SwapWay):
-    """Raw bytes in a pool. Sending and bringing are native (csrc/bind/way.cpp)."""
-
-    encodes = False
-    stays_on_device = False
-    frees_first = False
-    short_of = "pool"
-    works_ahead = True
-
-    def __new__(cls, lane: Lane, pool: Pool) -> SwapWay:
-        return super().__new__(cls, lane, pool.native)
-
-    def __init__(self, lane: Lane, pool: Pool) -> None:
-        self.pool = pool
-
-    def why_refused(self) -> str:
-        return self.pool.statistics().last_refusal
-
-
-class EncodeWay:
-    """A frame on the device.
-
-    Where the device is the processor, encoding and decoding are done at once by the thread that
-    asks (`open_codec_lane`): waiting would not make them cheaper, and takes memory.
-    """
-
-    encodes = True
-    stays_on_device = True
-    frees_first = False
-    short_of = "codec room"
-
-    def __init__(self, lane: CodecLane, works_ahead: bool) -> None:
-        self.codec_lane = lane
-        self.works_ahead = works_ahead
-
-    def send(
-        self, storage: StorageRef, expectation: Expectation | None
-    ) -> tuple[EncodedStorage, Ticket] | None:
-        assert expectation is not None
-        frame = expectation
-        sent = self.codec_lane.encode(
-            storage, frame.dtype, frame.shape, frame.var_capacity, frame.profile, frame.center
-        )
-        if sent is not None and not self.works_ahead:
-            finish(sent[1])
-        return sent
-
-    def bring(self, away: EncodedStorage) -> tuple[StorageRef, Ticket]:
-        return self.codec_lane.decode(away)
-
-    def why_refused(self) -> str:
-        return self.codec_lane.last_refusal
-
-
-class EncodeSwapWay:
-    """A frame in a pool."""
-
-    encodes = True
-    stays_on_device = False
-    frees_first = False
-    short_of = "codec room"
-
-    def __init__(self, codec_lane: CodecLane, works_ahead: bool, lane: Lane, pool: Pool) -> None:
-        self.codec_lane = codec_lane
-        self.works_ahead = works_ahead
-        self.lane = lane
-        self.pool = pool
-
-    def send(
-        self, storage: StorageRef, expectation: Expectation | None
-    ) -> tuple[EncodedStorage, Ticket] | None:
-        assert expectation is not None
-        frame = expectation
-        sent = self.codec_lane.encode_to(
-            storage,
-            frame.dtype,
-            frame.shape,
-            frame.var_capacity,
-            self.lane,
-            self.pool.native,
-            frame.profile,
-            frame.center,
-        )
-        if sent is not None and not self.works_ahead:
-            finish(sent[1])
-        return sent
-
-    def bring(self, away: EncodedStorage) -> tuple[StorageRef, Ticket]:
-        return self.codec_lane.decode(away)
-
-    def why_refused(self) -> str:
-        return self.codec_lane.last_refusal
-
-
-def finish(departure: Ticket) -> None:
-    """Wait for an encode. One that failed is noticed by its entry, which has the bytes then."""
-    with suppress(native.TransferError):
-        departure.wait()
+Sender: TypeAlias = native.BlockSender | native.FrameSender
+"""What puts storages into one away form (csrc/engine/block_form.h, frame_form.h)."""
 
 
 def default_action(device: torch.device, pool: Pool | None) -> Action:
@@ -193,7 +57,7 @@ def check_pool(pool: Pool | None, device: torch.device | None = None) -> None:
 
 
 class Route:
-    """The ways of one device. Lanes and pools are opened when they are first needed.
+    """How storages leave one device. Lanes and pools are opened when they are first needed.
 
     Args:
         device: whose storages leave.
@@ -209,7 +73,7 @@ class Route:
         self._default_pools = default_pools
         self._lane: Lane | None = None
         self._codec_lane: CodecLane | None = None
-        self._encoding: dict[Action, Way | None] = {}
+        self._encoding: dict[Action, native.FrameSender | None] = {}
         self._leaving_bytes: int | None = None
         # In host memory a frame gets its worst case, and what is left over goes back at once.
         self.expectations = Expectations(
@@ -227,25 +91,25 @@ class Route:
         self.default_action = default_action(device, pool)
 
     @cached_property
-    def swap(self) -> SwapWay:
-        """The way of Action.SWAP."""
-        return SwapWay(self.lane, self.pool)
+    def swap(self) -> native.BlockSender:
+        """Sends storages for Action.SWAP."""
+        return native.BlockSender(self.lane, self.pool.native)
 
-    def encoding(self, action: Action) -> Way | None:
-        """The way of Action.ENCODE or ENCODE_SWAP; None where no codec serves the device."""
+    def encoding(self, action: Action) -> native.FrameSender | None:
+        """Sends storages for ENCODE or ENCODE_SWAP; None where no codec serves the device."""
         try:
             return self._encoding[action]
         except KeyError:
-            way: Way | None = None
+            sender: native.FrameSender | None = None
             ahead = self.works_ahead
             if native.codec_name(self.device) is None:
                 pass
             elif action is Action.ENCODE:
-                way = EncodeWay(self.codec_lane, ahead)
+                sender = native.FrameSender(self.codec_lane, ahead)
             else:
-                way = EncodeSwapWay(self.codec_lane, ahead, self.lane, self.pool)
-            self._encoding[action] = way
-            return way
+                sender = native.FrameSender(self.codec_lane, ahead, self.lane, self.pool.native)
+            self._encoding[action] = sender
+            return sender
 
     @property
     def pool(self) -> Pool:

@@ -121,7 +121,8 @@ class Visit(native.Visit):
         """A tensor that its operator may not have filled yet. The saver's lock is held."""
         saver = self.saver
         if self.outer is None and view.storage_nbytes < saver.policy.min_bytes:
-            return saver.save(tensor, view, self)
+            handle: Handle = saver.save(tensor, view, self)
+            return handle
         later = Later(Kept(tensor, None))
         waiting = [] if self.waiting is None else self.waiting
         waiting.append((ref(later), tensor, view))

@@ -10,7 +10,6 @@ import torch
 from memswap._native import native
 from memswap.engine.entry import RESIZED, State
 from memswap.engine.saver import Saver
-from memswap.engine.transfer import EncodeSwapWay, EncodeWay
 from memswap.engine.visit import Visit
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from memswap.engine.expectations import Expectation
     from memswap.engine.lane import Ticket
     from memswap.engine.timeline import Passage
-    from memswap.engine.transfer import Pool, Route, Way, WayBack
+    from memswap.engine.transfer import Pool, Route
     from memswap.engine.windows import Pending, WindowQueue, WindowStats
 
 
@@ -38,7 +37,7 @@ class Deferred(NamedTuple):
     nbytes: int
     gain: float
     stream: Hashable
-    way: Way
+    sender: native.FrameSender
     route: Route
     expectation: Expectation
 
@@ -148,18 +147,18 @@ class WindowedSaver(Saver):
         self,
         entry: Entry,
         storage: StorageRef,
-        way: Way,
+        sender: native.FrameSender,
         route: Route,
         expectation: Expectation,
     ) -> bool:
         """Promise an encode. There may turn out to be no room when it starts."""
-        if not way.works_ahead:
-            return super().send_encode(entry, storage, way, route, expectation)
+        if not sender.works_ahead:
+            return super().send_encode(entry, storage, sender, route, expectation)
         entry.storage = storage
         stream = stream_key(route.device)
         sizes = route.expectations.sizes(expectation.key)
         gain = FIRST_GAIN if sizes is None else 1 - sizes[0] / entry.nbytes
-        deferred = Deferred(entry.reference, entry.nbytes, gain, stream, way, route, expectation)
+        deferred = Deferred(entry.reference, entry.nbytes, gain, stream, sender, route, expectation)
         self._observe()
         self.queue.defer(deferred, self)
         return True
@@ -170,8 +169,8 @@ class WindowedSaver(Saver):
         entries = passage.demand(index)
         waits = entries
         if passage.returns_as_planned:  # copies take no processors, and start in time
-            waits = [one for one in entries if isinstance(one.way, EncodeWay)]
-            self._prefetch(one for one in entries if not isinstance(one.way, EncodeWay))
+            waits = [one for one in entries if on_device(one.away)]
+            self._prefetch(one for one in entries if not on_device(one.away))
         self._observe()
         if first:
             self.queue.begin_backward(self)
@@ -182,7 +181,7 @@ class WindowedSaver(Saver):
     def start(self, pending: Pending) -> Ticket | None:
         """Start an encode now, on its own stream. None: there was no room, and the entry stays."""
         assert isinstance(pending, Deferred)
-        entry, way, route = pending.entry(), pending.way, pending.route
+        entry, sender, route = pending.entry(), pending.sender, pending.route
         if entry is None or entry.storage is None:
             return None
         if entry.lost_memory:
@@ -190,15 +189,15 @@ class WindowedSaver(Saver):
             return None
         storage, entry.storage = entry.storage, None
         reason: str | None = None
-        if super().send_encode(entry, storage, way, route, pending.expectation):
-            self._notice(way, entry.nbytes, encoded=True)
+        if super().send_encode(entry, storage, sender, route, pending.expectation):
+            self._notice(sender.lane, entry.nbytes, encoded=True)
         else:
             planned = pending.expectation.most_nbytes is not None
             if not planned:
-                reason = self._refused(way, entry, route)
+                reason = self._refused(sender, entry, route)
             elif self.director is not None:
                 self.director.unfit()
-            if planned or not way.stays_on_device:  # raw, if there is room for that
+            if planned or not sender.stays_on_device:  # raw, if there is room for that
                 reason = self._swap(entry, storage, route)
         if reason is None:
             return entry.departure
@@ -212,15 +211,12 @@ class WindowedSaver(Saver):
             fetched = super().fetch(entry)
         except torch.OutOfMemoryError:
             return False  # the demand itself will ask again, when there may be room
-        if fetched:
-            self._notice(entry.way, entry.nbytes, encoded=False)
+        if fetched and isinstance(entry.away, native.FrameForm):
+            self._notice(entry.away.lane, entry.nbytes, encoded=False)
         return fetched
 
-    def _notice(self, way: WayBack | None, nbytes: int, encoded: bool) -> None:
-        if self.observer is None or not isinstance(way, EncodeWay | EncodeSwapWay):
-            return
-        lane = way.codec_lane
-        if isinstance(lane, native.StreamCodecLane):
+    def _notice(self, lane: native.CodecLane, nbytes: int, encoded: bool) -> None:
+        if self.observer is not None and isinstance(lane, native.StreamCodecLane):
             stream = lane.encode_stream if encoded else lane.decode_stream
             self.observer.submitted(stream, nbytes, encoded)
 
@@ -230,6 +226,11 @@ class WindowedSaver(Saver):
         if device is None or stream_key(device) != stream:
             return False
         return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+
+
+def on_device(away: native.AwayForm | None) -> bool:
+    """Whether an away form is a frame on the device."""
+    return isinstance(away, native.FrameForm) and not away.swapped
 
 
 def stream_key(device: torch.device) -> tuple[torch.device, int]:

@@ -279,7 +279,7 @@ class Learner:
         """What the pool may take at most."""
         route = self._saver.route(timing.device)
         assert route is not None  # something was recorded
-        return route.swap.pool.budget_bytes
+        return route.pool.budget_bytes
 
     def make_room(self, kind: Kind) -> None:
         """More passages are in flight than planned for, or less fits into the pool."""

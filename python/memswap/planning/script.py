@@ -56,7 +56,7 @@ def script_of(plan: Plan, keys: Sequence[Key], route: Route, least_bytes: int) -
     refrains = torch.cuda.is_current_stream_capturing if route.captures else None
     return native.Script(
         device=route.device,
-        way=route.swap,
+        sender=route.swap,
         least_bytes=least_bytes,
         places=places,
         refrains=refrains,

@@ -127,7 +127,10 @@ PYBIND11_MODULE(_C, m) {
   });
   m.def("mutate_drop_synchronizes",
         [](const Pairs& sources) { return mutate_drop_synchronizes(streams_of(sources)); });
-  m.def("mutate_lying_queries", &mutate_lying_queries);
+  m.def(
+      "mutate_lying_queries",
+      [](const Pairs& sources) { return mutate_lying_queries(streams_of(sources)); },
+      py::arg("sources") = py::none());
   m.def("mutate_allocate_on", [](std::pair<int, int> tagged, const Pairs& current) {
     return mutate_allocate_on({tagged.first, tagged.second}, streams_of(current));
   });

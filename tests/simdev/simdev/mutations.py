@@ -97,9 +97,14 @@ def drop_synchronizes(
     return _in_force(_C.mutate_drop_synchronizes(_pairs(source)))
 
 
-def lying_queries() -> contextlib.AbstractContextManager[Mutation]:
-    """Event and stream queries answer True at once, without ordering anything."""
-    return _in_force(_C.mutate_lying_queries())
+def lying_queries(
+    source: StreamLike | Iterable[StreamLike] | None = None,
+) -> contextlib.AbstractContextManager[Mutation]:
+    """Event and stream queries answer True at once, without ordering anything.
+
+    `source`: the stream that is asked about, or on which the event was recorded.
+    """
+    return _in_force(_C.mutate_lying_queries(_pairs(source)))
 
 
 def allocate_on(

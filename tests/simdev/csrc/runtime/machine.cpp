@@ -198,7 +198,7 @@ void order_after(StreamId waiter, StreamId source) {
 bool query(const RecordingPtr& recording) {
   Machine& machine = Machine::get();
   Scheduler::Lock lock(machine.mutex);
-  if (machine.mutations.apply(Mutations::Kind::kLyingQueries)) return true;
+  if (machine.mutations.apply(Mutations::Kind::kLyingQueries, recording->stream)) return true;
   machine.time.host_spends(kQueryUs);
   if (!machine.scheduler.poll(lock, *recording)) return false;
   if (!machine.time.model.queries_wait && recording->virtual_us > machine.time.host_us()) {

@@ -50,7 +50,9 @@ int mutate_drop_waits(StreamSet waiters, StreamSet sources) {
 int mutate_drop_synchronizes(StreamSet sources) {
   return add({Kind::kDropSynchronizes, std::move(sources), std::nullopt, {}, 0});
 }
-int mutate_lying_queries() { return add({Kind::kLyingQueries, std::nullopt, std::nullopt, {}, 0}); }
+int mutate_lying_queries(StreamSet sources) {
+  return add({Kind::kLyingQueries, std::move(sources), std::nullopt, {}, 0});
+}
 int mutate_allocate_on(StreamId tagged, StreamSet current) {
   return add({Kind::kAllocateOn, std::move(current), std::nullopt, tagged, 0});
 }

@@ -178,7 +178,7 @@ void reset_virtual_time();
 using StreamSet = std::optional<std::vector<StreamId>>;  // nullopt: every stream
 int mutate_drop_waits(StreamSet waiters, StreamSet sources);
 int mutate_drop_synchronizes(StreamSet sources);
-int mutate_lying_queries();
+int mutate_lying_queries(StreamSet sources);
 int mutate_allocate_on(StreamId tagged, StreamSet current);
 int mutate_drop_record_stream();
 uint64_t mutation_hits(int id);

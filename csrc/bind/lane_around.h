@@ -1,0 +1,54 @@
+// A lane around another one. Tests and benchmarks derive from it in Python, to watch transfers, to
+// break one of their edges or to leave them out.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lane/lane.h"
+
+namespace memswap {
+
+class LaneAround : public Lane {
+ public:
+  explicit LaneAround(std::shared_ptr<Lane> lane) : lane_(std::move(lane)) {}
+
+  TicketPtr send(StorageRefPtr storage, BlockPtr block, ByteRange range, Tickets after) override {
+    return lane_->send(std::move(storage), std::move(block), range, std::move(after));
+  }
+  std::pair<StorageRefPtr, TicketPtr> fetch(BlockPtr block, Tickets after) override {
+    return lane_->fetch(std::move(block), std::move(after));
+  }
+  TicketPtr fetch_into(BlockPtr block, StorageRefPtr storage, size_t offset,
+                       Tickets after) override {
+    return lane_->fetch_into(std::move(block), std::move(storage), offset, std::move(after));
+  }
+  std::pair<StorageRefPtr, std::vector<size_t>> gather(
+      const std::vector<StorageRefPtr>& storages) override {
+    return lane_->gather(storages);
+  }
+  void meet_stream() override { lane_->meet_stream(); }
+  void settle() override { lane_->settle(); }
+  size_t leaving_bytes() override { return lane_->leaving_bytes(); }
+  void set_max_leaving_bytes(size_t bytes) override { lane_->set_max_leaving_bytes(bytes); }
+
+ private:
+  const std::shared_ptr<Lane> lane_;
+};
+
+// What a class of Python's overrides: `send(storage, block)`, `fetch(block)` and
+// `set_max_leaving_bytes(nbytes)`, which is all that an engine asks of a lane for one storage.
+class OverriddenLane final : public LaneAround {
+ public:
+  using LaneAround::LaneAround;
+
+  TicketPtr send(StorageRefPtr storage, BlockPtr block, ByteRange range, Tickets after) override;
+  std::pair<StorageRefPtr, TicketPtr> fetch(BlockPtr block, Tickets after) override;
+  void set_max_leaving_bytes(size_t bytes) override;
+};
+
+}  // namespace memswap

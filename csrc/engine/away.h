@@ -1,0 +1,62 @@
+// Away forms: where a storage's bytes wait for backward, and how they come back.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+
+#include "storage/storage.h"
+#include "work/ticket.h"
+
+namespace memswap {
+
+// A storage that is coming back. The caller waits for `arrival` before it reads.
+struct Returning {
+  StorageRefPtr storage;
+  TicketPtr arrival;
+};
+
+// What an entry owns while its storage is away; dropping it gives the memory back. The away forms
+// are a block of a pool (block_form.h), a part of a block (bucket.h), and a frame, on the device or
+// in a pool (frame_form.h). Each stands in one file, with what puts a storage into it.
+//
+// Whoever owns the entry serialises the calls.
+class AwayForm {
+ public:
+  AwayForm() = default;
+  AwayForm(const AwayForm&) = delete;
+  AwayForm& operator=(const AwayForm&) = delete;
+  virtual ~AwayForm() = default;
+
+  // Starts bringing the bytes back, into a new storage on the calling thread's current stream. The
+  // form stays what it is: it may be asked again. Throws c10::OutOfMemoryError.
+  virtual Returning bring() = 0;
+
+  // Bytes that it takes now: of the device, and of a pool.
+  virtual size_t device_nbytes() const = 0;
+  virtual size_t pool_nbytes() const = 0;
+
+  // Bytes of the device that it needs while it comes back, beside the storage.
+  virtual size_t returning_nbytes() const { return 0; }
+
+  // Whether bytes can be on their way back before they are needed.
+  virtual bool works_ahead() const = 0;
+
+  // Whether the storage may be gone before its bytes are in this form for sure.
+  virtual bool frees_first() const { return false; }
+
+  // What there was too little of where a send into this form fails: the reason in the statistics.
+  virtual const char* short_of() const = 0;
+
+  // What the caller does next comes after everything that takes memory of the device on the way to
+  // a pool.
+  virtual void wait_sent() {}
+};
+using AwayFormPtr = std::shared_ptr<AwayForm>;
+
+// A storage that is leaving. The ticket owns the storage until its memory may be used again.
+struct Leaving {
+  AwayFormPtr away;
+  TicketPtr departure;
+};
+
+}  // namespace memswap

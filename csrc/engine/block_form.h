@@ -1,0 +1,58 @@
+// SWAP: raw bytes in a block of a pool.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "away.h"
+#include "lane/lane.h"
+#include "pool/block.h"
+#include "pool/pool.h"
+
+namespace memswap {
+
+class BlockForm final : public AwayForm {
+ public:
+  static constexpr const char* kShortOf = "pool";
+
+  BlockForm(std::shared_ptr<Lane> lane, BlockPtr block)
+      : lane_(std::move(lane)), block_(std::move(block)) {}
+
+  Returning bring() override;
+  size_t device_nbytes() const override { return 0; }
+  size_t pool_nbytes() const override { return block_->nbytes(); }
+  bool works_ahead() const override { return true; }
+  const char* short_of() const override { return kShortOf; }
+
+  const std::shared_ptr<Lane>& lane() const { return lane_; }
+  const BlockPtr& block() const { return block_; }
+
+ private:
+  const std::shared_ptr<Lane> lane_;
+  const BlockPtr block_;
+};
+
+// Sends storages into blocks of one pool, by one lane.
+class BlockSender {
+ public:
+  BlockSender(std::shared_ptr<Lane> lane, std::shared_ptr<Pool> pool)
+      : lane_(std::move(lane)), pool_(std::move(pool)) {}
+
+  // Starts sending a storage. Nothing: the pool has no room, and nothing was started. The caller
+  // holds the GIL (memory_share.h), which is let go of while memory is asked for.
+  std::optional<Leaving> send(const StorageRefPtr& storage);
+
+  // Why `send` last refused, in words for the user.
+  std::string why_refused() const { return pool_->statistics().last_refusal; }
+
+  const std::shared_ptr<Lane>& lane() const { return lane_; }
+  const std::shared_ptr<Pool>& pool() const { return pool_; }
+
+ private:
+  const std::shared_ptr<Lane> lane_;
+  const std::shared_ptr<Pool> pool_;
+};
+
+}  // namespace memswap

@@ -1,0 +1,37 @@
+#include "frame_form.h"
+
+#include "work/without_gil.h"
+
+namespace memswap {
+
+Returning FrameForm::bring() {
+  const WithoutGil without_gil;
+  auto [storage, arrival] = lane_->decode(encoded_);
+  return {std::move(storage), std::move(arrival)};
+}
+
+void FrameForm::wait_sent() {
+  const WithoutGil without_gil;
+  encoded_->wait_sent();
+}
+
+std::optional<Leaving> FrameSender::send(const StorageRefPtr& storage,
+                                         const FrameOptions& options) {
+  const WithoutGil without_gil;
+  std::optional<Encoding> encoding =
+      pool_ ? lane_->encode_to(storage, options, copies_, pool_) : lane_->encode(storage, options);
+  if (!encoding) {
+    return std::nullopt;
+  }
+  if (!works_ahead_) {
+    try {
+      encoding->ticket->wait();
+    } catch (const TransferError&) {
+      // The entry notices an encode that failed, and has the bytes then.
+    }
+  }
+  return Leaving{std::make_shared<FrameForm>(lane_, std::move(encoding->encoded), works_ahead_),
+                 std::move(encoding->ticket)};
+}
+
+}  // namespace memswap

@@ -1,0 +1,74 @@
+// ENCODE and ENCODE_SWAP: a losslessly encoded frame, on the device or in a pool.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "away.h"
+#include "codec/codec_lane.h"
+#include "codec/frame_plan.h"
+#include "lane/lane.h"
+#include "pool/pool.h"
+
+namespace memswap {
+
+class FrameForm final : public AwayForm {
+ public:
+  static constexpr const char* kShortOf = "codec room";
+
+  FrameForm(std::shared_ptr<CodecLane> lane, EncodedStoragePtr encoded, bool works_ahead)
+      : lane_(std::move(lane)), encoded_(std::move(encoded)), works_ahead_(works_ahead) {}
+
+  Returning bring() override;
+  // Until the encoder has reported, that includes what is set aside for the frame's overflow.
+  size_t device_nbytes() const override { return encoded_->device_nbytes(); }
+  size_t pool_nbytes() const override { return swapped() ? encoded_->nbytes() : 0; }
+  size_t returning_nbytes() const override { return pool_nbytes(); }
+  bool works_ahead() const override { return works_ahead_; }
+  const char* short_of() const override { return kShortOf; }
+  void wait_sent() override;
+
+  // Whether the frame is in a pool, or on its way there.
+  bool swapped() const { return encoded_->swapped(); }
+  const std::shared_ptr<CodecLane>& lane() const { return lane_; }
+  std::shared_ptr<FrameWatch> watch() const { return encoded_->watch(); }
+
+ private:
+  const std::shared_ptr<CodecLane> lane_;
+  const EncodedStoragePtr encoded_;
+  const bool works_ahead_;
+};
+
+// Encodes storages by one codec lane, and where there is a pool, copies the frames there.
+class FrameSender {
+ public:
+  // Frames of `pool` travel by `copies`; without both, frames stay where they were made.
+  // `works_ahead`: the device works while the thread that asks goes on. Where the device is the
+  // processor, encoding and decoding are done at once by the thread that asks: waiting would not
+  // make them cheaper, and takes memory.
+  FrameSender(std::shared_ptr<CodecLane> lane, bool works_ahead,
+              std::shared_ptr<Lane> copies = nullptr, std::shared_ptr<Pool> pool = nullptr)
+      : lane_(std::move(lane)),
+        works_ahead_(works_ahead),
+        copies_(std::move(copies)),
+        pool_(std::move(pool)) {}
+
+  // Starts encoding a storage. Nothing: there is no room, and nothing was started.
+  std::optional<Leaving> send(const StorageRefPtr& storage, const FrameOptions& options);
+
+  const std::shared_ptr<CodecLane>& lane() const { return lane_; }
+  bool works_ahead() const { return works_ahead_; }
+  bool stays_on_device() const { return pool_ == nullptr; }
+  // Why `send` last refused, in words for the user.
+  std::string why_refused() const { return lane_->last_refusal(); }
+
+ private:
+  const std::shared_ptr<CodecLane> lane_;
+  const bool works_ahead_;
+  const std::shared_ptr<Lane> copies_;
+  const std::shared_ptr<Pool> pool_;
+};
+
+}  // namespace memswap
