@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import threading
 from types import TracebackType
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import torch
@@ -36,6 +37,9 @@ from memswap.engine.transfer import Pool, check_pool
 from memswap.engine.uncopied import Uncopied
 from memswap.errors import GroupError
 from memswap.planning.policy import Policy
+
+if TYPE_CHECKING:
+    from memswap.engine.lane import Lane, Ticket
 
 
 class Groups(Uncopied):
@@ -70,6 +74,19 @@ class Groups(Uncopied):
         groups = cls(pool=pool)
         groups.saver = GroupSaver(decider, pool)
         return groups
+
+    def lane(self) -> Lane | None:
+        """What copies an accelerator's tensors; opened now if nothing was copied yet.
+
+        None: there is no accelerator. For who builds on groups inside memswap.
+        """
+        routes = [route for route in self.saver.open_routes() if route.works_ahead]
+        if not routes and torch.accelerator.is_available():
+            device = torch.accelerator.current_accelerator()
+            index = torch.accelerator.current_device_index()
+            route = None if device is None else self.saver.route(torch.device(device.type, index))
+            routes = [] if route is None else [route]
+        return routes[0].lane if routes else None
 
     def new(self, name: str) -> Group:
         """A group of this engine. Names are for messages and policies and need not differ."""
@@ -117,6 +134,54 @@ class Added:
         """Whether the bytes have left, or are leaving."""
         handle = self._handle
         return isinstance(handle, Moved) and handle.entry.is_away
+
+    def host_copy(self) -> torch.Tensor:
+        """The tensor's elements in new host memory. What is away stays away."""
+        handle = self._handle
+        if not isinstance(handle, Moved):
+            return unpack(handle).detach().to("cpu", copy=True)
+        entry = handle.entry
+        with entry.saver.lock:
+            storage = entry.storage if entry.storage is not None else entry.identity.lock()
+            if storage is None and entry.gone(wait=True):
+                storage, arrival = entry.way.bring(entry.away)
+                arrival.wait()
+            elif storage is None:
+                storage = entry.storage  # the send has failed, and gave it back
+        return handle.view.rebuild(storage, False).detach().to("cpu", copy=True)
+
+    @property
+    def arrival(self) -> Ticket | None:
+        """Completion of its way back; None where it is not on its way."""
+        handle = self._handle
+        ticket: Ticket | None = handle.entry.arrival if isinstance(handle, Moved) else None
+        return ticket
+
+
+class Arrival:
+    """When an added tensor is back: what an event behind its copy would tell."""
+
+    __slots__ = ("_added",)
+
+    def __init__(self, added: Added) -> None:
+        self._added = added
+
+    def query(self) -> bool:
+        """Whether the tensor is there, or at least not on its way."""
+        ticket = self._added.arrival
+        return ticket is None or ticket.done()
+
+    def wait(self, stream: object = None) -> None:
+        """Order the current stream behind the copy; `stream` is taken and not used."""
+        ticket = self._added.arrival
+        if ticket is not None:
+            ticket.wait()
+
+    def synchronize(self) -> None:
+        """Have the host wait for the copy."""
+        ticket = self._added.arrival
+        if ticket is not None:
+            ticket.synchronize()
 
 
 class Group(Uncopied):

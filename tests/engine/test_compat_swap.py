@@ -168,6 +168,12 @@ def test_a_handler_serves_saved_tensor_hooks_of_ones_own(device, new_pool):
     assert not handler.exist((0, 0)), "a tensor of a graph that is gone is kept"
 
 
+@pytest.mark.cpu_only
+def test_without_an_accelerator_a_handler_has_no_streams(device, new_pool):
+    with pytest.raises(NotImplementedError, match="this process has no accelerator"):
+        _ = mindspeed.AsyncSwapHandler(pool=new_pool()).d2h_stream
+
+
 @pytest.mark.one_schedule
 def test_layers_that_saved_nothing_have_no_keys_and_break_nothing(device, new_pool):
     keys = mindspeed.TensorKeyManager()
@@ -218,8 +224,7 @@ def test_a_context_has_its_own_check(device, new_pool):
 @pytest.mark.one_schedule
 def test_a_handler_names_its_streams(device, new_pool):
     handler = mindspeed.AsyncSwapHandler(pool=new_pool())
-    with pytest.raises(NotImplementedError, match="no tensor of an accelerator"):
-        _ = handler.d2h_stream
+    assert handler.d2h_stream != handler.h2d_stream, "there before the first swap"
     swapped = handler.swap_out_cur_and_release_prev(random(device, 100), 0, 2)
     assert swapped.current_location is mindspeed.TensorLocation.HOST
     assert handler.d2h_stream != handler.h2d_stream
