@@ -175,6 +175,21 @@ def test_a_second_training_begins_anew(device) -> None:
         assert stats().moved_storages == 0, "the engine of a training that is over is kept"
 
 
+def test_a_graph_is_run_twice(device) -> None:
+    plain, model = new_stack(device), new_stack(device)
+    contexts = [swapped(layer) for layer in model.layers]
+    for one in (plain, model):
+        loss = one(new_input(device))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        del loss
+    assert_same_gradients(gradients(model), gradients(plain))
+    assert stats().moved_storages > 0
+    flush_autograd(device)
+    assert_nothing_left(stats())
+    del contexts
+
+
 def test_evaluations_between_steps_change_nothing(device) -> None:
     expected = train(new_stack(device), device)
     model = new_stack(device)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.utils._pytree import tree_iter
 
 from memswap.activations import checked_policy
+from memswap.compat.users_line import UsersLine
+from memswap.errors import InplaceEditError
 from memswap.groups import Added, Groups
 from memswap.planning.policy import Policy
 
@@ -28,6 +30,16 @@ class SwapTensor:
     """A tensor that is sent and brought back by hand. Anything else passes through.
 
     Alone it has an engine of its own; in a :class:`SwapGroup` it shares the group's.
+
+    Args:
+        val: the tensor, or anything else.
+        funcname: for messages: what made it.
+        group_swap: taken and not needed: storages of up to 1 MiB of a group always travel together.
+
+    Attributes:
+        ver: the tensor's version when this was made.
+        size, storage_size: bytes of its storage.
+        is_slice_tensor: whether the storage has more elements than the tensor.
     """
 
     STATE_DEVICE = "device"
@@ -36,12 +48,24 @@ class SwapTensor:
     STATE_H2D = "h2d"
     STATE_NON_TENSOR = "non_tensor"
 
-    def __init__(self, val: Any) -> None:
+    _told_early: ClassVar[bool] = False
+
+    def __init__(self, val: Any, funcname: str = "", group_swap: bool = False) -> None:
         self._val = val
+        self.funcname = funcname
+        self.group_swap = group_swap
         self._added: Added | None = None
         self._generation: Generation | None = None
-        movable = isinstance(val, torch.Tensor) and not on_host(val)
-        self._state = self.STATE_DEVICE if movable else self.STATE_NON_TENSOR
+        self.ver: int | None = None
+        self.size = self.storage_size = 0
+        self.is_slice_tensor = False
+        self._state = self.STATE_NON_TENSOR
+        if isinstance(val, torch.Tensor):
+            self.ver = None if val.is_inference() else val._version
+            self.size = self.storage_size = val.untyped_storage().nbytes()
+            self.is_slice_tensor = self.size != val.nbytes
+            if not on_host(val):
+                self._state = self.STATE_DEVICE
 
     def __repr__(self) -> str:
         return f"<SwapTensor state={self._state}>"
@@ -51,9 +75,28 @@ class SwapTensor:
         """``device``, ``d2h`` (leaving), ``host``, ``h2d`` (returning) or ``non_tensor``."""
         return self._state
 
+    @property
+    def val(self) -> Any:
+        """:meth:`get_val`."""
+        return self.get_val()
+
+    @property
+    def val_cpu(self) -> torch.Tensor | None:
+        """While the bytes are away: a copy in host memory, made when this is read. Else None."""
+        if self._added is None or self._val is not None:
+            return None
+        return self._added.host_copy()
+
     def get_val(self) -> Any:
         """The value. A tensor that is away is brought back now, which counts as a stall."""
         if self._added is not None and self._val is None:
+            if self._state != self.STATE_H2D and not SwapTensor._told_early:
+                SwapTensor._told_early = True
+                UsersLine.here().warn(
+                    f"memswap: SwapTensor.get_val(): found the state {self._state!r}, in which "
+                    "HyperParallel raises RuntimeError; memswap brings the tensor back now, for "
+                    "which this stream waits. Call async_load() or launch_load() ahead of it."
+                )
             self._val = self._added.tensor()
             self._state = self.STATE_DEVICE
         return self._val
@@ -91,6 +134,14 @@ class SwapTensor:
         """Leave with a generation, which its owner launches."""
         if self._state != self.STATE_DEVICE or not isinstance(self._val, torch.Tensor):
             return
+        version = None if self.ver is None else self._val._version
+        if version != self.ver or self._val.untyped_storage().nbytes() != self.size:
+            raise InplaceEditError(
+                f"SwapTensor {self.funcname!r}: the tensor {list(self._val.shape)} was edited in "
+                f"place or resized since the SwapTensor was made: found version {version} and "
+                f"{self._val.untyped_storage().nbytes()} bytes, expected version {self.ver} and "
+                f"{self.size} bytes. Make the SwapTensor after the last edit, or of a copy."
+            )
         self._added = Added.to(generation, self._val.detach())
         self._generation = generation
         self._val = None

@@ -1,0 +1,252 @@
+"""HyperParallel's wrappers by their own names: what a module or a function saves is swapped.
+
+A wrapped module is the module itself: no parameter is renamed, and a ``state_dict`` fits before and
+after. A wrapped function is a module without parameters. In a layer that is linked
+(:meth:`SwapManager.set_forward_prefetch_layer`) what is chosen travels with the layer's group;
+elsewhere it moves by memswap's own schedule.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable
+from functools import cache
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from memswap import checkpointing
+from memswap.activations import manage
+from memswap.checkpointing import CheckpointPolicy, checkpoint_module
+from memswap.compat.hyper_parallel.manager import SwapManager
+from memswap.engine.action import Action, TensorInfo
+from memswap.engine.autograd import in_backward
+from memswap.engine.group import GroupVisit
+from memswap.engine.untraced import untraced
+from memswap.engine.visit import VisitStack
+from memswap.planning.policy import Policy
+
+if TYPE_CHECKING:
+    from memswap.engine.group import Generation
+    from memswap.engine.transfer import Pool
+
+_units = count()
+
+
+class ActivationPolicy(enum.Enum):
+    """What a policy of :func:`swap_wrapper` says about a saved tensor."""
+
+    SAVE = 0
+    SWAP = 1
+
+
+SavedPolicy = Callable[[torch.Tensor], "ActivationPolicy | CheckpointPolicy"]
+
+_ACTIONS: dict[object, Action] = {
+    ActivationPolicy.SAVE: Action.KEEP,
+    ActivationPolicy.SWAP: Action.SWAP,
+    CheckpointPolicy.MUST_SAVE: Action.KEEP,
+    CheckpointPolicy.MUST_SWAP: Action.SWAP,
+}
+
+
+class FunctionModule(nn.Module):  # type: ignore[misc]
+    """A function as a module, so that it can be wrapped, linked and called like one."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the function returns."""
+        return self.function(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        """The function's name."""
+        return getattr(self.function, "__qualname__", type(self.function).__name__)
+
+
+class _Joining:
+    """The forward hooks of a wrapped module: what it saves joins the group that collects now.
+
+    A copied or pickled module is not wrapped.
+
+    Args:
+        allows: whether a saved tensor may leave; None: these are hooks of a copy, and do nothing.
+    """
+
+    def __init__(self, allows: Callable[[torch.Tensor], bool] | None) -> None:
+        self.allows = allows
+        self.unit = f"wrapper {next(_units)}"
+        self._visits = VisitStack()
+        self._entered = _Entered()
+
+    def watch(self, module: nn.Module) -> None:
+        """Inside of all hooks that the module has so far."""
+        module.register_forward_pre_hook(self.clear, prepend=True)
+        module.register_forward_pre_hook(self.enter)
+        module.register_forward_hook(self.leave, prepend=True, always_call=True)
+
+    @untraced
+    def clear(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """What an interrupt (Ctrl-C) has left, before other hooks lie on it."""
+        self._visits.drop_interrupted(self.unit)
+
+    @untraced
+    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._entered.stack.append(self.begin())
+
+    @untraced
+    def leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        stack = self._entered.stack
+        if stack and stack.pop():
+            self.end()
+
+    def begin(self) -> bool:
+        """Save for the group that collects now, if one does. Whether :meth:`end` must follow."""
+        if self.allows is None or not torch.is_grad_enabled() or in_backward():
+            return False
+        manager = SwapManager()
+        generation: Generation | None = manager.collecting()
+        if generation is None:
+            return False
+        manager.wrappers[self.unit] = self
+        self._visits.enter(GroupVisit(generation.saver, generation, self.unit))
+        return True
+
+    def end(self) -> None:
+        """What is saved from now on is not the group's."""
+        self._visits.leave()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> _Joining:
+        return _Joining(None)
+
+    def __reduce__(self) -> tuple[type[_Joining], tuple[None]]:
+        return _Joining, (None,)
+
+
+class _Entered(threading.local):
+    """Whether the forwards that a thread is in have joined a group."""
+
+    def __init__(self) -> None:
+        self.stack: list[bool] = []
+
+
+def checkpoint_wrapper(
+    module: nn.Module | Callable[..., Any],
+    policy_fn: Any = None,
+    *,
+    swap_inputs: bool = False,
+    group_swap: bool = False,
+    **options: Any,
+) -> nn.Module:
+    """Make each forward of a module a checkpointed region; returns the module itself.
+
+    Args:
+        module: a module, or a function, which becomes a module.
+        policy_fn: ``policy_fn(ctx, op, *args, **kwargs) -> CheckpointPolicy``.
+        swap_inputs: whether the region's inputs are swapped until backward.
+        group_swap: taken and not needed: storages of up to 1 MiB always travel together.
+        **options: see :class:`memswap.Checkpointing`.
+    """
+    wrapped = as_module(module, "checkpoint_wrapper")
+    # In a linked layer a group's engine has the last word about sizes.
+    options.setdefault("min_bytes", 1)
+    checkpoint_module(wrapped, policy_fn, swap_inputs=swap_inputs, **options)
+    _Joining(nothing).watch(wrapped)
+    return wrapped
+
+
+def swap_wrapper(
+    module: nn.Module | Callable[..., Any],
+    policy_fn: SavedPolicy | None = None,
+    group_swap: bool = False,
+    *,
+    pool: Pool | None = None,
+) -> nn.Module:
+    """Swap what a module saves, or what a policy chooses of it; returns the module itself.
+
+    Args:
+        module: a module, or a function, which becomes a module.
+        policy_fn: ``policy_fn(tensor)`` says SAVE or SWAP (:class:`ActivationPolicy`), or MUST_SAVE
+            or MUST_SWAP (:class:`CheckpointPolicy`). None: everything is swapped.
+        group_swap: taken and not needed: storages of up to 1 MiB always travel together.
+        pool: where bytes go outside of linked layers.
+
+    Raises:
+        TypeError: neither a module nor a function; in the forward, if the policy returns something
+            else.
+    """
+    wrapped = as_module(module, "swap_wrapper")
+
+    def action(tensor: torch.Tensor, info: TensorInfo | None = None) -> Action:
+        if policy_fn is None:
+            return Action.SWAP
+        says = policy_fn(tensor)
+        if says not in _ACTIONS:
+            raise TypeError(
+                f"swap_wrapper(policy_fn=...): found {says!r}, expected ActivationPolicy.SAVE or "
+                "SWAP, or CheckpointPolicy.MUST_SAVE or MUST_SWAP"
+            )
+        return _ACTIONS[says]
+
+    fn = None if policy_fn is None else action
+    manage({type(wrapped).__name__: wrapped}, Policy(Action.SWAP, min_bytes=1, fn=fn), pool=pool)
+    _Joining(lambda tensor: action(tensor) is Action.SWAP).watch(wrapped)
+    return wrapped
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    swap_inputs: bool = False,
+    policy_fn: Any = None,
+    group_swap: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """``function(*args, **kwargs)`` as a region: :func:`memswap.checkpoint`.
+
+    In a linked layer what the region swaps travels with the layer's group.
+
+    Args:
+        function: the function or module.
+        swap_inputs: whether the region's inputs are swapped until backward.
+        policy_fn: ``policy_fn(ctx, op, *args, **kwargs) -> CheckpointPolicy``.
+        group_swap: taken and not needed: storages of up to 1 MiB always travel together.
+        **kwargs: for the function, and the options of :func:`memswap.checkpoint`.
+    """
+    kwargs.setdefault("min_bytes", 1)
+    joining = None if torch.compiler.is_compiling() else regions()
+    joined = joining is not None and joining.begin()
+    try:
+        return checkpointing.checkpoint(
+            function, *args, swap_inputs=swap_inputs, policy_fn=policy_fn, **kwargs
+        )
+    finally:
+        if joining is not None and joined:
+            joining.end()
+
+
+@cache
+def regions() -> _Joining:
+    """How single regions join the group that collects: one for all calls."""
+    return _Joining(nothing)
+
+
+def as_module(module: Any, caller: str) -> nn.Module:
+    """A module as it is; a function as a module."""
+    if isinstance(module, nn.Module):
+        return module
+    if not callable(module):
+        raise TypeError(
+            f"{caller}(): found {type(module).__name__}, expected an nn.Module or a function"
+        )
+    return FunctionModule(module)
+
+
+def nothing(tensor: torch.Tensor) -> bool:
+    """What a region leaves on the device stays there: it names what moves."""
+    return False
