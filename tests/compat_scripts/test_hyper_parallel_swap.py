@@ -31,6 +31,7 @@ from memswap.compat.hyper_parallel import (
     SwapTensor,
     checkpoint,
     checkpoint_wrapper,
+    swap,
     swap_wrapper,
 )
 from memswap.errors import InplaceEditError
@@ -350,6 +351,20 @@ def test_single_regions_in_a_linked_layer(device) -> None:
     assert stats().stalls == 0
 
 
+def test_single_calls_that_are_swapped_in_a_linked_layer(device) -> None:
+    expected = train(new_stack(device), device)
+    model = linked(new_stack(device))
+    for layer in model.layers:
+        plain = layer.forward
+        layer.forward = lambda x, plain=plain: swap(plain, x, policy_fn=large, group_swap=True)
+    assert_same_gradients(train(model, device), expected)
+    assert stats().moved_storages > 0
+    assert stats().stalls == 0
+    moved = stats().moved_storages
+    swap(torch.sin, random(device, 8).requires_grad_()).sum().backward()
+    assert stats().moved_storages == moved, "outside of layers, as there, nothing moves"
+
+
 # --- functions -------------------------------------------------------------------------------
 
 
@@ -519,6 +534,21 @@ def test_a_swap_tensor_by_itself(device) -> None:
     assert same_bits(swap.val, random(device, 8, 8)[2:4])
     other = SwapTensor({"no": "tensor"}, "somewhere", group_swap=True)
     assert other.state == "non_tensor" and other.val == {"no": "tensor"}
+
+
+def test_tensors_that_move_alone_share_an_engine(device) -> None:
+    storage = Storage()
+    swaps = [SwapTensor(random(device, 64, seed=n)) for n in range(3)]
+    storage.swap_storage["op"].append(swaps[2])
+    for one in (*swaps[:2], storage):
+        getattr(one, "async_offload", storage.launch_offload)()
+        one.wait_offload()
+    assert len({id(one._engine) for one in (*swaps[:2], storage)}) == 1
+    for one in (*swaps[:2], storage):
+        getattr(one, "async_load", storage.launch_load)()
+        one.wait_load()
+    assert [one.state for one in swaps] == ["device"] * 3
+    assert all(same_bits(one.val, random(device, 64, seed=n)) for n, one in enumerate(swaps))
 
 
 @pytest.mark.one_schedule

@@ -18,6 +18,7 @@ from memswap.compat.hyper_parallel.wrappers import (
     ActivationPolicy,
     checkpoint,
     checkpoint_wrapper,
+    swap,
     swap_wrapper,
 )
 
@@ -36,6 +37,7 @@ __all__ = [
     "checkpoint",
     "checkpoint_wrapper",
     "keep_collectives_policy",
+    "swap",
     "swap_wrapper",
 ]
 

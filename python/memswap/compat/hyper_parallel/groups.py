@@ -8,7 +8,7 @@ from weakref import ref
 
 import torch
 
-from memswap.compat.hyper_parallel.tensors import Storage, new_engine
+from memswap.compat.hyper_parallel.tensors import Storage, lone_engine
 from memswap.engine.autograd import NO_TASK, graph_task
 from memswap.groups import Group
 
@@ -114,7 +114,7 @@ class SwapGroup:
 
     def __init__(self, group_name: str, engine: Groups | None = None) -> None:
         self.group_name = group_name
-        self._group = Group(group_name, groups=new_engine() if engine is None else engine)
+        self._group = Group(group_name, groups=lone_engine() if engine is None else engine)
         self._fresh: list[ref[Storage]] = []  # in the order in which they came
         self._collecting: Batch | None = None  # what is saved into the group by name
         self._batches: list[Batch] = []  # that may be asked for, in the order of their launches

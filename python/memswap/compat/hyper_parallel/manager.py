@@ -178,7 +178,7 @@ class SwapManager:
         """
         for layer, link in list(self._links.items()):
             link.remove()
-            del layer._swap_group_name
+            layer.__dict__.pop("_swap_group_name", None)
         if self._engine is not None:
             self._engine.settle()
         self._begin()

@@ -6,11 +6,11 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import ref
 
 import torch
 from torch.utils._pytree import tree_iter
 
-from memswap.activations import checked_policy
 from memswap.compat.users_line import UsersLine
 from memswap.errors import InplaceEditError
 from memswap.groups import Added, Groups
@@ -18,18 +18,27 @@ from memswap.planning.policy import Policy
 
 if TYPE_CHECKING:
     from memswap.engine.group import Generation
-    from memswap.engine.transfer import Pool
 
 
-def new_engine(policy: Policy | None = None, pool: Pool | None = None) -> Groups:
-    """Groups that move tensors of any size: in these calls the user has chosen them."""
-    return Groups(Policy(min_bytes=1) if policy is None else checked_policy(policy), pool=pool)
+class _Lone:
+    """The engine of what moves alone: one, alive as long as something that it moves."""
+
+    engine: ClassVar[ref[Groups] | None] = None
+
+
+def lone_engine() -> Groups:
+    """Groups that move tensors of any size, for what belongs to no manager; the caller holds it."""
+    engine = None if _Lone.engine is None else _Lone.engine()
+    if engine is None:
+        engine = Groups(Policy(min_bytes=1))
+        _Lone.engine = ref(engine)
+    return engine
 
 
 class SwapTensor:
     """A tensor that is sent and brought back by hand. Anything else passes through.
 
-    Alone it has an engine of its own; in a :class:`SwapGroup` it shares the group's.
+    In a :class:`SwapGroup` it moves with the group, through the group's engine.
 
     Args:
         val: the tensor, or anything else.
@@ -55,6 +64,7 @@ class SwapTensor:
         self.funcname = funcname
         self.group_swap = group_swap
         self._added: Added | None = None
+        self._engine: Groups | None = None  # where it moves alone
         self._generation: Generation | None = None
         self.ver: int | None = None
         self.size = self.storage_size = 0
@@ -105,7 +115,8 @@ class SwapTensor:
         """Start sending the tensor away."""
         if not self._expect(self.STATE_DEVICE, "async_offload"):
             return
-        generation = new_engine().new("SwapTensor").begin()
+        self._engine = lone_engine()
+        generation = self._engine.new("SwapTensor").begin()
         self.join(generation)
         generation.launch_offload()
 
@@ -170,6 +181,7 @@ class Storage:
     def __init__(self) -> None:
         self.save_storage: dict[Any, list[Any]] = defaultdict(list)
         self.swap_storage: dict[Any, list[Any]] = defaultdict(list)
+        self._engine: Groups | None = None  # where it moves alone
 
     def tensors(self) -> Iterator[SwapTensor]:
         """Every :class:`SwapTensor`, in the order of saving."""
@@ -180,11 +192,14 @@ class Storage:
 
     def launch_offload(self, generation: Generation | None = None) -> None:
         """Start sending all that are on the device, together."""
-        one = new_engine().new("Storage").begin() if generation is None else generation
-        for tensor in self.tensors():
-            tensor.join(one)
         if generation is None:
-            one.launch_offload()
+            self._engine = lone_engine()
+            generation = self._engine.new("Storage").begin()
+            self.launch_offload(generation)
+            generation.launch_offload()
+            return
+        for tensor in self.tensors():
+            tensor.join(generation)
 
     def wait_offload(self) -> None:
         """What follows comes after the sends."""

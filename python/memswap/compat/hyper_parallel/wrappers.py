@@ -45,11 +45,11 @@ class ActivationPolicy(enum.Enum):
 
 SavedPolicy = Callable[[torch.Tensor], "ActivationPolicy | CheckpointPolicy"]
 
-_ACTIONS: dict[object, Action] = {
-    ActivationPolicy.SAVE: Action.KEEP,
-    ActivationPolicy.SWAP: Action.SWAP,
-    CheckpointPolicy.MUST_SAVE: Action.KEEP,
-    CheckpointPolicy.MUST_SWAP: Action.SWAP,
+_SWAPS: dict[object, bool] = {
+    ActivationPolicy.SAVE: False,
+    ActivationPolicy.SWAP: True,
+    CheckpointPolicy.MUST_SAVE: False,
+    CheckpointPolicy.MUST_SWAP: True,
 }
 
 
@@ -181,22 +181,43 @@ def swap_wrapper(
             else.
     """
     wrapped = as_module(module, "swap_wrapper")
+    swaps = read_policy(policy_fn, "swap_wrapper")
 
-    def action(tensor: torch.Tensor, info: TensorInfo | None = None) -> Action:
-        if policy_fn is None:
-            return Action.SWAP
-        says = policy_fn(tensor)
-        if says not in _ACTIONS:
-            raise TypeError(
-                f"swap_wrapper(policy_fn=...): found {says!r}, expected ActivationPolicy.SAVE or "
-                "SWAP, or CheckpointPolicy.MUST_SAVE or MUST_SWAP"
-            )
-        return _ACTIONS[says]
+    def action(tensor: torch.Tensor, info: TensorInfo) -> Action:
+        return Action.SWAP if swaps(tensor) else Action.KEEP
 
     fn = None if policy_fn is None else action
     manage({type(wrapped).__name__: wrapped}, Policy(Action.SWAP, min_bytes=1, fn=fn), pool=pool)
-    _Joining(lambda tensor: action(tensor) is Action.SWAP).watch(wrapped)
+    _Joining(swaps).watch(wrapped)
     return wrapped
+
+
+def swap(
+    function: Callable[..., Any],
+    *args: Any,
+    policy_fn: SavedPolicy | None = None,
+    group_swap: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """``function(*args, **kwargs)``; what it saves travels with the group that collects now.
+
+    Args:
+        function: the function or module. Outside of linked layers, and where no group's name was
+            set, what it saves stays on the device: there :class:`memswap.saved_tensors` swaps.
+        policy_fn: see :func:`swap_wrapper`.
+        group_swap: taken and not needed: storages of up to 1 MiB always travel together.
+        **kwargs: for the function.
+
+    Raises:
+        TypeError: the policy returns something else.
+    """
+    joining = _Joining(read_policy(policy_fn, "swap"))
+    joined = not torch.compiler.is_compiling() and joining.begin()
+    try:
+        return function(*args, **kwargs)
+    finally:
+        if joined:
+            joining.end()
 
 
 def checkpoint(
@@ -245,6 +266,28 @@ def as_module(module: Any, caller: str) -> nn.Module:
             f"{caller}(): found {type(module).__name__}, expected an nn.Module or a function"
         )
     return FunctionModule(module)
+
+
+def read_policy(policy_fn: SavedPolicy | None, caller: str) -> Callable[[torch.Tensor], bool]:
+    """Whether a saved tensor is swapped, by a policy of that system; None: everything is."""
+    if policy_fn is None:
+        return everything
+
+    def swaps(tensor: torch.Tensor) -> bool:
+        says = policy_fn(tensor)
+        if says not in _SWAPS:
+            raise TypeError(
+                f"{caller}(policy_fn=...): found {says!r}, expected ActivationPolicy.SAVE or "
+                "SWAP, or CheckpointPolicy.MUST_SAVE or MUST_SWAP"
+            )
+        return _SWAPS[says]
+
+    return swaps
+
+
+def everything(tensor: torch.Tensor) -> bool:
+    """What a wrapper without a policy swaps."""
+    return True
 
 
 def nothing(tensor: torch.Tensor) -> bool:
