@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from memswap._native import native
-from memswap.engine.autograd import in_backward, plain_parts
+from memswap.engine.autograd import computed_from, in_backward, next_node_number, plain_parts
 from memswap.engine.saver import Saver
 from memswap.engine.stats import Stats
 from memswap.engine.transfer import check_pool
 from memswap.engine.uncopied import Uncopied
 from memswap.engine.units import format_bytes, parse_bytes
-from memswap.engine.untraced import untraced
-from memswap.engine.visit import Visit, VisitStack, can_save
+from memswap.engine.visit import OpenBlocks, Visit, can_save
 from memswap.engine.windowed import WindowedSaver
 from memswap.engine.windows import WindowStats
 from memswap.managed import Managed
@@ -72,7 +72,7 @@ class saved_tensors(Uncopied):  # noqa: N801  (used like torch.autograd.graph.sa
     ) -> None:
         check_pool(pool)
         self._saver = Saver(checked_policy(policy), pool, window(prefetch_bytes))
-        self._visits = VisitStack()
+        self._open: OpenBlocks[Visit] = OpenBlocks()
 
     def __repr__(self) -> str:
         return f"<memswap saved_tensors: {self._saver.ledger}>"
@@ -80,7 +80,7 @@ class saved_tensors(Uncopied):  # noqa: N801  (used like torch.autograd.graph.sa
     def __enter__(self) -> saved_tensors:
         if not in_backward():
             self._saver.begin_passage()
-        self._visits.enter(Visit(self._saver, ""))
+        self._open.enter(Visit(self._saver, ""))
         return self
 
     def __exit__(
@@ -89,7 +89,7 @@ class saved_tensors(Uncopied):  # noqa: N801  (used like torch.autograd.graph.sa
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._visits.leave()
+        self._open.leave()
 
     def stats(self) -> Stats:
         """What was done so far."""
@@ -127,11 +127,9 @@ class Manager(Managed):
             self._pilot = self._saver.director = Pilot(
                 self._saver, policy, pool, budget, rates, group, self._units
             )
-        self._opener: str | None = None
-        self._visited: set[str] = set()
+        self._iteration = _Units()
         for name, module in self._units.items():
-            hook = _UnitHook(self, name)
-            self._watch(module, hook.enter, hook.leave)
+            self._hooks.add(module, name)
         self._unseen: Unseen | None = Unseen(self._units.values(), "manage()")
         self._operators: OperatorWindows | None = None
         if windows is not None and isinstance(self._saver, WindowedSaver):
@@ -212,51 +210,68 @@ class Manager(Managed):
             self._unseen.end()
             self._unseen = None
 
-    def _enter(self, name: str) -> None:
+    def _begin(
+        self, key: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Visit:
         self._seen()
         if torch.is_grad_enabled() and not in_backward() and can_save():
-            self._note(name)
-        self._visits.drop_interrupted(name)
-        self._visits.enter(Visit(self._saver, name))
+            self._note(key, (args, kwargs))
+        return _UnitCall(self._saver, key, self)
 
-    def _leave(self) -> None:
-        self._visits.leave()
-
-    def _note(self, name: str) -> None:
-        """Notice where a forward begins: at the unit that opened the last one."""
-        saver = self._saver
+    def _note(self, name: str, inputs: object) -> None:
+        """A unit is called in a forward: notice where one begins."""
+        saver, units = self._saver, self._iteration
         with saver.lock:
-            if saver.passage.began_backward or (name == self._opener and len(self._visited) > 1):
+            outermost = self._hooks.depth == 1
+            if saver.passage.began_backward or (outermost and units.begin_anew(name, inputs)):
                 saver.begin_passage()
-                self._visited.clear()
-            if not self._visited:
-                self._opener = name
+                units.clear()
+            if not units.names:
                 saver.persistent = persistent_storages(self._units.values())
-            self._visited.add(name)
+                units.first_node = next_node_number()
+            units.names[name] = None
+
+    def _left(self) -> None:
+        """The call of a unit has ended."""
+        self._iteration.end_node = next_node_number()
 
 
-class _UnitHook:
-    """The forward hooks of one unit. A copied or pickled module is not managed."""
+class _Units:
+    """The units that an iteration has called so far."""
 
-    def __init__(self, manager: Manager | None, name: str) -> None:
-        self._manager = manager
-        self._name = name
+    def __init__(self) -> None:
+        self.names: dict[str, None] = {}  # in the order of their first calls
+        self.first_node = 0  # of autograd: when the first one was called
+        self.end_node = 0  # the next one, when the last call ended
 
-    @untraced
-    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self._manager is not None:
-            self._manager._enter(self._name)
+    def clear(self) -> None:
+        self.names.clear()
+        self.first_node = self.end_node = 0
 
-    @untraced
-    def leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        if self._manager is not None:
-            self._manager._leave()
+    def begin_anew(self, name: str, inputs: object) -> bool:
+        """Whether a call of a unit, inside no other one, begins another forward.
 
-    def __deepcopy__(self, memo: dict[int, object]) -> _UnitHook:
-        return _UnitHook(None, self._name)
+        It does where the unit that was called first is called again, unless with something that
+        this forward has computed: layers that are shared, called in a loop, serve one backward.
+        """
+        if len(self.names) < 2 or name != next(iter(self.names)):
+            return False
+        tensors = (one for one in tree_leaves(inputs) if isinstance(one, torch.Tensor))
+        return not computed_from(tensors, self.first_node, self.end_node)
 
-    def __reduce__(self) -> tuple[type[_UnitHook], tuple[None, str]]:
-        return _UnitHook, (None, self._name)
+
+class _UnitCall(Visit):
+    """The visit of one call of a unit."""
+
+    __slots__ = ("manager",)
+
+    def __init__(self, saver: Saver, name: str, manager: Manager) -> None:
+        super().__init__(saver, name)
+        self.manager = manager
+
+    def leave(self, output: object = None) -> None:
+        super().leave()
+        self.manager._left()
 
 
 def manage(

@@ -216,11 +216,12 @@ def test_links_that_are_repeated_or_skip_layers(device) -> None:
     """A stride of two, as prefetch distances are written, and every link twice."""
     expected = train(new_stack(device, depth=6), device)
     model = wrapped(new_stack(device, depth=6), swap_wrapper)
+    hooks = len(model.layers[2]._forward_pre_hooks)
     for _ in range(2):
         for i in range(4):
             SwapManager().set_forward_prefetch_layer(model.layers[i], model.layers[i + 2])
     assert [layer._swap_group_name[-1] for layer in model.layers] == ["0", "2", "1", "3", "4", "5"]
-    assert len(model.layers[2]._forward_pre_hooks) == 2 + 2, "hooks came twice"
+    assert len(model.layers[2]._forward_pre_hooks) == hooks + 1, "hooks came twice"
     assert_same_gradients(train(model, device), expected)
     assert stats().stalls == 0
     assert stats().moved_storages >= 3 * 4 * 5, "all but the last of either chain leave"
@@ -291,7 +292,7 @@ def test_an_interrupted_forward_leaves_nothing_behind(device) -> None:
     assert_same_gradients(train(model, device), expected)
     assert stats().stalls == 0
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    assert not SwapManager()._running.stack
+    assert not SwapManager()._running.calls
 
 
 # --- checkpointed layers ---------------------------------------------------------------------

@@ -30,14 +30,12 @@ from memswap.compat.users_line import UsersLine
 from memswap.engine.action import Action, TensorInfo
 from memswap.engine.autograd import in_backward
 from memswap.engine.transfer import check_pool
-from memswap.engine.untraced import untraced
 from memswap.groups import Groups
+from memswap.module_hooks import ModuleHooks
 from memswap.planning.policy import Policy, Restricted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from torch.utils.hooks import RemovableHandle
 
     from memswap.engine.group import Generation
     from memswap.engine.stats import Stats
@@ -67,6 +65,7 @@ class SwapManager:
         self._engine: Groups | None = None
         self._groups: dict[str, SwapGroup] = {}
         self._links: WeakKeyDictionary[nn.Module, Link] = WeakKeyDictionary()
+        self._hooks: ModuleHooks[Link] = ModuleHooks(self._call_begins)
         self._layer_count = 0
         self._running = _Running()
         self._last_name = ""
@@ -116,9 +115,9 @@ class SwapManager:
         saves there.
         """
         self._told = True
-        running = self._running.stack
-        if running and running[-1][0].name == group_name:
-            running[-1][1].add(storage)
+        running = self._running.calls
+        if running and running[-1].link.name == group_name:
+            running[-1].batch.add(storage)
         else:
             self._made(group_name).add(storage)
 
@@ -160,8 +159,8 @@ class SwapManager:
         running = self._running
         if running.by_hand:
             batch = self._made(self.get_current_group_name()).collecting()
-        elif running.stack:
-            batch = running.stack[-1][1]
+        elif running.calls:
+            batch = running.calls[-1].batch
         else:
             return None
         self._told = True
@@ -176,8 +175,8 @@ class SwapManager:
 
         Graphs that are alive can still run backward.
         """
-        for layer, link in list(self._links.items()):
-            link.remove()
+        self._hooks.remove()
+        for layer in list(self._links):
             layer.__dict__.pop("_swap_group_name", None)
         if self._engine is not None:
             self._engine.settle()
@@ -211,7 +210,7 @@ class SwapManager:
             name = f"swap_group_{self._layer_count}"
             self._layer_count += 1
             link = self._links[layer] = Link(self, name, self._made(name))
-            link.watch(layer)
+            self._hooks.add(layer, link, begins_first=True)
             layer._swap_group_name = name
             finalize(layer, self._forget, name, ref(link.group)).atexit = False
         return link
@@ -240,30 +239,19 @@ class SwapManager:
 
     # --- what links say ---------------------------------------------------------------------------
 
-    def enter(self, link: Link) -> None:
-        """A layer's forward begins."""
+    def _call_begins(
+        self, link: Link, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _LinkedCall | None:
+        if in_backward():
+            return None  # a layer that is computed again
         self._name(link.name)
-        running = self._running
-        running.by_hand = False
-        places = [place for place, (one, _) in enumerate(running.stack) if one is link]
-        if places:  # an interrupt (Ctrl-C) has left it without its end
-            del running.stack[places[0] :]
+        self._running.by_hand = False
         batch = link.begin(next(self._numbers))
         if batch.before() is None and torch.is_grad_enabled():
             saver = self.engine.saver
             with saver.lock:  # a chain begins: sharding may have replaced parameters
                 saver.persistent = persistent_storages(list(self._links))
-        running.stack.append((link, batch))
-
-    def leave(self, link: Link, output: object) -> None:
-        """A layer's forward ends."""
-        stack = self._running.stack
-        places = [place for place, (one, _) in enumerate(stack) if one is link]
-        if not places:
-            return
-        batch = stack[places[-1]][1]
-        del stack[places[-1] :]
-        link.end(batch, output)
+        return _LinkedCall(self._running, link, batch)
 
     def notice_empty(self, line: UsersLine) -> None:
         """Nobody has put anything into a chain that is at work. Said once."""
@@ -280,18 +268,38 @@ class _Running(threading.local):
     """What a thread runs."""
 
     def __init__(self) -> None:
-        self.stack: list[tuple[Link, Batch]] = []
+        self.calls: list[_LinkedCall] = []
         self.name: str | None = None
         self.by_hand = False
 
 
+class _LinkedCall:
+    """One call of a linked layer, and the batch that it fills."""
+
+    def __init__(self, running: _Running, link: Link, batch: Batch) -> None:
+        self._running = running
+        self.link = link
+        self.batch = batch
+
+    def enter(self, call: object) -> None:
+        """It begins."""
+        self._running.calls.append(self)
+
+    def leave(self, output: object) -> None:
+        """It ends."""
+        self.abandon()
+        self.link.end(self.batch, output)
+
+    def abandon(self) -> None:
+        """It was interrupted: what it has saved so far stays where it is."""
+        if self in self._running.calls:
+            self._running.calls.remove(self)
+
+
 class Link:
-    """A layer's place in the schedule, and its forward hooks. See [Note: Links].
+    """A layer's place in the schedule. See [Note: Links]. Owned by the layer's hooks."""
 
-    Owned by the layer's hooks; a copied or pickled layer is not linked.
-    """
-
-    def __init__(self, manager: SwapManager | None, name: str, group: SwapGroup) -> None:
+    def __init__(self, manager: SwapManager, name: str, group: SwapGroup) -> None:
         self._manager = manager
         self.name = name
         self.group = group
@@ -300,20 +308,6 @@ class Link:
         self.line = UsersLine.here()
         self._newest: ref[Batch] | None = None
         self._number = 0  # of the last forward
-        self._handles: list[RemovableHandle] = []
-
-    def watch(self, layer: nn.Module) -> None:
-        """Have the layer's forwards begin and end here; before and behind those of wrappers."""
-        hook = _LinkHook(self)
-        self._handles = [
-            layer.register_forward_pre_hook(hook.enter, prepend=True),
-            layer.register_forward_hook(hook.leave, always_call=True),
-        ]
-
-    def remove(self) -> None:
-        """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
 
     def begin(self, number: int) -> Batch:
         """A forward begins; forwards are numbered over all layers."""
@@ -346,7 +340,7 @@ class Link:
         batch.reached(wait=True)
         for storage in batch.storages():
             self.group.add(storage)  # it may leave again
-        if self._manager is not None and self.has_next and not batch.alive:
+        if self.has_next and not batch.alive:
             self._manager.notice_empty(self.line)
 
 
@@ -361,28 +355,3 @@ class _Reached:
 
     def __call__(self, gradient: torch.Tensor) -> None:
         self._link.backward_begins(self._batch)
-
-
-class _LinkHook:
-    """The forward hooks of a linked layer. A copied or pickled layer has none."""
-
-    def __init__(self, link: Link | None) -> None:
-        self._link = link
-
-    @untraced
-    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        link = self._link
-        if link is not None and link._manager is not None and not in_backward():
-            link._manager.enter(link)
-
-    @untraced
-    def leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        link = self._link
-        if link is not None and link._manager is not None and not in_backward():
-            link._manager.leave(link, output)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> _LinkHook:
-        return _LinkHook(None)
-
-    def __reduce__(self) -> tuple[type[_LinkHook], tuple[None]]:
-        return _LinkHook, (None,)

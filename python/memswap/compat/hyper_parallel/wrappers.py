@@ -9,7 +9,6 @@ elsewhere it moves by memswap's own schedule.
 from __future__ import annotations
 
 import enum
-import threading
 from collections.abc import Callable
 from functools import cache
 from itertools import count
@@ -25,8 +24,7 @@ from memswap.compat.hyper_parallel.manager import SwapManager
 from memswap.engine.action import Action, TensorInfo
 from memswap.engine.autograd import in_backward
 from memswap.engine.group import GroupVisit
-from memswap.engine.untraced import untraced
-from memswap.engine.visit import VisitStack
+from memswap.module_hooks import ModuleHooks
 from memswap.planning.policy import Policy
 
 if TYPE_CHECKING:
@@ -70,69 +68,49 @@ class FunctionModule(nn.Module):  # type: ignore[misc]
 
 
 class _Joining:
-    """The forward hooks of a wrapped module: what it saves joins the group that collects now.
+    """How what a wrapped module or function saves joins the group that collects at that moment.
 
-    A copied or pickled module is not wrapped.
+    Owned by the module's hooks; a copied or pickled module is not wrapped.
 
     Args:
-        allows: whether a saved tensor may leave; None: these are hooks of a copy, and do nothing.
+        allows: whether a saved tensor may leave.
     """
 
-    def __init__(self, allows: Callable[[torch.Tensor], bool] | None) -> None:
+    def __init__(self, allows: Callable[[torch.Tensor], bool]) -> None:
         self.allows = allows
         self.unit = f"wrapper {next(_units)}"
-        self._visits = VisitStack()
-        self._entered = _Entered()
+        self._hooks: ModuleHooks[str] = ModuleHooks(self._call_begins)
 
     def watch(self, module: nn.Module) -> None:
         """Inside of all hooks that the module has so far."""
-        module.register_forward_pre_hook(self.clear, prepend=True)
-        module.register_forward_pre_hook(self.enter)
-        module.register_forward_hook(self.leave, prepend=True, always_call=True)
+        self._hooks.add(module, self.unit, ends_first=True)
 
-    @untraced
-    def clear(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """What an interrupt (Ctrl-C) has left, before other hooks lie on it."""
-        self._visits.drop_interrupted(self.unit)
-
-    @untraced
-    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self._entered.stack.append(self.begin())
-
-    @untraced
-    def leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        stack = self._entered.stack
-        if stack and stack.pop():
-            self.end()
-
-    def begin(self) -> bool:
-        """Save for the group that collects now, if one does. Whether :meth:`end` must follow."""
-        if self.allows is None or not torch.is_grad_enabled() or in_backward():
-            return False
+    def visit(self) -> GroupVisit | None:
+        """Hooks that save for the group; None: none collects."""
+        if not torch.is_grad_enabled() or in_backward():
+            return None
         manager = SwapManager()
         generation: Generation | None = manager.collecting()
         if generation is None:
-            return False
+            return None
         manager.wrappers[self.unit] = self
-        self._visits.enter(GroupVisit(generation.saver, generation, self.unit))
-        return True
+        return GroupVisit(generation.saver, generation, self.unit)
 
-    def end(self) -> None:
-        """What is saved from now on is not the group's."""
-        self._visits.leave()
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """One call of a function."""
+        visit = None if torch.compiler.is_compiling() else self.visit()
+        if visit is None:
+            return function(*args, **kwargs)
+        visit.enter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            visit.leave()
 
-    def __deepcopy__(self, memo: dict[int, object]) -> _Joining:
-        return _Joining(None)
-
-    def __reduce__(self) -> tuple[type[_Joining], tuple[None]]:
-        return _Joining, (None,)
-
-
-class _Entered(threading.local):
-    """Whether the forwards that a thread is in have joined a group."""
-
-    def __init__(self) -> None:
-        self.stack: list[bool] = []
+    def _call_begins(
+        self, unit: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> GroupVisit | None:
+        return self.visit()
 
 
 def checkpoint_wrapper(
@@ -211,13 +189,7 @@ def swap(
     Raises:
         TypeError: the policy returns something else.
     """
-    joining = _Joining(read_policy(policy_fn, "swap"))
-    joined = not torch.compiler.is_compiling() and joining.begin()
-    try:
-        return function(*args, **kwargs)
-    finally:
-        if joined:
-            joining.end()
+    return _Joining(read_policy(policy_fn, "swap")).run(function, args, kwargs)
 
 
 def checkpoint(
@@ -239,16 +211,8 @@ def checkpoint(
         group_swap: taken and not needed: storages of up to 1 MiB always travel together.
         **kwargs: for the function, and the options of :func:`memswap.checkpoint`.
     """
-    kwargs.setdefault("min_bytes", 1)
-    joining = None if torch.compiler.is_compiling() else regions()
-    joined = joining is not None and joining.begin()
-    try:
-        return checkpointing.checkpoint(
-            function, *args, swap_inputs=swap_inputs, policy_fn=policy_fn, **kwargs
-        )
-    finally:
-        if joining is not None and joined:
-            joining.end()
+    options = {"swap_inputs": swap_inputs, "policy_fn": policy_fn, "min_bytes": 1, **kwargs}
+    return regions().run(checkpointing.checkpoint, (function, *args), options)
 
 
 @cache
