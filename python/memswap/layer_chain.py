@@ -28,7 +28,6 @@ from memswap.activations import (
 )
 from memswap.engine.autograd import in_backward
 from memswap.engine.group import Generation, GroupVisit, Phase
-from memswap.engine.visit import OpenBlocks
 from memswap.groups import Group, Groups
 from memswap.managed import Managed
 from memswap.planning.policy import Policy
@@ -70,7 +69,7 @@ class _Reached:
 
 
 class Track:
-    """The schedule of [Note: The chain] for groups of one engine, whoever says where layers begin.
+    """The schedule of [Note: The chain] for groups of one engine.
 
     Args:
         engine: of the groups.
@@ -83,7 +82,6 @@ class Track:
         self.groups: list[Group] = []
         self._journey = _Pass()
         self._waiting: Generation | None = None  # launched, not waited for yet
-        self._open: OpenBlocks[CollectedCall] = OpenBlocks()
 
     def begin(
         self, index: int, persistent: Callable[[], dict[int, WeakStorage]]
@@ -107,17 +105,6 @@ class Track:
             journey.generations[index] = generation
             generation.on_demand = _Reached(self, journey, index)
         return CollectedCall(saver, generation, functools.partial(self._collected, index))
-
-    def enter(self, index: int, persistent: Callable[[], dict[int, WeakStorage]]) -> bool:
-        """A block around a layer's forward begins. Whether :meth:`leave` is to be called."""
-        call = self.begin(index, persistent)
-        if call is not None:
-            self._open.enter(call)
-        return call is not None
-
-    def leave(self, index: int) -> None:
-        """The block ends."""
-        self._open.leave()
 
     def _collected(self, index: int, generation: Generation) -> None:
         """The forward of a layer has ended."""

@@ -104,6 +104,7 @@ def test_there_is_one_manager(device) -> None:
     assert SwapManager() is SwapManager()
     SwapManager().set_current_group_name("mine")
     assert SwapManager().get_current_group_name() == "mine"
+    assert copy.deepcopy(SwapManager()) is SwapManager()
 
 
 # --- layers that are wrapped and linked ------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -368,6 +370,18 @@ def test_the_streams_are_there_before_the_first_swap(device) -> None:
     swapped_out = handler.swap_out_cur_and_release_prev(random(device, 64), 0, 2)
     assert (handler.d2h_stream, handler.h2d_stream) == (send, bring)
     assert same_bits(handler.wait_cur_and_prefetch_next(swapped_out), random(device, 64))
+
+
+@pytest.mark.one_schedule
+def test_contexts_and_handlers_that_models_hold_are_copied_with_them(device) -> None:
+    model = new_stack(device)
+    for layer in model.layers:
+        layer.context = TensorSwapContext(TAG)
+    copied = copy.deepcopy(model)
+    assert [layer.context.layer_idx for layer in copied.layers] == [3, 4, 5]
+    assert copy.deepcopy(AsyncSwapHandler()) is AsyncSwapHandler()
+    assert pickle.loads(pickle.dumps(AsyncSwapHandler())) is AsyncSwapHandler()
+    assert pickle.loads(pickle.dumps(model.layers[0].context)).module_tag == TAG
 
 
 @pytest.mark.one_schedule

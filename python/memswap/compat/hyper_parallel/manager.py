@@ -59,6 +59,12 @@ class SwapManager:
                 cls._instance = made
             return cls._instance
 
+    def __deepcopy__(self, memo: dict[int, object]) -> SwapManager:
+        return self
+
+    def __reduce__(self) -> tuple[type[SwapManager], tuple[()]]:
+        return SwapManager, ()
+
     def _begin(self) -> None:
         self._policy = Policy(Action.SWAP, min_bytes=1)
         self._pool: Pool | None = None

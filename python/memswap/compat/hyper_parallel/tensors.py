@@ -12,6 +12,7 @@ import torch
 from torch.utils._pytree import tree_iter
 
 from memswap.compat.users_line import UsersLine
+from memswap.engine.group import Phase
 from memswap.errors import InplaceEditError
 from memswap.groups import Added, Groups
 from memswap.planning.policy import Policy
@@ -124,7 +125,8 @@ class SwapTensor:
         """What follows comes after the send, and the memory is free."""
         if self._state != self.STATE_HOST and self._expect(self.STATE_D2H, "wait_offload"):
             assert self._generation is not None
-            self._generation.wait_offload()
+            if self._generation.phase is not Phase.OFFLOADED:  # for all that left with it
+                self._generation.wait_offload()
             self._state = self.STATE_HOST
 
     def async_load(self) -> None:
@@ -138,7 +140,8 @@ class SwapTensor:
         """What follows on this stream may use the tensor."""
         if self._state != self.STATE_DEVICE and self._expect(self.STATE_H2D, "wait_load"):
             assert self._generation is not None
-            self._generation.wait_load()
+            if self._generation.phase is not Phase.LOADED:  # for all that came with it
+                self._generation.wait_load()
             self.get_val()
 
     def join(self, generation: Generation) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -77,6 +77,8 @@ class _Entered(threading.local):
 class TensorSwapContext:
     """Swaps what one layer's forward saves: a context manager around it. Make it once and keep it.
 
+    A copied or pickled context is the next layer of the tag.
+
     Args:
         module_tag: contexts with the same tag are the layers of one tower. The last layer that
             runs stays on the device; a tower has at least two.
@@ -110,6 +112,14 @@ class TensorSwapContext:
         self._tower, self.layer_idx, self._group = self.swap_handler.join(self, module_tag)
         self.set_custom_check_fn(custom_check_fn)
 
+    def __deepcopy__(self, memo: dict[int, object]) -> TensorSwapContext:
+        return TensorSwapContext(
+            self.module_tag, self._check, self.prefetch, handler=self.swap_handler
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TensorSwapContext, (self.module_tag, self._check, self.prefetch)
+
     def __repr__(self) -> str:
         return f"<TensorSwapContext {self.module_tag!r}, layer {self.layer_idx}>"
 
@@ -141,6 +151,7 @@ class TensorSwapContext:
 
     def set_custom_check_fn(self, fn: CheckFn | None) -> None:
         """This context's check from now on; None: the handler's."""
+        self._check = fn
         self.swap_handler.check_for(self._group, fn)
 
     @property

@@ -176,6 +176,12 @@ class AsyncSwapHandler(metaclass=_OneForTheProcess):
         #: The swapped tensors that are alive, by key. (What contexts save has no keys.)
         self.key_to_swap_tensor: WeakValueDictionary[TensorKey, SwapTensor] = WeakValueDictionary()
 
+    def __deepcopy__(self, memo: dict[int, object]) -> AsyncSwapHandler:
+        return self
+
+    def __reduce__(self) -> tuple[type[AsyncSwapHandler], tuple[()]]:
+        return AsyncSwapHandler, ()  # another process has another one of its own
+
     @property
     def engine(self) -> Groups:
         """What moves: alive as long as a context, a swapped tensor or the caller holds it."""
