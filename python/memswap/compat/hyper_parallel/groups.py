@@ -216,7 +216,7 @@ class _Linked:
         self._track = Track(engine, distance=1)
         self._current = current
         self._number = number
-        self._hooks: ModuleHooks[int] = ModuleHooks(self._begin)
+        self._hooks = ModuleHooks()
 
     def insert(self, index: int, layer: nn.Module) -> None:
         self.layers.insert(index, layer)
@@ -225,7 +225,7 @@ class _Linked:
         names = [f"swap_group_{self._number}_{n}" for n in range(len(self.layers))]
         self._track.groups = [engine.new(name) for name in names]
         for place, module in enumerate(self.layers):
-            self._hooks.add(module, place)
+            self._hooks.add(module, place, self._begin)
 
     def remove(self) -> None:
         self._hooks.remove()
