@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from memswap._native import native
+from memswap.blocks import LISTS, Blocks, find_blocks
 from memswap.engine.autograd import computed_from, in_backward, next_node_number, plain_parts
 from memswap.engine.saver import Saver
 from memswap.engine.stats import Stats
@@ -21,6 +23,7 @@ from memswap.engine.visit import OpenBlocks, Visit, can_save
 from memswap.engine.windowed import WindowedSaver
 from memswap.engine.windows import WindowStats
 from memswap.managed import Managed
+from memswap.module_hooks import ModuleHooks
 from memswap.operators import OperatorWindows
 from memswap.planning.budgets import parsed
 from memswap.planning.pilot import Pilot
@@ -105,7 +108,7 @@ class Manager(Managed):
 
     def __init__(
         self,
-        units: Mapping[str, nn.Module],
+        blocks: Blocks,
         policy: Decider,
         pool: Pool | None,
         window_bytes: int | None,
@@ -119,7 +122,8 @@ class Manager(Managed):
             if windows is None
             else windows.saver(policy, pool, window_bytes)
         )
-        self._units = dict(units)
+        self._units = dict(blocks.units)
+        self._description = blocks.description
         self._budget = budget
         self._pilot: Pilot | None = None
         if budget is not None:
@@ -128,8 +132,10 @@ class Manager(Managed):
                 self._saver, policy, pool, budget, rates, group, self._units
             )
         self._iteration = _Units()
-        for name, module in self._units.items():
-            self._hooks.add(module, name)
+        self._models = ModuleHooks()
+        self._add(self._units, "manage()")
+        for model in blocks.models:
+            self._models.add(model, None, self._begin_model, in_compiled_code=False)
         self._unseen: Unseen | None = Unseen(self._units.values(), "manage()")
         self._operators: OperatorWindows | None = None
         if windows is not None and isinstance(self._saver, WindowedSaver):
@@ -188,6 +194,7 @@ class Manager(Managed):
             TransferError: backward has met a frame that is not what was encoded (broken memory).
         """
         self._seen()
+        self._models.remove()
         if self._operators is not None:
             self._operators.remove()
         if self._pilot is not None:
@@ -210,22 +217,37 @@ class Manager(Managed):
             self._unseen.end()
             self._unseen = None
 
+    def report(self) -> str:
+        """What is managed, and the statistics as a text table, bytes in MiB."""
+        return f"{self._description}\n{super().report()}"
+
     def _begin(
         self, key: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Visit:
         self._seen()
-        if torch.is_grad_enabled() and not in_backward() and can_save():
+        if records():
             self._note(key, (args, kwargs))
         return _UnitCall(self._saver, key, self)
+
+    def _begin_model(
+        self, key: None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """A forward of the model whose blocks these are."""
+        if records() and self._models.depth() == 1:
+            self._begin_iteration()
+
+    def _begin_iteration(self) -> None:
+        with self._saver.lock:
+            self._saver.begin_passage()
+            self._iteration.clear()
 
     def _note(self, name: str, inputs: object) -> None:
         """A unit is called in a forward: notice where one begins."""
         saver, units = self._saver, self._iteration
         with saver.lock:
-            outermost = self._hooks.depth == 1
+            outermost = self._hooks.depth() == 1 and not self._models.depth()
             if saver.passage.began_backward or (outermost and units.begin_anew(name, inputs)):
-                saver.begin_passage()
-                units.clear()
+                self._begin_iteration()
             if not units.names:
                 saver.persistent = persistent_storages(self._units.values())
                 units.first_node = next_node_number()
@@ -234,6 +256,11 @@ class Manager(Managed):
     def _left(self) -> None:
         """The call of a unit has ended."""
         self._iteration.end_node = next_node_number()
+
+
+def records() -> bool:
+    """Whether a forward that begins now is one that autograd records and memswap may save for."""
+    return torch.is_grad_enabled() and not in_backward() and can_save()
 
 
 class _Units:
@@ -287,15 +314,24 @@ def manage(
 ) -> Manager:
     """Encode or swap the saved activations of a model's layers, in an order that is learnt.
 
+    ``manage(model)`` finds the layers itself: the elements of the largest list two or more of which
+    are of one class, or else what a transformers model names in ``_no_split_modules``, or else the
+    model as one unit; :meth:`Manager.report` says what was found. A model inside DDP, FSDP,
+    torch.compile or PEFT may be given as it is called. Each forward of the model begins an
+    iteration. Of layers that are given by themselves, it is the first one's call, unless with what
+    the same forward has computed.
+
     Adds forward hooks to each module and nothing else: no wrapper, no renamed parameter, no change
     of the module's type. Training code stays as it is. (Until a module has run, the gradient of one
     parameter is watched: modules that train although their hooks are never called, because
     torch.compile compiled them before, are warned of.)
 
     Args:
-        modules: the layers, in any order: a ``ModuleList``, a sequence, a mapping from names to
-            modules, or one module. Each has a ``forward`` that is called (a list in a list has
-            none). Policies know them by the names ``"0"``, ``"1"``, ... or the mapping's.
+        modules: a model; or its layers, in any order: a ``ModuleList``, ``ModuleDict`` or
+            ``Sequential``, a sequence, or a mapping from names to modules. Each has a ``forward``
+            that is called (a list in a list has none). Policies know layers by their names in the
+            model (``"layers.0"``), the mapping's, or ``"0"``, ``"1"``, ...; one that is managed as
+            a whole (``manage([layer])``, or a model without repeated blocks) is ``"0"``.
         policy: which tensors move; default ``Policy()``.
         pool: where they go; see :class:`saved_tensors`.
         budget: None: everything that the policy selects moves, from the first step on, whatever it
@@ -343,15 +379,21 @@ def manage(
         )
     if budget is not None:
         budget = parsed(budget, "manage(budget=...)")
-    units = named_units(modules)
+    if isinstance(modules, nn.Module) and not isinstance(
+        modules, (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+    ):
+        named_units(modules)
+        blocks = find_blocks(modules)
+    else:
+        blocks = Blocks.given(named_units(modules))
     check_pool(pool)
-    for module in units.values():
+    for module in blocks.units.values():
         for parameter in module.parameters():
             check_pool(pool, parameter.device)
     if budget is not None:
-        check_one_device(units.values())
+        check_one_device(blocks.units.values())
     return Manager(
-        units, checked_policy(policy), pool, window(prefetch_bytes), budget, rates, group, windows
+        blocks, checked_policy(policy), pool, window(prefetch_bytes), budget, rates, group, windows
     )
 
 
@@ -372,10 +414,18 @@ def checked_policy(policy: Policy | None) -> Policy:
         return Policy()
     if not isinstance(policy, Policy):
         raise TypeError(
-            f"policy: found {type(policy).__name__}, expected a memswap.Policy "
-            "(for an action alone: memswap.Policy(action=...)) or None"
+            f"policy: found {policy!r}, expected a memswap.Policy ({policy_hint(policy)}) or None"
         )
     return policy
+
+
+def policy_hint(found: object) -> str:
+    """What to write instead of something that is no policy."""
+    if isinstance(found, (int, str)) and not isinstance(found, bool):
+        with suppress(ValueError):
+            parsed(found)
+            return f"for a budget: budget={found!r}"
+    return "for an action alone: memswap.Policy(action=...)"
 
 
 def named_units(
@@ -383,7 +433,7 @@ def named_units(
     caller: str = "manage()",
 ) -> dict[str, nn.Module]:
     """The modules by name, checked."""
-    if isinstance(modules, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+    if isinstance(modules, LISTS):
         units: dict[str, Any] = dict(modules.named_children())
     elif isinstance(modules, nn.Module):
         units = {"0": modules}

@@ -152,8 +152,7 @@ class Chain(Managed):
         self._track = Track(engine, distance)
         self._track.groups = [engine.new(name) for name in self._units]
         self._paused = False
-        for index, module in enumerate(self._units.values()):
-            self._hooks.add(module, index)
+        self._add(dict(enumerate(self._units.values())), "chain()")
 
     @property
     def units(self) -> tuple[str, ...]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from memswap.module_hooks import ModuleHooks, Scope
+from memswap.module_hooks import ModuleHooks, Scope, hooks_on
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
     from types import TracebackType
 
     from torch import nn
@@ -42,13 +43,19 @@ class Managed(Removable):
 
     def __init__(self, saver: Saver) -> None:
         self._saver = saver
-        self._hooks: ModuleHooks[Any] = ModuleHooks(self._begin)
+        self._hooks = ModuleHooks()
 
     @abstractmethod
     def _begin(
         self, key: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Scope | None:
         """A module's forward begins: what is to be done in this call, or None."""
+
+    def _add(self, modules: Mapping[Any, nn.Module], caller: str) -> None:
+        """Put the hooks on modules, by their keys."""
+        check_unmanaged(modules.values(), caller)
+        for key, module in modules.items():
+            self._hooks.add(module, key, self._begin)
 
     def __repr__(self) -> str:
         modules = len(self._hooks)
@@ -82,6 +89,18 @@ class Managed(Removable):
         self._hooks.remove()
         self._saver.settle()
         self._saver.check_decodes()
+
+
+def check_unmanaged(modules: Iterable[nn.Module], caller: str) -> None:
+    """Raise ValueError if a module has a manager: its numbers would mean nothing beside another."""
+    for module in modules:
+        for owner, hooks, key in hooks_on(module):
+            if isinstance(owner, Managed) and owner._hooks is hooks:
+                raise ValueError(
+                    f"{caller}: this {type(module).__name__} is managed already, as {key!r} of "
+                    f"{owner!r}. Expected modules that are not: call remove() on that one first "
+                    "(or use it in a `with` block), or pass other modules"
+                )
 
 
 def report(stats: Stats) -> str:

@@ -16,21 +16,20 @@ that is found, and abandoning a scope that has done half of its work, or all, do
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import nn
 
 from memswap.engine.calls import current_call, is_running
 from memswap.engine.untraced import untraced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from types import FrameType
 
-    from torch import nn
     from torch.utils.hooks import RemovableHandle
-
-KeyT = TypeVar("KeyT")
 
 
 class Scope(Protocol):
@@ -49,11 +48,11 @@ class Scope(Protocol):
 class _Call:
     """A call that has begun."""
 
-    __slots__ = ("frame", "key", "scope")
+    __slots__ = ("frame", "hook", "scope")
 
-    def __init__(self, frame: FrameType | None, key: object) -> None:
+    def __init__(self, frame: FrameType | None, hook: _Hook) -> None:
         self.frame = frame
-        self.key = key
+        self.hook = hook
         self.scope: Scope | None = None
 
 
@@ -64,18 +63,17 @@ class _Running(threading.local):
         self.calls: list[_Call] = []
 
 
-class ModuleHooks(Generic[KeyT]):
+Begin = Callable[[Any, nn.Module, tuple[Any, ...], dict[str, Any]], Scope | None]
+
+
+class ModuleHooks:
     """Forward hooks of several modules for one owner. Calls may nest, recur, raise and be cut off.
 
-    Args:
-        begin: ``begin(key, module, args, kwargs)`` is called when a module's forward is about to
-            run, and returns the scope of that call, which is then entered; or None.
+    The modules own what is called, so the owner lives while they have its hooks, and this refers to
+    nobody: an owner that has removed its hooks is in no circle.
     """
 
-    def __init__(
-        self, begin: Callable[[KeyT, nn.Module, tuple[Any, ...], dict[str, Any]], Scope | None]
-    ) -> None:
-        self._begin = begin
+    def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
         self._running = _Running()
 
@@ -83,15 +81,11 @@ class ModuleHooks(Generic[KeyT]):
         """How many modules have these hooks."""
         return len(self._handles) // 2  # one where a call begins, one where it ends
 
-    @property
-    def owner(self) -> object:
-        """Whose method is called when a call begins."""
-        return getattr(self._begin, "__self__", None)
-
     def add(
         self,
         module: nn.Module,
-        key: KeyT,
+        key: object,
+        begin: Begin,
         *,
         in_compiled_code: bool = True,
         begins_first: bool = False,
@@ -102,12 +96,14 @@ class ModuleHooks(Generic[KeyT]):
         Args:
             module: a module that these hooks are not on yet.
             key: what `begin` is told about it.
-            begins_first: whether calls begin here before they begin for hooks that are there.
-            ends_first: whether they end here before they end for those.
+            begin: ``begin(key, module, args, kwargs)`` is called when the module's forward is about
+                to run, and returns the scope of that call, which is then entered; or None.
             in_compiled_code: whether the hooks are called where torch.compile traces the module's
                 caller, which ends the compiled graph there; otherwise they are not there for it.
+            begins_first: whether calls begin here before they begin for hooks that are there.
+            ends_first: whether they end here before they end for those.
         """
-        hook = _Hook(self, key)
+        hook = _Hook(self, key, begin)
         before, after = hook.before, hook.after
         if not in_compiled_code:
             before, after = hook.before_untraced_only, hook.after_untraced_only
@@ -127,39 +123,42 @@ class ModuleHooks(Generic[KeyT]):
         """Abandon this thread's calls."""
         self._abandon_from(0)
 
-    def running(self, key: KeyT) -> int:
-        """How many calls of a key this thread is in, one that begins now included."""
-        return sum(call.key == key for call in self._running.calls)
-
-    @property
     def depth(self) -> int:
         """How many calls this thread is in, one that begins now included."""
+        self._abandon_ended()
         return len(self._running.calls)
 
     def _call_begins(
-        self, key: KeyT, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        hook: _Hook,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> None:
-        calls = self._running.calls
-        while calls and calls[-1].frame is not None and not is_running(calls[-1].frame):
-            self._abandon_from(len(calls) - 1)
-        call = _Call(current_call(), key)
-        calls.append(call)
-        scope = self._begin(key, module, args, kwargs)
+        self._abandon_ended()
+        call = _Call(current_call(), hook)
+        self._running.calls.append(call)
+        scope = hook.begin(hook.key, module, args, kwargs)
         if scope is not None:
             call.scope = scope
             scope.enter(call.frame)
 
-    def _call_ends(self, key: KeyT, output: object) -> None:
+    def _call_ends(self, hook: _Hook, output: object) -> None:
         calls = self._running.calls
         frame = current_call() if calls else None
         for place in reversed(range(len(calls))):
-            if calls[place].frame is frame and calls[place].key == key:
+            if calls[place].frame is frame and calls[place].hook is hook:
                 self._abandon_from(place + 1)
                 scope = calls[place].scope
                 if scope is not None:
                     scope.leave(output)
                 del calls[place:]
                 return
+
+    def _abandon_ended(self) -> None:
+        calls = self._running.calls
+        while calls and calls[-1].frame is not None and not is_running(calls[-1].frame):
+            self._abandon_from(len(calls) - 1)
 
     def _abandon_from(self, place: int) -> None:
         calls = self._running.calls
@@ -170,43 +169,48 @@ class ModuleHooks(Generic[KeyT]):
             del calls[-1]
 
 
-class _Hook(Generic[KeyT]):
+class _Hook:
     """The hooks of one module. Those of a copied or pickled module do nothing."""
 
-    def __init__(self, hooks: ModuleHooks[KeyT] | None, key: KeyT | None) -> None:
+    def __init__(self, hooks: ModuleHooks | None, key: object, begin: Begin) -> None:
         self.hooks = hooks
-        self._key: Any = key
+        self.key = key
+        self.begin = begin
 
     @untraced
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.hooks is not None:
-            self.hooks._call_begins(self._key, module, args, kwargs)
+            self.hooks._call_begins(self, module, args, kwargs)
 
     @untraced
     def after(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         if self.hooks is not None:
-            self.hooks._call_ends(self._key, output)
+            self.hooks._call_ends(self, output)
 
     def before_untraced_only(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         if not torch.compiler.is_compiling() and self.hooks is not None:
-            self.hooks._call_begins(self._key, module, args, kwargs)
+            self.hooks._call_begins(self, module, args, kwargs)
 
     def after_untraced_only(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         if not torch.compiler.is_compiling() and self.hooks is not None:
-            self.hooks._call_ends(self._key, output)
+            self.hooks._call_ends(self, output)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> _Hook[KeyT]:
-        return _Hook(None, None)
+    def __deepcopy__(self, memo: dict[int, object]) -> _Hook:
+        return _Hook(None, None, _nothing)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, (None, None)
+        return _Hook, (None, None, _nothing)
 
 
-def owners(module: nn.Module) -> Iterator[tuple[object, Any]]:
-    """Who has hooks of this kind on a module, and what they call the module."""
+def _nothing(key: object, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    return None
+
+
+def hooks_on(module: nn.Module) -> Iterator[tuple[object, ModuleHooks, Any]]:
+    """The hooks of this kind on a module: whose method they call, they, and the module's key."""
     for registered in module._forward_pre_hooks.values():
         hook = getattr(registered, "__self__", None)
         if isinstance(hook, _Hook) and hook.hooks is not None:
-            yield hook.hooks.owner, hook._key
+            yield getattr(hook.begin, "__self__", None), hook.hooks, hook.key

@@ -16,12 +16,13 @@ from torch import nn
 
 from memswap._native import native
 from memswap.activations import Manager, checked_policy
+from memswap.blocks import Blocks
 from memswap.engine.action import TensorInfo
 from memswap.engine.pools import DiskPool
 from memswap.engine.stats import Count, Stats
 from memswap.engine.transfer import check_pool
 from memswap.engine.uncopied import Uncopied
-from memswap.managed import Removable
+from memswap.managed import Removable, check_unmanaged
 from memswap.module_hooks import ModuleHooks, Scope
 from memswap.planning.policy import Policy, Restricted
 from memswap.planning.profile import remembered
@@ -47,8 +48,16 @@ class Inputs:
     """Storages of the inputs of the modules that a thread is in: hooks that note them."""
 
     def __init__(self) -> None:
-        self.hooks: ModuleHooks[str] = ModuleHooks(self._begin)
+        self._hooks = ModuleHooks()
         self._here = _Here()
+
+    def watch(self, unit: str, module: nn.Module) -> None:
+        """Note what a module is called with."""
+        self._hooks.add(module, unit, self._begin)
+
+    def remove(self) -> None:
+        """Note nothing any more."""
+        self._hooks.remove()
 
     def has(self, unit: str, tensor: torch.Tensor) -> bool:
         """Whether a tensor is in the storage that a module was called with."""
@@ -104,7 +113,7 @@ class Tower(Manager):
         pool: Pool | None,
         prefetch: bool,
     ) -> None:
-        super().__init__(units, policy, pool, None if prefetch else 0)
+        super().__init__(Blocks.given(dict(units)), policy, pool, None if prefetch else 0)
         self._prefetch = prefetch
         self._began_s: float | None = None
         self._link_bytes_per_s: float | None = None
@@ -198,7 +207,7 @@ class ModuleSwap(Uncopied, Removable):
     def remove(self) -> None:
         """Take the hooks off the modules. Graphs that are alive can still run backward."""
         if self._inputs is not None:
-            self._inputs.hooks.remove()
+            self._inputs.remove()
         for tower in self.towers.values():
             tower.remove()
 
@@ -244,10 +253,11 @@ def swap_modules(
     for module in matched.values():
         for parameter in module.parameters():
             check_pool(pool, parameter.device)
+    check_unmanaged(matched.values(), "swap_modules()")
     inputs = Inputs() if only_input else None
     if inputs is not None:
         for name, module in matched.items():
-            inputs.hooks.add(module, name)
+            inputs.watch(name, module)
     by_tag: dict[str, dict[str, nn.Module]] = {}
     for name, module in matched.items():
         by_tag.setdefault(tag(name), {})[name] = module

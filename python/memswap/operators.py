@@ -42,8 +42,8 @@ class OperatorWindows:
         self.saver = saver
         self.durations = saver.observer if isinstance(saver.observer, Durations) else None
         self.cost = options.seconds
-        self._hooks: ModuleHooks[_Place] = ModuleHooks(self._begin)
-        self._operators: ModuleHooks[_Place] = ModuleHooks(self._begin)
+        self._hooks = ModuleHooks()
+        self._operators = ModuleHooks()
         self._passage: Passage | None = None
         self._entered = 0  # units, in this passage
         self._expected = len(units)
@@ -58,9 +58,9 @@ class OperatorWindows:
             known.update(id(module) for _, module in operators)
             place = _Place(name)
             if name in units:
-                self._hooks.add(unit, place)
+                self._hooks.add(unit, place, self._begin)
             for key, module in operators:
-                self._operators.add(module, _Place(key, place), in_compiled_code=False)
+                self._operators.add(module, _Place(key, place), self._begin, in_compiled_code=False)
 
     def remove(self) -> None:
         """Take the hooks off the modules."""

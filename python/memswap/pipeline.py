@@ -163,8 +163,7 @@ class PipelineManager(Managed):
         self._chunks: list[_Chunk] = []
         self._leaving: list[ref[Generation]] = []  # since the last action began
         self._waiting: list[ref[Generation]] = []  # since the one before
-        for stage, module in self._modules.items():
-            self._hooks.add(module, stage)
+        self._add(self._modules, "manage_pipeline()")
 
     def _begin(
         self, key: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

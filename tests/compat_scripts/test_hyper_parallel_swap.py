@@ -157,9 +157,22 @@ def test_a_policy_of_the_wrapper_has_the_last_word(device) -> None:
 def test_a_policy_that_says_something_else_is_refused(device) -> None:
     model = linked(wrapped(new_stack(device), swap_wrapper, lambda t: CheckpointPolicy.MUST_SAVE))
     model(new_input(device))
-    swap_wrapper(model.layers[0], lambda t: CheckpointPolicy.PREFER_RECOMPUTE)
+    model.layers[0].up = swap_wrapper(model.layers[0].up, lambda t: CheckpointPolicy.PREFER_SAVE)
     with pytest.raises(TypeError, match=r"expected ActivationPolicy\.SAVE or SWAP, or"):
         model(new_input(device))
+
+
+def test_a_module_that_is_wrapped_twice_keeps_its_first_policy(device) -> None:
+    """There, too, the inner wrapper's policy applies, and a warning says that regions overlap."""
+    expected = train(new_stack(device), device)
+    model = wrapped(new_stack(device), swap_wrapper, lambda t: CheckpointPolicy.MUST_SAVE)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        linked(wrapped(model, swap_wrapper))
+    assert len(found) == 3
+    assert found[0].filename == __file__ and "wrap each module once" in str(found[0].message)
+    assert_same_gradients(train(model, device), expected)
+    assert stats().moved_storages == 0
 
 
 def test_microbatches_in_flight_do_not_meet(device) -> None:

@@ -397,10 +397,13 @@ def test_calls_begin_and_end_in_pairs():
             for one in inner:
                 one()
 
-    hooks = ModuleHooks(lambda key, module, args, kwargs: Scope(key))
+    def begin(key, module, args, kwargs):
+        return Scope(key)
+
+    hooks = ModuleHooks()
     a, b = Calls(), Calls()
-    hooks.add(a, "a")
-    hooks.add(b, "b")
+    hooks.add(a, "a", begin)
+    hooks.add(b, "b", begin)
 
     def interrupted():
         raise KeyboardInterrupt
@@ -426,3 +429,38 @@ def test_calls_begin_and_end_in_pairs():
     a(hooks.remove)
     assert events == [("enter", "a"), ("abandon", "a")]
     assert len(hooks) == 0
+
+
+# --- two on the same layers -----------------------------------------------------------------------
+
+SECOND = {
+    "manage": lambda model, pool: memswap.manage(model.layers, EVERYTHING, pool=pool),
+    "manage the model": lambda model, pool: memswap.manage(model, EVERYTHING, pool=pool),
+    "manage one layer": lambda model, pool: memswap.manage([model.layers[2]], pool=pool),
+    "chain": lambda model, pool: memswap.chain(model.layers, EVERYTHING, pool=pool),
+    "swap_modules": lambda model, pool: memswap.swap_modules(
+        model, ["layers.0.up", "layers.{*}"], only_input=True, pool=pool
+    ),
+}
+
+
+@pytest.mark.parametrize("second", SECOND)
+def test_a_second_manager_of_a_layer_is_refused(device, new_pool, managed, second):
+    model, x = new_stack(device), new_input(device)
+    expected = train_step(model, lambda: model(x))
+    pool, other = new_pool(), new_pool()
+    first = managed(model.layers, pool)
+
+    def hooks():
+        return [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+
+    before = hooks()
+    with pytest.raises(ValueError, match=r"this Block is managed already.*call remove\(\)"):
+        SECOND[second](model, other)
+    assert hooks() == before, "what was refused has left hooks"
+    for _ in range(2):
+        assert_same_gradients(train_step(model, lambda: model(x)), expected)
+    first.remove()
+    with SECOND[second](model, other) as allowed:
+        assert_same_gradients(train_step(model, lambda: model(x)), expected)
+        assert allowed.stats().offered_tensors > 0

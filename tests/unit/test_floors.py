@@ -14,7 +14,7 @@ PACKAGE = ROOT / "python" / "memswap"
 #: Modules and packages of memswap, from the ground.
 FLOORS = (
     ("_C",),
-    ("_native", "errors", "unseen", "checkpoint_policy"),
+    ("_native", "blocks", "errors", "unseen", "checkpoint_policy"),
     ("codec", "checkpoint_parameters"),
     ("engine",),
     ("planning", "module_hooks"),

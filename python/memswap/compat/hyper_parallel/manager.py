@@ -71,7 +71,7 @@ class SwapManager:
         self._engine: Groups | None = None
         self._groups: dict[str, SwapGroup] = {}
         self._links: WeakKeyDictionary[nn.Module, Link] = WeakKeyDictionary()
-        self._hooks: ModuleHooks[Link] = ModuleHooks(self._call_begins)
+        self._hooks = ModuleHooks()
         self._layer_count = 0
         self._running = _Running()
         self._last_name = ""
@@ -216,7 +216,7 @@ class SwapManager:
             name = f"swap_group_{self._layer_count}"
             self._layer_count += 1
             link = self._links[layer] = Link(self, name, self._made(name))
-            self._hooks.add(layer, link, begins_first=True)
+            self._hooks.add(layer, link, self._call_begins, begins_first=True)
             layer._swap_group_name = name
             finalize(layer, self._forget, name, ref(link.group)).atexit = False
         return link

@@ -21,10 +21,11 @@ from memswap import checkpointing
 from memswap.activations import manage
 from memswap.checkpointing import CheckpointPolicy, checkpoint_module
 from memswap.compat.hyper_parallel.manager import SwapManager
+from memswap.compat.users_line import UsersLine
 from memswap.engine.action import Action, TensorInfo
 from memswap.engine.autograd import in_backward
 from memswap.engine.group import GroupVisit
-from memswap.module_hooks import ModuleHooks
+from memswap.module_hooks import ModuleHooks, hooks_on
 from memswap.planning.policy import Policy
 
 if TYPE_CHECKING:
@@ -74,16 +75,18 @@ class _Joining:
 
     Args:
         allows: whether a saved tensor may leave.
+        caller: which wrapper it is of.
     """
 
-    def __init__(self, allows: Callable[[torch.Tensor], bool]) -> None:
+    def __init__(self, allows: Callable[[torch.Tensor], bool], caller: str) -> None:
         self.allows = allows
+        self.caller = caller
         self.unit = f"wrapper {next(_units)}"
-        self._hooks: ModuleHooks[str] = ModuleHooks(self._call_begins)
+        self._hooks = ModuleHooks()
 
     def watch(self, module: nn.Module) -> None:
         """Inside of all hooks that the module has so far."""
-        self._hooks.add(module, self.unit, ends_first=True)
+        self._hooks.add(module, self.unit, self._call_begins, ends_first=True)
 
     def visit(self) -> GroupVisit | None:
         """Hooks that save for the group; None: none collects."""
@@ -134,7 +137,7 @@ def checkpoint_wrapper(
     # In a linked layer a group's engine has the last word about sizes.
     options.setdefault("min_bytes", 1)
     checkpoint_module(wrapped, policy_fn, swap_inputs=swap_inputs, **options)
-    _Joining(nothing).watch(wrapped)
+    _Joining(nothing, "checkpoint_wrapper").watch(wrapped)
     return wrapped
 
 
@@ -160,13 +163,19 @@ def swap_wrapper(
     """
     wrapped = as_module(module, "swap_wrapper")
     swaps = read_policy(policy_fn, "swap_wrapper")
+    if is_wrapped(wrapped, "swap_wrapper"):
+        UsersLine.here().warn(
+            f"memswap: swap_wrapper(): this {type(wrapped).__name__} is wrapped already, and its "
+            "first policy goes on to apply; wrap each module once"
+        )
+        return wrapped
 
     def action(tensor: torch.Tensor, info: TensorInfo) -> Action:
         return Action.SWAP if swaps(tensor) else Action.KEEP
 
     fn = None if policy_fn is None else action
     manage({type(wrapped).__name__: wrapped}, Policy(Action.SWAP, min_bytes=1, fn=fn), pool=pool)
-    _Joining(swaps).watch(wrapped)
+    _Joining(swaps, "swap_wrapper").watch(wrapped)
     return wrapped
 
 
@@ -189,7 +198,7 @@ def swap(
     Raises:
         TypeError: the policy returns something else.
     """
-    return _Joining(read_policy(policy_fn, "swap")).run(function, args, kwargs)
+    return _Joining(read_policy(policy_fn, "swap"), "swap").run(function, args, kwargs)
 
 
 def checkpoint(
@@ -215,10 +224,16 @@ def checkpoint(
     return regions().run(checkpointing.checkpoint, (function, *args), options)
 
 
+def is_wrapped(module: nn.Module, caller: str) -> bool:
+    """Whether a module was given to a wrapper before."""
+    owners = (owner for owner, _, _ in hooks_on(module))
+    return any(isinstance(owner, _Joining) and owner.caller == caller for owner in owners)
+
+
 @cache
 def regions() -> _Joining:
     """How single regions join the group that collects: one for all calls."""
-    return _Joining(nothing)
+    return _Joining(nothing, "checkpoint")
 
 
 def as_module(module: Any, caller: str) -> nn.Module:
