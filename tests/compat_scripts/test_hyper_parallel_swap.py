@@ -551,6 +551,26 @@ def test_a_swap_tensor_by_itself(device) -> None:
     assert other.state == "non_tensor" and other.val == {"no": "tensor"}
 
 
+def test_a_tensor_that_is_back_may_leave_again(device) -> None:
+    value = random(device, 64)
+    value.add_(1).sub_(1)  # not the first version
+    expected = value.clone()
+    storage = Storage()
+    storage[0].append(SwapTensor(value, "somewhere"))
+    (swap,) = next(iter(storage.values()))
+    del value
+    SwapManager().add_storage("mine", storage)
+    for _ in range(2):
+        SwapManager().launch_offload("mine")
+        SwapManager().wait_offload("mine")
+        assert swap.state == "host"
+        SwapManager().launch_load("mine")
+        SwapManager().wait_load("mine")
+        assert same_bits(swap.val, expected)
+    storage.clear()
+    assert not list(storage.tensors())
+
+
 def test_tensors_that_move_alone_share_an_engine(device) -> None:
     storage = Storage()
     swaps = [SwapTensor(random(device, 64, seed=n)) for n in range(3)]

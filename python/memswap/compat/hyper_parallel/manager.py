@@ -15,6 +15,7 @@ too, but they make the output a view, which others may not edit in place.
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary, WeakValueDictionary, finalize, ref
@@ -85,6 +86,7 @@ class SwapManager:
 
         Args:
             policy: what moves of that which is chosen; default: all of it, swapped, of any size.
+                Patterns are not looked at: wrappers choose the modules.
             pool: where bytes go; see :class:`memswap.saved_tensors`.
 
         Raises:
@@ -96,9 +98,9 @@ class SwapManager:
                 "before layers are linked and storages added, or remove() first"
             )
         check_pool(pool)
-        self._policy = (
-            Policy(Action.SWAP, min_bytes=1) if policy is None else checked_policy(policy)
-        )
+        swap = Policy(Action.SWAP, min_bytes=1)
+        chosen = swap if policy is None else checked_policy(policy)
+        self._policy = replace(chosen, include=(), exclude=())
         self._pool, self._engine = pool, None
 
     @property

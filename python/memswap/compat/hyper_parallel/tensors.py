@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, ValuesView
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import ref
 
@@ -109,6 +109,7 @@ class SwapTensor:
                     "which this stream waits. Call async_load() or launch_load() ahead of it."
                 )
             self._val = self._added.tensor()
+            self.ver = self._val._version  # it may leave again
             self._state = self.STATE_DEVICE
         return self._val
 
@@ -185,6 +186,19 @@ class Storage:
         self.save_storage: dict[Any, list[Any]] = defaultdict(list)
         self.swap_storage: dict[Any, list[Any]] = defaultdict(list)
         self._engine: Groups | None = None  # where it moves alone
+
+    def __getitem__(self, key: Any) -> list[Any]:
+        """The list of a key among those that hold :class:`SwapTensor`; made if it is new."""
+        return self.swap_storage[key]
+
+    def values(self) -> ValuesView[list[Any]]:
+        """The lists that hold :class:`SwapTensor`."""
+        return self.swap_storage.values()
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        self.swap_storage.clear()
+        self.save_storage.clear()
 
     def tensors(self) -> Iterator[SwapTensor]:
         """Every :class:`SwapTensor`, in the order of saving."""
