@@ -266,6 +266,38 @@ def test_a_copy_of_a_linked_layer_is_not_linked(device) -> None:
     assert stats().moved_storages > 0
 
 
+def test_layers_whose_outputs_nobody_uses_come_back_ahead(device) -> None:
+    """There backward hooks of modules do not fire then, and asking for a value raises."""
+
+    def step(model: nn.Module) -> list[Any]:
+        hidden = []
+        for layer in model.layers:
+            layer.up.register_forward_hook(lambda module, args, output: hidden.append(output))
+        for n, layer in enumerate(model.layers):
+            layer(model.enter(new_input(device, seed=n)))
+        sum(one.sin().mean() for one in hidden).backward()
+        flush_autograd(device)
+        return gradients(model)
+
+    expected = step(new_stack(device, depth=4))
+    model = linked(wrapped(new_stack(device, depth=4), swap_wrapper))
+    assert_same_gradients(step(model), expected)
+    assert stats().moved_storages > 0
+    assert stats().stalls == 0
+
+
+def test_a_forward_without_a_layer_does_not_bring_back_anothers(device, monkeypatch) -> None:
+    model = linked(wrapped(new_stack(device, depth=3), swap_wrapper))
+    first = model(new_input(device))
+    x = model.enter(new_input(device))
+    second = model.layers[2](model.layers[0](x)).square().mean()
+    events = watched(monkeypatch)
+    second.backward()
+    assert events == ["bring swap_group_0"], "a layer of the other forward was brought back"
+    first.backward()
+    assert events[1:] == ["bring swap_group_1", "bring swap_group_0"]
+
+
 def test_parts_of_layers_are_wrapped_and_linked(device) -> None:
     """As attention modules are, one by one."""
     expected = train(new_stack(device, depth=4), device)

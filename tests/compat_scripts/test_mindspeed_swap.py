@@ -148,6 +148,27 @@ def test_two_models_with_one_tag_are_two_towers(device) -> None:
     del contexts
 
 
+def test_a_forward_that_ended_early_is_forgotten(device) -> None:
+    """Backward has begun in the second layer once. Afterwards that layer leaves again."""
+    model = new_stack(device, depth=4)
+    contexts = [swapped(layer) for layer in model.layers]
+
+    def moved_by_a_step() -> int:
+        before = stats().moved_storages
+        train(model, device, steps=1)
+        return stats().moved_storages - before
+
+    every_layer_but_the_last = moved_by_a_step()
+    for _ in range(2):
+        x = model.enter(new_input(device))
+        model.layers[1](model.layers[0](x)).square().mean().backward()
+    moved_by_a_step()
+    stalls = stats().stalls
+    assert moved_by_a_step() == every_layer_but_the_last
+    assert stats().stalls == stalls
+    del contexts, x
+
+
 def test_contexts_made_in_another_order_than_the_forwards(device) -> None:
     expected = train(new_stack(device, depth=4), device)
     model = new_stack(device, depth=4)
