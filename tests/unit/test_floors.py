@@ -13,7 +13,7 @@ PACKAGE = ROOT / "python" / "memswap"
 
 #: Modules and packages of memswap, from the ground.
 FLOORS = (
-    ("_C",),
+    ("_C", "_warn"),
     ("_native", "blocks", "errors", "unseen", "checkpoint_policy"),
     ("codec", "checkpoint_parameters"),
     ("engine",),
