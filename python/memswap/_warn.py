@@ -1,4 +1,4 @@
-"""warn: a warning that points at the user's own line."""
+"""Warnings that point at the user's own line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -28,3 +28,22 @@ def warn(message: str) -> None:
         frame = frame.f_back
         level += 1
     warnings.warn(message, stacklevel=2 if frame is None else level)
+
+
+class UsersLine(NamedTuple):
+    """A line of the user's program, for what can only be said later and elsewhere."""
+
+    filename: str
+    line: int
+
+    @classmethod
+    def here(cls) -> UsersLine:
+        """The innermost line on the stack that is neither memswap's nor torch's."""
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(_INTERNAL):
+            frame = frame.f_back
+        return cls(frame.f_code.co_filename, frame.f_lineno)
+
+    def warn(self, message: str) -> None:
+        """Warn, pointing at this line."""
+        warnings.warn_explicit(message, UserWarning, self.filename, self.line)

@@ -24,10 +24,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_iter
 
+from memswap._warn import UsersLine
 from memswap.activations import checked_policy, persistent_storages
 from memswap.compat.hyper_parallel.groups import Batch, SwapGroup
 from memswap.compat.hyper_parallel.tensors import Storage
-from memswap.compat.users_line import UsersLine
 from memswap.engine.action import Action, TensorInfo
 from memswap.engine.autograd import in_backward
 from memswap.engine.transfer import check_pool

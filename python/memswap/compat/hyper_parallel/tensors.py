@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator, ValuesView
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,7 +10,7 @@ from weakref import ref
 import torch
 from torch.utils._pytree import tree_iter
 
-from memswap.compat.users_line import UsersLine
+from memswap._warn import warn
 from memswap.engine.group import Phase
 from memswap.errors import InplaceEditError
 from memswap.groups import Added, Groups
@@ -103,7 +102,7 @@ class SwapTensor:
         if self._added is not None and self._val is None:
             if self._state != self.STATE_H2D and not SwapTensor._told_early:
                 SwapTensor._told_early = True
-                UsersLine.here().warn(
+                warn(
                     f"memswap: SwapTensor.get_val(): found the state {self._state!r}, in which "
                     "HyperParallel raises RuntimeError; memswap brings the tensor back now, for "
                     "which this stream waits. Call async_load() or launch_load() ahead of it."
@@ -166,10 +165,9 @@ class SwapTensor:
         if self._state == state:
             return True
         if self._state != self.STATE_NON_TENSOR:
-            warnings.warn(
+            warn(
                 f"SwapTensor.{call}(): found the state {self._state!r}, expected {state!r}; "
-                "nothing was done",
-                stacklevel=3,
+                "nothing was done"
             )
         return False
 

@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from memswap import checkpointing
+from memswap._warn import warn
 from memswap.activations import manage
 from memswap.checkpointing import CheckpointPolicy, checkpoint_module
 from memswap.compat.hyper_parallel.manager import SwapManager
-from memswap.compat.users_line import UsersLine
 from memswap.engine.action import Action, TensorInfo
 from memswap.engine.autograd import in_backward
 from memswap.engine.group import GroupVisit
@@ -164,7 +164,7 @@ def swap_wrapper(
     wrapped = as_module(module, "swap_wrapper")
     swaps = read_policy(policy_fn, "swap_wrapper")
     if is_wrapped(wrapped, "swap_wrapper"):
-        UsersLine.here().warn(
+        warn(
             f"memswap: swap_wrapper(): this {type(wrapped).__name__} is wrapped already, and its "
             "first policy goes on to apply; wrap each module once"
         )

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
+from memswap._warn import UsersLine
 from memswap.compat.mindspeed.swap_handler import AsyncSwapHandler
-from memswap.compat.users_line import UsersLine
 from memswap.engine.action import Action
 from memswap.engine.autograd import in_backward
 from memswap.modules import ModuleSwap, swap_modules

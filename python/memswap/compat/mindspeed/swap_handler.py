@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary, finalize, ref
 
 import torch
 
+from memswap._warn import warn
 from memswap.activations import checked_policy
 from memswap.compat.mindspeed.swap_keys import (
     CheckFn,
@@ -25,7 +26,6 @@ from memswap.compat.mindspeed.swap_keys import (
     is_valid_for_swap,
 )
 from memswap.compat.mindspeed.swap_towers import Layer, Told, Tower
-from memswap.compat.users_line import UsersLine
 from memswap.engine.action import Action, TensorInfo
 from memswap.engine.durations import stream_of
 from memswap.groups import Arrival, Group, Groups
@@ -207,7 +207,7 @@ class AsyncSwapHandler(metaclass=_OneForTheProcess):
             self._checks.default = fn
         elif self._checks.default is not fn and not self._told_check:
             self._told_check = True
-            UsersLine.here().warn(
+            warn(
                 "memswap: AsyncSwapHandler(custom_check_fn): the handler of the process exists "
                 "and keeps the check that it has; AsyncSwapHandler().set_custom_check_fn(fn) "
                 "replaces it, and TensorSwapContext(tag, fn) has one of its own"

@@ -19,7 +19,7 @@ from memswap.engine.autograd import NO_TASK, graph_task
 from memswap.engine.group import Generation, Phase
 
 if TYPE_CHECKING:
-    from memswap.compat.users_line import UsersLine
+    from memswap._warn import UsersLine
 
 
 class Layer(Protocol):
