@@ -21,8 +21,8 @@ A schedule that is late costs a stall: what backward demands and is not there is
 
 from __future__ import annotations
 
-import threading
 from types import TracebackType
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import torch
@@ -34,8 +34,12 @@ from memswap.engine.stats import Stats
 from memswap.engine.timeline import Timeline
 from memswap.engine.transfer import Pool, check_pool
 from memswap.engine.uncopied import Uncopied
+from memswap.engine.visit import OpenBlocks
 from memswap.errors import GroupError
 from memswap.planning.policy import Policy
+
+if TYPE_CHECKING:
+    from memswap.engine.lane import Lane, Ticket
 
 
 class Groups(Uncopied):
@@ -70,6 +74,19 @@ class Groups(Uncopied):
         groups = cls(pool=pool)
         groups.saver = GroupSaver(decider, pool)
         return groups
+
+    def lane(self) -> Lane | None:
+        """What copies an accelerator's tensors; opened now if nothing was copied yet.
+
+        None: there is no accelerator. For who builds on groups inside memswap.
+        """
+        routes = [route for route in self.saver.open_routes() if route.works_ahead]
+        if not routes and torch.accelerator.is_available():
+            device = torch.accelerator.current_accelerator()
+            index = torch.accelerator.current_device_index()
+            route = None if device is None else self.saver.route(torch.device(device.type, index))
+            routes = [] if route is None else [route]
+        return routes[0].lane if routes else None
 
     def new(self, name: str) -> Group:
         """A group of this engine. Names are for messages and policies and need not differ."""
@@ -118,6 +135,54 @@ class Added:
         handle = self._handle
         return isinstance(handle, Moved) and handle.entry.is_away
 
+    def host_copy(self) -> torch.Tensor:
+        """The tensor's elements in new host memory. What is away stays away."""
+        handle = self._handle
+        if not isinstance(handle, Moved):
+            return unpack(handle).detach().to("cpu", copy=True)
+        entry = handle.entry
+        with entry.saver.lock:
+            storage = entry.storage if entry.storage is not None else entry.identity.lock()
+            if storage is None and entry.gone(wait=True):
+                storage, arrival = entry.way.bring(entry.away)
+                arrival.wait()
+            elif storage is None:
+                storage = entry.storage  # the send has failed, and gave it back
+        return handle.view.rebuild(storage, False).detach().to("cpu", copy=True)
+
+    @property
+    def arrival(self) -> Ticket | None:
+        """Completion of its way back; None where it is not on its way."""
+        handle = self._handle
+        ticket: Ticket | None = handle.entry.arrival if isinstance(handle, Moved) else None
+        return ticket
+
+
+class Arrival:
+    """When an added tensor is back: what an event behind its copy would tell."""
+
+    __slots__ = ("_added",)
+
+    def __init__(self, added: Added) -> None:
+        self._added = added
+
+    def query(self) -> bool:
+        """Whether the tensor is there, or at least not on its way."""
+        ticket = self._added.arrival
+        return ticket is None or ticket.done()
+
+    def wait(self, stream: object = None) -> None:
+        """Order the current stream behind the copy; `stream` is taken and not used."""
+        ticket = self._added.arrival
+        if ticket is not None:
+            ticket.wait()
+
+    def synchronize(self) -> None:
+        """Have the host wait for the copy."""
+        ticket = self._added.arrival
+        if ticket is not None:
+            ticket.synchronize()
+
 
 class Group(Uncopied):
     """A named group of saved tensors that moves when it is told to.
@@ -158,7 +223,7 @@ class Group(Uncopied):
         self._timeline: Timeline = Timeline(0)
         self._newest: Generation | None = None
         self._generations: WeakSet[Generation] = WeakSet()
-        self._open = _OpenBlocks()
+        self._open: OpenBlocks[GroupVisit] = OpenBlocks()
         self._paused = False
         self._closed = False
 
@@ -169,12 +234,9 @@ class Group(Uncopied):
 
     def __enter__(self) -> Generation:
         self._check_open("a block")
-        blocks = self._open.blocks
+        blocks = self._open.visits
         generation = blocks[-1].generation if blocks else self.begin()
-        visit = GroupVisit(self._groups.saver, generation)
-        blocks.append(visit)
-        if not self._paused:
-            visit.enter()
+        self._open.enter(GroupVisit(self._groups.saver, generation), installs=not self._paused)
         return generation
 
     def __exit__(
@@ -183,7 +245,7 @@ class Group(Uncopied):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._open.blocks.pop().leave()
+        self._open.leave()
 
     def begin(self) -> Generation:
         """Begin a generation without a block: for :meth:`add`, or for hooks of one's own."""
@@ -203,7 +265,7 @@ class Group(Uncopied):
             raise TypeError(
                 f"group {self.name!r}: add() found {type(tensor).__name__}, expected a torch.Tensor"
             )
-        blocks = self._open.blocks
+        blocks = self._open.visits
         if blocks:
             generation = blocks[-1].generation
         else:
@@ -278,10 +340,3 @@ class Group(Uncopied):
             raise GroupError(
                 f"group {self.name!r} was closed and is asked for {call}; make a new Group"
             )
-
-
-class _OpenBlocks(threading.local):
-    """The blocks of a group that a thread is in."""
-
-    def __init__(self) -> None:
-        self.blocks: list[GroupVisit] = []

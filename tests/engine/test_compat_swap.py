@@ -26,7 +26,19 @@ from memswap.compat import hyper_parallel, mindspeed
 
 pytestmark = pytest.mark.every_action("swap")
 
-Manager = hyper_parallel.SwapManager
+
+@pytest.fixture(autouse=True)
+def _manager_of_the_process() -> Any:
+    """It is one for the process: each test leaves it as it was."""
+    yield
+    hyper_parallel.SwapManager().remove()
+
+
+def manager_with(pool: Any) -> hyper_parallel.SwapManager:
+    manager = hyper_parallel.SwapManager()
+    manager.remove()
+    manager.configure(EVERYTHING, pool=pool)
+    return manager
 
 
 def trained(device: torch.device, use: Any, steps: int = 3) -> list[torch.Tensor]:
@@ -64,7 +76,9 @@ def swap_contexts(model: nn.Module, pool: Any, prefetch: bool = True) -> Any:
 @contextlib.contextmanager
 def linked_layers(model: nn.Module, pool: Any) -> Any:
     """As HyperParallel's users chain layers."""
-    manager = Manager(EVERYTHING, pool=pool)
+    manager = manager_with(pool)
+    for layer in model.layers:
+        assert hyper_parallel.swap_wrapper(layer) is layer
     for first, second in zip(model.layers, model.layers[1:], strict=False):
         manager.set_forward_prefetch_layer(first, second)
         manager.set_forward_prefetch_layer(first, second)  # again: nothing changes
@@ -168,6 +182,12 @@ def test_a_handler_serves_saved_tensor_hooks_of_ones_own(device, new_pool):
     assert not handler.exist((0, 0)), "a tensor of a graph that is gone is kept"
 
 
+@pytest.mark.cpu_only
+def test_without_an_accelerator_a_handler_has_no_streams(device, new_pool):
+    with pytest.raises(NotImplementedError, match="this process has no accelerator"):
+        _ = mindspeed.AsyncSwapHandler(pool=new_pool()).d2h_stream
+
+
 @pytest.mark.one_schedule
 def test_layers_that_saved_nothing_have_no_keys_and_break_nothing(device, new_pool):
     keys = mindspeed.TensorKeyManager()
@@ -218,8 +238,7 @@ def test_a_context_has_its_own_check(device, new_pool):
 @pytest.mark.one_schedule
 def test_a_handler_names_its_streams(device, new_pool):
     handler = mindspeed.AsyncSwapHandler(pool=new_pool())
-    with pytest.raises(NotImplementedError, match="no tensor of an accelerator"):
-        _ = handler.d2h_stream
+    assert handler.d2h_stream != handler.h2d_stream, "there before the first swap"
     swapped = handler.swap_out_cur_and_release_prev(random(device, 100), 0, 2)
     assert swapped.current_location is mindspeed.TensorLocation.HOST
     assert handler.d2h_stream != handler.h2d_stream
@@ -249,7 +268,7 @@ def test_a_swap_tensor_goes_through_its_states(device, new_pool):
 
 def test_groups_by_name_move_their_storages(device, new_pool):
     pool = new_pool()
-    manager = Manager(EVERYTHING, pool=pool)
+    manager = manager_with(pool)
     with pytest.raises(RuntimeError, match="Group layer0 does not exist"):
         manager.launch_offload("layer0")
     storages = []
@@ -286,7 +305,7 @@ def test_groups_by_name_move_their_storages(device, new_pool):
 
 
 def test_a_value_that_is_asked_for_early_is_brought_back(device, new_pool):
-    manager = Manager(EVERYTHING, pool=new_pool())
+    manager = manager_with(new_pool())
     storage = hyper_parallel.Storage()
     storage.swap_storage["op"].append(hyper_parallel.SwapTensor(random(device, 40)))
     manager.add_storage("g", storage)
@@ -301,21 +320,21 @@ def test_a_value_that_is_asked_for_early_is_brought_back(device, new_pool):
 
 
 @pytest.mark.one_schedule
-def test_two_managers_share_nothing(device):
-    one, other = Manager(), Manager()
-    one.set_current_group_name("a")
-    assert (one.get_current_group_name(), other.get_current_group_name()) == ("a", "")
+def test_links_in_any_order_are_one_schedule(device):
+    manager = manager_with(None)
+    manager.set_current_group_name("a")
+    assert manager.get_current_group_name() == "a"
     layers = [nn.Linear(2, 2, device=device) for _ in range(5)]
-    one.set_forward_prefetch_layer(layers[1], layers[2])
-    one.set_forward_prefetch_layer(layers[0], layers[1])  # in any order
-    other.set_forward_prefetch_layer(layers[0], layers[1])
-    one.set_forward_prefetch_layer(layers[3], layers[4])
-    with pytest.raises(ValueError, match="other chains"):
-        one.set_forward_prefetch_layer(layers[2], layers[3])
+    manager.set_forward_prefetch_layer(layers[1], layers[2])
+    manager.set_forward_prefetch_layer(layers[0], layers[1])  # in any order
+    manager.set_forward_prefetch_layer(layers[3], layers[4])
+    manager.set_forward_prefetch_layer(layers[2], layers[3])  # joins the two
     with pytest.raises(TypeError, match="expected two layers"):
-        one.set_forward_prefetch_layer(layers[0], "next")
-    x = torch.ones(1, 2, device=device)
-    layers[0](x)
-    assert one.get_current_group_name() == "swap_group_0_0"
-    for manager in (one, other):
-        manager.remove()
+        manager.set_forward_prefetch_layer(layers[0], "next")
+    with pytest.raises(RuntimeError, match=r"found 5 group\(s\) already"):
+        manager.configure(EVERYTHING)
+    layers[0](torch.ones(1, 2, device=device))
+    assert manager.get_current_group_name() == "swap_group_2"
+    manager.remove()
+    assert manager.get_current_group_name() == ""
+    assert not hasattr(layers[0], "_swap_group_name") and not layers[0]._forward_hooks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -12,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map_only
 
+from memswap._warn import warn
 from memswap.engine.autograd import in_backward
 from memswap.parallel.arguments import Arguments
 from memswap.parallel.arriving import ArrivingTensor
@@ -170,7 +170,7 @@ class AppliedContext:
     def _warn(self, which: str, what: str) -> None:
         if which not in self._warned:
             self._warned.add(which)
-            warnings.warn(f"ContextParallel on {type(self.module).__name__}: {what}", stacklevel=3)
+            warn(f"ContextParallel on {type(self.module).__name__}: {what}")
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         args, kwargs = list(args), dict(kwargs)

@@ -1,7 +1,7 @@
 """HyperParallel's swap groups and context parallelism: their names and call patterns on memswap.
 
-A :class:`SwapManager` is an object like any other: each model has one. Copies run on the engine's
-own streams, so a ``copy_stream`` is taken and not used. A tensor's memory is free once nobody but
+``SwapManager()`` is the process's one manager. Copies run on the engine's own streams, so a
+``copy_stream`` is taken and not used. A tensor's memory is free once nobody but
 its :class:`SwapTensor` holds the tensor; nothing is resized under anybody else.
 docs/migration.md shows before and after.
 """
@@ -9,15 +9,18 @@ docs/migration.md shows before and after.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from memswap.compat.hyper_parallel.checkpoint import (
+from memswap.checkpointing import CheckpointPolicy
+from memswap.checkpointing import keep_collectives as keep_collectives_policy
+from memswap.compat.hyper_parallel.groups import SwapGroup
+from memswap.compat.hyper_parallel.manager import SwapManager
+from memswap.compat.hyper_parallel.tensors import Storage, SwapTensor
+from memswap.compat.hyper_parallel.wrappers import (
     ActivationPolicy,
-    CheckpointPolicy,
     checkpoint,
     checkpoint_wrapper,
+    swap,
     swap_wrapper,
 )
-from memswap.compat.hyper_parallel.groups import SwapGroup, SwapManager
-from memswap.compat.hyper_parallel.tensors import Storage, SwapTensor
 
 if TYPE_CHECKING:
     from memswap.compat.hyper_parallel.context import AsyncContextParallel, ContextParallel
@@ -33,6 +36,8 @@ __all__ = [
     "SwapTensor",
     "checkpoint",
     "checkpoint_wrapper",
+    "keep_collectives_policy",
+    "swap",
     "swap_wrapper",
 ]
 

@@ -2,32 +2,53 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, ValuesView
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import ref
 
 import torch
 from torch.utils._pytree import tree_iter
 
-from memswap.activations import checked_policy
+from memswap._warn import warn
+from memswap.engine.group import Phase
+from memswap.errors import InplaceEditError
 from memswap.groups import Added, Groups
 from memswap.planning.policy import Policy
 
 if TYPE_CHECKING:
     from memswap.engine.group import Generation
-    from memswap.engine.transfer import Pool
 
 
-def new_engine(policy: Policy | None = None, pool: Pool | None = None) -> Groups:
-    """Groups that move tensors of any size: in these calls the user has chosen them."""
-    return Groups(Policy(min_bytes=1) if policy is None else checked_policy(policy), pool=pool)
+class _Lone:
+    """The engine of what moves alone: one, alive as long as something that it moves."""
+
+    engine: ClassVar[ref[Groups] | None] = None
+
+
+def lone_engine() -> Groups:
+    """Groups that move tensors of any size, for what belongs to no manager; the caller holds it."""
+    engine = None if _Lone.engine is None else _Lone.engine()
+    if engine is None:
+        engine = Groups(Policy(min_bytes=1))
+        _Lone.engine = ref(engine)
+    return engine
 
 
 class SwapTensor:
     """A tensor that is sent and brought back by hand. Anything else passes through.
 
-    Alone it has an engine of its own; in a :class:`SwapGroup` it shares the group's.
+    In a :class:`SwapGroup` it moves with the group, through the group's engine.
+
+    Args:
+        val: the tensor, or anything else.
+        funcname: for messages: what made it.
+        group_swap: taken and not needed: storages of up to 1 MiB of a group always travel together.
+
+    Attributes:
+        ver: the tensor's version when this was made.
+        size, storage_size: bytes of its storage.
+        is_slice_tensor: whether the storage has more elements than the tensor.
     """
 
     STATE_DEVICE = "device"
@@ -36,12 +57,25 @@ class SwapTensor:
     STATE_H2D = "h2d"
     STATE_NON_TENSOR = "non_tensor"
 
-    def __init__(self, val: Any) -> None:
+    _told_early: ClassVar[bool] = False
+
+    def __init__(self, val: Any, funcname: str = "", group_swap: bool = False) -> None:
         self._val = val
+        self.funcname = funcname
+        self.group_swap = group_swap
         self._added: Added | None = None
+        self._engine: Groups | None = None  # where it moves alone
         self._generation: Generation | None = None
-        movable = isinstance(val, torch.Tensor) and not on_host(val)
-        self._state = self.STATE_DEVICE if movable else self.STATE_NON_TENSOR
+        self.ver: int | None = None
+        self.size = self.storage_size = 0
+        self.is_slice_tensor = False
+        self._state = self.STATE_NON_TENSOR
+        if isinstance(val, torch.Tensor):
+            self.ver = None if val.is_inference() else val._version
+            self.size = self.storage_size = val.untyped_storage().nbytes()
+            self.is_slice_tensor = self.size != val.nbytes
+            if not on_host(val):
+                self._state = self.STATE_DEVICE
 
     def __repr__(self) -> str:
         return f"<SwapTensor state={self._state}>"
@@ -51,10 +85,30 @@ class SwapTensor:
         """``device``, ``d2h`` (leaving), ``host``, ``h2d`` (returning) or ``non_tensor``."""
         return self._state
 
+    @property
+    def val(self) -> Any:
+        """:meth:`get_val`."""
+        return self.get_val()
+
+    @property
+    def val_cpu(self) -> torch.Tensor | None:
+        """While the bytes are away: a copy in host memory, made when this is read. Else None."""
+        if self._added is None or self._val is not None:
+            return None
+        return self._added.host_copy()
+
     def get_val(self) -> Any:
         """The value. A tensor that is away is brought back now, which counts as a stall."""
         if self._added is not None and self._val is None:
+            if self._state != self.STATE_H2D and not SwapTensor._told_early:
+                SwapTensor._told_early = True
+                warn(
+                    f"memswap: SwapTensor.get_val(): found the state {self._state!r}, in which "
+                    "HyperParallel raises RuntimeError; memswap brings the tensor back now, for "
+                    "which this stream waits. Call async_load() or launch_load() ahead of it."
+                )
             self._val = self._added.tensor()
+            self.ver = self._val._version  # it may leave again
             self._state = self.STATE_DEVICE
         return self._val
 
@@ -62,7 +116,8 @@ class SwapTensor:
         """Start sending the tensor away."""
         if not self._expect(self.STATE_DEVICE, "async_offload"):
             return
-        generation = new_engine().new("SwapTensor").begin()
+        self._engine = lone_engine()
+        generation = self._engine.new("SwapTensor").begin()
         self.join(generation)
         generation.launch_offload()
 
@@ -70,7 +125,8 @@ class SwapTensor:
         """What follows comes after the send, and the memory is free."""
         if self._state != self.STATE_HOST and self._expect(self.STATE_D2H, "wait_offload"):
             assert self._generation is not None
-            self._generation.wait_offload()
+            if self._generation.phase is not Phase.OFFLOADED:  # for all that left with it
+                self._generation.wait_offload()
             self._state = self.STATE_HOST
 
     def async_load(self) -> None:
@@ -84,13 +140,22 @@ class SwapTensor:
         """What follows on this stream may use the tensor."""
         if self._state != self.STATE_DEVICE and self._expect(self.STATE_H2D, "wait_load"):
             assert self._generation is not None
-            self._generation.wait_load()
+            if self._generation.phase is not Phase.LOADED:  # for all that came with it
+                self._generation.wait_load()
             self.get_val()
 
     def join(self, generation: Generation) -> None:
         """Leave with a generation, which its owner launches."""
         if self._state != self.STATE_DEVICE or not isinstance(self._val, torch.Tensor):
             return
+        version = None if self.ver is None else self._val._version
+        if version != self.ver or self._val.untyped_storage().nbytes() != self.size:
+            raise InplaceEditError(
+                f"SwapTensor {self.funcname!r}: the tensor {list(self._val.shape)} was edited in "
+                f"place or resized since the SwapTensor was made: found version {version} and "
+                f"{self._val.untyped_storage().nbytes()} bytes, expected version {self.ver} and "
+                f"{self.size} bytes. Make the SwapTensor after the last edit, or of a copy."
+            )
         self._added = Added.to(generation, self._val.detach())
         self._generation = generation
         self._val = None
@@ -100,10 +165,9 @@ class SwapTensor:
         if self._state == state:
             return True
         if self._state != self.STATE_NON_TENSOR:
-            warnings.warn(
+            warn(
                 f"SwapTensor.{call}(): found the state {self._state!r}, expected {state!r}; "
-                "nothing was done",
-                stacklevel=3,
+                "nothing was done"
             )
         return False
 
@@ -119,6 +183,20 @@ class Storage:
     def __init__(self) -> None:
         self.save_storage: dict[Any, list[Any]] = defaultdict(list)
         self.swap_storage: dict[Any, list[Any]] = defaultdict(list)
+        self._engine: Groups | None = None  # where it moves alone
+
+    def __getitem__(self, key: Any) -> list[Any]:
+        """The list of a key among those that hold :class:`SwapTensor`; made if it is new."""
+        return self.swap_storage[key]
+
+    def values(self) -> ValuesView[list[Any]]:
+        """The lists that hold :class:`SwapTensor`."""
+        return self.swap_storage.values()
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        self.swap_storage.clear()
+        self.save_storage.clear()
 
     def tensors(self) -> Iterator[SwapTensor]:
         """Every :class:`SwapTensor`, in the order of saving."""
@@ -129,11 +207,14 @@ class Storage:
 
     def launch_offload(self, generation: Generation | None = None) -> None:
         """Start sending all that are on the device, together."""
-        one = new_engine().new("Storage").begin() if generation is None else generation
-        for tensor in self.tensors():
-            tensor.join(one)
         if generation is None:
-            one.launch_offload()
+            self._engine = lone_engine()
+            generation = self._engine.new("Storage").begin()
+            self.launch_offload(generation)
+            generation.launch_offload()
+            return
+        for tensor in self.tensors():
+            tensor.join(generation)
 
     def wait_offload(self) -> None:
         """What follows comes after the sends."""

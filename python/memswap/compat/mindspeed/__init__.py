@@ -9,14 +9,12 @@ from memswap.compat.mindspeed.compression import (
     layer_numbers,
 )
 from memswap.compat.mindspeed.layers import LayerActivationManager, LayerKey, TensorState
-from memswap.compat.mindspeed.swap import (
-    AsyncSwapHandler,
-    SwapTensor,
+from memswap.compat.mindspeed.swap_contexts import TensorSwapContext, swap_activation_modules
+from memswap.compat.mindspeed.swap_handler import AsyncSwapHandler, SwapTensor
+from memswap.compat.mindspeed.swap_keys import (
     TensorKeyManager,
     TensorLocation,
-    TensorSwapContext,
     is_valid_for_swap,
-    swap_activation_modules,
 )
 
 __all__ = [
