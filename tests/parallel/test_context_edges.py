@@ -202,10 +202,15 @@ def test_a_style_that_never_ran_is_an_error_at_the_end_of_the_first_step(rank: R
 
 @distributed(2)
 def test_a_mask_that_would_mean_something_else_is_refused(rank: Rank) -> None:
-    core = Core()
-    ContextParallel(ulysses=1).apply(core, init_device_mesh("cpu", (2,)))
     q = torch.zeros(1, 4, 2, 4, dtype=FP64)
-    with pytest.raises(ValueError, match="is_causal=True means another mask"):
+    for told in ({"ranges": "ranges"}, {"mask": "attn_mask"}):
+        core = Core()
+        ContextParallel(ulysses=1, **told).apply(core, init_device_mesh("cpu", (2,)))
+        with pytest.raises(ValueError, match="is_causal=True means another mask"):
+            core(q, q, q, is_causal=True)
+    core = Core()  # takes is_causal, and goes by the place of a query in its tensor all the same
+    ContextParallel(ulysses=1).apply(core, init_device_mesh("cpu", (2,)))
+    with pytest.raises(ValueError, match="another result than they have among all"):
         core(q, q, q, is_causal=True)
     core = Core()
     ContextParallel(mask="attn_mask").apply(core, init_device_mesh("cpu", (2,)))
@@ -245,7 +250,7 @@ def test_bad_input_is_told_before_anything_is_sent(rank: Rank) -> None:
         core()(q, q)
     with pytest.raises(ValueError, match="expected one of"):
         ContextParallel(layout="bsh")
-    with pytest.raises(ValueError, match="pass a 2-D mesh"):
+    with pytest.raises(ValueError, match="expected None or a divisor of 2"):
         ContextParallel(ulysses=3).apply(Core(), mesh)
     assert rank.log.events == []
 

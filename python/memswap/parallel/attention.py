@@ -47,25 +47,50 @@ def causal_attention(
             f"causal_attention: found {key.size(-2)} keys for queries of ranges {tuple(ranges)}; "
             "expected the keys of the whole sequence"
         )
+    return attend_ranges(
+        query, key, value, ranges, scale=scale, enable_gqa=query.size(-3) != key.size(-3)
+    )
+
+
+def attend_ranges(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ranges: Sequence[tuple[int, int]],
+    *,
+    diagonal: int = 0,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Causal attention range by range, each against the keys that it may see.
+
+    Args:
+        query, key, value, ranges: as :func:`causal_attention` takes them.
+        diagonal: the query at position ``p`` of the sequence sees the keys up to ``p + diagonal``.
+        dropout_p, scale, enable_gqa: of ``scaled_dot_product_attention``.
+
+    Returns:
+        ``[..., heads, queries, size]``.
+    """
     outputs, offset = [], 0
     for start, stop in ranges:
+        seen = max(1, min(stop + diagonal, key.size(-2)))
         # Queries that begin with the keys need no mask, which the fastest kernels refuse.
-        mask = _mask_of(start, stop, query.device) if start else None
+        plain = start + diagonal == 0 and seen == stop + diagonal
+        device = query.device
+        places = torch.arange(start + diagonal, stop + diagonal, device=device)
         outputs.append(
             F.scaled_dot_product_attention(
                 query.narrow(-2, offset, stop - start),
-                key.narrow(-2, 0, stop),
-                value.narrow(-2, 0, stop),
-                attn_mask=mask,
-                is_causal=not start,
+                key.narrow(-2, 0, seen),
+                value.narrow(-2, 0, seen),
+                attn_mask=None if plain else causal_mask(places, torch.arange(seen, device=device)),
+                dropout_p=dropout_p,
+                is_causal=plain,
                 scale=scale,
-                enable_gqa=query.size(-3) != key.size(-3),
+                enable_gqa=enable_gqa,
             )
         )
         offset += stop - start
     return torch.cat(outputs, dim=-2) if outputs else query.new_empty(query.shape)
-
-
-def _mask_of(start: int, stop: int, device: torch.device) -> torch.Tensor:
-    """The mask of the queries ``range(start, stop)`` against the keys before ``stop``."""
-    return causal_mask(torch.arange(start, stop, device=device), torch.arange(stop, device=device))

@@ -72,6 +72,13 @@ class AttentionExchanges:
         layout = self._style.layout
         return layout.packed() if role in ("kv", "qkv") else layout
 
+    def fits(self, role: Role, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has the layout's dimensions; where no heads are exchanged, those of the
+        heads and of their size may be one."""
+        layout = self.layout(role)
+        joined = self._mesh.heads is None and layout.head_dim == layout.ndim - 2
+        return tensor.ndim == layout.ndim or (joined and tensor.ndim == layout.ndim - 1)
+
     def length(self, role: Role, tokens: int) -> int:
         """The whole sequence's length."""
         style, queries = self._style, role in ("q", "qkv")
@@ -104,6 +111,16 @@ class AttentionExchanges:
         if self._mesh.heads is not None:
             self._plan(kv_heads)  # raises before anything is sent
         return kv_heads
+
+    def own_heads(self, role: Role, heads: int) -> int:
+        """How many heads of an input attention gets on this rank, of those that it has here."""
+        if self._mesh.heads is None:
+            return heads
+        if role in ("q", "qkv"):
+            return len(self._plan(None).queries()[self._mesh.column])
+        plan = self._plan(heads)
+        places = plan.expansion(self._mesh.column)
+        return len(plan.keys()[self._mesh.column] if places is None else places)
 
     def _plan(self, kv_heads: int | None) -> HeadPlan:
         assert self.heads is not None and self._mesh.heads is not None
@@ -152,7 +169,7 @@ class AttentionExchanges:
             return self._exchange(tensor, move, role)
         return self._exchange(tensor, GatherSequence(mesh.gather, shards, dim), role)
 
-    def back(self, output: torch.Tensor) -> Pending:
+    def back(self, output: torch.Tensor, label: str = "o") -> Pending:
         """Launch what brings attention's output from this rank's heads, or others' queries, back.
 
         Only where :attr:`moves_output`.
@@ -165,7 +182,7 @@ class AttentionExchanges:
             assert mesh.gather is not None
             shards = mesh.query_shards(length), mesh.row_shards(length)
             move = MoveSequence(mesh.gather, *shards, layout.seq_dim)
-            pending = self._exchange(output, move, "o")
+            pending = self._exchange(output, move, label)
             if mesh.heads is None:
                 return pending
             output = pending.wait()
@@ -177,7 +194,7 @@ class AttentionExchanges:
             layout.seq_dim,
             layout.head_dim,
         )
-        return self._exchange(output, spec, "o")
+        return self._exchange(output, spec, label)
 
     def _exchange(self, tensor: torch.Tensor, spec: SequenceExchange, label: str) -> Pending:
         self._before(tensor, label)

@@ -33,6 +33,7 @@ class ContextStyle:
     kv_sequence_length: int | None
     ranges: str | None
     mask: str | None
+    verify: bool
     use_local_output: bool
 
     @classmethod
@@ -49,6 +50,7 @@ class ContextStyle:
         kv_sequence_length: int | None,
         ranges: str | None,
         mask: str | None,
+        verify: bool,
         use_local_output: bool,
     ) -> ContextStyle:
         """Check them, and fill in what follows from others.
@@ -90,5 +92,6 @@ class ContextStyle:
             sequence_length if kv_sequence_length is None else kv_sequence_length,
             ranges,
             mask,
+            verify,
             use_local_output,
         )
