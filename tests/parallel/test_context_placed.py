@@ -300,3 +300,19 @@ def test_causal_queries_that_are_not_this_rank_s_are_refused(rank: Rank) -> None
     q = torch.randn(2, 8, 4, 4, dtype=FP64)
     with pytest.raises(ValueError, match=r"found a causal attention of 9 queries .* has 8 of 16"):
         core(q, q, q)
+
+
+@distributed(2)
+@pytest.mark.parametrize("kind", ["is_causal", "tril", "arange"])
+def test_compiled_attention_is_tried_and_placed_as_well(rank: Rank, kind: str) -> None:
+    model, whole = make_own(kind), random_tokens(2, 16, 16)
+    expected = make_own(kind)(whole).chunk(2, 1)[rank.rank]
+    ContextParallel(ulysses=1).apply(model.core, init_device_mesh("cpu", (2,)))
+    compiled = torch.compile(model, backend="eager")
+    mine = whole.chunk(2, 1)[rank.rank]
+    if kind == "arange":
+        with pytest.raises(ValueError, match="another result"):
+            compiled(mine)
+        return
+    for _ in range(2):
+        torch.testing.assert_close(compiled(mine), expected, rtol=1e-12, atol=1e-12)
