@@ -15,16 +15,13 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from memswap.engine.autograd import in_backward
-from memswap.parallel.arguments import Arguments
 from memswap.parallel.arriving import ArrivingTensor
-from memswap.parallel.attention import causal_mask
-from memswap.parallel.attention_exchanges import AttentionExchanges
+from memswap.parallel.attention import Lengths, causal_mask
+from memswap.parallel.attention_exchanges import AttentionExchanges, EarlyLaunches
 from memswap.parallel.context_mesh import ContextMesh
-from memswap.parallel.context_style import ContextStyle, Role
-from memswap.parallel.early import EarlyLaunches
+from memswap.parallel.context_style import Arguments, ContextStyle, Role
 from memswap.parallel.exchange import Pending
 from memswap.parallel.gathered import GatheredAttention
-from memswap.parallel.placed import Lengths
 
 
 class AppliedContext:
@@ -193,25 +190,13 @@ class AppliedContext:
             for role, (where, key) in zip(self._roles, places, strict=True)
         }
         self.exchanges.cause = "attention"
-        lengths = self._lengths(given)
+        lengths = self.exchanges.lengths(given)
         result = self._exchanged(given, lengths, args, kwargs)
         self._hand_out(result, args, kwargs)
         self.calls += 1
         if self._gathered is not None:
             self._gathered.enter(lengths)
         return tuple(args), kwargs
-
-    def _lengths(self, given: dict[Role, torch.Tensor]) -> Lengths:
-        """Which queries attention will get, and the whole sequences."""
-        tokens = {
-            role: tensor.size(self.exchanges.layout(role).seq_dim) for role, tensor in given.items()
-        }
-        first, last = self._roles[0], self._roles[-1]
-        return Lengths(
-            self.exchanges.query_ranges(tokens[first]),
-            self.exchanges.length(first, tokens[first]),
-            self.exchanges.length(last, tokens[last]),
-        )
 
     def _hand_out(
         self, result: Mapping[Role, torch.Tensor], args: list[Any], kwargs: dict[str, Any]

@@ -15,11 +15,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils._pytree import tree_map_only
 
-from memswap.parallel.arguments import Arguments
+from memswap.parallel.attention import Lengths, PlacedQueries
 from memswap.parallel.attention_exchanges import AttentionExchanges
 from memswap.parallel.context_mesh import ContextMesh
-from memswap.parallel.context_style import ContextStyle, Role
-from memswap.parallel.placed import Lengths, PlacedQueries
+from memswap.parallel.context_style import Arguments, ContextStyle, Role
 from memswap.parallel.proof import NotTriedError, PositionTrial, TrialInput
 
 #: Puts the tensors that attention gets among its arguments.

@@ -21,9 +21,9 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from memswap.parallel.attention import Lengths, PlacedQueries
 from memswap.parallel.context_style import Role
 from memswap.parallel.layouts import SequenceShards
-from memswap.parallel.placed import Lengths, PlacedQueries
 
 #: Tokens of a rank in a trial: few, and more than the diagonals that masks begin at.
 TRIAL_TOKENS = 4
