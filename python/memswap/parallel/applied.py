@@ -233,8 +233,7 @@ class AppliedContext:
         }
         last = self._roles[-1]
         self._offer(args, kwargs, whole, given[last].device)
-        if self._gathered is not None:
-            self._gathered.verify(given, whole, args, kwargs)
+        cut_keys = self._gathered is not None and self._gathered.verify(given, whole, args, kwargs)
         pending = {
             self.exchanges.apart(role, tensor)[-1][0] if mesh.heads is None else role: (
                 self._take_early(role, tensor) or self.exchanges.first(role, tensor)
@@ -259,6 +258,10 @@ class AppliedContext:
         if kv_heads is not None:
             for role in self._roles[1:]:
                 result[role] = self.exchanges.expanded(role, result[role], kv_heads)
+        if cut_keys:
+            for part in result.keys() - {"q"}:
+                dim = self.exchanges.layout(part).seq_dim
+                result[part] = result[part].narrow(dim, 0, whole.stop)
         return result
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:

@@ -7,7 +7,9 @@ the sequence. While such a module runs, :class:`PlacedQueries` is told of its ca
 for the positions at which the queries are: a causal ``scaled_dot_product_attention`` becomes one of
 each range of queries against the keys up to that range's end, and ``tril`` and ``triu`` of a matrix
 ``[queries, keys]`` cut along the diagonal of the whole sequence. Every other call is passed on as
-it is. What the mode cannot see, :mod:`memswap.parallel.proof` finds out.
+it is. What the mode cannot see, :mod:`memswap.parallel.proof` finds out. Kernels whose causal mask
+takes the queries for the last ones of the keys, as flash attention's does, are right as they are if
+the queries are one range and the keys end with it: where that is found out, keys are cut there.
 """
 
 from __future__ import annotations
@@ -140,6 +142,11 @@ class Lengths:
     def count(self) -> int:
         """Number of queries that it gets."""
         return sum(stop - start for start, stop in self.ranges)
+
+    @property
+    def stop(self) -> int:
+        """The position after its last query."""
+        return max(stop for _, stop in self.ranges)
 
     @property
     def positions(self) -> torch.Tensor:

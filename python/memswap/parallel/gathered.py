@@ -56,7 +56,7 @@ class GatheredAttention:
         self._arguments = arguments
         self._hand_out = hand_out
         self._of_thread = threading.local()
-        self._verified: set[tuple[Any, ...]] = set()
+        self._keys_are_cut: dict[tuple[Any, ...], bool] = {}
 
     def enter(self, lengths: Lengths) -> None:
         """The module's forward begins on this thread, and gets these queries and keys."""
@@ -78,13 +78,16 @@ class GatheredAttention:
         lengths: Lengths,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-    ) -> None:
+    ) -> bool:
         """At the first call of its kind, whether a part of the queries gets its part of the result.
 
         Args:
             given: this rank's tensors, before they are exchanged.
             lengths: those with which the module is about to be called.
             args, kwargs: all arguments.
+
+        Returns:
+            Whether it is to get the keys up to its last query only: see [Note: Placed queries].
 
         Raises:
             ValueError: it does not, or this could not be tried.
@@ -95,17 +98,21 @@ class GatheredAttention:
             *((key, value if type(value) in (bool, str) else type(value)) for key, value in told),
         )
         queries = given[self._exchanges.roles[0]]
-        if not self._style.verify or kind in self._verified or queries.is_meta or is_fake(queries):
-            return
+        if kind in self._keys_are_cut:
+            return self._keys_are_cut[kind]
+        if not self._style.verify or queries.is_meta or is_fake(queries):
+            return False
         name = type(self._module).__name__
+        trial = self._trial(given, lengths, args, kwargs)
         try:
-            difference = self._trial(given, lengths, args, kwargs).difference()
+            difference = trial.difference()
         except NotTriedError as error:
             raise ValueError(
                 f"ContextParallel: keys are gathered, and whether {name} depends on where its "
                 f"queries are could not be tried on a few tokens: {error}. {_ADVICE}"
             ) from error
-        if difference:
+        cut = bool(difference) and self._is_right_with_fewer_keys(trial)
+        if difference and not cut:
             raise ValueError(
                 f"ContextParallel: keys are gathered, and {name} gives a part of the queries "
                 f"another result than they have among all (by {difference:.2g}, of values of "
@@ -113,7 +120,16 @@ class GatheredAttention:
                 "another than that in the sequence. Expected scaled_dot_product_attention("
                 f"is_causal=True), torch.tril or torch.triu of [queries, keys]. {_ADVICE}"
             )
-        self._verified.add(kind)
+        self._keys_are_cut[kind] = cut
+        return cut
+
+    def _is_right_with_fewer_keys(self, trial: PositionTrial) -> bool:
+        if self._style.balance != "contiguous" or trial.real.queries != trial.real.keys:
+            return False
+        try:
+            return not trial.difference(cut_keys=True)
+        except NotTriedError:
+            return False
 
     def _trial(
         self,

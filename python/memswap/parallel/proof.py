@@ -81,8 +81,11 @@ class PositionTrial:
     real: Lengths
     local: int
 
-    def difference(self) -> float:
+    def difference(self, *, cut_keys: bool = False) -> float:
         """By how much results differ, values being of the order of one; 0 if only by rounding.
+
+        Args:
+            cut_keys: queries that are one range get the keys up to their last one only.
 
         Raises:
             NotTriedError: the module ran in no trial; from what it raised.
@@ -92,7 +95,7 @@ class PositionTrial:
         for wide, tokens in ((True, TRIAL_TOKENS), (False, TRIAL_TOKENS), (False, own)):
             try:
                 with _untouched(self.module, wide, self._device):
-                    return self._difference(wide, tokens)
+                    return self._difference(wide, tokens, cut_keys)
             except Exception as error:
                 failure = error
         raise NotTriedError(f"{type(failure).__name__}: {failure}") from failure
@@ -101,7 +104,7 @@ class PositionTrial:
     def _device(self) -> torch.device:
         return next(iter(self.inputs.values())).device
 
-    def _difference(self, wide: bool, tokens: int) -> float:
+    def _difference(self, wide: bool, tokens: int, cut_keys: bool) -> float:
         queries = tokens * self.rows
         keys = queries if self.real.keys == self.real.queries else queries + 3
         generator = torch.Generator().manual_seed(20)
@@ -119,12 +122,12 @@ class PositionTrial:
             for row in sorted({0, self.rows // 2, self.rows - 1}):
                 part = Lengths(self.cut(queries).ranges[row], queries, keys)
                 places = part.positions.to(self._device)
-                mine = {
-                    name: value.index_select(self.inputs[name].seq_dim, places)
-                    if self.inputs[name].queries
-                    else value
-                    for name, value in whole.items()
-                }
+                mine = dict(whole)
+                for name, one in self.inputs.items():
+                    if one.queries:
+                        mine[name] = whole[name].index_select(one.seq_dim, places)
+                    elif cut_keys:
+                        mine[name] = whole[name].narrow(one.seq_dim, 0, part.stop)
                 found = self._run(mine, part, fill, wide)
                 for theirs, ours in zip(expected, found, strict=True):
                     if not self._is_cut(theirs, ours, queries, len(places)):
