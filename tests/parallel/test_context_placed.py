@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.utils.checkpoint import checkpoint
 
+import memswap
 from cut_attention import FP64, LATE_FIRST, Core, assert_is_one_process, make, meshes, open_comms
 from cut_attention import random as random_tokens
 from memswap.parallel import ContextParallel
@@ -327,3 +330,28 @@ def test_compiled_attention_is_tried_and_placed_as_well(rank: Rank, kind: str) -
         return
     for _ in range(2):
         torch.testing.assert_close(compiled(mine), expected, rtol=1e-12, atol=1e-12)
+
+
+@distributed(2)
+@pytest.mark.parametrize("kind", ["is_causal", "kernel"])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints_and_managed_layers_recompute_it_where_it_was(
+    rank: Rank, kind: str, use_reentrant: bool
+) -> None:
+    whole = random_tokens(2, 16, 16)
+    gradients = []
+    for composed in (False, True):
+        model = make_own(kind)
+        style = ContextParallel(ulysses=1, comm=open_comms(rank, True))
+        style.apply(model.core, init_device_mesh("cpu", (2,)))
+        x = style.shard_batch({"x": whole})["x"].requires_grad_()
+        with contextlib.ExitStack() as stack:
+            if composed:
+                stack.enter_context(memswap.manage([model], memswap.Policy(min_bytes=0)))
+                y = checkpoint(model, x, use_reentrant=use_reentrant)
+            else:
+                y = model(x)
+            y.square().sum().backward()
+        gradients.append([x.grad, *(weight.grad for weight in model.parameters())])
+    assert all(map(torch.equal, *gradients))
+    assert not torch.overrides._get_current_function_mode_stack()
