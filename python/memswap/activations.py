@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from memswap._native import native
-from memswap.engine.autograd import in_backward, plain_parts
+from memswap.blocks import LISTS, Blocks, find_blocks
+from memswap.engine.autograd import computed_from, in_backward, next_node_number, plain_parts
 from memswap.engine.saver import Saver
 from memswap.engine.stats import Stats
 from memswap.engine.transfer import check_pool
 from memswap.engine.uncopied import Uncopied
 from memswap.engine.units import format_bytes, parse_bytes
-from memswap.engine.untraced import untraced
-from memswap.engine.visit import Visit, VisitStack, can_save
+from memswap.engine.visit import OpenBlocks, Visit, can_save
 from memswap.engine.windowed import WindowedSaver
 from memswap.engine.windows import WindowStats
 from memswap.managed import Managed
+from memswap.module_hooks import ModuleHooks
 from memswap.operators import OperatorWindows
 from memswap.planning.budgets import parsed
 from memswap.planning.pilot import Pilot
@@ -72,7 +75,7 @@ class saved_tensors(Uncopied):  # noqa: N801  (used like torch.autograd.graph.sa
     ) -> None:
         check_pool(pool)
         self._saver = Saver(checked_policy(policy), pool, window(prefetch_bytes))
-        self._visits = VisitStack()
+        self._open: OpenBlocks[Visit] = OpenBlocks()
 
     def __repr__(self) -> str:
         return f"<memswap saved_tensors: {self._saver.ledger}>"
@@ -80,7 +83,7 @@ class saved_tensors(Uncopied):  # noqa: N801  (used like torch.autograd.graph.sa
     def __enter__(self) -> saved_tensors:
         if not in_backward():
             self._saver.begin_passage()
-        self._visits.enter(Visit(self._saver, ""))
+        self._open.enter(Visit(self._saver, ""))
         return self
 
     def __exit__(
@@ -89,7 +92,7 @@ class saved_tensors(Uncopied):  # noqa: N801  (used like torch.autograd.graph.sa
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._visits.leave()
+        self._open.leave()
 
     def stats(self) -> Stats:
         """What was done so far."""
@@ -105,7 +108,7 @@ class Manager(Managed):
 
     def __init__(
         self,
-        units: Mapping[str, nn.Module],
+        blocks: Blocks,
         policy: Decider,
         pool: Pool | None,
         window_bytes: int | None,
@@ -119,7 +122,8 @@ class Manager(Managed):
             if windows is None
             else windows.saver(policy, pool, window_bytes)
         )
-        self._units = dict(units)
+        self._units = dict(blocks.units)
+        self._description = blocks.description
         self._budget = budget
         self._pilot: Pilot | None = None
         if budget is not None:
@@ -127,11 +131,11 @@ class Manager(Managed):
             self._pilot = self._saver.director = Pilot(
                 self._saver, policy, pool, budget, rates, group, self._units
             )
-        self._opener: str | None = None
-        self._visited: set[str] = set()
-        for name, module in self._units.items():
-            hook = _UnitHook(self, name)
-            self._watch(module, hook.enter, hook.leave)
+        self._iteration = _Units()
+        self._models = ModuleHooks()
+        self._add(self._units, "manage()")
+        for model in blocks.models:
+            self._models.add(model, None, self._begin_model, in_compiled_code=False)
         self._unseen: Unseen | None = Unseen(self._units.values(), "manage()")
         self._operators: OperatorWindows | None = None
         if windows is not None and isinstance(self._saver, WindowedSaver):
@@ -190,6 +194,7 @@ class Manager(Managed):
             TransferError: backward has met a frame that is not what was encoded (broken memory).
         """
         self._seen()
+        self._models.remove()
         if self._operators is not None:
             self._operators.remove()
         if self._pilot is not None:
@@ -212,51 +217,88 @@ class Manager(Managed):
             self._unseen.end()
             self._unseen = None
 
-    def _enter(self, name: str) -> None:
+    def report(self) -> str:
+        """What is managed, and the statistics as a text table, bytes in MiB."""
+        return f"{self._description}\n{super().report()}"
+
+    def _begin(
+        self, key: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Visit:
         self._seen()
-        if torch.is_grad_enabled() and not in_backward() and can_save():
-            self._note(name)
-        self._visits.drop_interrupted(name)
-        self._visits.enter(Visit(self._saver, name))
+        if records():
+            self._note(key, (args, kwargs))
+        return _UnitCall(self._saver, key, self)
 
-    def _leave(self) -> None:
-        self._visits.leave()
+    def _begin_model(
+        self, key: None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """A forward of the model whose blocks these are."""
+        if records() and self._models.depth() == 1:
+            self._begin_iteration()
 
-    def _note(self, name: str) -> None:
-        """Notice where a forward begins: at the unit that opened the last one."""
-        saver = self._saver
+    def _begin_iteration(self) -> None:
+        with self._saver.lock:
+            self._saver.begin_passage()
+            self._iteration.clear()
+
+    def _note(self, name: str, inputs: object) -> None:
+        """A unit is called in a forward: notice where one begins."""
+        saver, units = self._saver, self._iteration
         with saver.lock:
-            if saver.passage.began_backward or (name == self._opener and len(self._visited) > 1):
-                saver.begin_passage()
-                self._visited.clear()
-            if not self._visited:
-                self._opener = name
+            outermost = self._hooks.depth() == 1 and not self._models.depth()
+            if saver.passage.began_backward or (outermost and units.begin_anew(name, inputs)):
+                self._begin_iteration()
+            if not units.names:
                 saver.persistent = persistent_storages(self._units.values())
-            self._visited.add(name)
+                units.first_node = next_node_number()
+            units.names[name] = None
+
+    def _left(self) -> None:
+        """The call of a unit has ended."""
+        self._iteration.end_node = next_node_number()
 
 
-class _UnitHook:
-    """The forward hooks of one unit. A copied or pickled module is not managed."""
+def records() -> bool:
+    """Whether a forward that begins now is one that autograd records and memswap may save for."""
+    return torch.is_grad_enabled() and not in_backward() and can_save()
 
-    def __init__(self, manager: Manager | None, name: str) -> None:
-        self._manager = manager
-        self._name = name
 
-    @untraced
-    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self._manager is not None:
-            self._manager._enter(self._name)
+class _Units:
+    """The units that an iteration has called so far."""
 
-    @untraced
-    def leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        if self._manager is not None:
-            self._manager._leave()
+    def __init__(self) -> None:
+        self.names: dict[str, None] = {}  # in the order of their first calls
+        self.first_node = 0  # of autograd: when the first one was called
+        self.end_node = 0  # the next one, when the last call ended
 
-    def __deepcopy__(self, memo: dict[int, object]) -> _UnitHook:
-        return _UnitHook(None, self._name)
+    def clear(self) -> None:
+        self.names.clear()
+        self.first_node = self.end_node = 0
 
-    def __reduce__(self) -> tuple[type[_UnitHook], tuple[None, str]]:
-        return _UnitHook, (None, self._name)
+    def begin_anew(self, name: str, inputs: object) -> bool:
+        """Whether a call of a unit, inside no other one, begins another forward.
+
+        It does where the unit that was called first is called again, unless with something that
+        this forward has computed: layers that are shared, called in a loop, serve one backward.
+        """
+        if len(self.names) < 2 or name != next(iter(self.names)):
+            return False
+        tensors = (one for one in tree_leaves(inputs) if isinstance(one, torch.Tensor))
+        return not computed_from(tensors, self.first_node, self.end_node)
+
+
+class _UnitCall(Visit):
+    """The visit of one call of a unit."""
+
+    __slots__ = ("manager",)
+
+    def __init__(self, saver: Saver, name: str, manager: Manager) -> None:
+        super().__init__(saver, name)
+        self.manager = manager
+
+    def leave(self, output: object = None) -> None:
+        super().leave()
+        self.manager._left()
 
 
 def manage(
@@ -272,15 +314,24 @@ def manage(
 ) -> Manager:
     """Encode or swap the saved activations of a model's layers, in an order that is learnt.
 
+    ``manage(model)`` finds the layers itself: the elements of the largest list two or more of which
+    are of one class, or else what a transformers model names in ``_no_split_modules``, or else the
+    model as one unit; :meth:`Manager.report` says what was found. A model inside DDP, FSDP,
+    torch.compile or PEFT may be given as it is called. Each forward of the model begins an
+    iteration. Of layers that are given by themselves, it is the first one's call, unless with what
+    the same forward has computed.
+
     Adds forward hooks to each module and nothing else: no wrapper, no renamed parameter, no change
     of the module's type. Training code stays as it is. (Until a module has run, the gradient of one
     parameter is watched: modules that train although their hooks are never called, because
     torch.compile compiled them before, are warned of.)
 
     Args:
-        modules: the layers, in any order: a ``ModuleList``, a sequence, a mapping from names to
-            modules, or one module. Each has a ``forward`` that is called (a list in a list has
-            none). Policies know them by the names ``"0"``, ``"1"``, ... or the mapping's.
+        modules: a model; or its layers, in any order: a ``ModuleList``, ``ModuleDict`` or
+            ``Sequential``, a sequence, or a mapping from names to modules. Each has a ``forward``
+            that is called (a list in a list has none). Policies know layers by their names in the
+            model (``"layers.0"``), the mapping's, or ``"0"``, ``"1"``, ...; one that is managed as
+            a whole (``manage([layer])``, or a model without repeated blocks) is ``"0"``.
         policy: which tensors move; default ``Policy()``.
         pool: where they go; see :class:`saved_tensors`.
         budget: None: everything that the policy selects moves, from the first step on, whatever it
@@ -328,15 +379,21 @@ def manage(
         )
     if budget is not None:
         budget = parsed(budget, "manage(budget=...)")
-    units = named_units(modules)
+    if isinstance(modules, nn.Module) and not isinstance(
+        modules, (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+    ):
+        named_units(modules)
+        blocks = find_blocks(modules)
+    else:
+        blocks = Blocks.given(named_units(modules))
     check_pool(pool)
-    for module in units.values():
+    for module in blocks.units.values():
         for parameter in module.parameters():
             check_pool(pool, parameter.device)
     if budget is not None:
-        check_one_device(units.values())
+        check_one_device(blocks.units.values())
     return Manager(
-        units, checked_policy(policy), pool, window(prefetch_bytes), budget, rates, group, windows
+        blocks, checked_policy(policy), pool, window(prefetch_bytes), budget, rates, group, windows
     )
 
 
@@ -357,10 +414,18 @@ def checked_policy(policy: Policy | None) -> Policy:
         return Policy()
     if not isinstance(policy, Policy):
         raise TypeError(
-            f"policy: found {type(policy).__name__}, expected a memswap.Policy "
-            "(for an action alone: memswap.Policy(action=...)) or None"
+            f"policy: found {policy!r}, expected a memswap.Policy ({policy_hint(policy)}) or None"
         )
     return policy
+
+
+def policy_hint(found: object) -> str:
+    """What to write instead of something that is no policy."""
+    if isinstance(found, (int, str)) and not isinstance(found, bool):
+        with suppress(ValueError):
+            parsed(found)
+            return f"for a budget: budget={found!r}"
+    return "for an action alone: memswap.Policy(action=...)"
 
 
 def named_units(
@@ -368,7 +433,7 @@ def named_units(
     caller: str = "manage()",
 ) -> dict[str, nn.Module]:
     """The modules by name, checked."""
-    if isinstance(modules, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+    if isinstance(modules, LISTS):
         units: dict[str, Any] = dict(modules.named_children())
     elif isinstance(modules, nn.Module):
         units = {"0": modules}

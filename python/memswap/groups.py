@@ -21,7 +21,6 @@ A schedule that is late costs a stall: what backward demands and is not there is
 
 from __future__ import annotations
 
-import threading
 from types import TracebackType
 from weakref import WeakSet
 
@@ -34,6 +33,7 @@ from memswap.engine.stats import Stats
 from memswap.engine.timeline import Timeline
 from memswap.engine.transfer import Pool, check_pool
 from memswap.engine.uncopied import Uncopied
+from memswap.engine.visit import OpenBlocks
 from memswap.errors import GroupError
 from memswap.planning.policy import Policy
 
@@ -158,7 +158,7 @@ class Group(Uncopied):
         self._timeline: Timeline = Timeline(0)
         self._newest: Generation | None = None
         self._generations: WeakSet[Generation] = WeakSet()
-        self._open = _OpenBlocks()
+        self._open: OpenBlocks[GroupVisit] = OpenBlocks()
         self._paused = False
         self._closed = False
 
@@ -169,12 +169,9 @@ class Group(Uncopied):
 
     def __enter__(self) -> Generation:
         self._check_open("a block")
-        blocks = self._open.blocks
+        blocks = self._open.visits
         generation = blocks[-1].generation if blocks else self.begin()
-        visit = GroupVisit(self._groups.saver, generation)
-        blocks.append(visit)
-        if not self._paused:
-            visit.enter()
+        self._open.enter(GroupVisit(self._groups.saver, generation), installs=not self._paused)
         return generation
 
     def __exit__(
@@ -183,7 +180,7 @@ class Group(Uncopied):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._open.blocks.pop().leave()
+        self._open.leave()
 
     def begin(self) -> Generation:
         """Begin a generation without a block: for :meth:`add`, or for hooks of one's own."""
@@ -203,7 +200,7 @@ class Group(Uncopied):
             raise TypeError(
                 f"group {self.name!r}: add() found {type(tensor).__name__}, expected a torch.Tensor"
             )
-        blocks = self._open.blocks
+        blocks = self._open.visits
         if blocks:
             generation = blocks[-1].generation
         else:
@@ -278,10 +275,3 @@ class Group(Uncopied):
             raise GroupError(
                 f"group {self.name!r} was closed and is asked for {call}; make a new Group"
             )
-
-
-class _OpenBlocks(threading.local):
-    """The blocks of a group that a thread is in."""
-
-    def __init__(self) -> None:
-        self.blocks: list[GroupVisit] = []

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -25,6 +28,7 @@ _ATTRIBUTE = "_memswap_away"
 class _Away:
     """The away form of a tensor, owned by the tensor itself: they die together."""
 
+    pool: Pool
     block: Block
     lane: Lane
     departure: Ticket
@@ -41,7 +45,8 @@ def swap_out(tensor: torch.Tensor, pool: Pool | None = None) -> bool:
 
     Args:
         tensor: a plain tensor that nobody else shares: no view, alias or autograd graph.
-        pool: where the bytes go. Default: memory for this one tensor; pass a pool to reuse it.
+        pool: where the bytes go. Default: one pool for all tensors of the device that are away so,
+            which is made for the first one and given back with the last; pass a pool to keep it.
 
     Returns:
         Whether the bytes are away. False: the pool had no room, and the tensor is as it was.
@@ -68,7 +73,7 @@ def swap_out(tensor: torch.Tensor, pool: Pool | None = None) -> bool:
             "first, or clone the tensor."
         )
     if pool is None:
-        pool = default_pool(tensor.device)
+        pool = _shared_pool(tensor.device)
     check_pool(pool, tensor.device)
     block = pool.native.allocate(native.StorageRef(tensor).nbytes)
     if block is None:
@@ -85,7 +90,7 @@ def swap_out(tensor: torch.Tensor, pool: Pool | None = None) -> bool:
         native.give_bytes(tensor, shell, storage)
         raise
     departure.abandon()  # or else it would hold the memory until somebody waits
-    setattr(tensor, _ATTRIBUTE, _Away(block, lane, departure, shell))
+    setattr(tensor, _ATTRIBUTE, _Away(pool, block, lane, departure, shell))
     return True
 
 
@@ -112,6 +117,22 @@ def swap_in(tensor: torch.Tensor) -> None:
         storage = kept  # the send failed, and the bytes never left
     native.give_bytes(tensor, away.shell, storage)
     delattr(tensor, _ATTRIBUTE)
+
+
+#: The pools of tensors that went away without one, by process and device. Only the tensors own
+#: them: with the last one that is away its pool goes, and its threads.
+_shared_pools: WeakValueDictionary[tuple[int, torch.device], Pool] = WeakValueDictionary()
+_making = threading.Lock()
+
+
+def _shared_pool(device: torch.device) -> Pool:
+    """The pool that tensors of a device share where the user names none."""
+    key = os.getpid(), device
+    with _making:
+        pool = _shared_pools.get(key)
+        if pool is None:
+            pool = _shared_pools[key] = default_pool(device)
+        return pool
 
 
 def _lane_to(pool: Pool, device: torch.device) -> Lane:

@@ -13,9 +13,9 @@ the output carries no gradient or `autograd.grad` is called on something inside 
 
 from __future__ import annotations
 
-import threading
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary, ref
 
 import torch
@@ -28,14 +28,14 @@ from memswap.activations import (
 )
 from memswap.engine.autograd import in_backward
 from memswap.engine.group import Generation, GroupVisit, Phase
-from memswap.engine.untraced import untraced
-from memswap.engine.visit import VisitStack
+from memswap.engine.visit import OpenBlocks
 from memswap.groups import Group, Groups
 from memswap.managed import Managed
 from memswap.planning.policy import Policy
 
 if TYPE_CHECKING:
     from memswap._C import WeakStorage
+    from memswap.engine.group import GroupSaver
     from memswap.engine.transfer import Pool
 
 
@@ -81,19 +81,20 @@ class Track:
         self.engine = engine
         self.distance = distance
         self.groups: list[Group] = []
-        self._visits = VisitStack()
         self._journey = _Pass()
         self._waiting: Generation | None = None  # launched, not waited for yet
+        self._open: OpenBlocks[CollectedCall] = OpenBlocks()
 
-    def enter(self, index: int, persistent: Callable[[], dict[int, WeakStorage]]) -> bool:
-        """A layer's forward begins. Whether it is one that autograd records.
+    def begin(
+        self, index: int, persistent: Callable[[], dict[int, WeakStorage]]
+    ) -> CollectedCall | None:
+        """A layer's forward begins. None: autograd does not record it.
 
         `persistent`: asked, where a forward begins, for the storages of parameters and buffers.
         """
         if not torch.is_grad_enabled() or in_backward():
-            return False
+            return None
         group = self.groups[index]
-        self._visits.drop_interrupted(group.name)
         if not self._journey.begins_before(index):
             self._journey = _Pass()
         journey = self._journey
@@ -105,26 +106,51 @@ class Track:
             journey.last = index
             journey.generations[index] = generation
             generation.on_demand = _Reached(self, journey, index)
-        self._visits.enter(GroupVisit(saver, generation))
-        return True
+        return CollectedCall(saver, generation, functools.partial(self._collected, index))
+
+    def enter(self, index: int, persistent: Callable[[], dict[int, WeakStorage]]) -> bool:
+        """A block around a layer's forward begins. Whether :meth:`leave` is to be called."""
+        call = self.begin(index, persistent)
+        if call is not None:
+            self._open.enter(call)
+        return call is not None
 
     def leave(self, index: int) -> None:
-        """The forward of a layer that was entered ends."""
-        visit = self._visits.leave()
-        if not isinstance(visit, GroupVisit):
-            return
+        """The block ends."""
+        self._open.leave()
+
+    def _collected(self, index: int, generation: Generation) -> None:
+        """The forward of a layer has ended."""
         before, self._waiting = self._waiting, None
         if index < len(self.groups) - max(self.distance, 1):
-            visit.generation.launch_offload()
-            self._waiting = visit.generation
+            generation.launch_offload()
+            self._waiting = generation
         if before is not None and before.phase in (Phase.OFFLOADING, Phase.OFFLOADED):
             before.wait_offload()
 
     def settle(self) -> None:
         """Nothing more is to be waited for."""
         self._waiting = None
-        self._visits.leave_all()
         self.engine.settle()
+
+
+class CollectedCall(GroupVisit):
+    """One call of a module whose saved tensors are a generation."""
+
+    __slots__ = ("_collected",)
+
+    def __init__(
+        self,
+        saver: GroupSaver,
+        generation: Generation,
+        collected: Callable[[Generation], None],
+    ) -> None:
+        super().__init__(saver, generation)
+        self._collected = collected
+
+    def leave(self, output: object = None) -> None:
+        super().leave()
+        self._collected(self.generation)
 
 
 class Chain(Managed):
@@ -139,9 +165,7 @@ class Chain(Managed):
         self._track = Track(engine, distance)
         self._track.groups = [engine.new(name) for name in self._units]
         self._paused = False
-        for index, module in enumerate(self._units.values()):
-            hook = LayerHook(self, index)
-            self._watch(module, hook.enter, hook.leave)
+        self._add(dict(enumerate(self._units.values())), "chain()")
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -171,62 +195,17 @@ class Chain(Managed):
         Raises:
             TransferError: backward has met a frame that is not what was encoded (broken memory).
         """
+        self._hooks.remove()
         self._track.settle()
         super().remove()
 
-    def on_enter(self, index: int) -> bool:
-        """A layer's forward begins. Whether its end is of interest."""
-        return not self._paused and self._track.enter(index, self._persistent)
+    def _begin(
+        self, key: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> CollectedCall | None:
+        return None if self._paused else self._track.begin(key, self._persistent)
 
     def _persistent(self) -> dict[int, WeakStorage]:
         return persistent_storages(self._units.values())
-
-    def on_leave(self, index: int) -> None:
-        """A layer's forward ends."""
-        self._track.leave(index)
-
-
-class Runs(Protocol):
-    """Who is told when the forward of one of several modules begins and ends."""
-
-    def on_enter(self, index: int) -> bool:
-        """It begins. Whether the end is of interest."""
-
-    def on_leave(self, index: int) -> None:
-        """It ends."""
-
-
-class _Entered(threading.local):
-    """Whether the ends of the forwards that a thread is in are of interest."""
-
-    def __init__(self) -> None:
-        self.stack: list[bool] = []
-
-
-class LayerHook:
-    """The forward hooks of one module. A copied or pickled module has none."""
-
-    def __init__(self, runs: Runs | None, index: int) -> None:
-        self._runs = runs
-        self._index = index
-        self._entered = _Entered()
-
-    @untraced
-    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self._runs is not None:
-            self._entered.stack.append(self._runs.on_enter(self._index))
-
-    @untraced
-    def leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        stack = self._entered.stack
-        if self._runs is not None and stack and stack.pop():
-            self._runs.on_leave(self._index)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> LayerHook:
-        return LayerHook(None, self._index)
-
-    def __reduce__(self) -> tuple[type[LayerHook], tuple[None, int]]:
-        return LayerHook, (None, self._index)
 
 
 def chain(

@@ -5,14 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from memswap.engine.visit import VisitStack
+from memswap.module_hooks import ModuleHooks, Scope, hooks_on
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterable, Mapping
     from types import TracebackType
 
     from torch import nn
-    from torch.utils.hooks import RemovableHandle
 
     from memswap.engine.saver import Saver
     from memswap.engine.stats import Stats
@@ -44,11 +43,22 @@ class Managed(Removable):
 
     def __init__(self, saver: Saver) -> None:
         self._saver = saver
-        self._handles: list[RemovableHandle] = []
-        self._visits = VisitStack()
+        self._hooks = ModuleHooks()
+
+    @abstractmethod
+    def _begin(
+        self, key: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Scope | None:
+        """A module's forward begins: what is to be done in this call, or None."""
+
+    def _add(self, modules: Mapping[Any, nn.Module], caller: str) -> None:
+        """Put the hooks on modules, by their keys."""
+        check_unmanaged(modules.values(), caller)
+        for key, module in modules.items():
+            self._hooks.add(module, key, self._begin)
 
     def __repr__(self) -> str:
-        modules = len(self._handles) // 2  # one hook where a forward begins, one where it ends
+        modules = len(self._hooks)
         where = f"{modules} module(s)" if modules else "no modules any more"
         return f"<memswap {type(self).__name__} of {where}: {self._saver.ledger}>"
 
@@ -76,19 +86,21 @@ class Managed(Removable):
         Raises:
             TransferError: backward has met a frame that is not what was encoded (broken memory).
         """
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._visits.leave_all()
+        self._hooks.remove()
         self._saver.settle()
         self._saver.check_decodes()
 
-    def _watch(
-        self, module: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any]
-    ) -> None:
-        """Have a module's forward begin and end with these, whatever happens in it."""
-        self._handles.append(module.register_forward_pre_hook(enter))
-        self._handles.append(module.register_forward_hook(leave, always_call=True))
+
+def check_unmanaged(modules: Iterable[nn.Module], caller: str) -> None:
+    """Raise ValueError if a module has a manager: its numbers would mean nothing beside another."""
+    for module in modules:
+        for owner, hooks, key in hooks_on(module):
+            if isinstance(owner, Managed) and owner._hooks is hooks:
+                raise ValueError(
+                    f"{caller}: this {type(module).__name__} is managed already, as {key!r} of "
+                    f"{owner!r}. Expected modules that are not: call remove() on that one first "
+                    "(or use it in a `with` block), or pass other modules"
+                )
 
 
 def report(stats: Stats) -> str:

@@ -16,18 +16,19 @@ from torch import nn
 
 from memswap._native import native
 from memswap.activations import Manager, checked_policy
+from memswap.blocks import Blocks
 from memswap.engine.action import TensorInfo
 from memswap.engine.pools import DiskPool
 from memswap.engine.stats import Count, Stats
 from memswap.engine.transfer import check_pool
 from memswap.engine.uncopied import Uncopied
-from memswap.engine.untraced import untraced
-from memswap.managed import Removable
+from memswap.managed import Removable, check_unmanaged
+from memswap.module_hooks import ModuleHooks, Scope
 from memswap.planning.policy import Policy, Restricted
 from memswap.planning.profile import remembered
 
 if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
+    from types import FrameType
 
     from memswap.engine.transfer import Pool, Route
 
@@ -43,38 +44,59 @@ BACKWARD_SHARE = 2 / 3
 WINDOW_LAYERS = 2
 
 
-class _Inputs(threading.local):
-    """Storages of the inputs of the modules that a thread is in."""
+class Inputs:
+    """Storages of the inputs of the modules that a thread is in: hooks that note them."""
 
     def __init__(self) -> None:
-        self.keys: dict[str, frozenset[int]] = {}
+        self._hooks = ModuleHooks()
+        self._here = _Here()
+
+    def watch(self, unit: str, module: nn.Module) -> None:
+        """Note what a module is called with."""
+        self._hooks.add(module, unit, self._begin)
+
+    def remove(self) -> None:
+        """Note nothing any more."""
+        self._hooks.remove()
 
     def has(self, unit: str, tensor: torch.Tensor) -> bool:
-        return native.storage_key(tensor) in self.keys.get(unit, ())
+        """Whether a tensor is in the storage that a module was called with."""
+        return native.storage_key(tensor) in self._here.keys.get(unit, ())
 
-
-class _InputHook:
-    """Notes what a module was called with. A copied or pickled module is not watched."""
-
-    def __init__(self, inputs: _Inputs | None, unit: str) -> None:
-        self._inputs = inputs
-        self._unit = unit
-
-    @untraced
-    def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._inputs is None:
-            return
+    def _begin(
+        self, unit: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Scope:
         found = kwargs.get("hidden_states", args[0] if args else None)
         if found is None:
             found = next((one for one in kwargs.values() if isinstance(one, torch.Tensor)), None)
         keys = {native.storage_key(found)} if isinstance(found, torch.Tensor) else set()
-        self._inputs.keys[self._unit] = frozenset(keys - {0})
+        return _Input(self._here.keys, unit, frozenset(keys - {0}))
 
-    def __deepcopy__(self, memo: dict[int, object]) -> _InputHook:
-        return _InputHook(None, self._unit)
 
-    def __reduce__(self) -> tuple[type[_InputHook], tuple[None, str]]:
-        return _InputHook, (None, self._unit)
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.keys: dict[str, frozenset[int]] = {}
+
+
+class _Input:
+    """What one call of a module was called with, for as long as it runs."""
+
+    def __init__(self, here: dict[str, frozenset[int]], unit: str, keys: frozenset[int]) -> None:
+        self._here, self._unit = here, unit
+        self._keys = keys
+        self._around = here.get(unit)
+
+    def enter(self, call: FrameType | None) -> None:
+        self._here[self._unit] = self._keys
+
+    def leave(self, output: object) -> None:
+        self.abandon()
+
+    def abandon(self) -> None:
+        if self._around is None:
+            self._here.pop(self._unit, None)
+        else:
+            self._here[self._unit] = self._around
 
 
 class Tower(Manager):
@@ -91,7 +113,7 @@ class Tower(Manager):
         pool: Pool | None,
         prefetch: bool,
     ) -> None:
-        super().__init__(units, policy, pool, None if prefetch else 0)
+        super().__init__(Blocks.given(dict(units)), policy, pool, None if prefetch else 0)
         self._prefetch = prefetch
         self._began_s: float | None = None
         self._link_bytes_per_s: float | None = None
@@ -106,9 +128,9 @@ class Tower(Manager):
         """What the link to the pool carried when it was measured; None before."""
         return self._link_bytes_per_s
 
-    def _note(self, name: str) -> None:
+    def _note(self, name: str, inputs: object) -> None:
         before = self._saver.passage
-        super()._note(name)
+        super()._note(name, inputs)
         if self._prefetch and self._saver.passage is not before:
             now_s = perf_counter()
             if self._began_s is not None and before.began_backward:
@@ -157,9 +179,9 @@ def link_speed(route: Route) -> float:
 class ModuleSwap(Uncopied, Removable):
     """What :func:`swap_modules` returns: its towers, their statistics, and the way to end it."""
 
-    def __init__(self, towers: Mapping[str, Tower], handles: list[RemovableHandle]) -> None:
+    def __init__(self, towers: Mapping[str, Tower], inputs: Inputs | None) -> None:
         self.towers: Mapping[str, Tower] = MappingProxyType(dict(towers))
-        self._handles = handles
+        self._inputs = inputs
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -184,9 +206,8 @@ class ModuleSwap(Uncopied, Removable):
 
     def remove(self) -> None:
         """Take the hooks off the modules. Graphs that are alive can still run backward."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        if self._inputs is not None:
+            self._inputs.remove()
         for tower in self.towers.values():
             tower.remove()
 
@@ -232,12 +253,11 @@ def swap_modules(
     for module in matched.values():
         for parameter in module.parameters():
             check_pool(pool, parameter.device)
-    inputs = _Inputs() if only_input else None
-    handles = []
+    check_unmanaged(matched.values(), "swap_modules()")
+    inputs = Inputs() if only_input else None
     if inputs is not None:
         for name, module in matched.items():
-            hook = _InputHook(inputs, name).note
-            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+            inputs.watch(name, module)
     by_tag: dict[str, dict[str, nn.Module]] = {}
     for name, module in matched.items():
         by_tag.setdefault(tag(name), {})[name] = module
@@ -249,7 +269,7 @@ def swap_modules(
 
     restricted = Restricted(checked, allows)
     return ModuleSwap(
-        {name: Tower(units, restricted, pool, prefetch) for name, units in by_tag.items()}, handles
+        {name: Tower(units, restricted, pool, prefetch) for name, units in by_tag.items()}, inputs
     )
 
 

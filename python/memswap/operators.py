@@ -11,10 +11,10 @@ from torch import nn
 
 from memswap.engine.autograd import in_backward
 from memswap.engine.durations import Durations
-from memswap.engine.untraced import untraced
+from memswap.module_hooks import ModuleHooks
 
 if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
+    from types import FrameType
 
     from memswap.engine.durations import Span
     from memswap.engine.timeline import Passage
@@ -31,9 +31,9 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 class OperatorWindows:
     """Hooks that open a window at each operator of some units, forward and backward.
 
-    In forward a pre-hook of the operator's module does, in backward a pre-hook of its autograd
-    node. Inside a compiled region module hooks fold away; a unit whose operators did not show opens
-    one window for itself.
+    In forward the hooks of the operator's module do, in backward a pre-hook of its autograd node.
+    Inside a compiled region module hooks fold away; a unit whose operators did not show opens one
+    window for itself.
     """
 
     def __init__(
@@ -42,7 +42,8 @@ class OperatorWindows:
         self.saver = saver
         self.durations = saver.observer if isinstance(saver.observer, Durations) else None
         self.cost = options.seconds
-        self._handles: list[RemovableHandle] = []
+        self._hooks = ModuleHooks()
+        self._operators = ModuleHooks()
         self._passage: Passage | None = None
         self._entered = 0  # units, in this passage
         self._expected = len(units)
@@ -55,23 +56,34 @@ class OperatorWindows:
                 if id(module) not in known and has_matrix(module, options.operators)
             ]
             known.update(id(module) for _, module in operators)
-            hooks = _UnitWindow(self, name)
+            place = _Place(name)
             if name in units:
-                self._register(unit, hooks)
+                self._hooks.add(unit, place, self._begin)
             for key, module in operators:
-                self._register(module, _OperatorWindow(self, key, hooks))
-
-    def _register(self, module: nn.Module, hooks: _OperatorWindow | _UnitWindow) -> None:
-        self._handles.append(module.register_forward_pre_hook(hooks.before))
-        self._handles.append(module.register_forward_hook(hooks.after))
+                self._operators.add(module, _Place(key, place), self._begin, in_compiled_code=False)
 
     def remove(self) -> None:
         """Take the hooks off the modules."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.remove()
+        self._operators.remove()
 
-    def open(self, key: str, amount: float, products: float, module: nn.Module, x: Any) -> None:
+    def _begin(
+        self, place: _Place, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Windowed | None:
+        if not torch.is_grad_enabled():
+            return None
+        x = shaped_tensor(args)
+        if place.unit is not None:
+            place.unit.operators += 1
+            return None if torch.jit.is_tracing() else _Windowed(self, place, module, x, opens=True)
+        if in_backward():
+            return None
+        place.operators = 0
+        return _WindowedUnit(self, place, module, x, place.is_whole and not torch.jit.is_tracing())
+
+    def open(
+        self, key: str, amount: float, products: float, module: nn.Module, x: _Shaped | None
+    ) -> None:
         """An operator is about to be launched."""
         saver = self.saver
         with saver.lock:
@@ -79,7 +91,7 @@ class OperatorWindows:
             if seconds is None and self.cost is not None and x is not None:
                 weight = getattr(module, "weight", None)
                 if isinstance(module, nn.Linear) and isinstance(weight, torch.Tensor):
-                    shapes = (tuple(x.shape), (module.in_features, module.out_features))
+                    shapes = (x.shape, (module.in_features, module.out_features))
                     seconds = self.cost("matmul", shapes)
             saver.open_window((seconds or 0.0) * products)
 
@@ -95,44 +107,74 @@ class OperatorWindows:
             self.saver.end_forward()
 
 
-class _Hooks:
-    """Hooks of one module. A copied or pickled module opens no windows."""
+class _Place:
+    """Where a window may open: at an operator, or at a unit whose operators do not show."""
 
-    def __init__(self, windows: OperatorWindows | None, key: str) -> None:
-        self._windows = windows
-        self._key = key
+    def __init__(self, key: str, unit: _Place | None = None) -> None:
+        self.key = key
+        self.unit = unit  # that an operator belongs to; of a unit None
+        self.operators = 0  # that opened a window since the unit was entered
+        self.is_whole = False  # whether the unit opens one for itself
+
+
+class _Windowed:
+    """One call of a module under which codec work may run."""
+
+    def __init__(
+        self,
+        windows: OperatorWindows,
+        place: _Place,
+        module: nn.Module,
+        x: torch.Tensor | None,
+        opens: bool,
+    ) -> None:
+        self._windows, self._place, self._module, self._opens = windows, place, module, opens
+        self._amount = float(x.numel()) if x is not None else 1.0
+        self._shape = None if x is None else _Shaped(tuple(x.shape))
+        self._device = None if x is None else x.device
         self._span: Span | None = None
 
-    def __deepcopy__(self, memo: dict[int, object]) -> _Hooks:
-        return type(self)(None, self._key)
-
-    def __reduce__(self) -> tuple[type[_Hooks], tuple[None, str]]:
-        return type(self), (None, self._key)
-
-    def _open(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        windows = self._windows
-        if windows is None or torch.jit.is_tracing():
+    def enter(self, call: FrameType | None) -> None:
+        windows, device = self._windows, self._device
+        if not self._opens:
             return
-        x = shaped_tensor(args)
-        amount = float(x.numel()) if x is not None else 1.0
-        windows.open(self._key, amount, 1.0, module, x)
-        if windows.durations is not None and x is not None and windows.durations.measuring:
+        windows.open(self._place.key, self._amount, 1.0, self._module, self._shape)
+        if windows.durations is not None and device is not None and windows.durations.measuring:
             with windows.saver.lock:
-                self._span = windows.durations.start(self._key, amount, x.device)
+                self._span = windows.durations.start(self._place.key, self._amount, device)
 
-    def _close(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        windows = self._windows
-        if windows is None or torch.jit.is_tracing():
+    def leave(self, output: object) -> None:
+        if not self._opens:
             return
-        span, self._span = self._span, None
-        if span is not None and windows.durations is not None:
-            with windows.saver.lock:
-                windows.durations.stop(span)
+        self._stop()
         made = first_tensor((output,))
         if made is not None and made.grad_fn is not None:
-            x = shaped_tensor(args)
-            amount = float(x.numel()) if x is not None else 1.0
-            made.grad_fn.register_prehook(_AtBackward(windows, self._key, amount, module, x))
+            at_backward = _AtBackward(
+                self._windows, self._place.key, self._amount, self._module, self._shape
+            )
+            made.grad_fn.register_prehook(at_backward)
+
+    def abandon(self) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        span, self._span = self._span, None
+        if span is not None and self._windows.durations is not None:
+            with self._windows.saver.lock:
+                self._windows.durations.stop(span)
+
+
+class _WindowedUnit(_Windowed):
+    """One call of a unit."""
+
+    def enter(self, call: FrameType | None) -> None:
+        self._windows.enter_unit()
+        super().enter(call)
+
+    def leave(self, output: object) -> None:
+        super().leave(output)
+        self._place.is_whole = self._place.operators == 0
+        self._windows.leave_unit()
 
 
 class _AtBackward:
@@ -146,10 +188,10 @@ class _AtBackward:
         key: str,
         amount: float,
         module: nn.Module,
-        x: torch.Tensor | None,
+        shape: _Shaped | None,
     ) -> None:
         self._windows, self._key, self._amount, self._module = windows, key, amount, module
-        self._shape = None if x is None else _Shaped(tuple(x.shape))
+        self._shape = shape
 
     def __call__(self, gradients: object) -> None:
         self._windows.open(self._key, self._amount, BACKWARD_PRODUCTS, self._module, self._shape)
@@ -160,54 +202,6 @@ class _Shaped:
     """What is left of a tensor when only its shape matters."""
 
     shape: tuple[int, ...]
-
-
-class _OperatorWindow(_Hooks):
-    """The window of one operator. Dynamo folds its hooks away."""
-
-    def __init__(
-        self, windows: OperatorWindows | None, key: str, unit: _UnitWindow | None = None
-    ) -> None:
-        super().__init__(windows, key)
-        self._unit = unit
-
-    def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or self._unit is None:
-            return
-        self._unit.operators += 1
-        self._open(module, args)
-
-    def after(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return
-        self._close(module, args, output)
-
-
-class _UnitWindow(_Hooks):
-    """The window of a unit, where its operators do not open their own."""
-
-    def __init__(self, windows: OperatorWindows | None, key: str) -> None:
-        super().__init__(windows, key)
-        self.operators = 0  # that opened a window since the unit was entered
-        self._whole = False
-
-    @untraced
-    def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self._windows is None or not torch.is_grad_enabled() or in_backward():
-            return
-        self._windows.enter_unit()
-        self.operators = 0
-        if self._whole:
-            self._open(module, args)
-
-    @untraced
-    def after(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        if self._windows is None or not torch.is_grad_enabled() or in_backward():
-            return
-        if self._whole:
-            self._close(module, args, output)
-        self._whole = self.operators == 0
-        self._windows.leave_unit()
 
 
 def has_matrix(module: nn.Module, operators: tuple[type[nn.Module], ...]) -> bool:

@@ -32,9 +32,9 @@ from torch import nn
 
 from memswap.activations import checked_policy, persistent_storages
 from memswap.engine.autograd import in_backward
-from memswap.engine.group import Generation, GroupVisit, Phase
+from memswap.engine.group import Generation, Phase
 from memswap.groups import Groups
-from memswap.layer_chain import LayerHook
+from memswap.layer_chain import CollectedCall
 from memswap.managed import Managed
 
 if TYPE_CHECKING:
@@ -163,34 +163,27 @@ class PipelineManager(Managed):
         self._chunks: list[_Chunk] = []
         self._leaving: list[ref[Generation]] = []  # since the last action began
         self._waiting: list[ref[Generation]] = []  # since the one before
-        for stage, module in self._modules.items():
-            hook = LayerHook(self, stage)
-            self._watch(module, hook.enter, hook.leave)
+        self._add(self._modules, "manage_pipeline()")
 
-    def on_enter(self, stage: int) -> bool:
-        """A forward of a stage begins. Whether it is one that autograd records."""
+    def _begin(
+        self, key: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> CollectedCall | None:
         if not torch.is_grad_enabled() or in_backward():
-            return False
+            return None
         saver = self._group_saver
-        self._visits.drop_interrupted(self._groups[stage].name)
         with saver.lock:
             self._chunks = [chunk for chunk in self._chunks if alive(chunk)]
             if not self._chunks:
                 self._itinerary.begin()
                 saver.persistent = persistent_storages(self._modules.values())
-            generation = self._groups[stage].begin()
-            chunk = _Chunk(self, generation, self._itinerary.forward(stage))
+            generation = self._groups[key].begin()
+            chunk = _Chunk(self, generation, self._itinerary.forward(key))
             self._chunks.append(chunk)
         self._slot()
-        self._visits.enter(GroupVisit(saver, generation))
-        return True
+        return CollectedCall(saver, generation, self._collected)
 
-    def on_leave(self, stage: int) -> None:
-        """The forward of a stage ends."""
-        visit = self._visits.leave()
-        if not isinstance(visit, GroupVisit):
-            return
-        generation = visit.generation
+    def _collected(self, generation: Generation) -> None:
+        """The forward of a stage has ended."""
         assert isinstance(generation.on_demand, _Chunk)
         step = generation.on_demand.step
         distance = self._itinerary.distance(step)

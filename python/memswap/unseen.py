@@ -8,11 +8,12 @@ parameters get gradients. A first one may belong to a forward from before; a sec
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING
 from weakref import ref
 
 from torch import nn
+
+from memswap._warn import warn
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -61,12 +62,11 @@ class Unseen:
         self._gradients += 1
         if self._gradients == 2:
             self.end()
-            warnings.warn(
+            warn(
                 f"memswap: {self._caller}: the managed modules get gradients, but no hook has seen "
                 "one of them run, so nothing is saved and no memory is freed. Code that "
                 "torch.compile compiled before leaves out hooks that are added later, also for "
                 f"other models of the same class: call {self._caller} before the first step, or "
                 "torch.compiler.reset() after it. If nothing is compiled: are these the modules "
-                "that the model calls, as module(x) and not as module.forward(x)?",
-                stacklevel=2,
+                "that the model calls, as module(x) and not as module.forward(x)?"
             )

@@ -288,6 +288,17 @@ def scripted():
             "outside of the model",
         ),
         (lambda m: memswap.manage(m, budget="a lot"), ValueError, "a lot"),
+        (
+            lambda m: memswap.manage(m, budget="24XB"),
+            ValueError,
+            "24GiB.* share .*100%, found '24XB'",
+        ),
+        (lambda m: memswap.manage(m, budget="70"), ValueError, "write '70%' .* '70GiB'"),
+        (lambda m: memswap.manage(m, budget=0), ValueError, "0 bytes"),
+        (lambda m: memswap.manage(m, budget="0GiB"), ValueError, "0 bytes"),
+        (lambda m: memswap.manage(m, "70%"), TypeError, "budget='70%'"),
+        (lambda m: memswap.manage(m, "24GiB"), TypeError, "budget='24GiB'"),
+        (lambda m: memswap.Policy(action="swop"), ValueError, "keep, encode, swap, encode_swap"),
         (lambda m: memswap.manage(m, budget=-1), ValueError, "negative"),
         (lambda m: memswap.manage(m, prefetch_bytes=-1), ValueError, "negative"),
         (lambda m: memswap.manage(m, prefetch_bytes="3 bananas"), ValueError, "3 bananas"),
@@ -397,3 +408,27 @@ def test_a_save_that_fails_under_a_budget_costs_no_step(
     assert sum(layer.failures for layer in layers) == 1
     assert manager.plan is not None
     manager.remove()
+
+
+@pytest.mark.parametrize("door", ["with block", "manage", "chain"])
+def test_a_warning_points_at_the_users_line(device, door):
+    """Not into memswap or torch, which called the hook that warns."""
+    layers = nn.ModuleList([nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)])
+    layers.to(device)
+    pool = memswap.HostPool(device=device, budget="4KiB", slab="4KiB")
+    policy = memswap.Policy(action=memswap.Action.SWAP, min_bytes=1)
+    x = torch.ones(64, 64, device=device)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        if door == "with block":
+            with memswap.saved_tensors(policy, pool=pool):
+                for layer in layers:
+                    x = layer(x)
+        else:
+            put = memswap.manage if door == "manage" else memswap.chain
+            with put(layers, policy, pool=pool):
+                for layer in layers:
+                    x = layer(x)
+    told = [one for one in told if "memswap" in str(one.message)]
+    assert told, "a pool that is too small was not told of"
+    assert {one.filename for one in told} == {__file__}, "the user's line is another"

@@ -344,3 +344,18 @@ def test_edit_of_one_part_of_a_wrapper_subclass_is_noticed(device, new_pool):
         h.add_(1)
     with pytest.raises(memswap.InplaceEditError, match=WORDS):
         loss.backward(Pair(torch.ones(4, device=device), torch.ones(4, device=device)))
+
+
+@pytest.mark.cpu_only
+def test_edit_of_a_nested_tensor_of_torchs_strided_layout_is_refused_in_autograds_words(device):
+    """It has no one size to be described by."""
+    rows = [random(device, 2, 3), random(device, 4, 3)]
+    nested = torch.nested.nested_tensor(rows, layout=torch.strided).requires_grad_()
+    with memswap.saved_tensors(EVERYTHING) as saver:
+        y = nested * 1
+        z = y * y
+    before_an_edit(saver)
+    y.mul_(2)
+    with pytest.raises(memswap.InplaceEditError, match=WORDS) as refused:
+        torch.nested.to_padded_tensor(z, 0.0).sum().backward()
+    assert "[[2, 3], [4, 3]]" in str(refused.value)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import tempfile
 import weakref
 
 import pytest
 import torch
+from eventually import eventually
 from helpers import (
     assert_pool_empty,
     files_no_longer_than,
@@ -314,3 +317,30 @@ def test_many_tensors_away_take_no_more_threads_than_one(device, new_pool):
     for seed, tensor in enumerate(tensors):
         memswap.swap_in(tensor)
         assert same_bits(tensor, random(device, 10, seed=seed))
+
+
+def files_bytes(folder):
+    """What nameless files in a folder take of the disk."""
+    taken = 0
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{number}").startswith(str(folder)):
+                taken += os.fstat(int(number)).st_blocks * 512
+    return taken
+
+
+@pytest.mark.cpu_only
+def test_many_tensors_without_a_pool_share_one(device, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = len(os.listdir("/proc/self/task"))
+    tensors = [random(device, 1024, seed=seed) for seed in range(20)]
+    assert memswap.swap_out(tensors[0])
+    threads, taken = len(os.listdir("/proc/self/task")), files_bytes(tmp_path)
+    assert all(memswap.swap_out(tensor) for tensor in tensors[1:])
+    assert len(os.listdir("/proc/self/task")) <= threads, "threads of its own for each tensor"
+    assert files_bytes(tmp_path) <= taken, "a file of its own for each tensor"
+    for seed, tensor in enumerate(tensors):
+        memswap.swap_in(tensor)
+        assert same_bits(tensor, random(device, 1024, seed=seed))
+    eventually(lambda: len(os.listdir("/proc/self/task")) <= before)
+    assert files_bytes(tmp_path) == 0, "the pool outlives the last tensor that is away"

@@ -13,11 +13,12 @@ PACKAGE = ROOT / "python" / "memswap"
 
 #: Modules and packages of memswap, from the ground.
 FLOORS = (
-    ("_C",),
-    ("_native", "errors", "unseen", "checkpoint_policy"),
+    ("_C", "_warn"),
+    ("_native", "blocks", "errors", "unseen", "checkpoint_policy"),
     ("codec", "checkpoint_parameters"),
     ("engine",),
-    ("planning", "managed"),
+    ("planning", "module_hooks"),
+    ("managed",),
     ("parallel", "windows", "inplace", "checkpoint_region"),
     ("groups", "operators"),
     ("activations",),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -38,6 +39,29 @@ def is_frozen_parameter(tensor: torch.Tensor) -> bool:
 def in_backward() -> bool:
     """Whether this thread runs a backward pass now."""
     return graph_task() != NO_TASK
+
+
+#: The number that this thread's next autograd node will get; nodes are numbered as they are made.
+next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+
+def computed_from(tensors: Iterable[torch.Tensor], first: int, end: int) -> bool:
+    """Whether a backward pass from these tensors runs a node numbered `first` to `end` - 1.
+
+    The nodes are this thread's. A node is younger than what it was computed from, so only nodes
+    that were made since are looked at, and their parents.
+    """
+    waiting: list[Any] = [one.grad_fn for one in tensors if one.grad_fn is not None]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        number = node._sequence_nr()
+        if first <= number < end:
+            return True
+        if number >= end and node not in seen:
+            seen.add(node)
+            waiting.extend(parent for parent, _ in node.next_functions if parent is not None)
+    return False
 
 
 def arrived(tensor: torch.Tensor) -> torch.Tensor:

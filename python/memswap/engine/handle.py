@@ -101,7 +101,9 @@ unpack: Callable[[Handle], torch.Tensor] = native.unpack
 
 def edited_since(tensor: torch.Tensor, version: int) -> InplaceEditError:
     """A tensor that stayed is not at this version any more."""
-    described = f"{tensor.type()} {list(tensor.shape)} on {tensor.device}"
+    ragged = tensor.is_nested and tensor.layout is torch.strided  # it has a size for each row
+    sizes = tensor._nested_tensor_size().tolist() if ragged else list(tensor.shape)
+    described = f"{tensor.type()} {sizes} on {tensor.device}"
     return inplace_edit(described, tensor._version, version)
 
 

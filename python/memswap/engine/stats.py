@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from memswap._native import native
+from memswap._warn import warn
 from memswap.engine.units import format_bytes
 
 
@@ -92,7 +92,7 @@ class Ledger(native.Ledger):
         """Warn about something that costs memory but not correctness, once per reason."""
         if reason not in self._told:
             self._told.add(reason)
-            warnings.warn(f"memswap: {message}", stacklevel=3)
+            warn(f"memswap: {message}")
 
     def __str__(self) -> str:
         moved, resident, away = self.moved_bytes, self.resident_bytes, self.away_bytes

@@ -46,6 +46,12 @@ def parse_bytes(size: int | str, argument: str = "", *, auto: bool = False) -> i
     return _addressable(scaled, named)
 
 
+def is_size(text: str) -> bool:
+    """Whether a text has the form of a size: a number, and a unit that is known or none."""
+    match = _SIZE.fullmatch(text)
+    return match is not None and match[2].lower() in _UNIT_BYTES
+
+
 def _addressable(nbytes: int, named: str) -> int:
     if nbytes > _LONGEST_BYTES:
         raise ValueError(f"{named}no machine has {nbytes} bytes; expected at most {_LONGEST_BYTES}")

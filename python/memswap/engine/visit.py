@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import ref
 
 import torch
@@ -11,10 +11,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memswap._native import native
 from memswap.engine.autograd import arrived, is_frozen_parameter, is_parameter
+from memswap.engine.calls import is_running
 from memswap.engine.handle import Given, Handle, Kept, Later, Parts, Passed, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import FrameType
 
     from memswap._C import SavedView
     from memswap.engine.action import Action
@@ -45,7 +47,10 @@ class Visit(native.Visit):
             (`Passage.admit`).
     """
 
-    __slots__ = ()
+    __slots__ = ("call",)
+
+    #: The call of a module that it is for; None: a ``with`` block, which always ends by itself.
+    call: FrameType | None
 
     # Native members, by what they are in Python.
     saver: Saver
@@ -60,6 +65,7 @@ class Visit(native.Visit):
     def __init__(
         self, saver: Saver, unit: str, action: Action | None = None, group: int | None = None
     ) -> None:
+        self.call = None
         self.unit = unit
         self.action = action
         self.group = group
@@ -69,7 +75,7 @@ class Visit(native.Visit):
         """Another visit for a part of what this one is for: a region of a checkpoint."""
         return Visit(self.saver, unit, action, group)
 
-    def enter(self) -> None:
+    def enter(self, call: FrameType | None = None) -> None:
         """Install the hooks, unless saving here is somebody else's business.
 
         [Note: Composition] PyTorch applies only the innermost pair of hooks. What a visit does not
@@ -77,7 +83,12 @@ class Visit(native.Visit):
         torch.utils.checkpoint the visit steps aside altogether: the region saves nothing but its
         inputs, which the hooks outside it see. Where saved-tensor hooks are disabled (torch.func),
         tensors stay.
+
+        Args:
+            call: the call of a module that this is for; None: a ``with`` block.
         """
+        self.call = call
+        uninstall_interrupted()
         if not torch.is_grad_enabled() or not can_save():
             return
         outer = _top_hooks(True)
@@ -87,12 +98,21 @@ class Visit(native.Visit):
         _push_hooks(self.pack, unpack)
         self.pushed = True
 
-    def innermost(self) -> bool:
-        """Whether leaving now would take off these hooks, or none."""
-        return not self.pushed or self._on_top()
-
-    def leave(self) -> None:
+    def leave(self, output: object = None) -> None:
+        """What this is for ends: take the hooks off."""
+        uninstall_interrupted()
         self.uninstall()
+        if self.waiting is not None:
+            self.pack_waiting()
+
+    def abandon(self) -> None:
+        """The call's end was not seen, or will not be: take the hooks off if they are innermost.
+
+        Otherwise whoever is above goes first, and a visit that comes later finds these.
+        """
+        uninstall_interrupted()
+        if self._on_top():
+            self.uninstall()
         if self.waiting is not None:
             self.pack_waiting()
 
@@ -101,6 +121,7 @@ class Visit(native.Visit):
         if self.pushed or self._on_top():
             self.pushed = False
             _pop_hooks()
+        self.call = None  # its frame holds a graph, and the graph these hooks
 
     def _on_top(self) -> bool:
         top = _top_hooks(True)
@@ -172,43 +193,29 @@ class Visit(native.Visit):
         return self.or_outer(tensor, Kept(tensor, None))
 
 
-class VisitStack(threading.local):
-    """The visits that a thread is in. Entering and leaving pair up like brackets.
+VisitT = TypeVar("VisitT", bound=Visit)
 
-    [Note: Interrupts] Ctrl-C may come behind any step of these. A visit is on the stack for longer
-    than its hooks are installed: whoever ends it later finds it, and them if they are still there.
-    """
+
+class OpenBlocks(threading.local, Generic[VisitT]):
+    """The visits of the ``with`` blocks that a thread is in, the innermost last."""
 
     def __init__(self) -> None:
-        self._visits: list[Visit] = []
+        self.visits: list[VisitT] = []
 
-    def enter(self, visit: Visit) -> None:
-        self._visits.append(visit)
-        visit.enter()
+    def enter(self, visit: VisitT, *, installs: bool = True) -> None:
+        """A block begins. It is known for longer than its hooks are installed: Ctrl-C may come."""
+        self.visits.append(visit)
+        if installs:
+            visit.enter()
 
-    def leave(self) -> Visit | None:
-        if not self._visits:
-            return None
-        visit = self._visits[-1]
-        visit.uninstall()
-        del self._visits[-1]
-        if visit.waiting is not None:
-            visit.pack_waiting()
-        return visit
-
-    def leave_all(self) -> None:
-        """End visits that nobody will end: their hooks on modules are gone."""
-        while self._visits and self._visits[-1].innermost():
-            self.leave()
-
-    def drop_interrupted(self, unit: str) -> None:
-        """End visits that nobody ended, when their unit is entered again.
-
-        PyTorch runs no forward hook after a KeyboardInterrupt, so the visit of the unit that was
-        interrupted is still there, with its hooks installed.
-        """
-        while any(visit.unit == unit for visit in self._visits) and self._visits[-1].innermost():
-            self.leave()
+    def leave(self) -> None:
+        """The innermost block ends."""
+        if self.visits:
+            visit = self.visits[-1]
+            uninstall_interrupted()
+            visit.uninstall()
+            del self.visits[-1]
+            visit.leave()
 
 
 def current_visit() -> Visit | None:
@@ -216,3 +223,16 @@ def current_visit() -> Visit | None:
     top = _top_hooks(True)
     owner = None if top is None else getattr(top[0], "__self__", None)
     return owner if isinstance(owner, Visit) else None
+
+
+def uninstall_interrupted() -> None:
+    """Take off innermost hooks whose call has ended.
+
+    [Note: Interrupts] Ctrl-C may come behind any step, and torch runs no hook of a module after
+    it. A visit knows its call before its hooks are installed, and for longer than they are, so
+    whichever visit begins or ends next finds them, of whichever saver.
+    """
+    visit = current_visit()
+    while visit is not None and visit.call is not None and not is_running(visit.call):
+        visit.uninstall()
+        visit = current_visit()

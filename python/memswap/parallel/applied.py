@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -14,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from memswap._warn import warn
 from memswap.engine.autograd import in_backward
 from memswap.parallel.arriving import ArrivingTensor
 from memswap.parallel.attention import Lengths, causal_mask
@@ -177,10 +175,7 @@ class AppliedContext:
     def _warn(self, which: str, what: str) -> None:
         if which not in self._warned:
             self._warned.add(which)
-            warnings.warn(
-                f"ContextParallel on {type(self.module).__name__}: {what}",
-                stacklevel=_level_of_the_caller(),
-            )
+            warn(f"ContextParallel on {type(self.module).__name__}: {what}")
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         args, kwargs = list(args), dict(kwargs)
@@ -393,12 +388,3 @@ class AppliedContext:
                 f"{layout.ndim} dimensions; check layout= and packing="
             )
         return tensor
-
-
-def _level_of_the_caller() -> int:
-    """The ``stacklevel`` for a warning here that names the nearest line of neither torch nor us."""
-    ours = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):
-        frame, level = frame.f_back, level + 1
-    return level

@@ -3,31 +3,46 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING
 
-from memswap.engine.units import parse_bytes
+from memswap.engine.units import is_size, parse_bytes
 from memswap.planning.search import Search
 
 if TYPE_CHECKING:
     from memswap.planning.rates import Rates
     from memswap.planning.step import Step
 
+_DIGITS = re.compile(r"\s*([\d_.]+)\s*")
+
 
 def parsed(budget: int | str, argument: str = "") -> int | str:
     """A budget that can be planned with: bytes, ``"auto"``, or a share such as ``"70%"``.
 
     Raises:
-        ValueError: it is none; the message names the `argument`.
+        ValueError: it is none, or 0 bytes, or a text of digits alone, which could be either; the
+            message names the `argument`.
     """
     if budget == "auto" or (isinstance(budget, str) and share_of(budget) is not None):
         return budget
-    if isinstance(budget, str) and budget.rstrip().endswith("%"):
-        named = f"{argument}: " if argument else ""
-        raise ValueError(
-            f"{named}expected a size in bytes such as 24GiB, auto, or a share of what the step "
-            f"saves, above 0% and up to 100%, found {budget!r}"
-        )
-    return parse_bytes(budget, argument, auto=True)
+    named = f"{argument}: " if argument else ""
+    expected = (
+        "expected auto or a size in bytes such as 24GiB or an int, or a share of what the step "
+        "saves, above 0% and up to 100%"
+    )
+    if isinstance(budget, str):
+        bare = _DIGITS.fullmatch(budget)
+        if bare is not None:
+            raise ValueError(
+                f"{named}found {budget!r}, which has no unit: write {bare[1] + '%'!r} for a share, "
+                f"{bare[1] + 'GiB'!r} for a size, or an int for bytes"
+            )
+        if budget.rstrip().endswith("%") or not is_size(budget):
+            raise ValueError(f"{named}{expected}, found {budget!r}")
+    nbytes = parse_bytes(budget, argument, auto=True)
+    if not nbytes:
+        raise ValueError(f"{named}no step trains in 0 bytes; {expected}, found {budget!r}")
+    return nbytes
 
 
 def share_of(budget: int | str) -> float | None:

@@ -27,14 +27,16 @@ class Policy:
        save the tensor.
     4. ``action``. None: what suits the device. Tensors in host memory are encoded where they are
        (``Action.ENCODE``), or swapped where a :class:`DiskPool` was given; those of an accelerator
-       are swapped (``Action.SWAP``).
+       are swapped (``Action.SWAP``). Its name will do: ``Policy(action="swap")``.
 
     What an action cannot do for a tensor (no room, no codec for the device, a tensor that does not
     shrink) leaves the tensor where it is; :attr:`Stats.kept` says how often and why.
 
     Raises:
-        TypeError: ``action`` is no :class:`Action`, ``fn`` is not callable, a pattern is no str.
-        ValueError: ``min_bytes`` is neither a number of bytes nor a size such as ``"64KiB"``.
+        TypeError: ``action`` is no :class:`Action` and no name, ``fn`` is not callable, a pattern
+            is no str.
+        ValueError: no action has that name, or ``min_bytes`` is neither a number of bytes nor a
+            size such as ``"64KiB"``.
     """
 
     action: Action | None
@@ -45,14 +47,14 @@ class Policy:
 
     def __init__(
         self,
-        action: Action | None = None,
+        action: Action | str | None = None,
         min_bytes: int | str = "64KiB",
         include: str | Iterable[str] = (),
         exclude: str | Iterable[str] = (),
         fn: PolicyFunction | None = None,
     ) -> None:
         if action is not None:
-            checked(action, "Policy(action=...)")
+            action = named_action(action)
         if fn is not None and not callable(fn):
             raise TypeError(f"Policy(fn={fn!r}): expected fn(tensor, info) -> Action")
         values = {
@@ -111,6 +113,16 @@ def checked_patterns(patterns: object, name: str) -> tuple[str, ...]:
     if not isinstance(patterns, Iterable) or not all(isinstance(p, str) for p in patterns):
         raise TypeError(f"Policy({name}={patterns!r}): expected fnmatch patterns: a str or several")
     return tuple(patterns)
+
+
+def named_action(action: object) -> Action:
+    """An action, which may be given by its name."""
+    if isinstance(action, str):
+        names = [one.value for one in Action]
+        if action not in names:
+            raise ValueError(f"Policy(action={action!r}): expected one of {', '.join(names)}")
+        return Action(action)
+    return checked(action, "Policy(action=...)")
 
 
 def checked(action: object, where: str) -> Action:

@@ -15,7 +15,6 @@ import re
 import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 
 from memswap._native import native
+from memswap._warn import warn
 from memswap.codec import Shape
 from memswap.engine.lane import open_codec_lane, open_lane
 from memswap.engine.pools import DiskPool
@@ -167,10 +167,9 @@ def write(file: Path, measured_on: dict[str, Any], rates: Rates) -> None:
             draft.write("\n")
         os.replace(draft.name, file)
     except OSError as error:
-        warnings.warn(
+        warn(
             f"memswap: measured rates cannot be remembered in {file.parent}: {error}. Set "
-            "XDG_CACHE_HOME to a folder that can be written.",
-            stacklevel=3,
+            "XDG_CACHE_HOME to a folder that can be written."
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -13,11 +13,10 @@ from torch import nn
 from memswap.activations import persistent_storages
 from memswap.compat.hyper_parallel.tensors import Storage, new_engine
 from memswap.groups import Group
-from memswap.layer_chain import LayerHook, Track
+from memswap.layer_chain import CollectedCall, Track
+from memswap.module_hooks import ModuleHooks
 
 if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
-
     from memswap._C import WeakStorage
     from memswap.engine.group import Generation
     from memswap.engine.stats import Stats
@@ -217,7 +216,7 @@ class _Linked:
         self._track = Track(engine, distance=1)
         self._current = current
         self._number = number
-        self._handles: list[RemovableHandle] = []
+        self._hooks = ModuleHooks()
 
     def insert(self, index: int, layer: nn.Module) -> None:
         self.layers.insert(index, layer)
@@ -226,22 +225,17 @@ class _Linked:
         names = [f"swap_group_{self._number}_{n}" for n in range(len(self.layers))]
         self._track.groups = [engine.new(name) for name in names]
         for place, module in enumerate(self.layers):
-            hook = LayerHook(self, place)
-            self._handles.append(module.register_forward_pre_hook(hook.enter))
-            self._handles.append(module.register_forward_hook(hook.leave, always_call=True))
+            self._hooks.add(module, place, self._begin)
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.remove()
         self._track.settle()
 
-    def on_enter(self, index: int) -> bool:
+    def _begin(
+        self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> CollectedCall | None:
         self._current.name = self._track.groups[index].name
-        return self._track.enter(index, self._persistent)
-
-    def on_leave(self, index: int) -> None:
-        self._track.leave(index)
+        return self._track.begin(index, self._persistent)
 
     def _persistent(self) -> dict[int, WeakStorage]:
         return persistent_storages(self.layers)

@@ -1,0 +1,148 @@
+"""Blocks: the repeated blocks of a model, which `manage(model)` manages one by one.
+
+They are looked for in two ways, of which the one counts that finds more parameters:
+
+- the elements of a ModuleList, ModuleDict or Sequential two or more of which are of one class (of
+  lists inside each other the outer one). Beside the largest list others count that have at least a
+  tenth of its parameters: an encoder beside a decoder, but not a list of small heads.
+- the modules that a transformers model names in `_no_split_modules`, also where they have as many:
+  layers of different classes may have lists (experts) that are not what is repeated.
+
+A model without either is one unit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+#: Where torch's own wrappers hold the module that they wrap.
+_WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+#: A list counts beside the largest one if it has at least this share of its parameters.
+LEAST_SHARE = 1 / 10
+
+#: Modules that hold others, in order.
+LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """What was found in a model."""
+
+    units: dict[str, nn.Module]
+    """By their names in the model inside all wrappers."""
+    models: tuple[nn.Module, ...]
+    """The model as it was given, and as it is inside its wrappers: a forward of either begins an
+    iteration. None where the model itself is the unit."""
+    description: str
+    """For people."""
+
+    @classmethod
+    def given(cls, units: dict[str, nn.Module]) -> Blocks:
+        """Units that somebody has chosen."""
+        return cls(units, (), f"units: {_described(units)}")
+
+
+def find_blocks(model: nn.Module) -> Blocks:
+    """The repeated blocks of a model; the model itself where there are none."""
+    inner = unwrapped(model)
+    lists = [blocks for blocks in _repeated(inner, "") if blocks]
+    largest = max(map(_elements, lists), default=0)
+    listed: dict[str, nn.Module] = {}
+    for blocks in lists:
+        if _elements(blocks) >= largest * LEAST_SHARE:
+            listed.update(blocks)
+    named = dict(_not_to_split(inner))
+    units = named if _elements(named) >= _elements(listed) else listed
+    what = type(inner).__name__
+    if not units:
+        return Blocks({"0": model}, (), f"units: {what} as a whole; no repeated blocks were found")
+    models = (model,) if model is inner else (model, inner)
+    return Blocks(units, models, f"units: {_described(units)}, found in {what}")
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """What DDP, FSDP, torch.compile, a checkpoint wrapper or PEFT wraps; or the module itself."""
+    while True:
+        children = module._modules
+        wrapped = next((children[name] for name in _WRAPPED if children.get(name)), None)
+        base = getattr(module, "get_base_model", None)  # PEFT
+        if wrapped is None and base is not None and callable(base):
+            wrapped = base()
+        if wrapped is None and list(children) == ["module"] and not module._parameters:
+            wrapped = children["module"]  # DDP, DataParallel, and engines like them
+        if not isinstance(wrapped, nn.Module) or wrapped is module:
+            return module
+        module = wrapped
+
+
+def _repeated(module: nn.Module, name: str) -> Iterator[dict[str, nn.Module]]:
+    """The blocks of each list inside a module, of the outer ones of lists inside each other."""
+    blocks: dict[str, nn.Module] = {}
+    if isinstance(module, LISTS):
+        several = {key: one for key, one in module.named_children() if _is_block(one)}
+        if any(count > 1 for count in Counter(map(_kind, several.values())).values()):
+            blocks = {_joined(name, key): one for key, one in several.items()}
+    yield blocks
+    for key, child in module.named_children():
+        if _joined(name, key) not in blocks:
+            yield from _repeated(child, _joined(name, key))
+
+
+def _not_to_split(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost modules of the classes that a transformers model names."""
+    names: set[str] = set()
+    for module in model.modules():
+        classes: Any = getattr(module, "_no_split_modules", None)
+        if isinstance(classes, Iterable):
+            names.update(one for one in classes if isinstance(one, str))
+
+    def inside(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+        for key, child in module.named_children():
+            if _kind(child).__name__ in names and _is_block(child):
+                yield _joined(name, key), child
+            else:
+                yield from inside(child, _joined(name, key))
+
+    return inside(model, "")
+
+
+def _is_block(module: nn.Module) -> bool:
+    """Whether a module is more than one of torch's own operators, and is called."""
+    inner = unwrapped(module)
+    own = not type(inner).__module__.startswith("torch.nn.")
+    return (
+        (own or any(True for _ in inner.children()))
+        and getattr(inner.forward, "__func__", None) is not nn.Module.forward
+        and not isinstance(inner, torch.jit.ScriptModule)
+        and any(True for _ in inner.parameters())
+    )
+
+
+def _kind(module: nn.Module) -> type[nn.Module]:
+    return type(unwrapped(module))
+
+
+def _elements(units: dict[str, nn.Module]) -> int:
+    parameters = {id(one): one for unit in units.values() for one in unit.parameters()}
+    return sum(one.numel() for one in parameters.values())
+
+
+def _joined(name: str, key: str) -> str:
+    return name if key in _WRAPPED else f"{name}.{key}" if name else key
+
+
+def _described(units: dict[str, nn.Module]) -> str:
+    by_kind: dict[str, list[str]] = {}
+    for name, unit in units.items():
+        by_kind.setdefault(_kind(unit).__name__, []).append(name)
+    return ", ".join(
+        f"{len(names)} {kind} ({names[0]}{f' to {names[-1]}' if len(names) > 1 else ''})"
+        for kind, names in by_kind.items()
+    )
