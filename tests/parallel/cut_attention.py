@@ -132,14 +132,16 @@ def assert_is_one_process(
     x: torch.Tensor,
     source: torch.Tensor | None = None,
     run: Any = lambda model, *inputs: model(*inputs),
+    reference: Attention | None = None,
 ) -> None:
     """Output, gradients of the inputs and of the weights."""
-    reference = make(
-        heads=model.q.heads,
-        kv_heads=model.k.heads,
-        layout=model.core.layout,
-        causal=model.core.causal,
-    )
+    if reference is None:
+        reference = make(
+            heads=model.q.heads,
+            kv_heads=model.k.heads,
+            layout=model.core.layout,
+            causal=model.core.causal,
+        )
     reference.between = model.between
     go = random(x.size(0), x.size(1), x.size(2), seed=2)
     inputs = [x.clone().requires_grad_()]

@@ -92,14 +92,12 @@ def test_hyper_parallel_says_what_it_cannot_do(rank: Rank) -> None:
         style(head_dim=3)
     with pytest.raises(ValueError, match="expected ulysses_degree=1"):
         style(load_balance=True)
-    with pytest.raises(ValueError, match="which queries it gets"):
-        style(load_balance=True, ulysses_degree=1)
     for degree in (0, -2):
         with pytest.raises(ValueError, match=r"expected None .* or a number from 1 on"):
             style(ulysses_degree=degree)
     with pytest.raises(ValueError, match="expected 3 different places or names"):
         style(qkv_indices=(0, 0, 1))
-    with pytest.raises(ValueError, match="3 on a 1-D mesh of 2 of 2 ranks: expected a divisor"):
+    with pytest.raises(ValueError, match="3 on a mesh of 2 ranks: expected a divisor"):
         style(ulysses_degree=3).apply(Core(), init_device_mesh("cpu", (2,)))
     mesh = init_device_mesh("cpu", (2,))
     core = Core(causal=False)

@@ -151,7 +151,7 @@ def test_a_mask_by_place_is_refused_like_one_by_name(rank: Rank) -> None:
     mesh = init_device_mesh("cpu", (2,))
     q = torch.zeros(1, 4, 2, 4, dtype=torch.float64)
     core = Core()
-    ContextParallel(ulysses=1).apply(core, mesh)
+    ContextParallel(ulysses=1, mask="attn_mask").apply(core, mesh)
     with pytest.raises(ValueError, match="is_causal=True means another mask"):
         core(q, q, q, None, None, True)
     core = Core()

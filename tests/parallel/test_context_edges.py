@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 import warnings
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import memswap
@@ -202,10 +203,15 @@ def test_a_style_that_never_ran_is_an_error_at_the_end_of_the_first_step(rank: R
 
 @distributed(2)
 def test_a_mask_that_would_mean_something_else_is_refused(rank: Rank) -> None:
-    core = Core()
-    ContextParallel(ulysses=1).apply(core, init_device_mesh("cpu", (2,)))
     q = torch.zeros(1, 4, 2, 4, dtype=FP64)
-    with pytest.raises(ValueError, match="is_causal=True means another mask"):
+    for told in ({"ranges": "ranges"}, {"mask": "attn_mask"}):
+        core = Core()
+        ContextParallel(ulysses=1, **told).apply(core, init_device_mesh("cpu", (2,)))
+        with pytest.raises(ValueError, match="is_causal=True means another mask"):
+            core(q, q, q, is_causal=True)
+    core = Core()  # takes is_causal, and goes by the place of a query in its tensor all the same
+    ContextParallel(ulysses=1).apply(core, init_device_mesh("cpu", (2,)))
+    with pytest.raises(ValueError, match="another result than they have among all"):
         core(q, q, q, is_causal=True)
     core = Core()
     ContextParallel(mask="attn_mask").apply(core, init_device_mesh("cpu", (2,)))
@@ -245,7 +251,7 @@ def test_bad_input_is_told_before_anything_is_sent(rank: Rank) -> None:
         core()(q, q)
     with pytest.raises(ValueError, match="expected one of"):
         ContextParallel(layout="bsh")
-    with pytest.raises(ValueError, match="pass a 2-D mesh"):
+    with pytest.raises(ValueError, match="expected None or a divisor of 2"):
         ContextParallel(ulysses=3).apply(Core(), mesh)
     assert rank.log.events == []
 
@@ -380,3 +386,69 @@ def test_shard_manage_checkpoint_and_context_compose(rank: Rank, ulysses: int | 
         whole = mine.full_tensor()  # type: ignore[attr-defined]
         torch.testing.assert_close(whole, theirs.detach(), rtol=0, atol=1e-9, msg=name)
     rank.same_everywhere(rank.log.events, "launches and waits")
+
+
+@distributed(2, 4)
+def test_a_mesh_is_regrouped_as_ulysses_says(rank: Rank) -> None:
+    size = rank.size
+    shapes: list[tuple[int, ...]] = [(size,), (1, size), (size, 1)]
+    shapes += [(2, 2)] if size == 4 else []
+    whole = random(2, 16, 16)
+    for shape in shapes:
+        mesh = init_device_mesh("cpu", shape)
+        for ulysses in (1, 2, size):
+            if ulysses not in (1, size) and len(shape) == 2 and shape[1] != ulysses:
+                with pytest.raises(ValueError, match="1 and the number of all ranks take any"):
+                    ContextParallel(ulysses=ulysses).apply(Core(), mesh)
+                continue
+            style = ContextParallel(ulysses=ulysses, ranges="ranges", comm=open_comms(rank, True))
+            model = make()
+            style.apply(model.core, mesh)
+            assert (style.mesh.rows, style.mesh.columns) == (size // ulysses, ulysses)
+            assert_is_one_process(style, model, whole)
+    for mesh in (torch.arange(size).flip(0), torch.arange(size).view(1, -1).flip(1)):
+        with pytest.raises(ValueError, match=r"in the order \[.*expected ascending"):
+            ContextParallel().apply(Core(), DeviceMesh("cpu", mesh))
+    with pytest.raises(TypeError, match="found a int, expected a DeviceMesh"):
+        ContextParallel().apply(Core(), 2)  # type: ignore[arg-type]
+
+
+@distributed(2)
+def test_outputs_that_cannot_go_back_are_told_before_one_is_sent(rank: Rank) -> None:
+    class Returns(nn.Module):
+        what: Any = None
+
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+            return self.what(q)
+
+    core = Returns()
+    ContextParallel(comm=open_comms(rank, False)).apply(core, init_device_mesh("cpu", (2,)))
+    q = random(1, 4, 16).unflatten(-1, (4, 4))
+    for what, match in (
+        (lambda q: (q, q[:, 1:]), r"shape \[1, 7, 2, 4\] \(tensor 1 of 2\)"),
+        (lambda q: {"y": q, "scores": q.transpose(1, 2)}, r"\[1, 2, 8, 4\] \(tensor 1 of 2\)"),
+        (lambda q: (q, q.sum(-1)), r"\[1, 8, 2\] \(tensor 1 of 2\)"),
+    ):
+        core.what = what
+        with pytest.raises(ValueError, match=match):
+            core(q, q, q)
+    for nothing in (None, (), (None, 3)):
+        core.what = lambda q, nothing=nothing: nothing
+        with pytest.raises(TypeError, match="expected a tensor, or tensors"):
+            core(q, q, q)
+    assert rank.log.count("all_to_all o") == 0
+    core.what = lambda q: {"y": q, "twice": [2 * q], "none": None}
+    found = core(q, q, q)
+    assert torch.equal(found["y"], q) and torch.equal(found["twice"][0], 2 * q)
+    assert found["none"] is None and rank.log.count("all_to_all o 1") == 1
+
+
+@distributed(2)
+def test_a_warning_names_the_line_that_called_the_model(rank: Rank) -> None:
+    model = make()
+    model.between = lambda q: 2 * q
+    ContextParallel().apply(model.core, init_device_mesh("cpu", (2,)), q=model.q)
+    with pytest.warns(UserWarning, match="another q than its projection") as caught:
+        model(random(1, 4, 16))
+    (one,) = caught
+    assert one.filename == inspect.getsourcefile(Attention), "where attention is called"

@@ -9,18 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from memswap._warn import warn
 from memswap.engine.autograd import in_backward
-from memswap.parallel.arguments import Arguments
 from memswap.parallel.arriving import ArrivingTensor
-from memswap.parallel.attention import causal_mask
-from memswap.parallel.attention_exchanges import AttentionExchanges
+from memswap.parallel.attention import Lengths, causal_mask
+from memswap.parallel.attention_exchanges import AttentionExchanges, EarlyLaunches
 from memswap.parallel.context_mesh import ContextMesh
-from memswap.parallel.context_style import ContextStyle, Role
-from memswap.parallel.early import EarlyLaunches
+from memswap.parallel.context_style import Arguments, ContextStyle, Role
 from memswap.parallel.exchange import Pending
+from memswap.parallel.gathered import GatheredAttention
 
 
 class AppliedContext:
@@ -86,10 +85,16 @@ class AppliedContext:
         }
         self._early_roles = tuple(early)
         self._arguments = Arguments(module)
-        self._handles = [
-            module.register_forward_pre_hook(self._before, with_kwargs=True),
-            module.register_forward_hook(self._after),
-        ]
+        self._gathered: GatheredAttention | None = None
+        self._handles = [module.register_forward_pre_hook(self._before, with_kwargs=True)]
+        if mesh.gather is not None and style.ranges is None and style.mask is None:
+            self._gathered = GatheredAttention(
+                module, style, mesh, self.exchanges, self._arguments, self._hand_out
+            )
+            # Before the output is exchanged, and where attention raised.
+            leave = self._gathered.leave
+            self._handles.append(module.register_forward_hook(leave, always_call=True))
+        self._handles.append(module.register_forward_hook(self._after))
         for role, projection in early.items():
             self._handles.append(projection.register_forward_hook(self._launch_hook(role)))
         output = projections.get("o")
@@ -127,7 +132,7 @@ class AppliedContext:
         def launch(module: nn.Module, args: Any, output: Any) -> None:
             layout = self.exchanges.layout(role)
             plain = isinstance(output, torch.Tensor) and not isinstance(output, DTensor)
-            if not plain or output.ndim != layout.ndim:
+            if not plain or not self.exchanges.fits(role, output):
                 what = list(output.shape) if isinstance(output, torch.Tensor) else type(output)
                 self._warn_early(
                     f"{role}'s projection returned {what}, not {layout.ndim} dimensions"
@@ -180,19 +185,24 @@ class AppliedContext:
             for role, (where, key) in zip(self._roles, places, strict=True)
         }
         self.exchanges.cause = "attention"
-        result = self._exchanged(given, args, kwargs)
-        if self.exchanges.parts_ways:
-            self._hand_out_apart(result, places[0], kwargs)
-        else:
-            for (where, key), role in zip(places, self._roles, strict=True):
-                where[key] = result[role]
+        lengths = self.exchanges.lengths(given)
+        result = self._exchanged(given, lengths, args, kwargs)
+        self._hand_out(result, args, kwargs)
         self.calls += 1
+        if self._gathered is not None:
+            self._gathered.enter(lengths)
         return tuple(args), kwargs
 
-    def _hand_out_apart(
-        self, result: dict[Role, torch.Tensor], packed: tuple[Any, Any], kwargs: dict[str, Any]
+    def _hand_out(
+        self, result: Mapping[Role, torch.Tensor], args: list[Any], kwargs: dict[str, Any]
     ) -> None:
-        where, key = packed
+        """Put what attention gets among its arguments."""
+        places = [self._arguments.find(which, args, kwargs) for which in self._style.qkv]
+        if not self.exchanges.parts_ways:
+            for (where, key), role in zip(places, self._roles, strict=True):
+                where[key] = result[role]
+            return
+        ((where, key),) = places
         where[key] = None
         names = self._style.unpacked
         assert names is not None
@@ -203,7 +213,11 @@ class AppliedContext:
         kwargs.update(zip(names, apart, strict=True))
 
     def _exchanged(
-        self, given: dict[Role, torch.Tensor], args: list[Any], kwargs: dict[str, Any]
+        self,
+        given: dict[Role, torch.Tensor],
+        whole: Lengths,
+        args: list[Any],
+        kwargs: dict[str, Any],
     ) -> dict[Role, torch.Tensor]:
         """The inputs as attention gets them; all launches first, then the waits."""
         mesh = self._mesh
@@ -212,10 +226,9 @@ class AppliedContext:
             role: self.exchanges.length(role, tensor.size(self.exchanges.layout(role).seq_dim))
             for role, tensor in given.items()
         }
-        first, last = self._roles[0], self._roles[-1]
-        queries = given[first]
-        tokens = queries.size(self.exchanges.layout(first).seq_dim)
-        self._offer(args, kwargs, tokens, lengths[last], queries.device)
+        last = self._roles[-1]
+        self._offer(args, kwargs, whole, given[last].device)
+        cut_keys = self._gathered is not None and self._gathered.verify(given, whole, args, kwargs)
         pending = {
             self.exchanges.apart(role, tensor)[-1][0] if mesh.heads is None else role: (
                 self._take_early(role, tensor) or self.exchanges.first(role, tensor)
@@ -240,36 +253,63 @@ class AppliedContext:
         if kv_heads is not None:
             for role in self._roles[1:]:
                 result[role] = self.exchanges.expanded(role, result[role], kv_heads)
+        if cut_keys:
+            for part in result.keys() - {"q"}:
+                dim = self.exchanges.layout(part).seq_dim
+                result[part] = result[part].narrow(dim, 0, whole.stop)
         return result
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if not isinstance(output, torch.Tensor) or isinstance(output, DTensor):
+        tensors, structure = tree_flatten(output)
+        places = [i for i, one in enumerate(tensors) if isinstance(one, torch.Tensor)]
+        own = [tensors[i] for i in places]
+        if not own or any(isinstance(one, DTensor) for one in own):
+            kinds = ", ".join(type(one).__name__ for one in tensors) or type(output).__name__
             raise TypeError(
-                f"ContextParallel: {type(module).__name__} returned {type(output).__name__}, "
-                "expected one tensor in the layout of the queries"
+                f"ContextParallel: {type(module).__name__} returned {kinds}, expected a tensor, or "
+                "tensors, in the layout of the queries"
             )
-        mesh, layout = self._mesh, self._style.layout
-        if output.ndim != layout.ndim:
-            raise ValueError(
-                f"ContextParallel: {type(module).__name__} returned shape {list(output.shape)}, "
-                f"expected the {layout.ndim} dimensions of the queries"
-            )
+        self._check_outputs(own)
         self._follow(output)
         if self.exchanges.moves_output:
-            output = self._sent_back(output)
-        if self._style.use_local_output:
-            return output
-        placements = [Shard(layout.seq_dim)] * mesh.device_mesh.ndim
-        return DTensor.from_local(output, mesh.device_mesh, placements, run_check=False)
+            own = self._sent_back(own)
+        if not self._style.use_local_output:
+            mesh = self._mesh.device_mesh
+            placements = [Shard(self._style.layout.seq_dim)] * mesh.ndim
+            own = [DTensor.from_local(one, mesh, placements, run_check=False) for one in own]
+        for i, one in zip(places, own, strict=True):
+            tensors[i] = one
+        return tree_unflatten(tensors, structure)
 
-    def _sent_back(self, output: torch.Tensor) -> torch.Tensor:
+    def _check_outputs(self, outputs: list[torch.Tensor]) -> None:
+        """Those that are exchanged, and the first in any case, are in the queries' layout."""
+        layout = self._style.layout
+        dims = layout.seq_dim, layout.head_dim
+        first = outputs[0]
+        for i, one in enumerate(outputs if self.exchanges.moves_output else outputs[:1]):
+            fits = self.exchanges.fits("q", one)
+            if not fits or any(one.size(dim) != first.size(dim) for dim in dims):
+                like = list(first.shape) if i else "the queries"
+                raise ValueError(
+                    f"ContextParallel: {type(self.module).__name__} returned shape "
+                    f"{list(one.shape)} (tensor {i} of {len(outputs)}), expected the "
+                    f"{layout.ndim} dimensions of the queries, with tokens and heads as {like} "
+                    f"has them in dimensions {dims}"
+                )
+
+    def _sent_back(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """From this rank's heads, or others' queries, to this rank's tokens."""
         self._early.drop_orphans()
         self.exchanges.cause = "attention"
-        pending = self.exchanges.back(output)
+        pending = [
+            self.exchanges.back(one, f"o {i}" if i else "o") for i, one in enumerate(outputs)
+        ]
         if not self._output_is_late or not self._style.use_local_output:
-            return pending.wait()
-        return pending.arriving(first_use=self._used_before, orphans=self._early.orphans)
+            return [one.wait() for one in pending]
+        return [
+            one.arriving(first_use=self._used_before, orphans=self._early.orphans)
+            for one in pending
+        ]
 
     def _reached(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The output projection is called: its input may wait there."""
@@ -293,19 +333,19 @@ class AppliedContext:
         self,
         args: list[Any],
         kwargs: dict[str, Any],
-        tokens: int,
-        keys: int,
+        whole: Lengths,
         device: torch.device,
     ) -> None:
         """Fill the keyword arguments that say where the queries are; refuse what would lie."""
         style = self._style
         given = self._arguments.by_name(args, kwargs)
         for name in ("is_causal", "causal"):
-            if self._mesh.gather is not None and given.get(name) is True:
+            told = style.ranges or style.mask
+            if self._mesh.gather is not None and told is not None and given.get(name) is True:
                 raise ValueError(
                     f"ContextParallel: {name}=True means another mask where keys are gathered, "
-                    "since queries are a part of the sequence; use causal_attention with "
-                    "ContextParallel(ranges=...), or ContextParallel(mask=...)"
+                    f"since queries are a part of the sequence; {told!r} says which: leave "
+                    f"{name} away, or name no {told!r} in the style"
                 )
         for filled in (style.ranges, style.mask):
             if filled is None:
@@ -316,11 +356,10 @@ class AppliedContext:
                     "None by name, or leave it away; or name no such argument in the style"
                 )
         if style.ranges is not None:
-            kwargs[style.ranges] = self.exchanges.query_ranges(tokens)
+            kwargs[style.ranges] = whole.ranges
         if style.mask is not None:
-            shards = self._mesh.query_shards(self.exchanges.length("q", tokens))
-            queries = shards.positions(self._mesh.row, device)
-            kwargs[style.mask] = causal_mask(queries, torch.arange(keys, device=device))
+            queries = whole.positions.to(device)
+            kwargs[style.mask] = causal_mask(queries, torch.arange(whole.keys, device=device))
 
     def _local(self, role: Role, tensor: Any) -> torch.Tensor:
         """This rank's part of an input; a DTensor must be cut as the style would cut it."""
@@ -343,7 +382,7 @@ class AppliedContext:
             raise TypeError(
                 f"ContextParallel: {role} is a {type(tensor).__name__}, expected a torch.Tensor"
             )
-        if tensor.ndim != layout.ndim:
+        if not self.exchanges.fits(role, tensor):
             raise ValueError(
                 f"ContextParallel: found {role} of shape {list(tensor.shape)}, expected "
                 f"{layout.ndim} dimensions; check layout= and packing="

@@ -1,4 +1,14 @@
-"""AttentionExchanges: which exchanges the tensors of one attention module make, and with whom."""
+"""AttentionExchanges: which exchanges the tensors of one attention module make, and with whom.
+
+[Note: Early launches] A projection's exchange is launched when the projection returns, before
+anybody has said what attention will get. The launch is kept under the identity of the tensor that
+the projection returned, weakly: several microbatches have one each, and one that attention never
+saw before its tensor died is waited for at the next opportunity, since its buffers are in use until
+then. Attention takes it only if it gets that very tensor in that version. A view, a rotated or
+normalized copy, an edited tensor is another value, and using the launch for it would be silently
+wrong; it takes the ordinary path. So does a recomputation of the attention alone, whose launch has
+been used up.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +16,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from memswap.parallel.attention import Lengths
 from memswap.parallel.context_mesh import ContextMesh
 from memswap.parallel.context_style import ROLES, ContextStyle, Role
 from memswap.parallel.exchange import Pending, exchange
@@ -72,6 +84,13 @@ class AttentionExchanges:
         layout = self._style.layout
         return layout.packed() if role in ("kv", "qkv") else layout
 
+    def fits(self, role: Role, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has the layout's dimensions; where no heads are exchanged, those of the
+        heads and of their size may be one."""
+        layout = self.layout(role)
+        joined = self._mesh.heads is None and layout.head_dim == layout.ndim - 2
+        return tensor.ndim == layout.ndim or (joined and tensor.ndim == layout.ndim - 1)
+
     def length(self, role: Role, tokens: int) -> int:
         """The whole sequence's length."""
         style, queries = self._style, role in ("q", "qkv")
@@ -86,6 +105,20 @@ class AttentionExchanges:
         """
         length = self.length("q", tokens)
         return self._mesh.query_shards(length).ranges[self._mesh.row]
+
+    def lengths(self, given: dict[Role, torch.Tensor]) -> Lengths:
+        """Which queries attention will get, and the whole sequences.
+
+        Args:
+            given: this rank's tensors, before they are exchanged.
+        """
+        tokens = {role: tensor.size(self.layout(role).seq_dim) for role, tensor in given.items()}
+        first, last = self.roles[0], self.roles[-1]
+        return Lengths(
+            self.query_ranges(tokens[first]),
+            self.length(first, tokens[first]),
+            self.length(last, tokens[last]),
+        )
 
     def count_heads(self, given: dict[Role, torch.Tensor]) -> int | None:
         """Keep the number of query heads; that of keys, None if it is the same by packing."""
@@ -104,6 +137,16 @@ class AttentionExchanges:
         if self._mesh.heads is not None:
             self._plan(kv_heads)  # raises before anything is sent
         return kv_heads
+
+    def own_heads(self, role: Role, heads: int) -> int:
+        """How many heads of an input attention gets on this rank, of those that it has here."""
+        if self._mesh.heads is None:
+            return heads
+        if role in ("q", "qkv"):
+            return len(self._plan(None).queries()[self._mesh.column])
+        plan = self._plan(heads)
+        places = plan.expansion(self._mesh.column)
+        return len(plan.keys()[self._mesh.column] if places is None else places)
 
     def _plan(self, kv_heads: int | None) -> HeadPlan:
         assert self.heads is not None and self._mesh.heads is not None
@@ -152,7 +195,7 @@ class AttentionExchanges:
             return self._exchange(tensor, move, role)
         return self._exchange(tensor, GatherSequence(mesh.gather, shards, dim), role)
 
-    def back(self, output: torch.Tensor) -> Pending:
+    def back(self, output: torch.Tensor, label: str = "o") -> Pending:
         """Launch what brings attention's output from this rank's heads, or others' queries, back.
 
         Only where :attr:`moves_output`.
@@ -165,7 +208,7 @@ class AttentionExchanges:
             assert mesh.gather is not None
             shards = mesh.query_shards(length), mesh.row_shards(length)
             move = MoveSequence(mesh.gather, *shards, layout.seq_dim)
-            pending = self._exchange(output, move, "o")
+            pending = self._exchange(output, move, label)
             if mesh.heads is None:
                 return pending
             output = pending.wait()
@@ -177,7 +220,7 @@ class AttentionExchanges:
             layout.seq_dim,
             layout.head_dim,
         )
-        return self._exchange(output, spec, "o")
+        return self._exchange(output, spec, label)
 
     def _exchange(self, tensor: torch.Tensor, spec: SequenceExchange, label: str) -> Pending:
         self._before(tensor, label)
@@ -197,3 +240,62 @@ class AttentionExchanges:
             return tensor
         places = self._plan(kv_heads).expansion(self._mesh.heads.rank)
         return tensor if places is None else take(tensor, self.layout(role).head_dim, places)
+
+
+#: What has to be called so that what nobody wants any more has been waited for.
+Orphans = list[Callable[[], object]]
+
+
+class EarlyLaunches:
+    """The early launches of one attention module, by role."""
+
+    def __init__(self) -> None:
+        self.orphans: Orphans = []
+        self._launched: dict[str, Any] = {}
+
+    def __len__(self) -> int:
+        return sum(len(kept) for kept in self._launched.values())
+
+    def keep(self, role: str, tensor: torch.Tensor, pending: Pending) -> None:
+        kept = self._launched.setdefault(role, WeakTensorKeyDictionary())
+        kept[tensor] = _Early(pending, tensor, self.orphans)
+
+    def take(self, role: str, tensor: torch.Tensor) -> Pending | None:
+        """The launch that is of this very tensor: see [Note: Early launches]."""
+        kept = self._launched.get(role)
+        launched: _Early | None = None if kept is None else kept.pop(tensor, None)
+        if launched is not None and launched.is_of(tensor):
+            return launched.take()
+        del launched  # an orphan now
+        self.drop_orphans()
+        return None
+
+    def drop_orphans(self) -> None:
+        """Wait for launches that nobody wants: their buffers are in use until then."""
+        while self.orphans:
+            self.orphans.pop(0)()
+
+
+class _Early:
+    """An early launch, with what the tensor was like; one that dies untaken is an orphan."""
+
+    def __init__(self, pending: Pending, tensor: torch.Tensor, orphans: Orphans) -> None:
+        self._pending: Pending | None = pending
+        self._version = tensor._version
+        self._had_grad = _wants_grad(tensor)
+        self._orphans = orphans
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        return tensor._version == self._version and self._had_grad >= _wants_grad(tensor)
+
+    def take(self) -> Pending | None:
+        pending, self._pending = self._pending, None
+        return pending
+
+    def __del__(self) -> None:
+        if self._pending is not None:
+            self._orphans.append(self._pending.discard)
+
+
+def _wants_grad(tensor: torch.Tensor) -> bool:
+    return bool(tensor.requires_grad and torch.is_grad_enabled())

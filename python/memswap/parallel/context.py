@@ -36,9 +36,12 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
 
     Args:
         ulysses: ranks that share the heads. None: all of a 1-D mesh, the second dimension of a 2-D
-            one. 1: gather only. The rest of the mesh gathers keys and values.
+            one. 1: gather only. A divisor of a 1-D mesh's size: neighbouring ranks share heads. The
+            rest of the mesh gathers keys and values. 1, or the number of all ranks, takes a 2-D
+            mesh as one line of ranks.
         layout: "bshd", "bnsd", "sbhd", or "thd" for packed sequences (``cu_seqlens`` of all ranks'
-            tokens; the module still gets it as the caller passes it).
+            tokens; the module still gets it as the caller passes it). With ``ulysses=1`` heads and
+            their size may be one dimension, where they are neighbours.
         balance: "headtail" gives the ranks that gather equal work in causal attention: each holds
             one chunk of the sequence's first half and its mirror image. Cut the batch with
             :meth:`shard_batch`. "queries" leaves parts contiguous: queries are exchanged on their
@@ -57,6 +60,11 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
         ranges: name of a keyword argument of ``forward`` that gets the ``(start, stop)`` ranges of
             its queries in the sequence, for :func:`causal_attention`.
         mask: name of a keyword argument that gets the causal mask, bool ``[queries, keys]``.
+        verify: where keys are gathered and neither ``ranges`` nor ``mask`` is given, try on a few
+            random tokens, before the first exchange, whether the module gives a part of the queries
+            the result that they have among all queries. Causal
+            ``scaled_dot_product_attention`` and ``torch.tril`` or ``triu`` of ``[queries, keys]``
+            do, by [Note: Placed queries]; what does not is refused. False takes your word for it.
         model: what it is applied in. If its first step ends and a module that the style was applied
             to has not run, that is an error. Without it, nobody can tell a step in which none of
             them ran, but for :meth:`check`.
@@ -83,6 +91,7 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
         kv_sequence_length: int | None = None,
         ranges: str | None = None,
         mask: str | None = None,
+        verify: bool = True,
         model: nn.Module | None = None,
         use_local_output: bool = True,
         comm: Callable[[dist.ProcessGroup], Comm] = ProcessGroupComm,
@@ -99,6 +108,7 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
             kv_sequence_length=kv_sequence_length,
             ranges=ranges,
             mask=mask,
+            verify=verify,
             use_local_output=use_local_output,
         )
         self.ulysses = ulysses
@@ -120,7 +130,9 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
 
         Args:
             module: computes attention; its forward takes query, key and value.
-            mesh: 1-D, or 2-D (gather, ulysses).
+            mesh: 1-D, or 2-D (gather, ulysses). Where ``ulysses`` asks for groups that it does not
+                have, its ranks make them here, in the order in which styles are applied; others
+                take part only if the default group is bound to a device (``device_id=``).
             **projections: by tensor (``q=``, ``k=``, ``v=``, ``kv=``, ``qkv=``): modules whose
                 output goes to attention as it is, such as a norm, a rotary embedding or
                 ``nn.Sequential(linear, nn.Unflatten(...))``. Their exchange is launched when they
@@ -132,9 +144,13 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
 
         Raises:
             ValueError: the mesh does not fit the style.
-            TypeError: a projection of no such tensor.
+            TypeError: a projection of no such tensor; something else than a mesh.
             NotImplementedError: ``packing="qkv"`` on a mesh that gathers, without ``unpacked``.
         """
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(
+                f"ContextParallel: found a {type(mesh).__name__}, expected a DeviceMesh"
+            )
         if self._mesh is None:
             self._mesh = ContextMesh.of(mesh, self.ulysses, self.style.balance, self._comm)
         elif self._mesh.device_mesh != mesh:

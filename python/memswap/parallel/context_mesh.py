@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -39,26 +40,39 @@ class ContextMesh:
         """See :class:`ContextParallel`.
 
         Raises:
-            ValueError: the mesh has other dimensions than ``ulysses`` asks for.
+            ValueError: the mesh has other dimensions than ``ulysses`` asks for, or its ranks are in
+                another order than those of its groups.
         """
-        if mesh.ndim == 1:
-            if ulysses not in (None, 1, mesh.size()):
-                raise ValueError(
-                    f"ulysses={ulysses} on a 1-D mesh of {mesh.size()} ranks: expected None, 1 or "
-                    f"{mesh.size()}; for both at once pass a 2-D mesh whose second dimension has "
-                    f"{ulysses} ranks"
-                )
-            comm = open_comm(mesh.get_group()) if mesh.size() > 1 else None
-            if ulysses == 1:
-                return cls(mesh, None, comm, balance)
-            return cls(mesh, comm, None, balance)
-        if mesh.ndim != 2 or ulysses not in (None, mesh.size(1)):
+        size = mesh.size()
+        if mesh.ndim == 2 and ulysses in (None, mesh.size(1)):
+            grid = mesh.mesh
+        elif mesh.ndim in (1, 2) and ulysses in (None, 1, size):
+            grid = mesh.mesh.reshape((-1, 1) if ulysses == 1 else (1, -1))
+        elif mesh.ndim == 1 and ulysses is not None and ulysses > 0 and not size % ulysses:
+            grid = mesh.mesh.reshape(-1, ulysses)
+        elif mesh.ndim == 1:
+            raise ValueError(
+                f"ulysses={ulysses} on a 1-D mesh of {size} ranks: expected None or a divisor of "
+                f"{size}"
+            )
+        else:
             raise ValueError(
                 f"ulysses={ulysses} on a mesh of shape {tuple(mesh.shape)}: expected a 1-D mesh, "
-                "or a 2-D mesh (gather, ulysses) whose second dimension is ulysses"
+                "or a 2-D mesh (gather, ulysses) whose second dimension is ulysses; 1 and the "
+                "number of all ranks take any 2-D mesh"
             )
-        heads = open_comm(mesh.get_group(1)) if mesh.size(1) > 1 else None
-        gather = open_comm(mesh.get_group(0)) if mesh.size(0) > 1 else None
+        place = (grid == dist.get_rank()).nonzero()
+        if not len(place):
+            raise ValueError(
+                f"ContextParallel: found rank {dist.get_rank()} outside of the mesh of ranks "
+                f"{mesh.mesh.flatten().tolist()}; apply the style on those ranks only"
+            )
+        row, column = place[0].tolist()
+        groups = _groups_of(mesh, grid)
+        gather, heads = (
+            None if len(line) == 1 else open_comm(_group_of(line.tolist(), group))
+            for line, group in zip((grid[:, column], grid[row]), groups, strict=True)
+        )
         return cls(mesh, heads, gather, balance)
 
     @property
@@ -72,10 +86,14 @@ class ContextMesh:
         return 1 if self.gather is None else self.gather.size
 
     def name_of(self, comm: Comm) -> str:
-        """Which dimension of the mesh: by its name, or its number."""
-        dim = 1 if comm is self.heads and self.device_mesh.ndim == 2 else 0
-        names = self.device_mesh.mesh_dim_names
-        return names[dim] if names else f"dimension {dim}"
+        """Which dimension of the mesh: by its name, or its number; a part of one by its use."""
+        mesh, size = self.device_mesh, comm.size
+        dim = 1 if comm is self.heads and mesh.ndim == 2 else 0
+        if size == mesh.size() and mesh.ndim == 2:
+            return "_".join(mesh.mesh_dim_names or ("both", "dimensions"))
+        if size != mesh.size(dim):
+            return "heads" if comm is self.heads else "gather"
+        return mesh.mesh_dim_names[dim] if mesh.mesh_dim_names else f"dimension {dim}"
 
     @property
     def row(self) -> int:
@@ -127,3 +145,27 @@ class ContextMesh:
                 "the batch cut with shard_batch?"
             )
         return given
+
+
+def _groups_of(mesh: DeviceMesh, grid: torch.Tensor) -> list[dist.ProcessGroup | None]:
+    """The mesh's own groups along the columns and the rows of a grid of its ranks, if it has them.
+
+    Others are made with those ranks alone: not all ranks of a larger mesh need to come here.
+    """
+    if tuple(mesh.shape) == tuple(grid.shape):
+        return [mesh.get_group(0), mesh.get_group(1)]
+    if mesh.ndim == 1 and 1 in grid.shape:
+        return [mesh.get_group(), mesh.get_group()]
+    return [None, None]
+
+
+def _group_of(ranks: list[int], group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """A group of these ranks: the one that there is, or a new one."""
+    if ranks != sorted(ranks):
+        raise ValueError(
+            f"ContextParallel: found ranks in the order {ranks} in the mesh, expected ascending "
+            "ones: a group has its ranks in that order"
+        )
+    made = group or dist.new_group(ranks, use_local_synchronization=True)
+    assert made is not None
+    return made

@@ -1,10 +1,13 @@
-"""ContextStyle: how an attention's tensors lie, and where its forward takes what."""
+"""ContextStyle: how an attention's tensors lie; Arguments: where its forward takes them."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+
+from torch import nn
 
 from memswap.parallel.layouts import LAYOUTS, Balance, Layout
 
@@ -33,6 +36,7 @@ class ContextStyle:
     kv_sequence_length: int | None
     ranges: str | None
     mask: str | None
+    verify: bool
     use_local_output: bool
 
     @classmethod
@@ -49,6 +53,7 @@ class ContextStyle:
         kv_sequence_length: int | None,
         ranges: str | None,
         mask: str | None,
+        verify: bool,
         use_local_output: bool,
     ) -> ContextStyle:
         """Check them, and fill in what follows from others.
@@ -90,5 +95,51 @@ class ContextStyle:
             sequence_length if kv_sequence_length is None else kv_sequence_length,
             ranges,
             mask,
+            verify,
             use_local_output,
+        )
+
+
+class Arguments:
+    """The arguments of ``module``'s forward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        self._module = type(module).__name__
+        self._names = [
+            name
+            for name, one in inspect.signature(module.forward).parameters.items()
+            if one.kind in by_place
+        ]
+
+    def by_name(self, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """All that have a name, however they were passed."""
+        return {**dict(zip(self._names, args, strict=False)), **kwargs}
+
+    def by_place(self, name: str, args: list[Any]) -> bool:
+        """Whether an argument was passed by place."""
+        return name in self._names[: len(args)]
+
+    def find(self, which: int | str, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Where an argument is: a list and an index, or a dict and a name.
+
+        Raises:
+            TypeError: it was not passed.
+        """
+        if isinstance(which, int):
+            place = which
+        else:
+            place = self._names.index(which) if which in self._names else len(args)
+        if place < len(args):
+            return args, place
+        name: str | None
+        if isinstance(which, str):
+            name = which
+        else:
+            name = self._names[place] if place < len(self._names) else None
+        if name in kwargs:
+            return kwargs, name
+        raise TypeError(
+            f"ContextParallel: {self._module} was called without argument {which!r}; found "
+            f"{len(args)} positional ones and {sorted(kwargs)}; say which with qkv=(...)"
         )

@@ -1,8 +1,9 @@
 """HyperParallel's context parallelism: its arguments on memswap.parallel.ContextParallel.
 
-Where keys are gathered and attention is causal, the module has to know which queries it has;
-HyperParallel tells attention through a process-wide override. Here a keyword argument does:
-``ranges`` or ``mask``, as in :class:`memswap.parallel.ContextParallel`.
+Where keys are gathered and attention is causal, a mask depends on which queries a rank has;
+HyperParallel hands the module DTensors, and a process-wide override says where they are. Here
+attention gets plain tensors, and what masks by a query's place is done for its place in the
+sequence, or refused: see :class:`memswap.parallel.ContextParallel`, ``verify``.
 """
 
 from __future__ import annotations
@@ -29,19 +30,18 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
 
     Args:
         seq_dim, head_dim: (1, 2), (2, 1), (0, 2), or (0, 1) for packed sequences.
-        ulysses_degree: ranks that share heads; None: all; 1: none, keys are gathered; another
-            divisor of a 1-D mesh's size: both, over neighbouring ranks, of a mesh of all ranks.
+        ulysses_degree: ranks that share heads, of all ranks of the mesh, whatever its dimensions;
+            None: all; 1: none, keys are gathered; another divisor: both, over neighbouring ranks. A
+            2-D mesh for that is (co, ds), and its second dimension has ``ulysses_degree`` ranks.
         qkv_indices: places of query, key and value among the arguments of ``forward``.
         qkv_kwarg_names: their names instead.
         load_balance: equal work in causal attention where keys are gathered. Each rank still holds
-            a contiguous part; halves of queries and outputs are exchanged around attention. Needs
-            ``ranges`` or ``mask``.
+            a contiguous part; halves of queries and outputs are exchanged around attention.
         use_local_output: False returns a DTensor.
-        ranges, mask, comm: see :class:`memswap.parallel.ContextParallel`.
+        ranges, mask, verify, comm: see :class:`memswap.parallel.ContextParallel`.
 
     Raises:
-        ValueError: no such layout; a degree below 1; load_balance without ``ulysses_degree=1``,
-            ``ranges`` or ``mask``.
+        ValueError: no such layout; a degree below 1; load_balance without ``ulysses_degree=1``.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
         *,
         ranges: str | None = None,
         mask: str | None = None,
+        verify: bool = True,
         comm: Callable[[dist.ProcessGroup], Comm] = ProcessGroupComm,
     ) -> None:
         super().__init__()
@@ -73,11 +74,6 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
                 "ulysses_degree=1; memswap.parallel.ContextParallel(balance='headtail') balances "
                 "in every mode"
             )
-        if load_balance and ranges is None and mask is None:
-            raise ValueError(
-                "load_balance=True: attention has to know which queries it gets; name the argument "
-                "of forward that says so: ranges=... or mask=..."
-            )
         self.ulysses_degree = ulysses_degree
         self.style = parallel.ContextParallel(
             ulysses=ulysses_degree,
@@ -86,35 +82,42 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
             qkv=tuple(qkv_kwarg_names) or tuple(qkv_indices),
             ranges=ranges,
             mask=mask,
+            verify=verify,
             use_local_output=use_local_output,
             comm=comm,
         )
-        self._mesh: tuple[DeviceMesh, DeviceMesh] | None = None
 
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """Apply to an attention module, which is returned. ``style`` has the handles."""
-        self.style.apply(module, self._two_dimensional(device_mesh))
+        """Apply to an attention module, which is returned. ``style`` has the handles.
+
+        Raises:
+            TypeError: the mesh is none.
+            ValueError: ``ulysses_degree`` does not divide it, or is not the size of its second
+                dimension.
+        """
+        self._apply_style(module, device_mesh)
         return module
+
+    def _apply_style(
+        self, module: nn.Module, mesh: DeviceMesh, **projections: nn.Module | None
+    ) -> None:
+        degree = self.ulysses_degree
+        if isinstance(mesh, DeviceMesh):
+            size = mesh.size()
+            if degree is not None and size % degree:
+                raise ValueError(
+                    f"ulysses_degree={degree} on a mesh of {size} ranks: expected a divisor"
+                )
+            if degree not in (None, 1, size) and mesh.ndim > 1 and mesh.size(-1) != degree:
+                raise ValueError(
+                    f"ulysses_degree={degree} on a mesh of shape {tuple(mesh.shape)}: expected a "
+                    f"1-D mesh, or (co, ds) of ({size // degree}, {degree})"
+                )
+            self.style.ulysses = size if degree is None else degree
+        self.style.apply(module, mesh, **projections)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return self.apply(module, device_mesh)
-
-    def _two_dimensional(self, mesh: DeviceMesh) -> DeviceMesh:
-        """The mesh, or its (gather, ulysses) form. Made once: all ranks make its groups."""
-        degree = self.ulysses_degree
-        if mesh.ndim != 1 or degree in (None, 1, mesh.size()):
-            return mesh
-        if mesh.size() % degree or mesh.size() != dist.get_world_size():
-            raise ValueError(
-                f"ulysses_degree={degree} on a 1-D mesh of {mesh.size()} of "
-                f"{dist.get_world_size()} ranks: expected a divisor and a mesh of all ranks; or "
-                f"pass a 2-D mesh (co, ds) whose second dimension has {degree} ranks"
-            )
-        if self._mesh is None or self._mesh[0] != mesh:
-            grid = mesh.mesh.view(-1, degree)
-            names = ("co", "ds")
-            self._mesh = mesh, DeviceMesh(mesh.device_type, grid, mesh_dim_names=names)
-        return self._mesh[1]
 
 
 class AsyncContextParallel(ContextParallel):
@@ -135,12 +138,5 @@ class AsyncContextParallel(ContextParallel):
         layout; otherwise there is one warning and the ordinary path. With ``o_proj`` the output is
         waited for where that projection uses it.
         """
-        self.style.apply(
-            module,
-            self._two_dimensional(device_mesh),
-            q=q_proj,
-            k=k_proj,
-            v=v_proj,
-            o=o_proj,
-        )
+        self._apply_style(module, device_mesh, q=q_proj, k=k_proj, v=v_proj, o=o_proj)
         return module

@@ -1,0 +1,176 @@
+"""GatheredAttention: a module that gets a part of the queries and all keys, and was not told which.
+
+See [Note: Placed queries] for what is done about it, and memswap.parallel.proof for how it is known
+that this is enough.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import is_fake
+from torch.utils._pytree import tree_map_only
+
+from memswap.parallel.attention import Lengths, PlacedQueries
+from memswap.parallel.attention_exchanges import AttentionExchanges
+from memswap.parallel.context_mesh import ContextMesh
+from memswap.parallel.context_style import Arguments, ContextStyle, Role
+from memswap.parallel.proof import NotTriedError, PositionTrial, TrialInput
+
+#: Puts the tensors that attention gets among its arguments.
+HandOut = Callable[[Mapping[Role, torch.Tensor], list[Any], dict[str, Any]], None]
+
+_ADVICE = (
+    "Use causal_attention with ContextParallel(ranges=...), ContextParallel(mask=...), or ulysses "
+    "on the whole mesh; verify=False if its result is right all the same"
+)
+
+
+class GatheredAttention:
+    """Around one attention module where keys are gathered, unless ``ranges`` or ``mask`` tell it.
+
+    Args:
+        module: the attention module.
+        style, mesh, exchanges: as :class:`AppliedContext` has them.
+        arguments: of the module's forward.
+        hand_out: gives the module its tensors.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        style: ContextStyle,
+        mesh: ContextMesh,
+        exchanges: AttentionExchanges,
+        arguments: Arguments,
+        hand_out: HandOut,
+    ) -> None:
+        self._module = module
+        self._style = style
+        self._mesh = mesh
+        self._exchanges = exchanges
+        self._arguments = arguments
+        self._hand_out = hand_out
+        self._of_thread = threading.local()
+        self._keys_are_cut: dict[tuple[Any, ...], bool] = {}
+
+    def enter(self, lengths: Lengths) -> None:
+        """The module's forward begins on this thread, and gets these queries and keys."""
+        if not hasattr(self._of_thread, "entered"):
+            self._of_thread.entered = []
+        placed = PlacedQueries(lengths)
+        placed.__enter__()
+        self._of_thread.entered.append(placed)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """A forward hook that is always called: it is over, or has raised."""
+        entered = getattr(self._of_thread, "entered", None)
+        if entered:
+            entered.pop().__exit__(None, None, None)
+
+    def verify(
+        self,
+        given: Mapping[Role, torch.Tensor],
+        lengths: Lengths,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> bool:
+        """At the first call of its kind, whether a part of the queries gets its part of the result.
+
+        Args:
+            given: this rank's tensors, before they are exchanged.
+            lengths: those with which the module is about to be called.
+            args, kwargs: all arguments.
+
+        Returns:
+            Whether it is to get the keys up to its last query only: see [Note: Placed queries].
+
+        Raises:
+            ValueError: it does not, or this could not be tried.
+        """
+        told = [*enumerate(args), *kwargs.items()]
+        kind = (
+            self._module.training,
+            *((key, value if type(value) in (bool, str) else type(value)) for key, value in told),
+        )
+        queries = given[self._exchanges.roles[0]]
+        if kind in self._keys_are_cut:
+            return self._keys_are_cut[kind]
+        if not self._style.verify or queries.is_meta or is_fake(queries):
+            return False
+        name = type(self._module).__name__
+        trial = self._trial(given, lengths, args, kwargs)
+        try:
+            difference = trial.difference()
+        except NotTriedError as error:
+            raise ValueError(
+                f"ContextParallel: keys are gathered, and whether {name} depends on where its "
+                f"queries are could not be tried on a few tokens: {error}. {_ADVICE}"
+            ) from error
+        cut = bool(difference) and self._is_right_with_fewer_keys(trial)
+        if difference and not cut:
+            raise ValueError(
+                f"ContextParallel: keys are gathered, and {name} gives a part of the queries "
+                f"another result than they have among all (by {difference:.2g}, of values of "
+                "about 1): its mask or bias goes by the place of a query in its tensor, which is "
+                "another than that in the sequence. Expected scaled_dot_product_attention("
+                f"is_causal=True), torch.tril or torch.triu of [queries, keys]. {_ADVICE}"
+            )
+        self._keys_are_cut[kind] = cut
+        return cut
+
+    def _is_right_with_fewer_keys(self, trial: PositionTrial) -> bool:
+        if self._style.balance != "contiguous" or trial.real.queries != trial.real.keys:
+            return False
+        try:
+            return not trial.difference(cut_keys=True)
+        except NotTriedError:
+            return False
+
+    def _trial(
+        self,
+        given: Mapping[Role, torch.Tensor],
+        lengths: Lengths,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> PositionTrial:
+        exchanges, layout = self._exchanges, self._style.layout
+        places = [
+            self._arguments.find(which, list(args), dict(kwargs))[1] for which in self._style.qkv
+        ]
+
+        def call(
+            values: Mapping[Role, torch.Tensor], other: Callable[[torch.Tensor], torch.Tensor]
+        ) -> tuple[list[Any], dict[str, Any]]:
+            def fitted(key: Any, value: Any) -> Any:
+                return value if key in places else tree_map_only(torch.Tensor, other, value)
+
+            own = [fitted(place, value) for place, value in enumerate(args)]
+            named = {key: fitted(key, value) for key, value in kwargs.items()}
+            self._hand_out(values, own, named)
+            return own, named
+
+        inputs: dict[Role, TrialInput] = {}
+        for role, tensor in given.items():
+            for part, one in exchanges.apart(role, tensor):
+                dims = exchanges.layout(part)
+                shape = list(one.shape)
+                shape[dims.head_dim] = exchanges.own_heads(role, shape[dims.head_dim])
+                inputs[part] = TrialInput(
+                    tuple(shape), dims.seq_dim, part in ("q", "qkv"), one.dtype, one.device
+                )
+        queries = given[exchanges.roles[0]]
+        return PositionTrial(
+            self._module,
+            inputs,
+            call,
+            cut=self._mesh.query_shards,
+            rows=self._mesh.rows,
+            seq_dim=layout.seq_dim,
+            real=lengths,
+            local=queries.size(exchanges.layout(exchanges.roles[0]).seq_dim),
+        )
