@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from memswap._native import native
+from memswap.engine.autograd import in_backward
 from memswap.engine.entry import RESIZED, State
 from memswap.engine.saver import Saver
 from memswap.engine.transfer import EncodeSwapWay, EncodeWay
@@ -76,6 +77,7 @@ class WindowedSaver(Saver):
         self.queue = queue
         self.observer = observer
         self._inside = threading.local()  # explicit windows that the thread is in
+        self._demanded: Passage | None = None  # whose storage was demanded last
         if observer is not None:
             observer.begin_passage()
 
@@ -89,6 +91,9 @@ class WindowedSaver(Saver):
             self._observe()
             if self.director is not None:
                 self.director.window(seconds)
+            passage = self._demanded if in_backward() else self.passage
+            if passage is not None:
+                passage.open_window(seconds * self.queue.decode_rate)
             self.queue.open(seconds, self)
 
     def enter_window(self, seconds: float) -> None:
@@ -167,15 +172,17 @@ class WindowedSaver(Saver):
     def look_ahead(self, passage: Passage, index: int) -> None:
         """A storage is demanded: what comes next is wanted."""
         first = not passage.began_backward
+        self._demanded = passage
         entries = passage.demand(index)
-        waits = entries
+        waits, window_bytes = entries, passage.window_bytes
         if passage.returns_as_planned:  # copies take no processors, and start in time
+            window_bytes = passage.least_window_bytes  # a plan asks for little ahead
             waits = [one for one in entries if isinstance(one.way, EncodeWay)]
             self._prefetch(one for one in entries if not isinstance(one.way, EncodeWay))
         self._observe()
         if first:
             self.queue.begin_backward(self)
-        self.queue.want(waits, passage.window_bytes, self)
+        self.queue.want(waits, window_bytes, self)
 
     # --- windows.Engine ---------------------------------------------------------------------------
 

@@ -156,7 +156,11 @@ class GlobalContext:
                 self._keys.clear()
             self._keys.add(order_layer_uuid)
         manager.push_start()
-        saver.open_window(manager.seconds)
+        seconds = manager.seconds
+        saver.open_window(seconds)
+        if not seconds:  # not measured yet: as there, what the layers before saved goes under this
+            with saver.lock:
+                saver.queue.start_now([one.entry for one in saver.queue.pending], saver)
 
     def unpack_start(self, order_layer_uuid: LayerKey) -> None:
         """A layer's backward begins: what comes next is decoded under it."""
