@@ -46,9 +46,28 @@ class Layer(nn.Module):
         return nn.functional.silu(self.linear(x)).tanh()
 
 
-def compress(layers: nn.ModuleList, step: list[int]) -> GlobalContext:
+class Product(torch.autograd.Function):
+    """As Megatron's linear layers have it: functions of torch, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.matmul(x, weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return gradient.matmul(weight), torch.matmul(gradient.t(), x)
+
+
+class MegatronLayer(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(Product.apply(x, self.linear.weight)).tanh()
+
+
+def compress(layers: nn.ModuleList, step: list[int], async_funcs: list[str]) -> GlobalContext:
     """What MindSpeed's feature manager does to every layer."""
-    ctx = GlobalContext(GlobalContextConfig())
+    ctx = GlobalContext(GlobalContextConfig(async_funcs=async_funcs))
     ctx.saver.policy = ENCODE  # however small they are
     for number, layer in enumerate(layers, start=1):
 
@@ -69,13 +88,15 @@ class Steps:
 
     def __init__(self, how: str, depth: int) -> None:
         torch.manual_seed(0)
-        layers = nn.ModuleList(Layer() for _ in range(depth)).to(DEVICE, torch.bfloat16)
+        kind = MegatronLayer if how == "async_funcs" else Layer
+        layers = nn.ModuleList(kind() for _ in range(depth)).to(DEVICE, torch.bfloat16)
         batch = torch.randn(SIDE, SIDE).to(DEVICE, torch.bfloat16)
         step = [0]
         self.stats: list[memswap.Stats] = []
         with virtual_time(**MACHINE):
-            if how == "compat":
-                doors: Any = compress(layers, step)
+            if how != "manage":
+                names = ["matmul"] if how == "async_funcs" else []
+                doors: Any = compress(layers, step, names)
                 saver = doors.saver
             else:
                 doors = memswap.manage(layers, ENCODE, windows=Windows())
@@ -97,7 +118,7 @@ class Steps:
 
 
 @pytest.mark.parametrize("depth", [10, 40, 80])
-@pytest.mark.parametrize("how", ["manage", "compat"])
+@pytest.mark.parametrize("how", ["manage", "compat", "async_funcs"])
 def test_at_most_one_decode_in_twenty_stalls(how: str, depth: int) -> None:
     found = Steps(how, depth)
     for number, stats in enumerate(found.stats):
@@ -110,6 +131,8 @@ def test_at_most_one_decode_in_twenty_stalls(how: str, depth: int) -> None:
     decoded = sum(stats.returned_storages for stats in found.stats)
     assert sum(stats.stalls for stats in found.stats) <= decoded // 20
     assert found.windows.decoded_in_windows == found.stats[-1].returned_storages
+    windows = {"manage": 2, "compat": 2, "async_funcs": 3}[how]  # of a layer, or of its products
+    assert found.windows.windows == windows * depth
 
 
 @pytest.mark.parametrize("how", ["manage", "compat"])

@@ -85,7 +85,7 @@ class WindowedSaver(Saver):
 
     def open_window(self, seconds: float) -> None:
         """An operator of so many seconds is about to be launched on the current stream."""
-        if getattr(self._inside, "depth", 0):
+        if self.in_window:
             return  # whoever opened a window explicitly has counted what is inside
         with self.lock:
             self._observe()
@@ -95,6 +95,11 @@ class WindowedSaver(Saver):
             if passage is not None:
                 passage.open_window(seconds * self.queue.decode_rate)
             self.queue.open(seconds, self)
+
+    @property
+    def in_window(self) -> bool:
+        """Whether the thread is in an explicit window."""
+        return getattr(self._inside, "depth", 0) > 0
 
     def enter_window(self, seconds: float) -> None:
         """The same for several operators, up to :meth:`leave_window`, which the thread calls."""
