@@ -134,6 +134,125 @@ def test_layers_wrapped_as_by_the_feature_manager_train_to_the_same_bits(device)
     assert_nothing_left(ctx.stats())
 
 
+def select(model: TransformerBlock, args: Arguments, spec: str) -> None:
+    """``--compress-activation SPEC``."""
+    numbers = mindspeed.layer_numbers(spec, len(model.layers))
+    for layer in model.layers:
+        if layer.layer_number in numbers:
+            layer.forward = compressed(layer.forward, args)
+
+
+@pytest.mark.parametrize("spec", ["0", "1-2,4", "3"])
+def test_selected_layers_with_an_evaluation_between_steps_and_microbatches_in_flight(
+    device, spec
+) -> None:
+    """1F1B's warm-up: the second forward runs before the first backward, every step anew."""
+
+    def train(model: TransformerBlock, args: Arguments) -> list[Any]:
+        found = []
+        for args.curr_iteration in range(3):
+            model.zero_grad()
+            first, second, third = microbatches(device, args.curr_iteration, 3)
+            losses = [model(first), model(second)]
+            losses.pop(0).backward()
+            losses.append(model(third))
+            for loss in losses:
+                loss.backward()
+            found += gradients(model)
+        return found
+
+    expected = train(new_model(device), Arguments())
+    model, args = new_model(device), Arguments()
+    select(model, args, spec)
+    assert_same_gradients(train(model, args), expected)
+    ctx = args.compress_activation_ctx
+    assert ctx is not None and ctx.stats().encoded_storages > 0, "nothing was compressed"
+    # Three microbatches a step: each call of a layer has a key of its own, the same in every step.
+    orders = {order for _, order in ctx.layer_activation_managers}
+    calls = 3 * len(mindspeed.layer_numbers(spec, 4))
+    assert orders == set(range(1, calls + 1))
+
+
+def test_tokens_of_experts_may_vary(device) -> None:
+    """There, variable buffers have the average size, and too many tokens are an error."""
+
+    def train(model: TransformerBlock, ctx: GlobalContext | None) -> list[Any]:
+        found = []
+        for step, length in enumerate((64, 256, 96, 320, 64)):
+            model.zero_grad()
+            generator = torch.Generator().manual_seed(step)
+            hidden = torch.randn(2, length, WIDTH, generator=generator).to(device, torch.bfloat16)
+            for number, layer in enumerate(model.layers):
+                if ctx is None:
+                    hidden, _ = layer(hidden)
+                    continue
+                key = (number, ctx.get_absolute_order(step == 0))
+                ctx.pack_start(key)
+                with CompressHook(key, ctx):
+                    hidden, _ = layer(hidden)
+                hidden.register_hook(lambda gradient, key=key: ctx.unpack_start(key))
+            hidden.float().square().mean().backward()
+            found += gradients(model)
+        return found
+
+    expected = train(new_model(device), None)
+    ctx = GlobalContext(
+        GlobalContextConfig(moe_average_token_nums=128, num_experts=8, filter_funcs=[filter_func])
+    )
+    assert_same_gradients(train(new_model(device), ctx), expected)
+    assert ctx.stats().encoded_storages > 0
+
+
+@pytest.mark.accelerator
+@pytest.mark.one_schedule
+def test_a_layer_is_encoded_under_the_next_one_and_decoded_under_that_ones_backward(device) -> None:
+    if device.type not in ("sim", "npu"):
+        pytest.skip("virtual time is the simulator's")
+    from simdev import virtual_time
+
+    side, depth = 256, 12
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(side, side, bias=False) for _ in range(depth))
+    layers = layers.to(device, torch.bfloat16)
+    batch = torch.randn(side, side).to(device, torch.bfloat16)
+    ctx = GlobalContext(GlobalContextConfig(filter_funcs=[lambda tensor: tensor.numel() >= 32768]))
+    everything, forward, backward = 1 << 40, {}, {}
+
+    def away(number: int) -> int:
+        manager = ctx.manager((number, number + 1))
+        return len(manager.plan(everything, TensorState.COMPRESS))
+
+    def began(number: int, key: Any) -> None:
+        before = [away(other) for other in range(depth)]
+        ctx.unpack_start(key)
+        backward[number] = before, [away(other) for other in range(depth)]
+
+    machine = {"host_us": 0.05, "launch_us": 0.2, "hbm_gb_per_s": 10.0, "matrix_gb_per_s": 1.0}
+    with virtual_time(queries_wait=False, **machine):
+        for step in range(5):
+            layers.zero_grad()
+            hidden = batch
+            for number, layer in enumerate(layers):
+                key = (number, ctx.get_absolute_order(step == 0))
+                before = away(number - 1) if number else 0
+                ctx.pack_start(key)
+                forward[number] = before, away(number - 1) if number else 0
+                with CompressHook(key, ctx):
+                    hidden = nn.functional.silu(layer(hidden)).tanh()
+                hidden.register_hook(lambda gradient, n=number, key=key: began(n, key))
+            hidden.float().sum().backward()
+            torch.accelerator.synchronize()
+    for number in range(1, depth - 3):  # the last layers stay: backward needs them at once
+        waited, under = forward[number]
+        assert waited < under, f"layer {number - 1} was not encoded under layer {number}"
+    for number in range(2, depth - 2):  # what layer 0 saved first is the batch, which stays
+        before, after = backward[number]
+        assert after[number] == 0, f"layer {number} was not decoded before its backward began"
+        assert after[number - 1] == 0, f"layer {number - 1} was not on its way under layer {number}"
+        assert after[number - 2] > 0, f"layer {number - 2} was decoded as early as the one after it"
+        assert after[: number - 2] == before[: number - 2], "decodes began earlier than there"
+
+
 # --- hooks of one's own ---------------------------------------------------------------------------
 
 

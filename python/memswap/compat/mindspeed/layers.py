@@ -150,7 +150,8 @@ class LayerActivationManager:
 
         Args:
             max_numel: elements that may be encoded (or decoded) beside the operator that comes.
-            filter_state: NORMAL: those that wait to be encoded; COMPRESS: those that are away.
+            filter_state: NORMAL: those that wait to be encoded; COMPRESS: those that are away
+                and not on their way back.
 
         Returns:
             What :meth:`pack` and :meth:`unpack` take.
@@ -162,7 +163,7 @@ class LayerActivationManager:
                 entry = reference()
                 if entry is None or total + count >= max_numel:
                     continue
-                away = entry.away is not None and entry.state is not State.RESIDENT
+                away = entry.away is not None and entry.state in (State.LEAVING, State.AWAY)
                 if away if filter_state is TensorState.COMPRESS else reference in waiting:
                     chosen.append(reference)
                     total += count
