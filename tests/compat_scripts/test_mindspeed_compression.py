@@ -22,6 +22,7 @@ from memswap.compat.mindspeed import (
     TensorState,
     infer_matmul_shape,
 )
+from ranks import Rank, distributed
 
 pytestmark = pytest.mark.usefixtures("every_tensor_is_encoded")
 
@@ -433,6 +434,76 @@ def test_two_contexts_take_turns_and_what_others_compute_is_left_alone(device) -
     del second
     gc.collect()
     assert torch.matmul is matmul
+
+
+@pytest.mark.accelerator
+@pytest.mark.one_schedule
+def test_collectives_are_windows_unless_they_are_asynchronous_themselves(
+    device, monkeypatch
+) -> None:
+    calls: list[Any] = []
+    contexts: list[GlobalContext] = []
+
+    def exchange(output: Any, input: Any, *sizes: Any, group: Any = None, async_op: Any = False):
+        calls.append(contexts[0].saver.in_window)
+        return "work" if async_op or True in sizes else None
+
+    monkeypatch.setattr(torch.distributed, "all_to_all_single", exchange)
+    contexts.append(GlobalContext(GlobalContextConfig(async_funcs=["all2all", "allgather"])))
+    x, y = torch.ones(8, 8, device=device), torch.empty(8, 8, device=device)
+    dist = torch.distributed
+    assert dist.all_to_all_single(y, x) is None
+    assert dist.all_to_all_single(output=y, input=x, group=None) is None
+    assert calls == [True, True] and contexts[0].window_stats().windows == 2
+    assert dist.all_to_all_single(y, x, async_op=True) == "work", "another answer than the caller's"
+    assert dist.all_to_all_single(y, x, None, None, None, True) == "work"
+    assert calls == [True, True, False, False], "what is asynchronous anyway is no window"
+    contexts.clear()
+    gc.collect()
+    assert dist.all_to_all_single is exchange, "the function is not as it was"
+
+
+class Exchange(torch.autograd.Function):
+    """Tokens to experts and their gradients back, as Megatron's all-to-all has it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        received = torch.empty_like(x)
+        torch.distributed.all_to_all_single(received, x.contiguous(), group=None)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        returned = torch.empty_like(gradient)
+        torch.distributed.all_to_all_single(returned, gradient.contiguous(), group=None)
+        return returned
+
+
+@distributed(2)
+def test_experts_on_two_ranks_train_to_the_same_bits(rank: Rank) -> None:
+    def train(ctx: GlobalContext | None) -> list[Any]:
+        torch.manual_seed(1 + rank.rank)
+        layers = nn.ModuleList(MatmulLayer() for _ in range(3))
+        for step in range(2):
+            hidden = torch.randn(128, 256, generator=torch.Generator().manual_seed(step))
+            for number, layer in enumerate(layers):
+                key = (number, step)
+                if ctx is None:
+                    hidden = Exchange.apply(layer(Exchange.apply(hidden)))
+                    continue
+                ctx.pack_start(key)
+                with CompressHook(key, ctx):
+                    hidden = Exchange.apply(layer(Exchange.apply(hidden)))
+                hidden.register_hook(lambda gradient, key=key: ctx.unpack_start(key))
+            hidden.square().mean().backward()
+        return gradients(layers)
+
+    exchange = torch.distributed.all_to_all_single
+    expected = train(None)
+    ctx = GlobalContext(GlobalContextConfig(async_funcs=["matmul", "allgather", "all2all"]))
+    assert torch.distributed.all_to_all_single is not exchange
+    assert_same_gradients(train(ctx), expected)
+    assert ctx.stats().encoded_storages > 0, "nothing was compressed"
 
 
 @pytest.mark.cpu_only
