@@ -78,6 +78,7 @@ class WindowedSaver(Saver):
         self.observer = observer
         self._inside = threading.local()  # explicit windows that the thread is in
         self._demanded: Passage | None = None  # whose storage was demanded last
+        self._works_ahead = False  # whether codec work was ever put off
         if observer is not None:
             observer.begin_passage()
 
@@ -92,7 +93,7 @@ class WindowedSaver(Saver):
             if self.director is not None:
                 self.director.window(seconds)
             passage = self._demanded if in_backward() else self.passage
-            if passage is not None:
+            if passage is not None and self._works_ahead:
                 passage.open_window(seconds * self.queue.decode_rate)
             self.queue.open(seconds, self)
 
@@ -165,6 +166,7 @@ class WindowedSaver(Saver):
         """Promise an encode. There may turn out to be no room when it starts."""
         if not way.works_ahead:
             return super().send_encode(entry, storage, way, route, expectation)
+        self._works_ahead = True
         entry.storage = storage
         stream = stream_key(route.device)
         sizes = route.expectations.sizes(expectation.key)
