@@ -272,6 +272,20 @@ PyObject* py_release(PyObject* object, PyObject* const* args, Py_ssize_t count) 
   });
 }
 
+PyObject* open_window(PyObject* self, PyObject* room_bytes) {
+  const double room = PyFloat_AsDouble(room_bytes);
+  if (room == -1.0 && PyErr_Occurred() != nullptr) {
+    return nullptr;
+  }
+  passage_of(self)->passage.open_window(room);
+  Py_RETURN_NONE;
+}
+
+PyObject* get_bytes_ahead(PyObject* self, void*) {
+  return guarded<PyObject*>(
+      nullptr, [&] { return PyLong_FromLongLong(passage_of(self)->passage.bytes_ahead()); });
+}
+
 PyObject* note_peak(PyObject* self, PyObject* nbytes) {
   const long long number = PyLong_AsLongLong(nbytes);
   if (number == -1 && PyErr_Occurred()) {
@@ -369,6 +383,9 @@ PyMethodDef methods[] = {
      "A storage is demanded, by its place. The entries that are to be brought back now."},
     {"release", as_method(py_release), METH_FASTCALL,
      "release(saver, index): wait until what leaves has left, and its frame too."},
+    {"open_window", open_window, METH_O,
+     "open_window(room_bytes): an operator is launched, and about so many bytes can be decoded "
+     "beside it; 0: nobody knows yet."},
     {"note_peak", note_peak, METH_O, "So many bytes are resident at a mark of its script."},
     {"was_demanded", was_demanded, METH_O, nullptr},
     {"entry", entry, METH_O, "What is at a place, if it is alive."},
@@ -388,6 +405,8 @@ PyGetSetDef properties[] = {
     {"began_backward", get_began_backward, nullptr, nullptr, nullptr},
     {"predicted_window_bytes", get_predicted_window_bytes, nullptr,
      "The forecast's, for as long as the sizes agree with it; then None.", nullptr},
+    {"bytes_ahead", get_bytes_ahead, nullptr,
+     "Bytes ahead of the latest demand that its windows would have had to know of, or 0.", nullptr},
     {"raw_bytes", get_share<&Passage::raw, &Passage::Share::nbytes>, nullptr, nullptr, nullptr},
     {"raw_most", get_share<&Passage::raw, &Passage::Share::most>, nullptr, nullptr, nullptr},
     {"decoded_bytes", get_share<&Passage::decoded, &Passage::Share::nbytes>, nullptr, nullptr,

@@ -6,6 +6,7 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/util/Exception.h>
 
+#include <cstdint>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -273,7 +274,9 @@ std::optional<Encoding> StreamCodecLane::start(StorageRefPtr storage, const Fram
   if (const uint64_t most = plan.most_overflow(codec.spare_tiles); most > 0) {
     std::string reason;
     overflow = arena_->reserve(most, reason);
-    while (!overflow && planned_ && arena_->could_hold(most) && settle_oldest()) {
+    // Without a plan the device keeps enough to do while the host waits.
+    for (size_t left = planned_ ? SIZE_MAX : unsettled() / 2;
+         !overflow && left > 0 && arena_->could_hold(most) && settle_oldest(); --left) {
       overflow = arena_->reserve(most, reason);
     }
     if (!overflow) {
@@ -386,6 +389,12 @@ void StreamCodecLane::set_overflow_room(std::optional<size_t> bytes) {
   } else {
     arena_->set_chunk(arena_chunk_);
   }
+}
+
+// Encodes whose headers the host has not seen.
+size_t StreamCodecLane::unsettled() {
+  const std::lock_guard lock(mutex_);
+  return unsettled_.size();
 }
 
 // Waits for the oldest header that the host has not seen. Whether there was one.

@@ -78,10 +78,13 @@ class StreamCodecLane final : public CodecLane {
   size_t trim_arena() { return arena_->trim(); }
   void set_arena_budget(size_t bytes) { arena_->set_budget(bytes); }
 
+  // A thread that finds no credit waits for the oldest encodes before it is refused, so that the
+  // host is ahead of the device by no more than the arena has credit for: for half of those under
+  // way at most, since the device is to go on meanwhile.
+  //
   // A plan counts on it that overflows take exactly so many bytes of the device, whatever is
-  // encoded; nothing ends that. From then on a thread that finds no credit waits for the oldest
-  // encodes before it is refused, so that the host is ahead of the device by no more than the room
-  // has credit for; and EncodedStorage::device_nbytes() counts as it says there.
+  // encoded; nothing ends that. From then on such a thread waits for all of them, and
+  // EncodedStorage::device_nbytes() counts as it says there.
   void set_overflow_room(std::optional<size_t> bytes);
 
   // What decodes found wrong: nothing, unless memory is broken or somebody wrote to it.
@@ -100,6 +103,7 @@ class StreamCodecLane final : public CodecLane {
   int launch(const char* name, c10::Stream stream, const Job& job,
              int (*run)(const Job*, size_t, const memswap_launch*), void* workspace) const;
   void settle_known();
+  size_t unsettled();
   bool settle_oldest();
 
   const std::shared_ptr<DeviceStreams> streams_;

@@ -1,5 +1,5 @@
-// One forward: what was saved in it, what was demanded of it, and the window over what comes next;
-// and what that says about the next forward.
+// One forward: what was saved in it, what was demanded of it, and how far ahead of the demands its
+// bytes come back; and what that says about the next forward.
 #pragma once
 
 #include <algorithm>
@@ -46,6 +46,26 @@ class Passage {
   }
   bool was_demanded(size_t index) const { return saved_.at(index).demanded; }
   const std::vector<size_t>& demanded() const { return demanded_; }
+
+  // A window opens: an operator is launched, and about so many bytes can be decoded beside it; 0
+  // before its duration is known.
+  void open_window(double room_bytes) {
+    if (!saved_.empty() && demanded_.size() == saved_.size()) {
+      return;  // nothing is left to be decoded beside it
+    }
+    if (!windows_.empty() && windows_.back().saved == saved_.size() &&
+        windows_.back().demanded == demanded_.size()) {
+      windows_.back().room_bytes += room_bytes;  // nothing lies between the two
+      windows_.back().timed = windows_.back().timed && room_bytes > 0;
+      return;
+    }
+    windows_.push_back({saved_.size(), demanded_.size(), room_bytes, room_bytes > 0});
+  }
+
+  // How many bytes ahead of the latest demand must be known to come, so that every decode starts
+  // with a window and has ended when its storage is demanded; as the windows of this backward would
+  // have had it, and before that those of the forward. 0: there were none.
+  int64_t bytes_ahead() const;
 
   // Demands are expected in this order from here on, and `window_bytes` bytes ahead of the latest
   // one. Throws std::invalid_argument unless each storage so far is in it once.
@@ -97,14 +117,75 @@ class Passage {
     bool demanded;
   };
 
+  // What was saved and demanded before it opened.
+  struct Window {
+    size_t saved;
+    size_t demanded;
+    double room_bytes;
+    bool timed;
+  };
+
   std::vector<Saved> saved_;
   std::vector<size_t> demanded_;  // in the order of their first demand
+  std::vector<Window> windows_;
   Share raw_, decoded_;
   std::vector<size_t> expected_;
   std::vector<int64_t> bytes_before_;  // each place of the expected order, and its end
   int64_t window_bytes_ = 0;
   size_t frontier_ = 0;  // places before it were demanded or asked for
 };
+
+// [Note: Bytes ahead]
+// What is demanded between one window and the next must have been started with the window before
+// that: not with the one that has just opened, since its operator itself may be who demands. So the
+// latest demand before a window must look past the two stretches of demands that follow. Where
+// decodes take longer than windows, it must look further: counted from the end, each decode ends
+// by its demand and before the next one begins, and starts with the last window that is in time for
+// that. Time is counted in bytes that could have been decoded, and stands still between windows.
+inline int64_t Passage::bytes_ahead() const {
+  const bool in_backward = !windows_.empty() && windows_.back().demanded > 0;
+  const size_t count = in_backward ? demanded_.size() : saved_.size();
+  const auto at = [&](size_t rank) -> const Saved& {
+    return saved_[in_backward ? demanded_[rank] : rank];
+  };
+  std::vector<size_t> firsts;     // of each window: the first storage demanded after it opened
+  std::vector<double> opened{0};  // and when that was
+  bool timed = in_backward;
+  for (const Window& window : windows_) {
+    if (in_backward != (window.demanded > 0)) {
+      continue;  // of the forward
+    }
+    firsts.push_back(in_backward ? window.demanded : window.saved);
+    opened.push_back(opened.back() + window.room_bytes);
+    timed = timed && window.timed;
+  }
+  const size_t windows = firsts.size();
+  std::vector<int64_t> before{0};
+  for (size_t rank = 0; rank < count; ++rank) {
+    before.push_back(before.back() + at(rank).nbytes);
+  }
+  std::vector<double> starts(count, 0);  // when each decode must have started, if times are known
+  double next = std::numeric_limits<double>::infinity();
+  for (size_t rank = count, window = windows; timed && rank-- > 0;) {
+    while (window > 0 && firsts[window - 1] > rank) {
+      --window;
+    }
+    const double demanded = window == 0 ? 0 : opened[window - 1];
+    const int64_t cost = at(rank).decoded ? at(rank).nbytes : 0;
+    next = starts[rank] = std::min(demanded, next) - static_cast<double>(cost);
+  }
+  int64_t most = 0;
+  for (size_t window = 0, end = 0; window < windows; ++window) {
+    const size_t first = firsts[window];
+    end = std::max(end, window + 2 < windows ? firsts[window + 2] : count);
+    while (timed && end < count && starts[end] < opened[window + 1]) {
+      ++end;
+    }
+    const int64_t beside = first > 0 && at(first - 1).decoded ? at(first - 1).nbytes : 0;
+    most = std::max(most, before[end] - before[first] + beside);
+  }
+  return most;
+}
 
 // What a passage predicts, storage by storage. Numbers only, too.
 struct Forecast {

@@ -57,7 +57,8 @@ class saved_tensors(Uncopied):  # noqa: N801  (used like torch.autograd.graph.sa
         prefetch_bytes: bytes that may be on their way back ahead of their use, and that stay at
             the end of the forward because backward needs them at once; an int, a size such as
             ``"256MiB"``, ``0`` for none, or ``"auto"``: an eighth of what a forward swaps and a
-            thirty-second of what it encodes, and at least its largest storage.
+            thirty-second of what it encodes, and at least its largest storage; with ``windows=``,
+            as many as the last backward needed for decodes to be ready in time.
 
     Raises:
         InplaceEditError: in backward, if a saved tensor was edited in place.

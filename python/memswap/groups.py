@@ -144,7 +144,7 @@ class Added:
         with entry.saver.lock:
             storage = entry.storage if entry.storage is not None else entry.identity.lock()
             if storage is None and entry.gone(wait=True):
-                storage, arrival = entry.way.bring(entry.away)
+                storage, arrival = entry.away.bring()
                 arrival.wait()
             elif storage is None:
                 storage = entry.storage  # the send has failed, and gave it back

@@ -26,6 +26,7 @@ from memswap.compat.mindspeed import (
     GlobalContext,
     GlobalContextConfig,
     LayerActivationManager,
+    SimulationA3,
     TensorState,
 )
 from memswap.planning import cost_model
@@ -74,7 +75,7 @@ def test_training_is_the_same_through_both_names_and_without(device) -> None:
     ctx.saver.policy = Policy(action=Action.ENCODE, min_bytes=1, fn=ctx.saver.policy.fn)
     adapt(model, ctx, mindspeed.layer_numbers("0", len(model.layers)), step)
     assert_same_gradients(train(model, x, step), plain)
-    assert ctx.state is ContextState.BACKWARD
+    assert ctx.context_state is ContextState.BACKWARD
     theirs = ctx.stats()
     assert theirs.encoded_storages > 0 and theirs.kept["policy"].tensors > 0
     del model
@@ -181,7 +182,7 @@ def test_times_are_the_cost_models() -> None:
         ctx.estimate_time("matmul", other=b, input=a),
     ):
         assert found == right > 0
-    ctx.simulation = cost_model.A3
+    ctx.simulation = SimulationA3()
     whole, part = torch.ones(8, 64), torch.ones(1, 64)
     right = cost_model.A3.all_gather_s(whole.nbytes, 8)
     assert ctx.estimate_time("allgather", whole, part, Group(8)) == right > 0

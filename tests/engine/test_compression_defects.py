@@ -32,8 +32,7 @@ from torch import nn
 import memswap
 from memswap import Windows
 from memswap._native import native
-from memswap.compat.mindspeed import CompressHook, GlobalContext, GlobalContextConfig
-from memswap.planning import cost_model
+from memswap.compat.mindspeed import CompressHook, GlobalContext, GlobalContextConfig, SimulationA3
 
 NBYTES = 64 * 1024 * 2
 
@@ -277,7 +276,7 @@ def test_13_a_rate_of_zero_or_an_exaggerated_estimate_divides_by_zero_or_stalls(
 ) -> None:
     """That the wait is no longer than the encode is in tests/race/test_window_times.py."""
     ranks = torch.distributed.ProcessGroup(0, 2)
-    ctx = GlobalContext(GlobalContextConfig(), cost_model.A3)  # nobody measured two ranks on it
+    ctx = GlobalContext(GlobalContextConfig(), SimulationA3())  # nobody measured two ranks on it
     assert ctx.estimate_time("all2all", torch.ones(8), torch.ones(8), group=ranks) > 0
     model, x = new_stack(device), new_input(device)
     plain = train_step(model, lambda: model(x))

@@ -112,6 +112,24 @@ def test_everything_that_moves_without_windows_moves_with_them(device, managed) 
     assert moved[0] == moved[1] > 0, "leftovers were lost"
 
 
+@pytest.mark.cpu_only
+@pytest.mark.usefixtures("every_tensor_is_encoded")
+def test_on_a_cpu_nothing_is_decoded_or_kept_for_windows(device) -> None:
+    """Whoever asks does the work there, so what is ahead of its use costs memory alone."""
+    x, found = new_input(device), []
+    for windows in (None, Windows()):
+        model = new_stack(device, depth=6)
+        policy = Policy(action=Action.ENCODE, min_bytes=1)
+        with memswap.manage(model.layers, policy, windows=windows) as manager:
+            for _ in range(3):
+                manager.reset_stats()
+                train_step(model, lambda model=model: model(x))
+            stats = manager.stats()
+        kept = sum(tensors.bytes for tensors in stats.kept.values())
+        found.append((stats.peak_resident_bytes, stats.moved_bytes, kept))
+    assert found[0] == found[1]
+
+
 @pytest.mark.one_schedule
 @pytest.mark.accelerator
 def test_a_layer_is_encoded_under_the_operators_of_the_next(device, managed) -> None:

@@ -224,6 +224,70 @@ def test_automatic_window_is_shorter_for_what_is_decoded():
     assert passage.window_bytes == 1000, "the largest and what is around it"
 
 
+def layered(timeline, rooms, count=40):
+    """A passage of two decoded storages to a window each way, and what backward has left of it."""
+    passage = timeline.begin()
+    entries = []
+    for index in range(count):
+        if index % 2 == 0:
+            passage.open_window(0)
+        passage.admit(50, decoded=True)
+        entries.append(new_entry())
+        passage.place(entries[-1])
+    for index in reversed(range(count)):
+        if index % 2 == 1:
+            passage.open_window(rooms(index))
+        passage.demand(index)
+    return passage
+
+
+@pytest.mark.parametrize("room_bytes", [0, 100, 1000])
+def test_decodes_are_ahead_by_the_demands_of_two_windows(room_bytes):
+    passage = layered(Timeline(None), lambda index: room_bytes)
+    assert passage.bytes_ahead == (2 + 2 + 1) * 50, "one lies beside its frame"
+    assert passage.own_window_bytes == 250
+    assert passage.least_window_bytes == 62, "without windows, the largest and what is around it"
+
+
+def test_before_the_first_backward_the_windows_of_the_forward_say_how_far_ahead():
+    passage = Timeline(None).begin()
+    assert passage.bytes_ahead == 0
+    for index in range(40):
+        if index % 2 == 0:
+            passage.open_window(0)
+        passage.admit(50, decoded=True)
+    assert passage.own_window_bytes == 250
+
+
+def test_windows_too_short_for_their_decodes_are_made_up_for_by_earlier_ones():
+    # Each window has room for two decodes. That of 15 has none: its two are due a window earlier.
+    even = layered(Timeline(None), lambda index: 100)
+    one_short = layered(Timeline(None), lambda index: 1 if index == 15 else 100)
+    assert one_short.bytes_ahead == even.bytes_ahead + 100
+    starved = layered(Timeline(None), lambda index: 1)
+    assert starved.bytes_ahead > 1000, "decodes that never keep up begin at once"
+    assert starved.own_window_bytes == 500, "within a quarter of what is encoded"
+
+
+def test_an_operator_that_was_not_measured_says_nothing_about_time():
+    passage = layered(Timeline(None), lambda index: 0 if index == 15 else 1)
+    assert passage.bytes_ahead == 250
+
+
+def test_prefetch_bytes_bounds_what_windows_would_need():
+    assert layered(Timeline(70), lambda index: 100).own_window_bytes == 70
+
+
+def test_windows_with_nothing_between_them_are_one():
+    passage = Timeline(None).begin()
+    for _ in range(20):
+        for _ in range(3):
+            passage.open_window(0)
+        passage.admit(50, decoded=True)
+        passage.admit(50, decoded=True)
+    assert passage.bytes_ahead == 250
+
+
 def test_a_decoded_storage_in_use_is_part_of_the_window():
     passage = Timeline(100).begin()
     entries = [new_entry() for _ in range(6)]

@@ -11,6 +11,8 @@ bytes, therefore stays, and from then on the window slides: whatever lies within
 ahead of the latest demand is on its way back. The same window bounds both, so a peak holds the
 window, not the window twice. Decoding takes a fraction of the time of a transfer, and what is
 encoded on the device frees only a part of its bytes, so for those an automatic window is shorter.
+Where decodes wait for operators to run beside, it is as long as these would have needed it in the
+last backward ([Note: Bytes ahead]), within a share of what is encoded.
 """
 
 from __future__ import annotations
@@ -35,6 +37,10 @@ AUTO_WINDOW_SHARE = 1 / 8
 #: The same for bytes that are encoded where they are; and the largest storage comes with the small
 #: ones around it (the weight beside the input of a matrix product).
 DECODE_WINDOW_SHARE, DECODE_WINDOW_SLACK = 1 / 32, 1.25
+
+#: Of the bytes that are encoded where they are, those that may be decoded at a time for operators
+#: to hide it: what frames free of them is given up.
+MOST_DECODED_SHARE = 1 / 4
 
 
 class Passage(native.Passage):
@@ -77,6 +83,14 @@ class Passage(native.Passage):
     @property
     def own_window_bytes(self) -> int:
         """The window that the storages so far make."""
+        if self._window_bytes is not None:
+            return self._window_bytes
+        hidden = min(self.bytes_ahead, self.decoded_bytes * MOST_DECODED_SHARE)
+        return int(max(self.least_window_bytes, hidden))
+
+    @property
+    def least_window_bytes(self) -> int:
+        """The same, whatever operators decodes wait for."""
         if self._window_bytes is not None:
             return self._window_bytes
         shares = self.raw_bytes * AUTO_WINDOW_SHARE + self.decoded_bytes * DECODE_WINDOW_SHARE

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     HookPair = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _hooks_disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
 
 
@@ -95,7 +95,7 @@ class Visit(native.Visit):
         if outer is not None and getattr(outer[0], "__module__", "") == "torch.utils.checkpoint":
             return
         self.outer = outer
-        _push_hooks(self.pack, unpack)
+        push_hooks(self.pack, unpack)
         self.pushed = True
 
     def leave(self, output: object = None) -> None:
@@ -120,7 +120,7 @@ class Visit(native.Visit):
         """Take the hooks off if they are there. See [Note: Interrupts]."""
         if self.pushed or self._on_top():
             self.pushed = False
-            _pop_hooks()
+            pop_hooks()
         self.call = None  # its frame holds a graph, and the graph these hooks
 
     def _on_top(self) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from memswap._native import native
+from memswap.engine.autograd import in_backward
 from memswap.engine.entry import RESIZED, State
 from memswap.engine.saver import Saver
 from memswap.engine.visit import Visit
@@ -75,6 +76,8 @@ class WindowedSaver(Saver):
         self.queue = queue
         self.observer = observer
         self._inside = threading.local()  # explicit windows that the thread is in
+        self._demanded: Passage | None = None  # whose storage was demanded last
+        self._works_ahead = False  # whether codec work was ever put off
         if observer is not None:
             observer.begin_passage()
 
@@ -82,13 +85,21 @@ class WindowedSaver(Saver):
 
     def open_window(self, seconds: float) -> None:
         """An operator of so many seconds is about to be launched on the current stream."""
-        if getattr(self._inside, "depth", 0):
+        if self.in_window:
             return  # whoever opened a window explicitly has counted what is inside
         with self.lock:
             self._observe()
             if self.director is not None:
                 self.director.window(seconds)
+            passage = self._demanded if in_backward() else self.passage
+            if passage is not None and self._works_ahead:
+                passage.open_window(seconds * self.queue.decode_rate)
             self.queue.open(seconds, self)
+
+    @property
+    def in_window(self) -> bool:
+        """Whether the thread is in an explicit window."""
+        return getattr(self._inside, "depth", 0) > 0
 
     def enter_window(self, seconds: float) -> None:
         """The same for several operators, up to :meth:`leave_window`, which the thread calls."""
@@ -154,6 +165,7 @@ class WindowedSaver(Saver):
         """Promise an encode. There may turn out to be no room when it starts."""
         if not sender.works_ahead:
             return super().send_encode(entry, storage, sender, route, expectation)
+        self._works_ahead = True
         entry.storage = storage
         stream = stream_key(route.device)
         sizes = route.expectations.sizes(expectation.key)
@@ -166,15 +178,17 @@ class WindowedSaver(Saver):
     def look_ahead(self, passage: Passage, index: int) -> None:
         """A storage is demanded: what comes next is wanted."""
         first = not passage.began_backward
+        self._demanded = passage
         entries = passage.demand(index)
-        waits = entries
+        waits, window_bytes = entries, passage.window_bytes
         if passage.returns_as_planned:  # copies take no processors, and start in time
+            window_bytes = passage.least_window_bytes  # a plan asks for little ahead
             waits = [one for one in entries if on_device(one.away)]
             self._prefetch(one for one in entries if not on_device(one.away))
         self._observe()
         if first:
             self.queue.begin_backward(self)
-        self.queue.want(waits, passage.window_bytes, self)
+        self.queue.want(waits, window_bytes, self)
 
     # --- windows.Engine ---------------------------------------------------------------------------
 

@@ -9,30 +9,40 @@ What a user of ``mindspeed.core.memory.compress`` wrote keeps working::
         output = layer(hidden)
     output.register_hook(lambda gradient: ctx.unpack_start(key))
 
-Beneath there is one :class:`WindowedSaver` per context: nothing is resized in place, no function of
-torch is replaced, and whatever nobody calls costs time at most. A layer is one window, as long as
-it was measured to take; whoever calls ``plan``, ``pack`` and ``unpack`` around single operators
-decides by hand instead. New code says ``memswap.manage(layers, windows=memswap.Windows())``.
+Beneath there is one :class:`WindowedSaver` per context: nothing is resized in place, and whatever
+nobody calls costs time at most. Functions that ``async_funcs`` names are windows
+(:mod:`~memswap.compat.mindspeed.async_functions`); a layer that calls none of them is one window as
+a whole, as long as it was measured to take. Whoever calls ``plan``, ``pack`` and ``unpack`` around
+single operators decides by hand instead. New code says
+``memswap.manage(layers, windows=memswap.Windows())``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 
+from memswap.compat.mindspeed.async_functions import FUNCTIONS, Call, checked_name
 from memswap.compat.mindspeed.layers import (
     Filter,
     LayerActivationManager,
     LayerKey,
     LayerVisit,
+    SharedBuffers,
     new_saver,
 )
+from memswap.compat.mindspeed.simulation import SimulationA2, SimulationBase
 from memswap.engine.autograd import in_backward
+from memswap.engine.durations import Durations
+from memswap.engine.visit import pop_hooks, push_hooks
 from memswap.operators import BACKWARD_PRODUCTS
-from memswap.planning.cost_model import A2
 from memswap.windows import parse_layers
 
 if TYPE_CHECKING:
@@ -42,12 +52,7 @@ if TYPE_CHECKING:
     from memswap.engine.handle import Handle
     from memswap.engine.stats import Stats
     from memswap.engine.timeline import Passage
-    from memswap.engine.visit import Visit
     from memswap.engine.windows import WindowStats
-    from memswap.planning.cost_model import Hardware
-
-#: Operators whose time can be estimated.
-ASYNC_FUNCS = ("matmul", "allgather", "all2all")
 
 
 class ContextState(enum.Enum):
@@ -64,8 +69,10 @@ class GlobalContextConfig:
     Args:
         moe_average_token_nums, num_experts: taken and not needed: frames fit what each step brings.
         filter_funcs: a tensor is compressed if all of them return True.
-        async_funcs: operators that the caller puts windows around: ``"matmul"``, ``"allgather"``,
-            ``"all2all"``. None is replaced.
+        async_funcs: functions under which tensors are encoded and decoded, wherever the process
+            calls them while the context lives: ``"matmul"`` (``torch.matmul``, ``Tensor.matmul``),
+            ``"allgather"`` (``torch.distributed._all_gather_base``, ``all_gather_into_tensor``),
+            ``"all2all"`` (``torch.distributed.all_to_all_single``).
 
     Raises:
         TypeError: a filter cannot be called.
@@ -90,29 +97,45 @@ class GlobalContext:
 
     Args:
         config: see :class:`GlobalContextConfig`.
-        simulation: the hardware behind :meth:`estimate_time`
-            (:mod:`memswap.planning.cost_model`); an Atlas A2 unless told otherwise.
+        simulation: what a function takes before it has been measured; an Atlas A2's data sheet
+            unless told otherwise.
 
     Attributes:
         config, simulation: as given.
         statistic: taken and not needed: every encode reports its statistics, without waiting.
         share_memorys: always empty: there are no buffers to share.
         layer_activation_managers: by key, as they were seen.
+        context_state: which pass a selected layer was last in.
+
+    Raises:
+        TypeError: `simulation` is of another kind.
     """
 
-    def __init__(self, config: GlobalContextConfig, simulation: Hardware = A2) -> None:
+    def __init__(
+        self, config: GlobalContextConfig, simulation: SimulationBase | None = None
+    ) -> None:
+        if simulation is not None and not isinstance(simulation, SimulationBase):
+            raise TypeError(
+                f"GlobalContext(simulation=...): found {type(simulation).__name__}, expected "
+                "SimulationA2(), SimulationA3(), or SimulationBase(hardware)"
+            )
         self.config = config
-        self.simulation = simulation
+        self.simulation = SimulationA2() if simulation is None else simulation
         self.statistic = False
-        self.share_memorys: list[object] = []
+        self.share_memorys = SharedBuffers()
         self.layer_activation_managers: dict[LayerKey, LayerActivationManager] = {}
-        self.state = ContextState.FORWARD
-        self.saver = new_saver(config.filter_funcs)
+        self.context_state = ContextState.FORWARD
+        filtering = config.filter_funcs or type(self).filters is not GlobalContext.filters
+        self.saver = new_saver([_filter_of(self)] if filtering else [])
         self._order = 0
         self._orders_per_step: int | None = None
         self._passage: Passage | None = None
         self._keys: set[LayerKey] = set()  # since the forward began
         self._opener: LayerKey | None = None
+        self._running: LayerActivationManager | None = None
+        self._warned = False
+        for name in config.async_funcs:
+            FUNCTIONS.wrap(name, self)
 
     def get_absolute_order(self, is_first_step: bool) -> int:
         """The number of a layer's call within its step, counted in the first one.
@@ -136,16 +159,34 @@ class GlobalContext:
         """Save a tensor for a layer's backward. :meth:`pop` takes what this returns."""
         return self.manager(order_layer_uuid).push(tensor)
 
-    def pop(self, order_layer_uuid: LayerKey, packed: Handle) -> torch.Tensor:
-        """The tensor again."""
-        return self.manager(order_layer_uuid).pop(packed)
+    def pop(self, order_layer_uuid: LayerKey, tensor: Handle | torch.Tensor) -> torch.Tensor:
+        """The tensor again.
+
+        Args:
+            order_layer_uuid: the key of its layer.
+            tensor: what :meth:`push` returned. A tensor comes back as it is: whoever kept it
+                instead has kept its memory as well, which is told once.
+
+        Raises:
+            TypeError: it is neither.
+        """
+        if isinstance(tensor, torch.Tensor) and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "GlobalContext.pop(key, tensor): a tensor that is itself kept until backward keeps "
+                "its memory: nothing is resized in place here. Keep what push(key, tensor) "
+                "returns (from a pack hook: `return ctx.push(key, tensor)`), and give that to "
+                "pop(key, ...), which returns the tensor",
+                stacklevel=2,
+            )
+        return self.manager(order_layer_uuid).pop(tensor)
 
     def pack_start(self, order_layer_uuid: LayerKey) -> None:
         """A layer's forward begins: what waits is encoded under it."""
         manager = self.manager(order_layer_uuid)
         if not torch.is_grad_enabled() or in_backward():
             return  # an evaluation, or a layer that is computed again
-        self.state = ContextState.FORWARD
+        self.context_state = ContextState.FORWARD
         saver = self.saver
         with saver.lock:
             again = order_layer_uuid == self._opener and len(self._keys) > 1
@@ -156,40 +197,59 @@ class GlobalContext:
                 self._keys.clear()
             self._keys.add(order_layer_uuid)
         manager.push_start()
-        saver.open_window(manager.seconds)
+        self._running = manager
+        if manager.forward_calls.latest:
+            return  # of functions that are windows themselves
+        seconds = manager.seconds
+        saver.open_window(seconds)
+        if not seconds:
+            self._start_waiting()
 
     def unpack_start(self, order_layer_uuid: LayerKey) -> None:
         """A layer's backward begins: what comes next is decoded under it."""
-        self.state = ContextState.BACKWARD
+        self.context_state = ContextState.BACKWARD
         manager = self.manager(order_layer_uuid)
         manager.pop_start()
-        self.saver.open_window(manager.seconds * BACKWARD_PRODUCTS)
+        self._running = manager
+        if not manager.backward_calls.latest:
+            self.saver.open_window(manager.seconds * BACKWARD_PRODUCTS)
+
+    @contextlib.contextmanager
+    def window(self, call: Call) -> Iterator[None]:
+        """A window as long as a call of one of ``async_funcs``, which the caller makes inside."""
+        running, saver = self._running, self.saver
+        if running is not None:
+            (running.backward_calls if in_backward() else running.forward_calls).add()
+        durations = saver.observer
+        seconds, span = None, None
+        if isinstance(durations, Durations) and not saver.in_window:
+            with saver.lock:
+                seconds = durations.seconds(call.key, call.amount)
+                span = durations.start(call.key, call.amount, call.device)
+        measured = seconds is not None
+        if seconds is None:
+            with contextlib.suppress(ValueError):  # the function itself will say what is wrong
+                seconds = self.estimate_time(call.name, *call.args, **call.kwargs)
+        saver.enter_window(seconds or 0.0)
+        try:
+            if not measured and not in_backward():
+                self._start_waiting()
+            yield
+        finally:
+            saver.leave_window()
+            if span is not None and isinstance(durations, Durations):
+                with saver.lock:
+                    durations.stop(span)
+
+    def _start_waiting(self) -> None:
+        """Nobody has measured what runs now. As there, what was saved before goes under it."""
+        saver = self.saver
+        with saver.lock:
+            saver.queue.start_now([one.entry for one in saver.queue.pending], saver)
 
     def estimate_time(self, fn_name: str, *args: Any, **kwargs: Any) -> float:
-        """Seconds of an operator of :data:`ASYNC_FUNCS` with these arguments, by data sheet.
-
-        ``matmul(input, other)``, ``_all_gather_base(output, input, group)`` or
-        ``all_to_all_single(output, input, ..., group)``, by position or by keyword.
-
-        Raises:
-            ValueError: an unknown name, fewer than two tensors, shapes that cannot be multiplied,
-                or a collective whose rates are not known.
-        """
-        checked_name(fn_name)
-        tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
-        if len(tensors) < 2:
-            raise ValueError(
-                f"estimate_time({fn_name!r}): found {len(tensors)} tensor(s) among the arguments, "
-                "expected the operator's two"
-            )
-        hardware = self.simulation
-        if fn_name == "matmul":
-            left, right = (kwargs.get("input", tensors[0]), kwargs.get("other", tensors[-1]))
-            return hardware.matmul_s(left.shape, right.shape, left.dtype)
-        ranks = group_size(*args, *kwargs.values())
-        if fn_name == "allgather":
-            return hardware.all_gather_s(max(tensor.nbytes for tensor in tensors), ranks)
-        return hardware.all_to_all_s(kwargs.get("input", tensors[-1]).nbytes, ranks)
+        """Seconds of a call of one of ``async_funcs``: ``simulation.time_cost(fn_name, ...)``."""
+        return self.simulation.time_cost(fn_name, *args, **kwargs)
 
     def end_forward(self) -> None:
         """The last layer is done. Without this call, what waits when backward begins stays."""
@@ -211,8 +271,10 @@ class GlobalContext:
         return managers[key]
 
 
-class CompressHook:
+class CompressHook(torch.autograd.graph.saved_tensors_hooks):  # type: ignore[misc]
     """A layer's forward, as a context manager: what autograd saves inside is the layer's.
+
+    A subclass may override :meth:`pack_hook` and :meth:`unpack_hook` and call these.
 
     Args:
         order_layer_uuid: the key that ``ctx.pack_start`` was called with.
@@ -220,23 +282,46 @@ class CompressHook:
     """
 
     def __init__(self, order_layer_uuid: LayerKey, ctx: GlobalContext) -> None:
+        # Not super's, which would store these bound methods and so make a circle.
+        self.order_layer_uuid = order_layer_uuid
+        self.ctx = ctx
         self._manager = ctx.manager(order_layer_uuid)
-        self._entered: list[tuple[Visit, Span | None]] = []
+        self._entered: list[tuple[LayerVisit, Span | None, bool]] = []
+
+    def pack_hook(self, tensor: torch.Tensor) -> Any:
+        """What autograd is to hold instead of a tensor."""
+        if not self._entered:
+            return self._manager.push(tensor)
+        handle: Handle = self._entered[-1][0].pack(tensor)
+        return handle
+
+    def unpack_hook(self, packed: Any) -> torch.Tensor:
+        """The tensor again, from what :meth:`pack_hook` returned."""
+        return self.ctx.pop(self.order_layer_uuid, packed)
 
     def __enter__(self) -> CompressHook:
         span = self._manager.begin_span()
         visit = LayerVisit(self._manager)
         visit.enter()
-        self._entered.append((visit, span))
+        kind = type(self)
+        overridden = visit.pushed and (
+            kind.pack_hook is not CompressHook.pack_hook
+            or kind.unpack_hook is not CompressHook.unpack_hook
+        )
+        if overridden:  # in front of the visit's own, which stay where others look for them
+            push_hooks(self.pack_hook, self.unpack_hook)
+        self._entered.append((visit, span, overridden))
         return self
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        traceback: TracebackType | None = None,
     ) -> None:
-        visit, span = self._entered.pop()
+        visit, span, overridden = self._entered.pop()
+        if overridden:
+            pop_hooks()
         visit.leave()
         self._manager.end_span(span)
 
@@ -260,17 +345,12 @@ def layer_numbers(spec: str, num_layers: int) -> tuple[int, ...]:
     return tuple(sorted({n for first, last in ranges for n in range(first, last + 1)}))
 
 
-def checked_name(name: str) -> None:
-    """Raises unless it is the name of an operator of :data:`ASYNC_FUNCS`."""
-    if name not in ASYNC_FUNCS:
-        raise ValueError(f"async_funcs: found {name!r}, expected one of {', '.join(ASYNC_FUNCS)}")
+def _filter_of(ctx: GlobalContext) -> Filter:
+    """Whether a context accepts a tensor; a function that does not keep it alive."""
+    reference = ref(ctx)
 
+    def accepts(tensor: torch.Tensor) -> bool:
+        owner = reference()
+        return owner is None or owner.filters(tensor)
 
-def group_size(*arguments: object) -> int:
-    """Ranks of the process group among some arguments; without one, of the default group."""
-    if not torch.distributed.is_available():
-        return 1
-    for argument in arguments:
-        if isinstance(argument, torch.distributed.ProcessGroup):
-            return int(argument.size())
-    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    return accepts

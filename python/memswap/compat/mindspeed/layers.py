@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
+from weakref import ref
 
 import torch
 
@@ -17,8 +18,6 @@ from memswap.planning.policy import Policy
 from memswap.windows import Windows
 
 if TYPE_CHECKING:
-    from weakref import ref
-
     from memswap.engine.durations import Span
     from memswap.engine.windowed import WindowedSaver
 
@@ -35,6 +34,29 @@ class TensorState(enum.Enum):
     COMPRESS = "compress"
 
 
+class SharedBuffers(list[object]):
+    """Where MindSpeed keeps buffers that encodes share. Frames own their memory: it stays empty."""
+
+
+class Calls:
+    """Calls of functions that are windows, in one pass of a layer after the other."""
+
+    __slots__ = ("_now", "latest")
+
+    def __init__(self) -> None:
+        self._now = 0
+        self.latest = 0
+        """Of the last pass that is over."""
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self.latest, self._now = self._now, 0
+
+    def add(self) -> None:
+        """One more in the present pass."""
+        self._now += 1
+
+
 class LayerActivationManager:
     """The tensors of one layer's forward, and ways to encode and decode them by hand.
 
@@ -42,6 +64,9 @@ class LayerActivationManager:
         order_layer_uuid: the layer's key.
         vice_stream: taken and not needed: the codec's lane has streams of its own.
         saver: the engine; None: a new one.
+
+    Attributes:
+        forward_calls, backward_calls: of functions that ``async_funcs`` names, by this layer.
     """
 
     def __init__(
@@ -56,6 +81,7 @@ class LayerActivationManager:
         self._visit = LayerVisit(self)
         self._saved: dict[ref[Entry], int] = {}  # and elements of the first tensor of each
         self._planned: list[ref[Entry]] = []
+        self.forward_calls, self.backward_calls = Calls(), Calls()
 
     @property
     def seconds(self) -> float:
@@ -84,6 +110,7 @@ class LayerActivationManager:
 
     def push_start(self) -> None:
         """A forward begins."""
+        self.forward_calls.begin()
         self._saved = {one: count for one, count in self._saved.items() if one() is not None}
         self._visit = LayerVisit(self)
 
@@ -98,13 +125,37 @@ class LayerActivationManager:
 
     def pop_start(self) -> None:
         """Backward begins: what no window took is brought back as it is demanded."""
+        self.backward_calls.begin()
 
-    def pop(self, packed: Handle) -> torch.Tensor:
-        """The tensor again, ordered before what the caller does next."""
+    def pop(self, packed: Handle | torch.Tensor) -> torch.Tensor:
+        """The tensor again, ordered before what the caller does next.
+
+        Raises:
+            TypeError: `packed` is neither what :meth:`push` returned nor a tensor, which comes back
+                as it is.
+        """
+        if isinstance(packed, torch.Tensor):
+            return packed
+        if not isinstance(packed, Handle):
+            raise TypeError(
+                f"pop(): found {type(packed).__name__}, expected what push() returned for the "
+                "tensor"
+            )
         return unpack(packed)
 
-    def plan(self, max_numel: float, filter_state: TensorState) -> list[ref[Entry]]:
-        """Tensors in a state, in the order of saving, of fewer than `max_numel` elements in all."""
+    def plan(
+        self, max_numel: float, filter_state: TensorState = TensorState.NORMAL
+    ) -> list[ref[Entry]]:
+        """Tensors in a state, in the order of saving, of fewer than `max_numel` elements in all.
+
+        Args:
+            max_numel: elements that may be encoded (or decoded) beside the operator that comes.
+            filter_state: NORMAL: those that wait to be encoded; COMPRESS: those that are away
+                and not on their way back.
+
+        Returns:
+            What :meth:`pack` and :meth:`unpack` take.
+        """
         chosen, total = [], 0
         with self.saver.lock:
             waiting = {pending.entry for pending in self.saver.queue.pending}
@@ -112,15 +163,31 @@ class LayerActivationManager:
                 entry = reference()
                 if entry is None or total + count >= max_numel:
                     continue
-                away = entry.away is not None and entry.state is not State.RESIDENT
+                away = entry.away is not None and entry.state in (State.LEAVING, State.AWAY)
                 if away if filter_state is TensorState.COMPRESS else reference in waiting:
                     chosen.append(reference)
                     total += count
         self._planned = chosen
         return chosen
 
-    def pack(self, shares: Sequence[object] = (), statistic: bool = False) -> None:
-        """Start encoding what was planned last, beside what the caller launches next."""
+    def pack(
+        self,
+        shares: Mapping[ref[Entry], object] | Iterable[object] | None = None,
+        statistic: bool = False,
+    ) -> None:
+        """Start encoding, beside what the caller launches next.
+
+        Args:
+            shares: what :meth:`plan` chose, or a part of it: in a list, as the keys of a mapping,
+                or each in a pair with anything. None, or a context's ``share_memorys``: all that
+                was planned last.
+            statistic: taken and not needed.
+
+        Raises:
+            TypeError: an element is nothing that :meth:`plan` chose.
+        """
+        if shares is not None and not isinstance(shares, SharedBuffers):
+            self._planned = [chosen(one) for one in shares]
         with self.saver.lock:
             self.saver.queue.start_now(self._planned, self.saver)
 
@@ -168,10 +235,23 @@ class LayerVisit(Visit):
         return handle
 
 
+def chosen(share: object) -> ref[Entry]:
+    """What was chosen, alone or with what is to be done with it."""
+    first = share[0] if isinstance(share, tuple) and share else share
+    if not isinstance(first, ref):
+        raise TypeError(
+            f"pack(shares): found {type(first).__name__}, expected what plan(max_numel) returned, "
+            "or some of it"
+        )
+    return first
+
+
 def new_saver(filters: list[Filter]) -> WindowedSaver:
     """An engine that encodes what passes all filters."""
 
-    def chosen(tensor: torch.Tensor, info: TensorInfo) -> Action:
+    def filtered(tensor: torch.Tensor, info: TensorInfo) -> Action:
         return Action.ENCODE if all(accepts(tensor) for accepts in filters) else Action.KEEP
 
-    return Windows().saver(Policy(action=Action.ENCODE, fn=chosen if filters else None), None, None)
+    return Windows().saver(
+        Policy(action=Action.ENCODE, fn=filtered if filters else None), None, None
+    )
