@@ -38,9 +38,9 @@ from memswap.planning.observed import (
 )
 from memswap.planning.planner import make_plan, regions_for, too_small
 from memswap.planning.profile import profile
+from memswap.planning.replay import CODED, MOVES
 from memswap.planning.shapes import resized
 from memswap.planning.sharing import taken_s
-from memswap.planning.simulate import CODED, MOVES
 
 if TYPE_CHECKING:
     import torch

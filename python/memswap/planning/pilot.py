@@ -20,9 +20,9 @@ from memswap.engine.record import Clock, Recorder
 from memswap.engine.region_record import RegionRecord
 from memswap.planning.kinds import Course, Kind, Timing
 from memswap.planning.learner import Learner, regions_off
+from memswap.planning.replay import CODED
 from memswap.planning.script import script_of
 from memswap.planning.shapes import Kinds
-from memswap.planning.simulate import CODED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
