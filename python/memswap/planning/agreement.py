@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import pickle
 import time
+from collections import Counter
 from dataclasses import fields, replace
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -47,7 +48,8 @@ class Basis(NamedTuple):
 
     step: Step | None
     """None: there is none that a plan could be made of."""
-    rates: Rates
+    rates: Rates | None
+    """None: they could not be measured, and there is no step."""
     room_bytes: float = inf
     """Of a pool."""
     flights: int = 1
@@ -72,7 +74,7 @@ class Ranks:
         self._store = group.get_group_store()
         made = self._store.add(f"memswap/planners/{self._rank}", 1)
         self._prefix = f"memswap/planner/{made}"
-        self._rounds = 0
+        self._rounds: Counter[str] = Counter()
 
     def plan_by(self, job: Job, own: Basis) -> Basis:
         """What all ranks plan by: :func:`agreed` of what they have; without a step this rank's own.
@@ -80,7 +82,7 @@ class Ranks:
         Raises:
             NotWantedError: nobody wants the job any more.
         """
-        found: Basis = self._reduced(job, own, agreed)
+        found: Basis = self._reduced(job, "basis", own, agreed)
         return own._replace(step=None) if found.step is None else found
 
     def settle(self, job: Job, forwards: Callable[[], int]) -> None:
@@ -90,18 +92,21 @@ class Ranks:
             job: its `at` and `before` are set.
             forwards: the number of the latest forward of this rank.
         """
-        self._reduced(job, None, len)
+        self._reduced(job, "planned", None, len)
         while True:
             before = forwards() + MARGIN
             job.before = before
             if forwards() < before:
                 break
-        job.at = self._reduced(job, before, max)
+        job.at = self._reduced(job, "forward", before, max)
 
-    def _reduced(self, job: Job, value: Any, reduction: Callable[[list[Any]], AnyT]) -> AnyT:
+    def _reduced(
+        self, job: Job, what: str, value: Any, reduction: Callable[[list[Any]], AnyT]
+    ) -> AnyT:
         """The reduction of what all ranks have, which the first rank makes."""
-        number, self._rounds = self._rounds, self._rounds + 1
-        prefix = f"{self._prefix}/{number}"
+        number = self._rounds[what]
+        self._rounds[what] += 1
+        prefix = f"{self._prefix}/{what}/{number}"
         if self._rank == 0:
             others = [self._get(job, f"{prefix}/{rank}") for rank in range(1, self._size)]
             answer = reduction([value, *others])
@@ -109,7 +114,7 @@ class Ranks:
             for rank in range(1, self._size):
                 self._store.delete_key(f"{prefix}/{rank}")
             if number:  # all ranks are in this round, so they have had the last answer
-                self._store.delete_key(f"{self._prefix}/{number - 1}/answer")
+                self._store.delete_key(f"{self._prefix}/{what}/{number - 1}/answer")
             return answer
         self._store.set(f"{prefix}/{self._rank}", pickle.dumps(value))
         found: AnyT = self._get(job, f"{prefix}/answer")
@@ -131,9 +136,10 @@ def agreed(gathered: list[Basis]) -> Basis:
         least room in a pool and the most forwards in flight; and no step if any rank has none, or
         if their steps differ in more than times.
     """
+    rates = [one.rates for one in gathered if one.rates is not None]
     found = Basis(
         None,
-        slowest([one.rates for one in gathered]),
+        slowest(rates) if rates else None,
         min(one.room_bytes for one in gathered),
         max(one.flights for one in gathered),
     )

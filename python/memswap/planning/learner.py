@@ -19,28 +19,30 @@ was seen of late.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from memswap.engine.action import Action
 from memswap.engine.pools import DiskPool
+from memswap.errors import BudgetError
 from memswap.planning.agreement import Basis, Ranks
 from memswap.planning.background import Background
-from memswap.planning.kinds import MOST_DOUBTS, MOST_UNUSABLE, REFRAME_AFTER, Known
+from memswap.planning.checking import (
+    Checked,
+    checked,
+    differs,
+    finished,
+    measured_rates,
+    recorded_step,
+    settled,
+)
+from memswap.planning.kinds import MOST_DOUBTS, MOST_UNUSABLE, REFRAME_AFTER
 from memswap.planning.making import Made, Terms, from_step, planned, sized_like
 from memswap.planning.observed import (
     calibrated,
-    linked,
-    quantised,
     reframed,
-    step_of,
-    without_copies,
 )
-from memswap.planning.profile import profile
-from memswap.planning.replay import CODED
 from memswap.planning.shapes import resized
-from memswap.planning.sharing import taken_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,40 +54,19 @@ if TYPE_CHECKING:
     from memswap.engine.saver import Saver
     from memswap.planning.background import Job
     from memswap.planning.kinds import Course, Kind, Timing
-    from memswap.planning.plan import Plan
     from memswap.planning.rates import Rates
     from memswap.planning.step import Step
-
-#: A plan is made anew when the step's own time, or a rate of the machine, has changed by this
-#: share.
-TOLERANCE = 0.25
-
-#: Waits that were not predicted show a slower link if they take this share of a step.
-LATE_SHARE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
     """What a recorded passage has led to."""
 
-    rates: Rates
-    """Of this machine."""
+    rates: Rates | None
+    """Of this machine; None: there was no memory to measure them in."""
     room_bytes: float
     made: Made | None
     """None: no plan can be made of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """What a timed passage says about the plan that it followed."""
-
-    step: Step | None
-    """The plan's step with the times of the passage; None: it says nothing about them."""
-    rates: Rates
-    exposed_s: float | None
-    """What the passage was longer by; None: it was not timed."""
-    flights: int | None = None
-    """Of ranks that plan together, the most forwards at a time."""
 
 
 @dataclass(slots=True)
@@ -242,7 +223,9 @@ class Learner:
                 found = work(job)
             except Exception as one:  # raised in the forward that would have followed the plan
                 error = one
-            if ranks is not None and job.wanted:
+            # A budget that cannot be met is the same for all ranks; nothing else is.
+            alike = error is None or isinstance(error, BudgetError)
+            if ranks is not None and alike:
                 ranks.settle(job, lambda: forwards.number)
             return found, error
 
@@ -280,15 +263,15 @@ class Learner:
         on_disk = self._disk is not None
 
         def work(job: Job) -> Learnt:
-            own = rates or profile(timing.device, folder=folder)
+            own = rates or measured_rates(timing.device, folder)
             step = None
-            if record is not None:
+            if record is not None and own is not None:
                 step = recorded_step(record, timing, own, expectations, fixed, on_disk)
                 own = calibrated(own, record) if calibrates else own
             basis = Basis(step, own, known.room_bytes, terms.flights)
             if ranks is not None:
                 basis = ranks.plan_by(job, basis)
-            if basis.step is None or record is None:
+            if basis.step is None or basis.rates is None or record is None:
                 return Learnt(own, basis.room_bytes, None)
             about = replace(known, room_bytes=basis.room_bytes)
             about = (
@@ -301,7 +284,7 @@ class Learner:
             return Learnt(own, basis.room_bytes, made)
 
         def then(found: Learnt) -> None:
-            self.rates = found.rates
+            self.rates = found.rates or self.rates
             if found.made is not None:
                 self._follow(kind, found.made)
                 return
@@ -438,7 +421,8 @@ class Learner:
             if ranks is None:
                 return found
             basis = ranks.plan_by(job, Basis(found.step, found.rates, flights=flights))
-            return replace(found, step=basis.step, rates=basis.rates, flights=basis.flights)
+            rates = basis.rates or found.rates
+            return replace(found, step=basis.step, rates=rates, flights=basis.flights)
 
         def then(found: Checked) -> None:
             self._judge(kind, found)
@@ -487,89 +471,6 @@ class Learner:
         return min(route.swap.pool.budget_bytes, kind.full_at_bytes or inf)
 
 
-def finished(timing: Timing) -> Record | None:
-    """The record of a passage that had its backward; None: there is none. Waits for the device."""
-    timing.recorder.wait()
-    record = timing.recorder.take()
-    return record if record is not None and record.order else None
-
-
-def recorded_step(
-    record: Record,
-    timing: Timing,
-    rates: Rates,
-    expectations: Expectations,
-    fixed: bool,
-    on_disk: bool,
-) -> Step | None:
-    """What a record says; None where it is no step, which is no reason to stop training."""
-    try:
-        step = step_of(record, expectations, timing.device, fixed, on_disk, timing.regions)
-    except ValueError:
-        return None  # counted as unusable, and told if it goes on
-    return without_copies(step, record, rates)
-
-
-def checked(timing: Timing, about: Known, as_planned: bool, calibrates: bool) -> Checked:
-    """What a passage that followed a plan says about the times that the plan was made with.
-
-    Args:
-        timing: of the passage.
-        about: the plan, and what it was made with.
-        as_planned: whether the passage saved what was planned.
-        calibrates: whether the rates were measured, so that the codec's may be corrected.
-    """
-    known, before, plan = about.step, about.rates, about.plan
-    assert known is not None and before is not None and plan is not None
-    if not timing.recorder.ready():
-        timing.recorder.wait()
-    record = timing.recorder.take()
-    # Another number of saves, or another order, says nothing about the times of this step.
-    if (
-        not as_planned
-        or record is None
-        or len(record.gaps_s) != len(known.gaps_s)
-        or record.order != known.order
-    ):
-        return Checked(None, before, None)
-    size = about.first.nbytes / timing.first.nbytes  # of what the plan is for
-    gaps = [quantised(size * gap_s) for gap_s in record.gaps_s]
-    step = known.with_gaps(gaps, quantised(size * record.tail_s))
-    shared_s = 0.0
-    if before.copy_share:  # nobody waits for copies, and compute takes longer
-        shared_s = max(step.compute_s - known.compute_s, 0.0)
-    beside_s = codec_s(plan, before) + taken_s(swapped(plan), before, step.compute_s)
-    if beside_s:
-        # Encodes, decodes and copies ran in these gaps: how they were shared is not known.
-        scale = max(step.compute_s - beside_s, 0.0) / known.compute_s
-        gaps = [quantised(scale * gap_s) for gap_s in known.gaps_s]
-        step = known.with_gaps(gaps, quantised(scale * known.tail_s))
-    again_s = step.compute_s - plan.compute_s if plan.recompute else 0.0
-    exposed_s = record.exposed_s + max(again_s, 0.0) + shared_s
-    late_s = record.exposed_s - (plan.exposed_s - (known.compute_s - plan.compute_s))
-    rates = linked(before, timing.links, late_s > LATE_SHARE * known.compute_s)
-    return Checked(step, calibrated(rates, record) if calibrates else rates, exposed_s)
-
-
-def swapped(plan: Plan) -> list[int]:
-    """Bytes of each storage that goes to a pool as it is."""
-    return [one.nbytes for one in plan.storages if one.action is Action.SWAP]
-
-
-def codec_s(plan: Plan, rates: Rates) -> float:
-    """Seconds of compute that the encodes and decodes of a plan take, where they run beside it."""
-    if rates.inline_codec or not rates.encodes:
-        return 0.0
-    coded = [one.nbytes for one in plan.storages if one.action in CODED]
-    seconds = sum(rates.encode_s(nbytes) + rates.decode_s(nbytes) for nbytes in coded)
-    return max(seconds - sum(plan.step.windows_s), 0.0)
-
-
-def differs(step: Step, known: Step) -> bool:
-    """Whether a step takes another time than it did."""
-    return abs(step.compute_s - known.compute_s) > TOLERANCE * known.compute_s
-
-
 def regions_off(kind: Kind) -> frozenset[str] | None:
     """Which regions are off in the next passage of a kind; None: all of them."""
     known = kind.known
@@ -579,13 +480,3 @@ def regions_off(kind: Kind) -> frozenset[str] | None:
         return frozenset(one.unit for one in regions) - set(on)
     learning = kind.learnt >= 2 and kind.unusable < MOST_UNUSABLE
     return None if learning else frozenset()
-
-
-def settled(rates: Rates, before: Rates) -> Rates:
-    """Rates, as they were where they have changed by little."""
-    values = {}
-    for field in fields(rates):
-        new, old = getattr(rates, field.name), getattr(before, field.name)
-        if isinstance(new, float) and abs(new - old) <= TOLERANCE * old:
-            values[field.name] = old
-    return replace(rates, **values)
