@@ -191,6 +191,7 @@ def main() -> None:
         leave_copies_out(manager._saver, nbytes, device)
         for _ in range(PLANNED_AFTER):
             run_once(nullcontext, model, device)
+            manager.wait_for_plan()
         manager.reset_stats()
         return model, manager
 

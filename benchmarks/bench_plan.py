@@ -82,6 +82,7 @@ def planned(
         with memswap.manage(model.layers, pool=bench.pool, budget=budget) as manager:
             for _ in range(PLAN_STEPS):
                 bench.step()
+                manager.wait_for_plan()
             yield manager
     finally:
         if checkpointed is not None:

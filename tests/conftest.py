@@ -116,6 +116,20 @@ def _action(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return name
 
 
+@pytest.fixture(autouse=True)
+def _planning_at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are made where they are asked for, so that a test knows which step has one.
+
+    In training a thread makes them meanwhile, whenever it gets to it: that is tested by those
+    marked `planning_thread`, and by the ranks of tests/parallel.
+    """
+    threads = request.node.get_closest_marker("planning_thread") is not None
+    if not threads and TESTS / "parallel" not in request.path.parents:
+        from memswap.planning.background import Job
+
+        monkeypatch.setattr(Job, "start", lambda job: None if job.done else job.run())
+
+
 @pytest.fixture
 def every_tensor_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
     """However little it shrinks: the tensors of small models are shorter than their frames."""

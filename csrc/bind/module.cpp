@@ -15,6 +15,7 @@ void bind_handle(pybind11::module_& module);       // handle.cpp
 void bind_saver(pybind11::module_& module);        // saver.cpp
 void bind_script(pybind11::module_& module);       // script.cpp
 void bind_visit(pybind11::module_& module);        // visit.cpp
+void bind_replay(pybind11::module_& module);       // replay.cpp
 void bind_lanes(pybind11::module_& module);        // lanes.cpp
 void bind_pools(pybind11::module_& module);        // pools.cpp
 void bind_codec(pybind11::module_& module);        // codec.cpp
@@ -38,4 +39,5 @@ PYBIND11_MODULE(_C, module) {
   memswap::bind_saver(module);
   memswap::bind_script(module);
   memswap::bind_visit(module);
+  memswap::bind_replay(module);
 }

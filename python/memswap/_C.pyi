@@ -234,6 +234,83 @@ class Script:
     def saved(self, saver: Any, entry: Any, /) -> None: ...
     def look(self, passage: Any, /) -> None: ...
 
+class StepRecord:
+    """One training step in columns (csrc/engine/step_record.h)."""
+
+    def __init__(
+        self,
+        *,
+        nbytes: Sequence[int],
+        held_frame_nbytes: Sequence[int],
+        overflow_nbytes: Sequence[int],
+        held_until: Sequence[int | None],
+        last_demand: Sequence[int | None],
+        gone_after: Sequence[int | None],
+        order: Sequence[int],
+        gaps_s: Sequence[float],
+        windows_s: Sequence[float],
+        extra_nbytes: Sequence[int],
+    ) -> None: ...
+
+class MachineRates:
+    """How fast a machine copies, encodes and decodes: memswap.Rates."""
+
+    def __init__(
+        self,
+        *,
+        d2h_bytes_per_s: float,
+        h2d_bytes_per_s: float,
+        duplex_d2h_bytes_per_s: float,
+        duplex_h2d_bytes_per_s: float,
+        encode_bytes_per_s: float,
+        decode_bytes_per_s: float,
+        copy_latency_s: float,
+        codec_latency_s: float,
+        copy_share: float,
+        inline_codec: bool,
+    ) -> None: ...
+
+class Replay:
+    """What a plan makes of a step (csrc/engine/replay.h)."""
+
+    @property
+    def resident_bytes(self) -> list[int]: ...  # at each mark, the most of it
+    @property
+    def mark_s(self) -> list[float]: ...  # when each mark was over
+    @property
+    def peak_bytes(self) -> int: ...
+    @property
+    def arena_bytes(self) -> int: ...  # of these, for what does not fit frames
+    @property
+    def moved_bytes(self) -> int: ...
+    @property
+    def pooled_bytes(self) -> int: ...
+    @property
+    def total_exposed_s(self) -> float: ...
+    @property
+    def idle(self) -> list[int]: ...  # storages that moved although nobody needed their room
+    @property
+    def exposed_s(self) -> dict[int, float]: ...  # by storage: waits, and work of its codec
+    @property
+    def releases(self) -> dict[int, list[int]]: ...  # mark -> sends that are released there
+    @property
+    def departures(self) -> dict[int, list[int]]: ...  # mark -> frames that are released there
+    @property
+    def fetches(self) -> dict[int, list[int]]: ...  # demanded storage -> those that start back then
+    @property
+    def work(self) -> list[tuple[str, int, float, float]]: ...  # what, storage, begin and end
+
+def replay(
+    step: StepRecord,
+    rates: MachineRates,
+    actions: bytes,
+    budget_bytes: int | None,
+    spans: bool = ...,
+) -> Replay: ...
+def replay_without_idle(
+    step: StepRecord, rates: MachineRates, actions: bytes, budget_bytes: int | None
+) -> tuple[bytes, Replay]: ...
+
 class AwayForm:
     """Where a storage's bytes wait (csrc/engine/away.h)."""
 

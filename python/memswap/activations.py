@@ -165,6 +165,22 @@ class Manager(Managed):
         """
         return None if self._pilot is None else self._pilot.plan
 
+    def wait_for_plan(self) -> Plan | None:
+        """Wait for the plan that the steps so far lead to, and return the plan in force.
+
+        Planning runs beside training, and no step waits for it: how many steps go by until a plan
+        is in force depends on how long they take. Benchmarks and tests call this between two steps
+        to have the plan in the next one. Without a budget it does nothing. Ranks that plan together
+        follow a plan a few forwards after all of them have it.
+
+        Raises:
+            BudgetError: no plan meets the budget; the message states the smallest one that can be
+                met.
+        """
+        if self._pilot is not None:
+            self._pilot.wait()
+        return self.plan
+
     @property
     def learnt(self) -> tuple[Step, Rates] | None:
         """The step and the rates that the plan was made of; None where there is no plan.
@@ -343,8 +359,9 @@ def manage(
             allocates for itself). A share such as ``"70%"``: of these bytes at their peak in the
             same step if nothing moves; each shape of input has its own. ``"auto"``: as few as cost
             at most 1 % of a step's time; on a CPU, where the calling thread encodes, that is
-            little. The first three steps learn and run as without a budget; the fourth begins with
-            :attr:`Manager.plan`. docs/choosing.md helps to choose.
+            little. The first three steps learn and run as without a budget; :attr:`Manager.plan`
+            is made beside the next ones and followed once it is there. docs/choosing.md helps to
+            choose, docs/planning.md says what is learnt when.
         rates: of the machine; default: :func:`memswap.profile`, measured once per machine.
         group: ranks that plan together, from the slowest one's times, so that they have the same
             plan. All of them must train in step. Default: each for itself.
@@ -360,8 +377,8 @@ def manage(
         ValueError: no modules, one of them twice, a ``budget`` that cannot be read, or modules on
             several devices under one budget.
         NotImplementedError: a ``pool`` that cannot serve the modules' device in this version.
-        BudgetError: later, when the fourth step begins and no plan meets the budget; the message
-            states the smallest one that can be met.
+        BudgetError: later, when a step would begin with its plan and none meets the budget; the
+            message states the smallest one that can be met.
     """
     if windows is not None and not isinstance(windows, Windows):
         raise TypeError(

@@ -67,5 +67,6 @@ def kept_peak(device: torch.device, pool: Any, rows: int = 32) -> int:
     with memswap.manage(layers, SWAP, pool=pool, budget="1GiB", rates=rates_for(device)) as manager:
         for _ in range(4):
             step(layers, rows, device)
-        assert manager.plan is not None
-        return manager.plan.kept_peak_bytes
+        plan = manager.wait_for_plan()
+        assert plan is not None
+        return plan.kept_peak_bytes

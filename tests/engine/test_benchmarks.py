@@ -17,6 +17,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 OPTIONS = {
     "bench_codec": "--steps 1 --sizes 1 --kind-size 1 --rounds 1",
     "bench_hooks": "--tensors 20 --rounds 2",
+    "bench_planning": "--layers 3 --rounds 1",
     "bench_host_pool": "--tokens 64 --layers 1 --rounds 1",
 }
 

@@ -26,7 +26,7 @@ from torch import nn
 
 import memswap
 from memswap import Action, BudgetError
-from memswap.planning import learner
+from memswap.planning import kinds, learner
 from memswap.planning.search import Search
 
 pytestmark = pytest.mark.one_schedule
@@ -291,7 +291,8 @@ def test_a_later_plan_that_cannot_meet_the_budget_warns_and_trains_on(device, ne
             warnings.simplefilter("always")
             learner = pilot._learner
             learner._budget = 1
-            learner._adopt(kind, kind.step, rates_for(device), kind.keys)
+            learner.make_room(kind)
+            learner.collect()
         assert any("beyond the budget" in str(one.message) for one in caught)
         assert kind.plan.moved_bytes > 0
 
@@ -445,3 +446,50 @@ def test_what_somebody_insists_on_is_done_whatever_the_plan_says(device, new_poo
             assert_same_gradients(step(layers, 32, device), plain)
         assert manager.stats().moved_storages > 0, "nothing moved although somebody insists"
         assert manager.stats().peak_resident_bytes <= manager.plan.peak_bytes
+
+
+def test_a_step_with_two_forwards_in_flight_does_not_cost_all_later_ones_half_of_their_budget(
+    device, new_pool
+):
+    layers = new_layers(device)
+    budget = int(1.3 * kept_peak(device, new_pool()))
+    with memswap.manage(
+        layers, SWAP, pool=new_pool(), budget=budget, rates=rates_for(device)
+    ) as manager:
+        for _ in range(5):
+            step(layers, 32, device)
+        before = manager.plan.moved_bytes
+        losses = [forward(layers, 32, device) for _ in range(2)]
+        for loss in losses:
+            loss.backward()
+        del loss, losses
+        step(layers, 32, device)
+        assert manager.plan.in_flight == 2 and manager.plan.moved_bytes > before
+        for _ in range(2 * kinds.FLIGHTS_PATIENCE):
+            step(layers, 32, device)
+        assert manager.plan.in_flight == 1 and manager.plan.moved_bytes == before
+
+
+def test_forwards_in_flight_that_come_back_are_remembered_for_longer():
+    flights = kinds.Flights()
+
+    def forwards_until_forgotten() -> int:
+        assert flights.see(2)
+        for count in range(1, 1000):
+            if flights.count():
+                return count
+            flights.see(1)
+        return 0
+
+    first, second = forwards_until_forgotten(), forwards_until_forgotten()
+    assert flights.number == 1
+    assert second >= 1.5 * first >= kinds.FLIGHTS_PATIENCE, "a plan again and again"
+
+
+def test_forwards_that_are_in_flight_now_and_then_are_not_forgotten():
+    flights = kinds.Flights()
+    flights.see(3)
+    for number in range(200):
+        flights.see(3 if number % 10 == 0 else 1)
+        assert not flights.count()
+    assert flights.number == 3

@@ -19,7 +19,7 @@ from torch import nn
 
 import memswap
 from memswap.engine.record import Recorder
-from memswap.planning import learner
+from memswap.planning import making
 from memswap.planning.pilot import Pilot
 
 LONG = 48
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.one_schedule
 def counted(monkeypatch):
     """How often a plan was made, and how many passages had none."""
     found: Counter[str] = Counter()
-    make_plan, began = learner.make_plan, Pilot._begin_course
+    make_plan, began = making.make_plan, Pilot._begin_course
 
     def count_plan(*arguments, **options):
         found["plans"] += 1
@@ -42,7 +42,7 @@ def counted(monkeypatch):
         found["without a plan"] += course.plan is None
         return course
 
-    monkeypatch.setattr(learner, "make_plan", count_plan)
+    monkeypatch.setattr(making, "make_plan", count_plan)
     monkeypatch.setattr(Pilot, "_begin_course", count_passage)
     return found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -9,6 +11,7 @@ from torch import nn
 import memswap
 from memswap import Action, Rates
 from memswap.planning import kinds
+from memswap.planning.agreement import MARGIN
 from ranks import Rank, distributed
 
 
@@ -40,12 +43,13 @@ def test_ranks_that_measured_different_times_have_the_same_plan(rank: Rank) -> N
     own = 1e9 / (1 + 9 * rank.rank)  # a link ten times slower on rank 1
     rates = Rates(f"rank {rank.rank}", own, own, own, own)
     with managed(layers, 5 * 32 * 64 * 4, rates) as manager:
-        for _ in range(5):
+        for _ in range(5 + MARGIN):
             layers.zero_grad(set_to_none=True)
             x = torch.ones(32, 64) * (1 + rank.rank)
             for layer in layers:
                 x = layer(x)
             x.sum().backward()
+            manager.wait_for_plan()
         plan = manager.plan
         assert plan is not None and plan.moved_bytes > 0
         shown = str(plan).partition("measured")[0]
@@ -64,12 +68,13 @@ def same_layers_are_recomputed(rank: Rank, layers: nn.ModuleList) -> None:
     with memswap.manage(
         pairs, keep, budget=6 * 32 * 64 * 4, rates=rates, group=dist.group.WORLD
     ) as manager:
-        for _ in range(7):
+        for _ in range(7 + 2 * MARGIN):
             layers.zero_grad(set_to_none=True)
             x = torch.ones(32, 64) * (1 + rank.rank)
             for pair in pairs:
                 x = pair(x)
             x.sum().backward()
+            manager.wait_for_plan()
         plan = manager.plan
         assert plan is not None and plan.recompute
         rank.same_everywhere(plan.recompute, "which layers are recomputed")
@@ -82,11 +87,12 @@ def test_ranks_whose_steps_differ_agree_to_have_no_plan(rank: Rank) -> None:
     torch.manual_seed(0)
     layers = nn.ModuleList([Layer() for _ in range(3 + rank.rank)])
     with managed(layers, "1GiB", Rates("any", 1e9, 1e9, 1e9, 1e9)) as manager:
-        for _ in range(5):
+        for _ in range(5 + MARGIN):
             x = torch.ones(32, 64)
             for layer in layers:
                 x = layer(x)
             x.sum().backward()
+            manager.wait_for_plan()
         assert manager.plan is None
 
 
@@ -97,11 +103,41 @@ def test_a_rank_that_saves_other_storages_does_not_miss_when_ranks_compare(rank:
     torch.manual_seed(0)
     layers = nn.ModuleList([Layer() for _ in range(4)])
     with managed(layers, "80%", Rates("any", 1e9, 1e9, 1e9, 1e9)) as manager:
-        for number in range(10):
+        for number in range(10 + 3 * MARGIN):
             x = torch.ones(32, 64)
-            for layer in layers[: 4 - (rank.rank == 1 and number in (5, 6))]:
+            for layer in layers[: 4 - (rank.rank == 1 and number - MARGIN in (5, 6))]:
                 x = layer(x)
             x.sum().backward()
+            manager.wait_for_plan()
             rank.same_everywhere(number, "the step")
         assert manager.plan is not None
         rank.same_everywhere(dict(manager.plan.releases), "when it releases")
+
+
+@distributed(3)
+def test_ranks_follow_a_plan_from_the_same_forward_on_whatever_each_of_them_keeps(
+    rank: Rank,
+) -> None:
+    """One keeps its graphs for longer and one is slow; collectives of training's stand between."""
+    kinds.RETIME_AFTER = 5  # of this process
+    torch.manual_seed(0)
+    layers = nn.ModuleList([Layer() for _ in range(6)])
+    own = 1e9 / (1 + 9 * rank.rank)
+    with managed(layers, "80%", Rates("any", own, own, own, own)) as manager:
+        kept: list[torch.Tensor] = []
+        plans = []
+        for number in range(40):
+            layers.zero_grad(set_to_none=True)
+            x = torch.ones(32, 64)
+            for layer in layers:
+                x = layer(x)
+            plans.append(manager.plan and (manager.plan.in_flight, manager.plan.compute_s))
+            loss = x.sum()
+            keeps = rank.rank == 1 and number in (2, 3, 4)  # when the first plan is made
+            loss.backward(retain_graph=keeps)
+            kept = [*kept, loss] if keeps else kept[1:]
+            if rank.rank == 2:
+                time.sleep(0.002)
+            rank.same_everywhere(number, "the step")
+        rank.same_everywhere(plans, "the plan of each step")
+        assert plans[-1] is not None, "no plan was made"

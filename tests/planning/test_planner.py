@@ -17,8 +17,8 @@ import memswap
 from memswap import Action, BudgetError
 from memswap.planning.planner import AUTO_SLOWDOWN, make_plan
 from memswap.planning.regions import under
+from memswap.planning.replay import replay
 from memswap.planning.search import Candidate, Search
-from memswap.planning.simulate import replay
 from memswap.planning.step import Region, Step
 
 few = settings(max_examples=40, deadline=None, derandomize=True)
@@ -258,7 +258,7 @@ def test_recomputing_keeps_the_inputs_and_takes_the_forward_again(step, chosen):
     ]
     assert derived.saved_bytes == sum(left) + others
     demanded = {step.storages[index].unit for index in step.order}
-    again_s = sum(step.forward_s(unit) for unit in units if unit in demanded)
+    again_s = sum(step.forward_s()[unit] for unit in units if unit in demanded)
     assert derived.compute_s == pytest.approx(step.compute_s + again_s)
     assert max(derived.extra_nbytes, default=0) <= step.saved_bytes
 

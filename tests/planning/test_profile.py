@@ -15,6 +15,7 @@ from memswap.planning import profile as module
 from memswap.planning import sharing
 
 CPU = torch.device("cpu")
+LINK_RATES = [f"{way}_bytes_per_s" for way in ("d2h", "h2d", "duplex_d2h", "duplex_h2d")]
 
 
 @pytest.fixture
@@ -154,3 +155,39 @@ def test_a_cache_that_cannot_be_written_is_told_and_does_no_harm(count, monkeypa
 def test_a_rate_that_is_none_is_refused(value):
     with pytest.raises(ValueError, match="d2h_bytes_per_s"):
         Rates("x", value, 1, 1, 1)
+
+
+def test_a_device_with_little_memory_is_measured_with_what_there_is(monkeypatch):
+    """A training whose memory is full must not end because memswap wants to know a rate."""
+    asked = []
+
+    def measured(most: int) -> str:
+        asked.append(most)
+        if most > 2 << 20:
+            raise torch.OutOfMemoryError("no room")
+        return "rates"
+
+    assert module.within_memory(measured, 64 << 20) == "rates"
+    assert asked[-1] == 2 << 20 and asked[0] == 64 << 20
+
+    def never(most: int) -> str:
+        raise torch.OutOfMemoryError("no room")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        module.within_memory(never, 64 << 20)
+
+
+def test_measuring_a_codec_takes_as_much_memory_as_there_is(monkeypatch):
+    randn, sizes = torch.randn, []
+
+    def scarce(count, **options):
+        sizes.append(count)
+        if count > 1 << 20:
+            raise torch.OutOfMemoryError("no room")
+        return randn(count, **options)
+
+    monkeypatch.setattr(torch, "randn", scarce)
+    monkeypatch.setattr(module, "measure_disk", lambda folder: dict.fromkeys(LINK_RATES, 1e9))
+    monkeypatch.setattr(module, "measure_copy_share", lambda folder: 0.0)
+    rates = module.measure(torch.device("cpu"))
+    assert rates.encodes and len(sizes) > 1

@@ -10,8 +10,7 @@ from steps import ALL, RATES, saved, stack
 
 from memswap import Action, Rates
 from memswap.cli.trace import trace
-from memswap.planning.link import Link
-from memswap.planning.simulate import replay
+from memswap.planning.replay import replay, timetable
 from memswap.planning.step import Step, load, save
 
 
@@ -59,19 +58,6 @@ def test_one_swap_by_hand():
     found = replay(step, slow, {0: Action.SWAP}, 2000)
     # 4 ms each way: sent until 5 ms, 3 ms too late; back 4 ms after its fetch.
     assert found.exposed_s[0] == pytest.approx(3e-3 + 2e-3)
-
-
-def test_both_directions_at_once_are_slower():
-    rates = Rates("duplex", 1e6, 1e6, 5e5, 2.5e5, copy_latency_s=0.0)
-    link = Link(rates)
-    link.add(0, 0, 1000, 0.0)
-    link.add(1, 1, 1000, 0.0)
-    # Together until the first is away at 2 ms, when half of the other is left of a half: 0.5 ms.
-    assert link.end_s(0, 0) == pytest.approx(2e-3)
-    assert link.end_s(1, 1) == pytest.approx(2e-3 + 0.5e-3)
-    alone = Link(rates)
-    alone.add(1, 1, 1000, 1e-3)
-    assert alone.end_s(1, 1) == pytest.approx(2e-3)
 
 
 def test_copies_by_the_processors_that_compute_are_not_free():
@@ -125,8 +111,8 @@ def test_a_trace_has_a_lane_for_everything_and_counts_bytes():
     step = stack([1000] * 6, actions=ALL)
     actions = {0: Action.SWAP, 1: Action.ENCODE_SWAP, 2: Action.ENCODE}
     replays = {
-        "plain": replay(step, RATES, {}, spans=True),
-        "memswap": replay(step, RATES, actions, 4500, spans=True),
+        "plain": timetable(step, RATES, {}),
+        "memswap": timetable(step, RATES, actions, 4500),
     }
     content = json.loads(json.dumps(trace(replays)))
     events = content["traceEvents"]

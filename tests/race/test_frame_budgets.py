@@ -20,7 +20,7 @@ from torch import nn
 import memswap
 from memswap import Action, Rates
 from memswap.engine import saver as engine
-from memswap.planning import learner, pilot, profile, script
+from memswap.planning import learner, pilot, script
 from memswap.planning.pilot import Pilot
 from memswap.planning.profile import measure_codec
 from memswap.planning.script import script_of
@@ -334,10 +334,9 @@ def measured_codec() -> dict[str, float]:
 
     def run() -> dict[str, float]:
         with virtual_time(**COMPUTE, h2d_gb_per_s=3.0, d2h_gb_per_s=3.0):
-            return measure_codec(DEVICE)
+            return measure_codec(DEVICE, 256 << 10)
 
-    with pytest.MonkeyPatch.context() as patch, laboratory(LAZY):
-        patch.setattr(profile, "CODEC_BYTES", 64 << 10)
+    with laboratory(LAZY):
         return run()
 
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from memswap.planning.link import Link
 from planned_stacks import LAZY
 from race_workloads import DEVICE, new_pool
 
 from memswap import Rates
 from memswap._native import native
 from memswap.engine.lane import open_lane
-from memswap.planning.link import Link
 from simdev import laboratory, virtual_time
 
 pytestmark = [pytest.mark.own_laboratory, pytest.mark.one_schedule]

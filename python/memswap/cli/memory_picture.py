@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from memswap.cli.trace import LANES
-from memswap.planning.simulate import Replay
+from memswap.planning.replay import Timetable
 
 COLORS = {
     "compute": "0.75",
@@ -18,7 +18,7 @@ COLORS = {
 }
 
 
-def draw(plain: Replay, managed: Replay, budget_bytes: int | None, file: Path) -> None:
+def draw(plain: Timetable, managed: Timetable, budget_bytes: int | None, file: Path) -> None:
     """Write the picture as a PNG.
 
     Raises:

@@ -99,6 +99,7 @@ def learn(arguments: argparse.Namespace) -> tuple[Step, memswap.Rates, memswap.P
     with memswap.manage(model.layers, budget=budget) as manager:
         for _ in range(STEPS):
             train_once(model, batches, device, DTYPES[arguments.dtype])
+            manager.wait_for_plan()
         if manager.learnt is None:
             raise ValueError("the model saved nothing that could move: try a longer --seq")
         return *manager.learnt, manager.plan

@@ -10,7 +10,7 @@ from memswap.cli import memory_picture
 from memswap.cli.arguments import folder, write
 from memswap.cli.plan import Planned, add_arguments, planned_from
 from memswap.cli.trace import trace
-from memswap.planning.simulate import Replay, replay
+from memswap.planning.replay import Timetable, timetable
 
 __all__ = ["add_arguments", "add_output_argument", "run", "write_report"]
 
@@ -22,13 +22,13 @@ def add_output_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def replays(planned: Planned) -> tuple[Replay, Replay]:
+def replays(planned: Planned) -> tuple[Timetable, Timetable]:
     """The step as it would be without memswap, and as it is planned."""
     plan, step, rates = planned
     actions = {index: storage.action for index, storage in enumerate(plan.storages)}
     return (
-        replay(step, rates, {}, spans=True),
-        replay(plan.step, rates, actions, plan.limit_bytes, spans=True),
+        timetable(step, rates, {}),
+        timetable(plan.step, rates, actions, plan.limit_bytes),
     )
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from memswap.planning.simulate import Replay
+from memswap.planning.replay import Timetable
 
 LANES = ("compute", "waits", "codec", "copies away", "copies back")
 
 
-def trace(replays: dict[str, Replay]) -> dict[str, Any]:
+def trace(replays: dict[str, Timetable]) -> dict[str, Any]:
     """Trace events of several replays of one step, each a process with its lanes and its memory.
 
     Times are microseconds, as the format wants them.

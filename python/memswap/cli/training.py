@@ -168,6 +168,8 @@ def train(config: TrainingConfig, title: str) -> TrainingResult:
             synchronize()
             result.step_s.append(elapsed_s + time.perf_counter() - began)
             bar.show(step + 1, f"loss {result.losses[-1]:.4f}")
+            if manager is not None:
+                manager.wait_for_plan()
             if manager is not None and step == 0:
                 result.first_stats = stats_as_dict(manager.stats())
                 if config.steps > 1:

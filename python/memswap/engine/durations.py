@@ -74,12 +74,14 @@ class Durations:
 
     def start(self, key: str, amount: float, device: torch.device) -> Span | None:
         """An operator is about to be launched on the current stream."""
-        if not self.measuring or device.type == "cpu":
+        if not self.measuring or device.type == "cpu" or capturing(device):
             return None
         return Span(key, amount, recorded(torch.accelerator.current_stream(device)))
 
     def stop(self, span: Span) -> None:
         """It has been launched."""
+        if capturing(span.begin.device):
+            return
         end = recorded(torch.accelerator.current_stream(span.begin.device))
         self._spans.append(span._replace(end=end))
 
@@ -94,9 +96,10 @@ class Durations:
 
         The first one of a go may have had to wait for compute; what comes right after it has not.
         """
-        if not self.measuring:
+        of_lane = stream_of(stream)
+        if not self.measuring or capturing(of_lane.device):
             return
-        now = recorded(stream_of(stream))
+        now = recorded(of_lane)
         before = self._submitted.get(encoded)
         if before is not None:
             self._spans.append(Span(ENCODE if encoded else DECODE, nbytes, before, now))
@@ -140,6 +143,14 @@ class Durations:
             self._queue.encode_rate = nbytes / seconds
             if DECODE not in self._codec:
                 self._queue.decode_rate = nbytes / seconds
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether a graph is captured: an event that is recorded then belongs to the graph.
+
+    It never happens, and asking about it is an error.
+    """
+    return device.type == "cuda" and bool(torch.cuda.is_current_stream_capturing())
 
 
 def stream_of(packed: tuple[int, int, int]) -> torch.Stream:

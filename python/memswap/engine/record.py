@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memswap.engine.durations import capturing, recorded
 from memswap.engine.entry import State
 from memswap.engine.expectations import Key
 
@@ -90,12 +91,15 @@ class Clock:
         self.on_host = device.type == "cpu"
 
     def now(self) -> Any:
-        """This moment: seconds on a CPU, or an event on the current stream."""
+        """This moment: seconds on a CPU, or an event on the device's current stream.
+
+        None while a graph is captured: there is no such moment.
+        """
         if self.on_host:
             return perf_counter()
-        event = torch.Event(self.device, enable_timing=True)
-        event.record()
-        return event
+        if capturing(self.device):
+            return None
+        return recorded(torch.accelerator.current_stream(self.device))
 
     def reached(self, moment: Any) -> bool:
         """Whether the device has come to a moment. Never waits."""
@@ -148,12 +152,13 @@ class Recorder:
         self._demanded: dict[int, _Saved] = {}  # by index, in the order of their first demands
         self._served: dict[int, _Saved] = {}  # those of them that are still the graph's
         self._moments: list[tuple[Any, Any]] = []
-        self._opening = clock.now()
+        self._broken = False
+        self._closed = False
+        self._opening = self._now()
         self._began: Any = self._opening
         self._end: Any = None
         self._peak_bytes = 0
         self._windows_s: dict[int, float] = {}  # mark -> in the gap before it
-        self._broken = False
 
     @property
     def marks(self) -> int:
@@ -163,7 +168,7 @@ class Recorder:
         """A storage is about to be saved."""
         self._look()
         self._chosen = key, action
-        self._began = self._clock.now()
+        self._began = self._now()
 
     def saved(self, entry: Entry) -> None:
         """It is on its way, or stayed."""
@@ -173,7 +178,7 @@ class Recorder:
             self._broken = True
         if chosen is None or self._broken:
             return
-        self._moments.append((self._began, self._clock.now()))
+        self._moments.append((self._began, self._now()))
         saved = _Saved(index, *chosen, entry.away is not None, entry.reference)
         self._saved.append(saved)
         self._held.append(saved)
@@ -188,7 +193,7 @@ class Recorder:
             return
         if not self._demanded:
             self._look()
-        self._began = self._clock.now()
+        self._began = self._now()
         self._look_at_served()
 
     def demanded(self, entry: Entry) -> None:
@@ -200,7 +205,7 @@ class Recorder:
         saved = self._saved[index]
         if index not in self._demanded:
             self._demanded[index] = saved
-            self._moments.append((self._began, self._clock.now()))
+            self._moments.append((self._began, self._now()))
         saved.kept_until = len(self._moments) - 1
         if not saved.used_up:
             saved.last_demand = saved.kept_until
@@ -215,22 +220,25 @@ class Recorder:
 
     def close(self) -> None:
         """The next passage begins."""
-        if self._end is None:
-            self._end = self._clock.now()
+        if not self._closed:
+            self._closed, self._end = True, self._now()
+            self._leaving_bytes = nothing  # whoever reads the record holds no lane
 
     def ready(self) -> bool:
         """Whether the device has passed the last moment."""
-        return self._end is not None and self._clock.reached(self._end)
+        return self._closed and (self._end is None or self._clock.reached(self._end))
 
     def wait(self) -> None:
         """Block the host until it has. For who has to plan now; no steady step does."""
         self.close()
-        self._clock.wait(self._end)
+        if self._end is not None:
+            self._clock.wait(self._end)
 
     def take(self) -> Record | None:
         """The record of a passage that is over; None where a save or a demand broke off.
 
-        Memory may have been short, and the model have tried again; or somebody pressed Ctrl-C.
+        Memory may have been short, and the model have tried again; somebody pressed Ctrl-C, or
+        captured a graph.
         """
         if self._broken or len(self._saved) + len(self._demanded) != len(self._moments):
             return None
@@ -251,6 +259,11 @@ class Recorder:
             if self._windows_s
             else (),
         )
+
+    def _now(self) -> Any:
+        moment = self._clock.now()
+        self._broken = self._broken or moment is None
+        return moment
 
     def _note_bytes(self, entry: Entry) -> None:
         self._peak_bytes = max(self._peak_bytes, entry.saver.ledger.resident_bytes)
@@ -321,6 +334,11 @@ class Recorder:
                 owned.add(saved.index)
         self._sent = still[::-1]
         return owned
+
+
+def nothing() -> int:
+    """Bytes that sends hold which nobody looks at any more."""
+    return 0
 
 
 def _recorded(saved: _Saved, final: int) -> RecordedStorage:

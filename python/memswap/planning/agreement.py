@@ -1,42 +1,151 @@
-"""Agreement: ranks that measured different times make the same plan."""
+"""Agreement: ranks that measured different times make one plan and follow it from one forward on.
+
+[Note: Ranks agree beside training] Nothing here is a collective: a rank that is late, whose graphs
+live longer or that trains no more would be waited for in one, and where training's own collectives
+stand among them, for ever. What ranks tell each other goes through the store that their group was
+made with, from the threads that plan (planning/background.py), in rounds that each rank counts for
+itself.
+
+In each round the group's first rank takes what all ranks have and answers all of them. When every
+rank has its plan, each names a forward that it will not begin before it has heard the answer, a few
+from now; the latest of these is when all of them follow the plan. So no forward waits, unless
+a store takes longer to answer than so many forwards.
+"""
 
 from __future__ import annotations
 
+import pickle
+import time
+from collections import Counter
 from dataclasses import fields, replace
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from memswap.planning.background import Job
     from memswap.planning.rates import Rates
     from memswap.planning.step import Step
 
 
+AnyT = TypeVar("AnyT")
+
 #: Of a machine's rates, those of which more is worse.
 COSTS = ("copy_latency_s", "codec_latency_s", "copy_share")
 
+#: Forwards that a rank may begin while ranks agree when to follow a plan.
+MARGIN = 4
 
-def agree(
-    step: Step | None, rates: Rates, group: Any, room_bytes: float = inf
-) -> tuple[Step | None, Rates, float]:
-    """What all ranks of a group plan by: the slowest of them.
+#: Seconds between two looks into the store.
+PAUSE_S = 2e-3
 
-    Every rank of the group calls this at the same passage. Without a group the arguments come back.
+
+class Basis(NamedTuple):
+    """What a plan is made with."""
+
+    step: Step | None
+    """None: there is none that a plan could be made of."""
+    rates: Rates | None
+    """None: they could not be measured, and there is no step."""
+    room_bytes: float = inf
+    """Of a pool."""
+    flights: int = 1
+    """Forwards at a time."""
+
+
+class NotWantedError(Exception):
+    """Whoever was to take an agreement has gone."""
+
+
+class Ranks:
+    """The ranks of one group that plan together.
+
+    Every rank makes as many of these, and in the same order.
+
+    Args:
+        group: a process group with a store.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._store = group.get_group_store()
+        made = self._store.add(f"memswap/planners/{self._rank}", 1)
+        self._prefix = f"memswap/planner/{made}"
+        self._rounds: Counter[str] = Counter()
+
+    def plan_by(self, job: Job, own: Basis) -> Basis:
+        """What all ranks plan by: :func:`agreed` of what they have; without a step this rank's own.
+
+        Raises:
+            NotWantedError: nobody wants the job any more.
+        """
+        found: Basis = self._reduced(job, "basis", own, agreed)
+        return own._replace(step=None) if found.step is None else found
+
+    def settle(self, job: Job, forwards: Callable[[], int]) -> None:
+        """Agree with which forward what a job has found takes effect, once all ranks have it.
+
+        Args:
+            job: its `at` and `before` are set.
+            forwards: the number of the latest forward of this rank.
+        """
+        self._reduced(job, "planned", None, len)
+        while True:
+            before = forwards() + MARGIN
+            job.before = before
+            if forwards() < before:
+                break
+        job.at = self._reduced(job, "forward", before, max)
+
+    def _reduced(
+        self, job: Job, what: str, value: Any, reduction: Callable[[list[Any]], AnyT]
+    ) -> AnyT:
+        """The reduction of what all ranks have, which the first rank makes."""
+        number = self._rounds[what]
+        self._rounds[what] += 1
+        prefix = f"{self._prefix}/{what}/{number}"
+        if self._rank == 0:
+            others = [self._get(job, f"{prefix}/{rank}") for rank in range(1, self._size)]
+            answer = reduction([value, *others])
+            self._store.set(f"{prefix}/answer", pickle.dumps(answer))
+            for rank in range(1, self._size):
+                self._store.delete_key(f"{prefix}/{rank}")
+            if number:  # all ranks are in this round, so they have had the last answer
+                self._store.delete_key(f"{self._prefix}/{what}/{number - 1}/answer")
+            return answer
+        self._store.set(f"{prefix}/{self._rank}", pickle.dumps(value))
+        found: AnyT = self._get(job, f"{prefix}/answer")
+        return found
+
+    def _get(self, job: Job, key: str) -> Any:
+        while not self._store.check([key]):
+            if not job.wanted:
+                raise NotWantedError
+            time.sleep(PAUSE_S)
+        return pickle.loads(self._store.get(key))
+
+
+def agreed(gathered: list[Basis]) -> Basis:
+    """What the slowest of all ranks would plan by.
 
     Returns:
-        The step with the longest times that any rank measured, for each mark, the lowest rates and
-        the least room in a pool; and no step if any rank has none, or if their steps differ in more
-        than times.
+        The step with the longest times that any rank measured, for each mark, the lowest rates, the
+        least room in a pool and the most forwards in flight; and no step if any rank has none, or
+        if their steps differ in more than times.
     """
-    if group is None:
-        return step, rates, room_bytes
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, (step, rates, room_bytes), group=group)
-    steps = [one for one, *_ in gathered]
-    first = steps[0]
-    if first is None or any(one is None or not alike(one, first) for one in steps):
-        return None, rates, room_bytes
+    rates = [one.rates for one in gathered if one.rates is not None]
+    found = Basis(
+        None,
+        slowest(rates) if rates else None,
+        min(one.room_bytes for one in gathered),
+        max(one.flights for one in gathered),
+    )
+    steps = [one.step for one in gathered if one.step is not None]
+    if len(steps) < len(gathered) or any(not alike(one, steps[0]) for one in steps):
+        return found
     gaps = [max(gaps) for gaps in zip(*(one.gaps_s for one in steps), strict=True)]
     frames = zip(*(one.storages for one in steps), strict=True)
     storages = tuple(
@@ -49,17 +158,14 @@ def agree(
         for saved in frames
     )
     windows = [one.windows_s for one in steps]
-    agreed = replace(
-        first,
+    step = replace(
+        steps[0],
         storages=storages,
         gaps_s=tuple(gaps),
+        tail_s=max(one.tail_s for one in steps),
         windows_s=tuple(map(min, zip(*windows, strict=True))) if all(windows) else (),
     )
-    return (
-        replace(agreed, tail_s=max(one.tail_s for one in steps)),
-        slowest([one for _, one, _ in gathered]),
-        min(room for *_, room in gathered),
-    )
+    return found._replace(step=step)
 
 
 def alike(one: Step, other: Step) -> bool:

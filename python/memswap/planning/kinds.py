@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -39,6 +39,10 @@ LEAST_PATIENCE = 2
 #: timed: the host waits for each of these, and so do ranks that plan together.
 MOST_UNUSABLE = 8
 
+#: Passages, one after another, with fewer forwards in flight than planned for, after which a plan
+#: is made for that; each time that more came back, twice as many.
+FLIGHTS_PATIENCE = 16
+
 #: Passages that are timed after a first one that was not as planned, before a plan is made anew.
 MOST_DOUBTS = 2
 
@@ -55,40 +59,111 @@ class Timing:
     links: LinkTimes
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What planning goes by, and what it has come to. Made anew as a whole, off the hooks."""
+
+    first: Key
+    """What its passages save first; of those that share a plan, the largest."""
+    step: Step | None = None
+    """That the plan was made of."""
+    full: Step | None = None
+    """The same with all regions off."""
+    rates: Rates | None = None
+    """That the plan was made with."""
+    keys: tuple[Key, ...] = ()
+    """Of the step's storages."""
+    plan: Plan | None = None
+    room_bytes: float = inf
+    """What the pool is known to hold, for all forwards in flight."""
+    trial: tuple[str, ...] | None = None
+    """Regions that the passages to come recompute, to be recorded. None: learning without any."""
+    trials: int = 0
+    margin_bytes: int = 0
+    """That the last trial took more than expected."""
+
+    def without_trial(self) -> Known:
+        """What is known once regions are chosen, or are to be chosen anew."""
+        return replace(self, trial=None, trials=0, margin_bytes=0)
+
+
+@dataclass(slots=True)
+class Measured:
+    """What the passages under one plan have shown."""
+
+    peak_bytes: int | None = None
+    exposed_s: float | None = None
+    over_budget_bytes: int = 0
+    passages: int = 0
+    """Since the plan is in force."""
+    changed: int = 0
+    """Of the last ones, how many in a row did not look as planned,"""
+    alike: int = 0
+    """how many did,"""
+    unfit: int = 0
+    """and how many had frames that were longer than planned."""
+    doubts: int = 0
+    """Timed ones, one after another, that took other times than planned."""
+
+
+@dataclass(slots=True)
+class Flights:
+    """How many forwards wait for their backward at a time: what has been seen, and is forgotten."""
+
+    number: int = 1
+    """To plan for."""
+    seen: int = 1
+    """The most since it was last looked at,"""
+    passages: int = 0
+    """in so many passages."""
+    patience: int = FLIGHTS_PATIENCE
+    """Passages until a number that was not seen again is forgotten."""
+    forgotten: bool = False
+
+    def see(self, number: int) -> bool:
+        """Others are in flight beside a passage of the kind. Whether more than planned for are."""
+        self.seen = max(self.seen, number)
+        if number <= self.number:
+            return False
+        if self.forgotten:
+            self.forgotten, self.patience = False, 2 * self.patience
+        self.number = number
+        return True
+
+    def count(self) -> bool:
+        """A passage has begun. Whether fewer are in flight by now than planned for."""
+        self.passages += 1
+        if self.passages < self.patience:
+            return False
+        seen, self.seen, self.passages = self.seen, 1, 0
+        if seen >= self.number:
+            return False
+        self.number, self.forgotten = seen, True
+        return True
+
+
 class Kind:
-    """Passages that begin alike."""
+    """Passages that begin alike: what is known, what was measured, and what is to be learnt."""
 
     def __init__(self, first: Key) -> None:
-        #: What its passages save first; of those that share a plan, the largest.
-        self.first = first
+        self.known = Known(first)
+        self.measured = Measured()
+        self.flights = Flights()
+        self.planning = False  # whether a plan is in the making
         self.learnt = 0  # passages since it began to learn
-        self.planned = 0  # passages since the plan
-        self.changed = 0  # of these, the last ones that did not look as planned
-        self.patience = LEAST_PATIENCE  # how many of them make it learn again
-        self.alike = 0  # of these, the last ones that did look as planned
-        self.unfit = 0  # and of the last ones, those whose frames were longer than planned
-        self.doubts = 0  # timed ones, one after another, that took other times than planned
-        self.checks_again = False  # whether the next one is to be timed, for that reason
+        self.patience = LEAST_PATIENCE  # how many that are not as planned make it learn again
+        self.checks_again = False  # whether the next passage is to be timed, to be sure
         self.unusable = 0
         self.replans = 0
-        self.in_flight = 1  # forwards at a time, the most there were
         self.timing: Timing | None = None  # of a passage that has ended
-        self.step: Step | None = None  # that the plan was made of
-        self.full: Step | None = None  # the same with all regions off
-        self.rates: Rates | None = None  # that the plan was made with
-        self.keys: tuple[Key, ...] = ()  # of the step's storages
-        #: Regions that the passages to come recompute, to be recorded. None: learning without any.
-        self.trial: tuple[str, ...] | None = None
-        self.trials = 0
-        self.margin_bytes = 0  # that the last trial took more than expected
         self.full_at_bytes = 0  # while learning, the most that was in the pool when it was full
-        self.room_bytes = inf  # what the pool is known to hold, for all forwards in flight
-        self.plan: Plan | None = None
         self.script: tuple[Plan, Script] | None = None  # and the plan that it was made of
         self.places: tuple[Plan, Mapping[Place, PlannedStorage]] | None = None  # the same
-        self.measured_peak_bytes: int | None = None
-        self.measured_exposed_s: float | None = None
-        self.over_budget_bytes = 0
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force."""
+        return self.known.plan
 
     def times_next(self) -> bool:
         """Count a passage. Whether it is to be timed."""
@@ -97,19 +172,21 @@ class Kind:
             if self.unusable >= MOST_UNUSABLE:
                 return self.learnt % MOST_UNUSABLE == 0
             return self.learnt >= 3
-        self.planned += 1
+        measured = self.measured
+        measured.passages += 1
         again, self.checks_again = self.checks_again, False
-        return self.planned == 2 or self.planned % RETIME_AFTER == 0 or again
+        return measured.passages == 2 or measured.passages % RETIME_AFTER == 0 or again
 
     def looked(self, as_planned: bool) -> bool:
         """How the last passage looked. Whether another plan is wanted for that."""
+        measured = self.measured
         if as_planned:
-            self.changed, self.alike = 0, self.alike + 1
-            if self.alike >= RETIME_AFTER:
+            measured.changed, measured.alike = 0, measured.alike + 1
+            if measured.alike >= RETIME_AFTER:
                 self.patience = LEAST_PATIENCE
             return False
-        self.changed, self.alike = self.changed + 1, 0
-        if self.changed < self.patience:
+        measured.changed, measured.alike = measured.changed + 1, 0
+        if measured.changed < self.patience:
             return False
         self.patience *= 2
         return True
@@ -122,15 +199,17 @@ class Kind:
             self.places = (self.plan, planned)
         return self.places[1].get((key.unit, key.ordinal, str(key.dtype)))
 
+    def follow(self, known: Known) -> None:
+        """What was planned with is known from here on; if it has another plan, that is followed."""
+        if known.plan is not self.plan:
+            self.replans += self.known.step is not None and known.plan is not None
+            self.measured, self.timing = Measured(), None
+        self.known = known
+
     def learn_again(self) -> None:
         """From the next passage on, which is timed. What is known of frames stays known."""
-        self.plan, self.learnt, self.planned, self.changed, self.doubts = None, 2, 0, 0, 0
-        self.timing = None
-        self.full_at_bytes, self.room_bytes = 0, inf
-        self.end_trial()
-
-    def end_trial(self) -> None:
-        self.trial, self.trials, self.margin_bytes = None, 0, 0
+        self.follow(replace(self.known, plan=None, room_bytes=inf).without_trial())
+        self.learnt, self.full_at_bytes = 2, 0
 
 
 class Course:
@@ -150,7 +229,7 @@ class Course:
         self.kind = kind
         self.plan = kind.plan
         self.timing = timing
-        self.trial = kind.trial
+        self.trial = kind.known.trial
         #: Regions that are off; None: each of them, which makes itself known.
         self.off: frozenset[str] | None = frozenset()
         self.lost = False  # whether it went another way than planned
@@ -163,11 +242,12 @@ class Course:
 
     def take_peak(self) -> None:
         """The most that was resident so far, if it is the plan's doing."""
-        kind, plan, peak = self.kind, self.plan, self.passage.peak_bytes
-        if plan is None or plan is not kind.plan or not peak:
+        plan, peak = self.plan, self.passage.peak_bytes
+        if plan is None or plan is not self.kind.plan or not peak:
             return
-        kind.measured_peak_bytes = max(peak, kind.measured_peak_bytes or 0)
-        kind.over_budget_bytes = max(self.over_budget_bytes, kind.over_budget_bytes)
+        measured = self.kind.measured
+        measured.peak_bytes = max(peak, measured.peak_bytes or 0)
+        measured.over_budget_bytes = max(self.over_budget_bytes, measured.over_budget_bytes)
         limit_bytes = self.passage.limit_bytes or plan.limit_bytes * plan.in_flight
         if not self.changed and peak > limit_bytes:
             self.unfit = True

@@ -20,9 +20,9 @@ from memswap.engine.record import Clock, Recorder
 from memswap.engine.region_record import RegionRecord
 from memswap.planning.kinds import Course, Kind, Timing
 from memswap.planning.learner import Learner, regions_off
+from memswap.planning.replay import CODED
 from memswap.planning.script import script_of
 from memswap.planning.shapes import Kinds
-from memswap.planning.simulate import CODED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -93,15 +93,15 @@ class Pilot:
             course.take_peak()
         return replace(
             kind.plan,
-            measured_peak_bytes=kind.measured_peak_bytes,
-            measured_exposed_s=kind.measured_exposed_s,
-            over_budget_bytes=kind.over_budget_bytes,
+            measured_peak_bytes=kind.measured.peak_bytes,
+            measured_exposed_s=kind.measured.exposed_s,
+            over_budget_bytes=kind.measured.over_budget_bytes,
         )
 
     @property
     def step(self) -> Step | None:
         """What was learnt of the step, all regions off."""
-        return None if self._latest is None else self._latest.full
+        return None if self._latest is None else self._latest.known.full
 
     @property
     def rates(self) -> Rates | None:
@@ -112,6 +112,22 @@ class Pilot:
         """Notice what is gone, without a mark."""
         with self._saver.lock:
             self._recomputed.sweep()
+
+    def wait(self) -> None:
+        """Have what the steps so far show planned with, and wait for that.
+
+        Raises:
+            BudgetError: no plan meets the budget.
+        """
+        lock, background = self._saver.lock, self._learner.background
+        with lock:
+            self._end_courses()
+        while (job := background.current) is not None:
+            job.wait()
+            with lock:
+                self._learner.collect()
+            if job is background.current:
+                return  # ranks follow what it found from a forward on that has not begun
 
     def end(self) -> None:
         """Nothing follows a plan any more, and nothing is learnt.
@@ -127,11 +143,21 @@ class Pilot:
             self._open.clear()
             for route in saver.open_routes():
                 saver.set_overflow_room(route, None)
+            given_up = self._learner.background.give_up()
+        for job in given_up:
+            job.wait()
 
     # --- the director -----------------------------------------------------------------------------
 
     def begin(self, passage: Passage) -> int | None:
-        """A new forward: end the books of those that are over, and plan if enough is known."""
+        """A new forward: end the books of those that are over, and follow plans that were made."""
+        self._end_courses()
+        self._learner.begin()
+        plans = [kind.plan for kind in self._kinds if kind.plan is not None]
+        return max((plan.limit_bytes for plan in plans), default=None)
+
+    def _end_courses(self) -> None:
+        """End the books of forwards whose backward is over; what they show is learnt from."""
         self._recomputed.sweep()
         ended = [course for course in self._open if not course.waits]
         self._open = [course for course in self._open if course not in ended]
@@ -144,8 +170,6 @@ class Pilot:
         for course in ended:
             course.take_peak()
             self._learner.ended(course)
-        plans = [kind.plan for kind in self._kinds if kind.plan is not None]
-        return max((plan.limit_bytes for plan in plans), default=None)
 
     def choose(
         self,
@@ -315,28 +339,32 @@ class Pilot:
         kind, lender = self._kinds.of(key)
         if lender is not None:
             self._learner.lend(kind, lender, device)
+            self._learner.collect()
         self._latest = kind
         if self._clock is None:
             self._clock = Clock(device)
         in_flight = 1 + len(self._open)
         # All of them share the budget, those as well that so far began when nothing was in flight.
         for one in dict.fromkeys((kind, *(course.kind for course in self._open))):
-            if in_flight > one.in_flight:
-                one.in_flight = in_flight
-                if one.plan is not None:
-                    self._learner.make_room(one)
+            if one.flights.see(in_flight):
+                self._learner.make_room(one)
+        if kind.flights.count():
+            self._learner.make_room(kind)
+        self._learner.collect()
         timing = None
-        if kind.times_next():
+        if self._learner.times(kind):
             route = self._saver.route(device)
             assert route is not None  # or the saver would not have asked
             recorder = Recorder(self._clock, passage, route.leaving_bytes)
             timing = Timing(key, device, recorder, RegionRecord(), LinkTimes())
         course = passage.course = Course(passage, kind, timing, key.nbytes, device)
         course.off = regions_off(kind)
+        if self._bounded and course.plan is not None and course.plan.in_flight < in_flight:
+            course.plan = None  # it leaves the others no room; what leaves is safe
         self._open.append(course)
         self._set_overflow_room(device)
-        if kind.plan is not None:
-            passage.script = self._script(kind, kind.plan, device)
+        if course.plan is not None:
+            passage.script = self._script(kind, course.plan, device)
             passage.alone = timing is None and self._saver.policy.fn is None
         if self._bounded:
             self._set_limit()
@@ -357,7 +385,7 @@ class Pilot:
             route = self._saver.route(device)
             assert route is not None  # or the saver would not have asked
             least_bytes = self._saver.policy.min_bytes
-            kind.script = (plan, script_of(plan, kind.keys, route, least_bytes))
+            kind.script = (plan, script_of(plan, kind.known.keys, route, least_bytes))
         return kind.script[1]
 
     def _lose(self, course: Course) -> None:
@@ -370,7 +398,7 @@ class Pilot:
         passage = course.passage
         if passage.count != len(plan.storages):
             self._lose(course)
-        expected = course.first_nbytes / course.kind.first.nbytes * plan.step.saved_bytes
+        expected = course.first_nbytes / course.kind.known.first.nbytes * plan.step.saved_bytes
         if abs(passage.nbytes - expected) > SIZE_TOLERANCE * expected:
             course.changed = True
 

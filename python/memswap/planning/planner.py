@@ -121,9 +121,10 @@ def _planned(
 ) -> Plan:
     """A candidate as a plan, with the reasons."""
     step, found = search.step, best.found
+    choice, exposed_s = best.choice, found.exposed_s
     storages = []
     for index, storage in enumerate(step.storages):
-        action = best.choice.get(index, Action.KEEP)
+        action = choice.get(index, Action.KEEP)
         away = storage.away_nbytes(action)
         storages.append(
             PlannedStorage(
@@ -132,19 +133,20 @@ def _planned(
                 storage.nbytes,
                 storage.dtype,
                 action,
-                _why(search, best, index, budget),
+                _why(search, index, action, exposed_s.get(index, 0.0), budget, bool(choice)),
                 away,
-                found.exposed_s.get(index, 0.0),
+                exposed_s.get(index, 0.0),
             )
         )
     kept = Search(full, search.rates).kept()
     again_s = max(step.compute_s - full.compute_s, 0.0)
-    forward_s = sum(full.forward_s(unit) for unit in recompute)
+    unit_s = full.forward_s()
+    forward_s = sum(unit_s.get(unit, 0.0) for unit in recompute)
     units = []
     for name in dict.fromkeys((*full.units, *step.units)):
         one = _unit(name, [saved for saved in storages if saved.unit == name])
         if name in recompute:
-            share = full.forward_s(name) / forward_s if forward_s else 1 / len(recompute)
+            share = unit_s.get(name, 0.0) / forward_s if forward_s else 1 / len(recompute)
             units.append(_recomputed(one, full, again_s * share))
         else:
             units.append(one)
@@ -168,10 +170,16 @@ def _planned(
     )
 
 
-def _why(search: Search, best: Candidate, index: int, budget: int | str) -> str:
-    storage, action = search.step.storages[index], best.choice.get(index)
-    exposed_s = best.found.exposed_s.get(index, 0.0)
-    if action is not None:
+def _why(
+    search: Search,
+    index: int,
+    action: Action,
+    exposed_s: float,
+    budget: int | str,
+    others_move: bool,
+) -> str:
+    storage = search.step.storages[index]
+    if action is not Action.KEEP:
         return "hidden behind compute" if exposed_s == 0 else "the budget needs it"
     if not storage.actions:
         return "policy"
@@ -180,7 +188,7 @@ def _why(search: Search, best: Candidate, index: int, budget: int | str) -> str:
     if not search.menus[index]:
         return "does not shrink"
     if budget == "auto":
-        return "cannot be hidden" if best.choice else "nothing can be hidden"
+        return "cannot be hidden" if others_move else "nothing can be hidden"
     return "fits into the budget"
 
 

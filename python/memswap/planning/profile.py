@@ -17,17 +17,20 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from memswap._native import native
 from memswap._warn import warn
 from memswap.codec import Shape
+from memswap.engine.durations import recorded
 from memswap.engine.lane import open_codec_lane, open_lane
 from memswap.engine.pools import DiskPool
 from memswap.planning.rates import Rates
 from memswap.planning.sharing import measure_copy_share
+
+AnyT = TypeVar("AnyT")
 
 FORMAT = 3
 
@@ -43,6 +46,9 @@ DEVICE_TIMES = 4
 
 ROUNDS = 5
 
+#: Fewer bytes say nothing about a rate.
+LEAST_BYTES = 1 << 20
+
 
 def profile(
     device: torch.device | str | None = None,
@@ -52,7 +58,8 @@ def profile(
 ) -> Rates:
     """How fast a device's bytes are copied, encoded and decoded: measured, or remembered.
 
-    Measuring takes one or two seconds, and 200 MiB (an accelerator's codec: 500).
+    Measuring takes one or two seconds, and 200 MiB (an accelerator's codec: 500), or less where
+    there is not as much.
 
     Args:
         device: default: the current accelerator, or the CPU where there is none.
@@ -179,28 +186,48 @@ def write(file: Path, measured_on: dict[str, Any], rates: Rates) -> None:
 def measure(device: torch.device, folder: Path | None = None) -> Rates:
     """Measure now."""
     on_host = device.type == "cpu"
-    copies = measure_disk(folder) if on_host else measure_link(device)
+    codec_bytes = CODEC_BYTES * (1 if on_host else DEVICE_TIMES)
+    copies = (
+        measure_disk(folder)
+        if on_host
+        else within_memory(lambda most: measure_link(device, most), COPY_BYTES)
+    )
     return Rates(
         device=name_of(device),
         **copies,
-        **measure_codec(device),
+        **within_memory(lambda most: measure_codec(device, most), codec_bytes),
         copy_share=measure_copy_share(folder) if on_host else 0.0,
         inline_codec=on_host,
     )
 
 
-def measure_link(device: torch.device) -> dict[str, float]:
-    """Copies between a device and pinned memory, alone and both ways at once."""
-    there = [torch.empty(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
-    here = [torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+def within_memory(measured: Callable[[int], AnyT], most: int) -> AnyT:
+    """What is measured with so many bytes, or with half of them where there is no memory for that.
+
+    Raises:
+        torch.OutOfMemoryError: there is none for `LEAST_BYTES` either.
+    """
+    while True:
+        try:
+            return measured(most)
+        except torch.OutOfMemoryError:
+            if most // 2 < LEAST_BYTES:
+                raise
+        most //= 2  # what was allocated is free by now
+
+
+def measure_link(device: torch.device, most: int) -> dict[str, float]:
+    """Copies of so many bytes between a device and pinned memory, alone and both ways at once."""
+    there = [torch.empty(most, dtype=torch.uint8, device=device) for _ in range(2)]
+    here = [torch.empty(most, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     streams = [torch.Stream(device=device) for _ in range(2)]
     here[1].fill_(1)
     torch.accelerator.synchronize(device)  # who had this memory before may still be at work
 
-    def away(nbytes: int = COPY_BYTES) -> None:
+    def away(nbytes: int = most) -> None:
         here[0][:nbytes].copy_(there[0][:nbytes], non_blocking=True)
 
-    def back(nbytes: int = COPY_BYTES) -> None:
+    def back(nbytes: int = most) -> None:
         there[1][:nbytes].copy_(here[1][:nbytes], non_blocking=True)
 
     def timed(stream: torch.Stream, work: Callable[[], None], times: int) -> tuple[Any, Any]:
@@ -230,7 +257,7 @@ def measure_link(device: torch.device) -> dict[str, float]:
             small.append(tiny)
 
     def rate(times: list[float]) -> float:
-        return COPY_BYTES / max(statistics.median(times), 1e-9)
+        return most / max(statistics.median(times), 1e-9)
 
     return {
         "d2h_bytes_per_s": rate(alone_away),
@@ -241,13 +268,15 @@ def measure_link(device: torch.device) -> dict[str, float]:
     }
 
 
-def measure_codec(device: torch.device) -> dict[str, float]:
-    """Encoding and decoding bfloat16 of a normal distribution, which shrinks to about 0.68."""
+def measure_codec(device: torch.device, most: int) -> dict[str, float]:
+    """Encoding and decoding bfloat16 of a normal distribution, which shrinks to about 0.68.
+
+    `most`: bytes of the longest tensor.
+    """
     # One that failed its self-check refuses all it is given.
     if native.codec_name(device) is None or native.codec_fault(device):
         return {"encode_bytes_per_s": 0.0, "decode_bytes_per_s": 0.0}
     generator = torch.Generator().manual_seed(0)
-    most = CODEC_BYTES * (1 if device.type == "cpu" else DEVICE_TIMES)
     tensor = torch.randn(most // 2, generator=generator).bfloat16().to(device)
     lane = open_codec_lane(device)
     code = native.dtype_code(tensor.dtype)
@@ -324,9 +353,8 @@ def elapsed(work: Callable[[], object], device: torch.device) -> float:
         began = time.perf_counter()
         work()
         return time.perf_counter() - began
-    begin, end = (torch.Event(device, enable_timing=True) for _ in range(2))
-    begin.record()
+    begin = recorded(torch.accelerator.current_stream(device))
     work()
-    end.record()
+    end = recorded(torch.accelerator.current_stream(device))
     end.synchronize()
     return float(begin.elapsed_time(end)) * 1e-3

@@ -39,11 +39,25 @@ class Choice(NamedTuple):
 
 
 def chosen(step: Step, rates: Rates, limit_bytes: float, room_bytes: float = inf) -> Choice:
-    """Which regions to recompute to stay within so many bytes, or to come closest."""
-    return min(
-        (_choice(step, rates, units, limit_bytes, room_bytes) for units in candidates(step)),
-        key=lambda one: one.cost,
-    )
+    """Which regions to recompute to stay within so many bytes, or to come closest.
+
+    Sets that take less time to recompute are looked at first: once a set meets the limit, those
+    whose recomputation alone takes longer than all that it costs are out.
+    """
+    sets = [(units, under(step, units)) for units in candidates(step)]
+    best: Choice | None = None
+    for units, derived in sorted(sets, key=lambda one: one[1].compute_s):
+        again_ns = round((derived.compute_s - step.compute_s) * 1e9)
+        if best is not None and best.cost[0] == 0 and again_ns > best.cost[1]:
+            continue
+        search = Search(derived, rates, room_bytes=room_bytes)
+        found = search.best_within(limit_bytes, thorough=False)
+        over, exposed_ns, moved = found.cost
+        one = Choice(units, found, (over, exposed_ns + again_ns, moved, len(units)))
+        if best is None or one.cost < best.cost:
+            best = one
+    assert best is not None  # the empty set is always there
+    return best
 
 
 def smallest(step: Step, rates: Rates, room_bytes: float = inf) -> tuple[tuple[str, ...], int]:
@@ -55,17 +69,6 @@ def smallest(step: Step, rates: Rates, room_bytes: float = inf) -> tuple[tuple[s
     peaks = [(search.smallest_bytes(), len(units), units) for units, search in found]
     least_bytes, _, units = min(peaks, key=lambda one: one[:2])
     return units, least_bytes
-
-
-def _choice(
-    step: Step, rates: Rates, units: tuple[str, ...], limit_bytes: float, room_bytes: float
-) -> Choice:
-    derived = under(step, units)
-    search = Search(derived, rates, room_bytes=room_bytes)
-    found = search.best_within(limit_bytes, thorough=False)
-    over, exposed_ns, moved = found.cost
-    again_ns = round((derived.compute_s - step.compute_s) * 1e9)
-    return Choice(units, found, (over, exposed_ns + again_ns, moved, len(units)))
 
 
 def candidates(step: Step) -> Iterator[tuple[str, ...]]:
@@ -106,10 +109,16 @@ class _Under:
         self.times = list(accumulate(step.gaps_s))
         first_demand = {i: self.saves + place for place, i in enumerate(step.order)}
         self.begins: dict[str, int] = {}  # unit -> mark of its first save
+        self.savers: dict[str, list[int]] = {}  # unit -> storages that it saves
+        self.callers: dict[int, list[str]] = {}  # storage -> regions that are called with it
         self.backwards: dict[str, tuple[float, float]] = {}  # unit -> its backward
+        for region in self.regions.values():
+            for index in region.inputs:
+                self.callers.setdefault(index, []).append(region.unit)
         for index, storage in enumerate(step.storages):
-            for unit in (storage.unit, *storage.users):
+            for unit in dict.fromkeys((storage.unit, *storage.users)):
                 self.begins.setdefault(unit, index)
+                self.savers.setdefault(unit, []).append(index)
             mark, last = first_demand.get(index), storage.last_demand
             if mark is not None and last is not None and storage.unit in self.units:
                 begin, end = self.backwards.get(storage.unit, (self.times[mark], 0.0))
@@ -118,6 +127,11 @@ class _Under:
                     max(end, self.times[last]),
                 )
         self.first_demand = first_demand
+        forward_s = step.forward_s()
+        again = sorted((begin, forward_s[unit]) for unit, (begin, _) in self.backwards.items())
+        self.again_begins = [begin for begin, _ in again]
+        #: What the first so many of them take.
+        self.again_s = [0.0, *accumulate(seconds for _, seconds in again)]
 
     def step(self) -> Step:
         """Marks get the times that they had, and then the recomputations between them."""
@@ -139,16 +153,17 @@ class _Under:
                 rank = -place if origin is None else self.first_demand.get(origin, 0)
                 demands.append((moment, rank, place))
         demands.sort()
+        marks = {place: len(saves) + n for n, (_, _, place) in enumerate(demands)}
         moments = [*(one[0] for one in saves), *(one[0] for one in demands)]
         return replace(
             full,
             storages=tuple(
-                self._storage(storage, place, index, moments, len(saves), demands)
+                self._storage(storage, place, index, moments, len(saves), marks.get(place))
                 for place, (_, _, storage, index) in enumerate(saves)
             ),
             order=tuple(place for _, _, place in demands),
             gaps_s=self._gaps(moments),
-            tail_s=full.compute_s + self._again_s() - self._shifted(moments[-1]) if moments else 0,
+            tail_s=full.compute_s + self.again_s[-1] - self._shifted(moments[-1]) if moments else 0,
             regions=(),
             extra_nbytes=self._extra(moments, len(saves)),
             windows_s=self._windows(moments),
@@ -167,7 +182,7 @@ class _Under:
 
     def _place(self, index: int, storage: SavedStorage) -> int | None:
         """At which mark of the full step a storage is saved now; None: not any more."""
-        inputs = [one.unit for one in self.regions.values() if index in one.inputs]
+        inputs = self.callers.get(index, [])
         savers = [u for u in (storage.unit, *storage.users) if u not in self.units or u in inputs]
         savers += [unit for unit in inputs if unit not in savers]
         if not savers:
@@ -178,8 +193,9 @@ class _Under:
 
     def _other(self, region: Region) -> SavedStorage:
         """Inputs that nobody saves otherwise. Nothing is known of their frames."""
-        mine = [i for i, one in enumerate(self.full.storages) if one.unit == region.unit]
-        swaps = any(Action.SWAP in one.actions for one in self.full.storages)
+        storages = self.full.storages
+        mine = [i for i in self.savers.get(region.unit, ()) if storages[i].unit == region.unit]
+        swaps = any(Action.SWAP in one.actions for one in storages)
         return SavedStorage(
             region.unit,
             0,
@@ -195,9 +211,9 @@ class _Under:
             return self.backwards.get(storage.unit, (None, None))[0]
         mark = self.first_demand.get(index)
         starts = [
-            self.backwards[one.unit][0]
-            for one in self.regions.values()
-            if index in one.inputs and one.unit in self.backwards
+            self.backwards[unit][0]
+            for unit in self.callers.get(index, ())
+            if unit in self.backwards
         ]
         if mark is not None and ({storage.unit, *storage.users} - self.units or not starts):
             starts.append(self.times[mark])
@@ -210,10 +226,9 @@ class _Under:
         index: int | None,
         moments: list[float],
         saves: int,
-        demands: list[tuple[float, int, int]],
+        mark: int | None,
     ) -> SavedStorage:
-        """With the marks of the new step."""
-        mark = next((saves + n for n, one in enumerate(demands) if one[2] == place), None)
+        """With the marks of the new step, of which `mark` is its first demand."""
         last = mark
         if mark is not None:
             ends = [self.backwards[storage.unit][1]] if storage.unit in self.backwards else []
@@ -221,7 +236,7 @@ class _Under:
                 ends.append(self.times[storage.last_demand])
             last = max(mark, bisect_right(moments, max(ends), saves) - 1) if ends else mark
         kept = None
-        if mark is not None and any(index in one.inputs for one in self.regions.values()):
+        if mark is not None and index in self.callers:
             kept = len(moments) - 1  # torch's frame of a region has its inputs to the end
         elif mark is not None and storage.kept_until is not None:
             kept = max(mark, bisect_right(moments, self.times[storage.kept_until], saves) - 1)
@@ -234,37 +249,26 @@ class _Under:
             held = min(held, len(moments))
         return replace(storage, last_demand=last, kept_until=kept, held_until=held)
 
-    def _again_s(self) -> float:
-        return sum(self.full.forward_s(unit) for unit in self.backwards)
-
     def _shifted(self, moment: float) -> float:
         """A moment of the full step, later by what was recomputed before it."""
-        again = (
-            self.full.forward_s(unit)
-            for unit, (begin, _) in self.backwards.items()
-            if begin < moment
-        )
-        return moment + sum(again)
+        return moment + self.again_s[bisect_left(self.again_begins, moment)]
 
     def _gaps(self, moments: list[float]) -> tuple[float, ...]:
         shifted = [0.0, *map(self._shifted, moments)]
         return tuple(max(after - before, 0.0) for before, after in pairwise(shifted))
 
     def _extra(self, moments: list[float], saves: int) -> tuple[int, ...]:
-        """From each mark to the next: what is there of what a unit saved again."""
-        extra = [0] * len(moments)
+        """From each mark to the next: what is there of what units saved again."""
+        changes = [0] * (len(moments) + 1)
         for unit, (begin, _) in self.backwards.items():
-            region = self.regions[unit]
-            again = [
-                (storage.nbytes, self.times[storage.last_demand])
-                for index, storage in enumerate(self.full.storages)
-                if unit in (storage.unit, *storage.users)
-                and index not in region.inputs
-                and storage.last_demand is not None
-                and self._place(index, storage) is None
-            ]
             first = max(bisect_right(moments, begin, saves) - 1, 0)
-            for mark in range(first, len(moments)):
-                there = sum(n for n, last in again if mark == first or last >= moments[mark])
-                extra[mark] += there
-        return tuple(extra)
+            for index in self.savers[unit]:
+                storage = self.full.storages[index]
+                last = storage.last_demand
+                kept = index in self.regions[unit].inputs or self._place(index, storage) is not None
+                if kept or last is None:
+                    continue
+                after = bisect_right(moments, self.times[last], saves)
+                changes[first] += storage.nbytes
+                changes[max(after, first + 1)] -= storage.nbytes
+        return tuple(accumulate(changes[:-1]))

@@ -1,13 +1,13 @@
 """Search: the cheapest choice of actions that stays within a number of bytes.
 
 [Note: How a plan is found]
-Whether a plan fits and what it costs is what its replay says (simulate.py); the search only chooses
-among plans. Few choices are compared all (`_every`). Many are narrowed down first: what backward
-demands last has the most time to leave and to come back, and frees its bytes for longest, so the
-candidates are the first k storages in that order under one action, for the smallest k that meets
-the limit; then two actions side by side; then single changes, for as long as they help. A storage
-whose room nobody needed is kept: so what is demanded first, and what does not live at the peak,
-stays.
+Whether a plan fits and what it costs is what its replay says (csrc/engine/replay.h); the search
+only chooses among plans. Few choices are compared all (`_choices`). Many are narrowed down first:
+what backward demands last has the most time to leave and to come back, and frees its bytes for
+longest, so the candidates are the first k storages in that order under one action, for the smallest
+k that meets the limit; then two actions side by side; then single changes, for as long as they
+help. A storage whose room nobody needed is kept: so what is demanded first, and what does not live
+at the peak, stays.
 
 The same step, rates and limit give the same choice on every machine: nothing depends on an address,
 a hash or a clock, ties go to the earlier storage, and times are compared in whole nanoseconds.
@@ -19,17 +19,29 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import inf, prod
-from types import MappingProxyType
+from typing import TYPE_CHECKING
 
+from memswap._native import native
 from memswap.engine.action import Action
-from memswap.planning.rates import Rates
-from memswap.planning.simulate import CODED, MOVES, Replay, replay
-from memswap.planning.step import Step
+from memswap.planning.replay import (
+    ACTIONS,
+    KEPT,
+    MOVES,
+    columns_of,
+    encoded,
+    machine,
+    whole,
+)
+
+if TYPE_CHECKING:
+    from memswap._C import Replay
+    from memswap.planning.rates import Rates
+    from memswap.planning.step import SavedStorage, Step
 
 #: So many combinations of actions are compared one by one.
 EXACT_CHOICES = 1024
 
-#: Replays that single changes may take, in marks: a replay costs some microseconds per mark.
+#: Replays that single changes may take, in marks.
 LOCAL_MARKS = 80_000
 
 #: What shrinks by this factor is encoded before anything else moves.
@@ -42,12 +54,17 @@ Choice = Mapping[int, Action]
 class Candidate:
     """A choice, and what its replay says of it."""
 
-    choice: Choice
+    actions: bytes
+    """For each storage the code of its action (replay.py)."""
     found: Replay
     limit_bytes: float
-    moved_bytes: int
     unplaced_bytes: int = 0
     """Bytes for which the pool has no room."""
+
+    @property
+    def choice(self) -> Choice:
+        """What does not stay: storage -> action."""
+        return {i: ACTIONS[code] for i, code in enumerate(self.actions) if code}
 
     @property
     def over_bytes(self) -> int:
@@ -57,7 +74,7 @@ class Candidate:
     @property
     def cost(self) -> tuple[int, int, int]:
         """Bytes too many, nanoseconds exposed, bytes moved: less is better, in this order."""
-        return self.over_bytes, round(self.found.total_exposed_s * 1e9), self.moved_bytes
+        return self.over_bytes, round(self.found.total_exposed_s * 1e9), self.found.moved_bytes
 
 
 class Search:
@@ -74,7 +91,15 @@ class Search:
         room_bytes: float = inf,
     ) -> None:
         self.step, self.rates, self.room_bytes = step, rates, room_bytes
-        self.menus = {index: self._menu(index) for index in range(len(step.storages))}
+        self._record, self._machine = columns_of(step), machine(rates)
+        #: What this machine can do, what is tried first standing first.
+        able = (
+            (Action.SWAP, rates.copies),
+            (Action.ENCODE_SWAP, rates.copies and rates.encodes),
+            (Action.ENCODE, rates.encodes),
+        )
+        self._able = tuple(action for action, can in able if can)
+        self.menus = {index: self._menu(one) for index, one in enumerate(step.storages)}
         place = {index: rank for rank, index in enumerate(step.order)}
         #: Storages that may move, what is demanded last first.
         self.movable = sorted(
@@ -84,25 +109,19 @@ class Search:
         self._least_found: Candidate | None = None
         self.exact = prod(len(self.menus[i]) + 1 for i in self.movable) <= exact_choices
 
-    def _menu(self, index: int) -> tuple[Action, ...]:
+    def _menu(self, storage: SavedStorage) -> tuple[Action, ...]:
         """What may be done with a storage, on this machine."""
-        storage = self.step.storages[index]
         if not storage.movable:
             return ()
-        possible = []
-        for action in (Action.SWAP, Action.ENCODE_SWAP, Action.ENCODE):
-            if action not in storage.actions:
-                continue
-            if action in MOVES and not self.rates.copies:
-                continue
-            if action in CODED and not self.rates.encodes:
-                continue
-            if action in CODED and not 0 < storage.held_frame_nbytes < storage.nbytes:
-                continue
-            possible.append(action)
+        shrinks = 0 < storage.held_frame_nbytes < storage.nbytes
+        possible = tuple(
+            action
+            for action in self._able
+            if action in storage.actions and (shrinks or action is Action.SWAP)
+        )
         if not possible and Action.ENCODE_SWAP in storage.actions and self.rates.copies:
             return (Action.SWAP,)  # what does not shrink goes as it is
-        return tuple(possible)
+        return possible
 
     # --- public -----------------------------------------------------------------------------------
 
@@ -132,25 +151,17 @@ class Search:
 
     def candidate(self, choice: Choice, limit_bytes: float) -> Candidate:
         """What a choice comes to. Storages that move although nobody needs their room are kept."""
-        chosen = {index: choice[index] for index in sorted(choice)}
-        while True:
-            found = replay(self.step, self.rates, chosen, limit_bytes)
-            idle = set(found.idle)
-            if not idle:
-                break
-            chosen = {index: action for index, action in chosen.items() if index not in idle}
-        return self._candidate(chosen, found, limit_bytes)
+        return self._tried(encoded(choice, len(self.step.storages)), limit_bytes)
 
-    def _candidate(self, choice: Choice, found: Replay, limit_bytes: float) -> Candidate:
-        storages = self.step.storages
-        moved = sum(storages[index].nbytes for index in choice)
-        pooled = sum(
-            storages[index].away_nbytes(action)
-            for index, action in choice.items()
-            if action in MOVES
+    def _tried(self, actions: bytes, limit_bytes: float) -> Candidate:
+        actions, found = native.replay_without_idle(
+            self._record, self._machine, actions, whole(limit_bytes)
         )
-        unplaced = int(max(pooled - self.room_bytes, 0))
-        return Candidate(MappingProxyType(dict(choice)), found, limit_bytes, moved, unplaced)
+        return self._candidate(actions, found, limit_bytes)
+
+    def _candidate(self, actions: bytes, found: Replay, limit_bytes: float) -> Candidate:
+        unplaced = int(max(found.pooled_bytes - self.room_bytes, 0))
+        return Candidate(actions, found, limit_bytes, unplaced)
 
     # --- the ways of searching --------------------------------------------------------------------
 
@@ -186,6 +197,12 @@ class Search:
 
     def _row(self, indices: Sequence[int], action: Action) -> list[tuple[int, Action]]:
         """Storages with an action each: this one, where it may be and the pool has room."""
+        if self.room_bytes == inf:
+            return [
+                (index, action if action in menu else menu[0])
+                for index in indices
+                if (menu := self.menus[index])
+            ]
         row, room = [], self.room_bytes
         for index in indices:
             menu = self.menus[index]
@@ -216,11 +233,15 @@ class Search:
 
     def _shortest(self, limit: float, row: Sequence[tuple[int, Action]]) -> Candidate:
         """The fewest of a row's first storages that stay within the limit."""
+        everything = encoded(dict(row), len(self.step.storages))
+        best = self._tried(everything, limit)
         low, high = 0, len(row)
-        best = self.candidate(dict(row), limit)
         while low < high:
             middle = (low + high) // 2
-            tried = self.candidate(dict(row[:middle]), limit)
+            actions = bytearray(everything)
+            for index, _ in row[middle:]:
+                actions[index] = KEPT
+            tried = self._tried(bytes(actions), limit)
             if tried.over_bytes:
                 low = middle + 1
             else:
@@ -244,21 +265,21 @@ class Search:
         return best
 
     def _neighbours(self, best: Candidate) -> Iterator[Choice]:
-        exposed = best.found.exposed_s
-        moved = sorted(best.choice, key=lambda index: (-exposed.get(index, 0.0), index))
-        kept = [index for index in self.movable if index not in best.choice]
+        exposed, choice = best.found.exposed_s, best.choice
+        moved = sorted(choice, key=lambda index: (-exposed.get(index, 0.0), index))
+        kept = [index for index in self.movable if index not in choice]
         for index in moved:
-            without = {i: action for i, action in best.choice.items() if i != index}
+            without = {i: action for i, action in choice.items() if i != index}
             yield without
             for action in self.menus[index]:
-                if action is not best.choice[index]:
+                if action is not choice[index]:
                     yield {**without, index: action}
             for other in kept[:2]:
                 for action in self.menus[other]:
                     yield {**without, other: action}
         for index in kept:
             for action in self.menus[index]:
-                yield {**best.choice, index: action}
+                yield {**choice, index: action}
 
     def _least(self) -> Candidate:
         """The smallest peak there is: everything goes as soon as it can, and returns when asked."""
@@ -282,9 +303,9 @@ class Search:
                 for index, action in best.choice.items()
                 if action is Action.ENCODE and self._is_there(index, mark)
             ]
+            choice = best.choice
             without = [
-                self._forced({i: a for i, a in best.choice.items() if i != index})
-                for index in beside
+                self._forced({i: a for i, a in choice.items() if i != index}) for index in beside
             ]
             tried = min(without, key=lambda one: one.found.peak_bytes, default=best)
             if tried.found.peak_bytes >= best.found.peak_bytes:
@@ -300,7 +321,8 @@ class Search:
         return len(self.step.storages) + self.step.order.index(index) <= mark <= last
 
     def _forced(self, choice: Choice) -> Candidate:
-        return self._candidate(choice, replay(self.step, self.rates, choice, 0), 0)
+        actions = encoded(choice, len(self.step.storages))
+        return self._candidate(actions, native.replay(self._record, self._machine, actions, 0), 0)
 
 
 def least(candidates: Iterable[Candidate]) -> Candidate:

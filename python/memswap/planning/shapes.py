@@ -66,9 +66,9 @@ class Kinds:
         """The kind of a passage with this first storage, and who can lend a new one its plan."""
         if not self._separate:
             return (self._known[0] if self._known else self._add(first)), None
-        if self._known and self._known[-1].first == first:  # as most are
+        if self._known and self._known[-1].known.first == first:  # as most are
             return self._known[-1], None
-        alike = [kind for kind in self._known if place(kind.first) == place(first)]
+        alike = [kind for kind in self._known if place(kind.known.first) == place(first)]
         if kind := found(alike, first.nbytes):
             return self._used(kind), None
         if len(alike) >= MOST_OWN:
@@ -76,17 +76,18 @@ class Kinds:
                 kind
                 for kind in alike
                 if kind.plan is not None
-                and first.nbytes <= kind.first.nbytes <= CLASS * first.nbytes
+                and first.nbytes <= kind.known.first.nbytes <= CLASS * first.nbytes
             ]
             if serving:
-                return self._used(min(serving, key=lambda kind: kind.first.nbytes)), None
+                return self._used(min(serving, key=lambda kind: kind.known.first.nbytes)), None
             first = first._replace(nbytes=largest_alike(first.nbytes))
             if kind := found(alike, first.nbytes):
                 return self._used(kind), None
-        near = [kind for kind in alike if distance(kind.first, first) <= log(LENDS)]
+        near = [kind for kind in alike if distance(kind.known.first, first) <= log(LENDS)]
         lenders = [kind for kind in near if kind.plan is not None]
         if lenders:
-            return self._add(first), min(lenders, key=lambda kind: distance(kind.first, first))
+            nearest = min(lenders, key=lambda kind: distance(kind.known.first, first))
+            return self._add(first), nearest
         return (self._used(near[-1]) if near else self._add(first)), None
 
     def _add(self, first: Key) -> Kind:
@@ -108,7 +109,7 @@ def place(first: Key) -> tuple[object, ...]:
 
 def found(kinds: list[Kind], nbytes: int) -> Kind | None:
     """The kind of exactly this size."""
-    return next((kind for kind in kinds if kind.first.nbytes == nbytes), None)
+    return next((kind for kind in kinds if kind.known.first.nbytes == nbytes), None)
 
 
 def distance(one: Key, other: Key) -> float:

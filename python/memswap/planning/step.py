@@ -140,10 +140,12 @@ class Step:
         """Names, in the order of their first save."""
         return tuple(dict.fromkeys(storage.unit for storage in self.storages))
 
-    def forward_s(self, unit: str) -> float:
-        """Seconds of a unit's forward, as far as marks tell."""
-        pairs = zip(self.storages, self.gaps_s, strict=False)
-        return sum(gap for storage, gap in pairs if storage.unit == unit)
+    def forward_s(self) -> dict[str, float]:
+        """Seconds of each unit's forward, as far as marks tell."""
+        seconds: dict[str, float] = {}
+        for storage, gap_s in zip(self.storages, self.gaps_s, strict=False):
+            seconds[storage.unit] = seconds.get(storage.unit, 0.0) + gap_s
+        return seconds
 
     def backward_s(self, unit: str) -> float:
         """Seconds of a unit's backward: from each of its demands to the next mark."""

@@ -1,0 +1,49 @@
+#include "engine/step_record.h"
+
+#include <stdexcept>
+#include <string>
+
+namespace memswap {
+
+namespace {
+
+void require_length(const char* column, size_t found, size_t expected) {
+  if (found != expected) {
+    throw std::invalid_argument("StepRecord: " + std::string(column) + " has " +
+                                std::to_string(found) + " numbers, expected " +
+                                std::to_string(expected));
+  }
+}
+
+}  // namespace
+
+void StepRecord::check() const {
+  const size_t saves = nbytes.size();
+  const size_t marks = saves + order.size();
+  require_length("held_frame_nbytes", held_frame_nbytes.size(), saves);
+  require_length("overflow_nbytes", overflow_nbytes.size(), saves);
+  require_length("held_until", held_until.size(), saves);
+  require_length("last_demand", last_demand.size(), saves);
+  require_length("gone_after", gone_after.size(), saves);
+  require_length("gaps_s", gaps_s.size(), marks);
+  require_length("windows_s", windows_s.size(), windows_s.empty() ? 0 : marks);
+  require_length("extra_nbytes", extra_nbytes.size(), extra_nbytes.empty() ? 0 : marks);
+  std::vector<bool> demanded(saves, false);
+  for (size_t place = 0; place < order.size(); ++place) {
+    const int32_t index = order[place];
+    if (index < 0 || static_cast<size_t>(index) >= saves || demanded[index]) {
+      throw std::invalid_argument("StepRecord: order names storage " + std::to_string(index) +
+                                  ", expected each demanded one of 0 to " +
+                                  std::to_string(static_cast<int64_t>(saves) - 1) + " once");
+    }
+    demanded[index] = true;
+    const auto first = static_cast<int32_t>(saves + place);
+    if (last_demand[index] < first || static_cast<size_t>(last_demand[index]) >= marks) {
+      throw std::invalid_argument("StepRecord: storage " + std::to_string(index) +
+                                  " is first demanded at mark " + std::to_string(first) +
+                                  " and last at " + std::to_string(last_demand[index]));
+    }
+  }
+}
+
+}  // namespace memswap

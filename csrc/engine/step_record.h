@@ -1,0 +1,51 @@
+// One training step in columns: what is saved and demanded when, and what could be done with it.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace memswap {
+
+// Instead of a mark, where there is none.
+inline constexpr int32_t kNever = -1;
+
+// What happens to one saved storage. The numbers are those of memswap.Action, in its order.
+enum class PlannedAction : uint8_t { kKeep, kEncode, kSwap, kEncodeSwap };
+
+// Whether bytes cross the link.
+constexpr bool moves(PlannedAction action) {
+  return action == PlannedAction::kSwap || action == PlannedAction::kEncodeSwap;
+}
+
+// Whether the codec works on it.
+constexpr bool coded(PlannedAction action) {
+  return action == PlannedAction::kEncode || action == PlannedAction::kEncodeSwap;
+}
+
+// Marks are numbered from 0: first the saves in their order, then the first demands in theirs.
+// Bytes are those of storages, seconds those of the device.
+struct StepRecord {
+  // One number per storage, in the order of the saves.
+  std::vector<int64_t> nbytes;
+  std::vector<int64_t> held_frame_nbytes;  // its frame with spare capacity
+  std::vector<int64_t> overflow_nbytes;    // what its encode sets aside until the host has seen it
+  std::vector<int32_t> held_until;         // the first mark at which the forward holds it no longer
+  std::vector<int32_t> last_demand;        // the mark in whose course it is demanded last
+  std::vector<int32_t> gone_after;         // the last mark at which it is there if it stays
+
+  // One number per demand.
+  std::vector<int32_t> order;  // which storage is demanded
+
+  // One number per mark.
+  std::vector<double> gaps_s;         // work before it
+  std::vector<double> windows_s;      // of that, seconds in which the codec is free; may be empty
+  std::vector<int64_t> extra_nbytes;  // what recomputed units have saved again; may be empty
+
+  int32_t saves() const { return static_cast<int32_t>(nbytes.size()); }
+  int32_t marks() const { return static_cast<int32_t>(nbytes.size() + order.size()); }
+
+  // Throws std::invalid_argument where columns contradict each other.
+  void check() const;
+};
+
+}  // namespace memswap

@@ -1,0 +1,145 @@
+"""Checking: what a timed passage says: a step to plan with, or whether its plan is still right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from memswap.engine.action import Action
+from memswap.planning.observed import calibrated, linked, quantised, step_of, without_copies
+from memswap.planning.profile import profile
+from memswap.planning.replay import CODED
+from memswap.planning.sharing import taken_s
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from memswap.engine.expectations import Expectations
+    from memswap.engine.record import Record
+    from memswap.planning.kinds import Known, Timing
+    from memswap.planning.plan import Plan
+    from memswap.planning.rates import Rates
+    from memswap.planning.step import Step
+
+#: A plan is made anew when the step's own time, or a rate of the machine, has changed by this
+#: share.
+TOLERANCE = 0.25
+
+#: Waits that were not predicted show a slower link if they take this share of a step.
+LATE_SHARE = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What a timed passage says about the plan that it followed."""
+
+    step: Step | None
+    """The plan's step with the times of the passage; None: it says nothing about them."""
+    rates: Rates
+    exposed_s: float | None
+    """What the passage was longer by; None: it was not timed."""
+    flights: int | None = None
+    """Of ranks that plan together, the most forwards at a time."""
+
+
+def measured_rates(device: torch.device, folder: Path | None) -> Rates | None:
+    """What `profile` returns; None where there is not even memory for the smallest measurement."""
+    try:
+        return profile(device, folder=folder)
+    except torch.OutOfMemoryError:
+        return None  # counted as unusable: tried again with a later passage
+
+
+def finished(timing: Timing) -> Record | None:
+    """The record of a passage that had its backward; None: there is none. Waits for the device."""
+    timing.recorder.wait()
+    record = timing.recorder.take()
+    return record if record is not None and record.order else None
+
+
+def recorded_step(
+    record: Record,
+    timing: Timing,
+    rates: Rates,
+    expectations: Expectations,
+    fixed: bool,
+    on_disk: bool,
+) -> Step | None:
+    """What a record says; None where it is no step, which is no reason to stop training."""
+    try:
+        step = step_of(record, expectations, timing.device, fixed, on_disk, timing.regions)
+    except ValueError:
+        return None  # counted as unusable, and told if it goes on
+    return without_copies(step, record, rates)
+
+
+def checked(timing: Timing, about: Known, as_planned: bool, calibrates: bool) -> Checked:
+    """What a passage that followed a plan says about the times that the plan was made with.
+
+    Args:
+        timing: of the passage.
+        about: the plan, and what it was made with.
+        as_planned: whether the passage saved what was planned.
+        calibrates: whether the rates were measured, so that the codec's may be corrected.
+    """
+    known, before, plan = about.step, about.rates, about.plan
+    assert known is not None and before is not None and plan is not None
+    if not timing.recorder.ready():
+        timing.recorder.wait()
+    record = timing.recorder.take()
+    # Another number of saves, or another order, says nothing about the times of this step.
+    if (
+        not as_planned
+        or record is None
+        or len(record.gaps_s) != len(known.gaps_s)
+        or record.order != known.order
+    ):
+        return Checked(None, before, None)
+    size = about.first.nbytes / timing.first.nbytes  # of what the plan is for
+    gaps = [quantised(size * gap_s) for gap_s in record.gaps_s]
+    step = known.with_gaps(gaps, quantised(size * record.tail_s))
+    shared_s = 0.0
+    if before.copy_share:  # nobody waits for copies, and compute takes longer
+        shared_s = max(step.compute_s - known.compute_s, 0.0)
+    beside_s = codec_s(plan, before) + taken_s(swapped(plan), before, step.compute_s)
+    if beside_s:
+        # Encodes, decodes and copies ran in these gaps: how they were shared is not known.
+        scale = max(step.compute_s - beside_s, 0.0) / known.compute_s
+        gaps = [quantised(scale * gap_s) for gap_s in known.gaps_s]
+        step = known.with_gaps(gaps, quantised(scale * known.tail_s))
+    again_s = step.compute_s - plan.compute_s if plan.recompute else 0.0
+    exposed_s = record.exposed_s + max(again_s, 0.0) + shared_s
+    late_s = record.exposed_s - (plan.exposed_s - (known.compute_s - plan.compute_s))
+    rates = linked(before, timing.links, late_s > LATE_SHARE * known.compute_s)
+    return Checked(step, calibrated(rates, record) if calibrates else rates, exposed_s)
+
+
+def swapped(plan: Plan) -> list[int]:
+    """Bytes of each storage that goes to a pool as it is."""
+    return [one.nbytes for one in plan.storages if one.action is Action.SWAP]
+
+
+def codec_s(plan: Plan, rates: Rates) -> float:
+    """Seconds of compute that the encodes and decodes of a plan take, where they run beside it."""
+    if rates.inline_codec or not rates.encodes:
+        return 0.0
+    coded = [one.nbytes for one in plan.storages if one.action in CODED]
+    seconds = sum(rates.encode_s(nbytes) + rates.decode_s(nbytes) for nbytes in coded)
+    return max(seconds - sum(plan.step.windows_s), 0.0)
+
+
+def differs(step: Step, known: Step) -> bool:
+    """Whether a step takes another time than it did."""
+    return abs(step.compute_s - known.compute_s) > TOLERANCE * known.compute_s
+
+
+def settled(rates: Rates, before: Rates) -> Rates:
+    """Rates, as they were where they have changed by little."""
+    values = {}
+    for field in fields(rates):
+        new, old = getattr(rates, field.name), getattr(before, field.name)
+        if isinstance(new, float) and abs(new - old) <= TOLERANCE * old:
+            values[field.name] = old
+    return replace(rates, **values)

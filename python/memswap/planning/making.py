@@ -1,0 +1,138 @@
+"""Making: from what is known of a kind of step to its plan. Data in, data out, off the hooks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import inf
+from typing import TYPE_CHECKING
+
+from memswap.planning.budgets import bytes_of
+from memswap.planning.planner import make_plan, regions_for, too_small
+from memswap.planning.replay import MOVES
+from memswap.planning.shapes import resized
+
+if TYPE_CHECKING:
+    from memswap.engine.expectations import Key
+    from memswap.planning.kinds import Known
+    from memswap.planning.plan import Plan
+    from memswap.planning.rates import Rates
+    from memswap.planning.step import Step
+
+#: Sets of regions that are recorded before a budget counts as too small.
+MOST_TRIALS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a plan has to meet."""
+
+    budget: int | str
+    """Bytes, a share, or ``"auto"``."""
+    flights: int
+    """Forwards that share it."""
+    must_fit: bool
+    """Whether a budget that cannot be met is an error, and no plan the next best thing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What planning came to."""
+
+    known: Known
+    """With a plan, or with regions to record first."""
+    needs_bytes: int | None = None
+    """Bytes of the smallest budget that could be met, if the plan exceeds the one given,"""
+    allowed_bytes: int = 0
+    """which comes to so many."""
+
+
+def from_step(known: Known, step: Step, rates: Rates, keys: tuple[Key, ...], terms: Terms) -> Made:
+    """Plan with a step that was recorded while learning, or choose the regions to record it with.
+
+    Args:
+        known: of the step's kind; `Known.first` is what the step saves first.
+        step: with the regions of `known.trial` on, or all of them off if that is None.
+        rates: of the machine.
+        keys: of the step's storages.
+        terms: what the plan has to meet.
+
+    Raises:
+        BudgetError: no plan meets the budget, and `terms.must_fit`.
+    """
+    if known.trial is None:
+        known = replace(known, full=step)
+        if step.regions and (trying := _with_trial(known, rates, terms)) is not None:
+            return Made(trying)
+        return planned(known, replace(step, regions=()), rates, keys, terms)
+    step = replace(step, regions=())
+    assert known.full is not None
+    limit = limit_of(known, rates, terms)
+    plan = make_plan(step, rates, limit, True, known.full, known.trial, room_of(known, terms))
+    if plan.peak_bytes > limit:
+        known = replace(known, margin_bytes=known.margin_bytes + plan.peak_bytes - limit)
+        if (trying := _with_trial(known, rates, terms)) is not None:
+            return Made(trying)
+    return planned(known, step, rates, keys, terms)
+
+
+def sized_like(known: Known, first: Key) -> Known:
+    """The same for passages that save another size first."""
+    if first == known.first:
+        return known
+    full = known.full and resized(known.full, first.nbytes, known.first.nbytes)
+    return replace(known, first=first, full=full)
+
+
+def _with_trial(known: Known, rates: Rates, terms: Terms) -> Known | None:
+    """To record a passage with the regions on that a budget wants recomputed; None: none."""
+    if known.trials >= MOST_TRIALS:
+        return None
+    assert known.full is not None
+    limit = limit_of(known, rates, terms) - known.margin_bytes
+    units, _ = regions_for(known.full, rates, limit, room_of(known, terms))
+    if not units or units == known.trial:
+        return None
+    return replace(known, trial=units, trials=known.trials + 1)
+
+
+def planned(known: Known, step: Step, rates: Rates, keys: tuple[Key, ...], terms: Terms) -> Made:
+    """Plan with a step whose regions are on as they shall be (`known.trial`).
+
+    Raises:
+        BudgetError: no plan meets the budget, and `terms.must_fit`.
+    """
+    limit = None if terms.budget == "auto" else limit_of(known, rates, terms)
+    asked = terms.budget if limit is None else limit
+    recompute = known.trial or ()
+    plan = make_plan(step, rates, asked, True, known.full, recompute, room_of(known, terms))
+    needs_bytes, allowed = None, 0
+    if limit is not None:
+        allowed = terms.budget if isinstance(terms.budget, int) else limit * terms.flights
+        if plan.peak_bytes > limit:
+            needs_bytes = plan.peak_bytes * terms.flights
+            if terms.must_fit:
+                room = known.room_bytes if pooled(plan) else inf
+                raise too_small(allowed, needs_bytes, room)
+        plan = replace(plan, budget=terms.budget, budget_bytes=allowed, in_flight=terms.flights)
+    elif terms.flights > 1:
+        plan = replace(plan, in_flight=terms.flights)
+    found = replace(known, step=step, plan=plan, rates=rates, keys=keys).without_trial()
+    return Made(found, needs_bytes, allowed)
+
+
+def limit_of(known: Known, rates: Rates, terms: Terms) -> int:
+    """Bytes that each passage in flight may have, under a budget that is not ``"auto"``."""
+    if isinstance(terms.budget, int):
+        return terms.budget // terms.flights
+    assert known.full is not None
+    return bytes_of(terms.budget, known.full, rates)
+
+
+def room_of(known: Known, terms: Terms) -> float:
+    """Bytes that each passage in flight may have of the pool."""
+    return known.room_bytes if known.room_bytes == inf else known.room_bytes // terms.flights
+
+
+def pooled(plan: Plan) -> bool:
+    """Whether some of a plan's storages could go to a pool."""
+    return any(action in MOVES for one in plan.step.storages for action in one.actions)

@@ -1,0 +1,136 @@
+"""Replay: when everything in a step happens under a plan, and how many bytes are where.
+
+The replay is native (csrc/engine/replay.h, [Note: The model]) and runs without the interpreter's
+lock. Here stands how a `Step`, `Rates` and actions become the columns that it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from math import floor, inf
+from typing import TYPE_CHECKING
+
+from memswap._native import native
+from memswap.engine.action import Action
+from memswap.planning.rates import Rates
+
+if TYPE_CHECKING:
+    from memswap._C import MachineRates, Replay, StepRecord
+    from memswap.planning.step import Step
+
+MOVES = (Action.SWAP, Action.ENCODE_SWAP)
+CODED = (Action.ENCODE, Action.ENCODE_SWAP)
+
+#: Action -> the byte that stands for it in a column, and back.
+CODES = {action: code for code, action in enumerate(Action)}
+ACTIONS = tuple(Action)
+KEPT = CODES[Action.KEEP]
+
+
+def replay(
+    step: Step, rates: Rates, actions: Mapping[int, Action], budget_bytes: float = inf
+) -> Replay:
+    """Replay a step under a plan.
+
+    Args:
+        step: one forward and backward.
+        rates: of the machine.
+        actions: what is done with a storage, by its index; the others are kept.
+        budget_bytes: how many resident bytes to stay below, if waiting makes it possible.
+
+    Raises:
+        ValueError: the plan copies or encodes, and the machine's rate for that is 0.
+    """
+    column = encoded(actions, len(step.storages))
+    return native.replay(columns_of(step), machine(rates), column, whole(budget_bytes))
+
+
+def encoded(actions: Mapping[int, Action], count: int) -> bytes:
+    """Actions by index as a column of `count` bytes."""
+    column = bytearray(count)
+    for index, action in actions.items():
+        column[index] = CODES[action]
+    return bytes(column)
+
+
+def whole(budget_bytes: float) -> int | None:
+    """A number of bytes to stay below; None: there is none."""
+    return None if budget_bytes == inf else floor(budget_bytes)
+
+
+def columns_of(step: Step) -> StepRecord:
+    """A step as the native replay reads it."""
+    storages = step.storages
+    return native.StepRecord(
+        nbytes=[one.nbytes for one in storages],
+        held_frame_nbytes=[one.held_frame_nbytes for one in storages],
+        overflow_nbytes=[one.overflow_nbytes for one in storages],
+        held_until=[one.held_until for one in storages],
+        last_demand=[one.last_demand for one in storages],
+        gone_after=[one.gone_after for one in storages],
+        order=step.order,
+        gaps_s=step.gaps_s,
+        windows_s=step.windows_s,
+        extra_nbytes=step.extra_nbytes,
+    )
+
+
+def machine(rates: Rates) -> MachineRates:
+    """Rates as the native replay reads them."""
+    return native.MachineRates(
+        **{one.name: getattr(rates, one.name) for one in fields(rates) if one.name != "device"}
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that a lane did, in seconds from the begin of the step."""
+
+    lane: str
+    name: str
+    begin_s: float
+    end_s: float
+
+
+#: Native work -> its lane, and what it is called of a unit's storage.
+LANES = {
+    "forward": ("compute", "forward {unit}"),
+    "backward": ("compute", "backward {unit}"),
+    "wait for room": ("waits", "wait for room ({unit})"),
+    "write": ("waits", "write ({unit})"),
+    "wait for bytes": ("waits", "wait for bytes ({unit})"),
+    "copying takes processors": ("waits", "copying takes processors from {unit}"),
+    "encode": ("codec", "encode {unit}"),
+    "decode": ("codec", "decode {unit}"),
+    "copy away": ("copies away", "{unit} #{index}"),
+    "copy back": ("copies back", "{unit} #{index}"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Timetable:
+    """What every lane does when, and the bytes that are there: for pictures and traces."""
+
+    resident_bytes: tuple[int, ...]
+    """At each mark, the most of it."""
+    mark_s: tuple[float, ...]
+    """When each mark was over."""
+    spans: tuple[Span, ...]
+
+
+def timetable(
+    step: Step, rates: Rates, actions: Mapping[int, Action], budget_bytes: float = inf
+) -> Timetable:
+    """What `replay` goes through, with its arguments."""
+    column = encoded(actions, len(step.storages))
+    found = native.replay(columns_of(step), machine(rates), column, whole(budget_bytes), spans=True)
+    return Timetable(
+        tuple(found.resident_bytes), tuple(found.mark_s), tuple(_spans(step, found.work))
+    )
+
+
+def _spans(step: Step, work: Iterable[tuple[str, int, float, float]]) -> Iterable[Span]:
+    for what, index, begin_s, end_s in work:
+        lane, name = LANES[what]
+        yield Span(lane, name.format(unit=step.storages[index].unit, index=index), begin_s, end_s)

@@ -1,0 +1,156 @@
+// The replay of a step, of steps that can be worked out by hand, and of random ones.
+#include "engine/replay.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <random>
+#include <stdexcept>
+#include <vector>
+
+#include "engine/link_model.h"
+#include "engine/running_peak.h"
+
+namespace memswap {
+namespace {
+
+// One byte takes a microsecond on the link, a tenth of it in the codec; no latencies.
+constexpr MachineRates kRates = {1e6, 1e6, 1e6, 1e6, 1e7, 1e7, 0, 0, 0, false};
+
+// Layers that save 1000 bytes each, demanded in reverse, let go by the next layer: 1 ms forward and
+// 2 ms backward.
+StepRecord stack(int32_t layers) {
+  StepRecord step;
+  for (int32_t index = 0; index < layers; ++index) {
+    step.nbytes.push_back(1000);
+    step.held_frame_nbytes.push_back(500);
+    step.overflow_nbytes.push_back(0);
+    step.held_until.push_back(std::min(index + 1, layers));
+    step.last_demand.push_back(2 * layers - 1 - index);
+    step.gone_after.push_back(2 * layers - 1 - index);
+    step.order.push_back(layers - 1 - index);
+  }
+  step.gaps_s.assign(layers, 1e-3);
+  step.gaps_s.insert(step.gaps_s.end(), layers, 2e-3);
+  return step;
+}
+
+std::vector<PlannedAction> first(int32_t layers, PlannedAction action) {
+  std::vector<PlannedAction> actions(layers, PlannedAction::kKeep);
+  actions[0] = action;
+  return actions;
+}
+
+TEST(Replay, ASwapThatHasTimeCostsNothing) {
+  const Replay found = replay(stack(3), kRates, first(3, PlannedAction::kSwap), 2000);
+  // Saved at 1 ms, sent until 2 ms; room for the third is needed when the second is saved, at 2.
+  ASSERT_EQ(found.releases.size(), 1u);
+  EXPECT_EQ(found.releases[0].at, 1);
+  EXPECT_EQ(found.releases[0].storage, 0);
+  EXPECT_EQ(found.total_exposed_s, 0);
+  EXPECT_EQ(found.peak_bytes, 2000);
+  ASSERT_EQ(found.fetches.size(), 1u);
+  EXPECT_EQ(found.fetches[0].at, 1) << "half the speed needs the two milliseconds before its use";
+  EXPECT_TRUE(found.idle.empty());
+}
+
+TEST(Replay, AWaitForASlowLinkIsCounted) {
+  MachineRates slow = kRates;
+  slow.d2h_bytes_per_s = slow.h2d_bytes_per_s = 2.5e5;
+  slow.duplex_d2h_bytes_per_s = slow.duplex_h2d_bytes_per_s = 2.5e5;
+  const Replay found = replay(stack(3), slow, first(3, PlannedAction::kSwap), 2000);
+  // 4 ms each way: sent until 5 ms, 3 ms too late; back 4 ms after its fetch, 2 ms too late.
+  EXPECT_NEAR(found.exposed_s[0], 5e-3, 1e-12);
+}
+
+TEST(Replay, WhatMovesInVainIsKept) {
+  const std::vector<PlannedAction> everything(4, PlannedAction::kSwap);
+  const ReplayedPlan found = replay_without_idle(stack(4), kRates, everything, 3000);
+  const auto moved = std::count(found.actions.begin(), found.actions.end(), PlannedAction::kSwap);
+  EXPECT_GT(moved, 0);
+  EXPECT_LT(moved, 4);
+  EXPECT_TRUE(found.found.idle.empty());
+  EXPECT_LE(found.found.peak_bytes, 3000);
+}
+
+TEST(Replay, APlanThatTheMachineCannotFollowIsRefused) {
+  MachineRates none = kRates;
+  none.d2h_bytes_per_s = 0;
+  EXPECT_THROW(replay(stack(3), none, first(3, PlannedAction::kSwap), 2000), std::invalid_argument);
+  EXPECT_NO_THROW(replay(stack(3), none, first(3, PlannedAction::kEncode), 2000));
+  EXPECT_THROW(replay(stack(3), kRates, first(4, PlannedAction::kSwap), 2000),
+               std::invalid_argument);
+}
+
+TEST(StepRecord, ColumnsThatContradictEachOtherAreRefused) {
+  EXPECT_NO_THROW(stack(3).check());
+  StepRecord twice = stack(3);
+  twice.order[0] = twice.order[1];
+  EXPECT_THROW(twice.check(), std::invalid_argument);
+  StepRecord early = stack(3);
+  early.last_demand[0] = 2;
+  EXPECT_THROW(early.check(), std::invalid_argument);
+  StepRecord brief = stack(3);
+  brief.gaps_s.pop_back();
+  EXPECT_THROW(brief.check(), std::invalid_argument);
+}
+
+// What is resident in backward, and how often it is asked for, decides how long a plan takes.
+TEST(Replay, RandomPlansStayWithinABudgetThatEverythingAwayMeets) {
+  std::mt19937 random(7);
+  for (int turn = 0; turn < 200; ++turn) {
+    const auto layers = static_cast<int32_t>(2 + random() % 30);
+    StepRecord step = stack(layers);
+    for (int64_t& nbytes : step.nbytes) {
+      nbytes = 100 + static_cast<int64_t>(random() % 2000);
+    }
+    const std::vector<PlannedAction> everything(layers, PlannedAction::kSwap);
+    const int64_t least = replay(step, kRates, everything, 0).peak_bytes;
+    const int64_t budget = least + static_cast<int64_t>(random() % 5000);
+    EXPECT_LE(replay(step, kRates, everything, budget).peak_bytes, budget);
+  }
+}
+
+TEST(LinkModel, BothDirectionsAtOnceAreSlower) {
+  const MachineRates duplex = {1e6, 1e6, 5e5, 2.5e5, 0, 0, 0, 0, 0, false};
+  LinkModel link(duplex, 2);
+  link.add(Direction::kAway, 0, 1000, 0);
+  link.add(Direction::kBack, 1, 1000, 0);
+  // Together until the first is away at 2 ms, when half of the other is left: 0.5 ms.
+  EXPECT_NEAR(link.end_s(Direction::kAway, 0), 2e-3, 1e-12);
+  EXPECT_NEAR(link.end_s(Direction::kBack, 1), 2.5e-3, 1e-12);
+  LinkModel alone(duplex, 2);
+  alone.add(Direction::kBack, 1, 1000, 1e-3);
+  EXPECT_NEAR(alone.end_s(Direction::kBack, 1), 2e-3, 1e-12);
+  EXPECT_EQ(alone.begin_s(Direction::kBack, 1), 1e-3);
+  EXPECT_EQ(alone.begin_s(Direction::kAway, 0), std::nullopt);
+}
+
+TEST(RunningPeak, IsTheLargestRunningSumAfterAnyChange) {
+  std::mt19937 random(3);
+  for (size_t count = 1; count < 40; ++count) {
+    std::vector<int64_t> numbers(count);
+    for (int64_t& number : numbers) {
+      number = static_cast<int64_t>(random() % 2001) - 1000;
+    }
+    RunningPeak peak(numbers);
+    for (int change = 0; change < 20; ++change) {
+      int64_t sum = 0;
+      int64_t most = INT64_MIN;
+      for (const int64_t number : numbers) {
+        sum += number;
+        most = std::max(most, sum);
+      }
+      ASSERT_EQ(peak.peak(), most) << count << " numbers after " << change << " changes";
+      const size_t place = random() % (count + 1);
+      const int64_t more = static_cast<int64_t>(random() % 2001) - 1000;
+      peak.add(place, more);
+      if (place < count) {
+        numbers[place] += more;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace memswap

@@ -1,0 +1,77 @@
+"""Moments of a device: of the one that was asked for, and none while a graph is captured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from planned_stacks import COMPUTE, LAZY
+from race_workloads import DEVICE
+
+from memswap.engine.durations import Durations
+from memswap.engine.record import Clock, Recorder
+from memswap.engine.windows import WindowQueue
+from simdev import laboratory, virtual_time
+
+pytestmark = [pytest.mark.own_laboratory, pytest.mark.one_schedule]
+
+CUDA = torch.device("cuda", 0)
+CUDA_TYPE = 1  # c10::DeviceType::CUDA
+
+
+def test_a_second_device_is_timed_by_its_own_stream():
+    """Its layers run while another device is the current one."""
+    other = torch.device(DEVICE.type, 1)
+    assert torch.accelerator.current_device_index() == 0
+
+    def measured() -> tuple[float, float]:
+        with virtual_time(**COMPUTE):
+            clock = Clock(other)
+            x = torch.ones(64, 64, device=other)
+            begin = clock.now()
+            for _ in range(50):
+                x = x @ x
+            end = clock.now()
+            clock.wait(end)
+            again = clock.now()
+            clock.wait(again)
+            return clock.seconds(begin, end), clock.seconds(end, again)
+
+    with laboratory(LAZY):
+        busy_s, idle_s = measured()
+    assert busy_s > 25e-6, f"50 products took {busy_s * 1e6:.1f} us on the second device"
+    assert idle_s < 0.5 * busy_s
+
+
+@pytest.fixture
+def capturing(monkeypatch):
+    """A GPU whose current stream captures a graph, as far as anybody may ask."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+
+def test_nothing_is_timed_while_a_graph_is_captured(capturing):
+    """An event that is recorded then belongs to the graph: it never happens in this process."""
+    assert Clock(CUDA).now() is None
+    durations = Durations(WindowQueue())
+    for _ in range(2):  # the second passage is measured
+        durations.begin_passage()
+    assert durations.measuring
+    assert durations.start("product", 1.0, CUDA) is None
+    durations.submitted((0, 0, CUDA_TYPE), 1 << 20, True)
+    durations.submitted((0, 0, CUDA_TYPE), 1 << 20, True)
+    assert durations.seconds("encode", 1.0) is None
+
+
+def test_a_passage_that_ends_in_a_capture_has_no_record_and_nobody_waits_for_it(capturing):
+    class Ends(Clock):
+        """Its passage begins before the capture."""
+
+        def now(self):
+            return None if moments else moments.append(0.0) or 0.0
+
+    moments: list[float] = []
+    recorder = Recorder(Ends(CUDA), passage=None, leaving_bytes=lambda: 0)
+    assert not recorder.ready()
+    recorder.close()
+    assert recorder.ready()
+    recorder.wait()
+    assert recorder.take() is None
