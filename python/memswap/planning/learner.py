@@ -468,7 +468,7 @@ class Learner:
         """What the pool may take at most, as far as anybody has seen."""
         route = self._saver.route(timing.device)
         assert route is not None  # something was recorded
-        return min(route.swap.pool.budget_bytes, kind.full_at_bytes or inf)
+        return min(route.pool.budget_bytes, kind.full_at_bytes or inf)
 
 
 def regions_off(kind: Kind) -> frozenset[str] | None:
