@@ -142,12 +142,15 @@ class Added:
             return unpack(handle).detach().to("cpu", copy=True)
         entry = handle.entry
         with entry.saver.lock:
-            storage = entry.storage if entry.storage is not None else entry.identity.lock()
+            storage, arrival = entry.storage, entry.arrival
+            if storage is None:
+                storage, arrival = entry.identity.lock(), None
             if storage is None and entry.gone(wait=True):
                 storage, arrival = entry.away.bring()
-                arrival.wait()
             elif storage is None:
                 storage = entry.storage  # the send has failed, and gave it back
+        if arrival is not None:
+            arrival.wait()
         return handle.view.rebuild(storage, False).detach().to("cpu", copy=True)
 
     @property

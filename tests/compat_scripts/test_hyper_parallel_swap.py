@@ -576,6 +576,7 @@ def test_a_swap_tensor_by_itself(device) -> None:
     assert swap.state == "host", "a look at the host's copy brought it back"
     SwapManager().launch_load("mine")
     assert swap.state == "h2d"
+    assert swap.val_cpu is not None and same_bits(swap.val_cpu, random(device, 8, 8)[2:4])
     SwapManager().wait_load("mine")
     assert swap.state == "device" and swap.val_cpu is None
     assert same_bits(swap.val, random(device, 8, 8)[2:4])
