@@ -339,6 +339,7 @@ PyType_Slot slots[] = {
     {Py_tp_repr, reinterpret_cast<void*>(repr)},
     {Py_tp_methods, methods},
     {Py_tp_getset, properties},
+    {Py_tp_setattro, reinterpret_cast<void*>(set_attribute)},
     {Py_tp_members, members},
     {Py_tp_doc, const_cast<char*>("One saved storage that may leave.")},
     {0, nullptr},

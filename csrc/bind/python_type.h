@@ -100,6 +100,23 @@ void clear_slots(const Slots& slots, Object* object) {
   }
 }
 
+// tp_setattro of a type whose members native code reads without asking whether they are there: they
+// may be set, and are never deleted.
+inline int set_attribute(PyObject* self, PyObject* name, PyObject* value) {
+  if (value == nullptr) {
+    PyObject* const found = PyObject_GetAttr(reinterpret_cast<PyObject*>(Py_TYPE(self)), name);
+    const bool member = found != nullptr && Py_IS_TYPE(found, &PyMemberDescr_Type);
+    Py_XDECREF(found);
+    PyErr_Clear();
+    if (member) {
+      PyErr_Format(PyExc_TypeError, "%R of a %s cannot be deleted; set it to another value", name,
+                   Py_TYPE(self)->tp_name);
+      return -1;
+    }
+  }
+  return PyObject_GenericSetAttr(self, name, value);
+}
+
 // The end of a tp_dealloc: an instance owns its type.
 inline void free_instance(PyObject* self) {
   PyTypeObject* const type = Py_TYPE(self);

@@ -383,6 +383,7 @@ PyType_Slot slots[] = {
     {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
     {Py_tp_clear, reinterpret_cast<void*>(clear)},
     {Py_tp_methods, methods},
+    {Py_tp_setattro, reinterpret_cast<void*>(set_attribute)},
     {Py_tp_members, members},
     {Py_tp_doc, const_cast<char*>("What every save and every demand needs of a saver.")},
     {0, nullptr},

@@ -219,6 +219,7 @@ PyType_Slot slots[] = {
     {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
     {Py_tp_clear, reinterpret_cast<void*>(clear)},
     {Py_tp_methods, methods},
+    {Py_tp_setattro, reinterpret_cast<void*>(set_attribute)},
     {Py_tp_members, members},
     {Py_tp_doc, const_cast<char*>("One installation of a saver's hooks.")},
     {0, nullptr},

@@ -52,8 +52,10 @@ class Work {
 // safe and leaks it. Nothing that is submitted or waited for there is ever done (forked()).
 class WorkQueue {
  public:
+  // Starts `workers` threads, or as many as the system gives: where it gives none, whoever waits
+  // does the work.
   explicit WorkQueue(size_t workers);
-  ~WorkQueue();  // blocks until all work has ended
+  ~WorkQueue();  // stop()
   WorkQueue(const WorkQueue&) = delete;
   WorkQueue& operator=(const WorkQueue&) = delete;
 
@@ -72,14 +74,22 @@ class WorkQueue {
   // would only wait for it.
   static bool on_worker();
 
-  // Returns when everything that was submitted before has ended.
+  // Returns when everything that was submitted before has ended; but for what runs, where the
+  // calling thread itself runs some of it.
   void drain();
 
   // Drains and ends the workers. Work that is submitted later is done by those who wait for it.
-  // May be called several times; not from a worker. Does nothing in a forked child.
+  // May be called several times. Does nothing in a forked child.
+  //
+  // [Note: A queue that its own work drops]
+  // Work may hold the last share of what owns the queue: a storage's finalizer is code of the
+  // user's. Whoever runs it cannot wait for it to end, nor for other workers, which may wait for
+  // it. There this returns at once: the workers do what is queued, end by themselves, and share
+  // what they use.
   void stop();
 
  private:
+  class Running;
   struct Shared {
     std::mutex mutex;
     std::condition_variable queued;
@@ -89,12 +99,14 @@ class WorkQueue {
     bool stopping = false;
   };
 
+  void stop_while_running();
+  bool runs_here() const;
   static void work_until_stopped(Shared& shared);
   static std::shared_ptr<Work> begin(Shared& shared, Work& work);
   static void execute(Shared& shared, std::unique_lock<std::mutex>& lock,
                       std::shared_ptr<Work> work);
 
-  std::unique_ptr<Shared> shared_;
+  std::shared_ptr<Shared> shared_;  // with the workers, and with whoever runs work
   std::mutex stop_mutex_;
   std::vector<std::thread> workers_;
   std::atomic<bool> has_workers_;  // asked while another thread may end them

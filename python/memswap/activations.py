@@ -262,8 +262,12 @@ class Manager(Managed):
         """A unit is called in a forward: notice where one begins."""
         saver, units = self._saver, self._iteration
         with saver.lock:
-            outermost = self._hooks.depth() == 1 and not self._models.depth()
-            if saver.passage.began_backward or (outermost and units.begin_anew(name, inputs)):
+            if saver.passage.began_backward or (
+                units.repeats(name)
+                and self._hooks.depth() == 1  # inside no other unit, nor the model
+                and not self._models.depth()
+                and not units.lead_to(inputs)
+            ):
                 self._begin_iteration()
             if not units.names:
                 saver.persistent = persistent_storages(self._units.values())
@@ -292,16 +296,18 @@ class _Units:
         self.names.clear()
         self.first_node = self.end_node = 0
 
-    def begin_anew(self, name: str, inputs: object) -> bool:
-        """Whether a call of a unit, inside no other one, begins another forward.
+    def repeats(self, name: str) -> bool:
+        """Whether the unit that was called first is called again, after others."""
+        return len(self.names) > 1 and name == next(iter(self.names))
 
-        It does where the unit that was called first is called again, unless with something that
-        this forward has computed: layers that are shared, called in a loop, serve one backward.
+    def lead_to(self, inputs: object) -> bool:
+        """Whether some inputs were computed from what these units have returned.
+
+        Layers that are called in a loop, because they are shared, serve one backward: it is no
+        other forward that begins there.
         """
-        if len(self.names) < 2 or name != next(iter(self.names)):
-            return False
         tensors = (one for one in tree_leaves(inputs) if isinstance(one, torch.Tensor))
-        return not computed_from(tensors, self.first_node, self.end_node)
+        return computed_from(tensors, self.first_node, self.end_node)
 
 
 class _UnitCall(Visit):

@@ -1,9 +1,14 @@
 #include "work/work_queue.h"
 
 #include <gtest/gtest.h>
+#include <pthread.h>
+#include <sys/resource.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <fstream>
 #include <functional>
 #include <future>
 #include <random>
@@ -56,8 +61,8 @@ TEST(WorkQueue, WhoWaitsWorksAndPassesTheQueue) {
 }
 
 TEST(WorkQueue, WhatIsQueuedIsFinishedAndWhatRunsIsNotWaitedFor) {
+  std::promise<void> begun, go_on;  // outlive the queue, which waits for who uses them
   WorkQueue queue(1);
-  std::promise<void> begun, go_on;
   const auto running = submit(queue, [&] {
     begun.set_value();
     go_on.get_future().wait();
@@ -138,6 +143,86 @@ TEST(WorkQueue, AfterStopWaitersDoTheWork) {
   queue.finish(*task);
   EXPECT_TRUE(ran);
   queue.stop();
+}
+
+// A limit under which the system gives some threads and then no more.
+class FewThreads {
+ public:
+  FewThreads() {
+    pthread_attr_init(&before_);
+    pthread_getattr_default_np(&before_);
+    pthread_attr_t large;
+    pthread_attr_init(&large);
+    pthread_attr_setstacksize(&large, kStackBytes);
+    pthread_setattr_default_np(&large);
+    pthread_attr_destroy(&large);
+    getrlimit(RLIMIT_AS, &limit_);
+    size_t pages = 0;
+    std::ifstream("/proc/self/statm") >> pages;
+    const rlimit low = {pages * static_cast<size_t>(sysconf(_SC_PAGESIZE)) + 5 * kStackBytes / 2,
+                        limit_.rlim_max};
+    setrlimit(RLIMIT_AS, &low);
+  }
+  ~FewThreads() {
+    setrlimit(RLIMIT_AS, &limit_);
+    pthread_setattr_default_np(&before_);
+    pthread_attr_destroy(&before_);
+  }
+
+ private:
+  static constexpr size_t kStackBytes = size_t{1} << 32;
+  pthread_attr_t before_{};
+  rlimit limit_{};
+};
+
+TEST(WorkQueue, SystemThatGivesFewerThreadsEndsNothing) {
+  const FewThreads few;
+  std::atomic<int> done = 0;
+  {
+    WorkQueue queue(16);  // the process would end here
+    const auto waited = submit(queue, [&] { ++done; });
+    queue.finish(*waited);
+    for (int i = 0; i < 10; ++i) {
+      submit(queue, [&] { ++done; });
+    }
+  }
+  EXPECT_EQ(done, 11) << "work was lost with the threads that the system did not give";
+}
+
+// What a storage's finalizer may do: drop what owns the queue, on a worker.
+void drop_in_work(size_t workers) {
+  auto* const owner = new std::shared_ptr<WorkQueue>(std::make_shared<WorkQueue>(workers));
+  const std::weak_ptr<WorkQueue> alive = *owner;
+  // The workers outlive this, so they share what they use.
+  const auto submitted = std::make_shared<std::promise<void>>();
+  const auto dropped = std::make_shared<std::promise<void>>();
+  const auto last = std::make_shared<std::promise<void>>();
+  submit(**owner, [owner, submitted, dropped] {
+    submitted->get_future().wait();
+    delete owner;
+    dropped->set_value();
+  });
+  submit(**owner, [last] { last->set_value(); });
+  submitted->set_value();
+  const auto soon = std::chrono::seconds(10);
+  ASSERT_EQ(dropped->get_future().wait_for(soon), std::future_status::ready)
+      << "work that drops its own queue waits for itself";
+  EXPECT_TRUE(alive.expired());
+  EXPECT_EQ(last->get_future().wait_for(soon), std::future_status::ready)
+      << "what was queued behind it is lost";
+}
+
+TEST(WorkQueue, DroppedByItsOwnWorkOnAWorker) {
+  drop_in_work(1);
+  drop_in_work(3);
+}
+
+TEST(WorkQueue, DroppedByWorkThatAWaitingThreadDoes) {
+  auto* const owner = new std::shared_ptr<WorkQueue>(std::make_shared<WorkQueue>(0));
+  WorkQueue* const queue = owner->get();
+  const auto first = submit(*queue, [owner] { delete owner; });
+  queue->finish(*first);
+  EXPECT_TRUE(first->ended());
 }
 
 }  // namespace

@@ -359,3 +359,25 @@ def test_threads_that_save_and_demand_through_one_saver():
         thread.join()
     assert not wrong, wrong
     assert saver.ledger.known_storages == 0 and len(saver.departing) == 0
+
+
+def test_what_native_code_reads_cannot_be_deleted():
+    saver = new_saver()
+    _, entry = saved(saver)
+    visit = Visit(saver, "")
+    for owner, name in (
+        *((saver, name) for name in ("passage", "director", "persistent", "backward")),
+        *((entry, name) for name in ("storage", "away", "way", "departure", "arrival", "order")),
+        *((visit, name) for name in ("unit", "action", "group", "outer", "waiting")),
+        (saver.passage, "course"),
+    ):
+        with pytest.raises(TypeError, match=f"{name}.* cannot be deleted"):
+            delattr(owner, name)
+        getattr(owner, name)
+    with pytest.raises(AttributeError):
+        del saver.nothing_of_that_name
+    with visit.saver.lock:
+        visit.enter()
+        loss = (computed(100) * 2).sum()
+        visit.leave()
+    loss.backward()
