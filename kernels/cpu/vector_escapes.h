@@ -14,19 +14,19 @@ struct NibbleCode {
   alignas(16) uint8_t nibble[16];  // by v - first, kept below 13
   alignas(16) uint8_t value[16];   // the reverse; of 14 and 15 nothing
 };
-constexpr NibbleCode nibble_code(uint8_t first, uint8_t twelve, uint8_t thirteen) {
-  NibbleCode code{first, twelve, thirteen, {}, {}};
+constexpr NibbleCode nibble_code(const frame::NibbleCode& of) {
+  NibbleCode code{of.first, of.twelve, of.thirteen, {}, {}};
   for (uint8_t i = 0; i < 12; ++i) {
     code.nibble[i] = i;
-    code.value[i] = static_cast<uint8_t>(first + i);
+    code.value[i] = static_cast<uint8_t>(of.first + i);
   }
   code.nibble[12] = 15;
-  code.value[12] = twelve;
-  code.value[13] = thirteen;
+  code.value[12] = of.twelve;
+  code.value[13] = of.thirteen;
   return code;
 }
-inline constexpr NibbleCode kLq2Nibbles = nibble_code(6, 255, 254);
-inline constexpr NibbleCode kLq3Nibbles = nibble_code(8, 0, 255);
+inline constexpr NibbleCode kLq2Nibbles = nibble_code(frame::kLq2Nibbles);
+inline constexpr NibbleCode kLq3Nibbles = nibble_code(frame::kLq3Nibbles);
 
 // The symbols E of what has no code, in a row.
 struct Escapes {

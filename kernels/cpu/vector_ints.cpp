@@ -274,7 +274,6 @@ DecodeBlock raw_decoder(Dtype dtype, bool streaming) {
 
 // Words stand in pairs in 64-bit lanes: the even ones weigh 1, 5, 9, ..., the odd ones 2 more.
 uint32_t checksum(const void* data, size_t bytes) {
-  constexpr uint64_t kPrime = 4294967291;  // docs/format.md section 4
   const auto* at = static_cast<const uint8_t*>(data);
   Words64 weight{}, even{}, odd{};
   for (uint32_t i = 0; i < kWords; ++i) {
@@ -299,7 +298,7 @@ uint32_t checksum(const void* data, size_t bytes) {
   for (uint32_t i = 0; i < kWords; ++i) {
     sum += even[i] + odd[i];
   }
-  return static_cast<uint32_t>(sum % kPrime);
+  return static_cast<uint32_t>(sum % frame::kChecksumPrime);
 }
 
 }  // namespace memswap::cpu::MEMSWAP_ISA

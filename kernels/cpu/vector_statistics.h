@@ -124,6 +124,9 @@ inline Crowd crowd_of(const Bytes& symbols, uint32_t vectors, uint32_t low) {
 
 // --- Sizes -------------------------------------------------------------------------------------
 
+// What follows knows which v need a byte E: 18 to 253 in LQ2, 20 to 254 in LQ3.
+static_assert(frame::kLq2Nibbles.is(6, 255, 254) && frame::kLq3Nibbles.is(8, 0, 255));
+
 // By v, kept below 16: 1 for an escape, and 16 for one of LQ2 that needs S2.
 struct Costs {
   alignas(16) uint8_t lq2[16];
