@@ -32,8 +32,8 @@ Encoded as_pair(std::optional<Encoding> encoding) {
   return std::pair(std::move(encoding->encoded), std::move(encoding->ticket));
 }
 
-FrameOptions options_of(uint8_t dtype, uint8_t shape, std::optional<uint64_t> var_capacity,
-                        uint8_t profile, uint8_t center) {
+FrameOptions options_of(uint8_t dtype, std::optional<uint8_t> shape,
+                        std::optional<uint64_t> var_capacity, uint8_t profile, uint8_t center) {
   return {.dtype = dtype,
           .shape = shape,
           .var_capacity = var_capacity,
@@ -101,6 +101,8 @@ void bind_frames(py::module_& module) {
   py::register_local_exception<DamagedFrameError>(module, "DamagedFrameError", PyExc_RuntimeError);
   module.def("encode_tensor", &encode_tensor, py::arg("tensor"), py::arg("dtype"), py::arg("shape"),
              py::arg("checksum"), without_gil());
+  module.def("choose_shape", &choose_shape, py::arg("tensor"), py::arg("dtype"), without_gil(),
+             "The shape in which a tensor takes the fewest bytes, by a sample of its blocks.");
   module.def("exact_frame", &exact_frame, py::arg("frame"), without_gil());
   module.def(
       "decode_tensor",
@@ -187,7 +189,7 @@ void bind_codec_lanes(py::module_& module) {
       .def_property_readonly("last_refusal", &CodecLane::last_refusal)
       .def(
           "encode",
-          [](CodecLane& lane, StorageRefPtr storage, uint8_t dtype, uint8_t shape,
+          [](CodecLane& lane, StorageRefPtr storage, uint8_t dtype, std::optional<uint8_t> shape,
              std::optional<uint64_t> var_capacity, uint8_t profile, uint8_t center) {
             return as_pair(lane.encode(std::move(storage),
                                        options_of(dtype, shape, var_capacity, profile, center)));
@@ -197,7 +199,7 @@ void bind_codec_lanes(py::module_& module) {
           without_gil())
       .def(
           "encode_to",
-          [](CodecLane& lane, StorageRefPtr storage, uint8_t dtype, uint8_t shape,
+          [](CodecLane& lane, StorageRefPtr storage, uint8_t dtype, std::optional<uint8_t> shape,
              std::optional<uint64_t> var_capacity, const std::shared_ptr<Lane>& copies,
              const std::shared_ptr<Pool>& pool, uint8_t profile, uint8_t center) {
             return as_pair(lane.encode_to(std::move(storage),

@@ -19,12 +19,18 @@ std::string unknown(int64_t dtype, int64_t shape) {
 
 std::optional<FramePlan> plan_frame(const FrameOptions& options, const void* bytes, size_t nbytes,
                                     std::string& refusal) {
-  if (!known(options.dtype, options.shape)) {
-    refusal = unknown(options.dtype, options.shape);
+  const uint8_t code = options.shape.value_or(static_cast<uint8_t>(frame::Shape::kRaw));
+  if (!known(options.dtype, code)) {
+    refusal = unknown(options.dtype, code);
     return std::nullopt;
   }
+  if (!options.shape && options.var_capacity) {
+    throw std::invalid_argument(
+        "plan_frame: how much room a frame needs follows from its shape, found a capacity of " +
+        std::to_string(*options.var_capacity) + " units without a shape");
+  }
   const auto dtype = static_cast<frame::Dtype>(options.dtype);
-  const auto shape = static_cast<frame::Shape>(options.shape);
+  const auto shape = static_cast<frame::Shape>(code);
   const size_t width = frame::width_of(dtype);
   if (nbytes % width != 0 || reinterpret_cast<uintptr_t>(bytes) % width != 0) {
     refusal = std::to_string(nbytes) + " bytes of storage are no aligned array of elements of " +
@@ -61,7 +67,7 @@ memswap_encode_job encode_job(const FramePlan& plan, const FrameOptions& options
   memswap_encode_job job{};
   job.elements = plan.layout.elements;
   job.dtype = options.dtype;
-  job.shape = options.shape;
+  job.shape = static_cast<uint8_t>(plan.shape);
   job.profile = options.profile;
   job.center = options.center;
   job.var_capacity = plan.var_capacity;

@@ -15,7 +15,7 @@ namespace memswap {
 // How one storage's bytes are to be encoded. Codes as in docs/format.md.
 struct FrameOptions {
   uint8_t dtype = 0;
-  uint8_t shape = 0;
+  std::optional<uint8_t> shape = 0;      // nothing: by a sample, with room for the worst case
   std::optional<uint64_t> var_capacity;  // units; nothing: the worst case
   uint8_t profile = MEMSWAP_CANONICAL;
   uint8_t center = 0;
@@ -49,7 +49,8 @@ struct FramePlan {
 };
 
 // The frame of `nbytes` bytes at `bytes`, or nothing and in `refusal`, in words for the user, why
-// they cannot be encoded so.
+// they cannot be encoded so. Where no shape is given it is a frame of any of them, which all are as
+// long at worst.
 std::optional<FramePlan> plan_frame(const FrameOptions& options, const void* bytes, size_t nbytes,
                                     std::string& refusal);
 

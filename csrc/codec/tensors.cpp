@@ -13,6 +13,7 @@
 #include "dtypes.h"
 #include "host_memory.h"
 #include "memswap/portable.h"
+#include "memswap/sample.h"
 #include "parallel.h"
 #include "self_check.h"
 #include "storage/torch_npu.h"
@@ -95,9 +96,48 @@ at::Tensor aligned(const at::Tensor& frame) {
   return new_bytes(frame.nbytes(), frame.device()).copy_(frame);
 }
 
+// The blocks of a device's tensor that a shape is chosen by, in host memory.
+at::Tensor sampled_blocks(const at::Tensor& input, uint64_t elements, uint32_t width) {
+  const at::Tensor bytes = input.view({-1}).view(at::kByte);
+  const int64_t count = memswap_sample_count(elements);
+  const int64_t block_bytes = int64_t{frame::kBlockElements} * width;
+  if (bytes.numel() <= count * block_bytes) {
+    return bytes.cpu();
+  }
+  at::Tensor blocks = at::empty({count}, at::kLong);
+  for (int64_t i = 0; i < count; ++i) {
+    blocks.mutable_data_ptr<int64_t>()[i] =
+        static_cast<int64_t>(memswap_sample_block(elements, static_cast<uint32_t>(i)));
+  }
+  const int64_t whole = bytes.numel() / block_bytes;
+  return bytes.narrow(0, 0, whole * block_bytes)
+      .view({whole, block_bytes})
+      .index_select(0, blocks.to(input.device()))
+      .cpu();
+}
+
 }  // namespace
 
 at::Tensor new_host_frame(size_t nbytes) { return new_bytes(nbytes, c10::kCPU); }
+
+uint8_t choose_shape(const at::Tensor& self, int64_t dtype) {
+  checked_layout(dtype, static_cast<int64_t>(frame::Shape::kRaw), 0);
+  const auto code = static_cast<uint8_t>(dtype);
+  const at::Tensor input = self.contiguous();
+  const uint32_t width = frame::width_of(static_cast<frame::Dtype>(dtype));
+  TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(input.const_data_ptr()) % width == 0 &&
+                        input.nbytes() % width == 0,
+                    "memswap: ", input.nbytes(), " bytes are no aligned array of elements of ",
+                    width, " bytes");
+  const uint64_t elements = input.nbytes() / width;
+  const memswap_launch threads = on_torch_threads();
+  if (input.is_cpu()) {
+    return memswap_choose_shape(input.const_data_ptr(), elements, code, &threads);
+  }
+  const c10::DeviceGuard guard(input.device());
+  const at::Tensor sample = sampled_blocks(input, elements, width);
+  return memswap_choose_shape_of_sample(sample.const_data_ptr(), elements, code, &threads);
+}
 
 at::Tensor encode_tensor(const at::Tensor& self, int64_t dtype, int64_t shape, bool checksum) {
   const memswap_codec& codec = codec_for(self);

@@ -6,6 +6,7 @@
 
 #include "backends.h"
 #include "host_memory.h"
+#include "memswap/sample.h"
 #include "parallel.h"
 #include "work/without_gil.h"
 
@@ -67,10 +68,14 @@ class Encode final : public WorkTicket {
       use->synchronize();
     }
     auto* header = static_cast<frame::Header*>(block_->data());
-    memswap_encode_job job = encode_job(plan_, options_);
-    job.input = storage_->storage.data();
-    job.frame = header;
+    const void* const bytes = storage_->storage.data();
     const memswap_launch here = launch_here();
+    if (!options_.shape) {
+      choose_shape(bytes, here);
+    }
+    memswap_encode_job job = encode_job(plan_, options_);
+    job.input = bytes;
+    job.frame = header;
     check_codec(cpu_codec(), cpu_codec().encode(&job, 1, &here),
                 "encode " + of_bytes(frame_->raw_nbytes));
     if (header->status != frame::kOk) {
@@ -85,6 +90,18 @@ class Encode final : public WorkTicket {
     }
     frame_->nbytes = block_->nbytes();
     frame_->block = std::move(block_);
+  }
+
+  // The plan had room for any.
+  void choose_shape(const void* bytes, const memswap_launch& here) {
+    options_.shape = memswap_choose_shape(bytes, plan_.layout.elements, options_.dtype, &here);
+    std::string refusal;
+    const auto plan = plan_frame(options_, bytes, frame_->raw_nbytes, refusal);
+    if (!plan || plan->frame_bytes() > block_->nbytes()) {
+      throw TransferError("cannot encode " + of_bytes(frame_->raw_nbytes) + " in shape " +
+                          std::to_string(*options_.shape) + ": " + refusal);
+    }
+    plan_ = *plan;
   }
 
   void move_to_destination() {
@@ -113,8 +130,8 @@ class Encode final : public WorkTicket {
   }
 
   const std::shared_ptr<LeavingStorages> leaving_;
-  const FramePlan plan_;
-  const FrameOptions options_;
+  FramePlan plan_;
+  FrameOptions options_;
   StorageRefPtr storage_;
   HostFramePtr frame_;
   BlockPtr block_;

@@ -11,7 +11,6 @@ namespace memswap::ascend {
 class Checksum {
  public:
   static constexpr uint32_t kMaxWords = 4096;  // of one step
-  static constexpr uint64_t kPrime = 4294967291u;
 
   __aicore__ inline void init(TPipe* pipe) {
     pipe_ = pipe;

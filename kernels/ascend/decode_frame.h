@@ -245,7 +245,7 @@ class FrameDecoder {
     }
     sum_ += checksum_.result(step % kSteps * (kStepBytes / 4));
     const bool last = step % kSteps == kSteps - 1 || (step + 1) * kStepBlocks >= share_.blocks;
-    if (last && static_cast<uint32_t>(sum_ % Checksum::kPrime) != plan.checksum) {
+    if (last && static_cast<uint32_t>(sum_ % frame::kChecksumPrime) != plan.checksum) {
       errors_ |= frame::kBadChecksum;
     }
   }

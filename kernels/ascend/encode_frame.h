@@ -151,7 +151,7 @@ class FrameEncoder {
       encode(moved, step);
       if (step % kSteps == kSteps - 1) {
         const TileRecord& record =
-            payloads_.end_tile(static_cast<uint32_t>(sum_ % Checksum::kPrime));
+            payloads_.end_tile(static_cast<uint32_t>(sum_ % frame::kChecksumPrime));
         counters_.count(record);
         records_.add(record);
       }

@@ -114,14 +114,14 @@ class EscapeReader {
 
   __aicore__ inline void make_distances() {
     const Lanes lq2_first = distances(kLq2First);
-    CreateVecIndex(distances(kLq3First), (int16_t)8, kEntries);
-    CreateVecIndex(distances(kLq2Second), (int16_t)6, kEntries);
+    CreateVecIndex(distances(kLq3First), (int16_t)frame::kLq3Nibbles.first, kEntries);
+    CreateVecIndex(distances(kLq2Second), (int16_t)frame::kLq2Nibbles.first, kEntries);
     Duplicate(lq2_first, (int16_t)0, static_cast<int32_t>(kEntries));
     barrier();
-    set_entry(distances(kLq3First), 12, 0);
-    set_entry(distances(kLq3First), 13, 255);
-    set_entry(distances(kLq2Second), 12, 255);
-    set_entry(distances(kLq2Second), 13, 254);
+    set_entry(distances(kLq3First), 12, frame::kLq3Nibbles.twelve);
+    set_entry(distances(kLq3First), 13, frame::kLq3Nibbles.thirteen);
+    set_entry(distances(kLq2Second), 12, frame::kLq2Nibbles.twelve);
+    set_entry(distances(kLq2Second), 13, frame::kLq2Nibbles.thirteen);
     set_entry(distances(kLq3First), 14, kZero);
     set_entry(distances(kLq3First), 15, kNext);
     set_entry(distances(kLq2Second), 14, kZero);

@@ -6,6 +6,9 @@
 
 namespace memswap::ascend {
 
+// The steps below compute these in place of comparisons.
+static_assert(frame::kLq2Nibbles.is(6, 255, 254));
+
 struct Lq2Counts {
   uint32_t escapes = 0;  // S1
   uint32_t rare = 0;     // S2

@@ -6,6 +6,9 @@
 
 namespace memswap::ascend {
 
+// The steps below compute these in place of comparisons.
+static_assert(frame::kLq3Nibbles.is(8, 0, 255));
+
 constexpr uint32_t kDenseSlotBytes = 1024;  // of one block's payload while it is put together
 constexpr uint32_t kHighBitsBytes = kBlockLanes / 8;
 

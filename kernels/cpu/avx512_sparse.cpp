@@ -1,13 +1,15 @@
-// Shape sparse to frames, with AVX-512.
+// Shape sparse to frames, with AVX-512, which appends bytes as fast as elements: so planes are cut
+// first and compacted each by itself, where vector_sparse.cpp compacts elements. Measured
+// (docs/benchmarks.md).
+#define MEMSWAP_VECTOR_AVX512
 #include <algorithm>
 
-#include "avx512.h"
-#include "avx512_bitmap.h"
-#include "avx512_exponents.h"
-#include "avx512_floats.h"
-#include "avx512_literal.h"
+#include "vector.h"
+#include "vector_bitmap.h"
+#include "vector_floats.h"
+#include "vector_literal.h"
 
-MEMSWAP_AVX512_BEGIN
+MEMSWAP_VECTOR_BEGIN
 
 namespace memswap::cpu::avx512 {
 namespace {
@@ -89,36 +91,36 @@ class SparseEncoder {
 
   static void compress(const uint8_t* elements, Block& block) {
     uint32_t live = 0;
-    uint64_t any_negative = 0;
-    Vector highest = _mm512_setzero_si512();
+    Lanes any_negative = 0;
+    Vector highest = Vector{};
     for (uint32_t i = 0; i < kVectors; ++i) {
       Vector v[kWidth];
       for (uint32_t j = 0; j < kWidth; ++j) {
         v[j] = rotate_left<kWidth>(load(elements + kLanes * (kWidth * i + j)));
       }
       split_bytes<kWidth>(v);
-      highest = _mm512_max_epu8(highest, v[kWidth - 1]);
+      highest = maximum(highest, v[kWidth - 1]);
       // The rotated +0 is 0, and -0 is 1.
-      Vector magnitude = _mm512_and_si512(v[0], broadcast(0xfe));
+      Vector magnitude = v[0] & 0xfe;
       for (uint32_t p = 1; p < kWidth; ++p) {
-        magnitude = _mm512_or_si512(magnitude, v[p]);
+        magnitude |= v[p];
       }
-      const uint64_t survivors = _mm512_test_epi8_mask(magnitude, magnitude);
-      const uint64_t negative = _mm512_test_epi8_mask(v[0], broadcast(1)) & ~survivors;
-      block.bitmap.word[i] = survivors;
-      block.negative.word[i] = negative;
+      const Lanes survivors = nonzero(magnitude);
+      const Lanes negative = mask_of_bit<0>(v[0]) & ~survivors;
+      store_mask(block.bitmap.byte + kLanes / 8 * i, survivors);
+      store_mask(block.negative.byte + kLanes / 8 * i, negative);
       any_negative |= negative;
       for (uint32_t p = 0; p < kWidth; ++p) {
         append(block.plane[p].byte + live, survivors, v[p]);
       }
-      live += count_bits(survivors);
+      live += count_of(survivors);
     }
     for (Row& plane : block.plane) {
-      store(plane.byte + live, _mm512_setzero_si512());
+      store(plane.byte + live, Vector{});
     }
     block.live = live;
     block.has_negative_zero = any_negative != 0;
-    block.maximum = maximum_of(highest) >> Type::kRestBits;
+    block.maximum = highest_of(highest) >> Type::kRestBits;
   }
 
   // c2 of the symbols, among which the zeros behind them do not count.
@@ -127,18 +129,17 @@ class SparseEncoder {
     Bytes& symbols = block.symbols;
     const Vector highest = broadcast(block.maximum);
     const Vector limit = broadcast(canonical::kClip);
-    Vector sums = _mm512_setzero_si512();
-    Vector present = _mm512_setzero_si512();
+    Sums sums{};
+    Vector present{};
     for (uint32_t i = 0; i < vectors; ++i) {
       const Vector top = load(block.plane[kWidth - 1].byte + kLanes * i);
       take_rest(top, i, block.rest);
-      const Vector symbol = Type::kRestBits == 0 ? top : shift_right<Type::kRestBits>(top);
+      const Vector symbol = move_bits<Type::kRestBits, 0, Type::kSymbolBits>(top);
       symbols.vector[i] = symbol;
-      sums = _mm512_add_epi64(
-          sums, partial_sums(_mm512_min_epu8(_mm512_sub_epi8(highest, symbol), limit)));
-      present = _mm512_add_epi8(present, _mm512_min_epu8(symbol, broadcast(1)));
+      sums = add_bytes(sums, minimum(highest - symbol, limit));
+      present += minimum(symbol, broadcast(1));
     }
-    const uint32_t count = total(partial_sums(present));
+    const uint32_t count = sum_of(present);
     const uint32_t of_zeros = (vectors * kLanes - count) * distance_of_zero(block.maximum);
     Crowd crowd{block.maximum, {total(sums) - of_zeros, count, 1}};
     if (Type::kSymbolBits == canonical::kOutlierBits && may_have_outliers(crowd.distances)) {
@@ -151,10 +152,10 @@ class SparseEncoder {
   // The R bits that share the top byte with E, as streams.
   static void take_rest(Vector top, uint32_t i, Row (&rest)[2]) {
     if constexpr (Type::kRestBits == 4) {
-      store_symbols4(rest[0].byte + kLanes / 2 * i, _mm512_and_si512(top, broadcast(15)));
+      store_symbols4(rest[0].byte + kLanes / 2 * i, top & 15);
     } else if constexpr (Type::kRestBits == 3) {
-      store_symbols2(rest[0].byte + kLanes / 4 * i, _mm512_and_si512(top, broadcast(3)));
-      store64(rest[1].byte + kLanes / 8 * i, _mm512_test_epi8_mask(top, broadcast(4)));
+      store_symbols2(rest[0].byte + kLanes / 4 * i, top & 3);
+      store_mask(rest[1].byte + kLanes / 8 * i, mask_of_bit<2>(top));
     }
   }
 
@@ -164,14 +165,13 @@ class SparseEncoder {
     uint8_t* end = block.escapes.symbol.byte;
     for (uint32_t i = 0; i < block.vectors(); ++i) {
       const Vector symbol = block.symbols.vector[i];
-      const Vector value = _mm512_sub_epi8(centers, symbol);
-      const __mmask64 live = first_lanes(block.live - kLanes * i);
-      const __mmask64 coded =
-          _mm512_mask_cmplt_epu8_mask(live, _mm512_sub_epi8(value, broadcast(1)), broadcast(3));
-      store_symbols2(block.codes.byte + kLanes / 4 * i, _mm512_maskz_mov_epi8(coded, value));
+      const Vector value = centers - symbol;
+      const Lanes live = first_lanes(block.live - kLanes * i);
+      const Lanes coded = less(value - 1, broadcast(3)) & live;
+      store_symbols2(block.codes.byte + kLanes / 4 * i, only(coded, value));
       end = append(end, live & ~coded, symbol);
     }
-    block.escapes.count = static_cast<uint32_t>(end - block.escapes.symbol.byte);
+    block.escapes.end_at(end, block.center);
   }
 
   // A sign for every element that is 0: first as bytes in a row, as those are appended without a
@@ -182,15 +182,17 @@ class SparseEncoder {
     }
     uint8_t* end = block.signs.byte;
     for (uint32_t i = 0; i < kVectors; ++i) {
-      end = append(end, ~block.bitmap.word[i], _mm512_movm_epi8(block.negative.word[i]));
+      const Lanes zeros = ~load_lanes(block.bitmap.byte + kLanes / 8 * i);
+      const Lanes negative = load_lanes(block.negative.byte + kLanes / 8 * i);
+      end = append(end, zeros, only(negative, broadcast(1)));
     }
-    store(end, _mm512_setzero_si512());
+    store(end, Vector{});
   }
 
   static uint8_t* append_signs(uint8_t* out, const Block& block) {
     const uint32_t zeros = frame::kBlockElements - block.live;
     for (uint32_t i = 0; i < zeros; i += kLanes) {
-      store64(out + i / 8, _mm512_movepi8_mask(load(block.signs.byte + i)));
+      store_mask(out + i / 8, mask_of_bit<0>(load(block.signs.byte + i)));
     }
     return out + bytes_of_bits(zeros);
   }
@@ -229,7 +231,7 @@ class SparseEncoder {
       encoded = encode_literal<false>(from, kDtype, Shape::kSparse, nullptr, payload_);
       encoded.zeros = zeros;
     } else {
-      store64(end, 0);  // the rest of the last unit
+      store_as<uint64_t>(end, 0);  // the rest of the last unit
       const uint32_t units = units_of_bytes(static_cast<uint32_t>(end - payload_));
       const uint32_t mode = block.has_negative_zero ? frame::kSignedZeros : frame::kZeros;
       encoded = {mode, units, zeros, block.center, block.center, packed};
@@ -261,4 +263,4 @@ EncodeBlocks sparse_encoder(const EncodeParams& params) {
 
 }  // namespace memswap::cpu::avx512
 
-MEMSWAP_AVX512_END
+MEMSWAP_VECTOR_END

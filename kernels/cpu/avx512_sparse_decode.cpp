@@ -1,11 +1,12 @@
-// Frames to shape sparse, with AVX-512.
-#include "avx512.h"
-#include "avx512_bitmap.h"
-#include "avx512_exponents.h"
-#include "avx512_floats.h"
-#include "avx512_literal.h"
+// Frames to shape sparse, with AVX-512: in steps, where vector_sparse.cpp decodes block by block.
+// Measured (docs/benchmarks.md).
+#define MEMSWAP_VECTOR_AVX512
+#include "vector.h"
+#include "vector_bitmap.h"
+#include "vector_floats.h"
+#include "vector_literal.h"
 
-MEMSWAP_AVX512_BEGIN
+MEMSWAP_VECTOR_BEGIN
 
 namespace memswap::cpu::avx512 {
 namespace {
@@ -65,22 +66,21 @@ inline bool find_streams(Streams& streams, const uint8_t* payload, uint32_t mode
 // asks whether `at` begins a byte.
 inline uint64_t bits_at(const uint8_t* stream, uint32_t at) {
   const uint8_t* from = stream + at / 8;
-  return load64(from) >> (at % 8) | load64(from + 1) << (8 - at % 8);
+  return load_as<uint64_t>(from) >> (at % 8) | load_as<uint64_t>(from + 1) << (8 - at % 8);
 }
 
 // How many of a stream's symbols of 2 bits are 0.
 inline uint32_t count_zeros2(const uint8_t* stream, uint32_t symbols) {
   const Vector lowest = broadcast(0x55);
-  Vector counts = _mm512_setzero_si512();
+  Sums counts{};
   const uint32_t bytes = symbols / 4;
   for (uint32_t i = 0; i < bytes; i += kLanes) {
-    const Vector merged = _mm512_mask_loadu_epi8(lowest, first_lanes(bytes - i), stream + i);
-    const Vector zeros =  // ~(a | b) & c
-        _mm512_ternarylogic_epi64(merged, _mm512_srli_epi16(merged, 1), lowest, 0x02);
-    counts = _mm512_add_epi64(counts, _mm512_popcnt_epi64(zeros));
+    const Vector merged =
+        vector(_mm512_mask_loadu_epi8(native(lowest), first_lanes(bytes - i), stream + i));
+    counts = add_zero_fields2(counts, merged);
   }
   const uint32_t last = stream[bytes];
-  return total(counts) + count_bits(~(last | last >> 1) & _bzhi_u32(0x55, symbols % 4 * 2));
+  return total(counts) + count_of(~(last | last >> 1) & _bzhi_u32(0x55, symbols % 4 * 2));
 }
 
 // In steps, see [Note: blocks in flight]: rows are stored and then loaded from anywhere in them,
@@ -150,19 +150,13 @@ class SparseDecoder {
     uint8_t* tops = tops_[b % 2].byte;
     for (uint32_t i = 0; i < streams.vectors(); ++i) {
       const Vector code = load_symbols2(streams.codes + kLanes / 4 * i);
-      const __mmask64 escaped =
-          _mm512_testn_epi8_mask(code, broadcast(3)) & first_lanes(streams.live - kLanes * i);
-      Vector top =
-          _mm512_mask_expand_epi8(_mm512_permutexvar_epi8(code, table), escaped, load(next_escape));
-      next_escape += count_bits(escaped);
+      const Expansion escapes(equal(code, Vector{}) & first_lanes(streams.live - kLanes * i));
+      Vector top = escapes.take_over(look_up(table, code), next_escape);
       if constexpr (Type::kRestBits == 4) {
-        const Vector rest = load_symbols4(streams.rest[0] + kLanes / 2 * i);
-        top = _mm512_ternarylogic_epi64(top, rest, broadcast(15), 0xf8);
+        top |= load_symbols4(streams.rest[0] + kLanes / 2 * i);
       } else if constexpr (Type::kRestBits == 3) {
-        const Vector rest = load_symbols2(streams.rest[0] + kLanes / 4 * i);
-        top = _mm512_ternarylogic_epi64(top, rest, broadcast(3), 0xf8);
-        top =
-            _mm512_mask_add_epi8(top, load64(streams.rest[1] + kLanes / 8 * i), top, broadcast(4));
+        top |= load_symbols2(streams.rest[0] + kLanes / 4 * i);
+        top = set_bit<2>(top, load_lanes(streams.rest[1] + kLanes / 8 * i));
       }
       store(tops + kLanes * i, top);
     }
@@ -201,19 +195,18 @@ class SparseDecoder {
     next[kWidth - 1] = tops;
     uint32_t zeros = 0;
     for (uint32_t i = 0; i < kVectors; ++i) {
-      const uint64_t survivors = streams.bitmap.word[i];
-      const uint32_t count = count_bits(survivors);
+      const Lanes survivors = load_lanes(streams.bitmap.byte + kLanes / 8 * i);
+      const Expansion expansion(survivors);
       Vector v[kWidth];
       for (uint32_t p = 0; p < kWidth; ++p) {
-        v[p] = opaque_zero();  // see [Note: compressing into a zero]
         if (kSigns && p == 0) {
           // The rotated +0 is 0, and -0 is 1.
-          const uint64_t negative = _pdep_u64(bits_at(streams.signs, zeros), ~survivors);
-          v[0] = _mm512_maskz_mov_epi8(negative, broadcast(1));
-          zeros += kLanes - count;
+          const Lanes negative = _pdep_u64(bits_at(streams.signs, zeros), ~survivors);
+          v[0] = expansion.take_over(only(negative, broadcast(1)), next[0]);
+          zeros += kLanes - expansion.count();
+        } else {
+          v[p] = expansion.take(next[p]);
         }
-        v[p] = _mm512_mask_expand_epi8(v[p], survivors, load(next[p]));
-        next[p] += count;
       }
       join_bytes<kWidth>(v);
       for (uint32_t j = 0; j < kWidth; ++j) {
@@ -265,4 +258,4 @@ DecodeBlocks sparse_tile_decoder(Dtype dtype, bool streaming) {
 
 }  // namespace memswap::cpu::avx512
 
-MEMSWAP_AVX512_END
+MEMSWAP_VECTOR_END

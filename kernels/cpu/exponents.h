@@ -19,6 +19,22 @@ constexpr uint8_t distance(uint8_t center, uint8_t exponent) {
   return static_cast<uint8_t>(center - exponent);
 }
 
+// Escapes of 4 bits.
+inline constexpr uint32_t kZeroNibble = 14;
+inline constexpr uint32_t kByteNibble = 15;
+constexpr uint32_t nibble_of(const frame::NibbleCode& code, uint8_t v, uint8_t exponent) {
+  return v >= code.first && v < code.first + 12 ? v - code.first
+         : v == code.twelve                     ? 12
+         : v == code.thirteen                   ? 13
+         : exponent == 0                        ? kZeroNibble
+                                                : kByteNibble;
+}
+constexpr uint8_t distance_of_nibble(const frame::NibbleCode& code, uint32_t nibble) {
+  return static_cast<uint8_t>(nibble < 12    ? nibble + code.first
+                              : nibble == 12 ? code.twelve
+                                             : code.thirteen);
+}
+
 struct Lq2 {
   static constexpr uint32_t code(uint8_t v) { return v >= 1 && v <= 3 ? v : kEscape; }
 
@@ -32,17 +48,13 @@ struct Lq2 {
   }
 
   // S2, 4 bits.
-  static constexpr uint32_t kSecondZero = 14;
-  static constexpr uint32_t kSecondEscape = 15;
+  static constexpr uint32_t kSecondZero = kZeroNibble;
+  static constexpr uint32_t kSecondEscape = kByteNibble;
   static constexpr uint32_t second(uint8_t v, uint8_t exponent) {
-    return v >= 6 && v <= 17 ? v - 6
-           : v == 255        ? 12
-           : v == 254        ? 13
-           : exponent == 0   ? kSecondZero
-                             : kSecondEscape;
+    return nibble_of(frame::kLq2Nibbles, v, exponent);
   }
   static constexpr uint8_t distance_of_second(uint32_t symbol) {
-    return static_cast<uint8_t>(symbol < 12 ? symbol + 6 : symbol == 12 ? 255 : 254);
+    return distance_of_nibble(frame::kLq2Nibbles, symbol);
   }
 };
 
@@ -50,17 +62,13 @@ struct Lq3 {
   static constexpr uint32_t code(uint8_t v) { return v >= 1 && v <= 7 ? v : kEscape; }
 
   // S1, 4 bits.
-  static constexpr uint32_t kFirstZero = 14;
-  static constexpr uint32_t kFirstEscape = 15;
+  static constexpr uint32_t kFirstZero = kZeroNibble;
+  static constexpr uint32_t kFirstEscape = kByteNibble;
   static constexpr uint32_t first(uint8_t v, uint8_t exponent) {
-    return v >= 8 && v <= 19 ? v - 8
-           : v == 0          ? 12
-           : v == 255        ? 13
-           : exponent == 0   ? kFirstZero
-                             : kFirstEscape;
+    return nibble_of(frame::kLq3Nibbles, v, exponent);
   }
   static constexpr uint8_t distance_of_first(uint32_t symbol) {
-    return static_cast<uint8_t>(symbol < 12 ? symbol + 8 : symbol == 12 ? 0 : 255);
+    return distance_of_nibble(frame::kLq3Nibbles, symbol);
   }
 };
 

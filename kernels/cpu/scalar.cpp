@@ -97,8 +97,6 @@ DecodeBlock decoder(Dtype dtype, Shape shape, bool) {
   return raw_decoder(dtype);
 }
 
-constexpr uint64_t kChecksumPrime = 4294967291;  // 2^32 - 5
-
 uint32_t checksum(const void* data, size_t bytes) {
   const auto* at = static_cast<const uint8_t*>(data);
   uint64_t sum = 0;
@@ -112,7 +110,7 @@ uint32_t checksum(const void* data, size_t bytes) {
     at += step;
     bytes -= step;
   }
-  return static_cast<uint32_t>(sum % kChecksumPrime);
+  return static_cast<uint32_t>(sum % frame::kChecksumPrime);
 }
 
 void copy_around_caches(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }

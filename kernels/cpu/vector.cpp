@@ -1,10 +1,11 @@
-// The table of the portable vector path.
+// The table of a vector path: every shape of every dtype has vector code, except that the last
+// block of shape ints, where it is not full, goes to the scalar function.
 #include "vector.h"
 
 #include "vector_bytes.h"
 
 namespace memswap::cpu {
-namespace vector {
+namespace MEMSWAP_ISA {
 namespace {
 
 using frame::Dtype;
@@ -47,28 +48,26 @@ DecodeBlock decoder(Dtype dtype, Shape shape, bool streaming) {
 }
 
 DecodeBlocks tile_decoder(Dtype dtype, Shape shape, bool streaming) {
-  return shape == Shape::kDense ? dense_tile_decoder(dtype, streaming) : nullptr;
+  switch (shape) {
+    case Shape::kDense:
+      return dense_tile_decoder(dtype, streaming);
+    case Shape::kSparse:
+      return sparse_tile_decoder(dtype, streaming);
+    default:
+      return nullptr;
+  }
 }
-
-// Too few bytes at a time to be worth more.
-void copy_around_caches(void* to, const void* from, size_t bytes) {
-  __builtin_memcpy(to, from, bytes);
-}
-
-void make_stores_visible() { fence(); }
 
 }  // namespace
-}  // namespace vector
 
-const BlockCodec& vector_blocks() {
-  static constexpr BlockCodec kBlocks = {"vector",
-                                         &vector::encoder,
-                                         &vector::decoder,
-                                         &vector::checksum,
-                                         &vector::copy_around_caches,
-                                         &vector::make_stores_visible,
-                                         &vector::tile_decoder};
+const BlockCodec& blocks() {
+  static constexpr BlockCodec kBlocks = {MEMSWAP_ISA_NAME,    &encoder, &decoder,     &checksum,
+                                         &copy_around_caches, &fence,   &tile_decoder};
   return kBlocks;
 }
+
+}  // namespace MEMSWAP_ISA
+
+const BlockCodec& MEMSWAP_ISA_BLOCKS() { return MEMSWAP_ISA::blocks(); }
 
 }  // namespace memswap::cpu

@@ -1,9 +1,9 @@
-// The portable vector path's shapes. dense and sparse return NULL where the dtype is no float.
+// A vector path's shapes. dense and sparse return NULL where the dtype is no float.
 #pragma once
 
-#include "block.h"
+#include "vector_lanes.h"
 
-namespace memswap::cpu::vector {
+namespace memswap::cpu::MEMSWAP_ISA {
 
 EncodeBlocks dense_encoder(const EncodeParams& params);
 DecodeBlock dense_decoder(frame::Dtype dtype, bool streaming);
@@ -12,6 +12,8 @@ EncodeBlocks upcast_encoder(const EncodeParams& params);
 DecodeBlock upcast_decoder(bool streaming);
 EncodeBlocks sparse_encoder(const EncodeParams& params);
 DecodeBlock sparse_decoder(frame::Dtype dtype, bool streaming);
+// NULL: sparse blocks are decoded one by one.
+DecodeBlocks sparse_tile_decoder(frame::Dtype dtype, bool streaming);
 EncodeBlocks bits_encoder(const EncodeParams& params);
 DecodeBlock bits_decoder(bool streaming);
 EncodeBlocks ints_encoder(const EncodeParams& params);
@@ -20,4 +22,4 @@ EncodeBlocks raw_encoder(const EncodeParams& params);
 DecodeBlock raw_decoder(frame::Dtype dtype, bool streaming);
 uint32_t checksum(const void* data, size_t bytes);
 
-}  // namespace memswap::cpu::vector
+}  // namespace memswap::cpu::MEMSWAP_ISA

@@ -2,11 +2,11 @@
 // packing bits, sums over all lanes. vector_neon.h has the same functions.
 #pragma once
 
-#include "vector_lanes.h"
+#include "vector_extensions.h"
 
 MEMSWAP_VECTOR_BEGIN
 
-namespace memswap::cpu::vector {
+namespace memswap::cpu::MEMSWAP_ISA {
 namespace {
 
 inline __m256i native(Vector value) { return reinterpret_cast<__m256i>(value); }
@@ -39,7 +39,7 @@ inline uint32_t count_bits(uint32_t bits) {
 // Which lanes are chosen.
 using Mask = uint32_t;
 
-inline Mask mask_of(Vector lanes) {
+inline Mask mask_of(Lanes lanes) {
   return static_cast<uint32_t>(_mm256_movemask_epi8(native(lanes)));
 }
 template <uint32_t kBit>
@@ -52,12 +52,12 @@ inline bool any(Mask mask) { return mask != 0; }
 // A bit for each lane, and back.
 inline void store_mask(uint8_t* to, Mask mask) { store_as(to, mask); }
 inline Mask load_mask(const uint8_t* from) { return load_as<Mask>(from); }
-inline Vector load_bits(const uint8_t* from) {
+inline Lanes load_lanes(const uint8_t* from) {
   const __m256i all = _mm256_set1_epi32(static_cast<int>(load_as<uint32_t>(from)));
   const Vector spread = vector(_mm256_shuffle_epi8(
       all, _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303)));
   const Vector bit = load(kLaneNumbers.bit);
-  return lanes_where((spread & bit) == bit);
+  return equal(spread & bit, bit);
 }
 
 // By lane, entry `index`, below 16, of the table, which is there twice.
@@ -131,7 +131,7 @@ template <uint32_t kWidth>
 struct LaneCounts {
   size_t all, first;
 };
-[[gnu::always_inline]] inline LaneCounts count_lanes(Vector lanes) {
+[[gnu::always_inline]] inline LaneCounts count_lanes(Lanes lanes) {
   const size_t mask = mask_of(lanes);
   return {static_cast<size_t>(__builtin_popcountll(mask)),
           static_cast<size_t>(__builtin_popcountll(mask & 0xffff))};
@@ -221,7 +221,19 @@ inline Vector interleave_high(Vector a, Vector b) {
   return vector(_mm256_permute2x128_si256(_mm256_unpacklo_epi8(native(a), native(b)),
                                           _mm256_unpackhi_epi8(native(a), native(b)), 0x31));
 }
-// The same of pairs of bytes.
+// The same of 4 bytes, and of pairs of bytes.
+inline Vector even_words(Vector a, Vector b) {
+  const __m256 words =
+      _mm256_shuffle_ps(_mm256_castsi256_ps(native(a)), _mm256_castsi256_ps(native(b)), 0x88);
+  return in_order(_mm256_castps_si256(words));
+}
+// Of 4 bytes, the lower and the upper half of the vector to 8 bytes.
+inline Vector widen_low_words(Vector words) {
+  return vector(_mm256_cvtepu32_epi64(low_half(words)));
+}
+inline Vector widen_high_words(Vector words) {
+  return vector(_mm256_cvtepu32_epi64(high_half(words)));
+}
 inline Vector odd_halves(Vector a, Vector b) {
   return in_order(
       _mm256_packus_epi32(_mm256_srli_epi32(native(a), 16), _mm256_srli_epi32(native(b), 16)));
@@ -236,6 +248,6 @@ inline Vector interleave_high_halves(Vector a, Vector b) {
 }
 
 }  // namespace
-}  // namespace memswap::cpu::vector
+}  // namespace memswap::cpu::MEMSWAP_ISA
 
 MEMSWAP_VECTOR_END

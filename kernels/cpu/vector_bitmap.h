@@ -1,12 +1,14 @@
 // The bitmap at the head of a payload, plain or packed (docs/format.md section 3).
 #pragma once
 
-#include "vector_expansion.h"
+#include "vector_bytes.h"
 
 MEMSWAP_VECTOR_BEGIN
 
-namespace memswap::cpu::vector {
+namespace memswap::cpu::MEMSWAP_ISA {
 namespace {
+
+inline constexpr uint32_t kBitmapVectors = frame::kBitmapBytes / kLanes;
 
 // A bit for each element of a block.
 struct alignas(64) Bitmap {
@@ -23,26 +25,28 @@ struct alignas(64) Bitmap {
 
 // Writes a bitmap, packed where that is shorter, and up to a vector behind it. Returns the end.
 inline uint8_t* encode_bitmap(const Bitmap& bitmap, uint8_t* out, bool& packed) {
-  uint8_t mixed[frame::kBitmapBytes + kLanes];
-  uint8_t* mixed_end = mixed;
-  uint8_t maps[frame::kMapsBytes];
-  for (uint32_t i = 0; i < frame::kBitmapBytes; i += kLanes) {
-    const Vector bytes = load(bitmap.byte + i);
-    const Mask not_zero = mask_of(lanes_where(bytes != 0));
-    const Mask not_full = mask_of(lanes_where(bytes != 255));
-    store_mask(maps + i / 8, not_zero);
-    store_mask(maps + frame::kByteMapBytes + i / 8, not_full);
-    mixed_end = append(mixed_end, not_zero & not_full, bytes);
+  Mask not_zero[kBitmapVectors], not_full[kBitmapVectors];
+  uint32_t mixed = 0;
+  for (uint32_t i = 0; i < kBitmapVectors; ++i) {
+    const Vector bytes = load(bitmap.byte + kLanes * i);
+    not_zero[i] = mask_of(nonzero(bytes));
+    not_full[i] = mask_of(~equal(bytes, broadcast(255)));
+    mixed += count_of(not_zero[i] & not_full[i]);
   }
-  const auto mixed_bytes = static_cast<uint32_t>(mixed_end - mixed);
-  packed = frame::kMapsBytes + mixed_bytes < frame::kBitmapBytes;
+  packed = frame::kMapsBytes + mixed < frame::kBitmapBytes;
   if (!packed) {
-    __builtin_memcpy(out, bitmap.byte, frame::kBitmapBytes);
+    for (uint32_t i = 0; i < frame::kBitmapBytes; i += kLanes) {
+      store(out + i, load(bitmap.byte + i));
+    }
     return out + frame::kBitmapBytes;
   }
-  __builtin_memcpy(out, maps, frame::kMapsBytes);
-  __builtin_memcpy(out + frame::kMapsBytes, mixed, mixed_bytes);
-  return out + frame::kMapsBytes + mixed_bytes;
+  uint8_t* end = out + frame::kMapsBytes;
+  for (uint32_t i = 0; i < kBitmapVectors; ++i) {
+    store_mask(out + kLanes / 8 * i, not_zero[i]);
+    store_mask(out + frame::kByteMapBytes + kLanes / 8 * i, not_full[i]);
+    end = append(end, not_zero[i] & not_full[i], load(bitmap.byte + kLanes * i));
+  }
+  return end;
 }
 
 // The reverse. Returns the end, or NULL if it is behind `end` or a byte is in neither map.
@@ -73,14 +77,15 @@ inline const uint8_t* decode_bitmap(Bitmap& bitmap, bool packed, const uint8_t* 
   }
   const uint8_t* next = in + frame::kMapsBytes;
   for (uint32_t i = 0; i < frame::kBitmapBytes; i += kLanes) {
-    const Vector not_zero = load_bits(in + i / 8);
-    const Vector not_full = load_bits(in + frame::kByteMapBytes + i / 8);
-    store(bitmap.byte + i, (not_zero & ~not_full) | Expansion(not_zero & not_full).take(next));
+    const Lanes not_zero = load_lanes(in + i / 8);
+    const Lanes not_full = load_lanes(in + frame::kByteMapBytes + i / 8);
+    const Vector full = only(not_zero & ~not_full, broadcast(255));
+    store(bitmap.byte + i, Expansion(not_zero & not_full).take_over(full, next));
   }
   return next;
 }
 
 }  // namespace
-}  // namespace memswap::cpu::vector
+}  // namespace memswap::cpu::MEMSWAP_ISA
 
 MEMSWAP_VECTOR_END

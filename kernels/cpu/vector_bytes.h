@@ -1,15 +1,15 @@
 // What is made of a target's vectors: rows, byte planes, bit planes and fields.
 #pragma once
 
-#if defined(__x86_64__)
-#include "vector_avx2.h"
+#if defined(MEMSWAP_VECTOR_AVX512)
+#include "vector_avx512.h"
 #else
-#include "vector_neon.h"
+#include "vector_expansion.h"
 #endif
 
 MEMSWAP_VECTOR_BEGIN
 
-namespace memswap::cpu::vector {
+namespace memswap::cpu::MEMSWAP_ISA {
 namespace {
 
 inline constexpr uint32_t kVectors = frame::kBlockElements / kLanes;  // of a byte per element
@@ -24,21 +24,20 @@ struct alignas(64) Row {
   uint8_t byte[frame::kBlockElements + 64];
 };
 
+// [Note: rows within a page]
+// A load or store that crosses the end of a page takes long (Zen 5: a store 23 cycles), and a row
+// is read or written by some that begin at any of its bytes. Where a stack begins is drawn by
+// chance for each process: without this alignment an AVX-512 encoder loses up to 40 % in one out of
+// three.
+inline constexpr uint32_t kRowAlignment = 2048;
+static_assert(sizeof(Row) <= kRowAlignment && kPageBytes % kRowAlignment == 0);
+
+struct alignas(kRowAlignment) AlignedRow : Row {};
+
 inline constexpr uint32_t kLineBytes = 64;  // of a cache
 
 inline bool is_line_aligned(const void* address) {
   return reinterpret_cast<uintptr_t>(address) % kLineBytes == 0;
-}
-
-inline Vector minimum(Vector a, Vector b) { return a < b ? a : b; }
-inline Vector maximum(Vector a, Vector b) { return a > b ? a : b; }
-// The `kCount` bits from kFrom on of each byte, to kTo; the others become 0.
-template <uint32_t kFrom, uint32_t kTo, uint32_t kCount>
-inline Vector move_bits(Vector value) {
-  using Halves = Elements<uint16_t>::Vector;
-  const Halves halves = reinterpret_cast<Halves>(value);  // there are no shifts of bytes
-  const Halves moved = kTo >= kFrom ? halves << (kTo - kFrom) : halves >> (kFrom - kTo);
-  return reinterpret_cast<Vector>(moved) & static_cast<uint8_t>(((1 << kCount) - 1) << kTo);
 }
 
 // Calls visit with 0, 1, 2 and 3 as constants: shifts by a constant are cheaper.
@@ -48,11 +47,6 @@ template <typename Visit>
   visit.template operator()<1>();
   visit.template operator()<2>();
   visit.template operator()<3>();
-}
-
-// The lanes whose number is below `count`.
-inline Vector first_lanes(uint32_t count) {
-  return lanes_where(load(kLaneNumbers.number) < broadcast(count < kLanes ? count : kLanes));
 }
 
 // kLanes elements of kWidth bytes, in kWidth vectors, to byte planes and back. Of the planes only
@@ -102,24 +96,6 @@ template <uint32_t kWidth, uint32_t kPlanes = kWidth>
   }
 }
 
-template <uint32_t kWidth>
-using UnsignedOf = std::conditional_t<
-    kWidth == 1, uint8_t,
-    std::conditional_t<kWidth == 2, uint16_t, std::conditional_t<kWidth == 4, uint32_t, uint64_t>>>;
-
-template <uint32_t kWidth>
-inline Vector rotate_left(Vector value) {
-  using Words = typename Elements<UnsignedOf<kWidth>>::Vector;
-  const Words words = reinterpret_cast<Words>(value);
-  return reinterpret_cast<Vector>(words << 1 | words >> (8 * kWidth - 1));
-}
-template <uint32_t kWidth>
-inline Vector rotate_right(Vector value) {
-  using Words = typename Elements<UnsignedOf<kWidth>>::Vector;
-  const Words words = reinterpret_cast<Words>(value);
-  return reinterpret_cast<Vector>(words >> 1 | words << (8 * kWidth - 1));
-}
-
 // --- Planes of the bits from kShift on (docs/format.md section 2) --------------------------------
 
 template <uint32_t kShift, uint32_t kWidth, bool kStreaming>
@@ -131,13 +107,14 @@ inline void store_plane(uint8_t* plane, const Bytes& bytes) {
   } else {
     constexpr uint32_t kParts = 8 / kWidth;
     constexpr uint32_t kPlaneVectors = kVectors / kParts;
-    constexpr uint8_t kMask = (1 << kWidth) - 1;
     for (uint32_t i = 0; i < kPlaneVectors; ++i) {
       Vector merged{};
-      for (uint32_t part = 0; part < kParts; ++part) {
-        const Vector field = bytes.vector[kPlaneVectors * part + i] >> kShift & kMask;
-        merged |= field << static_cast<uint8_t>(kWidth * part);
-      }
+      for_quarters([&]<uint32_t kPart>() {
+        if constexpr (kPart < kParts) {
+          const Vector value = bytes.vector[kPlaneVectors * kPart + i];
+          merged |= move_bits<kShift, kWidth * kPart, kWidth>(value);
+        }
+      });
       store_line<kStreaming>(plane + kLanes * i, merged);
     }
   }
@@ -147,20 +124,20 @@ inline void store_plane(uint8_t* plane, const Bytes& bytes) {
 template <uint32_t kShift, uint32_t kWidth>
 inline void add_plane(Bytes& bytes, const uint8_t* plane) {
   if constexpr (kWidth == 1) {
-    constexpr uint8_t kBit = 1 << kShift;
     for (uint32_t i = 0; i < kVectors; ++i) {
-      bytes.vector[i] |= load_bits(plane + kLanes / 8 * i) & kBit;
+      bytes.vector[i] = set_bit<kShift>(bytes.vector[i], load_lanes(plane + kLanes / 8 * i));
     }
   } else {
     constexpr uint32_t kParts = 8 / kWidth;
     constexpr uint32_t kPlaneVectors = kVectors / kParts;
-    constexpr uint8_t kMask = (1 << kWidth) - 1;
     for (uint32_t i = 0; i < kPlaneVectors; ++i) {
       const Vector merged = load(plane + kLanes * i);
-      for (uint32_t part = 0; part < kParts; ++part) {
-        const Vector field = merged >> static_cast<uint8_t>(kWidth * part) & kMask;
-        bytes.vector[kPlaneVectors * part + i] |= field << kShift;
-      }
+      for_quarters([&]<uint32_t kPart>() {
+        if constexpr (kPart < kParts) {
+          bytes.vector[kPlaneVectors * kPart + i] |=
+              move_bits<kWidth * kPart, kShift, kWidth>(merged);
+        }
+      });
     }
   }
 }
@@ -230,6 +207,6 @@ inline void copy_lines(uint8_t* to, const uint8_t* from, uint32_t bytes) {
 }
 
 }  // namespace
-}  // namespace memswap::cpu::vector
+}  // namespace memswap::cpu::MEMSWAP_ISA
 
 MEMSWAP_VECTOR_END

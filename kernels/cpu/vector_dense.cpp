@@ -7,7 +7,7 @@
 
 MEMSWAP_VECTOR_BEGIN
 
-namespace memswap::cpu::vector {
+namespace memswap::cpu::MEMSWAP_ISA {
 namespace {
 
 template <frame::Dtype kDtype, bool kStreaming>
@@ -53,7 +53,7 @@ inline bool take_high_halves(const uint8_t* elements, uint8_t* high) {
   }
   using Words = Elements<uint32_t>::Vector;
   const Words low_bits = reinterpret_cast<Words>(all) << 16;
-  return sum_of(lanes_where(reinterpret_cast<Vector>(low_bits) != 0) & 1) == 0;
+  return !any(mask_of(nonzero(reinterpret_cast<Vector>(low_bits))));
 }
 
 template <bool kStreaming>
@@ -70,6 +70,6 @@ inline void put_high_halves(uint8_t* elements, const uint8_t* high) {
 
 #include "dense_blocks.h"
 
-}  // namespace memswap::cpu::vector
+}  // namespace memswap::cpu::MEMSWAP_ISA
 
 MEMSWAP_VECTOR_END

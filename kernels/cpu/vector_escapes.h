@@ -1,11 +1,11 @@
 // The streams behind L0: S1, S2 and E bytes, of what the modes LQ2 and LQ3 cannot code.
 #pragma once
 
-#include "vector_expansion.h"
+#include "vector_bytes.h"
 
 MEMSWAP_VECTOR_BEGIN
 
-namespace memswap::cpu::vector {
+namespace memswap::cpu::MEMSWAP_ISA {
 namespace {
 
 // The v of nibbles 0 (then 11 more), 12 and 13; 14 means E = 0, 15 a byte E.
@@ -14,19 +14,19 @@ struct NibbleCode {
   alignas(16) uint8_t nibble[16];  // by v - first, kept below 13
   alignas(16) uint8_t value[16];   // the reverse; of 14 and 15 nothing
 };
-constexpr NibbleCode nibble_code(uint8_t first, uint8_t twelve, uint8_t thirteen) {
-  NibbleCode code{first, twelve, thirteen, {}, {}};
+constexpr NibbleCode nibble_code(const frame::NibbleCode& of) {
+  NibbleCode code{of.first, of.twelve, of.thirteen, {}, {}};
   for (uint8_t i = 0; i < 12; ++i) {
     code.nibble[i] = i;
-    code.value[i] = static_cast<uint8_t>(first + i);
+    code.value[i] = static_cast<uint8_t>(of.first + i);
   }
   code.nibble[12] = 15;
-  code.value[12] = twelve;
-  code.value[13] = thirteen;
+  code.value[12] = of.twelve;
+  code.value[13] = of.thirteen;
   return code;
 }
-inline constexpr NibbleCode kLq2Nibbles = nibble_code(6, 255, 254);
-inline constexpr NibbleCode kLq3Nibbles = nibble_code(8, 0, 255);
+inline constexpr NibbleCode kLq2Nibbles = nibble_code(frame::kLq2Nibbles);
+inline constexpr NibbleCode kLq3Nibbles = nibble_code(frame::kLq3Nibbles);
 
 // The symbols E of what has no code, in a row.
 struct Escapes {
@@ -53,18 +53,18 @@ inline uint8_t* encode_nibbles(const NibbleCode& code, const Escapes& escapes, u
   const Vector first = broadcast(static_cast<uint8_t>(center - code.first));
   const Vector twelve = broadcast(static_cast<uint8_t>(center - code.twelve));
   const Vector thirteen = broadcast(static_cast<uint8_t>(center - code.thirteen));
-  Row raw;
+  AlignedRow raw;
   uint8_t* raw_end = raw.byte;
   for (uint32_t i = 0; i < escapes.count; i += kLanes) {
     const Vector symbol = load(escapes.symbol.byte + i);
     Vector nibble = look_up(table, minimum(first - symbol, broadcast(12)));
-    nibble ^= lanes_where(symbol == twelve) & (15 ^ 12);
-    nibble ^= lanes_where(symbol == thirteen) & (15 ^ 13);
-    const Mask escaped = mask_of(lanes_where(nibble == 15));
-    if (any(escaped)) {
-      const Vector zero = lanes_where(symbol == 0) & lanes_where(nibble == 15);
-      nibble ^= zero & (15 ^ 14);
-      raw_end = append(raw_end, escaped & ~mask_of(zero), symbol);
+    nibble ^= only(equal(symbol, twelve), broadcast(15 ^ 12));
+    nibble ^= only(equal(symbol, thirteen), broadcast(15 ^ 13));
+    const Lanes escaped = equal(nibble, broadcast(15));
+    if (any(mask_of(escaped))) {
+      const Lanes zero = equal(symbol, Vector{}) & escaped;
+      nibble ^= only(zero, broadcast(15 ^ 14));
+      raw_end = append(raw_end, mask_of(escaped & ~zero), symbol);
     }
     store_symbols4(out + i / 2, nibble);
   }
@@ -78,9 +78,13 @@ inline uint8_t* encode_nibbles(const NibbleCode& code, const Escapes& escapes, u
   return nibbles_end + raw_count;
 }
 
-// The reverse, with symbols where elements have them ([Note: placed symbols] in avx512_escapes.h; a
-// Place's of() keeps 0 as it is): `count` placed symbols into `symbols`. Returns the end, or NULL
-// if it is behind `end`.
+// [Note: placed symbols]
+// A decoder wants the symbols E where elements have them. Moving bits within a byte can be done
+// before a look-up as well as behind it, so the tables and the rare bytes E are moved, and not a
+// block's symbols. A Place says how: its of() keeps 0 as it is.
+
+// The reverse: `count` placed symbols into `symbols`. Returns the end, or NULL if it is behind
+// `end`.
 template <typename Place>
 inline const uint8_t* decode_nibbles(const NibbleCode& code, const uint8_t* in, const uint8_t* end,
                                      uint32_t count, uint8_t center, Row& symbols) {
@@ -95,7 +99,7 @@ inline const uint8_t* decode_nibbles(const NibbleCode& code, const uint8_t* in, 
   for (uint32_t i = 0; i < count; i += kLanes) {
     const Vector nibble = load_symbols4(in + i / 2);
     Vector symbol = look_up(table, nibble);
-    const Vector escaped = lanes_where(nibble == 15) & first_lanes(count - i);
+    const Lanes escaped = equal(nibble, broadcast(15)) & first_lanes(count - i);
     if (any(mask_of(escaped))) {
       const Expansion bytes(escaped);
       if (bytes.count() > static_cast<size_t>(end - raw)) {
@@ -122,7 +126,7 @@ inline uint8_t* encode_escapes2(const Escapes& escapes, uint8_t center, uint8_t*
     const Vector symbol = load(escapes.symbol.byte + i);
     const Vector first = look_up(table, minimum(centers - symbol, broadcast(15)));
     store_symbols2(out + i / 4, first);
-    end = append(end, mask_of(lanes_where(first == 3)), symbol);
+    end = append(end, mask_of(equal(first, broadcast(3))), symbol);
   }
   deeper.end_at(end, static_cast<uint8_t>(center - kLq2Nibbles.first));
   return encode_nibbles(kLq2Nibbles, deeper, center, out + bytes_of_bits(2 * escapes.count), limit);
@@ -139,18 +143,18 @@ inline const uint8_t* decode_escapes2(const uint8_t* in, const uint8_t* end, uin
   alignas(16) static constexpr uint8_t kValue[16] = {0, 4, 5};
   alignas(16) static constexpr uint8_t kCoded[16] = {255, 255, 255};
   const Vector table = Place::of((broadcast(center) - repeat16(kValue)) & repeat16(kCoded));
-  Bytes deeper;
+  Lanes deeper[kVectors];
   uint32_t deeper_count = 0;
   for (uint32_t i = 0; i < count; i += kLanes) {
     const Vector index = load_symbols2(in + i / 4);
-    deeper.vector[i / kLanes] = lanes_where(index == 3) & first_lanes(count - i);
-    deeper_count += count_of(mask_of(deeper.vector[i / kLanes]));
+    deeper[i / kLanes] = equal(index, broadcast(3)) & first_lanes(count - i);
+    deeper_count += count_of(mask_of(deeper[i / kLanes]));
     store(symbols.byte + i, look_up(table, index));
   }
   if (deeper_count == 0) {
     return second;
   }
-  Row deeper_symbols;
+  AlignedRow deeper_symbols;
   const uint8_t* last =
       decode_nibbles<Place>(kLq2Nibbles, second, end, deeper_count, center, deeper_symbols);
   if (last == nullptr) {
@@ -158,13 +162,13 @@ inline const uint8_t* decode_escapes2(const uint8_t* in, const uint8_t* end, uin
   }
   const uint8_t* next = deeper_symbols.byte;
   for (uint32_t i = 0; i < count; i += kLanes) {
-    const Expansion expansion(deeper.vector[i / kLanes]);
-    store(symbols.byte + i, load(symbols.byte + i) | expansion.take(next));
+    const Expansion expansion(deeper[i / kLanes]);
+    store(symbols.byte + i, expansion.take_over(load(symbols.byte + i), next));
   }
   return last;
 }
 
 }  // namespace
-}  // namespace memswap::cpu::vector
+}  // namespace memswap::cpu::MEMSWAP_ISA
 
 MEMSWAP_VECTOR_END

@@ -1,18 +1,31 @@
-// The reverse of appending chosen lanes to a row: the bytes of a row, back in those lanes.
+// The reverse of appending chosen lanes to a row: the bytes of a row, back in those lanes. For AVX2
+// and NEON; AVX-512 has an instruction.
 #pragma once
 
-#include "vector_bytes.h"
+#if defined(__x86_64__)
+#include "vector_avx2.h"
+#else
+#include "vector_neon.h"
+#endif
 
 MEMSWAP_VECTOR_BEGIN
 
-namespace memswap::cpu::vector {
+namespace memswap::cpu::MEMSWAP_ISA {
 namespace {
+
+// How many of the bytes' fields of 2 bits are 0, added to sums.
+inline Sums add_zero_fields2(Sums sums, Vector fields) {
+  // By 4 bits, that is two fields.
+  alignas(16) static constexpr uint8_t kZeroFields[16] = {2, 1, 1, 1, 1, 0, 0, 0,
+                                                          1, 0, 0, 0, 1, 0, 0, 0};
+  const Vector table = repeat16(kZeroFields);
+  return add_bytes(sums, look_up(table, fields & 15) + look_up(table, move_bits<4, 0, 4>(fields)));
+}
 
 // Which byte of a row each chosen lane has; the row is given last, as planes of a block share it.
 class Expansion {
  public:
-  // `chosen`: lanes of 0 or 255.
-  [[gnu::always_inline]] explicit Expansion(Vector chosen)
+  [[gnu::always_inline]] explicit Expansion(Lanes chosen)
       : places_(places_of(chosen)), counts_(count_lanes(chosen)) {}
 
   // The next bytes of a row in the chosen lanes, 0 in the others. A vector of the row is read.
@@ -25,12 +38,16 @@ class Expansion {
     row += count();
     return expanded;
   }
+  // And `base` where nothing expands; it is 0 elsewhere.
+  [[gnu::always_inline]] Vector take_over(Vector base, const uint8_t*& row) const {
+    return base | take(row);
+  }
   uint32_t count() const { return counts_.all; }
 
  private:
   // Sums over a half, from its first lane to each: so many lanes are chosen up to it, and a chosen
   // lane adds 255, which is -1. In lanes that are not chosen, a look-up finds nothing.
-  [[gnu::always_inline]] static Vector places_of(Vector chosen) {
+  [[gnu::always_inline]] static Vector places_of(Lanes chosen) {
     Vector sums = chosen;
     sums += move_up<1>(sums);
     sums += move_up<2>(sums);
@@ -44,6 +61,6 @@ class Expansion {
 };
 
 }  // namespace
-}  // namespace memswap::cpu::vector
+}  // namespace memswap::cpu::MEMSWAP_ISA
 
 MEMSWAP_VECTOR_END

@@ -6,7 +6,7 @@
 
 MEMSWAP_VECTOR_BEGIN
 
-namespace memswap::cpu::vector {
+namespace memswap::cpu::MEMSWAP_ISA {
 namespace {
 
 // --- Encoding ----------------------------------------------------------------------------------
@@ -39,7 +39,7 @@ inline void encode_low_plane_as(const Bytes& symbols, uint8_t center, uint8_t* l
       Vector code = first - symbols.vector[at];
       if constexpr (kCode != Code::kFixed) {
         code = minimum(code, limit);
-        store_mask(escaped + kLanes / 8 * at, mask_of(lanes_where(code == limit)));
+        store_mask(escaped + kLanes / 8 * at, mask_of(equal(code, limit)));
       }
       code += 1;
       if constexpr (kCode == Code::kLq3) {
@@ -107,7 +107,7 @@ inline bool encode_payload(const Bytes& symbols, Choice& choice, const Pending& 
 // A block's symbols before they are joined with the rest of their elements, vector by vector: where
 // the codes are, and in a row what stands for those that escape.
 struct Symbols {
-  Row escapes;  // kLq2, kLq3; placed
+  AlignedRow escapes;  // kLq2, kLq3; placed
   Code code;
   uint8_t center;
   uint32_t bits;           // kFixed: of a code
@@ -142,11 +142,13 @@ class SymbolCursor {
   template <uint32_t kQuarter>
   [[gnu::always_inline]] Vector take(uint32_t i) {
     Vector code = low_codes<kQuarter>(low_, i);
+    Lanes escaped = equal(code, Vector{});
     if constexpr (kCode == Code::kLq3) {
-      const uint32_t at = kVectors / 4 * kQuarter + i;
-      code |= load_bits(high_ + kLanes / 8 * at) & 4;
+      const Lanes high = load_lanes(high_ + kLanes / 8 * (kVectors / 4 * kQuarter + i));
+      escaped &= ~high;
+      code = set_bit<2>(code, high);
     }
-    return look_up(table_, code) | Expansion(lanes_where(code == 0)).take(next_);
+    return Expansion(escaped).take_over(look_up(table_, code), next_);
   }
 
  private:
@@ -180,16 +182,11 @@ class SymbolCursor<Code::kFixed, Place> {
 
 // The escapes of LQ2: fields of L0 that are 0.
 inline uint32_t count_escapes2(const uint8_t* low) {
-  // By 4 bits, that is two fields.
-  alignas(16) static constexpr uint8_t kZeroFields[16] = {2, 1, 1, 1, 1, 0, 0, 0,
-                                                          1, 0, 0, 0, 1, 0, 0, 0};
-  const Vector table = repeat16(kZeroFields);
-  Vector counts{};
+  Sums counts{};
   for (uint32_t i = 0; i < kVectors / 4; ++i) {
-    const Vector merged = load(low + kLanes * i);
-    counts += look_up(table, merged & 15) + look_up(table, move_bits<4, 0, 4>(merged));
+    counts = add_zero_fields2(counts, load(low + kLanes * i));
   }
-  return sum_of(counts);
+  return total(counts);
 }
 
 // Those of LQ3, whose bit 2 is not set either.
@@ -198,7 +195,7 @@ inline uint32_t count_escapes3(const uint8_t* low, const uint8_t* high) {
   for_quarters([&]<uint32_t kQuarter>() {
     for (uint32_t i = 0; i < kVectors / 4; ++i) {
       const uint32_t at = kVectors / 4 * kQuarter + i;
-      count += count_of(mask_of(lanes_where(low_codes<kQuarter>(low, i) == 0)) &
+      count += count_of(mask_of(equal(low_codes<kQuarter>(low, i), Vector{})) &
                         ~load_mask(high + kLanes / 8 * at));
     }
   });
@@ -233,6 +230,6 @@ inline bool decode_symbols(Symbols& symbols, const uint8_t* low, const uint8_t* 
 }
 
 }  // namespace
-}  // namespace memswap::cpu::vector
+}  // namespace memswap::cpu::MEMSWAP_ISA
 
 MEMSWAP_VECTOR_END

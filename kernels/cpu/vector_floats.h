@@ -6,7 +6,7 @@
 
 MEMSWAP_VECTOR_BEGIN
 
-namespace memswap::cpu::vector {
+namespace memswap::cpu::MEMSWAP_ISA {
 namespace {
 
 // How a float's rotated bytes are laid out: byte planes below, then a byte of kRestBits bits of R
@@ -24,7 +24,7 @@ struct Float {
   static_assert(kBytePlanes + 1 == kWidth && kRestBits + kSymbolBits == 8);
 };
 
-// See [Note: placed symbols] in avx512_escapes.h: above R in the top byte of a rotated element.
+// See [Note: placed symbols]: above R in the top byte of a rotated element.
 template <frame::Dtype kDtype>
 struct InRotated {
   static Vector of(Vector symbols) {
@@ -123,8 +123,8 @@ template <uint32_t kRestBits, uint32_t kQuarter>
   } else {
     static_assert(kRestBits == 3);
     const Vector merged = load(planes + kLanes * i);
-    return look_up(table, move_bits<2 * kQuarter, 0, 2>(merged)) |
-           (load_bits(planes + frame::kLowPlaneBytes + kLanes / 8 * at) & 2);
+    return set_bit<1>(look_up(table, move_bits<2 * kQuarter, 0, 2>(merged)),
+                      load_lanes(planes + frame::kLowPlaneBytes + kLanes / 8 * at));
   }
 }
 
@@ -211,8 +211,9 @@ inline void join_floats(uint8_t* elements, const uint8_t* planes, const Symbols&
       v[kWidth - 1] = cursor.template take<kQuarter>(quarter_i);
       if constexpr (Type::kRestBits != 0) {
         static_assert(Type::kRestBits == 3);
-        v[kWidth - 1] |= move_bits<2 * kQuarter, 0, 2>(load(plane2 + kLanes * quarter_i)) |
-                         (load_bits(plane2 + frame::kLowPlaneBytes + kLanes / 8 * i) & 4);
+        v[kWidth - 1] |= move_bits<2 * kQuarter, 0, 2>(load(plane2 + kLanes * quarter_i));
+        v[kWidth - 1] =
+            set_bit<2>(v[kWidth - 1], load_lanes(plane2 + frame::kLowPlaneBytes + kLanes / 8 * i));
       }
       store_rotated<kWidth, kStreaming>(elements + kLanes * kWidth * i, v);
     }
@@ -220,6 +221,6 @@ inline void join_floats(uint8_t* elements, const uint8_t* planes, const Symbols&
 }
 
 }  // namespace
-}  // namespace memswap::cpu::vector
+}  // namespace memswap::cpu::MEMSWAP_ISA
 
 MEMSWAP_VECTOR_END

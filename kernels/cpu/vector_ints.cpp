@@ -6,7 +6,7 @@
 
 MEMSWAP_VECTOR_BEGIN
 
-namespace memswap::cpu::vector {
+namespace memswap::cpu::MEMSWAP_ISA {
 namespace {
 
 using frame::Dtype;
@@ -26,12 +26,18 @@ inline void find_extent(const uint8_t* elements, Element& least, Element& most) 
     low = v < low ? v : low;
     high = v > high ? v : high;
   }
-  least = low[0];
-  most = high[0];
-  for (uint32_t i = 1; i < kLanes / sizeof(Element); ++i) {
-    least = low[i] < least ? low[i] : least;
-    most = high[i] > most ? high[i] : most;
+  constexpr uint32_t kCount = kLanes / sizeof(Element);
+  alignas(kLanes) Element lows[kCount], highs[kCount];
+  store_as(lows, low);
+  store_as(highs, high);
+  for (uint32_t half = kCount / 2; half != 0; half /= 2) {
+    for (uint32_t i = 0; i < half; ++i) {
+      lows[i] = lows[i + half] < lows[i] ? lows[i + half] : lows[i];
+      highs[i] = highs[i + half] > highs[i] ? highs[i + half] : highs[i];
+    }
   }
+  least = lows[0];
+  most = highs[0];
 }
 
 // Writes the planes of `bits` bits, no more than 8 kPlanes, of the elements' offsets.
@@ -43,12 +49,22 @@ inline void encode_offsets(const uint8_t* elements, uint64_t reference, uint32_t
   const uint32_t byte_planes = bits / 8;
   Bytes rest;
   for (uint32_t i = 0; i < kVectors; ++i) {
-    Vector v[kWidth];
+    Vector offsets[kWidth];
     for (uint32_t j = 0; j < kWidth; ++j) {
-      v[j] = reinterpret_cast<Vector>(load_as<Values>(elements + kLanes * (kWidth * i + j)) -
-                                      references);
+      offsets[j] = reinterpret_cast<Vector>(load_as<Values>(elements + kLanes * (kWidth * i + j)) -
+                                            references);
     }
-    split_bytes<kWidth, kPlanes>(v);
+    // Of eight bytes that need no more than four, the others are left out first.
+    constexpr uint32_t kNarrow = kWidth == 8 && kPlanes <= 4 ? 4 : kWidth;
+    Vector v[kNarrow];
+    for (uint32_t j = 0; j < kNarrow; ++j) {
+      if constexpr (kNarrow == kWidth) {
+        v[j] = offsets[j];
+      } else {
+        v[j] = even_words(offsets[2 * j], offsets[2 * j + 1]);
+      }
+    }
+    split_bytes<kNarrow, kPlanes>(v);
     for (uint32_t p = 0; p < kPlanes; ++p) {
       if (p < byte_planes) {
         store(planes + frame::kBlockElements * p + kLanes * i, v[p]);
@@ -70,15 +86,22 @@ inline void decode_offsets(uint8_t* out, uint64_t reference, uint32_t bits, cons
   Bytes rest{};
   add_field<0>(rest, planes + frame::kBlockElements * byte_planes, bits % 8);
   for (uint32_t i = 0; i < kVectors; ++i) {
-    Vector v[kWidth]{};
+    constexpr uint32_t kNarrow = kWidth == 8 && kPlanes <= 4 ? 4 : kWidth;
+    Vector v[kNarrow]{};
     for (uint32_t p = 0; p < kPlanes; ++p) {
       v[p] = p < byte_planes    ? load(planes + frame::kBlockElements * p + kLanes * i)
              : p == byte_planes ? rest.vector[i]
                                 : Vector{};
     }
-    join_bytes<kWidth, kPlanes>(v);
+    join_bytes<kNarrow, kPlanes>(v);
     for (uint32_t j = 0; j < kWidth; ++j) {
-      const Values value = reinterpret_cast<Values>(v[j]) + references;
+      Vector offset;
+      if constexpr (kNarrow == kWidth) {
+        offset = v[j];
+      } else {
+        offset = j % 2 == 0 ? widen_low_words(v[j / 2]) : widen_high_words(v[j / 2]);
+      }
+      const Values value = reinterpret_cast<Values>(offset) + references;
       store_line<kStreaming>(out + kLanes * (kWidth * i + j), reinterpret_cast<Vector>(value));
     }
   }
@@ -160,9 +183,9 @@ EncodedBlock encode_bits(const EncodeParams& params, const void* elements, uint3
   for (uint32_t i = 0; i < kVectors; ++i) {
     const Vector bytes = load(from + kLanes * i);
     all |= bytes;
-    store_mask(bitmap.byte + kLanes / 8 * i, mask_of(lanes_where(bytes != 0)));
+    store_mask(bitmap.byte + kLanes / 8 * i, mask_of(nonzero(bytes)));
   }
-  if (sum_of(lanes_where(all > 1) & 1) != 0) {
+  if (any(mask_of(less(broadcast(1), all)))) {
     return encode_literal<false>(from, params.dtype, Shape::kBits, slab, payload);
   }
   bool packed;
@@ -190,7 +213,8 @@ bool decode_bits(void* out, const uint8_t* slab, const uint8_t* payload, uint32_
     return false;
   }
   for (uint32_t i = 0; i < kVectors; ++i) {
-    store_line<kStreaming>(to + kLanes * i, load_bits(bitmap.byte + kLanes / 8 * i) & 1);
+    store_line<kStreaming>(to + kLanes * i,
+                           only(load_lanes(bitmap.byte + kLanes / 8 * i), broadcast(1)));
   }
   return true;
 }
@@ -250,7 +274,6 @@ DecodeBlock raw_decoder(Dtype dtype, bool streaming) {
 
 // Words stand in pairs in 64-bit lanes: the even ones weigh 1, 5, 9, ..., the odd ones 2 more.
 uint32_t checksum(const void* data, size_t bytes) {
-  constexpr uint64_t kPrime = 4294967291;  // docs/format.md section 4
   const auto* at = static_cast<const uint8_t*>(data);
   Words64 weight{}, even{}, odd{};
   for (uint32_t i = 0; i < kWords; ++i) {
@@ -275,9 +298,9 @@ uint32_t checksum(const void* data, size_t bytes) {
   for (uint32_t i = 0; i < kWords; ++i) {
     sum += even[i] + odd[i];
   }
-  return static_cast<uint32_t>(sum % kPrime);
+  return static_cast<uint32_t>(sum % frame::kChecksumPrime);
 }
 
-}  // namespace memswap::cpu::vector
+}  // namespace memswap::cpu::MEMSWAP_ISA
 
 MEMSWAP_VECTOR_END

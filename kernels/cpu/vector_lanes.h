@@ -1,6 +1,11 @@
-// Vectors of bytes from GCC's vector extensions, AVX2 on x86-64 and NEON on aarch64, and tables of
-// their lanes. Internal linkage throughout, as these files are compiled for more than the baseline
-// on x86-64.
+// Vectors of bytes from GCC's vector extensions: AVX-512 and AVX2 on x86-64, NEON on aarch64.
+// Internal linkage throughout, as these files are compiled for more than the baseline on x86-64.
+//
+// [Note: one source for all vectors]
+// The algorithms stand once, in the vector_*.h and vector_*.cpp that include this, and are compiled
+// for each set of instructions in a namespace of its own. What sets do differently has one name in
+// vector_avx512.h, vector_avx2.h and vector_neon.h, the latter two with vector_extensions.h. Only
+// shape sparse has code of its own for AVX-512, where that measured faster.
 #pragma once
 
 #include <stddef.h>
@@ -8,8 +13,23 @@
 
 #include <type_traits>
 
-#if defined(__x86_64__)
+#include "block.h"
+
+// The set of instructions, and the namespace, of what includes this: that of avx512*.cpp, which
+// define MEMSWAP_VECTOR_AVX512, or else what every x86-64 of the last ten years and every aarch64
+// has.
+#if defined(MEMSWAP_VECTOR_AVX512)
+#include "avx512_target.h"
+#define MEMSWAP_ISA avx512
+#define MEMSWAP_ISA_NAME "avx512"
+#define MEMSWAP_ISA_BLOCKS avx512_blocks
+#define MEMSWAP_VECTOR_BEGIN MEMSWAP_AVX512_BEGIN
+#define MEMSWAP_VECTOR_END MEMSWAP_AVX512_END
+#elif defined(__x86_64__)
 #include <immintrin.h>
+#define MEMSWAP_ISA vector
+#define MEMSWAP_ISA_NAME "vector"
+#define MEMSWAP_ISA_BLOCKS vector_blocks
 // clang-format off
 #if defined(__clang__)
 #define MEMSWAP_VECTOR_BEGIN                                                                  \
@@ -24,18 +44,21 @@
 // clang-format on
 #else
 #include <arm_neon.h>
+#define MEMSWAP_ISA vector
+#define MEMSWAP_ISA_NAME "vector"
+#define MEMSWAP_ISA_BLOCKS vector_blocks
 #define MEMSWAP_VECTOR_BEGIN
 #define MEMSWAP_VECTOR_END
 #endif
 
-#include "block.h"
-
 MEMSWAP_VECTOR_BEGIN
 
-namespace memswap::cpu::vector {
+namespace memswap::cpu::MEMSWAP_ISA {
 namespace {
 
-#if defined(__x86_64__)
+#if defined(MEMSWAP_VECTOR_AVX512)
+inline constexpr uint32_t kLanes = 64;
+#elif defined(__x86_64__)
 inline constexpr uint32_t kLanes = 32;
 #else
 inline constexpr uint32_t kLanes = 16;
@@ -44,8 +67,6 @@ inline constexpr uint32_t kLanes = 16;
 typedef uint8_t Vector __attribute__((vector_size(kLanes)));
 typedef uint64_t Words64 __attribute__((vector_size(kLanes)));
 
-// Lanes of 0 or 255.
-typedef int8_t Condition __attribute__((vector_size(kLanes)));
 // Of elements of one kind.
 template <typename Element>
 struct Elements {
@@ -53,6 +74,11 @@ struct Elements {
 };
 
 inline constexpr uint32_t kWords = kLanes / 8;
+
+template <uint32_t kWidth>
+using UnsignedOf = std::conditional_t<
+    kWidth == 1, uint8_t,
+    std::conditional_t<kWidth == 2, uint16_t, std::conditional_t<kWidth == 4, uint32_t, uint64_t>>>;
 
 template <typename Value>
 inline Value load_as(const void* from) {
@@ -68,51 +94,7 @@ inline Vector load(const void* from) { return load_as<Vector>(from); }
 inline void store(void* to, Vector value) { store_as(to, value); }
 inline Vector broadcast(uint32_t byte) { return Vector{} + static_cast<uint8_t>(byte); }
 
-inline Vector lanes_where(Condition condition) { return reinterpret_cast<Vector>(condition); }
-
-// By lane: its number, and the bit that it has in a byte. Tables, as GCC makes a vector whose lanes
-// are set in a loop anew each time.
-struct LaneNumbers {
-  alignas(kLanes) uint8_t number[kLanes];
-  alignas(kLanes) uint8_t bit[kLanes];
-};
-constexpr LaneNumbers make_lane_numbers() {
-  LaneNumbers numbers{};
-  for (uint32_t i = 0; i < kLanes; ++i) {
-    numbers.number[i] = static_cast<uint8_t>(i);
-    numbers.bit[i] = static_cast<uint8_t>(1u << i % 8);
-  }
-  return numbers;
-}
-inline constexpr LaneNumbers kLaneNumbers = make_lane_numbers();
-
-// By which of kElements elements are chosen: the numbers of their parts in a row. 255: none.
-template <uint32_t kElements, uint32_t kParts>
-struct Chosen {
-  alignas(64) uint8_t of[1u << kElements][kElements * kParts];
-};
-template <uint32_t kElements, uint32_t kParts>
-constexpr Chosen<kElements, kParts> make_chosen(uint32_t first) {
-  Chosen<kElements, kParts> chosen{};
-  for (uint32_t elements = 0; elements < 1u << kElements; ++elements) {
-    uint32_t count = 0;
-    for (uint32_t i = 0; i < kElements * kParts; ++i) {
-      if ((elements >> i / kParts & 1) != 0) {
-        chosen.of[elements][count++] = static_cast<uint8_t>(first + i);
-      }
-    }
-    while (count < kElements * kParts) {
-      chosen.of[elements][count++] = 255;
-    }
-  }
-  return chosen;
-}
-template <uint32_t kElements, uint32_t kParts>
-inline constexpr Chosen<kElements, kParts> kChosenParts = make_chosen<kElements, kParts>(0);
-// For lanes 0 to 7, and for 8 to 15.
-inline constexpr Chosen<8, 1> kChosenLanes[2] = {make_chosen<8, 1>(0), make_chosen<8, 1>(8)};
-
 }  // namespace
-}  // namespace memswap::cpu::vector
+}  // namespace memswap::cpu::MEMSWAP_ISA
 
 MEMSWAP_VECTOR_END

@@ -2,11 +2,11 @@
 // in vector_avx2.h.
 #pragma once
 
-#include "vector_lanes.h"
+#include "vector_extensions.h"
 
 MEMSWAP_VECTOR_BEGIN
 
-namespace memswap::cpu::vector {
+namespace memswap::cpu::MEMSWAP_ISA {
 namespace {
 
 inline uint8x16_t native(Vector value) { return reinterpret_cast<uint8x16_t>(value); }
@@ -33,7 +33,7 @@ inline void prefetch(const uint8_t* from, uint32_t ahead) {
 
 using Mask = Vector;
 
-inline Mask mask_of(Vector lanes) { return lanes; }
+inline Mask mask_of(Lanes lanes) { return lanes; }
 template <uint32_t kBit>
 inline Mask mask_of_bit(Vector value) {
   return vector(vtstq_u8(native(value), vdupq_n_u8(1 << kBit)));
@@ -46,12 +46,12 @@ inline void store_mask(uint8_t* to, Mask mask) {
   to[0] = static_cast<uint8_t>(lane_bits(words[0]));
   to[1] = static_cast<uint8_t>(lane_bits(words[1]));
 }
-inline Vector load_bits(const uint8_t* from) {
+inline Lanes load_lanes(const uint8_t* from) {
   const Words64 spread = Words64{from[0], from[1]} * 0x0101010101010101;
-  return lanes_where((reinterpret_cast<Vector>(spread) & load(kLaneNumbers.bit)) != 0);
+  return ~equal(reinterpret_cast<Vector>(spread) & load(kLaneNumbers.bit), Vector{});
 }
 
-inline Mask load_mask(const uint8_t* from) { return load_bits(from); }
+inline Mask load_mask(const uint8_t* from) { return load_lanes(from); }
 
 inline Vector repeat16(const uint8_t* table) { return load(table); }
 inline Vector look_up(Vector table, Vector index) {
@@ -103,7 +103,7 @@ template <uint32_t kWidth>
 struct LaneCounts {
   size_t all;
 };
-[[gnu::always_inline]] inline LaneCounts count_lanes(Vector lanes) { return {count_of(lanes)}; }
+[[gnu::always_inline]] inline LaneCounts count_lanes(Lanes lanes) { return {count_of(lanes)}; }
 [[gnu::always_inline]] inline Vector load_halves(const uint8_t* from, LaneCounts) {
   return load(from);
 }
@@ -185,6 +185,15 @@ inline Vector interleave_low(Vector a, Vector b) { return vector(vzip1q_u8(nativ
 inline Vector interleave_high(Vector a, Vector b) {
   return vector(vzip2q_u8(native(a), native(b)));
 }
+inline Vector even_words(Vector a, Vector b) {
+  return vector(vuzp1q_u32(reinterpret_cast<uint32x4_t>(a), reinterpret_cast<uint32x4_t>(b)));
+}
+inline Vector widen_low_words(Vector words) {
+  return vector(vmovl_u32(vget_low_u32(reinterpret_cast<uint32x4_t>(words))));
+}
+inline Vector widen_high_words(Vector words) {
+  return vector(vmovl_high_u32(reinterpret_cast<uint32x4_t>(words)));
+}
 inline Vector odd_halves(Vector a, Vector b) {
   return vector(vuzp2q_u16(native_halves(a), native_halves(b)));
 }
@@ -196,6 +205,6 @@ inline Vector interleave_high_halves(Vector a, Vector b) {
 }
 
 }  // namespace
-}  // namespace memswap::cpu::vector
+}  // namespace memswap::cpu::MEMSWAP_ISA
 
 MEMSWAP_VECTOR_END

@@ -6,7 +6,7 @@
 
 MEMSWAP_VECTOR_BEGIN
 
-namespace memswap::cpu::vector {
+namespace memswap::cpu::MEMSWAP_ISA {
 namespace {
 
 using frame::Dtype;
@@ -47,7 +47,7 @@ struct RestStreams {
       rest = load_symbols2(in + i / 4);
     }
     if constexpr (kSecondBits != 0) {
-      rest |= load_bits(in + bytes_of_bits(kFirstBits * live) + i / 8) & 4;
+      rest = set_bit<2>(rest, load_lanes(in + bytes_of_bits(kFirstBits * live) + i / 8));
     }
     return rest;
   }
@@ -201,7 +201,7 @@ EncodedBlock encode_sparse(const EncodeParams&, const void* elements, uint32_t c
   }
   const uint8_t center = center_of(crowd_of_survivors(all, vectors, Type::kSymbolBits), 7);
   if (behind != 0) {  // these have code 0 and become the last escapes, which do not count
-    all.vector[vectors - 1] |= broadcast(center) & ~first_lanes(kLanes - behind);
+    all.vector[vectors - 1] |= only(~first_lanes(kLanes - behind), broadcast(center));
   }
   const Vector first = broadcast(static_cast<uint8_t>(center - 1u));
   uint8_t codes[frame::kLowPlaneBytes + kLanes];
@@ -210,8 +210,7 @@ EncodedBlock encode_sparse(const EncodeParams&, const void* elements, uint32_t c
   for (uint32_t i = 0; i < vectors; ++i) {
     const Vector below_limit = minimum(first - all.vector[i], broadcast(3));
     store_symbols2(codes + kLanes / 4 * i, (below_limit + 1) & 3);
-    escapes_end =
-        append(escapes_end, mask_of(lanes_where(below_limit == broadcast(3))), all.vector[i]);
+    escapes_end = append(escapes_end, mask_of(equal(below_limit, broadcast(3))), all.vector[i]);
   }
   escapes.end_at(escapes_end - behind, center);
   // S1, S2 and E bytes of 1024 escapes, and the vectors behind them.
@@ -279,14 +278,14 @@ bool decode_sparse(void* out, const uint8_t* slab, const uint8_t* payload, uint3
   if (escape_streams > end) {
     return false;
   }
-  Bytes escaped;
+  Lanes escaped[kVectors];
   Row tops, escapes, signs;
   const Vector table = code_table<InRotated<kDtype>>(center);
   uint32_t count = 0;
   for (uint32_t i = 0; i < live; i += kLanes) {
     const Vector code = load_symbols2(codes + i / 4);
-    escaped.vector[i / kLanes] = lanes_where(code == 0) & first_lanes(live - i);
-    count += count_of(mask_of(escaped.vector[i / kLanes]));
+    escaped[i / kLanes] = equal(code, Vector{}) & first_lanes(live - i);
+    count += count_of(mask_of(escaped[i / kLanes]));
     store(tops.byte + i, look_up(table, code));
   }
   const uint8_t* last =
@@ -296,16 +295,17 @@ bool decode_sparse(void* out, const uint8_t* slab, const uint8_t* payload, uint3
   }
   const uint8_t* next_escape = escapes.byte;
   for (uint32_t i = 0; i < live; i += kLanes) {
-    const Vector escape = Expansion(escaped.vector[i / kLanes]).take(next_escape);
-    store(tops.byte + i, load(tops.byte + i) | escape | Rest::load(rest, live, i));
+    const Expansion escape(escaped[i / kLanes]);
+    const Vector top = escape.take_over(load(tops.byte + i), next_escape);
+    store(tops.byte + i, top | Rest::load(rest, live, i));
   }
   for (uint32_t i = 0; i < zeros; i += kLanes) {
-    store(signs.byte + i, load_bits(sign_bits + i / 8) & 1);
+    store(signs.byte + i, only(load_lanes(sign_bits + i / 8), broadcast(1)));
   }
   uint32_t taken = 0;
   const uint8_t* next_sign = signs.byte;
   for (uint32_t i = 0; i < kVectors; ++i) {
-    const Vector nonzero = load_bits(bitmap.byte + kLanes / 8 * i);
+    const Lanes nonzero = load_lanes(bitmap.byte + kLanes / 8 * i);
     const Expansion expansion(nonzero);
     Vector v[kWidth];
     for (uint32_t p = 0; p < kWidth; ++p) {
@@ -335,6 +335,8 @@ DecodeBlock sparse_decoder(Dtype dtype, bool streaming) {
                                 });
 }
 
-}  // namespace memswap::cpu::vector
+DecodeBlocks sparse_tile_decoder(Dtype, bool) { return nullptr; }
+
+}  // namespace memswap::cpu::MEMSWAP_ISA
 
 MEMSWAP_VECTOR_END

@@ -7,7 +7,7 @@
 
 MEMSWAP_VECTOR_BEGIN
 
-namespace memswap::cpu::vector {
+namespace memswap::cpu::MEMSWAP_ISA {
 namespace {
 
 // Found while symbols are made.
@@ -33,32 +33,40 @@ class RangeFinder {
 // Of the first `vectors` vectors, in which there are zeros only if kWithZeros.
 template <bool kWithZeros>
 inline Distances distances_of(const Bytes& symbols, uint32_t highest, uint32_t vectors = kVectors) {
+  constexpr uint32_t kGroup = 8;  // as many clipped distances fit into a byte
+  static_assert(kGroup * canonical::kClip <= 255 && kVectors <= 255);
   const Vector top = broadcast(highest);
   const Vector limit = broadcast(canonical::kClip);
-  Sums sums{}, present{};
+  Sums sums{};
+  Vector present{};
   Vector lowest = broadcast(255);  // less 1, so that 0 is the highest
-  for (uint32_t i = 0; i < vectors; ++i) {
-    const Vector symbol = symbols.vector[i];
-    sums = add_bytes(sums, minimum(top - symbol, limit));
-    if constexpr (kWithZeros) {
-      present = add_bytes(present, minimum(symbol, broadcast(1)));
-      lowest = minimum(lowest, symbol - 1);
+  for (uint32_t i = 0; i < vectors; i += kGroup) {
+    Vector group{};
+    const uint32_t behind = vectors - i < kGroup ? vectors : i + kGroup;
+    for (uint32_t j = i; j < behind; ++j) {
+      const Vector symbol = symbols.vector[j];
+      group += minimum(top - symbol, limit);
+      if constexpr (kWithZeros) {
+        present += minimum(symbol, broadcast(1));
+        lowest = minimum(lowest, symbol - 1);
+      }
     }
+    sums = add_bytes(sums, group);
   }
   const uint32_t lanes = vectors * kLanes;
   if constexpr (!kWithZeros) {
     return {total(sums), lanes, 1};
   }
-  const uint32_t count = total(present);
+  const uint32_t count = sum_of(present);
   return {total(sums) - (lanes - count) * distance_of_zero(highest), count, lowest_of(lowest) + 1};
 }
 
 inline uint32_t count_nonzero(const Bytes& symbols) {
-  Sums present{};
+  Vector present{};
   for (const Vector& symbol : symbols.vector) {
-    present = add_bytes(present, minimum(symbol, broadcast(1)));
+    present += minimum(symbol, broadcast(1));
   }
-  return total(present);
+  return sum_of(present);
 }
 
 inline Distances distances_of_short(const Bytes& symbols, const Range& range) {
@@ -72,7 +80,8 @@ inline Distances distances_of_short(const Bytes& symbols, const Range& range) {
 // sample is in; 0 if there is none.
 inline uint32_t crowded_window(const Bytes& symbols, uint32_t vectors) {
   const auto* row = reinterpret_cast<const uint8_t*>(symbols.vector);
-  alignas(kLanes) uint8_t samples[canonical::kSamples]{};
+  // Whole vectors; missing samples are 0.
+  alignas(kLanes) uint8_t samples[canonical::kSamples < kLanes ? kLanes : canonical::kSamples]{};
   for (uint32_t i = 0; i < canonical::kSamples; ++i) {
     if (canonical::kSampleStep * i < vectors * kLanes) {
       samples[i] = row[canonical::kSampleStep * i];
@@ -81,8 +90,7 @@ inline uint32_t crowded_window(const Bytes& symbols, uint32_t vectors) {
   const auto count_samples = [&](uint32_t low, uint32_t span) {
     uint32_t count = 0;
     for (uint32_t i = 0; i < canonical::kSamples; i += kLanes) {
-      count +=
-          count_of(mask_of(lanes_where(load(samples + i) - broadcast(low) <= broadcast(span))));
+      count += count_of(mask_of(~less(broadcast(span), load(samples + i) - broadcast(low))));
     }
     return count;
   };
@@ -103,10 +111,11 @@ inline Crowd crowd_of(const Bytes& symbols, uint32_t vectors, uint32_t low) {
   Sums sums{}, present{};
   for (uint32_t i = 0; i < vectors; ++i) {
     const Vector above = symbols.vector[i] - lowest;
-    const Vector inside = lanes_where(above < broadcast(canonical::kWindow));
-    highest = maximum(highest, above & inside);
-    sums = add_bytes(sums, above & inside);
-    present = add_bytes(present, inside & 1);
+    const Lanes inside = less(above, broadcast(canonical::kWindow));
+    const Vector counted = only(inside, above);
+    highest = maximum(highest, counted);
+    sums = add_bytes(sums, counted);
+    present = add_bytes(present, only(inside, broadcast(1)));
   }
   const uint32_t span = highest_of(highest);
   const uint32_t count = total(present);
@@ -114,6 +123,9 @@ inline Crowd crowd_of(const Bytes& symbols, uint32_t vectors, uint32_t low) {
 }
 
 // --- Sizes -------------------------------------------------------------------------------------
+
+// What follows knows which v need a byte E: 18 to 253 in LQ2, 20 to 254 in LQ3.
+static_assert(frame::kLq2Nibbles.is(6, 255, 254) && frame::kLq3Nibbles.is(8, 0, 255));
 
 // By v, kept below 16: 1 for an escape, and 16 for one of LQ2 that needs S2.
 struct Costs {
@@ -149,8 +161,9 @@ inline Counts count_costs(const Bytes& symbols, uint8_t center, const uint8_t* c
     for (uint32_t j = i; j < i + kGroup; ++j) {
       const Vector value = centers - symbols.vector[j];
       both += look_up(table, minimum(value, broadcast(15)));
-      if constexpr (kWithRaw) {  // lanes of 255 are subtracted
-        raw -= lanes_where(value - least_raw <= raw_span) & lanes_where(symbols.vector[j] != 0);
+      if constexpr (kWithRaw) {
+        const Lanes coded = less(raw_span, value - least_raw) | equal(symbols.vector[j], Vector{});
+        raw += only(~coded, broadcast(1));
       }
     }
     escapes += both & 15;
@@ -260,6 +273,6 @@ inline Choice choose_canonical(const Bytes& symbols, const Range& range, const D
 }
 
 }  // namespace
-}  // namespace memswap::cpu::vector
+}  // namespace memswap::cpu::MEMSWAP_ISA
 
 MEMSWAP_VECTOR_END

@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(Decoder::kBounds.threads, Decoder::kBounds.blo
         for (uint32_t warp = 0; warp < frame::kTileBlocks; ++warp) {
           sum += shared.checksums[parity][warp];
         }
-        if (sum % kChecksumPrime != record.checksum) {
+        if (sum % frame::kChecksumPrime != record.checksum) {
           wrong = frame::kBadChecksum;
         }
       }

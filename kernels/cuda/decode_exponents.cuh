@@ -132,7 +132,9 @@ __device__ __forceinline__ uint32_t decode_lq2(DecodeMemory& memory, const Move*
   const Ranks again = rank_rows(count_rows(second), lane);
   uint32_t behind = end;
   if (again.total != 0) {
-    behind = read_nibbles<6, 255, 254>(memory, second, again, center, flip, end, bytes, lane);
+    behind = read_nibbles<frame::kLq2Nibbles.first, frame::kLq2Nibbles.twelve,
+                          frame::kLq2Nibbles.thirteen>(memory, second, again, center, flip, end,
+                                                       bytes, lane);
   }
   load_exponents(memory, lane, e);
   if (flip != 0) {
@@ -167,8 +169,9 @@ __device__ __forceinline__ uint32_t decode_lq3(DecodeMemory& memory, const uint3
         make_uint2(found[0], found[1]);
   }
   const Ranks ranks = rank_rows(count_rows(masks), lane);
-  const uint32_t behind =
-      read_nibbles<8, 0, 255>(memory, masks, ranks, center, 0, frame::kBitmapBytes, bytes, lane);
+  const uint32_t behind = read_nibbles<frame::kLq3Nibbles.first, frame::kLq3Nibbles.twelve,
+                                       frame::kLq3Nibbles.thirteen>(
+      memory, masks, ranks, center, 0, frame::kBitmapBytes, bytes, lane);
   load_exponents(memory, lane, e);
   return behind;
 }

@@ -169,9 +169,6 @@ __device__ __forceinline__ void store_row(const Sink<kWidth>& sink, uint32_t row
   }
 }
 
-// The modulus of a tile's checksum (docs/format.md section 4).
-inline constexpr uint64_t kChecksumPrime = 4294967291u;
-
 // The part that a lane's words of a row have in their tile's checksum: at most 2^51, for 16 words
 // with weights below 2^15.
 template <uint32_t kWidth>

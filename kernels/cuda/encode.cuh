@@ -219,7 +219,7 @@ __device__ void finish_tile(EncodeShared<Memory>& shared, const EncodeJob& job, 
     shared.zeros += zeros;
     shared.center_sum += hints;
     record[0] = base;
-    record[7] = static_cast<uint32_t>(checksum % kChecksumPrime);
+    record[7] = static_cast<uint32_t>(checksum % frame::kChecksumPrime);
   }
   if (lane < frame::kTileBlocks) {
     shared.place[lane] = (base & ~frame::kBaseInOverflow) + end - units;

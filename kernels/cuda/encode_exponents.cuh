@@ -2,6 +2,7 @@
 // sections 3 and 5).
 #pragma once
 
+#include "memswap/canonical.h"
 #include "planes.cuh"
 
 namespace memswap::cuda {
@@ -211,7 +212,8 @@ __device__ __forceinline__ uint32_t encode_lq2(const EncodeStreams& to, const ui
   if (end + (again.total + 1) / 2 >= longest) {
     return kTooLong;
   }
-  return write_nibbles<6, 255, 254>(to, second, again, center, end);
+  return write_nibbles<frame::kLq2Nibbles.first, frame::kLq2Nibbles.twelve,
+                       frame::kLq2Nibbles.thirteen>(to, second, again, center, end);
 }
 
 // Bytes that LQ3 needs for its streams and its plane.
@@ -251,7 +253,8 @@ __device__ __forceinline__ uint32_t encode_lq3(const EncodeStreams& to, const ui
         make_uint2(v[0] ^ kBias, v[1] ^ kBias);
   }
   const Ranks ranks = rank_rows(count_rows(masks), to.lane);
-  return write_nibbles<8, 0, 255>(to, masks, ranks, center, frame::kBitmapBytes);
+  return write_nibbles<frame::kLq3Nibbles.first, frame::kLq3Nibbles.twelve,
+                       frame::kLq3Nibbles.thirteen>(to, masks, ranks, center, frame::kBitmapBytes);
 }
 
 // FW of `bits` bits: whole planes, so the stage need not be clear.
@@ -340,6 +343,9 @@ __device__ __forceinline__ uint32_t divide(uint32_t a, uint32_t b) {
   return quotient;
 }
 
+// What the bytes of a word are clipped and sampled by stands in their shifts and masks.
+static_assert(canonical::kClip == 31 && canonical::kSamples == 32 && canonical::kSampleStep == 33);
+
 // The exponents that centres are chosen by: all that are not 0, or those where most are.
 struct Crowd {
   uint32_t max;
@@ -360,7 +366,7 @@ __device__ __forceinline__ uint32_t center_of(const Crowd& crowd, uint32_t eight
 
 // Whether most distances may have been clipped.
 __device__ __forceinline__ bool is_spread(const Crowd& crowd) {
-  return crowd.distances >= 16 * crowd.elements;
+  return crowd.distances >= canonical::kFar * crowd.elements;
 }
 
 // Outliers (section 5): where distances are long, 32 samples say in which window of 32 exponents
@@ -382,13 +388,14 @@ __device__ __forceinline__ bool find_window(const uint32_t (&e)[8], uint32_t lan
   const uint32_t samples = count(sample != 0);
   uint32_t middle = 0;  // the upper median, in steps of 8
 #pragma unroll 1
-  for (uint32_t bit = 128; bit >= 8; bit /= 2) {
+  for (uint32_t bit = 128; bit >= canonical::kMedianStep; bit /= 2) {
     if (2 * count(sample >= middle + bit) >= samples) {
       middle += bit;
     }
   }
-  const uint32_t low = min(max(middle, 13u) - 12, 224u);
-  if (2 * count(sample - low < 32) <= samples) {
+  const uint32_t low = min(max(middle, canonical::kBelowMedian + 1) - canonical::kBelowMedian,
+                           canonical::kHighestWindow);
+  if (2 * count(sample - low < canonical::kWindow) <= samples) {
     return false;
   }
   const uint32_t lows = bytes_of(low);
@@ -396,7 +403,7 @@ __device__ __forceinline__ bool find_window(const uint32_t (&e)[8], uint32_t lan
 #pragma unroll
   for (uint32_t i = 0; i < 8; ++i) {
     const uint32_t above = subtract_bytes(e[i], lows);
-    const uint32_t outside = at_least<32>(above);
+    const uint32_t outside = at_least<canonical::kWindow>(above);
     const uint32_t inside = above & ~spread_top_bits(outside);
     number += 4 - __popc(outside);
     sum = __dp4a(inside, 0x01010101u, sum);

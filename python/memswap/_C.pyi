@@ -636,7 +636,7 @@ class CodecLane:
         self,
         storage: StorageRef,
         dtype: int,
-        shape: int,
+        shape: int | None,  # None: by a sample, in host memory
         var_capacity: int | None = None,  # units; None: the worst case
         profile: int = 0,
         center: int = 0,
@@ -645,7 +645,7 @@ class CodecLane:
         self,
         storage: StorageRef,
         dtype: int,
-        shape: int,
+        shape: int | None,  # None: by a sample, in host memory
         var_capacity: int | None,
         lane: Lane | None,  # copies the frame; a worker codec lane does it itself
         pool: Pool,
@@ -701,6 +701,7 @@ class DamagedFrameError(RuntimeError): ...
 
 def dtype_code(dtype: torch.dtype) -> int: ...
 def encode_tensor(tensor: torch.Tensor, dtype: int, shape: int, checksum: bool) -> torch.Tensor: ...
+def choose_shape(tensor: torch.Tensor, dtype: int) -> int: ...  # waits for a device
 def exact_frame(frame: torch.Tensor) -> torch.Tensor: ...
 def decode_tensor(
     frame: torch.Tensor, size: list[int], dtype: torch.dtype, shape: int | None = None

@@ -32,7 +32,6 @@ __all__ = [
     "decode",
     "dtype_code",
     "encode",
-    "shape_for",
     "spare_memory",
     "trim_spare_memory",
 ]
@@ -79,15 +78,6 @@ def dtype_code(dtype: torch.dtype) -> int:
     """
     code: int = native.dtype_code(dtype)
     return code
-
-
-def shape_for(dtype: torch.dtype) -> Shape:
-    """The shape that suits a dtype when nothing is known of the values."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return Shape.DENSE if native.dtype_code(dtype) <= 6 else Shape.RAW
-    if dtype == torch.bool:
-        return Shape.BITS
-    return Shape.INTS if 8 <= native.dtype_code(dtype) <= 15 else Shape.RAW
 
 
 class Frame:
@@ -223,27 +213,29 @@ def encode(
     Args:
         tensor: any dense tensor of torch's own, on the CPU or on a device with a codec. It is not
             changed, and autograd does not see this.
-        shape: what the values are like (:class:`Shape`); None: what suits the dtype. A shape that
-            does not suit the values costs bytes, never bits.
+        shape: how the frame lays its elements out (:class:`Shape`). None: in the way that takes
+            the fewest bytes, which a sample of the tensor's blocks of 1024 elements tells. A shape
+            that does not suit the values costs bytes, never bits.
         checksum: store a checksum of each 8192 elements, which :func:`decode` compares.
 
     Returns:
         A frame on the tensor's device. On an accelerator this waits until the encode is done, to
-        give back the memory that it did not need.
+        give back the memory that it did not need, and before it, with ``shape=None``, for the
+        sample.
 
     Raises:
         TypeError: a tensor without plain memory of its own (sparse, quantized, meta, a subclass).
         ValueError: a shape that does not go with the dtype, or a device without a codec.
     """
     _check_plain(tensor)
-    chosen = shape_for(tensor.dtype) if shape is None else _shape_named(shape)
+    named = None if shape is None else _shape_named(shape)
+    code = native.dtype_code(tensor.dtype)
     with torch.no_grad():
         flat, stride = _memory_order(tensor.resolve_conj().resolve_neg())
         if flat.is_complex():
             flat = torch.view_as_real(flat).view(-1)
-        frame_bytes = native.encode_tensor(
-            flat, native.dtype_code(tensor.dtype), int(chosen), checksum
-        )
+        chosen = Shape(native.choose_shape(flat, code)) if named is None else named
+        frame_bytes = native.encode_tensor(flat, code, int(chosen), checksum)
         return Frame(native.exact_frame(frame_bytes), tensor.shape, stride, tensor.dtype, chosen)
 
 

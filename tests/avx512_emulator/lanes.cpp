@@ -41,10 +41,9 @@ __m512i _mm512_permutex2var_epi16(__m512i a, __m512i index, __m512i b) {
   return permute<uint16_t>(index, a, b);
 }
 
-__m512i _mm512_maskz_shuffle_epi8(__mmask64 chosen, __m512i a, __m512i index) {
+__m512i _mm512_shuffle_epi8(__m512i a, __m512i index) {
   return make_lanes<uint8_t>([&](size_t i) {
-    const bool is_zero = !is_chosen(chosen, i) || index.byte[i] >= 128;
-    return is_zero ? 0 : a.byte[i / 16 * 16 + index.byte[i] % 16];
+    return index.byte[i] >= 128 ? 0 : a.byte[i / 16 * 16 + index.byte[i] % 16];
   });
 }
 

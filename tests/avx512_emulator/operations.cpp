@@ -103,8 +103,8 @@ constexpr Operation kOperations[] = {
     OPERATION("maskz_mov_epi8", __m512i, _mm512_maskz_mov_epi8(mask, a)),
 
     BINARY(permutexvar_epi8), MASKED(permutexvar_epi8), ZEROED(permutexvar_epi8),
-    TERNARY(permutex2var_epi8), TERNARY(permutex2var_epi16), ZEROED(shuffle_epi8),
-    OPERATION("shuffle_epi8", __m512i, _mm512_maskz_shuffle_epi8(~uint64_t{0}, a, b)),
+    TERNARY(permutex2var_epi8), TERNARY(permutex2var_epi16),
+    BINARY(shuffle_epi8),
     OPERATION("shuffle_i64x2_88", __m512i, _mm512_shuffle_i64x2(a, b, 0x88)),
     OPERATION("shuffle_i64x2_1b", __m512i, _mm512_shuffle_i64x2(a, b, 0x1b)),
     BINARY(unpacklo_epi64), BINARY(unpackhi_epi64),

@@ -182,14 +182,15 @@ def test_masks_and_zeros_and_constants_are_small() -> None:
     assert memswap.encode(causal).ratio > 20
     zeros = torch.zeros(1 << 20, dtype=torch.bfloat16)
     assert memswap.encode(zeros, shape="sparse").ratio > 50
+    assert memswap.encode(zeros).ratio > 150
     attention = torch.randn(1024, 1024).tril().bfloat16()
-    assert memswap.encode(attention, shape="sparse").ratio > 2.8
+    assert memswap.encode(attention).ratio > 2.8
     relu = torch.relu(torch.randn(1 << 20)).bfloat16()
-    assert memswap.encode(relu, shape="sparse").ratio > memswap.encode(relu).ratio
+    assert memswap.encode(relu).ratio > 1.5 * memswap.encode(relu, shape="dense").ratio
     ids = torch.randint(0, 50_000, (1 << 16,))
     assert memswap.encode(ids).ratio > 3.7
     upcast = torch.randn(1 << 18).bfloat16().float()
-    assert memswap.encode(upcast, shape="upcast").ratio > 2.8
+    assert memswap.encode(upcast).ratio > 2.8
 
 
 def test_the_worst_case_is_close_to_the_raw_bytes() -> None:

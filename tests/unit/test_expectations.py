@@ -38,6 +38,7 @@ class Report:
     zeros: int = 0
     center_sum: int = 512 * 130
     status: int = 0
+    shape: int = Shape.DENSE
     modes: dict[int, int] = field(default_factory=lambda: {LQ2: 512})
 
     def mode_count(self, mode: int) -> int:
@@ -290,6 +291,27 @@ def test_a_processor_always_uses_the_canonical_profile():
     known = made(worst_case=True)
     learnt(known, 0.67)
     assert asked(known).profile == CANONICAL
+
+
+def test_in_host_memory_a_sample_chooses_the_first_shape_and_those_after_a_change():
+    known = made(worst_case=True)
+    first = asked(known)
+    assert first.pays and first.shape is None
+    known.learn(first, Report(MEBIBYTE // 3, shape=Shape.SPARSE, zeros=MEBIBYTE // 4))
+    assert asked(known).shape == Shape.SPARSE
+    assert learnt(known, 0.34, shape=Shape.SPARSE).shape == Shape.SPARSE  # a little longer
+    assert asked(known).shape == Shape.SPARSE
+    learnt(known, 0.60, shape=Shape.SPARSE)  # no more the tensor that it was
+    assert asked(known).shape is None
+    learnt(known, 0.50, shape=Shape.DENSE)
+    assert asked(known).shape == Shape.DENSE
+
+
+def test_in_host_memory_a_sample_chooses_the_shape_anew_now_and_then():
+    known = made(worst_case=True)
+    asks = [learnt(known, 0.5).shape for _ in range(2 * RETRY_AFTER)]
+    assert asks.count(None) == 3
+    assert asks[0] is asks[RETRY_AFTER - 1] is asks[2 * RETRY_AFTER - 1] is None
 
 
 def test_reports_that_say_nothing_are_ignored():

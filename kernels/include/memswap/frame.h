@@ -32,6 +32,21 @@ inline constexpr uint64_t kMaxElements = uint64_t{1} << 41;     // so that no si
 inline constexpr uint32_t kMaxBaseUnits = 0x7fffffff;           // of a record, in either area
 inline constexpr uint32_t kBaseInOverflow = 0x80000000;
 
+// Section 4: the modulus of a tile's checksum, the largest prime below 2^32.
+inline constexpr uint64_t kChecksumPrime = 4294967291u;
+
+// Section 3: the v that the nibbles of an escape stand for. `first` and the eleven v behind it are
+// 0 to 11; then those of 12 and of 13. 14 is E = 0, and 15 a byte E.
+struct NibbleCode {
+  uint8_t first, twelve, thirteen;
+
+  MEMSWAP_HOST_DEVICE constexpr bool is(uint8_t a, uint8_t b, uint8_t c) const {
+    return first == a && twelve == b && thirteen == c;
+  }
+};
+inline constexpr NibbleCode kLq2Nibbles{6, 255, 254};  // S2
+inline constexpr NibbleCode kLq3Nibbles{8, 0, 255};    // S1
+
 // What the elements are.
 enum class Dtype : uint8_t {
   kBf16 = 1,

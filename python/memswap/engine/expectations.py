@@ -6,6 +6,11 @@ what the encoder reported about the last one, whenever that report arrived. A wr
 costs bytes, never an error: what does not fit a frame's capacity goes to an overflow that was set
 aside before.
 
+On a CPU a tensor that was not seen before gets the shape that a sample of its blocks chooses
+(kernels/include/memswap/sample.h), and so it does now and then, and where its frame's length has
+changed. On an accelerator nobody waits for a sample: the first frame has the shape of the dtype,
+dense for a float, and what its encoder counts decides on the shape of the next one.
+
 Nothing here touches a tensor.
 """
 
@@ -27,6 +32,10 @@ WORTH = 0.95
 
 #: Encodes of one tensor between two looks at whether it shrinks by now, or in another shape.
 RETRY_AFTER = 64
+
+#: How much a tensor's frame gets longer or shorter, relative to the last one, before its shape is
+#: chosen anew from a sample.
+CHANGED = 0.05
 
 #: Of the bytes that one passage encodes, those whose shape is a mere trial.
 TRIAL_SHARE = 1 / 32
@@ -106,6 +115,8 @@ class Report(Protocol):
     def center_sum(self) -> int: ...
     @property
     def status(self) -> int: ...
+    @property
+    def shape(self) -> int: ...
     def mode_count(self, mode: int) -> int: ...
 
 
@@ -116,7 +127,8 @@ class Expectation:
     key: Key
     pays: bool
     dtype: int
-    shape: int
+    shape: int | None
+    """None: the one that a sample chooses. In host memory alone."""
     var_capacity: int | None
     """Units of 8 bytes; None: the worst case, where what is left over is given back at once."""
     profile: int = CANONICAL
@@ -153,6 +165,7 @@ class _Known:
         "flat",
         "one_center",
         "rests",
+        "sample",
         "shape",
         "share",
     )
@@ -164,6 +177,7 @@ class _Known:
         self.center = 0
         self.one_center = False  # whether `center` serves all blocks
         self.canonical = 0.0  # share of the last canonical frame
+        self.sample = True  # whether a sample chooses the next frame's shape, in host memory
         self.flat = False  # whether the exponents of each block lie within four: a constant?
         self.encodes = 0
         self.rests = 0  # times that it was not encoded, since it did not shrink
@@ -240,16 +254,17 @@ class Expectations:
             known.rests = 0
         known.encodes += 1
         self._passage_bytes += nbytes
-        # Where frames are as long as they become, a plan has no room for a guess.
-        tries = most_nbytes is None or not self._worst_case
-        other = self._worth_trying(key, known, code) if tries else None
+        if self._worst_case:
+            sampled = known.sample or known.encodes % RETRY_AFTER == 0
+            return Expectation(key, True, code, None if sampled else known.shape, None)
+        other = self._worth_trying(key, known, code)
         if other is not None:
             bits = first_bits(code, other)
             tried = self._expectation(key, code, other, bits, trial=True, most_nbytes=most_nbytes)
             if tried.pays:
                 return tried
         # A centre that was given says nothing about the one that would fit: ask now and then.
-        fast = known.one_center and not self._worst_case and known.encodes % RETRY_AFTER != 0
+        fast = known.one_center and known.encodes % RETRY_AFTER != 0
         return self._expectation(
             key,
             code,
@@ -293,8 +308,14 @@ class Expectations:
         known = self._known.get(key)
         if known is None or report.elements == 0 or report.status != 0:
             return
-        shape = expectation.shape
         share = report.frame_nbytes / key.nbytes
+        if self._worst_case:
+            seen = known.share if known.share is not None and known.share != inf else share
+            # What a sample has just chosen is not chosen anew.
+            known.sample = expectation.shape is not None and abs(share - seen) > CHANGED * seen
+            known.shape, known.share = report.shape, share
+            return
+        shape = known.shape if expectation.shape is None else expectation.shape
         if expectation.trial and known.share is not None and share > WORTH * known.share:
             return  # the other shape was no better
         if shape != known.shape:
@@ -368,15 +389,13 @@ class Expectations:
         trial: bool = False,
         most_nbytes: int | None = None,
     ) -> Expectation:
-        capacity: int | None = None
+        elements = key.nbytes // width_of(code)
+        layout = self._layout(code, shape, elements)
+        capacity = capacity_of(layout, elements, bits)
         pays = True
-        if not self._worst_case:
-            elements = key.nbytes // width_of(code)
-            layout = self._layout(code, shape, elements)
-            capacity = capacity_of(layout, elements, bits)
-            if most_nbytes is not None:
-                pays = layout.fixed_nbytes <= most_nbytes
-                capacity = min(capacity, max(most_nbytes - layout.fixed_nbytes, 0) // UNIT_NBYTES)
+        if most_nbytes is not None:
+            pays = layout.fixed_nbytes <= most_nbytes
+            capacity = min(capacity, max(most_nbytes - layout.fixed_nbytes, 0) // UNIT_NBYTES)
         return Expectation(key, pays, code, shape, capacity, profile, center, trial, most_nbytes)
 
 

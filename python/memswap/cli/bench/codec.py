@@ -20,7 +20,7 @@ from memswap.cli.bench.picture import draw
 from memswap.cli.bench.timing import median_rates, median_ratio, times_s
 from memswap.cli.model_options import check_device
 from memswap.cli.table import render_table
-from memswap.codec import Shape, ShapeName, dtype_code, shape_for
+from memswap.codec import Shape, ShapeName, dtype_code
 
 MIB = 1 << 20
 UNIT_NBYTES = 8  # docs/format.md section 1
@@ -105,8 +105,8 @@ def temporary_nbytes(tensor: torch.Tensor, shape: ShapeName | None) -> int:
     saw.
     """
     if tensor.device.type == "cpu":
-        chosen = shape_for(tensor.dtype) if shape is None else Shape[shape.upper()]
-        layout = native.frame_layout(dtype_code(tensor.dtype), int(chosen), tensor.numel())
+        # The worst case of every shape is the same (docs/format.md section 3).
+        layout = native.frame_layout(dtype_code(tensor.dtype), Shape.RAW, tensor.numel())
         worst = layout.fixed_nbytes + layout.max_var_units * UNIT_NBYTES
         return int(worst - memswap.encode(tensor, shape=shape).nbytes)
     module = torch.get_device_module(tensor.device)

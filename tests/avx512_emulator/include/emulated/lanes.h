@@ -11,7 +11,7 @@ __m512i _mm512_permutex2var_epi8(__m512i a, __m512i index, __m512i b);
 __m512i _mm512_permutex2var_epi16(__m512i a, __m512i index, __m512i b);
 
 // Within 16 bytes; an index with its highest bit set makes a zero.
-__m512i _mm512_maskz_shuffle_epi8(__mmask64 chosen, __m512i a, __m512i index);
+__m512i _mm512_shuffle_epi8(__m512i a, __m512i index);
 
 // 16 bytes each: two of `a` and then two of `b`, by two bits of `which` each.
 __m512i _mm512_shuffle_i64x2(__m512i a, __m512i b, memswap::emulated::Immediate<255> which);

@@ -1,0 +1,192 @@
+#include "memswap/sample.h"
+
+#include <string.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <memory>
+#include <new>
+
+#include "codec.h"
+#include "tasks.h"
+
+namespace memswap::cpu {
+
+namespace {
+
+using frame::Dtype;
+using frame::Shape;
+
+// One block in so many, within these bounds. Measured: 24 tell a tensor's zeros well enough where
+// they come in rows; more than 512 tell nothing new.
+constexpr uint64_t kBlocksPerSample = 256;
+constexpr uint64_t kLeastSamples = 24;
+constexpr uint64_t kMostSamples = 512;
+
+// Fastest first. Raw is not tried: its size is known.
+constexpr Shape kTried[] = {Shape::kDense, Shape::kBits, Shape::kUpcast, Shape::kInts,
+                            Shape::kSparse};
+constexpr size_t kShapes = frame::kLastShape + 1;
+
+constexpr uint64_t block_count(uint64_t elements) {
+  return elements / frame::kBlockElements + (elements % frame::kBlockElements != 0 ? 1 : 0);
+}
+
+// A number's bits, mixed: the finalizer of splitmix64 (Steele, Lea, Flood 2014).
+constexpr uint64_t mixed(uint64_t number) {
+  number = (number + 1) * 0x9e3779b97f4a7c15;
+  number = (number ^ number >> 30) * 0xbf58476d1ce4e5b9;
+  number = (number ^ number >> 27) * 0x94d049bb133111eb;
+  return number ^ number >> 31;
+}
+
+// Bytes of what was sampled, by shape.
+using Sizes = std::array<std::atomic<uint64_t>, kShapes>;
+
+// Memory of the tasks: for each a tile of elements, and what its blocks become.
+class Workspaces {
+ public:
+  Workspaces(size_t tasks, uint32_t width)
+      : part_bytes_((frame::kTileElements * width + kSlackBytes + kAlignment - 1) / kAlignment *
+                    kAlignment),
+        task_bytes_((3 * part_bytes_ + kEncoderSlackBytes + kAlignment - 1) / kAlignment *
+                    kAlignment),
+        memory_(new (std::align_val_t{kAlignment}, std::nothrow) uint8_t[tasks * task_bytes_]) {}
+
+  explicit operator bool() const { return memory_ != nullptr; }
+  uint8_t* elements(size_t task) const { return memory_.get() + task * task_bytes_; }
+  uint8_t* slabs(size_t task) const { return elements(task) + part_bytes_; }
+  uint8_t* payloads(size_t task) const { return slabs(task) + part_bytes_; }
+
+ private:
+  static constexpr size_t kAlignment = frame::kAlignmentBytes;
+  struct Free {
+    void operator()(uint8_t* memory) const {
+      ::operator delete[](memory, std::align_val_t{kAlignment});
+    }
+  };
+
+  const size_t part_bytes_;
+  const size_t task_bytes_;
+  const std::unique_ptr<uint8_t[], Free> memory_;
+};
+
+class Sampler {
+ public:
+  Sampler(const void* input, uint64_t elements, Dtype dtype, bool copied_out)
+      : input_(static_cast<const uint8_t*>(input)),
+        elements_(elements),
+        dtype_(dtype),
+        copied_out_(copied_out),
+        count_(memswap_sample_count(elements)) {}
+
+  uint32_t tiles() const { return (count_ + frame::kTileBlocks - 1) / frame::kTileBlocks; }
+
+  // The t-th sampled blocks of a tile's number, in every shape.
+  void encode_tile(uint32_t t, const Workspaces& workspaces, size_t task) {
+    uint8_t* const elements = workspaces.elements(task);
+    const uint32_t first = t * frame::kTileBlocks;
+    const uint32_t blocks = std::min(frame::kTileBlocks, count_ - first);
+    const uint32_t width = frame::width_of(dtype_);
+    const uint32_t block_bytes = frame::kBlockElements * width;
+    uint32_t here = 0;
+    for (uint32_t i = 0; i < blocks; ++i) {
+      const uint64_t block = memswap_sample_block(elements_, first + i);
+      const uint64_t at = copied_out_ ? first + i : block;
+      const auto there = static_cast<uint32_t>(
+          std::min<uint64_t>(frame::kBlockElements, elements_ - block * frame::kBlockElements));
+      memcpy(elements + i * block_bytes, input_ + at * block_bytes, there * width);
+      here += there;
+    }
+    memset(elements + here * width, 0, blocks * block_bytes - here * width);
+    for (const Shape shape : kTried) {
+      if (!frame::shape_fits(dtype_, shape)) {
+        continue;
+      }
+      const EncodeParams params{dtype_, shape, false, 0, false};
+      EncodedBlock encoded[frame::kTileBlocks];
+      blocks_of(best_isa())
+          ->encoder(params)(params, elements, here, workspaces.slabs(task),
+                            workspaces.payloads(task), encoded);
+      uint64_t bytes = uint64_t{blocks} * frame::slab_bytes(dtype_, shape);
+      for (uint32_t i = 0; i < blocks; ++i) {
+        bytes += encoded[i].units * frame::kUnitBytes;
+      }
+      sizes_[static_cast<size_t>(shape)].fetch_add(bytes, std::memory_order_relaxed);
+    }
+  }
+
+  Shape shortest() const {
+    Shape best = Shape::kRaw;
+    uint64_t least = uint64_t{count_} * frame::slab_bytes(dtype_, Shape::kRaw);
+    for (const Shape shape : kTried) {
+      const uint64_t bytes = sizes_[static_cast<size_t>(shape)].load(std::memory_order_relaxed);
+      if (frame::shape_fits(dtype_, shape) && bytes < least) {
+        best = shape;
+        least = bytes;
+      }
+    }
+    return best;
+  }
+
+ private:
+  const uint8_t* const input_;
+  const uint64_t elements_;
+  const Dtype dtype_;
+  const bool copied_out_;
+  const uint32_t count_;
+  Sizes sizes_{};
+};
+
+uint8_t choose(const void* input, uint64_t elements, uint8_t dtype, const memswap_launch* launch,
+               bool copied_out) {
+  Sampler sampler(input, elements, static_cast<Dtype>(dtype), copied_out);
+  const memswap_launch where = launch != nullptr ? *launch : memswap_launch{};
+  const size_t tasks = tasks_for(where, sampler.tiles());
+  const Workspaces workspaces(tasks, frame::width_of(static_cast<Dtype>(dtype)));
+  if (!workspaces) {
+    return static_cast<uint8_t>(Shape::kRaw);  // an encode of it needs the least memory
+  }
+  ChunkQueue queue(sampler.tiles());
+  auto work = [&](size_t task) {
+    for (uint64_t tile; queue.take(&tile);) {
+      sampler.encode_tile(static_cast<uint32_t>(tile), workspaces, task);
+    }
+  };
+  run_tasks(where, tasks, work);
+  return static_cast<uint8_t>(sampler.shortest());
+}
+
+}  // namespace
+
+}  // namespace memswap::cpu
+
+uint32_t memswap_sample_count(uint64_t elements) {
+  using namespace memswap::cpu;
+  const uint64_t blocks = block_count(elements);
+  const uint64_t wanted = std::clamp(blocks / kBlocksPerSample, kLeastSamples, kMostSamples);
+  return static_cast<uint32_t>(std::min(blocks, wanted));
+}
+
+uint64_t memswap_sample_block(uint64_t elements, uint32_t i) {
+  using namespace memswap::cpu;
+  const uint64_t count = memswap_sample_count(elements);
+  if (count == block_count(elements)) {
+    return i;
+  }
+  const uint64_t whole = elements / memswap::frame::kBlockElements;
+  const uint64_t from = i * whole / count;
+  const uint64_t until = (i + 1) * whole / count;
+  return from + mixed(i) % (until - from);
+}
+
+uint8_t memswap_choose_shape(const void* input, uint64_t elements, uint8_t dtype,
+                             const memswap_launch* launch) {
+  return memswap::cpu::choose(input, elements, dtype, launch, false);
+}
+
+uint8_t memswap_choose_shape_of_sample(const void* sample, uint64_t elements, uint8_t dtype,
+                                       const memswap_launch* launch) {
+  return memswap::cpu::choose(sample, elements, dtype, launch, true);
+}

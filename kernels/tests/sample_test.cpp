@@ -1,0 +1,238 @@
+// The shape that a sample chooses, against all shapes tried by force.
+#include "memswap/sample.h"
+
+#include <cmath>
+#include <functional>
+#include <thread>
+
+#include "support.h"
+
+namespace memswap::test {
+namespace {
+
+constexpr uint64_t kElements = 3 * 1024 * 1024 + 331;  // 3073 blocks, the last one not whole
+
+// What a test fills a tensor with.
+using Fill = std::function<void(Tensor&)>;
+
+Fill of_pattern(Pattern pattern) {
+  return [=](Tensor& tensor) {
+    fill(pattern, tensor.dtype, 7, 0, tensor.elements, tensor.buffer.data());
+  };
+}
+
+template <typename Element>
+void put(Tensor& tensor, uint64_t index, Element element) {
+  memcpy(tensor.buffer.data() + index * sizeof(Element), &element, sizeof(Element));
+}
+
+// N(0, 1) where `is_there` says so, else 0.
+Fill normal_where(std::function<bool(uint64_t)> is_there) {
+  return [=](Tensor& tensor) {
+    fill({Kind::kNormal, 0}, tensor.dtype, 11, 0, tensor.elements, tensor.buffer.data());
+    const uint32_t width = frame::width_of(tensor.dtype);
+    for (uint64_t i = 0; i < tensor.elements; ++i) {
+      if (!is_there(i)) {
+        memset(tensor.buffer.data() + i * width, 0, width);
+      }
+    }
+  };
+}
+
+uint64_t random(uint64_t seed, uint64_t index) { return splitmix64(seed, index); }
+
+struct Case {
+  const char* name;
+  std::vector<Dtype> dtypes;
+  Fill fill;
+};
+
+const std::vector<Dtype> kFloats = {Dtype::kBf16, Dtype::kFp16, Dtype::kFp32,
+                                    Dtype::kFp64, Dtype::kE4m3, Dtype::kE5m2};
+const std::vector<Dtype> kOneByte = {Dtype::kBool, Dtype::kUint8, Dtype::kInt8, Dtype::kBits8};
+
+std::vector<Case> cases() {
+  std::vector<Case> all = {
+      {"dense", kFloats, of_pattern({Kind::kNormal, 0})},
+      {"long tails", kFloats, of_pattern({Kind::kDecay, 14})},
+      {"outliers", kFloats, of_pattern({Kind::kSpikes, 10})},
+      {"half zeros", kFloats, of_pattern({Kind::kSparse, 8})},
+      {"half of them signed zeros", kFloats, of_pattern({Kind::kSignedSparse, 8})},
+      {"squared ReLU", kFloats, normal_where([](uint64_t i) { return random(3, i) % 3 == 0; })},
+      {"residual dropout", kFloats,
+       normal_where([](uint64_t i) { return random(3, i) % 10 != 0; })},
+      {"causal softmax", kFloats,
+       normal_where([](uint64_t i) { return i % 512 <= i / 512 % 512; })},
+      {"causal softmax, rows of two blocks", kFloats,
+       normal_where([](uint64_t i) { return i % 2048 <= i / 2048 % 2048; })},
+      {"causal mask", kOneByte, of_pattern({Kind::kCausal, 10})},
+      {"dropout mask", kOneByte, of_pattern({Kind::kBooleans, 0})},
+      {"all zeros", all_dtypes(), of_pattern({Kind::kConstant, 0})},
+      {"constant", all_dtypes(), of_pattern({Kind::kConstant, 1})},
+      {"random bits", all_dtypes(), of_pattern({Kind::kRandomBits, 0})},
+      {"tokens",
+       {Dtype::kInt64, Dtype::kInt32, Dtype::kUint16, Dtype::kUint32},
+       [](Tensor& tensor) {
+         for (uint64_t i = 0; i < tensor.elements; ++i) {
+           const uint64_t token = random(5, i) % 50257;
+           memcpy(tensor.buffer.data() + i * frame::width_of(tensor.dtype), &token,
+                  frame::width_of(tensor.dtype));
+         }
+       }},
+      {"indices", {Dtype::kInt64, Dtype::kInt32}, of_pattern({Kind::kSorted, 1})},
+      {"bfloat16 in float32", {Dtype::kFp32}, of_pattern({Kind::kUpcast, 0})},
+      {"half zeros in bfloat16 in float32",
+       {Dtype::kFp32},
+       [](Tensor& tensor) {
+         of_pattern({Kind::kUpcast, 0})(tensor);
+         for (uint64_t i = 0; i < tensor.elements; ++i) {
+           if (random(9, i) % 2 == 0) {
+             put(tensor, i, 0.0F);
+           }
+         }
+       }},
+      {"float16 in float32",
+       {Dtype::kFp32},
+       [](Tensor& tensor) {
+         of_pattern({Kind::kNormal, 0})(tensor);
+         for (uint64_t i = 0; i < tensor.elements; ++i) {
+           uint32_t bits;
+           memcpy(&bits, tensor.buffer.data() + 4 * i, 4);
+           put(tensor, i, bits & ~uint32_t{0x1fff});
+         }
+       }},
+  };
+  // Of an embedding, whose rows are 1000 elements long: how many of its rows some batch asked for.
+  for (const uint64_t of_100 : {2, 10, 40, 75, 90}) {
+    all.push_back({"gradient of an embedding", kFloats,
+                   normal_where([=](uint64_t i) { return random(13, i / 1000) % 100 < of_100; })});
+  }
+  return all;
+}
+
+uint64_t frame_bytes(const Tensor& tensor, Shape shape) {
+  const Frame frame = encode(*memswap_codec_cpu(), tensor, {.shape = shape});
+  return frame.layout().bytes(frame.header().var_used);
+}
+
+Shape chosen(const Tensor& tensor, const memswap_launch* launch = nullptr) {
+  return static_cast<Shape>(memswap_choose_shape(tensor.buffer.data(), tensor.elements,
+                                                 static_cast<uint8_t>(tensor.dtype), launch));
+}
+
+std::vector<Shape> shapes_of(Dtype dtype) {
+  std::vector<Shape> shapes;
+  for (uint8_t shape = 0; shape <= frame::kLastShape; ++shape) {
+    if (frame::shape_fits(dtype, static_cast<Shape>(shape))) {
+      shapes.push_back(static_cast<Shape>(shape));
+    }
+  }
+  return shapes;
+}
+
+void expect_near_the_best(const Tensor& tensor, const std::string& name) {
+  const Shape shape = chosen(tensor);
+  const uint64_t bytes = frame_bytes(tensor, shape);
+  for (const Shape other : shapes_of(tensor.dtype)) {
+    EXPECT_LE(static_cast<double>(bytes), 1.02 * static_cast<double>(frame_bytes(tensor, other)))
+        << name << ", dtype " << int(tensor.dtype) << ", " << tensor.elements
+        << " elements: chose shape " << int(shape) << ", where " << int(other) << " is shorter";
+  }
+}
+
+TEST(Sample, ChoosesNearTheBestShape) {
+  for (const Case& what : cases()) {
+    for (const Dtype dtype : what.dtypes) {
+      Tensor tensor(dtype, kElements);
+      what.fill(tensor);
+      expect_near_the_best(tensor, what.name);
+    }
+  }
+}
+
+TEST(Sample, OfAFewBlocksLooksAtAllOfThem) {
+  for (const uint64_t elements : {0, 1, 100, 1023, 1024, 1025, 8191, 8192, 24 * 1024}) {
+    ASSERT_EQ(memswap_sample_count(elements), (elements + 1023) / 1024);
+    for (const Pattern pattern : kPatterns) {
+      for (const Dtype dtype : all_dtypes()) {
+        const Tensor tensor(pattern, dtype, 3, elements);
+        const Shape shape = chosen(tensor);
+        ASSERT_TRUE(frame::shape_fits(dtype, shape));
+        for (const Shape other : shapes_of(dtype)) {
+          ASSERT_LE(frame_bytes(tensor, shape), frame_bytes(tensor, other))
+              << "dtype " << int(dtype) << ", " << elements << " elements: chose shape "
+              << int(shape) << ", where " << int(other) << " is shorter";
+        }
+      }
+    }
+  }
+}
+
+TEST(Sample, BlocksAreWholeAscendAndSpreadOverTheTensor) {
+  for (const uint64_t elements : {uint64_t{25 * 1024}, uint64_t{25 * 1024 + 1}, kElements,
+                                  uint64_t{1} << 30, frame::kMaxElements}) {
+    const uint32_t count = memswap_sample_count(elements);
+    const uint64_t whole = elements / frame::kBlockElements;
+    ASSERT_LE(count, std::max<uint64_t>(24, whole / 256)) << elements;
+    for (uint32_t i = 0; i < count; ++i) {
+      const uint64_t block = memswap_sample_block(elements, i);
+      ASSERT_GE(block, i * whole / count) << "sample " << i << " of " << elements;
+      ASSERT_LT(block, (i + 1) * whole / count) << "sample " << i << " of " << elements;
+    }
+  }
+}
+
+TEST(Sample, CopiedOutOfTheTensorChoosesTheSame) {
+  for (const Case& what : cases()) {
+    const Dtype dtype = what.dtypes[0];
+    for (const uint64_t elements : {uint64_t{0}, uint64_t{5000}, kElements}) {
+      Tensor tensor(dtype, elements);
+      what.fill(tensor);
+      const uint32_t width = frame::width_of(dtype);
+      const uint32_t count = memswap_sample_count(elements);
+      Tensor sample(dtype, std::min<uint64_t>(elements, count * frame::kBlockElements));
+      for (uint32_t i = 0; i < count; ++i) {
+        const uint64_t from = memswap_sample_block(elements, i) * frame::kBlockElements;
+        memcpy(sample.buffer.data() + i * frame::kBlockElements * width,
+               tensor.buffer.data() + from * width,
+               std::min<uint64_t>(frame::kBlockElements, elements - from) * width);
+      }
+      EXPECT_EQ(static_cast<Shape>(memswap_choose_shape_of_sample(
+                    sample.buffer.data(), elements, static_cast<uint8_t>(dtype), nullptr)),
+                chosen(tensor))
+          << what.name << ", " << elements << " elements";
+    }
+  }
+}
+
+TEST(Sample, IsTheSameOnAnyNumberOfThreads) {
+  memswap_launch launch{};
+  launch.max_processors = 3;
+  launch.parallel_for = [](void*, size_t count, void (*task)(void*, size_t), void* context) {
+    std::vector<std::thread> threads;
+    for (size_t i = 0; i < count; ++i) {
+      threads.emplace_back([=] { task(context, i); });
+    }
+    for (std::thread& thread : threads) {
+      thread.join();
+    }
+  };
+  for (const Case& what : cases()) {
+    Tensor tensor(what.dtypes[0], kElements);
+    what.fill(tensor);
+    EXPECT_EQ(chosen(tensor, &launch), chosen(tensor)) << what.name;
+  }
+}
+
+TEST(Sample, AConstantTakesBytesForABlock) {
+  for (const Dtype dtype : all_dtypes()) {
+    const Tensor tensor({Kind::kConstant, 1}, dtype, 3, kElements);
+    const Shape shape = chosen(tensor);
+    EXPECT_LE(frame_bytes(tensor, shape),
+              128 + 32 * (kElements / 1024 + 1) + 4 * (kElements / 1024 + 8))
+        << "dtype " << int(dtype);
+  }
+}
+
+}  // namespace
+}  // namespace memswap::test
