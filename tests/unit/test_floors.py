@@ -30,7 +30,7 @@ FLOORS = (
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 
 #: Folders of csrc, from the ground.
-NATIVE_FLOORS = ("books", "work", "storage", "pool", "lane", "codec", "bind")
+NATIVE_FLOORS = ("books", "work", "storage", "pool", "lane", "codec", "engine", "bind")
 
 pytestmark = pytest.mark.cpu_only
 
