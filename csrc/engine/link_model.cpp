@@ -1,4 +1,4 @@
-#include "engine/link_model.h"
+#include "link_model.h"
 
 #include <algorithm>
 #include <cmath>

@@ -7,7 +7,7 @@
 #include <optional>
 #include <vector>
 
-#include "engine/machine_rates.h"
+#include "machine_rates.h"
 
 namespace memswap {
 

@@ -1,4 +1,4 @@
-#include "engine/replay.h"
+#include "replay.h"
 
 #include <algorithm>
 #include <cmath>
@@ -9,8 +9,8 @@
 #include <string>
 #include <utility>
 
-#include "engine/link_model.h"
-#include "engine/running_peak.h"
+#include "link_model.h"
+#include "running_peak.h"
 
 namespace memswap {
 

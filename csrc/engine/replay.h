@@ -43,8 +43,8 @@
 #include <span>
 #include <vector>
 
-#include "engine/machine_rates.h"
-#include "engine/step_record.h"
+#include "machine_rates.h"
+#include "step_record.h"
 
 namespace memswap {
 

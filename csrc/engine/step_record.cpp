@@ -1,4 +1,4 @@
-#include "engine/step_record.h"
+#include "step_record.h"
 
 #include <stdexcept>
 #include <string>

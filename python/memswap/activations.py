@@ -171,7 +171,8 @@ class Manager(Managed):
         Planning runs beside training, and no step waits for it: how many steps go by until a plan
         is in force depends on how long they take. Benchmarks and tests call this between two steps
         to have the plan in the next one. Without a budget it does nothing. Ranks that plan together
-        follow a plan a few forwards after all of them have it.
+        wait for one another here: all of them call it, after steps whose graphs none of them keeps;
+        they follow a plan a few forwards after all of them have it.
 
         Raises:
             BudgetError: no plan meets the budget; the message states the smallest one that can be
