@@ -14,6 +14,8 @@
 #include <utility>
 #include <vector>
 
+#include "engine/link_model.h"
+
 namespace memswap {
 namespace py = pybind11;
 
@@ -154,6 +156,15 @@ void bind_replay(py::module_& module) {
            py::arg("duplex_d2h_bytes_per_s"), py::arg("duplex_h2d_bytes_per_s"),
            py::arg("encode_bytes_per_s"), py::arg("decode_bytes_per_s"), py::arg("copy_latency_s"),
            py::arg("codec_latency_s"), py::arg("copy_share"), py::arg("inline_codec"));
+  py::enum_<Direction>(module, "Direction")
+      .value("AWAY", Direction::kAway)
+      .value("BACK", Direction::kBack);
+  py::class_<LinkModel>(module, "LinkModel",
+                        "When copies in two directions begin and end (csrc/engine/link_model.h).")
+      .def(py::init<const MachineRates&, int32_t>(), py::arg("rates"), py::arg("storages"))
+      .def("add", &LinkModel::add, py::arg("direction"), py::arg("index"), py::arg("nbytes"),
+           py::arg("ready_s"))
+      .def("end_s", &LinkModel::end_s, py::arg("direction"), py::arg("index"));
   py::class_<Replay>(module, "Replay", "What a plan makes of a step (csrc/engine/replay.h).")
       .def_readonly("resident_bytes", &Replay::resident_bytes)
       .def_readonly("mark_s", &Replay::mark_s)

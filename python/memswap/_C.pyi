@@ -270,6 +270,17 @@ class MachineRates:
         inline_codec: bool,
     ) -> None: ...
 
+class Direction(enum.Enum):
+    AWAY = 0
+    BACK = 1
+
+class LinkModel:
+    """When copies in two directions begin and end (csrc/engine/link_model.h)."""
+
+    def __init__(self, rates: MachineRates, storages: int) -> None: ...
+    def add(self, direction: Direction, index: int, nbytes: int, ready_s: float) -> None: ...
+    def end_s(self, direction: Direction, index: int) -> float: ...
+
 class Replay:
     """What a plan makes of a step (csrc/engine/replay.h)."""
 

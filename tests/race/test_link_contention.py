@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from memswap.planning.link import Link
 from planned_stacks import LAZY
 from race_workloads import DEVICE, new_pool
 
 from memswap import Rates
 from memswap._native import native
 from memswap.engine.lane import open_lane
+from memswap.planning.replay import machine
 from simdev import laboratory, virtual_time
 
 pytestmark = [pytest.mark.own_laboratory, pytest.mark.one_schedule]
@@ -27,13 +27,13 @@ def rates(duplex: float) -> Rates:
 
 def predicted_us(away: int, back: int, duplex: float) -> float:
     """When the last of so many copies ends that all wait for the link at the beginning."""
-    link = Link(rates(duplex))
+    link = native.LinkModel(machine(rates(duplex)), COPIES)
+    counts = ((native.Direction.AWAY, away), (native.Direction.BACK, back))
     for index in range(max(away, back)):
-        for direction, count in enumerate((away, back)):
+        for direction, count in counts:
             if index < count:
                 link.add(direction, index, NBYTES, 0.0)
-    link.drain()
-    return max(max(ends.values(), default=0.0) for ends in link.ends) * 1e6
+    return max(link.end_s(direction, count - 1) for direction, count in counts if count) * 1e6
 
 
 def measured_us(away: int, back: int, duplex: float) -> float:
