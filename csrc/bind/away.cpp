@@ -105,8 +105,9 @@ void bind_senders(py::module_& module) {
       .def("why_refused", &FrameSender::why_refused)
       .def(
           "send",
-          [](FrameSender& sender, const StorageRefPtr& storage, uint8_t dtype, uint8_t shape,
-             std::optional<uint64_t> var_capacity, uint8_t profile, uint8_t center) {
+          [](FrameSender& sender, const StorageRefPtr& storage, uint8_t dtype,
+             std::optional<uint8_t> shape, std::optional<uint64_t> var_capacity, uint8_t profile,
+             uint8_t center) {
             return as_pair(sender.send(some(storage), {.dtype = dtype,
                                                        .shape = shape,
                                                        .var_capacity = var_capacity,

@@ -392,7 +392,7 @@ class FrameSender:
         self,
         storage: StorageRef,
         dtype: int,
-        shape: int,
+        shape: int | None,
         var_capacity: int | None = None,
         profile: int = 0,
         center: int = 0,

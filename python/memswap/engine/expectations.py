@@ -139,7 +139,7 @@ class Expectation:
     """Bytes that a plan has for the frame; None: there is no plan."""
 
     @property
-    def options(self) -> tuple[int, int, int | None, int, int]:
+    def options(self) -> tuple[int, int | None, int | None, int, int]:
         """What a `FrameSender` is told of the frame."""
         return self.dtype, self.shape, self.var_capacity, self.profile, self.center
 
