@@ -6,8 +6,6 @@
 #   VENV=.venv-212      another place for it
 #   VENV=none           use the Python, torch and tools that are there; install nothing
 #   ARGS="--steps 4"    more arguments for the demo, the tests or the benchmarks
-#   PARTS="codec"       parts of `make gpu` (tests/gpu/session.py), LIMIT_S=540 seconds for them,
-#                       HOST_MEMORY=64GiB for what its benchmarks swap
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -78,15 +76,10 @@ help:
 	@echo 'make demo        train a small GPT plain, with memswap and under a budget; compare every gradient,'
 	@echo '                 show the plan, and draw it (build/demo/memory.png)'
 	@echo 'make test        C++ tests, Python tests on the CPU and on the simulated accelerator'
-	@echo 'make test-all    the same and the slow tests'
-	@echo 'make test-npu    the real torch_npu on a fake ACL runtime, in an environment of its own'
 	@echo 'make bench       benchmarks on this machine, results to benchmarks/results/'
-	@echo 'make gpu         what needs a CUDA device: tests and benchmarks (installs nothing)'
-	@echo '                 PARTS="codec kernels" LIMIT_S=540 HOST_MEMORY=64GiB; results also to the folder $$OUT'
-	@echo 'make cpp-test    C++ tests alone'
 	@echo 'make lint        ruff, mypy and clang-format; `make format` applies what they can'
-	@echo 'make build       memswap._C in place; `make clean`, `make distclean` remove it'
 	@echo 'Options: PYTHON=python3.12 TORCH=2.12.0 VENV=.venv|none ARGS="..."'
+	@echo 'CONTRIBUTING.md has the others: build, clean, cpp-test, test-all, test-npu, gpu.'
 
 demo: build $(picture_tools)
 	$(python) -m memswap demo --picture build/demo $(ARGS)

@@ -1,6 +1,9 @@
 # Which accelerator toolkits this machine has. AUTO takes what is there, ON insists, OFF ignores.
 include(CheckLanguage)
 
+set(MEMSWAP_CUDA AUTO CACHE STRING "Compile the CUDA sources: AUTO (where nvcc is found), ON, OFF")
+set(MEMSWAP_ASCEND AUTO CACHE STRING "Compile the AscendC sources: AUTO (where CANN is found), ON, OFF")
+
 if(NOT MEMSWAP_CUDA MATCHES "^(AUTO|ON|OFF)$")
   message(FATAL_ERROR "MEMSWAP_CUDA is '${MEMSWAP_CUDA}'; expected AUTO, ON or OFF.")
 endif()

@@ -1,5 +1,6 @@
 // Table of contents of memswap._C; each part is bound in a file of its own.
 #include <pybind11/pybind11.h>
+#include <torch/version.h>
 
 namespace memswap {
 void bind_storage_ref(pybind11::module_& module);  // storage_ref.cpp
@@ -23,6 +24,7 @@ void bind_codec(pybind11::module_& module);        // codec.cpp
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "memswap's native layer: storages, pools, lanes. Use it through memswap._native.";
+  module.attr("torch_version") = TORCH_VERSION;
   memswap::bind_storage_ref(module);
   memswap::bind_storage(module);
   memswap::bind_view(module);

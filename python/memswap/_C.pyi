@@ -8,6 +8,8 @@ from weakref import ref
 import torch
 from typing_extensions import Self
 
+torch_version: str  # that it was built against
+
 class TransferError(RuntimeError): ...
 
 class StorageRef:

@@ -32,11 +32,9 @@ from memswap.checkpointing import (
 from memswap.codec import Frame, decode, encode
 from memswap.engine.action import Action, TensorInfo
 from memswap.engine.pools import DiskPool, HostPool
-from memswap.engine.stats import Count, Stats
-from memswap.engine.windows import WindowStats
+from memswap.engine.stats import Stats
 from memswap.errors import (
     BudgetError,
-    EntryStateError,
     FrameError,
     GroupError,
     InplaceEditError,
@@ -45,16 +43,14 @@ from memswap.errors import (
     RankMismatchError,
     RecomputeError,
     SharedStorageError,
-    SlotError,
     TransferError,
-    UnitStateError,
 )
 from memswap.groups import Group, Groups
 from memswap.inplace import swap_in, swap_out
-from memswap.layer_chain import Chain, chain
-from memswap.modules import ModuleSwap, swap_modules
-from memswap.pipeline import PipelineManager, manage_pipeline
-from memswap.planning.plan import Plan, PlannedStorage, PlannedUnit
+from memswap.layer_chain import chain
+from memswap.modules import swap_modules
+from memswap.pipeline import manage_pipeline
+from memswap.planning.plan import Plan
 from memswap.planning.policy import Policy
 from memswap.planning.profile import profile
 from memswap.planning.rates import Rates
@@ -69,12 +65,9 @@ __version__ = "0.1.0"
 __all__ = [
     "Action",
     "BudgetError",
-    "Chain",
     "CheckpointPolicy",
     "Checkpointing",
-    "Count",
     "DiskPool",
-    "EntryStateError",
     "Frame",
     "FrameError",
     "Group",
@@ -84,24 +77,17 @@ __all__ = [
     "InplaceEditError",
     "Manager",
     "MemswapError",
-    "ModuleSwap",
     "NotSwappedError",
-    "PipelineManager",
     "Plan",
-    "PlannedStorage",
-    "PlannedUnit",
     "Policy",
     "RankMismatchError",
     "Rates",
     "RecomputeError",
     "SharedStorageError",
-    "SlotError",
     "Stats",
     "TensorInfo",
     "TransferError",
-    "UnitStateError",
     "Window",
-    "WindowStats",
     "Windows",
     "chain",
     "checkpoint",

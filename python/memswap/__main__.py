@@ -17,7 +17,7 @@ def main(argv: list[str] | None = None) -> int:
         prog="memswap", description="Swaps autograd's saved activations away and back, bit-exactly."
     )
     parser.add_argument("--version", action="version", version=f"memswap {memswap.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command")
     demo.add_arguments(
         commands.add_parser(
             "demo",
@@ -58,6 +58,9 @@ def main(argv: list[str] | None = None) -> int:
     report.add_output_argument(reported)
     commands.add_parser("info", help="versions, accelerator, memory and rates of this machine")
     arguments = parser.parse_args(argv)
+    if arguments.command is None:
+        parser.print_help()
+        return 0
     if arguments.command == "demo":
         return demo.run(arguments)
     if arguments.command == "bench":

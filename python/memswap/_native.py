@@ -13,4 +13,17 @@ except ImportError as error:
         f"(cause: {error})"
     ) from error
 
+
+def _check_versions() -> None:
+    """Torch keeps no C++ interface stable from one minor version to the next."""
+    built, running = native.torch_version, torch.__version__
+    if built.split(".")[:2] != running.split(".")[:2]:
+        raise ImportError(
+            f"memswap was built against torch {built}, and this is torch {running}. Build it again "
+            "in this environment: pip install --no-build-isolation ."
+        )
+
+
+_check_versions()
+
 __all__ = ["native"]

@@ -144,9 +144,7 @@ def select(model: TransformerBlock, args: Arguments, spec: str) -> None:
 
 
 @pytest.mark.parametrize("spec", ["0", "1-2,4", "3"])
-def test_selected_layers_with_an_evaluation_between_steps_and_microbatches_in_flight(
-    device, spec
-) -> None:
+def test_selected_layers_with_microbatches_in_flight(device, spec) -> None:
     """1F1B's warm-up: the second forward runs before the first backward, every step anew."""
 
     def train(model: TransformerBlock, args: Arguments) -> list[Any]:

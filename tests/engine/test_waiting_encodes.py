@@ -21,6 +21,7 @@ from memswap import Action, Policy, Windows
 from memswap._native import native
 from memswap.engine.visit import Visit
 from memswap.engine.windowed import WindowedSaver
+from memswap.engine.windows import WindowStats
 
 pytestmark = pytest.mark.usefixtures("every_tensor_is_encoded")
 
@@ -310,4 +311,4 @@ def test_statistics_of_windows_start_anew(region) -> None:
     region.saver.open_window(1.0)
     assert region.saver.window_stats().windows == 1
     region.saver.reset_stats()
-    assert region.saver.window_stats() == memswap.WindowStats()
+    assert region.saver.window_stats() == WindowStats()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from apart import run_python
 
+from memswap._native import native
+
 PROGRAM = """
 import sys, torch
 before = set(sys.modules)
@@ -23,3 +25,11 @@ def test_dynamo_is_not_imported_before_a_hook_needs_it() -> None:
     ran = run_python(PROGRAM)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == "[]\n"
+
+
+def test_another_torch_than_the_one_that_it_was_built_for_is_refused() -> None:
+    ran = run_python("import torch\ntorch.__version__ = '1.99.0+cu1'\nimport memswap")
+    assert ran.returncode != 0
+    built = native.torch_version
+    assert f"memswap was built against torch {built}, and this is torch 1.99.0+cu1" in ran.stderr
+    assert "pip install --no-build-isolation ." in ran.stderr

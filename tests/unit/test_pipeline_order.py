@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import memswap
-from memswap.pipeline import Itinerary, Step, split
+from memswap.pipeline import Itinerary, PipelineManager, Step, split
 
 F, B, W = 0, 1, 2
 
@@ -136,7 +136,7 @@ def loads(monkeypatch):
     from memswap.engine.group import Generation
 
     found: list[tuple[str, int]] = []
-    launch, notice = Generation.launch_load, memswap.PipelineManager._backward
+    launch, notice = Generation.launch_load, PipelineManager._backward
     clock = [0]
 
     def launched(generation, readings=1):
@@ -152,7 +152,7 @@ def loads(monkeypatch):
 
     distances: list[int] = []
     monkeypatch.setattr(Generation, "launch_load", launched)
-    monkeypatch.setattr(memswap.PipelineManager, "_backward", backward)
+    monkeypatch.setattr(PipelineManager, "_backward", backward)
     return distances
 
 

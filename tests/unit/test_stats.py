@@ -7,8 +7,8 @@ import warnings
 
 import pytest
 
-from memswap import Count, Stats
-from memswap.engine.stats import Ledger
+from memswap import Stats
+from memswap.engine.stats import Count, Ledger
 from memswap.managed import report
 
 
