@@ -21,7 +21,7 @@ pytestmark = pytest.mark.cpu_only
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("", "required: command"),
+        ("bench", "required: benchmark"),
         ("demo --steps 0", "--steps: expected a whole number of at least 1, found '0'"),
         ("plan --batch x", "--batch: expected a whole number of at least 1, found 'x'"),
         ("report --layers -1", "--layers: expected a whole number"),
@@ -59,6 +59,13 @@ def test_what_only_torch_or_the_model_knows_ends_with_a_sentence(
 ) -> None:
     with pytest.raises(SystemExit, match=words):
         main(arguments.split())
+
+
+def test_no_command_at_all_prints_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    told = capsys.readouterr().out
+    for command in ("demo", "bench", "selftest", "plan", "report", "info"):
+        assert command in told
 
 
 @pytest.mark.parametrize("command", ["demo", "bench codec", "selftest", "plan", "report"])
