@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -62,6 +63,44 @@ def test_the_step_after_an_exception_is_right(rank: Rank, late: bool, where: str
     train(net, rank, steps=2)
     train(reference, rank, steps=2)
     assert_same(net, reference, rank, bitwise=True)
+    assert context.stats().lent == 0
+
+
+class Again(nn.Module):
+    """Calls itself first, and goes on where that raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor, again: bool = True) -> torch.Tensor:
+        if again:
+            with contextlib.suppress(ArithmeticError):
+                self(x, again=False)
+        return self.linear(x)
+
+
+@distributed(2)
+def test_a_call_that_another_hook_cuts_off_ends_no_other_call(rank: Rank) -> None:
+    """The hook of memswap behind that call ran, and hid the weights of the call around it."""
+    torch.manual_seed(0)
+    module = Again()
+    weight = module.linear.weight.detach().clone()
+    context = ShardContext(open_comm=rank.open_comm, debug=True)
+    shard(module, rank.mesh, context=context)
+    calls = []
+
+    def refuses(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) % 2 == 0:
+            raise ArithmeticError("on purpose")
+
+    module.register_forward_pre_hook(refuses, prepend=True)  # before memswap's
+    x = torch.ones(3, 8, dtype=torch.float64)
+    for _ in range(2):
+        found = module(x)
+        assert torch.equal(found, nn.functional.linear(x, weight, module.linear.bias.full_tensor()))
+    assert len(calls) == 4
     assert context.stats().lent == 0
 
 

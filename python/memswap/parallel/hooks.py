@@ -10,10 +10,13 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from memswap.engine.calls import current_call, is_running
 from memswap.engine.untraced import untraced
 from memswap.parallel import running
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from memswap.parallel.schedule import ShardContext
     from memswap.parallel.unit import Unit
 
@@ -24,8 +27,8 @@ class Hooks:
     def __init__(self, unit: Unit, context: ShardContext) -> None:
         self.unit = unit
         self.context = context
-        self._calls: list[Call | None] = []
-        """Forward calls that have begun and not ended."""
+        self._calls: list[Call] = []
+        """Forward calls that have begun and not ended, known by [Note: Which call]."""
 
     def install(self, module: nn.Module) -> None:
         module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
@@ -37,31 +40,48 @@ class Hooks:
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
+        call = self._begin()
         self.context.enter_forward(self.unit)
         running.enter(self, functools.partial(self.context.exchange_arrived, self.unit))
         policy = self.unit.policy
         if policy.param_dtype is not None and policy.cast_forward_inputs:
             args, kwargs = _cast((args, kwargs), policy.param_dtype)
-        call = None
         if torch.is_grad_enabled() and self.unit.frozen:
             inputs = _differentiable((args, kwargs))
             if inputs:
-                call = Call(self)
-                torch.autograd.graph.register_multi_grad_hook(inputs, call.ended)
-        self._calls.append(call)
+                call.reads_frozen = ReadsFrozen(self)
+                torch.autograd.graph.register_multi_grad_hook(inputs, call.reads_frozen.ended)
         return args, kwargs
+
+    def _begin(self) -> Call:
+        while self._calls and not self._calls[-1].runs():
+            self._calls.pop()  # it was cut off: no hook has told its end
+        self._calls.append(Call(current_call()))
+        return self._calls[-1]
+
+    def _end(self) -> Call | None:
+        """The call that ends now; None: it has not begun here, since another's hook raised."""
+        frame = current_call()
+        for place in reversed(range(len(self._calls))):
+            call = self._calls[place]
+            if call.frame is frame:
+                del self._calls[place:]
+                return call
+        return None
 
     @untraced
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        call = self._end()
+        if call is None:
+            return output
         running.leave(self)
         policy = self.unit.policy
         if policy.output_dtype is not None:
             output = _cast(output, policy.output_dtype)
         outputs = _differentiable(output) if torch.is_grad_enabled() else []
-        call = self._calls.pop() if self._calls else None
-        versions = self.unit.versions
+        versions, frozen = self.unit.versions, call.reads_frozen
         for tensor in outputs:
-            tensor.register_hook(functools.partial(self.before_backward, versions, call))
+            tensor.register_hook(functools.partial(self.before_backward, versions, frozen))
         self.context.leave_forward(self.unit, module, bool(outputs))
         return output
 
@@ -70,11 +90,11 @@ class Hooks:
         self.context.reach_anchor(self.unit)
 
     def before_backward(
-        self, versions: tuple[int, ...], call: Call | None, gradient: torch.Tensor
+        self, versions: tuple[int, ...], frozen: ReadsFrozen | None, gradient: torch.Tensor
     ) -> None:
         self.context.enter_unit_backward(self.unit, versions)
-        if call is not None:
-            call.began()
+        if frozen is not None:
+            frozen.began()
 
     def show_shards(self, *args: Any) -> None:
         self.unit.hide()
@@ -84,6 +104,18 @@ class Hooks:
 
 
 class Call:
+    """One forward call of a unit."""
+
+    def __init__(self, frame: FrameType | None) -> None:
+        self.frame = frame
+        self.reads_frozen: ReadsFrozen | None = None
+
+    def runs(self) -> bool:
+        """Whether it has not ended, in whatever way."""
+        return self.frame is None or is_running(self.frame)
+
+
+class ReadsFrozen:
     """One forward call of a unit with frozen parameters, and how far its backward is.
 
     A frozen weight is read by operators that lead to no gradient of the unit's own. They lead to
