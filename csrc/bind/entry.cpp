@@ -177,7 +177,10 @@ PyObject* get_held(PyObject* self, void*) {
 
 int set_storage(PyObject* self, PyObject* given, void*) {
   return guarded<int>(-1, [&] {
-    StorageRefPtr held = given == nullptr || given == Py_None ? nullptr : expect_storage(given);
+    if (given == nullptr) {
+      throw py::type_error("storage of an entry cannot be deleted; None lets go of it");
+    }
+    StorageRefPtr held = given == Py_None ? nullptr : expect_storage(given);
     entry_of(self)->storage.swap(held);  // what was there goes when the books are right
     return 0;
   });
