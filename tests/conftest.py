@@ -1,9 +1,10 @@
 """Options and fixtures of the whole suite.
 
 One process has one device: `--device cpu` (default), `cuda`, or `sim` / `npu`, the simulated
-accelerator under either name. On a simulated device every test of tests/engine, tests/race and
-tests/compat_scripts runs once per schedule, in a laboratory that fails it for any race report or
-leak; those that run in several processes do not.
+accelerator under either name. On a simulated device every test of tests/engine and
+tests/race runs once per schedule, in a laboratory that fails it for any race report or leak; those
+of tests/compat_scripts under two schedules, and under all with --slow, but for those that run in
+several processes.
 
 Tests marked `every_action` run once for each away form, or for those that the mark names: what a
 policy without an action does is then that form, and every tensor is encoded, however little it
@@ -24,7 +25,11 @@ import torch
 SIMULATED = ("sim", "npu")
 TESTS = Path(__file__).resolve().parent
 ACTIONS = ("swap", "encode", "encode_swap")
-IN_LABORATORY = (TESTS / "engine", TESTS / "race", TESTS / "compat_scripts")
+SCRIPTS = TESTS / "compat_scripts"
+IN_LABORATORY = (TESTS / "engine", TESTS / "race", SCRIPTS)
+
+#: The schedules that differ most, where not all of them run.
+FEW = ("lazy", "random0")
 
 sys.path.insert(0, str(TESTS / "engine"))
 
@@ -87,12 +92,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         chosen = SCHEDULES[:1] if once else schedules(config.getoption("--random-schedules"))
         if not once and (wanted := config.getoption("--schedule")):
             chosen = [one for one in chosen if str(one) in wanted]
+        few = [one for one in chosen if str(one) in FEW] or chosen
+        if SCRIPTS in here.parents and not config.getoption("--slow"):
+            chosen = few  # what they run on is proven under all of them, in tests/engine
         if not actions:
             metafunc.parametrize("_laboratory", chosen, ids=str, indirect=True)
             return
         # Swapping runs under all schedules; the other ways share its engine, and tests/race breaks
         # their own edges one by one, under all schedules.
-        few = [one for one in chosen if str(one) in ("lazy", "random0")]
         metafunc.parametrize(
             ("_laboratory", "_action"),
             [(one, action) for action in actions for one in (chosen if action == "swap" else few)],
