@@ -356,9 +356,13 @@ void mutations_strike_where_they_match_only() {
   CHECK(mutation_hits(id) == 1);
   CHECK(take_reports().size() == 1);
   remove_mutation(id);
-  const int lie = mutate_lying_queries();
   set_policy(Policy::kLazy, 0);
   fill(main, a, 3);
+  const int elsewhere = mutate_lying_queries(std::vector{one});
+  query(record(two));
+  CHECK(mutation_hits(elsewhere) == 0);
+  remove_mutation(elsewhere);
+  const int lie = mutate_lying_queries(std::nullopt);
   CHECK(query(record(main)) && mutation_hits(lie) == 1 && !all_equal(a, 3));
   remove_mutation(lie);
   const int tagged = mutate_allocate_on(two, std::vector{main});

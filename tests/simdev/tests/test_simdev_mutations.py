@@ -106,6 +106,9 @@ def test_lying_queries_answer_true_and_order_nothing():
         host = torch.zeros(4, pin_memory=True)
         host.copy_(torch.ones(4, device=DEVICE), non_blocking=True)
         event = current().record_event()
+        with mutations.lying_queries(source=torch.Stream(device=DEVICE)) as elsewhere:
+            assert not event.query()
+        assert elsewhere.hits == 0
         with mutations.lying_queries() as mutation:
             assert event.query() and current().query()
         assert mutation.hits == 2
