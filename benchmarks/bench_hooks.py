@@ -82,26 +82,14 @@ class Chain(nn.Module):
         return chain
 
 
-class LeftOut(native.LaneAround):
+def left_out(lane: Any, nbytes: int, device: torch.device) -> Any:
     """A lane that moves nothing. Everything else is the lane's that it stands for."""
-
-    def __init__(self, lane: Any, nbytes: int, device: torch.device) -> None:
-        super().__init__(lane)
-        self._lane = lane
-        self._storage = native.StorageRef(torch.empty(nbytes, dtype=torch.uint8, device=device))
-        block = memswap.HostPool(device=device).native.allocate(nbytes)
-        self._ticket = lane.send(self._storage, block)
-        self._ticket.wait()
-        self._ticket.synchronize()
-
-    def send(self, storage: Any, block: Any) -> Any:
-        return self._ticket
-
-    def fetch(self, block: Any) -> tuple[Any, Any]:
-        return self._storage, self._ticket
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._lane, name)
+    storage = native.StorageRef(torch.empty(nbytes, dtype=torch.uint8, device=device))
+    block = memswap.HostPool(device=device).native.allocate(nbytes)
+    ticket = lane.send(storage, block)
+    ticket.wait()
+    ticket.synchronize()
+    return native.StillLane(lane, storage, ticket)
 
 
 class NoBooks:
@@ -129,11 +117,11 @@ class NoBooks:
 def leave_copies_out(saver: Any, nbytes: int, device: torch.device) -> None:
     """Give a saver a lane that moves nothing."""
     opened = transfer.open_lane
-    transfer.open_lane = lambda *arguments, **options: LeftOut(
+    transfer.open_lane = lambda *arguments, **options: left_out(
         opened(*arguments, **options), nbytes, device
     )
     try:
-        assert isinstance(saver.route(device).swap.lane, LeftOut)
+        assert isinstance(saver.route(device).swap.lane, native.StillLane)
     finally:
         transfer.open_lane = opened
 
@@ -209,7 +197,7 @@ def main() -> None:
         PLANNED: (nullcontext, planned),
         "memswap, SWAP": (lambda: swapped, plain),
         "no books": (NoBooks(new_pool(), open_lane(device), device), plain),
-        NOTHING: (NoBooks(new_pool(), LeftOut(open_lane(device), nbytes, device), device), plain),
+        NOTHING: (NoBooks(new_pool(), left_out(open_lane(device), nbytes, device), device), plain),
         save_on_cpu: (lambda: torch.autograd.graph.save_on_cpu(pin_memory=pin), plain),
         LONGER: (nullcontext, longer_plain),
         LONGER_PLANNED: (nullcontext, longer),

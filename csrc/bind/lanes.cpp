@@ -98,6 +98,11 @@ void bind_lanes(py::module_& module) {
       module, "LaneAround", "A lane around another one, to be derived from (lane_around.h).")
       .def(py::init<std::shared_ptr<Lane>>(), py::arg("lane").none(false));
 
+  py::class_<StillLane, Lane, std::shared_ptr<StillLane>>(
+      module, "StillLane", "A lane that moves nothing, for benchmarks (lane_around.h).")
+      .def(py::init<std::shared_ptr<Lane>, StorageRefPtr, TicketPtr>(), py::arg("lane").none(false),
+           py::arg("storage"), py::arg("ticket").none(false));
+
   py::class_<StreamLane, Lane, std::shared_ptr<StreamLane>>(
       module, "StreamLane", "Transfers between an accelerator and pinned memory, in stream order.")
       .def(py::init([](const c10::Device& device, size_t max_leaving_bytes, size_t chunk_bytes) {

@@ -544,6 +544,11 @@ class LaneAround(Lane):
 
     def __init__(self, lane: Lane) -> None: ...
 
+class StillLane(Lane):
+    """A lane that moves nothing, for benchmarks (csrc/bind/lane_around.h)."""
+
+    def __init__(self, lane: Lane, storage: StorageRef, ticket: Ticket) -> None: ...
+
 class StreamLane(Lane):
     def __init__(self, device: torch.device, max_leaving_bytes: int, chunk_bytes: int) -> None: ...
     @property
