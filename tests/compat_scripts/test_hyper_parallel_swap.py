@@ -35,7 +35,7 @@ from memswap.compat.hyper_parallel import (
     swap_wrapper,
 )
 from memswap.errors import InplaceEditError
-from swap_order import watched
+from swap_scripts import train, watched
 
 
 @pytest.fixture(autouse=True)
@@ -59,29 +59,6 @@ def wrapped(model: nn.Module, wrap: Callable[..., nn.Module], *args: Any, **opti
     for i, layer in enumerate(model.layers):
         model.layers[i] = wrap(layer, *args, **options)
     return model
-
-
-def train(
-    model: nn.Module,
-    device: torch.device,
-    steps: int = 3,
-    microbatches: int = 1,
-    after_step: Callable[[], None] = lambda: None,
-) -> list[Any]:
-    """The gradients of every step. All microbatches are forwarded before the first backward."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        losses = [model(new_input(device, seed=9 * step + n)) for n in range(microbatches)]
-        for loss in losses:
-            loss.backward()
-        del losses, loss
-        found += gradients(model)
-        optimizer.step()
-        after_step()
-    flush_autograd(device)
-    return found
 
 
 def stats() -> Any:

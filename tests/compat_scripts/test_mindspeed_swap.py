@@ -6,7 +6,7 @@ import copy
 import gc
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -31,7 +31,7 @@ from memswap.compat.mindspeed import (
     TensorSwapContext,
     swap_activation_modules,
 )
-from swap_order import watched
+from swap_scripts import train, watched
 
 TAG = "model.layers.*"
 
@@ -57,29 +57,6 @@ def swapped(layer: nn.Module, tag: str = TAG, **options: Any) -> TensorSwapConte
 
     layer.forward = forward
     return context
-
-
-def train(
-    model: nn.Module,
-    device: torch.device,
-    steps: int = 3,
-    microbatches: int = 1,
-    after_step: Callable[[], None] = lambda: None,
-) -> list[Any]:
-    """The gradients of every step. All microbatches are forwarded before the first backward."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        losses = [model(new_input(device, seed=9 * step + n)) for n in range(microbatches)]
-        for loss in losses:
-            loss.backward()
-        del losses, loss
-        found += gradients(model)
-        optimizer.step()
-        after_step()
-    flush_autograd(device)
-    return found
 
 
 def stats() -> Any:

@@ -1,4 +1,4 @@
-"""What moved when: the calls that groups were given, in the order in which they came."""
+"""What the scripts of swapping systems share: a training, and the order in which groups moved."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from helpers import flush_autograd, gradients, new_input
+from torch import nn
 
 from memswap.engine.group import Generation
 
@@ -14,6 +17,29 @@ CALLS = {
     "wait_offload": "sent",
     "launch_load": "bring",
 }
+
+
+def train(
+    model: nn.Module,
+    device: torch.device,
+    steps: int = 3,
+    microbatches: int = 1,
+    after_step: Callable[[], None] = lambda: None,
+) -> list[Any]:
+    """The gradients of every step. All microbatches are forwarded before the first backward."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        losses = [model(new_input(device, seed=9 * step + n)) for n in range(microbatches)]
+        for loss in losses:
+            loss.backward()
+        del losses, loss
+        found += gradients(model)
+        optimizer.step()
+        after_step()
+    flush_autograd(device)
+    return found
 
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
