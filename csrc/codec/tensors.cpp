@@ -120,7 +120,20 @@ at::Tensor sampled_blocks(const at::Tensor& input, uint64_t elements, uint32_t w
 
 at::Tensor new_host_frame(size_t nbytes) { return new_bytes(nbytes, c10::kCPU); }
 
+// The codec of a tensor that may be encoded. Throws std::invalid_argument where none serves its
+// device or its bytes do not say what it is.
+static const memswap_codec& codec_to_encode(const at::Tensor& self) {
+  const memswap_codec& codec = codec_for(self);
+  if (has_private_format(self)) {
+    throw std::invalid_argument(
+        "memswap::encode: the tensor has a private format of the NPU; cast it to ND first "
+        "(torch_npu.npu_format_cast(tensor, 2))");
+  }
+  return codec;
+}
+
 uint8_t choose_shape(const at::Tensor& self, int64_t dtype) {
+  (void)codec_to_encode(self);
   checked_layout(dtype, static_cast<int64_t>(frame::Shape::kRaw), 0);
   const auto code = static_cast<uint8_t>(dtype);
   const at::Tensor input = self.contiguous();
@@ -140,12 +153,7 @@ uint8_t choose_shape(const at::Tensor& self, int64_t dtype) {
 }
 
 at::Tensor encode_tensor(const at::Tensor& self, int64_t dtype, int64_t shape, bool checksum) {
-  const memswap_codec& codec = codec_for(self);
-  if (has_private_format(self)) {
-    throw std::invalid_argument(
-        "memswap::encode: the tensor has a private format of the NPU; cast it to ND first "
-        "(torch_npu.npu_format_cast(tensor, 2))");
-  }
+  const memswap_codec& codec = codec_to_encode(self);
   if (const std::string reason = distrust(codec, self.device()); !reason.empty()) {
     throw std::runtime_error("memswap: " + reason);
   }

@@ -158,9 +158,9 @@ def mutate_drop_synchronizes(sources: Any) -> int:
     return int(_C.mutate_drop_synchronizes(sources))
 
 
-def mutate_lying_queries() -> int:
+def mutate_lying_queries(sources: Any = None) -> int:
     drain()
-    return int(_C.mutate_lying_queries())
+    return int(_C.mutate_lying_queries(sources))
 
 
 def mutate_drop_record_stream() -> int:

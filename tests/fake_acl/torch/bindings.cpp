@@ -122,7 +122,8 @@ void bind_mutations(py::module_& m) {
   });
   m.def("mutate_drop_synchronizes",
         [](const Pairs& sources) { return simdev::mutate_drop_synchronizes(streams_of(sources)); });
-  m.def("mutate_lying_queries", &simdev::mutate_lying_queries);
+  m.def("mutate_lying_queries",
+        [](const Pairs& sources) { return simdev::mutate_lying_queries(streams_of(sources)); });
   m.def("mutate_drop_record_stream", &simdev::mutate_drop_record_stream);
   m.def("mutation_hits", &simdev::mutation_hits);
   m.def("remove_mutation", &simdev::remove_mutation);
