@@ -3,6 +3,8 @@
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "lane/gather.h"
@@ -49,6 +51,17 @@ void bind_storage(py::module_& module) {
                       ? tensor.storage().unsafeGetStorageImpl()
                       : nullptr);
   });
+
+  module.def(
+      "accumulator_has_hooks",
+      [](const at::Tensor& leaf) {
+        const auto node = torch::autograd::impl::try_get_grad_accumulator(leaf);
+        return node && !(node->pre_hooks().empty() && node->post_hooks().empty());
+      },
+      py::arg("leaf"),
+      "Whether the node that accumulates the leaf's gradient has hooks, as of DDP. Python knows "
+      "the "
+      "leaf's own ones alone.");
 
   py::class_<VersionGuard>(module, "VersionGuard", "Notices in-place edits; owns no memory.")
       .def(py::init<const at::Tensor&>())

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 #: Where torch's own wrappers hold the module that they wrap.
 _WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -59,7 +60,7 @@ def find_blocks(model: nn.Module) -> Blocks:
         if _elements(blocks) >= largest * LEAST_SHARE:
             listed.update(blocks)
     named = dict(_not_to_split(inner))
-    units = named if _elements(named) >= _elements(listed) else listed
+    units = _once(named if _elements(named) >= _elements(listed) else listed)
     what = type(inner).__name__
     if not units:
         return Blocks({"0": model}, (), f"units: {what} as a whole; no repeated blocks were found")
@@ -129,9 +130,17 @@ def _kind(module: nn.Module) -> type[nn.Module]:
     return type(unwrapped(module))
 
 
+def _once(units: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """A module that stands in several lists is one unit, by its first name."""
+    first: dict[nn.Module, str] = {}
+    for name, unit in units.items():
+        first.setdefault(unit, name)
+    return {name: unit for unit, name in first.items()}
+
+
 def _elements(units: dict[str, nn.Module]) -> int:
     parameters = {id(one): one for unit in units.values() for one in unit.parameters()}
-    return sum(one.numel() for one in parameters.values())
+    return sum(one.numel() for one in parameters.values() if not is_lazy(one))
 
 
 def _joined(name: str, key: str) -> str:

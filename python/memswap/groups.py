@@ -119,7 +119,7 @@ class Added:
     @classmethod
     def to(cls, generation: Generation, tensor: torch.Tensor) -> Added:
         """Add a tensor to a generation; see :meth:`Group.add`."""
-        return cls(GroupVisit(generation.saver, generation).pack(tensor))
+        return cls(GroupVisit(generation.saver, generation).pack(_with_version(tensor)))
 
     def tensor(self) -> torch.Tensor:
         """The tensor, detached; brought back now if it is away.
@@ -159,6 +159,17 @@ class Added:
         handle = self._handle
         ticket: Ticket | None = handle.entry.arrival if isinstance(handle, Moved) else None
         return ticket
+
+
+def _with_version(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of inference mode has no version, which handles ask for: one of its storage."""
+    flagged = tensor.is_conj() or tensor.is_neg()
+    if not tensor.is_inference() or tensor.layout is not torch.strided or flagged:
+        return tensor
+    with torch.inference_mode(False):
+        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        place = tensor.storage_offset(), tensor.size(), tensor.stride()
+        return alias.set_(tensor.untyped_storage(), *place)
 
 
 class Arrival:

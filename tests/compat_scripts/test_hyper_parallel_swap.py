@@ -622,3 +622,26 @@ def test_a_value_that_is_away_is_brought_back_and_that_is_said_once(device) -> N
     assert all(same_bits(value, random(device, 8, seed=n)) for n, value in enumerate(values))
     (told,) = found
     assert told.filename == __file__ and "Call async_load() or launch_load()" in str(told.message)
+
+
+@pytest.mark.one_schedule
+@pytest.mark.parametrize("group", [False, True], ids=["alone", "in a group"])
+def test_a_tensor_of_inference_mode_comes_back_and_leaves_again(device, group) -> None:
+    with torch.inference_mode():
+        tensor = random(device, 64, 64)
+        expected, swapped = tensor.clone(), SwapTensor(tensor)
+        del tensor
+        for _ in range(2):
+            if group:
+                storage = Storage()
+                storage["x"].append(swapped)
+                storage.launch_offload()
+                storage.wait_offload()
+                storage.launch_load()
+                storage.wait_load()
+            else:
+                swapped.async_offload()
+                swapped.wait_offload()
+                swapped.async_load()
+                swapped.wait_load()
+            assert same_bits(swapped.val, expected)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import uuid
+import weakref
 from typing import Any
 
 import pytest
@@ -319,6 +320,38 @@ def test_a_hook_that_keeps_the_tensor_itself_is_told_once_what_to_return(device)
     assert_same_gradients(found, expected)
     told = [one for one in told if "pop(key" in str(one.message)]
     assert len(told) == 1 and told[0].filename == __file__, "not once, or not at the user's line"
+
+
+class KeepingAlone(CompressHook):
+    """Overrides the one hook, so that the system's own unpack hook gets the tensor."""
+
+    def pack_hook(self, tensor: torch.Tensor) -> Any:
+        self.ctx.push(self.order_layer_uuid, tensor)
+        return tensor
+
+
+def test_a_tensor_that_our_own_hook_gets_is_told_at_the_users_line(device) -> None:
+    model, (batch, _) = new_model(device), microbatches(device, 0)
+    with pytest.warns(UserWarning, match="return ctx.push") as told:
+        step_through(KeepingAlone, model, batch)
+    told = [one for one in told if "pop(key" in str(one.message)]
+    if device.type == "cpu":  # elsewhere backward runs on a thread that has no line of the user's
+        assert [one.filename for one in told] == [__file__]
+
+
+@pytest.mark.one_schedule
+def test_a_context_that_is_dropped_takes_its_engine_with_it(device) -> None:
+    model, (batch, _) = new_model(device), microbatches(device, 0)
+    gc.collect()
+    gc.disable()
+    try:
+        ctx, _ = step_through(CompressHook, model, batch)
+        flush_autograd(device)
+        engine = weakref.ref(ctx.saver)
+        del ctx
+        assert engine() is None, "only a collection of cycles could free its pool and its lanes"
+    finally:
+        gc.enable()
 
 
 def test_hooks_may_be_entered_by_hand_and_push_and_pop_are_theirs(device) -> None:

@@ -70,6 +70,10 @@ def numbered(name, count):
     return [f"{name}.{i}" for i in range(count)]
 
 
+def twice(layers):
+    return Holds(layers=nn.ModuleList(layers), of_encoder=nn.ModuleList(layers[:2]))
+
+
 MODELS = {
     "list": (lambda: Holds(layers=nn.ModuleList(blocks(3))), numbered("layers", 3)),
     "sequential between others": (
@@ -103,6 +107,15 @@ MODELS = {
     ),
     "layers that are wrapped, one of them": (
         lambda: Holds(layers=nn.ModuleList([checkpoint_wrapper(Block(16)), *blocks(1)])),
+        numbered("layers", 2),
+    ),
+    "lists that share their blocks": (lambda: twice(blocks(3)), numbered("layers", 3)),
+    "sizes that nobody knows yet": (
+        lambda: Holds(
+            layers=nn.ModuleList(
+                [nn.Sequential(nn.LazyLinear(16), nn.Linear(16, 16)) for _ in range(2)]
+            )
+        ),
         numbered("layers", 2),
     ),
     "nothing that repeats": (

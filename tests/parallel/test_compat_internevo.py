@@ -396,3 +396,30 @@ def test_accumulation_of_an_embedding_needs_no_count_of_microbatches(rank: Rank)
         torch.testing.assert_close(
             embedding.weight.grad.full_tensor(), plain.weight.grad / 2, rtol=0, atol=1e-15
         )
+
+
+class PartEmbedding(nn.Module):
+    """An embedding of the user's own, with this rank's columns of the weight."""
+
+    def __init__(self, whole: torch.Tensor, rank: Rank) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = whole.shape
+        self.weight = nn.Parameter(whole.chunk(rank.size, 1)[rank.rank].clone())
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return F.embedding(tokens, self.weight)
+
+
+@distributed(2)
+def test_an_embedding_gathers_the_part_that_it_has_now(rank: Rank) -> None:
+    start, loaded = torch.arange(24.0).view(6, 4), torch.arange(24.0).view(6, 4) * 10
+    embedding, ends = PartEmbedding(start, rank), EmbeddingWeightParallelCommunicator()
+    ends.register_module_hook(embedding)
+    part = loaded.chunk(rank.size, 1)[rank.rank].clone()
+    embedding.load_state_dict({"weight": part}, assign=True)  # another parameter takes its place
+    tokens = torch.tensor([1, 4])
+    output = embedding(tokens)
+    assert torch.equal(output, loaded[tokens])
+    output.sum().backward()
+    ends.grad_reduce_hook(embedding.weight)
+    assert embedding.weight.grad is not None

@@ -300,6 +300,31 @@ def test_an_exception_in_attention_leaves_no_mode_behind(rank: Rank) -> None:
 
 
 @distributed(2)
+def test_after_an_interrupt_in_attention_others_masks_are_as_they_were(rank: Rank) -> None:
+    class Interrupted(Core):
+        interrupt = False
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            if self.interrupt:
+                raise KeyboardInterrupt
+            return super().forward(*args, **kwargs)
+
+    core = Interrupted(causal=False)
+    ContextParallel(ulysses=1).apply(core, init_device_mesh("cpu", (2,)))
+    q, square = torch.randn(2, 8, 4, 4, dtype=FP64), torch.ones(8, 16)
+    expected = torch.tril(square)
+    core(q, q, q)
+    core.interrupt = True
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            core(q, q, q)
+        assert torch.equal(torch.tril(square), expected), "it is taken for this rank's queries"
+    core.interrupt = False
+    core(q, q, q)
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
+@distributed(2)
 def test_causal_queries_that_are_not_this_rank_s_are_refused(rank: Rank) -> None:
     class Appends(nn.Module):
         """Adds a token to what it gets."""

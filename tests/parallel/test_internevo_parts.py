@@ -207,6 +207,20 @@ def test_a_hook_of_a_parameter_sees_its_gradient(rank: Rank) -> None:
     assert_gradients(net, plain, rank)
 
 
+@distributed(2)
+def test_a_hook_of_an_accumulator_sees_its_gradient(rank: Rank) -> None:
+    """DDP, and optimizers that reduce in backward, hook the node and not the tensor."""
+    net, plain, _ = nets(rank, with_model=False)
+    weight = net.layers[1].wo.weight
+    node = torch.autograd.graph.get_gradient_edge(weight).node
+    seen: list[torch.Tensor] = []
+    node.register_hook(lambda inputs, outputs: seen.append(weight.grad.clone()))
+    net(batch(rank)).square().sum().backward()
+    plain(batch(rank)).square().sum().backward()
+    assert torch.equal(seen[0], reduced(plain.layers[1].wo.weight.grad, rank))
+    assert_gradients(net, plain, rank)
+
+
 @distributed(2, 4)
 @MODES
 def test_uses_of_a_module_in_one_backward_add_up(rank: Rank, with_model: bool) -> None:

@@ -16,12 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
+
+from memswap.engine.calls import is_running
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 #: Which half of a matrix each keeps; those with an underscore write to it.
 _TRIANGLES: dict[Any, Callable[..., torch.Tensor]] = {
@@ -34,6 +39,7 @@ _TRIANGLES: dict[Any, Callable[..., torch.Tensor]] = {
 }
 _IN_PLACE = (torch.Tensor.tril_, torch.Tensor.triu_)
 _DROPOUTS = (F.dropout, torch.dropout, F.dropout1d, F.dropout2d, F.alpha_dropout)
+_PLACED = (F.scaled_dot_product_attention, *_TRIANGLES, *_DROPOUTS)
 
 
 def causal_mask(query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
@@ -160,10 +166,15 @@ class PlacedQueries(TorchFunctionMode):  # type: ignore[misc]
     Args:
         lengths: which queries attention gets.
         dropout: False drops nothing, so that two calls can be compared.
+        call: the call of a module that it is for; None: a ``with`` block. After Ctrl-C nobody takes
+            the mode off, and it does nothing more once the call has ended.
     """
 
-    def __init__(self, lengths: Lengths, *, dropout: bool = True) -> None:
+    def __init__(
+        self, lengths: Lengths, *, dropout: bool = True, call: FrameType | None = None
+    ) -> None:
         super().__init__()
+        self._call = call
         self._lengths = lengths
         self._count = lengths.count
         self._dropout = dropout
@@ -172,6 +183,8 @@ class PlacedQueries(TorchFunctionMode):  # type: ignore[misc]
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func not in _PLACED or self.is_over():
+            return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return self._attend(*args, **kwargs)
         if func in _TRIANGLES:
@@ -179,6 +192,10 @@ class PlacedQueries(TorchFunctionMode):  # type: ignore[misc]
         if func in _DROPOUTS and not self._dropout:
             return args[0] if args else kwargs["input"]
         return func(*args, **kwargs)
+
+    def is_over(self) -> bool:
+        """Whether the call that it is for has ended."""
+        return self._call is not None and not is_running(self._call)
 
     def _attend(
         self,

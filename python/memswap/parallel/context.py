@@ -64,7 +64,8 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
             random tokens, before the first exchange, whether the module gives a part of the queries
             the result that they have among all queries. Causal
             ``scaled_dot_product_attention`` and ``torch.tril`` or ``triu`` of ``[queries, keys]``
-            do, by [Note: Placed queries]; what does not is refused. False takes your word for it.
+            do, by [Note: Placed queries]; what does not is refused. A window by distances that is
+            wider than four tokens per rank is not noticed. False takes your word for it.
         model: what it is applied in. If its first step ends and a module that the style was applied
             to has not run, that is an error. Without it, nobody can tell a step in which none of
             them ran, but for :meth:`check`.

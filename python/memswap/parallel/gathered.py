@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import is_fake
+from torch.overrides import _get_current_function_mode
 from torch.utils._pytree import tree_map_only
 
+from memswap.engine.calls import current_call
 from memswap.parallel.attention import Lengths, PlacedQueries
 from memswap.parallel.attention_exchanges import AttentionExchanges
 from memswap.parallel.context_mesh import ContextMesh
@@ -62,9 +64,15 @@ class GatheredAttention:
         """The module's forward begins on this thread, and gets these queries and keys."""
         if not hasattr(self._of_thread, "entered"):
             self._of_thread.entered = []
-        placed = PlacedQueries(lengths)
+        entered = self._of_thread.entered
+        if torch.compiler.is_compiling():
+            placed = PlacedQueries(lengths)
+        else:
+            while entered and entered[-1].is_over() and _get_current_function_mode() is entered[-1]:
+                entered.pop().__exit__(None, None, None)  # it was interrupted
+            placed = PlacedQueries(lengths, call=current_call())
         placed.__enter__()
-        self._of_thread.entered.append(placed)
+        entered.append(placed)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """A forward hook that is always called: it is over, or has raised."""

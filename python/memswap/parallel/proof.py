@@ -4,8 +4,9 @@ Where keys are gathered, a module that masks by the place of a query in its tens
 without a word. :class:`PlacedQueries` mends what it can see; a mask that is a buffer, a custom
 kernel's own ``causal=True`` or a position bias it cannot. So before the first exchange the module
 is run on a few random tokens: once with all queries, then with the queries of some ranks alone. No
-rank needs another one for that, and all come to the same verdict. What the module keeps, its
-parameters, buffers and the random number generators are afterwards as they were.
+rank needs another one for that, and all come to the same verdict. A mask that differs only at
+distances beyond those tokens (a wide window by ``torch.arange``) is not found out. What the module
+keeps, its parameters, buffers and the random number generators are afterwards as they were.
 """
 
 from __future__ import annotations

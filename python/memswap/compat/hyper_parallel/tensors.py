@@ -71,7 +71,7 @@ class SwapTensor:
         self.is_slice_tensor = False
         self._state = self.STATE_NON_TENSOR
         if isinstance(val, torch.Tensor):
-            self.ver = None if val.is_inference() else val._version
+            self.ver = _version(val)
             self.size = self.storage_size = val.untyped_storage().nbytes()
             self.is_slice_tensor = self.size != val.nbytes
             if not on_host(val):
@@ -108,7 +108,7 @@ class SwapTensor:
                     "which this stream waits. Call async_load() or launch_load() ahead of it."
                 )
             self._val = self._added.tensor()
-            self.ver = self._val._version  # it may leave again
+            self.ver = _version(self._val)  # it may leave again
             self._state = self.STATE_DEVICE
         return self._val
 
@@ -170,6 +170,11 @@ class SwapTensor:
                 "nothing was done"
             )
         return False
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """None: tensors of inference mode have none."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def on_host(tensor: torch.Tensor) -> bool:

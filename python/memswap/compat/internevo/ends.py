@@ -151,7 +151,7 @@ class EmbeddingWeightParallelCommunicator:
         self.parallel_mode = parallel_mode
         self._context = context or ShardContext()
         self._group = group_of(parallel_mode)
-        self._parts: dict[nn.Module, torch.Tensor] = {}
+        self._embeddings: list[nn.Module] = []  # those that hold parts
 
     def register_module_hook(self, module: nn.Module) -> None:
         """Have an embedding's weight gathered for each forward.
@@ -172,7 +172,7 @@ class EmbeddingWeightParallelCommunicator:
         part = list(weight.shape)
         part[dim] *= comm.size
         if part == whole and comm.size > 1:
-            self._parts[module] = weight
+            self._embeddings.append(module)
             setattr(weight, ROWS, "an EmbeddingWeightParallelCommunicator")
             module.register_forward_pre_hook(partial(self._gather, comm, dim))
             module.register_forward_hook(self._restore, always_call=True)
@@ -199,7 +199,7 @@ class EmbeddingWeightParallelCommunicator:
         Raises:
             ValueError: the parameter is not one of a registered module.
         """
-        if any(one is param for one in self._parts.values()):
+        if any(one._parameters["weight"] is param for one in self._embeddings):
             return
         mine = (one.sharded for unit in self._context.scheduled for one in unit.members)
         if not isinstance(param, DTensor) or all(one is not param for one in mine):
@@ -211,7 +211,7 @@ class EmbeddingWeightParallelCommunicator:
 
     def _gather(self, comm: Comm, dim: int, module: nn.Module, args: Any) -> None:
         # What a module's __dict__ has is found before its parameters, which stay as they are.
-        module.__dict__["weight"] = _Whole.apply(self._parts[module], comm, dim)
+        module.__dict__["weight"] = _Whole.apply(module._parameters["weight"], comm, dim)
 
     def _restore(self, module: nn.Module, args: Any, output: Any) -> None:
         module.__dict__.pop("weight", None)

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from memswap._native import native
 from memswap.compat.internevo.raw import Allocate, reduction_named
 from memswap.parallel.comm import Comm, Ticket
 
@@ -274,5 +275,9 @@ def accumulates(parameter: torch.Tensor) -> bool:
 
 
 def is_watched(parameter: torch.Tensor) -> bool:
-    """Whether hooks of the parameter look at its gradient before backward has ended."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+    """Whether hooks of the parameter, or of its accumulator, look at its gradient before then."""
+    return bool(
+        parameter._backward_hooks
+        or parameter._post_accumulate_grad_hooks
+        or native.accumulator_has_hooks(parameter)
+    )

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from memswap._native import native
+from memswap._warn import UsersLine
 from memswap.compat.internevo.ahead import Ahead, AheadByOrder
 from memswap.compat.internevo.blocks import AheadByBlocks, Members
 from memswap.compat.internevo.pool import ISPCommModelConfig, MemoryPool
@@ -31,7 +32,6 @@ from memswap.compat.internevo.structure import (
     holders_of,
     outputs_of,
 )
-from memswap.compat.users_line import UsersLine
 from memswap.engine.autograd import graph_task
 from memswap.parallel.comm import Comm, Ticket
 from memswap.parallel.schedule import ShardContext

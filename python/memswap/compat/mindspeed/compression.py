@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -29,6 +28,7 @@ from weakref import ref
 
 import torch
 
+from memswap._warn import warn
 from memswap.compat.mindspeed.async_functions import FUNCTIONS, Call, checked_name
 from memswap.compat.mindspeed.layers import (
     Filter,
@@ -172,12 +172,11 @@ class GlobalContext:
         """
         if isinstance(tensor, torch.Tensor) and not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 "GlobalContext.pop(key, tensor): a tensor that is itself kept until backward keeps "
                 "its memory: nothing is resized in place here. Keep what push(key, tensor) "
                 "returns (from a pack hook: `return ctx.push(key, tensor)`), and give that to "
-                "pop(key, ...), which returns the tensor",
-                stacklevel=2,
+                "pop(key, ...), which returns the tensor"
             )
         return self.manager(order_layer_uuid).pop(tensor)
 

@@ -218,7 +218,7 @@ class LayerActivationManager:
 
 
 class LayerVisit(Visit):
-    """Hooks that tell a layer's manager what it saves."""
+    """Hooks that tell a layer's manager, which may own them, what it saves."""
 
     __slots__ = ("_manager",)
 
@@ -227,11 +227,13 @@ class LayerVisit(Visit):
 
     def __init__(self, manager: LayerActivationManager) -> None:
         super().__init__(manager.saver, str(manager.order_layer_uuid))
-        self._manager = manager
+        self._manager = ref(manager)
 
     def pack(self, tensor: torch.Tensor) -> Handle:
         handle: Handle = super().pack(tensor)
-        self._manager.note(handle, tensor)
+        manager = self._manager()
+        if manager is not None:
+            manager.note(handle, tensor)
         return handle
 
 
