@@ -162,12 +162,21 @@ PyObject* py_set_device(PyObject* self, PyObject* const* args, Py_ssize_t count)
   });
 }
 
+// Whether these are a tensor and a view. False with TypeError set: they are not.
+bool check_saved(PyObject* tensor, PyObject* view) {
+  if (!THPVariable_Check(tensor)) {
+    PyErr_Format(PyExc_TypeError, "expected a torch.Tensor to save, found %R", tensor);
+    return false;
+  }
+  return saved_view_of(view) != nullptr;
+}
+
 PyObject* py_save(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   if (count != 3) {
     PyErr_SetString(PyExc_TypeError, "save needs a tensor, its view and a visit");
     return nullptr;
   }
-  if (saved_view_of(args[1]) == nullptr) {
+  if (!check_saved(args[0], args[1])) {
     return nullptr;
   }
   return guarded<PyObject*>(nullptr, [&] {
@@ -180,11 +189,15 @@ PyObject* py_keep(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     PyErr_SetString(PyExc_TypeError, "keep needs a tensor, its view and a reason");
     return nullptr;
   }
-  if (saved_view_of(args[1]) == nullptr) {
+  if (!check_saved(args[0], args[1])) {
     return nullptr;
   }
   return guarded<PyObject*>(nullptr, [&] {
-    return keep(saver_of(self), args[0], args[1], PyUnicode_AsUTF8(args[2])).release().ptr();
+    const char* const reason = PyUnicode_AsUTF8(args[2]);
+    if (reason == nullptr) {
+      throw py::error_already_set();
+    }
+    return keep(saver_of(self), args[0], args[1], reason).release().ptr();
   });
 }
 

@@ -496,7 +496,7 @@ class Run {
   // Bytes that are there through a mark, or to the end.
   void gone_after(int32_t mark, int64_t nbytes) {
     if (mark != kNever) {
-      gone_[std::min(mark + 1, marks_)] += nbytes;
+      gone_[std::min(mark, marks_ - 1) + 1] += nbytes;
     }
   }
 

@@ -1,5 +1,6 @@
 #include "step_record.h"
 
+#include <cmath>
 #include <stdexcept>
 #include <string>
 
@@ -12,6 +13,40 @@ void require_length(const char* column, size_t found, size_t expected) {
     throw std::invalid_argument("StepRecord: " + std::string(column) + " has " +
                                 std::to_string(found) + " numbers, expected " +
                                 std::to_string(expected));
+  }
+}
+
+// More than any machine has, and few enough that no sum of a step's columns overflows.
+constexpr int64_t kMostBytes = INT64_MAX / 16;
+
+// Bytes, which no more than so many are left for.
+void require_bytes(const char* column, const std::vector<int64_t>& bytes, int64_t& left) {
+  for (const int64_t number : bytes) {
+    if (number < 0 || number > left) {
+      throw std::invalid_argument(
+          "StepRecord: " + std::string(column) + " has " + std::to_string(number) +
+          " bytes, expected 0 or more, and at most " + std::to_string(kMostBytes) + " in all");
+    }
+    left -= number;
+  }
+}
+
+void require_seconds(const char* column, const std::vector<double>& seconds) {
+  for (const double number : seconds) {
+    if (!(number >= 0) || !std::isfinite(number)) {
+      throw std::invalid_argument("StepRecord: " + std::string(column) + " has " +
+                                  std::to_string(number) +
+                                  " seconds, expected 0 or more, and finite");
+    }
+  }
+}
+
+void require_marks(const char* column, const std::vector<int32_t>& marks) {
+  for (const int32_t mark : marks) {
+    if (mark < kNever) {
+      throw std::invalid_argument("StepRecord: " + std::string(column) + " has mark " +
+                                  std::to_string(mark) + ", expected 0 or more, or none");
+    }
   }
 }
 
@@ -28,6 +63,15 @@ void StepRecord::check() const {
   require_length("gaps_s", gaps_s.size(), marks);
   require_length("windows_s", windows_s.size(), windows_s.empty() ? 0 : marks);
   require_length("extra_nbytes", extra_nbytes.size(), extra_nbytes.empty() ? 0 : marks);
+  int64_t left = kMostBytes;
+  require_bytes("nbytes", nbytes, left);
+  require_bytes("held_frame_nbytes", held_frame_nbytes, left);
+  require_bytes("overflow_nbytes", overflow_nbytes, left);
+  require_bytes("extra_nbytes", extra_nbytes, left);
+  require_seconds("gaps_s", gaps_s);
+  require_seconds("windows_s", windows_s);
+  require_marks("held_until", held_until);
+  require_marks("gone_after", gone_after);
   std::vector<bool> demanded(saves, false);
   for (size_t place = 0; place < order.size(); ++place) {
     const int32_t index = order[place];

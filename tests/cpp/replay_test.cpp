@@ -4,6 +4,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
 #include <random>
 #include <stdexcept>
 #include <vector>
@@ -93,6 +96,28 @@ TEST(StepRecord, ColumnsThatContradictEachOtherAreRefused) {
   StepRecord brief = stack(3);
   brief.gaps_s.pop_back();
   EXPECT_THROW(brief.check(), std::invalid_argument);
+}
+
+TEST(StepRecord, NumbersThatNoStepHasAreRefused) {
+  const auto refused = [](auto change) {
+    StepRecord step = stack(3);
+    change(step);
+    EXPECT_THROW(step.check(), std::invalid_argument);
+  };
+  refused([](StepRecord& step) { step.gone_after[0] = -2; });
+  refused([](StepRecord& step) { step.held_until[0] = -2; });
+  refused([](StepRecord& step) { step.nbytes[0] = -1; });
+  refused([](StepRecord& step) { step.nbytes[0] = step.nbytes[1] = INT64_MAX / 2; });
+  refused([](StepRecord& step) { step.gaps_s[0] = std::nan(""); });
+  refused([](StepRecord& step) { step.gaps_s[0] = std::numeric_limits<double>::infinity(); });
+  refused([](StepRecord& step) { step.windows_s.assign(6, -1.0); });
+}
+
+TEST(Replay, WhatIsKeptBeyondTheLastMarkIsThereToTheEnd) {
+  StepRecord step = stack(3);
+  step.gone_after[0] = INT32_MAX;
+  step.check();
+  EXPECT_EQ(replay(step, kRates, first(3, PlannedAction::kKeep), kNoBudget).peak_bytes, 3000);
 }
 
 // What is resident in backward, and how often it is asked for, decides how long a plan takes.

@@ -146,6 +146,45 @@ def test_more_forwards_than_planned_for_have_no_plan_until_there_is_one_for_them
         assert manager.wait_for_plan().in_flight == 2
 
 
+def test_a_plan_that_an_interrupt_has_lost_is_made_again(device, new_pool):
+    def interrupt(frame, event, argument):
+        if frame.f_code.co_filename.endswith("learner.py") and frame.f_code.co_name == "taken":
+            raise KeyboardInterrupt
+
+    layers = new_layers(device)
+    with managed(layers, device, new_pool) as manager:
+        for _ in range(3):
+            step(layers, 32, device)
+        before = sys.gettrace()
+        sys.settrace(interrupt)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                manager.wait_for_plan()
+        finally:
+            sys.settrace(before)
+        for _ in range(2):
+            step(layers, 32, device)
+        assert manager.wait_for_plan() is not None
+
+
+def test_training_goes_on_where_the_system_has_no_thread_for_planning(
+    device, new_pool, monkeypatch
+):
+    def refused(thread):
+        raise RuntimeError("can't start new thread")
+
+    layers = new_layers(device)
+    plain = step(layers, 32, device)
+    with managed(layers, device, new_pool) as manager:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refused)
+            for _ in range(6):
+                assert_same_gradients(step(layers, 32, device), plain)
+            assert manager.plan is None
+            assert manager.wait_for_plan() is not None, "who waits has nothing better to do"
+        assert_same_gradients(step(layers, 32, device), plain)
+
+
 @pytest.mark.cpu_only
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_process_that_is_forked_while_a_plan_is_made_makes_it_itself(new_pool, gate):

@@ -141,3 +141,29 @@ def test_ranks_follow_a_plan_from_the_same_forward_on_whatever_each_of_them_keep
             rank.same_everywhere(number, "the step")
         rank.same_everywhere(plans, "the plan of each step")
         assert plans[-1] is not None, "no plan was made"
+
+
+@distributed(2)
+def test_a_rank_with_more_forwards_in_flight_has_all_ranks_plan_for_them(rank: Rank) -> None:
+    """What it times says nothing of the plan's times, and must not have it plan alone."""
+    kinds.RETIME_AFTER = 3  # of this process
+    torch.manual_seed(0)
+    layers = nn.ModuleList([Layer() for _ in range(6)])
+    with managed(layers, "80%", Rates("any", 1e9, 1e9, 1e9, 1e9)) as manager:
+        kept: list[torch.Tensor] = []
+        plans = []
+        for number in range(60):
+            layers.zero_grad(set_to_none=True)
+            x = torch.ones(32, 64)
+            for layer in layers:
+                x = layer(x)
+            plans.append(manager.plan and manager.plan.in_flight)
+            loss = x.sum()
+            keeps = rank.rank == 1 and number >= 20  # when there is a plan
+            loss.backward(retain_graph=keeps)
+            kept = [loss] if keeps else []
+            rank.same_everywhere(number, "the step")
+            time.sleep(0.005)
+        rank.same_everywhere(plans, "the forwards that the plan of each step is for")
+        assert plans[20] == 1 and plans[-1] == 2, plans
+        kept.clear()

@@ -46,6 +46,33 @@ def test_a_step_that_contradicts_itself_is_refused(order, gaps, words):
         Step(storages, order, (0.0,) * gaps)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"nbytes": -1}, "-1 bytes"),
+        ({"nbytes": 1 << 62}, "bytes"),
+        ({"held_until": -2}, "mark -2"),
+        ({"gaps_s": float("nan")}, "seconds"),
+        ({"gaps_s": float("inf")}, "seconds"),
+    ],
+)
+def test_a_step_of_numbers_that_no_step_has_is_not_replayed(change, words):
+    """Steps stand in files that others wrote."""
+    step = stack([1000, 1000, 1000])
+    if "gaps_s" in change:
+        step = replace(step, gaps_s=(change["gaps_s"], *step.gaps_s[1:]))
+    else:
+        step = replace(step, storages=(replace(step.storages[0], **change), *step.storages[1:]))
+    with pytest.raises(ValueError, match=words):
+        replay(step, RATES, {0: Action.SWAP}, 2000)
+
+
+def test_a_storage_that_is_kept_beyond_the_last_mark_is_there_to_the_end():
+    step = stack([1000, 1000, 1000])
+    late = replace(step.storages[0], kept_until=2**31 - 1)
+    assert replay(replace(step, storages=(late, *step.storages[1:])), RATES, {}).peak_bytes == 3000
+
+
 def test_one_swap_by_hand():
     """1000 bytes take 1 ms each way; layers 1 ms forward and 2 ms backward."""
     step = stack([1000, 1000, 1000])

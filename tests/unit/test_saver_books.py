@@ -385,3 +385,14 @@ def test_what_native_code_reads_cannot_be_deleted():
         loss = (computed(100) * 2).sum()
         visit.leave()
     loss.backward()
+
+
+def test_what_is_no_tensor_is_refused_by_the_native_save():
+    saver = new_saver()
+    tensor, _ = saved(saver)
+    view, visit = native.capture(tensor), Visit(saver, "unit")
+    for call in (lambda: saver.keep(7, view, "reason"), lambda: saver.save(7, view, visit)):
+        with pytest.raises(TypeError, match=r"expected a torch\.Tensor to save, found 7"):
+            call()
+    with pytest.raises(UnicodeEncodeError):
+        saver.keep(tensor, view, "\udc80")

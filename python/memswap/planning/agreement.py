@@ -77,13 +77,16 @@ class Ranks:
         self._rounds: Counter[str] = Counter()
 
     def plan_by(self, job: Job, own: Basis) -> Basis:
-        """What all ranks plan by: :func:`agreed` of what they have; without a step this rank's own.
+        """What all ranks plan by: :func:`agreed` of what they have.
+
+        Without a step it is this rank's own, but for the forwards in flight: where they are not
+        those that were planned for, that is a reason to plan, which ranks do together.
 
         Raises:
             NotWantedError: nobody wants the job any more.
         """
         found: Basis = self._reduced(job, "basis", own, agreed)
-        return own._replace(step=None) if found.step is None else found
+        return own._replace(step=None, flights=found.flights) if found.step is None else found
 
     def settle(self, job: Job, forwards: Callable[[], int]) -> None:
         """Agree with which forward what a job has found takes effect, once all ranks have it.

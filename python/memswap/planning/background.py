@@ -54,7 +54,12 @@ class Job:
         if self.done or (self._thread is not None and self._thread.is_alive()):
             return
         self._thread = threading.Thread(target=self.run, name="memswap planning", daemon=False)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except (
+            RuntimeError
+        ):  # there is none to be had, or none any more: a later forward asks again
+            self._thread = None
 
     def run(self) -> None:
         """Do the work here and now."""
@@ -65,10 +70,13 @@ class Job:
         self.done = True
 
     def wait(self) -> None:
-        """Block until it is done."""
-        self.start()
+        """Block until it is done, or until what is given up has ended."""
+        if not self.given_up:
+            self.start()
         if self._thread is not None:
             self._thread.join()
+        elif not self.done and not self.given_up:
+            self.run()  # there is no thread
 
     def result(self) -> Any:
         """What was found; raises what the work raised. Once."""
@@ -83,22 +91,27 @@ class Background:
     """The jobs of one manager. Its saver's lock serialises the calls, `Job.wait` excepted."""
 
     def __init__(self) -> None:
-        #: With what is to be done with the result. The first job runs.
-        self._jobs: deque[tuple[Job, Callable[[Any], None]]] = deque()
+        #: With what is to be done with the result, and whom it is for. The first job runs.
+        self._jobs: deque[tuple[Job, Callable[[Any], None], object]] = deque()
 
     @property
     def current(self) -> Job | None:
         """The job that runs, or whose result has not been taken."""
         return self._jobs[0][0] if self._jobs else None
 
-    def submit(self, work: Callable[[Job], Any], then: Callable[[Any], None]) -> None:
+    def works_for(self, whom: object) -> bool:
+        """Whether there is a job of somebody's."""
+        return any(one is whom for _, _, one in self._jobs)
+
+    def submit(self, work: Callable[[Job], Any], then: Callable[[Any], None], whom: object) -> None:
         """Have work done once what was submitted before is done.
 
         Args:
             work: refers to data, and to nothing that holds this object.
             then: is called with the result by `collect`.
+            whom: it is for.
         """
-        self._jobs.append((Job(work, self), then))
+        self._jobs.append((Job(work, self), then, whom))
         if len(self._jobs) == 1:
             self._jobs[0][0].start()
 
@@ -112,7 +125,7 @@ class Background:
             Exception: what a job raised.
         """
         while self._jobs:
-            job, then = self._jobs[0]
+            job, then, _ = self._jobs[0]
             job.start()
             if job.before is not None and job.before <= forward:
                 job.wait()
@@ -125,7 +138,7 @@ class Background:
 
     def give_up(self) -> list[Job]:
         """Nobody wants what is under way any more. Returns it, to be waited for without locks."""
-        given_up = [job for job, _ in self._jobs]
+        given_up = [job for job, _, _ in self._jobs]
         for job in given_up:
             job.given_up = True
         self._jobs.clear()

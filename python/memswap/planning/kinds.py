@@ -149,7 +149,7 @@ class Kind:
         self.known = Known(first)
         self.measured = Measured()
         self.flights = Flights()
-        self.planning = False  # whether a plan is in the making
+        self.planning = False  # of ranks that plan together: whether one is timed or planned with
         self.learnt = 0  # passages since it began to learn
         self.patience = LEAST_PATIENCE  # how many that are not as planned make it learn again
         self.checks_again = False  # whether the next passage is to be timed, to be sure

@@ -171,7 +171,7 @@ class Learner:
             self._reframe(kind, course.device)
             return
         timing = kind.timing
-        if timing is not None and as_planned and not kind.planning and timing.recorder.ready():
+        if timing is not None and as_planned and not self._plans(kind) and timing.recorder.ready():
             kind.timing = None
             self._check(kind, timing, as_planned)
 
@@ -197,6 +197,10 @@ class Learner:
         return not course.changed
 
     # --- plans in the making ----------------------------------------------------------------------
+
+    def _plans(self, kind: Kind) -> bool:
+        """Whether a plan is in the making for a kind. One that Ctrl-C has lost no longer is."""
+        return self.background.works_for(kind)
 
     def _submit(
         self,
@@ -237,14 +241,14 @@ class Learner:
                     raise error
                 then(result)
 
-        self.background.submit(settled, taken)
+        self.background.submit(settled, taken, kind)
 
     def _terms(self, kind: Kind) -> Terms:
         return Terms(self._budget, kind.flights.number, not self._planned_before)
 
     def _learn(self, kind: Kind, timing: Timing) -> None:
         """Make a plan of a passage that was timed, once the device has passed it."""
-        if kind.planning and self._ranks is None:
+        if self._ranks is None and self._plans(kind):
             return
 
         def then(record: Record | None) -> None:
@@ -388,7 +392,7 @@ class Learner:
         has room for leaves.
         """
         known = kind.known
-        if known.plan is None or kind.planning or self._ranks is not None:
+        if known.plan is None or self._ranks is not None or self._plans(kind):
             return  # `_follow` looks again, or `_judge`
         assert known.step is not None and known.rates is not None
         self._replan(kind, known.step, known.rates, known.plan.recompute)
@@ -401,7 +405,7 @@ class Learner:
         known = kind.known
         assert known.plan is not None and known.step is not None and known.rates is not None
         kind.measured.unfit = 0
-        if kind.planning:
+        if self._plans(kind):
             return
         self._saver.stats()  # takes in what encoders have reported
         expectations = self._expectations(device)
@@ -411,7 +415,7 @@ class Learner:
 
     def _check(self, kind: Kind, timing: Timing, as_planned: bool) -> None:
         """A planned passage was timed: is the plan still the right one?"""
-        if kind.planning and self._ranks is None:
+        if self._ranks is None and self._plans(kind):
             return
         known, ranks, calibrates = kind.known, self._ranks, self._calibrates
         flights = kind.flights.number
