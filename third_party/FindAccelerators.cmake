@@ -1,7 +1,5 @@
 # Which accelerator toolkits this machine has. AUTO takes what is there, ON insists, OFF ignores.
-include(CheckLanguage)
-
-set(MEMSWAP_CUDA AUTO CACHE STRING "Compile the CUDA sources: AUTO (where nvcc is found), ON, OFF")
+set(MEMSWAP_CUDA AUTO CACHE STRING "Compile the CUDA sources: AUTO (where nvcc works), ON, OFF")
 set(MEMSWAP_ASCEND AUTO CACHE STRING "Compile the AscendC sources: AUTO (where CANN is found), ON, OFF")
 
 if(NOT MEMSWAP_CUDA MATCHES "^(AUTO|ON|OFF)$")
@@ -15,20 +13,42 @@ endif()
 set(MEMSWAP_CUDA_ARCHITECTURES "" CACHE STRING
     "CUDA architectures, as CMAKE_CUDA_ARCHITECTURES has them (90-real); empty: all supported ones")
 
+# memswap_has_cuda: whether CUDA sources can be compiled, and beside a torch with CUDA can run.
+# memswap_cuda_missing: what is missing where not, and how to get it, in one line.
+include(${CMAKE_CURRENT_LIST_DIR}/ProbeCuda.cmake)
 set(memswap_has_cuda OFF)
+set(memswap_cuda_missing "")
 if(NOT MEMSWAP_CUDA STREQUAL "OFF")
-  check_language(CUDA)
-  if(CMAKE_CUDA_COMPILER)
-    set(CMAKE_CUDA_ARCHITECTURES 80 90)
-    if(MEMSWAP_CUDA_ARCHITECTURES)
-      set(CMAKE_CUDA_ARCHITECTURES ${MEMSWAP_CUDA_ARCHITECTURES})
+  set(get "Install the CUDA toolkit, ${MEMSWAP_LEAST_NVCC} or newer")
+  if(TORCH_CUDA_VERSION)
+    set(get "Install the CUDA toolkit ${TORCH_CUDA_VERSION}, as torch has it")
+  endif()
+  memswap_probe_nvcc(${CMAKE_CURRENT_BINARY_DIR}/memswap_nvcc
+                     "${get}, put its nvcc on PATH or name it in CUDACXX, and build again.")
+  set(memswap_cuda_missing "${memswap_nvcc_problem}")
+  if(TORCH_CUDA_VERSION AND memswap_cuda_missing STREQUAL "")
+    memswap_probe_driver()
+    memswap_compare_cuda("${memswap_nvcc_version}" "${TORCH_CUDA_VERSION}" "${memswap_driver_cuda}")
+    set(memswap_cuda_missing "${memswap_cuda_mismatch}")
+  endif()
+  if(memswap_cuda_missing STREQUAL "")
+    set(CMAKE_CUDA_COMPILER "${memswap_nvcc}" CACHE FILEPATH "nvcc")
+    if(memswap_nvcc_host)
+      set(CMAKE_CUDA_HOST_COMPILER "${memswap_nvcc_host}" CACHE FILEPATH "nvcc's host compiler")
+    endif()
+    set(CMAKE_CUDA_ARCHITECTURES ${MEMSWAP_CUDA_ARCHITECTURES})
+    if(NOT MEMSWAP_CUDA_ARCHITECTURES)
+      foreach(architecture 80 90)
+        if(architecture IN_LIST memswap_nvcc_architectures)
+          list(APPEND CMAKE_CUDA_ARCHITECTURES ${architecture})
+        endif()
+      endforeach()
     endif()
     set(CMAKE_CUDA_STANDARD 17)  # CMake 3.25 knows no C++20 for nvcc 13
     enable_language(CUDA)
     set(memswap_has_cuda ON)
   elseif(MEMSWAP_CUDA STREQUAL "ON")
-    message(FATAL_ERROR "MEMSWAP_CUDA=ON, but no nvcc was found. Put it on PATH, set CUDACXX, or "
-                        "build with MEMSWAP_CUDA=AUTO.")
+    message(FATAL_ERROR "MEMSWAP_CUDA=ON, but ${memswap_cuda_missing}")
   endif()
 endif()
 
