@@ -52,37 +52,22 @@ if(NOT MEMSWAP_CUDA STREQUAL "OFF")
   endif()
 endif()
 
-# memswap_cann: "asc" where CANN brings a CMake language of its own (9), "ascendc" where it brings
-# ascendc.cmake (8; memswap_ascendc_cmake is its path), else OFF. memswap_cann_home: its folder.
-set(memswap_cann OFF)
-if(NOT MEMSWAP_ASCEND STREQUAL "OFF")
-  set(memswap_cann_home "$ENV{ASCEND_HOME_PATH}")
-  if(NOT memswap_cann_home)
-    set(memswap_cann_home /usr/local/Ascend/ascend-toolkit/latest)
+# Beside those of FindCann.cmake: memswap_with_ascend_codec.
+include(${CMAKE_CURRENT_LIST_DIR}/FindCann.cmake)
+set(memswap_with_ascend_codec OFF)
+if(memswap_cann_missing)
+  if(MEMSWAP_ASCEND STREQUAL "ON")
+    message(FATAL_ERROR "MEMSWAP_ASCEND=ON, but ${memswap_cann_missing}")
   endif()
-  find_package(ASC QUIET HINTS ${memswap_cann_home})
-  find_file(memswap_ascendc_cmake ascendc.cmake NO_DEFAULT_PATH PATHS
-    ${memswap_cann_home}/tools/tikcpp/ascendc_kernel_cmake
-    ${memswap_cann_home}/compiler/tikcpp/ascendc_kernel_cmake
-    ${memswap_cann_home}/ascendc_devkit/tikcpp/samples/cmake)
-  if(ASC_FOUND)
+elseif(memswap_cann)
+  set(memswap_with_ascend_codec ON)
+  if(memswap_cann STREQUAL "asc")
     set(CMAKE_ASC_ARCHITECTURES dav-2201)
     set(CMAKE_ASC_RUN_MODE npu)
     enable_language(ASC)
-    set(memswap_cann asc)
-  elseif(memswap_ascendc_cmake)
-    set(memswap_cann ascendc)
-  elseif(MEMSWAP_ASCEND STREQUAL "ON")
-    message(FATAL_ERROR "MEMSWAP_ASCEND=ON, but no CANN was found in ${memswap_cann_home}: neither "
-                        "ascendc.cmake (CANN 8) nor the CMake package ASC (CANN 9). Run CANN's "
-                        "set_env.sh, which sets ASCEND_HOME_PATH, or build with "
-                        "MEMSWAP_ASCEND=AUTO.")
   endif()
 endif()
-set(memswap_with_ascend_codec OFF)
-if(memswap_cann)
-  set(memswap_with_ascend_codec ON)
-endif()
 
-message(STATUS "memswap: CUDA sources ${memswap_has_cuda}")
-message(STATUS "memswap: CANN ${memswap_cann}")
+string(JOIN ": " told ${memswap_has_cuda} ${memswap_cuda_missing})
+message(STATUS "memswap: CUDA sources ${told}")
+message(STATUS "memswap: CANN ${memswap_cann}, Ascend codec ${memswap_with_ascend_codec}")

@@ -174,6 +174,9 @@ py::dict codecs_left_out() {
   if (*kCudaLeftOut != '\0') {
     reasons["cuda"] = kCudaLeftOut;
   }
+  if (*kAscendLeftOut != '\0') {
+    reasons["npu"] = kAscendLeftOut;
+  }
   return reasons;
 }
 
