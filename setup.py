@@ -46,6 +46,31 @@ def find_cmake() -> str:
     return cmake
 
 
+def choose_generator(cmake: str, configure: list[str], build: Path) -> list[str]:
+    """Ninja, but make where CMake will find CANN, whose CMake functions run builds of their own.
+
+    Args:
+        cmake: CMake's program.
+        configure: the arguments so far; a generator that they name stays.
+        build: the folder of the build, which may have been configured with the other generator.
+    """
+    if os.environ.get("CMAKE_GENERATOR") or any(one.startswith("-G") for one in configure):
+        return []
+    definitions = [one for one in configure if one.startswith("-D")]
+    script = ROOT / "third_party" / "FindCann.cmake"
+    asked = subprocess.run(
+        [cmake, *definitions, "-P", str(script)], capture_output=True, text=True, check=False
+    )
+    # A CANN whose package is no script's to read is a CANN as well.
+    cann = asked.returncode != 0 or "memswap: CANN OFF" not in asked.stdout
+    ninja = shutil.which("ninja") and not (cann and shutil.which("make"))
+    generator = "Ninja" if ninja else "Unix Makefiles"
+    cache = build / "CMakeCache.txt"
+    before = f"CMAKE_GENERATOR:INTERNAL={generator}\n"
+    fresh = cache.exists() and before not in cache.read_text(encoding="utf-8")
+    return [f"-G{generator}", *(["--fresh"] if fresh else [])]
+
+
 class CMakeBuild(build_ext):
     """Configure and build the CMake project, then put the module where setuptools wants it."""
 
@@ -70,9 +95,7 @@ class CMakeBuild(build_ext):
         configure.append(f"-DMEMSWAP_CUDA_ARCHITECTURES={architectures}")
         # Whatever a machine needs beyond that, such as -DPython_INCLUDE_DIR=...
         configure += shlex.split(os.environ.get("CMAKE_ARGS", ""))
-        # CANN's CMake functions run builds of their own, which are written for make.
-        if shutil.which("ninja") and not os.environ.get("ASCEND_HOME_PATH"):
-            configure.append("-GNinja")
+        configure += choose_generator(cmake, configure, build)
         jobs = os.environ.get("MAX_JOBS", str(os.cpu_count() or 1))
         subprocess.run(configure, check=True)
         subprocess.run([cmake, "--build", str(build), "--parallel", jobs], check=True)

@@ -3,7 +3,7 @@
 find_package(Python REQUIRED COMPONENTS Interpreter Development.Module)
 
 execute_process(
-  COMMAND ${Python_EXECUTABLE} -c "import os, torch; print(os.path.dirname(torch.__file__), torch.__version__, bool(torch.version.cuda), sep='\\n')"
+  COMMAND ${Python_EXECUTABLE} -c "import importlib.util, os, torch; print(os.path.dirname(torch.__file__), torch.__version__, torch.version.cuda or 0, int(bool(importlib.util.find_spec('torch_npu'))), sep='\\n')"
   OUTPUT_VARIABLE torch_answer
   ERROR_VARIABLE torch_error
   RESULT_VARIABLE torch_result
@@ -16,7 +16,8 @@ endif()
 string(REPLACE "\n" ";" torch_answer "${torch_answer}")
 list(GET torch_answer 0 TORCH_ROOT)
 list(GET torch_answer 1 TORCH_VERSION)
-list(GET torch_answer 2 TORCH_HAS_CUDA)
+list(GET torch_answer 2 TORCH_CUDA_VERSION)  # 13.0; 0 without CUDA
+list(GET torch_answer 3 TORCH_HAS_NPU)
 if(TORCH_VERSION VERSION_LESS 2.11)
   message(FATAL_ERROR "memswap needs torch >= 2.11; found ${TORCH_VERSION}.")
 endif()

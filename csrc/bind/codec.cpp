@@ -13,6 +13,7 @@
 #include "codec/stream_codec_lane.h"
 #include "codec/tensors.h"
 #include "codec/worker_codec_lane.h"
+#include "left_out.h"
 #include "packed_stream.h"
 #include "stop_at_exit.h"
 #include "storage_ref.h"
@@ -167,6 +168,18 @@ void bind_backends(py::module_& module) {
       "(csrc/codec/self_check.h).");
 }
 
+// By device type.
+py::dict codecs_left_out() {
+  py::dict reasons;
+  if (*kCudaLeftOut != '\0') {
+    reasons["cuda"] = kCudaLeftOut;
+  }
+  if (*kAscendLeftOut != '\0') {
+    reasons["npu"] = kAscendLeftOut;
+  }
+  return reasons;
+}
+
 void bind_codec_lanes(py::module_& module) {
   py::class_<FrameWatch, std::shared_ptr<FrameWatch>>(module, "FrameWatch",
                                                       "What an encoder found; holds no frame.")
@@ -277,6 +290,7 @@ void bind_codec_lanes(py::module_& module) {
 }  // namespace
 
 void bind_codec(py::module_& module) {
+  module.attr("codecs_left_out") = codecs_left_out();
   bind_backends(module);
   bind_frames(module);
   bind_codec_lanes(module);

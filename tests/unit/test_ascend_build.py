@@ -7,6 +7,7 @@ make of the kernels launches nothing.
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -109,9 +110,12 @@ def cann(tmp_path: Path) -> Path:
     return home
 
 
-def configure(build: Path, home: Path, option: str = "AUTO") -> subprocess.CompletedProcess[str]:
+def configure(
+    build: Path, home: Path, option: str = "AUTO", generator: str = "Unix Makefiles"
+) -> subprocess.CompletedProcess[str]:
     """Configure the codec's own project."""
     command = ["cmake", f"-S{ROOT / 'kernels'}", f"-B{build}", "-DMEMSWAP_CUDA=OFF"]
+    command.append(f"-G{generator}")
     return subprocess.run(
         [*command, f"-DMEMSWAP_ASCEND={option}"],
         env={**os.environ, "ASCEND_HOME_PATH": str(home)},
@@ -149,3 +153,123 @@ def test_without_a_cann_on_says_what_is_missing_and_auto_builds_without(tmp_path
     configured = configure(tmp_path / "auto", tmp_path)
     assert configured.returncode == 0, configured.stderr
     assert "memswap: CANN OFF" in configured.stdout
+
+
+def without_environment(home: Path, **changes: str) -> dict[str, str]:
+    """No set_env.sh has run, and CANN is where its installer puts it for the user of `home`."""
+    names = ("ASCEND_HOME_PATH", "CMAKE_GENERATOR", "CMAKE_ARGS", "PYTHONPATH")
+    kept = {name: value for name, value in os.environ.items() if name not in names}
+    return {**kept, "HOME": str(home), **changes}
+
+
+@pytest.fixture
+def home(tmp_path: Path, cann: Path) -> Path:
+    """A user's folder with a CANN at its default path."""
+    if Path("/usr/local/Ascend").exists():
+        pytest.skip("this machine has a CANN of its own")
+    (tmp_path / "home" / "Ascend" / "ascend-toolkit").mkdir(parents=True)
+    cann.rename(tmp_path / "home" / "Ascend" / "ascend-toolkit" / "latest")
+    return tmp_path / "home"
+
+
+CMAKE = """#!/bin/sh
+case "$*" in *" -P "*) exec {cmake} "$@";; esac
+for one in "$@"; do echo "$one" >> {said}; done
+exit 1
+"""
+
+
+def arguments_of_setup(tmp_path: Path, home: Path, **changes: str) -> list[str]:
+    """What setup.py configures with: a CMake that notes it, and stops there."""
+    real, said = shutil.which("cmake"), tmp_path / "said"
+    said.unlink(missing_ok=True)
+    tools = tmp_path / "tools"
+    tools.mkdir(exist_ok=True)
+    for name, text in (("cmake", CMAKE.format(cmake=real, said=said)), ("ninja", ""), ("make", "")):
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    (tools / "torch.py").touch()  # setup.py only asks whether there is one
+    path = f"{tools}:{os.environ['PATH']}"
+    built = {"MEMSWAP_BUILD_DIR": str(tmp_path / "built"), **changes}
+    done = subprocess.run(
+        [sys.executable, "setup.py", "build_ext", "--inplace"],
+        cwd=ROOT,
+        env=without_environment(home, PATH=path, PYTHONPATH=str(tools), **built),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert said.exists(), done.stdout + done.stderr
+    return said.read_text().splitlines()
+
+
+def test_setup_takes_make_where_cmake_will_find_a_cann(tmp_path: Path, home: Path) -> None:
+    assert "-GUnix Makefiles" in arguments_of_setup(tmp_path, home)
+    assert "-GNinja" in arguments_of_setup(tmp_path, home, MEMSWAP_ASCEND="OFF")
+    assert "-GNinja" in arguments_of_setup(tmp_path, tmp_path)
+    cann = str(home / "Ascend" / "ascend-toolkit" / "latest")
+    assert "-GUnix Makefiles" in arguments_of_setup(tmp_path, tmp_path, ASCEND_HOME_PATH=cann)
+    # set_env.sh of a CANN that has been removed since.
+    assert "-GNinja" in arguments_of_setup(tmp_path, tmp_path, ASCEND_HOME_PATH="/nowhere")
+    named = arguments_of_setup(tmp_path, home, CMAKE_ARGS="-GNinja -DSOMETHING=1")
+    assert named.count("-GNinja") == 1 and "-GUnix Makefiles" not in named
+
+
+def test_setup_finds_a_cann_9_as_cmake_does(tmp_path: Path, cann_9: Path) -> None:
+    made = arguments_of_setup(tmp_path, tmp_path, ASCEND_HOME_PATH=str(cann_9))
+    assert "-GUnix Makefiles" in made
+
+
+def test_a_build_folder_of_the_other_generator_is_made_anew(tmp_path: Path, home: Path) -> None:
+    built = tmp_path / "built"
+    built.mkdir()
+    (built / "CMakeCache.txt").write_text("CMAKE_GENERATOR:INTERNAL=Ninja\n")
+    assert "--fresh" in arguments_of_setup(tmp_path, home)
+    assert "--fresh" not in arguments_of_setup(tmp_path, tmp_path)
+
+
+@pytest.mark.skipif(shutil.which("ninja") is None, reason="ninja is not on PATH")
+def test_under_ninja_the_codec_is_left_out_or_the_build_ends(tmp_path: Path, cann: Path) -> None:
+    configured = configure(tmp_path / "auto", cann, generator="Ninja")
+    assert configured.returncode == 0, configured.stderr
+    assert "memswap: CANN ascendc, Ascend codec OFF" in configured.stdout
+    refused = configure(tmp_path / "on", cann, "ON", generator="Ninja")
+    assert refused.returncode != 0
+    assert "CANN's kernels are built by make" in refused.stderr
+
+
+@pytest.mark.parametrize("missing", ["include/acl/acl.h", "lib64/libascendcl.so"])
+def test_a_cann_that_lacks_a_part_is_not_built_with(
+    tmp_path: Path, cann: Path, missing: str
+) -> None:
+    (cann / missing).unlink()
+    configured = configure(tmp_path / "auto", cann)
+    assert configured.returncode == 0, configured.stderr
+    assert "memswap: CANN ascendc, Ascend codec OFF" in configured.stdout
+    refused = configure(tmp_path / "on", cann, "ON")
+    assert refused.returncode != 0 and f"has no {missing}" in " ".join(refused.stderr.split())
+
+
+def test_beside_torch_npu_a_missing_cann_is_one_line(tmp_path: Path) -> None:
+    if Path("/usr/local/Ascend").exists():
+        pytest.skip("this machine has a CANN of its own")
+    torch = tmp_path / "shadow" / "torch"
+    torch.mkdir(parents=True)
+    (torch / "__init__.py").write_text("__version__ = '2.13.0'\nclass version: cuda = None\n")
+    (tmp_path / "shadow" / "torch_npu.py").touch()
+    build = tmp_path / "build"
+    done = subprocess.run(
+        [
+            "cmake", f"-S{ROOT}", f"-B{build}", f"-DPython_EXECUTABLE={sys.executable}",
+            "-DMEMSWAP_CUDA=OFF",
+        ],
+        env=without_environment(tmp_path, PYTHONPATH=str(torch.parent)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    reason = (build / "generated" / "left_out.h").read_text()
+    reason = reason.partition('kAscendLeftOut = R"note(')[2].partition(')note"')[0]
+    assert "no CANN was found" in reason and "set_env.sh" in reason and "\n" not in reason
+    assert f"memswap: no Ascend codec in this build: {reason}" in done.stderr

@@ -32,6 +32,14 @@ def describe_codec() -> str:
     return ", ".join(device.type for device in devices if native.codec_name(device) is not None)
 
 
+def describe_left_out() -> list[str]:
+    """Codecs that this build lacks: what was missing when it was made, and how to get it."""
+    return [
+        f"no {device_type} codec in this build: {reason}"
+        for device_type, reason in native.codecs_left_out.items()
+    ]
+
+
 def describe_numa() -> str:
     """Count the machine's NUMA nodes."""
     nodes = list(Path("/sys/devices/system/node").glob("node[0-9]*"))
@@ -81,4 +89,6 @@ def run() -> int:
         *describe_rates(),
     ]
     print(render_table(["", ""], rows).partition("\n")[2].partition("\n")[2])
+    for line in describe_left_out():
+        print(line)
     return 0
