@@ -73,7 +73,7 @@ class Job:
         """Block until it is done, or until what is given up has ended."""
         if not self.given_up:
             self.start()
-        if self._thread is not None:
+        if self._thread is not None and self._thread.is_alive():
             self._thread.join()
         elif not self.done and not self.given_up:
             self.run()  # there is no thread
