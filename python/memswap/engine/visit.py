@@ -111,7 +111,7 @@ class Visit(native.Visit):
         Otherwise whoever is above goes first, and a visit that comes later finds these.
         """
         uninstall_interrupted()
-        if self._on_top():
+        if self._on_top() or not self.pushed:  # where they are off, the call's frame goes
             self.uninstall()
         if self.waiting is not None:
             self.pack_waiting()
