@@ -265,6 +265,31 @@ def test_a_backward_that_raises_leaves_nothing_behind(rank: Rank, with_model: bo
 
 @distributed(2)
 @MODES
+def test_a_backward_that_raised_is_tried_again(rank: Rank, with_model: bool) -> None:
+    net, plain, isp = nets(rank, with_model)
+    failures = ["the user's"]
+
+    def fail(gradient: torch.Tensor) -> None:
+        if failures:
+            raise KeyError(failures.pop())
+
+    y = batch(rank)
+    for layer in net.layers:
+        y = y + layer(y)
+        if layer is net.layers[0]:
+            y.register_hook(fail)
+    loss = y.square().sum()
+    with pytest.raises(KeyError, match="the user's"):
+        loss.backward(retain_graph=True)
+    net.zero_grad()
+    loss.backward()
+    isp.collect_gradients()
+    plain(batch(rank)).square().sum().backward()
+    assert_gradients(net, plain, rank)
+
+
+@distributed(2)
+@MODES
 def test_weights_that_were_edited_are_gathered_again(rank: Rank, with_model: bool) -> None:
     net, plain, isp = nets(rank, with_model, late=False)  # a late one would read the edited rows
     for step in range(3):

@@ -477,3 +477,28 @@ def test_two_models_share_nothing(rank: Rank) -> None:
 
 def test_state_names_are_words() -> None:
     assert pickle.loads(pickle.dumps(SlotError("x"))).args == ("x",)
+
+
+@distributed(2)
+@LATE
+def test_a_backward_that_raised_is_tried_again(rank: Rank, late: bool) -> None:
+    start, tokens = make_net(), tokens_of(9, 2)[rank.rank]
+    reference, _ = sharded(rank, start)
+    loss_of(reference, tokens).backward()
+    net, _ = sharded(rank, start, late=late)
+    failures = ["on purpose"]
+
+    def fail(gradient: torch.Tensor) -> None:
+        if failures:
+            raise ArithmeticError(failures.pop())
+
+    handle = net.layers[1].norm.register_forward_hook(
+        lambda module, args, output: output.register_hook(fail) and None
+    )
+    loss = loss_of(net, tokens)
+    handle.remove()
+    with pytest.raises(ArithmeticError):
+        loss.backward(retain_graph=True)
+    loss.backward()
+    for mine, theirs in zip(net.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(mine.grad.to_local(), theirs.grad.to_local())

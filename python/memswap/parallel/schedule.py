@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -80,6 +81,8 @@ class ShardContext:
         self._forward = Order()
         self._backward = Order()
         self._in_backward = False
+        self._ending: Callable[[], object] = lambda: None
+        """What torch calls at the end of the present backward; None once torch has dropped it."""
         self._warned: set[Unit] = set()
         self._told_of_inputs = False
         self._compared = False
@@ -164,8 +167,8 @@ class ShardContext:
         """A module of the unit is about to run, in forward or to be recomputed in backward."""
         one = self.scheduled[unit]
         if graph_task() != -1:
-            one.depth += 1
             self._enter_backward()
+            one.depth += 1
             self.use(one)
             unit.expose()
             self._prefetch(self._expected_in_backward(unit), unit)
@@ -300,10 +303,14 @@ class ShardContext:
     def _enter_backward(self) -> None:
         # The first event of a backward is always in the outermost graph task: a reentrant
         # checkpoint runs its recompute there before it starts a backward of its own.
+        if self._in_backward and self._ending() is None:
+            self.reset()  # the last one raised, and its graph is tried again
         if not self._in_backward:
             self._in_backward = True
             self._forward.pause()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            end = self._end_backward  # torch alone owns it, as long as this backward lasts
+            self._ending = ref(end)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _gradient_arrived(self, unit: Unit) -> None:
         """Once all gradients of a unit are there, nothing in this backward needs its weights.

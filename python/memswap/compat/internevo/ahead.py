@@ -43,6 +43,8 @@ class Ahead(ABC):
         self.gathers = Gathers(comm)
         self.reductions = Reductions(comm, lambda one: None if pool is None else pool.forget(one))
         self._in_backward = False
+        self._ending: Callable[[], object] = lambda: None
+        """What torch calls at the end of the present backward; None once torch has dropped it."""
 
     @abstractmethod
     def part(self, tensor: torch.Tensor, module: nn.Module | None, is_bias: bool) -> Part | None:
@@ -93,15 +95,17 @@ class Ahead(ABC):
 
     def enter(self) -> None:
         """Something happens, in forward or in backward."""
-        if graph_task() == -1:
-            if self._in_backward:  # it raised
-                self._in_backward = False
-                self.gathers.drop_all()
-                self.reductions.abandon()
-        elif not self._in_backward:
+        inside = graph_task() != -1
+        if self._in_backward and not (inside and self._ending()):  # it raised
+            self._in_backward = False
+            self.gathers.drop_all()
+            self.reductions.abandon()
+        if inside and not self._in_backward:
             # The first event of a backward is always in the outermost graph task.
             self._in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            end = self._end_backward  # torch alone owns it, as long as this backward lasts
+            self._ending = ref(end)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _end_backward(self) -> None:
         self._in_backward = False
