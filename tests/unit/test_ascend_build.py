@@ -253,9 +253,9 @@ def test_a_cann_that_lacks_a_part_is_not_built_with(
 def test_beside_torch_npu_a_missing_cann_is_one_line(tmp_path: Path) -> None:
     if Path("/usr/local/Ascend").exists():
         pytest.skip("this machine has a CANN of its own")
-    torch = tmp_path / "shadow" / "torch"
-    torch.mkdir(parents=True)
-    (torch / "__init__.py").write_text("__version__ = '2.13.0'\nclass version: cuda = None\n")
+    stand_in = tmp_path / "shadow" / "torch"
+    stand_in.mkdir(parents=True)
+    (stand_in / "__init__.py").write_text("__version__ = '2.13.0'\nclass version: cuda = None\n")
     (tmp_path / "shadow" / "torch_npu.py").touch()
     build = tmp_path / "build"
     done = subprocess.run(
@@ -263,7 +263,7 @@ def test_beside_torch_npu_a_missing_cann_is_one_line(tmp_path: Path) -> None:
             "cmake", f"-S{ROOT}", f"-B{build}", f"-DPython_EXECUTABLE={sys.executable}",
             "-DMEMSWAP_CUDA=OFF",
         ],
-        env=without_environment(tmp_path, PYTHONPATH=str(torch.parent)),
+        env=without_environment(tmp_path, PYTHONPATH=str(stand_in.parent)),
         capture_output=True,
         text=True,
         check=False,
