@@ -84,7 +84,7 @@ std::pair<SaveTable::Action, SaveTable::DeviceRow*> look_up(SaveTable& table, c1
 }
 
 // A storage that the table swaps. Its handle; or nothing where there was no room for it and Python
-// has to say so, `entry` being its entry.
+// has to say so, `refused` being its entry.
 py::object swap_new(SaverObject* saver, PyObject* tensor, PyObject* view, const SavedView& look,
                     BlockSender& sender, SavePlace& place, py::object& refused) {
   PyObject* const self = reinterpret_cast<PyObject*>(saver);

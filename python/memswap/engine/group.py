@@ -75,8 +75,6 @@ class Joined(Moved):
 class GroupSaver(Saver):
     """Entries, lanes and a pool for any number of groups. A storage of two groups moves once."""
 
-    swaps_at_once = False
-
     def __init__(self, policy: Decider, pool: Pool | None) -> None:
         super().__init__(policy, pool, window_bytes=0)
         self.shares_batches = True

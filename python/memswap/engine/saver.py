@@ -78,9 +78,6 @@ class Saver(native.Saver):
     watched: bool
     """The director hears of each mark, whatever a passage's script says."""
 
-    #: Whether what is to be swapped is sent when it is saved.
-    swaps_at_once = True
-
     def __new__(cls, *arguments: object, **options: object) -> Self:
         return super().__new__(cls, ledger=Ledger(), encoding=deque())
 
@@ -196,9 +193,10 @@ class Saver(native.Saver):
             verdict = "policy" if chosen is None else PLANNED
         elif chosen is not None and verdict is not NEVER_FREED:
             verdict = None
-        if verdict is None and action is SWAP and self.swaps_at_once:
+        if verdict is None and action is SWAP and not self.shares_batches:
             sender = route.swap
-            if not route.captures:  # of a stream that captures a graph, nothing leaves
+            # Once: the table then answers. Of a stream that captures a graph, nothing leaves.
+            if director is None and self.policy.fn is None and not route.captures:
                 self.set_device(route.device, route.default_action.value, sender)
             sent = self.swap(tensor, view, sender)
             if isinstance(sent, Moved):

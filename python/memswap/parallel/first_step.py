@@ -16,6 +16,20 @@ from memswap.engine.autograd import graph_task, in_backward
 from memswap.parallel.arriving import ArrivingTensor
 
 
+def before_optimizer_steps(method: Callable[[Optimizer], None]) -> finalize[[], Any]:
+    """Call a bound method before the steps of all optimizers, for as long as its object lives."""
+    weak = WeakMethod(method)  # torch keeps the hook; it keeps nothing
+
+    def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        alive = weak()
+        if alive is not None:
+            alive(optimizer)
+
+    handle = register_optimizer_step_pre_hook(before_step)
+    owner: Any = method.__self__  # type: ignore[attr-defined]
+    return finalize(owner, handle.remove)
+
+
 class FirstStep:
     """Calls ``check`` at the end of the first step of the models that it watches.
 
@@ -43,15 +57,7 @@ class FirstStep:
         self._active = True
         self._expected += map(ref, modules)
         if self._optimizers is None and any(True for one in modules for _ in one.parameters()):
-            step = WeakMethod(self._before_step)  # torch keeps the hook; it keeps nothing
-
-            def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-                method = step()
-                if method is not None:
-                    method(optimizer)
-
-            handle = register_optimizer_step_pre_hook(before_step)
-            self._optimizers = finalize(self, handle.remove)
+            self._optimizers = before_optimizer_steps(self._before_step)
 
     def watch(self, module: nn.Module) -> None:
         if module not in self._handles:

@@ -16,15 +16,16 @@ from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import ReferenceType, WeakMethod, finalize
+from weakref import ReferenceType, finalize
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from memswap._native import native
 from memswap.compat.internevo.raw import Allocate, reduction_named
 from memswap.parallel.comm import Comm, Ticket
+from memswap.parallel.first_step import before_optimizer_steps
 
 #: Whole gradients on their way at once, at most; their memory is free when they have been waited
 #: for. Two blocks of a Llama have twelve.
@@ -231,15 +232,7 @@ class Reductions(MutableMapping[str, "tuple[torch.Tensor, Ticket] | None"]):
 
     def guard(self) -> None:
         """Have optimizers refuse to step before the gradients of their parameters are collected."""
-        check = WeakMethod(self._before_step)  # torch keeps the hook; it keeps nothing
-
-        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            method = check()
-            if method is not None:
-                method(optimizer)
-
-        handle = register_optimizer_step_pre_hook(before_step)
-        self._guard = finalize(self, handle.remove)
+        self._guard = before_optimizer_steps(self._before_step)
 
     def _before_step(self, optimizer: Optimizer) -> None:
         waiting = {
