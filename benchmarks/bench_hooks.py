@@ -46,7 +46,7 @@ LONGER, LONGER_PLANNED = "no hooks, a longer chain", "under a plan, a longer cha
 #: So many times as many tensors.
 LONGER_BY = 4
 
-#: Under a plan this share of the bytes may stay. Two passages learn, one is timed; then it is
+#: Under a plan this share of the bytes may stay. Two iterations learn, one is timed; then it is
 #: timed once more, and then every now and then.
 PLANNED_SHARE = 1 / 10
 PLANNED_AFTER = 8

@@ -28,13 +28,6 @@ std::optional<Pair> as_pair(std::optional<Leaving> leaving) {
   return leaving ? std::optional(as_pair(std::move(*leaving))) : std::nullopt;
 }
 
-const StorageRefPtr& some(const StorageRefPtr& storage) {
-  if (!storage) {
-    throw py::type_error("expected a StorageRef, found None");
-  }
-  return storage;
-}
-
 std::optional<std::vector<Pair>> send_all(BlockSender& sender,
                                           const std::vector<StorageRefPtr>& storages) {
   std::optional<std::vector<Leaving>> sent = send_together(sender, storages);

@@ -3,43 +3,35 @@
 #include <torch/version.h>
 
 namespace memswap {
-void bind_storage_ref(pybind11::module_& module);  // storage_ref.cpp
-void bind_storage(pybind11::module_& module);      // storage.cpp
-void bind_view(pybind11::module_& module);         // view.cpp
-void bind_ledger(pybind11::module_& module);       // ledger.cpp
-void bind_away(pybind11::module_& module);         // away.cpp
-void bind_forecast(pybind11::module_& module);     // forecast.cpp
-void bind_passage(pybind11::module_& module);      // passage.cpp
-void bind_entry(pybind11::module_& module);        // entry.cpp
-void bind_departing(pybind11::module_& module);    // departing.cpp
-void bind_handle(pybind11::module_& module);       // handle.cpp
-void bind_saver(pybind11::module_& module);        // saver.cpp
-void bind_script(pybind11::module_& module);       // script.cpp
-void bind_visit(pybind11::module_& module);        // visit.cpp
-void bind_replay(pybind11::module_& module);       // replay.cpp
-void bind_lanes(pybind11::module_& module);        // lanes.cpp
-void bind_pools(pybind11::module_& module);        // pools.cpp
-void bind_codec(pybind11::module_& module);        // codec.cpp
+void bind_view(pybind11::module_& module);       // view.cpp
+void bind_storage(pybind11::module_& module);    // storage.cpp
+void bind_lanes(pybind11::module_& module);      // lanes.cpp
+void bind_pools(pybind11::module_& module);      // pools.cpp
+void bind_codec(pybind11::module_& module);      // codec.cpp
+void bind_ledger(pybind11::module_& module);     // ledger.cpp
+void bind_away(pybind11::module_& module);       // away.cpp
+void bind_entry(pybind11::module_& module);      // entry.cpp
+void bind_iteration(pybind11::module_& module);  // iteration.cpp
+void bind_engine(pybind11::module_& module);     // engine.cpp
+void bind_handle(pybind11::module_& module);     // handle.cpp
+void bind_hooks(pybind11::module_& module);      // hooks.cpp
+void bind_replay(pybind11::module_& module);     // replay.cpp
 }  // namespace memswap
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "memswap's native layer: storages, pools, lanes. Use it through memswap._native.";
   module.attr("torch_version") = TORCH_VERSION;
-  memswap::bind_storage_ref(module);
-  memswap::bind_storage(module);
   memswap::bind_view(module);
+  memswap::bind_storage(module);
   memswap::bind_lanes(module);
   memswap::bind_pools(module);
   memswap::bind_codec(module);
   memswap::bind_ledger(module);
   memswap::bind_away(module);
-  memswap::bind_forecast(module);
-  memswap::bind_passage(module);
+  memswap::bind_iteration(module);
+  memswap::bind_engine(module);
   memswap::bind_entry(module);
-  memswap::bind_departing(module);
   memswap::bind_handle(module);
-  memswap::bind_saver(module);
-  memswap::bind_script(module);
-  memswap::bind_visit(module);
+  memswap::bind_hooks(module);
   memswap::bind_replay(module);
 }

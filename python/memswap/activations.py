@@ -15,7 +15,7 @@ from memswap._native import native
 from memswap.blocks import LISTS, Blocks, find_blocks
 from memswap.engine.autograd import computed_from, in_backward, next_node_number, plain_parts
 from memswap.engine.saver import Saver
-from memswap.engine.stats import Stats
+from memswap.engine.stats import Stats, describe
 from memswap.engine.transfer import check_pool
 from memswap.engine.uncopied import Uncopied
 from memswap.engine.units import format_bytes, parse_bytes
@@ -79,11 +79,11 @@ class saved_tensors(Uncopied):  # noqa: N801  (used like torch.autograd.graph.sa
         self._open: OpenBlocks[Visit] = OpenBlocks()
 
     def __repr__(self) -> str:
-        return f"<memswap saved_tensors: {self._saver.ledger}>"
+        return f"<memswap saved_tensors: {describe(self._saver.ledger)}>"
 
     def __enter__(self) -> saved_tensors:
         if not in_backward():
-            self._saver.begin_passage()
+            self._saver.begin_iteration()
         self._open.enter(Visit(self._saver, ""))
         return self
 
@@ -256,14 +256,14 @@ class Manager(Managed):
 
     def _begin_iteration(self) -> None:
         with self._saver.lock:
-            self._saver.begin_passage()
+            self._saver.begin_iteration()
             self._iteration.clear()
 
     def _note(self, name: str, inputs: object) -> None:
         """A unit is called in a forward: notice where one begins."""
         saver, units = self._saver, self._iteration
         with saver.lock:
-            if saver.passage.began_backward or (
+            if saver.iteration.began_backward or (
                 units.repeats(name)
                 and self._hooks.depth() == 1  # inside no other unit, nor the model
                 and not self._models.depth()
@@ -271,7 +271,7 @@ class Manager(Managed):
             ):
                 self._begin_iteration()
             if not units.names:
-                saver.persistent = persistent_storages(self._units.values())
+                saver.set_persistent(persistent_storages(self._units.values()))
                 units.first_node = next_node_number()
             units.names[name] = None
 

@@ -34,7 +34,7 @@ from memswap._native import native
 from memswap.checkpoint_policy import CheckpointPolicy, Decide, is_collective
 from memswap.engine.action import Action
 from memswap.engine.autograd import plain_parts
-from memswap.engine.handle import Handle, Kept, inplace_edit
+from memswap.engine.handle import Handle, inplace_edit
 from memswap.engine.visit import Visit
 from memswap.errors import InplaceEditError, RecomputeError
 
@@ -295,7 +295,7 @@ class _Held:
 
     __slots__ = ("_counter", "_handle", "_tensor", "_version")
 
-    def __init__(self, tensor: torch.Tensor, handle: Kept | None = None) -> None:
+    def __init__(self, tensor: torch.Tensor, handle: native.Handle | None = None) -> None:
         # Below autograd a detached tensor does not share its version counter with the original.
         self._counter = None if tensor.is_inference() else native.VersionGuard(tensor)
         self._tensor = tensor.detach() if handle is None else handle.tensor
@@ -329,7 +329,8 @@ def _kept(tensor: torch.Tensor, visit: Visit | None) -> _Held | Handle:
     if visit is None or tensor.is_inference():
         return _Held(tensor)
     handle = visit.pack(tensor)
-    return _Held(tensor, handle) if isinstance(handle, Kept) else handle
+    held = isinstance(handle, native.Handle) and handle.stays
+    return _Held(tensor, handle) if held else handle
 
 
 def _unpacked(leaf: Any, arguments: list[torch.Tensor]) -> Any:

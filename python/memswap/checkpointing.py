@@ -36,6 +36,7 @@ from memswap.engine.action import Action
 from memswap.engine.autograd import in_backward
 from memswap.engine.early_stop import stopping_behind_operators
 from memswap.engine.saver import Saver
+from memswap.engine.stats import describe
 from memswap.engine.transfer import check_pool
 from memswap.engine.uncopied import Uncopied
 from memswap.engine.visit import Visit, current_visit
@@ -167,7 +168,7 @@ class Checkpointing(Uncopied):
 
     def __repr__(self) -> str:
         modules = sum(one() is not None for one in self._modules)
-        return f"<memswap Checkpointing of {modules} module(s): {self._saver.ledger}>"
+        return f"<memswap Checkpointing of {modules} module(s): {describe(self._saver.ledger)}>"
 
     def checkpoint(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``fn(*args, **kwargs)`` as a region; see :func:`memswap.checkpoint`."""
@@ -216,11 +217,11 @@ class Checkpointing(Uncopied):
         saver = self._saver if around is None else around.saver
         if not in_backward():
             with saver.lock:
-                passage = saver.passage
-                if passage.began_backward or (around is None and passage.over):
-                    saver.begin_passage()
+                iteration = saver.iteration
+                if iteration.began_backward or (around is None and iteration.over):
+                    saver.begin_iteration()
         # The place in the forward names the region: the same in each step, and no other's.
-        group = saver.passage.count
+        group = saver.iteration.count
         unit = f"{'' if around is None else around.unit}@{group}"
         outer = Visit(saver, "") if around is None else around
         outputs = outer.within(unit, None, group)

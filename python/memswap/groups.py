@@ -27,11 +27,11 @@ from weakref import WeakSet
 
 import torch
 
+from memswap._native import native
 from memswap.engine.action import Decider
 from memswap.engine.group import Generation, GroupSaver, GroupVisit
-from memswap.engine.handle import Handle, Moved, unpack
-from memswap.engine.stats import Stats
-from memswap.engine.timeline import Timeline
+from memswap.engine.handle import Handle, unpack
+from memswap.engine.stats import Stats, describe
 from memswap.engine.transfer import Pool, check_pool
 from memswap.engine.uncopied import Uncopied
 from memswap.engine.visit import OpenBlocks
@@ -66,7 +66,7 @@ class Groups(Uncopied):
         self.saver = GroupSaver(Policy() if policy is None else policy, pool)
 
     def __repr__(self) -> str:
-        return f"<memswap Groups: {self.saver.ledger}>"
+        return f"<memswap Groups: {describe(self.saver.ledger)}>"
 
     @classmethod
     def of(cls, decider: Decider, pool: Pool | None) -> Groups:
@@ -133,15 +133,15 @@ class Added:
     def away(self) -> bool:
         """Whether the bytes have left, or are leaving."""
         handle = self._handle
-        return isinstance(handle, Moved) and handle.entry.is_away
+        return isinstance(handle, native.Handle) and not handle.stays and handle.entry.is_away
 
     def host_copy(self) -> torch.Tensor:
         """The tensor's elements in new host memory. What is away stays away."""
         handle = self._handle
-        if not isinstance(handle, Moved):
+        if not isinstance(handle, native.Handle) or handle.stays:
             return unpack(handle).detach().to("cpu", copy=True)
         entry = handle.entry
-        with entry.saver.lock:
+        with entry.engine.lock:
             storage, arrival = entry.storage, entry.arrival
             if storage is None:
                 storage, arrival = entry.identity.lock(), None
@@ -157,8 +157,8 @@ class Added:
     def arrival(self) -> Ticket | None:
         """Completion of its way back; None where it is not on its way."""
         handle = self._handle
-        ticket: Ticket | None = handle.entry.arrival if isinstance(handle, Moved) else None
-        return ticket
+        moved = isinstance(handle, native.Handle) and not handle.stays
+        return handle.entry.arrival if moved else None
 
 
 def _with_version(tensor: torch.Tensor) -> torch.Tensor:
@@ -234,7 +234,7 @@ class Group(Uncopied):
             )
         self.name = name
         self._groups = Groups(policy, pool=pool) if groups is None else groups
-        self._timeline: Timeline = Timeline(0)
+        self._timeline = native.Timeline(0)
         self._newest: Generation | None = None
         self._generations: WeakSet[Generation] = WeakSet()
         self._open: OpenBlocks[GroupVisit] = OpenBlocks()

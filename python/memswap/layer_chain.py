@@ -99,7 +99,7 @@ class Track:
         saver = self.engine.saver
         with saver.lock:
             if journey.last < 0:
-                saver.persistent = persistent()
+                saver.set_persistent(persistent())
             generation = group.begin()
             journey.last = index
             journey.generations[index] = generation

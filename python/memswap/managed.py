@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from memswap.engine.stats import describe
 from memswap.module_hooks import ModuleHooks, Scope, hooks_on
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Managed(Removable):
     def __repr__(self) -> str:
         modules = len(self._hooks)
         where = f"{modules} module(s)" if modules else "no modules any more"
-        return f"<memswap {type(self).__name__} of {where}: {self._saver.ledger}>"
+        return f"<memswap {type(self).__name__} of {where}: {describe(self._saver.ledger)}>"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

@@ -129,9 +129,9 @@ class Tower(Manager):
         return self._link_bytes_per_s
 
     def _note(self, name: str, inputs: object) -> None:
-        before = self._saver.passage
+        before = self._saver.iteration
         super()._note(name, inputs)
-        if self._prefetch and self._saver.passage is not before:
+        if self._prefetch and self._saver.iteration is not before:
             now_s = perf_counter()
             if self._began_s is not None and before.began_backward:
                 self._set_window(before.sizes, now_s - self._began_s)

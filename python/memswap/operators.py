@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from memswap.engine.durations import Span
-    from memswap.engine.timeline import Passage
+    from memswap._C import Iteration
     from memswap.engine.windowed import WindowedSaver
     from memswap.windows import Windows
 
@@ -44,8 +44,8 @@ class OperatorWindows:
         self.cost = options.seconds
         self._hooks = ModuleHooks()
         self._operators = ModuleHooks()
-        self._passage: Passage | None = None
-        self._entered = 0  # units, in this passage
+        self._iteration: Iteration | None = None
+        self._entered = 0  # units, in this iteration
         self._expected = len(units)
         known: set[int] = set()
         others = {f"under {i}": module for i, module in enumerate(options.modules_under())}
@@ -96,10 +96,10 @@ class OperatorWindows:
             saver.open_window((seconds or 0.0) * products)
 
     def enter_unit(self) -> None:
-        passage = self.saver.passage
-        if passage is not self._passage:
+        iteration = self.saver.iteration
+        if iteration is not self._iteration:
             self._expected = self._entered or self._expected
-            self._entered, self._passage = 0, passage
+            self._entered, self._iteration = 0, iteration
         self._entered += 1
 
     def leave_unit(self) -> None:

@@ -175,7 +175,7 @@ class PipelineManager(Managed):
             self._chunks = [chunk for chunk in self._chunks if alive(chunk)]
             if not self._chunks:
                 self._itinerary.begin()
-                saver.persistent = persistent_storages(self._modules.values())
+                saver.set_persistent(persistent_storages(self._modules.values()))
             generation = self._groups[key].begin()
             chunk = _Chunk(self, generation, self._itinerary.forward(key))
             self._chunks.append(chunk)

@@ -28,66 +28,66 @@ TEST(Residence, TakesLegalStepsAlone) {
 }
 
 TEST(Residence, AStepThatIsNotLegalChangesNothing) {
-  Ledger ledger;
-  Residence one(ledger, 100);
+  Counters counters;
+  Residence one(counters, 100);
   EXPECT_FALSE(one.come_back());
   EXPECT_EQ(one.state(), State::kResident);
-  EXPECT_EQ(ledger.returned_storages, 0);
+  EXPECT_EQ(counters.returned_storages, 0);
   EXPECT_TRUE(one.leave());
   EXPECT_FALSE(one.leave());
-  EXPECT_EQ(ledger.moved_bytes, 100);
+  EXPECT_EQ(counters.moved_bytes, 100);
 }
 
 TEST(Residence, AStorageIsCountedOnceOnItsWayAwayAndBack) {
-  Ledger ledger;
-  auto one = std::make_unique<Residence>(ledger, 100);
-  EXPECT_EQ(ledger.resident_bytes, 100);
+  Counters counters;
+  auto one = std::make_unique<Residence>(counters, 100);
+  EXPECT_EQ(counters.resident_bytes, 100);
   ASSERT_TRUE(one->leave());
   one->count_away(0, 100);
-  EXPECT_EQ(ledger.resident_bytes, 100);  // until somebody notices that it went
+  EXPECT_EQ(counters.resident_bytes, 100);  // until somebody notices that it went
   ASSERT_TRUE(one->go());
-  EXPECT_EQ(ledger.resident_bytes, 0);
-  EXPECT_EQ(ledger.freed_bytes, 100);
+  EXPECT_EQ(counters.resident_bytes, 0);
+  EXPECT_EQ(counters.freed_bytes, 100);
   ASSERT_TRUE(one->come_back());
   one->count_resident(true);  // twice is once
-  EXPECT_EQ(ledger.resident_bytes, 100);
-  EXPECT_EQ(ledger.returned_bytes, 100);
-  EXPECT_EQ(ledger.away_bytes, 100);
+  EXPECT_EQ(counters.resident_bytes, 100);
+  EXPECT_EQ(counters.returned_bytes, 100);
+  EXPECT_EQ(counters.away_bytes, 100);
   one.reset();
-  EXPECT_EQ(ledger.resident_bytes, 0);
-  EXPECT_EQ(ledger.away_bytes, 0);
-  EXPECT_EQ(ledger.peak_resident_bytes, 100);
-  EXPECT_EQ(ledger.peak_away_bytes, 100);
+  EXPECT_EQ(counters.resident_bytes, 0);
+  EXPECT_EQ(counters.away_bytes, 0);
+  EXPECT_EQ(counters.peak_resident_bytes, 100);
+  EXPECT_EQ(counters.peak_away_bytes, 100);
 }
 
 TEST(Residence, AFrameOnTheDeviceIsResidentBesideItsStorage) {
-  Ledger ledger;
+  Counters counters;
   {
-    Residence one(ledger, 100);
+    Residence one(counters, 100);
     ASSERT_TRUE(one.leave());
     one.count_away(90, 0);
-    EXPECT_EQ(ledger.resident_bytes, 190);
+    EXPECT_EQ(counters.resident_bytes, 190);
     one.count_away(70, 0);  // the encoder has reported
-    EXPECT_EQ(ledger.resident_bytes, 170);
+    EXPECT_EQ(counters.resident_bytes, 170);
     ASSERT_TRUE(one.go());
-    EXPECT_EQ(ledger.resident_bytes, 70);
+    EXPECT_EQ(counters.resident_bytes, 70);
   }
-  EXPECT_EQ(ledger.resident_bytes, 0);
-  EXPECT_EQ(ledger.peak_resident_bytes, 190);
+  EXPECT_EQ(counters.resident_bytes, 0);
+  EXPECT_EQ(counters.peak_resident_bytes, 190);
 }
 
-TEST(Ledger, AResetForgetsAllButWhatIsThere) {
-  Ledger ledger;
-  Residence one(ledger, 100);
-  ledger.offer(30);
+TEST(Counters, AResetForgetsAllButWhatIsThere) {
+  Counters counters;
+  Residence one(counters, 100);
+  counters.offer(30);
   one.count_away(0, 40);
-  ledger.resident(50);
-  ledger.resident(-50);
-  ledger.reset();
-  EXPECT_EQ(ledger.offered_tensors, 0);
-  EXPECT_EQ(ledger.resident_bytes, 100);
-  EXPECT_EQ(ledger.peak_resident_bytes, 100);
-  EXPECT_EQ(ledger.peak_away_bytes, 40);
+  counters.resident(50);
+  counters.resident(-50);
+  counters.reset();
+  EXPECT_EQ(counters.offered_tensors, 0);
+  EXPECT_EQ(counters.resident_bytes, 100);
+  EXPECT_EQ(counters.peak_resident_bytes, 100);
+  EXPECT_EQ(counters.peak_away_bytes, 40);
 }
 
 }  // namespace

@@ -61,7 +61,7 @@ def test_steps_leave_nothing_that_only_a_collection_of_cycles_frees(device, new_
     """Training loops turn the collector off."""
     layers = new_layers(device)
     with memswap.manage(layers, SWAP, pool=new_pool(), budget="70%", rates=rates_for(device)):
-        for _ in range(12):  # a timeline remembers the last few passages
+        for _ in range(12):  # a timeline remembers the last few iterations
             step(layers, 32, device)
         gc.collect()
         gc.disable()

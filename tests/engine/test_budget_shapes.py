@@ -1,7 +1,7 @@
 """Budgets under shapes that differ in each step: lengths drawn anew, and experts out of balance.
 
 Planning takes as long as many steps, and a step without a plan moves everything. So what is counted
-here is how often somebody plans, and how many passages go without one.
+here is how often somebody plans, and how many iterations go without one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.one_schedule
 
 @pytest.fixture
 def counted(monkeypatch):
-    """How often a plan was made, and how many passages had none."""
+    """How often a plan was made, and how many iterations had none."""
     found: Counter[str] = Counter()
     make_plan, began = making.make_plan, Pilot._begin_course
 
@@ -37,13 +37,13 @@ def counted(monkeypatch):
         found["plans"] += 1
         return make_plan(*arguments, **options)
 
-    def count_passage(self, *arguments):
+    def count_iteration(self, *arguments):
         course = began(self, *arguments)
         found["without a plan"] += course.plan is None
         return course
 
     monkeypatch.setattr(making, "make_plan", count_plan)
-    monkeypatch.setattr(Pilot, "_begin_course", count_passage)
+    monkeypatch.setattr(Pilot, "_begin_course", count_iteration)
     return found
 
 

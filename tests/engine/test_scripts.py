@@ -39,9 +39,9 @@ def calls(monkeypatch):
 def asks_about_everything(monkeypatch) -> None:
     began = Pilot._begin_course
 
-    def begin(self: Any, passage: Any, *arguments: Any) -> Any:
-        course = began(self, passage, *arguments)
-        passage.alone = False
+    def begin(self: Any, iteration: Any, *arguments: Any) -> Any:
+        course = began(self, iteration, *arguments)
+        iteration.alone = False
         return course
 
     monkeypatch.setattr(Pilot, "_begin_course", begin)
@@ -147,4 +147,4 @@ def test_a_script_says_what_is_wrong_with_it():
     with pytest.raises(TypeError, match="needs a BlockSender"):
         native.Script(cpu, None, 0, [])
     with pytest.raises(TypeError, match="expected a Script or None"):
-        native.Passage().script = 3
+        native.Iteration().script = 3

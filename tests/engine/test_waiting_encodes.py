@@ -176,7 +176,7 @@ def test_somebody_elses_tensor_is_never_emptied(region, device) -> None:
 def test_leftovers_of_one_microbatch_are_taken_by_windows_of_the_next(region) -> None:
     with region:
         first = region.save(seed=1)
-    region.saver.begin_passage()
+    region.saver.begin_iteration()
     with region:
         second = region.save(seed=2)
     region.saver.open_window(1.0)
@@ -190,7 +190,7 @@ def test_leftovers_of_one_microbatch_are_taken_by_windows_of_the_next(region) ->
 def test_one_microbatch_in_backward_does_not_keep_the_others(region) -> None:
     with region:
         first = region.save(seed=1)
-    region.saver.begin_passage()
+    region.saver.begin_iteration()
     with region:
         second = region.save(seed=2)
     first.sum().backward()

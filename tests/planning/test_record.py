@@ -34,7 +34,7 @@ class Saved:
 
 
 def record_of(recorder: Recorder) -> Record:
-    """What it took down of a passage in which nothing failed."""
+    """What it took down of an iteration in which nothing failed."""
     recorder.close()
     record = recorder.take()
     assert record is not None
@@ -80,7 +80,7 @@ def test_a_save_that_fails_is_in_no_record():
     looked(first, recorder)
     recorder.choose(Key("unit", 1, 1024, torch.float32), Action.SWAP)  # and nothing is saved
     assert [one.key.ordinal for one in record_of(recorder).storages] == [0]
-    looked(last, recorder)  # its number in the passage is 2
+    looked(last, recorder)  # its number in the iteration is 2
     recorder.demanding(last)
     recorder.demanded(last)
     assert recorder.take() is None

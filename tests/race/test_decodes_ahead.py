@@ -19,7 +19,7 @@ from memswap import Action, Policy, Windows
 from memswap._native import native
 from memswap.compat.mindspeed import CompressHook, GlobalContext, GlobalContextConfig
 from memswap.engine import transfer
-from memswap.engine.timeline import Passage
+from memswap.engine.timeline import Iteration
 from simdev import virtual_time
 
 SIDE = 128
@@ -112,7 +112,7 @@ class Steps:
                 self.stats.append(doors.stats())
                 self.windows = doors.window_stats()
                 saver.reset_stats()
-        self.window_bytes = saver.passage.own_window_bytes
+        self.window_bytes = saver.iteration.own_window_bytes
         if how == "manage":
             doors.remove()
 
@@ -154,7 +154,7 @@ def test_a_host_far_ahead_waits_for_room_for_the_codec_and_keeps_nothing(
         )
 
     monkeypatch.setattr(transfer, "open_codec_lane", open_codec_lane)
-    monkeypatch.setattr(transfer, "arena_budget", lambda passage_bytes: budget)
+    monkeypatch.setattr(transfer, "arena_budget", lambda iteration_bytes: budget)
     for number, stats in enumerate(Steps(how, 80).stats):
         assert stats.moved_storages > 80 and "codec room" not in stats.kept, f"step {number}"
 
@@ -162,6 +162,6 @@ def test_a_host_far_ahead_waits_for_room_for_the_codec_and_keeps_nothing(
 def test_without_the_windows_of_the_last_backward_they_would_stall(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Passage, "open_window", lambda self, room_bytes: None)
+    monkeypatch.setattr(Iteration, "open_window", lambda self, room_bytes: None)
     stats = Steps("manage", 10).stats[-1]
     assert stats.stalls > stats.returned_storages // 2, "the machine hides them whatever is done"

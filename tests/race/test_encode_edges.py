@@ -56,7 +56,7 @@ def no_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
     monkeypatch.setattr(transfer, "open_codec_lane", open_codec_lane)
-    monkeypatch.setattr(transfer, "arena_budget", lambda passage_bytes: ARENA_BYTES)
+    monkeypatch.setattr(transfer, "arena_budget", lambda iteration_bytes: ARENA_BYTES)
 
 
 # ---------------------------------------------------------------- mutations

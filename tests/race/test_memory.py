@@ -106,7 +106,7 @@ def no_room_for_prefetch(times: int) -> Iterator[list[int]]:
         def fetch(self, block: Any) -> Any:
             entry = unpacking[-1]
             # A demand brings its own storage first, and then notes that it was demanded.
-            ahead = entry.passage is not None and entry.passage.was_demanded(entry.index)
+            ahead = entry.iteration is not None and entry.iteration.was_demanded(entry.index)
             if ahead and len(failed) < times:
                 failed.append(block.nbytes)
                 raise torch.OutOfMemoryError("no room for a prefetch (injected)")

@@ -52,8 +52,8 @@ def test_nothing_is_timed_while_a_graph_is_captured(capturing):
     """An event that is recorded then belongs to the graph: it never happens in this process."""
     assert Clock(CUDA).now() is None
     durations = Durations(WindowQueue())
-    for _ in range(2):  # the second passage is measured
-        durations.begin_passage()
+    for _ in range(2):  # the second iteration is measured
+        durations.begin_iteration()
     assert durations.measuring
     assert durations.start("product", 1.0, CUDA) is None
     durations.submitted((0, 0, CUDA_TYPE), 1 << 20, True)
@@ -61,15 +61,15 @@ def test_nothing_is_timed_while_a_graph_is_captured(capturing):
     assert durations.seconds("encode", 1.0) is None
 
 
-def test_a_passage_that_ends_in_a_capture_has_no_record_and_nobody_waits_for_it(capturing):
+def test_a_iteration_that_ends_in_a_capture_has_no_record_and_nobody_waits_for_it(capturing):
     class Ends(Clock):
-        """Its passage begins before the capture."""
+        """Its iteration begins before the capture."""
 
         def now(self):
             return None if moments else moments.append(0.0) or 0.0
 
     moments: list[float] = []
-    recorder = Recorder(Ends(CUDA), passage=None, leaving_bytes=lambda: 0)
+    recorder = Recorder(Ends(CUDA), iteration=None, leaving_bytes=lambda: 0)
     assert not recorder.ready()
     recorder.close()
     assert recorder.ready()

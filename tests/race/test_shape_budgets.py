@@ -47,7 +47,7 @@ def test_what_starts_back_without_room_exceeds_the_budget(monkeypatch):
 
     def unbounded(self, entry):
         demanding(self, entry)
-        entry.passage.limit_bytes = 0
+        entry.iteration.limit_bytes = 0
 
     monkeypatch.setattr(Pilot, "demanding", unbounded)
     assert beyond_the_budget(0.5, True) > 0

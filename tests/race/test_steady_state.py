@@ -17,7 +17,7 @@ from memswap._native import native
 from memswap.engine import expectations
 from memswap.engine.entry import Entry
 from memswap.engine.handle import Kept, Moved
-from memswap.engine.timeline import Passage
+from memswap.engine.timeline import Iteration
 from simdev import Schedule, counters, run_in
 
 WARM_UP, STEPS = 5, 50
@@ -161,7 +161,7 @@ def test_no_object_of_the_engine_outlives_its_step(how: str) -> None:
         left = alive(Entry, Moved, Kept)
         assert left == 0, f"{left} entries and handles outlive a step, without a cycle collection"
     training.steps(STEPS)
-    assert alive(Passage) <= 10, "passages are remembered without end"
+    assert alive(Iteration) <= 10, "iterations are remembered without end"
 
 
 # ---------------------------------------------------------------- native objects

@@ -58,7 +58,7 @@ class WindowedRegion:
         return self
 
     def __enter__(self) -> None:
-        self.saver.begin_passage()
+        self.saver.begin_iteration()
         self.visits.append(Visit(self.saver, ""))
         self.visits[-1].enter()
         everywhere = torch.nn.modules.module

@@ -48,7 +48,7 @@ def _a_small_arena(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
     monkeypatch.setattr(transfer, "open_codec_lane", open_codec_lane)
-    monkeypatch.setattr(transfer, "arena_budget", lambda passage_bytes: ARENA_BYTES)
+    monkeypatch.setattr(transfer, "arena_budget", lambda iteration_bytes: ARENA_BYTES)
 
 
 class Layer(nn.Module):

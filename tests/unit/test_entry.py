@@ -15,7 +15,7 @@ from memswap.codec import Shape, dtype_code
 from memswap.engine.entry import Entry, State, Stay
 from memswap.engine.handle import Moved
 from memswap.engine.stats import Ledger
-from memswap.engine.timeline import Passage
+from memswap.engine.timeline import Iteration
 from memswap.errors import EntryStateError
 
 FLOAT32 = dtype_code(torch.float32)
@@ -133,14 +133,14 @@ def test_an_entry_in_a_cycle_is_collected_and_found_by_nobody():
     saver = Saver()
     tensor, view, entry = saved(saver)
     entry.order = [entry]
-    passage = Passage(None, 0)
-    passage.admit(100)
-    passage.place(entry)
+    iteration = Iteration(None, 0)
+    iteration.admit(100)
+    iteration.place(entry)
     reference = entry.reference
     del entry
     gc.collect()
     assert reference() is None and saver.ledger.find(view) is None
-    assert passage.entry(0) is None
+    assert iteration.entry(0) is None
     assert saver.ledger.resident_bytes == 0
     del tensor
 

@@ -60,12 +60,12 @@ def learnt(known: Expectations, ratio: float, **options):
     return expectation
 
 
-def passages(known: Expectations, number: int) -> None:
+def iterations(known: Expectations, number: int) -> None:
     """So much is encoded that there are bytes for trials."""
     for _ in range(number):
         for ordinal in range(100, 164):
             asked(known, ordinal)
-        known.begin_passage()
+        known.begin_iteration()
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_float32_that_was_bfloat16_is_found_by_a_trial_that_costs_little():
         expectation = asked(known, dtype=torch.float32)
         assert expectation.shape == Shape.DENSE, "no trial before there are bytes for it"
         known.learn(expectation, Report(int(0.83 * MEBIBYTE), elements=MEBIBYTE // 4))
-    passages(known, 1)
+    iterations(known, 1)
     trial = asked(known, dtype=torch.float32)
     assert trial.trial and trial.shape == Shape.UPCAST
     again = known.settled(trial)
@@ -231,7 +231,7 @@ def test_a_trial_that_failed_changes_nothing_and_is_not_repeated_at_once():
     known = made()
     expectation = asked(known, dtype=torch.float32)
     known.learn(expectation, Report(int(0.83 * MEBIBYTE), elements=MEBIBYTE // 4, var_used=900))
-    passages(known, 4)
+    iterations(known, 4)
     trial = asked(known, dtype=torch.float32)
     assert trial.trial
     known.learn(trial, Report(MEBIBYTE, elements=MEBIBYTE // 4, var_used=100_000))
@@ -240,13 +240,13 @@ def test_a_trial_that_failed_changes_nothing_and_is_not_repeated_at_once():
     assert {one.var_capacity for one in following} <= {1006, 1007}
 
 
-def test_trials_of_one_passage_are_a_small_share_of_its_bytes():
+def test_trials_of_one_iteration_are_a_small_share_of_its_bytes():
     known = made()
     for ordinal in range(64):
         expectation = asked(known, ordinal, dtype=torch.float32)
         known.learn(expectation, Report(int(0.83 * MEBIBYTE), elements=MEBIBYTE // 4))
     for _ in range(40):
-        known.begin_passage()
+        known.begin_iteration()
         step = [asked(known, ordinal, dtype=torch.float32) for ordinal in range(64)]
         assert sum(one.trial for one in step) <= 2, "64 MiB allow 2 MiB of trials"
 
@@ -254,7 +254,7 @@ def test_trials_of_one_passage_are_a_small_share_of_its_bytes():
 def test_a_constant_of_floats_is_tried_as_integers():
     known = made()
     learnt(known, 0.63, modes={FW2: 512})
-    passages(known, 1)
+    iterations(known, 1)
     trial = asked(known)
     assert trial.trial and trial.shape == Shape.INTS
     known.learn(trial, Report(5000))

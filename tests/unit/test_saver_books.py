@@ -298,7 +298,7 @@ def test_a_thousand_steps_leave_no_object_and_no_reference_behind():
 
     def step():
         with saver.lock:
-            saver.begin_passage()
+            saver.begin_iteration()
         visit = Visit(saver, "")
         handles = [visit.pack(torch.ones(50, requires_grad=True) * n) for n in range(4)]
         for n in (3, 1, 2, 0):
@@ -326,7 +326,7 @@ def test_a_saver_in_a_circle_is_collected():
     saver = new_saver()
     visit = Visit(saver, "")
     handle = visit.pack(torch.ones(100))
-    saver.director = saver.passage.course = [saver, visit, handle]
+    saver.director = saver.iteration.course = [saver, visit, handle]
     visit.outer = (handle, visit)
     saver.director = None
     ledger = saver.ledger
@@ -366,10 +366,10 @@ def test_what_native_code_reads_cannot_be_deleted():
     _, entry = saved(saver)
     visit = Visit(saver, "")
     for owner, name in (
-        *((saver, name) for name in ("passage", "director", "persistent", "backward")),
+        *((saver, name) for name in ("iteration", "director", "persistent", "backward")),
         *((entry, name) for name in ("storage", "order")),
         *((visit, name) for name in ("unit", "action", "group", "outer", "waiting")),
-        (saver.passage, "course"),
+        (saver.iteration, "course"),
     ):
         with pytest.raises(TypeError, match=f"{name}.* cannot be deleted"):
             delattr(owner, name)

@@ -1,4 +1,4 @@
-"""Timeline: what one passage predicts about the next, without tensors."""
+"""Timeline: what one iteration predicts about the next, without tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memswap._native import native
 from memswap.engine.timeline import (
     NEEDED_AT_ONCE,
     NEVER_FREED,
-    Passage,
+    Iteration,
     Timeline,
 )
 
@@ -28,19 +28,19 @@ def new_entry():
 
 
 def forward(timeline, sizes):
-    """A passage in which storages of these sizes were saved; the verdicts; the entries."""
-    passage = timeline.begin()
+    """An iteration in which storages of these sizes were saved; the verdicts; the entries."""
+    iteration = timeline.begin()
     verdicts, entries = [], []
     for nbytes in sizes:
-        verdicts.append(passage.admit(nbytes))
+        verdicts.append(iteration.admit(nbytes))
         entries.append(new_entry())
-        passage.place(entries[-1])
-    return passage, verdicts, entries
+        iteration.place(entries[-1])
+    return iteration, verdicts, entries
 
 
-def backward(passage, entries, order):
+def backward(iteration, entries, order):
     """The indices that each demand asked for ahead."""
-    return [[entry.index for entry in passage.demand(i)] for i in order]
+    return [[entry.index for entry in iteration.demand(i)] for i in order]
 
 
 def script_of(fetches, count):
@@ -58,31 +58,31 @@ def reverse(sizes):
     return list(reversed(range(len(sizes))))
 
 
-def test_nothing_is_known_in_the_first_passage():
+def test_nothing_is_known_in_the_first_iteration():
     timeline = Timeline(100)
     _, verdicts, _ = forward(timeline, [50, 50, 50])
     assert verdicts == [None] * 3
 
 
 def test_first_backward_expects_the_reverse_order():
-    passage, _, entries = forward(Timeline(100), [50] * 5)
-    assert backward(passage, entries, [4, 3, 2, 1, 0]) == [[3, 2], [1], [0], [], []]
+    iteration, _, entries = forward(Timeline(100), [50] * 5)
+    assert backward(iteration, entries, [4, 3, 2, 1, 0]) == [[3, 2], [1], [0], [], []]
 
 
 def test_window_of_zero_asks_for_nothing_ahead():
     timeline = Timeline(0)
     for _ in range(2):
-        passage, verdicts, entries = forward(timeline, [50] * 4)
+        iteration, verdicts, entries = forward(timeline, [50] * 4)
         assert verdicts == [None] * 4
-        assert backward(passage, entries, [3, 2, 1, 0]) == [[], [], [], []]
+        assert backward(iteration, entries, [3, 2, 1, 0]) == [[], [], [], []]
 
 
 def test_what_backward_wants_first_stays_up_to_the_window():
     timeline = Timeline(120)
     sizes = [50] * 5
-    passage, _, entries = forward(timeline, sizes)
-    backward(passage, entries, reverse(sizes))
-    passage, verdicts, entries = forward(timeline, sizes)
+    iteration, _, entries = forward(timeline, sizes)
+    backward(iteration, entries, reverse(sizes))
+    iteration, verdicts, entries = forward(timeline, sizes)
     assert verdicts == [None, None, None, NEEDED_AT_ONCE, NEEDED_AT_ONCE]
 
 
@@ -90,19 +90,19 @@ def test_prediction_follows_the_recorded_order_not_the_order_of_saving():
     timeline = Timeline(50)
     sizes = [50] * 4
     order = [1, 3, 0, 2]
-    passage, _, entries = forward(timeline, sizes)
-    backward(passage, entries, order)
-    passage, verdicts, entries = forward(timeline, sizes)
+    iteration, _, entries = forward(timeline, sizes)
+    backward(iteration, entries, order)
+    iteration, verdicts, entries = forward(timeline, sizes)
     assert verdicts == [None, NEEDED_AT_ONCE, None, None]
-    assert backward(passage, entries, order) == [[3], [0], [2], []]
+    assert backward(iteration, entries, order) == [[3], [0], [2], []]
 
 
 def test_each_storage_is_asked_for_once():
     timeline = Timeline(100)
     sizes = [40, 10, 30, 50, 20]
     for _ in range(3):
-        passage, _, entries = forward(timeline, sizes)
-        asked = [i for ahead in backward(passage, entries, reverse(sizes)) for i in ahead]
+        iteration, _, entries = forward(timeline, sizes)
+        asked = [i for ahead in backward(iteration, entries, reverse(sizes)) for i in ahead]
         assert len(asked) == len(set(asked)), "a storage was asked for twice"
 
 
@@ -111,95 +111,95 @@ def test_bytes_ahead_never_exceed_the_window(window):
     timeline = Timeline(window)
     sizes = [40, 10, 30, 50, 20, 10, 10]
     for _ in range(3):
-        passage, _, alive = forward(timeline, sizes)
-        assert len(alive) == len(sizes)  # a passage knows its entries weakly
+        iteration, _, alive = forward(timeline, sizes)
+        assert len(alive) == len(sizes)  # an iteration knows its entries weakly
         waiting: set[int] = set()
         for index in reverse(sizes):
             waiting.discard(index)
-            waiting.update(entry.index for entry in passage.demand(index))
+            waiting.update(entry.index for entry in iteration.demand(index))
             assert sum(sizes[i] for i in waiting) <= window
 
 
 def test_second_demand_of_the_same_storage_asks_for_nothing():
-    passage, _, entries = forward(Timeline(100), [50] * 4)
+    iteration, _, entries = forward(Timeline(100), [50] * 4)
     assert entries
-    assert passage.demand(3)
-    assert passage.demand(3) == [], "a retained graph's second backward prefetches again"
-    assert passage.order == [3]
+    assert iteration.demand(3)
+    assert iteration.demand(3) == [], "a retained graph's second backward prefetches again"
+    assert iteration.order == [3]
 
 
 def test_changed_sizes_end_the_guessing_from_there_on():
     timeline = Timeline(100)
-    passage, _, entries = forward(timeline, [50] * 4)
-    backward(passage, entries, [3, 2, 1, 0])
+    iteration, _, entries = forward(timeline, [50] * 4)
+    backward(iteration, entries, [3, 2, 1, 0])
     _, verdicts, _ = forward(timeline, [50, 60, 50, 50])
     assert verdicts == [None] * 4, "a forecast for other sizes was believed"
 
 
-def test_longer_and_shorter_passages_than_the_forecast():
+def test_longer_and_shorter_iterations_than_the_forecast():
     timeline = Timeline(60)
     for count in (4, 6, 2, 1, 5, 5):
         sizes = [50] * count
-        passage, _, entries = forward(timeline, sizes)
-        asked = [i for ahead in backward(passage, entries, reverse(sizes)) for i in ahead]
+        iteration, _, entries = forward(timeline, sizes)
+        asked = [i for ahead in backward(iteration, entries, reverse(sizes)) for i in ahead]
         assert set(asked) <= set(range(count))
 
 
 def test_what_was_held_is_not_sent_again():
     timeline = Timeline(0)
-    passage, _, entries = forward(timeline, [50] * 3)
-    passage.held.add(1)
-    backward(passage, entries, [2, 1, 0])
+    iteration, _, entries = forward(timeline, [50] * 3)
+    iteration.held.add(1)
+    backward(iteration, entries, [2, 1, 0])
     _, verdicts, _ = forward(timeline, [50] * 3)
     assert verdicts == [None, NEVER_FREED, None]
 
 
-def test_passage_without_backward_teaches_nothing():
+def test_iteration_without_backward_teaches_nothing():
     timeline = Timeline(50)
     sizes = [50] * 3
-    passage, _, entries = forward(timeline, sizes)
-    backward(passage, entries, [2, 1, 0])
+    iteration, _, entries = forward(timeline, sizes)
+    backward(iteration, entries, [2, 1, 0])
     forward(timeline, [10, 20])  # evaluation with grad, dropped
     _, verdicts, _ = forward(timeline, sizes)
     assert verdicts == [None, None, NEEDED_AT_ONCE]
 
 
-def test_several_passages_alive_at_once():
-    """1F1B: the forecast comes from the last passage whose backward began."""
+def test_several_iterations_alive_at_once():
+    """1F1B: the forecast comes from the last iteration whose backward began."""
     timeline = Timeline(50)
     sizes = [50] * 3
-    passages = [forward(timeline, sizes) for _ in range(3)]
-    for passage, _, entries in passages:
-        assert backward(passage, entries, [2, 1, 0]) == [[1], [0], []]
+    iterations = [forward(timeline, sizes) for _ in range(3)]
+    for iteration, _, entries in iterations:
+        assert backward(iteration, entries, [2, 1, 0]) == [[1], [0], []]
     _, verdicts, _ = forward(timeline, sizes)
     assert verdicts == [None, None, NEEDED_AT_ONCE]
 
 
 def test_dead_entries_are_not_asked_for():
-    passage, _, entries = forward(Timeline(1000), [50] * 4)
+    iteration, _, entries = forward(Timeline(1000), [50] * 4)
     entries[1] = None
     gc.collect()
-    assert [entry.index for entry in passage.demand(3)] == [2, 0]
+    assert [entry.index for entry in iteration.demand(3)] == [2, 0]
 
 
-def test_timeline_forgets_old_passages():
+def test_timeline_forgets_old_iterations():
     timeline = Timeline(0)
     first, _, entries = forward(timeline, [50])
     backward(first, entries, [0])
     alive = weakref.ref(first)
     del first, entries
     for _ in range(30):
-        passage, _, entries = forward(timeline, [50])
-        backward(passage, entries, [0])
+        iteration, _, entries = forward(timeline, [50])
+        backward(iteration, entries, [0])
     gc.collect()
-    assert alive() is None, "passages are kept for ever"
+    assert alive() is None, "iterations are kept for ever"
 
 
 def test_began_backward():
-    passage, _, entries = forward(Timeline(0), [1, 1])
-    assert entries and not passage.began_backward
-    passage.demand(0)
-    assert passage.began_backward
+    iteration, _, entries = forward(Timeline(0), [1, 1])
+    assert entries and not iteration.began_backward
+    iteration.demand(0)
+    assert iteration.began_backward
 
 
 @pytest.mark.parametrize(
@@ -209,54 +209,54 @@ def test_began_backward():
 def test_automatic_window_is_an_eighth_and_never_less_than_the_largest(
     sizes, window_bytes, expected
 ):
-    passage, _, _ = forward(Timeline(window_bytes), sizes)
-    assert passage.window_bytes == expected
+    iteration, _, _ = forward(Timeline(window_bytes), sizes)
+    assert iteration.window_bytes == expected
 
 
 def test_automatic_window_is_shorter_for_what_is_decoded():
-    passage = Timeline(None).begin()
+    iteration = Timeline(None).begin()
     for _ in range(320):
-        passage.admit(10, decoded=True)
-    assert passage.window_bytes == 100, "a thirty-second of what is encoded"
-    passage.admit(800)
-    assert passage.window_bytes == 800
-    passage.admit(800, decoded=True)
-    assert passage.window_bytes == 1000, "the largest and what is around it"
+        iteration.admit(10, decoded=True)
+    assert iteration.window_bytes == 100, "a thirty-second of what is encoded"
+    iteration.admit(800)
+    assert iteration.window_bytes == 800
+    iteration.admit(800, decoded=True)
+    assert iteration.window_bytes == 1000, "the largest and what is around it"
 
 
 def layered(timeline, rooms, count=40):
-    """A passage of two decoded storages to a window each way, and what backward has left of it."""
-    passage = timeline.begin()
+    """An iteration of two decoded storages to a window each way, and what backward has left of it."""
+    iteration = timeline.begin()
     entries = []
     for index in range(count):
         if index % 2 == 0:
-            passage.open_window(0)
-        passage.admit(50, decoded=True)
+            iteration.open_window(0)
+        iteration.admit(50, decoded=True)
         entries.append(new_entry())
-        passage.place(entries[-1])
+        iteration.place(entries[-1])
     for index in reversed(range(count)):
         if index % 2 == 1:
-            passage.open_window(rooms(index))
-        passage.demand(index)
-    return passage
+            iteration.open_window(rooms(index))
+        iteration.demand(index)
+    return iteration
 
 
 @pytest.mark.parametrize("room_bytes", [0, 100, 1000])
 def test_decodes_are_ahead_by_the_demands_of_two_windows(room_bytes):
-    passage = layered(Timeline(None), lambda index: room_bytes)
-    assert passage.bytes_ahead == (2 + 2 + 1) * 50, "one lies beside its frame"
-    assert passage.own_window_bytes == 250
-    assert passage.least_window_bytes == 62, "without windows, the largest and what is around it"
+    iteration = layered(Timeline(None), lambda index: room_bytes)
+    assert iteration.bytes_ahead == (2 + 2 + 1) * 50, "one lies beside its frame"
+    assert iteration.own_window_bytes == 250
+    assert iteration.least_window_bytes == 62, "without windows, the largest and what is around it"
 
 
 def test_before_the_first_backward_the_windows_of_the_forward_say_how_far_ahead():
-    passage = Timeline(None).begin()
-    assert passage.bytes_ahead == 0
+    iteration = Timeline(None).begin()
+    assert iteration.bytes_ahead == 0
     for index in range(40):
         if index % 2 == 0:
-            passage.open_window(0)
-        passage.admit(50, decoded=True)
-    assert passage.own_window_bytes == 250
+            iteration.open_window(0)
+        iteration.admit(50, decoded=True)
+    assert iteration.own_window_bytes == 250
 
 
 def test_windows_too_short_for_their_decodes_are_made_up_for_by_earlier_ones():
@@ -270,8 +270,8 @@ def test_windows_too_short_for_their_decodes_are_made_up_for_by_earlier_ones():
 
 
 def test_an_operator_that_was_not_measured_says_nothing_about_time():
-    passage = layered(Timeline(None), lambda index: 0 if index == 15 else 1)
-    assert passage.bytes_ahead == 250
+    iteration = layered(Timeline(None), lambda index: 0 if index == 15 else 1)
+    assert iteration.bytes_ahead == 250
 
 
 def test_prefetch_bytes_bounds_what_windows_would_need():
@@ -279,122 +279,122 @@ def test_prefetch_bytes_bounds_what_windows_would_need():
 
 
 def test_windows_with_nothing_between_them_are_one():
-    passage = Timeline(None).begin()
+    iteration = Timeline(None).begin()
     for _ in range(20):
         for _ in range(3):
-            passage.open_window(0)
-        passage.admit(50, decoded=True)
-        passage.admit(50, decoded=True)
-    assert passage.bytes_ahead == 250
+            iteration.open_window(0)
+        iteration.admit(50, decoded=True)
+        iteration.admit(50, decoded=True)
+    assert iteration.bytes_ahead == 250
 
 
 def test_a_decoded_storage_in_use_is_part_of_the_window():
-    passage = Timeline(100).begin()
+    iteration = Timeline(100).begin()
     entries = [new_entry() for _ in range(6)]
     for entry in entries:
-        passage.admit(50, decoded=True)
-        passage.place(entry)
-    assert backward(passage, entries, [5, 4, 3]) == [[4], [3], [2]]
-    passage = Timeline(10).begin()
+        iteration.admit(50, decoded=True)
+        iteration.place(entry)
+    assert backward(iteration, entries, [5, 4, 3]) == [[4], [3], [2]]
+    iteration = Timeline(10).begin()
     entries = [new_entry() for _ in range(6)]
     for entry in entries:
-        passage.admit(50, decoded=True)
-        passage.place(entry)
-    assert backward(passage, entries, [5, 4, 3]) == [[], [], []]
+        iteration.admit(50, decoded=True)
+        iteration.place(entry)
+    assert backward(iteration, entries, [5, 4, 3]) == [[], [], []]
 
 
 def test_bytes_that_may_leave_at_once_are_the_window_and_never_less_than_one_storage():
-    passage, _, _ = forward(Timeline(30), [50, 10])
-    assert passage.leaving_bytes == 50
-    passage, _, _ = forward(Timeline(300), [50, 10])
-    assert passage.leaving_bytes == 300
+    iteration, _, _ = forward(Timeline(30), [50, 10])
+    assert iteration.leaving_bytes == 50
+    iteration, _, _ = forward(Timeline(300), [50, 10])
+    assert iteration.leaving_bytes == 300
 
 
 def test_what_was_never_demanded_is_expected_last_the_last_saved_first():
     timeline = Timeline(50)
-    passage, _, entries = forward(timeline, [50] * 5)
-    backward(passage, entries, [2, 0])
-    passage, _, entries = forward(timeline, [50] * 5)
-    assert backward(passage, entries, [2, 0, 4, 3, 1]) == [[0], [4], [3], [1], []]
+    iteration, _, entries = forward(timeline, [50] * 5)
+    backward(iteration, entries, [2, 0])
+    iteration, _, entries = forward(timeline, [50] * 5)
+    assert backward(iteration, entries, [2, 0, 4, 3, 1]) == [[0], [4], [3], [1], []]
 
 
 # --- the native books -----------------------------------------------------------------------------
 
 
 def test_a_plan_says_what_comes_back_in_the_window_s_place():
-    passage, _, entries = forward(Timeline(100), [50] * 4)
-    passage.script = script_of({3: (0, 2), 2: (3, 1)}, 4)
-    assert passage.returns_as_planned
-    assert backward(passage, entries, [3, 2, 1, 0]) == [[0, 2], [1], [], []]
+    iteration, _, entries = forward(Timeline(100), [50] * 4)
+    iteration.script = script_of({3: (0, 2), 2: (3, 1)}, 4)
+    assert iteration.returns_as_planned
+    assert backward(iteration, entries, [3, 2, 1, 0]) == [[0, 2], [1], [], []]
 
 
 @pytest.mark.parametrize("planned", [3, 5])
 def test_a_plan_for_other_storages_leaves_the_window_in_its_place(planned):
-    passage, _, entries = forward(Timeline(100), [50] * 4)
-    passage.script = script_of({2: (0,)}, planned)
-    assert not passage.returns_as_planned
-    assert backward(passage, entries, [3, 2, 1, 0]) == [[2, 1], [0], [], []]
+    iteration, _, entries = forward(Timeline(100), [50] * 4)
+    iteration.script = script_of({2: (0,)}, planned)
+    assert not iteration.returns_as_planned
+    assert backward(iteration, entries, [3, 2, 1, 0]) == [[2, 1], [0], [], []]
 
 
 def test_storages_that_are_saved_during_backward_are_expected_too():
-    passage, _, entries = forward(Timeline(1000), [50] * 2)
-    assert [entry.index for entry in passage.demand(1)] == [0]
-    passage.admit(50)
+    iteration, _, entries = forward(Timeline(1000), [50] * 2)
+    assert [entry.index for entry in iteration.demand(1)] == [0]
+    iteration.admit(50)
     entries.append(new_entry())
-    passage.place(entries[-1])
-    assert passage.demand(2) == [entries[0]]
-    assert passage.order == [1, 2]
+    iteration.place(entries[-1])
+    assert iteration.demand(2) == [entries[0]]
+    assert iteration.order == [1, 2]
 
 
 def test_an_entry_has_one_place_and_only_what_was_admitted_has_one():
-    passage = Timeline(0).begin()
+    iteration = Timeline(0).begin()
     entry = new_entry()
     with pytest.raises(ValueError, match="admitted last"):
-        passage.place(entry)
-    passage.admit(1)
-    passage.place(entry)
-    passage.admit(1)
-    with pytest.raises(ValueError, match="without a passage"):
-        passage.place(entry)
+        iteration.place(entry)
+    iteration.admit(1)
+    iteration.place(entry)
+    iteration.admit(1)
+    with pytest.raises(ValueError, match="without an iteration"):
+        iteration.place(entry)
     with pytest.raises(TypeError, match="expected an Entry"):
-        passage.place(object())
-    assert (entry.passage, entry.index) == (passage, 0)
-    assert passage.entry(1) is None, "a storage whose entry was never made has one"
+        iteration.place(object())
+    assert (entry.iteration, entry.index) == (iteration, 0)
+    assert iteration.entry(1) is None, "a storage whose entry was never made has one"
 
 
 @pytest.mark.parametrize("ask", ["demand", "was_demanded", "entry"])
-def test_a_place_that_a_passage_does_not_have_is_an_error(ask):
-    passage, _, entries = forward(Timeline(0), [1])
+def test_a_place_that_a_iteration_does_not_have_is_an_error(ask):
+    iteration, _, entries = forward(Timeline(0), [1])
     assert entries
     for wrong in (1, -1):
         with pytest.raises(IndexError, match=f"of 1 storages, found {wrong}"):
-            getattr(passage, ask)(wrong)
+            getattr(iteration, ask)(wrong)
     with pytest.raises(TypeError, match="integer"):
-        getattr(passage, ask)("0")
-    assert not passage.began_backward
+        getattr(iteration, ask)("0")
+    assert not iteration.began_backward
 
 
 def test_a_wrong_order_of_demands_is_an_error_and_not_a_wild_read():
-    class Wrong(Passage):
+    class Wrong(Iteration):
         def expected(self):
             return [0, 0], 10
 
-    passage = Wrong(None, 10)
+    iteration = Wrong(None, 10)
     entries = [new_entry() for _ in range(2)]
     for entry in entries:
-        passage.admit(1)
-        passage.place(entry)
-    with pytest.raises(ValueError, match="each storage of its passage once"):
-        passage.demand(1)
+        iteration.admit(1)
+        iteration.place(entry)
+    with pytest.raises(ValueError, match="each storage of its iteration once"):
+        iteration.demand(1)
 
 
-def test_passages_and_entries_leave_nothing_behind():
+def test_iterations_and_entries_leave_nothing_behind():
     def step():
         timeline = Timeline(100)
         for _ in range(2):
-            passage, _, entries = forward(timeline, [50] * 4)
-            passage.course = [passage]  # as a director's
-            backward(passage, entries, [3, 1, 2, 0])
+            iteration, _, entries = forward(timeline, [50] * 4)
+            iteration.course = [iteration]  # as a director's
+            backward(iteration, entries, [3, 1, 2, 0])
 
     for _ in range(10):
         step()
@@ -403,12 +403,12 @@ def test_passages_and_entries_leave_nothing_behind():
     for _ in range(1000):
         step()
     gc.collect()
-    assert len(gc.get_objects()) <= objects + 20, "passages are kept for ever"
+    assert len(gc.get_objects()) <= objects + 20, "iterations are kept for ever"
     assert SAVER.ledger.known_storages == known
 
 
 def test_entries_that_die_in_other_threads_are_found_by_nobody():
-    passage, _, entries = forward(Timeline(10**6), [50] * 400)
+    iteration, _, entries = forward(Timeline(10**6), [50] * 400)
 
     def drop():
         for _ in range(100):
@@ -419,9 +419,9 @@ def test_entries_that_die_in_other_threads_are_found_by_nobody():
         thread.start()
     while any(thread.is_alive() for thread in threads):
         for index in range(400):
-            found = passage.entry(index)
+            found = iteration.entry(index)
             assert found is None or found.index == index
         del found
     for thread in threads:
         thread.join()
-    assert [entry.index for entry in passage.demand(399)] == list(reversed(range(300, 399)))
+    assert [entry.index for entry in iteration.demand(399)] == list(reversed(range(300, 399)))

@@ -15,7 +15,7 @@ RATE = 1e9  # bytes per second: a megabyte takes a millisecond
 MB = 10**6
 
 
-class FakePassage:
+class FakeIteration:
     began_backward = False
 
     def __init__(self) -> None:
@@ -26,8 +26,8 @@ class FakePassage:
 
 
 class FakeEntry:
-    def __init__(self, nbytes: int, passage: FakePassage) -> None:
-        self.nbytes, self.passage, self.index = nbytes, passage, nbytes // MB
+    def __init__(self, nbytes: int, iteration: FakeIteration) -> None:
+        self.nbytes, self.iteration, self.index = nbytes, iteration, nbytes // MB
         self.reference = ref(self)
 
 
@@ -79,11 +79,11 @@ class Bench:
         self.queue = WindowQueue(**options)
         self.queue.encode_rate = self.queue.decode_rate = RATE
         self.engine = FakeEngine()
-        self.passage = FakePassage()
+        self.iteration = FakeIteration()
         self.entries: dict[str, FakeEntry] = {}
 
     def defer(self, name: str, megabytes: float, **options: Any) -> None:
-        entry = self.entries[name] = FakeEntry(int(megabytes * MB), self.passage)
+        entry = self.entries[name] = FakeEntry(int(megabytes * MB), self.iteration)
         self.queue.defer(FakePending(name, entry, **options), self.engine)
 
     def open(self, milliseconds: float) -> list[str]:
@@ -166,7 +166,7 @@ def test_an_encode_starts_only_on_the_stream_of_its_tensor(bench: Bench) -> None
 
 def test_nothing_starts_once_its_backward_has_begun(bench: Bench) -> None:
     bench.defer("a", 1)
-    bench.passage.began_backward = True
+    bench.iteration.began_backward = True
     bench.queue.begin_backward(bench.engine)
     assert bench.open(5) == []
     stats = bench.queue.stats()
@@ -209,7 +209,7 @@ def test_an_automatic_bound_is_an_eighth_of_a_forward() -> None:
     most = LEAST_PENDING_BYTES // MB
     for i in range(16):
         bench.defer(f"first {i}", most)
-    bench.queue.begin_passage()
+    bench.queue.begin_iteration()
     bench.queue.end_forward(bench.engine)
     bench.engine.log.clear()
     for i in range(4):
@@ -242,7 +242,7 @@ def test_an_encode_that_raises_loses_no_other(bench: Bench) -> None:
 
 
 def wanted(bench: Bench, *megabytes: int) -> list[FakeEntry]:
-    entries = [FakeEntry(each * MB, bench.passage) for each in megabytes]
+    entries = [FakeEntry(each * MB, bench.iteration) for each in megabytes]
     bench.engine.away.update(entries)
     return entries
 
@@ -276,5 +276,5 @@ def test_what_came_back_by_itself_costs_no_time(bench: Bench) -> None:
 
 def test_what_was_demanded_before_its_window_is_not_brought_back_again(bench: Bench) -> None:
     bench.queue.want(wanted(bench, 1, 2), 100 * MB, bench.engine)
-    bench.passage.demanded.add(1)
+    bench.iteration.demanded.add(1)
     assert bench.open(5) == ["fetch 2"]

@@ -1,4 +1,4 @@
-"""Director: who watches a saver's passages, and says what happens to each storage."""
+"""Director: who watches a saver's iterations, and says what happens to each storage."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ if TYPE_CHECKING:
 
     from memswap.engine.action import Action
     from memswap.engine.entry import Entry
-    from memswap.engine.timeline import Passage
+    from memswap._C import Iteration
 
 
 class Director(Protocol):
-    """Called by a saver at each mark of a passage: each save, and each demand of what was saved.
+    """Called by a saver at each mark of an iteration: each save, and each demand of what was saved.
 
     The saver's lock serialises the calls, `demanded` excepted, which follows a wait that holds no
     lock. Storages that the policy keeps reach a director as well, unlike a saver without one.
 
-    A director that gives a passage a script (`Passage.script`, `Passage.alone`) is not called at
-    the marks at which that says enough: a save that is as expected, a demand once backward has
+    A director that gives an iteration a plan (`Iteration.plan`, `Iteration.follows_alone`) is not called
+    at the marks at which that says enough: a save that is as expected, a demand once backward has
     begun. `Saver.watched` has it called all the same.
     """
 
-    def begin(self, passage: Passage) -> int | None:
+    def begin(self, iteration: Iteration) -> int | None:
         """A new forward. Bytes that may leave at once, or None: as the timeline says."""
 
     def choose(

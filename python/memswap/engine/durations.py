@@ -1,6 +1,6 @@
-"""Durations: how long operators and the codec take, from events in a few passages.
+"""Durations: how long operators and the codec take, from events in a few iterations.
 
-The first passage is not representative (libraries load, kernels are tuned), the next two are
+The first iteration is not representative (libraries load, kernels are tuned), the next two are
 measured, and from then on one in a hundred. Events are read once they have happened: nothing here
 ever waits for the device.
 """
@@ -15,7 +15,7 @@ import torch
 if TYPE_CHECKING:
     from memswap.engine.windows import WindowQueue
 
-#: Passages that are measured: those between these two, and every so many.
+#: Iterations that are measured: those between these two, and every so many.
 FIRST_MEASURED, FIRST_UNMEASURED, MEASURED_EVERY = 1, 3, 100
 
 #: Events that are looked at in one go, so that no operator pays for all.
@@ -42,25 +42,25 @@ class Durations:
 
     def __init__(self, queue: WindowQueue) -> None:
         self._queue = queue
-        self._passages = 0
+        self._iterations = 0
         self._known: dict[str, float] = {}
-        self._codec: dict[str, tuple[float, float]] = {}  # bytes and seconds of a passage
-        self._fresh: set[str] = set()  # keys that were measured in this passage
+        self._codec: dict[str, tuple[float, float]] = {}  # bytes and seconds of an iteration
+        self._fresh: set[str] = set()  # keys that were measured in this iteration
         self._spans: deque[Span] = deque()  # ended, and not read yet
         self._submitted: dict[bool, torch.Event] = {}  # of the work submitted in one go
 
     @property
     def measuring(self) -> bool:
-        """Whether this passage is measured."""
-        last = self._passages - 1
+        """Whether this iteration is measured."""
+        last = self._iterations - 1
         return FIRST_MEASURED <= last < FIRST_UNMEASURED or (
             last > 0 and last % MEASURED_EVERY == 0
         )
 
-    def begin_passage(self) -> None:
+    def begin_iteration(self) -> None:
         """What follows belongs to a new forward."""
         self._read()
-        self._passages += 1
+        self._iterations += 1
         self._fresh.clear()
 
     def seconds(self, key: str, amount: float) -> float | None:
@@ -129,7 +129,7 @@ class Durations:
         self._known[span.key] = each
 
     def _learn_rate(self, key: str, nbytes: float, seconds: float) -> None:
-        """The mean of a passage, with whatever ran beside: that is what is to be expected."""
+        """The mean of an iteration, with whatever ran beside: that is what is to be expected."""
         if key not in self._fresh:
             self._fresh.add(key)
             self._codec[key] = (0.0, 0.0)

@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
 from memswap._native import native
-
-if TYPE_CHECKING:
-    import torch
-
-    from memswap.engine.action import Action
-    from memswap.engine.transfer import Route
 
 #: Where an entry's bytes are. Which steps are legal: csrc/engine/residence.h.
 State = native.State
 
-#: Why a storage stays that has lost its memory before it was sent.
-RESIZED = "resized"
-
-#: One saved storage that may leave (csrc/bind/entry.cpp).
+#: One saved storage that may leave (csrc/engine/entry.h).
 Entry = native.Entry
 
-#: A storage that stays for good.
-Stay = native.Stay
-
-
-class Order(NamedTuple):
-    """How an entry will leave, once it is told to."""
-
-    route: Route
-    action: Action
-    unit: str
-    ordinal: int
-    dtype: torch.dtype
+# Why storages stay, for the statistics.
+NEEDED_AT_ONCE: str = native.NEEDED_AT_ONCE
+NEVER_FREED: str = native.NEVER_FREED
+PLANNED: str = native.PLANNED
+RESIZED = "resized"  # it had lost its memory before it was sent

@@ -37,7 +37,7 @@ RETRY_AFTER = 64
 #: chosen anew from a sample.
 CHANGED = 0.05
 
-#: Of the bytes that one passage encodes, those whose shape is a mere trial.
+#: Of the bytes that one iteration encodes, those whose shape is a mere trial.
 TRIAL_SHARE = 1 / 32
 
 #: Capacity beyond what was needed last time, and for small frames. Measured: over 200 steps of
@@ -215,16 +215,16 @@ class Expectations:
         #: The last tensor of any size in the same place: its statistics are per element.
         self._alike: OrderedDict[tuple[str, int, torch.dtype], Key] = OrderedDict()
         self._trial_bytes = 0
-        self._passage_bytes = 0
+        self._iteration_bytes = 0
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def begin_passage(self) -> None:
+    def begin_iteration(self) -> None:
         """What follows belongs to a new forward."""
-        share = int(self._passage_bytes * TRIAL_SHARE)
-        self._trial_bytes = min(self._trial_bytes + share, self._passage_bytes)
-        self._passage_bytes = 0
+        share = int(self._iteration_bytes * TRIAL_SHARE)
+        self._trial_bytes = min(self._trial_bytes + share, self._iteration_bytes)
+        self._iteration_bytes = 0
 
     def of(
         self,
@@ -253,7 +253,7 @@ class Expectations:
                 return Expectation(key, False, code, known.shape, 0)
             known.rests = 0
         known.encodes += 1
-        self._passage_bytes += nbytes
+        self._iteration_bytes += nbytes
         if self._worst_case:
             sampled = known.sample or known.encodes % RETRY_AFTER == 0
             return Expectation(key, True, code, None if sampled else known.shape, None)

@@ -31,24 +31,21 @@ import enum
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
-from weakref import ref
-
 import torch
 
 from memswap._native import native
 from memswap.engine.action import Action
 from memswap.engine.autograd import graph_task
-from memswap.engine.entry import RESIZED, Entry, Order, State
-from memswap.engine.handle import Handle, Moved
+from memswap.engine.entry import RESIZED, Entry, State
 from memswap.engine.saver import Saver
 from memswap.engine.visit import Visit
 from memswap.errors import GroupError, TransferError
 
 if TYPE_CHECKING:
-    from memswap._C import SavedView, StorageRef
+    from memswap._C import EntryReference, Iteration, LeaveOrder, SavedView, StorageRef
     from memswap.engine.action import Decider
+    from memswap.engine.handle import Handle
     from memswap.engine.saver import Place
-    from memswap.engine.timeline import Passage
     from memswap.engine.transfer import Pool, Route
 
 
@@ -59,19 +56,6 @@ SMALL_BYTES = 1 << 20
 BUCKET_BYTES = 32 << 20
 
 
-class Joined(Moved):
-    """The handle of a save that belongs to a generation. It owns the generation."""
-
-    __slots__ = ("generation",)
-
-    def __init__(self, entry: Entry, view: SavedView, generation: Generation) -> None:
-        self.generation = generation
-
-    def unpack(self) -> torch.Tensor:
-        self.generation.saver.notice_demand(self.entry, self.generation)
-        return super().unpack()
-
-
 class GroupSaver(Saver):
     """Entries, lanes and a pool for any number of groups. A storage of two groups moves once."""
 
@@ -80,25 +64,24 @@ class GroupSaver(Saver):
         self.shares_batches = True
         self._generation: Generation | None = None  # that saves now
 
-    def begin_passage(self) -> None:
-        """A generation is a passage, and its group begins it."""
+    def begin_iteration(self) -> None:
+        """A generation is an iteration, and its group begins it."""
 
-    def save(self, tensor: torch.Tensor, view: SavedView, visit: native.Visit) -> Handle:
+    def save(self, tensor: torch.Tensor, view: SavedView, visit: Visit) -> Handle:
         assert isinstance(visit, GroupVisit)
         self._generation = visit.generation
-        self.passage = visit.generation.passage
+        self.iteration = visit.generation.iteration
         try:
-            handle: Handle = super().save(tensor, view, visit)
-            return handle
+            return super().save(tensor, view, visit)
         finally:
             self._generation = None  # it owns this saver
 
-    def moved(self, entry: Entry, view: SavedView) -> Moved:
-        """Its handle belongs to the generation that saves now."""
+    def join(self, entry: Entry, view: SavedView) -> Handle:
+        """Its handle belongs to the generation that saves now, and owns it."""
         generation = self._generation
         assert generation is not None  # save() has set it
         generation.join(entry)
-        return Joined(entry, view, generation)
+        return native.moved_handle(entry, view, generation)
 
     def depart(
         self,
@@ -111,7 +94,7 @@ class GroupSaver(Saver):
     ) -> str | None:
         route.meet_stream(action)
         entry.storage = storage
-        entry.order = Order(route, action, place.unit, place.ordinal, dtype)
+        entry.order = native.LeaveOrder(action.value, place.unit, place.ordinal, dtype)
         return None
 
     def notice_demand(self, entry: Entry, generation: Generation) -> None:
@@ -125,7 +108,7 @@ class GroupSaver(Saver):
     def send(self, entries: Iterable[Entry]) -> None:
         """Send entries that were not told to leave before. The lock is held."""
         together: dict[Route, list[Entry]] = {}
-        alone: list[tuple[Entry, Order]] = []
+        alone: list[tuple[Entry, Route, LeaveOrder]] = []
         nbytes: dict[Route, int] = {}
         for entry in entries:
             order, entry.order = entry.order, None
@@ -134,21 +117,23 @@ class GroupSaver(Saver):
             if entry.lost_memory:
                 self.ledger.keep(RESIZED, entry.nbytes)
                 continue
-            nbytes[order.route] = nbytes.get(order.route, 0) + entry.nbytes
-            if order.action is Action.SWAP and entry.nbytes <= SMALL_BYTES:
-                together.setdefault(order.route, []).append(entry)
+            route = self.route(entry.device)
+            assert route is not None  # or it would have stayed
+            nbytes[route] = nbytes.get(route, 0) + entry.nbytes
+            if order.action == Action.SWAP.value and entry.nbytes <= SMALL_BYTES:
+                together.setdefault(route, []).append(entry)
             else:
-                alone.append((entry, order))
+                alone.append((entry, route, order))
         for route in nbytes:
             # How much may be on its way at once is the caller's affair: no send waits for another.
-            route.begin_passage(0, nbytes[route])
+            route.begin_iteration(0, nbytes[route])
         for route, small in together.items():
             for bucket in packed(small):
                 if len(bucket) == 1 or not self._send_bucket(route, bucket):
                     for entry in bucket:
                         self._send_alone(entry, route, Action.SWAP, None)
-        for entry, order in alone:
-            self._send_alone(entry, order.route, order.action, order)
+        for entry, route, order in alone:
+            self._send_alone(entry, route, Action(order.action), order)
 
     def _send_bucket(self, route: Route, entries: list[Entry]) -> bool:
         storages = [entry.storage for entry in entries if entry.storage is not None]
@@ -162,7 +147,9 @@ class GroupSaver(Saver):
             self.departing.add(entry)
         return True
 
-    def _send_alone(self, entry: Entry, route: Route, action: Action, order: Order | None) -> None:
+    def _send_alone(
+        self, entry: Entry, route: Route, action: Action, order: LeaveOrder | None
+    ) -> None:
         storage = entry.storage
         assert storage is not None  # send() has looked
         if order is None:
@@ -208,14 +195,14 @@ class Generation:
     are ordered behind it.
     """
 
-    def __init__(self, name: str, saver: GroupSaver, passage: Passage) -> None:
+    def __init__(self, name: str, saver: GroupSaver, iteration: Iteration) -> None:
         self.name = name
         self.phase = Phase.COLLECTED
-        self.passage = passage
+        self.iteration = iteration
         #: Called, under the saver's lock, when a backward pass first demands one of its storages.
         self.on_demand: Callable[[Generation], None] | None = None
         self.saver = saver
-        self._entries: dict[ref[Entry], None] = {}
+        self._entries: dict[EntryReference, None] = {}
         self._read_by: int | None = None  # the backward pass that demanded last
         self._closed = False
 

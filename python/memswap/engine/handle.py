@@ -13,18 +13,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-#: The handle of a save whose storage leaves: an entry, which it owns, and a view. Its `unpack`
-#: demands the storage of the saver (csrc/bind/handle.cpp).
-Moved = native.Moved
-
-#: The handle of a save whose tensor stays: autograd's version check, which hooks switch off.
-Kept = native.Kept
-
-
 class Later:
     """The handle of a save that waits until its operator has run.
 
-    See [Note: What an operator fills after it was saved] in csrc/bind/visit.cpp.
+    See [Note: What an operator fills after it was saved] in csrc/bind/hooks.cpp.
     """
 
     __slots__ = ("__weakref__", "handle")
@@ -92,7 +84,8 @@ class Parts:
         return tensor
 
 
-Handle = Moved | Kept | Later | Passed | Parts
+#: The native one is a share of an entry, or a tensor that stays (csrc/bind/handle.cpp).
+Handle = native.Handle | Later | Passed | Parts
 
 
 #: The unpack hook of every saver: (handle) -> tensor.

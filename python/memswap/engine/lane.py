@@ -45,9 +45,9 @@ FIRST_ARENA_BYTES = 256 << 20
 ARENA_SHARE = 1 / 8
 
 
-def arena_budget(passage_bytes: int) -> int:
+def arena_budget(iteration_bytes: int) -> int:
     """Most bytes of a device's arena when a forward saves so many."""
-    return max(FIRST_ARENA_BYTES, int(passage_bytes * ARENA_SHARE))
+    return max(FIRST_ARENA_BYTES, int(iteration_bytes * ARENA_SHARE))
 
 
 def open_codec_lane(device: torch.device, frames: HostPool | None = None) -> CodecLane:

@@ -1,4 +1,4 @@
-"""LinkTimes: how fast a link carries a passage's copies, from events on the lane's streams."""
+"""LinkTimes: how fast a link carries an iteration's copies, from events on the lane's streams."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENOUGH_LATENCIES = 3
 
 
 class LinkTimes:
-    """Copies of one passage, away and back.
+    """Copies of one iteration, away and back.
 
     A copy is timed from the end of the one before it on its stream. It may have waited for compute
     in between, so a rate found here is one that the link reaches at least, and is the link's own
@@ -55,7 +55,7 @@ class LinkTimes:
             self._note(1, stream, nbytes)
 
     def rates(self, latency_s: float) -> tuple[float, float]:
-        """Bytes per second away and back, the best of the passage; 0: nothing was seen.
+        """Bytes per second away and back, the best of the iteration; 0: nothing was seen.
 
         The device has passed all events.
         """

@@ -88,14 +88,14 @@ class Recomputed:
         """Storages of entries, the regions' inputs among them: the ledger knows those."""
         saver = self._saver
         with saver.lock:
-            passage = saver.passage
-            entries = map(passage.entry, range(passage.count))
+            iteration = saver.iteration
+            entries = map(iteration.entry, range(iteration.count))
             return {entry.identity.key for entry in entries if entry is not None}
 
     def _count(self, tensor: torch.Tensor, known: set[int]) -> None:
         view = native.capture(tensor)
         saver = self._saver
-        if view is None or view.of_leaf or view.key in known or view.key in saver.persistent:
+        if view is None or view.of_leaf or view.key in known or saver.is_persistent(view.key):
             return
         with saver.lock:
             self.sweep()

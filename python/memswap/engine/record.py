@@ -1,7 +1,7 @@
-"""Record: what one passage was like, measured while it ran.
+"""Record: what one iteration was like, measured while it ran.
 
 [Note: Marks]
-A passage is a row of marks: first the saves, in their order, then the first demands, in theirs.
+An iteration is a row of marks: first the saves, in their order, then the first demands, in theirs.
 Between two marks the device computes. Each mark has a moment at which memswap began there and one
 at which it was done: between those two lies what the mark itself cost (a wait for room, for bytes
 that were not back yet, an encode by the calling thread), so that the time between the marks is the
@@ -28,7 +28,7 @@ from memswap.engine.expectations import Key
 if TYPE_CHECKING:
     from memswap.engine.action import Action
     from memswap.engine.entry import Entry
-    from memswap.engine.timeline import Passage
+    from memswap._C import Iteration
 
 
 #: Storages that one operator asks for in a row.
@@ -37,7 +37,7 @@ MOST_ASKED = 8
 
 @dataclass(frozen=True, slots=True)
 class RecordedStorage:
-    """One saved storage of a passage."""
+    """One saved storage of an iteration."""
 
     key: Key
     action: Action
@@ -56,7 +56,7 @@ class RecordedStorage:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One passage. Seconds of the device, or of the host's clock on a CPU."""
+    """One iteration. Seconds of the device, or of the host's clock on a CPU."""
 
     storages: tuple[RecordedStorage, ...]
     order: tuple[int, ...]
@@ -66,7 +66,7 @@ class Record:
     costs_s: tuple[float, ...]
     """Seconds that each mark itself took."""
     tail_s: float
-    """From the last mark to the begin of the next passage."""
+    """From the last mark to the begin of the next iteration."""
     peak_bytes: int
     """Most bytes of the ledger's resident ones at a mark."""
     windows_s: tuple[float, ...] = ()
@@ -74,7 +74,7 @@ class Record:
 
     @property
     def signature(self) -> tuple[Key, ...]:
-        """What makes two passages alike."""
+        """What makes two iterations alike."""
         return tuple(storage.key for storage in self.storages)
 
     @property
@@ -121,7 +121,7 @@ class Clock:
 class _Saved:
     """What is seen of a storage after it was saved."""
 
-    index: int  # in the passage: also the number of its mark
+    index: int  # in the iteration: also the number of its mark
     key: Key
     action: Action
     moved: bool
@@ -139,10 +139,10 @@ class _Saved:
 
 
 class Recorder:
-    """Takes down one passage as it happens."""
+    """Takes down one iteration as it happens."""
 
-    def __init__(self, clock: Clock, passage: Passage, leaving_bytes: Callable[[], int]) -> None:
-        self.passage = passage
+    def __init__(self, clock: Clock, iteration: Iteration, leaving_bytes: Callable[[], int]) -> None:
+        self.iteration = iteration
         self._clock = clock
         self._leaving_bytes = leaving_bytes  # what the lane's sends hold now
         self._chosen: tuple[Key, Action] | None = None  # for the storage that is being saved
@@ -219,7 +219,7 @@ class Recorder:
         self._windows_s[mark] = self._windows_s.get(mark, 0.0) + seconds
 
     def close(self) -> None:
-        """The next passage begins."""
+        """The next iteration begins."""
         if not self._closed:
             self._closed, self._end = True, self._now()
             self._leaving_bytes = nothing  # whoever reads the record holds no lane
@@ -235,7 +235,7 @@ class Recorder:
             self._clock.wait(self._end)
 
     def take(self) -> Record | None:
-        """The record of a passage that is over; None where a save or a demand broke off.
+        """The record of an iteration that is over; None where a save or a demand broke off.
 
         Memory may have been short, and the model have tried again; somebody pressed Ctrl-C, or
         captured a graph.
@@ -266,7 +266,7 @@ class Recorder:
         return moment
 
     def _note_bytes(self, entry: Entry) -> None:
-        self._peak_bytes = max(self._peak_bytes, entry.saver.ledger.resident_bytes)
+        self._peak_bytes = max(self._peak_bytes, entry.engine.ledger.resident_bytes)
 
     def _look_at_served(self) -> None:
         """What the graph has let go of since the last mark.
@@ -342,7 +342,7 @@ def nothing() -> int:
 
 
 def _recorded(saved: _Saved, final: int) -> RecordedStorage:
-    """What a passage that is over says of a storage; `final` is the number of its last mark."""
+    """What an iteration that is over says of a storage; `final` is the number of its last mark."""
     last_demand, kept_until = (
         None if mark is None else min(mark, final) for mark in (saved.last_demand, saved.kept_until)
     )

@@ -1,4 +1,4 @@
-"""RegionRecord: what one passage shows about checkpoint regions that are off, or on."""
+"""RegionRecord: what one iteration shows about checkpoint regions that are off, or on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from memswap._C import WeakStorage
     from memswap.engine.entry import Entry
-    from memswap.engine.timeline import Passage
+    from memswap._C import Iteration
 
 
 class CalledWith(NamedTuple):
@@ -21,7 +21,7 @@ class CalledWith(NamedTuple):
 
     unit: str
     inputs: tuple[int, ...]
-    """Those of the passage's storages,"""
+    """Those of the iteration's storages,"""
     other_nbytes: int
     """and bytes of what nobody saved."""
 
@@ -37,10 +37,10 @@ class RegionRecord:
         self._inputs: list[tuple[str, WeakStorage, int, int | None]] = []
 
     def region(
-        self, unit: str, tensors: Iterable[torch.Tensor], passage: Passage, least: int
+        self, unit: str, tensors: Iterable[torch.Tensor], iteration: Iteration, least: int
     ) -> None:
         """A region that is off is called with these. Fewer bytes than `least` are not counted."""
-        entries = map(passage.entry, range(passage.count))
+        entries = map(iteration.entry, range(iteration.count))
         known = {e.identity.key: e.index for e in entries if e is not None and not e.fetched}
         seen = set()
         for tensor in tensors:

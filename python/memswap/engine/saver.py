@@ -10,29 +10,24 @@ its way already, and asks for what comes next.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from memswap._native import native
 from memswap.engine.action import ENCODE, KEEP, SWAP, Action, Decider, TensorInfo
-from memswap.engine.entry import Entry, Stay
-from memswap.engine.handle import Handle, Kept, Moved
-from memswap.engine.stats import Ledger, Stats
-from memswap.engine.timeline import NEVER_FREED, PLANNED, Timeline
+from memswap.engine.entry import NEVER_FREED, PLANNED, Entry
+from memswap.engine.stats import Stats, snapshot
 from memswap.engine.transfer import Routes
-from memswap.errors import TransferError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from weakref import ref
 
-    from typing_extensions import Self
-
-    from memswap._C import FrameWatch, SavedView, StorageRef, WeakStorage
+    from memswap._C import EntryReference, FrameWatch, Iteration, SavedView, StorageRef
     from memswap.engine.director import Director
     from memswap.engine.expectations import Expectation, Expectations
-    from memswap.engine.timeline import Passage
+    from memswap.engine.handle import Handle
+    from memswap.engine.visit import Visit
     from memswap.engine.transfer import Pool, Route, Sender
 
 
@@ -42,7 +37,7 @@ class _Encoding(NamedTuple):
     expectations: Expectations
     expectation: Expectation
     watch: FrameWatch
-    entry: ref[Entry]
+    entry: EntryReference
 
 
 class Place(Protocol):
@@ -57,35 +52,23 @@ class Place(Protocol):
         """Which of the unit's storages it is."""
 
 
-class Saver(native.Saver):
+class Saver(native.Engine):
     """One engine: a policy, routes, a timeline and the entries that are alive.
 
     Nothing in it is shared with another saver. Hooks may be called from any thread; `lock`
     serialises the bookkeeping, and no transfer ever waits for it.
 
-    The steps of every save and every demand that need no decision are native (csrc/bind/saver.cpp).
+    What every save and every demand does is native (csrc/engine/engine.h). It asks this class, its
+    host (csrc/engine/host.h), about what a table or a plan does not say.
     """
 
-    # Native members, by what they are in Python.
-    ledger: Ledger
-    passage: Passage
-    director: Director | None
-    """Who watches and directs what leaves, under a memory budget; None: the policy alone."""
-    persistent: dict[int, WeakStorage]
-    """Storages of parameters and buffers. A weak storage keeps its key from being reused."""
-    backward: Passage | None
-    """Whose backward runs, for a director."""
-    watched: bool
-    """The director hears of each mark, whatever a passage's script says."""
-
-    def __new__(cls, *arguments: object, **options: object) -> Self:
-        return super().__new__(cls, ledger=Ledger(), encoding=deque())
-
     def __init__(self, policy: Decider, pool: Pool | None, window_bytes: int | None) -> None:
+        super().__init__(window_bytes)
+        self.set_host(self)
         self.policy = policy
-        self.timeline = Timeline(window_bytes)
-        self.passage = self.timeline.begin()
+        self._director: Director | None = None
         self._routes = Routes(pool)
+        self._encoding: deque[_Encoding] = deque()
 
     @property
     def policy(self) -> Decider:
@@ -98,17 +81,27 @@ class Saver(native.Saver):
         action = "ask" if policy.fn is not None else policy.action and policy.action.value
         self.set_policy(policy.min_bytes, action)
 
-    # --- the life of a passage ------------------------------------------------------------------
+    @property
+    def director(self) -> Director | None:
+        """Who watches and directs what leaves, under a memory budget; None: the policy alone."""
+        return self._director
 
-    def begin_passage(self) -> None:
+    @director.setter
+    def director(self, director: Director | None) -> None:
+        self._director = director
+        self.directed = director is not None
+
+    # --- the life of an iteration -----------------------------------------------------------------
+
+    def begin_iteration(self) -> None:
         """What is saved from now on belongs to a new forward."""
         with self.lock:
-            if self.passage.count:
-                ended, self.passage = self.passage, self.timeline.begin()
+            if self.iteration.count:
+                ended, self.iteration = self.iteration, self.timeline.begin()
                 leaving_bytes = ended.leaving_bytes
                 if self.director is not None:
-                    leaving_bytes = self.director.begin(self.passage) or leaving_bytes
-                self._routes.begin_passage(leaving_bytes, ended.nbytes)
+                    leaving_bytes = self.director.begin(self.iteration) or leaving_bytes
+                self._routes.begin_iteration(leaving_bytes, ended.nbytes)
 
     def route(self, device: torch.device) -> Route | None:
         """How storages leave a device; None where they stay."""
@@ -117,13 +110,13 @@ class Saver(native.Saver):
     def stats(self) -> Stats:
         with self.lock:
             self.departing.notice_gone()
-            self._learn()
-            return self.ledger.snapshot()
+            self.learn()
+            return snapshot(self.ledger)
 
     def reset_stats(self) -> None:
         with self.lock:
             self.departing.notice_gone()
-            self._learn()
+            self.learn()
             self.ledger.reset()
 
     def settle(self) -> None:
@@ -146,11 +139,12 @@ class Saver(native.Saver):
 
     # --- pack -------------------------------------------------------------------------------------
 
-    def save_new(self, tensor: torch.Tensor, view: SavedView, visit: native.Visit) -> Handle:
-        """The handle of a storage that is new, and about which the native table says nothing.
+    def save(self, tensor: torch.Tensor, view: SavedView, visit: Visit) -> Handle:
+        """A plain tensor's handle. The lock is held."""
+        return visit.save(tensor, view)
 
-        Before it come csrc/bind/save.cpp's reasons to stay, and storages that are known already.
-        """
+    def decide(self, tensor: torch.Tensor, view: SavedView, visit: Visit) -> Handle:
+        """The handle of a storage that is new, and about which table and plan say nothing."""
         policy, director = self.policy, self.director
         # Most policies have no function: spare them the TensorInfo.
         action = visit.action or policy.action
@@ -158,17 +152,16 @@ class Saver(native.Saver):
             info = TensorInfo(visit.unit, view.nbytes, view.storage_nbytes)
             action = policy.decide(tensor, info)
         if action is KEEP and director is None:
-            return self._stay(tensor, view, "policy")
-        route = self._routes.of(tensor, view)
+            return visit.stay(tensor, view, "policy")
+        route = self._routes.to(tensor.device)
         if route is None:
-            return self._stay(tensor, view, "host memory beside an accelerator")
+            return visit.stay(tensor, view, "host memory beside an accelerator")
         if route.captures and torch.cuda.is_current_stream_capturing():
-            return self.keep(tensor, view, "stream capture")
-        if self.passage.began_backward:
-            self.begin_passage()
+            return visit.keep(tensor, view, "stream capture")
+        if self.iteration.began_backward:
+            self.begin_iteration()
         self.departing.notice_some()
-        if self.encoding:
-            self._learn()
+        self.learn()
         visit.ordinal += 1
         return self._admit(tensor, view, visit, route, action or route.default_action)
 
@@ -176,7 +169,7 @@ class Saver(native.Saver):
         self,
         tensor: torch.Tensor,
         view: SavedView,
-        visit: native.Visit,
+        visit: Visit,
         route: Route,
         action: Action,
     ) -> Handle:
@@ -188,53 +181,60 @@ class Saver(native.Saver):
             insists = visit.action is not None  # who packs
             chosen = director.choose(tensor, visit.unit, visit.ordinal, nbytes, action, insists)
             action = chosen or action
-        verdict = self.passage.admit(nbytes, action is ENCODE, visit.group)
+        verdict = self.iteration.admit(nbytes, action is ENCODE, visit.group)
         if action is KEEP:
             verdict = "policy" if chosen is None else PLANNED
-        elif chosen is not None and verdict is not NEVER_FREED:
+        elif chosen is not None and verdict != NEVER_FREED:
             verdict = None
         if verdict is None and action is SWAP and not self.shares_batches:
             sender = route.swap
             # Once: the table then answers. Of a stream that captures a graph, nothing leaves.
             if director is None and self.policy.fn is None and not route.captures:
                 self.set_device(route.device, route.default_action.value, sender)
-            sent = self.swap(tensor, view, sender)
-            if isinstance(sent, Moved):
-                if director is not None:
-                    director.saved(sent.entry)
-                return sent
-            entry = sent
-            verdict = self._refused(route.swap, entry, route)
+            entry, moved = self.swap(tensor, view, sender)
+            if not moved:
+                verdict = self.refuse(sender, entry)
         else:
-            storage = native.StorageRef(tensor)
-            entry = Entry(self, view, storage)
-            self.passage.place(entry)
+            entry, storage = self.make_entry(tensor, view)
             if verdict is None:
                 verdict = self.depart(entry, storage, route, action, visit, tensor.dtype)
+            del storage  # its ticket's share is the last one
         handle: Handle
         if verdict is not None:
             self.ledger.keep(verdict, nbytes)
-            handle = Kept(tensor, entry)
+            handle = native.kept_handle(tensor, entry)
         else:
-            handle = self.moved(entry, view)
+            handle = self.join(entry, view)
         if director is not None:
             director.saved(entry)
         return handle
 
-    def keep_as_planned(self, tensor: torch.Tensor, entry: Entry, reason: str | None) -> Kept:
-        """A tensor stays: as planned (None), or for a reason."""
-        self.ledger.keep(PLANNED if reason is None else reason, entry.nbytes)
-        return Kept(tensor, entry)
-
-    def keep_refused(self, tensor: torch.Tensor, entry: Entry) -> Kept:
-        """A tensor stays because its pool has no room."""
-        route = self._routes.to(tensor.device)
-        assert route is not None  # it was tried
-        self.ledger.keep(self._refused(route.swap, entry, route), entry.nbytes)
-        return Kept(tensor, entry)
-
     def hurry(self, entry: Entry) -> None:
         """Its room is needed: start what has waited until now. Nothing waits here."""
+
+    # --- what a director hears --------------------------------------------------------------------
+
+    def again(self, entry: Entry, unit: str) -> None:
+        """A unit saves a storage that was saved before."""
+        if self.director is not None:
+            self.director.again(entry, unit)
+
+    def demanding(self, entry: Entry) -> None:
+        """Backward asks for a storage."""
+        if self.director is not None:
+            self.director.demanding(entry)
+
+    def demanded(self, entry: Entry) -> None:
+        """Backward has it, in stream order."""
+        if self.director is not None:
+            self.director.demanded(entry)
+
+    def no_room(self) -> None:
+        """A storage was to leave, and its pool is full."""
+        if self.director is not None:
+            self.director.no_room()
+
+    # --- sending ----------------------------------------------------------------------------------
 
     def depart(
         self,
@@ -253,7 +253,7 @@ class Saver(native.Saver):
     def _swap(self, entry: Entry, storage: StorageRef, route: Route) -> str | None:
         """Start swapping an entry's storage. None, or the reason why it stays."""
         if not entry.swap(route.swap, storage):
-            return self._refused(route.swap, entry, route)
+            return self.refuse(route.swap, entry)
         self.departing.add(entry)
         return None
 
@@ -280,7 +280,7 @@ class Saver(native.Saver):
             elif self.send_encode(entry, storage, sender, route, expectation):
                 return None
             elif most_nbytes is None or not sender.works_ahead:
-                reason = self._refused(sender, entry, route)
+                reason = self.refuse(sender, entry)
         if director is not None and most_nbytes is not None and route.works_ahead:
             director.unfit()  # the plan has no room for it where it is
             return self._swap(entry, storage, route)
@@ -308,23 +308,19 @@ class Saver(native.Saver):
         made = _Encoding(expectations, expectation, frame.watch(), entry.reference)
         # Where nothing works ahead an encode has ended, unless it failed.
         if sender.works_ahead or made.watch.report() is not None:
-            self.encoding.append(made)
+            self._encoding.append(made)
+            self.awaits_reports = True
         return True
 
-    def _refused(self, sender: Sender, entry: Entry, route: Route) -> str:
+    def refuse(self, sender: Sender, entry: Entry) -> str:
         """A sender has no room: the reason in the statistics. In full it is told once."""
-        if self.director is not None and sender is route.swap:
-            self.director.no_room()
-        self.ledger.tell_once(
-            sender.short_of,
-            f"a storage of {entry.nbytes} bytes stays on {route.device}: {sender.why_refused()}. "
-            "Training goes on with less memory saved.",
-        )
-        return sender.short_of
+        if isinstance(sender, native.BlockSender):
+            self.no_room()
+        return self.refused(sender.short_of, sender.why_refused(), entry)
 
-    def _learn(self) -> None:
+    def learn(self) -> None:
         """Take in what encoders have reported by now, in the order of their encodes."""
-        encoding = self.encoding
+        encoding = self._encoding
         while encoding:
             made = encoding[0]
             report = made.watch.report()
@@ -338,26 +334,18 @@ class Saver(native.Saver):
             ledger.frame_bytes += report.frame_nbytes
             entry = made.entry()
             if entry is not None:
-                entry.count_held()
+                entry.count_away()
+        self.awaits_reports = False
 
-    def moved(self, entry: Entry, view: SavedView) -> Moved:
+    def join(self, entry: Entry, view: SavedView) -> Handle:
         """The handle of a save whose storage leaves."""
-        return Moved(entry, view)
-
-    def _stay(self, tensor: torch.Tensor, view: SavedView, reason: str) -> Kept:
-        """Keep a tensor for good, but know its storage: once, however often it is saved."""
-        self.ledger.keep(reason, view.storage_nbytes)
-        return Kept(tensor, Stay(self.ledger, view))
+        return native.moved_handle(entry, view)
 
     # --- unpack -----------------------------------------------------------------------------------
 
-    def lost(self, error: native.TransferError) -> NoReturn:
-        """The bytes that a demand has waited for did not come."""
-        raise TransferError(f"a saved tensor cannot be brought back: {error}") from error
-
-    def look_ahead(self, passage: Passage, index: int) -> None:
+    def look_ahead(self, iteration: Iteration, index: int) -> None:
         """A storage is demanded: what comes next is brought back."""
-        self._prefetch(passage.demand(index))
+        self._prefetch(iteration.demand(index))
 
     def _prefetch(self, entries: Iterable[Entry]) -> None:
         try:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-from memswap._native import native
-from memswap._warn import warn
 from memswap.engine.units import format_bytes
+
+if TYPE_CHECKING:
+    from memswap._C import Ledger
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,52 +68,20 @@ class Stats:
         return self.encoded_bytes / self.frame_bytes if self.frame_bytes else 1.0
 
 
-class Ledger(native.Ledger):
-    """The counters behind :class:`Stats`. Its owner serialises the calls.
+def snapshot(ledger: Ledger) -> Stats:
+    """What an engine has counted by now (csrc/engine/ledger.h)."""
+    nbytes = ledger.kept_bytes
+    kept = {
+        reason: Count(tensors, nbytes[reason])
+        for reason, tensors in sorted(ledger.kept_tensors.items())
+    }
+    numbers = {one.name: getattr(ledger, one.name) for one in fields(Stats) if one.name != "kept"}
+    return Stats(kept=MappingProxyType(kept), **numbers)
 
-    The numbers are native (csrc/engine/residence.h): entries count by themselves.
-    """
 
-    def __init__(self) -> None:
-        self._told: set[str] = set()
-
-    def tell_once(self, reason: str, message: str) -> None:
-        """Warn about something that costs memory but not correctness, once per reason."""
-        if reason not in self._told:
-            self._told.add(reason)
-            warn(f"memswap: {message}")
-
-    def __str__(self) -> str:
-        moved, resident, away = self.moved_bytes, self.resident_bytes, self.away_bytes
-        return (
-            f"{format_bytes(moved)} moved, {format_bytes(resident)} resident, "
-            f"{format_bytes(away)} away"
-        )
-
-    def snapshot(self) -> Stats:
-        nbytes = self.kept_bytes
-        kept = {
-            reason: Count(tensors, nbytes[reason])
-            for reason, tensors in sorted(self.kept_tensors.items())
-        }
-        return Stats(
-            offered_tensors=self.offered_tensors,
-            offered_bytes=self.offered_bytes,
-            deduplicated_tensors=self.deduplicated_tensors,
-            deduplicated_bytes=self.deduplicated_bytes,
-            kept=MappingProxyType(kept),
-            moved_storages=self.moved_storages,
-            moved_bytes=self.moved_bytes,
-            encoded_storages=self.encoded_storages,
-            encoded_bytes=self.encoded_bytes,
-            frame_bytes=self.frame_bytes,
-            returned_storages=self.returned_storages,
-            returned_bytes=self.returned_bytes,
-            freed_bytes=self.freed_bytes,
-            stalls=self.stalls,
-            exposed_wait_s=self.exposed_wait_s,
-            resident_bytes=self.resident_bytes,
-            peak_resident_bytes=self.peak_resident_bytes,
-            away_bytes=self.away_bytes,
-            peak_away_bytes=self.peak_away_bytes,
-        )
+def describe(ledger: Ledger) -> str:
+    """The same in one line."""
+    moved, resident, away = ledger.moved_bytes, ledger.resident_bytes, ledger.away_bytes
+    return (
+        f"{format_bytes(moved)} moved, {format_bytes(resident)} resident, {format_bytes(away)} away"
+    )

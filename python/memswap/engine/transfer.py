@@ -82,7 +82,7 @@ class Route:
             spare_tiles=native.codec_spare_tiles(device),
         )
         self._overflow_room: int | None = None
-        self._passage_bytes = 0
+        self._iteration_bytes = 0
         #: Whether the device works while the thread that asks goes on.
         self.works_ahead = device.type != "cpu"
         #: Whether a stream of this device may be capturing a graph.
@@ -162,16 +162,16 @@ class Route:
         lanes = (self._lane, self._codec_lane)
         return sum(lane.leaving_bytes() for lane in lanes if lane is not None)
 
-    def begin_passage(self, leaving_bytes: int, passage_bytes: int) -> None:
+    def begin_iteration(self, leaving_bytes: int, iteration_bytes: int) -> None:
         """A new forward: departing storages may hold `leaving_bytes` of the device.
 
-        `passage_bytes`: what the last one saved.
+        `iteration_bytes`: what the last one saved.
         """
         # What a graph being captured would be asked to wait for, and an event to be queried.
         if not (self.captures and torch.cuda.is_current_stream_capturing()):
             self.check_decodes()
-        self.expectations.begin_passage()
-        self._leaving_bytes, self._passage_bytes = leaving_bytes, passage_bytes
+        self.expectations.begin_iteration()
+        self._leaving_bytes, self._iteration_bytes = leaving_bytes, iteration_bytes
         for lane in (self._lane, self._codec_lane):
             if lane is not None:
                 lane.set_max_leaving_bytes(leaving_bytes)
@@ -194,7 +194,7 @@ class Route:
         if isinstance(lane, native.StreamCodecLane):
             lane.set_overflow_room(self._overflow_room)
             if self._overflow_room is None:
-                lane.set_arena_budget(arena_budget(self._passage_bytes))
+                lane.set_arena_budget(arena_budget(self._iteration_bytes))
 
     def check_decodes(self, wait: bool = False) -> None:
         """Raise if a frame was not what had been encoded, as far as the host has heard of it.
@@ -267,9 +267,9 @@ class Routes:
     def open_routes(self) -> list[Route]:
         return [route for route in self._routes.values() if route is not None]
 
-    def begin_passage(self, leaving_bytes: int, passage_bytes: int) -> None:
+    def begin_iteration(self, leaving_bytes: int, iteration_bytes: int) -> None:
         for route in self.open_routes():
-            route.begin_passage(leaving_bytes, passage_bytes)
+            route.begin_iteration(leaving_bytes, iteration_bytes)
 
     def settle(self) -> None:
         for route in self.open_routes():

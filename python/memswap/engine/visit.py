@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from memswap._native import native
 from memswap.engine.autograd import arrived, is_frozen_parameter, is_parameter
 from memswap.engine.calls import is_running
-from memswap.engine.handle import Given, Handle, Kept, Later, Parts, Passed, unpack
+from memswap.engine.handle import Given, Handle, Later, Parts, Passed, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,16 +35,16 @@ def can_save() -> bool:
     return _hooks_disabled() is None
 
 
-class Visit(native.Visit):
+class Visit(native.HookScope):
     """One installation of a saver's hooks: a ``with`` block, or one call of a unit.
 
-    `pack` is native (csrc/bind/visit.cpp): it captures the tensor, keeps what persists, and asks
+    `pack` is native (csrc/bind/hooks.cpp): it captures the tensor, keeps what persists, and asks
     the saver about everything else.
 
     Args:
         action: what to do with all that is packed, instead of what the policy says.
         group: storages of one group come back in the order in which they were saved
-            (`Passage.admit`).
+            (`Iteration.admit`).
     """
 
     __slots__ = ("call",)
@@ -53,7 +53,7 @@ class Visit(native.Visit):
     call: FrameType | None
 
     # Native members, by what they are in Python.
-    saver: Saver
+    engine: Saver
     unit: str
     action: Action | None
     group: int | None
@@ -70,6 +70,11 @@ class Visit(native.Visit):
         self.action = action
         self.group = group
         self.covered = action is not None or saver.policy.covers(unit)
+
+    @property
+    def saver(self) -> Saver:
+        """The engine."""
+        return self.engine
 
     def within(self, unit: str, action: Action | None, group: int | None) -> Visit:
         """Another visit for a part of what this one is for: a region of a checkpoint."""
@@ -133,7 +138,7 @@ class Visit(native.Visit):
 
     def or_outer(self, tensor: torch.Tensor, handle: Handle) -> Handle:
         """What stays goes to the outer hooks if there are any (see [Note: Composition])."""
-        if self.outer is None or type(handle) is not Kept:
+        if self.outer is None or type(handle) is not native.Handle or not handle.stays:
             return handle
         pack_hook, unpack_hook = self.outer
         return Passed(pack_hook(tensor), unpack_hook)
@@ -142,9 +147,8 @@ class Visit(native.Visit):
         """A tensor that its operator may not have filled yet. The saver's lock is held."""
         saver = self.saver
         if self.outer is None and view.storage_nbytes < saver.policy.min_bytes:
-            handle: Handle = saver.save(tensor, view, self)
-            return handle
-        later = Later(Kept(tensor, None))
+            return saver.save(tensor, view, self)
+        later = Later(native.kept_handle(tensor))
         waiting = [] if self.waiting is None else self.waiting
         waiting.append((ref(later), tensor, view))
         self.waiting = waiting
@@ -191,7 +195,7 @@ class Visit(native.Visit):
             ledger = self.saver.ledger
             ledger.offered_tensors += 1
             ledger.keep("not a plain tensor", 0)
-        return self.or_outer(tensor, Kept(tensor, None))
+        return self.or_outer(tensor, native.kept_handle(tensor))
 
 
 VisitT = TypeVar("VisitT", bound=Visit)

@@ -15,14 +15,11 @@ from memswap.engine.visit import Visit
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
-    from weakref import ref
-
-    from memswap._C import StorageRef
+    from memswap._C import EntryReference, Iteration, StorageRef
     from memswap.engine.action import Decider
     from memswap.engine.entry import Entry
     from memswap.engine.expectations import Expectation
     from memswap.engine.lane import Ticket
-    from memswap.engine.timeline import Passage
     from memswap.engine.transfer import Pool, Route
     from memswap.engine.windows import Pending, WindowQueue, WindowStats
 
@@ -34,7 +31,7 @@ FIRST_GAIN = 1 / 3
 class Deferred(NamedTuple):
     """An encode that waits for a window."""
 
-    entry: ref[Entry]
+    entry: EntryReference
     nbytes: int
     gain: float
     stream: Hashable
@@ -46,7 +43,7 @@ class Deferred(NamedTuple):
 class Observer(Protocol):
     """Who wants to know what is started, to measure it."""
 
-    def begin_passage(self) -> None:
+    def begin_iteration(self) -> None:
         """What follows belongs to a new forward."""
 
     def begin(self) -> None:
@@ -76,10 +73,10 @@ class WindowedSaver(Saver):
         self.queue = queue
         self.observer = observer
         self._inside = threading.local()  # explicit windows that the thread is in
-        self._demanded: Passage | None = None  # whose storage was demanded last
+        self._demanded: Iteration | None = None  # whose storage was demanded last
         self._works_ahead = False  # whether codec work was ever put off
         if observer is not None:
-            observer.begin_passage()
+            observer.begin_iteration()
 
     # --- windows ----------------------------------------------------------------------------------
 
@@ -91,9 +88,9 @@ class WindowedSaver(Saver):
             self._observe()
             if self.director is not None:
                 self.director.window(seconds)
-            passage = self._demanded if in_backward() else self.passage
-            if passage is not None and self._works_ahead:
-                passage.open_window(seconds * self.queue.decode_rate)
+            iteration = self._demanded if in_backward() else self.iteration
+            if iteration is not None and self._works_ahead:
+                iteration.open_window(seconds * self.queue.decode_rate)
             self.queue.open(seconds, self)
 
     @property
@@ -145,14 +142,14 @@ class WindowedSaver(Saver):
 
     # --- instead of at once -----------------------------------------------------------------------
 
-    def begin_passage(self) -> None:
+    def begin_iteration(self) -> None:
         with self.lock:
-            before = self.passage
-            super().begin_passage()
-            if self.passage is not before:
-                self.queue.begin_passage()
+            before = self.iteration
+            super().begin_iteration()
+            if self.iteration is not before:
+                self.queue.begin_iteration()
                 if self.observer is not None:
-                    self.observer.begin_passage()
+                    self.observer.begin_iteration()
 
     def send_encode(
         self,
@@ -175,14 +172,14 @@ class WindowedSaver(Saver):
         self.queue.defer(deferred, self)
         return True
 
-    def look_ahead(self, passage: Passage, index: int) -> None:
+    def look_ahead(self, iteration: Iteration, index: int) -> None:
         """A storage is demanded: what comes next is wanted."""
-        first = not passage.began_backward
-        self._demanded = passage
-        entries = passage.demand(index)
-        waits, window_bytes = entries, passage.window_bytes
-        if passage.returns_as_planned:  # copies take no processors, and start in time
-            window_bytes = passage.least_window_bytes  # a plan asks for little ahead
+        first = not iteration.began_backward
+        self._demanded = iteration
+        entries = iteration.demand(index)
+        waits, window_bytes = entries, iteration.window_bytes
+        if iteration.returns_as_planned:  # copies take no processors, and start in time
+            window_bytes = iteration.least_window_bytes  # a plan asks for little ahead
             waits = [one for one in entries if on_device(one.away)]
             self._prefetch(one for one in entries if not on_device(one.away))
         self._observe()
@@ -208,7 +205,7 @@ class WindowedSaver(Saver):
         else:
             planned = pending.expectation.most_nbytes is not None
             if not planned:
-                reason = self._refused(sender, entry, route)
+                reason = self.refuse(sender, entry)
             elif self.director is not None:
                 self.director.unfit()
             if planned or not sender.stays_on_device:  # raw, if there is room for that

@@ -19,7 +19,7 @@ simply stays; dropped, nothing remains. Four rules keep it right and bounded:
 
 1. It starts on the stream on which its tensor was saved, for the lane orders it after what that
    stream has been given so far. Streams are compared, never remembered to be waited for.
-2. It does not start once its passage's backward has begun: from there on memory only falls.
+2. It does not start once its iteration's backward has begun: from there on memory only falls.
 3. No more than `max_pending_bytes` wait; beyond that, encodes start at once.
 4. A decode that is wanted waits as long as no more than half of the prefetch window does.
 """
@@ -34,8 +34,7 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from weakref import ref
-
+    from memswap._C import EntryReference
     from memswap.engine.entry import Entry
     from memswap.engine.lane import Ticket
 
@@ -59,7 +58,7 @@ class Pending(Protocol):
     """An encode that has not been started."""
 
     @property
-    def entry(self) -> ref[Entry]: ...
+    def entry(self) -> EntryReference: ...
     @property
     def nbytes(self) -> int: ...
     @property
@@ -142,11 +141,11 @@ class WindowQueue:
         self.leftovers_start = leftovers_start
         self._max_pending_bytes = max_pending_bytes
         self._auto_pending_bytes = FIRST_PENDING_BYTES
-        self._deferred_bytes = 0  # in this passage
+        self._deferred_bytes = 0  # in this iteration
         self._pending: list[_Waiting] = []  # in the order in which they should start
         self._number = 0
         self._pending_bytes = 0
-        self._wanted: deque[tuple[ref[Entry], int, float]] = deque()
+        self._wanted: deque[tuple[EntryReference, int, float]] = deque()
         self._wanted_bytes = 0
         self._started: deque[tuple[Ticket, float, Hashable]] = deque()  # not joined
         self._now = 0.0
@@ -156,7 +155,7 @@ class WindowQueue:
 
     # --- what waits -------------------------------------------------------------------------------
 
-    def begin_passage(self) -> None:
+    def begin_iteration(self) -> None:
         """What is deferred from now on belongs to a new forward."""
         if self._deferred_bytes:
             share = int(self._deferred_bytes * PENDING_SHARE)
@@ -196,7 +195,7 @@ class WindowQueue:
         """Encodes that wait, in the order in which they should start; some entries may be gone."""
         return tuple(waiting.pending for waiting in self._pending)
 
-    def start_now(self, entries: Iterable[ref[Entry]], engine: Engine) -> None:
+    def start_now(self, entries: Iterable[EntryReference], engine: Engine) -> None:
         """Start some of what waits, in no window."""
         wanted = set(entries)
         self._pending.sort(key=lambda one: (one.pending.entry not in wanted, *_order(one)))
@@ -241,7 +240,7 @@ class WindowQueue:
         return Started(encoded, [])
 
     def begin_backward(self, engine: Engine) -> None:
-        """The first storage of a passage is demanded: the memory of what has left is needed."""
+        """The first storage of an iteration is demanded: the memory of what has left is needed."""
         self._now = self._end = max(self._now, self._end, self._busy_until)
         self._join(engine, inf)
         self._forget()
@@ -295,7 +294,7 @@ class WindowQueue:
     def _too_late(self, pending: Pending) -> bool:
         """Account for what must not start any more: a dead entry, or one of rule 2."""
         entry = pending.entry()
-        if entry is not None and not (entry.passage and entry.passage.began_backward):
+        if entry is not None and not (entry.iteration and entry.iteration.began_backward):
             return False
         self._pending_bytes -= pending.nbytes
         if entry is not None:
@@ -315,7 +314,7 @@ class WindowQueue:
         reference, nbytes, _ = self._wanted.popleft()
         self._wanted_bytes -= nbytes
         entry = reference()
-        if entry is None or (entry.passage and entry.passage.was_demanded(entry.index)):
+        if entry is None or (entry.iteration and entry.iteration.was_demanded(entry.index)):
             return 0  # nobody waits for it any more, and it may even be away again
         if not engine.fetch(entry):
             return 0

@@ -1,4 +1,4 @@
-"""Checking: what a timed passage says: a step to plan with, or whether its plan is still right."""
+"""Checking: what a timed iteration says: a step to plan with, or whether its plan is still right."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ LATE_SHARE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What a timed passage says about the plan that it followed."""
+    """What a timed iteration says about the plan that it followed."""
 
     step: Step | None
-    """The plan's step with the times of the passage; None: it says nothing about them."""
+    """The plan's step with the times of the iteration; None: it says nothing about them."""
     rates: Rates
     exposed_s: float | None
-    """What the passage was longer by; None: it was not timed."""
+    """What the iteration was longer by; None: it was not timed."""
     flights: int | None = None
     """Of ranks that plan together, the most forwards at a time."""
 
@@ -49,11 +49,11 @@ def measured_rates(device: torch.device, folder: Path | None) -> Rates | None:
     try:
         return profile(device, folder=folder)
     except torch.OutOfMemoryError:
-        return None  # counted as unusable: tried again with a later passage
+        return None  # counted as unusable: tried again with a later iteration
 
 
 def finished(timing: Timing) -> Record | None:
-    """The record of a passage that had its backward; None: there is none. Waits for the device."""
+    """The record of an iteration that had its backward; None: there is none. Waits for the device."""
     timing.recorder.wait()
     record = timing.recorder.take()
     return record if record is not None and record.order else None
@@ -76,12 +76,12 @@ def recorded_step(
 
 
 def checked(timing: Timing, about: Known, as_planned: bool, calibrates: bool) -> Checked:
-    """What a passage that followed a plan says about the times that the plan was made with.
+    """What an iteration that followed a plan says about the times that the plan was made with.
 
     Args:
-        timing: of the passage.
+        timing: of the iteration.
         about: the plan, and what it was made with.
-        as_planned: whether the passage saved what was planned.
+        as_planned: whether the iteration saved what was planned.
         calibrates: whether the rates were measured, so that the codec's may be corrected.
     """
     known, before, plan = about.step, about.rates, about.plan

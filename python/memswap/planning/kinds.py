@@ -1,4 +1,4 @@
-"""Kinds of passages, and what is known of each."""
+"""Kinds of iterations, and what is known of each."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from memswap._C import Script
+    from memswap._C import Plan as NativePlan
     from memswap.engine.expectations import Key
-    from memswap.engine.timeline import Passage
+    from memswap._C import Iteration
     from memswap.planning.plan import Plan, PlannedStorage
     from memswap.planning.rates import Rates
     from memswap.planning.step import Step
@@ -25,34 +25,34 @@ if TYPE_CHECKING:
 #: Unit, ordinal and dtype of a storage.
 Place: TypeAlias = tuple[str, int, str]
 
-#: A planned passage is timed again after so many.
+#: A planned iteration is timed again after so many.
 RETIME_AFTER = 128
 
-#: Passages under a plan before frames that are longer than planned lead to another one.
+#: Iterations under a plan before frames that are longer than planned lead to another one.
 REFRAME_AFTER = 16
 
-#: Passages, one after another, that were not as planned, before a kind learns again; each time that
+#: Iterations, one after another, that were not as planned, before a kind learns again; each time that
 #: did not help, twice as many.
 LEAST_PATIENCE = 2
 
-#: Passages that no plan can be made of, after which somebody should know, and one in so many is
+#: Iterations that no plan can be made of, after which somebody should know, and one in so many is
 #: timed: the host waits for each of these, and so do ranks that plan together.
 MOST_UNUSABLE = 8
 
-#: Passages, one after another, with fewer forwards in flight than planned for, after which a plan
+#: Iterations, one after another, with fewer forwards in flight than planned for, after which a plan
 #: is made for that; each time that more came back, twice as many.
 FLIGHTS_PATIENCE = 16
 
-#: Passages that are timed after a first one that was not as planned, before a plan is made anew.
+#: Iterations that are timed after a first one that was not as planned, before a plan is made anew.
 MOST_DOUBTS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """How one passage is taken down."""
+    """How one iteration is taken down."""
 
     first: Key
-    """What the passage saves first."""
+    """What the iteration saves first."""
     device: torch.device
     recorder: Recorder
     regions: RegionRecord
@@ -64,7 +64,7 @@ class Known:
     """What planning goes by, and what it has come to. Made anew as a whole, off the hooks."""
 
     first: Key
-    """What its passages save first; of those that share a plan, the largest."""
+    """What its iterations save first; of those that share a plan, the largest."""
     step: Step | None = None
     """That the plan was made of."""
     full: Step | None = None
@@ -77,7 +77,7 @@ class Known:
     room_bytes: float = inf
     """What the pool is known to hold, for all forwards in flight."""
     trial: tuple[str, ...] | None = None
-    """Regions that the passages to come recompute, to be recorded. None: learning without any."""
+    """Regions that the iterations to come recompute, to be recorded. None: learning without any."""
     trials: int = 0
     margin_bytes: int = 0
     """That the last trial took more than expected."""
@@ -89,12 +89,12 @@ class Known:
 
 @dataclass(slots=True)
 class Measured:
-    """What the passages under one plan have shown."""
+    """What the iterations under one plan have shown."""
 
     peak_bytes: int | None = None
     exposed_s: float | None = None
     over_budget_bytes: int = 0
-    passages: int = 0
+    iterations: int = 0
     """Since the plan is in force."""
     changed: int = 0
     """Of the last ones, how many in a row did not look as planned,"""
@@ -114,14 +114,14 @@ class Flights:
     """To plan for."""
     seen: int = 1
     """The most since it was last looked at,"""
-    passages: int = 0
-    """in so many passages."""
+    iterations: int = 0
+    """in so many iterations."""
     patience: int = FLIGHTS_PATIENCE
-    """Passages until a number that was not seen again is forgotten."""
+    """Iterations until a number that was not seen again is forgotten."""
     forgotten: bool = False
 
     def see(self, number: int) -> bool:
-        """Others are in flight beside a passage of the kind. Whether more than planned for are."""
+        """Others are in flight beside an iteration of the kind. Whether more than planned for are."""
         self.seen = max(self.seen, number)
         if number <= self.number:
             return False
@@ -131,11 +131,11 @@ class Flights:
         return True
 
     def count(self) -> bool:
-        """A passage has begun. Whether fewer are in flight by now than planned for."""
-        self.passages += 1
-        if self.passages < self.patience:
+        """An iteration has begun. Whether fewer are in flight by now than planned for."""
+        self.iterations += 1
+        if self.iterations < self.patience:
             return False
-        seen, self.seen, self.passages = self.seen, 1, 0
+        seen, self.seen, self.iterations = self.seen, 1, 0
         if seen >= self.number:
             return False
         self.number, self.forgotten = seen, True
@@ -143,21 +143,21 @@ class Flights:
 
 
 class Kind:
-    """Passages that begin alike: what is known, what was measured, and what is to be learnt."""
+    """Iterations that begin alike: what is known, what was measured, and what is to be learnt."""
 
     def __init__(self, first: Key) -> None:
         self.known = Known(first)
         self.measured = Measured()
         self.flights = Flights()
         self.planning = False  # of ranks that plan together: whether one is timed or planned with
-        self.learnt = 0  # passages since it began to learn
+        self.learnt = 0  # iterations since it began to learn
         self.patience = LEAST_PATIENCE  # how many that are not as planned make it learn again
-        self.checks_again = False  # whether the next passage is to be timed, to be sure
+        self.checks_again = False  # whether the next iteration is to be timed, to be sure
         self.unusable = 0
         self.replans = 0
-        self.timing: Timing | None = None  # of a passage that has ended
+        self.timing: Timing | None = None  # of an iteration that has ended
         self.full_at_bytes = 0  # while learning, the most that was in the pool when it was full
-        self.script: tuple[Plan, Script] | None = None  # and the plan that it was made of
+        self.native_plan: tuple[Plan, NativePlan] | None = None  # and the plan that it was made of
         self.places: tuple[Plan, Mapping[Place, PlannedStorage]] | None = None  # the same
 
     @property
@@ -166,19 +166,19 @@ class Kind:
         return self.known.plan
 
     def times_next(self) -> bool:
-        """Count a passage. Whether it is to be timed."""
+        """Count an iteration. Whether it is to be timed."""
         if self.plan is None:
             self.learnt += 1
             if self.unusable >= MOST_UNUSABLE:
                 return self.learnt % MOST_UNUSABLE == 0
             return self.learnt >= 3
         measured = self.measured
-        measured.passages += 1
+        measured.iterations += 1
         again, self.checks_again = self.checks_again, False
-        return measured.passages == 2 or measured.passages % RETIME_AFTER == 0 or again
+        return measured.iterations == 2 or measured.iterations % RETIME_AFTER == 0 or again
 
     def looked(self, as_planned: bool) -> bool:
-        """How the last passage looked. Whether another plan is wanted for that."""
+        """How the last iteration looked. Whether another plan is wanted for that."""
         measured = self.measured
         if as_planned:
             measured.changed, measured.alike = 0, measured.alike + 1
@@ -192,7 +192,7 @@ class Kind:
         return True
 
     def at_place(self, key: Key) -> PlannedStorage | None:
-        """What the plan has for the storage of this name, wherever it comes in a passage."""
+        """What the plan has for the storage of this name, wherever it comes in an iteration."""
         assert self.plan is not None
         if self.places is None or self.places[0] is not self.plan:
             planned = {(one.unit, one.ordinal, one.dtype): one for one in self.plan.storages}
@@ -207,23 +207,23 @@ class Kind:
         self.known = known
 
     def learn_again(self) -> None:
-        """From the next passage on, which is timed. What is known of frames stays known."""
+        """From the next iteration on, which is timed. What is known of frames stays known."""
         self.follow(replace(self.known, plan=None, room_bytes=inf).without_trial())
         self.learnt, self.full_at_bytes = 2, 0
 
 
 class Course:
-    """One passage of a kind."""
+    """One iteration of a kind."""
 
     def __init__(
         self,
-        passage: Passage,
+        iteration: Iteration,
         kind: Kind,
         timing: Timing | None,
         first_nbytes: int,
         device: torch.device,
     ) -> None:
-        self.passage = passage
+        self.iteration = iteration
         self.first_nbytes = first_nbytes  # of what it saves first
         self.device = device  # where that is
         self.kind = kind
@@ -242,13 +242,13 @@ class Course:
 
     def take_peak(self) -> None:
         """The most that was resident so far, if it is the plan's doing."""
-        plan, peak = self.plan, self.passage.peak_bytes
+        plan, peak = self.plan, self.iteration.peak_bytes
         if plan is None or plan is not self.kind.plan or not peak:
             return
         measured = self.kind.measured
         measured.peak_bytes = max(peak, measured.peak_bytes or 0)
         measured.over_budget_bytes = max(self.over_budget_bytes, measured.over_budget_bytes)
-        limit_bytes = self.passage.limit_bytes or plan.limit_bytes * plan.in_flight
+        limit_bytes = self.iteration.limit_bytes or plan.limit_bytes * plan.in_flight
         if not self.changed and peak > limit_bytes:
             self.unfit = True
 
@@ -257,10 +257,10 @@ class Course:
         """By how much the most that was resident exceeds the budget of all that is in flight."""
         if self.plan is None or self.plan.budget_bytes is None:
             return 0
-        allowed = max(self.plan.budget_bytes, self.passage.limit_bytes)
-        return max(self.passage.peak_bytes - allowed, 0)
+        allowed = max(self.plan.budget_bytes, self.iteration.limit_bytes)
+        return max(self.iteration.peak_bytes - allowed, 0)
 
     @property
     def waits(self) -> bool:
         """Whether most of what it saved is still there, for a backward that may come."""
-        return 2 * self.passage.alive_bytes > self.passage.nbytes
+        return 2 * self.iteration.alive_bytes > self.iteration.nbytes

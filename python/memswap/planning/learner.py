@@ -1,18 +1,18 @@
 """Learner: makes plans of what was taken down, and makes them anew when they are not right.
 
 [Note: Learning]
-Passages that begin alike are of one kind, and each kind learns for itself: its first passage runs
+Iterations that begin alike are of one kind, and each kind learns for itself: its first iteration runs
 as it would without a budget, so that allocators and caches warm up; in the second everything is
 encoded on its way out, where there is a codec, which shows how much it shrinks; the third is timed,
 by two events per mark. Checkpoint regions are off in the second and third, to see what they save.
-If the budget wants some of them recomputed, a passage with just these on is timed next. Then there
-is a plan, for the first passage that begins after it is made. Nothing waits for that, and nothing
-is recorded any more but one passage now and then. What does not look as planned is treated as if
+If the budget wants some of them recomputed, an iteration with just these on is timed next. Then there
+is a plan, for the first iteration that begins after it is made. Nothing waits for that, and nothing
+is recorded any more but one iteration now and then. What does not look as planned is treated as if
 there were no plan, which is safe; twice in a row, and the kind learns again; where that does not
 help, after twice as many the next time. So a wrong forecast costs time or room, never a bit.
 docs/planning.md has all of it in two tables.
 
-[Note: In flight] Several passages may wait for their backward at a time. Each has the same share of
+[Note: In flight] Several iterations may wait for their backward at a time. Each has the same share of
 a budget: what none exceeds, all of them do not exceed together. Their number is the highest that
 was seen of late.
 """
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """What a recorded passage has led to."""
+    """What a recorded iteration has led to."""
 
     rates: Rates | None
     """Of this machine; None: there was no memory to measure them in."""
@@ -77,10 +77,10 @@ class Forwards:
 
 
 class Learner:
-    """From passages to plans. Plans are made in the background ([Note: Planning beside training]).
+    """From iterations to plans. Plans are made in the background ([Note: Planning beside training]).
 
     Args:
-        saver: whose passages they are.
+        saver: whose iterations they are.
         budget: bytes, or ``"auto"``.
         rates: the machine's; None: measured when they are needed first.
         group: a process group whose ranks plan together.
@@ -122,9 +122,9 @@ class Learner:
         self.background.collect(self._forwards.number)
 
     def times(self, kind: Kind) -> bool:
-        """Count a passage that begins. Whether it is timed.
+        """Count an iteration that begins. Whether it is timed.
 
-        Ranks that plan together time one passage after another, the same ones: each of them answers
+        Ranks that plan together time one iteration after another, the same ones: each of them answers
         for it in its own time, and nobody times the next one before all follow what was found.
         """
         timed = kind.times_next()
@@ -133,7 +133,7 @@ class Learner:
         return timed
 
     def ended(self, course: Course) -> None:
-        """A passage is over."""
+        """An iteration is over."""
         kind = course.kind
         if course.plan is None and course.refused:
             kind.full_at_bytes = max(kind.full_at_bytes, course.pooled_bytes)
@@ -156,7 +156,7 @@ class Learner:
             kind.timing = course.timing
         over = self._tell_if_over(course)
         # An evaluation begins like a step and saves less; there is nothing to learn from it.
-        if course.passage.began_backward and kind.looked(not course.changed):
+        if course.iteration.began_backward and kind.looked(not course.changed):
             kind.learn_again()
             return
         fits_less = course.refused and course.pooled_bytes < kind.known.room_bytes
@@ -166,7 +166,7 @@ class Learner:
             kind.follow(replace(kind.known, room_bytes=course.pooled_bytes))
             self.make_room(kind)
             return
-        lasting = measured.unfit >= 2 and measured.passages >= REFRAME_AFTER
+        lasting = measured.unfit >= 2 and measured.iterations >= REFRAME_AFTER
         if over or lasting:
             self._reframe(kind, course.device)
             return
@@ -177,7 +177,7 @@ class Learner:
 
     def _tell_if_over(self, course: Course) -> bool:
         """Whether more was on the device than the budget allows, of which somebody should know."""
-        peak, over = course.passage.peak_bytes, course.over_budget_bytes
+        peak, over = course.iteration.peak_bytes, course.over_budget_bytes
         if not over:
             return False
         why = (
@@ -247,7 +247,7 @@ class Learner:
         return Terms(self._budget, kind.flights.number, not self._planned_before)
 
     def _learn(self, kind: Kind, timing: Timing) -> None:
-        """Make a plan of a passage that was timed, once the device has passed it."""
+        """Make a plan of an iteration that was timed, once the device has passed it."""
         if self._ranks is None and self._plans(kind):
             return
 
@@ -386,7 +386,7 @@ class Learner:
         self._submit(kind, work, lambda made: self._follow(kind, made))
 
     def make_room(self, kind: Kind) -> None:
-        """Other numbers of passages are in flight than planned for, or less fits into the pool.
+        """Other numbers of iterations are in flight than planned for, or less fits into the pool.
 
         Ranks that plan together agree on that where they check their plan. Until then what no plan
         has room for leaves.
@@ -400,7 +400,7 @@ class Learner:
     def _reframe(self, kind: Kind, device: torch.device) -> None:
         """Frames are longer than planned: plan with those that are seen by now.
 
-        Nothing is learnt anew, which would take a passage without a budget.
+        Nothing is learnt anew, which would take an iteration without a budget.
         """
         known = kind.known
         assert known.plan is not None and known.step is not None and known.rates is not None
@@ -414,7 +414,7 @@ class Learner:
     # --- plans that are checked -------------------------------------------------------------------
 
     def _check(self, kind: Kind, timing: Timing, as_planned: bool) -> None:
-        """A planned passage was timed: is the plan still the right one?"""
+        """A planned iteration was timed: is the plan still the right one?"""
         if self._ranks is None and self._plans(kind):
             return
         known, ranks, calibrates = kind.known, self._ranks, self._calibrates
@@ -444,7 +444,7 @@ class Learner:
             self._replan(kind, known.step, known.rates, recompute, flights=found.flights)
             return
         # The first timing follows the plan at once: it is there to be told, not to change it.
-        if found.step is None or measured.passages <= 2:
+        if found.step is None or measured.iterations <= 2:
             return
         rates = settled(found.rates, known.rates)
         if not differs(found.step, known.step) and rates == known.rates:
@@ -452,7 +452,7 @@ class Learner:
             return
         measured.doubts += 1
         if measured.doubts < MOST_DOUBTS:
-            kind.checks_again = True  # one slow passage is no reason
+            kind.checks_again = True  # one slow iteration is no reason
             return
         measured.doubts = 0
         self.rates = rates
@@ -476,7 +476,7 @@ class Learner:
 
 
 def regions_off(kind: Kind) -> frozenset[str] | None:
-    """Which regions are off in the next passage of a kind; None: all of them."""
+    """Which regions are off in the next iteration of a kind; None: all of them."""
     known = kind.known
     if known.plan is not None or known.trial is not None:
         on = known.plan.recompute if known.plan is not None else known.trial or ()

@@ -76,7 +76,7 @@ def from_step(known: Known, step: Step, rates: Rates, keys: tuple[Key, ...], ter
 
 
 def sized_like(known: Known, first: Key) -> Known:
-    """The same for passages that save another size first."""
+    """The same for iterations that save another size first."""
     if first == known.first:
         return known
     full = known.full and resized(known.full, first.nbytes, known.first.nbytes)
@@ -84,7 +84,7 @@ def sized_like(known: Known, first: Key) -> Known:
 
 
 def _with_trial(known: Known, rates: Rates, terms: Terms) -> Known | None:
-    """To record a passage with the regions on that a budget wants recomputed; None: none."""
+    """To record an iteration with the regions on that a budget wants recomputed; None: none."""
     if known.trials >= MOST_TRIALS:
         return None
     assert known.full is not None
@@ -121,7 +121,7 @@ def planned(known: Known, step: Step, rates: Rates, keys: tuple[Key, ...], terms
 
 
 def limit_of(known: Known, rates: Rates, terms: Terms) -> int:
-    """Bytes that each passage in flight may have, under a budget that is not ``"auto"``."""
+    """Bytes that each iteration in flight may have, under a budget that is not ``"auto"``."""
     if isinstance(terms.budget, int):
         return terms.budget // terms.flights
     assert known.full is not None
@@ -129,7 +129,7 @@ def limit_of(known: Known, rates: Rates, terms: Terms) -> int:
 
 
 def room_of(known: Known, terms: Terms) -> float:
-    """Bytes that each passage in flight may have of the pool."""
+    """Bytes that each iteration in flight may have of the pool."""
     return known.room_bytes if known.room_bytes == inf else known.room_bytes // terms.flights
 
 

@@ -32,15 +32,15 @@ def step_of(
     on_disk: bool = False,
     regions: RegionRecord | None = None,
 ) -> Step:
-    """What the planner needs of a passage.
+    """What the planner needs of an iteration.
 
     Args:
-        record: a passage that was timed, and had its backward.
+        record: an iteration that was timed, and had its backward.
         expectations: of the frames.
         device: where the storages are.
         fixed: whether the policy says how storages move, so that only whether is left.
         on_disk: whether the user's pool is a file.
-        regions: what the passage showed about regions.
+        regions: what the iteration showed about regions.
     """
     storages = []
     for index, saved in enumerate(record.storages):
@@ -153,9 +153,9 @@ def calibrated(rates: Rates, record: Record) -> Rates:
 
 
 def linked(rates: Rates, links: LinkTimes, late: bool) -> Rates:
-    """Rates of the link as a passage saw them.
+    """Rates of the link as an iteration saw them.
 
-    A passage shows what the link reaches at least, so it may be faster than was thought; it is
+    An iteration shows what the link reaches at least, so it may be faster than was thought; it is
     slower only if compute has waited for it as well.
 
     Args:

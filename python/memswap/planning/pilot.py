@@ -21,7 +21,7 @@ from memswap.engine.region_record import RegionRecord
 from memswap.planning.kinds import Course, Kind, Timing
 from memswap.planning.learner import Learner, regions_off
 from memswap.planning.replay import CODED
-from memswap.planning.script import script_of
+from memswap.planning.native_plan import native_plan
 from memswap.planning.shapes import Kinds
 
 if TYPE_CHECKING:
@@ -29,28 +29,28 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from memswap._C import Script
+    from memswap._C import Iteration
+    from memswap._C import Plan as NativePlan
     from memswap.engine.action import Action
     from memswap.engine.saver import Saver
-    from memswap.engine.timeline import Passage
     from memswap.planning.plan import Plan
     from memswap.planning.policy import Policy
     from memswap.planning.rates import Rates
     from memswap.planning.step import Step
 
-#: A passage counts as another one when the bytes that it saves have changed by this share.
+#: An iteration counts as another one when the bytes that it saves have changed by this share.
 SIZE_TOLERANCE = 0.25
 
 
 class Pilot:
     """A director under a budget.
 
-    Where a plan is in force, its script does what follows a save, and the saver follows it alone
-    for as long as what is saved and demanded is what was planned: then `choose`, `saved`,
-    `demanding` and `demanded` are not called (csrc/bind/script.cpp).
+    Where a plan is in force, the engine does what follows a save, and follows the plan alone for
+    as long as what is saved and demanded is what was planned: then `choose`, `saved`,
+    `demanding` and `demanded` are not called (csrc/engine/follow_plan.cpp).
 
     Args:
-        saver: whose passages it directs.
+        saver: whose iterations it directs.
         policy: where it names actions, only whether a storage moves is left to the planner.
         pool: the user's, or None.
         budget: bytes, or ``"auto"``.
@@ -139,7 +139,6 @@ class Pilot:
             saver.director = None
             for course in self._open:
                 course.take_peak()
-                course.passage.course = None
             self._open.clear()
             for route in saver.open_routes():
                 saver.set_overflow_room(route, None)
@@ -149,7 +148,7 @@ class Pilot:
 
     # --- the director -----------------------------------------------------------------------------
 
-    def begin(self, passage: Passage) -> int | None:
+    def begin(self, iteration: Iteration) -> int | None:
         """A new forward: end the books of those that are over, and follow plans that were made."""
         self._end_courses()
         self._learner.begin()
@@ -164,7 +163,6 @@ class Pilot:
         if not self._open:
             self._recomputed.clear()
         for course in ended:
-            course.passage.course = None  # nobody listens from here on, and they make no circle
             if course.timing is not None:
                 course.timing.recorder.close()
         for course in ended:
@@ -181,18 +179,18 @@ class Pilot:
         insists: bool,
     ) -> Action | None:
         """The plan's action, or what learning needs, or None."""
-        passage = self._saver.passage
+        iteration = self._saver.iteration
         self._recomputed.sweep()
-        index = passage.count
-        course: Course | None = passage.course
-        if passage.script is not None:
-            passage.script.look(passage)
+        index = iteration.count
+        course = self._course_of(iteration)
+        if iteration.plan is not None:
+            native.Engine.look_at_released(iteration)
         key = Key(unit, ordinal, nbytes, tensor.dtype)
-        course = course or self._begin_course(passage, key, tensor.device)
+        course = course or self._begin_course(iteration, key, tensor.device)
         chosen = None
         if course.plan is not None:
             chosen = self._planned(course, course.plan, index, key, action)
-            if passage.limit_bytes:
+            if iteration.limit_bytes:
                 self._make_room(course, nbytes)
         elif self._tries_codec(course.kind, action, tensor.device):
             chosen = ENCODE_SWAP
@@ -208,7 +206,7 @@ class Pilot:
 
     def frame_nbytes(self, entry: Entry) -> int | None:
         """What the plan has for a storage's frame."""
-        course: Course | None = self._saver.passage.course
+        course = self._course_of(self._saver.iteration)
         if course is None or course.plan is None or course.lost:
             return None
         storages, index = course.plan.storages, entry.index
@@ -219,13 +217,13 @@ class Pilot:
 
     def unfit(self) -> None:
         """A storage did not become the frame that was planned."""
-        course: Course | None = self._saver.passage.course
+        course = self._course_of(self._saver.iteration)
         if course is not None:
             course.unfit = True
 
     def no_room(self) -> None:
         """The pool is full."""
-        course: Course | None = self._saver.passage.course
+        course = self._course_of(self._saver.iteration)
         if course is not None:
             course.refused = True
             self._note_pooled(course)
@@ -235,10 +233,11 @@ class Pilot:
 
     def saved(self, entry: Entry) -> None:
         """It was saved: release what has to go before the next one comes."""
-        passage = self._saver.passage
-        course: Course = passage.course
-        if passage.script is not None:
-            passage.script.saved(self._saver, entry)
+        iteration = self._saver.iteration
+        course = self._course_of(iteration)
+        assert course is not None  # choose() has begun it
+        if iteration.plan is not None:
+            self._saver.saved(entry)
         if course.timing is not None:
             course.timing.recorder.saved(entry)
             course.timing.regions.saved(entry)
@@ -247,28 +246,28 @@ class Pilot:
 
     def window(self, seconds: float) -> None:
         """Codec work may run beside what comes next."""
-        passage = self._saver.passage
+        iteration = self._saver.iteration
         backward = self._saver.backward
-        if backward is not None and backward.began_backward and passage.count == 0:
-            passage = backward  # no forward has begun since
-        course: Course | None = passage.course
+        if backward is not None and backward.began_backward and iteration.count == 0:
+            iteration = backward  # no forward has begun since
+        course = self._course_of(iteration)
         if course is not None and course.timing is not None:
             course.timing.recorder.window(seconds)
 
     def again(self, entry: Entry, unit: str) -> None:
         """A unit saves what was saved before."""
-        course = None if entry.passage is None else entry.passage.course
+        course = self._course_of(entry.iteration)
         if course is not None and course.timing is not None:
             course.timing.regions.again(entry, unit)
 
     def demanding(self, entry: Entry) -> None:
-        """Backward asks. What comes back when, its script says if all it knows was saved."""
-        passage = self._saver.backward = entry.passage
-        course: Course | None = None if passage is None else passage.course
-        if passage is None or course is None:
+        """Backward asks. What comes back when, its plan says if all it knows was saved."""
+        iteration = self._saver.backward = entry.iteration
+        course = self._course_of(iteration)
+        if iteration is None or course is None:
             return
         self._recomputed.sweep()
-        if not passage.began_backward:
+        if not iteration.began_backward:
             if course.refused:
                 self._note_pooled(course)
             if course.plan is not None:
@@ -278,13 +277,13 @@ class Pilot:
 
     def demanded(self, entry: Entry) -> None:
         """Backward has it."""
-        passage = entry.passage
-        course: Course | None = None if passage is None else passage.course
-        if passage is not None and course is not None and course.timing is not None:
+        iteration = entry.iteration
+        course = self._course_of(iteration)
+        if iteration is not None and course is not None and course.timing is not None:
             course.timing.recorder.demanded(entry)
-            if course.plan is not None and passage.returns_as_planned:
+            if course.plan is not None and iteration.returns_as_planned:
                 asked = course.plan.fetches.get(entry.index, ())
-                course.timing.links.asked(map(passage.entry, asked))
+                course.timing.links.asked(map(iteration.entry, asked))
             self._note_extra(course)
 
     # --- regions ----------------------------------------------------------------------------------
@@ -299,18 +298,17 @@ class Pilot:
         if saver.route(tensors[0].device) is None:
             return True
         with saver.lock:
-            passage = saver.passage
-            course: Course | None = passage.course
+            iteration = saver.iteration
+            course = self._course_of(iteration)
             if course is None:
                 nbytes = sum(one.nbytes for one in tensors)
                 key = Key(name, -1, nbytes, tensors[0].dtype)
-                course = self._begin_course(passage, key, tensors[0].device)
+                course = self._begin_course(iteration, key, tensors[0].device)
             on = course.off is not None and name not in course.off
             if not on and course.timing is not None:
                 plain = (one for one in tensors if not (one.is_leaf and one.requires_grad))
-                known = saver.persistent
-                inputs = [one for one in plain if native.storage_key(one) not in known]
-                course.timing.regions.region(name, inputs, passage, saver.policy.min_bytes)
+                inputs = [one for one in plain if not saver.is_persistent(native.storage_key(one))]
+                course.timing.regions.region(name, inputs, iteration, saver.policy.min_bytes)
             return on
 
     def counting(self, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -318,10 +316,10 @@ class Pilot:
         return self._recomputed.counting(fn)
 
     def _note_recomputed(self) -> None:
-        passage = self._saver.backward
-        course = None if passage is None else passage.course
-        if passage is not None and course is not None:
-            passage.note_peak(self._saver.ledger.resident_bytes)
+        iteration = self._saver.backward
+        course = self._course_of(iteration)
+        if iteration is not None and course is not None:
+            self._saver.note_peak(iteration)
             self._note_extra(course)
 
     def _note_extra(self, course: Course) -> None:
@@ -330,10 +328,14 @@ class Pilot:
             mark = timing.recorder.marks - 1
             timing.regions.recomputed(mark, self._recomputed.nbytes)
 
-    # --- one passage ------------------------------------------------------------------------------
+    def _course_of(self, iteration: Iteration | None) -> Course | None:
+        """What is known of an iteration that has not ended."""
+        return next((one for one in self._open if one.iteration is iteration), None)
 
-    def _begin_course(self, passage: Passage, key: Key, device: torch.device) -> Course:
-        """What comes first says what kind of passage it is."""
+    # --- one iteration ------------------------------------------------------------------------------
+
+    def _begin_course(self, iteration: Iteration, key: Key, device: torch.device) -> Course:
+        """What comes first says what kind of iteration it is."""
         if not key.nbytes:
             key = key._replace(nbytes=1)  # it is divided by
         kind, lender = self._kinds.of(key)
@@ -355,55 +357,56 @@ class Pilot:
         if self._learner.times(kind):
             route = self._saver.route(device)
             assert route is not None  # or the saver would not have asked
-            recorder = Recorder(self._clock, passage, route.leaving_bytes)
+            recorder = Recorder(self._clock, iteration, route.leaving_bytes)
             timing = Timing(key, device, recorder, RegionRecord(), LinkTimes())
-        course = passage.course = Course(passage, kind, timing, key.nbytes, device)
+        course = Course(iteration, kind, timing, key.nbytes, device)
         course.off = regions_off(kind)
         if self._bounded and course.plan is not None and course.plan.in_flight < in_flight:
             course.plan = None  # it leaves the others no room; what leaves is safe
         self._open.append(course)
         self._set_overflow_room(device)
         if course.plan is not None:
-            passage.script = self._script(kind, course.plan, device)
-            passage.alone = timing is None and self._saver.policy.fn is None
+            iteration.plan = self._native_plan(kind, course.plan, device)
+            iteration.follows_alone = timing is None and self._saver.policy.fn is None
         if self._bounded:
             self._set_limit()
         return course
 
     def _set_limit(self) -> None:
-        """What passages in flight stay below although they save other sizes.
+        """What iterations in flight stay below although they save other sizes.
 
         A share of a short step's bytes is no bound for a long one that is in flight as well.
         """
-        planned = [(one.passage, one.plan) for one in self._open if one.plan is not None]
+        planned = [(one.iteration, one.plan) for one in self._open if one.plan is not None]
         limit_bytes = max((plan.limit_bytes * plan.in_flight for _, plan in planned), default=0)
-        for passage, _ in planned:
-            passage.limit_bytes = max(passage.limit_bytes, limit_bytes)
+        for iteration, _ in planned:
+            iteration.limit_bytes = max(iteration.limit_bytes, limit_bytes)
 
-    def _script(self, kind: Kind, plan: Plan, device: torch.device) -> Script:
-        if kind.script is None or kind.script[0] is not plan:
+    def _native_plan(self, kind: Kind, plan: Plan, device: torch.device) -> NativePlan:
+        if kind.native_plan is None or kind.native_plan[0] is not plan:
             route = self._saver.route(device)
             assert route is not None  # or the saver would not have asked
             least_bytes = self._saver.policy.min_bytes
-            kind.script = (plan, script_of(plan, kind.known.keys, route, least_bytes))
-        return kind.script[1]
+            made = native_plan(plan, kind.known.keys, route, least_bytes)
+            kind.native_plan = (plan, made)
+        return kind.native_plan[1]
 
     def _lose(self, course: Course) -> None:
-        """A passage goes another way than planned."""
+        """An iteration goes another way than planned."""
         course.lost = course.changed = True
-        course.passage.script = None
+        course.iteration.plan = None
 
     def _compare(self, course: Course, plan: Plan) -> None:
         """Its forward is over: did it save what was planned, within a tolerance?"""
-        passage = course.passage
-        if passage.count != len(plan.storages):
+        iteration = course.iteration
+        if iteration.count != len(plan.storages):
             self._lose(course)
         expected = course.first_nbytes / course.kind.known.first.nbytes * plan.step.saved_bytes
-        if abs(passage.nbytes - expected) > SIZE_TOLERANCE * expected:
+        if abs(iteration.nbytes - expected) > SIZE_TOLERANCE * expected:
             course.changed = True
 
     def _set_overflow_room(self, device: torch.device) -> None:
-        """As much as the plans of the passages in flight ask for; without one, none is set."""
+        """As much as the plans of the iterations in flight ask for; without one, none is set."""
         plans = [course.plan for course in self._open if course.plan is not None]
         room = max((plan.arena_bytes * plan.in_flight for plan in plans), default=None)
         route = self._saver.route(device)
@@ -434,7 +437,7 @@ class Pilot:
             return None
         chosen = KEEP if action is KEEP else planned.action
         more_bytes = key.nbytes - planned.nbytes
-        if chosen is KEEP and more_bytes and course.passage.limit_bytes:
+        if chosen is KEEP and more_bytes and course.iteration.limit_bytes:
             if action is not KEEP and course.excess_bytes + more_bytes > 0:
                 return None  # the plan knows no room for it
             course.excess_bytes += more_bytes
@@ -442,16 +445,16 @@ class Pilot:
 
     def _make_room(self, course: Course, nbytes: int) -> None:
         """Wait for what leaves, oldest first, until so many bytes more are within the budget."""
-        passage, ledger = course.passage, self._saver.ledger
+        iteration, ledger = course.iteration, self._saver.ledger
         while (
-            ledger.resident_bytes + nbytes > passage.limit_bytes
-            and course.waited_for < passage.count
+            ledger.resident_bytes + nbytes > iteration.limit_bytes
+            and course.waited_for < iteration.count
         ):
-            passage.release(self._saver, course.waited_for)
+            self._saver.release(iteration, course.waited_for)
             course.waited_for += 1
 
     def _tries_codec(self, kind: Kind, action: Action, device: torch.device) -> bool:
-        """Whether this passage shows how much everything shrinks."""
+        """Whether this iteration shows how much everything shrinks."""
         return (
             kind.learnt == 2
             and action is SWAP
@@ -460,7 +463,7 @@ class Pilot:
         )
 
     def _times_copies(self, course: Course, action: Action) -> bool:
-        """Whether what is to be encoded is swapped, in a passage that shows the model's times.
+        """Whether what is to be encoded is swapped, in an iteration that shows the model's times.
 
         Encodes beside compute would make the gaps between marks longer than they are.
         """

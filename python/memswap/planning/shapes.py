@@ -1,7 +1,7 @@
-"""Shapes: which kind a passage is of, and plans for shapes that were not seen.
+"""Shapes: which kind an iteration is of, and plans for shapes that were not seen.
 
 [Note: Shapes]
-A passage is known by the storage that it saves first: who saves it, and its size, which tells one
+An iteration is known by the storage that it saves first: who saves it, and its size, which tells one
 input shape from another. The first few shapes have a plan each. Where there are more, lengths that
 are drawn anew in each step for example, those within a quarter of one another share a plan, which
 is made for the largest of them: what takes less than planned stays within the budget too.
@@ -10,7 +10,7 @@ Only the first shape has to learn. What is known of it is resized for the others
 the first storage, and planned with at once: one pass of planning for a shape, or a class of shapes,
 that was not seen, and none in any other step. Times that are wrong for that are noticed when the
 plan is timed; where a shape saves other storages, or other sizes, it learns for itself after all
-([Note: Learning]). While nobody has a plan, passages of all shapes that could borrow one learn
+([Note: Learning]). While nobody has a plan, iterations of all shapes that could borrow one learn
 together.
 
 [Note: Other sizes]
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 #: Shapes that have a plan each, before similar ones share it.
 MOST_OWN = 8
 
-#: Kinds of passages that are remembered, the latest.
+#: Kinds of iterations that are remembered, the latest.
 MOST_KINDS = 32
 
 #: A plan serves shapes that are smaller by this factor at most.
@@ -50,7 +50,7 @@ LENDS = 4.0
 
 
 class Kinds:
-    """The kinds of one director's passages.
+    """The kinds of one director's iterations.
 
     `separate`: whether shapes are told apart.
     """
@@ -63,7 +63,7 @@ class Kinds:
         return iter(self._known)
 
     def of(self, first: Key) -> tuple[Kind, Kind | None]:
-        """The kind of a passage with this first storage, and who can lend a new one its plan."""
+        """The kind of an iteration with this first storage, and who can lend a new one its plan."""
         if not self._separate:
             return (self._known[0] if self._known else self._add(first)), None
         if self._known and self._known[-1].known.first == first:  # as most are

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from memswap.engine.durations import Span
     from memswap.engine.handle import Handle
     from memswap.engine.stats import Stats
-    from memswap.engine.timeline import Passage
+    from memswap._C import Iteration
     from memswap.engine.windows import WindowStats
 
 
@@ -129,7 +129,7 @@ class GlobalContext:
         self.saver = new_saver([_filter_of(self)] if filtering else [])
         self._order = 0
         self._orders_per_step: int | None = None
-        self._passage: Passage | None = None
+        self._iteration: Iteration | None = None
         self._keys: set[LayerKey] = set()  # since the forward began
         self._opener: LayerKey | None = None
         self._running: LayerActivationManager | None = None
@@ -189,10 +189,10 @@ class GlobalContext:
         saver = self.saver
         with saver.lock:
             again = order_layer_uuid == self._opener and len(self._keys) > 1
-            if saver.passage.began_backward or again:
-                saver.begin_passage()
-            if saver.passage is not self._passage:
-                self._passage, self._opener = saver.passage, order_layer_uuid
+            if saver.iteration.began_backward or again:
+                saver.begin_iteration()
+            if saver.iteration is not self._iteration:
+                self._iteration, self._opener = saver.iteration, order_layer_uuid
                 self._keys.clear()
             self._keys.add(order_layer_uuid)
         manager.push_start()

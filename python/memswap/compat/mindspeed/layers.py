@@ -9,10 +9,11 @@ from weakref import ref
 
 import torch
 
+from memswap._native import native
 from memswap.engine.action import Action, TensorInfo
 from memswap.engine.durations import Durations
 from memswap.engine.entry import Entry, State
-from memswap.engine.handle import Handle, Moved, unpack
+from memswap.engine.handle import Handle, unpack
 from memswap.engine.visit import Visit
 from memswap.planning.policy import Policy
 from memswap.windows import Windows
@@ -120,7 +121,7 @@ class LayerActivationManager:
 
     def note(self, handle: Handle, tensor: torch.Tensor) -> None:
         """A tensor was saved."""
-        if isinstance(handle, Moved):
+        if isinstance(handle, native.Handle) and not handle.stays:
             self._saved.setdefault(handle.entry.reference, tensor.numel())
 
     def pop_start(self) -> None:

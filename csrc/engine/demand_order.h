@@ -1,5 +1,6 @@
-// One forward: what was saved in it, what was demanded of it, and how far ahead of the demands its
-// bytes come back; and what that says about the next forward.
+// The order of an iteration's saves and demands, how far ahead of the demands bytes come back, and
+// what that says about the next iteration. Numbers only: storages are known by their places in the
+// order of saving.
 #pragma once
 
 #include <algorithm>
@@ -12,8 +13,7 @@
 
 namespace memswap {
 
-// Numbers only. Storages are known by their places in the order of saving.
-class Passage {
+class DemandOrder {
  public:
   // Bytes of several storages, and of the largest of them.
   struct Share {
@@ -74,13 +74,13 @@ class Passage {
     std::vector<int64_t> before{0};
     for (size_t rank = 0; rank < order.size(); ++rank) {
       if (order[rank] >= size() || ranks[order[rank]] != kNever) {
-        throw std::invalid_argument("an order of demands names each storage of its passage once");
+        throw std::invalid_argument("an order of demands names each storage of its iteration once");
       }
       ranks[order[rank]] = rank;
       before.push_back(before.back() + saved_[order[rank]].nbytes);
     }
     if (order.size() != size()) {
-      throw std::invalid_argument("an order of demands names all storages of its passage");
+      throw std::invalid_argument("an order of demands names all storages of its iteration");
     }
     for (size_t index = 0; index < size(); ++index) {
       saved_[index].rank = ranks[index];
@@ -142,7 +142,7 @@ class Passage {
 // decodes take longer than windows, it must look further: counted from the end, each decode ends
 // by its demand and before the next one begins, and starts with the last window that is in time for
 // that. Time is counted in bytes that could have been decoded, and stands still between windows.
-inline int64_t Passage::bytes_ahead() const {
+inline int64_t DemandOrder::bytes_ahead() const {
   const bool in_backward = !windows_.empty() && windows_.back().demanded > 0;
   const size_t count = in_backward ? demanded_.size() : saved_.size();
   const auto at = [&](size_t rank) -> const Saved& {
@@ -187,18 +187,18 @@ inline int64_t Passage::bytes_ahead() const {
   return most;
 }
 
-// What a passage predicts, storage by storage. Numbers only, too.
+// What an iteration that was demanded predicts about the next one, storage by storage.
 struct Forecast {
   enum class Verdict : uint8_t { kNone, kNeededAtOnce, kNeverFreed };
 
   // `held`: places of storages that stayed alive although they had left.
-  Forecast(const Passage& passage, std::span<const size_t> held, int64_t window)
-      : window_bytes(window), order(passage.demanded()) {
-    for (size_t index = 0; index < passage.size(); ++index) {
-      sizes.push_back(passage.nbytes(index));
+  Forecast(const DemandOrder& seen, std::span<const size_t> held, int64_t window)
+      : window_bytes(window), order(seen.demanded()) {
+    for (size_t index = 0; index < seen.size(); ++index) {
+      sizes.push_back(seen.nbytes(index));
     }
-    for (size_t index = passage.size(); index-- > 0;) {  // the others: last saved first
-      if (!passage.was_demanded(index)) {
+    for (size_t index = seen.size(); index-- > 0;) {  // the others: last saved first
+      if (!seen.was_demanded(index)) {
         order.push_back(index);
       }
     }

@@ -1,9 +1,9 @@
-"""Script: a plan in the words of the native saver, which follows it without asking.
+"""The native form of a plan, which the engine follows without asking.
 
 What is there is data: storage by storage what it is expected to be, what happens to it, what is
 waited for after its save and after its demand, and what starts back at its first demand
-(csrc/bind/script.h). Where a storage is another one, and wherever an
-encode has to be chosen a shape, the saver asks the pilot.
+(csrc/engine/plan.h). Where a storage is another one, and wherever an
+encode has to be chosen a shape, the engine asks the pilot.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from memswap.engine.action import ENCODE_SWAP, KEEP, SWAP
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from memswap._C import Script
+    from memswap._C import Plan as NativePlan
     from memswap.engine.action import Action
     from memswap.engine.expectations import Key
     from memswap.engine.transfer import Route
@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 WORDS = {SWAP: "swap", KEEP: "keep"}
 
 
-def script_of(plan: Plan, keys: Sequence[Key], route: Route, least_bytes: int) -> Script:
-    """What a saver does under a plan.
+def native_plan(
+    plan: Plan, keys: Sequence[Key], route: Route, least_bytes: int
+) -> NativePlan:
+    """What an engine does under a plan.
 
     Args:
         plan: with a storage for each of `keys`.
@@ -54,7 +56,7 @@ def script_of(plan: Plan, keys: Sequence[Key], route: Route, least_bytes: int) -
             )
         )
     refrains = torch.cuda.is_current_stream_capturing if route.captures else None
-    return native.Script(
+    return native.Plan(
         device=route.device,
         sender=route.swap,
         least_bytes=least_bytes,
@@ -69,5 +71,5 @@ def departs(planned: PlannedStorage) -> bool:
 
 
 def word(action: Action) -> str:
-    """How a script says it; everything else is asked about."""
+    """How the native plan says it; everything else is asked about."""
     return WORDS.get(action, "ask")

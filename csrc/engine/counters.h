@@ -1,0 +1,66 @@
+// What an engine counts.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+
+namespace memswap {
+
+// Plain numbers: whoever owns them serialises the calls.
+struct Counters {
+  int64_t offered_tensors = 0;
+  int64_t offered_bytes = 0;
+  int64_t deduplicated_tensors = 0;
+  int64_t deduplicated_bytes = 0;
+  int64_t moved_storages = 0;
+  int64_t moved_bytes = 0;
+  int64_t encoded_storages = 0;
+  int64_t encoded_bytes = 0;
+  int64_t frame_bytes = 0;
+  int64_t returned_storages = 0;
+  int64_t returned_bytes = 0;
+  int64_t freed_bytes = 0;
+  int64_t stalls = 0;
+  double exposed_wait_s = 0;
+  int64_t resident_bytes = 0;
+  int64_t peak_resident_bytes = 0;
+  int64_t away_bytes = 0;
+  int64_t peak_away_bytes = 0;
+  // Parts of `resident_bytes` that no entry stands for.
+  int64_t recomputed_bytes = 0;
+  int64_t reserved_bytes = 0;
+
+  void offer(int64_t nbytes) {
+    ++offered_tensors;
+    offered_bytes += nbytes;
+  }
+
+  void resident(int64_t change) {
+    resident_bytes += change;
+    peak_resident_bytes = std::max(peak_resident_bytes, resident_bytes);
+  }
+
+  // Absolute numbers, so that an update that an interrupt cut off corrects itself with the next.
+  void set_recomputed(int64_t nbytes) {
+    resident(nbytes - std::exchange(recomputed_bytes, nbytes));
+  }
+  void set_reserved(int64_t nbytes) { resident(nbytes - std::exchange(reserved_bytes, nbytes)); }
+
+  void away(int64_t change) {
+    away_bytes += change;
+    peak_away_bytes = std::max(peak_away_bytes, away_bytes);
+  }
+
+  // Counts from nothing again. What is resident and away now stays known.
+  void reset() {
+    Counters fresh;
+    fresh.resident_bytes = fresh.peak_resident_bytes = resident_bytes;
+    fresh.away_bytes = fresh.peak_away_bytes = away_bytes;
+    fresh.recomputed_bytes = recomputed_bytes;
+    fresh.reserved_bytes = reserved_bytes;
+    *this = fresh;
+  }
+};
+
+}  // namespace memswap

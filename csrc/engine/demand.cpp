@@ -1,0 +1,79 @@
+// What happens when backward asks for a saved storage.
+#include <c10/util/Exception.h>
+
+#include "engine.h"
+
+namespace memswap {
+
+// What comes next is brought back, as far as there is memory: the demand itself will ask again.
+void Engine::look_ahead(const EntryPtr& entry) {
+  const IterationPtr of = entry->iteration;
+  if (!looks_ahead) {
+    host->look_ahead(of, entry->index);
+    return;
+  }
+  try {
+    for (const EntryPtr& next : of->demand(entry->index)) {
+      next->fetch_ahead();
+    }
+  } catch (const c10::OutOfMemoryError&) {
+  }
+}
+
+StorageRefPtr Engine::demand(const EntryPtr& entry) {
+  bool hears = false;
+  StorageRefPtr storage;
+  TicketPtr arrival;
+  {
+    const Locked locked(lock);
+    learn();
+    hears = directed && director_hears(*entry);
+    if (hears) {
+      host->demanding(entry);
+    }
+    storage = entry->bring();
+    arrival = entry->arrival();
+    if (entry->iteration) {
+      look_ahead(entry);
+    }
+  }
+  if (arrival) {
+    try {
+      ledger.wait(*arrival);
+    } catch (const TransferError& error) {
+      throw LostBytes(std::string("a saved tensor cannot be brought back: ") + error.what());
+    }
+  }
+  served(*entry);
+  if (hears && directed) {
+    host->demanded(entry);
+  }
+  return storage;
+}
+
+void Engine::demand_kept(const EntryPtr& entry) {
+  bool hears = false;
+  {
+    const Locked locked(lock);
+    if (!entry->iteration) {
+      return;
+    }
+    hears = directed && director_hears(*entry);
+    if (hears) {
+      host->demanding(entry);
+    }
+    // What stayed alive although it had left: if only handles hold it, next time it is freed.
+    Iteration& of = *entry->iteration;
+    if (of.held.contains(entry->index) && !of.order().was_demanded(entry->index) &&
+        entry->held_by_handles_only()) {
+      of.held.erase(entry->index);
+    }
+    look_ahead(entry);
+  }
+  served(*entry);
+  if (hears && directed) {
+    host->demanded(entry);
+  }
+}
+
+}  // namespace memswap

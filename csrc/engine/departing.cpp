@@ -1,0 +1,77 @@
+#include "departing.h"
+
+#include <algorithm>
+#include <memory>
+
+#include "entry.h"
+
+namespace memswap {
+
+namespace {
+
+// The first of a row, held for as long as the caller asks it; what is dying leaves by itself.
+EntryPtr first_of(EntryRow& row) {
+  while (row.front() != nullptr) {
+    if (EntryPtr entry = row.front()->weak_from_this().lock()) {
+      return entry;
+    }
+    row.remove(row.front());
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+EntryRow::~EntryRow() {
+  while (first_ != nullptr) {
+    remove(first_);
+  }
+}
+
+void EntryRow::append(Entry* entry) {
+  entry->leave_row();
+  RowPlace& place = entry->place_in_row;
+  place = {this, last_, nullptr};
+  (last_ == nullptr ? first_ : last_->place_in_row.after) = entry;
+  last_ = entry;
+  ++size_;
+}
+
+void EntryRow::remove(Entry* entry) {
+  RowPlace& place = entry->place_in_row;
+  (place.before == nullptr ? first_ : place.before->place_in_row.after) = place.after;
+  (place.after == nullptr ? last_ : place.after->place_in_row.before) = place.before;
+  place = {};
+  --size_;
+}
+
+// To ask an entry may warn the user and let other threads run: what that leaves of the rows is
+// looked at anew each time.
+void Departing::notice_gone(size_t looks) {
+  for (looks = std::min(looks, lingering_.size()); looks > 0; --looks) {
+    const EntryPtr entry = first_of(lingering_);
+    if (!entry) {
+      break;
+    }
+    lingering_.remove(entry.get());
+    if (entry->lingers() && entry->place_in_row.row == nullptr) {
+      lingering_.append(entry.get());
+    }
+  }
+  while (const EntryPtr entry = first_of(leaving_)) {
+    const bool waits = entry->lingers();
+    if (waits && !entry->sent()) {
+      return;
+    }
+    // A send that has failed gives the storage back.
+    const bool stays = waits && entry->lingers();
+    if (entry->place_in_row.row == &leaving_) {
+      leaving_.remove(entry.get());
+      if (stays) {
+        lingering_.append(entry.get());
+      }
+    }
+  }
+}
+
+}  // namespace memswap

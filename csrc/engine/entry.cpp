@@ -1,0 +1,276 @@
+#include "entry.h"
+
+#include <utility>
+
+#include "block_form.h"
+#include "engine.h"
+#include "iteration.h"
+
+namespace memswap {
+
+namespace {
+
+// Nobody will wait for its ticket any more. One that holds a storage lets go of it, in order.
+void abandon(const TicketPtr& ticket) {
+  if (ticket) {
+    ticket->abandon();
+  }
+}
+
+}  // namespace
+
+const char* word_of(State state) {
+  switch (state) {
+    case State::kResident:
+      return "resident";
+    case State::kLeaving:
+      return "leaving";
+    case State::kAway:
+      return "away";
+    case State::kReturning:
+      return "returning";
+  }
+  return "nowhere";
+}
+
+Entry::Entry(EnginePtr engine, const SavedView& look, const StorageRef& ref)
+    : engine_(std::move(engine)),
+      identity_(ref),
+      version_(look.version()),
+      device_(look.device()) {}
+
+EntryPtr Entry::make(EnginePtr engine, const SavedView& look, const StorageRef& storage) {
+  EntryPtr made(new Entry(std::move(engine), look, storage));
+  Ledger& ledger = made->engine_->ledger;
+  made->residence_.emplace(ledger.counters, static_cast<int64_t>(look.storage_nbytes()));
+  ledger.remember(look, made);
+  return made;
+}
+
+// First of all nobody finds it any more: a ticket may let other threads run, and none of them may
+// take hold of an entry that is dying.
+Entry::~Entry() {
+  forget_identity();
+  leave_row();
+  residence_.reset();
+  abandon(departure_);
+  abandon(arrival_);
+  departure_.reset();
+  arrival_.reset();
+  storage.reset();
+  away_.reset();
+}
+
+std::string Entry::described() const {
+  return "<entry of " + std::to_string(nbytes()) + " bytes, " + word_of(state()) + ", " +
+         std::to_string(handles) + " save(s)>";
+}
+
+void Entry::require(bool legal_step, State to) const {
+  if (!legal_step) {
+    throw EntryStateError(described() + " cannot go from " + word_of(state()) + " to " +
+                          word_of(to) +
+                          "; this is a bug in memswap, please report it with this traceback");
+  }
+}
+
+void Entry::move(State to) { require(residence_->move(to), to); }
+
+// Whatever else has this address from here on, it is not what was saved.
+void Entry::forget_identity() { engine_->ledger.forget(identity_->key(), this); }
+
+void Entry::count_away() {
+  if (away_) {
+    residence_->count_away(static_cast<int64_t>(away_->device_nbytes()),
+                           static_cast<int64_t>(away_->pool_nbytes()));
+  }
+}
+
+void Entry::release_frame() {
+  if (const AwayFormPtr away = away_) {
+    away->wait_sent();
+    count_away();
+  }
+}
+
+void Entry::leave(Leaving leaving) {
+  departure_ = std::move(leaving.departure);
+  require(residence_->leave(), State::kLeaving);
+  away_ = std::move(leaving.away);
+  count_away();
+}
+
+bool Entry::swap(BlockSender& sender, const StorageRefPtr& sent) {
+  std::optional<Leaving> leaving = sender.send(sent);
+  if (!leaving) {
+    return false;
+  }
+  leave(std::move(*leaving));
+  return true;
+}
+
+// A send has failed: its ticket gives the storage back, and the user hears why, once.
+void Entry::stay(Ticket& departure) {
+  move(State::kResident);
+  storage = departure.kept_storage();
+  Ledger& ledger = engine_->ledger;
+  ledger.keep(away_->short_of(), nbytes());
+  drop_away();
+  try {
+    departure.synchronize();
+  } catch (const TransferError& error) {
+    ledger.tell_once("transfer", std::string("a storage stays where it is: ") + error.what());
+  }
+}
+
+bool Entry::sent() {
+  const TicketPtr departure = departure_;
+  if (!departure || !departure->done()) {
+    return false;
+  }
+  if (departure->failed()) {
+    stay(*departure);
+  }
+  return true;
+}
+
+// Whether the bytes of a storage that is gone are elsewhere for sure. If they could not be sent,
+// the ticket gives the storage back.
+bool Entry::sent_safely(bool wait) {
+  if (wait) {
+    const TicketPtr departure = departure_;
+    try {
+      departure->wait();
+      return true;
+    } catch (const TransferError&) {
+      // noticed below
+    }
+  }
+  return sent() && state() == State::kLeaving;
+}
+
+bool Entry::gone(bool wait) {
+  if (state() != State::kLeaving || !identity_->expired()) {
+    return state() == State::kAway;
+  }
+  if (away_->frees_first() && !sent_safely(wait)) {
+    return false;
+  }
+  require(residence_->go(), State::kAway);
+  return true;
+}
+
+bool Entry::lingers() { return state() == State::kLeaving && !gone(false); }
+
+int64_t Entry::returning_nbytes() {
+  if (!away_ || storage || !gone(false)) {
+    return 0;
+  }
+  return nbytes() + static_cast<int64_t>(away_->returning_nbytes());
+}
+
+// It came back as this, behind that ticket.
+void Entry::take(Returning back) {
+  arrival_ = std::move(back.arrival);
+  require(residence_->come_back(), State::kReturning);
+  forget_identity();
+  identity_.emplace(*back.storage);
+  storage = std::move(back.storage);
+  fetched_ = true;
+  unseen = handles;
+  count_away();  // a frame may have come back too
+}
+
+void Entry::fetch() {
+  const AwayFormPtr away = away_;
+  if (!away) {
+    throw std::logic_error("a storage that is not away cannot be fetched");
+  }
+  take(away->bring());
+}
+
+bool Entry::fetch_ahead() {
+  if (!away_ || storage || !away_->works_ahead() || !gone(false)) {
+    return false;
+  }
+  fetch();
+  return true;
+}
+
+bool Entry::lock() {
+  auto held = identity_->lock();
+  if (!held) {
+    return false;
+  }
+  storage = std::move(held);
+  unseen = handles;
+  residence_->count_resident(true);
+  return true;
+}
+
+void Entry::drop_storage() {
+  const StorageRefPtr dropped = std::exchange(storage, nullptr);
+  move(State::kAway);
+  residence_->count_resident(false);
+}
+
+void Entry::drop_away() {
+  const AwayFormPtr dropped = std::exchange(away_, nullptr);
+  residence_->count_away(0, 0);
+}
+
+bool Entry::retain() {
+  if (!storage && !lock()) {
+    return false;
+  }
+  if (state() == State::kLeaving || state() == State::kAway) {
+    move(State::kResident);
+  }
+  return true;
+}
+
+void Entry::let_go() {
+  if (!storage || !away_) {
+    return;
+  }
+  if (state() == State::kReturning) {
+    move(State::kResident);
+  }
+  drop_storage();
+}
+
+bool Entry::held_by_handles_only() const {
+  const StorageRefPtr held = identity_->lock();
+  // Beside the handles, only `held` itself holds it.
+  return held && static_cast<int64_t>(held->storage.use_count()) - 1 <= keeps;
+}
+
+bool Entry::lost_memory() const {
+  return storage && static_cast<int64_t>(storage->storage.nbytes()) != nbytes();
+}
+
+StorageRefPtr Entry::bring() {
+  const bool was_sent = state() == State::kLeaving && sent();
+  if (!storage) {
+    if (lock()) {
+      if (was_sent && iteration) {  // leaving freed nothing
+        iteration->held.insert(index);
+      }
+    } else if (gone(true)) {
+      fetch();
+      ++residence_->counters().stalls;
+    } else if (!storage) {  // a send that failed gives the storage back
+      throw std::logic_error("a storage is neither here nor away");
+    }
+  }
+  StorageRefPtr found = storage;
+  if (state() != State::kResident) {
+    move(State::kResident);
+  }
+  if (--unseen <= 0 && away_) {
+    drop_storage();  // every save has seen the bytes: whoever uses them holds them
+  }
+  return found;
+}
+
+}  // namespace memswap

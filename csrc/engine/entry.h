@@ -1,0 +1,155 @@
+// Entry: one saved storage that may leave, however many views and operators saved it.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/ScalarType.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include "away.h"
+#include "departing.h"
+#include "ledger.h"
+#include "residence.h"
+#include "storage/storage.h"
+#include "work/ticket.h"
+
+namespace memswap {
+
+class BlockSender;
+class Engine;
+class Entry;
+class Iteration;
+using EnginePtr = std::shared_ptr<Engine>;
+using EntryPtr = std::shared_ptr<Entry>;
+using IterationPtr = std::shared_ptr<Iteration>;
+
+// A step that the state of an entry does not allow: a bug in memswap.
+struct EntryStateError : std::logic_error {
+  using std::logic_error::logic_error;
+};
+
+// How an entry of a group will leave, once it is told to.
+struct LeaveOrder {
+  std::string action;  // as memswap.Action names it
+  std::string unit;
+  int64_t ordinal = 0;  // among the storages of the unit
+  c10::ScalarType dtype = c10::ScalarType::Undefined;
+};
+
+// A state as messages name it.
+const char* word_of(State state);
+
+// Owned by its handles: when the last one dies, so do the entry, its away form and its storage,
+// whatever happened to the graph. Everything else refers to it weakly. The engine's lock serialises
+// the calls.
+class Entry final : public Known, public std::enable_shared_from_this<Entry> {
+ public:
+  // Stands for the storage that `look` looks at, from here on.
+  static EntryPtr make(EnginePtr engine, const SavedView& look, const StorageRef& storage);
+  ~Entry() override;
+
+  bool is_entry() const override { return true; }
+  const EnginePtr& engine() const { return engine_; }
+  State state() const { return residence_->state(); }
+  int64_t nbytes() const { return residence_->nbytes(); }
+  Counters& counters() { return residence_->counters(); }
+  const WeakStorage& identity() const { return *identity_; }
+  c10::Device device() const { return device_; }
+  // Of the tensor that was saved first.
+  uint32_t version() const { return version_; }
+  // Whether the storage is one that memswap made.
+  bool fetched() const { return fetched_; }
+  // Whether the storage has left, or is leaving, as far as its owner is concerned.
+  bool is_away() const { return away_ && !storage; }
+  std::string described() const;
+
+  const AwayFormPtr& away() const { return away_; }
+  const TicketPtr& departure() const { return departure_; }  // of its send
+  const TicketPtr& arrival() const { return arrival_; }      // of its return
+
+  // Changes the state, or throws EntryStateError.
+  void move(State to);
+
+  // It is being sent.
+  void leave(Leaving leaving);
+  // The same, into a block. False: there is no room, and nothing changed.
+  bool swap(BlockSender& sender, const StorageRefPtr& sent);
+  // Whether the send has ended. One that failed gives the storage back: nothing is lost.
+  bool sent();
+  // Notices whether a leaving storage really went away. What was gathered is gone before its bytes
+  // are anywhere else for sure; `wait` waits for that, instead of saying no.
+  bool gone(bool wait);
+  // Whether it is leaving and somebody holds it still.
+  bool lingers();
+
+  // Starts bringing the bytes back into a storage of memswap's own. Throws c10::OutOfMemoryError.
+  void fetch();
+  // The same where it is away and its form works ahead. Whether that was done.
+  bool fetch_ahead();
+  // The storage: the one that is still there, the one that was fetched, or else a fetch now, which
+  // counts as a stall. The caller waits for `arrival` before it reads.
+  StorageRefPtr bring();
+  // Bytes that come to the device when it starts back, its frame's included; 0: it is not away.
+  int64_t returning_nbytes();
+
+  // Holds the storage, if anybody does. Whether there was one.
+  bool lock();
+  // Holds on to a storage that has not gone away yet: then nothing has to come back.
+  bool retain();
+  // Lets go of the storage again, whose away form is still there. Nothing is copied.
+  void let_go();
+  // Whether nobody but our own handles holds a storage that stayed. Meant for its first demand,
+  // when all of them are still alive.
+  bool held_by_handles_only() const;
+  // Whether the storage that it holds has been resized since it was saved ([Note: Memory that is
+  // taken away] in storage/memory_share.h).
+  bool lost_memory() const;
+
+  // Counts what the away form takes up now.
+  void count_away();
+  // What the caller does next comes after a frame's way to a pool: it is off the device. Nothing
+  // for other forms.
+  void release_frame();
+
+  StorageRefPtr storage;  // where the entry itself holds it
+  int64_t handles = 0;    // saves whose storage left
+  int64_t keeps = 0;      // saves whose tensor stayed
+  int64_t unseen = 0;     // saves that have not been unpacked since the storage came back
+  IterationPtr iteration;
+  size_t index = 0;  // in the iteration
+  std::optional<LeaveOrder> order;
+  RowPlace place_in_row;
+
+  void leave_row() {
+    if (place_in_row.row != nullptr) {
+      place_in_row.row->remove(this);
+    }
+  }
+
+ private:
+  Entry(EnginePtr engine, const SavedView& look, const StorageRef& ref);
+
+  void require(bool legal_step, State to) const;
+  void forget_identity();
+  void stay(Ticket& departure);
+  void take(Returning back);
+  bool sent_safely(bool wait);
+  void drop_storage();
+  void drop_away();
+
+  const EnginePtr engine_;
+  std::optional<Residence> residence_;
+  std::optional<WeakStorage> identity_;
+  AwayFormPtr away_;
+  TicketPtr departure_, arrival_;
+  const uint32_t version_;
+  const c10::Device device_;
+  bool fetched_ = false;
+};
+
+}  // namespace memswap

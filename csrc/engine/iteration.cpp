@@ -1,0 +1,207 @@
+#include "iteration.h"
+
+#include <algorithm>
+#include <iterator>
+#include <span>
+#include <stdexcept>
+
+namespace memswap {
+
+// [Note: Prefetched bytes]
+// Backward demands the storages that were saved last first, so whatever leaves last would have to be
+// back at once: at the moment of the peak it frees nothing. What is demanded first, up to so many
+// bytes, therefore stays, and from then on whatever lies within so many bytes ahead of the latest
+// demand is on its way back. One number bounds both, so a peak holds it once and not twice.
+// Decoding takes a fraction of the time of a transfer, and what is encoded on the device frees only
+// a part of its bytes, so for those the number is smaller. Where decodes wait for operators to run
+// beside, it is as large as these would have needed it in the last backward ([Note: Bytes ahead]),
+// within a share of what is encoded.
+
+namespace {
+
+// A share of an iteration's bytes, and never less than its largest storage.
+constexpr double kWindowShare = 1.0 / 8;
+// The same for bytes that are encoded where they are; and the largest storage comes with the small
+// ones around it (the weight beside the input of a matrix product).
+constexpr double kDecodeShare = 1.0 / 32, kDecodeSlack = 1.25;
+// Of the bytes that are encoded where they are, those that may be decoded at a time for operators to
+// hide it: what frames free of them is given up.
+constexpr double kMostDecodedShare = 1.0 / 4;
+
+}  // namespace
+
+// --- saving --------------------------------------------------------------------------------------
+
+const char* Iteration::admit(int64_t nbytes, bool decoded, int64_t group) {
+  const size_t index = size();
+  groups_.push_back(group);
+  entries_.emplace_back();
+  order_.save(nbytes, decoded);
+  return verdict(index, nbytes);
+}
+
+// An iteration whose storages are other ones is predicted by nobody from there on.
+const char* Iteration::verdict(size_t index, int64_t nbytes) {
+  if (!forecast_) {
+    return nullptr;
+  }
+  if (!forecast_->expects(index, nbytes)) {
+    forecast_.reset();
+    return nullptr;
+  }
+  switch (forecast_->verdicts[index]) {
+    case Forecast::Verdict::kNone:
+      break;
+    case Forecast::Verdict::kNeededAtOnce:
+      return kNeededAtOnce;
+    case Forecast::Verdict::kNeverFreed:
+      held.insert(index);
+      return kNeverFreed;
+  }
+  return nullptr;
+}
+
+void Iteration::place(const EntryPtr& entry) {
+  if (entry->iteration || entries_.empty() || !entries_.back().expired()) {
+    throw std::invalid_argument(
+        "place needs an entry without an iteration, for what was admitted last");
+  }
+  entries_.back() = entry;
+  entry->index = entries_.size() - 1;
+  entry->iteration = shared_from_this();
+}
+
+// --- demanding -----------------------------------------------------------------------------------
+
+std::vector<EntryPtr> Iteration::demand(size_t index) {
+  std::vector<EntryPtr> entries;
+  if (!order_.demand(index)) {
+    return entries;
+  }
+  const auto coming = returns_as_planned() ? std::span(std::as_const(plan->places[index].fetches))
+                                           : next_in_window(index);
+  if (limit_bytes == 0) {
+    for (const size_t next : coming) {
+      if (EntryPtr entry = to_bring(next)) {
+        entries.push_back(std::move(entry));
+      }
+    }
+    return entries;
+  }
+  // As a plan has it there is room for all of them. Sizes may be other ones.
+  postponed_.insert(postponed_.end(), coming.begin(), coming.end());
+  int64_t nbytes = 0;
+  auto next = postponed_.begin();
+  for (; next != postponed_.end(); ++next) {
+    EntryPtr entry = to_bring(*next);
+    if (!entry) {
+      continue;
+    }
+    nbytes += entry->returning_nbytes();
+    if (entry->counters().resident_bytes + nbytes > limit_bytes) {
+      break;
+    }
+    entries.push_back(std::move(entry));
+  }
+  postponed_.erase(postponed_.begin(), next);
+  return entries;
+}
+
+// Where no plan says what comes next, the window does.
+std::span<const size_t> Iteration::next_in_window(size_t index) {
+  if (!order_.expects_all()) {
+    if (forecast_ && forecast_->sizes.size() == size()) {
+      order_.expect(forecast_->order, forecast_->window_bytes);
+    } else {
+      order_.expect(first_guess(groups_), window_bytes());
+    }
+  }
+  return order_.advance(index);
+}
+
+// What is at a place and has not been demanded yet; or nullptr.
+EntryPtr Iteration::to_bring(size_t index) const {
+  return order_.was_demanded(index) ? nullptr : entry(index);
+}
+
+// --- what is known of it -------------------------------------------------------------------------
+
+int64_t Iteration::alive_bytes() const {
+  int64_t nbytes = 0;
+  for (size_t index = 0; index < size(); ++index) {
+    nbytes += entries_[index].expired() ? 0 : order_.nbytes(index);
+  }
+  return nbytes;
+}
+
+std::optional<int64_t> Iteration::predicted_window_bytes() const {
+  return forecast_ ? std::optional(forecast_->window_bytes) : std::nullopt;
+}
+
+int64_t Iteration::window_bytes() const {
+  return forecast_ ? forecast_->window_bytes : own_window_bytes();
+}
+
+int64_t Iteration::own_window_bytes() const {
+  if (given_window_bytes_) {
+    return *given_window_bytes_;
+  }
+  const double most = static_cast<double>(order_.decoded().nbytes) * kMostDecodedShare;
+  const double hidden = std::min(static_cast<double>(order_.bytes_ahead()), most);
+  return std::max(least_window_bytes(), static_cast<int64_t>(hidden));
+}
+
+int64_t Iteration::least_window_bytes() const {
+  if (given_window_bytes_) {
+    return *given_window_bytes_;
+  }
+  const DemandOrder::Share &raw = order_.raw(), &decoded = order_.decoded();
+  const double shares = static_cast<double>(raw.nbytes) * kWindowShare +
+                        static_cast<double>(decoded.nbytes) * kDecodeShare;
+  return static_cast<int64_t>(std::max({static_cast<double>(raw.most),
+                                        static_cast<double>(decoded.most) * kDecodeSlack, shares}));
+}
+
+int64_t Iteration::leaving_bytes() const {
+  return std::max({window_bytes(), order_.raw().most, order_.decoded().most});
+}
+
+Forecast Iteration::predicts(int64_t window_bytes) const {
+  const std::vector<size_t> places(held.begin(), held.end());
+  return {order_, places, window_bytes};
+}
+
+// --- timeline ------------------------------------------------------------------------------------
+
+IterationPtr Timeline::begin() {
+  const auto latest = std::find_if(recent_.rbegin(), recent_.rend(),
+                                   [](const IterationPtr& one) { return one->began_backward(); });
+  if (latest != recent_.rend() && *latest != forecast_of_.lock()) {
+    forecast_ = std::make_shared<Forecast>((*latest)->predicts((*latest)->own_window_bytes()));
+    forecast_of_ = *latest;
+  }
+  auto made = std::make_shared<Iteration>(forecast_, window_bytes_);
+  recent_.push_back(made);
+  if (recent_.size() > kRecent) {
+    recent_.pop_front();
+  }
+  return made;
+}
+
+std::vector<size_t> first_guess(const std::vector<int64_t>& groups) {
+  std::vector<size_t> order;
+  for (size_t end = groups.size(); end > 0;) {
+    size_t begin = end - 1;
+    while (begin > 0 && groups[begin] != Iteration::kNoGroup &&
+           groups[begin - 1] == groups[begin]) {
+      --begin;
+    }
+    for (size_t index = begin; index < end; ++index) {
+      order.push_back(index);
+    }
+    end = begin;
+  }
+  return order;
+}
+
+}  // namespace memswap

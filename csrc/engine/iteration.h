@@ -1,0 +1,131 @@
+// Iteration: one forward of what is managed and the backward that belongs to it.
+//
+// The last iteration that was demanded predicts the next one, storage by storage, for as long as the
+// sizes agree. A wrong guess costs a stall or a little memory, never an error.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <set>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "demand_order.h"
+#include "entry.h"
+#include "plan.h"
+
+namespace memswap {
+
+// The engine's lock serialises the calls.
+class Iteration : public std::enable_shared_from_this<Iteration> {
+ public:
+  static constexpr int64_t kNoGroup = -1;
+
+  // Why a storage should stay, for the statistics.
+  static constexpr const char* kNeededAtOnce = "needed at once";
+  static constexpr const char* kNeverFreed = "never freed";
+
+  // `forecast`: what an earlier iteration predicts, or nullptr. `window_bytes`: of prefetching;
+  // nothing: by what is saved ([Note: Prefetched bytes]).
+  Iteration(std::shared_ptr<const Forecast> forecast, std::optional<int64_t> window_bytes)
+      : forecast_(std::move(forecast)), given_window_bytes_(window_bytes) {}
+  Iteration(const Iteration&) = delete;
+  Iteration& operator=(const Iteration&) = delete;
+
+  // --- saving ---
+
+  // The next storage is saved. `decoded`: it would be encoded where it is. Storages of one `group`
+  // are those of a checkpoint region, which replays its forward: they are expected back in the order
+  // in which they were saved. Why the storage should stay, or nullptr.
+  const char* admit(int64_t nbytes, bool decoded, int64_t group);
+  // The entry of the storage that was admitted last. Throws std::invalid_argument.
+  void place(const EntryPtr& entry);
+
+  // --- demanding ---
+
+  // A storage is demanded. The entries that are to be brought back now.
+  std::vector<EntryPtr> demand(size_t index);
+  bool began_backward() const { return !order_.demanded().empty(); }
+
+  // --- what is known of it ---
+
+  // The entry of a storage; nullptr: it is dead, or has not been placed.
+  EntryPtr entry(size_t index) const { return entries_.at(index).lock(); }
+  size_t size() const { return order_.size(); }
+  int64_t nbytes() const { return order_.raw().nbytes + order_.decoded().nbytes; }
+  int64_t alive_bytes() const;
+  const DemandOrder& order() const { return order_; }
+  const std::vector<int64_t>& groups() const { return groups_; }
+
+  // An operator is launched, and about so many bytes can be decoded beside it.
+  void open_window(double room_bytes) { order_.open_window(room_bytes); }
+
+  // --- bytes ahead of the latest demand that are on their way back ---
+
+  // As predicted, for as long as the sizes agree; otherwise as its own storages make it.
+  int64_t window_bytes() const;
+  std::optional<int64_t> predicted_window_bytes() const;
+  int64_t own_window_bytes() const;
+  // The same, whatever operators decodes wait for.
+  int64_t least_window_bytes() const;
+  // Bytes that may leave at once: the window, and never less than one storage.
+  int64_t leaving_bytes() const;
+
+  // What it predicts about the next one.
+  Forecast predicts(int64_t window_bytes) const;
+  void follow(std::shared_ptr<const Forecast> forecast) { forecast_ = std::move(forecast); }
+
+  // --- under a plan ---
+
+  // What happens to its storages; nullptr: nobody has planned.
+  std::shared_ptr<const Plan> plan;
+  // The plan is followed without asking anybody.
+  bool follows_alone = false;
+  // Whether its plan knows all of its storages, and so says what comes back when.
+  bool returns_as_planned() const { return plan && plan->places.size() == size(); }
+  int64_t peak_bytes = 0;  // resident ones, the most at a mark of the plan
+  // Resident bytes that what starts back stays below, whatever was planned; 0: as many as come.
+  int64_t limit_bytes = 0;
+  std::vector<size_t> released;  // by the plan, and still held by somebody then
+
+  // Places of storages that stayed alive although they had left.
+  std::set<size_t> held;
+
+ private:
+  const char* verdict(size_t index, int64_t nbytes);
+  std::span<const size_t> next_in_window(size_t index);
+  EntryPtr to_bring(size_t index) const;
+
+  DemandOrder order_;
+  std::vector<std::weak_ptr<Entry>> entries_;
+  std::vector<int64_t> groups_;
+  std::shared_ptr<const Forecast> forecast_;  // that its storages agree with so far
+  const std::optional<int64_t> given_window_bytes_;
+  std::vector<size_t> postponed_;  // what was to start back, and found no room yet
+};
+
+// The iterations of one engine.
+class Timeline {
+ public:
+  explicit Timeline(std::optional<int64_t> window_bytes) : window_bytes_(window_bytes) {}
+
+  // A new iteration, with what the last one that was demanded predicts.
+  IterationPtr begin();
+
+ private:
+  static constexpr size_t kRecent = 8;
+
+  const std::optional<int64_t> window_bytes_;
+  std::deque<IterationPtr> recent_;
+  std::shared_ptr<const Forecast> forecast_;
+  std::weak_ptr<Iteration> forecast_of_;
+};
+
+// The order in which nobody has seen storages demanded: last saved first, group by group.
+std::vector<size_t> first_guess(const std::vector<int64_t>& groups);
+
+}  // namespace memswap

@@ -1,0 +1,47 @@
+// Plan: what happens to each storage of an iteration, as data. Why it says what it says is not known
+// here; the planner that makes it is python/memswap/planning.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/ScalarType.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "block_form.h"
+
+namespace memswap {
+
+struct Plan {
+  enum class Action : uint8_t { kAsk, kKeep, kSwap };
+
+  // One storage, in the order of saving: what it is expected to be, and what happens to it.
+  struct Place {
+    std::string unit;
+    int64_t ordinal = 0;
+    int64_t nbytes = 0;
+    c10::ScalarType dtype = c10::ScalarType::Undefined;
+    Action action = Action::kAsk;
+    // After its save: places whose sends, and whose frames' way to a pool, are waited for.
+    std::vector<size_t> releases, departures;
+    // At its first demand: places that start back.
+    std::vector<size_t> fetches;
+    // After a demand: its frame is waited for, if it is on its way still.
+    bool departs = false;
+  };
+
+  c10::Device device;
+  std::shared_ptr<BlockSender> sender;  // of what is swapped
+  int64_t least_bytes = 0;              // of a storage that it knows
+  std::vector<Place> places;
+  std::function<bool()> refrains;  // whether no storage may leave now; empty: any may
+
+  // Throws std::invalid_argument where places refer to others that are not there, or not yet.
+  void check() const;
+};
+
+}  // namespace memswap
