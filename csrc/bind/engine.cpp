@@ -46,11 +46,6 @@ class PythonHost final : public Host {
   const py::weakref host_;
 };
 
-void warn(const std::string& message) {
-  const py::gil_scoped_acquire gil;
-  py::module_::import("memswap._warn").attr("warn")("memswap: " + message);
-}
-
 PolicyTable::Action action_of(const std::string& word) {
   static const std::map<std::string, PolicyTable::Action> words = {
       {"swap", PolicyTable::Action::kSwap}, {"keep", PolicyTable::Action::kKeep}};
@@ -98,7 +93,7 @@ void translate(std::exception_ptr thrown) {
 }  // namespace
 
 void bind_engine(py::module_& module) {
-  py::register_exception_translator(translate);
+  py::register_local_exception_translator(translate);
 
   py::class_<Lock>(module, "Lock", "A lock for `with`, which its thread may take again.")
       .def(py::init<>())

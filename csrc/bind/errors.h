@@ -1,7 +1,9 @@
-// Errors of C++ as those of memswap.errors.
+// Errors and warnings of C++ as those of memswap.
 #pragma once
 
 #include <pybind11/pybind11.h>
+
+#include <string>
 
 namespace memswap {
 
@@ -9,6 +11,12 @@ namespace memswap {
 inline void set_error(const char* name, const char* message) {
   const pybind11::object error = pybind11::module_::import("memswap.errors").attr(name);
   PyErr_SetString(error.ptr(), message);
+}
+
+// Warns at the line of the user's that led here.
+inline void warn(const std::string& message) {
+  const pybind11::gil_scoped_acquire gil;
+  pybind11::module_::import("memswap._warn").attr("warn")("memswap: " + message);
 }
 
 }  // namespace memswap

@@ -262,13 +262,21 @@ py::object save_by_name(ScopeObject* self, PyObject* tensor, SavedView look, PyO
   return save(self, tensor, std::move(look), false);
 }
 
+std::string words_in(PyObject* reason) {
+  const char* const words = reason == nullptr ? "" : PyUnicode_AsUTF8(reason);
+  if (words == nullptr) {
+    throw py::error_already_set();
+  }
+  return words;
+}
+
 py::object keep_by_name(ScopeObject* self, PyObject* tensor, SavedView look, PyObject* reason) {
-  const auto words = py::handle(reason).cast<std::string>();
+  const std::string words = words_in(reason);
   return kept_handle(tensor, self->scope->engine->keep(look, words).known, self->engine);
 }
 
 py::object stay_by_name(ScopeObject* self, PyObject* tensor, SavedView look, PyObject* reason) {
-  const auto words = py::handle(reason).cast<std::string>();
+  const std::string words = words_in(reason);
   return kept_handle(tensor, self->scope->engine->stay(look, words).known, self->engine);
 }
 

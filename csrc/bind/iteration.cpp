@@ -60,6 +60,15 @@ std::shared_ptr<Plan> make_plan(c10::Device device, std::shared_ptr<BlockSender>
   return plan;
 }
 
+size_t place_in(const Iteration& iteration, int64_t index) {
+  if (index < 0 || static_cast<size_t>(index) >= iteration.size()) {
+    throw py::index_error("expected a place in an iteration of " +
+                          std::to_string(iteration.size()) + " storages, found " +
+                          std::to_string(index));
+  }
+  return static_cast<size_t>(index);
+}
+
 std::vector<std::optional<int64_t>> groups_of(const Iteration& iteration) {
   std::vector<std::optional<int64_t>> groups;
   for (const int64_t group : iteration.groups()) {
@@ -107,15 +116,28 @@ void bind_iteration(py::module_& module) {
           "The next storage is saved. Why it should stay, or None.")
       .def("place", &Iteration::place, py::arg("entry").none(false),
            "The entry of the storage that was admitted last.")
-      .def("demand", &Iteration::demand, py::arg("index"),
+      .def(
+          "demand",
+          [](Iteration& self, int64_t index) { return self.demand(place_in(self, index)); },
+          py::arg("index"),
            "A storage is demanded. The entries that are to be brought back now.")
-      .def("entry", &Iteration::entry, py::arg("index"), "The entry of a storage, or None.")
+      .def(
+          "entry",
+          [](const Iteration& self, int64_t index) { return self.entry(place_in(self, index)); },
+          py::arg("index"), "The entry of a storage, or None.")
       .def(
           "was_demanded",
-          [](const Iteration& self, size_t index) { return self.order().was_demanded(index); },
+          [](const Iteration& self, int64_t index) {
+            return self.order().was_demanded(place_in(self, index));
+          },
           py::arg("index"))
       .def("open_window", &Iteration::open_window, py::arg("room_bytes"),
            "An operator is launched, and about so many bytes can be decoded beside it.")
+      .def(
+          "note_held", [](Iteration& self, size_t index) { self.held.insert(index); },
+          py::arg("index"), "A storage stayed alive although it had left.")
+      .def_property_readonly("over", &Iteration::over,
+                             "Whether nothing that was saved is alive: no graph will demand it.")
       .def_property_readonly("count", &Iteration::size, "Number of storages.")
       .def_property_readonly("nbytes", &Iteration::nbytes, "Of all storages.")
       .def_property_readonly("alive_bytes", &Iteration::alive_bytes,
@@ -154,6 +176,8 @@ void bind_iteration(py::module_& module) {
 
   py::class_<Timeline>(module, "Timeline", "The iterations of one engine.")
       .def(py::init<std::optional<int64_t>>(), py::arg("window_bytes"))
+      .def_readwrite("window_bytes", &Timeline::window_bytes,
+                     "Of iterations that begin; None: automatic.")
       .def("begin", &Timeline::begin,
            "A new iteration, with what the last one that was demanded predicts.");
 }

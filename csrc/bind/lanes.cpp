@@ -3,6 +3,8 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <c10/util/Exception.h>
+
 #include <optional>
 #include <utility>
 #include <variant>
@@ -46,6 +48,19 @@ TicketPtr fetch_into(Lane& lane, BlockPtr block, StorageRefPtr storage, size_t o
                          tickets_of(std::move(after)));
 }
 
+// Calls what a class of Python's overrides. Memory that it lacks is what any lane says of it.
+template <class... Arguments>
+py::object call(const py::function& own, Arguments&&... arguments) {
+  try {
+    return own(std::forward<Arguments>(arguments)...);
+  } catch (const py::error_already_set& error) {
+    if (error.matches(py::module_::import("torch").attr("OutOfMemoryError"))) {
+      throw c10::OutOfMemoryError({__func__, __FILE__, __LINE__}, error.what());
+    }
+    throw;
+  }
+}
+
 }  // namespace
 
 TicketPtr OverriddenLane::send(StorageRefPtr storage, BlockPtr block, ByteRange range,
@@ -53,7 +68,7 @@ TicketPtr OverriddenLane::send(StorageRefPtr storage, BlockPtr block, ByteRange 
   {
     const py::gil_scoped_acquire gil;
     if (const py::function own = py::get_override(static_cast<const LaneAround*>(this), "send")) {
-      return own(std::move(storage), std::move(block)).cast<TicketPtr>();
+      return call(own, std::move(storage), std::move(block)).cast<TicketPtr>();
     }
   }
   return LaneAround::send(std::move(storage), std::move(block), range, std::move(after));
@@ -63,7 +78,7 @@ std::pair<StorageRefPtr, TicketPtr> OverriddenLane::fetch(BlockPtr block, Ticket
   {
     const py::gil_scoped_acquire gil;
     if (const py::function own = py::get_override(static_cast<const LaneAround*>(this), "fetch")) {
-      return own(std::move(block)).cast<std::pair<StorageRefPtr, TicketPtr>>();
+      return call(own, std::move(block)).cast<std::pair<StorageRefPtr, TicketPtr>>();
     }
   }
   return LaneAround::fetch(std::move(block), std::move(after));

@@ -6,6 +6,8 @@
 
 #include <memory>
 
+#include "errors.h"
+
 namespace memswap {
 namespace py = pybind11;
 
@@ -33,7 +35,12 @@ void bind_ledger(py::module_& module) {
   py::class_<Known, KnownPtr>(module, "Known", "Whoever stands for a storage that is known.");
   py::class_<Ledger, std::shared_ptr<Ledger>> ledger(module, "Ledger",
                                                      "What an engine counts (ledger.h).");
-  ledger.def(py::init<>())
+  ledger
+      .def(py::init([] {
+        auto made = std::make_shared<Ledger>();
+        made->warn = warn;
+        return made;
+      }))
       .def(
           "find",
           [](Ledger& self, const SavedView& look) -> py::object {
@@ -48,6 +55,12 @@ void bind_ledger(py::module_& module) {
            "Wait for a ticket; for as long as the host is blocked, that counts.")
       .def("tell_once", &Ledger::tell_once, py::arg("reason"), py::arg("message"),
            "Warn about something that costs memory but not correctness, once for each reason.")
+      .def(
+          "resident", [](Ledger& self, int64_t change) { self.counters.resident(change); },
+          py::arg("change"), "So many more bytes are on the device.")
+      .def(
+          "away", [](Ledger& self, int64_t change) { self.counters.away(change); },
+          py::arg("change"), "So many more bytes are in pools.")
       .def("set_recomputed",
            [](Ledger& self, int64_t nbytes) { self.counters.set_recomputed(nbytes); })
       .def("set_reserved", [](Ledger& self, int64_t nbytes) { self.counters.set_reserved(nbytes); })

@@ -134,6 +134,11 @@ int64_t Iteration::alive_bytes() const {
   return nbytes;
 }
 
+bool Iteration::over() const {
+  return std::all_of(entries_.begin(), entries_.end(),
+                     [](const std::weak_ptr<Entry>& entry) { return entry.expired(); });
+}
+
 std::optional<int64_t> Iteration::predicted_window_bytes() const {
   return forecast_ ? std::optional(forecast_->window_bytes) : std::nullopt;
 }
@@ -180,7 +185,7 @@ IterationPtr Timeline::begin() {
     forecast_ = std::make_shared<Forecast>((*latest)->predicts((*latest)->own_window_bytes()));
     forecast_of_ = *latest;
   }
-  auto made = std::make_shared<Iteration>(forecast_, window_bytes_);
+  auto made = std::make_shared<Iteration>(forecast_, window_bytes);
   recent_.push_back(made);
   if (recent_.size() > kRecent) {
     recent_.pop_front();

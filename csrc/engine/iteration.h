@@ -58,6 +58,8 @@ class Iteration : public std::enable_shared_from_this<Iteration> {
   size_t size() const { return order_.size(); }
   int64_t nbytes() const { return order_.raw().nbytes + order_.decoded().nbytes; }
   int64_t alive_bytes() const;
+  // Whether nothing that was saved is alive: no graph will demand it.
+  bool over() const;
   const DemandOrder& order() const { return order_; }
   const std::vector<int64_t>& groups() const { return groups_; }
 
@@ -111,15 +113,16 @@ class Iteration : public std::enable_shared_from_this<Iteration> {
 // The iterations of one engine.
 class Timeline {
  public:
-  explicit Timeline(std::optional<int64_t> window_bytes) : window_bytes_(window_bytes) {}
+  explicit Timeline(std::optional<int64_t> bytes) : window_bytes(bytes) {}
 
   // A new iteration, with what the last one that was demanded predicts.
   IterationPtr begin();
 
+  std::optional<int64_t> window_bytes;  // of iterations that begin; nothing: automatic
+
  private:
   static constexpr size_t kRecent = 8;
 
-  const std::optional<int64_t> window_bytes_;
   std::deque<IterationPtr> recent_;
   std::shared_ptr<const Forecast> forecast_;
   std::weak_ptr<Iteration> forecast_of_;

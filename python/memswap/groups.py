@@ -157,8 +157,10 @@ class Added:
     def arrival(self) -> Ticket | None:
         """Completion of its way back; None where it is not on its way."""
         handle = self._handle
-        moved = isinstance(handle, native.Handle) and not handle.stays
-        return handle.entry.arrival if moved else None
+        if not isinstance(handle, native.Handle) or handle.stays:
+            return None
+        ticket: Ticket | None = handle.entry.arrival
+        return ticket
 
 
 def _with_version(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,8 @@ from memswap.module_hooks import ModuleHooks
 if TYPE_CHECKING:
     from types import FrameType
 
-    from memswap.engine.durations import Span
     from memswap._C import Iteration
+    from memswap.engine.durations import Span
     from memswap.engine.windowed import WindowedSaver
     from memswap.windows import Windows
 

@@ -216,12 +216,3 @@ def test_prefetch_follows_the_regions_from_the_first_backward_on(device, new_poo
     assert ours.stats().stalls == 1
     del out
     assert_released(ours, pool)
-
-
-@pytest.mark.cpu_only
-def test_the_first_guess_goes_back_by_regions():
-    from memswap.engine.timeline import first_guess
-
-    assert first_guess([None, None, None]) == [2, 1, 0], "saved tensors: last saved first"
-    assert first_guess([0, 0, 2, 2, 2, None, 6]) == [6, 5, 2, 3, 4, 0, 1]
-    assert first_guess([]) == []

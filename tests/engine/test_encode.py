@@ -309,7 +309,7 @@ def test_many_steps_leave_nothing_behind(device, new_pool, policy) -> None:
     (route,) = saver._saver._routes.open_routes()
     assert_nothing_left(saver.stats())
     assert pool.statistics().blocks == 0
-    assert not saver._saver.encoding, "a report is waited for that will never come"
+    assert not saver._saver._encoding, "a report is waited for that will never come"
     assert len(route.expectations) == 4
     if device.type != "cpu":
         assert route.codec_lane.arena_statistics()["live_shares"] == 0

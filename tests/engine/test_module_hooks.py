@@ -56,7 +56,8 @@ def iterations(manager, modules, run):
     """How many iterations a step's calls belong to."""
     seen = []
     handles = [
-        one.register_forward_hook(lambda *_: seen.append(manager._saver.iteration)) for one in modules
+        one.register_forward_hook(lambda *_: seen.append(manager._saver.iteration))
+        for one in modules
     ]
     run()
     for handle in handles:

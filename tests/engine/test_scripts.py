@@ -131,20 +131,20 @@ def test_a_script_says_what_is_wrong_with_it():
         dtype: Any = torch.float32, action: str = "swap", releases: Any = (), fetches: Any = ()
     ) -> Any:
         place = ("0", 0, 8, dtype, action, releases, (), fetches, False)
-        return native.Script(cpu, sender, 0, [place])
+        return native.Plan(cpu, sender, 0, [place])
 
     assert len(made()) == 1
-    with pytest.raises(TypeError, match="a place of a script is"):
-        native.Script(cpu, sender, 0, [("0", 0)])
+    with pytest.raises(TypeError, match="places"):
+        native.Plan(cpu, sender, 0, [("0", 0)])
     with pytest.raises(ValueError, match="swap, keep or ask, found burn"):
         made(action="burn")
     with pytest.raises(ValueError, match="nothing later"):
         made(releases=(1,))
     with pytest.raises(ValueError, match="fetches what it has a place for"):
         made(fetches=(0, 1))
-    with pytest.raises(TypeError, match=r"has a torch\.dtype"):
+    with pytest.raises(TypeError, match=r"torch\.dtype"):
         made(dtype="float32")
-    with pytest.raises(TypeError, match="needs a BlockSender"):
-        native.Script(cpu, None, 0, [])
-    with pytest.raises(TypeError, match="expected a Script or None"):
-        native.Iteration().script = 3
+    with pytest.raises(TypeError, match="BlockSender"):
+        native.Plan(cpu, None, 0, [])
+    with pytest.raises(TypeError, match="Plan"):
+        native.Iteration(None).plan = 3

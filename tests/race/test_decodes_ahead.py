@@ -19,7 +19,6 @@ from memswap import Action, Policy, Windows
 from memswap._native import native
 from memswap.compat.mindspeed import CompressHook, GlobalContext, GlobalContextConfig
 from memswap.engine import transfer
-from memswap.engine.timeline import Iteration
 from simdev import virtual_time
 
 SIDE = 128
@@ -162,6 +161,6 @@ def test_a_host_far_ahead_waits_for_room_for_the_codec_and_keeps_nothing(
 def test_without_the_windows_of_the_last_backward_they_would_stall(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Iteration, "open_window", lambda self, room_bytes: None)
+    monkeypatch.setattr(native.Iteration, "open_window", lambda self, room_bytes: None)
     stats = Steps("manage", 10).stats[-1]
     assert stats.stalls > stats.returned_storages // 2, "the machine hides them whatever is done"

@@ -20,10 +20,9 @@ from torch import nn
 import memswap
 from memswap import Action, Rates
 from memswap.engine import saver as engine
-from memswap.planning import learner, pilot, script
+from memswap.planning import learner, native_plan, pilot
 from memswap.planning.pilot import Pilot
 from memswap.planning.profile import measure_codec
-from memswap.planning.script import script_of
 from simdev import laboratory, virtual_time
 
 CODED = (Action.ENCODE, Action.ENCODE_SWAP)
@@ -205,11 +204,11 @@ def broken(name: str) -> contextlib.AbstractContextManager[None]:
                 engine.Saver, "_swap", lambda self, entry, storage, route: "no room for a frame"
             )
         elif name == "nobody waits for a frame to leave":
-            patch.setattr(script, "departs", lambda planned: False)
+            patch.setattr(native_plan, "departs", lambda planned: False)
             patch.setattr(
                 pilot,
-                "script_of",
-                lambda plan, *rest: script_of(replace(plan, departures={}), *rest),
+                "native_plan",
+                lambda plan, *rest: native_plan.native_plan(replace(plan, departures={}), *rest),
             )
         elif name == "each encode has an overflow of its own":
             patch.setattr(Pilot, "_set_overflow_room", lambda self, device: None)
@@ -252,7 +251,7 @@ def test_a_frame_that_has_not_left_when_its_storage_is_demanded_is_waited_for(mo
     monkeypatch.setattr(Stack, "layer", Twice)
     monkeypatch.setattr(Pilot, "_set_limit", lambda self: None)  # nothing makes up for it
     if not waits:
-        monkeypatch.setattr(script, "departs", lambda planned: False)
+        monkeypatch.setattr(native_plan, "departs", lambda planned: False)
     policy = memswap.Policy(action=Action.ENCODE_SWAP, min_bytes=1)
     with laboratory(LAZY):
         kept_bytes(3)

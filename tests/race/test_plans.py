@@ -18,7 +18,7 @@ from race_workloads import new_pool
 import memswap
 from memswap import Rates
 from memswap.planning import pilot
-from memswap.planning.script import script_of
+from memswap.planning.native_plan import native_plan
 from simdev import counters, laboratory, virtual_time
 
 
@@ -152,7 +152,7 @@ def test_without_the_waits_of_a_script_its_budget_is_exceeded(monkeypatch):
     """Unless somebody waits who sees that there is no room, which is there for other sizes."""
     kept = saved_bytes(1)
     monkeypatch.setattr(
-        pilot, "script_of", lambda plan, *rest: script_of(replace(plan, releases={}), *rest)
+        pilot, "native_plan", lambda plan, *rest: native_plan(replace(plan, releases={}), *rest)
     )
     found = measured(1, int(0.5 * kept), 0.15)
     assert found.stats.peak_resident_bytes <= 0.5 * kept

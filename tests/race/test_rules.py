@@ -36,7 +36,6 @@ from race_workloads import (
 
 import memswap
 from memswap._native import native
-from memswap.engine import handle as handle_module
 from memswap.engine import visit as visit_module
 from simdev import _C, laboratory, mutations
 
@@ -304,7 +303,7 @@ def test_releasing_what_somebody_holds_breaks_the_promise(monkeypatch: pytest.Mo
 
     def releasing(self: Any, tensor: torch.Tensor) -> Any:
         handle = pack(self, tensor)
-        if type(handle) is handle_module.Moved:
+        if type(handle) is native.Handle and not handle.stays:
             self.saver.settle()
             tensor.untyped_storage().resize_(0)
         return handle
@@ -319,15 +318,15 @@ def test_skipping_the_version_check_breaks_the_promise(
     swapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def moved_unpack(self: Any) -> torch.Tensor:
-        storage = self.entry.saver.demand(self.entry)
+        storage = self.entry.engine.demand(self.entry)
         return self.view.rebuild(storage, shares_counter=not self.entry.fetched)
 
     def unpack(handle: Any) -> torch.Tensor:
-        moved = type(handle) is handle_module.Moved
-        return moved_unpack(handle) if moved else handle.unpack()
+        if type(handle) is not native.Handle:
+            return handle.unpack()
+        return handle.tensor if handle.stays else moved_unpack(handle)
 
     monkeypatch.setattr(visit_module, "unpack", unpack)
-    monkeypatch.setattr(handle_module.Kept, "unpack", lambda self: self.tensor)
     with pytest.raises(AssertionError, match="edits: eager"):
         promise_edits_are_noticed(swapped)
 

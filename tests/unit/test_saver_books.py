@@ -16,7 +16,7 @@ from helpers import descriptor_under, files_no_longer_than
 import memswap
 from memswap._native import native
 from memswap.engine.entry import Entry, State
-from memswap.engine.handle import Moved, Passed, unpack
+from memswap.engine.handle import Passed, unpack
 from memswap.engine.saver import Saver
 from memswap.engine.visit import Visit
 from memswap.planning.policy import Policy
@@ -165,10 +165,10 @@ def test_an_argument_that_is_neither_true_nor_false_is_an_error():
             raise KeyError("on purpose")
 
     tensor, entry = saved(new_saver())
-    with pytest.raises(KeyError, match="on purpose"):
+    with pytest.raises(TypeError, match="incompatible function arguments"):
         entry.gone(wait=Neither())
     view, storage = native.capture(tensor), native.StorageRef(tensor)
-    with pytest.raises(KeyError, match="on purpose"):
+    with pytest.raises(TypeError, match="incompatible function arguments"):
         view.rebuild(storage, shares_counter=Neither())
 
 
@@ -227,9 +227,9 @@ def test_a_send_that_raises_takes_no_memory_and_leaves_the_entry_as_it_was():
             entry.swap(sender, native.StorageRef(tensor))
     assert entry.state is State.RESIDENT and entry.away is None
     assert pool.statistics().in_use_bytes == 0
-    with pytest.raises(TypeError, match="expected a BlockSender, found object"):
+    with pytest.raises(TypeError, match="incompatible function arguments"):
         entry.swap(object(), native.StorageRef(tensor))
-    with pytest.raises(TypeError, match="expected an AwayForm, found object"):
+    with pytest.raises(TypeError, match="incompatible function arguments"):
         entry.leave(object(), None)
 
 
@@ -267,7 +267,7 @@ def test_storages_that_travel_together_come_back_apart():
 
 
 def test_a_visit_needs_a_saver_and_packs_tensors():
-    with pytest.raises(TypeError, match="expected a Saver"):
+    with pytest.raises(TypeError, match="expected an Engine"):
         Visit(object(), "")
     with pytest.raises(TypeError, match=r"needs a torch\.Tensor"):
         Visit(new_saver(), "").pack(object())
@@ -278,7 +278,7 @@ def test_every_kind_of_handle_is_unpacked():
     assert unpack(Passed(tensor, lambda packed: packed)) is tensor
     saver = new_saver()
     handle = Visit(saver, "").pack(computed(3))
-    assert isinstance(handle, Moved)
+    assert isinstance(handle, native.Handle) and not handle.stays
     assert torch.equal(unpack(handle), computed(3))
     with pytest.raises(AttributeError):
         unpack(object())
@@ -308,7 +308,15 @@ def test_a_thousand_steps_leave_no_object_and_no_reference_behind():
     for _ in range(20):
         step()
     gc.collect()
-    watched = (saver, saver.ledger, saver.lock, Entry, Moved, native.SavedView, native.StorageRef)
+    watched = (
+        saver,
+        saver.ledger,
+        saver.lock,
+        Entry,
+        native.Handle,
+        native.SavedView,
+        native.StorageRef,
+    )
     before = len(gc.get_objects()), [sys.getrefcount(one) for one in watched]
     for _ in range(1000):
         step()
@@ -326,9 +334,8 @@ def test_a_saver_in_a_circle_is_collected():
     saver = new_saver()
     visit = Visit(saver, "")
     handle = visit.pack(torch.ones(100))
-    saver.director = saver.iteration.course = [saver, visit, handle]
+    saver.director = [saver, visit, handle]
     visit.outer = (handle, visit)
-    saver.director = None
     ledger = saver.ledger
     del saver, visit, handle
     gc.collect()
@@ -366,20 +373,13 @@ def test_what_native_code_reads_cannot_be_deleted():
     _, entry = saved(saver)
     visit = Visit(saver, "")
     for owner, name in (
-        *((saver, name) for name in ("iteration", "director", "persistent", "backward")),
-        *((entry, name) for name in ("storage", "order")),
+        *((saver, name) for name in ("iteration", "directed", "backward")),
+        *((entry, name) for name in ("storage", "order", "away", "departure", "arrival")),
         *((visit, name) for name in ("unit", "action", "group", "outer", "waiting")),
-        (saver.iteration, "course"),
     ):
-        with pytest.raises(TypeError, match=f"{name}.* cannot be deleted"):
+        with pytest.raises((TypeError, AttributeError)):
             delattr(owner, name)
         getattr(owner, name)
-    for owner, name in (
-        (saver, "nothing_of_that_name"),
-        *((entry, name) for name in ("away", "departure", "arrival")),
-    ):
-        with pytest.raises(AttributeError):
-            delattr(owner, name)
     with visit.saver.lock:
         visit.enter()
         loss = (computed(100) * 2).sum()
@@ -391,8 +391,8 @@ def test_what_is_no_tensor_is_refused_by_the_native_save():
     saver = new_saver()
     tensor, _ = saved(saver)
     view, visit = native.capture(tensor), Visit(saver, "unit")
-    for call in (lambda: saver.keep(7, view, "reason"), lambda: saver.save(7, view, visit)):
+    for call in (lambda: visit.keep(7, view, "reason"), lambda: visit.save(7, view)):
         with pytest.raises(TypeError, match=r"expected a torch\.Tensor to save, found 7"):
             call()
     with pytest.raises(UnicodeEncodeError):
-        saver.keep(tensor, view, "\udc80")
+        visit.keep(tensor, view, "\udc80")

@@ -8,14 +8,15 @@ import warnings
 import pytest
 
 from memswap import Stats
-from memswap.engine.stats import Count, Ledger
+from memswap._native import native
+from memswap.engine.stats import Count, snapshot
 from memswap.managed import report
 
 
 def test_snapshot_is_frozen_and_does_not_change_afterwards():
-    ledger = Ledger()
+    ledger = native.Ledger()
     ledger.keep("small", 10)
-    before = ledger.snapshot()
+    before = snapshot(ledger)
     ledger.keep("small", 5)
     ledger.moved_bytes += 7
     assert before.kept == {"small": Count(1, 10)} and before.moved_bytes == 0
@@ -26,33 +27,33 @@ def test_snapshot_is_frozen_and_does_not_change_afterwards():
 
 
 def test_kept_tensors_and_bytes_add_up_by_reason():
-    ledger = Ledger()
+    ledger = native.Ledger()
     for reason, nbytes in (("small", 1), ("pool", 100), ("small", 2), ("parameter", 0)):
         ledger.keep(reason, nbytes)
-    kept = ledger.snapshot().kept
+    kept = snapshot(ledger).kept
     assert kept == {"parameter": Count(1, 0), "pool": Count(1, 100), "small": Count(2, 3)}
     assert list(kept) == sorted(kept)
 
 
 def test_peaks_are_the_highest_not_the_last():
-    ledger = Ledger()
+    ledger = native.Ledger()
     for change in (100, 50, -120, 30):
         ledger.resident(change)
         ledger.away(2 * change)
-    stats = ledger.snapshot()
+    stats = snapshot(ledger)
     assert (stats.resident_bytes, stats.peak_resident_bytes) == (60, 150)
     assert (stats.away_bytes, stats.peak_away_bytes) == (120, 300)
 
 
 def test_reset_starts_anew_from_what_is_alive():
-    ledger = Ledger()
+    ledger = native.Ledger()
     ledger.resident(100)
     ledger.resident(-60)
     ledger.away(70)
     ledger.stalls, ledger.moved_storages, ledger.exposed_wait_s = 3, 4, 5.0
     ledger.keep("small", 10)
     ledger.reset()
-    stats = ledger.snapshot()
+    stats = snapshot(ledger)
     assert stats == Stats(
         resident_bytes=40, peak_resident_bytes=40, away_bytes=70, peak_away_bytes=70
     )
@@ -60,19 +61,19 @@ def test_reset_starts_anew_from_what_is_alive():
 
 
 def test_every_counter_of_the_ledger_is_in_the_snapshot():
-    ledger = Ledger()
+    ledger = native.Ledger()
     names = {name for name in dir(ledger) if not name.startswith("_")}
     names.remove("known_storages")  # which is not counted
     numbers = [f for f in sorted(names) if isinstance(getattr(ledger, f), (int, float))]
     for value, name in enumerate(numbers, start=1):
         setattr(ledger, name, value)
-    stats = ledger.snapshot()
+    stats = snapshot(ledger)
     for value, name in enumerate(numbers, start=1):
         assert getattr(stats, name) == value, f"{name} is counted and not reported"
 
 
 def test_each_reason_is_told_once_even_after_a_reset():
-    ledger = Ledger()
+    ledger = native.Ledger()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for _ in range(3):

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from memswap._C import Iteration
     from memswap.engine.action import Action
     from memswap.engine.entry import Entry
-    from memswap._C import Iteration
 
 
 class Director(Protocol):
@@ -21,9 +21,9 @@ class Director(Protocol):
     The saver's lock serialises the calls, `demanded` excepted, which follows a wait that holds no
     lock. Storages that the policy keeps reach a director as well, unlike a saver without one.
 
-    A director that gives an iteration a plan (`Iteration.plan`, `Iteration.follows_alone`) is not called
-    at the marks at which that says enough: a save that is as expected, a demand once backward has
-    begun. `Saver.watched` has it called all the same.
+    A director that gives an iteration a plan (`Iteration.plan`, `Iteration.follows_alone`) is not
+    called at the marks at which that says enough: a save that is as expected, a demand once
+    backward has begun. `Saver.watched` has it called all the same.
     """
 
     def begin(self, iteration: Iteration) -> int | None:

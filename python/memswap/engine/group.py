@@ -31,6 +31,7 @@ import enum
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
+
 import torch
 
 from memswap._native import native

@@ -26,9 +26,9 @@ from memswap.engine.entry import State
 from memswap.engine.expectations import Key
 
 if TYPE_CHECKING:
+    from memswap._C import Iteration
     from memswap.engine.action import Action
     from memswap.engine.entry import Entry
-    from memswap._C import Iteration
 
 
 #: Storages that one operator asks for in a row.
@@ -141,7 +141,9 @@ class _Saved:
 class Recorder:
     """Takes down one iteration as it happens."""
 
-    def __init__(self, clock: Clock, iteration: Iteration, leaving_bytes: Callable[[], int]) -> None:
+    def __init__(
+        self, clock: Clock, iteration: Iteration, leaving_bytes: Callable[[], int]
+    ) -> None:
         self.iteration = iteration
         self._clock = clock
         self._leaving_bytes = leaving_bytes  # what the lane's sends hold now

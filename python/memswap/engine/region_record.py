@@ -11,9 +11,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from memswap._C import WeakStorage
+    from memswap._C import Iteration, WeakStorage
     from memswap.engine.entry import Entry
-    from memswap._C import Iteration
 
 
 class CalledWith(NamedTuple):

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from memswap.engine.director import Director
     from memswap.engine.expectations import Expectation, Expectations
     from memswap.engine.handle import Handle
-    from memswap.engine.visit import Visit
     from memswap.engine.transfer import Pool, Route, Sender
+    from memswap.engine.visit import Visit
 
 
 class _Encoding(NamedTuple):
@@ -141,7 +141,8 @@ class Saver(native.Engine):
 
     def save(self, tensor: torch.Tensor, view: SavedView, visit: Visit) -> Handle:
         """A plain tensor's handle. The lock is held."""
-        return visit.save(tensor, view)
+        handle: Handle = visit.save(tensor, view)
+        return handle
 
     def decide(self, tensor: torch.Tensor, view: SavedView, visit: Visit) -> Handle:
         """The handle of a storage that is new, and about which table and plan say nothing."""

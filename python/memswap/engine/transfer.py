@@ -15,7 +15,7 @@ from memswap.engine.pools import DiskPool, HostPool
 from memswap.errors import TransferError
 
 if TYPE_CHECKING:
-    from memswap._C import CodecLane, SavedView
+    from memswap._C import CodecLane
 
 Pool: TypeAlias = HostPool | DiskPool
 Sender: TypeAlias = native.BlockSender | native.FrameSender
@@ -231,16 +231,6 @@ class Routes:
         self._pool = pool
         self._default_pools: dict[str, Pool] = {}
         self._routes: dict[torch.device, Route | None] = {}
-        self._by_number: dict[int, Route | None] = {}
-
-    def of(self, tensor: torch.Tensor, view: SavedView) -> Route | None:
-        """The route of a tensor that is about to leave, or None where it stays."""
-        number = view.device_number  # a torch.device is made anew, and hashed, at each look
-        try:
-            return self._by_number[number]
-        except KeyError:
-            route = self._by_number[number] = self.to(tensor.device)
-            return route
 
     def to(self, device: torch.device) -> Route | None:
         """The route for ``device``, or None where its storages stay.

@@ -15,6 +15,7 @@ from memswap.engine.visit import Visit
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
+
     from memswap._C import EntryReference, Iteration, StorageRef
     from memswap.engine.action import Decider
     from memswap.engine.entry import Entry

@@ -1,4 +1,4 @@
-"""Checking: what a timed iteration says: a step to plan with, or whether its plan is still right."""
+"""Checking: what a timed iteration says: a step to plan with, or whether its plan still holds."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def measured_rates(device: torch.device, folder: Path | None) -> Rates | None:
 
 
 def finished(timing: Timing) -> Record | None:
-    """The record of an iteration that had its backward; None: there is none. Waits for the device."""
+    """The record of an iteration that had its backward, or None. Waits for the device."""
     timing.recorder.wait()
     record = timing.recorder.take()
     return record if record is not None and record.order else None

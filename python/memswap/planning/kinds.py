@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
     import torch
 
+    from memswap._C import Iteration
     from memswap._C import Plan as NativePlan
     from memswap.engine.expectations import Key
-    from memswap._C import Iteration
     from memswap.planning.plan import Plan, PlannedStorage
     from memswap.planning.rates import Rates
     from memswap.planning.step import Step
@@ -31,8 +31,8 @@ RETIME_AFTER = 128
 #: Iterations under a plan before frames that are longer than planned lead to another one.
 REFRAME_AFTER = 16
 
-#: Iterations, one after another, that were not as planned, before a kind learns again; each time that
-#: did not help, twice as many.
+#: Iterations, one after another, that were not as planned, before a kind learns again; each time
+#: that did not help, twice as many.
 LEAST_PATIENCE = 2
 
 #: Iterations that no plan can be made of, after which somebody should know, and one in so many is
@@ -121,7 +121,7 @@ class Flights:
     forgotten: bool = False
 
     def see(self, number: int) -> bool:
-        """Others are in flight beside an iteration of the kind. Whether more than planned for are."""
+        """Others are in flight beside an iteration of this kind. Whether there are more than planned."""
         self.seen = max(self.seen, number)
         if number <= self.number:
             return False

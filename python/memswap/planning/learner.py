@@ -1,19 +1,19 @@
 """Learner: makes plans of what was taken down, and makes them anew when they are not right.
 
 [Note: Learning]
-Iterations that begin alike are of one kind, and each kind learns for itself: its first iteration runs
-as it would without a budget, so that allocators and caches warm up; in the second everything is
-encoded on its way out, where there is a codec, which shows how much it shrinks; the third is timed,
-by two events per mark. Checkpoint regions are off in the second and third, to see what they save.
-If the budget wants some of them recomputed, an iteration with just these on is timed next. Then there
-is a plan, for the first iteration that begins after it is made. Nothing waits for that, and nothing
-is recorded any more but one iteration now and then. What does not look as planned is treated as if
-there were no plan, which is safe; twice in a row, and the kind learns again; where that does not
-help, after twice as many the next time. So a wrong forecast costs time or room, never a bit.
-docs/planning.md has all of it in two tables.
+Iterations that begin alike are of one kind, and each kind learns for itself: its first iteration
+runs as it would without a budget, so that allocators and caches warm up; in the second everything
+is encoded on its way out, where there is a codec, which shows how much it shrinks; the third is
+timed, by two events per mark. Checkpoint regions are off in the second and third, to see what they
+save. If the budget wants some of them recomputed, an iteration with just these on is timed next.
+Then there is a plan, for the first iteration that begins after it is made. Nothing waits for that,
+and nothing is recorded any more but one iteration now and then. What does not look as planned is
+treated as if there were no plan, which is safe; twice in a row, and the kind learns again; where
+that does not help, after twice as many the next time. So a wrong forecast costs time or room, never
+a bit. docs/planning.md has all of it in two tables.
 
-[Note: In flight] Several iterations may wait for their backward at a time. Each has the same share of
-a budget: what none exceeds, all of them do not exceed together. Their number is the highest that
+[Note: In flight] Several iterations may wait for their backward at a time. Each has the same share
+of a budget: what none exceeds, all of them do not exceed together. Their number is the highest that
 was seen of late.
 """
 
@@ -77,7 +77,8 @@ class Forwards:
 
 
 class Learner:
-    """From iterations to plans. Plans are made in the background ([Note: Planning beside training]).
+    """From iterations to plans. Plans are made in the background ([Note: Planning beside
+    training]).
 
     Args:
         saver: whose iterations they are.
@@ -124,8 +125,9 @@ class Learner:
     def times(self, kind: Kind) -> bool:
         """Count an iteration that begins. Whether it is timed.
 
-        Ranks that plan together time one iteration after another, the same ones: each of them answers
-        for it in its own time, and nobody times the next one before all follow what was found.
+        Ranks that plan together time one iteration after another, the same ones: each of them
+        answers for it in its own time, and nobody times the next one before all follow what was
+        found.
         """
         timed = kind.times_next()
         if self._ranks is not None and timed:

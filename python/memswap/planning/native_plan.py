@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 WORDS = {SWAP: "swap", KEEP: "keep"}
 
 
-def native_plan(
-    plan: Plan, keys: Sequence[Key], route: Route, least_bytes: int
-) -> NativePlan:
+def native_plan(plan: Plan, keys: Sequence[Key], route: Route, least_bytes: int) -> NativePlan:
     """What an engine does under a plan.
 
     Args:

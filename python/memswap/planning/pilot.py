@@ -20,8 +20,8 @@ from memswap.engine.record import Clock, Recorder
 from memswap.engine.region_record import RegionRecord
 from memswap.planning.kinds import Course, Kind, Timing
 from memswap.planning.learner import Learner, regions_off
-from memswap.planning.replay import CODED
 from memswap.planning.native_plan import native_plan
+from memswap.planning.replay import CODED
 from memswap.planning.shapes import Kinds
 
 if TYPE_CHECKING:
@@ -332,7 +332,8 @@ class Pilot:
         """What is known of an iteration that has not ended."""
         return next((one for one in self._open if one.iteration is iteration), None)
 
-    # --- one iteration ------------------------------------------------------------------------------
+    # --- one iteration
+    # ------------------------------------------------------------------------------
 
     def _begin_course(self, iteration: Iteration, key: Key, device: torch.device) -> Course:
         """What comes first says what kind of iteration it is."""

@@ -1,10 +1,10 @@
 """Shapes: which kind an iteration is of, and plans for shapes that were not seen.
 
 [Note: Shapes]
-An iteration is known by the storage that it saves first: who saves it, and its size, which tells one
-input shape from another. The first few shapes have a plan each. Where there are more, lengths that
-are drawn anew in each step for example, those within a quarter of one another share a plan, which
-is made for the largest of them: what takes less than planned stays within the budget too.
+An iteration is known by the storage that it saves first: who saves it, and its size, which tells
+one input shape from another. The first few shapes have a plan each. Where there are more, lengths
+that are drawn anew in each step for example, those within a quarter of one another share a plan,
+which is made for the largest of them: what takes less than planned stays within the budget too.
 
 Only the first shape has to learn. What is known of it is resized for the others, in proportion to
 the first storage, and planned with at once: one pass of planning for a shape, or a class of shapes,

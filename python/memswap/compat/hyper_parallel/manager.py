@@ -258,7 +258,7 @@ class SwapManager:
         if batch.before() is None and torch.is_grad_enabled():
             saver = self.engine.saver
             with saver.lock:  # a chain begins: sharding may have replaced parameters
-                saver.persistent = persistent_storages(list(self._links))
+                saver.set_persistent(persistent_storages(list(self._links)))
         return _LinkedCall(self._running, link, batch)
 
     def notice_empty(self, line: UsersLine) -> None:

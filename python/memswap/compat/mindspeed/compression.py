@@ -48,10 +48,10 @@ from memswap.windows import parse_layers
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from memswap._C import Iteration
     from memswap.engine.durations import Span
     from memswap.engine.handle import Handle
     from memswap.engine.stats import Stats
-    from memswap._C import Iteration
     from memswap.engine.windows import WindowStats
 
 

@@ -19,6 +19,7 @@ from memswap.planning.policy import Policy
 from memswap.windows import Windows
 
 if TYPE_CHECKING:
+    from memswap._C import EntryReference
     from memswap.engine.durations import Span
     from memswap.engine.windowed import WindowedSaver
 
@@ -80,8 +81,8 @@ class LayerActivationManager:
         self.order_layer_uuid = order_layer_uuid
         self.saver = new_saver([]) if saver is None else saver
         self._visit = LayerVisit(self)
-        self._saved: dict[ref[Entry], int] = {}  # and elements of the first tensor of each
-        self._planned: list[ref[Entry]] = []
+        self._saved: dict[EntryReference, int] = {}  # and elements of the first tensor of each
+        self._planned: list[EntryReference] = []
         self.forward_calls, self.backward_calls = Calls(), Calls()
 
     @property
@@ -146,7 +147,7 @@ class LayerActivationManager:
 
     def plan(
         self, max_numel: float, filter_state: TensorState = TensorState.NORMAL
-    ) -> list[ref[Entry]]:
+    ) -> list[EntryReference]:
         """Tensors in a state, in the order of saving, of fewer than `max_numel` elements in all.
 
         Args:
@@ -173,7 +174,7 @@ class LayerActivationManager:
 
     def pack(
         self,
-        shares: Mapping[ref[Entry], object] | Iterable[object] | None = None,
+        shares: Mapping[EntryReference, object] | Iterable[object] | None = None,
         statistic: bool = False,
     ) -> None:
         """Start encoding, beside what the caller launches next.
@@ -199,7 +200,7 @@ class LayerActivationManager:
                 if entry.departure is not None and entry.state is State.LEAVING:
                     entry.departure.wait()
 
-    def unpack(self, choices: Sequence[ref[Entry]]) -> None:
+    def unpack(self, choices: Sequence[EntryReference]) -> None:
         """Start decoding, beside what the caller launches next."""
         self._planned = list(choices)
         with self.saver.lock:
@@ -238,10 +239,10 @@ class LayerVisit(Visit):
         return handle
 
 
-def chosen(share: object) -> ref[Entry]:
+def chosen(share: object) -> EntryReference:
     """What was chosen, alone or with what is to be done with it."""
     first = share[0] if isinstance(share, tuple) and share else share
-    if not isinstance(first, ref):
+    if not isinstance(first, native.EntryReference):
         raise TypeError(
             f"pack(shares): found {type(first).__name__}, expected what plan(max_numel) returned, "
             "or some of it"
