@@ -73,10 +73,13 @@ void set_device(Engine& engine, c10::Device device, const std::string& action,
   devices.push_back({device, action_of(action), std::move(sender)});
 }
 
-void set_persistent(Engine& engine, const std::map<uintptr_t, WeakStorage>& storages) {
+void set_persistent(Engine& engine, const std::vector<at::Tensor>& tensors) {
   engine.persistent.clear();
-  for (const auto& [key, storage] : storages) {
-    engine.persistent.emplace(reinterpret_cast<const void*>(key), storage);
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.unsafeGetTensorImpl()->has_storage()) {
+      const WeakStorage storage(StorageRef(tensor.storage()));
+      engine.persistent.emplace(storage.key(), storage);
+    }
   }
 }
 
@@ -120,8 +123,8 @@ void bind_engine(py::module_& module) {
       .def("set_device", &set_device, py::arg("device"), py::arg("action"),
            py::arg("sender").none(false),
            "What a policy without an action means there, and how storages are swapped.")
-      .def("set_persistent", &set_persistent, py::arg("storages"),
-           "Storages of parameters and buffers: key -> WeakStorage.")
+      .def("set_persistent", &set_persistent, py::arg("tensors"),
+           "Parameters and buffers, whose storages stay.")
       .def(
           "is_persistent",
           [](const Engine& self, uintptr_t key) {
@@ -164,15 +167,16 @@ void bind_engine(py::module_& module) {
             }
           },
           py::arg("iteration"), py::arg("index"),
-           "What comes next comes after a storage has left, if it is leaving or waits to; its "
-           "frame's way to a pool included.")
+          "What comes next comes after a storage has left, if it is leaving or waits to; its "
+          "frame's way to a pool included.")
       .def_static("look_at_released", &Engine::look_at_released, py::arg("iteration"),
                   "Notice what was released, was still held then, and is gone by now.")
       .def(
           "note_peak", [](const Engine& self, Iteration& of) { self.note_peak(of); },
           py::arg("iteration"), "Bytes on the device at this moment of the plan.")
       .def_property_readonly(
-          "ledger", [](const EnginePtr& self) { return std::shared_ptr<Ledger>(self, &self->ledger); })
+          "ledger",
+          [](const EnginePtr& self) { return std::shared_ptr<Ledger>(self, &self->ledger); })
       .def_readonly("lock", &Engine::lock)
       .def_readonly("departing", &Engine::departing)
       .def_readonly("timeline", &Engine::timeline)

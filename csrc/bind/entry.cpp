@@ -106,8 +106,7 @@ void bind_entry(py::module_& module) {
       .def_property_readonly("device", &Entry::device)
       .def_property_readonly("engine", &Entry::engine)
       .def_property_readonly(
-          "reference",
-          [](Entry& entry) { return EntryReference(entry.shared_from_this()); },
+          "reference", [](Entry& entry) { return EntryReference(entry.shared_from_this()); },
           "A weak reference.")
       .def_property_readonly("identity", &Entry::identity, py::return_value_policy::copy,
                              "The storage, as a WeakStorage.")

@@ -60,8 +60,7 @@ py::object new_handle(Share share, PyObject* tensor, PyObject* owner, PyObject* 
 
 // What is rare about handles stands in Python.
 [[noreturn]] void raise(const char* error, auto&&... arguments) {
-  const py::object made =
-      py::module_::import("memswap.engine.handle").attr(error)(arguments...);
+  const py::object made = py::module_::import("memswap.engine.handle").attr(error)(arguments...);
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
   throw py::error_already_set();
 }

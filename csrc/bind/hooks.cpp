@@ -38,10 +38,10 @@ struct Scope {
 
 struct ScopeObject {
   PyObject_HEAD std::unique_ptr<Scope> scope;  // never nullptr
-  PyObject* engine;   // the engine's object
-  PyObject* action;   // of all that is packed, or None
-  PyObject* outer;    // the hooks that were installed before, or None
-  PyObject* waiting;  // what is saved once its operator has run, or None
+  PyObject* engine;                            // the engine's object
+  PyObject* action;                            // of all that is packed, or None
+  PyObject* outer;                             // the hooks that were installed before, or None
+  PyObject* waiting;                           // what is saved once its operator has run, or None
   char pushed;
 };
 
@@ -108,8 +108,13 @@ py::object handle_of(ScopeObject* self, PyObject* tensor, Saved saved, SavedView
 py::object save(ScopeObject* self, PyObject* tensor, SavedView look, bool planned) {
   Scope& scope = *self->scope;
   const bool has_action = self->action != Py_None;
-  const Offer offer{THPVariable_Unpack(tensor), look,       scope.unit,   scope.group,
-                    scope.covered,              has_action, scope.ordinal};
+  const Offer offer{THPVariable_Unpack(tensor),
+                    look,
+                    scope.unit,
+                    scope.group,
+                    scope.covered,
+                    has_action,
+                    scope.ordinal};
   Saved saved;
   if (planned && scope.covered && !has_action) {
     saved = scope.engine->follow_plan(offer);

@@ -21,14 +21,12 @@ namespace py = pybind11;
 namespace {
 
 // (unit, ordinal, nbytes, dtype, action, releases, departures, fetches, departs)
-using GivenPlace =
-    std::tuple<std::string, int64_t, int64_t, c10::ScalarType, std::string, std::vector<size_t>,
-               std::vector<size_t>, std::vector<size_t>, bool>;
+using GivenPlace = std::tuple<std::string, int64_t, int64_t, c10::ScalarType, std::string,
+                              std::vector<size_t>, std::vector<size_t>, std::vector<size_t>, bool>;
 
 Plan::Action action_of(const std::string& word) {
-  static const std::map<std::string, Plan::Action> words = {{"swap", Plan::Action::kSwap},
-                                                            {"keep", Plan::Action::kKeep},
-                                                            {"ask", Plan::Action::kAsk}};
+  static const std::map<std::string, Plan::Action> words = {
+      {"swap", Plan::Action::kSwap}, {"keep", Plan::Action::kKeep}, {"ask", Plan::Action::kAsk}};
   const auto found = words.find(word);
   if (found == words.end()) {
     throw py::value_error("a plan says swap, keep or ask, found " + word);
@@ -119,8 +117,7 @@ void bind_iteration(py::module_& module) {
       .def(
           "demand",
           [](Iteration& self, int64_t index) { return self.demand(place_in(self, index)); },
-          py::arg("index"),
-           "A storage is demanded. The entries that are to be brought back now.")
+          py::arg("index"), "A storage is demanded. The entries that are to be brought back now.")
       .def(
           "entry",
           [](const Iteration& self, int64_t index) { return self.entry(place_in(self, index)); },

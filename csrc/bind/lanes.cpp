@@ -1,9 +1,8 @@
 // Lanes, as Python sees them. The worker lane is bound with the pools, whose life it shares.
+#include <c10/util/Exception.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
-
-#include <c10/util/Exception.h>
 
 #include <optional>
 #include <utility>

@@ -44,7 +44,8 @@ pybind11::object call_method(PyObject* self, PyObject* name, Arguments*... argum
 
 // Adds a type to a module and returns it, borrowed.
 inline PyTypeObject* add_type(pybind11::module_& module, const char* name, PyType_Spec& spec) {
-  PyObject* const type = owned(PyType_FromModuleAndSpec(module.ptr(), &spec, nullptr)).release().ptr();
+  PyObject* const type =
+      owned(PyType_FromModuleAndSpec(module.ptr(), &spec, nullptr)).release().ptr();
   module.add_object(name, pybind11::reinterpret_steal<pybind11::object>(type));
   return reinterpret_cast<PyTypeObject*>(type);
 }

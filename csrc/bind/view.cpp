@@ -19,11 +19,11 @@ uintptr_t as_int(const void* key) { return reinterpret_cast<uintptr_t>(key); }
 
 void bind_view(py::module_& module) {
   py::class_<StorageRef, StorageRefPtr>(module, "StorageRef", "A share of one tensor storage.")
-      .def(py::init(
-               [](const at::Tensor& tensor) { return std::make_shared<StorageRef>(tensor.storage()); }),
+      .def(py::init([](const at::Tensor& tensor) {
+             return std::make_shared<StorageRef>(tensor.storage());
+           }),
            py::arg("tensor"))
-      .def_property_readonly("nbytes",
-                             [](const StorageRef& ref) { return ref.storage.nbytes(); })
+      .def_property_readonly("nbytes", [](const StorageRef& ref) { return ref.storage.nbytes(); })
       .def_property_readonly(
           "key", [](const StorageRef& ref) { return as_int(ref.storage.unsafeGetStorageImpl()); })
       .def_property_readonly("use_count",

@@ -1,9 +1,9 @@
 // Engine: what becomes of the storages that autograd saves.
 //
 // From pack to unpack: a tensor is offered (`save`); its storage is known already, or becomes an
-// Entry; the plan, the policy and the iteration say whether it stays; a sender sends it. In backward
-// a handle demands the storage (`demand`), which comes back or is on its way already, and with it
-// what is demanded next.
+// Entry; the plan, the policy and the iteration say whether it stays; a sender sends it. In
+// backward a handle demands the storage (`demand`), which comes back or is on its way already, and
+// with it what is demanded next.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -54,10 +54,10 @@ struct Offer {
   const at::Tensor& tensor;
   const SavedView& look;
   std::string_view unit;
-  int64_t group;      // a checkpoint region's number, or Iteration::kNoGroup
-  bool covered;       // the policy covers the unit
-  bool has_action;    // who saves it has an action of its own
-  int64_t& ordinal;   // of the unit's last storage
+  int64_t group;     // a checkpoint region's number, or Iteration::kNoGroup
+  bool covered;      // the policy covers the unit
+  bool has_action;   // who saves it has an action of its own
+  int64_t& ordinal;  // of the unit's last storage
 };
 
 // What became of a tensor.

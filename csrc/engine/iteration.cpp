@@ -8,10 +8,10 @@
 namespace memswap {
 
 // [Note: Prefetched bytes]
-// Backward demands the storages that were saved last first, so whatever leaves last would have to be
-// back at once: at the moment of the peak it frees nothing. What is demanded first, up to so many
-// bytes, therefore stays, and from then on whatever lies within so many bytes ahead of the latest
-// demand is on its way back. One number bounds both, so a peak holds it once and not twice.
+// Backward demands the storages that were saved last first, so whatever leaves last would have to
+// be back at once: at the moment of the peak it frees nothing. What is demanded first, up to so
+// many bytes, therefore stays, and from then on whatever lies within so many bytes ahead of the
+// latest demand is on its way back. One number bounds both, so a peak holds it once and not twice.
 // Decoding takes a fraction of the time of a transfer, and what is encoded on the device frees only
 // a part of its bytes, so for those the number is smaller. Where decodes wait for operators to run
 // beside, it is as large as these would have needed it in the last backward ([Note: Bytes ahead]),
@@ -24,8 +24,8 @@ constexpr double kWindowShare = 1.0 / 8;
 // The same for bytes that are encoded where they are; and the largest storage comes with the small
 // ones around it (the weight beside the input of a matrix product).
 constexpr double kDecodeShare = 1.0 / 32, kDecodeSlack = 1.25;
-// Of the bytes that are encoded where they are, those that may be decoded at a time for operators to
-// hide it: what frames free of them is given up.
+// Of the bytes that are encoded where they are, those that may be decoded at a time for operators
+// to hide it: what frames free of them is given up.
 constexpr double kMostDecodedShare = 1.0 / 4;
 
 }  // namespace
@@ -163,8 +163,8 @@ int64_t Iteration::least_window_bytes() const {
   const DemandOrder::Share &raw = order_.raw(), &decoded = order_.decoded();
   const double shares = static_cast<double>(raw.nbytes) * kWindowShare +
                         static_cast<double>(decoded.nbytes) * kDecodeShare;
-  return static_cast<int64_t>(std::max({static_cast<double>(raw.most),
-                                        static_cast<double>(decoded.most) * kDecodeSlack, shares}));
+  return static_cast<int64_t>(std::max(
+      {static_cast<double>(raw.most), static_cast<double>(decoded.most) * kDecodeSlack, shares}));
 }
 
 int64_t Iteration::leaving_bytes() const {

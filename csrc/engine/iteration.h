@@ -1,7 +1,7 @@
 // Iteration: one forward of what is managed and the backward that belongs to it.
 //
-// The last iteration that was demanded predicts the next one, storage by storage, for as long as the
-// sizes agree. A wrong guess costs a stall or a little memory, never an error.
+// The last iteration that was demanded predicts the next one, storage by storage, for as long as
+// the sizes agree. A wrong guess costs a stall or a little memory, never an error.
 #pragma once
 
 #include <cstddef>
@@ -39,8 +39,8 @@ class Iteration : public std::enable_shared_from_this<Iteration> {
   // --- saving ---
 
   // The next storage is saved. `decoded`: it would be encoded where it is. Storages of one `group`
-  // are those of a checkpoint region, which replays its forward: they are expected back in the order
-  // in which they were saved. Why the storage should stay, or nullptr.
+  // are those of a checkpoint region, which replays its forward: they are expected back in the
+  // order in which they were saved. Why the storage should stay, or nullptr.
   const char* admit(int64_t nbytes, bool decoded, int64_t group);
   // The entry of the storage that was admitted last. Throws std::invalid_argument.
   void place(const EntryPtr& entry);

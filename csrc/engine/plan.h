@@ -1,5 +1,5 @@
-// Plan: what happens to each storage of an iteration, as data. Why it says what it says is not known
-// here; the planner that makes it is python/memswap/planning.
+// Plan: what happens to each storage of an iteration, as data. Why it says what it says is not
+// known here; the planner that makes it is python/memswap/planning.
 #pragma once
 
 #include <c10/core/Device.h>

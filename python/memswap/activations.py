@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from memswap._native import native
 from memswap.blocks import LISTS, Blocks, find_blocks
 from memswap.engine.autograd import computed_from, in_backward, next_node_number, plain_parts
 from memswap.engine.saver import Saver
@@ -35,7 +34,6 @@ from memswap.windows import Window, Windows
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from memswap._C import WeakStorage
     from memswap.engine.action import Decider
     from memswap.engine.transfer import Pool
     from memswap.planning.plan import Plan
@@ -271,7 +269,7 @@ class Manager(Managed):
             ):
                 self._begin_iteration()
             if not units.names:
-                saver.set_persistent(persistent_storages(self._units.values()))
+                saver.set_persistent(persistent_tensors(self._units.values()))
                 units.first_node = next_node_number()
             units.names[name] = None
 
@@ -495,17 +493,15 @@ def refuse(found: object, caller: str) -> NoReturn:
     )
 
 
-def persistent_storages(modules: Iterable[nn.Module]) -> dict[int, WeakStorage]:
-    """Parameters and buffers as they are now (sharding may have replaced them), by storage."""
-    storages = {}
-    for module in modules:
-        for tensors in (module.parameters(), module.buffers()):
-            for tensor in tensors:
-                for part in plain_parts(tensor):
-                    if native.storage_key(part):
-                        weak = native.WeakStorage(native.StorageRef(part))
-                        storages[weak.key] = weak
-    return storages
+def persistent_tensors(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
+    """Parameters and buffers as they are now (sharding may have replaced them), by their parts."""
+    return [
+        part
+        for module in modules
+        for tensors in (module.parameters(), module.buffers())
+        for tensor in tensors
+        for part in plain_parts(tensor)
+    ]
 
 
 def window(prefetch_bytes: int | str) -> int | None:

@@ -24,7 +24,7 @@ from torch import nn
 from memswap.activations import (
     checked_policy,
     named_units,
-    persistent_storages,
+    persistent_tensors,
 )
 from memswap.engine.autograd import in_backward
 from memswap.engine.group import Generation, GroupVisit, Phase
@@ -33,7 +33,6 @@ from memswap.managed import Managed
 from memswap.planning.policy import Policy
 
 if TYPE_CHECKING:
-    from memswap._C import WeakStorage
     from memswap.engine.group import GroupSaver
     from memswap.engine.transfer import Pool
 
@@ -84,7 +83,7 @@ class Track:
         self._waiting: Generation | None = None  # launched, not waited for yet
 
     def begin(
-        self, index: int, persistent: Callable[[], dict[int, WeakStorage]]
+        self, index: int, persistent: Callable[[], list[torch.Tensor]]
     ) -> CollectedCall | None:
         """A layer's forward begins. None: autograd does not record it.
 
@@ -191,8 +190,8 @@ class Chain(Managed):
     ) -> CollectedCall | None:
         return None if self._paused else self._track.begin(key, self._persistent)
 
-    def _persistent(self) -> dict[int, WeakStorage]:
-        return persistent_storages(self._units.values())
+    def _persistent(self) -> list[torch.Tensor]:
+        return persistent_tensors(self._units.values())
 
 
 def chain(

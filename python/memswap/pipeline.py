@@ -30,7 +30,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from memswap.activations import checked_policy, persistent_storages
+from memswap.activations import checked_policy, persistent_tensors
 from memswap.engine.autograd import in_backward
 from memswap.engine.group import Generation, Phase
 from memswap.groups import Groups
@@ -175,7 +175,7 @@ class PipelineManager(Managed):
             self._chunks = [chunk for chunk in self._chunks if alive(chunk)]
             if not self._chunks:
                 self._itinerary.begin()
-                saver.set_persistent(persistent_storages(self._modules.values()))
+                saver.set_persistent(persistent_tensors(self._modules.values()))
             generation = self._groups[key].begin()
             chunk = _Chunk(self, generation, self._itinerary.forward(key))
             self._chunks.append(chunk)

@@ -41,7 +41,7 @@ def asks_about_everything(monkeypatch) -> None:
 
     def begin(self: Any, iteration: Any, *arguments: Any) -> Any:
         course = began(self, iteration, *arguments)
-        iteration.alone = False
+        iteration.follows_alone = False
         return course
 
     monkeypatch.setattr(Pilot, "_begin_course", begin)

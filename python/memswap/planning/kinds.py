@@ -121,7 +121,7 @@ class Flights:
     forgotten: bool = False
 
     def see(self, number: int) -> bool:
-        """Others are in flight beside an iteration of this kind. Whether there are more than planned."""
+        """Others are in flight beside one of this kind. Whether there are more than planned for."""
         self.seen = max(self.seen, number)
         if number <= self.number:
             return False

@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils._pytree import tree_iter
 
 from memswap._warn import UsersLine
-from memswap.activations import checked_policy, persistent_storages
+from memswap.activations import checked_policy, persistent_tensors
 from memswap.compat.hyper_parallel.groups import Batch, SwapGroup
 from memswap.compat.hyper_parallel.tensors import Storage
 from memswap.engine.action import Action, TensorInfo
@@ -258,7 +258,7 @@ class SwapManager:
         if batch.before() is None and torch.is_grad_enabled():
             saver = self.engine.saver
             with saver.lock:  # a chain begins: sharding may have replaced parameters
-                saver.set_persistent(persistent_storages(list(self._links)))
+                saver.set_persistent(persistent_tensors(list(self._links)))
         return _LinkedCall(self._running, link, batch)
 
     def notice_empty(self, line: UsersLine) -> None:

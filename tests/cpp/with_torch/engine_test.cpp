@@ -1,0 +1,211 @@
+// Engine without Python: what becomes of saved tensors, and what comes back of them.
+#include "engine/engine.h"
+
+#include <ATen/ops/empty.h>
+#include <gtest/gtest.h>
+
+#include <cstddef>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "lane/worker_lane.h"
+#include "pool/host_slabs.h"
+#include "pool/pool.h"
+
+namespace memswap {
+namespace {
+
+constexpr int64_t kBytes = 1000;
+constexpr size_t kBudget = 1 << 20;
+
+at::Tensor filled(uint8_t value, int64_t nbytes = kBytes) {
+  at::Tensor tensor = at::empty({nbytes}, at::kByte);
+  std::memset(tensor.mutable_data_ptr(), value, static_cast<size_t>(nbytes));
+  return tensor;
+}
+
+// What a handle of autograd's holds.
+struct Handle {
+  Saved saved;
+  SavedView look;
+  at::Tensor kept;  // where the tensor stays
+
+  EntryPtr entry() const { return std::static_pointer_cast<Entry>(saved.known); }
+};
+
+class Engines : public ::testing::Test {
+ protected:
+  Engines() {
+    engine->policy.action = PolicyTable::Action::kSwap;
+    engine->policy.min_bytes = 1;
+    engine->policy.devices.push_back({c10::Device(c10::kCPU), PolicyTable::Action::kSwap, sender});
+    engine->ledger.warn = [this](const std::string& message) { told.push_back(message); };
+  }
+
+  Handle save(const at::Tensor& tensor, bool planned = false) {
+    const Locked locked(engine->lock);
+    SavedView look = *SavedView::capture(tensor);
+    const Offer offer{tensor, look, "unit", Iteration::kNoGroup, true, false, ordinal};
+    Saved saved = planned ? engine->follow_plan(offer) : engine->save(offer);
+    if (saved.as == Saved::As::kMoved) {
+      ++static_cast<Entry&>(*saved.known).handles;
+      return {saved, look, {}};
+    }
+    return {saved, look, tensor};
+  }
+
+  // Whether backward finds these bytes.
+  bool demands(const Handle& handle, uint8_t value) {
+    const StorageRefPtr storage = engine->demand(handle.entry());
+    const auto* const bytes = static_cast<const uint8_t*>(storage->storage.data());
+    return bytes[0] == value && bytes[kBytes - 1] == value;
+  }
+
+  void begin_iteration() { engine->iteration = engine->timeline.begin(); }
+
+  std::shared_ptr<Pool> pool = std::make_shared<Pool>(
+      std::make_shared<BudgetedSlabs>(std::make_shared<OrdinarySlabs>(), kBudget),
+      PoolOptions{.slab_bytes = kBudget, .alignment = 512});
+  std::shared_ptr<WorkerLane> lane = std::make_shared<WorkerLane>(2, kBudget);
+  std::shared_ptr<BlockSender> sender = std::make_shared<BlockSender>(lane, pool);
+  EnginePtr engine = std::make_shared<Engine>(/*window_bytes=*/0);
+  std::vector<std::string> told;
+  int64_t ordinal = -1;
+};
+
+TEST_F(Engines, WhatIsSavedLeavesAndComesBack) {
+  std::vector<Handle> handles;
+  for (uint8_t value = 1; value <= 5; ++value) {
+    handles.push_back(save(filled(value)));
+    ASSERT_EQ(handles.back().saved.as, Saved::As::kMoved);
+    handles.back().entry()->departure()->wait();
+  }
+  for (uint8_t value = 5; value >= 1; --value) {
+    EXPECT_TRUE(demands(handles[value - 1], value));
+  }
+  EXPECT_EQ(engine->ledger.counters.returned_storages, 5);
+  handles.clear();
+  EXPECT_EQ(engine->ledger.known_storages(), 0u);
+  EXPECT_EQ(engine->ledger.counters.resident_bytes, 0);
+  EXPECT_EQ(engine->ledger.counters.away_bytes, 0);
+  EXPECT_EQ(engine->departing.size(), 0u);
+}
+
+TEST_F(Engines, AStorageMovesOnceHoweverOftenItIsSaved) {
+  at::Tensor tensor = filled(3);
+  const Handle first = save(tensor), second = save(tensor);
+  EXPECT_EQ(first.entry(), second.entry());
+  EXPECT_EQ(engine->ledger.counters.moved_storages, 1);
+  EXPECT_EQ(engine->ledger.counters.deduplicated_tensors, 1);
+  tensor.reset();
+  EXPECT_TRUE(demands(first, 3));
+  EXPECT_TRUE(demands(second, 3));
+}
+
+TEST_F(Engines, WhatIsSmallOrNotCoveredStays) {
+  engine->policy.min_bytes = kBytes + 1;
+  EXPECT_EQ(save(filled(1)).saved.as, Saved::As::kKept);
+  EXPECT_EQ(engine->ledger.kept().at("small").nbytes, kBytes);
+  engine->policy.min_bytes = 1;
+  engine->policy.action = PolicyTable::Action::kKeep;
+  const Handle stays = save(filled(1));
+  EXPECT_EQ(stays.saved.as, Saved::As::kKept);
+  EXPECT_FALSE(stays.saved.known->is_entry());
+  EXPECT_EQ(engine->ledger.counters.resident_bytes, kBytes);
+}
+
+TEST_F(Engines, WithoutRoomATensorStaysAndThatIsToldOnce) {
+  std::vector<Handle> handles;
+  for (int times = 0; times < 3; ++times) {
+    handles.push_back(save(filled(1, 2 * kBudget)));
+    EXPECT_EQ(handles.back().saved.as, Saved::As::kKept);
+  }
+  EXPECT_EQ(engine->ledger.kept().at("pool").tensors, 3);
+  ASSERT_EQ(told.size(), 1u);
+  EXPECT_NE(told[0].find("stays on cpu"), std::string::npos) << told[0];
+}
+
+TEST_F(Engines, WhatTheTableDoesNotSayIsAsked) {
+  engine->policy.action = PolicyTable::Action::kAsk;
+  EXPECT_EQ(save(filled(1)).saved.as, Saved::As::kAsked);
+  engine->policy.action = PolicyTable::Action::kSwap;
+  const Handle handle = save(filled(1));
+  demands(handle, 1);
+  EXPECT_EQ(save(filled(1)).saved.as, Saved::As::kAsked) << "a new iteration begins";
+  EXPECT_EQ(engine->iteration->size(), 1u);
+}
+
+TEST_F(Engines, ThePlanOfAnIterationIsFollowedForAsLongAsItFits) {
+  auto plan = std::make_shared<Plan>(Plan{.device = c10::Device(c10::kCPU), .sender = sender});
+  for (int64_t place = 0; place < 3; ++place) {
+    plan->places.push_back({.unit = "unit",
+                            .ordinal = place,
+                            .nbytes = kBytes,
+                            .dtype = c10::ScalarType::Byte,
+                            .action = place == 1 ? Plan::Action::kKeep : Plan::Action::kSwap});
+  }
+  plan->places[2].releases = {0};
+  plan->places[2].fetches = {0};
+  plan->check();
+  engine->directed = true;
+  engine->iteration->plan = plan;
+  engine->iteration->follows_alone = true;
+  std::vector<Handle> handles;
+  for (uint8_t value = 1; value <= 3; ++value) {
+    handles.push_back(save(filled(value), /*planned=*/true));
+  }
+  EXPECT_EQ(handles[0].saved.as, Saved::As::kMoved);
+  EXPECT_EQ(handles[1].saved.as, Saved::As::kKept);
+  EXPECT_EQ(handles[2].saved.as, Saved::As::kMoved);
+  EXPECT_EQ(handles[0].entry()->state(), State::kAway) << "its room was released";
+  EXPECT_EQ(engine->ledger.kept().at("planned").tensors, 1);
+  EXPECT_TRUE(demands(handles[2], 3));
+  EXPECT_EQ(handles[0].entry()->state(), State::kReturning) << "it starts back as planned";
+  EXPECT_TRUE(demands(handles[0], 1));
+  EXPECT_EQ(engine->iteration->peak_bytes, 3 * kBytes);
+  EXPECT_EQ(save(filled(4), /*planned=*/true).saved.as, Saved::As::kAsked);
+}
+
+TEST_F(Engines, AnEntryOutlivesTheEngineOfWhoeverMadeIt) {
+  const Handle handle = save(filled(9));
+  const std::weak_ptr<Engine> alive = engine;
+  const EntryPtr entry = handle.entry();
+  engine.reset();
+  ASSERT_FALSE(alive.expired()) << "an entry counts in its engine";
+  engine = alive.lock();
+  EXPECT_TRUE(demands(handle, 9));
+}
+
+TEST_F(Engines, ThreadsSaveAndDemandThroughOneEngine) {
+  engine->timeline.window_bytes = 1 << 30;
+  begin_iteration();
+  std::vector<std::thread> threads;
+  for (uint8_t number = 1; number <= 4; ++number) {
+    threads.emplace_back([&, number] {
+      for (int times = 0; times < 50; ++times) {
+        Handle handle = [&] {
+          const Locked locked(engine->lock);  // as hooks do, whose lives Python serialises
+          if (engine->iteration->began_backward()) {
+            begin_iteration();
+          }
+          return save(filled(number));
+        }();
+        EXPECT_TRUE(demands(handle, number));
+        const Locked locked(engine->lock);
+        handle = Handle{{}, handle.look, {}};
+      }
+    });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  EXPECT_EQ(engine->ledger.known_storages(), 0u);
+  EXPECT_EQ(engine->ledger.counters.away_bytes, 0);
+}
+
+}  // namespace
+}  // namespace memswap
