@@ -114,14 +114,14 @@ class NoBooks:
         return torch.autograd.graph.saved_tensors_hooks(self.send, self.fetch)
 
 
-def leave_copies_out(saver: Any, nbytes: int, device: torch.device) -> None:
-    """Give a saver a lane that moves nothing."""
+def leave_copies_out(engine: Any, nbytes: int, device: torch.device) -> None:
+    """Give an engine a lane that moves nothing."""
     opened = transfer.open_lane
     transfer.open_lane = lambda *arguments, **options: left_out(
         opened(*arguments, **options), nbytes, device
     )
     try:
-        assert isinstance(saver.route(device).swap.lane, native.StillLane)
+        assert isinstance(engine.route(device).swap.lane, native.StillLane)
     finally:
         transfer.open_lane = opened
 
@@ -163,7 +163,7 @@ def main() -> None:
     kept = memswap.saved_tensors(keep)
     swapped = memswap.saved_tensors(swap, pool=new_pool())
     booked = memswap.saved_tensors(swap, pool=new_pool())
-    leave_copies_out(booked._saver, nbytes, device)
+    leave_copies_out(booked._engine, nbytes, device)
     plain = new_model()
 
     def new_planned(times: int) -> tuple[Chain, memswap.Manager]:
@@ -176,7 +176,7 @@ def main() -> None:
             budget=int(PLANNED_SHARE * model.tensors * nbytes),
             rates=memswap.profile(device),
         )
-        leave_copies_out(manager._saver, nbytes, device)
+        leave_copies_out(manager._engine, nbytes, device)
         for _ in range(PLANNED_AFTER):
             run_once(nullcontext, model, device)
             manager.wait_for_plan()

@@ -13,13 +13,13 @@ from torch.utils._pytree import tree_leaves
 
 from memswap.blocks import LISTS, Blocks, find_blocks
 from memswap.engine.autograd import computed_from, in_backward, next_node_number, plain_parts
-from memswap.engine.saver import Saver
+from memswap.engine.engine import Engine
+from memswap.engine.hook_scope import HookScope, OpenBlocks, can_save
 from memswap.engine.stats import Stats, describe
 from memswap.engine.transfer import check_pool
 from memswap.engine.uncopied import Uncopied
 from memswap.engine.units import format_bytes, parse_bytes
-from memswap.engine.visit import OpenBlocks, Visit, can_save
-from memswap.engine.windowed import WindowedSaver
+from memswap.engine.windowed import WindowedEngine
 from memswap.engine.windows import WindowStats
 from memswap.managed import Managed
 from memswap.module_hooks import ModuleHooks
@@ -73,16 +73,16 @@ class saved_tensors(Uncopied):  # noqa: N801  (used like torch.autograd.graph.sa
         prefetch_bytes: int | str = "auto",
     ) -> None:
         check_pool(pool)
-        self._saver = Saver(checked_policy(policy), pool, window(prefetch_bytes))
-        self._open: OpenBlocks[Visit] = OpenBlocks()
+        self._engine = Engine(checked_policy(policy), pool, window(prefetch_bytes))
+        self._open: OpenBlocks[HookScope] = OpenBlocks()
 
     def __repr__(self) -> str:
-        return f"<memswap saved_tensors: {describe(self._saver.ledger)}>"
+        return f"<memswap saved_tensors: {describe(self._engine.ledger)}>"
 
     def __enter__(self) -> saved_tensors:
         if not in_backward():
-            self._saver.begin_iteration()
-        self._open.enter(Visit(self._saver, ""))
+            self._engine.begin_iteration()
+        self._open.enter(HookScope(self._engine, ""))
         return self
 
     def __exit__(
@@ -95,11 +95,11 @@ class saved_tensors(Uncopied):  # noqa: N801  (used like torch.autograd.graph.sa
 
     def stats(self) -> Stats:
         """What was done so far."""
-        return self._saver.stats()
+        return self._engine.stats()
 
     def reset_stats(self) -> None:
         """Start counting anew."""
-        self._saver.reset_stats()
+        self._engine.reset_stats()
 
 
 class Manager(Managed):
@@ -117,9 +117,9 @@ class Manager(Managed):
         windows: Windows | None = None,
     ) -> None:
         super().__init__(
-            Saver(policy, pool, window_bytes)
+            Engine(policy, pool, window_bytes)
             if windows is None
-            else windows.saver(policy, pool, window_bytes)
+            else windows.engine(policy, pool, window_bytes)
         )
         self._units = dict(blocks.units)
         self._description = blocks.description
@@ -127,8 +127,8 @@ class Manager(Managed):
         self._pilot: Pilot | None = None
         if budget is not None:
             assert isinstance(policy, Policy)  # manage() has seen to it
-            self._pilot = self._saver.director = Pilot(
-                self._saver, policy, pool, budget, rates, group, self._units
+            self._pilot = self._engine.director = Pilot(
+                self._engine, policy, pool, budget, rates, group, self._units
             )
         self._iteration = _Units()
         self._models = ModuleHooks()
@@ -137,8 +137,8 @@ class Manager(Managed):
             self._models.add(model, None, self._begin_model, in_compiled_code=False)
         self._unseen: Unseen | None = Unseen(self._units.values(), "manage()")
         self._operators: OperatorWindows | None = None
-        if windows is not None and isinstance(self._saver, WindowedSaver):
-            self._operators = OperatorWindows(self._saver, self._units, windows)
+        if windows is not None and isinstance(self._engine, WindowedEngine):
+            self._operators = OperatorWindows(self._engine, self._units, windows)
 
     def __repr__(self) -> str:
         managed = super().__repr__()
@@ -219,13 +219,13 @@ class Manager(Managed):
 
     def window(self, seconds: float | None = None, *, name: str = "") -> Window:
         """A window of this manager's, wherever it is entered; see :func:`memswap.window`."""
-        saver = self._saver if isinstance(self._saver, WindowedSaver) else None
-        return Window(saver, seconds, name)
+        engine = self._engine if isinstance(self._engine, WindowedEngine) else None
+        return Window(engine, seconds, name)
 
     def window_stats(self) -> WindowStats:
         """What became of the work that waited for windows; all zeros without ``windows=...``."""
-        if isinstance(self._saver, WindowedSaver):
-            return self._saver.window_stats()
+        if isinstance(self._engine, WindowedEngine):
+            return self._engine.window_stats()
         return WindowStats()
 
     def _seen(self) -> None:
@@ -239,11 +239,11 @@ class Manager(Managed):
 
     def _begin(
         self, key: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Visit:
+    ) -> HookScope:
         self._seen()
         if records():
             self._note(key, (args, kwargs))
-        return _UnitCall(self._saver, key, self)
+        return _UnitCall(self._engine, key, self)
 
     def _begin_model(
         self, key: None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -253,15 +253,15 @@ class Manager(Managed):
             self._begin_iteration()
 
     def _begin_iteration(self) -> None:
-        with self._saver.lock:
-            self._saver.begin_iteration()
+        with self._engine.lock:
+            self._engine.begin_iteration()
             self._iteration.clear()
 
     def _note(self, name: str, inputs: object) -> None:
         """A unit is called in a forward: notice where one begins."""
-        saver, units = self._saver, self._iteration
-        with saver.lock:
-            if saver.iteration.began_backward or (
+        engine, units = self._engine, self._iteration
+        with engine.lock:
+            if engine.iteration.began_backward or (
                 units.repeats(name)
                 and self._hooks.depth() == 1  # inside no other unit, nor the model
                 and not self._models.depth()
@@ -269,7 +269,7 @@ class Manager(Managed):
             ):
                 self._begin_iteration()
             if not units.names:
-                saver.set_persistent(persistent_tensors(self._units.values()))
+                engine.set_persistent(persistent_tensors(self._units.values()))
                 units.first_node = next_node_number()
             units.names[name] = None
 
@@ -309,13 +309,13 @@ class _Units:
         return computed_from(tensors, self.first_node, self.end_node)
 
 
-class _UnitCall(Visit):
-    """The visit of one call of a unit."""
+class _UnitCall(HookScope):
+    """The scope of one call of a unit."""
 
     __slots__ = ("manager",)
 
-    def __init__(self, saver: Saver, name: str, manager: Manager) -> None:
-        super().__init__(saver, name)
+    def __init__(self, engine: Engine, name: str, manager: Manager) -> None:
+        super().__init__(engine, name)
         self.manager = manager
 
     def leave(self, output: object = None) -> None:

@@ -35,7 +35,7 @@ from memswap.checkpoint_policy import CheckpointPolicy, Decide, is_collective
 from memswap.engine.action import Action
 from memswap.engine.autograd import plain_parts
 from memswap.engine.handle import Handle, inplace_edit
-from memswap.engine.visit import Visit
+from memswap.engine.hook_scope import HookScope
 from memswap.errors import InplaceEditError, RecomputeError
 
 if TYPE_CHECKING:
@@ -53,16 +53,16 @@ class Region:
 
     Args:
         decide: the policy.
-        visit: through which outputs leave.
+        scope: through which outputs leave.
         keeps_random_state: whether generators move on where an operator is not run again.
         checks: whether the arguments of a replayed operator must look as they did.
     """
 
     def __init__(
-        self, decide: Decide, visit: Visit, keeps_random_state: bool, checks: bool
+        self, decide: Decide, scope: HookScope, keeps_random_state: bool, checks: bool
     ) -> None:
         self.decide = decide
-        self.visit = visit
+        self.scope = scope
         self.keeps_random_state = keeps_random_state
         self.checks = checks
         self.calls: Counter[Any] = Counter()
@@ -95,7 +95,7 @@ class Region:
             if reason:
                 self._count(reason, output, written)
                 action = None
-        self.visit.action = action
+        self.scope.action = action
         random = self.keeps_random_state and draws(op)
         call = _Call(self, op, policy, args, kwargs, output, written, action is not None, random)
         self.saved.setdefault(op, {})[number] = call
@@ -136,10 +136,10 @@ class Region:
                 call.overwritten = True
 
     def _count(self, reason: str, output: Any, written: list[torch.Tensor]) -> None:
-        saver = self.visit.saver
-        with saver.lock:
+        engine = self.scope.engine
+        with engine.lock:
             for tensor in tensors_in((output, written)):
-                saver.ledger.keep(reason, tensor.untyped_storage().nbytes())
+                engine.ledger.keep(reason, tensor.untyped_storage().nbytes())
 
 
 class _Forward(TorchDispatchMode):  # type: ignore[misc]
@@ -230,12 +230,12 @@ class _Call:
         self.looks = looks(args, kwargs, but=written) if region.checks else None
         flat, self.spec = tree_flatten(output)
         self.written = [_Held(tensor) for tensor in written]
-        visit = region.visit if leaves_device else None
+        scope = region.scope if leaves_device else None
         self.leaves: list[Any] = []
         for leaf in flat:
             if isinstance(leaf, torch.Tensor):
                 place = next((i for i, one in enumerate(written) if one is leaf), None)
-                self.leaves.append(_kept(leaf, visit) if place is None else _Argument(place))
+                self.leaves.append(_kept(leaf, scope) if place is None else _Argument(place))
             else:
                 self.leaves.append(leaf)
         self.random = random_states(flat + written) if random else []
@@ -324,11 +324,11 @@ class _Held:
         return tensor.detach()
 
 
-def _kept(tensor: torch.Tensor, visit: Visit | None) -> _Held | Handle:
+def _kept(tensor: torch.Tensor, scope: HookScope | None) -> _Held | Handle:
     """How an output waits: here, or wherever the engine says."""
-    if visit is None or tensor.is_inference():
+    if scope is None or tensor.is_inference():
         return _Held(tensor)
-    handle = visit.pack(tensor)
+    handle = scope.pack(tensor)
     held = isinstance(handle, native.Handle) and handle.stays
     return _Held(tensor, handle) if held else handle
 

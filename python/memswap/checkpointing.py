@@ -35,11 +35,11 @@ from memswap.checkpoint_region import Region
 from memswap.engine.action import Action
 from memswap.engine.autograd import in_backward
 from memswap.engine.early_stop import stopping_behind_operators
-from memswap.engine.saver import Saver
+from memswap.engine.engine import Engine
+from memswap.engine.hook_scope import HookScope, current_scope
 from memswap.engine.stats import describe
 from memswap.engine.transfer import check_pool
 from memswap.engine.uncopied import Uncopied
-from memswap.engine.visit import Visit, current_visit
 from memswap.managed import report
 from memswap.planning.policy import Policy
 
@@ -57,9 +57,9 @@ __all__ = [
 
 MIN_BYTES = Policy().min_bytes
 
-#: The visit that serves the region around the running code: regions inside it share its engine.
+#: The scope that serves the region around the running code: regions inside it share its engine.
 #: Not to be seen from the hooks, which are torch's there.
-_serving: ContextVar[Visit | None] = ContextVar("memswap_checkpoint", default=None)
+_serving: ContextVar[HookScope | None] = ContextVar("memswap_checkpoint", default=None)
 
 
 class _TorchOptions(TypedDict):
@@ -156,9 +156,9 @@ class Checkpointing(Uncopied):
         self._decide: Decide | None = None if policy_fn is None else read_policy(policy_fn)
         self._input_action = _input_action(swap_inputs)
         self._has_pool = pool is not None
-        # Whatever leaves through this saver does so by an action that its visit names.
+        # Whatever leaves through this engine does so by an action that its scope names.
         policy = Policy(action=Action.KEEP, min_bytes=min_bytes)
-        self._saver = Saver(policy, pool, window(prefetch_bytes))
+        self._engine = Engine(policy, pool, window(prefetch_bytes))
         self._options = _TorchOptions(
             determinism_check=determinism_check,
             preserve_rng_state=preserve_rng_state,
@@ -168,7 +168,7 @@ class Checkpointing(Uncopied):
 
     def __repr__(self) -> str:
         modules = sum(one() is not None for one in self._modules)
-        return f"<memswap Checkpointing of {modules} module(s): {describe(self._saver.ledger)}>"
+        return f"<memswap Checkpointing of {modules} module(s): {describe(self._engine.ledger)}>"
 
     def checkpoint(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``fn(*args, **kwargs)`` as a region; see :func:`memswap.checkpoint`."""
@@ -179,11 +179,11 @@ class Checkpointing(Uncopied):
 
     def stats(self) -> Stats:
         """What this object's own engine did so far."""
-        return self._saver.stats()
+        return self._engine.stats()
 
     def reset_stats(self) -> None:
         """Start counting anew."""
-        self._saver.reset_stats()
+        self._engine.reset_stats()
 
     def report(self) -> str:
         """The statistics as a text table, bytes in MiB."""
@@ -199,7 +199,7 @@ class Checkpointing(Uncopied):
             if isinstance(replaced, _CheckpointedForward):
                 replaced.remove()
         self._modules.clear()
-        self._saver.settle()
+        self._engine.settle()
 
     @property
     def leaves_it_to_plans(self) -> bool:
@@ -213,17 +213,17 @@ class Checkpointing(Uncopied):
         """The region itself, outside of what torch.compile traces."""
         if not torch.is_grad_enabled():
             return fn(*args, **kwargs)
-        around = None if self._has_pool else current_visit() or _serving.get()
-        saver = self._saver if around is None else around.saver
+        around = None if self._has_pool else current_scope() or _serving.get()
+        engine = self._engine if around is None else around.engine
         if not in_backward():
-            with saver.lock:
-                iteration = saver.iteration
+            with engine.lock:
+                iteration = engine.iteration
                 if iteration.began_backward or (around is None and iteration.over):
-                    saver.begin_iteration()
+                    engine.begin_iteration()
         # The place in the forward names the region: the same in each step, and no other's.
-        group = saver.iteration.count
+        group = engine.iteration.count
         unit = f"{'' if around is None else around.unit}@{group}"
-        outer = Visit(saver, "") if around is None else around
+        outer = HookScope(engine, "") if around is None else around
         outputs = outer.within(unit, None, group)
         context_fn = noop_context_fn
         if self._decide is not None:
@@ -240,8 +240,8 @@ class Checkpointing(Uncopied):
             called = with_the_same_parameters(fn, called)
         if self._options["early_stop"]:
             called = stopping_behind_operators(called)
-        if around is not None and around.saver.director is not None:
-            called = around.saver.director.counting(called)
+        if around is not None and around.engine.director is not None:
+            called = around.engine.director.counting(called)
         inputs = outer.within(f"{unit}/inputs", self._input_action, group)
         if self._input_action is not None:
             inputs.enter()
@@ -309,10 +309,10 @@ class _CheckpointedForward:
 
     def _recomputes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether this forward is a region: under a budget the plan says so."""
-        module, visit = self._module(), current_visit()
-        if module is None or visit is None or not self._checkpointing.leaves_it_to_plans:
+        module, scope = self._module(), current_scope()
+        if module is None or scope is None or not self._checkpointing.leaves_it_to_plans:
             return True
-        director = visit.saver.director
+        director = scope.engine.director
         if director is None or not torch.is_grad_enabled() or in_backward():
             return True
         return director.recomputes(module, (*args, *kwargs.values()))

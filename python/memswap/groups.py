@@ -29,12 +29,12 @@ import torch
 
 from memswap._native import native
 from memswap.engine.action import Decider
-from memswap.engine.group import Generation, GroupSaver, GroupVisit
+from memswap.engine.group import Generation, GroupEngine, GroupScope
 from memswap.engine.handle import Handle, unpack
+from memswap.engine.hook_scope import OpenBlocks
 from memswap.engine.stats import Stats, describe
 from memswap.engine.transfer import Pool, check_pool
 from memswap.engine.uncopied import Uncopied
-from memswap.engine.visit import OpenBlocks
 from memswap.errors import GroupError
 from memswap.planning.policy import Policy
 
@@ -63,16 +63,16 @@ class Groups(Uncopied):
             )
         check_pool(pool)
         #: For who builds on groups inside memswap.
-        self.saver = GroupSaver(Policy() if policy is None else policy, pool)
+        self.engine = GroupEngine(Policy() if policy is None else policy, pool)
 
     def __repr__(self) -> str:
-        return f"<memswap Groups: {describe(self.saver.ledger)}>"
+        return f"<memswap Groups: {describe(self.engine.ledger)}>"
 
     @classmethod
     def of(cls, decider: Decider, pool: Pool | None) -> Groups:
         """Groups whose decisions somebody else makes: for who builds on groups inside memswap."""
         groups = cls(pool=pool)
-        groups.saver = GroupSaver(decider, pool)
+        groups.engine = GroupEngine(decider, pool)
         return groups
 
     def lane(self) -> Lane | None:
@@ -80,11 +80,11 @@ class Groups(Uncopied):
 
         None: there is no accelerator. For who builds on groups inside memswap.
         """
-        routes = [route for route in self.saver.open_routes() if route.works_ahead]
+        routes = [route for route in self.engine.open_routes() if route.works_ahead]
         if not routes and torch.accelerator.is_available():
             device = torch.accelerator.current_accelerator()
             index = torch.accelerator.current_device_index()
-            route = None if device is None else self.saver.route(torch.device(device.type, index))
+            route = None if device is None else self.engine.route(torch.device(device.type, index))
             routes = [] if route is None else [route]
         return routes[0].lane if routes else None
 
@@ -94,15 +94,15 @@ class Groups(Uncopied):
 
     def stats(self) -> Stats:
         """What was done for all groups."""
-        return self.saver.stats()
+        return self.engine.stats()
 
     def reset_stats(self) -> None:
         """Start counting anew."""
-        self.saver.reset_stats()
+        self.engine.reset_stats()
 
     def settle(self) -> None:
         """Order everything after the transfers under way, and drop the storages they hold."""
-        self.saver.settle()
+        self.engine.settle()
 
 
 class Added:
@@ -119,7 +119,7 @@ class Added:
     @classmethod
     def to(cls, generation: Generation, tensor: torch.Tensor) -> Added:
         """Add a tensor to a generation; see :meth:`Group.add`."""
-        return cls(GroupVisit(generation.saver, generation).pack(_with_version(tensor)))
+        return cls(GroupScope(generation.engine, generation).pack(_with_version(tensor)))
 
     def tensor(self) -> torch.Tensor:
         """The tensor, detached; brought back now if it is away.
@@ -239,7 +239,7 @@ class Group(Uncopied):
         self._timeline = native.Timeline(0)
         self._newest: Generation | None = None
         self._generations: WeakSet[Generation] = WeakSet()
-        self._open: OpenBlocks[GroupVisit] = OpenBlocks()
+        self._open: OpenBlocks[GroupScope] = OpenBlocks()
         self._paused = False
         self._closed = False
 
@@ -250,9 +250,9 @@ class Group(Uncopied):
 
     def __enter__(self) -> Generation:
         self._check_open("a block")
-        blocks = self._open.visits
+        blocks = self._open.scopes
         generation = blocks[-1].generation if blocks else self.begin()
-        self._open.enter(GroupVisit(self._groups.saver, generation), installs=not self._paused)
+        self._open.enter(GroupScope(self._groups.engine, generation), installs=not self._paused)
         return generation
 
     def __exit__(
@@ -265,9 +265,9 @@ class Group(Uncopied):
 
     def begin(self) -> Generation:
         """Begin a generation without a block: for :meth:`add`, or for hooks of one's own."""
-        saver = self._groups.saver
-        with saver.lock:
-            generation = self._newest = Generation(self.name, saver, self._timeline.begin())
+        engine = self._groups.engine
+        with engine.lock:
+            generation = self._newest = Generation(self.name, engine, self._timeline.begin())
         self._generations.add(generation)
         return generation
 
@@ -281,7 +281,7 @@ class Group(Uncopied):
             raise TypeError(
                 f"group {self.name!r}: add() found {type(tensor).__name__}, expected a torch.Tensor"
             )
-        blocks = self._open.visits
+        blocks = self._open.scopes
         if blocks:
             generation = blocks[-1].generation
         else:

@@ -27,13 +27,13 @@ from memswap.activations import (
     persistent_tensors,
 )
 from memswap.engine.autograd import in_backward
-from memswap.engine.group import Generation, GroupVisit, Phase
+from memswap.engine.group import Generation, GroupScope, Phase
 from memswap.groups import Group, Groups
 from memswap.managed import Managed
 from memswap.planning.policy import Policy
 
 if TYPE_CHECKING:
-    from memswap.engine.group import GroupSaver
+    from memswap.engine.group import GroupEngine
     from memswap.engine.transfer import Pool
 
 
@@ -71,12 +71,12 @@ class Track:
     """The schedule of [Note: The chain] for groups of one engine.
 
     Args:
-        engine: of the groups.
+        shared: the engine of the groups.
         distance: how many groups ahead backward loads, and how many stay at the end: at least one.
     """
 
-    def __init__(self, engine: Groups, distance: int) -> None:
-        self.engine = engine
+    def __init__(self, shared: Groups, distance: int) -> None:
+        self.shared = shared
         self.distance = distance
         self.groups: list[Group] = []
         self._journey = _Pass()
@@ -95,15 +95,15 @@ class Track:
         if not self._journey.begins_before(index):
             self._journey = _Pass()
         journey = self._journey
-        saver = self.engine.saver
-        with saver.lock:
+        engine = self.shared.engine
+        with engine.lock:
             if journey.last < 0:
-                saver.set_persistent(persistent())
+                engine.set_persistent(persistent())
             generation = group.begin()
             journey.last = index
             journey.generations[index] = generation
             generation.on_demand = _Reached(self, journey, index)
-        return CollectedCall(saver, generation, functools.partial(self._collected, index))
+        return CollectedCall(engine, generation, functools.partial(self._collected, index))
 
     def _collected(self, index: int, generation: Generation) -> None:
         """The forward of a layer has ended."""
@@ -117,21 +117,21 @@ class Track:
     def settle(self) -> None:
         """Nothing more is to be waited for."""
         self._waiting = None
-        self.engine.settle()
+        self.shared.settle()
 
 
-class CollectedCall(GroupVisit):
+class CollectedCall(GroupScope):
     """One call of a module whose saved tensors are a generation."""
 
     __slots__ = ("_collected",)
 
     def __init__(
         self,
-        saver: GroupSaver,
+        engine: GroupEngine,
         generation: Generation,
         collected: Callable[[Generation], None],
     ) -> None:
-        super().__init__(saver, generation)
+        super().__init__(engine, generation)
         self._collected = collected
 
     def leave(self, output: object = None) -> None:
@@ -145,11 +145,11 @@ class Chain(Managed):
     def __init__(
         self, units: Mapping[str, nn.Module], distance: int, policy: Policy, pool: Pool | None
     ) -> None:
-        engine = Groups(policy, pool=pool)
-        super().__init__(engine.saver)
+        shared = Groups(policy, pool=pool)
+        super().__init__(shared.engine)
         self._units = dict(units)
-        self._track = Track(engine, distance)
-        self._track.groups = [engine.new(name) for name in self._units]
+        self._track = Track(shared, distance)
+        self._track.groups = [shared.new(name) for name in self._units]
         self._paused = False
         self._add(dict(enumerate(self._units.values())), "chain()")
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from memswap.engine.saver import Saver
+    from memswap.engine.engine import Engine
     from memswap.engine.stats import Stats
 
 RemovableT = TypeVar("RemovableT", bound="Removable")
@@ -40,10 +40,10 @@ class Removable(ABC):
 
 
 class Managed(Removable):
-    """Modules under a saver: statistics, a report, and the way to end it, also by ``with``."""
+    """Modules under an engine: statistics, a report, and the way to end it, also by ``with``."""
 
-    def __init__(self, saver: Saver) -> None:
-        self._saver = saver
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._hooks = ModuleHooks()
 
     @abstractmethod
@@ -61,7 +61,7 @@ class Managed(Removable):
     def __repr__(self) -> str:
         modules = len(self._hooks)
         where = f"{modules} module(s)" if modules else "no modules any more"
-        return f"<memswap {type(self).__name__} of {where}: {describe(self._saver.ledger)}>"
+        return f"<memswap {type(self).__name__} of {where}: {describe(self._engine.ledger)}>"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -71,11 +71,11 @@ class Managed(Removable):
 
     def stats(self) -> Stats:
         """What was done since this began or :meth:`reset_stats`."""
-        return self._saver.stats()
+        return self._engine.stats()
 
     def reset_stats(self) -> None:
         """Start counting anew."""
-        self._saver.reset_stats()
+        self._engine.reset_stats()
 
     def report(self) -> str:
         """The statistics as a text table, bytes in MiB."""
@@ -88,8 +88,8 @@ class Managed(Removable):
             TransferError: backward has met a frame that is not what was encoded (broken memory).
         """
         self._hooks.remove()
-        self._saver.settle()
-        self._saver.check_decodes()
+        self._engine.settle()
+        self._engine.check_decodes()
 
 
 def check_unmanaged(modules: Iterable[nn.Module], caller: str) -> None:

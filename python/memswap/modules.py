@@ -121,7 +121,7 @@ class Tower(Manager):
     @property
     def window_bytes(self) -> int | None:
         """Bytes that are there at once in backward; None until a step has been seen."""
-        return self._saver.timeline.window_bytes
+        return self._engine.timeline.window_bytes
 
     @property
     def link_bytes_per_s(self) -> float | None:
@@ -129,17 +129,17 @@ class Tower(Manager):
         return self._link_bytes_per_s
 
     def _note(self, name: str, inputs: object) -> None:
-        before = self._saver.iteration
+        before = self._engine.iteration
         super()._note(name, inputs)
-        if self._prefetch and self._saver.iteration is not before:
+        if self._prefetch and self._engine.iteration is not before:
             now_s = perf_counter()
             if self._began_s is not None and before.began_backward:
                 self._set_window(before.sizes, now_s - self._began_s)
             self._began_s = now_s
 
     def _set_window(self, sizes: Sequence[int], step_s: float) -> None:
-        saver = self._saver
-        links = [route for route in saver.open_routes() if route.copies]
+        engine = self._engine
+        links = [route for route in engine.open_routes() if route.copies]
         if not links:
             return  # frames that stay on the device come over no link
         if self._link_bytes_per_s is None:
@@ -148,7 +148,7 @@ class Tower(Manager):
         two_layers = WINDOW_LAYERS * total // len(self._units)
         carried = self._link_bytes_per_s * step_s * BACKWARD_SHARE
         window = max(two_layers, total - carried, *sizes)
-        saver.timeline.window_bytes = int(min(window, total))
+        engine.timeline.window_bytes = int(min(window, total))
 
 
 def link_speed(route: Route) -> float:

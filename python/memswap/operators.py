@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from memswap._C import Iteration
     from memswap.engine.durations import Span
-    from memswap.engine.windowed import WindowedSaver
+    from memswap.engine.windowed import WindowedEngine
     from memswap.windows import Windows
 
 #: Matrix products in backward for each one in forward: one for the input, one for the weight.
@@ -37,10 +37,10 @@ class OperatorWindows:
     """
 
     def __init__(
-        self, saver: WindowedSaver, units: Mapping[str, nn.Module], options: Windows
+        self, engine: WindowedEngine, units: Mapping[str, nn.Module], options: Windows
     ) -> None:
-        self.saver = saver
-        self.durations = saver.observer if isinstance(saver.observer, Durations) else None
+        self.engine = engine
+        self.durations = engine.observer if isinstance(engine.observer, Durations) else None
         self.cost = options.seconds
         self._hooks = ModuleHooks()
         self._operators = ModuleHooks()
@@ -85,18 +85,18 @@ class OperatorWindows:
         self, key: str, amount: float, products: float, module: nn.Module, x: _Shaped | None
     ) -> None:
         """An operator is about to be launched."""
-        saver = self.saver
-        with saver.lock:
+        engine = self.engine
+        with engine.lock:
             seconds = self.durations.seconds(key, amount) if self.durations is not None else None
             if seconds is None and self.cost is not None and x is not None:
                 weight = getattr(module, "weight", None)
                 if isinstance(module, nn.Linear) and isinstance(weight, torch.Tensor):
                     shapes = (x.shape, (module.in_features, module.out_features))
                     seconds = self.cost("matmul", shapes)
-            saver.open_window((seconds or 0.0) * products)
+            engine.open_window((seconds or 0.0) * products)
 
     def enter_unit(self) -> None:
-        iteration = self.saver.iteration
+        iteration = self.engine.iteration
         if iteration is not self._iteration:
             self._expected = self._entered or self._expected
             self._entered, self._iteration = 0, iteration
@@ -104,7 +104,7 @@ class OperatorWindows:
 
     def leave_unit(self) -> None:
         if self._entered == self._expected:
-            self.saver.end_forward()
+            self.engine.end_forward()
 
 
 class _Place:
@@ -140,7 +140,7 @@ class _Windowed:
             return
         windows.open(self._place.key, self._amount, 1.0, self._module, self._shape)
         if windows.durations is not None and device is not None and windows.durations.measuring:
-            with windows.saver.lock:
+            with windows.engine.lock:
                 self._span = windows.durations.start(self._place.key, self._amount, device)
 
     def leave(self, output: object) -> None:
@@ -160,7 +160,7 @@ class _Windowed:
     def _stop(self) -> None:
         span, self._span = self._span, None
         if span is not None and self._windows.durations is not None:
-            with self._windows.saver.lock:
+            with self._windows.engine.lock:
                 self._windows.durations.stop(span)
 
 

@@ -152,13 +152,13 @@ class PipelineManager(Managed):
         policy: Policy,
         pool: Pool | None,
     ) -> None:
-        engine = Groups(policy, pool=pool)
-        super().__init__(engine.saver)
+        shared = Groups(policy, pool=pool)
+        super().__init__(shared.engine)
         self._modules = dict(modules)
         self._ahead = ahead
         self._min_gap = min_gap
-        self._groups = {stage: engine.new(f"stage {stage}") for stage in self._modules}
-        self._group_saver = engine.saver
+        self._groups = {stage: shared.new(f"stage {stage}") for stage in self._modules}
+        self._group_engine = shared.engine
         self._itinerary = Itinerary(planned)
         self._chunks: list[_Chunk] = []
         self._leaving: list[ref[Generation]] = []  # since the last action began
@@ -170,17 +170,17 @@ class PipelineManager(Managed):
     ) -> CollectedCall | None:
         if not torch.is_grad_enabled() or in_backward():
             return None
-        saver = self._group_saver
-        with saver.lock:
+        engine = self._group_engine
+        with engine.lock:
             self._chunks = [chunk for chunk in self._chunks if alive(chunk)]
             if not self._chunks:
                 self._itinerary.begin()
-                saver.set_persistent(persistent_tensors(self._modules.values()))
+                engine.set_persistent(persistent_tensors(self._modules.values()))
             generation = self._groups[key].begin()
             chunk = _Chunk(self, generation, self._itinerary.forward(key))
             self._chunks.append(chunk)
         self._slot()
-        return CollectedCall(saver, generation, self._collected)
+        return CollectedCall(engine, generation, self._collected)
 
     def _collected(self, generation: Generation) -> None:
         """The forward of a stage has ended."""
@@ -192,7 +192,7 @@ class PipelineManager(Managed):
             self._leaving.append(ref(generation))
 
     def _backward(self, chunk: _Chunk, generation: Generation) -> None:
-        """A backward pass begins to read a chunk. The saver's lock is held."""
+        """A backward pass begins to read a chunk. The engine's lock is held."""
         step = self._itinerary.backward(chunk.step, chunk.reading)
         if generation.phase in (Phase.OFFLOADING, Phase.OFFLOADED):
             generation.launch_load(1 + self._readings_after(step))

@@ -13,7 +13,7 @@ from torch import nn
 
 from memswap.engine.durations import Durations
 from memswap.engine.units import parse_bytes
-from memswap.engine.windowed import WindowedSaver, innermost
+from memswap.engine.windowed import WindowedEngine, innermost
 from memswap.engine.windows import WindowQueue
 
 if TYPE_CHECKING:
@@ -92,10 +92,12 @@ class Windows:
         auto = self.max_pending_bytes == "auto"
         return None if auto else parse_bytes(self.max_pending_bytes)
 
-    def saver(self, policy: Decider, pool: Pool | None, window_bytes: int | None) -> WindowedSaver:
+    def engine(
+        self, policy: Decider, pool: Pool | None, window_bytes: int | None
+    ) -> WindowedEngine:
         """A new engine that goes by these options."""
         queue = WindowQueue(self.pending_bound(), self.leftovers == "start")
-        return WindowedSaver(policy, pool, window_bytes, queue, Durations(queue))
+        return WindowedEngine(policy, pool, window_bytes, queue, Durations(queue))
 
 
 class Window:
@@ -104,7 +106,7 @@ class Window:
     Made by :func:`window` or :meth:`Manager.window`. It may be entered again, also in backward.
     """
 
-    def __init__(self, saver: WindowedSaver | None, seconds: float | None, name: str) -> None:
+    def __init__(self, engine: WindowedEngine | None, seconds: float | None, name: str) -> None:
         if seconds is None and not name:
             raise ValueError(
                 "window(): expected seconds=..., or name=... under which they are measured"
@@ -116,24 +118,24 @@ class Window:
             )
         if seconds is not None and not (isfinite(seconds) and seconds >= 0):
             raise ValueError(f"window(seconds={seconds!r}): expected 0 or more seconds")
-        self._saver = saver
+        self._engine = engine
         self._seconds = seconds
         self._key = f"window {name}"
         self._spans: list[Span | None] = []
 
     def __enter__(self) -> Window:
-        saver = self._saver
-        if saver is None or torch.compiler.is_compiling():
+        engine = self._engine
+        if engine is None or torch.compiler.is_compiling():
             return self
         seconds = self._seconds
         if seconds is None:
-            durations = saver.observer
-            with saver.lock:
+            durations = engine.observer
+            with engine.lock:
                 device = torch.accelerator.current_accelerator(check_available=True)
                 if isinstance(durations, Durations) and device is not None:
                     seconds = durations.seconds(self._key, 1)
                     self._spans.append(durations.start(self._key, 1, device))
-        saver.enter_window(seconds or 0.0)
+        engine.enter_window(seconds or 0.0)
         return self
 
     def __exit__(
@@ -142,15 +144,15 @@ class Window:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        saver = self._saver
-        if saver is None or torch.compiler.is_compiling():
+        engine = self._engine
+        if engine is None or torch.compiler.is_compiling():
             return
         span = self._spans.pop() if self._spans else None
-        durations = saver.observer
+        durations = engine.observer
         if span is not None and isinstance(durations, Durations):
-            with saver.lock:
+            with engine.lock:
                 durations.stop(span)
-        saver.leave_window()
+        engine.leave_window()
 
 
 def window(seconds: float | None = None, *, name: str = "") -> Window:

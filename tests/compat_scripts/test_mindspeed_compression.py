@@ -132,7 +132,7 @@ def test_layers_wrapped_as_by_the_feature_manager_train_to_the_same_bits(device)
         assert ahead.stalls * 4 <= ahead.returned_storages, "decodes were not ahead of their use"
     del model
     flush_autograd(device)
-    ctx.saver.settle()
+    ctx.engine.settle()
     assert_nothing_left(ctx.stats())
 
 
@@ -347,7 +347,7 @@ def test_a_context_that_is_dropped_takes_its_engine_with_it(device) -> None:
     try:
         ctx, _ = step_through(CompressHook, model, batch)
         flush_autograd(device)
-        engine = weakref.ref(ctx.saver)
+        engine = weakref.ref(ctx.engine)
         del ctx
         assert engine() is None, "only a collection of cycles could free its pool and its lanes"
     finally:
@@ -461,7 +461,7 @@ def test_two_contexts_take_turns_and_what_others_compute_is_left_alone(device) -
     del first
     gc.collect()
     assert torch.matmul is not matmul, "the other context still wants it"
-    assert second.saver.in_window is False
+    assert second.engine.in_window is False
     del second
     gc.collect()
     assert torch.matmul is matmul
@@ -476,7 +476,7 @@ def test_collectives_are_windows_unless_they_are_asynchronous_themselves(
     contexts: list[GlobalContext] = []
 
     def exchange(output: Any, input: Any, *sizes: Any, group: Any = None, async_op: Any = False):
-        calls.append(contexts[0].saver.in_window)
+        calls.append(contexts[0].engine.in_window)
         return "work" if async_op or True in sizes else None
 
     monkeypatch.setattr(torch.distributed, "all_to_all_single", exchange)

@@ -28,12 +28,12 @@ class Door:
                 prefetch_bytes="8KiB",
             )
             self.stats, self.windows = self.manager.stats, self.manager.window_stats
-            self.saver = self.manager._saver
+            self.engine = self.manager._engine
         else:
             self.ctx = GlobalContext(GlobalContextConfig())
-            self.ctx.saver.policy = ENCODE
+            self.ctx.engine.policy = ENCODE
             self.stats, self.windows = self.ctx.stats, self.ctx.window_stats
-            self.saver = self.ctx.saver
+            self.engine = self.ctx.engine
             for layer in layers:
                 self.wrap(layer)
 
@@ -58,12 +58,12 @@ class Door:
         else:
             for layer in self.layers:
                 del layer.forward
-            self.saver.settle()
+            self.engine.settle()
 
     # What `let_sends_end` asks for.
     @property
-    def _saver(self) -> Any:
-        return self.saver
+    def _engine(self) -> Any:
+        return self.engine
 
 
 class Region:
@@ -71,13 +71,15 @@ class Region:
 
     def __init__(self, device: torch.device) -> None:
         self.ctx = GlobalContext(GlobalContextConfig())
-        self.ctx.saver = Windows().saver(ENCODE, None, 0)  # nothing stays for being needed at once
+        self.ctx.engine = Windows().engine(
+            ENCODE, None, 0
+        )  # nothing stays for being needed at once
         self.device = device
         self.seen: list[Look] = []
 
     def settled(self) -> memswap.Stats:
         """The statistics when all that was started has ended."""
-        self.ctx.saver._routes.settle()  # `settle` would forget what waits
+        self.ctx.engine._routes.settle()  # `settle` would forget what waits
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         return self.ctx.stats()

@@ -19,7 +19,7 @@ def _let_go(
 ) -> Iterator[None]:
     """The laboratory looks for leaks once pytest and autograd's thread have let go."""
     yield
-    for name in ("pool", "saver", "region"):
+    for name in ("pool", "engine", "region"):
         request.node.funcargs.pop(name, None)
     flush_autograd(device)
 

@@ -174,7 +174,7 @@ class Remember(torch.autograd.Function):
 
 
 def round_trip(
-    saver: memswap.saved_tensors,
+    engine: memswap.saved_tensors,
     make: Callable[[], Iterable[torch.Tensor]],
     device: torch.device,
     *,
@@ -188,10 +188,10 @@ def round_trip(
     """
     seen: list[Look] = []
     anchor = torch.zeros(4, device=device, requires_grad=True)
-    with saver:
+    with engine:
         out = Remember.apply(anchor, seen, *make())
     if settle:
-        saver._saver.settle()  # orders streams; does not synchronise the host with the device
+        engine._engine.settle()  # orders streams; does not synchronise the host with the device
     out.backward(torch.ones_like(out))
     return seen, [look(tensor) for tensor in make()]
 
@@ -280,7 +280,7 @@ def let_sends_end(
     swap: memswap.saved_tensors | memswap.Manager, device: torch.device
 ) -> memswap.Stats:
     """Wait until everything that leaves has left, on the host's clock too; the statistics then."""
-    swap._saver.settle()
+    swap._engine.settle()
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return swap.stats()

@@ -71,8 +71,8 @@ def managed(
 
         region: Callable[[], Any] = contextlib.nullcontext
         if door in ("saved_tensors", "both"):
-            saver = add(memswap.saved_tensors(policy, **options, **ahead))
-            region = lambda: saver  # noqa: E731
+            engine = add(memswap.saved_tensors(policy, **options, **ahead))
+            region = lambda: engine  # noqa: E731
         if door in ("manage", "both", "nested"):
             add(memswap.manage(model.units, policy, **options, **ahead))
         if door == "nested":

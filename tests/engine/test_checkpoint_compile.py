@@ -90,15 +90,15 @@ def test_regions_inside_a_compiled_function(device, new_pool, backend, policy):
             h = memswap.checkpoint(type(layer).forward, layer, h, policy_fn=chosen)
         return h.square().mean()
 
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
 
     def loss() -> torch.Tensor:
-        with saver:
+        with engine:
             return compiled(x)
 
     for _ in range(2):
         assert_same_gradients(train_step(model, loss), expected)
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
 @BACKENDS

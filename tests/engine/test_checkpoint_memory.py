@@ -137,7 +137,7 @@ def test_eval_passes_between_steps_change_nothing(device, new_pool):
         found = train_step(model, lambda: forward(model, ours.checkpoint, x))
         assert_same_gradients(found, expected)
     # Three layers with an input and four matrix products, or six where attention is decomposed.
-    assert len(ours._saver.iteration.sizes) <= 3 * 7, "forwards without a backward pile up"
+    assert len(ours._engine.iteration.sizes) <= 3 * 7, "forwards without a backward pile up"
     assert_released(ours, pool)
 
 

@@ -90,10 +90,10 @@ def test_inside_a_managed_layer_it_is_the_managers_engine(device, new_pool, way,
 
 def test_a_pool_that_is_given_is_used_inside_a_block(device, new_pool):
     block_pool, pool = new_pool(), new_pool()
-    saver = memswap.saved_tensors(memswap.Policy(action=memswap.Action.KEEP), pool=block_pool)
+    engine = memswap.saved_tensors(memswap.Policy(action=memswap.Action.KEEP), pool=block_pool)
     ours = checkpointing(pool, CheckpointPolicy.MUST_SWAP)
     x = random(device, 16, 16).requires_grad_()
-    with saver:
+    with engine:
         out = ours.checkpoint(lambda x: (x @ x).sin(), x)
     assert ours.stats().moved_storages == 1 and pool.statistics().blocks == 1
     out.sum().backward()
@@ -103,13 +103,13 @@ def test_a_pool_that_is_given_is_used_inside_a_block(device, new_pool):
 
 def test_block_inside_a_region_steps_aside(device, new_pool):
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
     x = random(device, 16, 16).requires_grad_()
 
     def fn(x):
-        with saver:
+        with engine:
             return (x @ x).sin().exp()
 
     memswap.checkpoint(fn, x).sum().backward()
     assert_same_gradients([x.grad], gradients_of(lambda x: (x @ x).sin().exp(), x))
-    assert saver.stats().offered_tensors == 0
+    assert engine.stats().offered_tensors == 0

@@ -72,7 +72,7 @@ def test_training_is_the_same_through_both_names_and_without(device) -> None:
     ctx = GlobalContext(
         GlobalContextConfig(filter_funcs=[lambda t: t.numel() >= 64], async_funcs=["matmul"])
     )
-    ctx.saver.policy = Policy(action=Action.ENCODE, min_bytes=1, fn=ctx.saver.policy.fn)
+    ctx.engine.policy = Policy(action=Action.ENCODE, min_bytes=1, fn=ctx.engine.policy.fn)
     adapt(model, ctx, mindspeed.layer_numbers("0", len(model.layers)), step)
     assert_same_gradients(train(model, x, step), plain)
     assert ctx.context_state is ContextState.BACKWARD
@@ -80,7 +80,7 @@ def test_training_is_the_same_through_both_names_and_without(device) -> None:
     assert theirs.encoded_storages > 0 and theirs.kept["policy"].tensors > 0
     del model
     flush_autograd(device)
-    ctx.saver.settle()
+    ctx.engine.settle()
     assert_nothing_left(ctx.stats())
 
     model = new_stack(device)
@@ -127,7 +127,9 @@ def test_all_filters_must_accept() -> None:
 def test_by_hand_a_plan_is_packed_and_unpacked_around_an_operator(device) -> None:
     """What MindSpeed's own replacements of torch.matmul call."""
     ctx = GlobalContext(GlobalContextConfig())
-    ctx.saver = Windows(leftovers="keep").saver(Policy(action=Action.ENCODE, min_bytes=1), None, 0)
+    ctx.engine = Windows(leftovers="keep").engine(
+        Policy(action=Action.ENCODE, min_bytes=1), None, 0
+    )
     key = ("layer", 1)
     ctx.pack_start(key)
     numel = 64 * 64
@@ -141,7 +143,7 @@ def test_by_hand_a_plan_is_packed_and_unpacked_around_an_operator(device) -> Non
     layer.pack(ctx.share_memorys, ctx.statistic)
     layer.pack_done()
     assert ctx.stats().moved_storages == 2
-    ctx.saver._routes.settle()
+    ctx.engine._routes.settle()
     assert ctx.stats().freed_bytes == 2 * numel * 4
 
     choices = layer.plan(numel + 1, TensorState.COMPRESS)

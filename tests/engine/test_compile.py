@@ -62,27 +62,27 @@ def test_whole_function_compiled(device, new_pool, fresh_dynamo, where):
     plain = torch.compile(model, backend="aot_eager")
     expected = train_step(model, lambda: plain(x))
     torch._dynamo.reset()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
 
     if where == "with block inside":
 
         @torch.compile(backend="aot_eager")
         def loss():
-            with saver:
+            with engine:
                 return model(x)
 
     else:
         compiled = torch.compile(model, backend="aot_eager")
 
         def loss():
-            with saver:
+            with engine:
                 return compiled(x)
 
     for _ in range(3):
         assert_same_gradients(train_step(model, loss), expected)
     if where == "with block outside":
-        assert saver.stats().moved_storages > 0
-    assert_released(saver, pool)
+        assert engine.stats().moved_storages > 0
+    assert_released(engine, pool)
 
 
 @pytest.mark.cpu_only

@@ -72,7 +72,7 @@ def test_01_a_layers_own_weights_are_freed(device, open_door) -> None:
     door = open_door(model.layers)
     for _ in range(2):
         loss = model(x)
-        door.saver.open_window(1.0)
+        door.engine.open_window(1.0)
         for parameter, right in zip(model.parameters(), before, strict=True):
             assert parameter.untyped_storage().nbytes() > 0
             assert same_bits(parameter, right)
@@ -86,7 +86,7 @@ def test_02_two_views_of_one_storage_are_encoded_twice(region, device, together)
     views = (lambda t: (t, t.view(4, -1), t.t()))(random(device, 64, 64))
     outs = [region.save(*views)] if together else [region.save(view) for view in views]
     del views
-    region.ctx.saver.open_window(1.0)
+    region.ctx.engine.open_window(1.0)
     stats = region.settled()
     assert (stats.moved_storages, stats.deduplicated_tensors) == (1, 2)
     for out in outs:
@@ -283,7 +283,7 @@ def test_13_a_rate_of_zero_or_an_exaggerated_estimate_divides_by_zero_or_stalls(
     with memswap.manage(
         model.layers, ENCODE, windows=Windows(seconds=lambda op, shapes: seconds)
     ) as manager:
-        manager._saver.observer = None
+        manager._engine.observer = None
         for _ in range(2):
             assert_same_gradients(train_step(model, lambda: model(x)), plain)
 
@@ -298,7 +298,7 @@ def test_14_every_new_shape_takes_host_memory_for_ever(device, open_door) -> Non
         train_step(model, lambda x=x: model(x))
         flush_autograd(device)
         assert_nothing_left(let_sends_end(door, device))
-        lane = door.saver._routes.open_routes()[0].codec_lane
+        lane = door.engine._routes.open_routes()[0].codec_lane
         if hasattr(lane, "arena_statistics"):
             held.append(lane.arena_statistics()["reserved_bytes"])
     assert len(set(held[3:])) <= 1, f"the arena grows with every shape: {held}"
@@ -352,12 +352,12 @@ def test_17_incompressible_tensors_pay_as_much_and_float16_spills(region, device
     def step(make: Callable[[], list[torch.Tensor]]) -> memswap.Stats:
         region.ctx.pack_start("layer")
         out = region.save(*make())  # as arguments, Python 3.10 would hold them for the caller
-        region.ctx.saver.open_window(1.0)
+        region.ctx.engine.open_window(1.0)
         stats = region.settled()
         out.sum().backward()
         del out
         flush_autograd(device)
-        region.ctx.saver.reset_stats()
+        region.ctx.engine.reset_stats()
         return stats
 
     normal = random(device, 64, 1024)
@@ -391,7 +391,7 @@ def test_18_float32_and_small_or_odd_tensors_are_never_compressed(
 @pytest.mark.one_schedule
 def test_statistics_are_refreshed_in_every_step_and_by_the_encoder_itself(region, device) -> None:
     """No counter of iterations: each report tells the next encode, and none is ever waited for."""
-    route_of = region.ctx.saver._routes.to
+    route_of = region.ctx.engine._routes.to
     shares = []
     for step in range(4):
         zeros = step >= 2

@@ -44,24 +44,24 @@ def zeros_mostly(device: torch.device, seed: int = 0) -> torch.Tensor:
     return made * (random(device, ROWS, WIDTH, seed=seed + 1) > 0.5)
 
 
-def step(saver: memswap.saved_tensors, device: torch.device, make: Any, count: int = 4) -> None:
+def step(engine: memswap.saved_tensors, device: torch.device, make: Any, count: int = 4) -> None:
     """Saves `count` tensors of `make(device, seed)`; in backward they must look as they did."""
     seen: list[Any] = []
     x = torch.zeros(4, device=device, requires_grad=True)
-    with saver:
+    with engine:
         for seed in range(count):
             x = Remember.apply(x, seen, make(device, seed))
-    let_sends_end(saver, device)
+    let_sends_end(engine, device)
     x.sum().backward()
     del x
     flush_autograd(device)
     assert seen == [look(make(device, seed)) for seed in reversed(range(count))]
     del seen
-    let_sends_end(saver, device)
+    let_sends_end(engine, device)
 
 
 @pytest.fixture
-def saver_of(new_pool: Any, device: torch.device) -> Any:
+def engine_of(new_pool: Any, device: torch.device) -> Any:
     def make(policy: Policy, **options: Any) -> memswap.saved_tensors:
         options.setdefault("pool", new_pool() if policy.action is Action.ENCODE_SWAP else None)
         return memswap.saved_tensors(policy, prefetch_bytes=0, **options)
@@ -70,11 +70,11 @@ def saver_of(new_pool: Any, device: torch.device) -> Any:
 
 
 @each_encoding
-def test_frames_take_two_thirds_of_a_bfloat16_tensor(device, saver_of, policy) -> None:
-    saver = saver_of(policy)
+def test_frames_take_two_thirds_of_a_bfloat16_tensor(device, engine_of, policy) -> None:
+    engine = engine_of(policy)
     for _ in range(3):
-        step(saver, device, normal)
-    stats = saver.stats()
+        step(engine, device, normal)
+    stats = engine.stats()
     assert stats.encoded_storages == stats.moved_storages == 12
     assert stats.encoded_bytes == stats.moved_bytes == 12 * ROWS * WIDTH * 2
     assert 1.4 < stats.ratio < 1.6
@@ -82,84 +82,84 @@ def test_frames_take_two_thirds_of_a_bfloat16_tensor(device, saver_of, policy) -
     assert_nothing_left(stats)
 
 
-def test_frames_on_the_device_are_resident_and_frames_in_a_pool_are_away(device, saver_of) -> None:
+def test_frames_on_the_device_are_resident_and_frames_in_a_pool_are_away(device, engine_of) -> None:
     raw = ROWS * WIDTH * 2
     for policy in (ENCODE, ENCODE_SWAP):
-        saver = saver_of(policy)
-        step(saver, device, normal)  # the first capacity is a guess
+        engine = engine_of(policy)
+        step(engine, device, normal)  # the first capacity is a guess
         x = torch.zeros(4, device=device, requires_grad=True)
-        with saver:
+        with engine:
             x = Remember.apply(x, [], normal(device))
-        held = let_sends_end(saver, device)
+        held = let_sends_end(engine, device)
         frame = held.resident_bytes if policy is ENCODE else held.away_bytes
         assert 0.6 * raw < frame < 0.75 * raw
         assert 0 in (held.resident_bytes, held.away_bytes)
         del x
         collect()
         flush_autograd(device)
-        assert_nothing_left(saver.stats())
+        assert_nothing_left(engine.stats())
 
 
 @pytest.mark.cpu_only
 def test_default_on_a_cpu_is_to_encode_and_with_a_file_to_swap(device, new_pool) -> None:
-    saver = memswap.saved_tensors(Policy(min_bytes=1))
-    step(saver, device, normal)
-    assert saver.stats().encoded_storages == 4
+    engine = memswap.saved_tensors(Policy(min_bytes=1))
+    step(engine, device, normal)
+    assert engine.stats().encoded_storages == 4
     pool = memswap.HostPool(device="cpu")
-    saver = memswap.saved_tensors(Policy(min_bytes=1), pool=pool)
-    step(saver, device, normal)
-    assert saver.stats().encoded_storages == 4
+    engine = memswap.saved_tensors(Policy(min_bytes=1), pool=pool)
+    step(engine, device, normal)
+    assert engine.stats().encoded_storages == 4
     assert pool.statistics().peak_bytes > 0, "the pool that was given holds no frames"
-    saver = memswap.saved_tensors(Policy(min_bytes=1), pool=new_pool())
-    step(saver, device, normal)
-    assert saver.stats().encoded_storages == 0
-    assert saver.stats().moved_storages == 4
+    engine = memswap.saved_tensors(Policy(min_bytes=1), pool=new_pool())
+    step(engine, device, normal)
+    assert engine.stats().encoded_storages == 0
+    assert engine.stats().moved_storages == 4
 
 
 @pytest.mark.accelerator
 def test_default_on_an_accelerator_is_to_swap(device, new_pool) -> None:
-    saver = memswap.saved_tensors(Policy(min_bytes=1), pool=new_pool())
-    step(saver, device, normal)
-    assert saver.stats().encoded_storages == 0
-    assert saver.stats().moved_storages == 4
+    engine = memswap.saved_tensors(Policy(min_bytes=1), pool=new_pool())
+    step(engine, device, normal)
+    assert engine.stats().encoded_storages == 0
+    assert engine.stats().moved_storages == 4
 
 
-def test_what_does_not_shrink_is_encoded_once_and_kept_from_then_on(device, saver_of) -> None:
-    saver = saver_of(ENCODE)
-    step(saver, device, noise)
-    assert saver.stats().encoded_storages == 4, "nobody could know"
-    saver.reset_stats()
+def test_what_does_not_shrink_is_encoded_once_and_kept_from_then_on(device, engine_of) -> None:
+    engine = engine_of(ENCODE)
+    step(engine, device, noise)
+    assert engine.stats().encoded_storages == 4, "nobody could know"
+    engine.reset_stats()
     for _ in range(3):
-        step(saver, device, noise)
-    stats = saver.stats()
+        step(engine, device, noise)
+    stats = engine.stats()
     assert stats.moved_storages == 0
     assert stats.kept["does not shrink"].tensors == 12
 
 
-def test_what_does_not_shrink_is_swapped_as_it_is_where_there_is_a_pool(device, saver_of) -> None:
-    saver = saver_of(ENCODE_SWAP)
-    step(saver, device, noise)
-    saver.reset_stats()
-    step(saver, device, noise)
-    stats = saver.stats()
+def test_what_does_not_shrink_is_swapped_as_it_is_where_there_is_a_pool(device, engine_of) -> None:
+    engine = engine_of(ENCODE_SWAP)
+    step(engine, device, noise)
+    engine.reset_stats()
+    step(engine, device, noise)
+    stats = engine.stats()
     assert stats.moved_storages == 4 and stats.encoded_storages == 0
     assert not stats.kept
 
 
-def test_tensors_too_small_for_a_frame_are_not_even_tried(device, saver_of) -> None:
-    saver = saver_of(ENCODE)
-    step(saver, device, lambda device, seed: random(device, 16, seed=seed))
-    assert saver.stats().kept["does not shrink"].tensors == 4
+def test_tensors_too_small_for_a_frame_are_not_even_tried(device, engine_of) -> None:
+    engine = engine_of(ENCODE)
+    step(engine, device, lambda device, seed: random(device, 16, seed=seed))
+    assert engine.stats().kept["does not shrink"].tensors == 4
 
 
 @each_encoding
-def test_statistics_that_jump_cost_bytes_and_no_bits(device, saver_of, policy) -> None:
+def test_statistics_that_jump_cost_bytes_and_no_bits(device, engine_of, policy) -> None:
     """What the last step says about the next one may be wrong in every way."""
-    saver = saver_of(policy)
+    engine = engine_of(policy)
     constant = lambda device, seed: torch.full((ROWS, WIDTH), 1.5, device=device).bfloat16()  # noqa: E731
     for make in (constant, normal, zeros_mostly, normal, constant, noise, normal, zeros_mostly):
-        step(saver, device, make)
-    assert_nothing_left(saver.stats())
+        step(engine, device, make)
+    assert_nothing_left(engine.stats())
 
 
 @each_encoding
@@ -167,17 +167,17 @@ def test_statistics_that_jump_cost_bytes_and_no_bits(device, saver_of, policy) -
     "dtype", [torch.float16, torch.float32, torch.float64, torch.complex64, torch.int64, torch.bool]
 )
 @pytest.mark.usefixtures("every_tensor_is_encoded")
-def test_other_dtypes_come_back_bit_for_bit(device, saver_of, policy, dtype) -> None:
-    saver = saver_of(policy)
+def test_other_dtypes_come_back_bit_for_bit(device, engine_of, policy, dtype) -> None:
+    engine = engine_of(policy)
     for _ in range(2):
-        step(saver, device, lambda device, seed: random(device, 33, 77, seed=seed, dtype=dtype))
-    assert saver.stats().encoded_storages == 8
+        step(engine, device, lambda device, seed: random(device, 33, 77, seed=seed, dtype=dtype))
+    assert engine.stats().encoded_storages == 8
 
 
 @each_encoding
 @pytest.mark.parametrize("first", ["mask", "noise"])
 def test_bools_that_are_neither_0_nor_1_cost_bytes_and_no_bits(
-    device, saver_of, policy, first
+    device, engine_of, policy, first
 ) -> None:
     """Of a tensor of bools, a frame has room for bitmaps; whatever else they are goes elsewhere."""
 
@@ -189,22 +189,22 @@ def test_bools_that_are_neither_0_nor_1_cost_bytes_and_no_bits(
         made = torch.randint(0, 256, (ROWS, WIDTH), generator=generator, dtype=torch.uint8)
         return made.to(device).view(torch.bool)
 
-    saver = saver_of(policy)
+    engine = engine_of(policy)
     for make in (mask, noise, mask) if first == "mask" else (noise, mask):
-        step(saver, device, make)
-    assert saver.stats().encoded_storages >= 4
-    assert_nothing_left(saver.stats())
+        step(engine, device, make)
+    assert engine.stats().encoded_storages >= 4
+    assert_nothing_left(engine.stats())
 
 
 @each_encoding
-def test_many_zeros_make_a_smaller_frame(device, saver_of, policy) -> None:
+def test_many_zeros_make_a_smaller_frame(device, engine_of, policy) -> None:
     """From the first time on where a sample can be looked at, elsewhere from the second."""
-    saver = saver_of(policy)
+    engine = engine_of(policy)
     ratios = []
     for _ in range(3):
-        saver.reset_stats()
-        step(saver, device, zeros_mostly)
-        ratios.append(saver.stats().ratio)
+        engine.reset_stats()
+        step(engine, device, zeros_mostly)
+        ratios.append(engine.stats().ratio)
     assert ratios[1] > 2.5, f"no sparse frames: {ratios}"
     if device.type == "cpu":
         assert ratios[0] == ratios[1], f"the first frame was not sparse: {ratios}"
@@ -215,18 +215,18 @@ def test_many_zeros_make_a_smaller_frame(device, saver_of, policy) -> None:
 @pytest.mark.cpu_only
 def test_a_pool_without_room_keeps_and_says_so(device) -> None:
     pool = memswap.HostPool(budget="1MiB", slab="1MiB", device="cpu")
-    saver = memswap.saved_tensors(ENCODE, pool=pool, prefetch_bytes=0)
+    engine = memswap.saved_tensors(ENCODE, pool=pool, prefetch_bytes=0)
     with pytest.warns(UserWarning, match="stays on cpu"):
-        step(saver, device, normal, count=40)
-    stats = saver.stats()
+        step(engine, device, normal, count=40)
+    stats = engine.stats()
     assert stats.kept["codec room"].tensors > 0 and stats.encoded_storages > 0
-    step(saver, device, normal)
-    assert saver.stats().encoded_storages >= stats.encoded_storages + 4, "room came back unused"
+    step(engine, device, normal)
+    assert engine.stats().encoded_storages >= stats.encoded_storages + 4, "room came back unused"
 
 
 @pytest.mark.accelerator
 @pytest.mark.filterwarnings("ignore:memswap. a storage")
-def test_an_arena_without_room_keeps_and_swaps_instead(device, saver_of, monkeypatch) -> None:
+def test_an_arena_without_room_keeps_and_swaps_instead(device, engine_of, monkeypatch) -> None:
     monkeypatch.setattr(transfer, "arena_budget", lambda iteration_bytes: 0)
     opened = transfer.open_codec_lane
 
@@ -236,17 +236,17 @@ def test_an_arena_without_room_keeps_and_swaps_instead(device, saver_of, monkeyp
         return lane
 
     monkeypatch.setattr(transfer, "open_codec_lane", open_codec_lane)
-    saver = saver_of(ENCODE)
-    step(saver, device, normal)
-    assert saver.stats().kept["codec room"].tensors == 4
-    saver = saver_of(ENCODE_SWAP)
-    step(saver, device, normal)
-    stats = saver.stats()
+    engine = engine_of(ENCODE)
+    step(engine, device, normal)
+    assert engine.stats().kept["codec room"].tensors == 4
+    engine = engine_of(ENCODE_SWAP)
+    step(engine, device, normal)
+    stats = engine.stats()
     assert stats.moved_storages == 4 and stats.encoded_storages == 0 and not stats.kept
 
 
 @pytest.mark.parametrize("action", [Action.ENCODE, Action.ENCODE_SWAP])
-def test_a_device_without_a_codec_keeps_or_swaps(device, saver_of, action, monkeypatch) -> None:
+def test_a_device_without_a_codec_keeps_or_swaps(device, engine_of, action, monkeypatch) -> None:
     class Native:
         codec_name = staticmethod(lambda device: None)
 
@@ -256,9 +256,9 @@ def test_a_device_without_a_codec_keeps_or_swaps(device, saver_of, action, monke
     from memswap._native import native
 
     monkeypatch.setattr(transfer, "native", Native())
-    saver = saver_of(Policy(action=action, min_bytes=1))
-    step(saver, device, normal)
-    stats = saver.stats()
+    engine = engine_of(Policy(action=action, min_bytes=1))
+    step(engine, device, normal)
+    stats = engine.stats()
     assert stats.encoded_storages == 0
     if action is Action.ENCODE:
         assert stats.kept["no codec"].tensors == 4
@@ -267,13 +267,13 @@ def test_a_device_without_a_codec_keeps_or_swaps(device, saver_of, action, monke
 
 
 @each_encoding
-def test_an_edit_after_encoding_is_autograds_error(device, saver_of, policy) -> None:
-    saver = saver_of(policy)
+def test_an_edit_after_encoding_is_autograds_error(device, engine_of, policy) -> None:
+    engine = engine_of(policy)
     x = normal(device).float().requires_grad_()
-    with saver:
+    with engine:
         made = x * 2
         out = made.sin()
-    let_sends_end(saver, device)
+    let_sends_end(engine, device)
     made.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
@@ -282,7 +282,7 @@ def test_an_edit_after_encoding_is_autograds_error(device, saver_of, policy) -> 
 
 
 @each_encoding
-def test_a_function_chooses_among_actions(device, saver_of, policy, new_pool) -> None:
+def test_a_function_chooses_among_actions(device, engine_of, policy, new_pool) -> None:
     actions = [Action.KEEP, Action.ENCODE, Action.SWAP, Action.ENCODE_SWAP]
     asked: list[Action] = []
 
@@ -290,9 +290,9 @@ def test_a_function_chooses_among_actions(device, saver_of, policy, new_pool) ->
         asked.append(actions[len(asked) % 4])
         return asked[-1]
 
-    saver = saver_of(Policy(fn=choose, min_bytes=1), pool=new_pool())
-    step(saver, device, normal, count=8)
-    stats = saver.stats()
+    engine = engine_of(Policy(fn=choose, min_bytes=1), pool=new_pool())
+    step(engine, device, normal, count=8)
+    stats = engine.stats()
     assert stats.kept["policy"].tensors == 2
     assert stats.moved_storages == 6 and stats.encoded_storages == 4
     assert_nothing_left(stats)
@@ -303,13 +303,13 @@ def test_many_steps_leave_nothing_behind(device, new_pool, policy) -> None:
     pool = new_pool()
     if device.type == "cpu" and policy is ENCODE:
         pool = memswap.HostPool(device="cpu", slab="1MiB")
-    saver = memswap.saved_tensors(policy, pool=pool)
+    engine = memswap.saved_tensors(policy, pool=pool)
     for number in range(30):
-        step(saver, device, (normal, zeros_mostly, noise)[number % 3])
-    (route,) = saver._saver._routes.open_routes()
-    assert_nothing_left(saver.stats())
+        step(engine, device, (normal, zeros_mostly, noise)[number % 3])
+    (route,) = engine._engine._routes.open_routes()
+    assert_nothing_left(engine.stats())
     assert pool.statistics().blocks == 0
-    assert not saver._saver._encoding, "a report is waited for that will never come"
+    assert not engine._engine._encoding, "a report is waited for that will never come"
     assert len(route.expectations) == 4
     if device.type != "cpu":
         assert route.codec_lane.arena_statistics()["live_shares"] == 0
@@ -317,16 +317,16 @@ def test_many_steps_leave_nothing_behind(device, new_pool, policy) -> None:
 
 @pytest.mark.cpu_only
 def test_a_processor_encodes_and_decodes_when_asked_and_not_ahead(device) -> None:
-    saver = memswap.saved_tensors(ENCODE, prefetch_bytes="1GiB")
+    engine = memswap.saved_tensors(ENCODE, prefetch_bytes="1GiB")
     seen: list[Any] = []
     x = torch.zeros(4, device=device, requires_grad=True)
-    with saver:
+    with engine:
         for seed in range(4):
             x = Remember.apply(x, seen, normal(device, seed))
-    (route,) = saver._saver._routes.open_routes()
+    (route,) = engine._engine._routes.open_routes()
     assert route.codec_lane.leaving_bytes() == 0, "an encode was left for later"
     x.sum().backward()
-    assert saver.stats().stalls == 4, "something was decoded before it was asked for"
+    assert engine.stats().stalls == 4, "something was decoded before it was asked for"
 
 
 @pytest.mark.one_schedule
@@ -335,11 +335,11 @@ def test_a_frame_that_was_overwritten_in_the_pool_is_an_error(device) -> None:
     memory = pool.native.allocate(1 << 16).data_ptr  # where the first block will be
     # On a CPU a frame that is encoded where it is lives in the pool that was given.
     policy = ENCODE if device.type == "cpu" else ENCODE_SWAP
-    saver = memswap.saved_tensors(policy, pool=pool, prefetch_bytes=0)
+    engine = memswap.saved_tensors(policy, pool=pool, prefetch_bytes=0)
     x = normal(device).requires_grad_()
-    with saver:
+    with engine:
         loss = (x * 1).sin().sum()
-    let_sends_end(saver, device)
+    let_sends_end(engine, device)
     assert ctypes.string_at(memory, 4) == b"MSF1", "this would overwrite something else"
     ctypes.memset(memory, 0, 1024)
     with pytest.raises(memswap.TransferError, match=r"go back to a checkpoint|brought back"):
@@ -349,7 +349,7 @@ def test_a_frame_that_was_overwritten_in_the_pool_is_an_error(device) -> None:
             flush_autograd(device)
             if device.type != "cpu":
                 torch.accelerator.synchronize()
-            with saver:
+            with engine:
                 (x * 1).sin().sum().backward()
 
 

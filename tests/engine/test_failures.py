@@ -57,18 +57,18 @@ def test_spent_budget_keeps_and_trains_identically(device, new_pool, way, budget
 
 def test_room_that_comes_back_is_used_again(device, new_pool):
     pool = new_pool(budget="1MiB")
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
     x = random(device, 200_000).requires_grad_()  # 0.8 MB: one fits, two do not
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(3):
-            with saver:
+            with engine:
                 loss = (x * 2).sin().exp().sum()
             loss.backward()
             del loss
-    assert saver.stats().moved_storages >= 1
-    assert saver.stats().kept["pool"].tensors >= 1
-    assert_released(saver, pool)
+    assert engine.stats().moved_storages >= 1
+    assert engine.stats().kept["pool"].tensors >= 1
+    assert_released(engine, pool)
 
 
 @pytest.mark.accelerator
@@ -117,12 +117,12 @@ def test_device_out_of_memory_in_backward_is_torchs_error_and_loses_nothing(devi
     import simdev
 
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool, prefetch_bytes=0)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool, prefetch_bytes=0)
     # 16 MiB: an allocator that takes segments has no room for another one in those it has.
     x = torch.linspace(-1, 1, 1 << 22).to(device).requires_grad_()
-    with saver:
+    with engine:
         loss = (x * 2).sin().exp().sum()
-    let_sends_end(saver, device)
+    let_sends_end(engine, device)
     torch.accelerator.empty_cache()
     used = torch.get_device_module(device).memory_reserved()
     simdev._C.set_capacity(0, used + (1 << 19))
@@ -137,7 +137,7 @@ def test_device_out_of_memory_in_backward_is_torchs_error_and_loses_nothing(devi
     (leaf * 2).sin().exp().sum().backward()
     assert same_bits(x.grad, leaf.grad), "a failed backward lost or changed what was away"
     del loss
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
 # --- the disk ------------------------------------------------------------------------------------
@@ -167,34 +167,34 @@ def test_full_disk_keeps_and_trains_identically(device, tmp_path, way):
 def test_write_that_fails_keeps_the_bytes_and_says_so_once(device, tmp_path):
     pool = memswap.DiskPool(tmp_path, budget="16MiB", extent="1MiB")
     pool.reserve("1MiB")  # space is set aside, and then the disk fails
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
     x = random(device, 4096).requires_grad_()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         with files_no_longer_than(0):
-            with saver:
+            with engine:
                 loss = (x * 2).sin().exp().sum()
-            let_sends_end(saver, device)
+            let_sends_end(engine, device)
         loss.backward()
     leaf = x.detach().clone().requires_grad_()
     (leaf * 2).sin().exp().sum().backward()
     assert same_bits(x.grad, leaf.grad), "bytes that could not be written were lost"
     ours = [str(w.message) for w in told if "memswap" in str(w.message)]
     assert len(ours) == 1 and "stays where it is" in ours[0], ours
-    assert saver.stats().kept["pool"].tensors == 2
-    assert saver.stats().returned_storages == 0
+    assert engine.stats().kept["pool"].tensors == 2
+    assert engine.stats().returned_storages == 0
     del loss
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
 @pytest.mark.cpu_only
 def test_bytes_that_vanished_from_the_disk_raise_a_clear_error(device, tmp_path):
     pool = memswap.DiskPool(tmp_path, budget="16MiB", extent="1MiB")
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
     x = random(device, 4096).requires_grad_()
-    with saver:
+    with engine:
         loss = (x * 2).sin().sum()
-    let_sends_end(saver, device)
+    let_sends_end(engine, device)
     os.truncate(f"/proc/self/fd/{descriptor_under(tmp_path)}", 0)
     with pytest.raises(memswap.TransferError, match="cannot be brought back") as caught:
         loss.backward()
@@ -205,11 +205,11 @@ def test_bytes_that_vanished_from_the_disk_raise_a_clear_error(device, tmp_path)
 @pytest.mark.cpu_only
 def test_pool_leaves_no_file_behind(device, tmp_path):
     pool = memswap.DiskPool(tmp_path, budget="16MiB")
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
     x = random(device, 4096).requires_grad_()
-    with saver:
+    with engine:
         loss = (x * 2).sin().sum()
-    let_sends_end(saver, device)
+    let_sends_end(engine, device)
     assert os.listdir(tmp_path) == [], "the file has a name: a crash would leave it on the disk"
     loss.backward()
 
@@ -248,10 +248,10 @@ def test_policy_function_that_raises_is_heard_and_leaves_nothing_behind(device, 
 @pytest.mark.parametrize("returned", [None, "swap", True])
 def test_policy_function_that_returns_nonsense_is_told(device, new_pool, returned):
     policy = memswap.Policy(min_bytes=1, fn=lambda tensor, info: returned)
-    saver = memswap.saved_tensors(policy, pool=new_pool())
+    engine = memswap.saved_tensors(policy, pool=new_pool())
     x = random(device, 8).requires_grad_()
     with pytest.raises(TypeError, match=r"fn=\.\.\.\) returned"):
-        with saver:
+        with engine:
             (x * 2).sin()
 
 
@@ -354,13 +354,13 @@ def test_disk_pool_for_an_accelerator_is_refused(device, tmp_path):
 @pytest.mark.accelerator
 def test_host_tensors_beside_an_accelerator_stay(device, new_pool):
     for pool in (None, new_pool()):
-        saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+        engine = memswap.saved_tensors(EVERYTHING, pool=pool)
         x = random(torch.device("cpu"), 64).requires_grad_()
-        with saver:
+        with engine:
             loss = (x * 2).sin().sum()
         loss.backward()
-        assert saver.stats().moved_storages == 0, "host memory was swapped to host memory"
-        assert sum(c.tensors for c in saver.stats().kept.values()) == 1
+        assert engine.stats().moved_storages == 0, "host memory was swapped to host memory"
+        assert sum(c.tensors for c in engine.stats().kept.values()) == 1
 
 
 # --- under a budget ------------------------------------------------------------------------------
@@ -392,16 +392,16 @@ def test_a_save_that_fails_under_a_budget_costs_no_step(
     expected = budget_step(layers, 32, device)
     policy = memswap.Policy(action=memswap.Action.ENCODE, min_bytes=1)
     manager = memswap.manage(layers, policy, pool=new_pool(), budget="95%", rates=rates_for(device))
-    saver = manager._saver
+    engine = manager._engine
     left = [0]
 
     def admit(*arguments):
         left[0] -= 1
         if left[0] == 0:
             raise torch.OutOfMemoryError("no memory for a frame")
-        return type(saver).depart(saver, *arguments)
+        return type(engine).depart(engine, *arguments)
 
-    monkeypatch.setattr(saver, "depart", admit)
+    monkeypatch.setattr(engine, "depart", admit)
     for number in range(12):
         left[0] = 3 if number == failing_step else 0
         assert_same_gradients(budget_step(layers, 32, device), expected)

@@ -54,20 +54,20 @@ def test_retained_graph_gives_the_same_gradients_every_time(device, new_training
 def test_retained_graph_holds_its_saves_away_between_backwards(device, new_pool):
     """Between two backwards of a retained graph the device does not hold what it saved."""
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
     x = random(device, 64).requires_grad_()
-    with saver:
+    with engine:
         loss = (x * 2).sin().exp().sum()
-    let_sends_end(saver, device)
+    let_sends_end(engine, device)
     loss.backward(retain_graph=True)
-    between = saver.stats()
+    between = engine.stats()
     assert between.away_bytes == 2 * 64 * 4, "a retained graph's saves are gone"
     assert between.resident_bytes == 0, "a retained graph's saves stayed on the device"
     x.grad = None
     loss.backward()
     assert same_bits(x.grad, plain_exp_sin(x))
     del loss
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
 def plain_exp_sin(x):
@@ -89,7 +89,7 @@ def test_second_backward_without_retain_graph_is_autograds_error(device, new_tra
 
 def test_backward_of_a_part_then_of_the_rest(device, new_pool):
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
     x = random(device, 32).requires_grad_()
 
     def run():
@@ -104,17 +104,17 @@ def test_backward_of_a_part_then_of_the_rest(device, new_pool):
 
     _, one, other = run()
     expected = derive(one, other)
-    with saver:
+    with engine:
         _, one, other = run()
-    let_sends_end(saver, device)
+    let_sends_end(engine, device)
     assert_same_gradients(derive(one, other), expected)
     del one, other
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
 def test_gradients_with_respect_to_activations(device, new_pool):
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
     x = random(device, 16).requires_grad_()
 
     def run():
@@ -126,16 +126,16 @@ def test_gradients_with_respect_to_activations(device, new_pool):
 
     expected = run()
     x.grad = None
-    with saver:
+    with engine:
         found = run()  # backward inside the block
     assert_same_gradients(found, expected)
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["inside the block", "after the block"])
 def test_double_backward(device, new_pool, inside):
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
     x = random(device, 8, 8).requires_grad_()
     w = random(device, 8, 8, seed=1).requires_grad_()
 
@@ -148,32 +148,32 @@ def test_double_backward(device, new_pool, inside):
         return (x @ w).tanh().exp().sum()
 
     expected = second(loss())
-    with saver:
+    with engine:
         out = loss()
         found = second(out) if inside else None
     found = found or second(out)
     assert_same_gradients(found, expected)
     del out, found
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("check", ["gradcheck", "gradgradcheck"])
 def test_numerical_derivatives_agree(device, new_pool, check):
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
     torch.manual_seed(0)
     layer = nn.Sequential(nn.Linear(3, 4), nn.GELU(), nn.LayerNorm(4), nn.Linear(4, 2)).double()
 
     def run(x, w):
-        with saver:
+        with engine:
             return torch.softmax(layer(x) @ w, -1).sin()
 
     x = random(device, 2, 3, dtype=torch.float64).requires_grad_()
     w = random(device, 2, 2, dtype=torch.float64, seed=1).requires_grad_()
     assert getattr(torch.autograd, check)(run, (x, w))
-    assert saver.stats().moved_storages > 0
-    assert_released(saver, pool)
+    assert engine.stats().moved_storages > 0
+    assert_released(engine, pool)
 
 
 def test_two_live_graphs_in_either_order(device, new_training):
@@ -270,18 +270,18 @@ def test_graph_dropped_without_backward_releases_everything_at_once(device, new_
 
 def test_half_of_a_graph_dropped(device, new_pool):
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
     x = random(device, 16).requires_grad_()
-    with saver:
+    with engine:
         h = (x * 2).sin()
         used, unused = h.exp().sum(), h.cos().tan().sum()  # an auxiliary loss that nobody wants
     for _ in range(2):
-        let_sends_end(saver, device)
+        let_sends_end(engine, device)
     del unused, h
     used.backward()
     assert same_bits(x.grad, plain_exp_sin(x))
     del used
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
 def test_backward_inside_a_forward(device, new_training):
@@ -302,7 +302,7 @@ def test_backward_inside_a_forward(device, new_training):
 def test_forward_inside_a_backward(device, new_pool):
     """A custom Function whose backward runs a graph of its own (reentrant autograd)."""
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
 
     class Reentrant(torch.autograd.Function):
         @staticmethod
@@ -313,28 +313,28 @@ def test_forward_inside_a_backward(device, new_pool):
         @staticmethod
         def backward(ctx, gradient):
             (x,) = ctx.saved_tensors
-            with torch.enable_grad(), saver:
+            with torch.enable_grad(), engine:
                 leaf = x.detach().requires_grad_()
                 (inner,) = torch.autograd.grad((leaf * 1).sin().sum(), [leaf])
             return gradient * inner
 
     x = random(device, 16).requires_grad_()
-    with saver:
+    with engine:
         loss = Reentrant.apply(x * 2).exp().sum()
-    let_sends_end(saver, device)
+    let_sends_end(engine, device)
     loss.backward()
     assert same_bits(x.grad, plain_exp_sin(x))
     del loss
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
 def test_block_is_entered_again_while_it_is_open(device, new_pool):
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
     x = random(device, 16).requires_grad_()
-    with saver:
+    with engine:
         h = (x * 2).sin()
-        with saver:
+        with engine:
             loss = h.exp().sum()
         unrelated = h.detach().requires_grad_().sin()
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
@@ -342,7 +342,7 @@ def test_block_is_entered_again_while_it_is_open(device, new_pool):
     loss.backward()
     assert same_bits(x.grad, plain_exp_sin(x))
     del loss
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
 def test_manager_removed_between_forward_and_backward(device, new_pool):
@@ -358,7 +358,7 @@ def test_manager_removed_between_forward_and_backward(device, new_pool):
 
 
 def test_graph_outlives_everything_else(device, new_pool):
-    """The saver, the pool and the model are dropped; the graph still has what it needs."""
+    """The engine, the pool and the model are dropped; the graph still has what it needs."""
     x = random(device, 16).requires_grad_()
 
     def forward():

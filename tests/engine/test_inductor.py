@@ -35,16 +35,16 @@ def test_gradients_of_layers_that_inductor_compiled_do_not_change(
     expected = train_step(plain, lambda: plain(x))
 
     model, pool = compiled_stack(device), new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
 
     def loss() -> torch.Tensor:
-        with saver:
+        with engine:
             return model(x)
 
     for _ in range(3):
         assert_same_gradients(train_step(model, loss), expected)
-    assert saver.stats().moved_storages > 0, "nothing that inductor saves was moved by the block"
-    assert_released(saver, pool)
+    assert engine.stats().moved_storages > 0, "nothing that inductor saves was moved by the block"
+    assert_released(engine, pool)
 
     pool = new_pool()
     manager = memswap.manage(model.layers, EVERYTHING, pool=pool)

@@ -43,13 +43,13 @@ EDITS = {
 WORDS = "one of the variables needed for gradient computation has been modified by an inplace"
 
 
-def before_an_edit(saver):
+def before_an_edit(engine):
     """Order what follows after the sends under way.
 
     A send may still read what the user edits. Nobody will ever see those bytes, for backward is
     refused, but the laboratory cannot know and reports the race.
     """
-    saver._saver.settle()
+    engine._engine.settle()
 
 
 def backward_is_refused(loss):
@@ -61,53 +61,53 @@ def backward_is_refused(loss):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_edit_after_saving_raises_in_backward(device, new_pool, policy, edit):
     pool = new_pool()
-    saver = memswap.saved_tensors(POLICIES[policy], pool=pool)
+    engine = memswap.saved_tensors(POLICIES[policy], pool=pool)
     x = random(device, 4, 4).requires_grad_()
-    with saver:
+    with engine:
         h = x * 2
         loss = h.sin().sum()
-    before_an_edit(saver)
+    before_an_edit(engine)
     with torch.no_grad():
         EDITS[edit](h)
     backward_is_refused(loss)
     del h, loss
-    assert_released(saver, pool, moved=policy == "moved")
+    assert_released(engine, pool, moved=policy == "moved")
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["moved", "kept"])
 def test_edit_is_noticed_even_if_the_edited_tensor_is_gone_by_backward(device, new_pool, kept):
     policy = POLICIES["kept by the policy" if kept else "moved"]
-    saver = memswap.saved_tensors(policy, pool=new_pool())
+    engine = memswap.saved_tensors(policy, pool=new_pool())
     x = random(device, 4, 4).requires_grad_()
-    with saver:
+    with engine:
         h = x * 2
         loss = h.sin().sum()
-    before_an_edit(saver)
+    before_an_edit(engine)
     h.detach().add_(1)
     del h
-    let_sends_end(saver, device)
+    let_sends_end(engine, device)
     backward_is_refused(loss)
 
 
 def test_edit_of_the_base_is_noticed_by_a_saved_view_and_the_other_way_round(device, new_pool):
-    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool())
+    engine = memswap.saved_tensors(EVERYTHING, pool=new_pool())
     x = random(device, 4, 4).requires_grad_()
-    with saver:
+    with engine:
         base = x * 2
         loss = base[1:].sin().sum()
-    before_an_edit(saver)
+    before_an_edit(engine)
     with torch.no_grad():
         base[0].zero_()  # not even the saved part; autograd counts per storage, and so do we
     backward_is_refused(loss)
 
 
 def test_error_is_autograds_kind_and_says_what_and_which_version(device, new_pool):
-    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool())
+    engine = memswap.saved_tensors(EVERYTHING, pool=new_pool())
     x = random(device, 3, 5).requires_grad_()
-    with saver:
+    with engine:
         h = x * 2
         loss = h.sin().sum()
-    before_an_edit(saver)
+    before_an_edit(engine)
     with torch.no_grad():
         h.add_(1).add_(1)
     with pytest.raises(RuntimeError) as caught:
@@ -120,38 +120,38 @@ def test_error_is_autograds_kind_and_says_what_and_which_version(device, new_poo
 
 @pytest.mark.parametrize("leaf", ["nn.Parameter", "leaf tensor", "view of a parameter"])
 def test_edit_of_a_parameter_before_backward_raises(device, new_pool, leaf):
-    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool())
+    engine = memswap.saved_tensors(EVERYTHING, pool=new_pool())
     weight = torch.nn.Parameter(random(device, 4, 4))
     used = weight if leaf == "nn.Parameter" else weight.t()
     if leaf == "leaf tensor":
         weight = used = random(device, 4, 4).requires_grad_()
     x = random(device, 4).requires_grad_()
-    with saver:
+    with engine:
         loss = (used * x).sum()
     with torch.no_grad():
         weight.add_(1)  # what an optimizer step does
     backward_is_refused(loss)
-    assert saver.stats().kept["parameter"].tensors >= 1
+    assert engine.stats().kept["parameter"].tensors >= 1
 
 
 def test_edit_of_a_saved_output_raises(device, new_pool):
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
     x = random(device, 4, 4).requires_grad_()
-    with saver:
+    with engine:
         y = x.exp()  # exp saves its result
         loss = y.sum()
-    before_an_edit(saver)
+    before_an_edit(engine)
     y.detach().add_(1)
     backward_is_refused(loss)
     del y, loss
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
 def test_what_autograd_allows_to_edit_works(device, new_pool):
     """An edit before the save, after a save that is not needed, and by an operator itself."""
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
     x = random(device, 6, 6).requires_grad_()
 
     def loss():
@@ -168,22 +168,22 @@ def test_what_autograd_allows_to_edit_works(device, new_pool):
     loss().backward()
     expected, x.grad = x.grad, None
     for _ in range(3):
-        with saver:
+        with engine:
             out = loss()
         out.backward()
         assert_same_gradients([x.grad], [expected])
         x.grad = None
     del out
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
 def test_edit_between_two_saves_gives_each_graph_its_own_content(device, new_pool):
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
     x = torch.zeros(4, device=device, requires_grad=True)
     seen: list = []
     buffer = random(device, 64, seed=0)
-    with saver:
+    with engine:
         first = Remember.apply(x, seen, buffer)
         first.backward(torch.ones_like(first))  # consumed before the edit
         del first
@@ -193,47 +193,49 @@ def test_edit_between_two_saves_gives_each_graph_its_own_content(device, new_poo
     del buffer
     second.backward(torch.ones_like(second))
     assert seen[1].content == wanted, "the second graph got what the first one had saved"
-    assert saver.stats().deduplicated_tensors == 0, "an edited storage was taken for the one before"
+    assert engine.stats().deduplicated_tensors == 0, (
+        "an edited storage was taken for the one before"
+    )
     del second
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
 def test_edit_between_two_saves_breaks_the_first_graph_only(device, new_pool):
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
     x = random(device, 8).requires_grad_()
-    with saver:
+    with engine:
         h = (x * 2).detach()
         first = (x * h).sum()
-        before_an_edit(saver)
+        before_an_edit(engine)
         h.add_(1)
         second = (x * h).sum()
     expected = random(device, 8) * 2 + 1
     del h
-    let_sends_end(saver, device)
+    let_sends_end(engine, device)
     backward_is_refused(first)
     x.grad = None
     second.backward()
     assert same_bits(x.grad, expected), "a graph that saved after the edit got other content"
     del first, second
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
 def test_edit_after_the_graph_was_consumed_is_free(device, new_pool):
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
     x = random(device, 16).requires_grad_()
     buffer = torch.zeros(16, device=device)
     for step in range(4):
         with torch.no_grad():
             buffer.copy_(random(device, 16, seed=step))  # a preallocated input, refilled every step
-        with saver:
+        with engine:
             loss = (x * buffer).sum()
         loss.backward()
         assert same_bits(x.grad, random(device, 16, seed=step)), f"step {step} saw old content"
         x.grad = None
     del loss
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
@@ -273,11 +275,11 @@ def test_edit_through_a_tensor_that_came_back_is_noticed(device, new_pool, first
             return gradient * 1, None
 
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
     x = random(device, 8).requires_grad_()
-    with saver:
+    with engine:
         h = (x * 2).detach()
-        # Backward visits what was computed last first.
+        # Backward scopes what was computed last first.
         if first == "edit, then use":
             product = x * h
             loss = (Vandal.apply(x, h) + product).sum()
@@ -287,7 +289,7 @@ def test_edit_through_a_tensor_that_came_back_is_noticed(device, new_pool, first
     expected = h * 1
     product = vandal = None
     del h, product, vandal
-    let_sends_end(saver, device)
+    let_sends_end(engine, device)
     try:
         loss.backward()
     except RuntimeError as error:
@@ -295,7 +297,7 @@ def test_edit_through_a_tensor_that_came_back_is_noticed(device, new_pool, first
     else:
         assert same_bits(x.grad, 1 + expected), "an edit of a returned tensor reached another save"
     del loss
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
 def test_edit_of_a_tensor_that_came_back_does_not_reach_the_second_backward(device, new_pool):
@@ -314,12 +316,12 @@ def test_edit_of_a_tensor_that_came_back_does_not_reach_the_second_backward(devi
             return gradient * 1, None, None
 
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
     x = random(device, 8).requires_grad_()
     seen: list = []
-    with saver:
+    with engine:
         loss = Vandal.apply(x, seen, random(device, 8, seed=1)).sum()
-    let_sends_end(saver, device)
+    let_sends_end(engine, device)
     loss.backward(retain_graph=True)
     try:
         loss.backward()
@@ -330,16 +332,16 @@ def test_edit_of_a_tensor_that_came_back_does_not_reach_the_second_backward(devi
             "the second backward saw an edited save, silently"
         )
     del loss
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
 def test_edit_of_one_part_of_a_wrapper_subclass_is_noticed(device, new_pool):
-    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool())
+    engine = memswap.saved_tensors(EVERYTHING, pool=new_pool())
     x = Pair(random(device, 4), random(device, 4, seed=1)).requires_grad_()
-    with saver:
+    with engine:
         h = x * 2
         loss = h.sin()
-    before_an_edit(saver)
+    before_an_edit(engine)
     with torch.no_grad():
         h.add_(1)
     with pytest.raises(memswap.InplaceEditError, match=WORDS):
@@ -351,10 +353,10 @@ def test_edit_of_a_nested_tensor_of_torchs_strided_layout_is_refused_in_autograd
     """It has no one size to be described by."""
     rows = [random(device, 2, 3), random(device, 4, 3)]
     nested = torch.nested.nested_tensor(rows, layout=torch.strided).requires_grad_()
-    with memswap.saved_tensors(EVERYTHING) as saver:
+    with memswap.saved_tensors(EVERYTHING) as engine:
         y = nested * 1
         z = y * y
-    before_an_edit(saver)
+    before_an_edit(engine)
     y.mul_(2)
     with pytest.raises(memswap.InplaceEditError, match=WORDS) as refused:
         torch.nested.to_padded_tensor(z, 0.0).sum().backward()

@@ -124,7 +124,7 @@ def test_functional_call_with_other_parameters_trains_those(device, new_pool):
 
 def test_vmap_inside_the_block(device, new_pool):
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
     w = random(device, 5, 5).requires_grad_()
     x = random(device, 7, 5)
 
@@ -133,21 +133,21 @@ def test_vmap_inside_the_block(device, new_pool):
 
     loss().backward()
     expected, w.grad = w.grad, None
-    with saver:
+    with engine:
         out = loss()
-    let_sends_end(saver, device)
+    let_sends_end(engine, device)
     out.backward()
     assert_same_gradients([w.grad], [expected])
     del out
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
 def test_forward_mode_derivatives_pass_through(device, new_pool):
     import torch.autograd.forward_ad as forward_ad
 
-    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool())
+    engine = memswap.saved_tensors(EVERYTHING, pool=new_pool())
     x, tangent = random(device, 6), random(device, 6, seed=1)
-    with forward_ad.dual_level(), saver:
+    with forward_ad.dual_level(), engine:
         dual = forward_ad.make_dual(x.clone().requires_grad_(), tangent)
         out = (dual * 2).sin()
         derivative = forward_ad.unpack_dual(out).tangent
@@ -196,7 +196,7 @@ class Dirty(torch.autograd.Function):
 @pytest.mark.parametrize("name", ["saves all kinds", "mark_dirty"])
 def test_custom_function(device, new_pool, name):
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
     x = random(device, 9).requires_grad_()
 
     def loss():
@@ -207,20 +207,20 @@ def test_custom_function(device, new_pool, name):
     loss().backward()
     expected, x.grad = x.grad, None
     for _ in range(2):
-        with saver:
+        with engine:
             out = loss()
-        let_sends_end(saver, device)
+        let_sends_end(engine, device)
         out.backward()
         assert_same_gradients([x.grad], [expected])
         x.grad = None
-    assert saver.stats().moved_storages > 0
+    assert engine.stats().moved_storages > 0
     del out
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
 def test_saved_tensors_of_a_custom_function_have_their_graph_again(device, new_pool):
     """Inputs come back as inputs: a backward that differentiates through them finds x."""
-    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool())
+    engine = memswap.saved_tensors(EVERYTHING, pool=new_pool())
     found = []
 
     class Square(torch.autograd.Function):
@@ -236,11 +236,11 @@ def test_saved_tensors_of_a_custom_function_have_their_graph_again(device, new_p
             return gradient * 2 * x
 
     x = random(device, 4).requires_grad_()
-    with saver:
+    with engine:
         h = x * 1
         y = Square.apply(h).sum()
     del h
-    let_sends_end(saver, device)
+    let_sends_end(engine, device)
     (first,) = torch.autograd.grad(y, [x], create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), [x])
     assert found == [(True, True)], "what came back lost its place in the graph"
@@ -357,11 +357,11 @@ def test_gradients_that_make_fx_traces_are_those_of_any_input(device, new_pool):
     expected = step(other)
     pool = new_pool()
     manager = memswap.manage(model.layers, EVERYTHING, pool=pool)
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
     step(x)
-    with saver:
+    with engine:
         traced = make_fx(step)(x)
-    assert saver.stats().kept["traced"].tensors > 0
+    assert engine.stats().kept["traced"].tensors > 0
     assert manager.stats().kept["traced"].tensors > 0
     assert_same_gradients(traced(other), expected)
     manager.remove()
@@ -374,14 +374,14 @@ def test_numbers_computed_under_both_doors_at_once(device, new_pool):
     expected = train_step(model, lambda: model(x))
     pool = new_pool()
     manager = memswap.manage(model.layers, EVERYTHING, pool=pool)
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
 
     def loss():
-        with saver:
+        with engine:
             return model(x)
 
     for _ in range(2):
         assert_same_gradients(train_step(model, loss), expected)
-    assert saver.stats().moved_storages > 0 and manager.stats().moved_storages > 0
-    assert_released(saver, pool)
+    assert engine.stats().moved_storages > 0 and manager.stats().moved_storages > 0
+    assert_released(engine, pool)
     assert_released(manager, pool)

@@ -23,79 +23,79 @@ import memswap
 
 def test_small_tensors_stay_and_are_counted(device, new_pool):
     pool = new_pool()
-    saver = memswap.saved_tensors(memswap.Policy(min_bytes=100), pool=pool)
+    engine = memswap.saved_tensors(memswap.Policy(min_bytes=100), pool=pool)
     x = torch.zeros(1, device=device, requires_grad=True)
-    with saver:
+    with engine:
         y = x * random(device, 24).exp() * random(device, 25).exp()[:24]  # 96 and 100 bytes
-    stats = saver.stats()
+    stats = engine.stats()
     assert stats.moved_bytes == 100, "a storage of min_bytes moves, a smaller one stays"
     assert stats.kept["small"].tensors == 1
     assert stats.kept["small"].bytes == 96
     y.sum().backward()
     del y
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
 def test_tensor_that_the_user_holds_is_unharmed_and_not_counted_as_freed(device, new_pool):
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool, prefetch_bytes=0)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool, prefetch_bytes=0)
     x = random(device, 64).requires_grad_()
     for step in range(3):
-        with saver:
+        with engine:
             held = x * 2
             loss = held.sin().sum()
-        let_sends_end(saver, device)
+        let_sends_end(engine, device)
         assert same_bits(held, x * 2), "the user's tensor changed under memswap"
         loss.backward()
         assert same_bits(held, x * 2), "the user's tensor changed during backward"
-        stats = saver.stats()
+        stats = engine.stats()
         assert stats.freed_bytes == 0, f"step {step}: counts as freed what the user still holds"
         assert stats.returned_storages == 0, "what never went away came back"
     assert same_bits(x.grad, (x * 2).detach().cos() * 2 * 3)
     del held, loss
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
 def test_what_never_gets_free_is_not_sent_again(device, new_pool):
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool, prefetch_bytes=0)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool, prefetch_bytes=0)
     x = random(device, 64).requires_grad_()
     moved = []
     for _ in range(4):
-        saver.reset_stats()
-        with saver:
+        engine.reset_stats()
+        with engine:
             held = x * 2
             loss = held.sin().exp().sum()  # exp's result is free to go
-        let_sends_end(saver, device)
+        let_sends_end(engine, device)
         loss.backward()
-        moved.append(saver.stats().moved_storages)
+        moved.append(engine.stats().moved_storages)
     assert moved == [2, 1, 1, 1], f"per step {moved}: a tensor the user holds is sent every time"
-    assert saver.stats().kept["never freed"].tensors == 1
+    assert engine.stats().kept["never freed"].tensors == 1
     del held, loss
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
 def test_what_is_freed_again_moves_again(device, new_pool):
     """Learning is not for ever: `never freed` must be confirmed."""
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool, prefetch_bytes=0)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool, prefetch_bytes=0)
     x = random(device, 64).requires_grad_()
 
     def step(hold):
-        saver.reset_stats()
-        with saver:
+        engine.reset_stats()
+        with engine:
             held = x * 2
             loss = held.sin().sum()
         if not hold:
             held = None
-        let_sends_end(saver, device)
+        let_sends_end(engine, device)
         loss.backward()
-        return saver.stats().moved_storages
+        return engine.stats().moved_storages
 
     assert [step(True), step(True)] == [1, 0]
     later = [step(False) for _ in range(40)]
     assert any(later), "a storage once held by the user stays on the device for ever"
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
 def test_residual_stream_is_unharmed(device, new_pool):
@@ -176,22 +176,22 @@ def test_u_net_skips_are_unharmed(device, new_pool):
     pool = new_pool()
     expected = train_step(model, lambda: model(x))
     for swap_all in (False, True):
-        saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+        engine = memswap.saved_tensors(EVERYTHING, pool=pool)
         manager = None if swap_all else memswap.manage(model.layers, EVERYTHING, pool=pool)
 
         def loss():
             if manager is not None:
                 return model(x)
-            with saver:
+            with engine:
                 return model(x)
 
         for _ in range(3):
             assert_same_gradients(train_step(model, loss), expected)
         if manager is not None:
             manager.remove()
-        stats = (manager or saver).stats()
+        stats = (manager or engine).stats()
         assert stats.freed_bytes <= stats.moved_bytes
-        assert_released(manager or saver, pool)
+        assert_released(manager or engine, pool)
 
 
 def test_freed_bytes_are_what_the_device_got_back(device, new_pool):
@@ -214,11 +214,11 @@ def test_freed_bytes_are_what_the_device_got_back(device, new_pool):
     torch.accelerator.synchronize()
     plain = allocated() - before - each
     del loss, one
-    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool(), prefetch_bytes=0)
+    engine = memswap.saved_tensors(EVERYTHING, pool=new_pool(), prefetch_bytes=0)
     before = allocated()
-    with saver:
+    with engine:
         loss = forward()
-    stats = let_sends_end(saver, device)
+    stats = let_sends_end(engine, device)
     now = allocated() - before
     assert stats.freed_bytes == 6 * 4096 * 4, "a saved activation that nobody holds did not leave"
     assert plain - now == 6 * each, f"six activations left, the device got {plain - now} bytes back"

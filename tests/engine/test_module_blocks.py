@@ -227,7 +227,7 @@ def test_an_iteration_begins_with_the_models_forward(device, new_pool):
     manager = memswap.manage(model, EVERYTHING, pool=new_pool())
     seen = []
     for layer in model.layers:
-        layer.register_forward_hook(lambda *_: seen.append(manager._saver.iteration))
+        layer.register_forward_hook(lambda *_: seen.append(manager._engine.iteration))
     for _ in range(3):
         seen.clear()
         assert_same_gradients(train_step(model, lambda: model(x)), expected)
@@ -245,7 +245,7 @@ def test_layers_of_a_found_model_may_be_called_without_it(device, new_pool):
     manager = memswap.manage(model, EVERYTHING, pool=pool)
     seen = []
     for layer in model.layers:
-        layer.register_forward_hook(lambda *_: seen.append(manager._saver.iteration))
+        layer.register_forward_hook(lambda *_: seen.append(manager._engine.iteration))
 
     def by_hand():
         h = model.enter(x)

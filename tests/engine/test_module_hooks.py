@@ -56,7 +56,7 @@ def iterations(manager, modules, run):
     """How many iterations a step's calls belong to."""
     seen = []
     handles = [
-        one.register_forward_hook(lambda *_: seen.append(manager._saver.iteration))
+        one.register_forward_hook(lambda *_: seen.append(manager._engine.iteration))
         for one in modules
     ]
     run()
@@ -106,12 +106,12 @@ def test_forwards_that_do_not_depend_on_each_other_are_iterations_of_their_own(d
     model, x = new_stack(device, depth=2), new_input(device)
     manager = memswap.manage(model.layers, EVERYTHING, pool=new_pool())
     first = model(x)
-    before = manager._saver.iteration
+    before = manager._engine.iteration
     second = model(x)
-    assert manager._saver.iteration is not before, "two microbatches are taken for one forward"
-    chained = manager._saver.iteration
+    assert manager._engine.iteration is not before, "two microbatches are taken for one forward"
+    chained = manager._engine.iteration
     third = model.layers[1](model.layers[0](random(device, 2, 8, 16) * second)).sum()
-    assert manager._saver.iteration is chained, "what follows from a forward is one with it"
+    assert manager._engine.iteration is chained, "what follows from a forward is one with it"
     (first + third).backward()
 
 

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.every_action("swap")
 
 def settle(swap: Any, device: torch.device) -> None:
     for managed in swap.towers.values() if hasattr(swap, "towers") else [swap]:
-        managed._saver.settle()
+        managed._engine.settle()
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 

@@ -1,4 +1,4 @@
-"""Saved-tensor hooks in hooks: the user's own, save_on_cpu's, and those of several savers."""
+"""Saved-tensor hooks in hooks: the user's own, save_on_cpu's, and those of several engines."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Recorder(torch.autograd.graph.saved_tensors_hooks):
 def test_what_stays_reaches_the_hooks_outside(device, new_pool):
     """Parameters, small tensors and what the policy keeps go to the pair installed before."""
     pool = new_pool()
-    saver = memswap.saved_tensors(memswap.Policy(min_bytes=64 * 4), pool=pool)
+    engine = memswap.saved_tensors(memswap.Policy(min_bytes=64 * 4), pool=pool)
     weight = random(device, 8, 8).requires_grad_()
     x = random(device, 8, 8, seed=1)
 
@@ -55,48 +55,48 @@ def test_what_stays_reaches_the_hooks_outside(device, new_pool):
     loss().backward()
     expected, weight.grad = weight.grad, None
     recorder = Recorder()
-    with recorder, saver:
+    with recorder, engine:
         out = loss()
-    let_sends_end(saver, device)
+    let_sends_end(engine, device)
     out.backward()
     assert_same_gradients([weight.grad], [expected])
     assert (8, 8) in recorder.packed, "the parameter did not reach the outer hooks"
     assert (8,) in recorder.packed, "a small tensor did not reach the outer hooks"
     assert sorted(recorder.packed) == sorted(recorder.unpacked), "outer packs and unpacks differ"
-    stats = saver.stats()
+    stats = engine.stats()
     kept = sum(count.tensors for count in stats.kept.values())
     assert len(recorder.packed) == kept, "the outer hooks see exactly what memswap keeps"
     assert stats.moved_storages == 2
     del out
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
 def test_what_moves_does_not_reach_the_hooks_outside(device, new_pool):
-    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool())
+    engine = memswap.saved_tensors(EVERYTHING, pool=new_pool())
     recorder = Recorder()
     x = random(device, 8).requires_grad_()
-    with recorder, saver:
+    with recorder, engine:
         loss = (x * 2).sin().exp().sum()
     assert recorder.packed == [], "a moved tensor was packed by both pairs of hooks"
     loss.backward()
 
 
 def test_hooks_inside_ours_win(device, new_pool):
-    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool())
+    engine = memswap.saved_tensors(EVERYTHING, pool=new_pool())
     recorder = Recorder()
     x = random(device, 8).requires_grad_()
-    with saver:
+    with engine:
         h = (x * 2).sin()
         with recorder:
             h = h.exp()
         loss = h.cos().sum()
     assert recorder.packed == [(8,)]
-    assert saver.stats().offered_tensors == 2, "sin's input and exp's result, saved by cos"
+    assert engine.stats().offered_tensors == 2, "sin's input and exp's result, saved by cos"
     loss.backward()
     assert recorder.unpacked == [(8,)]
 
 
-def test_inner_saver_passes_on_to_the_outer_one(device, new_pool):
+def test_inner_engine_passes_on_to_the_outer_one(device, new_pool):
     pools = new_pool(), new_pool()
     outer = memswap.saved_tensors(EVERYTHING, pool=pools[0])
     inner = memswap.saved_tensors(memswap.Policy(min_bytes=1000), pool=pools[1])
@@ -120,14 +120,14 @@ def test_inner_saver_passes_on_to_the_outer_one(device, new_pool):
     assert_released(inner, pools[1])
 
 
-def test_three_savers_deep(device, new_pool):
-    savers = [
+def test_three_engines_deep(device, new_pool):
+    engines = [
         memswap.saved_tensors(memswap.Policy(min_bytes=n), pool=new_pool()) for n in (1, 100, 1000)
     ]
     x = [random(device, n).requires_grad_() for n in (10, 50, 500)]
-    with savers[0], savers[1], savers[2]:
+    with engines[0], engines[1], engines[2]:
         loss = sum((one * 2).sin().sum() for one in x)
-    assert [s.stats().moved_bytes for s in savers] == [40, 200, 2000]
+    assert [s.stats().moved_bytes for s in engines] == [40, 200, 2000]
     loss.backward()
     for one in x:
         leaf = one.detach().clone().requires_grad_()
@@ -139,31 +139,31 @@ def test_save_on_cpu_outside_takes_what_stays(device, new_pool):
     model, x = new_stack(device), new_input(device)
     expected = train_step(model, lambda: model(x))
     pool = new_pool()
-    saver = memswap.saved_tensors(memswap.Policy(min_bytes=900), pool=pool)
+    engine = memswap.saved_tensors(memswap.Policy(min_bytes=900), pool=pool)
 
     def loss():
-        with torch.autograd.graph.save_on_cpu(), saver:
+        with torch.autograd.graph.save_on_cpu(), engine:
             return model(x)
 
     for _ in range(2):
         assert_same_gradients(train_step(model, loss), expected)
-    assert saver.stats().moved_storages > 0 and "small" in saver.stats().kept
-    assert_released(saver, pool)
+    assert engine.stats().moved_storages > 0 and "small" in engine.stats().kept
+    assert_released(engine, pool)
 
 
 def test_save_on_cpu_inside_wins(device, new_pool):
     model, x = new_stack(device), new_input(device)
     expected = train_step(model, lambda: model(x))
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
 
     def loss():
-        with saver, torch.autograd.graph.save_on_cpu():
+        with engine, torch.autograd.graph.save_on_cpu():
             return model(x)
 
     assert_same_gradients(train_step(model, loss), expected)
-    assert saver.stats().offered_tensors == 0
-    assert_released(saver, pool, moved=False)
+    assert engine.stats().offered_tensors == 0
+    assert_released(engine, pool, moved=False)
 
 
 def test_user_hooks_around_a_managed_model(device, new_pool):
@@ -186,21 +186,21 @@ def test_user_hooks_around_a_managed_model(device, new_pool):
 
 def test_outer_hook_that_raises_is_heard(device, new_pool):
     pool = new_pool()
-    saver = memswap.saved_tensors(memswap.Policy(min_bytes=1 << 20), pool=pool)
+    engine = memswap.saved_tensors(memswap.Policy(min_bytes=1 << 20), pool=pool)
 
     def refuse(_):
         raise ValueError("outer hook says no")
 
     x = random(device, 8).requires_grad_()
     with pytest.raises(ValueError, match="outer hook says no"):
-        with torch.autograd.graph.saved_tensors_hooks(refuse, refuse), saver:
+        with torch.autograd.graph.saved_tensors_hooks(refuse, refuse), engine:
             (x * 2).sin()
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    assert_released(saver, pool, moved=False)
+    assert_released(engine, pool, moved=False)
 
 
 def test_wrapper_subclass_under_hooks_outside(device, new_pool):
-    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool())
+    engine = memswap.saved_tensors(EVERYTHING, pool=new_pool())
     packed = []
 
     def pack(tensor):
@@ -217,5 +217,5 @@ def test_wrapper_subclass_under_hooks_outside(device, new_pool):
     expected = run(contextlib.nullcontext())
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t))
-        found = run(saver)
+        found = run(engine)
     assert_same_gradients(found, expected)

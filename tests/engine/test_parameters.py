@@ -149,16 +149,16 @@ def test_low_rank_adapters_over_frozen_weights(device, new_pool):
 
 def test_frozen_weight_is_recognised_without_a_manager(device, new_pool):
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
     frozen = nn.Linear(8, 8, bias=False).to(device).requires_grad_(False)
     x = random(device, 4, 8).requires_grad_()
-    with saver:
+    with engine:
         loss = frozen(x).sum()
     loss.backward()
-    assert saver.stats().moved_storages == 0, "a frozen weight was moved"
-    assert saver.stats().kept["parameter"].tensors == 1
+    assert engine.stats().moved_storages == 0, "a frozen weight was moved"
+    assert engine.stats().kept["parameter"].tensors == 1
     del loss
-    assert_released(saver, pool, moved=False)
+    assert_released(engine, pool, moved=False)
 
 
 def test_activations_of_frozen_first_layers_move_although_they_need_no_gradient(device, new_pool):
@@ -166,22 +166,22 @@ def test_activations_of_frozen_first_layers_move_although_they_need_no_gradient(
     frozen = nn.Linear(8, 8).to(device).requires_grad_(False)
     head = nn.Linear(8, 3).to(device)
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
     x = random(device, 4, 8)
 
     def loss():
         return head(frozen(x).relu()).square().sum()
 
     expected = train_step(head, loss)
-    with saver:
+    with engine:
         out = loss()
-    let_sends_end(saver, device)
-    assert saver.stats().freed_bytes >= 4 * 8 * 4, "the head's input, without grad, did not leave"
+    let_sends_end(engine, device)
+    assert engine.stats().freed_bytes >= 4 * 8 * 4, "the head's input, without grad, did not leave"
     out.backward()
     # the gradients that `expected` was made of are in .grad as well
     assert_same_gradients(gradients(head), [None if e is None else e + e for e in expected])
     del out
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
 def test_tied_weights_stay(device, new_pool):

@@ -100,11 +100,11 @@ def test_a_manager_that_goes_while_its_plan_is_made_leaves_nothing_alive(device,
     for _ in range(6):
         step(layers, 32, device)
     assert gate.began.wait(WAIT_S)
-    model, saver = weakref.ref(layers), weakref.ref(manager._saver.timeline)
+    model, engine = weakref.ref(layers), weakref.ref(manager._engine.timeline)
     del manager, layers
     gc.collect()
     assert model() is None, "planning keeps the model alive"
-    assert saver() is None, "planning keeps the saver alive"
+    assert engine() is None, "planning keeps the engine alive"
 
 
 def test_removing_a_manager_ends_its_planning(device, new_pool, gate):

@@ -69,13 +69,13 @@ class Use(torch.autograd.Function):
         return gradient + made.sum() * 0, None, None
 
 
-def step(saver, device, log, count=6):
+def step(engine, device, log, count=6):
     """`count` storages of ONE bytes each, saved in order and used in reverse."""
     x = torch.zeros(4, device=device, requires_grad=True)
-    with saver:
+    with engine:
         for number in range(count):
             x = Use.apply(x, random(device, ROWS, WIDTH, seed=number), log)
-    let_sends_end(saver, device)
+    let_sends_end(engine, device)
     del log[:]
     x.sum().backward()
     taken, log[:] = list(log), []
@@ -92,23 +92,23 @@ def ahead(events):
 
 
 def test_lookahead_of_zero_makes_every_return_a_stall(device, new_pool, log):
-    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool(), prefetch_bytes=0)
+    engine = memswap.saved_tensors(EVERYTHING, pool=new_pool(), prefetch_bytes=0)
     for _ in range(3):
-        saver.reset_stats()
-        events = step(saver, device, log)
+        engine.reset_stats()
+        events = step(engine, device, log)
         assert events == ["fetch", "use"] * 6, "something was brought back before it was asked for"
-        stats = saver.stats()
+        stats = engine.stats()
         assert stats.stalls == stats.returned_storages == 6
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])
 def test_returns_are_issued_ahead_within_the_window(device, new_pool, log, window):
-    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool(), prefetch_bytes=window * ONE)
-    step(saver, device, log)  # learns
+    engine = memswap.saved_tensors(EVERYTHING, pool=new_pool(), prefetch_bytes=window * ONE)
+    step(engine, device, log)  # learns
     for _ in range(2):
-        saver.reset_stats()
-        events = step(saver, device, log)
-        stats = saver.stats()
+        engine.reset_stats()
+        events = step(engine, device, log)
+        stats = engine.stats()
         assert stats.kept["needed at once"].tensors == window, "the window stays at the turn"
         assert stats.moved_storages == 6 - window
         assert stats.stalls == 0, "a return that the order predicted was late"
@@ -118,22 +118,22 @@ def test_returns_are_issued_ahead_within_the_window(device, new_pool, log, windo
 
 
 def test_first_backward_looks_ahead_in_reverse_order_of_saving(device, new_pool, log):
-    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool(), prefetch_bytes=2 * ONE)
-    step(saver, device, log)
-    assert saver.stats().stalls == 1, "only the very first demand could not be foreseen"
+    engine = memswap.saved_tensors(EVERYTHING, pool=new_pool(), prefetch_bytes=2 * ONE)
+    step(engine, device, log)
+    assert engine.stats().stalls == 1, "only the very first demand could not be foreseen"
 
 
 def test_bytes_resident_during_backward_stay_within_the_window(device, new_pool, log):
-    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool(), prefetch_bytes=2 * ONE)
-    step(saver, device, log, count=10)
+    engine = memswap.saved_tensors(EVERYTHING, pool=new_pool(), prefetch_bytes=2 * ONE)
+    step(engine, device, log, count=10)
     x = torch.zeros(4, device=device, requires_grad=True)
-    with saver:
+    with engine:
         for number in range(10):
             x = Use.apply(x, random(device, ROWS, WIDTH, seed=number), log)
-    let_sends_end(saver, device)
-    saver.reset_stats()
+    let_sends_end(engine, device)
+    engine.reset_stats()
     x.sum().backward()
-    peak = saver.stats().peak_resident_bytes
+    peak = engine.stats().peak_resident_bytes
     assert peak <= 3 * ONE, f"{peak / ONE} activations were resident; the window is 2, and 1 in use"
 
 
@@ -167,16 +167,16 @@ def test_changed_order_costs_stalls_and_nothing_else(device, new_pool):
 def test_another_order_of_demands_than_last_time(device, new_pool, log):
     """The same forward; backward asks for its parts in turn one way, then the other."""
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool, prefetch_bytes=2 * ONE)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool, prefetch_bytes=2 * ONE)
 
     def run(turn):
         leaves = [torch.zeros(4, device=device, requires_grad=True) for _ in range(2)]
         ends = list(leaves)
-        with saver:
+        with engine:
             for number in range(6):
                 made = random(device, ROWS, WIDTH, seed=number)
                 ends[number % 2] = Use.apply(ends[number % 2], made, log)
-        let_sends_end(saver, device)
+        let_sends_end(engine, device)
         for index in turn:
             ends[index].sum().backward()
         return [leaf.grad for leaf in leaves]
@@ -185,44 +185,44 @@ def test_another_order_of_demands_than_last_time(device, new_pool, log):
         found = run(turn)
         assert_same_gradients(found, [torch.ones(4, device=device)] * 2)
         del found
-        assert_released(saver, pool)
+        assert_released(engine, pool)
 
 
 def test_nothing_comes_back_for_a_graph_that_is_not_run(device, new_pool, log):
-    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool(), prefetch_bytes=2 * ONE)
-    step(saver, device, log)
+    engine = memswap.saved_tensors(EVERYTHING, pool=new_pool(), prefetch_bytes=2 * ONE)
+    step(engine, device, log)
     x = torch.zeros(4, device=device, requires_grad=True)
-    with saver:
+    with engine:
         x = Use.apply(x, random(device, ROWS, WIDTH), log)
-    let_sends_end(saver, device)
+    let_sends_end(engine, device)
     del log[:], x
-    saver.stats()
+    engine.stats()
     assert "fetch" not in log
 
 
 def test_block_that_stays_open_over_many_steps_learns_all_the_same(device, new_pool, log):
-    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool(), prefetch_bytes=2 * ONE)
-    with saver:
+    engine = memswap.saved_tensors(EVERYTHING, pool=new_pool(), prefetch_bytes=2 * ONE)
+    with engine:
         for number in range(3):
-            saver.reset_stats()
+            engine.reset_stats()
             x = torch.zeros(4, device=device, requires_grad=True)
             for index in range(6):
                 x = Use.apply(x, random(device, ROWS, WIDTH, seed=index), log)
-            let_sends_end(saver, device)
+            let_sends_end(engine, device)
             x.sum().backward()
-            stats = saver.stats()
+            stats = engine.stats()
             kept = stats.kept["needed at once"].tensors if number else 0
             assert kept == (2 if number else 0), f"step {number} was not taken for a new forward"
             assert stats.stalls == (0 if number else 1)
 
 
 def test_automatic_window_is_the_default_and_prefetches(device, new_pool, log):
-    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool())
-    step(saver, device, log, count=10)
-    saver.reset_stats()
-    step(saver, device, log, count=10)
-    assert saver.stats().stalls == 0
-    assert 1 <= saver.stats().kept["needed at once"].tensors <= 2, "about an eighth stays"
+    engine = memswap.saved_tensors(EVERYTHING, pool=new_pool())
+    step(engine, device, log, count=10)
+    engine.reset_stats()
+    step(engine, device, log, count=10)
+    assert engine.stats().stalls == 0
+    assert 1 <= engine.stats().kept["needed at once"].tensors <= 2, "about an eighth stays"
 
 
 def managed_mlp(device, pool, policy, **options):
@@ -301,38 +301,38 @@ def test_policy_function_is_told_unit_and_bytes_and_asked_once_per_storage(devic
 
 def test_reset_stats_starts_anew_and_forgets_nothing_that_is_alive(device, new_pool):
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
     x = random(device, 64).requires_grad_()
-    with saver:
+    with engine:
         loss = (x * 2).sin().sum()
-    saver.reset_stats()
-    stats = saver.stats()
+    engine.reset_stats()
+    stats = engine.stats()
     assert stats.moved_storages == stats.offered_tensors == stats.deduplicated_tensors == 0
     assert stats.away_bytes == stats.peak_away_bytes == 256, "what is away now is still away"
     loss.backward()
     del loss
-    assert_released(saver, pool, moved=False)
+    assert_released(engine, pool, moved=False)
 
 
 def test_stats_add_up(device, new_pool):
     pool = new_pool()
-    saver = memswap.saved_tensors(memswap.Policy(min_bytes=200), pool=pool, prefetch_bytes=0)
+    engine = memswap.saved_tensors(memswap.Policy(min_bytes=200), pool=pool, prefetch_bytes=0)
     w = random(device, 8, 8).requires_grad_()
-    with saver:
+    with engine:
         loss = ((random(device, 8, 8, seed=1) @ w).tanh().exp() @ w).sum(0).sin().sum()
-    stats = let_sends_end(saver, device)
+    stats = let_sends_end(engine, device)
     kept = sum(count.tensors for count in stats.kept.values())
     assert stats.offered_tensors == kept + stats.moved_storages + stats.deduplicated_tensors
     assert stats.peak_away_bytes >= stats.away_bytes == stats.moved_bytes
     assert stats.freed_bytes == stats.moved_bytes, "nobody holds what was moved"
     assert stats.resident_bytes == 0
     loss.backward()
-    after = saver.stats()
+    after = engine.stats()
     assert after.returned_bytes == after.moved_bytes
     assert after.returned_storages == after.moved_storages
     assert after.exposed_wait_s > 0, "without prefetch, nobody waited for what came back"
     del loss
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
 def test_report_names_what_was_done(device, new_pool):

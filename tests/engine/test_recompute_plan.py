@@ -11,7 +11,7 @@ from torch import nn
 
 import memswap
 from memswap import Action, BudgetError, Rates
-from memswap.engine.visit import current_visit
+from memswap.engine.hook_scope import current_scope
 from memswap.planning.plan import describe
 
 pytestmark = pytest.mark.one_schedule
@@ -172,7 +172,7 @@ class Alternating:
         self.on = True
 
     def recomputes(self, module: nn.Module, args: tuple[Any, ...]) -> bool:
-        assert current_visit() is not None
+        assert current_scope() is not None
         self.on = not self.on
         return self.on
 
@@ -213,7 +213,7 @@ def test_switching_a_region_on_and_off_per_step_changes_no_bit(device, new_pool)
     plain = noisy_step(model, x)
     regions = memswap.checkpoint_module(model.layers)
     with memswap.manage(model.layers, SWAP, pool=new_pool()) as manager:
-        director = manager._saver.director = Alternating()  # three layers: it differs by the step
+        director = manager._engine.director = Alternating()  # three layers: it differs by the step
         for _ in range(4):
             assert_same_gradients(noisy_step(model, x), plain)
         assert director.on
@@ -229,10 +229,10 @@ def test_what_recomputing_saves_again_counts_as_resident_while_it_is_there(devic
     plan = one.steps(plain, 7)
     unit = max(plan.units, key=lambda one: one.recompute)
     assert max(plan.step.extra_nbytes) > 0.5 * unit.nbytes
-    saver = one.manager._saver
+    engine = one.manager._engine
     seen = []
     layer = one.model.layers[int(plan.recompute[-1])]
-    layer.up.weight.register_hook(lambda unused: seen.append(saver.ledger.resident_bytes))
+    layer.up.weight.register_hook(lambda unused: seen.append(engine.ledger.resident_bytes))
     one.step()
     assert max(seen) > 0.4 * unit.nbytes
     assert one.manager.stats().resident_bytes == 0, "something recomputed is still on the books"

@@ -1,4 +1,4 @@
-"""Scripts: a saver that follows a plan by itself does what the director would have it do."""
+"""Scripts: an engine that follows a plan by itself does what the director would have it do."""
 
 from __future__ import annotations
 

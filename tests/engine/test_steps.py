@@ -224,11 +224,11 @@ def test_a_thousand_steps_leave_nothing_behind(device, new_pool, way):
     )
     assert now.reserved_bytes == reserved, "the pool grew in a steady state"
     assert now.slabs_acquired == slabs, "memory was taken from the system in a steady state"
-    saver = training.swap._saver
-    assert len(saver.departing) <= 16, "bookkeeping of dead storages grows"
-    assert saver.ledger.known_storages <= 16, "dead storages are still known"
+    engine = training.swap._engine
+    assert len(engine.departing) <= 16, "bookkeeping of dead storages grows"
+    assert engine.ledger.known_storages <= 16, "dead storages are still known"
     training.assert_released()
-    assert saver.ledger.known_storages == 0, "storages are known that no graph holds any more"
+    assert engine.ledger.known_storages == 0, "storages are known that no graph holds any more"
     assert_pool_empty(training.pool)
 
 

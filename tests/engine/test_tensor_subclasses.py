@@ -20,15 +20,15 @@ import memswap
 
 def test_wrapper_subclass_moves_by_its_parts(device, new_pool):
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
 
     def run(swapped):
         x = Pair(random(device, 6), random(device, 6, seed=1)).requires_grad_()
         one = Pair(torch.ones(6, device=device), torch.ones(6, device=device))
         if swapped:
-            with saver:
+            with engine:
                 y = (x * 2).sin()
-            let_sends_end(saver, device)
+            let_sends_end(engine, device)
         else:
             y = (x * 2).sin()
         y.backward(one)
@@ -36,22 +36,22 @@ def test_wrapper_subclass_moves_by_its_parts(device, new_pool):
         return x.grad.a, x.grad.b
 
     assert_same_gradients(run(True), run(False))
-    stats = saver.stats()
+    stats = engine.stats()
     assert stats.moved_storages == 2, "both parts of the subclass move"
     assert stats.freed_bytes == 2 * 6 * 4, "a part of the subclass was held on the device"
     assert stats.returned_storages == 2
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
 def test_wrapper_subclass_that_cannot_be_taken_apart_stays(device, new_pool):
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
     x = random(device, 6)
 
     def run(swapped):
         wrapped = Opaque(x * 1).requires_grad_()
         if swapped:
-            with saver:
+            with engine:
                 y = (wrapped * 2).sin()
         else:
             y = (wrapped * 2).sin()
@@ -59,16 +59,16 @@ def test_wrapper_subclass_that_cannot_be_taken_apart_stays(device, new_pool):
         return [wrapped.grad.inner]
 
     assert_same_gradients(run(True), run(False))
-    assert saver.stats().moved_storages == 0
-    assert "not a plain tensor" in saver.stats().kept, "a subclass that stays must be counted"
-    assert_released(saver, pool, moved=False)
+    assert engine.stats().moved_storages == 0
+    assert "not a plain tensor" in engine.stats().kept, "a subclass that stays must be counted"
+    assert_released(engine, pool, moved=False)
 
 
 def test_subclass_without_dispatch_gives_the_same_gradients(device, new_pool):
     class Tagged(torch.Tensor):
         pass
 
-    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool())
+    engine = memswap.saved_tensors(EVERYTHING, pool=new_pool())
     x = random(device, 6).requires_grad_()
 
     def loss():
@@ -76,9 +76,9 @@ def test_subclass_without_dispatch_gives_the_same_gradients(device, new_pool):
 
     loss().backward()
     expected, x.grad = x.grad, None
-    with saver:
+    with engine:
         out = loss()
-    let_sends_end(saver, device)
+    let_sends_end(engine, device)
     out.backward()
     assert_same_gradients([x.grad], [expected])
 
@@ -87,7 +87,7 @@ def test_subclass_without_dispatch_gives_the_same_gradients(device, new_pool):
 @pytest.mark.parametrize("kind", ["sparse", "sparse csr", "nested"])
 def test_tensors_that_are_not_strided_stay_and_work(device, new_pool, kind):
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
     w = random(device, 4, 3).requires_grad_()
 
     def loss():
@@ -101,13 +101,13 @@ def test_tensors_that_are_not_strided_stay_and_work(device, new_pool, kind):
 
     loss().backward()
     expected, w.grad = w.grad, None
-    with saver:
+    with engine:
         out = loss()
-    let_sends_end(saver, device)
+    let_sends_end(engine, device)
     out.backward()
     assert_same_gradients([w.grad], [expected])
     del out
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
 @pytest.fixture
@@ -136,25 +136,25 @@ def test_values_of_a_jagged_tensor_move_and_its_ragged_size_stays_the_same(
         return torch.autograd.grad(value, list(layers.parameters()))
 
     expected = gradients(loss())
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
-    with saver:
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
+    with engine:
         value = loss()
-    let_sends_end(saver, device)
+    let_sends_end(engine, device)
     assert_same_gradients(gradients(value), expected)
     del value
-    assert "not a plain tensor" not in saver.stats().kept
-    assert saver.stats().freed_bytes >= 5 * 10 * 8 * 4, "values stayed on the device"
-    assert_released(saver, pool)
+    assert "not a plain tensor" not in engine.stats().kept
+    assert engine.stats().freed_bytes >= 5 * 10 * 8 * 4, "values stayed on the device"
+    assert_released(engine, pool)
 
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("edited", ["the tensor", "its values"])
 def test_a_jagged_tensor_that_was_edited_is_refused(device, new_pool, jagged, edited):
-    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool())
+    engine = memswap.saved_tensors(EVERYTHING, pool=new_pool())
     layer = nn.Linear(8, 8).to(device)
-    with saver:
+    with engine:
         value = (layer(jagged) * jagged).values().sum()
-    let_sends_end(saver, device)
+    let_sends_end(engine, device)
     (jagged if edited == "the tensor" else jagged.values()).mul_(2)
     with pytest.raises(memswap.InplaceEditError, match="modified by an inplace operation"):
         value.backward()
@@ -174,16 +174,16 @@ def test_quantised_tensor_stays(device, new_pool):
             (q,) = ctx.saved_tensors
             return gradient * q.dequantize(), None
 
-    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool())
+    engine = memswap.saved_tensors(EVERYTHING, pool=new_pool())
     x = random(device, 8).requires_grad_()
-    with saver:
+    with engine:
         q = torch.quantize_per_tensor(random(device, 8, seed=1), 0.1, 3, torch.quint8)
         y = Dequantise.apply(x, q)
     expected = q.dequantize()
     del q
     y.sum().backward()
     assert same_bits(x.grad, expected)
-    assert saver.stats().kept["not a plain tensor"].tensors == 1
+    assert engine.stats().kept["not a plain tensor"].tensors == 1
 
 
 @pytest.fixture
@@ -206,7 +206,7 @@ def test_dtensor_moves_by_its_local_part(device, new_pool, mesh):
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
     x = distribute_tensor(random(device, 6, 4), mesh, [Shard(0)])
     w = distribute_tensor(random(device, 4, 4, seed=1), mesh, [Replicate()]).requires_grad_()
 
@@ -219,15 +219,15 @@ def test_dtensor_moves_by_its_local_part(device, new_pool, mesh):
         return w.grad.to_local(), w.grad.placements
 
     expected, placements = gradient(loss())
-    with saver:
+    with engine:
         out = loss()
-    let_sends_end(saver, device)
+    let_sends_end(engine, device)
     found = gradient(out)
     assert_same_gradients([found[0]], [expected])
     assert found[1] == placements, "the gradient of a DTensor has other placements"
-    assert saver.stats().returned_storages > 0, "no local part of a DTensor went away and back"
+    assert engine.stats().returned_storages > 0, "no local part of a DTensor went away and back"
     del out, found
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
 @pytest.mark.cpu_only

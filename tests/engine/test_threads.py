@@ -1,4 +1,4 @@
-"""Several threads: one managed model, one saver, or a saver each."""
+"""Several threads: one managed model, one engine, or an engine each."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ def test_threads_that_share_a_managed_model(device, new_pool):
     assert_released(manager, pool)
 
 
-def test_threads_that_share_a_saver(device, new_pool):
+def test_threads_that_share_a_engine(device, new_pool):
     model = new_stack(device, depth=2)
     inputs = [new_input(device, seed=n) for n in range(THREADS)]
     expected = [gradients_of(model, x) for x in inputs]
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
 
     def work(number):
         out = []
         for _ in range(3):
-            with saver:
+            with engine:
                 loss = model(inputs[number])
             out.append(torch.autograd.grad(loss, list(model.parameters())))
         return out
@@ -74,27 +74,27 @@ def test_threads_that_share_a_saver(device, new_pool):
     for number, rounds in enumerate(in_threads(work)):
         for found in rounds:
             assert_same_gradients(found, expected[number])
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
-def test_threads_with_a_saver_each_and_one_pool(device, new_pool):
+def test_threads_with_a_engine_each_and_one_pool(device, new_pool):
     models = [new_stack(device, depth=2, seed=n) for n in range(THREADS)]
     inputs = [new_input(device, seed=n) for n in range(THREADS)]
     expected = [gradients_of(m, x) for m, x in zip(models, inputs, strict=True)]
     pool = new_pool()
-    savers = [memswap.saved_tensors(EVERYTHING, pool=pool) for _ in range(THREADS)]
+    engines = [memswap.saved_tensors(EVERYTHING, pool=pool) for _ in range(THREADS)]
 
     def work(number):
         for _ in range(3):
-            with savers[number]:
+            with engines[number]:
                 loss = models[number](inputs[number])
             found = torch.autograd.grad(loss, list(models[number].parameters()))
         return found
 
     for number, found in enumerate(in_threads(work)):
         assert_same_gradients(found, expected[number])
-    for saver in savers:
-        assert_released(saver, pool)
+    for engine in engines:
+        assert_released(engine, pool)
 
 
 def test_backward_in_another_thread_than_forward(device, new_pool):
@@ -116,54 +116,54 @@ def test_one_retained_graph_run_by_several_threads(device, new_pool):
     model, x = new_stack(device, depth=2), new_input(device)
     expected = gradients_of(model, x)
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
-    with saver:
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
+    with engine:
         live = [model(x)]
-    saver._saver.settle()
+    engine._engine.settle()
     found = in_threads(
         lambda n: torch.autograd.grad(live[0], list(model.parameters()), retain_graph=True)
     )
     for one in found:
         assert_same_gradients(one, expected)
     live.clear()
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
 @pytest.mark.one_schedule
 def test_graphs_dropped_in_one_thread_while_another_packs(device, new_pool):
     model, x = new_stack(device, depth=2), new_input(device)
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
 
     def work(number):
         for _ in range(5):
-            with saver:
+            with engine:
                 loss = model(x)
             if number == 0:
                 loss.backward()
             del loss
 
     in_threads(work)
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
 def test_hooks_of_one_thread_are_not_seen_in_another(device, new_pool):
-    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool())
+    engine = memswap.saved_tensors(EVERYTHING, pool=new_pool())
     x = random(device, 8).requires_grad_()
 
     def elsewhere():
         (x * 2).sin()
 
-    with saver:
+    with engine:
         thread = threading.Thread(target=elsewhere)
         thread.start()
         thread.join()
-    assert saver.stats().offered_tensors == 0
+    assert engine.stats().offered_tensors == 0
 
 
 @pytest.mark.cpu_only
-def test_garbage_of_one_saver_collected_while_another_works_does_not_deadlock(device, new_pool):
-    """The cycle collector runs anywhere: also inside saver A, over dead graphs of saver B."""
+def test_garbage_of_one_engine_collected_while_another_works_does_not_deadlock(device, new_pool):
+    """The cycle collector runs anywhere: also inside engine A, over dead graphs of engine B."""
     both_inside = threading.Barrier(2)
     garbage: list[list] = [[], []]
     armed = threading.Event()
@@ -172,25 +172,25 @@ def test_garbage_of_one_saver_collected_while_another_works_does_not_deadlock(de
         def decide(tensor, info):
             if armed.is_set() and garbage[1 - number]:
                 both_inside.wait(timeout=20)
-                garbage[1 - number].clear()  # the last reference to the other saver's graph
+                garbage[1 - number].clear()  # the last reference to the other engine's graph
             return memswap.Action.SWAP
 
         return decide
 
-    savers = [
+    engines = [
         memswap.saved_tensors(memswap.Policy(min_bytes=1, fn=collecting(n)), pool=new_pool())
         for n in range(2)
     ]
     x = random(device, 8).requires_grad_()
-    for number, saver in enumerate(savers):
-        with saver:
+    for number, engine in enumerate(engines):
+        with engine:
             kept = (x * 2).sin()
         garbage[number].append(kept)
         del kept
     armed.set()
 
     def work(number):
-        with savers[number]:
+        with engines[number]:
             (x * 3).sin()
 
     threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(2)]
@@ -198,5 +198,5 @@ def test_garbage_of_one_saver_collected_while_another_works_does_not_deadlock(de
         thread.start()
     for thread in threads:
         thread.join(timeout=30)
-    assert not any(t.is_alive() for t in threads), "two savers wait for each other's lock for ever"
+    assert not any(t.is_alive() for t in threads), "two engines wait for each other's lock for ever"
     gc.collect()

@@ -97,13 +97,13 @@ def test_backward_inside_the_block_recomputes_correctly(device, new_pool, reentr
     model, x = Checkpointed(new_stack(device), reentrant), new_input(device)
     expected = train_step(model, lambda: model(x))
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
     for _ in range(3):
         model.zero_grad(set_to_none=True)
-        with saver:
+        with engine:
             model(x).backward()
         assert_same_gradients(gradients(model), expected)
-        assert_released(saver, pool)
+        assert_released(engine, pool)
 
 
 @REENTRANT
@@ -165,25 +165,25 @@ def test_nested_checkpoints(device, new_pool, reentrant):
 
     expected = train_step(stack, forward)
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
 
     def loss():
-        with saver:
+        with engine:
             return forward()
 
     for _ in range(2):
         assert_same_gradients(train_step(stack, loss), expected)
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
 @REENTRANT
 def test_block_opened_inside_the_checkpointed_function(device, new_pool, reentrant):
     stack, x = new_stack(device), new_input(device)
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
 
     def region(layer, x, swapped):
-        with saver if swapped else contextlib.nullcontext():
+        with engine if swapped else contextlib.nullcontext():
             return layer(x)
 
     def forward(swapped):
@@ -195,23 +195,23 @@ def test_block_opened_inside_the_checkpointed_function(device, new_pool, reentra
     expected = train_step(stack, lambda: forward(False))
     for _ in range(2):
         assert_same_gradients(train_step(stack, lambda: forward(True)), expected)
-    assert_released(saver, pool, moved=False)
+    assert_released(engine, pool, moved=False)
 
 
 def test_checkpoint_with_dropout_recomputes_the_same(device, new_pool):
     layer = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh()).to(device)
     x = random(device, 4, 8).requires_grad_()
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
 
     def loss(swapped):
         torch.manual_seed(3)
-        with saver if swapped else contextlib.nullcontext():
+        with engine if swapped else contextlib.nullcontext():
             return checkpoint(layer, x * 2, use_reentrant=False).sum()
 
     expected = train_step(layer, lambda: loss(False))
     assert_same_gradients(train_step(layer, lambda: loss(True)), expected)
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
 def test_checkpoint_under_double_backward(device, new_pool):
@@ -227,12 +227,12 @@ def test_checkpoint_under_double_backward(device, new_pool):
 
     expected = second(loss())
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
-    with saver:
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
+    with engine:
         out = loss()
     assert_same_gradients(second(out), expected)
     del out
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
 def test_early_stop_leaves_nothing_behind(device, new_pool):

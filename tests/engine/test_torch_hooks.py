@@ -28,11 +28,11 @@ def pool(new_pool):
 
 
 @pytest.fixture
-def saver(pool):
+def engine(pool):
     return memswap.saved_tensors(EVERYTHING, pool=pool)
 
 
-def both(saver, device, function, *sizes):
+def both(engine, device, function, *sizes):
     """Gradients of `function(*leaves)` with and without the hooks, bit for bit the same."""
 
     def run(context):
@@ -45,7 +45,7 @@ def both(saver, device, function, *sizes):
         return [leaf.grad for leaf in leaves]
 
     plain = run(contextlib.nullcontext())
-    assert_same_gradients(run(saver), plain)
+    assert_same_gradients(run(engine), plain)
 
 
 FUNCTIONS = {
@@ -80,86 +80,86 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_saving_and_unpacking_of_operators(saver, pool, device, name):
+def test_saving_and_unpacking_of_operators(engine, pool, device, name):
     function, *sizes = FUNCTIONS[name]
-    both(saver, device, function, *sizes)
-    assert_released(saver, pool, moved=name != "leaf squared")
+    both(engine, device, function, *sizes)
+    assert_released(engine, pool, moved=name != "leaf squared")
 
 
-def test_hooks_are_the_default_only_within_the_block(saver, device):
+def test_hooks_are_the_default_only_within_the_block(engine, device):
     x = random(device, 5).requires_grad_()
     before = (x * 2).sin()
-    with saver:
-        assert saver.stats().offered_tensors == 0, "a tensor saved before was packed again"
+    with engine:
+        assert engine.stats().offered_tensors == 0, "a tensor saved before was packed again"
         inside = (x * 2).sin()
     after = (x * 2).sin()
-    assert saver.stats().offered_tensors == 1, "tensors saved outside the block were offered"
+    assert engine.stats().offered_tensors == 1, "tensors saved outside the block were offered"
     for out in (before, inside, after):
         x.grad = None
         out.sum().backward()
         assert same_bits(x.grad, (x * 2).detach().cos() * 2)
 
 
-def test_block_left_by_an_exception_removes_its_hooks(saver, device):
+def test_block_left_by_an_exception_removes_its_hooks(engine, device):
     x = random(device, 5).requires_grad_()
-    with pytest.raises(ZeroDivisionError), saver:
+    with pytest.raises(ZeroDivisionError), engine:
         raise ZeroDivisionError
     (x * 2).sin()
-    assert saver.stats().offered_tensors == 0, "hooks stayed after an exception"
+    assert engine.stats().offered_tensors == 0, "hooks stayed after an exception"
 
 
-def test_backward_inside_the_block_saves_nothing_of_its_own(saver, pool, device):
+def test_backward_inside_the_block_saves_nothing_of_its_own(engine, pool, device):
     x = random(device, 5).requires_grad_()
-    with saver:
+    with engine:
         loss = (x * 2).sin().sum()
-        offered = saver.stats().offered_tensors
+        offered = engine.stats().offered_tensors
         loss.backward()
-        assert saver.stats().offered_tensors == offered
+        assert engine.stats().offered_tensors == offered
     del loss
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
-def test_nothing_is_saved_where_no_gradient_is_needed(saver, device):
+def test_nothing_is_saved_where_no_gradient_is_needed(engine, device):
     x = random(device, 5)
-    with saver:
+    with engine:
         (x * 2).sin().exp()
         with torch.no_grad():
             (x.clone().requires_grad_() * 2).sin()
-    assert saver.stats().offered_tensors == 0
+    assert engine.stats().offered_tensors == 0
 
 
-def test_entering_under_no_grad_and_enabling_inside(saver, device):
+def test_entering_under_no_grad_and_enabling_inside(engine, device):
     """`no_grad` around the block: whatever enable_grad saves inside is right, moved or not."""
     x = random(device, 5).requires_grad_()
-    with torch.no_grad(), saver, torch.enable_grad():
+    with torch.no_grad(), engine, torch.enable_grad():
         out = (x * 2).sin().sum()
     out.backward()
     assert same_bits(x.grad, (x * 2).detach().cos() * 2)
 
 
-def test_unpacked_tensor_has_requires_grad_and_graph_of_the_original(saver, device):
+def test_unpacked_tensor_has_requires_grad_and_graph_of_the_original(engine, device):
     x = random(device, 5).requires_grad_()
-    with saver:
+    with engine:
         y = x.exp()  # saves its own output
     saved = y.grad_fn._saved_result
     assert saved.grad_fn is y.grad_fn, "a saved output is not its own operator's output again"
     assert saved.requires_grad and not saved.is_leaf
     assert same_bits(saved, x.exp())
-    with saver:
+    with engine:
         z = (x * 2).sin()
     saved = z.grad_fn._saved_self
     assert saved.requires_grad and type(saved.grad_fn).__name__ == "MulBackward0"
-    with saver:
+    with engine:
         w = x.sin()
     leaf = w.grad_fn._saved_self
     assert leaf.is_leaf and leaf.requires_grad and same_bits(leaf, x)
 
 
-def test_looking_at_saved_tensors_does_not_consume_them(saver, pool, device):
+def test_looking_at_saved_tensors_does_not_consume_them(engine, pool, device):
     x = random(device, 5).requires_grad_()
-    with saver:
+    with engine:
         y = (x * 2).sin()
-    let_sends_end(saver, device)
+    let_sends_end(engine, device)
     for _ in range(3):
         assert same_bits(y.grad_fn._saved_self, x * 2), "looking twice gives two different tensors"
     y.sum().backward()
@@ -167,62 +167,62 @@ def test_looking_at_saved_tensors_does_not_consume_them(saver, pool, device):
     with pytest.raises(RuntimeError, match="after they have already been freed"):
         y.grad_fn._saved_self  # noqa: B018
     del y
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
-def test_raw_saved_tensor_refuses_a_second_pair_of_hooks(saver, device):
+def test_raw_saved_tensor_refuses_a_second_pair_of_hooks(engine, device):
     x = random(device, 5).requires_grad_()
-    with saver:
+    with engine:
         y = (x * 2).sin()
     with pytest.raises(RuntimeError, match="already"):
         y.grad_fn._raw_saved_self.register_hooks(lambda t: t, lambda t: t)
     y.sum().backward()
 
 
-def test_hooks_registered_on_one_saved_tensor_leave_others_to_us(saver, device):
+def test_hooks_registered_on_one_saved_tensor_leave_others_to_us(engine, device):
     x = random(device, 5).requires_grad_()
     h = x * 2
     y = h.sin()
     seen = []
     y.grad_fn._raw_saved_self.register_hooks(lambda t: seen.append(1) or t.clone(), lambda t: t)
-    with saver:
+    with engine:
         z = y.exp().sum()
     z.backward()
-    assert seen == [1] and saver.stats().offered_tensors == 1
+    assert seen == [1] and engine.stats().offered_tensors == 1
 
 
-def test_inner_pair_replaces_outer_and_outer_returns(saver, new_pool, device):
+def test_inner_pair_replaces_outer_and_outer_returns(engine, new_pool, device):
     other = memswap.saved_tensors(EVERYTHING, pool=new_pool())
     x = random(device, 5).requires_grad_()
-    with saver:
+    with engine:
         a = (x * 2).sin()
         with other:
             b = (x * 3).sin()
         c = (x * 4).sin()
-    assert (saver.stats().moved_storages, other.stats().moved_storages) == (2, 1)
+    assert (engine.stats().moved_storages, other.stats().moved_storages) == (2, 1)
     (a + b + c).sum().backward()
 
 
-def test_disabled_hooks_mean_that_tensors_stay(saver, device):
+def test_disabled_hooks_mean_that_tensors_stay(engine, device):
     """Entering where hooks are disabled does not raise, it keeps (torch.func does this)."""
     x = random(device, 5).requires_grad_()
     with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
-        with saver:
+        with engine:
             loss = (x * 2).sin().sum()
-    assert saver.stats().moved_storages == 0
+    assert engine.stats().moved_storages == 0
     loss.backward()
     assert same_bits(x.grad, (x * 2).detach().cos() * 2)
 
 
-def test_disabling_hooks_inside_the_block_is_torchs_error(saver, device):
-    with saver:
+def test_disabling_hooks_inside_the_block_is_torchs_error(engine, device):
+    with engine:
         with pytest.raises(RuntimeError, match="not here"):
             with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
                 pass  # PyTorch refuses while hooks are active
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
-def test_saving_for_a_custom_function_goes_through_the_hooks_and_back(saver, pool, device):
+def test_saving_for_a_custom_function_goes_through_the_hooks_and_back(engine, pool, device):
     class Swapped(torch.autograd.Function):
         @staticmethod
         def forward(ctx, a, b):
@@ -234,11 +234,11 @@ def test_saving_for_a_custom_function_goes_through_the_hooks_and_back(saver, poo
             b, a, product = ctx.saved_tensors
             return gradient * b + 0 * product, gradient * a
 
-    both(saver, device, lambda a, b: Swapped.apply(a * 2, b.sin()), (5,), (5,))
-    assert_released(saver, pool)
+    both(engine, device, lambda a, b: Swapped.apply(a * 2, b.sin()), (5,), (5,))
+    assert_released(engine, pool)
 
 
-def test_custom_function_that_returns_its_input(saver, pool, device):
+def test_custom_function_that_returns_its_input(engine, pool, device):
     class Same(torch.autograd.Function):
         @staticmethod
         def forward(ctx, a):
@@ -250,11 +250,11 @@ def test_custom_function_that_returns_its_input(saver, pool, device):
             (a,) = ctx.saved_tensors
             return gradient * a
 
-    both(saver, device, lambda a: Same.apply(a * 2).exp(), (5,))
-    assert_released(saver, pool)
+    both(engine, device, lambda a: Same.apply(a * 2).exp(), (5,))
+    assert_released(engine, pool)
 
 
-def test_custom_function_saving_the_same_tensor_twice(saver, pool, device):
+def test_custom_function_saving_the_same_tensor_twice(engine, pool, device):
     class Twice(torch.autograd.Function):
         @staticmethod
         def forward(ctx, a):
@@ -266,12 +266,12 @@ def test_custom_function_saving_the_same_tensor_twice(saver, pool, device):
             one, two = ctx.saved_tensors
             return gradient * (one + two)
 
-    both(saver, device, lambda a: Twice.apply(a * 2), (5,))
-    assert saver.stats().moved_storages == 1
-    assert_released(saver, pool)
+    both(engine, device, lambda a: Twice.apply(a * 2), (5,))
+    assert engine.stats().moved_storages == 1
+    assert_released(engine, pool)
 
 
-def test_no_cycle_keeps_a_graph_alive(saver, pool, device):
+def test_no_cycle_keeps_a_graph_alive(engine, pool, device):
     """What saves its own output would hold itself; the last reference frees it without gc."""
     import gc
 
@@ -282,43 +282,43 @@ def test_no_cycle_keeps_a_graph_alive(saver, pool, device):
     gc.disable()
     try:
         x = random(device, 5).requires_grad_()
-        with saver:
+        with engine:
             y = x.exp()
         marker = Marker()
         y.grad_fn.metadata["marker"] = marker
         alive = weakref.ref(marker)
         del marker, y
         assert alive() is None, "a graph that saves its own output is kept alive by a cycle"
-        assert_released(saver, pool)
+        assert_released(engine, pool)
     finally:
         gc.enable()
 
 
-def test_saved_outputs_are_freed_while_the_graph_lives_on(saver, pool, device):
+def test_saved_outputs_are_freed_while_the_graph_lives_on(engine, pool, device):
     x = random(device, 5).requires_grad_()
-    with saver:
+    with engine:
         first = (x * 2).exp()
         second = first.sin().sum()
     (gradient,) = torch.autograd.grad(second, [first])
     del first
     assert same_bits(gradient, (x * 2).detach().exp().cos())
     del second
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
-def test_detach_and_inplace_on_the_detached_are_noticed(saver, device):
+def test_detach_and_inplace_on_the_detached_are_noticed(engine, device):
     x = random(device, 5).requires_grad_()
-    with saver:
+    with engine:
         y = x.exp()
-    saver._saver.settle()
+    engine._engine.settle()
     y.detach().zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 
 
-def test_leaf_edited_under_no_grad_after_saving_is_noticed(saver, device):
+def test_leaf_edited_under_no_grad_after_saving_is_noticed(engine, device):
     x = random(device, 5).requires_grad_()
-    with saver:
+    with engine:
         y = x.sin()
     with torch.no_grad():
         x.zero_()
@@ -326,26 +326,26 @@ def test_leaf_edited_under_no_grad_after_saving_is_noticed(saver, device):
         y.sum().backward()
 
 
-def test_requires_grad_switched_on_after_saving(saver, device):
+def test_requires_grad_switched_on_after_saving(engine, device):
     a, b = random(device, 5), random(device, 5, seed=1).requires_grad_()
-    with saver:
+    with engine:
         y = (a * b).sum()
     a.requires_grad_()
     y.backward()
     assert a.grad is None and same_bits(b.grad, a)
 
 
-def test_multiple_dtypes_and_scalars(saver, pool, device):
+def test_multiple_dtypes_and_scalars(engine, pool, device):
     both(
-        saver,
+        engine,
         device,
         lambda a: (a.double() * 2).sin().float() * a.half().exp().float() * (a > 0) * 3,
         (6,),
     )
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
-def test_views_share_their_saved_storage_in_backward(saver, pool, device):
+def test_views_share_their_saved_storage_in_backward(engine, pool, device):
     """save_on_cpu copies each; here both come back on one storage."""
     seen = []
 
@@ -362,23 +362,23 @@ def test_views_share_their_saved_storage_in_backward(saver, pool, device):
             return gradient, None, None
 
     x = random(device, 3).requires_grad_()
-    with saver:
+    with engine:
         base = random(device, 4, 4)
         out = Look.apply(x, base, base.t()[1:])
     del base
-    let_sends_end(saver, device)
+    let_sends_end(engine, device)
     out.sum().backward()
     assert seen[0][0] == seen[0][1]
     del out
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
-def test_reads_of_stats_and_hooks_from_a_tensor_hook(saver, device):
+def test_reads_of_stats_and_hooks_from_a_tensor_hook(engine, device):
     """User code that runs in the middle of backward may call back into memswap."""
     seen = []
 
     def doubled(gradient):
-        seen.append(saver.stats())
+        seen.append(engine.stats())
         return gradient * 2
 
     def run(context):
@@ -390,12 +390,12 @@ def test_reads_of_stats_and_hooks_from_a_tensor_hook(saver, device):
         loss.backward()
         return x.grad
 
-    found = run(saver)
+    found = run(engine)
     assert seen[0].moved_storages == 2, "the statistics of that moment do not say what moved"
     assert same_bits(found, run(contextlib.nullcontext()))
 
 
-def test_save_on_cpu_and_saver_agree_on_everything(saver, device):
+def test_save_on_cpu_and_engine_agree_on_everything(engine, device):
     def run(context):
         x = random(device, 6, 6).requires_grad_()
         w = random(device, 6, 6, seed=1).requires_grad_()
@@ -405,4 +405,4 @@ def test_save_on_cpu_and_saver_agree_on_everything(saver, device):
         return [*first, *torch.autograd.grad(sum(g.square().sum() for g in first), [x, w])]
 
     expected = run(torch.autograd.graph.save_on_cpu())
-    assert_same_gradients(run(saver), expected)
+    assert_same_gradients(run(engine), expected)

@@ -41,13 +41,13 @@ def test_weight_that_gets_other_memory_before_backward(device, new_pool, kind):
 
     expected = gradient(contextlib.nullcontext())
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
-    assert_same_gradients(gradient(saver), expected)
-    assert_released(saver, pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
+    assert_same_gradients(gradient(engine), expected)
+    assert_released(engine, pool)
 
 
 @pytest.mark.every_action
-@pytest.mark.parametrize("outer", ["nothing", "another saver", "the one that moves", "hooks"])
+@pytest.mark.parametrize("outer", ["nothing", "another engine", "the one that moves", "hooks"])
 def test_memory_that_an_operator_fills_after_it_was_saved(device, new_pool, outer):
     """Autograd saves rrelu's noise before it is drawn, and no version counter tells of it."""
 
@@ -62,17 +62,17 @@ def test_memory_that_an_operator_fills_after_it_was_saved(device, new_pool, oute
         return [x.grad]
 
     expected, pool = gradients(), new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
     around = {
         "nothing": [],
-        "another saver": [memswap.saved_tensors(EVERYTHING, pool=pool)],
-        "the one that moves": [saver],
+        "another engine": [memswap.saved_tensors(EVERYTHING, pool=pool)],
+        "the one that moves": [engine],
         "hooks": [torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t)],
     }
-    inner = memswap.saved_tensors() if outer == "the one that moves" else saver  # all is small
+    inner = memswap.saved_tensors() if outer == "the one that moves" else engine  # all is small
     assert_same_gradients(gradients(*around[outer], inner), expected)
-    assert saver.stats().moved_storages >= 4, "noise does not leave"
-    assert_released(saver, pool)
+    assert engine.stats().moved_storages >= 4, "noise does not leave"
+    assert_released(engine, pool)
 
 
 @pytest.mark.cpu_only  # beside a copy under way, such an edit is a race of the user's own
@@ -109,11 +109,11 @@ def test_batch_that_is_filled_again_while_a_graph_of_the_last_one_is_alive(devic
 
 
 def test_weight_whose_data_is_taken_away_is_not_held(device, new_pool):
-    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool())
+    engine = memswap.saved_tensors(EVERYTHING, pool=new_pool())
     weight = nn.Parameter(random(device, 4, 4, 3))
     gathered = weight.data
     x = random(device, 2, 4, 9).requires_grad_()
-    with saver:
+    with engine:
         loss = F.conv1d(x * 1, weight).sum()
     storage = native.WeakStorage(native.StorageRef(gathered))
     del gathered
@@ -126,7 +126,7 @@ def test_weight_whose_data_is_taken_away_is_not_held(device, new_pool):
 def test_batch_that_is_a_slice_of_a_data_set_does_not_take_the_data_set_along(device, new_pool):
     pool = new_pool("16MiB")
     data = torch.zeros(64 << 20, dtype=torch.uint8, device=device).view(torch.float32).view(-1, 64)
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
     torch.manual_seed(0)
     layer = nn.Linear(64, 4).to(device)
 
@@ -137,10 +137,10 @@ def test_batch_that_is_a_slice_of_a_data_set_does_not_take_the_data_set_along(de
 
     data[:8] = random(device, 8, 64)
     expected = gradients(contextlib.nullcontext(), data[:8].clone())
-    assert_same_gradients(gradients(saver, data[:8]), expected)
-    assert saver.stats().kept["part of data"].tensors == 1
-    assert 0 < saver.stats().moved_bytes < 1 << 20, "the whole data set was moved for one batch"
-    assert_released(saver, pool)
+    assert_same_gradients(gradients(engine, data[:8]), expected)
+    assert engine.stats().kept["part of data"].tensors == 1
+    assert 0 < engine.stats().moved_bytes < 1 << 20, "the whole data set was moved for one batch"
+    assert_released(engine, pool)
 
 
 def filled_by_numpy(device):
@@ -176,37 +176,37 @@ def test_memory_filled_part_after_part_by_what_counts_nothing(device, new_pool, 
         w = random(device, 64, seed=2).requires_grad_()
         with region:
             loss = sum((w * part).sum() for part in fill(device))
-        if region is saver:
-            let_sends_end(saver, device)
+        if region is engine:
+            let_sends_end(engine, device)
         return torch.autograd.grad(loss, [w])
 
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
     expected = gradients(contextlib.nullcontext())
-    assert_same_gradients(gradients(saver), expected)
-    assert saver.stats().kept["edited in parts"].tensors == 3
-    assert_released(saver, pool)
+    assert_same_gradients(gradients(engine), expected)
+    assert engine.stats().kept["edited in parts"].tensors == 3
+    assert_released(engine, pool)
 
 
 def test_parts_of_an_activation_move_with_the_part_that_was_saved_first(device, new_pool):
-    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool())
+    engine = memswap.saved_tensors(EVERYTHING, pool=new_pool())
     w = random(device, 64).requires_grad_()
-    with saver:
+    with engine:
         first, second = (w * 2).view(2, 32)
         loss = first.sin().sum() + second.cos().sum()
     del first, second
-    assert saver.stats().moved_storages == 1 and not saver.stats().kept
+    assert engine.stats().moved_storages == 1 and not engine.stats().kept
     loss.backward()
 
 
 def test_slice_of_a_large_activation_moves_with_it(device, new_pool):
-    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool())
+    engine = memswap.saved_tensors(EVERYTHING, pool=new_pool())
     w = torch.ones((), device=device, requires_grad=True)
     computed = torch.zeros(16 << 20, device=device) * w
-    with saver:
+    with engine:
         loss = computed[:64].sin().sum()
     del computed
-    assert saver.stats().moved_bytes == 64 << 20
+    assert engine.stats().moved_bytes == 64 << 20
     loss.backward()
 
 

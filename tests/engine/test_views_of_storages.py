@@ -20,7 +20,7 @@ pytestmark = pytest.mark.every_action
 
 def test_views_of_one_storage_move_together(device, new_pool):
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
 
     def make():
         base = random(device, 12, 4)
@@ -33,14 +33,14 @@ def test_views_of_one_storage_move_together(device, new_pool):
             base[:, None].expand(12, 3, 4),
         ]
 
-    seen, expected = round_trip(saver, make, device)
+    seen, expected = round_trip(engine, make, device)
     assert seen == expected, "a view came back different"
-    stats = saver.stats()
+    stats = engine.stats()
     assert stats.moved_storages == 1, f"{stats.moved_storages} transfers for one storage"
     assert stats.moved_bytes == 12 * 4 * 4
     assert stats.deduplicated_tensors == 5
     assert stats.returned_storages == 1, "views of one storage came back apart"
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
 VIEWS = {
@@ -77,69 +77,69 @@ KINDS = {
 @pytest.mark.parametrize("name", VIEWS)
 def test_view_comes_back_with_size_stride_offset_and_bits(device, new_pool, name, settle):
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
     seen, expected = round_trip(
-        saver, lambda: [VIEWS[name](random(device, 4, 6, 8))], device, settle=settle
+        engine, lambda: [VIEWS[name](random(device, 4, 6, 8))], device, settle=settle
     )
     assert seen == expected, f"{name}: the view that backward got differs from the one saved"
     if "empty" not in name:
-        assert saver.stats().moved_storages == 1, f"{name}: the storage was not moved"
-        assert saver.stats().returned_storages == 1 or not settle, f"{name}: it never came back"
-    assert_released(saver, pool, moved="empty" not in name)
+        assert engine.stats().moved_storages == 1, f"{name}: the storage was not moved"
+        assert engine.stats().returned_storages == 1 or not settle, f"{name}: it never came back"
+    assert_released(engine, pool, moved="empty" not in name)
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_dtype_comes_back_bit_for_bit(device, new_pool, name):
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
 
     def make():
         base = random(device, 5, 7, dtype=KINDS[name])
         return [base, base.t()[2:], base[1, 1:]]
 
-    seen, expected = round_trip(saver, make, device)
+    seen, expected = round_trip(engine, make, device)
     assert seen == expected, f"{name}: bits, dtype or strides changed"
-    assert saver.stats().moved_storages == 1
-    assert_released(saver, pool)
+    assert engine.stats().moved_storages == 1
+    assert_released(engine, pool)
 
 
 def test_nan_payloads_signed_zeros_infinities_and_denormals_survive(device, new_pool):
-    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool())
+    engine = memswap.saved_tensors(EVERYTHING, pool=new_pool())
     patterns = [0x7FC12345, 0x7F800001, -0x00000001, -0x80000000, 0x7F800000, 1, 0x007FFFFF]
 
     def make():
         return [torch.tensor(patterns, dtype=torch.int32).view(torch.float32).to(device)]
 
-    seen, expected = round_trip(saver, make, device)
+    seen, expected = round_trip(engine, make, device)
     assert seen == expected, "special values lost their bits"
     assert seen[0].content == torch.tensor(patterns, dtype=torch.int32).numpy().tobytes()
-    assert saver.stats().moved_storages == 1
+    assert engine.stats().moved_storages == 1
 
 
 def test_conjugate_and_negative_views_stay_lazy(device, new_pool):
-    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool())
+    engine = memswap.saved_tensors(EVERYTHING, pool=new_pool())
 
     def make():
         base = random(device, 3, 5, dtype=torch.complex64)
         return [base.conj(), base.conj().t(), base.conj().imag, base.real, torch.view_as_real(base)]
 
-    seen, expected = round_trip(saver, make, device)
+    seen, expected = round_trip(engine, make, device)
     assert [s.conj for s in seen] == [True, True, False, False, False], "the conjugate bit is lost"
     assert [s.neg for s in seen] == [False, False, True, False, False], "the negative bit is lost"
     assert seen == expected
-    assert saver.stats().moved_storages == 1
+    assert engine.stats().moved_storages == 1
 
 
 def test_reinterpreted_dtype_is_a_view_too(device, new_pool):
-    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool())
+    engine = memswap.saved_tensors(EVERYTHING, pool=new_pool())
 
     def make():
         base = random(device, 8, 4)
         return [base, base.view(torch.int32), base.view(torch.int16)[:, 3:]]
 
-    seen, expected = round_trip(saver, make, device)
+    seen, expected = round_trip(engine, make, device)
     assert seen == expected
-    assert saver.stats().moved_storages == 1
+    assert engine.stats().moved_storages == 1
 
 
 def test_channels_last_stays_channels_last(device, new_pool):
@@ -151,29 +151,29 @@ def test_channels_last_stays_channels_last(device, new_pool):
     model(x).square().sum().backward()
     expected = [p.grad for p in model.parameters()]
     model.zero_grad(set_to_none=True)
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
-    with saver:
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
+    with engine:
         loss = model(x).square().sum()
     loss.backward()
     assert_same_gradients([p.grad for p in model.parameters()], expected)
     del loss
     seen, wanted = round_trip(
-        saver, lambda: [random(device, 2, 3, 4, 5).to(memory_format=torch.channels_last)], device
+        engine, lambda: [random(device, 2, 3, 4, 5).to(memory_format=torch.channels_last)], device
     )
     assert seen == wanted and seen[0].stride == (60, 1, 15, 3), "channels_last was lost"
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
 def test_expanded_tensor_moves_its_few_bytes_only(device, new_pool):
-    saver = memswap.saved_tensors(EVERYTHING, pool=new_pool())
-    seen, expected = round_trip(saver, lambda: [random(device, 5, 1).expand(5, 1000)], device)
+    engine = memswap.saved_tensors(EVERYTHING, pool=new_pool())
+    seen, expected = round_trip(engine, lambda: [random(device, 5, 1).expand(5, 1000)], device)
     assert seen == expected
-    assert saver.stats().moved_bytes == 20, "an expanded tensor was materialised"
+    assert engine.stats().moved_bytes == 20, "an expanded tensor was materialised"
 
 
 def test_shifted_labels_of_a_causal_language_model(device, new_pool):
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool, prefetch_bytes=0)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool, prefetch_bytes=0)
     weight = random(device, 16, 11).requires_grad_()
 
     def loss():
@@ -192,13 +192,13 @@ def test_shifted_labels_of_a_causal_language_model(device, new_pool):
     loss().backward()
     expected, weight.grad = weight.grad, None
     for _ in range(3):
-        with saver:
+        with engine:
             out = loss()
         out.backward()
         assert_same_gradients([weight.grad], [expected])
         weight.grad = None
     del out
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
 def test_gradient_that_is_a_view_of_what_came_back_survives(device, new_pool):
@@ -216,9 +216,9 @@ def test_gradient_that_is_a_view_of_what_came_back_survives(device, new_pool):
             return other.view(-1)[: gradient.numel()].view_as(gradient), None
 
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
     x = torch.zeros(4, 4, device=device, requires_grad=True)
-    with saver:
+    with engine:
         out = ReturnsView.apply(x, random(device, 40, seed=3))
         for number in range(4):  # more storages come and go after it
             out = out * random(device, 4, 4, seed=number).exp()
@@ -228,7 +228,7 @@ def test_gradient_that_is_a_view_of_what_came_back_survives(device, new_pool):
     expected = random(device, 40, seed=3)[:16].view(4, 4)
     assert_same_gradients([x.grad], [expected])
     del churn
-    assert_released(saver, pool)
+    assert_released(engine, pool)
 
 
 @pytest.mark.one_schedule
@@ -237,7 +237,7 @@ def test_any_chain_of_views_comes_back_identical(device, new_pool):
     from hypothesis import strategies as st
 
     pool = new_pool()
-    saver = memswap.saved_tensors(EVERYTHING, pool=pool)
+    engine = memswap.saved_tensors(EVERYTHING, pool=pool)
 
     def apply(t, step):
         kind, a, b, c = step
@@ -303,10 +303,10 @@ def test_any_chain_of_views_comes_back_identical(device, new_pool):
                 views.append(view)
             return views
 
-        before = saver.stats().moved_storages
-        seen, expected = round_trip(saver, make, device)
+        before = engine.stats().moved_storages
+        seen, expected = round_trip(engine, make, device)
         assert seen == expected, f"views {chains} of a {dtype} base came back different"
-        assert saver.stats().moved_storages - before <= 1, "one base moved more than once"
+        assert engine.stats().moved_storages - before <= 1, "one base moved more than once"
 
     check()
-    assert_released(saver, pool)
+    assert_released(engine, pool)

@@ -19,8 +19,8 @@ from helpers import (
 import memswap
 from memswap import Action, Policy, Windows
 from memswap._native import native
-from memswap.engine.visit import Visit
-from memswap.engine.windowed import WindowedSaver
+from memswap.engine.hook_scope import HookScope
+from memswap.engine.windowed import WindowedEngine
 from memswap.engine.windows import WindowStats
 
 pytestmark = pytest.mark.usefixtures("every_tensor_is_encoded")
@@ -36,18 +36,18 @@ class Region:
     """A `with` block whose saved tensors wait for windows: what a managed layer is inside."""
 
     def __init__(self, device: torch.device, **options: Any) -> None:
-        self.saver = Windows(leftovers="keep", **options).saver(ENCODE, None, 0)
+        self.engine = Windows(leftovers="keep", **options).engine(ENCODE, None, 0)
         self.device = device
         self.seen: list[Any] = []
-        self.visits: list[Visit] = []
+        self.scopes: list[HookScope] = []
 
     def __enter__(self) -> Region:
-        self.visits.append(Visit(self.saver, ""))
-        self.visits[-1].enter()
+        self.scopes.append(HookScope(self.engine, ""))
+        self.scopes[-1].enter()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.visits.pop().leave()
+        self.scopes.pop().leave()
 
     def save(self, seed: int = 0, times: int = 1) -> torch.Tensor:
         """The output of an operator that saves a tensor which nobody else holds."""
@@ -60,20 +60,20 @@ class Region:
 
     @property
     def waiting(self) -> int:
-        return self.saver.window_stats().pending_bytes
+        return self.engine.window_stats().pending_bytes
 
     def settled(self) -> memswap.Stats:
         """The statistics when all that was started has ended."""
         let_sends_end(self, self.device)
-        return self.saver.stats()
+        return self.engine.stats()
 
     # What `let_sends_end` asks for.
     @property
-    def _saver(self) -> WindowedSaver:
-        return self.saver
+    def _engine(self) -> WindowedEngine:
+        return self.engine
 
     def stats(self) -> memswap.Stats:
-        return self.saver.stats()
+        return self.engine.stats()
 
 
 @pytest.fixture
@@ -85,8 +85,8 @@ def region(device: torch.device) -> Region:
 def test_nothing_leaves_before_a_window_and_then_it_is_really_freed(region) -> None:
     with region:
         out = region.save()
-    assert region.waiting == NBYTES and region.saver.stats().moved_storages == 0
-    region.saver.open_window(1.0)
+    assert region.waiting == NBYTES and region.engine.stats().moved_storages == 0
+    region.engine.open_window(1.0)
     assert region.waiting == 0
     assert region.settled().freed_bytes == NBYTES
     out.sum().backward()
@@ -98,10 +98,10 @@ def test_what_is_demanded_while_it_waits_stays_for_every_backward(region) -> Non
     with region:
         out = region.save()
     out.sum().backward(retain_graph=True)
-    region.saver.open_window(1.0)
+    region.engine.open_window(1.0)
     out.sum().backward()
     region.expect(0, 0)
-    stats = region.saver.window_stats()
+    stats = region.engine.window_stats()
     assert (stats.kept_storages, stats.encoded_bytes, stats.pending_bytes) == (1, 0, 0)
 
 
@@ -109,12 +109,12 @@ def test_what_is_demanded_while_it_waits_stays_for_every_backward(region) -> Non
 def test_a_retained_graph_decodes_again(region) -> None:
     with region:
         out = region.save()
-    region.saver.open_window(1.0)
-    region.saver._routes.settle()
+    region.engine.open_window(1.0)
+    region.engine._routes.settle()
     out.sum().backward(retain_graph=True)
     out.sum().backward()
     region.expect(0, 0)
-    assert region.saver.stats().returned_storages >= 1
+    assert region.engine.stats().returned_storages >= 1
 
 
 @pytest.mark.accelerator
@@ -122,7 +122,7 @@ def test_a_storage_that_is_saved_again_while_it_waits_is_encoded_once_and_freed(
     with region:
         out = region.save(times=3)
     assert region.waiting == NBYTES
-    region.saver.open_window(1.0)
+    region.engine.open_window(1.0)
     stats = region.settled()
     assert stats.deduplicated_tensors == 2 and stats.moved_storages == 1
     assert stats.freed_bytes == NBYTES, "a second save held the storage"
@@ -136,11 +136,11 @@ def test_a_dropped_graph_leaves_nothing_waiting(region, device, opened) -> None:
     with region:
         out = region.save()
     if opened:
-        region.saver.open_window(1.0)
+        region.engine.open_window(1.0)
     del out
     collect()
     flush_autograd(device)
-    region.saver.open_window(1.0)
+    region.engine.open_window(1.0)
     assert region.waiting == 0
     assert_nothing_left(region.settled())
 
@@ -154,7 +154,7 @@ def test_an_edit_of_what_waits_is_the_error_that_autograd_raises(region, device,
         out = Remember.apply(x, region.seen, made)
     made.add_(1)
     if opened:
-        region.saver.open_window(1.0)
+        region.engine.open_window(1.0)
     with pytest.raises(memswap.InplaceEditError, match="modified by an inplace operation"):
         out.sum().backward()
 
@@ -165,7 +165,7 @@ def test_somebody_elses_tensor_is_never_emptied(region, device) -> None:
     mine = random(device, SIDE, SIDE)
     with region:
         out = Remember.apply(x, region.seen, mine)
-    region.saver.open_window(1.0)
+    region.engine.open_window(1.0)
     region.settled()
     assert look(mine) == look(random(device, SIDE, SIDE))
     out.sum().backward()
@@ -176,11 +176,11 @@ def test_somebody_elses_tensor_is_never_emptied(region, device) -> None:
 def test_leftovers_of_one_microbatch_are_taken_by_windows_of_the_next(region) -> None:
     with region:
         first = region.save(seed=1)
-    region.saver.begin_iteration()
+    region.engine.begin_iteration()
     with region:
         second = region.save(seed=2)
-    region.saver.open_window(1.0)
-    assert region.saver.window_stats().encoded_in_windows == 2
+    region.engine.open_window(1.0)
+    assert region.engine.window_stats().encoded_in_windows == 2
     first.sum().backward()
     second.sum().backward()
     region.expect(1, 2)
@@ -190,12 +190,12 @@ def test_leftovers_of_one_microbatch_are_taken_by_windows_of_the_next(region) ->
 def test_one_microbatch_in_backward_does_not_keep_the_others(region) -> None:
     with region:
         first = region.save(seed=1)
-    region.saver.begin_iteration()
+    region.engine.begin_iteration()
     with region:
         second = region.save(seed=2)
     first.sum().backward()
-    region.saver.open_window(1.0)
-    stats = region.saver.window_stats()
+    region.engine.open_window(1.0)
+    stats = region.engine.window_stats()
     assert (stats.kept_storages, stats.encoded_in_windows) == (1, 1)
     second.sum().backward()
     region.expect(1, 2)
@@ -207,9 +207,9 @@ def test_on_another_stream_nothing_of_this_one_starts(region, device) -> None:
     with region:
         out = region.save()
     with side:
-        region.saver.open_window(1.0)
+        region.engine.open_window(1.0)
     assert region.waiting == NBYTES
-    region.saver.open_window(1.0)
+    region.engine.open_window(1.0)
     assert region.waiting == 0
     out.sum().backward()
     region.expect(0)
@@ -222,10 +222,10 @@ def test_where_there_is_no_room_when_a_window_opens_the_storage_stays(region, mo
     with region:
         out = region.save()
     monkeypatch.setattr(native.FrameSender, "send", lambda *_: None)
-    region.saver.open_window(1.0)
-    stats = region.saver.stats()
+    region.engine.open_window(1.0)
+    stats = region.engine.stats()
     assert stats.moved_storages == 0 and stats.kept["codec room"].tensors == 1
-    assert region.saver.window_stats().kept_storages == 1
+    assert region.engine.window_stats().kept_storages == 1
     out.sum().backward()
     region.expect(0)
 
@@ -237,7 +237,7 @@ def test_no_more_waits_than_the_bound(device) -> None:
     with region:
         outs = [region.save(seed=seed) for seed in range(4)]
     assert region.waiting == 2 * NBYTES
-    assert region.saver.window_stats().started_at_bound == 2
+    assert region.engine.window_stats().started_at_bound == 2
     for out in outs:
         out.sum().backward()
     region.expect(0, 1, 2, 3)
@@ -260,9 +260,9 @@ def test_operators_inside_an_explicit_window_open_none(region) -> None:
         outs = [region.save(1)]
         with memswap.window(seconds=1.0):
             outs.append(region.save(2))
-            region.saver.open_window(1.0)
+            region.engine.open_window(1.0)
             assert region.waiting == NBYTES
-        region.saver.open_window(1.0)
+        region.engine.open_window(1.0)
     assert region.waiting == 0
     sum(out.sum() for out in outs).backward()
 
@@ -284,7 +284,7 @@ def test_a_window_made_in_forward_opens_again_in_backward(region) -> None:
     with region:
         out = Exchange.apply(region.save())
     out.sum().backward()
-    assert region.saver.window_stats().windows == 2
+    assert region.engine.window_stats().windows == 2
     region.expect(0)
 
 
@@ -308,7 +308,7 @@ def test_a_window_of_no_time_is_an_error(wrong) -> None:
 
 @pytest.mark.one_schedule
 def test_statistics_of_windows_start_anew(region) -> None:
-    region.saver.open_window(1.0)
-    assert region.saver.window_stats().windows == 1
-    region.saver.reset_stats()
-    assert region.saver.window_stats() == WindowStats()
+    region.engine.open_window(1.0)
+    assert region.engine.window_stats().windows == 1
+    region.engine.reset_stats()
+    assert region.engine.window_stats() == WindowStats()

@@ -91,7 +91,7 @@ def test_wrong_durations_cost_time_and_never_a_bit(device, managed, seconds) -> 
     model, x = new_stack(device), new_input(device)
     plain = train_step(model, lambda: model(x))
     manager = managed(model.layers, windows=Windows(seconds=lambda op, shapes: seconds))
-    manager._saver.observer = None  # nothing is measured
+    manager._engine.observer = None  # nothing is measured
     for _ in range(2):
         assert_same_gradients(train_step(model, lambda: model(x)), plain)
 
@@ -138,13 +138,13 @@ def test_a_layer_is_encoded_under_the_operators_of_the_next(device, managed) -> 
     train_step(model, lambda: model(x))
     started: list[tuple[str, str]] = []
     running = ""
-    saver, start = manager._saver, manager._saver.start
+    engine, start = manager._engine, manager._engine.start
 
     def watched(pending: Any) -> Any:
         started.append((pending.expectation.key.unit, running))
         return start(pending)
 
-    saver.start = watched
+    engine.start = watched
     for name, layer in model.layers.named_children():
 
         def enter(module: Any, args: Any, name: str = name) -> None:
@@ -153,7 +153,7 @@ def test_a_layer_is_encoded_under_the_operators_of_the_next(device, managed) -> 
 
         layer.register_forward_pre_hook(enter)
     train_step(model, lambda: model(x))
-    del saver.start
+    del engine.start
     assert ("0", "1") in started and ("1", "2") in started
 
 
@@ -188,7 +188,7 @@ def test_an_exception_in_forward_leaves_nothing_waiting(device, managed) -> None
     collect()
     assert_same_gradients(train_step(model, lambda: model(x)), plain)
     flush_autograd(device)
-    manager._saver.open_window(1.0)
+    manager._engine.open_window(1.0)
     assert waiting(manager) == 0
     assert_nothing_left(let_sends_end(manager, device))
 
@@ -208,13 +208,13 @@ def test_the_end_of_a_forward_is_the_last_unit_however_often_each_is_called(
 
     plain = train_step(model, thrice)
     manager = managed(model.layers[0], windows=Windows())
-    manager._saver.observer = None  # windows without a duration: all is left over
+    manager._engine.observer = None  # windows without a duration: all is left over
     ends: list[int] = []
-    end = manager._saver.end_forward
-    manager._saver.end_forward = lambda: (ends.append(waiting(manager)), end())
+    end = manager._engine.end_forward
+    manager._engine.end_forward = lambda: (ends.append(waiting(manager)), end())
     for _ in range(3):
         assert_same_gradients(train_step(model, thrice), plain)
-    del manager._saver.end_forward
+    del manager._engine.end_forward
     assert len(ends) == 3, "once in each forward"
     assert ends[1] == ends[2] > ends[0], "at first it took the first call for the last"
     assert waiting(manager) == 0

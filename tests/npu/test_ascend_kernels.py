@@ -111,15 +111,15 @@ def test_a_frame_by_many_cores_is_as_short_as_the_portable_one(device):
 @pytest.mark.own_laboratory
 def test_encode_learns_how_little_a_tensor_of_many_tiles_needs(device):
     policy = memswap.Policy(action=memswap.Action.ENCODE, min_bytes=1)
-    saver = memswap.saved_tensors(policy, prefetch_bytes=0)
+    engine = memswap.saved_tensors(policy, prefetch_bytes=0)
 
     def step() -> int:
         """Bytes on the device while a tensor is encoded there."""
         seen = []
         x = torch.zeros(4, device=device, requires_grad=True)
-        with saver:
+        with engine:
             x = Remember.apply(x, seen, NORMAL[: 16 * TILE].to(device))
-        resident = let_sends_end(saver, device).resident_bytes
+        resident = let_sends_end(engine, device).resident_bytes
         x.sum().backward()
         del x
         flush_autograd(device)

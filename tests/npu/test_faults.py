@@ -110,7 +110,7 @@ def test_device_memory_that_is_refused_for_what_returns_is_an_error_and_the_next
     expected, leaf.grad = leaf.grad.cpu(), None
     broken = loss()
     torch.npu.synchronize()
-    saved._saver.settle()
+    saved._engine.settle()
     with refuse_device_memory(), pytest.raises(RuntimeError, match="out of memory"):
         broken.backward()
     del broken

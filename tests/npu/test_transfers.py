@@ -56,7 +56,7 @@ def test_one_compute_stream_puts_no_free_off(device):
     for _ in range(2):
         with saved:
             loss = (leaf * 2).sin().exp().sum()
-        saved._saver.settle()
+        saved._engine.settle()
         assert fake_acl.machine.memory_stats(0)["deferred"] == before
         loss.backward()
         del loss

@@ -26,7 +26,7 @@ class Saved:
         self.identity = SimpleNamespace(lock=self._lock)
         self.departure = SimpleNamespace(done=lambda: self.said_done)
         self.reference = ref(self)
-        self.saver = SimpleNamespace(ledger=SimpleNamespace(resident_bytes=0))
+        self.engine = SimpleNamespace(ledger=SimpleNamespace(resident_bytes=0))
 
     def _lock(self) -> Any:
         count = 1 + self.holders + self.sending

@@ -67,7 +67,7 @@ class MegatronLayer(Layer):
 def compress(layers: nn.ModuleList, step: list[int], async_funcs: list[str]) -> GlobalContext:
     """What MindSpeed's feature manager does to every layer."""
     ctx = GlobalContext(GlobalContextConfig(async_funcs=async_funcs))
-    ctx.saver.policy = ENCODE  # however small they are
+    ctx.engine.policy = ENCODE  # however small they are
     for number, layer in enumerate(layers, start=1):
 
         def wrapped(x: torch.Tensor, forward: Any = layer.forward, uuid: int = number) -> Any:
@@ -96,10 +96,10 @@ class Steps:
             if how != "manage":
                 names = ["matmul"] if how == "async_funcs" else []
                 doors: Any = compress(layers, step, names)
-                saver = doors.saver
+                engine = doors.engine
             else:
                 doors = memswap.manage(layers, ENCODE, windows=Windows())
-                saver = doors._saver
+                engine = doors._engine
             for step[0] in range(STEPS):
                 layers.zero_grad(set_to_none=True)
                 x = batch
@@ -110,8 +110,8 @@ class Steps:
                 torch.accelerator.synchronize()
                 self.stats.append(doors.stats())
                 self.windows = doors.window_stats()
-                saver.reset_stats()
-        self.window_bytes = saver.iteration.own_window_bytes
+                engine.reset_stats()
+        self.window_bytes = engine.iteration.own_window_bytes
         if how == "manage":
             doors.remove()
 

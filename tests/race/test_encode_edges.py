@@ -97,7 +97,7 @@ def test_payloads_that_overflow_come_back_from_the_arena(
             region = saved_region(policy=Policy(action=action, min_bytes=1))
             found = workload(region)
             torch.accelerator.synchronize()
-            route = region()._saver._routes.open_routes()[0]
+            route = region()._engine._routes.open_routes()[0]
             arena = route.codec_lane.arena_statistics()
             used += arena["resets"]
             assert arena["reserved_bytes"] > 0, "nothing overflowed"

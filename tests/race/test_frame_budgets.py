@@ -19,7 +19,7 @@ from torch import nn
 
 import memswap
 from memswap import Action, Rates
-from memswap.engine import saver as engine
+from memswap.engine import engine
 from memswap.planning import learner, native_plan, pilot
 from memswap.planning.pilot import Pilot
 from memswap.planning.profile import measure_codec
@@ -137,7 +137,7 @@ class Trained:
         self.plan, self.stats = manager.plan, manager.stats()
         self.actions = {one.action for one in planned.storages}
         self.replanned = self.plan.storages != planned.storages
-        (route,) = manager._saver.open_routes()
+        (route,) = manager._engine.open_routes()
         self.arena = route.codec_lane.arena_statistics()
         manager.remove()
         after = manager.stats()
@@ -201,7 +201,7 @@ def broken(name: str) -> contextlib.AbstractContextManager[None]:
             patch.setattr(Pilot, "frame_nbytes", lambda self, entry: None)
         elif name == "what does not fit stays":
             patch.setattr(
-                engine.Saver, "_swap", lambda self, entry, storage, route: "no room for a frame"
+                engine.Engine, "_swap", lambda self, entry, storage, route: "no room for a frame"
             )
         elif name == "nobody waits for a frame to leave":
             patch.setattr(native_plan, "departs", lambda planned: False)

@@ -32,7 +32,7 @@ from race_workloads import (
 from torch import nn
 
 import memswap
-from memswap.engine import visit as visit_module
+from memswap.engine import hook_scope as scope_module
 from simdev import _C, NAME, faults, laboratory, run_in
 
 device_module = getattr(torch, NAME)
@@ -92,7 +92,7 @@ def no_room_for_prefetch(times: int) -> Iterator[list[int]]:
     """The first returns ahead of their use find no device memory; demands do."""
     failed: list[int] = []
     unpacking: list[Any] = []
-    unpack = visit_module.unpack
+    unpack = scope_module.unpack
 
     def watched(handle: Any) -> torch.Tensor:
         moved = getattr(handle, "handle", handle)  # one that waited for its operator has it inside
@@ -112,12 +112,12 @@ def no_room_for_prefetch(times: int) -> Iterator[list[int]]:
                 raise torch.OutOfMemoryError("no room for a prefetch (injected)")
             return self.lane.fetch(block)
 
-    visit_module.unpack = watched
+    scope_module.unpack = watched
     try:
         with lanes_opened(Full):
             yield failed
     finally:
-        visit_module.unpack = unpack
+        scope_module.unpack = unpack
 
 
 @pytest.mark.parametrize("times", [1, 5, 10_000])

@@ -36,7 +36,7 @@ from race_workloads import (
 
 import memswap
 from memswap._native import native
-from memswap.engine import visit as visit_module
+from memswap.engine import hook_scope as scope_module
 from simdev import _C, laboratory, mutations
 
 pytestmark = [pytest.mark.own_laboratory, pytest.mark.one_schedule]
@@ -299,16 +299,16 @@ def test_a_pool_that_forgets_the_tickets_of_a_block_breaks_its_promises() -> Non
 
 # ---------------------------------------------------------------- a broken engine
 def test_releasing_what_somebody_holds_breaks_the_promise(monkeypatch: pytest.MonkeyPatch) -> None:
-    pack = visit_module.Visit.pack
+    pack = scope_module.HookScope.pack
 
     def releasing(self: Any, tensor: torch.Tensor) -> Any:
         handle = pack(self, tensor)
         if type(handle) is native.Handle and not handle.stays:
-            self.saver.settle()
+            self.engine.settle()
             tensor.untyped_storage().resize_(0)
         return handle
 
-    monkeypatch.setattr(visit_module.Visit, "pack", releasing)
+    monkeypatch.setattr(scope_module.HookScope, "pack", releasing)
     with pytest.raises((AssertionError, RuntimeError), match=r"held tensors|illegal|storage"):
         promise_held_tensors_are_unharmed()
 
@@ -326,7 +326,7 @@ def test_skipping_the_version_check_breaks_the_promise(
             return handle.unpack()
         return handle.tensor if handle.stays else moved_unpack(handle)
 
-    monkeypatch.setattr(visit_module, "unpack", unpack)
+    monkeypatch.setattr(scope_module, "unpack", unpack)
     with pytest.raises(AssertionError, match="edits: eager"):
         promise_edits_are_noticed(swapped)
 
@@ -357,15 +357,15 @@ def test_an_edit_during_the_send_is_an_error_and_never_wrong_data() -> None:
 def test_knowing_parameters_by_their_type_alone_breaks_the_promise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pack = visit_module.Visit.pack
+    pack = scope_module.HookScope.pack
 
     def packed(self: Any, tensor: torch.Tensor) -> Any:
         known = isinstance(tensor, torch.nn.Parameter)
         return pack(self, tensor if known else tensor.detach())  # nobody's leaf
 
-    monkeypatch.setattr(visit_module.Visit, "pack", packed)
+    monkeypatch.setattr(scope_module.HookScope, "pack", packed)
     monkeypatch.setattr(
-        visit_module, "is_frozen_parameter", lambda t: isinstance(t, torch.nn.Parameter)
+        scope_module, "is_frozen_parameter", lambda t: isinstance(t, torch.nn.Parameter)
     )
     with pytest.raises(AssertionError, match="parameters: the storage"):
         promise_parameters_stay()

@@ -116,10 +116,10 @@ def test_a_step_that_encodes_synchronises_nothing_and_gives_everything_back(
     stats = training.swap.stats()
     assert stats.moved_storages > 0 and "codec room" not in stats.kept
     assert_nothing_left(stats)
-    (route,) = training.swap._saver._routes.open_routes()
+    (route,) = training.swap._engine._routes.open_routes()
     arena = route.codec_lane.arena_statistics()
     assert arena["live_shares"] == 0, "a frame's share of the arena was not given back"
-    assert len(training.swap._saver._encoding) <= 1000, "reports are waited for without end"
+    assert len(training.swap._engine._encoding) <= 1000, "reports are waited for without end"
 
 
 @pytest.mark.one_schedule
@@ -157,7 +157,7 @@ def test_no_object_of_the_engine_outlives_its_step(how: str) -> None:
         training.step()
         left = alive(native.Handle)
         assert left == 0, f"{left} handles outlive a step, without a cycle collection"
-        assert training.swap._saver.iteration.over, "entries outlive a step"
+        assert training.swap._engine.iteration.over, "entries outlive a step"
     training.steps(STEPS)
 
 

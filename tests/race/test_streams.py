@@ -394,7 +394,7 @@ def test_one_manager_of_two_models_on_two_devices(second_device: torch.device) -
 
 
 # ---------------------------------------------------------------- threads
-def test_threads_with_streams_of_their_own_share_one_saver() -> None:
+def test_threads_with_streams_of_their_own_share_one_engine() -> None:
     """Autograd's thread state is per thread; so are current streams. The lane is shared."""
     saved = memswap.saved_tensors(EVERYTHING, pool=new_pool(), prefetch_bytes=4096)
     torch.accelerator.synchronize()

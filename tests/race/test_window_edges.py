@@ -30,8 +30,8 @@ from race_workloads import (
 from torch import nn
 
 from memswap import Action, Policy, Windows
-from memswap.engine.visit import Visit
-from memswap.engine.windowed import WindowedSaver
+from memswap.engine.hook_scope import HookScope
+from memswap.engine.windowed import WindowedEngine
 
 pytestmark = [
     pytest.mark.own_laboratory,
@@ -45,22 +45,22 @@ ENCODE_SWAP = Policy(action=Action.ENCODE_SWAP, min_bytes=1)
 
 
 class WindowedRegion:
-    """One windowed saver, entered again for each forward; each nn.Linear opens a window."""
+    """One windowed engine, entered again for each forward; each nn.Linear opens a window."""
 
     def __init__(self, policy: Policy, prefetch_bytes: int, seconds: float) -> None:
         pool = None
-        self.saver = Windows().saver(policy, pool, prefetch_bytes)
+        self.engine = Windows().engine(policy, pool, prefetch_bytes)
         self.seconds = seconds
-        self.visits: list[Visit] = []
+        self.scopes: list[HookScope] = []
         self.hooks: list[Any] = []
 
     def __call__(self) -> WindowedRegion:
         return self
 
     def __enter__(self) -> None:
-        self.saver.begin_iteration()
-        self.visits.append(Visit(self.saver, ""))
-        self.visits[-1].enter()
+        self.engine.begin_iteration()
+        self.scopes.append(HookScope(self.engine, ""))
+        self.scopes[-1].enter()
         everywhere = torch.nn.modules.module
         self.hooks.append(everywhere.register_module_forward_pre_hook(self.product))
         self.hooks.append(everywhere.register_module_forward_hook(self.made))
@@ -68,17 +68,17 @@ class WindowedRegion:
     def __exit__(self, *_: object) -> None:
         while self.hooks:
             self.hooks.pop().remove()
-        self.visits.pop().leave()
-        self.saver.end_forward()
+        self.scopes.pop().leave()
+        self.engine.end_forward()
 
     def product(self, module: nn.Module, args: Any) -> None:
         if isinstance(module, nn.Linear):
-            self.saver.open_window(self.seconds)
+            self.engine.open_window(self.seconds)
 
     def made(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
         if isinstance(module, nn.Linear) and output.grad_fn is not None:
-            saver, seconds = self.saver, self.seconds
-            output.grad_fn.register_prehook(lambda gradients: saver.open_window(seconds))
+            engine, seconds = self.engine, self.seconds
+            output.grad_fn.register_prehook(lambda gradients: engine.open_window(seconds))
 
 
 def region(policy: Policy = ENCODE, prefetch_bytes: int = 1 << 14, seconds: float = 1.0) -> Region:
@@ -117,17 +117,17 @@ def encodes_start_on_any_stream() -> Iterator[Any]:
     class Hits:
         hits = 0
 
-    right = WindowedSaver.on_stream
+    right = WindowedEngine.on_stream
 
-    def anywhere(self: WindowedSaver, stream: Any) -> bool:
+    def anywhere(self: WindowedEngine, stream: Any) -> bool:
         Hits.hits += not right(self, stream)
         return True
 
-    WindowedSaver.on_stream = anywhere  # type: ignore[method-assign]
+    WindowedEngine.on_stream = anywhere  # type: ignore[method-assign]
     try:
         yield Hits
     finally:
-        WindowedSaver.on_stream = right  # type: ignore[method-assign]
+        WindowedEngine.on_stream = right  # type: ignore[method-assign]
 
 
 # ---------------------------------------------------------------- the edges
@@ -180,6 +180,6 @@ def test_the_workloads_do_encode_in_windows() -> None:
     with laboratory(EAGER):
         one = region()
         one_stream(one)
-        stats = one.saver.window_stats()  # type: ignore[attr-defined]
+        stats = one.engine.window_stats()  # type: ignore[attr-defined]
         del one
     assert stats.encoded_in_windows > 10 and stats.decoded_in_windows > 10

@@ -77,7 +77,7 @@ class Step:
         if managed:
             manager = memswap.manage(layers, ENCODE, prefetch_bytes=AHEAD, **options)
         if not measured:
-            manager._saver.observer.seconds = lambda key, amount: None
+            manager._engine.observer.seconds = lambda key, amount: None
 
         def step() -> None:
             layers.zero_grad(set_to_none=True)

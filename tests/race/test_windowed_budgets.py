@@ -12,7 +12,7 @@ from torch import nn
 
 import memswap
 from memswap import Action, Policy, Rates, Windows
-from memswap.engine.windowed import WindowedSaver
+from memswap.engine.windowed import WindowedEngine
 from simdev import laboratory, virtual_time
 
 SIDE = 128
@@ -71,7 +71,7 @@ class Step:
                     stack, policy, pool=new_pool(), budget=self.budget, rates=RATES, windows=windows
                 )
                 if windows is not None and windows.seconds is not None:  # that, and no measurement
-                    manager._saver.observer.seconds = lambda key, amount: None
+                    manager._engine.observer.seconds = lambda key, amount: None
             for _ in range(5):
                 step()
                 torch.accelerator.synchronize()
@@ -128,7 +128,7 @@ def test_a_budget_holds_whatever_windows_there_are_and_no_bit_differs(action, se
 @pytest.mark.own_laboratory
 @pytest.mark.one_schedule
 def test_without_hurry_what_waits_for_a_window_exceeds_the_budget(monkeypatch):
-    monkeypatch.setattr(WindowedSaver, "hurry", lambda self, entry: None)
+    monkeypatch.setattr(WindowedEngine, "hurry", lambda self, entry: None)
     never = Windows(seconds=lambda operator, shapes: 0.0)
     found = in_laboratory(0.8, never, layers=14)
     assert found.stats.peak_resident_bytes > found.budget

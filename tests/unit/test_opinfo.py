@@ -80,7 +80,7 @@ def gradients(call: Any, inputs: tuple[torch.Tensor, ...], context: Any) -> list
     if not outputs:
         return None
     if isinstance(context, memswap.saved_tensors):
-        context._saver.settle()  # everything that nobody holds goes away
+        context._engine.settle()  # everything that nobody holds goes away
     seeds = [torch.ones_like(out) for out in outputs]
     return list(torch.autograd.grad(outputs, inputs, seeds, allow_unused=True))
 
@@ -92,7 +92,7 @@ def bits(tensor: torch.Tensor) -> bytes:
     return dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
 
 
-def new_saver(pool: memswap.DiskPool) -> memswap.saved_tensors:
+def new_engine(pool: memswap.DiskPool) -> memswap.saved_tensors:
     return memswap.saved_tensors(memswap.Policy(min_bytes=1), pool=pool)
 
 
@@ -107,15 +107,15 @@ def check_bits(op: Any, pool: memswap.DiskPool, most: int) -> int:
         for found_one, again_one in zip(expected, again, strict=True):
             if found_one is not None and bits(found_one) != bits(again_one):
                 pytest.skip("gradients differ from run to run without hooks")
-        saver = new_saver(pool)  # a new one has learnt nothing, and moves everything
-        found = gradients(call, inputs, saver)
+        engine = new_engine(pool)  # a new one has learnt nothing, and moves everything
+        found = gradients(call, inputs, engine)
         assert found is not None
         for ours, plain in zip(found, expected, strict=True):
             assert (ours is None) == (plain is None), f"{name_of(op)}: a gradient is missing"
             if plain is not None:
                 assert ours.shape == plain.shape and ours.layout == plain.layout
                 assert bits(ours) == bits(plain), f"{name_of(op)}: swapping changed its gradient"
-        stats = saver.stats()
+        stats = engine.stats()
         assert stats.away_bytes == 0 and stats.resident_bytes == 0, "a graph left something behind"
         returned += stats.returned_storages
     return returned
@@ -128,7 +128,7 @@ def check_numerically(op: Any, pool: memswap.DiskPool, second: bool) -> None:
         "check_grad_dtypes": True,
         "check_undefined_grad": False,
     }
-    saver = new_saver(pool)
+    engine = new_engine(pool)
     check = torch.autograd.gradgradcheck if second else torch.autograd.gradcheck
     for call, inputs in samples_of(op, 1):
 
@@ -136,7 +136,7 @@ def check_numerically(op: Any, pool: memswap.DiskPool, second: bool) -> None:
             return call(*(x.clone() for x in arguments))
 
         def swapped(*arguments, call=call):
-            with saver:
+            with engine:
                 return call(*(x.clone() for x in arguments))
 
         try:

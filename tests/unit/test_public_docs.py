@@ -45,7 +45,7 @@ def test_each_reason_to_stay_is_explained() -> None:
     """``stats().kept`` says one of these words; docs/choosing.md says what it means."""
     package = ROOT / "python" / "memswap"
     sources = [*(package / "engine").glob("*.py"), package / "checkpoint_region.py"]
-    native = [ROOT / "csrc" / "bind" / name for name in ("visit.cpp", "save.cpp")]
+    native = [ROOT / "csrc" / "bind" / name for name in ("scope.cpp", "save.cpp")]
     code = "\n".join(path.read_text("utf-8") for path in (*sources, *native))
     said = re.findall(r'(?:keep|_stay)\([^()"]*"([a-z ]+)"', code)
     said += re.findall(r'\breason = "([a-z ]+)"', code)

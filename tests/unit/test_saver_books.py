@@ -1,4 +1,4 @@
-"""What a saver keeps natively: its lock, what departs, away forms, and a visit's calls."""
+"""What an engine keeps natively: its lock, what departs, away forms, and a scope's calls."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from helpers import descriptor_under, files_no_longer_than
 
 import memswap
 from memswap._native import native
+from memswap.engine.engine import Engine
 from memswap.engine.entry import Entry, State
 from memswap.engine.handle import Passed, unpack
-from memswap.engine.saver import Saver
-from memswap.engine.visit import Visit
+from memswap.engine.hook_scope import HookScope
 from memswap.planning.policy import Policy
 
 SWAP = Policy(action=memswap.Action.SWAP, min_bytes=1)
 CPU = torch.device("cpu")
 
 
-def new_saver(pool=None):
-    return Saver(SWAP, pool or memswap.HostPool(device=CPU, budget="4MiB", slab="1MiB"), 0)
+def new_engine(pool=None):
+    return Engine(SWAP, pool or memswap.HostPool(device=CPU, budget="4MiB", slab="1MiB"), 0)
 
 
-def saved(saver, nbytes=100):
+def saved(engine, nbytes=100):
     """A tensor and its entry, which has left nothing and is nowhere."""
     tensor = torch.empty(nbytes, dtype=torch.uint8)
-    return tensor, Entry(saver, native.capture(tensor), native.StorageRef(tensor))
+    return tensor, Entry(engine, native.capture(tensor), native.StorageRef(tensor))
 
 
 def computed(elements):
@@ -46,9 +46,9 @@ def new_sender(pool=None, lane=None):
     return native.BlockSender(lane or native.WorkerLane(workers=0), pool.native)
 
 
-def sent(saver, sender, nbytes=100, wait=True):
+def sent(engine, sender, nbytes=100, wait=True):
     """A tensor, and its entry, which was sent."""
-    tensor, entry = saved(saver, nbytes)
+    tensor, entry = saved(engine, nbytes)
     assert entry.swap(sender, native.StorageRef(tensor))
     if wait:
         with contextlib.suppress(native.TransferError):
@@ -91,10 +91,10 @@ def test_a_pack_that_raises_lets_go_of_the_lock():
     def raising(tensor, info):
         raise KeyError("on purpose")
 
-    saver = Saver(Policy(min_bytes=1, fn=raising), None, 0)
+    engine = Engine(Policy(min_bytes=1, fn=raising), None, 0)
     with pytest.raises(KeyError, match="on purpose"):
-        Visit(saver, "").pack(computed(10))
-    thread = threading.Thread(target=saver.stats)
+        HookScope(engine, "").pack(computed(10))
+    thread = threading.Thread(target=engine.stats)
     thread.start()
     thread.join(60)
     assert not thread.is_alive(), "the lock is still held"
@@ -104,25 +104,25 @@ def test_a_pack_that_raises_lets_go_of_the_lock():
 
 
 def test_what_departs_is_accounted_for_once_nobody_holds_it():
-    saver, departing, sender = new_saver(), native.Departing(), new_sender()
-    tensors, entries = zip(*(sent(saver, sender) for _ in range(5)), strict=True)
+    engine, departing, sender = new_engine(), native.Departing(), new_sender()
+    tensors, entries = zip(*(sent(engine, sender) for _ in range(5)), strict=True)
     for entry in entries:
         departing.add(entry)
     departing.notice_gone()
-    assert len(departing) == 5 and saver.ledger.freed_bytes == 0
+    assert len(departing) == 5 and engine.ledger.freed_bytes == 0
     tensors = tensors[:2]
     departing.notice_gone(looks=2)
     assert len(departing) == 5, "more were looked at than was asked for"
     departing.notice_gone()
-    assert len(departing) == 2 and saver.ledger.freed_bytes == 300
+    assert len(departing) == 2 and engine.ledger.freed_bytes == 300
     assert [entry.state for entry in entries[:2]] == [State.LEAVING] * 2
     del tensors
 
 
 def test_sends_are_looked_at_in_their_order_and_the_first_that_runs_ends_the_look():
-    saver, departing = new_saver(), native.Departing()
+    engine, departing = new_engine(), native.Departing()
     first, second = new_sender(), new_sender()
-    kept = [sent(saver, first, wait=False), sent(saver, second)]
+    kept = [sent(engine, first, wait=False), sent(engine, second)]
     for _, entry in kept:
         departing.add(entry)
     departing.notice_gone(looks=0)
@@ -137,22 +137,22 @@ def test_sends_are_looked_at_in_their_order_and_the_first_that_runs_ends_the_loo
 
 
 def test_a_send_that_failed_departs_no_more_and_has_its_bytes(tmp_path):
-    saver, departing = new_saver(), native.Departing()
+    engine, departing = new_engine(), native.Departing()
     pool = memswap.DiskPool(tmp_path, budget="4MiB", extent="1MiB")
     pool.reserve("1MiB")  # space is set aside, and then the disk fails
     with files_no_longer_than(0):
-        tensor, entry = sent(saver, new_sender(pool), 1 << 16)
+        tensor, entry = sent(engine, new_sender(pool), 1 << 16)
     departing.add(entry)
     with pytest.warns(UserWarning, match="a storage stays where it is"):
         departing.notice_gone()
     assert len(departing) == 0 and entry.state is State.RESIDENT
-    assert saver.ledger.kept_tensors["pool"] == 1
+    assert engine.ledger.kept_tensors["pool"] == 1
     assert entry.storage.key == native.storage_key(tensor)
 
 
 def test_entries_do_not_need_the_rows_that_they_are_in():
-    saver, departing = new_saver(), native.Departing()
-    tensor, entry = sent(saver, new_sender(), wait=False)
+    engine, departing = new_engine(), native.Departing()
+    tensor, entry = sent(engine, new_sender(), wait=False)
     departing.add(entry)
     del departing
     del entry  # which knows of no row any more
@@ -164,7 +164,7 @@ def test_an_argument_that_is_neither_true_nor_false_is_an_error():
         def __bool__(self):
             raise KeyError("on purpose")
 
-    tensor, entry = saved(new_saver())
+    tensor, entry = saved(new_engine())
     with pytest.raises(TypeError, match="incompatible function arguments"):
         entry.gone(wait=Neither())
     view, storage = native.capture(tensor), native.StorageRef(tensor)
@@ -218,10 +218,10 @@ def test_a_storage_goes_into_a_block_and_comes_back(of_python):
 
 def test_a_send_that_raises_takes_no_memory_and_leaves_the_entry_as_it_was():
     pool = memswap.HostPool(device=CPU, budget="1MiB", slab="1MiB")
-    saver = new_saver(pool)
+    engine = new_engine(pool)
     lane = Around(KeyError)
     sender = new_sender(pool, lane)
-    tensor, entry = saved(saver)
+    tensor, entry = saved(engine)
     for _ in range(3):
         with pytest.raises(KeyError, match="no such stream"):
             entry.swap(sender, native.StorageRef(tensor))
@@ -235,10 +235,10 @@ def test_a_send_that_raises_takes_no_memory_and_leaves_the_entry_as_it_was():
 
 def test_a_sender_without_room_changes_nothing():
     pool = memswap.HostPool(device=CPU, budget=0)
-    saver = new_saver(pool)
-    tensor, entry = saved(saver)
+    engine = new_engine(pool)
+    tensor, entry = saved(engine)
     assert entry.swap(new_sender(pool), native.StorageRef(tensor)) is False
-    assert (entry.state, entry.away, saver.ledger.moved_storages) == (State.RESIDENT, None, 0)
+    assert (entry.state, entry.away, engine.ledger.moved_storages) == (State.RESIDENT, None, 0)
 
 
 def test_storages_that_travel_together_come_back_apart():
@@ -263,21 +263,21 @@ def test_storages_that_travel_together_come_back_apart():
     assert sender.send_together([too_long, native.StorageRef(tensors[0])]) is None
 
 
-# --- visits and handles ---
+# --- scopes and handles ---
 
 
-def test_a_visit_needs_a_saver_and_packs_tensors():
+def test_a_scope_needs_a_engine_and_packs_tensors():
     with pytest.raises(TypeError, match="expected an Engine"):
-        Visit(object(), "")
+        HookScope(object(), "")
     with pytest.raises(TypeError, match=r"needs a torch\.Tensor"):
-        Visit(new_saver(), "").pack(object())
+        HookScope(new_engine(), "").pack(object())
 
 
 def test_every_kind_of_handle_is_unpacked():
     tensor = torch.ones(3)
     assert unpack(Passed(tensor, lambda packed: packed)) is tensor
-    saver = new_saver()
-    handle = Visit(saver, "").pack(computed(3))
+    engine = new_engine()
+    handle = HookScope(engine, "").pack(computed(3))
     assert isinstance(handle, native.Handle) and not handle.stays
     assert torch.equal(unpack(handle), computed(3))
     with pytest.raises(AttributeError):
@@ -285,8 +285,8 @@ def test_every_kind_of_handle_is_unpacked():
 
 
 def test_bytes_that_are_lost_are_an_error_in_words(tmp_path):
-    saver = new_saver(memswap.DiskPool(tmp_path, budget="4MiB", extent="1MiB"))
-    handle = Visit(saver, "").pack(computed(1 << 14))
+    engine = new_engine(memswap.DiskPool(tmp_path, budget="4MiB", extent="1MiB"))
+    handle = HookScope(engine, "").pack(computed(1 << 14))
     handle.entry.departure.wait()
     os.truncate(f"/proc/self/fd/{descriptor_under(tmp_path)}", 0)
     with pytest.raises(memswap.TransferError, match=r"cannot be brought back: .*expected 65536"):
@@ -294,13 +294,13 @@ def test_bytes_that_are_lost_are_an_error_in_words(tmp_path):
 
 
 def test_a_thousand_steps_leave_no_object_and_no_reference_behind():
-    saver = new_saver()
+    engine = new_engine()
 
     def step():
-        with saver.lock:
-            saver.begin_iteration()
-        visit = Visit(saver, "")
-        handles = [visit.pack(torch.ones(50, requires_grad=True) * n) for n in range(4)]
+        with engine.lock:
+            engine.begin_iteration()
+        scope = HookScope(engine, "")
+        handles = [scope.pack(torch.ones(50, requires_grad=True) * n) for n in range(4)]
         for n in (3, 1, 2, 0):
             assert unpack(handles[n])[0] == n
         del handles[0]  # the others are dropped with the list
@@ -309,9 +309,9 @@ def test_a_thousand_steps_leave_no_object_and_no_reference_behind():
         step()
     gc.collect()
     watched = (
-        saver,
-        saver.ledger,
-        saver.lock,
+        engine,
+        engine.ledger,
+        engine.lock,
         Entry,
         native.Handle,
         native.SavedView,
@@ -327,31 +327,31 @@ def test_a_thousand_steps_leave_no_object_and_no_reference_behind():
         before[1],
         now,
     )
-    assert saver.ledger.known_storages == 0 and len(saver.departing) == 0
+    assert engine.ledger.known_storages == 0 and len(engine.departing) == 0
 
 
-def test_a_saver_in_a_circle_is_collected():
-    saver = new_saver()
-    visit = Visit(saver, "")
-    handle = visit.pack(torch.ones(100))
-    saver.director = [saver, visit, handle]
-    visit.outer = (handle, visit)
-    ledger = saver.ledger
-    del saver, visit, handle
+def test_a_engine_in_a_circle_is_collected():
+    engine = new_engine()
+    scope = HookScope(engine, "")
+    handle = scope.pack(torch.ones(100))
+    engine.director = [engine, scope, handle]
+    scope.outer = (handle, scope)
+    ledger = engine.ledger
+    del engine, scope, handle
     gc.collect()
     assert (ledger.known_storages, ledger.resident_bytes, ledger.away_bytes) == (0, 0, 0)
 
 
-def test_threads_that_save_and_demand_through_one_saver():
-    saver = new_saver()
+def test_threads_that_save_and_demand_through_one_engine():
+    engine = new_engine()
     wrong: list[object] = []
 
     def work(number: int) -> None:
         try:
-            visit = Visit(saver, "")
+            scope = HookScope(engine, "")
             for turn in range(60):
                 values = [number * 1000 + turn * 10 + n for n in range(5)]
-                handles = [visit.pack(torch.full((64,), value)) for value in values]
+                handles = [scope.pack(torch.full((64,), value)) for value in values]
                 while handles:
                     value = values.pop()
                     if not bool((unpack(handles.pop()) == value).all()):
@@ -365,34 +365,34 @@ def test_threads_that_save_and_demand_through_one_saver():
     for thread in threads:
         thread.join()
     assert not wrong, wrong
-    assert saver.ledger.known_storages == 0 and len(saver.departing) == 0
+    assert engine.ledger.known_storages == 0 and len(engine.departing) == 0
 
 
 def test_what_native_code_reads_cannot_be_deleted():
-    saver = new_saver()
-    _, entry = saved(saver)
-    visit = Visit(saver, "")
+    engine = new_engine()
+    _, entry = saved(engine)
+    scope = HookScope(engine, "")
     for owner, name in (
-        *((saver, name) for name in ("iteration", "directed", "backward")),
+        *((engine, name) for name in ("iteration", "directed", "backward")),
         *((entry, name) for name in ("storage", "order", "away", "departure", "arrival")),
-        *((visit, name) for name in ("unit", "action", "group", "outer", "waiting")),
+        *((scope, name) for name in ("unit", "action", "group", "outer", "waiting")),
     ):
         with pytest.raises((TypeError, AttributeError)):
             delattr(owner, name)
         getattr(owner, name)
-    with visit.saver.lock:
-        visit.enter()
+    with scope.engine.lock:
+        scope.enter()
         loss = (computed(100) * 2).sum()
-        visit.leave()
+        scope.leave()
     loss.backward()
 
 
 def test_what_is_no_tensor_is_refused_by_the_native_save():
-    saver = new_saver()
-    tensor, _ = saved(saver)
-    view, visit = native.capture(tensor), Visit(saver, "unit")
-    for call in (lambda: visit.keep(7, view, "reason"), lambda: visit.save(7, view)):
+    engine = new_engine()
+    tensor, _ = saved(engine)
+    view, scope = native.capture(tensor), HookScope(engine, "unit")
+    for call in (lambda: scope.keep(7, view, "reason"), lambda: scope.save(7, view)):
         with pytest.raises(TypeError, match=r"expected a torch\.Tensor to save, found 7"):
             call()
     with pytest.raises(UnicodeEncodeError):
-        visit.keep(tensor, view, "\udc80")
+        scope.keep(tensor, view, "\udc80")

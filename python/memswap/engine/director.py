@@ -1,4 +1,4 @@
-"""Director: who watches a saver's iterations, and says what happens to each storage."""
+"""Director: who watches an engine's iterations, and says what happens to each storage."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ if TYPE_CHECKING:
 
 
 class Director(Protocol):
-    """Called by a saver at each mark of an iteration: each save, and each demand of what was saved.
+    """Called by an engine at each mark of an iteration: each save, and each demand of what was
+    saved.
 
-    The saver's lock serialises the calls, `demanded` excepted, which follows a wait that holds no
-    lock. Storages that the policy keeps reach a director as well, unlike a saver without one.
+    The engine's lock serialises the calls, `demanded` excepted, which follows a wait that holds no
+    lock. Storages that the policy keeps reach a director as well, unlike an engine without one.
 
     A director that gives an iteration a plan (`Iteration.plan`, `Iteration.follows_alone`) is not
     called at the marks at which that says enough: a save that is as expected, a demand once
-    backward has begun. `Saver.watched` has it called all the same.
+    backward has begun. `Engine.watched` has it called all the same.
     """
 
     def begin(self, iteration: Iteration) -> int | None:

@@ -1,7 +1,7 @@
 """Expectations: what a tensor's frame will be like, from what it was like the last time.
 
 How much a tensor shrinks is known only after it was encoded, and nobody waits to learn it. So the
-next encode of the same tensor (same unit, same place in the visit, same size and dtype) goes by
+next encode of the same tensor (same unit, same place in the scope, same size and dtype) goes by
 what the encoder reported about the last one, whenever that report arrived. A wrong expectation
 costs bytes, never an error: what does not fit a frame's capacity goes to an overflow that was set
 aside before.
@@ -81,7 +81,7 @@ class Key(NamedTuple):
 
     unit: str
     ordinal: int
-    """Place among the storages that one visit of the unit considered."""
+    """Place among the storages that one scope of the unit considered."""
     nbytes: int
     dtype: torch.dtype
 

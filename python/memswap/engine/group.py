@@ -1,6 +1,6 @@
 """Generations: saved storages that leave and return when they are told to.
 
-A group saver differs from its base in one point: a storage that would leave is held instead, and
+A group engine differs from its base in one point: a storage that would leave is held instead, and
 its entry joins the generation that is being collected. From then on the owner of the generation
 says when it leaves and when it returns.
 
@@ -37,16 +37,16 @@ import torch
 from memswap._native import native
 from memswap.engine.action import Action
 from memswap.engine.autograd import graph_task
+from memswap.engine.engine import Engine
 from memswap.engine.entry import RESIZED, Entry, State
-from memswap.engine.saver import Saver
-from memswap.engine.visit import Visit
+from memswap.engine.hook_scope import HookScope
 from memswap.errors import GroupError, TransferError
 
 if TYPE_CHECKING:
     from memswap._C import EntryReference, Iteration, LeaveOrder, SavedView, StorageRef
     from memswap.engine.action import Decider
+    from memswap.engine.engine import Place
     from memswap.engine.handle import Handle
-    from memswap.engine.saver import Place
     from memswap.engine.transfer import Pool, Route
 
 
@@ -57,7 +57,7 @@ SMALL_BYTES = 1 << 20
 BUCKET_BYTES = 32 << 20
 
 
-class GroupSaver(Saver):
+class GroupEngine(Engine):
     """Entries, lanes and a pool for any number of groups. A storage of two groups moves once."""
 
     def __init__(self, policy: Decider, pool: Pool | None) -> None:
@@ -68,14 +68,14 @@ class GroupSaver(Saver):
     def begin_iteration(self) -> None:
         """A generation is an iteration, and its group begins it."""
 
-    def save(self, tensor: torch.Tensor, view: SavedView, visit: Visit) -> Handle:
-        assert isinstance(visit, GroupVisit)
-        self._generation = visit.generation
-        self.iteration = visit.generation.iteration
+    def save(self, tensor: torch.Tensor, view: SavedView, scope: HookScope) -> Handle:
+        assert isinstance(scope, GroupScope)
+        self._generation = scope.generation
+        self.iteration = scope.generation.iteration
         try:
-            return super().save(tensor, view, visit)
+            return super().save(tensor, view, scope)
         finally:
-            self._generation = None  # it owns this saver
+            self._generation = None  # it owns this engine
 
     def join(self, entry: Entry, view: SavedView) -> Handle:
         """Its handle belongs to the generation that saves now, and owns it."""
@@ -196,13 +196,13 @@ class Generation:
     are ordered behind it.
     """
 
-    def __init__(self, name: str, saver: GroupSaver, iteration: Iteration) -> None:
+    def __init__(self, name: str, engine: GroupEngine, iteration: Iteration) -> None:
         self.name = name
         self.phase = Phase.COLLECTED
         self.iteration = iteration
-        #: Called, under the saver's lock, when a backward pass first demands one of its storages.
+        #: Called, under the engine's lock, when a backward pass first demands one of its storages.
         self.on_demand: Callable[[Generation], None] | None = None
-        self.saver = saver
+        self.engine = engine
         self._entries: dict[EntryReference, None] = {}
         self._read_by: int | None = None  # the backward pass that demanded last
         self._closed = False
@@ -227,14 +227,14 @@ class Generation:
 
     def launch_offload(self) -> None:
         """Start sending the storages away. The forward may still use them."""
-        saver = self.saver
-        with saver.lock:
+        engine = self.engine
+        with engine.lock:
             self._check_open("launch_offload")
             if self.phase in (Phase.LOADING, Phase.LOADED):
                 for entry in self._living():
                     entry.let_go()
                 self.phase = Phase.COLLECTED
-            saver.send(list(self._living()))
+            engine.send(list(self._living()))
             if self.phase is Phase.COLLECTED:
                 self.phase = Phase.OFFLOADING
             self._read_by = None
@@ -245,7 +245,7 @@ class Generation:
         Raises:
             GroupError: :meth:`launch_offload` was not called.
         """
-        saver = self.saver
+        engine = self.engine
         self._check_open("wait_offload")
         if self.phase is Phase.COLLECTED:
             self._refuse("wait_offload", "nothing was launched", "launch_offload() first")
@@ -255,7 +255,7 @@ class Generation:
                 continue
             with suppress(native.TransferError):
                 departure.wait()
-            with saver.lock:
+            with engine.lock:
                 if not entry.gone(wait=True) and entry.is_away:
                     entry.sent()  # if it failed: takes the storage back and tells about it once
         if self.phase is Phase.OFFLOADING:
@@ -273,7 +273,7 @@ class Generation:
         Raises:
             GroupError: :meth:`launch_offload` was not called.
         """
-        with self.saver.lock:
+        with self.engine.lock:
             self._check_open("launch_load")
             if self.phase is Phase.COLLECTED:
                 self._refuse("launch_load", "nothing was offloaded", "launch_offload() first")
@@ -354,21 +354,21 @@ class Generation:
         )
 
 
-class GroupVisit(Visit):
+class GroupScope(HookScope):
     """The hooks of one block of a group."""
 
     __slots__ = ("generation",)
 
     def __init__(
         self,
-        saver: GroupSaver,
+        engine: GroupEngine,
         generation: Generation,
         unit: str | None = None,
         action: Action | None = None,
         group: int | None = None,
     ) -> None:
-        super().__init__(saver, generation.name if unit is None else unit, action, group)
+        super().__init__(engine, generation.name if unit is None else unit, action, group)
         self.generation = generation
 
-    def within(self, unit: str, action: Action | None, group: int | None) -> GroupVisit:
-        return GroupVisit(self.generation.saver, self.generation, unit, action, group)
+    def within(self, unit: str, action: Action | None, group: int | None) -> GroupScope:
+        return GroupScope(self.generation.engine, self.generation, unit, action, group)

@@ -88,7 +88,7 @@ class Parts:
 Handle = native.Handle | Later | Passed | Parts
 
 
-#: The unpack hook of every saver: (handle) -> tensor.
+#: The unpack hook of every engine: (handle) -> tensor.
 unpack: Callable[[Handle], torch.Tensor] = native.unpack
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from memswap._C import WeakStorage
-    from memswap.engine.saver import Saver
+    from memswap.engine.engine import Engine
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
@@ -28,12 +28,12 @@ class Recomputed:
     recomputed or not. Torch holds them; here are weak references, looked through at each mark.
 
     Args:
-        saver: whose ledger counts them.
+        engine: whose ledger counts them.
         noted: called whenever there are more. Its object, which owns this one, is not kept alive.
     """
 
-    def __init__(self, saver: Saver, noted: Callable[[], None]) -> None:
-        self._saver = saver
+    def __init__(self, engine: Engine, noted: Callable[[], None]) -> None:
+        self._engine = engine
         self._noted = weakref.WeakMethod(noted)
         self._storages: dict[int, tuple[WeakStorage, int]] = {}
         self._told_nbytes = 0
@@ -60,7 +60,7 @@ class Recomputed:
         return counted
 
     def sweep(self) -> None:
-        """Take off the books what is gone. Under the saver's lock."""
+        """Take off the books what is gone. Under the engine's lock."""
         if not self._storages and not self._told_nbytes:
             return
         for key in [key for key, (weak, _) in self._storages.items() if weak.expired()]:
@@ -79,25 +79,25 @@ class Recomputed:
 
     def _settle(self) -> None:
         """Tell the ledger, whatever it was told before: Ctrl-C may come behind any line."""
-        self._saver.watched = bool(self._storages)  # its director looks through them at each mark
+        self._engine.watched = bool(self._storages)  # its director looks through them at each mark
         nbytes = self.nbytes
-        self._saver.ledger.set_recomputed(nbytes)
+        self._engine.ledger.set_recomputed(nbytes)
         self._told_nbytes = nbytes
 
     def _entries(self) -> set[int]:
         """Storages of entries, the regions' inputs among them: the ledger knows those."""
-        saver = self._saver
-        with saver.lock:
-            iteration = saver.iteration
+        engine = self._engine
+        with engine.lock:
+            iteration = engine.iteration
             entries = map(iteration.entry, range(iteration.count))
             return {entry.identity.key for entry in entries if entry is not None}
 
     def _count(self, tensor: torch.Tensor, known: set[int]) -> None:
         view = native.capture(tensor)
-        saver = self._saver
-        if view is None or view.of_leaf or view.key in known or saver.is_persistent(view.key):
+        engine = self._engine
+        if view is None or view.of_leaf or view.key in known or engine.is_persistent(view.key):
             return
-        with saver.lock:
+        with engine.lock:
             self.sweep()
             if view.key in self._storages:
                 return

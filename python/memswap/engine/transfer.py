@@ -225,7 +225,7 @@ class Route:
 
 
 class Routes:
-    """The routes of one saver, opened when a device is first seen. Never shared between savers."""
+    """The routes of one engine, opened when a device is first seen. Engines share none of them."""
 
     def __init__(self, pool: Pool | None) -> None:
         self._pool = pool

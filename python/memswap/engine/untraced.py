@@ -14,7 +14,7 @@ _R = TypeVar("_R")
 def untraced(method: Callable[_P, _R]) -> Callable[_P, _R]:
     """``torch.compiler.disable`` for a method that is registered as a hook.
 
-    Bookkeeping must not be traced: one visit would be baked into the compiled code. The original
+    Bookkeeping must not be traced: one scope would be baked into the compiled code. The original
     imports dynamo where it decorates, and dynamo takes as long as the rest of torch; this one does
     when somebody takes the method from an instance, and leaves the original in the class.
     """

@@ -1,4 +1,4 @@
-"""WindowedSaver: the engine whose encodes and decodes wait for windows."""
+"""WindowedEngine: the engine whose encodes and decodes wait for windows."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 from memswap._native import native
 from memswap.engine.autograd import in_backward
+from memswap.engine.engine import Engine
 from memswap.engine.entry import RESIZED, State
-from memswap.engine.saver import Saver
-from memswap.engine.visit import Visit
+from memswap.engine.hook_scope import HookScope
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -54,11 +54,11 @@ class Observer(Protocol):
         """An encode (or a decode) was put on a lane's stream: (stream id, device, type)."""
 
 
-class WindowedSaver(Saver):
-    """A saver whose lanes get encodes and decodes when a window opens (see [Note: Windows]).
+class WindowedEngine(Engine):
+    """An engine whose lanes get encodes and decodes when a window opens (see [Note: Windows]).
 
     Where a lane does not work ahead of the host (a CPU) there is nothing to run beside, and
-    everything is done at once as in any saver.
+    everything is done at once as in any engine.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class WindowedSaver(Saver):
             self.queue.reset_stats()
 
     def settle(self) -> None:
-        """As in any saver; encodes that wait stay undone."""
+        """As in any engine; encodes that wait stay undone."""
         with self.lock:
             self.queue.clear()
         super().settle()
@@ -188,7 +188,8 @@ class WindowedSaver(Saver):
             self.queue.begin_backward(self)
         self.queue.want(waits, window_bytes, self)
 
-    # --- windows.Engine ---------------------------------------------------------------------------
+    # --- windows.CodecWork
+    # ---------------------------------------------------------------------------
 
     def start(self, pending: Pending) -> Ticket | None:
         """Start an encode now, on its own stream. None: there was no room, and the entry stays."""
@@ -250,14 +251,14 @@ def stream_key(device: torch.device) -> tuple[torch.device, int]:
     return device, torch.accelerator.current_stream(device).stream_id
 
 
-def innermost() -> WindowedSaver | None:
-    """The windowed saver whose hooks are installed innermost on this thread, if there is one."""
+def innermost() -> WindowedEngine | None:
+    """The windowed engine whose hooks are installed innermost on this thread, if there is one."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     while hooks is not None:
-        visit = getattr(hooks[0], "__self__", None)
-        if not isinstance(visit, Visit):
+        scope = getattr(hooks[0], "__self__", None)
+        if not isinstance(scope, HookScope):
             return None
-        if isinstance(visit.saver, WindowedSaver):
-            return visit.saver
-        hooks = visit.outer
+        if isinstance(scope.engine, WindowedEngine):
+            return scope.engine
+        hooks = scope.outer
     return None

@@ -83,8 +83,8 @@ def _order(waiting: _Waiting) -> tuple[float, int]:
     return waiting.loss, waiting.number
 
 
-class Engine(Protocol):
-    """What a queue needs of the saver that it belongs to."""
+class CodecWork(Protocol):
+    """What a queue needs of the engine that it belongs to."""
 
     def start(self, pending: Pending) -> Ticket | None:
         """Start an encode now, on its own stream. None: there was no room, and the entry stays."""
@@ -128,7 +128,8 @@ class WindowStats:
 
 
 class WindowQueue:
-    """Encodes that wait, decodes that are wanted, and the clock. The saver's lock serialises calls.
+    """Encodes that wait, decodes that are wanted, and the clock. The engine's lock serialises
+    calls.
 
     Args:
         max_pending_bytes: rule 3 of [Note: Windows]; None: from what forwards defer.
@@ -162,7 +163,7 @@ class WindowQueue:
             self._auto_pending_bytes = max(LEAST_PENDING_BYTES, share)
             self._deferred_bytes = 0
 
-    def defer(self, pending: Pending, engine: Engine) -> None:
+    def defer(self, pending: Pending, work: CodecWork) -> None:
         """An encode is to be started in a window; if too much waits already, one starts now."""
         self._number += 1
         insort(self._pending, _Waiting(-pending.gain, self._number, pending, self._now), key=_order)
@@ -172,16 +173,16 @@ class WindowQueue:
         bound = self._auto_pending_bytes if bound is None else bound
         if self._pending_bytes > bound:
             self._forget()
-            self._started_at_bound += len(self._run(engine, inf, most_left=bound))
+            self._started_at_bound += len(self._run(work, inf, most_left=bound))
 
-    def want(self, entries: Iterable[Entry], window_bytes: int, engine: Engine) -> None:
+    def want(self, entries: Iterable[Entry], window_bytes: int, work: CodecWork) -> None:
         """Entries will be demanded soon, in this order."""
         for entry in entries:
             self._wanted.append((entry.reference, entry.nbytes, self._now))
             self._wanted_bytes += entry.nbytes
         bound = window_bytes * WANTED_SHARE
         while self._wanted and self._wanted_bytes > bound:
-            self._decoded_ahead += self._fetch_next(engine) > 0
+            self._decoded_ahead += self._fetch_next(work) > 0
 
     def clear(self) -> None:
         """Promise nothing any more. What waits stays where it is."""
@@ -195,19 +196,19 @@ class WindowQueue:
         """Encodes that wait, in the order in which they should start; some entries may be gone."""
         return tuple(waiting.pending for waiting in self._pending)
 
-    def start_now(self, entries: Iterable[EntryReference], engine: Engine) -> None:
+    def start_now(self, entries: Iterable[EntryReference], work: CodecWork) -> None:
         """Start some of what waits, in no window."""
         wanted = set(entries)
         self._pending.sort(key=lambda one: (one.pending.entry not in wanted, *_order(one)))
         left = sum(one.pending.nbytes for one in self._pending if one.pending.entry not in wanted)
-        self._run(engine, inf, most_left=left)
+        self._run(work, inf, most_left=left)
         self._pending.sort(key=_order)
 
     # --- windows ----------------------------------------------------------------------------------
 
-    def open(self, seconds: float, engine: Engine) -> Started:
+    def open(self, seconds: float, work: CodecWork) -> Started:
         """An operator of so many seconds is about to be launched on the current stream."""
-        self.close(engine)
+        self.close(work)
         self._end = self._now + seconds
         self._windows += 1
         self._window_s += seconds
@@ -216,33 +217,33 @@ class WindowQueue:
             _, nbytes, since = self._wanted[0]
             if not self._fits(nbytes / self.decode_rate, since, self._end):
                 break
-            nbytes = self._fetch_next(engine)
+            nbytes = self._fetch_next(work)
             if nbytes:
                 decoded.append(nbytes)
         self._decoded_in_windows += len(decoded)
-        encoded = self._run(engine, self._end, looks=MOST_LOOKS)
+        encoded = self._run(work, self._end, looks=MOST_LOOKS)
         self._encoded_in_windows += len(encoded)
         return Started(encoded, decoded)
 
-    def close(self, engine: Engine) -> None:
+    def close(self, work: CodecWork) -> None:
         """The operator of the last window has been launched."""
         self._now = self._end = max(self._now, self._end)
-        self._join(engine, self._now)
+        self._join(work, self._now)
 
-    def end_forward(self, engine: Engine) -> Started:
+    def end_forward(self, work: CodecWork) -> Started:
         """The managed part of a forward is over.
 
         Loss and logits follow, and with them the peak, so what still waits starts now.
         """
-        self.close(engine)
-        encoded = self._run(engine, inf) if self.leftovers_start else []
+        self.close(work)
+        encoded = self._run(work, inf) if self.leftovers_start else []
         self._started_at_end += len(encoded)
         return Started(encoded, [])
 
-    def begin_backward(self, engine: Engine) -> None:
+    def begin_backward(self, work: CodecWork) -> None:
         """The first storage of an iteration is demanded: the memory of what has left is needed."""
         self._now = self._end = max(self._now, self._end, self._busy_until)
-        self._join(engine, inf)
+        self._join(work, inf)
         self._forget()
 
     # --- the clock --------------------------------------------------------------------------------
@@ -255,7 +256,7 @@ class WindowQueue:
         return self._now - since >= cost and begin <= self._now < end
 
     def _run(
-        self, engine: Engine, end: float, looks: int | None = None, most_left: int = 0
+        self, work: CodecWork, end: float, looks: int | None = None, most_left: int = 0
     ) -> list[int]:
         """Start, in their order, those that belong on this stream and end by `end`; bytes of each.
 
@@ -275,11 +276,11 @@ class WindowQueue:
                 if self._too_late(pending):
                     continue
                 cost = pending.nbytes / self.encode_rate
-                if not self._fits(cost, waiting.since, end) or not engine.on_stream(pending.stream):
+                if not self._fits(cost, waiting.since, end) or not work.on_stream(pending.stream):
                     passed.append(waiting)
                     continue
                 self._pending_bytes -= pending.nbytes
-                ticket = engine.start(pending)
+                ticket = work.start(pending)
                 if ticket is None:
                     self._keep(pending)
                     continue
@@ -309,25 +310,25 @@ class WindowQueue:
         self._kept_storages += 1
         self._kept_bytes += pending.nbytes
 
-    def _fetch_next(self, engine: Engine) -> int:
+    def _fetch_next(self, work: CodecWork) -> int:
         """Bring back the entry that is wanted first. Its bytes, or 0: it is not away any more."""
         reference, nbytes, _ = self._wanted.popleft()
         self._wanted_bytes -= nbytes
         entry = reference()
         if entry is None or (entry.iteration and entry.iteration.was_demanded(entry.index)):
             return 0  # nobody waits for it any more, and it may even be away again
-        if not engine.fetch(entry):
+        if not work.fetch(entry):
             return 0
         self._busy_until = max(self._now, self._busy_until) + nbytes / self.decode_rate
         return nbytes
 
-    def _join(self, engine: Engine, until: float) -> None:
+    def _join(self, work: CodecWork, until: float) -> None:
         """Order this stream after encodes that should have ended by `until`."""
         started = self._started
         elsewhere: list[tuple[Ticket, float, Hashable]] = []
         while started and started[0][1] <= until:
             one = started.popleft()
-            if engine.on_stream(one[2]):
+            if work.on_stream(one[2]):
                 one[0].wait()
             else:
                 elsewhere.append(one)

@@ -112,7 +112,7 @@ class Order:
         self._last: Unit | None = None
         self._opener: Unit | None = None
 
-    def visit(self, unit: Unit) -> None:
+    def scope(self, unit: Unit) -> None:
         """``unit`` is used now."""
         if unit is self._opener:  # a new pass begins: its first unit does not follow the last one
             self._last = None

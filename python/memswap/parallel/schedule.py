@@ -180,7 +180,7 @@ class ShardContext:
         one.depth += 1
         one.anchored = False
         one.exchanges = 0
-        self._forward.visit(unit)
+        self._forward.scope(unit)
         self.use(one)
         unit.expose()
         if one.anchor is None and one.expected_exchanges == 0:
@@ -238,7 +238,7 @@ class ShardContext:
                 f"the weights of unit {unit.name!r} were changed (an optimizer step, load_state_"
                 "dict) between its forward and its backward; run backward first"
             )
-        self._backward.visit(unit)
+        self._backward.scope(unit)
         self.use(one)
         unit.expose()  # a checkpoint inside the unit runs parts of it again, without its hooks
         self._prefetch(self._expected_in_backward(unit), unit)

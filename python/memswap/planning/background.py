@@ -2,7 +2,7 @@
 
 [Note: Planning beside training] Making a plan takes up to a second, so no hook does it. A hook
 starts a job, and the hooks of a later forward take what it has found; none of them waits. A job
-refers to data alone: records, steps, rates. It takes no lock of a saver's, touches no ledger and
+refers to data alone: records, steps, rates. It takes no lock of an engine's, touches no ledger and
 warns nobody, which is for whoever takes what it found.
 
 There is a thread only while there are jobs, one at a time and in their order. It is not a daemon:
@@ -88,7 +88,7 @@ class Job:
 
 
 class Background:
-    """The jobs of one manager. Its saver's lock serialises the calls, `Job.wait` excepted."""
+    """The jobs of one manager. Its engine's lock serialises the calls, `Job.wait` excepted."""
 
     def __init__(self) -> None:
         #: With what is to be done with the result, and whom it is for. The first job runs.

@@ -49,9 +49,9 @@ if TYPE_CHECKING:
 
     import torch
 
+    from memswap.engine.engine import Engine
     from memswap.engine.expectations import Expectations
     from memswap.engine.record import Record
-    from memswap.engine.saver import Saver
     from memswap.planning.background import Job
     from memswap.planning.kinds import Course, Kind, Timing
     from memswap.planning.rates import Rates
@@ -81,7 +81,7 @@ class Learner:
     training]).
 
     Args:
-        saver: whose iterations they are.
+        engine: whose iterations they are.
         budget: bytes, or ``"auto"``.
         rates: the machine's; None: measured when they are needed first.
         group: a process group whose ranks plan together.
@@ -91,7 +91,7 @@ class Learner:
 
     def __init__(
         self,
-        saver: Saver,
+        engine: Engine,
         budget: int | str,
         rates: Rates | None,
         group: Any,
@@ -101,7 +101,7 @@ class Learner:
         self.rates = rates
         self.background = Background()
         self._forwards = Forwards()
-        self._saver = saver
+        self._engine = engine
         self._budget = budget
         self._calibrates = rates is None
         self._ranks = None if group is None else Ranks(group)
@@ -190,7 +190,7 @@ class Learner:
             why = "the pool has no room for what was to leave (stats().kept)"
         elif course.changed:
             why = "the step saved other storages, or larger ones, than the plan is for"
-        self._saver.ledger.tell_once(
+        self._engine.ledger.tell_once(
             "over budget",
             f"{peak} bytes of saved activations were on the device at a time, {over} beyond the "
             f"budget of {peak - over}: {why}. No bit differs. Where another plan helps, it is made "
@@ -260,7 +260,7 @@ class Learner:
 
     def _plan_with(self, kind: Kind, timing: Timing, record: Record | None) -> None:
         """Make a plan of a record, or choose the regions to record it with."""
-        self._saver.stats()  # takes in what encoders have reported
+        self._engine.stats()  # takes in what encoders have reported
         expectations = self._expectations(timing.device)
         known, terms, rates = kind.known, self._terms(kind), self.rates
         known = replace(known, room_bytes=min(known.room_bytes, self._room(kind, timing)))
@@ -297,7 +297,7 @@ class Learner:
             kind.follow(replace(kind.known, room_bytes=found.room_bytes))
             kind.unusable += 1
             if kind.unusable == MOST_UNUSABLE:
-                self._saver.ledger.tell_once(
+                self._engine.ledger.tell_once(
                     "no plan",
                     f"no plan was made for budget={self._budget!r}: {MOST_UNUSABLE} forwards had "
                     "no backward, or ranks that plan together took different steps. Everything "
@@ -351,7 +351,7 @@ class Learner:
             return
         self._planned_before = True
         if made.needs_bytes is not None:
-            self._saver.ledger.tell_once(
+            self._engine.ledger.tell_once(
                 "budget",
                 f"a step that is not like those before needs {made.needs_bytes} bytes of saved "
                 f"activations at least, beyond the budget of {made.allowed_bytes}. Training goes "
@@ -369,7 +369,7 @@ class Learner:
         assert plan is not None and about.step is not None and about.full is not None
         sizes = kind.known.first.nbytes, about.first.nbytes
         step = resized(about.step, *sizes)
-        if any(one.nbytes < self._saver.policy.min_bytes for one in step.storages):
+        if any(one.nbytes < self._engine.policy.min_bytes for one in step.storages):
             return  # some of them would not be considered at all
         pairs = zip(about.keys, step.storages, strict=True)
         keys = tuple(key._replace(nbytes=one.nbytes) for key, one in pairs)
@@ -409,7 +409,7 @@ class Learner:
         kind.measured.unfit = 0
         if self._plans(kind):
             return
-        self._saver.stats()  # takes in what encoders have reported
+        self._engine.stats()  # takes in what encoders have reported
         expectations = self._expectations(device)
         self._replan(kind, known.step, known.rates, known.plan.recompute, expectations)
 
@@ -463,16 +463,17 @@ class Learner:
             return
         self._replan(kind, found.step, rates, (), full=found.step, flights=found.flights)
 
-    # --- what the saver knows ---------------------------------------------------------------------
+    # --- what the engine knows
+    # ---------------------------------------------------------------------
 
     def _expectations(self, device: torch.device) -> Expectations:
-        route = self._saver.route(device)
+        route = self._engine.route(device)
         assert route is not None  # or nothing would have been recorded
         return route.expectations
 
     def _room(self, kind: Kind, timing: Timing) -> float:
         """What the pool may take at most, as far as anybody has seen."""
-        route = self._saver.route(timing.device)
+        route = self._engine.route(timing.device)
         assert route is not None  # something was recorded
         return min(route.pool.budget_bytes, kind.full_at_bytes or inf)
 

@@ -1,4 +1,4 @@
-"""Pilot: has a saver follow plans, and takes down what they are made of ([Note: Learning]).
+"""Pilot: has an engine follow plans, and takes down what they are made of ([Note: Learning]).
 
 Steps may follow a plan that was made for other sizes ([Note: Other sizes]).
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from memswap._C import Iteration
     from memswap._C import Plan as NativePlan
     from memswap.engine.action import Action
-    from memswap.engine.saver import Saver
+    from memswap.engine.engine import Engine
     from memswap.planning.plan import Plan
     from memswap.planning.policy import Policy
     from memswap.planning.rates import Rates
@@ -50,7 +50,7 @@ class Pilot:
     `demanding` and `demanded` are not called (csrc/engine/follow_plan.cpp).
 
     Args:
-        saver: whose iterations it directs.
+        engine: whose iterations it directs.
         policy: where it names actions, only whether a storage moves is left to the planner.
         pool: the user's, or None.
         budget: bytes, or ``"auto"``.
@@ -61,7 +61,7 @@ class Pilot:
 
     def __init__(
         self,
-        saver: Saver,
+        engine: Engine,
         policy: Policy,
         pool: object,
         budget: int | str,
@@ -69,17 +69,17 @@ class Pilot:
         group: Any = None,
         units: Mapping[str, nn.Module] | None = None,
     ) -> None:
-        self._saver = saver
+        self._engine = engine
         self._fixed = policy.action is not None or policy.fn is not None
         self._bounded = budget != "auto"
-        self._learner = Learner(saver, budget, rates, group, self._fixed, pool)
+        self._learner = Learner(engine, budget, rates, group, self._fixed, pool)
         self._names = {id(module): name for name, module in (units or {}).items()}
         # Ranks that plan together count together, whatever each of them sees.
         self._kinds = Kinds(separate=group is None)
         self._latest: Kind | None = None
         self._open: list[Course] = []  # that have not ended, in their order
         self._clock: Clock | None = None
-        self._recomputed = Recomputed(saver, self._note_recomputed)
+        self._recomputed = Recomputed(engine, self._note_recomputed)
 
     # --- what users see ---------------------------------------------------------------------------
 
@@ -110,7 +110,7 @@ class Pilot:
 
     def look(self) -> None:
         """Notice what is gone, without a mark."""
-        with self._saver.lock:
+        with self._engine.lock:
             self._recomputed.sweep()
 
     def wait(self) -> None:
@@ -119,7 +119,7 @@ class Pilot:
         Raises:
             BudgetError: no plan meets the budget.
         """
-        lock, background = self._saver.lock, self._learner.background
+        lock, background = self._engine.lock, self._learner.background
         with lock:
             self._end_courses()
         while (job := background.current) is not None:
@@ -132,16 +132,16 @@ class Pilot:
     def end(self) -> None:
         """Nothing follows a plan any more, and nothing is learnt.
 
-        What is in flight is the policy's from here on: the saver no longer knows its director.
+        What is in flight is the policy's from here on: the engine no longer knows its director.
         """
-        saver = self._saver
-        with saver.lock:
-            saver.director = None
+        engine = self._engine
+        with engine.lock:
+            engine.director = None
             for course in self._open:
                 course.take_peak()
             self._open.clear()
-            for route in saver.open_routes():
-                saver.set_overflow_room(route, None)
+            for route in engine.open_routes():
+                engine.set_overflow_room(route, None)
             given_up = self._learner.background.give_up()
         for job in given_up:
             job.wait()
@@ -179,7 +179,7 @@ class Pilot:
         insists: bool,
     ) -> Action | None:
         """The plan's action, or what learning needs, or None."""
-        iteration = self._saver.iteration
+        iteration = self._engine.iteration
         self._recomputed.sweep()
         index = iteration.count
         course = self._course_of(iteration)
@@ -206,7 +206,7 @@ class Pilot:
 
     def frame_nbytes(self, entry: Entry) -> int | None:
         """What the plan has for a storage's frame."""
-        course = self._course_of(self._saver.iteration)
+        course = self._course_of(self._engine.iteration)
         if course is None or course.plan is None or course.lost:
             return None
         storages, index = course.plan.storages, entry.index
@@ -217,27 +217,27 @@ class Pilot:
 
     def unfit(self) -> None:
         """A storage did not become the frame that was planned."""
-        course = self._course_of(self._saver.iteration)
+        course = self._course_of(self._engine.iteration)
         if course is not None:
             course.unfit = True
 
     def no_room(self) -> None:
         """The pool is full."""
-        course = self._course_of(self._saver.iteration)
+        course = self._course_of(self._engine.iteration)
         if course is not None:
             course.refused = True
             self._note_pooled(course)
 
     def _note_pooled(self, course: Course) -> None:
-        course.pooled_bytes = max(course.pooled_bytes, self._saver.ledger.away_bytes)
+        course.pooled_bytes = max(course.pooled_bytes, self._engine.ledger.away_bytes)
 
     def saved(self, entry: Entry) -> None:
         """It was saved: release what has to go before the next one comes."""
-        iteration = self._saver.iteration
+        iteration = self._engine.iteration
         course = self._course_of(iteration)
         assert course is not None  # choose() has begun it
         if iteration.plan is not None:
-            self._saver.saved(entry)
+            self._engine.saved(entry)
         if course.timing is not None:
             course.timing.recorder.saved(entry)
             course.timing.regions.saved(entry)
@@ -246,8 +246,8 @@ class Pilot:
 
     def window(self, seconds: float) -> None:
         """Codec work may run beside what comes next."""
-        iteration = self._saver.iteration
-        backward = self._saver.backward
+        iteration = self._engine.iteration
+        backward = self._engine.backward
         if backward is not None and backward.began_backward and iteration.count == 0:
             iteration = backward  # no forward has begun since
         course = self._course_of(iteration)
@@ -262,7 +262,7 @@ class Pilot:
 
     def demanding(self, entry: Entry) -> None:
         """Backward asks. What comes back when, its plan says if all it knows was saved."""
-        iteration = self._saver.backward = entry.iteration
+        iteration = self._engine.backward = entry.iteration
         course = self._course_of(iteration)
         if iteration is None or course is None:
             return
@@ -292,13 +292,13 @@ class Pilot:
         """Whether a checkpoint region is one in the forward that begins now."""
         name = self._names.get(id(module))
         tensors = [one for one in args if isinstance(one, torch.Tensor)]
-        saver = self._saver
-        if name is None or not tensors or not self._bounded or not saver.policy.covers(name):
+        engine = self._engine
+        if name is None or not tensors or not self._bounded or not engine.policy.covers(name):
             return True
-        if saver.route(tensors[0].device) is None:
+        if engine.route(tensors[0].device) is None:
             return True
-        with saver.lock:
-            iteration = saver.iteration
+        with engine.lock:
+            iteration = engine.iteration
             course = self._course_of(iteration)
             if course is None:
                 nbytes = sum(one.nbytes for one in tensors)
@@ -307,8 +307,8 @@ class Pilot:
             on = course.off is not None and name not in course.off
             if not on and course.timing is not None:
                 plain = (one for one in tensors if not (one.is_leaf and one.requires_grad))
-                inputs = [one for one in plain if not saver.is_persistent(native.storage_key(one))]
-                course.timing.regions.region(name, inputs, iteration, saver.policy.min_bytes)
+                inputs = [one for one in plain if not engine.is_persistent(native.storage_key(one))]
+                course.timing.regions.region(name, inputs, iteration, engine.policy.min_bytes)
             return on
 
     def counting(self, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -316,10 +316,10 @@ class Pilot:
         return self._recomputed.counting(fn)
 
     def _note_recomputed(self) -> None:
-        iteration = self._saver.backward
+        iteration = self._engine.backward
         course = self._course_of(iteration)
         if iteration is not None and course is not None:
-            self._saver.note_peak(iteration)
+            self._engine.note_peak(iteration)
             self._note_extra(course)
 
     def _note_extra(self, course: Course) -> None:
@@ -356,8 +356,8 @@ class Pilot:
         self._learner.collect()
         timing = None
         if self._learner.times(kind):
-            route = self._saver.route(device)
-            assert route is not None  # or the saver would not have asked
+            route = self._engine.route(device)
+            assert route is not None  # or the engine would not have asked
             recorder = Recorder(self._clock, iteration, route.leaving_bytes)
             timing = Timing(key, device, recorder, RegionRecord(), LinkTimes())
         course = Course(iteration, kind, timing, key.nbytes, device)
@@ -368,7 +368,7 @@ class Pilot:
         self._set_overflow_room(device)
         if course.plan is not None:
             iteration.plan = self._native_plan(kind, course.plan, device)
-            iteration.follows_alone = timing is None and self._saver.policy.fn is None
+            iteration.follows_alone = timing is None and self._engine.policy.fn is None
         if self._bounded:
             self._set_limit()
         return course
@@ -385,9 +385,9 @@ class Pilot:
 
     def _native_plan(self, kind: Kind, plan: Plan, device: torch.device) -> NativePlan:
         if kind.native_plan is None or kind.native_plan[0] is not plan:
-            route = self._saver.route(device)
-            assert route is not None  # or the saver would not have asked
-            least_bytes = self._saver.policy.min_bytes
+            route = self._engine.route(device)
+            assert route is not None  # or the engine would not have asked
+            least_bytes = self._engine.policy.min_bytes
             made = native_plan(plan, kind.known.keys, route, least_bytes)
             kind.native_plan = (plan, made)
         return kind.native_plan[1]
@@ -410,9 +410,9 @@ class Pilot:
         """As much as the plans of the iterations in flight ask for; without one, none is set."""
         plans = [course.plan for course in self._open if course.plan is not None]
         room = max((plan.arena_bytes * plan.in_flight for plan in plans), default=None)
-        route = self._saver.route(device)
+        route = self._engine.route(device)
         if route is not None:
-            self._saver.set_overflow_room(route, room)
+            self._engine.set_overflow_room(route, room)
 
     def _planned(
         self,
@@ -446,12 +446,12 @@ class Pilot:
 
     def _make_room(self, course: Course, nbytes: int) -> None:
         """Wait for what leaves, oldest first, until so many bytes more are within the budget."""
-        iteration, ledger = course.iteration, self._saver.ledger
+        iteration, ledger = course.iteration, self._engine.ledger
         while (
             ledger.resident_bytes + nbytes > iteration.limit_bytes
             and course.waited_for < iteration.count
         ):
-            self._saver.release(iteration, course.waited_for)
+            self._engine.release(iteration, course.waited_for)
             course.waited_for += 1
 
     def _tries_codec(self, kind: Kind, action: Action, device: torch.device) -> bool:

@@ -82,7 +82,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Restricted:
-    """A policy for those tensors alone that pass a test: a decider for a saver."""
+    """A policy for those tensors alone that pass a test: a decider for an engine."""
 
     policy: Policy
     allows: Callable[[torch.Tensor, TensorInfo], bool]

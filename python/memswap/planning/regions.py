@@ -109,7 +109,7 @@ class _Under:
         self.times = list(accumulate(step.gaps_s))
         first_demand = {i: self.saves + place for place, i in enumerate(step.order)}
         self.begins: dict[str, int] = {}  # unit -> mark of its first save
-        self.savers: dict[str, list[int]] = {}  # unit -> storages that it saves
+        self.engines: dict[str, list[int]] = {}  # unit -> storages that it saves
         self.callers: dict[int, list[str]] = {}  # storage -> regions that are called with it
         self.backwards: dict[str, tuple[float, float]] = {}  # unit -> its backward
         for region in self.regions.values():
@@ -118,7 +118,7 @@ class _Under:
         for index, storage in enumerate(step.storages):
             for unit in dict.fromkeys((storage.unit, *storage.users)):
                 self.begins.setdefault(unit, index)
-                self.savers.setdefault(unit, []).append(index)
+                self.engines.setdefault(unit, []).append(index)
             mark, last = first_demand.get(index), storage.last_demand
             if mark is not None and last is not None and storage.unit in self.units:
                 begin, end = self.backwards.get(storage.unit, (self.times[mark], 0.0))
@@ -183,18 +183,18 @@ class _Under:
     def _place(self, index: int, storage: SavedStorage) -> int | None:
         """At which mark of the full step a storage is saved now; None: not any more."""
         inputs = self.callers.get(index, [])
-        savers = [u for u in (storage.unit, *storage.users) if u not in self.units or u in inputs]
-        savers += [unit for unit in inputs if unit not in savers]
-        if not savers:
+        engines = [u for u in (storage.unit, *storage.users) if u not in self.units or u in inputs]
+        engines += [unit for unit in inputs if unit not in engines]
+        if not engines:
             return None
-        if storage.unit in savers:
+        if storage.unit in engines:
             return index
-        return max(index, min(self.begins.get(unit, index) for unit in savers))
+        return max(index, min(self.begins.get(unit, index) for unit in engines))
 
     def _other(self, region: Region) -> SavedStorage:
         """Inputs that nobody saves otherwise. Nothing is known of their frames."""
         storages = self.full.storages
-        mine = [i for i in self.savers.get(region.unit, ()) if storages[i].unit == region.unit]
+        mine = [i for i in self.engines.get(region.unit, ()) if storages[i].unit == region.unit]
         swaps = any(Action.SWAP in one.actions for one in storages)
         return SavedStorage(
             region.unit,
@@ -262,7 +262,7 @@ class _Under:
         changes = [0] * (len(moments) + 1)
         for unit, (begin, _) in self.backwards.items():
             first = max(bisect_right(moments, begin, saves) - 1, 0)
-            for index in self.savers[unit]:
+            for index in self.engines[unit]:
                 storage = self.full.storages[index]
                 last = storage.last_demand
                 kept = index in self.regions[unit].inputs or self._place(index, storage) is not None

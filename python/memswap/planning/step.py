@@ -24,7 +24,7 @@ class SavedStorage:
 
     unit: str
     ordinal: int
-    """Place among the storages of one visit of the unit."""
+    """Place among the storages of one scope of the unit."""
     nbytes: int
     dtype: str
     actions: tuple[Action, ...] = ()

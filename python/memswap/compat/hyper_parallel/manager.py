@@ -69,7 +69,7 @@ class SwapManager:
     def _begin(self) -> None:
         self._policy = Policy(Action.SWAP, min_bytes=1)
         self._pool: Pool | None = None
-        self._engine: Groups | None = None
+        self._shared: Groups | None = None
         self._groups: dict[str, SwapGroup] = {}
         self._links: WeakKeyDictionary[nn.Module, Link] = WeakKeyDictionary()
         self._hooks = ModuleHooks()
@@ -78,7 +78,7 @@ class SwapManager:
         self._last_name = ""
         self._numbers = count(1)
         self._told = False
-        #: What wrappers allow, by the unit that their visits name.
+        #: What wrappers allow, by the unit that their scopes name.
         self.wrappers: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
     def configure(self, policy: Policy | None = None, *, pool: Pool | None = None) -> None:
@@ -101,14 +101,14 @@ class SwapManager:
         swap = Policy(Action.SWAP, min_bytes=1)
         chosen = swap if policy is None else checked_policy(policy)
         self._policy = replace(chosen, include=(), exclude=())
-        self._pool, self._engine = pool, None
+        self._pool, self._shared = pool, None
 
     @property
-    def engine(self) -> Groups:
+    def shared(self) -> Groups:
         """What moves the groups."""
-        if self._engine is None:
-            self._engine = Groups.of(Restricted(self._policy, self._allows), self._pool)
-        return self._engine
+        if self._shared is None:
+            self._shared = Groups.of(Restricted(self._policy, self._allows), self._pool)
+        return self._shared
 
     def _allows(self, tensor: torch.Tensor, info: TensorInfo) -> bool:
         wrapper = self.wrappers.get(info.unit)
@@ -176,7 +176,7 @@ class SwapManager:
 
     def stats(self) -> Stats:
         """What was done so far, for all groups and chains."""
-        return self.engine.stats()
+        return self.shared.stats()
 
     def remove(self) -> None:
         """Take the hooks off all layers and forget all groups, names and terms.
@@ -186,8 +186,8 @@ class SwapManager:
         self._hooks.remove()
         for layer in list(self._links):
             layer.__dict__.pop("_swap_group_name", None)
-        if self._engine is not None:
-            self._engine.settle()
+        if self._shared is not None:
+            self._shared.settle()
         self._begin()
 
     # --- layers -----------------------------------------------------------------------------------
@@ -227,11 +227,11 @@ class SwapManager:
         if name in self._groups and self._groups[name] is group():
             del self._groups[name]
         if not self._groups:
-            self._engine = None  # with its pool
+            self._shared = None  # with its pool
 
     def _made(self, name: str) -> SwapGroup:
         if name not in self._groups:
-            self._groups[name] = SwapGroup(name, self.engine)
+            self._groups[name] = SwapGroup(name, self.shared)
         return self._groups[name]
 
     def _group(self, name: str) -> SwapGroup:
@@ -256,9 +256,9 @@ class SwapManager:
         self._running.by_hand = False
         batch = link.begin(next(self._numbers))
         if batch.before() is None and torch.is_grad_enabled():
-            saver = self.engine.saver
-            with saver.lock:  # a chain begins: sharding may have replaced parameters
-                saver.set_persistent(persistent_tensors(list(self._links)))
+            engine = self.shared.engine
+            with engine.lock:  # a chain begins: sharding may have replaced parameters
+                engine.set_persistent(persistent_tensors(list(self._links)))
         return _LinkedCall(self._running, link, batch)
 
     def notice_empty(self, line: UsersLine) -> None:

@@ -24,7 +24,7 @@ from memswap.checkpointing import CheckpointPolicy, checkpoint_module
 from memswap.compat.hyper_parallel.manager import SwapManager
 from memswap.engine.action import Action, TensorInfo
 from memswap.engine.autograd import in_backward
-from memswap.engine.group import GroupVisit
+from memswap.engine.group import GroupScope
 from memswap.module_hooks import ModuleHooks, hooks_on
 from memswap.planning.policy import Policy
 
@@ -88,7 +88,7 @@ class _Joining:
         """Inside of all hooks that the module has so far."""
         self._hooks.add(module, self.unit, self._call_begins, ends_first=True)
 
-    def visit(self) -> GroupVisit | None:
+    def scope(self) -> GroupScope | None:
         """Hooks that save for the group; None: none collects."""
         if not torch.is_grad_enabled() or in_backward():
             return None
@@ -97,23 +97,23 @@ class _Joining:
         if generation is None:
             return None
         manager.wrappers[self.unit] = self
-        return GroupVisit(generation.saver, generation, self.unit)
+        return GroupScope(generation.engine, generation, self.unit)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """One call of a function."""
-        visit = None if torch.compiler.is_compiling() else self.visit()
-        if visit is None:
+        scope = None if torch.compiler.is_compiling() else self.scope()
+        if scope is None:
             return function(*args, **kwargs)
-        visit.enter()
+        scope.enter()
         try:
             return function(*args, **kwargs)
         finally:
-            visit.leave()
+            scope.leave()
 
     def _call_begins(
         self, unit: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> GroupVisit | None:
-        return self.visit()
+    ) -> GroupScope | None:
+        return self.scope()
 
 
 def checkpoint_wrapper(

@@ -134,7 +134,7 @@ class Uses:
         self._last: tuple[Part | None, Part | None] = None, None
         self.opener: Part | None = None
 
-    def visit(self, part: Part) -> None:
+    def scope(self, part: Part) -> None:
         """It is used now."""
         before, last = self._last
         if last is None:
@@ -210,7 +210,7 @@ class AheadByOrder(Ahead):
         elif part is uses.opener:  # a pass begins; what the last one gathered in vain is old
             self.gathers.drop_all()
             uses.pause()
-        uses.visit(part)
+        uses.scope(part)
         self.gathers.launch(part)
         for after in uses.upcoming(USES_AHEAD):
             self.gathers.launch(after)

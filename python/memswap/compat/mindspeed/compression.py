@@ -9,7 +9,7 @@ What a user of ``mindspeed.core.memory.compress`` wrote keeps working::
         output = layer(hidden)
     output.register_hook(lambda gradient: ctx.unpack_start(key))
 
-Beneath there is one :class:`WindowedSaver` per context: nothing is resized in place, and whatever
+Beneath there is one :class:`WindowedEngine` per context: nothing is resized in place, and whatever
 nobody calls costs time at most. Functions that ``async_funcs`` names are windows
 (:mod:`~memswap.compat.mindspeed.async_functions`); a layer that calls none of them is one window as
 a whole, as long as it was measured to take. Whoever calls ``plan``, ``pack`` and ``unpack`` around
@@ -34,14 +34,14 @@ from memswap.compat.mindspeed.layers import (
     Filter,
     LayerActivationManager,
     LayerKey,
-    LayerVisit,
+    LayerScope,
     SharedBuffers,
-    new_saver,
+    new_engine,
 )
 from memswap.compat.mindspeed.simulation import SimulationA2, SimulationBase
 from memswap.engine.autograd import in_backward
 from memswap.engine.durations import Durations
-from memswap.engine.visit import pop_hooks, push_hooks
+from memswap.engine.hook_scope import pop_hooks, push_hooks
 from memswap.operators import BACKWARD_PRODUCTS
 from memswap.windows import parse_layers
 
@@ -126,7 +126,7 @@ class GlobalContext:
         self.layer_activation_managers: dict[LayerKey, LayerActivationManager] = {}
         self.context_state = ContextState.FORWARD
         filtering = config.filter_funcs or type(self).filters is not GlobalContext.filters
-        self.saver = new_saver([_filter_of(self)] if filtering else [])
+        self.engine = new_engine([_filter_of(self)] if filtering else [])
         self._order = 0
         self._orders_per_step: int | None = None
         self._iteration: Iteration | None = None
@@ -186,13 +186,13 @@ class GlobalContext:
         if not torch.is_grad_enabled() or in_backward():
             return  # an evaluation, or a layer that is computed again
         self.context_state = ContextState.FORWARD
-        saver = self.saver
-        with saver.lock:
+        engine = self.engine
+        with engine.lock:
             again = order_layer_uuid == self._opener and len(self._keys) > 1
-            if saver.iteration.began_backward or again:
-                saver.begin_iteration()
-            if saver.iteration is not self._iteration:
-                self._iteration, self._opener = saver.iteration, order_layer_uuid
+            if engine.iteration.began_backward or again:
+                engine.begin_iteration()
+            if engine.iteration is not self._iteration:
+                self._iteration, self._opener = engine.iteration, order_layer_uuid
                 self._keys.clear()
             self._keys.add(order_layer_uuid)
         manager.push_start()
@@ -200,7 +200,7 @@ class GlobalContext:
         if manager.forward_calls.latest:
             return  # of functions that are windows themselves
         seconds = manager.seconds
-        saver.open_window(seconds)
+        engine.open_window(seconds)
         if not seconds:
             self._start_waiting()
 
@@ -211,40 +211,40 @@ class GlobalContext:
         manager.pop_start()
         self._running = manager
         if not manager.backward_calls.latest:
-            self.saver.open_window(manager.seconds * BACKWARD_PRODUCTS)
+            self.engine.open_window(manager.seconds * BACKWARD_PRODUCTS)
 
     @contextlib.contextmanager
     def window(self, call: Call) -> Iterator[None]:
         """A window as long as a call of one of ``async_funcs``, which the caller makes inside."""
-        running, saver = self._running, self.saver
+        running, engine = self._running, self.engine
         if running is not None:
             (running.backward_calls if in_backward() else running.forward_calls).add()
-        durations = saver.observer
+        durations = engine.observer
         seconds, span = None, None
-        if isinstance(durations, Durations) and not saver.in_window:
-            with saver.lock:
+        if isinstance(durations, Durations) and not engine.in_window:
+            with engine.lock:
                 seconds = durations.seconds(call.key, call.amount)
                 span = durations.start(call.key, call.amount, call.device)
         measured = seconds is not None
         if seconds is None:
             with contextlib.suppress(ValueError):  # the function itself will say what is wrong
                 seconds = self.estimate_time(call.name, *call.args, **call.kwargs)
-        saver.enter_window(seconds or 0.0)
+        engine.enter_window(seconds or 0.0)
         try:
             if not measured and not in_backward():
                 self._start_waiting()
             yield
         finally:
-            saver.leave_window()
+            engine.leave_window()
             if span is not None and isinstance(durations, Durations):
-                with saver.lock:
+                with engine.lock:
                     durations.stop(span)
 
     def _start_waiting(self) -> None:
         """Nobody has measured what runs now. As there, what was saved before goes under it."""
-        saver = self.saver
-        with saver.lock:
-            saver.queue.start_now([one.entry for one in saver.queue.pending], saver)
+        engine = self.engine
+        with engine.lock:
+            engine.queue.start_now([one.entry for one in engine.queue.pending], engine)
 
     def estimate_time(self, fn_name: str, *args: Any, **kwargs: Any) -> float:
         """Seconds of a call of one of ``async_funcs``: ``simulation.time_cost(fn_name, ...)``."""
@@ -252,21 +252,21 @@ class GlobalContext:
 
     def end_forward(self) -> None:
         """The last layer is done. Without this call, what waits when backward begins stays."""
-        self.saver.end_forward()
+        self.engine.end_forward()
 
     def stats(self) -> Stats:
         """What was done so far."""
-        return self.saver.stats()
+        return self.engine.stats()
 
     def window_stats(self) -> WindowStats:
         """What became of the work that waited for windows."""
-        return self.saver.window_stats()
+        return self.engine.window_stats()
 
     def manager(self, key: LayerKey) -> LayerActivationManager:
         """What manages the tensors of a layer."""
         managers = self.layer_activation_managers
         if key not in managers:
-            managers[key] = LayerActivationManager(key, saver=self.saver)
+            managers[key] = LayerActivationManager(key, engine=self.engine)
         return managers[key]
 
 
@@ -285,7 +285,7 @@ class CompressHook(torch.autograd.graph.saved_tensors_hooks):  # type: ignore[mi
         self.order_layer_uuid = order_layer_uuid
         self.ctx = ctx
         self._manager = ctx.manager(order_layer_uuid)
-        self._entered: list[tuple[LayerVisit, Span | None, bool]] = []
+        self._entered: list[tuple[LayerScope, Span | None, bool]] = []
 
     def pack_hook(self, tensor: torch.Tensor) -> Any:
         """What autograd is to hold instead of a tensor."""
@@ -300,16 +300,16 @@ class CompressHook(torch.autograd.graph.saved_tensors_hooks):  # type: ignore[mi
 
     def __enter__(self) -> CompressHook:
         span = self._manager.begin_span()
-        visit = LayerVisit(self._manager)
-        visit.enter()
+        scope = LayerScope(self._manager)
+        scope.enter()
         kind = type(self)
-        overridden = visit.pushed and (
+        overridden = scope.pushed and (
             kind.pack_hook is not CompressHook.pack_hook
             or kind.unpack_hook is not CompressHook.unpack_hook
         )
-        if overridden:  # in front of the visit's own, which stay where others look for them
+        if overridden:  # in front of the scope's own, which stay where others look for them
             push_hooks(self.pack_hook, self.unpack_hook)
-        self._entered.append((visit, span, overridden))
+        self._entered.append((scope, span, overridden))
         return self
 
     def __exit__(
@@ -318,10 +318,10 @@ class CompressHook(torch.autograd.graph.saved_tensors_hooks):  # type: ignore[mi
         error: BaseException | None = None,
         traceback: TracebackType | None = None,
     ) -> None:
-        visit, span, overridden = self._entered.pop()
+        scope, span, overridden = self._entered.pop()
         if overridden:
             pop_hooks()
-        visit.leave()
+        scope.leave()
         self._manager.end_span(span)
 
 

@@ -14,14 +14,14 @@ from memswap.engine.action import Action, TensorInfo
 from memswap.engine.durations import Durations
 from memswap.engine.entry import Entry, State
 from memswap.engine.handle import Handle, unpack
-from memswap.engine.visit import Visit
+from memswap.engine.hook_scope import HookScope
 from memswap.planning.policy import Policy
 from memswap.windows import Windows
 
 if TYPE_CHECKING:
     from memswap._C import EntryReference
     from memswap.engine.durations import Span
-    from memswap.engine.windowed import WindowedSaver
+    from memswap.engine.windowed import WindowedEngine
 
 LayerKey: TypeAlias = Hashable
 """``(uuid of the layer, absolute order)``; anything that can be the key of a dict."""
@@ -65,7 +65,7 @@ class LayerActivationManager:
     Args:
         order_layer_uuid: the layer's key.
         vice_stream: taken and not needed: the codec's lane has streams of its own.
-        saver: the engine; None: a new one.
+        engine: the engine; None: a new one.
 
     Attributes:
         forward_calls, backward_calls: of functions that ``async_funcs`` names, by this layer.
@@ -76,11 +76,11 @@ class LayerActivationManager:
         order_layer_uuid: LayerKey,
         vice_stream: object = None,
         *,
-        saver: WindowedSaver | None = None,
+        engine: WindowedEngine | None = None,
     ) -> None:
         self.order_layer_uuid = order_layer_uuid
-        self.saver = new_saver([]) if saver is None else saver
-        self._visit = LayerVisit(self)
+        self.engine = new_engine([]) if engine is None else engine
+        self._scope = LayerScope(self)
         self._saved: dict[EntryReference, int] = {}  # and elements of the first tensor of each
         self._planned: list[EntryReference] = []
         self.forward_calls, self.backward_calls = Calls(), Calls()
@@ -88,37 +88,37 @@ class LayerActivationManager:
     @property
     def seconds(self) -> float:
         """How long the layer's forward takes, as measured; 0 until then."""
-        durations = self.saver.observer
+        durations = self.engine.observer
         if not isinstance(durations, Durations):
             return 0.0
-        with self.saver.lock:
+        with self.engine.lock:
             return durations.seconds(str(self.order_layer_uuid), 1) or 0.0
 
     def begin_span(self) -> Span | None:
         """The forward is about to be launched; a span if it is to be measured."""
         device = torch.accelerator.current_accelerator(check_available=True)
-        durations = self.saver.observer
+        durations = self.engine.observer
         if device is None or not isinstance(durations, Durations):
             return None
-        with self.saver.lock:
+        with self.engine.lock:
             return durations.start(str(self.order_layer_uuid), 1, device)
 
     def end_span(self, span: Span | None) -> None:
         """It has been launched."""
-        durations = self.saver.observer
+        durations = self.engine.observer
         if span is not None and isinstance(durations, Durations):
-            with self.saver.lock:
+            with self.engine.lock:
                 durations.stop(span)
 
     def push_start(self) -> None:
         """A forward begins."""
         self.forward_calls.begin()
         self._saved = {one: count for one, count in self._saved.items() if one() is not None}
-        self._visit = LayerVisit(self)
+        self._scope = LayerScope(self)
 
     def push(self, tensor: torch.Tensor) -> Handle:
         """Save a tensor. :meth:`pop` takes what this returns."""
-        return self._visit.pack(tensor)
+        return self._scope.pack(tensor)
 
     def note(self, handle: Handle, tensor: torch.Tensor) -> None:
         """A tensor was saved."""
@@ -159,8 +159,8 @@ class LayerActivationManager:
             What :meth:`pack` and :meth:`unpack` take.
         """
         chosen, total = [], 0
-        with self.saver.lock:
-            waiting = {pending.entry for pending in self.saver.queue.pending}
+        with self.engine.lock:
+            waiting = {pending.entry for pending in self.engine.queue.pending}
             for reference, count in self._saved.items():
                 entry = reference()
                 if entry is None or total + count >= max_numel:
@@ -190,12 +190,12 @@ class LayerActivationManager:
         """
         if shares is not None and not isinstance(shares, SharedBuffers):
             self._planned = [chosen(one) for one in shares]
-        with self.saver.lock:
-            self.saver.queue.start_now(self._planned, self.saver)
+        with self.engine.lock:
+            self.engine.queue.start_now(self._planned, self.engine)
 
     def pack_done(self) -> None:
         """The current stream waits for these encodes; their storages are free then."""
-        with self.saver.lock:
+        with self.engine.lock:
             for entry in self._taken():
                 if entry.departure is not None and entry.state is State.LEAVING:
                     entry.departure.wait()
@@ -203,13 +203,13 @@ class LayerActivationManager:
     def unpack(self, choices: Sequence[EntryReference]) -> None:
         """Start decoding, beside what the caller launches next."""
         self._planned = list(choices)
-        with self.saver.lock:
+        with self.engine.lock:
             for entry in self._taken():
-                self.saver.fetch(entry)
+                self.engine.fetch(entry)
 
     def unpack_done(self) -> None:
         """The current stream waits for these decodes. (Whoever pops a tensor waits for its own.)"""
-        with self.saver.lock:
+        with self.engine.lock:
             for entry in self._taken():
                 if entry.arrival is not None:
                     entry.arrival.wait()
@@ -219,16 +219,16 @@ class LayerActivationManager:
         return [entry for entry in entries if entry is not None]
 
 
-class LayerVisit(Visit):
+class LayerScope(HookScope):
     """Hooks that tell a layer's manager, which may own them, what it saves."""
 
     __slots__ = ("_manager",)
 
-    def __new__(cls, manager: LayerActivationManager) -> LayerVisit:
-        return super().__new__(cls, manager.saver)
+    def __new__(cls, manager: LayerActivationManager) -> LayerScope:
+        return super().__new__(cls, manager.engine)
 
     def __init__(self, manager: LayerActivationManager) -> None:
-        super().__init__(manager.saver, str(manager.order_layer_uuid))
+        super().__init__(manager.engine, str(manager.order_layer_uuid))
         self._manager = ref(manager)
 
     def pack(self, tensor: torch.Tensor) -> Handle:
@@ -250,12 +250,12 @@ def chosen(share: object) -> EntryReference:
     return first
 
 
-def new_saver(filters: list[Filter]) -> WindowedSaver:
+def new_engine(filters: list[Filter]) -> WindowedEngine:
     """An engine that encodes what passes all filters."""
 
     def filtered(tensor: torch.Tensor, info: TensorInfo) -> Action:
         return Action.ENCODE if all(accepts(tensor) for accepts in filters) else Action.KEEP
 
-    return Windows().saver(
+    return Windows().engine(
         Policy(action=Action.ENCODE, fn=filtered if filters else None), None, None
     )

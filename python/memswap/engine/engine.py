@@ -1,9 +1,9 @@
-"""Saver: what becomes of the tensors that autograd saves.
+"""Engine: what becomes of the tensors that autograd saves.
 
-From pack to unpack, in the order of the code: a tensor is offered to :meth:`Visit.pack`; its
+From pack to unpack, in the order of the code: a tensor is offered to :meth:`HookScope.pack`; its
 storage is looked up or becomes an :class:`Entry`; the policy and the timeline say whether it stays;
 a way is taken, and its lane sends the bytes to a pool or encodes them. In backward, the handle that
-pack returned demands the storage from :meth:`Saver.demand`, which brings it back, or finds it on
+pack returned demands the storage from :meth:`Engine.demand`, which brings it back, or finds it on
 its way already, and asks for what comes next.
 """
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from memswap.engine.director import Director
     from memswap.engine.expectations import Expectation, Expectations
     from memswap.engine.handle import Handle
+    from memswap.engine.hook_scope import HookScope
     from memswap.engine.transfer import Pool, Route, Sender
-    from memswap.engine.visit import Visit
 
 
 class _Encoding(NamedTuple):
@@ -52,10 +52,10 @@ class Place(Protocol):
         """Which of the unit's storages it is."""
 
 
-class Saver(native.Engine):
+class Engine(native.Engine):
     """One engine: a policy, routes, a timeline and the entries that are alive.
 
-    Nothing in it is shared with another saver. Hooks may be called from any thread; `lock`
+    Nothing in it is shared with another engine. Hooks may be called from any thread; `lock`
     serialises the bookkeeping, and no transfer ever waits for it.
 
     What every save and every demand does is native (csrc/engine/engine.h). It asks this class, its
@@ -139,38 +139,38 @@ class Saver(native.Engine):
 
     # --- pack -------------------------------------------------------------------------------------
 
-    def save(self, tensor: torch.Tensor, view: SavedView, visit: Visit) -> Handle:
+    def save(self, tensor: torch.Tensor, view: SavedView, scope: HookScope) -> Handle:
         """A plain tensor's handle. The lock is held."""
-        handle: Handle = visit.save(tensor, view)
+        handle: Handle = scope.save(tensor, view)
         return handle
 
-    def decide(self, tensor: torch.Tensor, view: SavedView, visit: Visit) -> Handle:
+    def decide(self, tensor: torch.Tensor, view: SavedView, scope: HookScope) -> Handle:
         """The handle of a storage that is new, and about which table and plan say nothing."""
         policy, director = self.policy, self.director
         # Most policies have no function: spare them the TensorInfo.
-        action = visit.action or policy.action
-        if policy.fn is not None and visit.action is None:
-            info = TensorInfo(visit.unit, view.nbytes, view.storage_nbytes)
+        action = scope.action or policy.action
+        if policy.fn is not None and scope.action is None:
+            info = TensorInfo(scope.unit, view.nbytes, view.storage_nbytes)
             action = policy.decide(tensor, info)
         if action is KEEP and director is None:
-            return visit.stay(tensor, view, "policy")
+            return scope.stay(tensor, view, "policy")
         route = self._routes.to(tensor.device)
         if route is None:
-            return visit.stay(tensor, view, "host memory beside an accelerator")
+            return scope.stay(tensor, view, "host memory beside an accelerator")
         if route.captures and torch.cuda.is_current_stream_capturing():
-            return visit.keep(tensor, view, "stream capture")
+            return scope.keep(tensor, view, "stream capture")
         if self.iteration.began_backward:
             self.begin_iteration()
         self.departing.notice_some()
         self.learn()
-        visit.ordinal += 1
-        return self._admit(tensor, view, visit, route, action or route.default_action)
+        scope.ordinal += 1
+        return self._admit(tensor, view, scope, route, action or route.default_action)
 
     def _admit(
         self,
         tensor: torch.Tensor,
         view: SavedView,
-        visit: Visit,
+        scope: HookScope,
         route: Route,
         action: Action,
     ) -> Handle:
@@ -179,10 +179,10 @@ class Saver(native.Engine):
         director = self.director
         chosen = None
         if director is not None:
-            insists = visit.action is not None  # who packs
-            chosen = director.choose(tensor, visit.unit, visit.ordinal, nbytes, action, insists)
+            insists = scope.action is not None  # who packs
+            chosen = director.choose(tensor, scope.unit, scope.ordinal, nbytes, action, insists)
             action = chosen or action
-        verdict = self.iteration.admit(nbytes, action is ENCODE, visit.group)
+        verdict = self.iteration.admit(nbytes, action is ENCODE, scope.group)
         if action is KEEP:
             verdict = "policy" if chosen is None else PLANNED
         elif chosen is not None and verdict != NEVER_FREED:
@@ -198,7 +198,7 @@ class Saver(native.Engine):
         else:
             entry, storage = self.make_entry(tensor, view)
             if verdict is None:
-                verdict = self.depart(entry, storage, route, action, visit, tensor.dtype)
+                verdict = self.depart(entry, storage, route, action, scope, tensor.dtype)
             del storage  # its ticket's share is the last one
         handle: Handle
         if verdict is not None:

@@ -1,4 +1,4 @@
-"""Visit: the pair of hooks that joins autograd to a saver."""
+"""HookScope: the pair of hooks that joins autograd to an engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from memswap._C import SavedView
     from memswap.engine.action import Action
-    from memswap.engine.saver import Saver
+    from memswap.engine.engine import Engine
 
     HookPair = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
@@ -35,11 +35,11 @@ def can_save() -> bool:
     return _hooks_disabled() is None
 
 
-class Visit(native.HookScope):
-    """One installation of a saver's hooks: a ``with`` block, or one call of a unit.
+class HookScope(native.HookScope):
+    """One installation of an engine's hooks: a ``with`` block, or one call of a unit.
 
     `pack` is native (csrc/bind/hooks.cpp): it captures the tensor, keeps what persists, and asks
-    the saver about everything else.
+    the engine about everything else.
 
     Args:
         action: what to do with all that is packed, instead of what the policy says.
@@ -53,7 +53,7 @@ class Visit(native.HookScope):
     call: FrameType | None
 
     # Native members, by what they are in Python.
-    engine: Saver
+    engine: Engine
     unit: str
     action: Action | None
     group: int | None
@@ -63,29 +63,24 @@ class Visit(native.HookScope):
     """Of the storage that was considered last."""
 
     def __init__(
-        self, saver: Saver, unit: str, action: Action | None = None, group: int | None = None
+        self, engine: Engine, unit: str, action: Action | None = None, group: int | None = None
     ) -> None:
         self.call = None
         self.unit = unit
         self.action = action
         self.group = group
-        self.covered = action is not None or saver.policy.covers(unit)
+        self.covered = action is not None or engine.policy.covers(unit)
 
-    @property
-    def saver(self) -> Saver:
-        """The engine."""
-        return self.engine
-
-    def within(self, unit: str, action: Action | None, group: int | None) -> Visit:
-        """Another visit for a part of what this one is for: a region of a checkpoint."""
-        return Visit(self.saver, unit, action, group)
+    def within(self, unit: str, action: Action | None, group: int | None) -> HookScope:
+        """Another scope for a part of what this one is for: a region of a checkpoint."""
+        return HookScope(self.engine, unit, action, group)
 
     def enter(self, call: FrameType | None = None) -> None:
         """Install the hooks, unless saving here is somebody else's business.
 
-        [Note: Composition] PyTorch applies only the innermost pair of hooks. What a visit does not
+        [Note: Composition] PyTorch applies only the innermost pair of hooks. What a scope does not
         move it therefore hands to the pair that was installed before. Inside a region of
-        torch.utils.checkpoint the visit steps aside altogether: the region saves nothing but its
+        torch.utils.checkpoint the scope steps aside altogether: the region saves nothing but its
         inputs, which the hooks outside it see. Where saved-tensor hooks are disabled (torch.func),
         tensors stay.
 
@@ -113,7 +108,7 @@ class Visit(native.HookScope):
     def abandon(self) -> None:
         """The call's end was not seen, or will not be: take the hooks off if they are innermost.
 
-        Otherwise whoever is above goes first, and a visit that comes later finds these.
+        Otherwise whoever is above goes first, and a scope that comes later finds these.
         """
         uninstall_interrupted()
         if self._on_top() or not self.pushed:  # where they are off, the call's frame goes
@@ -144,10 +139,10 @@ class Visit(native.HookScope):
         return Passed(pack_hook(tensor), unpack_hook)
 
     def pack_later(self, tensor: torch.Tensor, view: SavedView) -> Handle:
-        """A tensor that its operator may not have filled yet. The saver's lock is held."""
-        saver = self.saver
-        if self.outer is None and view.storage_nbytes < saver.policy.min_bytes:
-            return saver.save(tensor, view, self)
+        """A tensor that its operator may not have filled yet. The engine's lock is held."""
+        engine = self.engine
+        if self.outer is None and view.storage_nbytes < engine.policy.min_bytes:
+            return engine.save(tensor, view, self)
         later = Later(native.kept_handle(tensor))
         waiting = [] if self.waiting is None else self.waiting
         waiting.append((ref(later), tensor, view))
@@ -160,8 +155,8 @@ class Visit(native.HookScope):
         for reference, tensor, view in waiting or ():
             later = reference()
             if later is not None:
-                with self.saver.lock:
-                    handle = self.saver.save(tensor, view, self)
+                with self.engine.lock:
+                    handle = self.engine.save(tensor, view, self)
                 later.handle = self.or_outer(tensor, handle)
 
     def pack_unusual(self, tensor: torch.Tensor) -> Handle:
@@ -191,53 +186,53 @@ class Visit(native.HookScope):
                 for name, part in inner.items()
             }
             return Parts(tensor, parts, context)
-        with self.saver.lock:
-            ledger = self.saver.ledger
+        with self.engine.lock:
+            ledger = self.engine.ledger
             ledger.offered_tensors += 1
             ledger.keep("not a plain tensor", 0)
         return self.or_outer(tensor, native.kept_handle(tensor))
 
 
-VisitT = TypeVar("VisitT", bound=Visit)
+ScopeT = TypeVar("ScopeT", bound=HookScope)
 
 
-class OpenBlocks(threading.local, Generic[VisitT]):
-    """The visits of the ``with`` blocks that a thread is in, the innermost last."""
+class OpenBlocks(threading.local, Generic[ScopeT]):
+    """The scopes of the ``with`` blocks that a thread is in, the innermost last."""
 
     def __init__(self) -> None:
-        self.visits: list[VisitT] = []
+        self.scopes: list[ScopeT] = []
 
-    def enter(self, visit: VisitT, *, installs: bool = True) -> None:
+    def enter(self, scope: ScopeT, *, installs: bool = True) -> None:
         """A block begins. It is known for longer than its hooks are installed: Ctrl-C may come."""
-        self.visits.append(visit)
+        self.scopes.append(scope)
         if installs:
-            visit.enter()
+            scope.enter()
 
     def leave(self) -> None:
         """The innermost block ends."""
-        if self.visits:
-            visit = self.visits[-1]
+        if self.scopes:
+            scope = self.scopes[-1]
             uninstall_interrupted()
-            visit.uninstall()
-            del self.visits[-1]
-            visit.leave()
+            scope.uninstall()
+            del self.scopes[-1]
+            scope.leave()
 
 
-def current_visit() -> Visit | None:
-    """The visit whose hooks this thread would save through now, if they are memswap's."""
+def current_scope() -> HookScope | None:
+    """The scope whose hooks this thread would save through now, if they are memswap's."""
     top = _top_hooks(True)
     owner = None if top is None else getattr(top[0], "__self__", None)
-    return owner if isinstance(owner, Visit) else None
+    return owner if isinstance(owner, HookScope) else None
 
 
 def uninstall_interrupted() -> None:
     """Take off innermost hooks whose call has ended.
 
     [Note: Interrupts] Ctrl-C may come behind any step, and torch runs no hook of a module after
-    it. A visit knows its call before its hooks are installed, and for longer than they are, so
-    whichever visit begins or ends next finds them, of whichever saver.
+    it. A scope knows its call before its hooks are installed, and for longer than they are, so
+    whichever scope begins or ends next finds them, of whichever engine.
     """
-    visit = current_visit()
-    while visit is not None and visit.call is not None and not is_running(visit.call):
-        visit.uninstall()
-        visit = current_visit()
+    scope = current_scope()
+    while scope is not None and scope.call is not None and not is_running(scope.call):
+        scope.uninstall()
+        scope = current_scope()
