@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import weakref
 
 import pytest
 import torch
@@ -193,19 +192,6 @@ def test_dead_entries_are_not_asked_for():
     entries[1] = None
     gc.collect()
     assert [entry.index for entry in iteration.demand(3)] == [2, 0]
-
-
-def test_timeline_forgets_old_iterations():
-    timeline = Timeline(0)
-    first, _, entries = forward(timeline, [50])
-    backward(first, entries, [0])
-    alive = weakref.ref(first)
-    del first, entries
-    for _ in range(30):
-        iteration, _, entries = forward(timeline, [50])
-        backward(iteration, entries, [0])
-    gc.collect()
-    assert alive() is None, "iterations are kept for ever"
 
 
 def test_began_backward():

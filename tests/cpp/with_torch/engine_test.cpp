@@ -180,6 +180,19 @@ TEST_F(Engines, AnEntryOutlivesTheEngineOfWhoeverMadeIt) {
   EXPECT_TRUE(demands(handle, 9));
 }
 
+TEST_F(Engines, IterationsAreForgottenAfterAFew) {
+  Handle handle = save(filled(1));
+  const std::weak_ptr<Iteration> first = engine->iteration;
+  demands(handle, 1);
+  handle.saved = {};
+  for (int times = 0; times < 30; ++times) {
+    begin_iteration();
+    const Handle other = save(filled(2));
+    demands(other, 2);
+  }
+  EXPECT_TRUE(first.expired()) << "iterations are kept for ever";
+}
+
 TEST_F(Engines, ThreadsSaveAndDemandThroughOneEngine) {
   engine->timeline.window_bytes = 1 << 30;
   begin_iteration();
