@@ -60,12 +60,13 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
         ranges: name of a keyword argument of ``forward`` that gets the ``(start, stop)`` ranges of
             its queries in the sequence, for :func:`causal_attention`.
         mask: name of a keyword argument that gets the causal mask, bool ``[queries, keys]``.
-        verify: where keys are gathered and neither ``ranges`` nor ``mask`` is given, try on a few
-            random tokens, before the first exchange, whether the module gives a part of the queries
-            the result that they have among all queries. Causal
-            ``scaled_dot_product_attention`` and ``torch.tril`` or ``triu`` of ``[queries, keys]``
-            do, by [Note: Placed queries]; what does not is refused. A window by distances that is
-            wider than four tokens per rank is not noticed. False takes your word for it.
+        verify: where keys are gathered and neither ``ranges`` nor ``mask`` is given, try on random
+            tokens, before the first exchange, whether the module gives a part of the queries the
+            result that they have among all queries. Causal ``scaled_dot_product_attention`` and
+            ``torch.tril`` or ``triu`` of ``[queries, keys]`` do, by [Note: Placed queries]; what
+            does not is refused. Tried are a few tokens, and sequences as long as the call's, again
+            where a longer one comes: that takes two forwards of attention over one whole sequence.
+            False takes your word for it.
         model: what it is applied in. If its first step ends and a module that the style was applied
             to has not run, that is an error. Without it, nobody can tell a step in which none of
             them ran, but for :meth:`check`.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.overrides import _get_current_function_mode
 from torch.utils._pytree import tree_map_only
 
+from memswap._warn import warn
 from memswap.engine.calls import current_call
 from memswap.parallel.attention import Lengths, PlacedQueries
 from memswap.parallel.attention_exchanges import AttentionExchanges
@@ -30,6 +32,34 @@ _ADVICE = (
     "Use causal_attention with ContextParallel(ranges=...), ContextParallel(mask=...), or ulysses "
     "on the whole mesh; verify=False if its result is right all the same"
 )
+
+
+#: Combinations of arguments that are tried; a number that is another one in each call is none.
+MOST_KINDS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """The verdict on one kind of calls, and the lengths up to which it holds."""
+
+    keys_are_cut: bool
+    """Whether the module is to get the keys up to its last query only."""
+    queries: int
+    keys: int
+
+    def covers(self, lengths: Lengths) -> bool:
+        """Whether sequences of these lengths are no longer than those that it was tried with."""
+        return lengths.queries <= self.queries and lengths.keys <= self.keys
+
+
+def _told(value: Any, lengths: Lengths) -> Any:
+    """What an argument says that no tensor does: numbers that are lengths say nothing else."""
+    if isinstance(value, (list, tuple)):
+        return (type(value), *(_told(one, lengths) for one in value))
+    if type(value) is int:
+        named = {lengths.count: "own", lengths.keys: "keys", lengths.queries: "queries"}
+        return int, named.get(value, value)
+    return (type(value), value) if type(value) in (bool, str, float) else type(value)
 
 
 class GatheredAttention:
@@ -58,7 +88,8 @@ class GatheredAttention:
         self._arguments = arguments
         self._hand_out = hand_out
         self._of_thread = threading.local()
-        self._keys_are_cut: dict[tuple[Any, ...], bool] = {}
+        self._tried: dict[tuple[Any, ...], Tried] = {}
+        self._warned = False
 
     def enter(self, lengths: Lengths) -> None:
         """The module's forward begins on this thread, and gets these queries and keys."""
@@ -87,7 +118,9 @@ class GatheredAttention:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> bool:
-        """At the first call of its kind, whether a part of the queries gets its part of the result.
+        """Whether a part of the queries gets its part of the result.
+
+        That is tried at the first call of its kind, and where sequences are longer than before.
 
         Args:
             given: this rank's tensors, before they are exchanged.
@@ -100,18 +133,43 @@ class GatheredAttention:
         Raises:
             ValueError: it does not, or this could not be tried.
         """
-        told = [*enumerate(args), *kwargs.items()]
-        kind = (
-            self._module.training,
-            *((key, value if type(value) in (bool, str) else type(value)) for key, value in told),
-        )
-        queries = given[self._exchanges.roles[0]]
-        if kind in self._keys_are_cut:
-            return self._keys_are_cut[kind]
-        if not self._style.verify or queries.is_meta or is_fake(queries):
+        if not self._style.verify:
             return False
-        name = type(self._module).__name__
+        kind = self._kind(lengths, args, kwargs)
+        known = self._tried.get(kind)
+        if known is not None and known.covers(lengths):
+            return known.keys_are_cut
+        queries = given[self._exchanges.roles[0]]
+        if queries.is_meta or is_fake(queries):
+            return known is not None and known.keys_are_cut
         trial = self._trial(given, lengths, args, kwargs)
+        cut = self._cuts_keys(trial) if known is None else known.keys_are_cut
+        self._try_at_length(trial, cut)
+        self._tried[kind] = Tried(cut, lengths.queries, lengths.keys)
+        return cut
+
+    def _kind(
+        self, lengths: Lengths, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
+        """Calls of one kind differ in tensors and lengths alone, and are tried once."""
+        told = [*enumerate(args), *kwargs.items()]
+        training = self._module.training
+        kind = (training, *((key, _told(value, lengths)) for key, value in told))
+        if kind in self._tried or len(self._tried) < MOST_KINDS:
+            return kind
+        self._warn(
+            f"it was called with more than {MOST_KINDS} combinations of arguments, and what others "
+            f"mean for its mask is not tried any more. {_ADVICE}"
+        )
+        return (training, *((key, type(value)) for key, value in told))
+
+    def _cuts_keys(self, trial: PositionTrial) -> bool:
+        """The trial of a few tokens: whether the module is right with keys up to its last query.
+
+        Raises:
+            ValueError: it is right neither with them nor with all, or could not be tried.
+        """
+        name = type(self._module).__name__
         try:
             difference = trial.difference()
         except NotTriedError as error:
@@ -128,8 +186,44 @@ class GatheredAttention:
                 "another than that in the sequence. Expected scaled_dot_product_attention("
                 f"is_causal=True), torch.tril or torch.triu of [queries, keys]. {_ADVICE}"
             )
-        self._keys_are_cut[kind] = cut
         return cut
+
+    def _try_at_length(self, trial: PositionTrial, cut: bool) -> None:
+        """The trial with the call's own lengths: see [Note: Trials].
+
+        Raises:
+            ValueError: the module is wrong there.
+        """
+        name, real = type(self._module).__name__, trial.real.queries
+        try:
+            difference, tokens = trial.difference_at_length(cut_keys=cut)
+        except NotTriedError as error:
+            self._warn(
+                f"whether it depends on where its queries are was tried on a few tokens only, since"
+                f" it did not run with all {real} queries: {error}. A mask that differs beyond "
+                f"those, such as a sliding window by torch.arange, would be wrong. {_ADVICE}"
+            )
+            return
+        if difference:
+            raise ValueError(
+                f"ContextParallel: keys are gathered, and {name} gives a part of {tokens} queries "
+                f"another result than they have among all (by {difference:.2g} of its size), "
+                "though not on a few tokens: its mask or bias goes by the place of a query in its "
+                "tensor, as a sliding window by torch.arange does, which is another than that in "
+                f"the sequence. {_ADVICE}"
+            )
+        if tokens < real:
+            self._warn(
+                f"whether it depends on where its queries are was tried with {tokens} of {real} "
+                "tokens, since all take too much memory at a time. A mask that differs beyond "
+                f"those, such as a longer sliding window by torch.arange, would be wrong. {_ADVICE}"
+            )
+
+    def _warn(self, what: str) -> None:
+        if not self._warned:
+            self._warned = True
+            name = type(self._module).__name__
+            warn(f"ContextParallel on {name}, where keys are gathered: {what}")
 
     def _is_right_with_fewer_keys(self, trial: PositionTrial) -> bool:
         if self._style.balance != "contiguous" or trial.real.queries != trial.real.keys:
@@ -168,10 +262,11 @@ class GatheredAttention:
                 dims = exchanges.layout(part)
                 shape = list(one.shape)
                 shape[dims.head_dim] = exchanges.own_heads(role, shape[dims.head_dim])
+                queries = part in ("q", "qkv")
                 inputs[part] = TrialInput(
-                    tuple(shape), dims.seq_dim, part in ("q", "qkv"), one.dtype, one.device
+                    tuple(shape), dims.seq_dim, dims.batch_dim, queries, one.dtype, one.device
                 )
-        queries = given[exchanges.roles[0]]
+        first = given[exchanges.roles[0]]
         return PositionTrial(
             self._module,
             inputs,
@@ -180,5 +275,5 @@ class GatheredAttention:
             rows=self._mesh.rows,
             seq_dim=layout.seq_dim,
             real=lengths,
-            local=queries.size(exchanges.layout(exchanges.roles[0]).seq_dim),
+            local=first.size(exchanges.layout(exchanges.roles[0]).seq_dim),
         )
