@@ -6,7 +6,6 @@ that this is enough.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import is_fake
-from torch.overrides import _get_current_function_mode
 from torch.utils._pytree import tree_map_only
 
 from memswap._warn import warn
-from memswap.engine.calls import current_call
-from memswap.parallel.attention import Lengths, PlacedQueries
+from memswap.parallel.attention import Lengths
 from memswap.parallel.attention_exchanges import AttentionExchanges
 from memswap.parallel.context_mesh import ContextMesh
 from memswap.parallel.context_style import Arguments, ContextStyle, Role
@@ -87,29 +84,8 @@ class GatheredAttention:
         self._exchanges = exchanges
         self._arguments = arguments
         self._hand_out = hand_out
-        self._of_thread = threading.local()
         self._tried: dict[tuple[Any, ...], Tried] = {}
         self._warned = False
-
-    def enter(self, lengths: Lengths) -> None:
-        """The module's forward begins on this thread, and gets these queries and keys."""
-        if not hasattr(self._of_thread, "entered"):
-            self._of_thread.entered = []
-        entered = self._of_thread.entered
-        if torch.compiler.is_compiling():
-            placed = PlacedQueries(lengths)
-        else:
-            while entered and entered[-1].is_over() and _get_current_function_mode() is entered[-1]:
-                entered.pop().__exit__(None, None, None)  # it was interrupted
-            placed = PlacedQueries(lengths, call=current_call())
-        placed.__enter__()
-        entered.append(placed)
-
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """A forward hook that is always called: it is over, or has raised."""
-        entered = getattr(self._of_thread, "entered", None)
-        if entered:
-            entered.pop().__exit__(None, None, None)
 
     def verify(
         self,
