@@ -18,8 +18,7 @@ from memswap.module_hooks import AtBegin, AtEnd, ModuleHooks
 from memswap.parallel.arriving import ArrivingTensor
 from memswap.parallel.attention import Lengths, PlacedQueries, causal_mask
 from memswap.parallel.attention_exchanges import AttentionExchanges, EarlyLaunches
-from memswap.parallel.context_mesh import ContextMesh
-from memswap.parallel.context_style import Arguments, ContextStyle, Role
+from memswap.parallel.context_style import Arguments, ContextMesh, ContextStyle, Role
 from memswap.parallel.exchange import Pending
 from memswap.parallel.gathered import GatheredAttention
 

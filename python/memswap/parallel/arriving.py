@@ -27,7 +27,6 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map_only
 
 from memswap.parallel.in_flight import Box
-from memswap.parallel.running import exchange_arrived
 from memswap.parallel.split_linear import can_split, split_linear
 
 #: Called with the name of the function that made an arriving tensor wait.
@@ -80,8 +79,7 @@ class Arrival:
     def data(self) -> torch.Tensor:
         """What arrived. No autograd."""
         if self._data is None:
-            self._data = self.box.finish()
-            exchange_arrived()
+            self._data = self.box.arrive()
         return self._data
 
     def used_by(self, name: str) -> None:

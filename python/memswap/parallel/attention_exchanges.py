@@ -19,8 +19,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memswap.parallel.attention import Lengths
-from memswap.parallel.context_mesh import ContextMesh
-from memswap.parallel.context_style import ROLES, ContextStyle, Role
+from memswap.parallel.context_style import ROLES, ContextMesh, ContextStyle, Role
 from memswap.parallel.exchange import Pending, exchange
 from memswap.parallel.layouts import HeadPlan, Layout
 from memswap.parallel.redistribute import (

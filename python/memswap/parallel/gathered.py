@@ -18,8 +18,7 @@ from torch.utils._pytree import tree_map_only
 from memswap._warn import warn
 from memswap.parallel.attention import Lengths
 from memswap.parallel.attention_exchanges import AttentionExchanges
-from memswap.parallel.context_mesh import ContextMesh
-from memswap.parallel.context_style import Arguments, ContextStyle, Role
+from memswap.parallel.context_style import Arguments, ContextMesh, ContextStyle, Role
 from memswap.parallel.proof import NotTriedError, PositionTrial, TrialInput
 
 #: Puts the tensors that attention gets among its arguments.

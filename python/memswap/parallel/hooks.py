@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memswap.module_hooks import ModuleHooks
-from memswap.parallel import running
+from memswap.parallel.in_flight import listen, listen_no_more
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -76,7 +76,7 @@ class UnitCall:
         inputs, self._inputs = self._inputs, None  # they may be gone before the call ends
         assert inputs is not None
         context.enter_forward(unit)
-        running.enter(self, functools.partial(context.exchange_arrived, unit))
+        listen(self, functools.partial(context.exchange_arrived, unit))
         if unit.policy.param_dtype is not None and unit.policy.cast_forward_inputs:
             inputs = _cast(inputs, unit.policy.param_dtype)
         if torch.is_grad_enabled() and unit.frozen:
@@ -87,7 +87,7 @@ class UnitCall:
         return inputs
 
     def leave(self, output: Any) -> Any:
-        running.leave(self)
+        listen_no_more(self)
         unit = self._hooks.unit
         if unit.policy.output_dtype is not None:
             output = _cast(output, unit.policy.output_dtype)
@@ -99,7 +99,7 @@ class UnitCall:
         return output
 
     def abandon(self) -> None:
-        running.leave(self)
+        listen_no_more(self)
 
 
 class ReadsFrozen:
