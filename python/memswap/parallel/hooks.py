@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from memswap.module_hooks import ModuleHooks
 from memswap.parallel.in_flight import listen, listen_no_more
 
 if TYPE_CHECKING:
@@ -30,17 +29,17 @@ class UnitHooks:
     def __init__(self, unit: Unit, context: ShardContext) -> None:
         self.unit = unit
         self.context = context
-        self._hooks = ModuleHooks()
+        self._calls = context.scheduled[unit].calls
 
     def install(self, module: nn.Module) -> None:
         """Join one of the unit's modules."""
-        self._hooks.add(module, None, self._call, begins_first=True)
+        self._calls.add(module, None, self._call, begins_first=True)
         module.register_state_dict_pre_hook(self.show_shards)
         module.register_load_state_dict_pre_hook(self.drop_weights)
 
     def install_anchor(self, module: nn.Module) -> None:
         """Have the next unit gathered before each call of a submodule."""
-        self._hooks.add(module, None, self._reach_anchor)
+        self._calls.add(module, None, self._reach_anchor)
 
     def _call(self, key: object, module: nn.Module, args: Any, kwargs: Any) -> UnitCall:
         return UnitCall(self, module, args, kwargs)
@@ -51,19 +50,32 @@ class UnitHooks:
     def before_backward(
         self, versions: tuple[int, ...], frozen: ReadsFrozen | None, gradient: torch.Tensor
     ) -> None:
+        """The gradient of an output of the unit's is there; its backward begins.
+
+        Args:
+            versions: of the shards that its forward gathered.
+            frozen: the call whose output it is, if the unit has frozen parameters.
+            gradient: of that output.
+        """
         self.context.enter_unit_backward(self.unit, versions)
         if frozen is not None:
             frozen.began()
 
     def show_shards(self, *args: Any) -> None:
+        """A state_dict is asked for: it has the shards."""
         self.unit.hide()
 
     def drop_weights(self, *args: Any) -> None:
+        """A state_dict is loaded: what was gathered is no longer what the shards are."""
         self.context.release(self.unit)
 
 
 class UnitCall:
-    """One forward call of a unit's module, from the casts of its inputs to those of its output."""
+    """One forward call of a unit's module: the scope that ModuleHooks tells of begin and end.
+
+    It casts the call's inputs and output, has the weights gathered, and sees to the unit's
+    backward.
+    """
 
     def __init__(self, hooks: UnitHooks, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._hooks = hooks
@@ -72,6 +84,7 @@ class UnitCall:
         self._reads_frozen: ReadsFrozen | None = None
 
     def enter(self, call: FrameType | None) -> tuple[Any, Any]:
+        """Have the weights there; what the module is to get."""
         unit, context = self._hooks.unit, self._hooks.context
         inputs, self._inputs = self._inputs, None  # they may be gone before the call ends
         assert inputs is not None
@@ -87,6 +100,7 @@ class UnitCall:
         return inputs
 
     def leave(self, output: Any) -> Any:
+        """The unit is not used any more, until its backward; what the caller is to get."""
         listen_no_more(self)
         unit = self._hooks.unit
         if unit.policy.output_dtype is not None:
@@ -99,7 +113,9 @@ class UnitCall:
         return output
 
     def abandon(self) -> None:
+        """It was interrupted, so no hook has told its end."""
         listen_no_more(self)
+        self._hooks.context.abandon_forward(self._hooks.unit)
 
 
 class ReadsFrozen:
@@ -114,11 +130,13 @@ class ReadsFrozen:
         self._open = False
 
     def began(self) -> None:
+        """Backward has come to the call."""
         if not self._open:
             self._open = True
             self._hooks.context.call_began_backward(self._hooks.unit)
 
     def ended(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """The call's inputs have their gradients."""
         if self._open:
             self._open = False
             self._hooks.context.call_ended_backward(self._hooks.unit)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from memswap.errors import RankMismatchError
+from memswap.module_hooks import ModuleHooks
 from memswap.parallel.comm import Comm, Ticket
 from memswap.parallel.selftest import ranks_that_differ
 from memswap.parallel.slots import SlotPool
@@ -49,6 +50,8 @@ class Scheduled:
     own_memory: bool
     """Not in a slot: its weights stay while other units come and go."""
     anchor: str | None
+    calls: ModuleHooks = field(default_factory=ModuleHooks)
+    """The hooks on its modules."""
     anchored: bool = False
     """Whether this forward has passed the anchor."""
     exchanges: int = 0
@@ -128,9 +131,11 @@ class Order:
         self._last = self._opener = None
 
     def after(self, unit: Unit) -> Unit | None:
+        """The unit that came after this one; None: that is not known."""
         return self._after.get(unit)
 
     def before(self, unit: Unit) -> Unit | None:
+        """The unit that came before this one; None: that is not known."""
         return self._before.get(unit)
 
 
