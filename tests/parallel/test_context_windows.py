@@ -15,6 +15,8 @@ from cut_attention import FP64, assert_is_one_process, make, meshes, open_comms
 from cut_attention import random as random_tokens
 from memswap.compat import hyper_parallel
 from memswap.parallel import ContextParallel, proof
+from memswap.parallel.attention import Lengths
+from memswap.parallel.gathered import Tried
 from ranks import Rank, distributed
 
 #: More than the four tokens per rank of the first trial.
@@ -228,3 +230,15 @@ def test_a_word_is_taken_for_windows_as_well(rank: Rank) -> None:
     CALLS.clear()
     assert core(q, q, q).shape == q.shape
     assert CALLS == [TOKENS // 2]
+
+
+def test_a_verdict_covers_what_is_no_longer_than_something_tried() -> None:
+    tried = Tried(False)
+    calls = [(10, 100), (20, 50), (10, 100), (20, 50), (9, 99), (20, 51), (20, 50), (30, 200)]
+    covered = []
+    for queries, keys in calls:
+        lengths = Lengths(((0, 1),), queries, keys)
+        covered.append(tried.covers(lengths))
+        tried = tried if covered[-1] else tried.tried_with(lengths)
+    assert covered == [False, False, True, True, True, False, True, False]
+    assert tried.lengths == ((30, 200),)

@@ -400,7 +400,7 @@ class AppliedContext:
 
 
 class AttentionCall:
-    """One call of an attention module, from its exchanges to those of its output."""
+    """One call of an attention module: the scope that ModuleHooks tells of begin and end."""
 
     def __init__(self, applied: AppliedContext, args: Any, kwargs: Any) -> None:
         self._applied = applied
@@ -408,6 +408,7 @@ class AttentionCall:
         self._placed: PlacedQueries | None = None
 
     def enter(self, call: FrameType | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Exchange its inputs; what attention is to get."""
         inputs, self._inputs = self._inputs, None  # they may be gone before the call ends
         assert inputs is not None
         args, kwargs = inputs
@@ -418,10 +419,12 @@ class AttentionCall:
         return tuple(args), kwargs
 
     def leave(self, output: Any) -> Any:
+        """Exchange its output; what the caller is to get."""
         self.abandon()
         return self._applied.end(output)
 
     def abandon(self) -> None:
+        """It has raised or was interrupted, or has ended: other calls mean their own queries."""
         placed, self._placed = self._placed, None
         # After an interrupt others may have modes above it; it does nothing more then.
         if placed is not None and _get_current_function_mode() is placed:

@@ -99,10 +99,22 @@ class Comm(Protocol):
     def all_reduce(
         self, tensors: Sequence[torch.Tensor], *, op: ReduceOp = "avg", label: str = ""
     ) -> Ticket:
-        """``tensors[i]``: the ranks' ``tensors[i]`` reduced, in place. One collective."""
+        """Reduce several tensors of all ranks in place, in one collective.
+
+        Args:
+            tensors: ``tensors[i]`` becomes the reduction of the ranks' ``tensors[i]``.
+            op: "avg" or "sum".
+            label: names the collective.
+        """
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str = "") -> Ticket:
-        """``tensor`` becomes that of rank ``source`` of this group, in place."""
+        """Send one rank's tensor to all.
+
+        Args:
+            tensor: on other ranks than ``source``, is overwritten by what that rank has.
+            source: a rank of this group.
+            label: names the collective.
+        """
 
 
 # [Note: Tickets of collectives]

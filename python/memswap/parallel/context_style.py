@@ -60,10 +60,14 @@ class ContextStyle:
         verify: bool,
         use_local_output: bool,
     ) -> ContextStyle:
-        """Check them, and fill in what follows from others.
+        """Check options, and fill in those that follow from others.
+
+        Args:
+            layout, balance, packing, qkv, unpacked, heads, sequence_length, kv_sequence_length,
+                ranges, mask, verify, use_local_output: those of :class:`ContextParallel`.
 
         Raises:
-            ValueError: what was found and what was expected.
+            ValueError: an option, or two that do not go together, with what was expected.
         """
         if layout not in LAYOUTS:
             raise ValueError(f"layout={layout!r}: expected one of {sorted(LAYOUTS)}")
@@ -125,7 +129,14 @@ class Arguments:
         return name in self._names[: len(args)]
 
     def find(self, which: int | str, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Where an argument is: a list and an index, or a dict and a name.
+        """Where an argument was passed.
+
+        Args:
+            which: its place or its name.
+            args, kwargs: of a call.
+
+        Returns:
+            ``args`` and an index, or ``kwargs`` and a name.
 
         Raises:
             TypeError: it was not passed.
@@ -173,7 +184,13 @@ class ContextMesh:
         balance: Balance,
         open_comm: Callable[[dist.ProcessGroup], Comm],
     ) -> ContextMesh:
-        """See :class:`ContextParallel`.
+        """The grid of a mesh's ranks.
+
+        Args:
+            mesh: 1-D, or 2-D (gather, ulysses).
+            ulysses: ranks of a row; None: all of a 1-D mesh, the second dimension of a 2-D one.
+            balance: how the sequence is cut among the rows.
+            open_comm: makes the Comm of a process group.
 
         Raises:
             ValueError: the mesh has other dimensions than ``ulysses`` asks for, or its ranks are in
@@ -233,10 +250,12 @@ class ContextMesh:
 
     @property
     def row(self) -> int:
+        """This rank's row."""
         return 0 if self.gather is None else self.gather.rank
 
     @property
     def column(self) -> int:
+        """This rank's column."""
         return 0 if self.heads is None else self.heads.rank
 
     def row_shards(self, length: int) -> SequenceShards:
@@ -258,7 +277,12 @@ class ContextMesh:
         return self.row_shards(length).split(self.row, self.columns)
 
     def whole_length(self, local: int, given: int | None, what: str) -> int:
-        """The length of the sequence of which this rank holds ``local`` tokens.
+        """The length of the sequence of which this rank holds a part.
+
+        Args:
+            local: tokens of this rank.
+            given: tokens of the sequence, if the style says so; None: ranks hold as many each.
+            what: whose tokens they are, for the message.
 
         Raises:
             ValueError: ``local`` is not what this rank holds of such a sequence.

@@ -29,7 +29,6 @@ _ADVICE = (
     "on the whole mesh; verify=False if its result is right all the same"
 )
 
-
 #: Combinations of arguments that are tried; a number that is another one in each call is none.
 MOST_KINDS = 32
 
@@ -40,20 +39,33 @@ class Tried:
 
     keys_are_cut: bool
     """Whether the module is to get the keys up to its last query only."""
-    queries: int
-    keys: int
+    lengths: tuple[tuple[int, int], ...] = ()
+    """Of queries and keys, those with which it was tried, without shorter ones."""
 
     def covers(self, lengths: Lengths) -> bool:
-        """Whether sequences of these lengths are no longer than those that it was tried with."""
-        return lengths.queries <= self.queries and lengths.keys <= self.keys
+        """Whether it was tried with sequences that are as long or longer."""
+        return any(
+            lengths.queries <= queries and lengths.keys <= keys for queries, keys in self.lengths
+        )
+
+    def tried_with(self, lengths: Lengths) -> Tried:
+        """The same after one more trial."""
+        queries, keys = lengths.queries, lengths.keys
+        others = [one for one in self.lengths if one[0] > queries or one[1] > keys]
+        return Tried(self.keys_are_cut, (*others, (queries, keys)))
 
 
 def _told(value: Any, lengths: Lengths) -> Any:
-    """What an argument says that no tensor does: numbers that are lengths say nothing else."""
+    """What an argument says that no tensor does, the same on all ranks.
+
+    Numbers that are lengths say nothing else.
+    """
     if isinstance(value, (list, tuple)):
         return (type(value), *(_told(one, lengths) for one in value))
     if type(value) is int:
-        named = {lengths.count: "own", lengths.keys: "keys", lengths.queries: "queries"}
+        named = {lengths.keys: "keys", lengths.queries: "queries"}
+        if value and not lengths.queries % value and value == lengths.count:
+            named[value] = "own"  # of all ranks
         return int, named.get(value, value)
     return (type(value), value) if type(value) in (bool, str, float) else type(value)
 
@@ -118,10 +130,10 @@ class GatheredAttention:
         if queries.is_meta or is_fake(queries):
             return known is not None and known.keys_are_cut
         trial = self._trial(given, lengths, args, kwargs)
-        cut = self._cuts_keys(trial) if known is None else known.keys_are_cut
-        self._try_at_length(trial, cut)
-        self._tried[kind] = Tried(cut, lengths.queries, lengths.keys)
-        return cut
+        known = known or Tried(self._cuts_keys(trial))
+        self._try_at_length(trial, known.keys_are_cut)
+        self._tried[kind] = known.tried_with(lengths)
+        return known.keys_are_cut
 
     def _kind(
         self, lengths: Lengths, args: Sequence[Any], kwargs: Mapping[str, Any]

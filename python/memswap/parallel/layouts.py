@@ -118,9 +118,12 @@ class SequenceShards:
     def cut(cls, length: int, ranks: int, balance: Balance = "contiguous") -> SequenceShards:
         """Cut a sequence; lengths differ by at most one token per range.
 
-        "contiguous", "queries": one range per rank. "headtail": the sequence in ``2 * ranks``
-        chunks, rank ``r`` has chunks ``r`` and ``2 * ranks - 1 - r``, so that causal attention is
-        equal work.
+        Args:
+            length: tokens of the sequence.
+            ranks: number of parts.
+            balance: "contiguous" and "queries" give each rank one range. "headtail" cuts the
+                sequence into ``2 * ranks`` chunks, of which rank ``r`` has ``r`` and
+                ``2 * ranks - 1 - r``, so that causal attention is equal work.
         """
         if balance != "headtail":
             return cls(tuple((cut,) for cut in even_cuts(length, ranks)))
