@@ -46,6 +46,8 @@ class Windowed(nn.Module):
         queries, keys = q.size(1), k.size(1)
         if self.kind == "half" and q.dtype != torch.bfloat16:
             raise TypeError("a kernel for bfloat16")
+        if self.kind == "out of memory" and queries > TOKENS // 2:
+            raise torch.OutOfMemoryError("tried to allocate more than there is")
         if self.kind == "table of its own length":
             assert queries <= TOKENS // 2
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -211,6 +213,19 @@ def test_where_a_whole_sequence_takes_too_much_memory_that_is_told(rank: Rank) -
             core(q, q, q)
     finally:
         proof.TRIAL_BYTES = limit
+
+
+@distributed(2)
+def test_where_a_device_has_no_memory_for_a_whole_sequence_that_is_told(rank: Rank) -> None:
+    q = torch.randn(1, TOKENS // 2, 2, 4, dtype=FP64)
+    core = Windowed("out of memory", window=TOKENS // 2)
+    ContextParallel(ulysses=1).apply(core, rank.mesh)
+    with pytest.warns(UserWarning, match=r"tried with 32 of 64 tokens.*too much memory"):
+        core(q, q, q)
+    core = Windowed("out of memory")
+    ContextParallel(ulysses=1).apply(core, rank.mesh)
+    with pytest.raises(ValueError, match="a part of 32 queries another result"):
+        core(q, q, q)
 
 
 @distributed(2)
