@@ -326,7 +326,7 @@ class AppliedContext:
         def reach(tensor: ArrivingTensor) -> torch.Tensor:
             tensor.expect()
             self.late += 1
-            # A linear layer may wait by itself; of others nobody knows whether they could.
+            # A linear layer waits itself, when its weight's part of backward has its place.
             return tensor if isinstance(module, nn.Linear) else tensor.arrived()
 
         return AtBegin(tree_map_only(ArrivingTensor, reach, (args, kwargs)))

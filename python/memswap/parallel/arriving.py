@@ -196,7 +196,7 @@ class ArrivingTensor(torch.Tensor):  # type: ignore[misc]
         return self.plain()
 
     def plain(self) -> torch.Tensor:
-        """The plain tensor: one, whoever asks, in whatever mode."""
+        """The plain tensor; all callers get the same one, in whatever mode they are."""
         if self._plain is None or (self.requires_grad and not self._plain.requires_grad):
             with torch.inference_mode(False), torch.set_grad_enabled(self.requires_grad):
                 self._plain = self._make_plain()

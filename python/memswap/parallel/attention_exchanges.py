@@ -47,11 +47,11 @@ class ExchangeLaunch(NamedTuple):
 
 
 class AttentionExchanges:
-    """The exchanges of one attention module: launched here, waited for by whoever needs them.
+    """The exchanges of one attention module: launched here, waited for by the caller.
 
     Args:
         style: says how tensors lie, and which lengths and heads there are.
-        mesh: who takes part.
+        mesh: the ranks that take part.
         before: is called before each exchange, with the tensor and the exchange's label.
 
     Attributes:
@@ -258,7 +258,7 @@ class AttentionExchanges:
         return tensor if places is None else take(tensor, self.layout(role).head_dim, places)
 
 
-#: Functions that wait for launches that nobody wants any more; each has to be called.
+#: Functions that wait for launches that are not used; each has to be called.
 Orphans = list[Callable[[], object]]
 
 
@@ -294,7 +294,7 @@ class EarlyLaunches:
         return None
 
     def drop_orphans(self) -> None:
-        """Wait for launches that nobody wants: their buffers are in use until then."""
+        """Wait for launches that are not used: their buffers are in use until then."""
         while self.orphans:
             self.orphans.pop(0)()
 

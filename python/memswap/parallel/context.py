@@ -66,7 +66,7 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
             where a longer one comes: that takes two forwards of attention over one whole sequence.
             False takes your word for it.
         model: what it is applied in. If its first step ends and a module that the style was applied
-            to has not run, that is an error. Without it, nobody can tell a step in which none of
+            to has not run, that is an error. Without it, no hook sees a step in which none of
             them ran, but for :meth:`check`.
         use_local_output: False returns a ``DTensor`` with ``Shard`` of the sequence on each
             dimension of the mesh. DTensor inputs with these placements are taken in either case.

@@ -23,7 +23,8 @@ class UnitHooks:
     """Joins a unit's modules to its context.
 
     Args:
-        unit, context: who is told of calls, and when to do what.
+        unit: whose modules they are.
+        context: decides what happens when their calls begin and end.
     """
 
     def __init__(self, unit: Unit, context: ShardContext) -> None:

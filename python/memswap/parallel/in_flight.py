@@ -1,4 +1,4 @@
-"""What an exchange has in flight, in either direction; what is exchanged; and who hears of it."""
+"""InFlight: a launched collective; Box: those of one exchange; and who is told of arrivals."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from memswap.engine.autograd import graph_task
 from memswap.parallel.comm import Ticket
 
-#: The forward calls that listen, the innermost last: who it is, and what to call. What runs is a
-#: matter of the thread's call stack, so nothing is known here between calls.
+#: The forward calls that are told of arrivals, the innermost last: the call, and its callback. What
+#: runs is a matter of the thread's call stack, so this is empty between calls.
 _listeners: ContextVar[tuple[tuple[object, Callable[[], None]], ...]] = ContextVar(
     "listeners", default=()
 )

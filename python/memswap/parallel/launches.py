@@ -23,7 +23,7 @@ from memswap.parallel.selftest import ranks_that_differ
 from memswap.parallel.slots import SlotPool
 from memswap.parallel.unit import Member, State, Unit
 
-#: Does something before a unit is gathered; what it returns, if anything, is waited before.
+#: Is called with a unit's name before it is gathered; what it returns is waited for, unless None.
 Prerequisite = Callable[[str], Any]
 
 
@@ -127,7 +127,7 @@ class Order:
         self._last = unit
 
     def pause(self) -> None:
-        """A pass has ended: what comes next follows nobody."""
+        """A pass has ended: the next unit is no successor of the last one."""
         self._last = self._opener = None
 
     def after(self, unit: Unit) -> Unit | None:

@@ -12,7 +12,7 @@ at a distance, such as a sliding window by ``torch.arange``, differs there only 
 than those tokens. So the second has sequences as long as the call's own, and every rank's part of
 the queries: a mask that differs for no query of such a sequence makes no difference in the call.
 It takes one sequence of the batch. Its largest tensor is known before all queries are run, from
-what their parts took; where that is too much, shorter sequences are tried, and somebody is told.
+what their parts took; where that is too much, shorter sequences are tried, and a warning says so.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ class ShardContext:
     def reset(self) -> None:
         """Forget a step that failed: wait for what is under way, drop weights and gradients.
 
-        Called by itself at the next forward after a backward that raised, or when somebody asks
+        Called by itself at the next forward after a backward that raised, or when a caller asks
         the model for its parameters.
         """
         self._reducing.abandon()
@@ -240,7 +240,7 @@ class ShardContext:
             self._gathering.release(one)
 
     def abandon_forward(self, unit: Unit) -> None:
-        """A forward call was interrupted: nobody has told its end, and nobody will."""
+        """A forward call was interrupted, and no hook has told its end."""
         one = self.scheduled[unit]
         if one.depth == 0:
             return  # a reset has come before

@@ -399,7 +399,7 @@ class Unit:
 
     @property
     def reduce_op(self) -> ReduceOp:
-        """The mean, unless somebody says what the sum is to be divided by."""
+        """ "avg"; "sum" where `set_gradient_divide_factor` says what that is divided by."""
         return "avg" if self.divide_factor is None else "sum"
 
     def give_gradient(self, member: Member, reduced: torch.Tensor) -> None:
