@@ -46,6 +46,8 @@ class Windowed(nn.Module):
         queries, keys = q.size(1), k.size(1)
         if self.kind == "half" and q.dtype != torch.bfloat16:
             raise TypeError("a kernel for bfloat16")
+        if self.kind == "raises":
+            raise ZeroDivisionError("in attention")
         if self.kind == "out of memory" and queries > TOKENS // 2:
             raise torch.OutOfMemoryError("tried to allocate more than there is")
         if self.kind == "table of its own length":
@@ -177,6 +179,35 @@ def test_a_window_that_is_an_argument_is_tried_for_each_of_its_values(rank: Rank
     with pytest.warns(UserWarning, match=r"more than 32 combinations of arguments.*verify=False"):
         for window in range(1, 35):
             core(q, q, q, window=window)
+
+
+@distributed(2)
+def test_a_window_that_is_made_shorter_is_tried_and_what_calls_count_is_not(rank: Rank) -> None:
+    class Counts(Windowed):
+        calls = 0
+
+        def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            self.calls += 1
+            return super().forward(*args, **kwargs)
+
+    core = Counts("arange", window=TOKENS)
+    ContextParallel(ulysses=1).apply(core, rank.mesh)
+    q = torch.randn(1, TOKENS // 2, 2, 4, dtype=FP64)
+    core(q, q, q)
+    for _ in range(3):
+        CALLS.clear()
+        core(q, q, q)
+        assert CALLS == [TOKENS // 2], "it was tried again"
+    assert core.calls == 4
+    core.window = WINDOW
+    with pytest.raises(ValueError, match="another result"):
+        core(q, q, q)
+    core.window, core.kind = TOKENS, "raises"
+    with (
+        pytest.warns(UserWarning, match=r"attributes of it have changed.*ZeroDivisionError"),
+        pytest.raises(ZeroDivisionError),
+    ):
+        core(q, q, q)
 
 
 @distributed(2)

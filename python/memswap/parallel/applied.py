@@ -193,6 +193,11 @@ class AppliedContext:
         self.calls += 1
         return lengths
 
+    def attended(self) -> None:
+        """Attention has run, and its output is not exchanged yet."""
+        if self._gathered is not None:
+            self._gathered.ended()
+
     def places_queries(self) -> bool:
         """Whether attention has to be told of where its queries are ([Note: Placed queries])."""
         return self._gathered is not None
@@ -421,6 +426,7 @@ class AttentionCall:
     def leave(self, output: Any) -> Any:
         """Exchange its output; what the caller is to get."""
         self.abandon()
+        self._applied.attended()
         return self._applied.end(output)
 
     def abandon(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,8 +29,11 @@ _ADVICE = (
     "on the whole mesh; verify=False if its result is right all the same"
 )
 
-#: Combinations of arguments that are tried; a number that is another one in each call is none.
+#: Combinations of arguments and attributes that are tried; beyond them, numbers count for nothing.
 MOST_KINDS = 32
+
+#: Of a module and those inside: path, name and value of attributes that may say what its mask is.
+Attributes = dict[tuple[str, str], bool | int | float | str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,24 @@ def _told(value: Any, lengths: Lengths) -> Any:
     return (type(value), value) if type(value) in (bool, str, float) else type(value)
 
 
+def _attributes(module: nn.Module) -> Attributes:
+    return {
+        (path, name): value
+        for path, one in module.named_modules()
+        for name, value in vars(one).items()
+        if type(value) in (bool, int, float, str)
+    }
+
+
+class Kind(NamedTuple):
+    """Calls that differ in tensors and lengths alone, and are tried once."""
+
+    told: tuple[Any, ...]
+    """By the arguments,"""
+    attributes: frozenset[tuple[tuple[str, str], Any]]
+    """and by the module's attributes, but for those that its calls change themselves."""
+
+
 class GatheredAttention:
     """Around one attention module where keys are gathered, unless ``ranges`` or ``mask`` tell it.
 
@@ -95,7 +116,9 @@ class GatheredAttention:
         self._exchanges = exchanges
         self._arguments = arguments
         self._hand_out = hand_out
-        self._tried: dict[tuple[Any, ...], Tried] = {}
+        self._tried: dict[Kind, Tried] = {}
+        self._found: Attributes = {}  # when the latest call began
+        self._own_state: set[tuple[str, str]] = set()  # attributes that calls have changed
         self._warned = False
 
     def verify(
@@ -130,28 +153,52 @@ class GatheredAttention:
         if queries.is_meta or is_fake(queries):
             return known is not None and known.keys_are_cut
         trial = self._trial(given, lengths, args, kwargs)
-        known = known or Tried(self._cuts_keys(trial))
+        if known is None:
+            known = Tried(self._cuts_keys(trial, self._like(kind)))
         self._try_at_length(trial, known.keys_are_cut)
         self._tried[kind] = known.tried_with(lengths)
         return known.keys_are_cut
 
-    def _kind(
-        self, lengths: Lengths, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
-        """Calls of one kind differ in tensors and lengths alone, and are tried once."""
-        told = [*enumerate(args), *kwargs.items()]
-        training = self._module.training
-        kind = (training, *((key, _told(value, lengths)) for key, value in told))
+    def ended(self) -> None:
+        """A call has ended: attributes that it has changed say nothing of its mask."""
+        if not self._style.verify:
+            return
+        now = _attributes(self._module)
+        changed = {key for key in {*now, *self._found} if now.get(key) != self._found.get(key)}
+        if not changed <= self._own_state:
+            self._own_state |= changed
+            self._tried = {
+                Kind(kind.told, self._without_own(dict(kind.attributes))): tried
+                for kind, tried in self._tried.items()
+            }
+
+    def _without_own(self, found: Attributes) -> frozenset[tuple[tuple[str, str], Any]]:
+        return frozenset(one for one in found.items() if one[0] not in self._own_state)
+
+    def _kind(self, lengths: Lengths, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind:
+        self._found = _attributes(self._module)
+        named = [*enumerate(args), *kwargs.items()]
+        told = tuple((key, _told(value, lengths)) for key, value in named)
+        kind = Kind(told, self._without_own(self._found))
         if kind in self._tried or len(self._tried) < MOST_KINDS:
             return kind
         self._warn(
-            f"it was called with more than {MOST_KINDS} combinations of arguments, and what others "
-            f"mean for its mask is not tried any more. {_ADVICE}"
+            f"it was called with more than {MOST_KINDS} combinations of arguments and attributes, "
+            f"and what others mean for its mask is not tried any more. {_ADVICE}"
         )
-        return (training, *((key, type(value)) for key, value in told))
+        return Kind(tuple((key, type(value)) for key, value in named), frozenset())
 
-    def _cuts_keys(self, trial: PositionTrial) -> bool:
+    def _like(self, kind: Kind) -> Kind | None:
+        """A kind that was tried and differs in attributes alone."""
+        return next((one for one in self._tried if one.told == kind.told), None)
+
+    def _cuts_keys(self, trial: PositionTrial, like: Kind | None) -> bool:
         """The trial of a few tokens: whether the module is right with keys up to its last query.
+
+        Args:
+            trial: of this module.
+            like: a kind with other attributes alone, whose verdict stands where this one cannot be
+                tried; None: there is none.
 
         Raises:
             ValueError: it is right neither with them nor with all, or could not be tried.
@@ -160,6 +207,12 @@ class GatheredAttention:
         try:
             difference = trial.difference()
         except NotTriedError as error:
+            if like is not None:
+                self._warn(
+                    "attributes of it have changed since it was tried, and whether it depends on "
+                    f"where its queries are could not be tried again: {error}. {_ADVICE}"
+                )
+                return self._tried[like].keys_are_cut
             raise ValueError(
                 f"ContextParallel: keys are gathered, and whether {name} depends on where its "
                 f"queries are could not be tried on a few tokens: {error}. {_ADVICE}"
