@@ -124,7 +124,7 @@ class PositionTrial:
                     rows = {0, self.rows // 2, self.rows - 1}
                     return self._difference(_Trial(tokens * self.rows, dtype), rows, cut_keys)
             except Exception as error:
-                failure = error
+                failure = error.with_traceback(None)  # which holds tensors
         raise NotTriedError(f"{type(failure).__name__}: {failure}") from failure
 
     def difference_at_length(self, *, cut_keys: bool = False) -> tuple[float, int]:
@@ -157,7 +157,7 @@ class PositionTrial:
                 except torch.OutOfMemoryError:
                     fits = max(fits, tokens // 2)
                 except Exception as error:
-                    failure = error
+                    failure = error.with_traceback(None)  # which holds tensors
             if not fits and failure is not None:
                 raise NotTriedError(f"{type(failure).__name__}: {failure}") from failure
             tokens = fits
