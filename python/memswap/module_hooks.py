@@ -15,6 +15,7 @@ that is found, and abandoning a scope that has done half of its work, or all, do
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
@@ -35,25 +36,71 @@ if TYPE_CHECKING:
 class Scope(Protocol):
     """What one call of a module is for the owner of its hooks."""
 
-    def enter(self, call: FrameType | None) -> None:
-        """The call begins."""
+    def enter(self, call: FrameType | None) -> object:
+        """The call begins. Returns None, or the ``(args, kwargs)`` that the module is to get."""
 
-    def leave(self, output: object) -> None:
-        """It ends, with this output; with None where it raises."""
+    def leave(self, output: object) -> object:
+        """It ends, with this output; with None where it raises.
+
+        Returns None, or the output that its caller is to get.
+        """
 
     def abandon(self) -> None:
         """Its end was not seen, or will not be. The scope may have been left already."""
 
 
+class AtBegin:
+    """The scope of a call of which only the begin matters.
+
+    Args:
+        changed: the ``(args, kwargs)`` that the module is to get.
+    """
+
+    def __init__(self, changed: tuple[Any, Any]) -> None:
+        self._changed: tuple[Any, Any] | None = changed
+
+    def enter(self, call: FrameType | None) -> object:
+        changed, self._changed = self._changed, None  # they may be gone before the call ends
+        return changed
+
+    def leave(self, output: object) -> None:
+        pass
+
+    def abandon(self) -> None:
+        pass
+
+
+class AtEnd:
+    """The scope of a call of which only the end matters.
+
+    Args:
+        then: gets the output, and returns None, or the output that the module's caller is to get.
+    """
+
+    def __init__(self, then: Callable[[Any], object]) -> None:
+        self._then = then
+
+    def enter(self, call: FrameType | None) -> None:
+        pass
+
+    def leave(self, output: object) -> object:
+        return self._then(output)
+
+    def abandon(self) -> None:
+        pass
+
+
 class _Call:
     """A call that has begun."""
 
-    __slots__ = ("frame", "hook", "scope")
+    __slots__ = ("error", "frame", "hook", "scope")
 
     def __init__(self, frame: FrameType | None, hook: _Hook) -> None:
         self.frame = frame
         self.hook = hook
         self.scope: Scope | None = None
+        #: Of those who call the module while they handle one.
+        self.error = sys.exc_info()[1]
 
 
 class _Running(threading.local):
@@ -71,9 +118,14 @@ class ModuleHooks:
 
     The modules own what is called, so the owner lives while they have its hooks, and this refers to
     nobody: an owner that has removed its hooks is in no circle.
+
+    Args:
+        copied: is called where a module that has these hooks is copied or pickled, and may raise.
+            The copy's hooks do nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, copied: Callable[[], object] | None = None) -> None:
+        self.copied = copied
         self._handles: list[RemovableHandle] = []
         self._running = _Running()
 
@@ -90,6 +142,7 @@ class ModuleHooks:
         in_compiled_code: bool = True,
         begins_first: bool = False,
         ends_first: bool = False,
+        abandons_raised: bool = False,
     ) -> None:
         """Have the calls of a module begin and end here.
 
@@ -102,8 +155,10 @@ class ModuleHooks:
                 caller, which ends the compiled graph there; otherwise they are not there for it.
             begins_first: whether calls begin here before they begin for hooks that are there.
             ends_first: whether they end here before they end for those.
+            abandons_raised: whether the scope of a call that raises is abandoned, and not left with
+                None.
         """
-        hook = _Hook(self, key, begin)
+        hook = _Hook(self, key, begin, abandons_raised)
         before, after = hook.before, hook.after
         if not in_compiled_code:
             before, after = hook.before_untraced_only, hook.after_untraced_only
@@ -134,26 +189,30 @@ class ModuleHooks:
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> None:
+    ) -> object:
         self._abandon_ended()
         call = _Call(current_call(), hook)
         self._running.calls.append(call)
         scope = hook.begin(hook.key, module, args, kwargs)
-        if scope is not None:
-            call.scope = scope
-            scope.enter(call.frame)
+        if scope is None:
+            return None
+        call.scope = scope
+        return scope.enter(call.frame)
 
-    def _call_ends(self, hook: _Hook, output: object) -> None:
+    def _call_ends(self, hook: _Hook, output: object) -> object:
         calls = self._running.calls
         frame = current_call() if calls else None
         for place in reversed(range(len(calls))):
             if calls[place].frame is frame and calls[place].hook is hook:
+                if hook.abandons_raised and sys.exc_info()[1] is not calls[place].error:
+                    self._abandon_from(place)
+                    return None
                 self._abandon_from(place + 1)
                 scope = calls[place].scope
-                if scope is not None:
-                    scope.leave(output)
+                changed = None if scope is None else scope.leave(output)
                 del calls[place:]
-                return
+                return changed
+        return None
 
     def _abandon_ended(self) -> None:
         calls = self._running.calls
@@ -172,35 +231,45 @@ class ModuleHooks:
 class _Hook:
     """The hooks of one module. Those of a copied or pickled module do nothing."""
 
-    def __init__(self, hooks: ModuleHooks | None, key: object, begin: Begin) -> None:
+    def __init__(
+        self, hooks: ModuleHooks | None, key: object, begin: Begin, abandons_raised: bool = False
+    ) -> None:
         self.hooks = hooks
         self.key = key
         self.begin = begin
+        self.abandons_raised = abandons_raised
 
     @untraced
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.hooks is not None:
-            self.hooks._call_begins(self, module, args, kwargs)
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        hooks = self.hooks
+        return None if hooks is None else hooks._call_begins(self, module, args, kwargs)
 
     @untraced
-    def after(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        if self.hooks is not None:
-            self.hooks._call_ends(self, output)
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: object) -> object:
+        return None if self.hooks is None else self.hooks._call_ends(self, output)
 
     def before_untraced_only(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        if not torch.compiler.is_compiling() and self.hooks is not None:
-            self.hooks._call_begins(self, module, args, kwargs)
+    ) -> object:
+        if torch.compiler.is_compiling() or self.hooks is None:
+            return None
+        return self.hooks._call_begins(self, module, args, kwargs)
 
-    def after_untraced_only(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        if not torch.compiler.is_compiling() and self.hooks is not None:
-            self.hooks._call_ends(self, output)
+    def after_untraced_only(
+        self, module: nn.Module, args: tuple[Any, ...], output: object
+    ) -> object:
+        if torch.compiler.is_compiling() or self.hooks is None:
+            return None
+        return self.hooks._call_ends(self, output)
 
     def __deepcopy__(self, memo: dict[int, object]) -> _Hook:
-        return _Hook(None, None, _nothing)
+        kind, arguments = self.__reduce__()
+        copied: _Hook = kind(*arguments)
+        return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if self.hooks is not None and self.hooks.copied is not None:
+            self.hooks.copied()
         return _Hook, (None, None, _nothing)
 
 

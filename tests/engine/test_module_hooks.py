@@ -19,7 +19,6 @@ from helpers import (
 from torch import nn
 
 import memswap
-from memswap.module_hooks import ModuleHooks
 
 SWAP = memswap.Policy(action=memswap.Action.SWAP, min_bytes=1)
 
@@ -373,63 +372,6 @@ def test_hooks_removed_in_a_forward(device, new_pool, managed, when):
     assert manager.stats().offered_tensors == before
     model.zero_grad(set_to_none=True)
     assert_released(manager, pool)
-
-
-@pytest.mark.cpu_only
-def test_calls_begin_and_end_in_pairs():
-    """Each call has a scope of its own, which ends once: by its end, or abandoned."""
-    events = []
-
-    class Scope:
-        def __init__(self, name):
-            self.name = name
-
-        def enter(self, call):
-            events.append(("enter", self.name))
-
-        def leave(self, output):
-            events.append(("leave", self.name))
-
-        def abandon(self):
-            events.append(("abandon", self.name))
-
-    class Calls(nn.Module):
-        def forward(self, *inner):
-            for one in inner:
-                one()
-
-    def begin(key, module, args, kwargs):
-        return Scope(key)
-
-    hooks = ModuleHooks()
-    a, b = Calls(), Calls()
-    hooks.add(a, "a", begin)
-    hooks.add(b, "b", begin)
-
-    def interrupted():
-        raise KeyboardInterrupt
-
-    a(b, lambda: a(b))
-    assert events == [
-        ("enter", "a"),
-        ("enter", "b"),
-        ("leave", "b"),
-        ("enter", "a"),
-        ("enter", "b"),
-        ("leave", "b"),
-        ("leave", "a"),
-        ("leave", "a"),
-    ]
-    events.clear()
-    with pytest.raises(KeyboardInterrupt):
-        a(lambda: b(interrupted))
-    assert events == [("enter", "a"), ("enter", "b")]
-    b()
-    assert events[2:] == [("abandon", "b"), ("abandon", "a"), ("enter", "b"), ("leave", "b")]
-    events.clear()
-    a(hooks.remove)
-    assert events == [("enter", "a"), ("abandon", "a")]
-    assert len(hooks) == 0
 
 
 # --- two on the same layers -----------------------------------------------------------------------

@@ -423,3 +423,26 @@ def test_an_embedding_gathers_the_part_that_it_has_now(rank: Rank) -> None:
     output.sum().backward()
     ends.grad_reduce_hook(embedding.weight)
     assert embedding.weight.grad is not None
+
+
+@distributed(2)
+def test_an_embedding_has_its_part_again_after_an_interrupt(rank: Rank) -> None:
+    class Interrupted(PartEmbedding):
+        interrupt = True
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            if self.interrupt:
+                raise KeyboardInterrupt
+            return super().forward(tokens)
+
+    whole = torch.arange(24.0).view(6, 4)
+    embedding, ends = Interrupted(whole, rank), EmbeddingWeightParallelCommunicator()
+    ends.register_module_hook(embedding)
+    tokens = torch.tensor([1, 4])
+    with pytest.raises(KeyboardInterrupt):
+        embedding(tokens)
+    embedding.interrupt = False
+    assert torch.equal(embedding(tokens), whole[tokens])
+    assert embedding.weight is embedding._parameters["weight"]
+    with pytest.raises(NotImplementedError, match="copy the model first"):
+        copy.deepcopy(embedding)

@@ -452,6 +452,14 @@ def test_whole_weights_that_were_taken_for_parts_are_told(rank: Rank) -> None:
 
 
 @distributed(2)
+def test_a_model_that_gathers_parts_is_not_copied(rank: Rank) -> None:
+    net = Net(lambda whole: PartLinear(whole, rank))
+    ISPCommunicator(net, config(), True)
+    with pytest.raises(NotImplementedError, match="copy the model first"):
+        copy.deepcopy(net)
+
+
+@distributed(2)
 def test_a_router_of_the_users_own_stands_beside_whole_weights(rank: Rank) -> None:
     net = Net(lambda one: one)
     for layer in net.layers:

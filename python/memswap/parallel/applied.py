@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.overrides import _get_current_function_mode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from memswap._warn import warn
 from memswap.engine.autograd import in_backward
+from memswap.module_hooks import AtBegin, AtEnd, ModuleHooks
 from memswap.parallel.arriving import ArrivingTensor
-from memswap.parallel.attention import Lengths, causal_mask
+from memswap.parallel.attention import Lengths, PlacedQueries, causal_mask
 from memswap.parallel.attention_exchanges import AttentionExchanges, EarlyLaunches
-from memswap.parallel.context_mesh import ContextMesh
-from memswap.parallel.context_style import Arguments, ContextStyle, Role
+from memswap.parallel.context_style import Arguments, ContextMesh, ContextStyle, Role
 from memswap.parallel.exchange import Pending
 from memswap.parallel.gathered import GatheredAttention
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 
 class AppliedContext:
@@ -86,37 +90,25 @@ class AppliedContext:
         self._early_roles = tuple(early)
         self._arguments = Arguments(module)
         self._gathered: GatheredAttention | None = None
-        self._handles = [module.register_forward_pre_hook(self._before, with_kwargs=True)]
         if mesh.gather is not None and style.ranges is None and style.mask is None:
             self._gathered = GatheredAttention(
                 module, style, mesh, self.exchanges, self._arguments, self._hand_out
             )
-            # Before the output is exchanged, and where attention raised.
-            leave = self._gathered.leave
-            self._handles.append(module.register_forward_hook(leave, always_call=True))
-        self._handles.append(module.register_forward_hook(self._after))
+        self._hooks = ModuleHooks(partial(_refuse_copy, type(module).__name__))
+        self._hooks.add(module, None, self._attends, abandons_raised=True)
         for role, projection in early.items():
-            self._handles.append(projection.register_forward_hook(self._launch_hook(role)))
+            self._hooks.add(projection, role, self._projects, abandons_raised=True)
         output = projections.get("o")
         self._output_is_late = output is not None and self.exchanges.moves_output
         if output is not None and self._output_is_late:
-            hook = output.register_forward_pre_hook(self._reached, with_kwargs=True)
-            self._handles.append(hook)
+            self._hooks.add(output, None, self._reached)
 
     def remove(self) -> None:
         """Take the hooks away; the module sees its own rank's tokens again."""
-        if self._handles:
+        if self._hooks:
             self._removed(self)
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.remove()
         self._early.drop_orphans()
-
-    def __deepcopy__(self, memo: object) -> AppliedContext:
-        raise NotImplementedError(
-            f"ContextParallel on {type(self.module).__name__}: its hooks belong to process groups "
-            "and cannot be copied; copy the model first, and apply a style to the copy"
-        )
 
     def describe_for(self, tensor: torch.Tensor, label: str) -> str:
         """What must be the same on all ranks, of this module and its first exchange."""
@@ -128,30 +120,29 @@ class AppliedContext:
             f"{self._output_is_late}"
         )
 
-    def _launch_hook(self, role: Role) -> Callable[[nn.Module, Any, Any], None]:
-        def launch(module: nn.Module, args: Any, output: Any) -> None:
-            layout = self.exchanges.layout(role)
-            plain = isinstance(output, torch.Tensor) and not isinstance(output, DTensor)
-            if not plain or not self.exchanges.fits(role, output):
-                what = list(output.shape) if isinstance(output, torch.Tensor) else type(output)
-                self._warn_early(
-                    f"{role}'s projection returned {what}, not {layout.ndim} dimensions"
-                )
-                return
-            if output.is_inference():  # has no version
-                return
-            self._early.drop_orphans()
-            if role == self._roles[0] and self.exchanges.heads is None:
-                self.exchanges.heads = output.size(layout.head_dim)
-            if self.exchanges.heads is None and self._mesh.heads is not None:
-                self._skipped.add(role)  # in the first pass, keys that come before queries
-                return
-            self.exchanges.cause = f"{role}'s projection"
-            pending = self.exchanges.first(role, output)
-            if pending is not None:
-                self._early.keep(role, output, pending)
+    def _projects(self, role: Role, module: nn.Module, args: Any, kwargs: Any) -> AtEnd:
+        """A projection is called: what it returns is launched."""
+        return AtEnd(partial(self._launch, role))
 
-        return launch
+    def _launch(self, role: Role, output: Any) -> None:
+        layout = self.exchanges.layout(role)
+        plain = isinstance(output, torch.Tensor) and not isinstance(output, DTensor)
+        if not plain or not self.exchanges.fits(role, output):
+            what = list(output.shape) if isinstance(output, torch.Tensor) else type(output)
+            self._warn_early(f"{role}'s projection returned {what}, not {layout.ndim} dimensions")
+            return
+        if output.is_inference():  # has no version
+            return
+        self._early.drop_orphans()
+        if role == self._roles[0] and self.exchanges.heads is None:
+            self.exchanges.heads = output.size(layout.head_dim)
+        if self.exchanges.heads is None and self._mesh.heads is not None:
+            self._skipped.add(role)  # in the first pass, keys that come before queries
+            return
+        self.exchanges.cause = f"{role}'s projection"
+        pending = self.exchanges.first(role, output)
+        if pending is not None:
+            self._early.keep(role, output, pending)
 
     def _take_early(self, role: Role, tensor: torch.Tensor) -> Pending | None:
         pending = self._early.take(role, tensor)
@@ -177,8 +168,19 @@ class AppliedContext:
             self._warned.add(which)
             warn(f"ContextParallel on {type(self.module).__name__}: {what}")
 
-    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        args, kwargs = list(args), dict(kwargs)
+    def _attends(self, key: object, module: nn.Module, args: Any, kwargs: Any) -> AttentionCall:
+        return AttentionCall(self, args, kwargs)
+
+    def begin(self, args: list[Any], kwargs: dict[str, Any]) -> Lengths:
+        """Exchange what attention is called with, and put what arrived in its place.
+
+        Returns:
+            The queries and keys that attention gets.
+
+        Raises:
+            ValueError: sizes that do not fit, or attention that would be wrong.
+            TypeError: there is no such argument, or it is no tensor.
+        """
         places = [self._arguments.find(which, args, kwargs) for which in self._style.qkv]
         given = {
             role: self._local(role, where[key])
@@ -189,9 +191,16 @@ class AppliedContext:
         result = self._exchanged(given, lengths, args, kwargs)
         self._hand_out(result, args, kwargs)
         self.calls += 1
+        return lengths
+
+    def attended(self) -> None:
+        """Attention has run, and its output is not exchanged yet."""
         if self._gathered is not None:
-            self._gathered.enter(lengths)
-        return tuple(args), kwargs
+            self._gathered.ended()
+
+    def places_queries(self) -> bool:
+        """Whether attention has to be told of where its queries are ([Note: Placed queries])."""
+        return self._gathered is not None
 
     def _hand_out(
         self, result: Mapping[Role, torch.Tensor], args: list[Any], kwargs: dict[str, Any]
@@ -259,15 +268,20 @@ class AppliedContext:
                 result[part] = result[part].narrow(dim, 0, whole.stop)
         return result
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def end(self, output: Any) -> Any:
+        """What the caller of attention gets: its output, on its way back to this rank's tokens.
+
+        Raises:
+            TypeError, ValueError: it is not in the layout of the queries.
+        """
         tensors, structure = tree_flatten(output)
         places = [i for i, one in enumerate(tensors) if isinstance(one, torch.Tensor)]
         own = [tensors[i] for i in places]
         if not own or any(isinstance(one, DTensor) for one in own):
             kinds = ", ".join(type(one).__name__ for one in tensors) or type(output).__name__
             raise TypeError(
-                f"ContextParallel: {type(module).__name__} returned {kinds}, expected a tensor, or "
-                "tensors, in the layout of the queries"
+                f"ContextParallel: {type(self.module).__name__} returned {kinds}, expected a "
+                "tensor, or tensors, in the layout of the queries"
             )
         self._check_outputs(own)
         self._follow(output)
@@ -311,16 +325,16 @@ class AppliedContext:
             for one in pending
         ]
 
-    def _reached(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _reached(self, key: object, module: nn.Module, args: Any, kwargs: Any) -> AtBegin:
         """The output projection is called: its input may wait there."""
 
         def reach(tensor: ArrivingTensor) -> torch.Tensor:
             tensor.expect()
             self.late += 1
-            # A linear layer may wait by itself; of others nobody knows whether they could.
+            # A linear layer waits itself, when its weight's part of backward has its place.
             return tensor if isinstance(module, nn.Linear) else tensor.arrived()
 
-        return tree_map_only(ArrivingTensor, reach, (args, kwargs))
+        return AtBegin(tree_map_only(ArrivingTensor, reach, (args, kwargs)))
 
     def _used_before(self, name: str) -> None:
         self._warn(
@@ -388,3 +402,43 @@ class AppliedContext:
                 f"{layout.ndim} dimensions; check layout= and packing="
             )
         return tensor
+
+
+class AttentionCall:
+    """One call of an attention module: the scope that ModuleHooks tells of begin and end."""
+
+    def __init__(self, applied: AppliedContext, args: Any, kwargs: Any) -> None:
+        self._applied = applied
+        self._inputs: tuple[list[Any], dict[str, Any]] | None = (list(args), dict(kwargs))
+        self._placed: PlacedQueries | None = None
+
+    def enter(self, call: FrameType | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Exchange its inputs; what attention is to get."""
+        inputs, self._inputs = self._inputs, None  # they may be gone before the call ends
+        assert inputs is not None
+        args, kwargs = inputs
+        lengths = self._applied.begin(args, kwargs)
+        if self._applied.places_queries():
+            self._placed = PlacedQueries(lengths, call=call)
+            self._placed.__enter__()
+        return tuple(args), kwargs
+
+    def leave(self, output: Any) -> Any:
+        """Exchange its output; what the caller is to get."""
+        self.abandon()
+        self._applied.attended()
+        return self._applied.end(output)
+
+    def abandon(self) -> None:
+        """It has raised or was interrupted, or has ended: other calls mean their own queries."""
+        placed, self._placed = self._placed, None
+        # After an interrupt others may have modes above it; it does nothing more then.
+        if placed is not None and _get_current_function_mode() is placed:
+            placed.__exit__(None, None, None)
+
+
+def _refuse_copy(name: str) -> None:
+    raise NotImplementedError(
+        f"ContextParallel on {name}: its hooks belong to process groups and cannot be copied; copy "
+        "the model first, and apply a style to the copy"
+    )

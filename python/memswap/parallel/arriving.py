@@ -27,7 +27,6 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map_only
 
 from memswap.parallel.in_flight import Box
-from memswap.parallel.running import exchange_arrived
 from memswap.parallel.split_linear import can_split, split_linear
 
 #: Called with the name of the function that made an arriving tensor wait.
@@ -64,14 +63,20 @@ _QUESTIONS = frozenset(
 
 
 class Arrival:
-    """What an arriving tensor and its rearrangements have in common."""
+    """What an arriving tensor and its rearrangements have in common.
+
+    Args:
+        box: the exchange.
+        first_use: is called with the name of the function that makes it wait; None: nobody is told.
+        orphans: gets a function that waits, if all of these tensors die unused; None: nobody waits.
+    """
 
     def __init__(
         self, box: Box, first_use: FirstUse | None, orphans: list[Callable[[], object]] | None
     ) -> None:
         self.box = box
         self.expected = False
-        """Whether who is to use it first has got it."""
+        """Whether the module that is meant to use it first has been called with it."""
         self._first_use = first_use
         self._orphans = orphans
         self._data: torch.Tensor | None = None
@@ -80,19 +85,20 @@ class Arrival:
     def data(self) -> torch.Tensor:
         """What arrived. No autograd."""
         if self._data is None:
-            self._data = self.box.finish()
-            exchange_arrived()
+            self._data = self.box.arrive()
         return self._data
 
     def used_by(self, name: str) -> None:
+        """Tell that a function of this name waits, unless it is the one that was meant to."""
         if self._data is None and self._first_use is not None and not self.expected:
             self._first_use(name)
 
     def add(self, tensor: ArrivingTensor) -> None:
+        """One more tensor whose data is that of this exchange."""
         self._members.append(ref(tensor))
 
     def arrive(self) -> None:
-        """Make the plain tensors of all, as they would have been made: copies see no later edit."""
+        """Wait, and make the plain tensors of all that are alive, before anybody edits one."""
         members, self._members = self._members, []
         for one in members:
             tensor = one()
@@ -124,7 +130,16 @@ class ArrivingTensor(torch.Tensor):  # type: ignore[misc]
         *,
         connected: bool = False,
     ) -> ArrivingTensor:
-        """Looks like ``like``, a meta tensor, on ``device``."""
+        """A tensor without data.
+
+        Args:
+            arrival: where its data comes from.
+            like: a meta tensor of its shape, strides and dtype.
+            device: where the data will be.
+            parent: the arriving tensor that it is a rearrangement of; None: it is none.
+            rearrange: makes its data of that of ``parent``.
+            connected: whether a node of this file made it, so that its gradients come there.
+        """
         tensor: ArrivingTensor = torch.Tensor._make_wrapper_subclass(
             ArrivingTensor, like.shape, like.stride(), dtype=like.dtype, device=device
         )
@@ -181,7 +196,7 @@ class ArrivingTensor(torch.Tensor):  # type: ignore[misc]
         return self.plain()
 
     def plain(self) -> torch.Tensor:
-        """The plain tensor: one, whoever asks, in whatever mode."""
+        """The plain tensor; all callers get the same one, in whatever mode they are."""
         if self._plain is None or (self.requires_grad and not self._plain.requires_grad):
             with torch.inference_mode(False), torch.set_grad_enabled(self.requires_grad):
                 self._plain = self._make_plain()
@@ -235,7 +250,14 @@ def _linear_arguments(weight: Any, bias: Any = None) -> tuple[Any, Any]:
 
 
 def arriving(token: torch.Tensor, box: Box, shape: torch.Size, arrival: Arrival) -> ArrivingTensor:
-    """What ``box`` will hold, of ``shape`` and the dtype and device of ``token``."""
+    """The arriving tensor of an exchange.
+
+    Args:
+        token: what Start returned; it has the dtype and the device of what will arrive.
+        box: the exchange.
+        shape: of what will arrive.
+        arrival: of the same exchange, and of no tensor yet.
+    """
     like = torch.empty(shape, dtype=token.dtype, device="meta")
     tensor: ArrivingTensor = _Handoff.apply(token, box, like, arrival, torch.is_grad_enabled())
     arrival.add(tensor)
@@ -243,6 +265,8 @@ def arriving(token: torch.Tensor, box: Box, shape: torch.Size, arrival: Arrival)
 
 
 class _Handoff(torch.autograd.Function):  # type: ignore[misc]
+    """Makes the arriving tensor; in backward it launches the gradients that came to that."""
+
     @staticmethod
     def forward(
         ctx: Any, token: torch.Tensor, box: Box, like: torch.Tensor, arrival: Arrival, grad: bool
@@ -259,6 +283,8 @@ class _Handoff(torch.autograd.Function):  # type: ignore[misc]
 
 
 class _Arrive(torch.autograd.Function):  # type: ignore[misc]
+    """Makes the plain tensor; in backward it launches the gradient of its consumers."""
+
     @staticmethod
     def forward(
         ctx: Any, tensor: ArrivingTensor, data: torch.Tensor, box: Box | None

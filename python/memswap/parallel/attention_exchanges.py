@@ -19,8 +19,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memswap.parallel.attention import Lengths
-from memswap.parallel.context_mesh import ContextMesh
-from memswap.parallel.context_style import ROLES, ContextStyle, Role
+from memswap.parallel.context_style import ROLES, ContextMesh, ContextStyle, Role
 from memswap.parallel.exchange import Pending, exchange
 from memswap.parallel.layouts import HeadPlan, Layout
 from memswap.parallel.redistribute import (
@@ -48,11 +47,11 @@ class ExchangeLaunch(NamedTuple):
 
 
 class AttentionExchanges:
-    """The exchanges of one attention module: launched here, waited for by whoever needs them.
+    """The exchanges of one attention module: launched here, waited for by the caller.
 
     Args:
         style: says how tensors lie, and which lengths and heads there are.
-        mesh: who takes part.
+        mesh: the ranks that take part.
         before: is called before each exchange, with the tensor and the exchange's label.
 
     Attributes:
@@ -81,6 +80,7 @@ class AttentionExchanges:
     # --- sizes ------------------------------------------------------------------------------------
 
     def layout(self, role: Role) -> Layout:
+        """Of the tensor that attention gets in this role."""
         layout = self._style.layout
         return layout.packed() if role in ("kv", "qkv") else layout
 
@@ -161,6 +161,7 @@ class AttentionExchanges:
 
     @property
     def moves_output(self) -> bool:
+        """Whether attention's output is exchanged."""
         return self._mesh.heads is not None or self._mesh.moves_queries
 
     def first(self, role: Role, tensor: torch.Tensor) -> Pending | None:
@@ -185,7 +186,16 @@ class AttentionExchanges:
         return [("q", tensor.select(dim, 0)), ("kv", tensor.narrow(dim, 1, 2))]
 
     def gather(self, role: Role, tensor: torch.Tensor, length: int) -> Pending | None:
-        """Launch the exchange over the column; queries stay where they are, or are moved."""
+        """Launch the exchange along the column of the mesh.
+
+        Args:
+            role: what the tensor is. Keys and values are gathered; queries are moved or stay.
+            tensor: this row's tokens, in the layout of the role.
+            length: tokens of the whole sequence.
+
+        Returns:
+            None where nothing is exchanged.
+        """
         mesh, dim = self._mesh, self.layout(role).seq_dim
         if mesh.gather is None or (role == "q" and not mesh.moves_queries):
             return None
@@ -235,14 +245,20 @@ class AttentionExchanges:
         return exchange(tensor, spec, label=label, observe=observe)
 
     def expanded(self, role: Role, tensor: torch.Tensor, kv_heads: int) -> torch.Tensor:
-        """Arrived keys or values, a head repeated where several ranks' queries share it."""
+        """Keys or values, with a head for each of this rank's queries where they share unevenly.
+
+        Args:
+            role: which of them it is.
+            tensor: as it arrived, in the layout of the role, with the heads of this rank.
+            kv_heads: key/value heads of the whole model.
+        """
         if self._mesh.heads is None:
             return tensor
         places = self._plan(kv_heads).expansion(self._mesh.heads.rank)
         return tensor if places is None else take(tensor, self.layout(role).head_dim, places)
 
 
-#: What has to be called so that what nobody wants any more has been waited for.
+#: Functions that wait for launches that are not used; each has to be called.
 Orphans = list[Callable[[], object]]
 
 
@@ -257,6 +273,13 @@ class EarlyLaunches:
         return sum(len(kept) for kept in self._launched.values())
 
     def keep(self, role: str, tensor: torch.Tensor, pending: Pending) -> None:
+        """Keep a launch until attention takes it or its tensor dies.
+
+        Args:
+            role: what the tensor is.
+            tensor: what a projection returned. It is referred to weakly.
+            pending: its exchange.
+        """
         kept = self._launched.setdefault(role, WeakTensorKeyDictionary())
         kept[tensor] = _Early(pending, tensor, self.orphans)
 
@@ -271,7 +294,7 @@ class EarlyLaunches:
         return None
 
     def drop_orphans(self) -> None:
-        """Wait for launches that nobody wants: their buffers are in use until then."""
+        """Wait for launches that are not used: their buffers are in use until then."""
         while self.orphans:
             self.orphans.pop(0)()
 
@@ -286,9 +309,11 @@ class _Early:
         self._orphans = orphans
 
     def is_of(self, tensor: torch.Tensor) -> bool:
+        """Whether it was not edited since, and wants no gradient that it did not want then."""
         return tensor._version == self._version and self._had_grad >= _wants_grad(tensor)
 
     def take(self) -> Pending | None:
+        """The launch, whose taker waits for it."""
         pending, self._pending = self._pending, None
         return pending
 

@@ -49,9 +49,13 @@ class Comm(Protocol):
     def all_gather(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *, label: str = ""
     ) -> Ticket:
-        """``outputs[i]``: the ranks' ``inputs[i]`` one after another along dimension 0.
+        """Gather several tensors of all ranks, in one collective.
 
-        One collective, however many tensors. The sizes of ``inputs[i]`` agree on all ranks.
+        Args:
+            outputs: ``outputs[i]`` gets the ranks' ``inputs[i]``, one after another along
+                dimension 0.
+            inputs: this rank's tensors. The sizes of ``inputs[i]`` agree on all ranks.
+            label: names the collective.
         """
 
     def reduce_scatter(
@@ -62,10 +66,15 @@ class Comm(Protocol):
         op: ReduceOp = "avg",
         label: str = "",
     ) -> Ticket:
-        """``outputs[i]``: this rank's part, along dimension 0, of the ranks' ``inputs[i]`` reduced.
+        """Reduce several tensors of all ranks and scatter the result, in one collective.
 
-        One collective, however many tensors. Dimension 0 of ``inputs[i]`` is ``size`` times that of
-        ``outputs[i]``.
+        Args:
+            outputs: ``outputs[i]`` gets this rank's part, along dimension 0, of the reduction of
+                the ranks' ``inputs[i]``.
+            inputs: this rank's tensors; dimension 0 of ``inputs[i]`` is ``size`` times that of
+                ``outputs[i]``.
+            op: "avg" or "sum".
+            label: names the collective.
         """
 
     def all_to_all(
@@ -77,19 +86,35 @@ class Comm(Protocol):
         *,
         label: str = "",
     ) -> Ticket:
-        """Part ``j`` of ``input`` goes to rank ``j``, whose part lands as part ``j`` of ``output``.
+        """Send a part of a tensor to each rank, and receive one from each.
 
-        Parts are cut along dimension 0: into equal ones, or into ``input_splits[j]`` and
-        ``output_splits[j]`` rows.
+        Args:
+            output: part ``j``, along dimension 0, is what rank ``j`` sent to this rank.
+            input: part ``j``, along dimension 0, goes to rank ``j``.
+            output_splits: rows of each part of ``output``; None: they are equal.
+            input_splits: rows of each part of ``input``; None: they are equal.
+            label: names the collective.
         """
 
     def all_reduce(
         self, tensors: Sequence[torch.Tensor], *, op: ReduceOp = "avg", label: str = ""
     ) -> Ticket:
-        """``tensors[i]``: the ranks' ``tensors[i]`` reduced, in place. One collective."""
+        """Reduce several tensors of all ranks in place, in one collective.
+
+        Args:
+            tensors: ``tensors[i]`` becomes the reduction of the ranks' ``tensors[i]``.
+            op: "avg" or "sum".
+            label: names the collective.
+        """
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str = "") -> Ticket:
-        """``tensor`` becomes that of rank ``source`` of this group, in place."""
+        """Send one rank's tensor to all.
+
+        Args:
+            tensor: on other ranks than ``source``, is overwritten by what that rank has.
+            source: a rank of this group.
+            label: names the collective.
+        """
 
 
 # [Note: Tickets of collectives]
@@ -131,7 +156,7 @@ class WorkTicket:
 
 
 class ProcessGroupComm:
-    """The collectives of a torch.distributed process group: NCCL, HCCL, gloo.
+    """The collectives of a torch.distributed process group: NCCL, HCCL, gloo. See :class:`Comm`.
 
     Args:
         group: the process group; None is the default one.
@@ -240,7 +265,17 @@ class ProcessGroupComm:
 
 
 def check_sizes(collective: str, label: str, found: int, expected: int) -> None:
-    """Sizes that disagree between ranks hang or corrupt; those that disagree here raise."""
+    """Refuse a collective whose buffers on this rank do not fit: on the network it would hang.
+
+    Args:
+        collective: its name, for the message.
+        label: what it is for.
+        found: elements of the buffer.
+        expected: elements that it needs.
+
+    Raises:
+        ValueError: they differ.
+    """
     if found != expected:
         raise ValueError(
             f"{collective} {label!r}: found {found} elements, expected {expected}; outputs and "

@@ -15,12 +15,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memswap.errors import RankMismatchError
 from memswap.parallel.applied import AppliedContext
 from memswap.parallel.comm import Comm, ProcessGroupComm
-from memswap.parallel.context_mesh import ContextMesh
-from memswap.parallel.context_style import ContextStyle, Packing
+from memswap.parallel.context_style import ContextMesh, ContextStyle, Packing
 from memswap.parallel.first_step import FirstStep
 from memswap.parallel.layouts import Balance
 from memswap.parallel.selftest import ranks_that_differ
-from memswap.parallel.tokens import mean_loss, shard_batch
 
 
 class ContextParallel(ParallelStyle):  # type: ignore[misc]
@@ -60,14 +58,15 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
         ranges: name of a keyword argument of ``forward`` that gets the ``(start, stop)`` ranges of
             its queries in the sequence, for :func:`causal_attention`.
         mask: name of a keyword argument that gets the causal mask, bool ``[queries, keys]``.
-        verify: where keys are gathered and neither ``ranges`` nor ``mask`` is given, try on a few
-            random tokens, before the first exchange, whether the module gives a part of the queries
-            the result that they have among all queries. Causal
-            ``scaled_dot_product_attention`` and ``torch.tril`` or ``triu`` of ``[queries, keys]``
-            do, by [Note: Placed queries]; what does not is refused. A window by distances that is
-            wider than four tokens per rank is not noticed. False takes your word for it.
+        verify: where keys are gathered and neither ``ranges`` nor ``mask`` is given, try on random
+            tokens, before the first exchange, whether the module gives a part of the queries the
+            result that they have among all queries. Causal ``scaled_dot_product_attention`` and
+            ``torch.tril`` or ``triu`` of ``[queries, keys]`` do, by [Note: Placed queries]; what
+            does not is refused. Tried are a few tokens, and sequences as long as the call's, again
+            where a longer one comes: that takes two forwards of attention over one whole sequence.
+            False takes your word for it.
         model: what it is applied in. If its first step ends and a module that the style was applied
-            to has not run, that is an error. Without it, nobody can tell a step in which none of
+            to has not run, that is an error. Without it, no hook sees a step in which none of
             them ran, but for :meth:`check`.
         use_local_output: False returns a ``DTensor`` with ``Shard`` of the sequence on each
             dimension of the mesh. DTensor inputs with these placements are taken in either case.
@@ -268,8 +267,42 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
             if self._batches:
                 self.check()
             self._batches += 1
-        length = self.style.kv_sequence_length if keys else self.style.sequence_length
-        return shard_batch(batch, mesh, length, seq_dim, labels, ignore_index, whole)
+        sequence_length = self.style.kv_sequence_length if keys else self.style.sequence_length
+        if "positions" in batch:
+            raise ValueError("shard_batch: found 'positions' in the batch, which is what it adds")
+        cut = {
+            name: value
+            for name, value in batch.items()
+            if isinstance(value, torch.Tensor) and value.ndim > seq_dim and name not in whole
+        }
+        if labels is not None and labels not in cut:
+            raise ValueError(f"shard_batch(labels={labels!r}): found {sorted(cut)} to cut")
+        lengths = {name: value.size(seq_dim) for name, value in cut.items()}
+        if len(set(lengths.values())) != 1:
+            raise ValueError(
+                f"shard_batch: found tokens {lengths} in dimension {seq_dim}, expected tensors of "
+                "one length; name those that have no such dimension in whole=(...)"
+            )
+        (length,) = set(lengths.values())
+        ranks = mesh.rows * mesh.columns
+        if length != sequence_length and (sequence_length is not None or length % ranks):
+            raise ValueError(
+                f"shard_batch: found {length} tokens for {ranks} ranks and sequence_length="
+                f"{sequence_length}; a length that the ranks do not divide has to be said: "
+                "ContextParallel(sequence_length=...)"
+            )
+        if sequence_length is None:
+            mesh.whole_length(length // ranks, None, "shard_batch")
+        parts: dict[str, Any] = dict(batch)
+        device = next(iter(cut.values())).device
+        places = mesh.rank_shards(length).positions(mesh.column, device)
+        for name, value in cut.items():
+            if name == labels:
+                last = torch.full_like(value.narrow(seq_dim, 0, 1), ignore_index)
+                value = torch.cat([value.narrow(seq_dim, 1, length - 1), last], dim=seq_dim)
+            parts[name] = value.index_select(seq_dim, places.to(value.device))
+        parts["positions"] = places
+        return parts
 
     def mean_loss(
         self, total: torch.Tensor, tokens: int | torch.Tensor, *, gradients: str = "sum"
@@ -293,7 +326,29 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
         """
         mesh = self.mesh
         self.check()
-        return mean_loss(total, tokens, mesh, gradients)
+        if gradients not in ("sum", "avg"):
+            raise ValueError(f"mean_loss(gradients={gradients!r}): expected 'sum' or 'avg'")
+        if total.ndim:
+            raise ValueError(
+                f"mean_loss: found a loss of shape {list(total.shape)}, expected the scalar sum of "
+                "this rank's losses"
+            )
+        wide = torch.float64
+        sums = torch.stack(
+            [
+                total.detach().to(wide),
+                torch.as_tensor(tokens, device=total.device).detach().to(wide),
+            ]
+        )
+        for comm in (mesh.heads, mesh.gather):
+            if comm is not None:
+                everyone = sums.new_empty(comm.size * 2)
+                comm.all_gather([everyone], [sums], label="mean_loss").wait()
+                sums = everyone.view(comm.size, 2).sum(0)
+        ranks = mesh.rows * mesh.columns if gradients == "avg" else 1
+        factor = (ranks / sums[1]).to(total.dtype)
+        mean: torch.Tensor = _MeanOfAll.apply(total, (sums[0] / sums[1]).to(total.dtype), factor)
+        return mean
 
     @property
     def mesh(self) -> ContextMesh:
@@ -306,3 +361,19 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
             self.check()
         assert self._mesh is not None
         return self._mesh
+
+
+class _MeanOfAll(torch.autograd.Function):  # type: ignore[misc]
+    """The mean as value, this rank's share as gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, total: torch.Tensor, value: torch.Tensor, factor: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(factor)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (factor,) = ctx.saved_tensors
+        return gradient * factor, None, None

@@ -7,6 +7,7 @@ from collections import Counter
 
 from torch import nn
 
+from memswap.module_hooks import hooks_on
 from memswap.parallel.applied import AppliedContext
 from memswap.parallel.schedule import ShardContext
 from memswap.parallel.shard import ShardedModule
@@ -70,8 +71,7 @@ def applied_contexts(model: nn.Module) -> dict[str, AppliedContext]:
     """By name, what a :class:`ContextParallel` was applied to in this model."""
     found = {}
     for name, module in model.named_modules():
-        for hook in module._forward_pre_hooks.values():
-            owner = getattr(hook, "__self__", None)
+        for owner, _, _ in hooks_on(module):
             if isinstance(owner, AppliedContext) and owner.module is module:
                 found[name or type(module).__name__] = owner
     return found

@@ -25,10 +25,11 @@ from torch.autograd.function import once_differentiable
 
 from memswap.parallel.arriving import Arrival, FirstUse, arriving
 from memswap.parallel.in_flight import Box, Observer, Redistribution
-from memswap.parallel.running import exchange_arrived
 
 
 class _Start(torch.autograd.Function):  # type: ignore[misc]
+    """Launches; in backward it waits for the gradient."""
+
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, box: Box) -> torch.Tensor:
         ctx.box = box
@@ -42,12 +43,12 @@ class _Start(torch.autograd.Function):  # type: ignore[misc]
 
 
 class _Finish(torch.autograd.Function):  # type: ignore[misc]
+    """Waits; in backward it launches the gradient."""
+
     @staticmethod
     def forward(ctx: Any, token: torch.Tensor, box: Box) -> torch.Tensor:
         ctx.box = box
-        result = box.finish()
-        exchange_arrived()
-        return result
+        return box.arrive()
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import ReferenceType, WeakMethod, finalize, ref
 
@@ -10,9 +11,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from memswap.engine.autograd import graph_task, in_backward
+from memswap.module_hooks import AtEnd, ModuleHooks
 from memswap.parallel.arriving import ArrivingTensor
 
 
@@ -41,7 +42,8 @@ class FirstStep:
 
     def __init__(self, check: Callable[[], None]) -> None:
         self._check = check
-        self._handles: dict[nn.Module, list[RemovableHandle]] = {}
+        self._watched: list[nn.Module] = []
+        self._hooks = ModuleHooks()
         self._without_graph: set[nn.Module] = set()
         self._task = -1
         self._active = False
@@ -49,8 +51,9 @@ class FirstStep:
         self._optimizers: finalize[[], FirstStep] | None = None
 
     @property
-    def watched(self) -> list[nn.Module]:
-        return list(self._handles)
+    def watched(self) -> tuple[nn.Module, ...]:
+        """The models whose first step is awaited."""
+        return tuple(self._watched)
 
     def expect(self, modules: list[nn.Module]) -> None:
         """These are new, and have to run."""
@@ -60,11 +63,10 @@ class FirstStep:
             self._optimizers = before_optimizer_steps(self._before_step)
 
     def watch(self, module: nn.Module) -> None:
-        if module not in self._handles:
-            self._handles[module] = [
-                module.register_forward_pre_hook(self._before),
-                module.register_forward_hook(self._after),
-            ]
+        """Look for the end of this model's first step."""
+        if module not in self._watched:
+            self._watched.append(module)
+            self._hooks.add(module, None, self._before, abandons_raised=True)
 
     def follow(self, output: Any) -> bool:
         """Whether there is something whose gradient will tell that a backward pass has begun."""
@@ -81,10 +83,8 @@ class FirstStep:
 
     def end(self) -> None:
         """Look no more."""
-        for handles in self._handles.values():
-            for handle in handles:
-                handle.remove()
-        self._handles.clear()
+        self._hooks.remove()
+        self._watched.clear()
         self._without_graph.clear()
         self._expected.clear()
         self._active = False
@@ -92,11 +92,12 @@ class FirstStep:
             self._optimizers()
             self._optimizers = None
 
-    def _before(self, module: nn.Module, args: Any) -> None:
+    def _before(self, key: object, module: nn.Module, args: Any, kwargs: Any) -> AtEnd:
         if module in self._without_graph and not in_backward():
             self._finish()
+        return AtEnd(partial(self._after, module))
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after(self, module: nn.Module, output: Any) -> None:
         if not in_backward() and not self.follow(output):
             self._without_graph.add(module)
 

@@ -16,12 +16,15 @@ from memswap.parallel.comm import all_gather_tensor
 
 @dataclass(slots=True, eq=False)  # a buffer is itself, whatever is in it
 class _Buffer:
+    """Memory for one all-gather at a time."""
+
     memory: torch.Tensor
     holders: int
     """References to its storage when nobody uses it."""
 
     @property
     def free(self) -> bool:
+        """Whether nobody but this buffer refers to its storage."""
         return bool(native.count_holders(self.memory)[1] == self.holders)
 
 
@@ -47,7 +50,12 @@ class PooledAllGather:
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Called by FSDP2: the output of an all-gather."""
+        """Memory for the output of an all-gather; FSDP2 calls this.
+
+        Args:
+            size: elements per dimension.
+            dtype, device: of the output.
+        """
         shape = torch.Size(int(one) for one in size)
         nbytes = shape.numel() * dtype.itemsize
         fitting = [one for one in self._buffers if one.memory.device == torch.device(device)]

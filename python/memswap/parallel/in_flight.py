@@ -1,14 +1,35 @@
-"""Box: what an exchange has in flight, in either direction; and what is to be exchanged."""
+"""InFlight: a launched collective; Box: those of one exchange; and who is told of arrivals."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Protocol
 
 import torch
 
 from memswap.engine.autograd import graph_task
 from memswap.parallel.comm import Ticket
+
+#: The forward calls that are told of arrivals, the innermost last: the call, and its callback. What
+#: runs is a matter of the thread's call stack, so this is empty between calls.
+_listeners: ContextVar[tuple[tuple[object, Callable[[], None]], ...]] = ContextVar(
+    "listeners", default=()
+)
+
+
+def listen(who: object, on_arrival: Callable[[], None]) -> None:
+    """A forward call begins; ``on_arrival()`` is called for each exchange that arrives in it."""
+    _listeners.set((*_listeners.get(), (who, on_arrival)))
+
+
+def listen_no_more(who: object) -> None:
+    """The call has ended, and with it those inside that were cut short."""
+    listening = _listeners.get()
+    for place in reversed(range(len(listening))):
+        if listening[place][0] is who:
+            _listeners.set(listening[:place])
+            return
 
 
 class InFlight:
@@ -55,7 +76,13 @@ Observer = Callable[[Redistribution, str, torch.Tensor], None]
 
 
 class Box:
-    """What is in flight between Start and Finish, in either direction."""
+    """What is in flight between Start and Finish, in either direction.
+
+    Args:
+        spec: the map.
+        label: of its collective; the adjoint's is ``"LABEL gradient"``.
+        observe: is told of each launch.
+    """
 
     def __init__(self, spec: Redistribution, label: str, observe: Observer | None) -> None:
         self.spec = spec
@@ -76,13 +103,23 @@ class Box:
         return None if self._arriving is None else self._arriving.shape
 
     def launch(self, tensor: torch.Tensor) -> None:
+        """Launch the exchange of a tensor."""
         self._arriving = self._launch(self.spec, tensor, self.label)
 
     def finish(self) -> torch.Tensor:
+        """Wait; what arrived. Once."""
         arriving, self._arriving = self._arriving, None
         if arriving is None:
             raise RuntimeError(f"exchange {self.label!r}: nothing is in flight")
         return arriving.finish()
+
+    def arrive(self) -> torch.Tensor:
+        """The same, where it is wanted: the innermost module that listens is told."""
+        result = self.finish()
+        listening = _listeners.get()
+        if listening:
+            listening[-1][1]()
+        return result
 
     def launch_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Launch the adjoint; zeros of the gradient's shape, without memory, to stand for it."""

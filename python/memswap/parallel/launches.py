@@ -17,12 +17,13 @@ import torch
 from torch import nn
 
 from memswap.errors import RankMismatchError
+from memswap.module_hooks import ModuleHooks
 from memswap.parallel.comm import Comm, Ticket
 from memswap.parallel.selftest import ranks_that_differ
 from memswap.parallel.slots import SlotPool
 from memswap.parallel.unit import Member, State, Unit
 
-#: Does something before a unit is gathered; what it returns, if anything, is waited before.
+#: Is called with a unit's name before it is gathered; what it returns is waited for, unless None.
 Prerequisite = Callable[[str], Any]
 
 
@@ -49,6 +50,8 @@ class Scheduled:
     own_memory: bool
     """Not in a slot: its weights stay while other units come and go."""
     anchor: str | None
+    calls: ModuleHooks = field(default_factory=ModuleHooks)
+    """The hooks on its modules."""
     anchored: bool = False
     """Whether this forward has passed the anchor."""
     exchanges: int = 0
@@ -124,13 +127,15 @@ class Order:
         self._last = unit
 
     def pause(self) -> None:
-        """A pass has ended: what comes next follows nobody."""
+        """A pass has ended: the next unit is no successor of the last one."""
         self._last = self._opener = None
 
     def after(self, unit: Unit) -> Unit | None:
+        """The unit that came after this one; None: that is not known."""
         return self._after.get(unit)
 
     def before(self, unit: Unit) -> Unit | None:
+        """The unit that came before this one; None: that is not known."""
         return self._before.get(unit)
 
 

@@ -20,10 +20,12 @@ class Layout:
     seq_dim: int
     head_dim: int
     ndim: int
+    batch_dim: int | None
+    """Of its sequences; None: they are packed into one."""
 
     def packed(self) -> Layout:
         """The same with a dimension before the heads for q, k and v, or k and v, in one tensor."""
-        return Layout(self.seq_dim, self.head_dim + 1, self.ndim + 1)
+        return Layout(self.seq_dim, self.head_dim + 1, self.ndim + 1, self.batch_dim)
 
     def __str__(self) -> str:
         names = (name for name, layout in LAYOUTS.items() if layout == self)
@@ -32,10 +34,10 @@ class Layout:
 
 #: b batch, s sequence, h (or n) heads, d head size, t tokens of packed sequences (cu_seqlens).
 LAYOUTS = {
-    "bshd": Layout(seq_dim=1, head_dim=2, ndim=4),
-    "bnsd": Layout(seq_dim=2, head_dim=1, ndim=4),
-    "sbhd": Layout(seq_dim=0, head_dim=2, ndim=4),
-    "thd": Layout(seq_dim=0, head_dim=1, ndim=3),
+    "bshd": Layout(seq_dim=1, head_dim=2, ndim=4, batch_dim=0),
+    "bnsd": Layout(seq_dim=2, head_dim=1, ndim=4, batch_dim=0),
+    "sbhd": Layout(seq_dim=0, head_dim=2, ndim=4, batch_dim=1),
+    "thd": Layout(seq_dim=0, head_dim=1, ndim=3, batch_dim=None),
 }
 
 
@@ -116,9 +118,12 @@ class SequenceShards:
     def cut(cls, length: int, ranks: int, balance: Balance = "contiguous") -> SequenceShards:
         """Cut a sequence; lengths differ by at most one token per range.
 
-        "contiguous", "queries": one range per rank. "headtail": the sequence in ``2 * ranks``
-        chunks, rank ``r`` has chunks ``r`` and ``2 * ranks - 1 - r``, so that causal attention is
-        equal work.
+        Args:
+            length: tokens of the sequence.
+            ranks: number of parts.
+            balance: "contiguous" and "queries" give each rank one range. "headtail" cuts the
+                sequence into ``2 * ranks`` chunks, of which rank ``r`` has ``r`` and
+                ``2 * ranks - 1 - r``, so that causal attention is equal work.
         """
         if balance != "headtail":
             return cls(tuple((cut,) for cut in even_cuts(length, ranks)))

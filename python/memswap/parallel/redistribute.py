@@ -152,6 +152,7 @@ class _SequenceGather:
 
     @property
     def own_length(self) -> int:
+        """Tokens of this rank."""
         return self.shards.lengths[self.comm.rank]
 
     def _shape(self, tensor: torch.Tensor, tokens: int) -> list[int]:
@@ -320,7 +321,17 @@ SequenceExchange = (
 def all_to_all(
     comm: Comm, parts: Sequence[torch.Tensor], shapes: Sequence[list[int]], label: str
 ) -> tuple[Ticket, Callable[[], list[torch.Tensor]]]:
-    """Part ``j`` to rank ``j``; then the parts of ``shapes[j]`` that came from rank ``j``."""
+    """Launch one all-to-all of tensors that need not have the same size.
+
+    Args:
+        comm: the ranks.
+        parts: ``parts[j]`` goes to rank ``j``.
+        shapes: ``shapes[j]`` is that of the part that comes from rank ``j``.
+        label: names the collective.
+
+    Returns:
+        The ticket, and a function that gives the parts that came, once that was waited for.
+    """
     send = torch.cat([part.reshape(-1) for part in parts])
     sizes = [torch.Size(shape).numel() for shape in shapes]
     received = send.new_empty(sum(sizes))
@@ -331,7 +342,7 @@ def all_to_all(
 
 
 def runs(heads: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Neighbours as one: where they are in ``heads``, the first of them, how many."""
+    """Heads that follow one another, as ``(place in heads, first of them, how many)``."""
     found: list[tuple[int, int, int]] = []
     for place, head in enumerate(heads):
         if found and found[-1][1] + found[-1][2] == head:
@@ -342,13 +353,30 @@ def runs(heads: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def take(tensor: torch.Tensor, dim: int, heads: Sequence[int]) -> torch.Tensor:
-    """These heads. By slices: an index tensor would have to travel to the device each time."""
+    """Some heads of a tensor. By slices: an index tensor would travel to the device each time.
+
+    Args:
+        tensor: with heads in dimension ``dim``.
+        dim: the dimension of the heads.
+        heads: which, in this order.
+    """
     parts = [tensor.narrow(dim, head, count) for _, head, count in runs(heads)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
 def check_size(tensor: torch.Tensor, dim: int, expected: int, label: str, what: str) -> None:
-    """Parts that do not fit hang or corrupt the other ranks; they raise before the launch."""
+    """Refuse a part that does not fit: launched, it would hang or corrupt the other ranks.
+
+    Args:
+        tensor: this rank's part.
+        dim: the dimension to look at.
+        expected: its size on this rank.
+        label: of the exchange, for the message.
+        what: the dimension has, for the message.
+
+    Raises:
+        ValueError: the size is another one.
+    """
     if tensor.size(dim) != expected:
         raise ValueError(
             f"exchange {label!r}: found {tensor.size(dim)} {what} in dimension {dim} of "

@@ -91,13 +91,15 @@ class ShardContext:
         """Collectives of the last step, from the first after a backward to the end of the next."""
 
     def before_fetch(self, prerequisite: Prerequisite, *, of: nn.Module | None = None) -> None:
-        """Call ``prerequisite(name)`` before a unit is gathered, by prefetch or by need.
+        """Have something done before a unit is gathered, whether ahead of its use or for it.
 
-        ``of`` a sharded module: before that module's unit only.
+        For an optimizer that broadcasts updated shards, or copies them from the host.
 
-        What it returns has to have ``wait()`` (a ticket, a ``Work``), which is called before the
-        all-gather is launched, or to be None. For an optimizer that broadcasts updated shards, or
-        copies them from the host.
+        Args:
+            prerequisite: ``prerequisite(name)`` is called before the all-gather of the unit of that
+                name is launched. What it returns is None, or has ``wait()`` (a ticket, a ``Work``),
+                which is called before that launch as well.
+            of: a sharded module, for that module's unit only; None: for all units.
 
         Raises:
             ValueError: ``of`` belongs to no unit of this context.
@@ -140,14 +142,19 @@ class ShardContext:
         self._reducing.finish()
 
     def recover(self) -> None:
-        """Outside of backward: :meth:`reset`, if the last backward raised and was not ended."""
+        """Outside of backward: forget a step that raised, and forwards that were interrupted."""
+        for one in self.scheduled.values():
+            one.calls.depth()  # abandons those that have ended without their hook
+        self._recover_backward()
+
+    def _recover_backward(self) -> None:
         if self._in_backward and graph_task() == -1:
             self.reset()
 
     def reset(self) -> None:
         """Forget a step that failed: wait for what is under way, drop weights and gradients.
 
-        Called by itself at the next forward after a backward that raised, or when somebody asks
+        Called by itself at the next forward after a backward that raised, or when a caller asks
         the model for its parameters.
         """
         self._reducing.abandon()
@@ -173,7 +180,7 @@ class ShardContext:
             unit.expose()
             self._prefetch(self._expected_in_backward(unit), unit)
             return
-        self.recover()
+        self._recover_backward()
         if not self._compared:
             self._compared = True
             compare_ranks(self.scheduled.values(), self._settings)
@@ -203,7 +210,13 @@ class ShardContext:
             self._prefetch(self._expected_in_forward(unit), unit)
 
     def leave_forward(self, unit: Unit, module: nn.Module, backward_comes: bool) -> None:
-        """The module has run, or raised."""
+        """A forward call has ended.
+
+        Args:
+            unit: whose call it is.
+            module: of the unit's modules, the one that has run, or raised.
+            backward_comes: whether its output requires a gradient.
+        """
         one = self.scheduled[unit]
         if one.depth == 0:
             return
@@ -224,6 +237,16 @@ class ShardContext:
         one.pinned = False
         stays = one.residency == "step" or (backward_comes and not one.reshard_after_forward)
         if not stays:
+            self._gathering.release(one)
+
+    def abandon_forward(self, unit: Unit) -> None:
+        """A forward call was interrupted, and no hook has told its end."""
+        one = self.scheduled[unit]
+        if one.depth == 0:
+            return  # a reset has come before
+        one.depth -= 1
+        if one.depth == 0 and not one.in_backward:
+            one.left.clear()
             self._gathering.release(one)
 
     def enter_unit_backward(self, unit: Unit, versions: tuple[int, ...]) -> None:

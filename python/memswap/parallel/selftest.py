@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
-from memswap.parallel.comm import Comm
+from memswap.parallel.comm import Comm, ReduceOp
 
 #: Elements that each rank sends to each other rank.
 COUNT = 1024
@@ -31,10 +32,10 @@ def check_lanes(
         The name of a check, and what was wrong ("" if nothing).
     """
     checks: dict[str, Callable[[Comm, torch.device], str]] = {
-        "all-gather": _all_gather,
-        "several all-gathers in one": _all_gather_coalesced,
-        "reduce-scatter": _reduce_scatter,
-        "several reduce-scatters in one": _reduce_scatter_coalesced,
+        "all-gather": partial(_all_gather, counts=[COUNT]),
+        "several all-gathers in one": partial(_all_gather, counts=[COUNT, 3]),
+        "reduce-scatter": partial(_reduce_scatter, counts=[COUNT], op="avg"),
+        "several reduce-scatters in one": partial(_reduce_scatter, counts=[COUNT, 3], op="sum"),
         "several all-reduces in one": _all_reduce,
         "all-to-all": _all_to_all,
         "all-to-all, unequal parts": _all_to_all_uneven,
@@ -67,15 +68,7 @@ def _mine(comm: Comm, device: torch.device, rank: int, count: int = COUNT) -> to
     return torch.arange(1, count + 1, dtype=torch.float32, device=device) + rank * 2 * count
 
 
-def _all_gather(comm: Comm, device: torch.device) -> str:
-    output = torch.empty(COUNT * comm.size, device=device)
-    comm.all_gather([output], [_mine(comm, device, comm.rank)], label="selftest").wait()
-    expected = torch.cat([_mine(comm, device, rank) for rank in range(comm.size)])
-    return _differs(output, expected, comm)
-
-
-def _all_gather_coalesced(comm: Comm, device: torch.device) -> str:
-    counts = (COUNT, 3)
+def _all_gather(comm: Comm, device: torch.device, counts: list[int]) -> str:
     outputs = [torch.empty(count * comm.size, device=device) for count in counts]
     inputs = [_mine(comm, device, comm.rank, count) for count in counts]
     comm.all_gather(outputs, inputs, label="selftest").wait()
@@ -86,22 +79,16 @@ def _all_gather_coalesced(comm: Comm, device: torch.device) -> str:
     return ""
 
 
-def _reduce_scatter(comm: Comm, device: torch.device) -> str:
-    output = torch.empty(COUNT, device=device)
-    sent = torch.cat([_mine(comm, device, rank) for rank in range(comm.size)])
-    comm.reduce_scatter([output], [sent], op="avg", label="selftest").wait()
-    return _differs(output, _mine(comm, device, comm.rank), comm)
-
-
-def _reduce_scatter_coalesced(comm: Comm, device: torch.device) -> str:
-    outputs = [torch.empty(count, device=device) for count in (COUNT, 3)]
+def _reduce_scatter(comm: Comm, device: torch.device, counts: list[int], op: ReduceOp) -> str:
+    outputs = [torch.empty(count, device=device) for count in counts]
     inputs = [
         torch.cat([_mine(comm, device, rank, count) for rank in range(comm.size)])
-        for count in (COUNT, 3)
+        for count in counts
     ]
-    comm.reduce_scatter(outputs, inputs, op="sum", label="selftest").wait()
-    for output, count in zip(outputs, (COUNT, 3), strict=True):
-        if wrong := _differs(output, _mine(comm, device, comm.rank, count) * comm.size, comm):
+    comm.reduce_scatter(outputs, inputs, op=op, label="selftest").wait()
+    terms = comm.size if op == "sum" else 1  # all ranks send the same
+    for output, count in zip(outputs, counts, strict=True):
+        if wrong := _differs(output, _mine(comm, device, comm.rank, count) * terms, comm):
             return wrong
     return ""
 
@@ -157,7 +144,13 @@ def _same(comm: Comm, device: torch.device, configuration: str) -> str:
 
 
 def ranks_that_differ(comm: Comm, device: torch.device, text: str) -> list[int]:
-    """The ranks of the group that have another text than this one. All of them call this."""
+    """The ranks of a group that have another text than this one; all of its ranks call this.
+
+    Args:
+        comm: the group.
+        device: of the tensors that are exchanged.
+        text: compared by its hash.
+    """
     digest = hashlib.sha256(text.encode()).digest()[:8]
     mine = torch.tensor(list(digest), dtype=torch.float32, device=device)
     output = torch.empty(len(digest) * comm.size, device=device)

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from memswap._native import native
-from memswap.parallel.hooks import Hooks
+from memswap.parallel.hooks import UnitHooks
 from memswap.parallel.launches import Scheduled
 from memswap.parallel.schedule import ShardContext
 from memswap.parallel.unit import Unit
@@ -134,7 +134,7 @@ def shard(
     )
     for parameter in parameters:
         setattr(parameter, _TAKEN, name)
-    hooks = Hooks(unit, context)
+    hooks = UnitHooks(unit, context)
     for one in modules:
         _name_units(one)
         kind: Any = type(one)
@@ -142,14 +142,14 @@ def shard(
         one._memswap_hooks = hooks
         hooks.install(one)
     for one in anchors:
-        one.register_forward_pre_hook(hooks.anchor)
+        hooks.install_anchor(one)
     return module
 
 
 class ShardedModule:
     """What :func:`shard` adds to a module's class."""
 
-    _memswap_hooks: Hooks
+    _memswap_hooks: UnitHooks
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the unit's weights now; they stay until :meth:`reshard` or until they were used.
@@ -214,7 +214,7 @@ class ShardedModule:
 class UnshardHandle:
     """What ``unshard(async_op=True)`` returns."""
 
-    def __init__(self, hooks: Hooks) -> None:
+    def __init__(self, hooks: UnitHooks) -> None:
         self._hooks = hooks
 
     def wait(self) -> None:
@@ -252,7 +252,7 @@ def _checked_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]
     return modules
 
 
-def _units_inside(module: nn.Module) -> Iterator[Hooks]:
+def _units_inside(module: nn.Module) -> Iterator[UnitHooks]:
     for part in module.modules():
         if isinstance(part, ShardedModule):
             yield part._memswap_hooks
@@ -348,7 +348,7 @@ def _anchors(modules: Sequence[nn.Module], anchor: str | None) -> list[nn.Module
     return anchors
 
 
-def _context_for(inner: Sequence[Hooks], given: ShardContext | None) -> ShardContext:
+def _context_for(inner: Sequence[UnitHooks], given: ShardContext | None) -> ShardContext:
     """The context for a unit around those inside: theirs, joined if each had one of its own."""
     contexts = list(dict.fromkeys(hooks.context for hooks in inner))
     if given is not None:

@@ -20,6 +20,8 @@ POISON = 0xFF
 
 @dataclass(slots=True)
 class _Slot:
+    """Memory that is lent again and again."""
+
     memory: torch.Tensor
     epoch: int = 0
     owner: str | None = None
@@ -89,7 +91,20 @@ class SlotPool:
         self._slot_bytes = max(self._slot_bytes, nbytes)
 
     def take(self, owner: str, nbytes: int, device: torch.device) -> Lease | None:
-        """A free slot, or None if every slot is lent."""
+        """Lend a slot.
+
+        Args:
+            owner: name of the unit, for messages.
+            nbytes: that it needs.
+            device: where.
+
+        Returns:
+            The loan, of a slot or, in a pool without slots, of memory of the allocator's; None if
+            every slot is lent.
+
+        Raises:
+            SlotError: in debug mode, somebody wrote to a free slot.
+        """
         if self.count is None:
             return self.allocate(owner, nbytes, device)
         self.reserve(nbytes)
@@ -111,7 +126,7 @@ class SlotPool:
         return self._lent(Lease(owner, slot.memory, slot, slot.epoch))
 
     def allocate(self, owner: str, nbytes: int, device: torch.device) -> Lease:
-        """Memory beside the slots."""
+        """Lend memory beside the slots; the arguments are those of `take`."""
         return self._lent(Lease(owner, self._new(nbytes, device), None, 0))
 
     def release(self, lease: Lease) -> None:

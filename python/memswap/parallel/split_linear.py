@@ -19,7 +19,13 @@ from torch.autograd.function import once_differentiable
 
 
 def can_split(input: torch.Tensor, weight: Any, bias: Any) -> bool:
-    """Whether there are two gradients to compute, of plain tensors, without casts."""
+    """Whether a linear layer has two gradients to compute, of plain tensors, without casts.
+
+    Args:
+        input: ``[..., in features]``.
+        weight: ``[out features, in features]``, or whatever ``F.linear`` was called with.
+        bias: ``[out features]``, None, or whatever ``F.linear`` was called with.
+    """
     return bool(
         torch.is_grad_enabled()
         and input.requires_grad
@@ -35,7 +41,16 @@ def can_split(input: torch.Tensor, weight: Any, bias: Any) -> bool:
 def split_linear(
     input: Callable[[], torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """``F.linear(input(), weight, bias)``; ``input`` is called once WeightSide has its place."""
+    """``F.linear(input(), weight, bias)``: see [Note: The input's gradient first].
+
+    Args:
+        input: returns ``[..., in features]``; called once WeightSide has its place in the graph.
+        weight: ``[out features, in features]``.
+        bias: ``[out features]``, or None.
+
+    Returns:
+        ``[..., out features]``.
+    """
     held = _Held()
     token = _WeightSide.apply(weight, bias, held)
     output: torch.Tensor = _InputSide.apply(input(), token, (weight, bias), held)
@@ -53,6 +68,8 @@ class _Held:
 
 
 class _WeightSide(torch.autograd.Function):  # type: ignore[misc]
+    """In backward, the gradients of weight and bias."""
+
     @staticmethod
     def forward(
         ctx: Any, weight: torch.Tensor, bias: torch.Tensor | None, held: _Held
@@ -75,6 +92,8 @@ class _WeightSide(torch.autograd.Function):  # type: ignore[misc]
 
 
 class _InputSide(torch.autograd.Function):  # type: ignore[misc]
+    """The linear layer; in backward, the gradient of its input."""
+
     @staticmethod
     def forward(
         ctx: Any,

@@ -75,6 +75,7 @@ class Member:
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
+        """Of this rank's rows with padding, the sharded dimension first."""
         return (self.rows, *self.shape[1:])
 
     @property
@@ -110,7 +111,15 @@ def shard_parameter(
     mesh: DeviceMesh,
     comm: Comm,
 ) -> Member:
-    """Put this rank's part of the parameter, as a DTensor, wherever the parameter is registered."""
+    """Put this rank's part of the parameter, as a DTensor, wherever the parameter is registered.
+
+    Args:
+        parameter: the whole parameter, with the same values on all ranks.
+        owners: every module and name that it is registered under.
+        dim: the dimension to shard.
+        mesh: 1-D, or 2-D (replicate, shard).
+        comm: the ranks of this rank's shards.
+    """
     rank, size = comm.rank, comm.size
     length = parameter.shape[dim]
     rows = math.ceil(length / size)
@@ -143,6 +152,16 @@ class Unit:
 
     Between :meth:`fetch` and :meth:`drop` the gathered weights have memory, which is lent
     ([Note: Lent memory] in csrc/storage/lend.h); after :meth:`ready` they may be used.
+
+    Args:
+        name: for messages, logs and profiles.
+        modules: whose parameters they are; their forward calls use the unit.
+        parameters: with every module and name that each is registered under.
+        dims: the dimension along which each is sharded.
+        mesh: 1-D, or 2-D (replicate, shard).
+        policy: dtypes of gathered parameters and of the reduction.
+        comm: the ranks that have the other shards.
+        replicas: the ranks that have the same shard; None: there are none.
     """
 
     def __init__(
@@ -222,6 +241,7 @@ class Unit:
         member.sharded = current
 
     def shard_versions(self) -> tuple[int, ...]:
+        """A number for each shard, which an edit in place changes."""
         return tuple(member.version() for member in self.members)
 
     @property
@@ -334,6 +354,7 @@ class Unit:
 
     @property
     def trainable(self) -> list[Member]:
+        """The parameters that require gradients."""
         return [member for member in self.members if member.sharded.requires_grad]
 
     @property
@@ -343,6 +364,7 @@ class Unit:
 
     @property
     def has_gradients(self) -> bool:
+        """Whether a gathered gradient has not been reduced."""
         return any(member.grad is not None for member in self.members)
 
     def _collector(self, member: Member) -> Callable[[torch.Tensor], None]:
@@ -377,6 +399,7 @@ class Unit:
 
     @property
     def reduce_op(self) -> ReduceOp:
+        """ "avg"; "sum" where `set_gradient_divide_factor` says what that is divided by."""
         return "avg" if self.divide_factor is None else "sum"
 
     def give_gradient(self, member: Member, reduced: torch.Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import ref
 
 import torch
@@ -15,8 +15,11 @@ from memswap.compat.internevo.ahead import Ahead
 from memswap.compat.internevo.parts import Part, accumulates
 from memswap.compat.internevo.pool import MemoryPool
 from memswap.engine.autograd import graph_task
-from memswap.engine.untraced import untraced
+from memswap.module_hooks import AtEnd, ModuleHooks
 from memswap.parallel.comm import Comm
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 #: On a module: whether it has called a communicator for its weight.
 _CALLED = "_isp_gathers_its_weight"
@@ -65,6 +68,10 @@ class AheadByBlocks(Ahead):
         another communicator gathers it."""
         self._recomputing: set[nn.Module] = set()
         """Modules that backward runs forward again now."""
+        #: A module may be a block's output projection and hold a part as well.
+        self._of_chunks, self._of_blocks, self._of_outputs, self._of_holders = (
+            ModuleHooks(_refuse_copy) for _ in range(4)
+        )
         self.reductions.guard()
 
     def add_chunk(
@@ -81,19 +88,17 @@ class AheadByBlocks(Ahead):
             checkpointed: how many of them, from the first, backward will compute again.
         """
         own: list[Block] = []
-        chunk.register_forward_pre_hook(self._chunk_begins)
+        self._of_chunks.add(chunk, None, self._chunk_begins)
         for index, (module, holders, outputs) in enumerate(blocks):
             parts = {holder: self._parts(name, holder) for name, holder in holders.items()}
             own.append(Block(module, index, parts, holders, bool(outputs), index < checkpointed))
-            module.register_forward_pre_hook(partial(self._block_begins, own, own[-1]))
+            place = own, own[-1], index == len(blocks) - 1
+            self._of_blocks.add(module, place, self._block_begins, abandons_raised=True)
             for output in outputs:
-                output.register_forward_pre_hook(partial(self._at_anchor, own, own[-1]))
+                self._of_outputs.add(output, place, self._output_begins)
             for holder in holders.values():
                 self.first_uses.seen(holder)
-                holder.register_forward_pre_hook(self._holder_begins)
-                holder.register_forward_hook(self._holder_ends, always_call=True)
-        if blocks:
-            blocks[-1][0].register_forward_hook(partial(self._last_block_ends, own))
+                self._of_holders.add(holder, None, self._holder_begins, abandons_raised=True)
         self._chunks.append(own)
         self._find_places()
 
@@ -172,33 +177,35 @@ class AheadByBlocks(Ahead):
 
     # --- what hooks call --------------------------------------------------------------------------
 
-    @untraced
-    def _chunk_begins(self, module: nn.Module, args: Any) -> None:
+    def _chunk_begins(self, key: object, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.enter()
         if graph_task() == -1:
             self.gathers.drop_all()  # gathered in vain by the last forward
 
-    @untraced
     def _block_begins(
-        self, blocks: list[Block], block: Block, module: nn.Module, args: Any
-    ) -> None:
+        self, place: tuple[list[Block], Block, bool], module: nn.Module, args: Any, kwargs: Any
+    ) -> AtEnd | None:
+        blocks, block, is_last = place
         self.enter()
         block.recomputed = block.recomputed or graph_task() != -1
         self._gather(blocks, block.index)
         if not block.anchored:
-            self._at_anchor(blocks, block, module, args)
+            self._at_anchor(blocks, block)
+        return AtEnd(partial(self._last_block_ends, blocks)) if is_last else None
 
-    @untraced
-    def _at_anchor(self, blocks: list[Block], block: Block, module: nn.Module, args: Any) -> None:
+    def _output_begins(
+        self, place: tuple[list[Block], Block, bool], module: nn.Module, args: Any, kwargs: Any
+    ) -> None:
+        self._at_anchor(*place[:2])
+
+    def _at_anchor(self, blocks: list[Block], block: Block) -> None:
+        """This is where a block's neighbour is gathered."""
         if graph_task() == -1:
             self._gather(blocks, block.index + 1)
         elif block.index > 0 and blocks[block.index - 1].recomputed:
             self._gather(blocks, block.index - 1)
 
-    @untraced
-    def _last_block_ends(
-        self, blocks: list[Block], module: nn.Module, args: Any, output: Any
-    ) -> None:
+    def _last_block_ends(self, blocks: list[Block], output: Any) -> None:
         taken = {holder: name for block in blocks for name, holder in block.taken.items()}
         if self._silent.isdisjoint(taken) or any(getattr(one, _CALLED, False) for one in taken):
             return
@@ -209,18 +216,53 @@ class AheadByBlocks(Ahead):
             "the weights are whole on every rank, pass weights='whole'"
         )
 
-    @untraced
-    def _holder_begins(self, module: nn.Module, args: Any) -> None:
-        if graph_task() != -1:
-            self._recomputing.add(module)
+    def _holder_begins(self, key: object, module: nn.Module, args: Any, kwargs: Any) -> HolderCall:
+        return HolderCall(self, module)
 
-    @untraced
-    def _holder_ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._recomputing.discard(module)
-        block = self._block_of.get(module)
-        if output is None or module in self._callers or block is None:
-            return  # it raised, or it is as it should be
-        self._silent.add(module)
-        for part in block.holders.pop(module).values():  # it uses its weight as it is
+    def holder_begins(self, holder: nn.Module) -> None:
+        """A module that holds parts is about to run."""
+        if graph_task() != -1:
+            self._recomputing.add(holder)
+
+    def holder_ends(self, holder: nn.Module) -> None:
+        """It has run, or raised, or was interrupted."""
+        self._recomputing.discard(holder)
+
+    def holder_has_run(self, holder: nn.Module) -> None:
+        """Whether it has called this communicator for its weight is known now."""
+        block = self._block_of.get(holder)
+        if holder in self._callers or block is None:
+            return
+        self._silent.add(holder)
+        for part in block.holders.pop(holder).values():  # it uses its weight as it is
             self.gathers.drop(part)
         self._find_places()
+
+
+class HolderCall:
+    """One call of a module that holds parts: the scope that ModuleHooks tells of begin and end."""
+
+    def __init__(self, gathering: AheadByBlocks, holder: nn.Module) -> None:
+        self._gathering = gathering
+        self._holder = holder
+
+    def enter(self, call: FrameType | None) -> None:
+        """The call begins."""
+        self._gathering.holder_begins(self._holder)
+
+    def leave(self, output: Any) -> None:
+        """It ends."""
+        self.abandon()
+        if output is not None:
+            self._gathering.holder_has_run(self._holder)
+
+    def abandon(self) -> None:
+        """It has raised, or was interrupted."""
+        self._gathering.holder_ends(self._holder)
+
+
+def _refuse_copy() -> None:
+    raise NotImplementedError(
+        "ISPCommunicator: its hooks belong to process groups and cannot be copied; copy the model "
+        "first, and make a communicator for the copy"
+    )

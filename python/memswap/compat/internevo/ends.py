@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,11 +19,15 @@ from memswap.compat.internevo.raw import (
     mesh_of,
     reduce_rows,
 )
+from memswap.module_hooks import ModuleHooks
 from memswap.parallel.comm import Comm, ProcessGroupComm, Ticket
 from memswap.parallel.layouts import HeadPlan, SequenceShards
 from memswap.parallel.redistribute import GatherSequence, HeadsToSequence, SequenceToHeads
 from memswap.parallel.schedule import ShardContext
 from memswap.parallel.shard import ROWS, ShardedModule, shard
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 #: Of logits: batch, sequence, vocabulary.
 _SEQUENCE, _VOCABULARY = 1, 2
@@ -152,6 +155,7 @@ class EmbeddingWeightParallelCommunicator:
         self._context = context or ShardContext()
         self._group = group_of(parallel_mode)
         self._embeddings: list[nn.Module] = []  # those that hold parts
+        self._hooks = ModuleHooks(_refuse_copy)
 
     def register_module_hook(self, module: nn.Module) -> None:
         """Have an embedding's weight gathered for each forward.
@@ -174,8 +178,7 @@ class EmbeddingWeightParallelCommunicator:
         if part == whole and comm.size > 1:
             self._embeddings.append(module)
             setattr(weight, ROWS, "an EmbeddingWeightParallelCommunicator")
-            module.register_forward_pre_hook(partial(self._gather, comm, dim))
-            module.register_forward_hook(self._restore, always_call=True)
+            self._hooks.add(module, (comm, dim), _EmbeddingCall.of)
         elif list(weight.shape) == whole:
             shard(
                 module,
@@ -209,12 +212,36 @@ class EmbeddingWeightParallelCommunicator:
             )
         self._context.finish_reductions()
 
-    def _gather(self, comm: Comm, dim: int, module: nn.Module, args: Any) -> None:
-        # What a module's __dict__ has is found before its parameters, which stay as they are.
-        module.__dict__["weight"] = _Whole.apply(module._parameters["weight"], comm, dim)
 
-    def _restore(self, module: nn.Module, args: Any, output: Any) -> None:
-        module.__dict__.pop("weight", None)
+class _EmbeddingCall:
+    """One call of an embedding that holds a part of its weight, and has the whole meanwhile."""
+
+    def __init__(self, module: nn.Module, comm: Comm, dim: int) -> None:
+        self._module, self._comm, self._dim = module, comm, dim
+
+    @classmethod
+    def of(
+        cls, place: tuple[Comm, int], module: nn.Module, args: Any, kwargs: Any
+    ) -> _EmbeddingCall:
+        return cls(module, *place)
+
+    def enter(self, call: FrameType | None) -> None:
+        part = self._module._parameters["weight"]
+        # What a module's __dict__ has is found before its parameters, which stay as they are.
+        self._module.__dict__["weight"] = _Whole.apply(part, self._comm, self._dim)
+
+    def leave(self, output: object) -> None:
+        self.abandon()
+
+    def abandon(self) -> None:
+        self._module.__dict__.pop("weight", None)
+
+
+def _refuse_copy() -> None:
+    raise NotImplementedError(
+        "EmbeddingWeightParallelCommunicator: its hooks belong to process groups and cannot be "
+        "copied; copy the model first, and register the copy's embedding"
+    )
 
 
 class _Whole(torch.autograd.Function):  # type: ignore[misc]
