@@ -10,6 +10,7 @@
     encode, decode, Frame           one tensor, losslessly
     swap_out, swap_in               one tensor that keeps its identity
     memswap.parallel                sharded weights, context parallelism
+    memswap.integrations            transformers, TRL, accelerate, Lightning, torchtitan
     memswap.compat                  other systems' names
 
 Sizes are in bytes, or such as ``"24GiB"``; times are in seconds. Errors derive from
@@ -57,6 +58,7 @@ from memswap.planning.rates import Rates
 from memswap.windows import Window, Windows, select_layers, window
 
 if TYPE_CHECKING:
+    from memswap import integrations as integrations
     from memswap import parallel as parallel
     from memswap.parallel import describe as describe
 
@@ -108,8 +110,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "parallel":  # when it is asked for: it imports torch.distributed.fsdp
-        return import_module("memswap.parallel")
+    if name in ("integrations", "parallel"):  # the latter imports torch.distributed.fsdp
+        return import_module(f"memswap.{name}")
     if name == "describe":
         return import_module("memswap.parallel").describe
     raise AttributeError(f"module 'memswap' has no attribute {name!r}")

@@ -23,7 +23,7 @@ FLOORS = (
     ("groups", "operators"),
     ("activations",),
     ("checkpointing", "layer_chain", "modules"),
-    ("pipeline", "compat"),
+    ("pipeline", "compat", "integrations"),
     ("__init__",),
     ("cli",),
     ("__main__",),

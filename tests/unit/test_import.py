@@ -16,6 +16,7 @@ with memswap.saved_tensors(memswap.Policy(min_bytes=1)) as saved:
 loss.backward()
 assert weight.grad is not None and saved.stats().encoded_storages == 2
 heavy = {"torch._dynamo", "torch._inductor", "sympy", "numpy", "torch.distributed.fsdp"}
+heavy |= {"memswap.integrations", "transformers", "accelerate", "lightning", "torchtitan"}
 print(sorted(heavy & (set(sys.modules) - before)))
 """
 
