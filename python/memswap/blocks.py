@@ -145,20 +145,21 @@ def _outside_regions(model: nn.Module, units: dict[str, nn.Module]) -> dict[str,
 
     Models of diffusers have `gradient_checkpointing` on the module whose forward calls its blocks
     in checkpoint regions, where their hooks save nothing. What saves the regions' inputs is that
-    module's forward. (The layers of transformers have regions inside their own forward.)
+    module's forward. (The layers of transformers have regions inside their own forward, although
+    the model around them has the same attribute.)
     """
     recomputing = {
         name: module
         for name, module in model.named_modules()
         if getattr(module, "gradient_checkpointing", False) is True
         and any(True for _ in module.children())
-        and not _is_checkpointed(module)
     }
     found: dict[str, nn.Module] = {}
     for name, unit in units.items():
         parts = name.split(".")
         around = [".".join(parts[:length]) for length in range(len(parts))]
         holder = next((outer for outer in reversed(around) if outer in recomputing), None)
+        holder = None if _is_checkpointed(unit) else holder
         found.update({name: unit} if holder is None else {holder: recomputing[holder]})
     return found
 

@@ -167,6 +167,10 @@ MODELS = {
         ),
         ["a", *numbered("b.layers", 2)],
     ),
+    "GradientCheckpointingLayers of a model that recomputes": (
+        lambda: Recomputing(layers=nn.ModuleList(blocks(2, Layer))),
+        numbered("layers", 2),
+    ),
     "layers that are wrapped, one of them": (
         lambda: Holds(layers=nn.ModuleList([checkpoint_wrapper(Block(16)), *blocks(1)])),
         numbered("layers", 2),
