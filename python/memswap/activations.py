@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -22,13 +24,15 @@ from memswap.engine.units import format_bytes, parse_bytes
 from memswap.engine.visit import OpenBlocks, Visit, can_save
 from memswap.engine.windowed import WindowedSaver
 from memswap.engine.windows import WindowStats
-from memswap.managed import Managed
+from memswap.errors import MemswapError
+from memswap.managed import Managed, Report
 from memswap.module_hooks import ModuleHooks
 from memswap.operators import OperatorWindows
 from memswap.planning.budgets import parsed
 from memswap.planning.pilot import Pilot
 from memswap.planning.policy import Policy
 from memswap.planning.rates import Rates
+from memswap.step_report import write_step_report
 from memswap.unseen import Unseen
 from memswap.windows import Window, Windows
 
@@ -40,6 +44,9 @@ if TYPE_CHECKING:
     from memswap.engine.transfer import Pool
     from memswap.planning.plan import Plan
     from memswap.planning.step import Step
+
+
+logger = logging.getLogger("memswap")
 
 
 class saved_tensors(Uncopied):  # noqa: N801  (used like torch.autograd.graph.save_on_cpu)
@@ -138,6 +145,7 @@ class Manager(Managed):
         for model in blocks.models:
             self._models.add(model, None, self._begin_model, in_compiled_code=False)
         self._unseen: Unseen | None = Unseen(self._units.values(), "manage()")
+        logger.info("%s", self._description)
         self._operators: OperatorWindows | None = None
         if windows is not None and isinstance(self._saver, WindowedSaver):
             self._operators = OperatorWindows(self._saver, self._units, windows)
@@ -235,9 +243,38 @@ class Manager(Managed):
             self._unseen.end()
             self._unseen = None
 
-    def report(self) -> str:
-        """What is managed, and the statistics as a text table, bytes in MiB."""
-        return f"{self._description}\n{super().report()}"
+    def report(self) -> Report:
+        """What is managed, and the statistics as a text table, bytes in MiB.
+
+        As the last line of a notebook's cell it is shown as HTML.
+        """
+        return super().report().below(self._description)
+
+    def trace(self, folder: str | Path) -> list[Path]:
+        """Write what a step of this training is without memswap, and as it is planned.
+
+        Args:
+            folder: where the files go; it is made if it is missing.
+
+        Returns:
+            The files: ``trace.json``, which https://ui.perfetto.dev and chrome://tracing open, and
+            ``memory.png`` where matplotlib is installed.
+
+        Raises:
+            MemswapError: there is no plan: without a budget nothing is measured, and the first
+                steps under one lead to it.
+        """
+        plan, learnt = self.plan, self.learnt
+        if plan is None or learnt is None:
+            found = "no budget" if self._budget is None else "no plan yet"
+            raise MemswapError(
+                f"Manager.trace: found {found}, expected a training whose steps were measured: use "
+                'manage(model, budget="auto") or another budget, train for five steps or so, call '
+                "wait_for_plan(), and then this"
+            )
+        written = write_step_report(plan, *learnt, Path(folder))
+        logger.info("written: %s", ", ".join(map(str, written)))
+        return written
 
     def _begin(
         self, key: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

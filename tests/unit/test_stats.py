@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import warnings
 
 import pytest
@@ -101,6 +102,19 @@ def test_report_shows_every_reason_and_mebibytes():
     assert rows["of these, not ahead of backward"] == ["9"]
     assert rows["host blocked, seconds"] == ["0.250"]
     assert len({len(line.rstrip()) for line in lines if "ahead" not in line}) <= 3
+
+
+def test_a_report_is_a_table_in_a_notebook_and_text_elsewhere():
+    stats = Stats(offered_tensors=12, moved_storages=6, kept={"<small>": Count(5, 1 << 19)})
+    found = report(stats).below("units: 2 Block & others")
+    assert str(found).startswith("units: 2 Block & others\n")
+    html = found._repr_html_()
+    assert html.startswith("<p>units: 2 Block &amp; others</p><table>")
+    assert "<td>5</td><td>0.5</td>" in html and "&lt;small&gt;" in html
+    assert html.count("<tr>") == html.count("</tr>") == len(found.splitlines()) - 1
+    again = pickle.loads(pickle.dumps(found))
+    assert again == found and again._repr_html_() == html
+    assert report(Stats())._repr_html_().startswith("<p>nothing yet")
 
 
 def test_ratio_is_that_of_raw_to_encoded_bytes():

@@ -23,6 +23,7 @@ import torch
 from memswap.activations import manage
 from memswap.blocks import find_blocks, unwrapped
 from memswap.integrations.options import from_config
+from memswap.managed import Report
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -71,7 +72,7 @@ class ManagedTraining:
         self._manager: Manager | None = None
         self._loop: _Loop | None = None
         self._guard: _Guard | None = None
-        self._report = ""
+        self._report = Report(("no training has begun",), ())
 
     @classmethod
     def from_config(cls: type[TrainingT], config: Mapping[str, Any]) -> TrainingT:
@@ -115,7 +116,6 @@ class ManagedTraining:
             for guard in _guards(part):
                 guard.look(running)
         self._manager = manage(layers_of(parts), **self._options)
-        logger.info("%s", self._manager)
         self._loop = running
         if running is not None:
             self._guard = _Guard(self)
@@ -136,11 +136,9 @@ class ManagedTraining:
             logger.info("%s", self._report)
             manager.remove()
 
-    def report(self) -> str:
+    def report(self) -> Report:
         """What was done in the training that runs, or in the last one."""
-        if self._manager is not None:
-            return self._manager.report()
-        return self._report or "no training has begun"
+        return self._report if self._manager is None else self._manager.report()
 
     def metrics(self) -> dict[str, float]:
         """What was done since the training began, for its log: MiB, and seconds.
