@@ -38,6 +38,10 @@ def test_first_example_is_short() -> None:
     assert len(code) <= 10, "the README promises an example of ten lines"
 
 
+def test_readme_is_short() -> None:
+    assert len(README.splitlines()) < 150
+
+
 #: These run in tests/integrations, and on several processes in tests/parallel.
 ELSEWHERE = ("finetune_trainer", "lora_trl", "lightning_module", "fsdp2_context_parallel")
 EXAMPLES = [one for one in sorted((ROOT / "examples").glob("*.py")) if one.stem not in ELSEWHERE]
