@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -349,17 +349,34 @@ class _Units:
 
 
 class _UnitCall(Visit):
-    """The visit of one call of a unit."""
+    """The visit of one call of a unit; to torch.profiler a range, ``memswap::layers.0``."""
 
-    __slots__ = ("manager",)
+    __slots__ = ("manager", "range")
 
     def __init__(self, saver: Saver, name: str, manager: Manager) -> None:
         super().__init__(saver, name)
         self.manager = manager
+        self.range: torch.profiler.record_function | None = None
+
+    def enter(self, call: FrameType | None = None) -> None:
+        if torch.autograd.profiler._is_profiler_enabled:
+            self.range = torch.profiler.record_function(f"memswap::{self.unit}")
+            self.range.__enter__()
+        super().enter(call)
 
     def leave(self, output: object = None) -> None:
         super().leave()
         self.manager._left()
+        self._end_range()
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._end_range()
+
+    def _end_range(self) -> None:
+        range, self.range = self.range, None
+        if range is not None:
+            range.__exit__(None, None, None)
 
 
 def manage(

@@ -152,6 +152,25 @@ def test_a_variable_that_says_something_else_is_an_error(monkeypatch):
         callbacks_factory()
 
 
+def test_lightning_finds_the_factory_where_memswap_is_installed(tmp_path, monkeypatch):
+    """With the entry points of pyproject.toml, as an installed package has them."""
+    installed = tmp_path / "memswap_here-1.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: memswap-here\nVersion: 1\n")
+    (installed / "entry_points.txt").write_text(
+        "[lightning.pytorch.callbacks_factory]\n"
+        f"memswap = {callbacks_factory.__module__}:{callbacks_factory.__name__}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("MEMSWAP_LIGHTNING", "action=encode, min_bytes=1KiB")
+    trainer = new_trainer(tmp_path, precision="bf16-mixed")
+    (callback,) = [one for one in trainer.callbacks if isinstance(one, MemswapCallback)]
+    module = Module()
+    trainer.fit(module, loader())
+    assert moved(callback.report())
+    assert_no_hooks(module)
+
+
 def test_the_entry_point_of_the_package_is_that_factory():
     """Lightning loads it whenever a Trainer is made."""
     import ast
