@@ -104,6 +104,24 @@ def check_unmanaged(modules: Iterable[nn.Module], caller: str) -> None:
                 )
 
 
+#: What the rows of a report count: docs/choosing.md has the same table, and a notebook shows it
+#: where the mouse rests.
+MEANINGS = {
+    "offered by autograd": "what the managed modules saved for backward",
+    "same storage again": "saved before, by another operator or as another view: it moves once",
+    "moved": "storages that left, or became frames",
+    "of these, encoded": "those that became frames; beside it their bytes before",
+    "their frames": "the bytes of these frames",
+    "really freed": "what nobody else held, so that its memory was free",
+    "returned": "storages that backward got back",
+    "of these, when backward asked": "those that were not on their way yet: all of them in the "
+    "first step, and where the thread that asks decodes, as on a CPU",
+    "peak resident": "the most bytes of saved activations on the device at a time, frames included",
+    "peak away": "the most bytes in the pool at a time; frames on the device are not away",
+    "host blocked, seconds": "how long the calling thread waited for a transfer or for room",
+}
+
+
 class Report(str):
     """Statistics as text for a terminal, which a notebook shows as a table."""
 
@@ -140,7 +158,8 @@ class Report(str):
         """The table as notebooks show it; a label that begins with blanks is part of another."""
         above = "".join(f"<p>{escape(line)}</p>" for line in self._above)
         rows = "".join(
-            f'<tr><td style="text-align:left{";padding-left:2em" if label[:1] == " " else ""}">'
+            f'<tr title="{escape(MEANINGS.get(label.strip(), ""))}">'
+            f'<td style="text-align:left{";padding-left:2em" if label[:1] == " " else ""}">'
             f"{escape(label.strip())}</td><td>{tensors}</td><td>{size}</td></tr>"
             for label, tensors, size in self._rows
         )
@@ -169,7 +188,7 @@ def report(stats: Stats) -> Report:
         ("  their frames", "", stats.frame_bytes),
         ("really freed", "", stats.freed_bytes),
         ("returned", stats.returned_storages, stats.returned_bytes),
-        ("  of these, not ahead of backward", stats.stalls, ""),
+        ("  of these, when backward asked", stats.stalls, ""),
         ("peak resident", "", stats.peak_resident_bytes),
         ("peak away", "", stats.peak_away_bytes),
     ]
