@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from memswap._native import native
-from memswap.blocks import LISTS, Blocks, find_blocks
+from memswap._warn import warn
+from memswap.blocks import LISTS, Blocks, compiled_as_a_whole, find_blocks
 from memswap.engine.autograd import computed_from, in_backward, next_node_number, plain_parts
 from memswap.engine.saver import Saver
 from memswap.engine.stats import Stats
@@ -463,6 +464,8 @@ def manage(
     ):
         named_units(modules)
         blocks = find_blocks(modules)
+        if blocks.models and compiled_as_a_whole(modules):
+            warn_of_divided_graph()
     else:
         blocks = Blocks.given(named_units(modules))
     check_pool(pool)
@@ -473,6 +476,16 @@ def manage(
         check_one_device(blocks.units.values())
     return Manager(
         blocks, checked_policy(policy), pool, window(prefetch_bytes), budget, rates, group, windows
+    )
+
+
+def warn_of_divided_graph() -> None:
+    """Say what hooks on the blocks of a model that is compiled as a whole change."""
+    warn(
+        "memswap: this model is compiled as a whole, and the hooks of its layers divide its graph "
+        "there. Other operators are fused then, so gradients may differ in their last bits from "
+        "those of the same compilation without memswap. Compile the layers instead, for the same "
+        "bits: `for layer in layers: layer.compile()`"
     )
 
 

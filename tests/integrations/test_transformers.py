@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import pytest
@@ -216,6 +217,29 @@ def test_a_model_that_somebody_manages_already_is_refused(tmp_path):
     model = llama()
     with memswap.manage(model), pytest.raises(ValueError, match="managed already"):
         train(tmp_path, MemswapCallback(), model=model)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles with g++")
+def test_layers_that_inductor_compiled_keep_every_bit(tmp_path):
+    def compiled():
+        torch._dynamo.reset()
+        model = llama(layers=2)
+        for layer in model.model.layers:
+            layer.compile()
+        return model
+
+    expected = train(tmp_path, model=compiled())
+    callback = MemswapCallback(**tiny.swapping(tmp_path))
+    assert_same_bits(train(tmp_path, callback, model=compiled()), expected)
+    assert moved(callback.report())
+
+
+def test_a_model_that_is_compiled_as_a_whole_is_told(tmp_path):
+    torch._dynamo.reset()
+    callback = MemswapCallback(**tiny.swapping(tmp_path))
+    with pytest.warns(UserWarning, match="compiled as a whole"):
+        train(tmp_path, callback, torch_compile=True, torch_compile_backend="eager")
+    assert moved(callback.report())
 
 
 def test_two_callbacks_in_one_training_are_refused(tmp_path):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
+from memswap.activations import warn_of_divided_graph
 from memswap.integrations.training import ManagedTraining
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ class MemswapCallback(ManagedTraining, TrainerCallback):
             )
         if model is None:
             raise ValueError("MemswapCallback: found no model, expected the one that is trained")
+        if getattr(args, "torch_compile", False):
+            warn_of_divided_graph()
         self.begin(model, _is_train, token=state)
 
     def on_log(
