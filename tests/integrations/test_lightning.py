@@ -90,6 +90,34 @@ def test_fitting_gives_the_same_bits(tmp_path, options):
     assert moved(callback.report()) and "4 LlamaDecoderLayer" in callback.report()
 
 
+class Keeps(lightning.Callback):
+    """Writes what a rank's training left behind to a file."""
+
+    def __init__(self, file, callback=None):
+        self.file = file
+        self.callback = callback
+
+    def on_train_end(self, trainer, pl_module):
+        report = "" if self.callback is None else str(self.callback.report())
+        kept = Trained.of(pl_module, pl_module.gradients, pl_module.losses)
+        torch.save((vars(kept), report), f"{self.file}-{trainer.global_rank}")
+
+
+def test_two_processes_under_ddp_give_the_same_bits(tmp_path):
+    def fit(name, callback=None):
+        file = str(tmp_path / name)
+        callbacks = [Keeps(file, callback), *([callback] if callback else [])]
+        options = {"devices": 2, "strategy": "ddp_spawn", "max_steps": 3}
+        new_trainer(tmp_path, callbacks, **options).fit(Module(), loader(12))
+        return [torch.load(f"{file}-{rank}") for rank in range(2)]
+
+    plain = fit("plain")
+    callback = MemswapCallback.from_config({"action": "encode_swap", "min_bytes": "1KiB"})
+    for (found, report), (expected, _) in zip(fit("memswap", callback), plain, strict=True):
+        assert_same_bits(Trained(**found), Trained(**expected))
+        assert moved(report) and "4 LlamaDecoderLayer" in report
+
+
 @pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
 def test_an_exception_takes_the_hooks_off(tmp_path, error):
     module = Module(fails_at=2, error=error)
