@@ -69,7 +69,7 @@ requirements = $(python) -c 'import importlib.util, sys; \
             **project["project"]["optional-dependencies"]}; \
   print("\n".join(line for group in sys.argv[1:] for line in groups[group]))'
 
-.PHONY: help demo test test-all test-npu bench lint format gpu cpp-test build clean distclean \
+.PHONY: help demo test test-all test-npu test-integrations bench lint format gpu cpp-test build clean distclean \
         require-python require-torch FORCE
 
 help:
@@ -79,7 +79,8 @@ help:
 	@echo 'make bench       benchmarks on this machine, results to benchmarks/results/'
 	@echo 'make lint        ruff, mypy and clang-format; `make format` applies what they can'
 	@echo 'Options: PYTHON=python3.12 TORCH=2.12.0 VENV=.venv|none ARGS="..."'
-	@echo 'CONTRIBUTING.md has the others: build, clean, cpp-test, test-all, test-npu, gpu.'
+	@echo 'CONTRIBUTING.md has the others: build, clean, cpp-test, test-all, test-npu,'
+	@echo 'test-integrations, gpu.'
 
 demo: build $(picture_tools)
 	$(python) -m memswap demo --picture build/demo $(ARGS)
@@ -93,6 +94,10 @@ test-all: build
 # torch_npu takes part in every `import torch` of the environment it is in, so it has one of its own.
 test-npu: build
 	$(python) tests/npu/run.py --torch $(TORCH) $(ARGS)
+
+# Other stacks' libraries, in an environment of their own beside this one.
+test-integrations: build
+	$(python) tests/integrations/run.py $(ARGS)
 
 cpp-test: build
 	$(python) tests/run.py --only cpp $(ARGS)

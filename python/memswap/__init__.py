@@ -10,6 +10,7 @@
     encode, decode, Frame           one tensor, losslessly
     swap_out, swap_in               one tensor that keeps its identity
     memswap.parallel                sharded weights, context parallelism
+    memswap.integrations            transformers, TRL, accelerate, Lightning, torchtitan
     memswap.compat                  other systems' names
 
 Sizes are in bytes, or such as ``"24GiB"``; times are in seconds. Errors derive from
@@ -19,46 +20,47 @@ Sizes are in bytes, or such as ``"24GiB"``; times are in seconds. Errors derive 
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from memswap.activations import Manager, manage, saved_tensors
-from memswap.checkpointing import (
-    Checkpointing,
-    CheckpointPolicy,
-    checkpoint,
-    checkpoint_module,
-    keep_collectives,
-)
-from memswap.codec import Frame, decode, encode
-from memswap.engine.action import Action, TensorInfo
-from memswap.engine.pools import DiskPool, HostPool
-from memswap.engine.stats import Stats
-from memswap.errors import (
-    BudgetError,
-    FrameError,
-    GroupError,
-    InplaceEditError,
-    MemswapError,
-    NotSwappedError,
-    RankMismatchError,
-    RecomputeError,
-    SharedStorageError,
-    TransferError,
-)
-from memswap.groups import Group, Groups
-from memswap.inplace import swap_in, swap_out
-from memswap.layer_chain import chain
-from memswap.modules import swap_modules
-from memswap.pipeline import manage_pipeline
-from memswap.planning.plan import Plan
-from memswap.planning.policy import Policy
-from memswap.planning.profile import profile
-from memswap.planning.rates import Rates
-from memswap.windows import Window, Windows, select_layers, window
-
 if TYPE_CHECKING:
+    from memswap import integrations as integrations
     from memswap import parallel as parallel
-    from memswap.parallel import describe as describe
+    from memswap.activations import Manager, manage, saved_tensors
+    from memswap.checkpointing import (
+        Checkpointing,
+        CheckpointPolicy,
+        checkpoint,
+        checkpoint_module,
+        keep_collectives,
+    )
+    from memswap.codec import Frame, decode, encode
+    from memswap.engine.action import Action, TensorInfo
+    from memswap.engine.pools import DiskPool, HostPool
+    from memswap.engine.stats import Stats
+    from memswap.errors import (
+        BudgetError,
+        FrameError,
+        GroupError,
+        InplaceEditError,
+        MemswapError,
+        NotSwappedError,
+        RankMismatchError,
+        RecomputeError,
+        SharedStorageError,
+        TransferError,
+    )
+    from memswap.groups import Group, Groups
+    from memswap.inplace import swap_in, swap_out
+    from memswap.layer_chain import chain
+    from memswap.modules import swap_modules
+    from memswap.parallel.describe import describe as describe
+    from memswap.pipeline import manage_pipeline
+    from memswap.planning.plan import Plan
+    from memswap.planning.policy import Policy
+    from memswap.planning.profile import profile
+    from memswap.planning.rates import Rates
+    from memswap.windows import Window, Windows, select_layers, window
 
 __version__ = "0.1.0"
 
@@ -107,9 +109,60 @@ __all__ = [
 ]
 
 
+#: Where each public name is. [Note: Names are looked up when they are asked for] A module is
+#: imported when the first of its names is used, and torch with it: `python -m memswap --help` and
+#: a switch of the integrations that is off need none of it. The imports above say the same to
+#: type checkers, and a test compares the two.
+_PLACES = {
+    "activations": ("Manager", "manage", "saved_tensors"),
+    "checkpointing": (
+        "CheckpointPolicy",
+        "Checkpointing",
+        "checkpoint",
+        "checkpoint_module",
+        "keep_collectives",
+    ),
+    "codec": ("Frame", "decode", "encode"),
+    "engine.action": ("Action", "TensorInfo"),
+    "engine.pools": ("DiskPool", "HostPool"),
+    "engine.stats": ("Stats",),
+    "errors": (
+        "BudgetError",
+        "FrameError",
+        "GroupError",
+        "InplaceEditError",
+        "MemswapError",
+        "NotSwappedError",
+        "RankMismatchError",
+        "RecomputeError",
+        "SharedStorageError",
+        "TransferError",
+    ),
+    "groups": ("Group", "Groups"),
+    "inplace": ("swap_in", "swap_out"),
+    "layer_chain": ("chain",),
+    "modules": ("swap_modules",),
+    "parallel.describe": ("describe",),
+    "pipeline": ("manage_pipeline",),
+    "planning.plan": ("Plan",),
+    "planning.policy": ("Policy",),
+    "planning.profile": ("profile",),
+    "planning.rates": ("Rates",),
+    "windows": ("Window", "Windows", "select_layers", "window"),
+}
+_PLACE_OF = {name: place for place, names in _PLACES.items() for name in names}
+
+
 def __getattr__(name: str) -> Any:
-    if name == "parallel":  # when it is asked for: it imports torch.distributed.fsdp
-        return import_module("memswap.parallel")
-    if name == "describe":
-        return import_module("memswap.parallel").describe
+    """A public name, or a module of this package; see the note."""
+    if name in _PLACE_OF:
+        found = getattr(import_module(f"memswap.{_PLACE_OF[name]}"), name)
+        globals()[name] = found
+        return found
+    if not name.startswith("__") and find_spec(f"memswap.{name}") is not None:
+        return import_module(f"memswap.{name}")
     raise AttributeError(f"module 'memswap' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PLACE_OF, "integrations", "parallel"})

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from types import TracebackType
+from pathlib import Path
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from memswap.blocks import LISTS, Blocks, find_blocks
+from memswap._warn import warn
+from memswap.blocks import LISTS, Blocks, compiled_as_a_whole, find_blocks
 from memswap.engine.autograd import computed_from, in_backward, next_node_number, plain_parts
 from memswap.engine.engine import Engine
 from memswap.engine.hook_scope import HookScope, OpenBlocks, can_save
@@ -21,13 +24,15 @@ from memswap.engine.uncopied import Uncopied
 from memswap.engine.units import format_bytes, parse_bytes
 from memswap.engine.windowed import WindowedEngine
 from memswap.engine.windows import WindowStats
-from memswap.managed import Managed
+from memswap.errors import MemswapError
+from memswap.managed import Managed, Report
 from memswap.module_hooks import ModuleHooks
 from memswap.operators import OperatorWindows
 from memswap.planning.budgets import parsed
 from memswap.planning.pilot import Pilot
 from memswap.planning.policy import Policy
 from memswap.planning.rates import Rates
+from memswap.step_report import write_step_report
 from memswap.unseen import Unseen
 from memswap.windows import Window, Windows
 
@@ -38,6 +43,9 @@ if TYPE_CHECKING:
     from memswap.engine.transfer import Pool
     from memswap.planning.plan import Plan
     from memswap.planning.step import Step
+
+
+logger = logging.getLogger("memswap")
 
 
 class saved_tensors(Uncopied):  # noqa: N801  (used like torch.autograd.graph.save_on_cpu)
@@ -136,6 +144,7 @@ class Manager(Managed):
         for model in blocks.models:
             self._models.add(model, None, self._begin_model, in_compiled_code=False)
         self._unseen: Unseen | None = Unseen(self._units.values(), "manage()")
+        logger.info("%s", self._description)
         self._operators: OperatorWindows | None = None
         if windows is not None and isinstance(self._engine, WindowedEngine):
             self._operators = OperatorWindows(self._engine, self._units, windows)
@@ -233,9 +242,38 @@ class Manager(Managed):
             self._unseen.end()
             self._unseen = None
 
-    def report(self) -> str:
-        """What is managed, and the statistics as a text table, bytes in MiB."""
-        return f"{self._description}\n{super().report()}"
+    def report(self) -> Report:
+        """What is managed, and the statistics as a text table, bytes in MiB.
+
+        As the last line of a notebook's cell it is shown as HTML.
+        """
+        return super().report().below(self._description)
+
+    def trace(self, folder: str | Path) -> list[Path]:
+        """Write what a step of this training is without memswap, and as it is planned.
+
+        Args:
+            folder: where the files go; it is made if it is missing.
+
+        Returns:
+            The files: ``trace.json``, which https://ui.perfetto.dev and chrome://tracing open, and
+            ``memory.png`` where matplotlib is installed.
+
+        Raises:
+            MemswapError: there is no plan: without a budget nothing is measured, and the first
+                steps under one lead to it.
+        """
+        plan, learnt = self.plan, self.learnt
+        if plan is None or learnt is None:
+            found = "no budget" if self._budget is None else "no plan yet"
+            raise MemswapError(
+                f"Manager.trace: found {found}, expected a training whose steps were measured: use "
+                'manage(model, budget="auto") or another budget, train for five steps or so, call '
+                "wait_for_plan(), and then this"
+            )
+        written = write_step_report(plan, *learnt, Path(folder))
+        logger.info("written: %s", ", ".join(map(str, written)))
+        return written
 
     def _begin(
         self, key: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -310,17 +348,34 @@ class _Units:
 
 
 class _UnitCall(HookScope):
-    """The scope of one call of a unit."""
+    """The scope of one call of a unit; to torch.profiler a range, ``memswap::layers.0``."""
 
-    __slots__ = ("manager",)
+    __slots__ = ("manager", "range")
 
     def __init__(self, engine: Engine, name: str, manager: Manager) -> None:
         super().__init__(engine, name)
         self.manager = manager
+        self.range: torch.profiler.record_function | None = None
+
+    def enter(self, call: FrameType | None = None) -> None:
+        if torch.autograd.profiler._is_profiler_enabled:
+            self.range = torch.profiler.record_function(f"memswap::{self.unit}")
+            self.range.__enter__()
+        super().enter(call)
 
     def leave(self, output: object = None) -> None:
         super().leave()
         self.manager._left()
+        self._end_range()
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._end_range()
+
+    def _end_range(self) -> None:
+        range, self.range = self.range, None
+        if range is not None:
+            range.__exit__(None, None, None)
 
 
 def manage(
@@ -407,6 +462,8 @@ def manage(
     ):
         named_units(modules)
         blocks = find_blocks(modules)
+        if blocks.models and compiled_as_a_whole(modules):
+            warn_of_divided_graph()
     else:
         blocks = Blocks.given(named_units(modules))
     check_pool(pool)
@@ -417,6 +474,16 @@ def manage(
         check_one_device(blocks.units.values())
     return Manager(
         blocks, checked_policy(policy), pool, window(prefetch_bytes), budget, rates, group, windows
+    )
+
+
+def warn_of_divided_graph() -> None:
+    """Say what hooks on the blocks of a model that is compiled as a whole change."""
+    warn(
+        "memswap: this model is compiled as a whole, and the hooks of its layers divide its graph "
+        "there. Other operators are fused then, so gradients may differ in their last bits from "
+        "those of the same compilation without memswap. Compile the layers instead, for the same "
+        "bits: `for layer in layers: layer.compile()`"
     )
 
 

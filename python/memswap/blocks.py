@@ -1,20 +1,24 @@
 """Blocks: the repeated blocks of a model, which `manage(model)` manages one by one.
 
-They are looked for in two ways, of which the one counts that finds more parameters:
+They are looked for in three ways, of which the one counts that finds more parameters:
 
 - the elements of a ModuleList, ModuleDict or Sequential two or more of which are of one class (of
   lists inside each other the outer one). Beside the largest list others count that have at least a
   tenth of its parameters: an encoder beside a decoder, but not a list of small heads.
-- the modules that a transformers model names in `_no_split_modules`, also where they have as many:
-  layers of different classes may have lists (experts) that are not what is repeated.
+- the modules that a transformers or diffusers model names in `_no_split_modules` or
+  `_repeated_blocks`, also where they have as many: layers of different classes may have lists
+  (experts) that are not what is repeated.
+- transformers' GradientCheckpointingLayers, also where they have a little less: embeddings that a
+  model names, or what stands between layers, are not what is repeated.
 
-A model without either is one unit.
+A model without any is one unit. Where a model calls its blocks inside checkpoint regions, which
+save nothing but the blocks' inputs, what calls them is the unit instead (`_outside_regions`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +31,12 @@ _WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 #: A list counts beside the largest one if it has at least this share of its parameters.
 LEAST_SHARE = 1 / 10
+
+#: GradientCheckpointingLayers count if they have at least this share of what else was found.
+CHECKPOINTED_SHARE = 9 / 10
+
+#: Where transformers and diffusers name the classes of a model's blocks.
+_NAMED = ("_no_split_modules", "_repeated_blocks")
 
 #: Modules that hold others, in order.
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -59,13 +69,26 @@ def find_blocks(model: nn.Module) -> Blocks:
     for blocks in lists:
         if _elements(blocks) >= largest * LEAST_SHARE:
             listed.update(blocks)
-    named = dict(_not_to_split(inner))
-    units = _once(named if _elements(named) >= _elements(listed) else listed)
+    named = dict(_outermost(inner, _is_named(inner)))
+    units = named if _elements(named) >= _elements(listed) else listed
+    checkpointed = dict(_outermost(inner, _is_checkpointed))
+    if checkpointed and _elements(checkpointed) >= _elements(units) * CHECKPOINTED_SHARE:
+        units = checkpointed
+    units = _outside_regions(inner, _once(units))
     what = type(inner).__name__
+    if "" in units:
+        return Blocks({"0": model}, (), f"units: {what} as a whole; it recomputes its blocks")
     if not units:
         return Blocks({"0": model}, (), f"units: {what} as a whole; no repeated blocks were found")
     models = (model,) if model is inner else (model, inner)
     return Blocks(units, models, f"units: {_described(units)}, found in {what}")
+
+
+def compiled_as_a_whole(model: nn.Module) -> bool:
+    """Whether torch.compile was told to compile a model: its blocks are parts of one graph."""
+    inner = unwrapped(model)
+    wrappers = [model, *(one for one in model.modules() if unwrapped(one) is inner)]
+    return any("_orig_mod" in one._modules or one._compiled_call_impl for one in wrappers)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -96,22 +119,56 @@ def _repeated(module: nn.Module, name: str) -> Iterator[dict[str, nn.Module]]:
             yield from _repeated(child, _joined(name, key))
 
 
-def _not_to_split(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost modules of the classes that a transformers model names."""
+def _outermost(
+    module: nn.Module, chosen: Callable[[nn.Module], bool], name: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost blocks inside a module that are chosen, by name."""
+    for key, child in module.named_children():
+        if chosen(child) and _is_block(child):
+            yield _joined(name, key), child
+        else:
+            yield from _outermost(child, chosen, _joined(name, key))
+
+
+def _is_named(model: nn.Module) -> Callable[[nn.Module], bool]:
+    """Whether a module is of a class that a model, or a model in it, names as its blocks."""
     names: set[str] = set()
     for module in model.modules():
-        classes: Any = getattr(module, "_no_split_modules", None)
-        if isinstance(classes, Iterable):
-            names.update(one for one in classes if isinstance(one, str))
+        for attribute in _NAMED:
+            classes: Any = getattr(module, attribute, None)
+            if isinstance(classes, Iterable):
+                names.update(one for one in classes if isinstance(one, str))
+    return lambda module: _kind(module).__name__ in names
 
-    def inside(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-        for key, child in module.named_children():
-            if _kind(child).__name__ in names and _is_block(child):
-                yield _joined(name, key), child
-            else:
-                yield from inside(child, _joined(name, key))
 
-    return inside(model, "")
+def _is_checkpointed(module: nn.Module) -> bool:
+    """Whether a module is one of those that transformers would recompute by themselves."""
+    bases = [base for base in _kind(module).__mro__ if base.__module__.startswith("transformers.")]
+    return any(base.__name__ == "GradientCheckpointingLayer" for base in bases)
+
+
+def _outside_regions(model: nn.Module, units: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """The units, or in the place of some the module that recomputes them.
+
+    Models of diffusers have `gradient_checkpointing` on the module whose forward calls its blocks
+    in checkpoint regions, where their hooks save nothing. What saves the regions' inputs is that
+    module's forward. (The layers of transformers have regions inside their own forward, although
+    the model around them has the same attribute.)
+    """
+    recomputing = {
+        name: module
+        for name, module in model.named_modules()
+        if getattr(module, "gradient_checkpointing", False) is True
+        and any(True for _ in module.children())
+    }
+    found: dict[str, nn.Module] = {}
+    for name, unit in units.items():
+        parts = name.split(".")
+        around = [".".join(parts[:length]) for length in range(len(parts))]
+        holder = next((outer for outer in reversed(around) if outer in recomputing), None)
+        holder = None if _is_checkpointed(unit) else holder
+        found.update({name: unit} if holder is None else {holder: recomputing[holder]})
+    return found
 
 
 def _is_block(module: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from html import escape
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from memswap.engine.stats import describe
@@ -77,8 +78,8 @@ class Managed(Removable):
         """Start counting anew."""
         self._engine.reset_stats()
 
-    def report(self) -> str:
-        """The statistics as a text table, bytes in MiB."""
+    def report(self) -> Report:
+        """The statistics as a text table, bytes in MiB; as the last line of a cell, as HTML."""
         return report(self.stats())
 
     def remove(self) -> None:
@@ -104,8 +105,81 @@ def check_unmanaged(modules: Iterable[nn.Module], caller: str) -> None:
                 )
 
 
-def report(stats: Stats) -> str:
+#: What the rows of a report count: docs/choosing.md has the same table, and a notebook shows it
+#: where the mouse rests.
+MEANINGS = {
+    "offered by autograd": "what the managed modules saved for backward",
+    "same storage again": "saved before, by another operator or as another view: it moves once",
+    "moved": "storages that left, or became frames",
+    "of these, encoded": "those that became frames; beside it their bytes before",
+    "their frames": "the bytes of these frames",
+    "really freed": "what nobody else held, so that its memory was free",
+    "returned": "storages that backward got back",
+    "of these, when backward asked": "those that were not on their way yet: all of them in the "
+    "first step, and where the thread that asks decodes, as on a CPU",
+    "peak resident": "the most bytes of saved activations on the device at a time, frames included",
+    "peak away": "the most bytes in the pool at a time; frames on the device are not away",
+    "host blocked, seconds": "how long the calling thread waited for a transfer or for room",
+}
+
+
+class Report(str):
+    """Statistics as text for a terminal, which a notebook shows as a table."""
+
+    __slots__ = ("_above", "_rows")
+
+    _above: tuple[str, ...]
+    _rows: tuple[tuple[str, str, str], ...]
+
+    def __new__(cls, above: tuple[str, ...], rows: Iterable[tuple[str, str, str]]) -> Report:
+        """A report of a table, and the lines above it.
+
+        Args:
+            above: sentences.
+            rows: a label, a number of tensors and a size (MiB, or seconds); without any there is
+                no table.
+        """
+        rows = tuple(rows)
+        lines = [*above]
+        if rows:
+            lines.append(f"{'':<42}{'tensors':>10}{'MiB':>12}")
+        lines += [f"{label:<42}{tensors:>10}{size:>12}" for label, tensors, size in rows]
+        made = super().__new__(cls, "\n".join(lines))
+        made._above, made._rows = above, rows
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Report, (self._above, self._rows)
+
+    def below(self, line: str) -> Report:
+        """The same report under one more line."""
+        return Report((line, *self._above), self._rows)
+
+    def _repr_html_(self) -> str:
+        """The table as notebooks show it; a label that begins with blanks is part of another."""
+        above = "".join(f"<p>{escape(line)}</p>" for line in self._above)
+        rows = "".join(
+            f'<tr title="{escape(MEANINGS.get(label.strip(), ""))}">'
+            f'<td style="text-align:left{";padding-left:2em" if label[:1] == " " else ""}">'
+            f"{escape(label.strip())}</td><td>{tensors}</td><td>{size}</td></tr>"
+            for label, tensors, size in self._rows
+        )
+        if not rows:
+            return above
+        return (
+            f"{above}<table><thead><tr><th></th><th>tensors</th><th>MiB</th></tr></thead>"
+            f"<tbody>{rows}</tbody></table>"
+        )
+
+
+def report(stats: Stats) -> Report:
     """Statistics as a text table, bytes in MiB."""
+    if not stats.offered_tensors:
+        said = (
+            "nothing yet: none of these modules has run with gradients enabled, unless in code "
+            "that torch.compile had compiled before: it leaves out hooks that are added later"
+        )
+        return Report((said,), ())
     rows = [
         ("offered by autograd", stats.offered_tensors, stats.offered_bytes),
         ("same storage again", stats.deduplicated_tensors, stats.deduplicated_bytes),
@@ -115,18 +189,12 @@ def report(stats: Stats) -> str:
         ("  their frames", "", stats.frame_bytes),
         ("really freed", "", stats.freed_bytes),
         ("returned", stats.returned_storages, stats.returned_bytes),
-        ("  of these, not ahead of backward", stats.stalls, ""),
+        ("  of these, when backward asked", stats.stalls, ""),
         ("peak resident", "", stats.peak_resident_bytes),
         ("peak away", "", stats.peak_away_bytes),
     ]
-    if not stats.offered_tensors:
-        return (
-            "nothing yet: none of these modules has run with gradients enabled, unless in code "
-            "that torch.compile had compiled before: it leaves out hooks that are added later"
-        )
-    lines = [f"{'':<42}{'tensors':>10}{'MiB':>12}"]
-    for label, tensors, nbytes in rows:
-        mebibytes = f"{nbytes / 2**20:.1f}" if isinstance(nbytes, int) else ""
-        lines.append(f"{label:<42}{tensors:>10}{mebibytes:>12}")
-    lines.append(f"{'host blocked, seconds':<42}{stats.exposed_wait_s:>22.3f}")
-    return "\n".join(lines)
+    sized = [
+        (label, str(tensors), f"{nbytes / 2**20:.1f}" if isinstance(nbytes, int) else "")
+        for label, tensors, nbytes in rows
+    ]
+    return Report((), [*sized, ("host blocked, seconds", "", f"{stats.exposed_wait_s:.3f}")])

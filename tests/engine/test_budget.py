@@ -6,8 +6,10 @@ Budgets here are for stacks whose storages are all alike, so that a share of the
 from __future__ import annotations
 
 import gc
+import json
 import warnings
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,6 +47,27 @@ def test_the_first_steps_learn_and_the_fourth_begins_with_a_plan(device, new_poo
         assert plan.measured_peak_bytes is not None
         assert plan.measured_exposed_s is not None, "the second planned step was to be timed"
         assert "measured" in str(plan)
+    assert_released(manager, pool)
+
+
+def test_a_trace_of_a_training_is_one_call(device, new_pool, tmp_path):
+    layers = new_layers(device)
+    with memswap.manage(layers, SWAP, pool=new_pool()) as manager:
+        with pytest.raises(memswap.MemswapError, match=r"found no budget, expected a training"):
+            manager.trace(tmp_path / "none")
+    rates = rates_for(device)
+    pool = new_pool()
+    with memswap.manage(layers, SWAP, pool=pool, budget="60%", rates=rates) as manager:
+        with pytest.raises(memswap.MemswapError, match=r"found no plan yet"):
+            manager.trace(tmp_path / "none")
+        for _ in range(5):
+            step(layers, 32, device)
+        written = manager.trace(tmp_path / "there")
+    assert not (tmp_path / "none").exists()
+    assert [one.name for one in written][:1] == ["trace.json"] and all(map(Path.exists, written))
+    events = json.loads(written[0].read_text())["traceEvents"]
+    assert {"plain", "memswap"} <= {one["args"]["name"] for one in events if one["ph"] == "M"}
+    assert any(one["name"].startswith("forward 0") for one in events), "no unit is named"
     assert_released(manager, pool)
 
 

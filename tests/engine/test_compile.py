@@ -86,6 +86,27 @@ def test_whole_function_compiled(device, new_pool, fresh_dynamo, where):
 
 
 @pytest.mark.cpu_only
+@pytest.mark.parametrize("how", ["torch.compile", "model.compile", "layers"])
+def test_a_graph_that_hooks_divide_is_told(device, new_pool, fresh_dynamo, recwarn, how):
+    """Fused in another way, gradients have other last bits; not with layers compiled alone."""
+    model, x = new_stack(device, depth=2), new_input(device)
+    given = model
+    if how == "torch.compile":
+        given = torch.compile(model, backend="aot_eager")
+    elif how == "model.compile":
+        model.compile(backend="aot_eager")
+    else:
+        for layer in model.layers:
+            layer.compile(backend="aot_eager")
+    with memswap.manage(given, EVERYTHING, pool=new_pool()) as manager:
+        given(x).backward()
+        assert manager.stats().moved_storages > 0
+    told = [one for one in recwarn if "divide its graph" in str(one.message)]
+    assert len(told) == (how != "layers")
+    assert all(one.filename == __file__ for one in told), "the warning points elsewhere"
+
+
+@pytest.mark.cpu_only
 def test_compiled_model_whose_layers_are_managed(device, new_pool, fresh_dynamo):
     model, x = new_stack(device, depth=2), new_input(device)
     pool = new_pool()

@@ -304,6 +304,24 @@ def test_anomaly_mode(device, new_training):
     training.assert_released()
 
 
+def test_the_profiler_shows_each_layer_by_its_name(device, new_pool):
+    model, x = new_stack(device, depth=2), new_input(device)
+    expected = train_step(model, lambda: model(x))
+    pool = new_pool()
+    manager = memswap.manage(model, EVERYTHING, pool=pool)
+    train_step(model, lambda: model(x))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        found = train_step(model, lambda: model(x))
+        with pytest.raises(RuntimeError, match="normalized_shape"):
+            model.layers[1](x[..., :-1])
+    assert_same_gradients(found, expected)
+    ranges = [one.key for one in profile.events() if one.key.startswith("memswap::")]
+    assert sorted(ranges) == ["memswap::layers.0", "memswap::layers.1", "memswap::layers.1"]
+    train_step(model, lambda: model(x))
+    manager.remove()
+    assert_released(manager, pool)
+
+
 class Names(TorchDispatchMode):
     """The operators that are called."""
 

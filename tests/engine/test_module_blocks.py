@@ -17,6 +17,7 @@ from helpers import (
 )
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
 
 import memswap
 from memswap.blocks import find_blocks
@@ -62,6 +63,44 @@ class Mixed(Holds):
     _no_split_modules: ClassVar = ["Experts", "OtherExperts", "Absent"]
 
 
+class GradientCheckpointingLayer(Block):
+    """Stands for transformers' base class, which is known by its name and where it comes from."""
+
+
+GradientCheckpointingLayer.__module__ = "transformers.modeling_layers"
+
+
+class Recomputing(Holds):
+    """Calls its blocks in checkpoint regions, as models of diffusers do when they are told to."""
+
+    gradient_checkpointing = True
+
+    def forward(self, x):
+        for module in self.layers:
+            x = checkpoint(module, x, use_reentrant=False)
+        return x.square().mean()
+
+
+class Layer(GradientCheckpointingLayer):
+    """A layer of a transformers model."""
+
+
+class NamesTooMuch(Holds):
+    """Names its small embedding beside its layers, as CLIP does."""
+
+    _no_split_modules: ClassVar = ["Embedding", "Layer"]
+
+
+class Embedding(Holds):
+    """What such a model names and does not repeat."""
+
+
+class Diffusion(Holds):
+    """A diffusers model: other words for the same."""
+
+    _repeated_blocks: ClassVar = ["Experts", "OtherExperts"]
+
+
 def blocks(count, kind=Block):
     return [kind(16) for _ in range(count)]
 
@@ -105,6 +144,33 @@ MODELS = {
         lambda: Mixed(layers=nn.ModuleList([Experts(), OtherExperts()])),
         numbered("layers", 2),
     ),
+    "_repeated_blocks": (
+        lambda: Diffusion(layers=nn.ModuleList([Experts(), OtherExperts()])),
+        numbered("layers", 2),
+    ),
+    "GradientCheckpointingLayers": (
+        lambda: NamesTooMuch(
+            embedding=Embedding(a=nn.Linear(16, 2)), layers=nn.ModuleList(blocks(3, Layer))
+        ),
+        numbered("layers", 3),
+    ),
+    "GradientCheckpointingLayers inside stages": (
+        lambda: Holds(
+            stages=nn.ModuleList([Holds(layers=nn.ModuleList(blocks(2, Layer))) for _ in range(2)])
+        ),
+        numbered("stages.0.layers", 2) + numbered("stages.1.layers", 2),
+    ),
+    "stages that recompute their layers": (
+        lambda: Holds(
+            a=Recomputing(layers=nn.ModuleList(blocks(2))),
+            b=Holds(layers=nn.ModuleList(blocks(2))),
+        ),
+        ["a", *numbered("b.layers", 2)],
+    ),
+    "GradientCheckpointingLayers of a model that recomputes": (
+        lambda: Recomputing(layers=nn.ModuleList(blocks(2, Layer))),
+        numbered("layers", 2),
+    ),
     "layers that are wrapped, one of them": (
         lambda: Holds(layers=nn.ModuleList([checkpoint_wrapper(Block(16)), *blocks(1)])),
         numbered("layers", 2),
@@ -134,6 +200,20 @@ MODELS = {
 def test_what_is_found(name):
     make, expected = MODELS[name]
     assert list(find_blocks(make()).units) == expected
+
+
+def test_inputs_of_checkpoint_regions_move(device, new_pool):
+    """The hooks of blocks inside such regions save nothing."""
+    model = Recomputing(layers=nn.ModuleList(blocks(3))).to(device)
+    x = new_input(device)
+    expected = train_step(model, lambda: model(x))
+    pool = new_pool()
+    with memswap.manage(model, EVERYTHING, pool=pool) as manager:
+        assert "it recomputes its blocks" in manager.report()
+        for _ in range(3):
+            assert_same_gradients(train_step(model, lambda: model(x)), expected)
+        assert manager.stats().moved_storages > 0
+    assert_released(manager, pool)
 
 
 @pytest.mark.cpu_only

@@ -1,10 +1,11 @@
-"""examples/train_llama.py prints the same losses in every combination as in one process."""
+"""The examples of several ranks: losses are those of one process, in every combination."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
 import itertools
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -81,3 +82,19 @@ def test_three_ranks_share_a_sequence_that_they_do_not_divide(rank: Rank) -> Non
     alone = module.train(module.Config(**uneven), cpu, None)
     together = module.train(module.Config(**uneven, shard=True, context=True), cpu, rank.mesh)
     assert together == pytest.approx(alone, rel=0, abs=1e-12)
+
+
+def test_fsdp2_with_context_parallelism_runs_under_torchrun() -> None:
+    example = EXAMPLE.with_name("fsdp2_context_parallel.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, "--nproc-per-node", "2", str(example)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if "loss" in line]
+    assert len(losses) == 8 and losses[-1] < losses[0], f"nothing was learnt: {losses}"
+    assert "really freed" in done.stdout

@@ -9,9 +9,9 @@ import pytest
 from steps import ALL, RATES, saved, stack
 
 from memswap import Action, Rates
-from memswap.cli.trace import trace
 from memswap.planning.replay import replay, timetable
 from memswap.planning.step import Step, load, save
+from memswap.trace import trace
 
 
 def test_a_step_survives_its_file(tmp_path):

@@ -38,7 +38,23 @@ def test_first_example_is_short() -> None:
     assert len(code) <= 10, "the README promises an example of ten lines"
 
 
-@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
+def test_readme_is_short() -> None:
+    assert len(README.splitlines()) < 150
+
+
+#: These run in tests/integrations, and on several processes in tests/parallel.
+ELSEWHERE = ("finetune_trainer", "lora_trl", "lightning_module", "fsdp2_context_parallel")
+EXAMPLES = [one for one in sorted((ROOT / "examples").glob("*.py")) if one.stem not in ELSEWHERE]
+
+
+def test_examples_are_short() -> None:
+    """Nobody reads a long one; train_llama.py is a whole training script."""
+    for example in (ROOT / "examples").glob("*.py"):
+        lines = len(example.read_text("utf-8").splitlines())
+        assert lines < 80 or example.stem == "train_llama", f"{example.name} has {lines} lines"
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.stem)
 def test_example_runs(example: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(example)],
@@ -50,4 +66,5 @@ def test_example_runs(example: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, f"examples/{example.name} fails:\n{done.stderr}"
     assert done.stdout.strip(), f"examples/{example.name} printed nothing"
+    assert "DIFFERENT" not in done.stdout, f"examples/{example.name}: other gradients"
     assert not list(tmp_path.iterdir()), f"examples/{example.name} left files behind"

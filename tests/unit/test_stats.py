@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import warnings
+from pathlib import Path
 
 import pytest
 
 from memswap import Stats
 from memswap._native import native
 from memswap.engine.stats import Count, snapshot
-from memswap.managed import report
+from memswap.managed import MEANINGS, report
 
 
 def test_snapshot_is_frozen_and_does_not_change_afterwards():
@@ -99,9 +101,32 @@ def test_report_shows_every_reason_and_mebibytes():
     assert rows["kept: small"] == ["5", "0.5"]
     assert rows["kept: needed at once"] == ["1", "2.0"]
     assert rows["moved"] == ["6", "7.0"]
-    assert rows["of these, not ahead of backward"] == ["9"]
+    assert rows["of these, when backward asked"] == ["9"]
     assert rows["host blocked, seconds"] == ["0.250"]
-    assert len({len(line.rstrip()) for line in lines if "ahead" not in line}) <= 3
+    assert len({len(line.rstrip()) for line in lines if "asked" not in line}) <= 3
+
+
+def test_a_report_is_a_table_in_a_notebook_and_text_elsewhere():
+    stats = Stats(offered_tensors=12, moved_storages=6, kept={"<small>": Count(5, 1 << 19)})
+    found = report(stats).below("units: 2 Block & others")
+    assert str(found).startswith("units: 2 Block & others\n")
+    html = found._repr_html_()
+    assert html.startswith("<p>units: 2 Block &amp; others</p><table>")
+    assert "<td>5</td><td>0.5</td>" in html and "&lt;small&gt;" in html
+    assert html.count("<tr") == html.count("</tr>") == len(found.splitlines()) - 1
+    again = pickle.loads(pickle.dumps(found))
+    assert again == found and again._repr_html_() == html
+    assert report(Stats())._repr_html_().startswith("<p>nothing yet")
+
+
+def test_every_row_of_a_report_is_explained():
+    page = Path(__file__).resolve().parents[2] / "docs" / "choosing.md"
+    told = page.read_text("utf-8")
+    stats = Stats(offered_tensors=1, kept={"small": Count(5, 1 << 19)})
+    labels = [line[:42].strip() for line in report(stats).splitlines()[1:]]
+    for label in labels:
+        if not label.startswith("kept: "):
+            assert f"| {label} | {MEANINGS[label]}" in told, f"docs/choosing.md lacks {label!r}"
 
 
 def test_ratio_is_that_of_raw_to_encoded_bytes():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import platform
@@ -73,7 +74,11 @@ def per_pair(one: float, other: float) -> str:
     return ", ".join(f"{rate / 1e9:.1f} GB/s" if rate else "-" for rate in (one, other))
 
 
-def run() -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare no option: there is nothing to choose."""
+
+
+def run(arguments: argparse.Namespace) -> int:
     """Print the facts; return the exit status."""
     page, pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
     rows = [

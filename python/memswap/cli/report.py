@@ -3,48 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
-from memswap.cli import memory_picture
-from memswap.cli.arguments import folder, write
-from memswap.cli.plan import Planned, add_arguments, planned_from
-from memswap.cli.trace import trace
-from memswap.planning.replay import Timetable, timetable
+from memswap.cli import plan
+from memswap.cli.arguments import folder
+from memswap.cli.plan import Planned, planned_from
+from memswap.step_report import write_step_report
 
-__all__ = ["add_arguments", "add_output_argument", "run", "write_report"]
+__all__ = ["add_arguments", "run", "write_report"]
 
 
-def add_output_argument(parser: argparse.ArgumentParser) -> None:
-    """Declare where the files go."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options: those of plan, and where the files go."""
+    plan.add_arguments(parser)
     parser.add_argument(
         "--out", type=folder, default="memswap-report", help="folder for trace.json and the PNG"
     )
 
 
-def replays(planned: Planned) -> tuple[Timetable, Timetable]:
-    """The step as it would be without memswap, and as it is planned."""
-    plan, step, rates = planned
-    actions = {index: storage.action for index, storage in enumerate(plan.storages)}
-    return (
-        timetable(step, rates, {}),
-        timetable(plan.step, rates, actions, plan.limit_bytes),
-    )
-
-
 def write_report(planned: Planned, folder: Path) -> list[Path]:
     """Write the trace, and the picture where matplotlib is installed. Returns what was written."""
-    plain, managed = replays(planned)
-    written = [folder / "trace.json"]
-    content = json.dumps(trace({"plain": plain, "memswap": managed}))
-    write(written[0], content)
-    budget = planned.plan.budget if isinstance(planned.plan.budget, int) else None
-    try:
-        memory_picture.draw(plain, managed, budget, folder / "memory.png")
-    except ModuleNotFoundError:
+    written = write_step_report(planned.plan, planned.step, planned.rates, folder)
+    if len(written) == 1:
         print("no picture: matplotlib is not installed (pip install matplotlib)")
-    else:
-        written.append(folder / "memory.png")
     return written
 
 

@@ -6,8 +6,8 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from memswap.cli.trace import LANES
 from memswap.planning.replay import Timetable
+from memswap.trace import LANES
 
 COLORS = {
     "compute": "0.75",

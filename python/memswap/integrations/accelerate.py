@@ -1,0 +1,74 @@
+"""accelerate: `prepare`, and a manager of what was prepared.
+
+model, optimizer, loader, manager = prepare(accelerator, model, optimizer, loader, budget="70%")
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from memswap.activations import manage
+from memswap.integrations.training import layers_of
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from memswap.engine.transfer import Pool
+    from memswap.planning.policy import Policy
+    from memswap.windows import Windows
+
+
+def prepare(
+    accelerator: Accelerator,
+    *objects: Any,
+    policy: Policy | None = None,
+    budget: int | str | None = None,
+    pool: Pool | None = None,
+    prefetch_bytes: int | str = "auto",
+    windows: Windows | None = None,
+) -> tuple[Any, ...]:
+    """``accelerator.prepare(*objects)``, and manages the models among them.
+
+    Models are managed as they are afterwards: on their device, inside DDP or FSDP, sharded by
+    FSDP2, compiled. Models without trainable parameters are left alone.
+
+    Args:
+        accelerator: the accelerator of this training.
+        objects: what `prepare` takes: models, optimizers, loaders, schedulers.
+        policy: as in :func:`memswap.manage`, like all others.
+        budget: the most bytes of saved activations on the device, or a share of them.
+        pool: where swapped tensors go.
+        prefetch_bytes: bytes that may be on their way back ahead of their use.
+        windows: hide encoding and decoding under matrix products and collectives.
+
+    Returns:
+        What `prepare` returns for each object, in their order, and behind them one
+        :class:`memswap.Manager`. Call its `remove()` when training ends, or use it in a ``with``
+        block.
+
+    Raises:
+        ValueError: no object is a model that trains, or what :func:`memswap.manage` refuses.
+    """
+    if not any(map(_trains, objects)):
+        raise ValueError(
+            "memswap.integrations.accelerate.prepare: found no model with trainable parameters "
+            "among the objects, expected one; use accelerator.prepare for the others"
+        )
+    prepared = accelerator.prepare(*objects)
+    prepared = prepared if len(objects) > 1 else (prepared,)
+    models = [one for one in prepared if _trains(one)]
+    manager = manage(
+        layers_of(models),
+        policy,
+        budget=budget,
+        pool=pool,
+        prefetch_bytes=prefetch_bytes,
+        windows=windows,
+    )
+    return (*prepared, manager)
+
+
+def _trains(found: Any) -> bool:
+    return isinstance(found, nn.Module) and any(one.requires_grad for one in found.parameters())

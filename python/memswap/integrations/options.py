@@ -1,0 +1,66 @@
+"""Options: what a training's configuration says about memswap, as plain values or as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+#: Options that become a policy, and options that `manage` takes as they are.
+OF_POLICY = ("action", "min_bytes", "include", "exclude")
+OF_MANAGE = ("budget", "prefetch_bytes")
+
+#: What a switch says that has no options.
+ON = ("1", "true", "on", "yes")
+OFF = ("", "0", "false", "off", "no")
+
+
+def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of :func:`memswap.manage`, from the values of a configuration file.
+
+    Args:
+        config: ``budget`` and ``prefetch_bytes`` as `manage` takes them; ``action`` (``"swap"``,
+            ``"encode"``, ``"encode_swap"`` or ``"keep"``), ``min_bytes``, ``include`` and
+            ``exclude`` as :class:`memswap.Policy` takes them.
+
+    Raises:
+        ValueError: another option, or a value that `Policy` refuses.
+    """
+    known = (*OF_MANAGE, *OF_POLICY)
+    if unknown := [name for name in config if name not in known]:
+        raise ValueError(f"memswap: found the option {unknown[0]!r}, expected {', '.join(known)}")
+    policy = {name: config[name] for name in OF_POLICY if name in config}
+    options = {name: config[name] for name in OF_MANAGE if name in config}
+    if policy:
+        from memswap.planning.policy import Policy  # with torch: a switch that is off needs none
+
+        options["policy"] = Policy(**policy)
+    return options
+
+
+def from_text(text: str, where: str) -> dict[str, Any] | None:
+    """The same from one line, such as ``"budget=70%, action=swap"``; None: switched off.
+
+    ``"1"`` switches on without options; ``"0"`` and an empty text switch off.
+
+    Args:
+        text: the line.
+        where: who said it, for the message.
+
+    Raises:
+        ValueError: text that is neither.
+    """
+    text = text.strip()
+    if text.lower() in OFF:
+        return None
+    if text.lower() in ON:
+        return {}
+    config = {}
+    for part in text.split(","):
+        name, equals, value = part.partition("=")
+        if not equals:
+            raise ValueError(
+                f"{where}: found {part.strip()!r}, expected 1, 0, or options such as "
+                "'budget=70%, action=swap'"
+            )
+        config[name.strip()] = value.strip()
+    return from_config(config)

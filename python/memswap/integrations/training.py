@@ -1,0 +1,266 @@
+"""ManagedTraining: a manager for as long as a training runs, whoever runs its loop.
+
+[Note: A loop that raised]
+Some loops tell a callback that they begin and that they end, but not that they raised. A training
+that has begun therefore knows the call of its loop, and looks whether that is still on the stack
+when the model has run the next time (torch takes no hook off a module that begins to run), and when
+another training of the same model begins: if it is not, the hooks go. A call that ended may have
+left its place to the next one, so a loop is also known by an object that is made for each. Whoever
+wants the hooks gone at once uses the training in a ``with`` block.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import ref
+
+import torch
+
+from memswap.activations import manage
+from memswap.blocks import find_blocks, unwrapped
+from memswap.integrations.options import from_config
+from memswap.managed import Report
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import FrameType, TracebackType
+
+    from torch import nn
+
+    from memswap.activations import Manager
+    from memswap.engine.transfer import Pool
+    from memswap.planning.policy import Policy
+    from memswap.windows import Windows
+
+logger = logging.getLogger("memswap")
+
+TrainingT = TypeVar("TrainingT", bound="ManagedTraining")
+
+
+class ManagedTraining:
+    """Manages a model from the begin of its training to the end; used again for the next one.
+
+    Args:
+        policy: as in :func:`memswap.manage`, like all others.
+        budget: the most bytes of saved activations on the device, or a share of them.
+        pool: where swapped tensors go.
+        prefetch_bytes: bytes that may be on their way back ahead of their use.
+        windows: hide encoding and decoding under matrix products and collectives.
+    """
+
+    def __init__(
+        self,
+        policy: Policy | None = None,
+        *,
+        budget: int | str | None = None,
+        pool: Pool | None = None,
+        prefetch_bytes: int | str = "auto",
+        windows: Windows | None = None,
+    ) -> None:
+        super().__init__()
+        self._options: dict[str, Any] = {
+            "policy": policy,
+            "budget": budget,
+            "pool": pool,
+            "prefetch_bytes": prefetch_bytes,
+            "windows": windows,
+        }
+        self._manager: Manager | None = None
+        self._loop: _Loop | None = None
+        self._guard: _Guard | None = None
+        self._report = Report(("no training has begun",), ())
+
+    @classmethod
+    def from_config(cls: type[TrainingT], config: Mapping[str, Any]) -> TrainingT:
+        """One from the plain values of a configuration file.
+
+        Args:
+            config: any of ``budget``, ``action``, ``min_bytes``, ``include``, ``exclude`` and
+                ``prefetch_bytes``: ``{"budget": "70%", "action": "swap"}``.
+
+        Raises:
+            ValueError: another option, or a value that `manage` or `Policy` refuses.
+        """
+        return cls(**from_config(config))
+
+    @property
+    def manager(self) -> Manager | None:
+        """What `manage` returned; None while no training runs."""
+        return self._manager
+
+    def begin(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        loop: Callable[[FrameType], bool] | None = None,
+        token: object = None,
+    ) -> None:
+        """A training of this model begins; one that was running has ended.
+
+        Args:
+            model: the model as it is called; or its parts, of which each runs by itself.
+            loop: says which call on this thread's stack is the training's; the outermost counts.
+                None: whoever runs the training tells its end in every case.
+            token: an object that this loop has and no other.
+
+        Raises:
+            ValueError: somebody else manages this model, or what :func:`memswap.manage` refuses.
+        """
+        self.end()
+        parts = [model] if isinstance(model, torch.nn.Module) else list(model)
+        running = None if loop is None else _Loop.running(loop, token)
+        for part in parts:
+            for guard in _guards(part):
+                guard.look(running)
+        self._manager = manage(layers_of(parts), **self._options)
+        self._loop = running
+        if running is not None:
+            self._guard = _Guard(self)
+            self._guard.watch(unwrapped(parts[0]))
+
+    def end(self) -> None:
+        """The training has ended, or it raised: takes the hooks off, keeps the report.
+
+        Raises:
+            TransferError: backward has met a frame that is not what was encoded (broken memory).
+        """
+        manager, self._manager = self._manager, None
+        guard, self._guard = self._guard, None
+        if guard is not None:
+            guard.remove()
+        if manager is not None:
+            self._report = manager.report()
+            logger.info("%s", self._report)
+            manager.remove()
+
+    def report(self) -> Report:
+        """What was done in the training that runs, or in the last one."""
+        return self._report if self._manager is None else self._manager.report()
+
+    def metrics(self) -> dict[str, float]:
+        """What was done since the training began, for its log: MiB, and seconds.
+
+        Returns:
+            Empty while no training runs.
+        """
+        if self._manager is None:
+            return {}
+        stats = self._manager.stats()
+        return {
+            "memswap_moved_mib": stats.moved_bytes / 2**20,
+            "memswap_peak_resident_mib": stats.peak_resident_bytes / 2**20,
+            "memswap_peak_away_mib": stats.peak_away_bytes / 2**20,
+            "memswap_blocked_s": stats.exposed_wait_s,
+        }
+
+    def has_ended(self, another: _Loop | None = None) -> bool:
+        """Whether the loop is over although nobody said so: see [Note: A loop that raised].
+
+        Args:
+            another: a loop that runs now, and trains the same model.
+        """
+        if self._manager is None or self._loop is None:
+            return False
+        return not self._loop.runs() or (another is not None and not self._loop.is_that(another))
+
+    def __enter__(self: TrainingT) -> TrainingT:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.end()
+
+
+class _Loop:
+    """The call of a training loop, which is not held: it holds the graph of its last step."""
+
+    def __init__(self, frame: FrameType, token: object) -> None:
+        self._name = (id(frame), frame.f_code)
+        self._thread = threading.get_ident()
+        self._token = None if token is None else ref(token)
+
+    @classmethod
+    def running(cls, is_loop: Callable[[FrameType], bool], token: object) -> _Loop | None:
+        """The outermost call on this thread's stack that is one."""
+        found: FrameType | None = None
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if is_loop(frame):
+                found = frame
+            frame = frame.f_back
+        return None if found is None else cls(found, token)
+
+    def is_that(self, other: _Loop) -> bool:
+        """Whether the other one is the same call."""
+        return self._name == other._name and self._token == other._token
+
+    def runs(self) -> bool:
+        """Whether it is on the stack; other threads cannot tell, and are told that it is."""
+        if threading.get_ident() != self._thread:
+            return True
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if (id(frame), frame.f_code) == self._name:
+                return True
+            frame = frame.f_back
+        return False
+
+
+class _Guard:
+    """A forward hook that looks whether the loop still runs. A copied model's does nothing."""
+
+    def __init__(self, training: ManagedTraining | None) -> None:
+        self._training = training
+        self._handle: Any = None
+
+    def watch(self, model: nn.Module) -> None:
+        self._handle = model.register_forward_hook(self, always_call=True)
+
+    def remove(self) -> None:
+        self._training = None
+        if self._handle is not None:
+            self._handle.remove()
+
+    def look(self, another: _Loop | None = None) -> None:
+        """End a training whose loop has ended."""
+        if self._training is not None and self._training.has_ended(another):
+            self._training.end()
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        if not torch.compiler.is_compiling():
+            self.look()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> _Guard:
+        return _Guard(None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Guard, (None,)
+
+
+def layers_of(models: Sequence[nn.Module]) -> nn.Module | dict[str, nn.Module]:
+    """What `manage` is to be given for one model, or for several under one manager.
+
+    Raises:
+        ValueError: no model.
+    """
+    if not models:
+        raise ValueError("memswap: found no model, expected one or several to manage")
+    if len(models) == 1:
+        return models[0]
+    return {
+        f"{place}.{name}": unit
+        for place, model in enumerate(models)
+        for name, unit in find_blocks(model).units.items()
+    }
+
+
+def _guards(model: nn.Module) -> list[_Guard]:
+    hooks = unwrapped(model)._forward_hooks.values()
+    return [hook for hook in hooks if isinstance(hook, _Guard)]

@@ -1,0 +1,71 @@
+"""torchtitan: a specification whose Llama is managed, as torchtitan's Trainer calls it.
+
+The Trainer itself needs an accelerator, and so does its language models' attention. So its own
+model is trained here with its own attention for images, in the order in which its Trainer does it.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("torchtitan")
+pytest.importorskip("triton", reason="torchtitan imports it")
+tiny = pytest.importorskip("tiny")
+
+from tiny import Trained, assert_no_hooks, assert_same_bits, moved  # noqa: E402
+from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
+from torchtitan.models.llama3 import model_registry  # noqa: E402
+
+from memswap.integrations.torchtitan import managed  # noqa: E402
+
+pytestmark = pytest.mark.cpu_only
+
+
+def new_spec():
+    spec = model_registry("debugmodel")
+    for layer in spec.model.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    return spec
+
+
+def train(spec, parts=1) -> Trained:
+    """What torchtitan's Trainer does with a specification, in its order."""
+    torch.manual_seed(0)
+    models = [spec.model.build() for _ in range(parts)]
+    for model in models:
+        model.init_states()
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
+    if spec.post_optimizer_build_fn is not None:
+        spec.post_optimizer_build_fn(optimizers, models, None)
+    gradients, losses = [], []
+    for batch in tiny.windows(6, 33).split(2):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            logits = model(batch[:, :-1])
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+            loss.backward()
+            gradients += [one.grad.clone() for one in model.parameters()]
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+    if spec.post_optimizer_build_fn is not None:
+        spec.post_optimizer_build_fn.end()
+    for model in models:
+        assert_no_hooks(model)
+    return Trained.of(torch.nn.ModuleList(models), gradients, losses)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_managed_specification_gives_the_same_bits(tmp_path, parts):
+    expected = train(new_spec(), parts)
+    spec = managed(new_spec(), **tiny.swapping(tmp_path))
+    assert_same_bits(train(spec, parts), expected)
+    report = spec.post_optimizer_build_fn.report()
+    assert moved(report) and f"{6 * parts} Llama3TransformerBlock" in report, report
+
+
+def test_what_the_specification_called_there_is_still_called(tmp_path):
+    spec, called = new_spec(), []
+    spec.post_optimizer_build_fn = lambda *arguments: called.append(arguments)
+    train(managed(spec))
+    assert len(called) == 1 and len(called[0]) == 3
