@@ -328,6 +328,7 @@ class AwayForm:
     """Where a storage's bytes wait (csrc/engine/away.h)."""
 
     def bring(self) -> tuple[StorageRef, Ticket]: ...
+    def wait_sent(self) -> None: ...  # what comes next comes after its way to a pool
     @property
     def device_nbytes(self) -> int: ...
     @property

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from memswap.engine.lane import Lane, Ticket
     from memswap.engine.transfer import Pool
 
-_ATTRIBUTE = "_memswap_away"
+#: Where a tensor has its away form. Who takes a tensor's bytes sets it: they are taken once.
+AWAY_ATTRIBUTE = "_memswap_away"
 
 
 @dataclass(slots=True)
@@ -59,7 +60,7 @@ def swap_out(tensor: torch.Tensor, pool: Pool | None = None) -> bool:
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"swap_out(): found {type(tensor).__name__}, expected a torch.Tensor")
-    if getattr(tensor, _ATTRIBUTE, None) is not None:
+    if getattr(tensor, AWAY_ATTRIBUTE, None) is not None:
         raise ValueError("swap_out(): the tensor is already swapped out; call swap_in() first")
     if native.capture(tensor) is None:
         raise ValueError(
@@ -90,7 +91,7 @@ def swap_out(tensor: torch.Tensor, pool: Pool | None = None) -> bool:
         native.give_bytes(tensor, shell, storage)
         raise
     departure.abandon()  # or else it would hold the memory until somebody waits
-    setattr(tensor, _ATTRIBUTE, _Away(pool, block, lane, departure, shell))
+    setattr(tensor, AWAY_ATTRIBUTE, _Away(pool, block, lane, departure, shell))
     return True
 
 
@@ -104,9 +105,14 @@ def swap_in(tensor: torch.Tensor) -> None:
         NotSwappedError: the tensor is not away.
         TransferError: the pool cannot give the bytes back; the tensor stays away.
     """
-    away: _Away | None = getattr(tensor, _ATTRIBUTE, None)
+    away = getattr(tensor, AWAY_ATTRIBUTE, None)
     if away is None:
         raise NotSwappedError("swap_in(): the tensor is not swapped out; nothing to bring back")
+    if not isinstance(away, _Away):
+        raise NotSwappedError(
+            "swap_in(): the tensor is state of a managed optimizer, not swapped out; look at it "
+            "inside `with managed.present():` (memswap.manage_optimizer)"
+        )
     storage, arrival = away.lane.fetch(away.block)
     try:
         arrival.wait()
@@ -116,7 +122,7 @@ def swap_in(tensor: torch.Tensor) -> None:
             raise TransferError(f"swap_in(): the bytes cannot be read back: {error}") from error
         storage = kept  # the send failed, and the bytes never left
     native.give_bytes(tensor, away.shell, storage)
-    delattr(tensor, _ATTRIBUTE)
+    delattr(tensor, AWAY_ATTRIBUTE)
 
 
 #: The pools of tensors that went away without one, by process and device. Only the tensors own
