@@ -12,8 +12,8 @@ from weakref import WeakValueDictionary
 import torch
 
 from memswap._native import native
-from memswap.engine.lane import open_lane
-from memswap.engine.transfer import check_pool, default_pool
+from memswap.engine.lane import open_lane, open_staged_lane
+from memswap.engine.transfer import check_pool, default_pool, reaches_files
 from memswap.errors import NotSwappedError, SharedStorageError, TransferError
 
 if TYPE_CHECKING:
@@ -145,7 +145,8 @@ def _lane_to(pool: Pool, device: torch.device) -> Lane:
     """One lane serves all tensors of a pool: threads of its own for each would add up."""
     lane = pool.lanes.get(device)
     if lane is None:
-        lane = pool.lanes[device] = open_lane(device)
+        staged = reaches_files(pool, device)
+        lane = pool.lanes[device] = open_staged_lane(device) if staged else open_lane(device)
     return lane
 
 

@@ -179,6 +179,11 @@ class StateMover:
         for route in self._routes.open_routes():
             route.expectations.begin_passage()
             route.check_decodes()
+            if failure := route.take_failure():
+                self._line.warn(
+                    "memswap.manage_optimizer: a file could not take optimizer state, which is in "
+                    f"host memory instead: {failure}"
+                )
 
     # --- away -------------------------------------------------------------------------------------
 
