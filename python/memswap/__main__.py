@@ -6,7 +6,7 @@ import argparse
 import sys
 
 import memswap
-from memswap.cli import demo, info, plan, report, selftest
+from memswap.cli import config_plan, demo, info, plan, report, selftest
 from memswap.cli.arguments import Help
 from memswap.cli.bench import codec as bench_codec
 
@@ -42,13 +42,13 @@ def main(argv: list[str] | None = None) -> int:
             formatter_class=Help,
         )
     )
-    plan.add_arguments(
-        commands.add_parser(
-            "plan",
-            help="what a memory budget does to each layer of a model, and what it costs",
-            formatter_class=Help,
-        )
+    planned = commands.add_parser(
+        "plan",
+        help="what a memory budget does to each layer of a model, and what it costs",
+        formatter_class=Help,
     )
+    plan.add_arguments(planned)
+    config_plan.add_arguments(planned)
     reported = commands.add_parser(
         "report",
         help="a picture and a trace of one step, plain and under a memory budget",
