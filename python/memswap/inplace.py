@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
@@ -74,12 +74,12 @@ def swap_out(tensor: torch.Tensor, pool: Pool | None = None) -> bool:
             "first, or clone the tensor."
         )
     if pool is None:
-        pool = _shared_pool(tensor.device)
+        pool = shared_pool(tensor.device)
     check_pool(pool, tensor.device)
     block = pool.native.allocate(native.StorageRef(tensor).nbytes)
     if block is None:
         return False
-    lane = _lane_to(pool, tensor.device)
+    lane = lane_to(pool, tensor.device)
     message = (
         f"memswap: this tensor ({tensor.dtype}, {list(tensor.shape)}) is swapped out; call "
         "memswap.swap_in(tensor) before using it"
@@ -131,7 +131,7 @@ _shared_pools: WeakValueDictionary[tuple[int, torch.device], Pool] = WeakValueDi
 _making = threading.Lock()
 
 
-def _shared_pool(device: torch.device) -> Pool:
+def shared_pool(device: torch.device) -> Pool:
     """The pool that tensors of a device share where the user names none."""
     key = os.getpid(), device
     with _making:
@@ -141,7 +141,7 @@ def _shared_pool(device: torch.device) -> Pool:
         return pool
 
 
-def _lane_to(pool: Pool, device: torch.device) -> Lane:
+def lane_to(pool: Pool, device: torch.device) -> Lane:
     """One lane serves all tensors of a pool: threads of its own for each would add up."""
     lane = pool.lanes.get(device)
     if lane is None:
@@ -150,14 +150,22 @@ def _lane_to(pool: Pool, device: torch.device) -> Lane:
     return lane
 
 
-def why_shared(tensor: torch.Tensor) -> str:
+Holders: TypeAlias = tuple[int, int, int]
+"""References to a tensor, its storage, and the storage's Python object."""
+
+
+def why_shared(tensor: torch.Tensor, new: Holders | None = None) -> str:
     """Who else could see the tensor's bytes; an empty string if nobody.
 
     Counts references beside those of a new tensor, so no number here depends on how torch's Python
     objects hold its native ones.
+
+    Args:
+        tensor: the one that is asked about.
+        new: those of a new tensor of its device (`holders_of_new`), where many are asked about.
     """
     of_tensor, of_storage, of_object = _holders(tensor)
-    new_tensor, new_storage, new_object = _holders(torch.empty(1, device=tensor.device))
+    new_tensor, new_storage, new_object = new or holders_of_new(tensor.device)
     if of_tensor > new_tensor:
         return (
             "an autograd graph or other native code holds the tensor "
@@ -173,8 +181,12 @@ def why_shared(tensor: torch.Tensor) -> str:
     return ""
 
 
-def _holders(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """References to the tensor, its storage, and the storage's Python object."""
+def holders_of_new(device: torch.device) -> Holders:
+    """What a tensor has that nobody else can see."""
+    return _holders(torch.empty(1, device=device))
+
+
+def _holders(tensor: torch.Tensor) -> Holders:
     storage = tensor.untyped_storage()  # made if there is none yet, so it is always counted
     of_tensor, of_storage = native.count_holders(tensor)
     return of_tensor, of_storage, sys.getrefcount(storage)

@@ -17,12 +17,13 @@ from memswap.engine.action import ENCODE, KEEP, SWAP, Action
 from memswap.engine.transfer import Route, Routes
 from memswap.engine.units import format_bytes
 from memswap.errors import TransferError
-from memswap.inplace import AWAY_ATTRIBUTE, why_shared
+from memswap.inplace import AWAY_ATTRIBUTE, holders_of_new, lane_to, shared_pool, why_shared
 
 if TYPE_CHECKING:
     from memswap._C import AwayForm, FrameWatch, SavedView, StorageRef, Ticket
     from memswap.engine.expectations import Expectation, Expectations
     from memswap.engine.transfer import Pool
+    from memswap.inplace import Holders
 
 
 # ---------------------------------------------------------------- what state is made of
@@ -150,17 +151,19 @@ class StateMover:
 
     Args:
         action: how they go; None: what suits their device (`Route.default_action`).
-        pool: where they go; None: a pool of this mover's own.
+        pool: where they go; None: one that all movers share, and `swap_out`.
         min_bytes: shorter ones stay.
     """
 
     def __init__(self, action: Action | None, pool: Pool | None, min_bytes: int) -> None:
         self._action = action
+        self._pool = pool
         self._routes = Routes(pool)
         self._min_bytes = min_bytes
         self._leaving: deque[tuple[ref[torch.Tensor], int, bool]] = deque()
         self._encoding: deque[_Encoding] = deque()
         self._told: set[str] = set()
+        self._new: dict[torch.device, Holders] = {}
         self._line = UsersLine.here()
         #: Bytes on the device of tensors that are under way to a pool.
         self.leaving_bytes = 0
@@ -249,12 +252,19 @@ class StateMover:
             return "parameter"
         if tensor.requires_grad or (tensor.device.type == "cpu" and tensor.is_shared()):
             return "shared"
-        return "shared" if why_shared(tensor) else ""
+        new = self._new.get(tensor.device)
+        if new is None:  # once: where a step has failed for want of memory, there is none for this
+            new = self._new[tensor.device] = holders_of_new(tensor.device)
+        return "shared" if why_shared(tensor, new) else ""
 
     def _start(
         self, route: Route, action: Action, storage: StorageRef, dtype: torch.dtype, name: str
     ) -> tuple[AwayForm, Ticket] | str:
         """The away form and the ticket, or the reason why the storage stays."""
+        if action is not ENCODE and not route.copies:
+            # An optimizer for each parameter is not a pool, and threads, for each parameter.
+            pool = self._pool or shared_pool(route.device)
+            route.use(pool, lane_to(pool, route.device))
         if action is not SWAP:
             sender = route.encoding(action)
             expectation = route.expectations.of(name, 0, storage.nbytes, dtype)

@@ -143,7 +143,8 @@ class StateStream:
         optimizer: whose step it is.
         mover: moves single tensors.
         chunks: of all parameters.
-        room_bytes: what the state may take of the device, more only for single parameters.
+        room_bytes: what the state may take of the device; more where three chunks are longer,
+            because single parameters are.
         with_gradient_only: parameters without a gradient are not stepped, so their state stays
             away.
     """
@@ -159,7 +160,11 @@ class StateStream:
         self._optimizer = optimizer
         self._mover = mover
         self._chunks = chunks
-        self._room_bytes = room_bytes
+        # Three chunks are there at a time, however long single parameters are: with less room each
+        # would wait for the last one's send.
+        sizes = [chunk.nbytes for chunk in chunks]
+        longest = max((sum(sizes[at : at + 3]) for at in range(len(sizes))), default=0)
+        self._room_bytes = max(room_bytes, longest)
         self._with_gradient_only = with_gradient_only
         self._current: int | None = None
         self._arriving: dict[int, int] = {}

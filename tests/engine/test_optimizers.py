@@ -577,6 +577,38 @@ def test_tensors_that_several_parameters_share_stay(device, new_pool):
     assert_same(train(device, Tabled, new_pool(), managed=True, chunked=True), plain)
 
 
+def test_an_optimizer_for_each_parameter(device, new_pool):
+    """As those that step inside of backward: one pool for all, and one lane."""
+
+    def run(managed: bool) -> list[torch.Tensor]:
+        model = new_model(device, depth=12)
+        optimizers = [maker("AdamW")([one]) for one in model.parameters()]
+        pools, pool, handles = set(), new_pool(), []
+        for number, parameter in enumerate(model.parameters()):
+            if managed:
+                manage(optimizers[number], pool)
+
+            def step(_: Any, one: Any = optimizers[number]) -> None:
+                one.step()
+                one.zero_grad()
+
+            handles.append(parameter.register_post_accumulate_grad_hook(step))
+        for step_number in range(4):
+            loss_of(model, device, step_number).backward()
+        flush_autograd(device)
+        for handle in handles:  # or the collector would not see the cycle
+            handle.remove()
+        if managed:
+            for one in optimizers:
+                (route,) = vars(one)["_memswap_managed"]._mover._routes.open_routes()
+                pools.add((route.pool, route.lane))
+            assert len(pools) == 1, "a lane for each optimizer"
+            assert all(away_bytes(one) > 0 for one in optimizers)
+        return [tensor for one in optimizers for tensor in state_bits(one, model)]
+
+    assert_same(run(True), run(False))
+
+
 # ---------------------------------------------------------------- optimizers from elsewhere
 class Lion(torch.optim.Optimizer):
     """The sign of an interpolation between momentum and gradient, parameter by parameter."""

@@ -134,6 +134,13 @@ class Route:
             self._default_pools[kind] = default_pool(self.device)
         return self._default_pools[kind]
 
+    def use(self, pool: Pool, lane: Lane) -> None:
+        """Send to a pool by a lane that others use as well, instead of ones of its own.
+
+        Before anything was sent to a pool.
+        """
+        self._pool, self._lane = pool, lane
+
     @property
     def copies(self) -> bool:
         """Whether anything went to the pool so far."""
