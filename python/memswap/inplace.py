@@ -12,8 +12,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from memswap._native import native
-from memswap.engine.lane import open_lane, open_staged_lane
-from memswap.engine.transfer import check_pool, default_pool, reaches_files
+from memswap.engine.transfer import check_pool, default_pool, lane_to
 from memswap.errors import NotSwappedError, SharedStorageError, TransferError
 
 if TYPE_CHECKING:
@@ -139,15 +138,6 @@ def shared_pool(device: torch.device) -> Pool:
         if pool is None:
             pool = _shared_pools[key] = default_pool(device)
         return pool
-
-
-def lane_to(pool: Pool, device: torch.device) -> Lane:
-    """One lane serves all tensors of a pool: threads of its own for each would add up."""
-    lane = pool.lanes.get(device)
-    if lane is None:
-        staged = reaches_files(pool, device)
-        lane = pool.lanes[device] = open_staged_lane(device) if staged else open_lane(device)
-    return lane
 
 
 Holders: TypeAlias = tuple[int, int, int]

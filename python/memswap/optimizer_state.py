@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from memswap._native import native
 from memswap._warn import UsersLine
 from memswap.engine.action import ENCODE, KEEP, SWAP, Action
-from memswap.engine.transfer import Route, Routes
+from memswap.engine.transfer import Route, Routes, lane_to
 from memswap.engine.units import format_bytes
 from memswap.errors import TransferError
-from memswap.inplace import AWAY_ATTRIBUTE, holders_of_new, lane_to, shared_pool, why_shared
+from memswap.inplace import AWAY_ATTRIBUTE, holders_of_new, shared_pool, why_shared
 
 if TYPE_CHECKING:
     from memswap._C import AwayForm, FrameWatch, SavedView, StorageRef, Ticket

@@ -69,6 +69,19 @@ def reaches_files(pool: Pool | None, device: torch.device) -> bool:
     return isinstance(pool, DiskPool) or (pool is not None and pool.overflow is not None)
 
 
+def lane_to(pool: Pool, device: torch.device) -> Lane:
+    """The lane of a pool for who sends tensor by tensor: threads for each would add up."""
+    lane: Lane | None = pool.lanes.get(device)
+    if lane is None:
+        lane = pool.lanes[device] = open_lane_to(pool, device)
+    return lane
+
+
+def open_lane_to(pool: Pool | None, device: torch.device) -> Lane:
+    """A new lane between a device and a pool."""
+    return open_staged_lane(device) if reaches_files(pool, device) else open_lane(device)
+
+
 class Route:
     """How storages leave one device. Lanes and pools are opened when they are first needed.
 
@@ -150,8 +163,7 @@ class Route:
     def lane(self) -> Lane:
         """Copies raw bytes, and frames that go to a pool."""
         if self._lane is None:
-            staged = reaches_files(self._pool, self.device)
-            self._lane = open_staged_lane(self.device) if staged else open_lane(self.device)
+            self._lane = open_lane_to(self._pool, self.device)
             self._bound(self._lane)
         return self._lane
 
