@@ -53,7 +53,10 @@ void bind_forms(py::module_& module) {
       .def_property_readonly("device_nbytes", &AwayForm::device_nbytes)
       .def_property_readonly("pool_nbytes", &AwayForm::pool_nbytes)
       .def_property_readonly("works_ahead", &AwayForm::works_ahead)
-      .def_property_readonly("short_of", &AwayForm::short_of);
+      .def_property_readonly("short_of", &AwayForm::short_of)
+      .def(
+          "wait_sent", &AwayForm::wait_sent,
+          "Order the caller after everything that takes the device's memory on the way to a pool.");
   py::class_<BlockForm, AwayForm, std::shared_ptr<BlockForm>>(module, "BlockForm",
                                                               "Raw bytes in a block of a pool.")
       .def_property_readonly("lane", &BlockForm::lane);

@@ -9,6 +9,7 @@
 #include <variant>
 #include <vector>
 
+#include "lane/staged_lane.h"
 #include "lane/stream_lane.h"
 #include "lane_around.h"
 #include "packed_stream.h"
@@ -128,6 +129,29 @@ void bind_lanes(py::module_& module) {
                              [](const StreamLane& lane) { return packed(lane.send_stream()); })
       .def_property_readonly("fetch_stream",
                              [](const StreamLane& lane) { return packed(lane.fetch_stream()); });
+
+  py::class_<StagedLane, Lane, std::shared_ptr<StagedLane>>(
+      module, "StagedLane", "Transfers between an accelerator and a file, through pinned memory.")
+      .def(py::init([](std::shared_ptr<StreamLane> copies, std::shared_ptr<WorkerLane> files,
+                       std::shared_ptr<Pool> pinned, std::shared_ptr<Pool> pageable,
+                       const c10::Device& device, size_t max_staging_bytes) {
+             return std::make_shared<StagedLane>(
+                 std::move(copies), std::move(files), std::move(pinned), std::move(pageable),
+                 device, StagedLane::Options{.max_staging_bytes = max_staging_bytes});
+           }),
+           py::arg("copies").none(false), py::arg("files").none(false),
+           py::arg("pinned").none(false), py::arg("pageable").none(false), py::arg("device"),
+           py::arg("max_staging_bytes"))
+      .def_property_readonly("send_stream",
+                             [](const StagedLane& lane) { return packed(lane.send_stream()); })
+      .def_property_readonly("fetch_stream",
+                             [](const StagedLane& lane) { return packed(lane.fetch_stream()); })
+      .def("staged_bytes", &StagedLane::staged_nbytes, without_gil(),
+           "Host memory of what is on its way, and of what could not be written.")
+      .def("finish_writes", &StagedLane::finish_writes, without_gil(),
+           "Block until every write has ended, well or badly.")
+      .def("take_failure", &StagedLane::take_failure, without_gil(),
+           "What the first write that failed said, once; empty where none has failed since.");
 }
 
 }  // namespace memswap

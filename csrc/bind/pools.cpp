@@ -144,6 +144,8 @@ void bind_pool(py::module_& module, StopAtExit& at_exit) {
       .def("reserve", &Pool::reserve, py::arg("nbytes"), without_gil())
       .def("wait_reserved", &Pool::wait_reserved, without_gil())
       .def("trim", &Pool::trim, without_gil())
+      .def("set_overflow", &Pool::set_overflow, py::arg("overflow"),
+           "Where requests go that this pool cannot serve.")
       .def("statistics", [](const Pool& pool) { return as_dict(pool.statistics()); });
 
   module.def(

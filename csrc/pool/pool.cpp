@@ -27,7 +27,13 @@ Pool::~Pool() {
 
 bool Pool::forked() const { return core_->forked(); }
 
-BlockPtr Pool::allocate(size_t nbytes) { return forked() ? nullptr : core_->allocate(nbytes); }
+BlockPtr Pool::allocate(size_t nbytes) {
+  if (forked()) {
+    return nullptr;
+  }
+  BlockPtr block = core_->allocate(nbytes);
+  return block || !overflow_ ? std::move(block) : overflow_->allocate(nbytes);
+}
 
 void Pool::reserve(size_t nbytes) {
   if (!forked()) {

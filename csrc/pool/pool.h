@@ -6,6 +6,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "block.h"
 #include "slab_source.h"
@@ -72,8 +73,12 @@ class Pool {
 
   // A block of exactly `nbytes` bytes, or nullptr (counted, with its reason in the statistics) when
   // the source has refused. In this order: free range, pending range of the same size (waits),
-  // growth. Never throws for want of memory in slabs.
+  // growth; then the overflow. Never throws for want of memory in slabs.
   BlockPtr allocate(size_t nbytes);
+
+  // Where requests go that this pool cannot serve; nullptr: nowhere. Set before the pool is used.
+  void set_overflow(std::shared_ptr<Pool> overflow) { overflow_ = std::move(overflow); }
+  const std::shared_ptr<Pool>& overflow() const { return overflow_; }
 
   // Asks the background thread to grow until `nbytes` bytes are in slabs, in all (to within 1 MiB,
   // so that a budget that is no multiple of a slab can be reserved whole). Returns at once; a
@@ -97,6 +102,7 @@ class Pool {
   void start_background();
 
   const std::shared_ptr<PoolCore> core_;
+  std::shared_ptr<Pool> overflow_;
   std::mutex grower_mutex_;
   std::thread grower_;
   bool stopped_ = false;

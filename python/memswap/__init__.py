@@ -1,6 +1,7 @@
 """memswap: saved activations swapped off the accelerator and back, without changing one bit.
 
     manage(layers, budget=...)      a model, layer by layer, in an order that is learnt
+    manage_optimizer(optimizer)     an optimizer's state, away between its steps
     saved_tensors(policy)           everything that autograd saves in a `with` block
     checkpoint, checkpoint_module   recomputing, with tensors that move instead
     chain, swap_modules             fixed schedules
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from memswap.inplace import swap_in, swap_out
     from memswap.layer_chain import chain
     from memswap.modules import swap_modules
+    from memswap.optimizers import manage_optimizer
     from memswap.parallel.describe import describe as describe
     from memswap.pipeline import manage_pipeline
     from memswap.planning.plan import Plan
@@ -98,6 +100,7 @@ __all__ = [
     "encode",
     "keep_collectives",
     "manage",
+    "manage_optimizer",
     "manage_pipeline",
     "profile",
     "saved_tensors",
@@ -142,6 +145,7 @@ _PLACES = {
     "inplace": ("swap_in", "swap_out"),
     "layer_chain": ("chain",),
     "modules": ("swap_modules",),
+    "optimizers": ("manage_optimizer",),
     "parallel.describe": ("describe",),
     "pipeline": ("manage_pipeline",),
     "planning.plan": ("Plan",),

@@ -6,14 +6,13 @@ import os
 import sys
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
 
 from memswap._native import native
-from memswap.engine.lane import open_lane
-from memswap.engine.transfer import check_pool, default_pool
+from memswap.engine.transfer import check_pool, default_pool, lane_to
 from memswap.errors import NotSwappedError, SharedStorageError, TransferError
 
 if TYPE_CHECKING:
@@ -21,7 +20,8 @@ if TYPE_CHECKING:
     from memswap.engine.lane import Lane, Ticket
     from memswap.engine.transfer import Pool
 
-_ATTRIBUTE = "_memswap_away"
+#: Where a tensor has its away form. Who takes a tensor's bytes sets it: they are taken once.
+AWAY_ATTRIBUTE = "_memswap_away"
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ def swap_out(tensor: torch.Tensor, pool: Pool | None = None) -> bool:
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"swap_out(): found {type(tensor).__name__}, expected a torch.Tensor")
-    if getattr(tensor, _ATTRIBUTE, None) is not None:
+    if getattr(tensor, AWAY_ATTRIBUTE, None) is not None:
         raise ValueError("swap_out(): the tensor is already swapped out; call swap_in() first")
     if native.capture(tensor) is None:
         raise ValueError(
@@ -73,12 +73,12 @@ def swap_out(tensor: torch.Tensor, pool: Pool | None = None) -> bool:
             "first, or clone the tensor."
         )
     if pool is None:
-        pool = _shared_pool(tensor.device)
+        pool = shared_pool(tensor.device)
     check_pool(pool, tensor.device)
     block = pool.native.allocate(native.StorageRef(tensor).nbytes)
     if block is None:
         return False
-    lane = _lane_to(pool, tensor.device)
+    lane = lane_to(pool, tensor.device)
     message = (
         f"memswap: this tensor ({tensor.dtype}, {list(tensor.shape)}) is swapped out; call "
         "memswap.swap_in(tensor) before using it"
@@ -90,7 +90,7 @@ def swap_out(tensor: torch.Tensor, pool: Pool | None = None) -> bool:
         native.give_bytes(tensor, shell, storage)
         raise
     departure.abandon()  # or else it would hold the memory until somebody waits
-    setattr(tensor, _ATTRIBUTE, _Away(pool, block, lane, departure, shell))
+    setattr(tensor, AWAY_ATTRIBUTE, _Away(pool, block, lane, departure, shell))
     return True
 
 
@@ -104,9 +104,14 @@ def swap_in(tensor: torch.Tensor) -> None:
         NotSwappedError: the tensor is not away.
         TransferError: the pool cannot give the bytes back; the tensor stays away.
     """
-    away: _Away | None = getattr(tensor, _ATTRIBUTE, None)
+    away = getattr(tensor, AWAY_ATTRIBUTE, None)
     if away is None:
         raise NotSwappedError("swap_in(): the tensor is not swapped out; nothing to bring back")
+    if not isinstance(away, _Away):
+        raise NotSwappedError(
+            "swap_in(): the tensor is state of a managed optimizer, not swapped out; look at it "
+            "inside `with managed.present():` (memswap.manage_optimizer)"
+        )
     storage, arrival = away.lane.fetch(away.block)
     try:
         arrival.wait()
@@ -116,7 +121,7 @@ def swap_in(tensor: torch.Tensor) -> None:
             raise TransferError(f"swap_in(): the bytes cannot be read back: {error}") from error
         storage = kept  # the send failed, and the bytes never left
     native.give_bytes(tensor, away.shell, storage)
-    delattr(tensor, _ATTRIBUTE)
+    delattr(tensor, AWAY_ATTRIBUTE)
 
 
 #: The pools of tensors that went away without one, by process and device. Only the tensors own
@@ -125,7 +130,7 @@ _shared_pools: WeakValueDictionary[tuple[int, torch.device], Pool] = WeakValueDi
 _making = threading.Lock()
 
 
-def _shared_pool(device: torch.device) -> Pool:
+def shared_pool(device: torch.device) -> Pool:
     """The pool that tensors of a device share where the user names none."""
     key = os.getpid(), device
     with _making:
@@ -135,22 +140,22 @@ def _shared_pool(device: torch.device) -> Pool:
         return pool
 
 
-def _lane_to(pool: Pool, device: torch.device) -> Lane:
-    """One lane serves all tensors of a pool: threads of its own for each would add up."""
-    lane = pool.lanes.get(device)
-    if lane is None:
-        lane = pool.lanes[device] = open_lane(device)
-    return lane
+Holders: TypeAlias = tuple[int, int, int]
+"""References to a tensor, its storage, and the storage's Python object."""
 
 
-def why_shared(tensor: torch.Tensor) -> str:
+def why_shared(tensor: torch.Tensor, new: Holders | None = None) -> str:
     """Who else could see the tensor's bytes; an empty string if nobody.
 
     Counts references beside those of a new tensor, so no number here depends on how torch's Python
     objects hold its native ones.
+
+    Args:
+        tensor: the one that is asked about.
+        new: those of a new tensor of its device (`holders_of_new`), where many are asked about.
     """
     of_tensor, of_storage, of_object = _holders(tensor)
-    new_tensor, new_storage, new_object = _holders(torch.empty(1, device=tensor.device))
+    new_tensor, new_storage, new_object = new or holders_of_new(tensor.device)
     if of_tensor > new_tensor:
         return (
             "an autograd graph or other native code holds the tensor "
@@ -166,8 +171,12 @@ def why_shared(tensor: torch.Tensor) -> str:
     return ""
 
 
-def _holders(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """References to the tensor, its storage, and the storage's Python object."""
+def holders_of_new(device: torch.device) -> Holders:
+    """What a tensor has that nobody else can see."""
+    return _holders(torch.empty(1, device=device))
+
+
+def _holders(tensor: torch.Tensor) -> Holders:
     storage = tensor.untyped_storage()  # made if there is none yet, so it is always counted
     of_tensor, of_storage = native.count_holders(tensor)
     return of_tensor, of_storage, sys.getrefcount(storage)

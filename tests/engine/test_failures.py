@@ -342,16 +342,6 @@ def test_modules_that_never_run_are_told_by_the_report(device):
 
 
 @pytest.mark.accelerator
-def test_disk_pool_for_an_accelerator_is_refused(device, tmp_path):
-    pool = memswap.DiskPool(tmp_path, budget="1MiB")
-    module = nn.Linear(2, 2).to(device)
-    with pytest.raises(NotImplementedError, match="DiskPool"):
-        memswap.manage(module, pool=pool)
-    with pytest.raises(NotImplementedError, match="DiskPool"):
-        memswap.swap_out(random(device, 8), pool)
-
-
-@pytest.mark.accelerator
 def test_host_tensors_beside_an_accelerator_stay(device, new_pool):
     for pool in (None, new_pool()):
         engine = memswap.saved_tensors(EVERYTHING, pool=pool)

@@ -1,7 +1,7 @@
 """``python -m memswap plan``: what a memory budget would do to each layer, and what it would cost.
 
 Trains the demo's model for a few steps under the budget, or reads a step that was saved on another
-machine, and prints the plan.
+machine, and prints the plan. With ``--config`` it trains nothing: config_plan.py.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 import memswap
+from memswap.cli import config_plan
 from memswap.cli.arguments import file
 from memswap.cli.corpus import Batches, read_corpus
 from memswap.cli.gpt import GPT
@@ -37,7 +38,13 @@ class Planned(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of plan and of report."""
+    """Declare the options."""
+    add_step_arguments(parser)
+    config_plan.add_arguments(parser)
+
+
+def add_step_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of plans for a step, which report has as well."""
     parser.add_argument(
         "--budget",
         default="auto",
@@ -127,6 +134,8 @@ def train_once(model: GPT, batches: Batches, device: torch.device, dtype: torch.
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan; return the exit status."""
+    if arguments.config is not None:
+        return config_plan.run(arguments)
     planned = planned_from(arguments)
     print(
         f"rates of {planned.rates.device}; {len(planned.step.storages)} saved storages per step\n"

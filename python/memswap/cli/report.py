@@ -15,7 +15,7 @@ __all__ = ["add_arguments", "run", "write_report"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options: those of plan, and where the files go."""
-    plan.add_arguments(parser)
+    plan.add_step_arguments(parser)
     parser.add_argument(
         "--out", type=folder, default="memswap-report", help="folder for trace.json and the PNG"
     )

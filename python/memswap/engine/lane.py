@@ -36,6 +36,30 @@ def open_lane(device: torch.device, max_leaving_bytes: int = FIRST_LEAVING_BYTES
     return native.StreamLane(device, max_leaving_bytes=max_leaving_bytes, chunk_bytes=CHUNK_BYTES)
 
 
+#: Pinned host memory for bytes between a device and a file: some seconds of a slow disk's work are
+#: not worth more, and a drive that keeps up needs less.
+STAGING_BYTES = 256 << 20
+
+
+def open_staged_lane(
+    device: torch.device, max_leaving_bytes: int = FIRST_LEAVING_BYTES
+) -> native.StagedLane:
+    """A new lane between an accelerator and pools that are files, or overflow into one.
+
+    Bytes stand in pinned memory on their way, in `STAGING_BYTES` of it; in pageable memory where
+    none can be pinned.
+    """
+    copies = native.StreamLane(device, max_leaving_bytes=max_leaving_bytes, chunk_bytes=CHUNK_BYTES)
+    return native.StagedLane(
+        copies,
+        native.WorkerLane(workers=WORKER_THREADS),
+        HostPool(device=device).native,
+        HostPool(device="cpu", numa=None).native,
+        device,
+        max_staging_bytes=STAGING_BYTES,
+    )
+
+
 #: Device bytes for what does not fit into a frame's capacity, before anything is known about the
 #: model; taken only as far as they are needed.
 FIRST_ARENA_BYTES = 256 << 20

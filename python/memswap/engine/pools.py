@@ -124,8 +124,11 @@ class HostPool(_Pool):
             system. A preference: a full node never makes an allocation fail.
         device: the device that copies to and from the pool; None: the current accelerator, or the
             CPU where there is none.
+        overflow: where requests go that this pool has no room for: a third tier. Its bytes pass
+            through pinned memory of the lane's own.
 
     Raises:
+        TypeError: the overflow is no DiskPool.
         ValueError: a size that cannot be read, a device or a NUMA node that does not exist.
     """
 
@@ -135,7 +138,13 @@ class HostPool(_Pool):
         slab: int | str = "64MiB",
         numa: Literal["auto"] | int | None = "auto",
         device: torch.device | str | None = None,
+        overflow: DiskPool | None = None,
     ) -> None:
+        if overflow is not None and not isinstance(overflow, DiskPool):
+            raise TypeError(
+                f"HostPool(overflow=...): found {type(overflow).__name__}, expected a "
+                "memswap.DiskPool or None"
+            )
         self.device: torch.device = _device(device)
         self.numa_node = _numa_node(numa, self.device)
         if budget is None:
@@ -147,6 +156,9 @@ class HostPool(_Pool):
             native.make_host_pool(self.device, budget_bytes, slab_bytes, self.numa_node),
             budget_bytes,
         )
+        self.overflow = overflow
+        if overflow is not None:
+            self.native.set_overflow(overflow.native)
 
     @property
     def pinned(self) -> bool:
@@ -156,6 +168,9 @@ class HostPool(_Pool):
 
 class DiskPool(_Pool):
     """One file for swapped storages, without a name: whatever happens, nothing stays on the disk.
+
+    Serves a CPU, and accelerators through pinned memory: a copy, then a write by a thread, and the
+    reverse (csrc/lane/staged_lane.h). What a disk cannot take stays in that memory.
 
     Space is set aside before it is used, so a full disk is a refusal and never an error in the
     middle of a transfer. Transfers go past the page cache where the file system allows it.

@@ -10,7 +10,13 @@ import torch
 from memswap._native import native
 from memswap.engine.action import Action
 from memswap.engine.expectations import Expectations
-from memswap.engine.lane import Lane, arena_budget, open_codec_lane, open_lane
+from memswap.engine.lane import (
+    Lane,
+    arena_budget,
+    open_codec_lane,
+    open_lane,
+    open_staged_lane,
+)
 from memswap.engine.pools import DiskPool, HostPool
 from memswap.errors import TransferError
 
@@ -39,7 +45,7 @@ def default_pool(device: torch.device) -> Pool:
 
 
 def check_pool(pool: Pool | None, device: torch.device | None = None) -> None:
-    """Raise if ``pool`` is no pool, or if storages on ``device`` cannot go there yet."""
+    """Raise if ``pool`` is no pool, or if storages on ``device`` cannot go there."""
     if pool is None:
         return
     if not isinstance(pool, HostPool | DiskPool):
@@ -47,13 +53,33 @@ def check_pool(pool: Pool | None, device: torch.device | None = None) -> None:
             f"pool={pool!r}: found {type(pool).__name__}, expected a memswap.HostPool, a "
             "memswap.DiskPool or None"
         )
-    if device is None:
+    if device is None or not isinstance(pool, HostPool) or not pool.pinned:
         return
-    if isinstance(pool, DiskPool) and device.type != "cpu":
+    if device.type not in ("cpu", pool.device.type):
         raise NotImplementedError(
-            f"a DiskPool cannot take storages from {device} yet: they would have to pass through "
-            "pinned memory (docs/status.md). Use a HostPool, or leave pool=None."
+            f"this HostPool is pinned for {pool.device}, and {device} cannot copy to it. Use "
+            f"memswap.HostPool(device={device.type!r}), or leave pool=None."
         )
+
+
+def reaches_files(pool: Pool | None, device: torch.device) -> bool:
+    """Whether bytes of a device have to pass through pinned memory on their way to a pool."""
+    if device.type == "cpu":
+        return False
+    return isinstance(pool, DiskPool) or (pool is not None and pool.overflow is not None)
+
+
+def lane_to(pool: Pool, device: torch.device) -> Lane:
+    """The lane of a pool for who sends tensor by tensor: threads for each would add up."""
+    lane: Lane | None = pool.lanes.get(device)
+    if lane is None:
+        lane = pool.lanes[device] = open_lane_to(pool, device)
+    return lane
+
+
+def open_lane_to(pool: Pool | None, device: torch.device) -> Lane:
+    """A new lane between a device and a pool."""
+    return open_staged_lane(device) if reaches_files(pool, device) else open_lane(device)
 
 
 class Route:
@@ -121,6 +147,13 @@ class Route:
             self._default_pools[kind] = default_pool(self.device)
         return self._default_pools[kind]
 
+    def use(self, pool: Pool, lane: Lane) -> None:
+        """Send to a pool by a lane that others use as well, instead of ones of its own.
+
+        Before anything was sent to a pool.
+        """
+        self._pool, self._lane = pool, lane
+
     @property
     def copies(self) -> bool:
         """Whether anything went to the pool so far."""
@@ -130,7 +163,7 @@ class Route:
     def lane(self) -> Lane:
         """Copies raw bytes, and frames that go to a pool."""
         if self._lane is None:
-            self._lane = open_lane(self.device)
+            self._lane = open_lane_to(self._pool, self.device)
             self._bound(self._lane)
         return self._lane
 
@@ -139,7 +172,9 @@ class Route:
         """Encodes and decodes."""
         if self._codec_lane is None:
             ordinary = self._pool if self.device.type == "cpu" else None
+            # A frame is made in memory, and one that overflows would be in a file.
             frames = ordinary if isinstance(ordinary, HostPool) else None
+            frames = frames if frames is not None and frames.overflow is None else None
             self._codec_lane = open_codec_lane(self.device, frames)
             self._bound(self._codec_lane)
             self._set_room()
@@ -195,6 +230,10 @@ class Route:
             lane.set_overflow_room(self._overflow_room)
             if self._overflow_room is None:
                 lane.set_arena_budget(arena_budget(self._iteration_bytes))
+
+    def take_failure(self) -> str:
+        """What a file said that could not take bytes, once; they are in host memory then."""
+        return self._lane.take_failure() if isinstance(self._lane, native.StagedLane) else ""
 
     def check_decodes(self, wait: bool = False) -> None:
         """Raise if a frame was not what had been encoded, as far as the host has heard of it.

@@ -1,0 +1,397 @@
+"""What an optimizer's state is made of, and how one tensor of it goes away and comes back."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from memswap._native import native
+from memswap._warn import UsersLine
+from memswap.engine.action import ENCODE, KEEP, SWAP, Action
+from memswap.engine.transfer import Route, Routes, lane_to
+from memswap.engine.units import format_bytes
+from memswap.errors import TransferError
+from memswap.inplace import AWAY_ATTRIBUTE, holders_of_new, shared_pool, why_shared
+
+if TYPE_CHECKING:
+    from memswap._C import AwayForm, FrameWatch, SavedView, StorageRef, Ticket
+    from memswap.engine.expectations import Expectation, Expectations
+    from memswap.engine.transfer import Pool
+    from memswap.inplace import Holders
+
+
+# ---------------------------------------------------------------- what state is made of
+def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors with memory of their own in a value of an optimizer's state.
+
+    Looks into dictionaries, lists and tuples, and into tensors made of tensors: a DTensor's local
+    one, the parts of a quantized one.
+    """
+    if isinstance(value, torch.Tensor):
+        if is_traceable_wrapper_subclass(value):
+            for name in value.__tensor_flatten__()[0]:
+                yield from plain_tensors(getattr(value, name))
+        else:
+            yield value
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from plain_tensors(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from plain_tensors(one)
+
+
+def with_tensors(value: Any, replace: Callable[[torch.Tensor], Any]) -> Any:
+    """A value of an optimizer's state with other tensors in the place of its plain ones.
+
+    What holds no tensor that `replace` changes is the same object as before.
+    """
+    if isinstance(value, torch.Tensor):
+        if not is_traceable_wrapper_subclass(value):
+            return replace(value)
+        names, context = value.__tensor_flatten__()
+        parts = {name: getattr(value, name) for name in names}
+        replaced = {name: with_tensors(part, replace) for name, part in parts.items()}
+        if all(replaced[name] is parts[name] for name in names):
+            return value
+        kind: Any = type(value)
+        return kind.__tensor_unflatten__(replaced, context, value.size(), value.stride())
+    if isinstance(value, dict):
+        items = {key: with_tensors(one, replace) for key, one in value.items()}
+        return value if all(items[key] is value[key] for key in value) else items
+    if isinstance(value, list | tuple):
+        made = [with_tensors(one, replace) for one in value]
+        if all(new is old for new, old in zip(made, value, strict=True)):
+            return value
+        named = isinstance(value, tuple) and hasattr(value, "_fields")
+        return type(value)(*made) if named else type(value)(made)
+    return value
+
+
+def local_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's elements on this rank."""
+    return sum(part.numel() * part.element_size() for part in plain_tensors(tensor))
+
+
+# ---------------------------------------------------------------- one tensor of it
+@dataclass(slots=True)
+class AwayState:
+    """The bytes of one state tensor while it has none. The tensor owns this: they die together."""
+
+    form: AwayForm
+    departure: Ticket
+    shell: StorageRef
+    """The tensor's own storage, without memory."""
+    view: SavedView
+    """How the tensor looks at its storage."""
+    returning: tuple[StorageRef, Ticket] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storage."""
+        return self.view.storage_nbytes
+
+    def bring(self) -> StorageRef:
+        """The bytes again, in stream order; the away form still has them.
+
+        Raises:
+            TransferError: they cannot be read, and the send had not failed. The form is kept, so
+                that they can be asked for again.
+        """
+        storage, arrival = self.returning or self.form.bring()
+        self.returning = None
+        try:
+            arrival.wait()
+        except native.TransferError as error:
+            kept = self.departure.storage()
+            if kept is None:
+                raise TransferError(
+                    f"optimizer state of {self.nbytes} bytes cannot be read back: {error} It is "
+                    "still away; try again when the pool can be read, or load a checkpoint."
+                ) from error
+            return kept  # the send failed, and the bytes never left
+        return storage
+
+
+def away_of(tensor: torch.Tensor) -> AwayState | None:
+    """Where the bytes of a state tensor wait; None: in the tensor, or `swap_out` has taken them."""
+    away = getattr(tensor, AWAY_ATTRIBUTE, None)
+    return away if isinstance(away, AwayState) else None
+
+
+def copy_on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory of a state tensor; itself where its bytes are not away.
+
+    Of the device, no more memory than the tensor's own is taken, and that is free again afterwards.
+    """
+    away = away_of(tensor)
+    if away is None:
+        return tensor
+    here = away.view.rebuild(away.bring(), False)
+    return here if here.device.type == "cpu" else here.cpu()
+
+
+@dataclass(slots=True)
+class _Encoding:
+    """An encode whose report is not known yet."""
+
+    expectations: Expectations
+    expectation: Expectation
+    watch: FrameWatch
+
+
+class StateMover:
+    """Moves tensors of optimizer state, each as a whole, and says which stay and why.
+
+    Args:
+        action: how they go; None: what suits their device (`Route.default_action`).
+        pool: where they go; None: one that all movers share, and `swap_out`.
+        min_bytes: shorter ones stay.
+    """
+
+    def __init__(self, action: Action | None, pool: Pool | None, min_bytes: int) -> None:
+        self._action = action
+        self._pool = pool
+        self._routes = Routes(pool)
+        self._min_bytes = min_bytes
+        self._leaving: deque[tuple[ref[torch.Tensor], int, bool]] = deque()
+        self._encoding: deque[_Encoding] = deque()
+        self._told: set[str] = set()
+        self._new: dict[torch.device, Holders] = {}
+        self._line = UsersLine.here()
+        #: Bytes on the device of tensors that are under way to a pool.
+        self.leaving_bytes = 0
+        #: Bytes sent and brought back since the mover was made.
+        self.sent_bytes = 0
+        self.brought_bytes = 0
+        #: Bytes of what stayed since the last `begin_step`, by reason.
+        self.kept: dict[str, int] = {}
+
+    def begin_step(self) -> None:
+        """The tensors are about to come and go once more."""
+        self.kept = {}
+        while self._encoding and (report := self._encoding[0].watch.report()) is not None:
+            made = self._encoding.popleft()
+            made.expectations.learn(made.expectation, report)
+        for route in self._routes.open_routes():
+            route.expectations.begin_passage()
+            route.check_decodes()
+            if failure := route.take_failure():
+                self._line.warn(
+                    "memswap.manage_optimizer: a file could not take optimizer state, which is in "
+                    f"host memory instead: {failure}"
+                )
+
+    # --- away -------------------------------------------------------------------------------------
+
+    def send(self, tensor: torch.Tensor, name: str, not_these: frozenset[int] | set[int]) -> bool:
+        """Start sending a tensor; its memory is free in stream order after `wait_oldest`.
+
+        Args:
+            tensor: a plain tensor of the state.
+            name: which one it is, step after step.
+            not_these: keys of storages that do not move (`storages_that_stay`).
+
+        Returns:
+            Whether it is away now. Otherwise it is as it was, and counted in `kept`.
+        """
+        if away_of(tensor) is not None:
+            return True
+        reason = self._why_it_stays(tensor, not_these)
+        route = None if reason else self._routes.to(tensor.device)
+        if not reason and route is None:
+            reason = "host memory"
+        view = None if reason else native.capture(tensor)
+        if not reason and view is None:
+            reason = "not plain"
+        if route is None or view is None:
+            return self._keep(tensor, reason)
+        action = self._action or route.default_action
+        if action is KEEP:
+            return self._keep(tensor, "keep")
+        message = (
+            f"memswap: this optimizer state ({tensor.dtype}, {list(tensor.shape)}) is away between "
+            "steps (memswap.manage_optimizer); look at it inside `with managed.present():`"
+        )
+        storage, shell = native.take_bytes(tensor, message)
+        sent: tuple[AwayForm, Ticket] | str = "failed"
+        try:
+            sent = self._start(route, action, storage, tensor.dtype, name)
+        finally:
+            if isinstance(sent, str):
+                native.give_bytes(tensor, shell, storage)
+        if isinstance(sent, str):
+            return self._keep(tensor, sent)
+        form, departure = sent
+        away = AwayState(form, departure, shell, view)
+        setattr(tensor, AWAY_ATTRIBUTE, away)
+        self.sent_bytes += away.nbytes
+        if not route.works_ahead and departure.done():  # encoded on the spot
+            self._wait_sent(tensor, away)
+        else:
+            self._leaving.append((ref(tensor), away.nbytes, route.works_ahead))
+            self.leaving_bytes += away.nbytes
+        return away_of(tensor) is not None
+
+    def _why_it_stays(self, tensor: torch.Tensor, not_these: frozenset[int] | set[int]) -> str:
+        if tensor.numel() <= 1:
+            return "counter"
+        if tensor.numel() * tensor.element_size() < self._min_bytes:
+            return "small"
+        if getattr(tensor, AWAY_ATTRIBUTE, None) is not None:
+            return "swapped out"
+        if tensor.layout is not torch.strided or tensor.device.type == "meta":
+            return "not plain"
+        if native.storage_key(tensor) in not_these:
+            return "parameter"
+        if tensor.requires_grad or (tensor.device.type == "cpu" and tensor.is_shared()):
+            return "shared"
+        new = self._new.get(tensor.device)
+        if new is None:  # once: where a step has failed for want of memory, there is none for this
+            new = self._new[tensor.device] = holders_of_new(tensor.device)
+        return "shared" if why_shared(tensor, new) else ""
+
+    def _start(
+        self, route: Route, action: Action, storage: StorageRef, dtype: torch.dtype, name: str
+    ) -> tuple[AwayForm, Ticket] | str:
+        """The away form and the ticket, or the reason why the storage stays."""
+        if action is not ENCODE and not route.copies:
+            # An optimizer for each parameter is not a pool, and threads, for each parameter.
+            pool = self._pool or shared_pool(route.device)
+            route.use(pool, lane_to(pool, route.device))
+        if action is not SWAP:
+            sender = route.encoding(action)
+            expectation = route.expectations.of(name, 0, storage.nbytes, dtype)
+            if sender is None:
+                reason = "no codec"
+            elif not expectation.pays:
+                reason = "does not shrink"
+            else:
+                sent = sender.send(storage, *expectation.options)
+                if sent is None and expectation.trial:
+                    expectation = route.expectations.settled(expectation)
+                    sent = sender.send(storage, *expectation.options)
+                if sent is not None:
+                    self._watch(route, expectation, sent[0].watch(), sender.works_ahead)
+                    return sent
+                reason = sender.short_of
+                self._tell(reason, storage.nbytes, sender.why_refused())
+            if action is ENCODE:
+                return reason
+        swapped = route.swap.send(storage)
+        if swapped is None:
+            self._tell(route.swap.short_of, storage.nbytes, route.swap.why_refused())
+            return route.swap.short_of
+        return swapped
+
+    def _watch(
+        self, route: Route, expectation: Expectation, watch: FrameWatch, works_ahead: bool
+    ) -> None:
+        if works_ahead:
+            self._encoding.append(_Encoding(route.expectations, expectation, watch))
+        elif (report := watch.report()) is not None:
+            route.expectations.learn(expectation, report)
+
+    def wait_oldest(self) -> bool:
+        """Let go of the memory of what left first: what follows comes after its send.
+
+        Returns:
+            Whether anything was under way.
+        """
+        if not self._leaving:
+            return False
+        weak, nbytes, _ = self._leaving.popleft()
+        self.leaving_bytes -= nbytes
+        tensor = weak()
+        away = None if tensor is None else away_of(tensor)
+        if tensor is not None and away is not None:
+            self._wait_sent(tensor, away)
+        return True
+
+    def _wait_sent(self, tensor: torch.Tensor, away: AwayState) -> None:
+        try:
+            away.departure.wait()
+        except native.TransferError as error:
+            kept = away.departure.storage()
+            if kept is not None:
+                self._put_back(tensor, away, kept)
+                self._keep(tensor, "failed")
+                self._tell("failed", away.nbytes, str(error))
+                return
+            raise
+        away.form.wait_sent()
+
+    def settle(self) -> None:
+        """A step is over: in stream order nothing of what left is on a device any more.
+
+        Threads that still write storages of host memory go on, and each is free when it is written.
+        """
+        for _ in range(len(self._leaving)):
+            weak, _, works_ahead = self._leaving[0]
+            tensor = weak()
+            away = None if tensor is None else away_of(tensor)
+            if works_ahead or away is None or away.departure.done():
+                self.wait_oldest()
+            else:
+                self._leaving.rotate(-1)
+
+    # --- and back ---------------------------------------------------------------------------------
+
+    def begin_return(self, tensor: torch.Tensor) -> int:
+        """Start bringing a tensor back, where that needs nobody's time. Bytes that it takes."""
+        away = away_of(tensor)
+        if away is None or away.returning is not None or not away.form.works_ahead:
+            return 0
+        away.returning = away.form.bring()
+        return away.nbytes
+
+    def cancel_return(self, tensor: torch.Tensor) -> None:
+        """Let go of what is on its way back: it is not needed yet. Its away form has the bytes."""
+        away = away_of(tensor)
+        if away is not None:
+            away.returning = None
+
+    def bring(self, tensor: torch.Tensor) -> None:
+        """The tensor has its bytes again, for what the current stream does next.
+
+        Raises:
+            TransferError: they cannot be read. The tensor is still away.
+            torch.OutOfMemoryError: the device has no room. The tensor is still away.
+        """
+        away = away_of(tensor)
+        if away is None:
+            return
+        try:
+            storage = away.bring()
+        except torch.OutOfMemoryError:
+            while self.wait_oldest():  # it may free memory
+                pass
+            storage = away.bring()
+        self._put_back(tensor, away, storage)
+        self.brought_bytes += away.nbytes
+
+    @staticmethod
+    def _put_back(tensor: torch.Tensor, away: AwayState, storage: StorageRef) -> None:
+        native.give_bytes(tensor, away.shell, storage)
+        delattr(tensor, AWAY_ATTRIBUTE)
+
+    # --- what is told -----------------------------------------------------------------------------
+
+    def _keep(self, tensor: torch.Tensor, reason: str) -> bool:
+        nbytes = tensor.numel() * tensor.element_size()
+        self.kept[reason] = self.kept.get(reason, 0) + nbytes
+        return False
+
+    def _tell(self, reason: str, nbytes: int, why: str) -> None:
+        if reason not in self._told:
+            self._told.add(reason)
+            self._line.warn(
+                f"memswap.manage_optimizer: {format_bytes(nbytes)} of optimizer state stay where "
+                f"they are ({reason}): {why}. Training goes on with less memory saved."
+            )

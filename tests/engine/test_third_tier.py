@@ -1,0 +1,250 @@
+"""A DiskPool behind an accelerator, and behind a HostPool: the same bits, and nothing is lost."""
+
+from __future__ import annotations
+
+import gc
+import os
+from typing import Any
+
+import pytest
+import torch
+from helpers import (
+    EVERYTHING,
+    assert_pool_empty,
+    assert_same_gradients,
+    collect,
+    descriptor_under,
+    files_no_longer_than,
+    flush_autograd,
+    gradients,
+    new_input,
+    new_stack,
+    plain_gradients,
+    random,
+    same_bits,
+)
+from optimizer_helpers import assert_same, loss_of, maker, manage, new_model, state_bits, train
+
+import memswap
+from memswap._native import native
+from memswap.engine import lane as lanes
+from memswap.engine.lane import open_staged_lane
+
+pytestmark = pytest.mark.accelerator
+
+
+@pytest.fixture(autouse=True)
+def _small_staging(monkeypatch):
+    """The lane's pinned memory is made in small slabs, and is full after some storages."""
+    monkeypatch.setattr(lanes, "STAGING_BYTES", 64 << 10)
+
+    def host_pool(*, device: Any, numa: Any = "auto") -> memswap.HostPool:
+        return memswap.HostPool(budget="64MiB", slab="1MiB", device=device, numa=numa)
+
+    monkeypatch.setattr(lanes, "HostPool", host_pool)
+
+
+@pytest.fixture
+def new_disk(tmp_path):
+    return lambda: memswap.DiskPool(tmp_path, budget="64MiB", extent="1MiB")
+
+
+@pytest.fixture
+def new_overflowing(device, new_disk):
+    """A HostPool that is soon full, and a file behind it."""
+    return lambda: memswap.HostPool(
+        budget="64KiB", slab="64KiB", device=device, overflow=new_disk()
+    )
+
+
+@pytest.fixture(params=["new_disk", "new_overflowing"])
+def new_pool(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.mark.parametrize("action", ["swap", "encode_swap"])
+def test_gradients_by_way_of_a_file(device, new_pool, action, every_tensor_is_encoded):
+    pool = new_pool()
+    policy = memswap.Policy(action=memswap.Action(action), min_bytes=1)
+    model = new_stack(device)
+    with memswap.manage(model.layers, policy, pool=pool) as manager:
+        for step in range(3):
+            model.zero_grad(set_to_none=True)
+            x = new_input(device, seed=step)
+            model(x).backward()
+            assert_same_gradients(gradients(model), plain_gradients(device, x))
+        assert manager.stats().moved_storages > 0
+    flush_autograd(device)
+    assert_pool_empty(pool)
+
+
+@pytest.mark.parametrize("form", ["single", "foreach"])
+def test_optimizer_state_by_way_of_a_file(device, new_pool, form):
+    pool = new_pool()
+    make = maker("AdamW", form)
+    plain = train(device, make, managed=False)
+    assert_same(train(device, make, pool, managed=True), plain)
+    gc.collect()
+    assert_pool_empty(pool)
+
+
+def test_a_full_host_pool_overflows_into_the_file(device, new_overflowing):
+    overflowing = new_overflowing()
+    tensors = [random(device, 4096, seed=seed) for seed in range(12)]  # 16 KiB each
+    assert all([memswap.swap_out(tensor, overflowing) for tensor in tensors])
+    assert overflowing.statistics().in_use_bytes == 64 << 10
+    assert overflowing.overflow.statistics().in_use_bytes == 128 << 10
+    for seed, tensor in enumerate(tensors):
+        memswap.swap_in(tensor)
+        assert same_bits(tensor, random(device, 4096, seed=seed))
+    assert_pool_empty(overflowing)
+    assert_pool_empty(overflowing.overflow)
+
+
+def test_a_tensor_in_a_file_comes_back_as_it_was(device, new_disk):
+    """Also on another stream, and after the write has ended."""
+    disk = new_disk()
+    stream = torch.Stream(device=device)
+    for round_number in range(4):
+        tensor = random(device, 3000, seed=round_number)
+        assert memswap.swap_out(tensor, disk)
+        if round_number % 2:
+            disk.lanes[device].finish_writes()
+            assert disk.lanes[device].staged_bytes() == 0, "pinned memory is kept"
+        churn = torch.full((3000,), 7.0, device=device)
+        if round_number > 1:
+            stream.wait_stream(torch.accelerator.current_stream())
+            with stream:
+                memswap.swap_in(tensor)
+                assert same_bits(tensor, random(device, 3000, seed=round_number))
+        else:
+            memswap.swap_in(tensor)
+            assert same_bits(tensor, random(device, 3000, seed=round_number))
+        del churn
+    torch.accelerator.synchronize()
+
+
+def test_a_storage_longer_than_the_staging_memory_goes_alone(device, new_disk):
+    disk = new_disk()
+    tensor = random(device, 40_000)
+    assert memswap.swap_out(tensor, disk)
+    memswap.swap_in(tensor)
+    assert same_bits(tensor, random(device, 40_000))
+
+
+def test_a_disk_that_cannot_be_written_keeps_bytes_in_host_memory(device, new_disk):
+    disk = new_disk()
+    disk.reserve("1MiB")  # space is set aside, and then the disk fails
+    model = new_model(device)
+    optimizer = maker("AdamW")(model.parameters())
+    manage(optimizer, disk)
+    reference = new_model(device)
+    plain = maker("AdamW")(reference.parameters())
+    with pytest.warns(UserWarning, match="could not take optimizer state"):
+        for step in range(6):
+            for one, other in ((optimizer, model), (plain, reference)):
+                one.zero_grad()
+                loss_of(other, device, step).backward()
+            plain.step()
+            if step == 2:
+                with files_no_longer_than(0):
+                    optimizer.step()
+                    state_bits(optimizer, model)
+                    for lane in open_lanes(optimizer):
+                        lane.finish_writes()
+            else:
+                optimizer.step()
+    assert_same(state_bits(optimizer, model), state_bits(plain, reference))
+    del optimizer
+    gc.collect()
+    assert_pool_empty(disk)
+
+
+def open_lanes(optimizer: Any) -> list[Any]:
+    mover = vars(optimizer)["_memswap_managed"]._mover
+    return [route.lane for route in mover._routes.open_routes()]
+
+
+def test_a_disk_that_cannot_be_read_is_an_error_and_the_state_can_be_asked_for_again(
+    device, new_disk, tmp_path
+):
+    disk = new_disk()
+    model = new_model(device)
+    optimizer = maker("AdamW")(model.parameters())
+    manage(optimizer, disk)
+    loss_of(model, device, 0).backward()
+    optimizer.step()
+    expected = state_bits(optimizer, model)
+    for lane in open_lanes(optimizer):
+        lane.finish_writes()
+        assert lane.staged_bytes() == 0
+    number = descriptor_under(tmp_path)
+    kept = os.dup(number)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), number)
+    with pytest.raises(memswap.TransferError, match="cannot be read back"):
+        optimizer.state_dict()
+    os.dup2(kept, number)
+    os.close(kept)
+    collect()
+    assert_same(state_bits(optimizer, model), expected)
+
+
+def test_gradients_are_refused_where_the_file_cannot_be_read(device, new_disk, tmp_path):
+    disk = new_disk()
+    model = new_stack(device, depth=1)
+    saved = memswap.saved_tensors(EVERYTHING, pool=disk, prefetch_bytes=0)
+    with saved:
+        loss = model(new_input(device))
+    saved._saver.settle()
+    (route,) = saved._saver._routes.open_routes()
+    route.lane.finish_writes()
+    number = descriptor_under(tmp_path)
+    kept = os.dup(number)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), number)
+    with pytest.raises(memswap.TransferError):
+        loss.backward()
+    os.dup2(kept, number)
+    os.close(kept)
+    del loss
+    collect()
+    flush_autograd(device)
+
+
+def test_without_pinned_memory_bytes_go_by_way_of_pageable_memory(device, new_disk):
+    disk = new_disk()
+    if device.type == "cuda":
+        pytest.skip("needs a driver that refuses: --device sim")
+    from simdev import faults
+
+    with faults.pinned_budget(0):
+        tensors = [random(device, 3000, seed=seed) for seed in range(3)]
+        assert all([memswap.swap_out(tensor, disk) for tensor in tensors])
+        for seed, tensor in enumerate(tensors):
+            memswap.swap_in(tensor)
+            assert same_bits(tensor, random(device, 3000, seed=seed))
+
+
+def test_what_is_dropped_on_its_way_leaves_nothing(device, new_disk):
+    disk = new_disk()
+    lane = open_staged_lane(device)
+    for seed in range(6):
+        tensor = random(device, 2000, seed=seed)
+        block = disk.native.allocate(8000)
+        departure = lane.send(native.StorageRef(tensor), block)
+        if seed % 3 == 1:
+            lane.finish_writes()
+        if seed % 2:
+            fetched = lane.fetch(block)
+            del fetched
+        del departure, block, tensor
+    lane.settle()
+    lane.finish_writes()
+    assert_pool_empty(disk)
+    assert lane.staged_bytes() == 0
+
+
+def test_an_overflow_that_is_no_disk_pool_is_an_error(device):
+    with pytest.raises(TypeError, match=r"expected a memswap\.DiskPool"):
+        memswap.HostPool(budget="1MiB", device=device, overflow=3)

@@ -1,0 +1,59 @@
+"""A steady step of a managed optimizer: no host synchronisation, no new memory, step after step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from optimizer_helpers import loss_of, maker, manage, new_model
+from race_workloads import DEVICE, MATRIX, new_pool
+
+import memswap
+from simdev import counters, laboratory
+
+pytestmark = [pytest.mark.own_laboratory, pytest.mark.one_schedule]
+
+
+@pytest.mark.parametrize("schedule", MATRIX[:4], ids=str)
+def test_a_steady_step_never_waits_on_the_host(schedule) -> None:
+    with laboratory(schedule):
+        model = new_model(DEVICE, depth=6)
+        optimizer = maker("AdamW", "foreach")(model.parameters())
+        manager = manage(optimizer, new_pool())
+        loss_of(model, DEVICE, 0).backward()
+        for _ in range(3):
+            optimizer.step()
+        before = counters.host_syncs()
+        optimizer.step()
+        waited = counters.host_syncs() - before
+        assert manager.statistics().chunks > 2
+        torch.accelerator.synchronize()
+        optimizer.zero_grad()
+        del model, optimizer, manager
+    assert waited == 0, f"the host waited {waited} times in a step"
+
+
+@pytest.mark.parametrize("action", ["swap", "encode_swap"])
+def test_three_hundred_steps_take_what_ten_took(action: str) -> None:
+    with laboratory(MATRIX[1]):
+        model = new_model(DEVICE, depth=6, width=32)
+        optimizer = maker("AdamW", "foreach")(model.parameters())
+        pool = new_pool()
+        manager = manage(optimizer, pool, action=memswap.Action(action), room=3 * 8192)
+        taken = []
+        for step in range(300):
+            optimizer.zero_grad()
+            loss_of(model, DEVICE, step % 5).backward()
+            optimizer.step()
+            if step in (10, 299):
+                torch.accelerator.synchronize()
+                taken.append(
+                    (
+                        counters.device_allocations(),
+                        pool.statistics().slabs_acquired,
+                        pool.statistics().blocks,
+                    )
+                )
+        assert manager.statistics().steps == 300
+        optimizer.zero_grad()
+        del model, optimizer, manager, pool
+    assert taken[0] == taken[1], f"device allocations, slabs, blocks: {taken[0]}, then {taken[1]}"
