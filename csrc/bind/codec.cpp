@@ -159,13 +159,22 @@ void bind_backends(py::module_& module) {
       py::arg("device"), "Tiles of var that an encode may leave unused (memswap_codec).");
   module.def(
       "codec_fault",
+      [](const c10::Device& device, uint8_t dtype, uint8_t layout) {
+        const memswap_codec* codec = codec_of(device.type());
+        return codec ? distrust(*codec, device, dtype, layout)
+                     : std::string("no codec serves the device");
+      },
+      py::arg("device"), py::arg("dtype"), py::arg("layout"), without_gil(),
+      "Why the device's codec must not encode a dtype in a layout there; empty where it may "
+      "(csrc/codec/self_check.h).");
+  module.def(
+      "codec_faults",
       [](const c10::Device& device) {
         const memswap_codec* codec = codec_of(device.type());
-        return codec ? distrust(*codec, device) : std::string("no codec serves the device");
+        return codec ? faults(*codec, device) : std::vector<std::string>();
       },
       py::arg("device"), without_gil(),
-      "Why the device's codec must not encode there; empty where it may "
-      "(csrc/codec/self_check.h).");
+      "All that the self-check of the device's codec found wrong, a sentence each.");
 }
 
 // By device type.

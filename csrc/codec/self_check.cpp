@@ -5,10 +5,12 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <exception>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <utility>
 
@@ -22,8 +24,8 @@ namespace {
 using frame::Dtype;
 using frame::Shape;
 
-// Two tiles and a part of a block.
-constexpr int64_t kElements = 2 * frame::kTileElements + 700;
+// A tile, and one of a whole block and a part of one.
+constexpr int64_t kElements = frame::kTileElements + frame::kBlockElements + 700;
 
 // splitmix64, as in the codec's own tests.
 uint64_t random_word(uint64_t i) {
@@ -33,13 +35,7 @@ uint64_t random_word(uint64_t i) {
   return z ^ (z >> 31);
 }
 
-struct Sample {
-  const char* name;
-  Dtype dtype;
-  Shape shape;
-  at::ScalarType type;
-  uint64_t (*element)(uint64_t i);
-};
+using Element = uint64_t (*)(uint64_t i);
 
 // A float of `exponent_bits` and `mantissa_bits`: octaves below a largest one, each half as likely,
 // and one in 64 elements of any bits at all.
@@ -66,62 +62,119 @@ uint64_t sparse_bits(uint64_t i) {
               : float_bits<exponent_bits, mantissa_bits>(i);
 }
 
-// Blocks around 0, around the least signed integer, and from that one on: distances and sums pass
-// both ends of the range.
+// Blocks around 0, around the least signed integer, from that one on, and a slope: distances and
+// sums pass both ends of the range.
 template <uint32_t bits>
 uint64_t integer_bits(uint64_t i) {
   constexpr uint64_t most = bits == 8 ? 60 : 20000;
-  const uint64_t kind = i / frame::kBlockElements % 3;
+  const uint64_t kind = i / frame::kBlockElements % 4;
+  if (kind == 3) {
+    return (i - 700) * UINT64_C(0x100000001) + random_word(i) % 99;
+  }
   const uint64_t middle = kind == 0 ? 0 : uint64_t{1} << (bits - 1);
   return middle - (kind == 2 ? 0 : most / 2) + random_word(i) % most;
 }
 
-// One per kernel that a backend may have: the shapes of every dtype.
-constexpr std::array kSamples = {
-    Sample{"bfloat16, dense", Dtype::kBf16, Shape::kDense, at::kBFloat16, &float_bits<8, 7>},
-    Sample{"float16, dense", Dtype::kFp16, Shape::kDense, at::kHalf, &float_bits<5, 10>},
-    Sample{"float32, dense", Dtype::kFp32, Shape::kDense, at::kFloat, &float_bits<8, 23>},
-    Sample{"float64, dense", Dtype::kFp64, Shape::kDense, at::kDouble, &float_bits<11, 52>},
-    Sample{"float8_e4m3fn, dense", Dtype::kE4m3, Shape::kDense, at::kFloat8_e4m3fn,
-           &float_bits<4, 3>},
-    Sample{"float8_e5m2, dense", Dtype::kE5m2, Shape::kDense, at::kFloat8_e5m2, &float_bits<5, 2>},
-    Sample{"bfloat16, sparse", Dtype::kBf16, Shape::kSparse, at::kBFloat16, &sparse_bits<8, 7>},
-    Sample{"float16, sparse", Dtype::kFp16, Shape::kSparse, at::kHalf, &sparse_bits<5, 10>},
-    Sample{"float32, sparse", Dtype::kFp32, Shape::kSparse, at::kFloat, &sparse_bits<8, 23>},
-    Sample{"float64, sparse", Dtype::kFp64, Shape::kSparse, at::kDouble, &sparse_bits<11, 52>},
-    Sample{"float8_e4m3fn, sparse", Dtype::kE4m3, Shape::kSparse, at::kFloat8_e4m3fn,
-           &sparse_bits<4, 3>},
-    Sample{"float8_e5m2, sparse", Dtype::kE5m2, Shape::kSparse, at::kFloat8_e5m2,
-           &sparse_bits<5, 2>},
-    Sample{"float32, upcast", Dtype::kFp32, Shape::kUpcast, at::kFloat,
-           [](uint64_t i) { return float_bits<8, 7>(i) << 16 | (i == 5000 ? 1 : 0); }},
-    Sample{"bool, bits", Dtype::kBool, Shape::kBits, at::kBool,
-           [](uint64_t i) { return random_word(i) & 1; }},
-    Sample{"bool in runs, bits", Dtype::kBool, Shape::kBits, at::kBool,
-           [](uint64_t i) { return i / 700 & 1; }},
-    Sample{"int8, ints", Dtype::kInt8, Shape::kInts, at::kChar, &integer_bits<8>},
-    Sample{"uint8, ints", Dtype::kUint8, Shape::kInts, at::kByte, &integer_bits<8>},
-    Sample{"int16, ints", Dtype::kInt16, Shape::kInts, at::kShort, &integer_bits<16>},
-    Sample{"uint16, ints", Dtype::kUint16, Shape::kInts, at::kUInt16, &integer_bits<16>},
-    Sample{"int32, ints", Dtype::kInt32, Shape::kInts, at::kInt, &integer_bits<32>},
-    Sample{"uint32, ints", Dtype::kUint32, Shape::kInts, at::kUInt32, &integer_bits<32>},
-    Sample{"int64, ints", Dtype::kInt64, Shape::kInts, at::kLong,
-           [](uint64_t i) { return (i - 700) * UINT64_C(0x100000001) + random_word(i) % 99; }},
-    Sample{"int64 at its ends, ints", Dtype::kInt64, Shape::kInts, at::kLong, &integer_bits<64>},
-    Sample{"uint64, ints", Dtype::kUint64, Shape::kInts, at::kUInt64, &integer_bits<64>},
-    Sample{"uint8, raw", Dtype::kUint8, Shape::kRaw, at::kByte, &random_word},
-    Sample{"int16, raw", Dtype::kInt16, Shape::kRaw, at::kShort, &random_word},
-    Sample{"int32, raw", Dtype::kInt32, Shape::kRaw, at::kInt, &random_word},
-    Sample{"int64, raw", Dtype::kInt64, Shape::kRaw, at::kLong, &random_word},
+// Masks: random ones, and in runs.
+uint64_t mask_bits(uint64_t i) {
+  return (i / frame::kBlockElements % 2 == 0 ? random_word(i) : i / 700) & 1;
+}
+
+// bfloat16 in float32, but for one element.
+uint64_t upcast_bits(uint64_t i) { return float_bits<8, 7>(i) << 16 | (i == 5000 ? 1 : 0); }
+
+struct Elements {
+  const char* name;
+  Dtype dtype;
+  at::ScalarType type;
+  Element dense, sparse, integers;
 };
 
-// The sample's elements as bytes, which every device can be given.
-at::Tensor make(const Sample& sample) {
-  const auto width = static_cast<int64_t>(frame::width_of(sample.dtype));
+template <uint32_t exponent_bits, uint32_t mantissa_bits>
+constexpr Elements floats(const char* name, Dtype dtype, at::ScalarType type) {
+  return {name,
+          dtype,
+          type,
+          &float_bits<exponent_bits, mantissa_bits>,
+          &sparse_bits<exponent_bits, mantissa_bits>,
+          &integer_bits<1 + exponent_bits + mantissa_bits>};
+}
+
+template <uint32_t bits>
+constexpr Elements others(const char* name, Dtype dtype, at::ScalarType type) {
+  return {name, dtype, type, nullptr, nullptr, &integer_bits<bits>};
+}
+
+// Dtypes 16 to 19, of which torch has none on every device, have the kernels of the unsigned ones.
+constexpr std::array kDtypes = {
+    floats<8, 7>("bfloat16", Dtype::kBf16, at::kBFloat16),
+    floats<5, 10>("float16", Dtype::kFp16, at::kHalf),
+    floats<8, 23>("float32", Dtype::kFp32, at::kFloat),
+    floats<11, 52>("float64", Dtype::kFp64, at::kDouble),
+    floats<4, 3>("float8_e4m3fn", Dtype::kE4m3, at::kFloat8_e4m3fn),
+    floats<5, 2>("float8_e5m2", Dtype::kE5m2, at::kFloat8_e5m2),
+    others<8>("bool", Dtype::kBool, at::kBool),
+    others<8>("int8", Dtype::kInt8, at::kChar),
+    others<8>("uint8", Dtype::kUint8, at::kByte),
+    others<16>("int16", Dtype::kInt16, at::kShort),
+    others<16>("uint16", Dtype::kUint16, at::kUInt16),
+    others<32>("int32", Dtype::kInt32, at::kInt),
+    others<32>("uint32", Dtype::kUint32, at::kUInt32),
+    others<64>("int64", Dtype::kInt64, at::kLong),
+    others<64>("uint64", Dtype::kUint64, at::kUInt64),
+};
+
+// The dtype whose verdict serves `dtype`.
+Dtype checked_as(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::kBits8:
+      return Dtype::kUint8;
+    case Dtype::kBits16:
+      return Dtype::kUint16;
+    case Dtype::kBits32:
+      return Dtype::kUint32;
+    case Dtype::kBits64:
+      return Dtype::kUint64;
+    default:
+      return dtype;
+  }
+}
+
+struct LayoutName {
+  Shape layout;
+  const char* name;
+};
+constexpr std::array kLayouts = {
+    LayoutName{Shape::kDense, "dense"}, LayoutName{Shape::kSparse, "sparse"},
+    LayoutName{Shape::kBits, "bits"},   LayoutName{Shape::kInts, "ints"},
+    LayoutName{Shape::kRaw, "raw"},     LayoutName{Shape::kUpcast, "upcast"},
+};
+static_assert(kLayouts.size() == static_cast<size_t>(frame::kLastShape) + 1);
+
+Element element_of(const Elements& elements, Shape layout) {
+  switch (layout) {
+    case Shape::kDense:
+      return elements.dense;
+    case Shape::kSparse:
+      return elements.sparse;
+    case Shape::kUpcast:
+      return &upcast_bits;
+    case Shape::kBits:
+      return &mask_bits;
+    case Shape::kInts:
+      return elements.integers;
+    default:
+      return &random_word;
+  }
+}
+
+// The elements as bytes, which every device can be given.
+at::Tensor make(Dtype dtype, Element element) {
+  const auto width = static_cast<int64_t>(frame::width_of(dtype));
   at::Tensor tensor = at::empty({kElements * width}, at::TensorOptions().dtype(at::kByte));
   auto* to = static_cast<std::byte*>(tensor.mutable_data_ptr());
   for (int64_t i = 0; i < kElements; ++i) {
-    const uint64_t bits = sample.element(static_cast<uint64_t>(i));
+    const uint64_t bits = element(static_cast<uint64_t>(i));
     std::memcpy(to + i * width, &bits, static_cast<size_t>(width));
   }
   return tensor;
@@ -144,98 +197,152 @@ bool same_bits(const at::Tensor& a, const at::Tensor& b) {
          std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
 }
 
-// What went wrong with a sample; empty if nothing did.
-std::string fault_of(const memswap_codec& codec, c10::Device device, const Sample& sample) {
-  const at::Tensor original = make(sample);
-  const auto dtype = static_cast<int64_t>(sample.dtype);
-  const auto shape = static_cast<int64_t>(sample.shape);
-  const at::Tensor frame = encode_with(codec, original.to(device), dtype, shape, /*checksum=*/true);
+// What went wrong with a sample of a dtype and a layout; empty if nothing did.
+std::string fault_of(const memswap_codec& codec, c10::Device device, const Elements& elements,
+                     Shape layout) {
+  const at::Tensor original = make(elements.dtype, element_of(elements, layout));
+  const at::Tensor frame =
+      encode_with(codec, original.to(device), static_cast<int64_t>(elements.dtype),
+                  static_cast<int64_t>(layout), /*checksum=*/true);
   const at::Tensor on_host = frame.cpu();
-  const at::Tensor back =
-      decode_with(codec, frame, {kElements}, sample.type, /*check_decode=*/true);
+  const at::Tensor back = decode_with(codec, frame, {kElements}, elements.type,
+                                      /*check_decode=*/true);
   if (!same_bits(back.view(at::kByte).cpu(), original)) {
     return "what it encoded and decoded is not what it was given";
   }
   // The frame leaves the device as well (ENCODE_SWAP to another codec, Frame.to_bytes).
-  if (!same_bits(decode_tensor(portable_frame(on_host), {kElements}, sample.type, true),
+  if (!same_bits(decode_tensor(portable_frame(on_host), {kElements}, elements.type, true),
                  original)) {
     return "the CPU's decoder does not read its frames";
   }
   return "";
 }
 
-// All samples, also behind one that failed: which they are says what is wrong.
-std::string find_fault(const memswap_codec& codec, c10::Device device) {
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const WithoutModes without_modes;
-  const c10::DeviceGuard guard(device);
-  std::string first, others;
-  for (const Sample& sample : kSamples) {
-    std::string fault;
-    try {
-      if (!exists_on(device, sample.type)) {
+std::string failed(const memswap_codec& codec, c10::Device device) {
+  return "codec '" + std::string(codec.name) + "' failed its self-check on " + device.str();
+}
+
+constexpr const char* kReport =
+    "please report it, with the versions of driver and toolkit, and see `python -m memswap info`";
+
+// What a check of one codec on one device found: where nothing is said, nothing is wrong.
+class Verdict {
+ public:
+  Verdict(const memswap_codec& codec, c10::Device device) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const WithoutModes without_modes;
+    const c10::DeviceGuard guard(device);
+    std::vector<std::pair<std::string, std::string>> alike;  // a fault, and what has it
+    for (const Elements& elements : kDtypes) {
+      if (!exists_on(device, elements.type)) {
         continue;
       }
-      fault = fault_of(codec, device, sample);
+      for (const auto& [layout, name] : kLayouts) {
+        if (frame::shape_fits(elements.dtype, layout)) {
+          note(codec, device, elements, layout, name, alike);
+        }
+      }
+    }
+    for (const auto& [fault, names] : alike) {
+      summary_.push_back(failed(codec, device) + " for " + names + ": " + fault);
+    }
+  }
+
+  std::string of(Dtype dtype, Shape layout) const {
+    const auto found = faults_.find({checked_as(dtype), layout});
+    return found == faults_.end() ? "" : found->second;
+  }
+
+  const std::vector<std::string>& summary() const { return summary_; }
+
+ private:
+  // Goes on behind one that failed: which they are says what is wrong.
+  void note(const memswap_codec& codec, c10::Device device, const Elements& elements, Shape layout,
+            const char* layout_name, std::vector<std::pair<std::string, std::string>>& alike) {
+    std::string fault;
+    try {
+      fault = fault_of(codec, device, elements, layout);
     } catch (const c10::OutOfMemoryError&) {
       throw;
     } catch (const std::exception& error) {
       fault = error.what();
     }
     if (fault.empty()) {
-      continue;
+      return;
     }
-    if (first.empty()) {
-      first = "(" + std::string(sample.name) + "): " + fault;
+    const std::string name = std::string(elements.name) + " " + layout_name;
+    faults_[{elements.dtype, layout}] = failed(codec, device) + " for " + name + ": " + fault +
+                                        ". Nothing of that dtype and layout is encoded on this "
+                                        "device; " +
+                                        kReport;
+    const auto known = std::find_if(alike.begin(), alike.end(),
+                                    [&](const auto& other) { return other.first == fault; });
+    if (known == alike.end()) {
+      alike.emplace_back(fault, name);
     } else {
-      others += (others.empty() ? "" : "; ") + std::string(sample.name);
+      known->second += ", " + name;
     }
   }
-  if (first.empty()) {
-    return "";
-  }
-  return "codec '" + std::string(codec.name) + "' failed its self-check on " + device.str() + " " +
-         first + (others.empty() ? "" : ". It failed for these as well: " + others) +
-         ". Nothing is encoded on this device; please report it, with the versions of driver and "
-         "toolkit";
-}
 
-struct Verdicts {
-  std::mutex mutex;
-  std::map<std::pair<const memswap_codec*, c10::DeviceIndex>, std::string> known;
+  std::map<std::pair<Dtype, Shape>, std::string> faults_;
+  std::vector<std::string> summary_;
 };
 
 // Of this process: they are about libraries and hardware, not about a model.
+struct Verdicts {
+  std::mutex mutex;
+  std::map<std::pair<const memswap_codec*, c10::DeviceIndex>, std::unique_ptr<const Verdict>> known;
+};
+
 Verdicts& verdicts() {
   static Verdicts all;
   return all;
 }
 
-}  // namespace
-
-std::string distrust(const memswap_codec& codec, c10::Device device) {
-  if (codec.check_first == 0) {
-    return "";
-  }
+// Throws c10::OutOfMemoryError where there was none for the check: asked again, it checks again.
+const Verdict& verdict(const memswap_codec& codec, c10::Device device) {
   Verdicts& all = verdicts();
   const std::pair key(&codec, device.index());
   {
     const std::lock_guard lock(all.mutex);
     if (const auto found = all.known.find(key); found != all.known.end()) {
-      return found->second;
+      return *found->second;
     }
   }
   // Two threads may both check; they find the same.
-  std::string fault;
-  try {
-    fault = find_fault(codec, device);
-  } catch (const c10::OutOfMemoryError&) {
-    // Says nothing about the codec: asked again, it checks again.
-    return "codec '" + std::string(codec.name) + "' found no memory on " + device.str() +
-           " for its self-check";
-  }
+  auto found = std::make_unique<const Verdict>(codec, device);
   const std::lock_guard lock(all.mutex);
-  return all.known.emplace(key, std::move(fault)).first->second;
+  return *all.known.emplace(key, std::move(found)).first->second;
+}
+
+std::string no_memory(const memswap_codec& codec, c10::Device device) {
+  return "codec '" + std::string(codec.name) + "' found no memory on " + device.str() +
+         " for its self-check";
+}
+
+}  // namespace
+
+std::string distrust(const memswap_codec& codec, c10::Device device, uint8_t dtype,
+                     uint8_t layout) {
+  if (codec.check_first == 0) {
+    return "";
+  }
+  try {
+    return verdict(codec, device).of(static_cast<Dtype>(dtype), static_cast<Shape>(layout));
+  } catch (const c10::OutOfMemoryError&) {
+    return no_memory(codec, device);
+  }
+}
+
+std::vector<std::string> faults(const memswap_codec& codec, c10::Device device) {
+  if (codec.check_first == 0) {
+    return {};
+  }
+  try {
+    return verdict(codec, device).summary();
+  } catch (const c10::OutOfMemoryError&) {
+    return {no_memory(codec, device)};
+  }
 }
 
 }  // namespace memswap

@@ -222,13 +222,14 @@ std::optional<FramePlan> StreamCodecLane::plan(const StorageRefPtr& storage,
   if (codec == nullptr) {
     return refuse("no codec is known for " + streams_->device().str());
   }
-  if (std::string fault = distrust(*codec, streams_->device()); !fault.empty()) {
-    return refuse(std::move(fault));
-  }
   std::string reason;
   auto plan = plan_frame(options, storage->storage.data(), storage->storage.nbytes(), reason);
   if (!plan) {
-    refuse(std::move(reason));
+    return refuse(std::move(reason));
+  }
+  if (std::string fault = distrust(*codec, streams_->device(), options.dtype, *options.shape);
+      !fault.empty()) {
+    return refuse(std::move(fault));
   }
   return plan;
 }

@@ -154,7 +154,10 @@ uint8_t choose_shape(const at::Tensor& self, int64_t dtype) {
 
 at::Tensor encode_tensor(const at::Tensor& self, int64_t dtype, int64_t shape, bool checksum) {
   const memswap_codec& codec = codec_to_encode(self);
-  if (const std::string reason = distrust(codec, self.device()); !reason.empty()) {
+  checked_layout(dtype, shape, 0);
+  if (const std::string reason =
+          distrust(codec, self.device(), static_cast<uint8_t>(dtype), static_cast<uint8_t>(shape));
+      !reason.empty()) {
     throw std::runtime_error("memswap: " + reason);
   }
   return encode_with(codec, self, dtype, shape, checksum);

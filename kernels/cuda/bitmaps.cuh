@@ -48,6 +48,17 @@ __device__ __forceinline__ WrittenBitmap write_bitmap(uint8_t* payload, uint32_t
   return {is_packed ? behind : frame::kBitmapBytes, is_packed};
 }
 
+// Bytes of a bitmap that was packed.
+__device__ __forceinline__ uint32_t packed_bytes(uint32_t masks) {
+  uint32_t bytes = frame::kMapsBytes;
+#pragma unroll
+  for (uint32_t row = 0; row < kRows; ++row) {
+    const uint32_t byte = masks >> (8 * row) & 0xffu;
+    bytes += __popc(__ballot_sync(kAllLanes, byte != 0 && byte != 0xff));
+  }
+  return bytes;
+}
+
 // The byte behind the bitmap of a payload of `bytes` bytes, aligned to units, or kDamaged.
 __device__ __forceinline__ uint32_t read_bitmap(const uint8_t* payload, uint32_t bytes,
                                                 bool is_packed, uint32_t lane, uint32_t& masks) {

@@ -1,6 +1,9 @@
-// The backend's table: arguments, tables of jobs, launches. Every function returns as soon as its
-// work is enqueued; nothing is allocated and nothing waits.
+// The backend's table: arguments and launches, of which each tensor has one. Every function returns
+// as soon as its work is enqueued; nothing is allocated and nothing waits.
 #include <cuda_runtime.h>
+
+#include <algorithm>
+#include <utility>
 
 #include "encode.cuh"
 #include "jobs.h"
@@ -14,24 +17,36 @@ namespace {
 using frame::Dtype;
 using frame::Shape;
 
+// A frame without elements has a tile: there is a header to be written, or to be looked at.
 uint32_t tiles_of(uint64_t elements) {
-  return static_cast<uint32_t>((elements + frame::kTileElements - 1) / frame::kTileElements);
+  const uint64_t tiles = (elements + frame::kTileElements - 1) / frame::kTileElements;
+  return tiles == 0 ? 1 : static_cast<uint32_t>(tiles);
 }
 
-EncodeJob to_device(const memswap_encode_job& job) {
+EncodeJob to_device(const memswap_encode_job& job, void* workspace) {
+  const frame::Layout layout =
+      frame::layout_of(static_cast<Dtype>(job.dtype), static_cast<Shape>(job.shape), job.elements);
   EncodeJob to{};
   to.input = static_cast<const uint8_t*>(job.input);
   to.frame = static_cast<uint8_t*>(job.frame);
+  to.records = to.frame + layout.records;
+  to.var = to.frame + layout.var;
   to.overflow = static_cast<uint8_t*>(job.overflow);
   to.overflow_cursor = reinterpret_cast<unsigned long long*>(job.overflow_cursor);
+  to.counters = static_cast<frame::Header*>(workspace != nullptr ? workspace : job.frame);
   to.elements = job.elements;
   to.var_capacity = job.var_capacity;
+  to.var_limit = job.var_capacity < frame::kMaxBaseUnits ? job.var_capacity : frame::kMaxBaseUnits;
   to.overflow_capacity = static_cast<uint32_t>(job.overflow_capacity);
+  to.blocks = layout.blocks;
+  to.tiles = tiles_of(job.elements);
+  to.slab_bytes = layout.slab_bytes;
   to.dtype = job.dtype;
   to.shape = job.shape;
   to.fast = job.profile == MEMSWAP_FAST;
   to.center = job.center;
   to.checked = job.checksum != 0;
+  to.is_counted_apart = workspace != nullptr;
   return to;
 }
 
@@ -44,6 +59,7 @@ DecodeJob to_device(const memswap_decode_job& job) {
   to.frame_bytes = job.frame_bytes;
   to.elements = job.elements;
   to.overflow_capacity = job.overflow == nullptr ? 0 : static_cast<uint32_t>(job.overflow_capacity);
+  to.tiles = tiles_of(job.elements);
   to.dtype = job.dtype;
   to.verify = job.verify != 0;
   to.is_alone = job.shape_hint != 0;
@@ -54,56 +70,38 @@ DecodeJob to_device(const memswap_decode_job& job) {
   return to;
 }
 
-// A frame without elements has no tile, but a header to be written, or to be looked at.
-template <class Job>
-uint32_t tiles_of(const Job& job) {
-  return job.elements == 0 ? 1 : tiles_of(job.elements);
-}
-
-// What a job takes: one kernel, or two that share its frames (see [Note: shapes]).
-template <class Kernel>
-struct Kernels {
-  Kernel first;
-  Kernel second;  // of no function: there is none
-
-  bool operator==(const Kernels& other) const {
-    return first.function == other.first.function && second.function == other.second.function;
-  }
-};
-
-Kernels<EncodeKernel> kernels_of(const memswap_encode_job& job) {
+EncodeKernel* kernel_of(const memswap_encode_job& job) {
   const Dtype dtype = static_cast<Dtype>(job.dtype);
   const Shape shape = static_cast<Shape>(job.shape);
   switch (shape) {
     case Shape::kDense:
     case Shape::kUpcast:
-      return {dense_encode_kernel(dtype, shape), {}};
+      return dense_encode_kernel(dtype, shape);
     case Shape::kSparse:
-      return {sparse_encode_kernel(dtype), {}};
+      return sparse_encode_kernel(dtype);
     default:
-      return {other_encode_kernel(dtype, shape), {}};
+      return other_encode_kernel(dtype, shape);
   }
 }
 
-Kernels<DecodeKernel> kernels_of(const memswap_decode_job& job) {
+// One kernel, or two that share a frame (see [Note: shapes]); the second is null where there is
+// none.
+std::pair<DecodeKernel*, DecodeKernel*> kernels_of(const memswap_decode_job& job) {
   const Dtype dtype = static_cast<Dtype>(job.dtype);
   if (frame::split_of(dtype).exponent_bits == 0) {
-    return {other_decode_kernel(dtype), {}};
+    return {other_decode_kernel(dtype), nullptr};
   }
   if (job.shape_hint == 0) {
     return {float_decode_kernel(dtype), sparse_decode_kernel(dtype)};
   }
   const bool is_sparse = static_cast<Shape>(job.shape_hint - 1) == Shape::kSparse;
-  return {is_sparse ? sparse_decode_kernel(dtype) : float_decode_kernel(dtype), {}};
+  return {is_sparse ? sparse_decode_kernel(dtype) : float_decode_kernel(dtype), nullptr};
 }
 
-// Without a workspace: headers whose counters are 0, by a launch in stream order before the tiles'.
-__global__ void __launch_bounds__(kLanes) write_headers(const __grid_constant__ EncodeTable table) {
-  const EncodeJob& job = table.jobs[blockIdx.x];
-  const frame::Layout layout =
-      frame::layout_of(static_cast<Dtype>(job.dtype), static_cast<Shape>(job.shape), job.elements);
-  reinterpret_cast<uint32_t*>(job.frame)[threadIdx.x] =
-      header_word(job, layout.blocks, layout.slab_bytes, threadIdx.x);
+// Without a workspace: a header whose counters are 0, by a launch in stream order before the
+// tiles'.
+__global__ void __launch_bounds__(kLanes) write_header(const __grid_constant__ EncodeJob job) {
+  reinterpret_cast<uint32_t*>(job.frame)[threadIdx.x] = header_word(job, threadIdx.x);
 }
 
 template <class Parameter>
@@ -117,131 +115,109 @@ cudaError_t launch(void (*kernel)(Parameter), const Parameter& parameter, uint32
   return cudaLaunchKernelEx(&config, kernel, parameter);
 }
 
-// [Note: processors] Without a bound, the grid is what the device holds at once, in thread blocks
-// of one tile, and walks over the tiles. With a bound of p, it is p thread blocks, which no more
-// than p processors can hold; each then has two tiles at a time, so that a processor has 16 warps.
+// What `device`, the current one, holds at once of a kernel: asks the runtime.
 template <class Job>
-cudaError_t launch_tiles(const Kernel<Job>& kernel, const Table<Job>& table,
-                         const memswap_launch& where) {
-  int device = 0, processors = 0, shared_limit = 0, resident = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  }
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&shared_limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  }
-  if (error != cudaSuccess) {
-    return error;
-  }
-  const uint32_t bound = where.max_processors;
-  const bool is_bounded = bound != 0 && bound < static_cast<uint32_t>(processors);
-  const uint32_t most =
-      kMaxTiles * kernel.shared_bytes <= static_cast<uint32_t>(shared_limit) ? kMaxTiles : 1;
-  const uint32_t slots = is_bounded ? most : 1;
-  const uint32_t shared_bytes = slots * kernel.shared_bytes;
-  if (shared_bytes > 48 * 1024) {
-    // What any launch may need: of two threads, one must not lower what the other has just raised.
+cudaError_t ask_resident(const Kernel<Job>& kernel, int device, uint32_t& resident) {
+  int processors = 0, blocks = 0;
+  cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (error == cudaSuccess && kernel.shared_bytes > 48 * 1024) {
     error = cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 static_cast<int>(most * kernel.shared_bytes));
-    if (error != cudaSuccess) {
-      return error;
-    }
+                                 static_cast<int>(kernel.shared_bytes));
   }
-  // What little a tile reads twice is in shared memory: as much of it, and so as many tiles, as a
-  // processor can have.
-  error = cudaFuncSetAttribute(kernel.function, cudaFuncAttributePreferredSharedMemoryCarveout,
-                               cudaSharedmemCarveoutMaxShared);
+  if (error == cudaSuccess) {
+    // What little a tile reads twice is in shared memory: as much of it, and so as many tiles, as a
+    // processor can have.
+    error = cudaFuncSetAttribute(kernel.function, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                 cudaSharedmemCarveoutMaxShared);
+  }
+  if (error == cudaSuccess) {
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel.function, kTileThreads,
+                                                          kernel.shared_bytes);
+  }
+  resident = static_cast<uint32_t>(processors) * static_cast<uint32_t>(blocks > 0 ? blocks : 1);
+  return error;
+}
+
+// The same, and sets what the kernel needs: once for each device. Two threads may both ask; they
+// find the same.
+template <class Job>
+cudaError_t find_resident(Kernel<Job>& kernel, uint32_t& resident) {
+  int device = 0;
+  const cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) {
     return error;
   }
-  const uint32_t wanted = (table.tiles + slots - 1) / slots;
-  uint32_t blocks = bound;
-  if (!is_bounded) {
-    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel.function, kTileThreads,
-                                                          shared_bytes);
+  if (device >= Kernel<Job>::kDevices) {
+    return ask_resident(kernel, device, resident);
+  }
+  std::atomic<uint32_t>& known = kernel.resident[static_cast<size_t>(device)];
+  resident = known.load(std::memory_order_acquire);
+  if (resident != 0) {
+    return cudaSuccess;
+  }
+  const cudaError_t asked = ask_resident(kernel, device, resident);
+  if (asked == cudaSuccess) {
+    known.store(resident, std::memory_order_release);
+  }
+  return asked;
+}
+
+// [Note: processors] The grid is what the device holds at once, and walks over the tiles. With a
+// bound of p it is p thread blocks, which no more than p processors can hold.
+template <class Job>
+cudaError_t launch_tiles(Kernel<Job>& kernel, const Job& job, const memswap_launch& where) {
+  uint32_t blocks = 0;
+  const cudaError_t error = find_resident(kernel, blocks);
+  if (error != cudaSuccess) {
+    return error;
+  }
+  blocks = where.max_processors != 0 ? std::min(where.max_processors, blocks) : blocks;
+  return launch(kernel.function, job, std::min(job.tiles, blocks), kTileThreads,
+                kernel.shared_bytes, where.stream);
+}
+
+cudaError_t launch_job(const memswap_encode_job& job, const memswap_launch& where) {
+  const EncodeJob to = to_device(job, where.workspace);
+  if (!to.is_counted_apart) {
+    const cudaError_t error = launch(write_header, to, 1, kLanes, 0, where.stream);
     if (error != cudaSuccess) {
       return error;
     }
-    blocks = static_cast<uint32_t>(processors) * static_cast<uint32_t>(resident > 0 ? resident : 1);
   }
-  return launch(kernel.function, table, wanted < blocks ? wanted : blocks, slots * kTileThreads,
-                shared_bytes, where.stream);
+  return launch_tiles(*kernel_of(job), to, where);
 }
 
-cudaError_t launch_table(const Kernels<EncodeKernel>& kernels, EncodeTable& table,
-                         const memswap_launch& where) {
-  table.workspace = static_cast<EncodeSlot*>(where.workspace);
-  if (table.workspace == nullptr) {
-    const cudaError_t error = launch(write_headers, table, table.count, kLanes, 0, where.stream);
-    if (error != cudaSuccess) {
-      return error;
-    }
-  }
-  return launch_tiles(kernels.first, table, where);
+cudaError_t launch_job(const memswap_decode_job& job, const memswap_launch& where) {
+  const DecodeJob to = to_device(job);
+  const auto [first, second] = kernels_of(job);
+  const cudaError_t error = launch_tiles(*first, to, where);
+  return error != cudaSuccess || second == nullptr ? error : launch_tiles(*second, to, where);
 }
 
-cudaError_t launch_table(const Kernels<DecodeKernel>& kernels, DecodeTable& table,
-                         const memswap_launch& where) {
-  const cudaError_t error = launch_tiles(kernels.first, table, where);
-  return error != cudaSuccess || kernels.second.function == nullptr
-             ? error
-             : launch_tiles(kernels.second, table, where);
-}
-
-// Jobs of the same kernels share launches, whatever their order among the others.
-template <class DeviceJob, class Job>
+template <class Job>
 int run(const Job* jobs, size_t count, const memswap_launch* launch_or_null) {
   const memswap_launch where = launch_or_null != nullptr ? *launch_or_null : memswap_launch{};
   if (!arguments::are_valid(jobs, count) ||
       !arguments::is_aligned(where.workspace, frame::kAlignmentBytes)) {
     return MEMSWAP_CODEC_BAD_ARGUMENT;
   }
-  constexpr uint32_t kMaxTilesOfLaunch = 1u << 30;  // tile numbers and strides stay in 32 bits
-  for (size_t first = 0; first < count; ++first) {
-    const auto kernels = kernels_of(jobs[first]);
-    const auto is_same = [&](size_t i) { return kernels_of(jobs[i]) == kernels; };
-    bool is_done = false;
-    for (size_t i = 0; i < first && !is_done; ++i) {
-      is_done = is_same(i);
-    }
-    if (is_done) {
-      continue;
-    }
-    Table<DeviceJob> table{};
-    for (size_t i = first; i <= count; ++i) {
-      const bool is_end = i == count;
-      if (!is_end && !is_same(i)) {
-        continue;
-      }
-      const bool is_full =
-          table.count == kTableJobs ||
-          (!is_end && table.count != 0 && tiles_of(jobs[i]) > kMaxTilesOfLaunch - table.tiles);
-      if (is_full || (is_end && table.count != 0)) {
-        const cudaError_t error = launch_table(kernels, table, where);
-        if (error != cudaSuccess) {
-          // The caller hears of it here; whoever asks the runtime next has launched something else.
-          (void)cudaGetLastError();
-          return static_cast<int>(error);
-        }
-        table = {};
-      }
-      if (!is_end) {
-        DeviceJob& job = table.jobs[table.count++] = to_device(jobs[i]);
-        job.first_tile = table.tiles;
-        table.tiles += tiles_of(jobs[i]);
-      }
+  for (size_t i = 0; i < count; ++i) {
+    const cudaError_t error = launch_job(jobs[i], where);
+    if (error != cudaSuccess) {
+      // The caller hears of it here; whoever asks the runtime next has launched something else.
+      (void)cudaGetLastError();
+      return static_cast<int>(error);
     }
   }
   return MEMSWAP_CODEC_OK;
 }
 
 int encode(const memswap_encode_job* jobs, size_t count, const memswap_launch* launch) {
-  return run<EncodeJob>(jobs, count, launch);
+  return run(jobs, count, launch);
 }
 
 int decode(const memswap_decode_job* jobs, size_t count, const memswap_launch* launch) {
-  return run<DecodeJob>(jobs, count, launch);
+  return run(jobs, count, launch);
 }
 
 const char* message(int code) {

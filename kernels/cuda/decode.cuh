@@ -134,61 +134,48 @@ __device__ __forceinline__ void stage_payload(DecodeMemory& memory, const uint8_
 }
 
 template <class Decoder>
-__global__ void __launch_bounds__(Decoder::kBounds.threads, Decoder::kBounds.blocks)
-    decode_tiles(const __grid_constant__ DecodeTable table) {
+__global__ void __launch_bounds__(kTileThreads, Decoder::kTiles)
+    decode_tiles(const __grid_constant__ DecodeJob job) {
   const Tile tile = this_tile();
-  DecodeShared& shared = shared_of<DecodeShared>(tile);
+  DecodeShared& shared = shared_of<DecodeShared>();
+  const DecodeFrame& found = shared.frame;
+  fetch_ahead(job, blockIdx.x, tile.warp, tile.lane);
   if (tile.thread < 16) {
     shared.expand[tile.thread] = expand_move(tile.thread);
   }
-  uint32_t job_index = 0;
-  uint32_t job_end = 0;  // no job yet
+  if (tile.thread == 0) {
+    read_frame(job, shared.frame);
+  }
+  __syncthreads();
+  const bool is_own = found.usable && Decoder::takes(found.shape);
+  const bool is_reported = job.is_alone ? !is_own : !found.usable && Decoder::kReportsHeaders;
+  if (is_reported && tile.thread == 0) {
+    atomicOr(job.status, uint32_t{frame::kBadHeader});
+  }
+  // A frame without elements has a tile, so that its header is looked at.
+  if (!is_own || found.blocks == 0) {
+    return;
+  }
   uint32_t parity = 0;
-  for (uint32_t t = blockIdx.x * tile.slots + tile.slot; t < table.tiles;
-       t += gridDim.x * tile.slots) {
-    if (t >= job_end) {
-      sync_tile(tile);
-      while (t >= table.end(job_index)) {
-        ++job_index;
-      }
-      job_end = table.end(job_index);
-      fetch_ahead(table.jobs[job_index], t - table.jobs[job_index].first_tile, tile.warp,
-                  tile.lane);
-      if (tile.thread == 0) {
-        read_frame(table.jobs[job_index], shared.frame);
-      }
-      sync_tile(tile);
-    }
-    const DecodeJob& job = table.jobs[job_index];
-    const DecodeFrame& frame = shared.frame;
-    const uint32_t tile_index = t - job.first_tile;
-    const bool is_own = frame.usable && Decoder::takes(frame.shape);
-    const bool is_reported = job.is_alone ? !is_own : !frame.usable && Decoder::kReportsHeaders;
-    if (is_reported && tile.thread == 0) {
-      atomicOr(job.status, uint32_t{frame::kBadHeader});
-    }
-    // A frame without elements has a tile, so that its header is looked at.
-    if (!is_own || frame.blocks == 0) {
-      continue;
-    }
-    const BlockRecord record = read_record(frame, job, tile_index, tile.warp, tile.lane);
+  for (uint32_t tile_index = blockIdx.x; tile_index < job.tiles; tile_index += gridDim.x) {
+    const BlockRecord record = read_record(found, job, tile_index, tile.warp, tile.lane);
     const uint32_t block = tile_index * frame::kTileBlocks + tile.warp;
     uint64_t checksum = 0;
     uint32_t wrong = record.damaged ? frame::kBadRecord : frame::kOk;
-    if (block < frame.blocks && !record.damaged) {
+    if (block < found.blocks && !record.damaged) {
       const Sink<Decoder::kWidth> sink(job.output, job.elements, block);
-      const uint8_t* slab = job.frame + frame::kHeaderBytes + uint64_t{block} * frame.slab_bytes;
-      if (!Decoder::decode(record, frame, sink, slab, shared.warps[tile.warp], shared.expand,
+      const uint8_t* slab = job.frame + frame::kHeaderBytes + uint64_t{block} * found.slab_bytes;
+      if (!Decoder::decode(record, found, sink, slab, shared.warps[tile.warp], shared.expand,
                            tile.warp, tile.lane, checksum)) {
         wrong = frame::kBadPayload;
       }
     }
-    if (frame.verify) {
+    if (found.verify) {
       checksum = add_lanes_of_block(checksum);
       if (tile.lane == 0) {
         shared.checksums[parity][tile.warp] = checksum;
       }
-      sync_tile(tile);
+      __syncthreads();
       if (tile.thread == 0 && wrong == frame::kOk) {
         uint64_t sum = 0;
         for (uint32_t warp = 0; warp < frame::kTileBlocks; ++warp) {
@@ -207,9 +194,10 @@ __global__ void __launch_bounds__(Decoder::kBounds.threads, Decoder::kBounds.blo
 }
 
 template <class Decoder>
-DecodeKernel decode_kernel() {
-  static_assert(sizeof(DecodeShared) <= kLeastSharedBytes);
-  return {decode_tiles<Decoder>, sizeof(DecodeShared)};
+DecodeKernel* decode_kernel() {
+  static_assert(kLeastTiles * (sizeof(DecodeShared) + kReservedBytes) <= kSharedBytes);
+  static DecodeKernel kernel(decode_tiles<Decoder>, sizeof(DecodeShared));
+  return &kernel;
 }
 
 // What every Decoder does with a row: it checks, then writes.

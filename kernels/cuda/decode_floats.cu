@@ -7,9 +7,8 @@ template <frame::Dtype kDtype>
 struct FloatDecoder {
   using Parts = Float<kDtype>;
   static constexpr uint32_t kWidth = Parts::kWidth;
-  // The rows of float64 and the three planes of float16 take more than those of the others.
-  static constexpr bool kIsLarge = kDtype == frame::Dtype::kFp64 || kDtype == frame::Dtype::kFp16;
-  static constexpr Bounds kBounds = with_registers(kIsHopper && !kIsLarge ? 64 : 80);
+  // The rows of float64 take more registers than those of the others.
+  static constexpr uint32_t kTiles = kDtype == frame::Dtype::kFp64 ? kLeastTiles : kTilesAtOnce;
   static constexpr bool kReportsHeaders = true;
 
   __device__ static constexpr bool takes(frame::Shape shape) {
@@ -118,7 +117,7 @@ struct FloatDecoder {
   }
 };
 
-DecodeKernel float_decode_kernel(frame::Dtype dtype) {
+DecodeKernel* float_decode_kernel(frame::Dtype dtype) {
   using frame::Dtype;
   switch (dtype) {
     case Dtype::kBf16:
@@ -134,7 +133,7 @@ DecodeKernel float_decode_kernel(frame::Dtype dtype) {
     case Dtype::kE5m2:
       return decode_kernel<FloatDecoder<Dtype::kE5m2>>();
     default:
-      return {};
+      return nullptr;
   }
 }
 

@@ -6,7 +6,7 @@ namespace memswap::cuda {
 template <uint32_t kElementBytes>
 struct OtherDecoder {
   static constexpr uint32_t kWidth = kElementBytes;
-  static constexpr Bounds kBounds = kTwoBlocks;
+  static constexpr uint32_t kTiles = kTilesAtOnce;
   static constexpr bool kReportsHeaders = true;
 
   __device__ static constexpr bool takes(frame::Shape) { return true; }
@@ -27,7 +27,7 @@ struct OtherDecoder {
   }
 };
 
-DecodeKernel other_decode_kernel(frame::Dtype dtype) {
+DecodeKernel* other_decode_kernel(frame::Dtype dtype) {
   switch (frame::width_of(dtype)) {
     case 1:
       return decode_kernel<OtherDecoder<1>>();

@@ -138,7 +138,7 @@ __device__ __forceinline__ bool decode_sparse(const BlockRecord& record, const D
 template <frame::Dtype kDtype>
 struct SparseDecoder {
   static constexpr uint32_t kWidth = Float<kDtype>::kWidth;
-  static constexpr Bounds kBounds = with_registers(80);
+  static constexpr uint32_t kTiles = kDtype == frame::Dtype::kFp64 ? kLeastTiles : kTilesAtOnce;
   static constexpr bool kReportsHeaders = false;
 
   __device__ static constexpr bool takes(frame::Shape shape) {
@@ -156,7 +156,7 @@ struct SparseDecoder {
   }
 };
 
-DecodeKernel sparse_decode_kernel(frame::Dtype dtype) {
+DecodeKernel* sparse_decode_kernel(frame::Dtype dtype) {
   using frame::Dtype;
   switch (dtype) {
     case Dtype::kBf16:
@@ -172,7 +172,7 @@ DecodeKernel sparse_decode_kernel(frame::Dtype dtype) {
     case Dtype::kE5m2:
       return decode_kernel<SparseDecoder<Dtype::kE5m2>>();
     default:
-      return {};
+      return nullptr;
   }
 }
 

@@ -9,16 +9,6 @@
 
 namespace memswap::cuda {
 
-// What a tile needs to know of the frame that it belongs to.
-struct EncodeFrame {
-  frame::Header* counters;  // its own header, or its slot of the workspace
-  uint8_t* records;
-  uint8_t* var;
-  uint64_t var_limit;  // units: payloads end here or before
-  uint32_t blocks;
-  uint32_t first_tile;
-};
-
 // Of a block, for the warp that gathers what its tile says of it.
 struct BlockSummary {
   uint32_t coded;     // Record::pack
@@ -31,7 +21,6 @@ template <class Memory>
 struct alignas(16) EncodeShared {
   Memory warps[frame::kTileBlocks];
   Move compact[16];
-  EncodeFrame frame;
   BlockSummary blocks[frame::kTileBlocks];
   uint8_t centers[frame::kTileBlocks];
   uint32_t place[frame::kTileBlocks];  // of the payloads, units in `area`
@@ -57,8 +46,7 @@ inline constexpr uint32_t kHeaderWords = frame::kHeaderBytes / 4;
 static_assert(kHeaderWords == kLanes);
 
 // A word of a frame's header before anything has been counted.
-__device__ inline uint32_t header_word(const EncodeJob& job, uint32_t blocks, uint32_t slab_bytes,
-                                       uint32_t word) {
+__device__ inline uint32_t header_word(const EncodeJob& job, uint32_t word) {
   switch (word) {
     case 0:
       return frame::kMagic;
@@ -71,9 +59,9 @@ __device__ inline uint32_t header_word(const EncodeJob& job, uint32_t blocks, ui
     case 5:
       return static_cast<uint32_t>(job.elements >> 32);
     case 6:
-      return blocks;
+      return job.blocks;
     case 7:
-      return slab_bytes;
+      return job.slab_bytes;
     case 8:
       return static_cast<uint32_t>(job.var_capacity);
     case 9:
@@ -98,25 +86,22 @@ __device__ void clear_gathered(EncodeShared<Memory>& shared, const Tile& tile) {
 // finished tiles; the last addition comes before that lane's second fence, and that before what its
 // warp reads (the second barrier). That warp makes the header of the slot, and the slot 0 again.
 template <class Memory>
-__device__ void finish_tiles(const EncodeShared<Memory>& shared, const EncodeTable& table,
-                             uint32_t job_index, uint32_t slab_bytes, uint32_t lane) {
+__device__ void finish_tiles(const EncodeShared<Memory>& shared, const EncodeJob& job,
+                             uint32_t lane) {
   uint32_t finished = 0;
   __syncwarp();
   if (lane == 0) {
     __threadfence();
-    finished = shared.finished_tiles +
-               atomicAdd(&to_global(shared.frame.counters)->blocks, shared.finished_tiles);
+    finished = shared.finished_tiles + atomicAdd(&job.counters->blocks, shared.finished_tiles);
     __threadfence();
   }
   finished = __shfl_sync(kAllLanes, finished, 0);
-  if (finished == table.end(job_index) - shared.frame.first_tile) {
+  if (finished == job.tiles) {
     __syncwarp();
-    const EncodeJob& job = table.jobs[job_index];
-    uint32_t* counted = reinterpret_cast<uint32_t*>(&table.workspace[job_index]);
-    // Not from this processor's own cache. The slot's word 6 has counted tiles.
+    uint32_t* counted = reinterpret_cast<uint32_t*>(job.counters);
+    // Not from this processor's own cache. Word 6 has counted tiles.
     const uint32_t sum = lane == 6 ? 0 : __ldcg(counted + lane);
-    reinterpret_cast<uint32_t*>(job.frame)[lane] =
-        sum + header_word(job, shared.frame.blocks, slab_bytes, lane);
+    reinterpret_cast<uint32_t*>(job.frame)[lane] = sum + header_word(job, lane);
     counted[lane] = 0;
   }
 }
@@ -125,11 +110,11 @@ __device__ void finish_tiles(const EncodeShared<Memory>& shared, const EncodeTab
 // tile's atomics on counters, take_position's as well, are of its first warp.
 template <class Memory>
 __device__ void add_gathered(const EncodeShared<Memory>& shared, const Tile& tile,
-                             const EncodeTable& table, uint32_t job_index, uint32_t slab_bytes) {
+                             const EncodeJob& job) {
   if (tile.warp != 0) {
     return;
   }
-  frame::Header& counters = *to_global(shared.frame.counters);
+  frame::Header& counters = *job.counters;
   if (tile.lane < frame::kModeCounts) {
     if (shared.mode_count[tile.lane] != 0) {
       atomicAdd(&counters.mode_count[tile.lane], shared.mode_count[tile.lane]);
@@ -145,8 +130,8 @@ __device__ void add_gathered(const EncodeShared<Memory>& shared, const Tile& til
       atomicAdd(counter(counters.overflow_used), shared.overflow_used);
     }
   }
-  if (table.workspace != nullptr) {
-    finish_tiles(shared, table, job_index, slab_bytes, tile.lane);
+  if (job.is_counted_apart) {
+    finish_tiles(shared, job, tile.lane);
   }
 }
 
@@ -162,15 +147,15 @@ struct Position {
 template <class Memory>
 __device__ Position take_position(EncodeShared<Memory>& shared, const EncodeJob& job,
                                   uint32_t units) {
-  frame::Header& header = *to_global(shared.frame.counters);
+  frame::Header& header = *job.counters;
   if (units == 0) {
-    return {0, shared.frame.var};
+    return {0, job.var};
   }
-  const unsigned long long limit = shared.frame.var_limit;
+  const unsigned long long limit = job.var_limit;
   const unsigned long long base =
       atomicAdd(counter(header.var_used), static_cast<unsigned long long>(units));
   if (base + units <= limit) {
-    return {static_cast<uint32_t>(base), shared.frame.var};
+    return {static_cast<uint32_t>(base), job.var};
   }
   atomicMin(counter(header.var_used), limit);
   if (job.overflow != nullptr) {
@@ -213,8 +198,8 @@ __device__ void finish_tile(EncodeShared<Memory>& shared, const EncodeJob& job, 
     atomicAdd(&shared.mode_count[mode - 1], 1u);
   }
   const uint32_t next = __shfl_down_sync(kAllLanes, mine.coded, 1);
-  uint32_t* record = reinterpret_cast<uint32_t*>(to_global(shared.frame.records) +
-                                                 uint64_t{tile_index} * frame::kRecordBytes);
+  uint32_t* record =
+      reinterpret_cast<uint32_t*>(job.records + uint64_t{tile_index} * frame::kRecordBytes);
   if (lane == 0) {
     shared.zeros += zeros;
     shared.center_sum += hints;
@@ -244,108 +229,19 @@ __device__ __forceinline__ void fetch_ahead(const EncodeJob& job, uint32_t tile_
   }
 }
 
-template <class Coder>
-__global__ void __launch_bounds__(Coder::kBounds.threads, Coder::kBounds.blocks)
-    encode_tiles(const __grid_constant__ EncodeTable table) {
-  using Shared = EncodeShared<typename Coder::Memory>;
-  const Tile tile = this_tile();
-  Shared& shared = shared_of<Shared>(tile);
-  if (tile.thread < 16) {
-    shared.compact[tile.thread] = compact_move(tile.thread);
-  }
-  clear_gathered(shared, tile);
-  uint32_t job_index = 0;
-  uint32_t job_end = 0;  // no job yet
-  for (uint32_t t = blockIdx.x * tile.slots + tile.slot;; t += gridDim.x * tile.slots) {
-    if (t >= job_end) {
-      // Nobody reads what changes here after the last tile's second barrier.
-      if (job_end != 0) {
-        add_gathered(shared, tile, table, job_index, Coder::kSlabBytes);
-        __syncwarp();  // its lanes have read what is cleared and changed now
-        clear_gathered(shared, tile);
-      }
-      if (t >= table.tiles) {
-        return;
-      }
-      while (t >= table.end(job_index)) {
-        ++job_index;
-      }
-      job_end = table.end(job_index);
-      fetch_ahead<Coder::kWidth>(table.jobs[job_index], t - table.jobs[job_index].first_tile,
-                                 tile.warp, tile.lane);
-      if (tile.thread == 0) {
-        const EncodeJob& job = table.jobs[job_index];
-        const frame::Layout layout =
-            frame::layout_of(static_cast<frame::Dtype>(job.dtype),
-                             static_cast<frame::Shape>(job.shape), job.elements);
-        shared.frame.counters = table.workspace != nullptr
-                                    ? &table.workspace[job_index].header
-                                    : reinterpret_cast<frame::Header*>(job.frame);
-        shared.frame.records = job.frame + layout.records;
-        shared.frame.var = job.frame + layout.var;
-        shared.frame.var_limit =
-            job.var_capacity < frame::kMaxBaseUnits ? job.var_capacity : frame::kMaxBaseUnits;
-        shared.frame.blocks = layout.blocks;
-        shared.frame.first_tile = job.first_tile;
-      }
-      sync_tile(tile);
-    }
-    const EncodeJob& job = table.jobs[job_index];
-    const uint32_t tile_index = t - shared.frame.first_tile;
-    const uint32_t block = tile_index * frame::kTileBlocks + tile.warp;
-    typename Coder::Memory& memory = shared.warps[tile.warp];
-    BlockSummary summary{};
-    uint32_t center = 0;
-    if (block < shared.frame.blocks) {
-      const Source<Coder::kWidth> source(job.input, job.elements, block);
-      uint8_t* slab = job.frame + frame::kHeaderBytes + uint64_t{block} * Coder::kSlabBytes;
-      const Coded coded = Coder::encode(job, source, slab, memory, shared.compact, tile.warp,
-                                        tile.lane, summary.checksum);
-      summary.coded = frame::Record::pack(coded.mode, coded.units, coded.packed);
-      summary.hint = coded.hint;
-      summary.zeros = coded.zeros;
-      center = coded.center;
-      if (job.checked) {
-        summary.checksum = add_lanes_of_block(summary.checksum);
-      }
-    }
-    if (tile.lane == 0) {
-      shared.blocks[tile.warp] = summary;
-      shared.centers[tile.warp] = static_cast<uint8_t>(center);
-    }
-    sync_tile(tile);
-    // A frame without elements has a tile, so that its header is written, but no record.
-    if (tile.warp == 0 && shared.frame.blocks != 0) {
-      finish_tile(shared, job, tile_index, tile.lane);
-    }
-    if (tile.thread == 0) {
-      ++shared.finished_tiles;
-    }
-    sync_tile(tile);
-    if constexpr (Coder::kHasPayload) {
-      if (shared.area != nullptr) {
-        uint2* to = reinterpret_cast<uint2*>(to_global(shared.area)) + shared.place[tile.warp];
-        const uint2* from = reinterpret_cast<const uint2*>(memory.stage);
-        for (uint32_t i = tile.lane; i < (summary.coded & frame::Record::kUnitsMask); i += kLanes) {
-          to[i] = from[i];
-        }
-      }
-      __syncwarp();  // the next block overwrites the stage
-    }
-  }
-}
-
-template <class Coder>
-EncodeKernel encode_kernel() {
-  static_assert(sizeof(EncodeShared<typename Coder::Memory>) <= kLeastSharedBytes);
-  return {encode_tiles<Coder>, sizeof(EncodeShared<typename Coder::Memory>)};
-}
-
 // A block as it is: what does not fit into the slab is the payload.
 template <uint32_t kWidth, uint32_t kSlabBytes>
-__device__ __forceinline__ Coded encode_literal(const Source<kWidth>& source,
-                                                [[maybe_unused]] uint8_t* slab, uint8_t* payload,
-                                                uint32_t lane) {
+__device__ __forceinline__ Coded literal() {
+  Coded coded{};
+  coded.mode = frame::kLiteral;
+  coded.units = (frame::kBlockElements * kWidth - kSlabBytes) / frame::kUnitBytes;
+  return coded;
+}
+
+template <uint32_t kWidth, uint32_t kSlabBytes>
+__device__ __forceinline__ void write_literal(const Source<kWidth>& source,
+                                              [[maybe_unused]] uint8_t* slab, uint8_t* payload,
+                                              uint32_t lane) {
 #pragma unroll 1
   for (uint32_t row = 0; row < kRows; ++row) {
     uint32_t words[kRowWords<kWidth>];
@@ -361,10 +257,85 @@ __device__ __forceinline__ Coded encode_literal(const Source<kWidth>& source,
       store_pair(to, words[i], words[i + 1]);
     }
   }
-  Coded coded{};
-  coded.mode = frame::kLiteral;
-  coded.units = (frame::kBlockElements * kWidth - kSlabBytes) / frame::kUnitBytes;
-  return coded;
+}
+
+template <class Coder>
+__global__ void __launch_bounds__(kTileThreads, Coder::kTiles)
+    encode_tiles(const __grid_constant__ EncodeJob job) {
+  using Shared = EncodeShared<typename Coder::Memory>;
+  const Tile tile = this_tile();
+  Shared& shared = shared_of<Shared>();
+  fetch_ahead<Coder::kWidth>(job, blockIdx.x, tile.warp, tile.lane);
+  if (tile.thread < 16) {
+    shared.compact[tile.thread] = compact_move(tile.thread);
+  }
+  clear_gathered(shared, tile);
+  __syncthreads();
+  for (uint32_t tile_index = blockIdx.x; tile_index < job.tiles; tile_index += gridDim.x) {
+    const uint32_t block = tile_index * frame::kTileBlocks + tile.warp;
+    typename Coder::Memory& memory = shared.warps[tile.warp];
+    BlockSummary summary{};
+    Coded coded{};
+    if (block < job.blocks) {
+      const Source<Coder::kWidth> source(job.input, job.elements, block);
+      uint8_t* slab = job.frame + frame::kHeaderBytes + uint64_t{block} * Coder::kSlabBytes;
+      coded = Coder::encode(job, source, slab, memory, shared.compact, tile.warp, tile.lane,
+                            summary.checksum);
+      summary.coded = frame::Record::pack(coded.mode, coded.units, coded.packed);
+      summary.hint = coded.hint;
+      summary.zeros = coded.zeros;
+      if (job.checked) {
+        summary.checksum = add_lanes_of_block(summary.checksum);
+      }
+    }
+    if (tile.lane == 0) {
+      shared.blocks[tile.warp] = summary;
+      shared.centers[tile.warp] = static_cast<uint8_t>(coded.center);
+    }
+    __syncthreads();
+    // A frame without elements has a tile, so that its header is written, but no record.
+    if (tile.warp == 0 && job.blocks != 0) {
+      finish_tile(shared, job, tile_index, tile.lane);
+    }
+    if (tile.thread == 0) {
+      ++shared.finished_tiles;
+    }
+    __syncthreads();
+    if constexpr (Coder::kHasPayload) {
+      if (shared.area != nullptr && block < job.blocks) {
+        uint8_t* to =
+            to_global(shared.area) + uint64_t{shared.place[tile.warp]} * frame::kUnitBytes;
+        if (Coder::kMayBeLiteral && coded.mode == frame::kLiteral) {
+          write_literal<Coder::kWidth, Coder::kSlabBytes>(
+              Source<Coder::kWidth>(job.input, job.elements, block),
+              job.frame + frame::kHeaderBytes + uint64_t{block} * Coder::kSlabBytes, to, tile.lane);
+        } else {
+          Coder::write(job, block, coded, memory, to, tile.lane);
+        }
+      }
+      __syncwarp();  // the next block overwrites what was written
+    }
+  }
+  // All that the first warp gathered: the others have passed the last tile's second barrier.
+  add_gathered(shared, tile, job);
+}
+
+// The payload from where it was staged.
+template <class Memory>
+__device__ __forceinline__ void write_staged(const Coded& coded, const Memory& memory, uint8_t* to,
+                                             uint32_t lane) {
+  const uint2* from = reinterpret_cast<const uint2*>(memory.stage);
+  for (uint32_t i = lane; i < coded.units; i += kLanes) {
+    reinterpret_cast<uint2*>(to)[i] = from[i];
+  }
+}
+
+template <class Coder>
+EncodeKernel* encode_kernel() {
+  constexpr uint32_t kSharedOfTile = sizeof(EncodeShared<typename Coder::Memory>);
+  static_assert(kLeastTiles * (kSharedOfTile + kReservedBytes) <= kSharedBytes);
+  static EncodeKernel kernel(encode_tiles<Coder>, kSharedOfTile);
+  return &kernel;
 }
 
 }  // namespace memswap::cuda

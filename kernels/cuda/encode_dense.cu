@@ -9,7 +9,8 @@ struct DenseCoder {
   static constexpr uint32_t kWidth = Parts::kWidth;
   static constexpr uint32_t kSlabBytes = frame::slab_bytes(kDtype, frame::Shape::kDense);
   static constexpr bool kHasPayload = true;
-  static constexpr Bounds kBounds = with_registers(kIsHopper ? 64 : 72);
+  static constexpr bool kMayBeLiteral = false;
+  static constexpr uint32_t kTiles = kTilesAtOnce;
 
   __device__ static __forceinline__ Coded encode(const EncodeJob& job, const Source<kWidth>& source,
                                                  uint8_t* slab, Memory& memory, const Move* compact,
@@ -48,6 +49,11 @@ struct DenseCoder {
     coded.zeros -= frame::kBlockElements - source.count;
     return coded;
   }
+
+  __device__ static __forceinline__ void write(const EncodeJob&, uint32_t, const Coded& coded,
+                                               const Memory& memory, uint8_t* to, uint32_t lane) {
+    write_staged(coded, memory, to, lane);
+  }
 };
 
 struct UpcastCoder {
@@ -55,9 +61,10 @@ struct UpcastCoder {
   static constexpr uint32_t kWidth = 4;
   static constexpr uint32_t kSlabBytes =
       frame::slab_bytes(frame::Dtype::kFp32, frame::Shape::kUpcast);
-  using Memory = EncodeMemory<frame::kBlockElements * kWidth - kSlabBytes>;
+  using Memory = EncodeMemory<kDenseStageBytes>;
   static constexpr bool kHasPayload = true;
-  static constexpr Bounds kBounds = with_registers(kIsHopper ? 64 : 72);
+  static constexpr bool kMayBeLiteral = true;
+  static constexpr uint32_t kTiles = kTilesAtOnce;
 
   __device__ static __forceinline__ Coded encode(const EncodeJob& job, const Source<kWidth>& source,
                                                  uint8_t* slab, Memory& memory, const Move* compact,
@@ -87,8 +94,7 @@ struct UpcastCoder {
       }
     }
     if (__any_sync(kAllLanes, (low_halves & 0xffffu) != 0)) {
-      return encode_literal<kWidth, kSlabBytes>(source, slab,
-                                                reinterpret_cast<uint8_t*>(memory.stage), lane);
+      return literal<kWidth, kSlabBytes>();
     }
 #pragma unroll
     for (uint32_t row = 0; row < kRows; ++row) {
@@ -101,9 +107,14 @@ struct UpcastCoder {
     coded.zeros -= frame::kBlockElements - source.count;
     return coded;
   }
+
+  __device__ static __forceinline__ void write(const EncodeJob&, uint32_t, const Coded& coded,
+                                               const Memory& memory, uint8_t* to, uint32_t lane) {
+    write_staged(coded, memory, to, lane);
+  }
 };
 
-EncodeKernel dense_encode_kernel(frame::Dtype dtype, frame::Shape shape) {
+EncodeKernel* dense_encode_kernel(frame::Dtype dtype, frame::Shape shape) {
   using frame::Dtype;
   if (shape == frame::Shape::kUpcast) {
     return encode_kernel<UpcastCoder>();
@@ -122,7 +133,7 @@ EncodeKernel dense_encode_kernel(frame::Dtype dtype, frame::Shape shape) {
     case Dtype::kE5m2:
       return encode_kernel<DenseCoder<Dtype::kE5m2>>();
     default:
-      return {};
+      return nullptr;
   }
 }
 

@@ -419,7 +419,7 @@ __device__ __forceinline__ bool find_window(const uint32_t (&e)[8], uint32_t lan
   return true;
 }
 
-// How a block was coded. The payload is in the stage.
+// How a block was coded. The payload is in the stage, or is made when its place is known.
 struct Coded {
   uint32_t mode;
   uint32_t units;
@@ -427,6 +427,8 @@ struct Coded {
   uint32_t hint;   // what the block adds to center_sum
   uint32_t zeros;  // missing elements included
   bool packed = false;
+  uint32_t masks = 0;    // shape sparse: the survivors; byte q: row q
+  uint64_t minimum = 0;  // shape ints
 };
 
 // A dense block. `given`: the centre of the fast profile.

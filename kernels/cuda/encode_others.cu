@@ -3,12 +3,12 @@
 
 namespace memswap::cuda {
 
-// A shape whose slab is the whole block has nothing to stage.
+// Where the slab is the whole block, or the payload is made when its place is known.
 struct NoMemory {};
 
-template <uint32_t kBytes>
-struct alignas(16) LiteralMemory {
-  uint32_t stage[kBytes / 4];
+// A bitmap, which may be longer while it is packed.
+struct alignas(16) BitmapMemory {
+  uint32_t stage[(frame::kBitmapBytes + frame::kUnitBytes) / 4];
   __device__ __forceinline__ uint8_t* bytes() { return reinterpret_cast<uint8_t*>(stage); }
 };
 
@@ -17,7 +17,7 @@ struct RawCoder {
   static constexpr uint32_t kWidth = kElementBytes;
   static constexpr uint32_t kSlabBytes = frame::kBlockElements * kWidth;
   static constexpr bool kHasPayload = false;
-  static constexpr Bounds kBounds = kTwoBlocks;
+  static constexpr uint32_t kTiles = kTilesAtOnce;
   using Memory = NoMemory;
 
   __device__ static __forceinline__ Coded encode(const EncodeJob& job, const Source<kWidth>& source,
@@ -50,11 +50,12 @@ struct BitsCoder {
   static constexpr uint32_t kWidth = 1;
   static constexpr uint32_t kSlabBytes = 0;
   static constexpr bool kHasPayload = true;
-  static constexpr Bounds kBounds = kTwoBlocks;
-  using Memory = LiteralMemory<frame::kBlockElements>;
+  static constexpr bool kMayBeLiteral = true;
+  static constexpr uint32_t kTiles = kTilesAtOnce;
+  using Memory = BitmapMemory;
 
   __device__ static __forceinline__ Coded encode(const EncodeJob& job, const Source<kWidth>& source,
-                                                 uint8_t* slab, Memory& memory, const Move*,
+                                                 uint8_t*, Memory& memory, const Move*,
                                                  uint32_t warp, uint32_t lane, uint64_t& checksum) {
     uint32_t bitmap = 0, others = 0, rows[kRows][kRowWords<kWidth>];
     load_rows(source, 0, lane, rows);
@@ -68,7 +69,7 @@ struct BitsCoder {
       bitmap |= (gather_bits(words[0]) | gather_bits(words[1]) << 4) << (8 * row);
     }
     if (__any_sync(kAllLanes, others != 0)) {
-      return encode_literal<kWidth, kSlabBytes>(source, slab, memory.bytes(), lane);
+      return literal<kWidth, kSlabBytes>();
     }
     const WrittenBitmap written = write_bitmap(memory.bytes(), bitmap, lane);
     Coded coded{};
@@ -80,6 +81,11 @@ struct BitsCoder {
     }
     return coded;
   }
+
+  __device__ static __forceinline__ void write(const EncodeJob&, uint32_t, const Coded& coded,
+                                               const Memory& memory, uint8_t* to, uint32_t lane) {
+    write_staged(coded, memory, to, lane);
+  }
 };
 
 template <uint32_t kElementBytes>
@@ -87,13 +93,14 @@ struct IntsCoder {
   static constexpr uint32_t kWidth = kElementBytes;
   static constexpr uint32_t kSlabBytes = 0;
   static constexpr bool kHasPayload = true;
-  static constexpr Bounds kBounds = kTwoBlocks;
-  using Memory = LiteralMemory<frame::kBlockElements * kWidth>;
+  static constexpr bool kMayBeLiteral = true;
+  static constexpr uint32_t kTiles = kTilesAtOnce;
+  using Memory = NoMemory;
   using Word = typename WordOf<kWidth>::type;
 
   __device__ static __forceinline__ Coded encode(const EncodeJob& job, const Source<kWidth>& source,
-                                                 uint8_t* slab, Memory& memory, const Move*,
-                                                 uint32_t warp, uint32_t lane, uint64_t& checksum) {
+                                                 uint8_t*, Memory&, const Move*, uint32_t warp,
+                                                 uint32_t lane, uint64_t& checksum) {
     // Signed integers are compared with their sign bit turned over.
     const Word bias = frame::is_signed(static_cast<frame::Dtype>(job.dtype))
                           ? static_cast<Word>(Word{1} << (8 * kWidth - 1))
@@ -120,12 +127,26 @@ struct IntsCoder {
     const uint64_t range = static_cast<Word>(high - low);
     const uint32_t bits = 64 - __clzll(static_cast<long long>(range));
     if (bits == 8 * kWidth) {
-      return encode_literal<kWidth, kSlabBytes>(source, slab, memory.bytes(), lane);
+      return literal<kWidth, kSlabBytes>();
     }
+    Coded coded{};
+    coded.mode = frame::kReference;
+    coded.units = 1 + 16 * bits;
+    coded.center = bits;
+    coded.minimum = minimum;
+    return coded;
+  }
+
+  __device__ static __forceinline__ void write(const EncodeJob& job, uint32_t block,
+                                               const Coded& coded, const Memory&, uint8_t* to,
+                                               uint32_t lane) {
+    const Source<kWidth> source(job.input, job.elements, block);
+    const Word minimum = static_cast<Word>(coded.minimum);
+    const uint32_t bits = coded.center;
     if (lane == 0) {
-      *reinterpret_cast<uint64_t*>(memory.bytes()) = minimum;
+      *reinterpret_cast<uint64_t*>(to) = minimum;
     }
-    uint8_t* planes = memory.bytes() + frame::kUnitBytes;
+    uint8_t* planes = to + frame::kUnitBytes;
     uint32_t top[8];
 #pragma unroll
     for (uint32_t row = 0; row < kRows; ++row) {
@@ -158,11 +179,6 @@ struct IntsCoder {
       }
     }
     store_planes(planes + bits / 8 * frame::kBlockElements, top, bits % 8, lane);
-    Coded coded{};
-    coded.mode = frame::kReference;
-    coded.units = 1 + 16 * bits;
-    coded.center = bits;
-    return coded;
   }
 
  private:
@@ -192,7 +208,7 @@ struct IntsCoder {
 };
 
 template <template <uint32_t> class Coder>
-EncodeKernel of_width(uint32_t width) {
+EncodeKernel* of_width(uint32_t width) {
   switch (width) {
     case 1:
       return encode_kernel<Coder<1>>();
@@ -205,7 +221,7 @@ EncodeKernel of_width(uint32_t width) {
   }
 }
 
-EncodeKernel other_encode_kernel(frame::Dtype dtype, frame::Shape shape) {
+EncodeKernel* other_encode_kernel(frame::Dtype dtype, frame::Shape shape) {
   if (shape == frame::Shape::kBits) {
     return encode_kernel<BitsCoder>();
   }

@@ -9,19 +9,24 @@ struct SparseCoder {
   static constexpr uint32_t kWidth = Parts::kWidth;
   static constexpr uint32_t kSlabBytes = 0;
   static constexpr bool kHasPayload = true;
-  static constexpr Bounds kBounds = with_registers(80);
+  static constexpr bool kMayBeLiteral = true;
+  static constexpr uint32_t kTiles = kTilesAtOnce;
   static constexpr uint32_t kLiteralBytes = frame::kBlockElements * kWidth;
+  // Many byte planes would take the room of other tiles: they are written when their place is
+  // known.
+  static constexpr bool kPlanesLater = Parts::kLowPlanes > 3;
+  static constexpr uint32_t kStagedPlanes = kPlanesLater ? 0 : Parts::kLowPlanes;
   // The bitmap, R, the codes, the signs and the two packed streams at their longest: a block that
   // turns out to be literal has been written until there. A byte E that does not fit is left out.
-  static constexpr uint32_t kStreamBytes = 2 * frame::kBitmapBytes +
-                                           frame::rest_bytes(Parts::kSplit) +
-                                           frame::kLowPlaneBytes + 256 + 512;
-  static constexpr uint32_t kStageBytes =
-      ((kStreamBytes > kLiteralBytes ? kStreamBytes : kLiteralBytes) + 16 + 15) / 16 * 16;
+  static constexpr uint32_t kStreamBytes =
+      2 * frame::kBitmapBytes + frame::rest_bytes(Parts::kSplit) -
+      (Parts::kLowPlanes - kStagedPlanes) * frame::kBlockElements + frame::kLowPlaneBytes + 256 +
+      512;
+  static constexpr uint32_t kStageBytes = (kStreamBytes + 16 + 15) / 16 * 16;
   using Memory = EncodeMemory<kStageBytes>;
 
   __device__ static __forceinline__ Coded encode(const EncodeJob& job, const Source<kWidth>& source,
-                                                 uint8_t* slab, Memory& memory, const Move* compact,
+                                                 uint8_t*, Memory& memory, const Move* compact,
                                                  uint32_t warp, uint32_t lane, uint64_t& checksum) {
     uint32_t masks = 0, negatives = 0;  // survivors, and zeros with a sign; byte q: row q
 #pragma unroll 1                        // four rows at once would take too many registers
@@ -60,13 +65,14 @@ struct SparseCoder {
 
     uint8_t* stage = reinterpret_cast<uint8_t*>(memory.stage);
     const WrittenBitmap bitmap = write_bitmap(stage, masks, lane);
-    scatter(source, masks, ranks, stage + bitmap.bytes, reinterpret_cast<uint8_t*>(memory.symbols),
-            lane);
+    scatter<true, !kPlanesLater>(source, masks, ranks, stage + bitmap.bytes,
+                                 reinterpret_cast<uint8_t*>(memory.symbols), lane);
     __syncwarp();
 
     // From here on the survivors are the elements: place i of 1024, the first ones there.
     uint32_t e[8], valid = 0;
-    uint32_t behind = bitmap.bytes + Parts::kLowPlanes * survivors;
+    const uint32_t bytes_later = (Parts::kLowPlanes - kStagedPlanes) * survivors;
+    uint32_t behind = bitmap.bytes + kStagedPlanes * survivors;
     {
       uint32_t rest[8];
 #pragma unroll
@@ -103,12 +109,13 @@ struct SparseCoder {
     behind = encode_lq2<true>(streams_of(memory, compact, lane), e, {all.max, all.min},
                               coded.center, valid, begin, ~0u, low);
     coded.mode = has_signs ? frame::kSignedZeros : frame::kZeros;
-    coded.units = (behind + 7) / 8;
+    coded.units = (behind + bytes_later + 7) / 8;
+    coded.masks = masks;
     coded.zeros = source.count - survivors;
     coded.packed = bitmap.is_packed;
     if (coded.units >= kLiteralBytes / frame::kUnitBytes) {
       const uint32_t zeros = coded.zeros;
-      coded = encode_literal<kWidth, kSlabBytes>(source, slab, stage, lane);
+      coded = literal<kWidth, kSlabBytes>();
       coded.zeros = zeros;
       return coded;
     }
@@ -125,10 +132,32 @@ struct SparseCoder {
     return coded;
   }
 
+  __device__ static __forceinline__ void write(const EncodeJob& job, uint32_t block,
+                                               const Coded& coded, const Memory& memory,
+                                               uint8_t* to, uint32_t lane) {
+    if constexpr (!kPlanesLater) {
+      write_staged(coded, memory, to, lane);
+      return;
+    }
+    const Ranks ranks = rank_rows(count_rows(coded.masks), lane);
+    const uint8_t* staged = reinterpret_cast<const uint8_t*>(memory.stage);
+    const uint32_t bitmap = coded.packed ? packed_bytes(coded.masks) : frame::kBitmapBytes;
+    const uint32_t planes = Parts::kLowPlanes * ranks.total;
+    for (uint32_t i = lane; i < bitmap; i += kLanes) {
+      to[i] = staged[i];
+    }
+    for (uint32_t i = bitmap + lane; i < coded.units * frame::kUnitBytes - planes; i += kLanes) {
+      to[planes + i] = staged[i];  // behind the streams the stage is clear
+    }
+    const Source<kWidth> source(job.input, job.elements, block);
+    scatter<false, true>(source, coded.masks, ranks, to + bitmap, nullptr, lane);
+  }
+
  private:
-  // Low bytes to their planes in the stage, top bytes one after another to `tops`.
+  // Top bytes one after another to `tops`, low bytes to their planes.
+  template <bool kTops, bool kLow>
   __device__ static __forceinline__ void scatter(const Source<kWidth>& source, uint32_t masks,
-                                                 const Ranks& ranks, uint8_t* stage, uint8_t* tops,
+                                                 const Ranks& ranks, uint8_t* planes, uint8_t* tops,
                                                  uint32_t lane) {
 #pragma unroll 1
     for (uint32_t row = 0; row < kRows; ++row) {
@@ -140,10 +169,12 @@ struct SparseCoder {
       for (uint32_t i = 0; i < kLaneColumns; ++i) {
         if (masks >> (8 * row + i) & 1) {
           const uint32_t shift = 8 * (i % 4);
-          tops[rank] = static_cast<uint8_t>(top[i / 4] >> shift);
+          if constexpr (kTops) {
+            tops[rank] = static_cast<uint8_t>(top[i / 4] >> shift);
+          }
 #pragma unroll
-          for (int p = 0; p < Parts::kLowPlanes; ++p) {
-            stage[p * ranks.total + rank] = static_cast<uint8_t>(low[2 * p + i / 4] >> shift);
+          for (int p = 0; kLow && p < Parts::kLowPlanes; ++p) {
+            planes[p * ranks.total + rank] = static_cast<uint8_t>(low[2 * p + i / 4] >> shift);
           }
           ++rank;
         }
@@ -213,7 +244,7 @@ struct SparseCoder {
   }
 };
 
-EncodeKernel sparse_encode_kernel(frame::Dtype dtype) {
+EncodeKernel* sparse_encode_kernel(frame::Dtype dtype) {
   using frame::Dtype;
   switch (dtype) {
     case Dtype::kBf16:
@@ -229,7 +260,7 @@ EncodeKernel sparse_encode_kernel(frame::Dtype dtype) {
     case Dtype::kE5m2:
       return encode_kernel<SparseCoder<Dtype::kE5m2>>();
     default:
-      return {};
+      return nullptr;
   }
 }
 

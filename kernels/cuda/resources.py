@@ -61,7 +61,7 @@ def short_name(mangled: str) -> str:
     """`DenseCoder<1>` for encode_tiles<DenseCoder<Dtype(1)>>."""
     found = re.search(r"_tilesINS0_\d+([A-Z][a-z]+(?:Coder|Decoder))", mangled)
     if found is None:
-        return "write_headers"
+        return "write_header"
     parameter = re.search(r"(?:DtypeE|ILj)(\d+)E", mangled[found.end() :])
     return f"{found[1]}<{parameter[1]}>" if parameter else found[1]
 

@@ -16,25 +16,12 @@ inline constexpr uint32_t kRows = 4;
 inline constexpr uint32_t kRowElements = frame::kBlockElements / kRows;
 inline constexpr uint32_t kLaneColumns = 8;
 inline constexpr uint32_t kTileThreads = frame::kTileBlocks * kLanes;
-inline constexpr uint32_t kMaxTiles = 2;  // of one thread block
-inline constexpr uint32_t kMaxThreads = kMaxTiles * kTileThreads;
 
-// What __launch_bounds__ says of a kernel, only so that the compiler gives it registers: of the
-// 65536 of a processor, four warps at a time get theirs. No other way is as old as what we support.
-struct Bounds {
-  uint32_t threads;
-  uint32_t blocks;  // 0: says nothing
-};
-constexpr Bounds with_registers(uint32_t registers) { return {65536 / registers / 128 * 128, 0}; }
-// Kernels that need few: left alone, the compiler saves registers until it spills.
-inline constexpr Bounds kTwoBlocks = {kMaxThreads, 2};
-
-// sm_90 fits in fewer registers without spilling than its neighbours do (resources.json).
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
-inline constexpr bool kIsHopper = true;
-#else
-inline constexpr bool kIsHopper = false;
-#endif
+// Tiles that a processor has at once, each a thread block: what __launch_bounds__ says of a kernel,
+// which gives a thread 64 registers, or 80. Left alone, the compiler saves registers until it
+// spills.
+inline constexpr uint32_t kTilesAtOnce = 4;
+inline constexpr uint32_t kLeastTiles = 3;  // where a tile needs more of anything
 
 // A pointer that was read from shared memory, where the compiler cannot see what it points to.
 template <class Pointer>
@@ -265,40 +252,22 @@ __device__ inline Move expand_move(uint32_t mask) {
   return move;
 }
 
-// The eight warps of a tile. A thread block has one tile at a time, or two where the number of
-// processors is bounded (codec.cu), so a tile's barrier is not the thread block's.
+// The eight warps of a tile are a thread block.
 struct Tile {
   uint32_t thread;  // 0 .. 255
   uint32_t warp;
   uint32_t lane;
-  uint32_t slot;  // 0 .. kMaxTiles - 1
-  uint32_t slots;
 };
 
 __device__ __forceinline__ Tile this_tile() {
-  Tile tile;
-  tile.thread = threadIdx.x % kTileThreads;
-  tile.warp = tile.thread / kLanes;
-  tile.lane = threadIdx.x % kLanes;
-  tile.slot = threadIdx.x / kTileThreads;
-  tile.slots = blockDim.x / kTileThreads;
-  return tile;
+  return {threadIdx.x, threadIdx.x / kLanes, threadIdx.x % kLanes};
 }
 
-// The barrier's number is a constant in each branch: a variable one would reserve all sixteen.
 #if !defined(MEMSWAP_CUDA_EMULATOR)
-__device__ __forceinline__ void sync_tile(const Tile& tile) {
-  if (tile.slot == 0) {
-    asm volatile("bar.sync 1, 256;" ::: "memory");
-  } else {
-    asm volatile("bar.sync 2, 256;" ::: "memory");
-  }
-}
-
 template <class Shared>
-__device__ __forceinline__ Shared& shared_of(const Tile& tile) {
+__device__ __forceinline__ Shared& shared_of() {
   extern __shared__ __align__(16) unsigned char memory[];
-  return reinterpret_cast<Shared*>(memory)[tile.slot];
+  return *reinterpret_cast<Shared*>(memory);
 }
 #endif
 

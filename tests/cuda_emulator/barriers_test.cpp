@@ -9,7 +9,7 @@ namespace {
 
 class Barriers : public Emulated {};
 
-// Reaches every barrier: many blocks per warp, several jobs per thread block, every mode.
+// Reaches every barrier: many blocks per warp, every mode.
 bool everything_works(uint64_t seed) {
   emulator::machine.seed = seed;
   emulator::machine.processors = seed % 2 == 0 ? 2 : 1;  // fences are between thread blocks

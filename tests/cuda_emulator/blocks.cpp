@@ -10,21 +10,18 @@ namespace {
 
 uint64_t clock_ticks = 0;
 
-// Two tiles of a thread block share no barrier, and are told apart like thread blocks.
-uint32_t team_of(const Stamp& stamp) { return blockIdx.x * 2 + stamp.thread / 256; }
-
 struct Access {
-  uint32_t team;
+  uint32_t block;
   Stamp stamp;
   uint64_t when;
   bool is_write;
   bool is_atomic;
 };
 
-// Everything of its team that is ordered before it is before whatever is ordered behind it. An
-// atomic operation is the same for the byte that it is about.
+// Everything of its thread block that is ordered before it is before whatever is ordered behind it.
+// An atomic operation is the same for the byte that it is about.
 struct Fence {
-  uint32_t team;
+  uint32_t block;
   Stamp stamp;
   uint64_t when;
   const unsigned char* only = nullptr;
@@ -33,7 +30,7 @@ struct Fence {
 // A fence of the running block, and the fences of others whose atomic operations its thread had
 // seen.
 struct Acquired {
-  uint32_t team;
+  uint32_t block;
   Stamp stamp;
   std::vector<Fence> fences;
 };
@@ -45,17 +42,17 @@ std::vector<std::vector<Fence>> last_fence;                    // none or one, l
 std::vector<Acquired> acquired;
 
 bool is_before(const unsigned char* at, const Access& access, const Fence& fence) {
-  return access.team == fence.team && access.when < fence.when &&
+  return access.block == fence.block && access.when < fence.when &&
          is_ordered(access.stamp, fence.stamp) && (fence.only == nullptr || fence.only == at);
 }
 
 bool is_before_now(const unsigned char* at, const Access& access, const Stamp& now) {
-  if (access.team == team_of(now)) {
+  if (access.block == blockIdx.x) {
     return is_ordered(access.stamp, now);
   }
   for (const Acquired& one : acquired) {
     for (const Fence& fence : one.fences) {
-      if (one.team == team_of(now) && is_before(at, access, fence) && is_ordered(one.stamp, now)) {
+      if (one.block == blockIdx.x && is_before(at, access, fence) && is_ordered(one.stamp, now)) {
         return true;
       }
     }
@@ -82,24 +79,24 @@ void touch(const unsigned char* at, size_t bytes, bool is_write, bool is_atomic,
       const bool is_conflict = (before.is_write || is_write) && !(before.is_atomic && is_atomic);
       if (is_conflict && !is_before_now(at + i, before, now)) {
         fail("memory of several blocks is touched without a fence, or a barrier, after thread " +
-             std::to_string(before.stamp.thread) + " of block " + std::to_string(before.team / 2));
+             std::to_string(before.stamp.thread) + " of block " + std::to_string(before.block));
       }
     }
-    accesses[at + i].push_back({team_of(now), now, ++clock_ticks, is_write, is_atomic});
+    accesses[at + i].push_back({blockIdx.x, now, ++clock_ticks, is_write, is_atomic});
   }
   if (is_atomic) {
     std::vector<Fence>& here = released[at];
     seen[now.thread].insert(seen[now.thread].end(), here.begin(), here.end());
     here.insert(here.end(), last_fence[now.thread].begin(), last_fence[now.thread].end());
     for (size_t i = 0; i < bytes; ++i) {
-      here.push_back({team_of(now), now, clock_ticks + 1, at + i});
+      here.push_back({blockIdx.x, now, clock_ticks + 1, at + i});
     }
   }
 }
 
 void fence(const Stamp& now) {
-  last_fence[now.thread] = {{team_of(now), now, ++clock_ticks}};
-  acquired.push_back({team_of(now), now, seen[now.thread]});
+  last_fence[now.thread] = {{blockIdx.x, now, ++clock_ticks}};
+  acquired.push_back({blockIdx.x, now, seen[now.thread]});
 }
 
 }  // namespace emulator::blocks

@@ -7,6 +7,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <map>
 
@@ -16,6 +17,7 @@ namespace emulator {
 
 Index threadIdx, blockIdx, blockDim, gridDim;
 Machine machine;
+int questions = 0;
 std::vector<std::string> errors;
 std::vector<Launch> launches;
 std::set<Site> seen_sites;
@@ -31,7 +33,7 @@ uint64_t random_state = 1;
 
 // What a fiber waits for.
 struct Waiting {
-  enum { kNothing, kLanes, kTile } what = kNothing;
+  enum { kNothing, kLanes, kBlock } what = kNothing;
   Exchange kind{};
   uint32_t mask = 0;
   uint64_t value = 0;
@@ -169,8 +171,8 @@ void arrive(Waiting waiting) {
     if (other.is_finished) {
       fail("a lane of the mask has left the kernel");
     }
-    if (other.waiting.what == Waiting::kTile) {
-      fail("a lane of the mask waits at the tile's barrier");
+    if (other.waiting.what == Waiting::kBlock) {
+      fail("a lane of the mask waits at the thread block's barrier");
     }
     if (other.waiting.what == Waiting::kNothing) {
       is_complete = false;
@@ -238,6 +240,17 @@ void run_block(uint32_t threads) {
 
 }  // namespace
 
+int current_device() {
+  static std::vector<std::array<uint32_t, 3>> known;
+  const std::array device{machine.processors, machine.blocks_per_processor, machine.shared_bytes};
+  const auto found = std::find(known.begin(), known.end(), device);
+  if (found == known.end()) {
+    known.push_back(device);
+    return static_cast<int>(known.size()) - 1;
+  }
+  return static_cast<int>(found - known.begin());
+}
+
 uint64_t next_random() {
   random_state ^= random_state << 13;
   random_state ^= random_state >> 7;
@@ -296,25 +309,23 @@ void sync_warp(const char* file, int line) {
   }
 }
 
-void sync_tile(uint32_t slot, const char* file, int line) {
+void sync_block(const char* file, int line) {
   const Site site = site_of(file, line);
   if (is_skipped(site)) {
     return;
   }
-  fibers[current].waiting = {Waiting::kTile, Exchange::kBarrier, 0, 0, 0, site};
-  const uint32_t first = slot * 256;
-  for (uint32_t i = first; i < first + 256; ++i) {
-    const Waiting& other = fibers[i].waiting;
-    if (other.what == Waiting::kTile && other.site != site) {
-      fail("threads of a tile are at different barriers");
+  fibers[current].waiting = {Waiting::kBlock, Exchange::kBarrier, 0, 0, 0, site};
+  for (const Fiber& fiber : fibers) {
+    if (fiber.waiting.what == Waiting::kBlock && fiber.waiting.site != site) {
+      fail("threads of a thread block are at different barriers");
     }
-    if (other.what != Waiting::kTile) {
+    if (fiber.waiting.what != Waiting::kBlock) {
       leave();
       return;
     }
   }
-  memory::pass_tile_barrier(first);
-  for (uint32_t i = first; i < first + 256; ++i) {
+  memory::pass_block_barrier();
+  for (uint32_t i = 0; i < fibers.size(); ++i) {
     release(i);
   }
   leave();

@@ -41,6 +41,11 @@ struct Machine {
 };
 extern Machine machine;
 
+// The ordinal of a device with these properties: another machine is another device.
+int current_device();
+// What the runtime was asked, or told, about kernels and devices.
+extern int questions;
+
 extern std::vector<std::string> errors;
 
 // What ran: grids and thread blocks, in order.
@@ -73,7 +78,7 @@ unsigned char* shared_memory();
 float about(float value);
 
 void sync_warp(const char* file, int line);
-void sync_tile(uint32_t slot, const char* file, int line);
+void sync_block(const char* file, int line);
 void fence(const char* file, int line);
 
 enum class Exchange { kIndex, kUp, kDown, kXor, kBallot, kAdd, kMin, kMax, kBarrier };

@@ -21,7 +21,7 @@ inline constexpr uint32_t kNobody = 0xffffffff;
 struct Stamp {
   uint32_t thread = kNobody;
   uint32_t warp_epoch = 0;
-  uint32_t tile_epoch = 0;
+  uint32_t block_epoch = 0;
 };
 
 // Whether barriers order two stamps of the same thread block.
@@ -30,7 +30,7 @@ inline bool is_ordered(const Stamp& before, const Stamp& after) {
     return true;
   }
   return before.thread / 32 == after.thread / 32 ? before.warp_epoch < after.warp_epoch
-                                                 : before.tile_epoch < after.tile_epoch;
+                                                 : before.block_epoch < after.block_epoch;
 }
 
 namespace blocks {
@@ -46,7 +46,7 @@ void begin_launch();
 void end_launch();
 void begin_block(uint32_t threads);
 void pass_warp_barrier(uint32_t first_thread, uint32_t mask);
-void pass_tile_barrier(uint32_t first_thread);
+void pass_block_barrier();
 }  // namespace memory
 
 }  // namespace emulator

@@ -31,7 +31,7 @@ struct Buffer {
 
 std::vector<Buffer> buffers;
 std::vector<Byte> shadow;
-std::vector<uint32_t> warp_epochs, tile_epochs;
+std::vector<uint32_t> warp_epochs, block_epochs;
 bool is_running = false;
 
 void look_at_shared(size_t at, size_t bytes, bool is_write, bool is_atomic) {
@@ -47,7 +47,7 @@ void look_at_shared(size_t at, size_t bytes, bool is_write, bool is_atomic) {
           is_ordered(byte.read, stamp) &&
           (!byte.has_readers_of_warp || byte.read.thread / 32 != stamp.thread / 32 ||
            byte.read.warp_epoch < stamp.warp_epoch) &&
-          (!byte.has_readers_of_other || byte.read.tile_epoch < stamp.tile_epoch);
+          (!byte.has_readers_of_other || byte.read.block_epoch < stamp.block_epoch);
       if (!is_after_readers) {
         fail("shared byte " + std::to_string(i) + " is written without a barrier after thread " +
              std::to_string(byte.read.thread) + " read it");
@@ -56,7 +56,7 @@ void look_at_shared(size_t at, size_t bytes, bool is_write, bool is_atomic) {
       byte.is_atomic = is_atomic;
     } else {
       const bool is_same_epoch =
-          byte.read.thread != kNobody && byte.read.tile_epoch == stamp.tile_epoch;
+          byte.read.thread != kNobody && byte.read.block_epoch == stamp.block_epoch;
       const bool is_same_warp = byte.read.thread / 32 == stamp.thread / 32;
       byte.has_readers_of_other = is_same_epoch && (byte.has_readers_of_other || !is_same_warp);
       byte.has_readers_of_warp = is_same_epoch && is_same_warp &&
@@ -136,7 +136,7 @@ namespace memory {
 
 Stamp now() {
   const uint32_t thread = current_thread();
-  return {thread, warp_epochs[thread], tile_epochs[thread]};
+  return {thread, warp_epochs[thread], block_epochs[thread]};
 }
 
 void begin_launch() {
@@ -152,7 +152,7 @@ void begin_block(uint32_t threads) {
   blocks::begin_block(threads);
   shadow.assign(shared_range().second, {});
   warp_epochs.assign(threads, 0);
-  tile_epochs.assign(threads, 0);
+  block_epochs.assign(threads, 0);
 }
 
 void pass_warp_barrier(uint32_t first_thread, uint32_t mask) {
@@ -161,10 +161,10 @@ void pass_warp_barrier(uint32_t first_thread, uint32_t mask) {
   }
 }
 
-void pass_tile_barrier(uint32_t first_thread) {
-  for (uint32_t i = first_thread; i < first_thread + 256; ++i) {
+void pass_block_barrier() {
+  for (size_t i = 0; i < warp_epochs.size(); ++i) {
     ++warp_epochs[i];
-    ++tile_epochs[i];
+    ++block_epochs[i];
   }
 }
 
@@ -186,6 +186,13 @@ READ_WRITE(8)
 READ_WRITE(16)
 void __tsan_read_range(void* at, unsigned long bytes) { emulator::look(at, bytes, false, false); }
 void __tsan_write_range(void* at, unsigned long bytes) { emulator::look(at, bytes, true, false); }
+// Of the host's code: what it remembers of devices.
+unsigned __tsan_atomic32_load(const volatile unsigned* at, int) {
+  return __atomic_load_n(at, __ATOMIC_SEQ_CST);
+}
+void __tsan_atomic32_store(volatile unsigned* at, unsigned value, int) {
+  __atomic_store_n(at, value, __ATOMIC_SEQ_CST);
+}
 void __tsan_init() {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}

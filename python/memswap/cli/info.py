@@ -41,6 +41,15 @@ def describe_left_out() -> list[str]:
     ]
 
 
+def describe_faults() -> list[str]:
+    """What the self-check of the accelerator's codec found wrong, by dtype and layout."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return []
+    device = torch.device(accelerator.type, torch.accelerator.current_device_index())
+    return native.codec_faults(device)
+
+
 def describe_numa() -> str:
     """Count the machine's NUMA nodes."""
     nodes = list(Path("/sys/devices/system/node").glob("node[0-9]*"))
@@ -94,6 +103,6 @@ def run(arguments: argparse.Namespace) -> int:
         *describe_rates(),
     ]
     print(render_table(["", ""], rows).partition("\n")[2].partition("\n")[2])
-    for line in describe_left_out():
+    for line in [*describe_left_out(), *describe_faults()]:
         print(line)
     return 0

@@ -276,7 +276,9 @@ class Engine(native.Engine):
             expectation = route.expectations.of(
                 place.unit, place.ordinal, entry.nbytes, dtype, most_nbytes
             )
-            if not expectation.pays:
+            if expectation.fault:
+                reason = self._distrusted(expectation, entry, route)
+            elif not expectation.pays:
                 reason = "does not shrink"
             elif self.send_encode(entry, storage, sender, route, expectation):
                 return None
@@ -318,6 +320,15 @@ class Engine(native.Engine):
         if isinstance(sender, native.BlockSender):
             self.no_room()
         return self.refused(sender.short_of, sender.why_refused(), entry)
+
+    def _distrusted(self, expectation: Expectation, entry: Entry, route: Route) -> str:
+        """The codec must not encode such a tensor: the reason, which is told in full once."""
+        self.ledger.tell_once(
+            f"codec fault {expectation.dtype} {expectation.shape}",
+            f"a storage of {entry.nbytes} bytes on {route.device} is not encoded: "
+            f"{expectation.fault}. Training goes on with less memory saved.",
+        )
+        return "codec failed its check"
 
     def learn(self) -> None:
         """Take in what encoders have reported by now, in the order of their encodes."""

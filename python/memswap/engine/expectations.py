@@ -137,6 +137,8 @@ class Expectation:
     """Whether the shape is a guess. `Expectations.settled` has the one that is known."""
     most_nbytes: int | None = None
     """Bytes that a plan has for the frame; None: there is no plan."""
+    fault: str = ""
+    """Why the codec must not encode such a tensor, in words for the user; empty where it may."""
 
     @property
     def options(self) -> tuple[int, int | None, int | None, int, int]:
@@ -198,6 +200,8 @@ class Expectations:
         worst_case: whether frames get their worst case and are cut afterwards (in host memory).
         most_keys: how many tensors are remembered, the latest.
         spare_tiles: of the device's codec (kernels/include/memswap/codec.h).
+        fault: why the device's codec must not encode a dtype in a layout, or "". It may wait for
+            the device where it has not said "" yet of the two.
     """
 
     def __init__(
@@ -206,8 +210,11 @@ class Expectations:
         worst_case: bool = False,
         most_keys: int = MOST_KEYS,
         spare_tiles: int = 0,
+        fault: Callable[[int, int], str] = lambda dtype, layout: "",
     ) -> None:
         self._layout = layout
+        self._fault = fault
+        self._trusted: set[tuple[int, int]] = set()
         self._spare_tiles = spare_tiles
         self._worst_case = worst_case
         self._most_keys = most_keys
@@ -252,6 +259,8 @@ class Expectations:
             if known.rests < RETRY_AFTER or share == inf:
                 return Expectation(key, False, code, known.shape, 0)
             known.rests = 0
+        if fault := self._fault_of(code, known.shape):
+            return Expectation(key, False, code, known.shape, 0, fault=fault)
         known.encodes += 1
         self._iteration_bytes += nbytes
         if self._worst_case:
@@ -334,12 +343,22 @@ class Expectations:
         zeros = report.zeros / report.elements
         if shape == Shape.DENSE and zeros > SPARSE_FROM:
             # Everything stands in var: the bitmap, and all of what is not zero.
-            survivor_bits = _SLAB_BITS[expectation.dtype] + FIRST_BITS
-            self._turn(known, Shape.SPARSE, BITMAP_BITS + (1 - zeros) * survivor_bits)
+            if not self._fault_of(expectation.dtype, Shape.SPARSE):
+                survivor_bits = _SLAB_BITS[expectation.dtype] + FIRST_BITS
+                self._turn(known, Shape.SPARSE, BITMAP_BITS + (1 - zeros) * survivor_bits)
         elif shape == Shape.SPARSE and zeros < SPARSE_UNTIL:
             self._turn(known, Shape.DENSE, FIRST_BITS)
 
     # --- what it goes by --------------------------------------------------------------------------
+
+    def _fault_of(self, code: int, layout: int) -> str:
+        """Why the codec must not encode a dtype in a layout; empty where it may."""
+        if (code, layout) in self._trusted:
+            return ""
+        fault = self._fault(code, layout)
+        if not fault:
+            self._trusted.add((code, layout))
+        return fault
 
     def _turn(self, known: _Known, shape: int, bits: float) -> None:
         """The next frame has another shape. Of that one nothing has been seen yet."""
@@ -372,11 +391,14 @@ class Expectations:
             return None
         if not known.flat and code != _FLOAT32:
             return None
+        other = Shape.INTS if known.flat else Shape.UPCAST
+        if self._fault_of(code, other):
+            return None
         if self._trial_bytes < key.nbytes:
             known.encodes -= 1  # another time, in its turn
             return None
         self._trial_bytes -= key.nbytes
-        return Shape.INTS if known.flat else Shape.UPCAST
+        return other
 
     def _expectation(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -106,6 +106,7 @@ class Route:
             native.frame_layout,
             worst_case=device.type == "cpu",
             spare_tiles=native.codec_spare_tiles(device),
+            fault=partial(native.codec_fault, device),
         )
         self._overflow_room: int | None = None
         self._iteration_bytes = 0

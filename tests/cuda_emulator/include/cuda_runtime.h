@@ -40,12 +40,12 @@ using emulator::threadIdx;
 // Synchronisation has a place in the source, so that a test can take one away.
 #define __syncwarp() ::emulator::sync_warp(__FILE__, __LINE__)
 #define __threadfence() ::emulator::fence(__FILE__, __LINE__)
-#define sync_tile(tile) ::emulator::sync_tile((tile).slot, __FILE__, __LINE__)
+#define __syncthreads() ::emulator::sync_block(__FILE__, __LINE__)
 
 namespace memswap::cuda {
-template <class Shared, class Tile>
-Shared& shared_of(const Tile& tile) {
-  return reinterpret_cast<Shared*>(emulator::shared_memory())[tile.slot];
+template <class Shared>
+Shared& shared_of() {
+  return *reinterpret_cast<Shared*>(emulator::shared_memory());
 }
 }  // namespace memswap::cuda
 
@@ -143,10 +143,7 @@ inline uint32_t atomicOr(uint32_t* at, uint32_t value) {
 
 // The runtime, as far as the launches need it.
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorLaunchFailure = 719 };
-enum cudaDeviceAttr {
-  cudaDevAttrMultiProcessorCount,
-  cudaDevAttrMaxSharedMemoryPerBlockOptin,
-};
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
 enum cudaFuncAttribute {
   cudaFuncAttributeMaxDynamicSharedMemorySize,
   cudaFuncAttributePreferredSharedMemoryCarveout,
@@ -160,17 +157,17 @@ struct cudaLaunchConfig_t {
 };
 
 inline cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
+  *device = emulator::current_device();
   return cudaSuccess;
 }
-inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrMultiProcessorCount
-               ? static_cast<int>(emulator::machine.processors)
-               : static_cast<int>(emulator::machine.shared_bytes);
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  ++emulator::questions;
+  *value = static_cast<int>(emulator::machine.processors);
   return cudaSuccess;
 }
 template <class Function>
 cudaError_t cudaFuncSetAttribute(Function* function, cudaFuncAttribute attribute, int value) {
+  ++emulator::questions;
   if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize) {
     emulator::allow_shared(reinterpret_cast<const void*>(function), static_cast<uint32_t>(value));
   }
@@ -178,6 +175,7 @@ cudaError_t cudaFuncSetAttribute(Function* function, cudaFuncAttribute attribute
 }
 template <class Function>
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Function*, int, size_t) {
+  ++emulator::questions;
   *blocks = static_cast<int>(emulator::machine.blocks_per_processor);
   return cudaSuccess;
 }
