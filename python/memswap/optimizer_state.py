@@ -180,7 +180,7 @@ class StateMover:
             made = self._encoding.popleft()
             made.expectations.learn(made.expectation, report)
         for route in self._routes.open_routes():
-            route.expectations.begin_passage()
+            route.expectations.begin_iteration()
             route.check_decodes()
             if failure := route.take_failure():
                 self._line.warn(

@@ -30,7 +30,10 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     dense = (-dense if negative else dense).resolve_conj().contiguous()
     if dense.is_complex():
         dense = torch.view_as_real(dense).contiguous()
-    return dense.reshape(-1).view(torch.uint8) if dense.numel() else dense.reshape(-1)
+    flat = dense.reshape(-1).clone(
+        memory_format=torch.contiguous_format
+    )  # one element may have stride 0
+    return flat.view(torch.uint8)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

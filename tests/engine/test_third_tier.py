@@ -196,8 +196,8 @@ def test_gradients_are_refused_where_the_file_cannot_be_read(device, new_disk, t
     saved = memswap.saved_tensors(EVERYTHING, pool=disk, prefetch_bytes=0)
     with saved:
         loss = model(new_input(device))
-    saved._saver.settle()
-    (route,) = saved._saver._routes.open_routes()
+    saved._engine.settle()
+    (route,) = saved._engine._routes.open_routes()
     route.lane.finish_writes()
     number = descriptor_under(tmp_path)
     kept = os.dup(number)

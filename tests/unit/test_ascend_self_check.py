@@ -154,7 +154,8 @@ def test_what_works_is_encoded_and_what_does_not_stays_or_is_swapped_and_is_told
         def train(dtype, **options):
             torch.manual_seed(0)
             weight = torch.randn(300, 300, dtype=dtype).to(device).requires_grad_()
-            with memswap.saved_tensors(memswap.Policy(min_bytes=1024, **options), pool=pool) as saved:
+            policy = memswap.Policy(min_bytes=1024, **options)
+            with memswap.saved_tensors(policy, pool=pool) as saved:
                 loss = ((weight * weight).exp() * 2).sin().sum()
             loss.backward()
             return weight.grad.cpu(), saved.stats()

@@ -45,18 +45,31 @@ def test_each_reason_to_stay_is_explained() -> None:
     """``stats().kept`` says one of these words; docs/choosing.md says what it means."""
     package = ROOT / "python" / "memswap"
     sources = [*(package / "engine").glob("*.py"), package / "checkpoint_region.py"]
-    native = [ROOT / "csrc" / "bind" / name for name in ("scope.cpp", "save.cpp")]
+    engine, bind = ROOT / "csrc" / "engine", ROOT / "csrc" / "bind"
+    native = [engine / "save.cpp", engine / "engine.h", engine / "iteration.h", bind / "hooks.cpp"]
     code = "\n".join(path.read_text("utf-8") for path in (*sources, *native))
-    said = re.findall(r'(?:keep|_stay)\([^()"]*"([a-z ]+)"', code)
+    said = re.findall(r'(?:keep|stay)\([^()"]*"([a-z ]+)"', code)
+    said += re.findall(r'\breturn "([a-z ]+)";', code)
+    said += re.findall(r'\bis_traced\(\) \? "([a-z ]+)"', code)
+    said += re.findall(r'\bk[A-Z][A-Za-z]+ = "([a-z ]+)"', code)
     said += re.findall(r'\breason = "([a-z ]+)"', code)
     forms = "\n".join(
         path.read_text("utf-8") for path in (ROOT / "csrc" / "engine").glob("*_form.h")
     )
     said += re.findall(r'\bkShortOf = "([a-z ]+)"', forms)
-    timeline = (package / "engine" / "timeline.py").read_text("utf-8")
-    said += re.findall(r'^[A-Z_]+ = "([a-z ]+)"', timeline, flags=re.MULTILINE)
+    entry = (package / "engine" / "entry.py").read_text("utf-8")
+    said += re.findall(r'^[A-Z_]+ = "([a-z ]+)"', entry, flags=re.MULTILINE)
     said += re.findall(r'"([a-z ]+)" if (?:is_collective|written)', code)
-    assert {"small", "parameter", "pool", "codec room", "planned", "collective"} <= set(said), said
+    assert {
+        "small",
+        "parameter",
+        "pool",
+        "codec room",
+        "planned",
+        "collective",
+        "traced",
+        "resized",
+    } <= set(said), said
     page = (ROOT / "docs" / "choosing.md").read_text("utf-8")
     table = page.partition("## What stays, and why")[2].partition("\n## ")[0]
     for reason in sorted(set(said)):

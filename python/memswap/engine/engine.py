@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from memswap.engine.director import Director
     from memswap.engine.expectations import Expectation, Expectations
     from memswap.engine.handle import Handle
-    from memswap.engine.hook_scope import HookScope
     from memswap.engine.transfer import Pool, Route, Sender
 
 
@@ -139,12 +138,12 @@ class Engine(native.Engine):
 
     # --- pack -------------------------------------------------------------------------------------
 
-    def save(self, tensor: torch.Tensor, view: SavedView, scope: HookScope) -> Handle:
+    def save(self, tensor: torch.Tensor, view: SavedView, scope: native.HookScope) -> Handle:
         """A plain tensor's handle. The lock is held."""
         handle: Handle = scope.save(tensor, view)
         return handle
 
-    def decide(self, tensor: torch.Tensor, view: SavedView, scope: HookScope) -> Handle:
+    def decide(self, tensor: torch.Tensor, view: SavedView, scope: native.HookScope) -> Handle:
         """The handle of a storage that is new, and about which table and plan say nothing."""
         policy, director = self.policy, self.director
         # Most policies have no function: spare them the TensorInfo.
@@ -170,7 +169,7 @@ class Engine(native.Engine):
         self,
         tensor: torch.Tensor,
         view: SavedView,
-        scope: HookScope,
+        scope: native.HookScope,
         route: Route,
         action: Action,
     ) -> Handle:

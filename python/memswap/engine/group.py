@@ -68,7 +68,7 @@ class GroupEngine(Engine):
     def begin_iteration(self) -> None:
         """A generation is an iteration, and its group begins it."""
 
-    def save(self, tensor: torch.Tensor, view: SavedView, scope: HookScope) -> Handle:
+    def save(self, tensor: torch.Tensor, view: SavedView, scope: native.HookScope) -> Handle:
         assert isinstance(scope, GroupScope)
         self._generation = scope.generation
         self.iteration = scope.generation.iteration
