@@ -24,12 +24,10 @@ def draw(plain: Timetable, managed: Timetable, budget_bytes: int | None, file: P
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
-    matplotlib: Any = importlib.import_module("matplotlib")
-    matplotlib.use("Agg")
-    plot: Any = importlib.import_module("matplotlib.pyplot")
-    figure, (memory, lanes) = plot.subplots(
-        2, 1, figsize=(11, 6), sharex=True, height_ratios=(3, 2)
-    )
+    # Not pyplot, whose figures and way of showing them are the caller's: a notebook has its own.
+    made: Any = importlib.import_module("matplotlib.figure")
+    figure = made.Figure(figsize=(11, 6))
+    memory, lanes = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     for replay, label, color in ((plain, "plain", "0.6"), (managed, "memswap", "tab:blue")):
         times = [0.0, *(second * 1e3 for second in replay.mark_s)]
         sizes = [0.0, *(nbytes / 2**20 for nbytes in replay.resident_bytes)]
@@ -53,4 +51,3 @@ def draw(plain: Timetable, managed: Timetable, budget_bytes: int | None, file: P
     figure.tight_layout()
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=130)
-    plot.close(figure)
