@@ -215,10 +215,13 @@ class StateStream:
     def end(self) -> None:
         """The step is over, well or badly: everything is away, or on its way."""
         self._retire()
-        for number in self._arriving:
+        for number in (
+            self._visited | self._arriving.keys()
+        ):  # after an error, the current one's too
             for tensor in self._states(number):
                 self._mover.cancel_return(tensor)
         self._arriving.clear()
+        self._mover.kept = {}  # as it is in the end, each once
         for number in sorted(self._visited):  # what others still looked at when its chunk left
             self._send(number)
         self._visited.clear()

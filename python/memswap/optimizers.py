@@ -402,10 +402,14 @@ class ManagedOptimizer(Uncopied):
 
     def _bring_all(self, optimizer: Optimizer) -> None:
         tensors = list(_all_state(optimizer))
-        for tensor in tensors:
-            self._mover.begin_return(tensor)
-        for tensor in tensors:
-            self._mover.bring(tensor)
+        try:
+            for tensor in tensors:
+                self._mover.begin_return(tensor)
+            for tensor in tensors:
+                self._mover.bring(tensor)
+        finally:
+            for tensor in tensors:  # after an error; the others are here
+                self._mover.cancel_return(tensor)
 
     def _send_all(self, optimizer: Optimizer) -> None:
         self._mover.begin_step()

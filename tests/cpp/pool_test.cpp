@@ -54,6 +54,18 @@ TEST_F(PoolTest, GivesExactSizesAtAlignedAddresses) {
   EXPECT_EQ(pool->allocate(0)->nbytes(), 0U);
 }
 
+TEST_F(PoolTest, WhatHasNoRoomGoesToTheOverflow) {
+  const auto pool = make(/*budget=*/kSlab);
+  const std::shared_ptr<Pool> overflow = make(/*budget=*/kSlab);
+  pool->set_overflow(overflow);
+  const auto first = pool->allocate(kSlab);
+  const auto second = pool->allocate(kSlab);
+  ASSERT_TRUE(first && second);
+  EXPECT_EQ(pool->statistics().in_use_bytes, kSlab);
+  EXPECT_EQ(overflow->statistics().in_use_bytes, kSlab);
+  EXPECT_EQ(pool->allocate(1), nullptr) << "both are full";
+}
+
 TEST_F(PoolTest, SlabsArePowersOfTwoWithRoomForTwo) {
   const auto pool = make();
   const auto small = pool->allocate(100);

@@ -19,6 +19,8 @@ OPTIONS = {
     "bench_hooks": "--tensors 20 --rounds 2",
     "bench_planning": "--layers 3 --rounds 1",
     "bench_host_pool": "--tokens 64 --layers 1 --rounds 1",
+    "bench_optimizer": "--layers 1 --hidden 64 --heads 2 --seq 16 --batch 1 --blocks 1 --steps 1 "
+    "--ratio-steps 1 --room 64KiB",
 }
 
 

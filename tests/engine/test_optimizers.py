@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import time
 import warnings
 from typing import Any
 
@@ -123,7 +124,7 @@ def test_counters_and_short_tensors_stay_and_are_told(device, new_pool):
     loss_of(model, device, 0).backward()
     optimizer.step()
     assert away_bytes(optimizer) == 0
-    assert set(manager.statistics().kept) == {"counter", "small"}
+    assert manager.statistics().kept == {"counter": 4 * 4, "small": 4 * 2 * 24 * 24 * 4}
     assert "small" in manager.report()
 
 
@@ -852,7 +853,7 @@ def test_a_disk_that_cannot_be_read_is_an_error_and_training_can_go_on(device, t
     plain = train(device, make, managed=False, steps=4)
     model = new_model(device)
     optimizer = make(model.parameters())
-    manage(optimizer, pool)
+    manager = manage(optimizer, pool)
     for step in range(4):
         optimizer.zero_grad()
         loss_of(model, device, step).backward()
@@ -864,6 +865,9 @@ def test_a_disk_that_cannot_be_read_is_an_error_and_training_can_go_on(device, t
                 os.dup2(nothing.fileno(), number)
             with pytest.raises(memswap.TransferError, match="cannot be read back"):
                 optimizer.step()
+            with pytest.raises(memswap.TransferError, match="cannot be read back"):
+                manager.remove()
+            time.sleep(0.2)  # until threads have tried to read what was to come next
             os.dup2(kept, number)
             os.close(kept)
         optimizer.step()
