@@ -69,7 +69,8 @@ requirements = $(python) -c 'import importlib.util, sys; \
             **project["project"]["optional-dependencies"]}; \
   print("\n".join(line for group in sys.argv[1:] for line in groups[group]))'
 
-.PHONY: help demo test test-all test-npu test-integrations bench lint format gpu cpp-test build clean distclean \
+.PHONY: help demo test test-all test-npu test-integrations bench lint format gpu cpp-test build wheel \
+        clean distclean \
         require-python require-torch FORCE
 
 help:
@@ -79,7 +80,7 @@ help:
 	@echo 'make bench       benchmarks on this machine, results to benchmarks/results/'
 	@echo 'make lint        ruff, mypy and clang-format; `make format` applies what they can'
 	@echo 'Options: PYTHON=python3.12 TORCH=2.12.0 VENV=.venv|none ARGS="..."'
-	@echo 'CONTRIBUTING.md has the others: build, clean, cpp-test, test-all, test-npu,'
+	@echo 'CONTRIBUTING.md has the others: build, wheel, clean, cpp-test, test-all, test-npu,'
 	@echo 'test-integrations, gpu.'
 
 demo: build $(picture_tools)
@@ -98,6 +99,13 @@ test-npu: build
 # Other stacks' libraries, in an environment of their own beside this one.
 test-integrations: build
 	$(python) tests/integrations/run.py $(ARGS)
+
+# For this Python and this minor version of torch, and tried where nothing of this checkout is.
+wheel: build
+	rm -rf build/wheel
+	$(python) -m pip wheel --quiet --no-build-isolation --no-deps --no-index --wheel-dir build/wheel .
+	$(python) tests/wheel.py build/wheel/*.whl
+	mkdir -p dist && mv build/wheel/*.whl dist/
 
 cpp-test: build
 	$(python) tests/run.py --only cpp $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import shlex
 import shutil
@@ -34,6 +35,15 @@ def require_torch() -> None:
             "has none.\nInstall torch first (for example: pip install torch==2.13.0), then build "
             "with:\n    pip install --no-build-isolation ."
         )
+
+
+def required_torch() -> str:
+    """What memswap needs: built, the minor version of torch that it was built against."""
+    try:
+        major, minor, *_ = importlib.metadata.version("torch").split(".")
+    except importlib.metadata.PackageNotFoundError:
+        return "torch>=2.11"
+    return f"torch=={major}.{minor}.*"
 
 
 def find_cmake() -> str:
@@ -104,4 +114,8 @@ class CMakeBuild(build_ext):
 
 
 require_setuptools()
-setup(ext_modules=[Extension("memswap._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
+setup(
+    ext_modules=[Extension("memswap._C", sources=[])],
+    cmdclass={"build_ext": CMakeBuild},
+    install_requires=[required_torch()],
+)

@@ -28,11 +28,12 @@ constexpr size_t kHeaderSlab = size_t{256} << 10;
 
 }  // namespace
 
-// A frame's header on its way to the host, and what depends on it.
+// A frame's header on its way to the host, and what depends on it. `arrival` is the ticket of what
+// writes it to the block: the encode itself, or a copy behind it.
 class StreamCodecLane::Header final : public FrameWatch {
  public:
-  Header(BlockPtr block, TicketPtr copy, const std::shared_ptr<Arena::Share>& overflow)
-      : copy_(std::move(copy)), block_(std::move(block)), overflow_(overflow) {}
+  Header(BlockPtr block, TicketPtr arrival, const std::shared_ptr<Arena::Share>& overflow)
+      : arrival_(std::move(arrival)), block_(std::move(block)), overflow_(overflow) {}
 
   std::optional<FrameReport> report() override {
     const WithoutGil without_gil;
@@ -44,7 +45,7 @@ class StreamCodecLane::Header final : public FrameWatch {
         return report_;
       }
     }
-    if (!copy_->done()) {
+    if (!arrival_->done()) {
       return std::nullopt;
     }
     const std::lock_guard lock(mutex_);
@@ -60,18 +61,18 @@ class StreamCodecLane::Header final : public FrameWatch {
     return report_;
   }
 
-  // The frame goes: the copy lets go of it, in order.
-  void abandon() noexcept { copy_->abandon(); }
-  void wait() { copy_->wait(); }
+  // The frame goes: what writes the header lets go of it, in order.
+  void abandon() noexcept { arrival_->abandon(); }
+  void wait() { arrival_->wait(); }
 
   // Blocks the calling thread until there is a report.
   void synchronize() {
-    copy_->synchronize();
+    arrival_->synchronize();
     report();
   }
 
  private:
-  const TicketPtr copy_;
+  const TicketPtr arrival_;
   std::mutex mutex_;
   BlockPtr block_;                              // pinned; until the header has been read
   const std::weak_ptr<Arena::Share> overflow_;  // the frame's; a frame that is gone needs none
@@ -81,10 +82,11 @@ class StreamCodecLane::Header final : public FrameWatch {
 // A frame on the device, or in a block of a pool.
 class StreamCodecLane::Encoded final : public EncodedStorage {
  public:
-  Encoded(const FramePlan& plan, size_t raw_nbytes, bool planned,
-          std::shared_ptr<Arena::Share> overflow, std::shared_ptr<StreamTransfer> encode,
-          std::shared_ptr<Header> header)
-      : plan_(plan),
+  Encoded(std::shared_ptr<DeviceStreams> streams, const FramePlan& plan, size_t raw_nbytes,
+          bool planned, std::shared_ptr<Arena::Share> overflow,
+          std::shared_ptr<StreamTransfer> encode, std::shared_ptr<Header> header)
+      : streams_(std::move(streams)),
+        plan_(plan),
         raw_nbytes_(raw_nbytes),
         planned_(planned),
         overflow_(std::move(overflow)),
@@ -144,6 +146,8 @@ class StreamCodecLane::Encoded final : public EncodedStorage {
     fetched_ = decode;
   }
 
+  // Those of the lane that encoded it, which no other lane has.
+  const std::shared_ptr<DeviceStreams>& streams() const { return streams_; }
   const FramePlan& plan() const { return plan_; }
   const std::shared_ptr<Arena::Share>& overflow() const { return overflow_; }
   const std::shared_ptr<StreamTransfer>& encode() const { return encode_; }
@@ -152,6 +156,7 @@ class StreamCodecLane::Encoded final : public EncodedStorage {
   const std::shared_ptr<Lane>& lane() const { return lane_; }
 
  private:
+  const std::shared_ptr<DeviceStreams> streams_;
   const FramePlan plan_;
   const size_t raw_nbytes_;
   const bool planned_;
@@ -305,6 +310,10 @@ std::optional<Encoding> StreamCodecLane::start(StorageRefPtr storage, const Fram
   memswap_encode_job job = encode_job(plan, options);
   job.frame = frame->storage.mutable_data();
   job.input = storage->storage.nbytes() > 0 ? storage->storage.data() : job.frame;
+  if (codec.reports != 0) {
+    job.report = header_block->data();
+    header_block->used_by(ticket);
+  }
   if (overflow) {
     job.overflow = overflow->memory();
     job.overflow_capacity = overflow->capacity();
@@ -317,15 +326,18 @@ std::optional<Encoding> StreamCodecLane::start(StorageRefPtr storage, const Fram
     return refuse("codec '" + std::string(codec.name) + "': " + codec.message(code));
   }
   departures_.add(ticket);
-  // Edge 4. Where the frame leaves, its header goes the same way and ahead of it, so that the lane
-  // that moves frames bounds and orders all that it still owns of one. Under a plan, which orders
-  // that itself (wait_sent), no header waits behind frames: the host waits for it.
+  // Edge 4, where the encode does not write the header to the host itself. Where the frame leaves,
+  // its header goes the same way and ahead of it, so that the lane that moves frames bounds and
+  // orders all that it still owns of one. Under a plan, which orders that itself (wait_sent), no
+  // header waits behind frames: the host waits for it.
   const bool planned = planned_;
-  Lane& header_lane = copies && !planned ? *copies : headers_;
-  auto header = std::make_shared<Header>(
-      header_block, header_lane.send(frame, header_block, {0, frame::kHeaderBytes}, {ticket}),
-      overflow);
-  auto encoded = std::make_shared<Encoded>(plan, storage->storage.nbytes(), planned,
+  TicketPtr arrival = ticket;
+  if (codec.reports == 0) {
+    Lane& header_lane = copies && !planned ? *copies : headers_;
+    arrival = header_lane.send(frame, header_block, {0, frame::kHeaderBytes}, {ticket});
+  }
+  auto header = std::make_shared<Header>(header_block, std::move(arrival), overflow);
+  auto encoded = std::make_shared<Encoded>(streams_, plan, storage->storage.nbytes(), planned,
                                            std::move(overflow), ticket, header);
   if (copies) {
     TicketPtr copy = copies->send(std::move(frame), block, {}, {ticket});  // edge 5
@@ -342,6 +354,9 @@ std::pair<StorageRefPtr, TicketPtr> StreamCodecLane::decode(const EncodedStorage
   const auto* encoded = dynamic_cast<const Encoded*>(given.get());
   TORCH_CHECK_VALUE(encoded != nullptr,
                     "memswap: a StreamCodecLane decodes what a StreamCodecLane has encoded");
+  TORCH_CHECK_VALUE(encoded->streams() == streams_, "memswap: the codec lane of ",
+                    streams_->device(), " decodes the frames that it has encoded, found one that ",
+                    "another lane encoded on ", encoded->streams()->device());
   const c10::DeviceGuard device_guard(streams_->device());
   const memswap_codec& codec = *codec_of(streams_->device().type());
   departures_.reap();  // first: it may free memory

@@ -31,7 +31,9 @@ namespace memswap {
 //      encode
 //   3. encode -> original freed         StreamTransfer::wait(): compute waits for the encode, then
 //                                       the ticket's references are dropped
-//   4. encode -> header read back       start(): `after` of that lane
+//   4. encode -> header read back       start(): `after` of that lane. A codec that writes it to
+//   the
+//                                       host itself needs neither: the encode's ticket says when
 //   5. encode -> copy of the frame      start(): `after` of the lane that copies
 //   6. encode -> decode                 decode(): the decode stream waits for the encode's ticket
 //   7. output allocated on compute ->   decode(): the decode stream waits for an event on compute

@@ -114,7 +114,7 @@ class DenseCoder {
     constexpr int32_t n = kLanes;
     Duplicate(slots_.Get<uint32_t>(), 0u, static_cast<int32_t>(kBlocks * kSlotWords));
     for (uint32_t b = 0; b < kBlocks; ++b) {
-      centers_[b] = center_of(blocks_[b], 19);
+      centers_[b] = center_of(blocks_[b], canonical::kLq3Eighths);
     }
     subtract_from_centers(v, e, centers_, kBlocks, kBlockLanes, masks_.low_bits(8));
     // 1..7 stay, all others become 0: min(v, 8) mod 8.
@@ -180,7 +180,7 @@ class DenseCoder {
       const uint32_t left = step.count - b * kBlockLanes;
       const uint32_t there = left < kBlockLanes ? left : kBlockLanes;
       counters->add_zeros(there - static_cast<uint32_t>(blocks_[b].nonzero));
-      counters->add_center(center_of(blocks_[b], 7));
+      counters->add_center(center_of(blocks_[b], canonical::kLq2Eighths));
     }
     GM_ADDR to = total != 0 ? payloads->take(total) : nullptr;
     if constexpr (kUpcast) {

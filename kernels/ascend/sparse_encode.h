@@ -76,7 +76,7 @@ class SparseCoder {
     for (uint32_t b = 0; b < step.blocks; ++b) {
       const uint32_t left = step.count - b * kBlockLanes;
       const uint32_t missing = left < kBlockLanes ? kBlockLanes - left : 0;
-      const uint32_t center = center_of(statistics_of_[b], 7);
+      const uint32_t center = center_of(statistics_of_[b], canonical::kLq2Eighths);
       uint32_t survivors = 0;
       Bytes slot = slots_.template AllocTensor<uint8_t>();
       const Pieces pieces = make_payload(b, slot, center, negative[b], &survivors);

@@ -84,7 +84,7 @@ class Greatest {
 struct BlockStatistics {
   int32_t max;
   int32_t min;
-  int32_t sum;      // over the exponents that are not 0, of min(max - exponent, 31)
+  int32_t sum;      // over the exponents that are not 0, of min(max - exponent, kClip)
   int32_t nonzero;  // how many
   // What centres are made of: the same, or of those in the block's window (outliers.h) alone.
   int32_t center_max;
@@ -144,7 +144,7 @@ class Statistics {
     }
     Mins(work, exponents, (int16_t)1, static_cast<int32_t>(lanes));
     barrier();
-    Mins(scratch, scratch, (int16_t)31, static_cast<int32_t>(lanes));
+    Mins(scratch, scratch, static_cast<int16_t>(canonical::kClip), static_cast<int32_t>(lanes));
     barrier();
     Mul(scratch, scratch, work, static_cast<int32_t>(lanes));
     barrier();

@@ -146,7 +146,7 @@ class SparseEncoder {
       const uint32_t low = crowded_window(symbols, vectors);
       crowd = low != 0 ? crowd_of(symbols, vectors, low) : crowd;
     }
-    block.center = center_of(crowd, 7);
+    block.center = center_of(crowd, canonical::kLq2Eighths);
   }
 
   // The R bits that share the top byte with E, as streams.

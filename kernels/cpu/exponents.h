@@ -145,7 +145,7 @@ inline Centers canonical_centers(const uint8_t* exponents, uint32_t count, uint3
     const uint32_t below_max = sum > less ? (sum - less) / (8 * distances.count) : 0;
     return static_cast<uint8_t>(distances.max + 1 - below_max);
   };
-  return {center(7), center(19), crowded};
+  return {center(canonical::kLq2Eighths), center(canonical::kLq3Eighths), crowded};
 }
 
 // Bytes of S1, S2 and the E bytes.

@@ -199,7 +199,8 @@ EncodedBlock encode_sparse(const EncodeParams&, const void* elements, uint32_t c
     top.vector[i] = v[kWidth - 1];
     all.vector[i] = move_bits<Type::kRestBits, 0, Type::kSymbolBits>(v[kWidth - 1]);
   }
-  const uint8_t center = center_of(crowd_of_survivors(all, vectors, Type::kSymbolBits), 7);
+  const uint8_t center =
+      center_of(crowd_of_survivors(all, vectors, Type::kSymbolBits), canonical::kLq2Eighths);
   if (behind != 0) {  // these have code 0 and become the last escapes, which do not count
     all.vector[vectors - 1] |= only(~first_lanes(kLanes - behind), broadcast(center));
   }

@@ -223,12 +223,12 @@ inline Choice choose_canonical(const Bytes& symbols, const Range& range, const D
   if (kSymbolBits == canonical::kOutlierBits && may_have_outliers(distances)) {
     const uint32_t low = crowded_window(symbols, kVectors);
     if (low == 0) {
-      choice.center2 = center_of(crowd, 7);
+      choice.center2 = center_of(crowd, canonical::kLq2Eighths);
       return choice;
     }
     crowd = crowd_of(symbols, kVectors, low);
   }
-  choice.center2 = center_of(crowd, 7);
+  choice.center2 = center_of(crowd, canonical::kLq2Eighths);
   if (fixed == 0) {
     return choice;
   }
@@ -238,7 +238,7 @@ inline Choice choose_canonical(const Bytes& symbols, const Range& range, const D
     choice.units = fixed <= kLq3LeastUnits ? fixed - 1 : kLq3LeastUnits;
     return choice;
   }
-  const uint8_t center3 = center_of(crowd, 19);
+  const uint8_t center3 = center_of(crowd, canonical::kLq3Eighths);
   if (guess == frame::kLq3) {
     // At least: the bytes E are left out.
     const Counts counts = count_costs<false>(symbols, choice.center2, kCosts.lq2, 0, 0);

@@ -33,6 +33,7 @@ EncodeJob to_device(const memswap_encode_job& job, void* workspace) {
   to.var = to.frame + layout.var;
   to.overflow = static_cast<uint8_t*>(job.overflow);
   to.overflow_cursor = reinterpret_cast<unsigned long long*>(job.overflow_cursor);
+  to.report = static_cast<uint32_t*>(job.report);
   to.counters = static_cast<frame::Header*>(workspace != nullptr ? workspace : job.frame);
   to.elements = job.elements;
   to.var_capacity = job.var_capacity;
@@ -213,6 +214,12 @@ int run(const Job* jobs, size_t count, const memswap_launch* launch_or_null) {
 }
 
 int encode(const memswap_encode_job* jobs, size_t count, const memswap_launch* launch) {
+  // A header that is counted in the frame is complete when all kernels are, and then no warp looks.
+  const bool is_finished_by_a_warp = launch != nullptr && launch->workspace != nullptr;
+  const auto has_report = [](const memswap_encode_job& job) { return job.report != nullptr; };
+  if (!is_finished_by_a_warp && jobs != nullptr && std::any_of(jobs, jobs + count, has_report)) {
+    return MEMSWAP_CODEC_BAD_ARGUMENT;
+  }
   return run(jobs, count, launch);
 }
 
@@ -234,7 +241,7 @@ const char* message(int code) {
 }
 
 constexpr memswap_codec kCodec = {MEMSWAP_CODEC_VERSION, "cuda", &encode, &decode, &message, 1, 1,
-                                  kWorkspaceBytes};
+                                  kWorkspaceBytes,       1};
 
 }  // namespace
 }  // namespace memswap::cuda

@@ -200,16 +200,24 @@ DecodeKernel* decode_kernel() {
   return &kernel;
 }
 
-// What every Decoder does with a row: it checks, then writes.
+// What every Decoder does with rows: it writes them, and adds them to the checksum.
+template <uint32_t kWidth, uint32_t kCount>
+__device__ __forceinline__ void finish_rows(const Sink<kWidth>& sink, bool verify, uint32_t warp,
+                                            uint32_t row, uint32_t lane,
+                                            uint32_t (&words)[kCount][kRowWords<kWidth>],
+                                            uint64_t& checksum) {
+  store_rows(sink, row, lane, words);
+  if (verify) {
+    checksum += checksum_rows<kWidth>(words, warp, row, lane);
+  }
+}
 template <uint32_t kWidth>
 __device__ __forceinline__ void finish_row(const Sink<kWidth>& sink, bool verify, uint32_t warp,
                                            uint32_t row, uint32_t lane,
                                            uint32_t (&words)[kRowWords<kWidth>],
                                            uint64_t& checksum) {
-  store_row(sink, row, lane, words);
-  if (verify) {
-    checksum += checksum_row<kWidth>(words, warp, row, lane);
-  }
+  finish_rows(sink, verify, warp, row, lane,
+              reinterpret_cast<uint32_t (&)[1][kRowWords<kWidth>]>(words), checksum);
 }
 
 template <uint32_t kWidth>

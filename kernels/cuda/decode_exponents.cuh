@@ -14,7 +14,7 @@ inline constexpr uint32_t kDecodeStageBytes = 1936;
 
 // A warp's share of the shared memory.
 struct alignas(16) DecodeMemory {
-  uint32_t exponents[frame::kBlockElements / 4];  // in the order of elements
+  uint32_t exponents[frame::kBlockElements / 4];  // [Note: lanes' bytes]
   uint32_t stage[kDecodeStageBytes / 4];
   uint16_t positions[kPositions];
 
@@ -29,6 +29,7 @@ template <uint32_t kFirst, uint32_t kTwelve, uint32_t kThirteen>
 __device__ __forceinline__ uint32_t read_nibbles(DecodeMemory& memory, uint32_t masks,
                                                  const Ranks& ranks, uint32_t center, uint32_t flip,
                                                  uint32_t begin, uint32_t bytes, uint32_t lane) {
+  static_assert(((kTwelve - 1) & 0xff) == kThirteen);
   uint8_t* exponents = reinterpret_cast<uint8_t*>(memory.exponents);
   const uint32_t lower_lanes = (1u << lane) - 1;
   uint32_t raw = begin + (ranks.total + 1) / 2;
@@ -41,38 +42,41 @@ __device__ __forceinline__ uint32_t read_nibbles(DecodeMemory& memory, uint32_t 
     __syncwarp();
     const uint32_t here = min(ranks.total - done, kPositions);
 #pragma unroll 1
-    for (uint32_t i = 0; i < here; i += kLanes) {
-      const uint32_t mine = i + lane;
-      uint32_t nibble = 0;
-      if (mine < here) {
-        nibble = memory.bytes()[begin + (done + mine) / 2] >> (4 * (mine % 2)) & 0xfu;
+    for (uint32_t i = 0; i < here; i += 2 * kLanes) {  // a lane has a byte of two nibbles
+      const uint32_t mine = i + 2 * lane;
+      const bool has[2] = {mine < here, mine + 1 < here};
+      const uint32_t both = has[0] ? memory.bytes()[begin + (done + mine) / 2] : 0u;
+      const uint32_t nibbles[2] = {both & 0xfu, has[1] ? both >> 4 : 0u};
+      uint32_t exponent[2];
+#pragma unroll
+      for (uint32_t k = 0; k < 2; ++k) {
+        const uint32_t nibble = nibbles[k];
+        exponent[k] = nibble < 12 ? center - kFirst - nibble : center - kTwelve - 12 + nibble;
+        exponent[k] = nibble == 14 ? 0 : exponent[k];
       }
-      const uint32_t raws = __ballot_sync(kAllLanes, nibble == 15);
-      const uint32_t v = nibble < 12 ? nibble + kFirst : nibble == 12 ? kTwelve : kThirteen;
-      uint32_t exponent = nibble == 14 ? 0 : center - v;
-      if (nibble == 15) {
-        const uint32_t place = raw + __popc(raws & lower_lanes);
-        exponent = place < bytes ? memory.bytes()[place] : 0;
+      const uint32_t raws[2] = {__ballot_sync(kAllLanes, nibbles[0] == 15),
+                                __ballot_sync(kAllLanes, nibbles[1] == 15)};
+      if ((raws[0] | raws[1]) != 0) {
+        uint32_t place = raw + __popc(raws[0] & lower_lanes) + __popc(raws[1] & lower_lanes);
+#pragma unroll
+        for (uint32_t k = 0; k < 2; ++k) {
+          if (nibbles[k] == 15) {
+            exponent[k] = place < bytes ? memory.bytes()[place] : 0;
+            ++place;
+          }
+        }
+        raw += __popc(raws[0]) + __popc(raws[1]);
       }
-      raw += __popc(raws);
-      if (mine < here) {
-        exponents[memory.positions[mine]] = static_cast<uint8_t>(exponent ^ flip);
+#pragma unroll
+      for (uint32_t k = 0; k < 2; ++k) {
+        if (has[k]) {
+          exponents[memory.positions[mine + k]] = static_cast<uint8_t>(exponent[k] ^ flip);
+        }
       }
     }
     __syncwarp();
   }
   return raw > bytes ? kDamaged : raw;
-}
-
-// A warp reads back the words that it wrote, with the nibbles' elements in them.
-__device__ __forceinline__ void load_exponents(const DecodeMemory& memory, uint32_t lane,
-                                               uint32_t (&e)[8]) {
-#pragma unroll
-  for (uint32_t row = 0; row < kRows; ++row) {
-    const uint2 pair = reinterpret_cast<const uint2*>(memory.exponents)[row * kLanes + lane];
-    e[2 * row] = pair.x;
-    e[2 * row + 1] = pair.y;
-  }
 }
 
 // LQ2 whose L0 is `low` (a plane) and whose streams begin at byte `begin` of the stage. Only
@@ -107,28 +111,27 @@ __device__ __forceinline__ uint32_t decode_lq2(DecodeMemory& memory, const Move*
   const uint32_t centers = bytes_of(center ^ flip);
   const uint32_t masks[2] = {first & 0x0f0f0f0fu, first >> 4 & 0x0f0f0f0fu};
   uint32_t unknown[kRows];  // 128 * mask of who has a nibble in S2
+  uint32_t known[8];
 #pragma unroll
   for (uint32_t row = 0; row < kRows; ++row) {
     const uint32_t bit = 8 * begin + 2 * ranks.first(row);
     // The next eight symbols, a nibble each.
     uint32_t symbols = spread_symbols(
         __funnelshift_r(memory.stage[bit / 32], memory.stage[bit / 32 + 1], bit % 32));
-    uint32_t found[2], marks[2];
+    uint32_t marks[2];
 #pragma unroll
     for (uint32_t h = 0; h < 2; ++h) {
       // A nibble selects v, or a mark; the mask's selector moves it in place.
       const Move move = move_of(expand, masks[h], row);
       const uint32_t escaped = permute(permute(0x80050400u, 0, symbols), 0, move.selector);
-      found[h] = centers - ((pairs_of_row(low[h], row) | escaped) & 0x07070707u);
+      known[2 * row + h] = centers - ((pairs_of_row(low[h], row) | escaped) & 0x07070707u);
       marks[h] = escaped & 0x80808080u;
       symbols >>= move.behind;
     }
     unknown[row] = gather_row(marks[0], marks[1]);
-    reinterpret_cast<uint2*>(memory.exponents)[row * kLanes + lane] =
-        make_uint2(found[0], found[1]);
   }
-  const uint32_t second =
-      ((unknown[0] + (unknown[1] << 8) + (unknown[2] << 16)) >> 7) + (unknown[3] << 17);
+  store_lane(memory.exponents, lane, known);
+  const uint32_t second = join_rows(unknown);
   const Ranks again = rank_rows(count_rows(second), lane);
   uint32_t behind = end;
   if (again.total != 0) {
@@ -136,7 +139,7 @@ __device__ __forceinline__ uint32_t decode_lq2(DecodeMemory& memory, const Move*
                           frame::kLq2Nibbles.thirteen>(memory, second, again, center, flip, end,
                                                        bytes, lane);
   }
-  load_exponents(memory, lane, e);
+  load_lane(memory.exponents, lane, e);  // with the nibbles' elements in them
   if (flip != 0) {
 #pragma unroll
     for (uint32_t i = 0; i < 8; ++i) {
@@ -154,25 +157,23 @@ __device__ __forceinline__ uint32_t decode_lq3(DecodeMemory& memory, const uint3
     return kDamaged;
   }
   const uint32_t centers = bytes_of(center);
-  uint32_t masks = 0;
+  uint32_t masks = 0, known[8];
 #pragma unroll
   for (uint32_t row = 0; row < kRows; ++row) {
     const uint32_t high = memory.bytes()[row * kLanes + lane];
-    uint32_t found[2];
 #pragma unroll
     for (uint32_t h = 0; h < 2; ++h) {
       const uint32_t code = pairs_of_row(low[h], row) | spread_bits(high >> (4 * h)) << 2;
       masks |= gather_flags(~not_zero(code) >> 7 & 0x01010101u) << (8 * row + 4 * h);
-      found[h] = subtract_bytes(centers, code);
+      known[2 * row + h] = subtract_bytes(centers, code);
     }
-    reinterpret_cast<uint2*>(memory.exponents)[row * kLanes + lane] =
-        make_uint2(found[0], found[1]);
   }
+  store_lane(memory.exponents, lane, known);
   const Ranks ranks = rank_rows(count_rows(masks), lane);
   const uint32_t behind = read_nibbles<frame::kLq3Nibbles.first, frame::kLq3Nibbles.twelve,
                                        frame::kLq3Nibbles.thirteen>(
       memory, masks, ranks, center, 0, frame::kBitmapBytes, bytes, lane);
-  load_exponents(memory, lane, e);
+  load_lane(memory.exponents, lane, e);  // with the nibbles' elements in them
   return behind;
 }
 

@@ -82,36 +82,42 @@ struct FloatDecoder {
       load_planes(slab + BlockParts::kLowPlanes * int{frame::kBlockElements}, rest,
                   BlockParts::kRestBits, lane);
     }
+    // Written together, where registers allow it, for one look at how they are to be written.
+    constexpr uint32_t kTogether = kWidth <= 2 ? kRows : 1;
 #pragma unroll
-    for (uint32_t row = 0; row < kRows; ++row) {
-      if constexpr (!kEarly) {
-        if (row % kAtOnce == 0) {
-          load_low(row);
+    for (uint32_t first = 0; first < kRows; first += kTogether) {
+      uint32_t rows[kTogether][kRowWords<kWidth>];
+#pragma unroll
+      for (uint32_t row = first; row < first + kTogether; ++row) {
+        if constexpr (!kEarly) {
+          if (row % kAtOnce == 0) {
+            load_low(row);
+          }
         }
-      }
-      uint32_t low[BlockParts::kLowWords], top[2], parts[BlockParts::kWords];
+        uint32_t low[BlockParts::kLowWords], top[2], parts[BlockParts::kWords];
 #pragma unroll
-      for (int p = 0; p < BlockParts::kLowPlanes; ++p) {
-        low[2 * p] = pairs[row % kAtOnce][p].x;
-        low[2 * p + 1] = pairs[row % kAtOnce][p].y;
-      }
+        for (int p = 0; p < BlockParts::kLowPlanes; ++p) {
+          low[2 * p] = pairs[row % kAtOnce][p].x;
+          low[2 * p + 1] = pairs[row % kAtOnce][p].y;
+        }
 #pragma unroll
-      for (uint32_t h = 0; h < 2; ++h) {
-        const uint32_t i = 2 * row + h;
-        top[h] = BlockParts::kRestBits == 0 ? e[i] : BlockParts::top(e[i], rest[i]);
-      }
-      BlockParts::join(low, top, parts);
-      if constexpr (BlockParts::kWidth == kWidth) {
-        finish_row(sink, frame.verify, warp, row, lane, parts, checksum);
-      } else {
-        uint32_t words[kRowWords<kWidth>];
+        for (uint32_t h = 0; h < 2; ++h) {
+          const uint32_t i = 2 * row + h;
+          top[h] = BlockParts::kRestBits == 0 ? e[i] : BlockParts::top(e[i], rest[i]);
+        }
+        BlockParts::join(low, top, parts);
+        auto& words = rows[row - first];
 #pragma unroll
         for (uint32_t i = 0; i < BlockParts::kWords; ++i) {
-          words[2 * i] = parts[i] << 16;
-          words[2 * i + 1] = parts[i] & 0xffff0000u;
+          if constexpr (BlockParts::kWidth == kWidth) {
+            words[i] = parts[i];
+          } else {
+            words[2 * i] = parts[i] << 16;
+            words[2 * i + 1] = parts[i] & 0xffff0000u;
+          }
         }
-        finish_row(sink, frame.verify, warp, row, lane, words, checksum);
       }
+      finish_rows(sink, frame.verify, warp, first, lane, rows, checksum);
     }
     return true;
   }

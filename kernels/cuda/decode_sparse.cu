@@ -81,7 +81,8 @@ __device__ __forceinline__ bool decode_sparse(const BlockRecord& record, const D
   if (behind == kDamaged || first_unit + (behind + 7) / frame::kUnitBytes != record.units) {
     return false;
   }
-  // The survivors' top bytes take the place of their exponents.
+  __syncwarp();  // all lanes have their exponents
+  // The survivors' top bytes take the place of their exponents, in the order of elements.
 #pragma unroll
   for (uint32_t row = 0; row < kRows; ++row) {
     uint32_t top[2];

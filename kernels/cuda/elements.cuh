@@ -127,23 +127,26 @@ __device__ __forceinline__ void load_row(const Source<kWidth>& source, uint32_t 
   }
 }
 
-// Writes a lane's elements of one row. Missing ones are not written and become 0 in `words`.
 template <uint32_t kWidth>
-__device__ __forceinline__ void store_row(const Sink<kWidth>& sink, uint32_t row, uint32_t lane,
-                                          uint32_t (&words)[kRowWords<kWidth>]) {
+__device__ __forceinline__ void store_vectors(const Sink<kWidth>& sink, uint32_t row, uint32_t lane,
+                                              const uint32_t (&words)[kRowWords<kWidth>]) {
   const uint32_t element = row * kRowElements + lane * kLaneColumns;
-  if (sink.vectors) {
-    if constexpr (kWidth == 1) {
-      *reinterpret_cast<uint2*>(sink.first + element) = make_uint2(words[0], words[1]);
-    } else {
-      uint4* to = reinterpret_cast<uint4*>(sink.first + element * kWidth);
+  if constexpr (kWidth == 1) {
+    *reinterpret_cast<uint2*>(sink.first + element) = make_uint2(words[0], words[1]);
+  } else {
+    uint4* to = reinterpret_cast<uint4*>(sink.first + element * kWidth);
 #pragma unroll
-      for (uint32_t i = 0; i < kRowWords<kWidth> / 4; ++i) {
-        to[i] = make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
-      }
+    for (uint32_t i = 0; i < kRowWords<kWidth> / 4; ++i) {
+      to[i] = make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
     }
-    return;
   }
+}
+
+template <uint32_t kWidth>
+__device__ __forceinline__ void store_elements(const Sink<kWidth>& sink, uint32_t row,
+                                               uint32_t lane,
+                                               uint32_t (&words)[kRowWords<kWidth>]) {
+  const uint32_t element = row * kRowElements + lane * kLaneColumns;
   using Word = typename WordOf<kWidth>::type;
   Word* to = reinterpret_cast<Word*>(sink.first) + element;
 #pragma unroll
@@ -169,6 +172,23 @@ __device__ __forceinline__ void store_row(const Sink<kWidth>& sink, uint32_t row
   }
 }
 
+// Writes a lane's elements of `kCount` rows. Missing ones are not written and become 0 in `words`.
+template <uint32_t kWidth, uint32_t kCount>
+__device__ __forceinline__ void store_rows(const Sink<kWidth>& sink, uint32_t row, uint32_t lane,
+                                           uint32_t (&words)[kCount][kRowWords<kWidth>]) {
+  if (sink.vectors) {
+#pragma unroll
+    for (uint32_t i = 0; i < kCount; ++i) {
+      store_vectors(sink, row + i, lane, words[i]);
+    }
+  } else {
+#pragma unroll
+    for (uint32_t i = 0; i < kCount; ++i) {
+      store_elements(sink, row + i, lane, words[i]);
+    }
+  }
+}
+
 // The part that a lane's words of a row have in their tile's checksum: at most 2^51, for 16 words
 // with weights below 2^15.
 template <uint32_t kWidth>
@@ -182,6 +202,19 @@ __device__ __forceinline__ uint64_t checksum_row(const uint32_t (&words)[kRowWor
 #pragma unroll
   for (uint32_t i = 0; i < kRowWords<kWidth>; ++i) {
     sum += uint64_t{words[i]} * (weight + 2 * i);
+  }
+  return sum;
+}
+
+// Of several rows.
+template <uint32_t kWidth, uint32_t kCount>
+__device__ __forceinline__ uint64_t
+checksum_rows(const uint32_t (&words)[kCount][kRowWords<kWidth>], uint32_t block_of_tile,
+              uint32_t row, uint32_t lane) {
+  uint64_t sum = 0;
+#pragma unroll
+  for (uint32_t i = 0; i < kCount; ++i) {
+    sum += checksum_row<kWidth>(words[i], block_of_tile, row + i, lane);
   }
   return sum;
 }

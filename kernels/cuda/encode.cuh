@@ -101,7 +101,11 @@ __device__ void finish_tiles(const EncodeShared<Memory>& shared, const EncodeJob
     uint32_t* counted = reinterpret_cast<uint32_t*>(job.counters);
     // Not from this processor's own cache. Word 6 has counted tiles.
     const uint32_t sum = lane == 6 ? 0 : __ldcg(counted + lane);
-    reinterpret_cast<uint32_t*>(job.frame)[lane] = sum + header_word(job, lane);
+    const uint32_t word = sum + header_word(job, lane);
+    reinterpret_cast<uint32_t*>(job.frame)[lane] = word;
+    if (job.report != nullptr) {
+      job.report[lane] = word;
+    }
     counted[lane] = 0;
   }
 }

@@ -22,12 +22,12 @@ struct DenseCoder {
     for (uint32_t row = 0; row < kRows; ++row) {
       if (row % kAtOnce == 0) {
         load_rows(source, row, lane, rows);
+        if (job.checked) {
+          checksum += checksum_rows<kWidth>(rows, warp, row, lane);
+        }
       }
       const auto& words = rows[row % kAtOnce];
       uint32_t low[Parts::kLowWords], top[2];
-      if (job.checked) {
-        checksum += checksum_row<kWidth>(words, warp, row, lane);
-      }
       Parts::split(words, low, top);
 #pragma unroll
       for (int p = 0; p < Parts::kLowPlanes; ++p) {
@@ -75,12 +75,12 @@ struct UpcastCoder {
     for (uint32_t row = 0; row < kRows; ++row) {
       if (row % kAtOnce == 0) {
         load_rows(source, row, lane, rows);
+        if (job.checked) {
+          checksum += checksum_rows<kWidth>(rows, warp, row, lane);
+        }
       }
       const auto& words = rows[row % kAtOnce];
       uint32_t high[Parts::kWords], low[2], top[2];
-      if (job.checked) {
-        checksum += checksum_row<kWidth>(words, warp, row, lane);
-      }
 #pragma unroll
       for (uint32_t i = 0; i < 4; ++i) {
         high[i] = __byte_perm(words[2 * i], words[2 * i + 1], 0x7632);

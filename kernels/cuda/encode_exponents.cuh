@@ -16,7 +16,7 @@ inline constexpr uint32_t kTooLong = 0x7fff;  // bytes: longer than any payload 
 template <uint32_t kBytes>
 struct alignas(16) EncodeMemory {
   static constexpr uint32_t kStageBytes = kBytes;
-  uint32_t symbols[frame::kBlockElements / 4];  // v of every element
+  uint32_t symbols[frame::kBlockElements / 4];  // v of every element, [Note: lanes' bytes]
   uint32_t stage[kBytes / 4];                   // the payload, until the tile has its position
   uint16_t positions[kPositions];               // of elements that need a nibble
   static_assert(kBytes % 16 == 0);
@@ -130,29 +130,21 @@ __device__ __forceinline__ uint32_t encode_lq2(const EncodeStreams& to, const ui
                                                uint32_t (&low)[2]) {
   const uint32_t centers = bytes_of(center & 0xffu);
   uint32_t t[8], rows[kRows];  // rows: 128 * mask of who has a code
-  const auto store_symbols = [&](uint32_t row, uint32_t x, uint32_t y) {
-    reinterpret_cast<uint2*>(to.symbols)[row * kLanes + to.lane] = make_uint2(x, y);
-  };
   if (near.holds(center & 0xffu)) {
 #pragma unroll
     for (uint32_t i = 0; i < 8; ++i) {
       t[i] = centers + kBias - e[i];
     }
-#pragma unroll
-    for (uint32_t row = 0; row < kRows; ++row) {
-      store_symbols(row, t[2 * row], t[2 * row + 1]);
-    }
+    store_lane(to.symbols, to.lane, t);
   } else {
+    uint32_t biased[8];
 #pragma unroll
-    for (uint32_t row = 0; row < kRows; ++row) {
-      uint32_t v[2];
-#pragma unroll
-      for (uint32_t h = 0; h < 2; ++h) {
-        v[h] = subtract_bytes(centers, e[2 * row + h]);
-        t[2 * row + h] = (v[h] & 0x3f3f3f3fu) | ((v[h] | v[h] >> 1) & 0x40404040u) | kBias;
-      }
-      store_symbols(row, v[0] ^ kBias, v[1] ^ kBias);
+    for (uint32_t i = 0; i < 8; ++i) {
+      const uint32_t v = subtract_bytes(centers, e[i]);
+      t[i] = (v & 0x3f3f3f3fu) | ((v | v >> 1) & 0x40404040u) | kBias;
+      biased[i] = v ^ kBias;
     }
+    store_lane(to.symbols, to.lane, biased);
   }
   low[0] = low[1] = 0;
 #pragma unroll
@@ -193,13 +185,12 @@ __device__ __forceinline__ uint32_t encode_lq2(const EncodeStreams& to, const ui
     }
     sixes[row] = gather_row(six[0], six[1]);
     const uint32_t word = (packed[0] + packed[1] * behind[0]) >> 2;
-    if (word != 0) {
-      const uint32_t bit = 8 * begin + 2 * ranks.first(row);
-      atomicOr(&to.stage[bit / 32], word << (bit % 32));
-      const uint32_t over = __funnelshift_l(word, 0, bit % 32);
-      if (over != 0) {
-        atomicOr(&to.stage[bit / 32 + 1], over);
-      }
+    const uint32_t bit = 8 * begin + 2 * ranks.first(row);
+    // Also where no bit is set, which is rare and takes less than a branch of the others does.
+    atomicOr(&to.stage[bit / 32], word << (bit % 32));
+    const uint32_t over = __funnelshift_l(word, 0, bit % 32);
+    if (over != 0) {
+      atomicOr(&to.stage[bit / 32 + 1], over);
     }
   }
   const uint32_t second = join_rows(sixes) & first;
@@ -235,23 +226,23 @@ __device__ __forceinline__ uint32_t lq3_bytes(const uint32_t (&e)[8], uint32_t c
 __device__ __forceinline__ uint32_t encode_lq3(const EncodeStreams& to, const uint32_t (&e)[8],
                                                uint32_t center, uint32_t (&low)[2]) {
   const uint32_t centers = bytes_of(center & 0xffu);
-  uint32_t masks = 0;
+  uint32_t masks = 0, biased[8];
   low[0] = low[1] = 0;
 #pragma unroll
   for (uint32_t row = 0; row < kRows; ++row) {
-    uint32_t high = 0, v[2];
+    uint32_t high = 0;
 #pragma unroll
     for (uint32_t h = 0; h < 2; ++h) {
-      v[h] = subtract_bytes(centers, e[2 * row + h]);
-      const uint32_t code = v[h] & 0x07070707u & ~((at_least<8>(v[h]) >> 7) * 7);
+      const uint32_t v = subtract_bytes(centers, e[2 * row + h]);
+      biased[2 * row + h] = v ^ kBias;
+      const uint32_t code = v & 0x07070707u & ~((at_least<8>(v) >> 7) * 7);
       low[h] |= (code & 0x03030303u) << (2 * row);
       high |= gather_flags(code >> 2 & 0x01010101u) << (4 * h);
       masks |= gather_flags(~not_zero(code) >> 7 & 0x01010101u) << (8 * row + 4 * h);
     }
     to.bytes()[row * kLanes + to.lane] = static_cast<uint8_t>(high);
-    reinterpret_cast<uint2*>(to.symbols)[row * kLanes + to.lane] =
-        make_uint2(v[0] ^ kBias, v[1] ^ kBias);
   }
+  store_lane(to.symbols, to.lane, biased);
   const Ranks ranks = rank_rows(count_rows(masks), to.lane);
   return write_nibbles<frame::kLq3Nibbles.first, frame::kLq3Nibbles.twelve,
                        frame::kLq3Nibbles.thirteen>(to, masks, ranks, center, frame::kBitmapBytes);
@@ -458,7 +449,7 @@ __device__ __forceinline__ Coded encode_dense(EncodeMemory<kBytes>& memory, cons
         is_scattered = !find_window(e, to.lane, crowd);
       }
     }
-    coded.center = center_of(crowd, 7);
+    coded.center = center_of(crowd, canonical::kLq2Eighths);
     fw_center = all.max;
     bits = max(32 - __clz(all.max - all.min), 2);
   }
@@ -477,14 +468,14 @@ __device__ __forceinline__ Coded encode_dense(EncodeMemory<kBytes>& memory, cons
     }
     // Rare: E comes back from v, so that it need not be kept for this.
     const uint32_t centers = bytes_of(coded.center);
+    uint32_t biased[8];
+    load_lane(to.symbols, to.lane, biased);
 #pragma unroll
-    for (uint32_t row = 0; row < kRows; ++row) {
-      const uint2 v = reinterpret_cast<const uint2*>(to.symbols)[row * kLanes + to.lane];
-      e[2 * row] = subtract_bytes(centers, v.x ^ kBias);
-      e[2 * row + 1] = subtract_bytes(centers, v.y ^ kBias);
+    for (uint32_t i = 0; i < 8; ++i) {
+      e[i] = subtract_bytes(centers, biased[i] ^ kBias);
     }
     if (!fast && best > 16) {
-      c3 = center_of(crowd, 19);
+      c3 = center_of(crowd, canonical::kLq3Eighths);
       lq3_units = (lq3_bytes(e, c3) + 7) / 8;
     }
   }

@@ -29,11 +29,11 @@ struct RawCoder {
     for (uint32_t row = 0; row < kRows; ++row) {
       if (row % kAtOnce == 0) {
         load_rows(source, row, lane, rows);
+        if (job.checked) {
+          checksum += checksum_rows<kWidth>(rows, warp, row, lane);
+        }
       }
       const auto& words = rows[row % kAtOnce];
-      if (job.checked) {
-        checksum += checksum_row<kWidth>(words, warp, row, lane);
-      }
       uint8_t* to = slab + (row * kRowElements + lane * kLaneColumns) * kWidth;
 #pragma unroll
       for (uint32_t i = 0; i < kRowWords<kWidth>; i += 2) {
@@ -59,12 +59,12 @@ struct BitsCoder {
                                                  uint32_t warp, uint32_t lane, uint64_t& checksum) {
     uint32_t bitmap = 0, others = 0, rows[kRows][kRowWords<kWidth>];
     load_rows(source, 0, lane, rows);
+    if (job.checked) {
+      checksum += checksum_rows<kWidth>(rows, warp, 0, lane);
+    }
 #pragma unroll
     for (uint32_t row = 0; row < kRows; ++row) {
       const auto& words = rows[row];
-      if (job.checked) {
-        checksum += checksum_row<kWidth>(words, warp, row, lane);
-      }
       others |= (words[0] | words[1]) & 0xfefefefeu;
       bitmap |= (gather_bits(words[0]) | gather_bits(words[1]) << 4) << (8 * row);
     }

@@ -105,7 +105,7 @@ struct SparseCoder {
         find_window(e, lane, crowd);
       }
     }
-    coded.center = coded.hint = center_of(crowd, 7);
+    coded.center = coded.hint = center_of(crowd, canonical::kLq2Eighths);
     behind = encode_lq2<true>(streams_of(memory, compact, lane), e, {all.max, all.min},
                               coded.center, valid, begin, ~0u, low);
     coded.mode = has_signs ? frame::kSignedZeros : frame::kZeros;

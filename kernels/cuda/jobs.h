@@ -25,6 +25,7 @@ struct EncodeJob {
   uint8_t* var;
   uint8_t* overflow;  // may be null
   unsigned long long* overflow_cursor;
+  uint32_t* report;         // host memory for the finished header, or null
   frame::Header* counters;  // the workspace, or where is_counted_apart is false, the header itself
   uint64_t elements;
   uint64_t var_capacity;       // units

@@ -145,7 +145,8 @@ __device__ __forceinline__ uint32_t spread_symbols(uint32_t symbols) {
 // Where a lane's marked elements stand among all the marked ones of the block, in the order of
 // elements.
 struct Ranks {
-  uint32_t before;            // byte q: marked elements of row q in lower lanes
+  uint32_t own;               // byte q: marked elements of row q in this lane
+  uint32_t before;            // and in lower lanes
   uint32_t row1, row2, row3;  // marked elements in the rows before row 1, 2, 3
   uint32_t total;
 
@@ -155,6 +156,27 @@ struct Ranks {
   }
 };
 
+// A number and that of the lane `distance` below, where there is one. SHFL says whether there is,
+// which the compiler does not use.
+__device__ __forceinline__ uint32_t add_from_below(uint32_t number, uint32_t distance,
+                                                   [[maybe_unused]] uint32_t lane) {
+#if defined(MEMSWAP_CUDA_EMULATOR)
+  const uint32_t other = __shfl_up_sync(kAllLanes, number, distance);
+  return number + (lane >= distance ? other : 0);
+#else
+  asm volatile(
+      "{\n\t"
+      ".reg .b32 other;\n\t"
+      ".reg .pred inside;\n\t"
+      "shfl.sync.up.b32 other|inside, %0, %1, 0, -1;\n\t"
+      "@inside add.u32 %0, %0, other;\n\t"
+      "}"
+      : "+r"(number)
+      : "r"(distance));
+  return number;
+#endif
+}
+
 // counts: byte q says how many elements of row q the lane marks, at most 8. A row's sum may be 256
 // and carry into the next byte; the subtraction of the own count takes every such carry back, and
 // what is left is at most 248 per row.
@@ -162,10 +184,10 @@ __device__ __forceinline__ Ranks rank_rows(uint32_t counts, uint32_t lane) {
   uint32_t sum = counts;
 #pragma unroll
   for (uint32_t distance = 1; distance < kLanes; distance *= 2) {
-    const uint32_t other = __shfl_up_sync(kAllLanes, sum, distance);
-    sum += lane >= distance ? other : 0;
+    sum = add_from_below(sum, distance, lane);
   }
   Ranks ranks;
+  ranks.own = counts;
   ranks.before = sum - counts;
   const uint32_t before = __shfl_sync(kAllLanes, ranks.before, 31);
   const uint32_t last = __shfl_sync(kAllLanes, counts, 31);
@@ -185,10 +207,56 @@ __device__ __forceinline__ uint32_t count_rows(uint32_t masks) {
          __popc(masks & 0xff000000u) << 24;
 }
 
-// Where the marked elements stand, by rank: ranks `done` to `done` + kPositions - 1 to `positions`.
+// [Note: lanes' bytes] A byte for each of a lane's elements, in shared memory: the lane's 32 bytes
+// follow each other, rows 0 and 1 before rows 2 and 3, but the other way round for lanes whose
+// accesses would meet those of the lanes 4 below in the same banks. Byte 8 row + column of a lane
+// is at that number xor what place_of says of the lane.
+__device__ __forceinline__ uint32_t place_of(uint32_t lane) { return lane * 32 | (lane & 4) << 2; }
+
+__device__ __forceinline__ void store_lane(uint32_t* bytes, uint32_t lane,
+                                           const uint32_t (&words)[8]) {
+  uint4* halves = reinterpret_cast<uint4*>(bytes);
+  const uint32_t first = place_of(lane) / 16;
+  halves[first] = make_uint4(words[0], words[1], words[2], words[3]);
+  halves[first ^ 1] = make_uint4(words[4], words[5], words[6], words[7]);
+}
+
+__device__ __forceinline__ void load_lane(const uint32_t* bytes, uint32_t lane,
+                                          uint32_t (&words)[8]) {
+  const uint4* halves = reinterpret_cast<const uint4*>(bytes);
+  const uint32_t first = place_of(lane) / 16;
+  const uint4 upper = halves[first], lower = halves[first ^ 1];
+  words[0] = upper.x;
+  words[1] = upper.y;
+  words[2] = upper.z;
+  words[3] = upper.w;
+  words[4] = lower.x;
+  words[5] = lower.y;
+  words[6] = lower.z;
+  words[7] = lower.w;
+}
+
+// Where the marked elements' bytes stand, by rank: ranks `done` to `done` + kPositions - 1 to
+// `positions`. One loop for all rows: a warp goes round it as often as its busiest lane has marks.
 inline constexpr uint32_t kPositions = 256;
 __device__ __forceinline__ void write_positions(uint16_t* positions, uint32_t masks,
                                                 const Ranks& ranks, uint32_t done, uint32_t lane) {
+  const uint32_t place_of_lane = place_of(lane);
+  if (ranks.total <= kPositions) {
+    // Byte q: marks of other lanes between the lane's first one and its marks of row q. Each is
+    // below 256 where there is such a mark, so that what carries from byte to byte is taken back.
+    const uint32_t first = ranks.before & 0xffu;
+    const uint32_t others = (ranks.row1 << 8) + (ranks.row2 << 16) + (ranks.row3 << 24) +
+                            ranks.before - ranks.own * 0x01010100u - bytes_of(first);
+    uint16_t* last = positions + first + __popc(masks) - 1;
+#pragma unroll 1
+    for (uint32_t left = masks; left != 0; --last) {
+      const uint32_t place = 31 - __clz(static_cast<int>(left));  // 8 * row + column
+      left ^= 1u << place;
+      last[permute(others, 0, place / 8)] = static_cast<uint16_t>(place ^ place_of_lane);
+    }
+    return;
+  }
   // Rank less the number of the lane's own marks before: two rows in a word.
   const auto start_of = [&](uint32_t row) {
     return ranks.first(row) - __popc(masks & ((1u << (8 * row)) - 1));
@@ -196,15 +264,13 @@ __device__ __forceinline__ void write_positions(uint16_t* positions, uint32_t ma
   const uint32_t upper = start_of(0) | start_of(1) << 16;
   const uint32_t lower = start_of(2) | start_of(3) << 16;
   uint32_t own = 0u - done;
-  // One loop for all rows: a warp goes round it as often as its busiest lane has marks.
 #pragma unroll 1
   for (uint32_t left = masks; left != 0; left &= left - 1, ++own) {
-    const uint32_t place = __ffs(static_cast<int>(left)) - 1;  // 8 * row + column
+    const uint32_t place = __ffs(static_cast<int>(left)) - 1;
     const uint32_t start = ((place & 16) != 0 ? lower : upper) >> (2 * (place & 8)) & 0xffffu;
     const uint32_t rank = start + own;
     if (rank < kPositions) {
-      positions[rank] = static_cast<uint16_t>(lane * kLaneColumns + place +
-                                              (place & 24) * (kRowElements / 8 - 1));
+      positions[rank] = static_cast<uint16_t>(place ^ place_of_lane);
     }
   }
 }

@@ -36,6 +36,9 @@ inline int emulated_encode(const memswap_encode_job* jobs, size_t count,
       buffers.emplace_back(job.overflow, job.overflow_capacity * frame::kUnitBytes, "the arena");
       buffers.emplace_back(job.overflow_cursor, sizeof(uint64_t), "the arena's cursor");
     }
+    if (job.report != nullptr) {
+      buffers.emplace_back(job.report, frame::kHeaderBytes, "the report");
+    }
   }
   memswap_launch where = launch != nullptr ? *launch : memswap_launch{};
   if (has_workspace) {
@@ -80,7 +83,8 @@ inline const memswap_codec& emulated() {
                                       memswap_codec_cuda()->message,
                                       1,
                                       0,
-                                      0};
+                                      0,
+                                      1};
   return codec;
 }
 

@@ -134,6 +134,23 @@ TEST_F(Launches, TheLastTileWritesTheHeaderInAnyOrder) {
   }
 }
 
+TEST_F(Launches, WriteTheFinishedHeaderForTheHostAsWell) {
+  for (const uint64_t elements : {uint64_t{0}, uint64_t{1}, uint64_t{23 * 8192 + 5}}) {
+    const Tensor tensor = tensor_at(0, {Kind::kMixed, 0}, Dtype::kBf16, 3, elements);
+    Frame frame;
+    memswap_encode_job job = encode_job(tensor, {}, &frame);
+    Header report{};
+    job.report = &report;
+    ASSERT_EQ(emulated().encode(&job, 1, nullptr), 0);
+    EXPECT_EQ(memcmp(&report, frame.bytes.data(), frame::kHeaderBytes), 0);
+    EXPECT_EQ(report.elements, elements);
+    has_workspace = false;
+    EXPECT_EQ(emulated().encode(&job, 1, nullptr), MEMSWAP_CODEC_BAD_ARGUMENT)
+        << "nobody finishes a header that is counted in the frame";
+    has_workspace = true;
+  }
+}
+
 TEST_F(Launches, UseNoMoreProcessorsThanAsked) {
   const Tensor tensor = tensor_at(0, {Kind::kMixed, 0}, Dtype::kBf16, 1, 40 * 8192);
   emulator::machine.processors = 10;

@@ -3,71 +3,13 @@
 Each case runs in a process of its own: which codec serves a device type is settled once.
 """
 
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
+from stand_in_codec import RIGHT, run
 
 # The first import of the simulated device builds it.
 pytestmark = pytest.mark.timeout(900)
-
-# The simulated device with a codec that asks for the check; `wrong(table)` may break the kernels.
-PROGRAM = """
-import ctypes, sys
-sys.path[:0] = [{root!r} + "/python", {root!r} + "/tests/simdev", {root!r} + "/tests"]
-import torch, simdev
-from memswap import _C as native
-
-class Table(ctypes.Structure):  # memswap_codec
-    _fields_ = [("version", ctypes.c_uint32), ("name", ctypes.c_char_p),
-                *[(name, ctypes.c_void_p) for name in ("encode", "decode", "message")],
-                ("spare_tiles", ctypes.c_uint32), ("check_first", ctypes.c_uint32),
-                ("workspace_bytes", ctypes.c_uint64)]
-
-CODE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-api = ctypes.pythonapi
-api.PyCapsule_GetPointer.restype = ctypes.c_void_p
-api.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
-api.PyCapsule_New.restype = ctypes.py_object
-api.PyCapsule_New.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-alive = []
-
-def table_of(capsule):
-    table = Table.from_buffer_copy(Table.from_address(
-        api.PyCapsule_GetPointer(capsule, b"memswap_codec")))
-    alive.append(table)
-    return table
-
-def capsule_of(table):
-    return api.PyCapsule_New(ctypes.addressof(table), b"memswap_codec", None)
-
-def replace(table, name, after):
-    original = CODE(getattr(table, name))
-    def call(jobs, count, launch):
-        code = original(jobs, count, launch)
-        return after(jobs) or code
-    alive.append(CODE(call))
-    setattr(table, name, ctypes.cast(alive[-1], ctypes.c_void_p))
-
-def pointer(jobs, offset):
-    return ctypes.cast(jobs + offset, ctypes.POINTER(ctypes.c_void_p))[0]
-
-{wrong}
-host = table_of(native.codec_capsule(torch.device("cpu")))
-wrong(host)
-table = table_of(simdev.codec_on_streams(capsule_of(host)))
-table.check_first = 1
-native.register_codec(simdev.NAME, capsule_of(table))
-device = torch.device(simdev.NAME, 0)
-"""
-
-RIGHT = """
-def wrong(table): pass
-"""
 
 # Where the job has its frame and its output (kernels/include/memswap/codec.h).
 ENCODES_WRONG = """
@@ -80,17 +22,6 @@ def flip(jobs):
     ctypes.cast(pointer(jobs, 32) + 700, ctypes.POINTER(ctypes.c_uint8))[0] ^= 1
 def wrong(table): replace(table, "decode", flip)
 """
-
-
-def run(wrong: str, program: str) -> str:
-    """Run `program` behind the preparation above and return what it printed."""
-    source = PROGRAM.format(root=str(ROOT), wrong=wrong) + textwrap.dedent(program)
-    done = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, check=False, timeout=900
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    return done.stdout
-
 
 USE = """
 import memswap

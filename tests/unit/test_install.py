@@ -11,6 +11,7 @@ import venv
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("CMakeLists.txt", "setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
@@ -113,6 +114,16 @@ def test_editable_install_works(sources: Path, fresh_python: Path, tmp_path: Pat
     done = run(fresh_python, "-c", USE, cwd=tmp_path)
     assert done.returncode == 0, f"the editable install does not work:\n{done.stderr}"
     assert Path(done.stdout.strip()) == sources / "python" / "memswap" / "__init__.py"
+
+
+def test_a_wheel_installs_elsewhere_and_passes_its_selftest() -> None:
+    """`make wheel` of this checkout, which is built already."""
+    folder = os.environ.get("MEMSWAP_BUILD_DIR", str(ROOT / "build" / "wheels"))
+    make = ("make", "wheel", "VENV=none", f"PYTHON={sys.executable}")
+    done = run(*make, cwd=ROOT, environment={"MEMSWAP_BUILD_DIR": folder})
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    minor = ".".join(torch.__version__.split(".")[:2])
+    assert f"its self-test passed (torch=={minor}.*" in done.stdout, done.stdout
 
 
 def test_build_with_an_old_setuptools_says_what_to_do(sources: Path, tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ inline bool is_valid(const memswap_encode_job& job) {
          is_area(job.frame, frame::kAlignmentBytes) &&
          job.var_capacity <= UINT64_MAX / frame::kUnitBytes / 2 &&
          has_overflow == (job.overflow_cursor != nullptr) &&
+         is_aligned(job.report, sizeof(uint32_t)) &&
          (!has_overflow || (is_aligned(job.overflow, frame::kUnitBytes) &&
                             is_aligned(job.overflow_cursor, alignof(uint64_t)) &&
                             job.overflow_capacity <= frame::kMaxBaseUnits));

@@ -21,6 +21,10 @@ inline constexpr uint32_t kBelowMedian = 12;
 inline constexpr uint32_t kWindow = 32;  // no distance in it is clipped
 inline constexpr uint32_t kHighestWindow = 256 - kWindow;
 
+// What the centres c2 and c3 lie below the maximum, beside the mean distance, in eighths.
+inline constexpr uint32_t kLq2Eighths = 7;
+inline constexpr uint32_t kLq3Eighths = 19;
+
 // Only distances between exponents of so many bits are ever clipped.
 inline constexpr uint32_t kOutlierBits = 8;
 

@@ -14,7 +14,7 @@
 extern "C" {
 #endif
 
-#define MEMSWAP_CODEC_VERSION 3
+#define MEMSWAP_CODEC_VERSION 4
 
 /* How an encoder chooses. The decoder never needs to know. */
 enum memswap_profile {
@@ -36,6 +36,9 @@ typedef struct memswap_encode_job {
   void* overflow;             /* 8-byte aligned arena for tiles that do not fit into var, or NULL */
   uint64_t overflow_capacity; /* units, at most 2^31 - 1 */
   uint64_t* overflow_cursor;  /* units in use; bumped atomically. NULL iff overflow is */
+  void* report; /* 128 bytes of host memory that the device can write, 4-byte aligned, or
+                   NULL: the finished header is written there as well. Needs
+                   memswap_codec::reports, and a workspace where that is of use */
 } memswap_encode_job;
 
 /* One frame to decode. */
@@ -87,6 +90,7 @@ typedef struct memswap_codec {
   uint32_t check_first;     /* 1: no hardware has confirmed this backend. Let it encode and decode
                                something on a device before it is trusted with tensors there */
   uint64_t workspace_bytes; /* of memswap_launch::workspace; 0: none is of use */
+  uint32_t reports;         /* 1: encodes fill memswap_encode_job::report */
 } memswap_codec;
 
 /* Codes that every backend shares; others are the device runtime's own. */

@@ -1,6 +1,7 @@
 #include "codec.h"
 
 #include <atomic>
+#include <cstring>
 #include <memory>
 #include <vector>
 
@@ -44,6 +45,7 @@ Spans spans_of(const memswap_encode_job& job) {
                                        static_cast<frame::Shape>(job.shape), job.elements);
   spans.write(job.frame, layout.bytes(job.var_capacity));
   if (job.overflow_cursor) spans.read(job.overflow_cursor, sizeof(uint64_t));
+  if (job.report) spans.write(job.report, frame::kHeaderBytes);
   return spans;
 }
 
@@ -70,9 +72,11 @@ int enqueue(const char* name, const Job& job, void* stream, void (*run)(void*)) 
 
 int encode(const memswap_encode_job* jobs, size_t count, const memswap_launch* launch) {
   for (size_t i = 0; i < count; ++i) {
-    const int code = enqueue("memswap::encode", jobs[i], launch->stream, [](void* job) {
+    const int code = enqueue("memswap::encode", jobs[i], launch->stream, [](void* context) {
       const memswap_launch here{};
-      host_codec.load()->encode(static_cast<memswap_encode_job*>(job), 1, &here);
+      const auto* job = static_cast<const memswap_encode_job*>(context);
+      host_codec.load()->encode(job, 1, &here);
+      if (job->report) std::memcpy(job->report, job->frame, frame::kHeaderBytes);
     });
     if (code != MEMSWAP_CODEC_OK) return code;
   }
@@ -98,7 +102,7 @@ const char* message(int code) {
 
 const memswap_codec* codec_on_streams(const memswap_codec* host) {
   static const memswap_codec table{
-      MEMSWAP_CODEC_VERSION, "simulated", &encode, &decode, &message, 1, 0, 0};
+      MEMSWAP_CODEC_VERSION, "simulated", &encode, &decode, &message, 1, 0, 0, 0};
   const memswap_codec* none = nullptr;
   host_codec.compare_exchange_strong(none, host);
   return &table;
