@@ -20,6 +20,7 @@
 #include "calls.h"
 #include "departing.h"
 #include "engine/block_form.h"
+#include "engine/recipes.h"
 #include "engine/residence.h"
 #include "ledger.h"
 #include "passage.h"
@@ -175,6 +176,13 @@ PyObject* get_held(PyObject* self, void*) {
                             [&] { return py::cast(entry_of(self)->*member).release().ptr(); });
 }
 
+int set_trial(PyObject* self, PyObject* given, void*) {
+  return guarded<int>(-1, [&] {
+    entry_of(self)->trial = as<std::shared_ptr<Trial>>(given, "a Trial");
+    return 0;
+  });
+}
+
 int set_storage(PyObject* self, PyObject* given, void*) {
   return guarded<int>(-1, [&] {
     if (given == nullptr) {
@@ -253,6 +261,7 @@ void dealloc(PyObject* self) {
   abandon(entry->arrival);
   std::destroy_at(&entry->departure);
   std::destroy_at(&entry->arrival);
+  std::destroy_at(&entry->trial);
   std::destroy_at(&entry->storage);
   std::destroy_at(&entry->away);
   PyErr_Restore(kind, value, traceback);
@@ -311,6 +320,8 @@ PyGetSetDef properties[] = {
     {"away", get_held<&EntryObject::away>, nullptr, "The away form, or None.", nullptr},
     {"departure", get_held<&EntryObject::departure>, nullptr, "The ticket of its send, or None.",
      nullptr},
+    {"trial", get_held<&EntryObject::trial>, set_trial,
+     "What proves its recipe while its bytes wait elsewhere, or None.", nullptr},
     {"arrival", get_held<&EntryObject::arrival>, nullptr, "The ticket of its return, or None.",
      nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
@@ -369,6 +380,7 @@ py::object new_entry(PyObject* saver, LedgerObject* ledger, const SavedView& loo
   new (&self->away) AwayFormPtr();
   new (&self->departure) TicketPtr();
   new (&self->arrival) TicketPtr();
+  new (&self->trial) std::shared_ptr<Trial>();
   fill_with_none(kSlots, self);
   put(self->saver, saver);
   put(self->ledger, reinterpret_cast<PyObject*>(ledger));

@@ -17,6 +17,7 @@ namespace memswap {
 class BlockSender;
 class EntryRow;
 class SavedView;
+class Trial;
 struct LedgerObject;
 
 // What Python reaches by its offset.
@@ -40,8 +41,9 @@ struct EntryObject : EntryMembers {
   std::optional<WeakStorage> identity;
   StorageRefPtr storage;  // where the entry itself holds the storage
   AwayFormPtr away;
-  TicketPtr departure;  // of its send
-  TicketPtr arrival;    // of its return
+  TicketPtr departure;           // of its send
+  TicketPtr arrival;             // of its return
+  std::shared_ptr<Trial> trial;  // of its recipe, while its place is being learnt
   // Its place among those that leave (departing.h). nullptr: it has none.
   EntryRow* row;
   EntryObject *before, *after;

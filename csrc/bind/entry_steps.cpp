@@ -256,8 +256,10 @@ StorageRefPtr bring(EntryObject* self) {
         note_held(self->passage, self->index);
       }
     } else if (gone(self, true)) {
+      const bool waits = self->away->works_ahead() || self->away->device_nbytes() > 0 ||
+                         self->away->pool_nbytes() > 0;  // a recipe has nothing to wait for
       fetch(self);
-      ++residence.ledger().stalls;
+      residence.ledger().stalls += waits ? 1 : 0;
     } else if (!self->storage) {  // a send that failed gives the storage back
       throw std::logic_error("a storage is neither here nor away");
     }

@@ -16,6 +16,7 @@ void bind_handle(pybind11::module_& module);       // handle.cpp
 void bind_saver(pybind11::module_& module);        // saver.cpp
 void bind_script(pybind11::module_& module);       // script.cpp
 void bind_visit(pybind11::module_& module);        // visit.cpp
+void bind_recipes(pybind11::module_& module);      // recipes.cpp
 void bind_replay(pybind11::module_& module);       // replay.cpp
 void bind_lanes(pybind11::module_& module);        // lanes.cpp
 void bind_pools(pybind11::module_& module);        // pools.cpp
@@ -41,5 +42,6 @@ PYBIND11_MODULE(_C, module) {
   memswap::bind_saver(module);
   memswap::bind_script(module);
   memswap::bind_visit(module);
+  memswap::bind_recipes(module);
   memswap::bind_replay(module);
 }

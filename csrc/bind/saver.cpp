@@ -16,6 +16,7 @@
 #include "calls.h"
 #include "departing.h"
 #include "engine/block_form.h"
+#include "engine/recipes.h"
 #include "handle.h"
 #include "ledger.h"
 #include "passage.h"
@@ -467,6 +468,9 @@ StorageRefPtr demand(SaverObject* self, PyObject* given) {
   if (arrival) {
     wait_for_arrival(self, *arrival);
   }
+  if (entry->trial) {
+    entry->trial->demanded();
+  }
   told.demanded();
   return storage;
 }
@@ -482,6 +486,9 @@ void demand_kept(SaverObject* self, PyObject* given) {
     told.demanding();
     may_leave_next_time(entry);
     look_ahead(self, entry);
+  }
+  if (entry->trial) {
+    entry->trial->demanded();
   }
   told.demanded();
 }

@@ -138,6 +138,14 @@ PyMethodDef functions[] = {
 
 }  // namespace
 
+py::object view_object(const SavedView& view) {
+  py::object object = owned(view_type->tp_alloc(view_type, 0));
+  auto* const made = reinterpret_cast<ViewObject*>(object.ptr());
+  new (&made->view) SavedView(view);
+  made->of_subclass = false;
+  return object;
+}
+
 py::object captured(PyObject* tensor) {
   if (!THPVariable_Check(tensor)) {
     throw py::type_error("capture needs a torch.Tensor");

@@ -36,6 +36,7 @@ struct VisitObject {
   PyObject* waiting;  // what is saved once its operator has run, or None
   uint64_t node;      // whose saving that waits for
   Py_ssize_t ordinal;
+  Py_ssize_t packs;  // calls of `pack`
   char covered;
   char pushed;
 };
@@ -107,6 +108,7 @@ PyObject* pack(PyObject* object, PyObject* tensor) {
     if (self->waiting != Py_None && self->node != at::sequence_number::peek()) {
       owned(PyObject_CallMethodNoArgs(object, names.pack_waiting));
     }
+    ++self->packs;
     const py::object view = captured(tensor);
     if (view.is_none()) {
       return call(self, names.pack_unusual, tensor).release().ptr();
@@ -207,6 +209,7 @@ PyMemberDef members[] = {
     MEMSWAP_SLOT(outer),
     MEMSWAP_SLOT(waiting),
     {"ordinal", T_PYSSIZET, offsetof(VisitObject, ordinal), 0, nullptr},
+    {"packs", T_PYSSIZET, offsetof(VisitObject, packs), READONLY, nullptr},
     {"covered", T_BOOL, offsetof(VisitObject, covered), 0, nullptr},
     {"pushed", T_BOOL, offsetof(VisitObject, pushed), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr},

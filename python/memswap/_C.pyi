@@ -119,6 +119,7 @@ class Entry:
     def passage(self) -> Any: ...
     @property
     def index(self) -> int: ...  # in the passage; -1: none
+    trial: Trial | None  # what proves its recipe while its bytes wait elsewhere
     order: Any  # how it will leave, where a group says when
     handles: int  # saves whose storage left
     keeps: int  # saves whose tensor stayed
@@ -434,6 +435,39 @@ class Lock:
     def __enter__(self) -> Self: ...
     def __exit__(self, *error: object) -> None: ...
 
+class RecipeForm(AwayForm):
+    """An operator, run again (csrc/engine/recipe_form.h)."""
+
+    @property
+    def words(self) -> str: ...  # "mul(silu(saved), saved)"
+
+class Trial:
+    """A recipe that is being proven (csrc/engine/recipes.h)."""
+
+class Recipes:
+    """The recipes of one saver (csrc/engine/recipes.h)."""
+
+    def __init__(self, saver: Any, operators: Sequence[str], proofs: int) -> None: ...
+    def enter(self) -> None: ...
+    def leave(self) -> None: ...
+    def begin_iteration(self) -> None: ...
+    def reset_counts(self) -> None: ...
+    def before_edits(self, tensors: Sequence[torch.Tensor]) -> None: ...
+    def offer(
+        self, storage: StorageRef, view: SavedView, visit: Visit, dtype: torch.dtype
+    ) -> tuple[AwayForm, Ticket] | Trial | None: ...
+    def learnt(self) -> list[tuple[str, int, int, str, int, bool]]: ...
+    @property
+    def storages(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def runs(self) -> int: ...
+    @property
+    def known_storages(self) -> int: ...
+
+RECIPE_PROOFS: int
+
 class Saver:
     """The steps of every save and demand that need no decision (csrc/bind/saver.cpp)."""
 
@@ -473,6 +507,8 @@ class Visit:
     ordinal: int
     covered: bool
     pushed: bool
+    @property
+    def packs(self) -> int: ...  # calls of `pack` so far
     def __new__(cls, saver: Any, /, *more: Any, **named: Any) -> Self: ...
     def pack(self, tensor: torch.Tensor, /) -> Any: ...
 

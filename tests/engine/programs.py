@@ -143,6 +143,8 @@ def examined(
     new_pool: Callable[[], Any],
 ) -> tuple[str | None, int]:
     """What is wrong with a program by one way, if anything, and how many storages moved."""
+    if action in (memswap.Action.RECOMPUTE, "mixed") and program.edits_unseen():
+        return None, 0
     uses = action in (memswap.Action.SWAP, memswap.Action.ENCODE_SWAP, "mixed")
     pool = new_pool() if uses else None
     try:

@@ -10,12 +10,14 @@ its way already, and asks for what comes next.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
 import torch
 
 from memswap._native import native
-from memswap.engine.action import ENCODE, KEEP, SWAP, Action, Decider, TensorInfo
+from memswap.engine import recipes
+from memswap.engine.action import ENCODE, KEEP, RECOMPUTE, SWAP, Action, Decider, TensorInfo
 from memswap.engine.entry import Entry, Stay
 from memswap.engine.handle import Handle, Kept, Moved
 from memswap.engine.stats import Ledger, Stats
@@ -81,7 +83,11 @@ class Saver(native.Saver):
     def __new__(cls, *arguments: object, **options: object) -> Self:
         return super().__new__(cls, ledger=Ledger(), encoding=deque())
 
+    recipes: native.Recipes | None
+    """What is known of the operators that made storages; None: nothing is recomputed."""
+
     def __init__(self, policy: Decider, pool: Pool | None, window_bytes: int | None) -> None:
+        self.recipes = None
         self.policy = policy
         self.timeline = Timeline(window_bytes)
         self.passage = self.timeline.begin()
@@ -95,6 +101,8 @@ class Saver(native.Saver):
     @policy.setter
     def policy(self, policy: Decider) -> None:
         self._policy = policy
+        if self.recipes is None and recipes.wants_recipes(policy):
+            self.recipes = recipes.open_recipes(self, policy.operators)
         action = "ask" if policy.fn is not None else policy.action and policy.action.value
         self.set_policy(policy.min_bytes, action)
 
@@ -105,6 +113,8 @@ class Saver(native.Saver):
         with self.lock:
             if self.passage.count:
                 ended, self.passage = self.passage, self.timeline.begin()
+                if self.recipes is not None:
+                    self.recipes.begin_iteration()
                 leaving_bytes = ended.leaving_bytes
                 if self.director is not None:
                     leaving_bytes = self.director.begin(self.passage) or leaving_bytes
@@ -118,13 +128,24 @@ class Saver(native.Saver):
         with self.lock:
             self.departing.notice_gone()
             self._learn()
-            return self.ledger.snapshot()
+            stats = self.ledger.snapshot()
+            known = self.recipes
+            if known is None:
+                return stats
+            return replace(
+                stats,
+                recipe_storages=known.storages,
+                recipe_bytes=known.nbytes,
+                recipe_runs=known.runs,
+            )
 
     def reset_stats(self) -> None:
         with self.lock:
             self.departing.notice_gone()
             self._learn()
             self.ledger.reset()
+            if self.recipes is not None:
+                self.recipes.reset_counts()
 
     def settle(self) -> None:
         """Order everything after the transfers under way, and drop the storages they hold."""
@@ -183,6 +204,9 @@ class Saver(native.Saver):
         """A new entry, which leaves unless the plan or the timeline has a reason why it stays."""
         nbytes = view.storage_nbytes
         director = self.director
+        recomputes = action is RECOMPUTE and director is None
+        if action is RECOMPUTE:
+            action = route.without_recipe
         chosen = None
         if director is not None:
             insists = visit.action is not None  # who packs
@@ -193,7 +217,8 @@ class Saver(native.Saver):
             verdict = "policy" if chosen is None else PLANNED
         elif chosen is not None and verdict is not NEVER_FREED:
             verdict = None
-        if verdict is None and action is SWAP and not self.shares_batches:
+        recomputes = recomputes and verdict is None
+        if verdict is None and action is SWAP and not recomputes and not self.shares_batches:
             sender = route.swap
             # Once: the table then answers. Of a stream that captures a graph, nothing leaves.
             if director is None and self.policy.fn is None and not route.captures:
@@ -209,6 +234,8 @@ class Saver(native.Saver):
             storage = native.StorageRef(tensor)
             entry = Entry(self, view, storage)
             self.passage.place(entry)
+            if recomputes and self._becomes_recipe(entry, storage, view, visit, tensor.dtype):
+                return self.moved(entry, view)
             if verdict is None:
                 verdict = self.depart(entry, storage, route, action, visit, tensor.dtype)
         handle: Handle
@@ -249,6 +276,25 @@ class Saver(native.Saver):
         if action is SWAP:
             return self._swap(entry, storage, route)
         return self._encode(entry, storage, route, action, place, dtype)
+
+    def _becomes_recipe(
+        self,
+        entry: Entry,
+        storage: StorageRef,
+        view: SavedView,
+        visit: native.Visit,
+        dtype: torch.dtype,
+    ) -> bool:
+        """Whether an entry's storage leaves as a recipe. If not, the recipe may be on trial."""
+        if self.recipes is None or self.shares_batches:
+            return False
+        answer = self.recipes.offer(storage, view, visit, dtype)
+        if not isinstance(answer, tuple):
+            entry.trial = answer
+            return False
+        entry.leave(*answer)
+        self.departing.add(entry)
+        return True
 
     def _swap(self, entry: Entry, storage: StorageRef, route: Route) -> str | None:
         """Start swapping an entry's storage. None, or the reason why it stays."""

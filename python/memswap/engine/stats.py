@@ -44,6 +44,12 @@ class Stats:
     """Bytes of these storages as they were."""
     frame_bytes: int = 0
     """Bytes of these storages' frames."""
+    recipe_storages: int = 0
+    """Those of the moved storages that left as recipes: their operators are run again."""
+    recipe_bytes: int = 0
+    """Bytes of these storages as they were."""
+    recipe_runs: int = 0
+    """Times that a recipe was run. One run serves all results of an operator that are away."""
     returned_storages: int = 0
     returned_bytes: int = 0
     freed_bytes: int = 0
