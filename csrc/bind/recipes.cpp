@@ -268,7 +268,7 @@ std::shared_ptr<Recipes> new_recipes(const py::object& saver, const std::vector<
 }
 
 py::object offer(Recipes& recipes, const StorageRefPtr& storage, const py::object& view,
-                 const py::object& visit, const py::object& dtype) {
+                 const py::object& visit, const py::object& dtype, double most_extra) {
   const SavedView* const look = saved_view_of(view.ptr());
   if (look == nullptr) {
     throw py::error_already_set();
@@ -285,7 +285,8 @@ py::object offer(Recipes& recipes, const StorageRefPtr& storage, const py::objec
                     {.unit = visit.attr("unit").cast<std::string>(),
                      .number = visit.attr("packs").cast<int64_t>(),
                      .nbytes = static_cast<int64_t>(look->storage_nbytes()),
-                     .dtype = reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type});
+                     .dtype = reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type},
+                    most_extra);
   if (answer.leaving) {
     return py::make_tuple(std::move(answer.leaving->away), std::move(answer.leaving->departure));
   }
@@ -329,6 +330,7 @@ void bind_recipes(py::module_& module) {
           py::arg("tensors"), "These are about to be edited, by nobody whose operators are known.")
       .def("begin_iteration", &Recipes::begin_iteration, "A new forward.")
       .def("offer", &offer, py::arg("storage"), py::arg("view"), py::arg("visit"), py::arg("dtype"),
+           py::arg("most_extra"),
            "A storage is about to leave: the away form and the ticket; or a Trial for its entry, "
            "which then leaves in another form; or None.")
       .def("learnt", &learnt,

@@ -137,7 +137,7 @@ bool Recipes::keep_sources(Step& step) {
 }
 
 Recipes::Answer Recipes::offer(const StorageRefPtr& storage, const SavedView& view,
-                               RecipePlace place) {
+                               RecipePlace place, double most_extra) {
   if (saving_ || view.edited() || view.private_format()) {
     return {};
   }
@@ -150,7 +150,7 @@ Recipes::Answer Recipes::offer(const StorageRefPtr& storage, const SavedView& vi
     }
   }
   std::shared_ptr<Step> step = call ? steps_of(call, options_.deepest) : nullptr;
-  if (!step || extra_nbytes(*step) > options_.most_extra * static_cast<double>(place.nbytes)) {
+  if (!step || extra_nbytes(*step) > most_extra * static_cast<double>(place.nbytes)) {
     return {};
   }
   place.time = offered_[place]++;

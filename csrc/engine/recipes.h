@@ -95,8 +95,10 @@ class Trial final : public OperatorCall::Watcher {
 // Most of what autograd saves was made of something that it saves too, or of a parameter; reading
 // that costs no memory. Some was made of something smaller that autograd does not save: the
 // bfloat16 tensor in front of a float32 norm. A recipe may have that saved in its place, where it
-// takes less than `most_extra` of the bytes that the recipe frees. What an operator of the table
-// made needs no place at all: it is a further step, up to `deepest` of them in a row.
+// takes less than `most_extra` of the bytes that the recipe frees. (How much that is, who asks
+// knows: a frame of what was cast up takes no more than one of what it was cast from.) What an
+// operator of the table made needs no place at all: it is a further step, up to `deepest` of them
+// in a row.
 
 // The recipes of one engine, which serialises the calls.
 class Recipes : public std::enable_shared_from_this<Recipes> {
@@ -106,7 +108,6 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
   struct Options {
     int proofs = kProofs;  // 0: recipes are used unproven
     int deepest = 8;
-    double most_extra = 0.75;
     size_t most_places = 16384;
   };
 
@@ -130,7 +131,8 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
     std::optional<Leaving> leaving;
     std::shared_ptr<Trial> trial;
   };
-  Answer offer(const StorageRefPtr& storage, const SavedView& view, RecipePlace place);
+  Answer offer(const StorageRefPtr& storage, const SavedView& view, RecipePlace place,
+               double most_extra);
 
   // What became of a place, for reports.
   struct Learnt {

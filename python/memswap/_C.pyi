@@ -454,7 +454,12 @@ class Recipes:
     def reset_counts(self) -> None: ...
     def before_edits(self, tensors: Sequence[torch.Tensor]) -> None: ...
     def offer(
-        self, storage: StorageRef, view: SavedView, visit: Visit, dtype: torch.dtype
+        self,
+        storage: StorageRef,
+        view: SavedView,
+        visit: Visit,
+        dtype: torch.dtype,
+        most_extra: float,
     ) -> tuple[AwayForm, Ticket] | Trial | None: ...
     def learnt(self) -> list[tuple[str, int, int, str, int, bool]]: ...
     @property

@@ -146,7 +146,7 @@ def test_under_autocast_casts_of_parameters_are_recipes(device):
 
 @pytest.mark.usefixtures("at_once")
 @pytest.mark.cpu_only
-def test_a_smaller_tensor_is_kept_in_place_of_its_cast():
+def test_a_smaller_tensor_is_kept_in_place_of_its_cast(new_pool):
     """The bfloat16 sum in front of a float32 norm, which autograd does not save."""
 
     class Cast(nn.Module):
@@ -163,14 +163,14 @@ def test_a_smaller_tensor_is_kept_in_place_of_its_cast():
     model = nn.Sequential(Cast(), Cast())
     x = random(torch.device("cpu"), 64, 16, dtype=torch.bfloat16)
     expected = gradients_of(model, x)
-    with memswap.manage(model, RECOMPUTE) as manager:
+    with memswap.manage(model, RECOMPUTE, pool=new_pool()) as manager:
         assert_same_gradients(gradients_of(model, x), expected)
         assert "cast(kept)" in {row[3] for row in manager._saver.recipes.learnt()}
         assert_nothing_left(manager.stats())
 
 
 @pytest.mark.usefixtures("at_once")
-def test_a_source_that_is_edited_in_the_forward_was_read_before(device):
+def test_a_source_that_is_edited_in_the_forward_was_read_before(device, new_pool):
     """Autograd allows it: no operator has saved the source."""
     weight = random(device, 16, 16).requires_grad_()
     x = random(device, 8, 16)
@@ -185,7 +185,7 @@ def test_a_source_that_is_edited_in_the_forward_was_read_before(device):
         return list(torch.autograd.grad(loss, [weight]))
 
     expected = run(contextlib.nullcontext())
-    saver = memswap.saved_tensors(RECOMPUTE)
+    saver = memswap.saved_tensors(RECOMPUTE, pool=new_pool())
     assert_same_gradients(run(saver), expected)
     assert saver.stats().recipe_storages > 0
 

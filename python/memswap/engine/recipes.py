@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 PROOFS: int = native.RECIPE_PROOFS
 
 
+#: What may be saved for a recipe alone, as a share of the bytes that it frees; and the same where
+#: these would be encoded otherwise: a frame of a bfloat16 tensor's float32 copy is no longer than
+#: one of the tensor.
+MOST_EXTRA, MOST_EXTRA_BESIDE_FRAMES = 0.75, 0.3
+
+
 def wants_recipes(policy: Decider) -> bool:
     """Whether a policy may ask for Action.RECOMPUTE."""
     return policy.action is RECOMPUTE or policy.fn is not None

@@ -234,7 +234,9 @@ class Saver(native.Saver):
             storage = native.StorageRef(tensor)
             entry = Entry(self, view, storage)
             self.passage.place(entry)
-            if recomputes and self._becomes_recipe(entry, storage, view, visit, tensor.dtype):
+            if recomputes and self._becomes_recipe(
+                entry, storage, view, visit, tensor.dtype, action
+            ):
                 return self.moved(entry, view)
             if verdict is None:
                 verdict = self.depart(entry, storage, route, action, visit, tensor.dtype)
@@ -284,11 +286,18 @@ class Saver(native.Saver):
         view: SavedView,
         visit: native.Visit,
         dtype: torch.dtype,
+        otherwise: Action,
     ) -> bool:
         """Whether an entry's storage leaves as a recipe. If not, the recipe may be on trial."""
         if self.recipes is None or self.shares_batches:
             return False
-        answer = self.recipes.offer(storage, view, visit, dtype)
+        answer = self.recipes.offer(
+            storage,
+            view,
+            visit,
+            dtype,
+            recipes.MOST_EXTRA_BESIDE_FRAMES if otherwise is ENCODE else recipes.MOST_EXTRA,
+        )
         if not isinstance(answer, tuple):
             entry.trial = answer
             return False

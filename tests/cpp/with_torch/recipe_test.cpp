@@ -75,7 +75,8 @@ class WithRecipes : public ::testing::Test {
                           {.unit = "unit",
                            .number = number,
                            .nbytes = static_cast<int64_t>(tensor.storage().nbytes()),
-                           .dtype = tensor.scalar_type()});
+                           .dtype = tensor.scalar_type()},
+                          0.75);
   }
 
   static bool comes_back(AwayForm& form, const at::Tensor& expected) {
