@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from memswap.planning.background import Job
     from memswap.planning.rates import Rates
-    from memswap.planning.step import Step
+    from memswap.planning.step import SavedStorage, Step
 
 
 AnyT = TypeVar("AnyT")
@@ -135,9 +135,10 @@ def agreed(gathered: list[Basis]) -> Basis:
     """What the slowest of all ranks would plan by.
 
     Returns:
-        The step with the longest times that any rank measured, for each mark, the lowest rates, the
-        least room in a pool and the most forwards in flight; and no step if any rank has none, or
-        if their steps differ in more than times.
+        The step with the longest times that any rank measured, for each mark, and with storages
+        that are there for as long as on any rank; the lowest rates, the least room in a pool and
+        the most forwards in flight; and no step if any rank has none, or if their steps differ in
+        more than what was measured.
     """
     rates = [one.rates for one in gathered if one.rates is not None]
     found = Basis(
@@ -150,43 +151,64 @@ def agreed(gathered: list[Basis]) -> Basis:
     if len(steps) < len(gathered) or any(not alike(one, steps[0]) for one in steps):
         return found
     gaps = [max(gaps) for gaps in zip(*(one.gaps_s for one in steps), strict=True)]
-    frames = zip(*(one.storages for one in steps), strict=True)
-    storages = tuple(
-        replace(
-            saved[0],
-            frame_nbytes=agreed_frame([one.frame_nbytes for one in saved]),
-            held_frame_nbytes=agreed_frame([one.held_frame_nbytes for one in saved]),
-            overflow_nbytes=max(one.overflow_nbytes for one in saved),
-        )
-        for saved in frames
-    )
+    storages = tuple(map(agreed_storage, zip(*(one.storages for one in steps), strict=True)))
+    extra = [one.extra_nbytes for one in steps if one.extra_nbytes]
     windows = [one.windows_s for one in steps]
     step = replace(
         steps[0],
         storages=storages,
         gaps_s=tuple(gaps),
         tail_s=max(one.tail_s for one in steps),
+        extra_nbytes=tuple(map(max, zip(*extra, strict=True))),
         windows_s=tuple(map(min, zip(*windows, strict=True))) if all(windows) else (),
     )
     return found._replace(step=step)
 
 
 def alike(one: Step, other: Step) -> bool:
-    """Whether two steps differ in times and frames alone."""
+    """Whether two steps differ in nothing but what was measured: times, frames, and how long
+    storages were there, which goes by when a worker thread let go of them."""
 
     def essence(step: Step) -> tuple[Any, ...]:
         storages = [
-            replace(s, frame_nbytes=0, held_frame_nbytes=0, overflow_nbytes=0)
-            for s in step.storages
+            replace(
+                saved,
+                frame_nbytes=0,
+                held_frame_nbytes=0,
+                overflow_nbytes=0,
+                held_until=None,
+                last_demand=None,
+                kept_until=None,
+            )
+            for saved in step.storages
         ]
-        return storages, step.order, step.regions, step.extra_nbytes
+        return storages, step.order, step.regions
 
     return essence(one) == essence(other)
+
+
+def agreed_storage(saved: tuple[SavedStorage, ...]) -> SavedStorage:
+    """One storage of steps that are alike: the longest frame and the latest marks of any rank."""
+    return replace(
+        saved[0],
+        frame_nbytes=agreed_frame([one.frame_nbytes for one in saved]),
+        held_frame_nbytes=agreed_frame([one.held_frame_nbytes for one in saved]),
+        overflow_nbytes=max(one.overflow_nbytes for one in saved),
+        held_until=latest([one.held_until for one in saved]),
+        last_demand=latest([one.last_demand for one in saved]),
+        kept_until=latest([one.kept_until for one in saved]),
+    )
 
 
 def agreed_frame(nbytes: list[int]) -> int:
     """The longest frame that any rank saw; 0 if one of them saw none."""
     return max(nbytes) if all(nbytes) else 0
+
+
+def latest(marks: list[int | None]) -> int | None:
+    """The latest of some marks. None is the end of the step, and the latest of all."""
+    known = [mark for mark in marks if mark is not None]
+    return max(known) if len(known) == len(marks) else None
 
 
 def slowest(rates: list[Rates]) -> Rates:
