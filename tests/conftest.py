@@ -7,8 +7,8 @@ of tests/compat_scripts under two schedules, and under all with --slow, but for 
 several processes.
 
 Tests marked `every_action` run once for each away form, or for those that the mark names: what a
-policy without an action does is then that form, and every tensor is encoded, however little it
-shrinks.
+policy without an action does is then that form, every tensor is encoded, however little it
+shrinks, and recipes are used at once, before they are proven.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 
 SIMULATED = ("sim", "npu")
 TESTS = Path(__file__).resolve().parent
-ACTIONS = ("swap", "encode", "encode_swap")
+ACTIONS = ("swap", "encode", "encode_swap", "recompute")
 SCRIPTS = TESTS / "compat_scripts"
 IN_LABORATORY = (TESTS / "engine", TESTS / "race", SCRIPTS)
 
@@ -120,6 +120,11 @@ def _action(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
         monkeypatch.setattr(transfer, "default_action", lambda device, pool: Action(name))
         monkeypatch.setattr(expectations, "WORTH", float("inf"))
+    if name == "recompute":
+        from memswap.engine import recipes
+
+        monkeypatch.setattr(recipes, "wants_recipes", lambda policy: True)
+        monkeypatch.setattr(recipes, "PROOFS", 0)
     return name
 
 

@@ -13,6 +13,7 @@
 #include "engine/departing.h"
 #include "engine/engine.h"
 #include "engine/iteration.h"
+#include "engine/recipes.h"
 #include "errors.h"
 #include "storage_ref.h"
 
@@ -126,6 +127,8 @@ void bind_entry(py::module_& module) {
       .def_property_readonly("departure", &Entry::departure, "The ticket of its send, or None.")
       .def_property_readonly("arrival", &Entry::arrival, "The ticket of its return, or None.")
       .def_readwrite("order", &Entry::order, "A LeaveOrder, or None.")
+      .def_readwrite("trial", &Entry::trial,
+                     "What proves its recipe while its bytes wait elsewhere, or None.")
       .def_readwrite("handles", &Entry::handles)
       .def_readwrite("keeps", &Entry::keeps)
       .def_readwrite("unseen", &Entry::unseen)

@@ -31,6 +31,7 @@ struct Scope {
   EnginePtr engine;
   std::string unit;
   int64_t group = Iteration::kNoGroup;
+  int64_t packs = 0;     // calls of `pack`
   int64_t ordinal = -1;  // of the storage that was considered last
   uint64_t node = 0;     // of autograd, whose saving `waiting` waits for
   bool covered = false;  // the policy covers the unit
@@ -168,6 +169,7 @@ PyObject* pack(PyObject* object, PyObject* tensor) {
     if (self->waiting != Py_None && self->scope->node != at::sequence_number::peek()) {
       call_method(object, names.pack_waiting);
     }
+    ++self->scope->packs;
     std::optional<SavedView> look = SavedView::capture(THPVariable_Unpack(tensor));
     if (!look) {
       return call_method(object, names.pack_unusual, tensor).release().ptr();
@@ -338,6 +340,7 @@ PyGetSetDef properties[] = {
     {"group", get_group, set_group, "A checkpoint region's number, or None.", nullptr},
     {"ordinal", get<&Scope::ordinal>, set<&Scope::ordinal>,
      "Of the storage that was considered last.", nullptr},
+    {"packs", get<&Scope::packs>, nullptr, "Calls of `pack` so far.", nullptr},
     {"covered", get<&Scope::covered>, set<&Scope::covered>, nullptr, nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };

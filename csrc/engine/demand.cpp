@@ -2,8 +2,20 @@
 #include <c10/util/Exception.h>
 
 #include "engine.h"
+#include "recipes.h"
 
 namespace memswap {
+
+namespace {
+
+// Backward has the storage now: what proves a recipe of it looks once more.
+void tell_trial(const Entry& entry) {
+  if (const std::shared_ptr<Trial> trial = entry.trial) {
+    trial->demanded();
+  }
+}
+
+}  // namespace
 
 // What comes next is brought back, as far as there is memory: the demand itself will ask again.
 void Engine::look_ahead(const EntryPtr& entry) {
@@ -44,6 +56,7 @@ StorageRefPtr Engine::demand(const EntryPtr& entry) {
       throw LostBytes(std::string("a saved tensor cannot be brought back: ") + error.what());
     }
   }
+  tell_trial(*entry);
   served(*entry);
   if (hears && directed) {
     host->demanded(entry);
@@ -70,6 +83,7 @@ void Engine::demand_kept(const EntryPtr& entry) {
     }
     look_ahead(entry);
   }
+  tell_trial(*entry);
   served(*entry);
   if (hears && directed) {
     host->demanded(entry);

@@ -257,8 +257,10 @@ StorageRefPtr Entry::bring() {
         iteration->held.insert(index);
       }
     } else if (gone(true)) {
+      const bool waits = away_->works_ahead() || away_->device_nbytes() > 0 ||
+                         away_->pool_nbytes() > 0;  // a recipe has nothing to wait for
       fetch();
-      ++residence_->counters().stalls;
+      residence_->counters().stalls += waits ? 1 : 0;
     } else if (!storage) {  // a send that failed gives the storage back
       throw std::logic_error("a storage is neither here nor away");
     }

@@ -24,6 +24,7 @@ class BlockSender;
 class Engine;
 class Entry;
 class Iteration;
+class Trial;
 using EnginePtr = std::shared_ptr<Engine>;
 using EntryPtr = std::shared_ptr<Entry>;
 using IterationPtr = std::shared_ptr<Iteration>;
@@ -123,6 +124,7 @@ class Entry final : public Known, public std::enable_shared_from_this<Entry> {
   IterationPtr iteration;
   size_t index = 0;  // in the iteration
   std::optional<LeaveOrder> order;
+  std::shared_ptr<Trial> trial;  // of its recipe, while its place is being learnt
   RowPlace place_in_row;
 
   void leave_row() {

@@ -125,6 +125,7 @@ class Entry(Known):
 
     storage: StorageRef | None
     order: LeaveOrder | None
+    trial: Trial | None  # what proves its recipe while its bytes wait elsewhere
     handles: int
     keeps: int
     unseen: int
@@ -334,6 +335,8 @@ class HookScope:
 
     def __new__(cls, engine: Engine, /, *more: object, **named: object) -> Self: ...
     @property
+    def packs(self) -> int: ...  # calls of `pack` so far
+    @property
     def engine(self) -> Any: ...
     def pack(self, tensor: torch.Tensor, /) -> Any: ...
     def save(self, tensor: torch.Tensor, view: SavedView, /) -> Any: ...
@@ -504,6 +507,44 @@ class FrameSender:
         profile: int = 0,
         center: int = 0,
     ) -> tuple[FrameForm, Ticket] | None: ...
+
+class RecipeForm(AwayForm):
+    """An operator, run again (csrc/engine/recipe_form.h)."""
+
+    @property
+    def words(self) -> str: ...  # "mul(silu(saved), saved)"
+
+class Trial:
+    """A recipe that is being proven (csrc/engine/recipes.h)."""
+
+class Recipes:
+    """The recipes of one engine (csrc/engine/recipes.h)."""
+
+    def __init__(self, engine: Engine, operators: Sequence[str], proofs: int) -> None: ...
+    def enter(self) -> None: ...
+    def leave(self) -> None: ...
+    def begin_iteration(self) -> None: ...
+    def reset_counts(self) -> None: ...
+    def before_edits(self, tensors: Sequence[torch.Tensor]) -> None: ...
+    def offer(
+        self,
+        storage: StorageRef,
+        view: SavedView,
+        scope: HookScope,
+        dtype: torch.dtype,
+        most_extra: float,
+    ) -> tuple[AwayForm, Ticket] | Trial | None: ...
+    def learnt(self) -> list[tuple[str, int, int, str, int, bool]]: ...
+    @property
+    def storages(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def runs(self) -> int: ...
+    @property
+    def known_storages(self) -> int: ...
+
+RECIPE_PROOFS: int
 
 class VersionGuard:
     def __init__(self, tensor: torch.Tensor) -> None: ...

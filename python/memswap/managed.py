@@ -187,6 +187,14 @@ def report(stats: Stats) -> Report:
         ("moved", stats.moved_storages, stats.moved_bytes),
         ("  of these, encoded", stats.encoded_storages, stats.encoded_bytes),
         ("  their frames", "", stats.frame_bytes),
+        *(
+            [
+                ("  of these, as recipes", stats.recipe_storages, stats.recipe_bytes),
+                ("  operators run again", stats.recipe_runs, ""),
+            ]
+            if stats.recipe_storages
+            else []
+        ),
         ("really freed", "", stats.freed_bytes),
         ("returned", stats.returned_storages, stats.returned_bytes),
         ("  of these, when backward asked", stats.stalls, ""),

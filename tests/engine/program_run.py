@@ -135,6 +135,14 @@ class Program:
             return door != "regions"
         return door != "regions" or not changes
 
+    def edits_unseen(self) -> bool:
+        """Whether weights or buffers may be edited while a graph needs them, outside of all hooks.
+
+        Autograd allows it where it has saved a copy; a recipe says that its source was edited.
+        """
+        kinds = {kind for events in self.steps for kind, _ in events}
+        return bool(kinds & {"load", "eval", "copy"})
+
     def model(self) -> Stack:
         torch.manual_seed(self.seed)
         units = [nn.Sequential(*(self.makers[name]() for name in names)) for names in self.layers]

@@ -29,7 +29,11 @@ from torch.utils.checkpoint import checkpoint
 import memswap
 from memswap.engine import expectations
 
-ACTIONS = (None, *memswap.Action, "mixed")
+ACTIONS = (
+    None,
+    *(one for one in memswap.Action if one is not memswap.Action.RECOMPUTE),
+    "mixed",
+)
 DOORS = (
     "saved_tensors", "manage", "budget", "both", "chain", "modules", "groups", "nested", "windows",
     "regions",
@@ -37,6 +41,10 @@ DOORS = (
 BUDGETS = ("128KiB", "8KiB", "60%", "auto")  # the smaller ones: too little for a few programs
 RATES = memswap.Rates("a machine", 1e9, 1e9, 5e8, 5e8, 2e9, 3e9)
 WAYS = [(door, action) for door in DOORS for action in ACTIONS]
+#: Doors by which single operators are run again.
+RECOMPUTING = [
+    (door, memswap.Action.RECOMPUTE) for door in ("saved_tensors", "manage", "both", "nested")
+]
 
 
 def plain(program: Program, door: str = "") -> Trace:
@@ -143,6 +151,8 @@ def examined(
     new_pool: Callable[[], Any],
 ) -> tuple[str | None, int]:
     """What is wrong with a program by one way, if anything, and how many storages moved."""
+    if action in (memswap.Action.RECOMPUTE, "mixed") and program.edits_unseen():
+        return None, 0
     uses = action in (memswap.Action.SWAP, memswap.Action.ENCODE_SWAP, "mixed")
     pool = new_pool() if uses else None
     try:
@@ -205,7 +215,10 @@ def main() -> None:
                 print(f"{program}\n  does not run without memswap:\n{traceback.format_exc()}")
                 seed += 1
                 continue
-            for door, action in choose.sample(WAYS, len(WAYS) if options.one else 6):
+            for door, action in [
+                *choose.sample(WAYS, len(WAYS) if options.one else 6),
+                choose.choice(RECOMPUTING),
+            ]:
                 if door not in options.door or not program.suits(door):
                     continue
                 try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from programs import WAYS, Program, examined, plain
+from programs import RECOMPUTING, WAYS, Program, examined, plain
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # programs do what torch warns of
 
@@ -16,7 +16,8 @@ def moved_by(seeds, device, new_pool):
     for seed in seeds:
         program = Program(seed, device)
         expected = plain(program)
-        for door, action in random.Random(seed).sample(WAYS, 6):
+        choose = random.Random(seed)
+        for door, action in [*choose.sample(WAYS, 6), choose.choice(RECOMPUTING)]:
             if program.suits(door):
                 wrong, storages = examined(program, door, action, expected, new_pool)
                 assert wrong is None, f"{program}\nby {door} with {action}: {wrong}"

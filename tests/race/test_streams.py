@@ -260,7 +260,7 @@ def test_only_memory_of_another_stream_waits_for_recorded_streams_when_it_is_fre
         assert several > 0, "another stream used the memory and the allocator was not told"
 
 
-@pytest.mark.every_action
+@pytest.mark.every_action("swap", "encode", "encode_swap")  # a recipe is no transfer
 def test_record_stream_is_not_called_before_a_second_compute_stream_was_met() -> None:
     """It is not free everywhere: torch_npu records an event and puts the free off, for the owner
     of the memory as well."""

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import memswap
+from memswap.engine import recipes
 
 common = pytest.importorskip(
     "torch.testing._internal.common_methods_invocations",
@@ -92,11 +93,11 @@ def bits(tensor: torch.Tensor) -> bytes:
     return dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
 
 
-def new_engine(pool: memswap.DiskPool) -> memswap.saved_tensors:
-    return memswap.saved_tensors(memswap.Policy(min_bytes=1), pool=pool)
+def new_engine(pool: memswap.DiskPool, action: str | None = None) -> memswap.saved_tensors:
+    return memswap.saved_tensors(memswap.Policy(action, min_bytes=1), pool=pool)
 
 
-def check_bits(op: Any, pool: memswap.DiskPool, most: int) -> int:
+def check_bits(op: Any, pool: memswap.DiskPool, most: int, action: str | None = None) -> int:
     """Compare gradients; how many storages came back for it."""
     returned = 0
     for call, inputs in samples_of(op, most):
@@ -107,7 +108,7 @@ def check_bits(op: Any, pool: memswap.DiskPool, most: int) -> int:
         for found_one, again_one in zip(expected, again, strict=True):
             if found_one is not None and bits(found_one) != bits(again_one):
                 pytest.skip("gradients differ from run to run without hooks")
-        engine = new_engine(pool)  # a new one has learnt nothing, and moves everything
+        engine = new_engine(pool, action)  # a new one has learnt nothing, and moves everything
         found = gradients(call, inputs, engine)
         assert found is not None
         for ours, plain in zip(found, expected, strict=True):
@@ -117,7 +118,7 @@ def check_bits(op: Any, pool: memswap.DiskPool, most: int) -> int:
                 assert bits(ours) == bits(plain), f"{name_of(op)}: swapping changed its gradient"
         stats = engine.stats()
         assert stats.away_bytes == 0 and stats.resident_bytes == 0, "a graph left something behind"
-        returned += stats.returned_storages
+        returned += stats.recipe_runs if action == "recompute" else stats.returned_storages
     return returned
 
 
@@ -159,6 +160,13 @@ def test_gradients_are_bitwise_the_same(op, pool):
     check_bits(op, pool, most=2)
 
 
+@pytest.mark.parametrize("op", OPERATORS, ids=name_of)
+def test_gradients_are_the_same_with_recipes_that_nobody_has_proven(op, pool, monkeypatch):
+    """What an operator saves of its inputs was made by a clone, and what it calls made the rest."""
+    monkeypatch.setattr(recipes, "PROOFS", 0)
+    check_bits(op, pool, most=2, action="recompute")
+
+
 @pytest.mark.slow  # their bits are those of autograd alone, which the test above has seen
 @pytest.mark.parametrize("op", OPERATORS, ids=name_of)
 def test_first_derivatives_agree_with_numerical_ones(op, pool):
@@ -176,6 +184,15 @@ def test_swapping_really_happens(pool):
     for op in OPERATORS:
         if op.name in names:
             assert check_bits(op, pool, most=1) > 0, f"{name_of(op)}: nothing went away and back"
+
+
+def test_running_again_really_happens(pool, monkeypatch):
+    monkeypatch.setattr(recipes, "PROOFS", 0)
+    names = ("mul", "sin", "nn.functional.gelu", "nn.functional.layer_norm")
+    for op in OPERATORS:
+        if op.name in names:
+            runs = check_bits(op, pool, most=1, action="recompute")
+            assert runs > 0, f"{name_of(op)}: nothing was run again"
 
 
 def test_the_list_is_broad():

@@ -111,4 +111,6 @@ def test_zero_min_bytes_is_everything():
 def test_names_are_public():
     for name in ("Policy", "Action", "TensorInfo"):
         assert name in memswap.__all__
-    assert [action.name for action in Action] == ["KEEP", "ENCODE", "SWAP", "ENCODE_SWAP"]
+    assert [action.name for action in Action] == [
+        "KEEP", "ENCODE", "SWAP", "ENCODE_SWAP", "RECOMPUTE",
+    ]  # fmt: skip

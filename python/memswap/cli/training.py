@@ -114,6 +114,7 @@ def describe_away(action: memswap.Action, on_cpu: bool) -> str:
         memswap.Action.ENCODE: "lossless frames on the device",
         memswap.Action.SWAP: f"as they are, in {pool}",
         memswap.Action.ENCODE_SWAP: f"lossless frames in {pool}",
+        memswap.Action.RECOMPUTE: "recipes, and as suits the device",
     }[action]
 
 

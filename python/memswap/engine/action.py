@@ -22,10 +22,14 @@ class Action(enum.Enum):
     """In the pool (pinned host memory, or a file on a CPU)."""
     ENCODE_SWAP = "encode_swap"
     """In the pool, losslessly encoded. What does not shrink is swapped as it is."""
+    RECOMPUTE = "recompute"
+    """Nowhere: the one operator that made it is run again, where that has proven to give the same
+    bits. Everything else is encoded or swapped, as suits the device."""
 
 
 # For who asks once per tensor: looking a member up in its class runs a hook of Enum's.
 KEEP, ENCODE, SWAP, ENCODE_SWAP = Action.KEEP, Action.ENCODE, Action.SWAP, Action.ENCODE_SWAP
+RECOMPUTE = Action.RECOMPUTE
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,10 @@ class Decider(Protocol):
     @property
     def min_bytes(self) -> int:
         """Storages of fewer bytes stay."""
+
+    @property
+    def operators(self) -> tuple[str, ...]:
+        """Operators of the user's that may be run again, beside memswap's table."""
 
     def covers(self, unit: str) -> bool:
         """Whether tensors of this unit may move at all."""

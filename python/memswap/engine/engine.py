@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from memswap._native import native
-from memswap.engine.action import ENCODE, KEEP, SWAP, Action, Decider, TensorInfo
+from memswap.engine import recipes
+from memswap.engine.action import ENCODE, KEEP, RECOMPUTE, SWAP, Action, Decider, TensorInfo
 from memswap.engine.entry import NEVER_FREED, PLANNED, Entry
 from memswap.engine.stats import Stats, snapshot
 from memswap.engine.transfer import Routes
@@ -61,9 +62,13 @@ class Engine(native.Engine):
     host (csrc/engine/host.h), about what a table or a plan does not say.
     """
 
+    recipes: native.Recipes | None
+    """What is known of the operators that made storages; None: nothing is recomputed."""
+
     def __init__(self, policy: Decider, pool: Pool | None, window_bytes: int | None) -> None:
         super().__init__(window_bytes)
         self.set_host(self)
+        self.recipes = None
         self.policy = policy
         self._director: Director | None = None
         self._routes = Routes(pool)
@@ -77,6 +82,8 @@ class Engine(native.Engine):
     @policy.setter
     def policy(self, policy: Decider) -> None:
         self._policy = policy
+        if self.recipes is None and recipes.wants_recipes(policy):
+            self.recipes = recipes.open_recipes(self, policy.operators)
         action = "ask" if policy.fn is not None else policy.action and policy.action.value
         self.set_policy(policy.min_bytes, action)
 
@@ -97,6 +104,8 @@ class Engine(native.Engine):
         with self.lock:
             if self.iteration.count:
                 ended, self.iteration = self.iteration, self.timeline.begin()
+                if self.recipes is not None:
+                    self.recipes.begin_iteration()
                 leaving_bytes = ended.leaving_bytes
                 if self.director is not None:
                     leaving_bytes = self.director.begin(self.iteration) or leaving_bytes
@@ -110,13 +119,15 @@ class Engine(native.Engine):
         with self.lock:
             self.departing.notice_gone()
             self.learn()
-            return snapshot(self.ledger)
+            return snapshot(self.ledger, self.recipes)
 
     def reset_stats(self) -> None:
         with self.lock:
             self.departing.notice_gone()
             self.learn()
             self.ledger.reset()
+            if self.recipes is not None:
+                self.recipes.reset_counts()
 
     def settle(self) -> None:
         """Order everything after the transfers under way, and drop the storages they hold."""
@@ -176,6 +187,9 @@ class Engine(native.Engine):
         """A new entry, which leaves unless the plan or the timeline has a reason why it stays."""
         nbytes = view.storage_nbytes
         director = self.director
+        recomputes = action is RECOMPUTE and director is None
+        if action is RECOMPUTE:
+            action = route.without_recipe
         chosen = None
         if director is not None:
             insists = scope.action is not None  # who packs
@@ -186,7 +200,8 @@ class Engine(native.Engine):
             verdict = "policy" if chosen is None else PLANNED
         elif chosen is not None and verdict != NEVER_FREED:
             verdict = None
-        if verdict is None and action is SWAP and not self.shares_batches:
+        recomputes = recomputes and verdict is None
+        if verdict is None and action is SWAP and not recomputes and not self.shares_batches:
             sender = route.swap
             # Once: the table then answers. Of a stream that captures a graph, nothing leaves.
             if director is None and self.policy.fn is None and not route.captures:
@@ -196,6 +211,10 @@ class Engine(native.Engine):
                 verdict = self.refuse(sender, entry)
         else:
             entry, storage = self.make_entry(tensor, view)
+            if recomputes and self._becomes_recipe(
+                entry, storage, view, scope, tensor.dtype, action
+            ):
+                return self.join(entry, view)
             if verdict is None:
                 verdict = self.depart(entry, storage, route, action, scope, tensor.dtype)
             del storage  # its ticket's share is the last one
@@ -249,6 +268,32 @@ class Engine(native.Engine):
         if action is SWAP:
             return self._swap(entry, storage, route)
         return self._encode(entry, storage, route, action, place, dtype)
+
+    def _becomes_recipe(
+        self,
+        entry: Entry,
+        storage: StorageRef,
+        view: SavedView,
+        scope: native.HookScope,
+        dtype: torch.dtype,
+        otherwise: Action,
+    ) -> bool:
+        """Whether an entry's storage leaves as a recipe. If not, the recipe may be on trial."""
+        if self.recipes is None or self.shares_batches:
+            return False
+        answer = self.recipes.offer(
+            storage,
+            view,
+            scope,
+            dtype,
+            recipes.MOST_EXTRA_BESIDE_FRAMES if otherwise is ENCODE else recipes.MOST_EXTRA,
+        )
+        if not isinstance(answer, tuple):
+            entry.trial = answer
+            return False
+        entry.leave(*answer)
+        self.departing.add(entry)
+        return True
 
     def _swap(self, entry: Entry, storage: StorageRef, route: Route) -> str | None:
         """Start swapping an entry's storage. None, or the reason why it stays."""

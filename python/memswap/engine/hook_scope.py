@@ -47,10 +47,12 @@ class HookScope(native.HookScope):
             (`Iteration.admit`).
     """
 
-    __slots__ = ("call",)
+    __slots__ = ("call", "recipes")
 
     #: The call of a module that it is for; None: a ``with`` block, which always ends by itself.
     call: FrameType | None
+    #: The recipes that know the operators of what it is for, while its hooks are installed.
+    recipes: native.Recipes | None
 
     # Native members, by what they are in Python.
     engine: Engine
@@ -66,6 +68,7 @@ class HookScope(native.HookScope):
         self, engine: Engine, unit: str, action: Action | None = None, group: int | None = None
     ) -> None:
         self.call = None
+        self.recipes = None
         self.unit = unit
         self.action = action
         self.group = group
@@ -97,6 +100,9 @@ class HookScope(native.HookScope):
         self.outer = outer
         push_hooks(self.pack, unpack)
         self.pushed = True
+        self.recipes = self.engine.recipes
+        if self.recipes is not None:
+            self.recipes.enter()
 
     def leave(self, output: object = None) -> None:
         """What this is for ends: take the hooks off."""
@@ -121,6 +127,9 @@ class HookScope(native.HookScope):
         if self.pushed or self._on_top():
             self.pushed = False
             pop_hooks()
+        recipes, self.recipes = self.recipes, None
+        if recipes is not None:
+            recipes.leave()
         self.call = None  # its frame holds a graph, and the graph these hooks
 
     def _on_top(self) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from memswap.engine.units import format_bytes
 
 if TYPE_CHECKING:
-    from memswap._C import Ledger
+    from memswap._C import Ledger, Recipes
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,12 @@ class Stats:
     """Bytes of these storages as they were."""
     frame_bytes: int = 0
     """Bytes of these storages' frames."""
+    recipe_storages: int = 0
+    """Those of the moved storages that left as recipes: their operators are run again."""
+    recipe_bytes: int = 0
+    """Bytes of these storages as they were."""
+    recipe_runs: int = 0
+    """Times that a recipe was run. One run serves all results of an operator that are away."""
     returned_storages: int = 0
     returned_bytes: int = 0
     freed_bytes: int = 0
@@ -68,15 +74,26 @@ class Stats:
         return self.encoded_bytes / self.frame_bytes if self.frame_bytes else 1.0
 
 
-def snapshot(ledger: Ledger) -> Stats:
-    """What an engine has counted by now (csrc/engine/ledger.h)."""
+def snapshot(ledger: Ledger, recipes: Recipes | None = None) -> Stats:
+    """What an engine has counted by now (csrc/engine/ledger.h), and its recipes, if it has some."""
     nbytes = ledger.kept_bytes
     kept = {
         reason: Count(tensors, nbytes[reason])
         for reason, tensors in sorted(ledger.kept_tensors.items())
     }
-    numbers = {one.name: getattr(ledger, one.name) for one in fields(Stats) if one.name != "kept"}
-    return Stats(kept=MappingProxyType(kept), **numbers)
+    if recipes is None:
+        of_recipes = {"recipe_storages": 0, "recipe_bytes": 0, "recipe_runs": 0}
+    else:
+        of_recipes = {
+            "recipe_storages": recipes.storages,
+            "recipe_bytes": recipes.nbytes,
+            "recipe_runs": recipes.runs,
+        }
+    others = of_recipes.keys() | {"kept"}
+    numbers = {
+        one.name: getattr(ledger, one.name) for one in fields(Stats) if one.name not in others
+    }
+    return Stats(kept=MappingProxyType(kept), **numbers, **of_recipes)
 
 
 def describe(ledger: Ledger) -> str:

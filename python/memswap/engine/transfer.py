@@ -29,7 +29,12 @@ Sender: TypeAlias = native.BlockSender | native.FrameSender
 
 
 def default_action(device: torch.device, pool: Pool | None) -> Action:
-    """What a policy that names no action means for a device.
+    """What a policy that names no action means for a device."""
+    return action_without_recipe(device, pool)
+
+
+def action_without_recipe(device: torch.device, pool: Pool | None) -> Action:
+    """What becomes of a storage of a device that has no recipe.
 
     An accelerator's bytes go to the host. A processor has no larger memory of that speed behind its
     own, so its bytes become frames, unless somebody named a file for them.
@@ -116,6 +121,8 @@ class Route:
         self.captures = device.type == "cuda"
         #: What a policy without an action of its own means here.
         self.default_action = default_action(device, pool)
+        #: The same for a storage that was to be recomputed and has no recipe.
+        self.without_recipe = action_without_recipe(device, pool)
 
     @cached_property
     def swap(self) -> native.BlockSender:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -11,6 +12,8 @@ import torch
 
 from memswap.engine.action import Action, TensorInfo
 from memswap.engine.units import parse_bytes
+
+_OPERATOR = re.compile(r"\w+::\w+")
 
 PolicyFunction = Callable[[torch.Tensor, TensorInfo], Action]
 
@@ -27,7 +30,13 @@ class Policy:
        save the tensor.
     4. ``action``. None: what suits the device. Tensors in host memory are encoded where they are
        (``Action.ENCODE``), or swapped where a :class:`DiskPool` was given; those of an accelerator
-       are swapped (``Action.SWAP``). Its name will do: ``Policy(action="swap")``.
+       are swapped (``Action.SWAP``). Its name will do: ``Policy(action="swap")``. With
+       ``Action.RECOMPUTE`` that becomes of what has no recipe; so it does under a budget, and in
+       groups, chains, pipelines and checkpoint regions, which recompute nothing by the tensor yet.
+
+    ``operators``: names of operators of your own (``"mylib::gated_silu"``) that
+    ``Action.RECOMPUTE`` may run again, beside those that memswap knows (docs/recompute.md). They
+    are as cheap as a pointwise operator, and the same inputs give the same bits.
 
     What an action cannot do for a tensor (no room, no codec for the device, a tensor that does not
     shrink) leaves the tensor where it is; :attr:`Stats.kept` says how often and why.
@@ -35,8 +44,8 @@ class Policy:
     Raises:
         TypeError: ``action`` is no :class:`Action` and no name, ``fn`` is not callable, a pattern
             is no str.
-        ValueError: no action has that name, or ``min_bytes`` is neither a number of bytes nor a
-            size such as ``"64KiB"``.
+        ValueError: no action has that name, ``min_bytes`` is neither a number of bytes nor a size
+            such as ``"64KiB"``, or an operator's name is not of the form ``"namespace::name"``.
     """
 
     action: Action | None
@@ -44,6 +53,7 @@ class Policy:
     include: tuple[str, ...]
     exclude: tuple[str, ...]
     fn: PolicyFunction | None
+    operators: tuple[str, ...]
 
     def __init__(
         self,
@@ -52,6 +62,7 @@ class Policy:
         include: str | Iterable[str] = (),
         exclude: str | Iterable[str] = (),
         fn: PolicyFunction | None = None,
+        operators: str | Iterable[str] = (),
     ) -> None:
         if action is not None:
             action = named_action(action)
@@ -63,6 +74,7 @@ class Policy:
             "include": checked_patterns(include, "include"),
             "exclude": checked_patterns(exclude, "exclude"),
             "fn": fn,
+            "operators": checked_operators(operators),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -96,6 +108,10 @@ class Restricted:
         return self.policy.min_bytes
 
     @property
+    def operators(self) -> tuple[str, ...]:
+        return self.policy.operators
+
+    @property
     def fn(self) -> Callable[[torch.Tensor, TensorInfo], Any]:
         return self.decide
 
@@ -113,6 +129,23 @@ def checked_patterns(patterns: object, name: str) -> tuple[str, ...]:
     if not isinstance(patterns, Iterable) or not all(isinstance(p, str) for p in patterns):
         raise TypeError(f"Policy({name}={patterns!r}): expected fnmatch patterns: a str or several")
     return tuple(patterns)
+
+
+def checked_operators(operators: object) -> tuple[str, ...]:
+    """Names of operators, one or several, as a tuple."""
+    names = (operators,) if isinstance(operators, str) else operators
+    if not isinstance(names, Iterable) or not all(isinstance(one, str) for one in names):
+        raise TypeError(
+            f"Policy(operators={operators!r}): expected names of operators: a str or several"
+        )
+    checked = tuple(names)
+    for name in checked:
+        if not _OPERATOR.fullmatch(name):
+            raise ValueError(
+                f"Policy(operators=...): {name!r} is no operator's name; expected "
+                'namespace::name, without an overload, such as "mylib::gated_silu"'
+            )
+    return checked
 
 
 def named_action(action: object) -> Action:

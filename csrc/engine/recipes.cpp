@@ -1,0 +1,286 @@
+#include "recipes.h"
+
+#include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
+#include <c10/util/hash.h>
+
+#include <utility>
+
+namespace memswap {
+namespace {
+
+// Whether everything that a recipe reads has the version of the call, and parameters their memory.
+bool unchanged(const Step& step) {
+  for (size_t which = 0; which < step.inputs.size(); ++which) {
+    if (step.inputs[which].step) {
+      if (!unchanged(*step.inputs[which].step)) {
+        return false;
+      }
+      continue;
+    }
+    const KnownTensor& tensor = step.call->inputs()[which].tensor;
+    if (tensor.view.edited()) {
+      return false;
+    }
+    const auto held = tensor.storage.lock();
+    if (held && held->nbytes() < tensor.view.end()) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// Bytes that are kept for a recipe alone.
+double extra_nbytes(const Step& step) {
+  double nbytes = 0;
+  for (size_t which = 0; which < step.inputs.size(); ++which) {
+    const Step::Input& input = step.inputs[which];
+    if (input.step) {
+      nbytes += extra_nbytes(*input.step);
+    } else if (input.extra) {
+      nbytes += static_cast<double>(step.call->inputs()[which].tensor.view.storage_nbytes());
+    }
+  }
+  return nbytes;
+}
+
+}  // namespace
+
+// What a trial reads.
+class Recipes::Looked final : public Source {
+ public:
+  Looked(std::weak_ptr<Recipes> recipes, KnownTensor tensor)
+      : recipes_(std::move(recipes)), tensor_(std::move(tensor)) {}
+
+  at::Tensor tensor() override { return look(); }
+  at::Tensor look() override {
+    const auto recipes = recipes_.lock();
+    if (!recipes) {
+      throw TransferError("the engine of a recipe is gone");
+    }
+    return recipes->host_->look(tensor_);
+  }
+
+ private:
+  const std::weak_ptr<Recipes> recipes_;
+  const KnownTensor tensor_;
+};
+
+void Recipes::look_at_sources(Step& step) {
+  for (size_t which = 0; which < step.inputs.size(); ++which) {
+    Step::Input& input = step.inputs[which];
+    if (input.step) {
+      look_at_sources(*input.step);
+    } else {
+      input.source = std::make_shared<Looked>(weak_from_this(), step.call->inputs()[which].tensor);
+    }
+  }
+}
+
+size_t Recipes::PlaceHash::operator()(const RecipePlace& place) const {
+  return c10::get_hash(place.unit, place.number, place.nbytes, static_cast<int>(place.dtype),
+                       place.time);
+}
+
+void Recipes::begin_iteration() {
+  log_->clear();
+  siblings_.clear();
+  offered_.clear();
+}
+
+std::shared_ptr<Step> Recipes::steps_of(const OperatorCallPtr& call, int deepest) {
+  auto step = std::make_shared<Step>();
+  step->call = call;
+  for (const OperatorCall::Input& input : call->inputs()) {
+    if (input.tensor.view.private_format() || log_->edited_since(*call, input.tensor)) {
+      return nullptr;
+    }
+    step->inputs.emplace_back();
+    if (host_->standing(input.tensor) != RecipeHost::Standing::kUnknown) {
+      continue;
+    }
+    const OperatorCallPtr maker = deepest > 1 ? log_->maker(input.tensor) : nullptr;
+    step->inputs.back().step = maker ? steps_of(maker, deepest - 1) : nullptr;
+    if (!step->inputs.back().step) {
+      if (!host_->can_save(input.tensor)) {
+        return nullptr;
+      }
+      step->inputs.back().extra = true;
+    }
+  }
+  return step;
+}
+
+bool Recipes::keep_sources(Step& step) {
+  for (size_t which = 0; which < step.inputs.size(); ++which) {
+    Step::Input& input = step.inputs[which];
+    if (input.step) {
+      if (!keep_sources(*input.step)) {
+        return false;
+      }
+      continue;
+    }
+    const KnownTensor& tensor = step.call->inputs()[which].tensor;
+    const RecipeHost::Standing standing = host_->standing(tensor);
+    if (standing == RecipeHost::Standing::kUnknown) {
+      const bool before = std::exchange(saving_, true);
+      const auto after = c10::make_scope_exit([&] { saving_ = before; });
+      input.source = host_->save(tensor);
+    } else {
+      input.source = host_->keep(tensor, standing);
+    }
+    if (!input.source) {
+      return false;
+    }
+  }
+  return true;
+}
+
+Recipes::Answer Recipes::offer(const StorageRefPtr& storage, const SavedView& view,
+                               RecipePlace place, double most_extra) {
+  if (saving_ || view.edited() || view.private_format()) {
+    return {};
+  }
+  OperatorCallPtr call = log_->maker(view.storage_key(), view.version());
+  if (!call) {
+    // Perhaps the operator that is running saves its own result. If it does not, its end tells.
+    call = view.version() == 0 ? log_->running() : nullptr;
+    if (call && call->reads(view.storage_key())) {
+      call = nullptr;
+    }
+  }
+  std::shared_ptr<Step> step = call ? steps_of(call, options_.deepest) : nullptr;
+  if (!step || extra_nbytes(*step) > most_extra * static_cast<double>(place.nbytes)) {
+    return {};
+  }
+  place.time = offered_[place]++;
+  const std::string words = words_of(*step);
+  {
+    const std::lock_guard lock(mutex_);
+    if (places_.size() >= options_.most_places && !places_.contains(place)) {
+      places_.clear();
+    }
+    Learnt& learnt = places_[place];
+    if (learnt.failed) {
+      return {};
+    }
+    if (learnt.words != words) {
+      learnt = {.words = words, .proofs = 0, .failed = false};
+    }
+    if (learnt.proofs < options_.proofs) {
+      call = nullptr;  // it is not proven yet
+    }
+  }
+  if (!call) {
+    return {.leaving = std::nullopt, .trial = begin_trial(storage, place, std::move(step))};
+  }
+  if (!keep_sources(*step)) {
+    return {};
+  }
+  return {.leaving = leave(storage, std::move(step)), .trial = nullptr};
+}
+
+Leaving Recipes::leave(const StorageRefPtr& storage, std::shared_ptr<Step> step) {
+  const OperatorCallPtr call = step->call;
+  // The form may outlive the engine that would serialise it; its sources then say what happened.
+  const std::weak_ptr<Recipes> engine = weak_from_this();
+  auto form = std::make_shared<RecipeForm>(std::move(step), storage->storage.unsafeGetStorageImpl(),
+                                           storage->storage.nbytes(), counts_,
+                                           [engine](const std::function<void()>& work) {
+                                             if (const auto alive = engine.lock()) {
+                                               alive->host_->serialise(work);
+                                             }
+                                           });
+  if (call->rule().op.schema().returns().size() > 1) {
+    Siblings& siblings = siblings_[call];
+    if (!siblings) {
+      siblings = std::make_shared<Siblings::element_type>();
+    }
+    form->join(siblings);
+  }
+  form->listen(*log_);
+  auto departure = std::make_shared<CallTicket>(call, storage);
+  if (!call->ended()) {
+    call->add_watcher(departure);
+  }
+  return {std::move(form), std::move(departure)};
+}
+
+// --- proofs
+// ---------------------------------------------------------------------------------------
+
+std::shared_ptr<Trial> Recipes::begin_trial(const StorageRefPtr& storage, const RecipePlace& place,
+                                            std::shared_ptr<Step> step) {
+  look_at_sources(*step);
+  const OperatorCallPtr call = step->call;
+  std::shared_ptr<Trial> trial(new Trial(weak_from_this(), place, std::move(step)));
+  if (call->ended()) {
+    trial->prove(*storage);
+  } else {
+    trial->storage_ = storage;
+    call->add_watcher(trial);
+  }
+  return trial;
+}
+
+void Recipes::passed(const RecipePlace& place) {
+  const std::lock_guard lock(mutex_);
+  if (const auto found = places_.find(place); found != places_.end()) {
+    ++found->second.proofs;
+  }
+}
+
+void Recipes::failed(const RecipePlace& place) {
+  const std::lock_guard lock(mutex_);
+  if (const auto found = places_.find(place); found != places_.end()) {
+    found->second.failed = true;
+  }
+}
+
+std::vector<std::pair<RecipePlace, Recipes::Learnt>> Recipes::learnt() const {
+  const std::lock_guard lock(mutex_);
+  return {places_.begin(), places_.end()};
+}
+
+void Trial::call_ended() noexcept {
+  if (const StorageRefPtr storage = std::exchange(storage_, nullptr)) {
+    prove(*storage);
+  }
+}
+
+void Trial::prove(const StorageRef& storage) noexcept {
+  const auto recipes = recipes_.lock();
+  if (!recipes) {
+    return;
+  }
+  try {
+    const OperatorCall::Output* const output =
+        step_->call->output_in(storage.storage.unsafeGetStorageImpl());
+    if (output != nullptr) {
+      const at::Tensor again = run_again(*step_, /*in_passing=*/true).at(output->position);
+      same_bits_ = same_bytes(again.storage(), storage.storage);
+    }
+  } catch (const c10::OutOfMemoryError&) {
+    return;  // there may be room next time
+  } catch (const std::exception&) {
+    // An operator that cannot be run again.
+  }
+  if (!same_bits_) {
+    recipes->failed(place_);
+  }
+}
+
+void Trial::demanded() {
+  const auto recipes = recipes_.lock();
+  if (!recipes || !same_bits_) {
+    return;
+  }
+  same_bits_ = false;  // counts once
+  if (unchanged(*step_)) {
+    recipes->passed(place_);
+  } else {
+    recipes->failed(place_);
+  }
+}
+
+}  // namespace memswap

@@ -1,0 +1,176 @@
+// Which storages become recipes: those whose place in the program has proven to give the same bits.
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "away.h"
+#include "operator_log.h"
+#include "recipe.h"
+#include "recipe_form.h"
+
+namespace memswap {
+
+// Where a storage is saved: the same program saves it at the same place in each iteration.
+struct RecipePlace {
+  bool operator==(const RecipePlace&) const = default;
+
+  std::string unit;
+  int64_t number;  // among what one call of the unit saves
+  int64_t nbytes;
+  c10::ScalarType dtype;
+  int64_t time = 0;  // of several that are saved together: which one
+};
+
+// What the engine does for recipes. The seam: nothing else of the engine is known here.
+class RecipeHost {
+ public:
+  enum class Standing : uint8_t {
+    kUnknown,
+    kSaved,       // autograd has saved its storage in this iteration
+    kPersistent,  // a parameter, a buffer, or a view of one
+    kSmall,       // too small to be worth moving, and somebody holds it
+  };
+
+  virtual ~RecipeHost() = default;
+
+  // What a recipe could read of a tensor without costing memory.
+  virtual Standing standing(const KnownTensor& tensor) = 0;
+  // Keeps a tensor of another standing than kUnknown for a recipe. nullptr: it cannot.
+  virtual SourcePtr keep(const KnownTensor& tensor, Standing standing) = 0;
+  // Whether a tensor of the standing kUnknown could be saved for a recipe, as autograd would have
+  // saved it; and that. nullptr: it could not.
+  virtual bool can_save(const KnownTensor& tensor) = 0;
+  virtual SourcePtr save(const KnownTensor& tensor) = 0;
+  // The tensor, for a look in passing. Throws TransferError where it is not there.
+  virtual at::Tensor look(const KnownTensor& tensor) = 0;
+  // Runs a function while nobody else works with the engine's entries.
+  virtual void serialise(const std::function<void()>& work) = 0;
+};
+
+class Recipes;
+
+// One storage whose recipe is being proven while its bytes wait in another form. Owned by its
+// entry.
+class Trial final : public OperatorCall::Watcher {
+ public:
+  // Backward has the storage now. If nothing that the recipe would read was edited or lost since,
+  // the place has passed once.
+  void demanded();
+
+  void call_ended() noexcept override;
+
+ private:
+  friend class Recipes;
+  struct Verdict;
+
+  Trial(std::weak_ptr<Recipes> recipes, RecipePlace place, StepPtr step)
+      : recipes_(std::move(recipes)), place_(std::move(place)), step_(std::move(step)) {}
+  void prove(const StorageRef& storage) noexcept;
+
+  const std::weak_ptr<Recipes> recipes_;
+  const RecipePlace place_;
+  const StepPtr step_;
+  StorageRefPtr storage_;  // until the call has ended that makes it
+  bool same_bits_ = false;
+};
+
+// [Note: Proven before it is used]
+// While a place is being learnt, its storage leaves in another form, and its recipe is run at once,
+// beside the original: their bytes must be equal. When backward demands the storage, everything
+// that the recipe would read by then must still be there, at the version of the forward. A place
+// that has passed `proofs` times becomes a recipe in the next forward. One that has failed once
+// never does, and one whose recipe reads other words than last time begins anew.
+
+// [Note: What a recipe keeps]
+// Most of what autograd saves was made of something that it saves too, or of a parameter; reading
+// that costs no memory. Some was made of something smaller that autograd does not save: the
+// bfloat16 tensor in front of a float32 norm. A recipe may have that saved in its place, where it
+// takes less than `most_extra` of the bytes that the recipe frees. (How much that is, who asks
+// knows: a frame of what was cast up takes no more than one of what it was cast from.) What an
+// operator of the table made needs no place at all: it is a further step, up to `deepest` of them
+// in a row.
+
+// The recipes of one engine, which serialises the calls.
+class Recipes : public std::enable_shared_from_this<Recipes> {
+ public:
+  static constexpr int kProofs = 2;
+
+  struct Options {
+    int proofs = kProofs;  // 0: recipes are used unproven
+    int deepest = 8;
+    size_t most_places = 16384;
+  };
+
+  Recipes(OperatorRules rules, std::unique_ptr<RecipeHost> host, Options options)
+      : log_(std::make_shared<OperatorLog>(std::move(rules))),
+        host_(std::move(host)),
+        options_(options),
+        counts_(std::make_shared<RecipeCounts>()) {}
+
+  OperatorLog& log() { return *log_; }
+  RecipeHost& host() { return *host_; }
+  const RecipeCounts& counts() const { return *counts_; }
+  void reset_counts() { counts_->storages = counts_->nbytes = counts_->runs = 0; }
+
+  // A new forward.
+  void begin_iteration();
+
+  // A storage is about to leave. It does as a recipe; or it should leave in another form, and its
+  // entry owns the trial from then on; or neither.
+  struct Answer {
+    std::optional<Leaving> leaving;
+    std::shared_ptr<Trial> trial;
+  };
+  Answer offer(const StorageRefPtr& storage, const SavedView& view, RecipePlace place,
+               double most_extra);
+
+  // What became of a place, for reports.
+  struct Learnt {
+    std::string words;
+    int proofs = 0;
+    bool failed = false;
+  };
+  std::vector<std::pair<RecipePlace, Learnt>> learnt() const;
+
+ private:
+  friend class Trial;
+  class Looked;
+  struct PlaceHash {
+    size_t operator()(const RecipePlace& place) const;
+  };
+  using Siblings = std::shared_ptr<std::vector<std::weak_ptr<RecipeForm>>>;
+
+  // The recipe of a call's results, its sources left open; nullptr: there is none.
+  std::shared_ptr<Step> steps_of(const OperatorCallPtr& call, int deepest);
+  // Fills in the sources. Whether all could be kept.
+  bool keep_sources(Step& step);
+  void look_at_sources(Step& step);
+  std::shared_ptr<Trial> begin_trial(const StorageRefPtr& storage, const RecipePlace& place,
+                                     std::shared_ptr<Step> step);
+  Leaving leave(const StorageRefPtr& storage, std::shared_ptr<Step> step);
+
+  void passed(const RecipePlace& place);
+  void failed(const RecipePlace& place);
+
+  const OperatorLogPtr log_;
+  const std::unique_ptr<RecipeHost> host_;
+  const Options options_;
+  const std::shared_ptr<RecipeCounts> counts_;
+  std::unordered_map<OperatorCallPtr, Siblings> siblings_;
+  bool saving_ = false;       // what a recipe keeps, which no operator of the table made
+  mutable std::mutex mutex_;  // of what trials tell
+  std::unordered_map<RecipePlace, Learnt, PlaceHash> places_;
+  std::unordered_map<RecipePlace, int64_t, PlaceHash> offered_;  // in this iteration, how often
+};
+
+}  // namespace memswap

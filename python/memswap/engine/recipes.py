@@ -1,0 +1,61 @@
+"""Recipes: storages that are computed again, by the operator that made them.
+
+What is known of operators, which storages become recipes, and how they are run stands in
+csrc/engine (recipes.h). Here stands when an engine has them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from memswap._native import native
+from memswap.engine.action import RECOMPUTE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.optim import Optimizer
+
+    from memswap.engine.action import Decider
+
+#: Times that a place has to give the same bits before its storage becomes a recipe.
+PROOFS: int = native.RECIPE_PROOFS
+
+
+#: What may be saved for a recipe alone, as a share of the bytes that it frees; and the same where
+#: these would be encoded otherwise: a frame of a bfloat16 tensor's float32 copy is no longer than
+#: one of the tensor.
+MOST_EXTRA, MOST_EXTRA_BESIDE_FRAMES = 0.75, 0.3
+
+
+def wants_recipes(policy: Decider) -> bool:
+    """Whether a policy may ask for Action.RECOMPUTE."""
+    return policy.action is RECOMPUTE or policy.fn is not None
+
+
+def open_recipes(engine: native.Engine, operators: Sequence[str] = ()) -> native.Recipes:
+    """The recipes of an engine, which keep what an optimizer is about to change.
+
+    Args:
+        engine: who owns them.
+        operators: of the user's, as ``"namespace::name"``, beside those of the table
+            (csrc/engine/operator_rules.cpp).
+
+    Raises:
+        ValueError: an operator's name is not of that form.
+    """
+    recipes = native.Recipes(engine, operators, PROOFS)
+    known = weakref.ref(recipes)
+
+    def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """A graph that is alive may read a parameter once more: its recipes are run now."""
+        alive = known()
+        if alive is not None:
+            alive.before_edits([one for group in optimizer.param_groups for one in group["params"]])
+
+    handle = register_optimizer_step_pre_hook(before_step)
+    weakref.finalize(recipes, handle.remove).atexit = False
+    return recipes

@@ -1,0 +1,248 @@
+// Recipes: what they read, that they give the same bytes, and what is proven before.
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/recipes.h"
+
+namespace memswap {
+namespace {
+
+// A tensor that stays, as an engine keeps it: with autograd's check of its version.
+class Kept final : public Source {
+ public:
+  explicit Kept(at::Tensor tensor) : tensor_(std::move(tensor)), version_(tensor_._version()) {}
+  at::Tensor tensor() override {
+    if (static_cast<uint32_t>(tensor_._version()) != version_) {
+      throw std::runtime_error("modified by an inplace operation");
+    }
+    return tensor_;
+  }
+  at::Tensor look() override { return tensor_; }
+
+ private:
+  const at::Tensor tensor_;
+  const uint32_t version_;
+};
+
+// An engine that has saved all tensors that are alive, but for those in `unknown`.
+class Host final : public RecipeHost {
+ public:
+  Standing standing(const KnownTensor& tensor) override {
+    const bool hidden = unknown.defined() && tensor.key() == known(unknown);
+    return hidden || tensor.storage.expired() ? Standing::kUnknown : Standing::kSaved;
+  }
+  SourcePtr keep(const KnownTensor& tensor, Standing) override {
+    ++kept;
+    return std::make_shared<Kept>(tensor.lock());
+  }
+  bool can_save(const KnownTensor& tensor) override { return saves && !tensor.storage.expired(); }
+  SourcePtr save(const KnownTensor& tensor) override {
+    ++saved;
+    return std::make_shared<Kept>(tensor.lock());
+  }
+  at::Tensor look(const KnownTensor& tensor) override { return tensor.lock(); }
+  void serialise(const std::function<void()>& work) override { work(); }
+
+  static const void* known(const at::Tensor& tensor) {
+    return tensor.storage().unsafeGetStorageImpl();
+  }
+
+  at::Tensor unknown;
+  bool saves = false;
+  int kept = 0;
+  int saved = 0;
+};
+
+class WithRecipes : public ::testing::Test {
+ protected:
+  explicit WithRecipes(int proofs = 0)
+      : recipes(std::make_shared<Recipes>(OperatorRules(), std::make_unique<Host>(),
+                                          Recipes::Options{.proofs = proofs})),
+        host(static_cast<Host&>(recipes->host())) {
+    recipes->log().enter();
+  }
+  ~WithRecipes() override { recipes->log().leave(); }
+
+  Recipes::Answer offer(const at::Tensor& tensor, int64_t number = 0) {
+    return recipes->offer(std::make_shared<StorageRef>(tensor.storage()),
+                          *SavedView::capture(tensor),
+                          {.unit = "unit",
+                           .number = number,
+                           .nbytes = static_cast<int64_t>(tensor.storage().nbytes()),
+                           .dtype = tensor.scalar_type()},
+                          0.75);
+  }
+
+  static bool comes_back(AwayForm& form, const at::Tensor& expected) {
+    const Returning back = form.bring();
+    return same_bytes(back.storage->storage, expected.storage());
+  }
+
+  const std::shared_ptr<Recipes> recipes;
+  Host& host;
+  const at::Tensor x = at::randn({64, 64});
+};
+
+TEST_F(WithRecipes, TheOperatorGivesTheSameBytesAsOftenAsItIsAskedFor) {
+  for (const at::Tensor& made :
+       {at::silu(x), at::mul(x, x.t()), x.to(at::kBFloat16), at::add(x, 2.5),
+        at::cat({x, x.exp()}, 1), at::constant_pad_nd(x, {1, 2}, 3.0), at::gelu(x, "tanh"),
+        at::sum(x, {0}), at::_softmax(x, 1, false), at::where(x > 0, x, x.neg()),
+        x.repeat({2, 1})}) {
+    const Recipes::Answer answer = offer(made);
+    ASSERT_TRUE(answer.leaving) << made.sizes();
+    EXPECT_TRUE(answer.leaving->departure->done());
+    EXPECT_EQ(answer.leaving->away->device_nbytes(), 0u);
+    for (int times = 0; times < 2; ++times) {
+      EXPECT_TRUE(comes_back(*answer.leaving->away, made)) << made.sizes();
+    }
+  }
+}
+
+TEST_F(WithRecipes, WhatNothingIsKnownOfStays) {
+  EXPECT_FALSE(offer(at::mm(x, x)).leaving);
+  EXPECT_FALSE(offer(x).leaving);
+  at::Tensor edited = at::exp(x);
+  edited.add_(1);
+  EXPECT_FALSE(offer(edited).leaving);
+}
+
+TEST_F(WithRecipes, AnInputThatIsGoneIsMadeAgainToo) {
+  const at::Tensor made = at::exp(at::mul(at::silu(x), 2.0));
+  const Recipes::Answer answer = offer(made);
+  ASSERT_TRUE(answer.leaving);
+  EXPECT_EQ(host.kept, 1);
+  const auto form = std::dynamic_pointer_cast<RecipeForm>(answer.leaving->away);
+  EXPECT_EQ(words_of(form->step()), "exp(mul(silu(saved)))");
+  EXPECT_TRUE(comes_back(*form, made));
+}
+
+TEST_F(WithRecipes, SomethingSmallerIsKeptInPlaceOfTheResult) {
+  const at::Tensor small = at::mm(x, x).to(at::kBFloat16);
+  host.unknown = small;
+  const at::Tensor narrow = at::bmm(small.unsqueeze(0), small.unsqueeze(0));
+  host.unknown = narrow;
+  const at::Tensor wide = narrow.to(at::kFloat), equal = at::exp(narrow);
+  EXPECT_FALSE(offer(wide, 1).leaving) << "the engine cannot save it";
+  host.saves = true;
+  EXPECT_FALSE(offer(equal, 2).leaving) << "it takes as many bytes as it frees";
+  const Recipes::Answer answer = offer(wide, 3);
+  ASSERT_TRUE(answer.leaving);
+  EXPECT_EQ(host.saved, 1);
+  EXPECT_TRUE(comes_back(*answer.leaving->away, wide));
+}
+
+TEST_F(WithRecipes, OneRunServesAllResultsOfAnOperator) {
+  const auto [normed, mean, rstd] = at::native_layer_norm(x, {64}, {}, {}, 1e-5);
+  const Recipes::Answer first = offer(normed, 1), second = offer(rstd, 2);
+  ASSERT_TRUE(first.leaving && second.leaving);
+  EXPECT_TRUE(comes_back(*second.leaving->away, rstd));
+  EXPECT_EQ(first.leaving->away->device_nbytes(), normed.storage().nbytes());
+  EXPECT_TRUE(comes_back(*first.leaving->away, normed));
+  EXPECT_EQ(first.leaving->away->device_nbytes(), 0u);
+  EXPECT_EQ(recipes->counts().runs, 1);
+}
+
+TEST_F(WithRecipes, BeforeASourceIsEditedItsRecipesAreRun) {
+  at::Tensor source = at::randn({64, 64});
+  const at::Tensor made = at::silu(source);
+  const Recipes::Answer answer = offer(made);
+  ASSERT_TRUE(answer.leaving);
+  source.mul_(2);
+  EXPECT_EQ(answer.leaving->away->device_nbytes(), made.storage().nbytes());
+  for (int times = 0; times < 2; ++times) {
+    Returning back = answer.leaving->away->bring();
+    EXPECT_TRUE(same_bytes(back.storage->storage, made.storage()));
+    bytes_of(back.storage->storage).zero_();  // whoever got it may edit it
+  }
+}
+
+TEST_F(WithRecipes, AnEditThatNobodySawIsRefusedAtTheDemand) {
+  at::Tensor source = at::randn({64, 64});
+  const Recipes::Answer answer = offer(at::silu(source));
+  ASSERT_TRUE(answer.leaving);
+  recipes->log().leave();
+  source.mul_(2);
+  recipes->log().enter();
+  EXPECT_THROW(answer.leaving->away->bring(), std::runtime_error);
+}
+
+TEST_F(WithRecipes, MemoryThatWasTakenAwayIsRefusedAtTheDemand) {
+  const at::Tensor source = at::randn({64, 64});
+  const Recipes::Answer answer = offer(at::silu(source));
+  ASSERT_TRUE(answer.leaving);
+  source.storage().unsafeGetStorageImpl()->set_nbytes(0);
+  EXPECT_THROW(answer.leaving->away->bring(), TransferError);
+}
+
+TEST_F(WithRecipes, SettingsAreThoseOfTheForward) {
+  const at::Tensor numbers = at::arange(64, at::kLong);
+  const at::Tensor made = at::mul(numbers, 2.5);  // of the default dtype
+  const Recipes::Answer answer = offer(made);
+  ASSERT_TRUE(answer.leaving);
+  c10::set_default_dtype(caffe2::TypeMeta::Make<double>());
+  const bool right = comes_back(*answer.leaving->away, made);
+  const bool restored = c10::get_default_dtype_as_scalartype() == at::kDouble;
+  c10::set_default_dtype(caffe2::TypeMeta::Make<float>());
+  EXPECT_TRUE(right);
+  EXPECT_TRUE(restored);
+}
+
+class WithProofs : public WithRecipes {
+ protected:
+  WithProofs() : WithRecipes(2) {}
+};
+
+TEST_F(WithProofs, APlaceBecomesARecipeOnceItHasPassedTwice) {
+  for (int iteration = 0; iteration < 2; ++iteration) {
+    recipes->begin_iteration();
+    const at::Tensor made = at::silu(x);
+    const Recipes::Answer answer = offer(made);
+    EXPECT_FALSE(answer.leaving);
+    ASSERT_TRUE(answer.trial);
+    answer.trial->demanded();
+    answer.trial->demanded();  // a second backward says nothing new
+  }
+  recipes->begin_iteration();
+  const at::Tensor made = at::silu(x);
+  const Recipes::Answer answer = offer(made);
+  ASSERT_TRUE(answer.leaving);
+  EXPECT_TRUE(comes_back(*answer.leaving->away, made));
+  recipes->begin_iteration();
+  EXPECT_FALSE(offer(at::exp(x)).leaving) << "another operator at the same place begins anew";
+}
+
+TEST_F(WithProofs, APlaceThatDifferedNeverIsARecipe) {
+  for (int iteration = 0; iteration < 4; ++iteration) {
+    recipes->begin_iteration();
+    const at::Tensor made = at::silu(x);
+    if (iteration == 0) {  // as a kernel that gives other bits each time would
+      const OperatorLog::Unobserved unseen;
+      bytes_of(made.storage())[17].add_(1);
+    }
+    const Recipes::Answer answer = offer(made);
+    EXPECT_FALSE(answer.leaving) << iteration;
+    if (answer.trial) {
+      answer.trial->demanded();
+    }
+  }
+  EXPECT_TRUE(recipes->learnt().at(0).second.failed);
+}
+
+TEST_F(WithProofs, APlaceWhoseSourcesAreEditedBeforeBackwardNeverIsARecipe) {
+  at::Tensor source = at::randn({64, 64});
+  const Recipes::Answer answer = offer(at::silu(source));
+  ASSERT_TRUE(answer.trial);
+  source.add_(1);
+  answer.trial->demanded();
+  EXPECT_TRUE(recipes->learnt().at(0).second.failed);
+}
+
+}  // namespace
+}  // namespace memswap
