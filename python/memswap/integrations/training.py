@@ -24,6 +24,7 @@ from memswap.activations import manage
 from memswap.blocks import find_blocks, unwrapped
 from memswap.integrations.options import from_config
 from memswap.managed import Report
+from memswap.module_hooks import AtEnd, ModuleHooks, hooks_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -214,34 +215,28 @@ class _Loop:
 
 
 class _Guard:
-    """A forward hook that looks whether the loop still runs. A copied model's does nothing."""
+    """Looks at the end of each call of a model whether the loop still runs."""
 
-    def __init__(self, training: ManagedTraining | None) -> None:
-        self._training = training
-        self._handle: Any = None
+    def __init__(self, training: ManagedTraining) -> None:
+        self._training: ManagedTraining | None = training
+        self._hooks = ModuleHooks()
 
     def watch(self, model: nn.Module) -> None:
-        self._handle = model.register_forward_hook(self, always_call=True)
+        self._hooks.add(model, None, self._begin, in_compiled_code=False)
 
     def remove(self) -> None:
         self._training = None
-        if self._handle is not None:
-            self._handle.remove()
+        self._hooks.remove()
 
     def look(self, another: _Loop | None = None) -> None:
         """End a training whose loop has ended."""
         if self._training is not None and self._training.has_ended(another):
             self._training.end()
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        if not torch.compiler.is_compiling():
-            self.look()
-
-    def __deepcopy__(self, memo: dict[int, object]) -> _Guard:
-        return _Guard(None)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Guard, (None,)
+    def _begin(
+        self, key: None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> AtEnd:
+        return AtEnd(lambda output: self.look())
 
 
 def layers_of(models: Sequence[nn.Module]) -> nn.Module | dict[str, nn.Module]:
@@ -262,5 +257,4 @@ def layers_of(models: Sequence[nn.Module]) -> nn.Module | dict[str, nn.Module]:
 
 
 def _guards(model: nn.Module) -> list[_Guard]:
-    hooks = unwrapped(model)._forward_hooks.values()
-    return [hook for hook in hooks if isinstance(hook, _Guard)]
+    return [owner for owner, _, _ in hooks_on(unwrapped(model)) if isinstance(owner, _Guard)]
