@@ -154,8 +154,6 @@ void bind_engine(py::module_& module) {
            "A sender has no room for a storage: told once. The reason for the statistics.")
       .def("demand", &Engine::demand, py::arg("entry").none(false),
            "The storage of an entry, ordered before what the caller does next.")
-      .def("demand_kept", &Engine::demand_kept, py::arg("entry").none(false),
-           "A storage that stayed is demanded: what comes next may have to come back.")
       .def("saved", &Engine::saved, py::arg("entry").none(false),
            "What follows a save under a plan: what has to be gone by then is waited for.")
       .def(
