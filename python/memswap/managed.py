@@ -53,11 +53,13 @@ class Managed(Removable):
     ) -> Scope | None:
         """A module's forward begins: what is to be done in this call, or None."""
 
-    def _add(self, modules: Mapping[Any, nn.Module], caller: str) -> None:
-        """Put the hooks on modules, by their keys."""
+    def _add(
+        self, modules: Mapping[Any, nn.Module], caller: str, *, in_compiled_code: bool = True
+    ) -> None:
+        """Put the hooks on modules, by their keys; see `ModuleHooks.add`."""
         check_unmanaged(modules.values(), caller)
         for key, module in modules.items():
-            self._hooks.add(module, key, self._begin)
+            self._hooks.add(module, key, self._begin, in_compiled_code=in_compiled_code)
 
     def __repr__(self) -> str:
         modules = len(self._hooks)

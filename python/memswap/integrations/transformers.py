@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from memswap.activations import warn_of_divided_graph
 from memswap.integrations.training import ManagedTraining
 
 if TYPE_CHECKING:
@@ -52,8 +51,6 @@ class MemswapCallback(ManagedTraining, TrainerCallback):
             )
         if model is None:
             raise ValueError("MemswapCallback: found no model, expected the one that is trained")
-        if getattr(args, "torch_compile", False):
-            warn_of_divided_graph()
         self.begin(model, _is_train, token=state)
 
     def on_log(
