@@ -153,6 +153,50 @@ def test_resuming_from_a_checkpoint_gives_the_same_bits(tmp_path):
     assert moved(callback.report())
 
 
+@pytest.mark.parametrize("optimizer", ["adamw_torch", "adamw_torch_fused", "sgd"])
+def test_the_optimizers_state_is_away_between_steps(tmp_path, optimizer):
+    """Through a checkpoint and a training that resumes from it, with the same bits."""
+    away = []
+
+    def whole(name, callback=None):
+        def look(state, control, model):
+            if callback is not None:
+                away.append(callback.metrics()["memswap_optimizer_away_mib"])
+
+        folder = tmp_path / name
+        options = {"optimizer": optimizer, "save_strategy": "steps", "save_steps": 2}
+        train(folder, callback, look, steps=2, **options)
+        resume = str(folder / "checkpoint-2")
+        found = train(folder, callback, look, steps=4, resume=resume, **options)
+        last = torch.load(folder / "checkpoint-4" / "optimizer.pt", weights_only=True)
+        return found, last["state"]
+
+    expected, expected_state = whole("plain")
+    config = {"optimizer": "swap" if optimizer == "sgd" else "on", "action": "keep"}
+    callback = MemswapCallback.from_config(config)
+    found, state = whole("memswap", callback)
+    assert_same_bits(found, expected)
+    for number, one in expected_state.items():
+        for name, tensor in one.items():
+            ours = state[number][name]
+            assert tensor is None or tiny.bits(ours).equal(tiny.bits(tensor)), f"{name} differs"
+    if optimizer == "sgd":
+        assert set(away) == {0}, "an optimizer without a state has some away"
+    else:
+        assert min(away) > 0.2, away
+        assert "of state" in callback.report()
+        assert "memswap_optimizer_away_mib" not in callback.metrics()
+
+
+def test_an_optimizer_option_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="found optimizer='sawp', expected True or one of"):
+        MemswapCallback(optimizer="sawp")
+    with pytest.raises(ValueError, match="optimizer_pool= without optimizer="):
+        import memswap
+
+        MemswapCallback(optimizer_pool=memswap.HostPool())
+
+
 def test_an_early_stop_takes_the_hooks_off(tmp_path):
     def stop(state, control, model):
         control.should_training_stop = state.global_step == 2

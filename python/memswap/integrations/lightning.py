@@ -26,7 +26,8 @@ class MemswapCallback(ManagedTraining, Callback):
 
     Args:
         policy: as in :func:`memswap.manage`, like all others: ``budget``, ``pool``,
-            ``prefetch_bytes``, ``windows``. :meth:`from_config` takes plain values.
+            ``prefetch_bytes``, ``windows``; and ``optimizer``, ``optimizer_pool``: see
+            :class:`ManagedTraining`. :meth:`from_config` takes plain values.
     """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -35,7 +36,7 @@ class MemswapCallback(ManagedTraining, Callback):
         Raises:
             ValueError: somebody else manages it, or what :func:`memswap.manage` refuses.
         """
-        self.begin(pl_module)
+        self.begin(pl_module, optimizers=trainer.optimizers)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any

@@ -27,7 +27,8 @@ class MemswapCallback(ManagedTraining, TrainerCallback):
 
     Args:
         policy: as in :func:`memswap.manage`, like all others: ``budget``, ``pool``,
-            ``prefetch_bytes``, ``windows``. :meth:`from_config` takes plain values.
+            ``prefetch_bytes``, ``windows``; and ``optimizer``, ``optimizer_pool``: see
+            :class:`ManagedTraining`. :meth:`from_config` takes plain values.
     """
 
     def on_train_begin(
@@ -36,9 +37,10 @@ class MemswapCallback(ManagedTraining, TrainerCallback):
         state: TrainerState,
         control: TrainerControl,
         model: nn.Module | None = None,
+        optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Manage the model.
+        """Manage the model, and the optimizer if that was asked for.
 
         Raises:
             ValueError: TRL's `activation_offloading` is on, somebody else manages the model, or
@@ -51,7 +53,7 @@ class MemswapCallback(ManagedTraining, TrainerCallback):
             )
         if model is None:
             raise ValueError("MemswapCallback: found no model, expected the one that is trained")
-        self.begin(model, _is_train, token=state)
+        self.begin(model, _is_train, token=state, optimizers=[optimizer])
 
     def on_log(
         self,
