@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from memswap._native import native
 from memswap._warn import warn
 from memswap.blocks import LISTS, Blocks, compiles_what_it_wraps, find_blocks
 from memswap.engine.autograd import computed_from, in_backward, next_node_number, plain_parts
@@ -368,7 +369,10 @@ class _Units:
 
 
 class _UnitCall(HookScope):
-    """The scope of one call of a unit; to torch.profiler a range, ``memswap::layers.0``."""
+    """The scope of one call of a unit; to who listens a range, ``memswap::layers.0``.
+
+    That is torch.profiler, and `torch.cuda.memory._record_memory_history` with annotations.
+    """
 
     __slots__ = ("manager", "range")
 
@@ -378,7 +382,7 @@ class _UnitCall(HookScope):
         self.range: torch.profiler.record_function | None = None
 
     def enter(self, call: FrameType | None = None) -> None:
-        if torch.autograd.profiler._is_profiler_enabled:
+        if native.observed():
             self.range = torch.profiler.record_function(f"memswap::{self.unit}")
             self.range.__enter__()
         super().enter(call)

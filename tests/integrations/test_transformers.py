@@ -188,6 +188,15 @@ def test_the_optimizers_state_is_away_between_steps(tmp_path, optimizer):
         assert "memswap_optimizer_away_mib" not in callback.metrics()
 
 
+def test_a_live_line_says_what_was_done_so_far(tmp_path, capsys):
+    callback = MemswapCallback(live=True, **tiny.swapping(tmp_path))
+    train(tmp_path, callback)
+    shown = capsys.readouterr().err
+    assert shown.count("memswap: ") >= 2 and " moved, peak " in shown
+    train(tmp_path, MemswapCallback(**tiny.swapping(tmp_path)))
+    assert "memswap: " not in capsys.readouterr().err
+
+
 def test_an_optimizer_option_that_is_none_is_refused():
     with pytest.raises(ValueError, match="found optimizer='sawp', expected True or one of"):
         MemswapCallback(optimizer="sawp")

@@ -22,6 +22,7 @@ import torch
 
 from memswap.activations import manage
 from memswap.blocks import find_blocks, unwrapped
+from memswap.integrations.live import LiveLine
 from memswap.integrations.options import from_config
 from memswap.integrations.states import OptimizerStates
 from memswap.managed import Report
@@ -58,6 +59,7 @@ class ManagedTraining:
             ``"encode"``, ``"encode_swap"`` or an :class:`memswap.Action`. It stays away after the
             training, for as long as there is the optimizer.
         optimizer_pool: where that state goes.
+        live: whether a line below the progress bars says what was done so far; needs tqdm.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class ManagedTraining:
         windows: Windows | None = None,
         optimizer: bool | str | Action | None = None,
         optimizer_pool: Pool | None = None,
+        live: bool = False,
     ) -> None:
         super().__init__()
         self._states = OptimizerStates(optimizer, optimizer_pool)
@@ -80,6 +83,7 @@ class ManagedTraining:
             "prefetch_bytes": prefetch_bytes,
             "windows": windows,
         }
+        self._live: LiveLine | None = LiveLine() if live else None
         self._manager: Manager | None = None
         self._loop: _Loop | None = None
         self._guard: _Guard | None = None
@@ -154,6 +158,8 @@ class ManagedTraining:
             self._report = self._reported(manager)
             logger.info("%s", self._report)
             self._states.end()
+            if self._live is not None:
+                self._live.close()
             manager.remove()
 
     def report(self) -> Report:
@@ -184,6 +190,11 @@ class ManagedTraining:
             "memswap_peak_away_mib": stats.peak_away_bytes / 2**20,
             "memswap_blocked_s": stats.exposed_wait_s,
         }
+
+    def stepped(self) -> None:
+        """A step has ended: the live line, if there is one, says what was done so far."""
+        if self._live is not None and self._manager is not None:
+            self._live.show(self._manager.line())
 
     def has_ended(self, another: _Loop | None = None) -> bool:
         """Whether the loop is over although nobody said so: see [Note: A loop that raised].

@@ -27,7 +27,7 @@ class MemswapCallback(ManagedTraining, TrainerCallback):
 
     Args:
         policy: as in :func:`memswap.manage`, like all others: ``budget``, ``pool``,
-            ``prefetch_bytes``, ``windows``; and ``optimizer``, ``optimizer_pool``: see
+            ``prefetch_bytes``, ``windows``; and ``optimizer``, ``optimizer_pool``, ``live``: see
             :class:`ManagedTraining`. :meth:`from_config` takes plain values.
     """
 
@@ -54,6 +54,13 @@ class MemswapCallback(ManagedTraining, TrainerCallback):
         if model is None:
             raise ValueError("MemswapCallback: found no model, expected the one that is trained")
         self.begin(model, _is_train, token=state, optimizers=[optimizer])
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Show what was done so far, if that was asked for."""
+        if state.is_local_process_zero:
+            self.stepped()
 
     def on_log(
         self,
