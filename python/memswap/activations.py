@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from memswap._warn import warn
-from memswap.blocks import LISTS, Blocks, compiled_as_a_whole, find_blocks
 from memswap.engine.autograd import computed_from, in_backward, next_node_number, plain_parts
 from memswap.engine.engine import Engine
 from memswap.engine.hook_scope import HookScope, OpenBlocks, can_save
@@ -25,15 +24,16 @@ from memswap.engine.units import format_bytes, parse_bytes
 from memswap.engine.windowed import WindowedEngine
 from memswap.engine.windows import WindowStats
 from memswap.errors import MemswapError
-from memswap.managed import Managed, Report
-from memswap.module_hooks import ModuleHooks
-from memswap.operators import OperatorWindows
+from memswap.hooks.blocks import LISTS, Blocks, compiled_as_a_whole, find_blocks
+from memswap.hooks.managed import Managed, Report
+from memswap.hooks.module_hooks import ModuleHooks
+from memswap.hooks.operators import OperatorWindows
+from memswap.hooks.unseen import Unseen
 from memswap.planning.budgets import parsed
 from memswap.planning.pilot import Pilot
 from memswap.planning.policy import Policy
 from memswap.planning.rates import Rates
-from memswap.step_report import write_step_report
-from memswap.unseen import Unseen
+from memswap.reports.step_report import write_step_report
 from memswap.windows import Window, Windows
 
 if TYPE_CHECKING:

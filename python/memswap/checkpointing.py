@@ -1,7 +1,7 @@
 """Activation checkpointing whose saved outputs and inputs can leave the device.
 
 The machinery is torch's own non-reentrant checkpoint. memswap stands at its two public seams: the
-``context_fn`` (checkpoint_region.py), which decides operator by operator, and the saved-tensor
+``context_fn`` (checkpoints/region.py), which decides operator by operator, and the saved-tensor
 hooks around it, which see the inputs that a region keeps.
 """
 
@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_context_fn
 
 from memswap.activations import named_units, window
-from memswap.checkpoint_parameters import with_the_same_parameters
-from memswap.checkpoint_policy import (
+from memswap.checkpoints.parameters import with_the_same_parameters
+from memswap.checkpoints.policy import (
     CheckpointPolicy,
     Decide,
     PolicyLike,
@@ -31,7 +31,7 @@ from memswap.checkpoint_policy import (
     read_policy,
     torch_policy,
 )
-from memswap.checkpoint_region import Region
+from memswap.checkpoints.region import Region
 from memswap.engine.action import Action
 from memswap.engine.autograd import in_backward
 from memswap.engine.early_stop import stopping_behind_operators
@@ -40,7 +40,7 @@ from memswap.engine.hook_scope import HookScope, current_scope
 from memswap.engine.stats import describe
 from memswap.engine.transfer import check_pool
 from memswap.engine.uncopied import Uncopied
-from memswap.managed import report
+from memswap.hooks.managed import report
 from memswap.planning.policy import Policy
 
 if TYPE_CHECKING:

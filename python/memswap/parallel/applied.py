@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from memswap._warn import warn
 from memswap.engine.autograd import in_backward
-from memswap.module_hooks import AtBegin, AtEnd, ModuleHooks
+from memswap.hooks.module_hooks import AtBegin, AtEnd, ModuleHooks
 from memswap.parallel.arriving import ArrivingTensor
 from memswap.parallel.attention import Lengths, PlacedQueries, causal_mask
 from memswap.parallel.attention_exchanges import AttentionExchanges, EarlyLaunches

@@ -7,7 +7,7 @@ from collections import Counter
 
 from torch import nn
 
-from memswap.module_hooks import hooks_on
+from memswap.hooks.module_hooks import hooks_on
 from memswap.parallel.applied import AppliedContext
 from memswap.parallel.schedule import ShardContext
 from memswap.parallel.shard import ShardedModule

@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from memswap.engine.autograd import graph_task, in_backward
-from memswap.module_hooks import AtEnd, ModuleHooks
+from memswap.hooks.module_hooks import AtEnd, ModuleHooks
 from memswap.parallel.arriving import ArrivingTensor
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from memswap.errors import RankMismatchError
-from memswap.module_hooks import ModuleHooks
+from memswap.hooks.module_hooks import ModuleHooks
 from memswap.parallel.comm import Comm, Ticket
 from memswap.parallel.selftest import ranks_that_differ
 from memswap.parallel.slots import SlotPool

@@ -11,7 +11,7 @@ from torch import nn
 
 from memswap.engine.autograd import in_backward
 from memswap.engine.durations import Durations
-from memswap.module_hooks import ModuleHooks
+from memswap.hooks.module_hooks import ModuleHooks
 
 if TYPE_CHECKING:
     from types import FrameType

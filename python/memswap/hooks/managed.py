@@ -7,7 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from memswap.engine.stats import describe
-from memswap.module_hooks import ModuleHooks, Scope, hooks_on
+from memswap.hooks.module_hooks import ModuleHooks, Scope, hooks_on
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
