@@ -181,7 +181,7 @@ class AppliedContext:
             ValueError: sizes that do not fit, or attention that would be wrong.
             TypeError: there is no such argument, or it is no tensor.
         """
-        places = [self._arguments.find(which, args, kwargs) for which in self._style.qkv]
+        places = [self._arguments.find(which, args, kwargs) for which in self._style.places]
         given = {
             role: self._local(role, where[key])
             for role, (where, key) in zip(self._roles, places, strict=True)
@@ -193,11 +193,7 @@ class AppliedContext:
         self.calls += 1
         return lengths
 
-    def attended(self) -> None:
-        """Attention has run, and its output is not exchanged yet."""
-        if self._gathered is not None:
-            self._gathered.ended()
-
+    @property
     def places_queries(self) -> bool:
         """Whether attention has to be told of where its queries are ([Note: Placed queries])."""
         return self._gathered is not None
@@ -206,7 +202,7 @@ class AppliedContext:
         self, result: Mapping[Role, torch.Tensor], args: list[Any], kwargs: dict[str, Any]
     ) -> None:
         """Put what attention gets among its arguments."""
-        places = [self._arguments.find(which, args, kwargs) for which in self._style.qkv]
+        places = [self._arguments.find(which, args, kwargs) for which in self._style.places]
         if not self.exchanges.parts_ways:
             for (where, key), role in zip(places, self._roles, strict=True):
                 where[key] = result[role]
@@ -274,6 +270,8 @@ class AppliedContext:
         Raises:
             TypeError, ValueError: it is not in the layout of the queries.
         """
+        if self._gathered is not None:
+            self._gathered.ended()
         tensors, structure = tree_flatten(output)
         places = [i for i, one in enumerate(tensors) if isinstance(one, torch.Tensor)]
         own = [tensors[i] for i in places]
@@ -418,7 +416,7 @@ class AttentionCall:
         assert inputs is not None
         args, kwargs = inputs
         lengths = self._applied.begin(args, kwargs)
-        if self._applied.places_queries():
+        if self._applied.places_queries:
             self._placed = PlacedQueries(lengths, call=call)
             self._placed.__enter__()
         return tuple(args), kwargs
@@ -426,7 +424,6 @@ class AttentionCall:
     def leave(self, output: Any) -> Any:
         """Exchange its output; what the caller is to get."""
         self.abandon()
-        self._applied.attended()
         return self._applied.end(output)
 
     def abandon(self) -> None:

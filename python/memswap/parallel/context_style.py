@@ -26,15 +26,19 @@ ROLES: dict[Packing, tuple[Role, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ContextStyle:
-    """The options of a :class:`ContextParallel`, which explains them; checked."""
+    """The options of a :class:`ContextParallel`, which explains them.
+
+    Raises:
+        ValueError: an option, or two that do not go together, with what was expected.
+    """
 
     layout: Layout
     balance: Balance
     packing: Packing
-    qkv: Sequence[int | str]
-    unpacked: tuple[str, ...] | None
+    qkv: Sequence[int | str] | None
+    unpacked: Sequence[str] | None
     heads: int | None
     sequence_length: int | None
     kv_sequence_length: int | None
@@ -43,39 +47,13 @@ class ContextStyle:
     verify: bool
     use_local_output: bool
 
-    @classmethod
-    def of(
-        cls,
-        *,
-        layout: str,
-        balance: Balance,
-        packing: Packing,
-        qkv: Sequence[int | str] | None,
-        unpacked: Sequence[str] | None,
-        heads: int | None,
-        sequence_length: int | None,
-        kv_sequence_length: int | None,
-        ranges: str | None,
-        mask: str | None,
-        verify: bool,
-        use_local_output: bool,
-    ) -> ContextStyle:
-        """Check options, and fill in those that follow from others.
-
-        Args:
-            layout, balance, packing, qkv, unpacked, heads, sequence_length, kv_sequence_length,
-                ranges, mask, verify, use_local_output: those of :class:`ContextParallel`.
-
-        Raises:
-            ValueError: an option, or two that do not go together, with what was expected.
-        """
-        if layout not in LAYOUTS:
-            raise ValueError(f"layout={layout!r}: expected one of {sorted(LAYOUTS)}")
-        if balance not in get_args(Balance):
-            raise ValueError(f"balance={balance!r}: expected one of {get_args(Balance)}")
+    def __post_init__(self) -> None:
+        qkv, packing, unpacked = self.qkv, self.packing, self.unpacked
+        if self.balance not in get_args(Balance):
+            raise ValueError(f"balance={self.balance!r}: expected one of {get_args(Balance)}")
         if packing not in ROLES:
             raise ValueError(f"packing={packing!r}: expected one of {sorted(ROLES)}")
-        if packing != "separate" and layout == "bnsd":
+        if packing != "separate" and self.layout == LAYOUTS["bnsd"]:
             raise ValueError("layout='bnsd' has no packed form; expected packing='separate'")
         tensors = len(ROLES[packing])
         if qkv is not None and len(qkv) != tensors:
@@ -87,25 +65,17 @@ class ContextStyle:
                 f"unpacked={tuple(unpacked)} with packing={packing!r}: expected two names (q, kv) "
                 "or three (q, k, v), with packing='qkv'"
             )
-        if not use_local_output and (balance == "headtail" or sequence_length is not None):
+        uneven = self.balance == "headtail" or self.sequence_length is not None
+        if not self.use_local_output and uneven:
             raise ValueError(
                 "use_local_output=False: a DTensor cannot say how balance='headtail' or uneven "
                 "parts cut the sequence; expected another balance and no sequence_length"
             )
-        return cls(
-            LAYOUTS[layout],
-            balance,
-            packing,
-            range(tensors) if qkv is None else tuple(qkv),
-            None if unpacked is None else tuple(unpacked),
-            heads,
-            sequence_length,
-            sequence_length if kv_sequence_length is None else kv_sequence_length,
-            ranges,
-            mask,
-            verify,
-            use_local_output,
-        )
+
+    @property
+    def places(self) -> Sequence[int | str]:
+        """Which arguments of ``forward`` the tensors are."""
+        return range(len(ROLES[self.packing])) if self.qkv is None else self.qkv
 
 
 class Arguments:

@@ -282,7 +282,7 @@ class GatheredAttention:
     ) -> PositionTrial:
         exchanges, layout = self._exchanges, self._style.layout
         places = [
-            self._arguments.find(which, list(args), dict(kwargs))[1] for which in self._style.qkv
+            self._arguments.find(which, list(args), dict(kwargs))[1] for which in self._style.places
         ]
 
         def call(
