@@ -88,12 +88,10 @@ class AppliedContext:
             if (projection := projections.get(role)) is not None and self.exchanges.moves(role)
         }
         self._early_roles = tuple(early)
-        self._arguments = Arguments(module)
+        self._arguments = Arguments(module, style)
         self._gathered: GatheredAttention | None = None
         if mesh.gather is not None and style.ranges is None and style.mask is None:
-            self._gathered = GatheredAttention(
-                module, style, mesh, self.exchanges, self._arguments, self._hand_out
-            )
+            self._gathered = GatheredAttention(module, self.exchanges, self._arguments)
         self._hooks = ModuleHooks(partial(_refuse_copy, type(module).__name__))
         self._hooks.add(module, None, self._attends, abandons_raised=True)
         for role, projection in early.items():
@@ -181,15 +179,12 @@ class AppliedContext:
             ValueError: sizes that do not fit, or attention that would be wrong.
             TypeError: there is no such argument, or it is no tensor.
         """
-        places = [self._arguments.find(which, args, kwargs) for which in self._style.places]
-        given = {
-            role: self._local(role, where[key])
-            for role, (where, key) in zip(self._roles, places, strict=True)
-        }
+        places = self._arguments.places(args, kwargs)
+        given = {role: self._local(role, where[key]) for role, (where, key) in places.items()}
         self.exchanges.cause = "attention"
         lengths = self.exchanges.lengths(given)
         result = self._exchanged(given, lengths, args, kwargs)
-        self._hand_out(result, args, kwargs)
+        self._arguments.hand_out(result, args, kwargs)
         self.calls += 1
         return lengths
 
@@ -197,25 +192,6 @@ class AppliedContext:
     def places_queries(self) -> bool:
         """Whether attention has to be told of where its queries are ([Note: Placed queries])."""
         return self._gathered is not None
-
-    def _hand_out(
-        self, result: Mapping[Role, torch.Tensor], args: list[Any], kwargs: dict[str, Any]
-    ) -> None:
-        """Put what attention gets among its arguments."""
-        places = [self._arguments.find(which, args, kwargs) for which in self._style.places]
-        if not self.exchanges.parts_ways:
-            for (where, key), role in zip(places, self._roles, strict=True):
-                where[key] = result[role]
-            return
-        ((where, key),) = places
-        where[key] = None
-        names = self._style.unpacked
-        assert names is not None
-        dim = self._style.layout.head_dim
-        apart = [result["q"], result["kv"]]
-        if len(names) == 3:
-            apart[1:] = result["kv"].unbind(dim)
-        kwargs.update(zip(names, apart, strict=True))
 
     def _exchanged(
         self,

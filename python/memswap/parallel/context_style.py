@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -72,18 +72,14 @@ class ContextStyle:
                 "parts cut the sequence; expected another balance and no sequence_length"
             )
 
-    @property
-    def places(self) -> Sequence[int | str]:
-        """Which arguments of ``forward`` the tensors are."""
-        return range(len(ROLES[self.packing])) if self.qkv is None else self.qkv
-
 
 class Arguments:
-    """The arguments of ``module``'s forward."""
+    """Where the tensors of attention are among the arguments of ``module``'s forward."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, style: ContextStyle) -> None:
         by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         self._module = type(module).__name__
+        self._style = style
         self._names = [
             name
             for name, one in inspect.signature(module.forward).parameters.items()
@@ -98,19 +94,35 @@ class Arguments:
         """Whether an argument was passed by place."""
         return name in self._names[: len(args)]
 
-    def find(self, which: int | str, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Where an argument was passed.
-
-        Args:
-            which: its place or its name.
-            args, kwargs: of a call.
-
-        Returns:
-            ``args`` and an index, or ``kwargs`` and a name.
+    def places(self, args: list[Any], kwargs: dict[str, Any]) -> dict[Role, tuple[Any, Any]]:
+        """Where each tensor was passed: in ``args`` at an index, or in ``kwargs`` by a name.
 
         Raises:
-            TypeError: it was not passed.
+            TypeError: one was not passed.
         """
+        roles = ROLES[self._style.packing]
+        which = range(len(roles)) if self._style.qkv is None else self._style.qkv
+        return {role: self._find(one, args, kwargs) for role, one in zip(roles, which, strict=True)}
+
+    def hand_out(
+        self, tensors: Mapping[Role, torch.Tensor], args: list[Any], kwargs: dict[str, Any]
+    ) -> None:
+        """Put the tensors that attention gets in the places of those that it was called with."""
+        places = self.places(args, kwargs)
+        if places.keys() <= tensors.keys():
+            for role, (where, key) in places.items():
+                where[key] = tensors[role]
+            return
+        where, key = places["qkv"]  # which is taken apart, since there are more keys than queries
+        where[key] = None
+        names = self._style.unpacked
+        assert names is not None
+        apart = [tensors["q"], tensors["kv"]]
+        if len(names) == 3:
+            apart[1:] = tensors["kv"].unbind(self._style.layout.head_dim)
+        kwargs.update(zip(names, apart, strict=True))
+
+    def _find(self, which: int | str, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if isinstance(which, int):
             place = which
         else:

@@ -33,16 +33,17 @@ class Scheduled:
     residency: str
     unshard_in_backward: bool
     own_memory: bool
-    """Not in a slot: its weights stay while other units come and go."""
+    """Whether its weights have memory of their own, and no slot, since they stay for long."""
     anchor: str | None
     calls: ModuleHooks = field(default_factory=ModuleHooks)
     """The hooks on its modules."""
     anchored: bool = False
     """Whether this forward has passed the anchor."""
     exchanges: int = 0
-    """Those that have arrived in this forward."""
+    """Exchanges that have arrived in this forward."""
     expected_exchanges: int = 0
-    """Those of the last one. Without ``anchor``, the next unit is gathered behind the last."""
+    """Exchanges of the last forward. Without ``anchor``, the next unit is gathered when the last
+    of them has arrived."""
     depth: int = 0
     """Forward calls, also those of a recompute, that have begun and not ended."""
     left: set[int] = field(default_factory=set)
@@ -52,6 +53,7 @@ class Scheduled:
     pinned: bool = False
     """Gathered by unshard(): stays until used or resharded."""
     in_backward: bool = False
+    """Whether the unit's part of a backward has begun and not ended."""
     reached: bool = False
     """Whether this backward has computed a gradient of a parameter."""
     open_calls: int = 0

@@ -64,7 +64,7 @@ class ShardContext:
         if max_reduces < 1:
             raise ValueError(f"max_reduces={max_reduces}: expected at least 1")
         self.explicit = True
-        """Made by the user, not for want of one."""
+        """Whether the user made this context, and not :func:`shard` by default."""
         self.pool = SlotPool(slots, debug=debug)
         self.scheduled: dict[Unit, Scheduled] = {}
         self._prerequisites: list[tuple[Prerequisite, nn.Module | None]] = []
@@ -118,7 +118,7 @@ class ShardContext:
         return self._comms[group]
 
     def add(self, scheduled: Scheduled) -> None:
-        """A new unit, after those that are here."""
+        """Schedule a new unit, after those that are here."""
         unit = scheduled.unit
         self.scheduled[unit] = scheduled
         unit.on_gradient = self.gradient_arrived
@@ -127,7 +127,7 @@ class ShardContext:
 
     @property
     def reductions_under_way(self) -> tuple[Reduction, ...]:
-        """Those of the present backward that were launched and not waited for."""
+        """The reductions of the present backward that were launched and not waited for."""
         return tuple(self._reductions)
 
     def finish_reductions(self) -> None:
@@ -372,7 +372,7 @@ class ShardContext:
         return expected
 
     def _neighbour(self, unit: Unit, step: int) -> Unit | None:
-        """The one that was sharded after or before it: all that is known in a first step."""
+        """The unit that was sharded after or before this one: a guess for the first step."""
         units = list(self.scheduled)
         place = units.index(unit) + step
         return units[place] if 0 <= place < len(units) else None
@@ -434,7 +434,7 @@ class ShardContext:
         self._in_backward = False
 
     def _warn_of_inputs(self, unit: Unit) -> None:
-        """Legal, and what a schedule that splits a backward in two does: say it once."""
+        """Say once that a backward computed no gradient of a unit's weights, which is legal."""
         if not self._told_of_inputs:
             self._told_of_inputs = True
             _log.warning(
