@@ -133,9 +133,14 @@ class Checkpointing(Uncopied):
     unless a ``pool`` was given; their statistics are counted there.
 
     Args:
-        policy_fn, swap_inputs, pool, min_bytes, determinism_check, preserve_rng_state, early_stop:
-            see :func:`checkpoint`.
+        policy_fn: what happens to the operators' outputs; see :func:`checkpoint`, as for all.
+        swap_inputs: whether the regions' inputs leave as well.
+        pool: where swapped tensors go.
+        min_bytes: shorter tensors stay.
         prefetch_bytes: see :class:`memswap.saved_tensors`.
+        determinism_check: how what is recomputed is compared with what was saved.
+        preserve_rng_state: whether random numbers are the same when a region runs again.
+        early_stop: whether a region stops once everything that backward needs was computed.
     """
 
     def __init__(
