@@ -36,6 +36,7 @@ from memswap.engine.autograd import in_backward
 from memswap.engine.early_stop import stopping_behind_operators
 from memswap.engine.engine import Engine
 from memswap.engine.hook_scope import HookScope, current_scope
+from memswap.engine.recomputed import counting
 from memswap.engine.stats import describe
 from memswap.engine.transfer import check_pool
 from memswap.engine.uncopied import Uncopied
@@ -240,8 +241,8 @@ class Checkpointing(Uncopied):
             called = with_the_same_parameters(fn, called)
         if options["early_stop"]:
             called = stopping_behind_operators(called)
-        if around is not None and around.engine.director is not None:
-            called = around.engine.director.counting(called)
+        if around is not None and around.engine.directed:
+            called = counting(around.engine, called)
         inputs = outer.within(f"{unit}/inputs", self._input_action, group)
         if self._input_action is not None:
             inputs.enter()
