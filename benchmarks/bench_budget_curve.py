@@ -9,7 +9,7 @@ result is a prediction, the same on every machine.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from common import chosen_device, make_parser, write_result

@@ -25,6 +25,7 @@ from memswap.hooks.blocks import find_blocks, unwrapped
 from memswap.hooks.managed import Report
 from memswap.hooks.module_hooks import AtEnd, ModuleHooks, hooks_on
 from memswap.integrations.live import LiveLine
+from memswap.integrations.options import from_config
 from memswap.integrations.states import OptimizerStates
 
 if TYPE_CHECKING:
