@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 
 from memswap._native import native
 from memswap._warn import warn
-from memswap.blocks import LISTS, Blocks, compiles_what_it_wraps, find_blocks
 from memswap.engine.autograd import computed_from, in_backward, next_node_number, plain_parts
 from memswap.engine.compiled import uncompiled
 from memswap.engine.engine import Engine
@@ -27,15 +26,16 @@ from memswap.engine.units import format_bytes, parse_bytes
 from memswap.engine.windowed import WindowedEngine
 from memswap.engine.windows import WindowStats
 from memswap.errors import MemswapError
-from memswap.managed import Managed, Report
-from memswap.module_hooks import ModuleHooks
-from memswap.operators import OperatorWindows
+from memswap.hooks.blocks import LISTS, Blocks, compiles_what_it_wraps, find_blocks
+from memswap.hooks.managed import Managed, Report
+from memswap.hooks.module_hooks import ModuleHooks
+from memswap.hooks.operators import OperatorWindows
+from memswap.hooks.unseen import Unseen
 from memswap.planning.budgets import parsed
-from memswap.planning.pilot import Pilot
+from memswap.planning.director import BudgetDirector
 from memswap.planning.policy import Policy
 from memswap.planning.rates import Rates
-from memswap.step_report import write_step_report
-from memswap.unseen import Unseen
+from memswap.reports.step_report import write_step_report
 from memswap.windows import Window, Windows
 
 if TYPE_CHECKING:
@@ -136,10 +136,10 @@ class Manager(Managed):
         self._units = dict(blocks.units)
         self._description = blocks.description
         self._budget = budget
-        self._pilot: Pilot | None = None
+        self._director: BudgetDirector | None = None
         if budget is not None:
             assert isinstance(policy, Policy)  # manage() has seen to it
-            self._pilot = self._engine.director = Pilot(
+            self._director = self._engine.director = BudgetDirector(
                 self._engine, policy, pool, budget, rates, group, self._units
             )
         self._iteration = _Units()
@@ -175,7 +175,7 @@ class Manager(Managed):
         None without a budget, and in the first steps, which learn. ``print(manager.plan)`` shows a
         table with a line per unit.
         """
-        return None if self._pilot is None else self._pilot.plan
+        return None if self._director is None else self._director.plan
 
     def wait_for_plan(self) -> Plan | None:
         """Wait for the plan that the steps so far lead to, and return the plan in force.
@@ -190,8 +190,8 @@ class Manager(Managed):
             BudgetError: no plan meets the budget; the message states the smallest one that can be
                 met.
         """
-        if self._pilot is not None:
-            self._pilot.wait()
+        if self._director is not None:
+            self._director.wait()
         return self.plan
 
     @property
@@ -200,21 +200,21 @@ class Manager(Managed):
 
         For `memswap.planning`, and for files that ``python -m memswap plan --load`` reads.
         """
-        pilot = self._pilot
-        if pilot is None or pilot.step is None or pilot.rates is None:
+        director = self._director
+        if director is None or director.step is None or director.rates is None:
             return None
-        return pilot.step, pilot.rates
+        return director.step, director.rates
 
     def stats(self) -> Stats:
         """What was done since this began or :meth:`reset_stats`."""
-        if self._pilot is not None:
-            self._pilot.look()
+        if self._director is not None:
+            self._director.look()
         return super().stats()
 
     def reset_stats(self) -> None:
         """Start counting anew."""
-        if self._pilot is not None:
-            self._pilot.look()
+        if self._director is not None:
+            self._director.look()
         super().reset_stats()
 
     def remove(self) -> None:
@@ -227,8 +227,8 @@ class Manager(Managed):
         self._models.remove()
         if self._operators is not None:
             self._operators.remove()
-        if self._pilot is not None:
-            self._pilot.end()
+        if self._director is not None:
+            self._director.end()
         super().remove()
 
     def window(self, seconds: float | None = None, *, name: str = "") -> Window:

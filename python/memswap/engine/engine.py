@@ -229,33 +229,11 @@ class Engine(native.Engine):
         else:
             handle = self.join(entry, view)
         if director is not None:
-            director.saved(entry)
+            self.saved(entry)
         return handle
 
     def hurry(self, entry: Entry) -> None:
         """Its room is needed: start what has waited until now. Nothing waits here."""
-
-    # --- what a director hears --------------------------------------------------------------------
-
-    def again(self, entry: Entry, unit: str) -> None:
-        """A unit saves a storage that was saved before."""
-        if self.director is not None:
-            self.director.again(entry, unit)
-
-    def demanding(self, entry: Entry) -> None:
-        """Backward asks for a storage."""
-        if self.director is not None:
-            self.director.demanding(entry)
-
-    def demanded(self, entry: Entry) -> None:
-        """Backward has it, in stream order."""
-        if self.director is not None:
-            self.director.demanded(entry)
-
-    def no_room(self) -> None:
-        """A storage was to leave, and its pool is full."""
-        if self.director is not None:
-            self.director.no_room()
 
     # --- sending ----------------------------------------------------------------------------------
 
@@ -316,8 +294,8 @@ class Engine(native.Engine):
         dtype: torch.dtype,
     ) -> str | None:
         """Start encoding an entry's storage. None, or the reason why it stays."""
-        sender, director = route.encoding(action), self.director
-        most_nbytes = None if director is None else director.frame_nbytes(entry)
+        sender, iteration = route.encoding(action), entry.iteration
+        most_nbytes = None if iteration is None else iteration.frame_nbytes(entry.index)
         if sender is None:
             reason = "no codec"
         else:
@@ -332,8 +310,8 @@ class Engine(native.Engine):
                 return None
             elif most_nbytes is None or not sender.works_ahead:
                 reason = self.refuse(sender, entry)
-        if director is not None and most_nbytes is not None and route.works_ahead:
-            director.unfit()  # the plan has no room for it where it is
+        if iteration is not None and most_nbytes is not None and route.works_ahead:
+            iteration.unfit = True  # the plan has no room for it where it is
             return self._swap(entry, storage, route)
         return reason if action is ENCODE else self._swap(entry, storage, route)
 
@@ -365,8 +343,6 @@ class Engine(native.Engine):
 
     def refuse(self, sender: Sender, entry: Entry) -> str:
         """A sender has no room: the reason in the statistics. In full it is told once."""
-        if isinstance(sender, native.BlockSender):
-            self.no_room()
         return self.refused(sender.short_of, sender.why_refused(), entry)
 
     def _distrusted(self, expectation: Expectation, entry: Entry, route: Route) -> str:

@@ -21,12 +21,12 @@ from weakref import ref
 import torch
 
 from memswap.activations import manage
-from memswap.blocks import find_blocks, unwrapped
+from memswap.hooks.blocks import find_blocks, unwrapped
+from memswap.hooks.managed import Report
+from memswap.hooks.module_hooks import AtEnd, ModuleHooks, hooks_on
 from memswap.integrations.live import LiveLine
 from memswap.integrations.options import from_config
 from memswap.integrations.states import OptimizerStates
-from memswap.managed import Report
-from memswap.module_hooks import AtEnd, ModuleHooks, hooks_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

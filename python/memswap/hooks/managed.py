@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from memswap.engine.stats import describe
 from memswap.engine.units import format_bytes
-from memswap.module_hooks import ModuleHooks, Scope, hooks_on
+from memswap.hooks.module_hooks import ModuleHooks, Scope, hooks_on
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
