@@ -17,6 +17,7 @@ import torch
 from memswap._native import native
 from memswap.engine import recipes
 from memswap.engine.action import ENCODE, KEEP, RECOMPUTE, SWAP, Action, Decider, TensorInfo
+from memswap.engine.compiled import uncompiled_methods
 from memswap.engine.entry import NEVER_FREED, PLANNED, Entry
 from memswap.engine.stats import Stats, snapshot
 from memswap.engine.transfer import Routes
@@ -64,6 +65,9 @@ class Engine(native.Engine):
 
     recipes: native.Recipes | None
     """What is known of the operators that made storages; None: nothing is recomputed."""
+
+    def __init_subclass__(cls) -> None:
+        uncompiled_methods(cls)
 
     def __init__(self, policy: Decider, pool: Pool | None, window_bytes: int | None) -> None:
         super().__init__(window_bytes)
@@ -389,3 +393,6 @@ class Engine(native.Engine):
     def fetch(self, entry: Entry) -> bool:
         """Start bringing an entry back, unless it is not away. Whether that was done."""
         return entry.fetch_ahead()  # may be out of memory
+
+
+uncompiled_methods(Engine)
