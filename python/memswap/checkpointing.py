@@ -36,6 +36,7 @@ from memswap.engine.autograd import in_backward
 from memswap.engine.early_stop import stopping_behind_operators
 from memswap.engine.engine import Engine
 from memswap.engine.hook_scope import HookScope, current_scope
+from memswap.engine.recomputed import counting
 from memswap.engine.stats import describe
 from memswap.engine.transfer import check_pool
 from memswap.engine.uncopied import Uncopied
@@ -133,9 +134,14 @@ class Checkpointing(Uncopied):
     unless a ``pool`` was given; their statistics are counted there.
 
     Args:
-        policy_fn, swap_inputs, pool, min_bytes, determinism_check, preserve_rng_state, early_stop:
-            see :func:`checkpoint`.
+        policy_fn: what happens to the operators' outputs; see :func:`checkpoint`, as for all.
+        swap_inputs: whether the regions' inputs leave as well.
+        pool: where swapped tensors go.
+        min_bytes: shorter tensors stay.
         prefetch_bytes: see :class:`memswap.saved_tensors`.
+        determinism_check: how what is recomputed is compared with what was saved.
+        preserve_rng_state: whether random numbers are the same when a region runs again.
+        early_stop: whether a region stops once everything that backward needs was computed.
     """
 
     def __init__(
@@ -235,8 +241,8 @@ class Checkpointing(Uncopied):
             called = with_the_same_parameters(fn, called)
         if options["early_stop"]:
             called = stopping_behind_operators(called)
-        if around is not None and around.engine.director is not None:
-            called = around.engine.director.counting(called)
+        if around is not None and around.engine.directed:
+            called = counting(around.engine, called)
         inputs = outer.within(f"{unit}/inputs", self._input_action, group)
         if self._input_action is not None:
             inputs.enter()

@@ -386,3 +386,12 @@ def test_numbers_computed_under_both_doors_at_once(device, new_pool):
     assert engine.stats().moved_storages > 0 and manager.stats().moved_storages > 0
     assert_released(engine, pool)
     assert_released(manager, pool)
+
+
+def test_a_line_for_a_progress_bar_says_what_was_done(device, new_pool):
+    model, x = new_stack(device, depth=2), new_input(device)
+    with memswap.manage(model, EVERYTHING, pool=new_pool()) as manager:
+        before = manager.line()
+        train_step(model, lambda: model(x))
+        assert before.startswith("memswap: 0 B moved, peak 0 B here")
+        assert manager.line() != before and "\n" not in manager.line()

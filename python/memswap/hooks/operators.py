@@ -57,7 +57,7 @@ class OperatorWindows:
             known.update(id(module) for _, module in operators)
             place = _Place(name)
             if name in units:
-                self._hooks.add(unit, place, self._begin)
+                self._hooks.add(unit, place, self._begin, in_compiled_code=False)
             for key, module in operators:
                 self._operators.add(module, _Place(key, place), self._begin, in_compiled_code=False)
 
