@@ -11,7 +11,7 @@ namespace {
 // Backward has the storage now: what proves a recipe of it looks once more.
 void tell_trial(const Entry& entry) {
   if (const std::shared_ptr<Trial> trial = entry.trial) {
-    trial->demanded();
+    trial->demanded(entry.away() ? static_cast<int64_t>(entry.away()->device_nbytes()) : 0);
   }
 }
 
