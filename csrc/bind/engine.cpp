@@ -1,12 +1,14 @@
 // Engine and its lock, as Python sees them.
 #include "engine/engine.h"
 
+#include <pybind11/native_enum.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -24,7 +26,10 @@ class PythonHost final : public Host {
  public:
   explicit PythonHost(const py::object& host) : host_(host) {}
 
-  void learn() override { call("learn"); }
+  void defer(const EntryPtr& entry, const StorageRefPtr& storage, const LeaveOrder& order,
+             const Expectation& expectation) override {
+    call("defer", entry, storage, order, expectation);
+  }
   void look_ahead(const IterationPtr& iteration, size_t index) override {
     call("look_ahead", iteration, index);
   }
@@ -33,6 +38,7 @@ class PythonHost final : public Host {
   void demanding(const EntryPtr& entry) override { call("demanding", entry); }
   void demanded(const EntryPtr& entry) override { call("demanded", entry); }
   void no_room() override { call("no_room"); }
+  void unfit() override { call("unfit"); }
 
  private:
   template <class... Arguments>
@@ -53,8 +59,8 @@ PolicyTable::Action action_of(const std::string& word) {
   return found == words.end() ? PolicyTable::Action::kAsk : found->second;
 }
 
-EnginePtr make_engine(std::optional<int64_t> window_bytes) {
-  auto engine = std::make_shared<Engine>(window_bytes);
+EnginePtr make_engine(std::optional<int64_t> window_bytes, Schedule schedule) {
+  auto engine = std::make_shared<Engine>(window_bytes, schedule);
   engine->ledger.warn = warn;
   return engine;
 }
@@ -83,6 +89,11 @@ void set_persistent(Engine& engine, const std::vector<at::Tensor>& tensors) {
   }
 }
 
+// Why a storage stays, or None.
+std::optional<std::string> reason_of(const char* reason) {
+  return reason == nullptr ? std::nullopt : std::optional<std::string>(reason);
+}
+
 void translate(std::exception_ptr thrown) {
   try {
     std::rethrow_exception(thrown);
@@ -107,10 +118,18 @@ void bind_engine(py::module_& module) {
            })
       .def("__exit__", [](Lock& lock, const py::args&) { lock.unlock(); });
 
+  py::native_enum<Schedule>(module, "Schedule", "enum.Enum",
+                            "When what leaves is sent, and when it comes back (engine.h).")
+      .value("ITERATIONS", Schedule::kIterations)
+      .value("WINDOWS", Schedule::kWindows)
+      .value("BATCHES", Schedule::kBatches)
+      .finalize();
+
   py::class_<Engine, EnginePtr>(module, "Engine",
                                 "What becomes of the storages that autograd saves "
                                 "(csrc/engine/engine.h).")
-      .def(py::init(&make_engine), py::arg("window_bytes"))
+      .def(py::init(&make_engine), py::arg("window_bytes"),
+           py::arg("schedule") = Schedule::kIterations)
       .def(
           "set_host",
           [](Engine& self, const py::object& host) {
@@ -141,15 +160,46 @@ void bind_engine(py::module_& module) {
           py::arg("tensor"), py::arg("view"),
           "The entry of what the iteration admitted last, and its storage.")
       .def(
-          "swap",
-          [](Engine& self, const at::Tensor& tensor, const SavedView& look, BlockSender& sender) {
-            EntryPtr entry;
-            const bool moved = self.swap(tensor, look, sender, entry).as == Saved::As::kMoved;
-            return std::pair(std::move(entry), moved);
+          "leave",
+          [](Engine& self, const EntryPtr& entry, const StorageRefPtr& storage, LeaveOrder order) {
+            return reason_of(self.leave(entry, some(storage), std::move(order)));
           },
-          py::arg("tensor"), py::arg("view"), py::arg("sender"),
-          "Make the entry of what the iteration admitted last, and send it. The entry, and whether "
-          "there was room.")
+          py::arg("entry").none(false), py::arg("storage"), py::arg("order"),
+          "An entry's storage leaves as the schedule has it: at once, or held until its batch is "
+          "told to go. None, or the reason why it stays.")
+      .def(
+          "send",
+          [](Engine& self, const EntryPtr& entry, const StorageRefPtr& storage,
+             const LeaveOrder& order) { return reason_of(self.send(entry, some(storage), order)); },
+          py::arg("entry").none(false), py::arg("storage"), py::arg("order"), "The same at once.")
+      .def(
+          "send_raw",
+          [](Engine& self, const EntryPtr& entry, const StorageRefPtr& storage,
+             const LeaveOrder& order) {
+            return reason_of(self.send_raw(entry, some(storage), *order.transfers));
+          },
+          py::arg("entry").none(false), py::arg("storage"), py::arg("order"),
+          "The same, as raw bytes.")
+      .def(
+          "encode",
+          [](Engine& self, const EntryPtr& entry, const StorageRefPtr& storage,
+             const LeaveOrder& order, Expectation expectation) {
+            return self.encode(entry, some(storage), order, std::move(expectation));
+          },
+          py::arg("entry").none(false), py::arg("storage"), py::arg("order"),
+          py::arg("expectation"), "The same, as a frame. False: there was no room.")
+      .def("learn", &Engine::learn,
+           "Take in what encoders have reported by now, in the order of their encodes.")
+      .def_property_readonly("awaited_reports", &Engine::awaited_reports)
+      .def_readonly("schedule", &Engine::schedule)
+      .def_property(
+          "small_bytes", [](const Engine& self) { return self.batch_limits.small_bytes; },
+          [](Engine& self, int64_t nbytes) { self.batch_limits.small_bytes = nbytes; },
+          "Storages of a batch of more bytes travel alone.")
+      .def_property(
+          "bucket_bytes", [](const Engine& self) { return self.batch_limits.bucket_bytes; },
+          [](Engine& self, int64_t nbytes) { self.batch_limits.bucket_bytes = nbytes; },
+          "Most bytes of a batch that travel together, and so of the copy that it takes.")
       .def("refused", &Engine::refused, py::arg("short_of"), py::arg("why"), py::arg("entry"),
            "A sender has no room for a storage: told once. The reason for the statistics.")
       .def("demand", &Engine::demand, py::arg("entry").none(false),
@@ -182,10 +232,7 @@ void bind_engine(py::module_& module) {
       .def_readwrite("backward", &Engine::backward, "Whose backward runs, for the director.")
       .def_readwrite("directed", &Engine::directed)
       .def_readwrite("watched", &Engine::watched,
-                     "The director hears of each mark, whatever a plan says.")
-      .def_readwrite("looks_ahead", &Engine::looks_ahead)
-      .def_readwrite("shares_batches", &Engine::shares_batches)
-      .def_readwrite("awaits_reports", &Engine::awaits_reports);
+                     "The director hears of each mark, whatever a plan says.");
 }
 
 }  // namespace memswap

@@ -20,7 +20,7 @@ void tell_trial(const Entry& entry) {
 // What comes next is brought back, as far as there is memory: the demand itself will ask again.
 void Engine::look_ahead(const EntryPtr& entry) {
   const IterationPtr of = entry->iteration;
-  if (!looks_ahead) {
+  if (schedule == Schedule::kWindows) {
     host->look_ahead(of, entry->index);
     return;
   }

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <c10/core/Device.h>
-#include <c10/core/ScalarType.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -16,11 +15,11 @@
 #include "ledger.h"
 #include "residence.h"
 #include "storage/storage.h"
+#include "transfers.h"
 #include "work/ticket.h"
 
 namespace memswap {
 
-class BlockSender;
 class Engine;
 class Entry;
 class Iteration;
@@ -32,14 +31,6 @@ using IterationPtr = std::shared_ptr<Iteration>;
 // A step that the state of an entry does not allow: a bug in memswap.
 struct EntryStateError : std::logic_error {
   using std::logic_error::logic_error;
-};
-
-// How an entry of a group will leave, once it is told to.
-struct LeaveOrder {
-  std::string action;  // as memswap.Action names it
-  std::string unit;
-  int64_t ordinal = 0;  // among the storages of the unit
-  c10::ScalarType dtype = c10::ScalarType::Undefined;
 };
 
 // A state as messages name it.
@@ -122,9 +113,9 @@ class Entry final : public Known, public std::enable_shared_from_this<Entry> {
   int64_t keeps = 0;      // saves whose tensor stayed
   int64_t unseen = 0;     // saves that have not been unpacked since the storage came back
   IterationPtr iteration;
-  size_t index = 0;  // in the iteration
-  std::optional<LeaveOrder> order;
-  std::shared_ptr<Trial> trial;  // of its recipe, while its place is being learnt
+  size_t index = 0;                 // in the iteration
+  std::optional<LeaveOrder> order;  // of what waits until its batch is told to go
+  std::shared_ptr<Trial> trial;     // of its recipe, while its place is being learnt
   RowPlace place_in_row;
 
   void leave_row() {

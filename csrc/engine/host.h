@@ -5,6 +5,7 @@
 #include <string_view>
 
 #include "entry.h"
+#include "transfers.h"
 
 namespace memswap {
 
@@ -15,10 +16,12 @@ class Host {
   Host& operator=(const Host&) = delete;
   virtual ~Host() = default;
 
-  // Encoders may have reported (`Engine::awaits_reports`): take that in.
-  virtual void learn() = 0;
+  // --- where codec work waits for windows (`Schedule::kWindows`) ---
 
-  // What is demanded next is wanted (unless `Engine::looks_ahead`): bring it back in time.
+  // A storage is to be encoded: let it wait.
+  virtual void defer(const EntryPtr& entry, const StorageRefPtr& storage, const LeaveOrder& order,
+                     const Expectation& expectation) = 0;
+  // What is demanded next is wanted: bring it back in time.
   virtual void look_ahead(const IterationPtr& iteration, size_t index) = 0;
 
   // The room of an entry that waits is needed: send it now. Nothing is waited for here.
@@ -31,20 +34,24 @@ class Host {
   // Backward asks for a storage; backward has it, in stream order.
   virtual void demanding(const EntryPtr& entry) = 0;
   virtual void demanded(const EntryPtr& entry) = 0;
-  // A storage was to leave, and its pool is full.
+  // A storage was to leave, and its pool is full; or it did not become a frame of the bytes that
+  // the plan has for it.
   virtual void no_room() = 0;
+  virtual void unfit() = 0;
 };
 
 // Nobody is asked.
 class NoHost final : public Host {
  public:
-  void learn() override {}
+  void defer(const EntryPtr&, const StorageRefPtr&, const LeaveOrder&,
+             const Expectation&) override {}
   void look_ahead(const IterationPtr&, size_t) override {}
   void hurry(const EntryPtr&) override {}
   void again(const EntryPtr&, std::string_view) override {}
   void demanding(const EntryPtr&) override {}
   void demanded(const EntryPtr&) override {}
   void no_room() override {}
+  void unfit() override {}
 };
 
 }  // namespace memswap

@@ -141,7 +141,7 @@ def test_a_layer_is_encoded_under_the_operators_of_the_next(device, managed) -> 
     engine, start = manager._engine, manager._engine.start
 
     def watched(pending: Any) -> Any:
-        started.append((pending.expectation.key.unit, running))
+        started.append((pending.expectation.key[0], running))
         return start(pending)
 
     engine.start = watched

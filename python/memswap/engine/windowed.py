@@ -9,19 +9,18 @@ import torch
 
 from memswap._native import native
 from memswap.engine.autograd import in_backward
-from memswap.engine.engine import Engine
+from memswap.engine.engine import Engine, Schedule
 from memswap.engine.entry import RESIZED, State
 from memswap.engine.hook_scope import HookScope
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Iterable
 
-    from memswap._C import EntryReference, Iteration, StorageRef
+    from memswap._C import EntryReference, Expectation, Iteration, LeaveOrder, StorageRef
     from memswap.engine.action import Decider
     from memswap.engine.entry import Entry
-    from memswap.engine.expectations import Expectation
     from memswap.engine.lane import Ticket
-    from memswap.engine.transfer import Pool, Route
+    from memswap.engine.transfer import Pool
     from memswap.engine.windows import Pending, WindowQueue, WindowStats
 
 
@@ -36,8 +35,7 @@ class Deferred(NamedTuple):
     nbytes: int
     gain: float
     stream: Hashable
-    sender: native.FrameSender
-    route: Route
+    order: LeaveOrder
     expectation: Expectation
 
 
@@ -69,8 +67,7 @@ class WindowedEngine(Engine):
         queue: WindowQueue,
         observer: Observer | None = None,
     ) -> None:
-        super().__init__(policy, pool, window_bytes)
-        self.looks_ahead = False  # that is for a window: `look_ahead`
+        super().__init__(policy, pool, window_bytes, Schedule.WINDOWS)
         self.queue = queue
         self.observer = observer
         self._inside = threading.local()  # explicit windows that the thread is in
@@ -152,26 +149,18 @@ class WindowedEngine(Engine):
                 if self.observer is not None:
                     self.observer.begin_iteration()
 
-    def send_encode(
-        self,
-        entry: Entry,
-        storage: StorageRef,
-        sender: native.FrameSender,
-        route: Route,
-        expectation: Expectation,
-    ) -> bool:
+    def defer(
+        self, entry: Entry, storage: StorageRef, order: LeaveOrder, expectation: Expectation
+    ) -> None:
         """Promise an encode. There may turn out to be no room when it starts."""
-        if not sender.works_ahead:
-            return super().send_encode(entry, storage, sender, route, expectation)
         self._works_ahead = True
         entry.storage = storage
-        stream = stream_key(route.device)
-        sizes = route.expectations.sizes(expectation.key)
-        gain = FIRST_GAIN if sizes is None else 1 - sizes[0] / entry.nbytes
-        deferred = Deferred(entry.reference, entry.nbytes, gain, stream, sender, route, expectation)
+        stream = stream_key(entry.device)
+        sizes = order.transfers.expectations.sizes(expectation.key)
+        gain = FIRST_GAIN if sizes is None else 1 - sizes.used / entry.nbytes
+        deferred = Deferred(entry.reference, entry.nbytes, gain, stream, order, expectation)
         self._observe()
         self.queue.defer(deferred, self)
-        return True
 
     def look_ahead(self, iteration: Iteration, index: int) -> None:
         """A storage is demanded: what comes next is wanted."""
@@ -194,7 +183,7 @@ class WindowedEngine(Engine):
     def start(self, pending: Pending) -> Ticket | None:
         """Start an encode now, on its own stream. None: there was no room, and the entry stays."""
         assert isinstance(pending, Deferred)
-        entry, sender, route = pending.entry(), pending.sender, pending.route
+        entry, order, by = pending.entry(), pending.order, pending.order.transfers
         if entry is None or entry.storage is None:
             return None
         if entry.lost_memory:
@@ -202,26 +191,37 @@ class WindowedEngine(Engine):
             return None
         storage, entry.storage = entry.storage, None
         reason: str | None = None
-        if super().send_encode(entry, storage, sender, route, pending.expectation):
+        if self.encode(entry, storage, order, pending.expectation):
+            sender = by.frames(order.form)
+            assert sender is not None  # it has encoded
             self._notice(sender.lane, entry.nbytes, encoded=True)
         else:
-            planned = pending.expectation.most_nbytes is not None
+            planned = order.most_nbytes is not None
             if not planned:
-                reason = self.refuse(sender, entry)
+                sender = by.frames(order.form)
+                assert sender is not None  # or nothing would have waited
+                reason = self.refused(sender.short_of, sender.why_refused(), entry)
             elif self.director is not None:
                 self.director.unfit()
-            if planned or not sender.stays_on_device:  # raw, if there is room for that
-                reason = self._swap(entry, storage, route)
+            if planned or order.form is not native.Form.FRAME:  # raw, if there is room for that
+                reason = self.send_raw(entry, storage, order)
         if reason is None:
             return entry.departure
         entry.storage = storage
         self.ledger.keep(reason, entry.nbytes)
         return None
 
+    def _prefetch(self, entries: Iterable[Entry]) -> None:
+        try:
+            for entry in entries:
+                self.fetch(entry)
+        except torch.OutOfMemoryError:
+            return  # the demand itself will ask again, when there may be room
+
     def fetch(self, entry: Entry) -> bool:
         """Start bringing an entry back, unless it is not away. Whether that was done."""
         try:
-            fetched = super().fetch(entry)
+            fetched = entry.fetch_ahead()
         except torch.OutOfMemoryError:
             return False  # the demand itself will ask again, when there may be room
         if fetched and isinstance(entry.away, native.FrameForm):
