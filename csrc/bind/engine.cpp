@@ -12,6 +12,7 @@
 #include <string>
 #include <utility>
 
+#include "engine/windows.h"
 #include "errors.h"
 #include "storage_ref.h"
 
@@ -26,14 +27,6 @@ class PythonHost final : public Host {
  public:
   explicit PythonHost(const py::object& host) : host_(host) {}
 
-  void defer(const EntryPtr& entry, const StorageRefPtr& storage, const LeaveOrder& order,
-             const Expectation& expectation) override {
-    call("defer", entry, storage, order, expectation);
-  }
-  void look_ahead(const IterationPtr& iteration, size_t index) override {
-    call("look_ahead", iteration, index);
-  }
-  void hurry(const EntryPtr& entry) override { call("hurry", entry); }
   void again(const EntryPtr& entry, std::string_view unit) override { call("again", entry, unit); }
   void demanding(const EntryPtr& entry) override { call("demanding", entry); }
   void demanded(const EntryPtr& entry) override { call("demanded", entry); }
@@ -167,31 +160,14 @@ void bind_engine(py::module_& module) {
           py::arg("entry").none(false), py::arg("storage"), py::arg("order"),
           "An entry's storage leaves as the schedule has it: at once, or held until its batch is "
           "told to go. None, or the reason why it stays.")
-      .def(
-          "send",
-          [](Engine& self, const EntryPtr& entry, const StorageRefPtr& storage,
-             const LeaveOrder& order) { return reason_of(self.send(entry, some(storage), order)); },
-          py::arg("entry").none(false), py::arg("storage"), py::arg("order"), "The same at once.")
-      .def(
-          "send_raw",
-          [](Engine& self, const EntryPtr& entry, const StorageRefPtr& storage,
-             const LeaveOrder& order) {
-            return reason_of(self.send_raw(entry, some(storage), *order.transfers));
-          },
-          py::arg("entry").none(false), py::arg("storage"), py::arg("order"),
-          "The same, as raw bytes.")
-      .def(
-          "encode",
-          [](Engine& self, const EntryPtr& entry, const StorageRefPtr& storage,
-             const LeaveOrder& order, Expectation expectation) {
-            return self.encode(entry, some(storage), order, std::move(expectation));
-          },
-          py::arg("entry").none(false), py::arg("storage"), py::arg("order"),
-          py::arg("expectation"), "The same, as a frame. False: there was no room.")
       .def("learn", &Engine::learn,
            "Take in what encoders have reported by now, in the order of their encodes.")
       .def_property_readonly("awaited_reports", &Engine::awaited_reports)
       .def_readonly("schedule", &Engine::schedule)
+      .def_property_readonly(
+          "windows",
+          [](const EnginePtr& self) { return std::shared_ptr<Windows>(self, self->windows.get()); },
+          "Where its codec work waits; None: where it is done at once.")
       .def_property(
           "small_bytes", [](const Engine& self) { return self.batch_limits.small_bytes; },
           [](Engine& self, int64_t nbytes) { self.batch_limits.small_bytes = nbytes; },

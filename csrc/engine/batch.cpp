@@ -16,9 +16,6 @@ namespace memswap {
 
 namespace {
 
-// Why a storage stays that had lost its memory before it was sent.
-constexpr const char* kResized = "resized";
-
 struct Waiting {
   EntryPtr entry;
   LeaveOrder order;
@@ -95,7 +92,7 @@ void send(Engine& engine, const std::vector<EntryPtr>& entries) {
       continue;
     }
     if (entry->lost_memory()) {
-      engine.ledger.keep(kResized, entry->nbytes());
+      engine.ledger.keep(Entry::kResized, entry->nbytes());
       continue;
     }
     const auto [share, is_new] = shares.try_emplace(order->transfers);

@@ -31,6 +31,7 @@
 namespace memswap {
 
 class Batch;
+class Windows;
 
 // Which storages of a batch travel together ([Note: When storages travel together] in batch.h).
 struct BatchLimits {
@@ -95,11 +96,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
  public:
   static constexpr const char* kPlanned = "planned";
 
-  explicit Engine(std::optional<int64_t> window_bytes, Schedule schedule = Schedule::kIterations)
-      : schedule(schedule),
-        host(std::make_unique<NoHost>()),
-        timeline(window_bytes),
-        iteration(timeline.begin()) {}
+  explicit Engine(std::optional<int64_t> window_bytes, Schedule schedule = Schedule::kIterations);
+  ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
@@ -155,7 +153,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void note_peak(Iteration& of, int64_t more_bytes = 0) const;
 
   const Schedule schedule;
-  std::unique_ptr<Host> host;  // never nullptr
+  const std::unique_ptr<Windows> windows;  // of Schedule::kWindows; else nullptr
+  std::unique_ptr<Host> host;              // never nullptr
   Lock lock;
   Ledger ledger;
   Departing departing;
@@ -179,7 +178,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   static std::optional<FrameReport> reported(FrameWatch& watch);
   // Whether what this sender encodes waits for a window.
   bool defers(const FrameSender& sender) const {
-    return schedule == Schedule::kWindows && sender.works_ahead();
+    return windows != nullptr && sender.works_ahead();
   }
   void look_ahead(const EntryPtr& entry);
   bool director_hears(const Entry& entry) const;

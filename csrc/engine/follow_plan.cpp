@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "engine.h"
+#include "windows.h"
 
 namespace memswap {
 
@@ -67,8 +68,8 @@ void Engine::release(Iteration& of, size_t index) {
   if (!entry) {
     return;
   }
-  if (entry->state() == State::kResident && entry->storage) {
-    host->hurry(entry);
+  if (windows) {
+    windows->hurry(entry);
   }
   if (entry->state() != State::kLeaving) {
     return;

@@ -5,7 +5,6 @@
 #include <string_view>
 
 #include "entry.h"
-#include "transfers.h"
 
 namespace memswap {
 
@@ -15,17 +14,6 @@ class Host {
   Host(const Host&) = delete;
   Host& operator=(const Host&) = delete;
   virtual ~Host() = default;
-
-  // --- where codec work waits for windows (`Schedule::kWindows`) ---
-
-  // A storage is to be encoded: let it wait.
-  virtual void defer(const EntryPtr& entry, const StorageRefPtr& storage, const LeaveOrder& order,
-                     const Expectation& expectation) = 0;
-  // What is demanded next is wanted: bring it back in time.
-  virtual void look_ahead(const IterationPtr& iteration, size_t index) = 0;
-
-  // The room of an entry that waits is needed: send it now. Nothing is waited for here.
-  virtual void hurry(const EntryPtr& entry) = 0;
 
   // --- the director's (`Engine::directed`) ---
 
@@ -43,10 +31,6 @@ class Host {
 // Nobody is asked.
 class NoHost final : public Host {
  public:
-  void defer(const EntryPtr&, const StorageRefPtr&, const LeaveOrder&,
-             const Expectation&) override {}
-  void look_ahead(const IterationPtr&, size_t) override {}
-  void hurry(const EntryPtr&) override {}
   void again(const EntryPtr&, std::string_view) override {}
   void demanding(const EntryPtr&) override {}
   void demanded(const EntryPtr&) override {}

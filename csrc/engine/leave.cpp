@@ -5,6 +5,7 @@
 #include "block_form.h"
 #include "engine.h"
 #include "frame_form.h"
+#include "windows.h"
 #include "work/without_gil.h"
 
 namespace memswap {
@@ -34,7 +35,7 @@ const char* Engine::send(const EntryPtr& entry, const StorageRefPtr& storage,
     } else if (!expectation.pays) {
       reason = "does not shrink";
     } else if (defers(*sender)) {
-      host->defer(entry, storage, order, expectation);
+      windows->defer(entry, storage, order, expectation);
       return nullptr;
     } else if (encode(entry, storage, order, expectation)) {
       return nullptr;

@@ -18,8 +18,8 @@ from helpers import (
 
 import memswap
 from memswap import Action, Policy, Windows
+from memswap.engine.engine import Engine
 from memswap.engine.hook_scope import HookScope
-from memswap.engine.windowed import WindowedEngine
 from memswap.engine.windows import WindowStats
 
 pytestmark = pytest.mark.usefixtures("every_tensor_is_encoded")
@@ -68,7 +68,7 @@ class Region:
 
     # What `let_sends_end` asks for.
     @property
-    def _engine(self) -> WindowedEngine:
+    def _engine(self) -> Engine:
         return self.engine
 
     def stats(self) -> memswap.Stats:

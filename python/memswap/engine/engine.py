@@ -20,10 +20,12 @@ from memswap.engine.entry import NEVER_FREED, PLANNED, Entry
 from memswap.engine.expectations import Key
 from memswap.engine.stats import Stats, snapshot
 from memswap.engine.transfer import Routes
+from memswap.engine.windows import WindowStats
 
 if TYPE_CHECKING:
     from memswap._C import SavedView, StorageRef
     from memswap.engine.director import Director
+    from memswap.engine.durations import Durations
     from memswap.engine.handle import Handle
     from memswap.engine.transfer import Pool, Route
 
@@ -52,6 +54,8 @@ class Engine(native.Engine):
 
     recipes: native.Recipes | None
     """What is known of the operators that made storages; None: nothing is recomputed."""
+    observer: Durations | None
+    """Who measures operators and the codec, for windows; None: nobody."""
 
     def __init__(
         self,
@@ -63,6 +67,7 @@ class Engine(native.Engine):
         super().__init__(window_bytes, schedule)
         self.set_host(self)
         self.recipes = None
+        self.observer = None
         self.policy = policy
         self._director: Director | None = None
         self._routes = Routes(pool)
@@ -105,6 +110,52 @@ class Engine(native.Engine):
                 if self.director is not None:
                     leaving_bytes = self.director.begin(self.iteration) or leaving_bytes
                 self._routes.begin_iteration(leaving_bytes, ended.nbytes)
+                if self.windows is not None:
+                    self.windows.begin_iteration()
+
+    # --- windows (Schedule.WINDOWS; [Note: Windows] in csrc/engine/window_queue.h) ---------------
+
+    def open_window(self, seconds: float) -> None:
+        """An operator of so many seconds is about to be launched on the current stream."""
+        with self.lock:
+            self._note_window(seconds)
+            self._of_windows().open(seconds)
+
+    def enter_window(self, seconds: float) -> None:
+        """The same for several operators, up to :meth:`leave_window`, which the thread calls."""
+        with self.lock:
+            self._note_window(seconds)
+            self._of_windows().enter(seconds)
+
+    def leave_window(self) -> None:
+        """The operators of the last :meth:`enter_window` have been launched."""
+        with self.lock:
+            self._of_windows().leave()
+
+    @property
+    def in_window(self) -> bool:
+        """Whether the thread is between :meth:`enter_window` and :meth:`leave_window`."""
+        with self.lock:
+            return self._of_windows().inside
+
+    def end_forward(self) -> None:
+        """The managed part of a forward is over."""
+        with self.lock:
+            self._of_windows().end_forward()
+
+    def window_stats(self) -> WindowStats:
+        """What became of the work that waited for windows; all zeros where none does."""
+        with self.lock:
+            return WindowStats() if self.windows is None else WindowStats(**self.windows.counts)
+
+    def _of_windows(self) -> native.Windows:
+        if self.windows is None:
+            raise RuntimeError(f"an engine of {self.schedule} has no windows; expected WINDOWS")
+        return self.windows
+
+    def _note_window(self, seconds: float) -> None:
+        if self.director is not None and not self._of_windows().inside:
+            self.director.window(seconds)
 
     def route(self, device: torch.device) -> Route | None:
         """How storages leave a device; None where they stay."""
@@ -123,9 +174,17 @@ class Engine(native.Engine):
             self.ledger.reset()
             if self.recipes is not None:
                 self.recipes.reset_counts()
+            if self.windows is not None:
+                self.windows.reset_counts()
 
     def settle(self) -> None:
-        """Order everything after the transfers under way, and drop the storages they hold."""
+        """Order everything after the transfers under way, and drop the storages they hold.
+
+        Encodes that wait for a window stay undone.
+        """
+        if self.windows is not None:
+            with self.lock:
+                self.windows.clear()
         self._routes.settle()
 
     def set_overflow_room(self, route: Route, nbytes: int | None) -> None:
