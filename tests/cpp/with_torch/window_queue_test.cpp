@@ -23,7 +23,9 @@ constexpr double kRate = 1e9;  // bytes per second: a megabyte takes a milliseco
 constexpr int64_t kMb = 1'000'000;
 using Log = std::vector<std::string>;
 
-c10::Stream stream(int64_t number) { return {c10::Stream::UNSAFE, c10::Device(c10::kCPU), number}; }
+c10::Stream stream(int64_t number) {
+  return c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::kCPU), number);
+}
 
 class NamedTicket final : public Ticket {
  public:
