@@ -21,30 +21,6 @@ namespace py = pybind11;
 
 namespace {
 
-// The engine's host is an object of Python's, which is not kept alive: it owns the engine. What it
-// no longer hears is nobody's business.
-class PythonHost final : public Host {
- public:
-  explicit PythonHost(const py::object& host) : host_(host) {}
-
-  void again(const EntryPtr& entry, std::string_view unit) override { call("again", entry, unit); }
-  void demanding(const EntryPtr& entry) override { call("demanding", entry); }
-  void demanded(const EntryPtr& entry) override { call("demanded", entry); }
-  void no_room() override { call("no_room"); }
-  void unfit() override { call("unfit"); }
-
- private:
-  template <class... Arguments>
-  void call(const char* name, const Arguments&... arguments) {
-    const py::object host = host_();
-    if (!host.is_none()) {
-      host.attr(name)(arguments...);
-    }
-  }
-
-  const py::weakref host_;
-};
-
 PolicyTable::Action action_of(const std::string& word) {
   static const std::map<std::string, PolicyTable::Action> words = {
       {"swap", PolicyTable::Action::kSwap}, {"keep", PolicyTable::Action::kKeep}};
@@ -123,12 +99,6 @@ void bind_engine(py::module_& module) {
                                 "(csrc/engine/engine.h).")
       .def(py::init(&make_engine), py::arg("window_bytes"),
            py::arg("schedule") = Schedule::kIterations)
-      .def(
-          "set_host",
-          [](Engine& self, const py::object& host) {
-            self.host = std::make_unique<PythonHost>(host);
-          },
-          py::arg("host"), "Who is asked (host.h). Not kept alive.")
       .def("set_policy", &set_policy, py::arg("min_bytes"), py::arg("action"),
            "What is done with every storage; None: as its device's row says. 'ask' and what is not "
            "known here: `decide`.")
@@ -176,12 +146,10 @@ void bind_engine(py::module_& module) {
           "bucket_bytes", [](const Engine& self) { return self.batch_limits.bucket_bytes; },
           [](Engine& self, int64_t nbytes) { self.batch_limits.bucket_bytes = nbytes; },
           "Most bytes of a batch that travel together, and so of the copy that it takes.")
-      .def("refused", &Engine::refused, py::arg("short_of"), py::arg("why"), py::arg("entry"),
-           "A sender has no room for a storage: told once. The reason for the statistics.")
       .def("demand", &Engine::demand, py::arg("entry").none(false),
            "The storage of an entry, ordered before what the caller does next.")
       .def("saved", &Engine::saved, py::arg("entry").none(false),
-           "What follows a save under a plan: what has to be gone by then is waited for.")
+           "What follows a save: what has to be gone by then, as planned, is waited for.")
       .def(
           "release",
           [](Engine& self, Iteration& of, size_t index) {
@@ -195,9 +163,14 @@ void bind_engine(py::module_& module) {
           "frame's way to a pool included.")
       .def_static("look_at_released", &Engine::look_at_released, py::arg("iteration"),
                   "Notice what was released, was still held then, and is gone by now.")
+      .def("count_recomputed", &Engine::count_recomputed, py::arg("storage"),
+           "A recomputed unit has saved a storage again, in backward. The lock is held.")
       .def(
-          "note_peak", [](const Engine& self, Iteration& of) { self.note_peak(of); },
-          py::arg("iteration"), "Bytes on the device at this moment of the plan.")
+          "sweep_recomputed", [](Engine& self) { self.recomputed.sweep(); },
+          "Notice which of those are gone.")
+      .def(
+          "clear_recomputed", [](Engine& self) { self.recomputed.clear(); },
+          "No backward runs: what is there of those still is somebody else's.")
       .def_property_readonly(
           "ledger",
           [](const EnginePtr& self) { return std::shared_ptr<Ledger>(self, &self->ledger); })
@@ -205,10 +178,8 @@ void bind_engine(py::module_& module) {
       .def_readonly("departing", &Engine::departing)
       .def_readonly("timeline", &Engine::timeline)
       .def_readwrite("iteration", &Engine::iteration, "That saves now.")
-      .def_readwrite("backward", &Engine::backward, "Whose backward runs, for the director.")
-      .def_readwrite("directed", &Engine::directed)
-      .def_readwrite("watched", &Engine::watched,
-                     "The director hears of each mark, whatever a plan says.");
+      .def_readonly("backward", &Engine::backward, "Whose backward runs, where it is directed.")
+      .def_readwrite("directed", &Engine::directed);
 }
 
 }  // namespace memswap

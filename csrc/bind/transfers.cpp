@@ -123,8 +123,6 @@ void bind_expectations(py::module_& module) {
                              [](const Expectation& self) { return self.options.profile; })
       .def_property_readonly("center", [](const Expectation& self) { return self.options.center; })
       .def_readonly("trial", &Expectation::trial, "Whether the layout is a guess.")
-      .def_readonly("most_nbytes", &Expectation::most_bytes,
-                    "Bytes that a plan has for the frame; None: there is no plan.")
       .def_readonly("fault", &Expectation::fault,
                     "Why the codec must not encode such a tensor; empty where it may.")
       .def_property_readonly(
@@ -199,15 +197,10 @@ void bind_transfers(py::module_& module) {
 
   py::class_<LeaveOrder>(module, "LeaveOrder",
                          "How a storage leaves: by what, as what, and which tensor's it is.")
-      .def(py::init(
-               [](TransfersPtr transfers, Form form, Key key, std::optional<int64_t> most_nbytes) {
-                 return LeaveOrder{std::move(transfers), form, key_of(std::move(key)), most_nbytes};
-               }),
-           py::arg("transfers").none(false), py::arg("form"), py::arg("key"),
-           py::arg("most_nbytes") = py::none())
-      .def_readonly("transfers", &LeaveOrder::transfers)
-      .def_readonly("form", &LeaveOrder::form)
-      .def_readonly("most_nbytes", &LeaveOrder::most_bytes);
+      .def(py::init([](TransfersPtr transfers, Form form, Key key) {
+             return LeaveOrder{std::move(transfers), form, key_of(std::move(key))};
+           }),
+           py::arg("transfers").none(false), py::arg("form"), py::arg("key"));
 }
 
 }  // namespace memswap

@@ -7,7 +7,6 @@ namespace memswap {
 Engine::Engine(std::optional<int64_t> window_bytes, Schedule schedule)
     : schedule(schedule),
       windows(schedule == Schedule::kWindows ? std::make_unique<Windows>(*this) : nullptr),
-      host(std::make_unique<NoHost>()),
       timeline(window_bytes),
       iteration(timeline.begin()) {}
 

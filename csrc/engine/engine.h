@@ -21,10 +21,10 @@
 #include "block_form.h"
 #include "departing.h"
 #include "entry.h"
-#include "host.h"
 #include "iteration.h"
 #include "ledger.h"
 #include "lock.h"
+#include "recomputed.h"
 #include "storage/saved_view.h"
 #include "transfers.h"
 
@@ -127,7 +127,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // The same, as a frame. False: there was no room.
   bool encode(const EntryPtr& entry, const StorageRefPtr& storage, const LeaveOrder& order,
               Expectation expectation);
-  // A sender has no room for a storage: told once. The reason for the statistics.
+  // A sender has no room for a storage: told once. The reason for the statistics, which is
+  // `short_of`.
   const char* refused(const char* short_of, const std::string& why, const Entry& entry);
 
   // Takes in what encoders have reported by now, in the order of their encodes.
@@ -143,7 +144,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // --- under a plan (follow_plan.cpp) ---
 
-  // What follows the save of an entry: what has to be gone by then is waited for.
+  // What follows the save of an entry: what has to be gone by then is waited for, and who takes the
+  // iteration down hears of it.
   void saved(const EntryPtr& entry);
   // What comes next comes after a storage of an iteration has left, if it is leaving or waits to.
   void release(Iteration& of, size_t index);
@@ -152,9 +154,15 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Bytes on the device at this moment of the plan, and so many more.
   void note_peak(Iteration& of, int64_t more_bytes = 0) const;
 
+  // --- what is there beside entries, and beside operators (follow_plan.cpp) ---
+
+  // A recomputed unit has saved a storage again, in backward.
+  void count_recomputed(const StorageRef& storage);
+  // An operator of so many seconds is about to be launched; codec work may run beside it.
+  void note_window(double seconds) const;
+
   const Schedule schedule;
   const std::unique_ptr<Windows> windows;  // of Schedule::kWindows; else nullptr
-  std::unique_ptr<Host> host;              // never nullptr
   Lock lock;
   Ledger ledger;
   Departing departing;
@@ -162,12 +170,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   BatchLimits batch_limits;
   Timeline timeline;
   IterationPtr iteration;  // that saves now
-  IterationPtr backward;   // whose backward runs, for the director
+  IterationPtr backward;   // whose backward runs, where it is directed
+  Recomputed recomputed{ledger.counters};
   // Storages of parameters and buffers. A weak storage keeps its key from being used again.
   std::unordered_map<const void*, WeakStorage> persistent;
 
-  bool directed = false;  // somebody watches and directs what leaves, under a budget
-  bool watched = false;   // the director hears of each mark, whatever a plan says
+  bool directed = false;  // somebody directs what leaves, under a budget
 
  private:
   Saved looked_up(const Offer& offer);
@@ -181,8 +189,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
     return windows != nullptr && sender.works_ahead();
   }
   void look_ahead(const EntryPtr& entry);
-  bool director_hears(const Entry& entry) const;
-  void served(Entry& entry);
+  bool demanding(const EntryPtr& entry);
+  void served(const EntryPtr& entry);
 
   // An encode whose report has not been taken in.
   struct Awaited {

@@ -5,6 +5,7 @@
 #include "block_form.h"
 #include "engine.h"
 #include "frame_form.h"
+#include "iteration.h"
 #include "windows.h"
 #include "work/without_gil.h"
 
@@ -27,9 +28,12 @@ const char* Engine::send(const EntryPtr& entry, const StorageRefPtr& storage,
     return send_raw(entry, storage, by);
   }
   const std::shared_ptr<FrameSender>& sender = by.frames(order.form);
+  // That the plan of its iteration has for a frame; nothing: as many as it takes.
+  const std::optional<int64_t> most_bytes =
+      entry->iteration ? entry->iteration->frame_nbytes(entry->index) : std::nullopt;
   const char* reason = "no codec";
   if (sender) {
-    const Expectation expectation = by.expectations->of(order.key, order.most_bytes);
+    const Expectation expectation = by.expectations->of(order.key, most_bytes);
     if (!expectation.fault.empty()) {
       reason = distrusted(expectation, *entry);
     } else if (!expectation.pays) {
@@ -39,12 +43,12 @@ const char* Engine::send(const EntryPtr& entry, const StorageRefPtr& storage,
       return nullptr;
     } else if (encode(entry, storage, order, expectation)) {
       return nullptr;
-    } else if (!order.most_bytes || !sender->works_ahead()) {
+    } else if (!most_bytes || !sender->works_ahead()) {
       reason = refused(FrameForm::kShortOf, sender->why_refused(), *entry);
     }
   }
-  if (order.most_bytes && by.works_ahead()) {
-    host->unfit();  // the plan has no room for it where it is
+  if (most_bytes && by.works_ahead()) {
+    entry->iteration->unfit = true;  // the plan has no room for it where it is
     return send_raw(entry, storage, by);
   }
   return order.form == Form::kFrame ? reason : send_raw(entry, storage, by);
@@ -53,9 +57,6 @@ const char* Engine::send(const EntryPtr& entry, const StorageRefPtr& storage,
 const char* Engine::send_raw(const EntryPtr& entry, const StorageRefPtr& storage, Transfers& by) {
   BlockSender& sender = *by.blocks();
   if (!entry->swap(sender, storage)) {
-    if (directed) {
-      host->no_room();
-    }
     return refused(BlockForm::kShortOf, sender.why_refused(), *entry);
   }
   departing.add(entry.get());

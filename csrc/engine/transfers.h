@@ -92,7 +92,6 @@ struct LeaveOrder {
   TransfersPtr transfers;
   Form form = Form::kBlock;
   TensorKey key;
-  std::optional<int64_t> most_bytes;  // that a plan has for its frame; nothing: there is no plan
 };
 
 }  // namespace memswap

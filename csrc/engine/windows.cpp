@@ -42,6 +42,9 @@ void Windows::open(double seconds) {
     return;
   }
   begin_go();
+  if (engine_.directed) {
+    engine_.note_window(seconds);
+  }
   const bool in_backward = torch::autograd::get_current_graph_task_id() != kNoGraphTask;
   const IterationPtr iteration = in_backward ? demanded_ : engine_.iteration;
   if (iteration && works_ahead_) {
@@ -135,9 +138,9 @@ TicketPtr Windows::start(const PendingEncode& pending) {
   if (engine_.encode(entry, storage, order, pending.expectation)) {
     notice(*sender->lane(), entry->nbytes(), true);
   } else {
-    const bool planned = order.most_bytes.has_value();
+    const bool planned = pending.expectation.most_bytes.has_value();
     if (planned) {
-      engine_.host->unfit();
+      entry->iteration->unfit = true;
     } else {
       reason = engine_.refused(FrameForm::kShortOf, sender->why_refused(), *entry);
     }

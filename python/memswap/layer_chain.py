@@ -30,7 +30,7 @@ from memswap.engine.autograd import in_backward
 from memswap.engine.batch import Batch, Phase
 from memswap.engine.hook_scope import HookScope
 from memswap.groups import Group, Groups
-from memswap.managed import Managed
+from memswap.hooks.managed import Managed
 from memswap.planning.policy import Policy
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ import memswap
 from memswap import Action, Rates
 from memswap._native import native
 from memswap.engine import transfer
-from memswap.planning import learner, native_plan, pilot
-from memswap.planning.pilot import Pilot
+from memswap.planning import kinds, learner, native_plan
+from memswap.planning.director import BudgetDirector
 from memswap.planning.profile import measure_codec
 from simdev import laboratory, virtual_time
 
@@ -199,7 +199,7 @@ def broken(name: str) -> contextlib.AbstractContextManager[None]:
     @contextlib.contextmanager
     def breaking() -> Iterator[None]:
         if name == "frames may be as long as they like":
-            patch.setattr(Pilot, "frame_nbytes", lambda self, entry: None)
+            patch.setattr(native_plan, "frame_nbytes", lambda planned: None)
         elif name == "what does not fit stays":
             full = memswap.HostPool(device=DEVICE, budget="4KiB", slab="4KiB")
             patch.setattr(
@@ -210,12 +210,12 @@ def broken(name: str) -> contextlib.AbstractContextManager[None]:
         elif name == "nobody waits for a frame to leave":
             patch.setattr(native_plan, "departs", lambda planned: False)
             patch.setattr(
-                pilot,
+                kinds,
                 "native_plan",
                 lambda plan, *rest: native_plan.native_plan(replace(plan, departures={}), *rest),
             )
         elif name == "each encode has an overflow of its own":
-            patch.setattr(Pilot, "_set_overflow_room", lambda self, device: None)
+            patch.setattr(BudgetDirector, "_set_overflow_room", lambda self, route: None)
         try:
             yield
         finally:
@@ -253,7 +253,7 @@ def test_a_broken_rule_breaks_the_budget(rule, action):
 def test_a_frame_that_has_not_left_when_its_storage_is_demanded_is_waited_for(monkeypatch, waits):
     """The graph has the storage for longer, and the plan has given the frame's room away."""
     monkeypatch.setattr(Stack, "layer", Twice)
-    monkeypatch.setattr(Pilot, "_set_limit", lambda self: None)  # nothing makes up for it
+    monkeypatch.setattr(BudgetDirector, "_set_limit", lambda self: None)  # nothing makes up for it
     if not waits:
         monkeypatch.setattr(native_plan, "departs", lambda planned: False)
     policy = memswap.Policy(action=Action.ENCODE_SWAP, min_bytes=1)

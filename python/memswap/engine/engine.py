@@ -16,6 +16,7 @@ import torch
 from memswap._native import native
 from memswap.engine import recipes
 from memswap.engine.action import ENCODE, KEEP, RECOMPUTE, SWAP, Action, Decider, TensorInfo
+from memswap.engine.compiled import uncompiled_methods
 from memswap.engine.entry import NEVER_FREED, PLANNED, Entry
 from memswap.engine.expectations import Key
 from memswap.engine.stats import Stats, snapshot
@@ -42,8 +43,9 @@ class Engine(native.Engine):
     Nothing in it is shared with another engine. Hooks may be called from any thread; `lock`
     serialises the bookkeeping, and no transfer ever waits for it.
 
-    What every save and every demand does is native (csrc/engine/engine.h). It asks this class, its
-    host (csrc/engine/host.h), about what a table or a plan does not say.
+    What every save and every demand does is native (csrc/engine/engine.h). This class decides about
+    a new storage where neither a table nor a plan says what happens to it, opens what storages are
+    sent by, and begins iterations.
 
     Args:
         policy: who decides which saved tensors move.
@@ -65,7 +67,6 @@ class Engine(native.Engine):
         schedule: native.Schedule = Schedule.ITERATIONS,
     ) -> None:
         super().__init__(window_bytes, schedule)
-        self.set_host(self)
         self.recipes = None
         self.observer = None
         self.policy = policy
@@ -118,13 +119,11 @@ class Engine(native.Engine):
     def open_window(self, seconds: float) -> None:
         """An operator of so many seconds is about to be launched on the current stream."""
         with self.lock:
-            self._note_window(seconds)
             self._of_windows().open(seconds)
 
     def enter_window(self, seconds: float) -> None:
         """The same for several operators, up to :meth:`leave_window`, which the thread calls."""
         with self.lock:
-            self._note_window(seconds)
             self._of_windows().enter(seconds)
 
     def leave_window(self) -> None:
@@ -152,10 +151,6 @@ class Engine(native.Engine):
         if self.windows is None:
             raise RuntimeError(f"an engine of {self.schedule} has no windows; expected WINDOWS")
         return self.windows
-
-    def _note_window(self, seconds: float) -> None:
-        if self.director is not None and not self._of_windows().inside:
-            self.director.window(seconds)
 
     def route(self, device: torch.device) -> Route | None:
         """How storages leave a device; None where they stay."""
@@ -256,11 +251,8 @@ class Engine(native.Engine):
         if recomputes and self._becomes_recipe(entry, storage, view, scope, tensor.dtype, action):
             return scope.join(entry, view)
         if verdict is None:
-            most_nbytes = None
-            if director is not None and action is not SWAP:
-                most_nbytes = director.frame_nbytes(entry)
             key = Key(scope.unit, scope.ordinal, nbytes, tensor.dtype)
-            verdict = self.leave(entry, storage, route.order(action, key, most_nbytes))
+            verdict = self.leave(entry, storage, route.order(action, key))
         del storage  # its ticket's share is the last one
         handle: Handle
         if verdict is not None:
@@ -269,35 +261,8 @@ class Engine(native.Engine):
         else:
             handle = scope.join(entry, view)
         if director is not None:
-            director.saved(entry)
+            self.saved(entry)
         return handle
-
-    # --- what a director hears --------------------------------------------------------------------
-
-    def again(self, entry: Entry, unit: str) -> None:
-        """A unit saves a storage that was saved before."""
-        if self.director is not None:
-            self.director.again(entry, unit)
-
-    def demanding(self, entry: Entry) -> None:
-        """Backward asks for a storage."""
-        if self.director is not None:
-            self.director.demanding(entry)
-
-    def demanded(self, entry: Entry) -> None:
-        """Backward has it, in stream order."""
-        if self.director is not None:
-            self.director.demanded(entry)
-
-    def no_room(self) -> None:
-        """A storage was to leave, and its pool is full."""
-        if self.director is not None:
-            self.director.no_room()
-
-    def unfit(self) -> None:
-        """A storage did not become a frame of the bytes that a plan has for it."""
-        if self.director is not None:
-            self.director.unfit()
 
     # --- sending ----------------------------------------------------------------------------------
 
@@ -335,3 +300,6 @@ class Engine(native.Engine):
         entry.leave(*answer)
         self.departing.add(entry)
         return True
+
+
+uncompiled_methods(Engine)

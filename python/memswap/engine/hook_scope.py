@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from memswap._native import native
 from memswap.engine.autograd import arrived, is_frozen_parameter, is_parameter
 from memswap.engine.calls import is_running
+from memswap.engine.compiled import uncompiled_methods
 from memswap.engine.handle import Given, Handle, Later, Parts, Passed, unpack
 
 if TYPE_CHECKING:
@@ -66,6 +67,9 @@ class HookScope(native.HookScope):
     ordinal: int
     """Of the storage that was considered last."""
     batch: Batch | None
+
+    def __init_subclass__(cls) -> None:
+        uncompiled_methods(cls)
 
     def __init__(
         self,
@@ -211,6 +215,8 @@ class HookScope(native.HookScope):
             ledger.keep("not a plain tensor", 0)
         return self.or_outer(tensor, native.kept_handle(tensor))
 
+
+uncompiled_methods(HookScope)
 
 ScopeT = TypeVar("ScopeT", bound=HookScope)
 

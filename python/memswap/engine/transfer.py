@@ -133,15 +133,14 @@ class Route:
         """Sends storages for ENCODE or ENCODE_SWAP; None where no codec serves the device."""
         return self.native.frames(FORMS[action])
 
-    def order(self, action: Action, key: Key, most_nbytes: int | None = None) -> native.LeaveOrder:
+    def order(self, action: Action, key: Key) -> native.LeaveOrder:
         """How a storage leaves.
 
         Args:
             action: SWAP, ENCODE or ENCODE_SWAP.
             key: which tensor's it is.
-            most_nbytes: bytes that a plan has for its frame; None: there is no plan.
         """
-        return native.LeaveOrder(self.native, FORMS[action], key, most_nbytes)
+        return native.LeaveOrder(self.native, FORMS[action], key)
 
     def open_blocks(self) -> native.BlockSender:
         """What sends storages as raw bytes: asked for when the first one leaves."""

@@ -59,7 +59,7 @@ class Batches : public ::testing::Test {
     StorageRefPtr storage;
     EntryPtr entry = engine->make_entry(tensor, look, storage);
     const LeaveOrder order{
-        transfers, form, {"unit", ++ordinal, entry->nbytes(), c10::ScalarType::Byte}, {}};
+        transfers, form, {"unit", ++ordinal, entry->nbytes(), c10::ScalarType::Byte}};
     EXPECT_EQ(engine->leave(entry, std::move(storage), order), nullptr) << "it waits";
     batch.join(entry);
     ++entry->handles;
