@@ -96,7 +96,6 @@ void bind_senders(py::module_& module) {
            py::arg("pool") = py::none())
       .def_property_readonly("lane", &FrameSender::lane)
       .def_property_readonly("works_ahead", &FrameSender::works_ahead)
-      .def_property_readonly("stays_on_device", &FrameSender::stays_on_device)
       .def_property_readonly("short_of", [](const FrameSender&) { return FrameForm::kShortOf; })
       .def("why_refused", &FrameSender::why_refused)
       .def(

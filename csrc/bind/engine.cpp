@@ -1,15 +1,18 @@
 // Engine and its lock, as Python sees them.
 #include "engine/engine.h"
 
+#include <pybind11/native_enum.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
+#include "engine/windows.h"
 #include "errors.h"
 #include "storage_ref.h"
 
@@ -18,30 +21,6 @@ namespace py = pybind11;
 
 namespace {
 
-// The engine's host is an object of Python's, which is not kept alive: it owns the engine. What it
-// no longer hears is nobody's business.
-class PythonHost final : public Host {
- public:
-  explicit PythonHost(const py::object& host) : host_(host) {}
-
-  void learn() override { call("learn"); }
-  void look_ahead(const IterationPtr& iteration, size_t index) override {
-    call("look_ahead", iteration, index);
-  }
-  void hurry(const EntryPtr& entry) override { call("hurry", entry); }
-
- private:
-  template <class... Arguments>
-  void call(const char* name, const Arguments&... arguments) {
-    const py::object host = host_();
-    if (!host.is_none()) {
-      host.attr(name)(arguments...);
-    }
-  }
-
-  const py::weakref host_;
-};
-
 PolicyTable::Action action_of(const std::string& word) {
   static const std::map<std::string, PolicyTable::Action> words = {
       {"swap", PolicyTable::Action::kSwap}, {"keep", PolicyTable::Action::kKeep}};
@@ -49,8 +28,8 @@ PolicyTable::Action action_of(const std::string& word) {
   return found == words.end() ? PolicyTable::Action::kAsk : found->second;
 }
 
-EnginePtr make_engine(std::optional<int64_t> window_bytes) {
-  auto engine = std::make_shared<Engine>(window_bytes);
+EnginePtr make_engine(std::optional<int64_t> window_bytes, Schedule schedule) {
+  auto engine = std::make_shared<Engine>(window_bytes, schedule);
   engine->ledger.warn = warn;
   return engine;
 }
@@ -79,6 +58,11 @@ void set_persistent(Engine& engine, const std::vector<at::Tensor>& tensors) {
   }
 }
 
+// Why a storage stays, or None.
+std::optional<std::string> reason_of(const char* reason) {
+  return reason == nullptr ? std::nullopt : std::optional<std::string>(reason);
+}
+
 void translate(std::exception_ptr thrown) {
   try {
     std::rethrow_exception(thrown);
@@ -103,16 +87,18 @@ void bind_engine(py::module_& module) {
            })
       .def("__exit__", [](Lock& lock, const py::args&) { lock.unlock(); });
 
+  py::native_enum<Schedule>(module, "Schedule", "enum.Enum",
+                            "When what leaves is sent, and when it comes back (engine.h).")
+      .value("ITERATIONS", Schedule::kIterations)
+      .value("WINDOWS", Schedule::kWindows)
+      .value("BATCHES", Schedule::kBatches)
+      .finalize();
+
   py::class_<Engine, EnginePtr>(module, "Engine",
                                 "What becomes of the storages that autograd saves "
                                 "(csrc/engine/engine.h).")
-      .def(py::init(&make_engine), py::arg("window_bytes"))
-      .def(
-          "set_host",
-          [](Engine& self, const py::object& host) {
-            self.host = std::make_unique<PythonHost>(host);
-          },
-          py::arg("host"), "Who is asked (host.h). Not kept alive.")
+      .def(py::init(&make_engine), py::arg("window_bytes"),
+           py::arg("schedule") = Schedule::kIterations)
       .def("set_policy", &set_policy, py::arg("min_bytes"), py::arg("action"),
            "What is done with every storage; None: as its device's row says. 'ask' and what is not "
            "known here: `decide`.")
@@ -137,17 +123,29 @@ void bind_engine(py::module_& module) {
           py::arg("tensor"), py::arg("view"),
           "The entry of what the iteration admitted last, and its storage.")
       .def(
-          "swap",
-          [](Engine& self, const at::Tensor& tensor, const SavedView& look, BlockSender& sender) {
-            EntryPtr entry;
-            const bool moved = self.swap(tensor, look, sender, entry).as == Saved::As::kMoved;
-            return std::pair(std::move(entry), moved);
+          "leave",
+          [](Engine& self, const EntryPtr& entry, const StorageRefPtr& storage, LeaveOrder order) {
+            return reason_of(self.leave(entry, some(storage), std::move(order)));
           },
-          py::arg("tensor"), py::arg("view"), py::arg("sender"),
-          "Make the entry of what the iteration admitted last, and send it. The entry, and whether "
-          "there was room.")
-      .def("refused", &Engine::refused, py::arg("short_of"), py::arg("why"), py::arg("entry"),
-           "A sender has no room for a storage: told once. The reason for the statistics.")
+          py::arg("entry").none(false), py::arg("storage"), py::arg("order"),
+          "An entry's storage leaves as the schedule has it: at once, or held until its batch is "
+          "told to go. None, or the reason why it stays.")
+      .def("learn", &Engine::learn,
+           "Take in what encoders have reported by now, in the order of their encodes.")
+      .def_property_readonly("awaited_reports", &Engine::awaited_reports)
+      .def_readonly("schedule", &Engine::schedule)
+      .def_property_readonly(
+          "windows",
+          [](const EnginePtr& self) { return std::shared_ptr<Windows>(self, self->windows.get()); },
+          "Where its codec work waits; None: where it is done at once.")
+      .def_property(
+          "small_bytes", [](const Engine& self) { return self.batch_limits.small_bytes; },
+          [](Engine& self, int64_t nbytes) { self.batch_limits.small_bytes = nbytes; },
+          "Storages of a batch of more bytes travel alone.")
+      .def_property(
+          "bucket_bytes", [](const Engine& self) { return self.batch_limits.bucket_bytes; },
+          [](Engine& self, int64_t nbytes) { self.batch_limits.bucket_bytes = nbytes; },
+          "Most bytes of a batch that travel together, and so of the copy that it takes.")
       .def("demand", &Engine::demand, py::arg("entry").none(false),
            "The storage of an entry, ordered before what the caller does next.")
       .def("saved", &Engine::saved, py::arg("entry").none(false),
@@ -173,8 +171,6 @@ void bind_engine(py::module_& module) {
       .def(
           "clear_recomputed", [](Engine& self) { self.recomputed.clear(); },
           "No backward runs: what is there of those still is somebody else's.")
-      .def("note_window", &Engine::note_window, py::arg("seconds"),
-           "An operator of so many seconds is about to be launched; codec work may run beside it.")
       .def_property_readonly(
           "ledger",
           [](const EnginePtr& self) { return std::shared_ptr<Ledger>(self, &self->ledger); })
@@ -183,10 +179,7 @@ void bind_engine(py::module_& module) {
       .def_readonly("timeline", &Engine::timeline)
       .def_readwrite("iteration", &Engine::iteration, "That saves now.")
       .def_readonly("backward", &Engine::backward, "Whose backward runs, where it is directed.")
-      .def_readwrite("directed", &Engine::directed)
-      .def_readwrite("looks_ahead", &Engine::looks_ahead)
-      .def_readwrite("shares_batches", &Engine::shares_batches)
-      .def_readwrite("awaits_reports", &Engine::awaits_reports);
+      .def_readwrite("directed", &Engine::directed);
 }
 
 }  // namespace memswap

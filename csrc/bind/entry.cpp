@@ -52,15 +52,6 @@ void bind_entry(py::module_& module) {
       .def("__eq__", &EntryReference::operator==, py::is_operator())
       .def("__hash__", &EntryReference::hash);
 
-  py::class_<LeaveOrder>(module, "LeaveOrder",
-                         "How an entry of a group will leave, once it is told to.")
-      .def(py::init<std::string, std::string, int64_t, c10::ScalarType>(), py::arg("action"),
-           py::arg("unit"), py::arg("ordinal"), py::arg("dtype"))
-      .def_readonly("action", &LeaveOrder::action)
-      .def_readonly("unit", &LeaveOrder::unit)
-      .def_readonly("ordinal", &LeaveOrder::ordinal)
-      .def_readonly("dtype", &LeaveOrder::dtype);
-
   py::class_<Entry, Known, EntryPtr>(module, "Entry",
                                      "One saved storage that may leave (csrc/engine/entry.h).")
       .def(py::init([](const EnginePtr& engine, const SavedView& look, const StorageRef& storage) {
@@ -126,7 +117,6 @@ void bind_entry(py::module_& module) {
       .def_property_readonly("away", &Entry::away, "The away form, or None.")
       .def_property_readonly("departure", &Entry::departure, "The ticket of its send, or None.")
       .def_property_readonly("arrival", &Entry::arrival, "The ticket of its return, or None.")
-      .def_readwrite("order", &Entry::order, "A LeaveOrder, or None.")
       .def_readwrite("trial", &Entry::trial,
                      "What proves its recipe while its bytes wait elsewhere, or None.")
       .def_readwrite("handles", &Entry::handles)

@@ -11,6 +11,7 @@
 #include <optional>
 #include <utility>
 
+#include "engine/batch.h"
 #include "engine/engine.h"
 #include "python_type.h"
 
@@ -37,7 +38,7 @@ struct HandleObject {
 // Set once, by bind_handle.
 PyTypeObject* handle_type = nullptr;
 struct Names {
-  PyObject *detach, *notice_demand, *unpack;
+  PyObject *detach, *unpack;
 } names;
 
 HandleObject* handle_of(PyObject* self) { return reinterpret_cast<HandleObject*>(self); }
@@ -83,8 +84,7 @@ PyObject* unpack_moved(HandleObject* self) {
   const EntryPtr entry = entry_of(self);
   const SavedView& look = *self->share.look;
   if (self->batch != Py_None) {
-    const py::object wrapped = py::cast(entry);
-    call_method(self->owner, names.notice_demand, wrapped.ptr(), self->batch);
+    py::handle(self->batch).cast<Batch&>().notice_demand(entry);
   }
   if (look.edited()) {
     raise("inplace_edit", look.describe(), look.current_version(), look.version());
@@ -212,9 +212,7 @@ py::object kept_handle(PyObject* tensor, KnownPtr known, PyObject* owner) {
 }
 
 void bind_handle(py::module_& module) {
-  names = {.detach = interned("detach"),
-           .notice_demand = interned("notice_demand"),
-           .unpack = interned("unpack")};
+  names = {.detach = interned("detach"), .unpack = interned("unpack")};
   handle_type = add_type(module, "Handle", spec);
   if (PyModule_AddFunctions(module.ptr(), functions) != 0) {
     throw py::error_already_set();

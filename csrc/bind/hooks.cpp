@@ -16,6 +16,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "engine/batch.h"
 #include "engine/engine.h"
 #include "handle.h"
 #include "python_type.h"
@@ -44,11 +45,12 @@ struct ScopeObject {
   PyObject* action;                            // of all that is packed, or None
   PyObject* outer;                             // the hooks that were installed before, or None
   PyObject* waiting;                           // what is saved once its operator has run, or None
+  PyObject* batch;                             // of a group, that saves here, or None
   char pushed;
 };
 
 struct Names {
-  PyObject *decide, *is_frozen, *join, *or_outer, *pack_later, *pack_unusual, *pack_waiting, *save;
+  PyObject *decide, *is_frozen, *or_outer, *pack_later, *pack_unusual, *pack_waiting;
 } names;  // set once, by bind_hooks
 
 PyTypeObject* scope_type = nullptr;
@@ -98,12 +100,12 @@ py::object handle_of(ScopeObject* self, PyObject* tensor, Saved saved, SavedView
   if (saved.as == Saved::As::kKept) {
     return kept_handle(tensor, std::move(saved.known), self->engine);
   }
-  auto entry = std::static_pointer_cast<Entry>(std::move(saved.known));
-  if (self->scope->engine->shares_batches) {  // the batch that saves now is Python's to know
-    const py::object wrapped = py::cast(std::move(entry)), view = py::cast(std::move(look));
-    return call_method(self->engine, names.join, wrapped.ptr(), view.ptr());
-  }
-  return moved_handle(std::move(entry), std::move(look), self->engine, Py_None);
+  return moved_handle(std::static_pointer_cast<Entry>(std::move(saved.known)), std::move(look),
+                      self->engine, self->batch);
+}
+
+Batch* batch_of(ScopeObject* self) {
+  return self->batch == Py_None ? nullptr : &py::handle(self->batch).cast<Batch&>();
 }
 
 // The handle of a plain tensor. The lock is held.
@@ -116,7 +118,8 @@ py::object save(ScopeObject* self, PyObject* tensor, SavedView look, bool planne
                     scope.group,
                     scope.covered,
                     has_action,
-                    scope.ordinal};
+                    scope.ordinal,
+                    batch_of(self)};
   Saved saved;
   if (planned && scope.covered && !has_action) {
     saved = scope.engine->follow_plan(offer);
@@ -154,10 +157,6 @@ py::object pack_plain(ScopeObject* self, PyObject* tensor, SavedView look) {
     self->scope->node = at::sequence_number::peek();
     return later;
   }
-  if (engine.shares_batches) {
-    const py::object view = py::cast(std::move(look));
-    return call_method(self->engine, names.save, tensor, view.ptr(), object_of(self));
-  }
   return save(self, tensor, std::move(look), true);
 }
 
@@ -187,7 +186,7 @@ PyObject* pack(PyObject* object, PyObject* tensor) {
 // --- life ---------------------------------------------------------------------------------------
 
 constexpr std::array kSlots = {&ScopeObject::engine, &ScopeObject::action, &ScopeObject::outer,
-                               &ScopeObject::waiting};
+                               &ScopeObject::waiting, &ScopeObject::batch};
 
 PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   return guarded([&] {
@@ -217,7 +216,8 @@ int traverse(PyObject* self, visitproc visit, void* arg) {
 
 // The engine stays: it is called without asking whether it is there.
 int clear(PyObject* self) {
-  for (const auto slot : {&ScopeObject::action, &ScopeObject::outer, &ScopeObject::waiting}) {
+  for (const auto slot :
+       {&ScopeObject::action, &ScopeObject::outer, &ScopeObject::waiting, &ScopeObject::batch}) {
     PyObject*& held = scope_of(self)->*slot;
     Py_XSETREF(held, Py_NewRef(Py_None));
   }
@@ -288,6 +288,23 @@ py::object stay_by_name(ScopeObject* self, PyObject* tensor, SavedView look, PyO
   return kept_handle(tensor, self->scope->engine->stay(look, words).known, self->engine);
 }
 
+// A save whose storage leaves has the share of its batch too.
+PyObject* join(PyObject* object, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&] {
+    if (count != 2) {
+      throw py::type_error("join needs an Entry and a SavedView");
+    }
+    ScopeObject* const self = scope_of(object);
+    auto entry = py::handle(args[0]).cast<EntryPtr>();
+    if (Batch* const batch = batch_of(self)) {
+      batch->join(entry);
+    }
+    return moved_handle(std::move(entry), view_in(args[1]), self->engine, self->batch)
+        .release()
+        .ptr();
+  });
+}
+
 template <class Method>
 PyCFunction as_method(Method method) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(method));
@@ -298,6 +315,8 @@ PyMethodDef methods[] = {
      "The pack hook. Never raises for want of memory or support; the tensor stays then."},
     {"save", as_method(with_view<save_by_name>), METH_FASTCALL,
      "save(tensor, view): the handle of a plain tensor. The engine's lock is held."},
+    {"join", as_method(join), METH_FASTCALL,
+     "join(entry, view): the handle of a save whose storage leaves. The engine's lock is held."},
     {"keep", as_method(with_view<keep_by_name>), METH_FASTCALL,
      "keep(tensor, view, reason): a tensor stays, and nothing is known of its storage."},
     {"stay", as_method(with_view<stay_by_name>), METH_FASTCALL,
@@ -336,12 +355,24 @@ int set_group(PyObject* self, PyObject* value, void*) {
   return set<&Scope::group>(self, value, nullptr);
 }
 
+PyObject* get_batch(PyObject* self, void*) { return Py_NewRef(scope_of(self)->batch); }
+
+int set_batch(PyObject* self, PyObject* value, void*) {
+  if (value == nullptr || (value != Py_None && !py::isinstance<Batch>(py::handle(value)))) {
+    PyErr_SetString(PyExc_TypeError, "the batch of a hook scope is a Batch or None");
+    return -1;
+  }
+  Py_SETREF(scope_of(self)->batch, Py_NewRef(value));
+  return 0;
+}
+
 PyGetSetDef properties[] = {
     {"unit", get<&Scope::unit>, set<&Scope::unit>, nullptr, nullptr},
     {"group", get_group, set_group, "A checkpoint region's number, or None.", nullptr},
     {"ordinal", get<&Scope::ordinal>, set<&Scope::ordinal>,
      "Of the storage that was considered last.", nullptr},
     {"packs", get<&Scope::packs>, nullptr, "Calls of `pack` so far.", nullptr},
+    {"batch", get_batch, set_batch, "Of a group, that saves here, or None.", nullptr},
     {"covered", get<&Scope::covered>, set<&Scope::covered>, nullptr, nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
@@ -383,12 +414,10 @@ PyType_Spec spec = {
 void bind_hooks(py::module_& module) {
   names = {.decide = interned("decide"),
            .is_frozen = interned("is_frozen"),
-           .join = interned("join"),
            .or_outer = interned("or_outer"),
            .pack_later = interned("pack_later"),
            .pack_unusual = interned("pack_unusual"),
-           .pack_waiting = interned("pack_waiting"),
-           .save = interned("save")};
+           .pack_waiting = interned("pack_waiting")};
   scope_type = add_type(module, "HookScope", spec);
   module.def("observed", &at::hasCallbacks,
              "Whether a profiler or a memory history listens to ranges and operators now.");

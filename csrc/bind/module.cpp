@@ -10,6 +10,9 @@ void bind_pools(pybind11::module_& module);      // pools.cpp
 void bind_codec(pybind11::module_& module);      // codec.cpp
 void bind_ledger(pybind11::module_& module);     // ledger.cpp
 void bind_away(pybind11::module_& module);       // away.cpp
+void bind_transfers(pybind11::module_& module);  // transfers.cpp
+void bind_windows(pybind11::module_& module);    // windows.cpp
+void bind_batch(pybind11::module_& module);      // batch.cpp
 void bind_entry(pybind11::module_& module);      // entry.cpp
 void bind_iteration(pybind11::module_& module);  // iteration.cpp
 void bind_engine(pybind11::module_& module);     // engine.cpp
@@ -31,7 +34,10 @@ PYBIND11_MODULE(_C, module) {
   memswap::bind_ledger(module);
   memswap::bind_away(module);
   memswap::bind_iteration(module);
+  memswap::bind_transfers(module);
+  memswap::bind_windows(module);
   memswap::bind_engine(module);
+  memswap::bind_batch(module);
   memswap::bind_entry(module);
   memswap::bind_handle(module);
   memswap::bind_hooks(module);

@@ -3,6 +3,7 @@
 
 #include "engine.h"
 #include "recipes.h"
+#include "windows.h"
 
 namespace memswap {
 
@@ -20,8 +21,8 @@ void tell_trial(const Entry& entry) {
 // What comes next is brought back, as far as there is memory: the demand itself will ask again.
 void Engine::look_ahead(const EntryPtr& entry) {
   const IterationPtr of = entry->iteration;
-  if (!looks_ahead) {
-    host->look_ahead(of, entry->index);
+  if (windows) {
+    windows->look_ahead(of, entry->index);
     return;
   }
   try {

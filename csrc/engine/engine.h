@@ -10,6 +10,7 @@
 #include <c10/core/Device.h>
 
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <optional>
 #include <string>
@@ -20,14 +21,30 @@
 #include "block_form.h"
 #include "departing.h"
 #include "entry.h"
-#include "host.h"
 #include "iteration.h"
 #include "ledger.h"
 #include "lock.h"
 #include "recomputed.h"
 #include "storage/saved_view.h"
+#include "transfers.h"
 
 namespace memswap {
+
+class Batch;
+class Windows;
+
+// Which storages of a batch travel together ([Note: When storages travel together] in batch.h).
+struct BatchLimits {
+  int64_t small_bytes = 1 << 20;    // storages of more travel alone
+  int64_t bucket_bytes = 32 << 20;  // of what travels together, and so of the copy that it takes
+};
+
+// When what leaves is sent, and when it comes back.
+enum class Schedule : uint8_t {
+  kIterations,  // sent when it is saved; backward's demands bring back what comes next
+  kWindows,     // the same, but codec work of an accelerator waits for an operator to run beside
+  kBatches,     // batches of groups, which share storages, move when they are told to
+};
 
 // The bytes that a demand has waited for did not come.
 struct LostBytes : TransferError {
@@ -55,10 +72,11 @@ struct Offer {
   const at::Tensor& tensor;
   const SavedView& look;
   std::string_view unit;
-  int64_t group;     // a checkpoint region's number, or Iteration::kNoGroup
-  bool covered;      // the policy covers the unit
-  bool has_action;   // who saves it has an action of its own
-  int64_t& ordinal;  // of the unit's last storage
+  int64_t group;           // a checkpoint region's number, or Iteration::kNoGroup
+  bool covered;            // the policy covers the unit
+  bool has_action;         // who saves it has an action of its own
+  int64_t& ordinal;        // of the unit's last storage
+  Batch* batch = nullptr;  // that saves it, of a group
 };
 
 // What became of a tensor.
@@ -78,8 +96,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
  public:
   static constexpr const char* kPlanned = "planned";
 
-  explicit Engine(std::optional<int64_t> window_bytes)
-      : host(std::make_unique<NoHost>()), timeline(window_bytes), iteration(timeline.begin()) {}
+  explicit Engine(std::optional<int64_t> window_bytes, Schedule schedule = Schedule::kIterations);
+  ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
@@ -96,11 +114,26 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Saved stay(const SavedView& look, std::string_view reason);
   // The entry of what the iteration admitted last.
   EntryPtr make_entry(const at::Tensor& tensor, const SavedView& look, StorageRefPtr& storage);
-  // Makes it and sends it.
-  Saved swap(const at::Tensor& tensor, const SavedView& look, BlockSender& sender, EntryPtr& entry);
+
+  // --- leaving (leave.cpp). The caller holds the lock, and the GIL where there is Python. ---
+
+  // An entry's storage leaves as the schedule has it: at once, or held until its batch is told to
+  // go. The reason why it stays, or nullptr.
+  const char* leave(const EntryPtr& entry, StorageRefPtr storage, LeaveOrder order);
+  // The same at once.
+  const char* send(const EntryPtr& entry, const StorageRefPtr& storage, const LeaveOrder& order);
+  // The same, as raw bytes in a block.
+  const char* send_raw(const EntryPtr& entry, const StorageRefPtr& storage, Transfers& by);
+  // The same, as a frame. False: there was no room.
+  bool encode(const EntryPtr& entry, const StorageRefPtr& storage, const LeaveOrder& order,
+              Expectation expectation);
   // A sender has no room for a storage: told once. The reason for the statistics, which is
   // `short_of`.
   const char* refused(const char* short_of, const std::string& why, const Entry& entry);
+
+  // Takes in what encoders have reported by now, in the order of their encodes.
+  void learn();
+  size_t awaited_reports() const { return awaited_.size(); }
 
   // --- demand (demand.cpp). Neither takes the lock for the wait. ---
 
@@ -128,11 +161,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // An operator of so many seconds is about to be launched; codec work may run beside it.
   void note_window(double seconds) const;
 
-  std::unique_ptr<Host> host;  // never nullptr
+  const Schedule schedule;
+  const std::unique_ptr<Windows> windows;  // of Schedule::kWindows; else nullptr
   Lock lock;
   Ledger ledger;
   Departing departing;
   PolicyTable policy;
+  BatchLimits batch_limits;
   Timeline timeline;
   IterationPtr iteration;  // that saves now
   IterationPtr backward;   // whose backward runs, where it is directed
@@ -140,23 +175,31 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Storages of parameters and buffers. A weak storage keeps its key from being used again.
   std::unordered_map<const void*, WeakStorage> persistent;
 
-  bool directed = false;        // somebody directs what leaves, under a budget
-  bool looks_ahead = true;      // what comes next is brought back at once, without the host
-  bool shares_batches = false;  // its iterations are batches of groups, which share storages
-  bool awaits_reports = false;  // encoders have not reported yet
+  bool directed = false;  // somebody directs what leaves, under a budget
 
  private:
+  Saved looked_up(const Offer& offer);
   Saved save_again(const Offer& offer, const KnownPtr& known);
   Saved swap_new(const Offer& offer, BlockSender& sender);
   bool refilled(const KnownPtr& known, const SavedView& look) const;
-  void learn() {
-    if (awaits_reports) {
-      host->learn();
-    }
+  const char* distrusted(const Expectation& expectation, const Entry& entry);
+  static std::optional<FrameReport> reported(FrameWatch& watch);
+  // Whether what this sender encodes waits for a window.
+  bool defers(const FrameSender& sender) const {
+    return windows != nullptr && sender.works_ahead();
   }
   void look_ahead(const EntryPtr& entry);
   bool demanding(const EntryPtr& entry);
   void served(const EntryPtr& entry);
+
+  // An encode whose report has not been taken in.
+  struct Awaited {
+    ExpectationsPtr expectations;
+    Expectation expectation;
+    std::shared_ptr<FrameWatch> watch;
+    std::weak_ptr<Entry> entry;
+  };
+  std::deque<Awaited> awaited_;
 };
 
 }  // namespace memswap

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <c10/core/Device.h>
-#include <c10/core/ScalarType.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -16,11 +15,11 @@
 #include "ledger.h"
 #include "residence.h"
 #include "storage/storage.h"
+#include "transfers.h"
 #include "work/ticket.h"
 
 namespace memswap {
 
-class BlockSender;
 class Engine;
 class Entry;
 class Iteration;
@@ -34,14 +33,6 @@ struct EntryStateError : std::logic_error {
   using std::logic_error::logic_error;
 };
 
-// How an entry of a group will leave, once it is told to.
-struct LeaveOrder {
-  std::string action;  // as memswap.Action names it
-  std::string unit;
-  int64_t ordinal = 0;  // among the storages of the unit
-  c10::ScalarType dtype = c10::ScalarType::Undefined;
-};
-
 // A state as messages name it.
 const char* word_of(State state);
 
@@ -50,6 +41,9 @@ const char* word_of(State state);
 // the calls.
 class Entry final : public Known, public std::enable_shared_from_this<Entry> {
  public:
+  // Why a storage stays that had lost its memory before it was sent, for the statistics.
+  static constexpr const char* kResized = "resized";
+
   // Stands for the storage that `look` looks at, from here on.
   static EntryPtr make(EnginePtr engine, const SavedView& look, const StorageRef& storage);
   ~Entry() override;
@@ -122,9 +116,9 @@ class Entry final : public Known, public std::enable_shared_from_this<Entry> {
   int64_t keeps = 0;      // saves whose tensor stayed
   int64_t unseen = 0;     // saves that have not been unpacked since the storage came back
   IterationPtr iteration;
-  size_t index = 0;  // in the iteration
-  std::optional<LeaveOrder> order;
-  std::shared_ptr<Trial> trial;  // of its recipe, while its place is being learnt
+  size_t index = 0;                 // in the iteration
+  std::optional<LeaveOrder> order;  // of what waits until its batch is told to go
+  std::shared_ptr<Trial> trial;     // of its recipe, while its place is being learnt
   RowPlace place_in_row;
 
   void leave_row() {

@@ -7,6 +7,7 @@
 
 #include "engine.h"
 #include "recorder.h"
+#include "windows.h"
 
 namespace memswap {
 
@@ -68,8 +69,8 @@ void Engine::release(Iteration& of, size_t index) {
   if (!entry) {
     return;
   }
-  if (entry->state() == State::kResident && entry->storage) {
-    host->hurry(entry);
+  if (windows) {
+    windows->hurry(entry);
   }
   if (entry->state() != State::kLeaving) {
     return;

@@ -3,6 +3,7 @@
 
 #include <utility>
 
+#include "batch.h"
 #include "engine.h"
 #include "recorder.h"
 
@@ -48,17 +49,6 @@ EntryPtr Engine::make_entry(const at::Tensor& tensor, const SavedView& look,
   return made;
 }
 
-Saved Engine::swap(const at::Tensor& tensor, const SavedView& look, BlockSender& sender,
-                   EntryPtr& entry) {
-  StorageRefPtr storage;
-  entry = make_entry(tensor, look, storage);
-  if (!entry->swap(sender, storage)) {
-    return {};
-  }
-  departing.add(entry.get());
-  return {Saved::As::kMoved, entry};
-}
-
 const char* Engine::refused(const char* short_of, const std::string& why, const Entry& entry) {
   if (entry.iteration && short_of == std::string_view(BlockForm::kShortOf)) {
     entry.iteration->refuse(ledger.counters.away_bytes);
@@ -74,7 +64,7 @@ const char* Engine::refused(const char* short_of, const std::string& why, const 
 // graph that nobody runs any more may keep them. (What shares tables and masks between its batches
 // moves them once.)
 bool Engine::refilled(const KnownPtr& known, const SavedView& look) const {
-  if (shares_batches || look.computed() || !known->is_entry()) {
+  if (schedule == Schedule::kBatches || look.computed() || !known->is_entry()) {
     return false;
   }
   const auto& entry = static_cast<const Entry&>(*known);
@@ -108,16 +98,18 @@ Saved Engine::swap_new(const Offer& offer, BlockSender& sender) {
     StorageRefPtr storage;
     return {Saved::As::kKept, make_entry(offer.tensor, offer.look, storage)};
   }
-  EntryPtr entry;
-  Saved sent = swap(offer.tensor, offer.look, sender, entry);
-  if (sent.as == Saved::As::kMoved) {
-    return sent;
+  StorageRefPtr storage;
+  EntryPtr entry = make_entry(offer.tensor, offer.look, storage);
+  if (entry->swap(sender, storage)) {
+    departing.add(entry.get());
+    return {Saved::As::kMoved, std::move(entry)};
   }
   ledger.keep(refused(BlockForm::kShortOf, sender.why_refused(), *entry), nbytes);
   return {Saved::As::kKept, entry};
 }
 
-Saved Engine::save(const Offer& offer) {
+// What is known, or the table says, of a storage.
+Saved Engine::looked_up(const Offer& offer) {
   const SavedView& look = offer.look;
   const Ledger::Found found = ledger.find(look);
   if (found.conflicts) {
@@ -157,6 +149,18 @@ Saved Engine::save(const Offer& offer) {
     return swap_new(offer, *sender);
   }
   return {};
+}
+
+// A batch is an iteration, and its group has begun it.
+Saved Engine::save(const Offer& offer) {
+  if (offer.batch != nullptr) {
+    iteration = offer.batch->iteration;
+  }
+  Saved saved = looked_up(offer);
+  if (offer.batch != nullptr && saved.as == Saved::As::kMoved) {
+    offer.batch->join(std::static_pointer_cast<Entry>(saved.known));
+  }
+  return saved;
 }
 
 }  // namespace memswap

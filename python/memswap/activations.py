@@ -23,7 +23,6 @@ from memswap.engine.stats import Stats, describe
 from memswap.engine.transfer import check_pool
 from memswap.engine.uncopied import Uncopied
 from memswap.engine.units import format_bytes, parse_bytes
-from memswap.engine.windowed import WindowedEngine
 from memswap.engine.windows import WindowStats
 from memswap.errors import MemswapError
 from memswap.hooks.blocks import LISTS, Blocks, compiles_what_it_wraps, find_blocks
@@ -151,7 +150,7 @@ class Manager(Managed):
         self._unseen: Unseen | None = Unseen(self._units.values(), "manage()")
         logger.info("%s", self._description)
         self._operators: OperatorWindows | None = None
-        if windows is not None and isinstance(self._engine, WindowedEngine):
+        if windows is not None:
             self._operators = OperatorWindows(self._engine, self._units, windows)
 
     def __repr__(self) -> str:
@@ -233,14 +232,12 @@ class Manager(Managed):
 
     def window(self, seconds: float | None = None, *, name: str = "") -> Window:
         """A window of this manager's, wherever it is entered; see :func:`memswap.window`."""
-        engine = self._engine if isinstance(self._engine, WindowedEngine) else None
+        engine = None if self._engine.windows is None else self._engine
         return Window(engine, seconds, name)
 
     def window_stats(self) -> WindowStats:
         """What became of the work that waited for windows; all zeros without ``windows=...``."""
-        if isinstance(self._engine, WindowedEngine):
-            return self._engine.window_stats()
-        return WindowStats()
+        return self._engine.window_stats()
 
     def _seen(self) -> None:
         if self._unseen is not None:

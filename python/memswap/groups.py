@@ -6,14 +6,14 @@ pipeline schedule, a chain of layers, an experiment) says it with four calls::
     groups = memswap.Groups(pool=pool)
     attention = groups.new("layer 3 attention")
 
-    with attention as generation:            # collects; nothing moves by itself
+    with attention as batch:            # collects; nothing moves by itself
         h = layer.attention(x)
-    generation.launch_offload()              # the copies start, the forward goes on
+    batch.launch_offload()              # the copies start, the forward goes on
     ...
-    generation.wait_offload()                # from here on the memory is free
+    batch.wait_offload()                # from here on the memory is free
     ...
-    generation.launch_load()                 # some time before backward gets there
-    generation.wait_load()
+    batch.launch_load()                 # some time before backward gets there
+    batch.wait_load()
     loss.backward()
 
 A schedule that is late costs a stall: what backward demands and is not there is brought back then.
@@ -28,10 +28,12 @@ from weakref import WeakSet
 import torch
 
 from memswap._native import native
+from memswap.engine import batch as engine_batch
 from memswap.engine.action import Decider
-from memswap.engine.group import Generation, GroupEngine, GroupScope
+from memswap.engine.batch import Batch
+from memswap.engine.engine import Engine, Schedule
 from memswap.engine.handle import Handle, unpack
-from memswap.engine.hook_scope import OpenBlocks
+from memswap.engine.hook_scope import HookScope, OpenBlocks
 from memswap.engine.stats import Stats, describe
 from memswap.engine.transfer import Pool, check_pool
 from memswap.engine.uncopied import Uncopied
@@ -63,7 +65,7 @@ class Groups(Uncopied):
             )
         check_pool(pool)
         #: For who builds on groups inside memswap.
-        self.engine = GroupEngine(Policy() if policy is None else policy, pool)
+        self.engine = engine_of_groups(Policy() if policy is None else policy, pool)
 
     def __repr__(self) -> str:
         return f"<memswap Groups: {describe(self.engine.ledger)}>"
@@ -72,7 +74,7 @@ class Groups(Uncopied):
     def of(cls, decider: Decider, pool: Pool | None) -> Groups:
         """Groups whose decisions somebody else makes: for who builds on groups inside memswap."""
         groups = cls(pool=pool)
-        groups.engine = GroupEngine(decider, pool)
+        groups.engine = engine_of_groups(decider, pool)
         return groups
 
     def lane(self) -> Lane | None:
@@ -105,6 +107,16 @@ class Groups(Uncopied):
         self.engine.settle()
 
 
+def engine_of_groups(decider: Decider, pool: Pool | None) -> Engine:
+    """An engine for any number of groups. A storage of two of them moves once."""
+    engine = Engine(decider, pool, window_bytes=0, schedule=Schedule.BATCHES)
+    engine.small_bytes, engine.bucket_bytes = (
+        engine_batch.SMALL_BYTES,
+        engine_batch.BUCKET_BYTES,
+    )
+    return engine
+
+
 class Added:
     """A tensor that was added to a group by hand. Its group may move it while this is alive.
 
@@ -117,9 +129,9 @@ class Added:
         self._handle = handle
 
     @classmethod
-    def to(cls, generation: Generation, tensor: torch.Tensor) -> Added:
-        """Add a tensor to a generation; see :meth:`Group.add`."""
-        return cls(GroupScope(generation.engine, generation).pack(_with_version(tensor)))
+    def to(cls, batch: Batch, tensor: torch.Tensor) -> Added:
+        """Add a tensor to a batch; see :meth:`Group.add`."""
+        return cls(HookScope(batch.engine, batch.name, batch=batch).pack(_with_version(tensor)))
 
     def tensor(self) -> torch.Tensor:
         """The tensor, detached; brought back now if it is away.
@@ -203,10 +215,10 @@ class Arrival:
 class Group(Uncopied):
     """A named group of saved tensors that moves when it is told to.
 
-    ``with group as generation:`` collects what autograd saves inside, as ``saved_tensors`` would.
-    Each outermost block begins a new :class:`Generation`, which has the four calls; a scheduler
+    ``with group as batch:`` collects what autograd saves inside, as ``saved_tensors`` would.
+    Each outermost block begins a new :class:`Batch`, which has the four calls; a scheduler
     with several microbatches in flight keeps one for each, and no call touches another's. The same
-    calls on the group are for the newest generation.
+    calls on the group are for the newest batch.
 
     Args:
         name: for messages; also the unit that the policy sees.
@@ -237,9 +249,9 @@ class Group(Uncopied):
         self.name = name
         self._groups = Groups(policy, pool=pool) if groups is None else groups
         self._timeline = native.Timeline(0)
-        self._newest: Generation | None = None
-        self._generations: WeakSet[Generation] = WeakSet()
-        self._open: OpenBlocks[GroupScope] = OpenBlocks()
+        self._newest: Batch | None = None
+        self._batches: WeakSet[Batch] = WeakSet()
+        self._open: OpenBlocks[HookScope] = OpenBlocks()
         self._paused = False
         self._closed = False
 
@@ -248,12 +260,12 @@ class Group(Uncopied):
 
     # --- collecting -------------------------------------------------------------------------------
 
-    def __enter__(self) -> Generation:
+    def __enter__(self) -> Batch:
         self._check_open("a block")
-        blocks = self._open.scopes
-        generation = blocks[-1].generation if blocks else self.begin()
-        self._open.enter(GroupScope(self._groups.engine, generation), installs=not self._paused)
-        return generation
+        batch = self._collecting() or self.begin()
+        scope = HookScope(self._groups.engine, batch.name, batch=batch)
+        self._open.enter(scope, installs=not self._paused)
+        return batch
 
     def __exit__(
         self,
@@ -263,16 +275,17 @@ class Group(Uncopied):
     ) -> None:
         self._open.leave()
 
-    def begin(self) -> Generation:
-        """Begin a generation without a block: for :meth:`add`, or for hooks of one's own."""
+    def begin(self) -> Batch:
+        """Begin a batch without a block: for :meth:`add`, or for hooks of one's own."""
         engine = self._groups.engine
         with engine.lock:
-            generation = self._newest = Generation(self.name, engine, self._timeline.begin())
-        self._generations.add(generation)
-        return generation
+            batch = self._newest = Batch(engine, self.name, self._timeline.begin())
+        batch.engine = engine
+        self._batches.add(batch)
+        return batch
 
     def add(self, tensor: torch.Tensor) -> Added:
-        """Add a tensor by hand to the open block's generation, or else to the newest.
+        """Add a tensor by hand to the open block's batch, or else to the newest.
 
         What is no plain tensor, or the policy keeps, or belongs to a parameter, stays where it is.
         """
@@ -281,16 +294,17 @@ class Group(Uncopied):
             raise TypeError(
                 f"group {self.name!r}: add() found {type(tensor).__name__}, expected a torch.Tensor"
             )
+        batch = self._collecting() or self._newest or self.begin()
+        return Added.to(batch, tensor)
+
+    def _collecting(self) -> Batch | None:
+        """The batch of the block that the thread is in."""
         blocks = self._open.scopes
-        if blocks:
-            generation = blocks[-1].generation
-        else:
-            generation = self.begin() if self._newest is None else self._newest
-        return Added.to(generation, tensor)
+        return blocks[-1].batch if blocks else None
 
     @property
-    def newest(self) -> Generation:
-        """The generation that was begun last.
+    def newest(self) -> Batch:
+        """The batch that was begun last.
 
         Raises:
             GroupError: there was none yet.
@@ -318,28 +332,28 @@ class Group(Uncopied):
     def close(self) -> None:
         """End the group. Graphs that are alive can still run backward."""
         self._closed = True
-        for generation in self._generations:
-            generation.close()
+        for batch in self._batches:
+            batch.close()
 
-    # --- moving: the newest generation ------------------------------------------------------------
+    # --- moving: the newest batch ------------------------------------------------------------
 
     def launch_offload(self) -> None:
-        """:meth:`Generation.launch_offload` of the newest generation."""
+        """:meth:`Batch.launch_offload` of the newest batch."""
         self._check_open("launch_offload()")
         self.newest.launch_offload()
 
     def wait_offload(self) -> None:
-        """:meth:`Generation.wait_offload` of the newest generation."""
+        """:meth:`Batch.wait_offload` of the newest batch."""
         self._check_open("wait_offload()")
         self.newest.wait_offload()
 
     def launch_load(self) -> None:
-        """:meth:`Generation.launch_load` of the newest generation."""
+        """:meth:`Batch.launch_load` of the newest batch."""
         self._check_open("launch_load()")
         self.newest.launch_load()
 
     def wait_load(self) -> None:
-        """:meth:`Generation.wait_load` of the newest generation."""
+        """:meth:`Batch.wait_load` of the newest batch."""
         self._check_open("wait_load()")
         self.newest.wait_load()
 

@@ -27,21 +27,22 @@ from memswap.activations import (
     persistent_tensors,
 )
 from memswap.engine.autograd import in_backward
-from memswap.engine.group import Generation, GroupScope, Phase
+from memswap.engine.batch import Batch, Phase
+from memswap.engine.hook_scope import HookScope
 from memswap.groups import Group, Groups
 from memswap.hooks.managed import Managed
 from memswap.planning.policy import Policy
 
 if TYPE_CHECKING:
-    from memswap.engine.group import GroupEngine
+    from memswap.engine.engine import Engine
     from memswap.engine.transfer import Pool
 
 
 class _Pass:
-    """One forward through the chain. Owned by its generations, which it knows weakly."""
+    """One forward through the chain. Owned by its batches, which it knows weakly."""
 
     def __init__(self) -> None:
-        self.generations: WeakValueDictionary[int, Generation] = WeakValueDictionary()
+        self.batches: WeakValueDictionary[int, Batch] = WeakValueDictionary()
         self.last = -1
 
     def begins_before(self, index: int) -> bool:
@@ -49,20 +50,20 @@ class _Pass:
 
 
 class _Reached:
-    """What a generation calls when backward reaches its layer."""
+    """What a batch calls when backward reaches its layer."""
 
     def __init__(self, track: Track, journey: _Pass, index: int) -> None:
         self._track = ref(track)
         self._journey = journey
         self._index = index
 
-    def __call__(self, generation: Generation) -> None:
+    def __call__(self, batch: Batch) -> None:
         track = self._track()
         if track is None:
             return
         first = max(self._index - track.distance, 0)
         for index in range(self._index, first - 1, -1):
-            ahead = self._journey.generations.get(index)
+            ahead = self._journey.batches.get(index)
             if ahead is not None and ahead.phase is not Phase.COLLECTED:
                 ahead.launch_load()
 
@@ -80,7 +81,7 @@ class Track:
         self.distance = distance
         self.groups: list[Group] = []
         self._journey = _Pass()
-        self._waiting: Generation | None = None  # launched, not waited for yet
+        self._waiting: Batch | None = None  # launched, not waited for yet
 
     def begin(
         self, index: int, persistent: Callable[[], list[torch.Tensor]]
@@ -99,18 +100,18 @@ class Track:
         with engine.lock:
             if journey.last < 0:
                 engine.set_persistent(persistent())
-            generation = group.begin()
+            batch = group.begin()
             journey.last = index
-            journey.generations[index] = generation
-            generation.on_demand = _Reached(self, journey, index)
-        return CollectedCall(engine, generation, functools.partial(self._collected, index))
+            journey.batches[index] = batch
+            batch.on_demand = _Reached(self, journey, index)
+        return CollectedCall(engine, batch, functools.partial(self._collected, index))
 
-    def _collected(self, index: int, generation: Generation) -> None:
+    def _collected(self, index: int, batch: Batch) -> None:
         """The forward of a layer has ended."""
         before, self._waiting = self._waiting, None
         if index < len(self.groups) - max(self.distance, 1):
-            generation.launch_offload()
-            self._waiting = generation
+            batch.launch_offload()
+            self._waiting = batch
         if before is not None and before.phase in (Phase.OFFLOADING, Phase.OFFLOADED):
             before.wait_offload()
 
@@ -120,23 +121,24 @@ class Track:
         self.shared.settle()
 
 
-class CollectedCall(GroupScope):
-    """One call of a module whose saved tensors are a generation."""
+class CollectedCall(HookScope):
+    """One call of a module whose saved tensors are a batch."""
 
     __slots__ = ("_collected",)
 
     def __init__(
         self,
-        engine: GroupEngine,
-        generation: Generation,
-        collected: Callable[[Generation], None],
+        engine: Engine,
+        batch: Batch,
+        collected: Callable[[Batch], None],
     ) -> None:
-        super().__init__(engine, generation)
+        super().__init__(engine, batch.name, batch=batch)
         self._collected = collected
 
     def leave(self, output: object = None) -> None:
         super().leave()
-        self._collected(self.generation)
+        assert self.batch is not None  # it was made with one
+        self._collected(self.batch)
 
 
 class Chain(Managed):

@@ -20,8 +20,15 @@ from memswap.errors import TransferError
 from memswap.inplace import AWAY_ATTRIBUTE, holders_of_new, shared_pool, why_shared
 
 if TYPE_CHECKING:
-    from memswap._C import AwayForm, FrameWatch, SavedView, StorageRef, Ticket
-    from memswap.engine.expectations import Expectation, Expectations
+    from memswap._C import (
+        AwayForm,
+        Expectation,
+        Expectations,
+        FrameWatch,
+        SavedView,
+        StorageRef,
+        Ticket,
+    )
     from memswap.engine.transfer import Pool
     from memswap.inplace import Holders
 

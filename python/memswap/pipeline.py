@@ -32,7 +32,7 @@ from torch import nn
 
 from memswap.activations import checked_policy, persistent_tensors
 from memswap.engine.autograd import in_backward
-from memswap.engine.group import Generation, Phase
+from memswap.engine.batch import Batch, Phase
 from memswap.groups import Groups
 from memswap.hooks.managed import Managed
 from memswap.layer_chain import CollectedCall
@@ -120,16 +120,16 @@ class Itinerary:
 
 
 class _Chunk:
-    """The saved tensors of one stage and microbatch. Owned by its generation."""
+    """The saved tensors of one stage and microbatch. Owned by its batch."""
 
-    def __init__(self, manager: PipelineManager, generation: Generation, step: Step) -> None:
+    def __init__(self, manager: PipelineManager, batch: Batch, step: Step) -> None:
         self._manager = ref(manager)
-        self.generation = ref(generation)
+        self.batch = ref(batch)
         self.step = step
         self.reading = 0
-        generation.on_demand = self
+        batch.on_demand = self
 
-    def __call__(self, generation: Generation) -> None:
+    def __call__(self, batch: Batch) -> None:
         """A backward pass begins to read it.
 
         Gradients of weights are computed in several passes, one after another: still one action.
@@ -137,7 +137,7 @@ class _Chunk:
         manager = self._manager()
         if manager is not None and self.reading < 2:
             self.reading += 1
-            manager._backward(self, generation)
+            manager._backward(self, batch)
 
 
 class PipelineManager(Managed):
@@ -161,8 +161,8 @@ class PipelineManager(Managed):
         self._group_engine = shared.engine
         self._itinerary = Itinerary(planned)
         self._chunks: list[_Chunk] = []
-        self._leaving: list[ref[Generation]] = []  # since the last action began
-        self._waiting: list[ref[Generation]] = []  # since the one before
+        self._leaving: list[ref[Batch]] = []  # since the last action began
+        self._waiting: list[ref[Batch]] = []  # since the one before
         self._add(self._modules, "manage_pipeline()")
 
     def _begin(
@@ -176,26 +176,26 @@ class PipelineManager(Managed):
             if not self._chunks:
                 self._itinerary.begin()
                 engine.set_persistent(persistent_tensors(self._modules.values()))
-            generation = self._groups[key].begin()
-            chunk = _Chunk(self, generation, self._itinerary.forward(key))
+            batch = self._groups[key].begin()
+            chunk = _Chunk(self, batch, self._itinerary.forward(key))
             self._chunks.append(chunk)
         self._slot()
-        return CollectedCall(engine, generation, self._collected)
+        return CollectedCall(engine, batch, self._collected)
 
-    def _collected(self, generation: Generation) -> None:
+    def _collected(self, batch: Batch) -> None:
         """The forward of a stage has ended."""
-        assert isinstance(generation.on_demand, _Chunk)
-        step = generation.on_demand.step
+        assert isinstance(batch.on_demand, _Chunk)
+        step = batch.on_demand.step
         distance = self._itinerary.distance(step)
         if distance is None or distance >= self._min_gap:
-            generation.launch_offload()
-            self._leaving.append(ref(generation))
+            batch.launch_offload()
+            self._leaving.append(ref(batch))
 
-    def _backward(self, chunk: _Chunk, generation: Generation) -> None:
+    def _backward(self, chunk: _Chunk, batch: Batch) -> None:
         """A backward pass begins to read a chunk. The engine's lock is held."""
         step = self._itinerary.backward(chunk.step, chunk.reading)
-        if generation.phase in (Phase.OFFLOADING, Phase.OFFLOADED):
-            generation.launch_load(1 + self._readings_after(step))
+        if batch.phase in (Phase.OFFLOADING, Phase.OFFLOADED):
+            batch.launch_load(1 + self._readings_after(step))
         self._slot()
 
     def _readings_after(self, step: Step) -> int:
@@ -209,25 +209,25 @@ class PipelineManager(Managed):
         """An action begins: what left before is waited for, what comes next is asked for."""
         waiting, self._waiting, self._leaving = self._waiting, self._leaving, []
         for reference in waiting:
-            generation = reference()
-            if generation is not None and generation.phase is Phase.OFFLOADING:
-                generation.wait_offload()
+            batch = reference()
+            if batch is not None and batch.phase is Phase.OFFLOADING:
+                batch.wait_offload()
         for step in self._itinerary.ahead()[: self._ahead]:
-            generation = self._generation(step) if step.reading else None
-            if generation is not None and generation.phase is not Phase.COLLECTED:
-                generation.launch_load(self._itinerary.readings(step, self._min_gap))
+            batch = self._batch(step) if step.reading else None
+            if batch is not None and batch.phase is not Phase.COLLECTED:
+                batch.launch_load(self._itinerary.readings(step, self._min_gap))
 
-    def _generation(self, step: Step) -> Generation | None:
+    def _batch(self, step: Step) -> Batch | None:
         for chunk in self._chunks:
             if (chunk.step.stage, chunk.step.chunk) == (step.stage, step.chunk):
-                return chunk.generation()
+                return chunk.batch()
         return None
 
 
 def alive(chunk: _Chunk) -> bool:
     """Whether backward may still come for a chunk."""
-    generation = chunk.generation()
-    return generation is not None and generation.alive
+    batch = chunk.batch()
+    return batch is not None and batch.alive
 
 
 def manage_pipeline(

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from memswap.engine.durations import Durations
+from memswap.engine.engine import Engine, Schedule
+from memswap.engine.hook_scope import HookScope
 from memswap.engine.units import parse_bytes
-from memswap.engine.windowed import WindowedEngine, innermost
-from memswap.engine.windows import WindowQueue
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -92,12 +92,18 @@ class Windows:
         auto = self.max_pending_bytes == "auto"
         return None if auto else parse_bytes(self.max_pending_bytes)
 
-    def engine(
-        self, policy: Decider, pool: Pool | None, window_bytes: int | None
-    ) -> WindowedEngine:
+    def engine(self, policy: Decider, pool: Pool | None, window_bytes: int | None) -> Engine:
         """A new engine that goes by these options."""
-        queue = WindowQueue(self.pending_bound(), self.leftovers == "start")
-        return WindowedEngine(policy, pool, window_bytes, queue, Durations(queue))
+        engine = Engine(policy, pool, window_bytes, Schedule.WINDOWS)
+        windows = engine.windows
+        assert windows is not None  # of that schedule
+        windows.max_pending_bytes = self.pending_bound()
+        windows.leftovers_start = self.leftovers == "start"
+        windows.captures = _captures
+        engine.observer = Durations(windows)
+        engine.observer.begin_iteration()
+        windows.set_observer(engine.observer)
+        return engine
 
 
 class Window:
@@ -106,7 +112,7 @@ class Window:
     Made by :func:`window` or :meth:`Manager.window`. It may be entered again, also in backward.
     """
 
-    def __init__(self, engine: WindowedEngine | None, seconds: float | None, name: str) -> None:
+    def __init__(self, engine: Engine | None, seconds: float | None, name: str) -> None:
         if seconds is None and not name:
             raise ValueError(
                 "window(): expected seconds=..., or name=... under which they are measured"
@@ -175,7 +181,25 @@ def window(seconds: float | None = None, *, name: str = "") -> Window:
         ValueError: neither seconds nor a name, or seconds that are negative or not finite.
     """
     compiling = torch.compiler.is_compiling()  # a compiled layer is a window as a whole
-    return Window(None if compiling else innermost(), seconds, name)
+    return Window(None if compiling else _innermost(), seconds, name)
+
+
+def _innermost() -> Engine | None:
+    """The engine with windows whose hooks are the innermost of this thread, if there is one."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    while hooks is not None:
+        scope = getattr(hooks[0], "__self__", None)
+        if not isinstance(scope, HookScope):
+            return None
+        if scope.engine.windows is not None:
+            return scope.engine
+        hooks = scope.outer
+    return None
+
+
+def _captures() -> bool:
+    """Whether the current stream of a GPU captures a graph: nothing is encoded then."""
+    return bool(torch.cuda.is_current_stream_capturing())
 
 
 # --- layers ---------------------------------------------------------------------------------------

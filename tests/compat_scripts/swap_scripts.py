@@ -17,7 +17,7 @@ from helpers import (
 )
 from torch import nn
 
-from memswap.engine.group import Generation
+from memswap.engine.batch import Batch
 
 CALLS = {
     "launch_offload": "send",
@@ -94,16 +94,16 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Grows while groups move: ``"send model.*[0]"``. Calls that change nothing are left out."""
     events: list[str] = []
 
-    def spy(call: str, plain: Callable[[Generation], Any]) -> Callable[..., Any]:
-        def called(generation: Generation, *args: Any) -> Any:
-            before = generation.phase
-            result = plain(generation, *args)
-            if generation.phase is not before:
-                events.append(f"{CALLS[call]} {generation.name}")
+    def spy(call: str, plain: Callable[[Batch], Any]) -> Callable[..., Any]:
+        def called(batch: Batch, *args: Any) -> Any:
+            before = batch.phase
+            result = plain(batch, *args)
+            if batch.phase is not before:
+                events.append(f"{CALLS[call]} {batch.name}")
             return result
 
         return called
 
     for call in CALLS:
-        monkeypatch.setattr(Generation, call, spy(call, getattr(Generation, call)))
+        monkeypatch.setattr(Batch, call, spy(call, getattr(Batch, call)))
     return events

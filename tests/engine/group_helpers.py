@@ -46,13 +46,13 @@ def leaf_and_gradient(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]
     return x, expected
 
 
-def make_calls(generation: Any, letters: str) -> None:
+def make_calls(batch: Any, letters: str) -> None:
     """The calls that these letters stand for: o and w for the offload, l and W for the load."""
     calls = {
-        "o": generation.launch_offload,
-        "w": generation.wait_offload,
-        "l": generation.launch_load,
-        "W": generation.wait_load,
+        "o": batch.launch_offload,
+        "w": batch.wait_offload,
+        "l": batch.launch_load,
+        "W": batch.wait_load,
     }
     for letter in letters:
         calls[letter]()
@@ -60,6 +60,6 @@ def make_calls(generation: Any, letters: str) -> None:
 
 def collected(group: memswap.Group, device: torch.device) -> tuple[Any, torch.Tensor]:
     x = random(device, 300).requires_grad_()
-    with group as generation:
+    with group as batch:
         loss = sines(x)
-    return generation, loss
+    return batch, loss

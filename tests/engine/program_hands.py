@@ -42,14 +42,14 @@ class ByHand:
         self.engine = memswap.Groups(policy, **options)
         self.groups = [self.engine.new("first"), self.engine.new("second")]
         self.choose = choose
-        self.generations: list[Any] = []
+        self.batchs: list[Any] = []
 
     def stats(self) -> memswap.Stats:
         return self.engine.stats()
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        with self.choose.choice(self.groups) as generation:
+        with self.choose.choice(self.groups) as batch:
             if self.choose.random() < 0.2:
                 with self.choose.choice(self.groups):
                     yield
@@ -57,9 +57,9 @@ class ByHand:
                 yield
         if not torch.is_grad_enabled():
             return
-        self.generations = [*self.generations[-3:], generation]
+        self.batchs = [*self.batchs[-3:], batch]
         for _ in range(self.choose.randint(0, 8)):
-            one = self.choose.choice(self.generations)
+            one = self.choose.choice(self.batchs)
             calls = (one.launch_offload, one.wait_offload, one.launch_load, one.wait_load)
             with contextlib.suppress(memswap.GroupError):
                 self.choose.choice(calls)()

@@ -309,7 +309,7 @@ def test_many_steps_leave_nothing_behind(device, new_pool, policy) -> None:
     (route,) = engine._engine._routes.open_routes()
     assert_nothing_left(engine.stats())
     assert pool.statistics().blocks == 0
-    assert not engine._engine._encoding, "a report is waited for that will never come"
+    assert not engine._engine.awaited_reports, "a report is waited for that will never come"
     assert len(route.expectations) == 4
     if device.type != "cpu":
         assert route.codec_lane.arena_statistics()["live_shares"] == 0

@@ -389,9 +389,9 @@ def test_a_save_that_fails_under_a_budget_costs_no_step(
         left[0] -= 1
         if left[0] == 0:
             raise torch.OutOfMemoryError("no memory for a frame")
-        return type(engine).depart(engine, *arguments)
+        return type(engine).leave(engine, *arguments)
 
-    monkeypatch.setattr(engine, "depart", admit)
+    monkeypatch.setattr(engine, "leave", admit)
     for number in range(12):
         left[0] = 3 if number == failing_step else 0
         assert_same_gradients(budget_step(layers, 32, device), expected)

@@ -18,7 +18,7 @@ from helpers import (
 
 import memswap
 from memswap._native import native
-from memswap.engine import group as engine_group
+from memswap.engine import batch as engine_batch
 from memswap.engine import transfer
 
 pytestmark = pytest.mark.every_action
@@ -31,14 +31,14 @@ def test_small_storages_take_one_block_and_large_ones_their_own(device, new_pool
     pool = new_pool()
     group = memswap.Group("bucket", EVERYTHING, pool=pool)
     x = random(device, 100).requires_grad_()
-    large = random(device, (engine_group.SMALL_BYTES // 4) + 1).requires_grad_()
-    with group as generation:
+    large = random(device, (engine_batch.SMALL_BYTES // 4) + 1).requires_grad_()
+    with group as batch:
         loss = sines(x, 20) + (large * 2).sin().sum()
-    generation.launch_offload()
+    batch.launch_offload()
     assert pool.statistics().blocks == 2, "twenty small storages and a large one: two copies"
     assert group.stats().moved_storages == 21
-    generation.wait_offload()
-    generation.launch_load()
+    batch.wait_offload()
+    batch.launch_load()
     loss.backward()
     for one in (x, large):
         again = one.detach().clone().requires_grad_()
@@ -50,13 +50,13 @@ def test_small_storages_take_one_block_and_large_ones_their_own(device, new_pool
 
 @SWAP
 def test_a_bucket_is_never_longer_than_it_may_be(device, new_pool, monkeypatch):
-    monkeypatch.setattr(engine_group, "BUCKET_BYTES", 4 * 400)
+    monkeypatch.setattr(engine_batch, "BUCKET_BYTES", 4 * 400)
     pool = new_pool()
     group = memswap.Group("buckets", EVERYTHING, pool=pool)
     x = random(device, 100).requires_grad_()
-    with group as generation:
+    with group as batch:
         loss = sines(x, 10)
-    generation.launch_offload()
+    batch.launch_offload()
     assert pool.statistics().blocks == 3, "ten storages, four to a bucket"
     loss.backward()
 
@@ -73,11 +73,11 @@ def test_views_and_the_rest_of_their_storage_travel_together(device, new_pool):
 
     loss().backward()
     expected, x.grad = x.grad, None
-    with group as generation:
+    with group as batch:
         out = loss()
-    generation.launch_offload()
-    generation.wait_offload()
-    generation.launch_load()
+    batch.launch_offload()
+    batch.wait_offload()
+    batch.launch_load()
     out.backward()
     assert_same_gradients([x.grad], [expected])
     del out
@@ -106,14 +106,14 @@ def test_a_pool_without_room_leaves_the_group_where_it_is(device, new_pool):
     pool = new_pool(budget="1MiB")
     group = memswap.Group("full", EVERYTHING, pool=pool)
     x = random(device, 150_000).requires_grad_()  # 600 kB each
-    with group as generation:
+    with group as batch:
         loss = sines(x, 4)
-    generation.launch_offload()
-    generation.wait_offload()
+    batch.launch_offload()
+    batch.wait_offload()
     stats = group.stats()
     assert stats.kept["pool"].tensors >= 2, "nobody was told that the pool is full"
-    generation.launch_load()
-    generation.wait_load()
+    batch.launch_load()
+    batch.wait_load()
     loss.backward()
     again = x.detach().clone().requires_grad_()
     sines(again, 4).backward()
@@ -128,19 +128,19 @@ def test_a_pool_without_room_leaves_the_group_where_it_is(device, new_pool):
 @pytest.mark.parametrize("together", [True, False])
 def test_a_send_that_fails_keeps_the_bytes(device, tmp_path, monkeypatch, together):
     if not together:
-        monkeypatch.setattr("memswap.engine.group.SMALL_BYTES", 0)
+        monkeypatch.setattr("memswap.engine.batch.SMALL_BYTES", 0)
     pool = memswap.DiskPool(tmp_path, budget="16MiB", extent="1MiB")
     pool.reserve("1MiB")  # space is set aside, and then the disk fails
     group = memswap.Group("broken disk", EVERYTHING, pool=pool)
     x = random(device, 4096).requires_grad_()
     with pytest.warns(UserWarning, match="stays where it is"):
         with files_no_longer_than(0):
-            with group as generation:
+            with group as batch:
                 loss = sines(x)
-            generation.launch_offload()
-            generation.wait_offload()
-        generation.launch_load()
-        generation.wait_load()
+            batch.launch_offload()
+            batch.wait_offload()
+        batch.launch_load()
+        batch.wait_load()
         loss.backward()
     again = x.detach().clone().requires_grad_()
     sines(again).backward()
@@ -156,7 +156,7 @@ def test_a_launch_that_raises_takes_no_memory_and_loses_nothing(
     device, new_pool, monkeypatch, together
 ):
     if not together:
-        monkeypatch.setattr("memswap.engine.group.SMALL_BYTES", 0)
+        monkeypatch.setattr("memswap.engine.batch.SMALL_BYTES", 0)
     pool = new_pool()
     group = memswap.Group("raises", EVERYTHING, pool=pool)
 
@@ -174,11 +174,11 @@ def test_a_launch_that_raises_takes_no_memory_and_loses_nothing(
     opened = transfer.open_lane
     with monkeypatch.context() as broken:
         broken.setattr(transfer, "open_lane", lambda *a, **k: Broken(opened(*a, **k)))
-        generation, loss = collected(group, device)
+        batch, loss = collected(group, device)
         with pytest.raises(RuntimeError, match="no such stream"):
-            generation.launch_offload()
+            batch.launch_offload()
     with pytest.raises(memswap.GroupError, match="nothing was launched"):
-        generation.wait_offload()
+        batch.wait_offload()
     loss.backward()
     del loss
     assert_released(group, pool, device)
@@ -189,12 +189,12 @@ def test_a_launch_that_raises_takes_no_memory_and_loses_nothing(
 def test_bytes_that_vanished_are_an_error_that_names_the_group(device, tmp_path):
     pool = memswap.DiskPool(tmp_path, budget="16MiB", extent="1MiB")
     group = memswap.Group("vanished", EVERYTHING, pool=pool)
-    generation, loss = collected(group, device)
-    generation.launch_offload()
-    generation.wait_offload()
+    batch, loss = collected(group, device)
+    batch.launch_offload()
+    batch.wait_offload()
     os.truncate(f"/proc/self/fd/{descriptor_under(tmp_path)}", 0)
-    generation.launch_load()
+    batch.launch_load()
     with pytest.raises(memswap.TransferError, match=r"'vanished'.*cannot be brought back"):
-        generation.wait_load()
+        batch.wait_load()
     with pytest.raises(memswap.TransferError, match="cannot be brought back"):
         loss.backward()

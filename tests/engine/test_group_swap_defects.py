@@ -140,7 +140,7 @@ def test_copies_are_made_in_the_order_of_use(device, new_pool, monkeypatch):
             return getattr(self.lane, name)
 
     monkeypatch.setattr(transfer, "open_lane", lambda *a, **k: Watched(opened(*a, **k)))
-    monkeypatch.setattr("memswap.engine.group.SMALL_BYTES", 0)  # each travels alone
+    monkeypatch.setattr("memswap.engine.batch.SMALL_BYTES", 0)  # each travels alone
     group = memswap.Group("order", EVERYTHING, pool=new_pool())
     x = random(device, 4).requires_grad_()
     with group:

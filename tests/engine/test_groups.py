@@ -95,11 +95,11 @@ def test_nothing_moves_by_itself(device, new_pool):
 def test_memory_is_free_once_the_offload_was_waited_for(device, new_pool):
     group = memswap.Group("sines", EVERYTHING, pool=new_pool())
     x = random(device, 1000).requires_grad_()
-    with group as generation:
+    with group as batch:
         loss = sines(x)
-    assert generation.nbytes == group.stats().resident_bytes == 4 * 4000
-    generation.launch_offload()
-    generation.wait_offload()
+    assert batch.nbytes == group.stats().resident_bytes == 4 * 4000
+    batch.launch_offload()
+    batch.wait_offload()
     assert group.stats().resident_bytes == 0, "a storage that was sent and waited for is still held"
     loss.backward()
 
@@ -121,9 +121,9 @@ def test_every_legal_order_gives_the_same_gradients(device, new_pool, calls):
     x, expected = leaf_and_gradient(device)
     pool = new_pool()
     group = memswap.Group("sines", EVERYTHING, pool=pool)
-    with group as generation:
+    with group as batch:
         loss = sines(x)
-    make_calls(generation, calls)
+    make_calls(batch, calls)
     loss.backward()
     assert_same_gradients([x.grad], [expected])
     assert group.stats().moved_storages == 4, "what was away already was sent again, or nothing was"
@@ -135,12 +135,12 @@ def test_every_legal_order_gives_the_same_gradients(device, new_pool, calls):
 def test_leaving_again_after_a_load_copies_nothing(device, new_pool):
     group = memswap.Group("sines", EVERYTHING, pool=new_pool())
     x = random(device, 300).requires_grad_()
-    with group as generation:
+    with group as batch:
         loss = sines(x)
     for _ in range(3):
-        generation.launch_offload()
-        generation.wait_offload()
-        generation.launch_load()
+        batch.launch_offload()
+        batch.wait_offload()
+        batch.launch_load()
     stats = group.stats()
     assert stats.moved_storages == 4 and stats.returned_storages == 12
     loss.backward()
@@ -150,13 +150,13 @@ def test_leaving_again_after_a_load_copies_nothing(device, new_pool):
 def test_a_load_that_overtakes_the_offload_brings_nothing_back(device, new_pool):
     group = memswap.Group("sines", EVERYTHING, pool=new_pool())
     x = random(device, 2 << 18).requires_grad_()  # too large for a bucket, so it leaves as it is
-    with group as generation:
+    with group as batch:
         y = (x * 2).sin()
         loss = y.sum()
-    held = generation.nbytes
-    generation.launch_offload()
-    generation.launch_load()
-    generation.wait_load()
+    held = batch.nbytes
+    batch.launch_offload()
+    batch.launch_load()
+    batch.wait_load()
     stats = group.stats()
     assert stats.moved_storages == 1, "nothing was on its way"
     if stats.returned_storages == 0:  # unless the copy had ended already
@@ -167,10 +167,10 @@ def test_a_load_that_overtakes_the_offload_brings_nothing_back(device, new_pool)
 def test_what_backward_demands_early_is_loaded_then_and_counted(device, new_pool):
     group = memswap.Group("sines", EVERYTHING, pool=new_pool())
     x, expected = leaf_and_gradient(device)
-    with group as generation:
+    with group as batch:
         loss = sines(x)
-    generation.launch_offload()
-    generation.wait_offload()
+    batch.launch_offload()
+    batch.wait_offload()
     settle(group, device)
     loss.backward()
     assert_same_gradients([x.grad], [expected])
@@ -191,9 +191,9 @@ def test_what_backward_demands_early_is_loaded_then_and_counted(device, new_pool
 )
 def test_misuse_names_the_group_and_says_what_to_do(device, new_pool, before, call, says):
     group = memswap.Group("layer 7", EVERYTHING, pool=new_pool())
-    generation, loss = collected(group, device)
+    batch, loss = collected(group, device)
     if before:
-        generation.launch_offload()
+        batch.launch_offload()
     with pytest.raises(memswap.GroupError, match=f"'layer 7'.*{call}.*{says}"):
         getattr(group, call)()
     loss.backward()  # nothing was lost
@@ -208,12 +208,12 @@ def test_a_group_that_collected_nothing_says_so(device, new_pool):
 def test_a_closed_group_refuses_calls_and_its_graphs_still_run(device, new_pool):
     x, expected = leaf_and_gradient(device)
     group = memswap.Group("closed", EVERYTHING, pool=new_pool())
-    with group as generation:
+    with group as batch:
         loss = sines(x)
-    generation.launch_offload()
+    batch.launch_offload()
     group.close()
     for call in ("launch_offload", "wait_offload", "launch_load", "wait_load"):
-        for one in (group, generation):
+        for one in (group, batch):
             with pytest.raises(memswap.GroupError, match="closed"):
                 getattr(one, call)()
     with pytest.raises(memswap.GroupError, match="closed"), group:
@@ -239,17 +239,17 @@ def test_wrong_arguments_are_refused():
 def test_a_load_brings_back_its_own_microbatch_and_no_other(device, new_pool):
     group = memswap.Group("sines", EVERYTHING, pool=new_pool())
     x = [random(device, 300, seed=n).requires_grad_() for n in range(3)]
-    generations, losses = [], []
+    batchs, losses = [], []
     for one in x:
-        with group as generation:
+        with group as batch:
             losses.append(sines(one))
-        generation.launch_offload()
-        generation.wait_offload()
-        generations.append(generation)
+        batch.launch_offload()
+        batch.wait_offload()
+        batchs.append(batch)
     settle(group, device)
-    generations[0].launch_load()
+    batchs[0].launch_load()
     assert group.stats().returned_storages == 4, "another microbatch was loaded as well"
-    generations[0].wait_load()
+    batchs[0].wait_load()
     for loss in losses:
         loss.backward()
     for one in x:
@@ -287,15 +287,15 @@ def test_a_storage_of_two_groups_leaves_once(device, new_pool):
 def test_a_storage_of_two_microbatches_does_not_say_whose_backward_begins(device, new_pool):
     """Microbatches are often views of one batch: its storage belongs to all of them."""
     group = memswap.Group("views", EVERYTHING, pool=new_pool())
-    batch = random(device, 2, 300)
+    inputs = random(device, 2, 300)
     weight = random(device, 300, seed=1).requires_grad_()
     begun: list[int] = []
     losses = []
-    for number, x in enumerate(batch):
-        with group as generation:
+    for number, x in enumerate(inputs):
+        with group as batch:
             losses.append((x * weight * 2).sin().sum())
-        generation.on_demand = lambda _, number=number: begun.append(number)
-        generation.launch_offload()
+        batch.on_demand = lambda _, number=number: begun.append(number)
+        batch.launch_offload()
     for loss in losses:
         loss.backward()
     assert begun == [0, 1], "another microbatch's backward was taken for begun"
@@ -308,28 +308,28 @@ def test_a_storage_of_two_microbatches_does_not_say_whose_backward_begins(device
 def test_a_dropped_graph_leaves_nothing_behind(device, new_pool, calls):
     pool = new_pool()
     group = memswap.Group("dropped", EVERYTHING, pool=pool)
-    generation, loss = collected(group, device)
-    make_calls(generation, calls)
+    batch, loss = collected(group, device)
+    make_calls(batch, calls)
     del loss
-    assert not generation.alive
+    assert not batch.alive
     settle(group, device)
     assert_released(group, pool, device)
-    generation.launch_offload()  # nothing to do, and no error
+    batch.launch_offload()  # nothing to do, and no error
 
 
 def test_backward_may_run_twice(device, new_pool):
     group = memswap.Group("twice", EVERYTHING, pool=new_pool())
     x, expected = leaf_and_gradient(device)
-    with group as generation:
+    with group as batch:
         loss = sines(x)
-    generation.launch_offload()
-    generation.wait_offload()
-    generation.launch_load()
+    batch.launch_offload()
+    batch.wait_offload()
+    batch.launch_load()
     loss.backward(retain_graph=True)
     assert_same_gradients([x.grad], [expected])
     x.grad = None
-    generation.launch_load()  # what the first backward has let go of
-    generation.wait_load()
+    batch.launch_load()  # what the first backward has let go of
+    batch.wait_load()
     stalls = group.stats().stalls
     loss.backward()
     assert_same_gradients([x.grad], [expected])
@@ -341,22 +341,22 @@ def test_an_edit_between_saving_and_backward_raises_as_autograd_would(device, ne
     for when in ("collected", "leaving", "loaded"):
         group = memswap.Group("edited", EVERYTHING, pool=new_pool())
         x = random(device, 300).requires_grad_()
-        with group as generation:
+        with group as batch:
             h = x * 2
             loss = h.sin().sum()
         if when != "collected":
-            generation.launch_offload()
+            batch.launch_offload()
         if when == "loaded":
-            generation.wait_offload()
-            generation.launch_load()
-            generation.wait_load()
+            batch.wait_offload()
+            batch.launch_load()
+            batch.wait_load()
         if when == "leaving":
             settle(group, device)  # those bytes are never used, but the laboratory cannot know
         with torch.no_grad():
             h.add_(1)
         if when == "collected":
-            generation.launch_offload()
-            generation.wait_offload()
+            batch.launch_offload()
+            batch.wait_offload()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
         del loss, h
@@ -385,13 +385,13 @@ def test_a_tensor_added_by_hand_comes_back_as_it_was(device, new_pool):
 
 def test_a_paused_group_collects_nothing_and_still_moves_what_it_has(device, new_pool):
     group = memswap.Group("paused", EVERYTHING, pool=new_pool())
-    generation, loss = collected(group, device)
+    batch, loss = collected(group, device)
     group.pause()
     offered = group.stats().offered_tensors
     other, unseen = collected(group, device)
     assert group.paused and group.stats().offered_tensors == offered
     assert other.nbytes == 0
-    generation.launch_offload()
+    batch.launch_offload()
     other.launch_offload()  # nothing there, no error
     group.resume()
     assert not group.paused
@@ -407,7 +407,7 @@ def test_blocks_nest_and_an_exception_ends_them(device, new_pool):
         h = (x * 2).sin()
         with group as inner:
             loss = h.exp().sum()
-    assert inner is outer, "a block inside a block of the same group is one generation"
+    assert inner is outer, "a block inside a block of the same group is one batch"
     with pytest.raises(ValueError, match="in the block"), group:
         raise ValueError("in the block")
     with group as after:
@@ -423,12 +423,12 @@ def test_threads_collect_into_blocks_of_their_own(device, new_pool):
 
     def work(number: int) -> None:
         x = random(device, 200, seed=number).requires_grad_()
-        with group as generation:
+        with group as batch:
             loss = sines(x)
-        generation.launch_offload()
-        generation.wait_offload()
-        generation.launch_load()
-        generation.wait_load()
+        batch.launch_offload()
+        batch.wait_offload()
+        batch.launch_load()
+        batch.wait_load()
         loss.backward()
         again = x.detach().clone().requires_grad_()
         sines(again).backward()

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memswap
 from memswap import modules
-from memswap.engine.group import Generation
+from memswap.engine.batch import Batch
 
 pytestmark = [pytest.mark.every_action("swap"), pytest.mark.one_schedule]
 
@@ -197,15 +197,15 @@ def journal(monkeypatch):
     """Which group was told what, in order."""
     events: list[str] = []
     for call in ("launch_offload", "wait_offload", "launch_load"):
-        plain = getattr(Generation, call)
+        plain = getattr(Batch, call)
 
-        def told(generation, *arguments, call=call, plain=plain):
-            first = generation.phase.value
-            plain(generation, *arguments)
-            if generation.phase.value != first:
-                events.append(f"{call} {generation.name}")
+        def told(batch, *arguments, call=call, plain=plain):
+            first = batch.phase
+            plain(batch, *arguments)
+            if batch.phase is not first:
+                events.append(f"{call} {batch.name}")
 
-        monkeypatch.setattr(Generation, call, told)
+        monkeypatch.setattr(Batch, call, told)
     return events
 
 

@@ -18,9 +18,8 @@ from helpers import (
 
 import memswap
 from memswap import Action, Policy, Windows
-from memswap._native import native
+from memswap.engine.engine import Engine
 from memswap.engine.hook_scope import HookScope
-from memswap.engine.windowed import WindowedEngine
 from memswap.engine.windows import WindowStats
 
 pytestmark = pytest.mark.usefixtures("every_tensor_is_encoded")
@@ -69,7 +68,7 @@ class Region:
 
     # What `let_sends_end` asks for.
     @property
-    def _engine(self) -> WindowedEngine:
+    def _engine(self) -> Engine:
         return self.engine
 
     def stats(self) -> memswap.Stats:
@@ -218,10 +217,11 @@ def test_on_another_stream_nothing_of_this_one_starts(region, device) -> None:
 @pytest.mark.one_schedule
 @pytest.mark.accelerator
 @pytest.mark.filterwarnings("ignore:memswap. a storage")
-def test_where_there_is_no_room_when_a_window_opens_the_storage_stays(region, monkeypatch) -> None:
+def test_where_there_is_no_room_when_a_window_opens_the_storage_stays(region) -> None:
     with region:
         out = region.save()
-    monkeypatch.setattr(native.FrameSender, "send", lambda *_: None)
+    (route,) = region.engine.open_routes()
+    route.codec_lane.set_overflow_room(0)
     region.engine.open_window(1.0)
     stats = region.engine.stats()
     assert stats.moved_storages == 0 and stats.kept["codec room"].tensors == 1

@@ -91,7 +91,7 @@ def test_wrong_durations_cost_time_and_never_a_bit(device, managed, seconds) -> 
     model, x = new_stack(device), new_input(device)
     plain = train_step(model, lambda: model(x))
     manager = managed(model.layers, windows=Windows(seconds=lambda op, shapes: seconds))
-    manager._engine.observer = None  # nothing is measured
+    manager._engine.observer.begin_iteration = lambda: None  # nothing is measured
     for _ in range(2):
         assert_same_gradients(train_step(model, lambda: model(x)), plain)
 
@@ -136,25 +136,20 @@ def test_a_layer_is_encoded_under_the_operators_of_the_next(device, managed) -> 
     model, x = new_stack(device), new_input(device)
     manager = managed(model.layers)
     train_step(model, lambda: model(x))
-    started: list[tuple[str, str]] = []
-    running = ""
-    engine, start = manager._engine, manager._engine.start
+    waiting_at: dict[str, list[Any]] = {}  # a layer's begin: what waits then
+    windows = manager._engine.windows
 
-    def watched(pending: Any) -> Any:
-        started.append((pending.expectation.key.unit, running))
-        return start(pending)
+    def note(name: str) -> None:
+        waiting_at[name] = [entry.reference for entry in windows.pending]
 
-    engine.start = watched
     for name, layer in model.layers.named_children():
-
-        def enter(module: Any, args: Any, name: str = name) -> None:
-            nonlocal running
-            running = name
-
-        layer.register_forward_pre_hook(enter)
+        layer.register_forward_pre_hook(lambda *_, name=name: note(name))
+    model.layers[-1].register_forward_hook(lambda *_: note("end"))
     train_step(model, lambda: model(x))
-    del engine.start
-    assert ("0", "1") in started and ("1", "2") in started
+    for name, following in (("1", "2"), ("2", "end")):
+        assert waiting_at[name], f"nothing of the layer before waits when layer {name} begins"
+        started = [one for one in waiting_at[name] if one not in waiting_at[following]]
+        assert started, f"nothing started under the operators of layer {name}"
 
 
 @pytest.mark.parametrize("recompute", ["torch", "memswap"])
@@ -208,7 +203,7 @@ def test_the_end_of_a_forward_is_the_last_unit_however_often_each_is_called(
 
     plain = train_step(model, thrice)
     manager = managed(model.layers[0], windows=Windows())
-    manager._engine.observer = None  # windows without a duration: all is left over
+    manager._engine.observer.begin_iteration = lambda: None  # nothing is measured: all is left over
     ends: list[int] = []
     end = manager._engine.end_forward
     manager._engine.end_forward = lambda: (ends.append(waiting(manager)), end())

@@ -14,9 +14,9 @@ from timed_layers import COMPUTE, LINK, TwoSaved
 from torch import nn
 
 from memswap.compat.hyper_parallel import SwapManager, swap_wrapper
-from memswap.compat.hyper_parallel.groups import Batch
+from memswap.compat.hyper_parallel.groups import SwapBatch
 from memswap.compat.mindspeed import AsyncSwapHandler, TensorSwapContext
-from memswap.engine import group as engine_group
+from memswap.engine import batch as engine_batch
 from simdev import virtual_time
 
 SIDE, LAYERS = 96, 12
@@ -75,7 +75,7 @@ def step_us(use: Any, prefetch: bool = True) -> tuple[float, Any]:
 def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each storage travels alone: this machine's memory is as slow as its link, so gathering small
     ones would cost here what it costs nowhere."""
-    monkeypatch.setattr(engine_group, "SMALL_BYTES", 0)
+    monkeypatch.setattr(engine_batch, "SMALL_BYTES", 0)
     yield
     SwapManager().remove()
     gc.collect()
@@ -94,7 +94,7 @@ def test_what_is_not_asked_for_ahead_is_exposed(use: Any, monkeypatch: Any) -> N
     ahead, _ = step_us(use)
     gc.collect()
     SwapManager().remove()
-    monkeypatch.setattr(Batch, "reached", lambda batch, wait: None)  # links broken on purpose
+    monkeypatch.setattr(SwapBatch, "reached", lambda batch, wait: None)  # links broken on purpose
     behind, stats = step_us(use, prefetch=False)
     one_return_us = SIDE * SIDE * 4 / (LINK["h2d_gb_per_s"] * 1e3)
     assert stats.stalls >= 3 * (LAYERS - 2)

@@ -17,7 +17,6 @@ from torch import nn
 
 import memswap
 from memswap import Action, Policy, Windows
-from memswap._native import native
 from memswap.compat.mindspeed import CompressHook, GlobalContext, GlobalContextConfig
 from simdev import virtual_time
 
@@ -96,6 +95,7 @@ class Steps:
                 self.windows = doors.window_stats()
                 engine.reset_stats()
         self.window_bytes = engine.iteration.own_window_bytes
+        self.least_window_bytes = engine.iteration.least_window_bytes
         if how == "manage":
             doors.remove()
 
@@ -137,6 +137,11 @@ def test_a_host_far_ahead_waits_for_room_for_the_codec_and_keeps_nothing(
 def test_without_the_windows_of_the_last_backward_they_would_stall(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(native.Iteration, "open_window", lambda self, room_bytes: None)
+    least, engine = Steps("manage", 10).least_window_bytes, Windows.engine
+
+    def engine_that_knows_no_windows(options: Windows, policy: Any, pool: Any, _: Any) -> Any:
+        return engine(options, policy, pool, least)  # of prefetching, whatever windows there were
+
+    monkeypatch.setattr(Windows, "engine", engine_that_knows_no_windows)
     stats = Steps("manage", 10).stats[-1]
     assert stats.stalls > stats.returned_storages // 2, "the machine hides them whatever is done"

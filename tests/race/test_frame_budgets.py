@@ -19,7 +19,8 @@ from torch import nn
 
 import memswap
 from memswap import Action, Rates
-from memswap.engine import engine
+from memswap._native import native
+from memswap.engine import transfer
 from memswap.planning import kinds, learner, native_plan
 from memswap.planning.director import BudgetDirector
 from memswap.planning.profile import measure_codec
@@ -200,8 +201,11 @@ def broken(name: str) -> contextlib.AbstractContextManager[None]:
         if name == "frames may be as long as they like":
             patch.setattr(native_plan, "frame_nbytes", lambda planned: None)
         elif name == "what does not fit stays":
+            full = memswap.HostPool(device=DEVICE, budget="4KiB", slab="4KiB")
             patch.setattr(
-                engine.Engine, "_swap", lambda self, entry, storage, route: "no room for a frame"
+                transfer.Route,
+                "open_blocks",
+                lambda route: native.BlockSender(route.lane, full.native),
             )
         elif name == "nobody waits for a frame to leave":
             patch.setattr(native_plan, "departs", lambda planned: False)

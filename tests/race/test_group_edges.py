@@ -50,19 +50,19 @@ def microbatches(region: Region) -> list[torch.Tensor]:
         waiting = []
         for number in range(2):
             x = new_input(DEVICE, seed=10 * step + number)
-            with contextlib.nullcontext() if group is None else group as generation:
+            with contextlib.nullcontext() if group is None else group as batch:
                 loss = model(x)
-            if generation is not None:
-                generation.launch_offload()
+            if batch is not None:
+                batch.launch_offload()
                 model(x + 1).detach()  # what a schedule computes meanwhile
-                generation.wait_offload()
-            waiting.append((generation, loss))
-        for generation, loss in waiting:
-            if generation is not None:
-                generation.launch_load()
-                generation.wait_load()
+                batch.wait_offload()
+            waiting.append((batch, loss))
+        for batch, loss in waiting:
+            if batch is not None:
+                batch.launch_load()
+                batch.wait_load()
             loss.backward()
-        del waiting, loss, generation
+        del waiting, loss, batch
         found += [parameter.grad.clone() for parameter in model.parameters()]
         model.zero_grad(set_to_none=True)
     return on_host(found)
@@ -137,14 +137,14 @@ def demanded_at_once(region: Region) -> list[torch.Tensor]:
     group = memswap.Group("demand", EVERYTHING, pool=new_pool())
     found = []
     for _ in range(3):
-        with contextlib.nullcontext() if region is plain else group as generation:
+        with contextlib.nullcontext() if region is plain else group as batch:
             y = x
             for _ in range(4):
                 y = (y * 1.5).sin()
-        if generation is not None:
-            generation.launch_offload()
-            generation.wait_offload()
-            generation.launch_load()
+        if batch is not None:
+            batch.launch_offload()
+            batch.wait_offload()
+            batch.launch_load()
         y.sum().backward()
         del y
         found.append(x.grad.clone())

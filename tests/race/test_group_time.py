@@ -13,7 +13,7 @@ from timed_layers import COMPUTE, LINK, TwoSaved
 from torch import nn
 
 import memswap
-from memswap.engine import group as engine_group
+from memswap.engine import batch as engine_batch
 from simdev import virtual_time
 
 SIDE, LAYERS = 96, 12
@@ -60,7 +60,7 @@ def step_us(distance: int | None, ahead: bool = True) -> tuple[float, Any]:
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each storage travels alone: this machine's memory is as slow as its link, so gathering small
     ones would cost here what it costs nowhere."""
-    monkeypatch.setattr(engine_group, "SMALL_BYTES", 0)
+    monkeypatch.setattr(engine_batch, "SMALL_BYTES", 0)
 
 
 def test_a_chain_hides_what_the_link_can_carry(alone: None) -> None:
@@ -82,10 +82,10 @@ def test_small_storages_leave_sooner_together(monkeypatch: pytest.MonkeyPatch) -
     """See [Note: When storages travel together]: by launches that are saved."""
     times = {}
     for together in (True, False):
-        monkeypatch.setattr(engine_group, "SMALL_BYTES", 1 << 20 if together else 0)
+        monkeypatch.setattr(engine_batch, "SMALL_BYTES", 1 << 20 if together else 0)
         group = memswap.Group("small", EVERYTHING, pool=new_pool())
         x = torch.ones(1024, device=DEVICE).requires_grad_()
-        with group as generation:
+        with group as batch:
             y = x
             for _ in range(64):
                 y = (y * 1.5).sin()
@@ -93,10 +93,10 @@ def test_small_storages_leave_sooner_together(monkeypatch: pytest.MonkeyPatch) -
         del y
         torch.accelerator.synchronize()
         with virtual_time(host_us=5.0, launch_us=5.0, hbm_gb_per_s=3000.0, **LINK) as clock:
-            generation.launch_offload()
-            generation.wait_offload()
-            generation.launch_load()
-            generation.wait_load()
+            batch.launch_offload()
+            batch.wait_offload()
+            batch.launch_load()
+            batch.wait_load()
             times[together] = clock.elapsed_us()
         loss.backward()
         del loss, x

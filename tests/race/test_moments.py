@@ -7,9 +7,10 @@ import torch
 from planned_stacks import COMPUTE, LAZY
 from race_workloads import DEVICE
 
+import memswap
 from memswap._native import native
 from memswap.engine.durations import Durations
-from memswap.engine.windows import WindowQueue
+from memswap.windows import Windows
 from simdev import laboratory, virtual_time
 
 pytestmark = [pytest.mark.own_laboratory, pytest.mark.one_schedule]
@@ -56,7 +57,7 @@ def test_nothing_is_timed_while_a_graph_is_captured(capturing):
     recorder = native.Recorder(CUDA, torch.cuda.is_current_stream_capturing)
     recorder.close()
     assert recorder.ready() and recorder.take() is None
-    durations = Durations(WindowQueue())
+    durations = Durations(Windows().engine(memswap.Policy(), None, None).windows)
     for _ in range(2):  # the second iteration is measured
         durations.begin_iteration()
     assert durations.measuring

@@ -116,7 +116,7 @@ def test_a_step_that_encodes_synchronises_nothing_and_gives_everything_back(
     (route,) = training.swap._engine._routes.open_routes()
     arena = route.codec_lane.arena_statistics()
     assert arena["live_shares"] == 0, "a frame's share of the arena was not given back"
-    assert len(training.swap._engine._encoding) <= 1000, "reports are waited for without end"
+    assert training.swap._engine.awaited_reports <= 1000, "reports are waited for without end"
 
 
 @pytest.mark.one_schedule

@@ -25,13 +25,13 @@ from race_workloads import (
     assert_silent_and_right,
     on_host,
     one_stream,
+    torch_stream,
     two_streams,
 )
 from torch import nn
 
 from memswap import Action, Policy, Windows
 from memswap.engine.hook_scope import HookScope
-from memswap.engine.windowed import WindowedEngine
 
 pytestmark = [
     pytest.mark.own_laboratory,
@@ -45,7 +45,7 @@ ENCODE_SWAP = Policy(action=Action.ENCODE_SWAP, min_bytes=1)
 
 
 class WindowedRegion:
-    """One windowed engine, entered again for each forward; each nn.Linear opens a window."""
+    """One engine with windows, entered again for each forward; each nn.Linear opens a window."""
 
     def __init__(self, policy: Policy, prefetch_bytes: int, seconds: float) -> None:
         pool = None
@@ -117,17 +117,22 @@ def encodes_start_on_any_stream() -> Iterator[Any]:
     class Hits:
         hits = 0
 
-    right = WindowedEngine.on_stream
-
-    def anywhere(self: WindowedEngine, stream: Any) -> bool:
-        Hits.hits += not right(self, stream)
+    def anywhere(stream: tuple[int, int, int]) -> bool:
+        Hits.hits += torch_stream(stream) != torch.accelerator.current_stream(DEVICE)
         return True
 
-    WindowedEngine.on_stream = anywhere  # type: ignore[method-assign]
+    right = Windows.engine
+
+    def engine(options: Windows, *arguments: Any) -> Any:
+        made = right(options, *arguments)
+        made.windows.set_is_current(anywhere)
+        return made
+
+    Windows.engine = engine  # type: ignore[method-assign]
     try:
         yield Hits
     finally:
-        WindowedEngine.on_stream = right  # type: ignore[method-assign]
+        Windows.engine = right  # type: ignore[method-assign]
 
 
 # ---------------------------------------------------------------- the edges

@@ -13,7 +13,7 @@ from torch import nn
 
 import memswap
 from memswap import Action, Policy, Rates, Windows
-from memswap.engine.windowed import WindowedEngine
+from memswap.engine.engine import Engine
 from simdev import laboratory, virtual_time
 
 SIDE = 128
@@ -111,7 +111,26 @@ def test_a_budget_holds_whatever_windows_there_are_and_no_bit_differs(action, se
 @pytest.mark.own_laboratory
 @pytest.mark.one_schedule
 def test_without_hurry_what_waits_for_a_window_exceeds_the_budget(monkeypatch):
-    monkeypatch.setattr(WindowedEngine, "hurry", lambda self, entry: None)
+    """Nothing starts before the end of the forward, where no window is long enough either."""
+    engine, begin, end = Windows.engine, Engine.begin_iteration, Engine.end_forward
+    ended = [False]
+
+    def engine_without_hurry(options: Windows, *arguments: Any) -> Engine:
+        made = engine(options, *arguments)
+        made.windows.set_is_current(lambda stream: ended[0])
+        return made
+
+    def begins(made: Engine) -> None:
+        ended[0] = False
+        begin(made)
+
+    def ends(made: Engine) -> None:
+        ended[0] = True
+        end(made)
+
+    monkeypatch.setattr(Windows, "engine", engine_without_hurry)
+    monkeypatch.setattr(Engine, "begin_iteration", begins)
+    monkeypatch.setattr(Engine, "end_forward", ends)
     never = Windows(seconds=lambda operator, shapes: 0.0)
     found = in_laboratory(0.8, never, layers=14)
     assert found.stats.peak_resident_bytes > found.budget

@@ -10,20 +10,13 @@ import torch
 from memswap._native import native
 from memswap.codec import Shape, dtype_code
 from memswap.engine import expectations as module
-from memswap.engine.expectations import (
-    CANONICAL,
-    FAST,
-    FW2,
-    LQ2,
-    RETRY_AFTER,
-    Expectations,
-    first_shape,
-    width_of,
-)
+from memswap.engine.expectations import RETRY_AFTER, Expectations
 
 MEBIBYTE = 1 << 20
 BF16, FP32 = dtype_code(torch.bfloat16), dtype_code(torch.float32)
 BOOL = dtype_code(torch.bool)
+CANONICAL, FAST = 0, 1  # codec.h: memswap_profile
+LQ2, FW2 = 1, 3  # docs/format.md section 3
 
 
 @dataclass
@@ -41,12 +34,29 @@ class Report:
     shape: int = Shape.DENSE
     modes: dict[int, int] = field(default_factory=lambda: {LQ2: 512})
 
-    def mode_count(self, mode: int) -> int:
-        return self.modes.get(mode, 0)
+    def facts(self) -> native.FrameFacts:
+        """The same as the encoder's lane hands it on."""
+        found = native.FrameFacts()
+        for name in ("frame_nbytes", "elements", "blocks", "var_used", "overflow_used", "zeros"):
+            setattr(found, name, getattr(self, name))
+        found.center_sum, found.status, found.layout = self.center_sum, self.status, self.shape
+        found.lq2_blocks, found.fw2_blocks = self.modes.get(LQ2, 0), self.modes.get(FW2, 0)
+        return found
 
 
-def made(**options) -> Expectations:
-    return Expectations(native.frame_layout, **options)
+def made(most_keys: int = 16384, **options) -> Expectations:
+    limits = module.limits()
+    limits.most_keys = most_keys
+    return Expectations(limits, **options)
+
+
+def report(known: Expectations, expectation: native.Expectation, found: Report) -> None:
+    known.learn(expectation, found.facts())
+
+
+def width_of(dtype: torch.dtype) -> int:
+    """Bytes of an element, as frames count them: of a complex one's parts."""
+    return dtype.itemsize // (2 if dtype.is_complex else 1)
 
 
 def asked(known: Expectations, ordinal=0, nbytes=MEBIBYTE, dtype=torch.bfloat16, unit="layer"):
@@ -56,7 +66,7 @@ def asked(known: Expectations, ordinal=0, nbytes=MEBIBYTE, dtype=torch.bfloat16,
 def learnt(known: Expectations, ratio: float, **options):
     """One encode of the tensor that `asked` asks for, with this result; what was expected."""
     expectation = asked(known)
-    known.learn(expectation, Report(int(ratio * MEBIBYTE), **options))
+    report(known, expectation, Report(int(ratio * MEBIBYTE), **options))
     return expectation
 
 
@@ -87,7 +97,7 @@ def test_first_frame_has_the_shape_of_its_dtype_and_a_capacity_that_a_layout_can
     code = dtype_code(dtype)
     assert expectation.pays and not expectation.trial
     assert (expectation.dtype, expectation.shape) == (code, shape)
-    layout = native.frame_layout(code, shape, MEBIBYTE // width_of(code))
+    layout = native.frame_layout(code, shape, MEBIBYTE // width_of(dtype))
     assert expectation.var_capacity is not None
     assert 0 <= expectation.var_capacity <= layout.max_var_units
 
@@ -97,12 +107,12 @@ def test_every_torch_dtype_has_a_width_and_a_shape_that_the_format_knows():
     assert len(dtypes) > 20
     for dtype in dtypes:
         code = dtype_code(dtype)
-        layout = native.frame_layout(code, first_shape(code), 4096)
+        layout = native.frame_layout(code, native.first_layout(code), 4096)
         raw = native.frame_layout(code, Shape.RAW, 4096)
         assert layout.max_nbytes > 0
         assert raw.max_nbytes - raw.fixed_nbytes == 0
-        assert abs(raw.fixed_nbytes - 4096 * width_of(code)) < 1024, (
-            f"{dtype}: width {width_of(code)}"
+        assert abs(raw.fixed_nbytes - 4096 * width_of(dtype)) < 1024, (
+            f"{dtype}: width {width_of(dtype)}"
         )
 
 
@@ -119,7 +129,7 @@ def test_first_mask_gets_what_a_bitmap_takes_and_the_next_what_was_needed():
     worst = native.frame_layout(BOOL, Shape.BITS, MEBIBYTE).max_var_units
     assert first.var_capacity < worst / 7
     used = MEBIBYTE // 1024 * 4  # every block all zeros
-    known.learn(first, Report(MEBIBYTE // 25, elements=MEBIBYTE, var_used=used))
+    report(known, first, Report(MEBIBYTE // 25, elements=MEBIBYTE, var_used=used))
     assert known.of("layer", 0, MEBIBYTE, torch.bool).var_capacity < first.var_capacity / 3
 
 
@@ -176,7 +186,7 @@ def test_what_does_not_shrink_is_left_alone_and_looked_at_again():
     learnt_again = asked(known)
     assert not learnt_again.pays
     retried = next(e for e in iter(lambda: asked(known), None) if e.pays)
-    known.learn(retried, Report(MEBIBYTE // 2))
+    report(known, retried, Report(MEBIBYTE // 2))
     assert all(asked(known).pays for _ in range(2 * RETRY_AFTER)), "it shrinks now"
 
 
@@ -198,10 +208,10 @@ def test_zeros_turn_a_dense_frame_sparse_and_back():
     assert sparse.shape == Shape.SPARSE
     bits = 1 + 0.5 * 11.5  # the bitmap, and the survivors
     assert sparse.var_capacity == pytest.approx(MEBIBYTE // 2 * bits * 1.1 / 64, rel=0.01)
-    known.learn(sparse, Report(MEBIBYTE * 4 // 10, zeros=MEBIBYTE // 4, var_used=40000))
+    report(known, sparse, Report(MEBIBYTE * 4 // 10, zeros=MEBIBYTE // 4, var_used=40000))
     assert asked(known).shape == Shape.SPARSE
     assert asked(known).var_capacity == pytest.approx(44000, abs=20)
-    known.learn(asked(known), Report(MEBIBYTE * 7 // 10, zeros=0, var_used=70000))
+    report(known, asked(known), Report(MEBIBYTE * 7 // 10, zeros=0, var_used=70000))
     assert asked(known).shape == Shape.DENSE
 
 
@@ -216,13 +226,13 @@ def test_float32_that_was_bfloat16_is_found_by_a_trial_that_costs_little():
     for _ in range(3):
         expectation = asked(known, dtype=torch.float32)
         assert expectation.shape == Shape.DENSE, "no trial before there are bytes for it"
-        known.learn(expectation, Report(int(0.83 * MEBIBYTE), elements=MEBIBYTE // 4))
+        report(known, expectation, Report(int(0.83 * MEBIBYTE), elements=MEBIBYTE // 4))
     iterations(known, 1)
     trial = asked(known, dtype=torch.float32)
     assert trial.trial and trial.shape == Shape.UPCAST
     again = known.settled(trial)
     assert again.shape == Shape.DENSE and not again.trial
-    known.learn(trial, Report(int(0.34 * MEBIBYTE), elements=MEBIBYTE // 4))
+    report(known, trial, Report(int(0.34 * MEBIBYTE), elements=MEBIBYTE // 4))
     assert asked(known, dtype=torch.float32).shape == Shape.UPCAST
     assert not asked(known, dtype=torch.float32).trial
 
@@ -230,11 +240,11 @@ def test_float32_that_was_bfloat16_is_found_by_a_trial_that_costs_little():
 def test_a_trial_that_failed_changes_nothing_and_is_not_repeated_at_once():
     known = made()
     expectation = asked(known, dtype=torch.float32)
-    known.learn(expectation, Report(int(0.83 * MEBIBYTE), elements=MEBIBYTE // 4, var_used=900))
+    report(known, expectation, Report(int(0.83 * MEBIBYTE), elements=MEBIBYTE // 4, var_used=900))
     iterations(known, 4)
     trial = asked(known, dtype=torch.float32)
     assert trial.trial
-    known.learn(trial, Report(MEBIBYTE, elements=MEBIBYTE // 4, var_used=100_000))
+    report(known, trial, Report(MEBIBYTE, elements=MEBIBYTE // 4, var_used=100_000))
     following = [asked(known, dtype=torch.float32) for _ in range(RETRY_AFTER - 2)]
     assert {one.shape for one in following} == {Shape.DENSE}
     assert {one.var_capacity for one in following} <= {1006, 1007}
@@ -244,7 +254,7 @@ def test_trials_of_one_iteration_are_a_small_share_of_its_bytes():
     known = made()
     for ordinal in range(64):
         expectation = asked(known, ordinal, dtype=torch.float32)
-        known.learn(expectation, Report(int(0.83 * MEBIBYTE), elements=MEBIBYTE // 4))
+        report(known, expectation, Report(int(0.83 * MEBIBYTE), elements=MEBIBYTE // 4))
     for _ in range(40):
         known.begin_iteration()
         step = [asked(known, ordinal, dtype=torch.float32) for ordinal in range(64)]
@@ -257,7 +267,7 @@ def test_a_constant_of_floats_is_tried_as_integers():
     iterations(known, 1)
     trial = asked(known)
     assert trial.trial and trial.shape == Shape.INTS
-    known.learn(trial, Report(5000))
+    report(known, trial, Report(5000))
     assert asked(known).shape == Shape.INTS
 
 
@@ -266,10 +276,10 @@ def test_one_centre_is_used_on_an_accelerator_while_it_serves():
     learnt(known, 0.67, var_used=5000)
     fast = asked(known)
     assert (fast.profile, fast.center) == (FAST, 130)
-    known.learn(fast, Report(int(0.672 * MEBIBYTE), var_used=5100))
+    report(known, fast, Report(int(0.672 * MEBIBYTE), var_used=5100))
     fast = asked(known)
     assert (fast.profile, fast.center) == (FAST, 130)
-    known.learn(fast, Report(int(0.70 * MEBIBYTE), var_used=5900))
+    report(known, fast, Report(int(0.70 * MEBIBYTE), var_used=5900))
     assert asked(known).profile == CANONICAL, "the distribution moved away from the centre"
 
 
@@ -297,7 +307,7 @@ def test_in_host_memory_a_sample_chooses_the_first_shape_and_those_after_a_chang
     known = made(worst_case=True)
     first = asked(known)
     assert first.pays and first.shape is None
-    known.learn(first, Report(MEBIBYTE // 3, shape=Shape.SPARSE, zeros=MEBIBYTE // 4))
+    report(known, first, Report(MEBIBYTE // 3, shape=Shape.SPARSE, zeros=MEBIBYTE // 4))
     assert asked(known).shape == Shape.SPARSE
     assert learnt(known, 0.34, shape=Shape.SPARSE).shape == Shape.SPARSE  # a little longer
     assert asked(known).shape == Shape.SPARSE
@@ -317,8 +327,8 @@ def test_in_host_memory_a_sample_chooses_the_shape_anew_now_and_then():
 def test_reports_that_say_nothing_are_ignored():
     known = made()
     before = asked(known)
-    known.learn(before, Report(0, elements=0))
-    known.learn(before, Report(MEBIBYTE, status=1))
+    report(known, before, Report(0, elements=0))
+    report(known, before, Report(MEBIBYTE, status=1))
     assert asked(known) == before
 
 
@@ -332,10 +342,10 @@ def test_memory_is_bounded_and_the_oldest_go_first():
     assert len(known) <= 10
     assert asked(known).var_capacity in (126, 127), "what is used in every step was forgotten"
     forgotten = asked(known, 1, nbytes=MEBIBYTE)
-    known.learn(forgotten, Report(MEBIBYTE // 2))
+    report(known, forgotten, Report(MEBIBYTE // 2))
     for ordinal in range(20, 40):
         asked(known, ordinal)
-    known.learn(forgotten, Report(MEBIBYTE // 2))  # of a key that is not there any more
+    report(known, forgotten, Report(MEBIBYTE // 2))  # of a key that is not there any more
     assert known.settled(forgotten).pays
     assert len(known) <= 10
 

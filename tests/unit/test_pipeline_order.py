@@ -133,25 +133,25 @@ def by_hand(stage: Stage, order: str) -> list[torch.Tensor]:
 @pytest.fixture
 def loads(monkeypatch):
     """For each chunk in order: how many actions before its backward its load was launched."""
-    from memswap.engine.group import Generation
+    from memswap.engine.batch import Batch, Phase
 
     found: list[tuple[str, int]] = []
-    launch, notice = Generation.launch_load, PipelineManager._backward
+    launch, notice = Batch.launch_load, PipelineManager._backward
     clock = [0]
 
-    def launched(generation, readings=1):
-        if generation.phase.value in ("offloading", "offloaded"):
-            found.append((str(id(generation)), clock[0]))
-        launch(generation, readings)
+    def launched(batch, readings=1):
+        if batch.phase in (Phase.OFFLOADING, Phase.OFFLOADED):
+            found.append((str(id(batch)), clock[0]))
+        launch(batch, readings)
 
-    def backward(manager, chunk, generation):
+    def backward(manager, chunk, batch):
         clock[0] += 1
-        before = [at for who, at in found if who == str(id(generation))]
+        before = [at for who, at in found if who == str(id(batch))]
         distances.append(clock[0] - before[-1] if before else -1)
-        notice(manager, chunk, generation)
+        notice(manager, chunk, batch)
 
     distances: list[int] = []
-    monkeypatch.setattr(Generation, "launch_load", launched)
+    monkeypatch.setattr(Batch, "launch_load", launched)
     monkeypatch.setattr(PipelineManager, "_backward", backward)
     return distances
 

@@ -374,8 +374,8 @@ def test_what_native_code_reads_cannot_be_deleted():
     scope = HookScope(engine, "")
     for owner, name in (
         *((engine, name) for name in ("iteration", "directed", "backward")),
-        *((entry, name) for name in ("storage", "order", "away", "departure", "arrival")),
-        *((scope, name) for name in ("unit", "action", "group", "outer", "waiting")),
+        *((entry, name) for name in ("storage", "away", "departure", "arrival")),
+        *((scope, name) for name in ("unit", "action", "group", "outer", "waiting", "batch")),
     ):
         with pytest.raises((TypeError, AttributeError)):
             delattr(owner, name)

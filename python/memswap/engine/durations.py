@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from memswap.engine.windows import WindowQueue
+    from memswap._C import Windows
 
 #: Iterations that are measured: those between these two, and every so many.
 FIRST_MEASURED, FIRST_UNMEASURED, MEASURED_EVERY = 1, 3, 100
@@ -37,11 +37,11 @@ class Durations:
     """Seconds by key, per unit of an amount (elements of an operator's input, bytes of a frame).
 
     Args:
-        queue: learns the codec's rates.
+        windows: of an engine, which learn the codec's rates.
     """
 
-    def __init__(self, queue: WindowQueue) -> None:
-        self._queue = queue
+    def __init__(self, windows: Windows) -> None:
+        self._windows = windows
         self._iterations = 0
         self._known: dict[str, float] = {}
         self._codec: dict[str, tuple[float, float]] = {}  # bytes and seconds of an iteration
@@ -85,7 +85,7 @@ class Durations:
         end = recorded(torch.accelerator.current_stream(span.begin.device))
         self._spans.append(span._replace(end=end))
 
-    # --- the codec (windowed.Observer) ------------------------------------------------------------
+    # --- the codec (`CodecObserver` in csrc/engine/windows.h) -------------------------------------
 
     def begin(self) -> None:
         """What follows is submitted in one go."""
@@ -138,11 +138,11 @@ class Durations:
         if seconds <= 0:
             return
         if key == DECODE:
-            self._queue.decode_rate = nbytes / seconds
+            self._windows.decode_rate = nbytes / seconds
         else:
-            self._queue.encode_rate = nbytes / seconds
+            self._windows.encode_rate = nbytes / seconds
             if DECODE not in self._codec:
-                self._queue.decode_rate = nbytes / seconds
+                self._windows.decode_rate = nbytes / seconds
 
 
 def capturing(device: torch.device) -> bool:

@@ -9,8 +9,7 @@ its way already, and asks for what comes next.
 
 from __future__ import annotations
 
-from collections import deque
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,38 +18,23 @@ from memswap.engine import recipes
 from memswap.engine.action import ENCODE, KEEP, RECOMPUTE, SWAP, Action, Decider, TensorInfo
 from memswap.engine.compiled import uncompiled_methods
 from memswap.engine.entry import NEVER_FREED, PLANNED, Entry
+from memswap.engine.expectations import Key
 from memswap.engine.stats import Stats, snapshot
 from memswap.engine.transfer import Routes
+from memswap.engine.windows import WindowStats
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from memswap._C import EntryReference, FrameWatch, Iteration, SavedView, StorageRef
+    from memswap._C import SavedView, StorageRef
     from memswap.engine.director import Director
-    from memswap.engine.expectations import Expectation, Expectations
+    from memswap.engine.durations import Durations
     from memswap.engine.handle import Handle
-    from memswap.engine.transfer import Pool, Route, Sender
+    from memswap.engine.transfer import Pool, Route
 
+#: When what leaves is sent, and when it comes back (csrc/engine/engine.h).
+Schedule = native.Schedule
 
-class _Encoding(NamedTuple):
-    """An encode whose report has not arrived yet."""
-
-    expectations: Expectations
-    expectation: Expectation
-    watch: FrameWatch
-    entry: EntryReference
-
-
-class Place(Protocol):
-    """Where a storage was saved: what its frame is expected to be like depends on it."""
-
-    @property
-    def unit(self) -> str:
-        """The unit that saved it."""
-
-    @property
-    def ordinal(self) -> int:
-        """Which of the unit's storages it is."""
+# For who asks once per tensor.
+BATCHES = Schedule.BATCHES
 
 
 class Engine(native.Engine):
@@ -59,24 +43,35 @@ class Engine(native.Engine):
     Nothing in it is shared with another engine. Hooks may be called from any thread; `lock`
     serialises the bookkeeping, and no transfer ever waits for it.
 
-    What every save and every demand does is native (csrc/engine/engine.h). It asks this class, its
-    host (csrc/engine/host.h), about what a table or a plan does not say.
+    What every save and every demand does is native (csrc/engine/engine.h). This class decides about
+    a new storage where neither a table nor a plan says what happens to it, opens what storages are
+    sent by, and begins iterations.
+
+    Args:
+        policy: who decides which saved tensors move.
+        pool: where they go; None: a default pool of each device.
+        window_bytes: how much is brought back ahead of backward; None: by what is saved.
+        schedule: when what leaves is sent, and when it comes back.
     """
 
     recipes: native.Recipes | None
     """What is known of the operators that made storages; None: nothing is recomputed."""
+    observer: Durations | None
+    """Who measures operators and the codec, for windows; None: nobody."""
 
-    def __init_subclass__(cls) -> None:
-        uncompiled_methods(cls)
-
-    def __init__(self, policy: Decider, pool: Pool | None, window_bytes: int | None) -> None:
-        super().__init__(window_bytes)
-        self.set_host(self)
+    def __init__(
+        self,
+        policy: Decider,
+        pool: Pool | None,
+        window_bytes: int | None,
+        schedule: native.Schedule = Schedule.ITERATIONS,
+    ) -> None:
+        super().__init__(window_bytes, schedule)
         self.recipes = None
+        self.observer = None
         self.policy = policy
         self._director: Director | None = None
         self._routes = Routes(pool)
-        self._encoding: deque[_Encoding] = deque()
 
     @property
     def policy(self) -> Decider:
@@ -104,7 +99,9 @@ class Engine(native.Engine):
     # --- the life of an iteration -----------------------------------------------------------------
 
     def begin_iteration(self) -> None:
-        """What is saved from now on belongs to a new forward."""
+        """What is saved from now on belongs to a new forward. (A batch is one by itself.)"""
+        if self.schedule is BATCHES:
+            return
         with self.lock:
             if self.iteration.count:
                 ended, self.iteration = self.iteration, self.timeline.begin()
@@ -114,6 +111,46 @@ class Engine(native.Engine):
                 if self.director is not None:
                     leaving_bytes = self.director.begin(self.iteration) or leaving_bytes
                 self._routes.begin_iteration(leaving_bytes, ended.nbytes)
+                if self.windows is not None:
+                    self.windows.begin_iteration()
+
+    # --- windows (Schedule.WINDOWS; [Note: Windows] in csrc/engine/window_queue.h) ---------------
+
+    def open_window(self, seconds: float) -> None:
+        """An operator of so many seconds is about to be launched on the current stream."""
+        with self.lock:
+            self._of_windows().open(seconds)
+
+    def enter_window(self, seconds: float) -> None:
+        """The same for several operators, up to :meth:`leave_window`, which the thread calls."""
+        with self.lock:
+            self._of_windows().enter(seconds)
+
+    def leave_window(self) -> None:
+        """The operators of the last :meth:`enter_window` have been launched."""
+        with self.lock:
+            self._of_windows().leave()
+
+    @property
+    def in_window(self) -> bool:
+        """Whether the thread is between :meth:`enter_window` and :meth:`leave_window`."""
+        with self.lock:
+            return self._of_windows().inside
+
+    def end_forward(self) -> None:
+        """The managed part of a forward is over."""
+        with self.lock:
+            self._of_windows().end_forward()
+
+    def window_stats(self) -> WindowStats:
+        """What became of the work that waited for windows; all zeros where none does."""
+        with self.lock:
+            return WindowStats() if self.windows is None else WindowStats(**self.windows.counts)
+
+    def _of_windows(self) -> native.Windows:
+        if self.windows is None:
+            raise RuntimeError(f"an engine of {self.schedule} has no windows; expected WINDOWS")
+        return self.windows
 
     def route(self, device: torch.device) -> Route | None:
         """How storages leave a device; None where they stay."""
@@ -132,9 +169,17 @@ class Engine(native.Engine):
             self.ledger.reset()
             if self.recipes is not None:
                 self.recipes.reset_counts()
+            if self.windows is not None:
+                self.windows.reset_counts()
 
     def settle(self) -> None:
-        """Order everything after the transfers under way, and drop the storages they hold."""
+        """Order everything after the transfers under way, and drop the storages they hold.
+
+        Encodes that wait for a window stay undone.
+        """
+        if self.windows is not None:
+            with self.lock:
+                self.windows.clear()
         self._routes.settle()
 
     def set_overflow_room(self, route: Route, nbytes: int | None) -> None:
@@ -152,11 +197,6 @@ class Engine(native.Engine):
         self._routes.check_decodes()
 
     # --- pack -------------------------------------------------------------------------------------
-
-    def save(self, tensor: torch.Tensor, view: SavedView, scope: native.HookScope) -> Handle:
-        """A plain tensor's handle. The lock is held."""
-        handle: Handle = scope.save(tensor, view)
-        return handle
 
     def decide(self, tensor: torch.Tensor, view: SavedView, scope: native.HookScope) -> Handle:
         """The handle of a storage that is new, and about which table and plan say nothing."""
@@ -204,52 +244,36 @@ class Engine(native.Engine):
             verdict = "policy" if chosen is None else PLANNED
         elif chosen is not None and verdict != NEVER_FREED:
             verdict = None
+        if verdict is None and action is SWAP and not recomputes:
+            self._note_swap(route)
+        entry, storage = self.make_entry(tensor, view)
         recomputes = recomputes and verdict is None
-        if verdict is None and action is SWAP and not recomputes and not self.shares_batches:
-            sender = route.swap
-            # Once: the table then answers. Of a stream that captures a graph, nothing leaves.
-            if director is None and self.policy.fn is None and not route.captures:
-                self.set_device(route.device, route.default_action.value, sender)
-            entry, moved = self.swap(tensor, view, sender)
-            if not moved:
-                verdict = self.refuse(sender, entry)
-        else:
-            entry, storage = self.make_entry(tensor, view)
-            if recomputes and self._becomes_recipe(
-                entry, storage, view, scope, tensor.dtype, action
-            ):
-                return self.join(entry, view)
-            if verdict is None:
-                verdict = self.depart(entry, storage, route, action, scope, tensor.dtype)
-            del storage  # its ticket's share is the last one
+        if recomputes and self._becomes_recipe(entry, storage, view, scope, tensor.dtype, action):
+            return scope.join(entry, view)
+        if verdict is None:
+            key = Key(scope.unit, scope.ordinal, nbytes, tensor.dtype)
+            verdict = self.leave(entry, storage, route.order(action, key))
+        del storage  # its ticket's share is the last one
         handle: Handle
         if verdict is not None:
             self.ledger.keep(verdict, nbytes)
             handle = native.kept_handle(tensor, entry)
         else:
-            handle = self.join(entry, view)
+            handle = scope.join(entry, view)
         if director is not None:
             self.saved(entry)
         return handle
 
-    def hurry(self, entry: Entry) -> None:
-        """Its room is needed: start what has waited until now. Nothing waits here."""
-
     # --- sending ----------------------------------------------------------------------------------
 
-    def depart(
-        self,
-        entry: Entry,
-        storage: StorageRef,
-        route: Route,
-        action: Action,
-        place: Place,
-        dtype: torch.dtype,
-    ) -> str | None:
-        """Start sending an entry's storage away. None, or the reason why it stays."""
-        if action is SWAP:
-            return self._swap(entry, storage, route)
-        return self._encode(entry, storage, route, action, place, dtype)
+    def _note_swap(self, route: Route) -> None:
+        """Storages of a device are swapped: the table answers from now on.
+
+        Of a stream that captures a graph, nothing leaves.
+        """
+        asks = self.director is not None or self.policy.fn is not None or route.captures
+        if not asks and self.schedule is not BATCHES:
+            self.set_device(route.device, route.default_action.value, route.swap)
 
     def _becomes_recipe(
         self,
@@ -261,7 +285,7 @@ class Engine(native.Engine):
         otherwise: Action,
     ) -> bool:
         """Whether an entry's storage leaves as a recipe. If not, the recipe may be on trial."""
-        if self.recipes is None or self.shares_batches:
+        if self.recipes is None or self.schedule is BATCHES:
             return False
         answer = self.recipes.offer(
             storage,
@@ -276,123 +300,6 @@ class Engine(native.Engine):
         entry.leave(*answer)
         self.departing.add(entry)
         return True
-
-    def _swap(self, entry: Entry, storage: StorageRef, route: Route) -> str | None:
-        """Start swapping an entry's storage. None, or the reason why it stays."""
-        if not entry.swap(route.swap, storage):
-            return self.refuse(route.swap, entry)
-        self.departing.add(entry)
-        return None
-
-    def _encode(
-        self,
-        entry: Entry,
-        storage: StorageRef,
-        route: Route,
-        action: Action,
-        place: Place,
-        dtype: torch.dtype,
-    ) -> str | None:
-        """Start encoding an entry's storage. None, or the reason why it stays."""
-        sender, iteration = route.encoding(action), entry.iteration
-        most_nbytes = None if iteration is None else iteration.frame_nbytes(entry.index)
-        if sender is None:
-            reason = "no codec"
-        else:
-            expectation = route.expectations.of(
-                place.unit, place.ordinal, entry.nbytes, dtype, most_nbytes
-            )
-            if expectation.fault:
-                reason = self._distrusted(expectation, entry, route)
-            elif not expectation.pays:
-                reason = "does not shrink"
-            elif self.send_encode(entry, storage, sender, route, expectation):
-                return None
-            elif most_nbytes is None or not sender.works_ahead:
-                reason = self.refuse(sender, entry)
-        if iteration is not None and most_nbytes is not None and route.works_ahead:
-            iteration.unfit = True  # the plan has no room for it where it is
-            return self._swap(entry, storage, route)
-        return reason if action is ENCODE else self._swap(entry, storage, route)
-
-    def send_encode(
-        self,
-        entry: Entry,
-        storage: StorageRef,
-        sender: native.FrameSender,
-        route: Route,
-        expectation: Expectation,
-    ) -> bool:
-        """Start encoding. Whether there was room."""
-        expectations = route.expectations
-        sent = sender.send(storage, *expectation.options)
-        if sent is None and expectation.trial:
-            expectation = expectations.settled(expectation)
-            sent = sender.send(storage, *expectation.options)
-        if sent is None:
-            return False
-        frame, departure = sent
-        entry.leave(frame, departure)
-        self.departing.add(entry)
-        made = _Encoding(expectations, expectation, frame.watch(), entry.reference)
-        # Where nothing works ahead an encode has ended, unless it failed.
-        if sender.works_ahead or made.watch.report() is not None:
-            self._encoding.append(made)
-            self.awaits_reports = True
-        return True
-
-    def refuse(self, sender: Sender, entry: Entry) -> str:
-        """A sender has no room: the reason in the statistics. In full it is told once."""
-        return self.refused(sender.short_of, sender.why_refused(), entry)
-
-    def _distrusted(self, expectation: Expectation, entry: Entry, route: Route) -> str:
-        """The codec must not encode such a tensor: the reason, which is told in full once."""
-        self.ledger.tell_once(
-            f"codec fault {expectation.dtype} {expectation.shape}",
-            f"a storage of {entry.nbytes} bytes on {route.device} is not encoded: "
-            f"{expectation.fault}. Training goes on with less memory saved.",
-        )
-        return "codec failed its check"
-
-    def learn(self) -> None:
-        """Take in what encoders have reported by now, in the order of their encodes."""
-        encoding = self._encoding
-        while encoding:
-            made = encoding[0]
-            report = made.watch.report()
-            if report is None:
-                return
-            encoding.popleft()
-            made.expectations.learn(made.expectation, report)
-            ledger = self.ledger
-            ledger.encoded_storages += 1
-            ledger.encoded_bytes += made.expectation.key.nbytes
-            ledger.frame_bytes += report.frame_nbytes
-            entry = made.entry()
-            if entry is not None:
-                entry.count_away()
-        self.awaits_reports = False
-
-    def join(self, entry: Entry, view: SavedView) -> Handle:
-        """The handle of a save whose storage leaves."""
-        return native.moved_handle(entry, view)
-
-    # --- unpack -----------------------------------------------------------------------------------
-
-    def look_ahead(self, iteration: Iteration, index: int) -> None:
-        """A storage is demanded: what comes next is brought back."""
-        self._prefetch(iteration.demand(index))
-
-    def _prefetch(self, entries: Iterable[Entry]) -> None:
-        try:
-            for entry in entries:
-                self.fetch(entry)
-        except torch.OutOfMemoryError:
-            return  # the demand itself will ask again, when there may be room
-
-    def fetch(self, entry: Entry) -> bool:
-        """Start bringing an entry back, unless it is not away. Whether that was done."""
-        return entry.fetch_ahead()  # may be out of memory
 
 
 uncompiled_methods(Engine)

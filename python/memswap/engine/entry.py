@@ -14,4 +14,3 @@ Entry = native.Entry
 NEEDED_AT_ONCE: str = native.NEEDED_AT_ONCE
 NEVER_FREED: str = native.NEVER_FREED
 PLANNED: str = native.PLANNED
-RESIZED = "resized"  # it had lost its memory before it was sent

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from memswap._C import SavedView
     from memswap.engine.action import Action
+    from memswap.engine.batch import Batch
     from memswap.engine.engine import Engine
 
     HookPair = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -46,6 +47,7 @@ class HookScope(native.HookScope):
         action: what to do with all that is packed, instead of what the policy says.
         group: storages of one group come back in the order in which they were saved
             (`Iteration.admit`).
+        batch: of a group, that saves here; None: no group does.
     """
 
     __slots__ = ("call", "recipes")
@@ -64,15 +66,22 @@ class HookScope(native.HookScope):
     waiting: list[tuple[ref[Later], torch.Tensor, SavedView]] | None
     ordinal: int
     """Of the storage that was considered last."""
+    batch: Batch | None
 
     def __init_subclass__(cls) -> None:
         uncompiled_methods(cls)
 
     def __init__(
-        self, engine: Engine, unit: str, action: Action | None = None, group: int | None = None
+        self,
+        engine: Engine,
+        unit: str,
+        action: Action | None = None,
+        group: int | None = None,
+        batch: Batch | None = None,
     ) -> None:
         self.call = None
         self.recipes = None
+        self.batch = batch
         self.unit = unit
         self.action = action
         self.group = group
@@ -80,7 +89,7 @@ class HookScope(native.HookScope):
 
     def within(self, unit: str, action: Action | None, group: int | None) -> HookScope:
         """Another scope for a part of what this one is for: a region of a checkpoint."""
-        return HookScope(self.engine, unit, action, group)
+        return HookScope(self.engine, unit, action, group, self.batch)
 
     def enter(self, call: FrameType | None = None) -> None:
         """Install the hooks, unless saving here is somebody else's business.
@@ -155,7 +164,8 @@ class HookScope(native.HookScope):
         """A tensor that its operator may not have filled yet. The engine's lock is held."""
         engine = self.engine
         if self.outer is None and view.storage_nbytes < engine.policy.min_bytes:
-            return engine.save(tensor, view, self)
+            handle: Handle = self.save(tensor, view)
+            return handle
         later = Later(native.kept_handle(tensor))
         waiting = [] if self.waiting is None else self.waiting
         waiting.append((ref(later), tensor, view))
@@ -169,7 +179,7 @@ class HookScope(native.HookScope):
             later = reference()
             if later is not None:
                 with self.engine.lock:
-                    handle = self.engine.save(tensor, view, self)
+                    handle = self.save(tensor, view)
                 later.handle = self.or_outer(tensor, handle)
 
     def pack_unusual(self, tensor: torch.Tensor) -> Handle:

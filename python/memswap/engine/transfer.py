@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cached_property, partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from memswap._native import native
 from memswap.engine.action import Action
-from memswap.engine.expectations import Expectations
+from memswap.engine.expectations import Key, open_expectations
 from memswap.engine.lane import (
     Lane,
     arena_budget,
@@ -24,8 +23,13 @@ if TYPE_CHECKING:
     from memswap._C import CodecLane
 
 Pool: TypeAlias = HostPool | DiskPool
-Sender: TypeAlias = native.BlockSender | native.FrameSender
-"""What puts storages into one away form (csrc/engine/block_form.h, frame_form.h)."""
+
+#: What a storage is sent as (csrc/engine/transfers.h).
+FORMS = {
+    Action.SWAP: native.Form.BLOCK,
+    Action.ENCODE: native.Form.FRAME,
+    Action.ENCODE_SWAP: native.Form.POOLED_FRAME,
+}
 
 
 def default_action(device: torch.device, pool: Pool | None) -> Action:
@@ -104,15 +108,11 @@ class Route:
         self._default_pools = default_pools
         self._lane: Lane | None = None
         self._codec_lane: CodecLane | None = None
-        self._encoding: dict[Action, native.FrameSender | None] = {}
         self._leaving_bytes: int | None = None
-        # In host memory a frame gets its worst case, and what is left over goes back at once.
-        self.expectations = Expectations(
-            native.frame_layout,
-            worst_case=device.type == "cpu",
-            spare_tiles=native.codec_spare_tiles(device),
-            fault=partial(native.codec_fault, device),
-        )
+        #: What is expected of frames.
+        self.expectations = open_expectations(device)
+        #: The same route for the engine: what it sends by. It asks `open_blocks` and `open_frames`.
+        self.native = native.Transfers(device, self.expectations, self)
         self._overflow_room: int | None = None
         self._iteration_bytes = 0
         #: Whether the device works while the thread that asks goes on.
@@ -124,26 +124,35 @@ class Route:
         #: The same for a storage that was to be recomputed and has no recipe.
         self.without_recipe = action_without_recipe(device, pool)
 
-    @cached_property
+    @property
     def swap(self) -> native.BlockSender:
         """Sends storages for Action.SWAP."""
-        return native.BlockSender(self.lane, self.pool.native)
+        return self.native.blocks
 
     def encoding(self, action: Action) -> native.FrameSender | None:
         """Sends storages for ENCODE or ENCODE_SWAP; None where no codec serves the device."""
-        try:
-            return self._encoding[action]
-        except KeyError:
-            sender: native.FrameSender | None = None
-            ahead = self.works_ahead
-            if native.codec_name(self.device) is None:
-                pass
-            elif action is Action.ENCODE:
-                sender = native.FrameSender(self.codec_lane, ahead)
-            else:
-                sender = native.FrameSender(self.codec_lane, ahead, self.lane, self.pool.native)
-            self._encoding[action] = sender
-            return sender
+        return self.native.frames(FORMS[action])
+
+    def order(self, action: Action, key: Key) -> native.LeaveOrder:
+        """How a storage leaves.
+
+        Args:
+            action: SWAP, ENCODE or ENCODE_SWAP.
+            key: which tensor's it is.
+        """
+        return native.LeaveOrder(self.native, FORMS[action], key)
+
+    def open_blocks(self) -> native.BlockSender:
+        """What sends storages as raw bytes: asked for when the first one leaves."""
+        return native.BlockSender(self.lane, self.pool.native)
+
+    def open_frames(self, form: native.Form) -> native.FrameSender | None:
+        """The same for frames, of each form; None where no codec serves the device."""
+        if native.codec_name(self.device) is None:
+            return None
+        if form is native.Form.FRAME:
+            return native.FrameSender(self.codec_lane, self.works_ahead)
+        return native.FrameSender(self.codec_lane, self.works_ahead, self.lane, self.pool.native)
 
     @property
     def pool(self) -> Pool:
@@ -187,14 +196,6 @@ class Route:
             self._bound(self._codec_lane)
             self._set_room()
         return self._codec_lane
-
-    def meet_stream(self, action: Action) -> None:
-        """What is saved now leaves later, perhaps while another stream is current."""
-        if self.works_ahead:
-            if action is not Action.ENCODE:
-                self.lane.meet_stream()
-            if action is not Action.SWAP:
-                self.codec_lane.meet_stream()
 
     def _bound(self, lane: Lane | CodecLane) -> None:
         if self._leaving_bytes is not None:

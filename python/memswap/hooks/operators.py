@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from memswap._C import Iteration
     from memswap.engine.durations import Span
-    from memswap.engine.windowed import WindowedEngine
+    from memswap.engine.engine import Engine
     from memswap.windows import Windows
 
 #: Matrix products in backward for each one in forward: one for the input, one for the weight.
@@ -35,9 +35,7 @@ class OperatorWindows:
     window for itself.
     """
 
-    def __init__(
-        self, engine: WindowedEngine, units: Mapping[str, nn.Module], options: Windows
-    ) -> None:
+    def __init__(self, engine: Engine, units: Mapping[str, nn.Module], options: Windows) -> None:
         self.engine = engine
         self.durations = engine.observer if isinstance(engine.observer, Durations) else None
         self.cost = options.seconds

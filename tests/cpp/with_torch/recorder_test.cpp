@@ -82,8 +82,11 @@ class Records : public ::testing::Test {
     if (fails) {
       return nullptr;
     }
-    EntryPtr entry;
-    engine->swap(tensor, look, *sender, entry);
+    StorageRefPtr storage;
+    const EntryPtr entry = engine->make_entry(tensor, look, storage);
+    EXPECT_TRUE(entry->swap(*sender, storage));
+    storage.reset();  // its ticket's share is the last one
+    engine->departing.add(entry.get());
     ++entry->handles;
     engine->saved(entry);
     return entry;

@@ -13,28 +13,28 @@ from memswap.engine.autograd import NO_TASK, graph_task
 from memswap.groups import Group
 
 if TYPE_CHECKING:
-    from memswap.engine.group import Generation
+    from memswap.engine.batch import Batch
     from memswap.groups import Groups
 
 
-class Batch:
+class SwapBatch:
     """What a group sends with one launch: saved tensors, and storages that were added by hand.
 
-    Owns neither: its generation knows saved tensors weakly, and users own storages.
+    Owns neither: its own batch knows saved tensors weakly, and users own storages.
 
     Attributes:
-        generation: for who saves into it.
+        saved: what autograd saves into it.
         before: the batch of the layer before, in the same forward; it is brought back next.
         loading: whether it was told to come back.
     """
 
-    def __init__(self, generation: Generation) -> None:
-        self.generation = generation
-        self.before: Callable[[], Batch | None] = _nothing
+    def __init__(self, saved: Batch) -> None:
+        self.saved = saved
+        self.before: Callable[[], SwapBatch | None] = _nothing
         self.loading = False
         self._storages: list[ref[Storage]] = []
         self._reached_by = NO_TASK
-        generation.on_demand = _Demanded(ref(self))
+        saved.on_demand = _Demanded(ref(self))
 
     def add(self, storage: Storage) -> None:
         """Take a storage along; the caller goes on owning it."""
@@ -48,22 +48,22 @@ class Batch:
     @property
     def alive(self) -> bool:
         """Whether anything of it may still be asked for."""
-        return self.generation.alive or any(True for _ in self.storages())
+        return self.saved.alive or any(True for _ in self.storages())
 
     @property
     def launched(self) -> bool:
         """Whether it was told to leave."""
-        return self.generation.launched
+        return self.saved.launched
 
     def launch_offload(self) -> None:
         """Start sending everything that is on the device."""
         for storage in self.storages():
-            storage.launch_offload(self.generation)
-        self.generation.launch_offload()
+            storage.launch_offload(self.saved)
+        self.saved.launch_offload()
 
     def wait_offload(self) -> None:
         """What follows comes after the launch."""
-        self.generation.wait_offload()
+        self.saved.wait_offload()
         for storage in self.storages():
             storage.wait_offload()
 
@@ -71,7 +71,7 @@ class Batch:
         """Start bringing back what is away; nothing where nothing was sent."""
         if self.launched:
             self.loading = True
-            self.generation.launch_load()
+            self.saved.launch_load()
             for storage in self.storages():
                 storage.launch_load()
 
@@ -96,14 +96,14 @@ class Batch:
 
 
 class _Demanded:
-    """What a generation calls, under its engine's lock, when backward first demands of it."""
+    """What a batch calls, under its engine's lock, when backward first demands of it."""
 
     __slots__ = ("_batch",)
 
-    def __init__(self, batch: ref[Batch]) -> None:
+    def __init__(self, batch: ref[SwapBatch]) -> None:
         self._batch = batch
 
-    def __call__(self, generation: Generation) -> None:
+    def __call__(self, saved: Batch) -> None:
         batch = self._batch()
         if batch is not None:
             batch.reached(wait=False)
@@ -116,8 +116,8 @@ class SwapGroup:
         self.group_name = group_name
         self._group = Group(group_name, groups=lone_engine() if engine is None else engine)
         self._fresh: list[ref[Storage]] = []  # in the order in which they came
-        self._collecting: Batch | None = None  # what is saved into the group by name
-        self._batches: list[Batch] = []  # that may be asked for, in the order of their launches
+        self._collecting: SwapBatch | None = None  # what is saved into the group by name
+        self._batches: list[SwapBatch] = []  # that may be asked for, in the order of their launches
         self._told: set[str] = set()  # which calls came so far
 
     def add(self, storage: Storage) -> None:
@@ -126,23 +126,23 @@ class SwapGroup:
         if all(one() is not storage for one in self._fresh):
             self._fresh.append(ref(storage))
 
-    def begin(self) -> Batch:
+    def begin(self) -> SwapBatch:
         """A new batch, for one forward."""
         self._batches = [batch for batch in self._batches if batch.alive]
-        return Batch(self._group.begin())
+        return SwapBatch(self._group.begin())
 
-    def collecting(self) -> Batch:
+    def collecting(self) -> SwapBatch:
         """The batch of what is saved into the group by its name until the next launch."""
         if self._collecting is None:
             self._collecting = self.begin()
         return self._collecting
 
-    def keep(self, batch: Batch) -> None:
+    def keep(self, batch: SwapBatch) -> None:
         """A batch stays on the device; backward may begin with it."""
         self._batches.append(batch)
 
     def launch_offload(
-        self, copy_stream: torch.Stream | None = None, batch: Batch | None = None
+        self, copy_stream: torch.Stream | None = None, batch: SwapBatch | None = None
     ) -> None:
         """Start sending everything that was added and is on the device.
 

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_iter
 
 from memswap._warn import UsersLine
 from memswap.activations import checked_policy, persistent_tensors
-from memswap.compat.hyper_parallel.groups import Batch, SwapGroup
+from memswap.compat.hyper_parallel.groups import SwapBatch, SwapGroup
 from memswap.compat.hyper_parallel.tensors import Storage
 from memswap.engine.action import Action, TensorInfo
 from memswap.engine.autograd import in_backward
@@ -38,7 +38,7 @@ from memswap.planning.policy import Policy, Restricted
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from memswap.engine.group import Generation
+    from memswap.engine.batch import Batch
     from memswap.engine.stats import Stats
     from memswap.engine.transfer import Pool
 
@@ -159,8 +159,8 @@ class SwapManager:
         self._name(group_name)
         self._running.by_hand = bool(group_name)
 
-    def collecting(self) -> Generation | None:
-        """What is saved now by the wrappers' choice belongs to this generation.
+    def collecting(self) -> Batch | None:
+        """What is saved now by the wrappers' choice belongs to this batch.
 
         None: no linked layer runs and no name was set, so each wrapper has a schedule of its own.
         """
@@ -172,7 +172,7 @@ class SwapManager:
         else:
             return None
         self._told = True
-        return batch.generation
+        return batch.saved
 
     def stats(self) -> Stats:
         """What was done so far, for all groups and chains."""
@@ -284,7 +284,7 @@ class _Running(threading.local):
 class _LinkedCall:
     """One call of a linked layer, and the batch that it fills."""
 
-    def __init__(self, running: _Running, link: Link, batch: Batch) -> None:
+    def __init__(self, running: _Running, link: Link, batch: SwapBatch) -> None:
         self._running = running
         self.link = link
         self.batch = batch
@@ -314,10 +314,10 @@ class Link:
         self.previous: ref[Link] | None = None
         self.has_next = False
         self.line = UsersLine.here()
-        self._newest: ref[Batch] | None = None
+        self._newest: ref[SwapBatch] | None = None
         self._number = 0  # of the last forward
 
-    def begin(self, number: int) -> Batch:
+    def begin(self, number: int) -> SwapBatch:
         """A forward begins; forwards are numbered over all layers."""
         batch = self.group.begin()
         previous = None if self.previous is None else self.previous()
@@ -329,7 +329,7 @@ class Link:
         self._newest, self._number = ref(batch), number
         return batch
 
-    def end(self, batch: Batch, output: object) -> None:
+    def end(self, batch: SwapBatch, output: object) -> None:
         """A forward ends: its group leaves, and that of the layer before has left."""
         if self.has_next:
             self.group.launch_offload(batch=batch)
@@ -343,7 +343,7 @@ class Link:
             if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
                 tensor.register_hook(reached)
 
-    def backward_begins(self, batch: Batch) -> None:
+    def backward_begins(self, batch: SwapBatch) -> None:
         """A gradient of one of the layer's outputs is there."""
         batch.reached(wait=True)
         for storage in batch.storages():
@@ -357,7 +357,7 @@ class _Reached:
 
     __slots__ = ("_batch", "_link")
 
-    def __init__(self, link: Link, batch: Batch) -> None:
+    def __init__(self, link: Link, batch: SwapBatch) -> None:
         self._link = link
         self._batch = batch
 

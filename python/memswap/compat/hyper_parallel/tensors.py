@@ -11,13 +11,13 @@ import torch
 from torch.utils._pytree import tree_iter
 
 from memswap._warn import warn
-from memswap.engine.group import Phase
+from memswap.engine.batch import Phase
 from memswap.errors import InplaceEditError
 from memswap.groups import Added, Groups
 from memswap.planning.policy import Policy
 
 if TYPE_CHECKING:
-    from memswap.engine.group import Generation
+    from memswap.engine.batch import Batch
 
 
 class _Lone:
@@ -65,7 +65,7 @@ class SwapTensor:
         self.group_swap = group_swap
         self._added: Added | None = None
         self._engine: Groups | None = None  # where it moves alone
-        self._generation: Generation | None = None
+        self._batch: Batch | None = None
         self.ver: int | None = None
         self.size = self.storage_size = 0
         self.is_slice_tensor = False
@@ -117,35 +117,35 @@ class SwapTensor:
         if not self._expect(self.STATE_DEVICE, "async_offload"):
             return
         self._engine = lone_engine()
-        generation = self._engine.new("SwapTensor").begin()
-        self.join(generation)
-        generation.launch_offload()
+        batch = self._engine.new("SwapTensor").begin()
+        self.join(batch)
+        batch.launch_offload()
 
     def wait_offload(self) -> None:
         """What follows comes after the send, and the memory is free."""
         if self._state != self.STATE_HOST and self._expect(self.STATE_D2H, "wait_offload"):
-            assert self._generation is not None
-            if self._generation.phase is not Phase.OFFLOADED:  # for all that left with it
-                self._generation.wait_offload()
+            assert self._batch is not None
+            if self._batch.phase is not Phase.OFFLOADED:  # for all that left with it
+                self._batch.wait_offload()
             self._state = self.STATE_HOST
 
     def async_load(self) -> None:
         """Start bringing the tensor back."""
         if self._expect(self.STATE_HOST, "async_load"):
-            assert self._generation is not None
-            self._generation.launch_load()
+            assert self._batch is not None
+            self._batch.launch_load()
             self._state = self.STATE_H2D
 
     def wait_load(self) -> None:
         """What follows on this stream may use the tensor."""
         if self._state != self.STATE_DEVICE and self._expect(self.STATE_H2D, "wait_load"):
-            assert self._generation is not None
-            if self._generation.phase is not Phase.LOADED:  # for all that came with it
-                self._generation.wait_load()
+            assert self._batch is not None
+            if self._batch.phase is not Phase.LOADED:  # for all that came with it
+                self._batch.wait_load()
             self.get_val()
 
-    def join(self, generation: Generation) -> None:
-        """Leave with a generation, which its owner launches."""
+    def join(self, batch: Batch) -> None:
+        """Leave with a batch, which its owner launches."""
         if self._state != self.STATE_DEVICE or not isinstance(self._val, torch.Tensor):
             return
         version = None if self.ver is None else self._val._version
@@ -156,8 +156,8 @@ class SwapTensor:
                 f"{self._val.untyped_storage().nbytes()} bytes, expected version {self.ver} and "
                 f"{self.size} bytes. Make the SwapTensor after the last edit, or of a copy."
             )
-        self._added = Added.to(generation, self._val.detach())
-        self._generation = generation
+        self._added = Added.to(batch, self._val.detach())
+        self._batch = batch
         self._val = None
         self._state = self.STATE_D2H
 
@@ -210,16 +210,16 @@ class Storage:
                 if isinstance(value, SwapTensor):
                     yield value
 
-    def launch_offload(self, generation: Generation | None = None) -> None:
+    def launch_offload(self, batch: Batch | None = None) -> None:
         """Start sending all that are on the device, together."""
-        if generation is None:
+        if batch is None:
             self._engine = lone_engine()
-            generation = self._engine.new("Storage").begin()
-            self.launch_offload(generation)
-            generation.launch_offload()
+            batch = self._engine.new("Storage").begin()
+            self.launch_offload(batch)
+            batch.launch_offload()
             return
         for tensor in self.tensors():
-            tensor.join(generation)
+            tensor.join(batch)
 
     def wait_offload(self) -> None:
         """What follows comes after the sends."""

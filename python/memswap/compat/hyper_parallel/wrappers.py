@@ -24,12 +24,12 @@ from memswap.checkpointing import CheckpointPolicy, checkpoint_module
 from memswap.compat.hyper_parallel.manager import SwapManager
 from memswap.engine.action import Action, TensorInfo
 from memswap.engine.autograd import in_backward
-from memswap.engine.group import GroupScope
+from memswap.engine.hook_scope import HookScope
 from memswap.hooks.module_hooks import ModuleHooks, hooks_on
 from memswap.planning.policy import Policy
 
 if TYPE_CHECKING:
-    from memswap.engine.group import Generation
+    from memswap.engine.batch import Batch
     from memswap.engine.transfer import Pool
 
 _units = count()
@@ -88,16 +88,16 @@ class _Joining:
         """Inside of all hooks that the module has so far."""
         self._hooks.add(module, self.unit, self._call_begins, ends_first=True)
 
-    def scope(self) -> GroupScope | None:
+    def scope(self) -> HookScope | None:
         """Hooks that save for the group; None: none collects."""
         if not torch.is_grad_enabled() or in_backward():
             return None
         manager = SwapManager()
-        generation: Generation | None = manager.collecting()
-        if generation is None:
+        batch: Batch | None = manager.collecting()
+        if batch is None:
             return None
         manager.wrappers[self.unit] = self
-        return GroupScope(generation.engine, generation, self.unit)
+        return HookScope(batch.engine, self.unit, batch=batch)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """One call of a function."""
@@ -112,7 +112,7 @@ class _Joining:
 
     def _call_begins(
         self, unit: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> GroupScope | None:
+    ) -> HookScope | None:
         return self.scope()
 
 

@@ -9,7 +9,7 @@ What a user of ``mindspeed.core.memory.compress`` wrote keeps working::
         output = layer(hidden)
     output.register_hook(lambda gradient: ctx.unpack_start(key))
 
-Beneath there is one :class:`WindowedEngine` per context: nothing is resized in place, and whatever
+Beneath there is one :class:`Engine` per context: nothing is resized in place, and whatever
 nobody calls costs time at most. Functions that ``async_funcs`` names are windows
 (:mod:`~memswap.compat.mindspeed.async_functions`); a layer that calls none of them is one window as
 a whole, as long as it was measured to take. Whoever calls ``plan``, ``pack`` and ``unpack`` around
@@ -244,7 +244,8 @@ class GlobalContext:
         """Nobody has measured what runs now. As there, what was saved before goes under it."""
         engine = self.engine
         with engine.lock:
-            engine.queue.start_now([one.entry for one in engine.queue.pending], engine)
+            if engine.windows is not None:
+                engine.windows.start_now(engine.windows.pending)
 
     def estimate_time(self, fn_name: str, *args: Any, **kwargs: Any) -> float:
         """Seconds of a call of one of ``async_funcs``: ``simulation.time_cost(fn_name, ...)``."""

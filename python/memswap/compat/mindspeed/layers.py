@@ -21,7 +21,7 @@ from memswap.windows import Windows
 if TYPE_CHECKING:
     from memswap._C import EntryReference
     from memswap.engine.durations import Span
-    from memswap.engine.windowed import WindowedEngine
+    from memswap.engine.engine import Engine
 
 LayerKey: TypeAlias = Hashable
 """``(uuid of the layer, absolute order)``; anything that can be the key of a dict."""
@@ -76,7 +76,7 @@ class LayerActivationManager:
         order_layer_uuid: LayerKey,
         vice_stream: object = None,
         *,
-        engine: WindowedEngine | None = None,
+        engine: Engine | None = None,
     ) -> None:
         self.order_layer_uuid = order_layer_uuid
         self.engine = new_engine([]) if engine is None else engine
@@ -160,7 +160,8 @@ class LayerActivationManager:
         """
         chosen, total = [], 0
         with self.engine.lock:
-            waiting = {pending.entry for pending in self.engine.queue.pending}
+            windows = self.engine.windows
+            waiting = {entry.reference for entry in windows.pending} if windows else set()
             for reference, count in self._saved.items():
                 entry = reference()
                 if entry is None or total + count >= max_numel:
@@ -191,7 +192,8 @@ class LayerActivationManager:
         if shares is not None and not isinstance(shares, SharedBuffers):
             self._planned = [chosen(one) for one in shares]
         with self.engine.lock:
-            self.engine.queue.start_now(self._planned, self.engine)
+            if self.engine.windows is not None:
+                self.engine.windows.start_now(self._taken())
 
     def pack_done(self) -> None:
         """The current stream waits for these encodes; their storages are free then."""
@@ -204,8 +206,8 @@ class LayerActivationManager:
         """Start decoding, beside what the caller launches next."""
         self._planned = list(choices)
         with self.engine.lock:
-            for entry in self._taken():
-                self.engine.fetch(entry)
+            if self.engine.windows is not None:
+                self.engine.windows.bring(self._taken())
 
     def unpack_done(self) -> None:
         """The current stream waits for these decodes. (Whoever pops a tensor waits for its own.)"""
@@ -250,7 +252,7 @@ def chosen(share: object) -> EntryReference:
     return first
 
 
-def new_engine(filters: list[Filter]) -> WindowedEngine:
+def new_engine(filters: list[Filter]) -> Engine:
     """An engine that encodes what passes all filters."""
 
     def filtered(tensor: torch.Tensor, info: TensorInfo) -> Action:

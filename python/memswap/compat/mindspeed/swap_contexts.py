@@ -31,7 +31,7 @@ from memswap.planning.policy import Policy
 
 if TYPE_CHECKING:
     from memswap.compat.mindspeed.swap_keys import CheckFn
-    from memswap.engine.group import Generation
+    from memswap.engine.batch import Batch
     from memswap.engine.transfer import Pool
 
 
@@ -67,11 +67,11 @@ class _LastIndices(MutableMapping[str, int]):
 class _Entered(threading.local):
     """The forwards of one context that a thread is in: what each saves for; None: not of interest.
 
-    An inner one saves for the generation of the outer one, which moves it.
+    An inner one saves for the batch of the outer one, which moves it.
     """
 
     def __init__(self) -> None:
-        self.stack: list[Generation | None] = []
+        self.stack: list[Batch | None] = []
 
 
 class TensorSwapContext:
@@ -129,10 +129,10 @@ class TensorSwapContext:
             stack.append(None)  # an evaluation, or a layer that is computed again
             return self
         outermost = not any(stack)
-        generation = self._group.__enter__()
-        stack.append(generation)
+        batch = self._group.__enter__()
+        stack.append(batch)
         if outermost:
-            self._tower.enter(self, generation)
+            self._tower.enter(self, batch)
         return self
 
     def __exit__(
@@ -142,12 +142,12 @@ class TensorSwapContext:
         traceback: TracebackType | None,
     ) -> None:
         stack = self._entered.stack
-        generation = stack.pop()
-        if generation is None:
+        batch = stack.pop()
+        if batch is None:
             return
         self._group.__exit__(kind, error, traceback)
         if not any(stack):
-            self._tower.leave(self, generation)
+            self._tower.leave(self, batch)
 
     def set_custom_check_fn(self, fn: CheckFn | None) -> None:
         """This context's check from now on; None: the handler's."""

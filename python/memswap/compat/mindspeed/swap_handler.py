@@ -32,7 +32,7 @@ from memswap.groups import Arrival, Group, Groups
 from memswap.planning.policy import Policy, Restricted
 
 if TYPE_CHECKING:
-    from memswap.engine.group import Generation
+    from memswap.engine.batch import Batch
     from memswap.engine.stats import Stats
     from memswap.engine.transfer import Pool
 
@@ -56,7 +56,7 @@ class SwapTensor:
         #: Elements of the storage behind the tensor.
         self.storage_size = tensor.untyped_storage().nbytes() // tensor.element_size()
         self.is_slice_tensor = self.storage_size != tensor.numel()
-        self.generation: Generation = group.newest
+        self.batch: Batch = group.newest
         self._group = group  # a handler knows its groups weakly
         self._added = group.add(tensor)
 
@@ -82,14 +82,14 @@ class SwapTensor:
 
     def async_d2h(self, stream: torch.Stream | None = None) -> None:
         """Start sending this tensor and what was swapped with it; on the lane's own stream."""
-        self.generation.launch_offload()
+        self.batch.launch_offload()
 
     def wait_d2h_finished(
         self, stream: torch.Stream | None = None, should_wait_streams: bool = True
     ) -> None:
         """What follows comes after the send. The order that is asked for is always kept."""
-        if self.generation.launched:
-            self.generation.wait_offload()
+        if self.batch.launched:
+            self.batch.wait_offload()
 
     def async_h2d(
         self,
@@ -98,8 +98,8 @@ class SwapTensor:
         working_stream: torch.Stream | None = None,
     ) -> None:
         """Start bringing this tensor and what was swapped with it back, into new memory."""
-        if self.generation.launched:
-            self.generation.launch_load()
+        if self.batch.launched:
+            self.batch.launch_load()
 
 
 class _Checks:

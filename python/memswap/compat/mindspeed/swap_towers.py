@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from weakref import ref
 
 from memswap.engine.autograd import NO_TASK, graph_task
-from memswap.engine.group import Generation, Phase
+from memswap.engine.batch import Batch, Phase
 
 if TYPE_CHECKING:
     from memswap._warn import UsersLine
@@ -34,7 +34,7 @@ class Layer(Protocol):
 
 
 class LayerSave:
-    """What one context saved in one forward. Owned by its generation, which it knows weakly.
+    """What one context saved in one forward. Owned by its batch, which it knows weakly.
 
     Called, under the engine's lock, when a backward pass first demands something of it.
     """
@@ -42,9 +42,9 @@ class LayerSave:
     __slots__ = (
         "__weakref__",
         "_asked_by",
+        "_batch",
         "_before",
         "_context",
-        "_generation",
         "_line",
         "_read_by",
         "_tower",
@@ -54,13 +54,13 @@ class LayerSave:
         self,
         tower: Tower,
         context: Layer,
-        generation: Generation,
+        batch: Batch,
         before: LayerSave | None,
     ) -> None:
         self._tower = tower
         self._line = context.line
         self._context = ref(context)
-        self._generation = ref(generation)
+        self._batch = ref(batch)
         self._before = None if before is None else ref(before)
         self._asked_by = NO_TASK  # the backward pass in which the next layer asked for it
         self._read_by = NO_TASK  # the backward pass that demanded it
@@ -70,13 +70,13 @@ class LayerSave:
         """Whether a backward pass has begun to read it."""
         return self._read_by != NO_TASK
 
-    def __call__(self, generation: Generation) -> None:
+    def __call__(self, batch: Batch) -> None:
         task = graph_task()
         self._read_by = task
         context = self._context()
-        if generation.launched:
-            generation.launch_load()
-        elif generation.nbytes:
+        if batch.launched:
+            batch.launch_load()
+        elif batch.nbytes:
             self._tower.notice_stay(context, self._line)
         if context is None:
             return
@@ -91,11 +91,11 @@ class LayerSave:
         if self._read_by == task:
             return
         self._asked_by = task
-        context, generation = self._context(), self._generation()
+        context, batch = self._context(), self._batch()
         if context is not None:
             context.turns = False
-        if generation is not None and generation.launched:
-            generation.launch_load()
+        if batch is not None and batch.launched:
+            batch.launch_load()
 
 
 class _Run(threading.local):
@@ -104,7 +104,7 @@ class _Run(threading.local):
     def __init__(self) -> None:
         self.visited: set[int] = set()
         self.last: ref[LayerSave] | None = None
-        self.waiting: ref[Generation] | None = None  # launched, and not waited for yet
+        self.waiting: ref[Batch] | None = None  # launched, and not waited for yet
 
 
 class Told:
@@ -142,19 +142,19 @@ class Tower:
         alive = self.contexts()
         return alive[-1].layer_idx if alive else -1
 
-    def enter(self, context: Layer, generation: Generation) -> None:
-        """A layer's forward begins, and saves for this generation."""
+    def enter(self, context: Layer, batch: Batch) -> None:
+        """A layer's forward begins, and saves for this batch."""
         run = self._run
         last = None if run.last is None else run.last()
         if id(context) in run.visited or last is None or last.demanded:
             run.visited.clear()  # another forward
             last = None
         run.visited.add(id(context))
-        save = LayerSave(self, context, generation, last)
-        generation.on_demand = save
+        save = LayerSave(self, context, batch, last)
+        batch.on_demand = save
         run.last = ref(save)
 
-    def leave(self, context: Layer, generation: Generation) -> None:
+    def leave(self, context: Layer, batch: Batch) -> None:
         """A layer's forward ends: it leaves while the next one runs, and is waited for then."""
         run = self._run
         waiting = None if run.waiting is None else run.waiting()
@@ -164,8 +164,8 @@ class Tower:
             stays = context.layer_idx == self.last_index
         if not stays:
             self._swapped = True
-            generation.launch_offload()
-            run.waiting = ref(generation)
+            batch.launch_offload()
+            run.waiting = ref(batch)
         if waiting is not None and waiting.phase in (Phase.OFFLOADING, Phase.OFFLOADED):
             waiting.wait_offload()
 

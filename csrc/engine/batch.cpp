@@ -1,0 +1,305 @@
+#include "batch.h"
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <mutex>
+#include <unordered_map>
+#include <utility>
+
+#include "bucket.h"
+#include "iteration.h"
+#include "work/without_gil.h"
+
+namespace memswap {
+
+namespace {
+
+struct Waiting {
+  EntryPtr entry;
+  LeaveOrder order;
+};
+
+// What one device sends of a batch.
+struct Share {
+  int64_t nbytes = 0;
+  std::vector<EntryPtr> small;  // which travel together
+};
+
+// Waits, and leaves a failure to whoever notices it next.
+void wait_quietly(const TicketPtr& ticket) {
+  const WithoutGil without_gil;
+  try {
+    ticket->wait();
+  } catch (const TransferError&) {
+  }
+}
+
+// Its storage leaves with its ticket, or it stays for a reason, and goes on holding it.
+void end_waiting(Engine& engine, Entry& entry, const char* refused) {
+  if (refused == nullptr) {
+    entry.storage.reset();
+  } else {
+    engine.ledger.keep(refused, entry.nbytes());
+  }
+}
+
+// Storages that are small enough, in order, by the bucket that they travel in.
+std::vector<std::vector<EntryPtr>> packed(const std::vector<EntryPtr>& small,
+                                          int64_t bucket_bytes) {
+  std::vector<std::vector<EntryPtr>> buckets;
+  int64_t filled = 0;
+  for (const EntryPtr& entry : small) {
+    if (buckets.empty() || filled + entry->nbytes() > bucket_bytes) {
+      buckets.emplace_back();
+      filled = 0;
+    }
+    buckets.back().push_back(entry);
+    filled += entry->nbytes();
+  }
+  return buckets;
+}
+
+bool send_bucket(Engine& engine, Transfers& by, const std::vector<EntryPtr>& entries) {
+  std::vector<StorageRefPtr> storages;
+  storages.reserve(entries.size());
+  for (const EntryPtr& entry : entries) {
+    storages.push_back(entry->storage);
+  }
+  std::optional<std::vector<Leaving>> parts = send_together(*by.blocks(), storages);
+  storages.clear();  // or they would not be gone yet when they are looked at
+  if (!parts) {
+    return false;
+  }
+  for (size_t index = 0; index < entries.size(); ++index) {
+    Entry& entry = *entries[index];
+    entry.leave(std::move((*parts)[index]));
+    entry.storage.reset();  // its ticket holds it now
+    engine.departing.add(&entry);
+  }
+  return true;
+}
+
+// Sends entries that were not told to leave before. The lock is held.
+void send(Engine& engine, const std::vector<EntryPtr>& entries) {
+  std::unordered_map<TransfersPtr, Share> shares;
+  std::vector<TransfersPtr> devices;  // in the order in which they were met
+  std::vector<Waiting> alone;
+  for (const EntryPtr& entry : entries) {
+    std::optional<LeaveOrder> order = std::exchange(entry->order, std::nullopt);
+    if (!order || !entry->storage) {
+      continue;
+    }
+    if (entry->lost_memory()) {
+      engine.ledger.keep(Entry::kResized, entry->nbytes());
+      continue;
+    }
+    const auto [share, is_new] = shares.try_emplace(order->transfers);
+    if (is_new) {
+      devices.push_back(order->transfers);
+    }
+    share->second.nbytes += entry->nbytes();
+    if (order->form == Form::kBlock && entry->nbytes() <= engine.batch_limits.small_bytes) {
+      share->second.small.push_back(entry);
+    } else {
+      alone.push_back({entry, std::move(*order)});
+    }
+  }
+  for (const TransfersPtr& by : devices) {
+    // How much may be on its way at once is the caller's affair: no send waits for another.
+    by->begin(0, shares.at(by).nbytes);
+  }
+  for (const TransfersPtr& by : devices) {
+    for (const auto& bucket : packed(shares.at(by).small, engine.batch_limits.bucket_bytes)) {
+      if (bucket.size() > 1 && send_bucket(engine, *by, bucket)) {
+        continue;
+      }
+      for (const EntryPtr& entry : bucket) {
+        end_waiting(engine, *entry, engine.send_raw(entry, entry->storage, *by));
+      }
+    }
+  }
+  for (const Waiting& one : alone) {
+    end_waiting(engine, *one.entry, engine.send(one.entry, one.entry->storage, one.order));
+  }
+}
+
+}  // namespace
+
+const char* word_of(Batch::Phase phase) {
+  switch (phase) {
+    case Batch::Phase::kCollected:
+      return "collected";
+    case Batch::Phase::kOffloading:
+      return "offloading";
+    case Batch::Phase::kOffloaded:
+      return "offloaded";
+    case Batch::Phase::kLoading:
+      return "loading";
+    case Batch::Phase::kLoaded:
+      return "loaded";
+  }
+  return "nowhere";
+}
+
+std::vector<EntryPtr> Batch::living() const {
+  std::vector<EntryPtr> found;
+  for (const std::weak_ptr<Entry>& reference : entries_) {
+    if (EntryPtr entry = reference.lock()) {
+      found.push_back(std::move(entry));
+    }
+  }
+  return found;
+}
+
+bool Batch::alive() const {
+  const Locked locked(engine_->lock);
+  return std::any_of(entries_.begin(), entries_.end(),
+                     [](const std::weak_ptr<Entry>& one) { return !one.expired(); });
+}
+
+int64_t Batch::nbytes() const {
+  const Locked locked(engine_->lock);
+  int64_t sum = 0;
+  for (const EntryPtr& entry : living()) {
+    sum += entry->nbytes();
+  }
+  return sum;
+}
+
+void Batch::launch_offload() {
+  const Locked locked(engine_->lock);
+  check_open("launch_offload");
+  if (phase_ == Phase::kLoading || phase_ == Phase::kLoaded) {
+    for (const EntryPtr& entry : living()) {
+      entry->let_go();
+    }
+    phase_ = Phase::kCollected;
+  }
+  send(*engine_, living());
+  if (phase_ == Phase::kCollected) {
+    phase_ = Phase::kOffloading;
+  }
+  read_by_.reset();
+}
+
+void Batch::wait_offload() {
+  std::unique_lock locked(engine_->lock);
+  check_open("wait_offload");
+  if (phase_ == Phase::kCollected) {
+    refuse("wait_offload", "nothing was launched", "launch_offload() first");
+  }
+  for (const EntryPtr& entry : living()) {
+    const TicketPtr departure = entry->departure();
+    if (!departure || entry->state() != State::kLeaving) {
+      continue;
+    }
+    locked.unlock();
+    wait_quietly(departure);
+    locked.lock();
+    if (!entry->gone(true) && entry->is_away()) {
+      entry->sent();  // if it failed: takes the storage back and tells about it once
+    }
+  }
+  if (phase_ == Phase::kOffloading) {
+    phase_ = Phase::kOffloaded;
+  }
+}
+
+void Batch::launch_load(int64_t readings) {
+  const Locked locked(engine_->lock);
+  check_open("launch_load");
+  if (phase_ == Phase::kCollected) {
+    refuse("launch_load", "nothing was offloaded", "launch_offload() first");
+  }
+  if ((phase_ == Phase::kLoading || phase_ == Phase::kLoaded) && !read_by_) {
+    return;
+  }
+  phase_ = Phase::kLoading;
+  for (const EntryPtr& entry : living()) {
+    if (!entry->away() || entry->storage) {
+      continue;  // it stayed, or was demanded meanwhile
+    }
+    if (!entry->retain()) {
+      if (!entry->gone(true)) {
+        continue;  // it could not be sent, and was given back
+      }
+      try {
+        entry->fetch();
+      } catch (const c10::OutOfMemoryError&) {
+        return;  // whatever is missing is asked for again when it is demanded
+      }
+      if (!entry->away()->works_ahead()) {
+        wait_quietly(entry->arrival());  // nobody else would do the work
+      }
+    }
+    entry->unseen += entry->handles * (readings - 1);
+  }
+}
+
+void Batch::wait_load() {
+  std::unique_lock locked(engine_->lock);
+  check_open("wait_load");
+  if (phase_ != Phase::kLoading && phase_ != Phase::kLoaded) {
+    refuse("wait_load", "no load was launched", "launch_load() first");
+  }
+  for (const EntryPtr& entry : living()) {
+    const TicketPtr arrival = entry->arrival();
+    if (!arrival || !entry->storage) {
+      continue;
+    }
+    locked.unlock();
+    try {
+      const WithoutGil without_gil;
+      arrival->wait();
+    } catch (const TransferError& error) {
+      throw LostBytes("group '" + name +
+                      "': a saved tensor cannot be brought back: " + error.what());
+    }
+    locked.lock();
+  }
+  phase_ = Phase::kLoaded;
+}
+
+void Batch::join(const EntryPtr& entry) {
+  if (joined_.insert(entry).second) {
+    entries_.push_back(entry);
+  }
+}
+
+void Batch::notice_demand(const EntryPtr& entry) {
+  const Locked locked(engine_->lock);
+  const bool missing = !entry->storage && entry->identity().expired();
+  reached_by_backward(*entry);
+  if (missing && entry->storage) {
+    ++engine_->ledger.counters.stalls;  // it was asked for only now, together with others
+  }
+}
+
+void Batch::reached_by_backward(const Entry& entry) {
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (read_by_ == task) {
+    return;
+  }
+  read_by_ = task;
+  if (entry.state() == State::kAway && entry.fetched()) {
+    phase_ = Phase::kOffloaded;  // every save has seen it: it has been let go of
+  }
+  if (on_demand) {
+    on_demand();
+  }
+}
+
+void Batch::check_open(const char* call) const {
+  if (closed_) {
+    refuse(call, "the group was closed", "a new Group");
+  }
+}
+
+void Batch::refuse(const char* call, const char* found, const char* expected) const {
+  throw BatchError("group '" + name + "': " + call + "() is not possible now: " + found +
+                   "; call " + expected + ". (The batch is " + word_of(phase_) + ".)");
+}
+
+}  // namespace memswap

@@ -1,0 +1,97 @@
+// Transfers: what an engine sends by on one device.
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "block_form.h"
+#include "expectations.h"
+#include "frame_form.h"
+
+namespace memswap {
+
+// What a storage is sent as: its bytes in a block of a pool, or a frame, on the device or in a
+// pool. (What becomes a recipe is not sent.)
+enum class Form : uint8_t { kBlock, kFrame, kPooledFrame };
+
+// Senders are opened when they are first needed: a codec, or a pool of pinned memory, is not there
+// for nothing. The engine's lock serialises the calls.
+class Transfers {
+ public:
+  // Who opens what storages of the device are sent by.
+  class Opener {
+   public:
+    Opener() = default;
+    Opener(const Opener&) = delete;
+    Opener& operator=(const Opener&) = delete;
+    virtual ~Opener() = default;
+
+    virtual std::shared_ptr<BlockSender> open_blocks() = 0;
+    // nullptr: no codec serves the device.
+    virtual std::shared_ptr<FrameSender> open_frames(Form form) = 0;
+    // So many bytes are about to leave that were saved together, and `leaving_bytes` of them may
+    // hold memory of the device at a time; 0: all of them.
+    virtual void begin(int64_t leaving_bytes, int64_t nbytes) = 0;
+  };
+
+  Transfers(c10::Device device, ExpectationsPtr expectations, std::unique_ptr<Opener> opener)
+      : device(device), expectations(std::move(expectations)), opener_(std::move(opener)) {}
+  Transfers(const Transfers&) = delete;
+  Transfers& operator=(const Transfers&) = delete;
+
+  const std::shared_ptr<BlockSender>& blocks() {
+    if (!blocks_) {
+      blocks_ = opener_->open_blocks();
+    }
+    return blocks_;
+  }
+
+  // nullptr: no codec serves the device.
+  const std::shared_ptr<FrameSender>& frames(Form form) {
+    auto& sender = form == Form::kFrame ? frames_ : pooled_frames_;
+    if (!sender) {
+      sender = opener_->open_frames(form);
+    }
+    return *sender;
+  }
+
+  void begin(int64_t leaving_bytes, int64_t nbytes) { opener_->begin(leaving_bytes, nbytes); }
+
+  // What is saved now leaves later, perhaps while another stream is current.
+  void meet_stream(Form form) {
+    if (!works_ahead()) {
+      return;
+    }
+    if (form != Form::kFrame) {
+      blocks()->lane()->meet_stream();
+    }
+    if (form != Form::kBlock && frames(form)) {
+      frames(form)->lane()->meet_stream();
+    }
+  }
+
+  // Whether the device works while the thread that asks goes on.
+  bool works_ahead() const { return !device.is_cpu(); }
+
+  const c10::Device device;
+  const ExpectationsPtr expectations;
+
+ private:
+  const std::unique_ptr<Opener> opener_;
+  std::shared_ptr<BlockSender> blocks_;
+  std::optional<std::shared_ptr<FrameSender>> frames_, pooled_frames_;  // nothing: not opened yet
+};
+using TransfersPtr = std::shared_ptr<Transfers>;
+
+// How a storage leaves: by what, as what, and which tensor's it is.
+struct LeaveOrder {
+  TransfersPtr transfers;
+  Form form = Form::kBlock;
+  TensorKey key;
+};
+
+}  // namespace memswap

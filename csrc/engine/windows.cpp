@@ -1,0 +1,191 @@
+#include "windows.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <utility>
+
+#include "codec/stream_codec_lane.h"
+#include "engine.h"
+#include "frame_form.h"
+#include "iteration.h"
+
+namespace memswap {
+
+namespace {
+
+constexpr int kNoGraphTask = -1;
+
+// What an encode frees of a tensor of which no frame has been seen.
+constexpr double kFirstGain = 1.0 / 3;
+
+c10::Stream current_stream(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+// The lane of a frame that stands on the device, and nullptr for any other form.
+CodecLane* lane_of(const AwayFormPtr& away) {
+  const auto* const frame = dynamic_cast<const FrameForm*>(away.get());
+  return frame == nullptr ? nullptr : frame->lane().get();
+}
+
+bool on_device(const AwayFormPtr& away) {
+  const auto* const frame = dynamic_cast<const FrameForm*>(away.get());
+  return frame != nullptr && !frame->swapped();
+}
+
+}  // namespace
+
+void Windows::open(double seconds) {
+  if (inside()) {
+    return;
+  }
+  begin_go();
+  if (engine_.directed) {
+    engine_.note_window(seconds);
+  }
+  const bool in_backward = torch::autograd::get_current_graph_task_id() != kNoGraphTask;
+  const IterationPtr iteration = in_backward ? demanded_ : engine_.iteration;
+  if (iteration && works_ahead_) {
+    iteration->open_window(seconds * queue.decode_rate);
+  }
+  queue.open(seconds);
+}
+
+void Windows::enter(double seconds) {
+  open(seconds);
+  ++depths_[std::this_thread::get_id()];
+}
+
+void Windows::leave() {
+  const auto depth = depths_.find(std::this_thread::get_id());
+  if (depth != depths_.end() && --depth->second == 0) {
+    depths_.erase(depth);
+    queue.close();
+  }
+}
+
+void Windows::end_forward() {
+  begin_go();
+  queue.end_forward();
+}
+
+void Windows::begin_iteration() {
+  queue.begin_iteration();
+  if (observer) {
+    observer->begin_iteration();
+  }
+}
+
+void Windows::defer(const EntryPtr& entry, const StorageRefPtr& storage, const LeaveOrder& order,
+                    const Expectation& expectation) {
+  works_ahead_ = true;
+  entry->storage = storage;
+  const std::optional<FrameSizes> sizes = order.transfers->expectations->sizes(expectation.key);
+  const auto nbytes = static_cast<double>(entry->nbytes());
+  const double gain = sizes ? 1 - static_cast<double>(sizes->used) / nbytes : kFirstGain;
+  begin_go();
+  queue.defer({entry, entry->nbytes(), gain, current_stream(entry->device()), order, expectation});
+}
+
+void Windows::look_ahead(const IterationPtr& iteration, size_t index) {
+  const bool first = !iteration->began_backward();
+  demanded_ = iteration;
+  std::vector<EntryPtr> wanted = iteration->demand(index);
+  int64_t window_bytes = iteration->window_bytes();
+  if (iteration->returns_as_planned()) {             // copies take no processors, and start in time
+    window_bytes = iteration->least_window_bytes();  // a plan asks for little ahead
+    std::vector<EntryPtr> copied;
+    std::erase_if(wanted, [&](const EntryPtr& one) {
+      if (on_device(one->away())) {
+        return false;
+      }
+      copied.push_back(one);
+      return true;
+    });
+    bring(copied);
+  }
+  begin_go();
+  if (first) {
+    queue.begin_backward();
+  }
+  queue.want(wanted, window_bytes);
+}
+
+void Windows::hurry(const EntryPtr& entry) {
+  if (entry->storage && entry->state() == State::kResident) {
+    begin_go();
+    queue.start_now({entry});
+  }
+}
+
+// --- WindowQueue::Work ---
+
+TicketPtr Windows::start(const PendingEncode& pending) {
+  const EntryPtr entry = pending.entry.lock();
+  if (!entry || !entry->storage) {
+    return nullptr;
+  }
+  if (entry->lost_memory()) {
+    engine_.ledger.keep(Entry::kResized, entry->nbytes());
+    return nullptr;
+  }
+  const LeaveOrder& order = pending.order;
+  const std::shared_ptr<FrameSender> sender = order.transfers->frames(order.form);
+  StorageRefPtr storage = std::exchange(entry->storage, nullptr);
+  const char* reason = nullptr;
+  if (engine_.encode(entry, storage, order, pending.expectation)) {
+    notice(*sender->lane(), entry->nbytes(), true);
+  } else {
+    const bool planned = pending.expectation.most_bytes.has_value();
+    if (planned) {
+      entry->iteration->unfit = true;
+    } else {
+      reason = engine_.refused(FrameForm::kShortOf, sender->why_refused(), *entry);
+    }
+    if (planned || order.form != Form::kFrame) {  // raw, if there is room for that
+      reason = engine_.send_raw(entry, storage, *order.transfers);
+    }
+  }
+  if (reason == nullptr) {
+    return entry->departure();
+  }
+  entry->storage = std::move(storage);
+  engine_.ledger.keep(reason, entry->nbytes());
+  return nullptr;
+}
+
+bool Windows::fetch(const EntryPtr& entry) {
+  bool fetched = false;
+  try {
+    fetched = entry->fetch_ahead();
+  } catch (const c10::OutOfMemoryError&) {
+    return false;  // the demand itself will ask again, when there may be room
+  }
+  if (CodecLane* const lane = fetched ? lane_of(entry->away()) : nullptr) {
+    notice(*lane, entry->nbytes(), false);
+  }
+  return fetched;
+}
+
+void Windows::bring(const std::vector<EntryPtr>& entries) {
+  for (const EntryPtr& entry : entries) {
+    fetch(entry);
+  }
+}
+
+bool Windows::on_stream(const c10::Stream& stream) {
+  const bool is_it = is_current ? is_current(stream) : current_stream(stream.device()) == stream;
+  return is_it && !(captures && stream.device().is_cuda() && captures());
+}
+
+void Windows::notice(CodecLane& lane, int64_t nbytes, bool encoded) {
+  const auto* const streams = dynamic_cast<const StreamCodecLane*>(&lane);
+  if (observer && streams != nullptr) {
+    observer->submitted(encoded ? streams->encode_stream() : streams->decode_stream(), nbytes,
+                        encoded);
+  }
+}
+
+}  // namespace memswap

@@ -1,0 +1,18 @@
+"""Batch: what one block of a group saved, moved when it is told to. It is native."""
+
+from __future__ import annotations
+
+from memswap._native import native
+
+#: What one block of a group saved (csrc/engine/batch.h).
+Batch = native.Batch
+
+#: What a batch was told last.
+Phase = native.Phase
+
+#: Storages of a batch of more bytes travel alone: [Note: When storages travel together] in
+#: csrc/engine/batch.h.
+SMALL_BYTES: int = native.SMALL_BYTES
+
+#: Most bytes that travel together, and so of the copy that they take.
+BUCKET_BYTES: int = native.BUCKET_BYTES

@@ -1,0 +1,254 @@
+// Batches without Python: what a group saved leaves and returns when it is told to.
+#include "engine/batch.h"
+
+#include <ATen/ops/empty.h>
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "lane/worker_lane.h"
+#include "pool/host_slabs.h"
+#include "pool/pool.h"
+
+namespace memswap {
+namespace {
+
+constexpr int64_t kBytes = 1000;
+
+at::Tensor filled(uint8_t value, int64_t nbytes = kBytes) {
+  at::Tensor tensor = at::empty({nbytes}, at::kByte);
+  std::memset(tensor.mutable_data_ptr(), value, static_cast<size_t>(nbytes));
+  return tensor;
+}
+
+class Opener final : public Transfers::Opener {
+ public:
+  explicit Opener(std::shared_ptr<BlockSender> sender) : sender_(std::move(sender)) {}
+  std::shared_ptr<BlockSender> open_blocks() override { return sender_; }
+  std::shared_ptr<FrameSender> open_frames(Form) override { return nullptr; }
+  void begin(int64_t, int64_t) override {}
+
+ private:
+  const std::shared_ptr<BlockSender> sender_;
+};
+
+class Batches : public ::testing::Test {
+ protected:
+  BatchPtr begin() {
+    return std::make_shared<Batch>(engine, "layer", std::make_shared<Iteration>(nullptr, 0));
+  }
+
+  // What a pack hook does where somebody has decided that a storage leaves.
+  EntryPtr save(Batch& batch, at::Tensor tensor, Form form = Form::kBlock) {
+    const Locked locked(engine->lock);
+    const SavedView look = *SavedView::capture(tensor);
+    const Offer offer{tensor, look, "unit", Iteration::kNoGroup, true, false, ordinal, &batch};
+    const Saved known = engine->save(offer);
+    if (known.as == Saved::As::kMoved) {
+      auto entry = std::static_pointer_cast<Entry>(known.known);
+      ++entry->handles;
+      return entry;
+    }
+    EXPECT_EQ(known.as, Saved::As::kAsked);
+    engine->iteration->admit(look.storage_nbytes(), false, Iteration::kNoGroup);
+    StorageRefPtr storage;
+    EntryPtr entry = engine->make_entry(tensor, look, storage);
+    const LeaveOrder order{
+        transfers, form, {"unit", ++ordinal, entry->nbytes(), c10::ScalarType::Byte}};
+    EXPECT_EQ(engine->leave(entry, std::move(storage), order), nullptr) << "it waits";
+    batch.join(entry);
+    ++entry->handles;
+    return entry;
+  }
+
+  bool demands(Batch& batch, const EntryPtr& entry, uint8_t value) {
+    batch.notice_demand(entry);
+    const StorageRefPtr storage = engine->demand(entry);
+    const auto* const bytes = static_cast<const uint8_t*>(storage->storage.data());
+    return bytes[0] == value && bytes[entry->nbytes() - 1] == value;
+  }
+
+  std::shared_ptr<Pool> pool = std::make_shared<Pool>(
+      std::make_shared<BudgetedSlabs>(std::make_shared<OrdinarySlabs>(), 1 << 20),
+      PoolOptions{.slab_bytes = 1 << 20, .alignment = 512});
+  std::shared_ptr<BlockSender> sender =
+      std::make_shared<BlockSender>(std::make_shared<WorkerLane>(2, 1 << 20), pool);
+  EnginePtr engine = std::make_shared<Engine>(/*window_bytes=*/0, Schedule::kBatches);
+  TransfersPtr transfers = std::make_shared<Transfers>(
+      c10::Device(c10::kCPU),
+      std::make_shared<Expectations>(Expectations::Device{.worst_case = true}, ExpectationLimits{}),
+      std::make_unique<Opener>(sender));
+  int64_t ordinal = -1;
+};
+
+TEST_F(Batches, NothingLeavesBeforeItIsTold) {
+  const BatchPtr batch = begin();
+  const EntryPtr entry = save(*batch, filled(1));
+  EXPECT_EQ(entry->state(), State::kResident);
+  EXPECT_EQ(batch->nbytes(), kBytes);
+  EXPECT_EQ(pool->statistics().blocks, 0u);
+  EXPECT_TRUE(demands(*batch, entry, 1));
+}
+
+TEST_F(Batches, WhatWasSavedLeavesTogetherAndComesBack) {
+  const BatchPtr batch = begin();
+  std::vector<EntryPtr> entries;
+  for (uint8_t value = 1; value <= 5; ++value) {
+    entries.push_back(save(*batch, filled(value)));
+  }
+  batch->launch_offload();
+  EXPECT_EQ(batch->phase(), Batch::Phase::kOffloading);
+  batch->wait_offload();
+  EXPECT_EQ(batch->phase(), Batch::Phase::kOffloaded);
+  EXPECT_EQ(pool->statistics().blocks, 1u) << "small storages travel in one bucket";
+  for (const EntryPtr& entry : entries) {
+    EXPECT_EQ(entry->state(), State::kAway);
+  }
+  batch->launch_load();
+  batch->wait_load();
+  for (uint8_t value = 5; value >= 1; --value) {
+    EXPECT_TRUE(demands(*batch, entries[value - 1], value));
+  }
+  EXPECT_EQ(engine->ledger.counters.stalls, 0);
+}
+
+TEST_F(Batches, BucketsAreNoLongerThanTheyMayBeAndLargeStoragesTravelAlone) {
+  engine->batch_limits = {.small_bytes = kBytes, .bucket_bytes = 2 * kBytes};
+  const BatchPtr batch = begin();
+  std::vector<EntryPtr> entries;
+  for (const int64_t nbytes : {kBytes, kBytes, kBytes + 1, kBytes, kBytes, kBytes}) {
+    entries.push_back(save(*batch, filled(7, nbytes)));
+  }
+  batch->launch_offload();
+  EXPECT_EQ(pool->statistics().blocks, 4u) << "buckets of 2, 2 and 1, and one alone";
+  batch->wait_offload();
+  for (const EntryPtr& entry : entries) {
+    EXPECT_TRUE(demands(*batch, entry, 7));
+  }
+}
+
+TEST_F(Batches, AStorageOfTwoBatchesMovesOnceAndBelongsToBoth) {
+  const BatchPtr first = begin(), second = begin();
+  at::Tensor shared = filled(3);
+  const EntryPtr one = save(*first, shared), two = save(*second, shared);
+  EXPECT_EQ(one, two);
+  shared.reset();
+  first->launch_offload();
+  second->launch_offload();
+  EXPECT_EQ(engine->ledger.counters.moved_storages, 1);
+  EXPECT_EQ(second->nbytes(), kBytes);
+  EXPECT_TRUE(demands(*first, one, 3));
+  EXPECT_TRUE(demands(*second, two, 3));
+}
+
+TEST_F(Batches, BackwardIsNoticedOncePerBatch) {
+  const BatchPtr batch = begin();
+  const EntryPtr one = save(*batch, filled(1)), two = save(*batch, filled(2));
+  int reached = 0;
+  batch->on_demand = [&] { ++reached; };
+  batch->launch_offload();
+  batch->wait_offload();
+  EXPECT_TRUE(demands(*batch, two, 2));
+  EXPECT_TRUE(demands(*batch, one, 1));
+  EXPECT_EQ(reached, 1);
+}
+
+TEST_F(Batches, WhatIsDemandedIsBroughtBackByWhoeverHearsOfIt) {
+  const BatchPtr batch = begin();
+  const EntryPtr entry = save(*batch, filled(4));
+  batch->on_demand = [&] { batch->launch_load(); };
+  batch->launch_offload();
+  batch->wait_offload();
+  EXPECT_TRUE(demands(*batch, entry, 4));
+  EXPECT_EQ(engine->ledger.counters.stalls, 1) << "it was asked for only now";
+  batch->on_demand = nullptr;
+}
+
+TEST_F(Batches, CallsThatCannotBeAreRefusedWithTheReason) {
+  const BatchPtr batch = begin();
+  for (const auto call : {&Batch::wait_offload, &Batch::wait_load}) {
+    EXPECT_THROW((*batch.*call)(), BatchError);
+  }
+  try {
+    batch->launch_load();
+    FAIL() << "nothing was offloaded";
+  } catch (const BatchError& error) {
+    EXPECT_NE(std::string(error.what()).find("call launch_offload() first"), std::string::npos)
+        << error.what();
+  }
+  batch->close();
+  EXPECT_THROW(batch->launch_offload(), BatchError);
+}
+
+TEST_F(Batches, AGraphThatIsDroppedTakesEverythingWithIt) {
+  const BatchPtr batch = begin();
+  EntryPtr entry = save(*batch, filled(5));
+  batch->launch_offload();
+  batch->wait_offload();
+  const std::weak_ptr<Entry> alive = entry;
+  entry.reset();
+  EXPECT_TRUE(alive.expired()) << "the batch holds what it saved";
+  EXPECT_FALSE(batch->alive());
+  batch->launch_load();
+  batch->wait_load();
+  EXPECT_EQ(engine->ledger.counters.away_bytes, 0);
+}
+
+TEST_F(Batches, AnEngineIsNotHeldByItself) {
+  const std::weak_ptr<Engine> alive = engine;
+  {
+    const BatchPtr batch = begin();
+    const EntryPtr entry = save(*batch, filled(6));
+    batch->launch_offload();
+    batch->wait_offload();
+    EXPECT_TRUE(demands(*batch, entry, 6));
+  }
+  engine.reset();
+  EXPECT_TRUE(alive.expired()) << "an engine and its batches own each other";
+}
+
+TEST_F(Batches, WhatFindsNoRoomStaysAndIsCounted) {
+  engine->batch_limits.small_bytes = 0;
+  const BatchPtr batch = begin();
+  const EntryPtr entry = save(*batch, filled(8, 2 << 20));
+  batch->launch_offload();
+  batch->wait_offload();
+  EXPECT_EQ(entry->state(), State::kResident);
+  EXPECT_EQ(engine->ledger.kept().at("pool").tensors, 1);
+  EXPECT_TRUE(demands(*batch, entry, 8));
+}
+
+TEST_F(Batches, ThreadsMoveBatchesOfOneEngine) {
+  std::vector<std::thread> threads;
+  for (uint8_t number = 1; number <= 4; ++number) {
+    threads.emplace_back([&, number] {
+      for (int times = 0; times < 30; ++times) {
+        const BatchPtr batch = begin();
+        std::vector<EntryPtr> entries = {save(*batch, filled(number)),
+                                         save(*batch, filled(number))};
+        batch->launch_offload();
+        batch->wait_offload();
+        batch->launch_load();
+        batch->wait_load();
+        for (const EntryPtr& entry : entries) {
+          EXPECT_TRUE(demands(*batch, entry, number));
+        }
+        const Locked locked(engine->lock);  // as Python serialises the lives of handles
+        entries.clear();
+      }
+    });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  EXPECT_EQ(engine->ledger.known_storages(), 0u);
+  EXPECT_EQ(engine->ledger.counters.away_bytes, 0);
+}
+
+}  // namespace
+}  // namespace memswap
