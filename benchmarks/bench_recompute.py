@@ -36,8 +36,15 @@ class Case:
     loss: Callable[[], torch.Tensor]
 
 
-def autocast(device: torch.device, enabled: bool) -> contextlib.AbstractContextManager[Any]:
-    return torch.autocast(device.type, torch.bfloat16, enabled=enabled)
+#: How a model computes: in bfloat16, or with float32 weights under autocast, whose cache holds all
+#: casts of weights until the forward has ended; and the same without the cache.
+PRECISIONS = ("bf16", "fp32 under autocast", "fp32 under autocast, no cache")
+
+
+def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
+    mixed = precision != "bf16"
+    cache = not precision.endswith("no cache")
+    return torch.autocast(device.type, torch.bfloat16, enabled=mixed, cache_enabled=cache)
 
 
 def cases(arguments: Any, device: torch.device) -> Iterator[Case]:
@@ -52,17 +59,16 @@ def cases(arguments: Any, device: torch.device) -> Iterator[Case]:
     config = LlamaConfig(
         layers, hidden, 11 * hidden // 4, hidden // 64, hidden // 128, vocabulary, sequence
     )
-    for mixed in (False, True):
+    for precision in PRECISIONS:
         model = Llama(config).to(device)
-        if not mixed:
+        if precision == "bf16":
             model.to(torch.bfloat16)
 
-        def loss(model: nn.Module = model, mixed: bool = mixed) -> torch.Tensor:
-            with autocast(device, mixed):
+        def loss(model: nn.Module = model, precision: str = precision) -> torch.Tensor:
+            with autocast(device, precision):
                 return model(tokens, tokens)
 
-        name = "Llama blocks, " + ("fp32 under autocast" if mixed else "bf16")
-        yield Case(name, model, model.layers, loss)
+        yield Case(f"Llama blocks, {precision}", model, model.layers, loss)
     try:
         import transformers
     except ImportError:
@@ -87,22 +93,21 @@ def cases(arguments: Any, device: torch.device) -> Iterator[Case]:
         resid_pdrop=0.0,
         embd_pdrop=0.0,
     )
-    for name, kind, settings, mixed in (
-        ("HF Llama, bf16", transformers.LlamaForCausalLM, llama, False),
-        ("HF Llama, fp32 under autocast", transformers.LlamaForCausalLM, llama, True),
-        ("HF GPT-2, fp32 under autocast", transformers.GPT2LMHeadModel, gpt2, True),
+    for name, kind, settings, precision in (
+        *(("HF Llama", transformers.LlamaForCausalLM, llama, one) for one in PRECISIONS),
+        *(("HF GPT-2", transformers.GPT2LMHeadModel, gpt2, one) for one in PRECISIONS[1:]),
     ):
         model = kind(settings).to(device)
-        if not mixed:
+        if precision == "bf16":
             model.to(torch.bfloat16)
         model.train()
 
-        def loss(model: nn.Module = model, mixed: bool = mixed) -> torch.Tensor:
-            with autocast(device, mixed):
+        def loss(model: nn.Module = model, precision: str = precision) -> torch.Tensor:
+            with autocast(device, precision):
                 return model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
         stack = model.model.layers if hasattr(model, "model") else model.transformer.h
-        yield Case(name, model, stack, loss)
+        yield Case(f"{name}, {precision}", model, stack, loss)
 
 
 def step(case: Case) -> float:

@@ -99,10 +99,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             metafunc.parametrize("_laboratory", chosen, ids=str, indirect=True)
             return
         # Swapping runs under all schedules; the other ways share its engine, and tests/race breaks
-        # their own edges one by one, under all schedules.
+        # their own edges one by one, under all schedules. Recipes, which have no lane of their own,
+        # run under all of them with --slow.
+        under_all = ("swap", "recompute") if config.getoption("--slow") else ("swap",)
         metafunc.parametrize(
             ("_laboratory", "_action"),
-            [(one, action) for action in actions for one in (chosen if action == "swap" else few)],
+            [
+                (one, action)
+                for action in actions
+                for one in (chosen if action in under_all else few)
+            ],
             ids=str,
             indirect=True,
         )

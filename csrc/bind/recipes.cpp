@@ -16,6 +16,7 @@
 #include "engine/engine.h"
 #include "handle.h"
 #include "python_type.h"
+#include "storage/lend.h"
 #include "storage/saved_view.h"
 #include "storage_ref.h"
 
@@ -135,13 +136,19 @@ class EngineHost final : public RecipeHost {
     const SavedView& view = tensor.view;
     const bool alive = !tensor.storage.expired();
     if (view.of_leaf() || of->persistent.contains(view.storage_key())) {
-      return alive ? Standing::kPersistent : Standing::kUnknown;
+      return alive && is_there_to_stay(*of, tensor) ? Standing::kPersistent : Standing::kUnknown;
     }
     if (const KnownPtr known = saved(*of, view); known && (moved_entry(known) || alive)) {
       return Standing::kSaved;
     }
     const bool small = static_cast<int64_t>(view.storage_nbytes()) < of->policy.min_bytes;
     return small && alive && view.computed() ? Standing::kSmall : Standing::kUnknown;
+  }
+
+  int depth(const KnownTensor& tensor) override {
+    const EntryPtr entry = moved_entry(saved(*engine(), tensor.view));
+    const auto form = entry ? std::dynamic_pointer_cast<RecipeForm>(entry->away()) : nullptr;
+    return form ? form->step().depth : 0;
   }
 
   SourcePtr keep(const KnownTensor& tensor, Standing standing) override {
@@ -223,6 +230,19 @@ class EngineHost final : public RecipeHost {
       throw TransferError("the engine of a recipe is gone");
     }
     return alive;
+  }
+
+  // [Note: Parameters whose memory comes and goes]
+  // Weights that are gathered for one unit's forward and again for its backward are leaves, and
+  // have the same storage and version then; in between there may be no memory under them, or memory
+  // that is being filled, or the weights of after an optimizer's step. Lent memory says that it is
+  // that (lend.h). Of others' the model's own parameters are the shards, and what is gathered is
+  // none of them; but for the unit with which an iteration begins, which may be gathered by then:
+  // there a proof and each demand look whether the memory is there.
+  static bool is_there_to_stay(const Engine& of, const KnownTensor& tensor) {
+    const auto storage = tensor.storage.lock();
+    return storage && owns_memory(*storage, tensor.view.end()) &&
+           (of.persistent.empty() || of.persistent.contains(tensor.key()));
   }
 
   // Who stands for what autograd has saved in this forward; nullptr: it has not.

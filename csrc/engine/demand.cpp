@@ -1,6 +1,8 @@
 // What happens when backward asks for a saved storage.
 #include <c10/util/Exception.h>
 
+#include <chrono>
+
 #include "engine.h"
 #include "recipes.h"
 #include "windows.h"
@@ -9,10 +11,17 @@ namespace memswap {
 
 namespace {
 
+// Waits for a ticket. Seconds for which the host was blocked.
+double wait(Ticket& ticket) {
+  const auto begin = std::chrono::steady_clock::now();
+  ticket.wait();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
 // Backward has the storage now: what proves a recipe of it looks once more.
 void tell_trial(const Entry& entry) {
   if (const std::shared_ptr<Trial> trial = entry.trial) {
-    trial->demanded();
+    trial->demanded(entry.away() ? static_cast<int64_t>(entry.away()->device_nbytes()) : 0);
   }
 }
 
@@ -49,7 +58,9 @@ StorageRefPtr Engine::demand(const EntryPtr& entry) {
   }
   if (arrival) {
     try {
-      ledger.wait(*arrival);
+      const double waited_s = wait(*arrival);
+      const Locked locked(lock);
+      ledger.counters.exposed_wait_s += waited_s;
     } catch (const TransferError& error) {
       throw LostBytes(std::string("a saved tensor cannot be brought back: ") + error.what());
     }

@@ -153,11 +153,13 @@ Saved Engine::follow_plan(const Offer& offer) {
 
 // Backward asks for a storage. What it waits for, it waits for after this. Whether anybody directs.
 bool Engine::demanding(const EntryPtr& entry) {
-  const IterationPtr of = entry->iteration;
+  const IterationPtr& of = entry->iteration;
   if (!directed || !of) {
     return false;
   }
-  backward = of;
+  if (backward != of) {
+    backward = of;
+  }
   recomputed.sweep();
   if (!of->began_backward()) {
     of->begin_backward(ledger.counters.away_bytes);

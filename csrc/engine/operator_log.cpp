@@ -26,13 +26,21 @@ struct ThreadLogs {
   std::vector<const void*> editing;  // storages that operators write which have not ended
   OperatorCallPtr running;
   OperatorLog* running_in = nullptr;
+  int sealed = 0;  // operators around, what is called in which makes nothing
   bool unobserved = false;
 };
 thread_local ThreadLogs thread_logs;
 
-bool autocast_is_on() {
-  return !(c10::autocast_dispatch_keyset - c10::impl::tls_local_dispatch_key_set().excluded_)
-              .empty();
+// Whether autocast changes what an operator does, for any device. What autocast does on another
+// device alone is no business of it: a CPU's has no rule for the norms that CUDA's has.
+bool is_autocast(const OperatorRule& rule) {
+  return !(rule.autocast - c10::impl::tls_local_dispatch_key_set().excluded_).empty();
+}
+
+// Torch's kernels run below autograd, and so does what they call.
+bool is_below_autograd() {
+  return c10::impl::tls_local_dispatch_key_set().excluded_.has(
+      c10::DispatchKey::AutogradFunctionality);
 }
 
 template <class Take>
@@ -42,11 +50,9 @@ void for_each_tensor(const c10::IValue& argument, const Take& take) {
     if (tensor.defined() && tensor.has_storage()) {
       take(tensor);
     }
-  } else if (argument.isTensorList()) {
-    for (const at::Tensor& tensor : argument.toTensorVector()) {
-      if (tensor.defined() && tensor.has_storage()) {
-        take(tensor);
-      }
+  } else if (argument.isList()) {
+    for (const c10::IValue& item : argument.toListRef()) {
+      for_each_tensor(item, take);
     }
   }
 }
@@ -187,11 +193,15 @@ struct OperatorLog::Context final : at::ObserverContext {
   const OperatorCallPtr call;
 };
 
-// An operator that edits.
+// An operator that edits, or is sealed, or both.
 struct OperatorLog::Editing final : at::ObserverContext {
-  explicit Editing(size_t count) : before(count) {}
-  ~Editing() override { thread_logs.editing.resize(std::min(before, thread_logs.editing.size())); }
-  const size_t before;  // of `editing`
+  explicit Editing(bool is_sealed) : sealed(is_sealed ? 1 : 0) { thread_logs.sealed += sealed; }
+  ~Editing() override {
+    thread_logs.editing.resize(std::min(before, thread_logs.editing.size()));
+    thread_logs.sealed -= sealed;
+  }
+  const size_t before = thread_logs.editing.size();
+  const int sealed;
 };
 
 std::unique_ptr<at::ObserverContext> OperatorLog::call_begins(const at::RecordFunction& call) {
@@ -201,11 +211,11 @@ std::unique_ptr<at::ObserverContext> OperatorLog::call_begins(const at::RecordFu
   }
   const OperatorLogPtr& log = thread.logs.back().log;
   const OperatorRulePtr rule = log->rule_of(call);
-  if (!rule || rule->kind == OperatorKind::kOther) {
+  if (!rule || (rule->kind == OperatorKind::kOther && !rule->sealed)) {
     return nullptr;
   }
-  if (rule->kind == OperatorKind::kEdits) {
-    auto editing = std::make_unique<Editing>(thread.editing.size());
+  if (rule->kind != OperatorKind::kRepeatable) {
+    auto editing = std::make_unique<Editing>(rule->sealed);
     for (const size_t position : rule->written) {
       for_each_tensor(call.inputs()[position], [&](const at::Tensor& tensor) {
         for (const Inside& inside : thread.logs) {
@@ -216,7 +226,7 @@ std::unique_ptr<at::ObserverContext> OperatorLog::call_begins(const at::RecordFu
     }
     return editing;
   }
-  if ((rule->has_autocast && autocast_is_on()) ||
+  if (thread.sealed > 0 || is_below_autograd() || is_autocast(*rule) ||
       c10::impl::TorchDispatchModeTLS::any_modes_set(/*skip_infra_modes=*/true)) {
     return nullptr;
   }

@@ -116,6 +116,9 @@ class EditListener {
 // every operator under a TorchDispatchMode, which may call others in its place. Views have the
 // storage of what they are views of, so no call makes them.
 //
+// A kernel may copy its input and write into the copy by its own means: neither what it calls below
+// autograd nor what an operator calls that is not torch's own is the maker of anything.
+//
 // An operator that edits may first copy what it edits, for autograd (mul_ saves a clone of its
 // input): until it has ended, what it writes counts as edited.
 //

@@ -88,15 +88,39 @@ std::string obstacle(const c10::OperatorHandle& op) {
   return {};
 }
 
+// [Note: Collectives write what their schemas do not say]
+// c10d's operators fill tensors that they are given, count no edit of them and declare none. Those
+// arguments that are not named as inputs are taken for written; nothing but sends and barriers has
+// none.
+bool is_collective(const c10::FunctionSchema& schema) {
+  return schema.name().starts_with("c10d::") && schema.name().ends_with('_');
+}
+
+bool is_written(const c10::Argument& argument, bool collective) {
+  if (const c10::AliasInfo* const alias = argument.alias_info()) {
+    return alias->isWrite();
+  }
+  return collective && argument.type()->annotation_str().find("Tensor") != std::string::npos &&
+         !argument.name().starts_with("input");
+}
+
 std::vector<size_t> written_arguments(const c10::FunctionSchema& schema) {
   std::vector<size_t> written;
+  const bool collective = is_collective(schema);
   for (size_t position = 0; position < schema.arguments().size(); ++position) {
-    const c10::AliasInfo* const alias = schema.arguments()[position].alias_info();
-    if (alias != nullptr && alias->isWrite()) {
+    if (is_written(schema.arguments()[position], collective)) {
       written.push_back(position);
     }
   }
   return written;
+}
+
+// Whether an operator's kernel may write what another operator has made for it, without a call that
+// anybody sees. Torch's own kernels run below autograd, where nothing is noted; what is composite
+// has no kernel.
+bool is_sealed(const c10::OperatorHandle& op) {
+  return !op.schema().name().starts_with("aten::") &&
+         !op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
 }
 
 }  // namespace
@@ -121,6 +145,7 @@ OperatorRules::OperatorRules(const std::vector<std::string>& more) {
 OperatorRule OperatorRules::rule_of(const c10::OperatorHandle& op) const {
   OperatorRule rule{.op = op, .kind = OperatorKind::kOther, .reason = {}, .written = {}};
   rule.written = written_arguments(op.schema());
+  rule.sealed = is_sealed(op);
   if (!rule.written.empty()) {
     rule.kind = OperatorKind::kEdits;
     rule.reason = "writes its arguments";
@@ -137,7 +162,9 @@ OperatorRule OperatorRules::rule_of(const c10::OperatorHandle& op) const {
     rule.kind = OperatorKind::kRepeatable;
     rule.reason = named == named_.end() ? "pointwise" : named->second;
     for (const c10::DispatchKey key : kAutocast) {
-      rule.has_autocast = rule.has_autocast || op.hasKernelForDispatchKey(key);
+      if (op.hasKernelForDispatchKey(key)) {
+        rule.autocast = rule.autocast.add(key);
+      }
     }
   }
   return rule;

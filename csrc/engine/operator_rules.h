@@ -3,6 +3,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/record_function.h>
+#include <c10/core/DispatchKeySet.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -23,9 +24,10 @@ enum class OperatorKind : uint8_t {
 struct OperatorRule {
   c10::OperatorHandle op;
   OperatorKind kind;
-  std::string reason;           // why it is repeatable, or why it never is
-  bool has_autocast = false;    // under autocast, what it calls is what makes the result
-  std::vector<size_t> written;  // of an operator that edits: the positions of those arguments
+  std::string reason;            // why it is repeatable, or why it never is
+  c10::DispatchKeySet autocast;  // of the devices under whose autocast what it calls is the maker
+  bool sealed = false;           // what it calls is its own business, and makes nothing
+  std::vector<size_t> written;   // of an operator that edits: the positions of those arguments
 };
 using OperatorRulePtr = std::shared_ptr<const OperatorRule>;
 

@@ -12,6 +12,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "storage/lend.h"
 #include "work/ticket.h"
 #include "work/without_gil.h"
 
@@ -39,7 +40,7 @@ std::string short_name(const OperatorCall& call) {
 }
 
 void check_memory(const at::Tensor& tensor, const KnownTensor& expected) {
-  if (tensor.storage().nbytes() < expected.view.end()) {
+  if (!owns_memory(*tensor.storage().unsafeGetStorageImpl(), expected.view.end())) {
     throw TransferError(
         "memory of a tensor was taken away that a saved tensor was to be computed "
         "from again: " +

@@ -37,6 +37,7 @@ struct Step {
 
   OperatorCallPtr call;
   std::vector<Input> inputs;
+  int depth = 1;  // calls in a row, those of its sources that are recipes themselves included
 };
 using StepPtr = std::shared_ptr<const Step>;
 

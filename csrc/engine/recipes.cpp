@@ -4,7 +4,10 @@
 #include <c10/util/ScopeExit.h>
 #include <c10/util/hash.h>
 
+#include <algorithm>
 #include <utility>
+
+#include "storage/lend.h"
 
 namespace memswap {
 namespace {
@@ -23,7 +26,7 @@ bool unchanged(const Step& step) {
       return false;
     }
     const auto held = tensor.storage.lock();
-    if (held && held->nbytes() < tensor.view.end()) {
+    if (held && !owns_memory(*held, tensor.view.end())) {
       return false;
     }
   }
@@ -97,6 +100,7 @@ std::shared_ptr<Step> Recipes::steps_of(const OperatorCallPtr& call, int deepest
     }
     step->inputs.emplace_back();
     if (host_->standing(input.tensor) != RecipeHost::Standing::kUnknown) {
+      step->depth = std::max(step->depth, 1 + host_->depth(input.tensor));
       continue;
     }
     const OperatorCallPtr maker = deepest > 1 ? log_->maker(input.tensor) : nullptr;
@@ -106,9 +110,28 @@ std::shared_ptr<Step> Recipes::steps_of(const OperatorCallPtr& call, int deepest
         return nullptr;
       }
       step->inputs.back().extra = true;
+    } else {
+      step->depth = std::max(step->depth, 1 + step->inputs.back().step->depth);
     }
   }
-  return step;
+  return step->depth > deepest ? nullptr : step;
+}
+
+// Whether a recipe takes more than it gives.
+bool Recipes::costs_too_much(const Step& step, double limit_nbytes) const {
+  const double extra = extra_nbytes(step);
+  return extra > limit_nbytes || (extra > 0 && reads_recipes(step));
+}
+
+bool Recipes::reads_recipes(const Step& step) const {
+  for (size_t which = 0; which < step.inputs.size(); ++which) {
+    const Step::Input& input = step.inputs[which];
+    const KnownTensor& tensor = step.call->inputs()[which].tensor;
+    if (input.step ? reads_recipes(*input.step) : !input.extra && host_->depth(tensor) > 0) {
+      return true;
+    }
+  }
+  return false;
 }
 
 bool Recipes::keep_sources(Step& step) {
@@ -150,7 +173,7 @@ Recipes::Answer Recipes::offer(const StorageRefPtr& storage, const SavedView& vi
     }
   }
   std::shared_ptr<Step> step = call ? steps_of(call, options_.deepest) : nullptr;
-  if (!step || extra_nbytes(*step) > most_extra * static_cast<double>(place.nbytes)) {
+  if (!step || costs_too_much(*step, most_extra * static_cast<double>(place.nbytes))) {
     return {};
   }
   place.time = offered_[place]++;
@@ -165,7 +188,11 @@ Recipes::Answer Recipes::offer(const StorageRefPtr& storage, const SavedView& vi
       return {};
     }
     if (learnt.words != words) {
-      learnt = {.words = words, .proofs = 0, .failed = false};
+      learnt = {.words = words, .proofs = 0, .failed = false, .waited_nbytes = 0};
+    }
+    if (learnt.waited_nbytes > 0 &&
+        costs_too_much(*step, most_extra * static_cast<double>(learnt.waited_nbytes))) {
+      return {};
     }
     if (learnt.proofs < options_.proofs) {
       call = nullptr;  // it is not proven yet
@@ -223,10 +250,11 @@ std::shared_ptr<Trial> Recipes::begin_trial(const StorageRefPtr& storage, const 
   return trial;
 }
 
-void Recipes::passed(const RecipePlace& place) {
+void Recipes::passed(const RecipePlace& place, int64_t waited_nbytes) {
   const std::lock_guard lock(mutex_);
   if (const auto found = places_.find(place); found != places_.end()) {
     ++found->second.proofs;
+    found->second.waited_nbytes = waited_nbytes;
   }
 }
 
@@ -270,16 +298,15 @@ void Trial::prove(const StorageRef& storage) noexcept {
   }
 }
 
-void Trial::demanded() {
+void Trial::demanded(int64_t waited_nbytes) {
   const auto recipes = recipes_.lock();
   if (!recipes || !same_bits_) {
     return;
   }
-  same_bits_ = false;  // counts once
-  if (unchanged(*step_)) {
-    recipes->passed(place_);
-  } else {
+  if (!unchanged(*step_)) {
     recipes->failed(place_);
+  } else if (!std::exchange(counted_, true)) {
+    recipes->passed(place_, waited_nbytes);
   }
 }
 

@@ -45,6 +45,8 @@ class RecipeHost {
 
   // What a recipe could read of a tensor without costing memory.
   virtual Standing standing(const KnownTensor& tensor) = 0;
+  // Of what waits as a recipe itself: its depth (Step::depth). 0: it does not.
+  virtual int depth(const KnownTensor& tensor) = 0;
   // Keeps a tensor of another standing than kUnknown for a recipe. nullptr: it cannot.
   virtual SourcePtr keep(const KnownTensor& tensor, Standing standing) = 0;
   // Whether a tensor of the standing kUnknown could be saved for a recipe, as autograd would have
@@ -64,8 +66,9 @@ class Recipes;
 class Trial final : public OperatorCall::Watcher {
  public:
   // Backward has the storage now. If nothing that the recipe would read was edited or lost since,
-  // the place has passed once.
-  void demanded();
+  // the place has passed once; by a later backward of the same graph it may still fail.
+  // `waited_nbytes`: of the device, that its bytes have taken meanwhile; 0: none.
+  void demanded(int64_t waited_nbytes);
 
   void call_ended() noexcept override;
 
@@ -82,6 +85,7 @@ class Trial final : public OperatorCall::Watcher {
   const StepPtr step_;
   StorageRefPtr storage_;  // until the call has ended that makes it
   bool same_bits_ = false;
+  bool counted_ = false;
 };
 
 // [Note: Proven before it is used]
@@ -95,10 +99,14 @@ class Trial final : public OperatorCall::Watcher {
 // Most of what autograd saves was made of something that it saves too, or of a parameter; reading
 // that costs no memory. Some was made of something smaller that autograd does not save: the
 // bfloat16 tensor in front of a float32 norm. A recipe may have that saved in its place, where it
-// takes less than `most_extra` of the bytes that the recipe frees. (How much that is, who asks
-// knows: a frame of what was cast up takes no more than one of what it was cast from.) What an
-// operator of the table made needs no place at all: it is a further step, up to `deepest` of them
-// in a row.
+// takes less than `most_extra` of the bytes that the recipe frees: of the storage's, or, where it
+// waited as a frame while the place was learnt, of that frame's. (A frame of what was cast up takes
+// no more than one of what it was cast from; one of a sum is longer than what was added.) What an
+// operator of the table made needs no place at all: it is a further step.
+//
+// Sources may be recipes themselves. All that stand in a row are there at once when the last one is
+// demanded, so there are at most `deepest` of them, and what a recipe has saved for itself alone
+// begins a row.
 
 // The recipes of one engine, which serialises the calls.
 class Recipes : public std::enable_shared_from_this<Recipes> {
@@ -139,6 +147,7 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
     std::string words;
     int proofs = 0;
     bool failed = false;
+    int64_t waited_nbytes = 0;  // of the device, taken by the other form; 0: not known, or none
   };
   std::vector<std::pair<RecipePlace, Learnt>> learnt() const;
 
@@ -150,8 +159,11 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
   };
   using Siblings = std::shared_ptr<std::vector<std::weak_ptr<RecipeForm>>>;
 
-  // The recipe of a call's results, its sources left open; nullptr: there is none.
+  // The recipe of a call's results, its sources left open; nullptr: there is none. In it are at
+  // most `deepest` calls in a row.
   std::shared_ptr<Step> steps_of(const OperatorCallPtr& call, int deepest);
+  bool costs_too_much(const Step& step, double limit_nbytes) const;
+  bool reads_recipes(const Step& step) const;
   // Fills in the sources. Whether all could be kept.
   bool keep_sources(Step& step);
   void look_at_sources(Step& step);
@@ -159,7 +171,7 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
                                      std::shared_ptr<Step> step);
   Leaving leave(const StorageRefPtr& storage, std::shared_ptr<Step> step);
 
-  void passed(const RecipePlace& place);
+  void passed(const RecipePlace& place, int64_t waited_nbytes);
   void failed(const RecipePlace& place);
 
   const OperatorLogPtr log_;

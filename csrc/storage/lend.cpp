@@ -55,4 +55,9 @@ bool is_lent(c10::StorageImpl& storage) {
   return storage._mutable_data_ptr_no_checks().get_deleter() == &return_slot;
 }
 
+bool owns_memory(c10::StorageImpl& storage, size_t nbytes) {
+  const bool has_memory = storage._mutable_data_ptr_no_checks().get() != nullptr;
+  return storage.nbytes() >= nbytes && (has_memory || nbytes == 0) && !is_lent(storage);
+}
+
 }  // namespace memswap

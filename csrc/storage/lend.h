@@ -34,4 +34,8 @@ void take_back(StorageRef& shell, const std::string& message);
 // Whether the storage has lent memory now.
 bool is_lent(c10::StorageImpl& storage);
 
+// Whether the storage has memory of its own, and so many bytes of it: it was neither lent nor taken
+// away.
+bool owns_memory(c10::StorageImpl& storage, size_t nbytes);
+
 }  // namespace memswap

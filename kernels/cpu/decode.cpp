@@ -9,6 +9,7 @@
 
 #include "codec.h"
 #include "payloads.h"
+#include "streaming.h"
 #include "tasks.h"
 
 namespace memswap::cpu {
@@ -49,7 +50,7 @@ class FrameDecoder {
     checksum_ =
         job.verify != 0 && (header.flags & frame::kChecked) != 0 ? blocks.checksum : nullptr;
     // A checksum reads each tile again while it is still in the caches.
-    streaming_ = checksum_ == nullptr && job.elements * width_ >= kStreamingBytes;
+    streaming_ = checksum_ == nullptr && job.elements * width_ >= streaming_bytes();
     decode_block_ = blocks.decoder(dtype_, shape_, streaming_);
     decode_blocks_ =
         blocks.tile_decoder == nullptr ? nullptr : blocks.tile_decoder(dtype_, shape_, streaming_);

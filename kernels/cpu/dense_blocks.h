@@ -17,8 +17,9 @@ namespace {
 
 using frame::Dtype;
 
-// How many bytes ahead of a block an encoder asks for elements.
-inline constexpr uint32_t kPrefetchElements = 2048;
+// How many bytes ahead of a block an encoder asks for elements. Measured with AVX-512 on Zen 5:
+// 2048 encodes tensors of 64 MiB at 0.7 to 0.9 of what this does, 12288 at the same.
+inline constexpr uint32_t kPrefetchElements = 8192;
 
 // [Note: blocks in flight]
 // A block is encoded in five steps, each of which needs the end of the one before it: sums over all

@@ -13,6 +13,7 @@
 #include <new>
 
 #include "codec.h"
+#include "streaming.h"
 #include "tasks.h"
 
 namespace memswap::cpu {
@@ -62,7 +63,7 @@ class FrameEncoder {
                job.profile == MEMSWAP_FAST, job.center, false};
     layout_ = frame::layout_of(params_.dtype, params_.shape, job.elements);
     width_ = frame::width_of(params_.dtype);
-    params_.streaming = job.elements * width_ >= kStreamingBytes;
+    params_.streaming = job.elements * width_ >= streaming_bytes();
     tiles_per_chunk_ =
         params_.streaming ? tiles_per_large_chunk(layout_, width_) : tiles_per_chunk(width_);
     encode_blocks_ = blocks.encoder(params_);

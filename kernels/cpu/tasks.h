@@ -19,9 +19,6 @@ namespace memswap::cpu {
 // taking it costs nothing.
 inline constexpr uint32_t kChunkBytes = 64 * 1024;
 
-// Uncompressed bytes from which on a job's output is not worth keeping in the caches.
-inline constexpr uint64_t kStreamingBytes = 4 * 1024 * 1024;
-
 constexpr uint32_t tiles_per_chunk(uint32_t width) {
   return kChunkBytes / (frame::kTileElements * width);
 }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <set>
 
+#include "../cpu/streaming.h"
 #include "support.h"
 
 namespace memswap::test {
@@ -92,7 +93,8 @@ TEST_P(RoundTrip, EveryLengthOfTheLastBlockComesBack) {
 // What is larger than the caches takes other stores (block.h, `streaming`).
 TEST_P(RoundTrip, TensorsLargerThanTheCachesComeBack) {
   for (const Dtype dtype : {Dtype::kBf16, Dtype::kFp32, Dtype::kUint8}) {
-    const uint64_t elements = (uint64_t{5} << 20) / frame::width_of(dtype) + 333;
+    const uint64_t elements =
+        (cpu::streaming_bytes() + (uint64_t{1} << 20)) / frame::width_of(dtype) + 333;
     const Tensor tensor({Kind::kMixed, 0}, dtype, 3, elements);
     for (const Shape shape : shapes_of(dtype)) {
       SCOPED_TRACE(describe(dtype, shape));

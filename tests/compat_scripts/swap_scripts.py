@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -67,6 +68,25 @@ def assert_a_graph_is_run_twice(
     assert_same_gradients(gradients(model), gradients(plain))
     assert stats().moved_storages > 0
     flush_autograd(device)
+    assert_nothing_left(stats())
+
+
+def assert_three_layers_swap(
+    model: nn.Module, device: torch.device, expected: list[Any], stats: Callable[[], Any]
+) -> None:
+    """Three steps of a model of which three layers swap: no warning, no stall, nothing left.
+
+    Args:
+        model: with its layers under a swapping system's names.
+        device: of the model.
+        expected: the gradients of a plain :func:`train`.
+        stats: gives the statistics of the engine.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same_gradients(train(model, device), expected)
+    assert stats().moved_storages >= 3 * 3 * 5, "three layers, three steps, several tensors each"
+    assert stats().stalls == 0, "something was not on its way before backward needed it"
     assert_nothing_left(stats())
 
 

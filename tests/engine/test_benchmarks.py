@@ -17,6 +17,8 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 OPTIONS = {
     "bench_codec": "--steps 1 --sizes 1 --kind-size 1 --rounds 1",
     "bench_hooks": "--tensors 20 --rounds 2",
+    "bench_peers": "--layers 1 --hidden 64 --batch 1 --sequence 32 --rounds 1 --learn 2 "
+    "--only plain --only memswap.manage --only save_on_cpu --only torch.utils.checkpoint",
     "bench_planning": "--layers 3 --rounds 1",
     "bench_host_pool": "--tokens 64 --layers 1 --rounds 1",
     "bench_optimizer": "--layers 1 --hidden 64 --heads 2 --seq 16 --batch 1 --blocks 1 --steps 1 "

@@ -169,6 +169,44 @@ def test_a_smaller_tensor_is_kept_in_place_of_its_cast(new_pool):
         assert_nothing_left(manager.stats())
 
 
+@pytest.mark.cpu_only
+def test_what_is_kept_for_a_recipe_is_shorter_than_the_frame_of_its_result():
+    """A sum of a float32 and a bfloat16 tensor has a long frame, a cast no longer one than what it
+    was cast from: the bfloat16 tensor is kept for the sum alone."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.into = nn.Linear(64, 64, dtype=torch.bfloat16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            added = torch.cumsum(self.into(x.tanh().bfloat16()), 0)  # nothing saves it
+            y = torch.cumsum(x, 0)
+            y = y.exp2() * 0.5 + added if self.sums else added.float()
+            return torch.cumsum(y.sin(), 1).exp()  # saved last, and needed at once
+
+        sums = True
+
+    def in_force(sums: bool) -> int:
+        torch.manual_seed(0)
+        layer = Layer()
+        layer.sums = sums
+        x = random(torch.device("cpu"), 512, 64).requires_grad_()
+        expected = gradients_of(layer, x)
+        with memswap.manage([layer], memswap.Policy("recompute", min_bytes=4096)) as manager:
+            for _ in range(4):
+                manager.reset_stats()
+                assert_same_gradients(gradients_of(layer, x), expected)
+            known = manager._engine.recipes
+            assert known is not None
+            words = {row[3] for row in known.learnt()}
+            assert ("add(mul(saved), kept)" if sums else "cast(kept)") in words, words
+            return manager.stats().recipe_storages
+
+    # The cast to bfloat16 is a recipe in both.
+    assert in_force(sums=True) == in_force(sums=False) + 1
+
+
 @pytest.mark.usefixtures("at_once")
 def test_a_source_that_is_edited_in_the_forward_was_read_before(device, new_pool):
     """Autograd allows it: no operator has saved the source."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from race_workloads import DEVICE, open_small_arenas
+from timed_layers import ROOMY, Product
 from torch import nn
 
 import memswap
@@ -23,27 +24,11 @@ SIDE = 128
 NBYTES = SIDE * SIDE * 2
 STEPS, MEASURED = 6, 2  # and how many of them know no durations of operators
 ENCODE = Policy(action=Action.ENCODE, min_bytes=1)
-MACHINE: dict[str, Any] = {
-    "host_us": 0.05,
-    "launch_us": 0.2,
-    "queries_wait": False,
-    "hbm_gb_per_s": 10.0,
-    "matrix_gb_per_s": 1.0,
-}
 
 pytestmark = pytest.mark.one_schedule
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(SIDE, SIDE, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.silu(self.linear(x)).tanh()
-
-
-class Product(torch.autograd.Function):
+class MegatronProduct(torch.autograd.Function):
     """As Megatron's linear layers have it: functions of torch, forward and backward."""
 
     @staticmethod
@@ -57,9 +42,9 @@ class Product(torch.autograd.Function):
         return gradient.matmul(weight), torch.matmul(gradient.t(), x)
 
 
-class MegatronLayer(Layer):
+class MegatronLayer(Product):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.silu(Product.apply(x, self.linear.weight)).tanh()
+        return nn.functional.silu(MegatronProduct.apply(x, self.linear.weight)).tanh()
 
 
 def compress(layers: nn.ModuleList, step: list[int], async_funcs: list[str]) -> GlobalContext:
@@ -85,12 +70,12 @@ class Steps:
 
     def __init__(self, how: str, depth: int) -> None:
         torch.manual_seed(0)
-        kind = MegatronLayer if how == "async_funcs" else Layer
-        layers = nn.ModuleList(kind() for _ in range(depth)).to(DEVICE, torch.bfloat16)
+        kind = MegatronLayer if how == "async_funcs" else Product
+        layers = nn.ModuleList(kind(SIDE) for _ in range(depth)).to(DEVICE, torch.bfloat16)
         batch = torch.randn(SIDE, SIDE).to(DEVICE, torch.bfloat16)
         step = [0]
         self.stats: list[memswap.Stats] = []
-        with virtual_time(**MACHINE):
+        with virtual_time(**ROOMY):
             if how != "manage":
                 names = ["matmul"] if how == "async_funcs" else []
                 doors: Any = compress(layers, step, names)

@@ -27,6 +27,7 @@ from race_workloads import (
 from torch.nn import functional as F
 
 import memswap
+from memswap.engine import recipes
 from simdev import Schedule, run_in
 
 pytestmark = [
@@ -107,7 +108,14 @@ class Program:
         microbatch = alive.pop(choose.randrange(len(alive)))
         return choose.choice(["backward", "backward", "backward", "twice", "drop"]), microbatch
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether operators are run again; what has no recipe is swapped."""
+        return self.seed % 3 == 0
+
     def policy(self) -> memswap.Policy:
+        if self.recomputes:
+            return memswap.Policy("recompute", min_bytes=self.options["min_bytes"])
         one_in, counter = self.options["keep_one_in"], [0]
 
         def some_stay(tensor: torch.Tensor, info: memswap.TensorInfo) -> memswap.Action:
@@ -165,7 +173,13 @@ def run(program: Program, region: Region) -> list[torch.Tensor]:
     return on_host(losses + [leaf.grad for leaf in leaves if leaf.grad is not None])
 
 
-def managed(program: Program) -> tuple[list[torch.Tensor], int]:
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recipes are used before they are proven: a program has too few steps to learn."""
+    monkeypatch.setattr(recipes, "PROOFS", 0)
+
+
+def managed(program: Program) -> tuple[list[torch.Tensor], memswap.Stats]:
     pool = new_pool(budget=program.options["pool"], slab="4KiB")
     saved = memswap.saved_tensors(
         program.policy(), pool=pool, prefetch_bytes=program.options["prefetch_bytes"]
@@ -173,7 +187,14 @@ def managed(program: Program) -> tuple[list[torch.Tensor], int]:
     results = run(program, lambda: saved)
     assert_nothing_left(saved.stats())
     assert pool.native.statistics()["blocks"] == 0, "blocks outlive every graph"
-    return results, saved.stats().moved_storages
+    return results, saved.stats()
+
+
+@pytest.mark.one_schedule
+def test_operators_are_run_again_in_some_of_them(schedule: Schedule) -> None:
+    programs = [Program(seed) for seed in range(0, PER_RUN, 3)]
+    runs = sum(run_in(schedule, managed, program)[1].recipe_runs for program in programs)
+    assert runs > len(programs), "hardly an operator was run again: nothing is said of recipes"
 
 
 def run_program(seed: int, schedule: Schedule) -> int:
@@ -184,12 +205,12 @@ def run_program(seed: int, schedule: Schedule) -> int:
     except AssertionError as error:
         raise RuntimeError(f"the program itself is not right: {program}") from error
     try:
-        found, moved = run_in(schedule, managed, program)
+        found, stats = run_in(schedule, managed, program)
     except Exception as error:
         raise AssertionError(f"{schedule}: {program}") from error
     for number, (ours, right) in enumerate(zip(found, expected, strict=True)):
         assert same_bits(ours, right), f"result {number} differs under {schedule}: {program}"
-    return moved
+    return stats.moved_storages
 
 
 @pytest.mark.parametrize("first", [0, 1000])

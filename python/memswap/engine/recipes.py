@@ -25,10 +25,9 @@ if TYPE_CHECKING:
 PROOFS: int = native.RECIPE_PROOFS
 
 
-#: What may be saved for a recipe alone, as a share of the bytes that it frees; and the same where
-#: these would be encoded otherwise: a frame of a bfloat16 tensor's float32 copy is no longer than
-#: one of the tensor.
-MOST_EXTRA, MOST_EXTRA_BESIDE_FRAMES = 0.75, 0.3
+#: What may be saved for a recipe alone, as a share of the bytes that it frees. Where these would be
+#: encoded otherwise, they are the frame's as it was while the place was learnt (recipes.h).
+MOST_EXTRA = MOST_EXTRA_BESIDE_FRAMES = 0.75
 
 
 def wants_recipes(policy: Decider) -> bool:

@@ -228,15 +228,14 @@ class BudgetDirector:
         route = self._engine.route(device)
         assert route is not None  # or the engine would not have asked
         recorder = new_recorder(route) if self._learner.times(kind) else None
-        plan = kind.plan
+        policy, plan = self._engine.policy, kind.plan
         if self._bounded and plan is not None and plan.in_flight < in_flight:
             plan = None  # it leaves the others no room; what leaves is safe
-        begun = InFlight(iteration, kind, plan, first, device, recorder)
+        followed = None if plan is None else kind.followed(route, policy.min_bytes)
+        begun = InFlight(iteration, kind, followed, first, device, recorder)
+        iteration.follows_alone = policy.fn is None
         self._in_flight.append(begun)
         self._set_overflow_room(route)
-        if plan is not None:
-            iteration.plan = kind.followed(route, self._engine.policy.min_bytes)
-            iteration.follows_alone = self._engine.policy.fn is None
         if self._bounded:
             self._set_limit()
         return begun

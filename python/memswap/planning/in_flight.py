@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from memswap._C import Iteration, Recorder
     from memswap.engine.action import Action
     from memswap.engine.expectations import Key
-    from memswap.planning.kinds import StepKind
+    from memswap.planning.kinds import Followed, StepKind
     from memswap.planning.plan import Plan
 
 #: An iteration counts as another one when the bytes that it saves have changed by this share.
@@ -25,7 +25,7 @@ class InFlight:
     Args:
         iteration: that is in flight.
         kind: of steps that it is one of.
-        plan: that it follows, or None.
+        followed: the plan that it follows, or None.
         first: what it saves first.
         device: where that is.
         recorder: takes it down; None: nobody does.
@@ -35,14 +35,17 @@ class InFlight:
         self,
         iteration: Iteration,
         kind: StepKind,
-        plan: Plan | None,
+        followed: Followed | None,
         first: Key,
         device: torch.device,
         recorder: Recorder | None,
     ) -> None:
         self.iteration = iteration
         self.kind = kind
-        self.plan = plan
+        self.plan: Plan | None = None
+        if followed is not None:
+            self.plan, iteration.plan = followed.plan, followed.native
+        self._followed = followed
         self.first = first
         self.device = device
         self.recorder = iteration.recorder = recorder
@@ -53,10 +56,7 @@ class InFlight:
         self.excess_bytes = 0
         #: Storages that were waited for since there was no room.
         self.waited_for = 0
-        self._expected_nbytes = 0.0
-        if plan is not None:
-            size = first.nbytes / kind.known.first.nbytes
-            self._expected_nbytes = size * plan.step.saved_bytes
+        self._size = first.nbytes / kind.known.first.nbytes  # of what the plan is for
 
     # --- what happens to a storage ----------------------------------------------------------------
 
@@ -69,8 +69,9 @@ class InFlight:
             key: of the storage.
             action: what the policy says of it.
         """
-        plan, index = self.plan, self.iteration.count
-        assert plan is not None
+        followed, index = self._followed, self.iteration.count
+        assert followed is not None
+        plan = followed.plan
         planned = None
         if not self.lost and index < len(plan.storages):
             planned = plan.storages[index]
@@ -82,7 +83,7 @@ class InFlight:
             self.iteration.plan = None  # it goes another way
             # Within a budget only what leaves is safe.
             bounded = plan.budget_bytes is not None
-            planned = None if bounded else self.kind.at_place(key)
+            planned = None if bounded else followed.at_place(key)
         if planned is None:
             return None
         chosen = KEEP if action is KEEP else planned.action
@@ -108,9 +109,9 @@ class InFlight:
     @property
     def changed(self) -> bool:
         """The same, or whether its forward saved other bytes than planned, within a tolerance."""
-        if self.plan is None or not self.iteration.began_backward:
+        if self._followed is None or not self.iteration.began_backward:
             return self.lost
-        expected = self._expected_nbytes
+        expected = self._size * self._followed.saved_bytes
         other = abs(self.iteration.nbytes - expected) > SIZE_TOLERANCE * expected
         return self.lost or other
 

@@ -141,7 +141,7 @@ class Learning:
 
 
 class Followed:
-    """A plan as engines follow it, and by what its storages are called.
+    """A plan that is followed: as engines follow it, and by what its storages are called.
 
     Args:
         known: the plan, and the keys of its storages.
@@ -153,9 +153,14 @@ class Followed:
         assert known.plan is not None
         self.plan = known.plan
         self.native: NativePlan = native_plan(known.plan, known.keys, route, least_bytes)
-        self.at_place: Mapping[Place, PlannedStorage] = {
+        self.saved_bytes = known.plan.step.saved_bytes
+        self._at_place: Mapping[Place, PlannedStorage] = {
             (one.unit, one.ordinal, one.dtype): one for one in known.plan.storages
         }
+
+    def at_place(self, key: Key) -> PlannedStorage | None:
+        """What the plan has for the storage of this name, wherever it comes in an iteration."""
+        return self._at_place.get((key.unit, key.ordinal, str(key.dtype)))
 
 
 @dataclass(slots=True)
@@ -244,17 +249,11 @@ class StepKind:
         self.patience *= 2
         return True
 
-    def followed(self, route: Route, least_bytes: int) -> NativePlan:
-        """The plan in force as engines follow it. Arguments: `Followed`."""
+    def followed(self, route: Route, least_bytes: int) -> Followed:
+        """The plan in force, ready to be followed. Arguments: `Followed`."""
         if self._followed is None or self._followed.plan is not self.plan:
             self._followed = Followed(self.known, route, least_bytes)
-        return self._followed.native
-
-    def at_place(self, key: Key) -> PlannedStorage | None:
-        """What the plan has for the storage of this name, wherever it comes in an iteration."""
-        if self._followed is None or self._followed.plan is not self.plan:
-            return None
-        return self._followed.at_place.get((key.unit, key.ordinal, str(key.dtype)))
+        return self._followed
 
     def follow(self, known: Known) -> None:
         """What was planned with is known from here on; if it has another plan, that is followed."""

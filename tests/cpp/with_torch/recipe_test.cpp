@@ -37,6 +37,7 @@ class Host final : public RecipeHost {
     const bool hidden = unknown.defined() && tensor.key() == known(unknown);
     return hidden || tensor.storage.expired() ? Standing::kUnknown : Standing::kSaved;
   }
+  int depth(const KnownTensor&) override { return 0; }
   SourcePtr keep(const KnownTensor& tensor, Standing) override {
     ++kept;
     return std::make_shared<Kept>(tensor.lock());
@@ -206,8 +207,8 @@ TEST_F(WithProofs, APlaceBecomesARecipeOnceItHasPassedTwice) {
     const Recipes::Answer answer = offer(made);
     EXPECT_FALSE(answer.leaving);
     ASSERT_TRUE(answer.trial);
-    answer.trial->demanded();
-    answer.trial->demanded();  // a second backward says nothing new
+    answer.trial->demanded(0);
+    answer.trial->demanded(0);  // a second backward says nothing new
   }
   recipes->begin_iteration();
   const at::Tensor made = at::silu(x);
@@ -229,7 +230,7 @@ TEST_F(WithProofs, APlaceThatDifferedNeverIsARecipe) {
     const Recipes::Answer answer = offer(made);
     EXPECT_FALSE(answer.leaving) << iteration;
     if (answer.trial) {
-      answer.trial->demanded();
+      answer.trial->demanded(0);
     }
   }
   EXPECT_TRUE(recipes->learnt().at(0).second.failed);
@@ -240,7 +241,7 @@ TEST_F(WithProofs, APlaceWhoseSourcesAreEditedBeforeBackwardNeverIsARecipe) {
   const Recipes::Answer answer = offer(at::silu(source));
   ASSERT_TRUE(answer.trial);
   source.add_(1);
-  answer.trial->demanded();
+  answer.trial->demanded(0);
   EXPECT_TRUE(recipes->learnt().at(0).second.failed);
 }
 
