@@ -1,6 +1,8 @@
 // What happens when backward asks for a saved storage.
 #include <c10/util/Exception.h>
 
+#include <chrono>
+
 #include "engine.h"
 #include "recipes.h"
 #include "windows.h"
@@ -8,6 +10,13 @@
 namespace memswap {
 
 namespace {
+
+// Waits for a ticket. Seconds for which the host was blocked.
+double wait(Ticket& ticket) {
+  const auto begin = std::chrono::steady_clock::now();
+  ticket.wait();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
 
 // Backward has the storage now: what proves a recipe of it looks once more.
 void tell_trial(const Entry& entry) {
@@ -49,7 +58,9 @@ StorageRefPtr Engine::demand(const EntryPtr& entry) {
   }
   if (arrival) {
     try {
-      ledger.wait(*arrival);
+      const double waited_s = wait(*arrival);
+      const Locked locked(lock);
+      ledger.counters.exposed_wait_s += waited_s;
     } catch (const TransferError& error) {
       throw LostBytes(std::string("a saved tensor cannot be brought back: ") + error.what());
     }

@@ -46,7 +46,8 @@ def test_each_reason_to_stay_is_explained() -> None:
     package = ROOT / "python" / "memswap"
     sources = [*(package / "engine").glob("*.py"), package / "checkpoints" / "region.py"]
     engine, bind = ROOT / "csrc" / "engine", ROOT / "csrc" / "bind"
-    native = [engine / "save.cpp", engine / "engine.h", engine / "iteration.h", bind / "hooks.cpp"]
+    names = ("save.cpp", "leave.cpp", "engine.h", "entry.h", "iteration.h")
+    native = [*(engine / name for name in names), bind / "hooks.cpp"]
     code = "\n".join(path.read_text("utf-8") for path in (*sources, *native))
     said = re.findall(r'(?:keep|stay)\([^()"]*"([a-z ]+)"', code)
     said += re.findall(r'\breturn "([a-z ]+)";', code)
