@@ -15,6 +15,13 @@ void tell_trial(const Entry& entry) {
   }
 }
 
+// What the forward held to its end has gone by now, where a plan released it.
+void notice_released(const Entry& entry) {
+  if (entry.iteration && entry.iteration->plan) {
+    Engine::look_at_released(*entry.iteration);
+  }
+}
+
 }  // namespace
 
 // What comes next is brought back, as far as there is memory: the demand itself will ask again.
@@ -39,6 +46,7 @@ StorageRefPtr Engine::demand(const EntryPtr& entry) {
   {
     const Locked locked(lock);
     learn();
+    notice_released(*entry);
     hears = directed && director_hears(*entry);
     if (hears) {
       host->demanding(entry);
@@ -71,6 +79,7 @@ void Engine::demand_kept(const EntryPtr& entry) {
     if (!entry->iteration) {
       return;
     }
+    notice_released(*entry);
     hears = directed && director_hears(*entry);
     if (hears) {
       host->demanding(entry);

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from memswap._C import Iteration
+    from memswap._C import Iteration, ProvenRecipe
     from memswap.engine.action import Action
     from memswap.engine.entry import Entry
 
@@ -49,6 +49,15 @@ class Director(Protocol):
 
         Under a bound, a storage that does not become a frame is swapped as it is.
         """
+
+    def learns_recipes(self) -> bool:
+        """Whether recipes are tried, and told by `recipe`, of what is saved now."""
+
+    def recipe(self, entry: Entry, recipe: ProvenRecipe) -> None:
+        """A storage that leaves in another form could be recomputed."""
+
+    def no_recipe(self, entry: Entry) -> None:
+        """A storage was to be recomputed, and has no proven recipe. It leaves in another form."""
 
     def unfit(self) -> None:
         """A storage did not become a frame of so many bytes."""

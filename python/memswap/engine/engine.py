@@ -64,13 +64,16 @@ class Engine(native.Engine):
 
     recipes: native.Recipes | None
     """What is known of the operators that made storages; None: nothing is recomputed."""
+    knows_operators: bool
+    """Whether `recipes` hears of operators, which takes time with each. A director switches it."""
 
     def __init__(self, policy: Decider, pool: Pool | None, window_bytes: int | None) -> None:
         super().__init__(window_bytes)
         self.set_host(self)
         self.recipes = None
-        self.policy = policy
+        self.knows_operators = True
         self._director: Director | None = None
+        self.policy = policy
         self._routes = Routes(pool)
         self._encoding: deque[_Encoding] = deque()
 
@@ -82,8 +85,7 @@ class Engine(native.Engine):
     @policy.setter
     def policy(self, policy: Decider) -> None:
         self._policy = policy
-        if self.recipes is None and recipes.wants_recipes(policy):
-            self.recipes = recipes.open_recipes(self, policy.operators)
+        self._open_recipes()
         action = "ask" if policy.fn is not None else policy.action and policy.action.value
         self.set_policy(policy.min_bytes, action)
 
@@ -96,6 +98,12 @@ class Engine(native.Engine):
     def director(self, director: Director | None) -> None:
         self._director = director
         self.directed = director is not None
+        self._open_recipes()
+
+    def _open_recipes(self) -> None:
+        """Know operators from here on, if the policy or a plan may ask for it."""
+        if self.recipes is None and recipes.wants_recipes(self._policy, self.directed):
+            self.recipes = recipes.open_recipes(self, self._policy.operators)
 
     # --- the life of an iteration -----------------------------------------------------------------
 
@@ -188,20 +196,25 @@ class Engine(native.Engine):
         nbytes = view.storage_nbytes
         director = self.director
         recomputes = action is RECOMPUTE and director is None
+        free = self.policy.action is None and self.policy.fn is None
+        learns = action is RECOMPUTE or free
         if action is RECOMPUTE:
             action = route.without_recipe
         chosen = None
         if director is not None:
             insists = scope.action is not None  # who packs
             chosen = director.choose(tensor, scope.unit, scope.ordinal, nbytes, action, insists)
-            action = chosen or action
+            recomputes = chosen is RECOMPUTE
+            action = route.without_recipe if recomputes else chosen or action
+        learns = learns and director is not None and director.learns_recipes()
         verdict = self.iteration.admit(nbytes, action is ENCODE, scope.group)
         if action is KEEP:
             verdict = "policy" if chosen is None else PLANNED
         elif chosen is not None and verdict != NEVER_FREED:
             verdict = None
         recomputes = recomputes and verdict is None
-        if verdict is None and action is SWAP and not recomputes and not self.shares_batches:
+        recipe_first = recomputes or learns
+        if verdict is None and action is SWAP and not recipe_first and not self.shares_batches:
             sender = route.swap
             # Once: the table then answers. Of a stream that captures a graph, nothing leaves.
             if director is None and self.policy.fn is None and not route.captures:
@@ -211,9 +224,11 @@ class Engine(native.Engine):
                 verdict = self.refuse(sender, entry)
         else:
             entry, storage = self.make_entry(tensor, view)
-            if recomputes and self._becomes_recipe(
-                entry, storage, view, scope, tensor.dtype, action
+            if recipe_first and self._becomes_recipe(
+                entry, storage, view, scope, tensor.dtype, action, leaves=recomputes
             ):
+                if director is not None:
+                    director.saved(entry)
                 return self.join(entry, view)
             if verdict is None:
                 verdict = self.depart(entry, storage, route, action, scope, tensor.dtype)
@@ -277,23 +292,33 @@ class Engine(native.Engine):
         scope: native.HookScope,
         dtype: torch.dtype,
         otherwise: Action,
+        leaves: bool = True,
     ) -> bool:
-        """Whether an entry's storage leaves as a recipe. If not, the recipe may be on trial."""
+        """Whether an entry's storage leaves as a recipe. If not, the recipe may be on trial.
+
+        `leaves`: whether it leaves if it can; a director that learns is told its recipe instead.
+        """
+        director = self.director
         if self.recipes is None or self.shares_batches:
             return False
-        answer = self.recipes.offer(
-            storage,
-            view,
-            scope,
-            dtype,
-            recipes.MOST_EXTRA_BESIDE_FRAMES if otherwise is ENCODE else recipes.MOST_EXTRA,
-        )
-        if not isinstance(answer, tuple):
-            entry.trial = answer
+        most_extra = recipes.MOST_EXTRA
+        if director is not None:
+            most_extra = 0.0  # a plan knows of no storage that only a recipe keeps
+        elif otherwise is ENCODE:
+            most_extra = recipes.MOST_EXTRA_BESIDE_FRAMES
+        answer = self.recipes.offer(storage, view, scope, dtype, most_extra, leaves)
+        if isinstance(answer, tuple):
+            entry.leave(*answer)
+            self.departing.add(entry)
+            return True
+        if isinstance(answer, native.ProvenRecipe):
+            assert director is not None  # nobody else asks
+            director.recipe(entry, answer)
             return False
-        entry.leave(*answer)
-        self.departing.add(entry)
-        return True
+        entry.trial = answer
+        if leaves and director is not None:
+            director.no_recipe(entry)
+        return False
 
     def _swap(self, entry: Entry, storage: StorageRef, route: Route) -> str | None:
         """Start swapping an entry's storage. None, or the reason why it stays."""

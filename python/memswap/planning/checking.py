@@ -69,7 +69,9 @@ def recorded_step(
 ) -> Step | None:
     """What a record says; None where it is no step, which is no reason to stop training."""
     try:
-        step = step_of(record, expectations, timing.device, fixed, on_disk, timing.regions)
+        step = step_of(
+            record, expectations, timing.device, fixed, on_disk, timing.regions, timing.recipes
+        )
     except ValueError:
         return None  # counted as unusable, and told if it goes on
     return without_copies(step, record, rates)
@@ -113,7 +115,18 @@ def checked(timing: Timing, about: Known, as_planned: bool, calibrates: bool) ->
     exposed_s = record.exposed_s + max(again_s, 0.0) + shared_s
     late_s = record.exposed_s - (plan.exposed_s - (known.compute_s - plan.compute_s))
     rates = linked(before, timing.links, late_s > LATE_SHARE * known.compute_s)
-    return Checked(step, calibrated(rates, record) if calibrates else rates, exposed_s)
+    read = read_by_recipes(plan)
+    return Checked(step, calibrated(rates, record, read) if calibrates else rates, exposed_s)
+
+
+def read_by_recipes(plan: Plan) -> frozenset[int]:
+    """Storages that come back for what a plan recomputes."""
+    recomputed = (
+        saved.recipe
+        for saved, planned in zip(plan.step.storages, plan.storages, strict=True)
+        if planned.action is Action.RECOMPUTE
+    )
+    return frozenset(source for one in recomputed if one is not None for source in one.sources)
 
 
 def swapped(plan: Plan) -> list[int]:

@@ -7,6 +7,7 @@ from math import inf
 from typing import TYPE_CHECKING, TypeAlias
 
 from memswap.engine.link_times import LinkTimes
+from memswap.engine.recipe_record import RecipeRecord
 from memswap.engine.record import Recorder
 from memswap.engine.region_record import RegionRecord
 
@@ -57,6 +58,7 @@ class Timing:
     recorder: Recorder
     regions: RegionRecord
     links: LinkTimes
+    recipes: RecipeRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,7 @@ class Kind:
         self.checks_again = False  # whether the next iteration is to be timed, to be sure
         self.unusable = 0
         self.replans = 0
+        self.unproven = 0  # iterations in a row that lacked a recipe which was planned with
         self.timing: Timing | None = None  # of an iteration that has ended
         self.full_at_bytes = 0  # while learning, the most that was in the pool when it was full
         self.native_plan: tuple[Plan, NativePlan] | None = None  # and the plan that it was made of
@@ -238,6 +241,8 @@ class Course:
         self.waited_for = 0  # storages that were waited for since there was no room
         self.unfit = False  # whether frames were longer than planned
         self.refused = False  # whether the pool had no room for something
+        self.no_recipe: set[int] = set()  # storages that were to be recomputed, and were not
+        self.demanding: int | None = None  # the storage that backward asks for now
         self.pooled_bytes = 0  # the most that was in it then, or when backward began
 
     def take_peak(self) -> None:

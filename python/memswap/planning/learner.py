@@ -24,6 +24,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from memswap.engine.pools import DiskPool
+from memswap.engine.recipes import PROOFS
 from memswap.errors import BudgetError
 from memswap.planning.agreement import Basis, Ranks
 from memswap.planning.background import Background
@@ -45,7 +46,7 @@ from memswap.planning.observed import (
 from memswap.planning.shapes import resized
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     import torch
 
@@ -156,6 +157,10 @@ class Learner:
             return
         if course.timing is not None and kind.timing is None:
             kind.timing = course.timing
+        kind.unproven = kind.unproven + 1 if course.no_recipe else 0
+        if kind.unproven > PROOFS:
+            self._drop_recipes(kind, course.no_recipe)
+            return
         over = self._tell_if_over(course)
         # An evaluation begins like a step and saves less; there is nothing to learn from it.
         if course.iteration.began_backward and kind.looked(not course.changed):
@@ -398,6 +403,17 @@ class Learner:
             return  # `_follow` looks again, or `_judge`
         assert known.step is not None and known.rates is not None
         self._replan(kind, known.step, known.rates, known.plan.recompute)
+
+    def _drop_recipes(self, kind: Kind, storages: Collection[int]) -> None:
+        """Storages have shown no recipe that is proven: plan without recomputing them.
+
+        A shape that follows another one's plan has to prove the recipes in its first steps.
+        """
+        known = kind.known
+        assert known.plan is not None and known.step is not None and known.rates is not None
+        if not self._plans(kind):
+            step = known.step.without_recipes(storages)
+            self._replan(kind, step, known.rates, known.plan.recompute)
 
     def _reframe(self, kind: Kind, device: torch.device) -> None:
         """Frames are longer than planned: plan with those that are seen by now.

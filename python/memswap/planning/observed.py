@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -9,13 +10,14 @@ from memswap._native import native
 from memswap.engine.action import Action
 from memswap.engine.expectations import FrameSizes
 from memswap.planning.sharing import taken_s
-from memswap.planning.step import Region, SavedStorage, Step
+from memswap.planning.step import Recipe, Region, SavedStorage, Step
 
 if TYPE_CHECKING:
     import torch
 
     from memswap.engine.expectations import Expectations, Key
     from memswap.engine.link_times import LinkTimes
+    from memswap.engine.recipe_record import RecipeRecord
     from memswap.engine.record import Record
     from memswap.engine.region_record import RegionRecord
     from memswap.planning.rates import Rates
@@ -31,6 +33,7 @@ def step_of(
     fixed: bool = False,
     on_disk: bool = False,
     regions: RegionRecord | None = None,
+    recipes: RecipeRecord | None = None,
 ) -> Step:
     """What the planner needs of an iteration.
 
@@ -40,24 +43,31 @@ def step_of(
         device: where the storages are.
         fixed: whether the policy says how storages move, so that only whether is left.
         on_disk: whether the user's pool is a file.
-        regions: what the iteration showed about regions.
+        regions: what the iteration showed about regions,
+        recipes: and about recipes.
     """
     storages = []
     for index, saved in enumerate(record.storages):
         frame = expectations.sizes(saved.key) or UNSEEN
+        actions = allowed(saved.action, device, fixed, on_disk)
+        seen = None if recipes is None or not actions else recipes.of(index)
+        recipe = None
+        if seen is not None:
+            recipe = Recipe(seen.words, seen.sources, quantised(seen.seconds))
         storages.append(
             SavedStorage(
                 unit=saved.key.unit,
                 ordinal=saved.key.ordinal,
                 nbytes=saved.key.nbytes,
                 dtype=str(saved.key.dtype),
-                actions=allowed(saved.action, device, fixed, on_disk),
+                actions=actions if recipe is None else (*actions, Action.RECOMPUTE),
                 frame_nbytes=frame.used,
                 held_frame_nbytes=frame.held,
                 overflow_nbytes=frame.overflow,
                 held_until=saved.held_until,
                 last_demand=saved.last_demand,
                 kept_until=saved.kept_until,
+                recipe=recipe,
                 users=() if regions is None else regions.users(index, saved.key.unit),
             )
         )
@@ -127,10 +137,15 @@ def allowed(action: Action, device: torch.device, fixed: bool, on_disk: bool) ->
 ENOUGH_BYTES = 1 << 20
 
 
-def calibrated(rates: Rates, record: Record) -> Rates:
+def calibrated(rates: Rates, record: Record, read: Collection[int] = ()) -> Rates:
     """Rates of a codec that the calling thread runs, from what it took in training.
 
     It shares processors and caches with the training there, unlike where it was measured.
+
+    Args:
+        rates: as they are known.
+        record: an iteration.
+        read: storages that recipes read, which were decoded at other marks than their own.
     """
     if not rates.inline_codec:
         return rates
@@ -138,7 +153,7 @@ def calibrated(rates: Rates, record: Record) -> Rates:
     demands = {index: saves + place for place, index in enumerate(record.order)}
     nbytes, encode_s, decode_s = 0, 0.0, 0.0
     for index, saved in enumerate(record.storages):
-        if saved.action is Action.ENCODE and saved.moved and index in demands:
+        if saved.action is Action.ENCODE and saved.moved and index in demands and index not in read:
             nbytes += saved.key.nbytes
             encode_s += record.costs_s[index]
             decode_s += record.costs_s[demands[index]]

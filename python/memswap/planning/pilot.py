@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memswap._native import native
-from memswap.engine.action import ENCODE_SWAP, KEEP, SWAP
+from memswap.engine.action import ENCODE_SWAP, KEEP, RECOMPUTE, SWAP
 from memswap.engine.entry import Entry
 from memswap.engine.expectations import Key
 from memswap.engine.link_times import LinkTimes
+from memswap.engine.recipe_record import RecipeRecord
 from memswap.engine.recomputed import Recomputed
 from memswap.engine.record import Clock, Recorder
 from memswap.engine.region_record import RegionRecord
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from memswap._C import Iteration
+    from memswap._C import Iteration, ProvenRecipe
     from memswap._C import Plan as NativePlan
     from memswap.engine.action import Action
     from memswap.engine.engine import Engine
@@ -40,6 +41,12 @@ if TYPE_CHECKING:
 
 #: An iteration counts as another one when the bytes that it saves have changed by this share.
 SIZE_TOLERANCE = 0.25
+
+
+def recomputes(kind: Kind) -> bool:
+    """Whether a kind's plan has recipes, or one is still to be made."""
+    plan = kind.plan
+    return plan is None or any(one.action is RECOMPUTE for one in plan.storages)
 
 
 class Pilot:
@@ -73,7 +80,9 @@ class Pilot:
         self._fixed = policy.action is not None or policy.fn is not None
         self._bounded = budget != "auto"
         self._learner = Learner(engine, budget, rates, group, self._fixed, pool)
-        self._names = {id(module): name for name, module in (units or {}).items()}
+        self._units = dict(units or {})
+        self._names = {id(module): name for name, module in self._units.items()}
+        self._named: dict[str, Mapping[int, str]] = {}  # unit -> parameter -> its module
         # Ranks that plan together count together, whatever each of them sees.
         self._kinds = Kinds(separate=group is None)
         self._latest: Kind | None = None
@@ -152,6 +161,7 @@ class Pilot:
         """A new forward: end the books of those that are over, and follow plans that were made."""
         self._end_courses()
         self._learner.begin()
+        self._engine.knows_operators = not list(self._kinds) or any(map(recomputes, self._kinds))
         plans = [kind.plan for kind in self._kinds if kind.plan is not None]
         return max((plan.limit_bytes for plan in plans), default=None)
 
@@ -202,7 +212,17 @@ class Pilot:
             chosen = SWAP
         if course.timing is not None:
             course.timing.recorder.choose(key, recorded)
+            if course.plan is None:
+                course.timing.recipes.name(index, tensor, self._parameters(unit))
         return chosen
+
+    def _parameters(self, unit: str) -> Mapping[int, str]:
+        """What the modules of a unit's parameters are called."""
+        if unit not in self._named:
+            module = self._units.get(unit)
+            named = () if module is None else module.named_parameters()
+            self._named[unit] = {id(one): name.rpartition(".")[0] for name, one in named}
+        return self._named[unit]
 
     def frame_nbytes(self, entry: Entry) -> int | None:
         """What the plan has for a storage's frame."""
@@ -214,6 +234,23 @@ class Pilot:
             return None
         planned = storages[index]
         return planned.away_nbytes if planned.action in CODED else None
+
+    def learns_recipes(self) -> bool:
+        """Where a plan is in force, it says what is recomputed."""
+        course = self._course_of(self._engine.iteration)
+        return course is not None and course.plan is None
+
+    def recipe(self, entry: Entry, recipe: ProvenRecipe) -> None:
+        """A storage could be recomputed."""
+        course = self._course_of(self._engine.iteration)
+        if course is not None and course.timing is not None:
+            course.timing.recipes.seen(entry.index, recipe)
+
+    def no_recipe(self, entry: Entry) -> None:
+        """A storage was to be recomputed, and is not."""
+        course = self._course_of(self._engine.iteration)
+        if course is not None:
+            course.no_recipe.add(entry.index)
 
     def unfit(self) -> None:
         """A storage did not become the frame that was planned."""
@@ -266,6 +303,8 @@ class Pilot:
         course = self._course_of(iteration)
         if iteration is None or course is None:
             return
+        if course.demanding is not None:
+            return  # a recipe reads it: that is no mark, but a part of one
         self._recomputed.sweep()
         if not iteration.began_backward:
             if course.refused:
@@ -274,12 +313,16 @@ class Pilot:
                 self._compare(course, course.plan)
         if course.timing is not None:
             course.timing.recorder.demanding(entry)
+        course.demanding = entry.index
 
     def demanded(self, entry: Entry) -> None:
         """Backward has it."""
         iteration = entry.iteration
         course = self._course_of(iteration)
-        if iteration is not None and course is not None and course.timing is not None:
+        if course is None or course.demanding != entry.index:
+            return
+        course.demanding = None
+        if iteration is not None and course.timing is not None:
             course.timing.recorder.demanded(entry)
             if course.plan is not None and iteration.returns_as_planned:
                 asked = course.plan.fetches.get(entry.index, ())
@@ -359,7 +402,7 @@ class Pilot:
             route = self._engine.route(device)
             assert route is not None  # or the engine would not have asked
             recorder = Recorder(self._clock, iteration, route.leaving_bytes)
-            timing = Timing(key, device, recorder, RegionRecord(), LinkTimes())
+            timing = Timing(key, device, recorder, RegionRecord(), LinkTimes(), RecipeRecord())
         course = Course(iteration, kind, timing, key.nbytes, device)
         course.off = regions_off(kind)
         if self._bounded and course.plan is not None and course.plan.in_flight < in_flight:

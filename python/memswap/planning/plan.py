@@ -24,7 +24,9 @@ class PlannedStorage:
     away_nbytes: int
     """Bytes that it takes while it is away: of the pool, or of the device for ENCODE."""
     exposed_s: float
-    """Predicted seconds that compute waits for it, or gives to its codec, per step."""
+    """Predicted seconds that compute waits for it, or gives to its codec or recipe, per step."""
+    recipe: str = ""
+    """What is run again in its place, where `action` is RECOMPUTE: ``"silu of gate"``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,25 @@ class Plan:
             cells += [row[column].rjust(widths[column]) for column in (1, 2, 3)]
             cells += [row[4].ljust(widths[4]), row[5].rjust(widths[5]), row[6]]
             lines.append("  ".join(cells).rstrip())
-        return "\n".join([*lines, "", self.summary()])
+        recomputed = self.recomputed()
+        return "\n".join([*lines, "", *([recomputed] if recomputed else []), self.summary()])
+
+    def recomputed(self) -> str:
+        """Which operators are run again in place of what they made, in one line; empty: none."""
+        groups: dict[str, list[PlannedStorage]] = {}
+        for one in self.storages:
+            if one.action is Action.RECOMPUTE:
+                groups.setdefault(one.recipe, []).append(one)
+        if not groups:
+            return ""
+        told = [
+            f"{words} ({len(found)} x, {format_bytes(sum(one.nbytes for one in found))})"
+            for words, found in sorted(
+                groups.items(), key=lambda item: -sum(one.nbytes for one in item[1])
+            )
+        ]
+        nbytes = sum(one.nbytes for found in groups.values() for one in found)
+        return f"recomputed, {format_bytes(nbytes)} in all: {'; '.join(told)}"
 
     def summary(self) -> str:
         """Peak and time, predicted and measured, in a few lines."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import inf
 from types import MappingProxyType
 
-from memswap.engine.action import Action
+from memswap.engine.action import RECOMPUTE, Action
 from memswap.engine.units import format_bytes
 from memswap.errors import BudgetError
 from memswap.planning.budgets import bytes_of
@@ -136,6 +136,7 @@ def _planned(
                 _why(search, index, action, exposed_s.get(index, 0.0), budget, bool(choice)),
                 away,
                 exposed_s.get(index, 0.0),
+                storage.recipe.words if action is RECOMPUTE and storage.recipe else "",
             )
         )
     kept = Search(full, search.rates).kept()

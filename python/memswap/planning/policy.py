@@ -31,8 +31,11 @@ class Policy:
     4. ``action``. None: what suits the device. Tensors in host memory are encoded where they are
        (``Action.ENCODE``), or swapped where a :class:`DiskPool` was given; those of an accelerator
        are swapped (``Action.SWAP``). Its name will do: ``Policy(action="swap")``. With
-       ``Action.RECOMPUTE`` that becomes of what has no recipe; so it does under a budget, and in
-       groups, chains, pipelines and checkpoint regions, which recompute nothing by the tensor yet.
+       ``Action.RECOMPUTE`` that becomes of what has no recipe; so it does in groups, chains,
+       pipelines and checkpoint regions, which recompute nothing by the tensor yet.
+
+    ``recipes``: whether ``action=None`` may recompute (docs/recompute.md): under a budget the plan
+    chooses for each tensor, recomputing included. False turns that off.
 
     ``operators``: names of operators of your own (``"mylib::gated_silu"``) that
     ``Action.RECOMPUTE`` may run again, beside those that memswap knows (docs/recompute.md). They
@@ -43,7 +46,7 @@ class Policy:
 
     Raises:
         TypeError: ``action`` is no :class:`Action` and no name, ``fn`` is not callable, a pattern
-            is no str.
+            is no str, ``recipes`` is no bool.
         ValueError: no action has that name, ``min_bytes`` is neither a number of bytes nor a size
             such as ``"64KiB"``, or an operator's name is not of the form ``"namespace::name"``.
     """
@@ -54,6 +57,7 @@ class Policy:
     exclude: tuple[str, ...]
     fn: PolicyFunction | None
     operators: tuple[str, ...]
+    recipes: bool
 
     def __init__(
         self,
@@ -63,11 +67,14 @@ class Policy:
         exclude: str | Iterable[str] = (),
         fn: PolicyFunction | None = None,
         operators: str | Iterable[str] = (),
+        recipes: bool = True,
     ) -> None:
         if action is not None:
             action = named_action(action)
         if fn is not None and not callable(fn):
             raise TypeError(f"Policy(fn={fn!r}): expected fn(tensor, info) -> Action")
+        if not isinstance(recipes, bool):
+            raise TypeError(f"Policy(recipes={recipes!r}): expected True or False")
         values = {
             "action": action,
             "min_bytes": parse_bytes(min_bytes, "Policy(min_bytes=...)"),
@@ -75,6 +82,7 @@ class Policy:
             "exclude": checked_patterns(exclude, "exclude"),
             "fn": fn,
             "operators": checked_operators(operators),
+            "recipes": recipes,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -110,6 +118,10 @@ class Restricted:
     @property
     def operators(self) -> tuple[str, ...]:
         return self.policy.operators
+
+    @property
+    def recipes(self) -> bool:
+        return self.policy.recipes
 
     @property
     def fn(self) -> Callable[[torch.Tensor, TensorInfo], Any]:
