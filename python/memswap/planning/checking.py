@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from memswap.engine.action import Action
+from memswap.planning.holding import Sample, sample_of
 from memswap.planning.observed import calibrated, linked, quantised, step_of, without_copies
 from memswap.planning.profile import profile
 from memswap.planning.replay import CODED
@@ -40,6 +41,8 @@ class Checked:
     rates: Rates
     exposed_s: float | None
     """What the iteration was longer by; None: it was not timed."""
+    sample: Sample | None = None
+    """What the iteration took, to compare the plan with a plain step."""
     flights: int | None = None
     """Of ranks that plan together, the most forwards at a time."""
 
@@ -116,7 +119,10 @@ def checked(timing: Timing, about: Known, as_planned: bool, calibrates: bool) ->
     late_s = record.exposed_s - (plan.exposed_s - (known.compute_s - plan.compute_s))
     rates = linked(before, timing.links, late_s > LATE_SHARE * known.compute_s)
     read = read_by_recipes(plan)
-    return Checked(step, calibrated(rates, record, read) if calibrates else rates, exposed_s)
+    sample = sample_of(record, [one.action is Action.KEEP for one in plan.storages])
+    sample = replace(sample, cost_s=sample.cost_s + max(again_s, 0.0) + shared_s)
+    rates = calibrated(rates, record, read) if calibrates else rates
+    return Checked(step, rates, exposed_s, sample)
 
 
 def read_by_recipes(plan: Plan) -> frozenset[int]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from memswap._C import Iteration
     from memswap._C import Plan as NativePlan
     from memswap.engine.expectations import Key
+    from memswap.planning.holding import Holding
     from memswap.planning.plan import Plan, PlannedStorage
     from memswap.planning.rates import Rates
     from memswap.planning.step import Step
@@ -83,6 +84,12 @@ class Known:
     trials: int = 0
     margin_bytes: int = 0
     """That the last trial took more than expected."""
+    share: float = 1.0
+    """Of what "auto" allows, how much a plan may take by prediction: less once one cost more."""
+    backoffs: int = 0
+    """How often that happened,"""
+    cost_before: str = ""
+    """and what the last one took, in words."""
 
     def without_trial(self) -> Known:
         """What is known once regions are chosen, or are to be chosen anew."""
@@ -104,6 +111,8 @@ class Measured:
     """how many did,"""
     unfit: int = 0
     """and how many had frames that were longer than planned."""
+    held: bool = False
+    """Whether `exposed_s` was compared with the plain step."""
     doubts: int = 0
     """Timed ones, one after another, that took other times than planned."""
 
@@ -157,6 +166,8 @@ class Kind:
         self.checks_again = False  # whether the next iteration is to be timed, to be sure
         self.unusable = 0
         self.replans = 0
+        self.holding: Holding | None = None  # while the plan is compared with the plain step
+        self.device: torch.device | None = None  # of the last iteration
         self.unproven = 0  # iterations in a row that lacked a recipe which was planned with
         self.timing: Timing | None = None  # of an iteration that has ended
         self.full_at_bytes = 0  # while learning, the most that was in the pool when it was full
@@ -177,6 +188,8 @@ class Kind:
             return self.learnt >= 3
         measured = self.measured
         measured.iterations += 1
+        if self.holding is not None and measured.iterations >= 2:
+            return True
         again, self.checks_again = self.checks_again, False
         return measured.iterations == 2 or measured.iterations % RETIME_AFTER == 0 or again
 
@@ -206,12 +219,13 @@ class Kind:
         """What was planned with is known from here on; if it has another plan, that is followed."""
         if known.plan is not self.plan:
             self.replans += self.known.step is not None and known.plan is not None
-            self.measured, self.timing = Measured(), None
+            self.measured, self.timing, self.holding = Measured(), None, None
         self.known = known
 
     def learn_again(self) -> None:
         """From the next iteration on, which is timed. What is known of frames stays known."""
-        self.follow(replace(self.known, plan=None, room_bytes=inf).without_trial())
+        known = replace(self.known, plan=None, room_bytes=inf, share=1.0, backoffs=0)
+        self.follow(known.without_trial())
         self.learnt, self.full_at_bytes = 2, 0
 
 
@@ -235,6 +249,7 @@ class Course:
         self.trial = kind.known.trial
         #: Regions that are off; None: each of them, which makes itself known.
         self.off: frozenset[str] | None = frozenset()
+        self.plain = False  # whether everything stays in it, to compare the plan with
         self.lost = False  # whether it went another way than planned
         self.changed = False
         self.excess_bytes = 0  # of what stays: more than the plan has room for, so far

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from memswap.engine.pools import DiskPool
 from memswap.engine.recipes import PROOFS
+from memswap.engine.units import format_bytes
 from memswap.errors import BudgetError
 from memswap.planning.agreement import Basis, Ranks
 from memswap.planning.background import Background
@@ -37,12 +38,22 @@ from memswap.planning.checking import (
     recorded_step,
     settled,
 )
+from memswap.planning.free_memory import free_bytes
+from memswap.planning.holding import (
+    CAUTION,
+    MOST_BACKOFFS,
+    Holding,
+    Sample,
+    kept_plan,
+    sample_of,
+)
 from memswap.planning.kinds import MOST_DOUBTS, MOST_UNUSABLE, REFRAME_AFTER
 from memswap.planning.making import Made, Terms, from_step, planned, sized_like
 from memswap.planning.observed import (
     calibrated,
     reframed,
 )
+from memswap.planning.planner import AUTO_SLOWDOWN
 from memswap.planning.shapes import resized
 
 if TYPE_CHECKING:
@@ -153,6 +164,8 @@ class Learner:
             if course.timing is not None:
                 self._check(kind, course.timing, as_planned)
             return
+        if course.plain and course.timing is not None and not course.changed:
+            self._note_plain(kind, course.timing)
         if course.plan is not kind.plan:
             return
         if course.timing is not None and kind.timing is None:
@@ -355,6 +368,7 @@ class Learner:
         if made.known.plan is None:
             return
         self._planned_before = True
+        kind.holding = self._new_holding(kind)
         if made.needs_bytes is not None:
             self._engine.ledger.tell_once(
                 "budget",
@@ -455,8 +469,10 @@ class Learner:
         """Keep the plan, look again, or make another one."""
         measured, known = kind.measured, kind.known
         assert known.plan is not None and known.step is not None and known.rates is not None
-        if found.exposed_s is not None:
+        if found.exposed_s is not None and not measured.held:
             measured.exposed_s = found.exposed_s
+        if found.sample is not None and self._costs_too_much(kind, found.sample):
+            return
         if found.flights is not None and found.flights != known.plan.in_flight:
             recompute = known.plan.recompute
             self._replan(kind, known.step, known.rates, recompute, flights=found.flights)
@@ -479,6 +495,72 @@ class Learner:
             return
         self._replan(kind, found.step, rates, (), full=found.step, flights=found.flights)
 
+    # --- plans that are held to what they may cost ([Note: Never worse] in holding.py) ------------
+
+    def _new_holding(self, kind: Kind) -> Holding | None:
+        """The comparison of a kind's plan with the plain step; None: nothing bounds its time.
+
+        Ranks that plan together would have to agree on each iteration that is plain.
+        """
+        plan = kind.plan
+        if plan is None or self._budget != "auto" or self._ranks is not None:
+            return None
+        if not plan.moved_bytes:
+            return None
+        free = None if kind.device is None else free_bytes(kind.device)
+        more_bytes = (plan.kept_peak_bytes - plan.peak_bytes) * plan.in_flight
+        return Holding(kept_plan(plan) if free is not None and 2 * more_bytes <= free else None)
+
+    def _note_plain(self, kind: Kind, timing: Timing) -> None:
+        """An iteration in which everything stayed is over."""
+        holding = kind.holding
+
+        def then(record: Record | None) -> None:
+            if record is not None and holding is not None and kind.holding is holding:
+                holding.plain.append(sample_of(record, [True] * len(record.storages)))
+                self._weigh(kind)
+
+        self._submit(kind, lambda job: finished(timing), then, together=False)
+
+    def _costs_too_much(self, kind: Kind, sample: Sample) -> bool:
+        """One more iteration under a plan was timed. Whether another plan is made for that."""
+        if kind.holding is None:
+            if not kind.measured.held or sample.cost_s <= allowed_s(kind):
+                return False
+            kind.holding = self._new_holding(kind)
+        if kind.holding is None:
+            return False
+        kind.holding.planned.append(sample)
+        return self._weigh(kind)
+
+    def _weigh(self, kind: Kind) -> bool:
+        """Compare a plan with the plain step once there is enough. Whether it is given up."""
+        holding, known = kind.holding, kind.known
+        if holding is None or not holding.complete:
+            return False
+        assert known.plan is not None and known.step is not None and known.rates is not None
+        cost_s, allowed = holding.cost_s(), allowed_s(kind)
+        kind.holding = None
+        kind.measured.exposed_s, kind.measured.held = max(cost_s, 0.0), True
+        if cost_s <= allowed:
+            return False
+        kind.measured.held = False
+        backoffs = known.backoffs + 1
+        share = known.share * min(CAUTION * allowed / cost_s, 0.5)
+        longer = cost_s / known.step.compute_s
+        words = (
+            f"moving {format_bytes(known.plan.moved_bytes)} a step made it {longer:.1%} longer, "
+            f"where {AUTO_SLOWDOWN:.0%} is allowed"
+        )
+        kind.known = replace(
+            known,
+            share=0.0 if backoffs >= MOST_BACKOFFS else share,
+            backoffs=backoffs,
+            cost_before=words,
+        )
+        self._replan(kind, known.step, known.rates, known.plan.recompute)
+        return True
+
     # --- what the engine knows
     # ---------------------------------------------------------------------
 
@@ -492,6 +574,12 @@ class Learner:
         route = self._engine.route(timing.device)
         assert route is not None  # something was recorded
         return min(route.pool.budget_bytes, kind.full_at_bytes or inf)
+
+
+def allowed_s(kind: Kind) -> float:
+    """Seconds by which a plan for ``"auto"`` may make a step longer."""
+    assert kind.known.step is not None
+    return AUTO_SLOWDOWN * kind.known.step.compute_s
 
 
 def regions_off(kind: Kind) -> frozenset[str] | None:

@@ -104,6 +104,7 @@ class Pilot:
             kind.plan,
             measured_peak_bytes=kind.measured.peak_bytes,
             measured_exposed_s=kind.measured.exposed_s,
+            held=kind.measured.held,
             over_budget_bytes=kind.measured.over_budget_bytes,
         )
 
@@ -162,6 +163,8 @@ class Pilot:
         self._end_courses()
         self._learner.begin()
         self._engine.knows_operators = not list(self._kinds) or any(map(recomputes, self._kinds))
+        if self._latest is not None and self._latest.holding is not None:
+            self._engine.knows_operators &= not self._latest.holding.next_is_plain
         plans = [kind.plan for kind in self._kinds if kind.plan is not None]
         return max((plan.limit_bytes for plan in plans), default=None)
 
@@ -407,6 +410,10 @@ class Pilot:
         course.off = regions_off(kind)
         if self._bounded and course.plan is not None and course.plan.in_flight < in_flight:
             course.plan = None  # it leaves the others no room; what leaves is safe
+        kind.device = device
+        holding = kind.holding
+        if timing is not None and holding is not None and holding.begin():
+            course.plan, course.plain = holding.kept, True
         self._open.append(course)
         self._set_overflow_room(device)
         if course.plan is not None:

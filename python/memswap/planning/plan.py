@@ -95,6 +95,11 @@ class Plan:
     """The highest since the plan is in force; None before its first step."""
     measured_exposed_s: float | None = None
     """Of the last step under this plan that was timed."""
+    held: bool = False
+    """Whether `measured_exposed_s` was compared with a plain step, over several of both, and is
+    what ``"auto"`` allows."""
+    declined: str = ""
+    """Why everything stays although something could move: what moving it took, as measured."""
     over_budget_bytes: int = 0
     """Bytes by which the budget was exceeded since the plan is in force. Under a share, a step in
     flight beside longer ones has theirs."""
@@ -174,6 +179,8 @@ class Plan:
             f"{format_bytes(self.away_bytes)} into the pool; predicted cost "
             f"{self.exposed_s * 1e3:.2f} ms of {self.compute_s * 1e3:.2f} ms ({self.slowdown:.1%})",
         ]
+        if self.declined:
+            lines.append(f"declined, everything stays: {self.declined}")
         if self.in_flight > 1:
             lines.append(f"for each of the {self.in_flight} forwards in flight")
         measured = []
@@ -182,7 +189,8 @@ class Plan:
             beyond = f" ({format_bytes(over)} beyond the budget)" if over else ""
             measured.append(f"peak {format_bytes(self.measured_peak_bytes)}{beyond}")
         if self.measured_exposed_s is not None:
-            measured.append(f"cost {self.measured_exposed_s * 1e3:.2f} ms")
+            held = " (held, over several steps)" if self.held else ""
+            measured.append(f"cost {self.measured_exposed_s * 1e3:.2f} ms{held}")
         if measured:
             lines.append("measured: " + ", ".join(measured))
         return "\n".join(lines)
