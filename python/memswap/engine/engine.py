@@ -182,7 +182,18 @@ class Engine(native.Engine):
         self.departing.notice_some()
         self.learn()
         scope.ordinal += 1
-        return self._admit(tensor, view, scope, route, action or route.default_action)
+        return self._admit(tensor, view, scope, route, action or self._default_action(route))
+
+    def _default_action(self, route: Route) -> Action:
+        """What a policy without an action of its own means for a device."""
+        action = route.default_action
+        if action is not RECOMPUTE:
+            return action
+        if not self.policy.recipes or self.shares_batches:
+            return route.without_recipe
+        if self.recipes is None:  # from the next scope on its operators are known
+            self.recipes = recipes.open_recipes(self, self.policy.operators)
+        return action
 
     def _admit(
         self,
@@ -197,7 +208,7 @@ class Engine(native.Engine):
         director = self.director
         recomputes = action is RECOMPUTE and director is None
         free = self.policy.action is None and self.policy.fn is None
-        learns = action is RECOMPUTE or free
+        learns = self.recipes is not None and (action is RECOMPUTE or free)
         if action is RECOMPUTE:
             action = route.without_recipe
         chosen = None

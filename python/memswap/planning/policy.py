@@ -28,14 +28,15 @@ class Policy:
        keeps its tensors. Patterns are :mod:`fnmatch` patterns on unit names.
     3. ``fn(tensor, info)``, where given, returns the :class:`Action`. It must not edit, keep or
        save the tensor.
-    4. ``action``. None: what suits the device. Tensors in host memory are encoded where they are
-       (``Action.ENCODE``), or swapped where a :class:`DiskPool` was given; those of an accelerator
-       are swapped (``Action.SWAP``). Its name will do: ``Policy(action="swap")``. With
-       ``Action.RECOMPUTE`` that becomes of what has no recipe; so it does in groups, chains,
-       pipelines and checkpoint regions, which recompute nothing by the tensor yet.
+    4. ``action``. None: what suits the device. Tensors in host memory are recomputed
+       (``Action.RECOMPUTE``) where that has proven to give the same bits and else encoded where
+       they are (``Action.ENCODE``), or swapped where a :class:`DiskPool` was given; those of an
+       accelerator are swapped (``Action.SWAP``). Its name will do: ``Policy(action="swap")``. With
+       ``Action.RECOMPUTE`` what has no recipe is encoded or swapped like this; so is everything in
+       groups, chains, pipelines and checkpoint regions, which recompute nothing by the tensor yet.
 
-    ``recipes``: whether ``action=None`` may recompute (docs/recompute.md): under a budget the plan
-    chooses for each tensor, recomputing included. False turns that off.
+    ``recipes``: whether ``action=None`` may recompute (docs/recompute.md): on a CPU, and under a
+    budget, where the plan chooses for each tensor. False turns that off.
 
     ``operators``: names of operators of your own (``"mylib::gated_silu"``) that
     ``Action.RECOMPUTE`` may run again, beside those that memswap knows (docs/recompute.md). They
