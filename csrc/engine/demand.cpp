@@ -15,13 +15,6 @@ void tell_trial(const Entry& entry) {
   }
 }
 
-// What the forward held to its end has gone by now, where a plan released it.
-void notice_released(const Entry& entry) {
-  if (entry.iteration && entry.iteration->plan) {
-    Engine::look_at_released(*entry.iteration);
-  }
-}
-
 }  // namespace
 
 // What comes next is brought back, as far as there is memory: the demand itself will ask again.
@@ -40,17 +33,13 @@ void Engine::look_ahead(const EntryPtr& entry) {
 }
 
 StorageRefPtr Engine::demand(const EntryPtr& entry) {
-  bool hears = false;
+  bool is_directed = false;
   StorageRefPtr storage;
   TicketPtr arrival;
   {
     const Locked locked(lock);
     learn();
-    notice_released(*entry);
-    hears = directed && director_hears(*entry);
-    if (hears) {
-      host->demanding(entry);
-    }
+    is_directed = demanding(entry);
     storage = entry->bring();
     arrival = entry->arrival();
     if (entry->iteration) {
@@ -65,25 +54,20 @@ StorageRefPtr Engine::demand(const EntryPtr& entry) {
     }
   }
   tell_trial(*entry);
-  served(*entry);
-  if (hears && directed) {
-    host->demanded(entry);
+  if (is_directed) {
+    served(entry);
   }
   return storage;
 }
 
 void Engine::demand_kept(const EntryPtr& entry) {
-  bool hears = false;
+  bool is_directed = false;
   {
     const Locked locked(lock);
     if (!entry->iteration) {
       return;
     }
-    notice_released(*entry);
-    hears = directed && director_hears(*entry);
-    if (hears) {
-      host->demanding(entry);
-    }
+    is_directed = demanding(entry);
     // What stayed alive although it had left: if only handles hold it, next time it is freed.
     Iteration& of = *entry->iteration;
     if (of.held.contains(entry->index) && !of.order().was_demanded(entry->index) &&
@@ -93,9 +77,8 @@ void Engine::demand_kept(const EntryPtr& entry) {
     look_ahead(entry);
   }
   tell_trial(*entry);
-  served(*entry);
-  if (hears && directed) {
-    host->demanded(entry);
+  if (is_directed) {
+    served(entry);
   }
 }
 

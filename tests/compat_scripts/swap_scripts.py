@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from helpers import flush_autograd, gradients, new_input
+from helpers import (
+    assert_nothing_left,
+    assert_same_gradients,
+    flush_autograd,
+    gradients,
+    new_input,
+)
 from torch import nn
 
 from memswap.engine.group import Generation
@@ -40,6 +47,47 @@ def train(
         after_step()
     flush_autograd(device)
     return found
+
+
+def assert_a_graph_is_run_twice(
+    plain: nn.Module, model: nn.Module, device: torch.device, stats: Callable[[], Any]
+) -> None:
+    """The gradients of two backwards through one graph are a plain model's; then nothing is left.
+
+    Args:
+        plain: the model without memswap.
+        model: the same with it.
+        device: of both.
+        stats: gives the statistics of the engine that moves what `model` saves.
+    """
+    for one in (plain, model):
+        loss = one(new_input(device))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        del loss
+    assert_same_gradients(gradients(model), gradients(plain))
+    assert stats().moved_storages > 0
+    flush_autograd(device)
+    assert_nothing_left(stats())
+
+
+def assert_three_layers_swap(
+    model: nn.Module, device: torch.device, expected: list[Any], stats: Callable[[], Any]
+) -> None:
+    """Three steps of a model of which three layers swap: no warning, no stall, nothing left.
+
+    Args:
+        model: with its layers under a swapping system's names.
+        device: of the model.
+        expected: the gradients of a plain :func:`train`.
+        stats: gives the statistics of the engine.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same_gradients(train(model, device), expected)
+    assert stats().moved_storages >= 3 * 3 * 5, "three layers, three steps, several tensors each"
+    assert stats().stalls == 0, "something was not on its way before backward needed it"
+    assert_nothing_left(stats())
 
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -35,7 +35,12 @@ from memswap.compat.hyper_parallel import (
     swap_wrapper,
 )
 from memswap.errors import InplaceEditError
-from swap_scripts import train, watched
+from swap_scripts import (
+    assert_a_graph_is_run_twice,
+    assert_three_layers_swap,
+    train,
+    watched,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -93,12 +98,7 @@ def test_wrapped_and_linked_layers_train_to_the_same_bits(device) -> None:
     names = [layer._swap_group_name for layer in model.layers]
     assert names == ["swap_group_0", "swap_group_1", "swap_group_2", "swap_group_3"]
     assert list(model.state_dict()) == list(new_stack(device, depth=4).state_dict())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert_same_gradients(train(model, device), expected)
-    assert stats().moved_storages >= 3 * 3 * 5, "three layers, three steps, several tensors each"
-    assert stats().stalls == 0, "something was not on its way before backward needed it"
-    assert_nothing_left(stats())
+    assert_three_layers_swap(model, device, expected, stats)
     assert SwapManager().get_current_group_name() == "swap_group_3", "also outside of layers"
 
 
@@ -165,15 +165,7 @@ def test_microbatches_in_flight_do_not_meet(device) -> None:
 def test_a_graph_is_run_twice(device) -> None:
     """There the second backward finds nothing to load."""
     plain, model = new_stack(device), linked(wrapped(new_stack(device), swap_wrapper))
-    for one in (plain, model):
-        loss = one(new_input(device))
-        loss.backward(retain_graph=True)
-        loss.backward()
-        del loss
-    assert_same_gradients(gradients(model), gradients(plain))
-    assert stats().moved_storages > 0
-    flush_autograd(device)
-    assert_nothing_left(stats())
+    assert_a_graph_is_run_twice(plain, model, device, stats)
 
 
 def test_evaluations_between_steps_change_nothing(device) -> None:

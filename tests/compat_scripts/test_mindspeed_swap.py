@@ -14,8 +14,6 @@ import torch
 from helpers import (
     assert_nothing_left,
     assert_same_gradients,
-    flush_autograd,
-    gradients,
     new_input,
     new_stack,
     random,
@@ -31,7 +29,12 @@ from memswap.compat.mindspeed import (
     TensorSwapContext,
     swap_activation_modules,
 )
-from swap_scripts import train, watched
+from swap_scripts import (
+    assert_a_graph_is_run_twice,
+    assert_three_layers_swap,
+    train,
+    watched,
+)
 
 TAG = "model.layers.*"
 
@@ -70,12 +73,7 @@ def test_contexts_with_a_common_tag_swap_every_layer_but_the_last(device) -> Non
     assert [context.layer_idx for context in contexts] == [0, 1, 2, 3]
     assert [context.layer_nums for context in contexts] == [4, 4, 4, 4]
     assert all(context.swap_handler is AsyncSwapHandler() for context in contexts)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert_same_gradients(train(model, device), expected)
-    assert stats().moved_storages >= 3 * 3 * 5, "three layers, three steps, several tensors each"
-    assert stats().stalls == 0, "something was not on its way before backward needed it"
-    assert_nothing_left(stats())
+    assert_three_layers_swap(model, device, expected, stats)
 
 
 def test_layers_leave_and_return_in_that_systems_order(device, monkeypatch) -> None:
@@ -178,15 +176,7 @@ def test_a_second_training_begins_anew(device) -> None:
 def test_a_graph_is_run_twice(device) -> None:
     plain, model = new_stack(device), new_stack(device)
     contexts = [swapped(layer) for layer in model.layers]
-    for one in (plain, model):
-        loss = one(new_input(device))
-        loss.backward(retain_graph=True)
-        loss.backward()
-        del loss
-    assert_same_gradients(gradients(model), gradients(plain))
-    assert stats().moved_storages > 0
-    flush_autograd(device)
-    assert_nothing_left(stats())
+    assert_a_graph_is_run_twice(plain, model, device, stats)
     del contexts
 
 

@@ -9,7 +9,6 @@ from helpers import assert_released, assert_same_gradients
 
 import memswap
 from memswap import Action, Rates
-from memswap.engine.record import Record
 from memswap.planning import learner
 from memswap.planning.holding import SAMPLES, Holding, Sample, sample_of
 
@@ -19,15 +18,18 @@ ENCODE = memswap.Policy(action=Action.ENCODE, min_bytes=1)
 SWAP = memswap.Policy(action=Action.SWAP, min_bytes=1)
 
 
-def record(gaps: list[float], costs: list[float], saves: int) -> Record:
-    order = tuple(reversed(range(saves)))
-    storages = tuple(None for _ in range(saves))
-    return Record(storages, order, tuple(gaps), tuple(costs), 0.0, 0)  # type: ignore[arg-type]
+class Recorded:
+    """The columns of a record that a sample is made of."""
+
+    def __init__(self, gaps: list[float], costs: list[float], saves: int) -> None:
+        self.nbytes = [1] * saves
+        self.order = list(reversed(range(saves)))
+        self.gaps_s, self.costs_s = gaps, costs
 
 
 def test_what_marks_cost_beyond_those_of_what_stays_is_the_plans():
     """The recorder takes a millisecond at each mark; an encode and its decode 4 and 2 more."""
-    found = sample_of(record([10.0] * 4, [1.0, 5.0, 3.0, 1.0], 2), [True, False])
+    found = sample_of(Recorded([10.0] * 4, [1.0, 5.0, 3.0, 1.0], 2), [True, False])
     assert found.total_s == 50.0 and found.cost_s == 6.0
 
 

@@ -184,22 +184,26 @@ class RaisesBefore:
             raise ValueError("not now")
 
 
+class Catches(nn.Module):
+    """Goes on with its second block where the first one raises."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.inner, self.block = Block(16), Block(16)
+        self.error = error
+
+    def forward(self, x):
+        try:
+            x = self.inner(x)
+        except self.error:
+            x = x * 1
+        return self.block(x)
+
+
 @pytest.mark.parametrize("first", [True, False], ids=["before ours", "after ours"])
 def test_anothers_pre_hook_that_raises_ends_nobody_elses_call(device, new_pool, managed, first):
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner, self.block = Block(16), Block(16)
-
-        def forward(self, x):
-            try:
-                x = self.inner(x)
-            except ValueError:
-                x = x * 1
-            return self.block(x)
-
     torch.manual_seed(0)
-    outer, x = Outer().to(device), new_input(device)
+    outer, x = Catches(ValueError).to(device), new_input(device)
     without = nn.Sequential(outer.block)
     manager = managed([outer], new_pool())
     without(x * 1).sum().backward()
@@ -304,23 +308,11 @@ def test_an_interrupt_inside_two_managers_is_cleared_by_the_next_step(device, ne
 def test_a_call_that_was_interrupted_and_survived(device, new_pool):
     """The outer module catches the interrupt and goes on: its own hooks end with it."""
 
-    class Survives(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner, self.block = Block(16), Block(16)
-
-        def forward(self, x):
-            try:
-                x = self.inner(x)
-            except KeyboardInterrupt:
-                x = x * 1
-            return self.block(x)
-
     def interrupt(module, args):
         raise KeyboardInterrupt
 
     torch.manual_seed(0)
-    model, x = Survives().to(device), new_input(device)
+    model, x = Catches(KeyboardInterrupt).to(device), new_input(device)
     model.inner.down.register_forward_pre_hook(interrupt)
     expected = train_step(model, lambda: model(x).sum())
     pool = new_pool()

@@ -37,8 +37,10 @@ class Counter:
         return self.own + sum(part.hits for part in self.parts)
 
 
-def on_every_lane(mutate: Callable[[Any], contextlib.AbstractContextManager[Any]]) -> Breaking:
-    """The mutation, for each lane that the workload opens, with that lane's streams."""
+def on_every_lane(
+    mutate: Callable[[Any], contextlib.AbstractContextManager[Any]], opener: str = "open_lane"
+) -> Breaking:
+    """The mutation, for each lane that the workload opens by `opener`, with that lane's streams."""
 
     @contextlib.contextmanager
     def breaking() -> Iterator[Counter]:
@@ -49,16 +51,18 @@ def on_every_lane(mutate: Callable[[Any], contextlib.AbstractContextManager[Any]
                 counter.parts.append(stack.enter_context(mutate(lane)))
                 return lane
 
-            stack.enter_context(lanes_opened(react))
+            stack.enter_context(lanes_opened(react, opener))
             yield counter
 
     return breaking
 
 
-def drop(waiter: Callable[[Any], Any], source: Callable[[Any], Any]) -> Breaking:
+def drop(
+    waiter: Callable[[Any], Any], source: Callable[[Any], Any], opener: str = "open_lane"
+) -> Breaking:
     """Waits of one of a lane's streams for another are lost."""
     return on_every_lane(
-        lambda lane: mutations.drop_waits(waiter=waiter(lane), source=source(lane))
+        lambda lane: mutations.drop_waits(waiter=waiter(lane), source=source(lane)), opener
     )
 
 

@@ -6,12 +6,12 @@ autograd gave it, in the order of the forward, and its operators read it at once
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from broken_edges import on_every_lane
 from checkpoint_helpers import CheckpointPolicy, policy_of
 from helpers import new_input, new_stack
 from race_workloads import (
@@ -22,7 +22,6 @@ from race_workloads import (
     compute_streams,
     expected,
     fetch_stream,
-    lanes_opened,
     observe,
     on_host,
     plain,
@@ -114,42 +113,12 @@ EDGES = {
 def test_a_broken_edge_is_caught_by_the_detector_and_as_wrong_data(name: str) -> None:
     workload, opener, mutate = EDGES[name]
     right = expected(workload)
-    seen = []
-    for schedule in MATRIX:
-
-        def breaking() -> Any:
-            return Broken(opener, mutate)
-
-        seen.append(observe(schedule, workload, breaking, **OPTIONS))
+    breaking = on_every_lane(mutate, opener)
+    seen = [observe(schedule, workload, breaking, **OPTIONS) for schedule in MATRIX]
     struck = [one for one in seen if one.hits]
     assert struck, "the mutation never struck"
     assert any(one.reports for one in struck), "the detector said nothing"
     assert any(one.differs_from(right) for one in struck), "no wrong data anywhere"
-
-
-class Broken:
-    """Each lane that the workload opens, with the mutation in force for its streams."""
-
-    def __init__(self, opener: str, mutate: Callable[[Any], Any]) -> None:
-        self.opener, self.mutate = opener, mutate
-        self.parts: list[Any] = []
-
-    @property
-    def hits(self) -> int:
-        return sum(part.hits for part in self.parts)
-
-    def __enter__(self) -> Broken:
-        self.stack = contextlib.ExitStack()
-
-        def react(lane: Any) -> Any:
-            self.parts.append(self.stack.enter_context(self.mutate(lane)))
-            return lane
-
-        self.stack.enter_context(lanes_opened(react, self.opener))
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        self.stack.close()
 
 
 @pytest.mark.parametrize("workload", [SWAPPED, ENCODED], ids=["swapped", "encoded"])

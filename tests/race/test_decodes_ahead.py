@@ -11,41 +11,25 @@ from typing import Any
 
 import pytest
 import torch
-from race_workloads import DEVICE
+from race_workloads import DEVICE, open_small_arenas
+from timed_layers import ROOMY, Product
 from torch import nn
 
 import memswap
 from memswap import Action, Policy, Windows
 from memswap._native import native
 from memswap.compat.mindspeed import CompressHook, GlobalContext, GlobalContextConfig
-from memswap.engine import transfer
 from simdev import virtual_time
 
 SIDE = 128
 NBYTES = SIDE * SIDE * 2
 STEPS, MEASURED = 6, 2  # and how many of them know no durations of operators
 ENCODE = Policy(action=Action.ENCODE, min_bytes=1)
-MACHINE: dict[str, Any] = {
-    "host_us": 0.05,
-    "launch_us": 0.2,
-    "queries_wait": False,
-    "hbm_gb_per_s": 10.0,
-    "matrix_gb_per_s": 1.0,
-}
 
 pytestmark = pytest.mark.one_schedule
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(SIDE, SIDE, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.silu(self.linear(x)).tanh()
-
-
-class Product(torch.autograd.Function):
+class MegatronProduct(torch.autograd.Function):
     """As Megatron's linear layers have it: functions of torch, forward and backward."""
 
     @staticmethod
@@ -59,9 +43,9 @@ class Product(torch.autograd.Function):
         return gradient.matmul(weight), torch.matmul(gradient.t(), x)
 
 
-class MegatronLayer(Layer):
+class MegatronLayer(Product):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.silu(Product.apply(x, self.linear.weight)).tanh()
+        return nn.functional.silu(MegatronProduct.apply(x, self.linear.weight)).tanh()
 
 
 def compress(layers: nn.ModuleList, step: list[int], async_funcs: list[str]) -> GlobalContext:
@@ -87,12 +71,12 @@ class Steps:
 
     def __init__(self, how: str, depth: int) -> None:
         torch.manual_seed(0)
-        kind = MegatronLayer if how == "async_funcs" else Layer
-        layers = nn.ModuleList(kind() for _ in range(depth)).to(DEVICE, torch.bfloat16)
+        kind = MegatronLayer if how == "async_funcs" else Product
+        layers = nn.ModuleList(kind(SIDE) for _ in range(depth)).to(DEVICE, torch.bfloat16)
         batch = torch.randn(SIDE, SIDE).to(DEVICE, torch.bfloat16)
         step = [0]
         self.stats: list[memswap.Stats] = []
-        with virtual_time(**MACHINE):
+        with virtual_time(**ROOMY):
             if how != "manage":
                 names = ["matmul"] if how == "async_funcs" else []
                 doors: Any = compress(layers, step, names)
@@ -145,15 +129,7 @@ def test_a_host_far_ahead_waits_for_room_for_the_codec_and_keeps_nothing(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An arena for the worst cases of a third of a forward, as that of a large model is."""
-    budget = 2 * 80 * NBYTES // 8
-
-    def open_codec_lane(device: torch.device, frames: Any = None) -> Any:
-        return native.StreamCodecLane(
-            device, max_leaving_bytes=0, arena_budget=budget, arena_chunk=budget // 8
-        )
-
-    monkeypatch.setattr(transfer, "open_codec_lane", open_codec_lane)
-    monkeypatch.setattr(transfer, "arena_budget", lambda iteration_bytes: budget)
+    open_small_arenas(monkeypatch, 2 * 80 * NBYTES // 8)
     for number, stats in enumerate(Steps(how, 80).stats):
         assert stats.moved_storages > 80 and "codec room" not in stats.kept, f"step {number}"
 

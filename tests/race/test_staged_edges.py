@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from broken_edges import Breaking, Counter
+from broken_edges import Breaking, drop, on_every_lane
 from race_workloads import (
     DEVICE,
     MATRIX,
@@ -25,7 +25,6 @@ from race_workloads import (
     compute_streams,
     expected,
     fetch_stream,
-    lanes_opened,
     observe,
     on_host,
     plain,
@@ -95,28 +94,8 @@ def by_way_of_a_file(region: Region) -> list[torch.Tensor]:
 
 
 # ---------------------------------------------------------------- mutations
-def on_staged_lanes(
-    mutate: Callable[[Any], contextlib.AbstractContextManager[Any]],
-) -> Breaking:
-    @contextlib.contextmanager
-    def breaking() -> Iterator[Counter]:
-        counter = Counter()
-        with contextlib.ExitStack() as stack:
-
-            def react(lane: Any) -> Any:
-                counter.parts.append(stack.enter_context(mutate(lane)))
-                return lane
-
-            stack.enter_context(lanes_opened(react, "open_staged_lane"))
-            yield counter
-
-    return breaking
-
-
-def drop(waiter: Callable[[Any], Any], source: Callable[[Any], Any]) -> Breaking:
-    return on_staged_lanes(
-        lambda lane: mutations.drop_waits(waiter=waiter(lane), source=source(lane))
-    )
+on_staged_lanes = partial(on_every_lane, opener="open_staged_lane")
+drop_staged = partial(drop, opener="open_staged_lane")
 
 
 @dataclass(frozen=True)
@@ -133,10 +112,10 @@ class Edge:
 
 
 EDGES = [
-    Edge("1 producer -> copy", drop(send_stream, compute_streams)),
-    Edge("2 copy -> freed", drop(compute_streams, send_stream)),
-    Edge("4, e allocation -> copy", drop(fetch_stream, compute_streams)),
-    Edge("5 copy -> consumer", drop(compute_streams, fetch_stream)),
+    Edge("1 producer -> copy", drop_staged(send_stream, compute_streams)),
+    Edge("2 copy -> freed", drop_staged(compute_streams, send_stream)),
+    Edge("4, e allocation -> copy", drop_staged(fetch_stream, compute_streams)),
+    Edge("5 copy -> consumer", drop_staged(compute_streams, fetch_stream)),
     Edge(
         "a copy -> write",
         on_staged_lanes(lambda lane: mutations.drop_synchronizes(source=send_stream(lane))),

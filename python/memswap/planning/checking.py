@@ -17,8 +17,8 @@ from memswap.planning.sharing import taken_s
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from memswap._C import IterationRecord
     from memswap.engine.expectations import Expectations
-    from memswap.engine.record import Record
     from memswap.planning.kinds import Known, Timing
     from memswap.planning.plan import Plan
     from memswap.planning.rates import Rates
@@ -55,7 +55,7 @@ def measured_rates(device: torch.device, folder: Path | None) -> Rates | None:
         return None  # counted as unusable: tried again with a later iteration
 
 
-def finished(timing: Timing) -> Record | None:
+def finished(timing: Timing) -> IterationRecord | None:
     """The record of an iteration that had its backward, or None. Waits for the device."""
     timing.recorder.wait()
     record = timing.recorder.take()
@@ -63,7 +63,7 @@ def finished(timing: Timing) -> Record | None:
 
 
 def recorded_step(
-    record: Record,
+    record: IterationRecord,
     timing: Timing,
     rates: Rates,
     expectations: Expectations,
@@ -72,9 +72,7 @@ def recorded_step(
 ) -> Step | None:
     """What a record says; None where it is no step, which is no reason to stop training."""
     try:
-        step = step_of(
-            record, expectations, timing.device, fixed, on_disk, timing.regions, timing.recipes
-        )
+        step = step_of(record, expectations, timing.device, fixed, on_disk, timing.recipes)
     except ValueError:
         return None  # counted as unusable, and told if it goes on
     return without_copies(step, record, rates)
@@ -99,7 +97,7 @@ def checked(timing: Timing, about: Known, as_planned: bool, calibrates: bool) ->
         not as_planned
         or record is None
         or len(record.gaps_s) != len(known.gaps_s)
-        or record.order != known.order
+        or tuple(record.order) != known.order
     ):
         return Checked(None, before, None)
     size = about.first.nbytes / timing.first.nbytes  # of what the plan is for
@@ -115,9 +113,10 @@ def checked(timing: Timing, about: Known, as_planned: bool, calibrates: bool) ->
         gaps = [quantised(scale * gap_s) for gap_s in known.gaps_s]
         step = known.with_gaps(gaps, quantised(scale * known.tail_s))
     again_s = step.compute_s - plan.compute_s if plan.recompute else 0.0
-    exposed_s = record.exposed_s + max(again_s, 0.0) + shared_s
-    late_s = record.exposed_s - (plan.exposed_s - (known.compute_s - plan.compute_s))
-    rates = linked(before, timing.links, late_s > LATE_SHARE * known.compute_s)
+    waited_s = sum(record.costs_s)
+    exposed_s = waited_s + max(again_s, 0.0) + shared_s
+    late_s = waited_s - (plan.exposed_s - (known.compute_s - plan.compute_s))
+    rates = linked(before, record, late_s > LATE_SHARE * known.compute_s)
     read = read_by_recipes(plan)
     sample = sample_of(record, [one.action is Action.KEEP for one in plan.storages])
     sample = replace(sample, cost_s=sample.cost_s + max(again_s, 0.0) + shared_s)

@@ -23,11 +23,15 @@ from memswap.engine.action import Action
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from memswap.engine.record import Record
+    from memswap._C import IterationRecord
     from memswap.planning.plan import Plan
+    from memswap.planning.rates import Rates
 
 #: Iterations of a kind that are compared: planned ones, and as many plain ones.
 SAMPLES = 4
+
+#: Iterations in which so many samples have to be found.
+MOST_BEGUN = 8 * SAMPLES
 
 #: A median of so many samples is known to so many of its standard errors.
 SURE = 2.0
@@ -53,16 +57,16 @@ class Sample:
 
 @dataclass(slots=True)
 class Holding:
-    """The comparison of one plan with the plain step.
-
-    `kept`: the plan under which everything stays; None: there is no memory for that.
-    """
+    """The comparison of one plan with the plain step."""
 
     kept: Plan | None
+    """The plan under which everything stays; None: there is no memory for that."""
     planned: list[Sample] = field(default_factory=list)
     plain: list[Sample] = field(default_factory=list)
     begun: int = 0
     """Iterations that were begun to be compared."""
+    rates: Rates | None = None
+    """Of the machine, as the last planned one showed them."""
 
     def begin(self) -> bool:
         """The next iteration begins. Whether everything stays in it."""
@@ -100,7 +104,7 @@ def error_s(seconds: Sequence[float]) -> float:
     return 1.2533 * deviation / sqrt(len(seconds))
 
 
-def sample_of(record: Record, kept: Sequence[bool]) -> Sample:
+def sample_of(record: IterationRecord, kept: Sequence[bool]) -> Sample:
     """What a recorded iteration took.
 
     Args:
@@ -108,7 +112,7 @@ def sample_of(record: Record, kept: Sequence[bool]) -> Sample:
         kept: for each of its storages whether it stays: what their marks cost is the recorder's.
     """
     costs = record.costs_s
-    saves = len(record.storages)
+    saves = len(record.nbytes)
     stay = [kept[index] for index in (*range(saves), *record.order)]
     own_s = median([cost for cost, one in zip(costs, stay, strict=True) if one] or [0.0])
     beyond_s = sum(max(cost - own_s, 0.0) for cost, one in zip(costs, stay, strict=True) if not one)

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memswap import memory_picture
 from memswap.planning.replay import timetable
-from memswap.trace import trace
+from memswap.reports import memory_picture
+from memswap.reports.trace import trace
 
 if TYPE_CHECKING:
     from memswap.planning.plan import Plan
