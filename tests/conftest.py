@@ -129,7 +129,7 @@ def _action(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if name == "recompute":
         from memswap.engine import recipes
 
-        monkeypatch.setattr(recipes, "wants_recipes", lambda policy: True)
+        monkeypatch.setattr(recipes, "wants_recipes", lambda policy, directed: True)
         monkeypatch.setattr(recipes, "PROOFS", 0)
     return name
 

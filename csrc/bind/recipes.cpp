@@ -151,6 +151,12 @@ class EngineHost final : public RecipeHost {
     return form ? form->step().depth : 0;
   }
 
+  std::optional<size_t> index_of(const KnownTensor& tensor) override {
+    const KnownPtr known = saved(*engine(), tensor.view);
+    return known && known->is_entry() ? std::optional(static_cast<Entry&>(*known).index)
+                                      : std::nullopt;
+  }
+
   SourcePtr keep(const KnownTensor& tensor, Standing standing) override {
     if (standing == Standing::kUnknown) {
       return nullptr;
@@ -274,16 +280,19 @@ std::shared_ptr<Recipes> new_recipes(const EnginePtr& engine, const std::vector<
 }
 
 py::object offer(Recipes& recipes, const StorageRefPtr& storage, const SavedView& look,
-                 const py::object& scope, c10::ScalarType dtype, double most_extra) {
+                 const py::object& scope, c10::ScalarType dtype, double most_extra, bool leaves) {
   const EngineHost::Saving saving(static_cast<EngineHost&>(recipes.host()), scope);
   Recipes::Answer answer = recipes.offer(some(storage), look,
                                          {.unit = scope.attr("unit").cast<std::string>(),
                                           .number = scope.attr("packs").cast<int64_t>(),
                                           .nbytes = static_cast<int64_t>(look.storage_nbytes()),
                                           .dtype = dtype},
-                                         most_extra);
+                                         most_extra, leaves);
   if (answer.leaving) {
     return py::make_tuple(std::move(answer.leaving->away), std::move(answer.leaving->departure));
+  }
+  if (answer.proven) {
+    return py::cast(std::move(*answer.proven));
   }
   return answer.trial ? py::cast(std::move(answer.trial)) : py::none();
 }
@@ -305,6 +314,10 @@ void bind_recipes(py::module_& module) {
       .def_property_readonly("words", [](const RecipeForm& form) { return words_of(form.step()); });
   py::class_<Trial, std::shared_ptr<Trial>>(module, "Trial",
                                             "A recipe that is being proven (recipes.h).");
+  py::class_<Recipes::Proven>(module, "ProvenRecipe", "A recipe that a plan may count on.")
+      .def_readonly("words", &Recipes::Proven::words)
+      .def_readonly("seconds", &Recipes::Proven::seconds)
+      .def_readonly("saved", &Recipes::Proven::saved);
   py::class_<Recipes, std::shared_ptr<Recipes>>(module, "Recipes",
                                                 "The recipes of one engine (recipes.h).")
       .def(py::init(&new_recipes), py::arg("engine").none(false), py::arg("operators"),
@@ -326,9 +339,10 @@ void bind_recipes(py::module_& module) {
           py::arg("tensors"), "These are about to be edited, by nobody whose operators are known.")
       .def("begin_iteration", &Recipes::begin_iteration, "A new forward.")
       .def("offer", &offer, py::arg("storage"), py::arg("view"), py::arg("scope"), py::arg("dtype"),
-           py::arg("most_extra"),
+           py::arg("most_extra"), py::arg("leaves") = true,
            "A storage is about to leave: the away form and the ticket; or a Trial for its entry, "
-           "which then leaves in another form; or None.")
+           "which then leaves in another form; or None. Where `leaves` is false, a ProvenRecipe "
+           "instead of a form.")
       .def("learnt", &learnt,
            "(unit, number, bytes, words, proofs, failed) of each place, in no order.")
       .def("reset_counts", &Recipes::reset_counts, "Count anew.")

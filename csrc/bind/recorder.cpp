@@ -24,7 +24,7 @@ using without_gil = py::call_guard<py::gil_scoped_release>;
 namespace {
 
 // memswap.Action, by what its members are worth.
-constexpr std::array kWords = {"keep", "encode", "swap", "encode_swap"};
+constexpr std::array kWords = {"keep", "encode", "swap", "encode_swap", "recompute"};
 
 PlannedAction action_of(const std::string& word) {
   for (size_t place = 0; place < kWords.size(); ++place) {
@@ -32,7 +32,8 @@ PlannedAction action_of(const std::string& word) {
       return static_cast<PlannedAction>(place);
     }
   }
-  throw py::value_error("a recorder knows keep, encode, swap and encode_swap, found " + word);
+  throw py::value_error("a recorder knows keep, encode, swap, encode_swap and recompute, found " +
+                        word);
 }
 
 std::vector<const char*> words_of(const IterationRecord& record) {

@@ -28,18 +28,26 @@ std::vector<int32_t> marks_of(const std::vector<std::optional<int32_t>>& marks) 
   return numbers;
 }
 
+std::vector<double> seconds_of(const std::vector<std::optional<double>>& recipes) {
+  std::vector<double> seconds(recipes.size());
+  std::transform(recipes.begin(), recipes.end(), seconds.begin(),
+                 [](const std::optional<double>& recipe) { return recipe.value_or(kNoRecipe); });
+  return seconds;
+}
+
 StepRecord checked_step(std::vector<int64_t> nbytes, std::vector<int64_t> held_frame_nbytes,
                         std::vector<int64_t> overflow_nbytes,
                         const std::vector<std::optional<int32_t>>& held_until,
                         const std::vector<std::optional<int32_t>>& last_demand,
                         const std::vector<std::optional<int32_t>>& gone_after,
+                        const std::vector<std::optional<double>>& recipe_s,
+                        std::vector<std::vector<int32_t>> recipe_sources,
                         std::vector<int32_t> order, std::vector<double> gaps_s,
                         std::vector<double> windows_s, std::vector<int64_t> extra_nbytes) {
-  StepRecord step{std::move(nbytes),          std::move(held_frame_nbytes),
-                  std::move(overflow_nbytes), marks_of(held_until),
-                  marks_of(last_demand),      marks_of(gone_after),
-                  std::move(order),           std::move(gaps_s),
-                  std::move(windows_s),       std::move(extra_nbytes)};
+  StepRecord step{std::move(nbytes),    std::move(held_frame_nbytes), std::move(overflow_nbytes),
+                  marks_of(held_until), marks_of(last_demand),        marks_of(gone_after),
+                  seconds_of(recipe_s), std::move(recipe_sources),    std::move(order),
+                  std::move(gaps_s),    std::move(windows_s),         std::move(extra_nbytes)};
   step.check();
   return step;
 }
@@ -49,9 +57,9 @@ std::vector<PlannedAction> actions_of(std::string_view bytes) {
   std::vector<PlannedAction> actions(bytes.size());
   std::transform(bytes.begin(), bytes.end(), actions.begin(), [](char byte) {
     const auto code = static_cast<uint8_t>(byte);
-    if (code > static_cast<uint8_t>(PlannedAction::kEncodeSwap)) {
+    if (code > static_cast<uint8_t>(PlannedAction::kRecompute)) {
       throw py::value_error("replay: found the action " + std::to_string(code) +
-                            ", expected 0 to 3");
+                            ", expected 0 to 4");
     }
     return static_cast<PlannedAction>(code);
   });
@@ -100,6 +108,8 @@ const char* name_of(Work work) {
       return "encode";
     case Work::kDecode:
       return "decode";
+    case Work::kRecompute:
+      return "recompute";
     case Work::kCopyAway:
       return "copy away";
     case Work::kCopyBack:
@@ -147,8 +157,8 @@ void bind_replay(py::module_& module) {
                          "One training step in columns (csrc/engine/step_record.h).")
       .def(py::init(&checked_step), py::kw_only(), py::arg("nbytes"), py::arg("held_frame_nbytes"),
            py::arg("overflow_nbytes"), py::arg("held_until"), py::arg("last_demand"),
-           py::arg("gone_after"), py::arg("order"), py::arg("gaps_s"), py::arg("windows_s"),
-           py::arg("extra_nbytes"));
+           py::arg("gone_after"), py::arg("recipe_s"), py::arg("recipe_sources"), py::arg("order"),
+           py::arg("gaps_s"), py::arg("windows_s"), py::arg("extra_nbytes"));
   py::class_<MachineRates>(module, "MachineRates",
                            "How fast a machine copies, encodes and decodes: memswap.Rates.")
       .def(py::init<double, double, double, double, double, double, double, double, double, bool>(),

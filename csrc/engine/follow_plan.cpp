@@ -164,6 +164,9 @@ bool Engine::demanding(const EntryPtr& entry) {
   if (!of->began_backward()) {
     of->begin_backward(ledger.counters.away_bytes);
   }
+  if (of->plan) {
+    look_at_released(*of);  // what the forward held to its end has gone by now
+  }
   if (of->recorder) {
     of->recorder->demanding(*entry);
   }

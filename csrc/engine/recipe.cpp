@@ -151,13 +151,19 @@ std::string words_of(const Step& step) {
   return words + ")";
 }
 
-std::vector<at::Tensor> run_again(const Step& step, bool in_passing) {
+std::vector<at::Tensor> run_again(const Step& step, bool in_passing, RunTime* time) {
   Given given;
   collect(step, in_passing, given);
   const WithoutGil without_gil;
   const AsItWas as_it_was;
   Made made;
+  if (time != nullptr) {
+    time->begin();
+  }
   Results results = run(step, given, made);
+  if (time != nullptr) {
+    time->end();
+  }
   order_makers_after_this(step);
   return results;
 }

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "operator_log.h"
+#include "run_time.h"
 
 namespace memswap {
 
@@ -56,8 +57,9 @@ std::string words_of(const Step& step);
 // Runs the steps of a recipe: each call once, whatever needs it. The results of the last call, one
 // for each result of its operator. `in_passing`: sources are looked at (Source::look). Throws
 // c10::OutOfMemoryError, what a source throws, and TransferError where an input's memory was taken
-// away.
-std::vector<at::Tensor> run_again(const Step& step, bool in_passing = false);
+// away. `time`: of the operators alone, without what their sources take to be there.
+std::vector<at::Tensor> run_again(const Step& step, bool in_passing = false,
+                                  RunTime* time = nullptr);
 
 // The bytes of a storage, as a tensor on its device; a copy of them; and whether those of two are
 // the same, for which the host waits.

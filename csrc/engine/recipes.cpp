@@ -160,7 +160,7 @@ bool Recipes::keep_sources(Step& step) {
 }
 
 Recipes::Answer Recipes::offer(const StorageRefPtr& storage, const SavedView& view,
-                               RecipePlace place, double most_extra) {
+                               RecipePlace place, double most_extra, bool leaves) {
   if (saving_ || view.edited() || view.private_format()) {
     return {};
   }
@@ -177,34 +177,74 @@ Recipes::Answer Recipes::offer(const StorageRefPtr& storage, const SavedView& vi
     return {};
   }
   place.time = offered_[place]++;
-  const std::string words = words_of(*step);
+  std::string words = words_of(*step);
+  double seconds = 0;
+  bool several = place.time > 0;
   {
     const std::lock_guard lock(mutex_);
     if (places_.size() >= options_.most_places && !places_.contains(place)) {
       places_.clear();
+    }
+    if (several) {
+      RecipePlace first = place;
+      first.time = 0;
+      places_[first].several = true;
     }
     Learnt& learnt = places_[place];
     if (learnt.failed) {
       return {};
     }
     if (learnt.words != words) {
-      learnt = {.words = words, .proofs = 0, .failed = false, .waited_nbytes = 0};
+      learnt = {.words = words,
+                .proofs = 0,
+                .failed = false,
+                .waited_nbytes = 0,
+                .seconds = 0,
+                .several = learnt.several};
     }
     if (learnt.waited_nbytes > 0 &&
         costs_too_much(*step, most_extra * static_cast<double>(learnt.waited_nbytes))) {
       return {};
     }
+    seconds = learnt.seconds;
+    several = several || learnt.several;
     if (learnt.proofs < options_.proofs) {
       call = nullptr;  // it is not proven yet
     }
   }
   if (!call) {
-    return {.leaving = std::nullopt, .trial = begin_trial(storage, place, std::move(step))};
+    return {.leaving = std::nullopt,
+            .trial = begin_trial(storage, place, std::move(step)),
+            .proven = std::nullopt};
+  }
+  if (!leaves) {
+    if (several) {
+      return {};
+    }
+    return {.leaving = std::nullopt,
+            .trial = nullptr,
+            .proven = proven(*step, std::move(words), seconds)};
   }
   if (!keep_sources(*step)) {
     return {};
   }
-  return {.leaving = leave(storage, std::move(step)), .trial = nullptr};
+  return {.leaving = leave(storage, std::move(step)), .trial = nullptr, .proven = std::nullopt};
+}
+
+Recipes::Proven Recipes::proven(const Step& step, std::string words, double seconds) {
+  Proven made{.words = std::move(words), .seconds = seconds, .saved = {}};
+  const std::function<void(const Step&)> add = [&](const Step& of) {
+    for (size_t which = 0; which < of.inputs.size(); ++which) {
+      const KnownTensor& tensor = of.call->inputs()[which].tensor;
+      if (of.inputs[which].step) {
+        add(*of.inputs[which].step);
+      } else if (!of.inputs[which].extra && !tensor.view.of_leaf()) {
+        made.saved.push_back(host_->index_of(tensor));
+      }
+    }
+  };
+  add(step);
+  return made;
 }
 
 Leaving Recipes::leave(const StorageRefPtr& storage, std::shared_ptr<Step> step) {
@@ -250,11 +290,13 @@ std::shared_ptr<Trial> Recipes::begin_trial(const StorageRefPtr& storage, const 
   return trial;
 }
 
-void Recipes::passed(const RecipePlace& place, int64_t waited_nbytes) {
+void Recipes::passed(const RecipePlace& place, int64_t waited_nbytes, double seconds) {
   const std::lock_guard lock(mutex_);
   if (const auto found = places_.find(place); found != places_.end()) {
-    ++found->second.proofs;
-    found->second.waited_nbytes = waited_nbytes;
+    Learnt& learnt = found->second;
+    learnt.seconds = learnt.proofs == 0 ? seconds : std::min(learnt.seconds, seconds);
+    learnt.waited_nbytes = waited_nbytes;
+    ++learnt.proofs;
   }
 }
 
@@ -285,8 +327,10 @@ void Trial::prove(const StorageRef& storage) noexcept {
     const OperatorCall::Output* const output =
         step_->call->output_in(storage.storage.unsafeGetStorageImpl());
     if (output != nullptr) {
-      const at::Tensor again = run_again(*step_, /*in_passing=*/true).at(output->position);
+      RunTime time(storage.storage.device());
+      const at::Tensor again = run_again(*step_, /*in_passing=*/true, &time).at(output->position);
       same_bits_ = same_bytes(again.storage(), storage.storage);
+      seconds_ = time.seconds();
     }
   } catch (const c10::OutOfMemoryError&) {
     return;  // there may be room next time
@@ -306,7 +350,7 @@ void Trial::demanded(int64_t waited_nbytes) {
   if (!unchanged(*step_)) {
     recipes->failed(place_);
   } else if (!std::exchange(counted_, true)) {
-    recipes->passed(place_, waited_nbytes);
+    recipes->passed(place_, waited_nbytes, seconds_);
   }
 }
 

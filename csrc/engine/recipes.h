@@ -47,6 +47,8 @@ class RecipeHost {
   virtual Standing standing(const KnownTensor& tensor) = 0;
   // Of what waits as a recipe itself: its depth (Step::depth). 0: it does not.
   virtual int depth(const KnownTensor& tensor) = 0;
+  // Which of the storages that this iteration has saved a tensor's is; nothing: none of them.
+  virtual std::optional<size_t> index_of(const KnownTensor& tensor) = 0;
   // Keeps a tensor of another standing than kUnknown for a recipe. nullptr: it cannot.
   virtual SourcePtr keep(const KnownTensor& tensor, Standing standing) = 0;
   // Whether a tensor of the standing kUnknown could be saved for a recipe, as autograd would have
@@ -86,6 +88,7 @@ class Trial final : public OperatorCall::Watcher {
   StorageRefPtr storage_;  // until the call has ended that makes it
   bool same_bits_ = false;
   bool counted_ = false;
+  double seconds_ = 0;
 };
 
 // [Note: Proven before it is used]
@@ -133,14 +136,25 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
   // A new forward.
   void begin_iteration();
 
+  // A recipe that is proven, for who plans with it.
+  struct Proven {
+    std::string words;
+    double seconds;
+    // What stands for each "saved" of the words: one of the storages that this iteration has saved,
+    // or nothing where it is none of them.
+    std::vector<std::optional<size_t>> saved;
+  };
+
   // A storage is about to leave. It does as a recipe; or it should leave in another form, and its
-  // entry owns the trial from then on; or neither.
+  // entry owns the trial from then on; or its recipe is told; or nothing.
   struct Answer {
     std::optional<Leaving> leaving;
     std::shared_ptr<Trial> trial;
+    std::optional<Proven> proven;
   };
+  // `leaves`: whether it leaves as a recipe if it can, or its recipe is told.
   Answer offer(const StorageRefPtr& storage, const SavedView& view, RecipePlace place,
-               double most_extra);
+               double most_extra, bool leaves);
 
   // What became of a place, for reports.
   struct Learnt {
@@ -148,6 +162,8 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
     int proofs = 0;
     bool failed = false;
     int64_t waited_nbytes = 0;  // of the device, taken by the other form; 0: not known, or none
+    double seconds = 0;    // the least that a trial took
+    bool several = false;  // of this place in one iteration: which is which, nobody can say
   };
   std::vector<std::pair<RecipePlace, Learnt>> learnt() const;
 
@@ -171,7 +187,8 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
                                      std::shared_ptr<Step> step);
   Leaving leave(const StorageRefPtr& storage, std::shared_ptr<Step> step);
 
-  void passed(const RecipePlace& place, int64_t waited_nbytes);
+  Proven proven(const Step& step, std::string words, double seconds);
+  void passed(const RecipePlace& place, int64_t waited_nbytes, double seconds);
   void failed(const RecipePlace& place);
 
   const OperatorLogPtr log_;

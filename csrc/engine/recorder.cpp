@@ -76,6 +76,10 @@ void Recorder::saved(const EntryPtr& entry) {
 }
 
 void Recorder::demanding(const Entry& entry) {
+  if (demanding_) {
+    return;
+  }
+  demanding_ = entry.index;
   if (entry.index < seen_.size() && seen_[entry.index].demanded) {
     seen_[entry.index].look_at_use(entry);
     return;
@@ -89,6 +93,10 @@ void Recorder::demanding(const Entry& entry) {
 
 void Recorder::demanded(const Entry& entry) {
   const size_t index = entry.index;
+  if (demanding_ != index) {
+    return;
+  }
+  demanding_.reset();
   if (broken_ || index >= seen_.size()) {
     broken_ = true;
     return;

@@ -58,7 +58,8 @@ class Recorder {
   // A storage is about to be saved; it is on its way, or stayed.
   void choose(const Chosen& chosen);
   void saved(const EntryPtr& entry);
-  // Backward asks for a storage; backward has it.
+  // Backward asks for a storage; backward has it. What a recipe reads in between is no mark, but a
+  // part of that one.
   void demanding(const Entry& entry);
   void demanded(const Entry& entry);
   size_t marks() const { return moments_.size(); }
@@ -132,6 +133,7 @@ class Recorder {
   std::unordered_set<std::shared_ptr<CodecLane>> codec_lanes_;
   std::vector<std::pair<MomentPtr, MomentPtr>> moments_;  // begin and end of each mark
   bool chose_ = false;                                    // for a storage that is being saved
+  std::optional<size_t> demanding_;                       // what backward asks for now
   RegionCalls regions_;
   LinkTimes links_;
   bool broken_ = false, closed_ = false;

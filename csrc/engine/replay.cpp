@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "link_model.h"
+#include "needs.h"
 #include "running_peak.h"
 
 namespace memswap {
@@ -62,6 +63,15 @@ void require_rates(const MachineRates& rates, std::span<const PlannedAction> act
   }
 }
 
+void require_recipes(const StepRecord& step, std::span<const PlannedAction> actions) {
+  for (size_t index = 0; index < actions.size(); ++index) {
+    if (actions[index] == PlannedAction::kRecompute && step.recipe_s[index] == kNoRecipe) {
+      throw std::invalid_argument("replay: the plan recomputes storage " + std::to_string(index) +
+                                  ", which has no recipe. Keep it, or move it");
+    }
+  }
+}
+
 class Run {
  public:
   Run(const StepRecord& step, const MachineRates& rates, std::span<const PlannedAction> actions,
@@ -75,19 +85,16 @@ class Run {
         marks_(step.marks()),
         in_windows_(!rates.inline_codec && !step.windows_s.empty()),
         link_(rates, step.saves()),
+        needs_(step, actions),
         gone_(marks_ + 1, 0),
         away_(saves_, false),
         returning_(saves_, false),
         sent_frames_(saves_, false),
-        was_exposed_(saves_, false),
-        demand_place_(saves_, kNever) {
+        was_exposed_(saves_, false) {
     found_.exposed_s.assign(saves_, 0.0);
     found_.resident_bytes.reserve(marks_);
     found_.mark_s.reserve(marks_);
     resident_ = found_.arena_bytes = arena_nbytes(step, actions);
-    for (int32_t place = 0; place < demands(); ++place) {
-      demand_place_[step.order[place]] = place;
-    }
   }
 
   Replay run() && {
@@ -103,7 +110,7 @@ class Run {
     look_ahead();
     for (int32_t place = 0; place < demands(); ++place) {
       advance(saves_ + place);
-      demand(saves_ + place, step_.order[place]);
+      demand(saves_ + place, place);
       found_.mark_s.push_back(clock_);
     }
     finish();
@@ -207,12 +214,14 @@ class Run {
       copy(Direction::kAway, index, step_.nbytes[index]);
       sends_.push_back(index);
     } else if (action == PlannedAction::kKeep) {
-      gone_after(step_.gone_after[index], step_.nbytes[index]);
+      gone_after(needs_.gone_after(index), step_.nbytes[index]);
+    } else if (action == PlannedAction::kRecompute) {
+      release(index, index);
     } else {
       resident_ += framed(index);
       peak = resident_;
       if (action == PlannedAction::kEncode) {
-        gone_after(step_.gone_after[index], step_.held_frame_nbytes[index]);
+        gone_after(needs_.gone_after(index), step_.held_frame_nbytes[index]);
       }
       waiting_.push_back({index, rates_.encode_s(step_.nbytes[index])});
       if (rates_.inline_codec) {
@@ -270,17 +279,18 @@ class Run {
   std::vector<int64_t> backward_changes() const {
     std::vector<int64_t> changes(demands() + 1, 0);
     for (int32_t place = 0; place < demands(); ++place) {
-      const int32_t index = step_.order[place];
       changes[place] -= gone_[saves_ + place];
       changes[place] += extra(saves_ + place) - (place > 0 ? extra(saves_ + place - 1) : 0);
-      if (away_[index]) {
-        changes[place] += step_.nbytes[index] + transit_frame(index);
+      for (const int32_t index : needs_.at(place)) {
+        if (away_[index]) {
+          changes[place] += step_.nbytes[index] + transit_frame(index);
+        }
+        if (actions_[index] == PlannedAction::kKeep) {
+          continue;
+        }
+        changes[place + 1] -= (away_[index] + sent_frames_[index]) * transit_frame(index);
+        changes[std::min(needs_.last_use(index), marks_ - 1) + 1 - saves_] -= step_.nbytes[index];
       }
-      if (actions_[index] == PlannedAction::kKeep) {
-        continue;
-      }
-      changes[place + 1] -= (away_[index] + sent_frames_[index]) * transit_frame(index);
-      changes[step_.last_demand[index] + 1 - saves_] -= step_.nbytes[index];
     }
     changes.pop_back();  // after the last demand
     return changes;
@@ -293,8 +303,8 @@ class Run {
 
   // While there is `backward_`: a frame that goes after its storage's first demand.
   void add_frame_after_demand(int32_t index, int64_t times) {
-    if (demand_place_[index] != kNever) {
-      backward_->add(demand_place_[index] + 1, times * transit_frame(index));
+    if (needs_.first(index) != kNever) {
+      backward_->add(needs_.first(index) + 1, times * transit_frame(index));
     }
   }
 
@@ -342,8 +352,8 @@ class Run {
     if (held_until > mark) {
       backward_->add(held_until - saves_, -step_.nbytes[index]);
     }
-    if (demand_place_[index] != kNever) {
-      backward_->add(demand_place_[index], step_.nbytes[index] + transit_frame(index));
+    if (needs_.first(index) != kNever) {
+      backward_->add(needs_.first(index), step_.nbytes[index] + transit_frame(index));
       add_frame_after_demand(index, -1);
     }
   }
@@ -353,16 +363,21 @@ class Run {
 
   // Before backward: what comes back in which order, and when it has to start.
   void look_ahead() {
-    for (int32_t index = 0; index < saves_; ++index) {
-      // What the calling thread decodes comes back when it is demanded, and needs its room then.
-      if (away_[index] && inline_coded(index)) {
-        reserve_ = std::max(reserve_, step_.nbytes[index]);
+    for (int32_t place = 0; place < demands(); ++place) {
+      int64_t at_once = 0;
+      for (const int32_t index : needs_.at(place)) {
+        if (!away_[index]) {
+          continue;
+        }
+        // What the calling thread decodes, and what is recomputed, comes back when it is demanded,
+        // and needs its room then.
+        if (inline_coded(index) || actions_[index] == PlannedAction::kRecompute) {
+          at_once += step_.nbytes[index];
+        } else {
+          pending_.push_back(index);
+        }
       }
-    }
-    for (const int32_t index : step_.order) {
-      if (away_[index] && !inline_coded(index)) {
-        pending_.push_back(index);
-      }
+      reserve_ = std::max(reserve_, at_once);
     }
     extra_ahead_.assign(demands(), 0);
     int64_t most = 0;
@@ -384,25 +399,45 @@ class Run {
     start_by_s_.assign(saves_, 0.0);
     double latest_s = std::numeric_limits<double>::infinity();
     for (int32_t place = demands() - 1; place >= 0; --place) {
-      const int32_t index = step_.order[place];
-      if (!away_[index]) {
-        continue;
+      const std::span<const int32_t> needed = needs_.at(place);
+      for (auto index = needed.rbegin(); index != needed.rend(); ++index) {
+        if (away_[*index]) {
+          latest_s = std::min(latest_s, nominal_s_[place]) - kLead * return_s(*index);
+          start_by_s_[*index] = latest_s;
+        }
       }
-      double seconds = 0;
-      if (actions_[index] == PlannedAction::kSwap) {
-        seconds = rates_.fetch_s(step_.nbytes[index]);
-      } else if (actions_[index] == PlannedAction::kEncodeSwap) {
-        seconds = rates_.fetch_s(step_.held_frame_nbytes[index]);
-      }
-      if (coded(actions_[index])) {
-        seconds += rates_.inline_codec ? 0.0 : rates_.decode_s(step_.nbytes[index]);
-      }
-      latest_s = std::min(latest_s, nominal_s_[place]) - kLead * seconds;
-      start_by_s_[index] = latest_s;
     }
   }
 
-  void demand(int32_t mark, int32_t index) {
+  // How long a storage is on its way back.
+  double return_s(int32_t index) const {
+    double seconds = 0;
+    if (actions_[index] == PlannedAction::kSwap) {
+      seconds = rates_.fetch_s(step_.nbytes[index]);
+    } else if (actions_[index] == PlannedAction::kEncodeSwap) {
+      seconds = rates_.fetch_s(step_.held_frame_nbytes[index]);
+    }
+    if (coded(actions_[index])) {
+      seconds += rates_.inline_codec ? 0.0 : rates_.decode_s(step_.nbytes[index]);
+    }
+    return seconds;
+  }
+
+  // See [Note: Who needs what].
+  void demand(int32_t mark, int32_t place) {
+    const std::span<const int32_t> needed = needs_.at(place);
+    for (const int32_t index : needed) {
+      bring(mark, index);
+    }
+    int64_t peak = resident_;
+    if (!needed.empty()) {
+      peak = start_back(mark, place);
+    }
+    found_.resident_bytes.push_back(peak + extra(mark));
+  }
+
+  // A storage is used, for the first time since the forward.
+  void bring(int32_t mark, int32_t index) {
     const PlannedAction action = actions_[index];
     const int64_t nbytes = step_.nbytes[index];
     if (away_[index]) {
@@ -415,13 +450,20 @@ class Run {
       if (coded(action)) {
         work(Work::kDecode, index, left_to_decode_s(index));
       }
-      gone_after(step_.last_demand[index], nbytes);
+      if (action == PlannedAction::kRecompute) {
+        work(Work::kRecompute, index, step_.recipe_s[index]);
+      }
+      gone_after(needs_.last_use(index), nbytes);
       if (action == PlannedAction::kEncodeSwap) {  // whoever has the bytes comes after all copies
         gone_after(mark, (1 + sent_frames_[index]) * framed(index));
       }
     } else if (action != PlannedAction::kKeep) {
-      gone_after(step_.gone_after[index], nbytes);  // nobody needed its room
+      gone_after(needs_.gone_after(index), nbytes);  // nobody needed its room
     }
+  }
+
+  // Starts what comes back next, as far as there is room. The most resident bytes.
+  int64_t start_back(int32_t mark, int32_t place) {
     int64_t peak = resident_;
     while (!pending_.empty()) {
       const int32_t coming = pending_.front();
@@ -432,17 +474,17 @@ class Run {
       const int32_t following = mark + 1;
       const bool early =
           following >= marks_ || nominal_s_[following - saves_] <= start_by_s_[coming];
-      const int64_t needed = step_.nbytes[coming] + transit_frame(coming) +
-                             std::max(reserve_, extra_ahead_[mark - saves_]);
+      const int64_t needed =
+          step_.nbytes[coming] + transit_frame(coming) + std::max(reserve_, extra_ahead_[place]);
       if (early || resident_ + needed > budget_bytes_) {
         break;
       }
       pending_.pop_front();
       fetch(coming);
-      found_.fetches.push_back({index, coming});
+      found_.fetches.push_back({step_.order[place], coming});
       peak = std::max(peak, resident_);
     }
-    found_.resident_bytes.push_back(peak + extra(mark));
+    return peak;
   }
 
   void fetch(int32_t index) {
@@ -566,6 +608,7 @@ class Run {
 
   Replay found_;
   LinkModel link_;
+  const Needs needs_;
   double clock_ = 0;
   int64_t resident_ = 0;
   std::vector<int64_t> gone_;      // bytes that go before each mark
@@ -577,10 +620,9 @@ class Run {
   std::vector<uint8_t> returning_;
   std::vector<uint8_t> sent_frames_;  // on the link, not released
   std::vector<uint8_t> was_exposed_;
-  std::vector<int32_t> demand_place_;    // storage -> place in the order
   std::optional<RunningPeak> backward_;  // while room is made for backward
   std::deque<int32_t> pending_;          // what is to start back
-  int64_t reserve_ = 0;                  // room for the largest storage that is decoded inline
+  int64_t reserve_ = 0;                  // room for what comes back at a demand at once
   std::vector<int64_t> extra_ahead_;     // the most of what is recomputed from a demand on
   std::vector<double> nominal_s_;        // when each demand would come if nobody waited
   std::vector<double> start_by_s_;       // by storage
@@ -596,6 +638,7 @@ Replay replay(const StepRecord& step, const MachineRates& rates,
                                 std::to_string(step.nbytes.size()) + " storages");
   }
   require_rates(rates, actions);
+  require_recipes(step, actions);
   return Run(step, rates, actions, budget_bytes, with_spans).run();
 }
 

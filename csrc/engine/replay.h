@@ -34,6 +34,10 @@
 //    one room that is there all the time (`arena_nbytes`). What finds no credit there, or would
 //    need a longer frame than planned, is swapped as it is: that takes less of the device at any
 //    mark.
+// 9. What is recomputed goes at once and comes back when it is demanded, after what its recipe
+//    reads: that comes back then, too, if it is not there, and stays until its own last demand, or
+//    the last recipe that reads it has run. What a recipe reads is its graph's for as long as the
+//    recipe is: what stays, and frames, go no earlier.
 //
 // The same input gives the same bits on every machine: sums are added in the order of the events.
 #pragma once
@@ -60,6 +64,7 @@ enum class Work : uint8_t {
   kSharedWithCopies,
   kEncode,
   kDecode,
+  kRecompute,
   kCopyAway,
   kCopyBack,
 };
@@ -102,7 +107,7 @@ struct Replay {
 // Args:
 //   step: was checked.
 //   actions: one per storage. Throws std::invalid_argument if there are more or fewer, or if one of
-//     them needs a rate that is 0.
+//     them needs a rate that is 0, or a recipe that there is not.
 //   budget_bytes: how many resident bytes to stay below, if waiting makes it possible.
 //   with_spans: whether to note what every lane does when.
 Replay replay(const StepRecord& step, const MachineRates& rates,

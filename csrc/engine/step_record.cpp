@@ -50,6 +50,41 @@ void require_marks(const char* column, const std::vector<int32_t>& marks) {
   }
 }
 
+// Who demands a storage demands what its recipe reads first, so no recipe may lead back to itself.
+class Recipes {
+ public:
+  explicit Recipes(const std::vector<std::vector<int32_t>>& sources)
+      : sources_(sources), state_(sources.size(), State::kNew) {}
+
+  void require_acyclic(int32_t index) {
+    const auto of = static_cast<size_t>(index);
+    if (state_[of] == State::kDone) {
+      return;
+    }
+    if (state_[of] == State::kOpen) {
+      throw std::invalid_argument("StepRecord: the recipe of storage " + std::to_string(index) +
+                                  " reads what is made of it, expected recipes without a cycle");
+    }
+    state_[of] = State::kOpen;
+    for (const int32_t source : sources_[of]) {
+      if (source < 0 || static_cast<size_t>(source) >= sources_.size()) {
+        throw std::invalid_argument("StepRecord: the recipe of storage " + std::to_string(index) +
+                                    " reads storage " + std::to_string(source) +
+                                    ", expected 0 to " +
+                                    std::to_string(static_cast<int64_t>(sources_.size()) - 1));
+      }
+      require_acyclic(source);
+    }
+    state_[of] = State::kDone;
+  }
+
+ private:
+  enum class State : uint8_t { kNew, kOpen, kDone };
+
+  const std::vector<std::vector<int32_t>>& sources_;
+  std::vector<State> state_;
+};
+
 }  // namespace
 
 void StepRecord::check() const {
@@ -60,6 +95,8 @@ void StepRecord::check() const {
   require_length("held_until", held_until.size(), saves);
   require_length("last_demand", last_demand.size(), saves);
   require_length("gone_after", gone_after.size(), saves);
+  require_length("recipe_s", recipe_s.size(), saves);
+  require_length("recipe_sources", recipe_sources.size(), saves);
   require_length("gaps_s", gaps_s.size(), marks);
   require_length("windows_s", windows_s.size(), windows_s.empty() ? 0 : marks);
   require_length("extra_nbytes", extra_nbytes.size(), extra_nbytes.empty() ? 0 : marks);
@@ -70,6 +107,15 @@ void StepRecord::check() const {
   require_bytes("extra_nbytes", extra_nbytes, left);
   require_seconds("gaps_s", gaps_s);
   require_seconds("windows_s", windows_s);
+  for (const double seconds : recipe_s) {
+    if (seconds != kNoRecipe) {
+      require_seconds("recipe_s", {seconds});
+    }
+  }
+  Recipes recipes(recipe_sources);
+  for (size_t index = 0; index < saves; ++index) {
+    recipes.require_acyclic(static_cast<int32_t>(index));
+  }
   require_marks("held_until", held_until);
   require_marks("gone_after", gone_after);
   std::vector<bool> demanded(saves, false);

@@ -9,8 +9,11 @@ namespace memswap {
 // Instead of a mark, where there is none.
 inline constexpr int32_t kNever = -1;
 
+// Instead of a recipe's seconds, where a storage has no recipe.
+inline constexpr double kNoRecipe = -1;
+
 // What happens to one saved storage. The numbers are those of memswap.Action, in its order.
-enum class PlannedAction : uint8_t { kKeep, kEncode, kSwap, kEncodeSwap };
+enum class PlannedAction : uint8_t { kKeep, kEncode, kSwap, kEncodeSwap, kRecompute };
 
 // Whether bytes cross the link.
 constexpr bool moves(PlannedAction action) {
@@ -32,6 +35,8 @@ struct StepRecord {
   std::vector<int32_t> held_until;         // the first mark at which the forward holds it no longer
   std::vector<int32_t> last_demand;        // the mark in whose course it is demanded last
   std::vector<int32_t> gone_after;         // the last mark at which it is there if it stays
+  std::vector<double> recipe_s;            // what its recipe takes; kNoRecipe: it has none
+  std::vector<std::vector<int32_t>> recipe_sources;  // storages that its recipe reads
 
   // One number per demand.
   std::vector<int32_t> order;  // which storage is demanded

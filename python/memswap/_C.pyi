@@ -602,6 +602,8 @@ class StepRecord:
         held_until: Sequence[int | None],
         last_demand: Sequence[int | None],
         gone_after: Sequence[int | None],
+        recipe_s: Sequence[float | None],
+        recipe_sources: Sequence[Sequence[int]],
         order: Sequence[int],
         gaps_s: Sequence[float],
         windows_s: Sequence[float],
@@ -762,6 +764,16 @@ class RecipeForm(AwayForm):
 class Trial:
     """A recipe that is being proven (csrc/engine/recipes.h)."""
 
+class ProvenRecipe:
+    """A recipe that a plan may count on (csrc/engine/recipes.h)."""
+
+    @property
+    def words(self) -> str: ...  # "mul(silu(saved), saved)"
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def saved(self) -> list[int | None]: ...  # what each "saved" is: a storage of the iteration
+
 class Recipes:
     """The recipes of one engine (csrc/engine/recipes.h)."""
 
@@ -778,7 +790,8 @@ class Recipes:
         scope: HookScope,
         dtype: torch.dtype,
         most_extra: float,
-    ) -> tuple[AwayForm, Ticket] | Trial | None: ...
+        leaves: bool = ...,
+    ) -> tuple[AwayForm, Ticket] | ProvenRecipe | Trial | None: ...
     def learnt(self) -> list[tuple[str, int, int, str, int, bool]]: ...
     @property
     def storages(self) -> int: ...

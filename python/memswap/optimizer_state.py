@@ -157,7 +157,7 @@ class StateMover:
     """Moves tensors of optimizer state, each as a whole, and says which stay and why.
 
     Args:
-        action: how they go; None: what suits their device (`Route.default_action`).
+        action: how they go; None: what suits their device (`Route.without_recipe`).
         pool: where they go; None: one that all movers share, and `swap_out`.
         min_bytes: shorter ones stay.
     """
@@ -219,7 +219,7 @@ class StateMover:
             reason = "not plain"
         if route is None or view is None:
             return self._keep(tensor, reason)
-        action = self._action or route.default_action
+        action = self._action or route.without_recipe
         if action is KEEP:
             return self._keep(tensor, "keep")
         message = (

@@ -31,6 +31,8 @@ StepRecord stack(int32_t layers) {
     step.held_until.push_back(std::min(index + 1, layers));
     step.last_demand.push_back(2 * layers - 1 - index);
     step.gone_after.push_back(2 * layers - 1 - index);
+    step.recipe_s.push_back(kNoRecipe);
+    step.recipe_sources.emplace_back();
     step.order.push_back(layers - 1 - index);
   }
   step.gaps_s.assign(layers, 1e-3);
@@ -55,6 +57,25 @@ TEST(Replay, ASwapThatHasTimeCostsNothing) {
   ASSERT_EQ(found.fetches.size(), 1u);
   EXPECT_EQ(found.fetches[0].at, 1) << "half the speed needs the two milliseconds before its use";
   EXPECT_TRUE(found.idle.empty());
+}
+
+TEST(Replay, WhatARecipeReadsComesBackWithIt) {
+  StepRecord step = stack(3);
+  step.recipe_s[2] = 1e-4;
+  step.recipe_sources[2] = {0};
+  std::vector<PlannedAction> actions = first(3, PlannedAction::kSwap);
+  actions[2] = PlannedAction::kRecompute;
+  const Replay found = replay(step, kRates, actions, 1000);
+  // At the first demand: 0, which the recipe reads, 1, which has stayed, and 2 itself.
+  EXPECT_EQ(found.resident_bytes, (std::vector<int64_t>{1000, 1000, 2000, 3000, 2000, 1000}));
+  EXPECT_GE(found.exposed_s[2], 1e-4);
+  EXPECT_GT(found.exposed_s[0], 0) << "0 was waited for two demands early";
+  EXPECT_TRUE(found.fetches.empty());
+}
+
+TEST(Replay, ARecipeThatThereIsNotIsRefused) {
+  EXPECT_THROW(replay(stack(3), kRates, first(3, PlannedAction::kRecompute), 2000),
+               std::invalid_argument);
 }
 
 TEST(Replay, AWaitForASlowLinkIsCounted) {
@@ -106,6 +127,12 @@ TEST(StepRecord, NumbersThatNoStepHasAreRefused) {
   };
   refused([](StepRecord& step) { step.gone_after[0] = -2; });
   refused([](StepRecord& step) { step.held_until[0] = -2; });
+  refused([](StepRecord& step) { step.recipe_s[0] = -2; });
+  refused([](StepRecord& step) { step.recipe_sources[0] = {7}; });
+  refused([](StepRecord& step) {
+    step.recipe_sources[0] = {1};
+    step.recipe_sources[1] = {0};
+  });
   refused([](StepRecord& step) { step.nbytes[0] = -1; });
   refused([](StepRecord& step) { step.nbytes[0] = step.nbytes[1] = INT64_MAX / 2; });
   refused([](StepRecord& step) { step.gaps_s[0] = std::nan(""); });

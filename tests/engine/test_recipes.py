@@ -75,6 +75,23 @@ def test_a_model_learns_for_two_steps_and_then_recomputes(device):
         assert_nothing_left(stats)
 
 
+def test_without_an_action_a_cpu_recomputes_what_it_can_and_an_accelerator_swaps(device, new_pool):
+    model, x = new_model(device), random(device, 64, 16)
+    expected = gradients_of(model, x)
+    used = {}
+    for recipes_on in (True, False):
+        pool = None if device.type == "cpu" else new_pool()
+        policy = memswap.Policy(min_bytes=1, recipes=recipes_on)
+        with memswap.manage(model, policy, pool=pool) as manager:
+            for _ in range(recipes.PROOFS + 2):
+                manager.reset_stats()
+                assert_same_gradients(gradients_of(model, x), expected)
+            used[recipes_on] = manager.stats().recipe_storages
+            assert (manager._engine.recipes is None) == (not recipes_on or device.type != "cpu")
+    assert used[False] == 0, "one argument is to turn recipes off"
+    assert (used[True] > 0) == (device.type == "cpu")
+
+
 def test_recipes_take_fewer_bytes_than_anything_else(device):
     model, x = new_model(device), random(device, 64, 16)
     peaks = {}

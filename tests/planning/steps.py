@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from memswap import Action, Rates
-from memswap.planning.step import Region, SavedStorage, Step
+from memswap.planning.step import Recipe, Region, SavedStorage, Step
 
 ALL = (Action.SWAP, Action.ENCODE_SWAP, Action.ENCODE)
 
@@ -24,6 +24,7 @@ def saved(
     unit: str = "0",
     ordinal: int = 0,
     overflow: float = 0.0,
+    recipe: Recipe | None = None,
 ) -> SavedStorage:
     return SavedStorage(
         unit,
@@ -36,6 +37,7 @@ def saved(
         held_until,
         last_demand,
         overflow_nbytes=int(nbytes * overflow),
+        recipe=recipe,
     )
 
 
@@ -72,17 +74,25 @@ def steps(draw: st.DrawFn, most: int = 5, recomputable: bool = False) -> Step:
         if index in first:
             last = draw(st.integers(first[index], min(first[index] + 2, marks - 1)))
         held = draw(st.sampled_from([index + 1, index + 1, index + 2, n, None]))
+        actions = draw(st.sampled_from([ALL, ALL, (Action.SWAP,), (Action.ENCODE,), ()]))
+        recipe = None
+        if actions and draw(st.booleans()):
+            actions = (*actions, Action.RECOMPUTE)
+            read = draw(st.lists(st.integers(0, n - 1), max_size=2, unique=True))
+            seconds = draw(st.sampled_from([0.0, 1e-4, 3e-3]))
+            recipe = Recipe("mul", tuple(one for one in read if one < index), seconds)
         storages.append(
             saved(
                 draw(st.integers(1, 5000)),
                 None if held is None else min(held, n),
                 last,
-                actions=draw(st.sampled_from([ALL, ALL, (Action.SWAP,), (Action.ENCODE,), ()])),
+                actions=actions,
                 frame=draw(st.sampled_from([0.1, 0.6, 0.9])),
                 held_frame=draw(st.sampled_from([0.1, 0.6, 1.0])),
                 unit=str(index // 2),
                 ordinal=index % 2,
                 overflow=draw(st.sampled_from([0.0, 0.0, 0.3])),
+                recipe=recipe,
             )
         )
     gaps = draw(st.lists(st.integers(0, 4000), min_size=marks, max_size=marks))

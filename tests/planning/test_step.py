@@ -10,19 +10,31 @@ from steps import ALL, RATES, saved, stack
 
 from memswap import Action, Rates
 from memswap.planning.replay import replay, timetable
-from memswap.planning.step import Step, load, save
+from memswap.planning.step import Recipe, Step, load, save
 from memswap.reports.trace import trace
 
 
+def with_recipes(step: Step, sources: dict[int, tuple[int, ...]], seconds: float = 1e-4) -> Step:
+    """The same step where some storages are made of others by an operator."""
+    storages = list(step.storages)
+    for index, read in sources.items():
+        storages[index] = replace(
+            storages[index],
+            actions=(*storages[index].actions, Action.RECOMPUTE),
+            recipe=Recipe("silu of gate", read, seconds),
+        )
+    return replace(step, storages=tuple(storages))
+
+
 def test_a_step_survives_its_file(tmp_path):
-    step, file = stack([10, 20, 30], actions=ALL), tmp_path / "step.json"
+    step, file = with_recipes(stack([10, 20, 30], actions=ALL), {2: (0, 1)}), tmp_path / "step.json"
     save(step, RATES, file)
     assert load(file) == (step, RATES)
 
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[]", '{"memswap_step": 1}', '{"memswap_step": 4, "step": {}, "rates": {}}'],
+    ["", "{", "[]", '{"memswap_step": 1}', '{"memswap_step": 5, "step": {}, "rates": {}}'],
 )
 def test_a_file_that_is_no_step_is_refused_by_its_name(tmp_path, content):
     file = tmp_path / "other.json"
@@ -100,6 +112,54 @@ def test_copies_by_the_processors_that_compute_are_not_free():
     assert shared.total_exposed_s == pytest.approx(5e-3), "a second was counted twice"
 
 
+def test_what_is_recomputed_takes_no_bytes_and_the_time_of_its_recipe():
+    step = with_recipes(stack([1000] * 3), {1: (0,)})
+    found = replay(step, RATES, {1: Action.RECOMPUTE}, 2000)
+    # Gone when the third is saved; back at its own demand, when the third has gone.
+    assert found.resident_bytes == [1000, 2000, 2000, 2000, 2000, 1000]
+    assert found.total_exposed_s == pytest.approx(1e-4)
+    assert found.pooled_bytes == 0 and found.moved_bytes == 1000
+
+
+def test_what_a_recipe_reads_is_back_when_it_runs_and_until_its_own_last_use():
+    """0 is swapped, and comes back two demands early, for the recipe of 2, which reads 1 too."""
+    step = with_recipes(stack([1000] * 4), {2: (0, 1), 1: (0,)})
+    actions = {0: Action.SWAP, 1: Action.RECOMPUTE, 2: Action.RECOMPUTE}
+    found = replay(step, RATES, actions, 2000)
+    assert found.resident_bytes[:4] == [1000, 2000, 2000, 2000]
+    # Demand of 3; of 2, which needs 0, 1 and itself; of 1; of 0.
+    assert found.resident_bytes[4:] == [1000, 3000, 2000, 1000]
+    assert found.fetches == {}, "it comes back when it is needed, which is before its own demand"
+    assert set(found.exposed_s) == {0, 1, 2}
+
+
+def test_what_stays_is_its_graphs_for_as_long_as_the_recipe_that_reads_it():
+    """Backward uses 1 before 2, whose recipe reads 1 once more."""
+    step = with_recipes(stack([1000] * 3), {2: (1,)})
+    storages = (
+        step.storages[0],
+        replace(step.storages[1], last_demand=3),
+        replace(step.storages[2], last_demand=5),
+    )
+    step = replace(
+        step, storages=(replace(storages[0], last_demand=4), *storages[1:]), order=(1, 0, 2)
+    )
+    assert replay(step, RATES, {}, 3000).resident_bytes[3:] == [3000, 2000, 1000]
+    found = replay(step, RATES, {2: Action.RECOMPUTE}, 3000)
+    assert found.resident_bytes[3:] == [2000, 2000, 2000], "1 went although 2 needs it"
+
+
+def test_recipes_that_lead_back_to_themselves_or_nowhere_are_refused():
+    step = stack([1000] * 3)
+    for sources, words in (({1: (2,), 2: (1,)}, "cycle"), ({1: (1,)}, "cycle")):
+        with pytest.raises(ValueError, match=words):
+            replay(with_recipes(step, sources), RATES, {})
+    with pytest.raises(ValueError, match="indices of"):
+        with_recipes(step, {1: (7,)})
+    with pytest.raises(ValueError, match="no recipe"):
+        replay(step, RATES, {1: Action.RECOMPUTE})
+
+
 def test_codec_time_is_computes_and_frames_count():
     step = stack([1000, 1000], actions=ALL, held_frame=0.6)
     found = replay(step, RATES, {0: Action.ENCODE}, 1600)
@@ -135,19 +195,25 @@ def test_codec_work_is_free_in_windows_and_costs_what_is_left_of_it_elsewhere():
 
 
 def test_a_trace_has_a_lane_for_everything_and_counts_bytes():
-    step = stack([1000] * 6, actions=ALL)
-    actions = {0: Action.SWAP, 1: Action.ENCODE_SWAP, 2: Action.ENCODE}
+    step = with_recipes(stack([1000] * 6, actions=ALL), {3: (2,)})
+    actions = {0: Action.SWAP, 1: Action.ENCODE_SWAP, 2: Action.ENCODE, 3: Action.RECOMPUTE}
     replays = {
         "plain": timetable(step, RATES, {}),
         "memswap": timetable(step, RATES, actions, 4500),
     }
     content = json.loads(json.dumps(trace(replays)))
     events = content["traceEvents"]
-    lanes = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert {"compute", "codec", "copies away", "copies back"} <= lanes
+    lanes = {
+        event["args"]["name"]: event["tid"]
+        for event in events
+        if event["name"] == "thread_name" and event["pid"] == 2
+    }
+    assert {"compute", "codec", "recomputing", "copies away", "copies back"} <= lanes.keys()
     counters = [event for event in events if event["ph"] == "C"]
     assert len(counters) == 2 * 12
     spans = [event for event in events if event["ph"] == "X"]
     assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in spans)
-    away = [event for event in spans if event["pid"] == 2 and event["tid"] == 4]
+    away = [e for e in spans if e["pid"] == 2 and e["tid"] == lanes["copies away"]]
+    again = [e["name"] for e in spans if e["pid"] == 2 and e["tid"] == lanes["recomputing"]]
+    assert again == ["silu of gate (3 #3)"], "what is run again has a lane of its own, by name"
     assert len(away) == 2, "the copies away are missing"

@@ -98,7 +98,7 @@ def kept_bytes(seed: int) -> int:
     name = Stack.layer, seed
     if name not in KEPT:
         stack = Stack(seed)
-        policy = memswap.Policy(min_bytes=1)
+        policy = memswap.Policy(min_bytes=1, recipes=False)
         with memswap.manage(
             stack.layers, policy, pool=new_pool(), budget="1GiB", rates=NO_LINK
         ) as manager:
@@ -122,7 +122,7 @@ class Trained:
     ) -> None:
         self.budget = int(share * kept_bytes(seed))
         stack = Stack(seed)
-        policy = policy or memswap.Policy(min_bytes=1)
+        policy = policy or memswap.Policy(min_bytes=1, recipes=False)
         manager = memswap.manage(
             stack.layers, policy, pool=new_pool(), budget=self.budget, rates=rates
         )

@@ -13,6 +13,7 @@ from torch import nn
 import memswap
 import simdev
 from memswap.planning import kinds
+from memswap.planning.holding import SAMPLES
 from simdev import laboratory, virtual_time
 
 pytestmark = [pytest.mark.own_laboratory, pytest.mark.one_schedule]
@@ -71,7 +72,13 @@ def in_laboratory(body: Callable[[Machine], Any], budget: int | str, gb_per_s: f
 
 def settled(budget: int | str, gb_per_s: float) -> tuple[float, memswap.Plan]:
     """A step of a machine that has always been so fast, and its plan."""
-    return in_laboratory(lambda one: (one.steps(7, gb_per_s), one.plan), budget, gb_per_s)
+    count = 7 + compared(budget)
+    return in_laboratory(lambda one: (one.steps(count, gb_per_s), one.plan), budget, gb_per_s)
+
+
+def compared(budget: int | str) -> int:
+    """Steps in which a plan is compared with plain ones, that are some of these."""
+    return 3 * SAMPLES if budget == "auto" else 0
 
 
 @pytest.mark.parametrize("budget", ["auto", 120 << 10])
@@ -80,13 +87,14 @@ def test_a_link_that_becomes_slower_and_faster_again_is_noticed(budget):
     fast_us, fast_plan = settled(budget, FAST)
 
     def body(machine: Machine) -> None:
-        machine.steps(6, FAST)
+        more = compared(budget)
+        machine.steps(6 + more, FAST)
         assert machine.plan.moved_bytes == fast_plan.moved_bytes
-        machine.steps(4 * RETIME_AFTER, SLOW)
+        machine.steps(4 * RETIME_AFTER + 4 * more, SLOW)
         assert machine.replans >= 1, "a link five times slower changed nothing"
         us = machine.steps(3, SLOW)
         assert us <= 1.05 * slow_us, f"{us:.0f} us, and {slow_us:.0f} with a plan for this link"
-        machine.steps(4 * RETIME_AFTER, FAST)
+        machine.steps(4 * RETIME_AFTER + 4 * more, FAST)
         us = machine.steps(3, FAST)
         assert us <= 1.05 * fast_us, f"{us:.0f} us, and {fast_us:.0f} with a plan for this link"
         assert machine.plan.moved_bytes >= 0.9 * fast_plan.moved_bytes > 0

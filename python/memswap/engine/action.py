@@ -63,6 +63,10 @@ class Decider(Protocol):
     def operators(self) -> tuple[str, ...]:
         """Operators of the user's that may be run again, beside memswap's table."""
 
+    @property
+    def recipes(self) -> bool:
+        """Whether storages may be recomputed where `action` and `fn` are None."""
+
     def covers(self, unit: str) -> bool:
         """Whether tensors of this unit may move at all."""
 

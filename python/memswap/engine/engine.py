@@ -58,6 +58,8 @@ class Engine(native.Engine):
     """What is known of the operators that made storages; None: nothing is recomputed."""
     observer: Durations | None
     """Who measures operators and the codec, for windows; None: nobody."""
+    knows_operators: bool
+    """Whether `recipes` hears of operators, which takes time with each. A director switches it."""
 
     def __init__(
         self,
@@ -68,9 +70,10 @@ class Engine(native.Engine):
     ) -> None:
         super().__init__(window_bytes, schedule)
         self.recipes = None
+        self.knows_operators = True
         self.observer = None
-        self.policy = policy
         self._director: Director | None = None
+        self.policy = policy
         self._routes = Routes(pool)
 
     @property
@@ -81,8 +84,7 @@ class Engine(native.Engine):
     @policy.setter
     def policy(self, policy: Decider) -> None:
         self._policy = policy
-        if self.recipes is None and recipes.wants_recipes(policy):
-            self.recipes = recipes.open_recipes(self, policy.operators)
+        self._open_recipes()
         action = "ask" if policy.fn is not None else policy.action and policy.action.value
         self.set_policy(policy.min_bytes, action)
 
@@ -95,6 +97,12 @@ class Engine(native.Engine):
     def director(self, director: Director | None) -> None:
         self._director = director
         self.directed = director is not None
+        self._open_recipes()
+
+    def _open_recipes(self) -> None:
+        """Know operators from here on, if the policy or a plan may ask for it."""
+        if self.recipes is None and recipes.wants_recipes(self._policy, self.directed):
+            self.recipes = recipes.open_recipes(self, self._policy.operators)
 
     # --- the life of an iteration -----------------------------------------------------------------
 
@@ -218,7 +226,18 @@ class Engine(native.Engine):
         self.departing.notice_some()
         self.learn()
         scope.ordinal += 1
-        return self._admit(tensor, view, scope, route, action or route.default_action)
+        return self._admit(tensor, view, scope, route, action or self._default_action(route))
+
+    def _default_action(self, route: Route) -> Action:
+        """What a policy without an action of its own means for a device."""
+        action = route.default_action
+        if action is not RECOMPUTE:
+            return action
+        if not self.policy.recipes or self.schedule is BATCHES:
+            return route.without_recipe
+        if self.recipes is None:  # from the next scope on its operators are known
+            self.recipes = recipes.open_recipes(self, self.policy.operators)
+        return action
 
     def _admit(
         self,
@@ -232,23 +251,31 @@ class Engine(native.Engine):
         nbytes = view.storage_nbytes
         director = self.director
         recomputes = action is RECOMPUTE and director is None
+        free = self.policy.action is None and self.policy.fn is None
+        learns = self.recipes is not None and (action is RECOMPUTE or free)
         if action is RECOMPUTE:
             action = route.without_recipe
         chosen = None
         if director is not None:
             insists = scope.action is not None  # who packs
             chosen = director.choose(tensor, scope.unit, scope.ordinal, nbytes, action, insists)
-            action = chosen or action
+            recomputes = chosen is RECOMPUTE
+            action = route.without_recipe if recomputes else chosen or action
+        learns = learns and director is not None and director.learns_recipes()
         verdict = self.iteration.admit(nbytes, action is ENCODE, scope.group)
         if action is KEEP:
             verdict = "policy" if chosen is None else PLANNED
         elif chosen is not None and verdict != NEVER_FREED:
             verdict = None
-        if verdict is None and action is SWAP and not recomputes:
+        if verdict is None and action is SWAP and not (recomputes or learns):
             self._note_swap(route)
         entry, storage = self.make_entry(tensor, view)
         recomputes = recomputes and verdict is None
-        if recomputes and self._becomes_recipe(entry, storage, view, scope, tensor.dtype, action):
+        if (recomputes or learns) and self._becomes_recipe(
+            entry, storage, view, scope, tensor.dtype, action, leaves=recomputes
+        ):
+            if director is not None:
+                self.saved(entry)
             return scope.join(entry, view)
         if verdict is None:
             key = Key(scope.unit, scope.ordinal, nbytes, tensor.dtype)
@@ -283,23 +310,33 @@ class Engine(native.Engine):
         scope: native.HookScope,
         dtype: torch.dtype,
         otherwise: Action,
+        leaves: bool = True,
     ) -> bool:
-        """Whether an entry's storage leaves as a recipe. If not, the recipe may be on trial."""
+        """Whether an entry's storage leaves as a recipe. If not, the recipe may be on trial.
+
+        `leaves`: whether it leaves if it can; a director that learns is told its recipe instead.
+        """
+        director = self.director
         if self.recipes is None or self.schedule is BATCHES:
             return False
-        answer = self.recipes.offer(
-            storage,
-            view,
-            scope,
-            dtype,
-            recipes.MOST_EXTRA_BESIDE_FRAMES if otherwise is ENCODE else recipes.MOST_EXTRA,
-        )
-        if not isinstance(answer, tuple):
-            entry.trial = answer
+        most_extra = recipes.MOST_EXTRA
+        if director is not None:
+            most_extra = 0.0  # a plan knows of no storage that only a recipe keeps
+        elif otherwise is ENCODE:
+            most_extra = recipes.MOST_EXTRA_BESIDE_FRAMES
+        answer = self.recipes.offer(storage, view, scope, dtype, most_extra, leaves)
+        if isinstance(answer, tuple):
+            entry.leave(*answer)
+            self.departing.add(entry)
+            return True
+        if isinstance(answer, native.ProvenRecipe):
+            assert director is not None  # nobody else asks
+            director.recipe(entry, answer)
             return False
-        entry.leave(*answer)
-        self.departing.add(entry)
-        return True
+        entry.trial = answer
+        if leaves and director is not None:
+            director.no_recipe(entry)
+        return False
 
 
 uncompiled_methods(Engine)

@@ -113,8 +113,8 @@ class HookScope(native.HookScope):
         self.outer = outer
         push_hooks(self.pack, unpack)
         self.pushed = True
-        self.recipes = self.engine.recipes
-        if self.recipes is not None:
+        if self.engine.recipes is not None and self.engine.knows_operators:
+            self.recipes = self.engine.recipes
             self.recipes.enter()
 
     def leave(self, output: object = None) -> None:

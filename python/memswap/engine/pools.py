@@ -148,7 +148,7 @@ class HostPool(_Pool):
         self.device: torch.device = _device(device)
         self.numa_node = _numa_node(numa, self.device)
         if budget is None:
-            budget_bytes = _available_memory_bytes() // 2
+            budget_bytes = available_memory_bytes() // 2
         else:
             budget_bytes = parse_bytes(budget, "HostPool(budget=...)")
         slab_bytes = parse_bytes(slab, "HostPool(slab=...)")
@@ -226,7 +226,7 @@ def _device(device: torch.device | str | None) -> torch.device:
     return found
 
 
-def _available_memory_bytes() -> int:
+def available_memory_bytes() -> int:
     """Bytes that the system would give now without swapping, within the control group's limit."""
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:

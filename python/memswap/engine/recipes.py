@@ -30,9 +30,11 @@ PROOFS: int = native.RECIPE_PROOFS
 MOST_EXTRA = MOST_EXTRA_BESIDE_FRAMES = 0.75
 
 
-def wants_recipes(policy: Decider) -> bool:
-    """Whether a policy may ask for Action.RECOMPUTE."""
-    return policy.action is RECOMPUTE or policy.fn is not None
+def wants_recipes(policy: Decider, directed: bool) -> bool:
+    """Whether a policy may ask for Action.RECOMPUTE, or a director to whom it leaves the choice."""
+    if policy.fn is not None or policy.action is RECOMPUTE:
+        return True
+    return directed and policy.recipes and policy.action is None
 
 
 def open_recipes(engine: native.Engine, operators: Sequence[str] = ()) -> native.Recipes:

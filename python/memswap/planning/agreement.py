@@ -23,12 +23,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
+from memswap.engine.action import Action
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from memswap.planning.background import Job
     from memswap.planning.rates import Rates
-    from memswap.planning.step import SavedStorage, Step
+    from memswap.planning.step import Recipe, SavedStorage, Step
 
 
 AnyT = TypeVar("AnyT")
@@ -179,6 +181,8 @@ def alike(one: Step, other: Step) -> bool:
                 held_until=None,
                 last_demand=None,
                 kept_until=None,
+                actions=tuple(one for one in saved.actions if one is not Action.RECOMPUTE),
+                recipe=None,
             )
             for saved in step.storages
         ]
@@ -197,7 +201,17 @@ def agreed_storage(saved: tuple[SavedStorage, ...]) -> SavedStorage:
         held_until=latest([one.held_until for one in saved]),
         last_demand=latest([one.last_demand for one in saved]),
         kept_until=latest([one.kept_until for one in saved]),
+        recipe=agreed_recipe([one.recipe for one in saved]),
     )
+
+
+def agreed_recipe(recipes: list[Recipe | None]) -> Recipe | None:
+    """What every rank has proven, with the longest time of any; None where one has not."""
+    known = [one for one in recipes if one is not None]
+    alike = {(one.words, one.sources) for one in known}
+    if len(known) < len(recipes) or len(alike) != 1:
+        return None
+    return replace(known[0], seconds=max(one.seconds for one in known))
 
 
 def agreed_frame(nbytes: list[int]) -> int:

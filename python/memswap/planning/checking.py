@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from memswap.engine.action import Action
+from memswap.planning.holding import Sample, sample_of
 from memswap.planning.observed import calibrated, linked, quantised, step_of, without_copies
 from memswap.planning.profile import profile
 from memswap.planning.replay import CODED
@@ -40,6 +41,8 @@ class Checked:
     rates: Rates
     exposed_s: float | None
     """What the iteration was longer by; None: it was not timed."""
+    sample: Sample | None = None
+    """What the iteration took, to compare the plan with a plain step."""
     flights: int | None = None
     """Of ranks that plan together, the most forwards at a time."""
 
@@ -69,7 +72,7 @@ def recorded_step(
 ) -> Step | None:
     """What a record says; None where it is no step, which is no reason to stop training."""
     try:
-        step = step_of(record, expectations, timing.device, fixed, on_disk)
+        step = step_of(record, expectations, timing.device, fixed, on_disk, timing.recipes)
     except ValueError:
         return None  # counted as unusable, and told if it goes on
     return without_copies(step, record, rates)
@@ -114,7 +117,21 @@ def checked(timing: Timing, about: Known, as_planned: bool, calibrates: bool) ->
     exposed_s = waited_s + max(again_s, 0.0) + shared_s
     late_s = waited_s - (plan.exposed_s - (known.compute_s - plan.compute_s))
     rates = linked(before, record, late_s > LATE_SHARE * known.compute_s)
-    return Checked(step, calibrated(rates, record) if calibrates else rates, exposed_s)
+    read = read_by_recipes(plan)
+    sample = sample_of(record, [one.action is Action.KEEP for one in plan.storages])
+    sample = replace(sample, cost_s=sample.cost_s + max(again_s, 0.0) + shared_s)
+    rates = calibrated(rates, record, read) if calibrates else rates
+    return Checked(step, rates, exposed_s, sample)
+
+
+def read_by_recipes(plan: Plan) -> frozenset[int]:
+    """Storages that come back for what a plan recomputes."""
+    recomputed = (
+        saved.recipe
+        for saved, planned in zip(plan.step.storages, plan.storages, strict=True)
+        if planned.action is Action.RECOMPUTE
+    )
+    return frozenset(source for one in recomputed if one is not None for source in one.sources)
 
 
 def swapped(plan: Plan) -> list[int]:

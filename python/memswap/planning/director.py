@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memswap._native import native
-from memswap.engine.action import ENCODE_SWAP, KEEP, SWAP
+from memswap.engine.action import ENCODE_SWAP, KEEP, RECOMPUTE, SWAP
 from memswap.engine.expectations import Key
 from memswap.planning.in_flight import InFlight
 from memswap.planning.learner import Learner
@@ -24,15 +24,22 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from memswap._C import Iteration, Recorder
+    from memswap._C import Iteration, ProvenRecipe, Recorder
     from memswap.engine.action import Action
     from memswap.engine.engine import Engine
+    from memswap.engine.entry import Entry
     from memswap.engine.transfer import Route
     from memswap.planning.kinds import StepKind
     from memswap.planning.plan import Plan
     from memswap.planning.policy import Policy
     from memswap.planning.rates import Rates
     from memswap.planning.step import Step
+
+
+def knows_operators(kind: StepKind) -> bool:
+    """Whether a kind's plan has recipes, or one is still to be made."""
+    plan = kind.plan
+    return plan is None or any(one.action is RECOMPUTE for one in plan.storages)
 
 
 class BudgetDirector:
@@ -66,7 +73,9 @@ class BudgetDirector:
         self._fixed = policy.action is not None or policy.fn is not None
         self._bounded = budget != "auto"
         self._learner = Learner(engine, budget, rates, group, self._fixed, pool)
-        self._names = {id(module): name for name, module in (units or {}).items()}
+        self._units = dict(units or {})
+        self._names = {id(module): name for name, module in self._units.items()}
+        self._named: dict[str, Mapping[int, str]] = {}  # unit -> parameter -> its module
         # Ranks that plan together count together, whatever each of them sees.
         self._kinds = Kinds(separate=group is None)
         self._latest: StepKind | None = None
@@ -86,6 +95,7 @@ class BudgetDirector:
             kind.plan,
             measured_peak_bytes=kind.measured.peak_bytes,
             measured_exposed_s=kind.measured.exposed_s,
+            held=kind.measured.held,
             over_budget_bytes=kind.measured.over_budget_bytes,
         )
 
@@ -144,6 +154,10 @@ class BudgetDirector:
         """A new forward: end the books of those that are over, and follow plans that were made."""
         self._end_iterations()
         self._learner.begin()
+        kinds, latest = list(self._kinds), self._latest
+        self._engine.knows_operators = not kinds or any(map(knows_operators, kinds))
+        if latest is not None and latest.holding is not None and latest.holding.next_is_plain:
+            self._engine.knows_operators = False
         plans = [kind.plan for kind in self._kinds if kind.plan is not None]
         return max((plan.limit_bytes for plan in plans), default=None)
 
@@ -177,7 +191,34 @@ class BudgetDirector:
             chosen = SWAP
         if one.recorder is not None:
             one.recorder.choose(unit, ordinal, nbytes, tensor.dtype, recorded.value)
+            if one.plan is None:
+                one.recipes.name(iteration.count, tensor, self._parameters(unit))
         return chosen
+
+    def learns_recipes(self) -> bool:
+        """Where a plan is in force, it says what is recomputed."""
+        one = self._of(self._engine.iteration)
+        return one is not None and one.plan is None
+
+    def recipe(self, entry: Entry, recipe: ProvenRecipe) -> None:
+        """A storage could be recomputed."""
+        one = self._of(self._engine.iteration)
+        if one is not None:
+            one.recipes.seen(entry.index, recipe)
+
+    def no_recipe(self, entry: Entry) -> None:
+        """A storage was to be recomputed, and is not."""
+        one = self._of(self._engine.iteration)
+        if one is not None:
+            one.no_recipe.add(entry.index)
+
+    def _parameters(self, unit: str) -> Mapping[int, str]:
+        """What the modules of a unit's parameters are called."""
+        if unit not in self._named:
+            module = self._units.get(unit)
+            named = () if module is None else module.named_parameters()
+            self._named[unit] = {id(one): name.rpartition(".")[0] for name, one in named}
+        return self._named[unit]
 
     def recomputes(self, module: nn.Module, args: tuple[Any, ...]) -> bool:
         """Whether a checkpoint region is one in the forward that begins now."""
@@ -232,7 +273,11 @@ class BudgetDirector:
         if self._bounded and plan is not None and plan.in_flight < in_flight:
             plan = None  # it leaves the others no room; what leaves is safe
         followed = None if plan is None else kind.followed(route, policy.min_bytes)
-        begun = InFlight(iteration, kind, followed, first, device, recorder)
+        kind.device, plain = device, False
+        if followed is not None and recorder is not None and kind.holding is not None:
+            plain = kind.holding.begin()
+            followed = kind.kept(route, policy.min_bytes) if plain else followed
+        begun = InFlight(iteration, kind, followed, first, device, recorder, plain)
         iteration.follows_alone = policy.fn is None
         self._in_flight.append(begun)
         self._set_overflow_room(route)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from memswap.engine.action import KEEP
+from memswap.engine.recipe_record import RecipeRecord
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +30,7 @@ class InFlight:
         first: what it saves first.
         device: where that is.
         recorder: takes it down; None: nobody does.
+        plain: whether everything stays in it, to compare the plan in force with.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class InFlight:
         first: Key,
         device: torch.device,
         recorder: Recorder | None,
+        plain: bool = False,
     ) -> None:
         self.iteration = iteration
         self.kind = kind
@@ -49,6 +52,10 @@ class InFlight:
         self.first = first
         self.device = device
         self.recorder = iteration.recorder = recorder
+        self.plain = plain
+        self.recipes = RecipeRecord()
+        #: Storages that were to be recomputed, and were not.
+        self.no_recipe: set[int] = set()
         self.trial = kind.known.trial
         #: Regions that are off; None: each of them, which makes itself known.
         self.off = kind.regions_off()

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from memswap._C import Plan as NativePlan
     from memswap._C import Recorder
     from memswap.engine.expectations import Key
+    from memswap.engine.recipe_record import RecipeRecord
     from memswap.engine.transfer import Route
+    from memswap.planning.holding import Holding
     from memswap.planning.plan import Plan, PlannedStorage
     from memswap.planning.rates import Rates
     from memswap.planning.step import Step
@@ -53,6 +55,7 @@ class Timing(NamedTuple):
     """What the iteration saved first."""
     device: torch.device
     recorder: Recorder
+    recipes: RecipeRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,12 @@ class Known:
     trials: int = 0
     margin_bytes: int = 0
     """That the last trial took more than expected."""
+    share: float = 1.0
+    """Of what "auto" allows, how much a plan may take by prediction: less once one cost more."""
+    backoffs: int = 0
+    """How often that happened,"""
+    cost_before: str = ""
+    """and what the last one took, in words."""
 
     def without_trial(self) -> Known:
         """What is known once regions are chosen, or are to be chosen anew."""
@@ -98,6 +107,8 @@ class Measured:
     """how many did,"""
     unfit: int = 0
     """and how many had frames that were longer than planned."""
+    held: bool = False
+    """Whether `exposed_s` was compared with the plain step."""
     doubts: int = 0
     """Timed ones, one after another, that took other times than planned."""
     checks_again: bool = False
@@ -213,8 +224,13 @@ class StepKind:
         self.flights = Flights()
         self.patience = LEAST_PATIENCE  # how many that are not as planned make it learn again
         self.replans = 0
+        self.holding: Holding | None = None  # while the plan is compared with the plain step
+        self.device: torch.device | None = None  # of the last iteration
+        self.retries = 0  # how often that was made anew after everything stayed
+        self.unproven = 0  # iterations in a row that lacked a recipe which was planned with
         self.planning = False  # of ranks that plan together: whether one is timed or planned with
         self._followed: Followed | None = None
+        self._kept: Followed | None = None
 
     @property
     def plan(self) -> Plan | None:
@@ -223,7 +239,8 @@ class StepKind:
 
     def times_next(self) -> bool:
         """Count an iteration. Whether it is to be timed."""
-        return (self.learning if self.plan is None else self.measured).times_next()
+        timed = (self.learning if self.plan is None else self.measured).times_next()
+        return timed or (self.holding is not None and self.measured.iterations >= 2)
 
     def regions_off(self) -> frozenset[str] | None:
         """Which regions are off in the next iteration; None: all of them."""
@@ -255,14 +272,32 @@ class StepKind:
             self._followed = Followed(self.known, route, least_bytes)
         return self._followed
 
+    def kept(self, route: Route, least_bytes: int) -> Followed:
+        """The plan under which everything stays, for as long as the plan in force is compared with
+        that (`holding`). Arguments: `Followed`."""
+        assert self.holding is not None and self.holding.kept is not None
+        if self._kept is None or self._kept.plan is not self.holding.kept:
+            known = replace(self.known, plan=self.holding.kept)
+            self._kept = Followed(known, route, least_bytes)
+        return self._kept
+
+    def tries_again(self) -> bool:
+        """Whether a plan that declined has been in force for long enough: a machine may have become
+        faster, which nobody sees where nothing moves. Each time twice as long."""
+        if self.measured.iterations < RETIME_AFTER << self.retries:
+            return False
+        self.retries += 1
+        return True
+
     def follow(self, known: Known) -> None:
         """What was planned with is known from here on; if it has another plan, that is followed."""
         if known.plan is not self.plan:
             self.replans += self.known.step is not None and known.plan is not None
-            self.measured = Measured()
+            self.measured, self.holding = Measured(), None
         self.known = known
 
     def learn_again(self) -> None:
         """From the next iteration on, which is timed."""
-        self.follow(replace(self.known, plan=None, room_bytes=inf).without_trial())
+        known = replace(self.known, plan=None, room_bytes=inf, share=1.0, backoffs=0)
+        self.follow(known.without_trial())
         self.learning.again()

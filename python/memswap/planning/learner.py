@@ -24,6 +24,8 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from memswap.engine.pools import DiskPool
+from memswap.engine.recipes import PROOFS
+from memswap.engine.units import format_bytes
 from memswap.errors import BudgetError
 from memswap.planning.agreement import Basis, Ranks
 from memswap.planning.background import Background
@@ -36,13 +38,24 @@ from memswap.planning.checking import (
     recorded_step,
     settled,
 )
+from memswap.planning.free_memory import free_bytes
+from memswap.planning.holding import (
+    CAUTION,
+    MOST_BACKOFFS,
+    MOST_BEGUN,
+    Holding,
+    Sample,
+    kept_plan,
+    sample_of,
+)
 from memswap.planning.kinds import MOST_DOUBTS, MOST_UNUSABLE, REFRAME_AFTER, Timing
 from memswap.planning.making import Made, Terms, from_step, planned, sized_like
 from memswap.planning.observed import calibrated, keys_of, reframed
+from memswap.planning.planner import AUTO_SLOWDOWN
 from memswap.planning.shapes import resized
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     import torch
 
@@ -135,7 +148,7 @@ class Learner:
     def ended(self, one: InFlight) -> None:
         """An iteration is over."""
         kind, recorder = one.kind, one.recorder
-        timing = None if recorder is None else Timing(one.first, one.device, recorder)
+        timing = None if recorder is None else Timing(one.first, one.device, recorder, one.recipes)
         if one.plan is None and one.iteration.refused:
             full_at_bytes = max(kind.learning.full_at_bytes, one.iteration.pooled_bytes)
             kind.learning.full_at_bytes = full_at_bytes
@@ -149,6 +162,9 @@ class Learner:
                 self._tell_if_over(one)
             if timing is not None:
                 self._check(kind, timing, one.plan is kind.plan and not one.changed)
+        elif one.plain:
+            if timing is not None and not one.changed:
+                self._note_plain(kind, timing)
         elif one.plan is kind.plan:
             self._followed(one, timing)
 
@@ -157,6 +173,10 @@ class Learner:
         kind, iteration = one.kind, one.iteration
         measured, as_planned = kind.measured, not one.changed
         measured.timing = measured.timing or timing
+        kind.unproven = kind.unproven + 1 if one.no_recipe else 0
+        if kind.unproven > PROOFS:
+            self._drop_recipes(kind, one.no_recipe)
+            return
         over = self._tell_if_over(one)
         # An evaluation begins like a step and saves less; there is nothing to learn from it.
         if iteration.began_backward and kind.looked(as_planned):
@@ -349,6 +369,7 @@ class Learner:
         if made.known.plan is None:
             return
         self._planned_before = True
+        kind.holding = self._new_holding(kind)
         if made.needs_bytes is not None:
             self._engine.ledger.tell_once(
                 "budget",
@@ -377,6 +398,10 @@ class Learner:
         assert rates is not None
         kind.flights.number, kind.patience = lender.flights.number, lender.patience
         known = replace(kind.known, full=full, room_bytes=about.room_bytes)
+        # What a plan of another size has cost, this one would, too.
+        known = replace(
+            known, share=about.share, backoffs=about.backoffs, cost_before=about.cost_before
+        )
         known = replace(known, trial=plan.recompute or None)
         kind.follow(replace(kind.known, room_bytes=about.room_bytes))
         terms = self._terms(kind)
@@ -397,6 +422,17 @@ class Learner:
             return  # `_follow` looks again, or `_judge`
         assert known.step is not None and known.rates is not None
         self._replan(kind, known.step, known.rates, known.plan.recompute)
+
+    def _drop_recipes(self, kind: StepKind, storages: Collection[int]) -> None:
+        """Storages have shown no recipe that is proven: plan without recomputing them.
+
+        A shape that follows another one's plan has to prove the recipes in its first steps.
+        """
+        known = kind.known
+        assert known.plan is not None and known.step is not None and known.rates is not None
+        if not self._plans(kind):
+            step = known.step.without_recipes(storages)
+            self._replan(kind, step, known.rates, known.plan.recompute)
 
     def _reframe(self, kind: StepKind, device: torch.device) -> None:
         """Frames are longer than planned: plan with those that are seen by now.
@@ -438,8 +474,17 @@ class Learner:
         """Keep the plan, look again, or make another one."""
         measured, known = kind.measured, kind.known
         assert known.plan is not None and known.step is not None and known.rates is not None
-        if found.exposed_s is not None:
+        if found.exposed_s is not None and not measured.held:
             measured.exposed_s = found.exposed_s
+        compared = kind.holding is not None
+        if found.sample is not None and self._costs_too_much(kind, found.sample, found.rates):
+            return
+        if known.plan.declined and kind.tries_again():
+            kind.known = replace(known, share=1.0, backoffs=0)
+            self._replan(kind, known.step, known.rates, known.plan.recompute)
+            return
+        if compared:
+            return  # timed to be compared with plain steps: whether times differ is seen later
         if found.flights is not None and found.flights != known.plan.in_flight:
             recompute = known.plan.recompute
             self._replan(kind, known.step, known.rates, recompute, flights=found.flights)
@@ -460,7 +505,81 @@ class Learner:
         if known.full is not None and known.full.regions:
             kind.learn_again()
             return
+        kind.known = replace(known, share=1.0, backoffs=0)  # what a plan cost was in other times
         self._replan(kind, found.step, rates, (), full=found.step, flights=found.flights)
+
+    # --- plans that are held to what they may cost ([Note: Never worse] in holding.py) ------------
+
+    def _new_holding(self, kind: StepKind) -> Holding | None:
+        """The comparison of a kind's plan with the plain step; None: nothing bounds its time.
+
+        Ranks that plan together would have to agree on each iteration that is plain.
+        """
+        plan = kind.plan
+        if plan is None or self._budget != "auto" or self._ranks is not None:
+            return None
+        if not plan.moved_bytes:
+            return None
+        free = None if kind.device is None else free_bytes(kind.device)
+        more_bytes = (plan.kept_peak_bytes - plan.peak_bytes) * plan.in_flight
+        return Holding(kept_plan(plan) if free is not None and 2 * more_bytes <= free else None)
+
+    def _note_plain(self, kind: StepKind, timing: Timing) -> None:
+        """An iteration in which everything stayed is over."""
+        holding = kind.holding
+
+        def then(record: IterationRecord | None) -> None:
+            if record is not None and holding is not None and kind.holding is holding:
+                holding.plain.append(sample_of(record, [True] * len(record.nbytes)))
+                self._weigh(kind)
+
+        self._submit(kind, lambda job: finished(timing), then, together=False)
+
+    def _costs_too_much(self, kind: StepKind, sample: Sample, rates: Rates) -> bool:
+        """One more iteration under a plan was timed. Whether another plan is made for that."""
+        if kind.holding is None:
+            if not kind.measured.held or sample.cost_s <= allowed_s(kind):
+                return False
+            kind.holding = self._new_holding(kind)
+        if kind.holding is None:
+            return False
+        kind.holding.planned.append(sample)
+        kind.holding.rates = rates
+        return self._weigh(kind)
+
+    def _weigh(self, kind: StepKind) -> bool:
+        """Compare a plan with the plain step once there is enough. Whether it is given up."""
+        holding, known = kind.holding, kind.known
+        if holding is not None and holding.begun > MOST_BEGUN:
+            kind.holding = None  # steps that are seldom as planned cannot be compared
+        if kind.holding is None or holding is None or not holding.complete:
+            return False
+        assert known.plan is not None and known.step is not None and known.rates is not None
+        cost_s, allowed = holding.cost_s(), allowed_s(kind)
+        kind.holding = None
+        kind.measured.exposed_s, kind.measured.held = max(cost_s, 0.0), True
+        if cost_s <= allowed:
+            return False
+        kind.measured.held = False
+        backoffs = known.backoffs + 1
+        rates = settled(holding.rates or known.rates, known.rates)
+        if rates == known.rates:
+            share = known.share * min(CAUTION * allowed / cost_s, 0.5)
+        else:  # that the machine is slower explains it
+            share, self.rates = known.share, rates
+        longer = cost_s / known.step.compute_s
+        words = (
+            f"moving {format_bytes(known.plan.moved_bytes)} a step made it {longer:.1%} longer, "
+            f"where {AUTO_SLOWDOWN:.0%} is allowed"
+        )
+        kind.known = replace(
+            known,
+            share=0.0 if backoffs >= MOST_BACKOFFS else share,
+            backoffs=backoffs,
+            cost_before=words,
+        )
+        self._replan(kind, known.step, rates, known.plan.recompute)
+        return True
 
     # --- what the engine knows
     # ---------------------------------------------------------------------
@@ -475,3 +594,9 @@ class Learner:
         route = self._engine.route(timing.device)
         assert route is not None  # something was recorded
         return min(route.pool.budget_bytes, kind.learning.full_at_bytes or inf)
+
+
+def allowed_s(kind: StepKind) -> float:
+    """Seconds by which a plan for ``"auto"`` may make a step longer."""
+    assert kind.known.step is not None
+    return AUTO_SLOWDOWN * kind.known.step.compute_s

@@ -7,7 +7,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from memswap.planning.budgets import bytes_of
-from memswap.planning.planner import make_plan, regions_for, too_small
+from memswap.planning.planner import AUTO_SLOWDOWN, make_plan, regions_for, too_small
 from memswap.planning.replay import MOVES
 from memswap.planning.shapes import resized
 
@@ -104,7 +104,11 @@ def planned(known: Known, step: Step, rates: Rates, keys: tuple[Key, ...], terms
     limit = None if terms.budget == "auto" else limit_of(known, rates, terms)
     asked = terms.budget if limit is None else limit
     recompute = known.trial or ()
-    plan = make_plan(step, rates, asked, True, known.full, recompute, room_of(known, terms))
+    room = room_of(known, terms)
+    slowdown = AUTO_SLOWDOWN * known.share
+    plan = make_plan(step, rates, asked, True, known.full, recompute, room, slowdown)
+    if known.backoffs and not plan.moved_bytes:
+        plan = replace(plan, declined=known.cost_before)
     needs_bytes, allowed = None, 0
     if limit is not None:
         allowed = terms.budget if isinstance(terms.budget, int) else limit * terms.flights

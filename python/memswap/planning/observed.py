@@ -10,15 +10,16 @@ from memswap._native import native
 from memswap.engine.action import Action
 from memswap.engine.expectations import FrameSizes, Key
 from memswap.planning.sharing import taken_s
-from memswap.planning.step import Region, SavedStorage, Step
+from memswap.planning.step import Recipe, Region, SavedStorage, Step
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     import torch
 
     from memswap._C import IterationRecord
     from memswap.engine.expectations import Expectations
+    from memswap.engine.recipe_record import RecipeRecord
     from memswap.planning.rates import Rates
 
 
@@ -37,6 +38,7 @@ def step_of(
     device: torch.device,
     fixed: bool = False,
     on_disk: bool = False,
+    recipes: RecipeRecord | None = None,
 ) -> Step:
     """What the planner needs of an iteration.
 
@@ -46,8 +48,9 @@ def step_of(
         device: where the storages are.
         fixed: whether the policy says how storages move, so that only whether is left.
         on_disk: whether the user's pool is a file.
+        recipes: what the iteration showed about recipes.
     """
-    storages = []
+    storages: list[SavedStorage] = []
     columns = (
         keys_of(record),
         record.actions,
@@ -58,13 +61,19 @@ def step_of(
     )
     for key, action, held_until, last_demand, kept_until, others in zip(*columns, strict=True):
         frame = expectations.sizes(key) or UNSEEN
+        actions = allowed(Action(action), device, fixed, on_disk)
+        seen = None if recipes is None or not actions else recipes.of(len(storages))
+        recipe = None
+        if seen is not None:
+            recipe = Recipe(seen.words, seen.sources, quantised(seen.seconds))
+            actions = (*actions, Action.RECOMPUTE)
         storages.append(
             SavedStorage(
                 unit=key.unit,
                 ordinal=key.ordinal,
                 nbytes=key.nbytes,
                 dtype=str(key.dtype),
-                actions=allowed(Action(action), device, fixed, on_disk),
+                actions=actions,
                 frame_nbytes=frame.used,
                 held_frame_nbytes=frame.held,
                 overflow_nbytes=frame.overflow,
@@ -72,6 +81,7 @@ def step_of(
                 last_demand=last_demand,
                 kept_until=kept_until,
                 users=tuple(others),
+                recipe=recipe,
             )
         )
     return Step(
@@ -142,10 +152,15 @@ def allowed(action: Action, device: torch.device, fixed: bool, on_disk: bool) ->
 ENOUGH_BYTES = 1 << 20
 
 
-def calibrated(rates: Rates, record: IterationRecord) -> Rates:
+def calibrated(rates: Rates, record: IterationRecord, read: Collection[int] = ()) -> Rates:
     """Rates of a codec that the calling thread runs, from what it took in training.
 
     It shares processors and caches with the training there, unlike where it was measured.
+
+    Args:
+        rates: as they are known.
+        record: an iteration.
+        read: storages that recipes read, which were decoded at other marks than their own.
     """
     if not rates.inline_codec:
         return rates
@@ -153,7 +168,8 @@ def calibrated(rates: Rates, record: IterationRecord) -> Rates:
     demands = {index: len(sizes) + place for place, index in enumerate(record.order)}
     nbytes, encode_s, decode_s = 0, 0.0, 0.0
     for index, (action, moved) in enumerate(zip(record.actions, record.moved, strict=True)):
-        if action == Action.ENCODE.value and moved and index in demands:
+        encoded = action == Action.ENCODE.value and moved
+        if encoded and index in demands and index not in read:
             nbytes += sizes[index]
             encode_s += costs_s[index]
             decode_s += costs_s[demands[index]]

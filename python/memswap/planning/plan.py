@@ -24,7 +24,9 @@ class PlannedStorage:
     away_nbytes: int
     """Bytes that it takes while it is away: of the pool, or of the device for ENCODE."""
     exposed_s: float
-    """Predicted seconds that compute waits for it, or gives to its codec, per step."""
+    """Predicted seconds that compute waits for it, or gives to its codec or recipe, per step."""
+    recipe: str = ""
+    """What is run again in its place, where `action` is RECOMPUTE: ``"silu of gate"``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,11 @@ class Plan:
     """The highest since the plan is in force; None before its first step."""
     measured_exposed_s: float | None = None
     """Of the last step under this plan that was timed."""
+    held: bool = False
+    """Whether `measured_exposed_s` was compared with a plain step, over several of both, and is
+    what ``"auto"`` allows."""
+    declined: str = ""
+    """Why everything stays although something could move: what moving it took, as measured."""
     over_budget_bytes: int = 0
     """Bytes by which the budget was exceeded since the plan is in force. Under a share, a step in
     flight beside longer ones has theirs."""
@@ -141,7 +148,25 @@ class Plan:
             cells += [row[column].rjust(widths[column]) for column in (1, 2, 3)]
             cells += [row[4].ljust(widths[4]), row[5].rjust(widths[5]), row[6]]
             lines.append("  ".join(cells).rstrip())
-        return "\n".join([*lines, "", self.summary()])
+        recomputed = self.recomputed()
+        return "\n".join([*lines, "", *([recomputed] if recomputed else []), self.summary()])
+
+    def recomputed(self) -> str:
+        """Which operators are run again in place of what they made, in one line; empty: none."""
+        groups: dict[str, list[PlannedStorage]] = {}
+        for one in self.storages:
+            if one.action is Action.RECOMPUTE:
+                groups.setdefault(one.recipe, []).append(one)
+        if not groups:
+            return ""
+        told = [
+            f"{words} ({len(found)} x, {format_bytes(sum(one.nbytes for one in found))})"
+            for words, found in sorted(
+                groups.items(), key=lambda item: -sum(one.nbytes for one in item[1])
+            )
+        ]
+        nbytes = sum(one.nbytes for found in groups.values() for one in found)
+        return f"recomputed, {format_bytes(nbytes)} in all: {'; '.join(told)}"
 
     def summary(self) -> str:
         """Peak and time, predicted and measured, in a few lines."""
@@ -154,6 +179,8 @@ class Plan:
             f"{format_bytes(self.away_bytes)} into the pool; predicted cost "
             f"{self.exposed_s * 1e3:.2f} ms of {self.compute_s * 1e3:.2f} ms ({self.slowdown:.1%})",
         ]
+        if self.declined:
+            lines.append(f"declined, everything stays: {self.declined}")
         if self.in_flight > 1:
             lines.append(f"for each of the {self.in_flight} forwards in flight")
         measured = []
@@ -162,7 +189,8 @@ class Plan:
             beyond = f" ({format_bytes(over)} beyond the budget)" if over else ""
             measured.append(f"peak {format_bytes(self.measured_peak_bytes)}{beyond}")
         if self.measured_exposed_s is not None:
-            measured.append(f"cost {self.measured_exposed_s * 1e3:.2f} ms")
+            held = " (held, over several steps)" if self.held else ""
+            measured.append(f"cost {self.measured_exposed_s * 1e3:.2f} ms{held}")
         if measured:
             lines.append("measured: " + ", ".join(measured))
         return "\n".join(lines)

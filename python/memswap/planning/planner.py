@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import inf
 from types import MappingProxyType
 
-from memswap.engine.action import Action
+from memswap.engine.action import RECOMPUTE, Action
 from memswap.engine.units import format_bytes
 from memswap.errors import BudgetError
 from memswap.planning.budgets import bytes_of
@@ -33,6 +33,7 @@ def make_plan(
     full: Step | None = None,
     recompute: Sequence[str] = (),
     room_bytes: float = inf,
+    slowdown: float = AUTO_SLOWDOWN,
 ) -> Plan:
     """Decide what happens to each storage of a step.
 
@@ -48,13 +49,14 @@ def make_plan(
         full, recompute: for a step that was recorded with regions on: the step with all of them
             off, and which were on.
         room_bytes: most bytes that the pool has for the step.
+        slowdown: the share of a step's time that ``"auto"`` may take.
 
     Raises:
         BudgetError: no plan stays within so few bytes; the message states the smallest budget.
     """
     if budget == "auto":
         search = Search(step, rates, room_bytes=room_bytes)
-        return _planned(search, hidden(search), budget, None, full or step, recompute)
+        return _planned(search, hidden(search, slowdown), budget, None, full or step, recompute)
     limit = bytes_of(budget, full or step, rates)
     least_bytes = None
     if step.regions:
@@ -93,11 +95,18 @@ def regions_for(
     return smallest(step, rates, room_bytes) if best.found.over_bytes else (best.units, None)
 
 
-def hidden(search: Search) -> Candidate:
-    """The plan with the smallest peak among those that cost next to nothing."""
-    allowed_s = AUTO_SLOWDOWN * search.step.compute_s
+def hidden(search: Search, slowdown: float = AUTO_SLOWDOWN) -> Candidate:
+    """The plan with the smallest peak among those that cost next to nothing.
+
+    Args:
+        search: of the step.
+        slowdown: the share of the step's time that it may take. 0: everything stays.
+    """
+    allowed_s = slowdown * search.step.compute_s
     kept_bytes = search.kept().found.peak_bytes
     best = search.candidate({}, kept_bytes)
+    if not slowdown:
+        return best
     low, high = search.smallest_bytes(), kept_bytes
     for halving in range(AUTO_HALVINGS):
         if low >= high:
@@ -136,6 +145,7 @@ def _planned(
                 _why(search, index, action, exposed_s.get(index, 0.0), budget, bool(choice)),
                 away,
                 exposed_s.get(index, 0.0),
+                storage.recipe.words if action is RECOMPUTE and storage.recipe else "",
             )
         )
     kept = Search(full, search.rates).kept()

@@ -28,11 +28,15 @@ class Policy:
        keeps its tensors. Patterns are :mod:`fnmatch` patterns on unit names.
     3. ``fn(tensor, info)``, where given, returns the :class:`Action`. It must not edit, keep or
        save the tensor.
-    4. ``action``. None: what suits the device. Tensors in host memory are encoded where they are
-       (``Action.ENCODE``), or swapped where a :class:`DiskPool` was given; those of an accelerator
-       are swapped (``Action.SWAP``). Its name will do: ``Policy(action="swap")``. With
-       ``Action.RECOMPUTE`` that becomes of what has no recipe; so it does under a budget, and in
+    4. ``action``. None: what suits the device. Tensors in host memory are recomputed
+       (``Action.RECOMPUTE``) where that has proven to give the same bits and else encoded where
+       they are (``Action.ENCODE``), or swapped where a :class:`DiskPool` was given; those of an
+       accelerator are swapped (``Action.SWAP``). Its name will do: ``Policy(action="swap")``. With
+       ``Action.RECOMPUTE`` what has no recipe is encoded or swapped like this; so is everything in
        groups, chains, pipelines and checkpoint regions, which recompute nothing by the tensor yet.
+
+    ``recipes``: whether ``action=None`` may recompute (docs/recompute.md): on a CPU, and under a
+    budget, where the plan chooses for each tensor. False turns that off.
 
     ``operators``: names of operators of your own (``"mylib::gated_silu"``) that
     ``Action.RECOMPUTE`` may run again, beside those that memswap knows (docs/recompute.md). They
@@ -43,7 +47,7 @@ class Policy:
 
     Raises:
         TypeError: ``action`` is no :class:`Action` and no name, ``fn`` is not callable, a pattern
-            is no str.
+            is no str, ``recipes`` is no bool.
         ValueError: no action has that name, ``min_bytes`` is neither a number of bytes nor a size
             such as ``"64KiB"``, or an operator's name is not of the form ``"namespace::name"``.
     """
@@ -54,6 +58,7 @@ class Policy:
     exclude: tuple[str, ...]
     fn: PolicyFunction | None
     operators: tuple[str, ...]
+    recipes: bool
 
     def __init__(
         self,
@@ -63,11 +68,14 @@ class Policy:
         exclude: str | Iterable[str] = (),
         fn: PolicyFunction | None = None,
         operators: str | Iterable[str] = (),
+        recipes: bool = True,
     ) -> None:
         if action is not None:
             action = named_action(action)
         if fn is not None and not callable(fn):
             raise TypeError(f"Policy(fn={fn!r}): expected fn(tensor, info) -> Action")
+        if not isinstance(recipes, bool):
+            raise TypeError(f"Policy(recipes={recipes!r}): expected True or False")
         values = {
             "action": action,
             "min_bytes": parse_bytes(min_bytes, "Policy(min_bytes=...)"),
@@ -75,6 +83,7 @@ class Policy:
             "exclude": checked_patterns(exclude, "exclude"),
             "fn": fn,
             "operators": checked_operators(operators),
+            "recipes": recipes,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -110,6 +119,10 @@ class Restricted:
     @property
     def operators(self) -> tuple[str, ...]:
         return self.policy.operators
+
+    @property
+    def recipes(self) -> bool:
+        return self.policy.recipes
 
     @property
     def fn(self) -> Callable[[torch.Tensor, TensorInfo], Any]:

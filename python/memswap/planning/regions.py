@@ -11,7 +11,7 @@ regions on, so a difference cannot make it wrong.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, combinations, pairwise
 from math import inf
@@ -98,6 +98,17 @@ def under(step: Step, units: Sequence[str]) -> Step:
     return _Under(step, units).step()
 
 
+def with_recipe(storage: SavedStorage, places: Mapping[int, int]) -> SavedStorage:
+    """A storage whose recipe reads the same, by its new places; without, where some have none."""
+    recipe = storage.recipe
+    if recipe is None:
+        return storage
+    if not all(source in places for source in recipe.sources):
+        return replace(storage, recipe=None)
+    sources = tuple(places[source] for source in recipe.sources)
+    return replace(storage, recipe=replace(recipe, sources=sources))
+
+
 class _Under:
     """One step under one set of recomputed units."""
 
@@ -154,11 +165,15 @@ class _Under:
                 demands.append((moment, rank, place))
         demands.sort()
         marks = {place: len(saves) + n for n, (_, _, place) in enumerate(demands)}
+        places = {origin: place for place, (*_, origin) in enumerate(saves) if origin is not None}
         moments = [*(one[0] for one in saves), *(one[0] for one in demands)]
         return replace(
             full,
             storages=tuple(
-                self._storage(storage, place, index, moments, len(saves), marks.get(place))
+                with_recipe(
+                    self._storage(storage, place, index, moments, len(saves), marks.get(place)),
+                    places,
+                )
                 for place, (_, _, storage, index) in enumerate(saves)
             ),
             order=tuple(place for _, _, place in demands),

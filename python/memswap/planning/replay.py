@@ -40,7 +40,8 @@ def replay(
         budget_bytes: how many resident bytes to stay below, if waiting makes it possible.
 
     Raises:
-        ValueError: the plan copies or encodes, and the machine's rate for that is 0.
+        ValueError: the plan copies or encodes, and the machine's rate for that is 0; or it
+            recomputes what has no recipe.
     """
     column = encoded(actions, len(step.storages))
     return native.replay(columns_of(step), machine(rates), column, whole(budget_bytes))
@@ -69,6 +70,8 @@ def columns_of(step: Step) -> StepRecord:
         held_until=[one.held_until for one in storages],
         last_demand=[one.last_demand for one in storages],
         gone_after=[one.gone_after for one in storages],
+        recipe_s=[None if one.recipe is None else one.recipe.seconds for one in storages],
+        recipe_sources=[() if one.recipe is None else one.recipe.sources for one in storages],
         order=step.order,
         gaps_s=step.gaps_s,
         windows_s=step.windows_s,
@@ -103,6 +106,7 @@ LANES = {
     "copying takes processors": ("waits", "copying takes processors from {unit}"),
     "encode": ("codec", "encode {unit}"),
     "decode": ("codec", "decode {unit}"),
+    "recompute": ("recomputing", "{recipe} ({unit} #{index})"),
     "copy away": ("copies away", "{unit} #{index}"),
     "copy back": ("copies back", "{unit} #{index}"),
 }
@@ -133,4 +137,6 @@ def timetable(
 def _spans(step: Step, work: Iterable[tuple[str, int, float, float]]) -> Iterable[Span]:
     for what, index, begin_s, end_s in work:
         lane, name = LANES[what]
-        yield Span(lane, name.format(unit=step.storages[index].unit, index=index), begin_s, end_s)
+        saved = step.storages[index]
+        recipe = "" if saved.recipe is None else saved.recipe.words
+        yield Span(lane, name.format(unit=saved.unit, index=index, recipe=recipe), begin_s, end_s)

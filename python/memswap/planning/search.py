@@ -5,9 +5,9 @@ Whether a plan fits and what it costs is what its replay says (csrc/engine/repla
 only chooses among plans. Few choices are compared all (`_choices`). Many are narrowed down first:
 what backward demands last has the most time to leave and to come back, and frees its bytes for
 longest, so the candidates are the first k storages in that order under one action, for the smallest
-k that meets the limit; then two actions side by side; then single changes, for as long as they
-help. A storage whose room nobody needed is kept: so what is demanded first, and what does not live
-at the peak, stays.
+k that meets the limit, or those that free most bytes per second of work; then two actions side by
+side; then single changes, for as long as they help. A storage whose room nobody needed is kept: so
+what is demanded first, and what does not live at the peak, stays.
 
 The same step, rates and limit give the same choice on every machine: nothing depends on an address,
 a hash or a clock, ties go to the earlier storage, and times are compared in whole nanoseconds.
@@ -97,6 +97,7 @@ class Search:
             (Action.SWAP, rates.copies),
             (Action.ENCODE_SWAP, rates.copies and rates.encodes),
             (Action.ENCODE, rates.encodes),
+            (Action.RECOMPUTE, True),
         )
         self._able = tuple(action for action, can in able if can)
         self.menus = {index: self._menu(one) for index, one in enumerate(step.storages)}
@@ -113,11 +114,12 @@ class Search:
         """What may be done with a storage, on this machine."""
         if not storage.movable:
             return ()
+        fits = {Action.SWAP: True, Action.RECOMPUTE: storage.recipe is not None}
         shrinks = 0 < storage.held_frame_nbytes < storage.nbytes
         possible = tuple(
             action
             for action in self._able
-            if action in storage.actions and (shrinks or action is Action.SWAP)
+            if action in storage.actions and fits.get(action, shrinks)
         )
         if not possible and Action.ENCODE_SWAP in storage.actions and self.rates.copies:
             return (Action.SWAP,)  # what does not shrink goes as it is
@@ -184,6 +186,8 @@ class Search:
             encoded = self._row(gems, Action.ENCODE)
             rows += [encoded + self._row(others, action) for action in offered if gems]
             rows.append(self._row(self._by_yield(movable), Action.ENCODE))
+        if Action.RECOMPUTE in offered:
+            rows += self._cheapest_rows(movable)
         found = [self._shortest(limit, row) for row in rows]
         yield from found
         if not found or min(one.cost[:2] for one in found) == (0, 0):
@@ -218,14 +222,45 @@ class Search:
 
     def _by_yield(self, movable: Sequence[int]) -> list[int]:
         """What frees most of the device per second of codec time first."""
-
-        def freed_per_s(index: int) -> float:
-            saved = self.step.storages[index]
-            seconds = self.rates.encode_s(saved.nbytes) + self.rates.decode_s(saved.nbytes)
-            return (saved.nbytes - saved.held_frame_nbytes) / seconds
-
         encodable = [index for index in movable if Action.ENCODE in self.menus[index]]
-        return sorted(encodable, key=lambda index: -freed_per_s(index))
+        return sorted(encodable, key=lambda index: -self._freed_per_s(index, Action.ENCODE))
+
+    def _cheapest_rows(self, movable: Sequence[int]) -> Iterator[list[tuple[int, Action]]]:
+        """Storages by what they free per second of their cheapest action; and recipes before all.
+
+        Recipes free all bytes of a storage, take no link and no codec.
+        """
+        chosen: list[tuple[float, int, Action]] = []
+        for index in movable:
+            rated = [
+                (-self._freed_per_s(index, action), rank, action)
+                for rank, action in enumerate(self.menus[index])
+                if action in (Action.ENCODE, Action.RECOMPUTE)
+            ]
+            if rated:
+                rate, _, best = min(rated)
+                chosen.append((rate, index, best))
+        cheapest = [(index, action) for _, index, action in sorted(chosen, key=lambda one: one[:2])]
+        yield cheapest
+        recipes: list[tuple[int, Action]] = [
+            (index, Action.RECOMPUTE)
+            for index, _ in cheapest
+            if Action.RECOMPUTE in self.menus[index]
+        ]
+        known = {index for index, _ in recipes}
+        others = [index for index in movable if index not in known]
+        for action in (Action.SWAP, Action.ENCODE_SWAP, Action.ENCODE):
+            if any(action in self.menus[index] for index in others):
+                yield recipes + self._row(others, action)
+
+    def _freed_per_s(self, index: int, action: Action) -> float:
+        """Bytes of the device that an action frees for each second that it takes."""
+        saved = self.step.storages[index]
+        if action is Action.RECOMPUTE:
+            assert saved.recipe is not None  # or it would not be on the menu
+            return saved.nbytes / max(saved.recipe.seconds, 1e-9)
+        seconds = self.rates.encode_s(saved.nbytes) + self.rates.decode_s(saved.nbytes)
+        return (saved.nbytes - saved.held_frame_nbytes) / seconds
 
     def _shrinks_much(self, index: int) -> bool:
         saved = self.step.storages[index]
@@ -293,20 +328,26 @@ class Search:
                 map(self._forced, self._choices()),
                 key=lambda one: (one.unplaced_bytes, one.found.peak_bytes),
             )
-        best = self._forced(dict(self._row(self.movable, Action.SWAP)))
+        best = min(
+            (
+                self._forced(dict(self._row(self.movable, action)))
+                for action in (Action.SWAP, Action.RECOMPUTE)
+            ),
+            key=lambda one: (one.unplaced_bytes, one.found.peak_bytes),
+        )
         for _ in range(len(self.movable)):
-            # A frame beside its storage may be what makes the peak.
+            # A frame beside its storage may be what makes the peak, and so may what a recipe reads.
             peaks = best.found.resident_bytes
             mark = peaks.index(max(peaks))
-            beside = [
-                index
-                for index, action in best.choice.items()
-                if action is Action.ENCODE and self._is_there(index, mark)
-            ]
             choice = best.choice
-            without = [
-                self._forced({i: a for i, a in choice.items() if i != index}) for index in beside
+            changed = [
+                {**choice, index: other}
+                for index, action in choice.items()
+                if action in (Action.ENCODE, Action.RECOMPUTE) and self._is_there(index, mark)
+                for other in (Action.KEEP, *self.menus[index])
+                if other is not action and (action is Action.RECOMPUTE or other is Action.KEEP)
             ]
+            without = [self._forced(one) for one in changed]
             tried = min(without, key=lambda one: one.found.peak_bytes, default=best)
             if tried.found.peak_bytes >= best.found.peak_bytes:
                 break

@@ -138,6 +138,8 @@ def resized(step: Step, nbytes: int, of_nbytes: int) -> Step:
                 frame_nbytes=grown(one.frame_nbytes),
                 held_frame_nbytes=grown(one.held_frame_nbytes),
                 overflow_nbytes=grown(one.overflow_nbytes),
+                recipe=one.recipe
+                and replace(one.recipe, seconds=quantised(factor * one.recipe.seconds)),
             )
             for one in step.storages
         ),

@@ -7,7 +7,7 @@ machine that is not here. Marks are those of [Note: Marks] in csrc/engine/record
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,18 @@ from typing import Any
 from memswap.engine.action import Action
 from memswap.planning.rates import Rates
 
-FORMAT = 4
+FORMAT = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a storage is computed again, by the operator that made it."""
+
+    words: str
+    """For people: ``"silu of gate"``."""
+    sources: tuple[int, ...]
+    """Storages of the step that it reads. They are there when it runs."""
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +54,8 @@ class SavedStorage:
     """Other units that save it too, later."""
     overflow_nbytes: int = 0
     """What its encode sets aside until the host has seen how long the frame became."""
+    recipe: Recipe | None = None
+    """None: it cannot be recomputed, whatever `actions` says."""
 
     @property
     def gone_after(self) -> int | None:
@@ -53,7 +66,7 @@ class SavedStorage:
 
     def away_nbytes(self, action: Action) -> int:
         """Bytes that it takes while it is away: of the pool, or of the device for ENCODE."""
-        if action is Action.KEEP:
+        if action in (Action.KEEP, Action.RECOMPUTE):
             return 0
         return self.nbytes if action is Action.SWAP else self.held_frame_nbytes
 
@@ -124,6 +137,12 @@ class Step:
                 raise ValueError(
                     f"storage {index} is first demanded at mark {first} and last at {last}"
                 )
+            recipe = storage.recipe
+            if recipe is not None and not all(0 <= one < saves for one in recipe.sources):
+                raise ValueError(
+                    f"the recipe of storage {index} reads {recipe.sources}, expected indices of "
+                    f"{saves} storages"
+                )
 
     @property
     def compute_s(self) -> float:
@@ -139,6 +158,14 @@ class Step:
     def units(self) -> tuple[str, ...]:
         """Names, in the order of their first save."""
         return tuple(dict.fromkeys(storage.unit for storage in self.storages))
+
+    def without_recipes(self, indices: Collection[int]) -> Step:
+        """The same step where these storages cannot be recomputed."""
+        storages = [
+            replace(one, recipe=None) if index in indices else one
+            for index, one in enumerate(self.storages)
+        ]
+        return replace(self, storages=tuple(storages))
 
     def forward_s(self) -> dict[str, float]:
         """Seconds of each unit's forward, as far as marks tell."""
@@ -177,6 +204,7 @@ class Step:
                         **saved,
                         "actions": tuple(map(Action, saved["actions"])),
                         "users": tuple(saved["users"]),
+                        "recipe": _recipe(saved["recipe"]),
                     }
                 )
                 for saved in content["storages"]
@@ -195,6 +223,13 @@ class Step:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is no step of memswap's: {error}") from error
+
+
+def _recipe(content: Any) -> Recipe | None:
+    if content is None:
+        return None
+    sources = tuple(map(int, content["sources"]))
+    return Recipe(str(content["words"]), sources, float(content["seconds"]))
 
 
 def save(step: Step, rates: Rates, file: Path) -> None:

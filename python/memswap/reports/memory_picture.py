@@ -13,6 +13,7 @@ COLORS = {
     "compute": "0.75",
     "waits": "tab:red",
     "codec": "tab:purple",
+    "recomputing": "tab:olive",
     "copies away": "tab:orange",
     "copies back": "tab:green",
 }

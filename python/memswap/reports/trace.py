@@ -6,7 +6,7 @@ from typing import Any
 
 from memswap.planning.replay import Timetable
 
-LANES = ("compute", "waits", "codec", "copies away", "copies back")
+LANES = ("compute", "waits", "codec", "recomputing", "copies away", "copies back")
 
 
 def trace(replays: dict[str, Timetable]) -> dict[str, Any]:

@@ -3,92 +3,13 @@
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 
-#include <functional>
-#include <string>
 #include <utility>
 #include <vector>
 
-#include "engine/recipes.h"
+#include "with_recipes.h"
 
 namespace memswap {
 namespace {
-
-// A tensor that stays, as an engine keeps it: with autograd's check of its version.
-class Kept final : public Source {
- public:
-  explicit Kept(at::Tensor tensor) : tensor_(std::move(tensor)), version_(tensor_._version()) {}
-  at::Tensor tensor() override {
-    if (static_cast<uint32_t>(tensor_._version()) != version_) {
-      throw std::runtime_error("modified by an inplace operation");
-    }
-    return tensor_;
-  }
-  at::Tensor look() override { return tensor_; }
-
- private:
-  const at::Tensor tensor_;
-  const uint32_t version_;
-};
-
-// An engine that has saved all tensors that are alive, but for those in `unknown`.
-class Host final : public RecipeHost {
- public:
-  Standing standing(const KnownTensor& tensor) override {
-    const bool hidden = unknown.defined() && tensor.key() == known(unknown);
-    return hidden || tensor.storage.expired() ? Standing::kUnknown : Standing::kSaved;
-  }
-  int depth(const KnownTensor&) override { return 0; }
-  SourcePtr keep(const KnownTensor& tensor, Standing) override {
-    ++kept;
-    return std::make_shared<Kept>(tensor.lock());
-  }
-  bool can_save(const KnownTensor& tensor) override { return saves && !tensor.storage.expired(); }
-  SourcePtr save(const KnownTensor& tensor) override {
-    ++saved;
-    return std::make_shared<Kept>(tensor.lock());
-  }
-  at::Tensor look(const KnownTensor& tensor) override { return tensor.lock(); }
-  void serialise(const std::function<void()>& work) override { work(); }
-
-  static const void* known(const at::Tensor& tensor) {
-    return tensor.storage().unsafeGetStorageImpl();
-  }
-
-  at::Tensor unknown;
-  bool saves = false;
-  int kept = 0;
-  int saved = 0;
-};
-
-class WithRecipes : public ::testing::Test {
- protected:
-  explicit WithRecipes(int proofs = 0)
-      : recipes(std::make_shared<Recipes>(OperatorRules(), std::make_unique<Host>(),
-                                          Recipes::Options{.proofs = proofs})),
-        host(static_cast<Host&>(recipes->host())) {
-    recipes->log().enter();
-  }
-  ~WithRecipes() override { recipes->log().leave(); }
-
-  Recipes::Answer offer(const at::Tensor& tensor, int64_t number = 0) {
-    return recipes->offer(std::make_shared<StorageRef>(tensor.storage()),
-                          *SavedView::capture(tensor),
-                          {.unit = "unit",
-                           .number = number,
-                           .nbytes = static_cast<int64_t>(tensor.storage().nbytes()),
-                           .dtype = tensor.scalar_type()},
-                          0.75);
-  }
-
-  static bool comes_back(AwayForm& form, const at::Tensor& expected) {
-    const Returning back = form.bring();
-    return same_bytes(back.storage->storage, expected.storage());
-  }
-
-  const std::shared_ptr<Recipes> recipes;
-  Host& host;
-  const at::Tensor x = at::randn({64, 64});
-};
 
 TEST_F(WithRecipes, TheOperatorGivesTheSameBytesAsOftenAsItIsAskedFor) {
   for (const at::Tensor& made :
@@ -217,6 +138,27 @@ TEST_F(WithProofs, APlaceBecomesARecipeOnceItHasPassedTwice) {
   EXPECT_TRUE(comes_back(*answer.leaving->away, made));
   recipes->begin_iteration();
   EXPECT_FALSE(offer(at::exp(x)).leaving) << "another operator at the same place begins anew";
+}
+
+TEST_F(WithProofs, WhoPlansIsToldWhatIsProvenAndNothingLeaves) {
+  for (int iteration = 0; iteration < 2; ++iteration) {
+    recipes->begin_iteration();
+    const at::Tensor made = at::silu(x);
+    const Recipes::Answer answer = offer(made, 0, /*leaves=*/false);
+    EXPECT_FALSE(answer.proven);
+    answer.trial->demanded();
+  }
+  recipes->begin_iteration();
+  const at::Tensor made = at::silu(x);
+  const Recipes::Answer answer = offer(made, 0, /*leaves=*/false);
+  ASSERT_TRUE(answer.proven);
+  EXPECT_FALSE(answer.leaving);
+  EXPECT_EQ(answer.proven->words, "silu(saved)");
+  EXPECT_EQ(answer.proven->saved.size(), 1u);
+  EXPECT_GT(answer.proven->seconds, 0);
+  EXPECT_EQ(host.kept, 0);
+  // Of two at one place nobody can say which one the proofs were of.
+  EXPECT_FALSE(offer(made, 0, /*leaves=*/false).proven);
 }
 
 TEST_F(WithProofs, APlaceThatDifferedNeverIsARecipe) {

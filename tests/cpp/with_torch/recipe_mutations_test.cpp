@@ -1,0 +1,148 @@
+// What recipes are safe by, each broken on purpose: without it the bytes would be other ones, and
+// the test that a whole part passes says so.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "with_recipes.h"
+
+namespace memswap {
+namespace {
+
+// A version that is not checked.
+class Unchecked final : public Source {
+ public:
+  explicit Unchecked(at::Tensor tensor) : tensor_(std::move(tensor)) {}
+  at::Tensor tensor() override { return tensor_; }
+  at::Tensor look() override { return tensor_; }
+
+ private:
+  const at::Tensor tensor_;
+};
+
+// An input that is freed before its replay: its memory is another tensor's by then.
+class Freed final : public Source {
+ public:
+  explicit Freed(const at::Tensor& tensor)
+      : sizes_(tensor.sizes().vec()), options_(tensor.options()) {}
+  at::Tensor tensor() override { return at::full(sizes_, 0.5, options_); }
+  at::Tensor look() override { return tensor(); }
+
+ private:
+  const std::vector<int64_t> sizes_;
+  const at::TensorOptions options_;
+};
+
+class BrokenHost final : public Host {
+ public:
+  using Make = std::function<SourcePtr(const at::Tensor&)>;
+  explicit BrokenHost(Make make) : make_(std::move(make)) {}
+  SourcePtr keep(const KnownTensor& tensor, Standing) override { return make_(tensor.lock()); }
+
+ private:
+  const Make make_;
+};
+
+std::shared_ptr<Recipes> recipes_of(std::unique_ptr<Host> host, int proofs = 0) {
+  return std::make_shared<Recipes>(OperatorRules(), std::move(host),
+                                   Recipes::Options{.proofs = proofs});
+}
+
+Recipes::Answer offer(Recipes& recipes, const at::Tensor& made) {
+  return recipes.offer(std::make_shared<StorageRef>(made.storage()), *SavedView::capture(made),
+                       {.unit = "unit",
+                        .number = 0,
+                        .nbytes = static_cast<int64_t>(made.storage().nbytes()),
+                        .dtype = made.scalar_type()},
+                       0.75, /*leaves=*/true);
+}
+
+enum class Seen : uint8_t { kRight, kWrong, kRefused };
+
+Seen demanded(AwayForm& form, const at::Tensor& expected) {
+  try {
+    return same_bytes(form.bring().storage->storage, expected.storage()) ? Seen::kRight
+                                                                         : Seen::kWrong;
+  } catch (const std::exception&) {
+    return Seen::kRefused;
+  }
+}
+
+// An edit that nobody announces, between forward and backward.
+Seen after_an_edit(std::unique_ptr<Host> host) {
+  const std::shared_ptr<Recipes> recipes = recipes_of(std::move(host));
+  recipes->log().enter();
+  at::Tensor source = at::randn({64, 64});
+  const at::Tensor made = at::silu(source);
+  const Recipes::Answer answer = offer(*recipes, made);
+  recipes->log().leave();
+  source.mul_(2);
+  return demanded(*answer.leaving->away, made);
+}
+
+// A source that nobody but the recipe holds.
+Seen after_its_source_is_dropped(std::unique_ptr<Host> host) {
+  const std::shared_ptr<Recipes> recipes = recipes_of(std::move(host));
+  recipes->log().enter();
+  at::Tensor source = at::randn({64, 64});
+  const at::Tensor made = at::silu(source);
+  const Recipes::Answer answer = offer(*recipes, made);
+  recipes->log().leave();
+  source.reset();
+  return demanded(*answer.leaving->away, made);
+}
+
+// A kernel that gives other bits in the second iteration, and is demanded in the third.
+Seen at_a_place_that_differs(int proofs) {
+  const std::shared_ptr<Recipes> recipes = recipes_of(std::make_unique<Host>(), proofs);
+  recipes->log().enter();
+  Seen seen = Seen::kRight;
+  const at::Tensor x = at::randn({64, 64});
+  for (int iteration = 0; iteration < 4; ++iteration) {
+    recipes->begin_iteration();
+    const at::Tensor made = at::silu(x);
+    if (iteration > 0) {
+      const OperatorLog::Unobserved unseen;
+      bytes_of(made.storage())[17].add_(1);
+    }
+    const Recipes::Answer answer = offer(*recipes, made);
+    if (answer.leaving && seen == Seen::kRight) {
+      seen = demanded(*answer.leaving->away, made);
+    }
+    if (answer.trial) {
+      answer.trial->demanded();
+    }
+  }
+  recipes->log().leave();
+  return seen;
+}
+
+template <class Broken>
+std::unique_ptr<Host> keeping() {
+  return std::make_unique<BrokenHost>(
+      [](const at::Tensor& tensor) { return std::make_shared<Broken>(tensor); });
+}
+
+TEST(RecipeMutations, AVersionThatIsNotChecked) {
+  EXPECT_EQ(after_an_edit(std::make_unique<Host>()), Seen::kRefused);
+  EXPECT_EQ(after_an_edit(keeping<Unchecked>()), Seen::kWrong) << "the mutation struck nothing";
+}
+
+TEST(RecipeMutations, AnInputThatIsFreedBeforeItsReplay) {
+  EXPECT_EQ(after_its_source_is_dropped(std::make_unique<Host>()), Seen::kRight);
+  EXPECT_EQ(after_its_source_is_dropped(keeping<Freed>()), Seen::kWrong)
+      << "the mutation struck nothing";
+}
+
+TEST(RecipeMutations, ADifferingPlaceThatIsUsed) {
+  EXPECT_EQ(at_a_place_that_differs(Recipes::kProofs), Seen::kRight);
+  EXPECT_EQ(at_a_place_that_differs(0), Seen::kWrong) << "the mutation struck nothing";
+}
+
+}  // namespace
+}  // namespace memswap

@@ -1,0 +1,95 @@
+// What tests of recipes share: an engine that keeps tensors, and recipes of it.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <utility>
+
+#include "engine/recipes.h"
+
+namespace memswap {
+
+// A tensor that stays, as an engine keeps it: with autograd's check of its version.
+class Kept : public Source {
+ public:
+  explicit Kept(at::Tensor tensor) : tensor_(std::move(tensor)), version_(tensor_._version()) {}
+  at::Tensor tensor() override {
+    if (static_cast<uint32_t>(tensor_._version()) != version_) {
+      throw std::runtime_error("modified by an inplace operation");
+    }
+    return tensor_;
+  }
+  at::Tensor look() override { return tensor_; }
+
+ private:
+  const at::Tensor tensor_;
+  const uint32_t version_;
+};
+
+// An engine that has saved all tensors that are alive, but for those in `unknown`.
+class Host : public RecipeHost {
+ public:
+  Standing standing(const KnownTensor& tensor) override {
+    const bool hidden = unknown.defined() && tensor.key() == known(unknown);
+    return hidden || tensor.storage.expired() ? Standing::kUnknown : Standing::kSaved;
+  }
+  int depth(const KnownTensor&) override { return 0; }
+  std::optional<size_t> index_of(const KnownTensor&) override { return std::nullopt; }
+  SourcePtr keep(const KnownTensor& tensor, Standing) override {
+    ++kept;
+    return std::make_shared<Kept>(tensor.lock());
+  }
+  bool can_save(const KnownTensor& tensor) override { return saves && !tensor.storage.expired(); }
+  SourcePtr save(const KnownTensor& tensor) override {
+    ++saved;
+    return std::make_shared<Kept>(tensor.lock());
+  }
+  at::Tensor look(const KnownTensor& tensor) override { return tensor.lock(); }
+  void serialise(const std::function<void()>& work) override { work(); }
+
+  static const void* known(const at::Tensor& tensor) {
+    return tensor.storage().unsafeGetStorageImpl();
+  }
+
+  at::Tensor unknown;
+  bool saves = false;
+  int kept = 0;
+  int saved = 0;
+};
+
+class WithRecipes : public ::testing::Test {
+ protected:
+  explicit WithRecipes(int proofs = 0, std::unique_ptr<Host> made = std::make_unique<Host>())
+      : recipes(std::make_shared<Recipes>(OperatorRules(), std::move(made),
+                                          Recipes::Options{.proofs = proofs})),
+        host(static_cast<Host&>(recipes->host())) {
+    recipes->log().enter();
+  }
+  ~WithRecipes() override { recipes->log().leave(); }
+
+  Recipes::Answer offer(const at::Tensor& tensor, int64_t number = 0, bool leaves = true) {
+    return recipes->offer(std::make_shared<StorageRef>(tensor.storage()),
+                          *SavedView::capture(tensor),
+                          {.unit = "unit",
+                           .number = number,
+                           .nbytes = static_cast<int64_t>(tensor.storage().nbytes()),
+                           .dtype = tensor.scalar_type()},
+                          0.75, leaves);
+  }
+
+  static bool comes_back(AwayForm& form, const at::Tensor& expected) {
+    const Returning back = form.bring();
+    return same_bytes(back.storage->storage, expected.storage());
+  }
+
+  const std::shared_ptr<Recipes> recipes;
+  Host& host;
+  const at::Tensor x = at::randn({64, 64});
+};
+
+}  // namespace memswap
