@@ -239,6 +239,17 @@ class StateMover:
             self.leaving_bytes += away.nbytes
         return away_of(tensor) is not None
 
+    def may_move(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor that is not away is neither a counter nor too short to leave."""
+        nbytes = tensor.numel() * tensor.element_size()
+        return bool(tensor.numel() > 1 and nbytes >= self._min_bytes)
+
+    @property
+    def encodes(self) -> bool:
+        """Whether what is away is in frames where it was."""
+        routes = self._routes.open_routes()
+        return any((self._action or route.default_action) is ENCODE for route in routes)
+
     def _why_it_stays(self, tensor: torch.Tensor, not_these: frozenset[int] | set[int]) -> str:
         if tensor.numel() <= 1:
             return "counter"

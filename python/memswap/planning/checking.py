@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from memswap.engine.action import Action
+from memswap.planning.device import with_workspace
 from memswap.planning.observed import calibrated, linked, quantised, step_of, without_copies
 from memswap.planning.profile import profile
 from memswap.planning.replay import CODED
@@ -72,6 +73,8 @@ def recorded_step(
         step = step_of(record, expectations, timing.device, fixed, on_disk, timing.regions)
     except ValueError:
         return None  # counted as unusable, and told if it goes on
+    if timing.workspace is not None:
+        step = with_workspace(step, timing.workspace.take(len(step.gaps_s)))
     return without_copies(step, record, rates)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from memswap.engine.link_times import LinkTimes
 from memswap.engine.record import Recorder
 from memswap.engine.region_record import RegionRecord
+from memswap.engine.workspace import Workspace, WorkspaceRecord
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,6 +58,8 @@ class Timing:
     recorder: Recorder
     regions: RegionRecord
     links: LinkTimes
+    workspace: WorkspaceRecord | None = None
+    """What else is on the device, where plans are for all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,8 @@ class Known:
     trials: int = 0
     margin_bytes: int = 0
     """That the last trial took more than expected."""
+    workspace: Workspace | None = None
+    """What was on the device beside saved activations, where plans are for all of it."""
 
     def without_trial(self) -> Known:
         """What is known once regions are chosen, or are to be chosen anew."""

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from memswap.engine.engine import Engine
     from memswap.engine.expectations import Expectations
     from memswap.engine.record import Record
+    from memswap.planning.account import DeviceAccount
     from memswap.planning.background import Job
     from memswap.planning.kinds import Course, Kind, Timing
     from memswap.planning.rates import Rates
@@ -87,6 +88,7 @@ class Learner:
         group: a process group whose ranks plan together.
         fixed: whether the policy says how storages move.
         pool: the user's, or None.
+        device: what is on the device, where the budget is for all of it.
     """
 
     def __init__(
@@ -97,7 +99,9 @@ class Learner:
         group: Any,
         fixed: bool,
         pool: object,
+        device: DeviceAccount | None = None,
     ) -> None:
+        self._device = device
         self.rates = rates
         self.background = Background()
         self._forwards = Forwards()
@@ -246,7 +250,8 @@ class Learner:
         self.background.submit(settled, taken, kind)
 
     def _terms(self, kind: Kind) -> Terms:
-        return Terms(self._budget, kind.flights.number, not self._planned_before)
+        device = None if self._device is None else self._device.terms()
+        return Terms(self._budget, kind.flights.number, not self._planned_before, device)
 
     def _learn(self, kind: Kind, timing: Timing) -> None:
         """Make a plan of an iteration that was timed, once the device has passed it."""
@@ -285,6 +290,9 @@ class Learner:
                 if about.trial is None
                 else sized_like(about, timing.first)
             )
+            if timing.workspace is not None:
+                workspace = timing.workspace.take(len(basis.step.gaps_s))
+                about = replace(about, workspace=workspace)
             shared = replace(terms, flights=basis.flights)
             made = from_step(about, basis.step, basis.rates, record.signature, shared)
             return Learnt(own, basis.room_bytes, made)
@@ -353,9 +361,9 @@ class Learner:
         if made.needs_bytes is not None:
             self._engine.ledger.tell_once(
                 "budget",
-                f"a step that is not like those before needs {made.needs_bytes} bytes of saved "
-                f"activations at least, beyond the budget of {made.allowed_bytes}. Training goes "
-                "on with that.",
+                f"a step that is not like those before needs {made.needs_bytes} bytes "
+                f"{'of saved activations' if self._device is None else 'of the device'} at least, "
+                f"beyond the budget of {made.allowed_bytes}. Training goes on with that.",
             )
         if made.known.plan.in_flight != kind.flights.number:
             self.make_room(kind)

@@ -18,6 +18,7 @@ from memswap.engine.link_times import LinkTimes
 from memswap.engine.recomputed import Recomputed
 from memswap.engine.record import Clock, Recorder
 from memswap.engine.region_record import RegionRecord
+from memswap.planning.device import DevicePlan
 from memswap.planning.kinds import Course, Kind, Timing
 from memswap.planning.learner import Learner, regions_off
 from memswap.planning.native_plan import native_plan
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from memswap._C import Plan as NativePlan
     from memswap.engine.action import Action
     from memswap.engine.engine import Engine
+    from memswap.planning.account import DeviceAccount
     from memswap.planning.plan import Plan
     from memswap.planning.policy import Policy
     from memswap.planning.rates import Rates
@@ -57,6 +59,7 @@ class Pilot:
         rates: the machine's; None: measured when they are needed first.
         group: a process group whose ranks plan together.
         units: what is managed, by name; those that are checkpoint regions are switched on and off.
+        device: what is on the device, where the budget is for all of it.
     """
 
     def __init__(
@@ -68,11 +71,14 @@ class Pilot:
         rates: Rates | None = None,
         group: Any = None,
         units: Mapping[str, nn.Module] | None = None,
+        device: DeviceAccount | None = None,
     ) -> None:
         self._engine = engine
         self._fixed = policy.action is not None or policy.fn is not None
         self._bounded = budget != "auto"
-        self._learner = Learner(engine, budget, rates, group, self._fixed, pool)
+        self._learner = Learner(engine, budget, rates, group, self._fixed, pool, device)
+        self._device = device
+        self._baseline_bytes = 0  # on the device when the latest forward began
         self._names = {id(module): name for name, module in (units or {}).items()}
         # Ranks that plan together count together, whatever each of them sees.
         self._kinds = Kinds(separate=group is None)
@@ -152,6 +158,8 @@ class Pilot:
         """A new forward: end the books of those that are over, and follow plans that were made."""
         self._end_courses()
         self._learner.begin()
+        if self._device is not None:
+            self._look_at_device(self._device)
         plans = [kind.plan for kind in self._kinds if kind.plan is not None]
         return max((plan.limit_bytes for plan in plans), default=None)
 
@@ -165,6 +173,8 @@ class Pilot:
         for course in ended:
             if course.timing is not None:
                 course.timing.recorder.close()
+                if self._device is not None and course.timing.workspace is not None:
+                    self._device.end(course.timing.workspace)
         for course in ended:
             course.take_peak()
             self._learner.ended(course)
@@ -187,6 +197,7 @@ class Pilot:
             native.Engine.look_at_released(iteration)
         key = Key(unit, ordinal, nbytes, tensor.dtype)
         course = course or self._begin_course(iteration, key, tensor.device)
+        self._arrive(course)
         chosen = None
         if course.plan is not None:
             chosen = self._planned(course, course.plan, index, key, action)
@@ -243,6 +254,7 @@ class Pilot:
             course.timing.regions.saved(entry)
             course.timing.links.sent(entry)
             self._note_extra(course)
+        self._depart(course)
 
     def window(self, seconds: float) -> None:
         """Codec work may run beside what comes next."""
@@ -266,6 +278,7 @@ class Pilot:
         course = self._course_of(iteration)
         if iteration is None or course is None:
             return
+        self._arrive(course)
         self._recomputed.sweep()
         if not iteration.began_backward:
             if course.refused:
@@ -285,6 +298,46 @@ class Pilot:
                 asked = course.plan.fetches.get(entry.index, ())
                 course.timing.links.asked(map(iteration.entry, asked))
             self._note_extra(course)
+        if course is not None:
+            self._depart(course)
+
+    # --- the whole device -------------------------------------------------------------------------
+
+    def _look_at_device(self, device: DeviceAccount) -> None:
+        """A forward begins: what else is there by now?"""
+        plans = [kind.plan for kind in self._kinds if isinstance(kind.plan, DevicePlan)]
+        learns = len(plans) < len(self._kinds) or not plans
+        if learns or device.follows_others(plans):
+            for route in self._engine.open_routes():
+                route.trim_arena()
+        self._baseline_bytes = device.begin(plans, learns, self._present_bytes)
+        for kind in self._kinds:
+            workspace = kind.known.workspace
+            if kind.plan is None or workspace is None:
+                continue
+            if device.step_is_new or device.relearns(workspace, self._baseline_bytes):
+                kind.learn_again()
+
+    def _present_bytes(self, granularity: int) -> int:
+        """What saved storages take of the device now, each rounded up, and frames' arenas."""
+        self._engine.departing.notice_gone()
+        found = sum(course.iteration.present_bytes(granularity) for course in self._open)
+        return found + sum(route.arena_bytes() for route in self._engine.open_routes())
+
+    def _hold_present(self) -> object:
+        return [course.iteration.present() for course in self._open]
+
+    def _arrive(self, course: Course) -> None:
+        """Memswap's work at a mark begins."""
+        timing = course.timing
+        if self._device is not None and timing is not None and timing.workspace is not None:
+            self._device.arrive(timing.workspace)
+
+    def _depart(self, course: Course) -> None:
+        """And has ended."""
+        timing = course.timing
+        if self._device is not None and timing is not None and timing.workspace is not None:
+            self._device.depart(timing.workspace, timing.recorder.marks - 1)
 
     # --- regions ----------------------------------------------------------------------------------
 
@@ -340,7 +393,7 @@ class Pilot:
         if not key.nbytes:
             key = key._replace(nbytes=1)  # it is divided by
         kind, lender = self._kinds.of(key)
-        if lender is not None:
+        if lender is not None and self._device is None:  # what else is there does not grow alike
             self._learner.lend(kind, lender, device)
             self._learner.collect()
         self._latest = kind
@@ -359,7 +412,12 @@ class Pilot:
             route = self._engine.route(device)
             assert route is not None  # or the engine would not have asked
             recorder = Recorder(self._clock, iteration, route.leaving_bytes)
-            timing = Timing(key, device, recorder, RegionRecord(), LinkTimes())
+            workspace = None
+            if self._device is not None and kind.plan is None:
+                workspace = self._device.record(
+                    self._present_bytes, self._hold_present, self._baseline_bytes
+                )
+            timing = Timing(key, device, recorder, RegionRecord(), LinkTimes(), workspace)
         course = Course(iteration, kind, timing, key.nbytes, device)
         course.off = regions_off(kind)
         if self._bounded and course.plan is not None and course.plan.in_flight < in_flight:
