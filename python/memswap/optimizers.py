@@ -208,6 +208,7 @@ class ManagedOptimizer(Uncopied):
         self._steps = self._chunks = 0
         self._last_room = self._peak_bytes = 0
         self._began_s = self._last_step_s = 0.0
+        self._managed_s = time.perf_counter()
         self._handles: list[RemovableHandle] = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -358,9 +359,22 @@ class ManagedOptimizer(Uncopied):
             )
         else:
             lines.append(f"steps: none yet; room: {format_bytes(now.room_bytes)}")
+        lines += self._endurance(now.steps)
         for reason, nbytes in sorted(now.kept.items(), key=lambda item: -item[1]):
             lines.append(f"stays: {format_bytes(nbytes)} ({reason})")
         return "\n".join(lines)
+
+    def _endurance(self, steps: int) -> list[str]:
+        """What a file takes of its drive's life: drives are rated for bytes written."""
+        written = self._mover.written_bytes()
+        if not written or not steps:
+            return []
+        seconds = max(time.perf_counter() - self._managed_s, 1e-9)
+        return [
+            f"disk: {format_bytes(written / steps)} written to the file a step, "
+            f"{format_bytes(written / seconds * 86_400)} a day at this rate (a drive is rated for "
+            "so many bytes in its life: docs/optimizers.md)"
+        ]
 
     @staticmethod
     def _where(now: OptimizerStatistics) -> str:

@@ -110,6 +110,13 @@ class Engine(native.Engine):
                 if self.director is not None:
                     leaving_bytes = self.director.begin(self.iteration) or leaving_bytes
                 self._routes.begin_iteration(leaving_bytes, ended.nbytes)
+                for route in self.open_routes():
+                    if failure := route.take_failure():
+                        self.ledger.tell_once(
+                            "file",
+                            "a file could not take saved activations, which are in host memory "
+                            f"instead: {failure}",
+                        )
 
     def route(self, device: torch.device) -> Route | None:
         """How storages leave a device; None where they stay."""
