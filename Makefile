@@ -39,6 +39,7 @@ tools :=
 lint_tools :=
 bench_tools :=
 picture_tools :=
+site_tools :=
 export PYTHONPATH := $(CURDIR)/python$(if $(PYTHONPATH),:$(PYTHONPATH))
 # pip puts cmake and ninja where that Python has its scripts, which need not be on PATH.
 python_scripts := $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))' 2>/dev/null)
@@ -51,6 +52,7 @@ tools := $(VENV)/.tools
 lint_tools := $(VENV)/.lint-tools
 bench_tools := $(VENV)/.bench-tools
 picture_tools := $(VENV)/.picture-tools
+site_tools := $(VENV)/.site-tools
 # The build finds cmake and ninja on PATH.
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 torch_version := $(TORCH)
@@ -69,7 +71,7 @@ requirements = $(python) -c 'import importlib.util, sys; \
             **project["project"]["optional-dependencies"]}; \
   print("\n".join(line for group in sys.argv[1:] for line in groups[group]))'
 
-.PHONY: help demo test test-all test-npu test-integrations bench lint format gpu cpp-test build wheel \
+.PHONY: help demo test test-all test-npu test-integrations bench lint format site gpu cpp-test build wheel \
         clean distclean \
         require-python require-torch FORCE
 
@@ -78,6 +80,7 @@ help:
 	@echo '                 show the plan, and draw it (build/demo/memory.png)'
 	@echo 'make test        C++ tests, Python tests on the CPU and on the simulated accelerator'
 	@echo 'make bench       benchmarks on this machine, results to benchmarks/results/'
+	@echo 'make site        the documentation, to build/site'
 	@echo 'make lint        ruff, mypy and clang-format; `make format` applies what they can'
 	@echo 'Options: PYTHON=python3.12 TORCH=2.12.0 VENV=.venv|none ARGS="..."'
 	@echo 'CONTRIBUTING.md has the others: build, wheel, clean, cpp-test, test-all, test-npu,'
@@ -130,6 +133,12 @@ lint: $(lint_tools)
 	$(python) -m ruff format --check .
 	$(python) -m mypy
 	$(if $(cpp_files),clang-format --dry-run --Werror $(cpp_files))
+
+# The documentation, from docs/ and the docstrings, which are read as text: no torch, no build. Links
+# and anchors that lead nowhere fail. ARGS=--external asks external links, too; that needs a network.
+site: $(site_tools)
+	NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --strict
+	@$(if $(ARGS),$(python) docs/site.py $(ARGS),echo 'build/site/index.html')
 
 format: $(lint_tools)
 	$(python) -m ruff check --fix .
@@ -191,6 +200,12 @@ $(tools): $(VENV)/.torch pyproject.toml
 $(lint_tools): pyproject.toml | $(VENV)/.created
 	$(requirements) lint > $(VENV)/requirements-lint.txt
 	$(python) -m pip install --quiet --requirement $(VENV)/requirements-lint.txt
+	@touch $@
+
+# mkdocs reads Python as text as well.
+$(site_tools): pyproject.toml | $(VENV)/.created
+	$(requirements) site > $(VENV)/requirements-site.txt
+	$(python) -m pip install --quiet --requirement $(VENV)/requirements-site.txt
 	@touch $@
 
 # What draws the demo's picture of a planned step. Without it the demo says that there is none.

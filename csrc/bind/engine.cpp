@@ -29,10 +29,6 @@ class PythonHost final : public Host {
     call("look_ahead", iteration, index);
   }
   void hurry(const EntryPtr& entry) override { call("hurry", entry); }
-  void again(const EntryPtr& entry, std::string_view unit) override { call("again", entry, unit); }
-  void demanding(const EntryPtr& entry) override { call("demanding", entry); }
-  void demanded(const EntryPtr& entry) override { call("demanded", entry); }
-  void no_room() override { call("no_room"); }
 
  private:
   template <class... Arguments>
@@ -155,7 +151,7 @@ void bind_engine(py::module_& module) {
       .def("demand", &Engine::demand, py::arg("entry").none(false),
            "The storage of an entry, ordered before what the caller does next.")
       .def("saved", &Engine::saved, py::arg("entry").none(false),
-           "What follows a save under a plan: what has to be gone by then is waited for.")
+           "What follows a save: what has to be gone by then, as planned, is waited for.")
       .def(
           "release",
           [](Engine& self, Iteration& of, size_t index) {
@@ -169,9 +165,16 @@ void bind_engine(py::module_& module) {
           "frame's way to a pool included.")
       .def_static("look_at_released", &Engine::look_at_released, py::arg("iteration"),
                   "Notice what was released, was still held then, and is gone by now.")
+      .def("count_recomputed", &Engine::count_recomputed, py::arg("storage"),
+           "A recomputed unit has saved a storage again, in backward. The lock is held.")
       .def(
-          "note_peak", [](const Engine& self, Iteration& of) { self.note_peak(of); },
-          py::arg("iteration"), "Bytes on the device at this moment of the plan.")
+          "sweep_recomputed", [](Engine& self) { self.recomputed.sweep(); },
+          "Notice which of those are gone.")
+      .def(
+          "clear_recomputed", [](Engine& self) { self.recomputed.clear(); },
+          "No backward runs: what is there of those still is somebody else's.")
+      .def("note_window", &Engine::note_window, py::arg("seconds"),
+           "An operator of so many seconds is about to be launched; codec work may run beside it.")
       .def_property_readonly(
           "ledger",
           [](const EnginePtr& self) { return std::shared_ptr<Ledger>(self, &self->ledger); })
@@ -179,10 +182,8 @@ void bind_engine(py::module_& module) {
       .def_readonly("departing", &Engine::departing)
       .def_readonly("timeline", &Engine::timeline)
       .def_readwrite("iteration", &Engine::iteration, "That saves now.")
-      .def_readwrite("backward", &Engine::backward, "Whose backward runs, for the director.")
+      .def_readonly("backward", &Engine::backward, "Whose backward runs, where it is directed.")
       .def_readwrite("directed", &Engine::directed)
-      .def_readwrite("watched", &Engine::watched,
-                     "The director hears of each mark, whatever a plan says.")
       .def_readwrite("looks_ahead", &Engine::looks_ahead)
       .def_readwrite("shares_batches", &Engine::shares_batches)
       .def_readwrite("awaits_reports", &Engine::awaits_reports);

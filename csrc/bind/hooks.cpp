@@ -1,6 +1,7 @@
 // HookScope, as Python sees it: where autograd calls in. What becomes of a tensor that the engine
 // asks about is for python/memswap/engine to say, whose class is derived from this one.
 #include <ATen/SequenceNumber.h>
+#include <ATen/record_function.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -389,6 +390,8 @@ void bind_hooks(py::module_& module) {
            .pack_waiting = interned("pack_waiting"),
            .save = interned("save")};
   scope_type = add_type(module, "HookScope", spec);
+  module.def("observed", &at::hasCallbacks,
+             "Whether a profiler or a memory history listens to ranges and operators now.");
 }
 
 }  // namespace memswap

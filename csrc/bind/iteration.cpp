@@ -14,15 +14,17 @@
 
 #include "engine/engine.h"
 #include "engine/plan.h"
+#include "engine/recorder.h"
 
 namespace memswap {
 namespace py = pybind11;
 
 namespace {
 
-// (unit, ordinal, nbytes, dtype, action, releases, departures, fetches, departs)
-using GivenPlace = std::tuple<std::string, int64_t, int64_t, c10::ScalarType, std::string,
-                              std::vector<size_t>, std::vector<size_t>, std::vector<size_t>, bool>;
+// (unit, ordinal, nbytes, dtype, action, releases, departures, fetches, departs, frame_nbytes)
+using GivenPlace =
+    std::tuple<std::string, int64_t, int64_t, c10::ScalarType, std::string, std::vector<size_t>,
+               std::vector<size_t>, std::vector<size_t>, bool, std::optional<int64_t>>;
 
 Plan::Action action_of(const std::string& word) {
   static const std::map<std::string, Plan::Action> words = {
@@ -42,8 +44,8 @@ std::shared_ptr<Plan> make_plan(c10::Device device, std::shared_ptr<BlockSender>
                                           .least_bytes = least_bytes,
                                           .places = {},
                                           .refrains = std::move(refrains)});
-  for (auto& [unit, ordinal, nbytes, dtype, action, releases, departures, fetches, departs] :
-       given) {
+  for (auto& [unit, ordinal, nbytes, dtype, action, releases, departures, fetches, departs,
+              frame_nbytes] : given) {
     plan->places.push_back({.unit = std::move(unit),
                             .ordinal = ordinal,
                             .nbytes = nbytes,
@@ -52,7 +54,8 @@ std::shared_ptr<Plan> make_plan(c10::Device device, std::shared_ptr<BlockSender>
                             .releases = std::move(releases),
                             .departures = std::move(departures),
                             .fetches = std::move(fetches),
-                            .departs = departs});
+                            .departs = departs,
+                            .frame_nbytes = frame_nbytes});
   }
   plan->check();
   return plan;
@@ -93,7 +96,8 @@ void bind_iteration(py::module_& module) {
   py::class_<Plan, std::shared_ptr<Plan>>(
       module, "Plan",
       "What happens to each storage of an iteration (csrc/engine/plan.h). A place is (unit, "
-      "ordinal, nbytes, dtype, 'swap' | 'keep' | 'ask', releases, departures, fetches, departs).")
+      "ordinal, nbytes, dtype, 'swap' | 'keep' | 'ask', releases, departures, fetches, departs, "
+      "frame_nbytes).")
       .def(py::init(&make_plan), py::arg("device"), py::arg("sender").none(false),
            py::arg("least_bytes"), py::arg("places"), py::arg("refrains") = py::none())
       .def("__len__", [](const Plan& plan) { return plan.places.size(); });
@@ -170,6 +174,14 @@ void bind_iteration(py::module_& module) {
       .def_readwrite("follows_alone", &Iteration::follows_alone,
                      "Whether the plan is followed without asking anybody.")
       .def_readonly("peak_bytes", &Iteration::peak_bytes)
+      .def("frame_nbytes", &Iteration::frame_nbytes, py::arg("index"),
+           "Bytes that the plan has for the frame of a storage, or None.")
+      .def_readwrite("recorder", &Iteration::recorder, "Who takes it down, or None.")
+      .def_readwrite("unfit", &Iteration::unfit,
+                     "Whether a storage did not become the frame that was planned.")
+      .def_readonly("refused", &Iteration::refused, "Whether the pool had no room for something.")
+      .def_readonly("pooled_bytes", &Iteration::pooled_bytes,
+                    "The most that was away then, or when backward began.")
       .def_readwrite("limit_bytes", &Iteration::limit_bytes,
                      "Resident bytes that what starts back stays below; 0: as many as come.")
       .def_readonly("held", &Iteration::held,

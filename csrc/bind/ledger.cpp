@@ -61,8 +61,6 @@ void bind_ledger(py::module_& module) {
       .def(
           "away", [](Ledger& self, int64_t change) { self.counters.away(change); },
           py::arg("change"), "So many more bytes are in pools.")
-      .def("set_recomputed",
-           [](Ledger& self, int64_t nbytes) { self.counters.set_recomputed(nbytes); })
       .def("set_reserved", [](Ledger& self, int64_t nbytes) { self.counters.set_reserved(nbytes); })
       .def("reset", &Ledger::reset, "Count anew; what is resident and away stays known.")
       .def_property_readonly("kept_tensors", &by_reason<&Ledger::Kept::tensors>,

@@ -17,6 +17,7 @@ void bind_handle(pybind11::module_& module);     // handle.cpp
 void bind_hooks(pybind11::module_& module);      // hooks.cpp
 void bind_gauge(pybind11::module_& module);      // gauge.cpp
 void bind_recipes(pybind11::module_& module);    // recipes.cpp
+void bind_recorder(pybind11::module_& module);   // recorder.cpp
 void bind_replay(pybind11::module_& module);     // replay.cpp
 }  // namespace memswap
 
@@ -37,5 +38,6 @@ PYBIND11_MODULE(_C, module) {
   memswap::bind_hooks(module);
   memswap::bind_gauge(module);
   memswap::bind_recipes(module);
+  memswap::bind_recorder(module);
   memswap::bind_replay(module);
 }

@@ -33,16 +33,13 @@ void Engine::look_ahead(const EntryPtr& entry) {
 }
 
 StorageRefPtr Engine::demand(const EntryPtr& entry) {
-  bool hears = false;
+  bool is_directed = false;
   StorageRefPtr storage;
   TicketPtr arrival;
   {
     const Locked locked(lock);
     learn();
-    hears = directed && director_hears(*entry);
-    if (hears) {
-      host->demanding(entry);
-    }
+    is_directed = demanding(entry);
     storage = entry->bring();
     arrival = entry->arrival();
     if (entry->iteration) {
@@ -57,24 +54,20 @@ StorageRefPtr Engine::demand(const EntryPtr& entry) {
     }
   }
   tell_trial(*entry);
-  served(*entry);
-  if (hears && directed) {
-    host->demanded(entry);
+  if (is_directed) {
+    served(entry);
   }
   return storage;
 }
 
 void Engine::demand_kept(const EntryPtr& entry) {
-  bool hears = false;
+  bool is_directed = false;
   {
     const Locked locked(lock);
     if (!entry->iteration) {
       return;
     }
-    hears = directed && director_hears(*entry);
-    if (hears) {
-      host->demanding(entry);
-    }
+    is_directed = demanding(entry);
     // What stayed alive although it had left: if only handles hold it, next time it is freed.
     Iteration& of = *entry->iteration;
     if (of.held.contains(entry->index) && !of.order().was_demanded(entry->index) &&
@@ -84,9 +77,8 @@ void Engine::demand_kept(const EntryPtr& entry) {
     look_ahead(entry);
   }
   tell_trial(*entry);
-  served(*entry);
-  if (hears && directed) {
-    host->demanded(entry);
+  if (is_directed) {
+    served(entry);
   }
 }
 

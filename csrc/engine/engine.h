@@ -24,6 +24,7 @@
 #include "iteration.h"
 #include "ledger.h"
 #include "lock.h"
+#include "recomputed.h"
 #include "storage/saved_view.h"
 
 namespace memswap {
@@ -97,7 +98,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   EntryPtr make_entry(const at::Tensor& tensor, const SavedView& look, StorageRefPtr& storage);
   // Makes it and sends it.
   Saved swap(const at::Tensor& tensor, const SavedView& look, BlockSender& sender, EntryPtr& entry);
-  // A sender has no room for a storage: told once. The reason for the statistics.
+  // A sender has no room for a storage: told once. The reason for the statistics, which is
+  // `short_of`.
   const char* refused(const char* short_of, const std::string& why, const Entry& entry);
 
   // --- demand (demand.cpp). Neither takes the lock for the wait. ---
@@ -109,7 +111,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // --- under a plan (follow_plan.cpp) ---
 
-  // What follows the save of an entry: what has to be gone by then is waited for.
+  // What follows the save of an entry: what has to be gone by then is waited for, and who takes the
+  // iteration down hears of it.
   void saved(const EntryPtr& entry);
   // What comes next comes after a storage of an iteration has left, if it is leaving or waits to.
   void release(Iteration& of, size_t index);
@@ -118,6 +121,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Bytes on the device at this moment of the plan, and so many more.
   void note_peak(Iteration& of, int64_t more_bytes = 0) const;
 
+  // --- what is there beside entries, and beside operators (follow_plan.cpp) ---
+
+  // A recomputed unit has saved a storage again, in backward.
+  void count_recomputed(const StorageRef& storage);
+  // An operator of so many seconds is about to be launched; codec work may run beside it.
+  void note_window(double seconds) const;
+
   std::unique_ptr<Host> host;  // never nullptr
   Lock lock;
   Ledger ledger;
@@ -125,12 +135,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   PolicyTable policy;
   Timeline timeline;
   IterationPtr iteration;  // that saves now
-  IterationPtr backward;   // whose backward runs, for the director
+  IterationPtr backward;   // whose backward runs, where it is directed
+  Recomputed recomputed{ledger.counters};
   // Storages of parameters and buffers. A weak storage keeps its key from being used again.
   std::unordered_map<const void*, WeakStorage> persistent;
 
-  bool directed = false;        // somebody watches and directs what leaves, under a budget
-  bool watched = false;         // the director hears of each mark, whatever a plan says
+  bool directed = false;        // somebody directs what leaves, under a budget
   bool looks_ahead = true;      // what comes next is brought back at once, without the host
   bool shares_batches = false;  // its iterations are batches of groups, which share storages
   bool awaits_reports = false;  // encoders have not reported yet
@@ -145,8 +155,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
     }
   }
   void look_ahead(const EntryPtr& entry);
-  bool director_hears(const Entry& entry) const;
-  void served(Entry& entry);
+  bool demanding(const EntryPtr& entry);
+  void served(const EntryPtr& entry);
 };
 
 }  // namespace memswap

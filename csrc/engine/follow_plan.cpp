@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "engine.h"
+#include "recorder.h"
 
 namespace memswap {
 
@@ -93,11 +94,17 @@ void Engine::saved(const EntryPtr& entry) {
       }
     }
   }
-  note_peak(*of);
+  if (plan) {
+    note_peak(*of);
+  }
+  if (of->recorder) {
+    of->recorder->saved(entry);
+    of->recorder->recomputed(recomputed.nbytes());
+  }
 }
 
 Saved Engine::follow_plan(const Offer& offer) {
-  if (!directed || watched) {
+  if (!directed) {
     return {};
   }
   const IterationPtr of = iteration;
@@ -115,45 +122,96 @@ Saved Engine::follow_plan(const Offer& offer) {
   }
   departing.notice_some();
   learn();
+  recomputed.sweep();
   look_at_released(*of);
   ++offer.ordinal;
+  const bool swaps = place->action == Plan::Action::kSwap;
+  if (of->recorder) {
+    of->recorder->choose({offer.unit, offer.ordinal, nbytes, place->dtype,
+                          swaps ? PlannedAction::kSwap : PlannedAction::kKeep});
+  }
   const char* const why = of->admit(nbytes, false, offer.group);
   const bool never_freed = why == Iteration::kNeverFreed;
   StorageRefPtr storage;
   const EntryPtr entry = make_entry(offer.tensor, offer.look, storage);
   Saved made{Saved::As::kKept, entry};
-  if (place->action == Plan::Action::kSwap && !never_freed) {
+  if (swaps && !never_freed) {
     if (entry->swap(*plan->sender, storage)) {
       departing.add(entry.get());
       made.as = Saved::As::kMoved;
     } else {
-      host->no_room();
       ledger.keep(refused(BlockForm::kShortOf, plan->sender->why_refused(), *entry), nbytes);
     }
   } else {
-    ledger.keep(place->action == Plan::Action::kSwap ? why : kPlanned, nbytes);
+    ledger.keep(swaps ? why : kPlanned, nbytes);
   }
   storage.reset();
   saved(entry);
   return made;
 }
 
-bool Engine::director_hears(const Entry& entry) const {
-  const IterationPtr& of = entry.iteration;
-  return watched || !of || of != backward || !of->follows_alone || !of->plan;
+// Backward asks for a storage. What it waits for, it waits for after this. Whether anybody directs.
+bool Engine::demanding(const EntryPtr& entry) {
+  const IterationPtr of = entry->iteration;
+  if (!directed || !of) {
+    return false;
+  }
+  backward = of;
+  recomputed.sweep();
+  if (!of->began_backward()) {
+    of->begin_backward(ledger.counters.away_bytes);
+  }
+  if (of->recorder) {
+    of->recorder->demanding(*entry);
+  }
+  return true;
 }
 
-// What follows a demand that was served, where there is a plan.
-void Engine::served(Entry& entry) {
-  if (!entry.iteration || !entry.iteration->plan) {
+// Backward has it, in stream order, and somebody directs.
+void Engine::served(const EntryPtr& entry) {
+  Iteration& of = *entry->iteration;
+  bool departs = false, recorded = false;
+  {
+    const Locked locked(lock);
+    recorded = of.recorder != nullptr;
+    if (of.plan) {
+      // What every save has seen is counted as away, while its last consumer still holds it.
+      note_peak(of, entry->state() == State::kAway ? entry->nbytes() : 0);
+      const std::vector<Plan::Place>& places = of.plan->places;
+      departs = entry->index < places.size() && places[entry->index].departs;
+    }
+  }
+  if (departs) {
+    entry->release_frame();
+  }
+  if (!recorded) {
     return;
   }
-  Iteration& of = *entry.iteration;
-  // What every save has seen is counted as away, while its last consumer still holds it.
-  note_peak(of, entry.state() == State::kAway ? entry.nbytes() : 0);
-  const std::shared_ptr<const Plan> plan = of.plan;
-  if (entry.index < plan->places.size() && plan->places[entry.index].departs) {
-    entry.release_frame();
+  const Locked locked(lock);
+  if (of.recorder) {
+    of.recorder->demanded(*entry);
+    if (of.returns_as_planned()) {
+      of.recorder->asked(of, of.plan->places[entry->index].fetches);
+    }
+    of.recorder->recomputed(recomputed.nbytes());
+  }
+}
+
+void Engine::count_recomputed(const StorageRef& storage) {
+  if (recomputed.add(storage) && backward) {
+    note_peak(*backward);
+    if (backward->recorder) {
+      backward->recorder->recomputed(recomputed.nbytes());
+    }
+  }
+}
+
+void Engine::note_window(double seconds) const {
+  // No forward has begun since: it is the backward's.
+  const bool in_backward = backward && backward->began_backward() && iteration->size() == 0;
+  const Iteration& of = in_backward ? *backward : *iteration;
+  if (of.recorder) {
+    of.recorder->window(seconds);
   }
 }
 

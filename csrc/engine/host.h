@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstddef>
-#include <string_view>
 
 #include "entry.h"
 
@@ -23,16 +22,6 @@ class Host {
 
   // The room of an entry that waits is needed: send it now. Nothing is waited for here.
   virtual void hurry(const EntryPtr& entry) = 0;
-
-  // --- the director's (`Engine::directed`) ---
-
-  // A unit saves a storage that was saved before.
-  virtual void again(const EntryPtr& entry, std::string_view unit) = 0;
-  // Backward asks for a storage; backward has it, in stream order.
-  virtual void demanding(const EntryPtr& entry) = 0;
-  virtual void demanded(const EntryPtr& entry) = 0;
-  // A storage was to leave, and its pool is full.
-  virtual void no_room() = 0;
 };
 
 // Nobody is asked.
@@ -41,10 +30,6 @@ class NoHost final : public Host {
   void learn() override {}
   void look_ahead(const IterationPtr&, size_t) override {}
   void hurry(const EntryPtr&) override {}
-  void again(const EntryPtr&, std::string_view) override {}
-  void demanding(const EntryPtr&) override {}
-  void demanded(const EntryPtr&) override {}
-  void no_room() override {}
 };
 
 }  // namespace memswap

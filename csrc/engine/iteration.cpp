@@ -124,6 +124,26 @@ EntryPtr Iteration::to_bring(size_t index) const {
   return order_.was_demanded(index) ? nullptr : entry(index);
 }
 
+// --- under a plan --------------------------------------------------------------------------------
+
+std::optional<int64_t> Iteration::frame_nbytes(size_t index) const {
+  return plan && index < plan->places.size() ? plan->places[index].frame_nbytes : std::nullopt;
+}
+
+void Iteration::refuse(int64_t away_bytes) {
+  refused = true;
+  pooled_bytes = std::max(pooled_bytes, away_bytes);
+}
+
+void Iteration::begin_backward(int64_t away_bytes) {
+  if (refused) {
+    pooled_bytes = std::max(pooled_bytes, away_bytes);
+  }
+  if (plan && plan->places.size() != size()) {
+    plan.reset();
+  }
+}
+
 // --- what is known of it -------------------------------------------------------------------------
 
 int64_t Iteration::present_bytes(int64_t granularity) const {

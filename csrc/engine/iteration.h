@@ -20,6 +20,8 @@
 
 namespace memswap {
 
+class Recorder;
+
 // The engine's lock serialises the calls.
 class Iteration : public std::enable_shared_from_this<Iteration> {
  public:
@@ -98,6 +100,21 @@ class Iteration : public std::enable_shared_from_this<Iteration> {
   // Resident bytes that what starts back stays below, whatever was planned; 0: as many as come.
   int64_t limit_bytes = 0;
   std::vector<size_t> released;  // by the plan, and still held by somebody then
+  // Bytes that the plan has for the frame of a storage; nothing: as many as it needs.
+  std::optional<int64_t> frame_nbytes(size_t index) const;
+
+  // --- what it shows those who plan ---
+
+  std::shared_ptr<Recorder> recorder;  // takes it down; nullptr: nobody does
+  bool unfit = false;                  // a storage did not become the frame that was planned
+  bool refused = false;                // the pool had no room for something
+  int64_t pooled_bytes = 0;            // the most that was away then, or when backward began
+
+  // The pool was full.
+  void refuse(int64_t away_bytes);
+  // Its forward is over, and its backward begins. What saved another number of storages than
+  // planned follows the plan no more.
+  void begin_backward(int64_t away_bytes);
 
   // Places of storages that stayed alive although they had left.
   std::set<size_t> held;

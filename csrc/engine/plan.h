@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -32,6 +33,9 @@ struct Plan {
     std::vector<size_t> fetches;
     // After a demand: its frame is waited for, if it is on its way still.
     bool departs = false;
+    // Bytes that its frame may take; nothing: no frame is planned. A storage that does not become
+    // one is swapped as it is.
+    std::optional<int64_t> frame_nbytes;
   };
 
   c10::Device device;

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "engine.h"
+#include "recorder.h"
 
 namespace memswap {
 
@@ -59,6 +60,9 @@ Saved Engine::swap(const at::Tensor& tensor, const SavedView& look, BlockSender&
 }
 
 const char* Engine::refused(const char* short_of, const std::string& why, const Entry& entry) {
+  if (entry.iteration && short_of == std::string_view(BlockForm::kShortOf)) {
+    entry.iteration->refuse(ledger.counters.away_bytes);
+  }
   ledger.tell_once(short_of, "a storage of " + std::to_string(entry.nbytes()) + " bytes stays on " +
                                  entry.device().str() + ": " + why +
                                  ". Training goes on with less memory saved.");
@@ -85,8 +89,8 @@ Saved Engine::save_again(const Offer& offer, const KnownPtr& known) {
     return {Saved::As::kKept, known};
   }
   const auto entry = std::static_pointer_cast<Entry>(known);
-  if (directed) {
-    host->again(entry, offer.unit);
+  if (entry->iteration && entry->iteration->recorder) {
+    entry->iteration->recorder->again(*entry, offer.unit);
   }
   // It has left, or waits to: then the entry holds the storage.
   const bool leaves = entry->away() || entry->storage;
@@ -137,7 +141,11 @@ Saved Engine::save(const Offer& offer) {
   if (torch::autograd::get_current_graph_task_id() != kNoGraphTask) {
     return keep(look, "saved in backward");
   }
-  if (directed || offer.has_action) {
+  if (directed) {
+    recomputed.sweep();
+    return {};
+  }
+  if (offer.has_action) {
     return {};
   }
   const auto [action, sender] = look_up(policy, look.device());

@@ -20,6 +20,8 @@ template <uint32_t kBlocks>
 class BitmapWriter {
  public:
   static constexpr uint32_t kScratchLanes = 4 * kBlocks * frame::kBitmapBytes;
+  static constexpr uint32_t kUnifiedBytes =
+      2 * unified(kBlocks * frame::kMapsBytes) + unified(frame::kBitmapBytes * 2);
 
   __aicore__ inline void init(TPipe* pipe) {
     pipe->InitBuffer(byte_maps_, kBlocks * frame::kMapsBytes);
@@ -55,23 +57,29 @@ class BitmapWriter {
     barrier();
   }
 
-  // Block b's bitmap to where its payload is put together: 128 bytes, with zeros behind a packed
-  // one. Returns its length, which is shorter if and only if it is packed.
-  __aicore__ inline uint32_t write(const Bytes& to, uint32_t b) {
-    const Lanes mixed = mixed_.Get<int16_t>();
+  // Bytes of block b's bitmap, which are fewer than 128 if and only if it is packed.
+  __aicore__ inline uint32_t length(uint32_t b) {
     uint64_t count = 0;
-    GatherMask(as_bits(mixed),
+    GatherMask(as_bits(mixed_.Get<int16_t>()),
                values_[2 * b * frame::kBitmapBytes].template ReinterpretCast<uint16_t>(),
                are_mixed_.Get<uint16_t>()[b * frame::kMapsBytes / 2], true, frame::kBitmapBytes,
                GatherMaskParams(1, 1, 0, 0), count);
     barrier();
     const uint32_t bytes = frame::kMapsBytes + static_cast<uint32_t>(count);
-    if (bytes >= frame::kBitmapBytes) {
+    return bytes < frame::kBitmapBytes ? bytes : frame::kBitmapBytes;
+  }
+
+  // Block b's bitmap to where its payload is put together: 128 bytes, with zeros behind a packed
+  // one. Returns its length.
+  __aicore__ inline uint32_t write(const Bytes& to, uint32_t b) {
+    const Lanes mixed = mixed_.Get<int16_t>();
+    const uint32_t bytes = length(b);
+    if (bytes == frame::kBitmapBytes) {
       copy_bytes(to, bitmaps_[b * frame::kBitmapBytes], frame::kBitmapBytes);
       barrier();
-      return frame::kBitmapBytes;
+      return bytes;
     }
-    fill(mixed, static_cast<uint32_t>(count), frame::kBitmapBytes, (int16_t)0);
+    fill(mixed, bytes - frame::kMapsBytes, frame::kBitmapBytes, (int16_t)0);
     copy_bytes(to, byte_maps_.Get<uint8_t>()[b * frame::kMapsBytes], frame::kMapsBytes);
     barrier();
     half_to_bytes(to[frame::kMapsBytes], mixed, frame::kBitmapBytes - frame::kMapsBytes);
@@ -97,6 +105,15 @@ template <uint32_t kBlocks, uint32_t kHeadBytes>
 class BitmapReader {
  public:
   static constexpr uint32_t kScratchLanes = 7 * kBlockLanes;
+
+ private:
+  static constexpr uint32_t kBytes = kBlocks * frame::kBitmapBytes;
+  static constexpr uint32_t kSums = 16;  // one for each block, and some nobody looks at
+  static_assert(kBytes <= kBlockLanes, "bytes are ranked like one block's elements");
+
+ public:
+  static constexpr uint32_t kUnifiedBytes =
+      unified(kBytes) + unified(2 * kSums * 2) + unified(2 * kSums * 4) + Ones::kUnifiedBytes;
 
   __aicore__ inline void init(TPipe* pipe) {
     pipe_ = pipe;
@@ -138,10 +155,6 @@ class BitmapReader {
   }
 
  private:
-  static constexpr uint32_t kBytes = kBlocks * frame::kBitmapBytes;
-  static constexpr uint32_t kSums = 16;  // one for each block, and some nobody looks at
-  static_assert(kBytes <= kBlockLanes, "bytes are ranked like one block's elements");
-
   __aicore__ inline Bytes bitmap(uint32_t b) {
     return bitmaps_.Get<uint8_t>()[b * frame::kBitmapBytes];
   }

@@ -8,64 +8,94 @@
 namespace memswap::ascend {
 
 class BitsCoder : public ChecksumScratch<1> {
+  static constexpr uint32_t kBlocks = step_blocks(1);
+  static constexpr uint32_t kLanes = kBlocks * kBlockLanes;
+  static_assert(BitmapWriter<kBlocks>::kScratchLanes <= kLanes);
+
+  static constexpr uint32_t kCommonBytes = unified(2 * kLanes * 2) +
+                                           unified(kBlocks * frame::kBitmapBytes) +
+                                           BitmapWriter<kBlocks>::kUnifiedBytes;
+
  public:
   static constexpr uint32_t kWidth = 1;
   static constexpr uint32_t kSlabBytes = 0;
+  static constexpr bool kHasPayloads = true;
+  static constexpr uint32_t kMeasureBytes =
+      kCommonBytes + ChecksumScratch<1>::kUnifiedBytes + Greatest::kUnifiedBytes;
+  static constexpr uint32_t kStoreBytes = kCommonBytes + 2 * unified(kBlocks * frame::kBitmapBytes);
 
-  __aicore__ inline void init(TPipe* pipe) {
-    pipe_ = pipe;
+  __aicore__ inline void init_measure(TPipe* pipe, const EncodeJob&) {
+    init_common(pipe);
     ChecksumScratch<1>::init(pipe);
-    pipe->InitBuffer(lanes_, 2 * kLanes * 2);
-    pipe->InitBuffer(bitmaps_, kBlocks * frame::kBitmapBytes);
-    pipe->InitBuffer(slots_, 2, kBlocks * frame::kBitmapBytes);
     greatest_.init(pipe);
-    writer_.init(pipe);
   }
 
-  __aicore__ inline void encode(const Step& step, const Bytes& x, const Bytes&,
-                                PayloadWriter* payloads, HeaderCounters*) {
+  __aicore__ inline void init_store(TPipe* pipe) {
+    init_common(pipe);
+    pipe->InitBuffer(slots_, 2, kBlocks * frame::kBitmapBytes);
+  }
+
+  __aicore__ inline void measure(const Step& step, const Bytes& x, TileRecord* record,
+                                 HeaderCounters*) {
     const Lanes values = lanes_.Get<int16_t>();
-    const Bytes bitmaps = bitmaps_.Get<uint8_t>();
-    bytes_to_half(values, x, kLanes);
-    barrier();
-    CompareScalar(bitmaps, as_half(values), static_cast<half>(0.0f), CMPMODE::NE, kLanes);
-    barrier();
+    find_bits(x);
     half_to_lanes(values, kLanes);
     barrier();
     uint32_t greatest[kBlocks];
     greatest_.find(greatest, values, values[kLanes], kBlocks);
-    writer_.prepare(bitmaps, values);
-    Bytes slots = slots_.AllocTensor<uint8_t>();
-    uint32_t lengths[kBlocks];
+    writer_.prepare(bitmaps_.Get<uint8_t>(), values);
     for (uint32_t b = 0; b < step.blocks; ++b) {
-      lengths[b] = greatest[b] <= 1 ? writer_.write(slots[b * frame::kBitmapBytes], b) : 0;
+      const bool literal = greatest[b] > 1;
+      const uint32_t length = literal ? kBlockLanes : writer_.length(b);
+      record->set(step.first + b, literal ? frame::kLiteral : frame::kBitmap,
+                  round_up(length, frame::kUnitBytes) / frame::kUnitBytes, 0,
+                  length < frame::kBitmapBytes);
+    }
+  }
+
+  __aicore__ inline void encode(const Step& step, const Bytes& x, const Bytes&,
+                                const TileRecord& record, GM_ADDR to) {
+    find_bits(x);
+    writer_.prepare(bitmaps_.Get<uint8_t>(), lanes_.Get<int16_t>());
+    Bytes slots = slots_.AllocTensor<uint8_t>();
+    for (uint32_t b = 0; b < step.blocks; ++b) {
+      if (record.mode_of(step.first + b) == frame::kBitmap) {
+        writer_.write(slots[b * frame::kBitmapBytes], b);
+      }
     }
     slots_.EnQue(slots);
     slots = slots_.DeQue<uint8_t>();
     LiteralWriter literals(pipe_);
     for (uint32_t b = 0; b < step.blocks; ++b) {
-      const bool literal = lengths[b] == 0;
-      const uint32_t bytes = literal ? kBlockLanes : round_up(lengths[b], frame::kUnitBytes);
-      GM_ADDR to =
-          payloads->add(step.first + b, literal ? frame::kLiteral : frame::kBitmap,
-                        bytes / frame::kUnitBytes, 0, !literal && lengths[b] < frame::kBitmapBytes);
-      if (to == nullptr) {
-        continue;
-      }
-      if (literal) {
+      const uint32_t bytes = record.units_of(step.first + b) * frame::kUnitBytes;
+      if (record.mode_of(step.first + b) == frame::kLiteral) {
         literals.store(to, x[b * kBlockLanes], kBlockLanes);
       } else {
         store_bytes(to, slots[b * frame::kBitmapBytes], bytes);
       }
+      to += bytes;
     }
     literals.end();
     slots_.FreeTensor(slots);
   }
 
  private:
-  static constexpr uint32_t kBlocks = step_blocks(1);
-  static constexpr uint32_t kLanes = kBlocks * kBlockLanes;
-  static_assert(BitmapWriter<kBlocks>::kScratchLanes <= kLanes);
+  __aicore__ inline void init_common(TPipe* pipe) {
+    pipe_ = pipe;
+    pipe->InitBuffer(lanes_, 2 * kLanes * 2);
+    pipe->InitBuffer(bitmaps_, kBlocks * frame::kBitmapBytes);
+    writer_.init(pipe);
+  }
+
+  // The step's bitmaps; its elements are lanes of half then.
+  __aicore__ inline void find_bits(const Bytes& x) {
+    const Lanes values = lanes_.Get<int16_t>();
+    bytes_to_half(values, x, kLanes);
+    barrier();
+    CompareScalar(bitmaps_.Get<uint8_t>(), as_half(values), static_cast<half>(0.0f), CMPMODE::NE,
+                  kLanes);
+    barrier();
+  }
 
   TPipe* pipe_;
   TQue<TPosition::VECOUT, 1> slots_;
@@ -75,11 +105,21 @@ class BitsCoder : public ChecksumScratch<1> {
 };
 
 class BitsReader : public ChecksumScratch<1> {
+  static constexpr uint32_t kBlocks = step_blocks(1);
+
  public:
   static constexpr uint32_t kWidth = 1;
   static constexpr uint32_t kSlabBytes = 0;
   static constexpr uint32_t kSlotBytes = kBlockLanes;
   static constexpr uint32_t kMaxUnits = kSlotBytes / frame::kUnitBytes;
+
+ private:
+  using Bitmaps = BitmapReader<kBlocks, kSlotBytes>;
+
+ public:
+  static constexpr uint32_t kUnifiedBytes = ChecksumScratch<1>::kUnifiedBytes +
+                                            unified(Bitmaps::kScratchLanes * 2) +
+                                            Ranks::kUnifiedBytes + Bitmaps::kUnifiedBytes;
 
   __aicore__ static constexpr bool takes(uint32_t mode) {
     return mode == frame::kBitmap || mode == frame::kLiteral;
@@ -121,9 +161,6 @@ class BitsReader : public ChecksumScratch<1> {
   }
 
  private:
-  static constexpr uint32_t kBlocks = step_blocks(1);
-  using Bitmaps = BitmapReader<kBlocks, kSlotBytes>;
-
   TBuf<TPosition::VECCALC> lanes_;
   Ranks ranks_;
   Bitmaps bitmaps_;

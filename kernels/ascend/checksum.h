@@ -12,6 +12,15 @@ class Checksum {
  public:
   static constexpr uint32_t kMaxWords = 4096;  // of one step
 
+ private:
+  static constexpr uint32_t kRow = 64;
+  static constexpr uint32_t kSums = 8;  // that the scalar unit adds
+  static constexpr uint32_t kKinds = 3;
+
+ public:
+  static constexpr uint32_t kUnifiedBytes =
+      unified(kMaxWords * 4) + unified(kRow * 4) + unified(2 * kKinds * kSums * 4);
+
   __aicore__ inline void init(TPipe* pipe) {
     pipe_ = pipe;
     pipe->InitBuffer(rows_, kMaxWords * 4);
@@ -76,9 +85,6 @@ class Checksum {
   }
 
  private:
-  static constexpr uint32_t kRow = 64;
-  static constexpr uint32_t kSums = 8;  // that the scalar unit adds
-  static constexpr uint32_t kKinds = 3;
   static constexpr uint32_t kByLane = 0;
   static constexpr uint32_t kByRow = 1;
   static constexpr uint32_t kPlain = 2;

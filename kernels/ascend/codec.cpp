@@ -26,6 +26,10 @@ constexpr uint32_t kMaxCores = 64;
 // Tiles of room that an encode may leave unused (job.h, Note [positions without talking]).
 constexpr uint32_t kSpareTiles = 1;
 
+// Of the encoder's launches (job.h, which is the kernels' own).
+constexpr uint32_t kMeasure = 0;
+constexpr uint32_t kStore = 1;
+
 // The kernels add up counters in 32 bits.
 constexpr uint64_t kMaxElements = UINT32_MAX;
 
@@ -117,21 +121,19 @@ int run(const memswap_encode_job& job, uint32_t cores, const memswap_launch& whe
     return static_cast<int>(kernel(on, where.stream, const_cast<void*>(job.input), job.frame,
                                    job.overflow, job.overflow_cursor, job.elements,
                                    job.var_capacity, job.overflow_capacity, job.dtype, job.shape,
-                                   frame::slab_bytes(dtype, shape), job.checksum != 0, pass));
+                                   frame::slab_bytes(dtype, shape), job.checksum != 0,
+                                   job.profile == MEMSWAP_FAST, job.center, pass));
   };
   int error = launch(aclrtlaunch_memswap_ascend_begin_frame, 1, 0);
   if (error != 0 || job.elements == 0) {
     return error;
   }
-  error = launch(encoder, blocks, 0);
-  if (error == 0) {
-    error = launch(aclrtlaunch_memswap_ascend_place_deferred, 1, 0);
+  error = launch(encoder, blocks, kMeasure);
+  if (error != 0 || shape == Shape::kRaw) {
+    return error;
   }
-  // One core defers nothing but what goes to the arena.
-  if (error == 0 && (blocks > 1 || job.overflow != nullptr)) {
-    error = launch(encoder, blocks, 1);
-  }
-  return error;
+  error = launch(aclrtlaunch_memswap_ascend_place_tiles, 1, 0);
+  return error != 0 ? error : launch(encoder, blocks, kStore);
 }
 
 int run(const memswap_decode_job& job, uint32_t cores, const memswap_launch& where) {

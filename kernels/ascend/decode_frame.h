@@ -4,6 +4,7 @@
 //   kWidth, kSlabBytes, kSlotBytes  what of a block's payload is loaded ahead, at most; 0: nothing
 //   takes(mode)                     the modes of the shape
 //   kMaxUnits                       of a block's payload
+//   kUnifiedBytes                   of UB that init takes
 //   init(pipe)
 //   scratch()                       words, twice as many as a step has; free between calls
 //   load(slot, from, mode, units)   starts the moves of one block's payload, or of its beginning
@@ -45,7 +46,21 @@ __aicore__ inline void clear_block(const Bytes& x, uint32_t bytes) {
 
 template <class Reader>
 class FrameDecoder {
+  static constexpr uint32_t kWidth = Reader::kWidth;
+  static constexpr uint32_t kStepBlocks = step_blocks(kWidth);
+  static constexpr uint32_t kSteps = frame::kTileBlocks / kStepBlocks;  // per tile
+  static constexpr uint32_t kStepBytes = kStepBlocks * kBlockLanes * kWidth;
+  static constexpr uint32_t kMoveSteps = move_steps(kWidth);
+
  public:
+  // With the header's, before it, and the report's, behind it.
+  static constexpr uint32_t kUnifiedBytes =
+      unified(frame::kHeaderBytes) + 2 * unified(kMoveSteps * kStepBlocks * Reader::kSlabBytes) +
+      2 * unified(kMoveSteps * kStepBlocks * Reader::kSlotBytes) +
+      2 * unified(kMoveSteps * kStepBytes) + Reader::kUnifiedBytes + RecordReader::kUnifiedBytes +
+      Checksum::kUnifiedBytes + kReportBytes;
+  static_assert(kUnifiedBytes <= kUsableUnifiedBytes, "the decoder does not fit UB");
+
   __aicore__ inline FrameDecoder(TPipe* pipe, const DecodeJob& job, const FrameHeader& header)
       : pipe_(pipe),
         job_(job),
@@ -72,12 +87,6 @@ class FrameDecoder {
   }
 
  private:
-  static constexpr uint32_t kWidth = Reader::kWidth;
-  static constexpr uint32_t kStepBlocks = step_blocks(kWidth);
-  static constexpr uint32_t kSteps = frame::kTileBlocks / kStepBlocks;  // per tile
-  static constexpr uint32_t kStepBytes = kStepBlocks * kBlockLanes * kWidth;
-  static constexpr uint32_t kMoveSteps = move_steps(kWidth);
-
   struct Move {
     bool good;       // some step of it is
     uint32_t count;  // elements

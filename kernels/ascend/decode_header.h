@@ -53,6 +53,8 @@ __aicore__ inline FrameHeader read_header(TPipe* pipe, const DecodeJob& job,
   return header;
 }
 
+constexpr uint32_t kReportBytes = kUnifiedBlockBytes;
+
 // Puts a core's error bits into the job's status. Memory can add and maximize, but not OR: of
 // several cores', the greatest stay, which is nobody's if and only if nothing is wrong.
 __aicore__ inline void report(TPipe* pipe, const DecodeJob& job, uint32_t errors) {
@@ -60,10 +62,10 @@ __aicore__ inline void report(TPipe* pipe, const DecodeJob& job, uint32_t errors
     return;
   }
   TBuf<TPosition::VECCALC> buffer;
-  pipe->InitBuffer(buffer, kUnifiedBlockBytes);
+  pipe->InitBuffer(buffer, kReportBytes);
   const LocalTensor<int32_t> word = buffer.Get<int32_t>();
   word.SetValue(0, static_cast<int32_t>(errors));
-  for (uint32_t i = 1; i < kUnifiedBlockBytes / 4; ++i) {
+  for (uint32_t i = 1; i < kReportBytes / 4; ++i) {
     word.SetValue(i, 0);
   }
   hand_over<HardEvent::S_MTE3>(pipe);
@@ -74,7 +76,12 @@ __aicore__ inline void report(TPipe* pipe, const DecodeJob& job, uint32_t errors
 
 // Loads 1 KiB of records at a time.
 class RecordReader {
+  static constexpr uint32_t kTiles = 32;
+  static constexpr uint32_t kWords = frame::kRecordBytes / 4;
+
  public:
+  static constexpr uint32_t kUnifiedBytes = unified(kTiles * frame::kRecordBytes);
+
   __aicore__ inline void init(TPipe* pipe, GM_ADDR records, uint32_t tiles) {
     pipe_ = pipe;
     pipe->InitBuffer(buffer_, kTiles * frame::kRecordBytes);
@@ -95,9 +102,13 @@ class RecordReader {
     const uint32_t at = (tile - first_) * kWords;
     TileRecord record;
     record.base = words.GetValue(at);
+    uint32_t blocks = 0;
+    uint32_t centers = 0;
     for (uint32_t i = 0; i < frame::kTileBlocks; ++i) {
-      record.block[i] = static_cast<uint16_t>(words.GetValue(at + 1 + i / 2) >> 16 * (i % 2));
-      record.center[i] = static_cast<uint8_t>(words.GetValue(at + 5 + i / 4) >> 8 * (i % 4));
+      blocks = i % 2 == 0 ? words.GetValue(at + 1 + i / 2) : blocks >> 16;
+      centers = i % 4 == 0 ? words.GetValue(at + 5 + i / 4) : centers >> 8;
+      record.block[i] = static_cast<uint16_t>(blocks);
+      record.center[i] = static_cast<uint8_t>(centers);
       record.units += record.units_of(i);
     }
     record.checksum = words.GetValue(at + 7);
@@ -105,8 +116,6 @@ class RecordReader {
   }
 
  private:
-  static constexpr uint32_t kTiles = 32;
-  static constexpr uint32_t kWords = frame::kRecordBytes / 4;
   TPipe* pipe_;
   TBuf<TPosition::VECCALC> buffer_;
   GlobalTensor<uint32_t> global_;

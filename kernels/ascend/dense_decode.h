@@ -15,6 +15,8 @@ class DenseReader {
   static constexpr uint32_t kLanes = Split::kLanes;
   static constexpr uint32_t kRestBytes = rest_bytes<Split>();
   static constexpr uint32_t kBlockBytes = kBlockLanes * Split::kWidth;
+  // A lane per element each, for planes and the checksum.
+  static constexpr uint32_t kVectors = max_of(4u, Split::kJoinVectors, Split::kWidth);
   static constexpr uint32_t kLastMode = frame::kFw2 + Split::kExponentBits - 2;
 
  public:
@@ -23,6 +25,10 @@ class DenseReader {
   static constexpr uint32_t kMaxUnits =
       (kUpcast ? kBlockBytes - kSlabBytes : 128 * (Split::kExponentBits - 2)) / frame::kUnitBytes;
   static constexpr uint32_t kSlotBytes = kMaxUnits * frame::kUnitBytes;
+  static constexpr uint32_t kUnifiedBytes =
+      EscapeReader::kUnifiedBytes + Ranks::kUnifiedBytes + SymbolFetcher::kUnifiedBytes +
+      unified(kLanes * 2) + unified(kVectors * kLanes * 2) + Masks::kUnifiedBytes +
+      Ones::kUnifiedBytes + (Split::kHasPairs ? WordPairs::kUnifiedBytes : 0);
 
   __aicore__ static constexpr bool takes(uint32_t mode) {
     return (mode >= frame::kLq2 && mode <= kLastMode) || (kUpcast && mode == frame::kLiteral);
@@ -94,9 +100,6 @@ class DenseReader {
   }
 
  private:
-  // A lane per element each, for planes and the checksum.
-  static constexpr uint32_t kVectors = max_of(4u, Split::kJoinVectors, kWidth);
-
   // The work tensors are neighbours.
   __aicore__ inline Lanes work(uint32_t i) { return work_.Get<int16_t>()[i * kLanes]; }
 

@@ -2,118 +2,95 @@
 // step's blocks is the Coder's business:
 //
 //   kWidth, kSlabBytes
-//   init(pipe)
-//   scratch()   words, twice as many as a step has; free between calls of encode
-//   encode(step, x, slab, payloads, counters)   x: the step's elements, missing ones 0
+//   kHasPayloads        false: measuring stores the slabs as well, and nothing is left to store
+//   kMeasureBytes, kStoreBytes   of UB that init_measure and init_store take
+//   init_measure(pipe, job), init_store(pipe)
+//   scratch()           words, twice as many as a step has; free between calls of measure
+//   measure(step, x, record, counters)   sets the step's blocks in the tile's record
+//   encode(step, x, slab, record, to)    codes them so; `to`: where their payloads begin
+//
+// x: the step's elements, missing ones 0.
 #pragma once
 
 #include "checksum.h"
 #include "decode_header.h"
-#include "payload_writer.h"
+#include "literal_writer.h"
 
 namespace memswap::ascend {
 
 template <class Coder>
 class FrameEncoder {
- public:
-  __aicore__ inline FrameEncoder(TPipe* pipe, const EncodeJob& job)
-      : pipe_(pipe), job_(job), share_(job.elements, Coder::kSlabBytes), payloads_(job, share_) {}
-
-  __aicore__ inline void run() {
-    if (job_.pass == static_cast<uint32_t>(Pass::kStore)) {
-      store_placed();
-    } else {
-      encode_all();
-    }
-  }
-
- private:
   static constexpr uint32_t kWidth = Coder::kWidth;
   static constexpr uint32_t kStepBlocks = step_blocks(kWidth);
   static constexpr uint32_t kSteps = frame::kTileBlocks / kStepBlocks;  // per tile
   static constexpr uint32_t kStepBytes = kStepBlocks * kBlockLanes * kWidth;
   static constexpr uint32_t kMoveSteps = move_steps(kWidth);
+  static constexpr uint32_t kMoveSlabBytes = kMoveSteps * kStepBlocks * Coder::kSlabBytes;
 
-  __aicore__ inline void encode_all() {
+  static constexpr uint32_t kInBytes = 2 * unified(kMoveSteps * kStepBytes);
+  static constexpr uint32_t kSlabsBytes = 2 * unified(kMoveSlabBytes);
+  static constexpr uint32_t kMeasureBytes =
+      HeaderCounters::kUnifiedBytes + kInBytes + (Coder::kHasPayloads ? 0 : kSlabsBytes) +
+      Coder::kMeasureBytes + Checksum::kUnifiedBytes + RecordWriter::kUnifiedBytes;
+  static constexpr uint32_t kStoreBytes = unified(frame::kHeaderBytes) + kInBytes + kSlabsBytes +
+                                          Coder::kStoreBytes + RecordReader::kUnifiedBytes;
+
+ public:
+  static constexpr uint32_t kUnifiedBytes =
+      Coder::kHasPayloads ? max_of(kMeasureBytes, kStoreBytes) : kMeasureBytes;
+  static_assert(kUnifiedBytes <= kUsableUnifiedBytes, "the encoder does not fit UB");
+
+  __aicore__ inline FrameEncoder(TPipe* pipe, const EncodeJob& job)
+      : pipe_(pipe), job_(job), share_(job.elements, Coder::kSlabBytes) {}
+
+  __aicore__ inline void run() {
+    if (job_.pass == static_cast<uint32_t>(Pass::kMeasure)) {
+      measure_all();
+    } else if constexpr (Coder::kHasPayloads) {
+      store_all();
+    }
+  }
+
+ private:
+  __aicore__ inline void measure_all() {
     counters_.init(pipe_, job_.frame);
     if (share_.first_tile < share_.end_tile) {
-      init();
-      load(first_step());
-      for (uint32_t step = first_step(); step < end_step(); step += kMoveSteps) {
-        if (step + kMoveSteps < end_step()) {
-          load(step + kMoveSteps);
-        }
-        encode_move(step);
+      init_queues(!Coder::kHasPayloads);
+      coder_.init_measure(pipe_, job_);
+      if (job_.checksum != 0) {
+        checksum_.init(pipe_);
       }
+      records_.init(pipe_, job_.frame + share_.records, share_.first_tile);
+      for_each_move([&](const Moved& moved, uint32_t step, const Step& part)
+                        __aicore__ { measure(moved, step, part); });
       records_.flush();
-      if (share_.first_tile == 0) {
-        counters_.set_var_used(payloads_.next());
-      }
     }
     counters_.store();
   }
 
-  // Codes the core's deferred tiles again, for their payloads alone.
-  __aicore__ inline void store_placed() {
-    if (share_.first_tile >= share_.end_tile || !any_placed()) {
+  __aicore__ inline void store_all() {
+    if (share_.first_tile >= share_.end_tile) {
       return;
     }
-    job_.checksum = 0;
-    stores_slabs_ = false;
-    init();
-    RecordReader reader;
-    reader.init(pipe_, job_.frame + share_.records, share_.tiles);
-    uint32_t move = next_placed(first_step(), &reader);
-    if (move < end_step()) {
-      load(move);
+    TBuf<TPosition::VECCALC> header;
+    if (load_header(pipe_, &header, job_.frame).GetValue(HeaderWord::kStatus) != frame::kOk) {
+      return;  // there was no room
     }
-    while (move < end_step()) {
-      const uint32_t next = next_placed(move + kMoveSteps, &reader);
-      if (next < end_step()) {
-        load(next);
-      }
-      store_move(move, &reader);
-      move = next;
-    }
+    init_queues(true);
+    coder_.init_store(pipe_);
+    placed_.init(pipe_, job_.frame + share_.records, share_.tiles);
+    for_each_move([&](const Moved& moved, uint32_t step, const Step& part)
+                      __aicore__ { store(moved, step, part); });
   }
 
-  // The core's first move from `step` on with a tile that is_placed, or what is behind its last
-  // one.
-  __aicore__ inline uint32_t next_placed(uint32_t step, RecordReader* reader) {
-    for (; step < end_step(); step += kMoveSteps) {
-      for (uint32_t i = step; i < end_of_move(step); ++i) {
-        if (is_placed(reader->read(i / kSteps))) {
-          return step;
-        }
-      }
-    }
-    return step;
-  }
-
-  // Whether a tile was deferred and has payloads. The first core's other tiles have been stored.
-  __aicore__ inline bool is_placed(const TileRecord& record) {
-    const bool in_overflow = (record.base & frame::kBaseInOverflow) != 0;
-    return record.units != 0 && (share_.first_tile != 0 || in_overflow);
-  }
-
-  __aicore__ inline bool any_placed() {
-    TBuf<TPosition::VECCALC> buffer;
-    const LocalTensor<uint32_t> words = load_header(pipe_, &buffer, job_.frame);
-    const bool in_var = share_.first_tile != 0 && words.GetValue(HeaderWord::kVarUsed) != 0;
-    return words.GetValue(HeaderWord::kStatus) == frame::kOk &&
-           (in_var || words.GetValue(HeaderWord::kOverflowUsed) != 0);
-  }
-
-  __aicore__ inline void init() {
+  __aicore__ inline void init_queues(bool stores_slabs) {
     pipe_->InitBuffer(in_, 2, kMoveSteps * kStepBytes);
     if constexpr (Coder::kSlabBytes != 0) {
-      pipe_->InitBuffer(slabs_, 2, kMoveSteps * kStepBlocks * Coder::kSlabBytes);
+      if (stores_slabs) {
+        pipe_->InitBuffer(slabs_, 2, kMoveSlabBytes);
+        stores_slabs_ = true;
+      }
     }
-    coder_.init(pipe_);
-    if (job_.checksum != 0) {
-      checksum_.init(pipe_);
-    }
-    records_.init(pipe_, job_.frame + share_.records, share_.first_tile);
   }
 
   __aicore__ inline uint32_t first_step() const { return share_.first_tile * kSteps; }
@@ -131,6 +108,35 @@ class FrameEncoder {
                                  : 0;
   }
 
+  // A move's elements and slabs in UB.
+  struct Moved {
+    uint32_t first;  // step
+    uint32_t count;  // elements; 0: there is nothing
+    Bytes x;
+    Bytes slabs;
+  };
+
+  // visit(moved, step, part) for each step of each of the core's moves, the next one of which is
+  // under way. Steps behind the last block come with count 0.
+  template <class Visit>
+  __aicore__ inline void for_each_move(Visit visit) {
+    load(first_step());
+    for (uint32_t move = first_step(); move < end_step(); move += kMoveSteps) {
+      if (move + kMoveSteps < end_step()) {
+        load(move + kMoveSteps);
+      }
+      const Moved moved = begin_move(move);
+      for (uint32_t step = move; step < end_of_move(move); ++step) {
+        Step part{};
+        part.first = step % kSteps * kStepBlocks;
+        part.count = count_of(step, step + 1);
+        part.blocks = (part.count + kBlockLanes - 1) / kBlockLanes;
+        visit(moved, step, part);
+      }
+      end_move(moved);
+    }
+  }
+
   __aicore__ inline void load(uint32_t move) {
     const uint32_t count = count_of(move, end_of_move(move));
     if (count == 0) {
@@ -141,48 +147,6 @@ class FrameEncoder {
     in_.EnQue(x);
   }
 
-  __aicore__ inline void encode_move(uint32_t move) {
-    const Moved moved = begin_move(move);
-    for (uint32_t step = move; step < end_of_move(move); ++step) {
-      if (step % kSteps == 0) {
-        sum_ = 0;
-        payloads_.begin_tile();
-      }
-      encode(moved, step);
-      if (step % kSteps == kSteps - 1) {
-        const TileRecord& record =
-            payloads_.end_tile(static_cast<uint32_t>(sum_ % frame::kChecksumPrime));
-        counters_.count(record);
-        records_.add(record);
-      }
-    }
-    end_move(moved);
-  }
-
-  // The placed ones of a move's tiles.
-  __aicore__ inline void store_move(uint32_t move, RecordReader* reader) {
-    const Moved moved = begin_move(move);
-    for (uint32_t step = move; step < end_of_move(move); ++step) {
-      const TileRecord record = reader->read(step / kSteps);
-      if (!is_placed(record)) {
-        continue;
-      }
-      if (step % kSteps == 0) {
-        payloads_.begin_placed(record);
-      }
-      encode(moved, step);
-    }
-    end_move(moved);
-  }
-
-  // A move's elements and slabs in UB.
-  struct Moved {
-    uint32_t first;  // step
-    uint32_t count;  // elements; 0: there is nothing
-    Bytes x;
-    Bytes slabs;
-  };
-
   __aicore__ inline Moved begin_move(uint32_t move) {
     const uint32_t end = end_of_move(move);
     Moved moved{move, count_of(move, end), Bytes(), Bytes()};
@@ -192,7 +156,9 @@ class FrameEncoder {
                   (end - move) * kStepBytes);
       barrier();
       if constexpr (Coder::kSlabBytes != 0) {
-        moved.slabs = slabs_.template AllocTensor<uint8_t>();
+        if (stores_slabs_) {
+          moved.slabs = slabs_.template AllocTensor<uint8_t>();
+        }
       }
     }
     return moved;
@@ -211,48 +177,80 @@ class FrameEncoder {
         const uint32_t blocks = (moved.count + kBlockLanes - 1) / kBlockLanes;
         store_bytes(job_.frame + frame::kHeaderBytes + first * Coder::kSlabBytes, moved.slabs,
                     blocks * Coder::kSlabBytes);
+        slabs_.FreeTensor(moved.slabs);
       }
-      slabs_.FreeTensor(moved.slabs);
     }
   }
 
-  __aicore__ inline void encode(const Moved& moved, uint32_t index) {
-    Step step{};
-    step.first = index % kSteps * kStepBlocks;
-    step.count = count_of(index, index + 1);
-    step.blocks = (step.count + kBlockLanes - 1) / kBlockLanes;
-    if (step.count == 0) {
+  __aicore__ inline Bytes elements_of(const Moved& moved, uint32_t step) const {
+    return moved.x[(step - moved.first) * kStepBytes];
+  }
+  __aicore__ inline Bytes slab_of(const Moved& moved, uint32_t step) const {
+    if constexpr (Coder::kSlabBytes != 0) {
+      return moved.slabs[(step - moved.first) * kStepBlocks * Coder::kSlabBytes];
+    } else {
+      return Bytes();
+    }
+  }
+
+  __aicore__ inline void measure(const Moved& moved, uint32_t step, const Step& part) {
+    if (step % kSteps == 0) {
+      record_ = TileRecord();
+      sum_ = 0;
+    }
+    if (part.count != 0) {
+      const Bytes x = elements_of(moved, step);
+      if (job_.checksum != 0) {
+        checksum_.compute(x.template ReinterpretCast<int32_t>(), coder_.scratch(), kStepBytes / 4);
+        barrier();
+      }
+      coder_.measure(part, x, &record_, &counters_);
+      if constexpr (!Coder::kHasPayloads) {
+        coder_.encode(part, x, slab_of(moved, step), record_, nullptr);
+      }
+      if (job_.checksum != 0) {
+        hand_over<HardEvent::V_S>(pipe_);
+        sum_ += checksum_.result(step % kSteps * (kStepBytes / 4));
+      }
+    }
+    if (step % kSteps == kSteps - 1) {
+      record_.base = record_.units;
+      record_.checksum = static_cast<uint32_t>(sum_ % frame::kChecksumPrime);
+      counters_.count(record_);
+      records_.add(record_);
+    }
+  }
+
+  __aicore__ inline void store(const Moved& moved, uint32_t step, const Step& part) {
+    if (step % kSteps == 0) {
+      record_ = placed_.read(step / kSteps);
+      const uint64_t at = uint64_t{record_.base & frame::kMaxBaseUnits} * frame::kUnitBytes;
+      next_payload_ = (record_.base & frame::kBaseInOverflow) != 0 ? job_.overflow + at
+                                                                   : job_.frame + share_.var + at;
+    }
+    if (part.count == 0) {
       return;
     }
-    const uint32_t part = index - moved.first;
-    const Bytes x = moved.x[part * kStepBytes];
-    Bytes slab;
-    if constexpr (Coder::kSlabBytes != 0) {
-      slab = moved.slabs[part * kStepBlocks * Coder::kSlabBytes];
-    }
-    if (job_.checksum != 0) {
-      checksum_.compute(x.template ReinterpretCast<int32_t>(), coder_.scratch(), kStepBytes / 4);
-      barrier();
-    }
-    coder_.encode(step, x, slab, &payloads_, &counters_);
-    if (job_.checksum != 0) {
-      hand_over<HardEvent::V_S>(pipe_);
-      sum_ += checksum_.result(index % kSteps * (kStepBytes / 4));
+    coder_.encode(part, elements_of(moved, step), slab_of(moved, step), record_, next_payload_);
+    for (uint32_t b = 0; b < part.blocks; ++b) {
+      next_payload_ += record_.units_of(part.first + b) * frame::kUnitBytes;
     }
   }
 
   TPipe* pipe_;
   EncodeJob job_;
   Share share_;
-  PayloadWriter payloads_;
   TQue<TPosition::VECIN, 2> in_;
   TQue<TPosition::VECOUT, 1> slabs_;
   Coder coder_;
   Checksum checksum_;
   RecordWriter records_;
+  RecordReader placed_;
   HeaderCounters counters_;
-  uint64_t sum_ = 0;  // of the tile's checksum
-  bool stores_slabs_ = true;
+  TileRecord record_;
+  GM_ADDR next_payload_ = nullptr;  // of the step that is stored next
+  uint64_t sum_ = 0;                // of the tile's checksum
+  bool stores_slabs_ = false;
 };
 
 }  // namespace memswap::ascend

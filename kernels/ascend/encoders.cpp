@@ -1,13 +1,13 @@
-// Entries of the kernels that encode. One job per launch; three launches make a frame, four where
-// several cores do or it has an overflow arena (codec.cpp).
+// Entries of the kernels that encode. One job per launch; four launches make a frame, two one of
+// shape raw, and one that of no element (codec.cpp).
 #include "bits.h"
 #include "dense_encode.h"
-#include "frame_header.h"
 #include "ints.h"
 #include "ints64.h"
 #include "kernel_entry.h"
 #include "raw.h"
 #include "sparse_encode.h"
+#include "tile_places.h"
 
 namespace memswap::ascend {
 
@@ -31,11 +31,11 @@ MEMSWAP_KERNEL memswap_ascend_begin_frame(MEMSWAP_ASCEND_ENCODE_PARAMETERS(GM_AD
   begin_frame(MEMSWAP_ENCODE_JOB);
 }
 
-MEMSWAP_KERNEL memswap_ascend_place_deferred(MEMSWAP_ASCEND_ENCODE_PARAMETERS(GM_ADDR)) {
+MEMSWAP_KERNEL memswap_ascend_place_tiles(MEMSWAP_ASCEND_ENCODE_PARAMETERS(GM_ADDR)) {
   MEMSWAP_VECTOR_CORES_ONLY
   TPipe pipe;
-  DeferredTiles deferred(&pipe, MEMSWAP_ENCODE_JOB);
-  deferred.place();
+  TilePlaces places(&pipe, MEMSWAP_ENCODE_JOB);
+  places.place();
 }
 
 #define MEMSWAP_DEFINE(name, coder)                                                        \

@@ -50,15 +50,15 @@
   X(other32, 4, void)              \
   X(other64, 8, void)
 
-// Parameters of begin_frame, all encoders, and place_deferred; and of all decoders. `Pointer` is
+// Parameters of begin_frame, all encoders, and place_tiles; and of all decoders. `Pointer` is
 // GM_ADDR in kernels and void* on the host.
 #define MEMSWAP_ASCEND_ENCODE_PARAMETERS(Pointer)                                             \
   Pointer input, Pointer frame, Pointer overflow, Pointer overflow_cursor, uint64_t elements, \
       uint64_t var_capacity, uint64_t overflow_capacity, uint32_t dtype, uint32_t shape,      \
-      uint32_t slab_bytes, uint32_t checksum, uint32_t pass
+      uint32_t slab_bytes, uint32_t checksum, uint32_t fast, uint32_t center, uint32_t pass
 #define MEMSWAP_ASCEND_ENCODE_ARGUMENTS                                                      \
   input, frame, overflow, overflow_cursor, elements, var_capacity, overflow_capacity, dtype, \
-      shape, slab_bytes, checksum, pass
+      shape, slab_bytes, checksum, fast, center, pass
 #define MEMSWAP_ASCEND_DECODE_PARAMETERS(Pointer)                                              \
   Pointer frame, Pointer output, Pointer status, Pointer overflow, uint64_t overflow_capacity, \
       uint64_t frame_bytes, uint64_t elements, uint32_t dtype, uint32_t verify
@@ -74,7 +74,7 @@
 
 extern "C" {
 MEMSWAP_ASCEND_ENCODE_STUB(begin_frame);
-MEMSWAP_ASCEND_ENCODE_STUB(place_deferred);
+MEMSWAP_ASCEND_ENCODE_STUB(place_tiles);
 #define MEMSWAP_DECLARE(name, coder) MEMSWAP_ASCEND_ENCODE_STUB(encode_##name);
 MEMSWAP_ASCEND_ENCODERS(MEMSWAP_DECLARE)
 #undef MEMSWAP_DECLARE

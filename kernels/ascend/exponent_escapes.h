@@ -29,7 +29,13 @@ struct EscapeStreams {
 };
 
 class EscapeReader {
+  static constexpr uint32_t kEntries = 16;  // of a table of distances: one for each symbol
+  static constexpr uint32_t kTables = 3;
+
  public:
+  static constexpr uint32_t kUnifiedBytes =
+      unified(kTables * kEntries * 2) + Greatest::kUnifiedBytes;
+
   // What it uses beside the reader that it is part of.
   __aicore__ inline void init(TPipe* pipe, Ranks* ranks, SymbolFetcher* symbols, Masks* masks) {
     pipe_ = pipe;
@@ -99,8 +105,6 @@ class EscapeReader {
   static constexpr int16_t kNext = 512;
 
   static constexpr uint32_t kLevels = 3;
-  static constexpr uint32_t kEntries = 16;  // of a table of distances: one for each symbol
-  static constexpr uint32_t kTables = 3;
   static constexpr uint32_t kLq3First = 0;
   static constexpr uint32_t kLq2First = 1;
   static constexpr uint32_t kLq2Second = 2;

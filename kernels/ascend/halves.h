@@ -45,6 +45,8 @@ __aicore__ inline void combine_halves(const Lanes& x, const Lanes& low, const La
 // Pairs of 32-bit words into elements of 64 bits.
 class WordPairs {
  public:
+  static constexpr uint32_t kUnifiedBytes = 2 * unified(2 * kBlockLanes * 4);
+
   // The upper words will stand `distance` words behind the lower ones.
   __aicore__ inline void init(TPipe* pipe, uint32_t distance) {
     pipe->InitBuffer(offsets_, 2 * kBlockLanes * 4);

@@ -9,23 +9,56 @@ namespace memswap::ascend {
 
 template <uint32_t kBytes, bool kSigned>
 class IntsCoder : public ChecksumScratch<kBytes> {
+  static constexpr uint32_t kBlocks = step_blocks(kBytes);
+  static constexpr uint32_t kBits = 8 * kBytes;
+  static constexpr uint32_t kBlockBytes = kBlockLanes * kBytes;
+  // Bytes are widened to lanes of 16 bits.
+  using Value = std::conditional_t<kBytes == 4, int32_t, int16_t>;
+  static constexpr uint32_t kValueBytes = sizeof(Value);
+  static constexpr Value kLowest = static_cast<Value>(1u << (8 * kValueBytes - 1));
+  // Unsigned values become signed ones by a change of their highest bit; bytes are small anyway.
+  static constexpr bool kShifted = !kSigned && kBytes != 1;
+  // Two halves of a step's words, or the scratch of a fold; and two blocks behind them.
+  static constexpr uint32_t kLanesNeeded = 8 * kBlockLanes + 2 * kBlockLanes;
+  static constexpr uint32_t kExtremes = 4 * 8;
+
+  static constexpr uint32_t kCommonBytes = unified(kBlocks * kBlockLanes * kValueBytes) +
+                                           unified(kLanesNeeded * 2) + unified(8 * 64 * 4) +
+                                           unified(kExtremes * 4);
+
  public:
   static constexpr uint32_t kWidth = kBytes;
   static constexpr uint32_t kSlabBytes = 0;
+  static constexpr bool kHasPayloads = true;
+  static constexpr uint32_t kMeasureBytes = kCommonBytes + ChecksumScratch<kBytes>::kUnifiedBytes;
+  static constexpr uint32_t kStoreBytes =
+      kCommonBytes + ReferenceWriter::unified_bytes(kBlockBytes);
 
-  __aicore__ inline void init(TPipe* pipe) {
-    pipe_ = pipe;
+  __aicore__ inline void init_measure(TPipe* pipe, const EncodeJob&) {
+    init_common(pipe);
     ChecksumScratch<kBytes>::init(pipe);
-    pipe->InitBuffer(values_, kBlocks * kBlockLanes * kValueBytes);
-    pipe->InitBuffer(lanes_, kLanesNeeded * 2);
-    pipe->InitBuffer(floats_, 8 * 64 * 4);
-    pipe->InitBuffer(extremes_, kExtremes * 4);
+  }
+
+  __aicore__ inline void init_store(TPipe* pipe) {
+    init_common(pipe);
     references_.init(pipe, kBlockBytes);
   }
 
-  __aicore__ inline void encode(const Step& step, const Bytes& x, const Bytes&,
-                                PayloadWriter* payloads, HeaderCounters*) {
+  __aicore__ inline void measure(const Step& step, const Bytes& x, TileRecord* record,
+                                 HeaderCounters*) {
     // In the order of signed integers, and missing elements like one that is there.
+    widen(x, step.count);
+    int32_t minimum[kBlocks];
+    int32_t maximum[kBlocks];
+    find_extremes(minimum, maximum);
+    for (uint32_t b = 0; b < step.blocks; ++b) {
+      const uint32_t range = static_cast<uint32_t>(maximum[b]) - static_cast<uint32_t>(minimum[b]);
+      set_reference(record, step.first + b, bit_length(range), kWidth);
+    }
+  }
+
+  __aicore__ inline void encode(const Step& step, const Bytes& x, const Bytes&,
+                                const TileRecord& record, GM_ADDR to) {
     widen(x, step.count);
     int32_t minimum[kBlocks];
     int32_t maximum[kBlocks];
@@ -44,37 +77,24 @@ class IntsCoder : public ChecksumScratch<kBytes> {
     separate();
     LiteralWriter literals(pipe_);
     for (uint32_t b = 0; b < step.blocks; ++b) {
-      const uint32_t range = static_cast<uint32_t>(maximum[b]) - static_cast<uint32_t>(minimum[b]);
-      const uint32_t bits = bit_length(range);
-      const bool literal = bits == kBits;
-      const uint32_t bytes = literal ? kBlockBytes : kMinimumBytes + kBlockLanes / 8 * bits;
-      GM_ADDR to = payloads->add(step.first + b, literal ? frame::kLiteral : frame::kReference,
-                                 bytes / frame::kUnitBytes, literal ? 0 : bits);
-      if (to == nullptr) {
-        continue;
+      if (record.mode_of(step.first + b) == frame::kLiteral) {
+        literals.store(to, x[b * kBlockBytes], kBlockBytes);
+      } else {
+        store_reference(to, b, record.center[step.first + b], element_bits(minimum[b]));
       }
-      if (!literal) {
-        store_reference(to, b, bits, element_bits(minimum[b]));
-        continue;
-      }
-      literals.store(to, x[b * kBlockBytes], kBlockBytes);
+      to += record.units_of(step.first + b) * frame::kUnitBytes;
     }
     literals.end();
   }
 
  private:
-  static constexpr uint32_t kBlocks = step_blocks(kWidth);
-  static constexpr uint32_t kBits = 8 * kWidth;
-  static constexpr uint32_t kBlockBytes = kBlockLanes * kWidth;
-  // Bytes are widened to lanes of 16 bits.
-  using Value = std::conditional_t<kWidth == 4, int32_t, int16_t>;
-  static constexpr uint32_t kValueBytes = sizeof(Value);
-  static constexpr Value kLowest = static_cast<Value>(1u << (8 * kValueBytes - 1));
-  // Unsigned values become signed ones by a change of their highest bit; bytes are small anyway.
-  static constexpr bool kShifted = !kSigned && kWidth != 1;
-  // Two halves of a step's words, or the scratch of a fold; and two blocks behind them.
-  static constexpr uint32_t kLanesNeeded = 8 * kBlockLanes + 2 * kBlockLanes;
-  static constexpr uint32_t kExtremes = 4 * 8;
+  __aicore__ inline void init_common(TPipe* pipe) {
+    pipe_ = pipe;
+    pipe->InitBuffer(values_, kBlocks * kBlockLanes * kValueBytes);
+    pipe->InitBuffer(lanes_, kLanesNeeded * 2);
+    pipe->InitBuffer(floats_, 8 * 64 * 4);
+    pipe->InitBuffer(extremes_, kExtremes * 4);
+  }
 
   __aicore__ inline Lanes lane(uint32_t i) { return lanes_.Get<int16_t>()[i * kBlockLanes]; }
 
@@ -206,6 +226,9 @@ class IntsReader : public ChecksumScratch<kBytes>, public IntsReaderBase<kBytes>
   using Base::kBlockBytes;
   using Base::kSlotBytes;
   using Base::kWidth;
+  static constexpr uint32_t kUnifiedBytes = ChecksumScratch<kBytes>::kUnifiedBytes +
+                                            unified(4 * kBlockLanes * 2) + Ones::kUnifiedBytes +
+                                            Masks::kUnifiedBytes;
 
   __aicore__ inline void init(TPipe* pipe) {
     pipe_ = pipe;

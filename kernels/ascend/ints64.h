@@ -38,54 +38,69 @@ __aicore__ inline int32_t change_highest_bit(uint32_t word) {
 
 template <bool kSigned>
 class Ints64Coder : public ChecksumScratch<8> {
+  static constexpr uint32_t kBlockBytes = 8 * kBlockLanes;
+  static constexpr uint32_t kCommonBytes = unified(5 * kBlockLanes * 4) + unified(kBlockLanes / 8);
+
  public:
   static constexpr uint32_t kWidth = 8;
   static constexpr uint32_t kSlabBytes = 0;
+  static constexpr bool kHasPayloads = true;
+  static constexpr uint32_t kMeasureBytes = kCommonBytes + ChecksumScratch<8>::kUnifiedBytes;
+  static constexpr uint32_t kStoreBytes =
+      kCommonBytes + unified(6 * kBlockLanes * 2) + ReferenceWriter::unified_bytes(kBlockBytes);
 
-  __aicore__ inline void init(TPipe* pipe) {
-    pipe_ = pipe;
+  __aicore__ inline void init_measure(TPipe* pipe, const EncodeJob&) {
+    init_common(pipe);
     ChecksumScratch<8>::init(pipe);
-    pipe->InitBuffer(words_, 5 * kBlockLanes * 4);
+  }
+
+  __aicore__ inline void init_store(TPipe* pipe) {
+    init_common(pipe);
     pipe->InitBuffer(lanes_, 6 * kBlockLanes * 2);
-    pipe->InitBuffer(equal_, kBlockLanes / 8);
     references_.init(pipe, kBlockBytes);
   }
 
+  __aicore__ inline void measure(const Step& step, const Bytes& x, TileRecord* record,
+                                 HeaderCounters*) {
+    for (uint32_t b = 0; b < step.blocks; ++b) {
+      take(x[b * kBlockBytes], count_of(step, b));
+      const uint64_t minimum = find<false>();
+      set_reference(record, step.first + b, bit_length(find<true>() - minimum), kWidth);
+    }
+  }
+
   __aicore__ inline void encode(const Step& step, const Bytes& x, const Bytes&,
-                                PayloadWriter* payloads, HeaderCounters*) {
+                                const TileRecord& record, GM_ADDR to) {
     LiteralWriter literals(pipe_);
     for (uint32_t b = 0; b < step.blocks; ++b) {
-      const uint32_t left = step.count - b * kBlockLanes;
-      const uint32_t count = left < kBlockLanes ? left : kBlockLanes;
-      take(x[b * kBlockBytes], count);
-      const Range range = find_range();
-      const uint32_t bits = bit_length(range.maximum - range.minimum);
-      const bool literal = bits == 64;
-      const uint32_t bytes = literal ? kBlockBytes : kMinimumBytes + kBlockLanes / 8 * bits;
-      GM_ADDR to = payloads->add(step.first + b, literal ? frame::kLiteral : frame::kReference,
-                                 bytes / frame::kUnitBytes, literal ? 0 : bits);
-      if (to == nullptr) {
-        continue;
+      if (record.mode_of(step.first + b) == frame::kLiteral) {
+        literals.store(to, x[b * kBlockBytes], kBlockBytes);
+      } else {
+        const uint32_t count = count_of(step, b);
+        take(x[b * kBlockBytes], count);
+        const uint64_t minimum = find<false>();
+        subtract(minimum, count);
+        store_reference(to, record.center[step.first + b], minimum);
       }
-      if (!literal) {
-        subtract(range.minimum, count);
-        store_reference(to, bits, range.minimum);
-        continue;
-      }
-      literals.store(to, x[b * kBlockBytes], kBlockBytes);
+      to += record.units_of(step.first + b) * frame::kUnitBytes;
     }
     literals.end();
   }
 
  private:
-  static constexpr uint32_t kBlockBytes = 8 * kBlockLanes;
+  __aicore__ inline void init_common(TPipe* pipe) {
+    pipe_ = pipe;
+    pipe->InitBuffer(words_, 5 * kBlockLanes * 4);
+    pipe->InitBuffer(equal_, kBlockLanes / 8);
+  }
+
+  __aicore__ inline static uint32_t count_of(const Step& step, uint32_t b) {
+    const uint32_t left = step.count - b * kBlockLanes;
+    return left < kBlockLanes ? left : kBlockLanes;
+  }
+
   // Signed words order as they are.
   static constexpr int32_t kShift = kSigned ? 0 : kHighestBit;
-
-  struct Range {
-    uint64_t minimum;  // the element's bits
-    uint64_t maximum;
-  };
 
   __aicore__ inline Words words(uint32_t i) { return words_.Get<int32_t>()[i * kBlockLanes]; }
   __aicore__ inline Words low() { return words(0); }   // highest bits changed
@@ -148,7 +163,8 @@ class Ints64Coder : public ChecksumScratch<8> {
     return best;
   }
 
-  // By the upper words, and among those that have the best one by the lower words.
+  // The bits of the least or greatest element: by the upper words, and among those that have the
+  // best one by the lower words.
   template <bool kMaximum>
   __aicore__ inline uint64_t find() {
     const int32_t upper = extreme<kMaximum>(high());
@@ -165,13 +181,6 @@ class Ints64Coder : public ChecksumScratch<8> {
     const int32_t lower = extreme<kMaximum>(candidates);
     return uint64_t{static_cast<uint32_t>(upper) ^ static_cast<uint32_t>(kShift)} << 32 |
            static_cast<uint32_t>(change_highest_bit(static_cast<uint32_t>(lower)));
-  }
-
-  __aicore__ inline Range find_range() {
-    Range range;
-    range.minimum = find<false>();
-    range.maximum = find<true>();
-    return range;
   }
 
   // Distances above the minimum; 0 for missing elements.
@@ -215,6 +224,10 @@ class Ints64Reader : public ChecksumScratch<8>, public IntsReaderBase<8> {
 
  public:
   using Base::kWidth;
+  static constexpr uint32_t kUnifiedBytes = ChecksumScratch<8>::kUnifiedBytes +
+                                            unified(4 * kBlockLanes * 2) +
+                                            unified(4 * kBlockLanes * 4) + Ones::kUnifiedBytes +
+                                            Masks::kUnifiedBytes + WordPairs::kUnifiedBytes;
 
   __aicore__ inline void init(TPipe* pipe) {
     pipe_ = pipe;

@@ -3,22 +3,22 @@
 // Note [positions without talking]
 // Cores of this generation cannot take a ticket: atomic addition to memory returns nothing, and a
 // barrier over all cores is not safe beside other streams. So each core owns a contiguous range of
-// tiles, and positions follow from the tiles' sizes alone, in three launches:
+// tiles, and positions follow from the tiles' sizes, in three launches:
 //
-// 1. The encoder codes all tiles (Pass::kMain). The first core knows where its payloads go: to the
-//    front of var, one tile behind another, and it stores them. All others do not know how long the
-//    tiles before theirs are; they leave payloads out, and so does the first core for a tile that
-//    does not fit var. The record of such a deferred tile has its size for a base (kDeferred).
-// 2. One core walks over the records in order (DeferredTiles): a deferred tile goes to var if it
-//    fits what is left there, else to the overflow arena.
-// 3. The encoder codes the deferred tiles again and stores their payloads (Pass::kStore).
+// 1. The encoder measures (Pass::kMeasure): statistics, and from these each block's mode, centre
+// and
+//    length. Records say so, with the tile's length for a base; checksums and counters are made
+//    here.
+// 2. One core walks over the records in order (TilePlaces): a tile goes to var if it fits what is
+//    left there, else to the overflow arena.
+// 3. The encoder codes (Pass::kStore): every block as its record says, to where it says.
 //
-// So frames are dense and ordered, and the same bytes on any number of cores: a tile that did not
-// fit var for the first core fits no more when the second launch looks at it. Only the last tile's
-// room of var can stay unused while a tile goes to the arena. The price is that elements are read
-// and coded twice, but for those of the first core; what is moved a second time instead, the
-// payloads, could only be moved by one core or with a barrier. Slabs, records and checksums are
-// written once. Without deferred tiles the last two launches end after a look at the header.
+// So each element is measured once and coded once, frames are dense and ordered, and the same bytes
+// on any number of cores. Slices of var that cores own would spare the second reading of the
+// elements, but what is left of a slice would lie between payloads, and var_used, which is what a
+// frame is copied by and what the next one's capacity is learned from, would count it. Only the
+// last tile's room of var can stay unused while a tile goes to the arena. Shape raw has no payloads
+// and takes the first launch alone, which then stores its slabs.
 //
 // The arena's cursor is read and written by that one core, without atomics: encodes that share an
 // arena have to be in the order of one stream, as those of an encode lane are.
@@ -31,7 +31,7 @@
 
 namespace memswap::ascend {
 
-enum class Pass : uint32_t { kMain = 0, kStore = 1 };
+enum class Pass : uint32_t { kMeasure = 0, kStore = 1 };
 
 struct EncodeJob {
   GM_ADDR input;
@@ -45,6 +45,8 @@ struct EncodeJob {
   uint32_t shape;
   uint32_t slab_bytes;
   uint32_t checksum;  // 1: write checksums
+  uint32_t fast;      // 1: the fast profile, with `center`
+  uint32_t center;
   uint32_t pass;
 };
 
@@ -60,8 +62,6 @@ struct DecodeJob {
   uint32_t verify;  // 1: compare checksums, where the frame has them
 };
 
-// In the base of a record whose payloads are nowhere yet; the other bits are their units.
-constexpr uint32_t kDeferred = frame::kBaseInOverflow;
 constexpr uint32_t kHeaderWords = frame::kHeaderBytes / 4;
 
 // Indices of u32 words in the header.
@@ -75,7 +75,7 @@ struct HeaderWord {
   static constexpr uint32_t kSlabBytes = 7;
   static constexpr uint32_t kVarCapacity = 8;  // and 9
   static constexpr uint32_t kVarUsed = 10;
-  static constexpr uint32_t kOverflowUsed = 12;  // until DeferredTiles: the number of those
+  static constexpr uint32_t kOverflowUsed = 12;
   static constexpr uint32_t kZeros = 14;
   static constexpr uint32_t kCenterSum = 16;
   static constexpr uint32_t kModeCount = 18;
@@ -142,10 +142,9 @@ class Room {
  public:
   __aicore__ inline Room() : next_(0), end_(0) {}
   __aicore__ inline Room(uint64_t next, uint64_t end) : next_(next), end_(end) {}
-  // What of var is behind its first `used` units.
-  __aicore__ inline static Room of_var(const EncodeJob& job, uint32_t used) {
+  __aicore__ inline static Room of_var(const EncodeJob& job) {
     const bool all = job.var_capacity < frame::kMaxBaseUnits;
-    return Room(used, all ? job.var_capacity : uint64_t{frame::kMaxBaseUnits});
+    return Room(0, all ? job.var_capacity : uint64_t{frame::kMaxBaseUnits});
   }
   __aicore__ inline uint32_t next() const { return static_cast<uint32_t>(next_); }
   __aicore__ inline bool take(uint32_t units) {
@@ -155,7 +154,6 @@ class Room {
     next_ += units;
     return true;
   }
-  __aicore__ inline void back_to(uint32_t next) { next_ = next; }
 
  private:
   uint64_t next_;

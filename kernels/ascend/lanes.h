@@ -41,9 +41,17 @@ __aicore__ constexpr First max_of(First first, Rest... rest) {
   return first > other ? first : other;
 }
 
-__aicore__ inline uint32_t round_up(uint32_t value, uint32_t to) {
+__aicore__ constexpr uint32_t round_up(uint32_t value, uint32_t to) {
   return (value + to - 1) / to * to;
 }
+
+// What a buffer takes of UB. Every class that has buffers adds them up (kUnifiedBytes), so that the
+// compiler refuses a kernel that does not fit.
+__aicore__ constexpr uint32_t unified(uint32_t bytes) {
+  return round_up(bytes, kUnifiedBlockBytes);
+}
+// 192 KiB without the system's 256 bytes, and the 8 KiB that Select and Compare may take.
+constexpr uint32_t kUsableUnifiedBytes = 192 * 1024 - 256 - 8 * 1024;
 
 // What follows on the vector pipe sees what came before.
 __aicore__ inline void barrier() { PipeBarrier<PIPE_V>(); }
@@ -65,7 +73,11 @@ __aicore__ inline void and_all(const Lanes& dst, const Lanes& src, const Lanes& 
 
 // Constants for and_all: 1, 3, 7, 15, 31 and 255.
 class Masks {
+  static constexpr uint32_t kMasks = 6;
+
  public:
+  static constexpr uint32_t kUnifiedBytes = unified(kMasks * kRepeatLanes * 2);
+
   __aicore__ inline void init(TPipe* pipe) {
     pipe->InitBuffer(buffer_, kMasks * kRepeatLanes * 2);
     const uint32_t bits[kMasks] = {1, 3, 7, 15, 31, 255};
@@ -82,13 +94,14 @@ class Masks {
   }
 
  private:
-  static constexpr uint32_t kMasks = 6;
   TBuf<TPosition::VECCALC> buffer_;
 };
 
 // A block's lanes of 1.0: what Select puts where a bitmap's bits are set, beside 0.0.
 class Ones {
  public:
+  static constexpr uint32_t kUnifiedBytes = unified(kBlockLanes * 2);
+
   __aicore__ inline void init(TPipe* pipe) {
     pipe->InitBuffer(buffer_, kBlockLanes * 2);
     Duplicate(buffer_.Get<half>(), static_cast<half>(1.0f), static_cast<int32_t>(kBlockLanes));

@@ -1,38 +1,37 @@
-// LQ2 for one block's exponents (docs/format.md section 3): codes and escapes as streams. Only
-// shape sparse has them from this encoder; its blocks have fewer exponents than elements.
+// LQ2 for one block's exponents (docs/format.md section 3), which in shape sparse are fewer than
+// its elements: codes, and escapes level by level.
 #pragma once
 
-#include "streams.h"
+#include "escape_counts.h"
 
 namespace memswap::ascend {
 
 // The steps below compute these in place of comparisons.
 static_assert(frame::kLq2Nibbles.is(6, 255, 254));
 
-struct Lq2Counts {
-  uint32_t escapes = 0;  // S1
-  uint32_t rare = 0;     // S2
-  uint32_t explicit_exponents = 0;
-};
-
 class Lq2Writer {
  public:
-  static constexpr uint32_t kVectors = 5;  // of 1024 lanes that encode() overwrites
+  static constexpr uint32_t kVectors = 5;  // of 1024 lanes: the exponents, and encode()'s work
+  static constexpr uint32_t kUnifiedBytes = unified(kBlockLanes / 8);
 
   __aicore__ inline void init(TPipe* pipe) { pipe->InitBuffer(where_, kBlockLanes / 8); }
 
-  // `exponents`, of which `count` are there, are lost. The streams are complete up to 1024 symbols,
-  // with 0 behind the last one.
-  __aicore__ inline Lq2Counts encode(const Lanes& exponents, uint32_t count, uint32_t center,
-                                     const Bytes& codes, const Bytes& s1, const Bytes& s2,
-                                     const Bytes& bytes, const Lanes& work, Masks& masks) {
+  // `exponents`, of which `count` are there, are lost; work: 4 vectors of 1024 lanes. Symbols come
+  // as lanes, 1024 with 0 behind the last one, and may be lost; scratch has as many lanes:
+  //
+  //   codes(symbols, scratch)           of all
+  //   stream(level, symbols, scratch)   0: S1, 1: S2, 2: the E bytes. None behind an empty one
+  template <class Codes, class Stream>
+  __aicore__ inline EscapeCounts encode(const Lanes& exponents, uint32_t count, uint32_t center,
+                                        const Lanes& work, Masks& masks, Codes codes,
+                                        Stream stream) {
     constexpr int32_t n = kBlockLanes;
     const Lanes v = work;
     const Lanes a = work[kBlockLanes];
     const Lanes b = work[2 * kBlockLanes];
     const Lanes t = work[3 * kBlockLanes];
     const LocalTensor<uint16_t> where = where_.Get<uint16_t>();
-    Lq2Counts counts;
+    EscapeCounts counts;
     subtract_from_centers(v, exponents, &center, 1, kBlockLanes, masks.low_bits(8));
     // 1..3 stay, all others become 0: min(v, 4) mod 4.
     Mins(a, v, (int16_t)4, n);
@@ -45,8 +44,11 @@ class Lq2Writer {
     fill(b, count, kBlockLanes, (int16_t)1);
     barrier();
     find(b, 0.0f);
-    pack_stream(codes, a, 2, t);
+    codes(a, t);
     counts.escapes = compact(a, v, where);
+    if (counts.escapes == 0) {
+      return counts;
+    }
     compact(b, exponents, where);
     // v of an escape is 0, or 4 and more.
     Adds(v, a, (int16_t)-3, n);
@@ -60,8 +62,11 @@ class Lq2Writer {
     Adds(exponents, v, (int16_t)0, n);
     barrier();
     find(exponents, 3.0f);
-    pack_stream(s1, v, 2, t);
+    stream(0u, v, t);
     counts.rare = compact(v, a, where);
+    if (counts.rare == 0) {
+      return counts;
+    }
     compact(exponents, b, where);
     symbols(v, exponents, a, b);
     fill(a, counts.rare, kBlockLanes, (int16_t)0);
@@ -69,9 +74,11 @@ class Lq2Writer {
     Adds(b, a, (int16_t)0, n);
     barrier();
     find(b, 15.0f);
-    pack_stream(s2, a, 4, t);
+    stream(1u, a, t);
     counts.explicit_exponents = compact(a, exponents, where);
-    pack_stream(bytes, a, 8, t);
+    if (counts.explicit_exponents != 0) {
+      stream(2u, a, t);
+    }
     return counts;
   }
 

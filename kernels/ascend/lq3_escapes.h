@@ -24,6 +24,8 @@ struct Lq3Counts {
 class Lq3Escapes {
  public:
   static constexpr uint32_t kBlocks = 8;
+  static constexpr uint32_t kUnifiedBytes =
+      2 * unified(kBlocks * kHighBitsBytes) + unified(128) + unified(64);
 
   __aicore__ inline void init(TPipe* pipe) {
     pipe_ = pipe;

@@ -8,7 +8,15 @@
 namespace memswap::ascend {
 
 class Windows {
+  static constexpr uint32_t kMaxBlocks = frame::kTileBlocks;
+  static constexpr uint32_t kLanes = kMaxBlocks * canonical::kSamples;
+  static constexpr uint32_t kRow = 16;  // a lane for each block, and some nobody looks at
+
  public:
+  static constexpr uint32_t kUnifiedBytes = unified(canonical::kSamples * 4) +
+                                            3 * unified(kLanes * 2) + unified(5 * kRow * 2) +
+                                            unified(2 * kMaxBlocks * 4);
+
   __aicore__ inline static bool is_far(const BlockStatistics& block) {
     return block.sum >= static_cast<int32_t>(canonical::kFar) * block.nonzero && block.sum != 0;
   }
@@ -107,10 +115,6 @@ class Windows {
   }
 
  private:
-  static constexpr uint32_t kMaxBlocks = frame::kTileBlocks;
-  static constexpr uint32_t kLanes = kMaxBlocks * canonical::kSamples;
-  static constexpr uint32_t kRow = 16;  // a lane for each block, and some nobody looks at
-
   __aicore__ inline LocalTensor<half> row(uint32_t i) { return counts_.Get<half>()[i * kRow]; }
   __aicore__ inline static half as_number(uint32_t value) {
     return static_cast<half>(static_cast<float>(value));

@@ -8,7 +8,13 @@
 namespace memswap::ascend {
 
 class Ranks {
+  static constexpr uint32_t kRow = 16;
+  static constexpr uint32_t kSquare = kRow * kRow;
+
  public:
+  static constexpr uint32_t kUnifiedBytes =
+      unified(kSquare * 2) + unified(2 * kSquare * 2) + unified(kSquare * 2);
+
   __aicore__ inline void init(TPipe* pipe) {
     pipe->InitBuffer(rows_, kSquare * 2);
     pipe->InitBuffer(turned_, 2 * kSquare * 2);  // sums, and what stands before each
@@ -52,8 +58,6 @@ class Ranks {
   }
 
  private:
-  static constexpr uint32_t kRow = 16;
-  static constexpr uint32_t kSquare = kRow * kRow;
   static constexpr uint32_t kLastRow = kSquare - kRow;
   static constexpr uint32_t kSquaresPerBlock = kBlockLanes / kSquare;
 

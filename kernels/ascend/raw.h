@@ -10,6 +10,8 @@ namespace memswap::ascend {
 template <uint32_t kWidth>
 class ChecksumScratch {
  public:
+  static constexpr uint32_t kUnifiedBytes = unified(2 * step_blocks(kWidth) * kBlockLanes * kWidth);
+
   __aicore__ inline void init(TPipe* pipe) {
     pipe->InitBuffer(words_, 2 * step_blocks(kWidth) * kBlockLanes * kWidth);
   }
@@ -24,13 +26,24 @@ class RawCoder : public ChecksumScratch<kBytes> {
  public:
   static constexpr uint32_t kWidth = kBytes;
   static constexpr uint32_t kSlabBytes = kBlockLanes * kWidth;
+  static constexpr bool kHasPayloads = false;
+  static constexpr uint32_t kMeasureBytes = ChecksumScratch<kBytes>::kUnifiedBytes;
+  static constexpr uint32_t kStoreBytes = 0;
+
+  __aicore__ inline void init_measure(TPipe* pipe, const EncodeJob&) {
+    ChecksumScratch<kBytes>::init(pipe);
+  }
+
+  __aicore__ inline void measure(const Step& step, const Bytes&, TileRecord* record,
+                                 HeaderCounters*) {
+    for (uint32_t b = 0; b < step.blocks; ++b) {
+      record->set(step.first + b, frame::kLiteral, 0, 0);
+    }
+  }
 
   __aicore__ inline void encode(const Step& step, const Bytes& x, const Bytes& slab,
-                                PayloadWriter* payloads, HeaderCounters*) {
+                                const TileRecord&, GM_ADDR) {
     copy_bytes(slab, x, step.blocks * kSlabBytes);
-    for (uint32_t b = 0; b < step.blocks; ++b) {
-      payloads->set(step.first + b, frame::kLiteral, 0, 0);
-    }
   }
 };
 

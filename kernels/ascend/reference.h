@@ -32,9 +32,24 @@ __aicore__ inline uint32_t bit_length(uint64_t range) {
   return range == 0 ? 0 : 64 - static_cast<uint32_t>(ScalarCountLeadingZero(range));
 }
 
+// What the record says of a block whose distances have `bits` bits.
+__aicore__ inline void set_reference(TileRecord* record, uint32_t i, uint32_t bits,
+                                     uint32_t width) {
+  if (bits == 8 * width) {
+    record->set(i, frame::kLiteral, kBlockLanes * width / frame::kUnitBytes, 0);
+  } else {
+    record->set(i, frame::kReference, (kMinimumBytes + kBlockLanes / 8 * bits) / frame::kUnitBytes,
+                bits);
+  }
+}
+
 // Puts payloads together, one block after another.
 class ReferenceWriter {
  public:
+  __aicore__ static constexpr uint32_t unified_bytes(uint32_t block_bytes) {
+    return 2 * unified(kPlanesAt + block_bytes);
+  }
+
   __aicore__ inline void init(TPipe* pipe, uint32_t block_bytes) {
     pipe->InitBuffer(slots_, 2, kPlanesAt + block_bytes);
   }

@@ -13,11 +13,29 @@ namespace memswap::ascend {
 
 template <class Split>
 class SparseReader {
+  static constexpr uint32_t kBlocks = Split::kBlocks;
+  static constexpr uint32_t kLanes = Split::kLanes;
+  static constexpr uint32_t kBlockBytes = kBlockLanes * Split::kWidth;
+  // Fields and two for the ranks; or the checksum's.
+  static constexpr uint32_t kVectors =
+      max_of(Split::kFields + 2, Split::kJoinVectors, uint32_t{Split::kWidth});
+
  public:
   static constexpr uint32_t kWidth = Split::kWidth;
   static constexpr uint32_t kSlabBytes = 0;
   static constexpr uint32_t kSlotBytes = kLongestBitmap;
   static constexpr uint32_t kMaxUnits = kBlockLanes * kWidth / frame::kUnitBytes;
+
+ private:
+  using Bitmaps = BitmapReader<kBlocks, kSlotBytes>;
+  static_assert(Bitmaps::kScratchLanes <= kVectors * kLanes);
+
+ public:
+  static constexpr uint32_t kUnifiedBytes =
+      unified(kLanes * 2) + unified(kVectors * kLanes * 2) + unified(3 * kBlockLanes * 2) +
+      unified(kBlockLanes * 2) + unified(2 * kBlockBytes) + Masks::kUnifiedBytes +
+      SymbolFetcher::kUnifiedBytes + Ranks::kUnifiedBytes + Bitmaps::kUnifiedBytes +
+      EscapeReader::kUnifiedBytes + (Split::kHasPairs ? WordPairs::kUnifiedBytes : 0);
 
   __aicore__ static constexpr bool takes(uint32_t mode) {
     return mode == frame::kZeros || mode == frame::kSignedZeros || mode == frame::kLiteral;
@@ -84,16 +102,6 @@ class SparseReader {
   }
 
  private:
-  static constexpr uint32_t kBlocks = Split::kBlocks;
-  static constexpr uint32_t kLanes = Split::kLanes;
-  static constexpr uint32_t kBlockBytes = kBlockLanes * kWidth;
-  // Fields and two for the ranks; or the checksum's.
-  static constexpr uint32_t kVectors =
-      max_of(Split::kFields + 2, Split::kJoinVectors, uint32_t{kWidth});
-
-  using Bitmaps = BitmapReader<kBlocks, kSlotBytes>;
-  static_assert(Bitmaps::kScratchLanes <= kVectors * kLanes);
-
   // Where a block's streams begin in its area: the fields', the codes, the signs, and S1.
   struct Streams {
     bool good = false;

@@ -48,6 +48,7 @@ __aicore__ inline Lanes fold_to_64(const Lanes& src, const Lanes& scratch, uint3
 class Greatest {
  public:
   static constexpr uint32_t kMaxBlocks = frame::kTileBlocks;
+  static constexpr uint32_t kUnifiedBytes = unified(32) + unified(kMaxBlocks * 4);
 
   __aicore__ inline void init(TPipe* pipe) {
     pipe_ = pipe;
@@ -103,6 +104,8 @@ __aicore__ inline uint32_t center_of(const BlockStatistics& block, int32_t eight
 class Statistics {
  public:
   static constexpr uint32_t kBlocks = 8;
+  static constexpr uint32_t kUnifiedBytes = unified(32) + unified(256) + unified(kBlocks * 64 * 4) +
+                                            unified(32) + unified(4 * kBlocks * 4);
 
   __aicore__ inline void init(TPipe* pipe) {
     pipe_ = pipe;
@@ -164,6 +167,20 @@ class Statistics {
       out[b].center_max = out[b].max;
       out[b].center_sum = out[b].sum;
       out[b].center_count = out[b].nonzero;
+    }
+  }
+
+  // Of each block the number of exponents that are not 0 alone. Destroys both scratch tensors.
+  __aicore__ inline void count_nonzero(const Lanes& exponents, const Lanes& scratch,
+                                       const Lanes& work, uint32_t blocks, BlockStatistics* out) {
+    const LocalTensor<int32_t> results = results_.Get<int32_t>();
+    hand_over<HardEvent::S_V>(pipe_);
+    Mins(scratch, exponents, (int16_t)1, static_cast<int32_t>(blocks * kBlockLanes));
+    barrier();
+    reduce_sum(fold_to_64<Fold::kAdd>(scratch, work, blocks), results, blocks);
+    hand_over<HardEvent::V_S>(pipe_);
+    for (uint32_t b = 0; b < blocks; ++b) {
+      out[b].nonzero = results.GetValue(b);
     }
   }
 

@@ -10,6 +10,29 @@ __aicore__ inline uint32_t stream_bytes(uint32_t symbols, uint32_t width) {
   return (symbols * width + 7) / 8;
 }
 
+// A block's 1024 symbols of 2 or 4 bits, 0 behind the last one, as a stream whose bytes are lanes:
+// 1024 x width / 8 of them, as many as `scratch` has.
+__aicore__ inline void pack_lanes(const Lanes& stream, const Lanes& symbols, uint32_t width,
+                                  const Lanes& scratch) {
+  // Neighbours come together by GatherMask's fixed patterns: 1 and 2 are the lanes of every pair, 3
+  // to 6 those of every four.
+  const uint32_t per_byte = 8 / width;
+  const int32_t bytes = static_cast<int32_t>(kBlockLanes / per_byte);
+  const uint32_t first = per_byte == 2 ? 1 : 3;
+  uint64_t kept = 0;
+  GatherMask(as_bits(stream), as_bits(symbols), static_cast<uint8_t>(first), true, kBlockLanes,
+             GatherMaskParams(1, 1, 0, 0), kept);
+  for (uint32_t i = 1; i < per_byte; ++i) {
+    GatherMask(as_bits(scratch), as_bits(symbols), static_cast<uint8_t>(first + i), true,
+               kBlockLanes, GatherMaskParams(1, 1, 0, 0), kept);
+    barrier();
+    ShiftLeft(as_bits(scratch), as_bits(scratch), static_cast<uint16_t>(i * width), bytes);
+    barrier();
+    Or(as_bits(stream), as_bits(stream), as_bits(scratch), bytes);
+    barrier();
+  }
+}
+
 // A block's 1024 symbols, 0 behind the last one, as a stream of 1, 2, 4 or 8 bits each. The symbols
 // are lost; t holds 1024 lanes and is overwritten.
 __aicore__ inline void pack_stream(const Bytes& stream, const Lanes& symbols, uint32_t width,
@@ -18,25 +41,8 @@ __aicore__ inline void pack_stream(const Bytes& stream, const Lanes& symbols, ui
     store_field(stream, 0, symbols, t, width, 1);  // no symbol shares a byte with a distant one
     return;
   }
-  // Neighbours come together by GatherMask's fixed patterns: 1 and 2 are the lanes of every pair, 3
-  // to 6 those of every four.
-  const uint32_t per_byte = 8 / width;
-  const uint32_t bytes = kBlockLanes / per_byte;
-  const uint32_t first = per_byte == 2 ? 1 : 3;
-  const Lanes next = t[bytes];
-  uint64_t kept = 0;
-  GatherMask(as_bits(t), as_bits(symbols), static_cast<uint8_t>(first), true, kBlockLanes,
-             GatherMaskParams(1, 1, 0, 0), kept);
-  for (uint32_t i = 1; i < per_byte; ++i) {
-    GatherMask(as_bits(next), as_bits(symbols), static_cast<uint8_t>(first + i), true, kBlockLanes,
-               GatherMaskParams(1, 1, 0, 0), kept);
-    barrier();
-    ShiftLeft(as_bits(next), as_bits(next), static_cast<uint16_t>(i * width),
-              static_cast<int32_t>(bytes));
-    barrier();
-    Or(as_bits(t), as_bits(t), as_bits(next), static_cast<int32_t>(bytes));
-    barrier();
-  }
+  const uint32_t bytes = kBlockLanes / 8 * width;
+  pack_lanes(t, symbols, width, t[bytes]);
   lanes_to_half(t, bytes);
   barrier();
   half_to_bytes(stream, t, bytes);
@@ -45,7 +51,16 @@ __aicore__ inline void pack_stream(const Bytes& stream, const Lanes& symbols, ui
 
 // The reverse: lanes that know their symbols' numbers fetch them.
 class SymbolFetcher {
+  // Bytes of a stream of at most 1024 symbols from the multiple of 32 before it on, and their
+  // symbols, which are most for a stream of bits.
+  static constexpr uint32_t kMaxRegion = 32 + kBlockLanes;
+  static constexpr uint32_t kMaxTable = 8 * (32 + kBlockLanes / 8);
+  static_assert(kMaxTable >= kMaxRegion && kMaxTable >= 2 * (32 + kBlockLanes / 2));
+
  public:
+  static constexpr uint32_t kUnifiedBytes =
+      unified(kMaxRegion * 2) + unified(kMaxTable * 2) + unified(kMaxTable * 4);
+
   __aicore__ inline void init(TPipe* pipe) {
     pipe->InitBuffer(bytes_, kMaxRegion * 2);
     pipe->InitBuffer(table_, kMaxTable * 2);
@@ -80,12 +95,6 @@ class SymbolFetcher {
   }
 
  private:
-  // Bytes of a stream of at most 1024 symbols from the multiple of 32 before it on, and their
-  // symbols, which are most for a stream of bits.
-  static constexpr uint32_t kMaxRegion = 32 + kBlockLanes;
-  static constexpr uint32_t kMaxTable = 8 * (32 + kBlockLanes / 8);
-  static_assert(kMaxTable >= kMaxRegion && kMaxTable >= 2 * (32 + kBlockLanes / 2));
-
   struct Region {
     uint32_t before;  // bytes before the stream
     uint32_t row;     // lanes of a row of the table

@@ -13,8 +13,9 @@ struct TileRecord {
   uint8_t center[frame::kTileBlocks] = {};
   uint32_t checksum = 0;
 
+  // `packed`: the payload's bitmap.
   __aicore__ inline void set(uint32_t i, uint32_t mode, uint32_t block_units, uint32_t c,
-                             bool packed) {
+                             bool packed = false) {
     block[i] = static_cast<uint16_t>(mode << frame::Record::kModeShift |
                                      uint32_t{packed} << frame::Record::kPackedBit | block_units);
     center[i] = static_cast<uint8_t>(c);
@@ -33,7 +34,12 @@ struct TileRecord {
 
 // Collects records and stores 1 KiB of them at a time.
 class RecordWriter {
+  static constexpr uint32_t kTiles = 32;
+  static constexpr uint32_t kWords = frame::kRecordBytes / 4;
+
  public:
+  static constexpr uint32_t kUnifiedBytes = unified(kTiles * frame::kRecordBytes);
+
   __aicore__ inline void init(TPipe* pipe, GM_ADDR records, uint32_t first_tile) {
     pipe_ = pipe;
     pipe->InitBuffer(buffer_, kTiles * frame::kRecordBytes);
@@ -72,8 +78,6 @@ class RecordWriter {
   }
 
  private:
-  static constexpr uint32_t kTiles = 32;
-  static constexpr uint32_t kWords = frame::kRecordBytes / 4;
   TPipe* pipe_;
   TBuf<TPosition::VECCALC> buffer_;
   LocalTensor<uint32_t> words_;
@@ -84,6 +88,8 @@ class RecordWriter {
 // Counts on the scalar unit; one atomic store at the end.
 class HeaderCounters {
  public:
+  static constexpr uint32_t kUnifiedBytes = unified(frame::kHeaderBytes);
+
   __aicore__ inline void init(TPipe* pipe, GM_ADDR frame) {
     pipe_ = pipe;
     pipe->InitBuffer(buffer_, frame::kHeaderBytes);
@@ -96,19 +102,15 @@ class HeaderCounters {
         ++modes_[mode - 1];
       }
     }
-    deferred_ += (record.base & kDeferred) != 0 ? 1 : 0;
   }
   __aicore__ inline void add_zeros(uint32_t zeros) { zeros_ += zeros; }
   __aicore__ inline void add_center(uint32_t center) { center_sum_ += center; }
-  __aicore__ inline void set_var_used(uint32_t units) { var_used_ = units; }
 
   __aicore__ inline void store() {
     const LocalTensor<int32_t> words = buffer_.Get<int32_t>();
     for (uint32_t i = 0; i < kHeaderWords; ++i) {
       words.SetValue(i, 0);
     }
-    words.SetValue(HeaderWord::kVarUsed, static_cast<int32_t>(var_used_));
-    words.SetValue(HeaderWord::kOverflowUsed, static_cast<int32_t>(deferred_));
     words.SetValue(HeaderWord::kZeros, static_cast<int32_t>(zeros_));
     words.SetValue(HeaderWord::kCenterSum, static_cast<int32_t>(center_sum_));
     for (uint32_t i = 0; i < frame::kModeCounts; ++i) {
@@ -127,8 +129,6 @@ class HeaderCounters {
   uint32_t modes_[frame::kModeCounts] = {};
   uint32_t zeros_ = 0;
   uint32_t center_sum_ = 0;
-  uint32_t var_used_ = 0;
-  uint32_t deferred_ = 0;
 };
 
 }  // namespace memswap::ascend

@@ -1,5 +1,6 @@
 // libFuzzer target: hostile frames into the decoder and into memswap_frame_portable, arbitrary
-// tensors through encoder and decoder, with every instruction set that there is.
+// tensors through encoder and decoder, in a shape that the input names or that is chosen by sample,
+// with every instruction set that there is.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -11,6 +12,7 @@
 #include "memswap/cpu.h"
 #include "memswap/frame.h"
 #include "memswap/portable.h"
+#include "memswap/sample.h"
 #include "patterns.h"
 
 // Of AddressSanitizer. What is freed soon after it was allocated need not wait long to be used
@@ -42,6 +44,7 @@ constexpr size_t kMaxTensorBytes = sizeof(uint64_t) * (kMaxElements + frame::kBl
 constexpr size_t kMaxFrameBytes = kMaxTensorBytes + kMaxTensorBytes / 4;
 constexpr uint32_t kMaxOffset = 32 * sizeof(uint64_t);
 static_assert(kMaxFuzzBytes <= kMaxTensorBytes);
+static_assert(kFuzzChosenShape == frame::kLastShape + 1);
 
 [[noreturn]] void fail(const char* what) {
   std::fprintf(stderr, "fuzz_decode: %s\n", what);
@@ -70,6 +73,7 @@ struct Wish {
   uint8_t options;
   uint8_t center;
   uint8_t var;
+  bool chosen;  // the shape comes from a sample of the elements
 };
 
 class Target {
@@ -219,7 +223,8 @@ class Target {
     const auto dtype =
         static_cast<Dtype>(1 + (data[1] + frame::kLastDtype - 1) % frame::kLastDtype);
     const uint32_t offset = data[3] / kFuzzOffset * frame::width_of(dtype);
-    return {{dtype, 0, offset}, possible_shape(dtype, data[2]), data[3], data[4], data[5]};
+    const bool chosen = data[2] % (kFuzzChosenShape + 1) == kFuzzChosenShape;
+    return {{dtype, 0, offset}, possible_shape(dtype, data[2]), data[3], data[4], data[5], chosen};
   }
 
   void run_tensor(const uint8_t* data, size_t size) {
@@ -262,7 +267,10 @@ class Target {
     run_round_trip(wish, input);
   }
 
-  void run_round_trip(const Wish& wish, const uint8_t* input) {
+  void run_round_trip(Wish wish, const uint8_t* input) {
+    if (wish.chosen) {
+      choose_shape(wish, input);
+    }
     const Layout layout = frame::layout_of(wish.elements.dtype, wish.shape, wish.elements.count);
     FrameBytes first{};
     for (size_t i = 0; i < codecs_.size(); ++i) {
@@ -279,6 +287,40 @@ class Target {
         memcmp(output, input, wish.elements.bytes()) != 0) {
       fail("a tensor did not come back");
     }
+  }
+
+  // Of tensors as short as these every block is sampled, so no other shape may be shorter.
+  void choose_shape(Wish& wish, const uint8_t* input) {
+    const uint8_t chosen = memswap_choose_shape(input, wish.elements.count,
+                                                static_cast<uint8_t>(wish.elements.dtype), nullptr);
+    if (chosen > frame::kLastShape ||
+        !frame::shape_fits(wish.elements.dtype, static_cast<Shape>(chosen))) {
+      fail("the chosen shape does not fit the dtype");
+    }
+    wish.shape = static_cast<Shape>(chosen);
+    const uint64_t bytes = canonical_bytes(wish, wish.shape, input);
+    for (uint8_t other = 0; other <= frame::kLastShape; ++other) {
+      const auto shape = static_cast<Shape>(other);
+      if (other != chosen && frame::shape_fits(wish.elements.dtype, shape) &&
+          canonical_bytes(wish, shape, input) < bytes) {
+        fail("another shape is shorter than the chosen one");
+      }
+    }
+  }
+
+  // Of the tensor's whole frame in a shape, in the canonical profile that the choice is made for.
+  uint64_t canonical_bytes(Wish wish, Shape shape, const uint8_t* input) {
+    wish.shape = shape;
+    wish.options = 0;
+    wish.var = 255;
+    const Layout layout = frame::layout_of(wish.elements.dtype, shape, wish.elements.count);
+    const FrameBytes made = encode(codecs_.size() - 1, wish, layout, input, frame_, overflow_);
+    Header header;
+    memcpy(&header, made.frame, sizeof(header));
+    if (header.status != frame::kOk || header.overflow_used != 0) {
+      fail("the worst case of a shape is longer than its bound");
+    }
+    return layout.bytes(header.var_used);
   }
 
   FrameBytes encode(size_t codec, const Wish& wish, const Layout& layout, const uint8_t* input,

@@ -97,6 +97,8 @@ void write_corpus(const std::string& directory) {
     input[7] = 1024 >> 8;
     fill({Kind::kOutliers, 6}, dtype, 1, 0, 12, input.data() + kFuzzDrawnHeaderBytes);
     write(directory + "/drawn-" + std::to_string(static_cast<int>(dtype)), input);
+    input[2] = kFuzzChosenShape;
+    write(directory + "/chosen-" + std::to_string(static_cast<int>(dtype)), input);
   }
 }
 

@@ -14,12 +14,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from memswap._native import native
 from memswap._warn import warn
-from memswap.blocks import LISTS, Blocks, compiled_as_a_whole, find_blocks
 from memswap.device_budget import DeviceBudget
 from memswap.engine.autograd import computed_from, in_backward, next_node_number, plain_parts
+from memswap.engine.compiled import uncompiled
 from memswap.engine.engine import Engine
-from memswap.engine.hook_scope import HookScope, OpenBlocks, can_save
+from memswap.engine.hook_scope import HookScope, OpenBlocks, can_save, current_scope
 from memswap.engine.stats import Stats, describe
 from memswap.engine.transfer import check_pool
 from memswap.engine.uncopied import Uncopied
@@ -27,17 +28,18 @@ from memswap.engine.units import format_bytes, parse_bytes
 from memswap.engine.windowed import WindowedEngine
 from memswap.engine.windows import WindowStats
 from memswap.errors import MemswapError
-from memswap.managed import Managed, Report
-from memswap.module_hooks import ModuleHooks
-from memswap.operators import OperatorWindows
+from memswap.hooks.blocks import LISTS, Blocks, compiles_what_it_wraps, find_blocks
+from memswap.hooks.managed import Managed, Report
+from memswap.hooks.module_hooks import ModuleHooks
+from memswap.hooks.operators import OperatorWindows
+from memswap.hooks.unseen import Unseen
 from memswap.optimizers import ManagedOptimizer, manage_optimizer
 from memswap.planning.budgets import parsed
 from memswap.planning.device import DevicePlan, is_device_budget
-from memswap.planning.pilot import Pilot
+from memswap.planning.director import BudgetDirector
 from memswap.planning.policy import Policy
 from memswap.planning.rates import Rates
-from memswap.step_report import write_step_report
-from memswap.unseen import Unseen
+from memswap.reports.step_report import write_step_report
 from memswap.windows import Window, Windows
 
 if TYPE_CHECKING:
@@ -92,12 +94,14 @@ class saved_tensors(Uncopied):  # noqa: N801  (used like torch.autograd.graph.sa
     def __repr__(self) -> str:
         return f"<memswap saved_tensors: {describe(self._engine.ledger)}>"
 
+    @uncompiled
     def __enter__(self) -> saved_tensors:
         if not in_backward():
             self._engine.begin_iteration()
         self._open.enter(HookScope(self._engine, ""))
         return self
 
+    @uncompiled
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -139,17 +143,18 @@ class Manager(Managed):
         self._units = dict(blocks.units)
         self._description = blocks.description
         self._budget = budget
-        self._pilot: Pilot | None = None
+        self._director: BudgetDirector | None = None
         if budget is not None:
             assert isinstance(policy, Policy)  # manage() has seen to it
             account = None if device is None else device.account
-            self._pilot = self._engine.director = Pilot(
+            self._director = self._engine.director = BudgetDirector(
                 self._engine, policy, pool, budget, rates, group, self._units, account
             )
         self._device, self._optimizer = device, optimizer
         self._iteration = _Units()
         self._models = ModuleHooks()
-        self._add(self._units, "manage()")
+        self._compiled_model = False
+        self._add(self._units, "manage()", in_compiled_code=False)
         for model in blocks.models:
             self._models.add(model, None, self._begin_model, in_compiled_code=False)
         self._unseen: Unseen | None = Unseen(self._units.values(), "manage()")
@@ -181,7 +186,7 @@ class Manager(Managed):
         :class:`memswap.planning.device.DevicePlan`, which ends with what is on the device at the
         peak, by kind.
         """
-        plan = None if self._pilot is None else self._pilot.plan
+        plan = None if self._director is None else self._director.plan
         if self._device is not None and isinstance(plan, DevicePlan):
             return replace(plan, measured_device_bytes=self._device.account.measured_bytes)
         return plan
@@ -204,8 +209,8 @@ class Manager(Managed):
             BudgetError: no plan meets the budget; the message states the smallest one that can be
                 met.
         """
-        if self._pilot is not None:
-            self._pilot.wait()
+        if self._director is not None:
+            self._director.wait()
         return self.plan
 
     @property
@@ -214,21 +219,21 @@ class Manager(Managed):
 
         For `memswap.planning`, and for files that ``python -m memswap plan --load`` reads.
         """
-        pilot = self._pilot
-        if pilot is None or pilot.step is None or pilot.rates is None:
+        director = self._director
+        if director is None or director.step is None or director.rates is None:
             return None
-        return pilot.step, pilot.rates
+        return director.step, director.rates
 
     def stats(self) -> Stats:
         """What was done since this began or :meth:`reset_stats`."""
-        if self._pilot is not None:
-            self._pilot.look()
+        if self._director is not None:
+            self._director.look()
         return super().stats()
 
     def reset_stats(self) -> None:
         """Start counting anew."""
-        if self._pilot is not None:
-            self._pilot.look()
+        if self._director is not None:
+            self._director.look()
         super().reset_stats()
 
     def remove(self) -> None:
@@ -248,8 +253,8 @@ class Manager(Managed):
         self._models.remove()
         if self._operators is not None:
             self._operators.remove()
-        if self._pilot is not None:
-            self._pilot.end()
+        if self._director is not None:
+            self._director.end()
         super().remove()
 
     def window(self, seconds: float | None = None, *, name: str = "") -> Window:
@@ -273,8 +278,11 @@ class Manager(Managed):
 
         As the last line of a notebook's cell it is shown as HTML.
         """
-        report = super().report().below(self._description)
-        return report if self._optimizer is None else report.below(self._optimizer.report())
+        made = super().report()
+        if self._compiled_model:
+            made = made.below(_COMPILED_AS_A_WHOLE)
+        made = made.below(self._description)
+        return made if self._optimizer is None else made.below(self._optimizer.report())
 
     def trace(self, folder: str | Path) -> list[Path]:
         """Write what a step of this training is without memswap, and as it is planned.
@@ -306,17 +314,30 @@ class Manager(Managed):
     def _begin(
         self, key: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> HookScope:
-        self._seen()
+        if self._unseen is not None:
+            self._seen()
+            tell_compiled_for_its_hooks(self._units.values())
         if records():
             self._note(key, (args, kwargs))
         return _UnitCall(self._engine, key, self)
 
     def _begin_model(
         self, key: None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    ) -> _CompiledCall | None:
         """A forward of the model whose blocks these are."""
-        if records() and self._models.depth() == 1:
+        if not records():
+            return None
+        if self._models.depth() == 1:
             self._begin_iteration()
+        compiled = self._models.compiled() or compiles_what_it_wraps(module)
+        if not compiled or isinstance(current_scope(), _CompiledCall):
+            return None
+        self._seen()
+        self._engine.set_persistent(persistent_tensors([module]))
+        if not self._compiled_model:
+            self._compiled_model = True
+            logger.info("%s", _COMPILED_AS_A_WHOLE)
+        return _CompiledCall(self._engine, "compiled", self)
 
     def _begin_iteration(self) -> None:
         with self._engine.lock:
@@ -334,7 +355,7 @@ class Manager(Managed):
                 and not units.lead_to(inputs)
             ):
                 self._begin_iteration()
-            if not units.names:
+            if not units.names and not isinstance(current_scope(), _CompiledCall):
                 engine.set_persistent(persistent_tensors(self._units.values()))
                 units.first_node = next_node_number()
             units.names[name] = None
@@ -376,7 +397,10 @@ class _Units:
 
 
 class _UnitCall(HookScope):
-    """The scope of one call of a unit; to torch.profiler a range, ``memswap::layers.0``."""
+    """The scope of one call of a unit; to who listens a range, ``memswap::layers.0``.
+
+    That is torch.profiler, and `torch.cuda.memory._record_memory_history` with annotations.
+    """
 
     __slots__ = ("manager", "range")
 
@@ -386,10 +410,13 @@ class _UnitCall(HookScope):
         self.range: torch.profiler.record_function | None = None
 
     def enter(self, call: FrameType | None = None) -> None:
-        if torch.autograd.profiler._is_profiler_enabled:
+        if native.observed():
             self.range = torch.profiler.record_function(f"memswap::{self.unit}")
             self.range.__enter__()
         super().enter(call)
+        around = current_scope() if self.outer is None else getattr(self.outer[0], "__self__", None)
+        if isinstance(around, _CompiledCall) and around.engine is self.engine:
+            self.outer = around.outer  # what this one keeps is not offered once more
 
     def leave(self, output: object = None) -> None:
         super().leave()
@@ -404,6 +431,22 @@ class _UnitCall(HookScope):
         range, self.range = self.range, None
         if range is not None:
             range.__exit__(None, None, None)
+
+
+class _CompiledCall(_UnitCall):
+    """The scope of one call of a model that torch.compile compiles as a whole.
+
+    See [Note: Compiled as without] in engine/compiled.py.
+    """
+
+    __slots__ = ()
+
+
+_COMPILED_AS_A_WHOLE = (
+    "The model is compiled as a whole. torch.compile saves at the end of each graph's forward and "
+    "asks for everything at the begin of its backward, so a graph's bytes are away in between and "
+    "come back at once. Layers that are compiled one by one come back one by one."
+)
 
 
 def manage(
@@ -505,8 +548,6 @@ def manage(
     ):
         named_units(modules)
         blocks = find_blocks(modules)
-        if blocks.models and compiled_as_a_whole(modules):
-            warn_of_divided_graph()
     else:
         blocks = Blocks.given(named_units(modules))
     check_pool(pool)
@@ -549,14 +590,18 @@ def _device_budget(
     )
 
 
-def warn_of_divided_graph() -> None:
-    """Say what hooks on the blocks of a model that is compiled as a whole change."""
-    warn(
-        "memswap: this model is compiled as a whole, and the hooks of its layers divide its graph "
-        "there. Other operators are fused then, so gradients may differ in their last bits from "
-        "those of the same compilation without memswap. Compile the layers instead, for the same "
-        "bits: `for layer in layers: layer.compile()`"
-    )
+def tell_compiled_for_its_hooks(modules: Iterable[nn.Module]) -> None:
+    """Say, once, where torch compiles a module's forward only if the module has hooks."""
+    for module in modules:
+        if type(module).__module__.startswith("torch.nn.") and module._compiled_call_impl:
+            warn(
+                f"memswap: torch compiles nothing of a {type(module).__name__} after `.compile()` "
+                "(it leaves classes of torch.nn out), unless it has hooks, as it has now. So this "
+                "training is faster, and its last bits are those of compiled layers. Compile such "
+                "layers with torch.compile(layer) before manage() for the same bits with and "
+                "without"
+            )
+            return
 
 
 def check_one_device(modules: Iterable[nn.Module]) -> None:

@@ -1,7 +1,7 @@
 """Activation checkpointing whose saved outputs and inputs can leave the device.
 
 The machinery is torch's own non-reentrant checkpoint. memswap stands at its two public seams: the
-``context_fn`` (checkpoint_region.py), which decides operator by operator, and the saved-tensor
+``context_fn`` (checkpoints/region.py), which decides operator by operator, and the saved-tensor
 hooks around it, which see the inputs that a region keeps.
 """
 
@@ -16,13 +16,12 @@ from weakref import ref
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_context_fn
 
 from memswap.activations import named_units, window
-from memswap.checkpoint_parameters import with_the_same_parameters
-from memswap.checkpoint_policy import (
+from memswap.checkpoints.call import flattened, with_the_same_parameters
+from memswap.checkpoints.policy import (
     CheckpointPolicy,
     Decide,
     PolicyLike,
@@ -31,16 +30,17 @@ from memswap.checkpoint_policy import (
     read_policy,
     torch_policy,
 )
-from memswap.checkpoint_region import Region
+from memswap.checkpoints.region import Region
 from memswap.engine.action import Action
 from memswap.engine.autograd import in_backward
 from memswap.engine.early_stop import stopping_behind_operators
 from memswap.engine.engine import Engine
 from memswap.engine.hook_scope import HookScope, current_scope
+from memswap.engine.recomputed import counting
 from memswap.engine.stats import describe
 from memswap.engine.transfer import check_pool
 from memswap.engine.uncopied import Uncopied
-from memswap.managed import report
+from memswap.hooks.managed import report
 from memswap.planning.policy import Policy
 
 if TYPE_CHECKING:
@@ -134,9 +134,14 @@ class Checkpointing(Uncopied):
     unless a ``pool`` was given; their statistics are counted there.
 
     Args:
-        policy_fn, swap_inputs, pool, min_bytes, determinism_check, preserve_rng_state, early_stop:
-            see :func:`checkpoint`.
+        policy_fn: what happens to the operators' outputs; see :func:`checkpoint`, as for all.
+        swap_inputs: whether the regions' inputs leave as well.
+        pool: where swapped tensors go.
+        min_bytes: shorter tensors stay.
         prefetch_bytes: see :class:`memswap.saved_tensors`.
+        determinism_check: how what is recomputed is compared with what was saved.
+        preserve_rng_state: whether random numbers are the same when a region runs again.
+        early_stop: whether a region stops once everything that backward needs was computed.
     """
 
     def __init__(
@@ -225,30 +230,26 @@ class Checkpointing(Uncopied):
         unit = f"{'' if around is None else around.unit}@{group}"
         outer = HookScope(engine, "") if around is None else around
         outputs = outer.within(unit, None, group)
+        options = self._options
+        checks = options["determinism_check"] != "none"
         context_fn = noop_context_fn
         if self._decide is not None:
-            options = self._options
-            region = Region(
-                self._decide,
-                outputs,
-                keeps_random_state=options["preserve_rng_state"],
-                checks=options["determinism_check"] != "none",
-            )
-            context_fn = region.contexts
-        called, flat = _flattened(fn, args, kwargs)
-        if self._options["determinism_check"] != "none":
+            keeps_random_state = options["preserve_rng_state"]
+            context_fn = Region(self._decide, outputs, keeps_random_state, checks).contexts
+        called, flat = flattened(fn, args, kwargs)
+        if checks:
             called = with_the_same_parameters(fn, called)
-        if self._options["early_stop"]:
+        if options["early_stop"]:
             called = stopping_behind_operators(called)
-        if around is not None and around.engine.director is not None:
-            called = around.engine.director.counting(called)
+        if around is not None and around.engine.directed:
+            called = counting(around.engine, called)
         inputs = outer.within(f"{unit}/inputs", self._input_action, group)
         if self._input_action is not None:
             inputs.enter()
         served = _serving.set(outputs)
         try:
             return torch_checkpoint(
-                called, *flat, use_reentrant=False, context_fn=context_fn, **self._options
+                called, *flat, use_reentrant=False, context_fn=context_fn, **options
             )
         finally:
             _serving.reset(served)
@@ -346,7 +347,7 @@ class _CheckpointedForward:
 
 
 def _check_call(fn: object, kwargs: dict[str, Any]) -> None:
-    """Torch's own options would be handed on to the function."""
+    """Refuse torch's own options, which would be handed on to the function."""
     if not callable(fn):
         raise TypeError(
             f"checkpoint(): found {type(fn).__name__}, expected a function or a module, and then "
@@ -390,38 +391,6 @@ def _traced(
     return torch_checkpoint(
         fn, *args, use_reentrant=False, context_fn=context_fn, **options, **kwargs
     )
-
-
-def _flattened(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Callable[..., Any], Sequence[Any]]:
-    """A call whose tensors are all arguments of their own, each of them once.
-
-    Others torch holds in a closure, where no hook sees them, and no check of their versions. One
-    that is passed twice would come back as two, and attention asks whether its inputs are one.
-    """
-    is_nested = bool(kwargs) or any(isinstance(arg, (list, tuple, dict)) for arg in args)
-    flat, spec = tree_flatten((args, kwargs)) if is_nested else (args, None)
-    distinct: list[Any] = []
-    places: list[int] = []
-    known: dict[int, int] = {}
-    for value in flat:
-        new = len(distinct)
-        place = known.setdefault(id(value), new) if isinstance(value, torch.Tensor) else new
-        if place == new:
-            distinct.append(value)
-        places.append(place)
-    if spec is None and len(distinct) == len(args):
-        return fn, args
-
-    def called(*distinct: Any) -> Any:
-        flat = [distinct[place] for place in places]
-        if spec is None:
-            return fn(*flat)
-        args, kwargs = spec.unflatten(flat)
-        return fn(*args, **kwargs)
-
-    return called, distinct
 
 
 def _input_action(swap_inputs: bool | Action) -> Action | None:

@@ -29,7 +29,7 @@ from memswap.activations import (
 from memswap.engine.autograd import in_backward
 from memswap.engine.group import Generation, GroupScope, Phase
 from memswap.groups import Group, Groups
-from memswap.managed import Managed
+from memswap.hooks.managed import Managed
 from memswap.planning.policy import Policy
 
 if TYPE_CHECKING:

@@ -16,14 +16,14 @@ from torch import nn
 
 from memswap._native import native
 from memswap.activations import Manager, checked_policy
-from memswap.blocks import Blocks
 from memswap.engine.action import TensorInfo
 from memswap.engine.pools import DiskPool
 from memswap.engine.stats import Count, Stats
 from memswap.engine.transfer import check_pool
 from memswap.engine.uncopied import Uncopied
-from memswap.managed import Removable, check_unmanaged
-from memswap.module_hooks import ModuleHooks, Scope
+from memswap.hooks.blocks import Blocks
+from memswap.hooks.managed import Removable, check_unmanaged
+from memswap.hooks.module_hooks import ModuleHooks, Scope
 from memswap.planning.policy import Policy, Restricted
 from memswap.planning.profile import remembered
 

@@ -180,6 +180,12 @@ def manage_optimizer(
     return ManagedOptimizer(optimizer, action, pool, room_bytes, chunked, min_bytes)
 
 
+def managed_optimizer(optimizer: Optimizer) -> ManagedOptimizer | None:
+    """What :func:`manage_optimizer` returned for an optimizer that is managed now; else None."""
+    managed: ManagedOptimizer | None = vars(optimizer).get(_ATTRIBUTE)
+    return managed
+
+
 class ManagedOptimizer(Uncopied):
     """An optimizer whose state is away between steps. Made by :func:`memswap.manage_optimizer`."""
 

@@ -34,8 +34,8 @@ from memswap.activations import checked_policy, persistent_tensors
 from memswap.engine.autograd import in_backward
 from memswap.engine.group import Generation, Phase
 from memswap.groups import Groups
+from memswap.hooks.managed import Managed
 from memswap.layer_chain import CollectedCall
-from memswap.managed import Managed
 
 if TYPE_CHECKING:
     from memswap.engine.transfer import Pool

@@ -11,6 +11,8 @@ void encode_spans(Spans* known, Spans* memory, const std::string& kernel,
                   MEMSWAP_ASCEND_ENCODE_PARAMETERS(void*)) {
   (void)slab_bytes;
   (void)checksum;
+  (void)fast;
+  (void)center;
   const frame::Layout layout = frame::layout_of(static_cast<frame::Dtype>(dtype),
                                                 static_cast<frame::Shape>(shape), elements);
   const uint64_t frame_bytes = layout.bytes(var_capacity);
@@ -31,6 +33,17 @@ void encode_spans(Spans* known, Spans* memory, const std::string& kernel,
 }
 
 }  // namespace
+
+uint32_t encoder_unified_bytes(const std::string& kernel) {
+#define MEMSWAP_DEFINE(name, coder)                             \
+  if (kernel == "encode_" #name) {                              \
+    return memswap::ascend::FrameEncoder<coder>::kUnifiedBytes; \
+  }
+  MEMSWAP_ASCEND_ENCODERS(MEMSWAP_DEFINE)
+#undef MEMSWAP_DEFINE
+  return 0;
+}
+
 }  // namespace ascend_emulator
 
 // The kernels' pointers are bytes.
@@ -43,11 +56,11 @@ void encode_spans(Spans* known, Spans* memory, const std::string& kernel,
     return ascend_emulator::start(#name, blocks, stream, known, spans, [=] {                     \
       memswap_ascend_##name(U8(input), U8(frame), U8(overflow), U8(overflow_cursor), elements,   \
                             var_capacity, overflow_capacity, dtype, shape, slab_bytes, checksum, \
-                            pass);                                                               \
+                            fast, center, pass);                                                 \
     });                                                                                          \
   }
 MEMSWAP_DEFINE_ENCODE(begin_frame)
-MEMSWAP_DEFINE_ENCODE(place_deferred)
+MEMSWAP_DEFINE_ENCODE(place_tiles)
 #define MEMSWAP_DEFINE(name, coder) MEMSWAP_DEFINE_ENCODE(encode_##name)
 MEMSWAP_ASCEND_ENCODERS(MEMSWAP_DEFINE)
 #undef MEMSWAP_DEFINE

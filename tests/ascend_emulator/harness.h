@@ -43,8 +43,7 @@ struct Format {
   Shape shape;
   uint32_t width() const { return frame::width_of(dtype); }
   Layout layout(uint64_t elements) const { return frame::layout_of(dtype, shape, elements); }
-  // Whether every encoder writes the same bytes: the other shapes have profiles.
-  bool is_canonical() const { return shape != Shape::kDense && shape != Shape::kUpcast; }
+  bool has_profiles() const { return shape == Shape::kDense || shape == Shape::kUpcast; }
   bool has_bitmaps() const { return shape == Shape::kSparse || shape == Shape::kBits; }
   std::string name() const {
     static const char* const dtypes[] = {"",       "bf16",   "fp16",   "fp32",   "e4m3",
@@ -85,6 +84,8 @@ struct Run {
   uint32_t cores = 3;
   Options options = {};
   bool checksum = true;
+  bool fast = false;  // the profile, with `center`
+  uint8_t center = 0;
   uint64_t overflow_capacity = 0;  // units
   uint64_t cursor = 0;             // of the arena, at the beginning
 };
@@ -103,6 +104,8 @@ inline Frame ascend_encode(const Format& format, const Data& data, uint64_t capa
   job.elements = elements;
   job.dtype = static_cast<uint8_t>(format.dtype);
   job.shape = static_cast<uint8_t>(format.shape);
+  job.profile = run.fast ? MEMSWAP_FAST : MEMSWAP_CANONICAL;
+  job.center = run.center;
   job.checksum = run.checksum;
   job.frame = output;
   job.var_capacity = capacity;
@@ -165,7 +168,7 @@ inline int64_t ascend_decode(const Format& format, const Frame& frame, Data* dat
   return code != 0 ? code : int64_t{found};
 }
 
-inline Frame cpu_encode(const Format& format, const Data& data, bool fast = false) {
+inline Frame cpu_encode(const Format& format, const Data& data, const Run& run = {}) {
   const uint64_t elements = data.size() / format.width();
   const Layout layout = format.layout(elements);
   Frame frame(layout.bytes(layout.max_var_units()));
@@ -174,8 +177,8 @@ inline Frame cpu_encode(const Format& format, const Data& data, bool fast = fals
   job.elements = elements;
   job.dtype = static_cast<uint8_t>(format.dtype);
   job.shape = static_cast<uint8_t>(format.shape);
-  job.profile = fast ? MEMSWAP_FAST : MEMSWAP_CANONICAL;
-  job.center = fast ? 128 : 0;
+  job.profile = run.fast ? MEMSWAP_FAST : MEMSWAP_CANONICAL;
+  job.center = run.center;
   job.checksum = 1;
   job.frame = frame.begin;
   job.var_capacity = layout.max_var_units();

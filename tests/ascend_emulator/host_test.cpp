@@ -104,10 +104,10 @@ void test_tiling() {
     launch.max_processors = one.bound;
     machine().launches.clear();
     const int code = memswap_codec_ascend()->encode(&job, 1, &launch);
-    Launches expected{{"begin_frame", 1}, {"encode_dense_bf16", one.blocks}, {"place_deferred", 1}};
-    if (one.blocks > 1) {
-      expected.emplace_back("encode_dense_bf16", one.blocks);  // stores what the others deferred
-    }
+    const Launches expected{{"begin_frame", 1},
+                            {"encode_dense_bf16", one.blocks},
+                            {"place_tiles", 1},
+                            {"encode_dense_bf16", one.blocks}};
     check(code == 0 && machine().launches == expected,
           std::to_string(one.elements) + " elements on " + std::to_string(one.cores) +
               " cores are encoded by " + std::to_string(one.blocks));
@@ -117,27 +117,27 @@ void test_tiling() {
 }
 
 void test_launches() {
-  machine().cores = 1;
-  const Data data = normal(2 * kTile);
-  Encode by_one(data, kDense.layout(2 * kTile).max_var_units());
-  check(encode(by_one.job) == 0 &&
-            machine().launches ==
-                Launches{{"begin_frame", 1}, {"encode_dense_bf16", 1}, {"place_deferred", 1}},
-        "one core without an arena reads the elements once");
   machine().cores = 2;
+  const Data data = normal(2 * kTile);
   Encode with_arena(data, 0, 40000);
   check(encode(with_arena.job) == 0, "an encode with an arena");
   check(machine().launches == Launches{{"begin_frame", 1},
                                        {"encode_dense_bf16", 2},
-                                       {"place_deferred", 1},
+                                       {"place_tiles", 1},
                                        {"encode_dense_bf16", 2}},
-        "with an arena the encoder runs again for what was deferred");
+        "an encode measures, places and stores");
   Data output(data.size());
   const Frame frame = with_arena.frame();
   device().reset();
   check(ascend_decode(kDense, frame, &output) == frame::kOk && output == data, "it decodes");
   check(machine().launches.back() == std::pair<std::string, uint32_t>{"decode_bf16", 2},
         "a decode is one launch");
+  Encode raw(data, 0);
+  raw.job.shape = static_cast<uint8_t>(Shape::kRaw);
+  raw.job.frame = device().allocate(frame::layout_of(kDense.dtype, Shape::kRaw, 2 * kTile).var);
+  check(encode(raw.job) == 0 &&
+            machine().launches == Launches{{"begin_frame", 1}, {"encode_raw16", 2}},
+        "what has no payloads is stored as soon as it is looked at");
   Encode empty(Data(), 0);
   check(encode(empty.job) == 0 && machine().launches.size() == 1 &&
             empty.frame().header().status == frame::kOk,
@@ -271,7 +271,7 @@ void test_faults() {
   fails_with("aclGetDeviceCapability", 0, 0);
   fails_with("begin_frame", 0, 0);
   fails_with("encode_dense_bf16", 0, 1);
-  fails_with("place_deferred", 0, 2);
+  fails_with("place_tiles", 0, 2);
   fails_with("encode_dense_bf16", 1, 3);
   machine().cores = 0;
   const int code = encode(one.job);

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import flush_autograd, gradients, new_input
+from helpers import (
+    assert_nothing_left,
+    assert_same_gradients,
+    flush_autograd,
+    gradients,
+    new_input,
+)
 from torch import nn
 
 from memswap.engine.group import Generation
@@ -40,6 +46,28 @@ def train(
         after_step()
     flush_autograd(device)
     return found
+
+
+def assert_a_graph_is_run_twice(
+    plain: nn.Module, model: nn.Module, device: torch.device, stats: Callable[[], Any]
+) -> None:
+    """The gradients of two backwards through one graph are a plain model's; then nothing is left.
+
+    Args:
+        plain: the model without memswap.
+        model: the same with it.
+        device: of both.
+        stats: gives the statistics of the engine that moves what `model` saves.
+    """
+    for one in (plain, model):
+        loss = one(new_input(device))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        del loss
+    assert_same_gradients(gradients(model), gradients(plain))
+    assert stats().moved_storages > 0
+    flush_autograd(device)
+    assert_nothing_left(stats())
 
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[str]:

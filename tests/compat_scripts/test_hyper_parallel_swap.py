@@ -35,7 +35,7 @@ from memswap.compat.hyper_parallel import (
     swap_wrapper,
 )
 from memswap.errors import InplaceEditError
-from swap_scripts import train, watched
+from swap_scripts import assert_a_graph_is_run_twice, train, watched
 
 
 @pytest.fixture(autouse=True)
@@ -165,15 +165,7 @@ def test_microbatches_in_flight_do_not_meet(device) -> None:
 def test_a_graph_is_run_twice(device) -> None:
     """There the second backward finds nothing to load."""
     plain, model = new_stack(device), linked(wrapped(new_stack(device), swap_wrapper))
-    for one in (plain, model):
-        loss = one(new_input(device))
-        loss.backward(retain_graph=True)
-        loss.backward()
-        del loss
-    assert_same_gradients(gradients(model), gradients(plain))
-    assert stats().moved_storages > 0
-    flush_autograd(device)
-    assert_nothing_left(stats())
+    assert_a_graph_is_run_twice(plain, model, device, stats)
 
 
 def test_evaluations_between_steps_change_nothing(device) -> None:

@@ -14,8 +14,6 @@ import torch
 from helpers import (
     assert_nothing_left,
     assert_same_gradients,
-    flush_autograd,
-    gradients,
     new_input,
     new_stack,
     random,
@@ -31,7 +29,7 @@ from memswap.compat.mindspeed import (
     TensorSwapContext,
     swap_activation_modules,
 )
-from swap_scripts import train, watched
+from swap_scripts import assert_a_graph_is_run_twice, train, watched
 
 TAG = "model.layers.*"
 
@@ -178,15 +176,7 @@ def test_a_second_training_begins_anew(device) -> None:
 def test_a_graph_is_run_twice(device) -> None:
     plain, model = new_stack(device), new_stack(device)
     contexts = [swapped(layer) for layer in model.layers]
-    for one in (plain, model):
-        loss = one(new_input(device))
-        loss.backward(retain_graph=True)
-        loss.backward()
-        del loss
-    assert_same_gradients(gradients(model), gradients(plain))
-    assert stats().moved_storages > 0
-    flush_autograd(device)
-    assert_nothing_left(stats())
+    assert_a_graph_is_run_twice(plain, model, device, stats)
     del contexts
 
 

@@ -259,6 +259,39 @@ def assert_released(
     assert_pool_empty(pool)
 
 
+def assert_the_same_within(
+    engine: Any,
+    pool: Any,
+    leaf: torch.Tensor,
+    loss: Callable[[], torch.Tensor],
+    *,
+    steps: int = 1,
+    device: torch.device | None = None,
+) -> None:
+    """Gradients of ``loss()`` are those of a plain run in each block, and then nothing is left.
+
+    Args:
+        engine: a ``saved_tensors``; each step is a block of its own.
+        pool: of the engine.
+        leaf: whose gradient is compared. It is None afterwards.
+        loss: the forward.
+        steps: how many.
+        device: whose sends have ended before each backward; None: nobody waits for them.
+    """
+    loss().backward()
+    expected, leaf.grad = leaf.grad, None
+    for _ in range(steps):
+        with engine:
+            out = loss()
+        if device is not None:
+            let_sends_end(engine, device)
+        out.backward()
+        assert_same_gradients([leaf.grad], [expected])
+        leaf.grad = None
+    del out
+    assert_released(engine, pool)
+
+
 def flush_autograd(device: torch.device) -> None:
     """Wait until autograd has let go of the last backward's graph.
 

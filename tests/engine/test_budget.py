@@ -309,12 +309,12 @@ def test_a_later_plan_that_cannot_meet_the_budget_warns_and_trains_on(device, ne
     ) as manager:
         for _ in range(5):
             step(layers, 16, device)
-        pilot = manager._pilot
-        kind = pilot._latest
+        director = manager._director
+        kind = director._latest
         assert kind.plan is not None
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            learner = pilot._learner
+            learner = director._learner
             learner._budget = 1
             learner.make_room(kind)
             learner.collect()

@@ -18,9 +18,9 @@ from moe_layers import STEPS, Experts
 from torch import nn
 
 import memswap
-from memswap.engine.record import Recorder
+from memswap._native import native
 from memswap.planning import making
-from memswap.planning.pilot import Pilot
+from memswap.planning.director import BudgetDirector
 
 LONG = 48
 
@@ -31,19 +31,19 @@ pytestmark = pytest.mark.one_schedule
 def counted(monkeypatch):
     """How often a plan was made, and how many iterations had none."""
     found: Counter[str] = Counter()
-    make_plan, began = making.make_plan, Pilot._begin_course
+    make_plan, began = making.make_plan, BudgetDirector._begin
 
     def count_plan(*arguments, **options):
         found["plans"] += 1
         return make_plan(*arguments, **options)
 
     def count_iteration(self, *arguments):
-        course = began(self, *arguments)
-        found["without a plan"] += course.plan is None
-        return course
+        one = began(self, *arguments)
+        found["without a plan"] += one.plan is None
+        return one
 
     monkeypatch.setattr(making, "make_plan", count_plan)
-    monkeypatch.setattr(Pilot, "_begin_course", count_iteration)
+    monkeypatch.setattr(BudgetDirector, "_begin", count_iteration)
     return found
 
 
@@ -169,13 +169,13 @@ def test_an_evaluation_without_no_grad_does_not_cost_the_training_its_plan(
 
 def test_forwards_without_a_backward_are_not_waited_for_each_time(device, new_pool, monkeypatch):
     layers = new_layers(device)
-    waits, wait = Counter(), Recorder.wait
+    waits, wait = Counter(), native.Recorder.wait
 
     def counted_wait(recorder):
         waits["forwards"] += 1
         wait(recorder)
 
-    monkeypatch.setattr(Recorder, "wait", counted_wait)
+    monkeypatch.setattr(native.Recorder, "wait", counted_wait)
     with memswap.manage(
         layers, SWAP, pool=new_pool(), budget="70%", rates=rates_for(device)
     ) as manager:

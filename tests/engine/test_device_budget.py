@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import memswap
 from memswap import BudgetError
 from memswap._native import native
 from memswap.optimizer_state import away_of, plain_tensors
-from memswap.planning.account import DeviceAccount
+from memswap.planning import checking, learner
 from memswap.planning.device import KINDS, DevicePlan
 
 WIDTH, VOCABULARY = 64, 256
@@ -317,17 +318,24 @@ def test_other_shapes_learn_for_themselves_within_the_same_number(device):
 
 @accelerator
 @pytest.mark.one_schedule
-def test_without_holding_what_goes_between_marks_a_plan_would_be_wrong(device, peaks, monkeypatch):
-    """The mutation that `assert_kept` has to see."""
-    record = DeviceAccount.record
-    monkeypatch.setattr(
-        DeviceAccount,
-        "record",
-        lambda self, present, hold, baseline: record(self, present, lambda: None, baseline),
-    )
+def test_a_recorder_that_overlooks_a_part_is_noticed_and_told(device, peaks, monkeypatch):
+    """The mutation that `assert_kept` has to see, and so has whoever trains."""
+    seen = learner.workspace_of
+
+    def overlooked(recorder: Any, marks: int) -> Any:
+        found = seen(recorder, marks)
+        less = tuple(nbytes - (1 << 17) for nbytes in found.extra_nbytes)
+        return replace(found, extra_nbytes=less)
+
+    monkeypatch.setattr(learner, "workspace_of", overlooked)
+    monkeypatch.setattr(checking, "workspace_of", overlooked)
     budget = int(0.9 * peaks[0])
-    trained = Trained(device, f"device:{budget}B", pool_of(device)).steps(8)
+    with pytest.warns(UserWarning, match="more than the budget"):
+        trained = Trained(device, f"device:{budget}B", pool_of(device)).steps(8)
     assert trained.plan.measured_device_bytes > trained.plan.device_peak_bytes
+    with pytest.raises(AssertionError, match="over the budget"):
+        assert_kept(trained, budget)
+    assert_same(trained.bits(), peaks[1])
 
 
 @pytest.mark.one_schedule

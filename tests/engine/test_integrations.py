@@ -13,6 +13,7 @@ from helpers import (
     Training,
     assert_released,
     assert_same_gradients,
+    assert_the_same_within,
     gradients,
     let_sends_end,
     new_input,
@@ -131,15 +132,7 @@ def test_vmap_inside_the_block(device, new_pool):
     def loss():
         return torch.vmap(lambda row: (w @ row).sin().exp().sum())(x).sum()
 
-    loss().backward()
-    expected, w.grad = w.grad, None
-    with engine:
-        out = loss()
-    let_sends_end(engine, device)
-    out.backward()
-    assert_same_gradients([w.grad], [expected])
-    del out
-    assert_released(engine, pool)
+    assert_the_same_within(engine, pool, w, loss, device=device)
 
 
 def test_forward_mode_derivatives_pass_through(device, new_pool):
@@ -204,18 +197,8 @@ def test_custom_function(device, new_pool, name):
         out = Everything.apply(h, h.sin()) if name == "saves all kinds" else Dirty.apply(h)
         return out.square().sum()
 
-    loss().backward()
-    expected, x.grad = x.grad, None
-    for _ in range(2):
-        with engine:
-            out = loss()
-        let_sends_end(engine, device)
-        out.backward()
-        assert_same_gradients([x.grad], [expected])
-        x.grad = None
+    assert_the_same_within(engine, pool, x, loss, steps=2, device=device)
     assert engine.stats().moved_storages > 0
-    del out
-    assert_released(engine, pool)
 
 
 def test_saved_tensors_of_a_custom_function_have_their_graph_again(device, new_pool):
@@ -403,3 +386,12 @@ def test_numbers_computed_under_both_doors_at_once(device, new_pool):
     assert engine.stats().moved_storages > 0 and manager.stats().moved_storages > 0
     assert_released(engine, pool)
     assert_released(manager, pool)
+
+
+def test_a_line_for_a_progress_bar_says_what_was_done(device, new_pool):
+    model, x = new_stack(device, depth=2), new_input(device)
+    with memswap.manage(model, EVERYTHING, pool=new_pool()) as manager:
+        before = manager.line()
+        train_step(model, lambda: model(x))
+        assert before.startswith("memswap: 0 B moved, peak 0 B here")
+        assert manager.line() != before and "\n" not in manager.line()

@@ -20,7 +20,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import checkpoint
 
 import memswap
-from memswap.blocks import find_blocks
+from memswap.hooks.blocks import find_blocks
 
 
 class Other(Block):

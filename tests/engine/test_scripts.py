@@ -12,39 +12,41 @@ from helpers import assert_released, assert_same_gradients
 
 import memswap
 from memswap._native import native
-from memswap.planning.pilot import Pilot
+from memswap.engine.engine import Engine
+from memswap.planning.director import BudgetDirector
 
 pytestmark = pytest.mark.one_schedule
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How often a director was called, by the name of what was called."""
+    """How often Python was asked, by the name of what was called."""
     counted: Counter[str] = Counter()
 
-    def counting(name: str) -> None:
-        called = getattr(Pilot, name)
+    def counting(asked: type, name: str) -> None:
+        called = getattr(asked, name)
 
         def count(self: Any, *arguments: Any) -> Any:
             counted[name] += 1
             return called(self, *arguments)
 
-        monkeypatch.setattr(Pilot, name, count)
+        monkeypatch.setattr(asked, name, count)
 
-    for name in ("choose", "saved", "demanding", "demanded"):
-        counting(name)
+    counting(BudgetDirector, "choose")
+    for name in ("decide", "save", "look_ahead", "hurry"):
+        counting(Engine, name)
     return counted
 
 
 def asks_about_everything(monkeypatch) -> None:
-    began = Pilot._begin_course
+    began = BudgetDirector._begin
 
     def begin(self: Any, iteration: Any, *arguments: Any) -> Any:
-        course = began(self, iteration, *arguments)
+        one = began(self, iteration, *arguments)
         iteration.follows_alone = False
-        return course
+        return one
 
-    monkeypatch.setattr(Pilot, "_begin_course", begin)
+    monkeypatch.setattr(BudgetDirector, "_begin", begin)
 
 
 @pytest.mark.parametrize("share", [0.7, 0.45])
@@ -72,9 +74,8 @@ def test_a_plan_that_is_followed_asks_nobody_and_does_the_same(
     alone = train()
     asks_about_everything(monkeypatch)
     asking = train()
-    assert alone[3]["choose"] == alone[3]["saved"] == 1, f"asked more than once: {alone[3]}"
-    assert alone[3]["demanding"] == alone[3]["demanded"] == 1
-    assert asking[3]["choose"] > 5 and asking[3]["demanded"] > 5
+    assert alone[3] == {"decide": 1, "choose": 1}, f"asked about more than the first: {alone[3]}"
+    assert asking[3]["choose"] == asking[3]["decide"] > 5
     assert_same_gradients(alone[0], asking[0])
     assert alone[2] == asking[2], "another peak was measured"
     for name in ("moved_storages", "returned_storages", "freed_bytes", "stalls", "kept"):
@@ -94,13 +95,14 @@ def test_a_step_that_leaves_the_plan_asks_from_there_on(device, new_pool, calls)
         for depth in (4, 6):  # the first ends before the plan does
             calls.clear()
             assert_same_gradients(step(layers[:depth], 32, device), plain[depth])
-            assert calls["choose"] == 1
-            assert (calls["demanded"] == 1) == (depth == 6)
+            assert calls == {"decide": 1, "choose": 1}
+            followed = manager._engine.iteration.plan is not None
+            assert followed == (depth == 6), "a backward has another plan than its forward"
         assert manager.plan is not None
 
 
 def test_backwards_that_take_turns_each_follow_their_own_plan(device, new_pool, calls):
-    """The director hears where one backward follows another, and not of each demand."""
+    """Nobody is asked where one backward follows another."""
     layers = new_layers(device)
     plain = step(layers, 32, device)
     budget = int(1.2 * kept_peak(device, new_pool()))
@@ -115,7 +117,7 @@ def test_backwards_that_take_turns_each_follow_their_own_plan(device, new_pool, 
                 loss.backward()
             del loss, losses
             if turn == 6:
-                assert calls["demanding"] == calls["demanded"] == 2
+                assert not calls, "a demand asks Python"
         found = [parameter.grad / 2 for parameter in layers.parameters()]
         assert_same_gradients(found, plain)
         assert manager.plan.in_flight == 2 and manager.plan.moved_bytes > 0
@@ -130,7 +132,7 @@ def test_a_script_says_what_is_wrong_with_it():
     def made(
         dtype: Any = torch.float32, action: str = "swap", releases: Any = (), fetches: Any = ()
     ) -> Any:
-        place = ("0", 0, 8, dtype, action, releases, (), fetches, False)
+        place = ("0", 0, 8, dtype, action, releases, (), fetches, False, None)
         return native.Plan(cpu, sender, 0, [place])
 
     assert len(made()) == 1

@@ -8,6 +8,7 @@ from helpers import (
     EVERYTHING,
     assert_released,
     assert_same_gradients,
+    assert_the_same_within,
     let_sends_end,
     random,
     same_bits,
@@ -99,15 +100,7 @@ def test_tensors_that_are_not_strided_stay_and_work(device, new_pool, kind):
         out = torch.nested.to_padded_tensor(nested.sin() * nested, 0.0)
         return out.square().sum()
 
-    loss().backward()
-    expected, w.grad = w.grad, None
-    with engine:
-        out = loss()
-    let_sends_end(engine, device)
-    out.backward()
-    assert_same_gradients([w.grad], [expected])
-    del out
-    assert_released(engine, pool)
+    assert_the_same_within(engine, pool, w, loss, device=device)
 
 
 @pytest.fixture

@@ -196,9 +196,9 @@ def test_bytes_written_to_a_file_are_counted_and_told(device, new_disk):
             lane.finish_writes()
         written.append(disk.statistics().written_bytes)
     state = manager.statistics().away_bytes
-    assert [after - before for before, after in pairwise(written)] == [
-        state
-    ] * 3, "a step writes all of the state once"
+    assert [after - before for before, after in pairwise(written)] == [state] * 3, (
+        "a step writes all of the state once"
+    )
     report = manager.report()
     assert "written to the file" in report and "a day" in report
     assert new_host_pool_statistics(device).written_bytes == 0

@@ -8,6 +8,7 @@ from helpers import (
     EVERYTHING,
     assert_released,
     assert_same_gradients,
+    assert_the_same_within,
     random,
     round_trip,
 )
@@ -189,16 +190,7 @@ def test_shifted_labels_of_a_causal_language_model(device, new_pool):
         first = nn.functional.nll_loss(logits.log_softmax(-1)[:, 1], tokens[:, 0])
         return shifted + direct + first
 
-    loss().backward()
-    expected, weight.grad = weight.grad, None
-    for _ in range(3):
-        with engine:
-            out = loss()
-        out.backward()
-        assert_same_gradients([weight.grad], [expected])
-        weight.grad = None
-    del out
-    assert_released(engine, pool)
+    assert_the_same_within(engine, pool, weight, loss, steps=3)
 
 
 def test_gradient_that_is_a_view_of_what_came_back_survives(device, new_pool):

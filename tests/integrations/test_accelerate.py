@@ -16,6 +16,8 @@ tiny = pytest.importorskip("tiny")
 from tiny import Trained, assert_no_hooks, assert_same_bits, llama, moved  # noqa: E402
 
 from memswap.integrations.accelerate import prepare  # noqa: E402
+from memswap.integrations.states import unwrapped  # noqa: E402
+from memswap.optimizers import managed_optimizer  # noqa: E402
 
 pytestmark = pytest.mark.cpu_only
 
@@ -40,8 +42,9 @@ def train(accelerator, folder=None, accumulate=1) -> tuple[Trained, str]:
         manager = None
     else:
         model, optimizer, loader, manager = prepare(
-            accelerator, model, optimizer, loader, **tiny.swapping(folder)
+            accelerator, model, optimizer, loader, optimizer="encode", **tiny.swapping(folder)
         )
+        assert managed_optimizer(unwrapped(optimizer)) is not None
     gradients, losses = [], []
     for batch in loader:
         with accelerator.accumulate(model):

@@ -134,7 +134,8 @@ def test_fitting_again_with_the_same_callback(tmp_path):
     assert_same_bits(train(tmp_path, [callback]), first)
 
 
-def test_resuming_from_a_checkpoint(tmp_path):
+@pytest.mark.parametrize("states", [{}, {"optimizer": "encode"}])
+def test_resuming_from_a_checkpoint(tmp_path, states):
     def whole(callbacks):
         module, trainer = Module(), new_trainer(tmp_path, callbacks, enable_checkpointing=True)
         trainer.fit(module, loader())
@@ -145,9 +146,10 @@ def test_resuming_from_a_checkpoint(tmp_path):
         return Trained.of(module, module.gradients, module.losses)
 
     expected = whole([])
-    callback = MemswapCallback(**tiny.swapping(tmp_path))
+    callback = MemswapCallback(**tiny.swapping(tmp_path), **states)
     assert_same_bits(whole([callback]), expected)
     assert moved(callback.report())
+    assert ("as frames" in callback.report()) == bool(states)
 
 
 def test_what_was_moved_is_logged(tmp_path):

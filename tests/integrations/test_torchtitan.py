@@ -58,9 +58,10 @@ def train(spec, parts=1) -> Trained:
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_managed_specification_gives_the_same_bits(tmp_path, parts):
     expected = train(new_spec(), parts)
-    spec = managed(new_spec(), **tiny.swapping(tmp_path))
+    spec = managed(new_spec(), optimizer=True, **tiny.swapping(tmp_path))
     assert_same_bits(train(spec, parts), expected)
     report = spec.post_optimizer_build_fn.report()
+    assert report.count("as frames") == parts, report
     assert moved(report) and f"{6 * parts} Llama3TransformerBlock" in report, report
 
 

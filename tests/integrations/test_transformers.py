@@ -153,6 +153,59 @@ def test_resuming_from_a_checkpoint_gives_the_same_bits(tmp_path):
     assert moved(callback.report())
 
 
+@pytest.mark.parametrize("optimizer", ["adamw_torch", "adamw_torch_fused", "sgd"])
+def test_the_optimizers_state_is_away_between_steps(tmp_path, optimizer):
+    """Through a checkpoint and a training that resumes from it, with the same bits."""
+    away = []
+
+    def whole(name, callback=None):
+        def look(state, control, model):
+            if callback is not None:
+                away.append(callback.metrics()["memswap_optimizer_away_mib"])
+
+        folder = tmp_path / name
+        options = {"optimizer": optimizer, "save_strategy": "steps", "save_steps": 2}
+        train(folder, callback, look, steps=2, **options)
+        resume = str(folder / "checkpoint-2")
+        found = train(folder, callback, look, steps=4, resume=resume, **options)
+        last = torch.load(folder / "checkpoint-4" / "optimizer.pt", weights_only=True)
+        return found, last["state"]
+
+    expected, expected_state = whole("plain")
+    config = {"optimizer": "swap" if optimizer == "sgd" else "on", "action": "keep"}
+    callback = MemswapCallback.from_config(config)
+    found, state = whole("memswap", callback)
+    assert_same_bits(found, expected)
+    for number, one in expected_state.items():
+        for name, tensor in one.items():
+            ours = state[number][name]
+            assert tensor is None or tiny.bits(ours).equal(tiny.bits(tensor)), f"{name} differs"
+    if optimizer == "sgd":
+        assert set(away) == {0}, "an optimizer without a state has some away"
+    else:
+        assert min(away) > 0.2, away
+        assert "of state" in callback.report()
+        assert "memswap_optimizer_away_mib" not in callback.metrics()
+
+
+def test_a_live_line_says_what_was_done_so_far(tmp_path, capsys):
+    callback = MemswapCallback(live=True, **tiny.swapping(tmp_path))
+    train(tmp_path, callback)
+    shown = capsys.readouterr().err
+    assert shown.count("memswap: ") >= 2 and " moved, peak " in shown
+    train(tmp_path, MemswapCallback(**tiny.swapping(tmp_path)))
+    assert "memswap: " not in capsys.readouterr().err
+
+
+def test_an_optimizer_option_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="found optimizer='sawp', expected True or one of"):
+        MemswapCallback(optimizer="sawp")
+    with pytest.raises(ValueError, match="optimizer_pool= without optimizer="):
+        import memswap
+
+        MemswapCallback(optimizer_pool=memswap.HostPool())
+
+
 def test_an_early_stop_takes_the_hooks_off(tmp_path):
     def stop(state, control, model):
         control.should_training_stop = state.global_step == 2
@@ -234,12 +287,15 @@ def test_layers_that_inductor_compiled_keep_every_bit(tmp_path):
     assert moved(callback.report())
 
 
-def test_a_model_that_is_compiled_as_a_whole_is_told(tmp_path):
+def test_a_model_that_is_compiled_as_a_whole_keeps_its_bits(tmp_path):
+    torch._dynamo.reset()
+    compiles = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    expected = train(tmp_path, **compiles)
     torch._dynamo.reset()
     callback = MemswapCallback(**tiny.swapping(tmp_path))
-    with pytest.warns(UserWarning, match="compiled as a whole"):
-        train(tmp_path, callback, torch_compile=True, torch_compile_backend="eager")
+    assert_same_bits(train(tmp_path, callback, **compiles), expected)
     assert moved(callback.report())
+    assert "compiled as a whole" in callback.report()
 
 
 def test_two_callbacks_in_one_training_are_refused(tmp_path):

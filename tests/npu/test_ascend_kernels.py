@@ -89,7 +89,8 @@ def test_every_kernel_encodes_and_decodes_on_streams_beside(device, dtype, shape
         back = memswap.decode(frame)
     torch.accelerator.current_stream().wait_stream(decodes)
     assert same_bits(back, host)
-    assert grown(before) == {"begin_frame", encoder, "place_deferred", decoder}
+    placed = set() if shape == "raw" else {"place_tiles"}  # what is raw has no payloads
+    assert grown(before) == {"begin_frame", encoder, decoder} | placed
     on_host = memswap.Frame.from_bytes(frame.to_bytes())
     assert same_bits(memswap.decode(on_host), host), "the CPU does not read the NPU's frame"
 
@@ -102,7 +103,7 @@ NORMAL = torch.randn(48 * TILE + 300, generator=torch.Generator().manual_seed(7)
 def test_a_frame_by_many_cores_is_as_short_as_the_portable_one(device):
     tensor = NORMAL.to(device)
     frame = memswap.encode(tensor)
-    assert 1.4 < frame.ratio < 1.5
+    assert 1.51 < frame.ratio < 1.53
     on_host = memswap.Frame.from_bytes(frame.to_bytes())
     assert frame.nbytes == on_host.nbytes, "the cores left room between their payloads"
     assert same_bits(memswap.decode(frame), NORMAL)
@@ -129,7 +130,7 @@ def test_encode_learns_how_little_a_tensor_of_many_tiles_needs(device):
 
     first, second, third = (step() for _ in range(3))
     assert second < first, "the first capacity is a guess"
-    assert third == second < 0.74 * 16 * TILE * 2
+    assert third == second < 0.7 * 16 * TILE * 2
 
 
 @pytest.mark.own_laboratory
@@ -153,7 +154,7 @@ def test_a_launch_that_fails_loses_nothing(after):
         encoded, departure = encoding
         departure.wait()
         torch.accelerator.synchronize()
-        assert encoded.report().overflow_used > 0, "three launches, not four"
+        assert encoded.report().overflow_used > 0, "nothing went to the arena"
         frames.append((tensor, native.capture(there), encoded))
         return True
 
@@ -225,7 +226,7 @@ def test_the_first_use_checks_every_encoder_once(run_apart):
         if line[:5] in ("first", "secon")
     )
     assert first > 4 * len(FORMATS), "the self-check did not come first"
-    assert second - first == 3, "the self-check came twice"
+    assert second - first == 4, "the self-check came twice"
 
 
 @pytest.mark.own_laboratory

@@ -14,7 +14,7 @@ from eventually import eventually
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memswap
-from memswap.checkpoint_policy import is_collective
+from memswap.checkpoints.policy import is_collective
 from ranks import Rank, distributed
 
 

@@ -68,7 +68,7 @@ def _weights_are_dropped_at_the_first_gradient(patch: Patch) -> None:
         context._enter_backward()
         context._finish(context.scheduled[unit])
 
-    patch(ShardContext, "_gradient_arrived", arrived)
+    patch(ShardContext, "gradient_arrived", arrived)
 
 
 def _weights_of_the_last_step_are_kept(patch: Patch) -> None:

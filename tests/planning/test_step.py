@@ -11,7 +11,7 @@ from steps import ALL, RATES, saved, stack
 from memswap import Action, Rates
 from memswap.planning.replay import replay, timetable
 from memswap.planning.step import Step, load, save
-from memswap.trace import trace
+from memswap.reports.trace import trace
 
 
 def test_a_step_survives_its_file(tmp_path):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from eventually import eventually
 from helpers import EVERYTHING, new_input, new_stack, same_bits
@@ -69,6 +70,38 @@ def one_stream(region: Region) -> list[torch.Tensor]:
             dropped = model(x + step)
         del dropped
     return on_host(found)
+
+
+def one_stream_of_the_users_own(region: Region, steps: int = 3) -> list[torch.Tensor]:
+    """Gradients, summed up, of each step on a stream beside the default one."""
+    stream = torch.Stream(device=DEVICE)
+    stream.wait_stream(torch.accelerator.current_stream())
+    with stream:
+        model, found = new_stack(DEVICE, depth=2), []
+        for step in range(steps):
+            with region():
+                loss = model(new_input(DEVICE, seed=step))
+            loss.backward()
+            found += [parameter.grad.clone() for parameter in model.parameters()]
+        return on_host(found)
+
+
+def backward_on_another_stream(region: Region) -> list[torch.Tensor]:
+    """Gradients, summed up, of three forwards on one stream, with backward called on another."""
+    forward, backward = torch.Stream(device=DEVICE), torch.Stream(device=DEVICE)
+    model, found = new_stack(DEVICE, depth=2), []
+    for step in range(3):
+        forward.wait_stream(torch.accelerator.current_stream())
+        with forward, region():
+            loss = model(new_input(DEVICE, seed=step))
+        backward.wait_stream(forward)
+        with backward:
+            loss.backward()
+            found += [parameter.grad.clone() for parameter in model.parameters()]
+        del loss
+        torch.accelerator.current_stream().wait_stream(backward)
+    with backward:
+        return on_host(found)
 
 
 def two_streams(region: Region) -> list[torch.Tensor]:
@@ -138,6 +171,18 @@ def new_bytes(nbytes: int, seed: int = 0) -> torch.Tensor:
 # ---------------------------------------------------------------- lanes
 def new_lane(max_leaving_bytes: int = 0, chunk_bytes: int = 1 << 20, device: Any = DEVICE) -> Any:
     return native.StreamLane(device, max_leaving_bytes=max_leaving_bytes, chunk_bytes=chunk_bytes)
+
+
+def open_small_arenas(monkeypatch: pytest.MonkeyPatch, nbytes: int, chunks: int = 8) -> None:
+    """Codec lanes of the engine have an arena of so many bytes, in so many chunks."""
+
+    def open_codec_lane(device: torch.device, frames: Any = None) -> Any:
+        return native.StreamCodecLane(
+            device, max_leaving_bytes=0, arena_budget=nbytes, arena_chunk=nbytes // chunks
+        )
+
+    monkeypatch.setattr(transfer, "open_codec_lane", open_codec_lane)
+    monkeypatch.setattr(transfer, "arena_budget", lambda iteration_bytes: nbytes)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from race_workloads import DEVICE
+from timed_layers import COMPUTE, LINK, TwoSaved
 from torch import nn
 
 from memswap.compat.hyper_parallel import SwapManager, swap_wrapper
@@ -20,22 +21,7 @@ from simdev import virtual_time
 
 SIDE, LAYERS = 96, 12
 
-#: GB/s and microseconds: a layer computes about as long as its tensors take on the link.
-COMPUTE = {"host_us": 0.05, "launch_us": 0.5, "hbm_gb_per_s": 3.0}
-LINK = {"h2d_gb_per_s": 5.0, "d2h_gb_per_s": 5.0}
-
 pytestmark = pytest.mark.one_schedule
-
-
-class Layer(nn.Module):
-    """Saves two storages of its own: its input and what tanh gave."""
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        super().__init__()
-        self.hidden = [weight]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x @ self.hidden[0]).tanh() * 1.5
 
 
 def contexts(layers: nn.ModuleList, prefetch: bool) -> Any:
@@ -64,7 +50,7 @@ def step_us(use: Any, prefetch: bool = True) -> tuple[float, Any]:
     weight = (torch.randn(SIDE, SIDE, generator=generator) / SIDE**0.5).to(DEVICE)
     weight.requires_grad_()
     start = torch.randn(SIDE, SIDE, generator=generator).to(DEVICE)
-    layers = nn.ModuleList([Layer(weight) for _ in range(LAYERS)])
+    layers = nn.ModuleList([TwoSaved(weight) for _ in range(LAYERS)])
     stats = None if use is None else use(layers, prefetch)
 
     def step() -> None:

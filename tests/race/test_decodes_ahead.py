@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from race_workloads import DEVICE
+from race_workloads import DEVICE, open_small_arenas
 from torch import nn
 
 import memswap
 from memswap import Action, Policy, Windows
 from memswap._native import native
 from memswap.compat.mindspeed import CompressHook, GlobalContext, GlobalContextConfig
-from memswap.engine import transfer
 from simdev import virtual_time
 
 SIDE = 128
@@ -145,15 +144,7 @@ def test_a_host_far_ahead_waits_for_room_for_the_codec_and_keeps_nothing(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An arena for the worst cases of a third of a forward, as that of a large model is."""
-    budget = 2 * 80 * NBYTES // 8
-
-    def open_codec_lane(device: torch.device, frames: Any = None) -> Any:
-        return native.StreamCodecLane(
-            device, max_leaving_bytes=0, arena_budget=budget, arena_chunk=budget // 8
-        )
-
-    monkeypatch.setattr(transfer, "open_codec_lane", open_codec_lane)
-    monkeypatch.setattr(transfer, "arena_budget", lambda iteration_bytes: budget)
+    open_small_arenas(monkeypatch, 2 * 80 * NBYTES // 8)
     for number, stats in enumerate(Steps(how, 80).stats):
         assert stats.moved_storages > 80 and "codec room" not in stats.kept, f"step {number}"
 

@@ -18,7 +18,7 @@ from race_workloads import DEVICE, EAGER, MATRIX, new_pool, on_host
 from torch import nn
 
 import memswap
-from simdev import _C, faults, laboratory
+from simdev import _C, counters, faults, laboratory
 
 pytestmark = [pytest.mark.own_laboratory, pytest.mark.one_schedule]
 
@@ -55,13 +55,14 @@ class Trained:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=True)
         self.x = torch.linspace(-1, 1, 64 * WIDTH).reshape(64, WIDTH).to(DEVICE)
         self.manager: Any = None
+        self.pool = new_pool()
         if managed:
             self.manager = memswap.manage(
                 self.model,
                 memswap.Policy(action=memswap.Action.SWAP, min_bytes=1),
                 optimizer=self.optimizer,
                 budget=f"device:{BUDGET}B",
-                pool=new_pool(),
+                pool=self.pool,
                 rates=rates_for(torch.device(DEVICE)),
             )
         for _ in range(5):
@@ -78,7 +79,7 @@ class Trained:
 
 
 #: Of which a part of the activations and of the state has to be away.
-BUDGET = 110_000
+BUDGET = 100_000
 
 
 def step_under_fault(trained: Trained, phase: str, after: int) -> tuple[bool, bool]:
@@ -98,6 +99,29 @@ def step_under_fault(trained: Trained, phase: str, after: int) -> tuple[bool, bo
             trained.gradients()
         trained.optimizer.step()
     return struck, raised
+
+
+def taken(trained: Trained) -> tuple[int, ...]:
+    torch.accelerator.synchronize()
+    pool = trained.pool.statistics()
+    device = _C.memory_stats(0)
+    return counters.device_allocations(), device["allocated"], pool.slabs_acquired, pool.blocks
+
+
+@pytest.mark.slow
+def test_a_thousand_steps_take_what_twenty_took() -> None:
+    with laboratory(LAZY, allow_pinned_growth=True):
+        trained = Trained(managed=True)
+        found = []
+        for step in range(1000):
+            trained.gradients()
+            trained.optimizer.step()
+            if step in (20, 999):
+                found.append(taken(trained))
+        assert trained.manager.plan.measured_device_bytes <= BUDGET
+        del trained
+        gc.collect()
+    assert found[0] == found[1], f"device allocations, bytes, slabs, blocks: {found}"
 
 
 @pytest.mark.parametrize("schedule", [EAGER, LAZY], ids=str)
@@ -125,3 +149,35 @@ def test_forward_and_backward_survive_each_failing_allocation_or_can_be_done_aga
         else:
             pytest.fail("a step makes more than 200 allocations: this test would be incomplete")
     assert raised > 5
+
+
+@pytest.mark.parametrize("schedule", [EAGER, LAZY], ids=str)
+def test_an_optimizers_step_survives_each_failing_allocation_or_raises_and_keeps_its_state(
+    schedule: Any,
+) -> None:
+    """A step that raised half-way has stepped some parameters, as without memswap.
+
+    So what is compared is the state: all of it can be had afterwards, and training goes on.
+    """
+    with laboratory(schedule, allow_pinned_growth=True):
+        raised = 0
+        for after in range(200):
+            trained = Trained(managed=True)
+            struck, failed = step_under_fault(trained, "step", after)
+            raised += failed
+            saved = trained.optimizer.state_dict()["state"]
+            assert len(saved) == len(list(trained.model.parameters())), "a parameter lost its state"
+            for state in saved.values():
+                for name in ("exp_avg", "exp_avg_sq"):
+                    assert torch.isfinite(state[name]).all(), f"{name} was read after it was freed"
+            for _ in range(2):
+                trained.gradients()
+                trained.optimizer.step()
+            assert all(torch.isfinite(one).all() for one in trained.parameters())
+            del trained, saved, state
+            gc.collect()
+            if not struck:
+                break
+        else:
+            pytest.fail("a step makes more than 200 allocations: this test would be incomplete")
+    assert raised > 0, "no allocation of a step had to be had: the test shows nothing"

@@ -7,8 +7,6 @@ the race detector speaks, and some schedule gives other bits.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from broken_edges import EncodeEdge, assert_caught, drop_between
@@ -21,13 +19,13 @@ from race_workloads import (
     expected,
     observe,
     one_stream,
+    open_small_arenas,
     saved_region,
     two_streams,
 )
 
 from memswap import Action, Policy
-from memswap._native import native
-from memswap.engine import expectations, transfer
+from memswap.engine import expectations
 from simdev import laboratory
 
 pytestmark = [
@@ -49,14 +47,7 @@ def no_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
     """Frames without a variable part: every payload goes to an arena, which is soon full."""
     monkeypatch.setattr(expectations, "MARGIN", 0)
     monkeypatch.setattr(expectations, "MARGIN_UNITS", 0)
-
-    def open_codec_lane(device: torch.device, frames: Any = None) -> Any:
-        return native.StreamCodecLane(
-            device, max_leaving_bytes=0, arena_budget=ARENA_BYTES, arena_chunk=ARENA_BYTES // 8
-        )
-
-    monkeypatch.setattr(transfer, "open_codec_lane", open_codec_lane)
-    monkeypatch.setattr(transfer, "arena_budget", lambda iteration_bytes: ARENA_BYTES)
+    open_small_arenas(monkeypatch, ARENA_BYTES)
 
 
 # ---------------------------------------------------------------- mutations

@@ -20,8 +20,8 @@ from torch import nn
 import memswap
 from memswap import Action, Rates
 from memswap.engine import engine
-from memswap.planning import learner, native_plan, pilot
-from memswap.planning.pilot import Pilot
+from memswap.planning import kinds, learner, native_plan
+from memswap.planning.director import BudgetDirector
 from memswap.planning.profile import measure_codec
 from simdev import laboratory, virtual_time
 
@@ -198,7 +198,7 @@ def broken(name: str) -> contextlib.AbstractContextManager[None]:
     @contextlib.contextmanager
     def breaking() -> Iterator[None]:
         if name == "frames may be as long as they like":
-            patch.setattr(Pilot, "frame_nbytes", lambda self, entry: None)
+            patch.setattr(native_plan, "frame_nbytes", lambda planned: None)
         elif name == "what does not fit stays":
             patch.setattr(
                 engine.Engine, "_swap", lambda self, entry, storage, route: "no room for a frame"
@@ -206,12 +206,12 @@ def broken(name: str) -> contextlib.AbstractContextManager[None]:
         elif name == "nobody waits for a frame to leave":
             patch.setattr(native_plan, "departs", lambda planned: False)
             patch.setattr(
-                pilot,
+                kinds,
                 "native_plan",
                 lambda plan, *rest: native_plan.native_plan(replace(plan, departures={}), *rest),
             )
         elif name == "each encode has an overflow of its own":
-            patch.setattr(Pilot, "_set_overflow_room", lambda self, device: None)
+            patch.setattr(BudgetDirector, "_set_overflow_room", lambda self, route: None)
         try:
             yield
         finally:
@@ -249,7 +249,7 @@ def test_a_broken_rule_breaks_the_budget(rule, action):
 def test_a_frame_that_has_not_left_when_its_storage_is_demanded_is_waited_for(monkeypatch, waits):
     """The graph has the storage for longer, and the plan has given the frame's room away."""
     monkeypatch.setattr(Stack, "layer", Twice)
-    monkeypatch.setattr(Pilot, "_set_limit", lambda self: None)  # nothing makes up for it
+    monkeypatch.setattr(BudgetDirector, "_set_limit", lambda self: None)  # nothing makes up for it
     if not waits:
         monkeypatch.setattr(native_plan, "departs", lambda planned: False)
     policy = memswap.Policy(action=Action.ENCODE_SWAP, min_bytes=1)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import EVERYTHING
 from race_workloads import DEVICE, new_pool
+from timed_layers import COMPUTE, LINK, TwoSaved
 from torch import nn
 
 import memswap
@@ -18,22 +19,7 @@ from simdev import virtual_time
 SIDE, LAYERS = 96, 12
 NBYTES = SIDE * SIDE * 4
 
-#: GB/s and microseconds: a layer computes about as long as its tensors take on the link.
-COMPUTE = {"host_us": 0.05, "launch_us": 0.5, "hbm_gb_per_s": 3.0}
-LINK = {"h2d_gb_per_s": 5.0, "d2h_gb_per_s": 5.0}
-
 pytestmark = pytest.mark.one_schedule
-
-
-class Layer(nn.Module):
-    """Saves two storages of its own: its input and what tanh gave."""
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        super().__init__()
-        self.hidden = [weight]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x @ self.hidden[0]).tanh() * 1.5
 
 
 def step_us(distance: int | None, ahead: bool = True) -> tuple[float, Any]:
@@ -42,7 +28,7 @@ def step_us(distance: int | None, ahead: bool = True) -> tuple[float, Any]:
     weight = (torch.randn(SIDE, SIDE, generator=generator) / SIDE**0.5).to(DEVICE)
     weight.requires_grad_()
     start = torch.randn(SIDE, SIDE, generator=generator).to(DEVICE)
-    layers = nn.ModuleList([Layer(weight) for _ in range(LAYERS)])
+    layers = nn.ModuleList([TwoSaved(weight) for _ in range(LAYERS)])
     swap: Any = contextlib.nullcontext()
     if distance is not None:
         swap = memswap.chain(layers, EVERYTHING, distance=distance, pool=new_pool())

@@ -7,8 +7,8 @@ import torch
 from planned_stacks import COMPUTE, LAZY
 from race_workloads import DEVICE
 
+from memswap._native import native
 from memswap.engine.durations import Durations
-from memswap.engine.record import Clock, Recorder
 from memswap.engine.windows import WindowQueue
 from simdev import laboratory, virtual_time
 
@@ -23,18 +23,21 @@ def test_a_second_device_is_timed_by_its_own_stream():
     other = torch.device(DEVICE.type, 1)
     assert torch.accelerator.current_device_index() == 0
 
+    def seconds_of(products: int) -> float:
+        """Of an iteration that saves nothing, from its begin to its end."""
+        x = torch.ones(64, 64, device=other)
+        recorder = native.Recorder(other)
+        for _ in range(products):
+            x = x @ x
+        recorder.close()
+        recorder.wait()
+        record = recorder.take()
+        assert record is not None and record.gaps_s == []
+        return record.tail_s
+
     def measured() -> tuple[float, float]:
         with virtual_time(**COMPUTE):
-            clock = Clock(other)
-            x = torch.ones(64, 64, device=other)
-            begin = clock.now()
-            for _ in range(50):
-                x = x @ x
-            end = clock.now()
-            clock.wait(end)
-            again = clock.now()
-            clock.wait(again)
-            return clock.seconds(begin, end), clock.seconds(end, again)
+            return seconds_of(50), seconds_of(0)
 
     with laboratory(LAZY):
         busy_s, idle_s = measured()
@@ -50,7 +53,9 @@ def capturing(monkeypatch):
 
 def test_nothing_is_timed_while_a_graph_is_captured(capturing):
     """An event that is recorded then belongs to the graph: it never happens in this process."""
-    assert Clock(CUDA).now() is None
+    recorder = native.Recorder(CUDA, torch.cuda.is_current_stream_capturing)
+    recorder.close()
+    assert recorder.ready() and recorder.take() is None
     durations = Durations(WindowQueue())
     for _ in range(2):  # the second iteration is measured
         durations.begin_iteration()
@@ -61,15 +66,10 @@ def test_nothing_is_timed_while_a_graph_is_captured(capturing):
     assert durations.seconds("encode", 1.0) is None
 
 
-def test_a_iteration_that_ends_in_a_capture_has_no_record_and_nobody_waits_for_it(capturing):
-    class Ends(Clock):
-        """Its iteration begins before the capture."""
-
-        def now(self):
-            return None if moments else moments.append(0.0) or 0.0
-
-    moments: list[float] = []
-    recorder = Recorder(Ends(CUDA), iteration=None, leaving_bytes=lambda: 0)
+def test_an_iteration_that_ends_in_a_capture_has_no_record_and_nobody_waits_for_it():
+    captured: list[bool] = []
+    recorder = native.Recorder(DEVICE, lambda: bool(captured))
+    captured.append(True)
     assert not recorder.ready()
     recorder.close()
     assert recorder.ready()

@@ -17,7 +17,8 @@ from race_workloads import new_pool
 
 import memswap
 from memswap import Rates
-from memswap.planning import pilot
+from memswap.planning import kinds
+from memswap.planning.director import BudgetDirector
 from memswap.planning.native_plan import native_plan
 from simdev import counters, laboratory, virtual_time
 
@@ -152,11 +153,11 @@ def test_without_the_waits_of_a_script_its_budget_is_exceeded(monkeypatch):
     """Unless somebody waits who sees that there is no room, which is there for other sizes."""
     kept = saved_bytes(1)
     monkeypatch.setattr(
-        pilot, "native_plan", lambda plan, *rest: native_plan(replace(plan, releases={}), *rest)
+        kinds, "native_plan", lambda plan, *rest: native_plan(replace(plan, releases={}), *rest)
     )
     found = measured(1, int(0.5 * kept), 0.15)
     assert found.stats.peak_resident_bytes <= 0.5 * kept
-    monkeypatch.setattr(pilot.Pilot, "_set_limit", lambda self: None)
+    monkeypatch.setattr(BudgetDirector, "_set_limit", lambda self: None)
     found = measured(1, int(0.5 * kept), 0.15)
     assert found.stats.peak_resident_bytes > 0.5 * kept
 

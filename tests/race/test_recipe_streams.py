@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
-from helpers import assert_nothing_left, assert_same_gradients, new_input, new_stack
-from race_workloads import DEVICE, Region, new_pool, on_host, plain
+from helpers import assert_nothing_left, assert_same_gradients
+from race_workloads import (
+    DEVICE,
+    Region,
+    backward_on_another_stream,
+    new_pool,
+    on_host,
+    one_stream_of_the_users_own,
+    plain,
+)
 
 import memswap
 from memswap.engine import recipes
@@ -36,39 +45,11 @@ def check(program: Callable[[Region], list[torch.Tensor]]) -> None:
 def test_steps_on_a_stream_of_the_users_own(monkeypatch: pytest.MonkeyPatch, proofs: int) -> None:
     monkeypatch.setattr(recipes, "PROOFS", proofs)
 
-    def program(region: Region) -> list[torch.Tensor]:
-        stream = torch.Stream(device=DEVICE)
-        stream.wait_stream(torch.accelerator.current_stream())
-        with stream:
-            model, found = new_stack(DEVICE, depth=2), []
-            for step in range(4):
-                with region():
-                    loss = model(new_input(DEVICE, seed=step))
-                loss.backward()
-                found += [parameter.grad.clone() for parameter in model.parameters()]
-            return on_host(found)
-
-    check(program)
+    check(partial(one_stream_of_the_users_own, steps=4))
 
 
 def test_forward_on_one_stream_and_backward_on_another() -> None:
-    def program(region: Region) -> list[torch.Tensor]:
-        forward, backward = torch.Stream(device=DEVICE), torch.Stream(device=DEVICE)
-        model, found = new_stack(DEVICE, depth=2), []
-        for step in range(3):
-            forward.wait_stream(torch.accelerator.current_stream())
-            with forward, region():
-                loss = model(new_input(DEVICE, seed=step))
-            backward.wait_stream(forward)
-            with backward:
-                loss.backward()
-                found += [parameter.grad.clone() for parameter in model.parameters()]
-            del loss
-            torch.accelerator.current_stream().wait_stream(backward)
-        with backward:
-            return on_host(found)
-
-    check(program)
+    check(backward_on_another_stream)
 
 
 def test_a_source_is_freed_after_another_stream_has_read_it() -> None:

@@ -52,7 +52,7 @@ class Machine:
 
     @property
     def replans(self) -> int:
-        return self.manager._pilot._latest.replans
+        return self.manager._director._latest.replans
 
 
 def in_laboratory(body: Callable[[Machine], Any], budget: int | str, gb_per_s: float) -> Any:

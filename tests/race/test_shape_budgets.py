@@ -12,7 +12,7 @@ from moe_layers import Experts
 from planned_stacks import LAZY
 from race_workloads import DEVICE, new_pool
 
-from memswap.planning.pilot import Pilot
+from memswap.planning.director import BudgetDirector
 from simdev import laboratory
 
 pytestmark = [pytest.mark.own_laboratory, pytest.mark.one_schedule]
@@ -38,28 +38,34 @@ def test_no_step_exceeds_the_budget(share, recovers):
 
 
 def test_without_waiting_for_room_a_forward_exceeds_the_budget(monkeypatch):
-    monkeypatch.setattr(Pilot, "_make_room", lambda self, course, nbytes: None)
+    monkeypatch.setattr(BudgetDirector, "_make_room", lambda self, one, nbytes: None)
     assert beyond_the_budget(0.5, False) > 0
 
 
 def test_what_starts_back_without_room_exceeds_the_budget(monkeypatch):
-    demanding = Pilot.demanding
+    managed = Experts.managed
 
-    def unbounded(self, entry):
-        demanding(self, entry)
-        entry.iteration.limit_bytes = 0
+    def unbounded(self, *arguments):
+        """Once its forward is over, an iteration has no limit."""
+        manager = managed(self, *arguments)
 
-    monkeypatch.setattr(Pilot, "demanding", unbounded)
+        def lift(*unused):
+            manager._engine.iteration.limit_bytes = 0
+
+        self.model.register_forward_hook(lift)
+        return manager
+
+    monkeypatch.setattr(Experts, "managed", unbounded)
     assert beyond_the_budget(0.5, True) > 0
 
 
 def test_what_stays_and_is_larger_than_planned_exceeds_the_budget(monkeypatch):
-    began = Pilot._begin_course
+    began = BudgetDirector._begin
 
     def begin(self, *arguments):
-        course = began(self, *arguments)
-        course.excess_bytes = -(1 << 40)
-        return course
+        one = began(self, *arguments)
+        one.excess_bytes = -(1 << 40)
+        return one
 
-    monkeypatch.setattr(Pilot, "_begin_course", begin)
+    monkeypatch.setattr(BudgetDirector, "_begin", begin)
     assert beyond_the_budget(0.8, False) > 0

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 from helpers import EVERYTHING, assert_nothing_left, assert_same_gradients, new_input, new_stack
-from race_workloads import DEVICE, Region, new_pool, on_host, plain, two_streams
+from race_workloads import (
+    DEVICE,
+    Region,
+    backward_on_another_stream,
+    new_pool,
+    on_host,
+    one_stream_of_the_users_own,
+    plain,
+    two_streams,
+)
 from torch import nn
 
 import memswap
@@ -39,40 +48,11 @@ def prefetch_bytes(request: pytest.FixtureRequest) -> Any:
 
 
 def test_training_on_a_stream_of_the_users_own(prefetch_bytes: Any) -> None:
-    def program(region: Region) -> list[torch.Tensor]:
-        stream = torch.Stream(device=DEVICE)
-        stream.wait_stream(torch.accelerator.current_stream())
-        with stream:
-            model, found = new_stack(DEVICE, depth=2), []
-            for step in range(3):
-                with region():
-                    loss = model(new_input(DEVICE, seed=step))
-                loss.backward()
-                found += [parameter.grad.clone() for parameter in model.parameters()]
-            return on_host(found)
-
-    check(program, prefetch_bytes=prefetch_bytes)
+    check(one_stream_of_the_users_own, prefetch_bytes=prefetch_bytes)
 
 
 def test_forward_on_one_stream_and_the_call_of_backward_on_another(prefetch_bytes: Any) -> None:
-    def program(region: Region) -> list[torch.Tensor]:
-        forward, backward = torch.Stream(device=DEVICE), torch.Stream(device=DEVICE)
-        model, found = new_stack(DEVICE, depth=2), []
-        for step in range(3):
-            forward.wait_stream(torch.accelerator.current_stream())
-            with forward:
-                with region():
-                    loss = model(new_input(DEVICE, seed=step))
-            backward.wait_stream(forward)
-            with backward:
-                loss.backward()
-                found += [parameter.grad.clone() for parameter in model.parameters()]
-            del loss
-            torch.accelerator.current_stream().wait_stream(backward)
-        with backward:
-            return on_host(found)
-
-    check(program, prefetch_bytes=prefetch_bytes)
+    check(backward_on_another_stream, prefetch_bytes=prefetch_bytes)
 
 
 class Branches(nn.Module):

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from race_workloads import DEVICE
+from race_workloads import DEVICE, open_small_arenas
+from timed_layers import HOST, ROOMY, Product
 from torch import nn
 
 import memswap
 from memswap import Action, Policy, Windows
-from memswap._native import native
-from memswap.engine import transfer
 from simdev import NAME, counters, virtual_time
 
 SIDE = 128
@@ -25,10 +24,6 @@ LAYERS = 10
 device_module = getattr(torch, NAME)
 ENCODE = Policy(action=Action.ENCODE, min_bytes=1)
 
-#: A host that runs ahead of the device, so that no event has happened by the time it asks.
-HOST = {"host_us": 0.05, "launch_us": 0.2, "queries_wait": False}
-#: A product takes about ten times as long as an elementwise operator: room for everything.
-ROOMY = {**HOST, "hbm_gb_per_s": 10.0, "matrix_gb_per_s": 1.0}
 #: A product takes less time than the encode of what one layer saves.
 TIGHT = {**HOST, "hbm_gb_per_s": 5.0, "matrix_gb_per_s": 10.0}
 
@@ -42,22 +37,7 @@ ARENA_BYTES = 1 << 20
 def _a_small_arena(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be the peak of memory of models as small as these."""
 
-    def open_codec_lane(device: torch.device, frames: Any = None) -> Any:
-        return native.StreamCodecLane(
-            device, max_leaving_bytes=0, arena_budget=ARENA_BYTES, arena_chunk=ARENA_BYTES // 16
-        )
-
-    monkeypatch.setattr(transfer, "open_codec_lane", open_codec_lane)
-    monkeypatch.setattr(transfer, "arena_budget", lambda iteration_bytes: ARENA_BYTES)
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(SIDE, SIDE, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.silu(self.linear(x)).tanh()
+    open_small_arenas(monkeypatch, ARENA_BYTES, chunks=16)
 
 
 class Step:
@@ -71,7 +51,7 @@ class Step:
         **options: Any,
     ) -> None:
         torch.manual_seed(0)
-        layers = nn.ModuleList(Layer() for _ in range(LAYERS)).to(DEVICE, torch.bfloat16)
+        layers = nn.ModuleList(Product(SIDE) for _ in range(LAYERS)).to(DEVICE, torch.bfloat16)
         batch = torch.randn(SIDE, SIDE).to(DEVICE, torch.bfloat16)
         manager: Any = None
         if managed:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from planned_stacks import LAZY
 from race_workloads import DEVICE, new_pool
+from timed_layers import ROOMY, Product
 from torch import nn
 
 import memswap
@@ -19,26 +20,8 @@ SIDE = 128
 NBYTES = SIDE * SIDE * 2
 ENCODE = Policy(action=Action.ENCODE, min_bytes=1)
 
-#: A product takes about ten times as long as an elementwise operator: room for every encode. The
-#: host runs ahead, so that no event has happened by the time it asks.
-MACHINE: dict[str, Any] = {
-    "host_us": 0.05,
-    "launch_us": 0.2,
-    "hbm_gb_per_s": 10.0,
-    "matrix_gb_per_s": 1.0,
-    "queries_wait": False,
-}
-#: What it reaches; there is no link to speak of.
+#: What the machine reaches; there is no link to speak of.
 RATES = Rates("simulated", *(1e6,) * 4, 9e9, 9e9, copy_latency_s=0.0, codec_latency_s=0.2e-6)
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(SIDE, SIDE, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.silu(self.linear(x)).tanh()
 
 
 class Step:
@@ -52,7 +35,7 @@ class Step:
         policy: Policy = ENCODE,
     ) -> None:
         torch.manual_seed(0)
-        stack = nn.ModuleList(Layer() for _ in range(layers)).to(DEVICE, torch.bfloat16)
+        stack = nn.ModuleList(Product(SIDE) for _ in range(layers)).to(DEVICE, torch.bfloat16)
         batch = torch.randn(SIDE, SIDE).to(DEVICE, torch.bfloat16)
         manager: Any = None
 
@@ -63,7 +46,7 @@ class Step:
                 x = layer(x)
             x.float().sum().backward()
 
-        with virtual_time(**MACHINE) as clock:
+        with virtual_time(**ROOMY) as clock:
             if share is not None:
                 kept = (2 * layers + 1) * NBYTES
                 self.budget = int(share * kept)

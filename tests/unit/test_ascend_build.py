@@ -39,7 +39,7 @@ LAUNCHES = """
 #define DECODE(name, width, split) MEMSWAP_ASCEND_DECODE_STUB(name) { return 7; }
 extern "C" {
 MEMSWAP_ASCEND_ENCODE_STUB(begin_frame) { return 0; }
-MEMSWAP_ASCEND_ENCODE_STUB(place_deferred) { return 0; }
+MEMSWAP_ASCEND_ENCODE_STUB(place_tiles) { return 0; }
 MEMSWAP_ASCEND_ENCODERS(ENCODE)
 MEMSWAP_ASCEND_DECODERS(DECODE)
 }

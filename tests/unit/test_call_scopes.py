@@ -8,7 +8,7 @@ import pickle
 import pytest
 from torch import nn
 
-from memswap.module_hooks import AtBegin, AtEnd, ModuleHooks
+from memswap.hooks.module_hooks import AtBegin, AtEnd, ModuleHooks
 
 
 def test_calls_begin_and_end_in_pairs():

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from apart import run_python
+from pool_contents import assert_bytes_come_back
 
 from memswap._native import native
 from memswap.engine.pools import DiskPool
@@ -36,18 +37,7 @@ def test_bytes_come_back_as_they_were(tmp_path: Path, nbytes: int, shift: int) -
     room = torch.randint(0, 256, (nbytes + 4097,), dtype=torch.uint8)
     start = -room.data_ptr() % 4096 + shift
     data = room[start : start + nbytes]
-    before, block, after = (pool.native.allocate(n) for n in (100, nbytes, 100))
-    fence = torch.full((100,), 7, dtype=torch.uint8)
-    after.write(fence)
-    before.write(fence)
-    block.write(data)
-    back = torch.empty_like(data)
-    block.read(back)
-    assert torch.equal(back, data)
-    for neighbour in (before, after):
-        seen = torch.empty_like(fence)
-        neighbour.read(seen)
-        assert torch.equal(seen, fence), "a neighbour in the file was overwritten"
+    assert_bytes_come_back(pool, data, fence_nbytes=100)
 
 
 def test_blocks_of_a_file_have_no_address(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pool_contents import assert_bytes_come_back
 
 from memswap._native import native
 from memswap.engine.pools import HostPool, PoolStatistics
@@ -243,20 +244,8 @@ def test_unknown_pci_devices_have_no_node() -> None:
 
 @pytest.mark.parametrize("nbytes", [0, 1, 511, 512, 4097, 10 * MIB + 3])
 def test_bytes_come_back_as_they_were(nbytes: int) -> None:
-    pool = cpu_pool()
     data = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
-    before, block, after = (pool.native.allocate(n) for n in (512, nbytes, 512))
-    fence = torch.full((512,), 7, dtype=torch.uint8)
-    before.write(fence)
-    after.write(fence)
-    block.write(data)
-    back = torch.empty_like(data)
-    block.read(back)
-    assert torch.equal(back, data)
-    for neighbour in (before, after):
-        seen = torch.empty_like(fence)
-        neighbour.read(seen)
-        assert torch.equal(seen, fence), "a neighbour was overwritten"
+    assert_bytes_come_back(cpu_pool(), data, fence_nbytes=512)
 
 
 def test_a_tensor_of_another_length_is_refused() -> None:

@@ -44,7 +44,7 @@ def test_everything_public_has_a_docstring(module: str) -> None:
 def test_each_reason_to_stay_is_explained() -> None:
     """``stats().kept`` says one of these words; docs/choosing.md says what it means."""
     package = ROOT / "python" / "memswap"
-    sources = [*(package / "engine").glob("*.py"), package / "checkpoint_region.py"]
+    sources = [*(package / "engine").glob("*.py"), package / "checkpoints" / "region.py"]
     engine, bind = ROOT / "csrc" / "engine", ROOT / "csrc" / "bind"
     native = [engine / "save.cpp", engine / "engine.h", engine / "iteration.h", bind / "hooks.cpp"]
     code = "\n".join(path.read_text("utf-8") for path in (*sources, *native))

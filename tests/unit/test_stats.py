@@ -12,7 +12,7 @@ import pytest
 from memswap import Stats
 from memswap._native import native
 from memswap.engine.stats import Count, snapshot
-from memswap.managed import MEANINGS, report
+from memswap.hooks.managed import MEANINGS, report
 
 
 def test_snapshot_is_frozen_and_does_not_change_afterwards():

@@ -40,7 +40,7 @@ def backward(iteration, entries, order):
 def plan_of(fetches, count):
     """A plan that knows so many storages, and what their demands bring back."""
     places = [
-        ("", index, 50, torch.uint8, "keep", (), (), fetches.get(index, ()), False)
+        ("", index, 50, torch.uint8, "keep", (), (), fetches.get(index, ()), False, None)
         for index in range(count)
     ]
     pool = native.make_host_pool(torch.device("cpu"), 0, 1 << 20)

@@ -8,7 +8,7 @@ from pathlib import Path
 from memswap.cli import plan
 from memswap.cli.arguments import folder
 from memswap.cli.plan import Planned, planned_from
-from memswap.step_report import write_step_report
+from memswap.reports.step_report import write_step_report
 
 __all__ = ["add_arguments", "run", "write_report"]
 

@@ -17,6 +17,7 @@ import torch
 from memswap._native import native
 from memswap.engine import recipes
 from memswap.engine.action import ENCODE, KEEP, RECOMPUTE, SWAP, Action, Decider, TensorInfo
+from memswap.engine.compiled import uncompiled_methods
 from memswap.engine.entry import NEVER_FREED, PLANNED, Entry
 from memswap.engine.stats import Stats, snapshot
 from memswap.engine.transfer import Routes
@@ -64,6 +65,9 @@ class Engine(native.Engine):
 
     recipes: native.Recipes | None
     """What is known of the operators that made storages; None: nothing is recomputed."""
+
+    def __init_subclass__(cls) -> None:
+        uncompiled_methods(cls)
 
     def __init__(self, policy: Decider, pool: Pool | None, window_bytes: int | None) -> None:
         super().__init__(window_bytes)
@@ -232,33 +236,11 @@ class Engine(native.Engine):
         else:
             handle = self.join(entry, view)
         if director is not None:
-            director.saved(entry)
+            self.saved(entry)
         return handle
 
     def hurry(self, entry: Entry) -> None:
         """Its room is needed: start what has waited until now. Nothing waits here."""
-
-    # --- what a director hears --------------------------------------------------------------------
-
-    def again(self, entry: Entry, unit: str) -> None:
-        """A unit saves a storage that was saved before."""
-        if self.director is not None:
-            self.director.again(entry, unit)
-
-    def demanding(self, entry: Entry) -> None:
-        """Backward asks for a storage."""
-        if self.director is not None:
-            self.director.demanding(entry)
-
-    def demanded(self, entry: Entry) -> None:
-        """Backward has it, in stream order."""
-        if self.director is not None:
-            self.director.demanded(entry)
-
-    def no_room(self) -> None:
-        """A storage was to leave, and its pool is full."""
-        if self.director is not None:
-            self.director.no_room()
 
     # --- sending ----------------------------------------------------------------------------------
 
@@ -319,8 +301,8 @@ class Engine(native.Engine):
         dtype: torch.dtype,
     ) -> str | None:
         """Start encoding an entry's storage. None, or the reason why it stays."""
-        sender, director = route.encoding(action), self.director
-        most_nbytes = None if director is None else director.frame_nbytes(entry)
+        sender, iteration = route.encoding(action), entry.iteration
+        most_nbytes = None if iteration is None else iteration.frame_nbytes(entry.index)
         if sender is None:
             reason = "no codec"
         else:
@@ -335,8 +317,8 @@ class Engine(native.Engine):
                 return None
             elif most_nbytes is None or not sender.works_ahead:
                 reason = self.refuse(sender, entry)
-        if director is not None and most_nbytes is not None and route.works_ahead:
-            director.unfit()  # the plan has no room for it where it is
+        if iteration is not None and most_nbytes is not None and route.works_ahead:
+            iteration.unfit = True  # the plan has no room for it where it is
             return self._swap(entry, storage, route)
         return reason if action is ENCODE else self._swap(entry, storage, route)
 
@@ -368,8 +350,6 @@ class Engine(native.Engine):
 
     def refuse(self, sender: Sender, entry: Entry) -> str:
         """A sender has no room: the reason in the statistics. In full it is told once."""
-        if isinstance(sender, native.BlockSender):
-            self.no_room()
         return self.refused(sender.short_of, sender.why_refused(), entry)
 
     def _distrusted(self, expectation: Expectation, entry: Entry, route: Route) -> str:
@@ -420,3 +400,6 @@ class Engine(native.Engine):
     def fetch(self, entry: Entry) -> bool:
         """Start bringing an entry back, unless it is not away. Whether that was done."""
         return entry.fetch_ahead()  # may be out of memory
+
+
+uncompiled_methods(Engine)

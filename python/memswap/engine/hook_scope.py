@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from memswap._native import native
 from memswap.engine.autograd import arrived, is_frozen_parameter, is_parameter
 from memswap.engine.calls import is_running
+from memswap.engine.compiled import uncompiled_methods
 from memswap.engine.handle import Given, Handle, Later, Parts, Passed, unpack
 
 if TYPE_CHECKING:
@@ -63,6 +64,9 @@ class HookScope(native.HookScope):
     waiting: list[tuple[ref[Later], torch.Tensor, SavedView]] | None
     ordinal: int
     """Of the storage that was considered last."""
+
+    def __init_subclass__(cls) -> None:
+        uncompiled_methods(cls)
 
     def __init__(
         self, engine: Engine, unit: str, action: Action | None = None, group: int | None = None
@@ -201,6 +205,8 @@ class HookScope(native.HookScope):
             ledger.keep("not a plain tensor", 0)
         return self.or_outer(tensor, native.kept_handle(tensor))
 
+
+uncompiled_methods(HookScope)
 
 ScopeT = TypeVar("ScopeT", bound=HookScope)
 

@@ -87,8 +87,8 @@ class WindowedEngine(Engine):
             return  # whoever opened a window explicitly has counted what is inside
         with self.lock:
             self._observe()
-            if self.director is not None:
-                self.director.window(seconds)
+            if self.directed:
+                self.note_window(seconds)
             iteration = self._demanded if in_backward() else self.iteration
             if iteration is not None and self._works_ahead:
                 iteration.open_window(seconds * self.queue.decode_rate)
@@ -208,8 +208,8 @@ class WindowedEngine(Engine):
             planned = pending.expectation.most_nbytes is not None
             if not planned:
                 reason = self.refuse(sender, entry)
-            elif self.director is not None:
-                self.director.unfit()
+            elif entry.iteration is not None:
+                entry.iteration.unfit = True
             if planned or not sender.stays_on_device:  # raw, if there is room for that
                 reason = self._swap(entry, storage, route)
         if reason is None:

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from memswap.activations import manage
+from memswap.integrations.states import OptimizerStates
 from memswap.integrations.training import layers_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from memswap.engine.action import Action
     from memswap.engine.transfer import Pool
     from memswap.planning.policy import Policy
     from memswap.windows import Windows
@@ -28,6 +30,8 @@ def prepare(
     pool: Pool | None = None,
     prefetch_bytes: int | str = "auto",
     windows: Windows | None = None,
+    optimizer: bool | str | Action | None = None,
+    optimizer_pool: Pool | None = None,
 ) -> tuple[Any, ...]:
     """``accelerator.prepare(*objects)``, and manages the models among them.
 
@@ -42,6 +46,10 @@ def prepare(
         pool: where swapped tensors go.
         prefetch_bytes: bytes that may be on their way back ahead of their use.
         windows: hide encoding and decoding under matrix products and collectives.
+        optimizer: whether the state of the optimizers among the objects is away between steps
+            (:func:`memswap.manage_optimizer`): True as suits the device, or ``"swap"``,
+            ``"encode"``, ``"encode_swap"`` or an :class:`memswap.Action`.
+        optimizer_pool: where that state goes.
 
     Returns:
         What `prepare` returns for each object, in their order, and behind them one
@@ -51,6 +59,7 @@ def prepare(
     Raises:
         ValueError: no object is a model that trains, or what :func:`memswap.manage` refuses.
     """
+    states = OptimizerStates(optimizer, optimizer_pool)
     if not any(map(_trains, objects)):
         raise ValueError(
             "memswap.integrations.accelerate.prepare: found no model with trainable parameters "
@@ -67,6 +76,11 @@ def prepare(
         prefetch_bytes=prefetch_bytes,
         windows=windows,
     )
+    try:
+        states.begin(one for one in prepared if hasattr(one, "param_groups"))
+    except BaseException:
+        manager.remove()
+        raise
     return (*prepared, manager)
 
 

@@ -26,7 +26,8 @@ class MemswapCallback(ManagedTraining, Callback):
 
     Args:
         policy: as in :func:`memswap.manage`, like all others: ``budget``, ``pool``,
-            ``prefetch_bytes``, ``windows``. :meth:`from_config` takes plain values.
+            ``prefetch_bytes``, ``windows``; and ``optimizer``, ``optimizer_pool``, ``live``: see
+            :class:`ManagedTraining`. :meth:`from_config` takes plain values.
     """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -35,12 +36,14 @@ class MemswapCallback(ManagedTraining, Callback):
         Raises:
             ValueError: somebody else manages it, or what :func:`memswap.manage` refuses.
         """
-        self.begin(pl_module)
+        self.begin(pl_module, optimizers=trainer.optimizers)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
     ) -> None:
-        """Log what was moved, as often as the Trainer logs."""
+        """Log what was moved, as often as the Trainer logs, and show it, if that was asked for."""
+        if trainer.local_rank == 0:
+            self.stepped()
         if trainer.loggers and trainer.global_step % trainer.log_every_n_steps == 0:
             for logger in trainer.loggers:
                 logger.log_metrics(self.metrics(), step=trainer.global_step)

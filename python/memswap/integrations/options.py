@@ -9,32 +9,44 @@ from typing import Any
 OF_POLICY = ("action", "min_bytes", "include", "exclude")
 OF_MANAGE = ("budget", "prefetch_bytes")
 
+#: What a training takes beside them.
+OF_TRAINING = ("optimizer",)
+
 #: What a switch says that has no options.
 ON = ("1", "true", "on", "yes")
 OFF = ("", "0", "false", "off", "no")
 
 
 def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of :func:`memswap.manage`, from the values of a configuration file.
+    """Keyword arguments of a managed training, from the values of a configuration file.
 
     Args:
         config: ``budget`` and ``prefetch_bytes`` as `manage` takes them; ``action`` (``"swap"``,
             ``"encode"``, ``"encode_swap"`` or ``"keep"``), ``min_bytes``, ``include`` and
-            ``exclude`` as :class:`memswap.Policy` takes them.
+            ``exclude`` as :class:`memswap.Policy` takes them; ``optimizer``: a switch (true,
+            ``"on"``), or ``"swap"``, ``"encode"`` or ``"encode_swap"``.
 
     Raises:
         ValueError: another option, or a value that `Policy` refuses.
     """
-    known = (*OF_MANAGE, *OF_POLICY)
+    known = (*OF_MANAGE, *OF_POLICY, *OF_TRAINING)
     if unknown := [name for name in config if name not in known]:
         raise ValueError(f"memswap: found the option {unknown[0]!r}, expected {', '.join(known)}")
     policy = {name: config[name] for name in OF_POLICY if name in config}
     options = {name: config[name] for name in OF_MANAGE if name in config}
+    if "optimizer" in config:
+        options["optimizer"] = _switched(config["optimizer"])
     if policy:
         from memswap.planning.policy import Policy  # with torch: a switch that is off needs none
 
         options["policy"] = Policy(**policy)
     return options
+
+
+def _switched(value: Any) -> Any:
+    """A switch that is a word, as a bool; anything else as it is."""
+    word = value.lower() if isinstance(value, str) else value
+    return True if word in ON else False if word in OFF else value
 
 
 def from_text(text: str, where: str) -> dict[str, Any] | None:

@@ -28,7 +28,7 @@ def managed(spec: ModelSpec, **options: Any) -> ModelSpec:
     Args:
         spec: what torchtitan's `model_registry` functions return; it stays as it is.
         options: those of :class:`ManagedTraining`: ``policy``, ``budget``, ``pool``,
-            ``prefetch_bytes``, ``windows``.
+            ``prefetch_bytes``, ``windows``, ``optimizer``, ``optimizer_pool``.
 
     Returns:
         The same specification, whose `post_optimizer_build_fn` is a :class:`Managed`.
@@ -55,4 +55,4 @@ class Managed(ManagedTraining):
         """Manage a rank's parts of the model."""
         if self._before is not None:
             self._before(optimizers, model_parts, parallel_dims)
-        self.begin(model_parts)
+        self.begin(model_parts, optimizers=optimizers)

@@ -14,17 +14,19 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import ref
 
 import torch
 
 from memswap.activations import manage
-from memswap.blocks import find_blocks, unwrapped
+from memswap.hooks.blocks import find_blocks, unwrapped
+from memswap.hooks.managed import Report
+from memswap.hooks.module_hooks import AtEnd, ModuleHooks, hooks_on
+from memswap.integrations.live import LiveLine
 from memswap.integrations.options import from_config
-from memswap.managed import Report
-from memswap.module_hooks import AtEnd, ModuleHooks, hooks_on
+from memswap.integrations.states import OptimizerStates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from memswap.activations import Manager
+    from memswap.engine.action import Action
     from memswap.engine.transfer import Pool
     from memswap.planning.policy import Policy
     from memswap.windows import Windows
@@ -51,6 +54,12 @@ class ManagedTraining:
         pool: where swapped tensors go.
         prefetch_bytes: bytes that may be on their way back ahead of their use.
         windows: hide encoding and decoding under matrix products and collectives.
+        optimizer: whether the optimizer's state is away between steps
+            (:func:`memswap.manage_optimizer`): True as suits the device, or ``"swap"``,
+            ``"encode"``, ``"encode_swap"`` or an :class:`memswap.Action`. It stays away after the
+            training, for as long as there is the optimizer.
+        optimizer_pool: where that state goes.
+        live: whether a line below the progress bars says what was done so far; needs tqdm.
     """
 
     def __init__(
@@ -61,8 +70,12 @@ class ManagedTraining:
         pool: Pool | None = None,
         prefetch_bytes: int | str = "auto",
         windows: Windows | None = None,
+        optimizer: bool | str | Action | None = None,
+        optimizer_pool: Pool | None = None,
+        live: bool = False,
     ) -> None:
         super().__init__()
+        self._states = OptimizerStates(optimizer, optimizer_pool)
         self._options: dict[str, Any] = {
             "policy": policy,
             "budget": budget,
@@ -70,6 +83,7 @@ class ManagedTraining:
             "prefetch_bytes": prefetch_bytes,
             "windows": windows,
         }
+        self._live: LiveLine | None = LiveLine() if live else None
         self._manager: Manager | None = None
         self._loop: _Loop | None = None
         self._guard: _Guard | None = None
@@ -80,8 +94,8 @@ class ManagedTraining:
         """One from the plain values of a configuration file.
 
         Args:
-            config: any of ``budget``, ``action``, ``min_bytes``, ``include``, ``exclude`` and
-                ``prefetch_bytes``: ``{"budget": "70%", "action": "swap"}``.
+            config: any of ``budget``, ``action``, ``min_bytes``, ``include``, ``exclude``,
+                ``prefetch_bytes`` and ``optimizer``: ``{"budget": "70%", "optimizer": "swap"}``.
 
         Raises:
             ValueError: another option, or a value that `manage` or `Policy` refuses.
@@ -98,6 +112,7 @@ class ManagedTraining:
         model: nn.Module | Sequence[nn.Module],
         loop: Callable[[FrameType], bool] | None = None,
         token: object = None,
+        optimizers: Iterable[Any] = (),
     ) -> None:
         """A training of this model begins; one that was running has ended.
 
@@ -106,9 +121,11 @@ class ManagedTraining:
             loop: says which call on this thread's stack is the training's; the outermost counts.
                 None: whoever runs the training tells its end in every case.
             token: an object that this loop has and no other.
+            optimizers: those of this training, as they are or wrapped.
 
         Raises:
-            ValueError: somebody else manages this model, or what :func:`memswap.manage` refuses.
+            ValueError: somebody else manages this model, what :func:`memswap.manage` refuses, or
+                no optimizer where its state is to be away.
         """
         self.end()
         parts = [model] if isinstance(model, torch.nn.Module) else list(model)
@@ -121,9 +138,14 @@ class ManagedTraining:
         if running is not None:
             self._guard = _Guard(self)
             self._guard.watch(unwrapped(parts[0]))
+        try:
+            self._states.begin(optimizers)
+        except BaseException:
+            self.end()
+            raise
 
     def end(self) -> None:
-        """The training has ended, or it raised: takes the hooks off, keeps the report.
+        """The training has ended, or it raised: takes the hooks off the model, keeps the report.
 
         Raises:
             TransferError: backward has met a frame that is not what was encoded (broken memory).
@@ -133,13 +155,22 @@ class ManagedTraining:
         if guard is not None:
             guard.remove()
         if manager is not None:
-            self._report = manager.report()
+            self._report = self._reported(manager)
             logger.info("%s", self._report)
+            self._states.end()
+            if self._live is not None:
+                self._live.close()
             manager.remove()
 
     def report(self) -> Report:
         """What was done in the training that runs, or in the last one."""
-        return self._report if self._manager is None else self._manager.report()
+        return self._report if self._manager is None else self._reported(self._manager)
+
+    def _reported(self, manager: Manager) -> Report:
+        report = manager.report()
+        for line in self._states.report():
+            report = report.below(line)
+        return report
 
     def metrics(self) -> dict[str, float]:
         """What was done since the training began, for its log: MiB, and seconds.
@@ -150,12 +181,20 @@ class ManagedTraining:
         if self._manager is None:
             return {}
         stats = self._manager.stats()
+        states = self._states
+        away = {"memswap_optimizer_away_mib": states.away_bytes() / 2**20} if states.managed else {}
         return {
+            **away,
             "memswap_moved_mib": stats.moved_bytes / 2**20,
             "memswap_peak_resident_mib": stats.peak_resident_bytes / 2**20,
             "memswap_peak_away_mib": stats.peak_away_bytes / 2**20,
             "memswap_blocked_s": stats.exposed_wait_s,
         }
+
+    def stepped(self) -> None:
+        """A step has ended: the live line, if there is one, says what was done so far."""
+        if self._live is not None and self._manager is not None:
+            self._live.show(self._manager.line())
 
     def has_ended(self, another: _Loop | None = None) -> bool:
         """Whether the loop is over although nobody said so: see [Note: A loop that raised].

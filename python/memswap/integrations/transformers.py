@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from memswap.activations import warn_of_divided_graph
 from memswap.integrations.training import ManagedTraining
 
 if TYPE_CHECKING:
@@ -28,7 +27,8 @@ class MemswapCallback(ManagedTraining, TrainerCallback):
 
     Args:
         policy: as in :func:`memswap.manage`, like all others: ``budget``, ``pool``,
-            ``prefetch_bytes``, ``windows``. :meth:`from_config` takes plain values.
+            ``prefetch_bytes``, ``windows``; and ``optimizer``, ``optimizer_pool``, ``live``: see
+            :class:`ManagedTraining`. :meth:`from_config` takes plain values.
     """
 
     def on_train_begin(
@@ -37,9 +37,10 @@ class MemswapCallback(ManagedTraining, TrainerCallback):
         state: TrainerState,
         control: TrainerControl,
         model: nn.Module | None = None,
+        optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Manage the model.
+        """Manage the model, and the optimizer if that was asked for.
 
         Raises:
             ValueError: TRL's `activation_offloading` is on, somebody else manages the model, or
@@ -52,9 +53,14 @@ class MemswapCallback(ManagedTraining, TrainerCallback):
             )
         if model is None:
             raise ValueError("MemswapCallback: found no model, expected the one that is trained")
-        if getattr(args, "torch_compile", False):
-            warn_of_divided_graph()
-        self.begin(model, _is_train, token=state)
+        self.begin(model, _is_train, token=state, optimizers=[optimizer])
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Show what was done so far, if that was asked for."""
+        if state.is_local_process_zero:
+            self.stepped()
 
     def on_log(
         self,

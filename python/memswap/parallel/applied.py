@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from memswap._warn import warn
 from memswap.engine.autograd import in_backward
-from memswap.module_hooks import AtBegin, AtEnd, ModuleHooks
+from memswap.hooks.module_hooks import AtBegin, AtEnd, ModuleHooks
 from memswap.parallel.arriving import ArrivingTensor
 from memswap.parallel.attention import Lengths, PlacedQueries, causal_mask
 from memswap.parallel.attention_exchanges import AttentionExchanges, EarlyLaunches
@@ -88,12 +88,10 @@ class AppliedContext:
             if (projection := projections.get(role)) is not None and self.exchanges.moves(role)
         }
         self._early_roles = tuple(early)
-        self._arguments = Arguments(module)
+        self._arguments = Arguments(module, style)
         self._gathered: GatheredAttention | None = None
         if mesh.gather is not None and style.ranges is None and style.mask is None:
-            self._gathered = GatheredAttention(
-                module, style, mesh, self.exchanges, self._arguments, self._hand_out
-            )
+            self._gathered = GatheredAttention(module, self.exchanges, self._arguments)
         self._hooks = ModuleHooks(partial(_refuse_copy, type(module).__name__))
         self._hooks.add(module, None, self._attends, abandons_raised=True)
         for role, projection in early.items():
@@ -181,45 +179,19 @@ class AppliedContext:
             ValueError: sizes that do not fit, or attention that would be wrong.
             TypeError: there is no such argument, or it is no tensor.
         """
-        places = [self._arguments.find(which, args, kwargs) for which in self._style.qkv]
-        given = {
-            role: self._local(role, where[key])
-            for role, (where, key) in zip(self._roles, places, strict=True)
-        }
+        places = self._arguments.places(args, kwargs)
+        given = {role: self._local(role, where[key]) for role, (where, key) in places.items()}
         self.exchanges.cause = "attention"
         lengths = self.exchanges.lengths(given)
         result = self._exchanged(given, lengths, args, kwargs)
-        self._hand_out(result, args, kwargs)
+        self._arguments.hand_out(result, args, kwargs)
         self.calls += 1
         return lengths
 
-    def attended(self) -> None:
-        """Attention has run, and its output is not exchanged yet."""
-        if self._gathered is not None:
-            self._gathered.ended()
-
+    @property
     def places_queries(self) -> bool:
         """Whether attention has to be told of where its queries are ([Note: Placed queries])."""
         return self._gathered is not None
-
-    def _hand_out(
-        self, result: Mapping[Role, torch.Tensor], args: list[Any], kwargs: dict[str, Any]
-    ) -> None:
-        """Put what attention gets among its arguments."""
-        places = [self._arguments.find(which, args, kwargs) for which in self._style.qkv]
-        if not self.exchanges.parts_ways:
-            for (where, key), role in zip(places, self._roles, strict=True):
-                where[key] = result[role]
-            return
-        ((where, key),) = places
-        where[key] = None
-        names = self._style.unpacked
-        assert names is not None
-        dim = self._style.layout.head_dim
-        apart = [result["q"], result["kv"]]
-        if len(names) == 3:
-            apart[1:] = result["kv"].unbind(dim)
-        kwargs.update(zip(names, apart, strict=True))
 
     def _exchanged(
         self,
@@ -274,6 +246,8 @@ class AppliedContext:
         Raises:
             TypeError, ValueError: it is not in the layout of the queries.
         """
+        if self._gathered is not None:
+            self._gathered.ended()
         tensors, structure = tree_flatten(output)
         places = [i for i, one in enumerate(tensors) if isinstance(one, torch.Tensor)]
         own = [tensors[i] for i in places]
@@ -418,7 +392,7 @@ class AttentionCall:
         assert inputs is not None
         args, kwargs = inputs
         lengths = self._applied.begin(args, kwargs)
-        if self._applied.places_queries():
+        if self._applied.places_queries:
             self._placed = PlacedQueries(lengths, call=call)
             self._placed.__enter__()
         return tuple(args), kwargs
@@ -426,7 +400,6 @@ class AttentionCall:
     def leave(self, output: Any) -> Any:
         """Exchange its output; what the caller is to get."""
         self.abandon()
-        self._applied.attended()
         return self._applied.end(output)
 
     def abandon(self) -> None:

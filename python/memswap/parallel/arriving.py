@@ -89,12 +89,12 @@ class Arrival:
         return self._data
 
     def used_by(self, name: str) -> None:
-        """Tell that a function of this name waits, unless it is the one that was meant to."""
+        """Report that the function ``name`` waits, unless the intended module was reached."""
         if self._data is None and self._first_use is not None and not self.expected:
             self._first_use(name)
 
     def add(self, tensor: ArrivingTensor) -> None:
-        """One more tensor whose data is that of this exchange."""
+        """Note a tensor whose data is that of this exchange."""
         self._members.append(ref(tensor))
 
     def arrive(self) -> None:
@@ -216,7 +216,7 @@ class ArrivingTensor(torch.Tensor):  # type: ignore[misc]
         return plain
 
     def expect(self) -> None:
-        """The next use is the one that was meant."""
+        """The intended module has been called with this tensor: its use is no surprise."""
         self._arrival.expected = True
 
     def _raw(self) -> torch.Tensor:
@@ -249,17 +249,16 @@ def _linear_arguments(weight: Any, bias: Any = None) -> tuple[Any, Any]:
     return weight, bias
 
 
-def arriving(token: torch.Tensor, box: Box, shape: torch.Size, arrival: Arrival) -> ArrivingTensor:
+def arriving(token: torch.Tensor, shape: torch.Size, arrival: Arrival) -> ArrivingTensor:
     """The arriving tensor of an exchange.
 
     Args:
         token: what Start returned; it has the dtype and the device of what will arrive.
-        box: the exchange.
         shape: of what will arrive.
         arrival: of the same exchange, and of no tensor yet.
     """
     like = torch.empty(shape, dtype=token.dtype, device="meta")
-    tensor: ArrivingTensor = _Handoff.apply(token, box, like, arrival, torch.is_grad_enabled())
+    tensor: ArrivingTensor = _Handoff.apply(token, like, arrival, torch.is_grad_enabled())
     arrival.add(tensor)
     return tensor
 
@@ -269,9 +268,9 @@ class _Handoff(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(
-        ctx: Any, token: torch.Tensor, box: Box, like: torch.Tensor, arrival: Arrival, grad: bool
+        ctx: Any, token: torch.Tensor, like: torch.Tensor, arrival: Arrival, grad: bool
     ) -> torch.Tensor:
-        ctx.box = box
+        ctx.box = arrival.box
         connected = grad and token.requires_grad
         return ArrivingTensor.make(arrival, like, token.device, connected=connected)
 
@@ -279,7 +278,7 @@ class _Handoff(torch.autograd.Function):  # type: ignore[misc]
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         ctx.box.launch_rest(gradient)
-        return gradient.new_empty(0), None, None, None, None
+        return gradient.new_empty(0), None, None, None
 
 
 class _Arrive(torch.autograd.Function):  # type: ignore[misc]

@@ -62,8 +62,9 @@ def causal_attention(
 
     Args:
         query: ``[..., heads, queries, size]``, the tokens of ``ranges`` in that order.
-        key, value: ``[..., kv_heads, keys, size]``, the whole sequence in its natural order;
-            ``kv_heads`` divides ``heads``.
+        key: ``[..., kv_heads, keys, size]``, the whole sequence in its natural order; ``kv_heads``
+            divides ``heads``.
+        value: as ``key``.
         ranges: ``(start, stop)`` in the sequence: :meth:`AttentionExchanges.query_ranges`.
         scale: factor of the scores; None is ``1 / sqrt(size)``.
 

@@ -57,6 +57,7 @@ class AttentionExchanges:
     Attributes:
         roles: the tensors that attention gets.
         heads: query heads of the whole model; None until they are given or seen.
+        style, mesh: as given.
         parts_ways: whether queries leave a packed tensor, since keys alone are gathered.
         cause: why the next exchange is launched when it is.
         launches: by collective and label, in the order in which they came first.
@@ -73,29 +74,29 @@ class AttentionExchanges:
         self.parts_ways = "qkv" in self.roles and mesh.gather is not None
         self.cause = "attention"
         self.launches: dict[tuple[str, str], ExchangeLaunch] = {}
-        self._style = style
-        self._mesh = mesh
+        self.style = style
+        self.mesh = mesh
         self._before = before
 
     # --- sizes ------------------------------------------------------------------------------------
 
     def layout(self, role: Role) -> Layout:
         """Of the tensor that attention gets in this role."""
-        layout = self._style.layout
+        layout = self.style.layout
         return layout.packed() if role in ("kv", "qkv") else layout
 
     def fits(self, role: Role, tensor: torch.Tensor) -> bool:
         """Whether a tensor has the layout's dimensions; where no heads are exchanged, those of the
         heads and of their size may be one."""
         layout = self.layout(role)
-        joined = self._mesh.heads is None and layout.head_dim == layout.ndim - 2
+        joined = self.mesh.heads is None and layout.head_dim == layout.ndim - 2
         return tensor.ndim == layout.ndim or (joined and tensor.ndim == layout.ndim - 1)
 
     def length(self, role: Role, tokens: int) -> int:
         """The whole sequence's length."""
-        style, queries = self._style, role in ("q", "qkv")
+        style, queries = self.style, role in ("q", "qkv")
         given = style.sequence_length if queries else style.kv_sequence_length
-        return self._mesh.whole_length(tokens, given, f"ContextParallel, {role}")
+        return self.mesh.whole_length(tokens, given, f"ContextParallel, {role}")
 
     def query_ranges(self, tokens: int) -> tuple[tuple[int, int], ...]:
         """Which ranges of the sequence the queries are that attention gets.
@@ -104,7 +105,7 @@ class AttentionExchanges:
             tokens: how many of the sequence this rank holds outside attention.
         """
         length = self.length("q", tokens)
-        return self._mesh.query_shards(length).ranges[self._mesh.row]
+        return self.mesh.query_shards(length).ranges[self.mesh.row]
 
     def lengths(self, given: dict[Role, torch.Tensor]) -> Lengths:
         """Which queries attention will get, and the whole sequences.
@@ -121,7 +122,7 @@ class AttentionExchanges:
         )
 
     def count_heads(self, given: dict[Role, torch.Tensor]) -> int | None:
-        """Keep the number of query heads; that of keys, None if it is the same by packing."""
+        """Note the number of query heads. Returns that of keys; None if all are packed in one."""
         found = {role: tensor.size(self.layout(role).head_dim) for role, tensor in given.items()}
         heads = found[self.roles[0]]
         if self.heads not in (None, heads):
@@ -134,39 +135,39 @@ class AttentionExchanges:
             )
         self.heads = heads
         kv_heads = others[0] if others else None
-        if self._mesh.heads is not None:
+        if self.mesh.heads is not None:
             self._plan(kv_heads)  # raises before anything is sent
         return kv_heads
 
     def own_heads(self, role: Role, heads: int) -> int:
         """How many heads of an input attention gets on this rank, of those that it has here."""
-        if self._mesh.heads is None:
+        if self.mesh.heads is None:
             return heads
         if role in ("q", "qkv"):
-            return len(self._plan(None).queries()[self._mesh.column])
+            return len(self._plan(None).queries()[self.mesh.column])
         plan = self._plan(heads)
-        places = plan.expansion(self._mesh.column)
-        return len(plan.keys()[self._mesh.column] if places is None else places)
+        places = plan.expansion(self.mesh.column)
+        return len(plan.keys()[self.mesh.column] if places is None else places)
 
     def _plan(self, kv_heads: int | None) -> HeadPlan:
-        assert self.heads is not None and self._mesh.heads is not None
-        return HeadPlan(self.heads, kv_heads or self.heads, self._mesh.heads.size)
+        assert self.heads is not None and self.mesh.heads is not None
+        return HeadPlan(self.heads, kv_heads or self.heads, self.mesh.heads.size)
 
     # --- launching --------------------------------------------------------------------------------
 
     def moves(self, role: Role) -> bool:
         """Whether an input is exchanged at all."""
-        mesh = self._mesh
+        mesh = self.mesh
         return bool(mesh.heads or (mesh.gather and (role != "q" or mesh.moves_queries)))
 
     @property
     def moves_output(self) -> bool:
         """Whether attention's output is exchanged."""
-        return self._mesh.heads is not None or self._mesh.moves_queries
+        return self.mesh.heads is not None or self.mesh.moves_queries
 
     def first(self, role: Role, tensor: torch.Tensor) -> Pending | None:
         """Launch the first exchange of an input; None where it has none."""
-        mesh, layout = self._mesh, self.layout(role)
+        mesh, layout = self.mesh, self.layout(role)
         length = self.length(role, tensor.size(layout.seq_dim))
         if mesh.heads is None:
             return self.gather(*self.apart(role, tensor)[-1], length)
@@ -182,7 +183,7 @@ class AttentionExchanges:
         """An input as queries, and keys with values, where these two part ways."""
         if role != "qkv" or not self.parts_ways:
             return [(role, tensor)]
-        dim = self._style.layout.head_dim
+        dim = self.style.layout.head_dim
         return [("q", tensor.select(dim, 0)), ("kv", tensor.narrow(dim, 1, 2))]
 
     def gather(self, role: Role, tensor: torch.Tensor, length: int) -> Pending | None:
@@ -196,7 +197,7 @@ class AttentionExchanges:
         Returns:
             None where nothing is exchanged.
         """
-        mesh, dim = self._mesh, self.layout(role).seq_dim
+        mesh, dim = self.mesh, self.layout(role).seq_dim
         if mesh.gather is None or (role == "q" and not mesh.moves_queries):
             return None
         shards = mesh.row_shards(length)
@@ -210,8 +211,8 @@ class AttentionExchanges:
 
         Only where :attr:`moves_output`.
         """
-        mesh, layout = self._mesh, self._style.layout
-        length = self._style.sequence_length
+        mesh, layout = self.mesh, self.style.layout
+        length = self.style.sequence_length
         if length is None:
             length = output.size(layout.seq_dim) * mesh.rows
         if mesh.moves_queries:
@@ -234,7 +235,7 @@ class AttentionExchanges:
 
     def _exchange(self, tensor: torch.Tensor, spec: SequenceExchange, label: str) -> Pending:
         self._before(tensor, label)
-        lane, cause = self._mesh.name_of(spec.comm), self.cause
+        lane, cause = self.mesh.name_of(spec.comm), self.cause
 
         def observe(spec: Any, label: str, sent: torch.Tensor) -> None:
             key = spec.collective, label
@@ -252,9 +253,9 @@ class AttentionExchanges:
             tensor: as it arrived, in the layout of the role, with the heads of this rank.
             kv_heads: key/value heads of the whole model.
         """
-        if self._mesh.heads is None:
+        if self.mesh.heads is None:
             return tensor
-        places = self._plan(kv_heads).expansion(self._mesh.heads.rank)
+        places = self._plan(kv_heads).expansion(self.mesh.heads.rank)
         return tensor if places is None else take(tensor, self.layout(role).head_dim, places)
 
 
@@ -284,7 +285,7 @@ class EarlyLaunches:
         kept[tensor] = _Early(pending, tensor, self.orphans)
 
     def take(self, role: str, tensor: torch.Tensor) -> Pending | None:
-        """The launch that is of this very tensor: see [Note: Early launches]."""
+        """The launch of this very tensor, if there is one: see [Note: Early launches]."""
         kept = self._launched.get(role)
         launched: _Early | None = None if kept is None else kept.pop(tensor, None)
         if launched is not None and launched.is_of(tensor):
@@ -309,7 +310,7 @@ class _Early:
         self._orphans = orphans
 
     def is_of(self, tensor: torch.Tensor) -> bool:
-        """Whether it was not edited since, and wants no gradient that it did not want then."""
+        """Whether this tensor was not edited since, nor wants a gradient that it did not want."""
         return tensor._version == self._version and self._had_grad >= _wants_grad(tensor)
 
     def take(self) -> Pending | None:

@@ -7,7 +7,8 @@ one in its place: one that is late, one that writes down what happens, one that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -183,12 +184,8 @@ class ProcessGroupComm:
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *, label: str = ""
     ) -> Ticket:
         for output, input in zip(outputs, inputs, strict=True):
-            check_sizes("all_gather", label, output.numel(), input.numel() * self.size)
-
-        def launch(output: torch.Tensor, input: torch.Tensor) -> Any:
-            return all_gather_tensor(output, input, group=self.group, async_op=True)
-
-        return self._launch(launch, outputs, inputs, label or "all_gather")
+            _check_sizes("all_gather", label, output.numel(), input.numel() * self.size)
+        return self._launch(all_gather_tensor, outputs, inputs, label or "all_gather")
 
     def reduce_scatter(
         self,
@@ -199,12 +196,8 @@ class ProcessGroupComm:
         label: str = "",
     ) -> Ticket:
         for output, input in zip(outputs, inputs, strict=True):
-            check_sizes("reduce_scatter", label, output.numel() * self.size, input.numel())
-        reduction = _REDUCTIONS[op]
-
-        def launch(output: torch.Tensor, input: torch.Tensor) -> Any:
-            return _reduce_scatter(output, input, op=reduction, group=self.group, async_op=True)
-
+            _check_sizes("reduce_scatter", label, output.numel() * self.size, input.numel())
+        launch = partial(_reduce_scatter, op=_REDUCTIONS[op])
         return self._launch(launch, outputs, inputs, label or "reduce_scatter")
 
     def all_to_all(
@@ -216,66 +209,49 @@ class ProcessGroupComm:
         *,
         label: str = "",
     ) -> Ticket:
-        def launch(output: torch.Tensor, input: torch.Tensor) -> Any:
-            return dist.all_to_all_single(
-                output,
-                input,
-                None if output_splits is None else list(output_splits),
-                None if input_splits is None else list(input_splits),
-                group=self.group,
-                async_op=True,
-            )
-
+        launch = partial(
+            dist.all_to_all_single,
+            output_split_sizes=None if output_splits is None else list(output_splits),
+            input_split_sizes=None if input_splits is None else list(input_splits),
+        )
         return self._launch(launch, [output], [input], label or "all_to_all")
 
     def all_reduce(
         self, tensors: Sequence[torch.Tensor], *, op: ReduceOp = "avg", label: str = ""
     ) -> Ticket:
-        reduction = _REDUCTIONS[op]
-
-        def launch(output: torch.Tensor, input: torch.Tensor) -> Any:
-            return dist.all_reduce(output, op=reduction, group=self.group, async_op=True)
+        def launch(tensor: torch.Tensor, same: torch.Tensor, **options: Any) -> Any:
+            return dist.all_reduce(tensor, op=_REDUCTIONS[op], **options)
 
         return self._launch(launch, tensors, tensors, label or "all_reduce")
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str = "") -> Ticket:
-        def launch(output: torch.Tensor, input: torch.Tensor) -> Any:
-            return dist.broadcast(output, group=self.group, group_src=source, async_op=True)
+        def launch(tensor: torch.Tensor, same: torch.Tensor, **options: Any) -> Any:
+            return dist.broadcast(tensor, group_src=source, **options)
 
         return self._launch(launch, [tensor], [tensor], label or "broadcast")
 
     def _launch(
         self,
-        launch: Any,
+        launch: Callable[..., Any],
         outputs: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
         label: str,
     ) -> WorkTicket:
         # Through .data: a buffer that a collective fills is no in-place edit for autograd.
-        outputs = [output.data for output in outputs]
-        inputs = [input.data for input in inputs]
+        pairs = [(out.data, own.data) for out, own in zip(outputs, inputs, strict=True)]
+        launch = partial(launch, group=self.group, async_op=True)
         with torch.profiler.record_function(f"memswap::{label}"):
-            if len(outputs) == 1:
-                work = launch(outputs[0], inputs[0])
+            if len(pairs) == 1:
+                work = launch(*pairs[0])
             else:
                 with _coalescing_manager(group=self.group, async_ops=True) as work:
-                    for output, input in zip(outputs, inputs, strict=True):
-                        launch(output, input)
-        return WorkTicket(work, [*outputs, *inputs])
+                    for pair in pairs:
+                        launch(*pair)
+        return WorkTicket(work, [tensor for pair in pairs for tensor in pair])
 
 
-def check_sizes(collective: str, label: str, found: int, expected: int) -> None:
-    """Refuse a collective whose buffers on this rank do not fit: on the network it would hang.
-
-    Args:
-        collective: its name, for the message.
-        label: what it is for.
-        found: elements of the buffer.
-        expected: elements that it needs.
-
-    Raises:
-        ValueError: they differ.
-    """
+def _check_sizes(collective: str, label: str, found: int, expected: int) -> None:
+    """Refuse a collective whose buffers on this rank do not fit: on the network it would hang."""
     if found != expected:
         raise ValueError(
             f"{collective} {label!r}: found {found} elements, expected {expected}; outputs and "

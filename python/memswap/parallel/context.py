@@ -17,7 +17,7 @@ from memswap.parallel.applied import AppliedContext
 from memswap.parallel.comm import Comm, ProcessGroupComm
 from memswap.parallel.context_style import ContextMesh, ContextStyle, Packing
 from memswap.parallel.first_step import FirstStep
-from memswap.parallel.layouts import Balance
+from memswap.parallel.layouts import LAYOUTS, Balance
 from memswap.parallel.selftest import ranks_that_differ
 
 
@@ -97,15 +97,19 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
         comm: Callable[[dist.ProcessGroup], Comm] = ProcessGroupComm,
     ) -> None:
         super().__init__()
-        self.style = ContextStyle.of(
-            layout=layout,
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout={layout!r}: expected one of {sorted(LAYOUTS)}")
+        self.style = ContextStyle(
+            layout=LAYOUTS[layout],
             balance=balance,
             packing=packing,
             qkv=qkv,
             unpacked=unpacked,
             heads=heads,
             sequence_length=sequence_length,
-            kv_sequence_length=kv_sequence_length,
+            kv_sequence_length=(
+                sequence_length if kv_sequence_length is None else kv_sequence_length
+            ),
             ranges=ranges,
             mask=mask,
             verify=verify,

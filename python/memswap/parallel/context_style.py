@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -26,15 +26,19 @@ ROLES: dict[Packing, tuple[Role, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ContextStyle:
-    """The options of a :class:`ContextParallel`, which explains them; checked."""
+    """The options of a :class:`ContextParallel`, which explains them.
+
+    Raises:
+        ValueError: an option, or two that do not go together, with what was expected.
+    """
 
     layout: Layout
     balance: Balance
     packing: Packing
-    qkv: Sequence[int | str]
-    unpacked: tuple[str, ...] | None
+    qkv: Sequence[int | str] | None
+    unpacked: Sequence[str] | None
     heads: int | None
     sequence_length: int | None
     kv_sequence_length: int | None
@@ -43,39 +47,13 @@ class ContextStyle:
     verify: bool
     use_local_output: bool
 
-    @classmethod
-    def of(
-        cls,
-        *,
-        layout: str,
-        balance: Balance,
-        packing: Packing,
-        qkv: Sequence[int | str] | None,
-        unpacked: Sequence[str] | None,
-        heads: int | None,
-        sequence_length: int | None,
-        kv_sequence_length: int | None,
-        ranges: str | None,
-        mask: str | None,
-        verify: bool,
-        use_local_output: bool,
-    ) -> ContextStyle:
-        """Check options, and fill in those that follow from others.
-
-        Args:
-            layout, balance, packing, qkv, unpacked, heads, sequence_length, kv_sequence_length,
-                ranges, mask, verify, use_local_output: those of :class:`ContextParallel`.
-
-        Raises:
-            ValueError: an option, or two that do not go together, with what was expected.
-        """
-        if layout not in LAYOUTS:
-            raise ValueError(f"layout={layout!r}: expected one of {sorted(LAYOUTS)}")
-        if balance not in get_args(Balance):
-            raise ValueError(f"balance={balance!r}: expected one of {get_args(Balance)}")
+    def __post_init__(self) -> None:
+        qkv, packing, unpacked = self.qkv, self.packing, self.unpacked
+        if self.balance not in get_args(Balance):
+            raise ValueError(f"balance={self.balance!r}: expected one of {get_args(Balance)}")
         if packing not in ROLES:
             raise ValueError(f"packing={packing!r}: expected one of {sorted(ROLES)}")
-        if packing != "separate" and layout == "bnsd":
+        if packing != "separate" and self.layout == LAYOUTS["bnsd"]:
             raise ValueError("layout='bnsd' has no packed form; expected packing='separate'")
         tensors = len(ROLES[packing])
         if qkv is not None and len(qkv) != tensors:
@@ -87,33 +65,21 @@ class ContextStyle:
                 f"unpacked={tuple(unpacked)} with packing={packing!r}: expected two names (q, kv) "
                 "or three (q, k, v), with packing='qkv'"
             )
-        if not use_local_output and (balance == "headtail" or sequence_length is not None):
+        uneven = self.balance == "headtail" or self.sequence_length is not None
+        if not self.use_local_output and uneven:
             raise ValueError(
                 "use_local_output=False: a DTensor cannot say how balance='headtail' or uneven "
                 "parts cut the sequence; expected another balance and no sequence_length"
             )
-        return cls(
-            LAYOUTS[layout],
-            balance,
-            packing,
-            range(tensors) if qkv is None else tuple(qkv),
-            None if unpacked is None else tuple(unpacked),
-            heads,
-            sequence_length,
-            sequence_length if kv_sequence_length is None else kv_sequence_length,
-            ranges,
-            mask,
-            verify,
-            use_local_output,
-        )
 
 
 class Arguments:
-    """The arguments of ``module``'s forward."""
+    """Where the tensors of attention are among the arguments of ``module``'s forward."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, style: ContextStyle) -> None:
         by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         self._module = type(module).__name__
+        self._style = style
         self._names = [
             name
             for name, one in inspect.signature(module.forward).parameters.items()
@@ -128,19 +94,35 @@ class Arguments:
         """Whether an argument was passed by place."""
         return name in self._names[: len(args)]
 
-    def find(self, which: int | str, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Where an argument was passed.
-
-        Args:
-            which: its place or its name.
-            args, kwargs: of a call.
-
-        Returns:
-            ``args`` and an index, or ``kwargs`` and a name.
+    def places(self, args: list[Any], kwargs: dict[str, Any]) -> dict[Role, tuple[Any, Any]]:
+        """Where each tensor was passed: in ``args`` at an index, or in ``kwargs`` by a name.
 
         Raises:
-            TypeError: it was not passed.
+            TypeError: one was not passed.
         """
+        roles = ROLES[self._style.packing]
+        which = range(len(roles)) if self._style.qkv is None else self._style.qkv
+        return {role: self._find(one, args, kwargs) for role, one in zip(roles, which, strict=True)}
+
+    def hand_out(
+        self, tensors: Mapping[Role, torch.Tensor], args: list[Any], kwargs: dict[str, Any]
+    ) -> None:
+        """Put the tensors that attention gets in the places of those that it was called with."""
+        places = self.places(args, kwargs)
+        if places.keys() <= tensors.keys():
+            for role, (where, key) in places.items():
+                where[key] = tensors[role]
+            return
+        where, key = places["qkv"]  # which is taken apart, since there are more keys than queries
+        where[key] = None
+        names = self._style.unpacked
+        assert names is not None
+        apart = [tensors["q"], tensors["kv"]]
+        if len(names) == 3:
+            apart[1:] = tensors["kv"].unbind(self._style.layout.head_dim)
+        kwargs.update(zip(names, apart, strict=True))
+
+    def _find(self, which: int | str, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if isinstance(which, int):
             place = which
         else:

@@ -7,7 +7,7 @@ from collections import Counter
 
 from torch import nn
 
-from memswap.module_hooks import hooks_on
+from memswap.hooks.module_hooks import hooks_on
 from memswap.parallel.applied import AppliedContext
 from memswap.parallel.schedule import ShardContext
 from memswap.parallel.shard import ShardedModule
@@ -17,8 +17,10 @@ MIB = 2**20
 
 
 def describe(model: nn.Module) -> str:
-    """A text about each context of a sharded model: its units, then the last step's collectives.
-    Then about the exchanges of each module that a :class:`ContextParallel` was applied to.
+    """A text table of a model's sharded units, their collectives, and its attention's exchanges.
+
+    For each context its units, then the collectives of the last step; then the exchanges of each
+    module that a :class:`ContextParallel` was applied to.
 
     Gathered weights in MiB (2**20 bytes) per rank while they are gathered; the shard, per rank.
     Exchanges in KiB of this rank's part.

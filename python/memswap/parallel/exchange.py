@@ -99,9 +99,7 @@ class Pending:
             or torch.compiler.is_compiling()
         ):
             return self.wait()
-        self._result = arriving(
-            self._token, self._box, shape, Arrival(self._box, first_use, orphans)
-        )
+        self._result = arriving(self._token, shape, Arrival(self._box, first_use, orphans))
         self._token = None
         return self._result
 

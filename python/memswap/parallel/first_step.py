@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from memswap.engine.autograd import graph_task, in_backward
-from memswap.module_hooks import AtEnd, ModuleHooks
+from memswap.hooks.module_hooks import AtEnd, ModuleHooks
 from memswap.parallel.arriving import ArrivingTensor
 
 
@@ -56,20 +56,20 @@ class FirstStep:
         return tuple(self._watched)
 
     def expect(self, modules: list[nn.Module]) -> None:
-        """These are new, and have to run."""
+        """Await the first step of these modules, which are new and have to run in it."""
         self._active = True
         self._expected += map(ref, modules)
         if self._optimizers is None and any(True for one in modules for _ in one.parameters()):
             self._optimizers = before_optimizer_steps(self._before_step)
 
     def watch(self, module: nn.Module) -> None:
-        """Look for the end of this model's first step."""
+        """Notice the end of this model's first step."""
         if module not in self._watched:
             self._watched.append(module)
             self._hooks.add(module, None, self._before, abandons_raised=True)
 
     def follow(self, output: Any) -> bool:
-        """Whether there is something whose gradient will tell that a backward pass has begun."""
+        """Have the gradients of an output tell that a backward has begun. Whether there are any."""
         found = [
             one
             for one in tree_leaves(output)
@@ -82,7 +82,7 @@ class FirstStep:
         return bool(found)
 
     def end(self) -> None:
-        """Look no more."""
+        """Take all hooks off: the first step is over."""
         self._hooks.remove()
         self._watched.clear()
         self._without_graph.clear()

@@ -54,7 +54,8 @@ class PooledAllGather:
 
         Args:
             size: elements per dimension.
-            dtype, device: of the output.
+            dtype: of the output.
+            device: of the output.
         """
         shape = torch.Size(int(one) for one in size)
         nbytes = shape.numel() * dtype.itemsize

@@ -6,6 +6,7 @@ that this is enough.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,11 +19,8 @@ from torch.utils._pytree import tree_map_only
 from memswap._warn import warn
 from memswap.parallel.attention import Lengths
 from memswap.parallel.attention_exchanges import AttentionExchanges
-from memswap.parallel.context_style import Arguments, ContextMesh, ContextStyle, Role
+from memswap.parallel.context_style import Arguments, Role
 from memswap.parallel.proof import NotTriedError, PositionTrial, TrialInput
-
-#: Puts the tensors that attention gets among its arguments.
-HandOut = Callable[[Mapping[Role, torch.Tensor], list[Any], dict[str, Any]], None]
 
 _ADVICE = (
     "Use causal_attention with ContextParallel(ranges=...), ContextParallel(mask=...), or ulysses "
@@ -59,9 +57,9 @@ class Tried:
 
 
 def _told(value: Any, lengths: Lengths) -> Any:
-    """What an argument says that no tensor does, the same on all ranks.
+    """What is left of an argument without its tensors and lengths: the same on all ranks.
 
-    Numbers that are lengths say nothing else.
+    A number that is a length of the call counts as the name of that length.
     """
     if isinstance(value, (list, tuple)):
         return (type(value), *(_told(one, lengths) for one in value))
@@ -86,9 +84,9 @@ class Kind(NamedTuple):
     """Calls that differ in tensors and lengths alone, and are tried once."""
 
     told: tuple[Any, ...]
-    """By the arguments,"""
+    """What the arguments say."""
     attributes: frozenset[tuple[tuple[str, str], Any]]
-    """and by the module's attributes, but for those that its calls change themselves."""
+    """What the module's attributes say, without those that its calls change themselves."""
 
 
 class GatheredAttention:
@@ -96,26 +94,17 @@ class GatheredAttention:
 
     Args:
         module: the attention module.
-        style, mesh, exchanges: as :class:`AppliedContext` has them.
-        arguments: of the module's forward.
-        hand_out: gives the module its tensors.
+        exchanges: that it makes.
+        arguments: of its forward.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        style: ContextStyle,
-        mesh: ContextMesh,
-        exchanges: AttentionExchanges,
-        arguments: Arguments,
-        hand_out: HandOut,
+        self, module: nn.Module, exchanges: AttentionExchanges, arguments: Arguments
     ) -> None:
         self._module = module
-        self._style = style
-        self._mesh = mesh
+        self._style = exchanges.style
         self._exchanges = exchanges
         self._arguments = arguments
-        self._hand_out = hand_out
         self._tried: dict[Kind, Tried] = {}
         self._found: Attributes = {}  # when the latest call began
         self._own_state: set[tuple[str, str]] = set()  # attributes that calls have changed
@@ -154,7 +143,8 @@ class GatheredAttention:
             return known is not None and known.keys_are_cut
         trial = self._trial(given, lengths, args, kwargs)
         if known is None:
-            known = Tried(self._cuts_keys(trial, self._like(kind)))
+            like = (one for was, one in self._tried.items() if was.told == kind.told)
+            known = Tried(self._cuts_keys(trial, next(like, None)))
         self._try_at_length(trial, known.keys_are_cut)
         self._tried[kind] = known.tried_with(lengths)
         return known.keys_are_cut
@@ -188,17 +178,13 @@ class GatheredAttention:
         )
         return Kind(tuple((key, type(value)) for key, value in named), frozenset())
 
-    def _like(self, kind: Kind) -> Kind | None:
-        """A kind that was tried and differs in attributes alone."""
-        return next((one for one in self._tried if one.told == kind.told), None)
-
-    def _cuts_keys(self, trial: PositionTrial, like: Kind | None) -> bool:
+    def _cuts_keys(self, trial: PositionTrial, like: Tried | None) -> bool:
         """The trial of a few tokens: whether the module is right with keys up to its last query.
 
         Args:
             trial: of this module.
-            like: a kind with other attributes alone, whose verdict stands where this one cannot be
-                tried; None: there is none.
+            like: the verdict on a kind that differs in attributes alone, which stands where this
+                one cannot be tried; None: there is none.
 
         Raises:
             ValueError: it is right neither with them nor with all, or could not be tried.
@@ -212,21 +198,24 @@ class GatheredAttention:
                     "attributes of it have changed since it was tried, and whether it depends on "
                     f"where its queries are could not be tried again: {error}. {_ADVICE}"
                 )
-                return self._tried[like].keys_are_cut
+                return like.keys_are_cut
             raise ValueError(
                 f"ContextParallel: keys are gathered, and whether {name} depends on where its "
                 f"queries are could not be tried on a few tokens: {error}. {_ADVICE}"
             ) from error
-        cut = bool(difference) and self._is_right_with_fewer_keys(trial)
-        if difference and not cut:
-            raise ValueError(
-                f"ContextParallel: keys are gathered, and {name} gives a part of the queries "
-                f"another result than they have among all (by {difference:.2g}, of values of "
-                "about 1): its mask or bias goes by the place of a query in its tensor, which is "
-                "another than that in the sequence. Expected scaled_dot_product_attention("
-                f"is_causal=True), torch.tril or torch.triu of [queries, keys]. {_ADVICE}"
-            )
-        return cut
+        if not difference:
+            return False
+        if self._style.balance == "contiguous" and trial.real.queries == trial.real.keys:
+            with contextlib.suppress(NotTriedError):
+                if not trial.difference(cut_keys=True):
+                    return True
+        raise ValueError(
+            f"ContextParallel: keys are gathered, and {name} gives a part of the queries "
+            f"another result than they have among all (by {difference:.2g}, of values of "
+            "about 1): its mask or bias goes by the place of a query in its tensor, which is "
+            "another than that in the sequence. Expected scaled_dot_product_attention("
+            f"is_causal=True), torch.tril or torch.triu of [queries, keys]. {_ADVICE}"
+        )
 
     def _try_at_length(self, trial: PositionTrial, cut: bool) -> None:
         """The trial with the call's own lengths: see [Note: Trials].
@@ -265,14 +254,6 @@ class GatheredAttention:
             name = type(self._module).__name__
             warn(f"ContextParallel on {name}, where keys are gathered: {what}")
 
-    def _is_right_with_fewer_keys(self, trial: PositionTrial) -> bool:
-        if self._style.balance != "contiguous" or trial.real.queries != trial.real.keys:
-            return False
-        try:
-            return not trial.difference(cut_keys=True)
-        except NotTriedError:
-            return False
-
     def _trial(
         self,
         given: Mapping[Role, torch.Tensor],
@@ -280,20 +261,19 @@ class GatheredAttention:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> PositionTrial:
-        exchanges, layout = self._exchanges, self._style.layout
-        places = [
-            self._arguments.find(which, list(args), dict(kwargs))[1] for which in self._style.qkv
-        ]
+        exchanges, mesh = self._exchanges, self._exchanges.mesh
+        places = self._arguments.places(list(args), dict(kwargs)).values()
+        keys = [key for _, key in places]
 
         def call(
             values: Mapping[Role, torch.Tensor], other: Callable[[torch.Tensor], torch.Tensor]
         ) -> tuple[list[Any], dict[str, Any]]:
             def fitted(key: Any, value: Any) -> Any:
-                return value if key in places else tree_map_only(torch.Tensor, other, value)
+                return value if key in keys else tree_map_only(torch.Tensor, other, value)
 
             own = [fitted(place, value) for place, value in enumerate(args)]
             named = {key: fitted(key, value) for key, value in kwargs.items()}
-            self._hand_out(values, own, named)
+            self._arguments.hand_out(values, own, named)
             return own, named
 
         inputs: dict[Role, TrialInput] = {}
@@ -311,9 +291,9 @@ class GatheredAttention:
             self._module,
             inputs,
             call,
-            cut=self._mesh.query_shards,
-            rows=self._mesh.rows,
-            seq_dim=layout.seq_dim,
+            cut=mesh.query_shards,
+            rows=mesh.rows,
+            seq_dim=self._style.layout.seq_dim,
             real=lengths,
             local=first.size(exchanges.layout(exchanges.roles[0]).seq_dim),
         )

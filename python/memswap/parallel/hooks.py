@@ -15,12 +15,13 @@ from memswap.parallel.in_flight import listen, listen_no_more
 if TYPE_CHECKING:
     from types import FrameType
 
+    from memswap.parallel.launches import Scheduled
     from memswap.parallel.schedule import ShardContext
     from memswap.parallel.unit import Unit
 
 
 class UnitHooks:
-    """Joins a unit's modules to its context.
+    """The hooks on a unit's modules: what :func:`shard` leaves on each of them.
 
     Args:
         unit: whose modules they are.
@@ -30,59 +31,49 @@ class UnitHooks:
     def __init__(self, unit: Unit, context: ShardContext) -> None:
         self.unit = unit
         self.context = context
-        self._calls = context.scheduled[unit].calls
 
-    def install(self, module: nn.Module) -> None:
-        """Join one of the unit's modules."""
-        self._calls.add(module, None, self._call, begins_first=True)
-        module.register_state_dict_pre_hook(self.show_shards)
-        module.register_load_state_dict_pre_hook(self.drop_weights)
+    @property
+    def scheduled(self) -> Scheduled:
+        """The unit in its context."""
+        return self.context.scheduled[self.unit]
 
-    def install_anchor(self, module: nn.Module) -> None:
-        """Have the next unit gathered before each call of a submodule."""
-        self._calls.add(module, None, self._reach_anchor)
+    def install(self, modules: Sequence[nn.Module], anchors: Sequence[nn.Module]) -> None:
+        """Join the unit's modules, and the submodules before whose calls the next is gathered."""
+        calls = self.scheduled.calls
+        for module in modules:
+            calls.add(module, None, self._begin, begins_first=True)
+            module.register_state_dict_pre_hook(self._before_state_dict)
+            module.register_load_state_dict_pre_hook(self._before_loading)
+        for anchor in anchors:
+            calls.add(anchor, None, self._reach_anchor)
 
-    def _call(self, key: object, module: nn.Module, args: Any, kwargs: Any) -> UnitCall:
+    def _begin(self, key: object, module: nn.Module, args: Any, kwargs: Any) -> UnitCall:
         return UnitCall(self, module, args, kwargs)
 
-    def _reach_anchor(self, key: object, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _reach_anchor(self, *call: Any) -> None:
         self.context.reach_anchor(self.unit)
 
-    def before_backward(
-        self, versions: tuple[int, ...], frozen: ReadsFrozen | None, gradient: torch.Tensor
-    ) -> None:
-        """The gradient of an output of the unit's is there; its backward begins.
+    def _before_state_dict(self, *args: Any) -> None:
+        self.unit.hide()  # it has the shards
 
-        Args:
-            versions: of the shards that its forward gathered.
-            frozen: the call whose output it is, if the unit has frozen parameters.
-            gradient: of that output.
-        """
-        self.context.enter_unit_backward(self.unit, versions)
-        if frozen is not None:
-            frozen.began()
-
-    def show_shards(self, *args: Any) -> None:
-        """A state_dict is asked for: it has the shards."""
-        self.unit.hide()
-
-    def drop_weights(self, *args: Any) -> None:
-        """A state_dict is loaded: what was gathered is no longer what the shards are."""
-        self.context.release(self.unit)
+    def _before_loading(self, *args: Any) -> None:
+        self.context.release(self.unit)  # what was gathered will not be what the shards are
 
 
 class UnitCall:
-    """One forward call of a unit's module: the scope that ModuleHooks tells of begin and end.
+    """One forward call of a unit's module, and its backward.
 
-    It casts the call's inputs and output, has the weights gathered, and sees to the unit's
-    backward.
+    A frozen weight is read by operators that lead to no gradient of the unit's own. They lead to
+    the call's inputs; only when those have their gradients has backward left the unit. So the
+    backward of a call of a unit with frozen parameters is open until then.
     """
 
     def __init__(self, hooks: UnitHooks, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._hooks = hooks
         self._module = module
         self._inputs: tuple[Any, Any] | None = (args, kwargs)
-        self._reads_frozen: ReadsFrozen | None = None
+        self._reads_frozen = False
+        self._open = False
 
     def enter(self, call: FrameType | None) -> tuple[Any, Any]:
         """Have the weights there; what the module is to get."""
@@ -93,11 +84,10 @@ class UnitCall:
         listen(self, functools.partial(context.exchange_arrived, unit))
         if unit.policy.param_dtype is not None and unit.policy.cast_forward_inputs:
             inputs = _cast(inputs, unit.policy.param_dtype)
-        if torch.is_grad_enabled() and unit.frozen:
-            found = _differentiable(inputs)
-            if found:
-                self._reads_frozen = ReadsFrozen(self._hooks)
-                torch.autograd.graph.register_multi_grad_hook(found, self._reads_frozen.ended)
+        found = _differentiable(inputs) if unit.frozen else []
+        if found:
+            self._reads_frozen = True
+            torch.autograd.graph.register_multi_grad_hook(found, self._ends_backward)
         return inputs
 
     def leave(self, output: Any) -> Any:
@@ -106,10 +96,10 @@ class UnitCall:
         unit = self._hooks.unit
         if unit.policy.output_dtype is not None:
             output = _cast(output, unit.policy.output_dtype)
-        outputs = _differentiable(output) if torch.is_grad_enabled() else []
-        before = functools.partial(self._hooks.before_backward, unit.versions, self._reads_frozen)
+        outputs = _differentiable(output)
+        begins_backward = functools.partial(self._begins_backward, unit.versions)
         for tensor in outputs:
-            tensor.register_hook(before)
+            tensor.register_hook(begins_backward)
         self._hooks.context.leave_forward(unit, self._module, bool(outputs))
         return output
 
@@ -118,37 +108,27 @@ class UnitCall:
         listen_no_more(self)
         self._hooks.context.abandon_forward(self._hooks.unit)
 
-
-class ReadsFrozen:
-    """One forward call of a unit with frozen parameters, and how far its backward is.
-
-    A frozen weight is read by operators that lead to no gradient of the unit's own. They lead to
-    the call's inputs; only when those have their gradients has backward left the unit.
-    """
-
-    def __init__(self, hooks: UnitHooks) -> None:
-        self._hooks = hooks
-        self._open = False
-
-    def began(self) -> None:
-        """Backward has come to the call."""
-        if not self._open:
+    def _begins_backward(self, versions: tuple[int, ...], gradient: torch.Tensor) -> None:
+        """An output has its gradient; ``versions`` are of the shards that forward gathered."""
+        self._hooks.context.enter_unit_backward(self._hooks.unit, versions)
+        if self._reads_frozen and not self._open:
             self._open = True
-            self._hooks.context.call_began_backward(self._hooks.unit)
+            self._hooks.scheduled.open_calls += 1
 
-    def ended(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """The call's inputs have their gradients."""
+    def _ends_backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """The inputs have their gradients."""
         if self._open:
             self._open = False
-            self._hooks.context.call_ended_backward(self._hooks.unit)
+            self._hooks.scheduled.open_calls -= 1
+            self._hooks.context.gradient_arrived(self._hooks.unit)
 
 
 def _differentiable(values: Any) -> list[torch.Tensor]:
-    return [
-        value
-        for value in pytree.tree_leaves(values)
-        if isinstance(value, torch.Tensor) and value.requires_grad
-    ]
+    """The tensors whose gradients a backward will compute."""
+    if not torch.is_grad_enabled():
+        return []
+    tensors = [one for one in pytree.tree_leaves(values) if isinstance(one, torch.Tensor)]
+    return [one for one in tensors if one.requires_grad]
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:

@@ -11,20 +11,20 @@ import torch
 from memswap.engine.autograd import graph_task
 from memswap.parallel.comm import Ticket
 
-#: The forward calls that are told of arrivals, the innermost last: the call, and its callback. What
-#: runs is a matter of the thread's call stack, so this is empty between calls.
+#: The forward calls that are told when an exchange arrives, the innermost last, each with its
+#: callback. Calls nest as the thread's call stack does, so this is empty between calls.
 _listeners: ContextVar[tuple[tuple[object, Callable[[], None]], ...]] = ContextVar(
     "listeners", default=()
 )
 
 
 def listen(who: object, on_arrival: Callable[[], None]) -> None:
-    """A forward call begins; ``on_arrival()`` is called for each exchange that arrives in it."""
+    """The forward call ``who`` begins; ``on_arrival()`` is called when exchanges arrive in it."""
     _listeners.set((*_listeners.get(), (who, on_arrival)))
 
 
 def listen_no_more(who: object) -> None:
-    """The call has ended, and with it those inside that were cut short."""
+    """The forward call ``who`` has ended, and with it every call inside that was cut short."""
     listening = _listeners.get()
     for place in reversed(range(len(listening))):
         if listening[place][0] is who:
@@ -76,7 +76,7 @@ Observer = Callable[[Redistribution, str, torch.Tensor], None]
 
 
 class Box:
-    """What is in flight between Start and Finish, in either direction.
+    """The collectives of one exchange that are in flight between Start and Finish, both ways.
 
     Args:
         spec: the map.
@@ -94,12 +94,12 @@ class Box:
 
     @property
     def in_flight(self) -> bool:
-        """Whether the result has not been waited for."""
+        """Whether the exchange was launched and its result was not waited for yet."""
         return self._arriving is not None
 
     @property
     def shape(self) -> torch.Size | None:
-        """Of what is in flight, if that is known."""
+        """The shape of the tensor that is in flight; None where that is not known."""
         return None if self._arriving is None else self._arriving.shape
 
     def launch(self, tensor: torch.Tensor) -> None:
@@ -107,14 +107,14 @@ class Box:
         self._arriving = self._launch(self.spec, tensor, self.label)
 
     def finish(self) -> torch.Tensor:
-        """Wait; what arrived. Once."""
+        """Wait, then the tensor that arrived. It can be taken once."""
         arriving, self._arriving = self._arriving, None
         if arriving is None:
             raise RuntimeError(f"exchange {self.label!r}: nothing is in flight")
         return arriving.finish()
 
     def arrive(self) -> torch.Tensor:
-        """The same, where it is wanted: the innermost module that listens is told."""
+        """Like :meth:`finish`, for a consumer: also tells the innermost call that listens."""
         result = self.finish()
         listening = _listeners.get()
         if listening:
@@ -122,7 +122,7 @@ class Box:
         return result
 
     def launch_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Launch the adjoint; zeros of the gradient's shape, without memory, to stand for it."""
+        """Launch the adjoint; returns zeros without memory, for autograd to hand on instead."""
         self.drop_gradients()
         self._add_gradient(gradient)
         zeros = gradient.new_zeros(()).expand(gradient.shape)
@@ -130,7 +130,7 @@ class Box:
         return zeros
 
     def launch_rest(self, gradient: torch.Tensor) -> None:
-        """Launch the adjoint of what came beside the zeros of this backward pass."""
+        """Launch the adjoint of a gradient, unless it is the zeros that this backward handed on."""
         (task, zeros), self._zeros = self._zeros or (-1, None), None
         if task != graph_task():
             self.drop_gradients()
@@ -139,7 +139,7 @@ class Box:
         self._add_gradient(gradient)
 
     def finish_gradients(self) -> torch.Tensor:
-        """Wait; the gradient of what Start was given."""
+        """Wait, then the gradient of the tensor that Start was given."""
         gradients, self._gradients = self._gradients, []
         if not gradients:
             raise RuntimeError(
@@ -152,7 +152,7 @@ class Box:
         return total
 
     def drop_gradients(self) -> None:
-        """Those that an exception left behind."""
+        """Wait for gradients that an exception left in flight, and forget them."""
         gradients, self._gradients = self._gradients, []
         for one in gradients:
             one.finish()

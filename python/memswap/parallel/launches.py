@@ -1,30 +1,19 @@
-"""Launches: what a ShardContext launches for its units, in an order that it has learnt.
-
-What is noted of a unit (:class:`Scheduled`), which unit follows which (:class:`Order`), how weights
-come and go (:class:`Gathering`), and gradients on their way (:class:`Reducing`). The ShardContext
-says when (schedule.py).
-"""
+"""What a ShardContext (schedule.py) has to know to launch: units, their order, their reductions."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
 
 from memswap.errors import RankMismatchError
-from memswap.module_hooks import ModuleHooks
+from memswap.hooks.module_hooks import ModuleHooks
 from memswap.parallel.comm import Comm, Ticket
 from memswap.parallel.selftest import ranks_that_differ
-from memswap.parallel.slots import SlotPool
 from memswap.parallel.unit import Member, State, Unit
-
-#: Is called with a unit's name before it is gathered; what it returns is waited for, unless None.
-Prerequisite = Callable[[str], Any]
 
 
 class Launch(NamedTuple):
@@ -33,10 +22,6 @@ class Launch(NamedTuple):
     collective: str
     unit: str
     cause: str
-
-
-#: Notes a collective: which, of which unit, and its cause.
-Note = Callable[[str, Unit, str], None]
 
 
 @dataclass(eq=False)
@@ -48,16 +33,17 @@ class Scheduled:
     residency: str
     unshard_in_backward: bool
     own_memory: bool
-    """Not in a slot: its weights stay while other units come and go."""
+    """Whether its weights have memory of their own, and no slot, since they stay for long."""
     anchor: str | None
     calls: ModuleHooks = field(default_factory=ModuleHooks)
     """The hooks on its modules."""
     anchored: bool = False
     """Whether this forward has passed the anchor."""
     exchanges: int = 0
-    """Those that have arrived in this forward."""
+    """Exchanges that have arrived in this forward."""
     expected_exchanges: int = 0
-    """Those of the last one. Without ``anchor``, the next unit is gathered behind the last."""
+    """Exchanges of the last forward. Without ``anchor``, the next unit is gathered when the last
+    of them has arrived."""
     depth: int = 0
     """Forward calls, also those of a recompute, that have begun and not ended."""
     left: set[int] = field(default_factory=set)
@@ -67,10 +53,16 @@ class Scheduled:
     pinned: bool = False
     """Gathered by unshard(): stays until used or resharded."""
     in_backward: bool = False
+    """Whether the unit's part of a backward has begun and not ended."""
     reached: bool = False
     """Whether this backward has computed a gradient of a parameter."""
     open_calls: int = 0
     """Calls of units with frozen parameters whose backward has begun and not ended."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether its weights are there, or on their way, and nobody uses or has asked for them."""
+        return self.unit.state is not State.ABSENT and self.depth == 0 and not self.pinned
 
 
 def compare_ranks(units: Iterable[Scheduled], settings: object) -> None:
@@ -117,7 +109,7 @@ class Order:
 
     def scope(self, unit: Unit) -> None:
         """``unit`` is used now."""
-        if unit is self._opener:  # a new pass begins: its first unit does not follow the last one
+        if unit is self._opener:  # a new pass: its first unit does not follow the last one
             self._last = None
         if self._last is None:
             self._opener = unit
@@ -137,107 +129,6 @@ class Order:
     def before(self, unit: Unit) -> Unit | None:
         """The unit that came before this one; None: that is not known."""
         return self._before.get(unit)
-
-
-# --- weights --------------------------------------------------------------------------------------
-
-
-class Gathering:
-    """Weights of scheduled units, in slots or in memory of their own.
-
-    Args:
-        pool: where gathered weights live.
-        scheduled: all units that share it; whose it is adds to it.
-        note: is told of each all-gather.
-        warn: is told of a unit that found no slot, and the message.
-    """
-
-    def __init__(
-        self,
-        pool: SlotPool,
-        scheduled: Mapping[Unit, Scheduled],
-        note: Note,
-        warn: Callable[[Unit, str], None],
-    ) -> None:
-        self._pool = pool
-        self._scheduled = scheduled
-        self._note = note
-        self._warn = warn
-        self._prerequisites: list[tuple[Prerequisite, nn.Module | None]] = []
-
-    def after(self, prerequisite: Prerequisite, of: nn.Module | None) -> None:
-        """Gather only after ``prerequisite(name)``; ``of`` a module: for that module's unit."""
-        self._prerequisites.append((prerequisite, of))
-
-    def fetch(self, one: Scheduled, ahead_of: Unit | None = None) -> bool:
-        """Launch the unit's all-gather; ahead of its use only if a slot is free."""
-        unit = one.unit
-        if unit.state is not State.ABSENT:
-            return True
-        lease = None
-        if not one.own_memory:
-            lease = self._pool.take(unit.name, unit.nbytes, unit.device)
-            if lease is None and ahead_of is not None:
-                return False
-            if lease is None and self._drop_unused():
-                lease = self._pool.take(unit.name, unit.nbytes, unit.device)
-            if lease is None:
-                self._pool.stats.overflows += 1
-                self._warn(
-                    unit, "all slots are in use and unit %r needs one; it gets memory of its own"
-                )
-        if lease is None:
-            lease = self._pool.allocate(unit.name, unit.nbytes, unit.device)
-        self._run_prerequisites(unit)
-        unit.fetch(lease)
-        cause = "needed" if ahead_of is None else f"prefetched by {ahead_of.name}"
-        self._note("all-gather", unit, cause)
-        return True
-
-    def use(self, one: Scheduled, *, refresh: bool) -> None:
-        """Have the unit's weights ready; ``refresh``: those of its shards as they are now."""
-        unit = one.unit
-        if refresh and unit.state is not State.ABSENT and unit.stale:
-            self._run_prerequisites(unit)
-            unit.fetch_again()
-            self._note("all-gather", unit, "shards were edited")
-        self.fetch(one)
-        unit.ready()
-
-    def release(self, one: Scheduled) -> None:
-        """Drop the unit's weights."""
-        one.pinned = False
-        one.unit.hide()
-        lease = one.unit.drop()
-        if lease is not None:
-            self._pool.release(lease)
-
-    def _drop_unused(self) -> bool:
-        """Free the slot of a unit that was prefetched and not used: the guess was wrong."""
-        for one in self._scheduled.values():
-            unit = one.unit
-            idle = unit.state is not State.ABSENT and one.depth == 0 and not one.pinned
-            if idle and not one.own_memory and not one.in_backward:
-                self.release(one)
-                return True
-        return False
-
-    def _run_prerequisites(self, unit: Unit) -> None:
-        for prerequisite, module in self._prerequisites:
-            if module is not None and module not in unit.modules:
-                continue
-            awaited = prerequisite(unit.name)
-            if awaited is None:
-                continue
-            if not hasattr(awaited, "wait"):
-                raise TypeError(
-                    f"before_fetch(): the callback returned {type(awaited).__name__} for unit "
-                    f"{unit.name!r}; expected None or something with wait()"
-                )
-            awaited.wait()
-
-
-# --- gradients ------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -314,47 +205,3 @@ class Reduction:
                 if self.missing[i] and self.used[i].item() == 0:
                     continue
                 self.unit.give_gradient(member, output)
-
-
-class Reducing:
-    """The reductions of one backward.
-
-    Args:
-        at_most: so many units' gradients may be on their way at once.
-        note: is told of each collective.
-    """
-
-    def __init__(self, at_most: int, note: Note) -> None:
-        self._at_most = at_most
-        self._note = note
-        self._under_way: deque[Reduction] = deque()
-
-    @property
-    def under_way(self) -> tuple[Reduction, ...]:
-        """Those that were launched and not waited for."""
-        return tuple(self._under_way)
-
-    def launch(self, unit: Unit) -> None:
-        """Reduce the unit's gradients; waits for the oldest reduction if too many are under way."""
-        self._replicate()
-        while len(self._under_way) >= self._at_most:
-            self._under_way.popleft().finish()
-        self._under_way.append(Reduction.launch(unit))
-        self._note("reduce-scatter", unit, "gradients complete")
-
-    def finish(self) -> None:
-        """Wait for all, and hand out their gradients."""
-        self._replicate()
-        while self._under_way:
-            self._under_way.popleft().finish()
-
-    def abandon(self) -> None:
-        """Wait for all, and use none."""
-        while self._under_way:
-            self._under_way.popleft().ticket.wait()
-
-    def _replicate(self) -> None:
-        """Reduce-scatters have had a unit's backward to arrive: let the replicas' part follow."""
-        for reduction in self._under_way:
-            if reduction.replicate():
-                self._note("all-reduce", reduction.unit, "reduce-scatter arrived")

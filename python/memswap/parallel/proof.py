@@ -117,11 +117,10 @@ class PositionTrial:
             NotTriedError: the module ran in no trial; from what it raised.
         """
         failure: Exception | None = None
-        own = len(self.real.positions)
+        own, rows = len(self.real.positions), {0, self.rows // 2, self.rows - 1}
         for dtype, tokens in ((torch.float64, TRIAL_TOKENS), (None, TRIAL_TOKENS), (None, own)):
             try:
                 with _untouched(self.module, dtype, self._device):
-                    rows = {0, self.rows // 2, self.rows - 1}
                     return self._difference(_Trial(tokens * self.rows, dtype), rows, cut_keys)
             except Exception as error:
                 failure = error.with_traceback(None)  # which holds tensors
@@ -196,9 +195,8 @@ class PositionTrial:
         queries, keys = trial.queries, self._keys(trial.queries)
         whole = self._whole(trial, keys)
         worst, compared = 0.0, False
-        masks: set[bool] = set()  # whether there are some
         for fill in (True, False):  # of boolean masks, whichever means that a key is seen
-            found = {}
+            found = []
             for row in sorted(rows):
                 part = Lengths(self.cut(queries).ranges[row], queries, keys)
                 places = part.positions.to(self._device)
@@ -210,68 +208,48 @@ class PositionTrial:
                         mine[name] = whole[name].index_select(one.seq_dim, places)
                     elif cut_keys:
                         mine[name] = whole[name].narrow(one.seq_dim, 0, part.stop)
-                outputs, largest_bytes = self._run(mine, part, fill, trial.dtype, masks)
+                outputs, largest_bytes, _ = self._run(mine, part, fill, trial.dtype)
                 trial.check(largest_bytes * queries // len(places))
-                found[row] = places, outputs
+                found.append((places, outputs))
             all_queries = Lengths(((0, queries),), queries, keys)
-            expected, _ = self._run(whole, all_queries, fill, trial.dtype, masks)
-            for places, outputs in found.values():
+            expected, _, has_masks = self._run(whole, all_queries, fill, trial.dtype)
+            for places, outputs in found:
                 for theirs, ours in zip(expected, outputs, strict=True):
-                    if not self._is_cut(theirs, ours, queries, len(places)):
+                    shape = list(theirs.shape)
+                    if len(shape) <= self.seq_dim or shape[self.seq_dim] != queries:
+                        continue
+                    shape[self.seq_dim] = len(places)
+                    if list(ours.shape) != shape:
                         continue
                     theirs = theirs.index_select(self.seq_dim, places)
                     each = self.seq_dim if trial.limit_bytes else None
                     by = _difference(theirs, ours, trial.dtype == torch.float64, each)
                     if by is not None:
                         worst, compared = max(worst, by), True
-            if not masks:
+            if not has_masks:
                 break
         if not compared:
             raise NotTriedError("it returned no tensor with the dimensions of the queries")
         return worst
-
-    def _is_cut(self, whole: torch.Tensor, part: torch.Tensor, queries: int, count: int) -> bool:
-        sizes = list(whole.shape)
-        if len(sizes) <= self.seq_dim or sizes[self.seq_dim] != queries:
-            return False
-        sizes[self.seq_dim] = count
-        return list(part.shape) == sizes
 
     def _run(
         self,
         values: Mapping[Role, torch.Tensor],
         lengths: Lengths,
         fill: bool,
-        dtype: torch.dtype | None,
-        masks: set[bool],
-    ) -> tuple[list[torch.Tensor], int]:
-        """What the module returns, and the bytes of the largest tensor on its way there."""
-
-        def other(tensor: torch.Tensor) -> torch.Tensor:
-            return self._resized(tensor, lengths, fill, dtype, masks)
-
-        args, kwargs = self.call(values, other)
-        with (
-            torch.no_grad(),
-            _disable_current_modes(),
-            _MeasuredQueries(lengths, dropout=False) as mode,
-        ):
-            output = self.module.forward(*args, **kwargs)
-        return [
-            one for one in tree_leaves(output) if isinstance(one, torch.Tensor)
-        ], mode.largest_bytes
-
-    def _resized(
-        self,
-        tensor: torch.Tensor,
-        lengths: Lengths,
-        fill: bool,
         wide: torch.dtype | None,
-        masks: set[bool],
-    ) -> torch.Tensor:
-        """A tensor argument for a call of these lengths, which says nothing of its own.
+    ) -> tuple[list[torch.Tensor], int, bool]:
+        """One call of the module.
 
-        Integers are taken for positions, booleans and numbers for masks.
+        Args:
+            values: query, key and value.
+            lengths: of these.
+            fill: what boolean masks are filled with.
+            wide: dtype of floating-point arguments; None: as they are.
+
+        Returns:
+            What it returned, the bytes of the largest tensor on the way there, and whether among
+            its arguments were masks.
         """
         places, real = lengths.positions, self.real
         sizes = {
@@ -280,19 +258,34 @@ class PositionTrial:
             self.local: len(places),
             len(real.positions): len(places),
         }
-        dims = [dim for dim, size in enumerate(tensor.shape) if size > 1 and size in sizes]
-        floating = tensor.is_floating_point()
-        if not dims:
-            return tensor.detach().to(wide) if wide and floating else tensor.detach()
-        shape = [sizes[n] if dim in dims else n for dim, n in enumerate(tensor.shape)]
-        dtype = wide if wide and floating else tensor.dtype
-        device = tensor.device
-        if floating or tensor.dtype == torch.bool:
-            masks.add(True)
-            return torch.full(shape, fill and not floating, dtype=dtype, device=device)
-        along = places if shape[dims[-1]] == len(places) else torch.arange(shape[dims[-1]])
-        view = [-1 if dim == dims[-1] else 1 for dim in range(len(shape))]
-        return along.to(device, dtype).view(view).expand(shape).contiguous()
+        has_masks = False
+
+        def resized(tensor: torch.Tensor) -> torch.Tensor:
+            """An argument of these lengths: integers are taken for positions, others for masks."""
+            nonlocal has_masks
+            dims = [dim for dim, size in enumerate(tensor.shape) if size > 1 and size in sizes]
+            floating = tensor.is_floating_point()
+            dtype = wide if wide and floating else tensor.dtype
+            if not dims:
+                return tensor.detach().to(dtype)
+            shape = [sizes[n] if dim in dims else n for dim, n in enumerate(tensor.shape)]
+            if floating or tensor.dtype == torch.bool:
+                has_masks = True
+                return torch.full(shape, fill and not floating, dtype=dtype, device=tensor.device)
+            last = dims[-1]
+            along = places if shape[last] == len(places) else torch.arange(shape[last])
+            view = [-1 if dim == last else 1 for dim in range(len(shape))]
+            return along.to(tensor.device, dtype).view(view).expand(shape).contiguous()
+
+        args, kwargs = self.call(values, resized)
+        with (
+            torch.no_grad(),
+            _disable_current_modes(),
+            _MeasuredQueries(lengths, dropout=False) as mode,
+        ):
+            output = self.module.forward(*args, **kwargs)
+        tensors = [one for one in tree_leaves(output) if isinstance(one, torch.Tensor)]
+        return tensors, mode.largest_bytes, has_masks
 
 
 @dataclass(frozen=True)
@@ -372,11 +365,11 @@ def _untouched(module: nn.Module, wide: torch.dtype | None, device: torch.device
         wide: dtype of all that is floating-point; None: as it is.
     """
     generator = torch.Generator().manual_seed(21)
-    kept = [(one, _contents(one)) for one in module.modules()]
+    kept = [(one, dict(vars(one)), _copied(one)) for one in module.modules()]
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type="cuda" if not devices else device.type):
         try:
-            for one, _ in kept:
+            for one, *_ in kept:
                 one.training = False
                 for name, value in one._parameters.items():
                     if value is not None:  # those that begin as zeros would hide what they do
@@ -393,22 +386,16 @@ def _untouched(module: nn.Module, wide: torch.dtype | None, device: torch.device
                             own[name] = value.to(wide, copy=True) if converts else value.clone()
             yield
         finally:
-            for one, contents in kept:
-                _restore(one, contents)
+            for one, attributes, contents in kept:
+                vars(one).clear()
+                vars(one).update(attributes)
+                for name, content in contents.items():
+                    holder = attributes[name]
+                    holder.clear()
+                    holder.extend(content) if isinstance(holder, list) else holder.update(content)
 
 
-def _contents(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """A module's attributes, and copies of those that hold others."""
-    return {
-        name: (value, copy.copy(value) if type(value) in (list, dict, set) else None)
-        for name, value in module.__dict__.items()
-    }
-
-
-def _restore(module: nn.Module, contents: dict[str, tuple[Any, Any]]) -> None:
-    module.__dict__.clear()
-    for name, (value, own) in contents.items():
-        module.__dict__[name] = value
-        if own is not None:
-            value.clear()
-            value.extend(own) if isinstance(value, list) else value.update(own)
+def _copied(module: nn.Module) -> dict[str, Any]:
+    """Copies of the attributes of a module that hold others."""
+    holders = (list, dict, set)
+    return {name: copy.copy(one) for name, one in vars(module).items() if type(one) in holders}

@@ -6,27 +6,21 @@ other than the two named ones are carried along, whatever they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from memswap.parallel.comm import Comm, Ticket
-from memswap.parallel.in_flight import InFlight
+from memswap.parallel.in_flight import InFlight, Redistribution
 from memswap.parallel.layouts import SequenceShards
 
 
 @dataclass(frozen=True)
-class _HeadExchange:
-    """What both directions between sequence and heads have in common.
+class _HeadExchange(Redistribution):
+    """What both directions between sequence and heads have in common."""
 
-    Args:
-        comm: the ranks.
-        heads: per rank, the heads it computes. A head may be at several ranks.
-        lengths: per rank, its number of tokens.
-        seq_dim: the dimension of the tokens.
-        head_dim: the dimension of the heads.
-    """
+    collective = "all-to-all"
 
     comm: Comm
     heads: tuple[tuple[int, ...], ...]
@@ -47,10 +41,12 @@ class _HeadExchange:
         """Number of heads of the whole tensor."""
         return 1 + max(head for own in self.heads for head in own)
 
+    def _check(self, tensor: torch.Tensor, tokens: int, heads: int, label: str) -> None:
+        _check_size(tensor, self.seq_dim, tokens, label, "tokens")
+        _check_size(tensor, self.head_dim, heads, label, "heads")
+
     def _shape(self, tensor: torch.Tensor, tokens: int, heads: int) -> list[int]:
-        shape = list(tensor.shape)
-        shape[self.seq_dim], shape[self.head_dim] = tokens, heads
-        return shape
+        return _with_size(_with_size(tensor.shape, self.seq_dim, tokens), self.head_dim, heads)
 
 
 class SequenceToHeads(_HeadExchange):
@@ -71,22 +67,17 @@ class SequenceToHeads(_HeadExchange):
         ValueError: ``heads`` or ``lengths`` are of another number of ranks.
     """
 
-    collective = "all-to-all"
-
     def launch(self, tensor: torch.Tensor, label: str) -> InFlight:
-        """See :meth:`Redistribution.launch`; ``tensor`` is this rank's part."""
         rank = self.comm.rank
-        check_size(tensor, self.seq_dim, self.lengths[rank], label, "tokens")
-        check_size(tensor, self.head_dim, self.all_heads, label, "heads")
+        self._check(tensor, self.lengths[rank], self.all_heads, label)
         parts = [take(tensor, self.head_dim, own) for own in self.heads]
         heads = len(self.heads[rank])
         shapes = [self._shape(tensor, length, heads) for length in self.lengths]
-        ticket, arrived = all_to_all(self.comm, parts, shapes, label)
+        ticket, arrived = _all_to_all(self.comm, parts, shapes, label)
         shape = self._shape(tensor, sum(self.lengths), heads)
         return InFlight(ticket, lambda: torch.cat(arrived(), dim=self.seq_dim), shape)
 
     def adjoint(self) -> HeadsToSequence:
-        """What the gradient goes through."""
         return HeadsToSequence(self.comm, self.heads, self.lengths, self.seq_dim, self.head_dim)
 
 
@@ -97,16 +88,12 @@ class HeadsToSequence(_HeadExchange):
     becomes the sum of theirs, added in the order of the ranks.
     """
 
-    collective = "all-to-all"
-
     def launch(self, tensor: torch.Tensor, label: str) -> InFlight:
-        """See :meth:`Redistribution.launch`; ``tensor`` is this rank's part."""
         rank = self.comm.rank
-        check_size(tensor, self.seq_dim, sum(self.lengths), label, "tokens")
-        check_size(tensor, self.head_dim, len(self.heads[rank]), label, "heads")
+        self._check(tensor, sum(self.lengths), len(self.heads[rank]), label)
         parts = tensor.split(list(self.lengths), dim=self.seq_dim)
         shapes = [self._shape(tensor, self.lengths[rank], len(own)) for own in self.heads]
-        ticket, arrived = all_to_all(self.comm, parts, shapes, label)
+        ticket, arrived = _all_to_all(self.comm, parts, shapes, label)
         shape = self._shape(tensor, self.lengths[rank], self.all_heads)
 
         def unpack() -> torch.Tensor:
@@ -115,7 +102,7 @@ class HeadsToSequence(_HeadExchange):
                 return torch.cat(parts, dim=self.head_dim)
             output = parts[0].new_zeros(shape)
             for own, part in zip(self.heads, parts, strict=True):
-                for place, head, count in runs(own):
+                for place, head, count in _runs(own):
                     sent = part.narrow(self.head_dim, place, count)
                     output.narrow(self.head_dim, head, count).add_(sent)
             return output
@@ -123,20 +110,15 @@ class HeadsToSequence(_HeadExchange):
         return InFlight(ticket, unpack, shape)
 
     def adjoint(self) -> SequenceToHeads:
-        """What the gradient goes through."""
         return SequenceToHeads(self.comm, self.heads, self.lengths, self.seq_dim, self.head_dim)
 
 
 @dataclass(frozen=True)
-class _SequenceGather:
+class _SequenceGather(Redistribution):
     """What gathering a sequence and scattering it have in common.
 
-    Shorter parts are padded on the way, so that any lengths are one collective.
-
-    Args:
-        comm: the ranks.
-        shards: which ranges of the sequence each rank holds.
-        seq_dim: the dimension of the tokens.
+    Ranks exchange their tokens one rank after another, shorter parts padded, so that any lengths
+    are one collective.
     """
 
     comm: Comm
@@ -155,10 +137,13 @@ class _SequenceGather:
         """Tokens of this rank."""
         return self.shards.lengths[self.comm.rank]
 
-    def _shape(self, tensor: torch.Tensor, tokens: int) -> list[int]:
-        shape = list(tensor.shape)
-        shape[self.seq_dim] = tokens
-        return shape
+    def _places(self) -> Iterator[tuple[int, int, int]]:
+        """Ranges of the sequence, and where each begins among the padded parts."""
+        for rank, own in enumerate(self.shards.ranges):
+            place = rank * max(self.shards.lengths)
+            for start, stop in own:
+                yield start, stop, place
+                place += stop - start
 
 
 class GatherSequence(_SequenceGather):
@@ -178,30 +163,23 @@ class GatherSequence(_SequenceGather):
     collective = "all-gather"
 
     def launch(self, tensor: torch.Tensor, label: str) -> InFlight:
-        """See :meth:`Redistribution.launch`; ``tensor`` is this rank's part."""
-        check_size(tensor, self.seq_dim, self.own_length, label, "tokens")
+        _check_size(tensor, self.seq_dim, self.own_length, label, "tokens")
         tokens = tensor.movedim(self.seq_dim, 0)
-        padded = max(self.shards.lengths)
-        send = tokens.new_zeros((padded, *tokens.shape[1:]))
+        send = tokens.new_zeros((max(self.shards.lengths), *tokens.shape[1:]))
         send[: len(tokens)] = tokens
-        received = send.new_empty((self.comm.size, *send.shape))
-        ticket = self.comm.all_gather([received.flatten(0, 1)], [send], label=label)
+        received = send.new_empty((self.comm.size * len(send), *send.shape[1:]))
+        ticket = self.comm.all_gather([received], [send], label=label)
 
         def unpack() -> torch.Tensor:
-            pieces = []
-            for rank, own in enumerate(self.shards.ranges):
-                offset = 0
-                for start, stop in own:
-                    pieces.append((start, received[rank, offset : offset + stop - start]))
-                    offset += stop - start
-            pieces.sort(key=lambda piece: piece[0])
-            whole = torch.cat([piece for _, piece in pieces])
-            return whole.movedim(0, self.seq_dim).contiguous()
+            parts = [
+                received[place : place + stop - start]
+                for start, stop, place in sorted(self._places())
+            ]
+            return torch.cat(parts).movedim(0, self.seq_dim).contiguous()
 
-        return InFlight(ticket, unpack, self._shape(tensor, self.shards.length))
+        return InFlight(ticket, unpack, _with_size(tensor.shape, self.seq_dim, self.shards.length))
 
     def adjoint(self) -> ReduceScatterSequence:
-        """What the gradient goes through."""
         return ReduceScatterSequence(self.comm, self.shards, self.seq_dim)
 
 
@@ -214,31 +192,25 @@ class ReduceScatterSequence(_SequenceGather):
     collective = "reduce-scatter"
 
     def launch(self, tensor: torch.Tensor, label: str) -> InFlight:
-        """See :meth:`Redistribution.launch`; ``tensor`` is this rank's part."""
-        check_size(tensor, self.seq_dim, self.shards.length, label, "tokens")
+        _check_size(tensor, self.seq_dim, self.shards.length, label, "tokens")
         tokens = tensor.movedim(self.seq_dim, 0)
-        padded = max(self.shards.lengths)
-        send = tokens.new_zeros((self.comm.size, padded, *tokens.shape[1:]))
-        for rank, own in enumerate(self.shards.ranges):
-            offset = 0
-            for start, stop in own:
-                send[rank, offset : offset + stop - start] = tokens[start:stop]
-                offset += stop - start
-        received = send.new_empty(send.shape[1:])
-        ticket = self.comm.reduce_scatter([received], [send.flatten(0, 1)], op="sum", label=label)
+        received = tokens.new_empty((max(self.shards.lengths), *tokens.shape[1:]))
+        send = tokens.new_zeros((self.comm.size * len(received), *tokens.shape[1:]))
+        for start, stop, place in self._places():
+            send[place : place + stop - start] = tokens[start:stop]
+        ticket = self.comm.reduce_scatter([received], [send], op="sum", label=label)
 
         def unpack() -> torch.Tensor:
             return received[: self.own_length].movedim(0, self.seq_dim).contiguous()
 
-        return InFlight(ticket, unpack, self._shape(tensor, self.own_length))
+        return InFlight(ticket, unpack, _with_size(tensor.shape, self.seq_dim, self.own_length))
 
     def adjoint(self) -> GatherSequence:
-        """What the gradient goes through."""
         return GatherSequence(self.comm, self.shards, self.seq_dim)
 
 
 @dataclass(frozen=True)
-class MoveSequence:
+class MoveSequence(Redistribution):
     """From one cut of the sequence to another one, each rank holding a part of both.
 
     Args:
@@ -267,40 +239,33 @@ class MoveSequence:
                 )
 
     def launch(self, tensor: torch.Tensor, label: str) -> InFlight:
-        """See :meth:`Redistribution.launch`; ``tensor`` is this rank's part."""
         rank, dim = self.comm.rank, self.seq_dim
-        check_size(tensor, dim, self.source.lengths[rank], label, "tokens")
-        places = self.source.positions_of(rank)
-        parts = [
-            torch.cat(
-                [tensor.narrow(dim, places(start), stop - start) for start, stop in pieces]
-                or [tensor.narrow(dim, 0, 0)],
-                dim=dim,
-            )
-            for pieces in (self._pieces(rank, other) for other in range(self.comm.size))
-        ]
+        _check_size(tensor, dim, self.source.lengths[rank], label, "tokens")
+        place_of = self.source.positions_of(rank)
+        parts = []
+        for other in range(self.comm.size):
+            pieces = [
+                tensor.narrow(dim, place_of(start), stop - start)
+                for start, stop in self._pieces(rank, other)
+            ]
+            parts.append(torch.cat(pieces or [tensor.narrow(dim, 0, 0)], dim=dim))
         arriving = [self._pieces(other, rank) for other in range(self.comm.size)]
-        shape = list(tensor.shape)
-        shapes = []
-        for pieces in arriving:
-            shape[dim] = sum(stop - start for start, stop in pieces)
-            shapes.append(list(shape))
-        ticket, arrived = all_to_all(self.comm, parts, shapes, label)
-        shape[dim] = self.target.lengths[rank]
+        sizes = [[stop - start for start, stop in pieces] for pieces in arriving]
+        shapes = [_with_size(tensor.shape, dim, sum(each)) for each in sizes]
+        ticket, arrived = _all_to_all(self.comm, parts, shapes, label)
+        shape = _with_size(tensor.shape, dim, self.target.lengths[rank])
 
         def unpack() -> torch.Tensor:
-            own = self.target.positions_of(rank)
+            place_of = self.target.positions_of(rank)
             output = tensor.new_empty(shape)
-            for part, pieces in zip(arrived(), arriving, strict=True):
-                sizes = [stop - start for start, stop in pieces]
-                for piece, (start, stop) in zip(part.split(sizes, dim), pieces, strict=True):
-                    output.narrow(dim, own(start), stop - start).copy_(piece)
+            for part, pieces, each in zip(arrived(), arriving, sizes, strict=True):
+                for piece, (start, stop) in zip(part.split(each, dim), pieces, strict=True):
+                    output.narrow(dim, place_of(start), stop - start).copy_(piece)
             return output
 
         return InFlight(ticket, unpack, shape)
 
     def adjoint(self) -> MoveSequence:
-        """What the gradient goes through."""
         return MoveSequence(self.comm, self.target, self.source, self.seq_dim)
 
     def _pieces(self, sender: int, receiver: int) -> list[tuple[int, int]]:
@@ -318,7 +283,19 @@ SequenceExchange = (
 )
 
 
-def all_to_all(
+def take(tensor: torch.Tensor, dim: int, heads: Sequence[int]) -> torch.Tensor:
+    """Some heads of a tensor. By slices: an index tensor would travel to the device each time.
+
+    Args:
+        tensor: with heads in dimension ``dim``.
+        dim: the dimension of the heads.
+        heads: which, in this order.
+    """
+    parts = [tensor.narrow(dim, head, count) for _, head, count in _runs(heads)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+
+
+def _all_to_all(
     comm: Comm, parts: Sequence[torch.Tensor], shapes: Sequence[list[int]], label: str
 ) -> tuple[Ticket, Callable[[], list[torch.Tensor]]]:
     """Launch one all-to-all of tensors that need not have the same size.
@@ -341,7 +318,7 @@ def all_to_all(
     ]
 
 
-def runs(heads: Sequence[int]) -> list[tuple[int, int, int]]:
+def _runs(heads: Sequence[int]) -> list[tuple[int, int, int]]:
     """Heads that follow one another, as ``(place in heads, first of them, how many)``."""
     found: list[tuple[int, int, int]] = []
     for place, head in enumerate(heads):
@@ -352,31 +329,14 @@ def runs(heads: Sequence[int]) -> list[tuple[int, int, int]]:
     return found
 
 
-def take(tensor: torch.Tensor, dim: int, heads: Sequence[int]) -> torch.Tensor:
-    """Some heads of a tensor. By slices: an index tensor would travel to the device each time.
-
-    Args:
-        tensor: with heads in dimension ``dim``.
-        dim: the dimension of the heads.
-        heads: which, in this order.
-    """
-    parts = [tensor.narrow(dim, head, count) for _, head, count in runs(heads)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+def _with_size(shape: Sequence[int], dim: int, size: int) -> list[int]:
+    changed = list(shape)
+    changed[dim] = size
+    return changed
 
 
-def check_size(tensor: torch.Tensor, dim: int, expected: int, label: str, what: str) -> None:
-    """Refuse a part that does not fit: launched, it would hang or corrupt the other ranks.
-
-    Args:
-        tensor: this rank's part.
-        dim: the dimension to look at.
-        expected: its size on this rank.
-        label: of the exchange, for the message.
-        what: the dimension has, for the message.
-
-    Raises:
-        ValueError: the size is another one.
-    """
+def _check_size(tensor: torch.Tensor, dim: int, expected: int, label: str, what: str) -> None:
+    """Refuse a part that does not fit: launched, it would hang or corrupt the other ranks."""
     if tensor.size(dim) != expected:
         raise ValueError(
             f"exchange {label!r}: found {tensor.size(dim)} {what} in dimension {dim} of "

@@ -14,6 +14,7 @@ thread that runs the modules, on its stream:
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -24,16 +25,7 @@ from torch import nn
 from memswap.engine.autograd import graph_task
 from memswap.errors import InplaceEditError
 from memswap.parallel.comm import Comm, ProcessGroupComm
-from memswap.parallel.launches import (
-    Gathering,
-    Launch,
-    Order,
-    Prerequisite,
-    Reducing,
-    Reduction,
-    Scheduled,
-    compare_ranks,
-)
+from memswap.parallel.launches import Launch, Order, Reduction, Scheduled, compare_ranks
 from memswap.parallel.slots import SlotPool, SlotStats
 from memswap.parallel.unit import State, Unit
 
@@ -41,6 +33,9 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 _log = logging.getLogger(__name__)
+
+#: Is called with a unit's name before it is gathered; what it returns is waited for, unless None.
+Prerequisite = Callable[[str], Any]
 
 
 class ShardContext:
@@ -69,11 +64,12 @@ class ShardContext:
         if max_reduces < 1:
             raise ValueError(f"max_reduces={max_reduces}: expected at least 1")
         self.explicit = True
-        """Made by the user, not for want of one."""
+        """Whether the user made this context, and not :func:`shard` by default."""
         self.pool = SlotPool(slots, debug=debug)
         self.scheduled: dict[Unit, Scheduled] = {}
-        self._gathering = Gathering(self.pool, self.scheduled, self._note, self._warn)
-        self._reducing = Reducing(max_reduces, self._note)
+        self._prerequisites: list[tuple[Prerequisite, nn.Module | None]] = []
+        self._reductions: deque[Reduction] = deque()
+        self._max_reduces = max_reduces
         self._prefetches = prefetch
         self._settings = (slots, prefetch, max_reduces)
         self._open_comm = open_comm
@@ -109,7 +105,7 @@ class ShardContext:
                 f"before_fetch(): found a {type(of).__name__} that this context has not sharded; "
                 "call shard(module, ..., context=context) first"
             )
-        self._gathering.after(prerequisite, of)
+        self._prerequisites.append((prerequisite, of))
 
     def stats(self) -> SlotStats:
         """What the memory pool did; see :class:`SlotStats`."""
@@ -122,32 +118,31 @@ class ShardContext:
         return self._comms[group]
 
     def add(self, scheduled: Scheduled) -> None:
-        """A new unit, after those that are here."""
+        """Schedule a new unit, after those that are here."""
         unit = scheduled.unit
         self.scheduled[unit] = scheduled
-        unit.on_gradient = self._gradient_arrived
+        unit.on_gradient = self.gradient_arrived
         if not scheduled.own_memory:
             self.pool.reserve(unit.nbytes)
 
     @property
     def reductions_under_way(self) -> tuple[Reduction, ...]:
-        """Those of the present backward that were launched and not waited for."""
-        return self._reducing.under_way
+        """The reductions of the present backward that were launched and not waited for."""
+        return tuple(self._reductions)
 
     def finish_reductions(self) -> None:
         """Wait for reductions under way; all ranks call this at the same place of a backward.
 
         At the end of backward it happens by itself.
         """
-        self._reducing.finish()
+        self._replicate()
+        while self._reductions:
+            self._reductions.popleft().finish()
 
     def recover(self) -> None:
         """Outside of backward: forget a step that raised, and forwards that were interrupted."""
         for one in self.scheduled.values():
             one.calls.depth()  # abandons those that have ended without their hook
-        self._recover_backward()
-
-    def _recover_backward(self) -> None:
         if self._in_backward and graph_task() == -1:
             self.reset()
 
@@ -157,9 +152,10 @@ class ShardContext:
         Called by itself at the next forward after a backward that raised, or when a caller asks
         the model for its parameters.
         """
-        self._reducing.abandon()
+        while self._reductions:
+            self._reductions.popleft().ticket.wait()
         for one in self.scheduled.values():
-            self._gathering.release(one)
+            self.release(one.unit)
             one.unit.forget_gradients()
             one.depth = one.open_calls = 0
             one.left.clear()
@@ -173,24 +169,24 @@ class ShardContext:
     def enter_forward(self, unit: Unit) -> None:
         """A module of the unit is about to run, in forward or to be recomputed in backward."""
         one = self.scheduled[unit]
-        if graph_task() != -1:
+        recomputed = graph_task() != -1
+        if recomputed:
             self._enter_backward()
-            one.depth += 1
-            self.use(one)
-            unit.expose()
-            self._prefetch(self._expected_in_backward(unit), unit)
-            return
-        self._recover_backward()
-        if not self._compared:
-            self._compared = True
-            compare_ranks(self.scheduled.values(), self._settings)
+        else:
+            if self._in_backward:
+                self.reset()
+            if not self._compared:
+                self._compared = True
+                compare_ranks(self.scheduled.values(), self._settings)
+            one.anchored = False
+            one.exchanges = 0
+            self._forward.scope(unit)
         one.depth += 1
-        one.anchored = False
-        one.exchanges = 0
-        self._forward.scope(unit)
-        self.use(one)
+        self.use(unit)
         unit.expose()
-        if one.anchor is None and one.expected_exchanges == 0:
+        if recomputed:
+            self._prefetch(self._expected_in_backward(unit), unit)
+        elif one.anchor is None and one.expected_exchanges == 0:
             self.reach_anchor(unit)
 
     def exchange_arrived(self, unit: Unit) -> None:
@@ -237,7 +233,7 @@ class ShardContext:
         one.pinned = False
         stays = one.residency == "step" or (backward_comes and not one.reshard_after_forward)
         if not stays:
-            self._gathering.release(one)
+            self.release(unit)
 
     def abandon_forward(self, unit: Unit) -> None:
         """A forward call was interrupted, and no hook has told its end."""
@@ -247,7 +243,7 @@ class ShardContext:
         one.depth -= 1
         if one.depth == 0 and not one.in_backward:
             one.left.clear()
-            self._gathering.release(one)
+            self.release(unit)
 
     def enter_unit_backward(self, unit: Unit, versions: tuple[int, ...]) -> None:
         """A gradient of the unit's output is there: its backward begins."""
@@ -262,32 +258,92 @@ class ShardContext:
                 "dict) between its forward and its backward; run backward first"
             )
         self._backward.scope(unit)
-        self.use(one)
+        self.use(unit)
         unit.expose()  # a checkpoint inside the unit runs parts of it again, without its hooks
         self._prefetch(self._expected_in_backward(unit), unit)
 
-    def call_began_backward(self, unit: Unit) -> None:
-        """The backward of one call of a module of the unit has begun."""
-        self.scheduled[unit].open_calls += 1
+    def gradient_arrived(self, unit: Unit) -> None:
+        """Once all gradients of a unit are there, nothing in this backward needs its weights.
 
-    def call_ended_backward(self, unit: Unit) -> None:
-        """The backward of one call has ended: its gradients are there."""
-        self.scheduled[unit].open_calls -= 1
-        self._gradient_arrived(unit)
+        Every operator that reads a weight leads to a trainable parameter of the unit or, with
+        frozen ones, to its inputs: when those have their gradients, it has run.
+        """
+        one = self.scheduled[unit]
+        self._enter_backward()
+        one.reached = one.reached or bool(unit.arrived)
+        if one.open_calls == 0 and unit.arrived.issuperset(unit.trainable):
+            self._finish(one)
 
     # --- weights ----------------------------------------------------------------------------------
 
-    def fetch(self, one: Scheduled) -> None:
-        """Launch the unit's all-gather, unless its weights are there or on their way."""
-        self._gathering.fetch(one)
+    def fetch(self, unit: Unit, ahead_of: Unit | None = None) -> None:
+        """Launch a unit's all-gather, unless its weights are there or on their way.
 
-    def use(self, one: Scheduled) -> None:
-        """Have the unit's weights ready, and in forward those of its shards as they are now."""
-        self._gathering.use(one, refresh=not self._in_backward)
+        Args:
+            unit: whose weights they are.
+            ahead_of: the unit beside whose compute they travel: only if a slot is free. None: they
+                are needed now.
+        """
+        if unit.state is not State.ABSENT:
+            return
+        lease = None
+        if not self.scheduled[unit].own_memory:
+            lease = self.pool.take(unit.name, unit.nbytes, unit.device)
+            if lease is None and ahead_of is not None:
+                return
+            if lease is None and self._drop_unused():
+                lease = self.pool.take(unit.name, unit.nbytes, unit.device)
+            if lease is None:
+                self.pool.stats.overflows += 1
+                self._warn(
+                    unit, "all slots are in use and unit %r needs one; it gets memory of its own"
+                )
+        if lease is None:
+            lease = self.pool.allocate(unit.name, unit.nbytes, unit.device)
+        self._run_prerequisites(unit)
+        unit.fetch(lease)
+        self._note(
+            "all-gather", unit, "needed" if ahead_of is None else f"prefetched by {ahead_of.name}"
+        )
+
+    def use(self, unit: Unit) -> None:
+        """Have a unit's weights ready, and in forward those of its shards as they are now."""
+        if not self._in_backward and unit.state is not State.ABSENT and unit.stale:
+            self._run_prerequisites(unit)
+            unit.fetch_again()
+            self._note("all-gather", unit, "shards were edited")
+        self.fetch(unit)
+        unit.ready()
 
     def release(self, unit: Unit) -> None:
-        """Drop the unit's weights."""
-        self._gathering.release(self.scheduled[unit])
+        """Drop a unit's weights."""
+        self.scheduled[unit].pinned = False
+        unit.hide()
+        lease = unit.drop()
+        if lease is not None:
+            self.pool.release(lease)
+
+    def _drop_unused(self) -> bool:
+        """Free the slot of a unit that was prefetched and not used: the guess was wrong."""
+        for one in self.scheduled.values():
+            if one.idle and not one.own_memory and not one.in_backward:
+                self.release(one.unit)
+                return True
+        return False
+
+    def _run_prerequisites(self, unit: Unit) -> None:
+        for prerequisite, module in self._prerequisites:
+            if module is not None and module not in unit.modules:
+                continue
+            awaited = prerequisite(unit.name)
+            if awaited is None:
+                continue
+            if not hasattr(awaited, "wait"):
+                raise TypeError(
+                    f"before_fetch(): the callback returned {type(awaited).__name__} for unit "
+                    f"{unit.name!r}; expected None or something with wait()"
+                )
+            awaited.wait()
 
     def _warn(self, unit: Unit, message: str) -> None:
         """Once for each unit."""
@@ -302,7 +358,7 @@ class ShardContext:
 
     def _prefetch(self, unit: Unit | None, ahead_of: Unit) -> None:
         if self._prefetches and unit is not None and unit in self.scheduled:
-            self._gathering.fetch(self.scheduled[unit], ahead_of)
+            self.fetch(unit, ahead_of)
 
     def _expected_in_forward(self, unit: Unit) -> Unit | None:
         return self._forward.after(unit) or self._neighbour(unit, 1)
@@ -316,7 +372,7 @@ class ShardContext:
         return expected
 
     def _neighbour(self, unit: Unit, step: int) -> Unit | None:
-        """The one that was sharded after or before it: all that is known in a first step."""
+        """The unit that was sharded after or before this one: a guess for the first step."""
         units = list(self.scheduled)
         place = units.index(unit) + step
         return units[place] if 0 <= place < len(units) else None
@@ -335,18 +391,6 @@ class ShardContext:
             self._ending = ref(end)
             torch.autograd.Variable._execution_engine.queue_callback(end)
 
-    def _gradient_arrived(self, unit: Unit) -> None:
-        """Once all gradients of a unit are there, nothing in this backward needs its weights.
-
-        Every operator that reads a weight leads to a trainable parameter of the unit or, with
-        frozen ones, to its inputs: when those have their gradients, it has run.
-        """
-        one = self.scheduled[unit]
-        self._enter_backward()
-        one.reached = one.reached or bool(unit.arrived)
-        if one.open_calls == 0 and unit.arrived.issuperset(unit.trainable):
-            self._finish(one)
-
     def _finish(self, one: Scheduled) -> None:
         """The unit's part of this backward is over: reduce its gradients, drop its weights."""
         unit = one.unit
@@ -356,12 +400,41 @@ class ShardContext:
         if not one.sync:
             unit.keep_gradients()
         elif participated and unit.trainable:
-            self._reducing.launch(unit)
+            self._reduce(unit)
         if one.sync or one.residency != "step":
-            self._gathering.release(one)
+            self.release(unit)
 
-    def _tell_of_inputs(self, unit: Unit) -> None:
-        """Legal, and what a schedule that splits a backward in two does: say it once."""
+    def _reduce(self, unit: Unit) -> None:
+        """Reduce a unit's gradients; wait for the oldest reduction if too many are under way."""
+        self._replicate()
+        while len(self._reductions) >= self._max_reduces:
+            self._reductions.popleft().finish()
+        self._reductions.append(Reduction.launch(unit))
+        self._note("reduce-scatter", unit, "gradients complete")
+
+    def _replicate(self) -> None:
+        """Reduce-scatters have had a unit's backward to arrive: let the replicas' part follow."""
+        for reduction in self._reductions:
+            if reduction.replicate():
+                self._note("all-reduce", reduction.unit, "reduce-scatter arrived")
+
+    def _end_backward(self) -> None:
+        for one in self.scheduled.values():
+            if one.in_backward and one.unit.trainable and not one.reached:
+                self._warn_of_inputs(one.unit)
+            one.reached = False
+            if one.in_backward or (one.sync and one.unit.has_gradients):
+                self._finish(one)  # some of its parameters were not used
+        self.finish_reductions()
+        for one in self.scheduled.values():
+            if one.idle and (one.sync or one.residency != "step"):
+                self.release(one.unit)
+        self.last_step, self._launches = self._launches, []
+        self._backward.pause()
+        self._in_backward = False
+
+    def _warn_of_inputs(self, unit: Unit) -> None:
+        """Say once that a backward computed no gradient of a unit's weights, which is legal."""
         if not self._told_of_inputs:
             self._told_of_inputs = True
             _log.warning(
@@ -370,19 +443,3 @@ class ShardContext:
                 "bubble) will not find sharded weights: use one that calls backward() once",
                 unit.name,
             )
-
-    def _end_backward(self) -> None:
-        for one in self.scheduled.values():
-            if one.in_backward and one.unit.trainable and not one.reached:
-                self._tell_of_inputs(one.unit)
-            one.reached = False
-            if one.in_backward or (one.sync and one.unit.has_gradients):
-                self._finish(one)  # some of its parameters were not used
-        self.finish_reductions()
-        for one in self.scheduled.values():
-            prefetched = one.unit.state is not State.ABSENT and one.depth == 0 and not one.pinned
-            if prefetched and (one.sync or one.residency != "step"):
-                self._gathering.release(one)
-        self.last_step, self._launches = self._launches, []
-        self._backward.pause()
-        self._in_backward = False

@@ -18,6 +18,10 @@ from memswap.parallel.comm import Comm, ReduceOp
 COUNT = 1024
 
 
+#: What a collective gave, and what it should have given.
+Results = list[tuple[torch.Tensor, torch.Tensor]]
+
+
 def check_lanes(
     comm: Comm, device: torch.device, configuration: str = ""
 ) -> Iterator[tuple[str, str]]:
@@ -31,7 +35,7 @@ def check_lanes(
     Yields:
         The name of a check, and what was wrong ("" if nothing).
     """
-    checks: dict[str, Callable[[Comm, torch.device], str]] = {
+    checks: dict[str, Callable[[Comm, torch.device], Results]] = {
         "all-gather": partial(_all_gather, counts=[COUNT]),
         "several all-gathers in one": partial(_all_gather, counts=[COUNT, 3]),
         "reduce-scatter": partial(_reduce_scatter, counts=[COUNT], op="avg"),
@@ -43,15 +47,18 @@ def check_lanes(
     }
     for name, check in checks.items():
         try:
-            yield name, check(comm, device)
+            wrong = [_differs(*pair, comm) for pair in check(comm, device)]
         except Exception as error:
             yield name, f"{type(error).__name__}: {error}"
             return  # the ranks may not agree on where they are now
-    yield "same configuration on all ranks", _same(comm, device, configuration)
+        yield name, next(filter(None, wrong), "")
+    other = ranks_that_differ(comm, device, configuration)
+    wrong_here = f"rank {comm.rank} has {configuration!r}; ranks {other} do not" if other else ""
+    yield "same configuration on all ranks", wrong_here
 
 
 def _differs(found: torch.Tensor, expected: torch.Tensor, comm: Comm) -> str:
-    """Nothing if they are equal; else what this rank has instead."""
+    """What this rank has instead of what it should have; nothing if they are equal."""
     if torch.equal(found, expected):
         return ""
     place = int((found != expected).nonzero()[0])
@@ -63,84 +70,67 @@ def _differs(found: torch.Tensor, expected: torch.Tensor, comm: Comm) -> str:
     )
 
 
-def _mine(comm: Comm, device: torch.device, rank: int, count: int = COUNT) -> torch.Tensor:
+def _sent_by(rank: int, device: torch.device, count: int = COUNT) -> torch.Tensor:
     """What a rank sends: numbers that no other rank sends, none of them zero."""
     return torch.arange(1, count + 1, dtype=torch.float32, device=device) + rank * 2 * count
 
 
-def _all_gather(comm: Comm, device: torch.device, counts: list[int]) -> str:
+def _all_gather(comm: Comm, device: torch.device, counts: list[int]) -> Results:
     outputs = [torch.empty(count * comm.size, device=device) for count in counts]
-    inputs = [_mine(comm, device, comm.rank, count) for count in counts]
+    inputs = [_sent_by(comm.rank, device, count) for count in counts]
     comm.all_gather(outputs, inputs, label="selftest").wait()
-    for output, count in zip(outputs, counts, strict=True):
-        expected = torch.cat([_mine(comm, device, rank, count) for rank in range(comm.size)])
-        if wrong := _differs(output, expected, comm):
-            return wrong
-    return ""
+    return [
+        (output, torch.cat([_sent_by(rank, device, count) for rank in range(comm.size)]))
+        for output, count in zip(outputs, counts, strict=True)
+    ]
 
 
-def _reduce_scatter(comm: Comm, device: torch.device, counts: list[int], op: ReduceOp) -> str:
+def _reduce_scatter(comm: Comm, device: torch.device, counts: list[int], op: ReduceOp) -> Results:
     outputs = [torch.empty(count, device=device) for count in counts]
     inputs = [
-        torch.cat([_mine(comm, device, rank, count) for rank in range(comm.size)])
-        for count in counts
+        torch.cat([_sent_by(rank, device, count) for rank in range(comm.size)]) for count in counts
     ]
     comm.reduce_scatter(outputs, inputs, op=op, label="selftest").wait()
     terms = comm.size if op == "sum" else 1  # all ranks send the same
-    for output, count in zip(outputs, counts, strict=True):
-        if wrong := _differs(output, _mine(comm, device, comm.rank, count) * terms, comm):
-            return wrong
-    return ""
+    return [
+        (output, _sent_by(comm.rank, device, count) * terms)
+        for output, count in zip(outputs, counts, strict=True)
+    ]
 
 
-def _all_reduce(comm: Comm, device: torch.device) -> str:
-    tensors = [_mine(comm, device, comm.rank, count) for count in (COUNT, 3)]
+def _all_reduce(comm: Comm, device: torch.device) -> Results:
+    counts = (COUNT, 3)
+    tensors = [_sent_by(comm.rank, device, count) for count in counts]
     comm.all_reduce(tensors, op="sum", label="selftest").wait()
-    for tensor, count in zip(tensors, (COUNT, 3), strict=True):
-        expected = torch.stack([_mine(comm, device, rank, count) for rank in range(comm.size)])
-        if wrong := _differs(tensor, expected.sum(0), comm):
-            return wrong
-    return ""
+    return [
+        (tensor, torch.stack([_sent_by(rank, device, count) for rank in range(comm.size)]).sum(0))
+        for tensor, count in zip(tensors, counts, strict=True)
+    ]
 
 
-def _all_to_all(comm: Comm, device: torch.device) -> str:
-    output = torch.empty(COUNT * comm.size, device=device)
-    comm.all_to_all(output, _mine(comm, device, comm.rank, COUNT * comm.size)).wait()
-    expected = torch.cat(
-        [
-            _mine(comm, device, rank, COUNT * comm.size).view(comm.size, -1)[comm.rank]
-            for rank in range(comm.size)
-        ]
-    )
-    return _differs(output, expected, comm)
+def _all_to_all(comm: Comm, device: torch.device) -> Results:
+    count = COUNT * comm.size
+    output = torch.empty(count, device=device)
+    comm.all_to_all(output, _sent_by(comm.rank, device, count)).wait()
+    sent = [_sent_by(rank, device, count).view(comm.size, -1) for rank in range(comm.size)]
+    return [(output, torch.cat([one[comm.rank] for one in sent]))]
 
 
-def _all_to_all_uneven(comm: Comm, device: torch.device) -> str:
-    splits = [to + 1 for to in range(comm.size)]  # rank r gets r + 1 numbers from everybody
-    begin = sum(splits[: comm.rank])
-    output = torch.empty((comm.rank + 1) * comm.size, device=device)
-    received = [comm.rank + 1] * comm.size
-    sent = _mine(comm, device, comm.rank, sum(splits))
-    comm.all_to_all(output, sent, received, splits).wait()
-    expected = torch.cat(
-        [
-            _mine(comm, device, rank, sum(splits))[begin : begin + comm.rank + 1]
-            for rank in range(comm.size)
-        ]
-    )
-    return _differs(output, expected, comm)
+def _all_to_all_uneven(comm: Comm, device: torch.device) -> Results:
+    own = comm.rank + 1  # rank r gets r + 1 numbers from everybody
+    splits = [to + 1 for to in range(comm.size)]
+    begin, count = sum(splits[: comm.rank]), sum(splits)
+    output = torch.empty(own * comm.size, device=device)
+    comm.all_to_all(output, _sent_by(comm.rank, device, count), [own] * comm.size, splits).wait()
+    sent = [_sent_by(rank, device, count) for rank in range(comm.size)]
+    return [(output, torch.cat([one[begin : begin + own] for one in sent]))]
 
 
-def _broadcast(comm: Comm, device: torch.device) -> str:
+def _broadcast(comm: Comm, device: torch.device) -> Results:
     last = comm.size - 1
-    tensor = _mine(comm, device, comm.rank)
+    tensor = _sent_by(comm.rank, device)
     comm.broadcast(tensor, last).wait()
-    return _differs(tensor, _mine(comm, device, last), comm)
-
-
-def _same(comm: Comm, device: torch.device, configuration: str) -> str:
-    other = ranks_that_differ(comm, device, configuration)
-    return f"rank {comm.rank} has {configuration!r}; ranks {other} do not" if other else ""
+    return [(tensor, _sent_by(last, device))]
 
 
 def ranks_that_differ(comm: Comm, device: torch.device, text: str) -> list[int]:

@@ -140,9 +140,7 @@ def shard(
         kind: Any = type(one)
         one.__class__ = _sharded_class(kind)
         one._memswap_hooks = hooks
-        hooks.install(one)
-    for one in anchors:
-        hooks.install_anchor(one)
+    hooks.install(modules, anchors)
     return module
 
 
@@ -158,9 +156,8 @@ class ShardedModule:
             async_op: return at once, with a handle whose ``wait()`` makes the weights usable.
         """
         hooks = self._memswap_hooks
-        scheduled = hooks.context.scheduled[hooks.unit]
-        hooks.context.fetch(scheduled)
-        scheduled.pinned = True
+        hooks.context.fetch(hooks.unit)
+        hooks.scheduled.pinned = True
         handle = UnshardHandle(hooks)
         if async_op:
             return handle
@@ -177,8 +174,7 @@ class ShardedModule:
         modules = cast(nn.Module, self).modules() if recurse else [self]
         for module in modules:
             if isinstance(module, ShardedModule):
-                hooks = module._memswap_hooks
-                hooks.context.scheduled[hooks.unit].sync = requires_sync
+                module._memswap_hooks.scheduled.sync = requires_sync
 
     def set_gradient_divide_factor(self, factor: float, recurse: bool = True) -> None:
         """What the sum of the ranks' gradients is divided by; at first, the number of ranks.
@@ -219,9 +215,8 @@ class UnshardHandle:
 
     def wait(self) -> None:
         """The weights are usable, by what is launched from now on, under the module's names."""
-        context, unit = self._hooks.context, self._hooks.unit
-        context.use(context.scheduled[unit])
-        unit.expose()
+        self._hooks.context.use(self._hooks.unit)
+        self._hooks.unit.expose()
 
 
 @functools.cache
@@ -363,7 +358,7 @@ def _context_for(inner: Sequence[UnitHooks], given: ShardContext | None) -> Shar
     joined = ShardContext()
     joined.explicit = False
     for hooks in dict.fromkeys(inner):
-        joined.add(hooks.context.scheduled[hooks.unit])
+        joined.add(hooks.scheduled)
         hooks.context = joined
     return joined
 

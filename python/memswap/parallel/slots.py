@@ -20,7 +20,7 @@ POISON = 0xFF
 
 @dataclass(slots=True)
 class _Slot:
-    """Memory that is lent again and again."""
+    """Memory that is lent to one unit after another."""
 
     memory: torch.Tensor
     epoch: int = 0
@@ -51,11 +51,12 @@ class Lease:
 
 @dataclass
 class SlotStats:
-    """What a pool did. Bytes are of slots and of allocations beside them."""
+    """Counters of a :class:`SlotPool`."""
 
     slots: int = 0
     """Slots that were allocated."""
     slot_bytes: int = 0
+    """Bytes of these slots."""
     allocations: int = 0
     """Times the pool asked the allocator for memory."""
     overflows: int = 0
@@ -87,7 +88,7 @@ class SlotPool:
         self._slots: dict[torch.device, list[_Slot]] = {}
 
     def reserve(self, nbytes: int) -> None:
-        """A unit of so many bytes will use the slots."""
+        """Make slots at least this large: a unit of ``nbytes`` will use them."""
         self._slot_bytes = max(self._slot_bytes, nbytes)
 
     def take(self, owner: str, nbytes: int, device: torch.device) -> Lease | None:

@@ -62,7 +62,8 @@ def _is_plain(tensor: Any) -> bool:
 
 
 class _Held:
-    """What InputSide hands to WeightSide in backward: input and gradient, as matrices."""
+    """What InputSide hands to WeightSide in backward: the input ``[rows, in features]`` and the
+    output's gradient ``[rows, out features]``."""
 
     matrices: tuple[torch.Tensor, torch.Tensor] | None = None
 

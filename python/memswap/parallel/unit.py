@@ -60,7 +60,7 @@ class Member:
     dim: int
     """The sharded dimension."""
     shape: torch.Size
-    """As it lies in gathered memory: the sharded dimension first."""
+    """Shape in gathered memory, which has the sharded dimension first."""
     rows: int
     """Rows on each rank, along the sharded dimension; the last ones are padding."""
     offset: int = 0
@@ -68,14 +68,14 @@ class Member:
     full: nn.Parameter | None = None
     """The gathered parameter: the same object at every use, and a leaf of the graph."""
     dtype: torch.dtype = torch.float32
-    """That of the gathered parameter."""
+    """The dtype of the gathered parameter."""
     grad: torch.Tensor | None = None
     """The gathered gradient, until it is reduced."""
     hooked: bool = False
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
-        """Of this rank's rows with padding, the sharded dimension first."""
+        """Shape of this rank's rows with padding, the sharded dimension first."""
         return (self.rows, *self.shape[1:])
 
     @property
@@ -187,7 +187,7 @@ class Unit:
         self.lease: Lease | None = None
         self.nbytes = 0
         self.versions: tuple[int, ...] = ()
-        """Those of the shards when they were gathered."""
+        """Versions of the shards when they were gathered."""
         self.arrived: set[Member] = set()
         """Members whose gradient this backward has computed."""
         self.divide_factor: float | None = None
@@ -359,7 +359,7 @@ class Unit:
 
     @property
     def frozen(self) -> bool:
-        """Whether any parameter is."""
+        """Whether a parameter requires no gradient."""
         return any(not member.sharded.requires_grad for member in self.members)
 
     @property
@@ -385,14 +385,14 @@ class Unit:
         return collect
 
     def keep_gradients(self) -> None:
-        """They are not reduced in this backward: accumulate in the dtype of the reduction."""
+        """Keep gradients for a later backward to reduce, in the dtype of the reduction."""
         for member in self.members:
             if member.grad is not None:
                 member.grad = member.grad.to(self.reduce_dtype(member))
         self.arrived.clear()
 
     def reduce_dtype(self, member: Member) -> torch.dtype:
-        """Where the policy names none, what this torch's `MixedPrecisionPolicy` promises."""
+        """The policy's dtype; without one, what this torch's `MixedPrecisionPolicy` promises."""
         if self.policy.reduce_dtype is not None:
             return self.policy.reduce_dtype
         return member.sharded.dtype if REDUCES_AS_SHARDED else member.dtype
@@ -425,7 +425,7 @@ class Unit:
             hook(sharded)
 
     def forget_gradients(self) -> None:
-        """A backward failed: what it had computed so far means nothing."""
+        """Drop what a backward that failed had computed so far."""
         self.arrived.clear()
         for member in self.members:
             member.grad = None

@@ -16,15 +16,12 @@ import torch
 from memswap._native import native
 from memswap.engine.autograd import plain_parts
 from memswap.engine.units import format_bytes
-from memswap.engine.workspace import (
-    GRANULARITY_BYTES,
-    WorkspaceRecord,
-    gradient_bytes,
-)
+from memswap.engine.workspace import GRANULARITY_BYTES
 from memswap.errors import BudgetError
 from memswap.planning.device import DevicePlan, DeviceTerms, StateTerms
 
 if TYPE_CHECKING:
+    from memswap._C import Iteration
     from memswap.engine.workspace import Workspace
 
 #: When a forward begins, more may be there than when its step was learnt, as a share of the budget,
@@ -77,7 +74,7 @@ class DeviceAccount:
         self._granularity = 1 if device.type == "cpu" else GRANULARITY_BYTES
         self._parameters = parameters
         self._state = state
-        self._record: WorkspaceRecord | None = None
+        self._record: native.Workspace | None = None
         self._stays = 0
         self._followed: list[DevicePlan] = []
         self._measured: int | None = None
@@ -127,6 +124,11 @@ class DeviceAccount:
             self._measured = max(self._measured, self._gauge.peak)
         return self._measured
 
+    @property
+    def over_bytes(self) -> int:
+        """By how much that exceeds the budget."""
+        return max((self.measured_bytes or 0) - self.nbytes, 0)
+
     def _baseline(self, present: int) -> int:
         """What is on the device beside saved activations and state that is planned."""
         here = 0 if self._state is None else self._state.here_bytes()
@@ -141,14 +143,15 @@ class DeviceAccount:
         Args:
             plans: those that are followed.
             learns: whether some kind of step has none.
-            present: as `record` takes it.
+            present: bytes of the device that saved storages take now, each rounded up to
+                multiples of its argument.
         """
         self._forwards += 1
         self._steps_open = 0  # one that raised has not ended
         self._learns = learns
         self.follow(plans)
         if self._record is not None:
-            self._record.note_peak(self._gauge.peak)
+            self._record.arrive()
         if learns:
             self._gauge.begin()
         return self._baseline(present(self._granularity))
@@ -191,44 +194,27 @@ class DeviceAccount:
 
     # --- a step is learnt -------------------------------------------------------------------------
 
-    def record(
-        self, present: Callable[[int], int], hold: Callable[[], object], baseline_bytes: int
-    ) -> WorkspaceRecord:
-        """Take down what is there in the iteration that begins, mark by mark.
+    def record(self, iterations: Iterable[Iteration], baseline_bytes: int) -> native.Workspace:
+        """Have what is there taken down in the iteration that begins, mark by mark.
 
         Args:
-            present: bytes of the device that saved storages take now, each rounded up to multiples
-                of its argument.
-            hold: takes hold of these storages.
+            iterations: those in flight, with the one that begins.
             baseline_bytes: what `begin` returned.
         """
-        parameters = list(self._parameters())
         here = 0 if self._state is None else self._state.here_bytes()
-        self._record = WorkspaceRecord(
-            lambda: present(self._granularity),
-            hold,
-            lambda: gradient_bytes(parameters),
-            here,
-            baseline_bytes,
-            self._gauge.peak,
+        trained = [one for one in self._parameters() if one.requires_grad and one.is_leaf]
+        self._record = native.Workspace(
+            self._gauge, trained, self._granularity, here, baseline_bytes
         )
+        for one in iterations:
+            self._record.watch(one)
+        self._record.arrive()
         return self._record
 
-    def arrive(self, record: WorkspaceRecord) -> None:
-        """Memswap begins to work at a mark."""
-        if record is self._record:
-            record.note_peak(self._gauge.peak)
-
-    def depart(self, record: WorkspaceRecord, mark: int) -> None:
-        """It has worked."""
-        if record is self._record:
-            record.after_mark(mark)
-            self._gauge.begin()
-
-    def end(self, record: WorkspaceRecord) -> None:
+    def end(self, record: native.Workspace) -> None:
         """The iteration is over."""
         if record is self._record:
-            record.note_peak(self._gauge.peak)
+            record.end()
             self._record = None
 
     # --- the optimizer steps ----------------------------------------------------------------------

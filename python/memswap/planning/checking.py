@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from memswap.engine.action import Action
-from memswap.planning.device import with_workspace
+from memswap.planning.device import with_workspace, workspace_of
 from memswap.planning.observed import calibrated, linked, quantised, step_of, without_copies
 from memswap.planning.profile import profile
 from memswap.planning.replay import CODED
@@ -17,8 +17,8 @@ from memswap.planning.sharing import taken_s
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from memswap._C import IterationRecord
     from memswap.engine.expectations import Expectations
-    from memswap.engine.record import Record
     from memswap.planning.kinds import Known, Timing
     from memswap.planning.plan import Plan
     from memswap.planning.rates import Rates
@@ -53,7 +53,7 @@ def measured_rates(device: torch.device, folder: Path | None) -> Rates | None:
         return None  # counted as unusable: tried again with a later iteration
 
 
-def finished(timing: Timing) -> Record | None:
+def finished(timing: Timing) -> IterationRecord | None:
     """The record of an iteration that had its backward, or None. Waits for the device."""
     timing.recorder.wait()
     record = timing.recorder.take()
@@ -61,7 +61,7 @@ def finished(timing: Timing) -> Record | None:
 
 
 def recorded_step(
-    record: Record,
+    record: IterationRecord,
     timing: Timing,
     rates: Rates,
     expectations: Expectations,
@@ -70,11 +70,12 @@ def recorded_step(
 ) -> Step | None:
     """What a record says; None where it is no step, which is no reason to stop training."""
     try:
-        step = step_of(record, expectations, timing.device, fixed, on_disk, timing.regions)
+        step = step_of(record, expectations, timing.device, fixed, on_disk)
     except ValueError:
         return None  # counted as unusable, and told if it goes on
-    if timing.workspace is not None:
-        step = with_workspace(step, timing.workspace.take(len(step.gaps_s)))
+    workspace = workspace_of(timing.recorder, len(step.gaps_s))
+    if workspace is not None:
+        step = with_workspace(step, workspace)
     return without_copies(step, record, rates)
 
 
@@ -97,7 +98,7 @@ def checked(timing: Timing, about: Known, as_planned: bool, calibrates: bool) ->
         not as_planned
         or record is None
         or len(record.gaps_s) != len(known.gaps_s)
-        or record.order != known.order
+        or tuple(record.order) != known.order
     ):
         return Checked(None, before, None)
     size = about.first.nbytes / timing.first.nbytes  # of what the plan is for
@@ -113,9 +114,10 @@ def checked(timing: Timing, about: Known, as_planned: bool, calibrates: bool) ->
         gaps = [quantised(scale * gap_s) for gap_s in known.gaps_s]
         step = known.with_gaps(gaps, quantised(scale * known.tail_s))
     again_s = step.compute_s - plan.compute_s if plan.recompute else 0.0
-    exposed_s = record.exposed_s + max(again_s, 0.0) + shared_s
-    late_s = record.exposed_s - (plan.exposed_s - (known.compute_s - plan.compute_s))
-    rates = linked(before, timing.links, late_s > LATE_SHARE * known.compute_s)
+    waited_s = sum(record.costs_s)
+    exposed_s = waited_s + max(again_s, 0.0) + shared_s
+    late_s = waited_s - (plan.exposed_s - (known.compute_s - plan.compute_s))
+    rates = linked(before, record, late_s > LATE_SHARE * known.compute_s)
     return Checked(step, calibrated(rates, record) if calibrates else rates, exposed_s)
 
 

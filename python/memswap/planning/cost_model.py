@@ -1,7 +1,7 @@
 """Cost model: how long work takes on hardware that is not here, from its data sheet.
 
-What can be measured is measured (profile.py, engine/record.py); this is for planning for another
-machine. Times are those of a kernel or a transfer that has the device to itself.
+What can be measured is measured (profile.py, csrc/engine/recorder.h); this is for planning for
+another machine. Times are those of a kernel or a transfer that has the device to itself.
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@
 What a training has on the device at any moment is weights, gradients, optimizer state, saved
 activations, and workspace: what operators allocate for themselves, and everything else. Weights,
 gradients and workspace are as they are; they were measured with the step, mark by mark ([Note:
-Workspace] in engine/workspace.py), and the replay counts them as there whatever is planned. What is
-decided is how much of the state stays on the device between optimizer steps, which takes room from
-activations all the time, and then which activations move. State that stays saves its way over the
-link in `step()`; the room that it takes costs activations their ways in forward and backward. Both
-are seconds of the same model, so they are added up for some shares of the state, and the cheapest
-sum is the plan.
+Workspace] in csrc/engine/workspace.h), and the replay counts them as there whatever is planned.
+What is decided is how much of the state stays on the device between optimizer steps, which takes
+room from activations all the time, and then which activations move. State that stays saves its way
+over the link in `step()`; the room that it takes costs activations their ways in forward and
+backward. Both are seconds of the same model, so they are added up for some shares of the state, and
+the cheapest sum is the plan.
 
 In `step()` itself no activation is there, but a chunk that leaves, one that is stepped, one that
 arrives, and what the step allocates: the most of that was measured as well, and bounds what stays.
@@ -24,7 +24,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from memswap.engine.units import format_bytes, parse_bytes
-from memswap.engine.workspace import GRANULARITY_BYTES
+from memswap.engine.workspace import GRANULARITY_BYTES, Workspace
 from memswap.errors import BudgetError
 from memswap.planning.plan import Plan
 from memswap.planning.planner import make_plan
@@ -32,7 +32,7 @@ from memswap.planning.replay import replay
 from memswap.planning.search import Search
 
 if TYPE_CHECKING:
-    from memswap.engine.workspace import Workspace
+    from memswap._C import Recorder
     from memswap.planning.rates import Rates
     from memswap.planning.step import Step
 
@@ -252,6 +252,18 @@ class DevicePlan(Plan):
         if measured:
             lines.append("measured: " + ", ".join(measured))
         return "\n".join(lines)
+
+
+def workspace_of(recorder: Recorder, marks: int) -> Workspace | None:
+    """What a recorder has seen beside saved activations; None: it did not look."""
+    found = recorder.workspace
+    if found is None:
+        return None
+    return Workspace(
+        tuple(found.extra_nbytes(marks)),
+        tuple(found.gradient_nbytes(marks)),
+        found.baseline_nbytes,
+    )
 
 
 def with_workspace(step: Step, workspace: Workspace) -> Step:

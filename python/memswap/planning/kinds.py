@@ -1,24 +1,23 @@
-"""Kinds of iterations, and what is known of each."""
+"""Kinds of steps that were seen, and what is known of each."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import inf
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from memswap.engine.link_times import LinkTimes
-from memswap.engine.record import Recorder
-from memswap.engine.region_record import RegionRecord
-from memswap.engine.workspace import Workspace, WorkspaceRecord
+from memswap.planning.native_plan import native_plan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import torch
 
-    from memswap._C import Iteration
     from memswap._C import Plan as NativePlan
+    from memswap._C import Recorder
     from memswap.engine.expectations import Key
+    from memswap.engine.transfer import Route
+    from memswap.engine.workspace import Workspace
     from memswap.planning.plan import Plan, PlannedStorage
     from memswap.planning.rates import Rates
     from memswap.planning.step import Step
@@ -48,18 +47,13 @@ FLIGHTS_PATIENCE = 16
 MOST_DOUBTS = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """How one iteration is taken down."""
+class Timing(NamedTuple):
+    """An iteration that was taken down, for whoever reads what was."""
 
     first: Key
-    """What the iteration saves first."""
+    """What the iteration saved first."""
     device: torch.device
     recorder: Recorder
-    regions: RegionRecord
-    links: LinkTimes
-    workspace: WorkspaceRecord | None = None
-    """What else is on the device, where plans are for all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +103,62 @@ class Measured:
     """and how many had frames that were longer than planned."""
     doubts: int = 0
     """Timed ones, one after another, that took other times than planned."""
+    checks_again: bool = False
+    """Whether the next iteration is to be timed, to be sure."""
+    timing: Timing | None = None
+    """Of an iteration that has ended, and that nobody has looked at."""
+
+    def times_next(self) -> bool:
+        """Count an iteration. Whether it is to be timed."""
+        self.iterations += 1
+        again, self.checks_again = self.checks_again, False
+        return self.iterations == 2 or self.iterations % RETIME_AFTER == 0 or again
+
+
+@dataclass(slots=True)
+class Learning:
+    """How far a kind has come that has no plan."""
+
+    iterations: int = 0
+    """Since it began to learn."""
+    unusable: int = 0
+    """Of those that were timed, how many no plan could be made of."""
+    full_at_bytes: int = 0
+    """The most that was in the pool when it was full; 0: it never was."""
+
+    @property
+    def tries_codec(self) -> bool:
+        """Whether this iteration shows how much everything shrinks."""
+        return self.iterations == 2
+
+    def times_next(self) -> bool:
+        """Count an iteration. Whether it is to be timed."""
+        self.iterations += 1
+        if self.unusable >= MOST_UNUSABLE:
+            return self.iterations % MOST_UNUSABLE == 0
+        return self.iterations >= 3
+
+    def again(self) -> None:
+        """The next iteration is timed. What is known of frames stays known."""
+        self.iterations, self.full_at_bytes = 2, 0
+
+
+class Followed:
+    """A plan as engines follow it, and by what its storages are called.
+
+    Args:
+        known: the plan, and the keys of its storages.
+        route: of the device that it is for.
+        least_bytes: storages of fewer stay.
+    """
+
+    def __init__(self, known: Known, route: Route, least_bytes: int) -> None:
+        assert known.plan is not None
+        self.plan = known.plan
+        self.native: NativePlan = native_plan(known.plan, known.keys, route, least_bytes)
+        self.at_place: Mapping[Place, PlannedStorage] = {
+            (one.unit, one.ordinal, one.dtype): one for one in known.plan.storages
+        }
 
 
 @dataclass(slots=True)
@@ -147,23 +197,22 @@ class Flights:
         return True
 
 
-class Kind:
-    """Iterations that begin alike: what is known, what was measured, and what is to be learnt."""
+class StepKind:
+    """Steps that begin alike: what is known, what was measured, and what is to be learnt.
+
+    Args:
+        first: what they save first.
+    """
 
     def __init__(self, first: Key) -> None:
         self.known = Known(first)
+        self.learning = Learning()
         self.measured = Measured()
         self.flights = Flights()
-        self.planning = False  # of ranks that plan together: whether one is timed or planned with
-        self.learnt = 0  # iterations since it began to learn
         self.patience = LEAST_PATIENCE  # how many that are not as planned make it learn again
-        self.checks_again = False  # whether the next iteration is to be timed, to be sure
-        self.unusable = 0
         self.replans = 0
-        self.timing: Timing | None = None  # of an iteration that has ended
-        self.full_at_bytes = 0  # while learning, the most that was in the pool when it was full
-        self.native_plan: tuple[Plan, NativePlan] | None = None  # and the plan that it was made of
-        self.places: tuple[Plan, Mapping[Place, PlannedStorage]] | None = None  # the same
+        self.planning = False  # of ranks that plan together: whether one is timed or planned with
+        self._followed: Followed | None = None
 
     @property
     def plan(self) -> Plan | None:
@@ -172,15 +221,17 @@ class Kind:
 
     def times_next(self) -> bool:
         """Count an iteration. Whether it is to be timed."""
-        if self.plan is None:
-            self.learnt += 1
-            if self.unusable >= MOST_UNUSABLE:
-                return self.learnt % MOST_UNUSABLE == 0
-            return self.learnt >= 3
-        measured = self.measured
-        measured.iterations += 1
-        again, self.checks_again = self.checks_again, False
-        return measured.iterations == 2 or measured.iterations % RETIME_AFTER == 0 or again
+        return (self.learning if self.plan is None else self.measured).times_next()
+
+    def regions_off(self) -> frozenset[str] | None:
+        """Which regions are off in the next iteration; None: all of them."""
+        known, learning = self.known, self.learning
+        if known.plan is not None or known.trial is not None:
+            on = known.plan.recompute if known.plan is not None else known.trial or ()
+            regions = known.full.regions if known.full is not None else ()
+            return frozenset(one.unit for one in regions) - set(on)
+        learns = learning.iterations >= 2 and learning.unusable < MOST_UNUSABLE
+        return None if learns else frozenset()
 
     def looked(self, as_planned: bool) -> bool:
         """How the last iteration looked. Whether another plan is wanted for that."""
@@ -196,76 +247,26 @@ class Kind:
         self.patience *= 2
         return True
 
+    def followed(self, route: Route, least_bytes: int) -> NativePlan:
+        """The plan in force as engines follow it. Arguments: `Followed`."""
+        if self._followed is None or self._followed.plan is not self.plan:
+            self._followed = Followed(self.known, route, least_bytes)
+        return self._followed.native
+
     def at_place(self, key: Key) -> PlannedStorage | None:
         """What the plan has for the storage of this name, wherever it comes in an iteration."""
-        assert self.plan is not None
-        if self.places is None or self.places[0] is not self.plan:
-            planned = {(one.unit, one.ordinal, one.dtype): one for one in self.plan.storages}
-            self.places = (self.plan, planned)
-        return self.places[1].get((key.unit, key.ordinal, str(key.dtype)))
+        if self._followed is None or self._followed.plan is not self.plan:
+            return None
+        return self._followed.at_place.get((key.unit, key.ordinal, str(key.dtype)))
 
     def follow(self, known: Known) -> None:
         """What was planned with is known from here on; if it has another plan, that is followed."""
         if known.plan is not self.plan:
             self.replans += self.known.step is not None and known.plan is not None
-            self.measured, self.timing = Measured(), None
+            self.measured = Measured()
         self.known = known
 
     def learn_again(self) -> None:
-        """From the next iteration on, which is timed. What is known of frames stays known."""
+        """From the next iteration on, which is timed."""
         self.follow(replace(self.known, plan=None, room_bytes=inf).without_trial())
-        self.learnt, self.full_at_bytes = 2, 0
-
-
-class Course:
-    """One iteration of a kind."""
-
-    def __init__(
-        self,
-        iteration: Iteration,
-        kind: Kind,
-        timing: Timing | None,
-        first_nbytes: int,
-        device: torch.device,
-    ) -> None:
-        self.iteration = iteration
-        self.first_nbytes = first_nbytes  # of what it saves first
-        self.device = device  # where that is
-        self.kind = kind
-        self.plan = kind.plan
-        self.timing = timing
-        self.trial = kind.known.trial
-        #: Regions that are off; None: each of them, which makes itself known.
-        self.off: frozenset[str] | None = frozenset()
-        self.lost = False  # whether it went another way than planned
-        self.changed = False
-        self.excess_bytes = 0  # of what stays: more than the plan has room for, so far
-        self.waited_for = 0  # storages that were waited for since there was no room
-        self.unfit = False  # whether frames were longer than planned
-        self.refused = False  # whether the pool had no room for something
-        self.pooled_bytes = 0  # the most that was in it then, or when backward began
-
-    def take_peak(self) -> None:
-        """The most that was resident so far, if it is the plan's doing."""
-        plan, peak = self.plan, self.iteration.peak_bytes
-        if plan is None or plan is not self.kind.plan or not peak:
-            return
-        measured = self.kind.measured
-        measured.peak_bytes = max(peak, measured.peak_bytes or 0)
-        measured.over_budget_bytes = max(self.over_budget_bytes, measured.over_budget_bytes)
-        limit_bytes = self.iteration.limit_bytes or plan.limit_bytes * plan.in_flight
-        if not self.changed and peak > limit_bytes:
-            self.unfit = True
-
-    @property
-    def over_budget_bytes(self) -> int:
-        """By how much the most that was resident exceeds the budget of all that is in flight."""
-        if self.plan is None or self.plan.budget_bytes is None:
-            return 0
-        allowed = max(self.plan.budget_bytes, self.iteration.limit_bytes)
-        return max(self.iteration.peak_bytes - allowed, 0)
-
-    @property
-    def waits(self) -> bool:
-        """Whether most of what it saved is still there, for a backward that may come."""
-        return 2 * self.iteration.alive_bytes > self.iteration.nbytes
+        self.learning.again()

@@ -36,12 +36,10 @@ from memswap.planning.checking import (
     recorded_step,
     settled,
 )
-from memswap.planning.kinds import MOST_DOUBTS, MOST_UNUSABLE, REFRAME_AFTER
+from memswap.planning.device import workspace_of
+from memswap.planning.kinds import MOST_DOUBTS, MOST_UNUSABLE, REFRAME_AFTER, Timing
 from memswap.planning.making import Made, Terms, from_step, planned, sized_like
-from memswap.planning.observed import (
-    calibrated,
-    reframed,
-)
+from memswap.planning.observed import calibrated, keys_of, reframed
 from memswap.planning.shapes import resized
 
 if TYPE_CHECKING:
@@ -49,12 +47,13 @@ if TYPE_CHECKING:
 
     import torch
 
+    from memswap._C import IterationRecord
     from memswap.engine.engine import Engine
     from memswap.engine.expectations import Expectations
-    from memswap.engine.record import Record
     from memswap.planning.account import DeviceAccount
     from memswap.planning.background import Job
-    from memswap.planning.kinds import Course, Kind, Timing
+    from memswap.planning.in_flight import InFlight
+    from memswap.planning.kinds import StepKind
     from memswap.planning.rates import Rates
     from memswap.planning.step import Step
 
@@ -126,7 +125,7 @@ class Learner:
         """Follow the plans that have been made by now."""
         self.background.collect(self._forwards.number)
 
-    def times(self, kind: Kind) -> bool:
+    def times(self, kind: StepKind) -> bool:
         """Count an iteration that begins. Whether it is timed.
 
         Ranks that plan together time one iteration after another, the same ones: each of them
@@ -138,61 +137,62 @@ class Learner:
             timed, kind.planning = not kind.planning, True
         return timed
 
-    def ended(self, course: Course) -> None:
+    def ended(self, one: InFlight) -> None:
         """An iteration is over."""
-        kind = course.kind
-        if course.plan is None and course.refused:
-            kind.full_at_bytes = max(kind.full_at_bytes, course.pooled_bytes)
+        kind, recorder = one.kind, one.recorder
+        timing = None if recorder is None else Timing(one.first, one.device, recorder)
+        if one.plan is None and one.iteration.refused:
+            full_at_bytes = max(kind.learning.full_at_bytes, one.iteration.pooled_bytes)
+            kind.learning.full_at_bytes = full_at_bytes
         if kind.plan is None:
-            alike = course.trial == kind.known.trial
-            if course.timing is not None and (alike or self._ranks is not None):
-                self._learn(kind, course.timing)
-            return
-        as_planned = course.plan is kind.plan and not course.changed
-        if self._ranks is not None:
+            alike = one.trial == kind.known.trial
+            if timing is not None and (alike or self._ranks is not None):
+                self._learn(kind, timing)
+        elif self._ranks is not None:
             # What one rank alone saw changes nothing, and it answers whenever the others ask.
-            if course.plan is kind.plan:
-                self._tell_if_over(course)
-            if course.timing is not None:
-                self._check(kind, course.timing, as_planned)
-            return
-        if course.plan is not kind.plan:
-            return
-        if course.timing is not None and kind.timing is None:
-            kind.timing = course.timing
-        over = self._tell_if_over(course)
+            if one.plan is kind.plan:
+                self._tell_if_over(one)
+            if timing is not None:
+                self._check(kind, timing, one.plan is kind.plan and not one.changed)
+        elif one.plan is kind.plan:
+            self._followed(one, timing)
+
+    def _followed(self, one: InFlight, timing: Timing | None) -> None:
+        """An iteration followed the plan in force: is that still the right one?"""
+        kind, iteration = one.kind, one.iteration
+        measured, as_planned = kind.measured, not one.changed
+        measured.timing = measured.timing or timing
+        over = self._tell_if_over(one)
         # An evaluation begins like a step and saves less; there is nothing to learn from it.
-        if course.iteration.began_backward and kind.looked(not course.changed):
+        if iteration.began_backward and kind.looked(as_planned):
             kind.learn_again()
             return
-        fits_less = course.refused and course.pooled_bytes < kind.known.room_bytes
-        measured = kind.measured
-        measured.unfit = measured.unfit + 1 if course.unfit else 0
-        if fits_less:
-            kind.follow(replace(kind.known, room_bytes=course.pooled_bytes))
+        measured.unfit = measured.unfit + 1 if iteration.unfit else 0
+        if iteration.refused and iteration.pooled_bytes < kind.known.room_bytes:
+            kind.follow(replace(kind.known, room_bytes=iteration.pooled_bytes))
             self.make_room(kind)
             return
         lasting = measured.unfit >= 2 and measured.iterations >= REFRAME_AFTER
         if over or lasting:
-            self._reframe(kind, course.device)
+            self._reframe(kind, one.device)
             return
-        timing = kind.timing
+        timing = measured.timing
         if timing is not None and as_planned and not self._plans(kind) and timing.recorder.ready():
-            kind.timing = None
+            measured.timing = None
             self._check(kind, timing, as_planned)
 
-    def _tell_if_over(self, course: Course) -> bool:
+    def _tell_if_over(self, one: InFlight) -> bool:
         """Whether more was on the device than the budget allows, of which somebody should know."""
-        peak, over = course.iteration.peak_bytes, course.over_budget_bytes
+        peak, over = one.iteration.peak_bytes, one.over_budget_bytes
         if not over:
             return False
         why = (
             "more forwards are in flight than before, frames became longer than planned with "
             "nowhere else for the bytes to go, or saved tensors are held for longer than they were"
         )
-        if course.refused:
+        if one.iteration.refused:
             why = "the pool has no room for what was to leave (stats().kept)"
-        elif course.changed:
+        elif one.changed:
             why = "the step saved other storages, or larger ones, than the plan is for"
         self._engine.ledger.tell_once(
             "over budget",
@@ -200,17 +200,17 @@ class Learner:
             f"budget of {peak - over}: {why}. No bit differs. Where another plan helps, it is made "
             "now; manager.plan.over_budget_bytes says how it goes.",
         )
-        return not course.changed
+        return not one.changed
 
     # --- plans in the making ----------------------------------------------------------------------
 
-    def _plans(self, kind: Kind) -> bool:
+    def _plans(self, kind: StepKind) -> bool:
         """Whether a plan is in the making for a kind. One that Ctrl-C has lost no longer is."""
         return self.background.works_for(kind)
 
     def _submit(
         self,
-        kind: Kind,
+        kind: StepKind,
         work: Callable[[Job], Any],
         then: Callable[[Any], None],
         together: bool = True,
@@ -249,21 +249,21 @@ class Learner:
 
         self.background.submit(settled, taken, kind)
 
-    def _terms(self, kind: Kind) -> Terms:
+    def _terms(self, kind: StepKind) -> Terms:
         device = None if self._device is None else self._device.terms()
         return Terms(self._budget, kind.flights.number, not self._planned_before, device)
 
-    def _learn(self, kind: Kind, timing: Timing) -> None:
+    def _learn(self, kind: StepKind, timing: Timing) -> None:
         """Make a plan of an iteration that was timed, once the device has passed it."""
         if self._ranks is None and self._plans(kind):
             return
 
-        def then(record: Record | None) -> None:
+        def then(record: IterationRecord | None) -> None:
             self._plan_with(kind, timing, record)
 
         self._submit(kind, lambda job: finished(timing), then, together=False)
 
-    def _plan_with(self, kind: Kind, timing: Timing, record: Record | None) -> None:
+    def _plan_with(self, kind: StepKind, timing: Timing, record: IterationRecord | None) -> None:
         """Make a plan of a record, or choose the regions to record it with."""
         self._engine.stats()  # takes in what encoders have reported
         expectations = self._expectations(timing.device)
@@ -290,11 +290,10 @@ class Learner:
                 if about.trial is None
                 else sized_like(about, timing.first)
             )
-            if timing.workspace is not None:
-                workspace = timing.workspace.take(len(basis.step.gaps_s))
-                about = replace(about, workspace=workspace)
+            workspace = workspace_of(timing.recorder, len(basis.step.gaps_s))
+            about = replace(about, workspace=workspace)
             shared = replace(terms, flights=basis.flights)
-            made = from_step(about, basis.step, basis.rates, record.signature, shared)
+            made = from_step(about, basis.step, basis.rates, keys_of(record), shared)
             return Learnt(own, basis.room_bytes, made)
 
         def then(found: Learnt) -> None:
@@ -303,8 +302,8 @@ class Learner:
                 self._follow(kind, found.made)
                 return
             kind.follow(replace(kind.known, room_bytes=found.room_bytes))
-            kind.unusable += 1
-            if kind.unusable == MOST_UNUSABLE:
+            kind.learning.unusable += 1
+            if kind.learning.unusable == MOST_UNUSABLE:
                 self._engine.ledger.tell_once(
                     "no plan",
                     f"no plan was made for budget={self._budget!r}: {MOST_UNUSABLE} forwards had "
@@ -316,7 +315,7 @@ class Learner:
 
     def _replan(
         self,
-        kind: Kind,
+        kind: StepKind,
         step: Step,
         rates: Rates,
         recompute: tuple[str, ...],
@@ -352,7 +351,7 @@ class Learner:
 
         self._submit(kind, work, then)
 
-    def _follow(self, kind: Kind, made: Made) -> None:
+    def _follow(self, kind: StepKind, made: Made) -> None:
         """What was made is known from here on, and its plan is followed."""
         kind.follow(made.known)
         if made.known.plan is None:
@@ -368,7 +367,7 @@ class Learner:
         if made.known.plan.in_flight != kind.flights.number:
             self.make_room(kind)
 
-    def lend(self, kind: Kind, lender: Kind, device: torch.device) -> None:
+    def lend(self, kind: StepKind, lender: StepKind, device: torch.device) -> None:
         """Have a kind that has seen nothing yet planned for with what is known of another one.
 
         Nothing where that would not do: then it learns for itself.
@@ -395,7 +394,7 @@ class Learner:
 
         self._submit(kind, work, lambda made: self._follow(kind, made))
 
-    def make_room(self, kind: Kind) -> None:
+    def make_room(self, kind: StepKind) -> None:
         """Other numbers of iterations are in flight than planned for, or less fits into the pool.
 
         Ranks that plan together agree on that where they check their plan. Until then what no plan
@@ -407,7 +406,7 @@ class Learner:
         assert known.step is not None and known.rates is not None
         self._replan(kind, known.step, known.rates, known.plan.recompute)
 
-    def _reframe(self, kind: Kind, device: torch.device) -> None:
+    def _reframe(self, kind: StepKind, device: torch.device) -> None:
         """Frames are longer than planned: plan with those that are seen by now.
 
         Nothing is learnt anew, which would take an iteration without a budget.
@@ -423,7 +422,7 @@ class Learner:
 
     # --- plans that are checked -------------------------------------------------------------------
 
-    def _check(self, kind: Kind, timing: Timing, as_planned: bool) -> None:
+    def _check(self, kind: StepKind, timing: Timing, as_planned: bool) -> None:
         """A planned iteration was timed: is the plan still the right one?"""
         if self._ranks is None and self._plans(kind):
             return
@@ -443,7 +442,7 @@ class Learner:
 
         self._submit(kind, work, then)
 
-    def _judge(self, kind: Kind, found: Checked) -> None:
+    def _judge(self, kind: StepKind, found: Checked) -> None:
         """Keep the plan, look again, or make another one."""
         measured, known = kind.measured, kind.known
         assert known.plan is not None and known.step is not None and known.rates is not None
@@ -462,7 +461,7 @@ class Learner:
             return
         measured.doubts += 1
         if measured.doubts < MOST_DOUBTS:
-            kind.checks_again = True  # one slow iteration is no reason
+            measured.checks_again = True  # one slow iteration is no reason
             return
         measured.doubts = 0
         self.rates = rates
@@ -479,19 +478,8 @@ class Learner:
         assert route is not None  # or nothing would have been recorded
         return route.expectations
 
-    def _room(self, kind: Kind, timing: Timing) -> float:
+    def _room(self, kind: StepKind, timing: Timing) -> float:
         """What the pool may take at most, as far as anybody has seen."""
         route = self._engine.route(timing.device)
         assert route is not None  # something was recorded
-        return min(route.pool.budget_bytes, kind.full_at_bytes or inf)
-
-
-def regions_off(kind: Kind) -> frozenset[str] | None:
-    """Which regions are off in the next iteration of a kind; None: all of them."""
-    known = kind.known
-    if known.plan is not None or known.trial is not None:
-        on = known.plan.recompute if known.plan is not None else known.trial or ()
-        regions = known.full.regions if known.full is not None else ()
-        return frozenset(one.unit for one in regions) - set(on)
-    learning = kind.learnt >= 2 and kind.unusable < MOST_UNUSABLE
-    return None if learning else frozenset()
+        return min(route.pool.budget_bytes, kind.learning.full_at_bytes or inf)

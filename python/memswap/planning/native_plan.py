@@ -3,7 +3,7 @@
 What is there is data: storage by storage what it is expected to be, what happens to it, what is
 waited for after its save and after its demand, and what starts back at its first demand
 (csrc/engine/plan.h). Where a storage is another one, and wherever an
-encode has to be chosen a shape, the engine asks the pilot.
+encode has to be chosen a shape, the engine asks its director.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 from memswap._native import native
 from memswap.engine.action import ENCODE_SWAP, KEEP, SWAP
+from memswap.planning.replay import CODED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,6 +52,7 @@ def native_plan(plan: Plan, keys: Sequence[Key], route: Route, least_bytes: int)
                 plan.departures.get(index, ()),
                 plan.fetches.get(index, ()),
                 departs(planned),
+                frame_nbytes(planned),
             )
         )
     refrains = torch.cuda.is_current_stream_capturing if route.captures else None
@@ -66,6 +68,11 @@ def native_plan(plan: Plan, keys: Sequence[Key], route: Route, least_bytes: int)
 def departs(planned: PlannedStorage) -> bool:
     """Whether whoever has the storage comes after its frame's way to the pool, too."""
     return planned.action is ENCODE_SWAP
+
+
+def frame_nbytes(planned: PlannedStorage) -> int | None:
+    """Bytes that the storage's frame may take; None: no frame is planned."""
+    return planned.away_nbytes if planned.action in CODED else None
 
 
 def word(action: Action) -> str:

@@ -3,34 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
 from memswap._native import native
 from memswap.engine.action import Action
-from memswap.engine.expectations import FrameSizes
+from memswap.engine.expectations import FrameSizes, Key
 from memswap.planning.sharing import taken_s
 from memswap.planning.step import Region, SavedStorage, Step
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import torch
 
-    from memswap.engine.expectations import Expectations, Key
-    from memswap.engine.link_times import LinkTimes
-    from memswap.engine.record import Record
-    from memswap.engine.region_record import RegionRecord
+    from memswap._C import IterationRecord
+    from memswap.engine.expectations import Expectations
     from memswap.planning.rates import Rates
 
 
 UNSEEN = FrameSizes(0, 0, 0)
 
 
+def keys_of(record: IterationRecord) -> tuple[Key, ...]:
+    """What each storage is known by; what makes two iterations alike."""
+    columns = (record.units, record.ordinals, record.nbytes, record.dtypes)
+    return tuple(starmap(Key, zip(*columns, strict=True)))
+
+
 def step_of(
-    record: Record,
+    record: IterationRecord,
     expectations: Expectations,
     device: torch.device,
     fixed: bool = False,
     on_disk: bool = False,
-    regions: RegionRecord | None = None,
 ) -> Step:
     """What the planner needs of an iteration.
 
@@ -40,46 +46,55 @@ def step_of(
         device: where the storages are.
         fixed: whether the policy says how storages move, so that only whether is left.
         on_disk: whether the user's pool is a file.
-        regions: what the iteration showed about regions.
     """
     storages = []
-    for index, saved in enumerate(record.storages):
-        frame = expectations.sizes(saved.key) or UNSEEN
+    columns = (
+        keys_of(record),
+        record.actions,
+        record.held_until,
+        record.last_demand,
+        record.kept_until,
+        record.others,
+    )
+    for key, action, held_until, last_demand, kept_until, others in zip(*columns, strict=True):
+        frame = expectations.sizes(key) or UNSEEN
         storages.append(
             SavedStorage(
-                unit=saved.key.unit,
-                ordinal=saved.key.ordinal,
-                nbytes=saved.key.nbytes,
-                dtype=str(saved.key.dtype),
-                actions=allowed(saved.action, device, fixed, on_disk),
+                unit=key.unit,
+                ordinal=key.ordinal,
+                nbytes=key.nbytes,
+                dtype=str(key.dtype),
+                actions=allowed(Action(action), device, fixed, on_disk),
                 frame_nbytes=frame.used,
                 held_frame_nbytes=frame.held,
                 overflow_nbytes=frame.overflow,
-                held_until=saved.held_until,
-                last_demand=saved.last_demand,
-                kept_until=saved.kept_until,
-                users=() if regions is None else regions.users(index, saved.key.unit),
+                held_until=held_until,
+                last_demand=last_demand,
+                kept_until=kept_until,
+                users=tuple(others),
             )
         )
-    marks = len(record.gaps_s)
-    extra = {} if regions is None else regions.extra
     return Step(
         storages=tuple(storages),
-        order=record.order,
+        order=tuple(record.order),
         gaps_s=tuple(map(quantised, record.gaps_s)),
         tail_s=quantised(record.tail_s),
-        regions=() if regions is None else tuple(Region(*one) for one in regions.regions()),
-        extra_nbytes=tuple(extra.get(m, 0) for m in range(marks)) if any(extra.values()) else (),
+        regions=tuple(
+            Region(unit, tuple(inputs), other_nbytes)
+            for unit, inputs, other_nbytes in record.regions
+        ),
+        extra_nbytes=tuple(record.extra_nbytes),
         windows_s=tuple(map(quantised, record.windows_s)),
     )
 
 
-def without_copies(step: Step, record: Record, rates: Rates) -> Step:
+def without_copies(step: Step, record: IterationRecord, rates: Rates) -> Step:
     """A step as if nothing had moved, where what moved took processors from compute."""
+    columns = (record.nbytes, record.actions, record.moved, record.last_demand)
     copied = [
-        saved.key.nbytes
-        for saved in record.storages
-        if saved.moved and saved.action is Action.SWAP and saved.last_demand is not None
+        nbytes
+        for nbytes, action, moved, last_demand in zip(*columns, strict=True)
+        if moved and action == Action.SWAP.value and last_demand is not None
     ]
     beside_s = taken_s(copied, rates, step.compute_s)
     if not beside_s:
@@ -127,21 +142,21 @@ def allowed(action: Action, device: torch.device, fixed: bool, on_disk: bool) ->
 ENOUGH_BYTES = 1 << 20
 
 
-def calibrated(rates: Rates, record: Record) -> Rates:
+def calibrated(rates: Rates, record: IterationRecord) -> Rates:
     """Rates of a codec that the calling thread runs, from what it took in training.
 
     It shares processors and caches with the training there, unlike where it was measured.
     """
     if not rates.inline_codec:
         return rates
-    saves = len(record.storages)
-    demands = {index: saves + place for place, index in enumerate(record.order)}
+    sizes, costs_s = record.nbytes, record.costs_s
+    demands = {index: len(sizes) + place for place, index in enumerate(record.order)}
     nbytes, encode_s, decode_s = 0, 0.0, 0.0
-    for index, saved in enumerate(record.storages):
-        if saved.action is Action.ENCODE and saved.moved and index in demands:
-            nbytes += saved.key.nbytes
-            encode_s += record.costs_s[index]
-            decode_s += record.costs_s[demands[index]]
+    for index, (action, moved) in enumerate(zip(record.actions, record.moved, strict=True)):
+        if action == Action.ENCODE.value and moved and index in demands:
+            nbytes += sizes[index]
+            encode_s += costs_s[index]
+            decode_s += costs_s[demands[index]]
     if nbytes < ENOUGH_BYTES or not encode_s or not decode_s:
         return rates
     return replace(
@@ -152,7 +167,11 @@ def calibrated(rates: Rates, record: Record) -> Rates:
     )
 
 
-def linked(rates: Rates, links: LinkTimes, late: bool) -> Rates:
+#: Copies that take less than so many latencies say nothing about a rate.
+ENOUGH_LATENCIES = 3
+
+
+def linked(rates: Rates, record: IterationRecord, late: bool) -> Rates:
     """Rates of the link as an iteration saw them.
 
     An iteration shows what the link reaches at least, so it may be faster than was thought; it is
@@ -162,14 +181,31 @@ def linked(rates: Rates, links: LinkTimes, late: bool) -> Rates:
         late: whether it has, for longer than was predicted.
     """
     values: dict[str, Any] = {}
-    seen = links.rates(rates.copy_latency_s)
-    for way, found in zip(("d2h", "h2d"), seen, strict=True):
+    for way, copies in (("d2h", record.sends), ("h2d", record.fetches)):
+        found = best_rate(copies, rates.copy_latency_s)
         name, duplex = f"{way}_bytes_per_s", f"duplex_{way}_bytes_per_s"
         before = getattr(rates, name)
         if found > before or (late and found > 0):
             values[name] = quantised(found)
             values[duplex] = quantised(getattr(rates, duplex) * found / before) if before else found
     return replace(rates, **values)
+
+
+def best_rate(copies: Iterable[tuple[float, int]], latency_s: float) -> float:
+    """Bytes per second of the fastest copy; 0: none was long enough to tell.
+
+    Args:
+        copies: seconds and bytes of each.
+        latency_s: seconds of a copy of nothing.
+    """
+    return max(
+        (
+            nbytes / (seconds - latency_s)
+            for seconds, nbytes in copies
+            if seconds - latency_s > ENOUGH_LATENCIES * latency_s
+        ),
+        default=0.0,
+    )
 
 
 def quantised(value: float) -> float:

@@ -29,7 +29,7 @@ from dataclasses import replace
 from math import ceil, log
 from typing import TYPE_CHECKING
 
-from memswap.planning.kinds import Kind
+from memswap.planning.kinds import StepKind
 from memswap.planning.observed import quantised
 
 if TYPE_CHECKING:
@@ -57,15 +57,15 @@ class Kinds:
 
     def __init__(self, separate: bool) -> None:
         self._separate = separate
-        self._known: list[Kind] = []  # the latest one last
+        self._known: list[StepKind] = []  # the latest one last
 
-    def __iter__(self) -> Iterator[Kind]:
+    def __iter__(self) -> Iterator[StepKind]:
         return iter(self._known)
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def of(self, first: Key) -> tuple[Kind, Kind | None]:
+    def of(self, first: Key) -> tuple[StepKind, StepKind | None]:
         """The kind of an iteration with this first storage, and who can lend a new one its plan."""
         if not self._separate:
             return (self._known[0] if self._known else self._add(first)), None
@@ -93,13 +93,13 @@ class Kinds:
             return self._add(first), nearest
         return (self._used(near[-1]) if near else self._add(first)), None
 
-    def _add(self, first: Key) -> Kind:
-        self._known.append(Kind(first))
+    def _add(self, first: Key) -> StepKind:
+        self._known.append(StepKind(first))
         if len(self._known) > MOST_KINDS:
             self._known.pop(0)
         return self._known[-1]
 
-    def _used(self, kind: Kind) -> Kind:
+    def _used(self, kind: StepKind) -> StepKind:
         self._known.remove(kind)
         self._known.append(kind)
         return kind
@@ -110,7 +110,7 @@ def place(first: Key) -> tuple[object, ...]:
     return first.unit, first.ordinal, first.dtype
 
 
-def found(kinds: list[Kind], nbytes: int) -> Kind | None:
+def found(kinds: list[StepKind], nbytes: int) -> StepKind | None:
     """The kind of exactly this size."""
     return next((kind for kind in kinds if kind.known.first.nbytes == nbytes), None)
 

@@ -1,7 +1,7 @@
 """Step: what the planner knows of one training step. It touches no tensor and reads no clock.
 
 A step is made from a record (`from_record`), from a JSON file (`load`), or written by hand, for a
-machine that is not here. Marks are those of [Note: Marks] in engine/record.py.
+machine that is not here. Marks are those of [Note: Marks] in csrc/engine/recorder.h.
 """
 
 from __future__ import annotations

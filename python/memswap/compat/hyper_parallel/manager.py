@@ -32,7 +32,7 @@ from memswap.engine.action import Action, TensorInfo
 from memswap.engine.autograd import in_backward
 from memswap.engine.transfer import check_pool
 from memswap.groups import Groups
-from memswap.module_hooks import ModuleHooks
+from memswap.hooks.module_hooks import ModuleHooks
 from memswap.planning.policy import Policy, Restricted
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from memswap.compat.hyper_parallel.manager import SwapManager
 from memswap.engine.action import Action, TensorInfo
 from memswap.engine.autograd import in_backward
 from memswap.engine.group import GroupScope
-from memswap.module_hooks import ModuleHooks, hooks_on
+from memswap.hooks.module_hooks import ModuleHooks, hooks_on
 from memswap.planning.policy import Policy
 
 if TYPE_CHECKING:

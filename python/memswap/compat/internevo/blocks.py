@@ -15,7 +15,7 @@ from memswap.compat.internevo.ahead import Ahead
 from memswap.compat.internevo.parts import Part, accumulates
 from memswap.compat.internevo.pool import MemoryPool
 from memswap.engine.autograd import graph_task
-from memswap.module_hooks import AtEnd, ModuleHooks
+from memswap.hooks.module_hooks import AtEnd, ModuleHooks
 from memswap.parallel.comm import Comm
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from memswap.compat.internevo.raw import (
     mesh_of,
     reduce_rows,
 )
-from memswap.module_hooks import ModuleHooks
+from memswap.hooks.module_hooks import ModuleHooks
 from memswap.parallel.comm import Comm, ProcessGroupComm, Ticket
 from memswap.parallel.layouts import HeadPlan, SequenceShards
 from memswap.parallel.redistribute import GatherSequence, HeadsToSequence, SequenceToHeads

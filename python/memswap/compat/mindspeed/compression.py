@@ -42,7 +42,7 @@ from memswap.compat.mindspeed.simulation import SimulationA2, SimulationBase
 from memswap.engine.autograd import in_backward
 from memswap.engine.durations import Durations
 from memswap.engine.hook_scope import pop_hooks, push_hooks
-from memswap.operators import BACKWARD_PRODUCTS
+from memswap.hooks.operators import BACKWARD_PRODUCTS
 from memswap.windows import parse_layers
 
 if TYPE_CHECKING:

@@ -1,5 +1,5 @@
-// The launches around an encoder, each on one core: the header before it, and places for deferred
-// tiles after it (job.h, Note [positions without talking]).
+// The launches around an encoder, each on one core: the header before it, and the places of the
+// tiles that it has measured (job.h, Note [positions without talking]).
 #pragma once
 
 #include "tile_records.h"
@@ -30,11 +30,10 @@ __aicore__ inline void begin_frame(const EncodeJob& job) {
   DataCopy(global_at<uint32_t>(job.frame, kHeaderWords), words, kHeaderWords);
 }
 
-// Gives the deferred tiles their places in var and the arena, or says in the status that there is
-// no room.
-class DeferredTiles {
+// Gives the tiles their places in var and the arena, or says in the status that there is no room.
+class TilePlaces {
  public:
-  __aicore__ inline DeferredTiles(TPipe* pipe, const EncodeJob& job)
+  __aicore__ inline TilePlaces(TPipe* pipe, const EncodeJob& job)
       : pipe_(pipe), job_(job), share_(job.elements, job.slab_bytes) {}
 
   __aicore__ inline void place() {
@@ -42,10 +41,7 @@ class DeferredTiles {
     pipe_->InitBuffer(cursor, kUnifiedBlockBytes);
     pipe_->InitBuffer(records, kTiles * frame::kRecordBytes);
     const LocalTensor<uint32_t> words = load_header(pipe_, &header, job_.frame);
-    if (words.GetValue(HeaderWord::kOverflowUsed) == 0) {
-      return;
-    }
-    var_ = Room::of_var(job_, words.GetValue(HeaderWord::kVarUsed));
+    var_ = Room::of_var(job_);
     const uint64_t used = job_.overflow != nullptr ? read(cursor.Get<uint32_t>()) : 0;
     next_ = used;
     for (uint32_t tile = 0; tile < share_.tiles; tile += kTiles) {
@@ -53,7 +49,6 @@ class DeferredTiles {
       place(records.Get<uint32_t>(), tile, left < kTiles ? left : kTiles);
     }
     words.SetValue(HeaderWord::kVarUsed, var_.next());
-    words.SetValue(HeaderWord::kOverflowUsed, 0u);
     if (next_ != used) {
       words.SetValue(HeaderWord::kFlags,
                      words.GetValue(HeaderWord::kFlags) & ~uint32_t{frame::kOrdered});
@@ -91,11 +86,7 @@ class DeferredTiles {
     DataCopy(words, global, count * kWords);
     hand_over<HardEvent::MTE2_S>(pipe_);
     for (uint32_t i = 0; i < count; ++i) {
-      const uint32_t base = words.GetValue(i * kWords);
-      if ((base & kDeferred) == 0) {
-        continue;
-      }
-      const uint32_t units = base & ~kDeferred;
+      const uint32_t units = words.GetValue(i * kWords);
       const uint32_t in_var = var_.next();
       if (var_.take(units)) {
         words.SetValue(i * kWords, in_var);

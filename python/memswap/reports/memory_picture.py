@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from memswap.planning.replay import Timetable
-from memswap.trace import LANES
+from memswap.reports.trace import LANES
 
 COLORS = {
     "compute": "0.75",

@@ -7,7 +7,8 @@ from html import escape
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from memswap.engine.stats import describe
-from memswap.module_hooks import ModuleHooks, Scope, hooks_on
+from memswap.engine.units import format_bytes
+from memswap.hooks.module_hooks import ModuleHooks, Scope, hooks_on
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -53,11 +54,13 @@ class Managed(Removable):
     ) -> Scope | None:
         """A module's forward begins: what is to be done in this call, or None."""
 
-    def _add(self, modules: Mapping[Any, nn.Module], caller: str) -> None:
-        """Put the hooks on modules, by their keys."""
+    def _add(
+        self, modules: Mapping[Any, nn.Module], caller: str, *, in_compiled_code: bool = True
+    ) -> None:
+        """Put the hooks on modules, by their keys; see `ModuleHooks.add`."""
         check_unmanaged(modules.values(), caller)
         for key, module in modules.items():
-            self._hooks.add(module, key, self._begin)
+            self._hooks.add(module, key, self._begin, in_compiled_code=in_compiled_code)
 
     def __repr__(self) -> str:
         modules = len(self._hooks)
@@ -81,6 +84,15 @@ class Managed(Removable):
     def report(self) -> Report:
         """The statistics as a text table, bytes in MiB; as the last line of a cell, as HTML."""
         return report(self.stats())
+
+    def line(self) -> str:
+        """What was done so far in one line, for a progress bar: ``bar.set_postfix_str(...)``."""
+        stats = self.stats()
+        return (
+            f"memswap: {format_bytes(stats.moved_bytes)} moved, peak "
+            f"{format_bytes(stats.peak_resident_bytes)} here and "
+            f"{format_bytes(stats.peak_away_bytes)} away, waited {stats.exposed_wait_s:.2f} s"
+        )
 
     def remove(self) -> None:
         """Take the hooks off the modules. Graphs that are alive can still run backward.

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from memswap._native import native
-from memswap.checkpoint_policy import CheckpointPolicy, Decide, is_collective
+from memswap.checkpoints.policy import CheckpointPolicy, Decide, is_collective
 from memswap.engine.action import Action
 from memswap.engine.autograd import plain_parts
 from memswap.engine.handle import Handle, inplace_edit

@@ -64,9 +64,10 @@ class Unseen:
             self.end()
             warn(
                 f"memswap: {self._caller}: the managed modules get gradients, but no hook has seen "
-                "one of them run, so nothing is saved and no memory is freed. Code that "
-                "torch.compile compiled before leaves out hooks that are added later, also for "
-                f"other models of the same class: call {self._caller} before the first step, or "
-                "torch.compiler.reset() after it. If nothing is compiled: are these the modules "
-                "that the model calls, as module(x) and not as module.forward(x)?"
+                "one of them run, so nothing is saved and no memory is freed. Inside of code "
+                f"that torch.compile compiles as a whole hooks do nothing: give {self._caller} the "
+                "compiled model itself, compile its layers one by one before, or put a "
+                "memswap.saved_tensors block around the call of a compiled function. If nothing is "
+                "compiled: are these the modules that the model calls, as module(x) and not as "
+                "module.forward(x)?"
             )

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from memswap.engine.calls import current_call, is_running
+from memswap.engine.compiled import runs_compiled, uncompiled, uncompiled_alone
 from memswap.engine.untraced import untraced
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ class _Running(threading.local):
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []
+        self.compiled = False  # the call that began last is of compiled code
 
 
 Begin = Callable[[Any, nn.Module, tuple[Any, ...], dict[str, Any]], Scope | None]
@@ -152,7 +154,8 @@ class ModuleHooks:
             begin: ``begin(key, module, args, kwargs)`` is called when the module's forward is about
                 to run, and returns the scope of that call, which is then entered; or None.
             in_compiled_code: whether the hooks are called where torch.compile traces the module's
-                caller, which ends the compiled graph there; otherwise they are not there for it.
+                caller, which ends the compiled graph there; otherwise they are not there for it
+                ([Note: Compiled as without] in engine/compiled.py).
             begins_first: whether calls begin here before they begin for hooks that are there.
             ends_first: whether they end here before they end for those.
             abandons_raised: whether the scope of a call that raises is abandoned, and not left with
@@ -161,7 +164,7 @@ class ModuleHooks:
         hook = _Hook(self, key, begin, abandons_raised)
         before, after = hook.before, hook.after
         if not in_compiled_code:
-            before, after = hook.before_untraced_only, hook.after_untraced_only
+            before, after = hook.before_outside, hook.after_outside
         self._handles += [
             module.register_forward_pre_hook(before, prepend=begins_first, with_kwargs=True),
             module.register_forward_hook(after, prepend=ends_first, always_call=True),
@@ -183,14 +186,24 @@ class ModuleHooks:
         self._abandon_ended()
         return len(self._running.calls)
 
+    def compiled(self) -> bool:
+        """Whether the call that begins now is of code that torch.compile compiles.
+
+        Of modules that were added with ``in_compiled_code=False``.
+        """
+        return self._running.compiled
+
+    @uncompiled
     def _call_begins(
         self,
         hook: _Hook,
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        compiled: bool = False,
     ) -> object:
         self._abandon_ended()
+        self._running.compiled = compiled
         call = _Call(current_call(), hook)
         self._running.calls.append(call)
         scope = hook.begin(hook.key, module, args, kwargs)
@@ -199,6 +212,7 @@ class ModuleHooks:
         call.scope = scope
         return scope.enter(call.frame)
 
+    @uncompiled
     def _call_ends(self, hook: _Hook, output: object) -> object:
         calls = self._running.calls
         frame = current_call() if calls else None
@@ -248,17 +262,17 @@ class _Hook:
     def after(self, module: nn.Module, args: tuple[Any, ...], output: object) -> object:
         return None if self.hooks is None else self.hooks._call_ends(self, output)
 
-    def before_untraced_only(
+    @uncompiled_alone
+    def before_outside(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> object:
-        if torch.compiler.is_compiling() or self.hooks is None:
+        if torch.compiler.is_dynamo_compiling() or self.hooks is None:
             return None
-        return self.hooks._call_begins(self, module, args, kwargs)
+        return self.hooks._call_begins(self, module, args, kwargs, runs_compiled())
 
-    def after_untraced_only(
-        self, module: nn.Module, args: tuple[Any, ...], output: object
-    ) -> object:
-        if torch.compiler.is_compiling() or self.hooks is None:
+    @uncompiled_alone
+    def after_outside(self, module: nn.Module, args: tuple[Any, ...], output: object) -> object:
+        if torch.compiler.is_dynamo_compiling() or self.hooks is None:
             return None
         return self.hooks._call_ends(self, output)
 

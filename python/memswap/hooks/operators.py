@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 
 from memswap.engine.autograd import in_backward
 from memswap.engine.durations import Durations
-from memswap.module_hooks import ModuleHooks
+from memswap.hooks.module_hooks import ModuleHooks
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -58,7 +57,7 @@ class OperatorWindows:
             known.update(id(module) for _, module in operators)
             place = _Place(name)
             if name in units:
-                self._hooks.add(unit, place, self._begin)
+                self._hooks.add(unit, place, self._begin, in_compiled_code=False)
             for key, module in operators:
                 self._operators.add(module, _Place(key, place), self._begin, in_compiled_code=False)
 
@@ -82,16 +81,29 @@ class OperatorWindows:
         return _WindowedUnit(self, place, module, x, place.is_whole and not torch.jit.is_tracing())
 
     def open(
-        self, key: str, amount: float, products: float, module: nn.Module, x: _Shaped | None
+        self,
+        key: str,
+        amount: float,
+        products: float,
+        module: nn.Module,
+        shape: tuple[int, ...] | None,
     ) -> None:
-        """An operator is about to be launched."""
+        """Open a window: an operator is about to be launched.
+
+        Args:
+            key: under which its time is measured.
+            amount: elements of its input, by which its time is scaled.
+            products: how many products of the forward's size it is.
+            module: the operator's module.
+            shape: of its input; None where that has none.
+        """
         engine = self.engine
         with engine.lock:
             seconds = self.durations.seconds(key, amount) if self.durations is not None else None
-            if seconds is None and self.cost is not None and x is not None:
+            if seconds is None and self.cost is not None and shape is not None:
                 weight = getattr(module, "weight", None)
                 if isinstance(module, nn.Linear) and isinstance(weight, torch.Tensor):
-                    shapes = (x.shape, (module.in_features, module.out_features))
+                    shapes = (shape, (module.in_features, module.out_features))
                     seconds = self.cost("matmul", shapes)
             engine.open_window((seconds or 0.0) * products)
 
@@ -130,7 +142,7 @@ class _Windowed:
     ) -> None:
         self._windows, self._place, self._module, self._opens = windows, place, module, opens
         self._amount = float(x.numel()) if x is not None else 1.0
-        self._shape = None if x is None else _Shaped(tuple(x.shape))
+        self._shape = None if x is None else tuple(x.shape)
         self._device = None if x is None else x.device
         self._span: Span | None = None
 
@@ -149,9 +161,12 @@ class _Windowed:
         self._stop()
         made = first_tensor((output,))
         if made is not None and made.grad_fn is not None:
-            at_backward = _AtBackward(
-                self._windows, self._place.key, self._amount, self._module, self._shape
-            )
+            windows, key, amount = self._windows, self._place.key, self._amount
+            module, shape = self._module, self._shape  # and no tensor
+
+            def at_backward(gradients: object) -> None:
+                windows.open(key, amount, BACKWARD_PRODUCTS, module, shape)
+
             made.grad_fn.register_prehook(at_backward)
 
     def abandon(self) -> None:
@@ -175,33 +190,6 @@ class _WindowedUnit(_Windowed):
         super().leave(output)
         self._place.is_whole = self._place.operators == 0
         self._windows.leave_unit()
-
-
-class _AtBackward:
-    """Opens an operator's window when its backward begins. Holds no tensor."""
-
-    __slots__ = ("_amount", "_key", "_module", "_shape", "_windows")
-
-    def __init__(
-        self,
-        windows: OperatorWindows,
-        key: str,
-        amount: float,
-        module: nn.Module,
-        shape: _Shaped | None,
-    ) -> None:
-        self._windows, self._key, self._amount, self._module = windows, key, amount, module
-        self._shape = shape
-
-    def __call__(self, gradients: object) -> None:
-        self._windows.open(self._key, self._amount, BACKWARD_PRODUCTS, self._module, self._shape)
-
-
-@dataclass(frozen=True, slots=True)
-class _Shaped:
-    """What is left of a tensor when only its shape matters."""
-
-    shape: tuple[int, ...]
 
 
 def has_matrix(module: nn.Module, operators: tuple[type[nn.Module], ...]) -> bool:

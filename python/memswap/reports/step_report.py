@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memswap import device_picture, memory_picture
 from memswap.planning.device import DevicePlan
 from memswap.planning.replay import timetable
-from memswap.trace import trace
+from memswap.reports import device_picture, memory_picture
+from memswap.reports.trace import trace
 
 if TYPE_CHECKING:
     from memswap.planning.plan import Plan

@@ -84,11 +84,9 @@ def find_blocks(model: nn.Module) -> Blocks:
     return Blocks(units, models, f"units: {_described(units)}, found in {what}")
 
 
-def compiled_as_a_whole(model: nn.Module) -> bool:
-    """Whether torch.compile was told to compile a model: its blocks are parts of one graph."""
-    inner = unwrapped(model)
-    wrappers = [model, *(one for one in model.modules() if unwrapped(one) is inner)]
-    return any("_orig_mod" in one._modules or one._compiled_call_impl for one in wrappers)
+def compiles_what_it_wraps(module: nn.Module) -> bool:
+    """Whether a module is what torch.compile has made of another one."""
+    return "_orig_mod" in module._modules
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

@@ -1,0 +1,361 @@
+"""BudgetDirector: has an engine follow plans, and has taken down what they are made of.
+
+[Note: Learning] (learner.py) says what is learnt when. Steps may follow a plan that was made for
+other sizes ([Note: Other sizes]).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memswap._native import native
+from memswap.engine.action import ENCODE_SWAP, KEEP, SWAP
+from memswap.engine.expectations import Key
+from memswap.planning.device import DevicePlan
+from memswap.planning.in_flight import InFlight
+from memswap.planning.learner import Learner
+from memswap.planning.replay import CODED
+from memswap.planning.shapes import Kinds
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import nn
+
+    from memswap._C import Iteration, Recorder
+    from memswap.engine.action import Action
+    from memswap.engine.engine import Engine
+    from memswap.engine.transfer import Route
+    from memswap.planning.account import DeviceAccount
+    from memswap.planning.kinds import StepKind
+    from memswap.planning.plan import Plan
+    from memswap.planning.policy import Policy
+    from memswap.planning.rates import Rates
+    from memswap.planning.step import Step
+
+
+class BudgetDirector:
+    """Directs an engine under a memory budget.
+
+    It is asked about storages for as long as there is no plan, and where one does not say what
+    happens to a storage. What each iteration is like, the iteration's recorder takes down
+    (csrc/engine/recorder.h).
+
+    Args:
+        engine: whose iterations it directs.
+        policy: where it names actions, only whether a storage moves is left to the planner.
+        pool: the user's, or None.
+        budget: bytes, or ``"auto"``.
+        rates: the machine's; None: measured when they are needed first.
+        group: a process group whose ranks plan together.
+        units: what is managed, by name; those that are checkpoint regions are switched on and off.
+        device: what is on the device, where the budget is for all of it.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        policy: Policy,
+        pool: object,
+        budget: int | str,
+        rates: Rates | None = None,
+        group: Any = None,
+        units: Mapping[str, nn.Module] | None = None,
+        device: DeviceAccount | None = None,
+    ) -> None:
+        self._engine = engine
+        self._fixed = policy.action is not None or policy.fn is not None
+        self._bounded = budget != "auto"
+        self._learner = Learner(engine, budget, rates, group, self._fixed, pool, device)
+        self._device = device
+        self._baseline_bytes = 0  # on the device when the latest forward began
+        self._names = {id(module): name for name, module in (units or {}).items()}
+        # Ranks that plan together count together, whatever each of them sees.
+        self._kinds = Kinds(separate=group is None)
+        self._latest: StepKind | None = None
+        self._in_flight: list[InFlight] = []  # in the order in which they began
+
+    # --- what users see ---------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force, with what was measured under it."""
+        kind = self._latest
+        if kind is None or kind.plan is None:
+            return None
+        for one in self._in_flight:
+            one.take_peak()
+        return replace(
+            kind.plan,
+            measured_peak_bytes=kind.measured.peak_bytes,
+            measured_exposed_s=kind.measured.exposed_s,
+            over_budget_bytes=kind.measured.over_budget_bytes,
+        )
+
+    @property
+    def step(self) -> Step | None:
+        """What was learnt of the step, all regions off."""
+        return None if self._latest is None else self._latest.known.full
+
+    @property
+    def rates(self) -> Rates | None:
+        """The machine's rates, once a plan has needed them."""
+        return self._learner.rates
+
+    def look(self) -> None:
+        """Notice what is gone, without a mark."""
+        with self._engine.lock:
+            self._engine.sweep_recomputed()
+
+    def wait(self) -> None:
+        """Have what the steps so far show planned with, and wait for that.
+
+        Raises:
+            BudgetError: no plan meets the budget.
+        """
+        lock, background = self._engine.lock, self._learner.background
+        with lock:
+            self._end_iterations()
+        while (job := background.current) is not None:
+            job.wait()
+            with lock:
+                self._learner.collect()
+            if job is background.current:
+                return  # ranks follow what it found from a forward on that has not begun
+
+    def end(self) -> None:
+        """Nothing follows a plan any more, and nothing is learnt.
+
+        What is in flight is the policy's from here on: the engine no longer knows its director.
+        """
+        engine = self._engine
+        with engine.lock:
+            engine.director = None
+            for one in self._in_flight:
+                one.take_peak()
+                one.iteration.recorder = None
+            self._in_flight.clear()
+            for route in engine.open_routes():
+                engine.set_overflow_room(route, None)
+            given_up = self._learner.background.give_up()
+        for job in given_up:
+            job.wait()
+
+    # --- what an engine asks (engine/director.py) -------------------------------------------------
+
+    def begin(self, iteration: Iteration) -> int | None:
+        """A new forward: end the books of those that are over, and follow plans that were made."""
+        self._end_iterations()
+        self._learner.begin()
+        if self._device is not None:
+            self._look_at_device(self._device)
+        plans = [kind.plan for kind in self._kinds if kind.plan is not None]
+        return max((plan.limit_bytes for plan in plans), default=None)
+
+    def choose(
+        self,
+        tensor: torch.Tensor,
+        unit: str,
+        ordinal: int,
+        nbytes: int,
+        action: Action,
+        insists: bool,
+    ) -> Action | None:
+        """The plan's action, or what learning needs, or None."""
+        iteration = self._engine.iteration
+        if iteration.plan is not None:
+            native.Engine.look_at_released(iteration)
+        key = Key(unit, ordinal, nbytes, tensor.dtype)
+        one = self._of(iteration) or self._begin(iteration, key, tensor.device)
+        chosen = None
+        if one.plan is not None:
+            chosen = one.planned(key, action)
+            if iteration.limit_bytes:
+                self._make_room(one, nbytes)
+        elif self._tries_codec(one, action):
+            chosen = ENCODE_SWAP
+        recorded = chosen or action
+        if insists:
+            # Nothing to plan: it counts as kept, which is the most that it can take.
+            chosen, recorded = None, KEEP
+        elif chosen is None and self._times_copies(one, action):
+            chosen = SWAP
+        if one.recorder is not None:
+            one.recorder.choose(unit, ordinal, nbytes, tensor.dtype, recorded.value)
+        return chosen
+
+    def recomputes(self, module: nn.Module, args: tuple[Any, ...]) -> bool:
+        """Whether a checkpoint region is one in the forward that begins now."""
+        name = self._names.get(id(module))
+        tensors = [one for one in args if isinstance(one, torch.Tensor)]
+        engine = self._engine
+        if name is None or not tensors or not self._bounded or not engine.policy.covers(name):
+            return True
+        if engine.route(tensors[0].device) is None:
+            return True
+        with engine.lock:
+            iteration = engine.iteration
+            one = self._of(iteration)
+            if one is None:
+                nbytes = sum(tensor.nbytes for tensor in tensors)
+                key = Key(name, -1, nbytes, tensors[0].dtype)
+                one = self._begin(iteration, key, tensors[0].device)
+            on = one.off is not None and name not in one.off
+            if not on and one.recorder is not None:
+                plain = (one for one in tensors if not (one.is_leaf and one.requires_grad))
+                inputs = [one for one in plain if not engine.is_persistent(native.storage_key(one))]
+                one.recorder.region(name, inputs, iteration, engine.policy.min_bytes)
+            return on
+
+    # --- iterations in flight ---------------------------------------------------------------------
+
+    def _of(self, iteration: Iteration) -> InFlight | None:
+        """What is known of an iteration that has not ended."""
+        return next((one for one in self._in_flight if one.iteration is iteration), None)
+
+    def _begin(self, iteration: Iteration, first: Key, device: torch.device) -> InFlight:
+        """What comes first says what kind of step it is."""
+        if not first.nbytes:
+            first = first._replace(nbytes=1)  # it is divided by
+        kind, lender = self._kinds.of(first)
+        if lender is not None and self._device is None:  # what else is there does not grow alike
+            self._learner.lend(kind, lender, device)
+            self._learner.collect()
+        self._latest = kind
+        in_flight = 1 + len(self._in_flight)
+        # All of them share the budget, those as well that so far began when nothing was in flight.
+        for one in dict.fromkeys((kind, *(other.kind for other in self._in_flight))):
+            if one.flights.see(in_flight):
+                self._learner.make_room(one)
+        if kind.flights.count():
+            self._learner.make_room(kind)
+        self._learner.collect()
+        route = self._engine.route(device)
+        assert route is not None  # or the engine would not have asked
+        recorder = new_recorder(route) if self._learner.times(kind) else None
+        plan = kind.plan
+        if self._bounded and plan is not None and plan.in_flight < in_flight:
+            plan = None  # it leaves the others no room; what leaves is safe
+        begun = InFlight(iteration, kind, plan, first, device, recorder)
+        self._in_flight.append(begun)
+        self._watch_device(begun)
+        self._set_overflow_room(route)
+        if plan is not None:
+            iteration.plan = kind.followed(route, self._engine.policy.min_bytes)
+            iteration.follows_alone = self._engine.policy.fn is None
+        if self._bounded:
+            self._set_limit()
+        return begun
+
+    def _end_iterations(self) -> None:
+        """End the books of forwards whose backward is over; what they show is learnt from."""
+        engine = self._engine
+        engine.sweep_recomputed()
+        ended = [one for one in self._in_flight if not one.waits]
+        self._in_flight = [one for one in self._in_flight if one not in ended]
+        if not self._in_flight:
+            engine.clear_recomputed()
+        for one in ended:
+            one.iteration.recorder = None
+            if one.recorder is not None:
+                one.recorder.close()
+                if self._device is not None and one.recorder.workspace is not None:
+                    self._device.end(one.recorder.workspace)
+        for one in ended:
+            one.take_peak()
+            self._learner.ended(one)
+
+    def _set_limit(self) -> None:
+        """What iterations in flight stay below although they save other sizes.
+
+        A share of a short step's bytes is no bound for a long one that is in flight as well.
+        """
+        planned = [(one.iteration, one.plan) for one in self._in_flight if one.plan is not None]
+        limit_bytes = max((plan.limit_bytes * plan.in_flight for _, plan in planned), default=0)
+        for iteration, _ in planned:
+            iteration.limit_bytes = max(iteration.limit_bytes, limit_bytes)
+
+    def _set_overflow_room(self, route: Route) -> None:
+        """As much as the plans of the iterations in flight ask for; without one, none is set."""
+        plans = [one.plan for one in self._in_flight if one.plan is not None]
+        room = max((plan.arena_bytes * plan.in_flight for plan in plans), default=None)
+        self._engine.set_overflow_room(route, room)
+
+    def _make_room(self, one: InFlight, nbytes: int) -> None:
+        """Wait for what leaves, oldest first, until so many bytes more are within the budget."""
+        iteration, ledger = one.iteration, self._engine.ledger
+        while (
+            ledger.resident_bytes + nbytes > iteration.limit_bytes
+            and one.waited_for < iteration.count
+        ):
+            self._engine.release(iteration, one.waited_for)
+            one.waited_for += 1
+
+    # --- the whole device -------------------------------------------------------------------------
+
+    def _look_at_device(self, device: DeviceAccount) -> None:
+        """A forward begins: what else is there by now?"""
+        plans = [kind.plan for kind in self._kinds if isinstance(kind.plan, DevicePlan)]
+        learns = len(plans) < len(self._kinds) or not plans
+        if learns or device.follows_others(plans):
+            for route in self._engine.open_routes():
+                route.trim_arena()
+        self._baseline_bytes = device.begin(plans, learns, self._present_bytes)
+        if over_bytes := device.over_bytes:
+            self._engine.ledger.tell_once(
+                "over device budget",
+                f"{over_bytes} bytes more than the budget of {device.nbytes} were on the device "
+                "under a plan: something was there that was not when the step was learnt. No bit "
+                "differs. Where what a forward begins with has changed, the step is learnt again; "
+                "manager.plan.measured_device_bytes says how it goes.",
+            )
+        for kind in self._kinds:
+            workspace = kind.known.workspace
+            if kind.plan is None or workspace is None:
+                continue
+            if device.step_is_new or device.relearns(workspace, self._baseline_bytes):
+                kind.learn_again()
+
+    def _watch_device(self, begun: InFlight) -> None:
+        """An iteration has begun: have what else is there taken down, if it is learnt."""
+        device, iterations = self._device, [one.iteration for one in self._in_flight]
+        if device is not None and begun.recorder is not None and begun.plan is None:
+            begun.recorder.workspace = device.record(iterations, self._baseline_bytes)
+            return
+        for one in self._in_flight:
+            if one.recorder is not None and one.recorder.workspace is not None:
+                one.recorder.workspace.watch(begun.iteration)
+
+    def _present_bytes(self, granularity: int) -> int:
+        """What saved storages take of the device now, each rounded up, and frames' arenas."""
+        self._engine.departing.notice_gone()
+        found = sum(one.iteration.present_bytes(granularity) for one in self._in_flight)
+        return found + sum(route.arena_bytes() for route in self._engine.open_routes())
+
+    # --- learning ---------------------------------------------------------------------------------
+
+    def _tries_codec(self, one: InFlight, action: Action) -> bool:
+        """Whether a storage of this iteration shows how much it shrinks."""
+        return (
+            one.kind.learning.tries_codec
+            and action is SWAP
+            and not self._fixed
+            and native.codec_name(one.device) is not None
+        )
+
+    def _times_copies(self, one: InFlight, action: Action) -> bool:
+        """Whether what is to be encoded is swapped, in an iteration that shows the model's times.
+
+        Encodes beside compute would make the gaps between marks longer than they are.
+        """
+        learns = one.recorder is not None and one.plan is None
+        return learns and action in CODED and one.device.type != "cpu"
+
+
+def new_recorder(route: Route) -> Recorder:
+    """Takes down an iteration whose storages leave by a route."""
+    capturing = torch.cuda.is_current_stream_capturing if route.captures else None
+    return native.Recorder(route.device, capturing)

@@ -1,0 +1,318 @@
+// Recorder: what a record says of storages whose sends end while it looks, and of the whole step.
+#include "engine/recorder.h"
+
+#include <ATen/ops/empty.h>
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "engine/engine.h"
+#include "fake_device.h"
+#include "lane/worker_lane.h"
+#include "pool/host_slabs.h"
+#include "pool/pool.h"
+
+namespace memswap {
+namespace {
+
+constexpr int64_t kBytes = 1000;
+constexpr size_t kBudget = 1 << 20;
+
+at::Tensor bytes(int64_t nbytes = kBytes) { return at::empty({nbytes}, at::kByte); }
+
+// A send that a test ends in two parts, as a worker does: it lets go of the storage, and its ticket
+// says so.
+struct Send final : Ticket {
+  explicit Send(StorageRefPtr sent) : storage(std::move(sent)) {}
+  void wait() override {}
+  bool done() override { return said_done; }
+  void synchronize() override {}
+
+  StorageRefPtr storage;
+  bool said_done = false;
+};
+
+class TestLane final : public Lane {
+ public:
+  TicketPtr send(StorageRefPtr storage, BlockPtr, ByteRange, Tickets) override {
+    sends.push_back(std::make_shared<Send>(std::move(storage)));
+    return sends.back();
+  }
+  std::pair<StorageRefPtr, TicketPtr> fetch(BlockPtr block, Tickets) override {
+    const at::Tensor fetched = bytes(static_cast<int64_t>(block->nbytes()));
+    return {std::make_shared<StorageRef>(fetched.storage()), std::make_shared<Send>(nullptr)};
+  }
+  TicketPtr fetch_into(BlockPtr, StorageRefPtr, size_t, Tickets) override { return nullptr; }
+  void settle() override {}
+  size_t leaving_bytes() override { return kBudget; }
+  void set_max_leaving_bytes(size_t) override {}
+
+  std::vector<std::shared_ptr<Send>> sends;
+};
+
+class Records : public ::testing::Test {
+ protected:
+  // Engines whose storages leave by a lane, and whose iterations are taken down.
+  void direct(std::shared_ptr<Lane> lane) {
+    sender = std::make_shared<BlockSender>(std::move(lane), pool);
+    engine->directed = true;
+    begin_iteration();
+  }
+
+  void begin_iteration() {
+    const Locked locked(engine->lock);
+    engine->iteration = engine->timeline.begin();
+    recorder = std::make_shared<Recorder>(Clock(c10::Device(c10::kCPU)));
+    engine->iteration->recorder = recorder;
+    ordinal = -1;
+  }
+
+  // What Python does with a storage that no plan says anything of.
+  EntryPtr save(const at::Tensor& tensor, bool fails = false) {
+    const Locked locked(engine->lock);
+    const SavedView look = *SavedView::capture(tensor);
+    recorder->choose({"unit", ++ordinal, tensor.numel(), tensor.scalar_type(),  //
+                      PlannedAction::kSwap});
+    engine->iteration->admit(tensor.numel(), false, Iteration::kNoGroup);
+    if (fails) {
+      return nullptr;
+    }
+    EntryPtr entry;
+    engine->swap(tensor, look, *sender, entry);
+    ++entry->handles;
+    engine->saved(entry);
+    return entry;
+  }
+
+  std::optional<IterationRecord> taken() {
+    const Locked locked(engine->lock);
+    engine->iteration->recorder = nullptr;
+    recorder->close();
+    return recorder->take();
+  }
+
+  std::shared_ptr<Pool> pool = std::make_shared<Pool>(
+      std::make_shared<BudgetedSlabs>(std::make_shared<OrdinarySlabs>(), kBudget),
+      PoolOptions{.slab_bytes = kBudget, .alignment = 512});
+  std::shared_ptr<TestLane> lane = std::make_shared<TestLane>();
+  std::shared_ptr<BlockSender> sender;
+  EnginePtr engine = std::make_shared<Engine>(/*window_bytes=*/0);
+  std::shared_ptr<Recorder> recorder;
+  int64_t ordinal = -1;
+};
+
+// The storage of the first tensor is held by the forward, beside its send, until mark `let_go_at`.
+class Sends : public Records, public ::testing::WithParamInterface<int32_t> {};
+
+TEST_P(Sends, OneThatHasLetGoAndNotSaidSoIsNotTakenForTheForward) {
+  direct(lane);
+  at::Tensor held = bytes();
+  std::vector<EntryPtr> entries{save(held)};
+  for (int32_t mark = 1; mark < 5; ++mark) {
+    if (mark == 1) {
+      lane->sends[0]->storage.reset();  // the worker is between the two
+    } else if (mark == 2) {
+      lane->sends[0]->said_done = true;
+    }
+    if (mark == GetParam()) {
+      held.reset();
+    }
+    entries.push_back(save(bytes()));
+  }
+  EXPECT_EQ(taken()->held_until[0], GetParam());
+}
+
+INSTANTIATE_TEST_SUITE_P(HeldUntil, Sends, ::testing::Values(kNever, 3));
+
+TEST_F(Records, WhatTheForwardLetGoOfDuringItsSendIsKnownFromThenOn) {
+  direct(lane);
+  at::Tensor held = bytes();
+  std::vector<EntryPtr> entries{save(held)};
+  for (int32_t mark = 1; mark < 4; ++mark) {
+    if (mark == 2) {
+      held.reset();
+    }
+    entries.push_back(save(bytes()));  // all sends are under way all the time
+  }
+  EXPECT_EQ(taken()->held_until[0], 2);
+}
+
+// It used to leave a key and an action behind, and each later storage had the one's before.
+TEST_F(Records, ASaveThatFailsIsInNoRecord) {
+  direct(lane);
+  const EntryPtr first = save(bytes());
+  save(bytes(), /*fails=*/true);
+  EXPECT_EQ(taken()->ordinals, std::vector<int64_t>{0});
+  begin_iteration();
+  const EntryPtr before = save(bytes());
+  save(bytes(), /*fails=*/true);
+  const EntryPtr last = save(bytes());  // its number in the iteration is 2
+  engine->demand(last);
+  EXPECT_FALSE(taken().has_value());
+}
+
+TEST_F(Records, AnIterationIsARowOfMarks) {
+  direct(std::make_shared<WorkerLane>(1, kBudget));
+  std::vector<EntryPtr> entries;
+  for (const int64_t nbytes : {1000, 2000, 3000}) {
+    entries.push_back(save(bytes(nbytes)));
+    entries.back()->departure()->wait();
+  }
+  {
+    const Locked locked(engine->lock);
+    recorder->window(0.5);
+    recorder->again(*entries[1], "unit");
+    recorder->again(*entries[1], "other");
+    recorder->again(*entries[1], "other");
+  }
+  engine->demand(entries[2]);
+  engine->demand(entries[0]);
+  entries[2].reset();  // its graph lets go of it
+  engine->demand(entries[1]);
+  engine->demand(entries[0]);  // a graph that is retained
+  const IterationRecord record = *taken();
+  EXPECT_EQ(record.nbytes, (std::vector<int64_t>{1000, 2000, 3000}));
+  EXPECT_EQ(record.ordinals, (std::vector<int64_t>{0, 1, 2}));
+  EXPECT_EQ(record.moved, (std::vector<uint8_t>{1, 1, 1}));
+  EXPECT_EQ(record.held_until, (std::vector<int32_t>{1, 2, 3})) << "each was free when saved";
+  EXPECT_EQ(record.order, (std::vector<size_t>{2, 0, 1}));
+  EXPECT_EQ(record.kept_until, (std::vector<int32_t>{5, 5, 4}));
+  ASSERT_EQ(record.others.size(), 3u);
+  EXPECT_EQ(record.others[0], std::vector<size_t>{});
+  ASSERT_EQ(record.others[1].size(), 1u) << "the unit that saved it first, or one of them twice";
+  EXPECT_EQ(record.unit_names[record.others[1][0]], "other");
+  EXPECT_EQ(record.gaps_s.size(), 6u);
+  EXPECT_EQ(record.costs_s.size(), 6u);
+  EXPECT_EQ(record.windows_s, (std::vector<double>{0, 0, 0, 0.5, 0, 0}));
+  EXPECT_TRUE(record.extra_nbytes.empty());
+  EXPECT_GE(record.peak_bytes, 3000);
+}
+
+TEST_F(Records, WhatRegionsSaveAgainCountsFromItsMarkOn) {
+  direct(lane);
+  const EntryPtr first = save(bytes()), second = save(bytes());
+  engine->demand(second);
+  const int64_t before = engine->ledger.counters.resident_bytes;
+  at::Tensor recomputed = bytes(500);
+  {
+    const Locked locked(engine->lock);
+    engine->count_recomputed(StorageRef(recomputed.storage()));
+    engine->count_recomputed(StorageRef(recomputed.storage()));
+  }
+  EXPECT_EQ(engine->ledger.counters.resident_bytes, before + 500) << "it counts twice";
+  recomputed.reset();
+  engine->demand(first);
+  EXPECT_EQ(engine->ledger.counters.recomputed_bytes, 0) << "it is gone, and on the books";
+  EXPECT_EQ(taken()->extra_nbytes, (std::vector<int64_t>{0, 0, 500, 0}));
+}
+
+TEST_F(Records, ARegionIsKnownByWhatItIsCalledWith) {
+  direct(lane);
+  const at::Tensor saved = bytes(), later = bytes(), never = bytes(700), small = bytes(10);
+  std::vector<EntryPtr> entries{save(saved)};
+  std::vector<StorageRefPtr> inputs;
+  for (const at::Tensor& one : {saved, later, never, small, saved}) {
+    inputs.push_back(std::make_shared<StorageRef>(one.storage()));
+  }
+  {
+    const Locked locked(engine->lock);
+    recorder->region("region", inputs, *engine->iteration, /*least_bytes=*/100);
+  }
+  entries.push_back(save(later));
+  const IterationRecord record = *taken();
+  ASSERT_EQ(record.regions.size(), 1u);
+  EXPECT_EQ(record.regions[0].unit, "region");
+  EXPECT_EQ(record.regions[0].inputs, (std::vector<size_t>{0, 1}));
+  EXPECT_EQ(record.regions[0].other_nbytes, 700);
+}
+
+TEST_F(Records, UnderAPlanAnIterationIsTakenDownToo) {
+  direct(lane);
+  auto plan = std::make_shared<Plan>(Plan{.device = c10::Device(c10::kCPU), .sender = sender});
+  for (int64_t place = 0; place < 2; ++place) {
+    plan->places.push_back({.unit = "unit",
+                            .ordinal = place,
+                            .nbytes = kBytes,
+                            .dtype = c10::ScalarType::Byte,
+                            .action = place == 0 ? Plan::Action::kSwap : Plan::Action::kKeep});
+  }
+  engine->iteration->plan = plan;
+  engine->iteration->follows_alone = true;
+  std::vector<KnownPtr> entries;
+  for (int64_t place = 0; place < 2; ++place) {
+    const at::Tensor tensor = bytes();
+    const SavedView look = *SavedView::capture(tensor);
+    const Locked locked(engine->lock);
+    entries.push_back(
+        engine->follow_plan({tensor, look, "unit", Iteration::kNoGroup, true, false, ordinal})
+            .known);
+    ASSERT_TRUE(entries.back());
+  }
+  engine->demand(std::static_pointer_cast<Entry>(entries[0]));
+  const IterationRecord record = *taken();
+  EXPECT_EQ(record.actions, (std::vector{PlannedAction::kSwap, PlannedAction::kKeep}));
+  EXPECT_EQ(record.moved, (std::vector<uint8_t>{1, 0}));
+  EXPECT_EQ(record.order, std::vector<size_t>{0});
+}
+
+TEST_F(Records, ABackwardOfAnotherForwardThanPlannedFollowsNoPlan) {
+  direct(lane);
+  const EntryPtr entry = save(bytes());
+  auto plan = std::make_shared<Plan>(Plan{.device = c10::Device(c10::kCPU), .sender = sender});
+  plan->places.resize(2);
+  engine->iteration->plan = plan;
+  engine->demand(entry);
+  EXPECT_EQ(engine->iteration->plan, nullptr);
+}
+
+// Threads demand while others save: the marks are those of one iteration after another.
+TEST_F(Records, ThreadsSaveAndDemandWhatIsTakenDown) {
+  direct(std::make_shared<WorkerLane>(2, kBudget));
+  std::vector<EntryPtr> entries;
+  for (int times = 0; times < 64; ++times) {
+    entries.push_back(save(bytes()));
+  }
+  std::vector<std::thread> threads;
+  for (size_t number = 0; number < 4; ++number) {
+    threads.emplace_back([&, number] {
+      for (size_t index = number; index < entries.size(); index += 4) {
+        engine->demand(entries[index]);
+      }
+    });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  const IterationRecord record = *taken();
+  EXPECT_EQ(record.order.size(), entries.size());
+  EXPECT_EQ(record.gaps_s.size(), 2 * entries.size());
+}
+
+TEST(Moments, OnADeviceAreEventsThatNobodyWaitsFor) {
+  testing::events_have_ended = false;
+  const Recorder unread{Clock(testing::kFakeDevice)};
+  EXPECT_FALSE(unread.ready());
+  Recorder recorder{Clock(testing::kFakeDevice)};
+  recorder.close();
+  EXPECT_FALSE(recorder.ready()) << "the device has not come to its end";
+  testing::events_have_ended = true;
+  EXPECT_TRUE(recorder.ready());
+  testing::events_have_ended = false;
+}
+
+TEST(Moments, InACaptureThereAreNone) {
+  bool captured = false;
+  Recorder recorder{Clock(testing::kFakeDevice, [&] { return captured; })};
+  captured = true;
+  recorder.close();
+  EXPECT_TRUE(recorder.ready()) << "somebody waits for an event of a graph";
+  EXPECT_FALSE(recorder.take().has_value());
+}
+
+}  // namespace
+}  // namespace memswap
