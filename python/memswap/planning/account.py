@@ -243,7 +243,8 @@ class DeviceAccount:
             return
         if self._forwards == self._forwards_then:  # its closure has called no forward
             # State that stays was there throughout, and is planned by itself.
-            self._step_peak = self._gauge.peak - min(self._stays, state.here_bytes())
+            peak = self._gauge.peak - min(self._stays, state.here_bytes())
+            self._step_peak = max(peak, self._step_peak or 0)
             self._step_chunks = state.chunks_bytes()
         self._gauge.begin()
 

@@ -120,6 +120,15 @@ class StateTerms:
         """Of all of it."""
         return sum(self.sizes)
 
+    @property
+    def most_step_bytes(self) -> int:
+        """What `step_peak_bytes` may come to in another step.
+
+        When a chunk's memory is free depends on when its send has ended: the longest parameter's
+        state may be there for longer than it was.
+        """
+        return self.step_peak_bytes + max(self.sizes, default=0)
+
     def away_s(self, stays_bytes: int, rates: Rates) -> float:
         """Seconds that a step of the optimizer takes longer, for what does not stay.
 
@@ -143,7 +152,7 @@ class StateTerms:
             limit_bytes: of the device.
         """
         sums = [0, *accumulate(self.sizes)]
-        room = limit_bytes - self.step_peak_bytes
+        room = limit_bytes - self.most_step_bytes
         most = room if self.most_bytes is None else min(room, self.most_bytes)
         fitting = [nbytes for nbytes in sums if nbytes <= most]
         if self.nbytes <= min(
@@ -402,7 +411,7 @@ def smallest_of_device(terms: DeviceTerms, plan: DevicePlan, flights: int) -> tu
     base = min(plan.step.extra_nbytes, default=0)
     needed = (plan.peak_bytes - base) * flights + base, "forward and backward"
     if terms.state is not None:
-        needed = max(needed, (terms.state.step_peak_bytes, "the optimizer's step"))
+        needed = max(needed, (terms.state.most_step_bytes, "the optimizer's step"))
     nbytes, where = needed
     return int(nbytes / (1 - SPARE_SHARE)) + 1, where
 
