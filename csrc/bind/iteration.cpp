@@ -143,6 +143,10 @@ void bind_iteration(py::module_& module) {
       .def_property_readonly("nbytes", &Iteration::nbytes, "Of all storages.")
       .def_property_readonly("alive_bytes", &Iteration::alive_bytes,
                              "Of those whose entries are alive.")
+      .def("present", &Iteration::present,
+           "The storages that are on the device now, for who decides when they are free.")
+      .def("present_bytes", &Iteration::present_bytes, py::arg("granularity"),
+           "Of the device, that its storages and frames take now, each rounded up.")
       .def_property_readonly("sizes", &sizes_of, "Their bytes, a new list.")
       .def_property_readonly(
           "order", [](const Iteration& self) { return self.order().demanded(); },

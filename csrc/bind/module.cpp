@@ -18,6 +18,7 @@ void bind_iteration(pybind11::module_& module);  // iteration.cpp
 void bind_engine(pybind11::module_& module);     // engine.cpp
 void bind_handle(pybind11::module_& module);     // handle.cpp
 void bind_hooks(pybind11::module_& module);      // hooks.cpp
+void bind_gauge(pybind11::module_& module);      // gauge.cpp
 void bind_recipes(pybind11::module_& module);    // recipes.cpp
 void bind_recorder(pybind11::module_& module);   // recorder.cpp
 void bind_replay(pybind11::module_& module);     // replay.cpp
@@ -41,6 +42,7 @@ PYBIND11_MODULE(_C, module) {
   memswap::bind_entry(module);
   memswap::bind_handle(module);
   memswap::bind_hooks(module);
+  memswap::bind_gauge(module);
   memswap::bind_recipes(module);
   memswap::bind_recorder(module);
   memswap::bind_replay(module);

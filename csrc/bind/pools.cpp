@@ -86,6 +86,7 @@ py::dict as_dict(const PoolStatistics& statistics) {
   dict["slabs_acquired"] = statistics.slabs_acquired;
   dict["grown_in_background"] = statistics.grown_in_background;
   dict["acquire_s"] = statistics.acquire_s;
+  dict["written_bytes"] = statistics.written_bytes;
   return dict;
 }
 

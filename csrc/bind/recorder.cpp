@@ -152,6 +152,8 @@ void bind_recorder(py::module_& module) {
           },
           py::arg("unit"), py::arg("inputs"), py::arg("iteration"), py::arg("least_bytes"),
           "A checkpoint region that is off is called with these tensors.")
+      .def_readwrite("workspace", &Recorder::workspace,
+                     "Also takes down what else is on the device, or None.")
       .def("close", &Recorder::close, "The next iteration begins.")
       .def("ready", &Recorder::ready, "Whether the device has passed the last moment.")
       .def("wait", &Recorder::wait, without_gil(), "Block the host until it has.")

@@ -146,12 +146,44 @@ void Iteration::begin_backward(int64_t away_bytes) {
 
 // --- what is known of it -------------------------------------------------------------------------
 
+int64_t Iteration::present_bytes(int64_t granularity) const {
+  const auto rounded = [granularity](int64_t one) {
+    return (one + granularity - 1) / granularity * granularity;
+  };
+  int64_t nbytes = 0;
+  for (const std::weak_ptr<Entry>& weak : entries_) {
+    const EntryPtr entry = weak.lock();
+    if (!entry) {
+      continue;
+    }
+    if (!entry->identity().expired()) {
+      nbytes += rounded(entry->nbytes());
+    }
+    if (const AwayFormPtr& away = entry->away()) {
+      nbytes += rounded(static_cast<int64_t>(away->device_nbytes()));
+    }
+  }
+  return nbytes;
+}
+
 int64_t Iteration::alive_bytes() const {
   int64_t nbytes = 0;
   for (size_t index = 0; index < size(); ++index) {
     nbytes += entries_[index].expired() ? 0 : order_.nbytes(index);
   }
   return nbytes;
+}
+
+std::vector<StorageRefPtr> Iteration::present() const {
+  std::vector<StorageRefPtr> found;
+  for (const std::weak_ptr<Entry>& weak : entries_) {
+    if (const EntryPtr entry = weak.lock()) {
+      if (auto held = entry->identity().lock()) {
+        found.push_back(std::move(held));
+      }
+    }
+  }
+  return found;
 }
 
 bool Iteration::over() const {

@@ -60,6 +60,11 @@ class Iteration : public std::enable_shared_from_this<Iteration> {
   size_t size() const { return order_.size(); }
   int64_t nbytes() const { return order_.raw().nbytes + order_.decoded().nbytes; }
   int64_t alive_bytes() const;
+  // Bytes of the device that its storages and their frames take now, whoever holds them, each
+  // rounded up to a multiple of `granularity`, which is 1 at least.
+  int64_t present_bytes(int64_t granularity) const;
+  // Those storages: whoever has them decides when their memory is free.
+  std::vector<StorageRefPtr> present() const;
   // Whether nothing that was saved is alive: no graph will demand it.
   bool over() const;
   const DemandOrder& order() const { return order_; }

@@ -41,6 +41,7 @@ Recorder::Recorder(Clock clock) : clock_(std::move(clock)) {
 // --- marks ---------------------------------------------------------------------------------------
 
 void Recorder::choose(const Chosen& chosen) {
+  arrive();
   look();
   cut(columns_, seen_.size());
   columns_.units.push_back(unit_number(chosen.unit));
@@ -73,6 +74,7 @@ void Recorder::saved(const EntryPtr& entry) {
   note_lane(*entry);
   regions_.saved(*entry);
   links_.sent(*entry);
+  depart();
 }
 
 void Recorder::demanding(const Entry& entry) {
@@ -80,6 +82,7 @@ void Recorder::demanding(const Entry& entry) {
     return;
   }
   demanding_ = entry.index;
+  arrive();
   if (entry.index < seen_.size() && seen_[entry.index].demanded) {
     seen_[entry.index].look_at_use(entry);
     return;
@@ -117,6 +120,19 @@ void Recorder::demanded(const Entry& entry) {
     served_.push_back(index);
   }
   note_bytes(entry);
+  depart();
+}
+
+void Recorder::arrive() {
+  if (workspace) {
+    workspace->arrive();
+  }
+}
+
+void Recorder::depart() {
+  if (workspace && marks() > 0) {
+    workspace->depart(marks() - 1);
+  }
 }
 
 MomentPtr Recorder::now() {

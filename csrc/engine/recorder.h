@@ -33,6 +33,7 @@
 #include "lane/lane.h"
 #include "link_times.h"
 #include "region_calls.h"
+#include "workspace.h"
 
 namespace memswap {
 
@@ -80,6 +81,9 @@ class Recorder {
     regions_.add(std::move(unit), inputs, of, least_bytes);
   }
 
+  // Also takes down what else is on the device; nullptr: nobody asked.
+  std::shared_ptr<Workspace> workspace;
+
   // --- its end ---
 
   // The next iteration begins, and nothing more is taken down.
@@ -113,6 +117,8 @@ class Recorder {
   MomentPtr now();
   size_t unit_number(std::string_view unit);
   int32_t next_mark() const { return static_cast<int32_t>(moments_.size()); }
+  void arrive();
+  void depart();
   void add_mark();
   void note_bytes(const Entry& entry);
   void note_lane(const Entry& entry);

@@ -379,12 +379,6 @@ class Run {
       }
       reserve_ = std::max(reserve_, at_once);
     }
-    extra_ahead_.assign(demands(), 0);
-    int64_t most = 0;
-    for (int32_t place = demands() - 1; place >= 0; --place) {
-      most = std::max(most, extra(saves_ + place));
-      extra_ahead_[place] = most;
-    }
     latest_starts();
   }
 
@@ -474,8 +468,8 @@ class Run {
       const int32_t following = mark + 1;
       const bool early =
           following >= marks_ || nominal_s_[following - saves_] <= start_by_s_[coming];
-      const int64_t needed =
-          step_.nbytes[coming] + transit_frame(coming) + std::max(reserve_, extra_ahead_[place]);
+      const int64_t needed = step_.nbytes[coming] + transit_frame(coming) +
+                             std::max(reserve_, extra_until(mark, coming));
       if (early || resident_ + needed > budget_bytes_) {
         break;
       }
@@ -485,6 +479,15 @@ class Run {
       peak = std::max(peak, resident_);
     }
     return peak;
+  }
+
+  // The most of what is there whatever the plan says, from a mark until a storage is demanded.
+  int64_t extra_until(int32_t mark, int32_t coming) const {
+    if (step_.extra_nbytes.empty()) {
+      return 0;
+    }
+    const auto first = step_.extra_nbytes.begin();
+    return *std::max_element(first + mark, first + saves_ + needs_.first(coming) + 1);
   }
 
   void fetch(int32_t index) {
@@ -623,7 +626,6 @@ class Run {
   std::optional<RunningPeak> backward_;  // while room is made for backward
   std::deque<int32_t> pending_;          // what is to start back
   int64_t reserve_ = 0;                  // room for what comes back at a demand at once
-  std::vector<int64_t> extra_ahead_;     // the most of what is recomputed from a demand on
   std::vector<double> nominal_s_;        // when each demand would come if nobody waited
   std::vector<double> start_by_s_;       // by storage
 };

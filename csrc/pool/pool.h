@@ -44,6 +44,7 @@ struct PoolStatistics {
   size_t slabs_acquired = 0;       // so far; stands still in a steady state
   size_t grown_in_background = 0;  // slabs, of slabs_acquired
   double acquire_s = 0;            // seconds spent in the system's allocator
+  uint64_t written_bytes = 0;      // to slabs without an address in memory: to a file
 };
 
 // [Note: Gating]

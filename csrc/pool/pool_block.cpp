@@ -69,6 +69,9 @@ void PoolBlock::shrink(size_t nbytes) {
 void PoolBlock::write(const void* source) {
   if (const size_t length = nbytes(); length > 0) {
     slab_.write(offset_, source, length);
+    if (slab_.data() == nullptr) {
+      core_->count_written(length);
+    }
   }
 }
 

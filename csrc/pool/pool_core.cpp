@@ -318,6 +318,7 @@ PoolStatistics PoolCore::statistics() const {
   const CountedSlabs::Counts counts = source_->counts();
   statistics.slabs_acquired = counts.acquired;
   statistics.acquire_s = counts.acquire_s;
+  statistics.written_bytes = written_bytes_;
   return statistics;
 }
 

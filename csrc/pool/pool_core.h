@@ -1,6 +1,7 @@
 // What a pool and its blocks share: ranges, slabs and the ranges that wait for their tickets.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -41,6 +42,8 @@ class PoolCore final : public std::enable_shared_from_this<PoolCore> {
   BlockPtr allocate(size_t nbytes);
   size_t trim();
   PoolStatistics statistics() const;
+  // Bytes of a block were written to a file.
+  void count_written(size_t nbytes) { written_bytes_ += nbytes; }
 
   // A dropped block's range, back. Called by the block's destructor.
   void give_back(const Range& range, size_t nbytes, std::vector<TicketPtr> tickets);
@@ -90,7 +93,8 @@ class PoolCore final : public std::enable_shared_from_this<PoolCore> {
   std::set<std::pair<size_t, Sequence>> pending_by_size_;
   Sequence next_pending_ = 0;
   Sequence thorough_from_ = 0;  // where the next thorough reap begins
-  PoolStatistics counted_;      // in_use, peak, waste, pending, blocks, waits, refusals, ...
+  std::atomic<uint64_t> written_bytes_{0};
+  PoolStatistics counted_;  // in_use, peak, waste, pending, blocks, waits, refusals, ...
 
   std::mutex background_mutex_;
   std::condition_variable background_;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from memswap._native import native
 from memswap._warn import warn
+from memswap.device_budget import DeviceBudget
 from memswap.engine.autograd import computed_from, in_backward, next_node_number, plain_parts
 from memswap.engine.compiled import uncompiled
 from memswap.engine.engine import Engine
@@ -30,7 +32,9 @@ from memswap.hooks.managed import Managed, Report
 from memswap.hooks.module_hooks import ModuleHooks
 from memswap.hooks.operators import OperatorWindows
 from memswap.hooks.unseen import Unseen
+from memswap.optimizers import ManagedOptimizer, manage_optimizer
 from memswap.planning.budgets import parsed
+from memswap.planning.device import DevicePlan, is_device_budget
 from memswap.planning.director import BudgetDirector
 from memswap.planning.policy import Policy
 from memswap.planning.rates import Rates
@@ -39,6 +43,7 @@ from memswap.windows import Window, Windows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.optim import Optimizer
 
     from memswap.engine.action import Decider
     from memswap.engine.transfer import Pool
@@ -126,6 +131,8 @@ class Manager(Managed):
         rates: Rates | None = None,
         group: Any = None,
         windows: Windows | None = None,
+        device: DeviceBudget | None = None,
+        optimizer: ManagedOptimizer | None = None,
     ) -> None:
         super().__init__(
             Engine(policy, pool, window_bytes)
@@ -138,9 +145,11 @@ class Manager(Managed):
         self._director: BudgetDirector | None = None
         if budget is not None:
             assert isinstance(policy, Policy)  # manage() has seen to it
+            account = None if device is None else device.account
             self._director = self._engine.director = BudgetDirector(
-                self._engine, policy, pool, budget, rates, group, self._units
+                self._engine, policy, pool, budget, rates, group, self._units, account
             )
+        self._device, self._optimizer = device, optimizer
         self._iteration = _Units()
         self._models = ModuleHooks()
         self._compiled_model = False
@@ -172,9 +181,19 @@ class Manager(Managed):
         """What happens to each saved storage under the budget, why, and what it costs.
 
         None without a budget, and in the first steps, which learn. ``print(manager.plan)`` shows a
-        table with a line per unit.
+        table with a line per unit; under a budget for the whole device it is a
+        :class:`memswap.planning.device.DevicePlan`, which ends with what is on the device at the
+        peak, by kind.
         """
-        return None if self._director is None else self._director.plan
+        plan = None if self._director is None else self._director.plan
+        if self._device is not None and isinstance(plan, DevicePlan):
+            return replace(plan, measured_device_bytes=self._device.account.measured_bytes)
+        return plan
+
+    @property
+    def optimizer(self) -> ManagedOptimizer | None:
+        """The optimizer's manager, where `manage` was given one."""
+        return self._optimizer
 
     def wait_for_plan(self) -> Plan | None:
         """Wait for the plan that the steps so far lead to, and return the plan in force.
@@ -219,10 +238,17 @@ class Manager(Managed):
     def remove(self) -> None:
         """Take the hooks off the modules. Graphs that are alive can still run backward.
 
+        State of an optimizer that was given comes back to the device, all of it.
+
         Raises:
-            TransferError: backward has met a frame that is not what was encoded (broken memory).
+            TransferError: backward has met a frame that is not what was encoded (broken memory), or
+                state cannot be read back.
         """
         self._seen()
+        if self._device is not None:
+            self._device.remove()
+        if self._optimizer is not None:
+            self._optimizer.remove()
         self._models.remove()
         if self._operators is not None:
             self._operators.remove()
@@ -252,7 +278,8 @@ class Manager(Managed):
         made = super().report()
         if self._compiled_model:
             made = made.below(_COMPILED_AS_A_WHOLE)
-        return made.below(self._description)
+        made = made.below(self._description)
+        return made if self._optimizer is None else made.below(self._optimizer.report())
 
     def trace(self, folder: str | Path) -> list[Path]:
         """Write what a step of this training is without memswap, and as it is planned.
@@ -262,7 +289,8 @@ class Manager(Managed):
 
         Returns:
             The files: ``trace.json``, which https://ui.perfetto.dev and chrome://tracing open, and
-            ``memory.png`` where matplotlib is installed.
+            ``memory.png`` where matplotlib is installed; under a budget for the whole device also
+            ``device.png``, with everything on the device by kind.
 
         Raises:
             MemswapError: there is no plan: without a budget nothing is measured, and the first
@@ -422,6 +450,7 @@ def manage(
     modules: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
     policy: Policy | None = None,
     *,
+    optimizer: Optimizer | None = None,
     pool: Pool | None = None,
     budget: int | str | None = None,
     rates: Rates | None = None,
@@ -450,18 +479,24 @@ def manage(
             model (``"layers.0"``), the mapping's, or ``"0"``, ``"1"``, ...; one that is managed as
             a whole (``manage([layer])``, or a model without repeated blocks) is ``"0"``.
         policy: which tensors move; default ``Policy()``.
+        optimizer: its state is away between its steps as well, as with
+            :func:`memswap.manage_optimizer` (:attr:`Manager.optimizer` is what that returns). Under
+            a budget for the whole device, as much of it stays as is best.
         pool: where they go; see :class:`saved_tensors`.
         budget: None: everything that the policy selects moves, from the first step on, whatever it
             costs. A number of bytes or a size such as ``"24GiB"``: the most bytes of saved
             activations on the device at any moment, by memswap's own account
-            (:attr:`Stats.peak_resident_bytes`: storages that the managed modules saved, frames
-            and what is on its way included; not parameters, gradients, or what an operator
-            allocates for itself). A share such as ``"70%"``: of these bytes at their peak in the
-            same step if nothing moves; each shape of input has its own. ``"auto"``: as few as cost
-            at most 1 % of a step's time; on a CPU, where the calling thread encodes, that is
-            little. The first three steps learn and run as without a budget; :attr:`Manager.plan`
-            is made beside the next ones and followed once it is there. docs/choosing.md helps to
-            choose, docs/planning.md says what is learnt when.
+            (:attr:`Stats.peak_resident_bytes`: storages that the managed modules saved, frames and
+            what is on its way included; not parameters, gradients, or what an operator allocates
+            for itself). A share such as ``"70%"``: of these bytes at their peak in the same step if
+            nothing moves; each shape of input has its own. ``"auto"``: as few as cost at most 1 %
+            of a step's time; on a CPU, where the calling thread encodes, that is little.
+            ``"device:70GiB"`` or ``"device:90%"``: the most bytes of the device at any moment, by
+            its own allocator (of a CPU: the process' resident memory): weights, gradients, the
+            optimizer's state, activations, and what operators allocate for themselves, which is
+            learnt. docs/device-budget.md. The first three steps learn and run as without a budget;
+            :attr:`Manager.plan` is made beside the next ones and followed once it is there.
+            docs/choosing.md helps to choose, docs/planning.md says what is learnt when.
         rates: of the machine; default: :func:`memswap.profile`, measured once per machine.
         group: ranks that plan together, from the slowest one's times, so that they have the same
             plan. All of them must train in step. Default: each for itself.
@@ -475,10 +510,12 @@ def manage(
         TypeError: an element is no module or has no ``forward``, or ``policy``, ``pool``,
             ``rates``, ``group`` or ``windows`` is of another kind.
         ValueError: no modules, one of them twice, a ``budget`` that cannot be read, or modules on
-            several devices under one budget.
-        NotImplementedError: a ``pool`` that cannot serve the modules' device in this version.
-        BudgetError: later, when a step would begin with its plan and none meets the budget; the
-            message states the smallest one that can be met.
+            several devices under one budget; an optimizer that is managed already.
+        NotImplementedError: a ``pool`` that cannot serve the modules' device in this version; a
+            budget for a whole device with a ``group``, or on one that does not tell its memory.
+        BudgetError: a budget for the whole device is less than its weights and gradients; or later,
+            when a step would begin with its plan and none meets the budget; the message states the
+            smallest one that can be met.
     """
     if windows is not None and not isinstance(windows, Windows):
         raise TypeError(
@@ -495,7 +532,13 @@ def manage(
             f"manage(group={group!r}): found {type(group).__name__}, expected a ProcessGroup "
             "(mesh.get_group()) or None"
         )
-    if budget is not None:
+    whole = is_device_budget(budget)
+    if whole and group is not None:
+        raise NotImplementedError(
+            "manage(budget='device:...', group=...): ranks do not plan for whole devices together "
+            "in this version; leave group=None, so that each plans for its own"
+        )
+    if budget is not None and not whole:
         budget = parsed(budget, "manage(budget=...)")
     if isinstance(modules, nn.Module) and not isinstance(
         modules, (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -510,8 +553,37 @@ def manage(
             check_pool(pool, parameter.device)
     if budget is not None:
         check_one_device(blocks.units.values())
+    policy, window_bytes = checked_policy(policy), window(prefetch_bytes)
+    device, managed = None, None
+    if whole:
+        device = _device_budget(str(budget), modules, blocks, optimizer, pool)
+        managed = device.managed
+    elif optimizer is not None:
+        managed = manage_optimizer(optimizer, pool=pool)
     return Manager(
-        blocks, checked_policy(policy), pool, window(prefetch_bytes), budget, rates, group, windows
+        blocks, policy, pool, window_bytes, budget, rates, group, windows, device, managed
+    )
+
+
+def _device_budget(
+    budget: str,
+    modules: object,
+    blocks: Blocks,
+    optimizer: Optimizer | None,
+    pool: Pool | None,
+) -> DeviceBudget:
+    """What watches the device whose memory a budget is for."""
+    roots = [modules] if isinstance(modules, nn.Module) else list(blocks.units.values())
+    found = [one.device for root in roots for one in root.parameters()]
+    devices = [one for one in found if one.type != "meta"]
+    if not devices:
+        raise ValueError(f"manage(budget={budget!r}): these modules have no parameters on a device")
+    return DeviceBudget(
+        budget,
+        devices[0],
+        lambda: persistent_tensors(roots),
+        optimizer,
+        lambda one, room: manage_optimizer(one, pool=pool, room=room),
     )
 
 

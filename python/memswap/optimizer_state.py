@@ -166,6 +166,7 @@ class StateMover:
         self._action = action
         self._pool = pool
         self._routes = Routes(pool)
+        self._written_before = 0 if pool is None else pool.written_bytes()
         self._min_bytes = min_bytes
         self._leaving: deque[tuple[ref[torch.Tensor], int, bool]] = deque()
         self._encoding: deque[_Encoding] = deque()
@@ -245,6 +246,21 @@ class StateMover:
             self._leaving.append((ref(tensor), away.nbytes, route.works_ahead))
             self.leaving_bytes += away.nbytes
         return away_of(tensor) is not None
+
+    def may_move(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor that is not away is neither a counter nor too short to leave."""
+        nbytes = tensor.numel() * tensor.element_size()
+        return bool(tensor.numel() > 1 and nbytes >= self._min_bytes)
+
+    @property
+    def encodes(self) -> bool:
+        """Whether what is away is in frames where it was."""
+        routes = self._routes.open_routes()
+        return any((self._action or route.default_action) is ENCODE for route in routes)
+
+    def written_bytes(self) -> int:
+        """Bytes that the pool has written to its file since the mover was made."""
+        return 0 if self._pool is None else self._pool.written_bytes() - self._written_before
 
     def _why_it_stays(self, tensor: torch.Tensor, not_these: frozenset[int] | set[int]) -> str:
         if tensor.numel() <= 1:

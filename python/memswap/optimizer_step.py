@@ -100,19 +100,25 @@ def moving_bytes(optimizer: Optimizer, parameter: torch.Tensor) -> int:
     )
 
 
-def chunks_of(optimizer: Optimizer, chunk_bytes: int) -> list[Chunk]:
-    """All parameters in their order, in chunks of at most `chunk_bytes`, or of one parameter."""
+def chunks_of(
+    optimizer: Optimizer, chunk_bytes: int, staying: frozenset[int] = frozenset()
+) -> list[Chunk]:
+    """All parameters in their order, in chunks of at most `chunk_bytes`, or of one parameter.
+
+    Those whose state stays (`staying`, by `id`) are in chunks as well, for what a step allocates.
+    """
     chunks: list[Chunk] = []
     for number, group in enumerate(optimizer.param_groups):
-        first, nbytes = 0, 0
+        first, nbytes, moving = 0, 0, 0
         parameters = group["params"]
         for place, parameter in enumerate(parameters):
             more = moving_bytes(optimizer, parameter)
             if place > first and nbytes + more > chunk_bytes:
-                chunks.append(Chunk(number, first, parameters[first:place], nbytes))
-                first, nbytes = place, 0
+                chunks.append(Chunk(number, first, parameters[first:place], moving))
+                first, nbytes, moving = place, 0, 0
             nbytes += more
-        chunks.append(Chunk(number, first, parameters[first:], nbytes))
+            moving += 0 if id(parameter) in staying else more
+        chunks.append(Chunk(number, first, parameters[first:], moving))
     return chunks
 
 
@@ -147,6 +153,7 @@ class StateStream:
             because single parameters are.
         with_gradient_only: parameters without a gradient are not stepped, so their state stays
             away.
+        staying: parameters, by `id`, whose state stays on the device.
     """
 
     def __init__(
@@ -156,8 +163,10 @@ class StateStream:
         chunks: Sequence[Chunk],
         room_bytes: int,
         with_gradient_only: bool,
+        staying: frozenset[int] = frozenset(),
     ) -> None:
         self._optimizer = optimizer
+        self._staying = staying
         self._mover = mover
         self._chunks = chunks
         # Three chunks are there at a time, however long single parameters are: with less room each
@@ -260,6 +269,8 @@ class StateStream:
     def _send(self, number: int) -> None:
         chunk = self._chunks[number]
         for place, parameter in enumerate(chunk.parameters, start=chunk.first):
+            if id(parameter) in self._staying:
+                continue
             for which, tensor in enumerate(state_of(self._optimizer, parameter)):
                 name = f"{chunk.group}.{place}.{which}"
                 self._mover.send(tensor, name, self._not_these)

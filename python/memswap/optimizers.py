@@ -210,9 +210,11 @@ class ManagedOptimizer(Uncopied):
         self._before: list[dict[str, Any]] = []
         self._chunk_groups: list[int] = []
         self._present = 0
+        self._staying: frozenset[int] = frozenset()  # parameters, by id
         self._steps = self._chunks = 0
         self._last_room = self._peak_bytes = 0
         self._began_s = self._last_step_s = 0.0
+        self._managed_s = time.perf_counter()
         self._handles: list[RemovableHandle] = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -227,6 +229,16 @@ class ManagedOptimizer(Uncopied):
         self._send_all(optimizer)
 
     # --- for the user -----------------------------------------------------------------------------
+
+    @property
+    def chunked(self) -> bool:
+        """Whether steps go chunk by chunk."""
+        return self._chunked
+
+    @property
+    def encodes(self) -> bool:
+        """Whether state that is away is in frames where it was."""
+        return self._mover.encodes
 
     @contextmanager
     def present(self) -> Iterator[None]:
@@ -264,6 +276,54 @@ class ManagedOptimizer(Uncopied):
         self._handles.clear()
         for name in (_ATTRIBUTE, "__getstate__"):
             optimizer.__dict__.pop(name, None)
+
+    def keep(self, nbytes: int) -> None:
+        """Have the state of the first parameters stay on the device, as many as have so few bytes.
+
+        What was away comes with the next step; what stayed and is to go leaves at once.
+
+        Args:
+            nbytes: most bytes that stay; 0: none, as at first.
+        """
+        optimizer = self._alive()
+        before, self._staying = self._staying, self._first(optimizer, nbytes)
+        if before - self._staying and not self._present:
+            self._end_interrupted()
+            self._send_all(optimizer)
+
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each parameter's state that may be away, in the order in which they stay."""
+        optimizer = self._alive()
+        return tuple(self._movable(optimizer, one) for one in _parameters(optimizer))
+
+    def staying_bytes(self) -> int:
+        """Bytes of state on the device that `keep` has there."""
+        optimizer = self._alive()
+        return sum(
+            self._movable(optimizer, one, here=True)
+            for one in _parameters(optimizer)
+            if id(one) in self._staying
+        )
+
+    def _movable(self, optimizer: Optimizer, parameter: torch.Tensor, here: bool = False) -> int:
+        """Bytes of a parameter's state that are away or could be; `here`: that are not away."""
+        nbytes = 0
+        for tensor in state_of(optimizer, parameter):
+            away = away_of(tensor)
+            if away is not None:
+                nbytes += 0 if here else away.nbytes
+            elif self._mover.may_move(tensor):
+                nbytes += tensor.numel() * tensor.element_size()
+        return nbytes
+
+    def _first(self, optimizer: Optimizer, nbytes: int) -> frozenset[int]:
+        found = []
+        for parameter in _parameters(optimizer):
+            nbytes -= self._movable(optimizer, parameter)
+            if nbytes < 0:
+                break
+            found.append(id(parameter))
+        return frozenset(found)
 
     def statistics(self) -> OptimizerStatistics:
         """What the state has done up to now."""
@@ -305,9 +365,22 @@ class ManagedOptimizer(Uncopied):
             )
         else:
             lines.append(f"steps: none yet; room: {format_bytes(now.room_bytes)}")
+        lines += self._endurance(now.steps)
         for reason, nbytes in sorted(now.kept.items(), key=lambda item: -item[1]):
             lines.append(f"stays: {format_bytes(nbytes)} ({reason})")
         return "\n".join(lines)
+
+    def _endurance(self, steps: int) -> list[str]:
+        """What a file takes of its drive's life: drives are rated for bytes written."""
+        written = self._mover.written_bytes()
+        if not written or not steps:
+            return []
+        seconds = max(time.perf_counter() - self._managed_s, 1e-9)
+        return [
+            f"disk: {format_bytes(written / steps)} written to the file a step, "
+            f"{format_bytes(written / seconds * 86_400)} a day at this rate (a drive is rated for "
+            "so many bytes in its life: docs/optimizers.md)"
+        ]
 
     @staticmethod
     def _where(now: OptimizerStatistics) -> str:
@@ -341,8 +414,10 @@ class ManagedOptimizer(Uncopied):
             self._bring_all(optimizer)
             return None
         room_bytes = self._room_of(optimizer)
-        chunks = chunks_of(optimizer, max(room_bytes // 3, 1))
-        self._stream = StateStream(optimizer, self._mover, chunks, room_bytes, self._known)
+        chunks = chunks_of(optimizer, max(room_bytes // 3, 1), self._staying)
+        self._stream = StateStream(
+            optimizer, self._mover, chunks, room_bytes, self._known, self._staying
+        )
         self._groups = self._stream.groups()
         self._before = [dict(group) for group in self._groups]
         self._chunk_groups = [chunk.group for chunk in chunks]
@@ -399,11 +474,7 @@ class ManagedOptimizer(Uncopied):
     def _room_of(self, optimizer: Optimizer) -> int:
         if self._room_bytes is not None:
             return self._room_bytes
-        total = sum(
-            moving_bytes(optimizer, parameter)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        )
+        total = sum(moving_bytes(optimizer, one) for one in _parameters(optimizer))
         return min(max(int(total * ROOM_SHARE), LEAST_ROOM), MOST_ROOM)
 
     def _bring_all(self, optimizer: Optimizer) -> None:
@@ -422,6 +493,8 @@ class ManagedOptimizer(Uncopied):
         not_these = storages_that_stay(optimizer)
         room_bytes = self._room_of(optimizer)
         for number, parameter in enumerate(optimizer.state):
+            if id(parameter) in self._staying:
+                continue
             for which, tensor in enumerate(state_of(optimizer, parameter)):
                 while self._mover.leaving_bytes > room_bytes and self._mover.wait_oldest():
                     pass
@@ -505,6 +578,11 @@ def _why_whole(kind: type[Optimizer], chunked: bool | None) -> str:
         f"{kind.__module__}.{kind.__name__} is not known to step over some parameters as over all; "
         "chunked=True says that it does"
     )
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
 
 
 def _all_state(optimizer: Optimizer) -> Iterator[torch.Tensor]:

@@ -15,6 +15,7 @@ from memswap.planning import profile
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 OPTIONS = {
+    "bench_device": "--tokens 64",
     "bench_codec": "--steps 1 --sizes 1 --kind-size 1 --rounds 1",
     "bench_hooks": "--tensors 20 --rounds 2",
     "bench_peers": "--layers 1 --hidden 64 --batch 1 --sequence 32 --rounds 1 --learn 2 "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -158,6 +159,59 @@ def test_a_disk_that_cannot_be_written_keeps_bytes_in_host_memory(device, new_di
     del optimizer
     gc.collect()
     assert_pool_empty(disk)
+
+
+def test_a_disk_that_cannot_take_activations_is_told_and_nothing_is_lost(device, new_disk):
+    disk = new_disk()
+    disk.reserve("1MiB")
+    model, x = new_stack(device), new_input(device)
+    plain = plain_gradients(device, x, x)
+    with memswap.manage(model.layers, EVERYTHING, pool=disk) as manager:
+        with pytest.warns(UserWarning, match="could not take saved activations"):
+            with files_no_longer_than(0):
+                loss = model(x)
+                torch.accelerator.synchronize()
+                for route in manager._engine.open_routes():
+                    route.lane.finish_writes()
+                loss.backward()
+                del loss
+            model(x).backward()  # the next forward says it
+        assert_same_gradients(gradients(model), plain)
+    collect()
+    flush_autograd(device)
+    assert_pool_empty(disk)
+
+
+def test_bytes_written_to_a_file_are_counted_and_told(device, new_disk):
+    disk = new_disk()
+    model = new_model(device)
+    optimizer = maker("AdamW")(model.parameters())
+    manager = manage(optimizer, disk)
+    written = []
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model, device, step).backward()
+        optimizer.step()
+        for lane in open_lanes(optimizer):
+            lane.finish_writes()
+        written.append(disk.statistics().written_bytes)
+    state = manager.statistics().away_bytes
+    assert [after - before for before, after in pairwise(written)] == [state] * 3, (
+        "a step writes all of the state once"
+    )
+    report = manager.report()
+    assert "written to the file" in report and "a day" in report
+    assert new_host_pool_statistics(device).written_bytes == 0
+
+
+def new_host_pool_statistics(device: Any) -> memswap.engine.pools.PoolStatistics:
+    pool = memswap.HostPool(budget="1MiB", slab="64KiB", device=device)
+    model = new_model(device)
+    optimizer = maker("AdamW")(model.parameters())
+    manage(optimizer, pool)
+    loss_of(model, device, 0).backward()
+    optimizer.step()
+    return pool.statistics()
 
 
 def open_lanes(optimizer: Any) -> list[Any]:

@@ -15,6 +15,7 @@ import memswap
 from memswap._native import native
 from memswap.cli.bench.environment import device_name
 from memswap.cli.table import render_table
+from memswap.engine.host_memory import host_limits
 from memswap.engine.units import format_bytes
 
 
@@ -62,6 +63,12 @@ def describe_locked_limit() -> str:
     return "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
 
 
+def describe_host_limits() -> str:
+    """What a pool takes of host memory if nobody says how much, and why."""
+    limits = host_limits()
+    return f"{format_bytes(limits.pool_bytes)} ({limits})"
+
+
 def describe_rates() -> list[list[str]]:
     """How fast bytes move and shrink here: measured now, or the last time somebody asked."""
     rates = memswap.profile()
@@ -98,6 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
         ["codec", describe_codec()],
         ["torch_npu", "installed" if importlib.util.find_spec("torch_npu") else "not installed"],
         ["host memory", format_bytes(page * pages)],
+        ["a HostPool takes", describe_host_limits()],
         ["mlock limit", describe_locked_limit()],
         ["NUMA", describe_numa()],
         *describe_rates(),

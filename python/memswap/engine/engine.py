@@ -121,6 +121,13 @@ class Engine(native.Engine):
                 self._routes.begin_iteration(leaving_bytes, ended.nbytes)
                 if self.windows is not None:
                     self.windows.begin_iteration()
+                for route in self.open_routes():
+                    if failure := route.take_failure():
+                        self.ledger.tell_once(
+                            "file",
+                            "a file could not take saved activations, which are in host memory "
+                            f"instead: {failure}",
+                        )
 
     # --- windows (Schedule.WINDOWS; [Note: Windows] in csrc/engine/window_queue.h) ---------------
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 
 from memswap._native import native
+from memswap.engine.host_memory import host_limits
 from memswap.engine.uncopied import Uncopied
 from memswap.engine.units import format_bytes, parse_bytes
 
@@ -57,6 +58,8 @@ class PoolStatistics:
     """How many of them nobody had to wait for."""
     acquire_s: float
     """Seconds that the system took to give slabs."""
+    written_bytes: int
+    """Bytes written to a file; 0 of memory. A drive is rated for so many in its life."""
 
 
 class _Pool(Uncopied):
@@ -81,6 +84,10 @@ class _Pool(Uncopied):
     def statistics(self) -> PoolStatistics:
         """What the pool holds and has done up to now."""
         return PoolStatistics(**self._native.statistics())
+
+    def written_bytes(self) -> int:
+        """Bytes written to files by this pool, and by the one that it overflows into."""
+        return self.statistics().written_bytes
 
     def reserve(self, nbytes: int | str | None = None, *, wait: bool = True) -> bool:
         """Take memory from the system before it is needed, on a thread of the pool's own.
@@ -116,7 +123,9 @@ class HostPool(_Pool):
 
     Args:
         budget: most bytes to take, as an int or such as ``"64GiB"``. A hard limit. None: half of
-            the memory that is available when the pool is made.
+            the memory that is available when the pool is made, within the limits of the control
+            groups that the process is in, divided among the ranks that a launcher has started on
+            this machine (LOCAL_WORLD_SIZE).
         slab: bytes that the pool takes from the system at a time, rounded up to a power of two; a
             longer request gets a longer slab, and slabs grow with the pool.
         numa: ``"auto"`` takes the memory from the NUMA node that the device hangs on, where the
@@ -148,7 +157,7 @@ class HostPool(_Pool):
         self.device: torch.device = _device(device)
         self.numa_node = _numa_node(numa, self.device)
         if budget is None:
-            budget_bytes = available_memory_bytes() // 2
+            budget_bytes = host_limits().pool_bytes
         else:
             budget_bytes = parse_bytes(budget, "HostPool(budget=...)")
         slab_bytes = parse_bytes(slab, "HostPool(slab=...)")
@@ -159,6 +168,11 @@ class HostPool(_Pool):
         self.overflow = overflow
         if overflow is not None:
             self.native.set_overflow(overflow.native)
+
+    def written_bytes(self) -> int:
+        """Bytes written to files by this pool, and by the one that it overflows into."""
+        own = super().written_bytes()
+        return own if self.overflow is None else own + self.overflow.written_bytes()
 
     @property
     def pinned(self) -> bool:
@@ -224,22 +238,6 @@ def _device(device: torch.device | str | None) -> torch.device:
     if found.type != "cpu" and found.index is None:
         return torch.device(found.type, torch.accelerator.current_device_index())
     return found
-
-
-def available_memory_bytes() -> int:
-    """Bytes that the system would give now without swapping, within the control group's limit."""
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-        if limit != "max":
-            used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii"))
-            available = min(available, max(int(limit) - used, 0))
-    except OSError:
-        pass  # no such files on this system: the number of free pages has to do
-    return available
 
 
 def _numa_node(numa: Literal["auto"] | int | None, device: torch.device) -> int | None:

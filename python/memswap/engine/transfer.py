@@ -245,6 +245,18 @@ class Route:
             if self._overflow_room is None:
                 lane.set_arena_budget(arena_budget(self._iteration_bytes))
 
+    def arena_bytes(self) -> int:
+        """Bytes of the device that are taken for what does not fit frames."""
+        lane = self._codec_lane
+        if not isinstance(lane, native.StreamCodecLane):
+            return 0
+        return lane.arena_statistics()["reserved_bytes"]
+
+    def trim_arena(self) -> None:
+        """Give back what of that nothing uses."""
+        if isinstance(self._codec_lane, native.StreamCodecLane):
+            self._codec_lane.trim_arena()
+
     def take_failure(self) -> str:
         """What a file said that could not take bytes, once; they are in host memory then."""
         return self._lane.take_failure() if isinstance(self._lane, native.StagedLane) else ""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from memswap.engine.action import Action
+from memswap.planning.device import with_workspace, workspace_of
 from memswap.planning.holding import Sample, sample_of
 from memswap.planning.observed import calibrated, linked, quantised, step_of, without_copies
 from memswap.planning.profile import profile
@@ -75,6 +76,9 @@ def recorded_step(
         step = step_of(record, expectations, timing.device, fixed, on_disk, timing.recipes)
     except ValueError:
         return None  # counted as unusable, and told if it goes on
+    workspace = workspace_of(timing.recorder, len(step.gaps_s))
+    if workspace is not None:
+        step = with_workspace(step, workspace)
     return without_copies(step, record, rates)
 
 

@@ -14,6 +14,7 @@ import torch
 from memswap._native import native
 from memswap.engine.action import ENCODE_SWAP, KEEP, RECOMPUTE, SWAP
 from memswap.engine.expectations import Key
+from memswap.planning.device import DevicePlan
 from memswap.planning.in_flight import InFlight
 from memswap.planning.learner import Learner
 from memswap.planning.replay import CODED
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from memswap.engine.engine import Engine
     from memswap.engine.entry import Entry
     from memswap.engine.transfer import Route
+    from memswap.planning.account import DeviceAccount
     from memswap.planning.kinds import StepKind
     from memswap.planning.plan import Plan
     from memswap.planning.policy import Policy
@@ -57,6 +59,7 @@ class BudgetDirector:
         rates: the machine's; None: measured when they are needed first.
         group: a process group whose ranks plan together.
         units: what is managed, by name; those that are checkpoint regions are switched on and off.
+        device: what is on the device, where the budget is for all of it.
     """
 
     def __init__(
@@ -68,14 +71,17 @@ class BudgetDirector:
         rates: Rates | None = None,
         group: Any = None,
         units: Mapping[str, nn.Module] | None = None,
+        device: DeviceAccount | None = None,
     ) -> None:
         self._engine = engine
         self._fixed = policy.action is not None or policy.fn is not None
         self._bounded = budget != "auto"
-        self._learner = Learner(engine, budget, rates, group, self._fixed, pool)
+        self._learner = Learner(engine, budget, rates, group, self._fixed, pool, device)
         self._units = dict(units or {})
         self._names = {id(module): name for name, module in self._units.items()}
         self._named: dict[str, Mapping[int, str]] = {}  # unit -> parameter -> its module
+        self._device = device
+        self._baseline_bytes = 0  # on the device when the latest forward began
         # Ranks that plan together count together, whatever each of them sees.
         self._kinds = Kinds(separate=group is None)
         self._latest: StepKind | None = None
@@ -158,6 +164,8 @@ class BudgetDirector:
         self._engine.knows_operators = not kinds or any(map(knows_operators, kinds))
         if latest is not None and latest.holding is not None and latest.holding.next_is_plain:
             self._engine.knows_operators = False
+        if self._device is not None:
+            self._look_at_device(self._device)
         plans = [kind.plan for kind in self._kinds if kind.plan is not None]
         return max((plan.limit_bytes for plan in plans), default=None)
 
@@ -254,7 +262,7 @@ class BudgetDirector:
         if not first.nbytes:
             first = first._replace(nbytes=1)  # it is divided by
         kind, lender = self._kinds.of(first)
-        if lender is not None:
+        if lender is not None and self._device is None:  # what else is there does not grow alike
             self._learner.lend(kind, lender, device)
             self._learner.collect()
         self._latest = kind
@@ -280,6 +288,7 @@ class BudgetDirector:
         begun = InFlight(iteration, kind, followed, first, device, recorder, plain)
         iteration.follows_alone = policy.fn is None
         self._in_flight.append(begun)
+        self._watch_device(begun)
         self._set_overflow_room(route)
         if self._bounded:
             self._set_limit()
@@ -297,6 +306,8 @@ class BudgetDirector:
             one.iteration.recorder = None
             if one.recorder is not None:
                 one.recorder.close()
+                if self._device is not None and one.recorder.workspace is not None:
+                    self._device.end(one.recorder.workspace)
         for one in ended:
             one.take_peak()
             self._learner.ended(one)
@@ -326,6 +337,47 @@ class BudgetDirector:
         ):
             self._engine.release(iteration, one.waited_for)
             one.waited_for += 1
+
+    # --- the whole device -------------------------------------------------------------------------
+
+    def _look_at_device(self, device: DeviceAccount) -> None:
+        """A forward begins: what else is there by now?"""
+        plans = [kind.plan for kind in self._kinds if isinstance(kind.plan, DevicePlan)]
+        learns = len(plans) < len(self._kinds) or not plans
+        if learns or device.follows_others(plans):
+            for route in self._engine.open_routes():
+                route.trim_arena()
+        self._baseline_bytes = device.begin(plans, learns, self._present_bytes)
+        if over_bytes := device.over_bytes:
+            self._engine.ledger.tell_once(
+                "over device budget",
+                f"{over_bytes} bytes more than the budget of {device.nbytes} were on the device "
+                "under a plan: something was there that was not when the step was learnt. No bit "
+                "differs. Where what a forward begins with has changed, the step is learnt again; "
+                "manager.plan.measured_device_bytes says how it goes.",
+            )
+        for kind in self._kinds:
+            workspace = kind.known.workspace
+            if kind.plan is None or workspace is None:
+                continue
+            if device.step_is_new or device.relearns(workspace, self._baseline_bytes):
+                kind.learn_again()
+
+    def _watch_device(self, begun: InFlight) -> None:
+        """An iteration has begun: have what else is there taken down, if it is learnt."""
+        device, iterations = self._device, [one.iteration for one in self._in_flight]
+        if device is not None and begun.recorder is not None and begun.plan is None:
+            begun.recorder.workspace = device.record(iterations, self._baseline_bytes)
+            return
+        for one in self._in_flight:
+            if one.recorder is not None and one.recorder.workspace is not None:
+                one.recorder.workspace.watch(begun.iteration)
+
+    def _present_bytes(self, granularity: int) -> int:
+        """What saved storages take of the device now, each rounded up, and frames' arenas."""
+        self._engine.departing.notice_gone()
+        found = sum(one.iteration.present_bytes(granularity) for one in self._in_flight)
+        return found + sum(route.arena_bytes() for route in self._engine.open_routes())
 
     # --- learning ---------------------------------------------------------------------------------
 

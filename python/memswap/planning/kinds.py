@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from memswap.engine.expectations import Key
     from memswap.engine.recipe_record import RecipeRecord
     from memswap.engine.transfer import Route
+    from memswap.engine.workspace import Workspace
     from memswap.planning.holding import Holding
     from memswap.planning.plan import Plan, PlannedStorage
     from memswap.planning.rates import Rates
@@ -86,6 +87,8 @@ class Known:
     """How often that happened,"""
     cost_before: str = ""
     """and what the last one took, in words."""
+    workspace: Workspace | None = None
+    """What was on the device beside saved activations, where plans are for all of it."""
 
     def without_trial(self) -> Known:
         """What is known once regions are chosen, or are to be chosen anew."""

@@ -38,6 +38,7 @@ from memswap.planning.checking import (
     recorded_step,
     settled,
 )
+from memswap.planning.device import workspace_of
 from memswap.planning.free_memory import free_bytes
 from memswap.planning.holding import (
     CAUTION,
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from memswap._C import IterationRecord
     from memswap.engine.engine import Engine
     from memswap.engine.expectations import Expectations
+    from memswap.planning.account import DeviceAccount
     from memswap.planning.background import Job
     from memswap.planning.in_flight import InFlight
     from memswap.planning.kinds import StepKind
@@ -98,6 +100,7 @@ class Learner:
         group: a process group whose ranks plan together.
         fixed: whether the policy says how storages move.
         pool: the user's, or None.
+        device: what is on the device, where the budget is for all of it.
     """
 
     def __init__(
@@ -108,7 +111,9 @@ class Learner:
         group: Any,
         fixed: bool,
         pool: object,
+        device: DeviceAccount | None = None,
     ) -> None:
+        self._device = device
         self.rates = rates
         self.background = Background()
         self._forwards = Forwards()
@@ -265,7 +270,8 @@ class Learner:
         self.background.submit(settled, taken, kind)
 
     def _terms(self, kind: StepKind) -> Terms:
-        return Terms(self._budget, kind.flights.number, not self._planned_before)
+        device = None if self._device is None else self._device.terms()
+        return Terms(self._budget, kind.flights.number, not self._planned_before, device)
 
     def _learn(self, kind: StepKind, timing: Timing) -> None:
         """Make a plan of an iteration that was timed, once the device has passed it."""
@@ -304,6 +310,8 @@ class Learner:
                 if about.trial is None
                 else sized_like(about, timing.first)
             )
+            workspace = workspace_of(timing.recorder, len(basis.step.gaps_s))
+            about = replace(about, workspace=workspace)
             shared = replace(terms, flights=basis.flights)
             made = from_step(about, basis.step, basis.rates, keys_of(record), shared)
             return Learnt(own, basis.room_bytes, made)
@@ -373,9 +381,9 @@ class Learner:
         if made.needs_bytes is not None:
             self._engine.ledger.tell_once(
                 "budget",
-                f"a step that is not like those before needs {made.needs_bytes} bytes of saved "
-                f"activations at least, beyond the budget of {made.allowed_bytes}. Training goes "
-                "on with that.",
+                f"a step that is not like those before needs {made.needs_bytes} bytes "
+                f"{'of saved activations' if self._device is None else 'of the device'} at least, "
+                f"beyond the budget of {made.allowed_bytes}. Training goes on with that.",
             )
         if made.known.plan.in_flight != kind.flights.number:
             self.make_room(kind)

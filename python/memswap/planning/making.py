@@ -7,6 +7,12 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from memswap.planning.budgets import bytes_of
+from memswap.planning.device import (
+    DeviceTerms,
+    plan_for_device,
+    smallest_of_device,
+    too_small_for_device,
+)
 from memswap.planning.planner import AUTO_SLOWDOWN, make_plan, regions_for, too_small
 from memswap.planning.replay import MOVES
 from memswap.planning.shapes import resized
@@ -32,6 +38,8 @@ class Terms:
     """Forwards that share it."""
     must_fit: bool
     """Whether a budget that cannot be met is an error, and no plan the next best thing."""
+    device: DeviceTerms | None = None
+    """Of a budget for the whole device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +109,8 @@ def planned(known: Known, step: Step, rates: Rates, keys: tuple[Key, ...], terms
     Raises:
         BudgetError: no plan meets the budget, and `terms.must_fit`.
     """
+    if terms.device is not None:
+        return _planned_for_device(known, step, rates, keys, terms, terms.device)
     limit = None if terms.budget == "auto" else limit_of(known, rates, terms)
     asked = terms.budget if limit is None else limit
     recompute = known.trial or ()
@@ -124,8 +134,45 @@ def planned(known: Known, step: Step, rates: Rates, keys: tuple[Key, ...], terms
     return Made(found, needs_bytes, allowed)
 
 
+def _planned_for_device(
+    known: Known,
+    step: Step,
+    rates: Rates,
+    keys: tuple[Key, ...],
+    terms: Terms,
+    device: DeviceTerms,
+) -> Made:
+    """Plan for everything on a device with a step whose regions are on as they shall be.
+
+    Raises:
+        BudgetError: no plan meets the budget, and `terms.must_fit`.
+    """
+    assert known.workspace is not None and isinstance(terms.budget, str)
+    plan = plan_for_device(
+        step,
+        rates,
+        terms.budget,
+        device,
+        known.workspace,
+        terms.flights,
+        known.full,
+        known.trial or (),
+        room_of(known, terms),
+    )
+    needs_bytes, where = smallest_of_device(device, plan, terms.flights)
+    found = replace(known, step=step, plan=plan, rates=rates, keys=keys).without_trial()
+    if needs_bytes <= device.nbytes:
+        return Made(found)
+    if terms.must_fit:
+        raise too_small_for_device(device, needs_bytes, where)
+    return Made(found, needs_bytes, device.nbytes)
+
+
 def limit_of(known: Known, rates: Rates, terms: Terms) -> int:
     """Bytes that each iteration in flight may have, under a budget that is not ``"auto"``."""
+    if terms.device is not None:  # with all of the optimizer's state away
+        assert known.workspace is not None
+        return terms.device.room(min(known.workspace.extra_nbytes), 0, terms.flights)
     if isinstance(terms.budget, int):
         return terms.budget // terms.flights
     assert known.full is not None

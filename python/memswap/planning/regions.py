@@ -286,4 +286,10 @@ class _Under:
                 after = bisect_right(moments, self.times[last], saves)
                 changes[first] += storage.nbytes
                 changes[max(after, first + 1)] -= storage.nbytes
-        return tuple(accumulate(changes[:-1]))
+        again = tuple(accumulate(changes[:-1]))
+        if not self.full.extra_nbytes:
+            return again
+        # What else was there, at the last mark of the full step that is no later.
+        places = (max(bisect_right(self.times, moment) - 1, 0) for moment in moments)
+        beside = (self.full.extra_nbytes[place] for place in places)
+        return tuple(map(sum, zip(again, beside, strict=True)))

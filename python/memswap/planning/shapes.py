@@ -62,6 +62,9 @@ class Kinds:
     def __iter__(self) -> Iterator[StepKind]:
         return iter(self._known)
 
+    def __len__(self) -> int:
+        return len(self._known)
+
     def of(self, first: Key) -> tuple[StepKind, StepKind | None]:
         """The kind of an iteration with this first storage, and who can lend a new one its plan."""
         if not self._separate:
@@ -129,6 +132,7 @@ def resized(step: Step, nbytes: int, of_nbytes: int) -> Step:
         return -(-number * nbytes // of_nbytes)
 
     factor = nbytes / of_nbytes
+    always = min(step.extra_nbytes, default=0)  # what is there throughout does not grow
     return replace(
         step,
         storages=tuple(
@@ -146,6 +150,6 @@ def resized(step: Step, nbytes: int, of_nbytes: int) -> Step:
         gaps_s=tuple(quantised(factor * gap_s) for gap_s in step.gaps_s),
         tail_s=quantised(factor * step.tail_s),
         regions=tuple(replace(one, other_nbytes=grown(one.other_nbytes)) for one in step.regions),
-        extra_nbytes=tuple(map(grown, step.extra_nbytes)),
+        extra_nbytes=tuple(always + grown(one - always) for one in step.extra_nbytes),
         windows_s=tuple(quantised(factor * window_s) for window_s in step.windows_s),
     )

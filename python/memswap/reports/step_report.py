@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from memswap.planning.device import DevicePlan
 from memswap.planning.replay import timetable
-from memswap.reports import memory_picture
+from memswap.reports import device_picture, memory_picture
 from memswap.reports.trace import trace
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ def write_step_report(plan: Plan, step: Step, rates: Rates, folder: Path) -> lis
 
     Returns:
         The files: ``trace.json`` for https://ui.perfetto.dev and chrome://tracing, and
-        ``memory.png``, which is left out where matplotlib is not installed.
+        ``memory.png``, which is left out where matplotlib is not installed; under a budget for the
+        whole device ``device.png`` as well, with everything on the device by kind.
     """
     actions = {index: storage.action for index, storage in enumerate(plan.storages)}
     plain = timetable(step, rates, {})
@@ -39,6 +41,10 @@ def write_step_report(plan: Plan, step: Step, rates: Rates, folder: Path) -> lis
     budget = plan.budget if isinstance(plan.budget, int) else None
     try:
         memory_picture.draw(plain, managed, budget, folder / "memory.png")
+        written.append(folder / "memory.png")
+        if isinstance(plan, DevicePlan):
+            device_picture.draw(plan, folder / "device.png")
+            written.append(folder / "device.png")
     except ModuleNotFoundError:
         return written
-    return [*written, folder / "memory.png"]
+    return written

@@ -104,6 +104,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("pinned_stats", &pinned_stats_dict);
   m.def("live_blocks", &live_blocks_list);
   m.def("last_serial", &last_serial);
+  m.def("fail_device_requests", &fail_device_requests);
   m.def("fail_pinned_requests", &fail_pinned_requests);
   m.def("set_pinned_budget", &set_pinned_budget);
 

@@ -168,6 +168,7 @@ def _reset() -> None:
     _C.set_cost_model(3, 2, 1500, 25, 25, 0, True)
     for device in range(_C.device_count):
         _C.set_capacity(device, DEFAULT_CAPACITY_BYTES)
+        _C.fail_device_requests(device, 0, 0)
         for stream in range(_C.pool_streams + 1):
             _C.set_stream_delay_us(device, stream, 0)
 
@@ -376,7 +377,21 @@ class counters:  # noqa: N801  a namespace
 
 # ---------------------------------------------------------------- faults
 class faults:  # noqa: N801  a namespace
-    """Injected failures of pinned allocation: a c10::Error (torch.AcceleratorError in Python)."""
+    """Injected failures of allocation.
+
+    Of pinned memory: a c10::Error (torch.AcceleratorError in Python). Of the device's:
+    torch.OutOfMemoryError.
+    """
+
+    @staticmethod
+    @contextlib.contextmanager
+    def fail_device(n: int = 1, after: int = 0, device: int = 0) -> Iterator[None]:
+        """The next `n` requests for a device's memory fail, after `after` good ones."""
+        _C.fail_device_requests(device, after, n)
+        try:
+            yield
+        finally:
+            _C.fail_device_requests(device, 0, 0)
 
     @staticmethod
     @contextlib.contextmanager

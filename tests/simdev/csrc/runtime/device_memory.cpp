@@ -93,6 +93,16 @@ void* device_allocate(StreamId id, size_t requested) {
   MemoryStats& stats = memory.stats;
   const size_t bytes = round_up(requested);
   finish_deferred(machine, memory);
+  if (memory.failing_requests > 0) {
+    if (memory.good_requests_before_failure > 0) {
+      --memory.good_requests_before_failure;
+    } else {
+      --memory.failing_requests;
+      ++stats.out_of_memory;
+      throw OutOfMemory("sim: out of memory on device " + std::to_string(id.device) +
+                        ": a request for " + std::to_string(requested) + " bytes was to fail");
+    }
+  }
   Block* block = take_cached(memory, id, bytes);
   if (!block && stats.reserved + bytes > stats.capacity) {
     flush_cache(machine, lock, id.device);
@@ -180,6 +190,13 @@ void set_capacity(int device, size_t bytes) {
   Machine& machine = Machine::get();
   std::lock_guard lock(machine.mutex);
   machine.device(device).stats.capacity = bytes;
+}
+
+void fail_device_requests(int device, uint64_t skip, uint64_t count) {
+  Machine& machine = Machine::get();
+  std::lock_guard lock(machine.mutex);
+  machine.device(device).good_requests_before_failure = skip;
+  machine.device(device).failing_requests = count;
 }
 
 MemoryStats memory_stats(int device) {

@@ -53,6 +53,8 @@ struct DeviceMemory {
   MemoryStats stats;
   std::map<std::pair<int, size_t>, std::vector<Block*>> free_lists;  // by stream index and bytes
   std::vector<Block*> deferred;                                      // freed, but still in use
+  uint64_t good_requests_before_failure = 0;
+  uint64_t failing_requests = 0;
 };
 
 struct PinnedMemory {

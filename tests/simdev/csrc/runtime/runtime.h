@@ -185,6 +185,7 @@ uint64_t mutation_hits(int id);
 void remove_mutation(int id);
 void clear_mutations();
 
+void fail_device_requests(int device, uint64_t skip, uint64_t count);
 void fail_pinned_requests(uint64_t skip, uint64_t count);  // after `skip` good ones, `count` fail
 void set_pinned_budget(
     std::optional<size_t> bytes);  // fail where live pinned bytes would exceed it

@@ -1,0 +1,429 @@
+"""manage(budget="device:..."): everything on a device under one number, held by its allocator."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from budget_layers import rates_for
+from helpers import Block, assert_pool_empty, same_bits
+from optimizer_helpers import state_bits
+from torch import nn
+
+import memswap
+from memswap import BudgetError
+from memswap._native import native
+from memswap.optimizer_state import away_of, plain_tensors
+from memswap.planning import checking, learner
+from memswap.planning.device import KINDS, DevicePlan
+
+WIDTH, VOCABULARY = 64, 256
+POLICY = memswap.Policy(action=memswap.Action.SWAP, min_bytes=1)
+
+accelerator = pytest.mark.accelerator
+
+
+class Language(nn.Module):
+    """Blocks with what no layer saves around them: an embedding, logits and their loss."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.enter = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList([Block(WIDTH) for _ in range(depth)])
+        self.out = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.enter(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.out(x)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def new_model(device: torch.device, depth: int = 4) -> Language:
+    torch.manual_seed(0)
+    return Language(depth).to(device)
+
+
+def tokens_of(device: torch.device, step: int, batch: int = 4) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(0, VOCABULARY, (batch, 32), generator=generator).to(device)
+
+
+class Trained:
+    """A model, its optimizer and perhaps its manager; the device's peak in each step."""
+
+    def __init__(self, device: torch.device, budget: Any, pool: Any = None, **options: Any) -> None:
+        self.device = device
+        self.model = new_model(device)
+        make = options.pop("make", torch.optim.AdamW)
+        self.optimizer = make(self.model.parameters())
+        self.manager: memswap.Manager | None = None
+        self.peaks: list[int] = []
+        if budget is not None:
+            options.setdefault("optimizer", self.optimizer)
+            self.manager = memswap.manage(
+                self.model, POLICY, budget=budget, pool=pool, rates=rates_for(device), **options
+            )
+
+    def step(self, number: int, *, forwards: int = 1, to_none: bool = True, batch: int = 4) -> None:
+        module = torch.get_device_module(self.device)
+        begun = self.manager is None or not isinstance(self.manager.plan, DevicePlan)
+        if begun:
+            module.reset_peak_memory_stats()
+        self.optimizer.zero_grad(set_to_none=to_none)
+        for forward in range(forwards):
+            self.model(tokens_of(self.device, 10 * number + forward, batch)).backward()
+        self.optimizer.step()
+        torch.accelerator.synchronize()
+        self.peaks.append(module.max_memory_allocated())
+
+    def steps(self, count: int, **options: Any) -> Trained:
+        for number in range(count):
+            self.step(number, **options)
+        return self
+
+    @property
+    def plan(self) -> DevicePlan:
+        assert self.manager is not None and isinstance(self.manager.plan, DevicePlan)
+        return self.manager.plan
+
+    def bits(self) -> list[torch.Tensor]:
+        return state_bits(self.optimizer, self.model)
+
+    def away_bytes(self) -> int:
+        every = [one for value in self.optimizer.state.values() for one in plain_tensors(value)]
+        return sum(away.nbytes for away in map(away_of, every) if away is not None)
+
+
+def assert_kept(trained: Trained, budget: int) -> None:
+    """The allocator's peak is within the budget, and what was planned within 1 %."""
+    plan = trained.plan
+    measured = plan.measured_device_bytes
+    assert measured is not None, "nothing was measured under the plan"
+    assert measured <= budget, f"{measured - budget} bytes over the budget of {budget}"
+    assert abs(plan.device_peak_bytes - measured) <= 0.01 * measured, (
+        f"planned {plan.device_peak_bytes}, measured {measured}"
+    )
+    assert sum(nbytes for _, nbytes in plan.peak_by_kind) == plan.device_peak_bytes
+    assert tuple(name for name, _ in plan.peak_by_kind) == KINDS
+
+
+def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(found) == len(expected)
+    assert all(map(same_bits, found, expected)), "a parameter or its state differs"
+
+
+def plainly(
+    device: torch.device, *rows: dict[str, Any], make: Any = torch.optim.AdamW, settled: int = 2
+) -> tuple[int, list[torch.Tensor]]:
+    """The peak of plain training once it is settled, and what it comes to.
+
+    Args:
+        rows: what each step is called with.
+    """
+    plain = Trained(device, None, make=make)
+    for number, options in enumerate(rows):
+        plain.step(number, **options)
+    return max(plain.peaks[settled:]), plain.bits()
+
+
+@pytest.fixture
+def peaks(device: torch.device) -> tuple[int, list[torch.Tensor]]:
+    """The peak of plain training, and what it comes to."""
+    return plainly(device, *[{}] * 8)
+
+
+def pool_of(device: torch.device) -> memswap.HostPool:
+    return memswap.HostPool(budget="64MiB", slab="1MiB", device=device)
+
+
+@accelerator
+@pytest.mark.parametrize("share", [1.5, 0.95, 0.9])
+def test_the_allocators_peak_is_within_the_budget_and_as_planned(device, peaks, share):
+    peak, expected = peaks
+    budget = int(share * peak)
+    pool = pool_of(device)
+    trained = Trained(device, f"device:{budget}B", pool).steps(8)
+    assert_kept(trained, budget)
+    assert (trained.plan.moved_bytes > 0 or trained.away_bytes() > 0) == (share < 1)
+    assert_same(trained.bits(), expected)
+    assert trained.manager is not None
+    trained.manager.remove()
+    assert trained.away_bytes() == 0, "state is still away after remove()"
+    del trained
+    gc.collect()
+    assert_pool_empty(pool)
+
+
+def smallest(device: torch.device) -> int:
+    """The smallest budget, as the error states it."""
+    trained = Trained(device, "device:2MiB", pool_of(device))
+    with pytest.raises(BudgetError) as raised:
+        trained.steps(6)
+    nbytes = raised.value.smallest_bytes
+    for word in ("Weights are", "gradients", "memswap.parallel.shard", str(nbytes)):
+        assert word in str(raised.value)
+    return nbytes
+
+
+@accelerator
+def test_the_smallest_budget_that_an_error_names_can_be_met(device, peaks):
+    nbytes = smallest(device)
+    gc.collect()
+    assert nbytes < 0.9 * peaks[0]
+    trained = Trained(device, f"device:{nbytes}B", pool_of(device)).steps(8)
+    assert_kept(trained, nbytes)
+    assert_same(trained.bits(), peaks[1])
+    with pytest.raises(BudgetError):
+        Trained(device, f"device:{nbytes - nbytes // 50}B", pool_of(device)).steps(6)
+    gc.collect()
+
+
+@accelerator
+@pytest.mark.one_schedule
+def test_a_budget_below_weights_and_gradients_is_refused_at_once(device):
+    model = new_model(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(BudgetError, match=r"weights take .* gradients .*parallel\.shard"):
+        memswap.manage(model, POLICY, optimizer=optimizer, budget="device:1MiB")
+    assert not optimizer._optimizer_step_pre_hooks, "the optimizer is managed all the same"
+    memswap.manage_optimizer(optimizer)
+
+
+@accelerator
+@pytest.mark.one_schedule
+def test_state_stays_where_there_is_room_and_is_away_where_there_is_none(device, peaks):
+    ample = Trained(device, f"device:{int(1.5 * peaks[0])}B", pool_of(device)).steps(8)
+    assert ample.plan.state_stays_bytes == ample.plan.state_bytes > 0
+    assert ample.away_bytes() == 0
+    del ample
+    gc.collect()
+    nbytes = smallest(device)
+    gc.collect()
+    tight = Trained(device, f"device:{nbytes}B", pool_of(device)).steps(8)
+    assert tight.plan.state_stays_bytes < tight.plan.state_bytes
+    assert tight.away_bytes() == tight.plan.state_bytes - tight.plan.state_stays_bytes
+    for text in (*KINDS, "away between steps", "the most on the device", "measured"):
+        assert text in str(tight.plan), f"print(manager.plan) does not say {text!r}"
+    assert "AdamW" in tight.manager.report()
+
+
+@accelerator
+def test_gradients_that_are_kept_are_counted(device):
+    """Zeroed in place, they are there from the first save on."""
+    peak, expected = plainly(device, *[{"to_none": False}] * 8)
+    budget = int(0.95 * peak)
+    trained = Trained(device, f"device:{budget}B", pool_of(device)).steps(8, to_none=False)
+    assert_kept(trained, budget)
+    assert_same(trained.bits(), expected)
+
+
+@accelerator
+def test_gradients_that_appear_later_lead_to_another_plan(device):
+    rows: list[dict[str, Any]] = [*[{}] * 5, *[{"to_none": False}] * 8]
+    peak, expected = plainly(device, *rows)
+    budget = int(0.97 * peak)
+    trained = Trained(device, f"device:{budget}B", pool_of(device))
+    plans = []
+    for number, options in enumerate(rows):
+        trained.step(number, **options)
+        plans.append(trained.manager and trained.manager.plan)
+    assert isinstance(plans[4], DevicePlan) and isinstance(plans[-1], DevicePlan)
+    assert plans[4].timeline[0] != plans[-1].timeline[0], "gradients are not in the plan"
+    assert_kept(trained, budget)
+    assert_same(trained.bits(), expected)
+
+
+@accelerator
+def test_accumulation(device):
+    peak, expected = plainly(device, *[{"forwards": 3}] * 6)
+    budget = int(0.95 * peak)
+    trained = Trained(device, f"device:{budget}B", pool_of(device)).steps(6, forwards=3)
+    assert_kept(trained, budget)
+    assert_same(trained.bits(), expected)
+
+
+@accelerator
+@pytest.mark.one_schedule
+def test_an_optimizer_that_nobody_gave_is_counted_with_its_state(device, peaks):
+    budget = int(0.95 * peaks[0])
+    trained = Trained(device, f"device:{budget}B", pool_of(device), optimizer=None).steps(8)
+    assert_kept(trained, budget)
+    assert trained.plan.state_bytes == 0
+    assert_same(trained.bits(), peaks[1])
+
+
+@accelerator
+@pytest.mark.one_schedule
+def test_an_optimizer_that_steps_as_a_whole(device):
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        class Other(torch.optim.AdamW):
+            def step(self, closure: Callable[[], float] | None = None) -> Any:
+                return super().step(closure)
+
+        return Other(parameters)
+
+    peak, expected = plainly(device, *[{}] * 8, make=make)
+    budget = int(1.02 * peak)
+    trained = Trained(device, f"device:{budget}B", pool_of(device), make=make).steps(8)
+    assert_kept(trained, budget)
+    assert_same(trained.bits(), expected)
+
+
+@accelerator
+@pytest.mark.one_schedule
+def test_evaluations_between_steps_change_nothing(device, peaks):
+    budget = int(0.95 * peaks[0])
+    trained = Trained(device, f"device:{budget}B", pool_of(device))
+    for number in range(8):
+        trained.step(number)
+        with torch.no_grad():
+            trained.model(tokens_of(device, 99))
+    assert_kept(trained, budget)
+    assert_same(trained.bits(), peaks[1])
+
+
+@accelerator
+@pytest.mark.one_schedule
+def test_memory_that_the_user_takes_later_is_made_room_for(device, peaks):
+    budget = int(1.05 * peaks[0])
+    trained = Trained(device, f"device:{budget}B", pool_of(device)).steps(6)
+    assert_kept(trained, budget)
+    taken = torch.zeros(peaks[0] // 10, dtype=torch.uint8, device=device)
+    for number in range(6, 12):
+        trained.step(number)
+    assert_kept(trained, budget)
+    assert trained.plan.state_stays_bytes < trained.plan.state_bytes or trained.plan.moved_bytes
+    del taken
+
+
+@accelerator
+@pytest.mark.one_schedule
+def test_other_shapes_learn_for_themselves_within_the_same_number(device):
+    shapes = [4, 4, 4, 4, 4, 6, 6, 6, 6, 4, 6, 4, 6]
+    peak, expected = plainly(device, *({"batch": batch} for batch in shapes))
+    budget = int(0.97 * peak)
+    trained = Trained(device, f"device:{budget}B", pool_of(device))
+    for number, batch in enumerate(shapes):
+        trained.step(number, batch=batch)
+        if number >= 9:
+            assert trained.plan.measured_device_bytes <= budget
+    assert_same(trained.bits(), expected)
+
+
+@accelerator
+@pytest.mark.one_schedule
+def test_a_recorder_that_overlooks_a_part_is_noticed_and_told(device, peaks, monkeypatch):
+    """The mutation that `assert_kept` has to see, and so has whoever trains."""
+    seen = learner.workspace_of
+
+    def overlooked(recorder: Any, marks: int) -> Any:
+        found = seen(recorder, marks)
+        less = tuple(nbytes - (1 << 17) for nbytes in found.extra_nbytes)
+        return replace(found, extra_nbytes=less)
+
+    monkeypatch.setattr(learner, "workspace_of", overlooked)
+    monkeypatch.setattr(checking, "workspace_of", overlooked)
+    budget = int(0.9 * peaks[0])
+    with pytest.warns(UserWarning, match="more than the budget"):
+        trained = Trained(device, f"device:{budget}B", pool_of(device)).steps(8)
+    assert trained.plan.measured_device_bytes > trained.plan.device_peak_bytes
+    with pytest.raises(AssertionError, match="over the budget"):
+        assert_kept(trained, budget)
+    assert_same(trained.bits(), peaks[1])
+
+
+@pytest.mark.one_schedule
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [
+        ("device", "expected device: and a size"),
+        ("device:", "expected device: and a size"),
+        ("device:none", "expected device: and a size"),
+        ("device:0%", "above 0%"),
+        ("device:120%", "up to 100%"),
+        ("device:70", "write device:70GiB"),
+        ("device:900TiB", "this device has"),
+    ],
+)
+def test_budgets_that_cannot_be_read(device, budget, message):
+    with pytest.raises(ValueError, match=message):
+        memswap.manage(new_model(device), budget=budget)
+
+
+@pytest.mark.one_schedule
+def test_a_group_cannot_plan_for_devices(device):
+    class Group:
+        def size(self) -> int:
+            return 2
+
+    with pytest.raises(NotImplementedError, match="each plans for its own"):
+        memswap.manage(new_model(device), budget="device:90%", group=Group())
+
+
+@pytest.mark.one_schedule
+def test_an_optimizer_without_a_device_budget_has_its_state_away(device, new_pool):
+    model = new_model(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with memswap.manage(model, POLICY, optimizer=optimizer, pool=new_pool()) as manager:
+        model(tokens_of(device, 0)).backward()
+        optimizer.step()
+        assert manager.optimizer is not None
+        assert manager.optimizer.statistics().away_bytes > 0
+        assert "AdamW" in manager.report()
+    assert not hasattr(optimizer, "_memswap_managed")
+
+
+class Cheap(nn.Module):
+    """Saves two storages of 40 MiB, which malloc takes from the system and gives back at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1024))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.scale).tanh()
+
+
+class CheapStack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Cheap() for _ in range(5)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean()
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("room", [600 << 20, 200 << 20])
+def test_on_a_cpu_the_process_resident_memory_is_what_counts(device, new_pool, room):
+    model = CheapStack()
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.linspace(-2, 2, 10240 * 1024).reshape(10240, 1024)
+    gauge = native.MemoryGauge(device)
+    budget = gauge.now + room
+    rates = rates_for(device)
+    with memswap.manage(
+        model,
+        POLICY,
+        optimizer=optimizer,
+        budget=f"device:{budget}B",
+        pool=new_pool("1GiB"),
+        rates=rates,
+    ) as manager:
+        for _ in range(7):
+            optimizer.zero_grad()
+            model(x).backward()
+            optimizer.step()
+        plan = manager.plan
+        assert isinstance(plan, DevicePlan)
+        assert (plan.moved_bytes > 0) == (room < 500 << 20)
+        assert plan.measured_device_bytes <= budget
+        assert abs(plan.measured_device_bytes - plan.device_peak_bytes) <= 0.01 * budget
