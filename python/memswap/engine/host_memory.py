@@ -38,10 +38,14 @@ class HostLimits:
     """Processes that share the machine."""
 
     @property
+    def free_bytes(self) -> int:
+        """What this machine, or the group that the process is in, has left."""
+        return self.available if self.group is None else min(self.available, self.group)
+
+    @property
     def pool_bytes(self) -> int:
         """What a pool of this process takes at most by default."""
-        least = self.available if self.group is None else min(self.available, self.group)
-        return int(least * SHARE) // self.ranks
+        return int(self.free_bytes * SHARE) // self.ranks
 
     def __str__(self) -> str:
         parts = [f"{format_bytes(self.available)} available"]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from memswap.engine.pools import available_memory_bytes
+from memswap.engine.host_memory import host_limits
 
 
 def free_bytes(device: torch.device) -> int | None:
     """Bytes that may still be allocated on a device; None: nobody can say."""
     if device.type == "cpu":
-        return available_memory_bytes()
+        return host_limits().free_bytes
     module = torch.get_device_module(device)
     if not hasattr(module, "mem_get_info"):
         return None
