@@ -1,6 +1,6 @@
 """How many bytes of a Llama-8B's activations can leave for how much of a step, by the cost model.
 
-Nothing is trained: the step of 32 layers with Llama-3-8B's shapes is written down operator by
+Nothing is trained: the step of layers with Llama-3-8B's shapes is written down operator by
 operator, with the seconds of a data sheet, and the planner plans it under one budget after the
 other, as it does in training. What a plan costs is what its replay in virtual time says. So the
 result is a prediction, the same on every machine.
@@ -20,7 +20,7 @@ from memswap.planning.cost_model import Hardware, hardware
 from memswap.planning.planner import make_plan
 from memswap.planning.step import Recipe, Region, SavedStorage, Step
 
-LAYERS, HIDDEN, FEED_FORWARD, HEADS, KV_HEADS = 32, 4096, 14336, 32, 8
+HIDDEN, FEED_FORWARD, HEADS, KV_HEADS = 4096, 14336, 32, 8
 VOCABULARY = 128256
 BF16 = 2  # bytes of an element
 
@@ -89,11 +89,11 @@ class Program:
         self.operators.append((unit, Operator(whole, tuple(reads), makes, saves, 2.5)))
 
 
-def llama(batch: int, length: int, card: Hardware) -> tuple[Program, float]:
+def llama(layers: int, batch: int, length: int, card: Hardware) -> tuple[Program, float]:
     """The layers of a Llama-3-8B, and the seconds between their forward and their backward."""
     program = Program(card=card)
     program.nbytes["h0"] = batch * length * HIDDEN * BF16
-    for layer in range(LAYERS):
+    for layer in range(layers):
         unit = f"layers.{layer}"
 
         def name(tensor: str, layer: int = layer) -> str:
@@ -240,11 +240,12 @@ def main() -> None:
     """Print a table: a row for each budget, a column for each set of actions."""
     parser = make_parser(__doc__)
     parser.add_argument("--card", default="H200", help="hardware of the cost model")
+    parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--length", type=int, default=8192)
     arguments = parser.parse_args()
     card = hardware(arguments.card)
-    program, head_s = llama(arguments.batch, arguments.length, card)
+    program, head_s = llama(arguments.layers, arguments.batch, arguments.length, card)
     marks = Marks(program, head_s)
     curves = {
         name: curve(marks.step(actions, name in WITH_REGIONS), card, SHARES)
@@ -262,13 +263,14 @@ def main() -> None:
     ]
     step = marks.step((), regions=False)
     print(
-        f"Llama-8B, {arguments.batch} x {arguments.length} tokens, on {card.name} by its data "
-        f"sheet: {step.saved_bytes / 2**30:.1f} GiB saved, {step.compute_s * 1e3:.0f} ms a step.\n"
+        f"Llama-8B, {arguments.layers} layers, {arguments.batch} x {arguments.length} tokens, on "
+        f"{card.name} by its data sheet: {step.saved_bytes / 2**30:.1f} GiB saved, {step.compute_s * 1e3:.0f} ms a step.\n"
         "How much longer a step is by the plan, for each set of actions; -: cannot be met.\n"
     )
     print(render_table(("budget", *SETS), rows))
     result = {
         "card": card.name,
+        "layers": arguments.layers,
         "batch": arguments.batch,
         "length": arguments.length,
         "saved_bytes": step.saved_bytes,

@@ -15,6 +15,7 @@ from memswap.planning import profile
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 OPTIONS = {
+    "bench_budget_curve": "--layers 2 --length 64",
     "bench_device": "--tokens 64",
     "bench_codec": "--steps 1 --sizes 1 --kind-size 1 --rounds 1",
     "bench_hooks": "--tensors 20 --rounds 2",
