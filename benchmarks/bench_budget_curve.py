@@ -264,7 +264,8 @@ def main() -> None:
     step = marks.step((), regions=False)
     print(
         f"Llama-8B, {arguments.layers} layers, {arguments.batch} x {arguments.length} tokens, on "
-        f"{card.name} by its data sheet: {step.saved_bytes / 2**30:.1f} GiB saved, {step.compute_s * 1e3:.0f} ms a step.\n"
+        f"{card.name} by its data sheet: {step.saved_bytes / 2**30:.1f} GiB saved, "
+        f"{step.compute_s * 1e3:.0f} ms a step.\n"
         "How much longer a step is by the plan, for each set of actions; -: cannot be met.\n"
     )
     print(render_table(("budget", *SETS), rows))

@@ -162,8 +162,8 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
     int proofs = 0;
     bool failed = false;
     int64_t waited_nbytes = 0;  // of the device, taken by the other form; 0: not known, or none
-    double seconds = 0;    // the least that a trial took
-    bool several = false;  // of this place in one iteration: which is which, nobody can say
+    double seconds = 0;         // the least that a trial took
+    bool several = false;       // of this place in one iteration: which is which, nobody can say
   };
   std::vector<std::pair<RecipePlace, Learnt>> learnt() const;
 
