@@ -115,7 +115,7 @@ Seen at_a_place_that_differs(int proofs) {
       seen = demanded(*answer.leaving->away, made);
     }
     if (answer.trial) {
-      answer.trial->demanded();
+      answer.trial->demanded(0);
     }
   }
   recipes->log().leave();

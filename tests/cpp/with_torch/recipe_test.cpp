@@ -146,7 +146,7 @@ TEST_F(WithProofs, WhoPlansIsToldWhatIsProvenAndNothingLeaves) {
     const at::Tensor made = at::silu(x);
     const Recipes::Answer answer = offer(made, 0, /*leaves=*/false);
     EXPECT_FALSE(answer.proven);
-    answer.trial->demanded();
+    answer.trial->demanded(0);
   }
   recipes->begin_iteration();
   const at::Tensor made = at::silu(x);
