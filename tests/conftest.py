@@ -93,8 +93,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if not once and (wanted := config.getoption("--schedule")):
             chosen = [one for one in chosen if str(one) in wanted]
         few = [one for one in chosen if str(one) in FEW] or chosen
-        if SCRIPTS in here.parents and not config.getoption("--slow"):
-            chosen = few  # what they run on is proven under all of them, in tests/engine
+        held = SCRIPTS in here.parents or marked("few_schedules") is not None
+        if held and not once and not config.getoption("--slow"):
+            chosen = few  # what they run on is proven under all of them, in others of tests/engine
         if not actions:
             metafunc.parametrize("_laboratory", chosen, ids=str, indirect=True)
             return

@@ -20,6 +20,9 @@ from recipe_helpers import RECOMPUTE
 import memswap
 from memswap.engine import recipes
 
+#: Recipes have no lane of their own; tests/race breaks their edges under all schedules.
+pytestmark = pytest.mark.few_schedules
+
 #: What is edited: a computed input that something else saves and one that nothing saves, a
 #: parameter, a plain tensor, an input of the input, and the result itself.
 TARGETS = ("saved", "unsaved", "weight", "plain", "source", "result")

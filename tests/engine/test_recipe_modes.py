@@ -19,6 +19,9 @@ from torch.utils.checkpoint import checkpoint
 import memswap
 from memswap.engine import recipes
 
+#: Recipes have no lane of their own; tests/race breaks their edges under all schedules.
+pytestmark = pytest.mark.few_schedules
+
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
