@@ -273,8 +273,7 @@ Leaving Recipes::leave(const StorageRefPtr& storage, std::shared_ptr<Step> step)
   return {std::move(form), std::move(departure)};
 }
 
-// --- proofs
-// ---------------------------------------------------------------------------------------
+// --- proofs ---
 
 std::shared_ptr<Trial> Recipes::begin_trial(const StorageRefPtr& storage, const RecipePlace& place,
                                             std::shared_ptr<Step> step) {

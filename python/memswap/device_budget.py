@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -114,8 +115,6 @@ def total_bytes(device: torch.device) -> int:
         NotImplementedError: its backend does not tell.
     """
     if device.type == "cpu":
-        import os
-
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         _, total = torch.get_device_module(device).mem_get_info(device)

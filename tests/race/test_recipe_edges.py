@@ -22,6 +22,7 @@ from race_workloads import (
     expected,
     observe,
     on_host,
+    source_freed_elsewhere,
 )
 
 import memswap
@@ -40,31 +41,6 @@ Unpack = Callable[[Any], torch.Tensor]
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recipes are used before they are proven."""
     monkeypatch.setattr(recipes, "PROOFS", 0)
-
-
-def source_freed_elsewhere(region: Region) -> list[torch.Tensor]:
-    """The operator ran on the main stream, and its result is used on another; once backward has run
-    it again there, its source's memory goes back to the main stream, which fills it at once."""
-    main, other = torch.accelerator.current_stream(), torch.Stream(device=DEVICE)
-    found = []
-    for step in range(3):
-        leaf = torch.full((4096,), 0.25 + step, device=DEVICE, requires_grad=True)
-        with region():
-            source = leaf * 2
-            made = source.sin() + source.cos()  # both save the source
-            other.wait_stream(main)
-            with other:
-                loss = (made * made).sum()
-            made.record_stream(other)  # the program's own: memory of the main stream
-        del source, made
-        main.wait_stream(other)
-        loss.backward()
-        del loss
-        filled = [torch.full((4096,), 9.0, device=DEVICE) for _ in range(4)]
-        main.wait_stream(other)
-        assert leaf.grad is not None
-        found.append(leaf.grad + filled[0])
-    return on_host(found)
 
 
 def source_dropped_by_its_maker(region: Region) -> list[torch.Tensor]:

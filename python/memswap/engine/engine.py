@@ -100,8 +100,13 @@ class Engine(native.Engine):
         self._open_recipes()
 
     def _open_recipes(self) -> None:
-        """Know operators from here on, if the policy or a plan may ask for it."""
-        if self.recipes is None and recipes.wants_recipes(self._policy, self.directed):
+        """Know operators if the policy or a plan may ask for it."""
+        if recipes.wants_recipes(self._policy, self.directed):
+            self._know_operators()
+
+    def _know_operators(self) -> None:
+        """Hear of operators from the next scope on."""
+        if self.recipes is None:
             self.recipes = recipes.open_recipes(self, self._policy.operators)
 
     # --- the life of an iteration -----------------------------------------------------------------
@@ -242,8 +247,7 @@ class Engine(native.Engine):
             return action
         if not self.policy.recipes or self.schedule is BATCHES:
             return route.without_recipe
-        if self.recipes is None:  # from the next scope on its operators are known
-            self.recipes = recipes.open_recipes(self, self.policy.operators)
+        self._know_operators()
         return action
 
     def _admit(
@@ -317,7 +321,7 @@ class Engine(native.Engine):
         scope: native.HookScope,
         dtype: torch.dtype,
         otherwise: Action,
-        leaves: bool = True,
+        leaves: bool,
     ) -> bool:
         """Whether an entry's storage leaves as a recipe. If not, the recipe may be on trial.
 

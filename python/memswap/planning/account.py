@@ -85,14 +85,14 @@ class DeviceAccount:
         self._steps_open = 0  # of a class whose step calls its base's, which has hooks too: two
         self._learns = True
         self._shrunk, self._patience = 0, SHRUNK_FORWARDS
-        least = self.weights_bytes + self.gradients_bytes
-        if least > nbytes:
+        weights, gradients = self.weights_bytes, self.gradients_bytes
+        if weights + gradients > nbytes:
             raise BudgetError(
                 f"a budget of {format_bytes(nbytes)} ({nbytes} bytes) for everything on the device "
-                f"cannot be met: weights take {format_bytes(self.weights_bytes)} and their "
-                f"gradients {format_bytes(self.gradients_bytes)}. Raise the budget, or spread the "
+                f"cannot be met: weights take {format_bytes(weights)} and their "
+                f"gradients {format_bytes(gradients)}. Raise the budget, or spread the "
                 "weights over several devices with memswap.parallel.shard",
-                least,
+                weights + gradients,
             )
 
     # --- what is there ----------------------------------------------------------------------------

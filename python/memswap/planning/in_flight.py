@@ -115,7 +115,7 @@ class InFlight:
 
     @property
     def changed(self) -> bool:
-        """The same, or whether its forward saved other bytes than planned, within a tolerance."""
+        """Whether it is `lost`, or its forward saved clearly more or fewer bytes than planned."""
         if self._followed is None or not self.iteration.began_backward:
             return self.lost
         expected = self._size * self._followed.saved_bytes
