@@ -90,13 +90,16 @@ def save_on_cpu(run: Run) -> None:
 
 
 def offload_activations(run: Run, name: str) -> None:
-    """One of the two classes of this name, TRL's and torchtune's."""
+    """One of the two classes of this name, TRL's and torchtune's, whose streams are CUDA's."""
     run.accelerator()
     found, reasons = find_peers(run.device, ())
     if name not in found:
         raise AbsentError(reasons[name])
     offloads: Any = found[name]
-    run.around = lambda: offloads(use_pin_memory=run.device.type == "cuda")
+    options = {"use_pin_memory": run.device.type == "cuda"}
+    if name.startswith("torchtune"):
+        options["use_streams"] = run.device.type == "cuda"
+    run.around = lambda: offloads(**options)
 
 
 def compiled(run: Run, share: float | None = None) -> None:

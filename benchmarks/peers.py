@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 
 # TRL: huggingface/trl, Apache-2.0. torchtune: pytorch/torchtune, BSD-3-Clause. Both give a context
 # manager of the same name, from one file.
-PEERS = {
-    "TRL OffloadActivations": "trl.models.activation_offloading",
-    "torchtune OffloadActivations": "torchtune.training._activation_offloading",
-}
 CLASS = "OffloadActivations"
 
 
@@ -38,6 +36,39 @@ def load_file(path: Path) -> ModuleType:
     return module
 
 
+def load_torchtune() -> ModuleType:
+    """Torchtune's one file: its packages import a torchao that is gone by now, and data sets.
+
+    Of torchao the file needs a class of 4-bit tensors, to know them by, and a version.
+
+    Raises:
+        ImportError: torchtune is not installed (``pip install --no-deps torchtune psutil``).
+    """
+    found = importlib.util.find_spec("torchtune")
+    if found is None or not found.submodule_search_locations:
+        raise ImportError("torchtune is not installed")
+    folder = Path(found.submodule_search_locations[0])
+    names = ("torchtune", "torchtune.modules", "torchtune.utils")
+    bare = {name: ModuleType(name) for name in (*names, "torchao", "torchao.dtypes")}
+    bare["torchao.dtypes.nf4tensor"] = ModuleType("torchao.dtypes.nf4tensor")
+    for name in names:
+        bare[name].__path__ = [str(folder.parent.joinpath(*name.split(".")))]
+    with mock.patch.dict(sys.modules, bare):
+        tied = importlib.import_module("torchtune.modules.tied_linear")
+        logs = importlib.import_module("torchtune.utils._logging")
+        vars(bare["torchtune.modules"]).update(TiedLinear=tied.TiedLinear)
+        vars(bare["torchtune.utils"]).update(get_logger=logs.get_logger)
+        vars(bare["torchao"]).update(__version__="0.0")
+        vars(bare["torchao.dtypes.nf4tensor"]).update(NF4Tensor=type("NF4Tensor", (), {}))
+        return load_file(folder / "training" / "_activation_offloading.py")
+
+
+PEERS: dict[str, Callable[[], ModuleType]] = {
+    "TRL OffloadActivations": lambda: importlib.import_module("trl.models.activation_offloading"),
+    "torchtune OffloadActivations": load_torchtune,
+}
+
+
 def find_peers(
     device: torch.device, paths: Sequence[Path]
 ) -> tuple[dict[str, Callable[[], AbstractContextManager[Any]]], dict[str, str]]:
@@ -47,10 +78,7 @@ def find_peers(
         device: what the benchmark runs on.
         paths: files that hold an ``OffloadActivations``, in addition to the installed ones.
     """
-    sources: dict[str, Callable[[], ModuleType]] = {
-        name: lambda module=module: importlib.import_module(module)
-        for name, module in PEERS.items()
-    }
+    sources = dict(PEERS)
     for path in paths:
         sources[f"{path.name} {CLASS}"] = lambda path=path: load_file(path)
     found: dict[str, Callable[[], AbstractContextManager[Any]]] = {}

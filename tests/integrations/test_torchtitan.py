@@ -29,7 +29,7 @@ def new_spec():
     return spec
 
 
-def train(spec, parts=1) -> Trained:
+def train(spec, parts=1, rows=2) -> Trained:
     """What torchtitan's Trainer does with a specification, in its order."""
     torch.manual_seed(0)
     models = [spec.model.build() for _ in range(parts)]
@@ -39,7 +39,7 @@ def train(spec, parts=1) -> Trained:
     if spec.post_optimizer_build_fn is not None:
         spec.post_optimizer_build_fn(optimizers, models, None)
     gradients, losses = [], []
-    for batch in tiny.windows(6, 33).split(2):
+    for batch in tiny.windows(3 * rows, 33).split(rows):
         for model, optimizer in zip(models, optimizers, strict=True):
             logits = model(batch[:, :-1])
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())

@@ -25,6 +25,7 @@ def quick(monkeypatch, tmp_path):
     }))  # fmt: skip
 
 
+@pytest.mark.cpu_only
 def test_plan_trains_the_demo_and_shows_a_line_per_layer(tmp_path, capsys):
     file = tmp_path / "step.json"
     assert main(["plan", *TINY, "--budget", "95%", "--save", str(file)]) == 0
@@ -47,6 +48,13 @@ def test_plan_for_another_machine_and_report(tmp_path, capsys):
     assert (out / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.accelerator
+def test_planning_for_a_cpu_beside_an_accelerator_names_the_accelerator(device):
+    with pytest.raises(SystemExit, match=f"stays there beside.*--device {device.type}"):
+        main(["plan", *TINY, "--budget", "95%"])
+
+
+@pytest.mark.cpu_only
 def test_a_budget_for_another_machine_need_not_be_met_by_this_one(tmp_path, capsys):
     tight = [*TINY, "--budget", "50%"]
     with pytest.raises(SystemExit, match="cannot be met"):

@@ -108,8 +108,19 @@ def learn(arguments: argparse.Namespace) -> tuple[Step, memswap.Rates, memswap.P
             train_once(model, batches, device, DTYPES[arguments.dtype])
             manager.wait_for_plan()
         if manager.learnt is None:
-            raise ValueError("the model saved nothing that could move: try a longer --seq")
+            raise ValueError(nothing_moved(device))
         return *manager.learnt, manager.plan
+
+
+def nothing_moved(device: torch.device) -> str:
+    """Why there is nothing to plan."""
+    present = torch.accelerator.current_accelerator(check_available=True)
+    if device.type == "cpu" and present is not None:
+        return (
+            f"what a CPU saves stays there beside an accelerator, found {present.type}; expected "
+            f"--device {present.type}"
+        )
+    return "the model saved nothing that could move: try a longer --seq"
 
 
 def on_accelerator(step: Step) -> Step:

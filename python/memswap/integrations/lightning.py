@@ -11,11 +11,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from memswap.integrations.training import ManagedTraining
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
+
+    from memswap.hooks.managed import Report
 
 
 class MemswapCallback(ManagedTraining, Callback):
@@ -47,6 +50,9 @@ class MemswapCallback(ManagedTraining, Callback):
         if trainer.loggers and trainer.global_step % trainer.log_every_n_steps == 0:
             for logger in trainer.loggers:
                 logger.log_metrics(self.metrics(), step=trainer.global_step)
+
+    def _tell(self, report: Report) -> None:
+        rank_zero_info("%s", report)  # in Lightning's log, which is shown
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException

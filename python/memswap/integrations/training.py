@@ -22,7 +22,7 @@ import torch
 
 from memswap.activations import manage
 from memswap.hooks.blocks import find_blocks, unwrapped
-from memswap.hooks.managed import Report
+from memswap.hooks.managed import Removable, Report
 from memswap.hooks.module_hooks import AtEnd, ModuleHooks, hooks_on
 from memswap.integrations.live import LiveLine
 from memswap.integrations.options import from_config
@@ -30,7 +30,7 @@ from memswap.integrations.states import OptimizerStates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from types import FrameType, TracebackType
+    from types import FrameType
 
     from torch import nn
 
@@ -45,7 +45,7 @@ logger = logging.getLogger("memswap")
 TrainingT = TypeVar("TrainingT", bound="ManagedTraining")
 
 
-class ManagedTraining:
+class ManagedTraining(Removable):
     """Manages a model from the begin of its training to the end; used again for the next one.
 
     Args:
@@ -156,7 +156,7 @@ class ManagedTraining:
             guard.remove()
         if manager is not None:
             self._report = self._reported(manager)
-            logger.info("%s", self._report)
+            self._tell(self._report)
             self._states.end()
             if self._live is not None:
                 self._live.close()
@@ -165,6 +165,10 @@ class ManagedTraining:
     def report(self) -> Report:
         """What was done in the training that runs, or in the last one."""
         return self._report if self._manager is None else self._reported(self._manager)
+
+    def _tell(self, report: Report) -> None:
+        """Say what was done, when a training has ended."""
+        logger.info("%s", report)
 
     def _reported(self, manager: Manager) -> Report:
         report = manager.report()
@@ -206,15 +210,8 @@ class ManagedTraining:
             return False
         return not self._loop.runs() or (another is not None and not self._loop.is_that(another))
 
-    def __enter__(self: TrainingT) -> TrainingT:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def remove(self) -> None:
+        """The same as :meth:`end`, in the word that managers have for it."""
         self.end()
 
 
