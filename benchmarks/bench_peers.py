@@ -90,16 +90,13 @@ def save_on_cpu(run: Run) -> None:
 
 
 def offload_activations(run: Run, name: str) -> None:
-    """One of the two classes of this name, TRL's and torchtune's, whose streams are CUDA's."""
+    """One of the two classes of this name, TRL's and torchtune's."""
     run.accelerator()
     found, reasons = find_peers(run.device, ())
     if name not in found:
         raise AbsentError(reasons[name])
     offloads: Any = found[name]
-    options = {"use_pin_memory": run.device.type == "cuda"}
-    if name.startswith("torchtune"):
-        options["use_streams"] = run.device.type == "cuda"
-    run.around = lambda: offloads(**options)
+    run.around = lambda: offloads(use_pin_memory=run.device.type == "cuda")
 
 
 def compiled(run: Run, share: float | None = None) -> None:
@@ -176,6 +173,18 @@ WAYS: dict[str, tuple[Callable[[Run], None], bool]] = {
     "memswap, budget": (memswap_budget, True),
     "memswap, layers compiled": (memswap_compiled, False),
 }
+
+
+#: Sizes where nothing else is said: on a device, and simulated.
+SIZES = {
+    "layers": (4, 4),
+    "hidden": (512, 256),
+    "batch": (2, 2),
+    "sequence": (512, 256),
+    "rounds": (5, 1),
+    "learn": (7, 5),
+}
+EXPLAINED = {"rounds": "steps that are timed", "learn": "steps before anything is measured"}
 
 
 def new_run(arguments: Any, device: torch.device) -> Run:
@@ -291,16 +300,16 @@ def shown(row: dict[str, Any], plain: dict[str, Any] | None, simulated: bool) ->
 def main() -> None:
     """Print a table."""
     parser = make_parser(__doc__)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--sequence", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--learn", type=int, default=7, help="steps before anything is measured")
+    for name, (measured_here, simulated) in SIZES.items():
+        said = f"default: {measured_here}, with --simulate {simulated}"
+        parser.add_argument(f"--{name}", type=int, help=f"{EXPLAINED.get(name, name)}; {said}")
     parser.add_argument("--only", action="append", choices=list(WAYS), help="this way alone")
     parser.add_argument("--folder", type=Path, default=Path("build"), help="for swap files")
     parser.add_argument("--simulate", action="store_true", help="on the simulated accelerator")
     arguments = parser.parse_args()
+    for name, defaults in SIZES.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, defaults[arguments.simulate])
     if arguments.simulate:
         sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "engine"))
         import_module("simulator").start("sim")

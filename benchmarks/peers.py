@@ -22,24 +22,39 @@ import torch
 CLASS = "OffloadActivations"
 
 
-def load_file(path: Path) -> ModuleType:
+def load_file(path: Path, device: torch.device | None = None) -> ModuleType:
     """Import one file as a module.
+
+    Args:
+        path: the file.
+        device: what stands in the place of CUDA in it, where that is written out.
 
     Raises:
         ImportError: it is not there, or something that it imports is not.
     """
-    spec = importlib.util.spec_from_file_location(f"peer_{path.stem}", path)
-    if spec is None or spec.loader is None or not path.is_file():
+    if not path.is_file():
         raise ImportError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    source = path.read_text(encoding="utf-8")
+    if device is not None:
+        source = source.replace("torch.cuda", f"torch.{device.type}")
+        source = source.replace('"cuda"', f'"{device.type}"')
+    module = ModuleType(f"peer_{path.stem}")
+    exec(compile(source, str(path), "exec"), vars(module))
     return module
 
 
-def load_torchtune() -> ModuleType:
+def load_trl(device: torch.device) -> ModuleType:
+    """TRL's module, which knows every device."""
+    return importlib.import_module("trl.models.activation_offloading")
+
+
+def load_torchtune(device: torch.device) -> ModuleType:
     """Torchtune's one file: its packages import a torchao that is gone by now, and data sets.
 
     Of torchao the file needs a class of 4-bit tensors, to know them by, and a version.
+
+    Args:
+        device: what it offloads from.
 
     Raises:
         ImportError: torchtune is not installed (``pip install --no-deps torchtune psutil``).
@@ -60,11 +75,11 @@ def load_torchtune() -> ModuleType:
         vars(bare["torchtune.utils"]).update(get_logger=logs.get_logger)
         vars(bare["torchao"]).update(__version__="0.0")
         vars(bare["torchao.dtypes.nf4tensor"]).update(NF4Tensor=type("NF4Tensor", (), {}))
-        return load_file(folder / "training" / "_activation_offloading.py")
+        return load_file(folder / "training" / "_activation_offloading.py", device)
 
 
-PEERS: dict[str, Callable[[], ModuleType]] = {
-    "TRL OffloadActivations": lambda: importlib.import_module("trl.models.activation_offloading"),
+PEERS: dict[str, Callable[[torch.device], ModuleType]] = {
+    "TRL OffloadActivations": load_trl,
     "torchtune OffloadActivations": load_torchtune,
 }
 
@@ -80,7 +95,7 @@ def find_peers(
     """
     sources = dict(PEERS)
     for path in paths:
-        sources[f"{path.name} {CLASS}"] = lambda path=path: load_file(path)
+        sources[f"{path.name} {CLASS}"] = lambda device, path=path: load_file(path)
     found: dict[str, Callable[[], AbstractContextManager[Any]]] = {}
     reasons: dict[str, str] = {}
     for name, load in sources.items():
@@ -90,7 +105,7 @@ def find_peers(
         # Peers break at import in many ways (ImportError, AttributeError, RuntimeError of their
         # own dependencies); each is a reason to print, none is a reason to stop.
         try:
-            offload = getattr(load(), CLASS)
+            offload = getattr(load(device), CLASS)
         except Exception as error:
             reasons[name] = f"cannot be imported: {type(error).__name__}: {error}"
             continue

@@ -33,8 +33,22 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def train(accelerator, folder=None, accumulate=1) -> tuple[Trained, str]:
+def look_at_samples(model) -> None:
+    """What a loop does in the middle of training: an evaluation, and a generation."""
+    inner = model.module if hasattr(model, "module") else model
+    model.eval()
+    with torch.no_grad():
+        model(input_ids=tiny.windows(2))
+    inner.generate(torch.arange(3, 9)[None], max_new_tokens=4, do_sample=False)
+    model.train()
+
+
+def train(
+    accelerator, folder=None, accumulate=1, checkpointing=False, in_step=None
+) -> tuple[Trained, str]:
     model = llama()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = torch.utils.data.DataLoader(tiny.windows(12), batch_size=2)
     if folder is None:
@@ -58,6 +72,8 @@ def train(accelerator, folder=None, accumulate=1) -> tuple[Trained, str]:
             losses.append(loss.item())
             optimizer.step()
             optimizer.zero_grad()
+        if in_step is not None:
+            in_step(model)
     report = ""
     if manager is not None:
         report = manager.report()
@@ -81,6 +97,69 @@ def test_one_process_gives_the_same_bits(tmp_path, precision, accumulate):
     assert moved(report), report
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"checkpointing": True}, {"in_step": look_at_samples}],
+    ids=["checkpointing", "evaluation, generation"],
+)
+def test_what_else_a_loop_does_keeps_the_bits(tmp_path, options):
+    expected, _ = train(accelerate.Accelerator(cpu=True), **options)
+    found, report = train(accelerate.Accelerator(cpu=True), tmp_path, **options)
+    assert_same_bits(found, expected)
+    assert moved(report), report
+
+
+def test_resuming_from_a_saved_state_gives_the_same_bits(tmp_path):
+    """With the optimizer's state away while it is saved, and while it is loaded."""
+
+    def steps(accelerator, model, optimizer):
+        losses = []
+        for batch in tiny.windows(4).split(2):
+            loss = model(input_ids=batch, labels=batch).loss
+            accelerator.backward(loss)
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    def whole(name, **options):
+        losses, folder = [], str(tmp_path / name)
+        for resumes in (False, True):
+            accelerator, model = accelerate.Accelerator(cpu=True), llama()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            if options:
+                model, optimizer, manager = prepare(accelerator, model, optimizer, **options)
+            else:
+                model, optimizer = accelerator.prepare(model, optimizer)
+            if resumes:
+                accelerator.load_state(folder)
+            losses += steps(accelerator, model, optimizer)
+            if not resumes:
+                accelerator.save_state(folder)
+            if options:
+                assert manager.stats().moved_storages > 0
+                manager.remove()
+            accelerator.free_memory()
+        return Trained.of(model, [one.detach() for one in model.parameters()], losses)
+
+    expected = whole("plain")
+    assert_same_bits(whole("memswap", optimizer="encode", **tiny.swapping(tmp_path)), expected)
+
+
+def test_a_loop_that_raises_and_a_cell_that_is_run_again(tmp_path):
+    accelerator, model = accelerate.Accelerator(cpu=True), llama()
+    prepared, manager = prepare(accelerator, model, **tiny.swapping(tmp_path))
+    with pytest.raises(ArithmeticError), manager:
+        prepared(input_ids=tiny.windows(2), labels=tiny.windows(2)).loss.backward()
+        raise ArithmeticError
+    assert_no_hooks(model)
+    prepared, manager = prepare(accelerator, model, **tiny.swapping(tmp_path))
+    with pytest.raises(ValueError, match="managed already"):
+        prepare(accelerator, model)
+    manager.remove()
+    assert_no_hooks(model)
+
+
 def rank(number: int, port: int, folder: str, how: str, results) -> None:
     """One of two processes: trains plain and managed, and says what is wrong, if anything is."""
     os.environ.update(
@@ -93,14 +172,17 @@ def rank(number: int, port: int, folder: str, how: str, results) -> None:
         OMP_NUM_THREADS="1",
     )
     try:
-        plugin = None
-        if how == "FSDP2":
+        plugin, accumulate = None, 2 if "accumulation" in how else 1
+        if "FSDP2" in how:
             plugin = accelerate.FullyShardedDataParallelPlugin(
                 fsdp_version=2,
                 auto_wrap_policy="transformer_based_wrap",
                 transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+                activation_checkpointing="checkpointing" in how,
             )
-        accelerator = accelerate.Accelerator(cpu=True, fsdp_plugin=plugin)
+        accelerator = accelerate.Accelerator(
+            cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=accumulate
+        )
         assert accelerator.num_processes == 2
         expected, _ = train(accelerator)
         accelerator.free_memory()
@@ -112,7 +194,9 @@ def rank(number: int, port: int, folder: str, how: str, results) -> None:
         results.put(traceback.format_exc())
 
 
-@pytest.mark.parametrize("how", ["DDP", "FSDP2"])
+@pytest.mark.parametrize(
+    "how", ["DDP", "DDP, accumulation", "FSDP2", "FSDP2, checkpointing, accumulation"]
+)
 def test_two_processes_give_the_same_bits(tmp_path, how):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

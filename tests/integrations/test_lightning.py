@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
 from typing import Any
 
 import pytest
@@ -21,9 +22,18 @@ pytestmark = pytest.mark.cpu_only
 class Module(lightning.LightningModule):
     """A Llama inside a module that is never called itself."""
 
-    def __init__(self, fails_at: int = -1, error: type[BaseException] = ArithmeticError) -> None:
+    def __init__(
+        self,
+        fails_at: int = -1,
+        error: type[BaseException] = ArithmeticError,
+        checkpointing: bool = False,
+        generates: bool = False,
+    ) -> None:
         super().__init__()
         self.network = llama()
+        if checkpointing:
+            self.network.gradient_checkpointing_enable()
+        self.generates = generates
         self.fails_at = fails_at
         self.error = error
         self.gradients: list[torch.Tensor] = []
@@ -41,6 +51,12 @@ class Module(lightning.LightningModule):
 
     def on_before_optimizer_step(self, optimizer):
         self.gradients += [one.grad.clone() for one in self.parameters()]
+
+    def on_train_batch_end(self, outputs, batch, index):
+        if self.generates:
+            self.network.eval()
+            self.network.generate(batch[:1, :6], max_new_tokens=4, do_sample=False)
+            self.network.train()
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
@@ -64,8 +80,8 @@ def loader(count=8):
     return torch.utils.data.DataLoader(tiny.windows(count), batch_size=2)
 
 
-def train(folder, callbacks=(), validate=False, **options: Any) -> Trained:
-    module = Module()
+def train(folder, callbacks=(), validate=False, module=None, **options: Any) -> Trained:
+    module = Module(**(module or {}))
     trainer = new_trainer(folder, callbacks, **options)
     trainer.fit(module, loader(), loader(4) if validate else None)
     assert_no_hooks(module)
@@ -81,6 +97,8 @@ def train(folder, callbacks=(), validate=False, **options: Any) -> Trained:
         pytest.param({"validate": True, "val_check_interval": 2}, id="validation"),
         pytest.param({"max_epochs": 2, "gradient_clip_val": 0.1}, id="epochs, clipping"),
         pytest.param({"max_steps": 3}, id="early stop"),
+        pytest.param({"module": {"checkpointing": True}}, id="checkpointing"),
+        pytest.param({"module": {"generates": True}}, id="generation"),
     ],
 )
 def test_fitting_gives_the_same_bits(tmp_path, options):
@@ -126,6 +144,21 @@ def test_an_exception_takes_the_hooks_off(tmp_path, error):
         new_trainer(tmp_path, [callback]).fit(module, loader())
     assert_no_hooks(module)
     assert callback.manager is None and moved(callback.report())
+
+
+def test_a_cell_that_is_run_again_manages_the_same_module_again(tmp_path):
+    """Its fit raised, and its Trainer and its callback are others the second time."""
+    expected = train(tmp_path)
+    module = Module(fails_at=2)
+    with pytest.raises(ArithmeticError):
+        new_trainer(tmp_path, [MemswapCallback(**tiny.swapping(tmp_path))]).fit(module, loader())
+    module.network.load_state_dict(llama().state_dict())
+    module.zero_grad()
+    module.fails_at, module.gradients, module.losses = -1, [], []
+    callback = MemswapCallback(**tiny.swapping(tmp_path))
+    new_trainer(tmp_path, [callback]).fit(module, loader())
+    assert_same_bits(Trained.of(module, module.gradients, module.losses), expected)
+    assert moved(callback.report())
 
 
 def test_fitting_again_with_the_same_callback(tmp_path):
@@ -184,14 +217,16 @@ def test_a_variable_that_says_something_else_is_an_error(monkeypatch):
 
 def test_lightning_finds_the_factory_where_memswap_is_installed(tmp_path, monkeypatch):
     """With the entry points of pyproject.toml, as an installed package has them."""
-    installed = tmp_path / "memswap_here-1.dist-info"
-    installed.mkdir()
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: memswap-here\nVersion: 1\n")
-    (installed / "entry_points.txt").write_text(
-        "[lightning.pytorch.callbacks_factory]\n"
-        f"memswap = {callbacks_factory.__module__}:{callbacks_factory.__name__}\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
+    group = "lightning.pytorch.callbacks_factory"
+    if not any("memswap" in one.value for one in entry_points(group=group)):
+        installed = tmp_path / "memswap_here-1.dist-info"
+        installed.mkdir()
+        named = "Metadata-Version: 2.1\nName: memswap-here\nVersion: 1\n"
+        (installed / "METADATA").write_text(named)
+        (installed / "entry_points.txt").write_text(
+            f"[{group}]\nmemswap = {callbacks_factory.__module__}:{callbacks_factory.__name__}\n"
+        )
+        monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("MEMSWAP_LIGHTNING", "action=encode, min_bytes=1KiB")
     trainer = new_trainer(tmp_path, precision="bf16-mixed")
     (callback,) = [one for one in trainer.callbacks if isinstance(one, MemswapCallback)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -76,15 +77,17 @@ def checkpointed_unet():
     return model.train(), loss
 
 
-def train(make, manage=None) -> Trained:
+def train(make, manage=None, dtype=None, accumulate=1) -> Trained:
     torch.manual_seed(0)
     model, loss = make()
     manager = None if manage is None else manage(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     gradients, losses = [], []
     for _ in range(3):
-        value = loss()
-        value.backward()
+        for _ in range(accumulate):
+            with torch.autocast("cpu", dtype) if dtype else contextlib.nullcontext():
+                value = loss()
+            value.backward()
         gradients += [one.grad.clone() for one in model.parameters() if one.grad is not None]
         losses.append(value.item())
         optimizer.step()
@@ -103,6 +106,15 @@ def test_models_of_diffusers(tmp_path, make):
     expected = train(make)
     options = tiny.swapping(tmp_path)
     assert_same_bits(train(make, lambda model: memswap.manage(model, **options)), expected)
+
+
+@pytest.mark.parametrize("make", [unet, flux])
+def test_mixed_precision_and_accumulation(tmp_path, make):
+    pytest.importorskip("diffusers")
+    both = {"dtype": torch.bfloat16, "accumulate": 2}
+    expected = train(make, **both)
+    options = tiny.swapping(tmp_path)
+    assert_same_bits(train(make, lambda model: memswap.manage(model, **options), **both), expected)
 
 
 def timm_model(name):

@@ -6,8 +6,11 @@ model is trained here with its own attention for images, in the order in which i
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 pytest.importorskip("torchtitan")
 pytest.importorskip("triton", reason="torchtitan imports it")
@@ -29,19 +32,35 @@ def new_spec():
     return spec
 
 
-def train(spec, parts=1, rows=2) -> Trained:
+def checkpointed(model) -> None:
+    """As torchtitan's parallelize functions do it: each block is wrapped."""
+    for name, block in model.layers.named_children():
+        model.layers.register_module(name, checkpoint_wrapper(block, preserve_rng_state=False))
+
+
+def compiled(model) -> None:
+    """As its `apply_compile`: each block by itself, as one graph."""
+    torch._dynamo.reset()
+    for block in model.layers.children():
+        block.compile(backend="aot_eager", fullgraph=True)
+
+
+def train(spec, parts=1, rows=2, prepare=(), dtype=None) -> Trained:
     """What torchtitan's Trainer does with a specification, in its order."""
     torch.manual_seed(0)
     models = [spec.model.build() for _ in range(parts)]
     for model in models:
         model.init_states()
+        for one in prepare:
+            one(model)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
     if spec.post_optimizer_build_fn is not None:
         spec.post_optimizer_build_fn(optimizers, models, None)
     gradients, losses = [], []
     for batch in tiny.windows(3 * rows, 33).split(rows):
         for model, optimizer in zip(models, optimizers, strict=True):
-            logits = model(batch[:, :-1])
+            with torch.autocast("cpu", dtype) if dtype else contextlib.nullcontext():
+                logits = model(batch[:, :-1]).float()
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
             loss.backward()
             gradients += [one.grad.clone() for one in model.parameters()]
@@ -63,6 +82,24 @@ def test_a_managed_specification_gives_the_same_bits(tmp_path, parts):
     report = spec.post_optimizer_build_fn.report()
     assert report.count("as frames") == parts, report
     assert moved(report) and f"{6 * parts} Llama3TransformerBlock" in report, report
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prepare": [checkpointed]},
+        {"prepare": [compiled]},
+        {"prepare": [checkpointed, compiled]},
+        {"dtype": torch.bfloat16},
+    ],
+    ids=["checkpointing", "compile", "checkpointing, compile", "bf16"],
+)
+def test_how_torchtitan_prepares_a_model_keeps_the_bits(tmp_path, options):
+    expected = train(new_spec(), **options)
+    spec = managed(new_spec(), **tiny.swapping(tmp_path))
+    assert_same_bits(train(spec, **options), expected)
+    report = spec.post_optimizer_build_fn.report()
+    assert moved(report) and "units: 6 " in report, report
 
 
 def test_what_the_specification_called_there_is_still_called(tmp_path):

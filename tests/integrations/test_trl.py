@@ -38,7 +38,7 @@ def settings(kind: type, folder, **options: Any) -> Any:
         report_to=[],
         save_strategy="no",
         use_cpu=True,
-        bf16=False,
+        bf16=options.pop("bf16", False),
         disable_tqdm=True,
         **options,
     )
@@ -50,6 +50,7 @@ def sft(folder, callbacks, lora, **options):
         llama(),
         args=settings(trl.SFTConfig, folder, **options),
         train_dataset=Dataset.from_dict({"text": lines(12)}),
+        eval_dataset=Dataset.from_dict({"text": lines(4)}),
         processing_class=tiny.tokenizer(),
         peft_config=peft.LoraConfig(**LORA) if lora else None,
         callbacks=callbacks,
@@ -111,12 +112,47 @@ def test_trainers_of_trl_give_the_same_bits(tmp_path, make, lora):
     assert "4 LlamaDecoderLayer" in callback.report()
 
 
-def test_packing_and_accumulation(tmp_path):
-    options = {"packing": True, "gradient_accumulation_steps": 2}
-    expected = train(sft, tmp_path, **options)
+#: TRL's trainers checkpoint their layers unless they are told not to.
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        pytest.param(
+            sft,
+            {"packing": True, "gradient_accumulation_steps": 2},
+            id="sft, packing",
+        ),
+        pytest.param(
+            sft,
+            {"gradient_checkpointing": False, "eval_strategy": "steps", "eval_steps": 1},
+            id="sft, evaluation, no checkpointing",
+        ),
+        pytest.param(sft, {"bf16": True, "gradient_checkpointing": False}, id="sft, bf16"),
+        pytest.param(
+            dpo,
+            {"gradient_accumulation_steps": 2, "gradient_checkpointing": False},
+            id="dpo, accumulation, no checkpointing",
+        ),
+        pytest.param(dpo, {"bf16": True}, id="dpo, bf16"),
+        pytest.param(
+            grpo,
+            {"gradient_accumulation_steps": 2, "gradient_checkpointing": False},
+            id="grpo, accumulation, no checkpointing",
+        ),
+        pytest.param(grpo, {"num_iterations": 2, "bf16": True}, id="grpo, iterations, bf16"),
+    ],
+)
+def test_what_else_a_trainer_does_keeps_the_bits(tmp_path, make, options):
+    expected = train(make, tmp_path, **options)
     callback = MemswapCallback(**tiny.swapping(tmp_path))
-    assert_same_bits(train(sft, tmp_path, callback, **options), expected)
-    assert moved(callback.report())
+    assert_same_bits(train(make, tmp_path, callback, **options), expected)
+    assert moved(callback.report()), callback.report()
+
+
+def test_several_trainings_in_one_process_with_one_callback(tmp_path):
+    callback = MemswapCallback(**tiny.swapping(tmp_path))
+    for make in (sft, dpo):
+        assert_same_bits(train(make, tmp_path, callback), train(make, tmp_path))
+        assert moved(callback.report()), callback.report()
 
 
 def test_two_that_move_the_same_tensors_are_refused(tmp_path):
