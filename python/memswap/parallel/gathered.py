@@ -293,7 +293,7 @@ class GatheredAttention:
             call,
             cut=mesh.query_shards,
             rows=mesh.rows,
-            seq_dim=self._style.layout.seq_dim,
+            seq_dim=self._style.dims.seq_dim,
             real=lengths,
             local=first.size(exchanges.layout(exchanges.roles[0]).seq_dim),
         )

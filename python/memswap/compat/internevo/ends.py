@@ -54,10 +54,6 @@ class HeadWeightParallelCommunicator(WPCommunicator):
         self._sequence: Comm = ProcessGroupComm(seq_process_group)
         self._retain_out_sharded = retain_out_sharded
 
-    def communication_mode(self) -> str:
-        """``"wp"``: what an end of the model asks for."""
-        return "wp"
-
     def weight_hook(
         self,
         tensor: torch.Tensor,
@@ -204,7 +200,7 @@ class EmbeddingWeightParallelCommunicator:
         """
         if any(one._parameters["weight"] is param for one in self._embeddings):
             return
-        mine = (one.sharded for unit in self._context.scheduled for one in unit.members)
+        mine = (one.sharded for unit in self._context.units for one in unit.members)
         if not isinstance(param, DTensor) or all(one is not param for one in mine):
             raise ValueError(
                 "grad_reduce_hook(): found a parameter of no registered module; expected one that "

@@ -128,10 +128,6 @@ class ISPCommunicator(WPCommunicator):
             for blocks in found:
                 self._states.append(self._shard_blocks(blocks))
 
-    def communication_mode(self) -> str:
-        """``"wp"``: callers ask for it, to know which hooks they call."""
-        return "wp"
-
     @property
     def is_forward(self) -> bool:
         """Whether this is forward: as was assigned, and never inside of a backward.
