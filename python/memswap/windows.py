@@ -91,7 +91,7 @@ class Windows:
         return None if auto else parse_bytes(self.max_pending_bytes)
 
     def engine(self, policy: Decider, pool: Pool | None, window_bytes: int | None) -> Engine:
-        """A new engine that goes by these options."""
+        """A new engine that goes by these options. Arguments: those of :class:`Engine`."""
         engine = Engine(policy, pool, window_bytes, Schedule.WINDOWS)
         windows = engine.windows
         assert windows is not None  # of that schedule

@@ -61,10 +61,7 @@ class HeadWeightParallelCommunicator(WPCommunicator):
         module: nn.Module | None = None,
         is_bias: bool = False,
     ) -> torch.Tensor:
-        """The whole weight of this rank's rows, or ``tensor`` if ``shard`` has gathered it.
-
-        It is there when this returns, whatever ``async_op`` says: there is no handle to wait for.
-        """
+        """See :meth:`WPCommunicator.weight_hook`."""
         if not native.is_lent(tensor):
             self._first_uses.compare(tensor, module, is_bias)
         return gather_rows(self._weights, tensor)
@@ -77,10 +74,7 @@ class HeadWeightParallelCommunicator(WPCommunicator):
         reduce_op: Any = dist.ReduceOp.AVG,
         is_bias: bool = False,
     ) -> tuple[torch.Tensor, Ticket]:
-        """This rank's rows of the reduced gradient, and its handle.
-
-        Where ``shard`` has the module, the unit reduces: the gradient passes.
-        """
+        """See :meth:`WPCommunicator.grad_hook`."""
         if isinstance(module, ShardedModule):
             return tensor, Done()
         return reduce_rows(self._weights, tensor, async_op, reduce_op)

@@ -44,7 +44,19 @@ class WPCommunicator(ABC):
         module: nn.Module | None = None,
         is_bias: bool = False,
     ) -> torch.Tensor:
-        """The whole weight, in forward and in backward."""
+        """The whole weight, in forward and in backward, or ``tensor`` itself if that is whole.
+
+        It is there when this returns, whatever ``async_op`` says: there is no handle to wait for.
+
+        Args:
+            tensor: ``[rows, ...]``, as many rows on every rank.
+            async_op: taken and not needed.
+            module: whose weight it is.
+            is_bias: it is the module's bias.
+
+        Returns:
+            ``[ranks * rows, ...]``.
+        """
 
     @abstractmethod
     def grad_hook(
@@ -55,7 +67,19 @@ class WPCommunicator(ABC):
         reduce_op: Any = dist.ReduceOp.AVG,
         is_bias: bool = False,
     ) -> tuple[torch.Tensor, Ticket]:
-        """What to return as the weight's gradient, and a handle to wait for before it is used."""
+        """What to return as the weight's gradient, and a handle to wait for before it is used.
+
+        Args:
+            tensor: the whole gradient, ``[ranks * rows, ...]``.
+            async_op: return before the rows are there.
+            module: whose weight it is of.
+            reduce_op: AVG or SUM.
+            is_bias: it is of the module's bias.
+
+        Returns:
+            ``[rows, ...]``: this rank's rows. Where a unit of :func:`memswap.parallel.shard` has
+            gathered the weight and will reduce its gradient, ``tensor`` itself.
+        """
 
 
 def group_of(mode: Any) -> dist.ProcessGroup | None:

@@ -161,6 +161,12 @@ def swap_activation_modules(
     *,
     pool: Pool | None = None,
 ) -> ScheduledModules:
-    """Swap the input of each module that matches the plan: :func:`memswap.swap_modules`."""
+    """Swap the input of each module that matches the plan, whatever its size.
+
+    Args:
+        model: the model, or several by name.
+        plan: patterns on modules' names.
+        pool: where inputs go. All three are those of :func:`memswap.swap_modules`.
+    """
     policy = Policy(Action.SWAP, min_bytes=1)
     return swap_modules(model, plan, only_input=True, policy=policy, pool=pool)
