@@ -21,7 +21,6 @@ A schedule that is late costs a stall: what backward demands and is not there is
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -267,12 +266,7 @@ class Group(Uncopied):
         self._open.enter(scope, installs=not self._paused)
         return batch
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._open.leave()
 
     def begin(self) -> Batch:

@@ -82,7 +82,7 @@ class AttentionExchanges:
 
     def layout(self, role: Role) -> Layout:
         """Of the tensor that attention gets in this role."""
-        layout = self.style.layout
+        layout = self.style.dims
         return layout.packed() if role in ("kv", "qkv") else layout
 
     def fits(self, role: Role, tensor: torch.Tensor) -> bool:
@@ -183,7 +183,7 @@ class AttentionExchanges:
         """An input as queries, and keys with values, where these two part ways."""
         if role != "qkv" or not self.parts_ways:
             return [(role, tensor)]
-        dim = self.style.layout.head_dim
+        dim = self.style.dims.head_dim
         return [("q", tensor.select(dim, 0)), ("kv", tensor.narrow(dim, 1, 2))]
 
     def gather(self, role: Role, tensor: torch.Tensor, length: int) -> Pending | None:
@@ -211,7 +211,7 @@ class AttentionExchanges:
 
         Only where :attr:`moves_output`.
         """
-        mesh, layout = self.mesh, self.style.layout
+        mesh, layout = self.mesh, self.style.dims
         length = self.style.sequence_length
         if length is None:
             length = output.size(layout.seq_dim) * mesh.rows

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -14,14 +13,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memswap.errors import RankMismatchError
 from memswap.parallel.applied import AppliedContext
-from memswap.parallel.comm import Comm, ProcessGroupComm
-from memswap.parallel.context_style import ContextMesh, ContextStyle, Packing
+from memswap.parallel.comm import ranks_that_differ
+from memswap.parallel.context_style import ContextMesh, ContextStyle
 from memswap.parallel.first_step import FirstStep
-from memswap.parallel.layouts import LAYOUTS, Balance
-from memswap.parallel.selftest import ranks_that_differ
 
 
-class ContextParallel(ParallelStyle):  # type: ignore[misc]
+class ContextParallel(ContextStyle, ParallelStyle):  # type: ignore[misc]
     """Attention whose inputs are cut along the sequence, each rank holding a part.
 
     Ulysses: queries, keys and values go from a part of the sequence with all heads to the whole
@@ -77,49 +74,10 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
         ValueError: no such layout, balance or number of ranks.
     """
 
-    def __init__(
-        self,
-        *,
-        ulysses: int | None = None,
-        layout: str = "bshd",
-        balance: Balance = "contiguous",
-        packing: Packing = "separate",
-        qkv: Sequence[int | str] | None = None,
-        unpacked: Sequence[str] | None = None,
-        heads: int | None = None,
-        sequence_length: int | None = None,
-        kv_sequence_length: int | None = None,
-        ranges: str | None = None,
-        mask: str | None = None,
-        verify: bool = True,
-        model: nn.Module | None = None,
-        use_local_output: bool = True,
-        comm: Callable[[dist.ProcessGroup], Comm] = ProcessGroupComm,
-    ) -> None:
-        super().__init__()
-        if layout not in LAYOUTS:
-            raise ValueError(f"layout={layout!r}: expected one of {sorted(LAYOUTS)}")
-        self.style = ContextStyle(
-            layout=LAYOUTS[layout],
-            balance=balance,
-            packing=packing,
-            qkv=qkv,
-            unpacked=unpacked,
-            heads=heads,
-            sequence_length=sequence_length,
-            kv_sequence_length=(
-                sequence_length if kv_sequence_length is None else kv_sequence_length
-            ),
-            ranges=ranges,
-            mask=mask,
-            verify=verify,
-            use_local_output=use_local_output,
-        )
-        self.ulysses = ulysses
-        self.model = model
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.applied: list[AppliedContext] = []
         self.first_step = FirstStep(self.check)
-        self._comm = comm
         self._mesh: ContextMesh | None = None
         self._batches = 0
         self._compared = False
@@ -156,14 +114,14 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
                 f"ContextParallel: found a {type(mesh).__name__}, expected a DeviceMesh"
             )
         if self._mesh is None:
-            self._mesh = ContextMesh.of(mesh, self.ulysses, self.style.balance, self._comm)
+            self._mesh = ContextMesh.of(mesh, self.ulysses, self.balance, self.comm)
         elif self._mesh.device_mesh != mesh:
             raise ValueError(
                 f"this ContextParallel is applied on {self._mesh.device_mesh}, found {mesh}; make "
                 "another one for another mesh"
             )
         applied = AppliedContext(
-            self.style,
+            self,
             self._mesh,
             module,
             projections,
@@ -211,10 +169,9 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
         if self._compared:
             return
         self._compared = True
-        style = self.style
         settings = (
-            f"layout {style.layout}, balance {style.balance}, lengths {style.sequence_length} and "
-            f"{style.kv_sequence_length}, heads {style.heads}, {len(self.applied)} modules"
+            f"layout {self.layout}, balance {self.balance}, lengths {self.sequence_length} and "
+            f"{self.kv_sequence_length}, heads {self.heads}, {len(self.applied)} modules"
         )
         text = f"{settings}; {applied.describe_for(tensor, label)}"
         # A checkpoint that keeps collectives would miss this one when it recomputes.
@@ -271,7 +228,7 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
             if self._batches:
                 self.check()
             self._batches += 1
-        sequence_length = self.style.kv_sequence_length if keys else self.style.sequence_length
+        sequence_length = self.kv_sequence_length if keys else self.sequence_length
         if "positions" in batch:
             raise ValueError("shard_batch: found 'positions' in the batch, which is what it adds")
         cut = {
