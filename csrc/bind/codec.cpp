@@ -166,6 +166,7 @@ void bind_codec_lanes(py::module_& module) {
       .def_property_readonly("device_nbytes", &EncodedStorage::device_nbytes)
       .def_property_readonly("swapped", &EncodedStorage::swapped)
       .def("wait_sent", &EncodedStorage::wait_sent, without_gil())
+      .def("watch", &EncodedStorage::watch)
       .def("report", &EncodedStorage::report, without_gil());
   py::class_<FrameWatch, std::shared_ptr<FrameWatch>>(module, "FrameWatch")
       .def("report", &FrameWatch::report, without_gil());

@@ -341,10 +341,8 @@ void bind_hooks(py::module_& module) {
            .pack_waiting = interned("pack_waiting")};
   py::class_<Scope> scope(module, "HookScope", py::custom_type_setup(collect));
   scope.def(py::init<EnginePtr>(), "engine"_a.none(false))
-      .def("save",
-           [](Scope& self, const at::Tensor& tensor, const SavedView& look) {
-             return save(self, py::cast(tensor).ptr(), look);
-           })
+      .def("save", [](Scope& self, const at::Tensor& tensor,
+                      const SavedView& look) { return save(self, py::cast(tensor).ptr(), look); })
       .def_readonly("engine", &Scope::owner)
       .def_readonly("packs", &Scope::packs)
       .def_readwrite("unit", &Scope::unit)

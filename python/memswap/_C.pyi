@@ -914,6 +914,7 @@ class EncodedStorage:
     @property
     def swapped(self) -> bool: ...
     def report(self) -> FrameReport | None: ...  # None: not known yet; never waits
+    def watch(self) -> FrameWatch: ...
 
 class CodecLane:
     @property
