@@ -76,11 +76,7 @@ class Stats:
 
 def snapshot(ledger: Ledger, recipes: Recipes | None = None) -> Stats:
     """What an engine has counted by now (csrc/engine/ledger.h), and its recipes, if it has some."""
-    nbytes = ledger.kept_bytes
-    kept = {
-        reason: Count(tensors, nbytes[reason])
-        for reason, tensors in sorted(ledger.kept_tensors.items())
-    }
+    kept = {reason: Count(*count) for reason, count in sorted(ledger.kept.items())}
     if recipes is None:
         of_recipes = {"recipe_storages": 0, "recipe_bytes": 0, "recipe_runs": 0}
     else:

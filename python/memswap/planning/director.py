@@ -25,10 +25,9 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from memswap._C import Iteration, ProvenRecipe, Recorder
+    from memswap._C import Iteration, Recorder
     from memswap.engine.action import Action
     from memswap.engine.engine import Engine
-    from memswap.engine.entry import Entry
     from memswap.engine.transfer import Route
     from memswap.planning.account import DeviceAccount
     from memswap.planning.kinds import StepKind
@@ -198,27 +197,10 @@ class BudgetDirector:
         elif chosen is None and self._times_copies(one, action):
             chosen = SWAP
         if one.recorder is not None:
-            one.recorder.choose(unit, ordinal, nbytes, tensor.dtype, recorded.value)
+            one.recorder.choose(unit, ordinal, nbytes, tensor.dtype, recorded)
             if one.plan is None:
                 one.recipes.name(iteration.count, tensor, self._parameters(unit))
         return chosen
-
-    def learns_recipes(self) -> bool:
-        """Where a plan is in force, it says what is recomputed."""
-        one = self._of(self._engine.iteration)
-        return one is not None and one.plan is None
-
-    def recipe(self, entry: Entry, recipe: ProvenRecipe) -> None:
-        """A storage could be recomputed."""
-        one = self._of(self._engine.iteration)
-        if one is not None:
-            one.recipes.seen(entry.index, recipe)
-
-    def no_recipe(self, entry: Entry) -> None:
-        """A storage was to be recomputed, and is not."""
-        one = self._of(self._engine.iteration)
-        if one is not None:
-            one.no_recipe.add(entry.index)
 
     def _parameters(self, unit: str) -> Mapping[int, str]:
         """What the modules of a unit's parameters are called."""
@@ -303,6 +285,7 @@ class BudgetDirector:
         if not self._in_flight:
             engine.clear_recomputed()
         for one in ended:
+            one.take_recipes()
             one.iteration.recorder = None
             if one.recorder is not None:
                 one.recorder.close()

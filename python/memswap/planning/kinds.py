@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from memswap.engine.expectations import Key
     from memswap.engine.recipe_record import RecipeRecord
     from memswap.engine.transfer import Route
-    from memswap.engine.workspace import Workspace
+    from memswap.engine.workspace import WorkspaceRecord
     from memswap.planning.holding import Holding
     from memswap.planning.plan import Plan, PlannedStorage
     from memswap.planning.rates import Rates
@@ -87,7 +87,7 @@ class Known:
     """How often that happened,"""
     cost_before: str = ""
     """and what the last one took, in words."""
-    workspace: Workspace | None = None
+    workspace: WorkspaceRecord | None = None
     """What was on the device beside saved activations, where plans are for all of it."""
 
     def without_trial(self) -> Known:
