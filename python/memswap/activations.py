@@ -17,14 +17,14 @@ from memswap.engine.autograd import in_backward
 from memswap.engine.compiled import uncompiled
 from memswap.engine.engine import Engine
 from memswap.engine.hook_scope import HookScope, OpenBlocks, current_scope
-from memswap.engine.stats import Stats, describe
+from memswap.engine.stats import Stats
 from memswap.engine.transfer import check_pool
 from memswap.engine.uncopied import Uncopied
 from memswap.engine.units import format_bytes, parse_bytes
 from memswap.engine.windows import WindowStats
 from memswap.errors import MemswapError
 from memswap.hooks.blocks import LISTS, Blocks, compiles_what_it_wraps, find_blocks
-from memswap.hooks.managed import Managed, Report
+from memswap.hooks.managed import Counted, Managed, Report
 from memswap.hooks.module_hooks import ModuleHooks
 from memswap.hooks.operators import OperatorWindows
 from memswap.hooks.units import (
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("memswap")
 
 
-class saved_tensors(Uncopied):  # noqa: N801  (used like torch.autograd.graph.save_on_cpu)
+class saved_tensors(Uncopied, Counted):  # noqa: N801  (used like torch.autograd.graph.save_on_cpu)
     """Encode or swap what autograd saves inside a ``with`` block, and bring it back in backward.
 
     Works like :class:`torch.autograd.graph.save_on_cpu`: backward may run inside or outside the
@@ -90,11 +90,8 @@ class saved_tensors(Uncopied):  # noqa: N801  (used like torch.autograd.graph.sa
         prefetch_bytes: int | str = "auto",
     ) -> None:
         check_pool(pool)
-        self._engine = Engine(checked_policy(policy), pool, window(prefetch_bytes))
+        super().__init__({"": Engine(checked_policy(policy), pool, window(prefetch_bytes))})
         self._open: OpenBlocks[HookScope] = OpenBlocks()
-
-    def __repr__(self) -> str:
-        return f"<memswap saved_tensors: {describe(self._engine.ledger)}>"
 
     @uncompiled
     def __enter__(self) -> saved_tensors:
@@ -106,14 +103,6 @@ class saved_tensors(Uncopied):  # noqa: N801  (used like torch.autograd.graph.sa
     @uncompiled
     def __exit__(self, *raised: object) -> None:
         self._open.leave()
-
-    def stats(self) -> Stats:
-        """What was done so far."""
-        return self._engine.stats()
-
-    def reset_stats(self) -> None:
-        """Start counting anew."""
-        self._engine.reset_stats()
 
 
 class Manager(Managed):

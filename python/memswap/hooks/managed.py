@@ -1,4 +1,4 @@
-"""Managed: what `manage` and its kin return."""
+"""Counted: what has engines and says what they did; Managed: what `manage` and its kin return."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Removable(ABC):
         """Take the hooks off the modules. Graphs that are alive can still run backward."""
 
 
-class Managed(Removable):
-    """Modules under engines: statistics, a report, and the way to end it, also by ``with``.
+class Counted:
+    """What has engines: statistics and a report.
 
     Args:
         engines: what saves, by what its modules have in common; a single one has no name.
@@ -44,32 +44,16 @@ class Managed(Removable):
     def __init__(self, engines: Mapping[str, Engine]) -> None:
         self._engines = dict(engines)
         self._engine = next(iter(self._engines.values()))  # the only one, but for towers
-        self._hooks = ModuleHooks()
 
-    @abstractmethod
-    def _begin(
-        self, key: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Scope | None:
-        """A module's forward begins: what is to be done in this call, or None."""
-
-    def _add(
-        self, modules: Mapping[Any, nn.Module], caller: str, *, in_compiled_code: bool = True
-    ) -> None:
-        """Put the hooks on modules, by their keys; see `ModuleHooks.add`."""
-        check_unmanaged(modules.values(), caller)
-        for key, module in modules.items():
-            self._hooks.add(module, key, self._begin, in_compiled_code=in_compiled_code)
+    def _of_what(self) -> str:
+        """What this is for, as it is shown behind its name."""
+        return ""
 
     def __repr__(self) -> str:
-        modules = len(self._hooks)
-        where = f"{modules} module(s)" if modules else "no modules any more"
-        return f"<memswap {type(self).__name__} of {where}: {describe(self._counted())}>"
+        return f"<memswap {type(self).__name__}{self._of_what()}: {describe(self._counted())}>"
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            f"a memswap {type(self).__name__} cannot be copied or pickled: it belongs to the "
-            "modules that it manages. Their copies are not managed; keep it outside of the model."
-        )
+    def _counted(self) -> Stats:
+        return added(engine.stats() for engine in self._engines.values())
 
     def stats(self) -> Stats:
         """What was done since this began or :meth:`reset_stats`.
@@ -77,9 +61,6 @@ class Managed(Removable):
         Of several engines the sum, also of their peaks: a bound where they take turns.
         """
         return self._counted()
-
-    def _counted(self) -> Stats:
-        return added(engine.stats() for engine in self._engines.values())
 
     def reset_stats(self) -> None:
         """Start counting anew."""
@@ -102,6 +83,38 @@ class Managed(Removable):
             f"memswap: {format_bytes(stats.moved_bytes)} moved, peak "
             f"{format_bytes(stats.peak_resident_bytes)} here and "
             f"{format_bytes(stats.peak_away_bytes)} away, waited {stats.exposed_wait_s:.2f} s"
+        )
+
+
+class Managed(Counted, Removable):
+    """Modules under engines: statistics, a report, and the way to end it, also by ``with``."""
+
+    def __init__(self, engines: Mapping[str, Engine]) -> None:
+        super().__init__(engines)
+        self._hooks = ModuleHooks()
+
+    @abstractmethod
+    def _begin(
+        self, key: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Scope | None:
+        """A module's forward begins: what is to be done in this call, or None."""
+
+    def _add(
+        self, modules: Mapping[Any, nn.Module], caller: str, *, in_compiled_code: bool = True
+    ) -> None:
+        """Put the hooks on modules, by their keys; see `ModuleHooks.add`."""
+        check_unmanaged(modules.values(), caller)
+        for key, module in modules.items():
+            self._hooks.add(module, key, self._begin, in_compiled_code=in_compiled_code)
+
+    def _of_what(self) -> str:
+        modules = len(self._hooks)
+        return f" of {modules} module(s)" if modules else " of no modules any more"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a memswap {type(self).__name__} cannot be copied or pickled: it belongs to the "
+            "modules that it manages. Their copies are not managed; keep it outside of the model."
         )
 
     def remove(self) -> None:
