@@ -72,7 +72,7 @@ class Counted:
 
         Of several engines one after another, each under its name.
         """
-        if len(self._engines) == 1:
+        if "" in self._engines:
             return report(self.stats())
         return report({name: engine.stats() for name, engine in self._engines.items()})
 
