@@ -49,6 +49,11 @@ class ExchangeLaunch(NamedTuple):
 class AttentionExchanges:
     """The exchanges of one attention module: launched here, waited for by the caller.
 
+    Tensors are ``[batch, tokens, heads, size]``, their dimensions in the order of the style's
+    layout. Where keys and values, or all three, are one tensor, a dimension of 2 or 3 comes before
+    that of the heads; packed sequences have no batch. Tokens are this rank's before an exchange,
+    heads are after it.
+
     Args:
         style: says how tensors lie, and which lengths and heads there are.
         mesh: the ranks that take part.
