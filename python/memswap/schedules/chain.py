@@ -56,17 +56,7 @@ class _Reached:
 
 
 class LayersAhead(BatchSchedule):
-    """The schedule of [Note: The chain].
-
-    Args:
-        layers: in the order in which forward runs them, by name.
-        policy: which saved tensors move, and how.
-        pool: where they go; see :class:`memswap.saved_tensors`.
-        distance: how many layers ahead backward loads, and how many stay at the end.
-
-    Raises:
-        ValueError: a ``distance`` below 1.
-    """
+    """The schedule of [Note: The chain]. Arguments: those of :func:`chain`."""
 
     def __init__(
         self, layers: Mapping[str, nn.Module], policy: Policy, pool: Pool | None, distance: int

@@ -99,14 +99,10 @@ class Tower(Counted):
 
     Args:
         units: the modules, by name.
-        policy: which saved tensors move, and how.
-        pool: where they go; see :class:`memswap.saved_tensors`.
-        prefetch: whether bytes come back ahead of their use.
+        policy, pool, prefetch: those of :func:`swap_modules`.
         inputs: notes what modules are called with; None: nobody asks.
 
     Attributes:
-        engine: what saves.
-        units: the modules' names.
         link_bytes_per_s: what the link to the pool carried when it was measured; None before.
     """
 
