@@ -13,6 +13,7 @@ from memswap.planning.device import (
     smallest_of_device,
     too_small_for_device,
 )
+from memswap.planning.kinds import InForce
 from memswap.planning.planner import AUTO_SLOWDOWN, make_plan, regions_for, too_small
 from memswap.planning.replay import MOVES
 from memswap.planning.shapes import resized
@@ -115,10 +116,10 @@ def planned(known: Known, step: Step, rates: Rates, keys: tuple[Key, ...], terms
     asked = terms.budget if limit is None else limit
     recompute = known.trial or ()
     room = room_of(known, terms)
-    slowdown = AUTO_SLOWDOWN * known.share
+    slowdown = AUTO_SLOWDOWN * known.costs.share
     plan = make_plan(step, rates, asked, True, known.full, recompute, room, slowdown)
-    if known.backoffs and not plan.moved_bytes:
-        plan = replace(plan, declined=known.cost_before)
+    if known.costs.backoffs and not plan.moved_bytes:
+        plan = replace(plan, declined=known.costs.words)
     needs_bytes, allowed = None, 0
     if limit is not None:
         allowed = terms.budget if isinstance(terms.budget, int) else limit * terms.flights
@@ -130,7 +131,7 @@ def planned(known: Known, step: Step, rates: Rates, keys: tuple[Key, ...], terms
         plan = replace(plan, budget=terms.budget, budget_bytes=allowed, in_flight=terms.flights)
     elif terms.flights > 1:
         plan = replace(plan, in_flight=terms.flights)
-    found = replace(known, step=step, plan=plan, rates=rates, keys=keys).without_trial()
+    found = replace(known, in_force=InForce(plan, step, rates, keys)).without_trial()
     return Made(found, needs_bytes, allowed)
 
 
@@ -160,7 +161,7 @@ def _planned_for_device(
         room_of(known, terms),
     )
     needs_bytes, where = smallest_of_device(device, plan, terms.flights)
-    found = replace(known, step=step, plan=plan, rates=rates, keys=keys).without_trial()
+    found = replace(known, in_force=InForce(plan, step, rates, keys)).without_trial()
     if needs_bytes <= device.nbytes:
         return Made(found)
     if terms.must_fit:
