@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -39,7 +38,7 @@ from memswap.optimizers import ManagedOptimizer, manage_optimizer
 from memswap.planning.budgets import parsed
 from memswap.planning.device import DevicePlan, is_device_budget
 from memswap.planning.director import BudgetDirector
-from memswap.planning.policy import Policy
+from memswap.planning.policy import Policy, checked_policy
 from memswap.planning.rates import Rates
 from memswap.reports.step_report import write_step_report
 from memswap.windows import Window, Windows
@@ -472,26 +471,6 @@ def check_one_device(modules: Iterable[nn.Module]) -> None:
             f"manage(budget=...): the modules are on several devices ({named}), and a budget is "
             "for one; call manage() once for the modules of each"
         )
-
-
-def checked_policy(policy: Policy | None) -> Policy:
-    """The policy, or the default one."""
-    if policy is None:
-        return Policy()
-    if not isinstance(policy, Policy):
-        raise TypeError(
-            f"policy: found {policy!r}, expected a memswap.Policy ({policy_hint(policy)}) or None"
-        )
-    return policy
-
-
-def policy_hint(found: object) -> str:
-    """What to write instead of something that is no policy."""
-    if isinstance(found, (int, str)) and not isinstance(found, bool):
-        with suppress(ValueError):
-            parsed(found)
-            return f"for a budget: budget={found!r}"
-    return "for an action alone: memswap.Policy(action=...)"
 
 
 def named_units(

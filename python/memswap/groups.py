@@ -38,7 +38,7 @@ from memswap.engine.transfer import Pool, check_pool
 from memswap.engine.uncopied import Uncopied
 from memswap.errors import GroupError
 from memswap.hooks.managed import Counted
-from memswap.planning.policy import Policy
+from memswap.planning.policy import Policy, checked_policy
 
 if TYPE_CHECKING:
     from memswap.engine.lane import Lane, Ticket
@@ -58,13 +58,8 @@ class Groups(Uncopied, Counted):
     """
 
     def __init__(self, policy: Policy | None = None, *, pool: Pool | None = None) -> None:
-        if policy is not None and not isinstance(policy, Policy):
-            raise TypeError(
-                f"policy={policy!r}: found {type(policy).__name__}, expected a memswap.Policy "
-                "(for an action alone: memswap.Policy(action=...)) or None"
-            )
         check_pool(pool)
-        super().__init__({"": engine_of_groups(Policy() if policy is None else policy, pool)})
+        super().__init__({"": engine_of_groups(checked_policy(policy), pool)})
 
     @classmethod
     def of(cls, decider: Decider, pool: Pool | None) -> Groups:

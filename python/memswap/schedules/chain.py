@@ -19,8 +19,9 @@ from weakref import WeakValueDictionary, ref
 
 from torch import nn
 
-from memswap.activations import checked_policy, named_units
+from memswap.activations import named_units
 from memswap.engine.batch import Batch, Phase
+from memswap.planning.policy import checked_policy
 from memswap.schedules.scheduled import BatchSchedule, ScheduledModules
 
 if TYPE_CHECKING:

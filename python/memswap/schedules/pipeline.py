@@ -29,8 +29,8 @@ from weakref import ref
 
 from torch import nn
 
-from memswap.activations import checked_policy
 from memswap.engine.batch import Batch, Phase
+from memswap.planning.policy import checked_policy
 from memswap.schedules.scheduled import BatchSchedule, ScheduledModules
 
 if TYPE_CHECKING:

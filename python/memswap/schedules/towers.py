@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from memswap._native import native
-from memswap.activations import checked_policy
 from memswap.engine.action import TensorInfo
 from memswap.engine.engine import Engine
 from memswap.engine.pools import DiskPool
@@ -22,7 +21,7 @@ from memswap.engine.transfer import check_pool
 from memswap.hooks.managed import Counted, check_unmanaged
 from memswap.hooks.units import Iterations, UnitCall, records
 from memswap.hooks.unseen import Unseen
-from memswap.planning.policy import Policy, Restricted
+from memswap.planning.policy import Policy, Restricted, checked_policy
 from memswap.planning.profile import remembered
 from memswap.schedules.scheduled import Schedule, ScheduledModules
 
