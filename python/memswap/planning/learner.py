@@ -23,6 +23,9 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from memswap.engine.host_memory import host_limits
 from memswap.engine.pools import DiskPool
 from memswap.engine.recipes import PROOFS
 from memswap.engine.units import format_bytes
@@ -39,7 +42,6 @@ from memswap.planning.checking import (
     settled,
 )
 from memswap.planning.device import workspace_of
-from memswap.planning.free_memory import free_bytes
 from memswap.planning.holding import (
     CAUTION,
     MOST_BACKOFFS,
@@ -57,8 +59,6 @@ from memswap.planning.shapes import resized
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
-
-    import torch
 
     from memswap._C import IterationRecord
     from memswap.engine.engine import Engine
@@ -598,3 +598,15 @@ def allowed_s(kind: StepKind) -> float:
     """Seconds by which a plan for ``"auto"`` may make a step longer."""
     assert kind.known.in_force is not None
     return AUTO_SLOWDOWN * kind.known.in_force.step.compute_s
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that may still be allocated on a device; None: nobody can say."""
+    if device.type == "cpu":
+        return host_limits().free_bytes
+    module = torch.get_device_module(device)
+    if not hasattr(module, "mem_get_info"):
+        return None
+    free, _ = module.mem_get_info(device)
+    unused = module.memory_reserved(device) - module.memory_allocated(device)
+    return int(free) + int(unused)
