@@ -73,6 +73,18 @@ class InForce:
 
 
 @dataclass(frozen=True, slots=True)
+class Trial:
+    """Iterations in which some checkpoint regions are on, to be recorded or planned with."""
+
+    units: tuple[str, ...]
+    """The regions that are on."""
+    number: int = 1
+    """How many there have been, one after another."""
+    margin_bytes: int = 0
+    """That the last one took more than expected."""
+
+
+@dataclass(frozen=True, slots=True)
 class Costs:
     """Of plans for ``"auto"`` that took longer than predicted, and were given up."""
 
@@ -96,11 +108,8 @@ class Known:
     """None: they are still learnt from."""
     room_bytes: float = inf
     """What the pool is known to hold, for all forwards in flight."""
-    trial: tuple[str, ...] | None = None
-    """Regions that the iterations to come recompute, to be recorded. None: learning without any."""
-    trials: int = 0
-    margin_bytes: int = 0
-    """That the last trial took more than expected."""
+    trial: Trial | None = None
+    """What the iterations to come recompute, to be recorded. None: learning without any."""
     costs: Costs = Costs()
     workspace: Workspace | None = None
     """What was on the device beside saved activations, where plans are for all of it."""
@@ -110,9 +119,10 @@ class Known:
         """The plan in force."""
         return None if self.in_force is None else self.in_force.plan
 
-    def without_trial(self) -> Known:
-        """What is known once regions are chosen, or are to be chosen anew."""
-        return replace(self, trial=None, trials=0, margin_bytes=0)
+    @property
+    def recompute(self) -> tuple[str, ...]:
+        """The regions that are on while this is learnt, or planned with."""
+        return () if self.trial is None else self.trial.units
 
 
 @dataclass(slots=True)
@@ -269,7 +279,7 @@ class StepKind:
         """Which regions are off in the next iteration; None: all of them."""
         known, learning = self.known, self.learning
         if known.plan is not None or known.trial is not None:
-            on = known.plan.recompute if known.plan is not None else known.trial or ()
+            on = known.recompute if known.plan is None else known.plan.recompute
             regions = known.full.regions if known.full is not None else ()
             return frozenset(one.unit for one in regions) - set(on)
         learns = learning.iterations >= 2 and learning.unusable < MOST_UNUSABLE
@@ -321,6 +331,6 @@ class StepKind:
 
     def learn_again(self) -> None:
         """From the next iteration on, which is timed."""
-        known = replace(self.known, in_force=None, room_bytes=inf, costs=Costs())
-        self.follow(known.without_trial())
+        known = replace(self.known, in_force=None, trial=None, room_bytes=inf, costs=Costs())
+        self.follow(known)
         self.learning.again()

@@ -51,7 +51,7 @@ from memswap.planning.holding import (
     kept_plan,
     sample_of,
 )
-from memswap.planning.kinds import MOST_DOUBTS, MOST_UNUSABLE, REFRAME_AFTER, Costs, Timing
+from memswap.planning.kinds import MOST_DOUBTS, MOST_UNUSABLE, REFRAME_AFTER, Costs, Timing, Trial
 from memswap.planning.making import Made, Terms, from_step, planned, sized_like
 from memswap.planning.observed import calibrated, keys_of, reframed
 from memswap.planning.planner import AUTO_SLOWDOWN
@@ -359,8 +359,10 @@ class Learner:
         if flights is not None:
             terms = replace(terms, flights=flights)
         planning, by = step or now.step, rates or now.rates
-        known = replace(known, trial=None if all_off else now.plan.recompute or None)
-        known = replace(known, full=planning) if all_off else known
+        if all_off:
+            known = replace(known, trial=None, full=planning)
+        else:
+            known = replace(known, trial=Trial(now.plan.recompute))
 
         def work(job: Job) -> Made | None:
             using = planning
@@ -411,7 +413,7 @@ class Learner:
         kind.flights.number, kind.patience = lender.flights.number, lender.patience
         known = replace(kind.known, full=full, room_bytes=about.room_bytes)
         # What a plan of another size has cost, this one would, too.
-        known = replace(known, costs=about.costs, trial=lent.plan.recompute or None)
+        known = replace(known, costs=about.costs, trial=Trial(lent.plan.recompute))
         kind.follow(replace(kind.known, room_bytes=about.room_bytes))
         terms = self._terms(kind)
 
