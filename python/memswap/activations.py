@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,14 +16,14 @@ from memswap.engine.autograd import in_backward
 from memswap.engine.compiled import uncompiled
 from memswap.engine.engine import Engine
 from memswap.engine.hook_scope import HookScope, OpenBlocks, current_scope
-from memswap.engine.stats import Stats, describe
+from memswap.engine.stats import Stats
 from memswap.engine.transfer import check_pool
 from memswap.engine.uncopied import Uncopied
 from memswap.engine.units import format_bytes, parse_bytes
 from memswap.engine.windows import WindowStats
 from memswap.errors import MemswapError
 from memswap.hooks.blocks import LISTS, Blocks, compiles_what_it_wraps, find_blocks
-from memswap.hooks.managed import Managed, Report
+from memswap.hooks.managed import Counted, Managed, Report
 from memswap.hooks.module_hooks import ModuleHooks
 from memswap.hooks.operators import OperatorWindows
 from memswap.hooks.units import (
@@ -39,7 +38,7 @@ from memswap.optimizers import ManagedOptimizer, manage_optimizer
 from memswap.planning.budgets import parsed
 from memswap.planning.device import DevicePlan, is_device_budget
 from memswap.planning.director import BudgetDirector
-from memswap.planning.policy import Policy
+from memswap.planning.policy import Policy, checked_policy
 from memswap.planning.rates import Rates
 from memswap.reports.step_report import write_step_report
 from memswap.windows import Window, Windows
@@ -57,7 +56,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("memswap")
 
 
-class saved_tensors(Uncopied):  # noqa: N801  (used like torch.autograd.graph.save_on_cpu)
+class saved_tensors(Uncopied, Counted):  # noqa: N801  (used like torch.autograd.graph.save_on_cpu)
     """Encode or swap what autograd saves inside a ``with`` block, and bring it back in backward.
 
     Works like :class:`torch.autograd.graph.save_on_cpu`: backward may run inside or outside the
@@ -90,11 +89,8 @@ class saved_tensors(Uncopied):  # noqa: N801  (used like torch.autograd.graph.sa
         prefetch_bytes: int | str = "auto",
     ) -> None:
         check_pool(pool)
-        self._engine = Engine(checked_policy(policy), pool, window(prefetch_bytes))
+        super().__init__({"": Engine(checked_policy(policy), pool, window(prefetch_bytes))})
         self._open: OpenBlocks[HookScope] = OpenBlocks()
-
-    def __repr__(self) -> str:
-        return f"<memswap saved_tensors: {describe(self._engine.ledger)}>"
 
     @uncompiled
     def __enter__(self) -> saved_tensors:
@@ -106,14 +102,6 @@ class saved_tensors(Uncopied):  # noqa: N801  (used like torch.autograd.graph.sa
     @uncompiled
     def __exit__(self, *raised: object) -> None:
         self._open.leave()
-
-    def stats(self) -> Stats:
-        """What was done so far."""
-        return self._engine.stats()
-
-    def reset_stats(self) -> None:
-        """Start counting anew."""
-        self._engine.reset_stats()
 
 
 class Manager(Managed):
@@ -483,26 +471,6 @@ def check_one_device(modules: Iterable[nn.Module]) -> None:
             f"manage(budget=...): the modules are on several devices ({named}), and a budget is "
             "for one; call manage() once for the modules of each"
         )
-
-
-def checked_policy(policy: Policy | None) -> Policy:
-    """The policy, or the default one."""
-    if policy is None:
-        return Policy()
-    if not isinstance(policy, Policy):
-        raise TypeError(
-            f"policy: found {policy!r}, expected a memswap.Policy ({policy_hint(policy)}) or None"
-        )
-    return policy
-
-
-def policy_hint(found: object) -> str:
-    """What to write instead of something that is no policy."""
-    if isinstance(found, (int, str)) and not isinstance(found, bool):
-        with suppress(ValueError):
-            parsed(found)
-            return f"for a budget: budget={found!r}"
-    return "for an action alone: memswap.Policy(action=...)"
 
 
 def named_units(

@@ -65,6 +65,7 @@ def test_a_tower_is_what_differs_in_its_first_number(device):
         assert set(swap.schedule.towers) == {"student.layers.*", "teacher.layers.*"}
         assert swap.units == tuple(f"{m}.layers.{n}" for m in models for n in (0, 1))
         assert "student.layers.*" in swap.report()
+        assert "(student.layers.0 to teacher.layers.1)" in swap.report()
 
 
 def test_wrong_arguments_are_refused(device):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from memswap.hooks.backward import BackwardPass
+from memswap.hooks.training import BackwardPass
 
 pytestmark = pytest.mark.cpu_only
 

@@ -239,3 +239,17 @@ def test_evaluation_and_dropped_microbatches_leave_nothing(tmp_path):
         found = by_hand(stage, ORDER)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
         assert manager.stats().away_bytes == 0
+
+
+def test_a_paused_pipeline_leaves_forwards_alone(tmp_path):
+    stage = new_stage()
+    expected = by_hand(stage, ORDER)
+    pool = memswap.DiskPool(tmp_path)
+    with memswap.manage_pipeline(stage, policy=EVERYTHING, pool=pool) as manager:
+        assert manager.units == ("stage 1",)
+        manager.pause()
+        assert all(map(torch.equal, by_hand(stage, ORDER), expected))
+        assert manager.stats().offered_tensors == 0
+        manager.resume()
+        assert all(map(torch.equal, by_hand(stage, ORDER), expected))
+        assert manager.stats().moved_storages > 0

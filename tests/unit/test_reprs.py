@@ -15,7 +15,7 @@ SHOWN = {
     "manager": (memswap.manage, r"Manager of 3 module\(s\): 0 B moved"),
     "budget": (lambda m: memswap.manage(m, budget="3GiB"), "budget 3.00 GiB, no plan yet"),
     "auto": (lambda m: memswap.manage(m, budget="auto"), "budget auto, no plan yet"),
-    "chain": (memswap.chain, r"ScheduledModules of 3 module\(s\)"),
+    "chain": (memswap.chain, r"ScheduledModules of 3 module\(s\) under LayersAhead"),
     "pattern": (lambda m: memswap.swap_modules(m, "{*}"), r"ScheduledModules of 3 module\(s\)"),
     "checkpoints": (memswap.checkpoint_module, r"Checkpointing of 3 module\(s\)"),
     "groups": (lambda m: memswap.Groups(), "Groups: 0 B moved"),

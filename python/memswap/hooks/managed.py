@@ -1,4 +1,4 @@
-"""Managed: what `manage` and its kin return."""
+"""Counted: what has engines and says what they did; Managed: what `manage` and its kin return."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Removable(ABC):
         """Take the hooks off the modules. Graphs that are alive can still run backward."""
 
 
-class Managed(Removable):
-    """Modules under engines: statistics, a report, and the way to end it, also by ``with``.
+class Counted:
+    """What has engines: statistics and a report.
 
     Args:
         engines: what saves, by what its modules have in common; a single one has no name.
@@ -44,6 +44,53 @@ class Managed(Removable):
     def __init__(self, engines: Mapping[str, Engine]) -> None:
         self._engines = dict(engines)
         self._engine = next(iter(self._engines.values()))  # the only one, but for towers
+
+    def _of_what(self) -> str:
+        """What this is for, as it is shown behind its name."""
+        return ""
+
+    def __repr__(self) -> str:
+        return f"<memswap {type(self).__name__}{self._of_what()}: {describe(self._counted())}>"
+
+    def _counted(self) -> Stats:
+        return added(engine.stats() for engine in self._engines.values())
+
+    def stats(self) -> Stats:
+        """What was done since this began or :meth:`reset_stats`.
+
+        Of several engines the sum, also of their peaks: a bound where they take turns.
+        """
+        return self._counted()
+
+    def reset_stats(self) -> None:
+        """Start counting anew."""
+        for engine in self._engines.values():
+            engine.reset_stats()
+
+    def report(self) -> Report:
+        """The statistics as a text table, bytes in MiB; as the last line of a cell, as HTML.
+
+        Of several engines one after another, each under its name.
+        """
+        if "" in self._engines:
+            return report(self.stats())
+        return report({name: engine.stats() for name, engine in self._engines.items()})
+
+    def line(self) -> str:
+        """What was done so far in one line, for a progress bar: ``bar.set_postfix_str(...)``."""
+        stats = self.stats()
+        return (
+            f"memswap: {format_bytes(stats.moved_bytes)} moved, peak "
+            f"{format_bytes(stats.peak_resident_bytes)} here and "
+            f"{format_bytes(stats.peak_away_bytes)} away, waited {stats.exposed_wait_s:.2f} s"
+        )
+
+
+class Managed(Counted, Removable):
+    """Modules under engines: statistics, a report, and the way to end it, also by ``with``."""
+
+    def __init__(self, engines: Mapping[str, Engine]) -> None:
+        super().__init__(engines)
         self._hooks = ModuleHooks()
 
     @abstractmethod
@@ -60,48 +107,14 @@ class Managed(Removable):
         for key, module in modules.items():
             self._hooks.add(module, key, self._begin, in_compiled_code=in_compiled_code)
 
-    def __repr__(self) -> str:
+    def _of_what(self) -> str:
         modules = len(self._hooks)
-        where = f"{modules} module(s)" if modules else "no modules any more"
-        return f"<memswap {type(self).__name__} of {where}: {describe(self._counted())}>"
+        return f" of {modules} module(s)" if modules else " of no modules any more"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             f"a memswap {type(self).__name__} cannot be copied or pickled: it belongs to the "
             "modules that it manages. Their copies are not managed; keep it outside of the model."
-        )
-
-    def stats(self) -> Stats:
-        """What was done since this began or :meth:`reset_stats`.
-
-        Of several engines the sum, also of their peaks: a bound where they take turns.
-        """
-        return self._counted()
-
-    def _counted(self) -> Stats:
-        return added(engine.stats() for engine in self._engines.values())
-
-    def reset_stats(self) -> None:
-        """Start counting anew."""
-        for engine in self._engines.values():
-            engine.reset_stats()
-
-    def report(self) -> Report:
-        """The statistics as a text table, bytes in MiB; as the last line of a cell, as HTML.
-
-        Of several engines one after another, each under its name.
-        """
-        if len(self._engines) == 1:
-            return report(self.stats())
-        return report({name: engine.stats() for name, engine in self._engines.items()})
-
-    def line(self) -> str:
-        """What was done so far in one line, for a progress bar: ``bar.set_postfix_str(...)``."""
-        stats = self.stats()
-        return (
-            f"memswap: {format_bytes(stats.moved_bytes)} moved, peak "
-            f"{format_bytes(stats.peak_resident_bytes)} here and "
-            f"{format_bytes(stats.peak_away_bytes)} away, waited {stats.exposed_wait_s:.2f} s"
         )
 
     def remove(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
@@ -46,9 +46,9 @@ class ContextStyle:
     ranges: str | None = None
     mask: str | None = None
     verify: bool = True
-    model: nn.Module | None = None
+    model: nn.Module | None = field(default=None, repr=False)
     use_local_output: bool = True
-    comm: Callable[[dist.ProcessGroup], Comm] = ProcessGroupComm
+    comm: Callable[[dist.ProcessGroup], Comm] = field(default=ProcessGroupComm, repr=False)
 
     def __post_init__(self) -> None:
         qkv, packing, unpacked = self.qkv, self.packing, self.unpacked

@@ -23,7 +23,7 @@ from torch import nn
 
 from memswap.engine.autograd import graph_task
 from memswap.errors import InplaceEditError, RankMismatchError
-from memswap.hooks.backward import BackwardPass
+from memswap.hooks.training import BackwardPass
 from memswap.parallel.comm import Comm, ProcessGroupComm, ranks_that_differ
 from memswap.parallel.slots import SlotPool, SlotStats
 from memswap.parallel.unit import Reduction, State, Unit

@@ -166,20 +166,21 @@ class ShardedModule:
 
     def set_requires_gradient_sync(self, requires_sync: bool, recurse: bool = True) -> None:
         """Whether backward reduces gradients; if not, they accumulate unsharded until it does."""
-        modules = cast(nn.Module, self).modules() if recurse else [self]
-        for module in modules:
-            if isinstance(module, ShardedModule):
-                module._memswap_hooks.unit.sync = requires_sync
+        for unit in self._units(recurse):
+            unit.sync = requires_sync
 
     def set_gradient_divide_factor(self, factor: float, recurse: bool = True) -> None:
         """What the sum of the ranks' gradients is divided by; at first, the number of ranks.
 
         1 where ranks hold parts of one sequence and the loss is a mean over all of it.
         """
-        modules = cast(nn.Module, self).modules() if recurse else [self]
-        for module in modules:
+        for unit in self._units(recurse):
+            unit.divide_factor = factor
+
+    def _units(self, recurse: bool) -> Iterator[Unit]:
+        for module in cast(nn.Module, self).modules() if recurse else [self]:
             if isinstance(module, ShardedModule):
-                module._memswap_hooks.unit.divide_factor = factor
+                yield module._memswap_hooks.unit
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The shards, also after a backward that raised where it had weights gathered."""

@@ -246,8 +246,6 @@ class Unit:
         """Gathered by unshard(): stays until used or resharded."""
         self.progress = Progress()
         self._ticket: Ticket | None = None
-        self._shell = torch.empty(0, dtype=torch.uint8)
-        self._shell_ref = native.StorageRef(self._shell)
         self.members = [
             shard_parameter(parameter, owners, dim, mesh, comm)
             for (parameter, owners), dim in zip(parameters.items(), dims, strict=True)

@@ -19,8 +19,9 @@ from weakref import WeakValueDictionary, ref
 
 from torch import nn
 
-from memswap.activations import checked_policy, named_units
+from memswap.activations import named_units
 from memswap.engine.batch import Batch, Phase
+from memswap.planning.policy import checked_policy
 from memswap.schedules.scheduled import BatchSchedule, ScheduledModules
 
 if TYPE_CHECKING:
@@ -56,17 +57,7 @@ class _Reached:
 
 
 class LayersAhead(BatchSchedule):
-    """The schedule of [Note: The chain].
-
-    Args:
-        layers: in the order in which forward runs them, by name.
-        policy: which saved tensors move, and how.
-        pool: where they go; see :class:`memswap.saved_tensors`.
-        distance: how many layers ahead backward loads, and how many stay at the end.
-
-    Raises:
-        ValueError: a ``distance`` below 1.
-    """
+    """The schedule of [Note: The chain]. Arguments: those of :func:`chain`."""
 
     def __init__(
         self, layers: Mapping[str, nn.Module], policy: Policy, pool: Pool | None, distance: int

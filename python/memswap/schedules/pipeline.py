@@ -29,8 +29,8 @@ from weakref import ref
 
 from torch import nn
 
-from memswap.activations import checked_policy
 from memswap.engine.batch import Batch, Phase
+from memswap.planning.policy import checked_policy
 from memswap.schedules.scheduled import BatchSchedule, ScheduledModules
 
 if TYPE_CHECKING:
@@ -147,13 +147,9 @@ class Slots(BatchSchedule):
     """The schedule of [Note: Slots].
 
     Args:
-        modules: this rank's stages, by name.
-        stages: their numbers.
+        modules, stages: of this rank, by name: the modules, and the stages' numbers.
         planned: orders of actions that are known beforehand.
-        ahead: how many actions before its backward a chunk is loaded.
-        min_gap: a chunk whose backward is fewer actions away stays.
-        policy: which saved tensors move, and how.
-        pool: where they go; see :class:`memswap.saved_tensors`.
+        ahead, min_gap, policy, pool: those of :func:`manage_pipeline`.
     """
 
     def __init__(

@@ -14,7 +14,8 @@ import torch
 
 from memswap.engine.autograd import in_backward
 from memswap.groups import Groups
-from memswap.hooks.managed import Managed
+from memswap.hooks.blocks import Blocks
+from memswap.hooks.managed import Managed, Report
 from memswap.hooks.units import UnitCall, persistent_tensors
 
 if TYPE_CHECKING:
@@ -112,7 +113,18 @@ class ScheduledModules(Managed):
         super().__init__(schedule.engines)
         self.schedule = schedule
         self.units = tuple(modules)
+        self._description = Blocks.given(dict(modules)).description
         self._add(modules, door, in_compiled_code=schedule.in_compiled_code)
+
+    def _of_what(self) -> str:
+        return f"{super()._of_what()} under {self.schedule!r}"
+
+    def report(self) -> Report:
+        """What is managed, and the statistics as a text table, bytes in MiB.
+
+        Of towers one table after another, each under its name.
+        """
+        return super().report().below(self._description)
 
     def pause(self) -> None:
         """Forwards that begin now are left alone. Graphs that are alive go on as they were."""

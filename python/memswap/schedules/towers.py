@@ -14,15 +14,14 @@ import torch
 from torch import nn
 
 from memswap._native import native
-from memswap.activations import checked_policy
 from memswap.engine.action import TensorInfo
 from memswap.engine.engine import Engine
 from memswap.engine.pools import DiskPool
 from memswap.engine.transfer import check_pool
-from memswap.hooks.managed import check_unmanaged
+from memswap.hooks.managed import Counted, check_unmanaged
 from memswap.hooks.units import Iterations, UnitCall, records
 from memswap.hooks.unseen import Unseen
-from memswap.planning.policy import Policy, Restricted
+from memswap.planning.policy import Policy, Restricted, checked_policy
 from memswap.planning.profile import remembered
 from memswap.schedules.scheduled import Schedule, ScheduledModules
 
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from memswap.engine.action import Decider
-    from memswap.engine.stats import Stats
     from memswap.engine.transfer import Pool, Route
 
 Check = Callable[[torch.Tensor], bool]
@@ -92,7 +90,7 @@ class _InputCall(UnitCall):
             self._here.keys[self.unit] = self._around
 
 
-class Tower:
+class Tower(Counted):
     """Modules whose names differ in their number alone: an engine, an order and a window.
 
     Its window is two layers, as they saved last, or more where the link is too slow: what it cannot
@@ -100,14 +98,10 @@ class Tower:
 
     Args:
         units: the modules, by name.
-        policy: which saved tensors move, and how.
-        pool: where they go; see :class:`memswap.saved_tensors`.
-        prefetch: whether bytes come back ahead of their use.
+        policy, pool, prefetch: those of :func:`swap_modules`.
         inputs: notes what modules are called with; None: nobody asks.
 
     Attributes:
-        engine: what saves.
-        units: the modules' names.
         link_bytes_per_s: what the link to the pool carried when it was measured; None before.
     """
 
@@ -120,6 +114,7 @@ class Tower:
         inputs: _Inputs | None,
     ) -> None:
         self.engine = Engine(policy, pool, None if prefetch else 0)
+        super().__init__({"": self.engine})
         self.units = tuple(units)
         self.link_bytes_per_s: float | None = None
         self._modules = tuple(units.values())
@@ -129,14 +124,13 @@ class Tower:
         self._prefetch = prefetch
         self._began_s: float | None = None
 
+    def _of_what(self) -> str:
+        return f" of {len(self.units)} module(s)"
+
     @property
     def window_bytes(self) -> int | None:
         """Bytes that are there at once in backward; None until a step has been seen."""
         return self.engine.timeline.window_bytes
-
-    def stats(self) -> Stats:
-        """What was done for this tower."""
-        return self.engine.stats()
 
     def seen(self) -> None:
         """One of its modules runs."""

@@ -17,7 +17,6 @@ from weakref import WeakValueDictionary, finalize, ref
 import torch
 
 from memswap._warn import warn
-from memswap.activations import checked_policy
 from memswap.compat.mindspeed.swap_keys import (
     CheckFn,
     TensorKey,
@@ -29,7 +28,7 @@ from memswap.compat.mindspeed.swap_towers import Layer, Told, Tower
 from memswap.engine.action import Action, TensorInfo
 from memswap.engine.durations import stream_of
 from memswap.groups import Arrival, Group, Groups
-from memswap.planning.policy import Policy, Restricted
+from memswap.planning.policy import Policy, Restricted, checked_policy
 
 if TYPE_CHECKING:
     from memswap.engine.batch import Batch

@@ -1,11 +1,13 @@
-"""BackwardPass: whether an outermost backward runs, when it ends, and that one has raised."""
+"""What of a training is noticed beside its modules: backward passes, and optimizers' steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from weakref import ref
+from typing import Any
+from weakref import WeakMethod, finalize, ref
 
 import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from memswap.engine.autograd import graph_task
 
@@ -46,3 +48,17 @@ class BackwardPass:
     def _end(self) -> None:
         self._ended()
         self.runs = False  # not where that has raised: the next event finds it out
+
+
+def before_optimizer_steps(method: Callable[[Optimizer], None]) -> finalize[[], Any]:
+    """Call a bound method before the steps of all optimizers, for as long as its object lives."""
+    weak = WeakMethod(method)  # torch keeps the hook; it keeps nothing
+
+    def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        alive = weak()
+        if alive is not None:
+            alive(optimizer)
+
+    handle = register_optimizer_step_pre_hook(before_step)
+    owner: Any = method.__self__  # type: ignore[attr-defined]
+    return finalize(owner, handle.remove)
