@@ -262,11 +262,11 @@ class BudgetDirector:
         policy, plan = self._engine.policy, kind.plan
         if self._bounded and plan is not None and plan.in_flight < in_flight:
             plan = None  # it leaves the others no room; what leaves is safe
-        followed = None if plan is None else kind.followed(route, policy.min_bytes)
         kind.device, plain = device, False
-        if followed is not None and recorder is not None and kind.holding is not None:
+        if plan is not None and recorder is not None and kind.holding is not None:
             plain = kind.holding.begin()
-            followed = kind.kept(route, policy.min_bytes) if plain else followed
+            plan = kind.holding.kept if plain else plan
+        followed = None if plan is None else kind.followed(plan, route, policy.min_bytes)
         begun = InFlight(iteration, kind, followed, first, device, recorder, plain)
         iteration.follows_alone = policy.fn is None
         self._in_flight.append(begun)
