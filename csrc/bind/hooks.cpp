@@ -123,19 +123,21 @@ PyType_Spec spec = {
     .slots = slots,
 };
 
-// A handle. `owner`: the engine's object in Python, which lives as long as the handle. `batch`: of
-// a group, or None; it hears of each unpack. Both are borrowed.
-py::object new_handle(SavedTensor saved, PyObject* owner, PyObject* batch) {
+// A handle of what `make` returns, made where it stays; it does not throw. `owner`: the engine's
+// object in Python, which lives as long as the handle. `batch`: of a group, or None; it hears of
+// each unpack. Both are borrowed.
+template <class Make>
+py::object new_handle(PyObject* owner, PyObject* batch, Make make) {
   py::object made = owned(handle_type->tp_alloc(handle_type, 0));
   HandleObject* const self = handle_of(made.ptr());
-  new (&self->saved) SavedTensor(std::move(saved));
   self->owner = Py_NewRef(owner);
   self->batch = Py_NewRef(batch);
+  new (&self->saved) SavedTensor(make());
   return made;
 }
 
-// A tensor that stays. Of Python's classes of tensors, parameters are kept themselves.
-SavedTensor kept_tensor(PyObject* object, KnownPtr known) {
+// That of a tensor that stays. Of Python's classes of tensors, parameters are kept themselves.
+py::object kept_handle(PyObject* object, KnownPtr known, PyObject* owner) {
   const at::Tensor& tensor = THPVariable_Unpack(object);
   const auto version = static_cast<uint32_t>(tensor._version());
   at::Tensor kept;
@@ -144,7 +146,8 @@ SavedTensor kept_tensor(PyObject* object, KnownPtr known) {
   } else {
     kept = from("memswap.engine.autograd", "as_kept")(py::handle(object)).cast<at::Tensor>();
   }
-  return SavedTensor::kept(std::move(kept), version, std::move(known));
+  return new_handle(owner, Py_None,
+                    [&] { return SavedTensor::kept(std::move(kept), version, std::move(known)); });
 }
 
 void bind_handle(py::module_& module) {
@@ -158,7 +161,7 @@ void bind_handle(py::module_& module) {
   }
   module.def("kept_handle", [](const at::Tensor& tensor) {
     const py::object object = py::cast(tensor);
-    return new_handle(kept_tensor(object.ptr(), nullptr), Py_None, Py_None);
+    return kept_handle(object.ptr(), nullptr, Py_None);
   });
 }
 
@@ -235,7 +238,7 @@ bool may_be_filled_yet(PyObject* tensor, const SavedView& look) {
 }
 
 // The handle of a plain tensor. The lock is held.
-py::object save(Scope& scope, PyObject* tensor, SavedView look) {
+py::object save(Scope& scope, PyObject* tensor, SavedView&& look) {
   Saved saved = scope.engine->save(Offer{.tensor = THPVariable_Unpack(tensor),
                                          .look = look,
                                          .unit = scope.unit,
@@ -247,11 +250,11 @@ py::object save(Scope& scope, PyObject* tensor, SavedView look) {
                                          .batch = scope.batch_or_null(),
                                          .planned = true});
   if (saved.as == Saved::As::kKept) {
-    return new_handle(kept_tensor(tensor, std::move(saved.known)), scope.owner.ptr(), Py_None);
+    return kept_handle(tensor, std::move(saved.known), scope.owner.ptr());
   }
   auto entry = std::static_pointer_cast<Entry>(std::move(saved.known));
-  return new_handle(SavedTensor::moved(std::move(entry), std::move(look)), scope.owner.ptr(),
-                    scope.batch.ptr());
+  return new_handle(scope.owner.ptr(), scope.batch.ptr(),
+                    [&] { return SavedTensor::moved(std::move(entry), std::move(look)); });
 }
 
 const char* reason_to_stay(PyObject* self, const Scope& scope, PyObject* tensor,
@@ -265,13 +268,12 @@ const char* reason_to_stay(PyObject* self, const Scope& scope, PyObject* tensor,
   return is_traced() ? "traced" : nullptr;
 }
 
-py::object pack_plain(PyObject* self, Scope& scope, PyObject* tensor, SavedView look) {
+py::object pack_plain(PyObject* self, Scope& scope, PyObject* tensor, SavedView&& look) {
   Engine& engine = *scope.engine;
   const Locked locked(engine.lock);
   engine.ledger.counters.offer(static_cast<int64_t>(look.nbytes()));
   if (const char* const reason = reason_to_stay(self, scope, tensor, look)) {
-    return new_handle(kept_tensor(tensor, engine.keep(look, reason).known), scope.owner.ptr(),
-                      Py_None);
+    return kept_handle(tensor, engine.keep(look, reason).known, scope.owner.ptr());
   }
   if (scope.pushed && may_be_filled_yet(tensor, look)) {
     const py::object view = py::cast(std::move(look));
@@ -341,8 +343,10 @@ void bind_hooks(py::module_& module) {
            .pack_waiting = interned("pack_waiting")};
   py::class_<Scope> scope(module, "HookScope", py::custom_type_setup(collect));
   scope.def(py::init<EnginePtr>(), "engine"_a.none(false))
-      .def("save", [](Scope& self, const at::Tensor& tensor,
-                      const SavedView& look) { return save(self, py::cast(tensor).ptr(), look); })
+      .def("save",
+           [](Scope& self, const at::Tensor& tensor, const SavedView& look) {
+             return save(self, py::cast(tensor).ptr(), SavedView(look));
+           })
       .def_readonly("engine", &Scope::owner)
       .def_readonly("packs", &Scope::packs)
       .def_readwrite("unit", &Scope::unit)

@@ -60,7 +60,6 @@ class FrameSender {
 
   const std::shared_ptr<CodecLane>& lane() const { return lane_; }
   bool works_ahead() const { return works_ahead_; }
-  bool stays_on_device() const { return pool_ == nullptr; }
   // Why `send` last refused, in words for the user.
   std::string why_refused() const { return lane_->last_refusal(); }
 

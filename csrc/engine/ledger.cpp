@@ -3,7 +3,6 @@
 #include <ATen/SequenceNumber.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <utility>
 
@@ -85,13 +84,6 @@ void Ledger::keep(std::string_view reason, int64_t nbytes) {
   }
   ++found->second.tensors;
   found->second.nbytes += nbytes;
-}
-
-void Ledger::wait(Ticket& ticket) {
-  const auto begin = std::chrono::steady_clock::now();
-  ticket.wait();
-  counters.exposed_wait_s +=
-      std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
 
 void Ledger::tell_once(std::string_view reason, const std::string& message) {

@@ -15,7 +15,6 @@
 
 #include "counters.h"
 #include "storage/saved_view.h"
-#include "work/ticket.h"
 
 namespace memswap {
 
@@ -65,9 +64,6 @@ class Ledger {
   // A tensor stays, for a reason.
   void keep(std::string_view reason, int64_t nbytes);
   const KeptByReason& kept() const { return kept_; }
-
-  // Waits for a ticket; for as long as the host is blocked, that counts.
-  void wait(Ticket& ticket);
 
   // Warns about something that costs memory but not correctness, once for each reason.
   void tell_once(std::string_view reason, const std::string& message);

@@ -113,7 +113,8 @@ SourcePtr kept_source(const at::Tensor& held, KnownPtr known) {
 }
 
 SourcePtr moved_source(const EntryPtr& entry, const KnownTensor& tensor) {
-  return std::make_shared<SavedSource>(SavedTensor::moved(entry, tensor.view), entry, tensor);
+  return std::make_shared<SavedSource>(SavedTensor::moved(entry, SavedView(tensor.view)), entry,
+                                       tensor);
 }
 
 }  // namespace

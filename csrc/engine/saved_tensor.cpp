@@ -33,16 +33,16 @@ std::string described(const at::Tensor& tensor) {
 
 }  // namespace
 
-SavedTensor SavedTensor::moved(EntryPtr entry, SavedView look) {
+SavedTensor SavedTensor::moved(EntryPtr entry, SavedView&& look) {
   ++entry->handles;
-  return {std::move(entry), std::move(look), at::Tensor(), 0};
+  return {std::move(entry), std::move(look)};
 }
 
 SavedTensor SavedTensor::kept(at::Tensor tensor, uint32_t version, KnownPtr known) {
   if (known && known->is_entry()) {
     ++static_cast<Entry&>(*known).keeps;
   }
-  return {std::move(known), std::nullopt, std::move(tensor), version};
+  return {std::move(tensor), version, std::move(known)};
 }
 
 EntryPtr SavedTensor::entry() const {

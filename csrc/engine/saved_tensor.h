@@ -34,7 +34,7 @@ struct EditedInPlace : std::runtime_error {
 class SavedTensor {
  public:
   // The storage leaves, or has left.
-  static SavedTensor moved(EntryPtr entry, SavedView look);
+  static SavedTensor moved(EntryPtr entry, SavedView&& look);
   // The tensor stays. `tensor`: without the graph that made it. `version`: of what was saved.
   static SavedTensor kept(at::Tensor tensor, uint32_t version, KnownPtr known);
 
@@ -50,16 +50,15 @@ class SavedTensor {
   EntryPtr entry() const;
 
  private:
-  SavedTensor(KnownPtr known, std::optional<SavedView> look, at::Tensor tensor, uint32_t version)
-      : known_(std::move(known)),
-        look_(std::move(look)),
-        tensor_(std::move(tensor)),
-        version_(version) {}
+  SavedTensor(EntryPtr entry, SavedView&& look)
+      : known_(std::move(entry)), look_(std::move(look)) {}
+  SavedTensor(at::Tensor tensor, uint32_t version, KnownPtr known)
+      : known_(std::move(known)), tensor_(std::move(tensor)), version_(version) {}
 
   KnownPtr known_;
   std::optional<SavedView> look_;
   at::Tensor tensor_;
-  uint32_t version_;
+  uint32_t version_ = 0;
 };
 
 // A tensor as it waits where it stays: a leaf is kept itself, as autograd would, since whoever

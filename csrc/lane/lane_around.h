@@ -1,5 +1,5 @@
-// A lane around another one: tests and benchmarks derive from it, to watch transfers, to break one of
-// their edges or to leave them out.
+// A lane around another one: tests and benchmarks derive from it, to watch transfers, to break one
+// of their edges or to leave them out.
 #pragma once
 
 #include <memory>
