@@ -52,6 +52,9 @@ inline uint8_t center_of(const Crowd& crowd, uint32_t eighths) {
   return static_cast<uint8_t>(crowd.maximum + 1 - quotient);
 }
 
+// How a mode codes symbols.
+enum class Code { kLq2, kLq3, kFixed };
+
 // --- Choice ------------------------------------------------------------------------------------
 
 inline uint32_t size_of_fixed(uint32_t bits) { return frame::kBlockElements / 8 * (bits - 2); }

@@ -2,8 +2,8 @@
 // includes this file inside its own namespace, where its functions get the path's instructions.
 //
 // What a path has to offer: kLineBytes, `copy_lines` and `prefetch`, Float<kDtype>,
-// InDense<kDtype>, Bytes, Symbols, Escapes, Pending (what a block's low plane leaves for its
-// payload), and
+// InDense<kDtype>, kSlabsAhead, kPlanesAtOnce, Bytes, Symbols, Escapes, Pending (what a block's low
+// plane leaves for its payload), and
 //   split_block<kDtype, kStreaming>    elements as R planes, symbols and their range
 //   distances_of, distances_of_short   the statistics of symbols
 //   choose_canonical, choose_fast      what follows from them
@@ -116,8 +116,9 @@ class DenseEncoder {
   }
 
   void write_low_plane(uint32_t b) {
-    encode_low_plane<kStreaming>(symbols_[b], choices_[b],
-                                 slabs_ + b * Type::kSlabBytes + Type::kRestBytes, pending_[b % 2]);
+    encode_low_plane<Type::kSymbolBits, kStreaming>(
+        symbols_[b], choices_[b], slabs_ + b * Type::kSlabBytes + Type::kRestBytes,
+        pending_[b % 2]);
   }
 
   void write_payload(uint32_t b) {
@@ -170,9 +171,9 @@ template <Dtype kDtype>
 inline bool read_symbols(Symbols& symbols, const uint8_t* slab, const uint8_t* payload,
                          uint32_t mode, uint32_t units, uint8_t center) {
   using Type = Float<kDtype>;
-  for (uint32_t i = Type::kBytePlanes * frame::kBlockElements; i < Type::kSlabBytes;
-       i += kLineBytes) {
-    prefetch(slab + i, kPrefetchShortBytes);
+  const uint32_t first = kPlanesAtOnce<Type> ? 0 : Type::kBytePlanes * frame::kBlockElements;
+  for (uint32_t i = first; i < Type::kSlabBytes; i += kLineBytes) {
+    prefetch(slab + i, kSlabsAhead<Type>);
   }
   return decode_symbols<InDense<kDtype>>(symbols, slab + Type::kRestBytes, payload, mode, units,
                                          center);

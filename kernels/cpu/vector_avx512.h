@@ -60,22 +60,39 @@ inline Lanes load_lanes(const uint8_t* from) { return load_mask(from); }
 inline Vector minimum(Vector a, Vector b) { return vector(_mm512_min_epu8(native(a), native(b))); }
 inline Vector maximum(Vector a, Vector b) { return vector(_mm512_max_epu8(native(a), native(b))); }
 
-// By a matrix of bits: one instruction where others have a shift of words and a mask.
+// A matrix by which `count` bits from `from` on go to `to`; those of several moves are combined by
+// |.
+constexpr uint64_t matrix_of(uint32_t from, uint32_t to, uint32_t count) {
+  uint64_t matrix = 0;
+  for (uint32_t i = 0; i < count; ++i) {
+    matrix |= uint64_t{1} << (8 * (7 - to - i) + from + i);
+  }
+  return matrix;
+}
+// One instruction where others have a shift of words and a mask.
+template <uint64_t kMatrix>
+inline Vector map_bits(Vector value) {
+  return vector(_mm512_gf2p8affine_epi64_epi8(
+      native(value), _mm512_set1_epi64(static_cast<long long>(kMatrix)), 0));
+}
+
 template <uint32_t kFrom, uint32_t kTo, uint32_t kCount>
 inline Vector move_bits(Vector value) {
   if constexpr (kFrom == kTo) {
     return value & static_cast<uint8_t>(((1u << kCount) - 1) << kTo);
   } else {
-    constexpr uint64_t kMatrix = [] {
-      uint64_t matrix = 0;
-      for (uint32_t i = 0; i < kCount; ++i) {
-        matrix |= uint64_t{1} << (8 * (7 - kTo - i) + kFrom + i);
-      }
-      return matrix;
-    }();
-    return vector(_mm512_gf2p8affine_epi64_epi8(
-        native(value), _mm512_set1_epi64(static_cast<long long>(kMatrix)), 0));
+    return map_bits<matrix_of(kFrom, kTo, kCount)>(value);
   }
+}
+
+// Any bits of a byte can go anywhere at once.
+template <uint32_t kBits, uint32_t kAt>
+inline Vector rest_of_byte(Vector element) {
+  return map_bits<(matrix_of(7, kAt, 1) | matrix_of(0, kAt + 1, kBits - 1))>(element);
+}
+template <uint32_t kBits, uint32_t kAt>
+inline Vector rest_in_byte(Vector rest) {
+  return map_bits<(matrix_of(kAt, 7, 1) | matrix_of(kAt + 1, 0, kBits - 1))>(rest);
 }
 
 template <uint32_t kWidth>
@@ -87,7 +104,7 @@ inline Vector rotate_left(Vector value) {
   } else {
     static_assert(kWidth == 8 || kWidth == 1);
     return kWidth == 8 ? vector(_mm512_rol_epi64(native(value), 1))
-                       : move_bits<7, 0, 1>(value) | move_bits<0, 1, 7>(value);
+                       : map_bits<(matrix_of(7, 0, 1) | matrix_of(0, 1, 7))>(value);
   }
 }
 template <uint32_t kWidth>
@@ -99,7 +116,7 @@ inline Vector rotate_right(Vector value) {
   } else {
     static_assert(kWidth == 8 || kWidth == 1);
     return kWidth == 8 ? vector(_mm512_ror_epi64(native(value), 1))
-                       : move_bits<0, 7, 1>(value) | move_bits<1, 0, 7>(value);
+                       : map_bits<(matrix_of(0, 7, 1) | matrix_of(1, 0, 7))>(value);
   }
 }
 
@@ -108,6 +125,12 @@ inline Vector repeat16(const uint8_t* table) {
 }
 inline Vector look_up(Vector table, Vector index) {
   return vector(_mm512_shuffle_epi8(native(table), native(index)));
+}
+
+// See [Note: tables of symbols].
+inline constexpr uint32_t kTableSymbols = kLanes;
+inline Vector look_up_symbols(Vector table, Vector symbols) {
+  return vector(_mm512_permutexvar_epi8(native(symbols), native(table)));
 }
 
 // [Note: compressing into a zero]

@@ -96,6 +96,42 @@ template <uint32_t kWidth, uint32_t kPlanes = kWidth>
   }
 }
 
+// [Note: tables of symbols]
+// Where a look-up reaches as many entries as there are symbols, what depends on a symbol alone is
+// found once for each of them, and then looked up for each of a block's 1024: a function of several
+// instructions becomes one.
+struct SymbolNumbers {
+  alignas(kLanes) uint8_t number[kLanes];
+};
+constexpr SymbolNumbers make_symbol_numbers() {
+  SymbolNumbers numbers{};
+  for (uint32_t i = 0; i < kLanes; ++i) {
+    numbers.number[i] = static_cast<uint8_t>(i % kTableSymbols);
+  }
+  return numbers;
+}
+inline constexpr SymbolNumbers kSymbolNumbers = make_symbol_numbers();
+
+template <uint32_t kSymbolBits, typename Function>
+class OfSymbols {
+  static constexpr bool kIsTable = 1u << kSymbolBits <= kTableSymbols;
+
+ public:
+  [[gnu::always_inline]] explicit OfSymbols(Function function)
+      : function_(function), table_(kIsTable ? function(load(kSymbolNumbers.number)) : Vector{}) {}
+  [[gnu::always_inline]] Vector operator()(Vector symbols) const {
+    return kIsTable ? look_up_symbols(table_, symbols) : function_(symbols);
+  }
+
+ private:
+  Function function_;
+  Vector table_;
+};
+template <uint32_t kSymbolBits, typename Function>
+[[gnu::always_inline]] inline OfSymbols<kSymbolBits, Function> of_symbols(Function function) {
+  return OfSymbols<kSymbolBits, Function>(function);
+}
+
 // --- Planes of the bits from kShift on (docs/format.md section 2) --------------------------------
 
 template <uint32_t kShift, uint32_t kWidth, bool kStreaming>

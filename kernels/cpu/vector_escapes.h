@@ -43,6 +43,11 @@ struct Escapes {
 // A nibble for each, then a byte E for each 15. Behind the escapes stand symbols of nibble 0.
 // Returns the end, or NULL if it would be behind `limit`, behind which no more than a vector is
 // written.
+//
+// The bytes are appended where they belong. A row that is copied would be loaded again while the
+// stores that made it are on their way to the cache, and a load that more than one of them has a
+// part of waits for all. So the last nibbles, behind which their vector has room for more, are
+// written before the first byte.
 inline uint8_t* encode_nibbles(const NibbleCode& code, const Escapes& escapes, uint8_t center,
                                uint8_t* out, const uint8_t* limit) {
   uint8_t* const nibbles_end = out + bytes_of_bits(4 * escapes.count);
@@ -53,29 +58,35 @@ inline uint8_t* encode_nibbles(const NibbleCode& code, const Escapes& escapes, u
   const Vector first = broadcast(static_cast<uint8_t>(center - code.first));
   const Vector twelve = broadcast(static_cast<uint8_t>(center - code.twelve));
   const Vector thirteen = broadcast(static_cast<uint8_t>(center - code.thirteen));
-  AlignedRow raw;
-  uint8_t* raw_end = raw.byte;
-  for (uint32_t i = 0; i < escapes.count; i += kLanes) {
-    const Vector symbol = load(escapes.symbol.byte + i);
+  // 15 also for E = 0.
+  const auto nibbles_of = [&](Vector symbol) {
     Vector nibble = look_up(table, minimum(first - symbol, broadcast(12)));
     nibble ^= only(equal(symbol, twelve), broadcast(15 ^ 12));
-    nibble ^= only(equal(symbol, thirteen), broadcast(15 ^ 13));
-    const Lanes escaped = equal(nibble, broadcast(15));
-    if (any(mask_of(escaped))) {
-      const Lanes zero = equal(symbol, Vector{}) & escaped;
-      nibble ^= only(zero, broadcast(15 ^ 14));
-      raw_end = append(raw_end, mask_of(escaped & ~zero), symbol);
+    return nibble ^ only(equal(symbol, thirteen), broadcast(15 ^ 13));
+  };
+  const auto with_zeros = [&](Vector nibble, Vector symbol) {
+    return nibble ^
+           only(equal(nibble, broadcast(15)) & equal(symbol, Vector{}), broadcast(15 ^ 14));
+  };
+  const uint32_t last = escapes.count == 0 ? 0 : (escapes.count - 1) / kLanes * kLanes;
+  const Vector last_symbols = load(escapes.symbol.byte + last);
+  store_symbols4(out + last / 2, with_zeros(nibbles_of(last_symbols), last_symbols));
+  uint8_t* end = nibbles_end;
+  for (uint32_t i = 0; i < escapes.count; i += kLanes) {
+    const Vector symbol = load(escapes.symbol.byte + i);
+    const Vector nibble = nibbles_of(symbol);
+    const Lanes escaped = equal(nibble, broadcast(15)) & nonzero(symbol);
+    if (i != last) {
+      store_symbols4(out + i / 2, with_zeros(nibble, symbol));
     }
-    store_symbols4(out + i / 2, nibble);
+    if (any(mask_of(escaped))) {
+      if (count_of(mask_of(escaped)) > static_cast<size_t>(limit - end)) {
+        return nullptr;
+      }
+      end = append(end, mask_of(escaped), symbol);
+    }
   }
-  const auto raw_count = static_cast<uint32_t>(raw_end - raw.byte);
-  if (raw_count > static_cast<size_t>(limit - nibbles_end)) {
-    return nullptr;
-  }
-  for (uint32_t i = 0; i < raw_count; i += kLanes) {
-    store(nibbles_end + i, load(raw.byte + i));
-  }
-  return nibbles_end + raw_count;
+  return end;
 }
 
 // [Note: placed symbols]

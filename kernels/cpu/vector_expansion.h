@@ -22,6 +22,24 @@ inline Sums add_zero_fields2(Sums sums, Vector fields) {
   return add_bytes(sums, look_up(table, fields & 15) + look_up(table, move_bits<4, 0, 4>(fields)));
 }
 
+// See [Note: tables of symbols].
+inline constexpr uint32_t kTableSymbols = 16;
+inline Vector look_up_symbols(Vector table, Vector symbols) { return look_up(table, symbols); }
+
+// What a byte float's sign, exponent and mantissa become without a rotation in between: the lowest
+// kBits bits of R at bit kAt.
+template <uint32_t kBits, uint32_t kAt>
+inline Vector rest_of_byte(Vector element) {
+  return move_bits<7, kAt, 1>(element) | move_bits<0, kAt + 1, kBits - 1>(element);
+}
+// And back. The lowest bit of R is the sign.
+template <uint32_t kBits, uint32_t kAt>
+inline Vector rest_in_byte(Vector rest) {
+  alignas(16) static constexpr uint8_t kInByte[16] = {0, 0x80, 1, 0x81, 2, 0x82, 3, 0x83,
+                                                      4, 0x84, 5, 0x85, 6, 0x86, 7, 0x87};
+  return look_up(repeat16(kInByte), move_bits<kAt, 0, kBits>(rest));
+}
+
 // Which byte of a row each chosen lane has; the row is given last, as planes of a block share it.
 class Expansion {
  public:

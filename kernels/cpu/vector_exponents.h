@@ -11,9 +11,6 @@ namespace {
 
 // --- Encoding ----------------------------------------------------------------------------------
 
-// How a mode codes symbols.
-enum class Code { kLq2, kLq3, kFixed };
-
 constexpr Code code_of(uint32_t mode) {
   return mode == frame::kLq2 ? Code::kLq2 : mode == frame::kLq3 ? Code::kLq3 : Code::kFixed;
 }
@@ -26,22 +23,24 @@ struct Pending {
 
 // Writes L0. A code is v - 1 kept below a limit, plus 1: for what cannot be coded that is a power
 // of two, all of whose bits in use are 0.
-template <Code kCode, bool kStreaming>
+template <uint32_t kSymbolBits, Code kCode, bool kStreaming>
 inline void encode_low_plane_as(const Bytes& symbols, uint8_t center, uint8_t* low,
                                 Pending& pending) {
   const Vector first = broadcast(static_cast<uint8_t>(center - 1u));
   const Vector limit = broadcast(kCode == Code::kLq2 ? 3 : 7);
+  const auto code_of_symbols = of_symbols<kSymbolBits>([=](Vector of) {
+    const Vector behind = first - of;
+    return (kCode == Code::kFixed ? behind : minimum(behind, limit)) + 1;
+  });
   uint8_t escaped[kPlane1Bytes];
   for (uint32_t i = 0; i < kVectors / 4; ++i) {
     Vector merged{};
     for_quarters([&]<uint32_t kQuarter>() {
       const uint32_t at = kVectors / 4 * kQuarter + i;
-      Vector code = first - symbols.vector[at];
+      const Vector code = code_of_symbols(symbols.vector[at]);
       if constexpr (kCode != Code::kFixed) {
-        code = minimum(code, limit);
-        store_mask(escaped + kLanes / 8 * at, mask_of(equal(code, limit)));
+        store_mask(escaped + kLanes / 8 * at, mask_of(equal(code, limit + 1)));
       }
-      code += 1;
       if constexpr (kCode == Code::kLq3) {
         store_mask(pending.high + kLanes / 8 * at, mask_of_bit<2>(code));
       }
@@ -59,16 +58,19 @@ inline void encode_low_plane_as(const Bytes& symbols, uint8_t center, uint8_t* l
   }
 }
 
-template <bool kStreaming>
+template <uint32_t kSymbolBits, bool kStreaming>
 inline void encode_low_plane(const Bytes& symbols, const Choice& choice, uint8_t* low,
                              Pending& pending) {
   switch (code_of(choice.mode)) {
     case Code::kLq2:
-      return encode_low_plane_as<Code::kLq2, kStreaming>(symbols, choice.center, low, pending);
+      return encode_low_plane_as<kSymbolBits, Code::kLq2, kStreaming>(symbols, choice.center, low,
+                                                                      pending);
     case Code::kLq3:
-      return encode_low_plane_as<Code::kLq3, kStreaming>(symbols, choice.center, low, pending);
+      return encode_low_plane_as<kSymbolBits, Code::kLq3, kStreaming>(symbols, choice.center, low,
+                                                                      pending);
     case Code::kFixed:
-      return encode_low_plane_as<Code::kFixed, kStreaming>(symbols, choice.center, low, pending);
+      return encode_low_plane_as<kSymbolBits, Code::kFixed, kStreaming>(symbols, choice.center, low,
+                                                                        pending);
   }
 }
 

@@ -10,23 +10,40 @@ MEMSWAP_VECTOR_BEGIN
 namespace memswap::cpu::MEMSWAP_ISA {
 namespace {
 
-// Found while symbols are made.
-template <bool kShort>
+// [Note: small results]
+// GCC returns a structure of two or three numbers of 4 bytes by writing them to the stack and
+// loading 8 bytes of it at once, which has to wait until both stores have reached the cache: some
+// 20 cycles for each block, and nothing behind it retires. So what returns such a structure is
+// inlined always, or returns a single number.
+
+// Found while symbols are made. Of short symbols also the sum: a byte holds that of kGroup
+// of them, and end_group is called after as many or fewer.
+template <uint32_t kSymbolBits>
 class RangeFinder {
  public:
-  RangeFinder() : minimum_(broadcast(255)), maximum_{}, sums_{} {}
+  static constexpr bool kShort = is_short(kSymbolBits);
+  static constexpr uint32_t kGroup = 255 / ((1u << kSymbolBits) - 1);
+
+  RangeFinder() : minimum_(broadcast(255)), maximum_{}, group_{}, sums_{} {}
 
   void add(Vector symbols) {
     minimum_ = minimum(minimum_, symbols);
     maximum_ = maximum(maximum_, symbols);
     if constexpr (kShort) {
-      sums_ = add_bytes(sums_, symbols);
+      group_ += symbols;
     }
   }
-  Range range() const { return {lowest_of(minimum_), highest_of(maximum_), total(sums_)}; }
+  void end_group() {
+    sums_ = add_bytes(sums_, group_);
+    group_ = Vector{};
+  }
+  // See [Note: small results].
+  [[gnu::always_inline]] Range range() const {
+    return {lowest_of(minimum_), highest_of(maximum_), kShort ? total(sums_) : 0};
+  }
 
  private:
-  Vector minimum_, maximum_;
+  Vector minimum_, maximum_, group_;
   Sums sums_;
 };
 
@@ -142,34 +159,37 @@ constexpr Costs costs() {
 }
 inline constexpr Costs kCosts = costs();
 
-struct Counts {
-  uint32_t escapes, deeper;
-  uint32_t raw;  // those that need a byte E
-};
-
-// `least_raw`, `most_raw`: of the v that need a byte E.
-template <bool kWithRaw>
-inline Counts count_costs(const Bytes& symbols, uint8_t center, const uint8_t* costs,
-                          uint8_t least_raw, uint8_t most_raw) {
+// Payload bytes of the streams behind L0 and LQ3's plane, before they are rounded to units. Of
+// bytes E only if kWithRaw: else there are none, or a bound is asked for.
+template <uint32_t kSymbolBits, Code kCode, bool kWithRaw>
+inline uint32_t count_bytes(const Bytes& symbols, uint8_t center) {
   constexpr uint32_t kGroup = 8;  // as many of each count fit into half a byte
+  constexpr bool kLq2 = kCode == Code::kLq2;
+  constexpr uint8_t kLeastRaw = kLq2 ? 18 : 20, kMostRaw = kLq2 ? 253 : 254;  // v of bytes E
   const Vector centers = broadcast(center);
-  const Vector table = repeat16(costs);
-  const Vector raw_span = broadcast(most_raw - least_raw);
+  const Vector table = repeat16(kLq2 ? kCosts.lq2 : kCosts.lq3);
+  const Vector raw_span = broadcast(kMostRaw - kLeastRaw);
+  const auto costs_of = of_symbols<kSymbolBits>(
+      [=](Vector symbols) { return look_up(table, minimum(centers - symbols, broadcast(15))); });
   Vector escapes{}, deeper{}, raw{};
   for (uint32_t i = 0; i < kVectors; i += kGroup) {
     Vector both{};
     for (uint32_t j = i; j < i + kGroup; ++j) {
-      const Vector value = centers - symbols.vector[j];
-      both += look_up(table, minimum(value, broadcast(15)));
+      both += costs_of(symbols.vector[j]);
       if constexpr (kWithRaw) {
-        const Lanes coded = less(raw_span, value - least_raw) | equal(symbols.vector[j], Vector{});
+        const Vector value = centers - symbols.vector[j];
+        const Lanes coded = less(raw_span, value - kLeastRaw) | equal(symbols.vector[j], Vector{});
         raw += only(~coded, broadcast(1));
       }
     }
-    escapes += both & 15;
-    deeper += move_bits<4, 0, 4>(both);
+    escapes += kLq2 ? both & 15 : both;
+    if constexpr (kLq2) {
+      deeper += move_bits<4, 0, 4>(both);
+    }
   }
-  return {sum_of(escapes), sum_of(deeper), kWithRaw ? sum_of(raw) : 0};
+  const uint32_t raw_bytes = kWithRaw ? sum_of(raw) : 0;
+  return kLq2 ? bytes_of_bits(2 * sum_of(escapes)) + bytes_of_bits(4 * sum_of(deeper)) + raw_bytes
+              : bytes_of_bits(4 * sum_of(escapes)) + raw_bytes;
 }
 
 // The lowest symbol that is not 0, and the highest: what is needed to know that no byte E is.
@@ -178,18 +198,18 @@ struct Extent {
 };
 
 // Payload bytes, before they are rounded to units.
+template <uint32_t kSymbolBits>
 inline uint32_t size_of_lq2(const Bytes& symbols, uint8_t center, const Extent& extent) {
   const bool no_raw = extent.highest <= center + 2u && center <= extent.lowest + 17;
-  const Counts counts = no_raw ? count_costs<false>(symbols, center, kCosts.lq2, 18, 253)
-                               : count_costs<true>(symbols, center, kCosts.lq2, 18, 253);
-  return bytes_of_bits(2 * counts.escapes) + bytes_of_bits(4 * counts.deeper) + counts.raw;
+  return no_raw ? count_bytes<kSymbolBits, Code::kLq2, false>(symbols, center)
+                : count_bytes<kSymbolBits, Code::kLq2, true>(symbols, center);
 }
 
+template <uint32_t kSymbolBits>
 inline uint32_t size_of_lq3(const Bytes& symbols, uint8_t center, const Extent& extent) {
   const bool no_raw = extent.highest <= center + 1u && center <= extent.lowest + 19;
-  const Counts counts = no_raw ? count_costs<false>(symbols, center, kCosts.lq3, 20, 254)
-                               : count_costs<true>(symbols, center, kCosts.lq3, 20, 254);
-  return kPlane1Bytes + bytes_of_bits(4 * counts.escapes) + counts.raw;
+  return kPlane1Bytes + (no_raw ? count_bytes<kSymbolBits, Code::kLq3, false>(symbols, center)
+                                : count_bytes<kSymbolBits, Code::kLq3, true>(symbols, center));
 }
 
 // --- Choice ------------------------------------------------------------------------------------
@@ -201,7 +221,8 @@ inline Choice choose_fast(const Bytes& symbols, const Range& range, uint8_t cent
   choice.nonzero = range.minimum > 0 ? frame::kBlockElements : count_nonzero(symbols);
   const uint32_t fixed = units_of_bytes(size_of_fixed(kSymbolBits));
   const uint32_t lowest = range.minimum > 0 ? range.minimum : 1;
-  const uint32_t lq2 = units_of_bytes(size_of_lq2(symbols, center, {lowest, range.maximum}));
+  const uint32_t lq2 =
+      units_of_bytes(size_of_lq2<kSymbolBits>(symbols, center, {lowest, range.maximum}));
   choice.mode = lq2 < fixed ? uint32_t{frame::kLq2} : frame::kFw2 + kSymbolBits - 2;
   choice.units = lq2 < fixed ? lq2 : fixed;
   return choice;
@@ -241,9 +262,8 @@ inline Choice choose_canonical(const Bytes& symbols, const Range& range, const D
   const uint8_t center3 = center_of(crowd, canonical::kLq3Eighths);
   if (guess == frame::kLq3) {
     // At least: the bytes E are left out.
-    const Counts counts = count_costs<false>(symbols, choice.center2, kCosts.lq2, 0, 0);
     const uint32_t lq2 =
-        units_of_bytes(bytes_of_bits(2 * counts.escapes) + bytes_of_bits(4 * counts.deeper));
+        units_of_bytes(count_bytes<kSymbolBits, Code::kLq2, false>(symbols, choice.center2));
     const uint32_t others = lq2 < fixed ? lq2 : fixed;
     if (others > kLq3LeastUnits) {
       choice.mode = frame::kLq3;
@@ -254,7 +274,7 @@ inline Choice choose_canonical(const Bytes& symbols, const Range& range, const D
   }
   const Extent extent{range.minimum > distances.lowest ? range.minimum : distances.lowest,
                       range.maximum};
-  const uint32_t lq2 = units_of_bytes(size_of_lq2(symbols, choice.center2, extent));
+  const uint32_t lq2 = units_of_bytes(size_of_lq2<kSymbolBits>(symbols, choice.center2, extent));
   if (lq2 < fixed) {
     choice.mode = frame::kLq2;
     choice.center = choice.center2;
@@ -263,7 +283,7 @@ inline Choice choose_canonical(const Bytes& symbols, const Range& range, const D
   if (choice.units <= kLq3LeastUnits) {
     return choice;
   }
-  const uint32_t lq3 = units_of_bytes(size_of_lq3(symbols, center3, extent));
+  const uint32_t lq3 = units_of_bytes(size_of_lq3<kSymbolBits>(symbols, center3, extent));
   if (lq3 < choice.units) {
     choice.mode = frame::kLq3;
     choice.center = center3;

@@ -329,6 +329,7 @@ template <class Memory>
 __device__ __forceinline__ void write_staged(const Coded& coded, const Memory& memory, uint8_t* to,
                                              uint32_t lane) {
   const uint2* from = reinterpret_cast<const uint2*>(memory.stage);
+#pragma unroll 1  // once or twice: the compiler would prepare for more
   for (uint32_t i = lane; i < coded.units; i += kLanes) {
     reinterpret_cast<uint2*>(to)[i] = from[i];
   }

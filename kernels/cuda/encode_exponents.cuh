@@ -279,8 +279,35 @@ __device__ __forceinline__ uint32_t count_zeros(const uint32_t (&e)[8]) {
   return __reduce_add_sync(kAllLanes, zeros);
 }
 
+// Before sm_90 there is no instruction for the larger or smaller halves of two words as integers,
+// but there is for float16: numbers below 256 are its subnormals, in the same order.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#define MEMSWAP_CUDA_HALVES_AS_FLOATS
+__device__ __forceinline__ uint32_t max_bytes2(uint32_t a, uint32_t b) {
+  uint32_t larger;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+}
+__device__ __forceinline__ uint32_t min_bytes2(uint32_t a, uint32_t b) {
+  uint32_t smaller;
+  asm("min.f16x2 %0, %1, %2;" : "=r"(smaller) : "r"(a), "r"(b));
+  return smaller;
+}
+#endif
+
 // The largest and the smallest E of all lanes.
 __device__ __forceinline__ Near find_extremes(const uint32_t (&e)[8]) {
+#if defined(MEMSWAP_CUDA_HALVES_AS_FLOATS)
+  uint32_t largest = 0, smallest = 0x00ff00ffu;
+#pragma unroll
+  for (uint32_t i = 0; i < 8; ++i) {
+    const uint32_t even = e[i] & 0x00ff00ffu, odd = permute(e[i], 0, 0x4341);
+    largest = max_bytes2(max_bytes2(largest, even), odd);
+    smallest = min_bytes2(min_bytes2(smallest, even), odd);
+  }
+  return {__reduce_max_sync(kAllLanes, max(largest >> 16, largest & 0xffu)),
+          __reduce_min_sync(kAllLanes, min(smallest >> 16, smallest & 0xffu))};
+#else
   // Two bytes of a word at a time: the upper byte of a half decides, whatever is in the lower.
   uint32_t max_odd = e[0], min_odd = e[0], max_even = e[0] << 8, min_even = e[0] << 8;
 #pragma unroll
@@ -293,6 +320,7 @@ __device__ __forceinline__ Near find_extremes(const uint32_t (&e)[8]) {
   const uint32_t max_pair = __vmaxu2(max_odd, max_even), min_pair = __vminu2(min_odd, min_even);
   return {__reduce_max_sync(kAllLanes, max(max_pair >> 24, max_pair >> 8 & 0xffu)),
           __reduce_min_sync(kAllLanes, min(min_pair >> 24, min_pair >> 8 & 0xffu))};
+#endif
 }
 
 __device__ __forceinline__ Exponents measure(const uint32_t (&e)[8]) {

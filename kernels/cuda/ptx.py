@@ -13,6 +13,7 @@ missing fences are not found here (tests/cuda_emulator finds them).
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -434,6 +435,12 @@ _COMPARISONS: dict[str, Callable[[Lanes, Lanes], Lanes]] = {
 }
 
 
+def _float_halves(choose: Callable[..., Any], a: Lanes, b: Lanes) -> Lanes:
+    """By half a word, as float16."""
+    words = [np.ascontiguousarray(one).astype(np.uint32).view(np.float16) for one in (a, b)]
+    return np.asarray(choose(*words), np.float16).view(np.uint32).astype(np.uint64)
+
+
 def _value(opcode: str) -> Callable[..., Lanes] | None:
     """The function of an opcode whose result depends on its operands alone."""
     name, *rest = opcode.split(".")
@@ -450,6 +457,8 @@ def _value(opcode: str) -> Callable[..., Lanes] | None:
     if kind == "u16x2":
         choose = np.maximum if name == "max" else np.minimum
         return lambda a, b: _halves(a, b, choose)
+    if kind == "f16x2" and name in ("max", "min"):
+        return functools.partial(_float_halves, np.fmax if name == "max" else np.fmin)
     if name == "cvt":
         to, source = rest[-2], rest[-1]
         return lambda a: _convert(a, to, source)
