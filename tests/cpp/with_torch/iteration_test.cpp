@@ -8,9 +8,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <set>
 #include <stdexcept>
-#include <optional>
 #include <thread>
 #include <tuple>
 #include <utility>
