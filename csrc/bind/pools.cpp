@@ -12,11 +12,13 @@
 #include "lane/worker_lane.h"
 #include "pool/block.h"
 #include "pool/file_slabs.h"
+#include "pool/host_limits.h"
 #include "pool/host_slabs.h"
 #include "pool/numa.h"
 #include "pool/pinned_slabs.h"
 #include "pool/pool.h"
 #include "pool/slab_source.h"
+#include "pool/spare_slabs.h"
 #include "stop_at_exit.h"
 #include "storage/storage.h"
 #include "storage_ref.h"
@@ -58,12 +60,20 @@ SlabSourcePtr within_budget(SlabSourcePtr source, std::optional<size_t> budget) 
   return std::make_shared<BudgetedSlabs>(std::move(source), *budget);
 }
 
-SlabSourcePtr host_source(const c10::Device& device, std::optional<int> node) {
+SlabSourcePtr host_source(const c10::Device& device, std::optional<int> node, bool pageable) {
   SlabSourcePtr source;
   if (device.is_cpu()) {
     source = std::make_shared<OrdinarySlabs>();
   } else {
-    source = std::make_shared<PinnedSlabs>(device);
+    source =
+        std::make_shared<SpareSlabs>(std::make_shared<PinnedSlabs>(device),
+                                     SpareSlabs::Options{.memory = SpareSlabs::Memory::kPinned});
+    if (pageable) {
+      source = std::make_shared<PageableSlabs>(
+          std::move(source), std::make_shared<SpareSlabs>(
+                                 std::make_shared<OrdinarySlabs>(),
+                                 SpareSlabs::Options{.memory = SpareSlabs::Memory::kOrdinary}));
+    }
   }
   return node ? std::make_shared<NumaSlabs>(std::move(source), *node) : source;
 }
@@ -86,6 +96,8 @@ py::dict as_dict(const PoolStatistics& statistics) {
   dict["slabs_acquired"] = statistics.slabs_acquired;
   dict["grown_in_background"] = statistics.grown_in_background;
   dict["acquire_s"] = statistics.acquire_s;
+  dict["pageable_bytes"] = statistics.pageable_bytes;
+  dict["why_pageable"] = statistics.why_pageable;
   dict["written_bytes"] = statistics.written_bytes;
   return dict;
 }
@@ -152,15 +164,17 @@ void bind_pool(py::module_& module, StopAtExit& at_exit) {
   module.def(
       "make_host_pool",
       [&at_exit](const c10::Device& device, std::optional<size_t> budget, size_t slab,
-                 std::optional<int> numa_node) {
-        return stopped_at_exit(at_exit, within_budget(host_source(device, numa_node), budget),
+                 std::optional<int> numa_node, bool pageable) {
+        return stopped_at_exit(at_exit,
+                               within_budget(host_source(device, numa_node, pageable), budget),
                                {.slab_bytes = slab,
                                 .alignment = 512,
                                 .grow_ahead_bytes = device.is_cpu() ? 0 : slab / 4});
       },
       py::arg("device"), py::arg("budget"), py::arg("slab"), py::arg("numa_node") = py::none(),
-      "A Pool of host memory: pinned for an accelerator, ordinary for the CPU. Bytes; None: no "
-      "budget, any NUMA node.");
+      py::arg("pageable") = true,
+      "A Pool of host memory: pinned for an accelerator (where that is refused, ordinary, if "
+      "`pageable`), ordinary for the CPU. Bytes; None: no budget, any NUMA node.");
   module.def(
       "make_disk_pool",
       [&at_exit](const std::string& path, std::optional<size_t> budget, size_t extent) {
@@ -169,8 +183,18 @@ void bind_pool(py::module_& module, StopAtExit& at_exit) {
       },
       py::arg("path"), py::arg("budget"), py::arg("extent"), without_gil(),
       "A Pool of one nameless file. Bytes; None: no budget. OSError if no file can be made.");
-  module.def("numa_nodes", &numa_nodes, "Online NUMA nodes of this machine.");
-  module.def("numa_node_of_pci", &numa_node_of_pci, py::arg("address"),
+  py::class_<HostLimits>(module, "HostLimits", "What the system leaves of host memory.")
+      .def_readonly("available", &HostLimits::available)
+      .def_readonly("group", &HostLimits::group)
+      .def_readonly("lockable", &HostLimits::lockable)
+      .def_readonly("locked", &HostLimits::locked)
+      .def_property_readonly("free_bytes", &HostLimits::free);
+  module.def(
+      "host_limits", [](const std::string& root) { return host_limits(root); },
+      py::arg("root") = "/", "What the system leaves of host memory now; bytes.");
+  module.def("numa_nodes", &numa_nodes, py::arg("root") = "/",
+             "Online NUMA nodes of this machine.");
+  module.def("numa_node_of_pci", &numa_node_of_pci, py::arg("address"), py::arg("root") = "/",
              "NUMA node of a PCI device such as '0000:17:00.0', or None.");
 }
 

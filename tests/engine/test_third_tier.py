@@ -39,8 +39,8 @@ def _small_staging(monkeypatch):
     """The lane's pinned memory is made in small slabs, and is full after some storages."""
     monkeypatch.setattr(lanes, "STAGING_BYTES", 64 << 10)
 
-    def host_pool(*, device: Any, numa: Any = "auto") -> memswap.HostPool:
-        return memswap.HostPool(budget="64MiB", slab="1MiB", device=device, numa=numa)
+    def host_pool(*, device: Any, **options: Any) -> memswap.HostPool:
+        return memswap.HostPool(budget="64MiB", slab="1MiB", device=device, **options)
 
     monkeypatch.setattr(lanes, "HostPool", host_pool)
 

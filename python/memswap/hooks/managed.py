@@ -83,7 +83,10 @@ class Managed(Removable):
 
     def report(self) -> Report:
         """The statistics as a text table, bytes in MiB; as the last line of a cell, as HTML."""
-        return report(self.stats())
+        made = report(self.stats())
+        for line in reversed(self._engine.describe_pools()):
+            made = made.below(line)
+        return made
 
     def line(self) -> str:
         """What was done so far in one line, for a progress bar: ``bar.set_postfix_str(...)``."""
