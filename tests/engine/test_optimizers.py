@@ -180,7 +180,7 @@ def test_without_waiting_for_the_last_chunk_the_device_holds_more(
     """The mutation: what two chunks have left is noticed by the two tests above."""
     monkeypatch.setattr(StateStream, "_make_room", lambda stream, nbytes: None)
     found = most_in_a_step(device, new_pool, 64, depth, room)
-    with pytest.raises(AssertionError, match="the room is not used|more than two chunks"):
+    with pytest.raises(AssertionError, match=r"the room is not used|more than two chunks"):
         assert_most(found, max(room, two_chunks(64, 1)), request)
 
 
