@@ -20,6 +20,7 @@
 #include "lane/worker_lane.h"
 #include "pool/host_slabs.h"
 #include "pool/pool.h"
+#include "with_host.h"
 
 namespace memswap {
 namespace {
@@ -64,6 +65,8 @@ class Records : public ::testing::Test {
   // Engines whose storages leave by a lane, and whose iterations are taken down.
   void direct(std::shared_ptr<Lane> lane) {
     sender = std::make_shared<BlockSender>(std::move(lane), pool);
+    testing::host_of(*engine, testing::transfers_by(sender));
+    engine->policy.min_bytes = 1;
     engine->directed = true;
     begin_iteration();
   }
@@ -240,13 +243,13 @@ TEST_F(Records, ARegionIsKnownByWhatItIsCalledWith) {
 
 TEST_F(Records, UnderAPlanAnIterationIsTakenDownToo) {
   direct(lane);
-  auto plan = std::make_shared<Plan>(Plan{.device = c10::Device(c10::kCPU), .sender = sender});
+  auto plan = std::make_shared<Plan>(Plan{.device = c10::Device(c10::kCPU)});
   for (int64_t place = 0; place < 2; ++place) {
     plan->places.push_back({.unit = "unit",
                             .ordinal = place,
                             .nbytes = kBytes,
                             .dtype = c10::ScalarType::Byte,
-                            .action = place == 0 ? Plan::Action::kSwap : Plan::Action::kKeep});
+                            .action = place == 0 ? Action::kSwap : Action::kKeep});
   }
   engine->iteration->plan = plan;
   engine->iteration->follows_alone = true;
@@ -255,9 +258,17 @@ TEST_F(Records, UnderAPlanAnIterationIsTakenDownToo) {
     const at::Tensor tensor = bytes();
     const SavedView look = *SavedView::capture(tensor);
     const Locked locked(engine->lock);
-    entries.push_back(
-        engine->follow_plan({tensor, look, "unit", Iteration::kNoGroup, true, false, ordinal})
-            .known);
+    entries.push_back(engine
+                          ->save({.tensor = tensor,
+                                  .look = look,
+                                  .unit = "unit",
+                                  .group = Iteration::kNoGroup,
+                                  .covered = true,
+                                  .action = std::nullopt,
+                                  .number = place,
+                                  .ordinal = ordinal,
+                                  .planned = true})
+                          .known);
     ASSERT_TRUE(entries.back());
   }
   engine->demand(std::static_pointer_cast<Entry>(entries[0]));
@@ -270,7 +281,7 @@ TEST_F(Records, UnderAPlanAnIterationIsTakenDownToo) {
 TEST_F(Records, ABackwardOfAnotherForwardThanPlannedFollowsNoPlan) {
   direct(lane);
   const EntryPtr entry = save(bytes());
-  auto plan = std::make_shared<Plan>(Plan{.device = c10::Device(c10::kCPU), .sender = sender});
+  auto plan = std::make_shared<Plan>(Plan{.device = c10::Device(c10::kCPU)});
   plan->places.resize(2);
   engine->iteration->plan = plan;
   engine->demand(entry);
