@@ -31,18 +31,20 @@ from memswap.optimizers import ManagedOptimizer
 #: Optimizer of a mode, managed or not.
 Manage = Callable[[torch.optim.Optimizer], ManagedOptimizer | None]
 
+#: torchao's optimizer, which keeps AdamW's state, and its step, on the host.
+PEER = "torchao CPUOffloadOptimizer"
+
 
 class Run:
     """One mode's training: its own model and optimizer."""
 
     def __init__(self, name: str, arguments: Any, device: torch.device, manage: Manage) -> None:
+        make = offloaded if name == PEER else torch.optim.AdamW
         torch.manual_seed(0)
         self.name, self.device = name, device
         self.model = GPT(arguments.layers, arguments.hidden, arguments.heads, arguments.seq)
         self.model.to(device)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=3e-4, fused=arguments.fused or None
-        )
+        self.optimizer = make(self.model.parameters(), lr=3e-4, fused=arguments.fused or None)
         self.manager = manage(self.optimizer)
         self.batches = Batches(read_corpus(), arguments.batch, arguments.seq, 0)
         self.step_s: list[float] = []
@@ -62,6 +64,19 @@ class Run:
             if counted:
                 self.backward_s.append(between - began)
                 self.step_s.append(ended - between)
+
+
+def offloaded(parameters: Any, **options: Any) -> torch.optim.Optimizer:
+    """The peer's optimizer.
+
+    Raises:
+        ImportError: it is not installed.
+        AssertionError: it does not serve this device.
+    """
+    from torchao.optim import CPUOffloadOptimizer
+
+    made: torch.optim.Optimizer = CPUOffloadOptimizer(parameters, torch.optim.AdamW, **options)
+    return made
 
 
 def frame_share(optimizer: torch.optim.Optimizer, name: str) -> float | None:
@@ -131,6 +146,11 @@ def main() -> None:
         modes["pinned memory"] = swapped
     modes["file"] = file
     runs = [Run(name, arguments, device, manage) for name, manage in modes.items()]
+    absent = ""
+    try:
+        runs.insert(1, Run(PEER, arguments, device, lambda optimizer: None))
+    except (ImportError, AssertionError) as error:
+        absent = f"does not run here: {error}"
     for run in runs:
         run.train(2, counted=False)
     for _ in range(arguments.blocks):
@@ -149,7 +169,9 @@ def main() -> None:
             "same_bits": same,
             "statistics": None if numbers is None else asdict(numbers),
         }
-        if numbers is None:
+        if run.name == PEER:
+            held = most = "on the host"
+        elif numbers is None:
             total = sum(
                 tensor.numel() * tensor.element_size()
                 for state in run.optimizer.state.values()
@@ -170,6 +192,9 @@ def main() -> None:
                 "yes" if same else "NO",
             ]
         )
+    if absent:
+        result["modes"][PEER] = {"absent": absent}
+        rows.insert(1, [PEER, *["-"] * 4, absent])
     sizes = [
         away.nbytes
         for state in runs[-1].optimizer.state.values()

@@ -3,6 +3,7 @@
 
 #include "bind.h"
 #include "pool/block.h"
+#include "pool/host_limits.h"
 #include "pool/numa.h"
 #include "pool/open_pools.h"
 #include "pool/pool.h"
@@ -38,6 +39,7 @@ py::dict statistics_of(const Pool& pool) {
                   "refusals"_a = all.refusals, "last_refusal"_a = all.last_refusal,
                   "slabs_acquired"_a = all.slabs_acquired,
                   "grown_in_background"_a = all.grown_in_background, "acquire_s"_a = all.acquire_s,
+                  "pageable_bytes"_a = all.pageable_bytes, "why_pageable"_a = all.why_pageable,
                   "written_bytes"_a = all.written_bytes);
 }
 
@@ -104,10 +106,18 @@ void bind_pools(py::module_& module) {
       .def("set_overflow", &Pool::set_overflow, "overflow"_a)
       .def("statistics", &statistics_of);
   module.def("make_host_pool", &open_host_pool, "device"_a, "budget"_a, "slab"_a,
-             "numa_node"_a = py::none());
+             "numa_node"_a = py::none(), "pageable"_a = true);
   module.def("make_disk_pool", &open_disk_pool, "path"_a, "budget"_a, "extent"_a, without_gil());
-  module.def("numa_nodes", &numa_nodes);
-  module.def("numa_node_of_pci", &numa_node_of_pci, "address"_a);
+  py::class_<HostLimits>(module, "HostLimits")
+      .def_readonly("available", &HostLimits::available)
+      .def_readonly("group", &HostLimits::group)
+      .def_readonly("lockable", &HostLimits::lockable)
+      .def_readonly("locked", &HostLimits::locked)
+      .def_property_readonly("free_bytes", &HostLimits::free);
+  module.def(
+      "host_limits", [](const std::string& root) { return host_limits(root); }, "root"_a = "/");
+  module.def("numa_nodes", &numa_nodes, "root"_a = "/");
+  module.def("numa_node_of_pci", &numa_node_of_pci, "address"_a, "root"_a = "/");
 }
 
 }  // namespace memswap

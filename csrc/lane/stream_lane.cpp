@@ -76,7 +76,7 @@ TicketPtr StreamLane::start_send(StorageRefPtr storage, size_t offset, BlockPtr 
   submit(ticket, send_stream_, *block, after, [&](size_t begin, size_t nbytes) {
     DeviceStreams::host_bytes(*block, begin, nbytes)
         .copy_(streams_->device_bytes(storage->storage, offset + begin, nbytes),
-               /*non_blocking=*/true);
+               /*non_blocking=*/block->pinned());
   });
   departures_.add(ticket);
   return ticket;
@@ -94,7 +94,8 @@ TicketPtr StreamLane::start_fetch(BlockPtr block, StorageRefPtr storage, size_t 
   auto ticket = std::make_shared<StreamTransfer>(streams_, Direction::kBack, storage);
   submit(ticket, fetch_stream_, *block, after, [&](size_t begin, size_t nbytes) {
     streams_->device_bytes(storage->storage, offset + begin, nbytes)
-        .copy_(DeviceStreams::host_bytes(*block, begin, nbytes), /*non_blocking=*/true);
+        .copy_(DeviceStreams::host_bytes(*block, begin, nbytes),
+               /*non_blocking=*/block->pinned());
   });
   return ticket;
 }

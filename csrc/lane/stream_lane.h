@@ -29,6 +29,9 @@ namespace memswap {
 //                                        so for those of the range's previous owner
 //   8. `after` -> send, fetch            submit(): the lane's stream waits for those tickets
 //
+// Memory that is not pinned (where a system pins no more) is copied to and from by the host, which
+// waits until the copy has ended: slower, by the same edges.
+//
 // A fetch into a storage that exists writes to memory in use: what compute read there before is
 // behind edge 4, and a send of these bytes that compute has not waited for is the caller's to name
 // in `after`. What others do with the storage's other bytes is none of the lane's affair.

@@ -28,6 +28,9 @@ class Block {
   // Address of the bytes in host memory, or nullptr where the block is not addressable (a file).
   virtual void* data() const = 0;
 
+  // Whether a device copies to and from the block by itself; if not, the host waits for a copy.
+  virtual bool pinned() const = 0;
+
   // Where these bytes lie in the piece of memory that the system gave, from its beginning.
   virtual size_t offset() const = 0;
 

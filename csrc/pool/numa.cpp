@@ -52,9 +52,9 @@ class PreferredNode {
 
 }  // namespace
 
-int numa_nodes() {
+int numa_nodes(const std::string& root) {
   // "0-1" or "0,2-3"
-  std::ifstream online("/sys/devices/system/node/online");
+  std::ifstream online(root + "/sys/devices/system/node/online");
   int nodes = 0;
   int first = 0;
   while (online >> first) {
@@ -71,8 +71,8 @@ int numa_nodes() {
   return std::max(nodes, 1);
 }
 
-std::optional<int> numa_node_of_pci(const std::string& address) {
-  std::ifstream file("/sys/bus/pci/devices/" + address + "/numa_node");
+std::optional<int> numa_node_of_pci(const std::string& address, const std::string& root) {
+  std::ifstream file(root + "/sys/bus/pci/devices/" + address + "/numa_node");
   int node = -1;
   if (!(file >> node) || node < 0) {
     return std::nullopt;

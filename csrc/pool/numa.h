@@ -10,11 +10,11 @@
 namespace memswap {
 
 // Online NUMA nodes of this machine; 1 where the system does not say.
-int numa_nodes();
+int numa_nodes(const std::string& root = "/");
 
 // Node of the PCI device at `address` (domain:bus:device.function, hexadecimal, as in
-// "0000:17:00.0"), or nullopt where the system does not know.
-std::optional<int> numa_node_of_pci(const std::string& address);
+// "0000:17:00.0"), or nullopt where the system does not know. `root`: where sys is.
+std::optional<int> numa_node_of_pci(const std::string& address, const std::string& root = "/");
 
 // Has the source below take its memory from one node, as far as that node has any: a preference,
 // never a reason to fail. Pages are placed when they are touched or pinned, so the policy is set

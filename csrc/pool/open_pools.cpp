@@ -7,6 +7,7 @@
 #include "numa.h"
 #include "pinned_slabs.h"
 #include "slab_source.h"
+#include "spare_slabs.h"
 #include "work/stop_at_exit.h"
 #include "work/without_gil.h"
 
@@ -29,15 +30,29 @@ std::shared_ptr<Pool> open_pool(SlabSourcePtr source, std::optional<size_t> budg
   return stop_at_exit().add(std::move(pool), &Pool::stop_background);
 }
 
+SlabSourcePtr pinned_source(c10::Device device, bool pageable) {
+  using Memory = SpareSlabs::Memory;
+  SlabSourcePtr pinned = std::make_shared<SpareSlabs>(
+      std::make_shared<PinnedSlabs>(device), SpareSlabs::Options{.memory = Memory::kPinned});
+  if (!pageable) {
+    return pinned;
+  }
+  return std::make_shared<PageableSlabs>(
+      std::move(pinned),
+      std::make_shared<SpareSlabs>(std::make_shared<OrdinarySlabs>(),
+                                   SpareSlabs::Options{.memory = Memory::kOrdinary}));
+}
+
 }  // namespace
 
 std::shared_ptr<Pool> open_host_pool(c10::Device device, std::optional<size_t> budget,
-                                     size_t slab_bytes, std::optional<int> numa_node) {
+                                     size_t slab_bytes, std::optional<int> numa_node,
+                                     bool pageable) {
   SlabSourcePtr source;
   if (device.is_cpu()) {
     source = std::make_shared<OrdinarySlabs>();
   } else {
-    source = std::make_shared<PinnedSlabs>(device);
+    source = pinned_source(device, pageable);
   }
   if (numa_node) {
     source = std::make_shared<NumaSlabs>(std::move(source), *numa_node);

@@ -38,6 +38,7 @@ class PinnedSlab final : public Slab {
 
   size_t size() const override { return size_; }
   void* data() const override { return memory_.get(); }
+  bool pinned() const override { return true; }
   void write(size_t offset, const void* source, size_t nbytes) override {
     std::memcpy(static_cast<std::byte*>(memory_.get()) + offset, source, nbytes);
   }

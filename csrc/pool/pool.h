@@ -44,6 +44,8 @@ struct PoolStatistics {
   size_t slabs_acquired = 0;       // so far; stands still in a steady state
   size_t grown_in_background = 0;  // slabs, of slabs_acquired
   double acquire_s = 0;            // seconds spent in the system's allocator
+  size_t pageable_bytes = 0;       // of reserved_bytes, what was to be pinned and is not
+  std::string why_pageable;        // what the last pinning that failed was refused with
   uint64_t written_bytes = 0;      // to slabs without an address in memory: to a file
 };
 

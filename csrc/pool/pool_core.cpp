@@ -267,6 +267,11 @@ std::string PoolCore::grow(size_t wanted_bytes, size_t least_bytes, bool backgro
     if (result.slab) {
       const SlabId id = next_slab_++;
       ranges_.add_slab(id, result.slab->size());
+      if (!result.why_pageable.empty()) {
+        pageable_.insert(id);
+        counted_.pageable_bytes += result.slab->size();
+        counted_.why_pageable = std::move(result.why_pageable);
+      }
       slabs_.emplace(id, std::move(result.slab));
       counted_.grown_in_background += background ? 1 : 0;
       return {};
@@ -294,6 +299,7 @@ size_t PoolCore::trim() {
       ranges_.remove_slab(id);
       const auto slab = slabs_.find(id);
       bytes += slab->second->size();
+      counted_.pageable_bytes -= pageable_.erase(id) != 0 ? slab->second->size() : 0;
       returned.push_back(std::move(slab->second));
       slabs_.erase(slab);
     }

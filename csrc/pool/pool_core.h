@@ -88,6 +88,7 @@ class PoolCore final : public std::enable_shared_from_this<PoolCore> {
   mutable std::mutex mutex_;
   RangeAllocator ranges_;
   std::map<SlabId, std::unique_ptr<Slab>> slabs_;
+  std::set<SlabId> pageable_;  // of these, the ones that were to be pinned
   SlabId next_slab_ = 0;
   std::map<Sequence, Pending> pending_;
   std::set<std::pair<size_t, Sequence>> pending_by_size_;
@@ -116,6 +117,7 @@ class PoolBlock final : public Block {
   size_t nbytes() const override;
   void shrink(size_t nbytes) override;
   void* data() const override;
+  bool pinned() const override { return slab_.pinned(); }
   size_t offset() const override { return offset_; }
   void write(const void* source) override;
   void read(void* destination) override;

@@ -26,6 +26,9 @@ class Slab {
   // First byte in host memory, or nullptr where the slab is not addressable (a file).
   virtual void* data() const = 0;
 
+  // Whether a device copies to and from the slab by itself (page-locked memory).
+  virtual bool pinned() const { return false; }
+
   // Move `nbytes` bytes between the slab at `offset` and host memory of the caller; block the
   // calling thread; throw TransferError. A write may also overwrite what lies between the end of
   // the bytes and the next multiple of the alignment that the pool was made with.
@@ -43,6 +46,8 @@ class Slab {
 struct SlabResult {
   std::unique_ptr<Slab> slab;
   std::string refusal;
+  // Of a slab that was to be pinned and is not: what pinning was refused with.
+  std::string why_pageable = {};
 };
 
 // Thread-safe. A source may be dropped before its slabs.

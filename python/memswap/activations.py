@@ -374,7 +374,8 @@ def manage(
             docs/choosing.md helps to choose, docs/planning.md says what is learnt when.
         rates: of the machine; default: :func:`memswap.profile`, measured once per machine.
         group: ranks that plan together, from the slowest one's times, so that they have the same
-            plan. All of them must train in step. Default: each for itself.
+            plan. All of them must train in step. Under a budget for the whole device each rank's
+            own is met, whatever the others have. Default: each for itself.
         prefetch_bytes: see :class:`saved_tensors`.
         windows: hide encoding and decoding under matrix products and collectives; see
             :class:`Windows`. None: each starts as soon as it can. On a CPU, where whoever asks does
@@ -387,7 +388,7 @@ def manage(
         ValueError: no modules, one of them twice, a ``budget`` that cannot be read, or modules on
             several devices under one budget; an optimizer that is managed already.
         NotImplementedError: a ``pool`` that cannot serve the modules' device in this version; a
-            budget for a whole device with a ``group``, or on one that does not tell its memory.
+            budget for a whole device that does not tell its memory.
         BudgetError: a budget for the whole device is less than its weights and gradients; or later,
             when a step would begin with its plan and none meets the budget; the message states the
             smallest one that can be met.
@@ -408,11 +409,6 @@ def manage(
             "(mesh.get_group()) or None"
         )
     whole = is_device_budget(budget)
-    if whole and group is not None:
-        raise NotImplementedError(
-            "manage(budget='device:...', group=...): ranks do not plan for whole devices together "
-            "in this version; leave group=None, so that each plans for its own"
-        )
     if budget is not None and not whole:
         budget = parsed(budget, "manage(budget=...)")
     if isinstance(modules, nn.Module) and not isinstance(

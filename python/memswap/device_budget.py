@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 
-#: The share of a budget that an optimizer's step has for state that comes and goes. Three
+#: The share of a budget that an optimizer's step has for state that comes and goes. Two
 #: parameters' state takes more where they are long.
 ROOM_SHARE = 1 / 64
 

@@ -12,6 +12,8 @@ from weakref import WeakValueDictionary
 import torch
 
 from memswap._native import native
+from memswap._warn import warn
+from memswap.engine.pools import PAGEABLE, HostPool
 from memswap.engine.transfer import check_pool, default_pool, lane_to
 from memswap.errors import NotSwappedError, SharedStorageError, TransferError
 
@@ -78,6 +80,8 @@ def swap_out(tensor: torch.Tensor, pool: Pool | None = None) -> bool:
     block = pool.native.allocate(native.StorageRef(tensor).nbytes)
     if block is None:
         return False
+    if isinstance(pool, HostPool) and (why := pool.take_pageable()):
+        warn(f"memswap.swap_out: {PAGEABLE.format(why)}")
     lane = lane_to(pool, tensor.device)
     message = (
         f"memswap: this tensor ({tensor.dtype}, {list(tensor.shape)}) is swapped out; call "

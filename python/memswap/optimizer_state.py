@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from memswap._native import native
 from memswap._warn import UsersLine
 from memswap.engine.action import ENCODE, KEEP, SWAP, Action
+from memswap.engine.pools import PAGEABLE, HostPool
 from memswap.engine.transfer import Route, Routes, lane_to
 from memswap.engine.units import format_bytes
 from memswap.errors import TransferError
@@ -166,7 +167,6 @@ class StateMover:
         self._action = action
         self._pool = pool
         self._routes = Routes(pool)
-        self._written_before = 0 if pool is None else pool.written_bytes()
         self._min_bytes = min_bytes
         self._leaving: deque[tuple[ref[torch.Tensor], int, bool]] = deque()
         self._encoding: deque[_Encoding] = deque()
@@ -195,6 +195,8 @@ class StateMover:
                     "memswap.manage_optimizer: a file could not take optimizer state, which is in "
                     f"host memory instead: {failure}"
                 )
+            if why := route.take_pageable():
+                self._line.warn(f"memswap.manage_optimizer: {PAGEABLE.format(why)}")
 
     # --- away -------------------------------------------------------------------------------------
 
@@ -259,8 +261,14 @@ class StateMover:
         return any((self._action or route.default_action) is ENCODE for route in routes)
 
     def written_bytes(self) -> int:
-        """Bytes that the pool has written to its file since the mover was made."""
-        return 0 if self._pool is None else self._pool.written_bytes() - self._written_before
+        """Bytes that the pool has written to its file so far."""
+        return 0 if self._pool is None else self._pool.written_bytes()
+
+    def describe_pools(self) -> list[str]:
+        """What was taken of host memory, a line for each pool."""
+        routes = self._routes.open_routes()
+        pools = {id(one.pool): one.pool for one in routes if one.copies}
+        return [one.describe() for one in pools.values() if isinstance(one, HostPool)]
 
     def _why_it_stays(self, tensor: torch.Tensor, not_these: frozenset[int] | set[int]) -> str:
         if tensor.numel() <= 1:
@@ -366,13 +374,20 @@ class StateMover:
 
     # --- and back ---------------------------------------------------------------------------------
 
-    def begin_return(self, tensor: torch.Tensor) -> int:
-        """Start bringing a tensor back, where that needs nobody's time. Bytes that it takes."""
+    def returning_bytes(self, tensor: torch.Tensor) -> int:
+        """Bytes of the device that `begin_return` would take for a tensor."""
         away = away_of(tensor)
         if away is None or away.returning is not None or not away.form.works_ahead:
             return 0
-        away.returning = away.form.bring()
         return away.nbytes
+
+    def begin_return(self, tensor: torch.Tensor) -> int:
+        """Start bringing a tensor back, where that needs nobody's time. Bytes that it takes."""
+        nbytes = self.returning_bytes(tensor)
+        away = away_of(tensor)
+        if away is not None and nbytes:
+            away.returning = away.form.bring()
+        return nbytes
 
     def cancel_return(self, tensor: torch.Tensor) -> None:
         """Let go of what is on its way back: it is not needed yet. Its away form has the bytes."""

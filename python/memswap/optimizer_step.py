@@ -12,11 +12,17 @@ So an optimizer that handles one group after another streams its state without k
 the optimizer itself is changed for the time of a step, so there is nothing to put back when it
 raises.
 
-Three parts of the device's `room` are in use at a time: the chunk before is leaving, the next one
-is arriving, and this one is stepped. On an accelerator the next chunk's memory is allocated and its
-fetch started before this chunk's kernels are launched, so that the fetch does not wait for them
-(edge 4 of [Note: Every edge of a swap] in csrc/lane/stream_lane.h). The memory of what left is let
-go of behind this chunk's kernels (edge 2), or earlier where there is no room otherwise.
+The device holds two chunks of half its `room` each, and each goes in two halves, which are the
+chunks of this file: while one half is stepped, the one before is leaving and the next one or two
+arrive. On an accelerator the next half's memory is allocated and its fetch started before this
+one's kernels are launched, so that the fetch does not wait for them (edge 4 of [Note: Every edge of
+a swap] in csrc/lane/stream_lane.h). The memory of what left is let go of behind this one's kernels
+(edge 2), or earlier where there is no room otherwise.
+
+A parameter is never divided. Where the state of two that follow each other is longer than the room,
+these two are what the device holds: one is stepped, and tensor by tensor the next one's state
+arrives as the last one's has left. Then kernels wait for that copy, so that a step takes the link's
+time and theirs.
 """
 
 from __future__ import annotations
@@ -43,6 +49,9 @@ if TYPE_CHECKING:
         ...
 else:
     uncompiled = torch._disable_dynamo
+
+#: Parts of the room that one chunk may fill: one is stepped, one leaves, two arrive.
+PARTS = 4
 
 #: State of parameters that have none yet, in bytes of the parameter: two moments of its dtype.
 USUAL_STATE = 2
@@ -149,8 +158,8 @@ class StateStream:
         optimizer: whose step it is.
         mover: moves single tensors.
         chunks: of all parameters.
-        room_bytes: what the state may take of the device; more where three chunks are longer,
-            because single parameters are.
+        room_bytes: what the state may take of the device; more where two chunks that follow each
+            other are longer, because single parameters are.
         with_gradient_only: parameters without a gradient are not stepped, so their state stays
             away.
         staying: parameters, by `id`, whose state stays on the device.
@@ -169,10 +178,9 @@ class StateStream:
         self._staying = staying
         self._mover = mover
         self._chunks = chunks
-        # Three chunks are there at a time, however long single parameters are: with less room each
-        # would wait for the last one's send.
+        # One chunk is stepped while the next one arrives, however long single parameters are.
         sizes = [chunk.nbytes for chunk in chunks]
-        longest = max((sum(sizes[at : at + 3]) for at in range(len(sizes))), default=0)
+        longest = max((sum(sizes[at : at + 2]) for at in range(len(sizes))), default=0)
         self._room_bytes = max(room_bytes, longest)
         self._with_gradient_only = with_gradient_only
         self._current: int | None = None
@@ -208,15 +216,12 @@ class StateStream:
         for ahead in range(number + 1, len(self._chunks)):
             if ahead in self._arriving:
                 continue
-            more = self._chunks[ahead].nbytes
-            share = sum(self._arriving.values()) + more
-            if self._arriving and share > self._room_bytes // 3:
+            share = sum(self._arriving.values()) + self._chunks[ahead].nbytes
+            most = min(self._room_bytes // 2, self._room_bytes - self._chunks[number].nbytes)
+            if self._arriving and share > most:
                 break
-            self._make_room(more)
-            started = self._start(ahead)
-            if not started:
+            if not self._start(ahead):
                 break
-            self._arriving[ahead] = started
         self._note_peak()
         for tensor in self._stepped(number):
             self._mover.bring(tensor)
@@ -245,17 +250,27 @@ class StateStream:
         while self._held() + nbytes > self._room_bytes and self._mover.wait_oldest():
             pass
 
-    def _start(self, number: int) -> int:
-        """Start bringing a chunk's state back. Bytes that come; 0: none, or no room for all."""
-        started = 0
+    def _start(self, number: int) -> bool:
+        """Start bringing a chunk's state back, each tensor once there is room for it.
+
+        Returns:
+            Whether any of it comes; not where the device has no memory for all of it.
+        """
+        ahead, started = number != self._current, 0
         for tensor in self._stepped(number):
             try:
+                if ahead:
+                    self._make_room(self._mover.returning_bytes(tensor))
                 started += self._mover.begin_return(tensor)
             except torch.OutOfMemoryError:  # it comes when it is needed
                 for other in self._stepped(number):
                     self._mover.cancel_return(other)
-                return 0
-        return started
+                self._arriving.pop(number, None)
+                return False
+            if ahead and started:
+                self._arriving[number] = started
+                self._note_peak()
+        return started > 0
 
     def _retire(self) -> None:
         """The chunk that was stepped leaves."""

@@ -24,6 +24,7 @@ import torch
 from torch.optim import Optimizer
 
 from memswap.engine.action import Action
+from memswap.engine.pools import Endurance
 from memswap.engine.transfer import check_pool
 from memswap.engine.uncopied import Uncopied
 from memswap.engine.units import format_bytes, parse_bytes
@@ -36,6 +37,7 @@ from memswap.optimizer_state import (
     with_tensors,
 )
 from memswap.optimizer_step import (
+    PARTS,
     StateStream,
     chunks_of,
     is_view,
@@ -140,10 +142,10 @@ def manage_optimizer(
         pool: where the bytes go. Default: pinned host memory for an accelerator. A
             :class:`memswap.DiskPool` puts a CPU's state in a file (the default action is SWAP
             then).
-        room: most bytes that state takes of the device in a step, such as ``"1GiB"``: a chunk that
-            leaves, one that is stepped and one that arrives. Default: an eighth of the state, at
-            least 48 MiB and at most 768 MiB. A single parameter whose state is longer than a third
-            of this takes more.
+        room: most bytes that state takes of the device in a step, such as ``"1GiB"``: two chunks,
+            each of which comes and goes in two halves. Default: an eighth of the state, at least
+            48 MiB and at most 768 MiB. Two parameters that follow each other and whose state is
+            longer than this take what they have.
         chunked: whether steps go chunk by chunk. Default: for optimizers of torch.optim but LBFGS.
             Others bring all of their state back before `step()` and send it away after it, because
             an optimizer may compute something over all of its parameters; True says that this one
@@ -214,7 +216,7 @@ class ManagedOptimizer(Uncopied):
         self._steps = self._chunks = 0
         self._last_room = self._peak_bytes = 0
         self._began_s = self._last_step_s = 0.0
-        self._managed_s = time.perf_counter()
+        self._endurance = Endurance(pool)
         self._handles: list[RemovableHandle] = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -365,22 +367,11 @@ class ManagedOptimizer(Uncopied):
             )
         else:
             lines.append(f"steps: none yet; room: {format_bytes(now.room_bytes)}")
-        lines += self._endurance(now.steps)
+        lines += self._endurance.line(self._mover.written_bytes(), "a step")
+        lines += self._mover.describe_pools()
         for reason, nbytes in sorted(now.kept.items(), key=lambda item: -item[1]):
             lines.append(f"stays: {format_bytes(nbytes)} ({reason})")
         return "\n".join(lines)
-
-    def _endurance(self, steps: int) -> list[str]:
-        """What a file takes of its drive's life: drives are rated for bytes written."""
-        written = self._mover.written_bytes()
-        if not written or not steps:
-            return []
-        seconds = max(time.perf_counter() - self._managed_s, 1e-9)
-        return [
-            f"disk: {format_bytes(written / steps)} written to the file a step, "
-            f"{format_bytes(written / seconds * 86_400)} a day at this rate (a drive is rated for "
-            "so many bytes in its life: docs/optimizers.md)"
-        ]
 
     @staticmethod
     def _where(now: OptimizerStatistics) -> str:
@@ -414,7 +405,7 @@ class ManagedOptimizer(Uncopied):
             self._bring_all(optimizer)
             return None
         room_bytes = self._room_of(optimizer)
-        chunks = chunks_of(optimizer, max(room_bytes // 3, 1), self._staying)
+        chunks = chunks_of(optimizer, max(room_bytes // PARTS, 1), self._staying)
         self._stream = StateStream(
             optimizer, self._mover, chunks, room_bytes, self._known, self._staying
         )
@@ -439,6 +430,7 @@ class ManagedOptimizer(Uncopied):
             self._chunks, self._peak_bytes = len(self._groups), stream.peak_bytes
             self._write_back(optimizer)
         self._steps += 1
+        self._endurance.count()
         self._last_step_s = time.perf_counter() - self._began_s
 
     def _write_back(self, optimizer: Optimizer) -> None:

@@ -22,6 +22,7 @@ OPTIONS = {
     "bench_peers": "--layers 1 --hidden 64 --batch 1 --sequence 32 --rounds 1 --learn 2 "
     "--only plain --only memswap.manage --only save_on_cpu --only torch.utils.checkpoint",
     "bench_planning": "--layers 3 --rounds 1",
+    "bench_disk": "--mib 16 --rounds 1",
     "bench_host_pool": "--tokens 64 --layers 1 --rounds 1",
     "bench_optimizer": "--layers 1 --hidden 64 --heads 2 --seq 16 --batch 1 --blocks 1 --steps 1 "
     "--ratio-steps 1 --room 64KiB",

@@ -232,7 +232,7 @@ def test_memory_of_a_failed_copy_is_never_given_back(device):
 
     model, x = new_stack(device), new_input(device)
     expected = train_step(model, lambda: model(x))
-    pool = memswap.HostPool(budget="64MiB", slab="4KiB", device=device)
+    pool = memswap.HostPool(budget="64MiB", slab="4KiB", device=device, pageable=False)
     ours = memswap.checkpoint_module(model.layers, SWAP, pool=pool, min_bytes=1)
     with faults.fail_pinned(n=2, after=1), pytest.warns(UserWarning, match="memswap"):
         for _ in range(2):

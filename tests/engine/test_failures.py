@@ -81,7 +81,7 @@ def test_memory_that_cannot_be_pinned_keeps(device, way):
 
     x = new_input(device)
     expected = expected_gradients(device, x)
-    pool = memswap.HostPool(budget="64MiB", slab="64KiB", device=device)
+    pool = memswap.HostPool(budget="64MiB", slab="64KiB", device=device, pageable=False)
     training = Training(way, new_stack(device), pool)
     with faults.pinned_budget(0), pytest.warns(UserWarning, match="memswap") as told:
         assert_same_gradients(train_step(training.model, lambda: training.loss(x)), expected)
@@ -103,7 +103,7 @@ def test_pinning_that_fails_now_and_then(device, way):
 
     x = new_input(device)
     expected = expected_gradients(device, x)
-    pool = memswap.HostPool(budget="64MiB", slab="4KiB", device=device)
+    pool = memswap.HostPool(budget="64MiB", slab="4KiB", device=device, pageable=False)
     training = Training(way, new_stack(device), pool)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

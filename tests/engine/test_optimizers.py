@@ -32,6 +32,7 @@ from torch import nn
 
 import memswap
 from memswap.optimizer_state import away_of, plain_tensors
+from memswap.optimizer_step import StateStream
 from memswap.optimizers import OptimizerStepError, steps_in_parts
 
 pytestmark = pytest.mark.filterwarnings("ignore:The foreach:UserWarning")
@@ -96,7 +97,7 @@ def test_state_of_a_step_takes_no_more_than_its_room(device, new_pool):
     width, depth = 64, 12
     model = new_model(device, depth, width)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-    room = 3 * 2 * 2 * 4 * width * width  # three chunks of two parameters
+    room = 2 * 4 * 2 * 4 * width * width  # two chunks of four parameters, in halves of two
     manager = manage(optimizer, new_pool(), room=room)
     peaks = []
     for step in range(4):
@@ -115,6 +116,72 @@ def test_state_of_a_step_takes_no_more_than_its_room(device, new_pool):
     assert manager.statistics().chunks == depth // 2
     assert manager.statistics().peak_bytes <= room
     assert "chunk(s)" in manager.report()
+
+
+def two_chunks(width: int, parameters: int) -> int:
+    """Room for two chunks of so many parameters' momentum."""
+    return 2 * parameters * 4 * width * width
+
+
+def most_in_a_step(device, new_pool, width, depth, room) -> tuple[int, int]:
+    """Bytes that a step has on the device beside what is there before it: measured, and its own
+    account of them.
+
+    SGD with momentum allocates nothing for itself, one parameter after another.
+    """
+    module = torch.get_device_module(device)
+    model = new_model(device, depth, width)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    manager = manage(optimizer, new_pool(), room=room)
+    peaks = []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, device, step).backward()
+        torch.accelerator.synchronize()
+        before = module.memory_allocated()
+        module.reset_peak_memory_stats()
+        optimizer.step()
+        torch.accelerator.synchronize()
+        if step:  # before the first one there is no state
+            assert module.memory_allocated() == before, "state stays on the device"
+            peaks.append(module.max_memory_allocated() - before)
+    return max(peaks), manager.statistics().peak_bytes
+
+
+def assert_most(found: tuple[int, int], expected: int, request: pytest.FixtureRequest) -> None:
+    """Never more; and exactly that where no copy ends before somebody waits for it ("lazy")."""
+    measured, account = found
+    assert measured <= expected, f"{measured - expected} bytes more than two chunks"
+    assert account == expected, "the room is not used, or the step does not know what it takes"
+    if "lazy" in request.node.name:
+        assert measured == expected
+
+
+@pytest.mark.accelerator
+@pytest.mark.parametrize("parameters", [2, 4, 6])
+def test_the_device_holds_two_chunks_to_the_byte(device, new_pool, parameters, request):
+    width = 64
+    room = two_chunks(width, parameters)
+    assert_most(most_in_a_step(device, new_pool, width, 24, room), room, request)
+
+
+@pytest.mark.accelerator
+def test_of_long_parameters_the_device_holds_two_to_the_byte(device, new_pool, request):
+    width = 64
+    found = most_in_a_step(device, new_pool, width, 8, 4096)
+    assert_most(found, two_chunks(width, 1), request)
+
+
+@pytest.mark.accelerator
+@pytest.mark.parametrize(("room", "depth"), [(4096, 8), (two_chunks(64, 4), 24)])
+def test_without_waiting_for_the_last_chunk_the_device_holds_more(
+    device, new_pool, monkeypatch, room, depth, request
+):
+    """The mutation: what two chunks have left is noticed by the two tests above."""
+    monkeypatch.setattr(StateStream, "_make_room", lambda stream, nbytes: None)
+    found = most_in_a_step(device, new_pool, 64, depth, room)
+    with pytest.raises(AssertionError, match=r"the room is not used|more than two chunks"):
+        assert_most(found, max(room, two_chunks(64, 1)), request)
 
 
 def test_counters_and_short_tensors_stay_and_are_told(device, new_pool):

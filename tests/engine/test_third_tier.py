@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import gc
-import os
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from disk_faults import READS, WRITES
 from helpers import (
     EVERYTHING,
     assert_pool_empty,
     assert_same_gradients,
     collect,
-    descriptor_under,
     files_no_longer_than,
     flush_autograd,
     gradients,
@@ -39,8 +38,8 @@ def _small_staging(monkeypatch):
     """The lane's pinned memory is made in small slabs, and is full after some storages."""
     monkeypatch.setattr(lanes, "STAGING_BYTES", 64 << 10)
 
-    def host_pool(*, device: Any, numa: Any = "auto") -> memswap.HostPool:
-        return memswap.HostPool(budget="64MiB", slab="1MiB", device=device, numa=numa)
+    def host_pool(*, device: Any, **options: Any) -> memswap.HostPool:
+        return memswap.HostPool(budget="64MiB", slab="1MiB", device=device, **options)
 
     monkeypatch.setattr(lanes, "HostPool", host_pool)
 
@@ -133,9 +132,14 @@ def test_a_storage_longer_than_the_staging_memory_goes_alone(device, new_disk):
     assert same_bits(tensor, random(device, 40_000))
 
 
-def test_a_disk_that_cannot_be_written_keeps_bytes_in_host_memory(device, new_disk):
+@pytest.mark.parametrize("fault", WRITES)
+def test_a_disk_that_cannot_be_written_keeps_bytes_in_host_memory(
+    device, new_disk, tmp_path, fault
+):
     disk = new_disk()
     disk.reserve("1MiB")  # space is set aside, and then the disk fails
+    # What stands in the file's place is not to be read; the first step has nothing to read.
+    failing = 2 if fault in ("no byte", "short writes") else 0
     model = new_model(device)
     optimizer = maker("AdamW")(model.parameters())
     manage(optimizer, disk)
@@ -147,8 +151,8 @@ def test_a_disk_that_cannot_be_written_keeps_bytes_in_host_memory(device, new_di
                 one.zero_grad()
                 loss_of(other, device, step).backward()
             plain.step()
-            if step == 2:
-                with files_no_longer_than(0):
+            if step == failing:
+                with WRITES[fault](tmp_path):
                     optimizer.step()
                     state_bits(optimizer, model)
                     for lane in open_lanes(optimizer):
@@ -161,14 +165,17 @@ def test_a_disk_that_cannot_be_written_keeps_bytes_in_host_memory(device, new_di
     assert_pool_empty(disk)
 
 
-def test_a_disk_that_cannot_take_activations_is_told_and_nothing_is_lost(device, new_disk):
+@pytest.mark.parametrize("fault", WRITES)
+def test_a_disk_that_cannot_take_activations_is_told_and_nothing_is_lost(
+    device, new_disk, tmp_path, fault
+):
     disk = new_disk()
     disk.reserve("1MiB")
     model, x = new_stack(device), new_input(device)
     plain = plain_gradients(device, x, x)
     with memswap.manage(model.layers, EVERYTHING, pool=disk) as manager:
         with pytest.warns(UserWarning, match="could not take saved activations"):
-            with files_no_longer_than(0):
+            with WRITES[fault](tmp_path):
                 loss = model(x)
                 torch.accelerator.synchronize()
                 for route in manager._engine.open_routes():
@@ -219,8 +226,43 @@ def open_lanes(optimizer: Any) -> list[Any]:
     return [route.lane for route in mover._routes.open_routes()]
 
 
+def test_a_disk_without_space_to_set_aside_is_told_and_tensors_stay(device, new_disk):
+    """Before anything is written: whatever was to leave is where it was."""
+    disk = new_disk()
+    model, x = new_stack(device), new_input(device)
+    plain = plain_gradients(device, x)
+    with memswap.manage(model.layers, EVERYTHING, pool=disk) as manager:
+        with pytest.warns(UserWarning, match="could not get a slab"), files_no_longer_than(0):
+            model(x).backward()
+        assert manager.stats().moved_storages == 0
+        assert_same_gradients(gradients(model), plain)
+        model.zero_grad(set_to_none=True)
+        disk.trim()  # the disk has space again: ask it now, and not in a second
+        model(x).backward()
+        assert manager.stats().moved_storages > 0
+        assert_same_gradients(gradients(model), plain)
+    flush_autograd(device)
+    assert_pool_empty(disk)
+
+
+def test_what_activations_write_is_told_for_the_drives_sake(device, new_disk):
+    disk = new_disk()
+    model = new_stack(device)
+    with memswap.manage(model.layers, EVERYTHING, pool=disk) as manager:
+        for step in range(3):
+            model(new_input(device, seed=step)).backward()
+            for route in manager._engine.open_routes():
+                route.lane.finish_writes()
+        written, report = disk.statistics().written_bytes, manager.report()
+    assert written > 0
+    a_forward = memswap.engine.units.format_bytes(written / 2)  # two have ended
+    assert f"disk: {a_forward} written to the file a forward" in report
+    assert "a day at this rate" in report
+
+
+@pytest.mark.parametrize("fault", READS)
 def test_a_disk_that_cannot_be_read_is_an_error_and_the_state_can_be_asked_for_again(
-    device, new_disk, tmp_path
+    device, new_disk, tmp_path, fault
 ):
     disk = new_disk()
     model = new_model(device)
@@ -232,19 +274,15 @@ def test_a_disk_that_cannot_be_read_is_an_error_and_the_state_can_be_asked_for_a
     for lane in open_lanes(optimizer):
         lane.finish_writes()
         assert lane.staged_bytes() == 0
-    number = descriptor_under(tmp_path)
-    kept = os.dup(number)
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), number)
-    with pytest.raises(memswap.TransferError, match="cannot be read back"):
-        optimizer.state_dict()
-    os.dup2(kept, number)
-    os.close(kept)
+    with READS[fault](tmp_path):
+        with pytest.raises(memswap.TransferError, match="cannot be read back"):
+            optimizer.state_dict()
     collect()
     assert_same(state_bits(optimizer, model), expected)
 
 
-def test_gradients_are_refused_where_the_file_cannot_be_read(device, new_disk, tmp_path):
+@pytest.mark.parametrize("fault", READS)
+def test_gradients_are_refused_where_the_file_cannot_be_read(device, new_disk, tmp_path, fault):
     disk = new_disk()
     model = new_stack(device, depth=1)
     saved = memswap.saved_tensors(EVERYTHING, pool=disk, prefetch_bytes=0)
@@ -253,14 +291,9 @@ def test_gradients_are_refused_where_the_file_cannot_be_read(device, new_disk, t
     saved._engine.settle()
     (route,) = saved._engine._routes.open_routes()
     route.lane.finish_writes()
-    number = descriptor_under(tmp_path)
-    kept = os.dup(number)
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), number)
-    with pytest.raises(memswap.TransferError):
-        loss.backward()
-    os.dup2(kept, number)
-    os.close(kept)
+    with READS[fault](tmp_path):
+        with pytest.raises(memswap.TransferError):
+            loss.backward()
     del loss
     collect()
     flush_autograd(device)

@@ -25,7 +25,7 @@ CALLS = [
 
 
 def new_pool(device):
-    return memswap.HostPool(budget="64MiB", slab="64KiB", device=device)
+    return memswap.HostPool(budget="64MiB", slab="64KiB", device=device, pageable=False)
 
 
 @pytest.mark.every_action

@@ -191,3 +191,14 @@ def test_measuring_a_codec_takes_as_much_memory_as_there_is(monkeypatch):
     monkeypatch.setattr(module, "measure_copy_share", lambda folder: 0.0)
     rates = module.measure(torch.device("cpu"))
     assert rates.encodes and len(sizes) > 1
+
+
+def test_an_accelerators_bytes_that_go_on_to_a_file_are_as_slow_as_the_slower_way() -> None:
+    link = Rates("an accelerator", 25e9, 20e9, 24e9, 19e9, 1e12, 1e12, copy_latency_s=1e-5)
+    disk = Rates("a disk", 2e9, 30e9, 1e9, 15e9, 1e9, 1e9, copy_latency_s=5e-5, copy_share=0.2)
+    found = module.by_way_of(link, disk)
+    assert (found.d2h_bytes_per_s, found.h2d_bytes_per_s) == (2e9, 20e9)
+    assert (found.duplex_d2h_bytes_per_s, found.duplex_h2d_bytes_per_s) == (1e9, 15e9)
+    assert found.encode_bytes_per_s == 1e12, "the device encodes, not the processor"
+    assert found.copy_latency_s == pytest.approx(6e-5)
+    assert found.copy_share == 0.0, "the device's compute shares nothing with the disk"

@@ -33,7 +33,7 @@ Workload = Callable[[Region], list[torch.Tensor]]
 
 
 def new_pool(budget: int | str = "64MiB", slab: int | str = "1MiB", device: Any = DEVICE) -> Any:
-    return memswap.HostPool(budget=budget, slab=slab, device=device)
+    return memswap.HostPool(budget=budget, slab=slab, device=device, pageable=False)
 
 
 def storage_of(tensor: torch.Tensor) -> Any:

@@ -47,8 +47,8 @@ LENGTH = 15_000
 def _little_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of which the same part is used again and again."""
 
-    def host_pool(*, device: Any, numa: Any = "auto") -> memswap.HostPool:
-        return memswap.HostPool(budget="64KiB", slab="64KiB", device=device, numa=numa)
+    def host_pool(*, device: Any, **options: Any) -> memswap.HostPool:
+        return memswap.HostPool(budget="64KiB", slab="64KiB", device=device, **options)
 
     monkeypatch.setattr(lanes, "HostPool", host_pool)
     monkeypatch.setattr(lanes, "STAGING_BYTES", 64 << 10)

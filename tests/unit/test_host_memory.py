@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 import memswap
+from memswap._native import native
 from memswap.engine import pools
-from memswap.engine.host_memory import HostLimits, host_limits
+from memswap.engine.host_memory import HostLimits, host_limits, ranks_of_machine
 
 pytestmark = pytest.mark.cpu_only
 
@@ -69,6 +70,76 @@ def test_a_pool_without_a_budget_takes_no_more(monkeypatch):
     assert memswap.HostPool(budget="2MiB", device="cpu").budget_bytes == 2 << 20
     for text in ("control group", "ulimit -l", "2 ranks"):
         assert text in str(limits)
+
+
+def test_files_in_the_page_cache_are_no_memory_in_use(tmp_path):
+    """A group that reads a data set is always full, and loses none of its processes by it."""
+    at = "sys/fs/cgroup/memory"
+    files = {
+        f"{at}.max": f"{20 * GIB}\n",
+        f"{at}.current": f"{20 * GIB}\n",
+        f"{at}.stat": f"anon {4 * GIB}\ninactive_file {10 * GIB}\nactive_file {6 * GIB}\n",
+    }
+    assert host_limits(machine(tmp_path, files), {}).group == 16 * GIB
+    first = "sys/fs/cgroup/memory/memory"
+    files = {
+        f"{first}.limit_in_bytes": f"{20 * GIB}\n",
+        f"{first}.usage_in_bytes": f"{20 * GIB}\n",
+        f"{first}.stat": f"inactive_file 0\ntotal_inactive_file {8 * GIB}\n",
+    }
+    assert host_limits(machine(tmp_path / "first", files), {}).group == 8 * GIB
+
+
+@pytest.mark.parametrize(
+    ("line", "capabilities", "locked"),
+    [
+        ("8388608              8388608              bytes", "0000000000000000", 8 << 20),
+        ("8388608              unlimited            bytes", "0000000000003fff", 8 << 20),
+        ("8388608              8388608              bytes", "000001fffeffffff", None),
+        ("unlimited            unlimited            bytes", "0000000000000000", None),
+    ],
+)
+def test_the_limit_of_locked_memory(tmp_path, line, capabilities, locked):
+    """Whoever has CAP_IPC_LOCK (bit 14) may lock more than the limit says."""
+    files = {
+        "proc/self/limits": f"Limit   Soft Limit  Hard Limit  Units\nMax locked memory  {line}\n",
+        "proc/self/status": f"VmLck:\t    64 kB\nVmPin:\t    32 kB\nCapEff:\t{capabilities}\n",
+    }
+    root = machine(tmp_path, files)
+    assert host_limits(root, {}).locked == locked
+    assert native.host_limits(str(root)).locked == 96 << 10
+
+
+@pytest.mark.parametrize(
+    ("environment", "ranks"),
+    [
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 4),
+        ({"MPI_LOCALNRANKS": "2"}, 2),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2),4"}, 8),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x16)"}, 4),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8", "LOCAL_WORLD_SIZE": "1"}, 1),
+        ({"LOCAL_WORLD_SIZE": "0"}, 1),
+        ({}, 1),
+    ],
+)
+def test_every_launcher_says_how_many_ranks_share_the_machine(environment, ranks):
+    assert ranks_of_machine(environment) == ranks
+
+
+def test_the_node_of_a_device_is_read_from_its_slot(tmp_path):
+    """The system's files, as a machine with two sockets has them."""
+    machine(
+        tmp_path,
+        {
+            "sys/devices/system/node/online": "0-1\n",
+            "sys/bus/pci/devices/0000:17:00.0/numa_node": "1\n",
+            "sys/bus/pci/devices/0000:18:00.0/numa_node": "-1\n",
+        },
+    )
+    root = str(tmp_path)
+    assert native.numa_nodes(root) == 2
+    assert native.numa_node_of_pci("0000:17:00.0", root) == 1
+    assert native.numa_node_of_pci("0000:18:00.0", root) is None
 
 
 def test_this_machine_says_something():

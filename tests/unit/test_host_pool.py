@@ -119,13 +119,24 @@ def test_a_budget_that_is_no_power_of_two_can_be_used_whole() -> None:
 
 @pytest.mark.skipif(torch.xpu.is_available(), reason="needs a backend that this machine lacks")
 def test_memory_that_cannot_be_pinned_is_a_refusal_with_its_reason() -> None:
-    pool = native.make_host_pool(torch.device("xpu:0"), None, MIB)
+    pool = native.make_host_pool(torch.device("xpu:0"), None, MIB, pageable=False)
     assert pool.allocate(10) is None
     statistics = PoolStatistics(**pool.statistics())
     assert statistics.refusals == 1
     assert "could not get a slab of 1048576 bytes" in statistics.last_refusal
     assert "XPU" in statistics.last_refusal, "the system's own words are missing"
     assert "frame #" not in statistics.last_refusal, "a backtrace is no reason"
+
+
+@pytest.mark.skipif(torch.xpu.is_available(), reason="needs a backend that this machine lacks")
+def test_ordinary_memory_serves_where_none_can_be_pinned() -> None:
+    pool = native.make_host_pool(torch.device("xpu:0"), 2 * MIB, MIB)
+    block = pool.allocate(10)
+    assert block is not None
+    statistics = PoolStatistics(**pool.statistics())
+    assert statistics.pageable_bytes == MIB
+    assert "XPU" in statistics.why_pageable, "the system's own words are missing"
+    assert pool.allocate(2 * MIB) is None, "the budget is for both kinds of memory"
 
 
 def test_a_size_beyond_any_memory_is_a_refusal() -> None:

@@ -6,8 +6,6 @@ import argparse
 import importlib.util
 import os
 import platform
-import resource
-from pathlib import Path
 
 import torch
 
@@ -16,6 +14,7 @@ from memswap._native import native
 from memswap.cli.bench.environment import device_name
 from memswap.cli.table import render_table
 from memswap.engine.host_memory import host_limits
+from memswap.engine.pools import node_of
 from memswap.engine.units import format_bytes
 
 
@@ -52,15 +51,23 @@ def describe_faults() -> list[str]:
 
 
 def describe_numa() -> str:
-    """Count the machine's NUMA nodes."""
-    nodes = list(Path("/sys/devices/system/node").glob("node[0-9]*"))
-    return f"{len(nodes)} node(s)" if nodes else "not told by this system"
+    """Count the machine's NUMA nodes, and say where the accelerator and a pool's memory are."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    nodes = native.numa_nodes()
+    text = f"{nodes} node(s)"
+    if accelerator is None:
+        return text
+    device = torch.device(accelerator.type, torch.accelerator.current_device_index())
+    node = node_of(device)
+    if node is None:
+        return f"{text}; which one {device} hangs on is not told"
+    return f"{text}; {device} hangs on node {node}, where a HostPool takes its memory"
 
 
 def describe_locked_limit() -> str:
     """How much memory this process may pin by mlock; drivers may pin beyond it."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
+    locked = host_limits().locked
+    return "none for this process" if locked is None else format_bytes(locked)
 
 
 def describe_host_limits() -> str:

@@ -14,6 +14,7 @@ from memswap._native import native
 from memswap.engine import recipes
 from memswap.engine.action import TensorInfo
 from memswap.engine.compiled import uncompiled_methods
+from memswap.engine.pools import PAGEABLE, Endurance, HostPool
 from memswap.engine.stats import Stats, snapshot
 from memswap.engine.transfer import Routes
 from memswap.engine.windows import WindowStats
@@ -66,6 +67,7 @@ class Engine(native.Engine):
         self._director: Director | None = None
         self.policy = policy
         self._routes = Routes(pool)
+        self._since = Endurance(pool)
 
     @property
     def policy(self) -> Decider:
@@ -102,6 +104,7 @@ class Engine(native.Engine):
             return
         with self.lock:
             if self.iteration.count:
+                self._since.count()
                 ended, self.iteration = self.iteration, self.timeline.begin()
                 if self.recipes is not None:
                     self.recipes.begin_iteration()
@@ -118,6 +121,8 @@ class Engine(native.Engine):
                             "a file could not take saved activations, which are in host memory "
                             f"instead: {failure}",
                         )
+                    if why := route.take_pageable():
+                        self.ledger.tell_once("pageable", PAGEABLE.format(why))
 
     # --- windows (Schedule.WINDOWS; [Note: Windows] in csrc/engine/window_queue.h) ---------------
 
@@ -196,6 +201,13 @@ class Engine(native.Engine):
     def open_routes(self) -> list[Route]:
         """The routes of the devices that were seen so far."""
         return self._routes.open_routes()
+
+    def describe_pools(self) -> list[str]:
+        """What was taken of host memory, and what a file takes of its drive's life."""
+        pools = {id(one.pool): one.pool for one in self.open_routes() if one.copies}
+        lines = [one.describe() for one in pools.values() if isinstance(one, HostPool)]
+        written = sum(one.written_bytes() for one in pools.values())
+        return [*lines, *self._since.line(written, "a forward, by all who use this pool")]
 
     def check_decodes(self) -> None:
         """Wait for decodes under way; raise TransferError if a frame was not what was encoded."""

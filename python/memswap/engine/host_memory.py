@@ -1,26 +1,39 @@
-"""Host memory: how much of it this process may take, so that the system kills nobody.
+"""Host memory: how much of it a pool of this process may take by default.
 
-[Note: What ends a process]
-Linux refuses hardly any allocation; it ends a process when pages are touched that are not there. A
-pool therefore has a limit of its own, from what the system says when the pool is made: what is
-available now (`MemAvailable`), what every control group above this process leaves of its limit
-(version 2: `memory.max` and `memory.current`; version 1: `memory.limit_in_bytes` and
-`memory.usage_in_bytes`), the same for all processes of a node that a launcher has started together
-(`LOCAL_WORLD_SIZE`), each of which would otherwise take half of it.
+What the system leaves is read natively (csrc/pool/host_limits.h), and asked again before each slab
+([Note: What ends a process] in csrc/pool/spare_slabs.h). Here it is divided among the ranks of this
+machine: each has the same share from the beginning, so that a plan can count on it, and a rank that
+dies leaves nothing behind that others would have to clear up. Should all of them take more than
+there is (budgets of their own, another job), each finds less left before its next slab.
 """
 
 from __future__ import annotations
 
 import os
-import resource
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
+from memswap._native import native
 from memswap.engine.units import format_bytes
 
 #: What a pool takes at most of what is available.
 SHARE = 1 / 2
+
+#: Variables in which launchers tell how many processes they have started on a machine: torchrun and
+#: accelerate, Open MPI, MVAPICH, MPICH and Intel MPI, Slurm's srun ("8(x2),4": two machines with 8
+#: and one with 4, of which the largest number is taken).
+LAUNCHERS = (
+    "LOCAL_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "SLURM_STEP_TASKS_PER_NODE",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +45,8 @@ class HostLimits:
     group: int | None
     """What the control groups above this process leave; None: they set no limit."""
     locked: int | None
-    """Most bytes that may be locked (``ulimit -l``); None: no limit. Drivers that pin for a device
-    mostly do not count there."""
+    """Most bytes that may be locked (``ulimit -l``); None: no limit for this process. Drivers that
+    pin for a device mostly do not count there; a pool notices whether one does."""
     ranks: int
     """Processes that share the machine."""
 
@@ -63,63 +76,29 @@ def host_limits(root: Path = Path("/"), environment: Mapping[str, str] = os.envi
 
     Args:
         root: where ``proc`` and ``sys`` are, for tests.
-        environment: variables; LOCAL_WORLD_SIZE says how many ranks share the machine.
+        environment: variables; those of `LAUNCHERS` say how many ranks share the machine.
     """
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    found = native.host_limits(str(root))
     return HostLimits(
-        available=_available(root),
-        group=min(_left_by_groups(root), default=None),
-        locked=None if soft == resource.RLIM_INFINITY else soft,
-        ranks=_ranks(environment),
+        available=found.available,
+        group=found.group,
+        locked=found.lockable,
+        ranks=ranks_of_machine(environment),
     )
 
 
-def _available(root: Path) -> int:
-    try:
-        for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # free pages have to do
+def ranks_of_machine(environment: Mapping[str, str]) -> int:
+    """How many processes of this training are on this machine, as its launcher says.
 
-
-def _ranks(environment: Mapping[str, str]) -> int:
-    found = environment.get("LOCAL_WORLD_SIZE", "1")
-    return max(int(found), 1) if found.isdigit() else 1
-
-
-def _left_by_groups(root: Path) -> Iterator[int]:
-    """What each control group that this process is in leaves of its limit."""
-    for folder, most, now in _groups(root):
-        try:
-            limit = (folder / most).read_text(encoding="ascii").strip()
-            if limit == "max":
-                continue
-            used = int((folder / now).read_text(encoding="ascii"))
-        except (OSError, ValueError):
-            continue  # no such group here: a container sees its own one as the root
-        if int(limit) < 1 << 60:  # version 1 says "none" with a number as large as there is
-            yield max(int(limit) - used, 0)
-
-
-def _groups(root: Path) -> Iterator[tuple[Path, str, str]]:
-    """Folders of this process' groups and of those above them, and the names of two files."""
-    second = (root / "sys/fs/cgroup", "memory.max", "memory.current")
-    first = (root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
-    try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="ascii").splitlines()
-    except OSError:
-        lines = []
-    yield second
-    yield first
-    for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        top, most, now = first if controllers else second
-        folder = top / path.lstrip("/")
-        while folder != top and top in folder.parents:
-            yield folder, most, now
-            folder = folder.parent
+    Where none says it and torch.distributed is in use (processes that were spawned by hand), as
+    many as there are ranks, or accelerators here if they are fewer.
+    """
+    for name in LAUNCHERS:
+        if numbers := re.findall(r"(?<!\(x)\b\d+", environment.get(name, "")):
+            return max(1, *map(int, numbers))
+    if not (dist.is_available() and dist.is_initialized()):
+        return 1
+    world: int = dist.get_world_size()
+    if torch.accelerator.is_available():
+        return max(1, min(world, int(torch.accelerator.device_count())))
+    return world

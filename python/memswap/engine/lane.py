@@ -53,7 +53,7 @@ def open_staged_lane(
     return native.StagedLane(
         copies,
         native.WorkerLane(workers=WORKER_THREADS),
-        HostPool(device=device).native,
+        HostPool(device=device, pageable=False).native,
         HostPool(device="cpu", numa=None).native,
         device,
         max_staging_bytes=STAGING_BYTES,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +22,47 @@ from memswap.engine.uncopied import Uncopied
 from memswap.engine.units import format_bytes, parse_bytes
 
 __all__ = ["DiskPool", "HostPool", "PoolStatistics"]
+
+
+#: What is told once where a pool goes on with memory that is not pinned.
+PAGEABLE = (
+    "no more host memory could be pinned, so some of what leaves goes to ordinary memory, whose "
+    "copies the host waits for: {} (pool.statistics().pageable_bytes says how much)"
+)
+
+
+class Endurance:
+    """What files have taken of their drive's life since this was made.
+
+    Args:
+        pool: that was there before; None: none was.
+    """
+
+    def __init__(self, pool: HostPool | DiskPool | None) -> None:
+        self._before_bytes = 0 if pool is None else pool.written_bytes()
+        self._since_s = time.perf_counter()
+        self._steps = 0
+
+    def count(self) -> None:
+        """One more step has ended."""
+        self._steps += 1
+
+    def line(self, written_bytes: int, step: str) -> list[str]:
+        """What is told: one line, or none where nothing was written.
+
+        Args:
+            written_bytes: to files, by now.
+            step: what a step is, in words that follow the number of bytes.
+        """
+        written_bytes -= self._before_bytes
+        if not written_bytes or not self._steps:
+            return []
+        seconds = max(time.perf_counter() - self._since_s, 1e-9)
+        return [
+            f"disk: {format_bytes(written_bytes / self._steps)} written to the file {step}, "
+            f"{format_bytes(written_bytes / seconds * 86_400)} a day at this rate (a drive is "
+            "rated for so many bytes in its life: docs/optimizers.md)"
+        ]
 
 
 @dataclass(frozen=True)
@@ -58,6 +100,10 @@ class PoolStatistics:
     """How many of them nobody had to wait for."""
     acquire_s: float
     """Seconds that the system took to give slabs."""
+    pageable_bytes: int
+    """Of ``reserved_bytes``, those that were to be pinned and are not: copies are slower."""
+    why_pageable: str
+    """Why, in the words of the system or of what memswap leaves to it."""
     written_bytes: int
     """Bytes written to a file; 0 of memory. A drive is rated for so many in its life."""
 
@@ -121,11 +167,16 @@ class HostPool(_Pool):
     Pinned (page-locked) for an accelerator, from the allocator of its own torch backend; ordinary
     memory when ``device`` is the CPU.
 
+    Before it takes memory, a pinned pool asks the system what is left, and leaves a sixteenth of
+    the machine, or of the control group that the process is in, to everybody else (at most 8 GiB).
+    Where no more can be pinned it goes on with ordinary memory, whose copies the host waits for;
+    that is told once, and ``statistics()`` has the bytes and the reason. docs/host-memory.md.
+
     Args:
         budget: most bytes to take, as an int or such as ``"64GiB"``. A hard limit. None: half of
             the memory that is available when the pool is made, within the limits of the control
-            groups that the process is in, divided among the ranks that a launcher has started on
-            this machine (LOCAL_WORLD_SIZE).
+            groups that the process is in, divided among the ranks that were started on this machine
+            (torchrun, MPI and Slurm tell how many).
         slab: bytes that the pool takes from the system at a time, rounded up to a power of two; a
             longer request gets a longer slab, and slabs grow with the pool.
         numa: ``"auto"`` takes the memory from the NUMA node that the device hangs on, where the
@@ -135,6 +186,8 @@ class HostPool(_Pool):
             CPU where there is none.
         overflow: where requests go that this pool has no room for: a third tier. Its bytes pass
             through pinned memory of the lane's own.
+        pageable: whether ordinary memory serves where none can be pinned. False: such requests are
+            refused, and tensors stay where they are.
 
     Raises:
         TypeError: the overflow is no DiskPool.
@@ -148,6 +201,7 @@ class HostPool(_Pool):
         numa: Literal["auto"] | int | None = "auto",
         device: torch.device | str | None = None,
         overflow: DiskPool | None = None,
+        pageable: bool = True,
     ) -> None:
         if overflow is not None and not isinstance(overflow, DiskPool):
             raise TypeError(
@@ -162,10 +216,13 @@ class HostPool(_Pool):
             budget_bytes = parse_bytes(budget, "HostPool(budget=...)")
         slab_bytes = parse_bytes(slab, "HostPool(slab=...)")
         super().__init__(
-            native.make_host_pool(self.device, budget_bytes, slab_bytes, self.numa_node),
+            native.make_host_pool(
+                self.device, budget_bytes, slab_bytes, self.numa_node, bool(pageable)
+            ),
             budget_bytes,
         )
         self.overflow = overflow
+        self._pageable_told = False
         if overflow is not None:
             self.native.set_overflow(overflow.native)
 
@@ -178,6 +235,30 @@ class HostPool(_Pool):
     def pinned(self) -> bool:
         """Whether the pool's memory is pinned for an accelerator."""
         return bool(self.device.type != "cpu")
+
+    def describe(self) -> str:
+        """What the pool has taken of host memory, how much of it is pinned, and where it lies."""
+        now = self.statistics()
+        parts = [f"{format_bytes(now.reserved_bytes)} of {format_bytes(self.budget_bytes)}"]
+        if self.pinned:
+            parts.append(f"{format_bytes(now.reserved_bytes - now.pageable_bytes)} pinned")
+        if self.numa_node is not None:
+            parts.append(f"on NUMA node {self.numa_node}")
+        line = "host memory: " + ", ".join(parts)
+        if now.pageable_bytes:
+            line += (
+                f"; {format_bytes(now.pageable_bytes)} not pinned, with slower copies: "
+                f"{now.why_pageable}"
+            )
+        return line
+
+    def take_pageable(self) -> str:
+        """Why some of the memory is not pinned, once; empty where all of it is."""
+        if self._pageable_told or not self.pinned:
+            return ""
+        now = self.statistics()
+        self._pageable_told = bool(now.pageable_bytes)
+        return now.why_pageable if self._pageable_told else ""
 
 
 class DiskPool(_Pool):
@@ -245,7 +326,7 @@ def _numa_node(numa: Literal["auto"] | int | None, device: torch.device) -> int 
     if numa is None:
         return None
     if numa == "auto":
-        return _node_of(device) if nodes > 1 else None
+        return node_of(device) if nodes > 1 else None
     if isinstance(numa, bool) or not isinstance(numa, int) or not 0 <= numa < nodes:
         raise ValueError(
             f'numa is "auto", None or a node of this machine (0 to {nodes - 1}), found {numa!r}'
@@ -253,7 +334,7 @@ def _numa_node(numa: Literal["auto"] | int | None, device: torch.device) -> int 
     return numa
 
 
-def _node_of(device: torch.device) -> int | None:
+def node_of(device: torch.device) -> int | None:
     """NUMA node of a device's PCI slot; None where torch or the system does not tell."""
     if device.type != "cuda":
         return None

@@ -259,6 +259,12 @@ class Route:
         """What a file said that could not take bytes, once; they are in host memory then."""
         return self._lane.take_failure() if isinstance(self._lane, native.StagedLane) else ""
 
+    def take_pageable(self) -> str:
+        """Why some of the pool's memory is not pinned, once; empty where all of it is."""
+        if self._lane is None or not isinstance(self.pool, HostPool):
+            return ""
+        return self.pool.take_pageable()
+
     def check_decodes(self, wait: bool = False) -> None:
         """Raise if a frame was not what had been encoded, as far as the host has heard of it.
 

@@ -73,8 +73,13 @@ class Counted:
         Of several engines one after another, each under its name.
         """
         if "" in self._engines:
-            return report(self.stats())
-        return report({name: engine.stats() for name, engine in self._engines.items()})
+            made = report(self.stats())
+        else:
+            made = report({name: engine.stats() for name, engine in self._engines.items()})
+        lines = [line for one in self._engines.values() for line in one.describe_pools()]
+        for line in reversed(list(dict.fromkeys(lines))):
+            made = made.below(line)
+        return made
 
     def line(self) -> str:
         """What was done so far in one line, for a progress bar: ``bar.set_postfix_str(...)``."""

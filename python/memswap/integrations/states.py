@@ -33,7 +33,8 @@ class OptimizerStates:
 
     def __init__(self, how: bool | str | Action | None, pool: Pool | None = None) -> None:
         check_pool(pool)
-        self._on = how is not None and how is not False
+        self._off = how is False
+        self._on = how is not None and not self._off
         self._action: Action | None = None
         if self._on and how is not True:
             known = {one.value: one for one in Action if one is not Action.RECOMPUTE}
@@ -75,6 +76,17 @@ class OptimizerStates:
             if managed is None:
                 managed = manage_optimizer(optimizer, self._action, self._pool)
             self.managed.append(managed)
+
+    def under_one_budget(self, optimizers: Iterable[Any]) -> Any:
+        """The optimizer that a budget for the whole device decides about as well; None: none.
+
+        It is the training's only one, unless it was said where its state waits, or that it stays.
+        (State that stays is counted under such a budget all the same.)
+        """
+        found = [unwrapped(one) for one in optimizers if one is not None]
+        if self._off or self._action is not None or self._pool is not None or len(found) != 1:
+            return None
+        return found[0] if managed_optimizer(found[0]) is None else None
 
     def end(self) -> None:
         """The training has ended; the state stays where it is."""

@@ -27,6 +27,7 @@ from memswap.hooks.module_hooks import AtEnd, ModuleHooks, hooks_on
 from memswap.integrations.live import LiveLine
 from memswap.integrations.options import from_config
 from memswap.integrations.states import OptimizerStates
+from memswap.planning.device import is_device_budget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -50,7 +51,9 @@ class ManagedTraining(Removable):
 
     Args:
         policy: as in :func:`memswap.manage`, like all others.
-        budget: the most bytes of saved activations on the device, or a share of them.
+        budget: the most bytes of saved activations on the device, or a share of them; or of
+            everything on the device (``"device:70GiB"``), with the state of the training's
+            optimizer if it has one.
         pool: where swapped tensors go.
         prefetch_bytes: bytes that may be on their way back ahead of their use.
         windows: hide encoding and decoding under matrix products and collectives.
@@ -133,13 +136,17 @@ class ManagedTraining(Removable):
         for part in parts:
             for guard in _guards(part):
                 guard.look(running)
-        self._manager = manage(layers_of(parts), **self._options)
+        optimizers = list(optimizers)
+        whole = is_device_budget(self._options["budget"])
+        handed_on = self._states.under_one_budget(optimizers) if whole else None
+        self._manager = manage(layers_of(parts), optimizer=handed_on, **self._options)
         self._loop = running
         if running is not None:
             self._guard = _Guard(self)
             self._guard.watch(unwrapped(parts[0]))
         try:
-            self._states.begin(optimizers)
+            if handed_on is None:
+                self._states.begin(optimizers)
         except BaseException:
             self.end()
             raise

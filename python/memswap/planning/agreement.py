@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from memswap.planning.background import Job
+    from memswap.planning.device import DeviceTerms
     from memswap.planning.rates import Rates
     from memswap.planning.step import Recipe, SavedStorage, Step
 
@@ -56,6 +57,12 @@ class Basis(NamedTuple):
     """Of a pool."""
     flights: int = 1
     """Forwards at a time."""
+    device: DeviceTerms | None = None
+    """What is on the rank's device, where the budget is for all of it."""
+    gradient_nbytes: tuple[int, ...] = ()
+    """Of a device's workspace, the gradients at each mark."""
+    again: bool = False
+    """Whether a rank's device is no longer as it was when the step was learnt."""
 
 
 class NotWantedError(Exception):
@@ -81,14 +88,17 @@ class Ranks:
     def plan_by(self, job: Job, own: Basis) -> Basis:
         """What all ranks plan by: :func:`agreed` of what they have.
 
-        Without a step it is this rank's own, but for the forwards in flight: where they are not
-        those that were planned for, that is a reason to plan, which ranks do together.
+        Without a step it is this rank's own, but for the forwards in flight and whether the step
+        is to be learnt again: where either is not what was planned for, that is a reason to plan,
+        which ranks do together.
 
         Raises:
             NotWantedError: nobody wants the job any more.
         """
         found: Basis = self._reduced(job, "basis", own, agreed)
-        return own._replace(step=None, flights=found.flights) if found.step is None else found
+        if found.step is None:
+            return own._replace(step=None, flights=found.flights, again=found.again)
+        return found
 
     def settle(self, job: Job, forwards: Callable[[], int]) -> None:
         """Agree with which forward what a job has found takes effect, once all ranks have it.
@@ -139,8 +149,8 @@ def agreed(gathered: list[Basis]) -> Basis:
     Returns:
         The step with the longest times that any rank measured, for each mark, and with storages
         that are there for as long as on any rank; the lowest rates, the least room in a pool and
-        the most forwards in flight; and no step if any rank has none, or if their steps differ in
-        more than what was measured.
+        the most forwards in flight; of devices, what meets each rank's own budget (`agreed_terms`);
+        and no step if any rank has none, or if their steps differ in more than what was measured.
     """
     rates = [one.rates for one in gathered if one.rates is not None]
     found = Basis(
@@ -148,13 +158,24 @@ def agreed(gathered: list[Basis]) -> Basis:
         slowest(rates) if rates else None,
         min(one.room_bytes for one in gathered),
         max(one.flights for one in gathered),
+        again=any(one.again for one in gathered),
     )
     steps = [one.step for one in gathered if one.step is not None]
     if len(steps) < len(gathered) or any(not alike(one, steps[0]) for one in steps):
         return found
     gaps = [max(gaps) for gaps in zip(*(one.gaps_s for one in steps), strict=True)]
     storages = tuple(map(agreed_storage, zip(*(one.storages for one in steps), strict=True)))
+    devices = [one.device for one in gathered if one.device is not None]
+    if 0 < len(devices) < len(gathered):
+        return found  # some have another kind of budget
+    terms = agreed_terms(devices) if devices else None
     extra = [one.extra_nbytes for one in steps if one.extra_nbytes]
+    if terms is not None:
+        extra = [
+            tuple(max(nbytes - beyond(own, terms), 0) for nbytes in one)
+            for own, one in zip(devices, extra, strict=True)
+        ]
+    gradients = [one.gradient_nbytes for one in gathered]
     windows = [one.windows_s for one in steps]
     step = replace(
         steps[0],
@@ -164,7 +185,50 @@ def agreed(gathered: list[Basis]) -> Basis:
         extra_nbytes=tuple(map(max, zip(*extra, strict=True))),
         windows_s=tuple(map(min, zip(*windows, strict=True))) if all(windows) else (),
     )
-    return found._replace(step=step)
+    return found._replace(
+        step=step, device=terms, gradient_nbytes=tuple(map(max, zip(*gradients, strict=True)))
+    )
+
+
+def beyond(own: DeviceTerms, terms: DeviceTerms) -> int:
+    """By how many bytes a rank's own limit is above the one that all of them plan by."""
+    return own.limit_bytes - terms.limit_bytes
+
+
+def agreed_terms(devices: list[DeviceTerms]) -> DeviceTerms:
+    """What a plan has to meet so that each rank's device meets its own budget.
+
+    All plan by the smallest budget. A rank with a larger one has as many bytes more for what is on
+    its device besides: so many are taken off before the largest of all ranks' is taken.
+
+    Returns:
+        For each parameter the longest state of any rank, and the highest peak in a step; no state
+        if a rank has made no step yet, or if their optimizers have other numbers of parameters.
+    """
+    smallest = min(devices, key=lambda one: one.nbytes)
+    states = [one.state for one in devices if one.state is not None]
+    state = None
+    if len(states) == len(devices) and len({len(one.sizes) for one in states}) == 1:
+        most = [one.most_bytes for one in states if one.most_bytes is not None]
+        peaks = [
+            one.step_peak_bytes - beyond(own, smallest)
+            for own, one in zip(devices, states, strict=True)
+        ]
+        state = replace(
+            states[0],
+            sizes=tuple(map(max, zip(*(one.sizes for one in states), strict=True))),
+            step_peak_bytes=max(0, *peaks),
+            step_state_bytes=min(one.step_state_bytes for one in states),
+            forwards=min(one.forwards for one in states),
+            most_bytes=min(most, default=None),
+            coded=any(one.coded for one in states),
+        )
+    return replace(
+        smallest,
+        weights_bytes=max(one.weights_bytes for one in devices),
+        gradients_bytes=max(one.gradients_bytes for one in devices),
+        state=state,
+    )
 
 
 def alike(one: Step, other: Step) -> bool:

@@ -46,6 +46,8 @@ class Checked:
     """What the iteration took, to compare the plan with a plain step."""
     flights: int | None = None
     """Of ranks that plan together, the most forwards at a time."""
+    again: bool = False
+    """Of these, whether a device of any rank is no longer as it was when the step was learnt."""
 
 
 def measured_rates(device: torch.device, folder: Path | None) -> Rates | None:

@@ -11,8 +11,8 @@ over the link in `step()`; the room that it takes costs activations their ways i
 backward. Both are seconds of the same model, so they are added up for some shares of the state, and
 the cheapest sum is the plan.
 
-In `step()` itself no activation is there, but a chunk that leaves, one that is stepped, one that
-arrives, and what the step allocates: the most of that was measured as well, and bounds what stays.
+In `step()` itself no activation is there, but two chunks of the state, and what the step allocates:
+the most of that was measured as well, and bounds what stays.
 """
 
 from __future__ import annotations

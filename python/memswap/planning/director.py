@@ -343,7 +343,11 @@ class BudgetDirector:
             workspace = kind.known.workspace
             if kind.plan is None or workspace is None:
                 continue
-            if device.step_is_new or device.relearns(workspace, self._baseline_bytes):
+            if not (device.step_is_new or device.relearns(workspace, self._baseline_bytes)):
+                continue
+            if self._learner.together:
+                kind.wants_again = True  # said with the next step that all ranks check
+            else:
                 kind.learn_again()
 
     def _watch_device(self, begun: InFlight) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from memswap.engine.recipe_record import RecipeRecord
     from memswap.engine.transfer import Route
     from memswap.engine.workspace import WorkspaceRecord
+    from memswap.planning.device import DeviceTerms
     from memswap.planning.holding import Holding
     from memswap.planning.plan import Plan, PlannedStorage
     from memswap.planning.rates import Rates
@@ -29,6 +30,10 @@ Place: TypeAlias = tuple[str, int, str]
 
 #: A planned iteration is timed again after so many.
 RETIME_AFTER = 128
+
+#: The same for ranks that plan for their devices together: what has changed on one of them is said
+#: there, and no rank learns again by itself.
+RETIME_DEVICES_AFTER = 16
 
 #: Iterations under a plan before frames that are longer than planned lead to another one.
 REFRAME_AFTER = 16
@@ -113,6 +118,8 @@ class Known:
     costs: Costs = Costs()
     workspace: WorkspaceRecord | None = None
     """What was on the device beside saved activations, where plans are for all of it."""
+    device: DeviceTerms | None = None
+    """Of ranks that plan for their devices together, what they have agreed on."""
 
     @property
     def plan(self) -> Plan | None:
@@ -151,11 +158,11 @@ class Measured:
     timing: Timing | None = None
     """Of an iteration that has ended, and that nobody has looked at."""
 
-    def times_next(self) -> bool:
+    def times_next(self, retime_after: int) -> bool:
         """Count an iteration. Whether it is to be timed."""
         self.iterations += 1
         again, self.checks_again = self.checks_again, False
-        return self.iterations == 2 or self.iterations % RETIME_AFTER == 0 or again
+        return self.iterations == 2 or self.iterations % retime_after == 0 or again
 
 
 @dataclass(slots=True)
@@ -263,6 +270,7 @@ class StepKind:
         self.device: torch.device | None = None  # of the last iteration
         self.retries = 0  # how often that was made anew after everything stayed
         self.planning = False  # of ranks that plan together: whether one is timed or planned with
+        self.wants_again = False  # of these: whether this rank's device is no longer as it was
         self._ready: list[Followed] = []  # the last two
 
     @property
@@ -272,7 +280,12 @@ class StepKind:
 
     def times_next(self) -> bool:
         """Count an iteration. Whether it is to be timed."""
-        timed = (self.learning if self.plan is None else self.measured).times_next()
+        if self.plan is None:
+            timed = self.learning.times_next()
+        else:
+            together = self.known.device is not None
+            after = min(RETIME_AFTER, RETIME_DEVICES_AFTER) if together else RETIME_AFTER
+            timed = self.measured.times_next(after)
         return timed or (self.holding is not None and self.measured.iterations >= 2)
 
     def regions_off(self) -> frozenset[str] | None:
@@ -333,4 +346,5 @@ class StepKind:
         """From the next iteration on, which is timed."""
         known = replace(self.known, in_force=None, trial=None, room_bytes=inf, costs=Costs())
         self.follow(known)
+        self.wants_again = False
         self.learning.again()

@@ -29,6 +29,7 @@ from memswap.engine.host_memory import host_limits
 from memswap.engine.pools import DiskPool
 from memswap.engine.recipes import PROOFS
 from memswap.engine.units import format_bytes
+from memswap.engine.workspace import WorkspaceRecord
 from memswap.errors import BudgetError
 from memswap.planning.agreement import Basis, Ranks
 from memswap.planning.background import Background
@@ -124,6 +125,11 @@ class Learner:
         self._fixed = fixed
         self._disk = pool if isinstance(pool, DiskPool) else None
         self._planned_before = False  # some step, of whatever shape
+
+    @property
+    def together(self) -> bool:
+        """Whether ranks plan together: what one alone sees changes nothing until all know it."""
+        return self._ranks is not None
 
     def begin(self) -> None:
         """A new forward.
@@ -270,7 +276,9 @@ class Learner:
         self.background.submit(settled, taken, kind)
 
     def _terms(self, kind: StepKind) -> Terms:
-        device = None if self._device is None else self._device.terms()
+        device = kind.known.device  # ranks have agreed on it
+        if device is None and self._device is not None:
+            device = self._device.terms()
         return Terms(self._budget, kind.flights.number, not self._planned_before, device)
 
     def _learn(self, kind: StepKind, timing: Timing) -> None:
@@ -287,7 +295,11 @@ class Learner:
         """Make a plan of a record, or choose the regions to record it with."""
         self._engine.stats()  # takes in what encoders have reported
         expectations = self._expectations(timing.device)
-        known, terms, rates = kind.known, self._terms(kind), self.rates
+        known = replace(kind.known, device=None)
+        terms = replace(
+            self._terms(kind), device=None if self._device is None else self._device.terms()
+        )
+        rates = self.rates
         known = replace(known, room_bytes=min(known.room_bytes, self._room(kind, timing)))
         fixed, ranks, calibrates = self._fixed, self._ranks, self._calibrates
         folder = None if self._disk is None else self._disk.path
@@ -299,7 +311,12 @@ class Learner:
             if record is not None and own is not None:
                 step = recorded_step(record, timing, own, expectations, fixed, on_disk)
                 own = calibrated(own, record) if calibrates else own
-            basis = Basis(step, own, known.room_bytes, terms.flights)
+            workspace = None
+            if terms.device is not None and step is not None:
+                workspace = workspace_of(timing.recorder, len(step.gaps_s))
+                step = step if workspace is not None else None
+            gradients = () if workspace is None else tuple(workspace.gradient_nbytes)
+            basis = Basis(step, own, known.room_bytes, terms.flights, terms.device, gradients)
             if ranks is not None:
                 basis = ranks.plan_by(job, basis)
             if basis.step is None or basis.rates is None or record is None:
@@ -310,9 +327,12 @@ class Learner:
                 if about.trial is None
                 else sized_like(about, timing.first)
             )
-            workspace = workspace_of(timing.recorder, len(basis.step.gaps_s))
-            about = replace(about, workspace=workspace)
-            shared = replace(terms, flights=basis.flights)
+            if workspace is not None:  # what was there when the iteration began is each rank's own
+                extra, gradients = basis.step.extra_nbytes, basis.gradient_nbytes
+                workspace = WorkspaceRecord(extra, gradients, workspace.baseline_nbytes)
+            agreed = None if ranks is None else basis.device
+            about = replace(about, workspace=workspace, device=agreed)
+            shared = replace(terms, flights=basis.flights, device=basis.device)
             made = from_step(about, basis.step, basis.rates, keys_of(record), shared)
             return Learnt(own, basis.room_bytes, made)
 
@@ -460,15 +480,18 @@ class Learner:
         if self._ranks is None and self._plans(kind):
             return
         known, ranks, calibrates = kind.known, self._ranks, self._calibrates
-        flights = kind.flights.number
+        flights, again = kind.flights.number, kind.wants_again
 
         def work(job: Job) -> Checked:
             found = checked(timing, known, as_planned, calibrates)
             if ranks is None:
                 return found
-            basis = ranks.plan_by(job, Basis(found.step, found.rates, flights=flights))
+            own = Basis(found.step, found.rates, flights=flights, again=again)
+            basis = ranks.plan_by(job, own)
             rates = basis.rates or found.rates
-            return replace(found, step=basis.step, rates=rates, flights=basis.flights)
+            return replace(
+                found, step=basis.step, rates=rates, flights=basis.flights, again=basis.again
+            )
 
         def then(found: Checked) -> None:
             self._judge(kind, found)
@@ -481,6 +504,9 @@ class Learner:
         assert now is not None
         if found.exposed_s is not None and not measured.held:
             measured.exposed_s = found.exposed_s
+        if found.again:
+            kind.learn_again()
+            return
         compared = kind.holding is not None
         if found.sample is not None and self._costs_too_much(kind, found.sample, found.rates):
             return

@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,8 +65,10 @@ def profile(
     Args:
         device: default: the current accelerator, or the CPU where there is none.
         refresh: measure again, whatever is remembered.
-        folder: for a CPU, whose copies are those to and from a :class:`DiskPool`: where that has
-            its file; default: the system's folder for temporary files.
+        folder: where a :class:`DiskPool` has its file. A CPU's copies are those to and from it;
+            default: the system's folder for temporary files. Of an accelerator None means copies to
+            host memory; a folder means those that go on to a file there, as fast as the slower of
+            the two.
 
     Raises:
         RuntimeError: torch knows no such device, or it is not there.
@@ -73,6 +76,9 @@ def profile(
     chosen = default_device() if device is None else torch.device(device)
     if chosen.type != "cpu" and chosen.index is None:
         chosen = torch.device(chosen.type, torch.accelerator.current_device_index())
+    if chosen.type != "cpu" and folder is not None:
+        disk = profile("cpu", refresh=refresh, folder=folder)
+        return by_way_of(profile(chosen, refresh=refresh), disk)
     known = None if refresh else remembered(chosen, folder)
     if known is not None:
         return known
@@ -87,8 +93,26 @@ def profile(
 
 def remembered(device: torch.device, folder: str | os.PathLike[str] | None = None) -> Rates | None:
     """What :func:`profile` would return without measuring; None: it would measure."""
+    if device.type != "cpu" and folder is not None:
+        link, disk = remembered(device), remembered(torch.device("cpu"), folder)
+        return None if link is None or disk is None else by_way_of(link, disk)
     place = folder_of(folder)
     return read(cache_file(device, place), describe(device, place))
+
+
+def by_way_of(link: Rates, disk: Rates) -> Rates:
+    """Rates of an accelerator whose bytes go on to a file, through pinned memory.
+
+    Threads write one storage while the next one is copied, so the slower of both sets the pace.
+    """
+    names = ("d2h", "h2d", "duplex_d2h", "duplex_h2d")
+    slower = {
+        f"{name}_bytes_per_s": min(
+            getattr(link, f"{name}_bytes_per_s"), getattr(disk, f"{name}_bytes_per_s")
+        )
+        for name in names
+    }
+    return replace(link, **slower, copy_latency_s=link.copy_latency_s + disk.copy_latency_s)
 
 
 def folder_of(folder: str | os.PathLike[str] | None) -> Path:

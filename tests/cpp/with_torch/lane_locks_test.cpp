@@ -28,6 +28,7 @@ class HostBlock final : public Block {
   size_t nbytes() const override { return bytes_.size(); }
   void shrink(size_t nbytes) override { bytes_.resize(nbytes); }
   void* data() const override { return const_cast<std::byte*>(bytes_.data()); }
+  bool pinned() const override { return true; }
   size_t offset() const override { return 0; }
   void write(const void*) override {}
   void read(void*) override {}

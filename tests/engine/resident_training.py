@@ -1,0 +1,93 @@
+"""A training under a budget for a CPU's resident memory: a program, for a process of its own.
+
+What a process has resident depends on all that ran in it before, and malloc keeps what is free.
+
+    python resident_training.py ROOM
+
+trains within what is resident at the start and ROOM bytes more, and prints as JSON what was planned
+and what was measured.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+
+import torch
+from budget_layers import rates_for
+from torch import nn
+
+import memswap
+from memswap._native import native
+from memswap.planning.device import DevicePlan
+
+POLICY = memswap.Policy(action=memswap.Action.SWAP, min_bytes=1)
+
+
+class Cheap(nn.Module):
+    """Saves two storages of 40 MiB, which malloc takes from the system and gives back at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1024))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.scale).tanh()
+
+
+class CheapStack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Cheap() for _ in range(5)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean()
+
+
+def trained(room: int, group: object = None, after: Callable[[], None] = lambda: None) -> dict:
+    """What was planned and measured.
+
+    Args:
+        room: bytes beyond what is resident now.
+        group: ranks that plan together.
+        after: is called after each step.
+    """
+    device = torch.device("cpu")
+    torch.manual_seed(0)
+    model = CheapStack()
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.linspace(-2, 2, 10240 * 1024).reshape(10240, 1024)
+    budget = native.MemoryGauge(device).now + room
+    with memswap.manage(
+        model,
+        POLICY,
+        optimizer=optimizer,
+        budget=f"device:{budget}B",
+        pool=memswap.DiskPool(tempfile.gettempdir(), budget="1GiB"),
+        rates=rates_for(device),
+        group=group,
+    ) as manager:
+        for _ in range(12):
+            optimizer.zero_grad()
+            model(x).backward()
+            optimizer.step()
+            manager.wait_for_plan()
+            after()
+        plan = manager.plan
+        assert isinstance(plan, DevicePlan)
+        return {
+            "budget_bytes": budget,
+            "moved_bytes": plan.moved_bytes,
+            "measured_bytes": plan.measured_device_bytes,
+            "planned_bytes": plan.device_peak_bytes,
+            "moves": [one.action.value for one in plan.storages],
+            "weights": [parameter.sum().item().hex() for parameter in model.parameters()],
+        }
+
+
+if __name__ == "__main__":
+    print(json.dumps(trained(int(sys.argv[1]))))
