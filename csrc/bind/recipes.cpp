@@ -177,9 +177,12 @@ class EngineHost final : public RecipeHost {
   }
 
   bool can_save(const KnownTensor& tensor) override {
+    return !tensor.storage.expired() && could_save(tensor);
+  }
+
+  bool could_save(const KnownTensor& tensor) override {
     const auto nbytes = static_cast<int64_t>(tensor.view.storage_nbytes());
-    return scope_ && tensor.view.computed() && !tensor.storage.expired() &&
-           nbytes >= engine()->policy.min_bytes;
+    return scope_ && tensor.view.computed() && nbytes >= engine()->policy.min_bytes;
   }
 
   SourcePtr save(const KnownTensor& tensor) override {
