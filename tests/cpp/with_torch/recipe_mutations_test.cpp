@@ -151,8 +151,8 @@ Seen after_a_choice(std::unique_ptr<Host> host, bool edited) {
       if (edited) {
         added.mul_(2);
       }
-      of.unknown = {};
-      added = {};
+      of.unknown = at::Tensor();
+      added = at::Tensor();
       seen = demanded(*answer.leaving->away, total);
       recipes->log().enter();
     }
