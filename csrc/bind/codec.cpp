@@ -1,10 +1,7 @@
-// Codec lanes, frames and backends, as Python sees them.
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-#include <torch/csrc/utils/pybind.h>
-
+// Frames, codec lanes and backends.
 #include <cstring>
 
+#include "bind.h"
 #include "codec/backends.h"
 #include "codec/codec_lane.h"
 #include "codec/dtypes.h"
@@ -14,13 +11,9 @@
 #include "codec/tensors.h"
 #include "codec/worker_codec_lane.h"
 #include "left_out.h"
-#include "packed_stream.h"
-#include "stop_at_exit.h"
-#include "storage_ref.h"
+#include "work/stop_at_exit.h"
 
 namespace memswap {
-namespace py = pybind11;
-using without_gil = py::call_guard<py::gil_scoped_release>;
 
 namespace {
 
@@ -56,55 +49,53 @@ py::bytes bytes_of(const at::Tensor& frame) {
   return {static_cast<const char*>(frame.const_data_ptr()), frame.nbytes()};
 }
 
+template <auto member>
+auto in_header(const FrameReport& report) {
+  return report.header.*member;
+}
+
+// The codec that serves a device, or nullptr.
+const memswap_codec* serving(const c10::Device& device) { return codec_of(device.type()); }
+
+constexpr const char* kCapsule = "memswap_codec";
+
+void serve(const std::string& device_type, const py::capsule& capsule) {
+  if (capsule.name() == nullptr || std::string(capsule.name()) != kCapsule) {
+    throw py::value_error("register_codec: expected a capsule named memswap_codec");
+  }
+  register_codec(c10::Device(device_type).type(), capsule.get_pointer<const memswap_codec>());
+}
+
 void bind_frames(py::module_& module) {
-  py::class_<frame::Layout>(module, "FrameLayout", "Sizes of a frame, known before it is encoded.")
+  py::class_<frame::Layout>(module, "FrameLayout")
       .def_readonly("elements", &frame::Layout::elements)
       .def_readonly("blocks", &frame::Layout::blocks)
       .def_readonly("fixed_nbytes", &frame::Layout::var)
       .def_property_readonly("max_var_units", &frame::Layout::max_var_units)
-      .def("most_overflow_units", &most_overflow, py::arg("var_capacity"), py::arg("spare_tiles"),
-           "Units that an encode may need beyond var.")
+      .def("most_overflow_units", &most_overflow, "var_capacity"_a, "spare_tiles"_a)
       .def_property_readonly("max_nbytes", [](const frame::Layout& layout) {
         return layout.bytes(layout.max_var_units());
       });
-  module.def("frame_layout", &checked_layout, py::arg("dtype"), py::arg("shape"),
-             py::arg("elements"));
+  module.def("frame_layout", &checked_layout, "dtype"_a, "shape"_a, "elements"_a);
 
-  py::class_<FrameReport>(module, "FrameReport", "What an encoder found.")
-      .def_property_readonly("elements",
-                             [](const FrameReport& report) { return report.header.elements; })
-      .def_property_readonly("blocks",
-                             [](const FrameReport& report) { return report.header.blocks; })
-      .def_property_readonly("dtype", [](const FrameReport& report) { return report.header.dtype; })
-      .def_property_readonly("shape", [](const FrameReport& report) { return report.header.shape; })
+  py::class_<FrameReport>(module, "FrameReport")
+      .def_property_readonly("elements", &in_header<&frame::Header::elements>)
+      .def_property_readonly("blocks", &in_header<&frame::Header::blocks>)
+      .def_property_readonly("dtype", &in_header<&frame::Header::dtype>)
+      .def_property_readonly("shape", &in_header<&frame::Header::shape>)
       .def_property_readonly("frame_nbytes", &FrameReport::frame_nbytes)
-      .def_property_readonly("var_capacity",
-                             [](const FrameReport& report) { return report.header.var_capacity; })
-      .def_property_readonly("var_used",
-                             [](const FrameReport& report) { return report.header.var_used; })
-      .def_property_readonly("overflow_used",
-                             [](const FrameReport& report) { return report.header.overflow_used; })
-      .def_property_readonly("zeros", [](const FrameReport& report) { return report.header.zeros; })
-      .def_property_readonly("center_sum",
-                             [](const FrameReport& report) { return report.header.center_sum; })
-      .def_property_readonly("status",
-                             [](const FrameReport& report) { return report.header.status; })
-      .def(
-          "mode_count",
-          [](const FrameReport& report, uint32_t mode) {
-            if (mode < 1 || mode > frame::kModeCounts) {
-              throw py::value_error("modes are 1 to 14");
-            }
-            return report.header.mode_count[mode - 1];
-          },
-          py::arg("mode"));
+      .def_property_readonly("var_capacity", &in_header<&frame::Header::var_capacity>)
+      .def_property_readonly("var_used", &in_header<&frame::Header::var_used>)
+      .def_property_readonly("overflow_used", &in_header<&frame::Header::overflow_used>)
+      .def_property_readonly("zeros", &in_header<&frame::Header::zeros>)
+      .def_property_readonly("center_sum", &in_header<&frame::Header::center_sum>)
+      .def_property_readonly("status", &in_header<&frame::Header::status>);
 
   py::register_local_exception<DamagedFrameError>(module, "DamagedFrameError", PyExc_RuntimeError);
-  module.def("encode_tensor", &encode_tensor, py::arg("tensor"), py::arg("dtype"), py::arg("shape"),
-             py::arg("checksum"), without_gil());
-  module.def("choose_shape", &choose_shape, py::arg("tensor"), py::arg("dtype"), without_gil(),
-             "The shape in which a tensor takes the fewest bytes, by a sample of its blocks.");
-  module.def("exact_frame", &exact_frame, py::arg("frame"), without_gil());
+  module.def("encode_tensor", &encode_tensor, "tensor"_a, "dtype"_a, "shape"_a, "checksum"_a,
+             without_gil());
+  module.def("choose_shape", &choose_shape, "tensor"_a, "dtype"_a, without_gil());
+  module.def("exact_frame", &exact_frame, "frame"_a, without_gil());
   module.def(
       "decode_tensor",
       [](const at::Tensor& frame, const std::vector<int64_t>& size, at::ScalarType dtype,
@@ -112,102 +103,75 @@ void bind_frames(py::module_& module) {
         const auto hint = static_cast<uint8_t>(shape ? 1 + *shape : 0);
         return decode_tensor(frame, size, dtype, /*check_decode=*/true, hint);
       },
-      py::arg("frame"), py::arg("size"), py::arg("dtype"), py::arg("shape") = std::nullopt,
-      without_gil());
-  module.def("portable_frame", &portable_frame, py::arg("frame"), without_gil());
-  module.def("frame_of", &frame_of, py::arg("bytes"),
-             "A copy of a contiguous buffer in host memory, aligned as a frame is.");
-  module.def("bytes_of", &bytes_of, py::arg("frame"), "A frame in host memory, as bytes.");
-  module.def("read_header", &read_header, py::arg("frame"));
+      "frame"_a, "size"_a, "dtype"_a, "shape"_a = std::nullopt, without_gil());
+  module.def("portable_frame", &portable_frame, "frame"_a, without_gil());
+  module.def("frame_of", &frame_of, "bytes"_a);
+  module.def("bytes_of", &bytes_of, "frame"_a);
+  module.def("read_header", &read_header, "frame"_a);
   module.def(
       "dtype_code", [](at::ScalarType dtype) { return static_cast<int>(frame_dtype(dtype)); },
-      py::arg("dtype"), "The frame dtype of a torch dtype, or of its parts where it is complex.");
-  module.def("spare_pool", &spare_pool, "The pool behind encode and decode of single tensors.");
+      "dtype"_a);
+  module.def("spare_pool", &spare_pool);
 }
 
 void bind_backends(py::module_& module) {
-  module.def(
-      "register_codec",
-      [](const std::string& device_type, const py::capsule& capsule) {
-        if (capsule.name() == nullptr || std::string(capsule.name()) != "memswap_codec") {
-          throw py::value_error("register_codec: expected a capsule named memswap_codec");
-        }
-        register_codec(c10::Device(device_type).type(), capsule.get_pointer<const memswap_codec>());
-      },
-      py::arg("device_type"), py::arg("capsule"),
-      "Serve a device type with a memswap_codec (kernels/include/memswap/codec.h).");
+  module.def("register_codec", &serve, "device_type"_a, "capsule"_a);
   module.def(
       "codec_capsule",
-      [](const c10::Device& device) -> std::optional<py::capsule> {
-        const memswap_codec* codec = codec_of(device.type());
-        return codec ? std::optional(py::capsule(codec, "memswap_codec")) : std::nullopt;
+      [](const c10::Device& device) {
+        const memswap_codec* codec = serving(device);
+        return codec ? std::optional(py::capsule(codec, kCapsule)) : std::nullopt;
       },
-      py::arg("device"), "The memswap_codec that serves a device, or None.");
+      "device"_a);
   module.def(
       "codec_name",
-      [](const c10::Device& device) -> std::optional<std::string> {
-        const memswap_codec* codec = codec_of(device.type());
-        return codec ? std::optional<std::string>(codec->name) : std::nullopt;
+      [](const c10::Device& device) {
+        const memswap_codec* codec = serving(device);
+        return codec ? std::optional(codec->name) : std::nullopt;
       },
-      py::arg("device"));
+      "device"_a);
   module.def(
       "codec_spare_tiles",
-      [](const c10::Device& device) -> uint32_t {
-        const memswap_codec* codec = codec_of(device.type());
-        return codec ? codec->spare_tiles : 0;
-      },
-      py::arg("device"), "Tiles of var that an encode may leave unused (memswap_codec).");
+      [](const c10::Device& device) { return serving(device) ? serving(device)->spare_tiles : 0; },
+      "device"_a);
   module.def(
       "codec_fault",
       [](const c10::Device& device, uint8_t dtype, uint8_t layout) {
-        const memswap_codec* codec = codec_of(device.type());
+        const memswap_codec* codec = serving(device);
         return codec ? distrust(*codec, device, dtype, layout)
                      : std::string("no codec serves the device");
       },
-      py::arg("device"), py::arg("dtype"), py::arg("layout"), without_gil(),
-      "Why the device's codec must not encode a dtype in a layout there; empty where it may "
-      "(csrc/codec/self_check.h).");
+      "device"_a, "dtype"_a, "layout"_a, without_gil());
   module.def(
       "codec_faults",
       [](const c10::Device& device) {
-        const memswap_codec* codec = codec_of(device.type());
+        const memswap_codec* codec = serving(device);
         return codec ? faults(*codec, device) : std::vector<std::string>();
       },
-      py::arg("device"), without_gil(),
-      "All that the self-check of the device's codec found wrong, a sentence each.");
-}
-
-// By device type.
-py::dict codecs_left_out() {
-  py::dict reasons;
+      "device"_a, without_gil());
+  py::dict left_out;  // by device type
   if (*kCudaLeftOut != '\0') {
-    reasons["cuda"] = kCudaLeftOut;
+    left_out["cuda"] = kCudaLeftOut;
   }
   if (*kAscendLeftOut != '\0') {
-    reasons["npu"] = kAscendLeftOut;
+    left_out["npu"] = kAscendLeftOut;
   }
-  return reasons;
+  module.attr("codecs_left_out") = left_out;
 }
 
 void bind_codec_lanes(py::module_& module) {
-  py::class_<FrameWatch, std::shared_ptr<FrameWatch>>(module, "FrameWatch",
-                                                      "What an encoder found; holds no frame.")
-      .def("report", &FrameWatch::report, without_gil());
-
-  py::class_<EncodedStorage, EncodedStoragePtr>(module, "EncodedStorage",
-                                                "One storage's bytes, encoded; owned.")
+  py::class_<EncodedStorage, EncodedStoragePtr>(module, "EncodedStorage")
       .def_property_readonly("nbytes", &EncodedStorage::nbytes)
-      .def_property_readonly("raw_nbytes", &EncodedStorage::raw_nbytes)
       .def_property_readonly("overflow_nbytes", &EncodedStorage::overflow_nbytes)
       .def_property_readonly("device_nbytes", &EncodedStorage::device_nbytes)
       .def_property_readonly("swapped", &EncodedStorage::swapped)
-      .def("wait_sent", &EncodedStorage::wait_sent, without_gil(),
-           "Order the caller after the frame's way to a pool: it is off the device then.")
+      .def("wait_sent", &EncodedStorage::wait_sent, without_gil())
       .def("watch", &EncodedStorage::watch)
       .def("report", &EncodedStorage::report, without_gil());
+  py::class_<FrameWatch, std::shared_ptr<FrameWatch>>(module, "FrameWatch")
+      .def("report", &FrameWatch::report, without_gil());
 
-  py::class_<CodecLane, std::shared_ptr<CodecLane>>(module, "CodecLane",
-                                                    "Where encodes and decodes run, in order.")
+  py::class_<CodecLane, std::shared_ptr<CodecLane>>(module, "CodecLane")
       .def_property_readonly("last_refusal", &CodecLane::last_refusal)
       .def(
           "encode",
@@ -216,9 +180,8 @@ void bind_codec_lanes(py::module_& module) {
             return as_pair(lane.encode(std::move(storage),
                                        options_of(dtype, shape, var_capacity, profile, center)));
           },
-          py::arg("storage"), py::arg("dtype"), py::arg("shape"),
-          py::arg("var_capacity") = py::none(), py::arg("profile") = 0, py::arg("center") = 0,
-          without_gil())
+          "storage"_a, "dtype"_a, "shape"_a, "var_capacity"_a = py::none(), "profile"_a = 0,
+          "center"_a = 0, without_gil())
       .def(
           "encode_to",
           [](CodecLane& lane, StorageRefPtr storage, uint8_t dtype, std::optional<uint8_t> shape,
@@ -228,31 +191,28 @@ void bind_codec_lanes(py::module_& module) {
                                           options_of(dtype, shape, var_capacity, profile, center),
                                           copies, pool));
           },
-          py::arg("storage"), py::arg("dtype"), py::arg("shape"), py::arg("var_capacity"),
-          py::arg("lane"), py::arg("pool"), py::arg("profile") = 0, py::arg("center") = 0,
-          without_gil())
-      .def("decode", &CodecLane::decode, py::arg("encoded"), without_gil())
+          "storage"_a, "dtype"_a, "shape"_a, "var_capacity"_a, "lane"_a, "pool"_a, "profile"_a = 0,
+          "center"_a = 0, without_gil())
+      .def("decode", &CodecLane::decode, "encoded"_a, without_gil())
       .def("meet_stream", &CodecLane::meet_stream)
       .def("settle", &CodecLane::settle, without_gil())
       .def("leaving_bytes", &CodecLane::leaving_bytes, without_gil())
-      .def("set_max_leaving_bytes", &CodecLane::set_max_leaving_bytes, py::arg("nbytes"));
+      .def("set_max_leaving_bytes", &CodecLane::set_max_leaving_bytes, "nbytes"_a);
 
-  py::class_<WorkerCodecLane, CodecLane, std::shared_ptr<WorkerCodecLane>>(
-      module, "WorkerCodecLane", "Encodes and decodes storages in host memory, on threads.")
+  py::class_<WorkerCodecLane, CodecLane, std::shared_ptr<WorkerCodecLane>>(module,
+                                                                           "WorkerCodecLane")
       .def(py::init([](size_t workers, std::shared_ptr<Pool> pool, std::shared_ptr<Pool> outputs,
                        size_t max_leaving_bytes) {
-             auto lane = std::make_shared<WorkerCodecLane>(workers, std::move(pool),
-                                                           std::move(outputs), max_leaving_bytes);
-             stop_at_exit().add<WorkerCodecLane>(lane,
-                                                 [](WorkerCodecLane& known) { known.stop(); });
-             return lane;
+             return stop_at_exit().add(
+                 std::make_shared<WorkerCodecLane>(workers, std::move(pool), std::move(outputs),
+                                                   max_leaving_bytes),
+                 &WorkerCodecLane::stop);
            }),
-           py::arg("workers"), py::arg("pool"), py::arg("outputs") = py::none(),
-           py::arg("max_leaving_bytes") = 0)
+           "workers"_a, "pool"_a, "outputs"_a = py::none(), "max_leaving_bytes"_a = 0)
       .def("stop", &WorkerCodecLane::stop);
 
-  py::class_<StreamCodecLane, CodecLane, std::shared_ptr<StreamCodecLane>>(
-      module, "StreamCodecLane", "Encodes and decodes storages on an accelerator, in stream order.")
+  py::class_<StreamCodecLane, CodecLane, std::shared_ptr<StreamCodecLane>>(module,
+                                                                           "StreamCodecLane")
       .def(py::init([](const c10::Device& device, size_t max_leaving_bytes, size_t arena_budget,
                        size_t arena_chunk, uint32_t max_processors) {
              const py::gil_scoped_release release;  // it allocates
@@ -262,44 +222,39 @@ void bind_codec_lanes(py::module_& module) {
                                                   .arena_chunk = arena_chunk,
                                                   .max_processors = max_processors});
            }),
-           py::arg("device"), py::arg("max_leaving_bytes") = 0, py::arg("arena_budget") = 0,
-           py::arg("arena_chunk") = size_t{16} << 20, py::arg("max_processors") = 0)
-      .def_property_readonly(
-          "encode_stream", [](const StreamCodecLane& lane) { return packed(lane.encode_stream()); })
-      .def_property_readonly(
-          "decode_stream", [](const StreamCodecLane& lane) { return packed(lane.decode_stream()); })
-      .def_property_readonly(
-          "control_stream",
-          [](const StreamCodecLane& lane) { return packed(lane.control_stream()); })
+           "device"_a, "max_leaving_bytes"_a = 0, "arena_budget"_a = 0,
+           "arena_chunk"_a = size_t{16} << 20, "max_processors"_a = 0)
+      .def_property_readonly("encode_stream",
+                             &packed_stream<StreamCodecLane, &StreamCodecLane::encode_stream>)
+      .def_property_readonly("decode_stream",
+                             &packed_stream<StreamCodecLane, &StreamCodecLane::decode_stream>)
+      .def_property_readonly("control_stream",
+                             &packed_stream<StreamCodecLane, &StreamCodecLane::control_stream>)
       .def(
           "decode_status", [](StreamCodecLane& lane) { return lane.decode_status().wait(); },
           without_gil())
       .def(
           "take_decode_status",
           [](StreamCodecLane& lane) { return lane.decode_status().take_known(); }, without_gil())
-      .def("set_arena_budget", &StreamCodecLane::set_arena_budget, py::arg("nbytes"), without_gil())
-      .def("set_overflow_room", &StreamCodecLane::set_overflow_room, py::arg("nbytes"),
-           without_gil(), "Overflows take exactly so many bytes of the device; None: as before.")
+      .def("set_arena_budget", &StreamCodecLane::set_arena_budget, "nbytes"_a, without_gil())
+      .def("set_overflow_room", &StreamCodecLane::set_overflow_room, "nbytes"_a, without_gil())
       .def("trim_arena", &StreamCodecLane::trim_arena, without_gil())
       .def("arena_statistics", [](const StreamCodecLane& lane) {
-        Arena::Statistics statistics;
-        {
+        const Arena::Statistics all = [&] {
           const py::gil_scoped_release release;
-          statistics = lane.arena_statistics();
-        }
-        using namespace py::literals;
-        return py::dict("budget_bytes"_a = statistics.budget_bytes,
-                        "reserved_bytes"_a = statistics.reserved_bytes,
-                        "set_aside_bytes"_a = statistics.set_aside_bytes,
-                        "chunks"_a = statistics.chunks, "live_shares"_a = statistics.live_shares,
-                        "resets"_a = statistics.resets, "refusals"_a = statistics.refusals);
+          return lane.arena_statistics();
+        }();
+        return py::dict("budget_bytes"_a = all.budget_bytes,
+                        "reserved_bytes"_a = all.reserved_bytes,
+                        "set_aside_bytes"_a = all.set_aside_bytes, "chunks"_a = all.chunks,
+                        "live_shares"_a = all.live_shares, "resets"_a = all.resets,
+                        "refusals"_a = all.refusals);
       });
 }
 
 }  // namespace
 
 void bind_codec(py::module_& module) {
-  module.attr("codecs_left_out") = codecs_left_out();
   bind_backends(module);
   bind_frames(module);
   bind_codec_lanes(module);

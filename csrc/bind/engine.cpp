@@ -1,51 +1,72 @@
-// Engine and its lock, as Python sees them.
+// Engine, and what belongs to one: its ledger, windows, recipes and batches.
 #include "engine/engine.h"
 
-#include <pybind11/native_enum.h>
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-#include <torch/csrc/utils/pybind.h>
-
 #include <map>
-#include <memory>
-#include <optional>
-#include <string>
-#include <utility>
+#include <type_traits>
+#include <vector>
 
+#include "bind.h"
+#include "engine/batch.h"
+#include "engine/recipe_host.h"
 #include "engine/windows.h"
-#include "errors.h"
-#include "storage_ref.h"
 
 namespace memswap {
-namespace py = pybind11;
 
 namespace {
 
-PolicyTable::Action action_of(const std::string& word) {
-  static const std::map<std::string, PolicyTable::Action> words = {
-      {"swap", PolicyTable::Action::kSwap}, {"keep", PolicyTable::Action::kKeep}};
-  const auto found = words.find(word);
-  return found == words.end() ? PolicyTable::Action::kAsk : found->second;
+// Warns at the line of the user's that led here.
+void warn(const std::string& message) {
+  const py::gil_scoped_acquire gil;
+  from("memswap._warn", "warn")("memswap: " + message);
 }
+
+// Errors of the core as those of memswap.errors.
+void translate(std::exception_ptr thrown) {
+  const auto raise = [](const char* name, const std::exception& error) {
+    PyErr_SetString(from("memswap.errors", name).ptr(), error.what());
+  };
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const EntryStateError& error) {
+    raise("EntryStateError", error);
+  } catch (const LostBytes& error) {
+    raise("TransferError", error);
+  } catch (const BatchError& error) {
+    raise("GroupError", error);
+  }
+}
+
+// The engine's object in Python, whose class is derived from the native one. It is alive for as
+// long as anything is saved by it: scopes and handles own it.
+class PythonHost final : public EngineHost {
+ public:
+  std::optional<Action> decide(Engine& engine, const Offer& offer) override {
+    return of(engine)
+        .attr("decide")(offer.tensor, offer.unit, offer.look.nbytes(), offer.look.storage_nbytes())
+        .cast<std::optional<Action>>();
+  }
+  std::optional<Action> direct(Engine& engine, const Offer& offer, Action action) override {
+    return of(engine)
+        .attr("director")
+        .attr("choose")(offer.tensor, offer.unit, offer.ordinal, offer.look.storage_nbytes(),
+                        action, offer.action.has_value())
+        .cast<std::optional<Action>>();
+  }
+  TransfersPtr open(Engine& engine, c10::Device device) override {
+    return of(engine).attr("open")(device).cast<TransfersPtr>();
+  }
+  void begin_iteration(Engine& engine) override { of(engine).attr("begin_iteration")(); }
+  void open_recipes(Engine& engine) override { of(engine).attr("open_recipes")(); }
+
+ private:
+  static py::object of(Engine& engine) { return py::cast(engine.shared_from_this()); }
+};
 
 EnginePtr make_engine(std::optional<int64_t> window_bytes, Schedule schedule) {
   auto engine = std::make_shared<Engine>(window_bytes, schedule);
   engine->ledger.warn = warn;
+  engine->host = std::make_unique<PythonHost>();
   return engine;
-}
-
-void set_policy(Engine& engine, int64_t min_bytes, const std::optional<std::string>& action) {
-  PolicyTable& table = engine.policy;
-  table.min_bytes = min_bytes;
-  table.by_device = !action;
-  table.action = action ? action_of(*action) : PolicyTable::Action::kAsk;
-}
-
-void set_device(Engine& engine, c10::Device device, const std::string& action,
-                std::shared_ptr<BlockSender> sender) {
-  auto& devices = engine.policy.devices;
-  std::erase_if(devices, [&](const auto& row) { return row.device == device; });
-  devices.push_back({device, action_of(action), std::move(sender)});
 }
 
 void set_persistent(Engine& engine, const std::vector<at::Tensor>& tensors) {
@@ -58,27 +79,220 @@ void set_persistent(Engine& engine, const std::vector<at::Tensor>& tensors) {
   }
 }
 
-// Why a storage stays, or None.
-std::optional<std::string> reason_of(const char* reason) {
-  return reason == nullptr ? std::nullopt : std::optional<std::string>(reason);
+void bind_ledger(py::module_& module) {
+  py::class_<Known, KnownPtr>(module, "Known");
+  py::class_<Stay, Known, std::shared_ptr<Stay>>(module, "Stay");
+  py::class_<Ledger, std::shared_ptr<Ledger>> ledger(module, "Ledger");
+  ledger.def("keep", &Ledger::keep, "reason"_a, "nbytes"_a)
+      .def("tell_once", &Ledger::tell_once, "reason"_a, "message"_a)
+      .def("set_reserved", [](Ledger& self, int64_t nbytes) { self.counters.set_reserved(nbytes); })
+      .def("reset", &Ledger::reset)
+      .def_property_readonly("kept",
+                             [](const Ledger& self) {
+                               std::map<std::string, std::pair<int64_t, int64_t>> rows;
+                               for (const auto& [reason, kept] : self.kept()) {
+                                 rows.emplace(reason, std::pair(kept.tensors, kept.nbytes));
+                               }
+                               return rows;
+                             })
+      .def_property_readonly("known_storages", &Ledger::known_storages)
+      .def_property_readonly("exposed_wait_s",
+                             [](const Ledger& self) { return self.counters.exposed_wait_s; });
+  constexpr std::pair<const char*, int64_t Counters::*> kNumbers[] = {
+      {"offered_tensors", &Counters::offered_tensors},
+      {"offered_bytes", &Counters::offered_bytes},
+      {"deduplicated_tensors", &Counters::deduplicated_tensors},
+      {"deduplicated_bytes", &Counters::deduplicated_bytes},
+      {"moved_storages", &Counters::moved_storages},
+      {"moved_bytes", &Counters::moved_bytes},
+      {"encoded_storages", &Counters::encoded_storages},
+      {"encoded_bytes", &Counters::encoded_bytes},
+      {"frame_bytes", &Counters::frame_bytes},
+      {"returned_storages", &Counters::returned_storages},
+      {"returned_bytes", &Counters::returned_bytes},
+      {"freed_bytes", &Counters::freed_bytes},
+      {"stalls", &Counters::stalls},
+      {"resident_bytes", &Counters::resident_bytes},
+      {"peak_resident_bytes", &Counters::peak_resident_bytes},
+      {"away_bytes", &Counters::away_bytes},
+      {"peak_away_bytes", &Counters::peak_away_bytes},
+  };
+  for (const auto& row : kNumbers) {
+    ledger.def_property(
+        row.first, [number = row.second](const Ledger& self) { return self.counters.*number; },
+        [number = row.second](Ledger& self, int64_t value) { self.counters.*number = value; });
+  }
 }
 
-void translate(std::exception_ptr thrown) {
-  try {
-    std::rethrow_exception(thrown);
-  } catch (const EntryStateError& error) {
-    set_error("EntryStateError", error.what());
-  } catch (const LostBytes& error) {
-    set_error("TransferError", error.what());
+// An object of Python's, which is not kept alive: it knows the windows. What it no longer hears is
+// nobody's business.
+class PythonObserver final : public CodecObserver {
+ public:
+  explicit PythonObserver(const py::object& observer) : observer_(observer) {}
+
+  void begin_iteration() override { call("begin_iteration"); }
+  void begin() override { call("begin"); }
+  void submitted(const c10::Stream& stream, int64_t nbytes, bool encoded) override {
+    call("submitted", packed(stream), nbytes, encoded);
   }
+
+ private:
+  template <class... Arguments>
+  void call(const char* name, const Arguments&... arguments) {
+    const py::object observer = observer_();
+    if (!observer.is_none()) {
+      observer.attr(name)(arguments...);
+    }
+  }
+
+  const py::weakref observer_;
+};
+
+using IsCurrent = std::function<bool(std::tuple<int64_t, int64_t, int64_t>)>;
+
+void set_is_current(Windows& windows, std::optional<IsCurrent> is_current) {
+  windows.is_current = nullptr;
+  if (is_current) {
+    windows.is_current = [ask = std::move(*is_current)](const c10::Stream& stream) {
+      return ask(packed(stream));
+    };
+  }
+}
+
+py::dict counts_of(const Windows& self) {
+  const WindowCounts& all = self.queue.counts;
+  return py::dict(
+      "windows"_a = all.windows, "window_s"_a = all.window_s,
+      "encoded_in_windows"_a = all.encoded_in_windows, "encoded_bytes"_a = all.encoded_bytes,
+      "started_at_bound"_a = all.started_at_bound, "started_at_end"_a = all.started_at_end,
+      "kept_storages"_a = all.kept_storages, "kept_bytes"_a = all.kept_bytes,
+      "decoded_in_windows"_a = all.decoded_in_windows, "decoded_ahead"_a = all.decoded_ahead,
+      "pending_bytes"_a = self.queue.pending_bytes());
+}
+
+template <auto option>
+void def_option(py::class_<Windows, std::shared_ptr<Windows>>& windows, const char* name) {
+  using Value = std::decay_t<decltype(std::declval<WindowQueue&>().*option)>;
+  windows.def_property(
+      name, [](const Windows& self) { return self.queue.*option; },
+      [](Windows& self, Value value) { self.queue.*option = value; });
+}
+
+void bind_windows(py::module_& module) {
+  py::class_<Windows, std::shared_ptr<Windows>> windows(module, "Windows");
+  windows.def("open", &Windows::open, "seconds"_a)
+      .def("enter", &Windows::enter, "seconds"_a)
+      .def("leave", &Windows::leave)
+      .def_property_readonly("inside", &Windows::inside)
+      .def("end_forward", &Windows::end_forward)
+      .def("begin_iteration", &Windows::begin_iteration)
+      .def("start_now",
+           [](Windows& self, const std::vector<EntryPtr>& all) { self.queue.start_now(all); })
+      .def("bring", &Windows::bring, "entries"_a)
+      .def("clear", [](Windows& self) { self.queue.clear(); })
+      .def_property_readonly("pending", [](const Windows& self) { return self.queue.pending(); })
+      .def_property_readonly("counts", &counts_of)
+      .def("reset_counts", [](Windows& self) { self.queue.counts = {}; })
+      .def("set_observer",
+           [](Windows& self, const py::object& observer) {
+             self.observer = std::make_shared<PythonObserver>(observer);
+           })
+      .def("set_is_current", &set_is_current, "is_current"_a)
+      .def_readwrite("captures", &Windows::captures);
+  def_option<&WindowQueue::encode_rate>(windows, "encode_rate");
+  def_option<&WindowQueue::decode_rate>(windows, "decode_rate");
+  def_option<&WindowQueue::max_pending_bytes>(windows, "max_pending_bytes");
+  def_option<&WindowQueue::leftovers_start>(windows, "leftovers_start");
+}
+
+py::list learnt(const Recipes& recipes) {
+  py::list rows;
+  for (const auto& [place, known] : recipes.learnt()) {
+    rows.append(py::make_tuple(place.unit, place.number, place.nbytes, known.words, known.proofs,
+                               known.failed));
+  }
+  return rows;
+}
+
+void bind_recipes(py::module_& module) {
+  module.attr("RECIPE_PROOFS") = Recipes::kProofs;
+  py::class_<ProvenRecipe>(module, "ProvenRecipe")
+      .def_readonly("words", &ProvenRecipe::words)
+      .def_readonly("seconds", &ProvenRecipe::seconds)
+      .def_readonly("saved", &ProvenRecipe::saved);
+  py::class_<Recipes, std::shared_ptr<Recipes>>(module, "Recipes")
+      .def(py::init([](const EnginePtr& engine, const std::vector<std::string>& more, int proofs) {
+             return std::make_shared<Recipes>(OperatorRules(more),
+                                              std::make_unique<EngineRecipeHost>(engine),
+                                              Recipes::Options{.proofs = proofs});
+           }),
+           "engine"_a.none(false), "operators"_a, "proofs"_a)
+      .def("enter", [](Recipes& recipes) { recipes.log().enter(); })
+      .def("leave", [](Recipes& recipes) { recipes.log().leave(); })
+      .def("before_edits", &Recipes::before_edits, "tensors"_a, without_gil())
+      .def("begin_iteration", &Recipes::begin_iteration)
+      .def("learnt", &learnt)
+      .def("reset_counts", &Recipes::reset_counts)
+      .def_property_readonly("storages",
+                             [](const Recipes& r) { return r.counts().storages.load(); })
+      .def_property_readonly("nbytes", [](const Recipes& r) { return r.counts().nbytes.load(); })
+      .def_property_readonly("runs", [](const Recipes& r) { return r.counts().runs.load(); })
+      .def_property_readonly("known_storages", [](Recipes& r) { return r.log().size(); });
+}
+
+constexpr const char* kOnDemand = "on_demand";
+
+// What is to be called when backward reaches a batch is an attribute of its object, where Python's
+// collector sees it: it may own what owns the batch.
+BatchPtr make_batch(EnginePtr engine, std::string name, IterationPtr iteration) {
+  auto made = std::make_shared<Batch>(std::move(engine), std::move(name), std::move(iteration));
+  made->on_demand = [batch = made.get()] {
+    const py::gil_scoped_acquire gil;
+    const py::object self = py::cast(batch->shared_from_this());
+    const py::object reached = self.attr(kOnDemand);
+    if (!reached.is_none()) {
+      reached(self);
+    }
+  };
+  return made;
+}
+
+void bind_batches(py::module_& module) {
+  module.attr("SMALL_BYTES") = BatchLimits{}.small_bytes;
+  module.attr("BUCKET_BYTES") = BatchLimits{}.bucket_bytes;
+  py::native_enum<Batch::Phase>(module, "Phase", "enum.Enum")
+      .value("COLLECTED", Batch::Phase::kCollected)
+      .value("OFFLOADING", Batch::Phase::kOffloading)
+      .value("OFFLOADED", Batch::Phase::kOffloaded)
+      .value("LOADING", Batch::Phase::kLoading)
+      .value("LOADED", Batch::Phase::kLoaded)
+      .finalize();
+  py::class_<Batch, BatchPtr> batch(module, "Batch", py::dynamic_attr());
+  batch.attr(kOnDemand) = py::none();
+  batch.def(py::init(&make_batch), "engine"_a.none(false), "name"_a, "iteration"_a.none(false))
+      .def("__repr__", &Batch::described)
+      .def_readonly("name", &Batch::name)
+      .def_readonly("iteration", &Batch::iteration)
+      .def_property_readonly("phase", &Batch::phase)
+      .def_property_readonly("alive", &Batch::alive)
+      .def_property_readonly(
+          "launched", [](const Batch& self) { return self.phase() != Batch::Phase::kCollected; })
+      .def_property_readonly("nbytes", &Batch::nbytes)
+      .def("launch_offload", &Batch::launch_offload)
+      .def("wait_offload", &Batch::wait_offload)
+      .def("launch_load", &Batch::launch_load, "readings"_a = 1)
+      .def("wait_load", &Batch::wait_load)
+      .def("close", &Batch::close);
 }
 
 }  // namespace
 
 void bind_engine(py::module_& module) {
   py::register_local_exception_translator(translate);
-
-  py::class_<Lock>(module, "Lock", "A lock for `with`, which its thread may take again.")
+  bind_ledger(module);
+  bind_windows(module);
+  bind_recipes(module);
+  py::class_<Lock>(module, "Lock")
       .def(py::init<>())
       .def("__enter__",
            [](py::object self) {
@@ -86,100 +300,54 @@ void bind_engine(py::module_& module) {
              return self;
            })
       .def("__exit__", [](Lock& lock, const py::args&) { lock.unlock(); });
-
-  py::native_enum<Schedule>(module, "Schedule", "enum.Enum",
-                            "When what leaves is sent, and when it comes back (engine.h).")
+  py::native_enum<Schedule>(module, "Schedule", "enum.Enum")
       .value("ITERATIONS", Schedule::kIterations)
       .value("WINDOWS", Schedule::kWindows)
       .value("BATCHES", Schedule::kBatches)
       .finalize();
-
-  py::class_<Engine, EnginePtr>(module, "Engine",
-                                "What becomes of the storages that autograd saves "
-                                "(csrc/engine/engine.h).")
-      .def(py::init(&make_engine), py::arg("window_bytes"),
-           py::arg("schedule") = Schedule::kIterations)
-      .def("set_policy", &set_policy, py::arg("min_bytes"), py::arg("action"),
-           "What is done with every storage; None: as its device's row says. 'ask' and what is not "
-           "known here: `decide`.")
-      .def("set_device", &set_device, py::arg("device"), py::arg("action"),
-           py::arg("sender").none(false),
-           "What a policy without an action means there, and how storages are swapped.")
-      .def("set_persistent", &set_persistent, py::arg("tensors"),
-           "Parameters and buffers, whose storages stay.")
-      .def(
-          "is_persistent",
-          [](const Engine& self, uintptr_t key) {
-            return self.persistent.contains(reinterpret_cast<const void*>(key));
-          },
-          py::arg("key"))
-      .def(
-          "make_entry",
-          [](Engine& self, const at::Tensor& tensor, const SavedView& look) {
-            StorageRefPtr storage;
-            EntryPtr entry = self.make_entry(tensor, look, storage);
-            return std::pair(std::move(entry), std::move(storage));
-          },
-          py::arg("tensor"), py::arg("view"),
-          "The entry of what the iteration admitted last, and its storage.")
-      .def(
-          "leave",
-          [](Engine& self, const EntryPtr& entry, const StorageRefPtr& storage, LeaveOrder order) {
-            return reason_of(self.leave(entry, some(storage), std::move(order)));
-          },
-          py::arg("entry").none(false), py::arg("storage"), py::arg("order"),
-          "An entry's storage leaves as the schedule has it: at once, or held until its batch is "
-          "told to go. None, or the reason why it stays.")
-      .def("learn", &Engine::learn,
-           "Take in what encoders have reported by now, in the order of their encodes.")
+  py::class_<Engine, EnginePtr>(module, "Engine")
+      .def(py::init(&make_engine), "window_bytes"_a, "schedule"_a = Schedule::kIterations)
+      .def("set_policy",
+           [](Engine& engine, int64_t min_bytes, std::optional<Action> action, bool asks,
+              bool recipes) { engine.policy = {min_bytes, action, asks, recipes}; })
+      .def("set_batch_limits",
+           [](Engine& engine, int64_t small_bytes, int64_t bucket_bytes) {
+             engine.batch_limits = {small_bytes, bucket_bytes};
+           })
+      .def("set_persistent", &set_persistent, "tensors"_a)
+      .def("is_persistent",
+           [](const Engine& self, uintptr_t key) {
+             return self.persistent.contains(reinterpret_cast<const void*>(key));
+           })
+      .def("learn", &Engine::learn)
       .def_property_readonly("awaited_reports", &Engine::awaited_reports)
+      .def("demand", &Engine::demand, "entry"_a.none(false))
+      .def("release",
+           [](Engine& self, Iteration& of, size_t index) {
+             self.release(of, index);
+             if (const EntryPtr entry = of.entry(index)) {
+               entry->release_frame();
+             }
+           })
+      .def_static("look_at_released", &Engine::look_at_released, "iteration"_a)
+      .def("count_recomputed", &Engine::count_recomputed, "storage"_a)
+      .def("sweep_recomputed", [](Engine& self) { self.recomputed.sweep(); })
+      .def("clear_recomputed", [](Engine& self) { self.recomputed.clear(); })
       .def_readonly("schedule", &Engine::schedule)
       .def_property_readonly(
           "windows",
-          [](const EnginePtr& self) { return std::shared_ptr<Windows>(self, self->windows.get()); },
-          "Where its codec work waits; None: where it is done at once.")
-      .def_property(
-          "small_bytes", [](const Engine& self) { return self.batch_limits.small_bytes; },
-          [](Engine& self, int64_t nbytes) { self.batch_limits.small_bytes = nbytes; },
-          "Storages of a batch of more bytes travel alone.")
-      .def_property(
-          "bucket_bytes", [](const Engine& self) { return self.batch_limits.bucket_bytes; },
-          [](Engine& self, int64_t nbytes) { self.batch_limits.bucket_bytes = nbytes; },
-          "Most bytes of a batch that travel together, and so of the copy that it takes.")
-      .def("demand", &Engine::demand, py::arg("entry").none(false),
-           "The storage of an entry, ordered before what the caller does next.")
-      .def("saved", &Engine::saved, py::arg("entry").none(false),
-           "What follows a save: what has to be gone by then, as planned, is waited for.")
-      .def(
-          "release",
-          [](Engine& self, Iteration& of, size_t index) {
-            self.release(of, index);
-            if (const EntryPtr entry = of.entry(index)) {
-              entry->release_frame();
-            }
-          },
-          py::arg("iteration"), py::arg("index"),
-          "What comes next comes after a storage has left, if it is leaving or waits to; its "
-          "frame's way to a pool included.")
-      .def_static("look_at_released", &Engine::look_at_released, py::arg("iteration"),
-                  "Notice what was released, was still held then, and is gone by now.")
-      .def("count_recomputed", &Engine::count_recomputed, py::arg("storage"),
-           "A recomputed unit has saved a storage again, in backward. The lock is held.")
-      .def(
-          "sweep_recomputed", [](Engine& self) { self.recomputed.sweep(); },
-          "Notice which of those are gone.")
-      .def(
-          "clear_recomputed", [](Engine& self) { self.recomputed.clear(); },
-          "No backward runs: what is there of those still is somebody else's.")
+          [](const EnginePtr& self) { return std::shared_ptr<Windows>(self, self->windows.get()); })
       .def_property_readonly(
           "ledger",
           [](const EnginePtr& self) { return std::shared_ptr<Ledger>(self, &self->ledger); })
       .def_readonly("lock", &Engine::lock)
       .def_readonly("departing", &Engine::departing)
       .def_readonly("timeline", &Engine::timeline)
-      .def_readwrite("iteration", &Engine::iteration, "That saves now.")
-      .def_readonly("backward", &Engine::backward, "Whose backward runs, where it is directed.")
-      .def_readwrite("directed", &Engine::directed);
+      .def_readonly("backward", &Engine::backward)
+      .def_readwrite("iteration", &Engine::iteration)
+      .def_readwrite("directed", &Engine::directed)
+      .def_readwrite("recipes", &Engine::recipes);
+  bind_batches(module);
 }
 
 }  // namespace memswap

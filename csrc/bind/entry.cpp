@@ -1,31 +1,23 @@
-// Entry, and what departs, as Python sees them.
+// Entries, iterations and their plans.
 #include "engine/entry.h"
 
-#include <pybind11/native_enum.h>
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-#include <torch/csrc/utils/pybind.h>
+#include <vector>
 
-#include <exception>
-#include <memory>
-
-#include "engine/block_form.h"
+#include "bind.h"
 #include "engine/departing.h"
 #include "engine/engine.h"
 #include "engine/iteration.h"
 #include "engine/recipes.h"
-#include "errors.h"
-#include "storage_ref.h"
+#include "engine/recorder.h"
 
 namespace memswap {
-namespace py = pybind11;
 
 namespace {
 
 // A weak reference to an entry: equal to any other one to the same entry.
 class EntryReference {
  public:
-  explicit EntryReference(const EntryPtr& entry) : entry_(entry), address_(entry.get()) {}
+  explicit EntryReference(Entry& entry) : entry_(entry.weak_from_this()), address_(&entry) {}
   EntryPtr lock() const { return entry_.lock(); }
   bool operator==(const EntryReference& other) const {
     return !entry_.owner_before(other.entry_) && !other.entry_.owner_before(entry_);
@@ -37,108 +29,123 @@ class EntryReference {
   const void* address_;
 };
 
-}  // namespace
-
-void bind_entry(py::module_& module) {
-  py::native_enum<State>(module, "State", "enum.Enum", "Where an entry's bytes are (residence.h).")
+void bind_entries(py::module_& module) {
+  py::native_enum<State>(module, "State", "enum.Enum")
       .value("RESIDENT", State::kResident)
       .value("LEAVING", State::kLeaving)
       .value("AWAY", State::kAway)
       .value("RETURNING", State::kReturning)
       .finalize();
-
-  py::class_<EntryReference>(module, "EntryReference", "A weak reference to an entry.")
-      .def("__call__", &EntryReference::lock, "The entry, or None: it is dead.")
+  py::class_<EntryReference>(module, "EntryReference")
+      .def("__call__", &EntryReference::lock)
       .def("__eq__", &EntryReference::operator==, py::is_operator())
       .def("__hash__", &EntryReference::hash);
-
-  py::class_<Entry, Known, EntryPtr>(module, "Entry",
-                                     "One saved storage that may leave (csrc/engine/entry.h).")
+  py::class_<Entry, Known, EntryPtr>(module, "Entry")
       .def(py::init([](const EnginePtr& engine, const SavedView& look, const StorageRef& storage) {
              return Entry::make(engine, look, storage);
            }),
-           py::arg("engine").none(false), py::arg("view"), py::arg("storage"))
+           "engine"_a.none(false), "view"_a, "storage"_a)
       .def("__repr__", &Entry::described)
-      .def("move", &Entry::move, py::arg("state"), "Change the state, or raise EntryStateError.")
-      .def(
-          "leave",
-          [](Entry& entry, AwayFormPtr away, TicketPtr departure) {
-            entry.leave({std::move(away), std::move(departure)});
-          },
-          py::arg("away").none(false), py::arg("departure").none(false), "It is being sent.")
-      .def(
-          "swap",
-          [](Entry& entry, BlockSender& sender, const StorageRefPtr& storage) {
-            return entry.swap(sender, some(storage));
-          },
-          py::arg("sender"), py::arg("storage"),
-          "Send it into a block. Whether there was room; if not, nothing changed.")
-      .def("sent", &Entry::sent,
-           "Whether the send has ended. One that failed gives the storage back: nothing is lost.")
-      .def("gone", &Entry::gone, py::arg("wait") = false,
-           "Notice whether a leaving storage really went away. What was gathered is gone before "
-           "its bytes are anywhere else for sure; `wait` for that, instead of saying no.")
-      .def("lingers", &Entry::lingers, "Whether it is leaving and somebody holds it still.")
-      .def("fetch", &Entry::fetch,
-           "Start bringing the bytes back into a storage of memswap's own. May be out of memory.")
-      .def("fetch_ahead", &Entry::fetch_ahead,
-           "The same where it is away and its form works ahead. Whether that was done.")
-      .def("bring", &Entry::bring,
-           "The storage: the one that is still there, the one that was fetched, or else a fetch "
-           "now, which counts as a stall. The caller waits for `arrival` before it reads.")
-      .def("lock", &Entry::lock, "Hold the storage, if anybody does. Whether there was one.")
-      .def("retain", &Entry::retain,
-           "Hold on to a storage that has not gone away yet: then nothing has to come back. "
-           "Whether there was one.")
-      .def("let_go", &Entry::let_go,
-           "Let go of a storage again whose away form is still there. Nothing is copied.")
-      .def("count_away", &Entry::count_away, "Count what the away form takes up now.")
+      .def("swap", [](Entry& entry, BlockSender& sender,
+                      const StorageRefPtr& storage) { return entry.swap(sender, some(storage)); })
+      .def("gone", &Entry::gone, "wait"_a = false)
       .def_property_readonly("state", &Entry::state)
-      .def_property_readonly("nbytes", &Entry::nbytes)
-      .def_property_readonly("device", &Entry::device)
       .def_property_readonly("engine", &Entry::engine)
-      .def_property_readonly(
-          "reference", [](Entry& entry) { return EntryReference(entry.shared_from_this()); },
-          "A weak reference.")
-      .def_property_readonly("identity", &Entry::identity, py::return_value_policy::copy,
-                             "The storage, as a WeakStorage.")
-      .def_property_readonly(
-          "is_away", &Entry::is_away,
-          "Whether the storage has left, or is leaving, as far as its owner is concerned.")
-      .def_property_readonly(
-          "lost_memory", &Entry::lost_memory,
-          "Whether the storage that it holds has been resized since it was saved.")
-      .def_property(
-          "storage", [](const Entry& entry) { return entry.storage; },
-          [](Entry& entry, StorageRefPtr storage) {
-            entry.storage.swap(storage);  // what was there goes when the entry is as it will be
-          },
-          "The storage, where the entry itself holds it; or None.")
-      .def_property_readonly("away", &Entry::away, "The away form, or None.")
-      .def_property_readonly("departure", &Entry::departure, "The ticket of its send, or None.")
-      .def_property_readonly("arrival", &Entry::arrival, "The ticket of its return, or None.")
-      .def_readwrite("trial", &Entry::trial,
-                     "What proves its recipe while its bytes wait elsewhere, or None.")
-      .def_readwrite("handles", &Entry::handles)
-      .def_readwrite("keeps", &Entry::keeps)
-      .def_readwrite("unseen", &Entry::unseen)
+      .def_property_readonly("reference", [](Entry& entry) { return EntryReference(entry); })
+      .def_property_readonly("identity", &Entry::identity, py::return_value_policy::copy)
+      .def_property_readonly("is_away", &Entry::is_away)
+      .def_property_readonly("away", &Entry::away)
+      .def_property_readonly("departure", &Entry::departure)
+      .def_property_readonly("arrival", &Entry::arrival)
+      .def_property_readonly("fetched", &Entry::fetched)
+      .def_readonly("storage", &Entry::storage)
       .def_readonly("iteration", &Entry::iteration)
-      .def_readonly("index", &Entry::index)
-      .def_property_readonly("version", &Entry::version)
-      .def_property_readonly("fetched", &Entry::fetched);
+      .def_readonly("index", &Entry::index);
+  py::class_<Departing>(module, "Departing")
+      .def("__len__", &Departing::size)
+      .def("notice_gone", &Departing::notice_gone, "looks"_a = Departing::kAll);
+}
 
-  py::class_<Departing>(module, "Departing",
-                        "Entries whose storages were sent, until these are gone. Owned by nobody "
-                        "here.")
-      .def(py::init<>())
-      .def(
-          "add", [](Departing& self, Entry& entry) { self.add(&entry); }, py::arg("entry"),
-          "An entry was sent.")
-      .def("notice_gone", &Departing::notice_gone, py::arg("looks") = Departing::kAll,
-           "Account for storages that went away since the last look, oldest first. `looks` bounds "
-           "how many of those are looked at that were sent and are still held.")
-      .def("notice_some", &Departing::notice_some, "What each save does: look at a few of those.")
-      .def("__len__", &Departing::size);
+// (unit, ordinal, nbytes, dtype, action, releases, departures, fetches, departs, frame_nbytes).
+// No action: somebody is asked.
+using GivenPlace = std::tuple<std::string, int64_t, int64_t, c10::ScalarType, std::optional<Action>,
+                              std::vector<size_t>, std::vector<size_t>, std::vector<size_t>, bool,
+                              std::optional<int64_t>>;
+
+std::shared_ptr<Plan> make_plan(c10::Device device, int64_t least_bytes,
+                                std::vector<GivenPlace> given) {
+  std::vector<Plan::Place> places;
+  for (GivenPlace& place : given) {
+    places.push_back(std::make_from_tuple<Plan::Place>(std::move(place)));
+  }
+  auto plan = std::make_shared<Plan>(Plan{device, least_bytes, std::move(places)});
+  plan->check();
+  return plan;
+}
+
+std::vector<int64_t> sizes_of(const Iteration& iteration) {
+  std::vector<int64_t> sizes;
+  for (size_t index = 0; index < iteration.size(); ++index) {
+    sizes.push_back(iteration.order().nbytes(index));
+  }
+  return sizes;
+}
+
+size_t place_in(const Iteration& iteration, int64_t index) {
+  if (index < 0 || static_cast<size_t>(index) >= iteration.size()) {
+    throw py::index_error("expected a place in an iteration of " +
+                          std::to_string(iteration.size()) + " storages, found " +
+                          std::to_string(index));
+  }
+  return static_cast<size_t>(index);
+}
+
+void bind_iterations(py::module_& module) {
+  py::class_<Plan, std::shared_ptr<Plan>>(module, "Plan")
+      .def(py::init(&make_plan), "device"_a, "least_bytes"_a, "places"_a)
+      .def("__len__", [](const Plan& plan) { return plan.places.size(); });
+  py::class_<Iteration, IterationPtr>(module, "Iteration")
+      .def("entry",
+           [](const Iteration& self, int64_t index) { return self.entry(place_in(self, index)); })
+      .def("was_demanded",
+           [](const Iteration& self, int64_t index) {
+             return self.order().was_demanded(place_in(self, index));
+           })
+      .def("present_bytes", &Iteration::present_bytes, "granularity"_a)
+      .def_property_readonly("sizes", &sizes_of)
+      .def_property_readonly("over", &Iteration::over)
+      .def_property_readonly("count", &Iteration::size)
+      .def_property_readonly("nbytes", &Iteration::nbytes)
+      .def_property_readonly("alive_bytes", &Iteration::alive_bytes)
+      .def_property_readonly("began_backward", &Iteration::began_backward)
+      .def_property_readonly("own_window_bytes", &Iteration::own_window_bytes)
+      .def_property_readonly("least_window_bytes", &Iteration::least_window_bytes)
+      .def_property_readonly("leaving_bytes", &Iteration::leaving_bytes)
+      .def_property(
+          "plan", [](const Iteration& self) { return std::const_pointer_cast<Plan>(self.plan); },
+          [](Iteration& self, std::shared_ptr<Plan> plan) { self.plan = std::move(plan); })
+      .def_readwrite("recorder", &Iteration::recorder)
+      .def_readwrite("follows_alone", &Iteration::follows_alone)
+      .def_readwrite("learns_recipes", &Iteration::learns_recipes)
+      .def_readwrite("unfit", &Iteration::unfit)
+      .def_readwrite("limit_bytes", &Iteration::limit_bytes)
+      .def_readonly("proven", &Iteration::proven)
+      .def_readonly("no_recipe", &Iteration::no_recipe)
+      .def_readonly("peak_bytes", &Iteration::peak_bytes)
+      .def_readonly("pooled_bytes", &Iteration::pooled_bytes)
+      .def_readonly("refused", &Iteration::refused)
+      .def_readonly("held", &Iteration::held);
+  py::class_<Timeline>(module, "Timeline")
+      .def(py::init<std::optional<int64_t>>(), "window_bytes"_a)
+      .def("begin", &Timeline::begin)
+      .def_readwrite("window_bytes", &Timeline::window_bytes);
+}
+
+}  // namespace
+
+void bind_entry(py::module_& module) {
+  bind_entries(module);
+  bind_iterations(module);
 }
 
 }  // namespace memswap

@@ -1,62 +1,200 @@
-// HookScope, as Python sees it: where autograd calls in. What becomes of a tensor that the engine
-// asks about is for python/memswap/engine to say, whose class is derived from this one.
+// The pair of hooks by which autograd calls in, and the handle that it holds in between. What is
+// rare stands in python/memswap/engine, whose class of scopes is derived from this one.
 #include <ATen/SequenceNumber.h>
 #include <ATen/record_function.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
-#include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/utils/pybind.h>
 
-#include <array>
-#include <cstddef>
-#include <memory>
 #include <new>
-#include <optional>
-#include <string>
-#include <type_traits>
-#include <utility>
 
+#include "bind.h"
 #include "engine/batch.h"
 #include "engine/engine.h"
-#include "handle.h"
+#include "engine/saved_tensor.h"
 #include "python_type.h"
 #include "storage/in_flight.h"
 #include "storage/saved_view.h"
 
 namespace memswap {
-namespace py = pybind11;
 
 namespace {
 
-// What a save needs at hand; the rest is Python's.
-struct Scope {
-  EnginePtr engine;
-  std::string unit;
-  int64_t group = Iteration::kNoGroup;
-  int64_t packs = 0;     // calls of `pack`
-  int64_t ordinal = -1;  // of the storage that was considered last
-  uint64_t node = 0;     // of autograd, whose saving `waiting` waits for
-  bool covered = false;  // the policy covers the unit
+// --- Handle: what pack returns to autograd, and unpack makes a tensor of again. One is made and
+// asked for each saved tensor, so it is a type of Python's own kind. ---
+
+struct HandleObject {
+  PyObject_HEAD SavedTensor saved;
+  PyObject* owner;  // the engine's object, or None
+  PyObject* batch;  // of a group, or None
 };
 
-struct ScopeObject {
-  PyObject_HEAD std::unique_ptr<Scope> scope;  // never nullptr
-  PyObject* engine;                            // the engine's object
-  PyObject* action;                            // of all that is packed, or None
-  PyObject* outer;                             // the hooks that were installed before, or None
-  PyObject* waiting;                           // what is saved once its operator has run, or None
-  PyObject* batch;                             // of a group, that saves here, or None
-  char pushed;
+// Set once, by bind_handle.
+PyTypeObject* handle_type = nullptr;
+PyObject* unpack_name = nullptr;
+
+HandleObject* handle_of(PyObject* self) { return reinterpret_cast<HandleObject*>(self); }
+SavedTensor& saved_of(PyObject* self) { return handle_of(self)->saved; }
+
+// Autograd's error, as memswap says it.
+void translate(std::exception_ptr thrown) {
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const EditedInPlace& edit) {
+    const py::object error = from("memswap.engine.handle", "inplace_edit")(
+        edit.tensor, edit.version, edit.expected_version);
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+  }
+}
+
+PyObject* unpack(PyObject* object, PyObject*) {
+  return guarded([&] {
+    const auto alive = py::reinterpret_borrow<py::object>(object);  // whatever other threads drop
+    const HandleObject* const self = handle_of(object);
+    if (self->batch != Py_None) {
+      py::handle(self->batch).cast<Batch&>().notice_demand(self->saved.entry());
+    }
+    return THPVariable_Wrap(self->saved.unpack());
+  });
+}
+
+// The unpack hook of every engine: a handle of another kind says itself what it stands for.
+PyObject* unpack_any(PyObject*, PyObject* handle) {
+  return Py_IS_TYPE(handle, handle_type) ? unpack(handle, nullptr)
+                                         : PyObject_CallMethodNoArgs(handle, unpack_name);
+}
+
+int traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(handle_of(self)->owner);
+  Py_VISIT(handle_of(self)->batch);
+  Py_VISIT(Py_TYPE(self));
+  return 0;
+}
+
+// The entry may die here, and let go of the GIL: nobody finds the handle any more, and a pending
+// exception is not its own. Its engine's object outlives it.
+void dealloc(PyObject* object) {
+  HandleObject* const self = handle_of(object);
+  PyTypeObject* const type = Py_TYPE(object);
+  PyObject_GC_UnTrack(object);
+  PyObject *kind, *value, *traceback;
+  PyErr_Fetch(&kind, &value, &traceback);
+  std::destroy_at(&self->saved);
+  Py_CLEAR(self->batch);
+  Py_CLEAR(self->owner);
+  PyErr_Restore(kind, value, traceback);
+  type->tp_free(object);
+  Py_DECREF(type);
+}
+
+template <auto property>
+PyObject* get(PyObject* self, void*) {
+  return guarded([&] { return py::cast((saved_of(self).*property)()).release().ptr(); });
+}
+
+PyObject* get_tensor(PyObject* self, void*) {
+  const at::Tensor& tensor = saved_of(self).tensor();
+  return tensor.defined() ? THPVariable_Wrap(tensor) : Py_NewRef(Py_None);
+}
+
+PyMethodDef methods[] = {{"unpack", unpack, METH_NOARGS, nullptr}, {}};
+PyMethodDef functions[] = {{"unpack", unpack_any, METH_O, nullptr}, {}};
+
+PyGetSetDef properties[] = {
+    {"entry", get<&SavedTensor::known>, nullptr, nullptr, nullptr},
+    {"view", get<&SavedTensor::look>, nullptr, nullptr, nullptr},
+    {"stays", get<&SavedTensor::stays>, nullptr, nullptr, nullptr},
+    {"tensor", get_tensor, nullptr, nullptr, nullptr},
+    {},
+};
+
+PyType_Slot slots[] = {
+    {Py_tp_dealloc, reinterpret_cast<void*>(dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
+    {Py_tp_methods, methods},
+    {Py_tp_getset, properties},
+    {0, nullptr},
+};
+
+PyType_Spec spec = {
+    .name = "memswap._C.Handle",
+    .basicsize = sizeof(HandleObject),
+    .itemsize = 0,
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = slots,
+};
+
+// A handle. `owner`: the engine's object in Python, which lives as long as the handle. `batch`: of
+// a group, or None; it hears of each unpack. Both are borrowed.
+py::object new_handle(SavedTensor saved, PyObject* owner, PyObject* batch) {
+  py::object made = owned(handle_type->tp_alloc(handle_type, 0));
+  HandleObject* const self = handle_of(made.ptr());
+  new (&self->saved) SavedTensor(std::move(saved));
+  self->owner = Py_NewRef(owner);
+  self->batch = Py_NewRef(batch);
+  return made;
+}
+
+// A tensor that stays. Of Python's classes of tensors, parameters are kept themselves.
+SavedTensor kept_tensor(PyObject* object, KnownPtr known) {
+  const at::Tensor& tensor = THPVariable_Unpack(object);
+  const auto version = static_cast<uint32_t>(tensor._version());
+  at::Tensor kept;
+  if (Py_IS_TYPE(object, reinterpret_cast<PyTypeObject*>(THPVariableClass))) {
+    kept = without_graph(tensor);
+  } else {
+    kept = from("memswap.engine.autograd", "as_kept")(py::handle(object)).cast<at::Tensor>();
+  }
+  return SavedTensor::kept(std::move(kept), version, std::move(known));
+}
+
+void bind_handle(py::module_& module) {
+  py::register_local_exception_translator(translate);
+  unpack_name = interned("unpack");
+  py::object type = owned(PyType_FromModuleAndSpec(module.ptr(), &spec, nullptr));
+  handle_type = reinterpret_cast<PyTypeObject*>(type.ptr());
+  module.add_object("Handle", type);
+  if (PyModule_AddFunctions(module.ptr(), functions) != 0) {
+    throw py::error_already_set();
+  }
+  module.def("kept_handle", [](const at::Tensor& tensor) {
+    const py::object object = py::cast(tensor);
+    return new_handle(kept_tensor(object.ptr(), nullptr), Py_None, Py_None);
+  });
+}
+
+// --- HookScope: one installation of an engine's hooks ---
+
+// What a save needs at hand.
+struct Scope {
+  explicit Scope(EnginePtr made) : engine(std::move(made)), owner(py::cast(engine)) {}
+
+  Batch* batch_or_null() const { return batch.is_none() ? nullptr : &batch.cast<Batch&>(); }
+
+  const EnginePtr engine;
+  py::object owner;  // the engine's object
+  std::string unit;
+  std::optional<Action> action;  // of all that is packed
+  int64_t group = Iteration::kNoGroup;
+  int64_t packs = 0;                // calls of `pack`
+  int64_t ordinal = -1;             // of the storage that was considered last
+  bool covered = false;             // the policy covers the unit
+  bool pushed = false;              // its hooks are installed
+  py::object outer = py::none();    // the hooks that were installed before, or None
+  py::object batch = py::none();    // of a group, that saves here, or None
+  py::object waiting = py::none();  // what is saved once its operator has run, or None
+  uint64_t node = 0;                // of autograd, whose saving `waiting` waits for
 };
 
 struct Names {
-  PyObject *decide, *is_frozen, *or_outer, *pack_later, *pack_unusual, *pack_waiting;
+  PyObject *is_frozen, *or_outer, *pack_later, *pack_unusual, *pack_waiting;
 } names;  // set once, by bind_hooks
 
-PyTypeObject* scope_type = nullptr;
-
-ScopeObject* scope_of(PyObject* self) { return reinterpret_cast<ScopeObject*>(self); }
-PyObject* object_of(ScopeObject* self) { return reinterpret_cast<PyObject*>(self); }
+// Without looking the type up: every scope holds its Scope in the same place. nullptr: it is being
+// made.
+Scope* scope_in(PyObject* self) {
+  auto place = reinterpret_cast<py::detail::instance*>(self)->get_value_and_holder();
+  return place.holder_constructed() ? static_cast<Scope*>(place.value_ptr()) : nullptr;
+}
 
 // Whether the tensor, or the one that it is a view of, has a class of its own, as a Parameter has.
 bool is_of_subclass(PyObject* object, const at::Tensor& tensor) {
@@ -70,10 +208,10 @@ bool is_of_subclass(PyObject* object, const at::Tensor& tensor) {
 
 // Parameters, buffers and their views are known by their storages; a frozen parameter that nobody
 // has named, by its class.
-bool persists(ScopeObject* self, PyObject* object, const SavedView& look) {
-  return look.of_leaf() || self->scope->engine->persistent.contains(look.storage_key()) ||
+bool persists(PyObject* self, const Scope& scope, PyObject* object, const SavedView& look) {
+  return look.of_leaf() || scope.engine->persistent.contains(look.storage_key()) ||
          (is_of_subclass(object, THPVariable_Unpack(object)) &&
-          call_method(object_of(self), names.is_frozen, object).cast<bool>());
+          call_method(self, names.is_frozen, object).cast<bool>());
 }
 
 // Whether make_fx records operators now. It knows tensors by who they are: what came back in their
@@ -96,46 +234,29 @@ bool may_be_filled_yet(PyObject* tensor, const SavedView& look) {
          look.of_floats();
 }
 
-py::object handle_of(ScopeObject* self, PyObject* tensor, Saved saved, SavedView look) {
-  if (saved.as == Saved::As::kKept) {
-    return kept_handle(tensor, std::move(saved.known), self->engine);
-  }
-  return moved_handle(std::static_pointer_cast<Entry>(std::move(saved.known)), std::move(look),
-                      self->engine, self->batch);
-}
-
-Batch* batch_of(ScopeObject* self) {
-  return self->batch == Py_None ? nullptr : &py::handle(self->batch).cast<Batch&>();
-}
-
 // The handle of a plain tensor. The lock is held.
-py::object save(ScopeObject* self, PyObject* tensor, SavedView look, bool planned) {
-  Scope& scope = *self->scope;
-  const bool has_action = self->action != Py_None;
-  const Offer offer{THPVariable_Unpack(tensor),
-                    look,
-                    scope.unit,
-                    scope.group,
-                    scope.covered,
-                    has_action,
-                    scope.ordinal,
-                    batch_of(self)};
-  Saved saved;
-  if (planned && scope.covered && !has_action) {
-    saved = scope.engine->follow_plan(offer);
+py::object save(Scope& scope, PyObject* tensor, SavedView look) {
+  Saved saved = scope.engine->save(Offer{.tensor = THPVariable_Unpack(tensor),
+                                         .look = look,
+                                         .unit = scope.unit,
+                                         .group = scope.group,
+                                         .covered = scope.covered,
+                                         .action = scope.action,
+                                         .number = scope.packs,
+                                         .ordinal = scope.ordinal,
+                                         .batch = scope.batch_or_null(),
+                                         .planned = true});
+  if (saved.as == Saved::As::kKept) {
+    return new_handle(kept_tensor(tensor, std::move(saved.known)), scope.owner.ptr(), Py_None);
   }
-  if (saved.as == Saved::As::kAsked) {
-    saved = scope.engine->save(offer);
-  }
-  if (saved.as == Saved::As::kAsked) {
-    const py::object view = py::cast(std::move(look));
-    return call_method(self->engine, names.decide, tensor, view.ptr(), object_of(self));
-  }
-  return handle_of(self, tensor, std::move(saved), std::move(look));
+  auto entry = std::static_pointer_cast<Entry>(std::move(saved.known));
+  return new_handle(SavedTensor::moved(std::move(entry), std::move(look)), scope.owner.ptr(),
+                    scope.batch.ptr());
 }
 
-const char* reason_to_stay(ScopeObject* self, PyObject* tensor, const SavedView& look) {
-  if (persists(self, tensor, look)) {
+const char* reason_to_stay(PyObject* self, const Scope& scope, PyObject* tensor,
+                           const SavedView& look) {
+  if (persists(self, scope, tensor, look)) {
     return "parameter";
   }
   if (look.private_format()) {
@@ -144,283 +265,105 @@ const char* reason_to_stay(ScopeObject* self, PyObject* tensor, const SavedView&
   return is_traced() ? "traced" : nullptr;
 }
 
-py::object pack_plain(ScopeObject* self, PyObject* tensor, SavedView look) {
-  Engine& engine = *self->scope->engine;
+py::object pack_plain(PyObject* self, Scope& scope, PyObject* tensor, SavedView look) {
+  Engine& engine = *scope.engine;
   const Locked locked(engine.lock);
   engine.ledger.counters.offer(static_cast<int64_t>(look.nbytes()));
-  if (const char* const reason = reason_to_stay(self, tensor, look)) {
-    return kept_handle(tensor, engine.keep(look, reason).known, self->engine);
+  if (const char* const reason = reason_to_stay(self, scope, tensor, look)) {
+    return new_handle(kept_tensor(tensor, engine.keep(look, reason).known), scope.owner.ptr(),
+                      Py_None);
   }
-  if (self->pushed != 0 && may_be_filled_yet(tensor, look)) {
+  if (scope.pushed && may_be_filled_yet(tensor, look)) {
     const py::object view = py::cast(std::move(look));
-    py::object later = call_method(object_of(self), names.pack_later, tensor, view.ptr());
-    self->scope->node = at::sequence_number::peek();
+    py::object later = call_method(self, names.pack_later, tensor, view.ptr());
+    scope.node = at::sequence_number::peek();
     return later;
   }
-  return save(self, tensor, std::move(look), true);
+  return save(scope, tensor, std::move(look));
 }
 
-PyObject* pack(PyObject* object, PyObject* tensor) {
+// The pack hook. Never raises for want of memory or support; the tensor stays then.
+PyObject* pack(PyObject* self, PyObject* tensor) {
   return guarded([&] {
-    ScopeObject* const self = scope_of(object);
     if (!THPVariable_Check(tensor)) {
       throw py::type_error("pack needs a torch.Tensor");
     }
-    if (self->waiting != Py_None && self->scope->node != at::sequence_number::peek()) {
-      call_method(object, names.pack_waiting);
+    Scope& scope = *scope_in(self);
+    if (!scope.waiting.is_none() && scope.node != at::sequence_number::peek()) {
+      call_method(self, names.pack_waiting);
     }
-    ++self->scope->packs;
+    ++scope.packs;
     std::optional<SavedView> look = SavedView::capture(THPVariable_Unpack(tensor));
     if (!look) {
-      return call_method(object, names.pack_unusual, tensor).release().ptr();
+      return call_method(self, names.pack_unusual, tensor).release().ptr();
     }
     wait_for_collectives(THPVariable_Unpack(tensor));
-    py::object handle = pack_plain(self, tensor, std::move(*look));
-    if (self->outer != Py_None) {
-      handle = call_method(object, names.or_outer, tensor, handle.ptr());
+    py::object handle = pack_plain(self, scope, tensor, std::move(*look));
+    if (!scope.outer.is_none()) {
+      handle = call_method(self, names.or_outer, tensor, handle.ptr());
     }
     return handle.release().ptr();
   });
 }
 
-// --- life ---------------------------------------------------------------------------------------
+PyMethodDef pack_method = {"pack", pack, METH_O, nullptr};
 
-constexpr std::array kSlots = {&ScopeObject::engine, &ScopeObject::action, &ScopeObject::outer,
-                               &ScopeObject::waiting, &ScopeObject::batch};
-
-PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
-  return guarded([&] {
-    PyObject* const given = PyTuple_GET_SIZE(args) < 1 ? Py_None : PyTuple_GET_ITEM(args, 0);
-    if (given == Py_None || !py::isinstance<Engine>(py::handle(given))) {
-      throw py::type_error("expected an Engine, found " + std::string(py::repr(given)));
+// Python's collector sees what a scope holds of Python's. The engine stays: it is called without
+// asking whether it is there.
+void collect(PyHeapTypeObject* heap_type) {
+  PyTypeObject& type = heap_type->ht_type;
+  type.tp_flags |= Py_TPFLAGS_HAVE_GC;
+  type.tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
+    Py_VISIT(Py_TYPE(self));
+    if (const Scope* const scope = scope_in(self)) {
+      for (const auto* held : {&scope->owner, &scope->outer, &scope->batch, &scope->waiting}) {
+        Py_VISIT(held->ptr());
+      }
     }
-    EnginePtr engine = py::handle(given).cast<EnginePtr>();
-    py::object made = owned(type->tp_alloc(type, 0));
-    ScopeObject* const self = scope_of(made.ptr());
-    new (&self->scope) std::unique_ptr<Scope>(new Scope{.engine = std::move(engine)});
-    for (const auto slot : kSlots) {
-      self->*slot = Py_NewRef(Py_None);
-    }
-    Py_SETREF(self->engine, Py_NewRef(given));
-    return made.release().ptr();
-  });
-}
-
-int traverse(PyObject* self, visitproc visit, void* arg) {
-  for (const auto slot : kSlots) {
-    Py_VISIT(scope_of(self)->*slot);
-  }
-  Py_VISIT(Py_TYPE(self));
-  return 0;
-}
-
-// The engine stays: it is called without asking whether it is there.
-int clear(PyObject* self) {
-  for (const auto slot :
-       {&ScopeObject::action, &ScopeObject::outer, &ScopeObject::waiting, &ScopeObject::batch}) {
-    PyObject*& held = scope_of(self)->*slot;
-    Py_XSETREF(held, Py_NewRef(Py_None));
-  }
-  return 0;
-}
-
-void dealloc(PyObject* self) {
-  PyObject_GC_UnTrack(self);
-  for (const auto slot : kSlots) {
-    Py_CLEAR(scope_of(self)->*slot);
-  }
-  std::destroy_at(&scope_of(self)->scope);
-  free_instance(self);
-}
-
-// What native code reads without asking whether it is there may be set, and is never deleted.
-int set_attribute(PyObject* self, PyObject* name, PyObject* value) {
-  if (value == nullptr) {
-    PyObject* const found = PyObject_GetAttr(reinterpret_cast<PyObject*>(Py_TYPE(self)), name);
-    const bool member = found != nullptr && Py_IS_TYPE(found, &PyMemberDescr_Type);
-    Py_XDECREF(found);
-    PyErr_Clear();
-    if (member) {
-      PyErr_Format(PyExc_TypeError, "%R of a %s cannot be deleted; set it to another value", name,
-                   Py_TYPE(self)->tp_name);
-      return -1;
-    }
-  }
-  return PyObject_GenericSetAttr(self, name, value);
-}
-
-// --- the same for Python ------------------------------------------------------------------------
-
-SavedView view_in(PyObject* object) { return py::handle(object).cast<const SavedView&>(); }
-
-template <auto call>
-PyObject* with_view(PyObject* object, PyObject* const* args, Py_ssize_t count) {
-  return guarded([&] {
-    if (count < 2 || !THPVariable_Check(args[0])) {
-      throw py::type_error("expected a torch.Tensor to save, found " +
-                           (count < 1 ? "nothing" : std::string(py::repr(args[0]))));
-    }
-    return call(scope_of(object), args[0], view_in(args[1]), count > 2 ? args[2] : nullptr)
-        .release()
-        .ptr();
-  });
-}
-
-py::object save_by_name(ScopeObject* self, PyObject* tensor, SavedView look, PyObject*) {
-  return save(self, tensor, std::move(look), false);
-}
-
-std::string words_in(PyObject* reason) {
-  const char* const words = reason == nullptr ? "" : PyUnicode_AsUTF8(reason);
-  if (words == nullptr) {
-    throw py::error_already_set();
-  }
-  return words;
-}
-
-py::object keep_by_name(ScopeObject* self, PyObject* tensor, SavedView look, PyObject* reason) {
-  const std::string words = words_in(reason);
-  return kept_handle(tensor, self->scope->engine->keep(look, words).known, self->engine);
-}
-
-py::object stay_by_name(ScopeObject* self, PyObject* tensor, SavedView look, PyObject* reason) {
-  const std::string words = words_in(reason);
-  return kept_handle(tensor, self->scope->engine->stay(look, words).known, self->engine);
-}
-
-// A save whose storage leaves has the share of its batch too.
-PyObject* join(PyObject* object, PyObject* const* args, Py_ssize_t count) {
-  return guarded([&] {
-    if (count != 2) {
-      throw py::type_error("join needs an Entry and a SavedView");
-    }
-    ScopeObject* const self = scope_of(object);
-    auto entry = py::handle(args[0]).cast<EntryPtr>();
-    if (Batch* const batch = batch_of(self)) {
-      batch->join(entry);
-    }
-    return moved_handle(std::move(entry), view_in(args[1]), self->engine, self->batch)
-        .release()
-        .ptr();
-  });
-}
-
-template <class Method>
-PyCFunction as_method(Method method) {
-  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(method));
-}
-
-PyMethodDef methods[] = {
-    {"pack", pack, METH_O,
-     "The pack hook. Never raises for want of memory or support; the tensor stays then."},
-    {"save", as_method(with_view<save_by_name>), METH_FASTCALL,
-     "save(tensor, view): the handle of a plain tensor. The engine's lock is held."},
-    {"join", as_method(join), METH_FASTCALL,
-     "join(entry, view): the handle of a save whose storage leaves. The engine's lock is held."},
-    {"keep", as_method(with_view<keep_by_name>), METH_FASTCALL,
-     "keep(tensor, view, reason): a tensor stays, and nothing is known of its storage."},
-    {"stay", as_method(with_view<stay_by_name>), METH_FASTCALL,
-     "stay(tensor, view, reason): a tensor stays for good, and its storage is known."},
-    {nullptr, nullptr, 0, nullptr},
-};
-
-template <auto member>
-PyObject* get(PyObject* self, void*) {
-  return guarded([&] { return py::cast((*scope_of(self)->scope).*member).release().ptr(); });
-}
-
-template <auto member>
-int set(PyObject* self, PyObject* value, void*) {
-  using Value = std::remove_reference_t<decltype((*scope_of(self)->scope).*member)>;
-  PyObject* const done = guarded([&] {
-    if (value == nullptr) {
-      throw py::type_error("an attribute of a hook scope cannot be deleted; set it");
-    }
-    (*scope_of(self)->scope).*member = py::handle(value).cast<Value>();
-    return Py_None;
-  });
-  return done == nullptr ? -1 : 0;
-}
-
-PyObject* get_group(PyObject* self, void*) {
-  const int64_t group = scope_of(self)->scope->group;
-  return group == Iteration::kNoGroup ? Py_NewRef(Py_None) : PyLong_FromLongLong(group);
-}
-
-int set_group(PyObject* self, PyObject* value, void*) {
-  if (value == Py_None) {
-    scope_of(self)->scope->group = Iteration::kNoGroup;
     return 0;
-  }
-  return set<&Scope::group>(self, value, nullptr);
+  };
+  type.tp_clear = [](PyObject* self) {
+    if (Scope* const scope = scope_in(self)) {
+      scope->outer = scope->batch = scope->waiting = py::none();
+    }
+    return 0;
+  };
 }
-
-PyObject* get_batch(PyObject* self, void*) { return Py_NewRef(scope_of(self)->batch); }
-
-int set_batch(PyObject* self, PyObject* value, void*) {
-  if (value == nullptr || (value != Py_None && !py::isinstance<Batch>(py::handle(value)))) {
-    PyErr_SetString(PyExc_TypeError, "the batch of a hook scope is a Batch or None");
-    return -1;
-  }
-  Py_SETREF(scope_of(self)->batch, Py_NewRef(value));
-  return 0;
-}
-
-PyGetSetDef properties[] = {
-    {"unit", get<&Scope::unit>, set<&Scope::unit>, nullptr, nullptr},
-    {"group", get_group, set_group, "A checkpoint region's number, or None.", nullptr},
-    {"ordinal", get<&Scope::ordinal>, set<&Scope::ordinal>,
-     "Of the storage that was considered last.", nullptr},
-    {"packs", get<&Scope::packs>, nullptr, "Calls of `pack` so far.", nullptr},
-    {"batch", get_batch, set_batch, "Of a group, that saves here, or None.", nullptr},
-    {"covered", get<&Scope::covered>, set<&Scope::covered>, nullptr, nullptr},
-    {nullptr, nullptr, nullptr, nullptr, nullptr},
-};
-
-#define MEMSWAP_SLOT(name) {#name, T_OBJECT_EX, offsetof(ScopeObject, name), 0, nullptr}
-PyMemberDef members[] = {
-    {"engine", T_OBJECT_EX, offsetof(ScopeObject, engine), READONLY, nullptr},
-    MEMSWAP_SLOT(action),
-    MEMSWAP_SLOT(outer),
-    MEMSWAP_SLOT(waiting),
-    {"pushed", T_BOOL, offsetof(ScopeObject, pushed), 0, nullptr},
-    {nullptr, 0, 0, 0, nullptr},
-};
-#undef MEMSWAP_SLOT
-
-PyType_Slot slots[] = {
-    {Py_tp_new, reinterpret_cast<void*>(make)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(dealloc)},
-    {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
-    {Py_tp_clear, reinterpret_cast<void*>(clear)},
-    {Py_tp_methods, methods},
-    {Py_tp_setattro, reinterpret_cast<void*>(set_attribute)},
-    {Py_tp_getset, properties},
-    {Py_tp_members, members},
-    {Py_tp_doc, const_cast<char*>("One installation of an engine's hooks.")},
-    {0, nullptr},
-};
-
-PyType_Spec spec = {
-    .name = "memswap._C.HookScope",
-    .basicsize = sizeof(ScopeObject),
-    .itemsize = 0,
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-    .slots = slots,
-};
 
 }  // namespace
 
 void bind_hooks(py::module_& module) {
-  names = {.decide = interned("decide"),
-           .is_frozen = interned("is_frozen"),
+  bind_handle(module);
+  names = {.is_frozen = interned("is_frozen"),
            .or_outer = interned("or_outer"),
            .pack_later = interned("pack_later"),
            .pack_unusual = interned("pack_unusual"),
            .pack_waiting = interned("pack_waiting")};
-  scope_type = add_type(module, "HookScope", spec);
-  module.def("observed", &at::hasCallbacks,
-             "Whether a profiler or a memory history listens to ranges and operators now.");
+  py::class_<Scope> scope(module, "HookScope", py::custom_type_setup(collect));
+  scope.def(py::init<EnginePtr>(), "engine"_a.none(false))
+      .def("save", [](Scope& self, const at::Tensor& tensor,
+                      const SavedView& look) { return save(self, py::cast(tensor).ptr(), look); })
+      .def_readonly("engine", &Scope::owner)
+      .def_readonly("packs", &Scope::packs)
+      .def_readwrite("unit", &Scope::unit)
+      .def_readwrite("action", &Scope::action)
+      .def_readwrite("ordinal", &Scope::ordinal)
+      .def_readwrite("covered", &Scope::covered)
+      .def_readwrite("pushed", &Scope::pushed)
+      .def_readwrite("outer", &Scope::outer)
+      .def_readwrite("waiting", &Scope::waiting)
+      .def_readwrite("batch", &Scope::batch)
+      .def_property(
+          "group",
+          [](const Scope& self) {
+            return self.group == Iteration::kNoGroup ? std::nullopt : std::optional(self.group);
+          },
+          [](Scope& self, std::optional<int64_t> group) {
+            self.group = group.value_or(Iteration::kNoGroup);
+          });
+  scope.attr("pack") =
+      owned(PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(scope.ptr()), &pack_method));
+  module.def("observed", &at::hasCallbacks);
 }
 
 }  // namespace memswap

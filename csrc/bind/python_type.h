@@ -1,10 +1,9 @@
-// Types of Python's own kind, for what is made and asked for each saved tensor: pybind11 looks
+// What Python's C interface takes, for calls that must cost no more than 100 ns: pybind11 looks
 // instances up in a registry when it makes and drops them and casts each argument, which together
-// takes longer than what these types do.
+// takes longer than what a handle does.
 #pragma once
 
 #include <pybind11/pybind11.h>
-#include <structmember.h>
 
 namespace memswap {
 
@@ -40,21 +39,6 @@ template <class... Arguments>
 pybind11::object call_method(PyObject* self, PyObject* name, Arguments*... arguments) {
   PyObject* const all[] = {self, arguments...};
   return owned(PyObject_VectorcallMethod(name, all, sizeof...(arguments) + 1, nullptr));
-}
-
-// Adds a type to a module and returns it, borrowed.
-inline PyTypeObject* add_type(pybind11::module_& module, const char* name, PyType_Spec& spec) {
-  PyObject* const type =
-      owned(PyType_FromModuleAndSpec(module.ptr(), &spec, nullptr)).release().ptr();
-  module.add_object(name, pybind11::reinterpret_steal<pybind11::object>(type));
-  return reinterpret_cast<PyTypeObject*>(type);
-}
-
-// The end of a tp_dealloc: an instance owns its type.
-inline void free_instance(PyObject* self) {
-  PyTypeObject* const type = Py_TYPE(self);
-  type->tp_free(self);
-  Py_DECREF(type);
 }
 
 }  // namespace memswap

@@ -1,96 +1,90 @@
-// Weak storages, lent memory and in-place moves, as Python sees them.
+// Storages, how saved tensors look at them, lent memory and in-place moves.
 #include "storage/storage.h"
 
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
-#include <torch/csrc/utils/pybind.h>
 
+#include "bind.h"
 #include "lane/gather.h"
 #include "storage/inplace.h"
 #include "storage/lend.h"
 #include "storage/saved_view.h"
-#include "storage_ref.h"
 
 namespace memswap {
-namespace py = pybind11;
 
 namespace {
-uintptr_t as_int(const void* key) { return reinterpret_cast<uintptr_t>(key); }
+
+c10::StorageImpl* storage_of(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->has_storage() ? tensor.storage().unsafeGetStorageImpl()
+                                                     : nullptr;
+}
+
+// Whether the node that accumulates a leaf's gradient has hooks, as of DDP. Python knows the leaf's
+// own ones alone.
+bool accumulator_has_hooks(const at::Tensor& leaf) {
+  const auto node = torch::autograd::impl::try_get_grad_accumulator(leaf);
+  return node && !(node->pre_hooks().empty() && node->post_hooks().empty());
+}
+
 }  // namespace
 
 void bind_storage(py::module_& module) {
-  py::class_<WeakStorage>(module, "WeakStorage", "A storage's identity; owns no memory.")
+  py::class_<StorageRef, StorageRefPtr>(module, "StorageRef")
+      .def(py::init([](const at::Tensor& tensor) {
+             return std::make_shared<StorageRef>(tensor.storage());
+           }),
+           "tensor"_a)
+      .def_property_readonly("nbytes", [](const StorageRef& ref) { return ref.storage.nbytes(); })
+      .def_property_readonly(
+          "key", [](const StorageRef& ref) { return as_int(ref.storage.unsafeGetStorageImpl()); });
+  py::class_<WeakStorage>(module, "WeakStorage")
       .def(py::init<const StorageRef&>())
       .def_property_readonly("key", [](const WeakStorage& weak) { return as_int(weak.key()); })
       .def("expired", &WeakStorage::expired)
       .def("lock", &WeakStorage::lock);
+  module.def("storage_key", [](const at::Tensor& tensor) { return as_int(storage_of(tensor)); });
+  module.def("part", &part, "whole"_a, "offset"_a, "nbytes"_a);
 
-  module.attr("can_lend") = can_lend();
-  module.def(
-      "lend",
-      [](StorageRef& shell, const StorageRef& memory, size_t offset, size_t nbytes) {
-        lend(shell, memory, offset, nbytes);
-      },
-      py::arg("shell"), py::arg("memory"), py::arg("offset"), py::arg("nbytes"),
-      "Put nbytes of memory, from offset, under a storage that has none.");
-  module.def(
-      "take_back", [](StorageRef& shell, const std::string& message) { take_back(shell, message); },
-      py::arg("shell"), py::arg("message"),
-      "Take the memory away; using the storage then raises the message.");
-  module.def(
-      "is_lent",
-      [](const at::Tensor& tensor) {
-        return tensor.unsafeGetTensorImpl()->has_storage() &&
-               is_lent(*tensor.storage().unsafeGetStorageImpl());
-      },
-      py::arg("tensor"), "Whether the tensor's storage has lent memory now.");
-  module.def("storage_key", [](const at::Tensor& tensor) {
-    return as_int(tensor.unsafeGetTensorImpl()->has_storage()
-                      ? tensor.storage().unsafeGetStorageImpl()
-                      : nullptr);
-  });
-
-  module.def(
-      "accumulator_has_hooks",
-      [](const at::Tensor& leaf) {
-        const auto node = torch::autograd::impl::try_get_grad_accumulator(leaf);
-        return node && !(node->pre_hooks().empty() && node->post_hooks().empty());
-      },
-      py::arg("leaf"),
-      "Whether the node that accumulates the leaf's gradient has hooks, as of DDP. Python knows "
-      "the "
-      "leaf's own ones alone.");
-
-  py::class_<VersionGuard>(module, "VersionGuard", "Notices in-place edits; owns no memory.")
+  py::class_<SavedView>(module, "SavedView")
+      .def("rebuild", &SavedView::rebuild, "storage"_a, "shares_counter"_a)
+      .def_property_readonly("of_leaf", &SavedView::of_leaf)
+      .def_property_readonly("storage_nbytes", &SavedView::storage_nbytes)
+      .def_property_readonly("key",
+                             [](const SavedView& view) { return as_int(view.storage_key()); });
+  module.def("capture", &SavedView::capture, "tensor"_a);
+  py::class_<VersionGuard>(module, "VersionGuard")
       .def(py::init<const at::Tensor&>())
       .def_property_readonly("edited", &VersionGuard::edited)
       .def_property_readonly("version", &VersionGuard::version)
       .def_property_readonly("current_version", &VersionGuard::current_version);
+  module.def("accumulator_has_hooks", &accumulator_has_hooks, "leaf"_a);
 
-  module.def("part", &part, py::arg("whole"), py::arg("offset"), py::arg("nbytes"));
+  module.attr("can_lend") = can_lend();
+  module.def("lend", &lend, "shell"_a, "memory"_a, "offset"_a, "nbytes"_a);
+  module.def("take_back", &take_back, "shell"_a, "message"_a);
+  module.def(
+      "is_lent",
+      [](const at::Tensor& tensor) {
+        auto* const storage = storage_of(tensor);
+        return storage != nullptr && is_lent(*storage);
+      },
+      "tensor"_a);
 
   module.def(
       "count_holders",
       [](const at::Tensor& tensor) {
         const Holders holders = count_holders(tensor);
-        return py::make_tuple(holders.of_tensor, holders.of_storage);
+        return std::pair(holders.of_tensor, holders.of_storage);
       },
-      py::arg("tensor"));
+      "tensor"_a);
   module.def(
       "take_bytes",
       [](const at::Tensor& tensor, const std::string& message) {
         Taken taken = take_bytes(tensor, message);
-        return py::make_tuple(taken.bytes, taken.shell);
+        return std::pair(taken.bytes, taken.shell);
       },
-      py::arg("tensor"), py::arg("message"));
-  module.def(
-      "give_bytes",
-      [](const at::Tensor& tensor, StorageRef& shell, StorageRef& bytes) {
-        give_bytes(tensor, shell, bytes);
-      },
-      py::arg("tensor"), py::arg("shell"), py::arg("bytes"));
+      "tensor"_a, "message"_a);
+  module.def("give_bytes", &give_bytes, "tensor"_a, "shell"_a, "bytes"_a);
 }
 
 }  // namespace memswap

@@ -1,25 +1,48 @@
-// Transfers, and what is expected of their frames, as Python sees them.
+// What storages leave by, as what, and what is expected of their frames.
 #include "engine/transfers.h"
 
-#include <pybind11/native_enum.h>
-#include <pybind11/operators.h>
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-#include <torch/csrc/utils/pybind.h>
-
-#include <memory>
-#include <optional>
 #include <stdexcept>
-#include <string>
-#include <tuple>
-#include <utility>
+#include <vector>
 
+#include "bind.h"
 #include "codec/backends.h"
+#include "engine/block_form.h"
+#include "engine/bucket.h"
+#include "engine/frame_form.h"
 
 namespace memswap {
-namespace py = pybind11;
 
 namespace {
+
+using Pair = std::pair<AwayFormPtr, TicketPtr>;
+
+std::optional<Pair> as_pair(std::optional<Leaving> leaving) {
+  return leaving ? std::optional(Pair(std::move(leaving->away), std::move(leaving->departure)))
+                 : std::nullopt;
+}
+
+std::optional<std::vector<Pair>> send_all(BlockSender& sender,
+                                          const std::vector<StorageRefPtr>& storages) {
+  std::optional<std::vector<Leaving>> sent = send_together(sender, storages);
+  if (!sent) {
+    return std::nullopt;
+  }
+  std::vector<Pair> pairs;
+  for (Leaving& leaving : *sent) {
+    pairs.emplace_back(std::move(leaving.away), std::move(leaving.departure));
+  }
+  return pairs;
+}
+
+std::optional<Pair> send_frame(FrameSender& sender, const StorageRefPtr& storage, uint8_t dtype,
+                               std::optional<uint8_t> shape, std::optional<uint64_t> var_capacity,
+                               uint8_t profile, uint8_t center) {
+  return as_pair(sender.send(some(storage), {.dtype = dtype,
+                                             .shape = shape,
+                                             .var_capacity = var_capacity,
+                                             .profile = profile,
+                                             .center = center}));
+}
 
 // The object of Python's that opens lanes and pools. It owns the transfers, and is not kept alive.
 class PythonOpener final : public Transfers::Opener {
@@ -51,34 +74,68 @@ class PythonOpener final : public Transfers::Opener {
 // A key of Python's: (unit, ordinal, nbytes, dtype).
 using Key = std::tuple<std::string, int64_t, int64_t, at::ScalarType>;
 
-TensorKey key_of(Key key) {
-  auto& [unit, ordinal, nbytes, dtype] = key;
-  return {std::move(unit), ordinal, nbytes, dtype};
+// What a FrameSender is told of the frame.
+std::tuple<uint8_t, std::optional<uint8_t>, std::optional<uint64_t>, uint8_t, uint8_t> options_of(
+    const Expectation& expectation) {
+  const FrameOptions& all = expectation.options;
+  return {all.dtype, all.shape, all.var_capacity, all.profile, all.center};
+}
+
+template <auto member>
+auto option(const Expectation& expectation) {
+  return expectation.options.*member;
 }
 
 bool alike(const Expectation& one, const Expectation& other) {
-  const auto options = [](const FrameOptions& all) {
-    return std::tuple(all.dtype, all.shape, all.var_capacity, all.profile, all.center);
-  };
   return one.key == other.key && one.pays == other.pays && one.trial == other.trial &&
          one.most_bytes == other.most_bytes && one.fault == other.fault &&
-         options(one.options) == options(other.options);
+         options_of(one) == options_of(other);
 }
 
-void bind_frame_facts(py::module_& module) {
-  py::class_<FrameSizes>(module, "FrameSizes", "Bytes of a tensor's frame, as it was last seen.")
-      .def(py::init<int64_t, int64_t, int64_t>(), py::arg("used"), py::arg("held"),
-           py::arg("overflow"))
-      .def_readonly("used", &FrameSizes::used)
-      .def_readonly("held", &FrameSizes::held,
-                    "With the capacity that the next one gets: on the device, on the link and in a "
-                    "pool.")
-      .def_readonly("overflow", &FrameSizes::overflow,
-                    "What the next one sets aside for elements that are not like the last ones.");
+void bind_forms(py::module_& module) {
+  py::class_<AwayForm, AwayFormPtr>(module, "AwayForm")
+      .def("bring",
+           [](AwayForm& form) {
+             Returning back = form.bring();
+             return std::pair(std::move(back.storage), std::move(back.arrival));
+           })
+      .def_property_readonly("device_nbytes", &AwayForm::device_nbytes)
+      .def_property_readonly("pool_nbytes", &AwayForm::pool_nbytes)
+      .def_property_readonly("works_ahead", &AwayForm::works_ahead)
+      .def("wait_sent", &AwayForm::wait_sent);
+  py::class_<BlockForm, AwayForm, std::shared_ptr<BlockForm>>(module, "BlockForm");
+  py::class_<FrameForm, AwayForm, std::shared_ptr<FrameForm>>(module, "FrameForm")
+      .def("watch", &FrameForm::watch);
+  py::class_<BlockSender, std::shared_ptr<BlockSender>>(module, "BlockSender")
+      .def(py::init<std::shared_ptr<Lane>, std::shared_ptr<Pool>>(), "lane"_a.none(false),
+           "pool"_a.none(false))
+      .def_property_readonly("lane", &BlockSender::lane)
+      .def_property_readonly("pool", &BlockSender::pool)
+      .def_property_readonly("short_of", [](const BlockSender&) { return BlockForm::kShortOf; })
+      .def("why_refused", &BlockSender::why_refused, without_gil())
+      .def("send", [](BlockSender& sender,
+                      const StorageRefPtr& storage) { return as_pair(sender.send(some(storage))); })
+      .def("send_together", &send_all);
+  py::class_<FrameSender, std::shared_ptr<FrameSender>>(module, "FrameSender")
+      .def(py::init<std::shared_ptr<CodecLane>, bool, std::shared_ptr<Lane>,
+                    std::shared_ptr<Pool>>(),
+           "lane"_a.none(false), "works_ahead"_a, "copies"_a = py::none(), "pool"_a = py::none())
+      .def_property_readonly("works_ahead", &FrameSender::works_ahead)
+      .def_property_readonly("short_of", [](const FrameSender&) { return FrameForm::kShortOf; })
+      .def("why_refused", &FrameSender::why_refused)
+      .def("send", &send_frame, "storage"_a, "dtype"_a, "shape"_a, "var_capacity"_a = py::none(),
+           "profile"_a = 0, "center"_a = 0);
+}
 
-  py::class_<FrameFacts>(module, "FrameFacts", "What matters of what an encoder found.")
+void bind_expectations(py::module_& module) {
+  py::class_<FrameSizes>(module, "FrameSizes")
+      .def(py::init<int64_t, int64_t, int64_t>(), "used"_a, "held"_a, "overflow"_a)
+      .def_readonly("used", &FrameSizes::used)
+      .def_readonly("held", &FrameSizes::held)
+      .def_readonly("overflow", &FrameSizes::overflow);
+  py::class_<FrameFacts>(module, "FrameFacts")
       .def(py::init<>())
-      .def(py::init<const FrameReport&>(), py::arg("report"))
+      .def(py::init<const FrameReport&>(), "report"_a)
       .def_readwrite("frame_nbytes", &FrameFacts::frame_nbytes)
       .def_readwrite("elements", &FrameFacts::elements)
       .def_readwrite("blocks", &FrameFacts::blocks)
@@ -91,11 +148,7 @@ void bind_frame_facts(py::module_& module) {
       .def_readwrite("status", &FrameFacts::status)
       .def_readwrite("layout", &FrameFacts::layout);
   py::implicitly_convertible<FrameReport, FrameFacts>();
-}
-
-void bind_expectations(py::module_& module) {
-  py::class_<ExpectationLimits>(module, "ExpectationLimits",
-                                "What decides where nothing is known for sure (expectations.h).")
+  py::class_<ExpectationLimits>(module, "ExpectationLimits")
       .def(py::init<>())
       .def_readwrite("worth", &ExpectationLimits::worth)
       .def_readwrite("retry_after", &ExpectationLimits::retry_after)
@@ -103,104 +156,68 @@ void bind_expectations(py::module_& module) {
       .def_readwrite("margin", &ExpectationLimits::margin)
       .def_readwrite("margin_units", &ExpectationLimits::margin_units)
       .def_readwrite("most_keys", &ExpectationLimits::most_keys);
-
-  py::class_<Expectation>(module, "Expectation", "How to encode one tensor now, and whether to.")
+  py::class_<Expectation>(module, "Expectation")
       .def("__eq__", &alike, py::is_operator())
-      .def_property_readonly("key",
-                             [](const Expectation& self) {
-                               const TensorKey& key = self.key;
-                               return Key(key.unit, key.ordinal, key.nbytes, key.dtype);
-                             })
       .def_readonly("pays", &Expectation::pays)
-      .def_property_readonly("dtype", [](const Expectation& self) { return self.options.dtype; })
-      .def_property_readonly(
-          "shape", [](const Expectation& self) { return self.options.shape; },
-          "None: the one that a sample chooses. In host memory alone.")
-      .def_property_readonly(
-          "var_capacity", [](const Expectation& self) { return self.options.var_capacity; },
-          "Units of 8 bytes; None: the worst case, where what is left over is given back at once.")
-      .def_property_readonly("profile",
-                             [](const Expectation& self) { return self.options.profile; })
-      .def_property_readonly("center", [](const Expectation& self) { return self.options.center; })
-      .def_readonly("trial", &Expectation::trial, "Whether the layout is a guess.")
-      .def_readonly("fault", &Expectation::fault,
-                    "Why the codec must not encode such a tensor; empty where it may.")
-      .def_property_readonly(
-          "options",
-          [](const Expectation& self) {
-            const FrameOptions& all = self.options;
-            return std::tuple(all.dtype, all.shape, all.var_capacity, all.profile, all.center);
-          },
-          "What a FrameSender is told of the frame.");
-
-  py::class_<Expectations, ExpectationsPtr>(module, "Expectations",
-                                            "What is expected of the tensors of one device "
-                                            "(csrc/engine/expectations.h).")
+      .def_property_readonly("options", &options_of)
+      .def_property_readonly("dtype", &option<&FrameOptions::dtype>)
+      .def_property_readonly("shape", &option<&FrameOptions::shape>)
+      .def_property_readonly("var_capacity", &option<&FrameOptions::var_capacity>)
+      .def_property_readonly("profile", &option<&FrameOptions::profile>)
+      .def_property_readonly("center", &option<&FrameOptions::center>)
+      .def_readonly("trial", &Expectation::trial)
+      .def_readonly("fault", &Expectation::fault);
+  py::class_<Expectations, ExpectationsPtr>(module, "Expectations")
       .def(py::init([](const ExpectationLimits& limits, bool worst_case, uint32_t spare_tiles) {
              return std::make_shared<Expectations>(
                  Expectations::Device{.worst_case = worst_case, .spare_tiles = spare_tiles},
                  limits);
            }),
-           py::arg("limits"), py::arg("worst_case") = false, py::arg("spare_tiles") = 0)
-      .def_static("of_device", &Expectations::of_device, py::arg("device"), py::arg("limits"),
-                  "Of the codec that serves a device.")
+           "limits"_a, "worst_case"_a = false, "spare_tiles"_a = 0)
+      .def_static("of_device", &Expectations::of_device, "device"_a, "limits"_a)
       .def("__len__", &Expectations::size)
-      .def("begin_iteration", &Expectations::begin_iteration,
-           "What follows belongs to a new forward.")
+      .def("begin_iteration", &Expectations::begin_iteration)
       .def(
           "of",
           [](Expectations& self, std::string unit, int64_t ordinal, int64_t nbytes,
              at::ScalarType dtype, std::optional<int64_t> most_nbytes) {
             return self.of({std::move(unit), ordinal, nbytes, dtype}, most_nbytes);
           },
-          py::arg("unit"), py::arg("ordinal"), py::arg("nbytes"), py::arg("dtype"),
-          py::arg("most_nbytes") = py::none(), "What to do with a tensor that is about to leave.")
-      .def("settled", &Expectations::settled, py::arg("trial"),
-           "What to do instead of a trial for which there is no room.")
-      .def("learn", &Expectations::learn, py::arg("expectation"), py::arg("facts"),
-           "What the encoder found out about a frame that was made as expected.")
+          "unit"_a, "ordinal"_a, "nbytes"_a, "dtype"_a, "most_nbytes"_a = py::none())
+      .def("settled", &Expectations::settled, "trial"_a)
+      .def("learn", &Expectations::learn, "expectation"_a, "facts"_a)
       .def(
-          "sizes", [](Expectations& self, Key key) { return self.sizes(key_of(std::move(key))); },
-          py::arg("key"),
-          "Bytes of a tensor's frame, present and next. None: none has been seen, of any size. "
-          "From any thread.");
-  module.def(
-      "first_layout",
-      [](int dtype) { return static_cast<int>(first_layout(static_cast<frame::Dtype>(dtype))); },
-      py::arg("dtype"), "The layout for a frame dtype of which nothing else is known.");
+          "sizes",
+          [](Expectations& self, const Key& key) {
+            return self.sizes(std::make_from_tuple<TensorKey>(key));
+          },
+          "key"_a);
+  module.def("first_layout", [](int dtype) {
+    return static_cast<int>(first_layout(static_cast<frame::Dtype>(dtype)));
+  });
 }
 
 }  // namespace
 
 void bind_transfers(py::module_& module) {
-  bind_frame_facts(module);
+  bind_forms(module);
   bind_expectations(module);
-
-  py::native_enum<Form>(module, "Form", "enum.Enum", "What a storage is sent as (transfers.h).")
+  py::native_enum<Form>(module, "Form", "enum.Enum")
       .value("BLOCK", Form::kBlock)
       .value("FRAME", Form::kFrame)
       .value("POOLED_FRAME", Form::kPooledFrame)
       .finalize();
-
-  py::class_<Transfers, TransfersPtr>(module, "Transfers",
-                                      "What an engine sends by on one device (transfers.h).")
-      .def(py::init([](c10::Device device, ExpectationsPtr expectations, const py::object& opener) {
-             return std::make_shared<Transfers>(device, std::move(expectations),
-                                                std::make_unique<PythonOpener>(opener));
+  py::class_<Transfers, TransfersPtr>(module, "Transfers")
+      .def(py::init([](c10::Device device, ExpectationsPtr expectations, const py::object& opener,
+                       Action action, Action without_recipe, std::function<bool()> captures) {
+             return std::make_shared<Transfers>(
+                 device, std::move(expectations), std::make_unique<PythonOpener>(opener),
+                 Transfers::Policy{action, without_recipe, std::move(captures)});
            }),
-           py::arg("device"), py::arg("expectations").none(false), py::arg("opener"))
-      .def_property_readonly("blocks", &Transfers::blocks, "Sends storages as raw bytes.")
-      .def("frames", &Transfers::frames, py::arg("form"),
-           "Sends storages as frames; None where no codec serves the device.")
-      .def_readonly("device", &Transfers::device)
-      .def_readonly("expectations", &Transfers::expectations);
-
-  py::class_<LeaveOrder>(module, "LeaveOrder",
-                         "How a storage leaves: by what, as what, and which tensor's it is.")
-      .def(py::init([](TransfersPtr transfers, Form form, Key key) {
-             return LeaveOrder{std::move(transfers), form, key_of(std::move(key))};
-           }),
-           py::arg("transfers").none(false), py::arg("form"), py::arg("key"));
+           "device"_a, "expectations"_a.none(false), "opener"_a, "action"_a, "without_recipe"_a,
+           "captures"_a)
+      .def_property_readonly("blocks", &Transfers::blocks)
+      .def("frames", &Transfers::frames, "form"_a);
 }
 
 }  // namespace memswap

@@ -143,6 +143,10 @@ const char* word_of(Batch::Phase phase) {
   return "nowhere";
 }
 
+std::string Batch::described() const {
+  return "<batch of group '" + name + "', " + word_of(phase_) + ">";
+}
+
 std::vector<EntryPtr> Batch::living() const {
   std::vector<EntryPtr> found;
   for (const std::weak_ptr<Entry>& reference : entries_) {

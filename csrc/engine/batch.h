@@ -59,6 +59,7 @@ class Batch : public std::enable_shared_from_this<Batch> {
   Batch& operator=(const Batch&) = delete;
 
   Phase phase() const { return phase_; }
+  std::string described() const;
   // Whether any of its saved tensors may still be demanded.
   bool alive() const;
   // Of the storages that it can move.

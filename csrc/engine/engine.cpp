@@ -1,8 +1,31 @@
 #include "engine.h"
 
+#include <c10/util/Exception.h>
+
+#include <chrono>
+
+#include "recipes.h"
 #include "windows.h"
 
 namespace memswap {
+
+namespace {
+
+// Waits for a ticket. Seconds for which the host was blocked.
+double wait(Ticket& ticket) {
+  const auto begin = std::chrono::steady_clock::now();
+  ticket.wait();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
+// Backward has the storage now: what proves a recipe of it looks once more.
+void tell_trial(const Entry& entry) {
+  if (const std::shared_ptr<Trial> trial = entry.trial) {
+    trial->demanded(entry.away() ? static_cast<int64_t>(entry.away()->device_nbytes()) : 0);
+  }
+}
+
+}  // namespace
 
 Engine::Engine(std::optional<int64_t> window_bytes, Schedule schedule)
     : schedule(schedule),
@@ -11,5 +34,72 @@ Engine::Engine(std::optional<int64_t> window_bytes, Schedule schedule)
       iteration(timeline.begin()) {}
 
 Engine::~Engine() = default;
+
+// What comes next is brought back, as far as there is memory: the demand itself will ask again.
+void Engine::look_ahead(const EntryPtr& entry) {
+  const IterationPtr of = entry->iteration;
+  if (windows) {
+    windows->look_ahead(of, entry->index);
+    return;
+  }
+  try {
+    for (const EntryPtr& next : of->demand(entry->index)) {
+      next->fetch_ahead();
+    }
+  } catch (const c10::OutOfMemoryError&) {
+  }
+}
+
+StorageRefPtr Engine::demand(const EntryPtr& entry) {
+  bool is_directed = false;
+  StorageRefPtr storage;
+  TicketPtr arrival;
+  {
+    const Locked locked(lock);
+    learn();
+    is_directed = demanding(entry);
+    storage = entry->bring();
+    arrival = entry->arrival();
+    if (entry->iteration) {
+      look_ahead(entry);
+    }
+  }
+  if (arrival) {
+    try {
+      const double waited_s = wait(*arrival);
+      const Locked locked(lock);
+      ledger.counters.exposed_wait_s += waited_s;
+    } catch (const TransferError& error) {
+      throw LostBytes(std::string("a saved tensor cannot be brought back: ") + error.what());
+    }
+  }
+  tell_trial(*entry);
+  if (is_directed) {
+    served(entry);
+  }
+  return storage;
+}
+
+void Engine::demand_kept(const EntryPtr& entry) {
+  bool is_directed = false;
+  {
+    const Locked locked(lock);
+    if (!entry->iteration) {
+      return;
+    }
+    is_directed = demanding(entry);
+    // What stayed alive although it had left: if only handles hold it, next time it is freed.
+    Iteration& of = *entry->iteration;
+    if (of.held.contains(entry->index) && !of.order().was_demanded(entry->index) &&
+        entry->held_by_handles_only()) {
+      of.held.erase(entry->index);
+    }
+    look_ahead(entry);
+  }
+  tell_trial(*entry);
+  if (is_directed) {
+    served(entry);
+  }
+}
 
 }  // namespace memswap

@@ -18,8 +18,9 @@
 #include <unordered_map>
 #include <vector>
 
-#include "block_form.h"
+#include "action.h"
 #include "departing.h"
+#include "engine_host.h"
 #include "entry.h"
 #include "iteration.h"
 #include "ledger.h"
@@ -31,6 +32,7 @@
 namespace memswap {
 
 class Batch;
+class Recipes;
 class Windows;
 
 // Which storages of a batch travel together ([Note: When storages travel together] in batch.h).
@@ -51,20 +53,12 @@ struct LostBytes : TransferError {
   using TransferError::TransferError;
 };
 
-// A policy as data: what is done with storages that nobody has to be asked about.
+// A policy as data.
 struct PolicyTable {
-  enum class Action : uint8_t { kAsk, kKeep, kSwap };
-
-  struct DeviceRow {
-    c10::Device device;
-    Action action;                        // of a policy that names none
-    std::shared_ptr<BlockSender> sender;  // of what is swapped
-  };
-
   int64_t min_bytes = 0;         // storages of fewer stay
-  Action action = Action::kAsk;  // kAsk: somebody decides, or a device's row
-  bool by_device = false;        // the policy names no action
-  std::vector<DeviceRow> devices;
+  std::optional<Action> action;  // nothing: what suits the device (Transfers::Policy)
+  bool asks = false;             // a function of the user's says instead (EngineHost::decide)
+  bool recipes = true;           // whether what suits a device may be to recompute
 };
 
 // A tensor that is saved, and who saves it.
@@ -72,21 +66,22 @@ struct Offer {
   const at::Tensor& tensor;
   const SavedView& look;
   std::string_view unit;
-  int64_t group;           // a checkpoint region's number, or Iteration::kNoGroup
-  bool covered;            // the policy covers the unit
-  bool has_action;         // who saves it has an action of its own
-  int64_t& ordinal;        // of the unit's last storage
-  Batch* batch = nullptr;  // that saves it, of a group
+  int64_t group;                 // a checkpoint region's number, or Iteration::kNoGroup
+  bool covered;                  // the policy covers the unit
+  std::optional<Action> action;  // of whoever saves it, whatever the policy says
+  int64_t number;                // among what one call of the unit saves
+  int64_t& ordinal;              // of the last storage that was considered
+  Batch* batch = nullptr;        // that saves it, of a group
+  bool planned = false;          // it may be what the iteration's plan expects
 };
 
 // What became of a tensor.
 struct Saved {
   enum class As : uint8_t {
-    kAsked,  // nothing yet: somebody has to decide
     kKept,   // it stays; `known` stands for its storage, or nobody does
     kMoved,  // its storage leaves, or has left; `known` is its entry
   };
-  As as = As::kAsked;
+  As as = As::kKept;
   KnownPtr known;
 };
 
@@ -101,13 +96,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // --- save (save.cpp). The caller holds the lock. ---
+  // --- save (save.cpp). The caller holds the lock, and the GIL where there is Python. ---
 
   // A plain tensor is saved.
   Saved save(const Offer& offer);
-  // The same as the plan of the current iteration says, where it expects just this storage; kAsked
-  // where it does not, and nothing has happened.
-  Saved follow_plan(const Offer& offer);
   // A tensor stays, and nothing is known of its storage.
   Saved keep(const SavedView& look, std::string_view reason);
   // A tensor stays for good, and its storage is known: once, however often it is saved.
@@ -135,7 +127,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void learn();
   size_t awaited_reports() const { return awaited_.size(); }
 
-  // --- demand (demand.cpp). Neither takes the lock for the wait. ---
+  // --- demand (engine.cpp). Neither takes the lock for the wait. ---
 
   // The storage of an entry, ordered before what the caller does next. Throws LostBytes.
   StorageRefPtr demand(const EntryPtr& entry);
@@ -175,12 +167,30 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Storages of parameters and buffers. A weak storage keeps its key from being used again.
   std::unordered_map<const void*, WeakStorage> persistent;
 
-  bool directed = false;  // somebody directs what leaves, under a budget
+  bool directed = false;             // somebody directs what leaves, under a budget
+  std::shared_ptr<Recipes> recipes;  // nullptr: nothing is recomputed
+  std::unique_ptr<EngineHost> host;  // nullptr: nothing may be saved that the ledger does not know
 
  private:
+  // As the plan of the current iteration says, where it expects just this storage. Nothing: it does
+  // not, and nothing has happened.
+  std::optional<Saved> follow_plan(const Offer& offer);
   Saved looked_up(const Offer& offer);
   Saved save_again(const Offer& offer, const KnownPtr& known);
-  Saved swap_new(const Offer& offer, BlockSender& sender);
+  Saved decide(const Offer& offer);
+  // A new entry, which leaves unless the plan or the timeline has a reason why it stays.
+  struct Decision {
+    Action action;
+    bool directed = false;  // by a plan, or by whoever makes one
+    bool learns = false;    // its recipe is tried, or told, whatever is done with it
+  };
+  Saved admit(const Offer& offer, const TransfersPtr& by, Decision decision);
+  const char* send_as(Action action, const Offer& offer, const TransfersPtr& by,
+                      const EntryPtr& entry, const StorageRefPtr& storage);
+  const TransfersPtr& transfers_from(c10::Device device);
+  Action default_action(const Transfers& by);
+  bool becomes_recipe(const EntryPtr& entry, const StorageRefPtr& storage, const Offer& offer,
+                      bool leaves);
   bool refilled(const KnownPtr& known, const SavedView& look) const;
   const char* distrusted(const Expectation& expectation, const Entry& entry);
   static std::optional<FrameReport> reported(FrameWatch& watch);
@@ -200,6 +210,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
     std::weak_ptr<Entry> entry;
   };
   std::deque<Awaited> awaited_;
+  // Of each device that was seen; nullptr: its storages stay.
+  std::vector<std::pair<c10::Device, TransfersPtr>> devices_;
 };
 
 }  // namespace memswap

@@ -26,10 +26,10 @@ const Plan::Place* place_of(const Plan& plan, size_t index, const Offer& offer) 
   const Plan::Place& place = plan.places[index];
   const SavedView& look = offer.look;
   const auto nbytes = static_cast<int64_t>(look.storage_nbytes());
-  if (place.action == Plan::Action::kAsk || !fits(nbytes, place.nbytes) ||
-      place.ordinal != offer.ordinal + 1 || nbytes < plan.least_bytes ||
-      look.device() != plan.device || look.edited_part() || look.part_of_data() ||
-      place.dtype != offer.tensor.scalar_type() || place.unit != offer.unit) {
+  if (!place.action || !fits(nbytes, place.nbytes) || place.ordinal != offer.ordinal + 1 ||
+      nbytes < plan.least_bytes || look.device() != plan.device || look.edited_part() ||
+      look.part_of_data() || place.dtype != offer.tensor.scalar_type() ||
+      place.unit != offer.unit) {
     return nullptr;
   }
   return &place;
@@ -104,51 +104,36 @@ void Engine::saved(const EntryPtr& entry) {
   }
 }
 
-Saved Engine::follow_plan(const Offer& offer) {
-  if (!directed) {
-    return {};
+std::optional<Saved> Engine::follow_plan(const Offer& offer) {
+  if (!directed || !offer.planned || !offer.covered || offer.action) {
+    return std::nullopt;
   }
   const IterationPtr of = iteration;
   const std::shared_ptr<const Plan> plan = of->plan;
   if (!plan || !of->follows_alone || of->began_backward()) {
-    return {};
+    return std::nullopt;
   }
   const Plan::Place* const place = place_of(*plan, of->size(), offer);
   const auto nbytes = static_cast<int64_t>(offer.look.storage_nbytes());
   const bool room =
       of->limit_bytes == 0 || ledger.counters.resident_bytes + nbytes <= of->limit_bytes;
   if (place == nullptr || !room || ledger.knows(offer.look.storage_key()) ||
-      torch::autograd::get_current_graph_task_id() != -1 || (plan->refrains && plan->refrains())) {
-    return {};
+      torch::autograd::get_current_graph_task_id() != -1) {
+    return std::nullopt;
+  }
+  const TransfersPtr by = transfers_from(plan->device);
+  if (!by || (by->policy.captures && by->policy.captures())) {
+    return std::nullopt;
   }
   departing.notice_some();
   learn();
   recomputed.sweep();
   look_at_released(*of);
   ++offer.ordinal;
-  const bool swaps = place->action == Plan::Action::kSwap;
   if (of->recorder) {
-    of->recorder->choose({offer.unit, offer.ordinal, nbytes, place->dtype,
-                          swaps ? PlannedAction::kSwap : PlannedAction::kKeep});
+    of->recorder->choose({offer.unit, offer.ordinal, nbytes, place->dtype, *place->action});
   }
-  const char* const why = of->admit(nbytes, false, offer.group);
-  const bool never_freed = why == Iteration::kNeverFreed;
-  StorageRefPtr storage;
-  const EntryPtr entry = make_entry(offer.tensor, offer.look, storage);
-  Saved made{Saved::As::kKept, entry};
-  if (swaps && !never_freed) {
-    if (entry->swap(*plan->sender, storage)) {
-      departing.add(entry.get());
-      made.as = Saved::As::kMoved;
-    } else {
-      ledger.keep(refused(BlockForm::kShortOf, plan->sender->why_refused(), *entry), nbytes);
-    }
-  } else {
-    ledger.keep(swaps ? why : kPlanned, nbytes);
-  }
-  storage.reset();
-  saved(entry);
-  return made;
+  return admit(offer, by, {.action = *place->action, .directed = true});
 }
 
 // Backward asks for a storage. What it waits for, it waits for after this. Whether anybody directs.

@@ -17,6 +17,7 @@
 #include "demand_order.h"
 #include "entry.h"
 #include "plan.h"
+#include "proven_recipe.h"
 
 namespace memswap {
 
@@ -106,9 +107,13 @@ class Iteration : public std::enable_shared_from_this<Iteration> {
   // --- what it shows those who plan ---
 
   std::shared_ptr<Recorder> recorder;  // takes it down; nullptr: nobody does
-  bool unfit = false;                  // a storage did not become the frame that was planned
-  bool refused = false;                // the pool had no room for something
-  int64_t pooled_bytes = 0;            // the most that was away then, or when backward began
+  // Recipes are tried of all that could have one, and are told here, by the storage's place.
+  bool learns_recipes = false;
+  std::vector<std::pair<size_t, ProvenRecipe>> proven;
+  std::set<size_t> no_recipe;  // was to be recomputed, and is not
+  bool unfit = false;          // a storage did not become the frame that was planned
+  bool refused = false;        // the pool had no room for something
+  int64_t pooled_bytes = 0;    // the most that was away then, or when backward began
 
   // The pool was full.
   void refuse(int64_t away_bytes);

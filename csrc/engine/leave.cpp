@@ -54,15 +54,6 @@ const char* Engine::send(const EntryPtr& entry, const StorageRefPtr& storage,
   return order.form == Form::kFrame ? reason : send_raw(entry, storage, by);
 }
 
-const char* Engine::send_raw(const EntryPtr& entry, const StorageRefPtr& storage, Transfers& by) {
-  BlockSender& sender = *by.blocks();
-  if (!entry->swap(sender, storage)) {
-    return refused(BlockForm::kShortOf, sender.why_refused(), *entry);
-  }
-  departing.add(entry.get());
-  return nullptr;
-}
-
 bool Engine::encode(const EntryPtr& entry, const StorageRefPtr& storage, const LeaveOrder& order,
                     Expectation expectation) {
   FrameSender& sender = *order.transfers->frames(order.form);

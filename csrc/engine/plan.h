@@ -7,26 +7,22 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
-#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "block_form.h"
+#include "action.h"
 
 namespace memswap {
 
 struct Plan {
-  enum class Action : uint8_t { kAsk, kKeep, kSwap };
-
   // One storage, in the order of saving: what it is expected to be, and what happens to it.
   struct Place {
     std::string unit;
     int64_t ordinal = 0;
     int64_t nbytes = 0;
     c10::ScalarType dtype = c10::ScalarType::Undefined;
-    Action action = Action::kAsk;
+    std::optional<Action> action;  // nothing: somebody is asked
     // After its save: places whose sends, and whose frames' way to a pool, are waited for.
     std::vector<size_t> releases, departures;
     // At its first demand: places that start back.
@@ -39,10 +35,8 @@ struct Plan {
   };
 
   c10::Device device;
-  std::shared_ptr<BlockSender> sender;  // of what is swapped
-  int64_t least_bytes = 0;              // of a storage that it knows
+  int64_t least_bytes = 0;  // of a storage that it knows
   std::vector<Place> places;
-  std::function<bool()> refrains;  // whether no storage may leave now; empty: any may
 
   // Throws std::invalid_argument where places refer to others that are not there, or not yet.
   void check() const;

@@ -87,6 +87,14 @@ void Recipes::begin_iteration() {
   offered_.clear();
 }
 
+void Recipes::before_edits(const std::vector<at::Tensor>& tensors) {
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.defined() && tensor.has_storage()) {
+      log_->before_edit(tensor);
+    }
+  }
+}
+
 // The last forward is over: what it would have done best is done from now on. See
 // [Note: Chosen once a forward is known].
 void Recipes::choose() {
@@ -328,8 +336,8 @@ Recipes::Answer Recipes::offer(const StorageRefPtr& storage, const SavedView& vi
   return {.leaving = leave(storage, std::move(step)), .trial = nullptr, .proven = std::nullopt};
 }
 
-Recipes::Proven Recipes::proven(const Step& step, std::string words, double seconds) {
-  Proven made{.words = std::move(words), .seconds = seconds, .saved = {}};
+ProvenRecipe Recipes::proven(const Step& step, std::string words, double seconds) {
+  ProvenRecipe made{.words = std::move(words), .seconds = seconds, .saved = {}};
   const std::function<void(const Step&)> add = [&](const Step& of) {
     for (size_t which = 0; which < of.inputs.size(); ++which) {
       const KnownTensor& tensor = of.call->inputs()[which].tensor;

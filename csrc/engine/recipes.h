@@ -15,6 +15,7 @@
 #include "away.h"
 #include "forward_graph.h"
 #include "operator_log.h"
+#include "proven_recipe.h"
 #include "recipe.h"
 #include "recipe_form.h"
 #include "recipe_place.h"
@@ -132,22 +133,15 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
 
   // A new forward.
   void begin_iteration();
-
-  // A recipe that is proven, for who plans with it.
-  struct Proven {
-    std::string words;
-    double seconds;
-    // What stands for each "saved" of the words: one of the storages that this iteration has saved,
-    // or nothing where it is none of them.
-    std::vector<std::optional<size_t>> saved;
-  };
+  // These are about to be edited, by nobody whose operators are known.
+  void before_edits(const std::vector<at::Tensor>& tensors);
 
   // A storage is about to leave. It does as a recipe; or it should leave in another form, and its
   // entry owns the trial from then on; or its recipe is told; or nothing.
   struct Answer {
     std::optional<Leaving> leaving;
     std::shared_ptr<Trial> trial;
-    std::optional<Proven> proven;
+    std::optional<ProvenRecipe> proven;
   };
   // `leaves`: whether it leaves as a recipe if it can, or its recipe is told. `most_extra`: see
   // [Note: What a recipe keeps]; 0: nothing is kept for a recipe alone.
@@ -190,7 +184,7 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
                                      std::shared_ptr<Step> step);
   Leaving leave(const StorageRefPtr& storage, std::shared_ptr<Step> step);
 
-  Proven proven(const Step& step, std::string words, double seconds);
+  ProvenRecipe proven(const Step& step, std::string words, double seconds);
   void waited(const RecipePlace& place, int64_t nbytes);
   void passed(const RecipePlace& place, double seconds);
   void failed(const RecipePlace& place);

@@ -62,7 +62,7 @@ void Recorder::saved(const EntryPtr& entry) {
     return;
   }
   const size_t index = entry->index;
-  add_mark();
+  add_mark(began_);
   Seen seen;
   seen.entry = entry;
   seen_.push_back(std::move(seen));
@@ -78,10 +78,10 @@ void Recorder::saved(const EntryPtr& entry) {
 }
 
 void Recorder::demanding(const Entry& entry) {
-  if (demanding_) {
+  if (asked_by_this_thread() != asked_.end()) {
     return;
   }
-  demanding_ = entry.index;
+  asked_.push_back({std::this_thread::get_id(), entry.index, nullptr});
   arrive();
   if (entry.index < seen_.size() && seen_[entry.index].demanded) {
     seen_[entry.index].look_at_use(entry);
@@ -90,16 +90,18 @@ void Recorder::demanding(const Entry& entry) {
   if (columns_.order.empty()) {
     look();
   }
-  began_ = now();
+  asked_.back().began = now();
   look_at_served();
 }
 
 void Recorder::demanded(const Entry& entry) {
   const size_t index = entry.index;
-  if (demanding_ != index) {
+  const auto asked = asked_by_this_thread();
+  if (asked == asked_.end() || asked->index != index) {
     return;
   }
-  demanding_.reset();
+  const MomentPtr began = std::move(asked->began);
+  asked_.erase(asked);
   if (broken_ || index >= seen_.size()) {
     broken_ = true;
     return;
@@ -108,7 +110,7 @@ void Recorder::demanded(const Entry& entry) {
   if (!seen.demanded) {
     seen.demanded = true;
     columns_.order.push_back(index);
-    add_mark();
+    add_mark(began);
   }
   seen.kept_until = next_mark() - 1;
   if (!seen.used_up) {
@@ -141,7 +143,11 @@ MomentPtr Recorder::now() {
   return moment;
 }
 
-void Recorder::add_mark() { moments_.emplace_back(began_, now()); }
+void Recorder::add_mark(const MomentPtr& began) { moments_.emplace_back(began, now()); }
+
+std::vector<Recorder::Asked>::iterator Recorder::asked_by_this_thread() {
+  return std::ranges::find(asked_, std::this_thread::get_id(), &Asked::thread);
+}
 
 void Recorder::note_bytes(const Entry& entry) {
   columns_.peak_bytes =
@@ -300,7 +306,8 @@ void Recorder::wait() const {
 }
 
 std::optional<IterationRecord> Recorder::take() const {
-  if (broken_ || !closed_ || seen_.size() + columns_.order.size() != moments_.size()) {
+  if (broken_ || !closed_ || !asked_.empty() ||
+      seen_.size() + columns_.order.size() != moments_.size()) {
     return std::nullopt;
   }
   IterationRecord record = columns_;

@@ -21,6 +21,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -59,8 +60,8 @@ class Recorder {
   // A storage is about to be saved; it is on its way, or stayed.
   void choose(const Chosen& chosen);
   void saved(const EntryPtr& entry);
-  // Backward asks for a storage; backward has it. What a recipe reads in between is no mark, but a
-  // part of that one.
+  // Backward asks for a storage; backward has it. What a recipe reads in between, on the same
+  // thread, is no mark, but a part of that one. Threads may ask side by side.
   void demanding(const Entry& entry);
   void demanded(const Entry& entry);
   size_t marks() const { return moments_.size(); }
@@ -114,12 +115,20 @@ class Recorder {
     void look_at_use(const Entry& of);
   };
 
+  // What a thread of backward asks for now; `began`: nullptr where it had been demanded before.
+  struct Asked {
+    std::thread::id thread;
+    size_t index;
+    MomentPtr began;
+  };
+
   MomentPtr now();
+  std::vector<Asked>::iterator asked_by_this_thread();
   size_t unit_number(std::string_view unit);
   int32_t next_mark() const { return static_cast<int32_t>(moments_.size()); }
   void arrive();
   void depart();
-  void add_mark();
+  void add_mark(const MomentPtr& began);
   void note_bytes(const Entry& entry);
   void note_lane(const Entry& entry);
   void look();
@@ -139,7 +148,7 @@ class Recorder {
   std::unordered_set<std::shared_ptr<CodecLane>> codec_lanes_;
   std::vector<std::pair<MomentPtr, MomentPtr>> moments_;  // begin and end of each mark
   bool chose_ = false;                                    // for a storage that is being saved
-  std::optional<size_t> demanding_;                       // what backward asks for now
+  std::vector<Asked> asked_;                              // and not served yet
   RegionCalls regions_;
   LinkTimes links_;
   bool broken_ = false, closed_ = false;

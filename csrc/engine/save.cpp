@@ -1,10 +1,15 @@
-// What becomes of a tensor that autograd saves: known already, too small, or a new storage.
+// What becomes of a tensor that autograd saves: its storage is known already, or too small, or new;
+// then a plan, the policy or who directs says what is done with it, and it leaves.
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <optional>
+#include <string>
 #include <utility>
 
 #include "batch.h"
 #include "engine.h"
+#include "recipe_host.h"
+#include "recipes.h"
 #include "recorder.h"
 
 namespace memswap {
@@ -13,20 +18,20 @@ namespace {
 
 constexpr int kNoGraphTask = -1;
 
-// What the table says of a storage on a device, and by what it is swapped.
-std::pair<PolicyTable::Action, std::shared_ptr<BlockSender>> look_up(const PolicyTable& table,
-                                                                     c10::Device device) {
-  using Action = PolicyTable::Action;
-  if (table.action == Action::kKeep) {
-    return {Action::kKeep, nullptr};
+// What may be saved for a recipe alone, as a share of the bytes that the recipe frees ([Note: What
+// a recipe keeps] in recipes.h). A plan knows of no storage that only a recipe keeps.
+constexpr double kMostExtra = 0.75;
+constexpr double kMostExtraPlanned = 0;
+
+Form form_of(Action action) {
+  switch (action) {
+    case Action::kEncode:
+      return Form::kFrame;
+    case Action::kEncodeSwap:
+      return Form::kPooledFrame;
+    default:
+      return Form::kBlock;
   }
-  for (const PolicyTable::DeviceRow& row : table.devices) {
-    if (row.device == device) {
-      const Action action = table.by_device ? row.action : table.action;
-      return {action == Action::kSwap ? action : Action::kAsk, row.sender};
-    }
-  }
-  return {Action::kAsk, nullptr};
 }
 
 }  // namespace
@@ -87,28 +92,7 @@ Saved Engine::save_again(const Offer& offer, const KnownPtr& known) {
   return {leaves ? Saved::As::kMoved : Saved::As::kKept, known};
 }
 
-// A storage that the table swaps.
-Saved Engine::swap_new(const Offer& offer, BlockSender& sender) {
-  const auto nbytes = static_cast<int64_t>(offer.look.storage_nbytes());
-  departing.notice_some();
-  learn();
-  ++offer.ordinal;
-  if (const char* const why = iteration->admit(nbytes, false, offer.group)) {
-    ledger.keep(why, nbytes);
-    StorageRefPtr storage;
-    return {Saved::As::kKept, make_entry(offer.tensor, offer.look, storage)};
-  }
-  StorageRefPtr storage;
-  EntryPtr entry = make_entry(offer.tensor, offer.look, storage);
-  if (entry->swap(sender, storage)) {
-    departing.add(entry.get());
-    return {Saved::As::kMoved, std::move(entry)};
-  }
-  ledger.keep(refused(BlockForm::kShortOf, sender.why_refused(), *entry), nbytes);
-  return {Saved::As::kKept, entry};
-}
-
-// What is known, or the table says, of a storage.
+// What is known of a storage, or decided about a new one.
 Saved Engine::looked_up(const Offer& offer) {
   const SavedView& look = offer.look;
   const Ledger::Found found = ledger.find(look);
@@ -133,22 +117,7 @@ Saved Engine::looked_up(const Offer& offer) {
   if (torch::autograd::get_current_graph_task_id() != kNoGraphTask) {
     return keep(look, "saved in backward");
   }
-  if (directed) {
-    recomputed.sweep();
-    return {};
-  }
-  if (offer.has_action) {
-    return {};
-  }
-  const auto [action, sender] = look_up(policy, look.device());
-  if (action == PolicyTable::Action::kKeep) {
-    return stay(look, "policy");
-  }
-  // What is saved after backward began belongs to a new iteration, which the host begins.
-  if (action == PolicyTable::Action::kSwap && !iteration->began_backward()) {
-    return swap_new(offer, *sender);
-  }
-  return {};
+  return decide(offer);
 }
 
 // A batch is an iteration, and its group has begun it.
@@ -156,11 +125,153 @@ Saved Engine::save(const Offer& offer) {
   if (offer.batch != nullptr) {
     iteration = offer.batch->iteration;
   }
-  Saved saved = looked_up(offer);
+  const std::optional<Saved> planned = follow_plan(offer);
+  Saved saved = planned ? *planned : looked_up(offer);
   if (offer.batch != nullptr && saved.as == Saved::As::kMoved) {
     offer.batch->join(std::static_pointer_cast<Entry>(saved.known));
   }
   return saved;
+}
+
+const TransfersPtr& Engine::transfers_from(c10::Device device) {
+  for (const auto& [seen, transfers] : devices_) {
+    if (seen == device) {
+      return transfers;
+    }
+  }
+  return devices_.emplace_back(device, host->open(*this, device)).second;
+}
+
+// What a policy that names no action means for a device.
+Action Engine::default_action(const Transfers& by) {
+  if (by.policy.action != Action::kRecompute) {
+    return by.policy.action;
+  }
+  if (!policy.recipes || schedule == Schedule::kBatches) {
+    return by.policy.without_recipe;
+  }
+  host->open_recipes(*this);
+  return Action::kRecompute;
+}
+
+Saved Engine::decide(const Offer& offer) {
+  if (directed) {
+    recomputed.sweep();
+  }
+  std::optional<Action> action = offer.action ? offer.action : policy.action;
+  if (policy.asks && !offer.action) {
+    action = host->decide(*this, offer);
+  }
+  if (action == Action::kKeep && !directed) {
+    return stay(offer.look, "policy");
+  }
+  const TransfersPtr by = transfers_from(offer.look.device());
+  if (!by) {
+    return stay(offer.look, "host memory beside an accelerator");
+  }
+  if (by->policy.captures && by->policy.captures()) {
+    return keep(offer.look, "stream capture");
+  }
+  if (iteration->began_backward()) {
+    host->begin_iteration(*this);
+  }
+  departing.notice_some();
+  learn();
+  ++offer.ordinal;
+  Action wanted = action ? *action : default_action(*by);
+  if (!directed) {
+    return admit(offer, by, {.action = wanted});
+  }
+  const bool may_learn =
+      recipes && (wanted == Action::kRecompute || (!policy.action && !policy.asks));
+  if (wanted == Action::kRecompute) {
+    wanted = by->policy.without_recipe;
+  }
+  const std::optional<Action> directions = host->direct(*this, offer, wanted);
+  return admit(offer, by,
+               {.action = directions.value_or(wanted),
+                .directed = directions.has_value(),
+                .learns = may_learn && iteration->learns_recipes});
+}
+
+Saved Engine::admit(const Offer& offer, const TransfersPtr& by, Decision decision) {
+  const auto nbytes = static_cast<int64_t>(offer.look.storage_nbytes());
+  bool recomputes = decision.action == Action::kRecompute;
+  const Action action = recomputes ? by->policy.without_recipe : decision.action;
+  const char* why = iteration->admit(nbytes, action == Action::kEncode, offer.group);
+  if (action == Action::kKeep) {
+    why = decision.directed ? kPlanned : "policy";
+  } else if (decision.directed && why != Iteration::kNeverFreed) {
+    why = nullptr;
+  }
+  StorageRefPtr storage;
+  const EntryPtr entry = make_entry(offer.tensor, offer.look, storage);
+  recomputes = recomputes && why == nullptr;
+  Saved made{Saved::As::kMoved, entry};
+  if (!(recomputes || decision.learns) || !becomes_recipe(entry, storage, offer, recomputes)) {
+    if (why == nullptr) {
+      why = send_as(action, offer, by, entry, storage);
+    }
+    if (why != nullptr) {
+      ledger.keep(why, nbytes);
+      made.as = Saved::As::kKept;
+    }
+  }
+  storage.reset();  // its ticket's share is the last one
+  if (directed) {
+    saved(entry);
+  }
+  return made;
+}
+
+// The reason why the storage stays, or nullptr.
+const char* Engine::send_as(Action action, const Offer& offer, const TransfersPtr& by,
+                            const EntryPtr& entry, const StorageRefPtr& storage) {
+  if (action == Action::kSwap && schedule != Schedule::kBatches) {
+    return send_raw(entry, storage, *by);
+  }
+  const TensorKey key{std::string(offer.unit), offer.ordinal, entry->nbytes(),
+                      offer.tensor.scalar_type()};
+  return leave(entry, storage, {by, form_of(action), key});
+}
+
+// Whether an entry's storage leaves as a recipe. If not, the recipe may be on trial. `leaves`:
+// whether it leaves if it can, or its recipe is told.
+bool Engine::becomes_recipe(const EntryPtr& entry, const StorageRefPtr& storage, const Offer& offer,
+                            bool leaves) {
+  if (!recipes || schedule == Schedule::kBatches) {
+    return false;
+  }
+  const EngineRecipeHost::Saving saving(*recipes, offer);
+  Recipes::Answer answer = recipes->offer(storage, offer.look,
+                                          {.unit = std::string(offer.unit),
+                                           .number = offer.number,
+                                           .nbytes = entry->nbytes(),
+                                           .dtype = offer.tensor.scalar_type()},
+                                          directed ? kMostExtraPlanned : kMostExtra, leaves);
+  if (answer.leaving) {
+    entry->leave(std::move(*answer.leaving));
+    departing.add(entry.get());
+    return true;
+  }
+  if (answer.proven) {
+    iteration->proven.emplace_back(entry->index, std::move(*answer.proven));
+    return false;
+  }
+  entry->trial = std::move(answer.trial);
+  if (leaves && directed) {
+    iteration->no_recipe.insert(entry->index);
+  }
+  return false;
+}
+
+const char* Engine::send_raw(const EntryPtr& entry, const StorageRefPtr& storage, Transfers& by) {
+  BlockSender& sender = *by.blocks();
+  if (!entry->swap(sender, storage)) {
+    return refused(BlockForm::kShortOf, sender.why_refused(), *entry);
+  }
+  departing.add(entry.get());
+  return nullptr;
 }
 
 }  // namespace memswap

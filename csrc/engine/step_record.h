@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "action.h"
+
 namespace memswap {
 
 // Instead of a mark, where there is none.
@@ -12,8 +14,8 @@ inline constexpr int32_t kNever = -1;
 // Instead of a recipe's seconds, where a storage has no recipe.
 inline constexpr double kNoRecipe = -1;
 
-// What happens to one saved storage. The numbers are those of memswap.Action, in its order.
-enum class PlannedAction : uint8_t { kKeep, kEncode, kSwap, kEncodeSwap, kRecompute };
+// What happens to one saved storage.
+using PlannedAction = Action;
 
 // Whether bytes cross the link.
 constexpr bool moves(PlannedAction action) {

@@ -4,10 +4,12 @@
 #include <c10/core/Device.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <utility>
 
+#include "action.h"
 #include "block_form.h"
 #include "expectations.h"
 #include "frame_form.h"
@@ -38,8 +40,21 @@ class Transfers {
     virtual void begin(int64_t leaving_bytes, int64_t nbytes) = 0;
   };
 
-  Transfers(c10::Device device, ExpectationsPtr expectations, std::unique_ptr<Opener> opener)
-      : device(device), expectations(std::move(expectations)), opener_(std::move(opener)) {}
+  // What suits the device.
+  struct Policy {
+    Action action = Action::kSwap;          // where nobody names one
+    Action without_recipe = Action::kSwap;  // of what was to be recomputed, and has no recipe
+    // Whether the current stream captures a graph now, so that nothing may leave; empty: none ever
+    // does on such a device.
+    std::function<bool()> captures;
+  };
+
+  Transfers(c10::Device device, ExpectationsPtr expectations, std::unique_ptr<Opener> opener,
+            Policy policy)
+      : device(device),
+        expectations(std::move(expectations)),
+        policy(std::move(policy)),
+        opener_(std::move(opener)) {}
   Transfers(const Transfers&) = delete;
   Transfers& operator=(const Transfers&) = delete;
 
@@ -79,6 +94,7 @@ class Transfers {
 
   const c10::Device device;
   const ExpectationsPtr expectations;
+  const Policy policy;
 
  private:
   const std::unique_ptr<Opener> opener_;

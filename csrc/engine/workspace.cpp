@@ -74,12 +74,10 @@ void Workspace::end() {
   watched_.clear();
 }
 
-std::vector<int64_t> Workspace::extra_nbytes(size_t marks) const {
-  return filled(extra_, marks, baseline_nbytes_);
-}
-
-std::vector<int64_t> Workspace::gradient_nbytes(size_t marks) const {
-  return filled(gradients_, marks, 0);
+WorkspaceRecord Workspace::record(size_t marks) const {
+  return {.extra_nbytes = filled(extra_, marks, baseline_nbytes_),
+          .gradient_nbytes = filled(gradients_, marks, 0),
+          .baseline_nbytes = baseline_nbytes_};
 }
 
 int64_t Workspace::present() const {

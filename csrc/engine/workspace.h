@@ -27,6 +27,13 @@ namespace memswap {
 
 class Iteration;
 
+// What a workspace has seen of an iteration, from each mark to the next: the most bytes, and of
+// these the gradients of the parameters when the mark was over.
+struct WorkspaceRecord {
+  std::vector<int64_t> extra_nbytes, gradient_nbytes;
+  int64_t baseline_nbytes;  // of the first, what was there when the iteration began
+};
+
 // The engine's lock serialises the calls until `end`.
 class Workspace {
  public:
@@ -46,11 +53,8 @@ class Workspace {
   // Nothing more is taken down.
   void end();
 
-  // Of an iteration with so many marks, from each mark to the next: the most bytes, and of these
-  // the gradients of the parameters when the mark was over.
-  std::vector<int64_t> extra_nbytes(size_t marks) const;
-  std::vector<int64_t> gradient_nbytes(size_t marks) const;
-  int64_t baseline_nbytes() const { return baseline_nbytes_; }
+  // Of an iteration with so many marks.
+  WorkspaceRecord record(size_t marks) const;
 
  private:
   int64_t present() const;

@@ -53,15 +53,15 @@ if TYPE_CHECKING:
     )
     from memswap.groups import Group, Groups
     from memswap.inplace import swap_in, swap_out
-    from memswap.layer_chain import chain
-    from memswap.modules import swap_modules
     from memswap.optimizers import manage_optimizer
     from memswap.parallel.describe import describe as describe
-    from memswap.pipeline import manage_pipeline
     from memswap.planning.plan import Plan
     from memswap.planning.policy import Policy
     from memswap.planning.profile import profile
     from memswap.planning.rates import Rates
+    from memswap.schedules.chain import chain
+    from memswap.schedules.pipeline import manage_pipeline
+    from memswap.schedules.towers import swap_modules
     from memswap.windows import Window, Windows, select_layers, window
 
 __version__ = "0.1.0"
@@ -143,15 +143,15 @@ _PLACES = {
     ),
     "groups": ("Group", "Groups"),
     "inplace": ("swap_in", "swap_out"),
-    "layer_chain": ("chain",),
-    "modules": ("swap_modules",),
     "optimizers": ("manage_optimizer",),
     "parallel.describe": ("describe",),
-    "pipeline": ("manage_pipeline",),
     "planning.plan": ("Plan",),
     "planning.policy": ("Policy",),
     "planning.profile": ("profile",),
     "planning.rates": ("Rates",),
+    "schedules.chain": ("chain",),
+    "schedules.pipeline": ("manage_pipeline",),
+    "schedules.towers": ("swap_modules",),
     "windows": ("Window", "Windows", "select_layers", "window"),
 }
 _PLACE_OF = {name: place for place, names in _PLACES.items() for name in names}

@@ -4,39 +4,41 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
-from memswap._native import native
-from memswap._warn import warn
 from memswap.device_budget import DeviceBudget
-from memswap.engine.autograd import computed_from, in_backward, next_node_number, plain_parts
+from memswap.engine.autograd import in_backward
 from memswap.engine.compiled import uncompiled
 from memswap.engine.engine import Engine
-from memswap.engine.hook_scope import HookScope, OpenBlocks, can_save, current_scope
-from memswap.engine.stats import Stats, describe
+from memswap.engine.hook_scope import HookScope, OpenBlocks, current_scope
+from memswap.engine.stats import Stats
 from memswap.engine.transfer import check_pool
 from memswap.engine.uncopied import Uncopied
 from memswap.engine.units import format_bytes, parse_bytes
 from memswap.engine.windows import WindowStats
 from memswap.errors import MemswapError
 from memswap.hooks.blocks import LISTS, Blocks, compiles_what_it_wraps, find_blocks
-from memswap.hooks.managed import Managed, Report
+from memswap.hooks.managed import Counted, Managed, Report
 from memswap.hooks.module_hooks import ModuleHooks
 from memswap.hooks.operators import OperatorWindows
+from memswap.hooks.units import (
+    CompiledCall,
+    Iterations,
+    UnitCall,
+    persistent_tensors,
+    records,
+)
 from memswap.hooks.unseen import Unseen
 from memswap.optimizers import ManagedOptimizer, manage_optimizer
 from memswap.planning.budgets import parsed
 from memswap.planning.device import DevicePlan, is_device_budget
 from memswap.planning.director import BudgetDirector
-from memswap.planning.policy import Policy
+from memswap.planning.policy import Policy, checked_policy
 from memswap.planning.rates import Rates
 from memswap.reports.step_report import write_step_report
 from memswap.windows import Window, Windows
@@ -54,7 +56,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("memswap")
 
 
-class saved_tensors(Uncopied):  # noqa: N801  (used like torch.autograd.graph.save_on_cpu)
+class saved_tensors(Uncopied, Counted):  # noqa: N801  (used like torch.autograd.graph.save_on_cpu)
     """Encode or swap what autograd saves inside a ``with`` block, and bring it back in backward.
 
     Works like :class:`torch.autograd.graph.save_on_cpu`: backward may run inside or outside the
@@ -87,11 +89,8 @@ class saved_tensors(Uncopied):  # noqa: N801  (used like torch.autograd.graph.sa
         prefetch_bytes: int | str = "auto",
     ) -> None:
         check_pool(pool)
-        self._engine = Engine(checked_policy(policy), pool, window(prefetch_bytes))
+        super().__init__({"": Engine(checked_policy(policy), pool, window(prefetch_bytes))})
         self._open: OpenBlocks[HookScope] = OpenBlocks()
-
-    def __repr__(self) -> str:
-        return f"<memswap saved_tensors: {describe(self._engine.ledger)}>"
 
     @uncompiled
     def __enter__(self) -> saved_tensors:
@@ -101,21 +100,8 @@ class saved_tensors(Uncopied):  # noqa: N801  (used like torch.autograd.graph.sa
         return self
 
     @uncompiled
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._open.leave()
-
-    def stats(self) -> Stats:
-        """What was done so far."""
-        return self._engine.stats()
-
-    def reset_stats(self) -> None:
-        """Start counting anew."""
-        self._engine.reset_stats()
 
 
 class Manager(Managed):
@@ -134,11 +120,8 @@ class Manager(Managed):
         device: DeviceBudget | None = None,
         optimizer: ManagedOptimizer | None = None,
     ) -> None:
-        super().__init__(
-            Engine(policy, pool, window_bytes)
-            if windows is None
-            else windows.engine(policy, pool, window_bytes)
-        )
+        make = Engine if windows is None else windows.engine
+        super().__init__({"": make(policy, pool, window_bytes)})
         self._units = dict(blocks.units)
         self._description = blocks.description
         self._budget = budget
@@ -150,13 +133,13 @@ class Manager(Managed):
                 self._engine, policy, pool, budget, rates, group, self._units, account
             )
         self._device, self._optimizer = device, optimizer
-        self._iteration = _Units()
+        self._iterations = Iterations(self._engine, self._units.values())
         self._models = ModuleHooks()
         self._compiled_model = False
         self._add(self._units, "manage()", in_compiled_code=False)
         for model in blocks.models:
             self._models.add(model, None, self._begin_model, in_compiled_code=False)
-        self._unseen: Unseen | None = Unseen(self._units.values(), "manage()")
+        self._unseen = Unseen(self._units.values(), "manage()")
         logger.info("%s", self._description)
         self._operators: OperatorWindows | None = None
         if windows is not None:
@@ -244,7 +227,7 @@ class Manager(Managed):
             TransferError: backward has met a frame that is not what was encoded (broken memory), or
                 state cannot be read back.
         """
-        self._seen()
+        self._unseen.end()
         if self._device is not None:
             self._device.remove()
         if self._optimizer is not None:
@@ -264,11 +247,6 @@ class Manager(Managed):
     def window_stats(self) -> WindowStats:
         """What became of the work that waited for windows; all zeros without ``windows=...``."""
         return self._engine.window_stats()
-
-    def _seen(self) -> None:
-        if self._unseen is not None:
-            self._unseen.end()
-            self._unseen = None
 
     def report(self) -> Report:
         """What is managed, and the statistics as a text table, bytes in MiB.
@@ -311,132 +289,29 @@ class Manager(Managed):
     def _begin(
         self, key: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> HookScope:
-        if self._unseen is not None:
-            self._seen()
-            tell_compiled_for_its_hooks(self._units.values())
+        self._unseen.seen(self._units.values())
         if records():
-            self._note(key, (args, kwargs))
-        return _UnitCall(self._engine, key, self)
+            outermost = self._hooks.depth() == 1 and not self._models.depth()
+            self._iterations.unit_called(key, (args, kwargs), outermost)
+        return UnitCall(self._engine, key, self._iterations.unit_left)
 
     def _begin_model(
         self, key: None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> _CompiledCall | None:
+    ) -> CompiledCall | None:
         """A forward of the model whose blocks these are."""
         if not records():
             return None
         if self._models.depth() == 1:
-            self._begin_iteration()
+            self._iterations.begin()
         compiled = self._models.compiled() or compiles_what_it_wraps(module)
-        if not compiled or isinstance(current_scope(), _CompiledCall):
+        if not compiled or isinstance(current_scope(), CompiledCall):
             return None
-        self._seen()
+        self._unseen.end()
         self._engine.set_persistent(persistent_tensors([module]))
         if not self._compiled_model:
             self._compiled_model = True
             logger.info("%s", _COMPILED_AS_A_WHOLE)
-        return _CompiledCall(self._engine, "compiled", self)
-
-    def _begin_iteration(self) -> None:
-        with self._engine.lock:
-            self._engine.begin_iteration()
-            self._iteration.clear()
-
-    def _note(self, name: str, inputs: object) -> None:
-        """A unit is called in a forward: notice where one begins."""
-        engine, units = self._engine, self._iteration
-        with engine.lock:
-            if engine.iteration.began_backward or (
-                units.repeats(name)
-                and self._hooks.depth() == 1  # inside no other unit, nor the model
-                and not self._models.depth()
-                and not units.lead_to(inputs)
-            ):
-                self._begin_iteration()
-            if not units.names and not isinstance(current_scope(), _CompiledCall):
-                engine.set_persistent(persistent_tensors(self._units.values()))
-                units.first_node = next_node_number()
-            units.names[name] = None
-
-    def _left(self) -> None:
-        """The call of a unit has ended."""
-        self._iteration.end_node = next_node_number()
-
-
-def records() -> bool:
-    """Whether a forward that begins now is one that autograd records and memswap may save for."""
-    return torch.is_grad_enabled() and not in_backward() and can_save()
-
-
-class _Units:
-    """The units that an iteration has called so far."""
-
-    def __init__(self) -> None:
-        self.names: dict[str, None] = {}  # in the order of their first calls
-        self.first_node = 0  # of autograd: when the first one was called
-        self.end_node = 0  # the next one, when the last call ended
-
-    def clear(self) -> None:
-        self.names.clear()
-        self.first_node = self.end_node = 0
-
-    def repeats(self, name: str) -> bool:
-        """Whether the unit that was called first is called again, after others."""
-        return len(self.names) > 1 and name == next(iter(self.names))
-
-    def lead_to(self, inputs: object) -> bool:
-        """Whether some inputs were computed from what these units have returned.
-
-        Layers that are called in a loop, because they are shared, serve one backward: it is no
-        other forward that begins there.
-        """
-        tensors = (one for one in tree_leaves(inputs) if isinstance(one, torch.Tensor))
-        return computed_from(tensors, self.first_node, self.end_node)
-
-
-class _UnitCall(HookScope):
-    """The scope of one call of a unit; to who listens a range, ``memswap::layers.0``.
-
-    That is torch.profiler, and `torch.cuda.memory._record_memory_history` with annotations.
-    """
-
-    __slots__ = ("manager", "range")
-
-    def __init__(self, engine: Engine, name: str, manager: Manager) -> None:
-        super().__init__(engine, name)
-        self.manager = manager
-        self.range: torch.profiler.record_function | None = None
-
-    def enter(self, call: FrameType | None = None) -> None:
-        if native.observed():
-            self.range = torch.profiler.record_function(f"memswap::{self.unit}")
-            self.range.__enter__()
-        super().enter(call)
-        around = current_scope() if self.outer is None else getattr(self.outer[0], "__self__", None)
-        if isinstance(around, _CompiledCall) and around.engine is self.engine:
-            self.outer = around.outer  # what this one keeps is not offered once more
-
-    def leave(self, output: object = None) -> None:
-        super().leave()
-        self.manager._left()
-        self._end_range()
-
-    def abandon(self) -> None:
-        super().abandon()
-        self._end_range()
-
-    def _end_range(self) -> None:
-        range, self.range = self.range, None
-        if range is not None:
-            range.__exit__(None, None, None)
-
-
-class _CompiledCall(_UnitCall):
-    """The scope of one call of a model that torch.compile compiles as a whole.
-
-    See [Note: Compiled as without] in engine/compiled.py.
-    """
-
-    __slots__ = ()
+        return CompiledCall(self._engine, "compiled", self._iterations.unit_left)
 
 
 _COMPILED_AS_A_WHOLE = (
@@ -587,20 +462,6 @@ def _device_budget(
     )
 
 
-def tell_compiled_for_its_hooks(modules: Iterable[nn.Module]) -> None:
-    """Say, once, where torch compiles a module's forward only if the module has hooks."""
-    for module in modules:
-        if type(module).__module__.startswith("torch.nn.") and module._compiled_call_impl:
-            warn(
-                f"memswap: torch compiles nothing of a {type(module).__name__} after `.compile()` "
-                "(it leaves classes of torch.nn out), unless it has hooks, as it has now. So this "
-                "training is faster, and its last bits are those of compiled layers. Compile such "
-                "layers with torch.compile(layer) before manage() for the same bits with and "
-                "without"
-            )
-            return
-
-
 def check_one_device(modules: Iterable[nn.Module]) -> None:
     """A budget is for one device's memory."""
     devices = {parameter.device for module in modules for parameter in module.parameters()}
@@ -610,26 +471,6 @@ def check_one_device(modules: Iterable[nn.Module]) -> None:
             f"manage(budget=...): the modules are on several devices ({named}), and a budget is "
             "for one; call manage() once for the modules of each"
         )
-
-
-def checked_policy(policy: Policy | None) -> Policy:
-    """The policy, or the default one."""
-    if policy is None:
-        return Policy()
-    if not isinstance(policy, Policy):
-        raise TypeError(
-            f"policy: found {policy!r}, expected a memswap.Policy ({policy_hint(policy)}) or None"
-        )
-    return policy
-
-
-def policy_hint(found: object) -> str:
-    """What to write instead of something that is no policy."""
-    if isinstance(found, (int, str)) and not isinstance(found, bool):
-        with suppress(ValueError):
-            parsed(found)
-            return f"for a budget: budget={found!r}"
-    return "for an action alone: memswap.Policy(action=...)"
 
 
 def named_units(
@@ -672,17 +513,6 @@ def refuse(found: object, caller: str) -> NoReturn:
         f"{caller}: found {type(found).__name__}, expected an nn.Module or several (for example "
         "model.layers)"
     )
-
-
-def persistent_tensors(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
-    """Parameters and buffers as they are now (sharding may have replaced them), by their parts."""
-    return [
-        part
-        for module in modules
-        for tensors in (module.parameters(), module.buffers())
-        for tensor in tensors
-        for part in plain_parts(tensor)
-    ]
 
 
 def window(prefetch_bytes: int | str) -> int | None:

@@ -37,14 +37,12 @@ from memswap.engine.early_stop import stopping_behind_operators
 from memswap.engine.engine import Engine
 from memswap.engine.hook_scope import HookScope, current_scope
 from memswap.engine.recomputed import counting
-from memswap.engine.stats import describe
 from memswap.engine.transfer import check_pool
 from memswap.engine.uncopied import Uncopied
-from memswap.hooks.managed import report
+from memswap.hooks.managed import Counted
 from memswap.planning.policy import Policy
 
 if TYPE_CHECKING:
-    from memswap.engine.stats import Stats
     from memswap.engine.transfer import Pool
 
 __all__ = [
@@ -127,7 +125,7 @@ def checkpoint(
     return own.run(fn, args, kwargs)
 
 
-class Checkpointing(Uncopied):
+class Checkpointing(Uncopied, Counted):
     """Checkpointed regions that share one engine: a pool, lanes and a prefetch order.
 
     Regions inside :func:`memswap.manage` or :class:`memswap.saved_tensors` use that engine instead,
@@ -163,7 +161,7 @@ class Checkpointing(Uncopied):
         self._has_pool = pool is not None
         # Whatever leaves through this engine does so by an action that its scope names.
         policy = Policy(action=Action.KEEP, min_bytes=min_bytes)
-        self._engine = Engine(policy, pool, window(prefetch_bytes))
+        super().__init__({"": Engine(policy, pool, window(prefetch_bytes))})
         self._options = _TorchOptions(
             determinism_check=determinism_check,
             preserve_rng_state=preserve_rng_state,
@@ -171,9 +169,8 @@ class Checkpointing(Uncopied):
         )
         self._modules: list[ref[nn.Module]] = []  # their forwards refer to this object
 
-    def __repr__(self) -> str:
-        modules = sum(one() is not None for one in self._modules)
-        return f"<memswap Checkpointing of {modules} module(s): {describe(self._engine.ledger)}>"
+    def _of_what(self) -> str:
+        return f" of {sum(one() is not None for one in self._modules)} module(s)"
 
     def checkpoint(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``fn(*args, **kwargs)`` as a region; see :func:`memswap.checkpoint`."""
@@ -181,18 +178,6 @@ class Checkpointing(Uncopied):
             return _traced(fn, args, kwargs, self._policy_fn, self._options)
         _check_call(fn, kwargs)
         return self.run(fn, args, kwargs)
-
-    def stats(self) -> Stats:
-        """What this object's own engine did so far."""
-        return self._engine.stats()
-
-    def reset_stats(self) -> None:
-        """Start counting anew."""
-        self._engine.reset_stats()
-
-    def report(self) -> str:
-        """The statistics as a text table, bytes in MiB."""
-        return report(self.stats())
 
     def remove(self) -> None:
         """Give the modules of :func:`checkpoint_module` their own forward back.

@@ -21,7 +21,6 @@ A schedule that is late costs a stall: what backward demands and is not there is
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -34,17 +33,18 @@ from memswap.engine.batch import Batch
 from memswap.engine.engine import Engine, Schedule
 from memswap.engine.handle import Handle, unpack
 from memswap.engine.hook_scope import HookScope, OpenBlocks
-from memswap.engine.stats import Stats, describe
+from memswap.engine.stats import Stats
 from memswap.engine.transfer import Pool, check_pool
 from memswap.engine.uncopied import Uncopied
 from memswap.errors import GroupError
-from memswap.planning.policy import Policy
+from memswap.hooks.managed import Counted
+from memswap.planning.policy import Policy, checked_policy
 
 if TYPE_CHECKING:
     from memswap.engine.lane import Lane, Ticket
 
 
-class Groups(Uncopied):
+class Groups(Uncopied, Counted):
     """One engine (policy, pool, lanes) for several groups. A storage that two save moves once.
 
     Args:
@@ -58,24 +58,21 @@ class Groups(Uncopied):
     """
 
     def __init__(self, policy: Policy | None = None, *, pool: Pool | None = None) -> None:
-        if policy is not None and not isinstance(policy, Policy):
-            raise TypeError(
-                f"policy={policy!r}: found {type(policy).__name__}, expected a memswap.Policy "
-                "(for an action alone: memswap.Policy(action=...)) or None"
-            )
         check_pool(pool)
-        #: For who builds on groups inside memswap.
-        self.engine = engine_of_groups(Policy() if policy is None else policy, pool)
-
-    def __repr__(self) -> str:
-        return f"<memswap Groups: {describe(self.engine.ledger)}>"
+        super().__init__({"": engine_of_groups(checked_policy(policy), pool)})
 
     @classmethod
     def of(cls, decider: Decider, pool: Pool | None) -> Groups:
         """Groups whose decisions somebody else makes: for who builds on groups inside memswap."""
-        groups = cls(pool=pool)
-        groups.engine = engine_of_groups(decider, pool)
+        check_pool(pool)
+        groups = cls.__new__(cls)
+        Counted.__init__(groups, {"": engine_of_groups(decider, pool)})
         return groups
+
+    @property
+    def engine(self) -> Engine:
+        """For who builds on groups inside memswap."""
+        return self._engine
 
     def lane(self) -> Lane | None:
         """What copies an accelerator's tensors; opened now if nothing was copied yet.
@@ -94,14 +91,6 @@ class Groups(Uncopied):
         """A group of this engine. Names are for messages and policies and need not differ."""
         return Group(name, groups=self)
 
-    def stats(self) -> Stats:
-        """What was done for all groups."""
-        return self.engine.stats()
-
-    def reset_stats(self) -> None:
-        """Start counting anew."""
-        self.engine.reset_stats()
-
     def settle(self) -> None:
         """Order everything after the transfers under way, and drop the storages they hold."""
         self.engine.settle()
@@ -110,10 +99,7 @@ class Groups(Uncopied):
 def engine_of_groups(decider: Decider, pool: Pool | None) -> Engine:
     """An engine for any number of groups. A storage of two of them moves once."""
     engine = Engine(decider, pool, window_bytes=0, schedule=Schedule.BATCHES)
-    engine.small_bytes, engine.bucket_bytes = (
-        engine_batch.SMALL_BYTES,
-        engine_batch.BUCKET_BYTES,
-    )
+    engine.set_batch_limits(engine_batch.SMALL_BYTES, engine_batch.BUCKET_BYTES)
     return engine
 
 
@@ -267,12 +253,7 @@ class Group(Uncopied):
         self._open.enter(scope, installs=not self._paused)
         return batch
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._open.leave()
 
     def begin(self) -> Batch:

@@ -17,8 +17,6 @@ from memswap.engine.hook_scope import HookScope
 from memswap.engine.units import parse_bytes
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from memswap.engine.action import Decider
     from memswap.engine.durations import Span
     from memswap.engine.transfer import Pool
@@ -93,7 +91,7 @@ class Windows:
         return None if auto else parse_bytes(self.max_pending_bytes)
 
     def engine(self, policy: Decider, pool: Pool | None, window_bytes: int | None) -> Engine:
-        """A new engine that goes by these options."""
+        """A new engine that goes by these options. Arguments: those of :class:`Engine`."""
         engine = Engine(policy, pool, window_bytes, Schedule.WINDOWS)
         windows = engine.windows
         assert windows is not None  # of that schedule
@@ -144,12 +142,7 @@ class Window:
         engine.enter_window(seconds or 0.0)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         engine = self._engine
         if engine is None or torch.compiler.is_compiling():
             return

@@ -339,7 +339,7 @@ def assert_trains_the_bits(
     """A user's script, which applies the style to the model, against plain torch."""
     size, place = mesh.size(), mesh.mesh.flatten().tolist().index(rank.rank)
     heads, keys = groups_of(mesh, style.ulysses_degree)
-    balance = style.style.style.balance == "queries"
+    balance = style.style.balance == "queries"
     batch = 1 if like is CoreTHD else BATCH
     everyone = dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)
     for i, dtype in enumerate(dtypes):

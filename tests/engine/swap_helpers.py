@@ -9,14 +9,14 @@ from helpers import EVERYTHING
 from torch import nn
 
 import memswap
-from memswap.modules import ModuleSwap
+from memswap.schedules.scheduled import ScheduledModules
 
 DOORS = ("chain", "swap_modules")
 
 
 def open_door(
     name: str, model: nn.Module, pool: Any, policy: memswap.Policy = EVERYTHING
-) -> memswap.Manager | ModuleSwap:
+) -> ScheduledModules:
     """Puts memswap on all layers of a model, as a chain or as modules found by a pattern."""
     if name == "chain":
         return memswap.chain(model.layers, policy, pool=pool)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from torch import nn
 import memswap
 from memswap import BudgetError
 from memswap._native import native
+from memswap.engine.workspace import WorkspaceRecord
 from memswap.optimizer_state import away_of, plain_tensors
 from memswap.planning import checking, learner
 from memswap.planning.device import KINDS, DevicePlan
@@ -324,8 +324,8 @@ def test_a_recorder_that_overlooks_a_part_is_noticed_and_told(device, peaks, mon
 
     def overlooked(recorder: Any, marks: int) -> Any:
         found = seen(recorder, marks)
-        less = tuple(nbytes - (1 << 17) for nbytes in found.extra_nbytes)
-        return replace(found, extra_nbytes=less)
+        less = [nbytes - (1 << 17) for nbytes in found.extra_nbytes]
+        return WorkspaceRecord(less, found.gradient_nbytes, found.baseline_nbytes)
 
     monkeypatch.setattr(learner, "workspace_of", overlooked)
     monkeypatch.setattr(checking, "workspace_of", overlooked)

@@ -28,6 +28,8 @@ from helpers import (
 from torch import nn
 
 import memswap
+from memswap._native import native
+from memswap.engine import transfer
 
 
 def expected_gradients(device, x):
@@ -380,18 +382,22 @@ def test_a_save_that_fails_under_a_budget_costs_no_step(
     """The books of the step were off by one from there on, and the next forward raised."""
     layers = nn.ModuleList(TriesAgain(layer) for layer in new_layers(device))
     expected = budget_step(layers, 32, device)
-    policy = memswap.Policy(action=memswap.Action.ENCODE, min_bytes=1)
-    manager = memswap.manage(layers, policy, pool=new_pool(), budget="95%", rates=rates_for(device))
-    engine = manager._engine
-    left = [0]
+    left, opened = [0], transfer.open_lane
 
-    def admit(*arguments):
-        left[0] -= 1
-        if left[0] == 0:
-            raise torch.OutOfMemoryError("no memory for a frame")
-        return type(engine).leave(engine, *arguments)
+    class Failing(native.LaneAround):
+        def __init__(self, lane: native.Lane) -> None:
+            super().__init__(lane)
+            self.lane = lane
 
-    monkeypatch.setattr(engine, "leave", admit)
+        def send(self, storage: native.StorageRef, block: native.Block) -> native.Ticket:
+            left[0] -= 1
+            if left[0] == 0:
+                raise torch.OutOfMemoryError("no memory for a send")
+            return self.lane.send(storage, block)
+
+    monkeypatch.setattr(transfer, "open_lane", lambda *a, **k: Failing(opened(*a, **k)))
+    policy = memswap.Policy(action=memswap.Action.SWAP, min_bytes=1)
+    manager = memswap.manage(layers, policy, pool=new_pool(), budget="60%", rates=rates_for(device))
     for number in range(12):
         left[0] = 3 if number == failing_step else 0
         assert_same_gradients(budget_step(layers, 32, device), expected)

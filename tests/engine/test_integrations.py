@@ -96,7 +96,7 @@ def test_func_grad_over_a_managed_module(device, new_pool):
 
 def test_func_grad_between_steps_of_swapped_modules(device, new_pool, monkeypatch):
     """Nothing is saved there, and nothing that a forward begins with is measured there either."""
-    monkeypatch.setattr(memswap.modules, "remembered", lambda *place: None)
+    monkeypatch.setattr(memswap.schedules.towers, "remembered", lambda *place: None)
     model, x = new_stack(device, depth=2), new_input(device)
     expected = torch.func.grad(model)(x)
     with memswap.swap_modules(model, "layers.{*}", policy=EVERYTHING, pool=new_pool("1MiB")):

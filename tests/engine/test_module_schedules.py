@@ -18,12 +18,13 @@ from helpers import (
     random,
     train_step,
 )
+from swap_helpers import DOORS, open_door
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memswap
-from memswap import modules
 from memswap.engine.batch import Batch
+from memswap.schedules import towers
 
 pytestmark = [pytest.mark.every_action("swap"), pytest.mark.one_schedule]
 
@@ -48,7 +49,7 @@ pytestmark = [pytest.mark.every_action("swap"), pytest.mark.one_schedule]
     ],
 )
 def test_patterns_match_whole_names(pattern, matches, not_matches):
-    compiled = modules.compiled_pattern(pattern)
+    compiled = towers.compiled_pattern(pattern)
     for name in matches:
         assert compiled(name), f"{pattern} should match {name}"
     for name in not_matches:
@@ -56,14 +57,15 @@ def test_patterns_match_whole_names(pattern, matches, not_matches):
 
 
 def test_a_tower_is_what_differs_in_its_first_number(device):
-    assert modules.tag("vision.layers.3") == "vision.layers.*"
-    assert modules.tag("layers.2.experts.7.up") == "layers.*.experts.7.up"
-    assert modules.tag("head") == "head"
+    assert towers.tag("vision.layers.3") == "vision.layers.*"
+    assert towers.tag("layers.2.experts.7.up") == "layers.*.experts.7.up"
+    assert towers.tag("head") == "head"
     models = {"student": new_stack(device), "teacher": new_stack(device, depth=2)}
     with memswap.swap_modules(models, "*.layers.{0-1}") as swap:
-        assert set(swap.towers) == {"student.layers.*", "teacher.layers.*"}
+        assert set(swap.schedule.towers) == {"student.layers.*", "teacher.layers.*"}
         assert swap.units == tuple(f"{m}.layers.{n}" for m in models for n in (0, 1))
         assert "student.layers.*" in swap.report()
+        assert "(student.layers.0 to teacher.layers.1)" in swap.report()
 
 
 def test_wrong_arguments_are_refused(device):
@@ -83,7 +85,7 @@ def test_wrong_arguments_are_refused(device):
     with pytest.raises(ValueError, match=r"chain\(\): found no modules"):
         memswap.chain([])
     with memswap.chain(model.layers) as chain, pytest.raises(ValueError, match="distance=-1"):
-        chain.distance = -1
+        chain.schedule.distance = -1
 
 
 # --- swap_modules --------------------------------------------------------------------------------
@@ -143,9 +145,9 @@ def test_two_layers_are_there_at_once_or_more_where_the_link_is_slow(device, new
     model, x = new_stack(device, depth=6), new_input(device)
     windows = {}
     for speed in (1e15, 0.0):
-        monkeypatch.setattr(modules, "link_speed", lambda route, speed=speed: speed)
+        monkeypatch.setattr(towers, "link_speed", lambda route, speed=speed: speed)
         swap = memswap.swap_modules(model, "layers.{*}", policy=EVERYTHING, pool=new_pool())
-        (tower,) = swap.towers.values()
+        (tower,) = swap.schedule.towers.values()
         assert tower.window_bytes is None and tower.link_bytes_per_s is None
         for _ in range(4):
             swap.reset_stats()
@@ -166,17 +168,17 @@ def test_two_layers_are_there_at_once_or_more_where_the_link_is_slow(device, new
 def test_plans_and_towers_go_by_the_same_rates(device, new_pool, monkeypatch):
     """What memswap.profile has measured is not measured again, and not otherwise."""
     rates = memswap.Rates("known", 1e9, 123e6, 1e9, 1e9)
-    monkeypatch.setattr(modules, "remembered", lambda device, folder: rates)
+    monkeypatch.setattr(towers, "remembered", lambda device, folder: rates)
     model, x = new_stack(device, depth=3), new_input(device)
     with memswap.swap_modules(model, "layers.{*}", policy=EVERYTHING, pool=new_pool()) as swap:
         for _ in range(3):
             train_step(model, lambda: model(x))
-        (tower,) = swap.towers.values()
+        (tower,) = swap.schedule.towers.values()
         assert tower.link_bytes_per_s == 123e6
 
 
 def test_the_link_is_measured_and_takes_nothing_from_the_system(device, new_pool, monkeypatch):
-    monkeypatch.setattr(modules, "remembered", lambda device, folder: None)
+    monkeypatch.setattr(towers, "remembered", lambda device, folder: None)
     model, x = new_stack(device, depth=3), new_input(device)
     pool = new_pool()
     pool.reserve("4MiB")
@@ -184,7 +186,7 @@ def test_the_link_is_measured_and_takes_nothing_from_the_system(device, new_pool
     taken = pool.statistics().slabs_acquired
     for _ in range(3):
         train_step(model, lambda: model(x))
-    (tower,) = swap.towers.values()
+    (tower,) = swap.schedule.towers.values()
     assert tower.link_bytes_per_s is not None and tower.link_bytes_per_s > 1e6
     assert pool.statistics().slabs_acquired == taken
 
@@ -214,7 +216,7 @@ def test_a_chain_keeps_its_schedule(device, new_pool, journal, distance):
     model, x = new_stack(device, depth=4), new_input(device)
     expected = train_step(model, lambda: model(x))
     chain = memswap.chain(model.layers, EVERYTHING, distance=distance, pool=new_pool())
-    assert chain.units == ("0", "1", "2", "3") and chain.distance == distance
+    assert chain.units == ("0", "1", "2", "3") and chain.schedule.distance == distance
     model.zero_grad(set_to_none=True)
     loss = model(x)
     forward, journal[:] = list(journal), []
@@ -237,32 +239,33 @@ def test_a_chains_distance_may_change_between_steps(device, new_pool):
     chain = memswap.chain(model.layers, EVERYTHING, pool=new_pool())
     moved = []
     for distance in (1, 3, 2):
-        chain.distance = distance
+        chain.schedule.distance = distance
         chain.reset_stats()
         assert_same_gradients(train_step(model, lambda: model(x)), expected)
         moved.append(chain.stats().moved_storages)
     assert moved[1] < moved[2] < moved[0], "the further ahead, the more layers stay"
 
 
-def test_a_paused_chain_leaves_forwards_alone(device, new_pool):
+@pytest.mark.parametrize("door", DOORS)
+def test_paused_modules_leave_forwards_alone(device, new_pool, door):
     model, x = new_stack(device), new_input(device)
     expected = train_step(model, lambda: model(x))
-    chain = memswap.chain(model.layers, EVERYTHING, pool=new_pool())
+    scheduled = open_door(door, model, new_pool())
     before = model(x)
-    chain.pause()
-    offered = chain.stats().offered_tensors
+    scheduled.pause()
+    offered = scheduled.stats().offered_tensors
     assert_same_gradients(train_step(model, lambda: model(x)), expected)
-    assert chain.stats().offered_tensors == offered
-    chain.resume()
+    assert scheduled.stats().offered_tensors == offered
+    scheduled.resume()
     model.zero_grad(set_to_none=True)
     before.backward()  # begun before the pause
     assert_same_gradients(gradients(model), expected)
     del before
     assert_same_gradients(train_step(model, lambda: model(x)), expected)
-    assert chain.stats().offered_tensors > offered
-    assert "moved" in chain.report()
+    assert scheduled.stats().offered_tensors > offered
+    assert "moved" in scheduled.report()
     flush_autograd(device)
-    assert_nothing_left(chain.stats())
+    assert_nothing_left(scheduled.stats())
 
 
 def test_a_forward_may_leave_layers_out(device, new_pool):

@@ -30,8 +30,8 @@ pytestmark = pytest.mark.every_action("swap")
 
 
 def settle(swap: Any, device: torch.device) -> None:
-    for managed in swap.towers.values() if hasattr(swap, "towers") else [swap]:
-        managed._engine.settle()
+    for engine in swap._engines.values():
+        engine.settle()
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -59,10 +59,10 @@ def test_two_towers_do_not_take_each_others_tensors(device, new_pool):
     swap = memswap.swap_modules(
         model, ["vision.layers.{*}", "text.layers.{*}"], policy=EVERYTHING, pool=pool
     )
-    assert set(swap.towers) == {"vision.layers.*", "text.layers.*"}
+    assert set(swap.schedule.towers) == {"vision.layers.*", "text.layers.*"}
     for _ in range(2):
         assert_same_gradients(train_step(model, lambda: model(x)), expected)
-    for tower in swap.towers.values():
+    for tower in swap.schedule.towers.values():
         assert tower.stats().moved_storages > 0
     assert_released(swap, pool)
 

@@ -14,6 +14,8 @@ from torch import nn
 import memswap
 from memswap import Action, Rates
 from memswap.engine import recipes
+from memswap.engine.hook_scope import HookScope
+from memswap.planning.director import BudgetDirector
 from memswap.planning.plan import describe
 
 pytestmark = pytest.mark.one_schedule
@@ -190,12 +192,15 @@ def test_a_graph_that_is_retained_runs_its_recipes_each_time_within_the_budget(
     assert_released(one.manager, pool)
 
 
+_enter = HookScope.enter
+
+
 def test_a_recipe_that_is_lost_is_planned_without_and_no_bit_differs(device, new_pool, monkeypatch):
     """As where an operator gives other bits from some step on, or is not called any more."""
     one = Managed(device, new_pool(), "75%")
     assert one.step().recipe_storages > 0
     known = one.manager._engine.recipes
-    monkeypatch.setattr(type(one.manager._engine), "_becomes_recipe", _nothing_becomes_a_recipe)
+    monkeypatch.setattr(HookScope, "enter", _knows_no_operator)
     for _ in range(recipes.PROOFS + len(one.plan.storages)):  # a plan may count on others instead
         stats = one.step()
         if Action.RECOMPUTE not in one.actions():
@@ -207,9 +212,30 @@ def test_a_recipe_that_is_lost_is_planned_without_and_no_bit_differs(device, new
     one.manager.remove()
 
 
-def _nothing_becomes_a_recipe(engine: Any, entry: Any, *unused: Any, **options: Any) -> bool:
-    engine.director.no_recipe(entry)
-    return False
+def _knows_no_operator(scope: HookScope, call: Any = None) -> None:
+    """Operators that nobody hears of make nothing that could be recomputed."""
+    knows, scope.engine.knows_operators = scope.engine.knows_operators, False
+    _enter(scope, call)
+    scope.engine.knows_operators = knows
+
+
+def test_planned_recipes_are_followed_without_asking(device, new_pool, monkeypatch):
+    """But for the first storage, and where room has to be made."""
+    one = Managed(device, new_pool(), "75%")
+    one.step()
+    asked, choose = [0], BudgetDirector.choose
+
+    def counted(*arguments: Any) -> Any:
+        asked[0] += 1
+        return choose(*arguments)
+
+    monkeypatch.setattr(BudgetDirector, "choose", counted)
+    stats = one.step()
+    storages = one.plan.storages
+    recomputed = sum(saved.action is Action.RECOMPUTE for saved in storages)
+    assert stats.recipe_storages >= recomputed > 3
+    assert asked[0] <= 3 < len(storages) / 4, "each storage is asked about"
+    one.manager.remove()
 
 
 def test_another_shape_follows_a_plan_once_its_own_recipes_are_proven(device, new_pool):

@@ -15,9 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import memswap.parallel.arriving as arriving_module
 from memswap.parallel import HeadsToSequence, exchange
-from memswap.parallel.arriving import ArrivingTensor
+from memswap.parallel.arriving import ArrivingTensor, split_linear
 from memswap.parallel.in_flight import InFlight
-from memswap.parallel.split_linear import split_linear
 from ranks import Rank, distributed
 
 LATE = pytest.mark.parametrize("late", [False, True], ids=["async", "late"])

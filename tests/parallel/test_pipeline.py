@@ -18,7 +18,7 @@ from torch.distributed.pipelining import (
 )
 
 import memswap
-from memswap.pipeline import periods
+from memswap.schedules.pipeline import periods
 from ranks import Rank, distributed
 
 WIDTH, ROWS, MICROBATCHES = 16, 4, 8

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from comms import FakeComm
 from memswap.cli import selftest
-from memswap.parallel.comm import Comm, ProcessGroupComm, Ticket
-from memswap.parallel.selftest import check_lanes
+from memswap.parallel.comm import Comm, ProcessGroupComm, Ticket, check_lanes
 from ranks import Rank, distributed
 
 CPU = torch.device("cpu")

@@ -33,5 +33,5 @@ def test_the_step_after_an_interrupted_forward_is_right(rank: Rank, grad: bool) 
     assert_same(net, reference, rank, bitwise=True)
     assert all(hasattr(value, "full_tensor") for value in net.parameters())
     assert context.stats().lent == 0, "weights of the interrupted step are still there"
-    assert all(one.depth == 0 for one in context.scheduled.values())
+    assert all(unit.progress.depth == 0 for unit in context.units)
     assert not _listeners.get(), "a call that has ended still hears of exchanges"

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from memswap.parallel.launches import Reduction
 from memswap.parallel.schedule import ShardContext
 from memswap.parallel.slots import Lease, SlotPool
-from memswap.parallel.unit import State, Unit
+from memswap.parallel.unit import Reduction, State, Unit
 from ranks import Rank, distributed
 from sharding import Net, adamw, loss_of, make_net, sharded, tokens_of, whole
 
@@ -65,8 +64,8 @@ def _gradients_are_recycled_before_their_reduction_is_waited(patch: Patch) -> No
 
 def _weights_are_dropped_at_the_first_gradient(patch: Patch) -> None:
     def arrived(context: ShardContext, unit: Unit) -> None:
-        context._enter_backward()
-        context._finish(context.scheduled[unit])
+        context._pass.look()
+        context._finish(unit)
 
     patch(ShardContext, "gradient_arrived", arrived)
 

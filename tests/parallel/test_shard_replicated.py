@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
 from memswap.parallel import ShardContext, describe, shard
-from memswap.parallel.launches import Reduction
+from memswap.parallel.unit import Reduction
 from ranks import Rank, distributed
 from sharding import Net, assert_same, loss_of, make_net, moved, tokens_of, train, whole
 

@@ -11,7 +11,7 @@ from steps import ALL, RATES, saved, stack
 from memswap import Action, Rates
 from memswap.planning.replay import replay, timetable
 from memswap.planning.step import Recipe, Step, load, save
-from memswap.reports.trace import trace
+from memswap.reports.step_report import trace
 
 
 def with_recipes(step: Step, sources: dict[int, tuple[int, ...]], seconds: float = 1e-4) -> Step:

@@ -44,7 +44,7 @@ def step_us(distance: int | None, ahead: bool = True) -> tuple[float, Any]:
 
     with swap:
         if distance is not None and not ahead:
-            swap._track.distance = 0  # broken on purpose: nothing is loaded before it is needed
+            swap.schedule._distance = 0  # broken on purpose: nothing is loaded before it is needed
         for _ in range(2):
             step()
         torch.accelerator.synchronize()

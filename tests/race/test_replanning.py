@@ -53,7 +53,7 @@ class Machine:
 
     @property
     def replans(self) -> int:
-        return self.manager._director._latest.replans
+        return self.manager._director._latest.plans - 1
 
 
 def in_laboratory(body: Callable[[Machine], Any], budget: int | str, gb_per_s: float) -> Any:

@@ -361,7 +361,7 @@ def test_worth_is_the_bound(monkeypatch):
 def test_a_frame_never_gets_more_than_a_plan_has_for_it():
     known = made()
     learnt(known, 0.7, var_used=40_000)
-    held = known.sizes(asked(known).key).held
+    held = known.sizes(("layer", 0, MEBIBYTE, torch.bfloat16)).held
     for most in (held + 1000, held, held - 80_000):
         found = known.of("layer", 0, MEBIBYTE, torch.bfloat16, most)
         fixed = native.frame_layout(found.dtype, found.shape, MEBIBYTE // 2).fixed_nbytes
@@ -372,7 +372,7 @@ def test_a_frame_never_gets_more_than_a_plan_has_for_it():
 def test_what_is_set_aside_is_the_worst_case_beyond_the_capacity():
     known = made(spare_tiles=1)
     learnt(known, 0.7, var_used=40_000)
-    sizes = known.sizes(asked(known).key)
+    sizes = known.sizes(("layer", 0, MEBIBYTE, torch.bfloat16))
     layout = native.frame_layout(BF16, Shape.DENSE, MEBIBYTE // 2)
     tile = 8 * layout.max_var_units // layout.blocks
     assert sizes.held + sizes.overflow == layout.max_nbytes + 8 * tile

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import memswap
-from memswap.pipeline import Itinerary, PipelineManager, Step, split
+from memswap.schedules.pipeline import Itinerary, Slots, Step, split
 
 F, B, W = 0, 1, 2
 
@@ -136,7 +136,7 @@ def loads(monkeypatch):
     from memswap.engine.batch import Batch, Phase
 
     found: list[tuple[str, int]] = []
-    launch, notice = Batch.launch_load, PipelineManager._backward
+    launch, notice = Batch.launch_load, Slots.backward
     clock = [0]
 
     def launched(batch, readings=1):
@@ -144,15 +144,15 @@ def loads(monkeypatch):
             found.append((str(id(batch)), clock[0]))
         launch(batch, readings)
 
-    def backward(manager, chunk, batch):
+    def backward(schedule, chunk, batch):
         clock[0] += 1
         before = [at for who, at in found if who == str(id(batch))]
         distances.append(clock[0] - before[-1] if before else -1)
-        notice(manager, chunk, batch)
+        notice(schedule, chunk, batch)
 
     distances: list[int] = []
     monkeypatch.setattr(Batch, "launch_load", launched)
-    monkeypatch.setattr(PipelineManager, "_backward", backward)
+    monkeypatch.setattr(Slots, "backward", backward)
     return distances
 
 
@@ -239,3 +239,17 @@ def test_evaluation_and_dropped_microbatches_leave_nothing(tmp_path):
         found = by_hand(stage, ORDER)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
         assert manager.stats().away_bytes == 0
+
+
+def test_a_paused_pipeline_leaves_forwards_alone(tmp_path):
+    stage = new_stage()
+    expected = by_hand(stage, ORDER)
+    pool = memswap.DiskPool(tmp_path)
+    with memswap.manage_pipeline(stage, policy=EVERYTHING, pool=pool) as manager:
+        assert manager.units == ("stage 1",)
+        manager.pause()
+        assert all(map(torch.equal, by_hand(stage, ORDER), expected))
+        assert manager.stats().offered_tensors == 0
+        manager.resume()
+        assert all(map(torch.equal, by_hand(stage, ORDER), expected))
+        assert manager.stats().moved_storages > 0

@@ -1,8 +1,7 @@
-"""What an engine keeps natively: its lock, what departs, away forms, and a scope's calls."""
+"""What an engine keeps natively: its lock, entries, away forms, and a scope's calls."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import sys
@@ -11,7 +10,7 @@ import time
 
 import pytest
 import torch
-from helpers import descriptor_under, files_no_longer_than
+from helpers import descriptor_under
 
 import memswap
 from memswap._native import native
@@ -44,16 +43,6 @@ def new_sender(pool=None, lane=None):
     """What puts storages into a pool's blocks. A send begins when somebody waits for it."""
     pool = pool or memswap.HostPool(device=CPU, budget="4MiB", slab="1MiB")
     return native.BlockSender(lane or native.WorkerLane(workers=0), pool.native)
-
-
-def sent(engine, sender, nbytes=100, wait=True):
-    """A tensor, and its entry, which was sent."""
-    tensor, entry = saved(engine, nbytes)
-    assert entry.swap(sender, native.StorageRef(tensor))
-    if wait:
-        with contextlib.suppress(native.TransferError):
-            entry.departure.wait()
-    return tensor, entry
 
 
 # --- the lock ---
@@ -100,63 +89,7 @@ def test_a_pack_that_raises_lets_go_of_the_lock():
     assert not thread.is_alive(), "the lock is still held"
 
 
-# --- what departs ---
-
-
-def test_what_departs_is_accounted_for_once_nobody_holds_it():
-    engine, departing, sender = new_engine(), native.Departing(), new_sender()
-    tensors, entries = zip(*(sent(engine, sender) for _ in range(5)), strict=True)
-    for entry in entries:
-        departing.add(entry)
-    departing.notice_gone()
-    assert len(departing) == 5 and engine.ledger.freed_bytes == 0
-    tensors = tensors[:2]
-    departing.notice_gone(looks=2)
-    assert len(departing) == 5, "more were looked at than was asked for"
-    departing.notice_gone()
-    assert len(departing) == 2 and engine.ledger.freed_bytes == 300
-    assert [entry.state for entry in entries[:2]] == [State.LEAVING] * 2
-    del tensors
-
-
-def test_sends_are_looked_at_in_their_order_and_the_first_that_runs_ends_the_look():
-    engine, departing = new_engine(), native.Departing()
-    first, second = new_sender(), new_sender()
-    kept = [sent(engine, first, wait=False), sent(engine, second)]
-    for _, entry in kept:
-        departing.add(entry)
-    departing.notice_gone(looks=0)
-    assert len(departing) == 2
-    kept[0][1].departure.wait()
-    departing.notice_gone(looks=0)
-    del entry
-    kept.pop()
-    assert len(departing) == 1, "one that is dead still departs"
-    kept.clear()
-    assert len(departing) == 0
-
-
-def test_a_send_that_failed_departs_no_more_and_has_its_bytes(tmp_path):
-    engine, departing = new_engine(), native.Departing()
-    pool = memswap.DiskPool(tmp_path, budget="4MiB", extent="1MiB")
-    pool.reserve("1MiB")  # space is set aside, and then the disk fails
-    with files_no_longer_than(0):
-        tensor, entry = sent(engine, new_sender(pool), 1 << 16)
-    departing.add(entry)
-    with pytest.warns(UserWarning, match="a storage stays where it is"):
-        departing.notice_gone()
-    assert len(departing) == 0 and entry.state is State.RESIDENT
-    assert engine.ledger.kept_tensors["pool"] == 1
-    assert entry.storage.key == native.storage_key(tensor)
-
-
-def test_entries_do_not_need_the_rows_that_they_are_in():
-    engine, departing = new_engine(), native.Departing()
-    tensor, entry = sent(engine, new_sender(), wait=False)
-    departing.add(entry)
-    del departing
-    del entry  # which knows of no row any more
-    assert tensor.numel()
+# --- arguments ---
 
 
 def test_an_argument_that_is_neither_true_nor_false_is_an_error():
@@ -229,16 +162,31 @@ def test_a_send_that_raises_takes_no_memory_and_leaves_the_entry_as_it_was():
     assert pool.statistics().in_use_bytes == 0
     with pytest.raises(TypeError, match="incompatible function arguments"):
         entry.swap(object(), native.StorageRef(tensor))
-    with pytest.raises(TypeError, match="incompatible function arguments"):
-        entry.leave(object(), None)
 
 
-def test_a_sender_without_room_changes_nothing():
-    pool = memswap.HostPool(device=CPU, budget=0)
-    engine = new_engine(pool)
-    tensor, entry = saved(engine)
-    assert entry.swap(new_sender(pool), native.StorageRef(tensor)) is False
-    assert (entry.state, entry.away, engine.ledger.moved_storages) == (State.RESIDENT, None, 0)
+@pytest.mark.parametrize("given", [(object(),) * 3, ()])
+def test_what_is_no_engine_object_is_refused(given):
+    with pytest.raises(TypeError, match="incompatible constructor arguments"):
+        Entry(*given)
+
+
+def test_references_to_one_entry_are_equal_and_keep_nothing_alive():
+    _, entry = saved(new_engine())
+    reference = entry.reference
+    assert reference() is entry and reference == entry.reference
+    assert len({reference, entry.reference}) == 1
+    del entry
+    assert reference() is None
+
+
+def test_an_entry_keeps_what_it_counts_in():
+    engine = native.Engine(0)
+    _, entry = saved(engine)
+    ledger = engine.ledger
+    del engine
+    assert entry.engine.ledger is ledger
+    del entry
+    assert (ledger.known_storages, ledger.resident_bytes) == (0, 0)
 
 
 def test_storages_that_travel_together_come_back_apart():
@@ -267,7 +215,7 @@ def test_storages_that_travel_together_come_back_apart():
 
 
 def test_a_scope_needs_a_engine_and_packs_tensors():
-    with pytest.raises(TypeError, match="expected an Engine"):
+    with pytest.raises(TypeError, match=r"memswap\._C\.Engine"):
         HookScope(object(), "")
     with pytest.raises(TypeError, match=r"needs a torch\.Tensor"):
         HookScope(new_engine(), "").pack(object())
@@ -391,8 +339,7 @@ def test_what_is_no_tensor_is_refused_by_the_native_save():
     engine = new_engine()
     tensor, _ = saved(engine)
     view, scope = native.capture(tensor), HookScope(engine, "unit")
-    for call in (lambda: scope.keep(7, view, "reason"), lambda: scope.save(7, view)):
-        with pytest.raises(TypeError, match=r"expected a torch\.Tensor to save, found 7"):
-            call()
-    with pytest.raises(UnicodeEncodeError):
-        scope.keep(tensor, view, "\udc80")
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        scope.save(7, view)
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        native.kept_handle(7)

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 import memswap
 from memswap.cli.table import render_table
-from memswap.parallel.comm import ProcessGroupComm
-from memswap.parallel.selftest import check_lanes
+from memswap.parallel.comm import ProcessGroupComm, check_lanes
 
 
 def run(arguments: argparse.Namespace) -> int:

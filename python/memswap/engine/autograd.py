@@ -23,9 +23,13 @@ def is_parameter(tensor: torch.Tensor) -> bool:
     return (owner.requires_grad and owner.is_leaf) or is_frozen_parameter(tensor)
 
 
-def is_typed_parameter(tensor: torch.Tensor) -> bool:
-    """A parameter by its own type, frozen or not; no view of one."""
-    return isinstance(tensor, torch.nn.Parameter)
+def as_kept(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with a class of its own as it waits where it stays: leaves and parameters are kept
+    themselves, others share storage and version counter, not the graph.
+    """
+    if (tensor.requires_grad and tensor.is_leaf) or isinstance(tensor, torch.nn.Parameter):
+        return tensor
+    return tensor.detach()
 
 
 def is_frozen_parameter(tensor: torch.Tensor) -> bool:

@@ -7,8 +7,8 @@ traced, and do nothing in compiled code: its graph is the one without memswap. W
 is saved when it returns, by whatever hooks are installed around it:
 
 - a layer that is compiled by itself runs its hooks before its compiled forward, and saves there;
-- for a model that is compiled as a whole, the model's own hook does: `_CompiledCall` in
-  activations.py.
+- for a model that is compiled as a whole, the model's own hook does: `CompiledCall` in
+  hooks/units.py.
 
 Torch runs these hooks under its frame evaluation, which would compile them as well, and so would
 it what autograd calls in what is not compiled there. Code objects can be left out of that, which

@@ -8,18 +8,17 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from memswap._C import Iteration, ProvenRecipe
+    from memswap._C import Iteration
     from memswap.engine.action import Action
-    from memswap.engine.entry import Entry
 
 
 class Director(Protocol):
     """What an engine asks whoever directs it. The engine's lock serialises the calls.
 
     Storages that the policy keeps reach a director as well, unlike an engine without one. What
-    happens at each mark of an iteration is taken down by its `Iteration.recorder`. Under a plan
-    (`Iteration.plan`, `Iteration.follows_alone`) nobody is asked about a storage that is as
-    expected.
+    happens at each mark of an iteration is taken down by its `Iteration.recorder`, and recipes of
+    its storages in `Iteration.proven` and `Iteration.no_recipe`. Under a plan (`Iteration.plan`,
+    `Iteration.follows_alone`) nobody is asked about a storage that is as expected.
     """
 
     def begin(self, iteration: Iteration) -> int | None:
@@ -44,15 +43,6 @@ class Director(Protocol):
             action: the policy's, or who saves.
             insists: whether who saves has an action of its own; then nothing changes it.
         """
-
-    def learns_recipes(self) -> bool:
-        """Whether recipes are tried, and told by `recipe`, of what is saved now."""
-
-    def recipe(self, entry: Entry, recipe: ProvenRecipe) -> None:
-        """A storage that leaves in another form could be recomputed."""
-
-    def no_recipe(self, entry: Entry) -> None:
-        """A storage was to be recomputed, and has no proven recipe. It leaves in another form."""
 
     def recomputes(self, module: nn.Module, args: tuple[Any, ...]) -> bool:
         """Whether a module that is a checkpoint region is one in the forward that begins now."""

@@ -1,10 +1,7 @@
-"""Engine: what becomes of the tensors that autograd saves.
+"""Engine: what becomes of the tensors that autograd saves. It is native (csrc/engine/engine.h).
 
-From pack to unpack, in the order of the code: a tensor is offered to :meth:`HookScope.pack`; its
-storage is looked up or becomes an :class:`Entry`; the policy and the timeline say whether it stays;
-a way is taken, and its lane sends the bytes to a pool or encodes them. In backward, the handle that
-pack returned demands the storage from :meth:`Engine.demand`, which brings it back, or finds it on
-its way already, and asks for what comes next.
+What native code cannot know stands here: a function of the user's, how a device's lanes and pools
+are opened, and what begins with an iteration.
 """
 
 from __future__ import annotations
@@ -15,19 +12,16 @@ import torch
 
 from memswap._native import native
 from memswap.engine import recipes
-from memswap.engine.action import ENCODE, KEEP, RECOMPUTE, SWAP, Action, Decider, TensorInfo
+from memswap.engine.action import TensorInfo
 from memswap.engine.compiled import uncompiled_methods
-from memswap.engine.entry import NEVER_FREED, PLANNED, Entry
-from memswap.engine.expectations import Key
 from memswap.engine.stats import Stats, snapshot
 from memswap.engine.transfer import Routes
 from memswap.engine.windows import WindowStats
 
 if TYPE_CHECKING:
-    from memswap._C import SavedView, StorageRef
+    from memswap.engine.action import Action, Decider
     from memswap.engine.director import Director
     from memswap.engine.durations import Durations
-    from memswap.engine.handle import Handle
     from memswap.engine.transfer import Pool, Route
 
 #: When what leaves is sent, and when it comes back (csrc/engine/engine.h).
@@ -43,9 +37,9 @@ class Engine(native.Engine):
     Nothing in it is shared with another engine. Hooks may be called from any thread; `lock`
     serialises the bookkeeping, and no transfer ever waits for it.
 
-    What every save and every demand does is native (csrc/engine/engine.h). This class decides about
-    a new storage where neither a table nor a plan says what happens to it, opens what storages are
-    sent by, and begins iterations.
+    What every save and every demand does is native, and so is what is done with a storage: a plan
+    says it, or else the policy's table. This class is asked where the policy has a function, opens
+    what storages are sent by, and begins iterations.
 
     Args:
         policy: who decides which saved tensors move.
@@ -54,8 +48,6 @@ class Engine(native.Engine):
         schedule: when what leaves is sent, and when it comes back.
     """
 
-    recipes: native.Recipes | None
-    """What is known of the operators that made storages; None: nothing is recomputed."""
     observer: Durations | None
     """Who measures operators and the codec, for windows; None: nobody."""
     knows_operators: bool
@@ -69,7 +61,6 @@ class Engine(native.Engine):
         schedule: native.Schedule = Schedule.ITERATIONS,
     ) -> None:
         super().__init__(window_bytes, schedule)
-        self.recipes = None
         self.knows_operators = True
         self.observer = None
         self._director: Director | None = None
@@ -84,9 +75,8 @@ class Engine(native.Engine):
     @policy.setter
     def policy(self, policy: Decider) -> None:
         self._policy = policy
-        self._open_recipes()
-        action = "ask" if policy.fn is not None else policy.action and policy.action.value
-        self.set_policy(policy.min_bytes, action)
+        self._want_recipes()
+        self.set_policy(policy.min_bytes, policy.action, policy.fn is not None, policy.recipes)
 
     @property
     def director(self) -> Director | None:
@@ -97,17 +87,12 @@ class Engine(native.Engine):
     def director(self, director: Director | None) -> None:
         self._director = director
         self.directed = director is not None
-        self._open_recipes()
+        self._want_recipes()
 
-    def _open_recipes(self) -> None:
+    def _want_recipes(self) -> None:
         """Know operators if the policy or a plan may ask for it."""
         if recipes.wants_recipes(self._policy, self.directed):
-            self._know_operators()
-
-    def _know_operators(self) -> None:
-        """Hear of operators from the next scope on."""
-        if self.recipes is None:
-            self.recipes = recipes.open_recipes(self, self._policy.operators)
+            self.open_recipes()
 
     # --- the life of an iteration -----------------------------------------------------------------
 
@@ -216,138 +201,30 @@ class Engine(native.Engine):
         """Wait for decodes under way; raise TransferError if a frame was not what was encoded."""
         self._routes.check_decodes()
 
-    # --- pack -------------------------------------------------------------------------------------
+    # --- what native code asks (csrc/engine/engine_host.h), beside the director ------------------
 
-    def decide(self, tensor: torch.Tensor, view: SavedView, scope: native.HookScope) -> Handle:
-        """The handle of a storage that is new, and about which table and plan say nothing."""
-        policy, director = self.policy, self.director
-        # Most policies have no function: spare them the TensorInfo.
-        action = scope.action or policy.action
-        if policy.fn is not None and scope.action is None:
-            info = TensorInfo(scope.unit, view.nbytes, view.storage_nbytes)
-            action = policy.decide(tensor, info)
-        if action is KEEP and director is None:
-            return scope.stay(tensor, view, "policy")
-        route = self._routes.to(tensor.device)
-        if route is None:
-            return scope.stay(tensor, view, "host memory beside an accelerator")
-        if route.captures and torch.cuda.is_current_stream_capturing():
-            return scope.keep(tensor, view, "stream capture")
-        if self.iteration.began_backward:
-            self.begin_iteration()
-        self.departing.notice_some()
-        self.learn()
-        scope.ordinal += 1
-        return self._admit(tensor, view, scope, route, action or self._default_action(route))
+    def decide(
+        self, tensor: torch.Tensor, unit: str, nbytes: int, storage_nbytes: int
+    ) -> Action | None:
+        """What the policy's function says of a new storage; None: what suits the device.
 
-    def _default_action(self, route: Route) -> Action:
-        """What a policy without an action of its own means for a device."""
-        action = route.default_action
-        if action is not RECOMPUTE:
-            return action
-        if not self.policy.recipes or self.schedule is BATCHES:
-            return route.without_recipe
-        self._know_operators()
-        return action
-
-    def _admit(
-        self,
-        tensor: torch.Tensor,
-        view: SavedView,
-        scope: native.HookScope,
-        route: Route,
-        action: Action,
-    ) -> Handle:
-        """A new entry, which leaves unless the plan or the timeline has a reason why it stays."""
-        nbytes = view.storage_nbytes
-        director = self.director
-        recomputes = action is RECOMPUTE and director is None
-        free = self.policy.action is None and self.policy.fn is None
-        learns = self.recipes is not None and (action is RECOMPUTE or free)
-        if action is RECOMPUTE:
-            action = route.without_recipe
-        chosen = None
-        if director is not None:
-            insists = scope.action is not None  # who packs
-            chosen = director.choose(tensor, scope.unit, scope.ordinal, nbytes, action, insists)
-            recomputes = chosen is RECOMPUTE
-            action = route.without_recipe if recomputes else chosen or action
-        learns = learns and director is not None and director.learns_recipes()
-        verdict = self.iteration.admit(nbytes, action is ENCODE, scope.group)
-        if action is KEEP:
-            verdict = "policy" if chosen is None else PLANNED
-        elif chosen is not None and verdict != NEVER_FREED:
-            verdict = None
-        if verdict is None and action is SWAP and not (recomputes or learns):
-            self._note_swap(route)
-        entry, storage = self.make_entry(tensor, view)
-        recomputes = recomputes and verdict is None
-        if (recomputes or learns) and self._becomes_recipe(
-            entry, storage, view, scope, tensor.dtype, action, leaves=recomputes
-        ):
-            if director is not None:
-                self.saved(entry)
-            return scope.join(entry, view)
-        if verdict is None:
-            key = Key(scope.unit, scope.ordinal, nbytes, tensor.dtype)
-            verdict = self.leave(entry, storage, route.order(action, key))
-        del storage  # its ticket's share is the last one
-        handle: Handle
-        if verdict is not None:
-            self.ledger.keep(verdict, nbytes)
-            handle = native.kept_handle(tensor, entry)
-        else:
-            handle = scope.join(entry, view)
-        if director is not None:
-            self.saved(entry)
-        return handle
-
-    # --- sending ----------------------------------------------------------------------------------
-
-    def _note_swap(self, route: Route) -> None:
-        """Storages of a device are swapped: the table answers from now on.
-
-        Of a stream that captures a graph, nothing leaves.
+        Args:
+            tensor: that is saved.
+            unit: that saves it.
+            nbytes: of the tensor.
+            storage_nbytes: of its storage.
         """
-        asks = self.director is not None or self.policy.fn is not None or route.captures
-        if not asks and self.schedule is not BATCHES:
-            self.set_device(route.device, route.default_action.value, route.swap)
+        return self.policy.decide(tensor, TensorInfo(unit, nbytes, storage_nbytes))
 
-    def _becomes_recipe(
-        self,
-        entry: Entry,
-        storage: StorageRef,
-        view: SavedView,
-        scope: native.HookScope,
-        dtype: torch.dtype,
-        otherwise: Action,
-        leaves: bool,
-    ) -> bool:
-        """Whether an entry's storage leaves as a recipe. If not, the recipe may be on trial.
+    def open(self, device: torch.device) -> native.Transfers | None:
+        """What storages of a device leave by, which is seen for the first time; None: they stay."""
+        route = self._routes.to(device)
+        return None if route is None else route.native
 
-        `leaves`: whether it leaves if it can; a director that learns is told its recipe instead.
-        """
-        director = self.director
-        if self.recipes is None or self.schedule is BATCHES:
-            return False
-        most_extra = recipes.MOST_EXTRA
-        if director is not None:
-            most_extra = 0.0  # a plan knows of no storage that only a recipe keeps
-        elif otherwise is ENCODE:
-            most_extra = recipes.MOST_EXTRA_BESIDE_FRAMES
-        answer = self.recipes.offer(storage, view, scope, dtype, most_extra, leaves)
-        if isinstance(answer, tuple):
-            entry.leave(*answer)
-            self.departing.add(entry)
-            return True
-        if isinstance(answer, native.ProvenRecipe):
-            assert director is not None  # nobody else asks
-            director.recipe(entry, answer)
-            return False
-        entry.trial = answer
-        if leaves and director is not None:
-            director.no_recipe(entry)
-        return False
+    def open_recipes(self) -> None:
+        """Hear of operators from the next scope on, if that has not begun yet."""
+        if self.recipes is None:
+            self.recipes = recipes.open_recipes(self, self._policy.operators)
 
 
 uncompiled_methods(Engine)

@@ -9,8 +9,3 @@ State = native.State
 
 #: One saved storage that may leave (csrc/engine/entry.h).
 Entry = native.Entry
-
-# Why storages stay, for the statistics.
-NEEDED_AT_ONCE: str = native.NEEDED_AT_ONCE
-NEVER_FREED: str = native.NEVER_FREED
-PLANNED: str = native.PLANNED

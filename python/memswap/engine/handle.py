@@ -84,20 +84,12 @@ class Parts:
         return tensor
 
 
-#: The native one is a share of an entry, or a tensor that stays (csrc/bind/handle.cpp).
+#: The native one is a share of an entry, or a tensor that stays (csrc/engine/saved_tensor.h).
 Handle = native.Handle | Later | Passed | Parts
 
 
 #: The unpack hook of every engine: (handle) -> tensor.
 unpack: Callable[[Handle], torch.Tensor] = native.unpack
-
-
-def edited_since(tensor: torch.Tensor, version: int) -> InplaceEditError:
-    """A tensor that stayed is not at this version any more."""
-    ragged = tensor.is_nested and tensor.layout is torch.strided  # it has a size for each row
-    sizes = tensor._nested_tensor_size().tolist() if ragged else list(tensor.shape)
-    described = f"{tensor.type()} {sizes} on {tensor.device}"
-    return inplace_edit(described, tensor._version, version)
 
 
 def inplace_edit(described: str, found: int, expected: int) -> InplaceEditError:

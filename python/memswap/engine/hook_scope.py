@@ -40,8 +40,8 @@ def can_save() -> bool:
 class HookScope(native.HookScope):
     """One installation of an engine's hooks: a ``with`` block, or one call of a unit.
 
-    `pack` is native (csrc/bind/hooks.cpp): it captures the tensor, keeps what persists, and asks
-    the engine about everything else.
+    `pack` is native (csrc/bind/hooks.cpp): it captures the tensor, keeps what persists, and has the
+    engine save everything else.
 
     Args:
         action: what to do with all that is packed, instead of what the policy says.
@@ -79,6 +79,7 @@ class HookScope(native.HookScope):
         group: int | None = None,
         batch: Batch | None = None,
     ) -> None:
+        super().__init__(engine)
         self.call = None
         self.recipes = None
         self.batch = batch

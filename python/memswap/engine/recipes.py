@@ -25,11 +25,6 @@ if TYPE_CHECKING:
 PROOFS: int = native.RECIPE_PROOFS
 
 
-#: What may be saved for a recipe alone, as a share of the bytes that it frees. Where these would be
-#: encoded otherwise, they are the frame's as it was while the place was learnt (recipes.h).
-MOST_EXTRA = MOST_EXTRA_BESIDE_FRAMES = 0.75
-
-
 def wants_recipes(policy: Decider, directed: bool) -> bool:
     """Whether a policy may ask for Action.RECOMPUTE, or a director to whom it leaves the choice."""
     if policy.fn is not None or policy.action is RECOMPUTE:
@@ -48,15 +43,15 @@ def open_recipes(engine: native.Engine, operators: Sequence[str] = ()) -> native
     Raises:
         ValueError: an operator's name is not of that form.
     """
-    recipes = native.Recipes(engine, operators, PROOFS)
-    known = weakref.ref(recipes)
+    known = weakref.ref(engine)
 
     def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """A graph that is alive may read a parameter once more: its recipes are run now."""
         alive = known()
-        if alive is not None:
-            alive.before_edits([one for group in optimizer.param_groups for one in group["params"]])
+        if alive is not None and alive.recipes is not None:
+            edited = [one for group in optimizer.param_groups for one in group["params"]]
+            alive.recipes.before_edits(edited)
 
     handle = register_optimizer_step_pre_hook(before_step)
-    weakref.finalize(recipes, handle.remove).atexit = False
-    return recipes
+    weakref.finalize(engine, handle.remove).atexit = False
+    return native.Recipes(engine, operators, PROOFS)

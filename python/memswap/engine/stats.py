@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memswap.engine.units import format_bytes
 
@@ -76,11 +76,7 @@ class Stats:
 
 def snapshot(ledger: Ledger, recipes: Recipes | None = None) -> Stats:
     """What an engine has counted by now (csrc/engine/ledger.h), and its recipes, if it has some."""
-    nbytes = ledger.kept_bytes
-    kept = {
-        reason: Count(tensors, nbytes[reason])
-        for reason, tensors in sorted(ledger.kept_tensors.items())
-    }
+    kept = {reason: Count(*count) for reason, count in sorted(ledger.kept.items())}
     if recipes is None:
         of_recipes = {"recipe_storages": 0, "recipe_bytes": 0, "recipe_runs": 0}
     else:
@@ -96,9 +92,28 @@ def snapshot(ledger: Ledger, recipes: Recipes | None = None) -> Stats:
     return Stats(kept=MappingProxyType(kept), **numbers, **of_recipes)
 
 
-def describe(ledger: Ledger) -> str:
+def added(snapshots: Iterable[Stats]) -> Stats:
+    """Several statistics as one, peaks as well."""
+    first, *others = snapshots
+    if not others:
+        return first
+    several = (first, *others)
+    kept: dict[str, Count] = {}
+    for stats in several:
+        for reason, count in stats.kept.items():
+            so_far = kept.get(reason, Count())
+            kept[reason] = Count(so_far.tensors + count.tensors, so_far.bytes + count.bytes)
+    numbers: dict[str, Any] = {
+        one.name: sum(getattr(stats, one.name) for stats in several)
+        for one in fields(Stats)
+        if one.name != "kept"
+    }
+    return Stats(kept=MappingProxyType(dict(sorted(kept.items()))), **numbers)
+
+
+def describe(counted: Ledger | Stats) -> str:
     """The same in one line."""
-    moved, resident, away = ledger.moved_bytes, ledger.resident_bytes, ledger.away_bytes
+    moved, resident, away = counted.moved_bytes, counted.resident_bytes, counted.away_bytes
     return (
         f"{format_bytes(moved)} moved, {format_bytes(resident)} resident, {format_bytes(away)} away"
     )

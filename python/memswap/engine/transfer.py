@@ -8,7 +8,7 @@ import torch
 
 from memswap._native import native
 from memswap.engine.action import Action
-from memswap.engine.expectations import Key, open_expectations
+from memswap.engine.expectations import open_expectations
 from memswap.engine.lane import (
     Lane,
     arena_budget,
@@ -114,10 +114,6 @@ class Route:
         self._lane: Lane | None = None
         self._codec_lane: CodecLane | None = None
         self._leaving_bytes: int | None = None
-        #: What is expected of frames.
-        self.expectations = open_expectations(device)
-        #: The same route for the engine: what it sends by. It asks `open_blocks` and `open_frames`.
-        self.native = native.Transfers(device, self.expectations, self)
         self._overflow_room: int | None = None
         self._iteration_bytes = 0
         #: Whether the device works while the thread that asks goes on.
@@ -128,6 +124,17 @@ class Route:
         self.default_action = default_action(device, pool)
         #: The same for a storage that was to be recomputed and has no recipe.
         self.without_recipe = action_without_recipe(device, pool)
+        #: What is expected of frames.
+        self.expectations = open_expectations(device)
+        #: The same route for the engine: what it sends by. It asks `open_blocks` and `open_frames`.
+        self.native = native.Transfers(
+            device,
+            self.expectations,
+            self,
+            action=self.default_action,
+            without_recipe=self.without_recipe,
+            captures=torch.cuda.is_current_stream_capturing if self.captures else None,
+        )
 
     @property
     def swap(self) -> native.BlockSender:
@@ -137,15 +144,6 @@ class Route:
     def encoding(self, action: Action) -> native.FrameSender | None:
         """Sends storages for ENCODE or ENCODE_SWAP; None where no codec serves the device."""
         return self.native.frames(FORMS[action])
-
-    def order(self, action: Action, key: Key) -> native.LeaveOrder:
-        """How a storage leaves.
-
-        Args:
-            action: SWAP, ENCODE or ENCODE_SWAP.
-            key: which tensor's it is.
-        """
-        return native.LeaveOrder(self.native, FORMS[action], key)
 
     def open_blocks(self) -> native.BlockSender:
         """What sends storages as raw bytes: asked for when the first one leaves."""

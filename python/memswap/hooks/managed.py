@@ -1,4 +1,4 @@
-"""Managed: what `manage` and its kin return."""
+"""Counted: what has engines and says what they did; Managed: what `manage` and its kin return."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ from abc import ABC, abstractmethod
 from html import escape
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from memswap.engine.stats import describe
+from memswap.engine.stats import Stats, added, describe
 from memswap.engine.units import format_bytes
 from memswap.hooks.module_hooks import ModuleHooks, Scope, hooks_on
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-    from types import TracebackType
 
     from torch import nn
 
     from memswap.engine.engine import Engine
-    from memswap.engine.stats import Stats
 
 RemovableT = TypeVar("RemovableT", bound="Removable")
 
@@ -28,12 +26,7 @@ class Removable(ABC):
     def __enter__(self: RemovableT) -> RemovableT:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.remove()
 
     @abstractmethod
@@ -41,11 +34,63 @@ class Removable(ABC):
         """Take the hooks off the modules. Graphs that are alive can still run backward."""
 
 
-class Managed(Removable):
-    """Modules under an engine: statistics, a report, and the way to end it, also by ``with``."""
+class Counted:
+    """What has engines: statistics and a report.
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    Args:
+        engines: what saves, by what its modules have in common; a single one has no name.
+    """
+
+    def __init__(self, engines: Mapping[str, Engine]) -> None:
+        self._engines = dict(engines)
+        self._engine = next(iter(self._engines.values()))  # the only one, but for towers
+
+    def _of_what(self) -> str:
+        """What this is for, as it is shown behind its name."""
+        return ""
+
+    def __repr__(self) -> str:
+        return f"<memswap {type(self).__name__}{self._of_what()}: {describe(self._counted())}>"
+
+    def _counted(self) -> Stats:
+        return added(engine.stats() for engine in self._engines.values())
+
+    def stats(self) -> Stats:
+        """What was done since this began or :meth:`reset_stats`.
+
+        Of several engines the sum, also of their peaks: a bound where they take turns.
+        """
+        return self._counted()
+
+    def reset_stats(self) -> None:
+        """Start counting anew."""
+        for engine in self._engines.values():
+            engine.reset_stats()
+
+    def report(self) -> Report:
+        """The statistics as a text table, bytes in MiB; as the last line of a cell, as HTML.
+
+        Of several engines one after another, each under its name.
+        """
+        if "" in self._engines:
+            return report(self.stats())
+        return report({name: engine.stats() for name, engine in self._engines.items()})
+
+    def line(self) -> str:
+        """What was done so far in one line, for a progress bar: ``bar.set_postfix_str(...)``."""
+        stats = self.stats()
+        return (
+            f"memswap: {format_bytes(stats.moved_bytes)} moved, peak "
+            f"{format_bytes(stats.peak_resident_bytes)} here and "
+            f"{format_bytes(stats.peak_away_bytes)} away, waited {stats.exposed_wait_s:.2f} s"
+        )
+
+
+class Managed(Counted, Removable):
+    """Modules under engines: statistics, a report, and the way to end it, also by ``with``."""
+
+    def __init__(self, engines: Mapping[str, Engine]) -> None:
+        super().__init__(engines)
         self._hooks = ModuleHooks()
 
     @abstractmethod
@@ -62,36 +107,14 @@ class Managed(Removable):
         for key, module in modules.items():
             self._hooks.add(module, key, self._begin, in_compiled_code=in_compiled_code)
 
-    def __repr__(self) -> str:
+    def _of_what(self) -> str:
         modules = len(self._hooks)
-        where = f"{modules} module(s)" if modules else "no modules any more"
-        return f"<memswap {type(self).__name__} of {where}: {describe(self._engine.ledger)}>"
+        return f" of {modules} module(s)" if modules else " of no modules any more"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             f"a memswap {type(self).__name__} cannot be copied or pickled: it belongs to the "
             "modules that it manages. Their copies are not managed; keep it outside of the model."
-        )
-
-    def stats(self) -> Stats:
-        """What was done since this began or :meth:`reset_stats`."""
-        return self._engine.stats()
-
-    def reset_stats(self) -> None:
-        """Start counting anew."""
-        self._engine.reset_stats()
-
-    def report(self) -> Report:
-        """The statistics as a text table, bytes in MiB; as the last line of a cell, as HTML."""
-        return report(self.stats())
-
-    def line(self) -> str:
-        """What was done so far in one line, for a progress bar: ``bar.set_postfix_str(...)``."""
-        stats = self.stats()
-        return (
-            f"memswap: {format_bytes(stats.moved_bytes)} moved, peak "
-            f"{format_bytes(stats.peak_resident_bytes)} here and "
-            f"{format_bytes(stats.peak_away_bytes)} away, waited {stats.exposed_wait_s:.2f} s"
         )
 
     def remove(self) -> None:
@@ -101,8 +124,10 @@ class Managed(Removable):
             TransferError: backward has met a frame that is not what was encoded (broken memory).
         """
         self._hooks.remove()
-        self._engine.settle()
-        self._engine.check_decodes()
+        for engine in self._engines.values():
+            engine.settle()
+        for engine in self._engines.values():
+            engine.check_decodes()
 
 
 def check_unmanaged(modules: Iterable[nn.Module], caller: str) -> None:
@@ -184,14 +209,23 @@ class Report(str):
         )
 
 
-def report(stats: Stats) -> Report:
-    """Statistics as a text table, bytes in MiB."""
-    if not stats.offered_tensors:
-        said = (
-            "nothing yet: none of these modules has run with gradients enabled, unless in code "
-            "that torch.compile had compiled before: it leaves out hooks that are added later"
-        )
-        return Report((said,), ())
+def report(stats: Stats | Mapping[str, Stats]) -> Report:
+    """Statistics as a text table, bytes in MiB; several by name, one after another."""
+    if isinstance(stats, Stats):
+        return Report((), _rows(stats)) if stats.offered_tensors else Report((NOTHING_YET,), ())
+    rows: list[tuple[str, str, str]] = []
+    for name, one in stats.items():
+        rows += [(name, "", ""), *(_rows(one) if one.offered_tensors else ())]
+    return Report((), rows)
+
+
+NOTHING_YET = (
+    "nothing yet: none of these modules has run with gradients enabled, unless in code "
+    "that torch.compile had compiled before: it leaves out hooks that are added later"
+)
+
+
+def _rows(stats: Stats) -> list[tuple[str, str, str]]:
     rows = [
         ("offered by autograd", stats.offered_tensors, stats.offered_bytes),
         ("same storage again", stats.deduplicated_tensors, stats.deduplicated_bytes),
@@ -217,4 +251,4 @@ def report(stats: Stats) -> Report:
         (label, str(tensors), f"{nbytes / 2**20:.1f}" if isinstance(nbytes, int) else "")
         for label, tensors, nbytes in rows
     ]
-    return Report((), [*sized, ("host blocked, seconds", "", f"{stats.exposed_wait_s:.3f}")])
+    return [*sized, ("host blocked, seconds", "", f"{stats.exposed_wait_s:.3f}")]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -181,10 +181,15 @@ class ModuleHooks:
         """Abandon this thread's calls."""
         self._abandon_from(0)
 
-    def depth(self) -> int:
-        """How many calls this thread is in, one that begins now included."""
+    def depth(self, keys: Collection[object] | None = None) -> int:
+        """How many calls this thread is in, one that begins now included.
+
+        Args:
+            keys: of the modules whose calls count; None: all.
+        """
         self._abandon_ended()
-        return len(self._running.calls)
+        calls = self._running.calls
+        return len(calls) if keys is None else sum(call.hook.key in keys for call in calls)
 
     def compiled(self) -> bool:
         """Whether the call that begins now is of code that torch.compile compiles.

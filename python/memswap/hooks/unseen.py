@@ -32,6 +32,7 @@ class Unseen:
     def __init__(self, units: Iterable[nn.Module], caller: str) -> None:
         self._caller = caller
         self._gradients = 0
+        self._seen = False
         weak = ref(self)  # a parameter does not own what watches it
 
         def gradient(parameter: torch.Tensor) -> None:
@@ -52,8 +53,15 @@ class Unseen:
         if watched is not None:
             self._handle = watched.register_post_accumulate_grad_hook(gradient)
 
+    def seen(self, units: Iterable[nn.Module]) -> None:
+        """A unit runs: watch no more, and say once where torch compiles it for its hooks alone."""
+        if not self._seen:
+            self.end()
+            tell_compiled_for_its_hooks(units)
+
     def end(self) -> None:
         """Watch no more: a unit was seen, or is not managed any more."""
+        self._seen = True
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -71,3 +79,17 @@ class Unseen:
                 "compiled: are these the modules that the model calls, as module(x) and not as "
                 "module.forward(x)?"
             )
+
+
+def tell_compiled_for_its_hooks(modules: Iterable[nn.Module]) -> None:
+    """Say, once, where torch compiles a module's forward only if the module has hooks."""
+    for module in modules:
+        if type(module).__module__.startswith("torch.nn.") and module._compiled_call_impl:
+            warn(
+                f"memswap: torch compiles nothing of a {type(module).__name__} after `.compile()` "
+                "(it leaves classes of torch.nn out), unless it has hooks, as it has now. So this "
+                "training is faster, and its last bits are those of compiled layers. Compile such "
+                "layers with torch.compile(layer) before manage() for the same bits with and "
+                "without"
+            )
+            return

@@ -263,7 +263,7 @@ class AppliedContext:
             own = self._sent_back(own)
         if not self._style.use_local_output:
             mesh = self._mesh.device_mesh
-            placements = [Shard(self._style.layout.seq_dim)] * mesh.ndim
+            placements = [Shard(self._style.dims.seq_dim)] * mesh.ndim
             own = [DTensor.from_local(one, mesh, placements, run_check=False) for one in own]
         for i, one in zip(places, own, strict=True):
             tensors[i] = one
@@ -271,7 +271,7 @@ class AppliedContext:
 
     def _check_outputs(self, outputs: list[torch.Tensor]) -> None:
         """Those that are exchanged, and the first in any case, are in the queries' layout."""
-        layout = self._style.layout
+        layout = self._style.dims
         dims = layout.seq_dim, layout.head_dim
         first = outputs[0]
         for i, one in enumerate(outputs if self.exchanges.moves_output else outputs[:1]):

@@ -24,7 +24,6 @@ from memswap.parallel.exchange import Pending, exchange
 from memswap.parallel.layouts import HeadPlan, Layout
 from memswap.parallel.redistribute import (
     GatherSequence,
-    HeadsToSequence,
     MoveSequence,
     SequenceExchange,
     SequenceToHeads,
@@ -48,6 +47,11 @@ class ExchangeLaunch(NamedTuple):
 
 class AttentionExchanges:
     """The exchanges of one attention module: launched here, waited for by the caller.
+
+    Tensors are ``[batch, tokens, heads, size]``, their dimensions in the order of the style's
+    layout. Where keys and values, or all three, are one tensor, a dimension of 2 or 3 comes before
+    that of the heads; packed sequences have no batch. Tokens are this rank's before an exchange,
+    heads are after it.
 
     Args:
         style: says how tensors lie, and which lengths and heads there are.
@@ -82,7 +86,7 @@ class AttentionExchanges:
 
     def layout(self, role: Role) -> Layout:
         """Of the tensor that attention gets in this role."""
-        layout = self.style.layout
+        layout = self.style.dims
         return layout.packed() if role in ("kv", "qkv") else layout
 
     def fits(self, role: Role, tensor: torch.Tensor) -> bool:
@@ -167,71 +171,69 @@ class AttentionExchanges:
 
     def first(self, role: Role, tensor: torch.Tensor) -> Pending | None:
         """Launch the first exchange of an input; None where it has none."""
-        mesh, layout = self.mesh, self.layout(role)
+        layout = self.layout(role)
         length = self.length(role, tensor.size(layout.seq_dim))
-        if mesh.heads is None:
+        spec = self._along_row(role, length, tensor.size(layout.head_dim))
+        if spec is None:
             return self.gather(*self.apart(role, tensor)[-1], length)
-        if role in ("q", "qkv"):
-            heads = self._plan(None).queries()
-        else:
-            heads = self._plan(tensor.size(layout.head_dim)).keys()
-        lengths = mesh.rank_shards(length).lengths
-        spec = SequenceToHeads(mesh.heads, heads, lengths, layout.seq_dim, layout.head_dim)
         return self._exchange(tensor, spec, role)
 
     def apart(self, role: Role, tensor: torch.Tensor) -> list[tuple[Role, torch.Tensor]]:
         """An input as queries, and keys with values, where these two part ways."""
         if role != "qkv" or not self.parts_ways:
             return [(role, tensor)]
-        dim = self.style.layout.head_dim
+        dim = self.style.dims.head_dim
         return [("q", tensor.select(dim, 0)), ("kv", tensor.narrow(dim, 1, 2))]
 
     def gather(self, role: Role, tensor: torch.Tensor, length: int) -> Pending | None:
-        """Launch the exchange along the column of the mesh.
+        """Launch the exchange along the column of the mesh; None where nothing is exchanged.
 
         Args:
             role: what the tensor is. Keys and values are gathered; queries are moved or stay.
             tensor: this row's tokens, in the layout of the role.
             length: tokens of the whole sequence.
-
-        Returns:
-            None where nothing is exchanged.
         """
+        spec = self._along_column(role, length)
+        return None if spec is None else self._exchange(tensor, spec, role)
+
+    def back(self, output: torch.Tensor, label: str = "o") -> Pending:
+        """Launch what brings attention's output from this rank's heads, or others' queries, back.
+
+        That is the way of the queries, backwards. Only where :attr:`moves_output`.
+        """
+        length = self.style.sequence_length
+        if length is None:
+            length = output.size(self.style.dims.seq_dim) * self.mesh.rows
+        pending = None
+        for spec in (self._along_column("q", length), self._along_row("q", length, None)):
+            if spec is not None:
+                output = output if pending is None else pending.wait()
+                pending = self._exchange(output, spec.adjoint(), label)
+        assert pending is not None  # or nothing is moved
+        return pending
+
+    def _along_row(self, role: Role, length: int, heads: int | None) -> SequenceToHeads | None:
+        """From a rank's tokens to the row's, with a part of the heads, of which there are so many.
+
+        None where no heads are exchanged.
+        """
+        comm, layout = self.mesh.heads, self.layout(role)
+        if comm is None:
+            return None
+        queries = role in ("q", "qkv")
+        own = self._plan(None).queries() if queries else self._plan(heads).keys()
+        lengths = self.mesh.rank_shards(length).lengths
+        return SequenceToHeads(comm, own, lengths, layout.seq_dim, layout.head_dim)
+
+    def _along_column(self, role: Role, length: int) -> GatherSequence | MoveSequence | None:
+        """From a row's tokens to all keys and values, or to other queries; None where they stay."""
         mesh, dim = self.mesh, self.layout(role).seq_dim
         if mesh.gather is None or (role == "q" and not mesh.moves_queries):
             return None
         shards = mesh.row_shards(length)
         if role == "q":
-            move = MoveSequence(mesh.gather, shards, mesh.query_shards(length), dim)
-            return self._exchange(tensor, move, role)
-        return self._exchange(tensor, GatherSequence(mesh.gather, shards, dim), role)
-
-    def back(self, output: torch.Tensor, label: str = "o") -> Pending:
-        """Launch what brings attention's output from this rank's heads, or others' queries, back.
-
-        Only where :attr:`moves_output`.
-        """
-        mesh, layout = self.mesh, self.style.layout
-        length = self.style.sequence_length
-        if length is None:
-            length = output.size(layout.seq_dim) * mesh.rows
-        if mesh.moves_queries:
-            assert mesh.gather is not None
-            shards = mesh.query_shards(length), mesh.row_shards(length)
-            move = MoveSequence(mesh.gather, *shards, layout.seq_dim)
-            pending = self._exchange(output, move, label)
-            if mesh.heads is None:
-                return pending
-            output = pending.wait()
-        assert mesh.heads is not None
-        spec = HeadsToSequence(
-            mesh.heads,
-            self._plan(None).queries(),
-            mesh.rank_shards(length).lengths,
-            layout.seq_dim,
-            layout.head_dim,
-        )
-        return self._exchange(output, spec, label)
+            return MoveSequence(mesh.gather, shards, mesh.query_shards(length), dim)
+        return GatherSequence(mesh.gather, shards, dim)
 
     def _exchange(self, tensor: torch.Tensor, spec: SequenceExchange, label: str) -> Pending:
         self._before(tensor, label)

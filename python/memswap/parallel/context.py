@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
+from weakref import ReferenceType, finalize, ref
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
+from memswap.engine.autograd import graph_task, in_backward
 from memswap.errors import RankMismatchError
+from memswap.hooks.module_hooks import AtEnd, ModuleHooks
+from memswap.hooks.training import before_optimizer_steps
 from memswap.parallel.applied import AppliedContext
-from memswap.parallel.comm import Comm, ProcessGroupComm
-from memswap.parallel.context_style import ContextMesh, ContextStyle, Packing
-from memswap.parallel.first_step import FirstStep
-from memswap.parallel.layouts import LAYOUTS, Balance
-from memswap.parallel.selftest import ranks_that_differ
+from memswap.parallel.arriving import ArrivingTensor
+from memswap.parallel.comm import ranks_that_differ
+from memswap.parallel.context_style import ContextMesh, ContextStyle
 
 
-class ContextParallel(ParallelStyle):  # type: ignore[misc]
+class ContextParallel(ContextStyle, ParallelStyle):  # type: ignore[misc]
     """Attention whose inputs are cut along the sequence, each rank holding a part.
 
     Ulysses: queries, keys and values go from a part of the sequence with all heads to the whole
@@ -77,49 +81,10 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
         ValueError: no such layout, balance or number of ranks.
     """
 
-    def __init__(
-        self,
-        *,
-        ulysses: int | None = None,
-        layout: str = "bshd",
-        balance: Balance = "contiguous",
-        packing: Packing = "separate",
-        qkv: Sequence[int | str] | None = None,
-        unpacked: Sequence[str] | None = None,
-        heads: int | None = None,
-        sequence_length: int | None = None,
-        kv_sequence_length: int | None = None,
-        ranges: str | None = None,
-        mask: str | None = None,
-        verify: bool = True,
-        model: nn.Module | None = None,
-        use_local_output: bool = True,
-        comm: Callable[[dist.ProcessGroup], Comm] = ProcessGroupComm,
-    ) -> None:
-        super().__init__()
-        if layout not in LAYOUTS:
-            raise ValueError(f"layout={layout!r}: expected one of {sorted(LAYOUTS)}")
-        self.style = ContextStyle(
-            layout=LAYOUTS[layout],
-            balance=balance,
-            packing=packing,
-            qkv=qkv,
-            unpacked=unpacked,
-            heads=heads,
-            sequence_length=sequence_length,
-            kv_sequence_length=(
-                sequence_length if kv_sequence_length is None else kv_sequence_length
-            ),
-            ranges=ranges,
-            mask=mask,
-            verify=verify,
-            use_local_output=use_local_output,
-        )
-        self.ulysses = ulysses
-        self.model = model
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.applied: list[AppliedContext] = []
         self.first_step = FirstStep(self.check)
-        self._comm = comm
         self._mesh: ContextMesh | None = None
         self._batches = 0
         self._compared = False
@@ -156,14 +121,14 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
                 f"ContextParallel: found a {type(mesh).__name__}, expected a DeviceMesh"
             )
         if self._mesh is None:
-            self._mesh = ContextMesh.of(mesh, self.ulysses, self.style.balance, self._comm)
+            self._mesh = ContextMesh.of(mesh, self.ulysses, self.balance, self.comm)
         elif self._mesh.device_mesh != mesh:
             raise ValueError(
                 f"this ContextParallel is applied on {self._mesh.device_mesh}, found {mesh}; make "
                 "another one for another mesh"
             )
         applied = AppliedContext(
-            self.style,
+            self,
             self._mesh,
             module,
             projections,
@@ -211,10 +176,9 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
         if self._compared:
             return
         self._compared = True
-        style = self.style
         settings = (
-            f"layout {style.layout}, balance {style.balance}, lengths {style.sequence_length} and "
-            f"{style.kv_sequence_length}, heads {style.heads}, {len(self.applied)} modules"
+            f"layout {self.layout}, balance {self.balance}, lengths {self.sequence_length} and "
+            f"{self.kv_sequence_length}, heads {self.heads}, {len(self.applied)} modules"
         )
         text = f"{settings}; {applied.describe_for(tensor, label)}"
         # A checkpoint that keeps collectives would miss this one when it recomputes.
@@ -271,7 +235,7 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
             if self._batches:
                 self.check()
             self._batches += 1
-        sequence_length = self.style.kv_sequence_length if keys else self.style.sequence_length
+        sequence_length = self.kv_sequence_length if keys else self.sequence_length
         if "positions" in batch:
             raise ValueError("shard_batch: found 'positions' in the batch, which is what it adds")
         cut = {
@@ -381,3 +345,90 @@ class _MeanOfAll(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (factor,) = ctx.saved_tensors
         return gradient * factor, None, None
+
+
+class FirstStep:
+    """Calls ``check`` at the end of the first step of the models that it watches.
+
+    That is the end of the first backward pass that reaches a watched module's output; of modules
+    whose outputs need no gradient, their second forward; and the first step of an optimizer that
+    has a parameter of a module that is expected to run, before it writes anything. A check that
+    raises is made again at the end of the next step; one that does not is the last.
+    """
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check = check
+        self._watched: list[nn.Module] = []
+        self._hooks = ModuleHooks()
+        self._without_graph: set[nn.Module] = set()
+        self._task = -1
+        self._active = False
+        self._expected: list[ReferenceType[nn.Module]] = []
+        self._optimizers: finalize[[], FirstStep] | None = None
+
+    @property
+    def watched(self) -> tuple[nn.Module, ...]:
+        """The models whose first step is awaited."""
+        return tuple(self._watched)
+
+    def expect(self, modules: list[nn.Module]) -> None:
+        """Await the first step of these modules, which are new and have to run in it."""
+        self._active = True
+        self._expected += map(ref, modules)
+        if self._optimizers is None and any(True for one in modules for _ in one.parameters()):
+            self._optimizers = before_optimizer_steps(self._before_step)
+
+    def watch(self, module: nn.Module) -> None:
+        """Notice the end of this model's first step."""
+        if module not in self._watched:
+            self._watched.append(module)
+            self._hooks.add(module, None, self._before, abandons_raised=True)
+
+    def follow(self, output: Any) -> bool:
+        """Have the gradients of an output tell that a backward has begun. Whether there are any."""
+        found = [
+            one
+            for one in tree_leaves(output)
+            if isinstance(one, torch.Tensor) and one.requires_grad and torch.is_grad_enabled()
+        ]
+        if self._active:
+            for tensor in found:
+                if not isinstance(tensor, ArrivingTensor):  # a hook would make it wait
+                    tensor.register_hook(self._in_backward)
+        return bool(found)
+
+    def end(self) -> None:
+        """Take all hooks off: the first step is over."""
+        self._hooks.remove()
+        self._watched.clear()
+        self._without_graph.clear()
+        self._expected.clear()
+        self._active = False
+        if self._optimizers is not None:
+            self._optimizers()
+            self._optimizers = None
+
+    def _before(self, key: object, module: nn.Module, args: Any, kwargs: Any) -> AtEnd:
+        if module in self._without_graph and not in_backward():
+            self._finish()
+        return AtEnd(partial(self._after, module))
+
+    def _after(self, module: nn.Module, output: Any) -> None:
+        if not in_backward() and not self.follow(output):
+            self._without_graph.add(module)
+
+    def _in_backward(self, gradient: torch.Tensor) -> None:
+        if self._active and graph_task() != self._task:
+            self._task = graph_task()
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        expected = [one() for one in self._expected]
+        own = {id(weight) for one in expected if one is not None for weight in one.parameters()}
+        if any(id(weight) in own for group in optimizer.param_groups for weight in group["params"]):
+            self._finish()
+
+    def _finish(self) -> None:
+        if self._active:
+            self._check()
+            self.end()

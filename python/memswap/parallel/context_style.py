@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from memswap.parallel.comm import Comm
+from memswap.parallel.comm import Comm, ProcessGroupComm
 from memswap.parallel.layouts import LAYOUTS, Balance, Layout, SequenceShards
 
 Role = Literal["q", "k", "v", "kv", "qkv"]
@@ -26,7 +26,7 @@ ROLES: dict[Packing, tuple[Role, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class ContextStyle:
     """The options of a :class:`ContextParallel`, which explains them.
 
@@ -34,26 +34,33 @@ class ContextStyle:
         ValueError: an option, or two that do not go together, with what was expected.
     """
 
-    layout: Layout
-    balance: Balance
-    packing: Packing
-    qkv: Sequence[int | str] | None
-    unpacked: Sequence[str] | None
-    heads: int | None
-    sequence_length: int | None
-    kv_sequence_length: int | None
-    ranges: str | None
-    mask: str | None
-    verify: bool
-    use_local_output: bool
+    ulysses: int | None = None
+    layout: str = "bshd"
+    balance: Balance = "contiguous"
+    packing: Packing = "separate"
+    qkv: Sequence[int | str] | None = None
+    unpacked: Sequence[str] | None = None
+    heads: int | None = None
+    sequence_length: int | None = None
+    kv_sequence_length: int | None = None
+    ranges: str | None = None
+    mask: str | None = None
+    verify: bool = True
+    model: nn.Module | None = field(default=None, repr=False)
+    use_local_output: bool = True
+    comm: Callable[[dist.ProcessGroup], Comm] = field(default=ProcessGroupComm, repr=False)
 
     def __post_init__(self) -> None:
         qkv, packing, unpacked = self.qkv, self.packing, self.unpacked
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout={self.layout!r}: expected one of {sorted(LAYOUTS)}")
+        if self.kv_sequence_length is None:
+            self.kv_sequence_length = self.sequence_length
         if self.balance not in get_args(Balance):
             raise ValueError(f"balance={self.balance!r}: expected one of {get_args(Balance)}")
         if packing not in ROLES:
             raise ValueError(f"packing={packing!r}: expected one of {sorted(ROLES)}")
-        if packing != "separate" and self.layout == LAYOUTS["bnsd"]:
+        if packing != "separate" and self.layout == "bnsd":
             raise ValueError("layout='bnsd' has no packed form; expected packing='separate'")
         tensors = len(ROLES[packing])
         if qkv is not None and len(qkv) != tensors:
@@ -71,6 +78,11 @@ class ContextStyle:
                 "use_local_output=False: a DTensor cannot say how balance='headtail' or uneven "
                 "parts cut the sequence; expected another balance and no sequence_length"
             )
+
+    @property
+    def dims(self) -> Layout:
+        """Where the sequence and the heads are in the tensors of attention."""
+        return LAYOUTS[self.layout]
 
 
 class Arguments:
@@ -119,7 +131,7 @@ class Arguments:
         assert names is not None
         apart = [tensors["q"], tensors["kv"]]
         if len(names) == 3:
-            apart[1:] = tensors["kv"].unbind(self._style.layout.head_dim)
+            apart[1:] = tensors["kv"].unbind(self._style.dims.head_dim)
         kwargs.update(zip(names, apart, strict=True))
 
     def _find(self, which: int | str, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:

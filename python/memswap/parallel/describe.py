@@ -46,13 +46,13 @@ def _describe_context(context: ShardContext) -> str:
     stats = context.stats()
     pool = "the caching allocator" if context.pool.count is None else f"{context.pool.count} slots"
     lines = [
-        f"{len(context.scheduled)} units in {pool}; {stats.slot_bytes / MIB:.1f} MiB of slots, "
+        f"{len(context.units)} units in {pool}; {stats.slot_bytes / MIB:.1f} MiB of slots, "
         f"{stats.peak_lent} units gathered at most, {stats.overflows} overflows",
         f"{'unit':<28}{'parameters':>12}{'gathered':>10}{'shard':>8}  {'lane':<16}{'memory':<8}"
         f"{'gathers':>8}{'reduces':>8}",
     ]
     counts = Counter((launch.collective, launch.unit) for launch in context.last_step)
-    for unit, one in context.scheduled.items():
+    for unit in context.units:
         count = sum(math.prod(member.shape) for member in unit.members)
         names = unit.mesh.mesh_dim_names or ("ranks",) * unit.mesh.ndim
         lane = " x ".join(f"{name} {unit.mesh.size(dim)}" for dim, name in enumerate(names))
@@ -60,7 +60,7 @@ def _describe_context(context: ShardContext) -> str:
         lines.append(
             f"{unit.name:<28}{count:>12,}{unit.nbytes / MIB:>10.1f}{shard / MIB:>8.1f}  "
             f"{lane:<16}"
-            f"{'own' if one.own_memory else 'slot' if context.pool.count else 'shared':<8}"
+            f"{'own' if unit.stay.own_memory else 'slot' if context.pool.count else 'shared':<8}"
             f"{counts['all-gather', unit.name]:>8}{counts['reduce-scatter', unit.name]:>8}"
         )
     if context.last_step:

@@ -7,20 +7,19 @@ that this is enough.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import is_fake
-from torch.utils._pytree import tree_map_only
 
 from memswap._warn import warn
 from memswap.parallel.attention import Lengths
 from memswap.parallel.attention_exchanges import AttentionExchanges
 from memswap.parallel.context_style import Arguments, Role
-from memswap.parallel.proof import NotTriedError, PositionTrial, TrialInput
+from memswap.parallel.proof import NotTriedError, PositionTrial
 
 _ADVICE = (
     "Use causal_attention with ContextParallel(ranges=...), ContextParallel(mask=...), or ulysses "
@@ -141,7 +140,9 @@ class GatheredAttention:
         queries = given[self._exchanges.roles[0]]
         if queries.is_meta or is_fake(queries):
             return known is not None and known.keys_are_cut
-        trial = self._trial(given, lengths, args, kwargs)
+        trial = PositionTrial(
+            self._module, self._exchanges, self._arguments, given, lengths, args, kwargs
+        )
         if known is None:
             like = (one for was, one in self._tried.items() if was.told == kind.told)
             known = Tried(self._cuts_keys(trial, next(like, None)))
@@ -253,47 +254,3 @@ class GatheredAttention:
             self._warned = True
             name = type(self._module).__name__
             warn(f"ContextParallel on {name}, where keys are gathered: {what}")
-
-    def _trial(
-        self,
-        given: Mapping[Role, torch.Tensor],
-        lengths: Lengths,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> PositionTrial:
-        exchanges, mesh = self._exchanges, self._exchanges.mesh
-        places = self._arguments.places(list(args), dict(kwargs)).values()
-        keys = [key for _, key in places]
-
-        def call(
-            values: Mapping[Role, torch.Tensor], other: Callable[[torch.Tensor], torch.Tensor]
-        ) -> tuple[list[Any], dict[str, Any]]:
-            def fitted(key: Any, value: Any) -> Any:
-                return value if key in keys else tree_map_only(torch.Tensor, other, value)
-
-            own = [fitted(place, value) for place, value in enumerate(args)]
-            named = {key: fitted(key, value) for key, value in kwargs.items()}
-            self._arguments.hand_out(values, own, named)
-            return own, named
-
-        inputs: dict[Role, TrialInput] = {}
-        for role, tensor in given.items():
-            for part, one in exchanges.apart(role, tensor):
-                dims = exchanges.layout(part)
-                shape = list(one.shape)
-                shape[dims.head_dim] = exchanges.own_heads(role, shape[dims.head_dim])
-                queries = part in ("q", "qkv")
-                inputs[part] = TrialInput(
-                    tuple(shape), dims.seq_dim, dims.batch_dim, queries, one.dtype, one.device
-                )
-        first = given[exchanges.roles[0]]
-        return PositionTrial(
-            self._module,
-            inputs,
-            call,
-            cut=mesh.query_shards,
-            rows=mesh.rows,
-            seq_dim=self._style.layout.seq_dim,
-            real=lengths,
-            local=first.size(exchanges.layout(exchanges.roles[0]).seq_dim),
-        )

@@ -78,6 +78,9 @@ Observer = Callable[[Redistribution, str, torch.Tensor], None]
 class Box:
     """The collectives of one exchange that are in flight between Start and Finish, both ways.
 
+    Tensors and their gradients have the shapes that the map says this rank holds before and after
+    it (redistribute.py), and the same dtype on both sides.
+
     Args:
         spec: the map.
         label: of its collective; the adjoint's is ``"LABEL gradient"``.

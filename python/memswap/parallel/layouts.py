@@ -27,10 +27,6 @@ class Layout:
         """The same with a dimension before the heads for q, k and v, or k and v, in one tensor."""
         return Layout(self.seq_dim, self.head_dim + 1, self.ndim + 1, self.batch_dim)
 
-    def __str__(self) -> str:
-        names = (name for name, layout in LAYOUTS.items() if layout == self)
-        return next(names, repr(self))
-
 
 #: b batch, s sequence, h (or n) heads, d head size, t tokens of packed sequences (cu_seqlens).
 LAYOUTS = {

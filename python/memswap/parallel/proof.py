@@ -20,18 +20,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memswap.parallel.attention import Lengths, PlacedQueries
-from memswap.parallel.context_style import Role
-from memswap.parallel.layouts import SequenceShards
+from memswap.parallel.attention_exchanges import AttentionExchanges
+from memswap.parallel.context_style import Arguments, Role
 
 #: Tokens of a rank in a trial: few, and more than the diagonals that masks begin at.
 TRIAL_TOKENS = 4
@@ -63,49 +63,45 @@ class _TooLargeError(RuntimeError):
         self.fits = fits
 
 
-@dataclass(frozen=True)
-class TrialInput:
-    """One of query, key and value as attention gets it: of which only the length is tried out."""
-
-    shape: tuple[int, ...]
-    seq_dim: int
-    batch_dim: int | None
-    queries: bool
-    """Whether its tokens are queries; of a tensor that holds both, they are as many."""
-    dtype: torch.dtype
-    device: torch.device
-
-
-#: Builds a call from the tensors by name, and what becomes of every other tensor argument.
-Call = Callable[
-    [Mapping[Role, torch.Tensor], Callable[[torch.Tensor], torch.Tensor]],
-    tuple[Sequence[Any], dict[str, Any]],
-]
-
-
-@dataclass(frozen=True)
 class PositionTrial:
-    """The trial of one attention module.
+    """The trial of one attention module, with the arguments of a call that is about to be made.
 
     Args:
         module: its ``forward`` is called, without its own hooks.
-        inputs: query, key and value, by the names that ``call`` knows.
-        call: builds the arguments.
-        cut: the queries of each rank that gathers, of a sequence of that length.
-        rows: number of ranks that gather.
-        seq_dim: dimension of the tokens in the output.
-        real: lengths of the call that is about to be made.
-        local: tokens of this rank outside attention.
+        exchanges: those that it makes.
+        arguments: of its forward.
+        given: this rank's tensors, before they are exchanged.
+        real: lengths of the call.
+        args, kwargs: all arguments of the call.
     """
 
-    module: nn.Module
-    inputs: Mapping[Role, TrialInput]
-    call: Call
-    cut: Callable[[int], SequenceShards]
-    rows: int
-    seq_dim: int
-    real: Lengths
-    local: int
+    def __init__(
+        self,
+        module: nn.Module,
+        exchanges: AttentionExchanges,
+        arguments: Arguments,
+        given: Mapping[Role, torch.Tensor],
+        real: Lengths,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        self.module = module
+        self.real = real
+        self._exchanges = exchanges
+        self._arguments = arguments
+        self._args, self._kwargs = args, kwargs
+        self._rows = exchanges.mesh.rows
+        self._seq_dim = exchanges.style.dims.seq_dim
+        first = given[exchanges.roles[0]]
+        self._device = first.device
+        self._local = first.size(exchanges.layout(exchanges.roles[0]).seq_dim)
+        self._inputs: dict[Role, torch.Tensor] = {}
+        """What attention gets, as meta tensors: only their lengths are tried out."""
+        for role, tensor in given.items():
+            for part, one in exchanges.apart(role, tensor):
+                shape, head_dim = list(one.shape), exchanges.layout(part).head_dim
+                shape[head_dim] = exchanges.own_heads(role, shape[head_dim])
+                self._inputs[part] = torch.empty(shape, dtype=one.dtype, device="meta")
 
     def difference(self, *, cut_keys: bool = False) -> float:
         """By how much results differ, values being of the order of one; 0 if only by rounding.
@@ -117,11 +113,11 @@ class PositionTrial:
             NotTriedError: the module ran in no trial; from what it raised.
         """
         failure: Exception | None = None
-        own, rows = len(self.real.positions), {0, self.rows // 2, self.rows - 1}
+        own, rows = len(self.real.positions), {0, self._rows // 2, self._rows - 1}
         for dtype, tokens in ((torch.float64, TRIAL_TOKENS), (None, TRIAL_TOKENS), (None, own)):
             try:
                 with _untouched(self.module, dtype, self._device):
-                    return self._difference(_Trial(tokens * self.rows, dtype), rows, cut_keys)
+                    return self._difference(_Trial(tokens * self._rows, dtype), rows, cut_keys)
             except Exception as error:
                 failure = error.with_traceback(None)  # which holds tensors
         raise NotTriedError(f"{type(failure).__name__}: {failure}") from failure
@@ -140,8 +136,8 @@ class PositionTrial:
         Raises:
             NotTriedError: the module did not run; from what it raised.
         """
-        few, tokens = TRIAL_TOKENS * self.rows, self.real.queries
-        own = {one.dtype for one in self.inputs.values()}
+        few, tokens = TRIAL_TOKENS * self._rows, self.real.queries
+        own = {one.dtype for one in self._inputs.values()}
         wide = None if torch.float64 in own else torch.float32
         kinds = dict.fromkeys([(wide, True), (None, True), (None, False)])
         while tokens > few or (tokens == self.real.queries and self.real.keys > few):
@@ -150,7 +146,7 @@ class PositionTrial:
                 trial = _Trial(tokens, dtype, alone, TRIAL_BYTES)
                 try:
                     with _untouched(self.module, dtype, self._device):
-                        return self._difference(trial, range(self.rows), cut_keys), tokens
+                        return self._difference(trial, range(self._rows), cut_keys), tokens
                 except _TooLargeError as error:
                     fits = max(fits, error.fits)
                 except torch.OutOfMemoryError:
@@ -162,16 +158,12 @@ class PositionTrial:
             tokens = fits
         return 0.0, min(few, self.real.queries)
 
-    @property
-    def _device(self) -> torch.device:
-        return next(iter(self.inputs.values())).device
-
     def _keys(self, queries: int) -> int:
         """Keys of a trial of so many queries: in the call's proportion, where it is that long."""
         real = self.real
         if real.keys == real.queries:
             return queries
-        if queries <= TRIAL_TOKENS * self.rows:
+        if queries <= TRIAL_TOKENS * self._rows:
             return queries + 3
         return -(-real.keys * queries // real.queries)
 
@@ -180,34 +172,36 @@ class PositionTrial:
         generator = torch.Generator().manual_seed(20)
         drawn = torch.float32 if trial.limit_bytes else torch.float64
         whole = {}
-        for name, one in self.inputs.items():
-            shape = list(one.shape)
-            shape[one.seq_dim] = trial.queries if one.queries else keys
-            if trial.alone and one.batch_dim is not None:
-                shape[one.batch_dim] = 1
+        for role, one in self._inputs.items():
+            shape, dims = list(one.shape), self._exchanges.layout(role)
+            shape[dims.seq_dim] = trial.queries if _has_queries(role) else keys
+            if trial.alone and dims.batch_dim is not None:
+                shape[dims.batch_dim] = 1
             dtype = trial.dtype or one.dtype
             trial.check(math.prod(shape) * dtype.itemsize)
             values = torch.randn(shape, generator=generator, dtype=drawn)
-            whole[name] = values.to(one.device, dtype)
+            whole[role] = values.to(self._device, dtype)
         return whole
 
     def _difference(self, trial: _Trial, rows: Iterable[int], cut_keys: bool) -> float:
         queries, keys = trial.queries, self._keys(trial.queries)
         whole = self._whole(trial, keys)
+        shards = self._exchanges.mesh.query_shards(queries)
         worst, compared = 0.0, False
         for fill in (True, False):  # of boolean masks, whichever means that a key is seen
             found = []
             for row in sorted(rows):
-                part = Lengths(self.cut(queries).ranges[row], queries, keys)
+                part = Lengths(shards.ranges[row], queries, keys)
                 places = part.positions.to(self._device)
                 if not len(places):
                     continue
                 mine = dict(whole)
-                for name, one in self.inputs.items():
-                    if one.queries:
-                        mine[name] = whole[name].index_select(one.seq_dim, places)
+                for role, one in whole.items():
+                    dim = self._exchanges.layout(role).seq_dim
+                    if _has_queries(role):
+                        mine[role] = one.index_select(dim, places)
                     elif cut_keys:
-                        mine[name] = whole[name].narrow(one.seq_dim, 0, part.stop)
+                        mine[role] = one.narrow(dim, 0, part.stop)
                 outputs, largest_bytes, _ = self._run(mine, part, fill, trial.dtype)
                 trial.check(largest_bytes * queries // len(places))
                 found.append((places, outputs))
@@ -216,13 +210,13 @@ class PositionTrial:
             for places, outputs in found:
                 for theirs, ours in zip(expected, outputs, strict=True):
                     shape = list(theirs.shape)
-                    if len(shape) <= self.seq_dim or shape[self.seq_dim] != queries:
+                    if len(shape) <= self._seq_dim or shape[self._seq_dim] != queries:
                         continue
-                    shape[self.seq_dim] = len(places)
+                    shape[self._seq_dim] = len(places)
                     if list(ours.shape) != shape:
                         continue
-                    theirs = theirs.index_select(self.seq_dim, places)
-                    each = self.seq_dim if trial.limit_bytes else None
+                    theirs = theirs.index_select(self._seq_dim, places)
+                    each = self._seq_dim if trial.limit_bytes else None
                     by = _difference(theirs, ours, trial.dtype == torch.float64, each)
                     if by is not None:
                         worst, compared = max(worst, by), True
@@ -255,7 +249,7 @@ class PositionTrial:
         sizes = {
             real.queries: lengths.queries,
             real.keys: lengths.keys,
-            self.local: len(places),
+            self._local: len(places),
             len(real.positions): len(places),
         }
         has_masks = False
@@ -277,15 +271,21 @@ class PositionTrial:
             view = [-1 if dim == last else 1 for dim in range(len(shape))]
             return along.to(tensor.device, dtype).view(view).expand(shape).contiguous()
 
-        args, kwargs = self.call(values, resized)
+        args, kwargs = [*self._args], {**self._kwargs}
+        own = {key for _, key in self._arguments.places(args, kwargs).values()}
+        arguments: list[tuple[Any, Any]] = [(args, place) for place in range(len(args))]
+        for where, key in [*arguments, *((kwargs, name) for name in kwargs)]:
+            if key not in own:
+                where[key] = tree_map_only(torch.Tensor, resized, where[key])
+        self._arguments.hand_out(values, args, kwargs)
         with (
             torch.no_grad(),
             _disable_current_modes(),
             _MeasuredQueries(lengths, dropout=False) as mode,
         ):
             output = self.module.forward(*args, **kwargs)
-        tensors = [one for one in tree_leaves(output) if isinstance(one, torch.Tensor)]
-        return tensors, mode.largest_bytes, has_masks
+        found = [one for one in tree_leaves(output) if isinstance(one, torch.Tensor)]
+        return found, mode.largest_bytes, has_masks
 
 
 @dataclass(frozen=True)
@@ -306,6 +306,11 @@ class _Trial:
         if self.limit_bytes is not None and nbytes > self.limit_bytes:
             # Scores grow with the square of the tokens.
             raise _TooLargeError(int(0.9 * self.queries * math.sqrt(self.limit_bytes / nbytes)))
+
+
+def _has_queries(role: Role) -> bool:
+    """Whether the tokens of an input are queries; of a tensor that holds both, they are as many."""
+    return role in ("q", "qkv")
 
 
 class _MeasuredQueries(PlacedQueries):

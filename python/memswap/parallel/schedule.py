@@ -15,19 +15,18 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-from weakref import ref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
-import torch
 from torch import nn
 
 from memswap.engine.autograd import graph_task
-from memswap.errors import InplaceEditError
-from memswap.parallel.comm import Comm, ProcessGroupComm
-from memswap.parallel.launches import Launch, Order, Reduction, Scheduled, compare_ranks
+from memswap.errors import InplaceEditError, RankMismatchError
+from memswap.hooks.training import BackwardPass
+from memswap.parallel.comm import Comm, ProcessGroupComm, ranks_that_differ
 from memswap.parallel.slots import SlotPool, SlotStats
-from memswap.parallel.unit import State, Unit
+from memswap.parallel.unit import Reduction, State, Unit
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -36,6 +35,77 @@ _log = logging.getLogger(__name__)
 
 #: Is called with a unit's name before it is gathered; what it returns is waited for, unless None.
 Prerequisite = Callable[[str], Any]
+
+
+class Launch(NamedTuple):
+    """One collective, and why it was launched when it was."""
+
+    collective: str
+    unit: str
+    cause: str
+
+
+class Order:
+    """Successors of units in one direction, from the last time that each was visited.
+
+    Pairs, and not one list: chunks of a pipeline, branches and repeated layers each keep their own
+    neighbours, and an order that changes is relearnt where it changed.
+    """
+
+    def __init__(self) -> None:
+        self._after: WeakKeyDictionary[Unit, Unit] = WeakKeyDictionary()
+        self._before: WeakKeyDictionary[Unit, Unit] = WeakKeyDictionary()
+        self._last: Unit | None = None
+        self._opener: Unit | None = None
+
+    def scope(self, unit: Unit) -> None:
+        """``unit`` is used now."""
+        if unit is self._opener:  # a new pass: its first unit does not follow the last one
+            self._last = None
+        if self._last is None:
+            self._opener = unit
+        elif self._last is not unit:
+            self._after[self._last] = unit
+            self._before[unit] = self._last
+        self._last = unit
+
+    def pause(self) -> None:
+        """A pass has ended: the next unit is no successor of the last one."""
+        self._last = self._opener = None
+
+    def after(self, unit: Unit) -> Unit | None:
+        """The unit that came after this one; None: that is not known."""
+        return self._after.get(unit)
+
+    def before(self, unit: Unit) -> Unit | None:
+        """The unit that came before this one; None: that is not known."""
+        return self._before.get(unit)
+
+
+def compare_ranks(units: Iterable[Unit], settings: object) -> None:
+    """Compare units in their order, and settings by their ``repr``; every rank calls this.
+
+    Raises:
+        RankMismatchError: another rank's differ; with this rank's.
+    """
+    texts: dict[Comm, str] = {}
+    for unit in units:
+        own = (
+            unit.name,
+            [(m.dim, tuple(m.shape), str(m.dtype), m.sharded.requires_grad) for m in unit.members],
+            (unit.stay, str(unit.policy.reduce_dtype), unit.divide_factor, settings),
+        )
+        for comm in (unit.comm, unit.replicas):
+            if comm is not None:
+                texts[comm] = f"{texts.get(comm, '')}{own}\n"
+        device = unit.device
+    for comm, text in texts.items():
+        if others := ranks_that_differ(comm, device, text):
+            raise RankMismatchError(
+                f"rank {comm.rank} has sharded its model in another way than ranks {others} "
+                "of its group: modules, shapes, dtypes, options of shard() and of ShardContext "
+                f"must agree on all ranks. Here they are:\n{text}"
+            )
 
 
 class ShardContext:
@@ -66,7 +136,7 @@ class ShardContext:
         self.explicit = True
         """Whether the user made this context, and not :func:`shard` by default."""
         self.pool = SlotPool(slots, debug=debug)
-        self.scheduled: dict[Unit, Scheduled] = {}
+        self.units: list[Unit] = []
         self._prerequisites: list[tuple[Prerequisite, nn.Module | None]] = []
         self._reductions: deque[Reduction] = deque()
         self._max_reduces = max_reduces
@@ -76,9 +146,7 @@ class ShardContext:
         self._comms: dict[Any, Comm] = {}
         self._forward = Order()
         self._backward = Order()
-        self._in_backward = False
-        self._ending: Callable[[], object] = lambda: None
-        """What torch calls at the end of the present backward; None once torch has dropped it."""
+        self._pass = BackwardPass(self._end_backward, self.reset)
         self._warned: set[Unit] = set()
         self._told_of_inputs = False
         self._compared = False
@@ -100,7 +168,7 @@ class ShardContext:
         Raises:
             ValueError: ``of`` belongs to no unit of this context.
         """
-        if of is not None and all(of not in unit.modules for unit in self.scheduled):
+        if of is not None and all(of not in unit.modules for unit in self.units):
             raise ValueError(
                 f"before_fetch(): found a {type(of).__name__} that this context has not sharded; "
                 "call shard(module, ..., context=context) first"
@@ -117,12 +185,11 @@ class ShardContext:
             self._comms[group] = self._open_comm(group)
         return self._comms[group]
 
-    def add(self, scheduled: Scheduled) -> None:
+    def add(self, unit: Unit) -> None:
         """Schedule a new unit, after those that are here."""
-        unit = scheduled.unit
-        self.scheduled[unit] = scheduled
+        self.units.append(unit)
         unit.on_gradient = self.gradient_arrived
-        if not scheduled.own_memory:
+        if not unit.stay.own_memory:
             self.pool.reserve(unit.nbytes)
 
     @property
@@ -141,10 +208,9 @@ class ShardContext:
 
     def recover(self) -> None:
         """Outside of backward: forget a step that raised, and forwards that were interrupted."""
-        for one in self.scheduled.values():
-            one.calls.depth()  # abandons those that have ended without their hook
-        if self._in_backward and graph_task() == -1:
-            self.reset()
+        for unit in self.units:
+            unit.calls.depth()  # abandons those that have ended without their hook
+        self._pass.look()
 
     def reset(self) -> None:
         """Forget a step that failed: wait for what is under way, drop weights and gradients.
@@ -154,55 +220,51 @@ class ShardContext:
         """
         while self._reductions:
             self._reductions.popleft().ticket.wait()
-        for one in self.scheduled.values():
-            self.release(one.unit)
-            one.unit.forget_gradients()
-            one.depth = one.open_calls = 0
-            one.left.clear()
-            one.in_backward = one.reached = False
+        for unit in self.units:
+            at = unit.progress
+            self.release(unit)
+            unit.forget_gradients()
+            at.depth = at.open_calls = 0
+            at.left.clear()
+            at.in_backward = at.reached = False
         self._forward.pause()
         self._backward.pause()
-        self._in_backward = False
 
     # --- what hooks call --------------------------------------------------------------------------
 
     def enter_forward(self, unit: Unit) -> None:
         """A module of the unit is about to run, in forward or to be recomputed in backward."""
-        one = self.scheduled[unit]
-        recomputed = graph_task() != -1
-        if recomputed:
-            self._enter_backward()
-        else:
-            if self._in_backward:
-                self.reset()
+        at = unit.progress
+        recomputed = self._pass.look()
+        if not recomputed:
             if not self._compared:
                 self._compared = True
-                compare_ranks(self.scheduled.values(), self._settings)
-            one.anchored = False
-            one.exchanges = 0
+                compare_ranks(self.units, self._settings)
+            at.anchored = False
+            at.exchanges = 0
             self._forward.scope(unit)
-        one.depth += 1
+        at.depth += 1
         self.use(unit)
         unit.expose()
         if recomputed:
             self._prefetch(self._expected_in_backward(unit), unit)
-        elif one.anchor is None and one.expected_exchanges == 0:
+        elif unit.stay.anchor is None and at.expected_exchanges == 0:
             self.reach_anchor(unit)
 
     def exchange_arrived(self, unit: Unit) -> None:
         """An exchange of an attention in the unit has been waited for: the links are free again."""
-        one = self.scheduled[unit]
+        at = unit.progress
         if graph_task() != -1:
             return
-        one.exchanges += 1
-        if one.anchor is None and one.exchanges == one.expected_exchanges:
+        at.exchanges += 1
+        if unit.stay.anchor is None and at.exchanges == at.expected_exchanges:
             self.reach_anchor(unit)
 
     def reach_anchor(self, unit: Unit) -> None:
         """This is where the unit's forward lets the next unit's all-gather go."""
-        one = self.scheduled[unit]
-        if graph_task() == -1 and one.depth > 0 and not one.anchored:
-            one.anchored = True
+        at = unit.progress
+        if graph_task() == -1 and at.depth > 0 and not at.anchored:
+            at.anchored = True
             self._prefetch(self._expected_in_forward(unit), unit)
 
     def leave_forward(self, unit: Unit, module: nn.Module, backward_comes: bool) -> None:
@@ -213,44 +275,43 @@ class ShardContext:
             module: of the unit's modules, the one that has run, or raised.
             backward_comes: whether its output requires a gradient.
         """
-        one = self.scheduled[unit]
-        if one.depth == 0:
+        at = unit.progress
+        if at.depth == 0:
             return
         if graph_task() == -1:
-            if one.anchor is not None and not one.anchored:
+            if unit.stay.anchor is not None and not at.anchored:
                 self._warn(unit, "unit %r did not pass its anchor; the next unit is gathered late")
             self.reach_anchor(unit)
-            one.expected_exchanges = one.exchanges
-        one.depth -= 1
-        if one.depth == 0 and not one.in_backward:
+            at.expected_exchanges = at.exchanges
+        at.depth -= 1
+        if at.depth == 0 and not at.in_backward:
             unit.hide()  # also where weights stay: an optimizer made now has to get the shards
         if graph_task() != -1:
             return
-        one.left.add(id(module))
-        if one.depth > 0 or len(one.left) < len(unit.modules):
+        at.left.add(id(module))
+        if at.depth > 0 or len(at.left) < len(unit.modules):
             return  # grouped modules share one gather
-        one.left.clear()
-        one.pinned = False
-        stays = one.residency == "step" or (backward_comes and not one.reshard_after_forward)
-        if not stays:
+        at.left.clear()
+        unit.pinned = False
+        if not unit.stay.after_forward(backward_comes):
             self.release(unit)
 
     def abandon_forward(self, unit: Unit) -> None:
         """A forward call was interrupted, and no hook has told its end."""
-        one = self.scheduled[unit]
-        if one.depth == 0:
+        at = unit.progress
+        if at.depth == 0:
             return  # a reset has come before
-        one.depth -= 1
-        if one.depth == 0 and not one.in_backward:
-            one.left.clear()
+        at.depth -= 1
+        if at.depth == 0 and not at.in_backward:
+            at.left.clear()
             self.release(unit)
 
     def enter_unit_backward(self, unit: Unit, versions: tuple[int, ...]) -> None:
         """A gradient of the unit's output is there: its backward begins."""
-        one = self.scheduled[unit]
-        self._enter_backward()
-        one.in_backward = True
-        if not one.unshard_in_backward:
+        at = unit.progress
+        self._pass.look()
+        at.in_backward = True
+        if not unit.stay.unshard_in_backward:
             return
         if versions != unit.shard_versions():
             raise InplaceEditError(
@@ -268,11 +329,11 @@ class ShardContext:
         Every operator that reads a weight leads to a trainable parameter of the unit or, with
         frozen ones, to its inputs: when those have their gradients, it has run.
         """
-        one = self.scheduled[unit]
-        self._enter_backward()
-        one.reached = one.reached or bool(unit.arrived)
-        if one.open_calls == 0 and unit.arrived.issuperset(unit.trainable):
-            self._finish(one)
+        at = unit.progress
+        self._pass.look()
+        at.reached = at.reached or bool(unit.arrived)
+        if at.open_calls == 0 and unit.arrived.issuperset(unit.trainable):
+            self._finish(unit)
 
     # --- weights ----------------------------------------------------------------------------------
 
@@ -287,7 +348,7 @@ class ShardContext:
         if unit.state is not State.ABSENT:
             return
         lease = None
-        if not self.scheduled[unit].own_memory:
+        if not unit.stay.own_memory:
             lease = self.pool.take(unit.name, unit.nbytes, unit.device)
             if lease is None and ahead_of is not None:
                 return
@@ -308,7 +369,7 @@ class ShardContext:
 
     def use(self, unit: Unit) -> None:
         """Have a unit's weights ready, and in forward those of its shards as they are now."""
-        if not self._in_backward and unit.state is not State.ABSENT and unit.stale:
+        if not self._pass.runs and unit.state is not State.ABSENT and unit.stale:
             self._run_prerequisites(unit)
             unit.fetch_again()
             self._note("all-gather", unit, "shards were edited")
@@ -317,7 +378,7 @@ class ShardContext:
 
     def release(self, unit: Unit) -> None:
         """Drop a unit's weights."""
-        self.scheduled[unit].pinned = False
+        unit.pinned = False
         unit.hide()
         lease = unit.drop()
         if lease is not None:
@@ -325,9 +386,10 @@ class ShardContext:
 
     def _drop_unused(self) -> bool:
         """Free the slot of a unit that was prefetched and not used: the guess was wrong."""
-        for one in self.scheduled.values():
-            if one.idle and not one.own_memory and not one.in_backward:
-                self.release(one.unit)
+        for unit in self.units:
+            at = unit.progress
+            if unit.idle and not unit.stay.own_memory and not at.in_backward:
+                self.release(unit)
                 return True
         return False
 
@@ -357,7 +419,7 @@ class ShardContext:
     # --- prefetch ---------------------------------------------------------------------------------
 
     def _prefetch(self, unit: Unit | None, ahead_of: Unit) -> None:
-        if self._prefetches and unit is not None and unit in self.scheduled:
+        if self._prefetches and unit is not None and unit in self.units:
             self.fetch(unit, ahead_of)
 
     def _expected_in_forward(self, unit: Unit) -> Unit | None:
@@ -367,41 +429,28 @@ class ShardContext:
         expected = (
             self._backward.after(unit) or self._forward.before(unit) or self._neighbour(unit, -1)
         )
-        if expected is None or not self.scheduled[expected].unshard_in_backward:
+        if expected is None or not expected.stay.unshard_in_backward:
             return None
         return expected
 
     def _neighbour(self, unit: Unit, step: int) -> Unit | None:
         """The unit that was sharded after or before this one: a guess for the first step."""
-        units = list(self.scheduled)
-        place = units.index(unit) + step
-        return units[place] if 0 <= place < len(units) else None
+        place = self.units.index(unit) + step
+        return self.units[place] if 0 <= place < len(self.units) else None
 
     # --- backward ---------------------------------------------------------------------------------
 
-    def _enter_backward(self) -> None:
-        # The first event of a backward is always in the outermost graph task: a reentrant
-        # checkpoint runs its recompute there before it starts a backward of its own.
-        if self._in_backward and self._ending() is None:
-            self.reset()  # the last one raised, and its graph is tried again
-        if not self._in_backward:
-            self._in_backward = True
-            self._forward.pause()
-            end = self._end_backward  # torch alone owns it, as long as this backward lasts
-            self._ending = ref(end)
-            torch.autograd.Variable._execution_engine.queue_callback(end)
-
-    def _finish(self, one: Scheduled) -> None:
+    def _finish(self, unit: Unit) -> None:
         """The unit's part of this backward is over: reduce its gradients, drop its weights."""
-        unit = one.unit
-        participated = one.in_backward or unit.has_gradients
-        one.in_backward = False
-        one.open_calls = 0
-        if not one.sync:
+        at = unit.progress
+        participated = at.in_backward or unit.has_gradients
+        at.in_backward = False
+        at.open_calls = 0
+        if not unit.sync:
             unit.keep_gradients()
         elif participated and unit.trainable:
             self._reduce(unit)
-        if one.sync or one.residency != "step":
+        if unit.sync or unit.stay.residency != "step":
             self.release(unit)
 
     def _reduce(self, unit: Unit) -> None:
@@ -419,19 +468,20 @@ class ShardContext:
                 self._note("all-reduce", reduction.unit, "reduce-scatter arrived")
 
     def _end_backward(self) -> None:
-        for one in self.scheduled.values():
-            if one.in_backward and one.unit.trainable and not one.reached:
-                self._warn_of_inputs(one.unit)
-            one.reached = False
-            if one.in_backward or (one.sync and one.unit.has_gradients):
-                self._finish(one)  # some of its parameters were not used
+        for unit in self.units:
+            at = unit.progress
+            if at.in_backward and unit.trainable and not at.reached:
+                self._warn_of_inputs(unit)
+            at.reached = False
+            if at.in_backward or (unit.sync and unit.has_gradients):
+                self._finish(unit)  # some of its parameters were not used
         self.finish_reductions()
-        for one in self.scheduled.values():
-            if one.idle and (one.sync or one.residency != "step"):
-                self.release(one.unit)
+        for unit in self.units:
+            if unit.idle and (unit.sync or unit.stay.residency != "step"):
+                self.release(unit)
         self.last_step, self._launches = self._launches, []
+        self._forward.pause()
         self._backward.pause()
-        self._in_backward = False
 
     def _warn_of_inputs(self, unit: Unit) -> None:
         """Say once that a backward computed no gradient of a unit's weights, which is legal."""

@@ -10,14 +10,16 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils import _pytree as pytree
 
 from memswap._native import native
-from memswap.parallel.hooks import UnitHooks
-from memswap.parallel.launches import Scheduled
+from memswap.parallel.in_flight import listen, listen_no_more
 from memswap.parallel.schedule import ShardContext
-from memswap.parallel.unit import Unit
+from memswap.parallel.unit import Stay, Unit
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from torch.distributed.device_mesh import DeviceMesh
 
 Module = TypeVar("Module", bound="nn.Module | Sequence[nn.Module]")
@@ -117,21 +119,14 @@ def shard(
     anchors = _anchors(modules, anchor)
     context = _context_for(inner, context)
     reshard = not inner if reshard_after_forward is None else reshard_after_forward
-    name = f"{type(modules[0]).__name__}.{len(context.scheduled)}"
+    name = f"{type(modules[0]).__name__}.{len(context.units)}"
     dims = [_dimension(parameter, shard_placement_fn) for parameter in parameters]
     comm = context.comm(mesh.get_group(mesh.ndim - 1))
     replicas = context.comm(mesh.get_group(0)) if mesh.ndim == 2 and mesh.size(0) > 1 else None
-    unit = Unit(name, modules, parameters, dims, mesh, policy, comm, replicas)
-    context.add(
-        Scheduled(
-            unit,
-            reshard_after_forward=reshard,
-            residency=residency,
-            unshard_in_backward=unshard_in_backward,
-            own_memory=bool(inner) or not reshard or residency == "step",
-            anchor=anchor,
-        )
-    )
+    own_memory = bool(inner) or not reshard or residency == "step"
+    stay = Stay(reshard, residency, unshard_in_backward, anchor, own_memory)
+    unit = Unit(name, modules, parameters, dims, mesh, policy, comm, replicas, stay)
+    context.add(unit)
     for parameter in parameters:
         setattr(parameter, _TAKEN, name)
     hooks = UnitHooks(unit, context)
@@ -157,7 +152,7 @@ class ShardedModule:
         """
         hooks = self._memswap_hooks
         hooks.context.fetch(hooks.unit)
-        hooks.scheduled.pinned = True
+        hooks.unit.pinned = True
         handle = UnshardHandle(hooks)
         if async_op:
             return handle
@@ -171,20 +166,21 @@ class ShardedModule:
 
     def set_requires_gradient_sync(self, requires_sync: bool, recurse: bool = True) -> None:
         """Whether backward reduces gradients; if not, they accumulate unsharded until it does."""
-        modules = cast(nn.Module, self).modules() if recurse else [self]
-        for module in modules:
-            if isinstance(module, ShardedModule):
-                module._memswap_hooks.scheduled.sync = requires_sync
+        for unit in self._units(recurse):
+            unit.sync = requires_sync
 
     def set_gradient_divide_factor(self, factor: float, recurse: bool = True) -> None:
         """What the sum of the ranks' gradients is divided by; at first, the number of ranks.
 
         1 where ranks hold parts of one sequence and the loss is a mean over all of it.
         """
-        modules = cast(nn.Module, self).modules() if recurse else [self]
-        for module in modules:
+        for unit in self._units(recurse):
+            unit.divide_factor = factor
+
+    def _units(self, recurse: bool) -> Iterator[Unit]:
+        for module in cast(nn.Module, self).modules() if recurse else [self]:
             if isinstance(module, ShardedModule):
-                module._memswap_hooks.unit.divide_factor = factor
+                yield module._memswap_hooks.unit
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The shards, also after a backward that raised where it had weights gathered."""
@@ -217,6 +213,119 @@ class UnshardHandle:
         """The weights are usable, by what is launched from now on, under the module's names."""
         self._hooks.context.use(self._hooks.unit)
         self._hooks.unit.expose()
+
+
+class UnitHooks:
+    """The hooks on a unit's modules: what :func:`shard` leaves on each of them.
+
+    Args:
+        unit: whose modules they are.
+        context: decides what happens when their calls begin and end.
+    """
+
+    def __init__(self, unit: Unit, context: ShardContext) -> None:
+        self.unit = unit
+        self.context = context
+
+    def install(self, modules: Sequence[nn.Module], anchors: Sequence[nn.Module]) -> None:
+        """Join the unit's modules, and the submodules before whose calls the next is gathered."""
+        calls = self.unit.calls
+        for module in modules:
+            calls.add(module, None, self._begin, begins_first=True)
+            module.register_state_dict_pre_hook(self._before_state_dict)
+            module.register_load_state_dict_pre_hook(self._before_loading)
+        for anchor in anchors:
+            calls.add(anchor, None, self._reach_anchor)
+
+    def _begin(self, key: object, module: nn.Module, args: Any, kwargs: Any) -> UnitCall:
+        return UnitCall(self, module, args, kwargs)
+
+    def _reach_anchor(self, *call: Any) -> None:
+        self.context.reach_anchor(self.unit)
+
+    def _before_state_dict(self, *args: Any) -> None:
+        self.unit.hide()  # it has the shards
+
+    def _before_loading(self, *args: Any) -> None:
+        self.context.release(self.unit)  # what was gathered will not be what the shards are
+
+
+class UnitCall:
+    """One forward call of a unit's module, and its backward.
+
+    A frozen weight is read by operators that lead to no gradient of the unit's own. They lead to
+    the call's inputs; only when those have their gradients has backward left the unit. So the
+    backward of a call of a unit with frozen parameters is open until then.
+    """
+
+    def __init__(self, hooks: UnitHooks, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._hooks = hooks
+        self._module = module
+        self._inputs: tuple[Any, Any] | None = (args, kwargs)
+        self._reads_frozen = False
+        self._open = False
+
+    def enter(self, call: FrameType | None) -> tuple[Any, Any]:
+        """Have the weights there; what the module is to get."""
+        unit, context = self._hooks.unit, self._hooks.context
+        inputs, self._inputs = self._inputs, None  # they may be gone before the call ends
+        assert inputs is not None
+        context.enter_forward(unit)
+        listen(self, functools.partial(context.exchange_arrived, unit))
+        if unit.policy.param_dtype is not None and unit.policy.cast_forward_inputs:
+            inputs = _cast(inputs, unit.policy.param_dtype)
+        found = _differentiable(inputs) if unit.frozen else []
+        if found:
+            self._reads_frozen = True
+            torch.autograd.graph.register_multi_grad_hook(found, self._ends_backward)
+        return inputs
+
+    def leave(self, output: Any) -> Any:
+        """The unit is not used any more, until its backward; what the caller is to get."""
+        listen_no_more(self)
+        unit = self._hooks.unit
+        if unit.policy.output_dtype is not None:
+            output = _cast(output, unit.policy.output_dtype)
+        outputs = _differentiable(output)
+        begins_backward = functools.partial(self._begins_backward, unit.versions)
+        for tensor in outputs:
+            tensor.register_hook(begins_backward)
+        self._hooks.context.leave_forward(unit, self._module, bool(outputs))
+        return output
+
+    def abandon(self) -> None:
+        """It was interrupted, so no hook has told its end."""
+        listen_no_more(self)
+        self._hooks.context.abandon_forward(self._hooks.unit)
+
+    def _begins_backward(self, versions: tuple[int, ...], gradient: torch.Tensor) -> None:
+        """An output has its gradient; ``versions`` are of the shards that forward gathered."""
+        self._hooks.context.enter_unit_backward(self._hooks.unit, versions)
+        if self._reads_frozen and not self._open:
+            self._open = True
+            self._hooks.unit.progress.open_calls += 1
+
+    def _ends_backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """The inputs have their gradients."""
+        if self._open:
+            self._open = False
+            self._hooks.unit.progress.open_calls -= 1
+            self._hooks.context.gradient_arrived(self._hooks.unit)
+
+
+def _differentiable(values: Any) -> list[torch.Tensor]:
+    """The tensors whose gradients a backward will compute."""
+    if not torch.is_grad_enabled():
+        return []
+    tensors = [one for one in pytree.tree_leaves(values) if isinstance(one, torch.Tensor)]
+    return [one for one in tensors if one.requires_grad]
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    def cast_one(value: torch.Tensor) -> torch.Tensor:
+        return value.to(dtype) if value.is_floating_point() else value
+
+    return pytree.tree_map_only(torch.Tensor, cast_one, values)
 
 
 @functools.cache
@@ -358,7 +467,7 @@ def _context_for(inner: Sequence[UnitHooks], given: ShardContext | None) -> Shar
     joined = ShardContext()
     joined.explicit = False
     for hooks in dict.fromkeys(inner):
-        joined.add(hooks.scheduled)
+        joined.add(hooks.unit)
         hooks.context = joined
     return joined
 

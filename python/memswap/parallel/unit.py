@@ -1,7 +1,8 @@
 """Unit: parameters that are gathered together, used, dropped, and whose gradients are reduced.
 
 A unit has one state, ABSENT -> FETCHING -> READY -> ABSENT, and one collective for each direction.
-Each of its parameters is a member. When to do what is the ShardContext's business (schedule.py).
+Each of its parameters is a member. When to do what is the ShardContext's business (schedule.py),
+which notes in the unit where it is in the step.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from weakref import ref
 
@@ -20,6 +21,7 @@ from torch.torch_version import TorchVersion
 
 from memswap._native import native
 from memswap.errors import UnitStateError
+from memswap.hooks.module_hooks import ModuleHooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -144,6 +146,45 @@ def shard_parameter(
     return Member(owners, sharded, dim, shape, rows)
 
 
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """How long a unit's gathered weights stay, and what lets the next unit's go: see `shard`."""
+
+    reshard_after_forward: bool = True
+    residency: str = "use"
+    unshard_in_backward: bool = True
+    anchor: str | None = None
+    own_memory: bool = False
+    """Whether its weights have memory of their own, and no slot, since they stay for long."""
+
+    def after_forward(self, backward_comes: bool) -> bool:
+        """Whether weights stay when forward ends."""
+        return self.residency == "step" or (backward_comes and not self.reshard_after_forward)
+
+
+@dataclass
+class Progress:
+    """Where a unit is in the step."""
+
+    anchored: bool = False
+    """Whether this forward has passed the anchor."""
+    exchanges: int = 0
+    """Exchanges that have arrived in this forward."""
+    expected_exchanges: int = 0
+    """Exchanges of the last forward. Without ``anchor``, the next unit is gathered when the last
+    of them has arrived."""
+    depth: int = 0
+    """Forward calls, also those of a recompute, that have begun and not ended."""
+    left: set[int] = field(default_factory=set)
+    """Modules of the unit that this forward has been through, by id."""
+    in_backward: bool = False
+    """Whether the unit's part of a backward has begun and not ended."""
+    reached: bool = False
+    """Whether this backward has computed a gradient of a parameter."""
+    open_calls: int = 0
+    """Calls of units with frozen parameters whose backward has begun and not ended."""
+
+
 class Unit:
     """Parameters of one or more modules, each sharded along one dimension over a 1-D mesh.
 
@@ -162,6 +203,7 @@ class Unit:
         policy: dtypes of gathered parameters and of the reduction.
         comm: the ranks that have the other shards.
         replicas: the ranks that have the same shard; None: there are none.
+        stay: how long its weights stay.
     """
 
     def __init__(
@@ -174,6 +216,7 @@ class Unit:
         policy: MixedPrecisionPolicy,
         comm: Comm,
         replicas: Comm | None = None,
+        stay: Stay | None = None,
     ) -> None:
         self.name = name
         self.modules = tuple(modules)
@@ -194,9 +237,15 @@ class Unit:
         """What the sum of the ranks' gradients is divided by; None: the number of ranks."""
         self.on_gradient: Callable[[Unit], None] = lambda unit: None
         """Called when a gradient has arrived."""
+        self.stay = Stay() if stay is None else stay
+        self.calls = ModuleHooks()
+        """The hooks on its modules."""
+        self.sync = True
+        """Whether backward reduces gradients."""
+        self.pinned = False
+        """Gathered by unshard(): stays until used or resharded."""
+        self.progress = Progress()
         self._ticket: Ticket | None = None
-        self._shell = torch.empty(0, dtype=torch.uint8)
-        self._shell_ref = native.StorageRef(self._shell)
         self.members = [
             shard_parameter(parameter, owners, dim, mesh, comm)
             for (parameter, owners), dim in zip(parameters.items(), dims, strict=True)
@@ -248,6 +297,11 @@ class Unit:
     def stale(self) -> bool:
         """Whether the shards were edited since they were gathered."""
         return self.versions != self.shard_versions()
+
+    @property
+    def idle(self) -> bool:
+        """Whether its weights are there, or on their way, and nobody uses or has asked for them."""
+        return self.state is not State.ABSENT and self.progress.depth == 0 and not self.pinned
 
     # --- gathered weights -------------------------------------------------------------------------
 
@@ -431,3 +485,79 @@ class Unit:
             member.grad = None
             if member.full is not None:
                 member.full.grad = None
+
+
+@dataclass(eq=False)
+class Reduction:
+    """Gradients being reduced: over the shards, and then over the replicas if there are any."""
+
+    unit: Unit
+    ticket: Ticket
+    members: list[Member]
+    outputs: list[torch.Tensor]
+    used: torch.Tensor
+    """For each member, zero if no rank had a gradient."""
+    missing: list[bool] = field(default_factory=list)
+    """Members without a gradient on this rank."""
+    replicated: bool = False
+    """Whether the all-reduce over the replicas was launched."""
+
+    @classmethod
+    def launch(cls, unit: Unit) -> Reduction:
+        """Launch the reduce-scatter of all gradients.
+
+        A member that this rank has no gradient for takes part with zeros, so ranks that took
+        different branches launch the same collective. How many had one travels with it: a
+        parameter that no rank used gets no gradient, as in a single process.
+        """
+        size = unit.comm.size
+        members = unit.trainable
+        missing = [member.grad is None for member in members]
+        inputs, outputs = [], []
+        with torch.no_grad():
+            for member in members:
+                kind = unit.reduce_dtype(member)
+                rows = member.rows * size
+                gradient, member.grad = member.grad, None
+                gradient = None if gradient is None else gradient.movedim(member.dim, 0)
+                if gradient is not None and member.shape[0] == rows:
+                    gradient = gradient.to(kind).contiguous()
+                else:
+                    padded = torch.zeros(rows, *member.shape[1:], dtype=kind, device=unit.device)
+                    if gradient is not None:
+                        padded[: member.shape[0]].copy_(gradient)
+                    gradient = padded
+                inputs.append(gradient)
+                outputs.append(gradient.new_empty(member.padded_shape))
+            # Made on the device: a copy from pageable host memory would block the host.
+            flags = torch.ones(size, len(members), dtype=inputs[0].dtype, device=unit.device)
+            for i, absent in enumerate(missing):
+                if absent:
+                    flags[:, i] = 0
+            inputs.append(flags.view(-1))
+            outputs.append(inputs[-1].new_empty(len(members)))
+        unit.arrived.clear()
+        ticket = unit.comm.reduce_scatter(outputs, inputs, op=unit.reduce_op, label=unit.name)
+        return cls(unit, ticket, members, outputs[:-1], outputs[-1], missing)
+
+    def replicate(self) -> bool:
+        """Wait for the reduce-scatter and launch the all-reduce; whether one was to be launched."""
+        comm = self.unit.replicas
+        if comm is None or self.replicated:
+            return False
+        self.ticket.wait()
+        self.replicated = True
+        tensors = [*self.outputs, self.used]
+        self.ticket = comm.all_reduce(tensors, op=self.unit.reduce_op, label=self.unit.name)
+        return True
+
+    def finish(self) -> None:
+        """Wait, and add the reduced gradients to those of the shards."""
+        self.replicate()
+        self.ticket.wait()
+        with torch.no_grad():
+            for i, (member, output) in enumerate(zip(self.members, self.outputs, strict=True)):
+                # Read back only where this rank knows no better: it blocks the host.
+                if self.missing[i] and self.used[i].item() == 0:
+                    continue
+                self.unit.give_gradient(member, output)

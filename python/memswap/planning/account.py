@@ -22,7 +22,7 @@ from memswap.planning.device import DevicePlan, DeviceTerms, StateTerms
 
 if TYPE_CHECKING:
     from memswap._C import Iteration
-    from memswap.engine.workspace import Workspace
+    from memswap.engine.workspace import WorkspaceRecord
 
 #: When a forward begins, more may be there than when its step was learnt, as a share of the budget,
 #: before it is learnt again. Plans leave that free (`SPARE_SHARE`).
@@ -175,7 +175,7 @@ class DeviceAccount:
         """Whether these are other plans than those that were followed."""
         return [id(one) for one in plans] != [id(one) for one in self._followed]
 
-    def relearns(self, workspace: Workspace, baseline_bytes: int) -> bool:
+    def relearns(self, workspace: WorkspaceRecord, baseline_bytes: int) -> bool:
         """Whether what is there when a forward begins is not what was there in the learnt one."""
         more = baseline_bytes - workspace.baseline_nbytes
         if more > GROWN_SHARE * self.nbytes:

@@ -91,8 +91,8 @@ def checked(timing: Timing, about: Known, as_planned: bool, calibrates: bool) ->
         as_planned: whether the iteration saved what was planned.
         calibrates: whether the rates were measured, so that the codec's may be corrected.
     """
-    known, before, plan = about.step, about.rates, about.plan
-    assert known is not None and before is not None and plan is not None
+    assert about.in_force is not None
+    known, before, plan = about.in_force.step, about.in_force.rates, about.in_force.plan
     if not timing.recorder.ready():
         timing.recorder.wait()
     record = timing.recorder.take()

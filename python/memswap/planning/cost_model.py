@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -188,15 +188,12 @@ A2 = Hardware(
     all_to_all_bytes_per_s=gib_per_s({2: 37, 4: 69, 8: 119, 16: 40.1, 32: 30.2, 64: 27.0}),
 )
 
-A3 = Hardware(
+A3 = replace(
+    A2,
     name="A3",
-    matmul_flops=_CUBE,
-    memory_bytes_per_s=1.6 * TERA,
     d2h_bytes_per_s=55 * GB,
     h2d_bytes_per_s=55 * GB,
     duplex_bytes_per_s=45 * GB,
-    encode_bytes_per_s=100 * GIB,
-    decode_bytes_per_s=111 * GIB,
     all_gather_bytes_per_s=gib_per_s({2: 350, 4: 324.9, 8: 298.8, 16: 283.6}),
     all_to_all_bytes_per_s=gib_per_s({2: 0, 4: 229.4, 8: 173.9, 16: 154, 32: 143.9, 64: 137.3}),
 )
@@ -227,17 +224,12 @@ H100 = Hardware(
     all_to_all_bytes_per_s=_NVLINK,
 )
 
-H200 = Hardware(
+H200 = replace(
+    H100,
     name="H200",
-    matmul_flops=_HOPPER,
     memory_bytes_per_s=4.8 * TERA,
-    d2h_bytes_per_s=52.8 * GB,
-    h2d_bytes_per_s=55.6 * GB,
-    duplex_bytes_per_s=45 * GB,
     encode_bytes_per_s=1.3 * TERA,
     decode_bytes_per_s=1.5 * TERA,
-    all_gather_bytes_per_s=_NVLINK,
-    all_to_all_bytes_per_s=_NVLINK,
 )
 
 #: A server's processor: 16 cores with AVX-512 at 2.5 GHz (64 float32 operations per cycle and

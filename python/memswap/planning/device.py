@@ -24,7 +24,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from memswap.engine.units import format_bytes, parse_bytes
-from memswap.engine.workspace import GRANULARITY_BYTES, Workspace
+from memswap.engine.workspace import GRANULARITY_BYTES
 from memswap.errors import BudgetError
 from memswap.planning.plan import Plan
 from memswap.planning.planner import make_plan
@@ -33,6 +33,7 @@ from memswap.planning.search import Search
 
 if TYPE_CHECKING:
     from memswap._C import Recorder
+    from memswap.engine.workspace import WorkspaceRecord
     from memswap.planning.rates import Rates
     from memswap.planning.step import Step
 
@@ -263,19 +264,13 @@ class DevicePlan(Plan):
         return "\n".join(lines)
 
 
-def workspace_of(recorder: Recorder, marks: int) -> Workspace | None:
+def workspace_of(recorder: Recorder, marks: int) -> WorkspaceRecord | None:
     """What a recorder has seen beside saved activations; None: it did not look."""
     found = recorder.workspace
-    if found is None:
-        return None
-    return Workspace(
-        tuple(found.extra_nbytes(marks)),
-        tuple(found.gradient_nbytes(marks)),
-        found.baseline_nbytes,
-    )
+    return None if found is None else found.record(marks)
 
 
-def with_workspace(step: Step, workspace: Workspace) -> Step:
+def with_workspace(step: Step, workspace: WorkspaceRecord) -> Step:
     """A step with what was on the device beside its storages, in the allocator's own units.
 
     What recomputed units saved again is part of that.
@@ -294,7 +289,7 @@ def with_workspace(step: Step, workspace: Workspace) -> Step:
             )
             for one in step.storages
         ),
-        extra_nbytes=workspace.extra_nbytes,
+        extra_nbytes=tuple(workspace.extra_nbytes),
     )
 
 
@@ -303,7 +298,7 @@ def plan_for_device(
     rates: Rates,
     budget: str,
     terms: DeviceTerms,
-    workspace: Workspace,
+    workspace: WorkspaceRecord,
     flights: int,
     full: Step | None,
     recompute: Sequence[str],
@@ -344,7 +339,7 @@ def device_plan(
     rates: Rates,
     budget: str,
     terms: DeviceTerms,
-    workspace: Workspace,
+    workspace: WorkspaceRecord,
     flights: int,
     stays_bytes: int,
 ) -> DevicePlan:

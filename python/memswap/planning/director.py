@@ -25,10 +25,9 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from memswap._C import Iteration, ProvenRecipe, Recorder
+    from memswap._C import Iteration, Recorder
     from memswap.engine.action import Action
     from memswap.engine.engine import Engine
-    from memswap.engine.entry import Entry
     from memswap.engine.transfer import Route
     from memswap.planning.account import DeviceAccount
     from memswap.planning.kinds import StepKind
@@ -198,27 +197,10 @@ class BudgetDirector:
         elif chosen is None and self._times_copies(one, action):
             chosen = SWAP
         if one.recorder is not None:
-            one.recorder.choose(unit, ordinal, nbytes, tensor.dtype, recorded.value)
+            one.recorder.choose(unit, ordinal, nbytes, tensor.dtype, recorded)
             if one.plan is None:
                 one.recipes.name(iteration.count, tensor, self._parameters(unit))
         return chosen
-
-    def learns_recipes(self) -> bool:
-        """Where a plan is in force, it says what is recomputed."""
-        one = self._of(self._engine.iteration)
-        return one is not None and one.plan is None
-
-    def recipe(self, entry: Entry, recipe: ProvenRecipe) -> None:
-        """A storage could be recomputed."""
-        one = self._of(self._engine.iteration)
-        if one is not None:
-            one.recipes.seen(entry.index, recipe)
-
-    def no_recipe(self, entry: Entry) -> None:
-        """A storage was to be recomputed, and is not."""
-        one = self._of(self._engine.iteration)
-        if one is not None:
-            one.no_recipe.add(entry.index)
 
     def _parameters(self, unit: str) -> Mapping[int, str]:
         """What the modules of a unit's parameters are called."""
@@ -280,11 +262,11 @@ class BudgetDirector:
         policy, plan = self._engine.policy, kind.plan
         if self._bounded and plan is not None and plan.in_flight < in_flight:
             plan = None  # it leaves the others no room; what leaves is safe
-        followed = None if plan is None else kind.followed(route, policy.min_bytes)
         kind.device, plain = device, False
-        if followed is not None and recorder is not None and kind.holding is not None:
+        if plan is not None and recorder is not None and kind.holding is not None:
             plain = kind.holding.begin()
-            followed = kind.kept(route, policy.min_bytes) if plain else followed
+            plan = kind.holding.kept if plain else plan
+        followed = None if plan is None else kind.followed(plan, route, policy.min_bytes)
         begun = InFlight(iteration, kind, followed, first, device, recorder, plain)
         iteration.follows_alone = policy.fn is None
         self._in_flight.append(begun)
@@ -303,6 +285,7 @@ class BudgetDirector:
         if not self._in_flight:
             engine.clear_recomputed()
         for one in ended:
+            one.take_recipes()
             one.iteration.recorder = None
             if one.recorder is not None:
                 one.recorder.close()

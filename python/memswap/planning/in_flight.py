@@ -54,8 +54,7 @@ class InFlight:
         self.recorder = iteration.recorder = recorder
         self.plain = plain
         self.recipes = RecipeRecord()
-        #: Storages that were to be recomputed, and were not.
-        self.no_recipe: set[int] = set()
+        iteration.learns_recipes = followed is None  # or the plan says what is recomputed
         self.trial = kind.known.trial
         #: Regions that are off; None: each of them, which makes itself known.
         self.off = kind.regions_off()
@@ -129,6 +128,16 @@ class InFlight:
             return 0
         allowed = max(self.plan.budget_bytes, self.iteration.limit_bytes)
         return max(self.iteration.peak_bytes - allowed, 0)
+
+    @property
+    def no_recipe(self) -> set[int]:
+        """Storages that were to be recomputed, and were not."""
+        return self.iteration.no_recipe
+
+    def take_recipes(self) -> None:
+        """Take down which storages could have been recomputed."""
+        for index, recipe in self.iteration.proven:
+            self.recipes.seen(index, recipe)
 
     def take_peak(self) -> None:
         """Notice the most that was resident so far, if it is the doing of the plan in force."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from memswap.engine.expectations import Key
     from memswap.engine.recipe_record import RecipeRecord
     from memswap.engine.transfer import Route
-    from memswap.engine.workspace import Workspace
+    from memswap.engine.workspace import WorkspaceRecord
     from memswap.planning.holding import Holding
     from memswap.planning.plan import Plan, PlannedStorage
     from memswap.planning.rates import Rates
@@ -60,39 +60,69 @@ class Timing(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class InForce:
+    """A plan to follow, and what it was made of."""
+
+    plan: Plan
+    step: Step
+    """With the regions on that the plan recomputes."""
+    rates: Rates
+    """Of the machine."""
+    keys: tuple[Key, ...]
+    """Of the step's storages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Iterations in which some checkpoint regions are on, to be recorded or planned with."""
+
+    units: tuple[str, ...]
+    """The regions that are on."""
+    number: int = 1
+    """How many there have been, one after another."""
+    margin_bytes: int = 0
+    """That the last one took more than expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Of plans for ``"auto"`` that took longer than predicted, and were given up."""
+
+    share: float = 1.0
+    """Of what is allowed, how much a plan may take by prediction: less after each of them."""
+    backoffs: int = 0
+    """How many there were,"""
+    words: str = ""
+    """and what the last one took."""
+
+
+@dataclass(frozen=True, slots=True)
 class Known:
     """What planning goes by, and what it has come to. Made anew as a whole, off the hooks."""
 
     first: Key
     """What its iterations save first; of those that share a plan, the largest."""
-    step: Step | None = None
-    """That the plan was made of."""
     full: Step | None = None
-    """The same with all regions off."""
-    rates: Rates | None = None
-    """That the plan was made with."""
-    keys: tuple[Key, ...] = ()
-    """Of the step's storages."""
-    plan: Plan | None = None
+    """What they do with all regions off."""
+    in_force: InForce | None = None
+    """None: they are still learnt from."""
     room_bytes: float = inf
     """What the pool is known to hold, for all forwards in flight."""
-    trial: tuple[str, ...] | None = None
-    """Regions that the iterations to come recompute, to be recorded. None: learning without any."""
-    trials: int = 0
-    margin_bytes: int = 0
-    """That the last trial took more than expected."""
-    share: float = 1.0
-    """Of what "auto" allows, how much a plan may take by prediction: less once one cost more."""
-    backoffs: int = 0
-    """How often that happened,"""
-    cost_before: str = ""
-    """and what the last one took, in words."""
-    workspace: Workspace | None = None
+    trial: Trial | None = None
+    """What the iterations to come recompute, to be recorded. None: learning without any."""
+    costs: Costs = Costs()
+    workspace: WorkspaceRecord | None = None
     """What was on the device beside saved activations, where plans are for all of it."""
 
-    def without_trial(self) -> Known:
-        """What is known once regions are chosen, or are to be chosen anew."""
-        return replace(self, trial=None, trials=0, margin_bytes=0)
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force."""
+        return None if self.in_force is None else self.in_force.plan
+
+    @property
+    def recompute(self) -> tuple[str, ...]:
+        """The regions that are on while this is learnt, or planned with."""
+        return () if self.trial is None else self.trial.units
 
 
 @dataclass(slots=True)
@@ -109,7 +139,9 @@ class Measured:
     alike: int = 0
     """how many did,"""
     unfit: int = 0
-    """and how many had frames that were longer than planned."""
+    """how many had frames that were longer than planned,"""
+    unproven: int = 0
+    """and how many lacked a recipe that was planned with."""
     held: bool = False
     """Whether `exposed_s` was compared with the plain step."""
     doubts: int = 0
@@ -158,18 +190,18 @@ class Followed:
     """A plan that is followed: as engines follow it, and by what its storages are called.
 
     Args:
-        known: the plan, and the keys of its storages.
+        plan: what happens to each storage.
+        keys: of its storages.
         route: of the device that it is for.
         least_bytes: storages of fewer stay.
     """
 
-    def __init__(self, known: Known, route: Route, least_bytes: int) -> None:
-        assert known.plan is not None
-        self.plan = known.plan
-        self.native: NativePlan = native_plan(known.plan, known.keys, route, least_bytes)
-        self.saved_bytes = known.plan.step.saved_bytes
+    def __init__(self, plan: Plan, keys: tuple[Key, ...], route: Route, least_bytes: int) -> None:
+        self.plan = plan
+        self.native: NativePlan = native_plan(plan, keys, route, least_bytes)
+        self.saved_bytes = plan.step.saved_bytes
         self._at_place: Mapping[Place, PlannedStorage] = {
-            (one.unit, one.ordinal, one.dtype): one for one in known.plan.storages
+            (one.unit, one.ordinal, one.dtype): one for one in plan.storages
         }
 
     def at_place(self, key: Key) -> PlannedStorage | None:
@@ -226,14 +258,12 @@ class StepKind:
         self.measured = Measured()
         self.flights = Flights()
         self.patience = LEAST_PATIENCE  # how many that are not as planned make it learn again
-        self.replans = 0
+        self.plans = 0  # that have been made
         self.holding: Holding | None = None  # while the plan is compared with the plain step
         self.device: torch.device | None = None  # of the last iteration
         self.retries = 0  # how often that was made anew after everything stayed
-        self.unproven = 0  # iterations in a row that lacked a recipe which was planned with
         self.planning = False  # of ranks that plan together: whether one is timed or planned with
-        self._followed: Followed | None = None
-        self._kept: Followed | None = None
+        self._ready: list[Followed] = []  # the last two
 
     @property
     def plan(self) -> Plan | None:
@@ -249,7 +279,7 @@ class StepKind:
         """Which regions are off in the next iteration; None: all of them."""
         known, learning = self.known, self.learning
         if known.plan is not None or known.trial is not None:
-            on = known.plan.recompute if known.plan is not None else known.trial or ()
+            on = known.recompute if known.plan is None else known.plan.recompute
             regions = known.full.regions if known.full is not None else ()
             return frozenset(one.unit for one in regions) - set(on)
         learns = learning.iterations >= 2 and learning.unusable < MOST_UNUSABLE
@@ -269,20 +299,20 @@ class StepKind:
         self.patience *= 2
         return True
 
-    def followed(self, route: Route, least_bytes: int) -> Followed:
-        """The plan in force, ready to be followed. Arguments: `Followed`."""
-        if self._followed is None or self._followed.plan is not self.plan:
-            self._followed = Followed(self.known, route, least_bytes)
-        return self._followed
+    def followed(self, plan: Plan, route: Route, least_bytes: int) -> Followed:
+        """A plan for the storages of the one in force, ready to be followed.
 
-    def kept(self, route: Route, least_bytes: int) -> Followed:
-        """The plan under which everything stays, for as long as the plan in force is compared with
-        that (`holding`). Arguments: `Followed`."""
-        assert self.holding is not None and self.holding.kept is not None
-        if self._kept is None or self._kept.plan is not self.holding.kept:
-            known = replace(self.known, plan=self.holding.kept)
-            self._kept = Followed(known, route, least_bytes)
-        return self._kept
+        Args:
+            plan: the one in force, or the one under which everything stays that it is compared with
+                (`holding`).
+            route, least_bytes: see `Followed`.
+        """
+        assert self.known.in_force is not None
+        ready = next((one for one in self._ready if one.plan is plan), None)
+        if ready is None:
+            ready = Followed(plan, self.known.in_force.keys, route, least_bytes)
+            self._ready = [*self._ready[-1:], ready]
+        return ready
 
     def tries_again(self) -> bool:
         """Whether a plan that declined has been in force for long enough: a machine may have become
@@ -295,12 +325,12 @@ class StepKind:
     def follow(self, known: Known) -> None:
         """What was planned with is known from here on; if it has another plan, that is followed."""
         if known.plan is not self.plan:
-            self.replans += self.known.step is not None and known.plan is not None
+            self.plans += known.plan is not None
             self.measured, self.holding = Measured(), None
         self.known = known
 
     def learn_again(self) -> None:
         """From the next iteration on, which is timed."""
-        known = replace(self.known, plan=None, room_bytes=inf, share=1.0, backoffs=0)
-        self.follow(known.without_trial())
+        known = replace(self.known, in_force=None, trial=None, room_bytes=inf, costs=Costs())
+        self.follow(known)
         self.learning.again()

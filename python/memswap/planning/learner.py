@@ -23,6 +23,9 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from memswap.engine.host_memory import host_limits
 from memswap.engine.pools import DiskPool
 from memswap.engine.recipes import PROOFS
 from memswap.engine.units import format_bytes
@@ -39,7 +42,6 @@ from memswap.planning.checking import (
     settled,
 )
 from memswap.planning.device import workspace_of
-from memswap.planning.free_memory import free_bytes
 from memswap.planning.holding import (
     CAUTION,
     MOST_BACKOFFS,
@@ -49,7 +51,7 @@ from memswap.planning.holding import (
     kept_plan,
     sample_of,
 )
-from memswap.planning.kinds import MOST_DOUBTS, MOST_UNUSABLE, REFRAME_AFTER, Timing
+from memswap.planning.kinds import MOST_DOUBTS, MOST_UNUSABLE, REFRAME_AFTER, Costs, Timing, Trial
 from memswap.planning.making import Made, Terms, from_step, planned, sized_like
 from memswap.planning.observed import calibrated, keys_of, reframed
 from memswap.planning.planner import AUTO_SLOWDOWN
@@ -57,8 +59,6 @@ from memswap.planning.shapes import resized
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
-
-    import torch
 
     from memswap._C import IterationRecord
     from memswap.engine.engine import Engine
@@ -178,8 +178,8 @@ class Learner:
         kind, iteration = one.kind, one.iteration
         measured, as_planned = kind.measured, not one.changed
         measured.timing = measured.timing or timing
-        kind.unproven = kind.unproven + 1 if one.no_recipe else 0
-        if kind.unproven > PROOFS:
+        measured.unproven = measured.unproven + 1 if one.no_recipe else 0
+        if measured.unproven > PROOFS:
             self._drop_recipes(kind, one.no_recipe)
             return
         over = self._tell_if_over(one)
@@ -336,34 +336,41 @@ class Learner:
     def _replan(
         self,
         kind: StepKind,
-        step: Step,
-        rates: Rates,
-        recompute: tuple[str, ...],
+        step: Step | None = None,
+        *,
+        rates: Rates | None = None,
         expectations: Expectations | None = None,
-        full: Step | None = None,
         flights: int | None = None,
+        all_off: bool = False,
     ) -> None:
-        """Plan with a step that is known.
+        """Plan again with what the plan in force was made of, but for what is given.
 
         Args:
-            recompute: regions that are on in it.
+            kind: with a plan in force.
+            step: another one; None: the same.
+            rates: others; None: the same.
             expectations: plan with frames as they are expected by now, and not if these are no
                 others.
-            full: the step with all regions off, if that is another one now.
             flights: forwards at a time; None: as many as were seen.
+            all_off: all regions are off in the step.
         """
-        known, terms = kind.known, self._terms(kind)
+        known, terms, now = kind.known, self._terms(kind), kind.known.in_force
+        assert now is not None
         if flights is not None:
             terms = replace(terms, flights=flights)
-        known = replace(known, trial=recompute or None, full=full or known.full)
+        planning, by = step or now.step, rates or now.rates
+        if all_off:
+            known = replace(known, trial=None, full=planning)
+        else:
+            known = replace(known, trial=Trial(now.plan.recompute))
 
         def work(job: Job) -> Made | None:
-            using = step
+            using = planning
             if expectations is not None:
-                using = reframed(step, known.keys, expectations)
-                if using == step:
+                using = reframed(planning, now.keys, expectations)
+                if using == planning:
                     return None
-            return planned(known, using, rates, known.keys, terms)
+            return planned(known, using, by, now.keys, terms)
 
         def then(made: Made | None) -> None:
             if made is not None:
@@ -393,29 +400,25 @@ class Learner:
 
         Nothing where that would not do: then it learns for itself.
         """
-        about, plan = lender.known, lender.plan
-        assert plan is not None and about.step is not None and about.full is not None
+        about, lent = lender.known, lender.known.in_force
+        assert lent is not None and about.full is not None
         sizes = kind.known.first.nbytes, about.first.nbytes
-        step = resized(about.step, *sizes)
+        step = resized(lent.step, *sizes)
         if any(one.nbytes < self._engine.policy.min_bytes for one in step.storages):
             return  # some of them would not be considered at all
-        pairs = zip(about.keys, step.storages, strict=True)
+        pairs = zip(lent.keys, step.storages, strict=True)
         keys = tuple(key._replace(nbytes=one.nbytes) for key, one in pairs)
         expectations = self._expectations(device)
-        full, rates = resized(about.full, *sizes), about.rates
-        assert rates is not None
+        full = resized(about.full, *sizes)
         kind.flights.number, kind.patience = lender.flights.number, lender.patience
         known = replace(kind.known, full=full, room_bytes=about.room_bytes)
         # What a plan of another size has cost, this one would, too.
-        known = replace(
-            known, share=about.share, backoffs=about.backoffs, cost_before=about.cost_before
-        )
-        known = replace(known, trial=plan.recompute or None)
+        known = replace(known, costs=about.costs, trial=Trial(lent.plan.recompute))
         kind.follow(replace(kind.known, room_bytes=about.room_bytes))
         terms = self._terms(kind)
 
         def work(job: Job) -> Made:
-            return planned(known, reframed(step, keys, expectations), rates, keys, terms)
+            return planned(known, reframed(step, keys, expectations), lent.rates, keys, terms)
 
         self._submit(kind, work, lambda made: self._follow(kind, made))
 
@@ -425,36 +428,30 @@ class Learner:
         Ranks that plan together agree on that where they check their plan. Until then what no plan
         has room for leaves.
         """
-        known = kind.known
-        if known.plan is None or self._ranks is not None or self._plans(kind):
+        if kind.plan is None or self._ranks is not None or self._plans(kind):
             return  # `_follow` looks again, or `_judge`
-        assert known.step is not None and known.rates is not None
-        self._replan(kind, known.step, known.rates, known.plan.recompute)
+        self._replan(kind)
 
     def _drop_recipes(self, kind: StepKind, storages: Collection[int]) -> None:
         """Storages have shown no recipe that is proven: plan without recomputing them.
 
         A shape that follows another one's plan has to prove the recipes in its first steps.
         """
-        known = kind.known
-        assert known.plan is not None and known.step is not None and known.rates is not None
+        now = kind.known.in_force
+        assert now is not None
         if not self._plans(kind):
-            step = known.step.without_recipes(storages)
-            self._replan(kind, step, known.rates, known.plan.recompute)
+            self._replan(kind, now.step.without_recipes(storages))
 
     def _reframe(self, kind: StepKind, device: torch.device) -> None:
         """Frames are longer than planned: plan with those that are seen by now.
 
         Nothing is learnt anew, which would take an iteration without a budget.
         """
-        known = kind.known
-        assert known.plan is not None and known.step is not None and known.rates is not None
         kind.measured.unfit = 0
         if self._plans(kind):
             return
         self._engine.stats()  # takes in what encoders have reported
-        expectations = self._expectations(device)
-        self._replan(kind, known.step, known.rates, known.plan.recompute, expectations)
+        self._replan(kind, expectations=self._expectations(device))
 
     # --- plans that are checked -------------------------------------------------------------------
 
@@ -480,28 +477,27 @@ class Learner:
 
     def _judge(self, kind: StepKind, found: Checked) -> None:
         """Keep the plan, look again, or make another one."""
-        measured, known = kind.measured, kind.known
-        assert known.plan is not None and known.step is not None and known.rates is not None
+        measured, known, now = kind.measured, kind.known, kind.known.in_force
+        assert now is not None
         if found.exposed_s is not None and not measured.held:
             measured.exposed_s = found.exposed_s
         compared = kind.holding is not None
         if found.sample is not None and self._costs_too_much(kind, found.sample, found.rates):
             return
-        if known.plan.declined and kind.tries_again():
-            kind.known = replace(known, share=1.0, backoffs=0)
-            self._replan(kind, known.step, known.rates, known.plan.recompute)
+        if now.plan.declined and kind.tries_again():
+            kind.known = replace(known, costs=Costs())
+            self._replan(kind)
             return
         if compared:
             return  # timed to be compared with plain steps: whether times differ is seen later
-        if found.flights is not None and found.flights != known.plan.in_flight:
-            recompute = known.plan.recompute
-            self._replan(kind, known.step, known.rates, recompute, flights=found.flights)
+        if found.flights is not None and found.flights != now.plan.in_flight:
+            self._replan(kind, flights=found.flights)
             return
         # The first timing follows the plan at once: it is there to be told, not to change it.
         if found.step is None or measured.iterations <= 2:
             return
-        rates = settled(found.rates, known.rates)
-        if not differs(found.step, known.step) and rates == known.rates:
+        rates = settled(found.rates, now.rates)
+        if not differs(found.step, now.step) and rates == now.rates:
             measured.doubts = 0
             return
         measured.doubts += 1
@@ -513,8 +509,8 @@ class Learner:
         if known.full is not None and known.full.regions:
             kind.learn_again()
             return
-        kind.known = replace(known, share=1.0, backoffs=0)  # what a plan cost was in other times
-        self._replan(kind, found.step, rates, (), full=found.step, flights=found.flights)
+        kind.known = replace(known, costs=Costs())  # what a plan cost was in other times
+        self._replan(kind, found.step, rates=rates, flights=found.flights, all_off=True)
 
     # --- plans that are held to what they may cost ([Note: Never worse] in holding.py) ------------
 
@@ -562,35 +558,31 @@ class Learner:
             kind.holding = None  # steps that are seldom as planned cannot be compared
         if kind.holding is None or holding is None or not holding.complete:
             return False
-        assert known.plan is not None and known.step is not None and known.rates is not None
+        now = known.in_force
+        assert now is not None
         cost_s, allowed = holding.cost_s(), allowed_s(kind)
         kind.holding = None
         kind.measured.exposed_s, kind.measured.held = max(cost_s, 0.0), True
         if cost_s <= allowed:
             return False
         kind.measured.held = False
-        backoffs = known.backoffs + 1
-        rates = settled(holding.rates or known.rates, known.rates)
-        if rates == known.rates:
-            share = known.share * min(CAUTION * allowed / cost_s, 0.5)
+        backoffs = known.costs.backoffs + 1
+        rates = settled(holding.rates or now.rates, now.rates)
+        if rates == now.rates:
+            share = known.costs.share * min(CAUTION * allowed / cost_s, 0.5)
         else:  # that the machine is slower explains it
-            share, self.rates = known.share, rates
-        longer = cost_s / known.step.compute_s
+            share, self.rates = known.costs.share, rates
+        longer = cost_s / now.step.compute_s
         words = (
-            f"moving {format_bytes(known.plan.moved_bytes)} a step made it {longer:.1%} longer, "
+            f"moving {format_bytes(now.plan.moved_bytes)} a step made it {longer:.1%} longer, "
             f"where {AUTO_SLOWDOWN:.0%} is allowed"
         )
-        kind.known = replace(
-            known,
-            share=0.0 if backoffs >= MOST_BACKOFFS else share,
-            backoffs=backoffs,
-            cost_before=words,
-        )
-        self._replan(kind, known.step, rates, known.plan.recompute)
+        share = 0.0 if backoffs >= MOST_BACKOFFS else share
+        kind.known = replace(known, costs=Costs(share, backoffs, words))
+        self._replan(kind, rates=rates)
         return True
 
-    # --- what the engine knows
-    # ---------------------------------------------------------------------
+    # --- what the engine knows --------------------------------------------------------------------
 
     def _expectations(self, device: torch.device) -> Expectations:
         route = self._engine.route(device)
@@ -606,5 +598,17 @@ class Learner:
 
 def allowed_s(kind: StepKind) -> float:
     """Seconds by which a plan for ``"auto"`` may make a step longer."""
-    assert kind.known.step is not None
-    return AUTO_SLOWDOWN * kind.known.step.compute_s
+    assert kind.known.in_force is not None
+    return AUTO_SLOWDOWN * kind.known.in_force.step.compute_s
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that may still be allocated on a device; None: nobody can say."""
+    if device.type == "cpu":
+        return host_limits().free_bytes
+    module = torch.get_device_module(device)
+    if not hasattr(module, "mem_get_info"):
+        return None
+    free, _ = module.mem_get_info(device)
+    unused = module.memory_reserved(device) - module.memory_allocated(device)
+    return int(free) + int(unused)

@@ -13,6 +13,7 @@ from memswap.planning.device import (
     smallest_of_device,
     too_small_for_device,
 )
+from memswap.planning.kinds import InForce, Trial
 from memswap.planning.planner import AUTO_SLOWDOWN, make_plan, regions_for, too_small
 from memswap.planning.replay import MOVES
 from memswap.planning.shapes import resized
@@ -75,9 +76,10 @@ def from_step(known: Known, step: Step, rates: Rates, keys: tuple[Key, ...], ter
     step = replace(step, regions=())
     assert known.full is not None
     limit = limit_of(known, rates, terms)
-    plan = make_plan(step, rates, limit, True, known.full, known.trial, room_of(known, terms))
+    plan = make_plan(step, rates, limit, True, known.full, known.recompute, room_of(known, terms))
     if plan.peak_bytes > limit:
-        known = replace(known, margin_bytes=known.margin_bytes + plan.peak_bytes - limit)
+        margin_bytes = known.trial.margin_bytes + plan.peak_bytes - limit
+        known = replace(known, trial=replace(known.trial, margin_bytes=margin_bytes))
         if (trying := _with_trial(known, rates, terms)) is not None:
             return Made(trying)
     return planned(known, step, rates, keys, terms)
@@ -93,14 +95,15 @@ def sized_like(known: Known, first: Key) -> Known:
 
 def _with_trial(known: Known, rates: Rates, terms: Terms) -> Known | None:
     """To record an iteration with the regions on that a budget wants recomputed; None: none."""
-    if known.trials >= MOST_TRIALS:
+    last = known.trial or Trial((), 0)
+    if last.number >= MOST_TRIALS:
         return None
     assert known.full is not None
-    limit = limit_of(known, rates, terms) - known.margin_bytes
+    limit = limit_of(known, rates, terms) - last.margin_bytes
     units, _ = regions_for(known.full, rates, limit, room_of(known, terms))
-    if not units or units == known.trial:
+    if not units or units == last.units:
         return None
-    return replace(known, trial=units, trials=known.trials + 1)
+    return replace(known, trial=replace(last, units=units, number=last.number + 1))
 
 
 def planned(known: Known, step: Step, rates: Rates, keys: tuple[Key, ...], terms: Terms) -> Made:
@@ -113,12 +116,11 @@ def planned(known: Known, step: Step, rates: Rates, keys: tuple[Key, ...], terms
         return _planned_for_device(known, step, rates, keys, terms, terms.device)
     limit = None if terms.budget == "auto" else limit_of(known, rates, terms)
     asked = terms.budget if limit is None else limit
-    recompute = known.trial or ()
     room = room_of(known, terms)
-    slowdown = AUTO_SLOWDOWN * known.share
-    plan = make_plan(step, rates, asked, True, known.full, recompute, room, slowdown)
-    if known.backoffs and not plan.moved_bytes:
-        plan = replace(plan, declined=known.cost_before)
+    slowdown = AUTO_SLOWDOWN * known.costs.share
+    plan = make_plan(step, rates, asked, True, known.full, known.recompute, room, slowdown)
+    if known.costs.backoffs and not plan.moved_bytes:
+        plan = replace(plan, declined=known.costs.words)
     needs_bytes, allowed = None, 0
     if limit is not None:
         allowed = terms.budget if isinstance(terms.budget, int) else limit * terms.flights
@@ -130,7 +132,7 @@ def planned(known: Known, step: Step, rates: Rates, keys: tuple[Key, ...], terms
         plan = replace(plan, budget=terms.budget, budget_bytes=allowed, in_flight=terms.flights)
     elif terms.flights > 1:
         plan = replace(plan, in_flight=terms.flights)
-    found = replace(known, step=step, plan=plan, rates=rates, keys=keys).without_trial()
+    found = replace(known, in_force=InForce(plan, step, rates, keys), trial=None)
     return Made(found, needs_bytes, allowed)
 
 
@@ -156,11 +158,11 @@ def _planned_for_device(
         known.workspace,
         terms.flights,
         known.full,
-        known.trial or (),
+        known.recompute,
         room_of(known, terms),
     )
     needs_bytes, where = smallest_of_device(device, plan, terms.flights)
-    found = replace(known, step=step, plan=plan, rates=rates, keys=keys).without_trial()
+    found = replace(known, in_force=InForce(plan, step, rates, keys), trial=None)
     if needs_bytes <= device.nbytes:
         return Made(found)
     if terms.must_fit:

@@ -61,7 +61,7 @@ def step_of(
     )
     for key, action, held_until, last_demand, kept_until, others in zip(*columns, strict=True):
         frame = expectations.sizes(key) or UNSEEN
-        actions = allowed(Action(action), device, fixed, on_disk)
+        actions = allowed(action, device, fixed, on_disk)
         seen = None if recipes is None or not actions else recipes.of(len(storages))
         recipe = None
         if seen is not None:
@@ -104,7 +104,7 @@ def without_copies(step: Step, record: IterationRecord, rates: Rates) -> Step:
     copied = [
         nbytes
         for nbytes, action, moved, last_demand in zip(*columns, strict=True)
-        if moved and action == Action.SWAP.value and last_demand is not None
+        if moved and action is Action.SWAP and last_demand is not None
     ]
     beside_s = taken_s(copied, rates, step.compute_s)
     if not beside_s:
@@ -168,7 +168,7 @@ def calibrated(rates: Rates, record: IterationRecord, read: Collection[int] = ()
     demands = {index: len(sizes) + place for place, index in enumerate(record.order)}
     nbytes, encode_s, decode_s = 0, 0.0, 0.0
     for index, (action, moved) in enumerate(zip(record.actions, record.moved, strict=True)):
-        encoded = action == Action.ENCODE.value and moved
+        encoded = action is Action.ENCODE and moved
         if encoded and index in demands and index not in read:
             nbytes += sizes[index]
             encode_s += costs_s[index]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from memswap.engine.action import Action, TensorInfo
 from memswap.engine.units import parse_bytes
+from memswap.planning.budgets import parsed
 
 _OPERATOR = re.compile(r"\w+::\w+")
 
@@ -176,3 +178,27 @@ def checked(action: object, where: str) -> Action:
     if not isinstance(action, Action):
         raise TypeError(f"{where}: found {action!r}, expected a memswap.Action")
     return action
+
+
+def checked_policy(policy: Policy | None) -> Policy:
+    """The policy, or the default one.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if policy is None:
+        return Policy()
+    if not isinstance(policy, Policy):
+        raise TypeError(
+            f"policy: found {policy!r}, expected a memswap.Policy ({policy_hint(policy)}) or None"
+        )
+    return policy
+
+
+def policy_hint(found: object) -> str:
+    """What to write instead of something that is no policy."""
+    if isinstance(found, (int, str)) and not isinstance(found, bool):
+        with suppress(ValueError):
+            parsed(found)
+            return f"for a budget: budget={found!r}"
+    return "for an action alone: memswap.Policy(action=...)"

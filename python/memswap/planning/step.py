@@ -174,15 +174,6 @@ class Step:
             seconds[storage.unit] = seconds.get(storage.unit, 0.0) + gap_s
         return seconds
 
-    def backward_s(self, unit: str) -> float:
-        """Seconds of a unit's backward: from each of its demands to the next mark."""
-        gaps = [*self.gaps_s[len(self.storages) + 1 :], 0.0]
-        return sum(
-            gap
-            for index, gap in zip(self.order, gaps, strict=False)
-            if self.storages[index].unit == unit
-        )
-
     def with_gaps(self, gaps_s: Sequence[float], tail_s: float) -> Step:
         """The same step with other times."""
         return replace(self, gaps_s=tuple(gaps_s), tail_s=tail_s)

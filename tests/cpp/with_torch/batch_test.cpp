@@ -14,6 +14,7 @@
 #include "lane/worker_lane.h"
 #include "pool/host_slabs.h"
 #include "pool/pool.h"
+#include "with_host.h"
 
 namespace memswap {
 namespace {
@@ -26,42 +27,26 @@ at::Tensor filled(uint8_t value, int64_t nbytes = kBytes) {
   return tensor;
 }
 
-class Opener final : public Transfers::Opener {
- public:
-  explicit Opener(std::shared_ptr<BlockSender> sender) : sender_(std::move(sender)) {}
-  std::shared_ptr<BlockSender> open_blocks() override { return sender_; }
-  std::shared_ptr<FrameSender> open_frames(Form) override { return nullptr; }
-  void begin(int64_t, int64_t) override {}
-
- private:
-  const std::shared_ptr<BlockSender> sender_;
-};
-
 class Batches : public ::testing::Test {
  protected:
   BatchPtr begin() {
     return std::make_shared<Batch>(engine, "layer", std::make_shared<Iteration>(nullptr, 0));
   }
 
-  // What a pack hook does where somebody has decided that a storage leaves.
-  EntryPtr save(Batch& batch, at::Tensor tensor, Form form = Form::kBlock) {
+  EntryPtr save(Batch& batch, at::Tensor tensor, Action action = Action::kSwap) {
     const Locked locked(engine->lock);
     const SavedView look = *SavedView::capture(tensor);
-    const Offer offer{tensor, look, "unit", Iteration::kNoGroup, true, false, ordinal, &batch};
-    const Saved known = engine->save(offer);
-    if (known.as == Saved::As::kMoved) {
-      auto entry = std::static_pointer_cast<Entry>(known.known);
-      ++entry->handles;
-      return entry;
-    }
-    EXPECT_EQ(known.as, Saved::As::kAsked);
-    engine->iteration->admit(look.storage_nbytes(), false, Iteration::kNoGroup);
-    StorageRefPtr storage;
-    EntryPtr entry = engine->make_entry(tensor, look, storage);
-    const LeaveOrder order{
-        transfers, form, {"unit", ++ordinal, entry->nbytes(), c10::ScalarType::Byte}};
-    EXPECT_EQ(engine->leave(entry, std::move(storage), order), nullptr) << "it waits";
-    batch.join(entry);
+    const Saved saved = engine->save({.tensor = tensor,
+                                      .look = look,
+                                      .unit = "unit",
+                                      .group = Iteration::kNoGroup,
+                                      .covered = true,
+                                      .action = action,
+                                      .number = 0,
+                                      .ordinal = ordinal,
+                                      .batch = &batch});
+    EXPECT_EQ(saved.as, Saved::As::kMoved) << "it waits";
+    auto entry = std::static_pointer_cast<Entry>(saved.known);
     ++entry->handles;
     return entry;
   }
@@ -79,10 +64,7 @@ class Batches : public ::testing::Test {
   std::shared_ptr<BlockSender> sender =
       std::make_shared<BlockSender>(std::make_shared<WorkerLane>(2, 1 << 20), pool);
   EnginePtr engine = std::make_shared<Engine>(/*window_bytes=*/0, Schedule::kBatches);
-  TransfersPtr transfers = std::make_shared<Transfers>(
-      c10::Device(c10::kCPU),
-      std::make_shared<Expectations>(Expectations::Device{.worst_case = true}, ExpectationLimits{}),
-      std::make_unique<Opener>(sender));
+  testing::Host& host = testing::host_of(*engine, testing::transfers_by(sender));
   int64_t ordinal = -1;
 };
 

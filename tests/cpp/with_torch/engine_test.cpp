@@ -15,6 +15,7 @@
 #include "lane/worker_lane.h"
 #include "pool/host_slabs.h"
 #include "pool/pool.h"
+#include "with_host.h"
 
 namespace memswap {
 namespace {
@@ -40,17 +41,23 @@ struct Handle {
 class Engines : public ::testing::Test {
  protected:
   Engines() {
-    engine->policy.action = PolicyTable::Action::kSwap;
+    engine->policy.action = Action::kSwap;
     engine->policy.min_bytes = 1;
-    engine->policy.devices.push_back({c10::Device(c10::kCPU), PolicyTable::Action::kSwap, sender});
     engine->ledger.warn = [this](const std::string& message) { told.push_back(message); };
   }
 
   Handle save(const at::Tensor& tensor, bool planned = false) {
     const Locked locked(engine->lock);
     SavedView look = *SavedView::capture(tensor);
-    const Offer offer{tensor, look, "unit", Iteration::kNoGroup, true, false, ordinal};
-    Saved saved = planned ? engine->follow_plan(offer) : engine->save(offer);
+    Saved saved = engine->save({.tensor = tensor,
+                                .look = look,
+                                .unit = "unit",
+                                .group = Iteration::kNoGroup,
+                                .covered = true,
+                                .action = own_action,
+                                .number = ++number,
+                                .ordinal = ordinal,
+                                .planned = planned});
     if (saved.as == Saved::As::kMoved) {
       ++static_cast<Entry&>(*saved.known).handles;
       return {saved, look, {}};
@@ -73,8 +80,10 @@ class Engines : public ::testing::Test {
   std::shared_ptr<WorkerLane> lane = std::make_shared<WorkerLane>(2, kBudget);
   std::shared_ptr<BlockSender> sender = std::make_shared<BlockSender>(lane, pool);
   EnginePtr engine = std::make_shared<Engine>(/*window_bytes=*/0);
+  testing::Host& host = testing::host_of(*engine, testing::transfers_by(sender));
   std::vector<std::string> told;
-  int64_t ordinal = -1;
+  std::optional<Action> own_action;
+  int64_t number = 0, ordinal = -1;
 };
 
 TEST_F(Engines, WhatIsSavedLeavesAndComesBack) {
@@ -111,7 +120,7 @@ TEST_F(Engines, WhatIsSmallOrNotCoveredStays) {
   EXPECT_EQ(save(filled(1)).saved.as, Saved::As::kKept);
   EXPECT_EQ(engine->ledger.kept().at("small").nbytes, kBytes);
   engine->policy.min_bytes = 1;
-  engine->policy.action = PolicyTable::Action::kKeep;
+  engine->policy.action = Action::kKeep;
   const Handle stays = save(filled(1));
   EXPECT_EQ(stays.saved.as, Saved::As::kKept);
   EXPECT_FALSE(stays.saved.known->is_entry());
@@ -129,24 +138,94 @@ TEST_F(Engines, WithoutRoomATensorStaysAndThatIsToldOnce) {
   EXPECT_NE(told[0].find("stays on cpu"), std::string::npos) << told[0];
 }
 
-TEST_F(Engines, WhatTheTableDoesNotSayIsAsked) {
-  engine->policy.action = PolicyTable::Action::kAsk;
-  EXPECT_EQ(save(filled(1)).saved.as, Saved::As::kAsked);
-  engine->policy.action = PolicyTable::Action::kSwap;
+TEST_F(Engines, AFunctionOfTheUsersIsAskedUnlessWhoSavesHasAnAction) {
+  engine->policy = {.min_bytes = 1, .action = std::nullopt, .asks = true};
+  host.says = Action::kKeep;
+  EXPECT_EQ(save(filled(1)).saved.as, Saved::As::kKept);
+  host.says = std::nullopt;
+  EXPECT_EQ(save(filled(1)).saved.as, Saved::As::kMoved) << "as suits the device";
+  EXPECT_EQ(host.asked, 2);
+  own_action = Action::kSwap;
+  host.says = Action::kKeep;
+  EXPECT_EQ(save(filled(1)).saved.as, Saved::As::kMoved);
+  own_action = Action::kKeep;
+  EXPECT_EQ(save(filled(1)).saved.as, Saved::As::kKept);
+  EXPECT_EQ(host.asked, 2);
+}
+
+TEST_F(Engines, ATableIsFollowedWithoutAskingAnybody) {
+  std::vector<Handle> handles;
+  for (int times = 0; times < 4; ++times) {
+    handles.push_back(save(filled(1)));
+    EXPECT_EQ(handles.back().saved.as, Saved::As::kMoved);
+  }
+  EXPECT_EQ(host.asked, 0);
+  EXPECT_EQ(host.opened, 1) << "what a device's storages leave by is opened once";
+  engine->policy.action = std::nullopt;
+  EXPECT_EQ(save(filled(1)).saved.as, Saved::As::kMoved) << "what suits the device";
+  EXPECT_EQ(host.asked, 0);
+}
+
+TEST_F(Engines, WhatIsSavedAfterBackwardBeganBelongsToANewIteration) {
   const Handle handle = save(filled(1));
+  const IterationPtr before = engine->iteration;
   demands(handle, 1);
-  EXPECT_EQ(save(filled(1)).saved.as, Saved::As::kAsked) << "a new iteration begins";
+  const Handle other = save(filled(2));
+  EXPECT_EQ(other.saved.as, Saved::As::kMoved);
+  EXPECT_NE(engine->iteration, before);
   EXPECT_EQ(engine->iteration->size(), 1u);
 }
 
+TEST_F(Engines, AStorageOfADeviceWithoutTransfersStays) {
+  host.transfers = nullptr;
+  EXPECT_EQ(save(filled(1)).saved.as, Saved::As::kKept);
+  EXPECT_EQ(engine->ledger.kept().at("host memory beside an accelerator").tensors, 1);
+}
+
+TEST_F(Engines, NothingLeavesWhileAStreamCapturesAGraph) {
+  bool captures = true;
+  host.transfers = testing::transfers_by(sender, {.captures = [&] { return captures; }});
+  EXPECT_EQ(save(filled(1)).saved.as, Saved::As::kKept);
+  EXPECT_EQ(engine->ledger.kept().at("stream capture").tensors, 1);
+  captures = false;
+  EXPECT_EQ(save(filled(1)).saved.as, Saved::As::kMoved);
+}
+
+TEST_F(Engines, WithoutARecipeARecomputedStorageLeavesAsSuitsTheDevice) {
+  engine->policy.action = Action::kRecompute;
+  EXPECT_EQ(save(filled(1)).saved.as, Saved::As::kMoved);
+  EXPECT_EQ(engine->recipes, nullptr) << "nobody asked for recipes of a device";
+  host.transfers = testing::transfers_by(sender, {.action = Action::kRecompute});
+  const EnginePtr other = std::make_shared<Engine>(/*window_bytes=*/0);
+  testing::host_of(*other, host.transfers);
+  other->policy.min_bytes = 1;
+  engine = other;
+  EXPECT_EQ(save(filled(1)).saved.as, Saved::As::kMoved);
+  EXPECT_NE(engine->recipes, nullptr);
+}
+
+TEST_F(Engines, WhoDirectsSaysWhatBecomesOfEachStorage) {
+  engine->directed = true;
+  host.directs = Action::kKeep;
+  EXPECT_EQ(save(filled(1)).saved.as, Saved::As::kKept);
+  EXPECT_EQ(engine->ledger.kept().at("planned").tensors, 1);
+  host.directs = Action::kSwap;
+  EXPECT_EQ(save(filled(1)).saved.as, Saved::As::kMoved);
+  host.directs = std::nullopt;
+  engine->policy.action = Action::kKeep;
+  EXPECT_EQ(save(filled(1)).saved.as, Saved::As::kKept) << "as the policy has it";
+  EXPECT_EQ(engine->ledger.kept().at("policy").tensors, 1);
+  EXPECT_EQ(host.asked, 3);
+}
+
 TEST_F(Engines, ThePlanOfAnIterationIsFollowedForAsLongAsItFits) {
-  auto plan = std::make_shared<Plan>(Plan{.device = c10::Device(c10::kCPU), .sender = sender});
+  auto plan = std::make_shared<Plan>(Plan{.device = c10::Device(c10::kCPU)});
   for (int64_t place = 0; place < 3; ++place) {
     plan->places.push_back({.unit = "unit",
                             .ordinal = place,
                             .nbytes = kBytes,
                             .dtype = c10::ScalarType::Byte,
-                            .action = place == 1 ? Plan::Action::kKeep : Plan::Action::kSwap});
+                            .action = place == 1 ? Action::kKeep : Action::kSwap});
   }
   plan->places[2].releases = {0};
   plan->places[2].fetches = {0};
@@ -167,7 +246,9 @@ TEST_F(Engines, ThePlanOfAnIterationIsFollowedForAsLongAsItFits) {
   EXPECT_EQ(handles[0].entry()->state(), State::kReturning) << "it starts back as planned";
   EXPECT_TRUE(demands(handles[0], 1));
   EXPECT_EQ(engine->iteration->peak_bytes, 3 * kBytes);
-  EXPECT_EQ(save(filled(4), /*planned=*/true).saved.as, Saved::As::kAsked);
+  EXPECT_EQ(host.asked, 0);
+  save(filled(4), /*planned=*/true);
+  EXPECT_EQ(host.asked, 1) << "the plan does not know it";
 }
 
 TEST_F(Engines, AnEntryOutlivesTheEngineOfWhoeverMadeIt) {

@@ -148,6 +148,19 @@ void GlobalLock::install() {
             global_lock.lock();
             lock_is_here = true;
           },
+      .take = []() -> void* {
+        if (lock_is_here) {
+          return nullptr;
+        }
+        global_lock.lock();
+        lock_is_here = true;
+        return &global_lock;
+      },
+      .release =
+          [](void*) {
+            lock_is_here = false;
+            global_lock.unlock();
+          },
   });
 }
 

@@ -73,28 +73,27 @@ Seen demanded(AwayForm& form, const at::Tensor& expected) {
   }
 }
 
-// An edit that nobody announces, between forward and backward.
-Seen after_an_edit(std::unique_ptr<Host> host) {
+// What a demand sees after something has become of the source, of which nobody has heard.
+template <class Change>
+Seen after(std::unique_ptr<Host> host, Change change) {
   const std::shared_ptr<Recipes> recipes = recipes_of(std::move(host));
   recipes->log().enter();
   at::Tensor source = at::randn({64, 64});
   const at::Tensor made = at::silu(source);
   const Recipes::Answer answer = offer(*recipes, made);
   recipes->log().leave();
-  source.mul_(2);
+  change(source);
   return demanded(*answer.leaving->away, made);
+}
+
+// An edit between forward and backward.
+Seen after_an_edit(std::unique_ptr<Host> host) {
+  return after(std::move(host), [](at::Tensor& source) { source.mul_(2); });
 }
 
 // A source that nobody but the recipe holds.
 Seen after_its_source_is_dropped(std::unique_ptr<Host> host) {
-  const std::shared_ptr<Recipes> recipes = recipes_of(std::move(host));
-  recipes->log().enter();
-  at::Tensor source = at::randn({64, 64});
-  const at::Tensor made = at::silu(source);
-  const Recipes::Answer answer = offer(*recipes, made);
-  recipes->log().leave();
-  source.reset();
-  return demanded(*answer.leaving->away, made);
+  return after(std::move(host), [](at::Tensor& source) { source.reset(); });
 }
 
 // A kernel that gives other bits in the second iteration, and is demanded in the third.

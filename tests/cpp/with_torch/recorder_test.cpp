@@ -2,8 +2,12 @@
 #include "engine/recorder.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <barrier>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -16,6 +20,7 @@
 #include "lane/worker_lane.h"
 #include "pool/host_slabs.h"
 #include "pool/pool.h"
+#include "with_host.h"
 
 namespace memswap {
 namespace {
@@ -37,7 +42,7 @@ struct Send final : Ticket {
   bool said_done = false;
 };
 
-class TestLane final : public Lane {
+class TestLane : public Lane {
  public:
   TicketPtr send(StorageRefPtr storage, BlockPtr, ByteRange, Tickets) override {
     sends.push_back(std::make_shared<Send>(std::move(storage)));
@@ -60,6 +65,8 @@ class Records : public ::testing::Test {
   // Engines whose storages leave by a lane, and whose iterations are taken down.
   void direct(std::shared_ptr<Lane> lane) {
     sender = std::make_shared<BlockSender>(std::move(lane), pool);
+    testing::host_of(*engine, testing::transfers_by(sender));
+    engine->policy.min_bytes = 1;
     engine->directed = true;
     begin_iteration();
   }
@@ -236,13 +243,13 @@ TEST_F(Records, ARegionIsKnownByWhatItIsCalledWith) {
 
 TEST_F(Records, UnderAPlanAnIterationIsTakenDownToo) {
   direct(lane);
-  auto plan = std::make_shared<Plan>(Plan{.device = c10::Device(c10::kCPU), .sender = sender});
+  auto plan = std::make_shared<Plan>(Plan{.device = c10::Device(c10::kCPU)});
   for (int64_t place = 0; place < 2; ++place) {
     plan->places.push_back({.unit = "unit",
                             .ordinal = place,
                             .nbytes = kBytes,
                             .dtype = c10::ScalarType::Byte,
-                            .action = place == 0 ? Plan::Action::kSwap : Plan::Action::kKeep});
+                            .action = place == 0 ? Action::kSwap : Action::kKeep});
   }
   engine->iteration->plan = plan;
   engine->iteration->follows_alone = true;
@@ -251,9 +258,17 @@ TEST_F(Records, UnderAPlanAnIterationIsTakenDownToo) {
     const at::Tensor tensor = bytes();
     const SavedView look = *SavedView::capture(tensor);
     const Locked locked(engine->lock);
-    entries.push_back(
-        engine->follow_plan({tensor, look, "unit", Iteration::kNoGroup, true, false, ordinal})
-            .known);
+    entries.push_back(engine
+                          ->save({.tensor = tensor,
+                                  .look = look,
+                                  .unit = "unit",
+                                  .group = Iteration::kNoGroup,
+                                  .covered = true,
+                                  .action = std::nullopt,
+                                  .number = place,
+                                  .ordinal = ordinal,
+                                  .planned = true})
+                          .known);
     ASSERT_TRUE(entries.back());
   }
   engine->demand(std::static_pointer_cast<Entry>(entries[0]));
@@ -266,7 +281,7 @@ TEST_F(Records, UnderAPlanAnIterationIsTakenDownToo) {
 TEST_F(Records, ABackwardOfAnotherForwardThanPlannedFollowsNoPlan) {
   direct(lane);
   const EntryPtr entry = save(bytes());
-  auto plan = std::make_shared<Plan>(Plan{.device = c10::Device(c10::kCPU), .sender = sender});
+  auto plan = std::make_shared<Plan>(Plan{.device = c10::Device(c10::kCPU)});
   plan->places.resize(2);
   engine->iteration->plan = plan;
   engine->demand(entry);
@@ -294,6 +309,72 @@ TEST_F(Records, ThreadsSaveAndDemandWhatIsTakenDown) {
   const IterationRecord record = *taken();
   EXPECT_EQ(record.order.size(), entries.size());
   EXPECT_EQ(record.gaps_s.size(), 2 * entries.size());
+}
+
+// Fetches whose tickets wait for each other, or fail.
+class MeetingLane final : public TestLane {
+ public:
+  explicit MeetingLane(std::ptrdiff_t threads) : together(threads) {}
+  std::pair<StorageRefPtr, TicketPtr> fetch(BlockPtr block, Tickets) override {
+    const at::Tensor fetched = bytes(static_cast<int64_t>(block->nbytes()));
+    return {std::make_shared<StorageRef>(fetched.storage()), std::make_shared<Meeting>(together)};
+  }
+  void end_sends() {
+    for (const auto& send : sends) {
+      send->storage.reset();
+      send->said_done = true;
+    }
+  }
+
+ private:
+  struct Meeting final : Ticket {
+    explicit Meeting(std::barrier<>& met) : together(met) {}
+    void wait() override { together.arrive_and_wait(); }
+    bool done() override { return false; }
+    void synchronize() override {}
+
+    std::barrier<>& together;
+  };
+
+  std::barrier<> together;
+};
+
+TEST_F(Records, ThreadsThatAskSideBySideAreAllTakenDown) {
+  const auto meeting = std::make_shared<MeetingLane>(4);
+  direct(meeting);
+  std::vector<EntryPtr> entries;
+  for (int times = 0; times < 4; ++times) {
+    entries.push_back(save(bytes()));
+  }
+  meeting->end_sends();
+  std::vector<std::thread> threads;
+  for (const EntryPtr& entry : entries) {
+    threads.emplace_back([&, entry] { engine->demand(entry); });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  std::vector<size_t> order = taken()->order;
+  std::ranges::sort(order);
+  EXPECT_EQ(order, (std::vector<size_t>{0, 1, 2, 3}));
+}
+
+// Fetches that find no memory.
+class FullLane final : public TestLane {
+ public:
+  std::pair<StorageRefPtr, TicketPtr> fetch(BlockPtr, Tickets) override {
+    throw c10::OutOfMemoryError({__func__, __FILE__, __LINE__}, "no memory");
+  }
+};
+
+TEST_F(Records, ADemandThatBrokeOffLeavesNoRecord) {
+  const auto full = std::make_shared<FullLane>();
+  direct(full);
+  const EntryPtr entry = save(bytes());
+  full->sends[0]->storage.reset();
+  full->sends[0]->said_done = true;
+  EXPECT_THROW(engine->demand(entry), c10::OutOfMemoryError);
+  EXPECT_FALSE(taken());
 }
 
 TEST(Moments, OnADeviceAreEventsThatNobodyWaitsFor) {

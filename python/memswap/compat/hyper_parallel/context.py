@@ -135,8 +135,13 @@ class AsyncContextParallel(ContextParallel):
         """Apply to an attention module, which is returned.
 
         A projection counts only where attention gets its very output, with the dimensions of the
-        layout; otherwise there is one warning and the ordinary path. With ``o_proj`` the output is
-        waited for where that projection uses it.
+        layout; otherwise there is one warning and the ordinary path.
+
+        Args:
+            module: computes attention.
+            device_mesh: the ranks.
+            q_proj, k_proj, v_proj: modules whose output is query, key or value as it is.
+            o_proj: where attention's output is waited for, since it uses that first.
         """
         self._apply_style(module, device_mesh, q=q_proj, k=k_proj, v=v_proj, o=o_proj)
         return module

@@ -25,7 +25,6 @@ from torch import nn
 from torch.utils._pytree import tree_iter
 
 from memswap._warn import UsersLine
-from memswap.activations import checked_policy, persistent_tensors
 from memswap.compat.hyper_parallel.groups import SwapBatch, SwapGroup
 from memswap.compat.hyper_parallel.tensors import Storage
 from memswap.engine.action import Action, TensorInfo
@@ -33,7 +32,8 @@ from memswap.engine.autograd import in_backward
 from memswap.engine.transfer import check_pool
 from memswap.groups import Groups
 from memswap.hooks.module_hooks import ModuleHooks
-from memswap.planning.policy import Policy, Restricted
+from memswap.hooks.units import persistent_tensors
+from memswap.planning.policy import Policy, Restricted, checked_policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable

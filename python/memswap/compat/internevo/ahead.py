@@ -22,6 +22,7 @@ from memswap.compat.internevo.parts import (
 from memswap.compat.internevo.pool import MemoryPool
 from memswap.compat.internevo.raw import Done, FirstUses, check_whole, gather_rows, reduce_rows
 from memswap.engine.autograd import graph_task
+from memswap.hooks.training import BackwardPass
 from memswap.parallel.comm import Comm, Ticket
 
 #: Without blocks: so many of the next uses are gathered ahead.
@@ -42,9 +43,7 @@ class Ahead(ABC):
         self.first_uses = FirstUses(comm)
         self.gathers = Gathers(comm)
         self.reductions = Reductions(comm, lambda one: None if pool is None else pool.forget(one))
-        self._in_backward = False
-        self._ending: Callable[[], object] = lambda: None
-        """What torch calls at the end of the present backward; None once torch has dropped it."""
+        self.backward = BackwardPass(self._end_backward, self._abandon)
 
     @abstractmethod
     def part(self, tensor: torch.Tensor, module: nn.Module | None, is_bias: bool) -> Part | None:
@@ -64,7 +63,7 @@ class Ahead(ABC):
 
     def weight(self, tensor: torch.Tensor, module: nn.Module | None, is_bias: bool) -> torch.Tensor:
         """The whole weight or bias of which ``tensor`` has this rank's rows."""
-        self.enter()
+        self.backward.look()
         part = self.part(tensor, module, is_bias)
         if part is not None:
             return self.use(part)
@@ -85,7 +84,7 @@ class Ahead(ABC):
         check_whole(self.comm, tensor, None if parameter is None else parameter.shape)
         if part is None or parameter is None or graph_task() == -1 or not self.deferred(parameter):
             return reduce_rows(self.comm, tensor, async_op, reduce_op)
-        self.enter()
+        self.backward.look()
         self.reductions.launch(part, tensor, reduce_op, self._room())
         return stand_in(parameter.shape, tensor), Done()
 
@@ -93,22 +92,12 @@ class Ahead(ABC):
     def known(self, module: nn.Module, is_bias: bool) -> Part | None:
         """The part that a module was seen to have."""
 
-    def enter(self) -> None:
-        """Something happens, in forward or in backward."""
-        inside = graph_task() != -1
-        if self._in_backward and not (inside and self._ending()):  # it raised
-            self._in_backward = False
-            self.gathers.drop_all()
-            self.reductions.abandon()
-        if inside and not self._in_backward:
-            # The first event of a backward is always in the outermost graph task.
-            self._in_backward = True
-            end = self._end_backward  # torch alone owns it, as long as this backward lasts
-            self._ending = ref(end)
-            torch.autograd.Variable._execution_engine.queue_callback(end)
+    def _abandon(self) -> None:
+        """The last backward raised."""
+        self.gathers.drop_all()
+        self.reductions.abandon()
 
     def _end_backward(self) -> None:
-        self._in_backward = False
         self.gathers.drop_all()
         self.backward_ended()
 
@@ -203,7 +192,7 @@ class AheadByOrder(Ahead):
 
     def use(self, part: Part) -> torch.Tensor:
         uses, keep = self._forward, False
-        if self._in_backward:
+        if self.backward.runs:
             uses = self._backward
             self._uses[part] = count = self._uses.get(part, 0) + 1
             keep = count < self._uses_before.get(part, 1)

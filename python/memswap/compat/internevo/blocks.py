@@ -121,7 +121,7 @@ class AheadByBlocks(Ahead):
         weight = self._block_of[holder].holders[holder][False]
         whole = self.gathers.use(part, keep=again and part is weight)  # backward needs no bias
         before = self._before.get(holder)
-        if self._in_backward and not again and before is not None:
+        if self.backward.runs and not again and before is not None:
             block = self._block_of[before]
             if not block.recomputed:  # else it comes as a whole, before it is computed again
                 self.gathers.launch(block.holders[before][False])
@@ -178,7 +178,7 @@ class AheadByBlocks(Ahead):
     # --- what hooks call --------------------------------------------------------------------------
 
     def _chunk_begins(self, key: object, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.enter()
+        self.backward.look()
         if graph_task() == -1:
             self.gathers.drop_all()  # gathered in vain by the last forward
 
@@ -186,7 +186,7 @@ class AheadByBlocks(Ahead):
         self, place: tuple[list[Block], Block, bool], module: nn.Module, args: Any, kwargs: Any
     ) -> AtEnd | None:
         blocks, block, is_last = place
-        self.enter()
+        self.backward.look()
         block.recomputed = block.recomputed or graph_task() != -1
         self._gather(blocks, block.index)
         if not block.anchored:

@@ -54,10 +54,6 @@ class HeadWeightParallelCommunicator(WPCommunicator):
         self._sequence: Comm = ProcessGroupComm(seq_process_group)
         self._retain_out_sharded = retain_out_sharded
 
-    def communication_mode(self) -> str:
-        """``"wp"``: what an end of the model asks for."""
-        return "wp"
-
     def weight_hook(
         self,
         tensor: torch.Tensor,
@@ -65,10 +61,7 @@ class HeadWeightParallelCommunicator(WPCommunicator):
         module: nn.Module | None = None,
         is_bias: bool = False,
     ) -> torch.Tensor:
-        """The whole weight of this rank's rows, or ``tensor`` if ``shard`` has gathered it.
-
-        It is there when this returns, whatever ``async_op`` says: there is no handle to wait for.
-        """
+        """See :meth:`WPCommunicator.weight_hook`."""
         if not native.is_lent(tensor):
             self._first_uses.compare(tensor, module, is_bias)
         return gather_rows(self._weights, tensor)
@@ -81,10 +74,7 @@ class HeadWeightParallelCommunicator(WPCommunicator):
         reduce_op: Any = dist.ReduceOp.AVG,
         is_bias: bool = False,
     ) -> tuple[torch.Tensor, Ticket]:
-        """This rank's rows of the reduced gradient, and its handle.
-
-        Where ``shard`` has the module, the unit reduces: the gradient passes.
-        """
+        """See :meth:`WPCommunicator.grad_hook`."""
         if isinstance(module, ShardedModule):
             return tensor, Done()
         return reduce_rows(self._weights, tensor, async_op, reduce_op)
@@ -204,7 +194,7 @@ class EmbeddingWeightParallelCommunicator:
         """
         if any(one._parameters["weight"] is param for one in self._embeddings):
             return
-        mine = (one.sharded for unit in self._context.scheduled for one in unit.members)
+        mine = (one.sharded for unit in self._context.units for one in unit.members)
         if not isinstance(param, DTensor) or all(one is not param for one in mine):
             raise ValueError(
                 "grad_reduce_hook(): found a parameter of no registered module; expected one that "

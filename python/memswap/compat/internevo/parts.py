@@ -24,8 +24,8 @@ from torch.optim.optimizer import Optimizer
 
 from memswap._native import native
 from memswap.compat.internevo.raw import Allocate, reduction_named
+from memswap.hooks.training import before_optimizer_steps
 from memswap.parallel.comm import Comm, Ticket
-from memswap.parallel.first_step import before_optimizer_steps
 
 #: Whole gradients on their way at once, at most; their memory is free when they have been waited
 #: for. Two blocks of a Llama have twelve.

@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from memswap._native import native
 from memswap.errors import RankMismatchError
-from memswap.parallel.comm import Comm, ReduceOp, Ticket
-from memswap.parallel.selftest import ranks_that_differ
+from memswap.parallel.comm import Comm, ReduceOp, Ticket, ranks_that_differ
 
 #: Makes the output of an all-gather of so many rows.
 Allocate = Callable[[torch.Size, torch.Tensor], torch.Tensor]
@@ -33,9 +32,9 @@ class Done:
 class WPCommunicator(ABC):
     """What a linear layer that gathers its own weight calls: each communicator is one."""
 
-    @abstractmethod
     def communication_mode(self) -> str:
         """``"wp"``: what callers ask for, to know which hooks to call."""
+        return "wp"
 
     @abstractmethod
     def weight_hook(
@@ -45,7 +44,19 @@ class WPCommunicator(ABC):
         module: nn.Module | None = None,
         is_bias: bool = False,
     ) -> torch.Tensor:
-        """The whole weight, in forward and in backward."""
+        """The whole weight, in forward and in backward, or ``tensor`` itself if that is whole.
+
+        It is there when this returns, whatever ``async_op`` says: there is no handle to wait for.
+
+        Args:
+            tensor: ``[rows, ...]``, as many rows on every rank.
+            async_op: taken and not needed.
+            module: whose weight it is.
+            is_bias: it is the module's bias.
+
+        Returns:
+            ``[ranks * rows, ...]``.
+        """
 
     @abstractmethod
     def grad_hook(
@@ -56,7 +67,19 @@ class WPCommunicator(ABC):
         reduce_op: Any = dist.ReduceOp.AVG,
         is_bias: bool = False,
     ) -> tuple[torch.Tensor, Ticket]:
-        """What to return as the weight's gradient, and a handle to wait for before it is used."""
+        """What to return as the weight's gradient, and a handle to wait for before it is used.
+
+        Args:
+            tensor: the whole gradient, ``[ranks * rows, ...]``.
+            async_op: return before the rows are there.
+            module: whose weight it is of.
+            reduce_op: AVG or SUM.
+            is_bias: it is of the module's bias.
+
+        Returns:
+            ``[rows, ...]``: this rank's rows. Where a unit of :func:`memswap.parallel.shard` has
+            gathered the weight and will reduce its gradient, ``tensor`` itself.
+        """
 
 
 def group_of(mode: Any) -> dist.ProcessGroup | None:

@@ -128,10 +128,6 @@ class ISPCommunicator(WPCommunicator):
             for blocks in found:
                 self._states.append(self._shard_blocks(blocks))
 
-    def communication_mode(self) -> str:
-        """``"wp"``: callers ask for it, to know which hooks they call."""
-        return "wp"
-
     @property
     def is_forward(self) -> bool:
         """Whether this is forward: as was assigned, and never inside of a backward.
@@ -243,18 +239,7 @@ class ISPCommunicator(WPCommunicator):
         module: nn.Module | None = None,
         is_bias: bool = False,
     ) -> torch.Tensor:
-        """The whole weight of which ``tensor`` has this rank's rows, or itself if that is whole.
-
-        It is there when this returns, whatever ``async_op`` says: there is no handle to wait for.
-
-        Args:
-            tensor: ``[rows, ...]``, as many rows on every rank.
-            module: whose weight it is: what gathering ahead goes by.
-            is_bias: it is the module's bias.
-
-        Returns:
-            ``[ranks * rows, ...]``.
-        """
+        """See :meth:`WPCommunicator.weight_hook`; gathering ahead goes by ``module``."""
         if native.is_lent(tensor):
             return tensor
         if self._ahead is not None:
@@ -271,19 +256,9 @@ class ISPCommunicator(WPCommunicator):
         reduce_op: Any = dist.ReduceOp.AVG,
         is_bias: bool = False,
     ) -> tuple[torch.Tensor, Ticket]:
-        """What to return as the weight's gradient, and a handle to wait for before it is used.
+        """See :meth:`WPCommunicator.grad_hook`.
 
-        Args:
-            tensor: the whole gradient, ``[ranks * rows, ...]``.
-            async_op: without ``overlap``, return before the rows are there.
-            module: whose weight it is of.
-            reduce_op: AVG or SUM.
-            is_bias: it is of the module's bias.
-
-        Returns:
-            ``[rows, ...]``: this rank's rows; with ``overlap`` a stand-in for them, see
-            :attr:`reduce_scatter_handlers`. Where a unit has gathered the weight and will reduce
-            its gradient, ``tensor`` itself.
+        With ``overlap``, a stand-in for the rows is returned: :attr:`reduce_scatter_handlers`.
         """
         if self._ahead is not None:
             return self._ahead.gradient(tensor, module, is_bias, async_op, reduce_op)

@@ -46,8 +46,6 @@ from memswap.hooks.operators import BACKWARD_PRODUCTS
 from memswap.windows import parse_layers
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from memswap._C import Iteration
     from memswap.engine.durations import Span
     from memswap.engine.handle import Handle
@@ -313,12 +311,7 @@ class CompressHook(torch.autograd.graph.saved_tensors_hooks):  # type: ignore[mi
         self._entered.append((scope, span, overridden))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        traceback: TracebackType | None = None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         scope, span, overridden = self._entered.pop()
         if overridden:
             pop_hooks()

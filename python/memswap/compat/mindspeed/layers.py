@@ -226,9 +226,6 @@ class LayerScope(HookScope):
 
     __slots__ = ("_manager",)
 
-    def __new__(cls, manager: LayerActivationManager) -> LayerScope:
-        return super().__new__(cls, manager.engine)
-
     def __init__(self, manager: LayerActivationManager) -> None:
         super().__init__(manager.engine, str(manager.order_layer_uuid))
         self._manager = ref(manager)

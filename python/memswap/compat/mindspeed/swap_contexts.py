@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -26,13 +25,14 @@ from memswap._warn import UsersLine
 from memswap.compat.mindspeed.swap_handler import AsyncSwapHandler
 from memswap.engine.action import Action
 from memswap.engine.autograd import in_backward
-from memswap.modules import ModuleSwap, swap_modules
 from memswap.planning.policy import Policy
+from memswap.schedules.towers import swap_modules
 
 if TYPE_CHECKING:
     from memswap.compat.mindspeed.swap_keys import CheckFn
     from memswap.engine.batch import Batch
     from memswap.engine.transfer import Pool
+    from memswap.schedules.scheduled import ScheduledModules
 
 
 class _LastIndices(MutableMapping[str, int]):
@@ -135,17 +135,12 @@ class TensorSwapContext:
             self._tower.enter(self, batch)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         stack = self._entered.stack
         batch = stack.pop()
         if batch is None:
             return
-        self._group.__exit__(kind, error, traceback)
+        self._group.__exit__(*raised)
         if not any(stack):
             self._tower.leave(self, batch)
 
@@ -165,7 +160,13 @@ def swap_activation_modules(
     plan: str | Sequence[str],
     *,
     pool: Pool | None = None,
-) -> ModuleSwap:
-    """Swap the input of each module that matches the plan: :func:`memswap.swap_modules`."""
+) -> ScheduledModules:
+    """Swap the input of each module that matches the plan, whatever its size.
+
+    Args:
+        model: the model, or several by name.
+        plan: patterns on modules' names.
+        pool: where inputs go. All three are those of :func:`memswap.swap_modules`.
+    """
     policy = Policy(Action.SWAP, min_bytes=1)
     return swap_modules(model, plan, only_input=True, policy=policy, pool=pool)

@@ -17,7 +17,6 @@ from weakref import WeakValueDictionary, finalize, ref
 import torch
 
 from memswap._warn import warn
-from memswap.activations import checked_policy
 from memswap.compat.mindspeed.swap_keys import (
     CheckFn,
     TensorKey,
@@ -29,7 +28,7 @@ from memswap.compat.mindspeed.swap_towers import Layer, Told, Tower
 from memswap.engine.action import Action, TensorInfo
 from memswap.engine.durations import stream_of
 from memswap.groups import Arrival, Group, Groups
-from memswap.planning.policy import Policy, Restricted
+from memswap.planning.policy import Policy, Restricted, checked_policy
 
 if TYPE_CHECKING:
     from memswap.engine.batch import Batch
@@ -259,7 +258,13 @@ class AsyncSwapHandler(metaclass=_OneForTheProcess):
     def swap_out_cur_and_release_prev(
         self, tensor: torch.Tensor, layer_idx: int, layer_nums: int
     ) -> torch.Tensor | SwapTensor:
-        """Swap a tensor out and wait for the layer before; the tensor itself if it may not."""
+        """Swap a tensor out and wait for the layer before; the tensor itself if it may not.
+
+        Args:
+            tensor: what a layer saves.
+            layer_idx: the layer's number, from 0.
+            layer_nums: how many layers there are; what the last one saves stays.
+        """
         if not is_valid_for_swap(tensor, self.custom_check_fn):
             return tensor
         key, completed = self.get_swap_key(layer_idx)
@@ -303,7 +308,12 @@ class AsyncSwapHandler(metaclass=_OneForTheProcess):
         h2d_stream: torch.Stream | None = None,
         d2h_stream: torch.Stream | None = None,
     ) -> None:
-        """Start bringing back what comes after a tensor in backward."""
+        """Start bringing back what comes after a tensor in backward.
+
+        Args:
+            layer_idx, tensor_idx: the tensor's key.
+            h2d_stream, d2h_stream: taken and not used.
+        """
         for key in self._keys.get_prefetch_keys(layer_idx, tensor_idx):
             swapped = self.key_to_swap_tensor.get(key)
             if swapped is not None:

@@ -1,22 +1,25 @@
-// Ends threads before the interpreter ends.
+// Ends threads before the process does.
 #pragma once
 
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 namespace memswap {
 
-// Threads that must have ended before the interpreter does: afterwards a storage that they drop may
-// need a GIL that is gone, and a driver may have been torn down.
+// Threads that must have ended before the program that they serve does: afterwards a storage that
+// they drop may need a GIL that is gone, and a driver may have been torn down.
 class StopAtExit {
  public:
+  // `stop` is called with the owner of threads, if it is still there. Returns the owner.
   template <class T>
-  void add(const std::shared_ptr<T>& owner, void (*stop)(T&)) {
+  std::shared_ptr<T> add(std::shared_ptr<T> owner, void (T::*stop)()) {
     const std::lock_guard lock(mutex_);
     std::erase_if(owners_, [](const Owner& known) { return known.alive.expired(); });
-    owners_.push_back({owner, [stop](void* object) { stop(*static_cast<T*>(object)); }});
+    owners_.push_back({owner, [stop](void* object) { (static_cast<T*>(object)->*stop)(); }});
+    return owner;
   }
 
   void stop_all() {

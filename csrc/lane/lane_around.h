@@ -1,15 +1,12 @@
-// A lane around another one. Tests and benchmarks derive from it in Python, to watch transfers, to
-// break one of their edges or to leave them out.
+// A lane around another one: tests and benchmarks derive from it, to watch transfers, to break one of
+// their edges or to leave them out.
 #pragma once
 
-#include <pybind11/pybind11.h>
-
 #include <memory>
-#include <string>
 #include <utility>
 #include <vector>
 
-#include "lane/lane.h"
+#include "lane.h"
 
 namespace memswap {
 
@@ -38,17 +35,6 @@ class LaneAround : public Lane {
 
  private:
   const std::shared_ptr<Lane> lane_;
-};
-
-// What a class of Python's overrides: `send(storage, block)`, `fetch(block)` and
-// `set_max_leaving_bytes(nbytes)`, which is all that an engine asks of a lane for one storage.
-class OverriddenLane final : public LaneAround {
- public:
-  using LaneAround::LaneAround;
-
-  TicketPtr send(StorageRefPtr storage, BlockPtr block, ByteRange range, Tickets after) override;
-  std::pair<StorageRefPtr, TicketPtr> fetch(BlockPtr block, Tickets after) override;
-  void set_max_leaving_bytes(size_t bytes) override;
 };
 
 // A lane that moves nothing: it sends by handing out one ticket, and brings back one storage. For

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import inf
 from time import perf_counter
 from types import MappingProxyType
@@ -15,21 +14,21 @@ import torch
 from torch import nn
 
 from memswap._native import native
-from memswap.activations import Manager, checked_policy
 from memswap.engine.action import TensorInfo
+from memswap.engine.engine import Engine
 from memswap.engine.pools import DiskPool
-from memswap.engine.stats import Count, Stats
 from memswap.engine.transfer import check_pool
-from memswap.engine.uncopied import Uncopied
-from memswap.hooks.blocks import Blocks
-from memswap.hooks.managed import Removable, check_unmanaged
-from memswap.hooks.module_hooks import ModuleHooks, Scope
-from memswap.planning.policy import Policy, Restricted
+from memswap.hooks.managed import Counted, check_unmanaged
+from memswap.hooks.units import Iterations, UnitCall, records
+from memswap.hooks.unseen import Unseen
+from memswap.planning.policy import Policy, Restricted, checked_policy
 from memswap.planning.profile import remembered
+from memswap.schedules.scheduled import Schedule, ScheduledModules
 
 if TYPE_CHECKING:
     from types import FrameType
 
+    from memswap.engine.action import Decider
     from memswap.engine.transfer import Pool, Route
 
 Check = Callable[[torch.Tensor], bool]
@@ -44,111 +43,167 @@ BACKWARD_SHARE = 2 / 3
 WINDOW_LAYERS = 2
 
 
-class Inputs:
-    """Storages of the inputs of the modules that a thread is in: hooks that note them."""
+class _Inputs(threading.local):
+    """Storages of the inputs of the modules that a thread is in, by the modules' names."""
 
     def __init__(self) -> None:
-        self._hooks = ModuleHooks()
-        self._here = _Here()
+        self.keys: dict[str, frozenset[int]] = {}
 
-    def watch(self, unit: str, module: nn.Module) -> None:
-        """Note what a module is called with."""
-        self._hooks.add(module, unit, self._begin)
-
-    def remove(self) -> None:
-        """Note nothing any more."""
-        self._hooks.remove()
-
-    def has(self, unit: str, tensor: torch.Tensor) -> bool:
+    def has(self, name: str, tensor: torch.Tensor) -> bool:
         """Whether a tensor is in the storage that a module was called with."""
-        return native.storage_key(tensor) in self._here.keys.get(unit, ())
+        return native.storage_key(tensor) in self.keys.get(name, ())
 
-    def _begin(
-        self, unit: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Scope:
+
+class _InputCall(UnitCall):
+    """One call of a module; what it was called with is known for as long as it runs."""
+
+    __slots__ = ("_around", "_here", "_keys")
+
+    def __init__(
+        self, engine: Engine, name: str, ended: Callable[[], object], here: _Inputs, inputs: Any
+    ) -> None:
+        super().__init__(engine, name, ended)
+        args, kwargs = inputs
         found = kwargs.get("hidden_states", args[0] if args else None)
         if found is None:
             found = next((one for one in kwargs.values() if isinstance(one, torch.Tensor)), None)
         keys = {native.storage_key(found)} if isinstance(found, torch.Tensor) else set()
-        return _Input(self._here.keys, unit, frozenset(keys - {0}))
+        self._here, self._keys = here, frozenset(keys - {0})
+        self._around = here.keys.get(name)
 
+    def enter(self, call: FrameType | None = None) -> None:
+        self._here.keys[self.unit] = self._keys
+        super().enter(call)
 
-class _Here(threading.local):
-    def __init__(self) -> None:
-        self.keys: dict[str, frozenset[int]] = {}
-
-
-class _Input:
-    """What one call of a module was called with, for as long as it runs."""
-
-    def __init__(self, here: dict[str, frozenset[int]], unit: str, keys: frozenset[int]) -> None:
-        self._here, self._unit = here, unit
-        self._keys = keys
-        self._around = here.get(unit)
-
-    def enter(self, call: FrameType | None) -> None:
-        self._here[self._unit] = self._keys
-
-    def leave(self, output: object) -> None:
-        self.abandon()
+    def leave(self, output: object = None) -> None:
+        self._forget()
+        super().leave()
 
     def abandon(self) -> None:
+        self._forget()
+        super().abandon()
+
+    def _forget(self) -> None:
         if self._around is None:
-            self._here.pop(self._unit, None)
+            self._here.keys.pop(self.unit, None)
         else:
-            self._here[self._unit] = self._around
+            self._here.keys[self.unit] = self._around
 
 
-class Tower(Manager):
-    """The manager of one tower: modules whose names differ in their number alone.
+class Tower(Counted):
+    """Modules whose names differ in their number alone: an engine, an order and a window.
 
     Its window is two layers, as they saved last, or more where the link is too slow: what it cannot
     carry during a backward stays, so that backward need not wait for it.
+
+    Args:
+        units: the modules, by name.
+        policy, pool, prefetch: those of :func:`swap_modules`.
+        inputs: notes what modules are called with; None: nobody asks.
+
+    Attributes:
+        link_bytes_per_s: what the link to the pool carried when it was measured; None before.
     """
 
     def __init__(
         self,
         units: Mapping[str, nn.Module],
-        policy: Restricted,
+        policy: Decider,
         pool: Pool | None,
         prefetch: bool,
+        inputs: _Inputs | None,
     ) -> None:
-        super().__init__(Blocks.given(dict(units)), policy, pool, None if prefetch else 0)
+        self.engine = Engine(policy, pool, None if prefetch else 0)
+        super().__init__({"": self.engine})
+        self.units = tuple(units)
+        self.link_bytes_per_s: float | None = None
+        self._modules = tuple(units.values())
+        self._iterations = Iterations(self.engine, self._modules)
+        self._unseen = Unseen(self._modules, "swap_modules()")
+        self._inputs = inputs
         self._prefetch = prefetch
         self._began_s: float | None = None
-        self._link_bytes_per_s: float | None = None
+
+    def _of_what(self) -> str:
+        return f" of {len(self.units)} module(s)"
 
     @property
     def window_bytes(self) -> int | None:
         """Bytes that are there at once in backward; None until a step has been seen."""
-        return self._engine.timeline.window_bytes
+        return self.engine.timeline.window_bytes
 
-    @property
-    def link_bytes_per_s(self) -> float | None:
-        """What the link to the pool carried when it was measured; None before."""
-        return self._link_bytes_per_s
+    def seen(self) -> None:
+        """One of its modules runs."""
+        self._unseen.seen(self._modules)
 
-    def _note(self, name: str, inputs: object) -> None:
-        before = self._engine.iteration
-        super()._note(name, inputs)
-        if self._prefetch and self._engine.iteration is not before:
-            now_s = perf_counter()
-            if self._began_s is not None and before.began_backward:
-                self._set_window(before.sizes, now_s - self._began_s)
-            self._began_s = now_s
+    def begin(self, name: str, inputs: tuple[Any, Any], outermost: bool) -> UnitCall:
+        """A module's forward begins; its scope.
+
+        Args:
+            name: of the module.
+            inputs: ``(args, kwargs)`` of its forward.
+            outermost: whether this call is inside no other module's of this tower.
+        """
+        if records():
+            before = self.engine.iteration
+            self._iterations.unit_called(name, inputs, outermost)
+            if self._prefetch and self.engine.iteration is not before:
+                now_s = perf_counter()
+                if self._began_s is not None and before.began_backward:
+                    self._set_window(before.sizes, now_s - self._began_s)
+                self._began_s = now_s
+        ended = self._iterations.unit_left
+        if self._inputs is None:
+            return UnitCall(self.engine, name, ended)
+        return _InputCall(self.engine, name, ended, self._inputs, inputs)
+
+    def settle(self) -> None:
+        """None of its modules will be seen."""
+        self._unseen.end()
 
     def _set_window(self, sizes: Sequence[int], step_s: float) -> None:
-        engine = self._engine
-        links = [route for route in engine.open_routes() if route.copies]
+        links = [route for route in self.engine.open_routes() if route.copies]
         if not links:
             return  # frames that stay on the device come over no link
-        if self._link_bytes_per_s is None:
-            self._link_bytes_per_s = min(link_speed(route) for route in links)
+        if self.link_bytes_per_s is None:
+            self.link_bytes_per_s = min(link_speed(route) for route in links)
         total = sum(sizes)
-        two_layers = WINDOW_LAYERS * total // len(self._units)
-        carried = self._link_bytes_per_s * step_s * BACKWARD_SHARE
+        two_layers = WINDOW_LAYERS * total // len(self.units)
+        carried = self.link_bytes_per_s * step_s * BACKWARD_SHARE
         window = max(two_layers, total - carried, *sizes)
-        engine.timeline.window_bytes = int(min(window, total))
+        self.engine.timeline.window_bytes = int(min(window, total))
+
+
+class Towers(Schedule):
+    """The schedule of :func:`swap_modules`: each tower learns its order and has its own window.
+
+    Storages leave as soon as they are saved and come back one by one, so no group collects them.
+
+    Attributes:
+        towers: by what the names of their modules have in common.
+    """
+
+    in_compiled_code = False
+
+    def __init__(self, towers: Mapping[str, Tower]) -> None:
+        self.towers: Mapping[str, Tower] = MappingProxyType(dict(towers))
+        self.engines = {tag: tower.engine for tag, tower in self.towers.items()}
+        self._tower_of = {name: tower for tower in towers.values() for name in tower.units}
+
+    def __repr__(self) -> str:
+        return f"Towers({', '.join(map(repr, self.towers))})"
+
+    def begin(
+        self, name: str, inputs: tuple[Any, Any], depth: Callable[[Collection[str]], int]
+    ) -> UnitCall | None:
+        tower = self._tower_of[name]
+        tower.seen()
+        return None if self.paused else tower.begin(name, inputs, depth(tower.units) == 1)
+
+    def settle(self) -> None:
+        for tower in self.towers.values():
+            tower.settle()
+        super().settle()
 
 
 def link_speed(route: Route) -> float:
@@ -176,42 +231,6 @@ def link_speed(route: Route) -> float:
     return nbytes / (perf_counter() - begin_s)
 
 
-class ModuleSwap(Uncopied, Removable):
-    """What :func:`swap_modules` returns: its towers, their statistics, and the way to end it."""
-
-    def __init__(self, towers: Mapping[str, Tower], inputs: Inputs | None) -> None:
-        self.towers: Mapping[str, Tower] = MappingProxyType(dict(towers))
-        self._inputs = inputs
-
-    @property
-    def units(self) -> tuple[str, ...]:
-        """Names of all modules that are swapped."""
-        return tuple(name for tower in self.towers.values() for name in tower.units)
-
-    def stats(self) -> Stats:
-        """What was done for all towers. Peaks are sums, so a bound where towers take turns."""
-        return added(tower.stats() for tower in self.towers.values())
-
-    def reset_stats(self) -> None:
-        """Start counting anew."""
-        for tower in self.towers.values():
-            tower.reset_stats()
-
-    def __repr__(self) -> str:
-        return f"<memswap ModuleSwap: {dict(self.towers)!r}>"
-
-    def report(self) -> str:
-        """The statistics of each tower as a text table, bytes in MiB."""
-        return "\n\n".join(f"{tag}\n{tower.report()}" for tag, tower in self.towers.items())
-
-    def remove(self) -> None:
-        """Take the hooks off the modules. Graphs that are alive can still run backward."""
-        if self._inputs is not None:
-            self._inputs.remove()
-        for tower in self.towers.values():
-            tower.remove()
-
-
 def swap_modules(
     model: nn.Module | Mapping[str, nn.Module],
     plan: str | Sequence[str],
@@ -221,7 +240,7 @@ def swap_modules(
     prefetch: bool = True,
     policy: Policy | None = None,
     pool: Pool | None = None,
-) -> ModuleSwap:
+) -> ScheduledModules:
     """Swap (or encode) what modules save whose names match a plan.
 
     Modules whose names differ in their first number alone (``"layers.0"``, ``"layers.1"``) are one
@@ -241,6 +260,10 @@ def swap_modules(
             modules' names.
         pool: where they go, for all towers; see :class:`memswap.saved_tensors`.
 
+    Returns:
+        Statistics, pause and resume, and the way to end it; ``schedule.towers`` has the towers by
+        name.
+
     Raises:
         ValueError: no module matches a pattern, or a pattern is none.
         TypeError: ``model``, ``plan``, ``check`` or ``policy`` is of another kind.
@@ -253,14 +276,7 @@ def swap_modules(
     for module in matched.values():
         for parameter in module.parameters():
             check_pool(pool, parameter.device)
-    check_unmanaged(matched.values(), "swap_modules()")
-    inputs = Inputs() if only_input else None
-    if inputs is not None:
-        for name, module in matched.items():
-            inputs.watch(name, module)
-    by_tag: dict[str, dict[str, nn.Module]] = {}
-    for name, module in matched.items():
-        by_tag.setdefault(tag(name), {})[name] = module
+    inputs = _Inputs() if only_input else None
 
     def allows(tensor: torch.Tensor, info: TensorInfo) -> bool:
         if inputs is not None and not inputs.has(info.unit, tensor):
@@ -268,9 +284,18 @@ def swap_modules(
         return check is None or check(tensor)
 
     restricted = Restricted(checked, allows)
-    return ModuleSwap(
-        {name: Tower(units, restricted, pool, prefetch) for name, units in by_tag.items()}, inputs
+    by_tag: dict[str, dict[str, nn.Module]] = {}
+    for name, module in matched.items():
+        by_tag.setdefault(tag(name), {})[name] = module
+    units = {name: module for several in by_tag.values() for name, module in several.items()}
+    check_unmanaged(units.values(), "swap_modules()")  # before parameters are watched
+    towers = Towers(
+        {
+            name: Tower(several, restricted, pool, prefetch, inputs)
+            for name, several in by_tag.items()
+        }
     )
+    return ScheduledModules(units, towers, "swap_modules()")
 
 
 def matching(
@@ -348,17 +373,3 @@ def tag(name: str) -> str:
         if part.isdigit():
             return ".".join([*parts[:index], "*", *parts[index + 1 :]])
     return name
-
-
-def added(snapshots: Iterable[Stats]) -> Stats:
-    """Several statistics as one."""
-    total: dict[str, Any] = {}
-    kept: dict[str, Count] = {}
-    for stats in snapshots:
-        for one in fields(stats):
-            if one.name != "kept":
-                total[one.name] = total.get(one.name, 0) + getattr(stats, one.name)
-        for reason, count in stats.kept.items():
-            so_far = kept.get(reason, Count())
-            kept[reason] = Count(so_far.tensors + count.tensors, so_far.bytes + count.bytes)
-    return Stats(**total, kept=MappingProxyType(dict(sorted(kept.items()))))

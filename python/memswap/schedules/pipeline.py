@@ -22,23 +22,20 @@ Where the schedule says its order (`pipeline_order`), that is known before the f
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-import torch
 from torch import nn
 
-from memswap.activations import checked_policy, persistent_tensors
-from memswap.engine.autograd import in_backward
 from memswap.engine.batch import Batch, Phase
-from memswap.groups import Groups
-from memswap.hooks.managed import Managed
-from memswap.layer_chain import CollectedCall
+from memswap.planning.policy import checked_policy
+from memswap.schedules.scheduled import BatchSchedule, ScheduledModules
 
 if TYPE_CHECKING:
     from memswap.engine.transfer import Pool
+    from memswap.hooks.units import UnitCall
     from memswap.planning.policy import Policy
 
 
@@ -122,88 +119,100 @@ class Itinerary:
 class _Chunk:
     """The saved tensors of one stage and microbatch. Owned by its batch."""
 
-    def __init__(self, manager: PipelineManager, batch: Batch, step: Step) -> None:
-        self._manager = ref(manager)
+    def __init__(self, schedule: Slots, batch: Batch, step: Step) -> None:
+        self._schedule = ref(schedule)
         self.batch = ref(batch)
         self.step = step
         self.reading = 0
         batch.on_demand = self
+
+    @property
+    def alive(self) -> bool:
+        """Whether backward may still come for it."""
+        batch = self.batch()
+        return batch is not None and batch.alive
 
     def __call__(self, batch: Batch) -> None:
         """A backward pass begins to read it.
 
         Gradients of weights are computed in several passes, one after another: still one action.
         """
-        manager = self._manager()
-        if manager is not None and self.reading < 2:
+        schedule = self._schedule()
+        if schedule is not None and self.reading < 2:
             self.reading += 1
-            manager._backward(self, batch)
+            schedule.backward(self, batch)
 
 
-class PipelineManager(Managed):
-    """What :func:`manage_pipeline` returns: its statistics, and the way to end it."""
+class Slots(BatchSchedule):
+    """The schedule of [Note: Slots].
+
+    Args:
+        modules, stages: of this rank, by name: the modules, and the stages' numbers.
+        planned: orders of actions that are known beforehand.
+        ahead, min_gap, policy, pool: those of :func:`manage_pipeline`.
+    """
 
     def __init__(
         self,
-        modules: Mapping[int, nn.Module],
+        modules: Mapping[str, nn.Module],
+        stages: Mapping[str, int],
         planned: Iterable[Period],
+        *,
         ahead: int,
         min_gap: int,
         policy: Policy,
         pool: Pool | None,
     ) -> None:
-        shared = Groups(policy, pool=pool)
-        super().__init__(shared.engine)
-        self._modules = dict(modules)
-        self._ahead = ahead
-        self._min_gap = min_gap
-        self._groups = {stage: shared.new(f"stage {stage}") for stage in self._modules}
-        self._group_engine = shared.engine
+        super().__init__(modules, policy, pool)
+        self.ahead = ahead
+        self.min_gap = min_gap
+        self._stages = stages
         self._itinerary = Itinerary(planned)
         self._chunks: list[_Chunk] = []
         self._leaving: list[ref[Batch]] = []  # since the last action began
         self._waiting: list[ref[Batch]] = []  # since the one before
-        self._add(self._modules, "manage_pipeline()")
 
-    def _begin(
-        self, key: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> CollectedCall | None:
-        if not torch.is_grad_enabled() or in_backward():
-            return None
-        engine = self._group_engine
-        with engine.lock:
-            self._chunks = [chunk for chunk in self._chunks if alive(chunk)]
-            if not self._chunks:
-                self._itinerary.begin()
-                engine.set_persistent(persistent_tensors(self._modules.values()))
-            batch = self._groups[key].begin()
-            chunk = _Chunk(self, batch, self._itinerary.forward(key))
-            self._chunks.append(chunk)
-        self._slot()
-        return CollectedCall(engine, batch, self._collected)
+    def __repr__(self) -> str:
+        return f"Slots(ahead={self.ahead}, min_gap={self.min_gap})"
 
-    def _collected(self, batch: Batch) -> None:
-        """The forward of a stage has ended."""
+    def begin(
+        self, name: str, inputs: tuple[Any, Any], depth: Callable[[Collection[str]], int]
+    ) -> UnitCall | None:
+        call = super().begin(name, inputs, depth)
+        if call is not None:
+            self._slot()
+        return call
+
+    def opens(self, name: str) -> bool:
+        self._chunks = [chunk for chunk in self._chunks if chunk.alive]
+        if self._chunks:
+            return False
+        self._itinerary.begin()
+        return True
+
+    def began(self, name: str, batch: Batch) -> None:
+        step = self._itinerary.forward(self._stages[name])
+        self._chunks.append(_Chunk(self, batch, step))
+
+    def ended(self, name: str, batch: Batch) -> None:
         assert isinstance(batch.on_demand, _Chunk)
-        step = batch.on_demand.step
-        distance = self._itinerary.distance(step)
-        if distance is None or distance >= self._min_gap:
+        if not self._needs_soon(batch.on_demand.step):
             batch.launch_offload()
             self._leaving.append(ref(batch))
 
-    def _backward(self, chunk: _Chunk, batch: Batch) -> None:
+    def backward(self, chunk: _Chunk, batch: Batch) -> None:
         """A backward pass begins to read a chunk. The engine's lock is held."""
         step = self._itinerary.backward(chunk.step, chunk.reading)
         if batch.phase in (Phase.OFFLOADING, Phase.OFFLOADED):
-            batch.launch_load(1 + self._readings_after(step))
+            soon = self._needs_soon(step)
+            more = self._itinerary.readings(step, self.min_gap) if soon else 0
+            batch.launch_load(1 + more)  # it waits for the backwards that follow soon
         self._slot()
 
-    def _readings_after(self, step: Step) -> int:
-        """How many more backwards follow one that begins now, soon enough to wait for them."""
+    def _needs_soon(self, step: Step) -> bool:
+        """Whether a chunk's next backward is so near that its copies would not be hidden."""
         distance = self._itinerary.distance(step)
-        if distance is None or distance >= self._min_gap:
-            return 0
-        return self._itinerary.readings(step, self._min_gap)
+        return distance is not None and distance < self.min_gap
 
     def _slot(self) -> None:
         """An action begins: what left before is waited for, what comes next is asked for."""
@@ -212,22 +221,16 @@ class PipelineManager(Managed):
             batch = reference()
             if batch is not None and batch.phase is Phase.OFFLOADING:
                 batch.wait_offload()
-        for step in self._itinerary.ahead()[: self._ahead]:
+        for step in self._itinerary.ahead()[: self.ahead]:
             batch = self._batch(step) if step.reading else None
             if batch is not None and batch.phase is not Phase.COLLECTED:
-                batch.launch_load(self._itinerary.readings(step, self._min_gap))
+                batch.launch_load(self._itinerary.readings(step, self.min_gap))
 
     def _batch(self, step: Step) -> Batch | None:
         for chunk in self._chunks:
             if (chunk.step.stage, chunk.step.chunk) == (step.stage, step.chunk):
                 return chunk.batch()
         return None
-
-
-def alive(chunk: _Chunk) -> bool:
-    """Whether backward may still come for a chunk."""
-    batch = chunk.batch()
-    return batch is not None and batch.alive
 
 
 def manage_pipeline(
@@ -238,7 +241,7 @@ def manage_pipeline(
     pool: Pool | None = None,
     ahead: int = 1,
     min_gap: int = 4,
-) -> PipelineManager:
+) -> ScheduledModules:
     """Swap or encode the activations of microbatches that wait for their backward.
 
     For stages of :mod:`torch.distributed.pipelining`, under any schedule: GPipe, 1F1B, interleaved,
@@ -253,6 +256,9 @@ def manage_pipeline(
         pool: where they go; see :class:`memswap.saved_tensors`.
         ahead: how many actions before its backward a chunk is loaded.
         min_gap: a chunk whose backward is fewer actions away stays.
+
+    Returns:
+        Statistics, pause and resume, and the way to end it.
 
     Raises:
         TypeError: ``stages`` are no pipeline stages.
@@ -278,7 +284,18 @@ def manage_pipeline(
         raise ValueError(f"manage_pipeline(min_gap={min_gap!r}): expected 1 or more actions")
     order = getattr(schedule, "pipeline_order", None) if schedule is not None else None
     planned = periods(order, set(modules)) if order else []
-    return PipelineManager(modules, planned, ahead, min_gap, checked_policy(policy), pool)
+    names = {f"stage {index}": index for index in modules}
+    named = {name: modules[index] for name, index in names.items()}
+    slots = Slots(
+        named,
+        names,
+        planned,
+        ahead=ahead,
+        min_gap=min_gap,
+        policy=checked_policy(policy),
+        pool=pool,
+    )
+    return ScheduledModules(named, slots, "manage_pipeline()")
 
 
 def periods(order: Mapping[int, Sequence[Any]], stages: set[int]) -> list[Period]:

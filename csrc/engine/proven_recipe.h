@@ -1,0 +1,19 @@
+// A recipe that is proven, for who plans with it.
+#pragma once
+
+#include <cstddef>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace memswap {
+
+struct ProvenRecipe {
+  std::string words;
+  double seconds;
+  // What stands for each "saved" of the words: one of the storages that this iteration has saved,
+  // or nothing where it is none of them.
+  std::vector<std::optional<size_t>> saved;
+};
+
+}  // namespace memswap

@@ -1,0 +1,217 @@
+#include "recipe_host.h"
+
+#include "saved_tensor.h"
+#include "storage/lend.h"
+#include "work/without_gil.h"
+
+namespace memswap {
+
+namespace {
+
+// An entry's storage for a look in passing: the entry stays as it is. The engine's lock is held.
+StorageRefPtr looked_at(Entry& entry) {
+  if (entry.storage) {
+    return entry.storage;
+  }
+  if (StorageRefPtr storage = entry.identity().lock()) {
+    return storage;
+  }
+  if (!entry.away() || !entry.gone(/*wait=*/true)) {
+    throw TransferError("a tensor that a recipe reads is not there");
+  }
+  const AwayFormPtr away = entry.away();
+  const auto recipe = std::dynamic_pointer_cast<RecipeForm>(away);
+  Returning back = recipe ? recipe->look() : away->bring();
+  if (back.arrival) {
+    back.arrival->wait();
+  }
+  return std::move(back.storage);
+}
+
+// What a recipe keeps, as autograd would.
+class SavedSource final : public Source {
+ public:
+  // `seen`: how a storage looks that waits elsewhere, by `entry`; or the tensor itself, which
+  // stays.
+  SavedSource(SavedTensor saved, EntryPtr entry, KnownTensor seen)
+      : saved_(std::move(saved)), entry_(std::move(entry)), seen_(std::move(seen)) {}
+  SavedSource(SavedTensor saved, at::Tensor held)
+      : saved_(std::move(saved)), held_(std::move(held)) {}
+  SavedSource(const SavedSource&) = delete;
+  SavedSource& operator=(const SavedSource&) = delete;
+
+  ~SavedSource() override {
+    const WithGil gil;  // which serialises the ends of entries
+    saved_.reset();
+    entry_.reset();
+  }
+
+  at::Tensor tensor() override {
+    const WithGil gil;
+    return saved_->unpack();
+  }
+
+  at::Tensor look() override {
+    if (!entry_) {
+      return held_;
+    }
+    const WithGil gil;
+    const Locked locked(entry_->engine()->lock);
+    // Who looks may be about to edit the tensor: after its bytes have been read.
+    if (const TicketPtr departure = entry_->departure()) {
+      try {
+        departure->wait();
+      } catch (const TransferError&) {
+        // The entry notices a send that failed, and has the bytes then.
+      }
+    }
+    return seen_->view.rebuild(*looked_at(*entry_), false);
+  }
+
+ private:
+  std::optional<SavedTensor> saved_;
+  EntryPtr entry_;  // that `saved_` shares
+  const std::optional<KnownTensor> seen_;
+  const at::Tensor held_;
+};
+
+// [Note: Parameters whose memory comes and goes]
+// Weights that are gathered for one unit's forward and again for its backward are leaves, and have
+// the same storage and version then; in between there may be no memory under them, or memory that
+// is being filled, or the weights of after an optimizer's step. Lent memory says that it is that
+// (lend.h). Of others' the model's own parameters are the shards, and what is gathered is none of
+// them; but for the unit with which an iteration begins, which may be gathered by then: there a
+// proof and each demand look whether the memory is there.
+bool is_there_to_stay(const Engine& of, const KnownTensor& tensor) {
+  const auto storage = tensor.storage.lock();
+  return storage && owns_memory(*storage, tensor.view.end()) &&
+         (of.persistent.empty() || of.persistent.contains(tensor.key()));
+}
+
+// Who stands for what autograd has saved in this forward; nullptr: it has not.
+KnownPtr known_in(Engine& of, const SavedView& view) {
+  KnownPtr known = of.ledger.find(view).known;
+  if (known && known->is_entry() && static_cast<Entry&>(*known).iteration != of.iteration) {
+    return nullptr;
+  }
+  return known;
+}
+
+// The entry whose bytes wait elsewhere, or which holds the storage itself; nullptr: none does.
+EntryPtr moved_entry(const KnownPtr& known) {
+  if (!known || !known->is_entry()) {
+    return nullptr;
+  }
+  auto entry = std::static_pointer_cast<Entry>(known);
+  return entry->away() || entry->storage ? entry : nullptr;
+}
+
+SourcePtr kept_source(const at::Tensor& held, KnownPtr known) {
+  const auto version = static_cast<uint32_t>(held._version());
+  return std::make_shared<SavedSource>(
+      SavedTensor::kept(without_graph(held), version, std::move(known)), held);
+}
+
+SourcePtr moved_source(const EntryPtr& entry, const KnownTensor& tensor) {
+  return std::make_shared<SavedSource>(SavedTensor::moved(entry, tensor.view), entry, tensor);
+}
+
+}  // namespace
+
+EnginePtr EngineRecipeHost::engine() const {
+  EnginePtr alive = engine_.lock();
+  if (!alive) {
+    throw TransferError("the engine of a recipe is gone");
+  }
+  return alive;
+}
+
+RecipeHost::Standing EngineRecipeHost::standing(const KnownTensor& tensor) {
+  const EnginePtr of = engine();
+  const SavedView& view = tensor.view;
+  const bool alive = !tensor.storage.expired();
+  if (view.of_leaf() || of->persistent.contains(view.storage_key())) {
+    return alive && is_there_to_stay(*of, tensor) ? Standing::kPersistent : Standing::kUnknown;
+  }
+  if (const KnownPtr known = known_in(*of, view); known && (moved_entry(known) || alive)) {
+    return Standing::kSaved;
+  }
+  const bool small = static_cast<int64_t>(view.storage_nbytes()) < of->policy.min_bytes;
+  return small && alive && view.computed() ? Standing::kSmall : Standing::kUnknown;
+}
+
+int EngineRecipeHost::depth(const KnownTensor& tensor) {
+  const EntryPtr entry = moved_entry(known_in(*engine(), tensor.view));
+  const auto form = entry ? std::dynamic_pointer_cast<RecipeForm>(entry->away()) : nullptr;
+  return form ? form->step().depth : 0;
+}
+
+std::optional<size_t> EngineRecipeHost::index_of(const KnownTensor& tensor) {
+  const KnownPtr known = known_in(*engine(), tensor.view);
+  return known && known->is_entry() ? std::optional(static_cast<Entry&>(*known).index)
+                                    : std::nullopt;
+}
+
+SourcePtr EngineRecipeHost::keep(const KnownTensor& tensor, Standing standing) {
+  if (standing == Standing::kUnknown) {
+    return nullptr;
+  }
+  KnownPtr known = standing == Standing::kSaved ? known_in(*engine(), tensor.view) : nullptr;
+  if (const EntryPtr entry = moved_entry(known)) {
+    return moved_source(entry, tensor);
+  }
+  const at::Tensor held = tensor.lock();
+  return held.defined() ? kept_source(held, std::move(known)) : nullptr;
+}
+
+bool EngineRecipeHost::can_save(const KnownTensor& tensor) {
+  return !tensor.storage.expired() && could_save(tensor);
+}
+
+bool EngineRecipeHost::could_save(const KnownTensor& tensor) {
+  const auto nbytes = static_cast<int64_t>(tensor.view.storage_nbytes());
+  return offer_ != nullptr && tensor.view.computed() && nbytes >= engine()->policy.min_bytes;
+}
+
+SourcePtr EngineRecipeHost::save(const KnownTensor& tensor) {
+  const at::Tensor held = tensor.lock();
+  if (!held.defined() || offer_ == nullptr) {
+    return nullptr;
+  }
+  Saved saved = engine()->save(Offer{.tensor = held,
+                                     .look = tensor.view,
+                                     .unit = offer_->unit,
+                                     .group = offer_->group,
+                                     .covered = offer_->covered,
+                                     .action = offer_->action,
+                                     .number = offer_->number,
+                                     .ordinal = offer_->ordinal,
+                                     .batch = offer_->batch});
+  if (saved.as == Saved::As::kMoved) {
+    return moved_source(std::static_pointer_cast<Entry>(saved.known), tensor);
+  }
+  return kept_source(held, std::move(saved.known));
+}
+
+at::Tensor EngineRecipeHost::look(const KnownTensor& tensor) {
+  if (at::Tensor held = tensor.lock(); held.defined()) {
+    return held;
+  }
+  const WithGil gil;
+  const EnginePtr of = engine();
+  const Locked locked(of->lock);
+  const KnownPtr known = known_in(*of, tensor.view);
+  if (!known || !known->is_entry()) {
+    throw TransferError("a tensor that a recipe reads is gone: " + tensor.view.describe());
+  }
+  return tensor.view.rebuild(*looked_at(static_cast<Entry&>(*known)), false);
+}
+
+void EngineRecipeHost::serialise(const std::function<void()>& work) {
+  const WithGil gil;
+  const EnginePtr of = engine();
+  const Locked locked(of->lock);
+  work();
+}
+
+}  // namespace memswap

@@ -1,0 +1,79 @@
+#include "saved_tensor.h"
+
+#include <ATen/Tensor.h>
+
+#include <sstream>
+
+#include "engine.h"
+
+namespace memswap {
+
+namespace {
+
+std::string described(const at::Tensor& tensor) {
+  if (const std::optional<SavedView> look = SavedView::capture(tensor)) {
+    return look->describe();
+  }
+  std::ostringstream out;
+  out << tensor.toString() << ' ';
+  if (tensor.is_nested() && tensor.layout() == c10::kStrided) {  // it has a size for each row
+    const at::Tensor sizes = tensor._nested_tensor_size();
+    for (int64_t row = 0; row < sizes.size(0); ++row) {
+      const at::Tensor of_row = sizes[row].contiguous();
+      out << (row == 0 ? "[" : ", ")
+          << at::IntArrayRef(of_row.const_data_ptr<int64_t>(), static_cast<size_t>(sizes.size(1)));
+    }
+    out << ']';
+  } else {
+    out << tensor.sym_sizes();
+  }
+  out << " on " << tensor.device();
+  return out.str();
+}
+
+}  // namespace
+
+SavedTensor SavedTensor::moved(EntryPtr entry, SavedView look) {
+  ++entry->handles;
+  return {std::move(entry), std::move(look), at::Tensor(), 0};
+}
+
+SavedTensor SavedTensor::kept(at::Tensor tensor, uint32_t version, KnownPtr known) {
+  if (known && known->is_entry()) {
+    ++static_cast<Entry&>(*known).keeps;
+  }
+  return {std::move(known), std::nullopt, std::move(tensor), version};
+}
+
+EntryPtr SavedTensor::entry() const {
+  return known_ && known_->is_entry() ? std::static_pointer_cast<Entry>(known_) : nullptr;
+}
+
+at::Tensor SavedTensor::unpack() const {
+  const EntryPtr of = entry();
+  if (stays()) {
+    const auto version = static_cast<uint32_t>(tensor_._version());
+    if (version != version_) {
+      throw EditedInPlace(described(tensor_), version, version_);
+    }
+    if (of) {
+      of->engine()->demand_kept(of);
+    }
+    return tensor_;
+  }
+  const SavedView& look = *look_;
+  if (look.edited()) {
+    throw EditedInPlace(look.describe(), look.current_version(), look.version());
+  }
+  const StorageRefPtr storage = of->engine()->demand(of);
+  if (of->fetched() && storage->version.current_version() != 0) {
+    throw EditedInPlace(look.describe(), look.version() + 1, look.version());
+  }
+  return look.rebuild(*storage, !of->fetched());
+}
+
+at::Tensor without_graph(const at::Tensor& tensor) {
+  return tensor.requires_grad() && tensor.is_leaf() ? tensor : tensor.detach();
+}
+
+}  // namespace memswap

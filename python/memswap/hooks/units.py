@@ -1,0 +1,150 @@
+"""Units: what one call of a managed module is, and which calls belong to one iteration."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from memswap._native import native
+from memswap.engine.autograd import computed_from, in_backward, next_node_number, plain_parts
+from memswap.engine.hook_scope import HookScope, can_save, current_scope
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from types import FrameType
+
+    from torch import nn
+
+    from memswap.engine.batch import Batch
+    from memswap.engine.engine import Engine
+
+
+class UnitCall(HookScope):
+    """The scope of one call of a unit; to who listens a range, ``memswap::layers.0``.
+
+    That is torch.profiler, and `torch.cuda.memory._record_memory_history` with annotations.
+
+    Args:
+        engine: what saves.
+        name: of the unit.
+        ended: is called when the call has ended, unless it raised or was interrupted.
+        batch: of a group, that saves here; None: no group does.
+    """
+
+    __slots__ = ("ended", "range")
+
+    def __init__(
+        self, engine: Engine, name: str, ended: Callable[[], object], batch: Batch | None = None
+    ) -> None:
+        super().__init__(engine, name, batch=batch)
+        self.ended = ended
+        self.range: torch.profiler.record_function | None = None
+
+    def enter(self, call: FrameType | None = None) -> None:
+        if native.observed():
+            self.range = torch.profiler.record_function(f"memswap::{self.unit}")
+            self.range.__enter__()
+        super().enter(call)
+        around = current_scope() if self.outer is None else getattr(self.outer[0], "__self__", None)
+        if isinstance(around, CompiledCall) and around.engine is self.engine:
+            self.outer = around.outer  # what this one keeps is not offered once more
+
+    def leave(self, output: object = None) -> None:
+        super().leave()
+        self.ended()
+        self._end_range()
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._end_range()
+
+    def _end_range(self) -> None:
+        range, self.range = self.range, None
+        if range is not None:
+            range.__exit__(None, None, None)
+
+
+class CompiledCall(UnitCall):
+    """The scope of one call of a model that torch.compile compiles as a whole.
+
+    See [Note: Compiled as without] in engine/compiled.py.
+    """
+
+    __slots__ = ()
+
+
+class Iterations:
+    """Finds out, from the calls of units, where an iteration of their engine begins.
+
+    Args:
+        engine: that saves what the units save.
+        modules: whose parameters and buffers are no activations.
+    """
+
+    def __init__(self, engine: Engine, modules: Iterable[nn.Module]) -> None:
+        self._engine = engine
+        self._modules = tuple(modules)
+        self._called: dict[str, None] = {}  # the units of this iteration, by their first calls
+        self._first_node = 0  # of autograd: when the first one was called
+        self._end_node = 0  # the next one, when the last call ended
+
+    def begin(self) -> None:
+        """A forward begins."""
+        with self._engine.lock:
+            self._engine.begin_iteration()
+            self._called.clear()
+            self._first_node = self._end_node = 0
+
+    def unit_called(self, name: str, inputs: object, outermost: bool) -> None:
+        """A unit is called in a forward that autograd records: it may begin an iteration.
+
+        Args:
+            name: of the unit.
+            inputs: what it is called with.
+            outermost: whether this call is inside no other unit's, nor inside the model's.
+        """
+        engine = self._engine
+        with engine.lock:
+            repeats = len(self._called) > 1 and name == next(iter(self._called))
+            if engine.iteration.began_backward or (
+                repeats and outermost and not self._lead_to(inputs)
+            ):
+                self.begin()
+            around = current_scope()
+            if not self._called and not (
+                isinstance(around, CompiledCall) and around.engine is engine
+            ):
+                engine.set_persistent(persistent_tensors(self._modules))
+                self._first_node = next_node_number()
+            self._called[name] = None
+
+    def unit_left(self) -> None:
+        """The call of a unit has ended."""
+        self._end_node = next_node_number()
+
+    def _lead_to(self, inputs: object) -> bool:
+        """Whether some inputs were computed from what the units of this iteration have returned.
+
+        Layers that are called in a loop, because they are shared, serve one backward: it is no
+        other forward that begins there.
+        """
+        tensors = (one for one in tree_leaves(inputs) if isinstance(one, torch.Tensor))
+        return computed_from(tensors, self._first_node, self._end_node)
+
+
+def records() -> bool:
+    """Whether a forward that begins now is one that autograd records and memswap may save for."""
+    return torch.is_grad_enabled() and not in_backward() and can_save()
+
+
+def persistent_tensors(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
+    """Parameters and buffers as they are now (sharding may have replaced them), by their parts."""
+    return [
+        part
+        for module in modules
+        for tensors in (module.parameters(), module.buffers())
+        for tensor in tensors
+        for part in plain_parts(tensor)
+    ]

@@ -1,0 +1,339 @@
+// Entry, Ledger, Departing and SavedTensor: which storage an entry stands for, its steps, what is
+// counted, and what is left of it.
+#include "engine/entry.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/ones.h>
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/engine.h"
+#include "engine/saved_tensor.h"
+#include "lane/worker_lane.h"
+#include "pool/host_slabs.h"
+#include "pool/pool.h"
+
+namespace memswap {
+namespace {
+
+constexpr int64_t kBytes = 100;
+constexpr size_t kBudget = 1 << 20;
+
+at::Tensor filled(uint8_t value) {
+  at::Tensor tensor = at::empty({kBytes}, at::kByte);
+  std::memset(tensor.mutable_data_ptr(), value, static_cast<size_t>(kBytes));
+  return tensor;
+}
+
+SavedView look_at(const at::Tensor& tensor) { return *SavedView::capture(tensor); }
+
+StorageRefPtr storage_of(const at::Tensor& tensor) {
+  return std::make_shared<StorageRef>(tensor.storage());
+}
+
+// A lane whose sends end badly, as on a disk that fails: their tickets give the storage back.
+class FailingLane final : public Lane {
+ public:
+  struct Failed final : Ticket {
+    explicit Failed(StorageRefPtr sent) : storage(std::move(sent)) {}
+    void wait() override { throw TransferError("no space"); }
+    bool done() override { return true; }
+    bool failed() override { return true; }
+    std::shared_ptr<StorageRef> kept_storage() override { return storage; }
+    void synchronize() override { wait(); }
+
+    StorageRefPtr storage;
+  };
+
+  TicketPtr send(StorageRefPtr storage, BlockPtr, ByteRange, Tickets) override {
+    return std::make_shared<Failed>(std::move(storage));
+  }
+  std::pair<StorageRefPtr, TicketPtr> fetch(BlockPtr, Tickets) override { return {}; }
+  TicketPtr fetch_into(BlockPtr, StorageRefPtr, size_t, Tickets) override { return nullptr; }
+  void settle() override {}
+  size_t leaving_bytes() override { return kBudget; }
+  void set_max_leaving_bytes(size_t) override {}
+};
+
+class Entries : public ::testing::Test {
+ protected:
+  Entries() {
+    engine->ledger.warn = [this](const std::string& message) { told.push_back(message); };
+  }
+
+  EntryPtr entry_of(const at::Tensor& tensor) {
+    return Entry::make(engine, look_at(tensor), *storage_of(tensor));
+  }
+  EntryPtr sent(const at::Tensor& tensor, BlockSender& by, bool wait = true) {
+    EntryPtr entry = entry_of(tensor);
+    EXPECT_TRUE(entry->swap(by, storage_of(tensor)));
+    if (wait) {
+      entry->departure()->wait();
+    }
+    return entry;
+  }
+
+  std::shared_ptr<Pool> pool = std::make_shared<Pool>(
+      std::make_shared<BudgetedSlabs>(std::make_shared<OrdinarySlabs>(), kBudget),
+      PoolOptions{.slab_bytes = kBudget, .alignment = 512});
+  // A send begins when somebody waits for it.
+  BlockSender sender{std::make_shared<WorkerLane>(0, kBudget), pool};
+  EnginePtr engine = std::make_shared<Engine>(/*window_bytes=*/0);
+  Ledger& ledger = engine->ledger;
+  std::vector<std::string> told;
+};
+
+TEST_F(Entries, AStepThatIsNotLegalSaysWhoTriedWhatAndChangesNothing) {
+  const at::Tensor tensor = filled(1);
+  const EntryPtr entry = entry_of(tensor);
+  try {
+    entry->move(State::kReturning);
+    FAIL() << "a storage that is here came back";
+  } catch (const EntryStateError& error) {
+    const std::string said = error.what();
+    EXPECT_NE(said.find("100 bytes"), std::string::npos) << said;
+    EXPECT_NE(said.find("from resident to returning"), std::string::npos) << said;
+  }
+  EXPECT_EQ(entry->state(), State::kResident);
+  EXPECT_EQ(ledger.counters.resident_bytes, kBytes);
+}
+
+TEST_F(Entries, AnEntryIsFoundByItsVeryStorageAndContent) {
+  at::Tensor tensor = filled(1);
+  EntryPtr entry = entry_of(tensor);
+  EXPECT_EQ(ledger.find(look_at(tensor)).known, entry);
+  EXPECT_EQ(ledger.find(look_at(tensor.slice(0, 10))).known, entry);
+  EXPECT_EQ(ledger.find(look_at(tensor.clone())).known, nullptr);
+  tensor.add_(1);
+  EXPECT_EQ(ledger.find(look_at(tensor)).known, nullptr) << "an edited storage is another one";
+  EntryPtr again = entry_of(tensor);
+  entry.reset();
+  EXPECT_EQ(ledger.find(look_at(tensor)).known, again) << "the first one took it along";
+  again.reset();
+  EXPECT_EQ(ledger.known_storages(), 0u);
+  EXPECT_EQ(ledger.counters.resident_bytes, 0);
+}
+
+TEST_F(Entries, AStorageThatCameBackIsNotTakenForWhatHasItsOldAddress) {
+  at::Tensor tensor = filled(7);
+  const SavedView look = look_at(tensor);
+  const EntryPtr entry = sent(tensor, sender);
+  tensor.reset();
+  EXPECT_FALSE(entry->lingers());
+  ++entry->handles;
+  const StorageRefPtr storage = entry->bring();
+  entry->arrival()->wait();
+  EXPECT_NE(storage->storage.unsafeGetStorageImpl(), look.storage_key());
+  EXPECT_TRUE(look.rebuild(*storage, false).equal(filled(7)));
+  EXPECT_EQ(ledger.find(look).known, nullptr);
+  EXPECT_EQ(ledger.counters.stalls, 1);
+  EXPECT_EQ(ledger.counters.returned_bytes, kBytes);
+}
+
+TEST_F(Entries, ASendThatFailedGivesTheStorageBack) {
+  const at::Tensor tensor = filled(3);
+  BlockSender failing(std::make_shared<FailingLane>(), pool);
+  const EntryPtr entry = sent(tensor, failing, /*wait=*/false);
+  Departing departing;
+  departing.add(entry.get());
+  departing.notice_gone();
+  EXPECT_EQ(departing.size(), 0u) << "it departs no more";
+  EXPECT_EQ(entry->state(), State::kResident);
+  EXPECT_EQ(entry->away(), nullptr);
+  ASSERT_NE(entry->storage, nullptr);
+  EXPECT_EQ(entry->storage->storage.unsafeGetStorageImpl(), look_at(tensor).storage_key());
+  EXPECT_EQ(ledger.counters.away_bytes, 0);
+  EXPECT_EQ(ledger.kept().at("pool").nbytes, kBytes);
+  ASSERT_EQ(told.size(), 1u);
+  EXPECT_NE(told[0].find("a storage stays where it is"), std::string::npos) << told[0];
+}
+
+TEST_F(Entries, TheLastHandleTakesTheEntryAlong) {
+  at::Tensor tensor = filled(5);
+  EntryPtr entry = sent(tensor, sender);
+  std::vector<SavedTensor> handles;
+  for (int times = 0; times < 2; ++times) {
+    handles.push_back(SavedTensor::moved(entry, look_at(tensor)));
+  }
+  EXPECT_EQ(entry->handles, 2);
+  tensor.reset();
+  const std::weak_ptr<Entry> alive = entry;
+  EXPECT_TRUE(entry->fetch_ahead()) << "it is away, and has not been demanded";
+  entry->arrival()->wait();
+  entry.reset();
+  handles.pop_back();
+  EXPECT_FALSE(alive.expired());
+  EXPECT_GT(pool->statistics().in_use_bytes, 0u);
+  handles.pop_back();
+  EXPECT_TRUE(alive.expired());
+  EXPECT_EQ(pool->statistics().in_use_bytes, 0u);
+  EXPECT_EQ(ledger.counters.resident_bytes, 0);
+  EXPECT_EQ(ledger.counters.away_bytes, 0);
+}
+
+TEST_F(Entries, AnEntryThatIsGoneIsFoundByNobody) {
+  const at::Tensor tensor = filled(1);
+  EntryPtr entry = entry_of(tensor);
+  const auto iteration = std::make_shared<Iteration>(nullptr, 0);
+  iteration->admit(kBytes, false, Iteration::kNoGroup);
+  iteration->place(entry);
+  EXPECT_EQ(iteration->entry(0), entry);
+  entry.reset();
+  EXPECT_EQ(iteration->entry(0), nullptr);
+  EXPECT_TRUE(iteration->over());
+  EXPECT_EQ(ledger.find(look_at(tensor)).known, nullptr);
+  EXPECT_EQ(ledger.counters.resident_bytes, 0);
+}
+
+TEST_F(Entries, ASenderWithoutRoomChangesNothing) {
+  const at::Tensor tensor = filled(1);
+  const EntryPtr entry = entry_of(tensor);
+  BlockSender full(
+      std::make_shared<WorkerLane>(0, kBudget),
+      std::make_shared<Pool>(std::make_shared<BudgetedSlabs>(std::make_shared<OrdinarySlabs>(), 0),
+                             PoolOptions{.slab_bytes = kBudget, .alignment = 512}));
+  EXPECT_FALSE(entry->swap(full, storage_of(tensor)));
+  EXPECT_EQ(entry->state(), State::kResident);
+  EXPECT_EQ(entry->away(), nullptr);
+  EXPECT_EQ(ledger.counters.moved_storages, 0);
+}
+
+TEST_F(Entries, WhatStaysIsCountedOnceForAsLongAsItIsKnown) {
+  const at::Tensor tensor = filled(1);
+  std::shared_ptr<Stay> stay = Stay::make({engine, &ledger}, look_at(tensor));
+  EXPECT_EQ(ledger.find(look_at(tensor.slice(0, 5))).known, stay);
+  EXPECT_EQ(ledger.counters.resident_bytes, kBytes);
+  EXPECT_EQ(ledger.known_storages(), 1u);
+  stay.reset();
+  EXPECT_EQ(ledger.counters.resident_bytes, 0);
+  EXPECT_EQ(ledger.known_storages(), 0u);
+}
+
+// --- what departs ---
+
+TEST_F(Entries, WhatDepartsIsAccountedForOnceNobodyHoldsIt) {
+  Departing departing;
+  std::vector<at::Tensor> tensors;
+  std::vector<EntryPtr> entries;
+  for (uint8_t value = 0; value < 5; ++value) {
+    tensors.push_back(filled(value));
+    entries.push_back(sent(tensors.back(), sender));
+    departing.add(entries.back().get());
+  }
+  departing.notice_gone();
+  EXPECT_EQ(departing.size(), 5u);
+  EXPECT_EQ(ledger.counters.freed_bytes, 0);
+  tensors.resize(2);
+  departing.notice_gone(/*looks=*/2);
+  EXPECT_EQ(departing.size(), 5u) << "more were looked at than was asked for";
+  departing.notice_gone();
+  EXPECT_EQ(departing.size(), 2u);
+  EXPECT_EQ(ledger.counters.freed_bytes, 3 * kBytes);
+  EXPECT_EQ(entries[0]->state(), State::kLeaving);
+}
+
+TEST_F(Entries, SendsAreLookedAtInTheirOrderAndTheFirstThatRunsEndsTheLook) {
+  Departing departing;
+  BlockSender second(std::make_shared<WorkerLane>(0, kBudget), pool);
+  const at::Tensor one = filled(1), other = filled(2);
+  EntryPtr running = sent(one, sender, /*wait=*/false), ended = sent(other, second);
+  departing.add(running.get());
+  departing.add(ended.get());
+  departing.notice_gone(/*looks=*/0);
+  EXPECT_EQ(departing.size(), 2u);
+  running->departure()->wait();
+  departing.notice_gone(/*looks=*/0);
+  ended.reset();
+  EXPECT_EQ(departing.size(), 1u) << "one that is dead still departs";
+  running.reset();
+  EXPECT_EQ(departing.size(), 0u);
+}
+
+TEST_F(Entries, EntriesDoNotNeedTheRowsThatTheyAreIn) {
+  const at::Tensor tensor = filled(1);
+  EntryPtr entry = sent(tensor, sender, /*wait=*/false);
+  {
+    Departing departing;
+    departing.add(entry.get());
+  }
+  EXPECT_EQ(entry->place_in_row.row, nullptr);
+  entry.reset();
+}
+
+// --- what is counted ---
+
+TEST(Counts, PeaksAreTheHighestNotTheLast) {
+  Counters counters;
+  for (const int64_t change : {100, 50, -120, 30}) {
+    counters.resident(change);
+    counters.away(2 * change);
+  }
+  EXPECT_EQ(counters.resident_bytes, 60);
+  EXPECT_EQ(counters.peak_resident_bytes, 150);
+  EXPECT_EQ(counters.away_bytes, 120);
+  EXPECT_EQ(counters.peak_away_bytes, 300);
+}
+
+TEST(Counts, CountingAnewBeginsWithWhatIsAlive) {
+  Ledger ledger;
+  ledger.counters.resident(100);
+  ledger.counters.resident(-60);
+  ledger.counters.away(70);
+  ledger.counters.stalls = 3;
+  ledger.counters.exposed_wait_s = 5;
+  ledger.keep("small", 10);
+  ledger.reset();
+  EXPECT_EQ(ledger.counters.resident_bytes, 40);
+  EXPECT_EQ(ledger.counters.peak_resident_bytes, 40);
+  EXPECT_EQ(ledger.counters.peak_away_bytes, 70);
+  EXPECT_EQ(ledger.counters.stalls, 0);
+  EXPECT_EQ(ledger.counters.exposed_wait_s, 0);
+  EXPECT_TRUE(ledger.kept().empty());
+}
+
+// --- what handles and recipes hold ---
+
+TEST_F(Entries, ASavedTensorIsTheSameTensorAgainWhereverItsBytesWere) {
+  at::Tensor tensor = filled(9);
+  const SavedTensor moved = SavedTensor::moved(sent(tensor, sender), look_at(tensor));
+  const SavedTensor kept = SavedTensor::kept(without_graph(tensor), 0, nullptr);
+  EXPECT_TRUE(kept.unpack().is_alias_of(tensor));
+  EXPECT_TRUE(moved.unpack().is_alias_of(tensor)) << "somebody held it: nothing has to come back";
+  tensor.reset();
+  EXPECT_TRUE(moved.unpack().equal(filled(9)));
+  EXPECT_EQ(moved.stays(), false);
+  EXPECT_EQ(kept.stays(), true);
+}
+
+TEST_F(Entries, AnEditAfterTheSaveIsNoticedWhereverTheBytesAre) {
+  at::Tensor tensor = filled(1);
+  const SavedTensor moved = SavedTensor::moved(sent(tensor, sender), look_at(tensor));
+  const SavedTensor kept = SavedTensor::kept(without_graph(tensor), 0, nullptr);
+  tensor.add_(1);
+  for (const SavedTensor* saved : {&moved, &kept}) {
+    try {
+      saved->unpack();
+      FAIL() << "an edited tensor was taken for what was saved";
+    } catch (const EditedInPlace& edit) {
+      EXPECT_EQ(edit.version, 1u);
+      EXPECT_EQ(edit.expected_version, 0u);
+      EXPECT_NE(edit.tensor.find("[100] on cpu"), std::string::npos) << edit.tensor;
+    }
+  }
+}
+
+TEST(SavedTensors, ALeafIsKeptItselfAndOthersWithoutTheirGraph) {
+  const at::Tensor leaf = at::ones({2}).requires_grad_();
+  EXPECT_TRUE(without_graph(leaf).is_same(leaf));
+  const at::Tensor made = leaf.exp();
+  EXPECT_FALSE(without_graph(made).requires_grad());
+  EXPECT_TRUE(without_graph(made).is_alias_of(made));
+}
+
+}  // namespace
+}  // namespace memswap

@@ -1,0 +1,74 @@
+// What tests of an engine share: who made it, and what its storages leave by.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "engine/engine.h"
+#include "engine/recipe_host.h"
+
+namespace memswap::testing {
+
+// Everything of the one device that there is leaves by a sender; no codec serves it.
+class OneSender final : public Transfers::Opener {
+ public:
+  explicit OneSender(std::shared_ptr<BlockSender> sender) : sender_(std::move(sender)) {}
+  std::shared_ptr<BlockSender> open_blocks() override { return sender_; }
+  std::shared_ptr<FrameSender> open_frames(Form) override { return nullptr; }
+  void begin(int64_t, int64_t) override {}
+
+ private:
+  const std::shared_ptr<BlockSender> sender_;
+};
+
+inline TransfersPtr transfers_by(std::shared_ptr<BlockSender> sender,
+                                 Transfers::Policy policy = {}) {
+  return std::make_shared<Transfers>(
+      c10::Device(c10::kCPU),
+      std::make_shared<Expectations>(Expectations::Device{.worst_case = true}, ExpectationLimits{}),
+      std::make_unique<OneSender>(std::move(sender)), std::move(policy));
+}
+
+// Answers as a test says, and counts how often it was asked.
+class Host final : public EngineHost {
+ public:
+  explicit Host(TransfersPtr transfers) : transfers(std::move(transfers)) {}
+
+  std::optional<Action> decide(Engine&, const Offer&) override {
+    ++asked;
+    return says;
+  }
+  std::optional<Action> direct(Engine&, const Offer&, Action) override {
+    ++asked;
+    return directs;
+  }
+  TransfersPtr open(Engine&, c10::Device) override {
+    ++opened;
+    return transfers;
+  }
+  void begin_iteration(Engine& engine) override { engine.iteration = engine.timeline.begin(); }
+  void open_recipes(Engine& engine) override {
+    if (!engine.recipes) {
+      engine.recipes = std::make_shared<Recipes>(
+          OperatorRules(), std::make_unique<EngineRecipeHost>(engine.weak_from_this()),
+          Recipes::Options{.proofs = proofs});
+    }
+  }
+
+  TransfersPtr transfers;
+  std::optional<Action> says, directs;
+  int asked = 0, opened = 0;
+  int proofs = 0;
+};
+
+// Gives an engine its host.
+inline Host& host_of(Engine& engine, TransfersPtr transfers) {
+  auto host = std::make_unique<Host>(std::move(transfers));
+  Host& made = *host;
+  engine.host = std::move(host);
+  return made;
+}
+
+}  // namespace memswap::testing
