@@ -234,6 +234,7 @@ std::unique_ptr<at::ObserverContext> OperatorLog::call_begins(const at::RecordFu
   if (!made) {
     return nullptr;
   }
+  log->hold_inputs(*made);
   thread.running = made;
   thread.running_in = log.get();
   return std::make_unique<Context>(log, std::move(made));
@@ -363,9 +364,54 @@ void OperatorLog::listen(const KnownTensor& tensor, std::weak_ptr<EditListener> 
 
 void OperatorLog::clear() {
   std::unordered_map<const void*, Made> dropped;
+  std::deque<Held> held;
   const std::lock_guard lock(mutex_);
   dropped.swap(made_);
+  held.swap(held_);
   edited_.clear();
+  cleared_at_ = time_;
+}
+
+void OperatorLog::hold(Holds holds) {
+  const std::lock_guard lock(mutex_);
+  holds_ = std::move(holds);
+}
+
+void OperatorLog::hold_inputs(const OperatorCall& call) {
+  std::vector<Held> late;  // dropped without the lock
+  const std::lock_guard lock(mutex_);
+  while (!held_.empty() && held_.front().time + kHeldFor < call.time()) {
+    late.push_back(std::move(held_.front()));
+    held_.pop_front();
+  }
+  const auto found = holds_.find(moment_of(call));
+  if (found == holds_.end()) {
+    return;
+  }
+  Held held{&call, call.time(), {}};
+  for (const Hold& hold : found->second) {
+    if (hold.op == call.rule().op.operator_name().name && hold.input < call.inputs().size()) {
+      const KnownTensor& input = call.inputs()[hold.input].tensor;
+      auto storage = input.storage.lock();
+      if (storage && input.view.storage_nbytes() == hold.nbytes) {
+        held.storages.push_back(std::move(storage));
+      }
+    }
+  }
+  if (!held.storages.empty()) {
+    held_.push_back(std::move(held));
+  }
+}
+
+void OperatorLog::let_go(const OperatorCall& call) {
+  std::vector<Held> dropped;
+  const std::lock_guard lock(mutex_);
+  const auto found =
+      std::find_if(held_.begin(), held_.end(), [&](const Held& one) { return one.call == &call; });
+  if (found != held_.end()) {
+    dropped.push_back(std::move(*found));
+    held_.erase(found);
+  }
 }
 
 size_t OperatorLog::size() const {

@@ -10,9 +10,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <unordered_map>
 #include <vector>
 
@@ -122,6 +124,11 @@ class EditListener {
 // An operator that edits may first copy what it edits, for autograd (mul_ saves a clone of its
 // input): until it has ended, what it writes counts as edited.
 //
+// An input may be gone before anybody asks for what was made of it: what a block adds to its input
+// is dead when the next block saves the sum. Who is going to want it tells the log beforehand
+// (`hold`), by the moments of an iteration that went the same way; the log then holds its storage
+// from the call on, until it is told to let go, for `kHeldFor` moments at most.
+//
 // A call's results are known when it has ended. An operator that saves its own result (tanh, a
 // softmax) packs before: `running` is what makes it.
 
@@ -158,8 +165,24 @@ class OperatorLog : public std::enable_shared_from_this<OperatorLog> {
   // so.
   void before_edit(const at::Tensor& tensor);
 
-  // Forgets who made what. Who listens goes on listening.
+  // Forgets who made what. Who listens goes on listening. Moments are counted anew.
   void clear();
+
+  // An input that a call of some moment is to hold, if it is such a call.
+  struct Hold {
+    bool operator==(const Hold&) const = default;
+
+    std::string op;
+    size_t input;  // which of OperatorCall::inputs
+    size_t nbytes;
+  };
+  using Holds = std::unordered_map<uint64_t, std::vector<Hold>>;  // by the moment
+  // From here on.
+  void hold(Holds holds);
+  // Whoever wanted what was held for a call has it, or never will.
+  void let_go(const OperatorCall& call);
+  // Of a call since the last `clear`.
+  uint64_t moment_of(const OperatorCall& call) const { return call.time() - cleared_at_; }
   size_t size() const;
 
   // The calling thread's operators are nobody's business for as long as this lives.
@@ -188,8 +211,14 @@ class OperatorLog : public std::enable_shared_from_this<OperatorLog> {
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;
     uint64_t time;
   };
+  struct Held {
+    const OperatorCall* call;
+    uint64_t time;
+    std::vector<c10::intrusive_ptr<c10::StorageImpl>> storages;
+  };
   struct Context;
   struct Editing;
+  static constexpr uint64_t kHeldFor = 64;
 
   static std::unique_ptr<at::ObserverContext> call_begins(const at::RecordFunction& call);
   static void call_ends(const at::RecordFunction& call, at::ObserverContext* context);
@@ -197,6 +226,7 @@ class OperatorLog : public std::enable_shared_from_this<OperatorLog> {
   OperatorRulePtr rule_of(const at::RecordFunction& call);
   uint64_t tick();
   void remember(const OperatorCallPtr& call);
+  void hold_inputs(const OperatorCall& call);
 
   mutable std::mutex mutex_;
   OperatorRules rules_;
@@ -204,6 +234,9 @@ class OperatorLog : public std::enable_shared_from_this<OperatorLog> {
   std::unordered_multimap<const void*, Listener> listeners_;
   std::unordered_map<const void*, Edited> edited_;
   uint64_t time_ = 0;
+  uint64_t cleared_at_ = 0;
+  Holds holds_;
+  std::deque<Held> held_;  // the oldest first
   size_t sweep_listeners_at_ = 64;
 };
 using OperatorLogPtr = std::shared_ptr<OperatorLog>;

@@ -166,9 +166,12 @@ SourcePtr EngineRecipeHost::keep(const KnownTensor& tensor, Standing standing) {
 }
 
 bool EngineRecipeHost::can_save(const KnownTensor& tensor) {
+  return !tensor.storage.expired() && could_save(tensor);
+}
+
+bool EngineRecipeHost::could_save(const KnownTensor& tensor) {
   const auto nbytes = static_cast<int64_t>(tensor.view.storage_nbytes());
-  return offer_ != nullptr && tensor.view.computed() && !tensor.storage.expired() &&
-         nbytes >= engine()->policy.min_bytes;
+  return offer_ != nullptr && tensor.view.computed() && nbytes >= engine()->policy.min_bytes;
 }
 
 SourcePtr EngineRecipeHost::save(const KnownTensor& tensor) {

@@ -35,6 +35,7 @@ class EngineRecipeHost final : public RecipeHost {
   std::optional<size_t> index_of(const KnownTensor& tensor) override;
   SourcePtr keep(const KnownTensor& tensor, Standing standing) override;
   bool can_save(const KnownTensor& tensor) override;
+  bool could_save(const KnownTensor& tensor) override;
   SourcePtr save(const KnownTensor& tensor) override;
   at::Tensor look(const KnownTensor& tensor) override;
   void serialise(const std::function<void()>& work) override;

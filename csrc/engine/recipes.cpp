@@ -2,9 +2,9 @@
 
 #include <c10/util/Exception.h>
 #include <c10/util/ScopeExit.h>
-#include <c10/util/hash.h>
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "storage/lend.h"
@@ -80,12 +80,8 @@ void Recipes::look_at_sources(Step& step) {
   }
 }
 
-size_t Recipes::PlaceHash::operator()(const RecipePlace& place) const {
-  return c10::get_hash(place.unit, place.number, place.nbytes, static_cast<int>(place.dtype),
-                       place.time);
-}
-
 void Recipes::begin_iteration() {
+  choose();
   log_->clear();
   siblings_.clear();
   offered_.clear();
@@ -99,7 +95,64 @@ void Recipes::before_edits(const std::vector<at::Tensor>& tensors) {
   }
 }
 
-std::shared_ptr<Step> Recipes::steps_of(const OperatorCallPtr& call, int deepest) {
+// The last forward is over: what it would have done best is done from now on. See
+// [Note: Chosen once a forward is known].
+void Recipes::choose() {
+  if (graph_) {
+    RecipeChoices found;
+    {
+      const std::lock_guard lock(mutex_);
+      const auto known = [&](const RecipePlace& place) {
+        const auto row = places_.find(place);
+        return row == places_.end() ? nullptr : &row->second;
+      };
+      found = graph_->choose(
+          [&](const RecipePlace& place) {
+            const Learnt* const learnt = known(place);
+            return learnt == nullptr ? 0 : learnt->waited_nbytes;
+          },
+          [&](const RecipePlace& place) {
+            const Learnt* const learnt = known(place);
+            return learnt != nullptr && learnt->failed;
+          });
+    }
+    if (choices_.places.size() + found.places.size() > options_.most_places) {
+      choices_ = {};
+    }
+    for (auto& [place, choice] : found.places) {
+      choices_.places.insert_or_assign(place, std::move(choice));
+    }
+    for (auto& [moment, holds] : found.holds) {
+      std::vector<OperatorLog::Hold>& known = choices_.holds[moment];
+      for (OperatorLog::Hold& hold : holds) {
+        if (std::find(known.begin(), known.end(), hold) == known.end()) {
+          known.push_back(std::move(hold));
+        }
+      }
+    }
+    log_->hold(choices_.holds);
+    graph_.reset();
+    ++chosen_;
+  }
+  if (undecided_.exchange(false) && chosen_ < options_.most_choices) {
+    graph_.emplace(*log_, *host_, options_.deepest);
+  }
+}
+
+const RecipeChoice* Recipes::choice_of(const RecipePlace& place, const OperatorCallPtr& call) {
+  const auto found = choices_.places.find(place);
+  if (found == choices_.places.end() || (call && !found->second.has_maker)) {
+    undecided_ = true;
+    return nullptr;
+  }
+  return &found->second;
+}
+
+std::shared_ptr<Step> Recipes::steps_of(const OperatorCallPtr& call, int deepest,
+                                        const RecipeShape* shape) {
+  if (shape != nullptr && shape->inputs.size() != call->inputs().size()) {
+    return nullptr;  // the program has changed
+  }
   auto step = std::make_shared<Step>();
   step->call = call;
   for (const OperatorCall::Input& input : call->inputs()) {
@@ -111,8 +164,11 @@ std::shared_ptr<Step> Recipes::steps_of(const OperatorCallPtr& call, int deepest
       step->depth = std::max(step->depth, 1 + host_->depth(input.tensor));
       continue;
     }
-    const OperatorCallPtr maker = deepest > 1 ? log_->maker(input.tensor) : nullptr;
-    step->inputs.back().step = maker ? steps_of(maker, deepest - 1) : nullptr;
+    const size_t which = step->inputs.size() - 1;
+    const RecipeShape* const further = shape == nullptr ? nullptr : shape->inputs[which].get();
+    const bool begins = deepest <= 1 || (shape != nullptr && further == nullptr);
+    const OperatorCallPtr maker = begins ? nullptr : log_->maker(input.tensor);
+    step->inputs.back().step = maker ? steps_of(maker, deepest - 1, further) : nullptr;
     if (!step->inputs.back().step) {
       if (!host_->can_save(input.tensor)) {
         return nullptr;
@@ -142,6 +198,16 @@ bool Recipes::reads_recipes(const Step& step) const {
   return false;
 }
 
+// What was held for a recipe has been kept for it by now, or is not wanted.
+void Recipes::let_go(const Step& step) {
+  log_->let_go(*step.call);
+  for (const Step::Input& input : step.inputs) {
+    if (input.step) {
+      let_go(*input.step);
+    }
+  }
+}
+
 bool Recipes::keep_sources(Step& step) {
   for (size_t which = 0; which < step.inputs.size(); ++which) {
     Step::Input& input = step.inputs[which];
@@ -157,6 +223,9 @@ bool Recipes::keep_sources(Step& step) {
       const bool before = std::exchange(saving_, true);
       const auto after = c10::make_scope_exit([&] { saving_ = before; });
       input.source = host_->save(tensor);
+      if (input.source && graph_) {
+        graph_->add_held(tensor);
+      }
     } else {
       input.source = host_->keep(tensor, standing);
     }
@@ -167,24 +236,51 @@ bool Recipes::keep_sources(Step& step) {
   return true;
 }
 
+// Who made a storage that is being saved.
+OperatorCallPtr Recipes::maker_of(const SavedView& view) const {
+  if (OperatorCallPtr call = log_->maker(view.storage_key(), view.version())) {
+    return call;
+  }
+  // Perhaps the operator that is running saves its own result. If it does not, its end tells.
+  OperatorCallPtr running = view.version() == 0 ? log_->running() : nullptr;
+  return running && !running->reads(view.storage_key()) ? running : nullptr;
+}
+
+// A storage that has no recipe. While its forward is taken down, what it takes is seen.
+Recipes::Answer Recipes::watched(const RecipePlace& place) {
+  std::shared_ptr<Trial> watch;
+  if (graph_) {
+    watch.reset(new Trial(weak_from_this(), place, nullptr));
+  }
+  return {.leaving = std::nullopt, .trial = std::move(watch), .proven = std::nullopt};
+}
+
 Recipes::Answer Recipes::offer(const StorageRefPtr& storage, const SavedView& view,
                                RecipePlace place, double most_extra, bool leaves) {
   if (saving_ || view.edited() || view.private_format()) {
     return {};
   }
-  OperatorCallPtr call = log_->maker(view.storage_key(), view.version());
-  if (!call) {
-    // Perhaps the operator that is running saves its own result. If it does not, its end tells.
-    call = view.version() == 0 ? log_->running() : nullptr;
-    if (call && call->reads(view.storage_key())) {
-      call = nullptr;
-    }
-  }
-  std::shared_ptr<Step> step = call ? steps_of(call, options_.deepest) : nullptr;
-  if (!step || costs_too_much(*step, most_extra * static_cast<double>(place.nbytes))) {
-    return {};
-  }
   place.time = offered_[place]++;
+  OperatorCallPtr call = maker_of(view);
+  const RecipeChoice* const chosen = most_extra > 0 ? choice_of(place, call) : nullptr;
+  if (graph_ && most_extra > 0) {
+    graph_->add_saved(place, view, *storage, call);
+  }
+  if (chosen != nullptr && !chosen->shape) {
+    return watched(place);
+  }
+  std::shared_ptr<Step> step =
+      call ? steps_of(call, options_.deepest, chosen == nullptr ? nullptr : chosen->shape.get())
+           : nullptr;
+  if (!step && chosen != nullptr) {
+    undecided_ = true;  // the program is another one by now
+  }
+  const auto costs_too_much_for = [&](int64_t nbytes) {
+    return chosen == nullptr && costs_too_much(*step, most_extra * static_cast<double>(nbytes));
+  };
+  if (!step || costs_too_much_for(place.nbytes)) {
+    return watched(place);
+  }
   std::string words = words_of(*step);
   double seconds = 0;
   bool several = place.time > 0;
@@ -206,12 +302,11 @@ Recipes::Answer Recipes::offer(const StorageRefPtr& storage, const SavedView& vi
       learnt = {.words = words,
                 .proofs = 0,
                 .failed = false,
-                .waited_nbytes = 0,
+                .waited_nbytes = learnt.waited_nbytes,
                 .seconds = 0,
                 .several = learnt.several};
     }
-    if (learnt.waited_nbytes > 0 &&
-        costs_too_much(*step, most_extra * static_cast<double>(learnt.waited_nbytes))) {
+    if (learnt.waited_nbytes > 0 && costs_too_much_for(learnt.waited_nbytes)) {
       return {};
     }
     seconds = learnt.seconds;
@@ -233,7 +328,9 @@ Recipes::Answer Recipes::offer(const StorageRefPtr& storage, const SavedView& vi
             .trial = nullptr,
             .proven = proven(*step, std::move(words), seconds)};
   }
-  if (!keep_sources(*step)) {
+  const bool kept = keep_sources(*step);
+  let_go(*step);
+  if (!kept) {
     return {};
   }
   return {.leaving = leave(storage, std::move(step)), .trial = nullptr, .proven = std::nullopt};
@@ -290,6 +387,7 @@ std::shared_ptr<Trial> Recipes::begin_trial(const StorageRefPtr& storage, const 
   std::shared_ptr<Trial> trial(new Trial(weak_from_this(), place, std::move(step)));
   if (call->ended()) {
     trial->prove(*storage);
+    let_go(*trial->step_);
   } else {
     trial->storage_ = storage;
     call->add_watcher(trial);
@@ -297,12 +395,16 @@ std::shared_ptr<Trial> Recipes::begin_trial(const StorageRefPtr& storage, const 
   return trial;
 }
 
-void Recipes::passed(const RecipePlace& place, int64_t waited_nbytes, double seconds) {
+void Recipes::waited(const RecipePlace& place, int64_t nbytes) {
+  const std::lock_guard lock(mutex_);
+  places_[place].waited_nbytes = nbytes;
+}
+
+void Recipes::passed(const RecipePlace& place, double seconds) {
   const std::lock_guard lock(mutex_);
   if (const auto found = places_.find(place); found != places_.end()) {
     Learnt& learnt = found->second;
     learnt.seconds = learnt.proofs == 0 ? seconds : std::min(learnt.seconds, seconds);
-    learnt.waited_nbytes = waited_nbytes;
     ++learnt.proofs;
   }
 }
@@ -311,12 +413,16 @@ void Recipes::failed(const RecipePlace& place) {
   const std::lock_guard lock(mutex_);
   if (const auto found = places_.find(place); found != places_.end()) {
     found->second.failed = true;
+    undecided_ = true;
   }
 }
 
 std::vector<std::pair<RecipePlace, Recipes::Learnt>> Recipes::learnt() const {
   const std::lock_guard lock(mutex_);
-  return {places_.begin(), places_.end()};
+  std::vector<std::pair<RecipePlace, Learnt>> rows;
+  std::copy_if(places_.begin(), places_.end(), std::back_inserter(rows),
+               [](const auto& row) { return !row.second.words.empty(); });
+  return rows;
 }
 
 void Trial::call_ended() noexcept {
@@ -351,13 +457,17 @@ void Trial::prove(const StorageRef& storage) noexcept {
 
 void Trial::demanded(int64_t waited_nbytes) {
   const auto recipes = recipes_.lock();
-  if (!recipes || !same_bits_) {
+  if (!recipes) {
+    return;
+  }
+  recipes->waited(place_, waited_nbytes);
+  if (!same_bits_) {
     return;
   }
   if (!unchanged(*step_)) {
     recipes->failed(place_);
   } else if (!std::exchange(counted_, true)) {
-    recipes->passed(place_, waited_nbytes, seconds_);
+    recipes->passed(place_, seconds_);
   }
 }
 

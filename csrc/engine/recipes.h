@@ -1,8 +1,7 @@
 // Which storages become recipes: those whose place in the program has proven to give the same bits.
 #pragma once
 
-#include <c10/core/ScalarType.h>
-
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -14,23 +13,14 @@
 #include <vector>
 
 #include "away.h"
+#include "forward_graph.h"
 #include "operator_log.h"
 #include "proven_recipe.h"
 #include "recipe.h"
 #include "recipe_form.h"
+#include "recipe_place.h"
 
 namespace memswap {
-
-// Where a storage is saved: the same program saves it at the same place in each iteration.
-struct RecipePlace {
-  bool operator==(const RecipePlace&) const = default;
-
-  std::string unit;
-  int64_t number;  // among what one call of the unit saves
-  int64_t nbytes;
-  c10::ScalarType dtype;
-  int64_t time = 0;  // of several that are saved together: which one
-};
 
 // What the engine does for recipes. The seam: nothing else of the engine is known here.
 class RecipeHost {
@@ -55,6 +45,8 @@ class RecipeHost {
   // Whether a tensor of the standing kUnknown could be saved for a recipe, as autograd would have
   // saved it; and that. nullptr: it could not.
   virtual bool can_save(const KnownTensor& tensor) = 0;
+  // The same of one that is gone, had it been held.
+  virtual bool could_save(const KnownTensor& tensor) = 0;
   virtual SourcePtr save(const KnownTensor& tensor) = 0;
   // The tensor, for a look in passing. Throws TransferError where it is not there.
   virtual at::Tensor look(const KnownTensor& tensor) = 0;
@@ -64,8 +56,8 @@ class RecipeHost {
 
 class Recipes;
 
-// One storage whose recipe is being proven while its bytes wait in another form. Owned by its
-// entry.
+// One storage whose recipe is being proven while its bytes wait in another form, or of which is
+// only seen what that takes. Owned by its entry.
 class Trial final : public OperatorCall::Watcher {
  public:
   // Backward has the storage now. If nothing that the recipe would read was edited or lost since,
@@ -79,6 +71,7 @@ class Trial final : public OperatorCall::Watcher {
   friend class Recipes;
   struct Verdict;
 
+  // `step`: nullptr where nothing is proven.
   Trial(std::weak_ptr<Recipes> recipes, RecipePlace place, StepPtr step)
       : recipes_(std::move(recipes)), place_(std::move(place)), step_(std::move(step)) {}
   void prove(const StorageRef& storage) noexcept;
@@ -106,7 +99,8 @@ class Trial final : public OperatorCall::Watcher {
 // takes less than `most_extra` of the bytes that the recipe frees: of the storage's, or, where it
 // waited as a frame while the place was learnt, of that frame's. (A frame of what was cast up takes
 // no more than one of what it was cast from; one of a sum is longer than what was added.) What an
-// operator of the table made needs no place at all: it is a further step.
+// operator of the table made needs no place at all: it is a further step. That judges each storage
+// alone, and holds until its place was chosen for ([Note: Chosen once a forward is known]).
 //
 // Sources may be recipes themselves. All that stand in a row are there at once when the last one is
 // demanded, so there are at most `deepest` of them, and what a recipe has saved for itself alone
@@ -121,13 +115,16 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
     int proofs = kProofs;  // 0: recipes are used unproven
     int deepest = 8;
     size_t most_places = 16384;
+    int most_choices = 32;  // forwards that are taken down
   };
 
   Recipes(OperatorRules rules, std::unique_ptr<RecipeHost> host, Options options)
       : log_(std::make_shared<OperatorLog>(std::move(rules))),
         host_(std::move(host)),
         options_(options),
-        counts_(std::make_shared<RecipeCounts>()) {}
+        counts_(std::make_shared<RecipeCounts>()) {
+    choose();
+  }
 
   OperatorLog& log() { return *log_; }
   RecipeHost& host() { return *host_; }
@@ -146,7 +143,8 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
     std::shared_ptr<Trial> trial;
     std::optional<ProvenRecipe> proven;
   };
-  // `leaves`: whether it leaves as a recipe if it can, or its recipe is told.
+  // `leaves`: whether it leaves as a recipe if it can, or its recipe is told. `most_extra`: see
+  // [Note: What a recipe keeps]; 0: nothing is kept for a recipe alone.
   Answer offer(const StorageRefPtr& storage, const SavedView& view, RecipePlace place,
                double most_extra, bool leaves);
 
@@ -164,25 +162,31 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
  private:
   friend class Trial;
   class Looked;
-  struct PlaceHash {
-    size_t operator()(const RecipePlace& place) const;
-  };
   using Siblings = std::shared_ptr<std::vector<std::weak_ptr<RecipeForm>>>;
 
+  OperatorCallPtr maker_of(const SavedView& view) const;
   // The recipe of a call's results, its sources left open; nullptr: there is none. In it are at
-  // most `deepest` calls in a row.
-  std::shared_ptr<Step> steps_of(const OperatorCallPtr& call, int deepest);
+  // most `deepest` calls in a row. `shape`: where it begins, as it was chosen; nullptr: as far back
+  // as can be.
+  std::shared_ptr<Step> steps_of(const OperatorCallPtr& call, int deepest,
+                                 const RecipeShape* shape);
+  // What was chosen for a place, that this call has made; nullptr: nothing yet.
+  const RecipeChoice* choice_of(const RecipePlace& place, const OperatorCallPtr& call);
+  void choose();
+  Answer watched(const RecipePlace& place);
   bool costs_too_much(const Step& step, double limit_nbytes) const;
   bool reads_recipes(const Step& step) const;
   // Fills in the sources. Whether all could be kept.
   bool keep_sources(Step& step);
+  void let_go(const Step& step);
   void look_at_sources(Step& step);
   std::shared_ptr<Trial> begin_trial(const StorageRefPtr& storage, const RecipePlace& place,
                                      std::shared_ptr<Step> step);
   Leaving leave(const StorageRefPtr& storage, std::shared_ptr<Step> step);
 
   ProvenRecipe proven(const Step& step, std::string words, double seconds);
-  void passed(const RecipePlace& place, int64_t waited_nbytes, double seconds);
+  void waited(const RecipePlace& place, int64_t nbytes);
+  void passed(const RecipePlace& place, double seconds);
   void failed(const RecipePlace& place);
 
   const OperatorLogPtr log_;
@@ -192,8 +196,14 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
   std::unordered_map<OperatorCallPtr, Siblings> siblings_;
   bool saving_ = false;       // what a recipe keeps, which no operator of the table made
   mutable std::mutex mutex_;  // of what trials tell
-  std::unordered_map<RecipePlace, Learnt, PlaceHash> places_;
-  std::unordered_map<RecipePlace, int64_t, PlaceHash> offered_;  // in this iteration, how often
+  std::unordered_map<RecipePlace, Learnt, RecipePlaceHash> places_;
+  std::unordered_map<RecipePlace, int64_t, RecipePlaceHash>
+      offered_;                        // in this iteration, how often
+  std::optional<ForwardGraph> graph_;  // of this iteration, if it is taken down
+  RecipeChoices choices_;
+  // Nothing was chosen for some place, or what was is none any more.
+  std::atomic<bool> undecided_ = true;
+  int chosen_ = 0;  // how often
 };
 
 }  // namespace memswap

@@ -66,6 +66,22 @@ def test_demo_trains_twice_and_reports(tmp_path: Path, dtype: str) -> None:
     assert stats["peak_resident_bytes"] < content["plain"]["stats"]["peak_resident_bytes"]
 
 
+def test_demo_shows_frames_alone_and_recipes_with_frames(tmp_path: Path) -> None:
+    file = tmp_path / "demo.json"
+    tiny = [*TINY, "--steps", "6", "--batch", "8"]
+    done = run_memswap("demo", *tiny, "--budget", "none", "--json", str(file))
+    assert done.returncode == 0, f"the demo failed:\n{done.stdout}\n{done.stderr}"
+    content = json.loads(file.read_text())
+    runs = content["runs"]
+    frames, both = (runs[one]["held_bytes"] for one in ("frames", "recipes, frames"))
+    assert 0 < both < frames, "recipes do not take less than frames alone"
+    assert frames < content["plain"]["stats"]["peak_resident_bytes"]
+    assert content["runs"]["frames"]["stats"]["recipe_storages"] == 0
+    assert content["managed"]["stats"]["recipe_storages"] > 0
+    table = next(part for part in done.stdout.split("\n\n") if "step, median" in part)
+    assert "recipes, frames" in table and table.count("identical") == 2
+
+
 def test_demo_with_policy_keep_moves_nothing(tmp_path: Path) -> None:
     file = tmp_path / "demo.json"
     done = run_memswap("demo", *TINY, "--policy", "keep", "--json", str(file))
@@ -127,7 +143,8 @@ def test_one_wrong_bit_in_one_gradient_fails_the_demo(
     wrong = [dict(step) for step in right]
     wrong[1]["bias"] = wrong[1]["bias"].clone()
     wrong[1]["bias"][3] = -0.0
-    results = {"plain": run_with_gradients(right), "memswap, auto": run_with_gradients(wrong)}
+    plain = run_with_gradients(right)
+    results = {"plain": plain, "memswap, frames": plain, "memswap, auto": run_with_gradients(wrong)}
     monkeypatch.setattr(demo, "train_apart", lambda config, title: results[title])
     file = tmp_path / "demo.json"
     parser = demo.argparse.ArgumentParser()
@@ -162,7 +179,8 @@ def test_gradients_that_were_not_compared_are_not_counted(
     demo.add_arguments(parser)
     options = ["--device", "cpu", "--picture", str(tmp_path)]
     assert demo.run(parser.parse_args([*options, "--steps", str(demo.PLANNED_STEPS)])) == 0
-    assert f"all {demo.PLANNED_STEPS} gradients" in capsys.readouterr().out
+    # Of two runs, frames alone and recipes with frames.
+    assert f"all {2 * demo.PLANNED_STEPS} gradients" in capsys.readouterr().out
     assert demo.run(parser.parse_args([*options, "--steps", "1"])) == 0
     assert "no picture: nothing was planned (--steps 1" in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""``python -m memswap demo``: the same training twice, plain and managed, compared in every bit."""
+"""``python -m memswap demo``: the same training, plain and managed, compared in every bit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy",
         choices=POLICIES,
         default="auto",
-        help="of the managed run; auto: encode on cpu, swap on an accelerator",
+        help="of the managed run; auto: recompute and encode on cpu, swap on an accelerator",
     )
     parser.add_argument(
         "--pool-dir", type=Path, help="where the DiskPool's file is made (cpu); swaps by default"
@@ -118,8 +118,13 @@ def steps_table(
     return render_table(["step", "loss plain", "loss managed", "gradients"], rows)
 
 
-def cost_table(plain: TrainingResult, managed: TrainingResult) -> str:
-    """Memory and time of both runs, and their ratio."""
+def cost_table(plain: TrainingResult, runs: Mapping[str, TrainingResult]) -> str:
+    """Memory and time of all runs, each with its ratio to the plain one.
+
+    Args:
+        plain: without memswap.
+        runs: the others, by what they are called.
+    """
 
     def peak(stats: dict[str, Any]) -> int:
         return int(stats["peak_resident_bytes"])
@@ -133,12 +138,26 @@ def cost_table(plain: TrainingResult, managed: TrainingResult) -> str:
     ]
     rows = []
     for title, value in measured:
-        one, other = value(plain), value(managed)
-        if one is not None and other is not None:
-            rows.append([title, format_bytes(one), format_bytes(other), format_ratio(other, one)])
-    times = [run.median_step_s for run in (plain, managed)]
-    rows.append(["step, median", *map(format_seconds, times), format_ratio(times[1], times[0])])
-    return render_table(["", "plain", "managed", "ratio"], rows)
+        one, others = value(plain), [value(run) for run in runs.values()]
+        if one is not None and all(other is not None for other in others):
+            found = [
+                f"{format_bytes(other)}, {format_ratio(other, one)}"
+                for other in others
+                if other is not None
+            ]
+            rows.append([title, format_bytes(one), *found])
+    plain_s = plain.median_step_s
+    times = [
+        f"{format_seconds(run.median_step_s)}, {format_ratio(run.median_step_s, plain_s)}"
+        for run in runs.values()
+    ]
+    rows.append(["step, median", format_seconds(plain_s), *times])
+    same = [
+        "not identical" if differing_gradients(plain.gradients, run.gradients) else "identical"
+        for run in runs.values()
+    ]
+    rows.append(["gradients, every bit", "", *same])
+    return render_table(["", "plain", *runs], rows)
 
 
 def account_table(stats: dict[str, Any]) -> str:
@@ -158,6 +177,10 @@ def account_table(stats: dict[str, Any]) -> str:
     for reason, count in sorted(stats["kept"].items()):
         rows.append(line(f"  kept: {reason}", count["tensors"], count["bytes"]))
     rows.append(line("  moved away (storages)", stats["moved_storages"], stats["moved_bytes"]))
+    if stats.get("recipe_storages"):
+        rows.append(
+            line("    of these, as recipes", stats["recipe_storages"], stats["recipe_bytes"])
+        )
     if stats["encoded_storages"]:
         ratio = format_ratio(stats["encoded_bytes"], stats["frame_bytes"])
         rows += [
@@ -169,13 +192,14 @@ def account_table(stats: dict[str, Any]) -> str:
         ["really freed on the device", "", format_bytes(stats["freed_bytes"])],
         ["in the pool at once, peak", "", format_bytes(stats["peak_away_bytes"])],
     ]
-    return render_table(["managed run, steps after the first", "tensors", "bytes"], rows)
+    return render_table(["managed run, steps after those that learn", "tensors", "bytes"], rows)
 
 
 def as_json(
     config: TrainingConfig,
     plain: TrainingResult,
     managed: TrainingResult,
+    runs: Mapping[str, TrainingResult],
     differences: Sequence[Difference],
 ) -> dict[str, Any]:
     """Everything the tables show and the fingerprints behind the verdict."""
@@ -188,7 +212,15 @@ def as_json(
         "step_time_ratio": managed.median_step_s / plain.median_step_s,
         "plain": {**asdict(plain), "median_step_s": plain.median_step_s},
         "managed": {**asdict(managed), "median_step_s": managed.median_step_s},
+        "runs": {
+            name: {**asdict(run), "median_step_s": run.median_step_s} for name, run in runs.items()
+        },
     }
+
+
+def recomputes_by_default(config: TrainingConfig) -> bool:
+    """Whether the managed run recomputes, so that frames alone are worth a run of their own."""
+    return config.policy == "auto" and config.device == "cpu" and config.pool_dir is None
 
 
 def share_of(budget: str) -> float | None:
@@ -235,7 +267,7 @@ def show_plan(
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train twice, print the tables and return the exit status: 0 only if nothing differs."""
+    """Train all runs, print the tables and return the exit status: 0 only if nothing differs."""
     config = config_from(arguments)
     share = share_of(arguments.budget)
     print(
@@ -246,15 +278,21 @@ def run(arguments: argparse.Namespace) -> int:
         flush=True,
     )
     plain = train_apart(replace(config, policy=None), "plain")
+    runs = {}
+    if recomputes_by_default(config):
+        runs["frames"] = train_apart(replace(config, policy="encode"), "memswap, frames")
     managed = train_apart(config, f"memswap, {config.policy}")
-    differences = differing_gradients(plain.gradients, managed.gradients)
+    runs["recipes, frames" if runs else "managed"] = managed
+    differences = [
+        one for run in runs.values() for one in differing_gradients(plain.gradients, run.gradients)
+    ]
     if arguments.json is not None:
-        content = json.dumps(as_json(config, plain, managed, differences), indent=1)
+        content = json.dumps(as_json(config, plain, managed, runs, differences), indent=1)
         write(arguments.json, content)
 
     stats = managed.stats
     print("\n" + steps_table(plain, managed, differences))
-    print("\n" + cost_table(plain, managed))
+    print("\n" + cost_table(plain, runs))
     print("\n" + account_table(stats))
     if stats["moved_storages"]:
         print(f"\naway form: {managed.away_form}", end="")
@@ -267,7 +305,7 @@ def run(arguments: argparse.Namespace) -> int:
         "everything. Each run was\na process of its own, with MALLOC_MMAP_THRESHOLD_ set so that "
         "freed memory leaves it."
     )
-    compared = sum(map(len, plain.gradients))
+    compared = len(runs) * sum(map(len, plain.gradients))
     if share is not None and config.steps >= PLANNED_STEPS and config.policy != "keep":
         planned = show_plan(config, plain, share, arguments.picture)
         if planned is not None:

@@ -22,6 +22,10 @@ from memswap.planning.step import Step
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 LEARNING_RATE = 3e-4
 
+#: Frames are learnt in the first step; which storages are recomputed, in four: what stays is chosen
+#: after the first, and proven twice.
+LEARNING_STEPS = 4
+
 
 @dataclass(frozen=True)
 class TrainingConfig:
@@ -96,8 +100,8 @@ def manage_layers(model: GPT, config: TrainingConfig, result: TrainingResult) ->
     pool = None if config.pool_dir is None else memswap.DiskPool(config.pool_dir)
     on_cpu = config.device.startswith("cpu")
     if action is None:
-        encodes = on_cpu and pool is None
-        action = memswap.Action.ENCODE if encodes else memswap.Action.SWAP
+        recomputes = on_cpu and pool is None
+        action = memswap.Action.RECOMPUTE if recomputes else memswap.Action.SWAP
     result.away_form = describe_away(action, on_cpu)
     # Under a budget the planner chooses among all actions, unless one was asked for.
     free = config.budget is not None and config.policy == "auto"
@@ -114,7 +118,9 @@ def describe_away(action: memswap.Action, on_cpu: bool) -> str:
         memswap.Action.ENCODE: "lossless frames on the device",
         memswap.Action.SWAP: f"as they are, in {pool}",
         memswap.Action.ENCODE_SWAP: f"lossless frames in {pool}",
-        memswap.Action.RECOMPUTE: "recipes, and as suits the device",
+        memswap.Action.RECOMPUTE: "recipes, and lossless frames on the device"
+        if on_cpu
+        else "recipes, and as they are, in a HostPool of pinned memory",
     }[action]
 
 
@@ -173,9 +179,9 @@ def train(config: TrainingConfig, title: str) -> TrainingResult:
                 manager.wait_for_plan()
             if manager is not None and step == 0:
                 result.first_stats = stats_as_dict(manager.stats())
-                if config.steps > 1:
-                    manager.reset_stats()
-                    result.held_bytes = 0
+            if manager is not None and step + 1 in (1, LEARNING_STEPS) and step + 1 < config.steps:
+                manager.reset_stats()
+                result.held_bytes = 0
         result.peak_process_bytes = peak_process_bytes()
         if device.type != "cpu":
             memory = torch.get_device_module(device)

@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 
 namespace memswap {
 namespace {
@@ -52,6 +53,40 @@ TEST_F(InALog, NobodyMadeWhatAViewAProductOrAGeneratorGave) {
 TEST_F(InALog, AViewHasTheMakerOfItsStorage) {
   const at::Tensor y = at::ones({4, 4}).exp();
   EXPECT_EQ(maker(y.t().slice(0, 1, 2)), "aten::exp");
+}
+
+TEST_F(InALog, AnInputIsHeldFromItsCallOnUntilItIsLetGo) {
+  const auto forward = [&](const at::Tensor& stream) {
+    const at::Tensor added = at::mm(stream, stream);
+    const at::Tensor total = at::add(stream, added);
+    return std::pair(log->maker(known(total)), known(added));
+  };
+  const at::Tensor x = at::ones({8, 8});
+  log->clear();
+  const uint64_t moment = log->moment_of(*forward(x).first);
+  log->hold({{moment, {{.op = "aten::add", .input = 1, .nbytes = 256}}}});
+  log->clear();
+  const auto [call, added] = forward(x);
+  EXPECT_TRUE(added.lock().defined());
+  log->let_go(*call);
+  EXPECT_FALSE(added.lock().defined());
+  log->clear();
+  const KnownTensor last = forward(x).second;
+  EXPECT_TRUE(last.lock().defined());
+  for (int calls = 0; calls < 80; ++calls) {
+    at::exp(x);
+  }
+  EXPECT_FALSE(last.lock().defined()) << "nobody has asked for it";
+  const KnownTensor late = forward(x).second;
+  EXPECT_FALSE(late.lock().defined()) << "it is another moment";
+  log->hold({{moment, {{.op = "aten::sub", .input = 1, .nbytes = 256}}}});
+  log->clear();
+  EXPECT_FALSE(forward(x).second.lock().defined()) << "it is another operator";
+  log->hold({{moment, {{.op = "aten::add", .input = 1, .nbytes = 256}}}});
+  log->clear();
+  const KnownTensor dropped = forward(x).second;
+  log->clear();
+  EXPECT_FALSE(dropped.lock().defined()) << "the next forward has begun";
 }
 
 TEST_F(InALog, AnEditEndsWhatIsKnown) {

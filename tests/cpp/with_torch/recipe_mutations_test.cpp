@@ -127,6 +127,66 @@ std::unique_ptr<Host> keeping() {
       [](const at::Tensor& tensor) { return std::make_shared<Broken>(tensor); });
 }
 
+// An addend that nobody but the recipe of the sum wants, chosen in the first forward. Between
+// forward and backward of the last one it is edited, or everybody else lets go of it.
+Seen after_a_choice(std::unique_ptr<Host> host, bool edited) {
+  host->saves = true;
+  Host& of = *host;
+  const std::shared_ptr<Recipes> recipes = recipes_of(std::move(host), 1);
+  recipes->log().enter();
+  const at::Tensor stream = at::randn({64, 64});
+  Seen seen = Seen::kRefused;
+  for (int iteration = 0; iteration < 3; ++iteration) {
+    recipes->begin_iteration();
+    at::Tensor added = at::mm(stream, stream).to(at::kBFloat16).cumsum(0);
+    of.unknown = added;
+    const at::Tensor total = at::add(stream, added);
+    const Recipes::Answer answer = offer(*recipes, total);
+    if (answer.trial) {
+      answer.trial->demanded(0);
+    }
+    if (answer.leaving) {
+      recipes->log().leave();
+      if (edited) {
+        added.mul_(2);
+      }
+      of.unknown = at::Tensor();
+      added = at::Tensor();
+      seen = demanded(*answer.leaving->away, total);
+      recipes->log().enter();
+    }
+  }
+  recipes->log().leave();
+  return seen;
+}
+
+class BrokenSaver final : public Host {
+ public:
+  using Make = std::function<SourcePtr(const at::Tensor&)>;
+  explicit BrokenSaver(Make make) : make_(std::move(make)) {}
+  SourcePtr save(const KnownTensor& tensor) override { return make_(tensor.lock()); }
+
+ private:
+  const Make make_;
+};
+
+template <class Broken>
+std::unique_ptr<Host> saving() {
+  return std::make_unique<BrokenSaver>(
+      [](const at::Tensor& tensor) { return std::make_shared<Broken>(tensor); });
+}
+
+TEST(RecipeMutations, AHeldSourceThatIsFreedBeforeItsReplay) {
+  EXPECT_EQ(after_a_choice(std::make_unique<Host>(), false), Seen::kRight);
+  EXPECT_EQ(after_a_choice(saving<Freed>(), false), Seen::kWrong) << "the mutation struck nothing";
+}
+
+TEST(RecipeMutations, AnEditOfAHeldSourceThatIsNotChecked) {
+  EXPECT_EQ(after_a_choice(std::make_unique<Host>(), true), Seen::kRefused);
+  EXPECT_EQ(after_a_choice(saving<Unchecked>(), true), Seen::kWrong)
+      << "the mutation struck nothing";
+}
+
 TEST(RecipeMutations, AVersionThatIsNotChecked) {
   EXPECT_EQ(after_an_edit(std::make_unique<Host>()), Seen::kRefused);
   EXPECT_EQ(after_an_edit(keeping<Unchecked>()), Seen::kWrong) << "the mutation struck nothing";
