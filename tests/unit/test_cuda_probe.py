@@ -68,7 +68,8 @@ def script(tmp_path: Path, lines: str, **changes: str) -> dict[str, str]:
     show = (
         'macro(show)\nforeach(n ${ARGN})\nmessage(STATUS "${n}=${${n}}")\nendforeach()\nendmacro()'
     )
-    source.write_text(f"include({PROBE})\n{show}\n{lines}\n")
+    policies = "cmake_minimum_required(VERSION 3.25)"  # as CMakeLists.txt
+    source.write_text(f"{policies}\ninclude({PROBE})\n{show}\n{lines}\n")
     done = subprocess.run(
         ["cmake", "-P", str(source)],
         env=environment(**changes),
