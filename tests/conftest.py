@@ -70,8 +70,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs --device cuda"))
 
 
-def pytest_collection_finish() -> None:
-    """Many tests collect cycles; what pytest itself holds need not be looked through each time."""
+@pytest.fixture(scope="module", autouse=True)
+def _what_is_there_is_not_looked_through() -> None:
+    """Many tests collect cycles; what pytest, torch and the files before hold need not be looked
+    through each time: torch.compile alone leaves a million objects."""
     gc.collect()
     gc.freeze()
 
