@@ -53,6 +53,15 @@ def warned(caught: list[warnings.WarningMessage]) -> list[str]:
     return [str(one.message) for one in caught if "could be pinned" in str(one.message)]
 
 
+def refusal(told: str) -> str:
+    """Why no memory was pinned: the simulator's words, or that torch_npu gave nothing and said
+    nothing."""
+    for words in ("cannot pin", "the pinned allocator of npu:0 returned nothing"):
+        if words in told:
+            return words
+    raise AssertionError(f"why no memory was pinned is missing: {told}")
+
+
 @pytest.mark.parametrize("action", ["swap", "encode_swap"])
 def test_gradients_by_way_of_ordinary_memory(
     device, little_pinned, action, every_tensor_is_encoded
@@ -76,8 +85,8 @@ def test_gradients_by_way_of_ordinary_memory(
     assert statistics.pageable_bytes > 0, "nothing went to memory that is not pinned"
     assert statistics.reserved_bytes - statistics.pageable_bytes <= little_pinned
     assert len(warned(caught)) == 1, "it is told once"
-    assert "cannot pin" in warned(caught)[0], "the driver's own words are missing"
-    assert "not pinned, with slower copies" in report and "cannot pin" in report
+    why = refusal(warned(caught)[0])
+    assert "not pinned, with slower copies" in report and why in report
     assert_pool_empty(pool)
 
 

@@ -27,7 +27,14 @@ void* allocate_device(size_t requested) {
   const int device = current_device();
   Machine& machine = Machine::get();
   const std::lock_guard lock(machine.mutex);
-  simdev::MemoryStats& stats = machine.device(device).stats;
+  simdev::DeviceMemory& memory = machine.device(device);
+  if (memory.good_requests_before_failure > 0) {
+    --memory.good_requests_before_failure;
+  } else if (memory.failing_requests > 0) {
+    --memory.failing_requests;
+    throw Failure{kOutOfMemory, "no device memory is left: injected"};
+  }
+  simdev::MemoryStats& stats = memory.stats;
   const size_t bytes = round_up(requested, kDeviceGranularityBytes);
   if (stats.reserved + bytes > stats.capacity) {
     ++stats.out_of_memory;
@@ -259,6 +266,13 @@ PinnedStats pinned_stats() {
   Machine& machine = Machine::get();
   const std::lock_guard lock(machine.mutex);
   return machine.pinned.stats;
+}
+
+void fail_device_requests(int device, uint64_t skip, uint64_t count) {
+  Machine& machine = Machine::get();
+  const std::lock_guard lock(machine.mutex);
+  machine.device(device).good_requests_before_failure = skip;
+  machine.device(device).failing_requests = count;
 }
 
 void fail_pinned_requests(uint64_t skip, uint64_t count) {

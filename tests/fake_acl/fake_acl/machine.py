@@ -118,6 +118,7 @@ set_capacity = _C.set_capacity
 memory_stats = _C.memory_stats
 pinned_stats = _C.pinned_stats
 reset_peak = _C.reset_peak
+fail_device_requests = _C.fail_device_requests
 fail_pinned_requests = _C.fail_pinned_requests
 set_pinned_budget = _C.set_pinned_budget
 

@@ -100,6 +100,7 @@ void bind_memory(py::module_& m) {
   });
   m.def("empty_pinned_cache",
         [] { at::getHostAllocator(c10::DeviceType::PrivateUse1)->empty_cache(); });
+  m.def("fail_device_requests", &simdev::fail_device_requests);
   m.def("fail_pinned_requests", &simdev::fail_pinned_requests);
   m.def("set_pinned_budget", &simdev::set_pinned_budget);
 }
