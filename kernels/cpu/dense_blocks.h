@@ -2,8 +2,8 @@
 // includes this file inside its own namespace, where its functions get the path's instructions.
 //
 // What a path has to offer: kLineBytes, `copy_lines` and `prefetch`, Float<kDtype>,
-// InDense<kDtype>, kSlabsAhead, kPlanesAtOnce, Bytes, Symbols, Escapes, Pending (what a block's low
-// plane leaves for its payload), and
+// InDense<kDtype>, kShortPlanesAhead, kPlanesAtOnce, Bytes, Symbols, Escapes, Pending (what a
+// block's low plane leaves for its payload), and
 //   split_block<kDtype, kStreaming>    elements as R planes, symbols and their range
 //   distances_of, distances_of_short   the statistics of symbols
 //   choose_canonical, choose_fast      what follows from them
@@ -173,7 +173,7 @@ inline bool read_symbols(Symbols& symbols, const uint8_t* slab, const uint8_t* p
   using Type = Float<kDtype>;
   const uint32_t first = kPlanesAtOnce<Type> ? 0 : Type::kBytePlanes * frame::kBlockElements;
   for (uint32_t i = first; i < Type::kSlabBytes; i += kLineBytes) {
-    prefetch(slab + i, kSlabsAhead<Type>);
+    prefetch(slab + i, kShortPlanesAhead<Type>);
   }
   return decode_symbols<InDense<kDtype>>(symbols, slab + Type::kRestBytes, payload, mode, units,
                                          center);

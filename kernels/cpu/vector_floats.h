@@ -80,6 +80,13 @@ inline constexpr uint32_t kSlabsAhead =
 template <typename Type>
 inline constexpr bool kPlanesAtOnce = Type::kWidth == 4;
 
+// Where its short planes are asked for, when the symbols are read. Between byte planes that are
+// asked for line by line, which is far ahead of that, the processor finds them by itself: asked for
+// as far ahead, bfloat16 was decoded at 0.8 of the rate from memory.
+template <typename Type>
+inline constexpr uint32_t kShortPlanesAhead =
+    kPlanesAtOnce<Type> || Type::kBytePlanes == 0 ? kSlabsAhead<Type> : kPrefetchShortBytes;
+
 // --- Dense elements of one byte ------------------------------------------------------------------
 
 // Writes a block's planes, that of 1 bit to plane1, and its symbols.
