@@ -9,7 +9,7 @@ import pytest
 import memswap
 from memswap._native import native
 from memswap.engine import pools
-from memswap.engine.host_memory import HostLimits, host_limits, ranks_of_machine
+from memswap.engine.host_memory import host_share, ranks_of_machine
 
 pytestmark = pytest.mark.cpu_only
 
@@ -27,9 +27,9 @@ def machine(root: Path, files: dict[str, str], group: str = "0::/") -> Path:
 
 
 def test_without_a_group_what_is_available_counts(tmp_path):
-    limits = host_limits(machine(tmp_path, {}), {})
-    assert limits.available == 64 * GIB and limits.group is None and limits.ranks == 1
-    assert limits.pool_bytes == 32 * GIB
+    share = host_share(machine(tmp_path, {}), {})
+    assert share.limits.available == 64 * GIB and share.limits.group is None and share.ranks == 1
+    assert share.pool_bytes == 32 * GIB
 
 
 @pytest.mark.parametrize("folder", ["", "slice/", "slice/job/"])
@@ -37,9 +37,9 @@ def test_the_narrowest_group_above_the_process_counts(tmp_path, folder):
     at = f"sys/fs/cgroup/{folder}memory"
     files = {f"{at}.max": f"{20 * GIB}\n", f"{at}.current": f"{4 * GIB}\n"}
     files.setdefault("sys/fs/cgroup/memory.max", "max\n")
-    limits = host_limits(machine(tmp_path, files, "0::/slice/job"), {})
-    assert limits.group == 16 * GIB
-    assert limits.pool_bytes == 8 * GIB
+    share = host_share(machine(tmp_path, files, "0::/slice/job"), {})
+    assert share.limits.group == 16 * GIB
+    assert share.pool_bytes == 8 * GIB
 
 
 @pytest.mark.parametrize("folder", ["", "job/"])
@@ -47,29 +47,35 @@ def test_groups_of_the_first_version(tmp_path, folder):
     at = f"sys/fs/cgroup/memory/{folder}memory"
     files = {f"{at}.limit_in_bytes": f"{10 * GIB}\n", f"{at}.usage_in_bytes": f"{2 * GIB}\n"}
     group = "5:cpu,cpuacct:/other\n4:memory:/job"
-    assert host_limits(machine(tmp_path, files, group), {}).group == 8 * GIB
+    assert host_share(machine(tmp_path, files, group), {}).limits.group == 8 * GIB
 
 
 def test_a_limit_of_the_first_version_that_is_none(tmp_path):
     at = "sys/fs/cgroup/memory/memory"
     files = {f"{at}.limit_in_bytes": "9223372036854771712\n", f"{at}.usage_in_bytes": "5\n"}
-    assert host_limits(machine(tmp_path, files), {}).group is None
+    assert host_share(machine(tmp_path, files), {}).limits.group is None
 
 
 def test_ranks_of_one_machine_share_it(tmp_path):
     root = machine(tmp_path, {})
-    assert host_limits(root, {"LOCAL_WORLD_SIZE": "8"}).pool_bytes == 4 * GIB
-    assert host_limits(root, {"LOCAL_WORLD_SIZE": "8"}).ranks == 8
-    assert host_limits(root, {"LOCAL_WORLD_SIZE": "many"}).ranks == 1
+    assert host_share(root, {"LOCAL_WORLD_SIZE": "8"}).pool_bytes == 4 * GIB
+    assert host_share(root, {"LOCAL_WORLD_SIZE": "8"}).ranks == 8
+    assert host_share(root, {"LOCAL_WORLD_SIZE": "many"}).ranks == 1
 
 
-def test_a_pool_without_a_budget_takes_no_more(monkeypatch):
-    limits = HostLimits(available=6 << 20, group=4 << 20, locked=1 << 16, ranks=2)
-    monkeypatch.setattr(pools, "host_limits", lambda: limits)
+def test_a_pool_without_a_budget_takes_no_more(monkeypatch, tmp_path):
+    files = {
+        "proc/meminfo": f"MemTotal: 1 kB\nMemAvailable: {6 << 10} kB\n",
+        "sys/fs/cgroup/memory.max": f"{4 << 20}\n",
+        "sys/fs/cgroup/memory.current": "0\n",
+        "proc/self/limits": f"Max locked memory  {1 << 16}  {1 << 16}  bytes\n",
+    }
+    share = host_share(machine(tmp_path, files), {"LOCAL_WORLD_SIZE": "2"})
+    monkeypatch.setattr(pools, "host_share", lambda: share)
     assert memswap.HostPool(device="cpu").budget_bytes == 1 << 20
     assert memswap.HostPool(budget="2MiB", device="cpu").budget_bytes == 2 << 20
     for text in ("control group", "ulimit -l", "2 ranks"):
-        assert text in str(limits)
+        assert text in str(share)
 
 
 def test_files_in_the_page_cache_are_no_memory_in_use(tmp_path):
@@ -80,14 +86,14 @@ def test_files_in_the_page_cache_are_no_memory_in_use(tmp_path):
         f"{at}.current": f"{20 * GIB}\n",
         f"{at}.stat": f"anon {4 * GIB}\ninactive_file {10 * GIB}\nactive_file {6 * GIB}\n",
     }
-    assert host_limits(machine(tmp_path, files), {}).group == 16 * GIB
+    assert host_share(machine(tmp_path, files), {}).limits.group == 16 * GIB
     first = "sys/fs/cgroup/memory/memory"
     files = {
         f"{first}.limit_in_bytes": f"{20 * GIB}\n",
         f"{first}.usage_in_bytes": f"{20 * GIB}\n",
         f"{first}.stat": f"inactive_file 0\ntotal_inactive_file {8 * GIB}\n",
     }
-    assert host_limits(machine(tmp_path / "first", files), {}).group == 8 * GIB
+    assert host_share(machine(tmp_path / "first", files), {}).limits.group == 8 * GIB
 
 
 @pytest.mark.parametrize(
@@ -106,8 +112,9 @@ def test_the_limit_of_locked_memory(tmp_path, line, capabilities, locked):
         "proc/self/status": f"VmLck:\t    64 kB\nVmPin:\t    32 kB\nCapEff:\t{capabilities}\n",
     }
     root = machine(tmp_path, files)
-    assert host_limits(root, {}).locked == locked
-    assert native.host_limits(str(root)).locked == 96 << 10
+    limits = native.host_limits(str(root))
+    assert limits.lockable == locked
+    assert limits.locked == 96 << 10
 
 
 @pytest.mark.parametrize(
@@ -143,5 +150,5 @@ def test_the_node_of_a_device_is_read_from_its_slot(tmp_path):
 
 
 def test_this_machine_says_something():
-    limits = host_limits()
-    assert limits.available > 0 and limits.pool_bytes > 0
+    share = host_share()
+    assert share.limits.available > 0 and share.pool_bytes > 0

@@ -13,7 +13,7 @@ import memswap
 from memswap._native import native
 from memswap.cli.bench.environment import device_name
 from memswap.cli.table import render_table
-from memswap.engine.host_memory import host_limits
+from memswap.engine.host_memory import host_share
 from memswap.engine.pools import node_of
 from memswap.engine.units import format_bytes
 
@@ -66,14 +66,14 @@ def describe_numa() -> str:
 
 def describe_locked_limit() -> str:
     """How much memory this process may pin by mlock; drivers may pin beyond it."""
-    locked = host_limits().locked
+    locked = host_share().limits.lockable
     return "none for this process" if locked is None else format_bytes(locked)
 
 
 def describe_host_limits() -> str:
     """What a pool takes of host memory if nobody says how much, and why."""
-    limits = host_limits()
-    return f"{format_bytes(limits.pool_bytes)} ({limits})"
+    share = host_share()
+    return f"{format_bytes(share.pool_bytes)} ({share})"
 
 
 def describe_rates() -> list[list[str]]:

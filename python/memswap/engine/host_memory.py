@@ -14,12 +14,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from memswap._native import native
 from memswap.engine.units import format_bytes
+
+if TYPE_CHECKING:
+    from memswap._C import HostLimits
 
 #: What a pool takes at most of what is available.
 SHARE = 1 / 2
@@ -37,54 +41,39 @@ LAUNCHERS = (
 
 
 @dataclass(frozen=True, slots=True)
-class HostLimits:
-    """What the system leaves of host memory. Bytes."""
+class HostShare:
+    """What this process may take of host memory. Bytes."""
 
-    available: int
-    """What it would give now without swapping."""
-    group: int | None
-    """What the control groups above this process leave; None: they set no limit."""
-    locked: int | None
-    """Most bytes that may be locked (``ulimit -l``); None: no limit for this process. Drivers that
-    pin for a device mostly do not count there; a pool notices whether one does."""
+    limits: HostLimits
+    """What the system leaves to all processes."""
     ranks: int
     """Processes that share the machine."""
 
     @property
-    def free_bytes(self) -> int:
-        """What this machine, or the group that the process is in, has left."""
-        return self.available if self.group is None else min(self.available, self.group)
-
-    @property
     def pool_bytes(self) -> int:
         """What a pool of this process takes at most by default."""
-        return int(self.free_bytes * SHARE) // self.ranks
+        return int(self.limits.free_bytes * SHARE) // self.ranks
 
     def __str__(self) -> str:
-        parts = [f"{format_bytes(self.available)} available"]
-        if self.group is not None:
-            parts.append(f"{format_bytes(self.group)} left by the control group")
-        if self.locked is not None:
-            parts.append(f"{format_bytes(self.locked)} may be locked (ulimit -l)")
+        limits = self.limits
+        parts = [f"{format_bytes(limits.available)} available"]
+        if limits.group is not None:
+            parts.append(f"{format_bytes(limits.group)} left by the control group")
+        if limits.lockable is not None:
+            parts.append(f"{format_bytes(limits.lockable)} may be locked (ulimit -l)")
         if self.ranks > 1:
             parts.append(f"shared by {self.ranks} ranks")
         return ", ".join(parts)
 
 
-def host_limits(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> HostLimits:
-    """What the system leaves of host memory now.
+def host_share(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> HostShare:
+    """What this process may take of host memory now.
 
     Args:
         root: where ``proc`` and ``sys`` are, for tests.
         environment: variables; those of `LAUNCHERS` say how many ranks share the machine.
     """
-    found = native.host_limits(str(root))
-    return HostLimits(
-        available=found.available,
-        group=found.group,
-        locked=found.lockable,
-        ranks=ranks_of_machine(environment),
-    )
+    return HostShare(native.host_limits(str(root)), ranks_of_machine(environment))
 
 
 def ranks_of_machine(environment: Mapping[str, str]) -> int:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from memswap._native import native
-from memswap.engine.host_memory import host_limits
+from memswap.engine.host_memory import host_share
 from memswap.engine.uncopied import Uncopied
 from memswap.engine.units import format_bytes, parse_bytes
 
@@ -211,7 +211,7 @@ class HostPool(_Pool):
         self.device: torch.device = _device(device)
         self.numa_node = _numa_node(numa, self.device)
         if budget is None:
-            budget_bytes = host_limits().pool_bytes
+            budget_bytes = host_share().pool_bytes
         else:
             budget_bytes = parse_bytes(budget, "HostPool(budget=...)")
         slab_bytes = parse_bytes(slab, "HostPool(slab=...)")

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memswap.engine.host_memory import host_limits
+from memswap.engine.host_memory import host_share
 from memswap.engine.pools import DiskPool
 from memswap.engine.recipes import PROOFS
 from memswap.engine.units import format_bytes
@@ -631,7 +631,7 @@ def allowed_s(kind: StepKind) -> float:
 def free_bytes(device: torch.device) -> int | None:
     """Bytes that may still be allocated on a device; None: nobody can say."""
     if device.type == "cpu":
-        return host_limits().free_bytes
+        return host_share().limits.free_bytes
     module = torch.get_device_module(device)
     if not hasattr(module, "mem_get_info"):
         return None
