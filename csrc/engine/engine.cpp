@@ -1,6 +1,7 @@
 #include "engine.h"
 
 #include <c10/util/Exception.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <chrono>
 
@@ -26,6 +27,11 @@ void tell_trial(const Entry& entry) {
 }
 
 }  // namespace
+
+bool runs_backward() {
+  constexpr int kNoGraphTask = -1;
+  return torch::autograd::get_current_graph_task_id() != kNoGraphTask;
+}
 
 Engine::Engine(std::optional<int64_t> window_bytes, Schedule schedule)
     : schedule(schedule),

@@ -85,6 +85,9 @@ struct Saved {
   KnownPtr known;
 };
 
+// Whether the calling thread runs a backward.
+bool runs_backward();
+
 // Nothing in it is shared with another engine. Hooks may be called from any thread; `lock`
 // serialises the bookkeeping, and no transfer ever waits for it.
 class Engine : public std::enable_shared_from_this<Engine> {

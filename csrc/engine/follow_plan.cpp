@@ -1,6 +1,5 @@
 // How an engine follows a plan: for as long as what is saved is what the plan expects, nobody is
 // asked.
-#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <utility>
@@ -117,8 +116,7 @@ std::optional<Saved> Engine::follow_plan(const Offer& offer) {
   const auto nbytes = static_cast<int64_t>(offer.look.storage_nbytes());
   const bool room =
       of->limit_bytes == 0 || ledger.counters.resident_bytes + nbytes <= of->limit_bytes;
-  if (place == nullptr || !room || ledger.knows(offer.look.storage_key()) ||
-      torch::autograd::get_current_graph_task_id() != -1) {
+  if (place == nullptr || !room || ledger.knows(offer.look.storage_key()) || runs_backward()) {
     return std::nullopt;
   }
   const TransfersPtr by = transfers_from(plan->device);

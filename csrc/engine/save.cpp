@@ -1,6 +1,5 @@
 // What becomes of a tensor that autograd saves: its storage is known already, or too small, or new;
 // then a plan, the policy or who directs says what is done with it, and it leaves.
-#include <torch/csrc/autograd/graph_task.h>
 
 #include <optional>
 #include <string>
@@ -15,8 +14,6 @@
 namespace memswap {
 
 namespace {
-
-constexpr int kNoGraphTask = -1;
 
 // What may be saved for a recipe alone, as a share of the bytes that the recipe frees ([Note: What
 // a recipe keeps] in recipes.h). A plan knows of no storage that only a recipe keeps.
@@ -114,7 +111,7 @@ Saved Engine::looked_up(const Offer& offer) {
   if (!offer.covered) {
     return keep(look, "policy");
   }
-  if (torch::autograd::get_current_graph_task_id() != kNoGraphTask) {
+  if (runs_backward()) {
     return keep(look, "saved in backward");
   }
   return decide(offer);

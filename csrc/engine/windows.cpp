@@ -2,7 +2,6 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include <utility>
 
@@ -14,8 +13,6 @@
 namespace memswap {
 
 namespace {
-
-constexpr int kNoGraphTask = -1;
 
 // What an encode frees of a tensor of which no frame has been seen.
 constexpr double kFirstGain = 1.0 / 3;
@@ -45,8 +42,7 @@ void Windows::open(double seconds) {
   if (engine_.directed) {
     engine_.note_window(seconds);
   }
-  const bool in_backward = torch::autograd::get_current_graph_task_id() != kNoGraphTask;
-  const IterationPtr iteration = in_backward ? demanded_ : engine_.iteration;
+  const IterationPtr iteration = runs_backward() ? demanded_ : engine_.iteration;
   if (iteration && works_ahead_) {
     iteration->open_window(seconds * queue.decode_rate);
   }

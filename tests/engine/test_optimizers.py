@@ -90,10 +90,20 @@ def test_default_action_without_a_pool(device):
     assert_same(train(device, make, managed=True, steps=3, width=96, room=room), plain)
 
 
+def taken_by_a_step(device: Any, optimizer: Any) -> tuple[int, int]:
+    """Bytes of the device that a step takes beyond what was there: at most, and when it is over."""
+    module = torch.get_device_module(device)
+    torch.accelerator.synchronize()
+    before = module.memory_allocated()
+    module.reset_peak_memory_stats()
+    optimizer.step()
+    torch.accelerator.synchronize()
+    return module.max_memory_allocated() - before, module.memory_allocated() - before
+
+
 def test_state_of_a_step_takes_no_more_than_its_room(device, new_pool):
     if device.type == "cpu":
         pytest.skip("the CPU allocator does not tell what is allocated")
-    module = torch.get_device_module(device)
     width, depth = 64, 12
     model = new_model(device, depth, width)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
@@ -102,14 +112,10 @@ def test_state_of_a_step_takes_no_more_than_its_room(device, new_pool):
     peaks = []
     for step in range(4):
         loss_of(model, device, step).backward()
-        torch.accelerator.synchronize()
-        before = module.memory_allocated()
-        module.reset_peak_memory_stats()
-        optimizer.step()
-        torch.accelerator.synchronize()
-        peaks.append(module.max_memory_allocated() - before)
+        most, left = taken_by_a_step(device, optimizer)
+        peaks.append(most)
         counters = 1024 * depth
-        assert module.memory_allocated() <= before + counters, "state stays on the device"
+        assert left <= counters, "state stays on the device"
         optimizer.zero_grad()
     temporaries = 4 * 4 * width * width  # a foreach step's own, for the parameters of a chunk
     assert max(peaks) <= room + temporaries, f"{max(peaks)} bytes in a step, room is {room}"
@@ -129,7 +135,6 @@ def most_in_a_step(device, new_pool, width, depth, room) -> tuple[int, int]:
 
     SGD with momentum allocates nothing for itself, one parameter after another.
     """
-    module = torch.get_device_module(device)
     model = new_model(device, depth, width)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
     manager = manage(optimizer, new_pool(), room=room)
@@ -137,14 +142,10 @@ def most_in_a_step(device, new_pool, width, depth, room) -> tuple[int, int]:
     for step in range(3):
         optimizer.zero_grad()
         loss_of(model, device, step).backward()
-        torch.accelerator.synchronize()
-        before = module.memory_allocated()
-        module.reset_peak_memory_stats()
-        optimizer.step()
-        torch.accelerator.synchronize()
+        most, left = taken_by_a_step(device, optimizer)
         if step:  # before the first one there is no state
-            assert module.memory_allocated() == before, "state stays on the device"
-            peaks.append(module.max_memory_allocated() - before)
+            assert left == 0, "state stays on the device"
+            peaks.append(most)
     return max(peaks), manager.statistics().peak_bytes
 
 
