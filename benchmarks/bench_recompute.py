@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from common import chosen_device, make_parser, write_result
+from common import chosen_device, make_parser, stack_options, write_result
 from llama import Llama, LlamaConfig
 from torch import nn
 
@@ -167,11 +167,7 @@ def measure(case: Case, rounds: int) -> list[dict[str, Any]]:
 def main() -> None:
     """Print a table."""
     parser = make_parser(__doc__)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--sequence", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=5)
+    stack_options(parser)
     arguments = parser.parse_args()
     device = chosen_device(arguments.device)
     found: list[dict[str, Any]] = []

@@ -34,6 +34,15 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     return parser
 
 
+def stack_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a small stack of layers, and how many rounds it is timed for."""
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--sequence", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=5)
+
+
 def chosen_device(name: str) -> torch.device:
     """Return the device of ``--device`` with its number: of an accelerator the current one."""
     device = torch.device(name)
