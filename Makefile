@@ -125,7 +125,8 @@ gpu: require-torch
 	  'import torch; print("%d%d-real" % torch.cuda.get_device_capability())'); \
 	export MEMSWAP_CUDA MEMSWAP_WERROR MEMSWAP_CUDA_ARCHITECTURES; \
 	$(python) tests/gpu/session.py $(if $(PARTS),--parts $(PARTS)) \
-	  $(if $(LIMIT_S),--limit-s $(LIMIT_S)) $(if $(HOST_MEMORY),--host-memory $(HOST_MEMORY)) \
+	  $(if $(LIMIT_S),--limit-s $(LIMIT_S)) $(if $(TESTS_S),--tests-s $(TESTS_S)) \
+	  $(if $(HOST_MEMORY),--host-memory $(HOST_MEMORY)) \
 	  --build $(MAKE) --no-print-directory build VENV='$(VENV)' PYTHON='$(PYTHON)'
 
 lint: $(lint_tools)

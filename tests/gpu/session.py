@@ -1,14 +1,17 @@
 """What `make gpu` runs on a machine with a GPU, which may be borrowed for minutes.
 
-    make gpu                                  everything, what is worth most first
+    make gpu                                  everything: tests, then what is worth most first
     make gpu PARTS="codec kernels"            these parts alone
     make gpu LIMIT_S=540                      no longer than that: what is left is named
+    make gpu TESTS_S=240                      of these, no longer than that for tests
     make gpu HOST_MEMORY=64GiB                for what training benchmarks swap, where the system
                                               shows less memory than it gives (virtual machines)
 
-Each part is a process with a limit of its own. What it found is on disk as soon as it is known
-(tests one by one, benchmarks one by one), and after each part also in the folder $OUT, if that is
-set: gpu-log.txt, gpu-summary.txt and gpu-results.tar.gz. No part keeps the next from running.
+Each part is a process with a limit of its own. Parts that test run beside each other, as many as
+there are cores for; parts that measure run alone, after them. What a part found is on disk as soon
+as it is known (tests one by one, benchmarks one by one), and after each part also in the folder
+$OUT, if that is set: gpu-log.txt, gpu-summary.txt and gpu-results.tar.gz. No part keeps the next
+from running.
 """
 
 from __future__ import annotations
@@ -23,8 +26,9 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from progress import DEAD_DEVICE, read
@@ -38,6 +42,9 @@ GRACE_S = 15  # to write what it has, after an interrupt
 LINES = 40  # of a benchmark, in the summary
 FEW_LINES = 15  # of tests that did not all run
 MOST_LOST = 8  # processes in a row that ended early and in which no test passed
+NO_TIME = "no time"
+CORES = os.cpu_count() or 1
+MOST_SHARES = 8  # of a part's test files; each process has a context of some 500 MiB on the device
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,7 @@ class Part:
     silence_s: int = SILENCE_S
     needs_module: bool = True
     swaps: bool = False  # as much as --host-memory allows
+    is_shared: bool = False  # its test files are dealt to several processes
 
 
 #: In the order of what is worth most. Limits are what a part may take, not what it should.
@@ -78,6 +86,7 @@ PARTS = {
         "the engine's own tests on the GPU",
         540,
         tests=("tests/engine", "tests/unit/test_host_pool.py"),
+        is_shared=True,
     ),
     "sanitizer": Part(
         "compute-sanitizer on the codec's kernels",
@@ -121,6 +130,14 @@ class Found:
     def line(self) -> str:
         counted = ", ".join(f"{count} {what}" for what, count in self.counts.items())
         return f"{counted or 'done'} in {self.seconds:.0f} s"
+
+    def add(self, other: Found) -> None:
+        """What another process of the same part, beside this one, came to."""
+        self.seconds = max(self.seconds, other.seconds)
+        for what, count in other.counts.items():
+            self.counts[what] = self.counts.get(what, 0) + count
+        self.failures += other.failures
+        self.tail += other.tail
 
 
 def environment() -> dict[str, str]:
@@ -268,6 +285,40 @@ def run_benchmark(
     return found
 
 
+def shares(part: Part, count: int) -> list[Part]:
+    """The part's test files, dealt to `count` processes by length."""
+    files: list[Path] = []
+    for one in part.tests:
+        path = ROOT / one
+        files += path.glob("test_*.py") if path.is_dir() else [path]
+    files.sort(key=lambda file: (-file.stat().st_size, file.name))
+    dealt = [tuple(str(file.relative_to(ROOT)) for file in files[i::count]) for i in range(count)]
+    return [replace(part, tests=tests) for tests in dealt if tests]
+
+
+def run_beside(parts: dict[str, Part], limit_s: float) -> Iterator[tuple[str, Found]]:
+    """Run test parts beside each other. What each part came to, as it ends."""
+    dealt = {
+        name: shares(part, max(1, min(MOST_SHARES, CORES // 2))) if part.is_shared else [part]
+        for name, part in parts.items()
+    }
+    waiting = {name: len(pieces) for name, pieces in dealt.items()}
+    results = {name: Found() for name in parts}
+    with ThreadPoolExecutor(max(1, CORES - 1)) as threads:
+        running: dict[Future[Found], str] = {}
+        for name, pieces in dealt.items():
+            for number, piece in enumerate(pieces):
+                label = name if len(pieces) == 1 else f"{name}-{number}"
+                limited = min(piece.limit_s, limit_s)
+                running[threads.submit(run_tests, label, piece, limited)] = name
+        for done in as_completed(running):
+            name = running[done]
+            results[name].add(done.result())
+            waiting[name] -= 1
+            if not waiting[name]:
+                yield name, results[name]
+
+
 def describe(results: dict[str, Found], left: dict[str, str]) -> str:
     """The summary: numbers first, then what failed, and at the end a line for each part."""
     lines: list[str] = []
@@ -303,6 +354,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--parts", nargs="*", choices=list(PARTS), help="default: all")
     parser.add_argument("--limit-s", type=float, default=None, help="for all of them")
+    parser.add_argument("--tests-s", type=float, default=float("inf"), help="for all that test")
     parser.add_argument("--host-memory", help="budget of the pools of benchmarks that swap")
     parser.add_argument("--build", nargs=argparse.REMAINDER, help="and what builds the module")
     arguments = parser.parse_args()
@@ -311,7 +363,7 @@ def main() -> int:
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
     results: dict[str, Found] = {}
-    left = dict.fromkeys(arguments.parts or PARTS, "no time")
+    left = dict.fromkeys(arguments.parts or PARTS, NO_TIME)
 
     def rest_s() -> float:
         limit_s = arguments.limit_s
@@ -327,23 +379,31 @@ def main() -> int:
             results["build"].failures.append(why or f"ended with status {status}")
             results["build"].tail = tail_of(FOLDER / "build.log", LINES)
         print(f"  {results['build'].line()}", flush=True)
-    for name in list(left):
-        part = PARTS[name]
-        if part.needs_module and not is_built:
-            left[name] = "the module was not built"
-        elif rest_s() > 2 * GRACE_S:
-            print(f"started: {name}: {part.says} (build/gpu/{name}.log)", flush=True)
-            limit_s = min(part.limit_s, rest_s() - GRACE_S)
-            memory = arguments.host_memory
-            more_options = ("--host-memory", memory) if part.swaps and memory else ()
-            results[name] = (
-                run_tests(name, part, limit_s)
-                if part.tests
-                else run_benchmark(name, part, limit_s, more_options)
-            )
+    if not is_built:
+        for name in list(left):
+            if PARTS[name].needs_module:
+                left[name] = "the module was not built"
+    waiting = {name: PARTS[name] for name, why in left.items() if why == NO_TIME}
+    tests = {name: part for name, part in waiting.items() if part.tests}
+    if tests and rest_s() > 2 * GRACE_S:
+        print(f"started: {', '.join(tests)}, beside each other (build/gpu/*.log)", flush=True)
+        for name, found in run_beside(tests, min(arguments.tests_s, rest_s() - GRACE_S)):
+            results[name] = found
             del left[name]
-            print(f"  {results[name].line()}", flush=True)
+            print(f"  {name}: {found.line()}", flush=True)
+            hand_over(results, left, out)
+    for name, part in waiting.items():
+        if part.tests or rest_s() <= 2 * GRACE_S:
+            continue
+        print(f"started: {name}: {part.says} (build/gpu/{name}.log)", flush=True)
+        limit_s = min(part.limit_s, rest_s() - GRACE_S)
+        memory = arguments.host_memory
+        more_options = ("--host-memory", memory) if part.swaps and memory else ()
+        results[name] = run_benchmark(name, part, limit_s, more_options)
+        del left[name]
+        print(f"  {results[name].line()}", flush=True)
         hand_over(results, left, out)
+    hand_over(results, left, out)
     print("\n" + (FOLDER / "gpu-summary.txt").read_text(encoding="utf-8"), flush=True)
     return 1 if not is_built or any(found.failures for found in results.values()) else 0
 
