@@ -24,7 +24,7 @@ from standalone import build_cpu_bench, build_cuda_bench
 YARDSTICKS = {"encode_gb_s": 1300, "decode_gb_s": 1800}
 COLUMNS = {
     "case": "{:<19}",
-    "megabytes": "{:>10}",
+    "megabytes": "{:>10.0f}",
     "max_processors": "{:>15}",
     "ratio": "{:>7.3f}",
     "copy_gb_s": "{:>10.0f}",
@@ -58,13 +58,14 @@ def against_yardsticks(results: list[dict[str, Any]]) -> list[str]:
     """What dense bf16 is asked to reach, and whether it did."""
     lines = []
     for one in results:
-        if one["case"] != "bf16 dense" or one["max_processors"] or one["megabytes"] not in (4, 64):
+        megabytes = round(one["megabytes"])
+        if one["case"] != "bf16 dense" or one["max_processors"] or megabytes not in (4, 64):
             continue
         for what, wanted in YARDSTICKS.items():
-            least = wanted / 2 if one["megabytes"] == 4 else wanted
+            least = wanted / 2 if megabytes == 4 else wanted
             verdict = "reached" if one[what] >= least else "MISSED"
             lines.append(
-                f"{one['case']}, {one['megabytes']} MB, {what}: {one[what]:.0f}, wanted "
+                f"{one['case']}, {megabytes} MB, {what}: {one[what]:.0f}, wanted "
                 f"{least:.0f}: {verdict}"
             )
     return lines

@@ -164,7 +164,7 @@ Saved Engine::decide(const Offer& offer) {
   }
   const TransfersPtr by = transfers_from(offer.look.device());
   if (!by) {
-    return stay(offer.look, "host memory beside an accelerator");
+    return keep(offer.look, "host memory beside an accelerator");  // none of the device's bytes
   }
   if (by->policy.captures && by->policy.captures()) {
     return keep(offer.look, "stream capture");

@@ -90,10 +90,9 @@ struct Buffers {
   DeviceBuffer input, frame, output, copy, status;
 };
 
-void measure(const Case& of, uint64_t bytes_wanted, uint32_t max_processors, int repeats,
-             bool is_first, Stopwatch& stopwatch) {
+void measure(const Case& of, uint64_t bytes, uint32_t max_processors, int repeats, bool is_first,
+             Stopwatch& stopwatch) {
   const memswap_codec& codec = *memswap_codec_ascend();
-  const uint64_t bytes = bytes_wanted / 16 * 16;
   const uint64_t elements = bytes / of.width();
   const Layout layout = frame::layout_of(of.dtype, of.shape, elements);
   const uint64_t capacity = layout.max_var_units();

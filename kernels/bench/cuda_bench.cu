@@ -1,6 +1,8 @@
 // Encoding and decoding on the GPU against a device-to-device copy of the same tensor.
 //
-//   memswap_cuda_bench [--small] [--repeats N]      prints JSON, a line per measurement
+//   memswap_cuda_bench [--small] [--repeats N] [--case NAME] [--megabytes N]
+//
+// prints JSON, a line per measurement.
 //
 // What is measured, and how, is in device_bench.h.
 #include <cuda_runtime.h>
@@ -74,10 +76,8 @@ float time_ms(uint64_t hold_us, Work work) {
   return elapsed_ms;
 }
 
-void measure(const Case& of, uint64_t bytes_wanted, uint32_t max_processors, int repeats,
-             bool is_first) {
+void measure(const Case& of, uint64_t bytes, uint32_t max_processors, int repeats, bool is_first) {
   const memswap_codec& codec = *memswap_codec_cuda();
-  const uint64_t bytes = bytes_wanted / 16 * 16;
   const uint64_t elements = bytes / of.width();
   const Layout layout = frame::layout_of(of.dtype, of.shape, elements);
   const uint64_t capacity = layout.max_var_units();

@@ -32,12 +32,14 @@ struct Case {
   Shape shape;
   Pattern pattern;
   bool is_fast;
+  bool is_ragged = false;  // ends within a block
 
   uint32_t width() const { return frame::width_of(dtype); }
 };
 
 inline constexpr Case kCases[] = {
     {"bf16 dense", Dtype::kBf16, Shape::kDense, {Kind::kNormal, 0}, false},
+    {"bf16 dense ragged", Dtype::kBf16, Shape::kDense, {Kind::kNormal, 0}, false, true},
     {"bf16 dense fast", Dtype::kBf16, Shape::kDense, {Kind::kNormal, 0}, true},
     {"bf16 sparse half", Dtype::kBf16, Shape::kSparse, {Kind::kSparse, 8}, false},
     {"bf16 sparse causal", Dtype::kBf16, Shape::kSparse, {Kind::kCausal, 10}, false},
@@ -53,9 +55,11 @@ inline constexpr Case kCases[] = {
 struct Arguments {
   bool is_small = false;  // little of everything: for sanitizers, emulators and tests
   int repeats = 51;
+  const char* only = nullptr;  // a case's name: this one alone, without bounds of processors
+  uint64_t megabytes = 0;      // this size alone
 };
 
-// [--small] [--repeats N]; ends the process where they are others.
+// [--small] [--repeats N] [--case NAME] [--megabytes N]; ends the process where they are others.
 inline Arguments parse(int argc, char** argv) {
   Arguments arguments;
   for (int i = 1; i < argc; ++i) {
@@ -64,8 +68,13 @@ inline Arguments parse(int argc, char** argv) {
       arguments.repeats = 2;
     } else if (std::strcmp(argv[i], "--repeats") == 0 && i + 1 < argc) {
       arguments.repeats = std::max(1, std::atoi(argv[++i]));
+    } else if (std::strcmp(argv[i], "--case") == 0 && i + 1 < argc) {
+      arguments.only = argv[++i];
+    } else if (std::strcmp(argv[i], "--megabytes") == 0 && i + 1 < argc) {
+      arguments.megabytes = static_cast<uint64_t>(std::max(1, std::atoi(argv[++i])));
     } else {
-      std::fprintf(stderr, "usage: %s [--small] [--repeats N]\n", argv[0]);
+      std::fprintf(stderr, "usage: %s [--small] [--repeats N] [--case NAME] [--megabytes N]\n",
+                   argv[0]);
       std::exit(2);
     }
   }
@@ -79,6 +88,13 @@ inline void require(bool is_right, const char* what) {
   }
 }
 
+// Whole blocks, as tensors of models have them; of a ragged case 100 elements less.
+inline uint64_t bytes_of(const Case& of, uint64_t wanted) {
+  const uint64_t block = uint64_t{frame::kBlockElements} * of.width();
+  const uint64_t bytes = (wanted + block - 1) / block * block;
+  return of.is_ragged ? bytes - 100 * of.width() : bytes;
+}
+
 // What is measured: every case at every size, and the first case under bounds of processors.
 template <class Measure>
 void for_each(const Arguments& arguments, uint64_t small_bytes,
@@ -88,13 +104,23 @@ void for_each(const Arguments& arguments, uint64_t small_bytes,
   if (!arguments.is_small) {
     sizes = {kMegabyte, 4 * kMegabyte, 16 * kMegabyte, 64 * kMegabyte, 256 * kMegabyte};
   }
+  if (arguments.megabytes != 0) {
+    sizes = {arguments.megabytes * kMegabyte};
+  }
   for (const Case& of : kCases) {
+    if (arguments.only != nullptr && std::strcmp(arguments.only, of.name) != 0) {
+      continue;
+    }
     for (const uint64_t bytes : sizes) {
-      measure(of, bytes, 0u);
+      measure(of, arguments.is_small ? bytes : bytes_of(of, bytes), 0u);
     }
   }
+  if (arguments.only != nullptr) {
+    return;
+  }
   for (const uint32_t bound : processor_bounds) {
-    measure(kCases[0], arguments.is_small ? small_bytes : 64 * kMegabyte, bound);
+    measure(kCases[0], arguments.is_small ? small_bytes : bytes_of(kCases[0], 64 * kMegabyte),
+            bound);
     if (arguments.is_small) {
       return;
     }

@@ -51,6 +51,47 @@ def test_the_first_steps_learn_and_the_fourth_begins_with_a_plan(device, new_poo
     assert_released(manager, pool)
 
 
+class SavesInHostMemory(torch.autograd.Function):
+    """As CUDA's attention saves its seed."""
+
+    @staticmethod
+    def forward(ctx, x, seed):
+        ctx.save_for_backward(seed)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (seed,) = ctx.saved_tensors
+        return gradient * seed.item(), None
+
+
+class Seeded(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        seed = torch.full((1 << 14,), 2.0)[:1]  # on the host, longer than what a layer saves
+        return SavesInHostMemory.apply(self.inner(x), seed)
+
+
+@pytest.mark.accelerator
+def test_what_is_saved_in_host_memory_is_no_part_of_an_accelerators_budget(device, new_pool):
+    layers = nn.Sequential(*(Seeded(layer) for layer in new_layers(device)))
+    plain = step(layers, 32, device)
+    pool = new_pool()
+    with memswap.manage(layers, SWAP, pool=pool, budget="60%", rates=rates_for(device)) as manager:
+        for _ in range(6):
+            assert_same_gradients(step(layers, 32, device), plain)
+        manager.reset_stats()
+        assert_same_gradients(step(layers, 32, device), plain)
+        stats, plan = manager.stats(), manager.plan
+    assert stats.kept["host memory beside an accelerator"].tensors == len(layers)
+    assert stats.peak_resident_bytes <= plan.budget_bytes
+    assert plan.measured_peak_bytes == plan.peak_bytes
+    assert_released(manager, pool)
+
+
 def test_a_trace_of_a_training_is_one_call(device, new_pool, tmp_path):
     layers = new_layers(device)
     with memswap.manage(layers, SWAP, pool=new_pool()) as manager:

@@ -106,6 +106,21 @@ class Trained:
         return sum(away.nbytes for away in map(away_of, every) if away is not None)
 
 
+def share_of(peak: int, share: float, device: torch.device) -> int:
+    """So much of what training takes at its peak, and all that libraries keep beside it.
+
+    On CUDA the workspaces of cuBLAS are many times what this model takes.
+    """
+    kept = 0
+    if device.type == "cuda":
+        gc.collect()
+        x = torch.ones(8, 8, device=device, requires_grad=True)
+        (x @ x).sum().backward()
+        del x
+        kept = torch.cuda.memory_allocated(device)
+    return kept + int(share * (peak - kept))
+
+
 def assert_kept(trained: Trained, budget: int) -> None:
     """The allocator's peak is within the budget, and what was planned within 1 %."""
     plan = trained.plan
@@ -152,7 +167,7 @@ def pool_of(device: torch.device) -> memswap.HostPool:
 @pytest.mark.parametrize("share", [1.5, 0.95, 0.9])
 def test_the_allocators_peak_is_within_the_budget_and_as_planned(device, peaks, share):
     peak, expected = peaks
-    budget = int(share * peak)
+    budget = share_of(peak, share, device)
     pool = pool_of(device)
     trained = Trained(device, f"device:{budget}B", pool).steps(8)
     assert_kept(trained, budget)
@@ -181,7 +196,7 @@ def smallest(device: torch.device) -> int:
 def test_the_smallest_budget_that_an_error_names_can_be_met(device, peaks):
     nbytes = smallest(device)
     gc.collect()
-    assert nbytes < 0.9 * peaks[0]
+    assert nbytes < share_of(peaks[0], 0.9, device)
     trained = Trained(device, f"device:{nbytes}B", pool_of(device)).steps(8)
     assert_kept(trained, nbytes)
     assert_same(trained.bits(), peaks[1])
@@ -204,7 +219,7 @@ def test_a_budget_below_weights_and_gradients_is_refused_at_once(device):
 @accelerator
 @pytest.mark.one_schedule
 def test_state_stays_where_there_is_room_and_is_away_where_there_is_none(device, peaks):
-    ample = Trained(device, f"device:{int(1.5 * peaks[0])}B", pool_of(device)).steps(8)
+    ample = Trained(device, f"device:{share_of(peaks[0], 1.5, device)}B", pool_of(device)).steps(8)
     assert ample.plan.state_stays_bytes == ample.plan.state_bytes > 0
     assert ample.away_bytes() == 0
     del ample
@@ -223,7 +238,7 @@ def test_state_stays_where_there_is_room_and_is_away_where_there_is_none(device,
 def test_gradients_that_are_kept_are_counted(device):
     """Zeroed in place, they are there from the first save on."""
     peak, expected = plainly(device, *[{"to_none": False}] * 8)
-    budget = int(0.95 * peak)
+    budget = share_of(peak, 0.95, device)
     trained = Trained(device, f"device:{budget}B", pool_of(device)).steps(8, to_none=False)
     assert_kept(trained, budget)
     assert_same(trained.bits(), expected)
@@ -233,7 +248,7 @@ def test_gradients_that_are_kept_are_counted(device):
 def test_gradients_that_appear_later_lead_to_another_plan(device):
     rows: list[dict[str, Any]] = [*[{}] * 5, *[{"to_none": False}] * 8]
     peak, expected = plainly(device, *rows)
-    budget = int(0.97 * peak)
+    budget = share_of(peak, 0.97, device)
     trained = Trained(device, f"device:{budget}B", pool_of(device))
     plans = []
     for number, options in enumerate(rows):
@@ -248,7 +263,7 @@ def test_gradients_that_appear_later_lead_to_another_plan(device):
 @accelerator
 def test_accumulation(device):
     peak, expected = plainly(device, *[{"forwards": 3}] * 6)
-    budget = int(0.95 * peak)
+    budget = share_of(peak, 0.95, device)
     trained = Trained(device, f"device:{budget}B", pool_of(device)).steps(6, forwards=3)
     assert_kept(trained, budget)
     assert_same(trained.bits(), expected)
@@ -257,7 +272,7 @@ def test_accumulation(device):
 @accelerator
 @pytest.mark.one_schedule
 def test_an_optimizer_that_nobody_gave_is_counted_with_its_state(device, peaks):
-    budget = int(0.95 * peaks[0])
+    budget = share_of(peaks[0], 0.95, device)
     trained = Trained(device, f"device:{budget}B", pool_of(device), optimizer=None).steps(8)
     assert_kept(trained, budget)
     assert trained.plan.state_bytes == 0
@@ -275,7 +290,7 @@ def test_an_optimizer_that_steps_as_a_whole(device):
         return Other(parameters)
 
     peak, expected = plainly(device, *[{}] * 8, make=make)
-    budget = int(1.02 * peak)
+    budget = share_of(peak, 1.02, device)
     trained = Trained(device, f"device:{budget}B", pool_of(device), make=make).steps(8)
     assert_kept(trained, budget)
     assert_same(trained.bits(), expected)
@@ -284,7 +299,7 @@ def test_an_optimizer_that_steps_as_a_whole(device):
 @accelerator
 @pytest.mark.one_schedule
 def test_evaluations_between_steps_change_nothing(device, peaks):
-    budget = int(0.95 * peaks[0])
+    budget = share_of(peaks[0], 0.95, device)
     trained = Trained(device, f"device:{budget}B", pool_of(device))
     for number in range(8):
         trained.step(number)
@@ -297,10 +312,11 @@ def test_evaluations_between_steps_change_nothing(device, peaks):
 @accelerator
 @pytest.mark.one_schedule
 def test_memory_that_the_user_takes_later_is_made_room_for(device, peaks):
-    budget = int(1.05 * peaks[0])
+    budget = share_of(peaks[0], 1.05, device)
     trained = Trained(device, f"device:{budget}B", pool_of(device)).steps(6)
     assert_kept(trained, budget)
-    taken = torch.zeros(peaks[0] // 10, dtype=torch.uint8, device=device)
+    taken_bytes = share_of(peaks[0], 1.1, device) - peaks[0]
+    taken = torch.zeros(taken_bytes, dtype=torch.uint8, device=device)
     for number in range(6, 12):
         trained.step(number)
     assert_kept(trained, budget)
@@ -313,7 +329,7 @@ def test_memory_that_the_user_takes_later_is_made_room_for(device, peaks):
 def test_other_shapes_learn_for_themselves_within_the_same_number(device):
     shapes = [4, 4, 4, 4, 4, 6, 6, 6, 6, 4, 6, 4, 6]
     peak, expected = plainly(device, *({"batch": batch} for batch in shapes))
-    budget = int(0.97 * peak)
+    budget = share_of(peak, 0.97, device)
     trained = Trained(device, f"device:{budget}B", pool_of(device))
     for number, batch in enumerate(shapes):
         trained.step(number, batch=batch)
@@ -335,7 +351,7 @@ def test_a_recorder_that_overlooks_a_part_is_noticed_and_told(device, peaks, mon
 
     monkeypatch.setattr(learner, "workspace_of", overlooked)
     monkeypatch.setattr(checking, "workspace_of", overlooked)
-    budget = int(0.9 * peaks[0])
+    budget = share_of(peaks[0], 0.9, device)
     with pytest.warns(UserWarning, match="more than the budget"):
         trained = Trained(device, f"device:{budget}B", pool_of(device)).steps(8)
     assert trained.plan.measured_device_bytes > trained.plan.device_peak_bytes

@@ -52,6 +52,8 @@ def action(request: pytest.FixtureRequest, device: torch.device) -> memswap.Acti
 def test_every_optimizer_steps_as_without(device, new_pool, name, form):
     if form == "fused" and device.type not in ("cpu", "cuda"):
         pytest.skip("torch has fused steps for CPU and CUDA")
+    if (name, form, device.type) == ("Adagrad", "fused", "cuda"):
+        pytest.skip("torch has a fused step of Adagrad for CPUs alone")
     make = maker(name, form)
     plain = train(device, make, managed=False)
     pool = new_pool()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -42,6 +43,16 @@ def _small_staging(monkeypatch):
         return memswap.HostPool(budget="64MiB", slab="1MiB", device=device, **options)
 
     monkeypatch.setattr(lanes, "HostPool", host_pool)
+
+
+def staged_lane(routes: Iterable[Any]) -> Any:
+    """The lane between the accelerator and the file.
+
+    A CPU's lane is there as well where something is saved in host memory, as CUDA's attention does
+    with its seed.
+    """
+    (lane,) = (route.lane for route in routes if isinstance(route.lane, native.StagedLane))
+    return lane
 
 
 @pytest.fixture
@@ -178,8 +189,7 @@ def test_a_disk_that_cannot_take_activations_is_told_and_nothing_is_lost(
             with WRITES[fault](tmp_path):
                 loss = model(x)
                 torch.accelerator.synchronize()
-                for route in manager._engine.open_routes():
-                    route.lane.finish_writes()
+                staged_lane(manager._engine.open_routes()).finish_writes()
                 loss.backward()
                 del loss
             model(x).backward()  # the next forward says it
@@ -251,8 +261,7 @@ def test_what_activations_write_is_told_for_the_drives_sake(device, new_disk):
     with memswap.manage(model.layers, EVERYTHING, pool=disk) as manager:
         for step in range(3):
             model(new_input(device, seed=step)).backward()
-            for route in manager._engine.open_routes():
-                route.lane.finish_writes()
+            staged_lane(manager._engine.open_routes()).finish_writes()
         written, report = disk.statistics().written_bytes, manager.report()
     assert written > 0
     a_forward = memswap.engine.units.format_bytes(written / 2)  # two have ended
@@ -289,8 +298,7 @@ def test_gradients_are_refused_where_the_file_cannot_be_read(device, new_disk, t
     with saved:
         loss = model(new_input(device))
     saved._engine.settle()
-    (route,) = saved._engine._routes.open_routes()
-    route.lane.finish_writes()
+    staged_lane(saved._engine._routes.open_routes()).finish_writes()
     with READS[fault](tmp_path):
         with pytest.raises(memswap.TransferError):
             loss.backward()

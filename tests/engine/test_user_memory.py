@@ -304,7 +304,7 @@ def test_output_whose_memory_is_taken_away_until_backward(
 
     An accelerator reads what others have by then, as the detector sees, and the bytes are not used.
     """
-    if device.type != "cpu" and _laboratory.schedule.check == "throw":
+    if _laboratory is not None and _laboratory.schedule.check == "throw":
         pytest.skip("the race would be an error of resize_()")
     rows, width = (512, 1024) if device.type == "cpu" else (8, 16)
     torch.manual_seed(0)
@@ -332,5 +332,5 @@ def test_output_whose_memory_is_taken_away_until_backward(
     if door == "chain":
         assert swap.stats().kept["resized"].tensors > 0
     assert_released(swap, pool)
-    if device.type != "cpu":
+    if _laboratory is not None:
         assert all("stream race: 'free'" in report for report in _laboratory.forgive())

@@ -61,17 +61,23 @@ def open_staged_lane(
 
 
 #: Device bytes for what does not fit into a frame's capacity, before anything is known about the
-#: model; taken only as far as they are needed.
+#: model: so many, or this share of the device's memory; taken only as far as they are needed. In
+#: the first forward frames have a guessed capacity, and a host that is far ahead of the device sets
+#: the worst case aside for all of them.
 FIRST_ARENA_BYTES = 256 << 20
+FIRST_ARENA_SHARE = 1 / 64
 
 #: The same as a share of what one forward saves. A bfloat16 frame sets 0.3 of its raw bytes aside
 #: until the host has seen its header, so this is for a third of a forward being under way.
 ARENA_SHARE = 1 / 8
 
 
-def arena_budget(iteration_bytes: int) -> int:
-    """Most bytes of a device's arena when a forward saves so many."""
-    return max(FIRST_ARENA_BYTES, int(iteration_bytes * ARENA_SHARE))
+def arena_budget(device: torch.device, iteration_bytes: int = 0) -> int:
+    """Most bytes of a device's arena when a forward saves so many; 0: nobody knows yet."""
+    properties_of = getattr(torch.get_device_module(device), "get_device_properties", None)
+    total = properties_of(device).total_memory if properties_of is not None else 0
+    least = max(FIRST_ARENA_BYTES, int(total * FIRST_ARENA_SHARE))
+    return max(least, int(iteration_bytes * ARENA_SHARE))
 
 
 def open_codec_lane(device: torch.device, frames: HostPool | None = None) -> CodecLane:
@@ -82,7 +88,7 @@ def open_codec_lane(device: torch.device, frames: HostPool | None = None) -> Cod
     """
     if device.type != "cpu":
         return native.StreamCodecLane(
-            device, max_leaving_bytes=FIRST_LEAVING_BYTES, arena_budget=FIRST_ARENA_BYTES
+            device, max_leaving_bytes=FIRST_LEAVING_BYTES, arena_budget=arena_budget(device)
         )
     # No workers: whoever waits does the work, on torch's own threads. They are as many as there are
     # processors, so a worker beside them would only make them wait for each other, and what it has

@@ -180,6 +180,7 @@ TEST_F(Engines, AStorageOfADeviceWithoutTransfersStays) {
   host.transfers = nullptr;
   EXPECT_EQ(save(filled(1)).saved.as, Saved::As::kKept);
   EXPECT_EQ(engine->ledger.kept().at("host memory beside an accelerator").tensors, 1);
+  EXPECT_EQ(engine->ledger.counters.peak_resident_bytes, 0) << "none of the device's bytes";
 }
 
 TEST_F(Engines, NothingLeavesWhileAStreamCapturesAGraph) {
