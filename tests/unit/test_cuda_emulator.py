@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from emulators import BUILD, build_emulator, run_tests
 
-SUITES = ("Frames", "Golden", "Bitmaps", "Hostile", "Launches", "Barriers")
+SUITES = ("Frames", "Golden", "Bitmaps", "Hostile", "Launches", "Barriers", "Intrinsics")
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.timeout(900)]
 
