@@ -1,4 +1,4 @@
-"""Builds and runs the emulators of tests/: GoogleTest programs of CMake projects of their own."""
+"""Builds and runs the emulators of tests/: CMake projects of their own, and their test programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BUILD = Path(os.environ.get("MEMSWAP_BUILD_DIR", ROOT / "build"))
 
 
 def build_emulator(name: str, *options: str) -> Path:
-    """The test program of ``tests/<name>``; skips the test where CMake or GoogleTest is missing."""
+    """Where ``tests/<name>`` is built; skips the test where CMake or GoogleTest is missing."""
     if shutil.which("cmake") is None:
         pytest.skip("cmake is not on PATH")
     folder = BUILD / name  # kept between runs: compiling it takes longer than running it
@@ -26,10 +26,10 @@ def build_emulator(name: str, *options: str) -> Path:
     assert configured.returncode == 0, configured.stderr
     built = _run(["cmake", "--build", str(folder), "--parallel", "2"])
     assert built.returncode == 0, built.stdout + built.stderr
-    return folder / f"memswap_{name}_tests"
+    return folder
 
 
-def run_tests(program: Path, names: str, environment: Mapping[str, str] | None = None) -> None:
+def run_googletest(program: Path, names: str, environment: Mapping[str, str] | None = None) -> None:
     """Run the tests that GoogleTest's filter names; one has to be there, and all have to pass."""
     done = _run([str(program), f"--gtest_filter={names}", "--gtest_brief=1"], environment)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-8000:]

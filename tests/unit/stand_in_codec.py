@@ -3,6 +3,7 @@ device type is settled once."""
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import textwrap
@@ -74,8 +75,14 @@ def run(wrong: str, program: str, field: str = "check_first") -> str:
         field: of memswap_codec, set to 1.
     """
     source = PROGRAM.format(root=str(ROOT), wrong=wrong, field=field) + textwrap.dedent(program)
-    done = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, check=False, timeout=900
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    command = [sys.executable, "-X", "faulthandler", "-c", source]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    assert done.returncode == 0, f"{ended(done.returncode)}\n{done.stdout}\n{done.stderr[-8000:]}"
     return done.stdout
+
+
+def ended(status: int) -> str:
+    """How a process ended, in words."""
+    if status >= 0:
+        return f"ended with status {status}"
+    return f"was killed by {signal.Signals(-status).name}"

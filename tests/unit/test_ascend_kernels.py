@@ -1,61 +1,20 @@
 """The Ascend codec on the emulator: the same frames as the CPU's codec, in both directions."""
 
-import os
-import shutil
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from emulators import ROOT, build_emulator
 
-ROOT = Path(__file__).resolve().parents[2]
-EMULATOR = ROOT / "tests" / "ascend_emulator"
 KERNELS = ROOT / "kernels"
-COMPILER = shutil.which("g++")
-FLAGS = ["-O1", "-Wall", "-Wextra", "-Werror", f"-I{KERNELS / 'include'}"]
-FLAGS += [f"-I{EMULATOR}", f"-I{KERNELS / 'ascend'}", f"-I{KERNELS / 'tests'}"]
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="the emulator is compiled with g++")
-
-# The longest to compile first.
-EMULATED = [EMULATOR / f"emulated_{name}.cpp" for name in ("encoders", "decoders", "launch", "acl")]
-HOST = [KERNELS / "ascend" / f"{name}.cpp" for name in ("codec", "runtime")]
-# The oracle alone: without the instruction sets' files the codec has nothing else to choose.
-CPU_SOURCES = sorted(
-    path
-    for path in (KERNELS / "cpu").glob("*.cpp")
-    if not path.name.startswith(("avx512", "vector"))
-)
-
-
-def compile_object(source: Path, folder: Path, standard: str) -> Path:
-    """Compile one file to an object in `folder`."""
-    assert COMPILER is not None
-    target = folder / f"{source.parent.name}_{source.stem}.o"
-    command = [COMPILER, *FLAGS, f"-std={standard}", "-c", str(source), "-o", str(target)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{source.name} does not compile:\n{done.stderr[-4000:]}"
-    return target
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def programs() -> Path:
     """A folder with the test programs: kernels as C++17 for the emulator, the CPU's as C++20."""
-    assert COMPILER is not None
-    folder = tmp_path_factory.mktemp("ascend_kernels")
-    names = ("codec_test", "host_test")
-    sources = [(path, "c++17") for path in EMULATED]
-    sources += [(EMULATOR / f"{name}.cpp", "c++17") for name in names]
-    sources += [(path, "c++17") for path in HOST] + [(path, "c++20") for path in CPU_SOURCES]
-    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
-        pending = [pool.submit(compile_object, path, folder, std) for path, std in sources]
-        objects = [job.result() for job in pending]
-    mains = {name: folder / f"ascend_emulator_{name}.o" for name in names}
-    library = [str(path) for path in objects if path not in mains.values()]
-    for name, main in mains.items():
-        command = [COMPILER, str(main), *library, "-pthread", "-o", str(folder / name)]
-        subprocess.run(command, check=True)
-    return folder
+    return build_emulator("ascend_emulator")
 
 
 def run(*command: str | Path) -> None:

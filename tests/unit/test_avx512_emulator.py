@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from emulators import ROOT, build_emulator, run_tests
+from emulators import ROOT, build_emulator, run_googletest
 
 FOLDER = ROOT / "tests" / "avx512_emulator"
 # Of the codec's own tests, those that take seconds and reach no code that the others do not.
@@ -27,13 +27,13 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def program() -> Path:
-    return build_emulator("avx512_emulator")
+    return build_emulator("avx512_emulator") / "memswap_avx512_emulator_tests"
 
 
 def run(program: Path, names: str) -> None:
     # Tests allocate a few pages and free them, over and over: little of it is worth remembering.
     options = "quarantine_size_mb=8:malloc_context_size=8"
-    run_tests(program, names, {"ASAN_OPTIONS": options, "UBSAN_OPTIONS": "print_stacktrace=1"})
+    run_googletest(program, names, {"ASAN_OPTIONS": options, "UBSAN_OPTIONS": "print_stacktrace=1"})
 
 
 def test_emulated_intrinsics_do_what_the_processors_do(program: Path) -> None:

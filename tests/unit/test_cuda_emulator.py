@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from emulators import BUILD, build_emulator, run_tests
+from emulators import BUILD, build_emulator, run_googletest
 
 SUITES = ("Frames", "Golden", "Bitmaps", "Hostile", "Launches", "Barriers", "Intrinsics")
 
@@ -15,9 +15,10 @@ pytestmark = [pytest.mark.cpu_only, pytest.mark.timeout(900)]
 @pytest.fixture(scope="module")
 def program() -> Path:
     codec = BUILD / "kernels" / "libmemswap_codec_cpu.a"  # memswap's own, where it was just built
-    return build_emulator("cuda_emulator", f"-DMEMSWAP_CPU_CODEC={codec if codec.exists() else ''}")
+    option = f"-DMEMSWAP_CPU_CODEC={codec if codec.exists() else ''}"
+    return build_emulator("cuda_emulator", option) / "memswap_cuda_emulator_tests"
 
 
 @pytest.mark.parametrize("suite", SUITES)
 def test_kernels_keep_their_promises_on_the_emulator(program: Path, suite: str) -> None:
-    run_tests(program, f"{suite}*:*/{suite}*")
+    run_googletest(program, f"{suite}*:*/{suite}*")

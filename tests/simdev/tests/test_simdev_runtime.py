@@ -36,12 +36,12 @@ def test_the_runtime_keeps_its_promises(sanitizer, flags, tmp_path):
     reason = compiler_lacks(flags, tmp_path)
     if reason:
         pytest.skip(reason)
+    # Kept between runs: compiling it takes longer than running it.
+    folder = build.REPOSITORY / "build" / f"simdev-runtime-{sanitizer or 'plain'}"
     build.cmake_build(
-        tmp_path / "build",
-        "simdev_runtime_test",
-        {"SIMDEV_EXTENSION": "OFF", "SIMDEV_SANITIZE": sanitizer},
+        folder, "simdev_runtime_test", {"SIMDEV_EXTENSION": "OFF", "SIMDEV_SANITIZE": sanitizer}
     )
-    program = tmp_path / "build" / "simdev_runtime_test"
+    program = folder / "simdev_runtime_test"
     done = subprocess.run([program], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-4000:]
     assert done.stdout.count("ok ") == 20
