@@ -60,6 +60,11 @@ def open_staged_lane(
     )
 
 
+def take_failure(lane: Lane | None) -> str:
+    """What a file said that could not take bytes, once; they are in host memory then."""
+    return lane.take_failure() if isinstance(lane, native.StagedLane) else ""
+
+
 #: Device bytes for what does not fit into a frame's capacity, before anything is known about the
 #: model; taken only as far as they are needed.
 FIRST_ARENA_BYTES = 256 << 20
