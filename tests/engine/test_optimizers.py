@@ -31,7 +31,7 @@ from optimizer_helpers import (
 from torch import nn
 
 import memswap
-from memswap.optimizer_state import away_of, plain_tensors
+from memswap.optimizer_state import StateMover, away_of, plain_tensors
 from memswap.optimizer_step import StateStream
 from memswap.optimizers import OptimizerStepError, steps_in_parts
 
@@ -180,6 +180,7 @@ def test_without_waiting_for_the_last_chunk_the_device_holds_more(
 ):
     """The mutation: what two chunks have left is noticed by the two tests above."""
     monkeypatch.setattr(StateStream, "_make_room", lambda stream, nbytes: None)
+    monkeypatch.setattr(StateMover, "take_over", lambda mover, tensor: 0)
     found = most_in_a_step(device, new_pool, 64, depth, room)
     with pytest.raises(AssertionError, match=r"the room is not used|more than two chunks"):
         assert_most(found, max(room, two_chunks(64, 1)), request)
