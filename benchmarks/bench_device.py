@@ -6,7 +6,7 @@ made as in training, so the same commit gives the same numbers on every machine.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -15,11 +15,11 @@ from common import chosen_device, make_parser, write_result
 
 from memswap import Action
 from memswap._native import native
-from memswap.cli.config_plan import RESERVED, RTX4090
+from memswap.cli.config_plan import L40S, RESERVED, RTX4090
 from memswap.cli.table import render_table
 from memswap.engine.units import format_bytes
 from memswap.optimizers import MOST_ROOM
-from memswap.planning.cost_model import EFFICIENCY, GB, GIB, H100, TERA, Hardware
+from memswap.planning.cost_model import GB, GIB, H100, Hardware
 from memswap.planning.device import (
     DevicePlan,
     DeviceTerms,
@@ -29,13 +29,6 @@ from memswap.planning.device import (
 )
 from memswap.planning.step import SavedStorage, Step
 
-#: NVIDIA's data sheet (Ada; 362 TFLOP/s in 16 bits, 864 GB/s), behind PCIe 4.0 x16 as `RTX4090`.
-L40S = replace(
-    RTX4090,
-    name="L40S",
-    matmul_flops={torch.bfloat16: 362 * TERA * EFFICIENCY},
-    memory_bytes_per_s=0.864 * TERA,
-)
 DEVICES: tuple[tuple[Hardware, int], ...] = (
     (RTX4090, 24 * GIB),
     (L40S, 48 * GIB),

@@ -103,7 +103,13 @@ void bind_forms(py::module_& module) {
       .def_property_readonly("pool_nbytes", &AwayForm::pool_nbytes)
       .def_property_readonly("works_ahead", &AwayForm::works_ahead)
       .def("wait_sent", &AwayForm::wait_sent);
-  py::class_<BlockForm, AwayForm, std::shared_ptr<BlockForm>>(module, "BlockForm");
+  py::class_<BlockForm, AwayForm, std::shared_ptr<BlockForm>>(module, "BlockForm")
+      .def(
+          "bring_into",
+          [](BlockForm& form, const StorageRefPtr& leaving, const TicketPtr& departure) {
+            return form.bring_into(some(leaving), departure);
+          },
+          "leaving"_a, "departure"_a.none(false));
   py::class_<FrameForm, AwayForm, std::shared_ptr<FrameForm>>(module, "FrameForm")
       .def("watch", &FrameForm::watch);
   py::class_<BlockSender, std::shared_ptr<BlockSender>>(module, "BlockSender")

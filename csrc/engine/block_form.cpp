@@ -11,6 +11,11 @@ Returning BlockForm::bring() {
   return {std::move(storage), std::move(arrival)};
 }
 
+TicketPtr BlockForm::bring_into(StorageRefPtr leaving, TicketPtr departure) {
+  const WithoutGil without_gil;
+  return lane_->fetch_into(block_, std::move(leaving), 0, {std::move(departure)});
+}
+
 std::optional<Leaving> BlockSender::send(const StorageRefPtr& storage) {
   if (storage->storage.device().is_cpu()) {
     share_memory(*storage);

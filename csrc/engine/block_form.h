@@ -26,6 +26,10 @@ class BlockForm final : public AwayForm {
   bool works_ahead() const override { return true; }
   const char* short_of() const override { return kShortOf; }
 
+  // The same into the memory of a storage of the same length that is leaving, as soon as it has
+  // left: `departure` is its send. The caller waits for both tickets before it uses the memory.
+  TicketPtr bring_into(StorageRefPtr leaving, TicketPtr departure);
+
   const std::shared_ptr<Lane>& lane() const { return lane_; }
   const BlockPtr& block() const { return block_; }
 

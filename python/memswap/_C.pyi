@@ -649,6 +649,8 @@ class AwayForm:
 class BlockForm(AwayForm):
     """Raw bytes in a block of a pool (csrc/engine/block_form.h)."""
 
+    def bring_into(self, leaving: StorageRef, departure: Ticket) -> Ticket: ...
+
 class FrameForm(AwayForm):
     """A frame, on the device or in a pool (csrc/engine/frame_form.h)."""
 

@@ -79,7 +79,7 @@ class DeviceBudget:
         self.managed: ManagedOptimizer | None = None
         self._handles: list[RemovableHandle] = []
         if optimizer is None:
-            self.account = DeviceAccount(device, nbytes, parameters, None)
+            self.account = DeviceAccount(device, nbytes, parameters, None, keeps_gradients=False)
             return
         # Before the first account: a budget that cannot be met leaves the optimizer as it is.
         DeviceAccount(device, nbytes, parameters, None)

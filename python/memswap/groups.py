@@ -260,6 +260,7 @@ class Group(Uncopied):
         """Begin a batch without a block: for :meth:`add`, or for hooks of one's own."""
         engine = self._groups.engine
         with engine.lock:
+            engine.tell_of_pools()  # of the batches before
             batch = self._newest = Batch(engine, self.name, self._timeline.begin())
         batch.engine = engine
         self._batches.add(batch)

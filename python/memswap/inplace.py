@@ -13,6 +13,7 @@ import torch
 
 from memswap._native import native
 from memswap._warn import warn
+from memswap.engine.lane import take_failure
 from memswap.engine.pools import PAGEABLE, HostPool
 from memswap.engine.transfer import check_pool, default_pool, lane_to
 from memswap.errors import NotSwappedError, SharedStorageError, TransferError
@@ -83,6 +84,11 @@ def swap_out(tensor: torch.Tensor, pool: Pool | None = None) -> bool:
     if isinstance(pool, HostPool) and (why := pool.take_pageable()):
         warn(f"memswap.swap_out: {PAGEABLE.format(why)}")
     lane = lane_to(pool, tensor.device)
+    if failure := take_failure(lane):
+        warn(
+            "memswap.swap_out: a file could not take tensors that went before, which are in host "
+            f"memory instead: {failure}"
+        )
     message = (
         f"memswap: this tensor ({tensor.dtype}, {list(tensor.shape)}) is swapped out; call "
         "memswap.swap_in(tensor) before using it"

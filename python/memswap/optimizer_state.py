@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         SavedView,
         StorageRef,
         Ticket,
+        WeakStorage,
     )
     from memswap.engine.transfer import Pool
     from memswap.inplace import Holders
@@ -88,6 +89,30 @@ def local_bytes(tensor: torch.Tensor) -> int:
 
 
 # ---------------------------------------------------------------- one tensor of it
+class Returning(NamedTuple):
+    """Bytes on their way back."""
+
+    storage: StorageRef
+    arrival: Ticket
+    departure: Ticket | None = None
+    """The send of whoever had the memory before ([Note: Memory from hand to hand])."""
+
+    def wait(self) -> StorageRef:
+        """The storage, which nobody else has, for what the current stream does next.
+
+        Raises:
+            TransferError: the bytes cannot be read.
+        """
+        self.let_go()
+        self.arrival.wait()
+        return self.storage
+
+    def let_go(self) -> None:
+        """Whoever had the memory before owns it no more."""
+        if self.departure is not None:
+            self.departure.wait()
+
+
 @dataclass(slots=True)
 class AwayState:
     """The bytes of one state tensor while it has none. The tensor owns this: they die together."""
@@ -98,7 +123,7 @@ class AwayState:
     """The tensor's own storage, without memory."""
     view: SavedView
     """How the tensor looks at its storage."""
-    returning: tuple[StorageRef, Ticket] | None = None
+    returning: Returning | None = None
 
     @property
     def nbytes(self) -> int:
@@ -112,10 +137,10 @@ class AwayState:
             TransferError: they cannot be read, and the send had not failed. The form is kept, so
                 that they can be asked for again.
         """
-        storage, arrival = self.returning or self.form.bring()
+        returning = self.returning or Returning(*self.form.bring())
         self.returning = None
         try:
-            arrival.wait()
+            return returning.wait()
         except native.TransferError as error:
             kept = self.departure.storage()
             if kept is None:
@@ -124,7 +149,6 @@ class AwayState:
                     "still away; try again when the pool can be read, or load a checkpoint."
                 ) from error
             return kept  # the send failed, and the bytes never left
-        return storage
 
 
 def away_of(tensor: torch.Tensor) -> AwayState | None:
@@ -143,6 +167,16 @@ def copy_on_host(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     here = away.view.rebuild(away.bring(), False)
     return here if here.device.type == "cpu" else here.cpu()
+
+
+class _Leaving(NamedTuple):
+    """A tensor whose memory is not free yet."""
+
+    tensor: ref[torch.Tensor]
+    nbytes: int
+    works_ahead: bool
+    storage: WeakStorage
+    """Its memory, until it is free."""
 
 
 @dataclass(slots=True)
@@ -168,7 +202,7 @@ class StateMover:
         self._pool = pool
         self._routes = Routes(pool)
         self._min_bytes = min_bytes
-        self._leaving: deque[tuple[ref[torch.Tensor], int, bool]] = deque()
+        self._leaving: deque[_Leaving] = deque()
         self._encoding: deque[_Encoding] = deque()
         self._told: set[str] = set()
         self._new: dict[torch.device, Holders] = {}
@@ -230,6 +264,7 @@ class StateMover:
             "steps (memswap.manage_optimizer); look at it inside `with managed.present():`"
         )
         storage, shell = native.take_bytes(tensor, message)
+        memory = native.WeakStorage(storage)
         sent: tuple[AwayForm, Ticket] | str = "failed"
         try:
             sent = self._start(route, action, storage, tensor.dtype, name)
@@ -245,7 +280,7 @@ class StateMover:
         if not route.works_ahead and departure.done():  # encoded on the spot
             self._wait_sent(tensor, away)
         else:
-            self._leaving.append((ref(tensor), away.nbytes, route.works_ahead))
+            self._leaving.append(_Leaving(ref(tensor), away.nbytes, route.works_ahead, memory))
             self.leaving_bytes += away.nbytes
         return away_of(tensor) is not None
 
@@ -337,9 +372,9 @@ class StateMover:
         """
         if not self._leaving:
             return False
-        weak, nbytes, _ = self._leaving.popleft()
-        self.leaving_bytes -= nbytes
-        tensor = weak()
+        oldest = self._leaving.popleft()
+        self.leaving_bytes -= oldest.nbytes
+        tensor = oldest.tensor()
         away = None if tensor is None else away_of(tensor)
         if tensor is not None and away is not None:
             self._wait_sent(tensor, away)
@@ -364,10 +399,10 @@ class StateMover:
         Threads that still write storages of host memory go on, and each is free when it is written.
         """
         for _ in range(len(self._leaving)):
-            weak, _, works_ahead = self._leaving[0]
-            tensor = weak()
+            oldest = self._leaving[0]
+            tensor = oldest.tensor()
             away = None if tensor is None else away_of(tensor)
-            if works_ahead or away is None or away.departure.done():
+            if oldest.works_ahead or away is None or away.departure.done():
                 self.wait_oldest()
             else:
                 self._leaving.rotate(-1)
@@ -386,13 +421,48 @@ class StateMover:
         nbytes = self.returning_bytes(tensor)
         away = away_of(tensor)
         if away is not None and nbytes:
-            away.returning = away.form.bring()
+            away.returning = Returning(*away.form.bring())
         return nbytes
+
+    def take_over(self, tensor: torch.Tensor) -> int:
+        """Start bringing a tensor back into the memory of one as long that is leaving.
+
+        [Note: Memory from hand to hand]
+        By way of the allocator, memory of what left is free for what the current stream does after
+        it has waited for the send; so kernels that are launched next wait for it as well, although
+        they use neither. Where the fetch itself comes after the send (edge 8 of [Note: Every edge
+        of a swap]), the current stream waits for the fetch alone, when its bytes are needed. Until
+        then the send's ticket owns the memory too. A file that fails loses nothing: its lane keeps
+        the bytes in host memory.
+
+        Returns:
+            Bytes that it takes, and the other one has no longer; 0: nobody leaves such memory.
+        """
+        nbytes, away = self.returning_bytes(tensor), away_of(tensor)
+        if away is None or not nbytes or not isinstance(away.form, native.BlockForm):
+            return 0
+        for place, leaving in enumerate(self._leaving):
+            last = leaving.tensor()
+            gone = None if last is None else away_of(last)
+            if last is None or gone is None or not leaving.works_ahead:
+                continue
+            if leaving.nbytes != nbytes or last.device != tensor.device:
+                continue
+            storage = leaving.storage.lock() if isinstance(gone.form, native.BlockForm) else None
+            if storage is None:
+                continue
+            arrival = away.form.bring_into(storage, gone.departure)
+            away.returning = Returning(storage, arrival, gone.departure)
+            del self._leaving[place]
+            self.leaving_bytes -= nbytes
+            return nbytes
+        return 0
 
     def cancel_return(self, tensor: torch.Tensor) -> None:
         """Let go of what is on its way back: it is not needed yet. Its away form has the bytes."""
         away = away_of(tensor)
-        if away is not None:
+        if away is not None and away.returning is not None:
+            away.returning.let_go()
             away.returning = None
 
     def bring(self, tensor: torch.Tensor) -> None:

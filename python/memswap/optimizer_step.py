@@ -21,8 +21,9 @@ a swap] in csrc/lane/stream_lane.h). The memory of what left is let go of behind
 
 A parameter is never divided. Where the state of two that follow each other is longer than the room,
 these two are what the device holds: one is stepped, and tensor by tensor the next one's state
-arrives as the last one's has left. Then kernels wait for that copy, so that a step takes the link's
-time and theirs.
+arrives in the memory of the last one's, as that has left ([Note: Memory from hand to hand] in
+optimizer_state.py). Where their tensors differ in length, the memory goes by way of the allocator:
+then kernels wait for that copy, and a step takes the link's time and theirs.
 """
 
 from __future__ import annotations
@@ -259,9 +260,7 @@ class StateStream:
         ahead, started = number != self._current, 0
         for tensor in self._stepped(number):
             try:
-                if ahead:
-                    self._make_room(self._mover.returning_bytes(tensor))
-                started += self._mover.begin_return(tensor)
+                started += self._begin_return(tensor, ahead)
             except torch.OutOfMemoryError:  # it comes when it is needed
                 for other in self._stepped(number):
                     self._mover.cancel_return(other)
@@ -271,6 +270,15 @@ class StateStream:
                 self._arriving[number] = started
                 self._note_peak()
         return started > 0
+
+    def _begin_return(self, tensor: torch.Tensor, ahead: bool) -> int:
+        if not ahead:
+            return self._mover.begin_return(tensor)
+        nbytes = self._mover.returning_bytes(tensor)
+        if self._held() + nbytes > self._room_bytes and (taken := self._mover.take_over(tensor)):
+            return taken
+        self._make_room(nbytes)
+        return self._mover.begin_return(tensor)
 
     def _retire(self) -> None:
         """The chunk that was stepped leaves."""

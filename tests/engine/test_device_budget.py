@@ -279,6 +279,78 @@ def test_an_optimizer_that_nobody_gave_is_counted_with_its_state(device, peaks):
     assert_same(trained.bits(), peaks[1])
 
 
+class EachAlone:
+    """An optimizer for each parameter, which steps in backward, so that no gradient is kept."""
+
+    def __init__(self, parameters: Any, pool: Any = None) -> None:
+        self.each: list[torch.optim.Optimizer] = []
+        self._handles = []
+        for parameter in parameters:
+            one = torch.optim.AdamW([parameter])
+            if pool is not None:
+                memswap.manage_optimizer(one, pool=pool, min_bytes=1)
+
+            def step(_: Any, one: Any = one) -> None:
+                one.step()
+                one.zero_grad()
+
+            self._handles.append(parameter.register_post_accumulate_grad_hook(step))
+            self.each.append(one)
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """There are no gradients by now."""
+
+    def step(self) -> None:
+        """Done in backward."""
+
+    def close(self) -> None:
+        """The collector would not see the cycle."""
+        for handle in self._handles:
+            handle.remove()
+
+
+@accelerator
+@pytest.mark.one_schedule
+def test_an_optimizer_for_each_parameter_within_one_number(device, peaks):
+    """Its state is away, and its gradients are used up in backward."""
+    runs = []
+    budget = int(0.85 * peaks[0])
+    for pool in (None, pool_of(device)):
+        options = {
+            "optimizer": None,
+            "make": lambda parameters, pool=pool: EachAlone(parameters, pool),
+        }
+        trained = Trained(device, pool and f"device:{budget}B", pool, **options).steps(8)
+        each = trained.optimizer.each
+        runs.append([tensor for one in each for tensor in state_bits(one, trained.model)])
+        if pool is None:
+            assert min(trained.peaks[2:]) > budget
+        else:
+            assert_kept(trained, budget)
+            assert all(managed_optimizer(one).statistics().away_bytes > 0 for one in each)
+        trained.optimizer.close()
+    assert_same(*runs)
+
+
+@accelerator
+@pytest.mark.one_schedule
+def test_gradients_that_nobody_keeps_need_no_room(device):
+    """A number below weights and gradients is refused at once only where they are kept."""
+    model = new_model(device)
+    weights = sum(4 * one.numel() for one in model.parameters())
+    budget = f"device:{int(1.5 * weights)}B"
+    with pytest.raises(BudgetError, match="their gradients"):
+        memswap.manage(model, POLICY, budget=budget)
+    alone = EachAlone(model.parameters())
+    with memswap.manage(model, POLICY, budget=budget) as manager:
+        assert manager.plan is None
+    with pytest.raises(BudgetError, match="their gradients"):
+        optimizer = torch.optim.AdamW(model.parameters())
+        memswap.manage(model, POLICY, optimizer=optimizer, budget=budget)
+    assert managed_optimizer(optimizer) is None
+    alone.close()
+
+
 @accelerator
 @pytest.mark.one_schedule
 def test_an_optimizer_that_steps_as_a_whole(device):

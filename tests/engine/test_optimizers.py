@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import pickle
 import time
 import warnings
@@ -31,7 +32,7 @@ from optimizer_helpers import (
 from torch import nn
 
 import memswap
-from memswap.optimizer_state import away_of, plain_tensors
+from memswap.optimizer_state import StateMover, away_of, plain_tensors
 from memswap.optimizer_step import StateStream
 from memswap.optimizers import OptimizerStepError, steps_in_parts
 
@@ -182,6 +183,7 @@ def test_without_waiting_for_the_last_chunk_the_device_holds_more(
 ):
     """The mutation: what two chunks have left is noticed by the two tests above."""
     monkeypatch.setattr(StateStream, "_make_room", lambda stream, nbytes: None)
+    monkeypatch.setattr(StateMover, "take_over", lambda mover, tensor: 0)
     found = most_in_a_step(device, new_pool, 64, depth, room)
     with pytest.raises(AssertionError, match=r"the room is not used|more than two chunks"):
         assert_most(found, max(room, two_chunks(64, 1)), request)
@@ -259,6 +261,89 @@ def test_what_stands_around_a_step(device, new_pool, around, form):
     make = maker("AdamW", form)
     plain = train(device, make, managed=False, around=around)
     assert_same(train(device, make, new_pool(), managed=True, around=around), plain)
+
+
+class AllAtOnce:
+    """All that may stand around a step, in one training of twenty steps."""
+
+    def __init__(self, optimizer: Any, device: torch.device, scales: bool) -> None:
+        self.device, self.scales = device, scales
+        self.seen: list[str] = []
+        self.scaler = torch.amp.GradScaler(device.type, init_scale=4.0, enabled=scales)
+        self.watch(optimizer)
+
+    def watch(self, optimizer: Any) -> None:
+        """A scheduler of this optimizer, and hooks on its step."""
+        self.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.9)
+        optimizer.register_step_pre_hook(lambda *_: self.seen.append("before"))
+        optimizer.register_step_post_hook(lambda *_: self.seen.append("after"))
+
+    def step(self, model: nn.Module, optimizer: Any, number: int) -> None:
+        if number == 5:
+            more_groups(model, optimizer, number)
+            return
+        if number % 5 == 4:
+            closures(model, optimizer, number)
+            return
+        if number % 3:  # the gradients of two steps add up
+            optimizer.zero_grad(set_to_none=number % 2 == 0)
+        self.scaler.scale(loss_of(model, self.device, number)).backward()
+        if number == 12 and self.scales:
+            model[1].weight.grad[0, 0] = float("inf")  # a step that the scaler skips
+        self.scaler.unscale_(optimizer)
+        if number != 12:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        if number % 7 == 2:
+            model[number % 4].weight.grad = None
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        self.scheduler.step()
+
+
+def all_at_once(device: Any, make: Any, pool: Any, scales: bool, **options: Any) -> Any:
+    """Two groups, one that is added, a checkpoint that is loaded, and a pickle that goes on."""
+
+    def made(model: nn.Module) -> Any:
+        first, *rest = model.parameters()
+        return make([{"params": [first], "lr": 0.02}, {"params": rest, "weight_decay": 0.1}])
+
+    model = new_model(device)
+    optimizer = made(model)
+    managers = [] if pool is None else [manage(optimizer, pool, **options)]
+    around = AllAtOnce(optimizer, device, scales)
+    for number in range(20):
+        if number == 8:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        if number == 15:
+            for hooks in (
+                optimizer._optimizer_step_pre_hooks,
+                optimizer._optimizer_step_post_hooks,
+            ):
+                for key in [key for key, one in hooks.items() if one.__name__ == "<lambda>"]:
+                    del hooks[key]  # which no pickle takes
+            del optimizer.step  # the scheduler's, which no pickle takes either
+            model, optimizer = pickle.loads(pickle.dumps((model, optimizer)))
+            if pool is not None:
+                managers.append(manage(optimizer, pool, **options))
+            around.watch(optimizer)
+        around.step(model, optimizer, number)
+    if pool is not None:
+        assert all(one.statistics().away_bytes > 0 for one in managers[-1:])
+        assert managers[-1].statistics().chunks > 1
+    return state_bits(optimizer, model), around.seen
+
+
+@pytest.mark.parametrize(("name", "form"), FORMS)
+def test_everything_around_the_steps_of_every_optimizer(device, new_pool, name, form):
+    if form == "fused" and device.type not in ("cpu", "cuda"):
+        pytest.skip("torch has fused steps for CPU and CUDA")
+    make = maker(name, form)
+    room = 3 * 200 if name == "Adafactor" else ROOM
+    scales = name != "Rprop"  # whose state has the gradient's sign: nothing to scale
+    plain, seen = all_at_once(device, make, None, scales)
+    found, ours = all_at_once(device, make, new_pool(), scales, room=room)
+    assert_same(found, plain)
+    assert ours == seen and len(seen) >= 2 * 19
 
 
 def test_a_scheduler_made_before_is_no_obstacle(device, new_pool):
@@ -379,8 +464,18 @@ def test_sparse_gradients(device, new_pool, name):
     assert_same(run(new_pool()), plain)
 
 
-def test_capturable_counters_on_the_device(device, new_pool):
-    make = maker("AdamW", "foreach", capturable=True)
+CAPTURABLE = [
+    (name, form)
+    for name, form in FORMS
+    if "capturable" in inspect.signature(getattr(torch.optim, name)).parameters
+]
+
+
+@pytest.mark.parametrize(("name", "form"), CAPTURABLE)
+def test_capturable_counters_on_the_device(device, new_pool, name, form):
+    if form == "fused" and device.type not in ("cpu", "cuda"):
+        pytest.skip("torch has fused steps for CPU and CUDA")
+    make = maker(name, form, capturable=True)
     try:
         plain = train(device, make, managed=False, steps=5)
     except AssertionError as error:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from group_helpers import assert_released, leaf_and_gradient, make_calls, sines
 from helpers import (
     EVERYTHING,
     assert_pool_empty,
@@ -100,6 +101,27 @@ def test_optimizer_state_by_way_of_ordinary_memory(device, faults, form):
             assert_same(train(device, make, pool, managed=True), plain)
     gc.collect()
     assert_pool_empty(pool)
+
+
+def test_groups_by_way_of_ordinary_memory(device, faults):
+    """Told when the next batch begins."""
+    pool = new_pool(device)
+    group = memswap.Group("block", EVERYTHING, pool=pool)
+    x, expected = leaf_and_gradient(device)
+    with faults.pinned_budget(0):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                x.grad = None
+                with group as batch:
+                    loss = sines(x)
+                make_calls(batch, "owlW")
+                loss.backward()
+                assert same_bits(x.grad, expected)
+    assert len(warned(caught)) == 1, "it is told once"
+    refusal(warned(caught)[0])
+    del loss, batch
+    assert_released(group, pool, device)
 
 
 def test_single_tensors_by_way_of_ordinary_memory(device, faults):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from disk_faults import READS, WRITES
+from group_helpers import assert_released, leaf_and_gradient, make_calls, sines
 from helpers import (
     EVERYTHING,
     assert_pool_empty,
@@ -24,7 +25,16 @@ from helpers import (
     random,
     same_bits,
 )
-from optimizer_helpers import assert_same, loss_of, maker, manage, new_model, state_bits, train
+from optimizer_helpers import (
+    ROOM,
+    assert_same,
+    loss_of,
+    maker,
+    manage,
+    new_model,
+    state_bits,
+    train,
+)
 
 import memswap
 from memswap._native import native
@@ -89,12 +99,13 @@ def test_gradients_by_way_of_a_file(device, new_pool, action, every_tensor_is_en
     assert_pool_empty(pool)
 
 
+@pytest.mark.parametrize("room", [ROOM, 1])
 @pytest.mark.parametrize("form", ["single", "foreach"])
-def test_optimizer_state_by_way_of_a_file(device, new_pool, form):
+def test_optimizer_state_by_way_of_a_file(device, new_pool, form, room):
     pool = new_pool()
     make = maker("AdamW", form)
     plain = train(device, make, managed=False)
-    assert_same(train(device, make, pool, managed=True), plain)
+    assert_same(train(device, make, pool, managed=True, room=room), plain)
     gc.collect()
     assert_pool_empty(pool)
 
@@ -143,9 +154,10 @@ def test_a_storage_longer_than_the_staging_memory_goes_alone(device, new_disk):
     assert same_bits(tensor, random(device, 40_000))
 
 
+@pytest.mark.parametrize("room", [ROOM, 1])
 @pytest.mark.parametrize("fault", WRITES)
 def test_a_disk_that_cannot_be_written_keeps_bytes_in_host_memory(
-    device, new_disk, tmp_path, fault
+    device, new_disk, tmp_path, fault, room
 ):
     disk = new_disk()
     disk.reserve("1MiB")  # space is set aside, and then the disk fails
@@ -153,7 +165,7 @@ def test_a_disk_that_cannot_be_written_keeps_bytes_in_host_memory(
     failing = 2 if fault in ("no byte", "short writes") else 0
     model = new_model(device)
     optimizer = maker("AdamW")(model.parameters())
-    manage(optimizer, disk)
+    manage(optimizer, disk, room=room)
     reference = new_model(device)
     plain = maker("AdamW")(reference.parameters())
     with pytest.warns(UserWarning, match="could not take optimizer state"):
@@ -197,6 +209,50 @@ def test_a_disk_that_cannot_take_activations_is_told_and_nothing_is_lost(
     collect()
     flush_autograd(device)
     assert_pool_empty(disk)
+
+
+@pytest.mark.parametrize("fault", WRITES)
+def test_a_disk_that_cannot_take_a_groups_tensors_is_told_with_the_next_batch(
+    device, new_disk, tmp_path, fault
+):
+    disk = new_disk()
+    disk.reserve("1MiB")
+    group = memswap.Group("block", EVERYTHING, pool=disk)
+    x, expected = leaf_and_gradient(device)
+    batch, loss = collected_of(group, x)
+    with WRITES[fault](tmp_path):
+        make_calls(batch, "ow")
+        lane = group._groups.lane()
+        lane.finish_writes()
+    make_calls(batch, "lW")
+    loss.backward()
+    assert same_bits(x.grad, expected)
+    with pytest.warns(UserWarning, match="could not take saved activations"):
+        collected_of(group, x)
+    assert_released(group, disk, device)
+
+
+def collected_of(group: memswap.Group, x: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    with group as batch:
+        loss = sines(x)
+    return batch, loss
+
+
+@pytest.mark.parametrize("fault", WRITES)
+def test_a_disk_that_cannot_take_single_tensors_is_told_with_the_next_one(
+    device, new_disk, tmp_path, fault
+):
+    disk = new_disk()
+    disk.reserve("1MiB")
+    first, second = random(device, 3000, seed=1), random(device, 3000, seed=2)
+    with WRITES[fault](tmp_path):
+        assert memswap.swap_out(first, disk)
+        disk.lanes[device].finish_writes()
+    with pytest.warns(UserWarning, match="swap_out: a file could not take tensors"):
+        assert memswap.swap_out(second, disk)
+    for seed, tensor in enumerate((first, second), start=1):
+        memswap.swap_in(tensor)
+        assert same_bits(tensor, random(device, 3000, seed=seed))
 
 
 def test_bytes_written_to_a_file_are_counted_and_told(device, new_disk):

@@ -46,6 +46,14 @@ TORCHTITAN = (
     "triton",
 )
 
+#: Optimizers, which would bring another torch along.
+OPTIMIZERS = (
+    "bitsandbytes==0.50.2",
+    "lion-pytorch==0.2.5",
+    "pytorch_optimizer==4.1.0",
+    "torchao==0.18.0",
+)
+
 #: In a folder of their own, which only one test sees: its torchvision is a build with CUDA, and
 #: where torch is none, whatever imports it fails.
 VISION = ("timm==1.0.31", "torchvision")
@@ -58,7 +66,7 @@ def run(command: list[str], **environment: str) -> int:
 
 def make_environment(where: Path) -> str:
     """Installs what is missing. Returns why the libraries cannot be had; empty if they are."""
-    wanted = "\n".join((*LIBRARIES, *TORCHTITAN, *VISION))
+    wanted = "\n".join((*LIBRARIES, *TORCHTITAN, *OPTIMIZERS, *VISION))
     done = where / "installed.txt"
     if done.exists() and done.read_text("utf-8") == wanted:
         return ""
@@ -80,6 +88,8 @@ def make_environment(where: Path) -> str:
         return "the libraries could not be installed (no network?)"
     if run([*pip, "--no-deps", *TORCHTITAN]):
         return "torchtitan could not be installed (no network?)"
+    if run([*pip, "--no-deps", *OPTIMIZERS]):
+        return "the optimizers could not be installed (no network?)"
     if run([*pip, "-c", str(constraints), "--target", str(where / "vision"), "--no-deps", *VISION]):
         return "timm could not be installed (no network?)"
     done.write_text(wanted, "utf-8")

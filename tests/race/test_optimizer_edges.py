@@ -2,14 +2,15 @@
 
 They are those of a swap (csrc/lane/stream_lane.h), under an optimizer's own kernels; what is new is
 who makes them, and when: optimizer_state.py and optimizer_step.py, broken here line by line. (Edges
-3 and 7 follow from the others: a step waits for its parameters, and so for the step before.)
+3 and 7 follow from the others: a step waits for its parameters, and so for the step before.) Where
+the room is that of two parameters, memory passes from hand to hand, by edge 8.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ from race_workloads import (
 )
 
 from memswap._native import native
-from memswap.optimizer_state import AwayState, StateMover, away_of
+from memswap.optimizer_state import AwayState, Returning, StateMover, away_of
 from memswap.optimizer_step import StateStream
 from simdev import mutations
 
@@ -133,11 +134,12 @@ def arrivals_not_awaited() -> Any:
     """The step is launched although its state may still be under way."""
 
     def bring(counter: Counter, original: Any, away: AwayState) -> Any:
-        storage, arrival = away.returning or away.form.bring()
+        returning = away.returning or Returning(*away.form.bring())
         away.returning = None
         counter.own += 1
-        unawaited.append(arrival)  # dropped, it would wait
-        return storage
+        returning.let_go()
+        unawaited.append(returning.arrival)  # dropped, it would wait
+        return returning.storage
 
     unawaited: list[Any] = []
 
@@ -189,6 +191,7 @@ class Edge:
     name: str
     broken: Breaking
     workloads: tuple[Workload, ...]
+    options: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.name
@@ -206,6 +209,12 @@ EDGES = [
         mutations.drop_record_stream,
         (state_of_another_stream,),
     ),
+    Edge(
+        "leave -> return into the same memory",
+        drop(fetch_stream, send_stream),
+        (one_optimizer,),
+        {"room": 1},
+    ),
     Edge("a step does not wait for its state", arrivals_not_awaited, (one_optimizer,)),
     Edge("state leaves before it is stepped", sent_before_the_step, (one_optimizer,)),
 ]
@@ -217,6 +226,7 @@ EDGES = [
 def test_unbroken_steps_race_under_no_schedule(workload: Workload) -> None:
     assert_silent_and_right(workload, new_region=managed_region)
     assert_silent_and_right(workload, new_region=managed_region, room=ROOM // 2, pool="128KiB")
+    assert_silent_and_right(workload, new_region=managed_region, room=1)
 
 
 @pytest.mark.parametrize("edge", EDGES, ids=str)
@@ -224,7 +234,7 @@ def test_a_broken_edge_is_caught(edge: Edge) -> None:
     for workload in edge.workloads:
         right = expected(workload)
         seen = [
-            observe(schedule, workload, edge.broken, new_region=managed_region)
+            observe(schedule, workload, edge.broken, new_region=managed_region, **edge.options)
             for schedule in MATRIX
         ]
         struck = [one for one in seen if one.hits]

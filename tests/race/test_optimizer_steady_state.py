@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from optimizer_helpers import loss_of, maker, manage, new_model
+from optimizer_helpers import ROOM, loss_of, maker, manage, new_model
 from race_workloads import DEVICE, MATRIX, new_pool
 
 import memswap
@@ -13,12 +13,13 @@ from simdev import counters, laboratory
 pytestmark = [pytest.mark.own_laboratory, pytest.mark.one_schedule]
 
 
+@pytest.mark.parametrize("room", [ROOM, 1])
 @pytest.mark.parametrize("schedule", MATRIX[:4], ids=str)
-def test_a_steady_step_never_waits_on_the_host(schedule) -> None:
+def test_a_steady_step_never_waits_on_the_host(schedule, room) -> None:
     with laboratory(schedule):
         model = new_model(DEVICE, depth=6)
         optimizer = maker("AdamW", "foreach")(model.parameters())
-        manager = manage(optimizer, new_pool())
+        manager = manage(optimizer, new_pool(), room=room)
         loss_of(model, DEVICE, 0).backward()
         for _ in range(3):
             optimizer.step()
@@ -32,13 +33,15 @@ def test_a_steady_step_never_waits_on_the_host(schedule) -> None:
     assert waited == 0, f"the host waited {waited} times in a step"
 
 
-@pytest.mark.parametrize("action", ["swap", "encode_swap"])
-def test_three_hundred_steps_take_what_ten_took(action: str) -> None:
+@pytest.mark.parametrize(
+    ("action", "room"), [("swap", 3 * 8192), ("encode_swap", 3 * 8192), ("swap", 1)]
+)
+def test_three_hundred_steps_take_what_ten_took(action: str, room: int) -> None:
     with laboratory(MATRIX[1]):
         model = new_model(DEVICE, depth=6, width=32)
         optimizer = maker("AdamW", "foreach")(model.parameters())
         pool = new_pool()
-        manager = manage(optimizer, pool, action=memswap.Action(action), room=3 * 8192)
+        manager = manage(optimizer, pool, action=memswap.Action(action), room=room)
         taken = []
         for step in range(300):
             optimizer.zero_grad()

@@ -1,26 +1,26 @@
 """``python -m memswap plan --config``: what a training takes of a device that is not here.
 
-A prediction: the model of a transformers configuration is made on the meta device, without weights,
-and run once there, so bytes are those of its tensors' shapes; seconds are a data sheet's.
+A prediction: one step of the model is run without weights (meta_step.py), so bytes are those of
+its tensors' shapes; seconds are a data sheet's.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib import import_module
-from itertools import product
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from memswap.cli.meta_step import ACTIVATION, GRADIENT, WORKSPACE, Sizes, measure
 from memswap.cli.table import render_table
+from memswap.device_budget import ROOM_SHARE
 from memswap.engine.units import format_bytes, parse_bytes
-from memswap.optimizers import LEAST_ROOM, MOST_ROOM, ROOM_SHARE
+from memswap.optimizer_step import PARTS
+from memswap.optimizers import MOST_ROOM
 from memswap.planning.cost_model import EFFICIENCY, GB, GIB, TERA, Hardware, hardware
+from memswap.planning.device import KINDS
 
 WEIGHTS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -37,43 +37,46 @@ RTX4090 = Hardware(
     decode_bytes_per_s=0.31 * TERA,
 )
 
+#: NVIDIA's data sheet (Ada; 362 TFLOP/s in 16 bits, 864 GB/s), behind PCIe 4.0 x16 as `RTX4090`.
+L40S = replace(
+    RTX4090,
+    name="L40S",
+    matmul_flops={torch.bfloat16: 362 * TERA * EFFICIENCY},
+    memory_bytes_per_s=0.864 * TERA,
+)
+
+#: Devices that the cost model of a step's own plans does not know.
+CARDS = {one.name: one for one in (L40S, RTX4090)}
+
 #: Bytes of the devices' memory, by their data sheets.
-MEMORY = {"A2": 64 * GB, "A3": 64 * GB, "H100": 80 * GB, "H200": 141 * GB, "RTX4090": 24 * GIB}
+MEMORY = {
+    "A2": 64 * GB,
+    "A3": 64 * GB,
+    "H100": 80 * GB,
+    "H200": 141 * GB,
+    "L40S": 48 * GIB,
+    "RTX4090": 24 * GIB,
+}
 
 #: What a training cannot have of a device: context, kernels, the allocator's pieces.
 RESERVED = 0.08
 
-KINDS = ("weights", "gradients", "optimizer state", "activations", "workspace")
+#: Shares of the state that are compared.
+STATE_SHARES = 16
 
-
-@dataclass(frozen=True)
-class Sizes:
-    """What one step of a model has, as bytes and operations."""
-
-    model: str
-    parameters: int
-    weights: int
-    gradients: int
-    state: int
-    activations: int
-    """Saved for backward, each storage once."""
-    workspace: int
-    """The longest of these once more: its gradient."""
-    layers: int
-    forward_flop: float
-
-    def movable(self) -> int:
-        """Bytes of activations that can be away: all layers' but two."""
-        return int(self.activations * max(0, self.layers - 2) / self.layers)
+#: The longest bar, in characters.
+BAR = 60
 
 
 @dataclass(frozen=True)
 class Choice:
     """One way to train, and what it takes."""
 
-    state_away: bool
+    name: str
+    managed: bool
+    """Whether memswap manages the optimizer, whose step goes in chunks then."""
+    state_away: int
     activations_away: int
-    room: int
     peak: dict[str, int]
     """Bytes by kind, at the moment of the step with the most of them."""
     moment: str
@@ -84,14 +87,6 @@ class Choice:
     def peak_bytes(self) -> int:
         """The most bytes on the device at a time."""
         return sum(self.peak.values())
-
-    @property
-    def name(self) -> str:
-        """In words."""
-        away = ["state"] if self.state_away else []
-        if self.activations_away:
-            away.append(f"{format_bytes(self.activations_away)} of activations")
-        return " and ".join(away) + " away" if away else "without memswap"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,7 +100,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         + ", ".join(MEMORY),
     )
     group.add_argument("--optimizer", default="adamw", help="of torch.optim, or none")
-    group.add_argument("--weights", choices=tuple(WEIGHTS), default="bf16", help="their dtype")
+    group.add_argument(
+        "--weights",
+        choices=tuple(WEIGHTS),
+        default="bf16",
+        help="their dtype, and that of gradients and state; fp32 is trained with bf16 autocast",
+    )
     group.add_argument("--device-memory", metavar="BYTES", help="such as 24GiB, instead of its own")
 
 
@@ -126,10 +126,25 @@ def run(arguments: argparse.Namespace) -> int:
     except (OSError, ValueError, ImportError) as error:
         raise SystemExit(f"memswap plan: {error}") from error
     limit = int(memory * (1 - RESERVED))
-    choices = choices_of(sizes, device, limit)
-    fitting = [one for one in choices if one.peak_bytes <= limit]
-    best = min(fitting, key=lambda one: (one.extra_s, one.peak_bytes), default=None)
-    print(describe(sizes, device, memory, limit, choices, best))
+    tokens = f"{arguments.batch} x {arguments.seq} tokens"
+    if sizes.of_images:
+        tokens = f"{arguments.batch} image(s)"
+    what = (
+        f"{sizes.model}, {sizes.parameters / 1e9:.2f} G parameters in {arguments.weights}, "
+        f"{arguments.optimizer}, {tokens} a step"
+    )
+    where = (
+        f"{device.name} with {format_bytes(memory)}, of which a training has {format_bytes(limit)} "
+        f"({RESERVED:.0%} are left to the driver, kernels and the allocator)"
+    )
+    best = chosen(sizes, device, limit)
+    choices = [without_memswap(sizes, device)]
+    if best is not None and best.managed:
+        choices.append(best)
+    choices.append(least(sizes, device, limit))
+    print(describe(what, where, limit, choices))
+    print()
+    print("\n".join(advice(sizes, device, limit, best)))
     return 0 if best is not None else 1
 
 
@@ -139,225 +154,141 @@ def card(name: str) -> Hardware:
     Raises:
         ValueError: its memory is not known.
     """
-    if name.upper() == RTX4090.name:
-        return RTX4090
+    if name.upper() in CARDS:
+        return CARDS[name.upper()]
     if name.upper() in MEMORY:
         return hardware(name)
     raise ValueError(
-        f"--device {name}: with --config, name one of {', '.join(MEMORY)}; --device-memory changes "
-        "how much it has"
-    )
-
-
-# ---------------------------------------------------------------- sizes, on the meta device
-class _Attention(torch.autograd.Function):  # type: ignore[misc]
-    """Saves what a fused attention does: its inputs, its output and a number for each row."""
-
-    @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        batch, heads, length, _ = q.shape
-        out = q.new_empty(batch, length, heads, v.shape[-1])
-        ctx.save_for_backward(q, k, v, out, q.new_empty(batch, heads, length, dtype=torch.float32))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        raise NotImplementedError("a model on the meta device runs forward alone")
-
-
-def measure(config: Path, batch: int, length: int, optimizer: str, weights: torch.dtype) -> Sizes:
-    """Bytes and operations of a step of a transformers configuration.
-
-    Args:
-        config: its config.json.
-        batch: samples of a step.
-        length: tokens of each; images have their own.
-        optimizer: a class of torch.optim, in any case, or "none".
-        weights: dtype of weights and gradients. Activations are bfloat16.
-
-    Raises:
-        ImportError: transformers is not installed.
-        ValueError: there is no such optimizer, or the model cannot be run on the meta device.
-        OSError: the file cannot be read.
-    """
-    model = _on_meta(config)
-    attention_flop = _register_attention(causal="CausalLM" in type(model).__name__)
-    model.set_attn_implementation("memswap_plan")
-    inputs = _inputs(model, batch, length)
-    from torch.utils.flop_counter import FlopCounterMode
-
-    owned = {one.untyped_storage()._cdata for one in model.parameters()}
-    saved: dict[int, torch.Tensor] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        key = tensor.untyped_storage()._cdata
-        if key not in owned:
-            saved.setdefault(key, tensor)
-        return tensor
-
-    counter = FlopCounterMode(display=False)
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one), counter:
-            _loss(model(**inputs), saved, pack)
-    except (RuntimeError, NotImplementedError, TypeError) as error:
-        raise ValueError(
-            f"{type(model).__name__} cannot be run without weights, on the meta device: "
-            f"{str(error).splitlines()[0]}"
-        ) from error
-    nbytes = [one.untyped_storage().nbytes() for one in saved.values()]
-    elements = sum(one.numel() for one in model.parameters())
-    trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
-    return Sizes(
-        model=type(model).__name__,
-        parameters=elements,
-        weights=elements * weights.itemsize,
-        gradients=trained * weights.itemsize,
-        state=_state_bytes(model, optimizer, weights),
-        activations=sum(nbytes),
-        workspace=max(nbytes, default=0),
-        layers=max(1, getattr(model.config, "num_hidden_layers", 1)),
-        forward_flop=counter.get_total_flops() + sum(attention_flop),
-    )
-
-
-def _on_meta(path: Path) -> Any:
-    try:
-        transformers: Any = import_module("transformers")
-    except ImportError as error:
-        raise ImportError("--config needs transformers: pip install transformers") from error
-    transformers.utils.logging.set_verbosity_error()
-    text = json.loads(path.read_text("utf-8"))
-    config = transformers.AutoConfig.for_model(**text)
-    name = (config.architectures or [""])[0]
-    kind = getattr(transformers, name, None)
-    with torch.device("meta"):
-        if kind is None:
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        else:
-            model = kind._from_config(config, dtype=torch.bfloat16)
-    model.config.use_cache = False
-    return model.train()
-
-
-def _register_attention(causal: bool) -> list[int]:
-    """Makes `memswap_plan` an attention of transformers'; where its operations are counted."""
-    modeling: Any = import_module("transformers.modeling_utils")
-    flop: list[int] = []
-
-    def attend(
-        module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, None]:
-        batch, heads, rows, width = q.shape
-        whole = 2 * batch * heads * rows * k.shape[-2] * (width + v.shape[-1])
-        flop.append(whole // 2 if causal else whole)
-        return _Attention.apply(q, k, v), None
-
-    modeling.ALL_ATTENTION_FUNCTIONS.register("memswap_plan", attend)
-    return flop
-
-
-def _inputs(model: Any, batch: int, length: int) -> dict[str, torch.Tensor]:
-    config = model.config
-    if model.main_input_name == "pixel_values":
-        side = config.image_size
-        size = (batch, config.num_channels, side, side)
-        return {"pixel_values": torch.zeros(size, dtype=torch.bfloat16, device="meta")}
-    longest = getattr(config, "max_position_embeddings", length)
-    if length > longest:
-        raise ValueError(f"--seq {length}: {type(model).__name__} has positions for {longest}")
-    return {"input_ids": torch.zeros(batch, length, dtype=torch.long, device="meta")}
-
-
-def _loss(out: Any, saved: dict[int, torch.Tensor], pack: Any) -> None:
-    """The usual loss keeps the logits once more, in float32."""
-    logits = getattr(out, "logits", None)
-    if logits is not None:
-        pack(logits.new_empty(logits.shape, dtype=torch.float32))
-
-
-def _state_bytes(model: Any, name: str, weights: torch.dtype) -> int:
-    """What an optimizer keeps, of a step with it on the meta device."""
-    if name.lower() == "none":
-        return 0
-    kinds = {key.lower(): one for key, one in vars(torch.optim).items() if isinstance(one, type)}
-    kind = kinds.get(name.lower())
-    if kind is None or kind is torch.optim.Optimizer or not issubclass(kind, torch.optim.Optimizer):
-        raise ValueError(f"--optimizer {name}: torch.optim has none of that name")
-    parameters = [
-        torch.empty(one.shape, dtype=weights, device="meta", requires_grad=True)
-        for one in model.parameters()
-        if one.requires_grad
-    ]
-    for one in parameters:
-        one.grad = torch.empty_like(one)
-    options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
-    try:
-        optimizer = kind(parameters, **options)
-        optimizer.step()
-    except (RuntimeError, ValueError, TypeError) as error:
-        raise ValueError(f"--optimizer {name}: {str(error).splitlines()[0]}") from error
-    return sum(
-        tensor.numel() * tensor.element_size()
-        for state in optimizer.state.values()
-        for tensor in state.values()
-        if isinstance(tensor, torch.Tensor)
+        f"--device {name}: with --config, name one of {', '.join(MEMORY)}: the one whose link and "
+        "speed are closest; --device-memory 24GiB says how much memory yours has"
     )
 
 
 # ---------------------------------------------------------------- what is chosen
-def choices_of(sizes: Sizes, device: Hardware, limit: int) -> list[Choice]:
-    """Without memswap; the state away; and of each, as many activations away as are needed."""
-    found = []
-    for state_away, some_away in product((False, True), (False, True)):
-        plain = _choice(sizes, device, state_away, 0)
-        if not some_away:
-            found.append(plain)
-            continue
-        needed = min(max(0, plain.peak_bytes - limit), sizes.movable())
-        moved = _choice(sizes, device, state_away, needed)
-        if moved.peak_bytes < plain.peak_bytes:
-            found.append(moved)
-    return found
+def without_memswap(sizes: Sizes, device: Hardware) -> Choice:
+    """With nothing away, and the optimizer's step as it is."""
+    return _choice(sizes, device, "without memswap", None, 0, 0)
 
 
-def _choice(sizes: Sizes, device: Hardware, state_away: bool, activations_away: int) -> Choice:
-    room = min(max(int(sizes.state * ROOM_SHARE), LEAST_ROOM), MOST_ROOM, sizes.state)
-    state = 0 if state_away else sizes.state
-    kept = sizes.activations - activations_away
-    moments = {
-        "where backward begins": (sizes.weights, 0, state, kept, sizes.workspace),
-        "where backward ends": (sizes.weights, sizes.gradients, state, 0, 0),
-        "in step()": (sizes.weights, sizes.gradients, room if state_away else state, 0, 0),
-    }
-    moment = max(moments, key=lambda name: sum(moments[name]))
+def with_memswap(
+    sizes: Sizes,
+    device: Hardware,
+    limit: int,
+    state_away: int,
+    activations_away: int,
+    name: str = "with memswap",
+) -> Choice:
+    """What a step takes under one number, with so many bytes of state and activations away."""
+    return _choice(sizes, device, name, limit, state_away, activations_away)
+
+
+def _choice(
+    sizes: Sizes,
+    device: Hardware,
+    name: str,
+    limit: int | None,
+    state_away: int,
+    activations_away: int,
+) -> Choice:
+    stays = sizes.state_bytes - state_away
+    kept = 1 - activations_away / max(1, sizes.activations)
+    mark = max(
+        range(len(sizes.marks)),
+        key=lambda one: (
+            sizes.marks[one][GRADIENT]
+            + kept * sizes.marks[one][ACTIVATION]
+            + sizes.marks[one][WORKSPACE]
+        ),
+    )
+    gradients, activations, workspace = sizes.marks[mark]
+    in_pass = (sizes.weights, gradients, stays, int(kept * activations), workspace)
+    state, own = sizes.state_bytes, sizes.step_bytes
+    if limit is not None:
+        state, own = _in_step(sizes, limit, state_away)
+    in_step = (sizes.weights, sizes.gradients, state, 0, own)
+    moment = "in forward" if mark < sizes.forward_marks else "in backward"
+    peak = in_pass
+    if sum(in_step) > sum(in_pass):
+        moment, peak = "in step()", in_step
     forward_s = sizes.forward_flop / device.matmul_flops[torch.bfloat16]
-    extra_s = sizes.state / device.duplex_bytes_per_s if state_away else 0.0
+    extra_s = state_away / device.duplex_bytes_per_s
     extra_s += max(0.0, activations_away / device.d2h_bytes_per_s - forward_s)
     extra_s += max(0.0, activations_away / device.h2d_bytes_per_s - 2 * forward_s)
-    peak = dict(zip(KINDS, moments[moment], strict=True))
-    return Choice(state_away, activations_away, room, peak, moment, 3 * forward_s, extra_s)
+    return Choice(
+        name=name,
+        managed=limit is not None,
+        state_away=state_away,
+        activations_away=activations_away,
+        peak=dict(zip(KINDS, peak, strict=True)),
+        moment=moment,
+        compute_s=3 * forward_s,
+        extra_s=extra_s,
+    )
+
+
+def _in_step(sizes: Sizes, limit: int, state_away: int) -> tuple[int, int]:
+    """Bytes of state on the device in a managed step(), and of what the step allocates.
+
+    As plans for a device count them: two chunks, and the longest parameter's state once more.
+    """
+    total = sizes.state_bytes
+    if not total:
+        return 0, sizes.step_bytes
+    room = min(int(limit * ROOM_SHARE), MOST_ROOM)
+    pairs = max(sum(sizes.state[at : at + 2]) for at in range(len(sizes.state)))
+    chunk = max(room // PARTS, *sizes.state)
+    own = int(sizes.step_bytes * min(1.0, chunk / total))
+    chunks = max(room, pairs) + max(sizes.state) if state_away else 0
+    return min(total, total - state_away + chunks), own
+
+
+def least(sizes: Sizes, device: Hardware, limit: int) -> Choice:
+    """With everything away that can be."""
+    name = "all away that can be"
+    return with_memswap(sizes, device, limit, sizes.state_bytes, sizes.movable(), name)
+
+
+def chosen(sizes: Sizes, device: Hardware, limit: int) -> Choice | None:
+    """The cheapest way to train within so many bytes; None: there is none."""
+    plain = without_memswap(sizes, device)
+    if plain.peak_bytes <= limit:
+        return plain
+    found = []
+    for share in range(STATE_SHARES + 1):
+        state_away = sizes.state_bytes * share // STATE_SHARES
+        needed = _activations_needed(sizes, limit - sizes.weights - sizes.state_bytes + state_away)
+        one = with_memswap(sizes, device, limit, state_away, min(needed, sizes.movable()))
+        if one.peak_bytes <= limit:
+            found.append(one)
+    return min(found, key=lambda one: (one.extra_s, one.peak_bytes), default=None)
+
+
+def _activations_needed(sizes: Sizes, room: int) -> int:
+    """Bytes of activations that have to be away so that forward and backward fit into `room`."""
+    share = 0.0
+    for gradients, activations, workspace in sizes.marks:
+        over = gradients + activations + workspace - room
+        if over > 0:
+            share = max(share, over / activations if activations else float("inf"))
+    if share > 1:
+        return sizes.activations + 1
+    return min(sizes.activations, int(share * sizes.activations) + (1 if share else 0))
 
 
 # ---------------------------------------------------------------- in words
-def describe(
-    sizes: Sizes,
-    device: Hardware,
-    memory: int,
-    limit: int,
-    choices: Sequence[Choice],
-    best: Choice | None,
-) -> str:
-    """The prediction as a page of text, with a picture of each choice."""
+def describe(what: str, where: str, limit: int, choices: Sequence[Choice]) -> str:
+    """The prediction as a table, with a picture of each choice."""
     lines = [
-        "A PREDICTION: bytes of shapes on the meta device, seconds of data sheets. Nothing ran.",
+        "A PREDICTION: bytes are those of shapes, seconds those of data sheets. Nothing ran.",
         "",
-        f"{sizes.model}, {sizes.parameters / 1e9:.2f} G parameters, on {device.name} with "
-        f"{format_bytes(memory)}, of which a training has {format_bytes(limit)}",
+        what,
+        f"on {where}",
         "",
     ]
     rows = [
         [
             one.name,
+            one.moment,
             *(format_bytes(one.peak[kind]) for kind in KINDS),
             format_bytes(one.peak_bytes),
             "yes" if one.peak_bytes <= limit else "no",
@@ -365,37 +296,101 @@ def describe(
         ]
         for one in choices
     ]
-    head = ["at the peak", *KINDS, "together", "fits", "s a step"]
+    head = ["", "peak is", *KINDS, "together", "fits", "computed + extra s"]
     lines += [render_table(head, rows), ""]
     widest = max([limit, *(one.peak_bytes for one in choices)])
+    width = max(len(one.name) for one in choices)
     for one in choices:
-        lines.append(f"{_bar(one, widest)}  {one.name} ({one.moment})")
-    mark = " " * round(limit / widest * 50) + "^"
+        lines.append(f"{one.name.ljust(width)} {_bar(one, widest)}".rstrip())
+    place = " " * round(limit / widest * BAR)
     lines += [
-        f"{mark} {format_bytes(limit)}",
-        "W weights, G gradients, S state, A activations, w workspace",
+        f"{' ' * width} {place}^ {format_bytes(limit)}",
+        "W weights, G gradients, S optimizer state, A activations, w workspace of operators",
     ]
-    lines.append("")
-    if best is None:
-        lines.append(
-            "It does not fit, whatever is away: fewer samples, or weights that are sharded."
-        )
-    elif not best.state_away and not best.activations_away:
-        lines.append("It fits without memswap.")
-    else:
-        lines.append(f"Chosen: {best.name}, {best.extra_s:.2f} s a step more.")
-        if best.state_away:
-            lines.append(f'    memswap.manage_optimizer(optimizer, room="{best.room >> 20}MiB")')
-        if best.activations_away:
-            stays = sizes.activations - best.activations_away
-            lines.append(f'    memswap.manage(model, budget="{stays >> 20}MiB")')
     return "\n".join(lines)
 
 
 def _bar(one: Choice, widest: int) -> str:
-    letters = "WGSAw"
-    drawn = "".join(
-        letter * round(one.peak[kind] / widest * 50)
-        for letter, kind in zip(letters, KINDS, strict=True)
-    )
-    return drawn.ljust(52)
+    """Of one letter for each kind, rounded together, so that the whole is as long as it should."""
+    drawn, total = "", 0
+    for letter, kind in zip("WGSAw", KINDS, strict=True):
+        total += one.peak[kind]
+        drawn += letter * (round(total / widest * BAR) - len(drawn))
+    return drawn
+
+
+def advice(sizes: Sizes, device: Hardware, limit: int, best: Choice | None) -> list[str]:
+    """Whether it fits, what to write, and what it costs; or what would fit."""
+    if best is None:
+        return [*_does_not_fit(sizes, device, limit), *_what_would(sizes, device, limit)]
+    if not best.managed:
+        return ["It fits without memswap."]
+    optimizer = "optimizer=optimizer, " if sizes.state else ""
+    away = []
+    if best.state_away:
+        away.append(f"{format_bytes(best.state_away)} of optimizer state between steps")
+    if best.activations_away:
+        away.append(f"{format_bytes(best.activations_away)} of activations in forward and backward")
+    slower = best.extra_s / best.compute_s if best.compute_s else 0.0
+    where = f"Away, in host memory: {' and '.join(away)}."
+    if not away:
+        where = "Nothing has to be away: step() goes in chunks, and allocates less for itself."
+    lines = [
+        "It fits with memswap. Before training, write:",
+        "",
+        f'    memswap.manage(model, {optimizer}budget="device:{_gib(limit)}GiB")',
+        "",
+        where,
+        f"Cost: {best.extra_s:.2f} s beside {best.compute_s:.2f} s of computing, {slower:.0%} more "
+        "a step. Of several forwards to a step, the state's part is paid once. No bit of the "
+        "result changes.",
+    ]
+    if without_memswap(replace(sizes, step_bytes=0), device).peak_bytes <= limit:
+        lines.append(
+            "(Without memswap as well, if the optimizer's step allocates nothing for all "
+            "parameters at once: foreach=False, or fused=True where torch has that.)"
+        )
+    return lines
+
+
+def _gib(nbytes: int) -> str:
+    """In GiB with a digit behind the point, rounded down."""
+    return f"{nbytes * 10 // GIB / 10:.1f}"
+
+
+def _does_not_fit(sizes: Sizes, device: Hardware, limit: int) -> list[str]:
+    found = least(sizes, device, limit)
+    lines = [
+        f"It does not fit: with all away that can be, it takes {format_bytes(found.peak_bytes)}, "
+        f"{format_bytes(found.peak_bytes - limit)} more than there are."
+    ]
+    fixed = sizes.weights + sizes.gradients
+    if fixed > limit:
+        lines.append(
+            f"Weights and gradients alone take {format_bytes(fixed)}, and memswap keeps both on "
+            "the device."
+        )
+    return lines
+
+
+def _what_would(sizes: Sizes, device: Hardware, limit: int) -> list[str]:
+    """What would fit instead, as far as that is known."""
+    lines = ["What would:"]
+    fitting = [
+        batch
+        for batch in range(1, sizes.batch)
+        if least(sizes.of_batch(batch), device, limit).peak_bytes <= limit
+    ]
+    if fitting:
+        lines.append(f"  --batch {fitting[-1]}, and gradients accumulated over several of them;")
+    if sizes.state:
+        alone = least(sizes.without_gradients(), device, limit)
+        if alone.peak_bytes <= limit and not fitting:
+            lines.append(
+                "  an optimizer for each parameter, which steps in backward, so that no gradients "
+                f"are kept: {format_bytes(alone.peak_bytes)} "
+                "(docs/optimizers.md, Without gradients);"
+            )
+    lines.append("  weights spread over several devices, by memswap.parallel.shard;")
+    lines.append("  training fewer of the parameters, as adapters do (LoRA).")
+    return lines

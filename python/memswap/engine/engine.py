@@ -114,15 +114,19 @@ class Engine(native.Engine):
                 self._routes.begin_iteration(leaving_bytes, ended.nbytes)
                 if self.windows is not None:
                     self.windows.begin_iteration()
-                for route in self.open_routes():
-                    if failure := route.take_failure():
-                        self.ledger.tell_once(
-                            "file",
-                            "a file could not take saved activations, which are in host memory "
-                            f"instead: {failure}",
-                        )
-                    if why := route.take_pageable():
-                        self.ledger.tell_once("pageable", PAGEABLE.format(why))
+                self.tell_of_pools()
+
+    def tell_of_pools(self) -> None:
+        """Warn, once, of a file that failed, and of host memory that could not be pinned."""
+        for route in self.open_routes():
+            if failure := route.take_failure():
+                self.ledger.tell_once(
+                    "file",
+                    "a file could not take saved activations, which are in host memory instead: "
+                    f"{failure}",
+                )
+            if why := route.take_pageable():
+                self.ledger.tell_once("pageable", PAGEABLE.format(why))
 
     # --- windows (Schedule.WINDOWS; [Note: Windows] in csrc/engine/window_queue.h) ---------------
 

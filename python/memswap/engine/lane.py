@@ -60,6 +60,11 @@ def open_staged_lane(
     )
 
 
+def take_failure(lane: Lane | None) -> str:
+    """What a file said that could not take bytes, once; they are in host memory then."""
+    return lane.take_failure() if isinstance(lane, native.StagedLane) else ""
+
+
 #: Device bytes for what does not fit into a frame's capacity, before anything is known about the
 #: model: so many, or this share of the device's memory; taken only as far as they are needed. In
 #: the first forward frames have a guessed capacity, and a host that is far ahead of the device sets

@@ -15,6 +15,7 @@ from memswap.engine.lane import (
     open_codec_lane,
     open_lane,
     open_staged_lane,
+    take_failure,
 )
 from memswap.engine.pools import DiskPool, HostPool
 from memswap.errors import TransferError
@@ -84,10 +85,16 @@ def reaches_files(pool: Pool | None, device: torch.device) -> bool:
 
 
 def lane_to(pool: Pool, device: torch.device) -> Lane:
-    """The lane of a pool for who sends tensor by tensor: threads for each would add up."""
+    """The lane of a pool for who sends tensor by tensor: threads for each would add up.
+
+    Who does so says itself when a tensor's memory is free in stream order. A bound beside that
+    would have an accelerator wait for the first of two long tensors before the second one leaves.
+    """
     lane: Lane | None = pool.lanes.get(device)
     if lane is None:
         lane = pool.lanes[device] = open_lane_to(pool, device)
+        if device.type != "cpu":
+            lane.set_max_leaving_bytes(0)
     return lane
 
 
@@ -257,7 +264,7 @@ class Route:
 
     def take_failure(self) -> str:
         """What a file said that could not take bytes, once; they are in host memory then."""
-        return self._lane.take_failure() if isinstance(self._lane, native.StagedLane) else ""
+        return take_failure(self._lane)
 
     def take_pageable(self) -> str:
         """Why some of the pool's memory is not pinned, once; empty where all of it is."""

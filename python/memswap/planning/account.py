@@ -58,6 +58,8 @@ class DeviceAccount:
         nbytes: most bytes on it.
         parameters: those of the model now, and its buffers.
         state: of the optimizer; None: nobody gave one.
+        keeps_gradients: False: those of parameters with a hook behind their gradient may be used up
+            in backward, as optimizers for single parameters do it.
     """
 
     def __init__(
@@ -66,11 +68,13 @@ class DeviceAccount:
         nbytes: int,
         parameters: Callable[[], Iterable[torch.Tensor]],
         state: State | None,
+        keeps_gradients: bool = True,
     ) -> None:
         self.nbytes = nbytes
         self._gauge = native.MemoryGauge(device)
         self._granularity = 1 if device.type == "cpu" else GRANULARITY_BYTES
         self._parameters = parameters
+        self._keeps_gradients = keeps_gradients
         self._state = state
         self._record: native.Workspace | None = None
         self._stays = 0
@@ -107,11 +111,12 @@ class DeviceAccount:
 
     @property
     def gradients_bytes(self) -> int:
-        """Of the gradients of all parameters that have one in training."""
+        """Of the gradients of all parameters that have one in training, and keep it."""
         return sum(
             part.numel() * part.element_size()
             for tensor in self._parameters()
             if tensor.requires_grad
+            and (self._keeps_gradients or not tensor._post_accumulate_grad_hooks)
             for part in plain_parts(tensor)
         )
 
