@@ -283,6 +283,8 @@ class Manager(Managed):
                 "wait_for_plan(), and then this"
             )
         written = write_step_report(plan, *learnt, Path(folder))
+        if len(written) == 1:
+            logger.warning("no picture: matplotlib is not installed (pip install matplotlib)")
         logger.info("written: %s", ", ".join(map(str, written)))
         return written
 
@@ -317,7 +319,8 @@ class Manager(Managed):
 _COMPILED_AS_A_WHOLE = (
     "The model is compiled as a whole. torch.compile saves at the end of each graph's forward and "
     "asks for everything at the begin of its backward, so a graph's bytes are away in between and "
-    "come back at once. Layers that are compiled one by one come back one by one."
+    "come back at once: its peak stays, and frames on the device, which wait beside what they hold "
+    "then, raise it. Compile the layers one by one, and they come back one by one."
 )
 
 
