@@ -396,11 +396,7 @@ def manage(
             when a step would begin with its plan and none meets the budget; the message states the
             smallest one that can be met.
     """
-    if windows is not None and not isinstance(windows, Windows):
-        raise TypeError(
-            f"manage(windows={windows!r}): found {type(windows).__name__}, expected "
-            "memswap.Windows(...) or None"
-        )
+    check_windows(windows)
     if rates is not None and not isinstance(rates, Rates):
         raise TypeError(
             f"manage(rates={rates!r}): found {type(rates).__name__}, expected memswap.Rates(...), "
@@ -459,6 +455,15 @@ def _device_budget(
         optimizer,
         lambda one, room: manage_optimizer(one, pool=pool, room=room),
     )
+
+
+def check_windows(windows: Windows | None) -> None:
+    """Raise TypeError for what are no windows."""
+    if windows is not None and not isinstance(windows, Windows):
+        raise TypeError(
+            f"manage(windows={windows!r}): found {type(windows).__name__}, expected "
+            "memswap.Windows(...) or None"
+        )
 
 
 def check_one_device(modules: Iterable[nn.Module]) -> None:

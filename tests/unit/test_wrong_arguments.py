@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import memswap
+from memswap.integrations.training import ManagedTraining
 
 pytestmark = pytest.mark.cpu_only
 
@@ -75,6 +76,26 @@ def test_the_message_says_what_to_write(
         call()
     assert words in str(caught.value)
     assert len(str(caught.value)) < 300, "a message of many lines hides what it says"
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: ManagedTraining(budget=0.7), ValueError, "Write '70%' for this share"),  # type: ignore[arg-type]
+        (lambda: ManagedTraining("swap"), TypeError, "memswap.Policy(action='swap')"),  # type: ignore[arg-type]
+        (lambda: ManagedTraining(pool="/tmp"), TypeError, "memswap.DiskPool('/tmp')"),  # type: ignore[arg-type]
+        (lambda: ManagedTraining(windows=True), TypeError, "expected memswap.Windows"),  # type: ignore[arg-type]
+        (lambda: ManagedTraining(prefetch_bytes="much"), ValueError, "prefetch_bytes"),
+        (lambda: ManagedTraining.from_config("budget=70%"), TypeError, "found str"),  # type: ignore[arg-type]
+        (lambda: ManagedTraining(optimizer=optimizer()), ValueError, "found optimizer=AdamW"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_callback_refuses_when_it_is_made_and_not_when_training_begins(
+    call: Callable[[], Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error) as caught:
+        call()
+    assert words in str(caught.value)
 
 
 def test_an_optimizers_action_may_be_given_by_its_name() -> None:
