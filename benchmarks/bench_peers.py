@@ -1,22 +1,26 @@
 """memswap beside what else frees the memory of saved activations: bytes and time, in one run.
 
-The same Llama blocks are trained plainly and in each way, in turns in one process, and the
-gradients of all are compared bit by bit. Three numbers for each:
+The same Llama blocks are trained in each way, in turns with plain training of the same blocks, and
+the gradients are compared bit by bit. Three numbers for each:
 
 - "held": what the device has more when the forward ends than before it. It is what is saved.
 - "peak": the most that it has more at any moment of the step, gradients included.
-- "step": a step's time over that of a plain step beside it; of compiled code also over that of the
-  same compilation without a limit.
+- "step": a step's time over that of a plain step beside it.
 
-On a CPU bytes are those of the process, which spread; ways that copy to a CPU need an accelerator.
+On a CPU bytes are those of the process, so each way has a process of its own, and what memswap's
+pools keep from step to step counts as well; ways that copy to a CPU need an accelerator.
 `--simulate` runs them on the simulated one of tests/simdev, whose bytes are exact and whose times
-mean nothing. Torchtune and TRL run where they are installed.
+mean nothing. Torchtune and TRL run where they are installed. docs/alternatives.md has the tables
+that `python benchmarks/peers_page.py` makes of the results.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import json
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -54,6 +58,8 @@ class Run:
     around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     called: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     manager: memswap.Manager | None = None
+    rest_bytes: int | None = None
+    """What a CPU's process had before memswap; None: what it has before the measured step."""
     ends: ExitStack = field(default_factory=ExitStack)
 
     def loss(self) -> torch.Tensor:
@@ -129,6 +135,11 @@ def fsdp2(run: Run) -> None:
 
 
 def managed(run: Run, **options: Any) -> None:
+    if run.device.type == "cpu":
+        import_module("torch._dynamo")  # which memswap imports: as large as all saved activations
+        run.model.zero_grad(set_to_none=True)
+        PeakMemory(run.device).start()
+        run.rest_bytes = held_bytes(run.device)
     run.manager = memswap.manage(run.model, **options)
     run.ends.callback(run.manager.remove)
 
@@ -154,6 +165,7 @@ def memswap_compiled(run: Run) -> None:
     backend = "inductor" if run.device.type in ("cpu", "cuda") else "aot_eager"
     for layer in run.model.layers:
         layer.compile(backend=backend)
+    step(run)  # what compiling takes of the process is not memswap's
     managed(run)
 
 
@@ -184,7 +196,13 @@ SIZES = {
     "rounds": (5, 1),
     "learn": (7, 5),
 }
-EXPLAINED = {"rounds": "steps that are timed", "learn": "steps before anything is measured"}
+EXPLAINED = {"rounds": "steps that are timed", "learn": "memswap's steps before any is measured"}
+
+#: Steps before anything is measured where nothing is learnt: compilers and allocators warm up.
+WARM_UP = 2
+
+#: Freed memory goes back to the system, as in the demo, and OpenMP's threads wait asleep.
+OF_A_CPU = {"MALLOC_MMAP_THRESHOLD_": str(256 << 10), "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def new_run(arguments: Any, device: torch.device) -> Run:
@@ -222,7 +240,7 @@ def memory(run: Run) -> tuple[int, int]:
     run.model.zero_grad(set_to_none=True)
     peak = PeakMemory(run.device)
     peak.start()
-    before = held_bytes(run.device)
+    before = held_bytes(run.device) if run.rest_bytes is None else run.rest_bytes
     loss = run.loss()
     held = held_bytes(run.device) - before
     loss.backward()
@@ -250,17 +268,17 @@ def measured(name: str, arguments: Any, device: torch.device) -> dict[str, Any]:
     base, run = new_run(arguments, device), new_run(arguments, device)
     step(base)
     expected = gradients(base.model)
+    base.model.zero_grad(set_to_none=True)
     with run.ends:
         try:
             set_up(run)
         except AbsentError as error:
             return {"way": name, "absent": str(error)}
-        for _ in range(arguments.learn):
+        for _ in range(WARM_UP if run.manager is None else arguments.learn):
             step(run)
             if run.manager is not None:
                 run.manager.wait_for_plan()
         equal = same_bits(gradients(run.model), expected)
-        base.model.zero_grad(set_to_none=True)
         held, peak = map(median, zip(*(memory(run) for _ in range(3)), strict=True))
         plain_s, way_s = [], []
         for _ in range(arguments.rounds):
@@ -276,10 +294,35 @@ def measured(name: str, arguments: Any, device: torch.device) -> dict[str, Any]:
         }
 
 
+def measured_apart(name: str, limit_s: float) -> dict[str, Any]:
+    """The same in a process of its own, whose memory is its own; it may fail, or take too long."""
+    command = [sys.executable, *sys.argv, "--row", name]
+    try:
+        done = subprocess.run(
+            command,
+            env={**os.environ, **OF_A_CPU},
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return {"way": name, "absent": f"took more than {limit_s:g} s"}
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        return {"way": name, "absent": f"failed: {last}"}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
 def rows(arguments: Any, device: torch.device) -> Iterator[dict[str, Any]]:
     """All ways, each beside a plain model of its own."""
     for name in arguments.only or WAYS:
-        yield measured(name, arguments, device)
+        print(name, file=sys.stderr, flush=True)
+        if device.type == "cpu":
+            yield measured_apart(name, arguments.limit_s)
+        else:
+            yield measured(name, arguments, device)
         gc.collect()
 
 
@@ -304,6 +347,8 @@ def main() -> None:
         said = f"default: {measured_here}, with --simulate {simulated}"
         parser.add_argument(f"--{name}", type=int, help=f"{EXPLAINED.get(name, name)}; {said}")
     parser.add_argument("--only", action="append", choices=list(WAYS), help="this way alone")
+    parser.add_argument("--limit-s", type=float, default=180, help="seconds for a way, on a CPU")
+    parser.add_argument("--row", choices=list(WAYS), help="this way, in this process, as JSON")
     parser.add_argument("--folder", type=Path, default=Path("build"), help="for swap files")
     parser.add_argument("--simulate", action="store_true", help="on the simulated accelerator")
     arguments = parser.parse_args()
@@ -316,6 +361,9 @@ def main() -> None:
         arguments.device = "sim"
     device = chosen_device(arguments.device)
     arguments.folder.mkdir(parents=True, exist_ok=True)
+    if arguments.row:
+        print(json.dumps(measured(arguments.row, arguments, device)))
+        return
     found = list(rows(arguments, device))
     plain_row = next((one for one in found if one["way"] == "plain"), None)
     print(
@@ -324,9 +372,13 @@ def main() -> None:
             [shown(one, plain_row, arguments.simulate) for one in found],
         )
     )
-    write_result(arguments.json, device, {"simulated": arguments.simulate, "ways": found})
+    sizes = {name: getattr(arguments, name) for name in SIZES}
+    result = {"simulated": arguments.simulate, "sizes": sizes, "ways": found}
+    write_result(arguments.json, device, result)
     if any(one.get("same_bits") is False for one in found):
         raise SystemExit("gradients differ from plain training")
+    if any(one["way"].startswith("memswap") and "absent" in one for one in found):
+        raise SystemExit("memswap does not run in one of its ways")
 
 
 if __name__ == "__main__":

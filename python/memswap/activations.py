@@ -283,6 +283,8 @@ class Manager(Managed):
                 "wait_for_plan(), and then this"
             )
         written = write_step_report(plan, *learnt, Path(folder))
+        if len(written) == 1:
+            logger.warning("no picture: matplotlib is not installed (pip install matplotlib)")
         logger.info("written: %s", ", ".join(map(str, written)))
         return written
 
@@ -317,7 +319,8 @@ class Manager(Managed):
 _COMPILED_AS_A_WHOLE = (
     "The model is compiled as a whole. torch.compile saves at the end of each graph's forward and "
     "asks for everything at the begin of its backward, so a graph's bytes are away in between and "
-    "come back at once. Layers that are compiled one by one come back one by one."
+    "come back at once: its peak stays, and frames on the device, which wait beside what they hold "
+    "then, raise it. Compile the layers one by one, and they come back one by one."
 )
 
 
@@ -393,11 +396,7 @@ def manage(
             when a step would begin with its plan and none meets the budget; the message states the
             smallest one that can be met.
     """
-    if windows is not None and not isinstance(windows, Windows):
-        raise TypeError(
-            f"manage(windows={windows!r}): found {type(windows).__name__}, expected "
-            "memswap.Windows(...) or None"
-        )
+    check_windows(windows)
     if rates is not None and not isinstance(rates, Rates):
         raise TypeError(
             f"manage(rates={rates!r}): found {type(rates).__name__}, expected memswap.Rates(...), "
@@ -456,6 +455,15 @@ def _device_budget(
         optimizer,
         lambda one, room: manage_optimizer(one, pool=pool, room=room),
     )
+
+
+def check_windows(windows: Windows | None) -> None:
+    """Raise TypeError for what are no windows."""
+    if windows is not None and not isinstance(windows, Windows):
+        raise TypeError(
+            f"manage(windows={windows!r}): found {type(windows).__name__}, expected "
+            "memswap.Windows(...) or None"
+        )
 
 
 def check_one_device(modules: Iterable[nn.Module]) -> None:

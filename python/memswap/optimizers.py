@@ -48,6 +48,7 @@ from memswap.optimizer_step import (
     uncompiled,
     view_class,
 )
+from memswap.planning.policy import named_action
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -79,6 +80,9 @@ STEPS_IN_PARTS = (
 ROOM_SHARE, LEAST_ROOM, MOST_ROOM = 1 / 8, 48 << 20, 768 << 20
 
 _ATTRIBUTE = "_memswap_managed"
+
+#: What can be done with state: no operator makes it again.
+ACTIONS = tuple(one for one in Action if one is not Action.RECOMPUTE)
 
 
 class OptimizerStepError(MemswapError, RuntimeError):
@@ -117,12 +121,12 @@ class OptimizerStatistics:
 
 def manage_optimizer(
     optimizer: Optimizer,
-    action: Action | None = None,
+    action: Action | str | None = None,
     pool: Pool | None = None,
     *,
     room: int | str | None = None,
     chunked: bool | None = None,
-    min_bytes: int = 4096,
+    min_bytes: int | str = 4096,
 ) -> ManagedOptimizer:
     """Keep an optimizer's state away between its steps, and stream it through the device in them.
 
@@ -139,6 +143,7 @@ def manage_optimizer(
         optimizer: a `torch.optim.Optimizer`, of torch's or not.
         action: `Action.SWAP` (default on an accelerator: to pinned host memory), `ENCODE` (default
             on a CPU: as frames, losslessly) or `ENCODE_SWAP`; `KEEP` leaves everything in place.
+            Its name will do: ``"swap"``.
         pool: where the bytes go. Default: pinned host memory for an accelerator. A
             :class:`memswap.DiskPool` puts a CPU's state in a file (the default action is SWAP
             then).
@@ -157,19 +162,18 @@ def manage_optimizer(
 
     Raises:
         TypeError: no optimizer, no action or no pool.
-        ValueError: the optimizer is managed already, or sizes cannot be read.
+        ValueError: the optimizer is managed already, no action has that name, or sizes cannot be
+            read.
         NotImplementedError: the pool cannot serve the state's device in this version.
     """
     if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise TypeError(
             f"manage_optimizer(): found {type(optimizer).__name__}, expected a "
-            "torch.optim.Optimizer. Of a wrapper around one, give what it wraps (its `.optimizer`)."
+            "torch.optim.Optimizer that was made (not its class, nor the model). Of a wrapper "
+            "around one, give what it wraps (its `.optimizer`)."
         )
-    if action is not None and not isinstance(action, Action):
-        raise TypeError(
-            f"manage_optimizer(action={action!r}): expected a memswap.Action or None, found "
-            f"{type(action).__name__}"
-        )
+    if action is not None:
+        action = named_action(action, "manage_optimizer", ACTIONS)
     if hasattr(optimizer, _ATTRIBUTE):
         raise ValueError(
             "manage_optimizer(): this optimizer is managed already; call remove() on what the "
@@ -179,7 +183,8 @@ def manage_optimizer(
     for parameter in (one for group in optimizer.param_groups for one in group["params"]):
         check_pool(pool, parameter.device)
     room_bytes = None if room is None else parse_bytes(room, "manage_optimizer(room=...)")
-    return ManagedOptimizer(optimizer, action, pool, room_bytes, chunked, min_bytes)
+    least_bytes = parse_bytes(min_bytes, "manage_optimizer(min_bytes=...)")
+    return ManagedOptimizer(optimizer, action, pool, room_bytes, chunked, least_bytes)
 
 
 def managed_optimizer(optimizer: Optimizer) -> ManagedOptimizer | None:

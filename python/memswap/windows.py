@@ -88,7 +88,9 @@ class Windows:
     def pending_bound(self) -> int | None:
         """``max_pending_bytes`` in bytes; None: automatic."""
         auto = self.max_pending_bytes == "auto"
-        return None if auto else parse_bytes(self.max_pending_bytes)
+        if auto:
+            return None
+        return parse_bytes(self.max_pending_bytes, "Windows(max_pending_bytes=...)", auto=True)
 
     def engine(self, policy: Decider, pool: Pool | None, window_bytes: int | None) -> Engine:
         """A new engine that goes by these options. Arguments: those of :class:`Engine`."""
@@ -234,9 +236,14 @@ def select_layers(
     they have among all: numbers count from 0, as indices do, and ranges include their ends.
 
     Raises:
-        TypeError, ValueError: see :func:`parse_layers`.
+        TypeError: these are no layers, or see :func:`parse_layers`.
+        ValueError: see :func:`parse_layers`.
         IndexError: there are fewer layers.
     """
+    if not isinstance(layers, Iterable):
+        raise TypeError(
+            f"select_layers(): found {type(layers).__name__}, expected layers, such as model.layers"
+        )
     named = dict(layers) if isinstance(layers, Mapping) else dict(numbered(layers))
     names = list(named)
     chosen: dict[str, nn.Module] = {}

@@ -1080,7 +1080,8 @@ def test_a_device_that_is_full_in_a_step_loses_nothing(device, new_pool):
     ("wrong", "error", "message"),
     [
         ({"optimizer": object()}, TypeError, "expected a torch.optim.Optimizer"),
-        ({"action": "swap"}, TypeError, "expected a memswap.Action"),
+        ({"action": 3}, TypeError, "expected a memswap.Action"),
+        ({"action": "recompute"}, ValueError, "expected one of keep"),
         ({"pool": 3}, TypeError, "expected a memswap.HostPool"),
         ({"room": "much"}, ValueError, "room"),
     ],

@@ -221,3 +221,15 @@ def test_no_model_that_trains_is_an_error():
     accelerator = accelerate.Accelerator(cpu=True)
     with pytest.raises(ValueError, match="no model with trainable parameters"):
         prepare(accelerator, llama().requires_grad_(False))
+
+
+def test_an_accelerator_that_is_left_out_is_told():
+    with pytest.raises(TypeError, match="found Linear, expected an accelerate.Accelerator first"):
+        prepare(torch.nn.Linear(2, 2))
+
+
+def test_a_wrong_option_is_refused_before_anything_is_prepared():
+    accelerator = accelerate.Accelerator(cpu=True)
+    with pytest.raises(ValueError, match="Write '70%' for this share"):
+        prepare(accelerator, torch.nn.Linear(2, 2), budget=0.7)
+    assert not accelerator._models

@@ -107,3 +107,8 @@ def test_what_the_specification_called_there_is_still_called(tmp_path):
     spec.post_optimizer_build_fn = lambda *arguments: called.append(arguments)
     train(managed(spec))
     assert len(called) == 1 and len(called[0]) == 3
+
+
+def test_what_is_no_specification_is_refused():
+    with pytest.raises(TypeError, match="found Linear, expected a ModelSpec"):
+        managed(torch.nn.Linear(2, 2))

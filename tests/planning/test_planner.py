@@ -15,7 +15,7 @@ from steps import ALL, RATES, machines, saved, stack, steps
 
 import memswap
 from memswap import Action, BudgetError
-from memswap.planning.planner import AUTO_SLOWDOWN, make_plan
+from memswap.planning.planner import AUTO_SLOWDOWN, make_plan, too_small
 from memswap.planning.regions import under
 from memswap.planning.replay import replay
 from memswap.planning.search import Candidate, Search
@@ -83,6 +83,12 @@ def test_a_budget_is_met_or_the_smallest_one_is_stated(step, rates, share):
         assert make_plan(step, rates, error.smallest_bytes).peak_bytes <= error.smallest_bytes
     else:
         assert plan.peak_bytes <= budget
+
+
+def test_a_share_that_is_too_small_is_answered_with_a_share():
+    error = too_small(200, 670, asked="20%")
+    assert error.smallest_bytes == 670 and "Raise the budget to that, '67%', or" in str(error)
+    assert "%" not in str(too_small(200, 670, asked=200))
 
 
 @few

@@ -76,9 +76,9 @@ def describe_host_limits() -> str:
     return f"{format_bytes(share.pool_bytes)} ({share})"
 
 
-def describe_rates() -> list[list[str]]:
+def describe_rates(refresh: bool) -> list[list[str]]:
     """How fast bytes move and shrink here: measured now, or the last time somebody asked."""
-    rates = memswap.profile()
+    rates = memswap.profile(refresh=refresh)
     where = "disk" if rates.inline_codec else "host"
 
     return [
@@ -98,7 +98,12 @@ def per_pair(one: float, other: float) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare no option: there is nothing to choose."""
+    """Declare the options."""
+    parser.add_argument(
+        "--refresh",
+        action="store_true",
+        help="measure the rates again: those that are remembered may be of a busy moment",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -115,9 +120,10 @@ def run(arguments: argparse.Namespace) -> int:
         ["a HostPool takes", describe_host_limits()],
         ["mlock limit", describe_locked_limit()],
         ["NUMA", describe_numa()],
-        *describe_rates(),
+        *describe_rates(arguments.refresh),
     ]
     print(render_table(["", ""], rows).partition("\n")[2].partition("\n")[2])
     for line in [*describe_left_out(), *describe_faults()]:
         print(line)
+    print("rates are measured once and remembered; `memswap info --refresh` measures them again")
     return 0

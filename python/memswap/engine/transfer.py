@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -64,10 +65,7 @@ def check_pool(pool: Pool | None, device: torch.device | None = None) -> None:
     if pool is None:
         return
     if not isinstance(pool, HostPool | DiskPool):
-        raise TypeError(
-            f"pool={pool!r}: found {type(pool).__name__}, expected a memswap.HostPool, a "
-            "memswap.DiskPool or None"
-        )
+        raise TypeError(no_pool(pool))
     if device is None or not isinstance(pool, HostPool) or not pool.pinned:
         return
     if device.type not in ("cpu", pool.device.type):
@@ -75,6 +73,17 @@ def check_pool(pool: Pool | None, device: torch.device | None = None) -> None:
             f"this HostPool is pinned for {pool.device}, and {device} cannot copy to it. Use "
             f"memswap.HostPool(device={device.type!r}), or leave pool=None."
         )
+
+
+def no_pool(found: object) -> str:
+    """What to say of something that is no pool."""
+    said = (
+        f"pool={found!r}: found {type(found).__name__}, expected a memswap.HostPool, a "
+        "memswap.DiskPool or None"
+    )
+    if not isinstance(found, str | os.PathLike):
+        return said
+    return f"{said}. For a file in that folder: memswap.DiskPool({str(found)!r})"
 
 
 def reaches_files(pool: Pool | None, device: torch.device) -> bool:

@@ -38,12 +38,21 @@ def parse_bytes(size: int | str, argument: str = "", *, auto: bool = False) -> i
     if match is None or unit is None:
         raise ValueError(
             f"{named}expected {'auto or ' if auto else ''}a size in bytes such as 24GiB, 512MiB, "
-            f"1.5GB or an int, found {size!r}"
+            f"1.5GB or an int, found {size!r}{unit_hint(size)}"
         )
     whole, _, fraction = match[1].replace("_", "").partition(".")
     # In whole numbers: a float would lose bytes beyond 2**53.
     scaled: int = int((whole or "0") + fraction) * unit // 10 ** len(fraction)
     return _addressable(scaled, named)
+
+
+def unit_hint(size: object) -> str:
+    """What to write for a unit that is cut short, ``"24G"``; empty for anything else."""
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    if match is None or match[2].lower() not in ("k", "m", "g", "t"):
+        return ""
+    letter = match[2].upper()
+    return f". Write '{match[1]}{letter}iB' or '{match[1]}{letter}B'"
 
 
 def is_size(text: str) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 
 from memswap.activations import manage
 from memswap.integrations.states import OptimizerStates
-from memswap.integrations.training import layers_of
+from memswap.integrations.training import check_terms, layers_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -57,8 +57,15 @@ def prepare(
         block.
 
     Raises:
+        TypeError: the first argument is no accelerator.
         ValueError: no object is a model that trains, or what :func:`memswap.manage` refuses.
     """
+    if not callable(getattr(accelerator, "prepare", None)):
+        raise TypeError(
+            f"memswap.integrations.accelerate.prepare: found {type(accelerator).__name__}, "
+            "expected an accelerate.Accelerator first: prepare(accelerator, model, ...)"
+        )
+    check_terms(policy, budget, pool, prefetch_bytes, windows)
     states = OptimizerStates(optimizer, optimizer_pool)
     if not any(map(_trains, objects)):
         raise ValueError(

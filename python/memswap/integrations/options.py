@@ -22,13 +22,19 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         config: ``budget`` and ``prefetch_bytes`` as `manage` takes them; ``action`` (``"swap"``,
-            ``"encode"``, ``"encode_swap"`` or ``"keep"``), ``min_bytes``, ``include`` and
-            ``exclude`` as :class:`memswap.Policy` takes them; ``optimizer``: a switch (true,
-            ``"on"``), or ``"swap"``, ``"encode"`` or ``"encode_swap"``.
+            ``"encode"``, ``"encode_swap"``, ``"recompute"`` or ``"keep"``), ``min_bytes``,
+            ``include`` and ``exclude`` as :class:`memswap.Policy` takes them; ``optimizer``: a
+            switch (true, ``"on"``), or ``"swap"``, ``"encode"`` or ``"encode_swap"``.
 
     Raises:
+        TypeError: they are not by name.
         ValueError: another option, or a value that `Policy` refuses.
     """
+    if not isinstance(config, Mapping):
+        raise TypeError(
+            f"memswap: found {type(config).__name__} as configuration, expected options by name "
+            'such as {"budget": "70%", "action": "swap"}'
+        )
     known = (*OF_MANAGE, *OF_POLICY, *OF_TRAINING)
     if unknown := [name for name in config if name not in known]:
         raise ValueError(f"memswap: found the option {unknown[0]!r}, expected {', '.join(known)}")

@@ -39,10 +39,12 @@ class OptimizerStates:
         if self._on and how is not True:
             known = {one.value: one for one in Action if one is not Action.RECOMPUTE}
             name = how.value if isinstance(how, Action) else how
-            if name not in known:
+            if not isinstance(name, str) or name not in known:
+                found = repr(name) if isinstance(name, str) else type(name).__name__
                 raise ValueError(
-                    f"memswap: found optimizer={how!r}, expected True or one of "
-                    f"{', '.join(known)}: where the optimizer's state waits between steps"
+                    f"memswap: found optimizer={found}, expected True or one of "
+                    f"{', '.join(known)}: where the state of the training's optimizer, which is "
+                    "found by itself, waits between steps"
                 )
             self._action = known[name]
         if pool is not None and not self._on:

@@ -34,8 +34,13 @@ def managed(spec: ModelSpec, **options: Any) -> ModelSpec:
         The same specification, whose `post_optimizer_build_fn` is a :class:`Managed`.
 
     Raises:
-        TypeError: an option that does not exist.
+        TypeError: no specification, or an option that does not exist.
     """
+    if not hasattr(spec, "post_optimizer_build_fn"):
+        raise TypeError(
+            f"memswap.integrations.torchtitan.managed: found {type(spec).__name__}, expected a "
+            "ModelSpec: config.model_spec, or what a model's model_registry returns"
+        )
     return replace(spec, post_optimizer_build_fn=Managed(spec.post_optimizer_build_fn, **options))
 
 

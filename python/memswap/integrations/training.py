@@ -20,14 +20,17 @@ from weakref import ref
 
 import torch
 
-from memswap.activations import manage
+from memswap.activations import check_windows, manage, window
+from memswap.engine.transfer import check_pool
 from memswap.hooks.blocks import find_blocks, unwrapped
 from memswap.hooks.managed import Removable, Report
 from memswap.hooks.module_hooks import AtEnd, ModuleHooks, hooks_on
 from memswap.integrations.live import LiveLine
 from memswap.integrations.options import from_config
 from memswap.integrations.states import OptimizerStates
+from memswap.planning.budgets import parsed
 from memswap.planning.device import is_device_budget
+from memswap.planning.policy import checked_policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -78,6 +81,7 @@ class ManagedTraining(Removable):
         live: bool = False,
     ) -> None:
         super().__init__()
+        check_terms(policy, budget, pool, prefetch_bytes, windows)
         self._states = OptimizerStates(optimizer, optimizer_pool)
         self._options: dict[str, Any] = {
             "policy": policy,
@@ -280,6 +284,22 @@ class _Guard:
         self, key: None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> AtEnd:
         return AtEnd(lambda output: self.look())
+
+
+def check_terms(
+    policy: Policy | None,
+    budget: int | str | None,
+    pool: Pool | None,
+    prefetch_bytes: int | str,
+    windows: Windows | None,
+) -> None:
+    """Raise what `manage` would raise of these: before a model is loaded, and not after."""
+    checked_policy(policy)
+    check_pool(pool)
+    check_windows(windows)
+    window(prefetch_bytes)
+    if budget is not None and not is_device_budget(budget):
+        parsed(budget, "budget")
 
 
 def layers_of(models: Sequence[nn.Module]) -> nn.Module | dict[str, nn.Module]:

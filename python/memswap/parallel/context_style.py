@@ -52,6 +52,10 @@ class ContextStyle:
 
     def __post_init__(self) -> None:
         qkv, packing, unpacked = self.qkv, self.packing, self.unpacked
+        if self.ulysses is not None and (
+            isinstance(self.ulysses, bool) or not isinstance(self.ulysses, int) or self.ulysses < 1
+        ):
+            raise ValueError(f"ulysses={self.ulysses!r}: expected 1 or more ranks, or None")
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout={self.layout!r}: expected one of {sorted(LAYOUTS)}")
         if self.kv_sequence_length is None:

@@ -26,8 +26,11 @@ def describe(model: nn.Module) -> str:
     Exchanges in KiB of this rank's part.
 
     Raises:
+        TypeError: it is no module.
         ValueError: nothing in the model is sharded, and no attention exchanges anything.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"describe(): found {type(model).__name__}, expected an nn.Module")
     contexts: dict[ShardContext, None] = {}
     for module in model.modules():
         if isinstance(module, ShardedModule):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
@@ -19,8 +20,6 @@ from memswap.parallel.unit import Stay, Unit
 
 if TYPE_CHECKING:
     from types import FrameType
-
-    from torch.distributed.device_mesh import DeviceMesh
 
 Module = TypeVar("Module", bound="nn.Module | Sequence[nn.Module]")
 
@@ -84,6 +83,7 @@ def shard(
         ``module``.
 
     Raises:
+        TypeError: no module, or no mesh.
         ValueError: a parameter is tied to one of another unit, has one rank's rows of a weight that
             something else gathers, is a scalar or not contiguous; the
             anchor is no submodule; the module is sharded already.
@@ -97,6 +97,11 @@ def shard(
             "storage that refuses to be read while its weights are elsewhere refuses for ever"
         )
     modules = _checked_modules(module)
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"shard(mesh=...): found {type(mesh).__name__}, expected a DeviceMesh, such as "
+            "torch.distributed.device_mesh.init_device_mesh('cuda', (ranks,))"
+        )
     if mesh.ndim > 2:
         raise NotImplementedError(
             f"shard(): found a mesh of {mesh.ndim} dimensions {mesh.mesh_dim_names}, expected 1 or "
@@ -334,7 +339,8 @@ def _sharded_class(cls: Any) -> Any:
 
 
 def _checked_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    modules = [module] if isinstance(module, nn.Module) else list(module)
+    several = not isinstance(module, nn.Module) and isinstance(module, Iterable)
+    modules: list[Any] = list(module) if several else [module]
     for one in modules:
         if not isinstance(one, nn.Module):
             raise TypeError(f"shard(): found {type(one).__name__}, expected an nn.Module")

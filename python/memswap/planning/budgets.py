@@ -6,7 +6,7 @@ import math
 import re
 from typing import TYPE_CHECKING
 
-from memswap.engine.units import is_size, parse_bytes
+from memswap.engine.units import is_size, parse_bytes, unit_hint
 from memswap.planning.search import Search
 
 if TYPE_CHECKING:
@@ -28,8 +28,11 @@ def parsed(budget: int | str, argument: str = "") -> int | str:
     named = f"{argument}: " if argument else ""
     expected = (
         "expected auto or a size in bytes such as 24GiB or an int, or a share of what the step "
-        "saves, above 0% and up to 100%"
+        "saves such as 70%, above 0% and up to 100%"
     )
+    if isinstance(budget, (float, bool)):
+        write = f". Write '{budget:.0%}' for this share" if 0 < budget < 1 else ""
+        raise ValueError(f"{named}{expected}, found {budget!r}{write}")
     if isinstance(budget, str):
         bare = _DIGITS.fullmatch(budget)
         if bare is not None:
@@ -38,7 +41,10 @@ def parsed(budget: int | str, argument: str = "") -> int | str:
                 f"{bare[1] + 'GiB'!r} for a size, or an int for bytes"
             )
         if budget.rstrip().endswith("%") or not is_size(budget):
-            raise ValueError(f"{named}{expected}, found {budget!r}")
+            write = unit_hint(budget)
+            if ":" in budget:
+                write = ". For everything that is on the device: 'device:70GiB' or 'device:90%'"
+            raise ValueError(f"{named}{expected}, found {budget!r}{write}")
     nbytes = parse_bytes(budget, argument, auto=True)
     if not nbytes:
         raise ValueError(f"{named}no step trains in 0 bytes; {expected}, found {budget!r}")

@@ -222,9 +222,10 @@ class Learner:
             why = "the step saved other storages, or larger ones, than the plan is for"
         self._engine.ledger.tell_once(
             "over budget",
-            f"{peak} bytes of saved activations were on the device at a time, {over} beyond the "
-            f"budget of {peak - over}: {why}. No bit differs. Where another plan helps, it is made "
-            "now; manager.plan.over_budget_bytes says how it goes.",
+            f"{format_bytes(peak)} of saved activations were on the device at a time, "
+            f"{format_bytes(over)} beyond the budget of {format_bytes(peak - over)}: {why}. No bit "
+            "differs. Where another plan helps, it is made now; manager.plan.over_budget_bytes "
+            "says how it goes.",
         )
         return not one.changed
 
@@ -408,9 +409,10 @@ class Learner:
         if made.needs_bytes is not None:
             self._engine.ledger.tell_once(
                 "budget",
-                f"a step that is not like those before needs {made.needs_bytes} bytes "
+                f"a step that is not like those before needs {format_bytes(made.needs_bytes)} "
                 f"{'of saved activations' if self._device is None else 'of the device'} at least, "
-                f"beyond the budget of {made.allowed_bytes}. Training goes on with that.",
+                f"beyond the budget of {format_bytes(made.allowed_bytes)}. Training goes on with "
+                "that.",
             )
         if made.known.plan.in_flight != kind.flights.number:
             self.make_room(kind)

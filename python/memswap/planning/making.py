@@ -128,7 +128,7 @@ def planned(known: Known, step: Step, rates: Rates, keys: tuple[Key, ...], terms
             needs_bytes = plan.peak_bytes * terms.flights
             if terms.must_fit:
                 room = known.room_bytes if pooled(plan) else inf
-                raise too_small(allowed, needs_bytes, room)
+                raise too_small(allowed, needs_bytes, room, terms.budget)
         plan = replace(plan, budget=terms.budget, budget_bytes=allowed, in_flight=terms.flights)
     elif terms.flights > 1:
         plan = replace(plan, in_flight=terms.flights)

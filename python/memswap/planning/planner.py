@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from math import inf
+from math import ceil, inf
 from types import MappingProxyType
 
 from memswap.engine.action import RECOMPUTE, Action
 from memswap.engine.units import format_bytes
 from memswap.errors import BudgetError
-from memswap.planning.budgets import bytes_of
+from memswap.planning.budgets import bytes_of, share_of
 from memswap.planning.plan import Plan, PlannedStorage, PlannedUnit, frozen
 from memswap.planning.rates import Rates
 from memswap.planning.regions import EXACT_REGIONS, chosen, smallest, under
@@ -67,19 +67,23 @@ def make_plan(
     if best.over_bytes:
         least = search.smallest_bytes() if least_bytes is None else least_bytes
         if not at_least:
-            raise too_small(limit, least, room_bytes)
+            raise too_small(limit, least, room_bytes, budget)
         best = search.best_within(least)
     return _planned(search, best, budget, limit, full or step, recompute)
 
 
-def too_small(budget: int, smallest_bytes: int, room_bytes: float = inf) -> BudgetError:
-    """What is raised where no plan meets a budget."""
+def too_small(
+    budget: int, smallest_bytes: int, room_bytes: float = inf, asked: int | str = 0
+) -> BudgetError:
+    """What is raised where no plan meets a budget, which may have been asked for as a share."""
+    share = share_of(asked)
+    least = "" if share is None else f", '{ceil(100 * share * smallest_bytes / budget)}%'"
     pool = f", with {format_bytes(room_bytes)} of room in the pool" if room_bytes < inf else ""
     return BudgetError(
         f"a budget of {format_bytes(budget)} ({budget} bytes) for saved activations cannot be met: "
         f"this step needs {format_bytes(smallest_bytes)} ({smallest_bytes} bytes) at least{pool}, "
-        "for what cannot move and for the storages in use at one time. Raise the budget to that, "
-        "or use a smaller batch or shorter sequences",
+        f"for what cannot move and for the storages in use at one time. Raise the budget to that"
+        f"{least}, or use a smaller batch or shorter sequences",
         smallest_bytes,
     )
 
@@ -190,7 +194,9 @@ def _why(
 ) -> str:
     storage = search.step.storages[index]
     if action is not Action.KEEP:
-        return "hidden behind compute" if exposed_s == 0 else "the budget needs it"
+        if exposed_s == 0:
+            return "hidden behind compute"
+        return "costs next to nothing" if budget == "auto" else "the budget needs it"
     if not storage.actions:
         return "policy"
     if storage.held_until is None:

@@ -163,14 +163,19 @@ def checked_operators(operators: object) -> tuple[str, ...]:
     return checked
 
 
-def named_action(action: object) -> Action:
-    """An action, which may be given by its name."""
-    if isinstance(action, str):
-        names = [one.value for one in Action]
-        if action not in names:
-            raise ValueError(f"Policy(action={action!r}): expected one of {', '.join(names)}")
-        return Action(action)
-    return checked(action, "Policy(action=...)")
+def named_action(
+    action: object, caller: str = "Policy", actions: Iterable[Action] = Action
+) -> Action:
+    """An action, which may be given by its name, of those that the caller knows."""
+    names = [one.value for one in actions]
+    name = action.value if isinstance(action, Action) else action
+    if not isinstance(name, str):
+        raise TypeError(
+            f"{caller}(action=...): found {action!r}, expected a memswap.Action or its name"
+        )
+    if name not in names:
+        raise ValueError(f"{caller}(action={name!r}): expected one of {', '.join(names)}")
+    return Action(name)
 
 
 def checked(action: object, where: str) -> Action:
@@ -189,14 +194,24 @@ def checked_policy(policy: Policy | None) -> Policy:
     if policy is None:
         return Policy()
     if not isinstance(policy, Policy):
-        raise TypeError(
-            f"policy: found {policy!r}, expected a memswap.Policy ({policy_hint(policy)}) or None"
-        )
+        raise TypeError(no_policy(policy))
     return policy
+
+
+def no_policy(found: object) -> str:
+    """What to say of something that is no policy."""
+    shown = repr(found) if isinstance(found, (int, float, str)) else type(found).__name__
+    return f"policy: found {shown}, expected a memswap.Policy ({policy_hint(found)}) or None"
 
 
 def policy_hint(found: object) -> str:
     """What to write instead of something that is no policy."""
+    if isinstance(found, torch.optim.Optimizer):
+        return "for an optimizer: optimizer=..."
+    if isinstance(found, Action):
+        return f"for this action: memswap.Policy(action=memswap.{found})"
+    if isinstance(found, str) and found.lower() in [one.value for one in Action]:
+        return f"for this action: memswap.Policy(action={found.lower()!r})"
     if isinstance(found, (int, str)) and not isinstance(found, bool):
         with suppress(ValueError):
             parsed(found)

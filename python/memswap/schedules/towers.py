@@ -306,7 +306,10 @@ def matching(
     if not isinstance(plan, str):
         patterns = tuple(plan) if isinstance(plan, Iterable) else ()
     if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
-        raise TypeError(f"swap_modules(plan={plan!r}): expected a pattern of names or several")
+        raise TypeError(
+            f"swap_modules(plan=...): found {type(plan).__name__}, expected a pattern of names or "
+            "several: swap_modules(model, 'layers.*')"
+        )
     named: dict[str, nn.Module] = {}
     if isinstance(model, nn.Module):
         named.update(model.named_modules())

@@ -1,0 +1,108 @@
+"""What users write by mistake: the message says what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memswap
+from memswap.integrations.training import ManagedTraining
+
+pytestmark = pytest.mark.cpu_only
+
+MODEL = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 16), 2, enable_nested_tensor=False)
+
+
+def manage(*given: Any, **named: Any) -> Any:
+    return memswap.manage(MODEL, *given, **named)
+
+
+def optimizer() -> torch.optim.Optimizer:
+    return torch.optim.AdamW(MODEL.parameters())
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: manage("70%"), TypeError, "budget='70%'"),
+        (lambda: manage("swap"), TypeError, "memswap.Policy(action='swap')"),
+        (
+            lambda: manage(memswap.Action.SWAP),
+            TypeError,
+            "memswap.Policy(action=memswap.Action.SWAP)",
+        ),
+        (lambda: manage(optimizer()), TypeError, "found AdamW, expected a memswap.Policy (for an"),
+        (lambda: manage(budget=0.7), ValueError, "Write '70%' for this share"),
+        (lambda: manage(budget=True), ValueError, "found True"),
+        (lambda: manage(budget="24g"), ValueError, "Write '24GiB' or '24GB'"),
+        (lambda: manage(budget="cuda:24GiB"), ValueError, "'device:70GiB'"),
+        (lambda: memswap.Policy(min_bytes="1 M"), ValueError, "Write '1MiB' or '1MB'"),
+        (lambda: memswap.Policy(action=1), TypeError, "found 1, expected a memswap.Action or its"),
+        (lambda: manage(pool="/tmp/x"), TypeError, "memswap.DiskPool('/tmp/x')"),
+        (
+            lambda: memswap.manage_optimizer(MODEL),  # type: ignore[arg-type]
+            TypeError,
+            "found TransformerEncoder, expected a torch.optim.Optimizer that was made",
+        ),
+        (
+            lambda: memswap.manage_optimizer(optimizer(), action="recompute"),
+            ValueError,
+            "expected one of keep, encode, swap, encode_swap",
+        ),
+        (
+            lambda: memswap.swap_modules("layers.*", MODEL),  # type: ignore[arg-type]
+            TypeError,
+            "found TransformerEncoder, expected a pattern of names",
+        ),
+        (lambda: memswap.select_layers(3, "1"), TypeError, "found int, expected layers"),  # type: ignore[arg-type]
+        (lambda: memswap.Windows(max_pending_bytes="x"), ValueError, "Windows(max_pending_bytes="),
+        (lambda: memswap.describe(3), TypeError, "found int, expected an nn.Module"),  # type: ignore[arg-type]
+        (lambda: memswap.parallel.shard(3, None), TypeError, "found int, expected an nn.Module"),  # type: ignore[arg-type, type-var]
+        (
+            lambda: memswap.parallel.ContextParallel(ulysses="2"),  # type: ignore[arg-type]
+            ValueError,
+            "ulysses='2': expected 1 or more ranks",
+        ),
+    ],
+)
+def test_the_message_says_what_to_write(
+    call: Callable[[], Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error) as caught:
+        call()
+    assert words in str(caught.value)
+    assert len(str(caught.value)) < 300, "a message of many lines hides what it says"
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: ManagedTraining(budget=0.7), ValueError, "Write '70%' for this share"),  # type: ignore[arg-type]
+        (lambda: ManagedTraining("swap"), TypeError, "memswap.Policy(action='swap')"),  # type: ignore[arg-type]
+        (lambda: ManagedTraining(pool="/tmp"), TypeError, "memswap.DiskPool('/tmp')"),  # type: ignore[arg-type]
+        (lambda: ManagedTraining(windows=True), TypeError, "expected memswap.Windows"),  # type: ignore[arg-type]
+        (lambda: ManagedTraining(prefetch_bytes="much"), ValueError, "prefetch_bytes"),
+        (lambda: ManagedTraining.from_config("budget=70%"), TypeError, "found str"),  # type: ignore[arg-type]
+        (lambda: ManagedTraining(optimizer=optimizer()), ValueError, "found optimizer=AdamW"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_callback_refuses_when_it_is_made_and_not_when_training_begins(
+    call: Callable[[], Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error) as caught:
+        call()
+    assert words in str(caught.value)
+
+
+def test_an_optimizers_action_may_be_given_by_its_name() -> None:
+    model = nn.Linear(64, 64)
+    used = torch.optim.AdamW(model.parameters())
+    managed = memswap.manage_optimizer(used, action="encode", min_bytes="4KiB")
+    model(torch.randn(2, 64)).sum().backward()
+    used.step()
+    assert managed.statistics().away_bytes > 0
+    managed.remove()
