@@ -41,6 +41,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--schedule", action="append", help="only this schedule; more than once: these"
     )
+    parser.addoption(
+        "--without-schedule", action="append", default=[], help="any schedule but this"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -92,8 +95,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
         once = marked("one_schedule") is not None
         chosen = SCHEDULES[:1] if once else schedules(config.getoption("--random-schedules"))
-        if not once and (wanted := config.getoption("--schedule")):
-            chosen = [one for one in chosen if str(one) in wanted]
+        if not once:
+            wanted = config.getoption("--schedule") or map(str, chosen)
+            left = set(wanted) - set(config.getoption("--without-schedule"))
+            chosen = [one for one in chosen if str(one) in left]
         few = [one for one in chosen if str(one) in FEW] or chosen
         held = SCRIPTS in here.parents or marked("few_schedules") is not None
         if held and not once and not config.getoption("--slow"):

@@ -34,19 +34,25 @@ class Suite:
     quick: tuple[str, ...] = ()  # more arguments, unless the slow tests run as well
 
 
+#: Every test of the engine passes this schedule, and those marked `one_schedule` their own, under
+#: the name npu; all other schedules are those of the name sim. With --slow each name has them all.
+ONCE = "lazy"
+
 SUITES = (
     Suite(
         "cpu",
         ("tests/unit", "tests/engine", "tests/planning"),
         "unit, engine and planning tests on the CPU",
     ),
-    # The simulator's executor and OpenMP's threads would fight for the cores.
+    # The simulator's executor and OpenMP's threads would fight for the cores. What the suite under
+    # the other name runs is left to it: the accelerator is the same.
     Suite(
         "sim",
         ("tests/engine", "tests/compat_scripts"),
         "engine tests and other systems' scripts on the simulated accelerator",
         device="sim",
         environment={"OMP_NUM_THREADS": "1"},
+        quick=("--without-schedule", ONCE, "-m", "not one_schedule"),
     ),
     # Nothing that memswap does may hang on the device's name: torch_npu's serves the same key.
     Suite(
@@ -55,7 +61,7 @@ SUITES = (
         "engine tests and other systems' scripts on the simulated accelerator under the name npu",
         device="npu",
         environment={"OMP_NUM_THREADS": "1"},
-        quick=("--schedule", "lazy"),
+        quick=("--schedule", ONCE),
     ),
     Suite(
         "race",

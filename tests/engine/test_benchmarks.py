@@ -35,8 +35,6 @@ OPTIONS = {
 def test_it_runs_on_the_device_that_is_named_without_a_number(
     device: torch.device, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    if device.type == "npu" and name == "bench_codec":
-        pytest.skip("takes long, and says nothing new under another name")
     file = tmp_path / "result.json"
     command = [name, "--device", device.type, "--json", str(file), *OPTIONS[name].split()]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no rates of a run before

@@ -25,7 +25,8 @@ import memswap
 
 LAYERS = ("layer.compile", "torch.compile(layer)")
 WHOLE = ("model.compile", "torch.compile(model)")
-DEPTH = 10  # more layers than torch compiles again for other guards
+# Layers of a model: where each is compiled, more than torch compiles again for other guards.
+DEPTHS = dict.fromkeys(LAYERS, 10) | dict.fromkeys(WHOLE, 3)
 
 
 @pytest.fixture
@@ -89,13 +90,13 @@ def graphs() -> dict[str, Any]:
 def test_what_is_compiled_is_compiled_as_without(
     device, new_pool, fresh_dynamo, recwarn, how, first
 ):
-    x, pool = new_input(device), new_pool()
-    plain = compiled(new_stack(device, DEPTH), how)
+    x, pool, depth = new_input(device), new_pool(), DEPTHS[how]
+    plain = compiled(new_stack(device, depth), how)
     expected = train_step(plain.model, lambda: plain.called(x))
     as_without = graphs()
     recwarn.clear()
     model, called, manager = compiled(
-        new_stack(device, DEPTH),
+        new_stack(device, depth),
         how,
         lambda given: memswap.manage(given, EVERYTHING, pool=pool),
         first=first,
