@@ -14,10 +14,10 @@ import torch
 from common import chosen_device, make_parser, write_result
 
 from memswap import Action
+from memswap._native import native
 from memswap.cli.config_plan import RESERVED, RTX4090
 from memswap.cli.table import render_table
 from memswap.engine.units import format_bytes
-from memswap.engine.workspace import WorkspaceRecord
 from memswap.optimizers import MOST_ROOM
 from memswap.planning.cost_model import EFFICIENCY, GB, GIB, H100, TERA, Hardware
 from memswap.planning.device import (
@@ -80,7 +80,9 @@ SAVED: tuple[tuple[str, int, int], ...] = (
 )
 
 
-def step_of(device: Hardware, training: Training, tokens: int) -> tuple[Step, WorkspaceRecord]:
+def step_of(
+    device: Hardware, training: Training, tokens: int
+) -> tuple[Step, native.WorkspaceRecord]:
     """Forward and backward of one sequence, with everything else that is on the device."""
     flops = device.matmul_flops[torch.bfloat16]
     count = LAYERS * len(SAVED)
@@ -123,7 +125,7 @@ def step_of(device: Hardware, training: Training, tokens: int) -> tuple[Step, Wo
         tail_s=2 * forward_s[0],
         extra_nbytes=tuple(extra),
     )
-    return step, WorkspaceRecord(tuple(extra), tuple(growing), extra[0])
+    return step, native.WorkspaceRecord(tuple(extra), tuple(growing), extra[0])
 
 
 def planned(device: Hardware, memory: int, training: Training, tokens: int) -> dict[str, Any]:

@@ -28,7 +28,7 @@ MOVED = 3
 
 def seconds_per_gib(machine: Hardware, dtype: torch.dtype) -> Mapping[str, float]:
     """Seconds of compute, memory or link that a GiB of room on the device takes, by form."""
-    link_s = machine.copy_s(GIB, "host") + machine.copy_s(GIB, "device")
+    link_s = GIB / machine.d2h_bytes_per_s + GIB / machine.h2d_bytes_per_s
     codec_s = machine.encode_s(GIB) + machine.decode_s(GIB)
     token_nbytes = 2 * (SAVED - 4096)  # but for the block's input, which stays
     token_s = 2 * WEIGHTS / machine.matmul_flops[dtype]

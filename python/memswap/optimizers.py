@@ -214,7 +214,7 @@ class ManagedOptimizer(Uncopied):
         self._present = 0
         self._staying: frozenset[int] = frozenset()  # parameters, by id
         self._steps = self._chunks = 0
-        self._last_room = self._peak_bytes = 0
+        self._peak_bytes = 0
         self._began_s = self._last_step_s = 0.0
         self._endurance = Endurance(pool)
         self._handles: list[RemovableHandle] = [

@@ -20,7 +20,7 @@ from torch import nn
 
 import memswap
 from memswap import BudgetError
-from memswap.engine.workspace import WorkspaceRecord
+from memswap._native import native
 from memswap.integrations.training import ManagedTraining
 from memswap.optimizer_state import away_of, plain_tensors
 from memswap.optimizers import managed_optimizer
@@ -331,7 +331,7 @@ def test_a_recorder_that_overlooks_a_part_is_noticed_and_told(device, peaks, mon
     def overlooked(recorder: Any, marks: int) -> Any:
         found = seen(recorder, marks)
         less = [nbytes - (1 << 17) for nbytes in found.extra_nbytes]
-        return WorkspaceRecord(less, found.gradient_nbytes, found.baseline_nbytes)
+        return native.WorkspaceRecord(less, found.gradient_nbytes, found.baseline_nbytes)
 
     monkeypatch.setattr(learner, "workspace_of", overlooked)
     monkeypatch.setattr(checking, "workspace_of", overlooked)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from steps import RATES, stack
 
-from memswap.engine.workspace import WorkspaceRecord
+from memswap._native import native
 from memswap.planning.agreement import Basis, agreed, agreed_terms
 from memswap.planning.device import DeviceTerms, StateTerms, plan_for_device
 from memswap.planning.replay import replay
@@ -38,7 +38,7 @@ def bases(draw: st.DrawFn) -> Basis:
 def test_a_plan_that_meets_what_was_agreed_meets_each_ranks_own_budget(ranks: list[Basis]) -> None:
     found = agreed(ranks)
     assert found.step is not None and found.device is not None
-    workspace = WorkspaceRecord(found.step.extra_nbytes, (0,) * MARKS, 0)
+    workspace = native.WorkspaceRecord(found.step.extra_nbytes, (0,) * MARKS, 0)
     plan = plan_for_device(
         found.step, RATES, "device:any", found.device, workspace, 1, None, (), float("inf")
     )

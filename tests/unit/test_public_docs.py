@@ -58,8 +58,6 @@ def test_each_reason_to_stay_is_explained() -> None:
         path.read_text("utf-8") for path in (ROOT / "csrc" / "engine").glob("*_form.h")
     )
     said += re.findall(r'\bkShortOf = "([a-z ]+)"', forms)
-    entry = (package / "engine" / "entry.py").read_text("utf-8")
-    said += re.findall(r'^[A-Z_]+ = "([a-z ]+)"', entry, flags=re.MULTILINE)
     said += re.findall(r'"([a-z ]+)" if (?:is_collective|written)', code)
     assert {
         "small",

@@ -15,7 +15,6 @@ from helpers import descriptor_under
 import memswap
 from memswap._native import native
 from memswap.engine.engine import Engine
-from memswap.engine.entry import Entry, State
 from memswap.engine.handle import Passed, unpack
 from memswap.engine.hook_scope import HookScope
 from memswap.planning.policy import Policy
@@ -31,7 +30,7 @@ def new_engine(pool=None):
 def saved(engine, nbytes=100):
     """A tensor and its entry, which has left nothing and is nowhere."""
     tensor = torch.empty(nbytes, dtype=torch.uint8)
-    return tensor, Entry(engine, native.capture(tensor), native.StorageRef(tensor))
+    return tensor, native.Entry(engine, native.capture(tensor), native.StorageRef(tensor))
 
 
 def computed(elements):
@@ -158,7 +157,7 @@ def test_a_send_that_raises_takes_no_memory_and_leaves_the_entry_as_it_was():
     for _ in range(3):
         with pytest.raises(KeyError, match="no such stream"):
             entry.swap(sender, native.StorageRef(tensor))
-    assert entry.state is State.RESIDENT and entry.away is None
+    assert entry.state is native.State.RESIDENT and entry.away is None
     assert pool.statistics().in_use_bytes == 0
     with pytest.raises(TypeError, match="incompatible function arguments"):
         entry.swap(object(), native.StorageRef(tensor))
@@ -167,7 +166,7 @@ def test_a_send_that_raises_takes_no_memory_and_leaves_the_entry_as_it_was():
 @pytest.mark.parametrize("given", [(object(),) * 3, ()])
 def test_what_is_no_engine_object_is_refused(given):
     with pytest.raises(TypeError, match="incompatible constructor arguments"):
-        Entry(*given)
+        native.Entry(*given)
 
 
 def test_references_to_one_entry_are_equal_and_keep_nothing_alive():
@@ -260,7 +259,7 @@ def test_a_thousand_steps_leave_no_object_and_no_reference_behind():
         engine,
         engine.ledger,
         engine.lock,
-        Entry,
+        native.Entry,
         native.Handle,
         native.SavedView,
         native.StorageRef,

@@ -16,13 +16,11 @@ import torch
 from memswap._native import native
 from memswap.engine.autograd import plain_parts
 from memswap.engine.units import format_bytes
-from memswap.engine.workspace import GRANULARITY_BYTES
 from memswap.errors import BudgetError
-from memswap.planning.device import DevicePlan, DeviceTerms, StateTerms
+from memswap.planning.device import GRANULARITY_BYTES, DevicePlan, DeviceTerms, StateTerms
 
 if TYPE_CHECKING:
-    from memswap._C import Iteration
-    from memswap.engine.workspace import WorkspaceRecord
+    from memswap._C import Iteration, WorkspaceRecord
 
 #: When a forward begins, more may be there than when its step was learnt, as a share of the budget,
 #: before it is learnt again. Plans leave that free (`SPARE_SHARE`).

@@ -65,16 +65,6 @@ class Hardware:
         """Seconds of an all-to-all to which each rank brings `nbytes`."""
         return collective_s(self.all_to_all_bytes_per_s, nbytes, group_size, "all-to-all")
 
-    def copy_s(self, nbytes: float, to: str) -> float:
-        """Seconds of a copy ``to="host"``, ``to="device"`` (pinned memory) or ``to="itself"``."""
-        if to == "itself":  # each byte is read and written
-            return 2 * nbytes / self.memory_bytes_per_s
-        rates = {"host": self.d2h_bytes_per_s, "device": self.h2d_bytes_per_s}
-        if to not in rates:
-            raise ValueError(f'copy to {to!r}: expected "host", "device" or "itself"')
-        seconds: float = nbytes / rates[to]
-        return seconds
-
     def encode_s(self, nbytes: float) -> float:
         """Seconds to encode raw bytes."""
         return nbytes / self.encode_bytes_per_s

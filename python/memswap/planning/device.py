@@ -24,7 +24,6 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from memswap.engine.units import format_bytes, parse_bytes
-from memswap.engine.workspace import GRANULARITY_BYTES
 from memswap.errors import BudgetError
 from memswap.planning.plan import Plan
 from memswap.planning.planner import make_plan
@@ -32,10 +31,12 @@ from memswap.planning.replay import replay
 from memswap.planning.search import Search
 
 if TYPE_CHECKING:
-    from memswap._C import Recorder
-    from memswap.engine.workspace import WorkspaceRecord
+    from memswap._C import Recorder, WorkspaceRecord
     from memswap.planning.rates import Rates
     from memswap.planning.step import Step
+
+#: Allocators of accelerators round up to this.
+GRANULARITY_BYTES = 512
 
 #: What a plan leaves free: what is there when a forward begins may change by so much unnoticed.
 SPARE_SHARE = 1 / 400

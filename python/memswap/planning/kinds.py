@@ -14,11 +14,10 @@ if TYPE_CHECKING:
     import torch
 
     from memswap._C import Plan as NativePlan
-    from memswap._C import Recorder
+    from memswap._C import Recorder, WorkspaceRecord
     from memswap.engine.expectations import Key
     from memswap.engine.recipe_record import RecipeRecord
     from memswap.engine.transfer import Route
-    from memswap.engine.workspace import WorkspaceRecord
     from memswap.planning.device import DeviceTerms
     from memswap.planning.holding import Holding
     from memswap.planning.plan import Plan, PlannedStorage

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memswap._native import native
 from memswap.engine.host_memory import host_share
 from memswap.engine.pools import DiskPool
 from memswap.engine.recipes import PROOFS
 from memswap.engine.units import format_bytes
-from memswap.engine.workspace import WorkspaceRecord
 from memswap.errors import BudgetError
 from memswap.planning.agreement import Basis, Ranks
 from memswap.planning.background import Background
@@ -329,7 +329,7 @@ class Learner:
             )
             if workspace is not None:  # what was there when the iteration began is each rank's own
                 extra, gradients = basis.step.extra_nbytes, basis.gradient_nbytes
-                workspace = WorkspaceRecord(extra, gradients, workspace.baseline_nbytes)
+                workspace = native.WorkspaceRecord(extra, gradients, workspace.baseline_nbytes)
             agreed = None if ranks is None else basis.device
             about = replace(about, workspace=workspace, device=agreed)
             shared = replace(terms, flights=basis.flights, device=basis.device)

@@ -12,14 +12,13 @@ import torch
 from memswap._native import native
 from memswap.engine.action import Action, TensorInfo
 from memswap.engine.durations import Durations
-from memswap.engine.entry import Entry, State
 from memswap.engine.handle import Handle, unpack
 from memswap.engine.hook_scope import HookScope
 from memswap.planning.policy import Policy
 from memswap.windows import Windows
 
 if TYPE_CHECKING:
-    from memswap._C import EntryReference
+    from memswap._C import Entry, EntryReference
     from memswap.engine.durations import Span
     from memswap.engine.engine import Engine
 
@@ -166,7 +165,10 @@ class LayerActivationManager:
                 entry = reference()
                 if entry is None or total + count >= max_numel:
                     continue
-                away = entry.away is not None and entry.state in (State.LEAVING, State.AWAY)
+                away = entry.away is not None and entry.state in (
+                    native.State.LEAVING,
+                    native.State.AWAY,
+                )
                 if away if filter_state is TensorState.COMPRESS else reference in waiting:
                     chosen.append(reference)
                     total += count
@@ -199,7 +201,7 @@ class LayerActivationManager:
         """The current stream waits for these encodes; their storages are free then."""
         with self.engine.lock:
             for entry in self._taken():
-                if entry.departure is not None and entry.state is State.LEAVING:
+                if entry.departure is not None and entry.state is native.State.LEAVING:
                     entry.departure.wait()
 
     def unpack(self, choices: Sequence[EntryReference]) -> None:
