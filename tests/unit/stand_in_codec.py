@@ -31,6 +31,7 @@ api.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 api.PyCapsule_New.restype = ctypes.py_object
 api.PyCapsule_New.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 alive = []
+api.Py_IncRef(ctypes.py_object(alive))  # as long as the process: a codec's table never goes
 
 def table_of(capsule):
     table = Table.from_buffer_copy(Table.from_address(

@@ -32,7 +32,15 @@ def run_memswap(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def run_demo_in_one_process(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The demo, whose trainings have processes of their own otherwise; each imports torch."""
+    program = "import sys; from memswap.__main__ import main; from memswap.cli import demo; "
+    program += "demo.train_apart = demo.train; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", program, "demo", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_demo_trains_twice_and_reports(tmp_path: Path, dtype: str) -> None:
     file = tmp_path / "demo.json"
     pool_dir = tmp_path / "pool"
@@ -69,7 +77,7 @@ def test_demo_trains_twice_and_reports(tmp_path: Path, dtype: str) -> None:
 def test_demo_shows_frames_alone_and_recipes_with_frames(tmp_path: Path) -> None:
     file = tmp_path / "demo.json"
     tiny = [*TINY, "--steps", "6", "--batch", "8"]
-    done = run_memswap("demo", *tiny, "--budget", "none", "--json", str(file))
+    done = run_demo_in_one_process(*tiny, "--budget", "none", "--json", str(file))
     assert done.returncode == 0, f"the demo failed:\n{done.stdout}\n{done.stderr}"
     content = json.loads(file.read_text())
     runs = content["runs"]
@@ -84,7 +92,7 @@ def test_demo_shows_frames_alone_and_recipes_with_frames(tmp_path: Path) -> None
 
 def test_demo_with_policy_keep_moves_nothing(tmp_path: Path) -> None:
     file = tmp_path / "demo.json"
-    done = run_memswap("demo", *TINY, "--policy", "keep", "--json", str(file))
+    done = run_demo_in_one_process(*TINY, "--policy", "keep", "--json", str(file))
     assert done.returncode == 0, f"the demo failed:\n{done.stdout}\n{done.stderr}"
     assert json.loads(file.read_text())["managed"]["stats"]["moved_bytes"] == 0
 

@@ -46,6 +46,9 @@ def test_readme_is_short() -> None:
 ELSEWHERE = ("finetune_trainer", "lora_trl", "lightning_module", "fsdp2_context_parallel")
 EXAMPLES = [one for one in sorted((ROOT / "examples").glob("*.py")) if one.stem not in ELSEWHERE]
 
+#: What they are called with, where they take long by themselves.
+OPTIONS = {"long_sequence": ["--lengths", "128", "256", "512"]}
+
 
 def test_examples_are_short() -> None:
     """Nobody reads a long one; train_llama.py is a whole training script."""
@@ -57,7 +60,7 @@ def test_examples_are_short() -> None:
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.stem)
 def test_example_runs(example: Path, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(example)],
+        [sys.executable, str(example), *OPTIONS.get(example.stem, ())],
         cwd=tmp_path,
         capture_output=True,
         text=True,
