@@ -193,9 +193,14 @@ struct Names {
 } names;  // set once, by bind_hooks
 
 // Without looking the type up: every scope holds its Scope in the same place. nullptr: it is being
-// made.
+// made. The collector knows an instance before pybind11 has given it any place: with the first one
+// of a class of Python's it makes objects of its own, and each may set the collector off.
 Scope* scope_in(PyObject* self) {
-  auto place = reinterpret_cast<py::detail::instance*>(self)->get_value_and_holder();
+  auto* const instance = reinterpret_cast<py::detail::instance*>(self);
+  if (!instance->simple_layout && instance->nonsimple.status == nullptr) {
+    return nullptr;
+  }
+  auto place = instance->get_value_and_holder();
   return place.holder_constructed() ? static_cast<Scope*>(place.value_ptr()) : nullptr;
 }
 

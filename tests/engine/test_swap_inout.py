@@ -275,6 +275,9 @@ def test_version_still_guards_what_is_saved_after_swap_in(device, new_pool):
 
 def test_a_send_that_cannot_start_leaves_the_tensor_as_it_was(device, new_pool, monkeypatch):
     class Broken:
+        def set_max_leaving_bytes(self, nbytes):
+            pass
+
         def send(self, storage, block):
             raise RuntimeError("the device is lost")
 

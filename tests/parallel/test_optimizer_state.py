@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -43,19 +44,32 @@ def local_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [one for key in sorted(saved) for one in plain_tensors(saved[key])]
 
 
+#: State of two moments, in each form of the step; of one; of a sum.
+MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1),
+    "AdamW foreach": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, foreach=True),
+    "AdamW fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
+    "SGD foreach": lambda parameters: torch.optim.SGD(
+        parameters, lr=1e-2, momentum=0.9, foreach=True
+    ),
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2),
+}
+
+
 @distributed(2)
 @pytest.mark.parametrize("by", ["fully_shard", "shard"])
-def test_sharded_state_is_away_between_steps(rank: Rank, by: str) -> None:
+@pytest.mark.parametrize("name", MAKERS)
+def test_sharded_state_is_away_between_steps(rank: Rank, by: str, name: str) -> None:
     ours, plain = new_net(rank, by), new_net(rank, by)
-    managed, untouched = adamw(ours), adamw(plain)
+    managed, untouched = MAKERS[name](ours.parameters()), MAKERS[name](plain.parameters())
     manager = manage(managed)
     for number in range(20):
         step(ours, managed, rank, number)
         step(plain, untouched, rank, number)
     assert manager.statistics().chunks > 1
     assert manager.statistics().away_bytes > 0
-    value = next(iter(managed.state.values()))["exp_avg"]
-    assert isinstance(value, DTensor) and away_of(value._local_tensor) is not None
+    value = [one for one in next(iter(managed.state.values())).values() if isinstance(one, DTensor)]
+    assert value and any(away_of(one._local_tensor) is not None for one in value)
     assert_same(ours, plain, rank, bitwise=True)
     for mine, theirs in zip(local_state(managed), local_state(untouched), strict=True):
         assert torch.equal(mine, theirs)

@@ -171,6 +171,7 @@ def test_what_to_write_and_what_it_costs_is_said():
     page = page_of(sizes(), 40 * GIB)
     assert 'memswap.manage(model, optimizer=optimizer, budget="device:40.0GiB")' in page
     assert "It fits with memswap" in page and "s beside" in page and "optimizer state" in page
+    assert "That takes up to" in page and "half of what the machine has left" in page
     assert "optimizer=" not in page_of(sizes(state=(), step_bytes=0), 25 * GIB)
 
 
@@ -324,6 +325,28 @@ def test_a_prediction_is_what_a_step_of_the_model_has(write, name, weights):
     assert_near(found.activations, real.activations, "activations")
     assert_near(max(map(sum, found.marks)), real.pass_bytes, "forward and backward")
     assert_near(found.step_bytes, real.step_bytes, "step()")
+
+
+def test_other_heads_and_parts_are_predicted(write):
+    """A label for each sequence; no loss at all; a configuration of text and images."""
+    pytest.importorskip("transformers")
+    parts = {key: LLAMA[key] for key in LLAMA if key not in ("model_type", "architectures")}
+    gemma = {
+        "model_type": "gemma3",
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": {**parts, "model_type": "gemma3_text", "head_dim": 16},
+        "vision_config": {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        },
+    }
+    heads = ("BertForSequenceClassification", "BertModel")
+    for config in ({**MODELS["bert"], "architectures": [head]} for head in heads):
+        found = measure(write(config), 2, 64, "sgd", torch.bfloat16)
+        assert found.activations > 0 and found.gradients == sum(found.state)
+    assert measure(write(gemma), 2, 64, "adamw", torch.bfloat16).layers == 3
 
 
 def test_products_of_experts_are_counted(write):

@@ -33,6 +33,13 @@ def test_dynamo_is_not_imported_before_a_hook_needs_it() -> None:
     assert ran.stdout == "[]\n"
 
 
+def test_a_collection_at_any_moment_of_the_first_scope_is_survived() -> None:
+    """While the first hook scope is made, the collector meets it without anything in it."""
+    collecting = "import memswap, gc\ngc.set_threshold(1)"
+    ran = run_python(PROGRAM.replace("import memswap", collecting, 1))
+    assert ran.returncode == 0, ran.stderr
+
+
 def test_another_torch_than_the_one_that_it_was_built_for_is_refused() -> None:
     ran = run_python(
         "import torch\ntorch.__version__ = '1.99.0+cu1'\nimport memswap; memswap.manage"

@@ -332,15 +332,20 @@ def advice(sizes: Sizes, device: Hardware, limit: int, best: Choice | None) -> l
     if best.activations_away:
         away.append(f"{format_bytes(best.activations_away)} of activations in forward and backward")
     slower = best.extra_s / best.compute_s if best.compute_s else 0.0
-    where = f"Away, in host memory: {' and '.join(away)}."
-    if not away:
-        where = "Nothing has to be away: step() goes in chunks, and allocates less for itself."
+    where = ["Nothing has to be away: step() goes in chunks, and allocates less for itself."]
+    if away:
+        where = [
+            f"Away, in host memory: {' and '.join(away)}.",
+            f"That takes up to {format_bytes(best.state_away + best.activations_away)} of it; by "
+            "default a pool takes half of what the machine has left (python -m memswap info), "
+            "more with pool=memswap.HostPool(budget=...) or a memswap.DiskPool.",
+        ]
     lines = [
         "It fits with memswap. Before training, write:",
         "",
         f'    memswap.manage(model, {optimizer}budget="device:{_gib(limit)}GiB")',
         "",
-        where,
+        *where,
         f"Cost: {best.extra_s:.2f} s beside {best.compute_s:.2f} s of computing, {slower:.0%} more "
         "a step. Of several forwards to a step, the state's part is paid once. No bit of the "
         "result changes.",

@@ -120,7 +120,7 @@ def measure(config: Path, batch: int, length: int, optimizer: str, weights: torc
                 loss.backward()
                 del loss
                 live.mark()  # the last gradient is known as one since its operator
-        except (RuntimeError, NotImplementedError, TypeError) as error:
+        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
             instead = "; try --weights bf16" if device == "cpu" else ""
             raise ValueError(
                 f"{type(model).__name__} cannot be run without weights, on the {device} device: "
@@ -136,7 +136,7 @@ def measure(config: Path, batch: int, length: int, optimizer: str, weights: torc
         activations=activations,
         marks=tuple(live.marks),
         forward_marks=forward_marks,
-        layers=max(1, getattr(model.config, "num_hidden_layers", 1)),
+        layers=max(1, getattr(_text_of(model), "num_hidden_layers", 1)),
         forward_flop=counter.get_total_flops() + sum(attention_flop),
         batch=batch,
         of_images=model.main_input_name == "pixel_values",
@@ -304,10 +304,15 @@ def _tensors_of(model: Any, weights: torch.dtype) -> Iterator[str]:
         yield "cpu"
 
 
+def _text_of(model: Any) -> Any:
+    """The part of a configuration that is about text, where it has several."""
+    return model.config.get_text_config()
+
+
 def _check_length(model: Any, length: int) -> None:
     if model.main_input_name == "pixel_values":
         return
-    longest = getattr(model.config, "max_position_embeddings", length)
+    longest = getattr(_text_of(model), "max_position_embeddings", length)
     if length > longest:
         raise ValueError(
             f"--seq {length}: {type(model).__name__} has positions for {longest}; give --seq "
@@ -328,7 +333,7 @@ def _inputs(model: Any, batch: int, length: int, device: str) -> dict[str, torch
     else:
         labels = torch.zeros(batch, length, dtype=torch.long, device=device)
         inputs = {"input_ids": labels}
-        if not ("LM" in type(model).__name__ or "Token" in type(model).__name__):
+        if type(model).__name__.endswith("SequenceClassification"):
             labels = labels[:, 0]
     return {**inputs, "labels": labels} if "labels" in names else inputs
 
@@ -360,9 +365,7 @@ def _state(model: Any, name: str) -> tuple[tuple[int, ...], int]:
             if issubclass(one, torch.optim.Optimizer) and one is not torch.optim.Optimizer
         )
         raise ValueError(f"--optimizer {name}: expected one of {', '.join(known)}, or none")
-    parameters = [one for one in model.parameters() if one.requires_grad]
-    for one in parameters:  # those that the loss does not reach have none
-        one.grad = torch.empty_like(one) if one.grad is None else one.grad
+    parameters = [one for one in model.parameters() if one.grad is not None]
     options: dict[str, Any] = {"momentum": 0.9} if kind is torch.optim.SGD else {}
     if "foreach" in inspect.signature(kind).parameters:
         options["foreach"] = True
@@ -370,7 +373,7 @@ def _state(model: Any, name: str) -> tuple[tuple[int, ...], int]:
         optimizer = kind(parameters, **options)
         optimizer.step()
         tensors = [list(_tensors(optimizer.state.get(one, {}))) for one in parameters]
-        gradients = [one.grad for one in parameters if one.grad is not None]
+        gradients = [one.grad for one in parameters]
         with LiveBytes(model, [*gradients, *(one for row in tensors for one in row)]) as live:
             optimizer.step()
     except (RuntimeError, ValueError, TypeError) as error:

@@ -350,9 +350,7 @@ def device_plan(
     extra = plan.step.extra_nbytes or (0,) * len(resident)
     timeline = []
     for now, beside, gradients in zip(resident, extra, workspace.gradient_nbytes, strict=True):
-        weights = min(terms.weights_bytes, beside)
-        gradients = min(gradients, beside - weights)
-        rest = beside - weights - gradients
+        weights, gradients, rest = _apart(beside, terms.weights_bytes, gradients)
         timeline.append((weights, gradients, stays_bytes, now - beside, rest))
     base = min(extra, default=0)
     peaks = []
@@ -385,10 +383,16 @@ def device_plan(
 def in_step(terms: DeviceTerms, state: StateTerms, stays_bytes: int) -> tuple[int, ...]:
     """What is on the device in a step of the optimizer, by kind."""
     chunks = 0 if stays_bytes == state.nbytes else state.step_state_bytes
-    rest = state.step_peak_bytes - state.step_state_bytes
-    weights = min(terms.weights_bytes, rest)
-    gradients = min(terms.gradients_bytes, rest - weights)
-    return weights, gradients, stays_bytes + chunks, 0, rest - weights - gradients
+    beside = state.step_peak_bytes - state.step_state_bytes
+    weights, gradients, rest = _apart(beside, terms.weights_bytes, terms.gradients_bytes)
+    return weights, gradients, stays_bytes + chunks, 0, rest
+
+
+def _apart(beside_bytes: int, weights_bytes: int, gradients_bytes: int) -> tuple[int, int, int]:
+    """What was measured beside activations and state, as weights, gradients and the rest."""
+    weights = min(weights_bytes, beside_bytes)
+    gradients = min(gradients_bytes, beside_bytes - weights)
+    return weights, gradients, beside_bytes - weights - gradients
 
 
 def _unit_at(plan: Plan, mark: int) -> str:
