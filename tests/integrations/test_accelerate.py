@@ -224,7 +224,7 @@ def test_no_model_that_trains_is_an_error():
 
 
 def test_an_accelerator_that_is_left_out_is_told():
-    with pytest.raises(TypeError, match="found Linear, expected an accelerate.Accelerator first"):
+    with pytest.raises(TypeError, match="found Linear, expected an accelerate"):
         prepare(torch.nn.Linear(2, 2))
 
 

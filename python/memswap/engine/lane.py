@@ -85,11 +85,20 @@ def arena_budget(device: torch.device, iteration_bytes: int = 0) -> int:
     return max(least, int(iteration_bytes * ARENA_SHARE))
 
 
-def open_codec_lane(device: torch.device, frames: HostPool | None = None) -> CodecLane:
+def ordinary_pool() -> HostPool:
+    """A pool in a CPU's memory, for frames or for decoded storages of one lane."""
+    return HostPool(device="cpu", numa=None)
+
+
+def open_codec_lane(
+    device: torch.device, frames: HostPool | None = None, outputs: HostPool | None = None
+) -> CodecLane:
     """A new codec lane for storages on ``device``.
 
     Args:
+        device: an accelerator, or the CPU.
         frames: on a CPU, where frames live; None: a pool of the lane's own.
+        outputs: on a CPU, where decoded storages live; None: the same.
     """
     if device.type != "cpu":
         return native.StreamCodecLane(
@@ -99,6 +108,6 @@ def open_codec_lane(device: torch.device, frames: HostPool | None = None) -> Cod
     # processors, so a worker beside them would only make them wait for each other, and what it has
     # not begun yet would take memory meanwhile. Decoded storages come from a pool as well: its
     # pages are mapped already, and the codec is twice as fast on them as on new ones.
-    frames = HostPool(device=device, numa=None) if frames is None else frames
-    outputs = HostPool(device=device, numa=None)
+    frames = ordinary_pool() if frames is None else frames
+    outputs = ordinary_pool() if outputs is None else outputs
     return native.WorkerCodecLane(workers=0, pool=frames.native, outputs=outputs.native)

@@ -16,6 +16,7 @@ from memswap.engine.lane import (
     open_codec_lane,
     open_lane,
     open_staged_lane,
+    ordinary_pool,
     take_failure,
 )
 from memswap.engine.pools import DiskPool, HostPool
@@ -32,6 +33,12 @@ FORMS = {
     Action.ENCODE: native.Form.FRAME,
     Action.ENCODE_SWAP: native.Form.POOLED_FRAME,
 }
+
+
+#: Forwards before which a CPU's pools give back what nothing uses. The first ones encode what will
+#: have a recipe, or stay under a plan, and pages that were written once would be the process' for
+#: good: for a few layers that is as much as everything saved.
+TRIM_AT = (5, 10)
 
 
 def default_action(device: torch.device, pool: Pool | None) -> Action:
@@ -132,6 +139,9 @@ class Route:
         self._leaving_bytes: int | None = None
         self._overflow_room: int | None = None
         self._iteration_bytes = 0
+        self._forwards = 0
+        #: A CPU's, for frames and decoded storages.
+        self._own_pools: tuple[HostPool, ...] = ()
         #: Whether the device works while the thread that asks goes on.
         self.works_ahead = device.type != "cpu"
         #: Whether a stream of this device may be capturing a graph.
@@ -211,7 +221,14 @@ class Route:
             # A frame is made in memory, and one that overflows would be in a file.
             frames = ordinary if isinstance(ordinary, HostPool) else None
             frames = frames if frames is not None and frames.overflow is None else None
-            self._codec_lane = open_codec_lane(self.device, frames)
+            if self.device.type == "cpu":
+                outputs = ordinary_pool()
+                own = [outputs] if frames is not None else [outputs, ordinary_pool()]
+                frames = own[-1] if frames is None else frames
+                self._own_pools = tuple(own)
+                self._codec_lane = open_codec_lane(self.device, frames, outputs)
+            else:
+                self._codec_lane = open_codec_lane(self.device, frames)
             self._bound(self._codec_lane)
             self._set_room()
         return self._codec_lane
@@ -235,6 +252,10 @@ class Route:
             self.check_decodes()
         self.expectations.begin_iteration()
         self._leaving_bytes, self._iteration_bytes = leaving_bytes, iteration_bytes
+        self._forwards += 1
+        if self._forwards in TRIM_AT:
+            for pool in self._own_pools:
+                pool.trim()
         for lane in (self._lane, self._codec_lane):
             if lane is not None:
                 lane.set_max_leaving_bytes(leaving_bytes)
