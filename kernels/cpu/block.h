@@ -17,6 +17,9 @@ inline constexpr uint32_t kSlackBytes = 64;
 // been written before it is seen that they are too many.
 inline constexpr uint32_t kEncoderSlackBytes = kSlackBytes + frame::kBlockElements / 4;
 
+// Of the widest elements.
+inline constexpr uint32_t kMaxBlockBytes = frame::kBlockElements * sizeof(uint64_t);
+
 // What stays the same for all blocks of a job.
 struct EncodeParams {
   frame::Dtype dtype;

@@ -6,30 +6,35 @@
 
 namespace memswap::cpu {
 
-// Calls visit with the dtype and streaming as constants; NULL where the dtype is no float.
+// Calls visit with the dtype as a constant; NULL where it is no float.
 template <typename Function, typename Visit>
-inline Function for_float(frame::Dtype dtype, bool streaming, Visit visit) {
+inline Function for_float(frame::Dtype dtype, Visit visit) {
   using frame::Dtype;
-  const auto with = [&]<Dtype kDtype>() -> Function {
-    return streaming ? visit.template operator()<kDtype, true>()
-                     : visit.template operator()<kDtype, false>();
-  };
   switch (dtype) {
     case Dtype::kBf16:
-      return with.template operator()<Dtype::kBf16>();
+      return visit.template operator()<Dtype::kBf16>();
     case Dtype::kFp16:
-      return with.template operator()<Dtype::kFp16>();
+      return visit.template operator()<Dtype::kFp16>();
     case Dtype::kFp32:
-      return with.template operator()<Dtype::kFp32>();
+      return visit.template operator()<Dtype::kFp32>();
     case Dtype::kFp64:
-      return with.template operator()<Dtype::kFp64>();
+      return visit.template operator()<Dtype::kFp64>();
     case Dtype::kE4m3:
-      return with.template operator()<Dtype::kE4m3>();
+      return visit.template operator()<Dtype::kE4m3>();
     case Dtype::kE5m2:
-      return with.template operator()<Dtype::kE5m2>();
+      return visit.template operator()<Dtype::kE5m2>();
     default:
       return nullptr;
   }
+}
+
+// The same with streaming as a constant as well.
+template <typename Function, typename Visit>
+inline Function for_float(frame::Dtype dtype, bool streaming, Visit visit) {
+  return for_float<Function>(dtype, [&]<frame::Dtype kDtype>() -> Function {
+    return streaming ? visit.template operator()<kDtype, true>()
+                     : visit.template operator()<kDtype, false>();
+  });
 }
 
 // Calls visit with a dtype of the same width, and streaming, as constants.

@@ -22,8 +22,6 @@ using frame::Layout;
 using frame::Record;
 using frame::Shape;
 
-constexpr uint32_t kMaxBlockBytes = frame::kBlockElements * sizeof(uint64_t);
-
 // One task's memory.
 struct alignas(64) Workspace {
   uint8_t payload[kMaxBlockBytes + kSlackBytes];  // where the buffer ends less than kSlackBytes on
@@ -83,9 +81,7 @@ class FrameDecoder {
 
   uint32_t decode_tile(uint32_t index, Workspace& workspace) const {
     const auto* frame = static_cast<const uint8_t*>(job_->frame);
-    Record record;
-    memcpy(&record, frame + layout_.records + uint64_t{index} * frame::kRecordBytes,
-           sizeof(record));
+    const Record record = record_at(frame, layout_, index);
     const PayloadArea* area = find_payloads(record, layout_, dtype_, shape_, index, areas_);
     if (area == nullptr) {
       return frame::kBadRecord;

@@ -26,8 +26,6 @@ using frame::Layout;
 using frame::Record;
 using frame::Shape;
 
-constexpr uint32_t kMaxBlockBytes = frame::kBlockElements * sizeof(uint64_t);
-
 // A task's staging holds the payloads of one chunk at their longest. Where that is short beside the
 // elements, a chunk of a large job has more of them: payloads then leave in longer copies, which
 // share fewer lines at their ends.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <stdint.h>
+#include <string.h>
 
 #include "memswap/frame.h"
 
@@ -27,6 +28,14 @@ inline PayloadAreas payload_areas(const frame::Header& header, const frame::Layo
   const auto* arena = static_cast<const uint8_t*>(overflow);
   return {{frame_begin + layout.var, header.var_capacity, frame_begin + frame_bytes},
           {arena, overflow_units, arena + overflow_units * frame::kUnitBytes}};
+}
+
+inline frame::Record record_at(const void* frame, const frame::Layout& layout, uint32_t tile) {
+  frame::Record record;
+  memcpy(&record,
+         static_cast<const uint8_t*>(frame) + layout.records + uint64_t{tile} * sizeof(record),
+         sizeof(record));
+  return record;
 }
 
 inline uint32_t blocks_of_tile(const frame::Layout& layout, uint32_t tile) {

@@ -4,31 +4,12 @@
 
 #include "payloads.h"
 
-namespace memswap::cpu {
-
-namespace {
-
-using frame::Dtype;
-using frame::Header;
-using frame::Layout;
-using frame::Record;
-using frame::Shape;
-
-Record record_at(const uint8_t* frame, const Layout& layout, uint32_t tile) {
-  Record record;
-  memcpy(&record, frame + layout.records + uint64_t{tile} * frame::kRecordBytes, sizeof(record));
-  return record;
-}
-
-}  // namespace
-
-}  // namespace memswap::cpu
-
 uint32_t memswap_frame_portable(const void* source, uint64_t frame_bytes, const void* overflow,
                                 uint64_t overflow_capacity, void* target, uint64_t out_bytes,
                                 uint64_t* written) {
   using namespace memswap;
   using namespace memswap::cpu;
+  using frame::Dtype, frame::Header, frame::Layout, frame::Record, frame::Shape;
   *written = 0;
   const auto* frame = static_cast<const uint8_t*>(source);
   const uint64_t overflow_units = overflow == nullptr ? 0 : overflow_capacity;

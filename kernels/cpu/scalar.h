@@ -2,6 +2,7 @@
 #pragma once
 
 #include "block.h"
+#include "by_dtype.h"
 
 namespace memswap::cpu::scalar {
 
@@ -27,27 +28,5 @@ EncodedBlock encode_literal(const void* elements, frame::Dtype dtype, frame::Sha
                             uint8_t* slab, uint8_t* payload);
 bool decode_literal(void* out, frame::Dtype dtype, frame::Shape shape, const uint8_t* slab,
                     const uint8_t* payload, uint32_t units);
-
-// Calls visit with the dtype as a constant, for the dtypes that are split into E and R.
-template <typename Function, typename Visit>
-Function for_float(frame::Dtype dtype, Visit visit) {
-  using frame::Dtype;
-  switch (dtype) {
-    case Dtype::kBf16:
-      return visit.template operator()<Dtype::kBf16>();
-    case Dtype::kFp16:
-      return visit.template operator()<Dtype::kFp16>();
-    case Dtype::kFp32:
-      return visit.template operator()<Dtype::kFp32>();
-    case Dtype::kFp64:
-      return visit.template operator()<Dtype::kFp64>();
-    case Dtype::kE4m3:
-      return visit.template operator()<Dtype::kE4m3>();
-    case Dtype::kE5m2:
-      return visit.template operator()<Dtype::kE5m2>();
-    default:
-      return nullptr;
-  }
-}
 
 }  // namespace memswap::cpu::scalar

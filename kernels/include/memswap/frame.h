@@ -32,6 +32,11 @@ inline constexpr uint64_t kMaxElements = uint64_t{1} << 41;     // so that no si
 inline constexpr uint32_t kMaxBaseUnits = 0x7fffffff;           // of a record, in either area
 inline constexpr uint32_t kBaseInOverflow = 0x80000000;
 
+// Backends count with words, vectors and loops of these sizes: they do not follow another number.
+static_assert(kBlockElements == 1024 && kTileBlocks == 8 && kUnitBytes == 8);
+static_assert(kTileElements == kBlockElements * kTileBlocks && kLowPlaneBytes == 256 &&
+              kBitmapBytes == 128 && kByteMapBytes == 16 && kMapsBytes == 32);
+
 // Section 4: the modulus of a tile's checksum, the largest prime below 2^32.
 inline constexpr uint64_t kChecksumPrime = 4294967291u;
 
@@ -102,6 +107,7 @@ enum Mode : uint8_t {
 };
 inline constexpr uint32_t kModeCounts = 14;  // modes 1..14
 inline constexpr uint32_t kModes = 15;
+static_assert(kFw8 == kFw2 + 6 && kModes == kModeCounts + 1);
 
 enum Flags : uint8_t { kOrdered = 1, kChecked = 2 };
 
