@@ -9,12 +9,8 @@
 namespace memswap {
 namespace {
 
-// What is there around an operator of the forward, in storages as large as the largest: its input,
-// its result, and the room of a frame that is being made.
-constexpr int64_t kAroundOperator = 3;
-
 // One cut, where `barred` storages are not made again. See [Note: What stays is a cut].
-std::vector<Fate> cut(const MakingGraph& graph, const std::vector<bool>& barred) {
+Fates cut(const MakingGraph& graph, const std::vector<bool>& barred) {
   const size_t storages = graph.storages.size();
   const auto had = [](size_t storage) { return 2 * storage; };
   const auto made_again = [](size_t storage) { return 2 * storage + 1; };
@@ -45,7 +41,7 @@ std::vector<Fate> cut(const MakingGraph& graph, const std::vector<bool>& barred)
   }
   network.push(source, sink);
   const std::vector<bool> no = network.source_side(source);
-  std::vector<Fate> fates(storages, Fate::kUnused);
+  Fates fates(storages, Fate::kUnused);
   for (size_t which = 0; which < storages; ++which) {
     if (!no[made_again(which)]) {
       fates[which] = Fate::kMadeAgain;
@@ -58,7 +54,7 @@ std::vector<Fate> cut(const MakingGraph& graph, const std::vector<bool>& barred)
 
 // How many calls in a row each storage takes; 0: none. Rows may be as long as a model: no
 // recursion.
-std::vector<int> depths(const MakingGraph& graph, const std::vector<Fate>& fates) {
+std::vector<int> depths(const MakingGraph& graph, const Fates& fates) {
   std::vector<int> depth(graph.storages.size(), 0);
   std::vector<bool> known(graph.storages.size(), false);
   std::vector<size_t> open;
@@ -92,7 +88,7 @@ std::vector<int> depths(const MakingGraph& graph, const std::vector<Fate>& fates
 
 // What backward needs of the row that ends with a storage: it is there from that demand on. What is
 // kept for recipes alone is let go of at once.
-std::vector<size_t> row_of(const MakingGraph& graph, const std::vector<Fate>& fates, size_t last) {
+std::vector<size_t> row_of(const MakingGraph& graph, const Fates& fates, size_t last) {
   std::vector<size_t> row;
   std::set<size_t> seen = {last};
   std::vector<size_t> open = {last};
@@ -114,7 +110,7 @@ std::vector<size_t> row_of(const MakingGraph& graph, const std::vector<Fate>& fa
   return row;
 }
 
-int64_t row_nbytes(const MakingGraph& graph, const std::vector<Fate>& fates, size_t last) {
+int64_t row_nbytes(const MakingGraph& graph, const Fates& fates, size_t last) {
   int64_t nbytes = 0;
   for (const size_t which : row_of(graph, fates, last)) {
     nbytes += graph.storages[which].nbytes;
@@ -123,8 +119,8 @@ int64_t row_nbytes(const MakingGraph& graph, const std::vector<Fate>& fates, siz
 }
 
 // Which storages end a row that is longer than it may be. Empty: none.
-std::vector<size_t> too_long(const MakingGraph& graph, const std::vector<Fate>& fates,
-                             int most_calls, int64_t most_nbytes) {
+std::vector<size_t> too_long(const MakingGraph& graph, const Fates& fates, int most_calls,
+                             int64_t most_nbytes) {
   std::vector<size_t> found;
   const std::vector<int> depth = depths(graph, fates);
   for (size_t which = 0; which < depth.size(); ++which) {
@@ -158,12 +154,13 @@ std::vector<size_t> too_long(const MakingGraph& graph, const std::vector<Fate>& 
   return found;
 }
 
-// The cut whose rows have at most so many calls, and bytes as far as that can be.
-std::vector<Fate> cut_within(const MakingGraph& graph, int most_calls, int64_t most_nbytes) {
+}  // namespace
+
+Fates cheapest_set(const MakingGraph& graph, int deepest, int64_t most_row_nbytes) {
   std::vector<bool> barred(graph.storages.size(), false);
   while (true) {
-    std::vector<Fate> fates = cut(graph, barred);
-    const std::vector<size_t> ends = too_long(graph, fates, most_calls, most_nbytes);
+    Fates fates = cut(graph, barred);
+    const std::vector<size_t> ends = too_long(graph, fates, deepest, most_row_nbytes);
     if (ends.empty()) {
       return fates;
     }
@@ -173,7 +170,12 @@ std::vector<Fate> cut_within(const MakingGraph& graph, int most_calls, int64_t m
   }
 }
 
-int64_t widest_row(const MakingGraph& graph, const std::vector<Fate>& fates) {
+int longest_row(const MakingGraph& graph, const Fates& fates) {
+  const std::vector<int> depth = depths(graph, fates);
+  return *std::max_element(depth.begin(), depth.end());
+}
+
+int64_t widest_row(const MakingGraph& graph, const Fates& fates) {
   int64_t widest = 0;
   for (size_t which = 0; which < fates.size(); ++which) {
     if (graph.storages[which].needed) {
@@ -183,54 +185,24 @@ int64_t widest_row(const MakingGraph& graph, const std::vector<Fate>& fates) {
   return widest;
 }
 
-}  // namespace
-
-std::vector<Fate> cheapest_set(const MakingGraph& graph, int deepest) {
-  std::vector<Fate> best = cut_within(graph, deepest, FlowNetwork::kUncut);
-  int64_t lowest = peak_of(graph, best);
-  const int64_t widest = widest_row(graph, best);
-  for (const int64_t parts : {2, 3, 4, 8}) {
-    std::vector<Fate> fates = cut_within(graph, deepest, std::max<int64_t>(widest / parts, 1));
-    if (const int64_t peak = peak_of(graph, fates); peak < lowest) {
-      lowest = peak;
-      best = std::move(fates);
-    }
-  }
-  return best;
-}
-
-int64_t peak_of(const MakingGraph& graph, const std::vector<Fate>& fates) {
-  int64_t kept = cost_of(graph, fates), around = 0;
-  for (const MakingGraph::Storage& storage : graph.storages) {
-    around = std::max(around, storage.needed ? kAroundOperator * storage.nbytes : 0);
-  }
-  int64_t peak = kept + around;
-  std::vector<bool> there(graph.storages.size(), false);
-  int64_t nbytes = 0;
-  for (auto demand = graph.saved.rbegin(); demand != graph.saved.rend(); ++demand) {
-    for (const size_t which : row_of(graph, fates, *demand)) {
-      nbytes += there[which] ? 0 : graph.storages[which].nbytes;
-      there[which] = true;
-    }
-    peak = std::max(peak, kept + nbytes);
-    const MakingGraph::Storage& storage = graph.storages[*demand];
-    nbytes -= there[*demand] ? storage.nbytes : 0;
-    there[*demand] = false;
-    kept -= fates[*demand] == Fate::kKept && !storage.there ? *storage.keep_cost : 0;
-  }
-  return peak;
-}
-
-int64_t cost_of(const MakingGraph& graph, const std::vector<Fate>& fates) {
+int64_t cost_of_calls(const MakingGraph& graph, const Fates& fates) {
   int64_t cost = 0;
   std::vector<bool> counted(graph.calls.size(), false);
+  for (size_t which = 0; which < fates.size(); ++which) {
+    if (fates[which] == Fate::kMadeAgain && !counted[*graph.storages[which].maker]) {
+      counted[*graph.storages[which].maker] = true;
+      cost += graph.calls[*graph.storages[which].maker].cost;
+    }
+  }
+  return cost;
+}
+
+int64_t cost_of(const MakingGraph& graph, const Fates& fates) {
+  int64_t cost = cost_of_calls(graph, fates);
   for (size_t which = 0; which < fates.size(); ++which) {
     const MakingGraph::Storage& storage = graph.storages[which];
     if (fates[which] == Fate::kKept && !storage.there) {
       cost += storage.keep_cost.value_or(FlowNetwork::kUncut);
-    } else if (fates[which] == Fate::kMadeAgain && !counted[*storage.maker]) {
-      counted[*storage.maker] = true;
-      cost += graph.calls[*storage.maker].cost;
     }
   }
   return cost;

@@ -2,6 +2,7 @@
 
 #include <map>
 
+#include "lowest_peak.h"
 #include "recipes.h"
 
 namespace memswap {
@@ -104,7 +105,9 @@ void ForwardGraph::visit(const OperatorCallPtr& maker) {
 }
 
 void ForwardGraph::add_saved(const RecipePlace& place, const SavedView& view,
-                             const StorageRef& storage, const OperatorCallPtr& maker) {
+                             const StorageRef& storage, const OperatorCallPtr& maker,
+                             double most_extra) {
+  most_extra_ = most_extra;
   const size_t which = node_of(view, storage.storage.getWeakStorageImpl());
   saved_.push_back(which);
   nodes_[which].place = place;
@@ -113,6 +116,13 @@ void ForwardGraph::add_saved(const RecipePlace& place, const SavedView& view,
   if (maker) {
     nodes_[which].maker = call_of(maker);
     visit(maker);
+  }
+}
+
+void ForwardGraph::add_again(const SavedView& view) {
+  const auto found = by_id_.find(id_of(view));
+  if (found != by_id_.end() && nodes_[found->second].place) {
+    saved_.push_back(found->second);
   }
 }
 
@@ -154,7 +164,7 @@ RecipeChoices ForwardGraph::choose(const WaitedBytes& waited, const Failed& fail
       storage.maker = node.maker;
     }
   }
-  const std::vector<Fate> fates = cheapest_set(graph, deepest_);
+  const Fates fates = lowest_peak(graph, {.deepest = deepest_, .most_extra = most_extra_});
 
   // At most `deepest_` in a row.
   std::vector<RecipeShapePtr> shapes(calls_.size());
@@ -183,7 +193,7 @@ RecipeChoices ForwardGraph::choose(const WaitedBytes& waited, const Failed& fail
 }
 
 // What is kept and autograd does not save is held for each call that is made again from it.
-void ForwardGraph::hold_sources(const std::vector<Fate>& fates, OperatorLog::Holds& holds) const {
+void ForwardGraph::hold_sources(const Fates& fates, OperatorLog::Holds& holds) const {
   std::unordered_set<size_t> again;
   for (size_t which = 0; which < nodes_.size(); ++which) {
     if (fates[which] == Fate::kMadeAgain) {

@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "cheapest_set.h"
+#include "making_graph.h"
 #include "operator_log.h"
 #include "recipe_place.h"
 #include "storage/saved_view.h"
@@ -49,8 +49,8 @@ struct RecipeChoices {
 // has saved so far, and by bytes of its own. That misses what pays for several together, and what
 // is saved later. So the first forward is taken down: the storages that were offered, the calls of
 // the table that made them, and what those read, as far back as a recipe may reach. When it is
-// over, a minimum cut says what stays ([Note: What stays is a cut] in cheapest_set.h): also in
-// place of what autograd saves, what it does not. From the next forward on that is done at each
+// over, it is known what stays at the lowest peak ([Note: The lowest peak] in lowest_peak.h): also
+// in place of what autograd saves, what it does not. From the next forward on that is done at each
 // place, and proven like all recipes. A place that was not there is judged alone, and has the next
 // forward taken down again.
 
@@ -67,9 +67,12 @@ class ForwardGraph {
   ForwardGraph(const OperatorLog& log, RecipeHost& host, int deepest)
       : log_(log), host_(host), deepest_(deepest) {}
 
-  // A storage is about to leave. `maker`: the call that made it, or nullptr.
+  // A storage is about to leave. `maker`: the call that made it, or nullptr. `most_extra`: see
+  // [Note: What a recipe keeps].
   void add_saved(const RecipePlace& place, const SavedView& view, const StorageRef& storage,
-                 const OperatorCallPtr& maker);
+                 const OperatorCallPtr& maker, double most_extra);
+  // A storage is saved once more. Nothing, if it was not added.
+  void add_again(const SavedView& view);
   // A tensor was saved for a recipe alone.
   void add_held(const KnownTensor& tensor) { held_.insert(id_of(tensor.view)); }
 
@@ -105,14 +108,15 @@ class ForwardGraph {
   size_t call_of(const OperatorCallPtr& call);
   void visit(const OperatorCallPtr& maker);
   bool look_at(const KnownTensor& tensor);
-  void hold_sources(const std::vector<Fate>& fates, OperatorLog::Holds& holds) const;
+  void hold_sources(const Fates& fates, OperatorLog::Holds& holds) const;
 
   const OperatorLog& log_;
   RecipeHost& host_;
   const int deepest_;
   std::vector<Node> nodes_;
   std::vector<Call> calls_;
-  std::vector<size_t> saved_;  // nodes, in their order
+  std::vector<size_t> saved_;  // nodes, in their order, as often as they are saved
+  double most_extra_ = 0;
   std::unordered_map<Id, size_t, IdHash> by_id_;
   std::unordered_map<const OperatorCall*, size_t> by_call_;
   std::unordered_set<Id, IdHash> held_;

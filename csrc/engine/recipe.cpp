@@ -20,8 +20,13 @@ namespace memswap {
 namespace {
 
 using Results = std::vector<at::Tensor>;
-// By the call that they are results of.
-using Made = std::unordered_map<const OperatorCall*, Results>;
+// What a call has made, until the last call has it that reads it.
+struct MadeOnce {
+  size_t readers = 0;  // calls that are still to be made
+  bool made = false;
+  Results results;
+};
+using Made = std::unordered_map<const OperatorCall*, MadeOnce>;
 using Given = std::unordered_map<const Step::Input*, at::Tensor>;
 
 // What has one name in the dispatcher and another one for people.
@@ -77,29 +82,47 @@ at::Tensor seen_as(const KnownTensor& look, const Step& maker, const Results& re
   return look.view.rebuild(StorageRef(results[output->position].storage()), false);
 }
 
-const Results& run(const Step& step, const Given& given, Made& made) {
-  if (const auto done = made.find(step.call.get()); done != made.end()) {
-    return done->second;
+void count_readers(const Step& step, Made& made) {
+  for (const Step::Input& input : step.inputs) {
+    if (input.step && ++made[input.step->call.get()].readers == 1) {
+      count_readers(*input.step, made);
+    }
   }
+}
+
+// Makes a call, and first all whose results it reads: each once.
+void run(const Step& step, const Given& given, Made& made) {
   const OperatorCall& call = *step.call;
+  if (std::exchange(made[&call].made, true)) {
+    return;
+  }
+  for (const Step::Input& input : step.inputs) {
+    if (input.step) {
+      run(*input.step, given, made);
+    }
+  }
   std::vector<at::Tensor> inputs;
   inputs.reserve(step.inputs.size());
   for (size_t which = 0; which < step.inputs.size(); ++which) {
     const Step::Input& input = step.inputs[which];
-    inputs.push_back(input.source ? given.at(&input)
-                                  : seen_as(call.inputs()[which].tensor, *input.step,
-                                            run(*input.step, given, made)));
+    if (input.source) {
+      inputs.push_back(given.at(&input));
+      continue;
+    }
+    MadeOnce& read = made.at(input.step->call.get());
+    inputs.push_back(seen_as(call.inputs()[which].tensor, *input.step, read.results));
+    if (--read.readers == 0) {
+      read.results.clear();
+    }
   }
   std::vector<c10::IValue> stack = call.arguments_with(inputs);
   {
     const WithModes modes(call.modes());
     call.rule().op.callBoxed(&stack);
   }
-  Results results;
   for (const c10::IValue& result : stack) {
-    results.push_back(result.toTensor());
+    made[&call].results.push_back(result.toTensor());
   }
-  return made.emplace(&call, std::move(results)).first->second;
 }
 
 void order_maker_after_this(const OperatorCall& call) {
@@ -160,12 +183,13 @@ std::vector<at::Tensor> run_again(const Step& step, bool in_passing, RunTime* ti
   if (time != nullptr) {
     time->begin();
   }
-  Results results = run(step, given, made);
+  count_readers(step, made);
+  run(step, given, made);
   if (time != nullptr) {
     time->end();
   }
   order_makers_after_this(step);
-  return results;
+  return std::move(made.at(step.call.get()).results);
 }
 
 at::Tensor bytes_of(const c10::Storage& storage) {

@@ -54,10 +54,11 @@ std::string words_of(const Step& step);
 // than the call was made on, the latter comes after it: whoever frees an input frees it in the
 // order of the stream that it was used on.
 
-// Runs the steps of a recipe: each call once, whatever needs it. The results of the last call, one
-// for each result of its operator. `in_passing`: sources are looked at (Source::look). Throws
-// c10::OutOfMemoryError, what a source throws, and TransferError where an input's memory was taken
-// away. `time`: of the operators alone, without what their sources take to be there.
+// Runs the steps of a recipe: each call once, whatever needs it, and what it has made is let go of
+// once all have read it. The results of the last call, one for each result of its operator.
+// `in_passing`: sources are looked at (Source::look). Throws c10::OutOfMemoryError, what a source
+// throws, and TransferError where an input's memory was taken away. `time`: of the operators alone,
+// without what their sources take to be there.
 std::vector<at::Tensor> run_again(const Step& step, bool in_passing = false,
                                   RunTime* time = nullptr);
 

@@ -11,7 +11,7 @@
 
 namespace memswap {
 
-class EngineRecipeHost final : public RecipeHost {
+class EngineRecipeHost : public RecipeHost {
  public:
   explicit EngineRecipeHost(std::weak_ptr<Engine> engine) : engine_(std::move(engine)) {}
 

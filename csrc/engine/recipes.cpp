@@ -264,7 +264,7 @@ Recipes::Answer Recipes::offer(const StorageRefPtr& storage, const SavedView& vi
   OperatorCallPtr call = maker_of(view);
   const RecipeChoice* const chosen = most_extra > 0 ? choice_of(place, call) : nullptr;
   if (graph_ && most_extra > 0) {
-    graph_->add_saved(place, view, *storage, call);
+    graph_->add_saved(place, view, *storage, call, most_extra);
   }
   if (chosen != nullptr && !chosen->shape) {
     return watched(place);
@@ -334,6 +334,12 @@ Recipes::Answer Recipes::offer(const StorageRefPtr& storage, const SavedView& vi
     return {};
   }
   return {.leaving = leave(storage, std::move(step)), .trial = nullptr, .proven = std::nullopt};
+}
+
+void Recipes::saved_again(const SavedView& view) {
+  if (graph_) {
+    graph_->add_again(view);
+  }
 }
 
 ProvenRecipe Recipes::proven(const Step& step, std::string words, double seconds) {

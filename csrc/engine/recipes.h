@@ -148,6 +148,9 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
   Answer offer(const StorageRefPtr& storage, const SavedView& view, RecipePlace place,
                double most_extra, bool leaves);
 
+  // A storage is saved once more, that is known already.
+  void saved_again(const SavedView& view);
+
   // What became of a place, for reports.
   struct Learnt {
     std::string words;

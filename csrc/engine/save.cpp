@@ -80,6 +80,9 @@ Saved Engine::save_again(const Offer& offer, const KnownPtr& known) {
   if (!known->is_entry()) {
     return {Saved::As::kKept, known};
   }
+  if (recipes) {
+    recipes->saved_again(offer.look);
+  }
   const auto entry = std::static_pointer_cast<Entry>(known);
   if (entry->iteration && entry->iteration->recorder) {
     entry->iteration->recorder->again(*entry, offer.unit);

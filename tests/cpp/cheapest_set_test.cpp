@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "engine/min_cut.h"
+#include "making_graphs.h"
 
 namespace memswap {
 namespace {
@@ -148,37 +149,7 @@ int64_t least_cost(const MakingGraph& graph, int deepest) {
   return least;
 }
 
-// A forward of random operators, some of which nobody can make again.
-MakingGraph random_forward(std::mt19937& random, size_t storages) {
-  MakingGraph graph;
-  while (graph.storages.size() < storages) {
-    const size_t before = graph.storages.size();
-    std::optional<size_t> call;
-    if (before > 0 && random() % 4 != 0) {
-      call = graph.calls.size();
-      graph.calls.push_back({.cost = 1 + static_cast<int64_t>(random() % 6), .inputs = {}});
-      for (size_t inputs = 1 + random() % 2; inputs > 0; --inputs) {
-        graph.calls.back().inputs.push_back(random() % before);
-      }
-    }
-    const size_t results = call && random() % 4 == 0 ? 2 : 1;
-    for (size_t result = 0; result < results; ++result) {
-      const auto nbytes = 1 + static_cast<int64_t>(random() % 30);
-      const bool needed = random() % 2 == 0, keepable = needed || random() % 4 != 0;
-      graph.storages.push_back({.nbytes = nbytes,
-                                .keep_cost = keepable ? std::optional(nbytes) : std::nullopt,
-                                .maker = call,
-                                .needed = needed,
-                                .there = random() % 8 == 0});
-      if (needed) {
-        graph.saved.push_back(graph.storages.size() - 1);
-      }
-    }
-  }
-  return graph;
-}
-
-std::vector<bool> kept_of(const std::vector<Fate>& fates) {
+std::vector<bool> kept_of(const Fates& fates) {
   std::vector<bool> kept(fates.size());
   std::transform(fates.begin(), fates.end(), kept.begin(),
                  [](Fate fate) { return fate == Fate::kKept; });
@@ -204,7 +175,7 @@ TEST(CheapestSet, NoOtherChoiceIsCheaper) {
     }
     graph.saved = {needed};
     graph.storages[needed].keep_cost = graph.storages[needed].nbytes;
-    const std::vector<Fate> fates = cheapest_set(graph, 100);
+    const Fates fates = cheapest_set(graph, 100);
     const auto cost = cost_with(graph, without_free(graph, kept_of(fates)), 100);
     ASSERT_TRUE(cost) << "round " << round << ": something cannot be had";
     ASSERT_EQ(*cost, least_cost(graph, 100)) << "round " << round;
@@ -217,7 +188,7 @@ TEST(CheapestSet, WhateverIsNeededCanBeHadWithinTheDepth) {
   for (int round = 0; round < 600; ++round) {
     const MakingGraph graph = random_forward(random, 3 + random() % 9);
     const int deepest = 1 + static_cast<int>(random() % 4);
-    const std::vector<Fate> fates = cheapest_set(graph, deepest);
+    const Fates fates = cheapest_set(graph, deepest);
     const auto cost = cost_with(graph, without_free(graph, kept_of(fates)), deepest);
     ASSERT_TRUE(cost) << "round " << round << ": something cannot be had, or by a longer row";
     ASSERT_GE(*cost, least_cost(graph, deepest)) << "round " << round;
@@ -225,7 +196,7 @@ TEST(CheapestSet, WhateverIsNeededCanBeHadWithinTheDepth) {
     for (size_t which = 0; which < all.size(); ++which) {
       all[which] = graph.storages[which].needed;
     }
-    std::vector<Fate> nothing(graph.storages.size(), Fate::kUnused);
+    Fates nothing(graph.storages.size(), Fate::kUnused);
     for (size_t which = 0; which < all.size(); ++which) {
       nothing[which] = all[which] ? Fate::kKept : Fate::kUnused;
     }
@@ -247,7 +218,7 @@ TEST(CheapestSet, ASmallerSourceStaysInPlaceOfWhatWasMadeOfIt) {
     graph.calls.push_back({.cost = 1, .inputs = {3 * layer + 1}});
   }
   using enum Fate;
-  std::vector<Fate> fates = cheapest_set(graph, 8);
+  Fates fates = cheapest_set(graph, 8);
   for (size_t layer = 0; layer < 8; ++layer) {
     EXPECT_EQ(fates[3 * layer], kKept);
     EXPECT_EQ(fates[3 * layer + 1], kMadeAgain);
@@ -272,36 +243,6 @@ TEST(CheapestSet, OneSourceServesSeveral) {
   graph.storages[2].needed = false;
   graph.saved = {1};
   EXPECT_EQ(cheapest_set(graph, 8)[1], Fate::kKept);
-}
-
-// Of a residual stream the sums, and what was added: short rows hold less back at once.
-TEST(CheapestSet, RowsAreAsLongAsThePeakIsLowest) {
-  const auto stream_of = [](size_t layers) {
-    MakingGraph graph;
-    graph.storages = {{.nbytes = 40, .keep_cost = 34, .needed = true}};
-    graph.saved = {0};
-    for (size_t layer = 0; layer < layers; ++layer) {
-      const size_t sum = graph.storages.size() - 1;
-      graph.storages.push_back({.nbytes = 20, .keep_cost = 14});
-      graph.calls.push_back({.cost = 1, .inputs = {sum, sum + 1}});
-      graph.saved.push_back(graph.storages.size());
-      graph.storages.push_back({.nbytes = 40, .keep_cost = 34, .maker = layer, .needed = true});
-    }
-    return graph;
-  };
-  const auto kept_sums = [](const MakingGraph& graph, const std::vector<Fate>& fates) {
-    size_t kept = 0;
-    for (size_t which = 0; which < fates.size(); ++which) {
-      kept += graph.storages[which].needed && fates[which] == Fate::kKept ? 1 : 0;
-    }
-    return kept;
-  };
-  const MakingGraph few = stream_of(6), many = stream_of(120);
-  const std::vector<Fate> short_rows = cheapest_set(few, 8), long_rows = cheapest_set(many, 8);
-  EXPECT_GE(7 * kept_sums(many, long_rows), kept_sums(few, short_rows));
-  EXPECT_LE(kept_sums(many, long_rows), 121u / 4) << "long models have long rows";
-  EXPECT_GE(kept_sums(few, short_rows), 2u) << "short ones have short rows";
-  EXPECT_LT(peak_of(many, long_rows), 121 * 34);
 }
 
 }  // namespace

@@ -126,6 +126,29 @@ def test_a_graph_may_run_again_and_beside_another(device, again):
     assert_nothing_left(block.stats())
 
 
+@pytest.mark.accelerator
+@pytest.mark.one_schedule
+@pytest.mark.usefixtures("at_once")
+def test_what_a_recipe_makes_on_the_way_is_let_go_of_once_it_was_read(device, new_pool):
+    module = torch.get_device_module(device)
+    x = random(device, 64, 1024).requires_grad_()
+    with memswap.saved_tensors(RECOMPUTE, pool=new_pool()) as saved:
+        made = x.sin()
+        for _ in range(6):
+            made = made + 1
+        loss = made.sin().sum()
+    del made
+    collect()
+    torch.accelerator.synchronize()
+    before = module.memory_allocated()
+    module.reset_peak_memory_stats()
+    torch.autograd.grad(loss, x)
+    torch.accelerator.synchronize()
+    taken = (module.max_memory_allocated() - before) / x.nbytes
+    assert saved.stats().recipe_runs == 1 and saved.stats().recipe_storages == 1
+    assert taken < 5, f"a row of seven operators has {taken:.1f} results at once"
+
+
 @pytest.mark.usefixtures("at_once")
 def test_second_derivatives(device):
     model, x = new_model(device, 2), random(device, 4, 16).requires_grad_()

@@ -6,9 +6,14 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "lane/worker_lane.h"
+#include "pool/host_slabs.h"
+#include "pool/pool.h"
+#include "with_host.h"
 #include "with_recipes.h"
 
 namespace memswap {
@@ -174,6 +179,93 @@ template <class Broken>
 std::unique_ptr<Host> saving() {
   return std::make_unique<BrokenSaver>(
       [](const at::Tensor& tensor) { return std::make_shared<Broken>(tensor); });
+}
+
+// A held source that its recipe holds as it is, and that the engine knows nothing of.
+class InNoAccount final : public EngineRecipeHost {
+ public:
+  using EngineRecipeHost::EngineRecipeHost;
+  SourcePtr save(const KnownTensor& tensor) override {
+    return std::make_shared<Kept>(tensor.lock());
+  }
+};
+
+constexpr int64_t kRows = 64;
+constexpr int64_t kWideBytes = kRows * kRows * 4, kNarrowBytes = kRows * kRows * 2;
+
+// An engine whose storages go to a pool, or are recomputed.
+struct Recomputing {
+  template <class RecipesHost>
+  explicit Recomputing(std::type_identity<RecipesHost>) {
+    engine->policy = {.min_bytes = 1, .action = Action::kRecompute};
+    testing::Host& host =
+        testing::host_of(*engine, testing::transfers_by(std::make_shared<BlockSender>(lane, pool)));
+    host.proofs = 1;
+    host.recipe_host = [](std::weak_ptr<Engine> of) { return std::make_unique<RecipesHost>(of); };
+    host.open_recipes(*engine);
+  }
+
+  EntryPtr save(const at::Tensor& tensor) {
+    const Locked locked(engine->lock);
+    const SavedView look = *SavedView::capture(tensor);
+    const Saved saved = engine->save({.tensor = tensor,
+                                      .look = look,
+                                      .unit = "unit",
+                                      .group = Iteration::kNoGroup,
+                                      .covered = true,
+                                      .action = std::nullopt,
+                                      .number = number++,
+                                      .ordinal = ordinal});
+    EXPECT_EQ(saved.as, Saved::As::kMoved);
+    auto entry = std::static_pointer_cast<Entry>(saved.known);
+    ++entry->handles;
+    return entry;
+  }
+
+  // A stream, the sum of it and an addend that is gone when the sum is saved, and a product.
+  std::vector<EntryPtr> forward() {
+    engine->iteration = engine->timeline.begin();
+    engine->recipes->begin_iteration();
+    engine->recipes->log().enter();
+    number = 0;
+    std::vector<EntryPtr> saved;
+    const at::Tensor stream = at::mm(leaf, leaf);
+    saved.push_back(save(stream));
+    const at::Tensor sum = at::add(stream, at::mm(leaf, leaf).to(at::kBFloat16).cumsum(0));
+    saved.push_back(save(sum));
+    saved.push_back(save(at::mm(sum, sum)));
+    engine->recipes->log().leave();
+    return saved;
+  }
+
+  // What the account has of a forward when the choice is made: the recipe's sum is not there.
+  int64_t away_bytes() {
+    for (int iteration = 0; iteration < 3; ++iteration) {
+      std::vector<EntryPtr> saved = forward();
+      for (; !saved.empty(); saved.pop_back()) {
+        engine->demand(saved.back());
+      }
+    }
+    const std::vector<EntryPtr> saved = forward();
+    EXPECT_NE(std::dynamic_pointer_cast<RecipeForm>(saved[1]->away()), nullptr);
+    return engine->ledger.counters.away_bytes;
+  }
+
+  static constexpr size_t kBudget = 1 << 20;
+  const std::shared_ptr<Pool> pool = std::make_shared<Pool>(
+      std::make_shared<BudgetedSlabs>(std::make_shared<OrdinarySlabs>(), kBudget),
+      PoolOptions{.slab_bytes = kBudget, .alignment = 512});
+  const std::shared_ptr<WorkerLane> lane = std::make_shared<WorkerLane>(2, kBudget);
+  const EnginePtr engine = std::make_shared<Engine>(/*window_bytes=*/0);
+  const at::Tensor leaf = at::randn({kRows, kRows}).requires_grad_();
+  int64_t number = 0, ordinal = -1;
+};
+
+TEST(RecipeMutations, AHeldSourceInNoAccount) {
+  EXPECT_EQ(Recomputing(std::type_identity<EngineRecipeHost>()).away_bytes(),
+            2 * kWideBytes + kNarrowBytes);
+  EXPECT_EQ(Recomputing(std::type_identity<InNoAccount>()).away_bytes(), 2 * kWideBytes)
+      << "the mutation struck nothing";
 }
 
 TEST(RecipeMutations, AHeldSourceThatIsFreedBeforeItsReplay) {

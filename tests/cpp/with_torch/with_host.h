@@ -51,13 +51,15 @@ class Host final : public EngineHost {
   void begin_iteration(Engine& engine) override { engine.iteration = engine.timeline.begin(); }
   void open_recipes(Engine& engine) override {
     if (!engine.recipes) {
-      engine.recipes = std::make_shared<Recipes>(
-          OperatorRules(), std::make_unique<EngineRecipeHost>(engine.weak_from_this()),
-          Recipes::Options{.proofs = proofs});
+      engine.recipes =
+          std::make_shared<Recipes>(OperatorRules(), recipe_host(engine.weak_from_this()),
+                                    Recipes::Options{.proofs = proofs});
     }
   }
 
   TransfersPtr transfers;
+  std::function<std::unique_ptr<RecipeHost>(std::weak_ptr<Engine>)> recipe_host =
+      [](std::weak_ptr<Engine> engine) { return std::make_unique<EngineRecipeHost>(engine); };
   std::optional<Action> says, directs;
   int asked = 0, opened = 0;
   int proofs = 0;
