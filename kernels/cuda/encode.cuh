@@ -9,14 +9,6 @@
 
 namespace memswap::cuda {
 
-// Of a block, for the warp that gathers what its tile says of it.
-struct BlockSummary {
-  uint32_t coded;     // Record::pack
-  uint32_t hint;      // adds to center_sum
-  uint32_t zeros;     // adds to zeros
-  uint64_t checksum;  // adds to the tile's
-};
-
 template <class Memory>
 struct alignas(16) EncodeShared {
   Memory warps[frame::kTileBlocks];
@@ -35,6 +27,17 @@ template <uint32_t kBytes>
 __device__ __forceinline__ EncodeStreams streams_of(EncodeMemory<kBytes>& memory,
                                                     const Move* compact, uint32_t lane) {
   return {memory.symbols, memory.stage, memory.positions, compact, kBytes, lane};
+}
+
+// The block's part of the tile's checksum, from its lanes'.
+__device__ __forceinline__ void keep_checksum(const EncodeJob& job, uint64_t of_lane, uint32_t lane,
+                                              BlockSummary& summary) {
+  if (job.checked) {
+    const uint64_t checksum = add_lanes_of_block(of_lane);
+    if (lane == 0) {
+      summary.checksum = checksum;
+    }
+  }
 }
 
 // Atomics on the header's 64-bit fields.
@@ -221,15 +224,25 @@ __device__ void finish_tile(EncodeShared<Memory>& shared, const EncodeJob& job, 
   }
 }
 
-// [Note: fetching ahead]: the block, or the first 4 KB of it.
-template <uint32_t kWidth>
-__device__ __forceinline__ void fetch_ahead(const EncodeJob& job, uint32_t tile_index,
-                                            uint32_t warp, uint32_t lane) {
-  constexpr uint32_t kBlockBytes = frame::kBlockElements * kWidth;
-  const uint64_t at =
-      (uint64_t{tile_index} * frame::kTileBlocks + warp) * kBlockBytes + lane * kLineBytes;
-  if (lane * kLineBytes < kBlockBytes && at < job.elements * kWidth) {
-    fetch_ahead(job.input + at);
+// [Note: fetching ahead]: the block's first rows to registers, and to the L2 what follows them, or
+// 4 KB of it.
+template <class Coder>
+__device__ __forceinline__ void fetch_ahead(const EncodeJob& job, uint32_t block, uint32_t lane,
+                                            FirstRows<Coder::kWidth>& rows) {
+  constexpr uint32_t kWidth = Coder::kWidth;
+  if (block >= job.blocks) {
+    return;
+  }
+  const Source<kWidth> source(job.input, job.elements, block);
+  if constexpr (Coder::kLoadsEarly) {
+    load_early(source, lane, rows);
+  }
+  constexpr uint32_t kEarlyRows = Coder::kLoadsEarly ? kRowsAtOnce<kWidth> : 0;
+  if constexpr (kEarlyRows < kRows) {
+    const uint32_t element = kEarlyRows * kRowElements + lane * (kLineBytes / kWidth);
+    if (element < source.count) {
+      fetch_ahead(source.first + element * kWidth);
+    }
   }
 }
 
@@ -269,37 +282,38 @@ __global__ void __launch_bounds__(kTileThreads, Coder::kTiles)
   using Shared = EncodeShared<typename Coder::Memory>;
   const Tile tile = this_tile();
   Shared& shared = shared_of<Shared>();
-  fetch_ahead<Coder::kWidth>(job, blockIdx.x, tile.warp, tile.lane);
+  FirstRows<Coder::kWidth> rows;
+  uint32_t block = blockIdx.x * frame::kTileBlocks + tile.warp;
+  fetch_ahead<Coder>(job, block, tile.lane, rows);
   if (tile.thread < 16) {
     shared.compact[tile.thread] = compact_move(tile.thread);
   }
   clear_gathered(shared, tile);
   __syncthreads();
-  for (uint32_t tile_index = blockIdx.x; tile_index < job.tiles; tile_index += gridDim.x) {
-    const uint32_t block = tile_index * frame::kTileBlocks + tile.warp;
+  // One number says which tile it is, too.
+  const uint32_t stride = gridDim.x * frame::kTileBlocks;
+  for (; block / frame::kTileBlocks < job.tiles; block += stride) {
     typename Coder::Memory& memory = shared.warps[tile.warp];
-    BlockSummary summary{};
+    BlockSummary& summary = shared.blocks[tile.warp];
+    if (tile.lane == 0) {
+      summary = {};
+    }
     Coded coded{};
     if (block < job.blocks) {
       const Source<Coder::kWidth> source(job.input, job.elements, block);
       uint8_t* slab = job.frame + frame::kHeaderBytes + uint64_t{block} * Coder::kSlabBytes;
-      coded = Coder::encode(job, source, slab, memory, shared.compact, tile.warp, tile.lane,
-                            summary.checksum);
-      summary.coded = frame::Record::pack(coded.mode, coded.units, coded.packed);
-      summary.hint = coded.hint;
-      summary.zeros = coded.zeros;
-      if (job.checked) {
-        summary.checksum = add_lanes_of_block(summary.checksum);
-      }
+      coded = Coder::encode(job, source, rows, slab, memory, shared.compact, tile.warp, tile.lane,
+                            summary);
     }
+    fetch_ahead<Coder>(job, block + stride, tile.lane, rows);
     if (tile.lane == 0) {
-      shared.blocks[tile.warp] = summary;
+      summary.coded = frame::Record::pack(coded.mode, coded.units, coded.packed);
       shared.centers[tile.warp] = static_cast<uint8_t>(coded.center);
     }
     __syncthreads();
     // A frame without elements has a tile, so that its header is written, but no record.
     if (tile.warp == 0 && job.blocks != 0) {
-      finish_tile(shared, job, tile_index, tile.lane);
+      finish_tile(shared, job, block / frame::kTileBlocks, tile.lane);
     }
     if (tile.thread == 0) {
       ++shared.finished_tiles;

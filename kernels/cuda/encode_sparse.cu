@@ -11,6 +11,7 @@ struct SparseCoder {
   static constexpr bool kHasPayload = true;
   static constexpr bool kMayBeLiteral = true;
   static constexpr uint32_t kTiles = kTilesAtOnce;
+  static constexpr bool kLoadsEarly = false;  // a row at a time, and each twice
   static constexpr uint32_t kLiteralBytes = frame::kBlockElements * kWidth;
   // Many byte planes would take the room of other tiles: they are written when their place is
   // known.
@@ -26,15 +27,17 @@ struct SparseCoder {
   using Memory = EncodeMemory<kStageBytes>;
 
   __device__ static __forceinline__ Coded encode(const EncodeJob& job, const Source<kWidth>& source,
-                                                 uint8_t*, Memory& memory, const Move* compact,
-                                                 uint32_t warp, uint32_t lane, uint64_t& checksum) {
+                                                 FirstRows<kWidth>&, uint8_t*, Memory& memory,
+                                                 const Move* compact, uint32_t warp, uint32_t lane,
+                                                 BlockSummary& summary) {
+    uint64_t sum = 0;
     uint32_t masks = 0, negatives = 0;  // survivors, and zeros with a sign; byte q: row q
 #pragma unroll 1                        // four rows at once would take too many registers
     for (uint32_t row = 0; row < kRows; ++row) {
       uint32_t words[Parts::kWords], low[Parts::kLowWords], top[2];
       load_row(source, row, lane, words);
       if (job.checked) {
-        checksum += checksum_row<kWidth>(words, warp, row, lane);
+        sum += checksum_row<kWidth>(words, warp, row, lane);
       }
       Parts::split(words, low, top);
 #pragma unroll
@@ -54,8 +57,12 @@ struct SparseCoder {
         negatives |= (gather_flags(lowest & 0x01010101u) & ~here) << (8 * row + 4 * h);
       }
     }
+    keep_checksum(job, sum, lane, summary);
     const Ranks ranks = rank_rows(count_rows(masks), lane);
     const uint32_t survivors = ranks.total;
+    if (lane == 0) {
+      summary.zeros = source.count - survivors;
+    }
     clear_stage(memory, lane);
 #pragma unroll
     for (uint32_t i = 0; i < 8; ++i) {
@@ -105,19 +112,18 @@ struct SparseCoder {
         find_window(e, lane, crowd);
       }
     }
-    coded.center = coded.hint = center_of(crowd, canonical::kLq2Eighths);
+    coded.center = center_of(crowd, canonical::kLq2Eighths);
     behind = encode_lq2<true>(streams_of(memory, compact, lane), e, {all.max, all.min},
                               coded.center, valid, begin, ~0u, low);
     coded.mode = has_signs ? frame::kSignedZeros : frame::kZeros;
     coded.units = (behind + bytes_later + 7) / 8;
     coded.masks = masks;
-    coded.zeros = source.count - survivors;
     coded.packed = bitmap.is_packed;
     if (coded.units >= kLiteralBytes / frame::kUnitBytes) {
-      const uint32_t zeros = coded.zeros;
-      coded = literal<kWidth, kSlabBytes>();
-      coded.zeros = zeros;
-      return coded;
+      return literal<kWidth, kSlabBytes>();
+    }
+    if (lane == 0) {
+      summary.hint = coded.center;
     }
 #pragma unroll
     for (uint32_t row = 0; row < kRows; ++row) {

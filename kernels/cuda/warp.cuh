@@ -32,9 +32,10 @@ __device__ __forceinline__ Pointer to_global(Pointer pointer) {
   return pointer;
 }
 
-// [Note: fetching ahead] The first tile of a thread block waits for one thing after another: the
-// frame's header, the record, the payload. What does not depend on them is asked for meanwhile. A
-// small tensor has only first tiles; behind others' tiles it does not matter.
+// [Note: fetching ahead] A decoder's first tile waits for one thing after another: the frame's
+// header, the record, the payload. What does not depend on them is asked for meanwhile. An encoder
+// asks for a block as soon as the warp's block before it is coded, when its registers are free
+// again: the block arrives while the tile gets its position and its payloads are written.
 inline constexpr uint32_t kLineBytes = 128;
 __device__ __forceinline__ void fetch_ahead(const uint8_t* memory) {
 #if defined(MEMSWAP_CUDA_EMULATOR)
