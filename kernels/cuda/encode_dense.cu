@@ -14,7 +14,8 @@ inline constexpr bool kHasRegisters = true;
 template <frame::Dtype kDtype>
 struct DenseCoder {
   using Parts = Float<kDtype>;
-  using Memory = EncodeMemory<kDenseStageBytes>;
+  static constexpr uint32_t kStages = 2;
+  using Memory = EncodeMemory<kDenseStageBytes, kStages>;
   static constexpr uint32_t kWidth = Parts::kWidth;
   static constexpr uint32_t kSlabBytes = frame::slab_bytes(kDtype, frame::Shape::kDense);
   static constexpr bool kHasPayload = true;
@@ -24,8 +25,9 @@ struct DenseCoder {
 
   __device__ static __forceinline__ Coded encode(const EncodeJob& job, const Source<kWidth>& source,
                                                  FirstRows<kWidth>& rows, uint8_t* slab,
-                                                 Memory& memory, const Move* compact, uint32_t warp,
-                                                 uint32_t lane, BlockSummary& summary) {
+                                                 Memory& memory, uint32_t stage,
+                                                 const Move* compact, uint32_t warp, uint32_t lane,
+                                                 BlockSummary& summary) {
     uint64_t sum = 0;
     constexpr uint32_t kAtOnce = kRowsAtOnce<kWidth>;
     uint32_t e[8];
@@ -56,13 +58,8 @@ struct DenseCoder {
       store_planes(slab + Parts::kLowPlanes * frame::kBlockElements, rest, Parts::kRestBits, lane);
     }
     return encode_dense<Parts::kSplit.exponent_bits>(
-        memory, streams_of(memory, compact, lane), e, job.fast, job.center,
+        streams_of(memory, stage, compact, lane), e, job.fast, job.center,
         frame::kBlockElements - source.count, summary, slab + kSlabBytes - frame::kLowPlaneBytes);
-  }
-
-  __device__ static __forceinline__ void write(const EncodeJob&, uint32_t, const Coded& coded,
-                                               const Memory& memory, uint8_t* to, uint32_t lane) {
-    write_staged(coded, memory, to, lane);
   }
 };
 
@@ -71,7 +68,8 @@ struct UpcastCoder {
   static constexpr uint32_t kWidth = 4;
   static constexpr uint32_t kSlabBytes =
       frame::slab_bytes(frame::Dtype::kFp32, frame::Shape::kUpcast);
-  using Memory = EncodeMemory<kDenseStageBytes>;
+  static constexpr uint32_t kStages = 2;
+  using Memory = EncodeMemory<kDenseStageBytes, kStages>;
   static constexpr bool kHasPayload = true;
   static constexpr bool kMayBeLiteral = true;
   static constexpr uint32_t kTiles = kTilesAtOnce;
@@ -79,8 +77,9 @@ struct UpcastCoder {
 
   __device__ static __forceinline__ Coded encode(const EncodeJob& job, const Source<kWidth>& source,
                                                  FirstRows<kWidth>& rows, uint8_t* slab,
-                                                 Memory& memory, const Move* compact, uint32_t warp,
-                                                 uint32_t lane, BlockSummary& summary) {
+                                                 Memory& memory, uint32_t stage,
+                                                 const Move* compact, uint32_t warp, uint32_t lane,
+                                                 BlockSummary& summary) {
     uint64_t sum = 0;
     constexpr uint32_t kAtOnce = kRowsAtOnce<kWidth>;
     uint32_t e[8], mantissas[8], low_halves = 0;
@@ -114,14 +113,9 @@ struct UpcastCoder {
     for (uint32_t row = 0; row < kRows; ++row) {
       store_bytes(slab, row, lane, mantissas[2 * row], mantissas[2 * row + 1]);
     }
-    return encode_dense<8>(memory, streams_of(memory, compact, lane), e, job.fast, job.center,
+    return encode_dense<8>(streams_of(memory, stage, compact, lane), e, job.fast, job.center,
                            frame::kBlockElements - source.count, summary,
                            slab + kSlabBytes - frame::kLowPlaneBytes);
-  }
-
-  __device__ static __forceinline__ void write(const EncodeJob&, uint32_t, const Coded& coded,
-                                               const Memory& memory, uint8_t* to, uint32_t lane) {
-    write_staged(coded, memory, to, lane);
   }
 };
 

@@ -13,11 +13,11 @@ inline constexpr uint32_t kDenseStageBytes = 800;
 inline constexpr uint32_t kTooLong = 0x7fff;  // bytes: longer than any payload that can win
 
 // A warp's share of the shared memory.
-template <uint32_t kBytes>
+template <uint32_t kBytes, uint32_t kStages>
 struct alignas(16) EncodeMemory {
   static constexpr uint32_t kStageBytes = kBytes;
   uint32_t symbols[frame::kBlockElements / 4];  // v of every element, [Note: lanes' bytes]
-  uint32_t stage[kBytes / 4];                   // the payload, until the tile has its position
+  uint32_t stages[kStages][kBytes / 4];         // payloads, until their tiles have positions
   uint16_t positions[kPositions];               // of elements that need a nibble
   static_assert(kBytes % 16 == 0);
 };
@@ -35,11 +35,11 @@ struct EncodeStreams {
 };
 
 template <uint32_t kBytes>
-__device__ __forceinline__ void clear_stage(EncodeMemory<kBytes>& memory, uint32_t lane) {
+__device__ __forceinline__ void clear_stage(uint32_t* stage, uint32_t lane) {
 #pragma unroll
   for (uint32_t i = 0; i < kBytes / 16; i += kLanes) {
     if (i + lane < kBytes / 16) {
-      reinterpret_cast<uint4*>(memory.stage)[i + lane] = make_uint4(0, 0, 0, 0);
+      reinterpret_cast<uint4*>(stage)[i + lane] = make_uint4(0, 0, 0, 0);
     }
   }
 }
@@ -463,13 +463,12 @@ struct Coded {
 // A dense block. `given`: the centre of the fast profile. `missing`: elements of the 1024 that are
 // not there, which have become 0. `plane`: of the slab, the last one. It is written twice where
 // another mode turns out shorter than LQ2, which is rare, rather than kept in registers.
-template <uint32_t kExponentBits, uint32_t kBytes>
-__device__ __forceinline__ Coded encode_dense(EncodeMemory<kBytes>& memory, const EncodeStreams& to,
-                                              uint32_t (&e)[8], bool fast, uint32_t given,
-                                              uint32_t missing, BlockSummary& summary,
-                                              uint8_t* plane) {
+template <uint32_t kExponentBits>
+__device__ __forceinline__ Coded encode_dense(const EncodeStreams& to, uint32_t (&e)[8], bool fast,
+                                              uint32_t given, uint32_t missing,
+                                              BlockSummary& summary, uint8_t* plane) {
   constexpr uint32_t kLongest = 128 * (kExponentBits - 2);
-  clear_stage(memory, to.lane);
+  clear_stage<kDenseStageBytes>(to.stage, to.lane);
   __syncwarp();
   Coded coded;
   Crowd crowd{};
@@ -524,7 +523,7 @@ __device__ __forceinline__ Coded encode_dense(EncodeMemory<kBytes>& memory, cons
     }
   }
   if (lq3_units < best) {
-    clear_stage(memory, to.lane);
+    clear_stage<kDenseStageBytes>(to.stage, to.lane);
     __syncwarp();
     encode_lq3(to, e, c3, low);
     coded.mode = frame::kLq3;

@@ -19,12 +19,13 @@ struct RawCoder {
   static constexpr bool kHasPayload = false;
   static constexpr uint32_t kTiles = kTilesAtOnce;
   static constexpr bool kLoadsEarly = true;
+  static constexpr uint32_t kStages = 1;
   using Memory = NoMemory;
 
   __device__ static __forceinline__ Coded encode(const EncodeJob& job, const Source<kWidth>& source,
                                                  FirstRows<kWidth>& rows, uint8_t* slab, Memory&,
-                                                 const Move*, uint32_t warp, uint32_t lane,
-                                                 BlockSummary& summary) {
+                                                 uint32_t, const Move*, uint32_t warp,
+                                                 uint32_t lane, BlockSummary& summary) {
     uint64_t sum = 0;
     constexpr uint32_t kAtOnce = kRowsAtOnce<kWidth>;
 #pragma unroll
@@ -56,12 +57,13 @@ struct BitsCoder {
   static constexpr bool kMayBeLiteral = true;
   static constexpr uint32_t kTiles = kTilesAtOnce;
   static constexpr bool kLoadsEarly = true;
+  static constexpr uint32_t kStages = 1;
   using Memory = BitmapMemory;
 
   __device__ static __forceinline__ Coded encode(const EncodeJob& job, const Source<kWidth>& source,
                                                  FirstRows<kWidth>& rows, uint8_t*, Memory& memory,
-                                                 const Move*, uint32_t warp, uint32_t lane,
-                                                 BlockSummary& summary) {
+                                                 uint32_t, const Move*, uint32_t warp,
+                                                 uint32_t lane, BlockSummary& summary) {
     uint64_t sum = 0;
     uint32_t bitmap = 0, others = 0;
     load_late<kLoadsEarly>(source, 0, lane, rows);
@@ -91,7 +93,7 @@ struct BitsCoder {
 
   __device__ static __forceinline__ void write(const EncodeJob&, uint32_t, const Coded& coded,
                                                const Memory& memory, uint8_t* to, uint32_t lane) {
-    write_staged(coded, memory, to, lane);
+    write_staged(coded.units, memory.stage, to, lane);
   }
 };
 
@@ -103,12 +105,13 @@ struct IntsCoder {
   static constexpr bool kMayBeLiteral = true;
   static constexpr uint32_t kTiles = kTilesAtOnce;
   static constexpr bool kLoadsEarly = false;  // a row at a time, and each twice
+  static constexpr uint32_t kStages = 1;
   using Memory = NoMemory;
   using Word = typename WordOf<kWidth>::type;
 
   __device__ static __forceinline__ Coded encode(const EncodeJob& job, const Source<kWidth>& source,
-                                                 FirstRows<kWidth>&, uint8_t*, Memory&, const Move*,
-                                                 uint32_t warp, uint32_t lane,
+                                                 FirstRows<kWidth>&, uint8_t*, Memory&, uint32_t,
+                                                 const Move*, uint32_t warp, uint32_t lane,
                                                  BlockSummary& summary) {
     uint64_t sum = 0;
     // Signed integers are compared with their sign bit turned over.

@@ -178,6 +178,31 @@ __device__ __forceinline__ uint32_t add_from_below(uint32_t number, uint32_t dis
 #endif
 }
 
+// Lane 0 adds to a word of global memory; returns what it was, 0 in other lanes. Of atomicAdd the
+// compiler makes one addition for all lanes that are there and shuffles what it was, which waits
+// for it at once; so the address looks as if it were not the same in all lanes.
+__device__ __forceinline__ uint32_t add_of_first_lane(uint32_t* word, uint32_t number,
+                                                      uint32_t lane) {
+#if defined(MEMSWAP_CUDA_EMULATOR)
+  return lane == 0 ? atomicAdd(word, number) : 0;
+#else
+  uint32_t before = 0;
+  asm volatile(
+      "{\n\t"
+      ".reg .pred first;\n\t"
+      ".reg .b64 at;\n\t"
+      "setp.eq.u32 first, %3, 0;\n\t"
+      "mul.wide.u32 at, %3, 4;\n\t"
+      "add.s64 at, at, %1;\n\t"
+      "@first atom.global.add.u32 %0, [at], %2;\n\t"
+      "}"
+      : "+r"(before)
+      : "l"(word), "r"(number), "r"(lane)
+      : "memory");
+  return before;
+#endif
+}
+
 // counts: byte q says how many elements of row q the lane marks, at most 8. A row's sum may be 256
 // and carry into the next byte; the subtraction of the own count takes every such carry back, and
 // what is left is at most 248 per row.
