@@ -173,8 +173,8 @@ cudaError_t launch_tiles(Kernel<Job>& kernel, const Job& job, const memswap_laun
     return error;
   }
   blocks = where.max_processors != 0 ? std::min(where.max_processors, blocks) : blocks;
-  return launch(kernel.function, job, std::min(job.tiles, blocks), kTileThreads,
-                kernel.shared_bytes, where.stream);
+  return launch(kernel.function, job, std::min({job.tiles, blocks, kMostThreadBlocks}),
+                kTileThreads, kernel.shared_bytes, where.stream);
 }
 
 cudaError_t launch_job(const memswap_encode_job& job, const memswap_launch& where) {

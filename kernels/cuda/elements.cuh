@@ -117,6 +117,33 @@ __device__ __forceinline__ void load_rows(const Source<kWidth>& source, uint32_t
   }
 }
 
+// The first rows of a block, as many as are fetched at once.
+template <uint32_t kWidth>
+using FirstRows = uint32_t[kRowsAtOnce<kWidth>][kRowWords<kWidth>];
+
+// Asks for the first rows of a block before its turn comes, where vectors can be read: load_late
+// reads what is missing then.
+template <uint32_t kWidth>
+__device__ __forceinline__ void load_early(const Source<kWidth>& source, uint32_t lane,
+                                           FirstRows<kWidth>& rows) {
+  if (source.vectors) {
+#pragma unroll
+    for (uint32_t i = 0; i < kRowsAtOnce<kWidth>; ++i) {
+      load_vectors(source, i, lane, rows[i]);
+    }
+  }
+}
+
+// The rows from `row` on. The first ones are there if kLoadedEarly, where load_early could read
+// them.
+template <bool kLoadedEarly, uint32_t kWidth>
+__device__ __forceinline__ void load_late(const Source<kWidth>& source, uint32_t row, uint32_t lane,
+                                          FirstRows<kWidth>& rows) {
+  if (!kLoadedEarly || row != 0 || !source.vectors) {
+    load_rows(source, row, lane, rows);
+  }
+}
+
 template <uint32_t kWidth>
 __device__ __forceinline__ void load_row(const Source<kWidth>& source, uint32_t row, uint32_t lane,
                                          uint32_t (&words)[kRowWords<kWidth>]) {

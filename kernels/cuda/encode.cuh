@@ -9,32 +9,41 @@
 
 namespace memswap::cuda {
 
-// Of a block, for the warp that gathers what its tile says of it.
-struct BlockSummary {
-  uint32_t coded;     // Record::pack
-  uint32_t hint;      // adds to center_sum
-  uint32_t zeros;     // adds to zeros
-  uint64_t checksum;  // adds to the tile's
-};
-
-template <class Memory>
-struct alignas(16) EncodeShared {
-  Memory warps[frame::kTileBlocks];
-  Move compact[16];
+// What the warps of a tile tell each other.
+struct EncodedTile {
   BlockSummary blocks[frame::kTileBlocks];
   uint8_t centers[frame::kTileBlocks];
   uint32_t place[frame::kTileBlocks];  // of the payloads, units in `area`
   uint8_t* area;                       // null: there is no room
-  // What this tile's threads have gathered for the frame's header.
+};
+
+template <class Coder>
+struct alignas(16) EncodeShared {
+  typename Coder::Memory warps[frame::kTileBlocks];
+  Move compact[16];
+  EncodedTile tiles[Coder::kStages];
+  // What this thread block has gathered for the frame's header.
   uint32_t finished_tiles;
   uint32_t mode_count[frame::kModeCounts];
   unsigned long long zeros, center_sum, overflow_used;
 };
 
-template <uint32_t kBytes>
-__device__ __forceinline__ EncodeStreams streams_of(EncodeMemory<kBytes>& memory,
+template <class Memory>
+__device__ __forceinline__ EncodeStreams streams_of(Memory& memory, uint32_t stage,
                                                     const Move* compact, uint32_t lane) {
-  return {memory.symbols, memory.stage, memory.positions, compact, kBytes, lane};
+  return {memory.symbols, memory.stages[stage], memory.positions,
+          compact,        Memory::kStageBytes,  lane};
+}
+
+// The block's part of the tile's checksum, from its lanes'.
+__device__ __forceinline__ void keep_checksum(const EncodeJob& job, uint64_t of_lane, uint32_t lane,
+                                              BlockSummary& summary) {
+  if (job.checked) {
+    const uint64_t checksum = add_lanes_of_block(of_lane);
+    if (lane == 0) {
+      summary.checksum = checksum;
+    }
+  }
 }
 
 // Atomics on the header's 64-bit fields.
@@ -71,8 +80,8 @@ __device__ inline uint32_t header_word(const EncodeJob& job, uint32_t word) {
   }
 }
 
-template <class Memory>
-__device__ void clear_gathered(EncodeShared<Memory>& shared, const Tile& tile) {
+template <class Coder>
+__device__ void clear_gathered(EncodeShared<Coder>& shared, const Tile& tile) {
   if (tile.thread < frame::kModeCounts) {
     shared.mode_count[tile.thread] = 0;
   } else if (tile.thread == frame::kModeCounts) {
@@ -85,8 +94,8 @@ __device__ void clear_gathered(EncodeShared<Memory>& shared, const Tile& tile) {
 // warp's atomics come before its lane 0's fence (the barrier), and that before its addition to the
 // finished tiles; the last addition comes before that lane's second fence, and that before what its
 // warp reads (the second barrier). That warp makes the header of the slot, and the slot 0 again.
-template <class Memory>
-__device__ void finish_tiles(const EncodeShared<Memory>& shared, const EncodeJob& job,
+template <class Coder>
+__device__ void finish_tiles(const EncodeShared<Coder>& shared, const EncodeJob& job,
                              uint32_t lane) {
   uint32_t finished = 0;
   __syncwarp();
@@ -112,8 +121,8 @@ __device__ void finish_tiles(const EncodeShared<Memory>& shared, const EncodeJob
 
 // Adds what was gathered to the header: a handful of atomics for a whole run of tiles. All of a
 // tile's atomics on counters, take_position's as well, are of its first warp.
-template <class Memory>
-__device__ void add_gathered(const EncodeShared<Memory>& shared, const Tile& tile,
+template <class Coder>
+__device__ void add_gathered(const EncodeShared<Coder>& shared, const Tile& tile,
                              const EncodeJob& job) {
   if (tile.warp != 0) {
     return;
@@ -148,20 +157,27 @@ struct Position {
 // limit, the position is void, and the cursor is put down to the limit, never below it: taking the
 // addition back could hand out again what another tile got in between. So the tile that does not
 // fit ends the area, and at most one tile's payload of room is lost.
-template <class Memory>
-__device__ Position take_position(EncodeShared<Memory>& shared, const EncodeJob& job,
-                                  uint32_t units) {
-  frame::Header& header = *job.counters;
+//
+// The cursor in var is the low word of var_used: it never passes 32 bits, because each thread block
+// has put it down to the limit before it adds again.
+inline constexpr uint32_t kMostUnitsOfTile = frame::kTileBlocks * frame::Record::kUnitsMask;
+static_assert(frame::kMaxBaseUnits + uint64_t{kMostThreadBlocks} * kMostUnitsOfTile <= ~0u);
+__device__ __forceinline__ uint32_t* cursor_of(const EncodeJob& job) {
+  return reinterpret_cast<uint32_t*>(&job.counters->var_used);
+}
+
+// The position of a tile of `units`, from what the cursor was.
+template <class Coder>
+__device__ Position position_at(EncodeShared<Coder>& shared, const EncodeJob& job, uint32_t base,
+                                uint32_t units) {
+  const uint32_t limit = static_cast<uint32_t>(job.var_limit);
   if (units == 0) {
     return {0, job.var};
   }
-  const unsigned long long limit = job.var_limit;
-  const unsigned long long base =
-      atomicAdd(counter(header.var_used), static_cast<unsigned long long>(units));
   if (base + units <= limit) {
-    return {static_cast<uint32_t>(base), job.var};
+    return {base, job.var};
   }
-  atomicMin(counter(header.var_used), limit);
+  atomicMin(cursor_of(job), limit);
   if (job.overflow != nullptr) {
     const unsigned long long over =
         atomicAdd(job.overflow_cursor, static_cast<unsigned long long>(units));
@@ -171,65 +187,106 @@ __device__ Position take_position(EncodeShared<Memory>& shared, const EncodeJob&
     }
     atomicMin(job.overflow_cursor, static_cast<unsigned long long>(job.overflow_capacity));
   }
-  atomicOr(&header.status, uint32_t{frame::kNoRoom});
+  atomicOr(&job.counters->status, uint32_t{frame::kNoRoom});
   return {0, nullptr};
 }
 
-// The first warp of the tile: positions, the record, and what the header will say.
-template <class Memory>
-__device__ void finish_tile(EncodeShared<Memory>& shared, const EncodeJob& job, uint32_t tile_index,
-                            uint32_t lane) {
-  const BlockSummary mine = lane < frame::kTileBlocks ? shared.blocks[lane] : BlockSummary{};
-  const uint32_t units = mine.coded & frame::Record::kUnitsMask;
-  const uint32_t mode = mine.coded >> frame::Record::kModeShift;
+// Lane i's block of a tile; none for the lanes behind.
+__device__ __forceinline__ uint32_t coded_of(const EncodedTile& encoded, uint32_t lane) {
+  return lane < frame::kTileBlocks ? encoded.blocks[lane].coded : 0;
+}
+
+__device__ __forceinline__ uint32_t* record_of(const EncodeJob& job, uint32_t tile_index) {
+  return reinterpret_cast<uint32_t*>(job.records + uint64_t{tile_index} * frame::kRecordBytes);
+}
+
+// The tile's first warp: adds to the cursor. Returns what it was to lane 0, for place_payloads.
+__device__ __forceinline__ uint32_t ask_position(const EncodedTile& encoded, const EncodeJob& job,
+                                                 uint32_t lane) {
+  const uint32_t units =
+      __reduce_add_sync(kAllLanes, coded_of(encoded, lane) & frame::Record::kUnitsMask);
+  return add_of_first_lane(cursor_of(job), units, lane);
+}
+
+// The tile's first warp: where the payloads stand.
+template <class Coder>
+__device__ __forceinline__ void place_payloads(EncodeShared<Coder>& shared, EncodedTile& encoded,
+                                               const EncodeJob& job, uint32_t tile_index,
+                                               uint32_t before, uint32_t lane) {
+  const uint32_t units = coded_of(encoded, lane) & frame::Record::kUnitsMask;
   uint32_t end = units;
 #pragma unroll
   for (uint32_t distance = 1; distance < frame::kTileBlocks; distance *= 2) {
-    const uint32_t other = __shfl_up_sync(kAllLanes, end, distance);
-    end += lane >= distance ? other : 0;
+    end = add_from_below(end, distance, lane);
   }
   const uint32_t total = __shfl_sync(kAllLanes, end, frame::kTileBlocks - 1);
   Position position{};
   if (lane == 0) {
-    position = take_position(shared, job, total);
-    shared.area = position.area;
+    position = position_at(shared, job, before, total);
+    encoded.area = position.area;
+    record_of(job, tile_index)[0] = position.base;
   }
   const uint32_t base = __shfl_sync(kAllLanes, position.base, 0);
-  const uint32_t zeros = __reduce_add_sync(kAllLanes, mine.zeros);
-  const uint32_t hints = __reduce_add_sync(kAllLanes, mine.hint);
-  const uint64_t checksum = add_blocks_of_tile(mine.checksum);
-  if (mode != frame::kNone) {
-    atomicAdd(&shared.mode_count[mode - 1], 1u);
-  }
-  const uint32_t next = __shfl_down_sync(kAllLanes, mine.coded, 1);
-  uint32_t* record =
-      reinterpret_cast<uint32_t*>(job.records + uint64_t{tile_index} * frame::kRecordBytes);
-  if (lane == 0) {
-    shared.zeros += zeros;
-    shared.center_sum += hints;
-    record[0] = base;
-    record[7] = static_cast<uint32_t>(checksum % frame::kChecksumPrime);
-  }
   if (lane < frame::kTileBlocks) {
-    shared.place[lane] = (base & ~frame::kBaseInOverflow) + end - units;
-    if (lane % 2 == 0) {
-      record[1 + lane / 2] = mine.coded | next << 16;
+    encoded.place[lane] = (base & ~frame::kBaseInOverflow) + end - units;
+  }
+}
+
+// What else the record says, and what the header will say: of a tile's second and third warp, which
+// have nothing else to do for all of it.
+template <class Coder>
+__device__ __forceinline__ void describe_tile(EncodeShared<Coder>& shared,
+                                              const EncodedTile& encoded, const EncodeJob& job,
+                                              uint32_t tile_index, const Tile& tile) {
+  uint32_t* record = record_of(job, tile_index);
+  const uint32_t lane = tile.lane;
+  const bool has_block = lane < frame::kTileBlocks;
+  if (tile.warp == 1) {
+    const uint32_t coded = coded_of(encoded, lane);
+    const uint32_t zeros = __reduce_add_sync(kAllLanes, has_block ? encoded.blocks[lane].zeros : 0);
+    const uint32_t hints = __reduce_add_sync(kAllLanes, has_block ? encoded.blocks[lane].hint : 0);
+    const uint32_t mode = coded >> frame::Record::kModeShift;
+    if (mode != frame::kNone) {
+      atomicAdd(&shared.mode_count[mode - 1], 1u);
     }
-    if (lane % 4 == 0) {
-      record[5 + lane / 4] = reinterpret_cast<const uint32_t*>(shared.centers)[lane / 4];
+    if (lane == 0) {
+      shared.zeros += zeros;
+      shared.center_sum += hints;
+    }
+    const uint32_t next = __shfl_down_sync(kAllLanes, coded, 1);
+    if (has_block && lane % 2 == 0) {
+      record[1 + lane / 2] = coded | next << 16;
+    }
+    if (has_block && lane % 4 == 0) {
+      record[5 + lane / 4] = reinterpret_cast<const uint32_t*>(encoded.centers)[lane / 4];
+    }
+  } else if (tile.warp == 2) {
+    const uint64_t checksum = add_blocks_of_tile(has_block ? encoded.blocks[lane].checksum : 0);
+    if (lane == 0) {
+      record[7] = static_cast<uint32_t>(checksum % frame::kChecksumPrime);
     }
   }
 }
 
-// [Note: fetching ahead]: the block, or the first 4 KB of it.
-template <uint32_t kWidth>
-__device__ __forceinline__ void fetch_ahead(const EncodeJob& job, uint32_t tile_index,
-                                            uint32_t warp, uint32_t lane) {
-  constexpr uint32_t kBlockBytes = frame::kBlockElements * kWidth;
-  const uint64_t at =
-      (uint64_t{tile_index} * frame::kTileBlocks + warp) * kBlockBytes + lane * kLineBytes;
-  if (lane * kLineBytes < kBlockBytes && at < job.elements * kWidth) {
-    fetch_ahead(job.input + at);
+// [Note: fetching ahead]: the block's first rows to registers, and to the L2 what follows them, or
+// 4 KB of it.
+template <class Coder>
+__device__ __forceinline__ void fetch_ahead(const EncodeJob& job, uint32_t block, uint32_t lane,
+                                            FirstRows<Coder::kWidth>& rows) {
+  constexpr uint32_t kWidth = Coder::kWidth;
+  if (block >= job.blocks) {
+    return;
+  }
+  const Source<kWidth> source(job.input, job.elements, block);
+  if constexpr (Coder::kLoadsEarly) {
+    load_early(source, lane, rows);
+  }
+  constexpr uint32_t kEarlyRows = Coder::kLoadsEarly ? kRowsAtOnce<kWidth> : 0;
+  if constexpr (kEarlyRows < kRows) {
+    const uint32_t element = kEarlyRows * kRowElements + lane * (kLineBytes / kWidth);
+    if (element < source.count) {
+      fetch_ahead(source.first + element * kWidth);
+    }
   }
 }
 
@@ -263,81 +320,146 @@ __device__ __forceinline__ void write_literal(const Source<kWidth>& source,
   }
 }
 
+// The payload from where it was staged.
+__device__ __forceinline__ void write_staged(uint32_t units, const uint32_t* stage, uint8_t* to,
+                                             uint32_t lane) {
+  const uint2* from = reinterpret_cast<const uint2*>(stage);
+#pragma unroll 1  // once or twice: the compiler would prepare for more
+  for (uint32_t i = lane; i < units; i += kLanes) {
+    reinterpret_cast<uint2*>(to)[i] = from[i];
+  }
+}
+
+// A warp's block of a tile, which tells the others of it; then the warp's next block is on its way.
+template <class Coder>
+__device__ __forceinline__ Coded encode_block(EncodeShared<Coder>& shared, const EncodeJob& job,
+                                              uint32_t block, uint32_t next, uint32_t stage,
+                                              FirstRows<Coder::kWidth>& rows, const Tile& tile) {
+  EncodedTile& encoded = shared.tiles[stage];
+  BlockSummary& summary = encoded.blocks[tile.warp];
+  if (tile.lane == 0) {
+    summary = {};
+  }
+  Coded coded{};
+  if (block < job.blocks) {
+    const Source<Coder::kWidth> source(job.input, job.elements, block);
+    uint8_t* slab = job.frame + frame::kHeaderBytes + uint64_t{block} * Coder::kSlabBytes;
+    coded = Coder::encode(job, source, rows, slab, shared.warps[tile.warp], stage, shared.compact,
+                          tile.warp, tile.lane, summary);
+  }
+  fetch_ahead<Coder>(job, next, tile.lane, rows);
+  if (tile.lane == 0) {
+    summary.coded = frame::Record::pack(coded.mode, coded.units, coded.packed);
+    encoded.centers[tile.warp] = static_cast<uint8_t>(coded.center);
+  }
+  return coded;
+}
+
+// Writes the payload of a block whose tile has its position.
+template <class Coder>
+__device__ __forceinline__ void write_block(EncodeShared<Coder>& shared, const EncodeJob& job,
+                                            uint32_t block, uint32_t stage, const Coded& coded,
+                                            const Tile& tile) {
+  const EncodedTile& encoded = shared.tiles[stage];
+  if (encoded.area == nullptr || block >= job.blocks) {
+    return;
+  }
+  uint8_t* to = to_global(encoded.area) + uint64_t{encoded.place[tile.warp]} * frame::kUnitBytes;
+  if (Coder::kMayBeLiteral && coded.mode == frame::kLiteral) {
+    write_literal<Coder::kWidth, Coder::kSlabBytes>(
+        Source<Coder::kWidth>(job.input, job.elements, block),
+        job.frame + frame::kHeaderBytes + uint64_t{block} * Coder::kSlabBytes, to, tile.lane);
+  } else if constexpr (Coder::kStages == 2) {
+    write_staged(coded.units, shared.warps[tile.warp].stages[stage], to, tile.lane);
+  } else {
+    Coder::write(job, block, coded, shared.warps[tile.warp], to, tile.lane);
+  }
+}
+
 template <class Coder>
 __global__ void __launch_bounds__(kTileThreads, Coder::kTiles)
     encode_tiles(const __grid_constant__ EncodeJob job) {
-  using Shared = EncodeShared<typename Coder::Memory>;
   const Tile tile = this_tile();
-  Shared& shared = shared_of<Shared>();
-  fetch_ahead<Coder::kWidth>(job, blockIdx.x, tile.warp, tile.lane);
+  auto& shared = shared_of<EncodeShared<Coder>>();
+  FirstRows<Coder::kWidth> rows;
+  // One number says which tile it is, too.
+  uint32_t block = blockIdx.x * frame::kTileBlocks + tile.warp;
+  const uint32_t stride = gridDim.x * frame::kTileBlocks;
+  fetch_ahead<Coder>(job, block, tile.lane, rows);
   if (tile.thread < 16) {
     shared.compact[tile.thread] = compact_move(tile.thread);
   }
   clear_gathered(shared, tile);
   __syncthreads();
-  for (uint32_t tile_index = blockIdx.x; tile_index < job.tiles; tile_index += gridDim.x) {
-    const uint32_t block = tile_index * frame::kTileBlocks + tile.warp;
-    typename Coder::Memory& memory = shared.warps[tile.warp];
-    BlockSummary summary{};
-    Coded coded{};
-    if (block < job.blocks) {
-      const Source<Coder::kWidth> source(job.input, job.elements, block);
-      uint8_t* slab = job.frame + frame::kHeaderBytes + uint64_t{block} * Coder::kSlabBytes;
-      coded = Coder::encode(job, source, slab, memory, shared.compact, tile.warp, tile.lane,
-                            summary.checksum);
-      summary.coded = frame::Record::pack(coded.mode, coded.units, coded.packed);
-      summary.hint = coded.hint;
-      summary.zeros = coded.zeros;
-      if (job.checked) {
-        summary.checksum = add_lanes_of_block(summary.checksum);
+  // A frame without elements has a tile, so that its header is written, but no record.
+  const bool has_records = job.blocks != 0;
+  if constexpr (Coder::kStages == 1) {
+    for (; block / frame::kTileBlocks < job.tiles; block += stride) {
+      const uint32_t tile_index = block / frame::kTileBlocks;
+      EncodedTile& encoded = shared.tiles[0];
+      const Coded coded = encode_block(shared, job, block, block + stride, 0, rows, tile);
+      __syncthreads();
+      if (has_records) {
+        if (tile.warp == 0) {
+          const uint32_t before = Coder::kHasPayload ? ask_position(encoded, job, tile.lane) : 0;
+          place_payloads(shared, encoded, job, tile_index, before, tile.lane);
+        }
+        describe_tile(shared, encoded, job, tile_index, tile);
+      }
+      if (tile.thread == 0) {
+        ++shared.finished_tiles;
+      }
+      __syncthreads();
+      if constexpr (Coder::kHasPayload) {
+        write_block(shared, job, block, 0, coded, tile);
+        __syncwarp();  // the next block overwrites what was written
       }
     }
-    if (tile.lane == 0) {
-      shared.blocks[tile.warp] = summary;
-      shared.centers[tile.warp] = static_cast<uint8_t>(coded.center);
-    }
-    __syncthreads();
-    // A frame without elements has a tile, so that its header is written, but no record.
-    if (tile.warp == 0 && job.blocks != 0) {
-      finish_tile(shared, job, tile_index, tile.lane);
-    }
-    if (tile.thread == 0) {
-      ++shared.finished_tiles;
-    }
-    __syncthreads();
-    if constexpr (Coder::kHasPayload) {
-      if (shared.area != nullptr && block < job.blocks) {
-        uint8_t* to =
-            to_global(shared.area) + uint64_t{shared.place[tile.warp]} * frame::kUnitBytes;
-        if (Coder::kMayBeLiteral && coded.mode == frame::kLiteral) {
-          write_literal<Coder::kWidth, Coder::kSlabBytes>(
-              Source<Coder::kWidth>(job.input, job.elements, block),
-              job.frame + frame::kHeaderBytes + uint64_t{block} * Coder::kSlabBytes, to, tile.lane);
-        } else {
-          Coder::write(job, block, coded, memory, to, tile.lane);
+  } else {
+    // [Note: two stages] A tile's payloads are written while the next tile's are in the other
+    // stage, so that no warp waits for the cursor: it is asked behind the barrier that follows the
+    // blocks, and looked at when the first warp has encoded its next block. What is said of a tile
+    // is read between that barrier and the next, and overwritten behind that.
+    uint32_t stage = 0, before = 0;
+    for (bool is_first = true;; is_first = false, block += stride, stage ^= 1) {
+      const bool is_behind = block / frame::kTileBlocks >= job.tiles;
+      if (!is_behind) {
+        encode_block(shared, job, block, block + stride, stage, rows, tile);
+      }
+      if (tile.warp == 0 && !is_first && has_records) {
+        place_payloads(shared, shared.tiles[stage ^ 1], job, (block - stride) / frame::kTileBlocks,
+                       before, tile.lane);
+      }
+      __syncthreads();
+      if (!is_behind && has_records) {
+        if (tile.warp == 0) {
+          before = ask_position(shared.tiles[stage], job, tile.lane);
         }
+        describe_tile(shared, shared.tiles[stage], job, block / frame::kTileBlocks, tile);
+      }
+      if (!is_first) {
+        Coded coded{};
+        const uint32_t said = shared.tiles[stage ^ 1].blocks[tile.warp].coded;
+        coded.mode = said >> frame::Record::kModeShift;
+        coded.units = said & frame::Record::kUnitsMask;
+        write_block(shared, job, block - stride, stage ^ 1, coded, tile);
+      }
+      if (is_behind) {
+        break;
+      }
+      if (tile.thread == 0) {
+        ++shared.finished_tiles;
       }
       __syncwarp();  // the next block overwrites what was written
     }
   }
-  // All that the first warp gathered: the others have passed the last tile's second barrier.
+  // All that the first warp gathered: the others have passed a barrier behind the last tile.
   add_gathered(shared, tile, job);
-}
-
-// The payload from where it was staged.
-template <class Memory>
-__device__ __forceinline__ void write_staged(const Coded& coded, const Memory& memory, uint8_t* to,
-                                             uint32_t lane) {
-  const uint2* from = reinterpret_cast<const uint2*>(memory.stage);
-#pragma unroll 1  // once or twice: the compiler would prepare for more
-  for (uint32_t i = lane; i < coded.units; i += kLanes) {
-    reinterpret_cast<uint2*>(to)[i] = from[i];
-  }
 }
 
 template <class Coder>
 EncodeKernel* encode_kernel() {
-  constexpr uint32_t kSharedOfTile = sizeof(EncodeShared<typename Coder::Memory>);
+  constexpr uint32_t kSharedOfTile = sizeof(EncodeShared<Coder>);
   static_assert(kLeastTiles * (kSharedOfTile + kReservedBytes) <= kSharedBytes);
   static EncodeKernel kernel(encode_tiles<Coder>, kSharedOfTile);
   return &kernel;

@@ -2,28 +2,42 @@
 #include "encode.cuh"
 
 namespace memswap::cuda {
+
+// For what is loaded early, beside what dtypes take that have parts of bytes: with nvcc 13.0's
+// allocation for sm_100 and later they would spill.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+inline constexpr bool kHasRegisters = false;
+#else
+inline constexpr bool kHasRegisters = true;
+#endif
+
 template <frame::Dtype kDtype>
 struct DenseCoder {
   using Parts = Float<kDtype>;
-  using Memory = EncodeMemory<kDenseStageBytes>;
+  static constexpr uint32_t kStages = 2;
+  using Memory = EncodeMemory<kDenseStageBytes, kStages>;
   static constexpr uint32_t kWidth = Parts::kWidth;
   static constexpr uint32_t kSlabBytes = frame::slab_bytes(kDtype, frame::Shape::kDense);
   static constexpr bool kHasPayload = true;
   static constexpr bool kMayBeLiteral = false;
   static constexpr uint32_t kTiles = kTilesAtOnce;
+  static constexpr bool kLoadsEarly = kHasRegisters || kWidth > 2 || kDtype == frame::Dtype::kBf16;
 
   __device__ static __forceinline__ Coded encode(const EncodeJob& job, const Source<kWidth>& source,
-                                                 uint8_t* slab, Memory& memory, const Move* compact,
-                                                 uint32_t warp, uint32_t lane, uint64_t& checksum) {
+                                                 FirstRows<kWidth>& rows, uint8_t* slab,
+                                                 Memory& memory, uint32_t stage,
+                                                 const Move* compact, uint32_t warp, uint32_t lane,
+                                                 BlockSummary& summary) {
+    uint64_t sum = 0;
     constexpr uint32_t kAtOnce = kRowsAtOnce<kWidth>;
-    uint32_t e[8], rows[kAtOnce][Parts::kWords];
+    uint32_t e[8];
     [[maybe_unused]] uint32_t rest[8];
 #pragma unroll
     for (uint32_t row = 0; row < kRows; ++row) {
       if (row % kAtOnce == 0) {
-        load_rows(source, row, lane, rows);
+        load_late<kLoadsEarly>(source, row, lane, rows);
         if (job.checked) {
-          checksum += checksum_rows<kWidth>(rows, warp, row, lane);
+          sum += checksum_rows<kWidth>(rows, warp, row, lane);
         }
       }
       const auto& words = rows[row % kAtOnce];
@@ -39,20 +53,13 @@ struct DenseCoder {
         rest[2 * row + h] = Parts::rest(top[h]);
       }
     }
+    keep_checksum(job, sum, lane, summary);
     if constexpr (Parts::kRestBits != 0) {
       store_planes(slab + Parts::kLowPlanes * frame::kBlockElements, rest, Parts::kRestBits, lane);
     }
-    uint32_t low[2];
-    Coded coded = encode_dense<Parts::kSplit.exponent_bits>(
-        memory, streams_of(memory, compact, lane), e, job.fast, job.center, low);
-    store_pair(slab + kSlabBytes - frame::kLowPlaneBytes + lane * 8, low[0], low[1]);
-    coded.zeros -= frame::kBlockElements - source.count;
-    return coded;
-  }
-
-  __device__ static __forceinline__ void write(const EncodeJob&, uint32_t, const Coded& coded,
-                                               const Memory& memory, uint8_t* to, uint32_t lane) {
-    write_staged(coded, memory, to, lane);
+    return encode_dense<Parts::kSplit.exponent_bits>(
+        streams_of(memory, stage, compact, lane), e, job.fast, job.center,
+        frame::kBlockElements - source.count, summary, slab + kSlabBytes - frame::kLowPlaneBytes);
   }
 };
 
@@ -61,22 +68,27 @@ struct UpcastCoder {
   static constexpr uint32_t kWidth = 4;
   static constexpr uint32_t kSlabBytes =
       frame::slab_bytes(frame::Dtype::kFp32, frame::Shape::kUpcast);
-  using Memory = EncodeMemory<kDenseStageBytes>;
+  static constexpr uint32_t kStages = 2;
+  using Memory = EncodeMemory<kDenseStageBytes, kStages>;
   static constexpr bool kHasPayload = true;
   static constexpr bool kMayBeLiteral = true;
   static constexpr uint32_t kTiles = kTilesAtOnce;
+  static constexpr bool kLoadsEarly = true;
 
   __device__ static __forceinline__ Coded encode(const EncodeJob& job, const Source<kWidth>& source,
-                                                 uint8_t* slab, Memory& memory, const Move* compact,
-                                                 uint32_t warp, uint32_t lane, uint64_t& checksum) {
+                                                 FirstRows<kWidth>& rows, uint8_t* slab,
+                                                 Memory& memory, uint32_t stage,
+                                                 const Move* compact, uint32_t warp, uint32_t lane,
+                                                 BlockSummary& summary) {
+    uint64_t sum = 0;
     constexpr uint32_t kAtOnce = kRowsAtOnce<kWidth>;
-    uint32_t e[8], mantissas[8], low_halves = 0, rows[kAtOnce][kRowWords<kWidth>];
+    uint32_t e[8], mantissas[8], low_halves = 0;
 #pragma unroll
     for (uint32_t row = 0; row < kRows; ++row) {
       if (row % kAtOnce == 0) {
-        load_rows(source, row, lane, rows);
+        load_late<kLoadsEarly>(source, row, lane, rows);
         if (job.checked) {
-          checksum += checksum_rows<kWidth>(rows, warp, row, lane);
+          sum += checksum_rows<kWidth>(rows, warp, row, lane);
         }
       }
       const auto& words = rows[row % kAtOnce];
@@ -93,6 +105,7 @@ struct UpcastCoder {
         e[2 * row + h] = top[h];
       }
     }
+    keep_checksum(job, sum, lane, summary);
     if (__any_sync(kAllLanes, (low_halves & 0xffffu) != 0)) {
       return literal<kWidth, kSlabBytes>();
     }
@@ -100,17 +113,9 @@ struct UpcastCoder {
     for (uint32_t row = 0; row < kRows; ++row) {
       store_bytes(slab, row, lane, mantissas[2 * row], mantissas[2 * row + 1]);
     }
-    uint32_t low[2];
-    Coded coded =
-        encode_dense<8>(memory, streams_of(memory, compact, lane), e, job.fast, job.center, low);
-    store_pair(slab + kSlabBytes - frame::kLowPlaneBytes + lane * 8, low[0], low[1]);
-    coded.zeros -= frame::kBlockElements - source.count;
-    return coded;
-  }
-
-  __device__ static __forceinline__ void write(const EncodeJob&, uint32_t, const Coded& coded,
-                                               const Memory& memory, uint8_t* to, uint32_t lane) {
-    write_staged(coded, memory, to, lane);
+    return encode_dense<8>(streams_of(memory, stage, compact, lane), e, job.fast, job.center,
+                           frame::kBlockElements - source.count, summary,
+                           slab + kSlabBytes - frame::kLowPlaneBytes);
   }
 };
 

@@ -13,11 +13,11 @@ inline constexpr uint32_t kDenseStageBytes = 800;
 inline constexpr uint32_t kTooLong = 0x7fff;  // bytes: longer than any payload that can win
 
 // A warp's share of the shared memory.
-template <uint32_t kBytes>
+template <uint32_t kBytes, uint32_t kStages>
 struct alignas(16) EncodeMemory {
   static constexpr uint32_t kStageBytes = kBytes;
   uint32_t symbols[frame::kBlockElements / 4];  // v of every element, [Note: lanes' bytes]
-  uint32_t stage[kBytes / 4];                   // the payload, until the tile has its position
+  uint32_t stages[kStages][kBytes / 4];         // payloads, until their tiles have positions
   uint16_t positions[kPositions];               // of elements that need a nibble
   static_assert(kBytes % 16 == 0);
 };
@@ -35,11 +35,11 @@ struct EncodeStreams {
 };
 
 template <uint32_t kBytes>
-__device__ __forceinline__ void clear_stage(EncodeMemory<kBytes>& memory, uint32_t lane) {
+__device__ __forceinline__ void clear_stage(uint32_t* stage, uint32_t lane) {
 #pragma unroll
   for (uint32_t i = 0; i < kBytes / 16; i += kLanes) {
     if (i + lane < kBytes / 16) {
-      reinterpret_cast<uint4*>(memory.stage)[i + lane] = make_uint4(0, 0, 0, 0);
+      reinterpret_cast<uint4*>(stage)[i + lane] = make_uint4(0, 0, 0, 0);
     }
   }
 }
@@ -119,15 +119,15 @@ struct Near {
 
 inline constexpr uint32_t kBias = 0x80808080;
 
-// LQ2: L0 as a plane in `low`, the streams from byte `begin` of the stage on, which is clear there.
-// Returns the byte behind the streams; kTooLong says that FW with all bits is shorter, and that the
-// streams are incomplete. Only elements marked in `valid` (byte q: row q) are coded if kSome.
-// Leaves v xor kBias in `symbols`.
+// LQ2: L0 as a plane in `low`, where kSome is false also to `plane`, the streams from byte `begin`
+// of the stage on, which is clear there. Returns the byte behind the streams; kTooLong says that FW
+// with all bits is shorter, and that the streams are incomplete. Only elements marked in `valid`
+// (byte q: row q) are coded if kSome. Leaves v xor kBias in `symbols`.
 template <bool kSome>
 __device__ __forceinline__ uint32_t encode_lq2(const EncodeStreams& to, const uint32_t (&e)[8],
                                                Near near, uint32_t center, uint32_t valid,
-                                               uint32_t begin, uint32_t longest,
-                                               uint32_t (&low)[2]) {
+                                               uint32_t begin, uint32_t longest, uint32_t (&low)[2],
+                                               [[maybe_unused]] uint8_t* plane = nullptr) {
   const uint32_t centers = bytes_of(center & 0xffu);
   uint32_t t[8], rows[kRows];  // rows: 128 * mask of who has a code
   if (near.holds(center & 0xffu)) {
@@ -160,6 +160,9 @@ __device__ __forceinline__ uint32_t encode_lq2(const EncodeStreams& to, const ui
       low[h] |= (t[i] & 0x03030303u & spread_top_bits(coded[h])) << (2 * row);
     }
     rows[row] = gather_row(coded[0], coded[1]);
+  }
+  if constexpr (!kSome) {
+    store_pair(plane + to.lane * 8, low[0], low[1]);
   }
   // Byte q: who has a symbol in S1.
   uint32_t first = ~join_rows(rows);
@@ -438,39 +441,48 @@ __device__ __forceinline__ bool find_window(const uint32_t (&e)[8], uint32_t lan
   return true;
 }
 
+// Of a block, for the warp that gathers what its tile says of it: in shared memory, written by the
+// block's lane 0 as soon as it is known, so that it takes no registers of what follows.
+struct BlockSummary {
+  uint32_t coded;     // Record::pack
+  uint32_t hint;      // adds to center_sum
+  uint32_t zeros;     // adds to zeros
+  uint64_t checksum;  // adds to the tile's
+};
+
 // How a block was coded. The payload is in the stage, or is made when its place is known.
 struct Coded {
   uint32_t mode;
   uint32_t units;
   uint32_t center;
-  uint32_t hint;   // what the block adds to center_sum
-  uint32_t zeros;  // missing elements included
   bool packed = false;
   uint32_t masks = 0;    // shape sparse: the survivors; byte q: row q
   uint64_t minimum = 0;  // shape ints
 };
 
-// A dense block. `given`: the centre of the fast profile.
-template <uint32_t kExponentBits, uint32_t kBytes>
-__device__ __forceinline__ Coded encode_dense(EncodeMemory<kBytes>& memory, const EncodeStreams& to,
-                                              uint32_t (&e)[8], bool fast, uint32_t given,
-                                              uint32_t (&low)[2]) {
+// A dense block. `given`: the centre of the fast profile. `missing`: elements of the 1024 that are
+// not there, which have become 0. `plane`: of the slab, the last one. It is written twice where
+// another mode turns out shorter than LQ2, which is rare, rather than kept in registers.
+template <uint32_t kExponentBits>
+__device__ __forceinline__ Coded encode_dense(const EncodeStreams& to, uint32_t (&e)[8], bool fast,
+                                              uint32_t given, uint32_t missing,
+                                              BlockSummary& summary, uint8_t* plane) {
   constexpr uint32_t kLongest = 128 * (kExponentBits - 2);
-  clear_stage(memory, to.lane);
+  clear_stage<kDenseStageBytes>(to.stage, to.lane);
   __syncwarp();
   Coded coded;
   Crowd crowd{};
-  uint32_t bits = kExponentBits, fw_center = given;
+  uint32_t bits = kExponentBits, fw_center = given, zeros = 0;
   bool is_scattered = false;
   coded.center = given;
   Near near;
   if (fast) {
     near = find_extremes(e);
-    coded.zeros = near.min == 0 ? count_zeros(e) : 0;
+    zeros = near.min == 0 ? count_zeros(e) : 0;
   } else {
     const Exponents all = measure(e);
     near = {all.max, all.min};
-    coded.zeros = all.zeros;
+    zeros = all.zeros;
     crowd = crowd_of(all);
     if constexpr (kExponentBits == 8) {
       if (is_spread(crowd)) {
@@ -481,13 +493,16 @@ __device__ __forceinline__ Coded encode_dense(EncodeMemory<kBytes>& memory, cons
     fw_center = all.max;
     bits = max(32 - __clz(all.max - all.min), 2);
   }
-  coded.hint = coded.center;
+  if (to.lane == 0) {
+    summary.hint = coded.center;
+    summary.zeros = zeros - missing;
+  }
   coded.mode = frame::kLq2;
   coded.units = kTooLong;
   const uint32_t fw_units = 16 * (bits - 2);
-  uint32_t lq3_units = kTooLong, best = fw_units, c3 = 0;
+  uint32_t low[2], lq3_units = kTooLong, best = fw_units, c3 = 0;
   if (!is_scattered) {
-    const uint32_t bytes = encode_lq2<false>(to, e, near, coded.center, 0, 0, kLongest, low);
+    const uint32_t bytes = encode_lq2<false>(to, e, near, coded.center, 0, 0, kLongest, low, plane);
     coded.units = (bytes + 7) / 8;
     best = min(coded.units, fw_units);
     // LQ3 has a plane of 16 units, and among equals it comes last.
@@ -508,7 +523,7 @@ __device__ __forceinline__ Coded encode_dense(EncodeMemory<kBytes>& memory, cons
     }
   }
   if (lq3_units < best) {
-    clear_stage(memory, to.lane);
+    clear_stage<kDenseStageBytes>(to.stage, to.lane);
     __syncwarp();
     encode_lq3(to, e, c3, low);
     coded.mode = frame::kLq3;
@@ -519,7 +534,10 @@ __device__ __forceinline__ Coded encode_dense(EncodeMemory<kBytes>& memory, cons
     coded.mode = frame::kFw2 + bits - 2;
     coded.units = fw_units;
     coded.center = fw_center;
+  } else {
+    return coded;
   }
+  store_pair(plane + to.lane * 8, low[0], low[1]);
   return coded;
 }
 

@@ -18,19 +18,22 @@ struct RawCoder {
   static constexpr uint32_t kSlabBytes = frame::kBlockElements * kWidth;
   static constexpr bool kHasPayload = false;
   static constexpr uint32_t kTiles = kTilesAtOnce;
+  static constexpr bool kLoadsEarly = true;
+  static constexpr uint32_t kStages = 1;
   using Memory = NoMemory;
 
   __device__ static __forceinline__ Coded encode(const EncodeJob& job, const Source<kWidth>& source,
-                                                 uint8_t* slab, Memory&, const Move*, uint32_t warp,
-                                                 uint32_t lane, uint64_t& checksum) {
+                                                 FirstRows<kWidth>& rows, uint8_t* slab, Memory&,
+                                                 uint32_t, const Move*, uint32_t warp,
+                                                 uint32_t lane, BlockSummary& summary) {
+    uint64_t sum = 0;
     constexpr uint32_t kAtOnce = kRowsAtOnce<kWidth>;
-    uint32_t rows[kAtOnce][kRowWords<kWidth>];
 #pragma unroll
     for (uint32_t row = 0; row < kRows; ++row) {
       if (row % kAtOnce == 0) {
-        load_rows(source, row, lane, rows);
+        load_late<kLoadsEarly>(source, row, lane, rows);
         if (job.checked) {
-          checksum += checksum_rows<kWidth>(rows, warp, row, lane);
+          sum += checksum_rows<kWidth>(rows, warp, row, lane);
         }
       }
       const auto& words = rows[row % kAtOnce];
@@ -40,6 +43,7 @@ struct RawCoder {
         store_pair(to + 4 * i, words[i], words[i + 1]);
       }
     }
+    keep_checksum(job, sum, lane, summary);
     Coded coded{};
     coded.mode = frame::kLiteral;
     return coded;
@@ -52,16 +56,21 @@ struct BitsCoder {
   static constexpr bool kHasPayload = true;
   static constexpr bool kMayBeLiteral = true;
   static constexpr uint32_t kTiles = kTilesAtOnce;
+  static constexpr bool kLoadsEarly = true;
+  static constexpr uint32_t kStages = 1;
   using Memory = BitmapMemory;
 
   __device__ static __forceinline__ Coded encode(const EncodeJob& job, const Source<kWidth>& source,
-                                                 uint8_t*, Memory& memory, const Move*,
-                                                 uint32_t warp, uint32_t lane, uint64_t& checksum) {
-    uint32_t bitmap = 0, others = 0, rows[kRows][kRowWords<kWidth>];
-    load_rows(source, 0, lane, rows);
+                                                 FirstRows<kWidth>& rows, uint8_t*, Memory& memory,
+                                                 uint32_t, const Move*, uint32_t warp,
+                                                 uint32_t lane, BlockSummary& summary) {
+    uint64_t sum = 0;
+    uint32_t bitmap = 0, others = 0;
+    load_late<kLoadsEarly>(source, 0, lane, rows);
     if (job.checked) {
-      checksum += checksum_rows<kWidth>(rows, warp, 0, lane);
+      sum += checksum_rows<kWidth>(rows, warp, 0, lane);
     }
+    keep_checksum(job, sum, lane, summary);
 #pragma unroll
     for (uint32_t row = 0; row < kRows; ++row) {
       const auto& words = rows[row];
@@ -84,7 +93,7 @@ struct BitsCoder {
 
   __device__ static __forceinline__ void write(const EncodeJob&, uint32_t, const Coded& coded,
                                                const Memory& memory, uint8_t* to, uint32_t lane) {
-    write_staged(coded, memory, to, lane);
+    write_staged(coded.units, memory.stage, to, lane);
   }
 };
 
@@ -95,12 +104,16 @@ struct IntsCoder {
   static constexpr bool kHasPayload = true;
   static constexpr bool kMayBeLiteral = true;
   static constexpr uint32_t kTiles = kTilesAtOnce;
+  static constexpr bool kLoadsEarly = false;  // a row at a time, and each twice
+  static constexpr uint32_t kStages = 1;
   using Memory = NoMemory;
   using Word = typename WordOf<kWidth>::type;
 
   __device__ static __forceinline__ Coded encode(const EncodeJob& job, const Source<kWidth>& source,
-                                                 uint8_t*, Memory&, const Move*, uint32_t warp,
-                                                 uint32_t lane, uint64_t& checksum) {
+                                                 FirstRows<kWidth>&, uint8_t*, Memory&, uint32_t,
+                                                 const Move*, uint32_t warp, uint32_t lane,
+                                                 BlockSummary& summary) {
+    uint64_t sum = 0;
     // Signed integers are compared with their sign bit turned over.
     const Word bias = frame::is_signed(static_cast<frame::Dtype>(job.dtype))
                           ? static_cast<Word>(Word{1} << (8 * kWidth - 1))
@@ -111,7 +124,7 @@ struct IntsCoder {
       uint32_t words[kRowWords<kWidth>];
       load_row(source, row, lane, words);
       if (job.checked) {
-        checksum += checksum_row<kWidth>(words, warp, row, lane);
+        sum += checksum_row<kWidth>(words, warp, row, lane);
       }
 #pragma unroll
       for (uint32_t i = 0; i < kLaneColumns; ++i) {
@@ -122,6 +135,7 @@ struct IntsCoder {
         }
       }
     }
+    keep_checksum(job, sum, lane, summary);
     reduce(low, high);
     const Word minimum = low ^ bias;
     const uint64_t range = static_cast<Word>(high - low);

@@ -11,6 +11,7 @@ struct SparseCoder {
   static constexpr bool kHasPayload = true;
   static constexpr bool kMayBeLiteral = true;
   static constexpr uint32_t kTiles = kTilesAtOnce;
+  static constexpr bool kLoadsEarly = false;  // a row at a time, and each twice
   static constexpr uint32_t kLiteralBytes = frame::kBlockElements * kWidth;
   // Many byte planes would take the room of other tiles: they are written when their place is
   // known.
@@ -23,18 +24,22 @@ struct SparseCoder {
       (Parts::kLowPlanes - kStagedPlanes) * frame::kBlockElements + frame::kLowPlaneBytes + 256 +
       512;
   static constexpr uint32_t kStageBytes = (kStreamBytes + 16 + 15) / 16 * 16;
-  using Memory = EncodeMemory<kStageBytes>;
+  static constexpr uint32_t kStages = 1;
+  using Memory = EncodeMemory<kStageBytes, kStages>;
 
   __device__ static __forceinline__ Coded encode(const EncodeJob& job, const Source<kWidth>& source,
-                                                 uint8_t*, Memory& memory, const Move* compact,
-                                                 uint32_t warp, uint32_t lane, uint64_t& checksum) {
-    uint32_t masks = 0, negatives = 0;  // survivors, and zeros with a sign; byte q: row q
-#pragma unroll 1                        // four rows at once would take too many registers
+                                                 FirstRows<kWidth>&, uint8_t*, Memory& memory,
+                                                 uint32_t, const Move* compact, uint32_t warp,
+                                                 uint32_t lane, BlockSummary& summary) {
+    uint64_t sum = 0;
+    uint32_t masks = 0,
+             negatives = 0;  // survivors, and zeros with a sign; byte q: row q
+#pragma unroll 1             // four rows at once would take too many registers
     for (uint32_t row = 0; row < kRows; ++row) {
       uint32_t words[Parts::kWords], low[Parts::kLowWords], top[2];
       load_row(source, row, lane, words);
       if (job.checked) {
-        checksum += checksum_row<kWidth>(words, warp, row, lane);
+        sum += checksum_row<kWidth>(words, warp, row, lane);
       }
       Parts::split(words, low, top);
 #pragma unroll
@@ -54,16 +59,20 @@ struct SparseCoder {
         negatives |= (gather_flags(lowest & 0x01010101u) & ~here) << (8 * row + 4 * h);
       }
     }
+    keep_checksum(job, sum, lane, summary);
     const Ranks ranks = rank_rows(count_rows(masks), lane);
     const uint32_t survivors = ranks.total;
-    clear_stage(memory, lane);
+    if (lane == 0) {
+      summary.zeros = source.count - survivors;
+    }
+    clear_stage<kStageBytes>(memory.stages[0], lane);
 #pragma unroll
     for (uint32_t i = 0; i < 8; ++i) {
       memory.symbols[i * kLanes + lane] = 0;
     }
     __syncwarp();
 
-    uint8_t* stage = reinterpret_cast<uint8_t*>(memory.stage);
+    uint8_t* stage = reinterpret_cast<uint8_t*>(memory.stages[0]);
     const WrittenBitmap bitmap = write_bitmap(stage, masks, lane);
     scatter<true, !kPlanesLater>(source, masks, ranks, stage + bitmap.bytes,
                                  reinterpret_cast<uint8_t*>(memory.symbols), lane);
@@ -95,7 +104,7 @@ struct SparseCoder {
     const uint32_t begin = signs + (has_signs ? (frame::kBlockElements - survivors + 7) / 8 : 0);
     __syncwarp();  // bytes were stored into words to which bits are added now
     if (has_signs) {
-      write_signs(memory.stage, signs, masks, negatives, ranks, lane);
+      write_signs(memory.stages[0], signs, masks, negatives, ranks, lane);
     }
     uint32_t low[2];
     Coded coded;
@@ -105,19 +114,18 @@ struct SparseCoder {
         find_window(e, lane, crowd);
       }
     }
-    coded.center = coded.hint = center_of(crowd, canonical::kLq2Eighths);
-    behind = encode_lq2<true>(streams_of(memory, compact, lane), e, {all.max, all.min},
+    coded.center = center_of(crowd, canonical::kLq2Eighths);
+    behind = encode_lq2<true>(streams_of(memory, 0, compact, lane), e, {all.max, all.min},
                               coded.center, valid, begin, ~0u, low);
     coded.mode = has_signs ? frame::kSignedZeros : frame::kZeros;
     coded.units = (behind + bytes_later + 7) / 8;
     coded.masks = masks;
-    coded.zeros = source.count - survivors;
     coded.packed = bitmap.is_packed;
     if (coded.units >= kLiteralBytes / frame::kUnitBytes) {
-      const uint32_t zeros = coded.zeros;
-      coded = literal<kWidth, kSlabBytes>();
-      coded.zeros = zeros;
-      return coded;
+      return literal<kWidth, kSlabBytes>();
+    }
+    if (lane == 0) {
+      summary.hint = coded.center;
     }
 #pragma unroll
     for (uint32_t row = 0; row < kRows; ++row) {
@@ -136,11 +144,11 @@ struct SparseCoder {
                                                const Coded& coded, const Memory& memory,
                                                uint8_t* to, uint32_t lane) {
     if constexpr (!kPlanesLater) {
-      write_staged(coded, memory, to, lane);
+      write_staged(coded.units, memory.stages[0], to, lane);
       return;
     }
     const Ranks ranks = rank_rows(count_rows(coded.masks), lane);
-    const uint8_t* staged = reinterpret_cast<const uint8_t*>(memory.stage);
+    const uint8_t* staged = reinterpret_cast<const uint8_t*>(memory.stages[0]);
     const uint32_t bitmap = coded.packed ? packed_bytes(coded.masks) : frame::kBitmapBytes;
     const uint32_t planes = Parts::kLowPlanes * ranks.total;
     for (uint32_t i = lane; i < bitmap; i += kLanes) {

@@ -73,6 +73,9 @@ struct Kernel {
 using EncodeKernel = Kernel<EncodeJob>;
 using DecodeKernel = Kernel<DecodeJob>;
 
+// More than any device holds at once.
+inline constexpr uint32_t kMostThreadBlocks = 1 << 16;
+
 // Shared memory of a processor, and what each thread block takes of it beside its own, where there
 // is least of what we support: compute capability 8.0. (8.6 and 8.9 have 99 KiB and 16 warps less.)
 inline constexpr uint32_t kSharedBytes = 164 * 1024;

@@ -32,9 +32,11 @@ __device__ __forceinline__ Pointer to_global(Pointer pointer) {
   return pointer;
 }
 
-// [Note: fetching ahead] The first tile of a thread block waits for one thing after another: the
-// frame's header, the record, the payload. What does not depend on them is asked for meanwhile. A
-// small tensor has only first tiles; behind others' tiles it does not matter.
+// [Note: fetching ahead] A decoder's first tile waits for one thing after another: the frame's
+// header, the record, the payload. What does not depend on them is asked for meanwhile. For each
+// later tile the record has come to the L2 two tiles before, slab and payload one tile before. An
+// encoder asks for a block as soon as the warp's block before it is coded, when its registers are
+// free again: the block arrives while the tile gets its position and its payloads are written.
 inline constexpr uint32_t kLineBytes = 128;
 __device__ __forceinline__ void fetch_ahead(const uint8_t* memory) {
 #if defined(MEMSWAP_CUDA_EMULATOR)
@@ -174,6 +176,31 @@ __device__ __forceinline__ uint32_t add_from_below(uint32_t number, uint32_t dis
       : "+r"(number)
       : "r"(distance));
   return number;
+#endif
+}
+
+// Lane 0 adds to a word of global memory; returns what it was, 0 in other lanes. Of atomicAdd the
+// compiler makes one addition for all lanes that are there and shuffles what it was, which waits
+// for it at once; so the address looks as if it were not the same in all lanes.
+__device__ __forceinline__ uint32_t add_of_first_lane(uint32_t* word, uint32_t number,
+                                                      uint32_t lane) {
+#if defined(MEMSWAP_CUDA_EMULATOR)
+  return lane == 0 ? atomicAdd(word, number) : 0;
+#else
+  uint32_t before = 0;
+  asm volatile(
+      "{\n\t"
+      ".reg .pred first;\n\t"
+      ".reg .b64 at;\n\t"
+      "setp.eq.u32 first, %3, 0;\n\t"
+      "mul.wide.u32 at, %3, 4;\n\t"
+      "add.s64 at, at, %1;\n\t"
+      "@first atom.global.add.u32 %0, [at], %2;\n\t"
+      "}"
+      : "+r"(before)
+      : "l"(word), "r"(number), "r"(lane)
+      : "memory");
+  return before;
 #endif
 }
 

@@ -134,6 +134,9 @@ inline uint32_t atomicAdd(uint32_t* at, uint32_t value) {
 inline unsigned long long atomicAdd(unsigned long long* at, unsigned long long value) {
   return emulator::atomic(at, [=](unsigned long long old) { return old + value; });
 }
+inline uint32_t atomicMin(uint32_t* at, uint32_t value) {
+  return emulator::atomic(at, [=](uint32_t old) { return old < value ? old : value; });
+}
 inline unsigned long long atomicMin(unsigned long long* at, unsigned long long value) {
   return emulator::atomic(at, [=](unsigned long long old) { return old < value ? old : value; });
 }
