@@ -88,39 +88,6 @@ __device__ __forceinline__ void fetch_ahead(const DecodeJob& job, uint32_t tile_
   }
 }
 
-// The same of a later tile, and its payload, whose place the record says: that was asked for one
-// tile before, and is read here.
-__device__ __forceinline__ void fetch_ahead(const DecodeFrame& frame, const DecodeJob& job,
-                                            uint32_t tile_index, const Tile& tile) {
-  if (tile_index >= job.tiles) {
-    return;
-  }
-  const uint8_t* records = to_global(frame.records);
-  const uint64_t at = uint64_t{tile_index} * frame::kRecordBytes;
-  const frame::Record& said = *reinterpret_cast<const frame::Record*>(records + at);
-  const uint32_t base = said.base;
-  const uint32_t coded = tile.lane < frame::kTileBlocks ? said.block[tile.lane] : 0;
-  const uint32_t block = tile_index * frame::kTileBlocks + tile.warp;
-  const uint32_t line = tile.lane * kLineBytes;
-  if (line < frame.slab_bytes && block < frame.blocks) {
-    fetch_ahead(job.frame + frame::kHeaderBytes + uint64_t{block} * frame.slab_bytes + line);
-  }
-  if (tile.lane == kLanes - 1 && job.tiles - tile_index > gridDim.x) {
-    fetch_ahead(records + at + uint64_t{gridDim.x} * frame::kRecordBytes);
-  }
-  const uint32_t units = coded & frame::Record::kUnitsMask;
-  const uint32_t before = __reduce_add_sync(kAllLanes, tile.lane < tile.warp ? units : 0);
-  const uint32_t own = __shfl_sync(kAllLanes, units, tile.warp);
-  const bool in_overflow = (base & frame::kBaseInOverflow) != 0;
-  const uint64_t unit =
-      uint64_t{base & ~frame::kBaseInOverflow} + before + line / frame::kUnitBytes;
-  // A payload may begin anywhere in a line: what is behind its last whole one is another's.
-  if (line < own * frame::kUnitBytes &&
-      unit < (in_overflow ? job.overflow_capacity : frame.var_capacity)) {
-    fetch_ahead(to_global(in_overflow ? job.overflow : frame.var) + unit * frame::kUnitBytes);
-  }
-}
-
 // Reads the record of a tile, all of it, before anything is read through it. Lane i < 8 looks at
 // block i.
 __device__ __forceinline__ BlockRecord read_record(const DecodeFrame& frame, const DecodeJob& job,
@@ -192,7 +159,6 @@ __global__ void __launch_bounds__(kTileThreads, Decoder::kTiles)
   uint32_t parity = 0;
   for (uint32_t tile_index = blockIdx.x; tile_index < job.tiles; tile_index += gridDim.x) {
     const BlockRecord record = read_record(found, job, tile_index, tile.warp, tile.lane);
-    fetch_ahead(found, job, tile_index + gridDim.x, tile);
     const uint32_t block = tile_index * frame::kTileBlocks + tile.warp;
     uint64_t checksum = 0;
     uint32_t wrong = record.damaged ? frame::kBadRecord : frame::kOk;

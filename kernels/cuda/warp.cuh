@@ -33,10 +33,9 @@ __device__ __forceinline__ Pointer to_global(Pointer pointer) {
 }
 
 // [Note: fetching ahead] A decoder's first tile waits for one thing after another: the frame's
-// header, the record, the payload. What does not depend on them is asked for meanwhile. For each
-// later tile the record has come to the L2 two tiles before, slab and payload one tile before. An
-// encoder asks for a block as soon as the warp's block before it is coded, when its registers are
-// free again: the block arrives while the tile gets its position and its payloads are written.
+// header, the record, the payload. What does not depend on them is asked for meanwhile. An encoder
+// asks for a block as soon as the warp's block before it is coded, when its registers are free
+// again: the block arrives while the tile gets its position and its payloads are written.
 inline constexpr uint32_t kLineBytes = 128;
 __device__ __forceinline__ void fetch_ahead(const uint8_t* memory) {
 #if defined(MEMSWAP_CUDA_EMULATOR)
