@@ -337,6 +337,8 @@ def all_at_once(device: Any, make: Any, pool: Any, scales: bool, **options: Any)
 def test_everything_around_the_steps_of_every_optimizer(device, new_pool, name, form):
     if form == "fused" and device.type not in ("cpu", "cuda"):
         pytest.skip("torch has fused steps for CPU and CUDA")
+    if name in ("Adafactor", "Adagrad") and torch.__version__ < "2.13":
+        pytest.skip("torch's own step fails: on CUDA, and after a group is added")
     make = maker(name, form)
     room = 3 * 200 if name == "Adafactor" else ROOM
     scales = name != "Rprop"  # whose state has the gradient's sign: nothing to scale
