@@ -347,7 +347,9 @@ __device__ __forceinline__ Coded encode_block(EncodeShared<Coder>& shared, const
     coded = Coder::encode(job, source, rows, slab, shared.warps[tile.warp], stage, shared.compact,
                           tile.warp, tile.lane, summary);
   }
-  fetch_ahead<Coder>(job, next, tile.lane, rows);
+  if constexpr (Coder::kFetchesNext) {
+    fetch_ahead<Coder>(job, next, tile.lane, rows);
+  }
   if (tile.lane == 0) {
     summary.coded = frame::Record::pack(coded.mode, coded.units, coded.packed);
     encoded.centers[tile.warp] = static_cast<uint8_t>(coded.center);

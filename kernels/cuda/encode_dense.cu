@@ -22,6 +22,7 @@ struct DenseCoder {
   static constexpr bool kMayBeLiteral = false;
   static constexpr uint32_t kTiles = kTilesAtOnce;
   static constexpr bool kLoadsEarly = kHasRegisters || kWidth > 2 || kDtype == frame::Dtype::kBf16;
+  static constexpr bool kFetchesNext = true;
 
   __device__ static __forceinline__ Coded encode(const EncodeJob& job, const Source<kWidth>& source,
                                                  FirstRows<kWidth>& rows, uint8_t* slab,
@@ -74,6 +75,7 @@ struct UpcastCoder {
   static constexpr bool kMayBeLiteral = true;
   static constexpr uint32_t kTiles = kTilesAtOnce;
   static constexpr bool kLoadsEarly = true;
+  static constexpr bool kFetchesNext = true;
 
   __device__ static __forceinline__ Coded encode(const EncodeJob& job, const Source<kWidth>& source,
                                                  FirstRows<kWidth>& rows, uint8_t* slab,

@@ -19,6 +19,7 @@ struct RawCoder {
   static constexpr bool kHasPayload = false;
   static constexpr uint32_t kTiles = kTilesAtOnce;
   static constexpr bool kLoadsEarly = true;
+  static constexpr bool kFetchesNext = true;
   static constexpr uint32_t kStages = 1;
   using Memory = NoMemory;
 
@@ -57,6 +58,7 @@ struct BitsCoder {
   static constexpr bool kMayBeLiteral = true;
   static constexpr uint32_t kTiles = kTilesAtOnce;
   static constexpr bool kLoadsEarly = true;
+  static constexpr bool kFetchesNext = true;
   static constexpr uint32_t kStages = 1;
   using Memory = BitmapMemory;
 
@@ -104,7 +106,8 @@ struct IntsCoder {
   static constexpr bool kHasPayload = true;
   static constexpr bool kMayBeLiteral = true;
   static constexpr uint32_t kTiles = kTilesAtOnce;
-  static constexpr bool kLoadsEarly = false;  // a row at a time, and each twice
+  static constexpr bool kLoadsEarly = false;   // a row at a time, and each twice
+  static constexpr bool kFetchesNext = false;  // an H100 encoded int64 by 6 to 14 % slower
   static constexpr uint32_t kStages = 1;
   using Memory = NoMemory;
   using Word = typename WordOf<kWidth>::type;

@@ -12,6 +12,7 @@ struct SparseCoder {
   static constexpr bool kMayBeLiteral = true;
   static constexpr uint32_t kTiles = kTilesAtOnce;
   static constexpr bool kLoadsEarly = false;  // a row at a time, and each twice
+  static constexpr bool kFetchesNext = true;
   static constexpr uint32_t kLiteralBytes = frame::kBlockElements * kWidth;
   // Many byte planes would take the room of other tiles: they are written when their place is
   // known.

@@ -227,7 +227,7 @@ def test_a_pool_without_room_keeps_and_says_so(device) -> None:
 @pytest.mark.accelerator
 @pytest.mark.filterwarnings("ignore:memswap. a storage")
 def test_an_arena_without_room_keeps_and_swaps_instead(device, engine_of, monkeypatch) -> None:
-    monkeypatch.setattr(transfer, "arena_budget", lambda device, iteration_bytes=0: 0)
+    monkeypatch.setattr(transfer, "arena_budget", lambda iteration_bytes: 0)
     opened = transfer.open_codec_lane
 
     def open_codec_lane(*arguments: Any) -> Any:

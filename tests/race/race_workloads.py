@@ -208,7 +208,7 @@ def open_small_arenas(monkeypatch: pytest.MonkeyPatch, nbytes: int, chunks: int 
         )
 
     monkeypatch.setattr(transfer, "open_codec_lane", open_codec_lane)
-    monkeypatch.setattr(transfer, "arena_budget", lambda device, iteration_bytes=0: nbytes)
+    monkeypatch.setattr(transfer, "arena_budget", lambda iteration_bytes: nbytes)
 
 
 @contextlib.contextmanager

@@ -66,23 +66,17 @@ def take_failure(lane: Lane | None) -> str:
 
 
 #: Device bytes for what does not fit into a frame's capacity, before anything is known about the
-#: model: so many, or this share of the device's memory; taken only as far as they are needed. In
-#: the first forward frames have a guessed capacity, and a host that is far ahead of the device sets
-#: the worst case aside for all of them.
+#: model; taken only as far as they are needed.
 FIRST_ARENA_BYTES = 256 << 20
-FIRST_ARENA_SHARE = 1 / 64
 
 #: The same as a share of what one forward saves. A bfloat16 frame sets 0.3 of its raw bytes aside
 #: until the host has seen its header, so this is for a third of a forward being under way.
 ARENA_SHARE = 1 / 8
 
 
-def arena_budget(device: torch.device, iteration_bytes: int = 0) -> int:
-    """Most bytes of a device's arena when a forward saves so many; 0: nobody knows yet."""
-    properties_of = getattr(torch.get_device_module(device), "get_device_properties", None)
-    total = properties_of(device).total_memory if properties_of is not None else 0
-    least = max(FIRST_ARENA_BYTES, int(total * FIRST_ARENA_SHARE))
-    return max(least, int(iteration_bytes * ARENA_SHARE))
+def arena_budget(iteration_bytes: int) -> int:
+    """Most bytes of a device's arena when a forward saves so many."""
+    return max(FIRST_ARENA_BYTES, int(iteration_bytes * ARENA_SHARE))
 
 
 def ordinary_pool() -> HostPool:
@@ -102,7 +96,7 @@ def open_codec_lane(
     """
     if device.type != "cpu":
         return native.StreamCodecLane(
-            device, max_leaving_bytes=FIRST_LEAVING_BYTES, arena_budget=arena_budget(device)
+            device, max_leaving_bytes=FIRST_LEAVING_BYTES, arena_budget=FIRST_ARENA_BYTES
         )
     # No workers: whoever waits does the work, on torch's own threads. They are as many as there are
     # processors, so a worker beside them would only make them wait for each other, and what it has

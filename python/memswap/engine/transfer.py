@@ -278,7 +278,7 @@ class Route:
         if isinstance(lane, native.StreamCodecLane):
             lane.set_overflow_room(self._overflow_room)
             if self._overflow_room is None:
-                lane.set_arena_budget(arena_budget(self.device, self._iteration_bytes))
+                lane.set_arena_budget(arena_budget(self._iteration_bytes))
 
     def arena_bytes(self) -> int:
         """Bytes of the device that are taken for what does not fit frames."""
