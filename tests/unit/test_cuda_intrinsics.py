@@ -190,6 +190,7 @@ OF_A_LANE: dict[str, Callable[..., int]] = {
         min(half(a, i), half(b, i)) << 16 * i for i in range(2)
     ),
     "add.u32 %r, %a, %b": lambda a, b: (a + b) % WORD,
+    "add.s64 %r, %a, %b": lambda a, b: (a + b) % 2**64,
     "sub.s32 %r, %a, %b": lambda a, b: (a - b) % WORD,
     "mad.lo.s32 %r, %a, %b, %c": lambda a, b, c: (a * b + c) % WORD,
     "mul.wide.u32 %r, %a, %b": lambda a, b: a * b,
@@ -221,6 +222,15 @@ def test_halves_compare_as_floats_as_bytes_do(ptx: ModuleType) -> None:
             choose(half(a, 0), half(b, 0)) | choose(half(a, 1), half(b, 1)) << 16
             for a, b in zip(*lanes, strict=True)
         ]
+
+
+def test_words_are_equal_where_all_their_bits_are(ptx: ModuleType) -> None:
+    first, second = operands(2)
+    second = [
+        a if lane % 3 == 0 else b for lane, (a, b) in enumerate(zip(first, second, strict=True))
+    ]
+    found = execute(ptx, "setp.eq.u32 %p, %a, %b", first, second)["%p"]
+    assert [bool(one) for one in found] == [a == b for a, b in zip(first, second, strict=True)]
 
 
 @pytest.mark.parametrize("by", [0, 1, 5, 16, 31])
@@ -291,6 +301,7 @@ def test_every_statement_that_the_kernels_write_themselves_is_compared() -> None
     assert {"prmt.b32", "lop3.b32", "shfl.sync.up.b32"} <= written.keys(), written
     compared = {statement.split()[0] for statement in OF_A_LANE}
     compared |= {"max.f16x2", "min.f16x2", "shfl.sync.up.b32", "prefetch.global.L2"}  # apart
+    compared |= {"setp.eq.u32", "atom.global.add.u32"}
     missing = {name: file for name, file in written.items() if name not in compared}
     assert not missing, f"{missing}: compare them with their definitions here"
 
