@@ -105,9 +105,7 @@ void ForwardGraph::visit(const OperatorCallPtr& maker) {
 }
 
 void ForwardGraph::add_saved(const RecipePlace& place, const SavedView& view,
-                             const StorageRef& storage, const OperatorCallPtr& maker,
-                             double most_extra) {
-  most_extra_ = most_extra;
+                             const StorageRef& storage, const OperatorCallPtr& maker) {
   const size_t which = node_of(view, storage.storage.getWeakStorageImpl());
   saved_.push_back(which);
   nodes_[which].place = place;
@@ -164,7 +162,7 @@ RecipeChoices ForwardGraph::choose(const WaitedBytes& waited, const Failed& fail
       storage.maker = node.maker;
     }
   }
-  const Fates fates = lowest_peak(graph, {.deepest = deepest_, .most_extra = most_extra_});
+  const Fates fates = lowest_peak(graph, {.deepest = deepest_});
 
   // At most `deepest_` in a row.
   std::vector<RecipeShapePtr> shapes(calls_.size());

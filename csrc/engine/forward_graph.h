@@ -67,10 +67,9 @@ class ForwardGraph {
   ForwardGraph(const OperatorLog& log, RecipeHost& host, int deepest)
       : log_(log), host_(host), deepest_(deepest) {}
 
-  // A storage is about to leave. `maker`: the call that made it, or nullptr. `most_extra`: see
-  // [Note: What a recipe keeps].
+  // A storage is about to leave. `maker`: the call that made it, or nullptr.
   void add_saved(const RecipePlace& place, const SavedView& view, const StorageRef& storage,
-                 const OperatorCallPtr& maker, double most_extra);
+                 const OperatorCallPtr& maker);
   // A storage is saved once more. Nothing, if it was not added.
   void add_again(const SavedView& view);
   // A tensor was saved for a recipe alone.
@@ -116,7 +115,6 @@ class ForwardGraph {
   std::vector<Node> nodes_;
   std::vector<Call> calls_;
   std::vector<size_t> saved_;  // nodes, in their order, as often as they are saved
-  double most_extra_ = 0;
   std::unordered_map<Id, size_t, IdHash> by_id_;
   std::unordered_map<const OperatorCall*, size_t> by_call_;
   std::unordered_set<Id, IdHash> held_;

@@ -15,9 +15,13 @@ namespace memswap {
 // that it makes, weighed as in the cut, come to less. But none is taken whose peak is higher than
 // where each storage is judged by itself, or where nothing is made again.
 
+// What may be saved for a recipe alone, as a share of the bytes that the recipe frees ([Note: What
+// a recipe keeps] in recipes.h).
+inline constexpr double kMostExtra = 0.75;
+
 struct ChoiceLimits {
-  int deepest = 8;           // calls in a row that a recipe may have
-  double most_extra = 0.75;  // see [Note: What a recipe keeps] in recipes.h
+  int deepest = 8;  // calls in a row that a recipe may have
+  double most_extra = kMostExtra;
 };
 
 // The fate of each storage. No call reads what it makes, also by way of others.

@@ -264,7 +264,7 @@ Recipes::Answer Recipes::offer(const StorageRefPtr& storage, const SavedView& vi
   OperatorCallPtr call = maker_of(view);
   const RecipeChoice* const chosen = most_extra > 0 ? choice_of(place, call) : nullptr;
   if (graph_ && most_extra > 0) {
-    graph_->add_saved(place, view, *storage, call, most_extra);
+    graph_->add_saved(place, view, *storage, call);
   }
   if (chosen != nullptr && !chosen->shape) {
     return watched(place);

@@ -7,6 +7,7 @@
 
 #include "batch.h"
 #include "engine.h"
+#include "lowest_peak.h"
 #include "recipe_host.h"
 #include "recipes.h"
 #include "recorder.h"
@@ -15,9 +16,7 @@ namespace memswap {
 
 namespace {
 
-// What may be saved for a recipe alone, as a share of the bytes that the recipe frees ([Note: What
-// a recipe keeps] in recipes.h). A plan knows of no storage that only a recipe keeps.
-constexpr double kMostExtra = 0.75;
+// In place of kMostExtra: a plan knows of no storage that only a recipe keeps.
 constexpr double kMostExtraPlanned = 0;
 
 Form form_of(Action action) {
