@@ -5,7 +5,7 @@
 // tiles before. So a task codes a chunk of tiles into its own staging, then waits until the chunks
 // before it have taken their positions, takes its own (some additions), lets the next one go on,
 // and only then copies the payloads. Chunks are taken in order, so the one waited for is always
-// running; the wait sleeps in the kernel where it is long.
+// running.
 #include <string.h>
 
 #include <atomic>
@@ -15,6 +15,7 @@
 #include "codec.h"
 #include "streaming.h"
 #include "tasks.h"
+#include "turns.h"
 
 namespace memswap::cpu {
 
@@ -82,13 +83,12 @@ class FrameEncoder {
       payload += uint64_t{workspace.tiles[i].units} * frame::kUnitBytes;
     }
 
-    wait_for_turn(chunk);
+    turns_.wait_for(chunk);
     for (uint32_t i = 0; i < count; ++i) {
       place(workspace.tiles[i]);
     }
     add_counters(counted);
-    turn_.store(chunk + 1, std::memory_order_release);
-    turn_.notify_all();
+    turns_.pass_to(chunk + 1);
 
     payload = workspace.payloads;
     for (uint32_t i = 0; i < count;) {
@@ -173,14 +173,6 @@ class FrameEncoder {
     }
   }
 
-  void wait_for_turn(uint32_t chunk) {
-    uint32_t turn = turn_.load(std::memory_order_acquire);
-    while (turn != chunk) {
-      turn_.wait(turn, std::memory_order_acquire);
-      turn = turn_.load(std::memory_order_acquire);
-    }
-  }
-
   void place(Tile& tile) {
     const uint64_t room = job_->var_capacity - header_.var_used;
     if (tile.units <= room && header_.var_used <= frame::kMaxBaseUnits) {
@@ -231,8 +223,8 @@ class FrameEncoder {
   EncodeBlocks encode_blocks_ = nullptr;
   Checksum checksum_ = nullptr;
   Copy copy_ = nullptr;
-  std::atomic<uint32_t> turn_{0};  // the chunk that may take positions
-  Header header_{};                // var_used, overflow_used, status, counters: by who has the turn
+  Turns turns_;      // of chunks, to take positions
+  Header header_{};  // var_used, overflow_used, status, counters: by who has the turn
 };
 
 }  // namespace
