@@ -23,6 +23,7 @@ from commit import commit
 
 from memswap.cli.arguments import Help
 from memswap.cli.bench.environment import describe_environment
+from memswap.cli.measure import settle_math_library
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
@@ -44,7 +45,11 @@ def stack_options(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen_device(name: str) -> torch.device:
-    """Return the device of ``--device`` with its number: of an accelerator the current one."""
+    """Return the device of ``--device`` with its number: of an accelerator the current one.
+
+    Trainings that the caller compares have the same bits from the first step on.
+    """
+    settle_math_library()
     device = torch.device(name)
     if device.type == "cpu" or device.index is not None:
         return device

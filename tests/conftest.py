@@ -47,6 +47,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Torch's first call into MKL is made on one thread: on two it may have other last bits than all
+    # that follow (memswap.cli.measure.settle_math_library).
+    torch.ones(16).sqrt()
     if config.getoption("--device") in SIMULATED:
         import simulator
 

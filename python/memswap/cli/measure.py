@@ -81,6 +81,17 @@ def same_bits(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
     return bool(torch.equal(*raw))
 
 
+def settle_math_library() -> None:
+    """Have this process make its first call into MKL on one thread.
+
+    Torch takes square roots, exponentials and others on a CPU from MKL. Where the first such call
+    of a process runs on two threads, one of them now and then computes its part with other kernels
+    (torch 2.13: one process in five): then the first step of AdamW has other last bits than the
+    same step in another process, or later. Whoever compares two trainings calls this first.
+    """
+    torch.ones(16).sqrt()
+
+
 def stats_as_dict(stats: memswap.Stats) -> dict[str, Any]:
     """Return memswap's account in plain dictionaries, for JSON and for another process."""
     account = {item.name: getattr(stats, item.name) for item in fields(stats)}

@@ -24,6 +24,7 @@ import memswap
 from memswap._native import native
 from memswap.cli.arguments import file, write
 from memswap.cli.bench.environment import describe_environment
+from memswap.cli.measure import settle_math_library
 from memswap.cli.model_options import check_device, default_device
 from memswap.cli.table import format_seconds
 
@@ -314,6 +315,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         return selftest_distributed.run(arguments)
     check_device(arguments.device)
+    settle_math_library()
     device = torch.device(arguments.device)
     if device.type != "cpu" and device.index is None:
         device = torch.device(device.type, torch.accelerator.current_device_index())

@@ -15,7 +15,12 @@ import torch
 import memswap
 from memswap.cli.corpus import Batches, read_corpus
 from memswap.cli.gpt import GPT
-from memswap.cli.measure import gradient_fingerprints, peak_process_bytes, stats_as_dict
+from memswap.cli.measure import (
+    gradient_fingerprints,
+    peak_process_bytes,
+    settle_math_library,
+    stats_as_dict,
+)
 from memswap.cli.progress import ProgressBar
 from memswap.planning.step import Step
 
@@ -134,6 +139,7 @@ def train(config: TrainingConfig, title: str) -> TrainingResult:
     torch.use_deterministic_algorithms(True)
     # Determinism would also fill every empty tensor, which costs time and changes no result here.
     torch.utils.deterministic.fill_uninitialized_memory = False
+    settle_math_library()
     torch.manual_seed(config.seed)
 
     device = torch.device(config.device)
