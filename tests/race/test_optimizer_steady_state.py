@@ -33,21 +33,22 @@ def test_a_steady_step_never_waits_on_the_host(schedule, room) -> None:
     assert waited == 0, f"the host waited {waited} times in a step"
 
 
+@pytest.mark.parametrize("steps", [300, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("action", "room"), [("swap", 3 * 8192), ("encode_swap", 3 * 8192), ("swap", 1)]
 )
-def test_three_hundred_steps_take_what_ten_took(action: str, room: int) -> None:
+def test_hundreds_of_steps_take_what_ten_took(action: str, room: int, steps: int) -> None:
     with laboratory(MATRIX[1]):
         model = new_model(DEVICE, depth=6, width=32)
         optimizer = maker("AdamW", "foreach")(model.parameters())
         pool = new_pool()
         manager = manage(optimizer, pool, action=memswap.Action(action), room=room)
         taken = []
-        for step in range(300):
+        for step in range(steps):
             optimizer.zero_grad()
             loss_of(model, DEVICE, step % 5).backward()
             optimizer.step()
-            if step in (10, 299):
+            if step in (10, steps - 1):
                 torch.accelerator.synchronize()
                 taken.append(
                     (
@@ -56,7 +57,7 @@ def test_three_hundred_steps_take_what_ten_took(action: str, room: int) -> None:
                         pool.statistics().blocks,
                     )
                 )
-        assert manager.statistics().steps == 300
+        assert manager.statistics().steps == steps
         optimizer.zero_grad()
         del model, optimizer, manager, pool
     assert taken[0] == taken[1], f"device allocations, slabs, blocks: {taken[0]}, then {taken[1]}"
