@@ -151,10 +151,11 @@ class Manager(Managed):
         managed = super().__repr__()
         if self._budget is None:
             return managed
-        budget = self._budget if isinstance(self._budget, str) else format_bytes(self._budget)
-        return (
-            f"{managed[:-1]}, budget {budget}, {'no plan yet' if self.plan is None else 'planned'}>"
-        )
+        planned = "no plan yet" if self.plan is None else "planned"
+        return f"{managed[:-1]}, budget {self._budget_as_asked()}, {planned}>"
+
+    def _budget_as_asked(self) -> str:
+        return self._budget if isinstance(self._budget, str) else format_bytes(self._budget or 0)
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -251,15 +252,25 @@ class Manager(Managed):
         return self._engine.window_stats()
 
     def report(self) -> Report:
-        """What is managed, and the statistics as a text table, bytes in MiB.
+        """What is managed, what is planned, and the statistics as a text table, bytes in MiB.
 
         As the last line of a notebook's cell it is shown as HTML.
         """
         made = super().report()
+        for line in reversed(self._describe_budget()):
+            made = made.below(line)
         if self._compiled:
             made = made.below(self._compiled)
         made = made.below(self._description)
         return made if self._optimizer is None else made.below(self._optimizer.report())
+
+    def _describe_budget(self) -> list[str]:
+        """What came of the budget, in a few lines; none without one."""
+        if self._budget is None:
+            return []
+        if self.plan is None:
+            return [f"budget {self._budget_as_asked()}: no plan yet, the first steps learn"]
+        return self.plan.summary().splitlines()
 
     def trace(self, folder: str | Path) -> list[Path]:
         """Write what a step of this training is without memswap, and as it is planned.
