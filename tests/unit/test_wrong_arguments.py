@@ -116,6 +116,21 @@ def optimizer() -> torch.optim.Optimizer:
         (lambda: memswap.describe(3), TypeError, "found int, expected an nn.Module"),  # type: ignore[arg-type]
         (lambda: memswap.parallel.shard(3, None), TypeError, "found int, expected an nn.Module"),  # type: ignore[arg-type, type-var]
         (
+            lambda: memswap.parallel.shard(MODEL, None, mp_policy="bf16"),  # type: ignore[arg-type]
+            TypeError,
+            "shard(mp_policy='bf16'): found str, expected a torch.distributed.fsdp.MixedPrecision",
+        ),
+        (
+            lambda: memswap.parallel.shard(MODEL, None, reshard_after_forward=2),  # type: ignore[arg-type]
+            TypeError,
+            "shard(reshard_after_forward=2): found int, expected True, False or None",
+        ),
+        (
+            lambda: memswap.parallel.shard(MODEL, None, ignored_params=torch.ones(1)),  # type: ignore[arg-type]
+            TypeError,
+            "found Tensor, expected parameters in a list or a set",
+        ),
+        (
             lambda: memswap.parallel.ContextParallel(ulysses="2"),  # type: ignore[arg-type]
             ValueError,
             "ulysses='2': expected 1 or more",

@@ -97,16 +97,6 @@ def shard(
             "storage that refuses to be read while its weights are elsewhere refuses for ever"
         )
     modules = _checked_modules(module)
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(
-            f"shard(mesh=...): found {type(mesh).__name__}, expected a DeviceMesh, such as "
-            "torch.distributed.device_mesh.init_device_mesh('cuda', (ranks,))"
-        )
-    if mesh.ndim > 2:
-        raise NotImplementedError(
-            f"shard(): found a mesh of {mesh.ndim} dimensions {mesh.mesh_dim_names}, expected 1 or "
-            "2 (replicate, shard); pass mesh['name'] or flatten it (mesh._flatten)"
-        )
     _check_options(
         reshard_after_forward=(
             reshard_after_forward,
@@ -135,6 +125,16 @@ def shard(
             "a memswap.parallel.ShardContext, or None",
         ),
     )
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"shard(mesh=...): found {type(mesh).__name__}, expected a DeviceMesh, such as "
+            "torch.distributed.device_mesh.init_device_mesh('cuda', (ranks,))"
+        )
+    if mesh.ndim > 2:
+        raise NotImplementedError(
+            f"shard(): found a mesh of {mesh.ndim} dimensions {mesh.mesh_dim_names}, expected 1 or "
+            "2 (replicate, shard); pass mesh['name'] or flatten it (mesh._flatten)"
+        )
     if residency not in ("use", "step"):
         raise ValueError(f"shard(): residency={residency!r}, expected 'use' or 'step'")
     policy = mp_policy or MixedPrecisionPolicy()
