@@ -177,6 +177,8 @@ struct Scope {
   py::object owner;  // the engine's object
   std::string unit;
   std::optional<Action> action;  // of all that is packed
+  // The reason that is counted for what `action` keeps.
+  std::string why_kept = "policy";
   int64_t group = Iteration::kNoGroup;
   int64_t packs = 0;                // calls of `pack`
   int64_t ordinal = -1;             // of the storage that was considered last
@@ -253,7 +255,8 @@ py::object save(Scope& scope, PyObject* tensor, SavedView&& look) {
                                          .number = scope.packs,
                                          .ordinal = scope.ordinal,
                                          .batch = scope.batch_or_null(),
-                                         .planned = true});
+                                         .planned = true,
+                                         .why_kept = scope.why_kept});
   if (saved.as == Saved::As::kKept) {
     return kept_handle(tensor, std::move(saved.known), scope.owner.ptr());
   }
@@ -356,6 +359,7 @@ void bind_hooks(py::module_& module) {
       .def_readonly("packs", &Scope::packs)
       .def_readwrite("unit", &Scope::unit)
       .def_readwrite("action", &Scope::action)
+      .def_readwrite("why_kept", &Scope::why_kept)
       .def_readwrite("ordinal", &Scope::ordinal)
       .def_readwrite("covered", &Scope::covered)
       .def_readwrite("pushed", &Scope::pushed)

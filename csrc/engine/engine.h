@@ -73,6 +73,8 @@ struct Offer {
   int64_t& ordinal;              // of the last storage that was considered
   Batch* batch = nullptr;        // that saves it, of a group
   bool planned = false;          // it may be what the iteration's plan expects
+  // The reason that is counted for what `action` keeps.
+  std::string_view why_kept = "policy";
 };
 
 // What became of a tensor.

@@ -162,7 +162,7 @@ Saved Engine::decide(const Offer& offer) {
     action = host->decide(*this, offer);
   }
   if (action == Action::kKeep && !directed) {
-    return stay(offer.look, "policy");
+    return stay(offer.look, offer.why_kept);
   }
   const TransfersPtr by = transfers_from(offer.look.device());
   if (!by) {

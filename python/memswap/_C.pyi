@@ -465,6 +465,7 @@ class HookScope:
 
     unit: str
     action: Action | None
+    why_kept: str  # what `action` keeps
     group: int | None
     outer: Any
     waiting: Any

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
+from memswap._warn import warn
 from memswap.device_budget import DeviceBudget
 from memswap.engine.autograd import in_backward
 from memswap.engine.compiled import uncompiled
@@ -34,11 +35,11 @@ from memswap.hooks.units import (
     records,
 )
 from memswap.hooks.unseen import Unseen
-from memswap.optimizers import ManagedOptimizer, manage_optimizer
+from memswap.optimizers import ManagedOptimizer, check_optimizer, manage_optimizer
 from memswap.planning.budgets import parsed
 from memswap.planning.device import DevicePlan, is_device_budget
 from memswap.planning.director import BudgetDirector
-from memswap.planning.policy import Policy, checked_policy
+from memswap.planning.policy import Policy, answers_unknown, checked_policy
 from memswap.planning.rates import Rates
 from memswap.reports.step_report import write_step_report
 from memswap.windows import Window, Windows
@@ -81,6 +82,7 @@ class saved_tensors(Uncopied, Counted):  # noqa: N801  (used like torch.autograd
         NotImplementedError: if ``pool`` cannot serve the tensors' device in this version.
     """
 
+    @answers_unknown
     def __init__(
         self,
         policy: Policy | None = None,
@@ -135,7 +137,7 @@ class Manager(Managed):
         self._device, self._optimizer = device, optimizer
         self._iterations = Iterations(self._engine, self._units.values())
         self._models = ModuleHooks()
-        self._compiled_model = False
+        self._compiled = ""  # what is to be said of a model that is compiled as a whole
         self._add(self._units, "manage()", in_compiled_code=False)
         for model in blocks.models:
             self._models.add(model, None, self._begin_model, in_compiled_code=False)
@@ -149,10 +151,11 @@ class Manager(Managed):
         managed = super().__repr__()
         if self._budget is None:
             return managed
-        budget = self._budget if isinstance(self._budget, str) else format_bytes(self._budget)
-        return (
-            f"{managed[:-1]}, budget {budget}, {'no plan yet' if self.plan is None else 'planned'}>"
-        )
+        planned = "no plan yet" if self.plan is None else "planned"
+        return f"{managed[:-1]}, budget {self._budget_as_asked()}, {planned}>"
+
+    def _budget_as_asked(self) -> str:
+        return self._budget if isinstance(self._budget, str) else format_bytes(self._budget or 0)
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -249,15 +252,25 @@ class Manager(Managed):
         return self._engine.window_stats()
 
     def report(self) -> Report:
-        """What is managed, and the statistics as a text table, bytes in MiB.
+        """What is managed, what is planned, and the statistics as a text table, bytes in MiB.
 
         As the last line of a notebook's cell it is shown as HTML.
         """
         made = super().report()
-        if self._compiled_model:
-            made = made.below(_COMPILED_AS_A_WHOLE)
+        for line in reversed(self._describe_budget()):
+            made = made.below(line)
+        if self._compiled:
+            made = made.below(self._compiled)
         made = made.below(self._description)
         return made if self._optimizer is None else made.below(self._optimizer.report())
+
+    def _describe_budget(self) -> list[str]:
+        """What came of the budget, in a few lines; none without one."""
+        if self._budget is None:
+            return []
+        if self.plan is None:
+            return [f"budget {self._budget_as_asked()}: no plan yet, the first steps learn"]
+        return self.plan.summary().splitlines()
 
     def trace(self, folder: str | Path) -> list[Path]:
         """Write what a step of this training is without memswap, and as it is planned.
@@ -310,20 +323,33 @@ class Manager(Managed):
             return None
         self._unseen.end()
         self._engine.set_persistent(persistent_tensors([module]))
-        if not self._compiled_model:
-            self._compiled_model = True
-            logger.info("%s", _COMPILED_AS_A_WHOLE)
-        return CompiledCall(self._engine, "compiled", self._iterations.unit_left)
+        policy = self._engine.policy
+        declines = self._director is None and policy.action is None and policy.fn is None
+        if not self._compiled:
+            self._compiled = _DECLINED if declines else _AT_ONCE
+            if declines:
+                warn(f"memswap: {_DECLINED}")
+            else:
+                logger.info("%s", _AT_ONCE)
+        return CompiledCall(self._engine, self._iterations.unit_left, declines)
 
 
-_COMPILED_AS_A_WHOLE = (
-    "The model is compiled as a whole. torch.compile saves at the end of each graph's forward and "
-    "asks for everything at the begin of its backward, so a graph's bytes are away in between and "
-    "come back at once: its peak stays, and frames on the device, which wait beside what they hold "
-    "then, raise it. Compile the layers one by one, and they come back one by one."
+#: What is said of a model that torch.compile compiles as a whole: where what it saves stays, and
+#: where it moves. See [Note: One graph].
+_DECLINED = (
+    "the model is compiled as a whole, so what it saves stays where it is: torch.compile asks for "
+    "all tensors of a graph when its backward begins, and moving them would not lower that peak. "
+    "Compile the layers one by one (layer.compile()), and what they save moves. "
+    "Policy(action='swap') has a graph's tensors away between its forward and its backward."
+)
+_AT_ONCE = (
+    "the model is compiled as a whole: what a graph saves is away between its forward and its "
+    "backward, and comes back all at once. The peak of that backward stays, and frames on the "
+    "device raise it. Compile the layers one by one, and what they save comes back one by one."
 )
 
 
+@answers_unknown
 def manage(
     modules: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
     policy: Policy | None = None,
@@ -341,9 +367,10 @@ def manage(
     ``manage(model)`` finds the layers itself: the elements of the largest list two or more of which
     are of one class, or else what a transformers model names in ``_no_split_modules``, or else the
     model as one unit; :meth:`Manager.report` says what was found. A model inside DDP, FSDP,
-    torch.compile or PEFT may be given as it is called. Each forward of the model begins an
-    iteration. Of layers that are given by themselves, it is the first one's call, unless with what
-    the same forward has computed.
+    torch.compile or PEFT may be given as it is called. What a model saves that is compiled as a
+    whole stays, unless ``policy`` names an action (docs/integrations.md). Each forward of the model
+    begins an iteration. Of layers that are given by themselves, it is the first one's call, unless
+    with what the same forward has computed.
 
     Adds forward hooks to each module and nothing else: no wrapper, no renamed parameter, no change
     of the module's type. Training code stays as it is. (Until a module has run, the gradient of one
@@ -407,6 +434,8 @@ def manage(
             f"manage(group={group!r}): found {type(group).__name__}, expected a ProcessGroup "
             "(mesh.get_group()) or None"
         )
+    if optimizer is not None:
+        check_optimizer(optimizer, "manage(optimizer=...)")
     whole = is_device_budget(budget)
     if budget is not None and not whole:
         budget = parsed(budget, "manage(budget=...)")

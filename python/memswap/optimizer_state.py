@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from memswap._native import native
 from memswap._warn import UsersLine
 from memswap.engine.action import ENCODE, KEEP, SWAP, Action
-from memswap.engine.pools import PAGEABLE, HostPool
+from memswap.engine.pools import PAGEABLE
 from memswap.engine.transfer import Route, Routes, lane_to
 from memswap.engine.units import format_bytes
 from memswap.errors import TransferError
@@ -303,7 +303,7 @@ class StateMover:
         """What was taken of host memory, a line for each pool."""
         routes = self._routes.open_routes()
         pools = {id(one.pool): one.pool for one in routes if one.copies}
-        return [one.describe() for one in pools.values() if isinstance(one, HostPool)]
+        return [one.describe() for one in pools.values()]
 
     def _why_it_stays(self, tensor: torch.Tensor, not_these: frozenset[int] | set[int]) -> str:
         if tensor.numel() <= 1:

@@ -48,7 +48,7 @@ from memswap.optimizer_step import (
     uncompiled,
     view_class,
 )
-from memswap.planning.policy import named_action
+from memswap.planning.policy import answers_unknown, named_action
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -119,6 +119,7 @@ class OptimizerStatistics:
     """Seconds of the host that the last step took, hooks of this manager included."""
 
 
+@answers_unknown
 def manage_optimizer(
     optimizer: Optimizer,
     action: Action | str | None = None,
@@ -161,17 +162,12 @@ def manage_optimizer(
         What reports about it, and ends it. It need not be kept: the optimizer does.
 
     Raises:
-        TypeError: no optimizer, no action or no pool.
+        TypeError: no optimizer, no action or no pool, or ``chunked`` no bool.
         ValueError: the optimizer is managed already, no action has that name, or sizes cannot be
             read.
         NotImplementedError: the pool cannot serve the state's device in this version.
     """
-    if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        raise TypeError(
-            f"manage_optimizer(): found {type(optimizer).__name__}, expected a "
-            "torch.optim.Optimizer that was made (not its class, nor the model). Of a wrapper "
-            "around one, give what it wraps (its `.optimizer`)."
-        )
+    check_optimizer(optimizer, "manage_optimizer()")
     if action is not None:
         action = named_action(action, "manage_optimizer", ACTIONS)
     if hasattr(optimizer, _ATTRIBUTE):
@@ -179,12 +175,24 @@ def manage_optimizer(
             "manage_optimizer(): this optimizer is managed already; call remove() on what the "
             "first call returned before managing it in another way"
         )
+    if chunked is not None and not isinstance(chunked, bool):
+        raise TypeError(f"manage_optimizer(chunked={chunked!r}): expected True, False or None")
     check_pool(pool)
     for parameter in (one for group in optimizer.param_groups for one in group["params"]):
         check_pool(pool, parameter.device)
     room_bytes = None if room is None else parse_bytes(room, "manage_optimizer(room=...)")
     least_bytes = parse_bytes(min_bytes, "manage_optimizer(min_bytes=...)")
     return ManagedOptimizer(optimizer, action, pool, room_bytes, chunked, least_bytes)
+
+
+def check_optimizer(optimizer: object, caller: str) -> None:
+    """Raise TypeError for what is no optimizer."""
+    if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise TypeError(
+            f"{caller}: found {type(optimizer).__name__}, expected a "
+            "torch.optim.Optimizer that was made (not its class, nor the model). Of a wrapper "
+            "around one, give what it wraps (its `.optimizer`)."
+        )
 
 
 def managed_optimizer(optimizer: Optimizer) -> ManagedOptimizer | None:

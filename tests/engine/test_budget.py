@@ -43,6 +43,8 @@ def test_the_first_steps_learn_and_the_fourth_begins_with_a_plan(device, new_poo
         for number in range(1, 8):
             assert_same_gradients(step(layers, 32, device), plain)
             assert (manager.plan is not None) == (number >= 4), f"after step {number}"
+            told = "no plan yet" if number < 4 else "peak of saved activations"
+            assert f"budget 1.00 GiB: {told}" in manager.report()
         plan = manager.plan
         assert plan.moved_bytes == 0, "there was room for everything"
         assert plan.measured_peak_bytes is not None

@@ -25,6 +25,8 @@ import memswap
 
 LAYERS = ("layer.compile", "torch.compile(layer)")
 WHOLE = ("model.compile", "torch.compile(model)")
+#: Of a model that is compiled as a whole, what is saved moves only if it is said how.
+SWAP = memswap.Policy(action=memswap.Action.SWAP, min_bytes=1)
 # Layers of a model: where each is compiled, more than torch compiles again for other guards.
 DEPTHS = dict.fromkeys(LAYERS, 10) | dict.fromkeys(WHOLE, 3)
 
@@ -91,6 +93,7 @@ def test_what_is_compiled_is_compiled_as_without(
     device, new_pool, fresh_dynamo, recwarn, how, first
 ):
     x, pool, depth = new_input(device), new_pool(), DEPTHS[how]
+    policy = SWAP if how in WHOLE else EVERYTHING
     plain = compiled(new_stack(device, depth), how)
     expected = train_step(plain.model, lambda: plain.called(x))
     as_without = graphs()
@@ -98,7 +101,7 @@ def test_what_is_compiled_is_compiled_as_without(
     model, called, manager = compiled(
         new_stack(device, depth),
         how,
-        lambda given: memswap.manage(given, EVERYTHING, pool=pool),
+        lambda given: memswap.manage(given, policy, pool=pool),
         first=first,
     )
     for _ in range(3):
@@ -111,19 +114,49 @@ def test_what_is_compiled_is_compiled_as_without(
     assert_same_gradients(train_step(model, lambda: called(x)), expected)
 
 
+@pytest.mark.one_schedule
+@pytest.mark.parametrize("first", [True, False], ids=["before manage", "after manage"])
+@pytest.mark.parametrize("how", WHOLE)
+def test_what_a_model_saves_stays_that_is_compiled_as_a_whole(
+    device, new_pool, fresh_dynamo, how, first
+):
+    """Its backward asks for all of it at once, so moving it would lower no peak."""
+    x, pool = new_input(device), new_pool()
+    plain = compiled(new_stack(device, 3), how)
+    expected = train_step(plain.model, lambda: plain.called(x))
+    as_without = graphs()
+    model, called, manager = compiled(
+        new_stack(device, 3),
+        how,
+        lambda given: memswap.manage(given, EVERYTHING, pool=pool),
+        first=first,
+    )
+    with pytest.warns(UserWarning, match="compiled as a whole") as told:
+        for _ in range(3):
+            assert_same_gradients(train_step(model, lambda: called(x)), expected)
+    assert [one.filename for one in told if "memswap" in str(one.message)] == [__file__], (
+        "told once, at the user's own line"
+    )
+    assert graphs() == as_without
+    stats = manager.stats()
+    assert stats.kept["compiled as a whole"].tensors > 0
+    assert "what it saves stays" in manager.report()
+    assert_released(manager, pool, moved=False)
+    manager.remove()
+
+
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("how", [*LAYERS, *WHOLE])
 def test_under_a_budget_what_compiled_code_saves_is_planned(device, new_pool, fresh_dynamo, how):
     x = new_input(device)
     plain = compiled(new_stack(device, 3), how)
     expected = train_step(plain.model, lambda: plain.called(x))
-    policy = memswap.Policy(action=memswap.Action.SWAP, min_bytes=1)
 
     def steps(budget):
         model, called, manager = compiled(
             new_stack(device, 3),
             how,
-            lambda given: memswap.manage(given, policy, pool=new_pool(), budget=budget),
+            lambda given: memswap.manage(given, SWAP, pool=new_pool(), budget=budget),
         )
         with manager:
             for _ in range(6):
@@ -159,7 +192,7 @@ def test_a_graph_that_the_model_breaks_is_saved_by_its_parts(device, new_pool, f
     model, called, manager = compiled(
         new_model(),
         "torch.compile(model)",
-        lambda given: memswap.manage(given, EVERYTHING, pool=pool),
+        lambda given: memswap.manage(given, SWAP, pool=pool),
     )
     for _ in range(2):
         assert_same_gradients(train_step(model, lambda: called(x)), expected)

@@ -9,7 +9,7 @@ from torch import nn
 import memswap
 from memswap.cli import info, model_options
 from memswap.compat.mindspeed import CompressHook, GlobalContext, GlobalContextConfig
-from memswap.planning import profile
+from memswap.engine import pools
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def _torch_for_cuda_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_devices_that_nobody_named_are_the_cpu() -> None:
-    assert profile.default_device() == torch.device("cpu")
+    assert pools.present_device(None, "profile") == torch.device("cpu")
     assert model_options.default_device() == "cpu"
     assert memswap.HostPool(budget="1MiB").statistics().slabs == 0
     assert info.describe_accelerator().startswith("none") and info.describe_codec() == "cpu"

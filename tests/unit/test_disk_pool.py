@@ -12,7 +12,8 @@ from apart import run_python
 from pool_contents import assert_bytes_come_back
 
 from memswap._native import native
-from memswap.engine.pools import DiskPool
+from memswap.engine.pools import DiskPool, is_in_memory
+from memswap.engine.transfer import default_pool
 
 MIB = 2**20
 
@@ -71,7 +72,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_directory_that_is_not_there_is_an_os_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="could not make a file in"):
+    with pytest.raises(FileNotFoundError, match=r"found no directory .*missing"):
         DiskPool(tmp_path / "missing" / "file", "1MiB")
 
 
@@ -180,3 +181,19 @@ def test_what_a_forked_child_drops_stays_in_its_parents_file(tmp_path: Path) -> 
     back = torch.empty_like(data)
     block.read(back)
     assert torch.equal(back, data), "bytes were lost on the disk"
+
+
+def test_a_folder_that_is_memory_itself_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes there is still in the memory that it was to leave."""
+    shared = Path("/dev/shm")
+    if not is_in_memory(shared):
+        pytest.skip("/dev/shm is no tmpfs here")
+    assert "memory itself" in DiskPool(shared, "1MiB", "1MiB").describe()
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(shared))
+    with pytest.warns(UserWarning, match=r"Name a folder on a disk: pool=memswap.DiskPool") as told:
+        default_pool(torch.device("cpu"))
+    assert [one.filename for one in told] == [__file__]
+    folder = Path(__file__).parent
+    if not is_in_memory(folder):
+        assert str(folder) in DiskPool(folder, "1MiB", "1MiB").describe()
+        assert "memory itself" not in DiskPool(folder, "1MiB", "1MiB").describe()

@@ -32,7 +32,8 @@ def cpu_pool(budget: int | str | None = "8GiB", slab: int | str = "64MiB") -> Ho
         ("512 MiB", 512 * MIB),
         ("1.5GB", 1_500_000_000),
         ("0.5kib", 512),
-        (" 4096 ", 4096),
+        (" 4096 B ", 4096),
+        ("0", 0),
         ("1_000 B", 1000),
         ("2TB", 2 * 10**12),
         (7, 7),
@@ -43,7 +44,9 @@ def test_sizes_are_read_as_people_write_them(text: int | str, nbytes: int) -> No
     assert parse_bytes(text) == nbytes
 
 
-@pytest.mark.parametrize("wrong", ["", "GiB", "-1GiB", "12 parsecs", "1e9", "3 4", 1.5, None, True])
+@pytest.mark.parametrize(
+    "wrong", ["", "GiB", "24", "-1GiB", "12 parsecs", "1e9", "3 4", 1.5, None, True]
+)
 def test_a_size_that_cannot_be_read_is_named(wrong: object) -> None:
     with pytest.raises(ValueError, match="expected a size in bytes such as 24GiB") as caught:
         parse_bytes(wrong)  # type: ignore[arg-type]

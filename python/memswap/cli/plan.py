@@ -7,7 +7,6 @@ machine, and prints the plan. With ``--config`` it trains nothing: config_plan.p
 from __future__ import annotations
 
 import argparse
-import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -137,8 +136,7 @@ def train_once(model: GPT, batches: Batches, device: torch.device, dtype: torch.
     tokens, targets = batches.draw(device)
     model.zero_grad(set_to_none=True)
     lower = dtype != torch.float32
-    autocast = torch.autocast(device.type, dtype, cache_enabled=False)
-    with autocast if lower else contextlib.nullcontext():
+    with torch.autocast(device.type, dtype, enabled=lower, cache_enabled=False):
         loss = model(tokens, targets)
     loss.backward()
 

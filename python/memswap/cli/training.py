@@ -157,8 +157,8 @@ def train(config: TrainingConfig, title: str) -> TrainingResult:
         tokens, targets = batches.draw(device)
         lower = DTYPES[config.dtype]
         # Every weight is used once: a cache of their casts would only hold them longer.
-        autocast = torch.autocast(device.type, lower, cache_enabled=False)
-        with autocast if lower != torch.float32 else nullcontext():
+        lowers = lower != torch.float32
+        with torch.autocast(device.type, lower, enabled=lowers, cache_enabled=False):
             loss = model(tokens, targets)
         if manager is not None:
             result.held_bytes = max(result.held_bytes, manager.stats().resident_bytes)

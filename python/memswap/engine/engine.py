@@ -14,7 +14,7 @@ from memswap._native import native
 from memswap.engine import recipes
 from memswap.engine.action import TensorInfo
 from memswap.engine.compiled import uncompiled_methods
-from memswap.engine.pools import PAGEABLE, Endurance, HostPool
+from memswap.engine.pools import PAGEABLE, Endurance
 from memswap.engine.stats import Stats, snapshot
 from memswap.engine.transfer import Routes
 from memswap.engine.windows import WindowStats
@@ -207,9 +207,9 @@ class Engine(native.Engine):
         return self._routes.open_routes()
 
     def describe_pools(self) -> list[str]:
-        """What was taken of host memory, and what a file takes of its drive's life."""
+        """What was taken of host memory or of a disk, and of the life of its drive."""
         pools = {id(one.pool): one.pool for one in self.open_routes() if one.copies}
-        lines = [one.describe() for one in pools.values() if isinstance(one, HostPool)]
+        lines = [one.describe() for one in pools.values()]
         written = sum(one.written_bytes() for one in pools.values())
         return [*lines, *self._since.line(written, "a forward, by all who use this pool")]
 

@@ -61,6 +61,8 @@ class HookScope(native.HookScope):
     engine: Engine
     unit: str
     action: Action | None
+    why_kept: str
+    """The reason that is counted for what `action` keeps."""
     group: int | None
     outer: HookPair | None
     waiting: list[tuple[ref[Later], torch.Tensor, SavedView]] | None

@@ -19,7 +19,7 @@ import torch
 from memswap._native import native
 from memswap.engine.host_memory import host_share
 from memswap.engine.uncopied import Uncopied
-from memswap.engine.units import format_bytes, parse_bytes
+from memswap.engine.units import format_bytes, is_size, parse_bytes
 
 __all__ = ["DiskPool", "HostPool", "PoolStatistics"]
 
@@ -29,6 +29,10 @@ PAGEABLE = (
     "no more host memory could be pinned, so some of what leaves goes to ordinary memory, whose "
     "copies the host waits for: {} (pool.statistics().pageable_bytes says how much)"
 )
+
+
+#: What is told of a file whose bytes are no longer away from memory than they were.
+IN_MEMORY = "which is memory itself (tmpfs): what goes there frees none of a CPU's"
 
 
 class Endurance:
@@ -142,7 +146,8 @@ class _Pool(Uncopied):
         whole budget. Returns False if less was to be had; ``statistics().last_refusal`` says why.
         With ``wait=False`` returns True at once.
         """
-        self._native.reserve(self._budget_bytes if nbytes is None else parse_bytes(nbytes))
+        total = self._budget_bytes if nbytes is None else parse_bytes(nbytes, "reserve(nbytes=...)")
+        self._native.reserve(total)
         return bool(self._native.wait_reserved()) if wait else True
 
     def trim(self) -> int:
@@ -190,7 +195,7 @@ class HostPool(_Pool):
             refused, and tensors stay where they are.
 
     Raises:
-        TypeError: the overflow is no DiskPool.
+        TypeError: the overflow is no DiskPool, or ``pageable`` no bool.
         ValueError: a size that cannot be read, a device or a NUMA node that does not exist.
     """
 
@@ -203,12 +208,14 @@ class HostPool(_Pool):
         overflow: DiskPool | None = None,
         pageable: bool = True,
     ) -> None:
+        if not isinstance(pageable, bool):
+            raise TypeError(f"HostPool(pageable={pageable!r}): expected True or False")
         if overflow is not None and not isinstance(overflow, DiskPool):
             raise TypeError(
                 f"HostPool(overflow=...): found {type(overflow).__name__}, expected a "
                 "memswap.DiskPool or None"
             )
-        self.device: torch.device = _device(device)
+        self.device: torch.device = present_device(device, "HostPool")
         self.numa_node = _numa_node(numa, self.device)
         if budget is None:
             budget_bytes = host_share().pool_bytes
@@ -216,9 +223,7 @@ class HostPool(_Pool):
             budget_bytes = parse_bytes(budget, "HostPool(budget=...)")
         slab_bytes = parse_bytes(slab, "HostPool(slab=...)")
         super().__init__(
-            native.make_host_pool(
-                self.device, budget_bytes, slab_bytes, self.numa_node, bool(pageable)
-            ),
+            native.make_host_pool(self.device, budget_bytes, slab_bytes, self.numa_node, pageable),
             budget_bytes,
         )
         self.overflow = overflow
@@ -278,8 +283,9 @@ class DiskPool(_Pool):
         extent: bytes that the pool takes from the disk at a time, rounded up to a power of two.
 
     Raises:
-        OSError: no file can be made there.
-        ValueError: a size that cannot be read.
+        OSError: no file can be made there: the folder is missing, or is a file.
+        TypeError: the path is none.
+        ValueError: a size that cannot be read, or a size in the place of the path.
     """
 
     def __init__(
@@ -288,14 +294,9 @@ class DiskPool(_Pool):
         budget: int | str | None = None,
         extent: int | str = "256MiB",
     ) -> None:
-        place = Path(tempfile.gettempdir() if path is None else path)
+        place = _place(path)
         if budget is None:
-            folder = place if place.is_dir() else place.parent
-            if not folder.is_dir():
-                raise FileNotFoundError(
-                    f"DiskPool({str(path)!r}): found no directory {folder}; make it or name another"
-                )
-            system = os.statvfs(folder)
+            system = os.statvfs(place if place.is_dir() else place.parent)
             budget_bytes = system.f_bavail * system.f_frsize // 2
         else:
             budget_bytes = parse_bytes(budget, "DiskPool(budget=...)")
@@ -303,19 +304,74 @@ class DiskPool(_Pool):
         pool = native.make_disk_pool(str(place), budget_bytes, extent_bytes)
         super().__init__(pool, budget_bytes)
         self.path = place
+        #: Whether the folder is memory itself, such as a tmpfs.
+        self.in_memory: bool = is_in_memory(place)
+
+    def describe(self) -> str:
+        """What the pool has taken of a disk, and where."""
+        line = (
+            f"file: {format_bytes(self.statistics().reserved_bytes)} of "
+            f"{format_bytes(self.budget_bytes)}, in {self.path}"
+        )
+        return f"{line}, {IN_MEMORY}" if self.in_memory else line
 
 
-def _device(device: torch.device | str | None) -> torch.device:
-    if device is None:
-        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    found: torch.device = torch.device(device)
-    if found.type != "cpu":
-        present = torch.accelerator.current_accelerator(check_available=True)
-        if present is None or present.type != found.type:
-            here = "the CPU alone" if present is None else f"the CPU and {present.type}"
-            raise ValueError(
-                f"HostPool(device={str(device)!r}): this torch sees {here}; name one of these"
-            )
+def is_in_memory(place: Path) -> bool:
+    """Whether files of a folder are in memory; False where the system does not tell."""
+    device = os.stat(place if place.is_dir() else place.parent).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return False
+    kinds = [line.partition(" - ")[2].split() for line in mounts if line.split()[2] == number]
+    return any(kind[:1] in (["tmpfs"], ["ramfs"]) for kind in kinds)
+
+
+def _place(path: str | os.PathLike[str] | None) -> Path:
+    """Where a file without a name can be made: a folder, or the beginning of a name in one."""
+    if path is None:
+        return Path(tempfile.gettempdir())
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(
+            f"DiskPool({path!r}): found {type(path).__name__}, expected a folder; for its size "
+            f"write DiskPool(budget={path!r})"
+        )
+    place = Path(path)
+    if place.is_dir():
+        return place
+    if isinstance(path, str) and is_size(path):
+        raise ValueError(
+            f"DiskPool({path!r}): found a size, expected a folder; write DiskPool(budget={path!r})"
+        )
+    if place.exists():
+        raise NotADirectoryError(
+            f"DiskPool({str(path)!r}): found a file, expected a folder, in which the pool makes a "
+            f"file without a name; write DiskPool({str(place.parent)!r})"
+        )
+    if not place.parent.is_dir():
+        raise FileNotFoundError(
+            f"DiskPool({str(path)!r}): found no directory {place.parent}; make it or name another"
+        )
+    return place
+
+
+def present_device(device: torch.device | str | None, caller: str) -> torch.device:
+    """A device of this machine, with its index; None: the current accelerator, or else the CPU.
+
+    Raises:
+        ValueError: torch knows no such device, or it is not there.
+    """
+    present = torch.accelerator.current_accelerator(check_available=True)
+    here = "the CPU alone" if present is None else f"the CPU and {present.type}"
+    try:
+        found = torch.device((present or "cpu") if device is None else device)
+    except (RuntimeError, TypeError):
+        found = None
+    if found is None or (found.type != "cpu" and (present is None or present.type != found.type)):
+        raise ValueError(
+            f"{caller}(device={str(device)!r}): this torch sees {here}; name one of these"
+        )
     if found.type != "cpu" and found.index is None:
         return torch.device(found.type, torch.accelerator.current_device_index())
     return found

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from memswap._native import native
+from memswap._warn import warn
 from memswap.engine.action import Action
 from memswap.engine.expectations import open_expectations
 from memswap.engine.lane import (
@@ -19,7 +20,7 @@ from memswap.engine.lane import (
     ordinary_pool,
     take_failure,
 )
-from memswap.engine.pools import DiskPool, HostPool
+from memswap.engine.pools import IN_MEMORY, DiskPool, HostPool
 from memswap.errors import TransferError
 
 if TYPE_CHECKING:
@@ -64,7 +65,15 @@ def action_without_recipe(device: torch.device, pool: Pool | None) -> Action:
 
 def default_pool(device: torch.device) -> Pool:
     """Pinned host memory for an accelerator; a nameless file for a CPU."""
-    return DiskPool() if device.type == "cpu" else HostPool(device=device)
+    if device.type != "cpu":
+        return HostPool(device=device)
+    pool = DiskPool()
+    if pool.in_memory:
+        warn(
+            f"memswap: what is swapped goes to a file in {pool.path}, {IN_MEMORY}. Name a folder "
+            "on a disk: pool=memswap.DiskPool(folder)"
+        )
+    return pool
 
 
 def check_pool(pool: Pool | None, device: torch.device | None = None) -> None:

@@ -6,7 +6,6 @@ import re
 
 # Binary units are powers of 1024, decimal ones powers of 1000 (IEC 80000-13).
 _UNIT_BYTES = {
-    "": 1,
     "b": 1,
     "kb": 10**3,
     "mb": 10**6,
@@ -22,17 +21,20 @@ _SIZE = re.compile(r"\s*(\d+(?:_\d+)*(?:\.\d+)?|\.\d+)\s*([a-z]*)\s*", re.IGNORE
 
 
 def parse_bytes(size: int | str, argument: str = "", *, auto: bool = False) -> int:
-    """Bytes of a size such as ``"24GiB"``, ``"512 MiB"``, ``"1.5GB"``, ``"4096"`` or ``4096``.
+    """Bytes of a size such as ``"24GiB"``, ``"512 MiB"``, ``"1.5GB"``, ``"4096B"`` or ``4096``.
 
     Fractions of a byte are cut off. Raises ValueError for anything else: a negative number, more
-    than 2**63 - 1, an unknown unit, a bool or a float (whose unit could only be guessed). The error
-    names the `argument`, and says whether it could be ``"auto"``.
+    than 2**63 - 1, an unknown unit, a bool, or a float or digits alone (``"24"``), whose unit could
+    only be guessed; ``"0"`` needs none. The error names the `argument`, and says whether it could
+    be ``"auto"``.
     """
     named = f"{argument}: " if argument else ""
     if isinstance(size, int) and not isinstance(size, bool):
         if size < 0:
             raise ValueError(f"{named}a size in bytes cannot be negative, found {size}")
         return _addressable(size, named)
+    if isinstance(size, str) and size.strip() == "0":
+        return 0
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     unit = match and _UNIT_BYTES.get(match[2].lower())
     if match is None or unit is None:
@@ -47,16 +49,18 @@ def parse_bytes(size: int | str, argument: str = "", *, auto: bool = False) -> i
 
 
 def unit_hint(size: object) -> str:
-    """What to write for a unit that is cut short, ``"24G"``; empty for anything else."""
+    """What to write for a size without a unit, or one that is cut short (``"24G"``); or nothing."""
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
-    if match is None or match[2].lower() not in ("k", "m", "g", "t"):
+    if match is None or match[2].lower() not in ("", "k", "m", "g", "t"):
         return ""
+    if not match[2]:
+        return f". Write '{match[1]}GiB' for a size, or {match[1]} or '{match[1]}B' for bytes"
     letter = match[2].upper()
     return f". Write '{match[1]}{letter}iB' or '{match[1]}{letter}B'"
 
 
 def is_size(text: str) -> bool:
-    """Whether a text has the form of a size: a number, and a unit that is known or none."""
+    """Whether a text has the form of a size: a number, and a unit that is known."""
     match = _SIZE.fullmatch(text)
     return match is not None and match[2].lower() in _UNIT_BYTES
 

@@ -8,6 +8,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from memswap._native import native
+from memswap.engine.action import Action
 from memswap.engine.autograd import computed_from, in_backward, next_node_number, plain_parts
 from memswap.engine.hook_scope import HookScope, can_save, current_scope
 
@@ -70,9 +71,27 @@ class CompiledCall(UnitCall):
     """The scope of one call of a model that torch.compile compiles as a whole.
 
     See [Note: Compiled as without] in engine/compiled.py.
+
+    [Note: One graph]
+    A compiled graph is one node of autograd: it saves when its forward is over, and torch runs all
+    of its unpack hooks before its backward begins (pytorch #148222). So whatever moved is back at
+    the peak, with its frames beside it where these are on the device, and nothing hides the copies.
+    What a policy that names no action would move therefore stays. One that names one is obeyed:
+    bytes that are away between forward and backward make room for what runs in between, such as
+    another model, or the next microbatch. Under a budget the plan knows when all came back.
+
+    Args:
+        engine: what saves.
+        ended: is called when the call has ended, unless it raised or was interrupted.
+        declines: whether what is saved stays.
     """
 
     __slots__ = ()
+
+    def __init__(self, engine: Engine, ended: Callable[[], object], declines: bool) -> None:
+        super().__init__(engine, "compiled", ended)
+        if declines:
+            self.action, self.why_kept = Action.KEEP, "compiled as a whole"
 
 
 class Iterations:

@@ -73,11 +73,11 @@ class Unseen:
             warn(
                 f"memswap: {self._caller}: the managed modules get gradients, but no hook has seen "
                 "one of them run, so nothing is saved and no memory is freed. Inside of code "
-                f"that torch.compile compiles as a whole hooks do nothing: give {self._caller} the "
-                "compiled model itself, compile its layers one by one before, or put a "
-                "memswap.saved_tensors block around the call of a compiled function. If nothing is "
-                "compiled: are these the modules that the model calls, as module(x) and not as "
-                "module.forward(x)?"
+                "that torch.compile compiles as a whole hooks do nothing: compile the layers one "
+                f"by one, before {self._caller}; or put a memswap.saved_tensors block around the "
+                "call of a compiled function, whose tensors are away then between its forward and "
+                "its backward. If nothing is compiled: are these the modules that the model calls, "
+                "as module(x) and not as module.forward(x)?"
             )
 
 

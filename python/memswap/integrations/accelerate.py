@@ -12,6 +12,7 @@ from torch import nn
 from memswap.activations import manage
 from memswap.integrations.states import OptimizerStates
 from memswap.integrations.training import check_terms, layers_of
+from memswap.planning.policy import answers_unknown
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from memswap.windows import Windows
 
 
+@answers_unknown
 def prepare(
     accelerator: Accelerator,
     *objects: Any,

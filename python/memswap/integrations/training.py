@@ -30,7 +30,7 @@ from memswap.integrations.options import from_config
 from memswap.integrations.states import OptimizerStates
 from memswap.planning.budgets import parsed
 from memswap.planning.device import is_device_budget
-from memswap.planning.policy import checked_policy
+from memswap.planning.policy import answers_unknown, checked_policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -68,6 +68,7 @@ class ManagedTraining(Removable):
         live: whether a line below the progress bars says what was done so far; needs tqdm.
     """
 
+    @answers_unknown
     def __init__(
         self,
         policy: Policy | None = None,

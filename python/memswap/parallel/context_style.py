@@ -31,7 +31,8 @@ class ContextStyle:
     """The options of a :class:`ContextParallel`, which explains them.
 
     Raises:
-        ValueError: an option, or two that do not go together, with what was expected.
+        TypeError: an option of another kind, with what was expected.
+        ValueError: an option, or two that do not go together, likewise.
     """
 
     ulysses: int | None = None
@@ -52,10 +53,27 @@ class ContextStyle:
 
     def __post_init__(self) -> None:
         qkv, packing, unpacked = self.qkv, self.packing, self.unpacked
-        if self.ulysses is not None and (
-            isinstance(self.ulysses, bool) or not isinstance(self.ulysses, int) or self.ulysses < 1
-        ):
-            raise ValueError(f"ulysses={self.ulysses!r}: expected 1 or more ranks, or None")
+        for name in ("ulysses", "heads", "sequence_length", "kv_sequence_length"):
+            number = getattr(self, name)
+            if number is not None and (
+                isinstance(number, bool) or not isinstance(number, int) or number < 1
+            ):
+                raise ValueError(f"{name}={number!r}: expected 1 or more, or None")
+        for name in ("ranges", "mask"):
+            if not isinstance(getattr(self, name), str | None):
+                raise TypeError(
+                    f"{name}={getattr(self, name)!r}: expected the name of an argument of "
+                    "attention's forward, or None"
+                )
+        for name, several in (("qkv", qkv), ("unpacked", unpacked)):
+            if several is not None and (
+                isinstance(several, str) or not isinstance(several, Sequence)
+            ):
+                raise TypeError(f"{name}={several!r}: expected several, such as ('q', 'k', 'v')")
+        if not isinstance(self.model, nn.Module | None):
+            raise TypeError(
+                f"model={self.model!r}: found {type(self.model).__name__}, expected an nn.Module"
+            )
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout={self.layout!r}: expected one of {sorted(LAYOUTS)}")
         if self.kv_sequence_length is None:

@@ -83,7 +83,7 @@ def shard(
         ``module``.
 
     Raises:
-        TypeError: no module, or no mesh.
+        TypeError: no module, no mesh, or an option of another kind.
         ValueError: a parameter is tied to one of another unit, has one rank's rows of a weight that
             something else gathers, is a scalar or not contiguous; the
             anchor is no submodule; the module is sharded already.
@@ -97,6 +97,34 @@ def shard(
             "storage that refuses to be read while its weights are elsewhere refuses for ever"
         )
     modules = _checked_modules(module)
+    _check_options(
+        reshard_after_forward=(
+            reshard_after_forward,
+            reshard_after_forward is None or isinstance(reshard_after_forward, bool),
+            "True, False or None: shard() has no weights on a part of the ranks after forward",
+        ),
+        mp_policy=(
+            mp_policy,
+            mp_policy is None or isinstance(mp_policy, MixedPrecisionPolicy),
+            "a torch.distributed.fsdp.MixedPrecisionPolicy, such as "
+            "MixedPrecisionPolicy(param_dtype=torch.bfloat16), or None",
+        ),
+        shard_placement_fn=(
+            shard_placement_fn,
+            shard_placement_fn is None or callable(shard_placement_fn),
+            "a function of a parameter that returns Shard(dim) or None",
+        ),
+        ignored_params=(
+            ignored_params,
+            isinstance(ignored_params, Collection) and not isinstance(ignored_params, torch.Tensor),
+            "parameters in a list or a set",
+        ),
+        context=(
+            context,
+            context is None or isinstance(context, ShardContext),
+            "a memswap.parallel.ShardContext, or None",
+        ),
+    )
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"shard(mesh=...): found {type(mesh).__name__}, expected a DeviceMesh, such as "
@@ -336,6 +364,19 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
 @functools.cache
 def _sharded_class(cls: Any) -> Any:
     return type(f"Sharded{cls.__name__}", (ShardedModule, cls), {"__doc__": cls.__doc__})
+
+
+def _check_options(**options: tuple[object, bool, str]) -> None:
+    """Raise TypeError for an option that is not what it has to be.
+
+    Args:
+        options: by name what was found, whether it will do, and what was expected.
+    """
+    for name, (found, right, expected) in options.items():
+        if not right:
+            raise TypeError(
+                f"shard({name}={found!r}): found {type(found).__name__}, expected {expected}"
+            )
 
 
 def _checked_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:

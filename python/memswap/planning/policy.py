@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -17,7 +19,35 @@ from memswap.planning.budgets import parsed
 
 _OPERATOR = re.compile(r"\w+::\w+")
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
 PolicyFunction = Callable[[torch.Tensor, TensorInfo], Action]
+
+
+def answers_unknown(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Have a function answer a keyword that it does not have with what to write instead.
+
+    Raises:
+        TypeError: by what it returns, of such a keyword.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    known = [one.name for one in parameters if one.kind is not one.VAR_POSITIONAL]
+
+    @functools.wraps(function)
+    def answering(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        for name, value in kwargs.items():
+            if name not in known:
+                caller = function.__name__
+                if caller == "__init__":
+                    caller = type(args[0]).__name__
+                write = f"one of {', '.join(one for one in known if one != 'self')}"
+                if "policy" in known and name in Policy.__dataclass_fields__:
+                    write = f"policy=memswap.Policy({name}={value!r})"
+                raise TypeError(f"{caller}(): found {name}={value!r}, expected {write}")
+        return function(*args, **kwargs)
+
+    return answering
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -62,6 +92,7 @@ class Policy:
     operators: tuple[str, ...]
     recipes: bool
 
+    @answers_unknown
     def __init__(
         self,
         action: Action | str | None = None,

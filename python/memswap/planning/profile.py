@@ -27,7 +27,7 @@ from memswap._warn import warn
 from memswap.codec import Shape
 from memswap.engine.durations import recorded
 from memswap.engine.lane import open_codec_lane, open_lane
-from memswap.engine.pools import DiskPool
+from memswap.engine.pools import DiskPool, present_device
 from memswap.planning.rates import Rates
 from memswap.planning.sharing import measure_copy_share
 
@@ -71,11 +71,9 @@ def profile(
             the two.
 
     Raises:
-        RuntimeError: torch knows no such device, or it is not there.
+        ValueError: torch knows no such device, or it is not there.
     """
-    chosen = default_device() if device is None else torch.device(device)
-    if chosen.type != "cpu" and chosen.index is None:
-        chosen = torch.device(chosen.type, torch.accelerator.current_device_index())
+    chosen = present_device(device, "profile")
     if chosen.type != "cpu" and folder is not None:
         disk = profile("cpu", refresh=refresh, folder=folder)
         return by_way_of(profile(chosen, refresh=refresh), disk)
@@ -118,15 +116,6 @@ def by_way_of(link: Rates, disk: Rates) -> Rates:
 def folder_of(folder: str | os.PathLike[str] | None) -> Path:
     """Where a DiskPool would have its file."""
     return Path(tempfile.gettempdir() if folder is None else folder).resolve()
-
-
-def default_device() -> torch.device:
-    """The accelerator that torch would use, or the CPU."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return torch.device("cpu") if found is None else torch.device(found)
-
-
-# --- the cache ------------------------------------------------------------------------------------
 
 
 def describe(device: torch.device, folder: Path | None = None) -> dict[str, Any]:
