@@ -210,6 +210,7 @@ class Engine(native.Engine):
         """What was taken of host memory, and what a file takes of its drive's life."""
         pools = {id(one.pool): one.pool for one in self.open_routes() if one.copies}
         lines = [one.describe() for one in pools.values() if isinstance(one, HostPool)]
+        lines += [line for route in self.open_routes() for line in route.describe_overflow()]
         written = sum(one.written_bytes() for one in pools.values())
         return [*lines, *self._since.line(written, "a forward, by all who use this pool")]
 
