@@ -198,6 +198,8 @@ class Engine(native.Engine):
 
     def set_overflow_room(self, route: Route, nbytes: int | None) -> None:
         """What a plan has set aside for overflows of frames; it counts as resident from here on."""
+        if nbytes == route.overflow_room:
+            return
         route.overflow_room = nbytes
         rooms = (one.overflow_room for one in self.open_routes())
         self.ledger.set_reserved(sum(room or 0 for room in rooms))
