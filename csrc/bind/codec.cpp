@@ -214,16 +214,18 @@ void bind_codec_lanes(py::module_& module) {
   py::class_<StreamCodecLane, CodecLane, std::shared_ptr<StreamCodecLane>>(module,
                                                                            "StreamCodecLane")
       .def(py::init([](const c10::Device& device, size_t max_leaving_bytes, size_t arena_budget,
-                       size_t arena_chunk, uint32_t max_processors) {
+                       size_t arena_chunk, std::shared_ptr<Pool> arena_pool,
+                       uint32_t max_processors) {
              const py::gil_scoped_release release;  // it allocates
              return std::make_shared<StreamCodecLane>(
                  device, StreamCodecLane::Options{.max_leaving_bytes = max_leaving_bytes,
                                                   .arena_budget = arena_budget,
                                                   .arena_chunk = arena_chunk,
+                                                  .arena_pool = std::move(arena_pool),
                                                   .max_processors = max_processors});
            }),
            "device"_a, "max_leaving_bytes"_a = 0, "arena_budget"_a = 0,
-           "arena_chunk"_a = size_t{16} << 20, "max_processors"_a = 0)
+           "arena_chunk"_a = size_t{16} << 20, "arena_pool"_a = py::none(), "max_processors"_a = 0)
       .def_property_readonly("encode_stream",
                              &packed_stream<StreamCodecLane, &StreamCodecLane::encode_stream>)
       .def_property_readonly("decode_stream",
@@ -244,11 +246,11 @@ void bind_codec_lanes(py::module_& module) {
           const py::gil_scoped_release release;
           return lane.arena_statistics();
         }();
-        return py::dict("budget_bytes"_a = all.budget_bytes,
-                        "reserved_bytes"_a = all.reserved_bytes,
-                        "set_aside_bytes"_a = all.set_aside_bytes, "chunks"_a = all.chunks,
-                        "live_shares"_a = all.live_shares, "resets"_a = all.resets,
-                        "refusals"_a = all.refusals);
+        return py::dict(
+            "budget_bytes"_a = all.budget_bytes, "reserved_bytes"_a = all.reserved_bytes,
+            "pinned_bytes"_a = all.pinned_bytes, "set_aside_bytes"_a = all.set_aside_bytes,
+            "chunks"_a = all.chunks, "live_shares"_a = all.live_shares, "resets"_a = all.resets,
+            "refusals"_a = all.refusals);
       });
 }
 

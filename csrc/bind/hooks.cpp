@@ -136,13 +136,16 @@ py::object new_handle(PyObject* owner, PyObject* batch, Make make) {
   return made;
 }
 
-// That of a tensor that stays. Of Python's classes of tensors, parameters are kept themselves.
+// That of a tensor that stays. Of Python's classes of tensors, leaves that require grad (weights,
+// most of all) and parameters are kept themselves.
 py::object kept_handle(PyObject* object, KnownPtr known, PyObject* owner) {
   const at::Tensor& tensor = THPVariable_Unpack(object);
   const auto version = static_cast<uint32_t>(tensor._version());
   at::Tensor kept;
   if (Py_IS_TYPE(object, reinterpret_cast<PyTypeObject*>(THPVariableClass))) {
     kept = without_graph(tensor);
+  } else if (tensor.requires_grad() && tensor.is_leaf()) {
+    kept = tensor;
   } else {
     kept = from("memswap.engine.autograd", "as_kept")(py::handle(object)).cast<at::Tensor>();
   }

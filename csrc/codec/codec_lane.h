@@ -43,8 +43,8 @@ class EncodedStorage {
   virtual size_t nbytes() const = 0;
   virtual size_t raw_nbytes() const = 0;
 
-  // Bytes of the device's arena beside these: what did not fit the frame, or until that is known,
-  // what is set aside for it.
+  // Bytes of the device beside these: what did not fit the frame, or until that is known, what is
+  // set aside for it. (Pinned memory that serves instead does not count.)
   virtual size_t overflow_nbytes() const { return 0; }
 
   // Bytes of the device that it takes now, overflow included. (Where a room for overflows was set,

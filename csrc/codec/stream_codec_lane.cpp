@@ -26,6 +26,12 @@ namespace {
 // Blocks for headers: some hundreds are under way at most.
 constexpr size_t kHeaderSlab = size_t{256} << 10;
 
+// Where kernels would not reach it, an arena has no pinned memory.
+std::shared_ptr<Pool> reached(c10::Device device, const std::shared_ptr<Pool>& pinned) {
+  const memswap_codec* codec = codec_of(device.type());
+  return codec != nullptr && codec->maps_host != 0 ? pinned : nullptr;
+}
+
 }  // namespace
 
 // A frame's header on its way to the host, and what depends on it. `arrival` is the ticket of what
@@ -113,7 +119,7 @@ class StreamCodecLane::Encoded final : public EncodedStorage {
   size_t raw_nbytes() const override { return raw_nbytes_; }
   bool swapped() const override { return lane_ != nullptr; }
   size_t overflow_nbytes() const override {
-    return overflow_ ? overflow_->units() * frame::kUnitBytes : 0;
+    return overflow_ ? overflow_->device_units() * frame::kUnitBytes : 0;
   }
   std::shared_ptr<FrameWatch> watch() const override { return header_; }
 
@@ -178,7 +184,7 @@ StreamCodecLane::StreamCodecLane(c10::Device device, const Options& options)
       decode_stream_(streams_->new_stream()),
       max_processors_(options.max_processors),
       arena_(std::make_shared<Arena>(streams_, encode_stream_, options.arena_budget,
-                                     options.arena_chunk)),
+                                     options.arena_chunk, reached(device, options.arena_pool))),
       arena_chunk_(options.arena_chunk),
       header_pool_(std::make_shared<Pool>(
           std::make_shared<PinnedSlabs>(device),

@@ -44,6 +44,8 @@ namespace memswap {
 //      frame freed                      tickets of all three own it until compute is behind them
 //  11. decode -> arena used again       Arena::set_back(): encodes wait for the last decode
 //  12. last consumer -> output freed    the output is allocated on compute and dropped there
+//  13. encode, decode -> pinned memory  Arena::Chunk: the block knows a ticket behind both
+//      of the arena given back
 //
 // With one compute stream, 6 follows from 3 and 7, and 11 from 9 and 1, once the tickets have been
 // waited for; they are needed as soon as compute streams do not wait for each other.
@@ -53,7 +55,9 @@ class StreamCodecLane final : public CodecLane {
     size_t max_leaving_bytes = 0;    // as in StreamLane, of originals
     size_t arena_budget = 0;         // bytes; 0: every frame needs room for its own worst case
     size_t arena_chunk = 16u << 20;  // bytes
-    uint32_t max_processors = 0;     // as in memswap_launch
+    // Pinned memory for the arena, where the codec's kernels reach it; nullptr: none.
+    std::shared_ptr<Pool> arena_pool;
+    uint32_t max_processors = 0;  // as in memswap_launch
   };
 
   StreamCodecLane(c10::Device device, const Options& options);
@@ -61,7 +65,7 @@ class StreamCodecLane final : public CodecLane {
   std::optional<Encoding> encode(StorageRefPtr storage, const FrameOptions& options) override;
 
   // `lane` is a StreamLane of this device, `pool` one of pinned memory. What overflowed stays in
-  // the device's arena.
+  // the arena.
   std::optional<Encoding> encode_to(StorageRefPtr storage, const FrameOptions& options,
                                     const std::shared_ptr<Lane>& lane,
                                     const std::shared_ptr<Pool>& pool) override;

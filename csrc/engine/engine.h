@@ -215,6 +215,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
     std::weak_ptr<Entry> entry;
   };
   std::deque<Awaited> awaited_;
+  bool persists(const IterationPtr& shortage);
+  std::optional<std::weak_ptr<Iteration>> first_short_;  // where room for frames first ran out
   // Of each device that was seen; nullptr: its storages stay.
   std::vector<std::pair<c10::Device, TransfersPtr>> devices_;
 };

@@ -54,10 +54,23 @@ const char* Engine::refused(const char* short_of, const std::string& why, const 
   if (entry.iteration && short_of == std::string_view(BlockForm::kShortOf)) {
     entry.iteration->refuse(ledger.counters.away_bytes);
   }
+  if (short_of == std::string_view(FrameForm::kShortOf) && !entry.device().is_cpu() &&
+      !persists(entry.iteration)) {
+    return short_of;
+  }
   ledger.tell_once(short_of, "a storage of " + std::to_string(entry.nbytes()) + " bytes stays on " +
                                  entry.device().str() + ": " + why +
                                  ". Training goes on with less memory saved.");
   return short_of;
+}
+
+// An accelerator's first frames have guessed lengths, so what they were short of at first is
+// counted and not told. What a later iteration is short of as well, is.
+bool Engine::persists(const IterationPtr& shortage) {
+  if (!first_short_) {
+    first_short_ = shortage;
+  }
+  return first_short_->lock() != shortage;
 }
 
 // Whether memory that no operator made may hold something else than in an earlier forward. A buffer

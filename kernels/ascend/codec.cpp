@@ -198,7 +198,7 @@ const char* message(int code) {
 }
 
 constexpr memswap_codec kCodec = {MEMSWAP_CODEC_VERSION, "ascend", &encode, &decode, &message,
-                                  kSpareTiles,           1,        0,       0};
+                                  kSpareTiles,           1,        0,       0,       0};
 
 }  // namespace
 }  // namespace memswap::ascend

@@ -51,7 +51,7 @@ const char* message(int code) {
 template <Isa isa>
 const memswap_codec* codec() {
   static constexpr memswap_codec kCodec = {
-      MEMSWAP_CODEC_VERSION, "cpu", &encode<isa>, &decode<isa>, &message, 1, 0, 0, 0};
+      MEMSWAP_CODEC_VERSION, "cpu", &encode<isa>, &decode<isa>, &message, 1, 0, 0, 0, 1};
   return &kCodec;
 }
 

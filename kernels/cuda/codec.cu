@@ -241,7 +241,7 @@ const char* message(int code) {
 }
 
 constexpr memswap_codec kCodec = {MEMSWAP_CODEC_VERSION, "cuda", &encode, &decode, &message, 1, 1,
-                                  kWorkspaceBytes,       1};
+                                  kWorkspaceBytes,       1,      1};
 
 }  // namespace
 }  // namespace memswap::cuda

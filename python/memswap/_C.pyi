@@ -762,6 +762,8 @@ class Pool:
     def wait_reserved(self) -> bool: ...
     def trim(self) -> int: ...
     def set_overflow(self, overflow: Pool) -> None: ...
+    @property
+    def pageable_bytes(self) -> int: ...  # as in the statistics
     def statistics(self) -> dict[str, int | float | str]: ...
 
 class Lane:
@@ -982,7 +984,8 @@ class StreamCodecLane(CodecLane):
         device: torch.device,
         max_leaving_bytes: int = 0,
         arena_budget: int = 0,  # bytes of device memory for what does not fit var; 0: none
-        arena_chunk: int = 16 << 20,  # bytes taken from the device at a time, at least
+        arena_chunk: int = 16 << 20,  # bytes taken at a time, at least
+        arena_pool: Pool | None = None,  # of pinned memory, before the device's is taken
         max_processors: int = 0,  # SMs or cores at once; 0: no bound
     ) -> None: ...
     @property

@@ -84,6 +84,7 @@ inline const memswap_codec& emulated() {
                                       1,
                                       0,
                                       0,
+                                      1,
                                       1};
   return codec;
 }

@@ -7,6 +7,7 @@ here is how often somebody plans, and how many iterations go without one.
 from __future__ import annotations
 
 import random
+import traceback
 import warnings
 from collections import Counter
 
@@ -29,12 +30,19 @@ pytestmark = pytest.mark.one_schedule
 
 @pytest.fixture
 def counted(monkeypatch):
-    """How often a plan was made, and how many iterations had none."""
+    """How often a plan was made, and how many iterations had none.
+
+    Beside that, which functions of the learner had it made: a failure says why there are so many.
+    """
     found: Counter[str] = Counter()
     make_plan, began = making.make_plan, BudgetDirector._begin
 
     def count_plan(*arguments, **options):
         found["plans"] += 1
+        callers = [
+            one.name for one in traceback.extract_stack() if one.filename == learner.__file__
+        ]
+        found["for " + " > ".join(dict.fromkeys(callers))] += 1
         return make_plan(*arguments, **options)
 
     def count_iteration(self, *arguments):
@@ -84,9 +92,9 @@ def test_a_length_that_is_drawn_anew_in_each_step_is_not_planned_in_each_step(
             if number == 25:
                 plans = counted["plans"]
         peak = manager.stats().peak_resident_bytes
-    assert counted["without a plan"] == 3, "each length learns for itself"
-    assert counted["plans"] <= 16, f"{counted['plans']} plans were made in {len(drawn)} steps"
-    assert counted["plans"] - plans <= 1, "planning does not end"
+    assert counted["without a plan"] == 3, f"each length learns for itself: {counted}"
+    assert counted["plans"] <= 16, f"plans that were made in {len(drawn)} steps: {counted}"
+    assert counted["plans"] - plans <= 1, f"planning does not end: {counted}"
     if budget != "auto":
         assert peak <= budget
 
@@ -203,7 +211,7 @@ def test_experts_out_of_balance_train_within_a_budget_without_a_storm_of_plans(
         warnings.simplefilter("error")  # more than the budget would be told
         stats = experts.stats(new_pool(), budget)
     assert stats.moved_storages > 0
-    assert counted["plans"] <= 8, f"{counted['plans']} plans were made in {STEPS} steps"
+    assert counted["plans"] <= 8, f"plans that were made in {STEPS} steps: {counted}"
     assert counted["without a plan"] <= 5
     if share is not None:
         assert stats.peak_resident_bytes <= budget

@@ -7,7 +7,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from budget_layers import rates_for
 from helpers import Block, assert_pool_empty, same_bits
+from library_memory import Library, kept_bytes, scale_for
 from optimizer_helpers import state_bits
 from torch import nn
 
@@ -27,20 +29,27 @@ from memswap.optimizers import managed_optimizer
 from memswap.planning import checking, learner
 from memswap.planning.device import KINDS, DevicePlan
 
-WIDTH, VOCABULARY = 64, 256
+WIDTH, VOCABULARY, BATCH = 64, 256, 4  # each times `scale_of` the device
+MODEL_BYTES = 4 << 20  # that this takes at its peak, on a machine where they are as they stand
 POLICY = memswap.Policy(action=memswap.Action.SWAP, min_bytes=1)
 
 accelerator = pytest.mark.accelerator
 
 
+def scale_of(device: torch.device) -> int:
+    """1, but where libraries keep more beside the model than it takes: then it takes more."""
+    return scale_for(device, MODEL_BYTES)
+
+
 class Language(nn.Module):
     """Blocks with what no layer saves around them: an embedding, logits and their loss."""
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, scale: int) -> None:
         super().__init__()
-        self.enter = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList([Block(WIDTH) for _ in range(depth)])
-        self.out = nn.Linear(WIDTH, VOCABULARY)
+        width, vocabulary = scale * WIDTH, scale * VOCABULARY
+        self.enter = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList([Block(width) for _ in range(depth)])
+        self.out = nn.Linear(width, vocabulary)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.enter(tokens)
@@ -51,13 +60,16 @@ class Language(nn.Module):
 
 
 def new_model(device: torch.device, depth: int = 4) -> Language:
+    scale = scale_of(device)
     torch.manual_seed(0)
-    return Language(depth).to(device)
+    return Language(depth, scale).to(device)
 
 
-def tokens_of(device: torch.device, step: int, batch: int = 4) -> torch.Tensor:
+def tokens_of(device: torch.device, step: int, batch: int = BATCH) -> torch.Tensor:
+    scale = scale_of(device)
     generator = torch.Generator().manual_seed(step)
-    return torch.randint(0, VOCABULARY, (batch, 32), generator=generator).to(device)
+    size = (scale * batch, 32)
+    return torch.randint(0, scale * VOCABULARY, size, generator=generator).to(device)
 
 
 class Trained:
@@ -76,7 +88,9 @@ class Trained:
                 self.model, POLICY, budget=budget, pool=pool, rates=rates_for(device), **options
             )
 
-    def step(self, number: int, *, forwards: int = 1, to_none: bool = True, batch: int = 4) -> None:
+    def step(
+        self, number: int, *, forwards: int = 1, to_none: bool = True, batch: int = BATCH
+    ) -> None:
         module = torch.get_device_module(self.device)
         begun = self.manager is None or not isinstance(self.manager.plan, DevicePlan)
         if begun:
@@ -107,17 +121,8 @@ class Trained:
 
 
 def share_of(peak: int, share: float, device: torch.device) -> int:
-    """So much of what training takes at its peak, and all that libraries keep beside it.
-
-    On CUDA the workspaces of cuBLAS are many times what this model takes.
-    """
-    kept = 0
-    if device.type == "cuda":
-        gc.collect()
-        x = torch.ones(8, 8, device=device, requires_grad=True)
-        (x @ x).sum().backward()
-        del x
-        kept = torch.cuda.memory_allocated(device)
+    """So much of what training takes at its peak, and all that libraries keep beside it."""
+    kept = kept_bytes(device)
     return kept + int(share * (peak - kept))
 
 
@@ -153,6 +158,18 @@ def plainly(
     return max(plain.peaks[settled:]), plain.bits()
 
 
+@pytest.fixture(params=[0, 1 << 20], ids=["alone", "beside a library"])
+def library(request: pytest.FixtureRequest, device: torch.device) -> Iterator[None]:
+    """Nothing, or a library that keeps memory of the simulated device; a real one has its own."""
+    if request.param and device.type == "cuda":
+        pytest.skip("cuBLAS is there in all tests")
+    with Library(device, request.param) if request.param else nullcontext():
+        yield
+
+
+beside_a_library = pytest.mark.usefixtures("library")
+
+
 @pytest.fixture
 def peaks(device: torch.device) -> tuple[int, list[torch.Tensor]]:
     """The peak of plain training, and what it comes to."""
@@ -160,10 +177,11 @@ def peaks(device: torch.device) -> tuple[int, list[torch.Tensor]]:
 
 
 def pool_of(device: torch.device) -> memswap.HostPool:
-    return memswap.HostPool(budget="64MiB", slab="1MiB", device=device)
+    return memswap.HostPool(budget=scale_of(device) ** 2 << 26, slab="1MiB", device=device)
 
 
 @accelerator
+@beside_a_library
 @pytest.mark.parametrize("share", [1.5, 0.95, 0.9])
 def test_the_allocators_peak_is_within_the_budget_and_as_planned(device, peaks, share):
     peak, expected = peaks
@@ -183,7 +201,7 @@ def test_the_allocators_peak_is_within_the_budget_and_as_planned(device, peaks, 
 
 def smallest(device: torch.device) -> int:
     """The smallest budget, as the error states it."""
-    trained = Trained(device, "device:2MiB", pool_of(device))
+    trained = Trained(device, f"device:{scale_of(device) ** 2 * 2}MiB", pool_of(device))
     with pytest.raises(BudgetError) as raised:
         trained.steps(6)
     nbytes = raised.value.smallest_bytes
@@ -193,6 +211,7 @@ def smallest(device: torch.device) -> int:
 
 
 @accelerator
+@beside_a_library
 def test_the_smallest_budget_that_an_error_names_can_be_met(device, peaks):
     nbytes = smallest(device)
     gc.collect()
@@ -218,6 +237,7 @@ def test_a_budget_below_weights_and_gradients_is_refused_at_once(device):
 
 @accelerator
 @pytest.mark.one_schedule
+@beside_a_library
 def test_state_stays_where_there_is_room_and_is_away_where_there_is_none(device, peaks):
     ample = Trained(device, f"device:{share_of(peaks[0], 1.5, device)}B", pool_of(device)).steps(8)
     assert ample.plan.state_stays_bytes == ample.plan.state_bytes > 0
@@ -261,6 +281,7 @@ def test_gradients_that_appear_later_lead_to_another_plan(device):
 
 
 @accelerator
+@beside_a_library
 def test_accumulation(device):
     peak, expected = plainly(device, *[{"forwards": 3}] * 6)
     budget = share_of(peak, 0.95, device)
@@ -311,10 +332,11 @@ class EachAlone:
 
 @accelerator
 @pytest.mark.one_schedule
+@beside_a_library
 def test_an_optimizer_for_each_parameter_within_one_number(device, peaks):
     """Its state is away, and its gradients are used up in backward."""
     runs = []
-    budget = int(0.85 * peaks[0])
+    budget = share_of(peaks[0], 0.85, device)
     for pool in (None, pool_of(device)):
         options = {
             "optimizer": None,
@@ -383,6 +405,7 @@ def test_evaluations_between_steps_change_nothing(device, peaks):
 
 @accelerator
 @pytest.mark.one_schedule
+@beside_a_library
 def test_memory_that_the_user_takes_later_is_made_room_for(device, peaks):
     budget = share_of(peaks[0], 1.05, device)
     trained = Trained(device, f"device:{budget}B", pool_of(device)).steps(6)
@@ -398,6 +421,7 @@ def test_memory_that_the_user_takes_later_is_made_room_for(device, peaks):
 
 @accelerator
 @pytest.mark.one_schedule
+@beside_a_library
 def test_other_shapes_learn_for_themselves_within_the_same_number(device):
     shapes = [4, 4, 4, 4, 4, 6, 6, 6, 6, 4, 6, 4, 6]
     peak, expected = plainly(device, *({"batch": batch} for batch in shapes))
@@ -412,13 +436,14 @@ def test_other_shapes_learn_for_themselves_within_the_same_number(device):
 
 @accelerator
 @pytest.mark.one_schedule
+@beside_a_library
 def test_a_recorder_that_overlooks_a_part_is_noticed_and_told(device, peaks, monkeypatch):
     """The mutation that `assert_kept` has to see, and so has whoever trains."""
     seen = learner.workspace_of
 
     def overlooked(recorder: Any, marks: int) -> Any:
         found = seen(recorder, marks)
-        less = [nbytes - (1 << 17) for nbytes in found.extra_nbytes]
+        less = [nbytes - (scale_of(device) ** 2 << 17) for nbytes in found.extra_nbytes]
         return native.WorkspaceRecord(less, found.gradient_nbytes, found.baseline_nbytes)
 
     monkeypatch.setattr(learner, "workspace_of", overlooked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import warnings
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from helpers import (
 
 import memswap
 from memswap import Action, Policy
+from memswap._native import native
 from memswap.engine import transfer
 
 ENCODE = Policy(action=Action.ENCODE, min_bytes=1)
@@ -228,12 +230,9 @@ def test_a_pool_without_room_keeps_and_says_so(device) -> None:
 @pytest.mark.filterwarnings("ignore:memswap. a storage")
 def test_an_arena_without_room_keeps_and_swaps_instead(device, engine_of, monkeypatch) -> None:
     monkeypatch.setattr(transfer, "arena_budget", lambda iteration_bytes: 0)
-    opened = transfer.open_codec_lane
 
-    def open_codec_lane(*arguments: Any) -> Any:
-        lane = opened(*arguments)
-        lane.set_arena_budget(0)
-        return lane
+    def open_codec_lane(device: torch.device, frames: Any = None) -> Any:
+        return native.StreamCodecLane(device, arena_budget=0)
 
     monkeypatch.setattr(transfer, "open_codec_lane", open_codec_lane)
     engine = engine_of(ENCODE)
@@ -245,6 +244,24 @@ def test_an_arena_without_room_keeps_and_swaps_instead(device, engine_of, monkey
     assert stats.moved_storages == 4 and stats.encoded_storages == 0 and not stats.kept
 
 
+@pytest.mark.accelerator
+def test_a_shortage_of_the_first_forward_is_counted_and_one_that_lasts_is_told(
+    device, engine_of, monkeypatch
+) -> None:
+    def open_codec_lane(device: torch.device, frames: Any = None) -> Any:
+        return native.StreamCodecLane(device, arena_budget=0)
+
+    monkeypatch.setattr(transfer, "arena_budget", lambda iteration_bytes: 0)
+    monkeypatch.setattr(transfer, "open_codec_lane", open_codec_lane)
+    engine = engine_of(ENCODE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(engine, device, normal)
+    assert engine.stats().kept["codec room"].tensors == 4
+    with pytest.warns(UserWarning, match="no room for the worst case"):
+        step(engine, device, normal)
+
+
 @pytest.mark.parametrize("action", [Action.ENCODE, Action.ENCODE_SWAP])
 def test_a_device_without_a_codec_keeps_or_swaps(device, engine_of, action, monkeypatch) -> None:
     class Native:
@@ -252,8 +269,6 @@ def test_a_device_without_a_codec_keeps_or_swaps(device, engine_of, action, monk
 
         def __getattr__(self, name: str) -> Any:
             return getattr(native, name)
-
-    from memswap._native import native
 
     monkeypatch.setattr(transfer, "native", Native())
     engine = engine_of(Policy(action=action, min_bytes=1))

@@ -65,6 +65,36 @@ def test_frames_are_those_of_the_cpu_and_come_back(
         assert torch.equal(as_bytes(back.cpu()), as_bytes(tensor)), f"{length} elements"
 
 
+@pytest.mark.parametrize("dtype", [*FLOATS, *FP8, torch.int32, torch.bool], ids=str)
+def test_what_does_not_fit_frames_is_in_pinned_memory_and_comes_back(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    """Kernels write there, and read there: all payloads, since the frames have no room for any."""
+    pool = memswap.HostPool("64MiB", slab="16MiB", device=device, pageable=False)
+    lane = native.StreamCodecLane(device, arena_budget=0, arena_pool=pool.native)
+    layout = {torch.bool: 2, torch.int32: 3}.get(dtype, 0)  # bits, ints, dense
+    code = native.dtype_code(dtype)
+    tensors = [some_tensor(dtype, length, "bits") for length in (100_003, 1_000_000)]
+    views, made = [], []
+    for tensor in tensors:
+        on_device = tensor.to(device)
+        views.append(native.capture(on_device))
+        encoding = lane.encode(native.StorageRef(on_device), code, layout, 0)
+        assert encoding is not None, lane.last_refusal
+        made.append(encoding)
+        del on_device
+    for encoded, departure in made:
+        departure.wait()
+        assert encoded.overflow_nbytes == 0, "the device's memory was taken"
+    for view, (encoded, _), tensor in zip(views, made, tensors, strict=True):
+        storage, arrival = lane.decode(encoded)
+        arrival.wait()
+        back = view.rebuild(storage, False)
+        assert torch.equal(as_bytes(back.cpu()), as_bytes(tensor))
+        assert encoded.report().overflow_used > 0, "nothing overflowed, so this tested nothing"
+    assert lane.decode_status() == 0
+
+
 @pytest.mark.parametrize("offset", [1, 3, 8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8], ids=str)
 def test_tensors_at_any_offset_come_back(

@@ -99,3 +99,28 @@ def test_the_peak_of_device_memory_is_lower(device: torch.device) -> None:
     assert managed < plain - stats.freed_bytes // 4, (
         f"the peak of a step fell from {plain} to {managed} bytes; {stats.freed_bytes} were freed"
     )
+
+
+def test_frames_lower_the_peak_although_the_host_is_a_step_ahead(device: torch.device) -> None:
+    """The device sleeps until the host has submitted all of the step."""
+
+    def peak_of(how: str) -> tuple[int, Any]:
+        policy = memswap.Policy(action=memswap.Action.ENCODE, min_bytes=1)
+        steady = Steady(device, how, policy)
+        if steady.swap is not None:
+            steady.swap.reset_stats()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda._sleep(1_000_000_000)  # about half a second
+        steady.step()
+        torch.cuda.synchronize(device)
+        stats = steady.swap.stats() if steady.swap is not None else None
+        return torch.cuda.max_memory_allocated(device) - before, stats
+
+    plain, _ = peak_of("plain")
+    managed, stats = peak_of("saved_tensors")
+    assert "codec room" not in stats.kept
+    saved = stats.encoded_bytes - stats.frame_bytes
+    assert managed <= plain - 0.8 * saved, (
+        f"frames saved {saved} bytes, and the peak fell from {plain} to {managed}"
+    )

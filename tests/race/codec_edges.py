@@ -91,7 +91,7 @@ def swapped(machine: Machine) -> list[torch.Tensor]:
 def arena_used_again(machine: Machine) -> list[torch.Tensor]:
     """A frame that overflowed is decoded on one stream; on another the chunk is used again.
 
-    In an arena of ONE_FRAME.
+    In an arena of ONE_FRAME, of whichever memory.
     """
     a, b = torch.Stream(device=DEVICE), torch.Stream(device=DEVICE)
     with a:
@@ -115,6 +115,36 @@ def arena_used_again(machine: Machine) -> list[torch.Tensor]:
         found += on_host([one])
     torch.accelerator.synchronize()
     assert machine.lane.arena_statistics()["resets"] == 1, "the chunk was not used again"
+    return found
+
+
+def arena_used_again_in_pinned_memory(machine: Machine) -> list[torch.Tensor]:
+    """The same, where the arena's memory is the host's."""
+    return arena_used_again(machine)
+
+
+def pinned_memory_given_back(machine: Machine) -> list[torch.Tensor]:
+    """While a frame that overflowed is decoded on one stream, its arena's memory goes to a copy.
+
+    In an arena of ONE_FRAME of pinned memory.
+    """
+    a, b = torch.Stream(device=DEVICE), torch.Stream(device=DEVICE)
+    first = values(1).to(DEVICE) * 2
+    filler = torch.full((ONE_FRAME,), 7, device=DEVICE, dtype=torch.uint8)
+    torch.accelerator.synchronize()
+    with a:
+        view, encoded, departure = machine.encode(first)
+        del first
+        departure.wait()
+        back = machine.decode(view, encoded) * 1
+        del encoded, departure
+    machine.lane.trim_arena()
+    with b:
+        block = machine.arena_pool.native.allocate(ONE_FRAME)
+        machine.copies.send(native.StorageRef(filler), block).synchronize()
+    with a:
+        found = on_host([back])
+    torch.accelerator.synchronize()
     return found
 
 
@@ -229,6 +259,7 @@ class Edge:
     program: Program
     shows_as_data: bool = True
     arena: int = 1 << 20
+    pinned: bool = False  # so many bytes of the host, and none of the device
 
     def __str__(self) -> str:
         return f"{self.number} {self.name}"
@@ -259,19 +290,48 @@ EDGES = [
         arena_used_again,
         arena=ONE_FRAME,
     ),
+    Edge(
+        "11",
+        "decode -> pinned arena used again",
+        drop(encode_stream, decode_stream),
+        arena_used_again_in_pinned_memory,
+        arena=ONE_FRAME,
+        pinned=True,
+    ),
     Edge("12", "consumer -> output freed", OutputsOfTheDecodeStream, let_go_at_once),
+    Edge(
+        "13",
+        "decode -> pinned memory given back",
+        drop(encode_stream, decode_stream),
+        pinned_memory_given_back,
+        arena=ONE_FRAME,
+        pinned=True,
+    ),
+    Edge(
+        "13",
+        "the block's ticket -> its next owner",
+        drop(send_stream, encode_stream),
+        pinned_memory_given_back,
+        arena=ONE_FRAME,
+        pinned=True,
+    ),
 ]
 
 
-def arena_of(program: Program) -> int:
-    return next((edge.arena for edge in EDGES if edge.program is program), 1 << 20)
+def machine_for(program: Program) -> Machine:
+    edge = next((edge for edge in EDGES if edge.program is program), None)
+    if edge is None:
+        return Machine()
+    if edge.pinned:
+        return Machine(arena_budget=0, arena_chunk=edge.arena, pinned=edge.arena)
+    return Machine(arena_budget=edge.arena)
 
 
 def observe(schedule: Any, program: Program, broken: Any = None) -> Observation:
     seen = Observation()
 
     def body() -> None:
-        machine = Machine(arena_budget=arena_of(program))
+        machine = machine_for(program)
         with broken(machine) if broken else contextlib.nullcontext() as mutation:
             try:
                 seen.results = program(machine)

@@ -27,11 +27,23 @@ def values(seed: int, scale: float = 1.0) -> torch.Tensor:
 
 
 class Machine:
-    """A codec lane, a lane for copies and a pool, on the simulated device."""
+    """A codec lane, a lane for copies and a pool, on the simulated device.
 
-    def __init__(self, arena_budget: int = 1 << 20, arena_chunk: int = 1 << 18) -> None:
+    Args:
+        arena_budget: bytes of the device for what does not fit frames.
+        arena_chunk: what is taken of that at a time, and of `pinned`.
+        pinned: bytes of pinned memory that serve first.
+    """
+
+    def __init__(
+        self, arena_budget: int = 1 << 20, arena_chunk: int = 1 << 18, pinned: int = 0
+    ) -> None:
+        self.arena_pool = new_pool(budget=pinned, slab=pinned) if pinned else None
         self.lane = native.StreamCodecLane(
-            DEVICE, arena_budget=arena_budget, arena_chunk=arena_chunk
+            DEVICE,
+            arena_budget=arena_budget,
+            arena_chunk=arena_chunk,
+            arena_pool=self.arena_pool.native if self.arena_pool is not None else None,
         )
         self.copies = native.StreamLane(DEVICE, max_leaving_bytes=0, chunk_bytes=1 << 20)
         self.pool = new_pool()

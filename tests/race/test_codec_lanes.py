@@ -65,9 +65,7 @@ def test_an_encode_without_room_in_the_arena_is_refused_and_nothing_starts() -> 
 
 
 def test_credits_cover_a_tile_that_leaves_nearly_all_of_var_unused() -> None:
-    generator = torch.Generator().manual_seed(1)
-    noise = torch.randint(-(2**15), 2**15, (ELEMENTS,), dtype=torch.int16, generator=generator)
-    tensor = noise.view(torch.bfloat16)
+    tensor = noise(1)
     layout = native.frame_layout(BF16, DENSE, ELEMENTS)
     tile = 8 * layout.max_var_units // layout.blocks
     # Every whole tile of noise is that long, so none fits.
@@ -191,6 +189,73 @@ def test_a_watch_tells_what_was_found_when_the_frame_is_gone(swap: bool) -> None
     assert watch.report().elements == ELEMENTS and watch.report().overflow_used > 0
     machine.copies.settle()
     assert machine.lane.arena_statistics()["live_shares"] == 0
+
+
+def noise(seed: int) -> torch.Tensor:
+    """What does not shrink at all."""
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(-(2**15), 2**15, (ELEMENTS,), dtype=torch.int16, generator=generator)
+    return bits.view(torch.bfloat16)
+
+
+def test_the_worst_case_of_many_frames_is_in_pinned_memory_and_nobody_waits() -> None:
+    """A host that is far ahead of the device, and every frame as long as its tensor."""
+    machine = Machine(arena_budget=0, arena_chunk=64 << 10, pinned=1 << 20)
+    tensors = [noise(seed) for seed in range(12)]
+    on_device = [tensor.to(DEVICE) for tensor in tensors]
+    torch.accelerator.synchronize()
+    waits = _C.counters()["host_syncs"]
+    made = [machine.encode(tensor) for tensor in on_device]
+    del on_device
+    for _, encoded, departure in made:
+        departure.wait()
+        assert encoded.overflow_nbytes == 0, "pinned memory counts as the device's"
+    assert _C.counters()["host_syncs"] == waits, "the host waited for a header"
+    arena = machine.lane.arena_statistics()
+    assert arena["reserved_bytes"] == 128 * arena["chunks"], "more of the device than cursors"
+    assert arena["pinned_bytes"] == machine.arena_pool.native.statistics()["in_use_bytes"] > 0
+    for (view, encoded, _), tensor in zip(made, tensors, strict=True):
+        assert same_bits(machine.decode(view, encoded).cpu(), tensor)
+    assert machine.lane.decode_status() == 0
+    torch.accelerator.synchronize()
+    assert all(encoded.report().overflow_used > 0 for _, encoded, _ in made), "this tested nothing"
+    del made, encoded, view
+    machine.lane.trim_arena()
+    torch.accelerator.synchronize()
+    assert machine.arena_pool.native.statistics()["in_use_bytes"] == 0
+
+
+def test_the_devices_memory_serves_where_no_more_can_be_pinned() -> None:
+    machine = Machine(arena_chunk=ONE_FRAME, pinned=ONE_FRAME)
+    made = [machine.encode(values(seed).to(DEVICE)) for seed in range(3)]
+    arena = machine.lane.arena_statistics()
+    assert arena["pinned_bytes"] == ONE_FRAME < arena["reserved_bytes"]
+    for seed, (view, encoded, departure) in enumerate(made):
+        departure.wait()
+        assert encoded.overflow_nbytes == 0 or seed > 0
+        assert same_bits(machine.decode(view, encoded).cpu(), values(seed))
+    refusals = machine.arena_pool.native.statistics()["refusals"]
+    assert refusals == 1, "the system is asked for pinned memory by every encode"
+    del made, encoded, view, departure
+    machine.lane.set_arena_budget(0)  # a new forward: there may be some again
+    view, encoded, departure = machine.encode(values(3).to(DEVICE))
+    departure.wait()
+    assert same_bits(machine.decode(view, encoded).cpu(), values(3))
+
+
+def test_a_room_that_a_plan_set_is_the_devices_and_without_it_memory_is_pinned_again() -> None:
+    machine = Machine(arena_chunk=ONE_FRAME, pinned=4 * ONE_FRAME)
+    machine.lane.set_overflow_room(ONE_FRAME)
+    view, encoded, departure = machine.encode(values(0).to(DEVICE))
+    departure.wait()
+    arena = machine.lane.arena_statistics()
+    assert (arena["reserved_bytes"], arena["pinned_bytes"]) == (ONE_FRAME, 0)
+    assert same_bits(machine.decode(view, encoded).cpu(), values(0))
+    machine.lane.set_overflow_room(None)
+    view, encoded, departure = machine.encode(values(1).to(DEVICE))
+    departure.wait()
+    assert machine.lane.arena_statistics()["pinned_bytes"] > 0
+    assert same_bits(machine.decode(view, encoded).cpu(), values(1))
 
 
 def test_the_arena_may_grow_and_shrink() -> None:

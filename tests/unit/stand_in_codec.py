@@ -22,7 +22,8 @@ class Table(ctypes.Structure):  # memswap_codec
     _fields_ = [("version", ctypes.c_uint32), ("name", ctypes.c_char_p),
                 *[(name, ctypes.c_void_p) for name in ("encode", "decode", "message")],
                 ("spare_tiles", ctypes.c_uint32), ("check_first", ctypes.c_uint32),
-                ("workspace_bytes", ctypes.c_uint64), ("reports", ctypes.c_uint32)]
+                ("workspace_bytes", ctypes.c_uint64), ("reports", ctypes.c_uint32),
+                ("maps_host", ctypes.c_uint32)]
 
 CODE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 api = ctypes.pythonapi

@@ -98,3 +98,20 @@ for schedule in SCHEDULES:
 def test_a_report_is_none_or_right_before_the_encode_has_ended() -> None:
     lines = run(RIGHT, EARLY, field="reports").splitlines()
     assert len(lines) >= 15 and set(lines) == {"True True"}, lines
+
+
+UNMAPPED = """
+table.maps_host = 0
+pool = memswap.HostPool("1MiB", slab="1MiB", device=device, pageable=False)
+lane = native.StreamCodecLane(device, arena_budget=1 << 20, arena_chunk=1 << 16,
+                              arena_pool=pool.native)
+tensor = torch.randn(50000).bfloat16().to(device)
+encoded, ticket = lane.encode(native.StorageRef(tensor), 1, 0, 0)
+ticket.wait()
+arena = lane.arena_statistics()
+print(arena["pinned_bytes"], arena["reserved_bytes"] > 0, encoded.overflow_nbytes > 0)
+"""
+
+
+def test_kernels_that_do_not_reach_host_memory_have_the_devices_for_what_overflows() -> None:
+    assert run(RIGHT, "import memswap\n" + UNMAPPED).strip() == "0 True True"

@@ -14,7 +14,7 @@
 extern "C" {
 #endif
 
-#define MEMSWAP_CODEC_VERSION 4
+#define MEMSWAP_CODEC_VERSION 5
 
 /* How an encoder chooses. The decoder never needs to know. */
 enum memswap_profile {
@@ -91,6 +91,8 @@ typedef struct memswap_codec {
                                something on a device before it is trusted with tensors there */
   uint64_t workspace_bytes; /* of memswap_launch::workspace; 0: none is of use */
   uint32_t reports;         /* 1: encodes fill memswap_encode_job::report */
+  uint32_t maps_host; /* 1: kernels reach pinned host memory, so the overflow arena may be there;
+                         its cursor is the device's in any case */
 } memswap_codec;
 
 /* Codes that every backend shares; others are the device runtime's own. */

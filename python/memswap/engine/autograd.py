@@ -24,12 +24,12 @@ def is_parameter(tensor: torch.Tensor) -> bool:
 
 
 def as_kept(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with a class of its own as it waits where it stays: leaves and parameters are kept
+    """A tensor with a class of its own as it waits where it stays: frozen parameters are kept
     themselves, others share storage and version counter, not the graph.
+
+    Leaves that require grad are not asked about: they are kept themselves (csrc/bind/hooks.cpp).
     """
-    if (tensor.requires_grad and tensor.is_leaf) or isinstance(tensor, torch.nn.Parameter):
-        return tensor
-    return tensor.detach()
+    return tensor if isinstance(tensor, torch.nn.Parameter) else tensor.detach()
 
 
 def is_frozen_parameter(tensor: torch.Tensor) -> bool:

@@ -198,6 +198,8 @@ class Engine(native.Engine):
 
     def set_overflow_room(self, route: Route, nbytes: int | None) -> None:
         """What a plan has set aside for overflows of frames; it counts as resident from here on."""
+        if nbytes == route.overflow_room:
+            return
         route.overflow_room = nbytes
         rooms = (one.overflow_room for one in self.open_routes())
         self.ledger.set_reserved(sum(room or 0 for room in rooms))
@@ -210,6 +212,7 @@ class Engine(native.Engine):
         """What was taken of host memory or of a disk, and of the life of its drive."""
         pools = {id(one.pool): one.pool for one in self.open_routes() if one.copies}
         lines = [one.describe() for one in pools.values()]
+        lines += [line for route in self.open_routes() for line in route.describe_overflow()]
         written = sum(one.written_bytes() for one in pools.values())
         return [*lines, *self._since.line(written, "a forward, by all who use this pool")]
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from memswap._native import native
+from memswap.engine.host_memory import host_share
 from memswap.engine.pools import HostPool
 
 if TYPE_CHECKING:
@@ -65,18 +66,31 @@ def take_failure(lane: Lane | None) -> str:
     return lane.take_failure() if isinstance(lane, native.StagedLane) else ""
 
 
-#: Device bytes for what does not fit into a frame's capacity, before anything is known about the
+#: What of the host memory that pools may take can be set aside for frames that turn out longer. A
+#: bfloat16 frame sets 0.3 of its raw bytes aside until the host has seen its header; who swaps
+#: needs all of them.
+OVERFLOW_SHARE = 1 / 4
+
+#: What such memory is taken in, at least: bytes, from its pool and from the system.
+ARENA_CHUNK_BYTES, OVERFLOW_SLAB_BYTES = 4 << 20, 8 << 20
+
+#: Device bytes for the same, where no pinned memory serves, before anything is known about the
 #: model; taken only as far as they are needed.
 FIRST_ARENA_BYTES = 256 << 20
 
-#: The same as a share of what one forward saves. A bfloat16 frame sets 0.3 of its raw bytes aside
-#: until the host has seen its header, so this is for a third of a forward being under way.
+#: The same as a share of what one forward saves: for a third of a forward being under way.
 ARENA_SHARE = 1 / 8
 
 
 def arena_budget(iteration_bytes: int) -> int:
     """Most bytes of a device's arena when a forward saves so many."""
     return max(FIRST_ARENA_BYTES, int(iteration_bytes * ARENA_SHARE))
+
+
+def overflow_pool(device: torch.device) -> HostPool:
+    """Pinned memory for what turns out not to fit the frames of an accelerator."""
+    budget = int(host_share().pool_bytes * OVERFLOW_SHARE)
+    return HostPool(budget, slab=OVERFLOW_SLAB_BYTES, device=device, pageable=False)
 
 
 def ordinary_pool() -> HostPool:
@@ -91,12 +105,17 @@ def open_codec_lane(
 
     Args:
         device: an accelerator, or the CPU.
-        frames: on a CPU, where frames live; None: a pool of the lane's own.
+        frames: on a CPU, where frames live; None: a pool of the lane's own. On an accelerator,
+            pinned memory for what does not fit them; None: the device's own.
         outputs: on a CPU, where decoded storages live; None: the same.
     """
     if device.type != "cpu":
         return native.StreamCodecLane(
-            device, max_leaving_bytes=FIRST_LEAVING_BYTES, arena_budget=FIRST_ARENA_BYTES
+            device,
+            max_leaving_bytes=FIRST_LEAVING_BYTES,
+            arena_budget=FIRST_ARENA_BYTES,
+            arena_chunk=ARENA_CHUNK_BYTES,
+            arena_pool=None if frames is None else frames.native,
         )
     # No workers: whoever waits does the work, on torch's own threads. They are as many as there are
     # processors, so a worker beside them would only make them wait for each other, and what it has

@@ -259,11 +259,10 @@ class HostPool(_Pool):
 
     def take_pageable(self) -> str:
         """Why some of the memory is not pinned, once; empty where all of it is."""
-        if self._pageable_told or not self.pinned:
+        if self._pageable_told or not self.pinned or not self._native.pageable_bytes:
             return ""
-        now = self.statistics()
-        self._pageable_told = bool(now.pageable_bytes)
-        return now.why_pageable if self._pageable_told else ""
+        self._pageable_told = True
+        return self.statistics().why_pageable
 
 
 class DiskPool(_Pool):

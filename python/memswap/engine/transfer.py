@@ -18,6 +18,7 @@ from memswap.engine.lane import (
     open_lane,
     open_staged_lane,
     ordinary_pool,
+    overflow_pool,
     take_failure,
 )
 from memswap.engine.pools import IN_MEMORY, DiskPool, HostPool
@@ -36,8 +37,8 @@ FORMS = {
 }
 
 
-#: Forwards before which a CPU's pools give back what nothing uses. The first ones encode what will
-#: have a recipe, or stay under a plan, and pages that were written once would be the process' for
+#: Forwards before which pools give back what nothing uses. The first ones encode what will have a
+#: recipe, or stay under a plan, and a CPU's pages that were written once would be the process' for
 #: good: for a few layers that is as much as everything saved.
 TRIM_AT = (5, 10)
 
@@ -151,6 +152,8 @@ class Route:
         self._forwards = 0
         #: A CPU's, for frames and decoded storages.
         self._own_pools: tuple[HostPool, ...] = ()
+        #: An accelerator's, for what does not fit frames.
+        self._overflow_pool: HostPool | None = None
         #: Whether the device works while the thread that asks goes on.
         self.works_ahead = device.type != "cpu"
         #: Whether a stream of this device may be capturing a graph.
@@ -237,7 +240,8 @@ class Route:
                 self._own_pools = tuple(own)
                 self._codec_lane = open_codec_lane(self.device, frames, outputs)
             else:
-                self._codec_lane = open_codec_lane(self.device, frames)
+                self._overflow_pool = overflow_pool(self.device)
+                self._codec_lane = open_codec_lane(self.device, self._overflow_pool)
             self._bound(self._codec_lane)
             self._set_room()
         return self._codec_lane
@@ -265,6 +269,8 @@ class Route:
         if self._forwards in TRIM_AT:
             for pool in self._own_pools:
                 pool.trim()
+            if self._overflow_room is not None:
+                self.trim_arena()  # a plan takes no pinned memory for that
         for lane in (self._lane, self._codec_lane):
             if lane is not None:
                 lane.set_max_leaving_bytes(leaving_bytes)
@@ -289,6 +295,13 @@ class Route:
             if self._overflow_room is None:
                 lane.set_arena_budget(arena_budget(self._iteration_bytes))
 
+    def describe_overflow(self) -> list[str]:
+        """What was taken of host memory for frames that turn out longer than expected."""
+        pool = self._overflow_pool
+        if pool is None or not pool.statistics().reserved_bytes:
+            return []
+        return [f"for frames that turn out longer: {pool.describe()}"]
+
     def arena_bytes(self) -> int:
         """Bytes of the device that are taken for what does not fit frames."""
         lane = self._codec_lane
@@ -297,9 +310,11 @@ class Route:
         return lane.arena_statistics()["reserved_bytes"]
 
     def trim_arena(self) -> None:
-        """Give back what of that nothing uses."""
+        """Give back what of that nothing uses, and pinned memory as well."""
         if isinstance(self._codec_lane, native.StreamCodecLane):
             self._codec_lane.trim_arena()
+        if self._overflow_pool is not None:
+            self._overflow_pool.trim()
 
     def take_failure(self) -> str:
         """What a file said that could not take bytes, once; they are in host memory then."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memswap._native import native
-from memswap.engine.action import ENCODE_SWAP, KEEP, RECOMPUTE, SWAP
+from memswap.engine.action import ENCODE_SWAP, KEEP, SWAP
 from memswap.engine.expectations import Key
 from memswap.planning.device import DevicePlan
 from memswap.planning.in_flight import InFlight
@@ -35,12 +35,6 @@ if TYPE_CHECKING:
     from memswap.planning.policy import Policy
     from memswap.planning.rates import Rates
     from memswap.planning.step import Step
-
-
-def knows_operators(kind: StepKind) -> bool:
-    """Whether a kind's plan has recipes, or one is still to be made."""
-    plan = kind.plan
-    return plan is None or any(one.action is RECOMPUTE for one in plan.storages)
 
 
 class BudgetDirector:
@@ -160,7 +154,7 @@ class BudgetDirector:
         self._end_iterations()
         self._learner.begin()
         kinds, latest = list(self._kinds), self._latest
-        self._engine.knows_operators = not kinds or any(map(knows_operators, kinds))
+        self._engine.knows_operators = not kinds or any(one.needs_operators for one in kinds)
         if latest is not None and latest.holding is not None and latest.holding.next_is_plain:
             self._engine.knows_operators = False
         if self._device is not None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+from memswap.engine.action import RECOMPUTE
 from memswap.planning.native_plan import native_plan
 
 if TYPE_CHECKING:
@@ -270,6 +271,7 @@ class StepKind:
         self.retries = 0  # how often that was made anew after everything stayed
         self.planning = False  # of ranks that plan together: whether one is timed or planned with
         self.wants_again = False  # of these: whether this rank's device is no longer as it was
+        self.needs_operators = True  # whether the plan has recipes, or one is still to be made
         self._ready: list[Followed] = []  # the last two
 
     @property
@@ -336,9 +338,12 @@ class StepKind:
 
     def follow(self, known: Known) -> None:
         """What was planned with is known from here on; if it has another plan, that is followed."""
-        if known.plan is not self.plan:
-            self.plans += known.plan is not None
+        if (plan := known.plan) is not self.plan:
+            self.plans += plan is not None
             self.measured, self.holding = Measured(), None
+            self.needs_operators = plan is None or any(
+                one.action is RECOMPUTE for one in plan.storages
+            )
         self.known = known
 
     def learn_again(self) -> None:

@@ -3,6 +3,8 @@
 #include <atomic>
 #include <cstring>
 #include <memory>
+#include <mutex>
+#include <unordered_map>
 #include <vector>
 
 #include "../runtime/launch.h"
@@ -17,10 +19,29 @@ constexpr int kLaunchFailed = 1;
 
 std::atomic<const memswap_codec*> host_codec{nullptr};
 
+// Cursors of overflow memory, by where that begins. A decode is not told.
+class Cursors {
+ public:
+  void remember(const void* overflow, const uint64_t* cursor) {
+    const std::lock_guard lock(mutex_);
+    known_[overflow] = cursor;
+  }
+  const uint64_t* of(const void* overflow) {
+    const std::lock_guard lock(mutex_);
+    return known_.at(overflow);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<const void*, const uint64_t*> known_;
+};
+Cursors cursors;
+
 // What one encode or decode touches. A bump of the cursor commutes with every other, so it counts
-// as a read: only who sets the cursor back is not to overlap with it. A decode reads payloads at
-// places that nobody knows now, for as long as the cursor is not set back: it counts as a read of
-// that.
+// as a read: only who sets the cursor back is not to overlap with it. Encodes write payloads, and
+// decodes read them, at places that nobody knows now, for as long as the cursor is not set back:
+// they count as reads of that. Whoever gives the memory to others overlaps with a read of its first
+// bytes.
 class Spans {
  public:
   void read(const void* begin, size_t bytes) { add(begin, bytes, 0); }
@@ -44,7 +65,11 @@ Spans spans_of(const memswap_encode_job& job) {
   const auto layout = frame::layout_of(static_cast<frame::Dtype>(job.dtype),
                                        static_cast<frame::Shape>(job.shape), job.elements);
   spans.write(job.frame, layout.bytes(job.var_capacity));
-  if (job.overflow_cursor) spans.read(job.overflow_cursor, sizeof(uint64_t));
+  if (job.overflow) {
+    spans.read(job.overflow_cursor, sizeof(uint64_t));
+    spans.read(job.overflow, sizeof(uint64_t));
+    cursors.remember(job.overflow, job.overflow_cursor);
+  }
   if (job.report) spans.write(job.report, frame::kHeaderBytes);
   return spans;
 }
@@ -53,7 +78,8 @@ Spans spans_of(const memswap_decode_job& job) {
   Spans spans;
   spans.read(job.frame, job.frame_bytes);
   if (job.overflow) {
-    spans.read(static_cast<const uint64_t*>(job.overflow) - 1, sizeof(uint64_t));
+    spans.read(cursors.of(job.overflow), sizeof(uint64_t));
+    spans.read(job.overflow, sizeof(uint64_t));
   }
   spans.write(job.output, raw_bytes(job.dtype, job.elements));
   return spans;
@@ -102,7 +128,7 @@ const char* message(int code) {
 
 const memswap_codec* codec_on_streams(const memswap_codec* host) {
   static const memswap_codec table{
-      MEMSWAP_CODEC_VERSION, "simulated", &encode, &decode, &message, 1, 0, 0, 0};
+      MEMSWAP_CODEC_VERSION, "simulated", &encode, &decode, &message, 1, 0, 0, 0, 1};
   const memswap_codec* none = nullptr;
   host_codec.compare_exchange_strong(none, host);
   return &table;

@@ -8,8 +8,7 @@ namespace simdev {
 
 // A table that runs `host`'s functions (of host memory, and valid for ever) as tasks of the stream
 // that a launch names, with the accesses declared to the race detector. It fills reports, but does
-// not say so: a copy of the table may. One per process: the first `host` stays. Where a chunk of
-// overflow memory is used again shows only if its cursor stands in the 8 bytes before the memory.
+// not say so: a copy of the table may. One per process: the first `host` stays.
 const memswap_codec* codec_on_streams(const memswap_codec* host);
 
 }  // namespace simdev
