@@ -164,7 +164,7 @@ Saved Engine::decide(const Offer& offer) {
   if (action == Action::kKeep && !directed) {
     return stay(offer.look, "policy");
   }
-  const TransfersPtr by = transfers_from(offer.look.device());
+  const TransfersPtr& by = transfers_from(offer.look.device());
   if (!by) {
     return keep(offer.look, "host memory beside an accelerator");  // none of the device's bytes
   }
