@@ -38,12 +38,17 @@ class Suite:
 #: the name npu; all other schedules are those of the name sim. With --slow each name has them all.
 ONCE = "lazy"
 
+#: OpenMP's threads that wait for one another do not spin: the other suite needs the core.
+SHARED_CORES = {"OMP_WAIT_POLICY": "PASSIVE"}
+
 SUITES = (
     Suite(
-        "cpu",
-        ("tests/unit", "tests/engine", "tests/planning"),
-        "unit, engine and planning tests on the CPU",
+        "unit",
+        ("tests/unit", "tests/planning"),
+        "unit and planning tests, emulators and examples, on the CPU",
+        environment=SHARED_CORES,
     ),
+    Suite("cpu", ("tests/engine",), "engine tests on the CPU", environment=SHARED_CORES),
     # The simulator's executor and OpenMP's threads would fight for the cores. What the suite under
     # the other name runs is left to it: the accelerator is the same.
     Suite(
@@ -86,14 +91,18 @@ SUITES = (
 )
 
 
-#: What one process runs of the default suite, longest first. The compiled parts share folders.
+#: What one process runs of the default suite, longest first, or the last one would run alone. The
+#: kernels' tests and the fuzzer share a folder.
 TOGETHER = (
-    ("sim",),
+    ("unit",),
     ("cpu",),
+    ("parallel",),
+    ("sim",),
+    ("kernels", "fuzz"),
     ("race",),
+    ("cpp",),
     ("npu",),
-    ("cpp", "kernels", "fuzz"),
-    ("parallel", "compat"),
+    ("compat",),
     ("simdev",),
 )
 
