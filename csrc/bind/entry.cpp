@@ -18,7 +18,17 @@ struct pybind11::detail::type_caster<memswap::Plan::Place>
                            &memswap::Plan::Place::dtype, &memswap::Plan::Place::action,
                            &memswap::Plan::Place::releases, &memswap::Plan::Place::departures,
                            &memswap::Plan::Place::fetches, &memswap::Plan::Place::departs,
-                           &memswap::Plan::Place::frame_nbytes> {};
+                           &memswap::Plan::Place::frame_nbytes> {
+  using Places = std::vector<size_t>;
+  // What is said of arguments that are no places.
+  static constexpr auto name = make_caster<
+      std::tuple<std::string, int64_t, int64_t, c10::ScalarType, std::optional<memswap::Action>,
+                 Places, Places, Places, bool, std::optional<int64_t>>>::name;
+
+  bool load(handle source, bool convert) {  // nothing is left out
+    return isinstance<tuple>(source) && len(source) == 10 && TupleCaster::load(source, convert);
+  }
+};
 
 namespace memswap {
 

@@ -376,3 +376,8 @@ def test_what_is_set_aside_is_the_worst_case_beyond_the_capacity():
     layout = native.frame_layout(BF16, Shape.DENSE, MEBIBYTE // 2)
     tile = 8 * layout.max_var_units // layout.blocks
     assert sizes.held + sizes.overflow == layout.max_nbytes + 8 * tile
+
+
+def test_a_key_is_given_whole() -> None:
+    with pytest.raises(TypeError):
+        made().of(("layer", 0, MEBIBYTE))  # type: ignore[arg-type]
