@@ -40,10 +40,11 @@ ONCE = "lazy"
 
 SUITES = (
     Suite(
-        "cpu",
-        ("tests/unit", "tests/engine", "tests/planning"),
-        "unit, engine and planning tests on the CPU",
+        "unit",
+        ("tests/unit", "tests/planning"),
+        "unit and planning tests, emulators and examples, on the CPU",
     ),
+    Suite("cpu", ("tests/engine",), "engine tests on the CPU"),
     # The simulator's executor and OpenMP's threads would fight for the cores. What the suite under
     # the other name runs is left to it: the accelerator is the same.
     Suite(
@@ -86,14 +87,18 @@ SUITES = (
 )
 
 
-#: What one process runs of the default suite, longest first. The compiled parts share folders.
+#: What one process runs of the default suite, longest first, or the last one would run alone. The
+#: kernels' tests and the fuzzer share a folder.
 TOGETHER = (
-    ("sim",),
+    ("unit",),
     ("cpu",),
+    ("parallel",),
+    ("sim",),
+    ("kernels", "fuzz"),
     ("race",),
+    ("cpp",),
     ("npu",),
-    ("cpp", "kernels", "fuzz"),
-    ("parallel", "compat"),
+    ("compat",),
     ("simdev",),
 )
 
@@ -158,6 +163,8 @@ def main() -> int:
     )
     parser.add_argument("--sums", help="a file for what was counted")
     arguments, more = parser.parse_known_args()
+    # OpenMP's threads that wait for one another do not spin: the other suite needs the core.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     parts: dict[str, Sum] = {}
     if arguments.only is None and arguments.jobs > 1:
         with ThreadPoolExecutor(arguments.jobs) as pool:

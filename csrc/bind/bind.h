@@ -2,7 +2,6 @@
 // python/memswap/_C.pyi.
 #pragma once
 
-#include <c10/core/Stream.h>
 #include <pybind11/functional.h>
 #include <pybind11/native_enum.h>
 #include <pybind11/pybind11.h>
@@ -11,9 +10,10 @@
 
 #include <memory>
 #include <string>
-#include <tuple>
+#include <type_traits>
 #include <utility>
 
+#include "codec/frame_plan.h"
 #include "engine/action.h"
 #include "storage/storage.h"
 
@@ -28,29 +28,51 @@ inline py::object from(const char* module, const char* name) {
   return py::module_::import(module).attr(name);
 }
 
-// A storage, for who cannot go on without one. Throws TypeError for None.
-inline const StorageRefPtr& some(const StorageRefPtr& storage) {
-  if (!storage) {
-    throw py::type_error("expected a StorageRef, found None");
-  }
-  return storage;
-}
-
-// What torch.Stream(stream_id=..., device_index=..., device_type=...) takes.
-inline std::tuple<int64_t, int64_t, int64_t> packed(c10::Stream stream) {
-  const auto parts = stream.pack3();
-  return {parts.stream_id, parts.device_index, static_cast<int64_t>(parts.device_type)};
-}
-
-// A getter of a lane's stream.
-template <class Of, c10::Stream (Of::*stream)() const>
-std::tuple<int64_t, int64_t, int64_t> packed_stream(const Of& lane) {
-  return packed((lane.*stream)());
-}
-
 inline uintptr_t as_int(const void* address) { return reinterpret_cast<uintptr_t>(address); }
 
+// A caster of structs that are tuples in Python. One that is given may be shorter: the members that
+// are left out keep their defaults.
+template <class Struct, auto... members>
+struct TupleCaster {
+  PYBIND11_TYPE_CASTER(Struct, py::detail::const_name("tuple"));
+
+  bool load(py::handle source, bool convert) {
+    if (!py::isinstance<py::tuple>(source)) {
+      return false;
+    }
+    const auto given = py::reinterpret_borrow<py::tuple>(source);
+    size_t place = 0;
+    return given.size() <= sizeof...(members) &&
+           (load_member<members>(given, place++, convert) && ...);
+  }
+
+  static py::handle cast(const Struct& given, py::return_value_policy, py::handle) {
+    return py::make_tuple(given.*members...).release();
+  }
+
+ private:
+  template <auto member>
+  bool load_member(const py::tuple& given, size_t place, bool convert) {
+    using Member = std::remove_reference_t<decltype(value.*member)>;
+    py::detail::make_caster<Member> caster;
+    if (place < given.size()) {
+      if (!caster.load(given[place], convert)) {
+        return false;
+      }
+      value.*member = py::detail::cast_op<Member>(std::move(caster));
+    }
+    return true;
+  }
+};
+
 }  // namespace memswap
+
+// (dtype, shape, var_capacity, profile, center)
+template <>
+struct pybind11::detail::type_caster<memswap::FrameOptions>
+    : memswap::TupleCaster<memswap::FrameOptions, &memswap::FrameOptions::dtype,
+                           &memswap::FrameOptions::shape, &memswap::FrameOptions::var_capacity,
+                           &memswap::FrameOptions::profile, &memswap::FrameOptions::center> {};
 
 // A memswap.Action.
 template <>

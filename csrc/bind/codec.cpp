@@ -13,27 +13,14 @@
 #include "left_out.h"
 #include "work/stop_at_exit.h"
 
+template <>
+struct py::detail::type_caster<memswap::Encoding>
+    : memswap::TupleCaster<memswap::Encoding, &memswap::Encoding::encoded,
+                           &memswap::Encoding::ticket> {};
+
 namespace memswap {
 
 namespace {
-
-using Encoded = std::optional<std::pair<EncodedStoragePtr, TicketPtr>>;
-
-Encoded as_pair(std::optional<Encoding> encoding) {
-  if (!encoding) {
-    return std::nullopt;
-  }
-  return std::pair(std::move(encoding->encoded), std::move(encoding->ticket));
-}
-
-FrameOptions options_of(uint8_t dtype, std::optional<uint8_t> shape,
-                        std::optional<uint64_t> var_capacity, uint8_t profile, uint8_t center) {
-  return {.dtype = dtype,
-          .shape = shape,
-          .var_capacity = var_capacity,
-          .profile = profile,
-          .center = center};
-}
 
 // Python's buffers and bytes without numpy, which torch may have been installed without.
 at::Tensor frame_of(const py::buffer& bytes) {
@@ -54,8 +41,14 @@ auto in_header(const FrameReport& report) {
   return report.header.*member;
 }
 
-// The codec that serves a device, or nullptr.
-const memswap_codec* serving(const c10::Device& device) { return codec_of(device.type()); }
+// What is asked of the codec that serves a device, and what is said where none does.
+template <class Result, class... Arguments, class Ask>
+auto of_codec(Result without, Ask ask) {
+  return [without, ask](const c10::Device& device, Arguments... arguments) -> Result {
+    const memswap_codec* const codec = codec_of(device.type());
+    return codec ? Result(ask(*codec, device, arguments...)) : without;
+  };
+}
 
 constexpr const char* kCapsule = "memswap_codec";
 
@@ -116,39 +109,19 @@ void bind_frames(py::module_& module) {
 
 void bind_backends(py::module_& module) {
   module.def("register_codec", &serve, "device_type"_a, "capsule"_a);
-  module.def(
-      "codec_capsule",
-      [](const c10::Device& device) {
-        const memswap_codec* codec = serving(device);
-        return codec ? std::optional(py::capsule(codec, kCapsule)) : std::nullopt;
-      },
-      "device"_a);
-  module.def(
-      "codec_name",
-      [](const c10::Device& device) {
-        const memswap_codec* codec = serving(device);
-        return codec ? std::optional(codec->name) : std::nullopt;
-      },
-      "device"_a);
-  module.def(
-      "codec_spare_tiles",
-      [](const c10::Device& device) { return serving(device) ? serving(device)->spare_tiles : 0; },
-      "device"_a);
-  module.def(
-      "codec_fault",
-      [](const c10::Device& device, uint8_t dtype, uint8_t layout) {
-        const memswap_codec* codec = serving(device);
-        return codec ? distrust(*codec, device, dtype, layout)
-                     : std::string("no codec serves the device");
-      },
-      "device"_a, "dtype"_a, "layout"_a, without_gil());
-  module.def(
-      "codec_faults",
-      [](const c10::Device& device) {
-        const memswap_codec* codec = serving(device);
-        return codec ? faults(*codec, device) : std::vector<std::string>();
-      },
-      "device"_a, without_gil());
+  module.def("codec_capsule",
+             of_codec<py::object>(py::none(), [](const memswap_codec& codec, c10::Device) {
+               return py::capsule(&codec, kCapsule);
+             }));
+  module.def("codec_name", of_codec<const char*>(nullptr, [](const memswap_codec& codec,
+                                                             c10::Device) { return codec.name; }));
+  module.def("codec_spare_tiles",
+             of_codec<uint32_t>(
+                 0, [](const memswap_codec& codec, c10::Device) { return codec.spare_tiles; }));
+  module.def("codec_fault",
+             of_codec<std::string, uint8_t, uint8_t>("no codec serves the device", &distrust),
+             without_gil());
+  module.def("codec_faults", of_codec<std::vector<std::string>>({}, &faults), without_gil());
   py::dict left_out;  // by device type
   if (*kCudaLeftOut != '\0') {
     left_out["cuda"] = kCudaLeftOut;
@@ -173,28 +146,10 @@ void bind_codec_lanes(py::module_& module) {
 
   py::class_<CodecLane, std::shared_ptr<CodecLane>>(module, "CodecLane")
       .def_property_readonly("last_refusal", &CodecLane::last_refusal)
-      .def(
-          "encode",
-          [](CodecLane& lane, StorageRefPtr storage, uint8_t dtype, std::optional<uint8_t> shape,
-             std::optional<uint64_t> var_capacity, uint8_t profile, uint8_t center) {
-            return as_pair(lane.encode(std::move(storage),
-                                       options_of(dtype, shape, var_capacity, profile, center)));
-          },
-          "storage"_a, "dtype"_a, "shape"_a, "var_capacity"_a = py::none(), "profile"_a = 0,
-          "center"_a = 0, without_gil())
-      .def(
-          "encode_to",
-          [](CodecLane& lane, StorageRefPtr storage, uint8_t dtype, std::optional<uint8_t> shape,
-             std::optional<uint64_t> var_capacity, const std::shared_ptr<Lane>& copies,
-             const std::shared_ptr<Pool>& pool, uint8_t profile, uint8_t center) {
-            return as_pair(lane.encode_to(std::move(storage),
-                                          options_of(dtype, shape, var_capacity, profile, center),
-                                          copies, pool));
-          },
-          "storage"_a, "dtype"_a, "shape"_a, "var_capacity"_a, "lane"_a, "pool"_a, "profile"_a = 0,
-          "center"_a = 0, without_gil())
+      .def("encode", &CodecLane::encode, "storage"_a, "options"_a, without_gil())
+      .def("encode_to", &CodecLane::encode_to, "storage"_a, "options"_a, "lane"_a, "pool"_a,
+           without_gil())
       .def("decode", &CodecLane::decode, "encoded"_a, without_gil())
-      .def("meet_stream", &CodecLane::meet_stream)
       .def("settle", &CodecLane::settle, without_gil())
       .def("leaving_bytes", &CodecLane::leaving_bytes, without_gil())
       .def("set_max_leaving_bytes", &CodecLane::set_max_leaving_bytes, "nbytes"_a);
@@ -226,12 +181,9 @@ void bind_codec_lanes(py::module_& module) {
            }),
            "device"_a, "max_leaving_bytes"_a = 0, "arena_budget"_a = 0,
            "arena_chunk"_a = size_t{16} << 20, "arena_pool"_a = py::none(), "max_processors"_a = 0)
-      .def_property_readonly("encode_stream",
-                             &packed_stream<StreamCodecLane, &StreamCodecLane::encode_stream>)
-      .def_property_readonly("decode_stream",
-                             &packed_stream<StreamCodecLane, &StreamCodecLane::decode_stream>)
-      .def_property_readonly("control_stream",
-                             &packed_stream<StreamCodecLane, &StreamCodecLane::control_stream>)
+      .def_property_readonly("encode_stream", &StreamCodecLane::encode_stream)
+      .def_property_readonly("decode_stream", &StreamCodecLane::decode_stream)
+      .def_property_readonly("control_stream", &StreamCodecLane::control_stream)
       .def(
           "decode_status", [](StreamCodecLane& lane) { return lane.decode_status().wait(); },
           without_gil())

@@ -69,16 +69,6 @@ EnginePtr make_engine(std::optional<int64_t> window_bytes, Schedule schedule) {
   return engine;
 }
 
-void set_persistent(Engine& engine, const std::vector<at::Tensor>& tensors) {
-  engine.persistent.clear();
-  for (const at::Tensor& tensor : tensors) {
-    if (tensor.unsafeGetTensorImpl()->has_storage()) {
-      const WeakStorage storage(StorageRef(tensor.storage()));
-      engine.persistent.emplace(storage.key(), storage);
-    }
-  }
-}
-
 void bind_ledger(py::module_& module) {
   py::class_<Known, KnownPtr>(module, "Known");
   py::class_<Stay, Known, std::shared_ptr<Stay>>(module, "Stay");
@@ -124,41 +114,6 @@ void bind_ledger(py::module_& module) {
   }
 }
 
-// An object of Python's, which is not kept alive: it knows the windows. What it no longer hears is
-// nobody's business.
-class PythonObserver final : public CodecObserver {
- public:
-  explicit PythonObserver(const py::object& observer) : observer_(observer) {}
-
-  void begin_iteration() override { call("begin_iteration"); }
-  void begin() override { call("begin"); }
-  void submitted(const c10::Stream& stream, int64_t nbytes, bool encoded) override {
-    call("submitted", packed(stream), nbytes, encoded);
-  }
-
- private:
-  template <class... Arguments>
-  void call(const char* name, const Arguments&... arguments) {
-    const py::object observer = observer_();
-    if (!observer.is_none()) {
-      observer.attr(name)(arguments...);
-    }
-  }
-
-  const py::weakref observer_;
-};
-
-using IsCurrent = std::function<bool(std::tuple<int64_t, int64_t, int64_t>)>;
-
-void set_is_current(Windows& windows, std::optional<IsCurrent> is_current) {
-  windows.is_current = nullptr;
-  if (is_current) {
-    windows.is_current = [ask = std::move(*is_current)](const c10::Stream& stream) {
-      return ask(packed(stream));
-    };
-  }
-}
-
 py::dict counts_of(const Windows& self) {
   const WindowCounts& all = self.queue.counts;
   return py::dict(
@@ -179,6 +134,12 @@ void def_option(py::class_<Windows, std::shared_ptr<Windows>>& windows, const ch
 }
 
 void bind_windows(py::module_& module) {
+  py::class_<Durations::Span>(module, "Span");
+  py::class_<Durations>(module, "Durations")
+      .def_property_readonly("measuring", &Durations::measuring)
+      .def("seconds", &Durations::seconds, "key"_a, "amount"_a)
+      .def("start", &Durations::start, "key"_a, "amount"_a, "device"_a)
+      .def("stop", &Durations::stop, "span"_a);
   py::class_<Windows, std::shared_ptr<Windows>> windows(module, "Windows");
   windows.def("open", &Windows::open, "seconds"_a)
       .def("enter", &Windows::enter, "seconds"_a)
@@ -193,14 +154,9 @@ void bind_windows(py::module_& module) {
       .def_property_readonly("pending", [](const Windows& self) { return self.queue.pending(); })
       .def_property_readonly("counts", &counts_of)
       .def("reset_counts", [](Windows& self) { self.queue.counts = {}; })
-      .def("set_observer",
-           [](Windows& self, const py::object& observer) {
-             self.observer = std::make_shared<PythonObserver>(observer);
-           })
-      .def("set_is_current", &set_is_current, "is_current"_a)
-      .def_readwrite("captures", &Windows::captures);
-  def_option<&WindowQueue::encode_rate>(windows, "encode_rate");
-  def_option<&WindowQueue::decode_rate>(windows, "decode_rate");
+      .def_readwrite("is_current", &Windows::is_current)
+      .def_readwrite("captures", &Windows::captures)
+      .def_readonly("durations", &Windows::durations);
   def_option<&WindowQueue::max_pending_bytes>(windows, "max_pending_bytes");
   def_option<&WindowQueue::leftovers_start>(windows, "leftovers_start");
 }
@@ -314,7 +270,7 @@ void bind_engine(py::module_& module) {
            [](Engine& engine, int64_t small_bytes, int64_t bucket_bytes) {
              engine.batch_limits = {small_bytes, bucket_bytes};
            })
-      .def("set_persistent", &set_persistent, "tensors"_a)
+      .def("set_persistent", &Engine::set_persistent, "tensors"_a)
       .def("is_persistent",
            [](const Engine& self, uintptr_t key) {
              return self.persistent.contains(reinterpret_cast<const void*>(key));
@@ -322,13 +278,7 @@ void bind_engine(py::module_& module) {
       .def("learn", &Engine::learn)
       .def_property_readonly("awaited_reports", &Engine::awaited_reports)
       .def("demand", &Engine::demand, "entry"_a.none(false))
-      .def("release",
-           [](Engine& self, Iteration& of, size_t index) {
-             self.release(of, index);
-             if (const EntryPtr entry = of.entry(index)) {
-               entry->release_frame();
-             }
-           })
+      .def("make_room", &Engine::make_room, "iteration"_a, "index"_a)
       .def_static("look_at_released", &Engine::look_at_released, "iteration"_a)
       .def("count_recomputed", &Engine::count_recomputed, "storage"_a)
       .def("sweep_recomputed", [](Engine& self) { self.recomputed.sweep(); })

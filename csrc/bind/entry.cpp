@@ -10,6 +10,26 @@
 #include "engine/recipes.h"
 #include "engine/recorder.h"
 
+// (unit, ordinal, nbytes, dtype, action, releases, departures, fetches, departs, frame_nbytes)
+template <>
+struct pybind11::detail::type_caster<memswap::Plan::Place>
+    : memswap::TupleCaster<memswap::Plan::Place, &memswap::Plan::Place::unit,
+                           &memswap::Plan::Place::ordinal, &memswap::Plan::Place::nbytes,
+                           &memswap::Plan::Place::dtype, &memswap::Plan::Place::action,
+                           &memswap::Plan::Place::releases, &memswap::Plan::Place::departures,
+                           &memswap::Plan::Place::fetches, &memswap::Plan::Place::departs,
+                           &memswap::Plan::Place::frame_nbytes> {
+  using Places = std::vector<size_t>;
+  // What is said of arguments that are no places.
+  static constexpr auto name = make_caster<
+      std::tuple<std::string, int64_t, int64_t, c10::ScalarType, std::optional<memswap::Action>,
+                 Places, Places, Places, bool, std::optional<int64_t>>>::name;
+
+  bool load(handle source, bool convert) {  // nothing is left out
+    return isinstance<tuple>(source) && len(source) == 10 && TupleCaster::load(source, convert);
+  }
+};
+
 namespace memswap {
 
 namespace {
@@ -46,8 +66,7 @@ void bind_entries(py::module_& module) {
            }),
            "engine"_a.none(false), "view"_a, "storage"_a)
       .def("__repr__", &Entry::described)
-      .def("swap", [](Entry& entry, BlockSender& sender,
-                      const StorageRefPtr& storage) { return entry.swap(sender, some(storage)); })
+      .def("swap", &Entry::swap, "sender"_a, "storage"_a.none(false))
       .def("gone", &Entry::gone, "wait"_a = false)
       .def_property_readonly("state", &Entry::state)
       .def_property_readonly("engine", &Entry::engine)
@@ -66,18 +85,8 @@ void bind_entries(py::module_& module) {
       .def("notice_gone", &Departing::notice_gone, "looks"_a = Departing::kAll);
 }
 
-// (unit, ordinal, nbytes, dtype, action, releases, departures, fetches, departs, frame_nbytes).
-// No action: somebody is asked.
-using GivenPlace = std::tuple<std::string, int64_t, int64_t, c10::ScalarType, std::optional<Action>,
-                              std::vector<size_t>, std::vector<size_t>, std::vector<size_t>, bool,
-                              std::optional<int64_t>>;
-
 std::shared_ptr<Plan> make_plan(c10::Device device, int64_t least_bytes,
-                                std::vector<GivenPlace> given) {
-  std::vector<Plan::Place> places;
-  for (GivenPlace& place : given) {
-    places.push_back(std::make_from_tuple<Plan::Place>(std::move(place)));
-  }
+                                std::vector<Plan::Place> places) {
   auto plan = std::make_shared<Plan>(Plan{device, least_bytes, std::move(places)});
   plan->check();
   return plan;

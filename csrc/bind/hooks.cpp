@@ -359,7 +359,6 @@ void bind_hooks(py::module_& module) {
              return save(self, py::cast(tensor).ptr(), SavedView(look));
            })
       .def_readonly("engine", &Scope::owner)
-      .def_readonly("packs", &Scope::packs)
       .def_readwrite("unit", &Scope::unit)
       .def_readwrite("action", &Scope::action)
       .def_readwrite("why_kept", &Scope::why_kept)

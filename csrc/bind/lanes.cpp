@@ -99,7 +99,6 @@ void bind_lanes(py::module_& module) {
       .def("fetch_into", &fetch_into, "block"_a, "storage"_a, "offset"_a, "after"_a = py::none(),
            without_gil())
       .def("gather", &Lane::gather, "storages"_a, without_gil())
-      .def("meet_stream", &Lane::meet_stream)
       .def("settle", &Lane::settle, without_gil())
       .def("leaving_bytes", &Lane::leaving_bytes)
       .def("set_max_leaving_bytes", &Lane::set_max_leaving_bytes, "nbytes"_a);
@@ -121,8 +120,8 @@ void bind_lanes(py::module_& module) {
              return std::make_shared<StreamLane>(device, max_leaving_bytes, chunk_bytes);
            }),
            "device"_a, "max_leaving_bytes"_a, "chunk_bytes"_a)
-      .def_property_readonly("send_stream", &packed_stream<StreamLane, &StreamLane::send_stream>)
-      .def_property_readonly("fetch_stream", &packed_stream<StreamLane, &StreamLane::fetch_stream>);
+      .def_property_readonly("send_stream", &StreamLane::send_stream)
+      .def_property_readonly("fetch_stream", &StreamLane::fetch_stream);
   py::class_<StagedLane, Lane, std::shared_ptr<StagedLane>>(module, "StagedLane")
       .def(py::init([](std::shared_ptr<StreamLane> copies, std::shared_ptr<WorkerLane> files,
                        std::shared_ptr<Pool> pinned, std::shared_ptr<Pool> pageable,
@@ -133,8 +132,8 @@ void bind_lanes(py::module_& module) {
            }),
            "copies"_a.none(false), "files"_a.none(false), "pinned"_a.none(false),
            "pageable"_a.none(false), "device"_a, "max_staging_bytes"_a)
-      .def_property_readonly("send_stream", &packed_stream<StagedLane, &StagedLane::send_stream>)
-      .def_property_readonly("fetch_stream", &packed_stream<StagedLane, &StagedLane::fetch_stream>)
+      .def_property_readonly("send_stream", &StagedLane::send_stream)
+      .def_property_readonly("fetch_stream", &StagedLane::fetch_stream)
       .def("staged_bytes", &StagedLane::staged_nbytes, without_gil())
       .def("finish_writes", &StagedLane::finish_writes, without_gil())
       .def("take_failure", &StagedLane::take_failure, without_gil());

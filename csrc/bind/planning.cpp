@@ -12,6 +12,17 @@
 #include "engine/replay.h"
 #include "engine/workspace.h"
 
+template <>
+struct py::detail::type_caster<memswap::IterationRecord::Copy>
+    : memswap::TupleCaster<memswap::IterationRecord::Copy, &memswap::IterationRecord::Copy::seconds,
+                           &memswap::IterationRecord::Copy::nbytes> {};
+template <>
+struct py::detail::type_caster<memswap::IterationRecord::Region>
+    : memswap::TupleCaster<memswap::IterationRecord::Region,
+                           &memswap::IterationRecord::Region::unit,
+                           &memswap::IterationRecord::Region::inputs,
+                           &memswap::IterationRecord::Region::other_nbytes> {};
+
 namespace memswap {
 
 namespace {
@@ -39,19 +50,12 @@ std::vector<std::optional<int32_t>> marks_of(const IterationRecord& record) {
   });
 }
 
-template <std::vector<IterationRecord::Copy> IterationRecord::* column>
-std::vector<std::pair<double, int64_t>> copies_of(const IterationRecord& record) {
-  return each<std::pair<double, int64_t>>(
-      record.*column, [](const auto& copy) { return std::pair(copy.seconds, copy.nbytes); });
-}
-
 std::vector<std::string> names_of(const IterationRecord& record, const std::vector<size_t>& units) {
   return each<std::string>(units, [&](size_t unit) { return record.unit_names[unit]; });
 }
 
 void bind_record(py::module_& module) {
   using Record = IterationRecord;
-  using Region = std::tuple<std::string, std::vector<size_t>, int64_t>;
   py::class_<Record, std::shared_ptr<Record>>(module, "IterationRecord")
       .def_property_readonly("units", [](const Record& r) { return names_of(r, r.units); })
       .def_readonly("ordinals", &Record::ordinals)
@@ -76,25 +80,9 @@ void bind_record(py::module_& module) {
       .def_readonly("extra_nbytes", &Record::extra_nbytes)
       .def_readonly("tail_s", &Record::tail_s)
       .def_readonly("peak_bytes", &Record::peak_bytes)
-      .def_property_readonly("regions",
-                             [](const Record& r) {
-                               return each<Region>(r.regions, [](const auto& one) {
-                                 return Region(one.unit, one.inputs, one.other_nbytes);
-                               });
-                             })
-      .def_property_readonly("sends", &copies_of<&Record::sends>)
-      .def_property_readonly("fetches", &copies_of<&Record::fetches>);
-}
-
-void add_region(Recorder& self, std::string unit, const std::vector<at::Tensor>& inputs,
-                const Iteration& of, int64_t least_bytes) {
-  std::vector<StorageRefPtr> storages;
-  for (const at::Tensor& input : inputs) {
-    if (input.unsafeGetTensorImpl()->has_storage()) {
-      storages.push_back(std::make_shared<StorageRef>(input.storage()));
-    }
-  }
-  self.region(std::move(unit), storages, of, least_bytes);
+      .def_readonly("regions", &Record::regions)
+      .def_readonly("sends", &Record::sends)
+      .def_readonly("fetches", &Record::fetches);
 }
 
 void bind_recorder(py::module_& module) {
@@ -127,7 +115,7 @@ void bind_recorder(py::module_& module) {
       .def("choose", [](Recorder& self, const std::string& unit, int64_t ordinal, int64_t nbytes,
                         c10::ScalarType dtype,
                         Action action) { self.choose({unit, ordinal, nbytes, dtype, action}); })
-      .def("region", &add_region, "unit"_a, "inputs"_a, "iteration"_a, "least_bytes"_a)
+      .def("region", &Recorder::region, "unit"_a, "inputs"_a, "iteration"_a, "least_bytes"_a)
       .def_readwrite("workspace", &Recorder::workspace)
       .def("close", &Recorder::close)
       .def("ready", &Recorder::ready)

@@ -10,6 +10,14 @@
 #include "storage/lend.h"
 #include "storage/saved_view.h"
 
+template <>
+struct py::detail::type_caster<memswap::Holders>
+    : memswap::TupleCaster<memswap::Holders, &memswap::Holders::of_tensor,
+                           &memswap::Holders::of_storage> {};
+template <>
+struct py::detail::type_caster<memswap::Taken>
+    : memswap::TupleCaster<memswap::Taken, &memswap::Taken::bytes, &memswap::Taken::shell> {};
+
 namespace memswap {
 
 namespace {
@@ -70,20 +78,8 @@ void bind_storage(py::module_& module) {
       },
       "tensor"_a);
 
-  module.def(
-      "count_holders",
-      [](const at::Tensor& tensor) {
-        const Holders holders = count_holders(tensor);
-        return std::pair(holders.of_tensor, holders.of_storage);
-      },
-      "tensor"_a);
-  module.def(
-      "take_bytes",
-      [](const at::Tensor& tensor, const std::string& message) {
-        Taken taken = take_bytes(tensor, message);
-        return std::pair(taken.bytes, taken.shell);
-      },
-      "tensor"_a, "message"_a);
+  module.def("count_holders", &count_holders, "tensor"_a);
+  module.def("take_bytes", &take_bytes, "tensor"_a, "message"_a);
   module.def("give_bytes", &give_bytes, "tensor"_a, "shell"_a, "bytes"_a);
 }
 

@@ -1,48 +1,37 @@
 // What storages leave by, as what, and what is expected of their frames.
 #include "engine/transfers.h"
 
+#include <pybind11/operators.h>
+
 #include <stdexcept>
 #include <vector>
 
 #include "bind.h"
 #include "codec/backends.h"
 #include "engine/block_form.h"
-#include "engine/bucket.h"
 #include "engine/frame_form.h"
+
+template <>
+struct py::detail::type_caster<memswap::Leaving>
+    : memswap::TupleCaster<memswap::Leaving, &memswap::Leaving::away,
+                           &memswap::Leaving::departure> {};
+template <>
+struct py::detail::type_caster<memswap::Returning>
+    : memswap::TupleCaster<memswap::Returning, &memswap::Returning::storage,
+                           &memswap::Returning::arrival> {};
+template <>
+struct py::detail::type_caster<memswap::TensorKey>
+    : memswap::TupleCaster<memswap::TensorKey, &memswap::TensorKey::unit,
+                           &memswap::TensorKey::ordinal, &memswap::TensorKey::nbytes,
+                           &memswap::TensorKey::dtype> {
+  bool load(handle source, bool convert) {  // nothing is left out
+    return isinstance<tuple>(source) && len(source) == 4 && TupleCaster::load(source, convert);
+  }
+};
 
 namespace memswap {
 
 namespace {
-
-using Pair = std::pair<AwayFormPtr, TicketPtr>;
-
-std::optional<Pair> as_pair(std::optional<Leaving> leaving) {
-  return leaving ? std::optional(Pair(std::move(leaving->away), std::move(leaving->departure)))
-                 : std::nullopt;
-}
-
-std::optional<std::vector<Pair>> send_all(BlockSender& sender,
-                                          const std::vector<StorageRefPtr>& storages) {
-  std::optional<std::vector<Leaving>> sent = send_together(sender, storages);
-  if (!sent) {
-    return std::nullopt;
-  }
-  std::vector<Pair> pairs;
-  for (Leaving& leaving : *sent) {
-    pairs.emplace_back(std::move(leaving.away), std::move(leaving.departure));
-  }
-  return pairs;
-}
-
-std::optional<Pair> send_frame(FrameSender& sender, const StorageRefPtr& storage, uint8_t dtype,
-                               std::optional<uint8_t> shape, std::optional<uint64_t> var_capacity,
-                               uint8_t profile, uint8_t center) {
-  return as_pair(sender.send(some(storage), {.dtype = dtype,
-                                             .shape = shape,
-                                             .var_capacity = var_capacity,
-                                             .profile = profile,
-                                             .center = center}));
-}
 
 // The object of Python's that opens lanes and pools. It owns the transfers, and is not kept alive.
 class PythonOpener final : public Transfers::Opener {
@@ -71,45 +60,21 @@ class PythonOpener final : public Transfers::Opener {
   const py::weakref opener_;
 };
 
-// A key of Python's: (unit, ordinal, nbytes, dtype).
-using Key = std::tuple<std::string, int64_t, int64_t, at::ScalarType>;
-
-// What a FrameSender is told of the frame.
-std::tuple<uint8_t, std::optional<uint8_t>, std::optional<uint64_t>, uint8_t, uint8_t> options_of(
-    const Expectation& expectation) {
-  const FrameOptions& all = expectation.options;
-  return {all.dtype, all.shape, all.var_capacity, all.profile, all.center};
-}
-
 template <auto member>
 auto option(const Expectation& expectation) {
   return expectation.options.*member;
 }
 
-bool alike(const Expectation& one, const Expectation& other) {
-  return one.key == other.key && one.pays == other.pays && one.trial == other.trial &&
-         one.most_bytes == other.most_bytes && one.fault == other.fault &&
-         options_of(one) == options_of(other);
-}
-
 void bind_forms(py::module_& module) {
   py::class_<AwayForm, AwayFormPtr>(module, "AwayForm")
-      .def("bring",
-           [](AwayForm& form) {
-             Returning back = form.bring();
-             return std::pair(std::move(back.storage), std::move(back.arrival));
-           })
+      .def("bring", &AwayForm::bring)
       .def_property_readonly("device_nbytes", &AwayForm::device_nbytes)
       .def_property_readonly("pool_nbytes", &AwayForm::pool_nbytes)
       .def_property_readonly("works_ahead", &AwayForm::works_ahead)
       .def("wait_sent", &AwayForm::wait_sent);
   py::class_<BlockForm, AwayForm, std::shared_ptr<BlockForm>>(module, "BlockForm")
-      .def(
-          "bring_into",
-          [](BlockForm& form, const StorageRefPtr& leaving, const TicketPtr& departure) {
-            return form.bring_into(some(leaving), departure);
-          },
-          "leaving"_a, "departure"_a.none(false));
+      .def("bring_into", &BlockForm::bring_into, "leaving"_a.none(false),
+           "departure"_a.none(false));
   py::class_<FrameForm, AwayForm, std::shared_ptr<FrameForm>>(module, "FrameForm")
       .def("watch", &FrameForm::watch);
   py::class_<BlockSender, std::shared_ptr<BlockSender>>(module, "BlockSender")
@@ -119,9 +84,7 @@ void bind_forms(py::module_& module) {
       .def_property_readonly("pool", &BlockSender::pool)
       .def_property_readonly("short_of", [](const BlockSender&) { return BlockForm::kShortOf; })
       .def("why_refused", &BlockSender::why_refused, without_gil())
-      .def("send", [](BlockSender& sender,
-                      const StorageRefPtr& storage) { return as_pair(sender.send(some(storage))); })
-      .def("send_together", &send_all);
+      .def("send", &BlockSender::send, "storage"_a.none(false));
   py::class_<FrameSender, std::shared_ptr<FrameSender>>(module, "FrameSender")
       .def(py::init<std::shared_ptr<CodecLane>, bool, std::shared_ptr<Lane>,
                     std::shared_ptr<Pool>>(),
@@ -129,8 +92,7 @@ void bind_forms(py::module_& module) {
       .def_property_readonly("works_ahead", &FrameSender::works_ahead)
       .def_property_readonly("short_of", [](const FrameSender&) { return FrameForm::kShortOf; })
       .def("why_refused", &FrameSender::why_refused)
-      .def("send", &send_frame, "storage"_a, "dtype"_a, "shape"_a, "var_capacity"_a = py::none(),
-           "profile"_a = 0, "center"_a = 0);
+      .def("send", &FrameSender::send, "storage"_a.none(false), "options"_a);
 }
 
 void bind_expectations(py::module_& module) {
@@ -163,9 +125,9 @@ void bind_expectations(py::module_& module) {
       .def_readwrite("margin_units", &ExpectationLimits::margin_units)
       .def_readwrite("most_keys", &ExpectationLimits::most_keys);
   py::class_<Expectation>(module, "Expectation")
-      .def("__eq__", &alike, py::is_operator())
+      .def(py::self == py::self)  // NOLINT(misc-redundant-expression)
       .def_readonly("pays", &Expectation::pays)
-      .def_property_readonly("options", &options_of)
+      .def_readonly("options", &Expectation::options)
       .def_property_readonly("dtype", &option<&FrameOptions::dtype>)
       .def_property_readonly("shape", &option<&FrameOptions::shape>)
       .def_property_readonly("var_capacity", &option<&FrameOptions::var_capacity>)
@@ -183,21 +145,10 @@ void bind_expectations(py::module_& module) {
       .def_static("of_device", &Expectations::of_device, "device"_a, "limits"_a)
       .def("__len__", &Expectations::size)
       .def("begin_iteration", &Expectations::begin_iteration)
-      .def(
-          "of",
-          [](Expectations& self, std::string unit, int64_t ordinal, int64_t nbytes,
-             at::ScalarType dtype, std::optional<int64_t> most_nbytes) {
-            return self.of({std::move(unit), ordinal, nbytes, dtype}, most_nbytes);
-          },
-          "unit"_a, "ordinal"_a, "nbytes"_a, "dtype"_a, "most_nbytes"_a = py::none())
+      .def("of", &Expectations::of, "key"_a, "most_nbytes"_a = py::none())
       .def("settled", &Expectations::settled, "trial"_a)
       .def("learn", &Expectations::learn, "expectation"_a, "facts"_a)
-      .def(
-          "sizes",
-          [](Expectations& self, const Key& key) {
-            return self.sizes(std::make_from_tuple<TensorKey>(key));
-          },
-          "key"_a);
+      .def("sizes", &Expectations::sizes, "key"_a);
   module.def("first_layout", [](int dtype) {
     return static_cast<int>(first_layout(static_cast<frame::Dtype>(dtype)));
   });

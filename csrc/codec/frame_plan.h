@@ -14,6 +14,8 @@ namespace memswap {
 
 // How one storage's bytes are to be encoded. Codes as in docs/format.md.
 struct FrameOptions {
+  bool operator==(const FrameOptions&) const = default;
+
   uint8_t dtype = 0;
   std::optional<uint8_t> shape = 0;      // nothing: by a sample, with room for the worst case
   std::optional<uint64_t> var_capacity;  // units; nothing: the worst case

@@ -108,4 +108,14 @@ void Engine::demand_kept(const EntryPtr& entry) {
   }
 }
 
+void Engine::set_persistent(const std::vector<at::Tensor>& tensors) {
+  persistent.clear();
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.unsafeGetTensorImpl()->has_storage()) {
+      const WeakStorage storage(StorageRef(tensor.storage()));
+      persistent.emplace(storage.key(), storage);
+    }
+  }
+}
+
 }  // namespace memswap

@@ -128,6 +128,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // `short_of`.
   const char* refused(const char* short_of, const std::string& why, const Entry& entry);
 
+  // Storages of parameters and buffers, instead of those that were named before.
+  void set_persistent(const std::vector<at::Tensor>& tensors);
+
   // Takes in what encoders have reported by now, in the order of their encodes.
   void learn();
   size_t awaited_reports() const { return awaited_.size(); }
@@ -146,6 +149,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void saved(const EntryPtr& entry);
   // What comes next comes after a storage of an iteration has left, if it is leaving or waits to.
   void release(Iteration& of, size_t index);
+  // The same, and after its frame's way to a pool: for who needs the room.
+  void make_room(Iteration& of, size_t index);
   // Notices what was released, was still held then, and is gone by now.
   static void look_at_released(Iteration& of);
   // Bytes on the device at this moment of the plan, and so many more.
@@ -217,8 +222,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::deque<Awaited> awaited_;
   bool persists(const IterationPtr& shortage);
   std::optional<std::weak_ptr<Iteration>> first_short_;  // where room for frames first ran out
-  // Of each device that was seen; nullptr: its storages stay.
-  std::vector<std::pair<c10::Device, TransfersPtr>> devices_;
+  // Of each device that was seen, at the same place for good; nullptr: its storages stay.
+  std::deque<std::pair<c10::Device, TransfersPtr>> devices_;
 };
 
 }  // namespace memswap

@@ -42,6 +42,8 @@ struct TensorKey {
 
 // How to encode one tensor now, and whether to.
 struct Expectation {
+  bool operator==(const Expectation&) const = default;
+
   TensorKey key;
   bool pays = false;
   FrameOptions options;

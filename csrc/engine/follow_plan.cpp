@@ -80,6 +80,13 @@ void Engine::release(Iteration& of, size_t index) {
   }
 }
 
+void Engine::make_room(Iteration& of, size_t index) {
+  release(of, index);
+  if (const EntryPtr entry = of.entry(index)) {
+    entry->release_frame();
+  }
+}
+
 void Engine::saved(const EntryPtr& entry) {
   const IterationPtr of = entry->iteration;
   const std::shared_ptr<const Plan> plan = of->plan;
@@ -119,7 +126,7 @@ std::optional<Saved> Engine::follow_plan(const Offer& offer) {
   if (place == nullptr || !room || ledger.knows(offer.look.storage_key()) || runs_backward()) {
     return std::nullopt;
   }
-  const TransfersPtr by = transfers_from(plan->device);
+  const TransfersPtr& by = transfers_from(plan->device);
   if (!by || (by->policy.captures && by->policy.captures())) {
     return std::nullopt;
   }

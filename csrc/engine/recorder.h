@@ -77,7 +77,7 @@ class Recorder {
   // So many bytes are there of what recomputed units have saved again.
   void recomputed(int64_t nbytes);
   // A checkpoint region that is off is called (RegionCalls::add).
-  void region(std::string unit, const std::vector<StorageRefPtr>& inputs, const Iteration& of,
+  void region(std::string unit, const std::vector<at::Tensor>& inputs, const Iteration& of,
               int64_t least_bytes) {
     regions_.add(std::move(unit), inputs, of, least_bytes);
   }

@@ -9,8 +9,8 @@
 
 namespace memswap {
 
-void RegionCalls::add(std::string unit, const std::vector<StorageRefPtr>& inputs,
-                      const Iteration& of, int64_t least_bytes) {
+void RegionCalls::add(std::string unit, const std::vector<at::Tensor>& inputs, const Iteration& of,
+                      int64_t least_bytes) {
   std::unordered_map<const void*, size_t> places;
   for (size_t index = 0; index < of.size(); ++index) {
     const EntryPtr entry = of.entry(index);
@@ -19,9 +19,12 @@ void RegionCalls::add(std::string unit, const std::vector<StorageRefPtr>& inputs
     }
   }
   std::unordered_set<const void*> seen;
-  for (const StorageRefPtr& input : inputs) {
-    const WeakStorage storage(*input);
-    const auto nbytes = static_cast<int64_t>(input->storage.nbytes());
+  for (const at::Tensor& input : inputs) {
+    if (!input.unsafeGetTensorImpl()->has_storage()) {
+      continue;
+    }
+    const WeakStorage storage(StorageRef(input.storage()));
+    const auto nbytes = static_cast<int64_t>(input.storage().nbytes());
     if (nbytes >= least_bytes && seen.insert(storage.key()).second) {
       const auto place = places.find(storage.key());
       inputs_.push_back({unit, storage, nbytes,

@@ -14,9 +14,9 @@ namespace memswap {
 
 class RegionCalls {
  public:
-  // A region is called with these storages; those of fewer bytes than `least_bytes` do not count.
-  // Storages that the iteration has saved are known by their places.
-  void add(std::string unit, const std::vector<StorageRefPtr>& inputs, const Iteration& of,
+  // A region is called with these tensors; storages of fewer bytes than `least_bytes` do not count.
+  // Those that the iteration has saved are known by their places.
+  void add(std::string unit, const std::vector<at::Tensor>& inputs, const Iteration& of,
            int64_t least_bytes);
   // A storage is saved for the first time.
   void saved(const Entry& entry);

@@ -177,7 +177,7 @@ Saved Engine::decide(const Offer& offer) {
   if (action == Action::kKeep && !directed) {
     return stay(offer.look, offer.why_kept);
   }
-  const TransfersPtr by = transfers_from(offer.look.device());
+  const TransfersPtr& by = transfers_from(offer.look.device());
   if (!by) {
     return keep(offer.look, "host memory beside an accelerator");  // none of the device's bytes
   }

@@ -38,7 +38,7 @@ void Windows::open(double seconds) {
   if (inside()) {
     return;
   }
-  begin_go();
+  durations.begin_go();
   if (engine_.directed) {
     engine_.note_window(seconds);
   }
@@ -63,15 +63,13 @@ void Windows::leave() {
 }
 
 void Windows::end_forward() {
-  begin_go();
+  durations.begin_go();
   queue.end_forward();
 }
 
 void Windows::begin_iteration() {
   queue.begin_iteration();
-  if (observer) {
-    observer->begin_iteration();
-  }
+  durations.begin_iteration();
 }
 
 void Windows::defer(const EntryPtr& entry, const StorageRefPtr& storage, const LeaveOrder& order,
@@ -81,7 +79,7 @@ void Windows::defer(const EntryPtr& entry, const StorageRefPtr& storage, const L
   const std::optional<FrameSizes> sizes = order.transfers->expectations->sizes(expectation.key);
   const auto nbytes = static_cast<double>(entry->nbytes());
   const double gain = sizes ? 1 - static_cast<double>(sizes->used) / nbytes : kFirstGain;
-  begin_go();
+  durations.begin_go();
   queue.defer({entry, entry->nbytes(), gain, current_stream(entry->device()), order, expectation});
 }
 
@@ -102,7 +100,7 @@ void Windows::look_ahead(const IterationPtr& iteration, size_t index) {
     });
     bring(copied);
   }
-  begin_go();
+  durations.begin_go();
   if (first) {
     queue.begin_backward();
   }
@@ -111,7 +109,7 @@ void Windows::look_ahead(const IterationPtr& iteration, size_t index) {
 
 void Windows::hurry(const EntryPtr& entry) {
   if (entry->storage && entry->state() == State::kResident) {
-    begin_go();
+    durations.begin_go();
     queue.start_now({entry});
   }
 }
@@ -178,8 +176,8 @@ bool Windows::on_stream(const c10::Stream& stream) {
 
 void Windows::notice(CodecLane& lane, int64_t nbytes, bool encoded) {
   const auto* const streams = dynamic_cast<const StreamCodecLane*>(&lane);
-  if (observer && streams != nullptr) {
-    observer->submitted(encoded ? streams->encode_stream() : streams->decode_stream(), nbytes,
+  if (streams != nullptr) {
+    durations.submitted(encoded ? streams->encode_stream() : streams->decode_stream(), nbytes,
                         encoded);
   }
 }

@@ -10,30 +10,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <memory>
 #include <thread>
 #include <unordered_map>
 #include <vector>
 
+#include "durations.h"
 #include "window_queue.h"
 
 namespace memswap {
-
-// Who wants to know what is started, to measure it.
-class CodecObserver {
- public:
-  CodecObserver() = default;
-  CodecObserver(const CodecObserver&) = delete;
-  CodecObserver& operator=(const CodecObserver&) = delete;
-  virtual ~CodecObserver() = default;
-
-  // What follows belongs to a new forward.
-  virtual void begin_iteration() = 0;
-  // What follows is submitted in one go.
-  virtual void begin() = 0;
-  // An encode (or a decode) was put on a lane's stream.
-  virtual void submitted(const c10::Stream& stream, int64_t nbytes, bool encoded) = 0;
-};
 
 // Owned by its engine, whose lock serialises the calls.
 class Windows final : private WindowQueue::Work {
@@ -63,22 +47,17 @@ class Windows final : private WindowQueue::Work {
   void hurry(const EntryPtr& entry);
 
   WindowQueue queue;
-  std::shared_ptr<CodecObserver> observer;  // or nullptr
   // Whether a stream is the calling thread's current one; empty: it is asked.
   std::function<bool(const c10::Stream&)> is_current;
   // Whether the current stream of a GPU captures a graph; empty: never.
   std::function<bool()> captures;
+  Durations durations{queue.encode_rate, queue.decode_rate, captures};
 
  private:
   TicketPtr start(const PendingEncode& pending) override;
   bool fetch(const EntryPtr& entry) override;
   bool on_stream(const c10::Stream& stream) override;
   void notice(CodecLane& lane, int64_t nbytes, bool encoded);
-  void begin_go() {
-    if (observer) {
-      observer->begin();
-    }
-  }
 
   Engine& engine_;
   std::unordered_map<std::thread::id, int> depths_;  // of the explicit windows that threads are in

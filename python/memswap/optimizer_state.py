@@ -333,16 +333,16 @@ class StateMover:
             route.use(pool, lane_to(pool, route.device))
         if action is not SWAP:
             sender = route.encoding(action)
-            expectation = route.expectations.of(name, 0, storage.nbytes, dtype)
+            expectation = route.expectations.of((name, 0, storage.nbytes, dtype))
             if sender is None:
                 reason = "no codec"
             elif not expectation.pays:
                 reason = "does not shrink"
             else:
-                sent = sender.send(storage, *expectation.options)
+                sent = sender.send(storage, expectation.options)
                 if sent is None and expectation.trial:
                     expectation = route.expectations.settled(expectation)
-                    sent = sender.send(storage, *expectation.options)
+                    sent = sender.send(storage, expectation.options)
                 if sent is not None:
                     self._watch(route, expectation, sent[0].watch(), sender.works_ahead)
                     return sent

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import nn
 
-from memswap.engine.durations import Durations
 from memswap.engine.engine import Engine, Schedule
 from memswap.engine.hook_scope import HookScope
 from memswap.engine.units import parse_bytes
 
 if TYPE_CHECKING:
+    from memswap._C import Span
     from memswap.engine.action import Decider
-    from memswap.engine.durations import Span
     from memswap.engine.transfer import Pool
 
 _RANGE = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?")
@@ -100,9 +99,6 @@ class Windows:
         windows.max_pending_bytes = self.pending_bound()
         windows.leftovers_start = self.leftovers == "start"
         windows.captures = _captures
-        engine.observer = Durations(windows)
-        engine.observer.begin_iteration()
-        windows.set_observer(engine.observer)
         return engine
 
 
@@ -135,12 +131,11 @@ class Window:
             return self
         seconds = self._seconds
         if seconds is None:
-            durations = engine.observer
-            with engine.lock:
-                device = torch.accelerator.current_accelerator(check_available=True)
-                if isinstance(durations, Durations) and device is not None:
-                    seconds = durations.seconds(self._key, 1)
-                    self._spans.append(durations.start(self._key, 1, device))
+            device = torch.accelerator.current_accelerator(check_available=True)
+            if device is not None:
+                with engine.lock:
+                    seconds = engine.durations.seconds(self._key, 1)
+                    self._spans.append(engine.durations.start(self._key, 1, device))
         engine.enter_window(seconds or 0.0)
         return self
 
@@ -149,10 +144,9 @@ class Window:
         if engine is None or torch.compiler.is_compiling():
             return
         span = self._spans.pop() if self._spans else None
-        durations = engine.observer
-        if span is not None and isinstance(durations, Durations):
+        if span is not None:
             with engine.lock:
-                durations.stop(span)
+                engine.durations.stop(span)
         engine.leave_window()
 
 

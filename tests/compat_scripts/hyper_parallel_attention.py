@@ -294,9 +294,14 @@ def train(
     for batch in x:
         y = model(batch)
         y.square().sum().backward()
-        for weight in model.parameters():
-            assert weight.grad is not None
-            dist.all_reduce(weight.grad, group=reduce)
+        gradients = [weight.grad for weight in model.parameters()]
+        assert all(gradient is not None for gradient in gradients)
+        sums = torch.cat([gradient.flatten() for gradient in gradients])  # one collective, not ten
+        dist.all_reduce(sums, group=reduce)
+        for gradient, part in zip(
+            gradients, sums.split([g.numel() for g in gradients]), strict=True
+        ):
+            gradient.copy_(part.view_as(gradient))
         optimizer.step()
         optimizer.zero_grad()
         results.append(y.detach())

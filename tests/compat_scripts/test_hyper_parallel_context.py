@@ -88,12 +88,32 @@ def test_a_style_in_a_plan_and_by_hand(rank: Rank, late: bool) -> None:
     rank.same_everywhere(rank.log.events, "launches and waits")
 
 
-@distributed(2, 4)
+LAYOUTS = (CoreAttention, CoreTriu, CoreTuple, CoreBNSD, CoreSBHD, CoreTHD, CoreBSH, CoreNormed)
+
+#: What four ranks try in the fast suite: a layout is the same for any number of them.
+ON_FOUR = (CoreAttention, CoreTHD, CoreNormed)
+
+
+@distributed(2)
+@LATE_FIRST
+@pytest.mark.parametrize("like", LAYOUTS)
+def test_async_with_its_projections(rank: Rank, late: bool, like: type[CoreAttention]) -> None:
+    assert_projections_launch(rank, late, like)
+
+
+@distributed(4)
 @LATE_FIRST
 @pytest.mark.parametrize(
-    "like", [CoreAttention, CoreTriu, CoreTuple, CoreBNSD, CoreSBHD, CoreTHD, CoreBSH, CoreNormed]
+    "like",
+    [pytest.param(one, marks=() if one in ON_FOUR else pytest.mark.slow) for one in LAYOUTS],
 )
-def test_async_with_its_projections(rank: Rank, late: bool, like: type[CoreAttention]) -> None:
+def test_async_with_its_projections_on_four_ranks(
+    rank: Rank, late: bool, like: type[CoreAttention]
+) -> None:
+    assert_projections_launch(rank, late, like)
+
+
+def assert_projections_launch(rank: Rank, late: bool, like: type[CoreAttention]) -> None:
     mesh = init_device_mesh("cpu", (rank.size,), mesh_dim_names=("cp",))
     for degree in degrees(rank):
         if like is CoreBSH and degree != 1:
@@ -171,24 +191,32 @@ def test_queries_keys_and_values_at_other_places(rank: Rank) -> None:
 
 
 @distributed(4)
-@pytest.mark.parametrize("named", [True, False])
-def test_a_mesh_of_two_dimensions_is_all_its_ranks(rank: Rank, named: bool) -> None:
-    for shape in ((2, 2), (4, 1), (1, 4)):
-        names = ("co", "ds") if named else None
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        for degree in (None, 4, 1, 2):
-            if degree == 2 and shape != (2, 2):
-                style = ContextParallel(ulysses_degree=degree)
-                with pytest.raises(
-                    ValueError, match=r"expected a 1-D mesh, or \(co, ds\) of \(2, 2"
-                ):
-                    style.apply(CoreAttention(), mesh)
-                continue
-            style = Recorded(AsyncContextParallel, rank, True, ulysses_degree=degree)
-            name = f"{shape}, degree {degree}"
-            assert_trains_the_bits(
-                rank, style, mesh, CoreAttention, apply_async, name=name, dtypes=(torch.float64,)
-            )
+@pytest.mark.parametrize(
+    ("shape", "named"),
+    [
+        ((2, 2), True),
+        ((2, 2), False),
+        ((4, 1), True),
+        ((1, 4), False),
+        pytest.param((4, 1), False, marks=pytest.mark.slow),
+        pytest.param((1, 4), True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_mesh_of_two_dimensions_is_all_its_ranks(
+    rank: Rank, shape: tuple[int, int], named: bool
+) -> None:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("co", "ds") if named else None)
+    for degree in (None, 4, 1, 2):
+        if degree == 2 and shape != (2, 2):
+            style = ContextParallel(ulysses_degree=degree)
+            with pytest.raises(ValueError, match=r"expected a 1-D mesh, or \(co, ds\) of \(2, 2"):
+                style.apply(CoreAttention(), mesh)
+            continue
+        style = Recorded(AsyncContextParallel, rank, True, ulysses_degree=degree)
+        name = f"{shape}, degree {degree}"
+        assert_trains_the_bits(
+            rank, style, mesh, CoreAttention, apply_async, name=name, dtypes=(torch.float64,)
+        )
 
 
 @distributed(8)

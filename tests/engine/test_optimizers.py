@@ -255,6 +255,7 @@ def more_groups(model: nn.Module, optimizer: Any, step: int) -> None:
 AROUND = [schedulers, accumulation, some_without_gradient, closures, more_groups]
 
 
+@pytest.mark.few_schedules
 @pytest.mark.parametrize("form", ["single", "foreach"])
 @pytest.mark.parametrize("around", AROUND, ids=lambda one: one.__name__)
 def test_what_stands_around_a_step(device, new_pool, around, form):
@@ -333,6 +334,8 @@ def all_at_once(device: Any, make: Any, pool: Any, scales: bool, **options: Any)
     return state_bits(optimizer, model), around.seen
 
 
+# The steps themselves are proven under all schedules above.
+@pytest.mark.few_schedules
 @pytest.mark.parametrize(("name", "form"), FORMS)
 def test_everything_around_the_steps_of_every_optimizer(device, new_pool, name, form):
     if form == "fused" and device.type not in ("cpu", "cuda"):
@@ -473,6 +476,7 @@ CAPTURABLE = [
 ]
 
 
+@pytest.mark.few_schedules
 @pytest.mark.parametrize(("name", "form"), CAPTURABLE)
 def test_capturable_counters_on_the_device(device, new_pool, name, form):
     if form == "fused" and device.type not in ("cpu", "cuda"):

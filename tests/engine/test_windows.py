@@ -17,6 +17,7 @@ from helpers import (
     let_sends_end,
     new_input,
     new_stack,
+    nothing_measured,
     train_step,
 )
 from torch import nn
@@ -90,10 +91,10 @@ def test_gradients_are_those_without_memswap_to_the_bit(
 def test_wrong_durations_cost_time_and_never_a_bit(device, managed, seconds) -> None:
     model, x = new_stack(device), new_input(device)
     plain = train_step(model, lambda: model(x))
-    manager = managed(model.layers, windows=Windows(seconds=lambda op, shapes: seconds))
-    manager._engine.observer.begin_iteration = lambda: None  # nothing is measured
-    for _ in range(2):
-        assert_same_gradients(train_step(model, lambda: model(x)), plain)
+    managed(model.layers, windows=Windows(seconds=lambda op, shapes: seconds))
+    with nothing_measured():
+        for _ in range(2):
+            assert_same_gradients(train_step(model, lambda: model(x)), plain)
 
 
 @pytest.mark.one_schedule
@@ -203,12 +204,12 @@ def test_the_end_of_a_forward_is_the_last_unit_however_often_each_is_called(
 
     plain = train_step(model, thrice)
     manager = managed(model.layers[0], windows=Windows())
-    manager._engine.observer.begin_iteration = lambda: None  # nothing is measured: all is left over
     ends: list[int] = []
     end = manager._engine.end_forward
     manager._engine.end_forward = lambda: (ends.append(waiting(manager)), end())
-    for _ in range(3):
-        assert_same_gradients(train_step(model, thrice), plain)
+    with nothing_measured():  # all is left over
+        for _ in range(3):
+            assert_same_gradients(train_step(model, thrice), plain)
     del manager._engine.end_forward
     assert len(ends) == 3, "once in each forward"
     assert ends[1] == ends[2] > ends[0], "at first it took the first call for the last"

@@ -30,10 +30,11 @@ HERE = Path(__file__).resolve().parent
 DELAY_CYCLES = 5_000_000
 
 
-def cuda_stream(parts: tuple[int, int, int]) -> torch.cuda.Stream:
-    stream_id, device_index, device_type = parts
+def cuda_stream(stream: torch.Stream) -> torch.cuda.Stream:
     return torch.cuda.Stream(
-        stream_id=stream_id, device_index=device_index, device_type=device_type
+        stream_id=stream.stream_id,
+        device_index=stream.device_index,
+        device_type=stream.device_type,
     )
 
 

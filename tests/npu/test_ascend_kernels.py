@@ -148,7 +148,7 @@ def test_a_launch_that_fails_loses_nothing(after):
         tensor = bits.to(torch.int16).view(torch.bfloat16)  # payloads as long as they get
         there = tensor.to(lanes.DEVICE)
         encoding = machine.lane.encode(
-            native.StorageRef(there), lanes.BF16, lanes.DENSE, lanes.TIGHT
+            native.StorageRef(there), (lanes.BF16, lanes.DENSE, lanes.TIGHT)
         )
         if encoding is None:
             return False

@@ -7,7 +7,7 @@
 
 The body runs in every rank process; it is a function of its module, and its arguments can be
 pickled. Rank processes are forked once and used for many tests, each of which gets a process group
-of its own over a FileStore of its own. After a failure they are killed and forked anew, so what a
+of its own under a prefix of one store. After a failure they are killed and forked anew, so what a
 failed test left behind meets no other. The failure that is reported is the one that came first:
 when a rank stops, the others fail or wait for it, and what they say is noise.
 """
@@ -100,7 +100,10 @@ class RankPool:
     def __init__(self) -> None:
         self._context = mp.get_context("fork")
         self._ranks: list[tuple[Any, Connection]] = []
-        self._stores = tempfile.TemporaryDirectory(prefix="memswap-ranks-")
+        self._folder = tempfile.TemporaryDirectory(prefix="memswap-ranks-")
+        # Who waits for a key is woken by it: a FileStore is asked again and again, 10 ms apart, and
+        # each group of processes is made by dozens of keys.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._serial = itertools.count()
 
     def run(self, world: int, body: str, module: str, arguments: dict[str, Any]) -> None:
@@ -108,10 +111,10 @@ class RankPool:
         while len(self._ranks) < world:
             self._ranks.append(self._fork(len(self._ranks)))
         ranks = self._ranks[:world]
-        store = str(Path(self._stores.name) / str(next(self._serial)))
+        prefix = str(next(self._serial))
         deadline = time.monotonic() + TEST_TIMEOUT_S
         for _, connection in ranks:
-            connection.send((world, store, module, body, arguments))
+            connection.send((world, prefix, module, body, arguments))
         waiting = {connection: rank for rank, (_, connection) in enumerate(ranks)}
         failures: list[Failure] = []
         while waiting:
@@ -154,9 +157,8 @@ class RankPool:
     def _fork(self, rank: int) -> tuple[Any, Connection]:
         mine, theirs = self._context.Pipe()
         others = [connection for _, connection in self._ranks] + [mine]
-        process = self._context.Process(
-            target=_serve, args=(rank, theirs, self._stacks_of(rank), others), daemon=True
-        )
+        arguments = (rank, theirs, self._store.port, self._stacks_of(rank), others)
+        process = self._context.Process(target=_serve, args=arguments, daemon=True)
         process.start()
         theirs.close()
         return process, mine
@@ -170,7 +172,7 @@ class RankPool:
 
     def _stacks_of(self, rank: int) -> Path:
         """Where it writes what its threads do."""
-        return Path(self._stores.name) / f"stacks-{rank}"
+        return Path(self._folder.name) / f"stacks-{rank}"
 
     def _stacks(self, ranks: list[int]) -> str:
         """Where these ranks are now."""
@@ -187,32 +189,36 @@ class RankPool:
         return "".join(f"\nrank {rank}:\n{text}" for rank, text in zip(ranks, texts, strict=True))
 
 
-def _serve(rank: int, connection: Connection, stacks: Path, others: list[Connection]) -> None:
+def _serve(
+    rank: int, connection: Connection, port: int, stacks: Path, others: list[Connection]
+) -> None:
     """The main loop of a rank process."""
     for other in others:  # or else a rank that lives would hide that another one died
         other.close()
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
     with stacks.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file, all_threads=True)
         torch._C._set_print_stack_traces_on_fatal_signal(True)  # C++'s, behind Python's
         faulthandler.enable(file, all_threads=True)
         while True:
             try:
-                world, store, module, body, arguments = connection.recv()
+                world, prefix, module, body, arguments = connection.recv()
             except EOFError:
                 os._exit(0)
-            connection.send(_run(rank, world, store, getattr(sys.modules[module], body), arguments))
+            test = getattr(sys.modules[module], body)
+            connection.send(_run(rank, world, dist.PrefixStore(prefix, store), test, arguments))
 
 
 def _run(
-    rank: int, world: int, store: str, test: Any, arguments: dict[str, Any]
+    rank: int, world: int, store: dist.Store, test: Any, arguments: dict[str, Any]
 ) -> tuple[str, str | None] | None:
     """One test in a process group of its own: None, or what went wrong, or why it was skipped."""
     try:
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(store, world),
+            store=store,
             rank=rank,
             world_size=world,
             timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -84,11 +85,24 @@ SHARDINGS: dict[str, Callable[[Rank, Net], nn.Module]] = {
 }
 
 
+def combinations() -> Iterator[Any]:
+    """All of them; those that are not slow have each pair of values at least once."""
+    for place, name in enumerate(SHARDINGS):
+        for flags in itertools.product((False, True), repeat=3):
+            proven, scaled, autocast = flags
+            others = (scaled, autocast) if proven else (not scaled, not autocast)
+            first = others == ((True, True), (False, False), (False, True))[place % 3]
+            yield pytest.param(
+                name,
+                recipes.PROOFS if proven else 0,
+                "scaled" if scaled else "blocks",
+                autocast,
+                marks=() if first else pytest.mark.slow,
+            )
+
+
 @distributed(2)
-@pytest.mark.parametrize("name", list(SHARDINGS))
-@pytest.mark.parametrize("proofs", [0, recipes.PROOFS])
-@pytest.mark.parametrize("kind", ["blocks", "scaled"])
-@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize(("name", "proofs", "kind", "autocast"), list(combinations()))
 def test_sharded_training_has_the_same_bits(
     rank: Rank, name: str, proofs: int, kind: str, autocast: bool
 ) -> None:

@@ -15,6 +15,7 @@ from race_workloads import (
     fetch_stream,
     lanes_opened,
     observe,
+    pair,
     send_stream,
 )
 
@@ -67,11 +68,6 @@ def drop(
 
 
 # ---------------------------------------------------------------- with a codec lane
-def _pair(stream: tuple[int, int, int]) -> tuple[int, int]:
-    stream_id, device_index, _ = stream
-    return device_index, stream_id
-
-
 class Lanes:
     """The lanes of one engine, as they are opened."""
 
@@ -81,16 +77,16 @@ class Lanes:
 
     def streams(self, name: str) -> Streams:
         if name == "encode":
-            return [_pair(self.codec.encode_stream)]
+            return [pair(self.codec.encode_stream)]
         if name == "decode":
-            return [_pair(self.codec.decode_stream)]
+            return [pair(self.codec.decode_stream)]
         if name in ("send", "fetch"):
             stream = send_stream if name == "send" else fetch_stream
             return [] if self.copies is None else [stream(self.copies)]
-        own = {_pair(self.codec.encode_stream), _pair(self.codec.decode_stream)}
-        own.add(_pair(self.codec.control_stream))
+        own = {pair(self.codec.encode_stream), pair(self.codec.decode_stream)}
+        own.add(pair(self.codec.control_stream))
         if self.copies is None:
-            device_index = _pair(self.codec.encode_stream)[0]
+            device_index = pair(self.codec.encode_stream)[0]
             from simdev import _C
 
             every = [(device_index, index) for index in range(_C.pool_streams + 1)]

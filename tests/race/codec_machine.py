@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from race_workloads import DEVICE, MATRIX, new_pool
+from race_workloads import DEVICE, MATRIX, new_pool, pair
 
 from memswap._native import native
 from simdev import _C
@@ -56,10 +56,10 @@ class Machine:
         view, storage = native.capture(tensor), native.StorageRef(tensor)
         if swap:
             encoding = self.lane.encode_to(
-                storage, BF16, DENSE, var_capacity, self.copies, self.pool.native
+                storage, (BF16, DENSE, var_capacity), self.copies, self.pool.native
             )
         else:
-            encoding = self.lane.encode(storage, BF16, DENSE, var_capacity)
+            encoding = self.lane.encode(storage, (BF16, DENSE, var_capacity))
         assert encoding is not None, self.lane.last_refusal
         return view, *encoding
 
@@ -71,28 +71,23 @@ class Machine:
 
 
 def encode_stream(machine: Machine) -> tuple[int, int]:
-    stream_id, device_index, _ = machine.lane.encode_stream
-    return device_index, stream_id
+    return pair(machine.lane.encode_stream)
 
 
 def decode_stream(machine: Machine) -> tuple[int, int]:
-    stream_id, device_index, _ = machine.lane.decode_stream
-    return device_index, stream_id
+    return pair(machine.lane.decode_stream)
 
 
 def control_stream(machine: Machine) -> tuple[int, int]:
-    stream_id, device_index, _ = machine.lane.control_stream
-    return device_index, stream_id
+    return pair(machine.lane.control_stream)
 
 
 def send_stream(machine: Machine) -> tuple[int, int]:
-    stream_id, device_index, _ = machine.copies.send_stream
-    return device_index, stream_id
+    return pair(machine.copies.send_stream)
 
 
 def fetch_stream(machine: Machine) -> tuple[int, int]:
-    stream_id, device_index, _ = machine.copies.fetch_stream
-    return device_index, stream_id
+    return pair(machine.copies.fetch_stream)
 
 
 def compute_streams(machine: Machine) -> list[tuple[int, int]]:

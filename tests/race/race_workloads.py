@@ -226,15 +226,17 @@ def lanes_opened(react: Callable[[Any], Any], opener: str = "open_lane") -> Iter
         setattr(transfer, opener, original)
 
 
+def pair(stream: torch.Stream) -> tuple[int, int]:
+    """A stream as mutations take it: (device index, stream id)."""
+    return stream.device_index, stream.stream_id
+
+
 def send_stream(lane: Any) -> tuple[int, int]:
-    """(device index, stream id), as mutations take it."""
-    stream_id, device_index, _ = lane.send_stream
-    return device_index, stream_id
+    return pair(lane.send_stream)
 
 
 def fetch_stream(lane: Any) -> tuple[int, int]:
-    stream_id, device_index, _ = lane.fetch_stream
-    return device_index, stream_id
+    return pair(lane.fetch_stream)
 
 
 def compute_streams(lane: Any) -> list[tuple[int, int]]:
@@ -243,12 +245,6 @@ def compute_streams(lane: Any) -> list[tuple[int, int]]:
     device_index = send_stream(lane)[0]
     every = [(device_index, index) for index in range(_C.pool_streams + 1)]
     return [stream for stream in every if stream not in own]
-
-
-def torch_stream(parts: tuple[int, int, int]) -> torch.Stream:
-    """A lane's stream as torch knows it."""
-    stream_id, device_index, device_type = parts
-    return torch.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
 
 
 class WrappedLane(native.LaneAround):

@@ -24,6 +24,7 @@ from race_workloads import (
     fetch_stream,
     observe,
     on_host,
+    pair,
     plain,
     send_stream,
 )
@@ -75,8 +76,7 @@ SWAPPED, ENCODED = map(workload_of, (CheckpointPolicy.MUST_SWAP, CheckpointPolic
 
 
 def decode_stream(lane: Any) -> tuple[int, int]:
-    stream_id, device_index, _ = lane.decode_stream
-    return device_index, stream_id
+    return pair(lane.decode_stream)
 
 
 def other_streams(lane: Any) -> list[tuple[int, int]]:

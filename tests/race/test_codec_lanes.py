@@ -55,10 +55,10 @@ def test_an_encode_without_room_in_the_arena_is_refused_and_nothing_starts() -> 
     machine = Machine(arena_budget=ONE_FRAME // 2)
     tensor = values(0).to(DEVICE)
     before = _C.counters()["enqueued"]
-    assert machine.lane.encode(native.StorageRef(tensor), BF16, DENSE, TIGHT) is None
+    assert machine.lane.encode(native.StorageRef(tensor), (BF16, DENSE, TIGHT)) is None
     assert "no room for the worst case" in machine.lane.last_refusal
     assert _C.counters()["enqueued"] == before
-    assert machine.lane.encode(native.StorageRef(tensor), BF16, DENSE, None) is not None, (
+    assert machine.lane.encode(native.StorageRef(tensor), (BF16, DENSE)) is not None, (
         "a frame with room for its own worst case needs no arena"
     )
     machine.lane.settle()
@@ -74,7 +74,7 @@ def test_credits_cover_a_tile_that_leaves_nearly_all_of_var_unused() -> None:
     view, encoded, departure = machine.encode(tensor.to(DEVICE), var_capacity=tile - 1)
     departure.wait()
     torch.accelerator.synchronize()
-    second = machine.lane.encode(native.StorageRef(tensor.to(DEVICE)), BF16, DENSE, tile - 1)
+    second = machine.lane.encode(native.StorageRef(tensor.to(DEVICE)), (BF16, DENSE, tile - 1))
     assert second is None, "two frames were promised room that only one can have"
     assert encoded.report().status == 0
     assert encoded.report().overflow_used > layout.max_var_units - (tile - 1)
@@ -163,7 +163,7 @@ def test_a_host_without_credit_waits_for_the_oldest_encode_if_a_room_was_set(swa
         assert encoded.device_nbytes == (0 if swap else encoded.nbytes)
     tensor = tensors[0].to(DEVICE)
     waits = _C.counters()["host_syncs"]
-    assert machine.lane.encode(native.StorageRef(tensor), BF16, DENSE, 0) is None
+    assert machine.lane.encode(native.StorageRef(tensor), (BF16, DENSE, 0)) is None
     assert _C.counters()["host_syncs"] == waits, "no wait can help what the room never holds"
 
 
@@ -261,7 +261,7 @@ def test_a_room_that_a_plan_set_is_the_devices_and_without_it_memory_is_pinned_a
 def test_the_arena_may_grow_and_shrink() -> None:
     machine = Machine(arena_budget=0)
     tensor = values(0).to(DEVICE)
-    assert machine.lane.encode(native.StorageRef(tensor), BF16, DENSE, TIGHT) is None
+    assert machine.lane.encode(native.StorageRef(tensor), (BF16, DENSE, TIGHT)) is None
     machine.lane.set_arena_budget(1 << 20)
     view, encoded, departure = machine.encode(tensor)
     machine.lane.set_arena_budget(0)
@@ -272,7 +272,7 @@ def test_the_arena_may_grow_and_shrink() -> None:
     assert encoded.report() is not None
     del encoded, departure
     assert machine.lane.trim_arena() > 0
-    assert machine.lane.encode(native.StorageRef(tensor), BF16, DENSE, TIGHT) is None
+    assert machine.lane.encode(native.StorageRef(tensor), (BF16, DENSE, TIGHT)) is None
 
 
 def test_a_steady_step_waits_for_nothing_on_the_host() -> None:
@@ -355,7 +355,7 @@ def test_without_pinned_memory_an_encode_is_refused() -> None:
     tensor = values(0).to(DEVICE)
     torch.accelerator.synchronize()
     _C.set_pinned_budget(0)
-    assert machine.lane.encode(native.StorageRef(tensor), BF16, DENSE, None) is None
+    assert machine.lane.encode(native.StorageRef(tensor), (BF16, DENSE)) is None
     assert "no pinned memory" in machine.lane.last_refusal
 
 
@@ -364,5 +364,5 @@ def test_without_device_memory_an_encode_is_refused() -> None:
     tensor = values(0).to(DEVICE)
     torch.accelerator.synchronize()
     _C.set_capacity(DEVICE.index, _C.memory_stats(DEVICE.index)["reserved"])
-    assert machine.lane.encode(native.StorageRef(tensor), BF16, DENSE, None) is None
+    assert machine.lane.encode(native.StorageRef(tensor), (BF16, DENSE)) is None
     assert "no memory for a frame" in machine.lane.last_refusal

@@ -28,7 +28,6 @@ from race_workloads import (
     observe,
     one_stream,
     send_stream,
-    torch_stream,
     two_streams,
     two_streams_in_turn,
     until_forgotten,
@@ -178,7 +177,7 @@ class AsksInsideItsOwnStream(Struck):
 
     def send(self, storage: Any, block: Any) -> Any:
         self.hits += 1
-        with torch_stream(self.lane.send_stream):
+        with self.lane.send_stream:
             return self.lane.send(storage, block)
 
 
@@ -191,7 +190,7 @@ class FetchesInsideItsOwnStream(Struck):
 
     def fetch(self, block: Any) -> Any:
         self.hits += 1
-        with torch_stream(self.lane.fetch_stream):
+        with self.lane.fetch_stream:
             return self.lane.fetch(block)
 
 

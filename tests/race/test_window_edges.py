@@ -25,7 +25,6 @@ from race_workloads import (
     assert_silent_and_right,
     on_host,
     one_stream,
-    torch_stream,
     two_streams,
 )
 from torch import nn
@@ -117,15 +116,15 @@ def encodes_start_on_any_stream() -> Iterator[Any]:
     class Hits:
         hits = 0
 
-    def anywhere(stream: tuple[int, int, int]) -> bool:
-        Hits.hits += torch_stream(stream) != torch.accelerator.current_stream(DEVICE)
+    def anywhere(stream: torch.Stream) -> bool:
+        Hits.hits += stream != torch.accelerator.current_stream(DEVICE)
         return True
 
     right = Windows.engine
 
     def engine(options: Windows, *arguments: Any) -> Any:
         made = right(options, *arguments)
-        made.windows.set_is_current(anywhere)
+        made.windows.is_current = anywhere
         return made
 
     Windows.engine = engine  # type: ignore[method-assign]

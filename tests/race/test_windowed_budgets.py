@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
+from helpers import nothing_measured
 from planned_stacks import LAZY
 from race_workloads import DEVICE, new_pool
 from timed_layers import ROOMY, Product
@@ -46,15 +48,15 @@ class Step:
                 x = layer(x)
             x.float().sum().backward()
 
-        with virtual_time(**ROOMY) as clock:
+        told = windows is not None and windows.seconds is not None
+        measured = nothing_measured() if told else contextlib.nullcontext()
+        with virtual_time(**ROOMY) as clock, measured:
             if share is not None:
                 kept = (2 * layers + 1) * NBYTES
                 self.budget = int(share * kept)
                 manager = memswap.manage(
                     stack, policy, pool=new_pool(), budget=self.budget, rates=RATES, windows=windows
                 )
-                if windows is not None and windows.seconds is not None:  # that, and no measurement
-                    manager._engine.observer.seconds = lambda key, amount: None
             for _ in range(5):
                 step()
                 torch.accelerator.synchronize()
@@ -117,7 +119,7 @@ def test_without_hurry_what_waits_for_a_window_exceeds_the_budget(monkeypatch):
 
     def engine_without_hurry(options: Windows, *arguments: Any) -> Engine:
         made = engine(options, *arguments)
-        made.windows.set_is_current(lambda stream: ended[0])
+        made.windows.is_current = lambda stream: ended[0]
         return made
 
     def begins(made: Engine) -> None:

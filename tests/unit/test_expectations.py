@@ -60,7 +60,7 @@ def width_of(dtype: torch.dtype) -> int:
 
 
 def asked(known: Expectations, ordinal=0, nbytes=MEBIBYTE, dtype=torch.bfloat16, unit="layer"):
-    return known.of(unit, ordinal, nbytes, dtype)
+    return known.of((unit, ordinal, nbytes, dtype))
 
 
 def learnt(known: Expectations, ratio: float, **options):
@@ -93,7 +93,7 @@ def iterations(known: Expectations, number: int) -> None:
     ],
 )
 def test_first_frame_has_the_shape_of_its_dtype_and_a_capacity_that_a_layout_can_have(dtype, shape):
-    expectation = made().of("layer", 0, MEBIBYTE, dtype)
+    expectation = made().of(("layer", 0, MEBIBYTE, dtype))
     code = dtype_code(dtype)
     assert expectation.pays and not expectation.trial
     assert (expectation.dtype, expectation.shape) == (code, shape)
@@ -124,13 +124,13 @@ def test_first_dense_frame_gets_one_and_a_half_bits_per_element():
 
 def test_first_mask_gets_what_a_bitmap_takes_and_the_next_what_was_needed():
     known = made()
-    first = known.of("layer", 0, MEBIBYTE, torch.bool)
+    first = known.of(("layer", 0, MEBIBYTE, torch.bool))
     assert first.var_capacity == pytest.approx(MEBIBYTE * 1.1 / 64, rel=0.01)
     worst = native.frame_layout(BOOL, Shape.BITS, MEBIBYTE).max_var_units
     assert first.var_capacity < worst / 7
     used = MEBIBYTE // 1024 * 4  # every block all zeros
     report(known, first, Report(MEBIBYTE // 25, elements=MEBIBYTE, var_used=used))
-    assert known.of("layer", 0, MEBIBYTE, torch.bool).var_capacity < first.var_capacity / 3
+    assert known.of(("layer", 0, MEBIBYTE, torch.bool)).var_capacity < first.var_capacity / 3
 
 
 def test_capacity_follows_the_last_frame_with_a_margin():
@@ -363,10 +363,10 @@ def test_a_frame_never_gets_more_than_a_plan_has_for_it():
     learnt(known, 0.7, var_used=40_000)
     held = known.sizes(("layer", 0, MEBIBYTE, torch.bfloat16)).held
     for most in (held + 1000, held, held - 80_000):
-        found = known.of("layer", 0, MEBIBYTE, torch.bfloat16, most)
+        found = known.of(("layer", 0, MEBIBYTE, torch.bfloat16), most)
         fixed = native.frame_layout(found.dtype, found.shape, MEBIBYTE // 2).fixed_nbytes
         assert found.pays and fixed + 8 * found.var_capacity <= min(most, held)
-    assert not known.of("layer", 0, MEBIBYTE, torch.bfloat16, 1000).pays
+    assert not known.of(("layer", 0, MEBIBYTE, torch.bfloat16), 1000).pays
 
 
 def test_what_is_set_aside_is_the_worst_case_beyond_the_capacity():
@@ -376,3 +376,8 @@ def test_what_is_set_aside_is_the_worst_case_beyond_the_capacity():
     layout = native.frame_layout(BF16, Shape.DENSE, MEBIBYTE // 2)
     tile = 8 * layout.max_var_units // layout.blocks
     assert sizes.held + sizes.overflow == layout.max_nbytes + 8 * tile
+
+
+def test_a_key_is_given_whole() -> None:
+    with pytest.raises(TypeError):
+        made().of(("layer", 0, MEBIBYTE))  # type: ignore[arg-type]

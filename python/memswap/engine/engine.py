@@ -22,7 +22,6 @@ from memswap.engine.windows import WindowStats
 if TYPE_CHECKING:
     from memswap.engine.action import Action, Decider
     from memswap.engine.director import Director
-    from memswap.engine.durations import Durations
     from memswap.engine.transfer import Pool, Route
 
 #: When what leaves is sent, and when it comes back (csrc/engine/engine.h).
@@ -49,8 +48,6 @@ class Engine(native.Engine):
         schedule: when what leaves is sent, and when it comes back.
     """
 
-    observer: Durations | None
-    """Who measures operators and the codec, for windows; None: nobody."""
     knows_operators: bool
     """Whether `recipes` hears of operators, which takes time with each. A director switches it."""
 
@@ -63,7 +60,6 @@ class Engine(native.Engine):
     ) -> None:
         super().__init__(window_bytes, schedule)
         self.knows_operators = True
-        self.observer = None
         self._director: Director | None = None
         self.policy = policy
         self._routes = Routes(pool)
@@ -144,6 +140,11 @@ class Engine(native.Engine):
         """The operators of the last :meth:`enter_window` have been launched."""
         with self.lock:
             self._of_windows().leave()
+
+    @property
+    def durations(self) -> native.Durations:
+        """How long operators take, which windows go by. The lock serialises its calls."""
+        return self._of_windows().durations
 
     @property
     def in_window(self) -> bool:

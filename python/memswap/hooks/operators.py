@@ -9,14 +9,12 @@ import torch
 from torch import nn
 
 from memswap.engine.autograd import in_backward
-from memswap.engine.durations import Durations
 from memswap.hooks.module_hooks import ModuleHooks
 
 if TYPE_CHECKING:
     from types import FrameType
 
-    from memswap._C import Iteration
-    from memswap.engine.durations import Span
+    from memswap._C import Iteration, Span
     from memswap.engine.engine import Engine
     from memswap.windows import Windows
 
@@ -37,7 +35,7 @@ class OperatorWindows:
 
     def __init__(self, engine: Engine, units: Mapping[str, nn.Module], options: Windows) -> None:
         self.engine = engine
-        self.durations = engine.observer if isinstance(engine.observer, Durations) else None
+        self.durations = engine.durations
         self.cost = options.seconds
         self._hooks = ModuleHooks()
         self._operators = ModuleHooks()
@@ -97,7 +95,7 @@ class OperatorWindows:
         """
         engine = self.engine
         with engine.lock:
-            seconds = self.durations.seconds(key, amount) if self.durations is not None else None
+            seconds = self.durations.seconds(key, amount)
             if seconds is None and self.cost is not None and shape is not None:
                 weight = getattr(module, "weight", None)
                 if isinstance(module, nn.Linear) and isinstance(weight, torch.Tensor):
@@ -149,7 +147,7 @@ class _Windowed:
         if not self._opens:
             return
         windows.open(self._place.key, self._amount, 1.0, self._module, self._shape)
-        if windows.durations is not None and device is not None and windows.durations.measuring:
+        if device is not None and windows.durations.measuring:
             with windows.engine.lock:
                 self._span = windows.durations.start(self._place.key, self._amount, device)
 
@@ -172,7 +170,7 @@ class _Windowed:
 
     def _stop(self) -> None:
         span, self._span = self._span, None
-        if span is not None and self._windows.durations is not None:
+        if span is not None:
             with self._windows.engine.lock:
                 self._windows.durations.stop(span)
 

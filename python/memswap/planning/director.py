@@ -312,7 +312,7 @@ class BudgetDirector:
             ledger.resident_bytes + nbytes > iteration.limit_bytes
             and one.waited_for < iteration.count
         ):
-            self._engine.release(iteration, one.waited_for)
+            self._engine.make_room(iteration, one.waited_for)
             one.waited_for += 1
 
     # --- the whole device -------------------------------------------------------------------------

@@ -25,7 +25,6 @@ import torch
 from memswap._native import native
 from memswap._warn import warn
 from memswap.codec import Shape
-from memswap.engine.durations import recorded
 from memswap.engine.lane import open_codec_lane, open_lane
 from memswap.engine.pools import DiskPool, present_device
 from memswap.planning.rates import Rates
@@ -301,7 +300,7 @@ def measure_codec(device: torch.device, most: int) -> dict[str, float]:
             made: list[Any] = []
 
             def encode(made: list[Any] = made) -> None:
-                made.append(lane.encode(storage, code, Shape.DENSE))
+                made.append(lane.encode(storage, (code, Shape.DENSE)))
                 made[0][1].wait()
 
             def decode(made: list[Any] = made) -> None:
@@ -366,8 +365,10 @@ def elapsed(work: Callable[[], object], device: torch.device) -> float:
         began = time.perf_counter()
         work()
         return time.perf_counter() - began
-    begin = recorded(torch.accelerator.current_stream(device))
+    stream = torch.accelerator.current_stream(device)
+    begin, end = (torch.Event(device=stream.device, enable_timing=True) for _ in range(2))
+    begin.record(stream)
     work()
-    end = recorded(torch.accelerator.current_stream(device))
+    end.record(stream)
     end.synchronize()
     return float(begin.elapsed_time(end)) * 1e-3

@@ -19,6 +19,7 @@ namespace memswap::testing {
 
 std::function<void()> in_event_call;
 bool events_have_ended = false;
+double elapsed_ms = 0;
 
 namespace {
 
@@ -83,6 +84,7 @@ class FakeGuard final : public c10::impl::DeviceGuardImplInterface {
     return events_have_ended;
   }
   void synchronizeEvent(void*) const override { call(); }
+  double elapsedTime(void*, void*, const c10::DeviceIndex) const override { return elapsed_ms; }
   void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
   void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
 

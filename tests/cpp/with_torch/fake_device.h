@@ -21,6 +21,9 @@ extern std::function<void()> in_event_call;
 // What event queries answer.
 extern bool events_have_ended;
 
+// Milliseconds between any two of them.
+extern double elapsed_ms;
+
 // Stands in for the GIL, through set_gil_hooks.
 class GlobalLock {
  public:

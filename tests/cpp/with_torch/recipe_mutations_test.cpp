@@ -165,10 +165,10 @@ Seen after_a_choice(std::unique_ptr<Host> host, bool edited) {
   return seen;
 }
 
-class BrokenSaver final : public Host {
+class BrokenEngine final : public Host {
  public:
   using Make = std::function<SourcePtr(const at::Tensor&)>;
-  explicit BrokenSaver(Make make) : make_(std::move(make)) {}
+  explicit BrokenEngine(Make make) : make_(std::move(make)) {}
   SourcePtr save(const KnownTensor& tensor) override { return make_(tensor.lock()); }
 
  private:
@@ -177,7 +177,7 @@ class BrokenSaver final : public Host {
 
 template <class Broken>
 std::unique_ptr<Host> saving() {
-  return std::make_unique<BrokenSaver>(
+  return std::make_unique<BrokenEngine>(
       [](const at::Tensor& tensor) { return std::make_shared<Broken>(tensor); });
 }
 

@@ -225,10 +225,7 @@ TEST_F(Records, ARegionIsKnownByWhatItIsCalledWith) {
   direct(lane);
   const at::Tensor saved = bytes(), later = bytes(), never = bytes(700), small = bytes(10);
   std::vector<EntryPtr> entries{save(saved)};
-  std::vector<StorageRefPtr> inputs;
-  for (const at::Tensor& one : {saved, later, never, small, saved}) {
-    inputs.push_back(std::make_shared<StorageRef>(one.storage()));
-  }
+  const std::vector<at::Tensor> inputs{saved, later, never, small, saved};
   {
     const Locked locked(engine->lock);
     recorder->region("region", inputs, *engine->iteration, /*least_bytes=*/100);

@@ -40,14 +40,12 @@ from memswap.compat.mindspeed.layers import (
 )
 from memswap.compat.mindspeed.simulation import SimulationA2, SimulationBase
 from memswap.engine.autograd import in_backward
-from memswap.engine.durations import Durations
 from memswap.engine.hook_scope import pop_hooks, push_hooks
 from memswap.hooks.operators import BACKWARD_PRODUCTS
 from memswap.windows import parse_layers
 
 if TYPE_CHECKING:
-    from memswap._C import Iteration
-    from memswap.engine.durations import Span
+    from memswap._C import Iteration, Span
     from memswap.engine.handle import Handle
     from memswap.engine.stats import Stats
     from memswap.engine.windows import WindowStats
@@ -217,12 +215,11 @@ class GlobalContext:
         running, engine = self._running, self.engine
         if running is not None:
             (running.backward_calls if in_backward() else running.forward_calls).add()
-        durations = engine.observer
         seconds, span = None, None
-        if isinstance(durations, Durations) and not engine.in_window:
+        if not engine.in_window:
             with engine.lock:
-                seconds = durations.seconds(call.key, call.amount)
-                span = durations.start(call.key, call.amount, call.device)
+                seconds = engine.durations.seconds(call.key, call.amount)
+                span = engine.durations.start(call.key, call.amount, call.device)
         measured = seconds is not None
         if seconds is None:
             with contextlib.suppress(ValueError):  # the function itself will say what is wrong
@@ -234,9 +231,9 @@ class GlobalContext:
             yield
         finally:
             engine.leave_window()
-            if span is not None and isinstance(durations, Durations):
+            if span is not None:
                 with engine.lock:
-                    durations.stop(span)
+                    engine.durations.stop(span)
 
     def _start_waiting(self) -> None:
         """Nobody has measured what runs now. As there, what was saved before goes under it."""

@@ -11,15 +11,13 @@ import torch
 
 from memswap._native import native
 from memswap.engine.action import Action, TensorInfo
-from memswap.engine.durations import Durations
 from memswap.engine.handle import Handle, unpack
 from memswap.engine.hook_scope import HookScope
 from memswap.planning.policy import Policy
 from memswap.windows import Windows
 
 if TYPE_CHECKING:
-    from memswap._C import Entry, EntryReference
-    from memswap.engine.durations import Span
+    from memswap._C import Entry, EntryReference, Span
     from memswap.engine.engine import Engine
 
 LayerKey: TypeAlias = Hashable
@@ -87,27 +85,22 @@ class LayerActivationManager:
     @property
     def seconds(self) -> float:
         """How long the layer's forward takes, as measured; 0 until then."""
-        durations = self.engine.observer
-        if not isinstance(durations, Durations):
-            return 0.0
         with self.engine.lock:
-            return durations.seconds(str(self.order_layer_uuid), 1) or 0.0
+            return self.engine.durations.seconds(str(self.order_layer_uuid), 1) or 0.0
 
     def begin_span(self) -> Span | None:
         """The forward is about to be launched; a span if it is to be measured."""
         device = torch.accelerator.current_accelerator(check_available=True)
-        durations = self.engine.observer
-        if device is None or not isinstance(durations, Durations):
+        if device is None:
             return None
         with self.engine.lock:
-            return durations.start(str(self.order_layer_uuid), 1, device)
+            return self.engine.durations.start(str(self.order_layer_uuid), 1, device)
 
     def end_span(self, span: Span | None) -> None:
         """It has been launched."""
-        durations = self.engine.observer
-        if span is not None and isinstance(durations, Durations):
+        if span is not None:
             with self.engine.lock:
-                durations.stop(span)
+                self.engine.durations.stop(span)
 
     def push_start(self) -> None:
         """A forward begins."""

@@ -26,7 +26,6 @@ from memswap.compat.mindspeed.swap_keys import (
 )
 from memswap.compat.mindspeed.swap_towers import Layer, Told, Tower
 from memswap.engine.action import Action, TensorInfo
-from memswap.engine.durations import stream_of
 from memswap.groups import Arrival, Group, Groups
 from memswap.planning.policy import Policy, Restricted, checked_policy
 
@@ -331,10 +330,10 @@ class AsyncSwapHandler(metaclass=_OneForTheProcess):
 
     def _stream(self, ours: str, name: str) -> torch.Stream:
         engine = self._own_engine = self.engine  # somebody knows its streams: it stays
-        packed = getattr(engine.lane(), ours, None)
-        if packed is None:
+        stream: torch.Stream | None = getattr(engine.lane(), ours, None)
+        if stream is None:
             raise NotImplementedError(
                 f"AsyncSwapHandler.{name}: this process has no accelerator, and tensors in host "
                 "memory are copied by threads"
             )
-        return stream_of(packed)
+        return stream

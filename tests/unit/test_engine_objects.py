@@ -188,28 +188,6 @@ def test_an_entry_keeps_what_it_counts_in():
     assert (ledger.known_storages, ledger.resident_bytes) == (0, 0)
 
 
-def test_storages_that_travel_together_come_back_apart():
-    """Each part has an away form of its own, and nobody gets memory that a reader has had."""
-    sender = new_sender()
-    tensors = [torch.arange(start, start + 100) for start in (0, 1000, 2000)]
-    parts = sender.send_together([native.StorageRef(tensor) for tensor in tensors])
-    for _, departure in parts:
-        departure.wait()
-    for _ in range(2):
-        seen = []
-        for tensor, (part, _) in zip(tensors, parts, strict=True):
-            storage, arrival = part.bring()
-            arrival.wait()
-            again = native.capture(tensor).rebuild(storage, False)
-            assert torch.equal(again, tensor)
-            seen.append(again)
-        for one in seen:
-            one.zero_()
-    assert [part.pool_nbytes for part, _ in parts] == [800] * 3
-    too_long = native.StorageRef(torch.empty(1 << 23, dtype=torch.uint8))
-    assert sender.send_together([too_long, native.StorageRef(tensors[0])]) is None
-
-
 # --- scopes and handles ---
 
 
