@@ -275,7 +275,11 @@ def agreed_recipe(recipes: list[Recipe | None]) -> Recipe | None:
     alike = {(one.words, one.sources) for one in known}
     if len(known) < len(recipes) or len(alike) != 1:
         return None
-    return replace(known[0], seconds=max(one.seconds for one in known))
+    return replace(
+        known[0],
+        seconds=max(one.seconds for one in known),
+        made_nbytes=max(one.made_nbytes for one in known),
+    )
 
 
 def agreed_frame(nbytes: list[int]) -> int:
