@@ -175,6 +175,7 @@ void bind_recipes(py::module_& module) {
   py::class_<ProvenRecipe>(module, "ProvenRecipe")
       .def_readonly("words", &ProvenRecipe::words)
       .def_readonly("seconds", &ProvenRecipe::seconds)
+      .def_readonly("made_nbytes", &ProvenRecipe::made_nbytes)
       .def_readonly("saved", &ProvenRecipe::saved);
   py::class_<Recipes, std::shared_ptr<Recipes>>(module, "Recipes")
       .def(py::init([](const EnginePtr& engine, const std::vector<std::string>& more, int proofs) {

@@ -129,14 +129,23 @@ StepRecord checked_step(std::vector<int64_t> nbytes, std::vector<int64_t> held_f
                         const std::vector<std::optional<int32_t>>& last_demand,
                         const std::vector<std::optional<int32_t>>& gone_after,
                         const std::vector<std::optional<double>>& recipe_s,
+                        std::vector<int64_t> inner_nbytes,
                         std::vector<std::vector<int32_t>> recipe_sources,
                         std::vector<int32_t> order, std::vector<double> gaps_s,
                         std::vector<double> windows_s, std::vector<int64_t> extra_nbytes) {
-  StepRecord step{
-      std::move(nbytes),           std::move(held_frame_nbytes), std::move(overflow_nbytes),
-      filled(held_until, kNever),  filled(last_demand, kNever),  filled(gone_after, kNever),
-      filled(recipe_s, kNoRecipe), std::move(recipe_sources),    std::move(order),
-      std::move(gaps_s),           std::move(windows_s),         std::move(extra_nbytes)};
+  StepRecord step{.nbytes = std::move(nbytes),
+                  .held_frame_nbytes = std::move(held_frame_nbytes),
+                  .overflow_nbytes = std::move(overflow_nbytes),
+                  .held_until = filled(held_until, kNever),
+                  .last_demand = filled(last_demand, kNever),
+                  .gone_after = filled(gone_after, kNever),
+                  .recipe_s = filled(recipe_s, kNoRecipe),
+                  .inner_nbytes = std::move(inner_nbytes),
+                  .recipe_sources = std::move(recipe_sources),
+                  .order = std::move(order),
+                  .gaps_s = std::move(gaps_s),
+                  .windows_s = std::move(windows_s),
+                  .extra_nbytes = std::move(extra_nbytes)};
   step.check();
   return step;
 }
@@ -211,7 +220,8 @@ void bind_replay(py::module_& module) {
   py::class_<StepRecord>(module, "StepRecord")
       .def(py::init(&checked_step), py::kw_only(), "nbytes"_a, "held_frame_nbytes"_a,
            "overflow_nbytes"_a, "held_until"_a, "last_demand"_a, "gone_after"_a, "recipe_s"_a,
-           "recipe_sources"_a, "order"_a, "gaps_s"_a, "windows_s"_a, "extra_nbytes"_a);
+           "inner_nbytes"_a, "recipe_sources"_a, "order"_a, "gaps_s"_a, "windows_s"_a,
+           "extra_nbytes"_a);
   py::class_<MachineRates>(module, "MachineRates")
       .def(py::init<double, double, double, double, double, double, double, double, double, bool>(),
            py::kw_only(), "d2h_bytes_per_s"_a, "h2d_bytes_per_s"_a, "duplex_d2h_bytes_per_s"_a,

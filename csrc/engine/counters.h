@@ -30,6 +30,7 @@ struct Counters {
   // Parts of `resident_bytes` that no entry stands for.
   int64_t recomputed_bytes = 0;
   int64_t reserved_bytes = 0;
+  int64_t made_bytes = 0;
 
   void offer(int64_t nbytes) {
     ++offered_tensors;
@@ -46,6 +47,7 @@ struct Counters {
     resident(nbytes - std::exchange(recomputed_bytes, nbytes));
   }
   void set_reserved(int64_t nbytes) { resident(nbytes - std::exchange(reserved_bytes, nbytes)); }
+  void set_made(int64_t nbytes) { resident(nbytes - std::exchange(made_bytes, nbytes)); }
 
   void away(int64_t change) {
     away_bytes += change;
@@ -59,6 +61,7 @@ struct Counters {
     fresh.away_bytes = fresh.peak_away_bytes = away_bytes;
     fresh.recomputed_bytes = recomputed_bytes;
     fresh.reserved_bytes = reserved_bytes;
+    fresh.made_bytes = made_bytes;
     *this = fresh;
   }
 };

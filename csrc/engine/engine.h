@@ -160,6 +160,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // A recomputed unit has saved a storage again, in backward.
   void count_recomputed(const StorageRef& storage);
+  // So many bytes are there of what a recipe makes again, whose result its entry does not have yet.
+  void count_made(int64_t nbytes);
   // An operator of so many seconds is about to be launched; codec work may run beside it.
   void note_window(double seconds) const;
 

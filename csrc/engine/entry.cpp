@@ -239,6 +239,18 @@ void Entry::let_go() {
   drop_storage();
 }
 
+void Entry::use() {
+  ++handles;
+  ++unseen;
+}
+
+void Entry::used() {
+  --handles;
+  if (--unseen <= 0) {
+    let_go();
+  }
+}
+
 bool Entry::held_by_handles_only() const {
   const StorageRefPtr held = identity_->lock();
   // Beside the handles, only `held` itself holds it.

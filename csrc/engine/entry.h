@@ -98,6 +98,9 @@ class Entry final : public Known, public std::enable_shared_from_this<Entry> {
   bool retain();
   // Lets go of the storage again, whose away form is still there. Nothing is copied.
   void let_go();
+  // A recipe reads the storage from before its demand until it has run: it counts as one more save.
+  void use();
+  void used();
   // Whether nobody but our own handles holds a storage that stayed. Meant for its first demand,
   // when all of them are still alive.
   bool held_by_handles_only() const;

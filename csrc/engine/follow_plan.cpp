@@ -202,6 +202,13 @@ void Engine::count_recomputed(const StorageRef& storage) {
   }
 }
 
+void Engine::count_made(int64_t nbytes) {
+  ledger.counters.set_made(nbytes);
+  if (backward && runs_backward()) {
+    note_peak(*backward);
+  }
+}
+
 void Engine::note_window(double seconds) const {
   // No forward has begun since: it is the backward's.
   const bool in_backward = backward && backward->began_backward() && iteration->size() == 0;

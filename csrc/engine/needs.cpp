@@ -9,6 +9,7 @@ Needs::Needs(const StepRecord& step, std::span<const PlannedAction> actions)
       actions_(actions),
       first_(step.saves(), kNever),
       last_use_(step.last_demand),
+      last_reader_(step.saves(), kNever),
       gone_after_(step.gone_after),
       at_(step.order.size()) {
   for (size_t place = 0; place < at_.size(); ++place) {
@@ -22,6 +23,7 @@ Needs::Needs(const StepRecord& step, std::span<const PlannedAction> actions)
   for (auto reader = readers.rbegin(); reader != readers.rend(); ++reader) {
     extend_sources(*reader);
   }
+  find_last_readers();
 }
 
 void Needs::need(int32_t index, int32_t place) {
@@ -59,6 +61,22 @@ void Needs::extend_sources(int32_t reader) {
         demanded ? std::max(last_use_[source], step_.saves() + runs) : step_.marks();
     const bool to_the_end = gone_after_[source] == kNever || gone_after_[reader] == kNever;
     gone_after_[source] = to_the_end ? kNever : std::max(gone_after_[source], gone_after_[reader]);
+  }
+}
+
+// In the order in which recipes run.
+void Needs::find_last_readers() {
+  for (const std::vector<int32_t>& needed : at_) {
+    for (const int32_t reader : needed) {
+      if (!recomputed(reader)) {
+        continue;
+      }
+      for (const int32_t source : step_.recipe_sources[reader]) {
+        const int32_t runs = step_.saves() + first_[reader];
+        const bool last = last_use_[source] == runs && step_.last_demand[source] < runs;
+        last_reader_[source] = last ? reader : kNever;
+      }
+    }
   }
 }
 

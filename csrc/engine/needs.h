@@ -25,6 +25,8 @@ class Needs {
   std::span<const int32_t> at(int32_t place) const { return at_[place]; }
   // The mark in whose course a storage that was away is used last.
   int32_t last_use(int32_t index) const { return last_use_[index]; }
+  // The recipe that uses it last, and after which it goes at once; kNever: the step itself does.
+  int32_t last_reader(int32_t index) const { return last_reader_[index]; }
   // The last mark at which what stays is there, and a frame; kNever: it is there to the end.
   int32_t gone_after(int32_t index) const { return gone_after_[index]; }
 
@@ -33,11 +35,13 @@ class Needs {
   void need(int32_t index, int32_t place);
   void add_reader(int32_t index, std::vector<uint8_t>& seen, std::vector<int32_t>& readers) const;
   void extend_sources(int32_t reader);
+  void find_last_readers();
 
   const StepRecord& step_;
   const std::span<const PlannedAction> actions_;
   std::vector<int32_t> first_;
   std::vector<int32_t> last_use_;
+  std::vector<int32_t> last_reader_;
   std::vector<int32_t> gone_after_;
   std::vector<std::vector<int32_t>> at_;
 };

@@ -8,6 +8,7 @@
 #include <c10/core/Event.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/ScopeExit.h>
 
 #include <unordered_map>
 #include <utility>
@@ -26,7 +27,11 @@ struct MadeOnce {
   bool made = false;
   Results results;
 };
-using Made = std::unordered_map<const OperatorCall*, MadeOnce>;
+struct Made {
+  std::unordered_map<const OperatorCall*, MadeOnce> calls;
+  int64_t nbytes = 0;
+  const MadeBytes& tell;
+};
 using Given = std::unordered_map<const Step::Input*, at::Tensor>;
 
 // What has one name in the dispatcher and another one for people.
@@ -84,16 +89,24 @@ at::Tensor seen_as(const KnownTensor& look, const Step& maker, const Results& re
 
 void count_readers(const Step& step, Made& made) {
   for (const Step::Input& input : step.inputs) {
-    if (input.step && ++made[input.step->call.get()].readers == 1) {
+    if (input.step && ++made.calls[input.step->call.get()].readers == 1) {
       count_readers(*input.step, made);
     }
   }
 }
 
+int64_t nbytes_of(const Results& results) {
+  int64_t nbytes = 0;
+  for (const at::Tensor& result : results) {
+    nbytes += result.defined() ? static_cast<int64_t>(result.storage().nbytes()) : 0;
+  }
+  return nbytes;
+}
+
 // Makes a call, and first all whose results it reads: each once.
 void run(const Step& step, const Given& given, Made& made) {
   const OperatorCall& call = *step.call;
-  if (std::exchange(made[&call].made, true)) {
+  if (std::exchange(made.calls[&call].made, true)) {
     return;
   }
   for (const Step::Input& input : step.inputs) {
@@ -109,19 +122,28 @@ void run(const Step& step, const Given& given, Made& made) {
       inputs.push_back(given.at(&input));
       continue;
     }
-    MadeOnce& read = made.at(input.step->call.get());
+    const MadeOnce& read = made.calls.at(input.step->call.get());
     inputs.push_back(seen_as(call.inputs()[which].tensor, *input.step, read.results));
-    if (--read.readers == 0) {
-      read.results.clear();
-    }
   }
   std::vector<c10::IValue> stack = call.arguments_with(inputs);
   {
     const WithModes modes(call.modes());
     call.rule().op.callBoxed(&stack);
   }
+  Results& results = made.calls.at(&call).results;
   for (const c10::IValue& result : stack) {
-    made[&call].results.push_back(result.toTensor());
+    results.push_back(result.toTensor());
+  }
+  made.nbytes += nbytes_of(results);
+  if (made.tell) {
+    made.tell(made.nbytes);
+  }
+  for (const Step::Input& input : step.inputs) {
+    if (MadeOnce* const read = input.step ? &made.calls.at(input.step->call.get()) : nullptr;
+        read != nullptr && --read->readers == 0) {
+      made.nbytes -= nbytes_of(read->results);
+      read->results.clear();
+    }
   }
 }
 
@@ -174,12 +196,20 @@ std::string words_of(const Step& step) {
   return words + ")";
 }
 
-std::vector<at::Tensor> run_again(const Step& step, bool in_passing, RunTime* time) {
+std::vector<at::Tensor> run_again(const Step& step, bool in_passing, RunTime* time,
+                                  const MadeBytes& made_bytes) {
   Given given;
+  const auto used = c10::make_scope_exit([&] {
+    for (const auto& [input, tensor] : given) {
+      if (!in_passing && tensor.defined()) {
+        input->source->used();
+      }
+    }
+  });
   collect(step, in_passing, given);
   const WithoutGil without_gil;
   const AsItWas as_it_was;
-  Made made;
+  Made made{.calls = {}, .nbytes = 0, .tell = made_bytes};
   if (time != nullptr) {
     time->begin();
   }
@@ -189,7 +219,7 @@ std::vector<at::Tensor> run_again(const Step& step, bool in_passing, RunTime* ti
     time->end();
   }
   order_makers_after_this(step);
-  return std::move(made.at(step.call.get()).results);
+  return std::move(made.calls.at(step.call.get()).results);
 }
 
 at::Tensor bytes_of(const c10::Storage& storage) {

@@ -4,6 +4,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
+#include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -25,6 +27,9 @@ class Source {
   // The same for a look in passing: nothing is demanded, and what was away stays so. Throws
   // TransferError where the tensor is not as it was, or not there.
   virtual at::Tensor look() = 0;
+
+  // The recipe that asked for `tensor` has run, or has failed.
+  virtual void used() {}
 };
 using SourcePtr = std::shared_ptr<Source>;
 
@@ -54,13 +59,17 @@ std::string words_of(const Step& step);
 // than the call was made on, the latter comes after it: whoever frees an input frees it in the
 // order of the stream that it was used on.
 
+// Hears how many bytes there are of what a recipe makes, each time that they become more.
+using MadeBytes = std::function<void(int64_t)>;
+
 // Runs the steps of a recipe: each call once, whatever needs it, and what it has made is let go of
 // once all have read it. The results of the last call, one for each result of its operator.
 // `in_passing`: sources are looked at (Source::look). Throws c10::OutOfMemoryError, what a source
 // throws, and TransferError where an input's memory was taken away. `time`: of the operators alone,
-// without what their sources take to be there.
+// without what their sources take to be there. `made_bytes` hears it while all sources are
+// there.
 std::vector<at::Tensor> run_again(const Step& step, bool in_passing = false,
-                                  RunTime* time = nullptr);
+                                  RunTime* time = nullptr, const MadeBytes& made_bytes = {});
 
 // The bytes of a storage, as a tensor on its device; a copy of them; and whether those of two are
 // the same, for which the host waits.

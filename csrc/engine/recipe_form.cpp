@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/ScopeExit.h>
 
 #include <utility>
 
@@ -65,12 +66,13 @@ TicketPtr end_of_run(const c10::Storage& made) {
 }  // namespace
 
 RecipeForm::RecipeForm(StepPtr step, const void* key, size_t nbytes,
-                       std::shared_ptr<RecipeCounts> counts, Serialised serialised)
+                       std::shared_ptr<RecipeCounts> counts, Serialised serialised, MadeBytes made)
     : step_(std::move(step)),
       key_(key),
       nbytes_(nbytes),
       counts_(std::move(counts)),
-      serialised_(std::move(serialised)) {
+      serialised_(std::move(serialised)),
+      made_(std::move(made)) {
   ++counts_->storages;
   counts_->nbytes += static_cast<int64_t>(nbytes_);
 }
@@ -117,7 +119,8 @@ StorageRefPtr RecipeForm::result_of(const std::vector<at::Tensor>& results) cons
 
 Returning RecipeForm::run(bool in_passing) {
   ++counts_->runs;
-  const std::vector<at::Tensor> results = run_again(*step_, in_passing);
+  const auto over = c10::make_scope_exit([this] { made_(0); });
+  const std::vector<at::Tensor> results = run_again(*step_, in_passing, nullptr, made_);
   Returning back{result_of(results), nullptr};
   back.arrival = end_of_run(back.storage->storage);
   if (siblings_) {

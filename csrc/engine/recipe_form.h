@@ -36,9 +36,10 @@ class RecipeForm final : public AwayForm,
  public:
   static constexpr const char* kShortOf = "no recipe";
 
-  // The storage `key` is what the last step makes of it, now or when its call has ended.
+  // The storage `key` is what the last step makes of it, now or when its call has ended. `made`
+  // hears how many bytes there are of what a run makes, and of none when it is over.
   RecipeForm(StepPtr step, const void* key, size_t nbytes, std::shared_ptr<RecipeCounts> counts,
-             Serialised serialised);
+             Serialised serialised, MadeBytes made);
 
   // Forms of other results of the same call. One run serves all that are there.
   void join(std::shared_ptr<std::vector<std::weak_ptr<RecipeForm>>> siblings);
@@ -69,6 +70,7 @@ class RecipeForm final : public AwayForm,
   const size_t nbytes_;
   const std::shared_ptr<RecipeCounts> counts_;
   const Serialised serialised_;
+  const MadeBytes made_;
   std::shared_ptr<std::vector<std::weak_ptr<RecipeForm>>> siblings_;
   Returning ready_;    // a sibling's run has made it too
   Returning settled_;  // of before a source was edited; whoever asks gets a copy

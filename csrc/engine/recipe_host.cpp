@@ -48,7 +48,27 @@ class SavedSource final : public Source {
 
   at::Tensor tensor() override {
     const WithGil gil;
-    return saved_->unpack();
+    if (!entry_) {
+      return saved_->unpack();
+    }
+    {
+      const Locked locked(entry_->engine()->lock);
+      entry_->use();
+    }
+    try {
+      return saved_->unpack();
+    } catch (...) {
+      used();
+      throw;
+    }
+  }
+
+  void used() override {
+    if (entry_) {
+      const WithGil gil;
+      const Locked locked(entry_->engine()->lock);
+      entry_->used();
+    }
   }
 
   at::Tensor look() override {
@@ -213,6 +233,12 @@ void EngineRecipeHost::serialise(const std::function<void()>& work) {
   const EnginePtr of = engine();
   const Locked locked(of->lock);
   work();
+}
+
+void EngineRecipeHost::made(int64_t nbytes) {
+  if (const EnginePtr alive = engine_.lock()) {
+    alive->count_made(nbytes);
+  }
 }
 
 }  // namespace memswap

@@ -39,6 +39,7 @@ class EngineRecipeHost : public RecipeHost {
   SourcePtr save(const KnownTensor& tensor) override;
   at::Tensor look(const KnownTensor& tensor) override;
   void serialise(const std::function<void()>& work) override;
+  void made(int64_t nbytes) override;
 
  private:
   EnginePtr engine() const;

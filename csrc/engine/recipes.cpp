@@ -282,7 +282,7 @@ Recipes::Answer Recipes::offer(const StorageRefPtr& storage, const SavedView& vi
     return watched(place);
   }
   std::string words = words_of(*step);
-  double seconds = 0;
+  Learnt known;
   bool several = place.time > 0;
   {
     const std::lock_guard lock(mutex_);
@@ -299,17 +299,18 @@ Recipes::Answer Recipes::offer(const StorageRefPtr& storage, const SavedView& vi
       return {};
     }
     if (learnt.words != words) {
-      learnt = {.words = words,
+      learnt = {.words = std::move(words),
                 .proofs = 0,
                 .failed = false,
                 .waited_nbytes = learnt.waited_nbytes,
                 .seconds = 0,
+                .made_nbytes = 0,
                 .several = learnt.several};
     }
     if (learnt.waited_nbytes > 0 && costs_too_much_for(learnt.waited_nbytes)) {
       return {};
     }
-    seconds = learnt.seconds;
+    known = learnt;
     several = several || learnt.several;
     if (learnt.proofs < options_.proofs) {
       call = nullptr;  // it is not proven yet
@@ -324,9 +325,7 @@ Recipes::Answer Recipes::offer(const StorageRefPtr& storage, const SavedView& vi
     if (several) {
       return {};
     }
-    return {.leaving = std::nullopt,
-            .trial = nullptr,
-            .proven = proven(*step, std::move(words), seconds)};
+    return {.leaving = std::nullopt, .trial = nullptr, .proven = proven(*step, known)};
   }
   const bool kept = keep_sources(*step);
   let_go(*step);
@@ -342,8 +341,11 @@ void Recipes::saved_again(const SavedView& view) {
   }
 }
 
-ProvenRecipe Recipes::proven(const Step& step, std::string words, double seconds) {
-  ProvenRecipe made{.words = std::move(words), .seconds = seconds, .saved = {}};
+ProvenRecipe Recipes::proven(const Step& step, const Learnt& learnt) {
+  ProvenRecipe made{.words = learnt.words,
+                    .seconds = learnt.seconds,
+                    .made_nbytes = learnt.made_nbytes,
+                    .saved = {}};
   const std::function<void(const Step&)> add = [&](const Step& of) {
     for (size_t which = 0; which < of.inputs.size(); ++which) {
       const KnownTensor& tensor = of.call->inputs()[which].tensor;
@@ -362,13 +364,18 @@ Leaving Recipes::leave(const StorageRefPtr& storage, std::shared_ptr<Step> step)
   const OperatorCallPtr call = step->call;
   // The form may outlive the engine that would serialise it; its sources then say what happened.
   const std::weak_ptr<Recipes> engine = weak_from_this();
-  auto form = std::make_shared<RecipeForm>(std::move(step), storage->storage.unsafeGetStorageImpl(),
-                                           storage->storage.nbytes(), counts_,
-                                           [engine](const std::function<void()>& work) {
-                                             if (const auto alive = engine.lock()) {
-                                               alive->host_->serialise(work);
-                                             }
-                                           });
+  auto form = std::make_shared<RecipeForm>(
+      std::move(step), storage->storage.unsafeGetStorageImpl(), storage->storage.nbytes(), counts_,
+      [engine](const std::function<void()>& work) {
+        if (const auto alive = engine.lock()) {
+          alive->host_->serialise(work);
+        }
+      },
+      [engine](int64_t nbytes) {
+        if (const auto alive = engine.lock()) {
+          alive->host_->made(nbytes);
+        }
+      });
   if (call->rule().op.schema().returns().size() > 1) {
     Siblings& siblings = siblings_[call];
     if (!siblings) {
@@ -406,11 +413,12 @@ void Recipes::waited(const RecipePlace& place, int64_t nbytes) {
   places_[place].waited_nbytes = nbytes;
 }
 
-void Recipes::passed(const RecipePlace& place, double seconds) {
+void Recipes::passed(const RecipePlace& place, double seconds, int64_t made_nbytes) {
   const std::lock_guard lock(mutex_);
   if (const auto found = places_.find(place); found != places_.end()) {
     Learnt& learnt = found->second;
     learnt.seconds = learnt.proofs == 0 ? seconds : std::min(learnt.seconds, seconds);
+    learnt.made_nbytes = std::max(learnt.made_nbytes, made_nbytes);
     ++learnt.proofs;
   }
 }
@@ -447,7 +455,9 @@ void Trial::prove(const StorageRef& storage) noexcept {
         step_->call->output_in(storage.storage.unsafeGetStorageImpl());
     if (output != nullptr) {
       RunTime time(storage.storage.device());
-      const at::Tensor again = run_again(*step_, /*in_passing=*/true, &time).at(output->position);
+      const auto made = [this](int64_t nbytes) { made_nbytes_ = std::max(made_nbytes_, nbytes); };
+      const at::Tensor again =
+          run_again(*step_, /*in_passing=*/true, &time, made).at(output->position);
       same_bits_ = same_bytes(again.storage(), storage.storage);
       seconds_ = time.seconds();
     }
@@ -473,7 +483,7 @@ void Trial::demanded(int64_t waited_nbytes) {
   if (!unchanged(*step_)) {
     recipes->failed(place_);
   } else if (!std::exchange(counted_, true)) {
-    recipes->passed(place_, seconds_);
+    recipes->passed(place_, seconds_, made_nbytes_);
   }
 }
 

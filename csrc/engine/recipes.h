@@ -52,6 +52,8 @@ class RecipeHost {
   virtual at::Tensor look(const KnownTensor& tensor) = 0;
   // Runs a function while nobody else works with the engine's entries.
   virtual void serialise(const std::function<void()>& work) = 0;
+  // So many bytes are there of what a recipe makes again.
+  virtual void made(int64_t nbytes) = 0;
 };
 
 class Recipes;
@@ -83,6 +85,7 @@ class Trial final : public OperatorCall::Watcher {
   bool same_bits_ = false;
   bool counted_ = false;
   double seconds_ = 0;
+  int64_t made_nbytes_ = 0;  // at once
 };
 
 // [Note: Proven before it is used]
@@ -158,6 +161,7 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
     bool failed = false;
     int64_t waited_nbytes = 0;  // of the device, taken by the other form; 0: not known, or none
     double seconds = 0;         // the least that a trial took
+    int64_t made_nbytes = 0;    // and the most that it had made at once
     bool several = false;       // of this place in one iteration: which is which, nobody can say
   };
   std::vector<std::pair<RecipePlace, Learnt>> learnt() const;
@@ -187,9 +191,9 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
                                      std::shared_ptr<Step> step);
   Leaving leave(const StorageRefPtr& storage, std::shared_ptr<Step> step);
 
-  ProvenRecipe proven(const Step& step, std::string words, double seconds);
+  ProvenRecipe proven(const Step& step, const Learnt& learnt);
   void waited(const RecipePlace& place, int64_t nbytes);
-  void passed(const RecipePlace& place, double seconds);
+  void passed(const RecipePlace& place, double seconds, int64_t made_nbytes);
   void failed(const RecipePlace& place);
 
   const OperatorLogPtr log_;

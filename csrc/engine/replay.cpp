@@ -89,6 +89,7 @@ class Run {
         gone_(marks_ + 1, 0),
         away_(saves_, false),
         returning_(saves_, false),
+        came_back_(saves_, false),
         sent_frames_(saves_, false),
         was_exposed_(saves_, false) {
     found_.exposed_s.assign(saves_, 0.0);
@@ -281,6 +282,9 @@ class Run {
     for (int32_t place = 0; place < demands(); ++place) {
       changes[place] -= gone_[saves_ + place];
       changes[place] += extra(saves_ + place) - (place > 0 ? extra(saves_ + place - 1) : 0);
+      const int64_t inner = inner_at(place);
+      changes[place] += inner;
+      changes[place + 1] -= inner;
       for (const int32_t index : needs_.at(place)) {
         if (away_[index]) {
           changes[place] += step_.nbytes[index] + transit_frame(index);
@@ -294,6 +298,17 @@ class Run {
     }
     changes.pop_back();  // after the last demand
     return changes;
+  }
+
+  // The most that the recipes which run at a demand make on the way.
+  int64_t inner_at(int32_t place) const {
+    int64_t most = 0;
+    for (const int32_t index : needs_.at(place)) {
+      if (actions_[index] == PlannedAction::kRecompute) {
+        most = std::max(most, step_.inner_nbytes[index]);
+      }
+    }
+    return most;
   }
 
   // A frame that crosses the device on its way to a pool, and on its way back.
@@ -377,7 +392,7 @@ class Run {
           pending_.push_back(index);
         }
       }
-      reserve_ = std::max(reserve_, at_once);
+      reserve_ = std::max(reserve_, at_once + inner_at(place));
     }
     latest_starts();
   }
@@ -420,18 +435,18 @@ class Run {
   // See [Note: Who needs what].
   void demand(int32_t mark, int32_t place) {
     const std::span<const int32_t> needed = needs_.at(place);
-    for (const int32_t index : needed) {
-      bring(mark, index);
-    }
     int64_t peak = resident_;
+    for (const int32_t index : needed) {
+      peak = std::max(peak, bring(mark, index));
+    }
     if (!needed.empty()) {
-      peak = start_back(mark, place);
+      peak = std::max(peak, start_back(mark, place));
     }
     found_.resident_bytes.push_back(peak + extra(mark));
   }
 
-  // A storage is used, for the first time since the forward.
-  void bring(int32_t mark, int32_t index) {
+  // A storage is used, for the first time since the forward. The most resident bytes.
+  int64_t bring(int32_t mark, int32_t index) {
     const PlannedAction action = actions_[index];
     const int64_t nbytes = step_.nbytes[index];
     if (away_[index]) {
@@ -444,16 +459,29 @@ class Run {
       if (coded(action)) {
         work(Work::kDecode, index, left_to_decode_s(index));
       }
-      if (action == PlannedAction::kRecompute) {
-        work(Work::kRecompute, index, step_.recipe_s[index]);
+      came_back_[index] = true;
+      if (needs_.last_reader(index) == kNever) {
+        gone_after(needs_.last_use(index), nbytes);
       }
-      gone_after(needs_.last_use(index), nbytes);
       if (action == PlannedAction::kEncodeSwap) {  // whoever has the bytes comes after all copies
         gone_after(mark, (1 + sent_frames_[index]) * framed(index));
       }
     } else if (action != PlannedAction::kKeep) {
       gone_after(needs_.gone_after(index), nbytes);  // nobody needed its room
     }
+    return action == PlannedAction::kRecompute ? run_recipe(index) : resident_;
+  }
+
+  // The most resident bytes.
+  int64_t run_recipe(int32_t index) {
+    work(Work::kRecompute, index, step_.recipe_s[index]);
+    const int64_t peak = resident_ + step_.inner_nbytes[index];
+    for (const int32_t source : step_.recipe_sources[index]) {
+      if (came_back_[source] && needs_.last_reader(source) == index) {
+        resident_ -= step_.nbytes[source];
+      }
+    }
+    return peak;
   }
 
   // Starts what comes back next, as far as there is room. The most resident bytes.
@@ -621,6 +649,7 @@ class Run {
   std::vector<Waiting> decoding_;  // decodes, the same
   std::vector<uint8_t> away_;
   std::vector<uint8_t> returning_;
+  std::vector<uint8_t> came_back_;
   std::vector<uint8_t> sent_frames_;  // on the link, not released
   std::vector<uint8_t> was_exposed_;
   std::optional<RunningPeak> backward_;  // while room is made for backward

@@ -36,8 +36,9 @@
 //    mark.
 // 9. What is recomputed goes at once and comes back when it is demanded, after what its recipe
 //    reads: that comes back then, too, if it is not there, and stays until its own last demand, or
-//    the last recipe that reads it has run. What a recipe reads is its graph's for as long as the
-//    recipe is: what stays, and frames, go no earlier.
+//    the last recipe that reads it has run; then it goes at once. While a recipe runs, what it
+//    makes on the way is there beside all that (`StepRecord::inner_nbytes`). What a recipe reads is
+//    its graph's for as long as the recipe is: what stays, and frames, go no earlier.
 //
 // The same input gives the same bits on every machine: sums are added in the order of the events.
 #pragma once

@@ -96,6 +96,7 @@ void StepRecord::check() const {
   require_length("last_demand", last_demand.size(), saves);
   require_length("gone_after", gone_after.size(), saves);
   require_length("recipe_s", recipe_s.size(), saves);
+  require_length("inner_nbytes", inner_nbytes.size(), saves);
   require_length("recipe_sources", recipe_sources.size(), saves);
   require_length("gaps_s", gaps_s.size(), marks);
   require_length("windows_s", windows_s.size(), windows_s.empty() ? 0 : marks);
@@ -105,6 +106,7 @@ void StepRecord::check() const {
   require_bytes("held_frame_nbytes", held_frame_nbytes, left);
   require_bytes("overflow_nbytes", overflow_nbytes, left);
   require_bytes("extra_nbytes", extra_nbytes, left);
+  require_bytes("inner_nbytes", inner_nbytes, left);
   require_seconds("gaps_s", gaps_s);
   require_seconds("windows_s", windows_s);
   for (const double seconds : recipe_s) {

@@ -38,6 +38,7 @@ struct StepRecord {
   std::vector<int32_t> last_demand;        // the mark in whose course it is demanded last
   std::vector<int32_t> gone_after;         // the last mark at which it is there if it stays
   std::vector<double> recipe_s;            // what its recipe takes; kNoRecipe: it has none
+  std::vector<int64_t> inner_nbytes;       // and has made beside the storage, at once
   std::vector<std::vector<int32_t>> recipe_sources;  // storages that its recipe reads
 
   // One number per demand.

@@ -564,6 +564,7 @@ class StepRecord:
         last_demand: Sequence[int | None],
         gone_after: Sequence[int | None],
         recipe_s: Sequence[float | None],
+        inner_nbytes: Sequence[int],
         recipe_sources: Sequence[Sequence[int]],
         order: Sequence[int],
         gaps_s: Sequence[float],
@@ -702,6 +703,8 @@ class ProvenRecipe:
     def words(self) -> str: ...  # "mul(silu(saved), saved)"
     @property
     def seconds(self) -> float: ...
+    @property
+    def made_nbytes(self) -> int: ...  # the most that it has made at once, its result included
     @property
     def saved(self) -> list[int | None]: ...  # what each "saved" is: a storage of the iteration
 

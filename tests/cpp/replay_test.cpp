@@ -6,9 +6,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <random>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include "engine/link_model.h"
@@ -32,6 +34,7 @@ StepRecord stack(int32_t layers) {
     step.last_demand.push_back(2 * layers - 1 - index);
     step.gone_after.push_back(2 * layers - 1 - index);
     step.recipe_s.push_back(kNoRecipe);
+    step.inner_nbytes.push_back(0);
     step.recipe_sources.emplace_back();
     step.order.push_back(layers - 1 - index);
   }
@@ -71,6 +74,129 @@ TEST(Replay, WhatARecipeReadsComesBackWithIt) {
   EXPECT_GE(found.exposed_s[2], 1e-4);
   EXPECT_GT(found.exposed_s[0], 0) << "0 was waited for two demands early";
   EXPECT_TRUE(found.fetches.empty());
+}
+
+TEST(Replay, WhatARecipeMakesOnTheWayIsThereWhileItRuns) {
+  StepRecord step = stack(3);
+  step.recipe_s[1] = 1e-4;
+  step.recipe_sources[1] = {0};
+  step.inner_nbytes[1] = 700;
+  std::vector<PlannedAction> actions = first(3, PlannedAction::kKeep);
+  actions[1] = PlannedAction::kRecompute;
+  const Replay found = replay(step, kRates, actions, kNoBudget);
+  // 0 stays, 2 goes before 1 is demanded, which is 0, 1 and what is made on the way then.
+  EXPECT_EQ(found.resident_bytes, (std::vector<int64_t>{1000, 2000, 2000, 2000, 2700, 1000}));
+}
+
+TEST(Replay, WhatRecipesAloneReadGoesAfterTheLastOfThem) {
+  StepRecord step = stack(4);
+  // 1 is made of 0, and 2 of 1; 0 and 1 are demanded first.
+  step.order = {0, 1, 3, 2};
+  step.last_demand = {4, 5, 7, 6};
+  step.gone_after = step.last_demand;
+  step.recipe_s[1] = step.recipe_s[2] = 1e-4;
+  step.recipe_sources[1] = {0};
+  step.recipe_sources[2] = {1};
+  std::vector<PlannedAction> actions = first(4, PlannedAction::kSwap);
+  actions[1] = actions[2] = PlannedAction::kRecompute;
+  const Replay found = replay(step, kRates, actions, 0);
+  // At the last demand 1 is still there from its own, for the recipe of 2; 0 is gone.
+  EXPECT_EQ(found.resident_bytes.back(), 2000);
+  EXPECT_EQ(found.peak_bytes, 3000);
+}
+
+// A step of recipes in rows, of which nothing moves, counted without looking ahead or back.
+std::vector<int64_t> counted(const StepRecord& step, const std::vector<PlannedAction>& actions) {
+  const int32_t saves = step.saves();
+  const auto again = [&](int32_t index) { return actions[index] == PlannedAction::kRecompute; };
+  // Who runs when, in the order of backward.
+  std::vector<std::pair<int32_t, int32_t>> runs;  // the mark, and the storage
+  std::vector<uint8_t> there(saves, false);
+  const std::function<void(int32_t, int32_t)> ask = [&](int32_t mark, int32_t index) {
+    if (!std::exchange(there[index], uint8_t{true}) && again(index)) {
+      for (const int32_t source : step.recipe_sources[index]) {
+        ask(mark, source);
+      }
+      runs.emplace_back(mark, index);
+    }
+  };
+  for (size_t place = 0; place < step.order.size(); ++place) {
+    ask(saves + static_cast<int32_t>(place), step.order[place]);
+  }
+  const auto reads = [&](int32_t reader, int32_t source) {
+    const auto& sources = step.recipe_sources[reader];
+    return std::find(sources.begin(), sources.end(), source) != sources.end();
+  };
+  // What stays goes with the last that could ask for it.
+  const std::function<int32_t(int32_t)> kept_until = [&](int32_t index) {
+    int32_t mark = step.gone_after[index];
+    for (int32_t reader = 0; reader < saves; ++reader) {
+      mark = again(reader) && reads(reader, index) ? std::max(mark, kept_until(reader)) : mark;
+    }
+    return mark;
+  };
+  std::vector<int64_t> resident;
+  for (int32_t mark = 0; mark < step.marks(); ++mark) {
+    int64_t at_rest = 0;
+    for (int32_t index = 0; index < std::min(saves, mark + 1); ++index) {
+      const bool leaves = again(index) && step.held_until[index] <= mark && index != mark;
+      at_rest += (again(index) ? !leaves : mark <= kept_until(index)) ? step.nbytes[index] : 0;
+    }
+    // Of what is made again: those that an earlier run has made, for the sake of a later use.
+    const auto live = [&](size_t ran, size_t now) {
+      const int32_t index = runs[ran].second;
+      bool used = step.last_demand[index] >= mark;
+      for (size_t later = now; later < runs.size(); ++later) {
+        used = used || reads(runs[later].second, index);
+      }
+      return used;
+    };
+    int64_t most = at_rest;
+    size_t before = 0;
+    while (before < runs.size() && runs[before].first < mark) {
+      ++before;
+    }
+    int64_t made = 0;
+    for (size_t ran = 0; ran < before; ++ran) {
+      made += live(ran, before) ? step.nbytes[runs[ran].second] : 0;
+    }
+    most = std::max(most, at_rest + made);
+    for (size_t now = before; now < runs.size() && runs[now].first == mark; ++now) {
+      int64_t nbytes =
+          at_rest + step.nbytes[runs[now].second] + step.inner_nbytes[runs[now].second];
+      for (size_t ran = 0; ran < now; ++ran) {
+        nbytes += live(ran, now) ? step.nbytes[runs[ran].second] : 0;
+      }
+      most = std::max(most, nbytes);
+    }
+    resident.push_back(most);
+  }
+  return resident;
+}
+
+TEST(Replay, RandomRecipesTakeWhatACountByHandSays) {
+  std::mt19937 random(11);
+  for (int turn = 0; turn < 300; ++turn) {
+    const auto layers = static_cast<int32_t>(2 + random() % 10);
+    StepRecord step = stack(layers);
+    std::vector<PlannedAction> actions(layers, PlannedAction::kKeep);
+    for (int32_t index = 0; index < layers; ++index) {
+      step.nbytes[index] = 1 + static_cast<int64_t>(random() % 100);
+      if (index == 0 || random() % 2 == 0) {
+        continue;
+      }
+      step.recipe_s[index] = 1e-6;
+      step.inner_nbytes[index] = static_cast<int64_t>(random() % 100);
+      step.recipe_sources[index] = {static_cast<int32_t>(random() % index)};
+      actions[index] = random() % 3 == 0 ? PlannedAction::kKeep : PlannedAction::kRecompute;
+    }
+    std::shuffle(step.order.begin(), step.order.end(), random);
+    for (int32_t place = 0; place < layers; ++place) {
+      step.last_demand[step.order[place]] = step.gone_after[step.order[place]] = layers + place;
+    }
+    ASSERT_EQ(replay(step, kRates, actions, kNoBudget).resident_bytes, counted(step, actions))
+        << "turn " << turn;
+  }
 }
 
 TEST(Replay, ARecipeThatThereIsNotIsRefused) {

@@ -80,7 +80,9 @@ def steps(draw: st.DrawFn, most: int = 5, recomputable: bool = False) -> Step:
             actions = (*actions, Action.RECOMPUTE)
             read = draw(st.lists(st.integers(0, n - 1), max_size=2, unique=True))
             seconds = draw(st.sampled_from([0.0, 1e-4, 3e-3]))
-            recipe = Recipe("mul", tuple(one for one in read if one < index), seconds)
+            made_nbytes = draw(st.sampled_from([0, 2_000, 9_000]))
+            sources = tuple(one for one in read if one < index)
+            recipe = Recipe("mul", sources, seconds, made_nbytes)
         storages.append(
             saved(
                 draw(st.integers(1, 5000)),

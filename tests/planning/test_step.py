@@ -34,7 +34,7 @@ def test_a_step_survives_its_file(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[]", '{"memswap_step": 1}', '{"memswap_step": 5, "step": {}, "rates": {}}'],
+    ["", "{", "[]", '{"memswap_step": 1}', '{"memswap_step": 6, "step": {}, "rates": {}}'],
 )
 def test_a_file_that_is_no_step_is_refused_by_its_name(tmp_path, content):
     file = tmp_path / "other.json"

@@ -32,6 +32,8 @@ class SeenRecipe:
     sources: tuple[int, ...]
     """Storages of the iteration that it reads, each once."""
     seconds: float
+    made_nbytes: int
+    """The most that it has made at once."""
 
 
 class RecipeRecord:
@@ -68,7 +70,10 @@ class RecipeRecord:
             for source in proven.saved
         ]
         return SeenRecipe(
-            in_words(proven.words, names), tuple(dict.fromkeys(sources)), proven.seconds
+            in_words(proven.words, names),
+            tuple(dict.fromkeys(sources)),
+            proven.seconds,
+            proven.made_nbytes,
         )
 
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from memswap.engine.action import Action
+from memswap.planning.holding import Sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,6 +64,10 @@ class Basis(NamedTuple):
     """Of a device's workspace, the gradients at each mark."""
     again: bool = False
     """Whether a rank's device is no longer as it was when the step was learnt."""
+    sample: Sample | None = None
+    """What the iteration took, to compare a plan with the plain step; None: that is not known."""
+    free_bytes: float | None = None
+    """Of the rank's device, for a plain step; None: nobody can say."""
 
 
 class NotWantedError(Exception):
@@ -88,16 +93,22 @@ class Ranks:
     def plan_by(self, job: Job, own: Basis) -> Basis:
         """What all ranks plan by: :func:`agreed` of what they have.
 
-        Without a step it is this rank's own, but for the forwards in flight and whether the step
-        is to be learnt again: where either is not what was planned for, that is a reason to plan,
-        which ranks do together.
+        Without a step it is this rank's own, but for what leads to another plan, which ranks make
+        together: the forwards in flight, whether the step is to be learnt again, and what an
+        iteration took.
 
         Raises:
             NotWantedError: nobody wants the job any more.
         """
         found: Basis = self._reduced(job, "basis", own, agreed)
         if found.step is None:
-            return own._replace(step=None, flights=found.flights, again=found.again)
+            return own._replace(
+                step=None,
+                flights=found.flights,
+                again=found.again,
+                sample=found.sample,
+                free_bytes=found.free_bytes,
+            )
         return found
 
     def settle(self, job: Job, forwards: Callable[[], int]) -> None:
@@ -151,6 +162,7 @@ def agreed(gathered: list[Basis]) -> Basis:
         that are there for as long as on any rank; the lowest rates, the least room in a pool and
         the most forwards in flight; of devices, what meets each rank's own budget (`agreed_terms`);
         and no step if any rank has none, or if their steps differ in more than what was measured.
+        Of a plain or planned iteration, what the slowest rank took.
     """
     rates = [one.rates for one in gathered if one.rates is not None]
     found = Basis(
@@ -159,6 +171,8 @@ def agreed(gathered: list[Basis]) -> Basis:
         min(one.room_bytes for one in gathered),
         max(one.flights for one in gathered),
         again=any(one.again for one in gathered),
+        sample=agreed_sample([one.sample for one in gathered]),
+        free_bytes=agreed_room([one.free_bytes for one in gathered]),
     )
     steps = [one.step for one in gathered if one.step is not None]
     if len(steps) < len(gathered) or any(not alike(one, steps[0]) for one in steps):
@@ -275,7 +289,25 @@ def agreed_recipe(recipes: list[Recipe | None]) -> Recipe | None:
     alike = {(one.words, one.sources) for one in known}
     if len(known) < len(recipes) or len(alike) != 1:
         return None
-    return replace(known[0], seconds=max(one.seconds for one in known))
+    return replace(
+        known[0],
+        seconds=max(one.seconds for one in known),
+        made_nbytes=max(one.made_nbytes for one in known),
+    )
+
+
+def agreed_sample(samples: list[Sample | None]) -> Sample | None:
+    """What the slowest rank took; None if one of them does not know."""
+    known = [one for one in samples if one is not None]
+    if len(known) < len(samples):
+        return None
+    return Sample(max(one.total_s for one in known), max(one.cost_s for one in known))
+
+
+def agreed_room(free_bytes: list[float | None]) -> float | None:
+    """What every rank has; None if one of them does not know."""
+    known = [one for one in free_bytes if one is not None]
+    return min(known) if len(known) == len(free_bytes) else None
 
 
 def agreed_frame(nbytes: list[int]) -> int:

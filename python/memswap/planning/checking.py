@@ -48,6 +48,8 @@ class Checked:
     """Of ranks that plan together, the most forwards at a time."""
     again: bool = False
     """Of these, whether a device of any rank is no longer as it was when the step was learnt."""
+    free_bytes: float | None = None
+    """Of these, what each of their devices has for a plain step; None: not all can say."""
 
 
 def measured_rates(device: torch.device, folder: Path | None) -> Rates | None:
@@ -128,6 +130,14 @@ def checked(timing: Timing, about: Known, as_planned: bool, calibrates: bool) ->
     sample = replace(sample, cost_s=sample.cost_s + max(again_s, 0.0) + shared_s)
     rates = calibrated(rates, record, read) if calibrates else rates
     return Checked(step, rates, exposed_s, sample)
+
+
+def plain(timing: Timing, about: Known, as_planned: bool) -> Checked:
+    """What an iteration took in which everything stayed, to compare a plan with."""
+    assert about.in_force is not None
+    record = finished(timing) if as_planned else None
+    sample = None if record is None else sample_of(record, [True] * len(record.nbytes))
+    return Checked(None, about.in_force.rates, None, sample)
 
 
 def read_by_recipes(plan: Plan) -> frozenset[int]:

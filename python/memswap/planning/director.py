@@ -155,7 +155,7 @@ class BudgetDirector:
         self._learner.begin()
         kinds, latest = list(self._kinds), self._latest
         self._engine.knows_operators = not kinds or any(one.needs_operators for one in kinds)
-        if latest is not None and latest.holding is not None and latest.holding.next_is_plain:
+        if latest is not None and self._learner.keeps_next(latest):
             self._engine.knows_operators = False
         if self._device is not None:
             self._look_at_device(self._device)

@@ -7,7 +7,8 @@ are the model's own plain step. Both kinds are mixed in the order of Thue and Mo
 neither falls together with what the user's loop does every second or fourth time. What a plan costs
 is what its own marks took beyond those of what stays, or what its iterations took longer than plain
 ones, if that is more than chance. A plan that costs too much is made anew with a smaller share of
-the 1 %, and if that does not help, everything stays.
+the 1 %, and if that does not help, everything stays. Ranks that plan together go by what the
+slowest of them took, and so all give a plan up with the same forward, or none does.
 """
 
 from __future__ import annotations

@@ -268,6 +268,7 @@ class StepKind:
         self.plans = 0  # that have been made
         self.holding: Holding | None = None  # while the plan is compared with the plain step
         self.device: torch.device | None = None  # of the last iteration
+        self.free_bytes: float | None = None  # of ranks that plan together, on each one's device
         self.retries = 0  # how often that was made anew after everything stayed
         self.planning = False  # of ranks that plan together: whether one is timed or planned with
         self.wants_again = False  # of these: whether this rank's device is no longer as it was

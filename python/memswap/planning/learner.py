@@ -39,6 +39,7 @@ from memswap.planning.checking import (
     differs,
     finished,
     measured_rates,
+    plain,
     recorded_step,
     settled,
 )
@@ -50,7 +51,6 @@ from memswap.planning.holding import (
     Holding,
     Sample,
     kept_plan,
-    sample_of,
 )
 from memswap.planning.kinds import MOST_DOUBTS, MOST_UNUSABLE, REFRAME_AFTER, Costs, Timing, Trial
 from memswap.planning.making import Made, Terms, from_step, planned, sized_like
@@ -81,6 +81,8 @@ class Learnt:
     room_bytes: float
     made: Made | None
     """None: no plan can be made of it."""
+    free_bytes: float | None = None
+    """Of ranks that plan together, what each of their devices has for a plain step."""
 
 
 @dataclass(slots=True)
@@ -156,6 +158,11 @@ class Learner:
             timed, kind.planning = not kind.planning, True
         return timed
 
+    def keeps_next(self, kind: StepKind) -> bool:
+        """Whether everything stays in the next iteration, which a plan is compared with."""
+        waits = self._ranks is not None and kind.planning  # and so it is not timed
+        return kind.holding is not None and kind.holding.next_is_plain and not waits
+
     def ended(self, one: InFlight) -> None:
         """An iteration is over."""
         kind, recorder = one.kind, one.recorder
@@ -171,11 +178,13 @@ class Learner:
             # What one rank alone saw changes nothing, and it answers whenever the others ask.
             if one.plan is kind.plan:
                 self._tell_if_over(one)
-            if timing is not None:
+            if timing is not None and one.plain:
+                self._check_plain(kind, timing, not one.changed)
+            elif timing is not None:
                 self._check(kind, timing, one.plan is kind.plan and not one.changed)
         elif one.plain:
             if timing is not None and not one.changed:
-                self._note_plain(kind, timing)
+                self._check_plain(kind, timing, as_planned=True)
         elif one.plan is kind.plan:
             self._followed(one, timing)
 
@@ -304,7 +313,7 @@ class Learner:
         known = replace(known, room_bytes=min(known.room_bytes, self._room(kind, timing)))
         fixed, ranks, calibrates = self._fixed, self._ranks, self._calibrates
         folder = None if self._disk is None else self._disk.path
-        on_disk = self._disk is not None
+        on_disk, free = self._disk is not None, self._free_bytes(kind)
 
         def work(job: Job) -> Learnt:
             own = rates or measured_rates(timing.device, folder)
@@ -318,6 +327,7 @@ class Learner:
                 step = step if workspace is not None else None
             gradients = () if workspace is None else tuple(workspace.gradient_nbytes)
             basis = Basis(step, own, known.room_bytes, terms.flights, terms.device, gradients)
+            basis = basis._replace(free_bytes=free)
             if ranks is not None:
                 basis = ranks.plan_by(job, basis)
             if basis.step is None or basis.rates is None or record is None:
@@ -335,11 +345,12 @@ class Learner:
             about = replace(about, workspace=workspace, device=agreed)
             shared = replace(terms, flights=basis.flights, device=basis.device)
             made = from_step(about, basis.step, basis.rates, keys_of(record), shared)
-            return Learnt(own, basis.room_bytes, made)
+            return Learnt(own, basis.room_bytes, made, basis.free_bytes)
 
         def then(found: Learnt) -> None:
             self.rates = found.rates or self.rates
             if found.made is not None:
+                kind.free_bytes = found.free_bytes
                 self._follow(kind, found.made)
                 return
             kind.follow(replace(kind.known, room_bytes=found.room_bytes))
@@ -481,24 +492,54 @@ class Learner:
         """A planned iteration was timed: is the plan still the right one?"""
         if self._ranks is None and self._plans(kind):
             return
-        known, ranks, calibrates = kind.known, self._ranks, self._calibrates
-        flights, again = kind.flights.number, kind.wants_again
+        known, calibrates = kind.known, self._calibrates
+        agree = self._agreeing(kind)
 
         def work(job: Job) -> Checked:
-            found = checked(timing, known, as_planned, calibrates)
-            if ranks is None:
-                return found
-            own = Basis(found.step, found.rates, flights=flights, again=again)
-            basis = ranks.plan_by(job, own)
-            rates = basis.rates or found.rates
-            return replace(
-                found, step=basis.step, rates=rates, flights=basis.flights, again=basis.again
-            )
+            found = agree(job, checked(timing, known, as_planned, calibrates))
+            # Of ranks whose steps differ, the times say nothing.
+            return found if found.step is not None else replace(found, sample=None)
 
         def then(found: Checked) -> None:
+            kind.free_bytes = found.free_bytes
             self._judge(kind, found)
 
         self._submit(kind, work, then)
+
+    def _check_plain(self, kind: StepKind, timing: Timing, as_planned: bool) -> None:
+        """An iteration was timed in which everything stayed."""
+        known, holding = kind.known, kind.holding
+        agree = self._agreeing(kind)
+
+        def then(found: Checked) -> None:
+            kind.free_bytes = found.free_bytes
+            if found.sample is not None and holding is not None and kind.holding is holding:
+                holding.plain.append(found.sample)
+                self._weigh(kind)
+
+        self._submit(kind, lambda job: agree(job, plain(timing, known, as_planned)), then)
+
+    def _agreeing(self, kind: StepKind) -> Callable[[Job, Checked], Checked]:
+        """What all ranks make of what one has found, for a job; of one that plans alone, that."""
+        ranks, flights, again = self._ranks, kind.flights.number, kind.wants_again
+        free = self._free_bytes(kind)
+
+        def agree(job: Job, found: Checked) -> Checked:
+            if ranks is None:
+                return replace(found, free_bytes=free)
+            own = Basis(found.step, found.rates, flights=flights, again=again)
+            basis = ranks.plan_by(job, own._replace(sample=found.sample, free_bytes=free))
+            return replace(
+                found,
+                step=basis.step,
+                rates=basis.rates or found.rates,
+                sample=basis.sample,
+                flights=basis.flights,
+                again=basis.again,
+                free_bytes=basis.free_bytes,
+            )
+
+        return agree
 
     def _judge(self, kind: StepKind, found: Checked) -> None:
         """Keep the plan, look again, or make another one."""
@@ -543,29 +584,17 @@ class Learner:
     # --- plans that are held to what they may cost ([Note: Never worse] in holding.py) ------------
 
     def _new_holding(self, kind: StepKind) -> Holding | None:
-        """The comparison of a kind's plan with the plain step; None: nothing bounds its time.
-
-        Ranks that plan together would have to agree on each iteration that is plain.
-        """
+        """The comparison of a kind's plan with the plain step; None: nothing bounds its time."""
         plan = kind.plan
-        if plan is None or self._budget != "auto" or self._ranks is not None:
+        if plan is None or self._budget != "auto" or not plan.moved_bytes:
             return None
-        if not plan.moved_bytes:
-            return None
-        free = None if kind.device is None else free_bytes(kind.device)
         more_bytes = (plan.kept_peak_bytes - plan.peak_bytes) * plan.in_flight
+        free = self._free_bytes(kind) if self._ranks is None else kind.free_bytes
         return Holding(kept_plan(plan) if free is not None and 2 * more_bytes <= free else None)
 
-    def _note_plain(self, kind: StepKind, timing: Timing) -> None:
-        """An iteration in which everything stayed is over."""
-        holding = kind.holding
-
-        def then(record: IterationRecord | None) -> None:
-            if record is not None and holding is not None and kind.holding is holding:
-                holding.plain.append(sample_of(record, [True] * len(record.nbytes)))
-                self._weigh(kind)
-
-        self._submit(kind, lambda job: finished(timing), then, together=False)
+    @staticmethod
+    def _free_bytes(kind: StepKind) -> float | None:
+        return None if kind.device is None else free_bytes(kind.device)
 
     def _costs_too_much(self, kind: StepKind, sample: Sample, rates: Rates) -> bool:
         """One more iteration under a plan was timed. Whether another plan is made for that."""

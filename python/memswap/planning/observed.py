@@ -65,7 +65,7 @@ def step_of(
         seen = None if recipes is None or not actions else recipes.of(len(storages))
         recipe = None
         if seen is not None:
-            recipe = Recipe(seen.words, seen.sources, quantised(seen.seconds))
+            recipe = Recipe(seen.words, seen.sources, quantised(seen.seconds), seen.made_nbytes)
             actions = (*actions, Action.RECOMPUTE)
         storages.append(
             SavedStorage(

@@ -71,6 +71,7 @@ def columns_of(step: Step) -> StepRecord:
         last_demand=[one.last_demand for one in storages],
         gone_after=[one.gone_after for one in storages],
         recipe_s=[None if one.recipe is None else one.recipe.seconds for one in storages],
+        inner_nbytes=[one.inner_nbytes for one in storages],
         recipe_sources=[() if one.recipe is None else one.recipe.sources for one in storages],
         order=step.order,
         gaps_s=step.gaps_s,

@@ -143,7 +143,11 @@ def resized(step: Step, nbytes: int, of_nbytes: int) -> Step:
                 held_frame_nbytes=grown(one.held_frame_nbytes),
                 overflow_nbytes=grown(one.overflow_nbytes),
                 recipe=one.recipe
-                and replace(one.recipe, seconds=quantised(factor * one.recipe.seconds)),
+                and replace(
+                    one.recipe,
+                    seconds=quantised(factor * one.recipe.seconds),
+                    made_nbytes=grown(one.recipe.made_nbytes),
+                ),
             )
             for one in step.storages
         ),

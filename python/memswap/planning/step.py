@@ -15,7 +15,7 @@ from typing import Any
 from memswap.engine.action import Action
 from memswap.planning.rates import Rates
 
-FORMAT = 5
+FORMAT = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,8 @@ class Recipe:
     sources: tuple[int, ...]
     """Storages of the step that it reads. They are there when it runs."""
     seconds: float
+    made_nbytes: int = 0
+    """The most that its operators have made at once, what they make on the way included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,12 @@ class SavedStorage:
         if action in (Action.KEEP, Action.RECOMPUTE):
             return 0
         return self.nbytes if action is Action.SWAP else self.held_frame_nbytes
+
+    @property
+    def inner_nbytes(self) -> int:
+        """Bytes that are there beside the storage and what its recipe reads, while that runs."""
+        made_nbytes = 0 if self.recipe is None else self.recipe.made_nbytes
+        return max(made_nbytes - self.nbytes, 0)
 
     @property
     def movable(self) -> bool:
@@ -220,7 +228,8 @@ def _recipe(content: Any) -> Recipe | None:
     if content is None:
         return None
     sources = tuple(map(int, content["sources"]))
-    return Recipe(str(content["words"]), sources, float(content["seconds"]))
+    words, seconds = str(content["words"]), float(content["seconds"])
+    return Recipe(words, sources, seconds, int(content["made_nbytes"]))
 
 
 def save(step: Step, rates: Rates, file: Path) -> None:

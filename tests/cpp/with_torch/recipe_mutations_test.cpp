@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <thread>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -190,6 +191,29 @@ class InNoAccount final : public EngineRecipeHost {
   }
 };
 
+// A source that is let go of before the recipe has run that reads it.
+class UsedAtOnce final : public Source {
+ public:
+  explicit UsedAtOnce(SourcePtr source) : source_(std::move(source)) {}
+  at::Tensor tensor() override {
+    at::Tensor found = source_->tensor();
+    source_->used();
+    return found;
+  }
+  at::Tensor look() override { return source_->look(); }
+
+ private:
+  const SourcePtr source_;
+};
+
+class LetsGoEarly final : public EngineRecipeHost {
+ public:
+  using EngineRecipeHost::EngineRecipeHost;
+  SourcePtr save(const KnownTensor& tensor) override {
+    return std::make_shared<UsedAtOnce>(EngineRecipeHost::save(tensor));
+  }
+};
+
 constexpr int64_t kRows = 64;
 constexpr int64_t kWideBytes = kRows * kRows * 4, kNarrowBytes = kRows * kRows * 2;
 
@@ -251,6 +275,22 @@ struct Recomputing {
     return engine->ledger.counters.away_bytes;
   }
 
+  // What the account has at most while the recipe of the sum runs, and after that.
+  std::pair<int64_t, int64_t> run_bytes() {
+    away_bytes();
+    const std::vector<EntryPtr> saved = forward();
+    for (size_t index = 0; index < engine->iteration->size(); ++index) {
+      while (!engine->iteration->entry(index)->gone(/*wait=*/true)) {
+        std::this_thread::yield();  // the lane still holds what it has sent
+      }
+    }
+    engine->ledger.reset();
+    const Counters& counters = engine->ledger.counters;
+    const int64_t before = counters.resident_bytes;
+    engine->demand(saved[1]);
+    return {counters.peak_resident_bytes - before, counters.resident_bytes - before};
+  }
+
   static constexpr size_t kBudget = 1 << 20;
   const std::shared_ptr<Pool> pool = std::make_shared<Pool>(
       std::make_shared<BudgetedSlabs>(std::make_shared<OrdinarySlabs>(), kBudget),
@@ -265,6 +305,15 @@ TEST(RecipeMutations, AHeldSourceInNoAccount) {
   EXPECT_EQ(Recomputing(std::type_identity<EngineRecipeHost>()).away_bytes(),
             2 * kWideBytes + kNarrowBytes);
   EXPECT_EQ(Recomputing(std::type_identity<InNoAccount>()).away_bytes(), 2 * kWideBytes)
+      << "the mutation struck nothing";
+}
+
+TEST(RecipeMutations, ASourceThatIsInNoAccountWhileItsRecipeRuns) {
+  // The stream, which autograd will ask for, the addend, and their sum, which backward holds.
+  EXPECT_EQ(Recomputing(std::type_identity<EngineRecipeHost>()).run_bytes(),
+            std::pair(2 * kWideBytes + kNarrowBytes, kWideBytes));
+  EXPECT_EQ(Recomputing(std::type_identity<LetsGoEarly>()).run_bytes(),
+            std::pair(2 * kWideBytes, kWideBytes))
       << "the mutation struck nothing";
 }
 

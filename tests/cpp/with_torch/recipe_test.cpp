@@ -45,6 +45,41 @@ TEST_F(WithRecipes, AnInputThatIsGoneIsMadeAgainToo) {
   EXPECT_TRUE(comes_back(*form, made));
 }
 
+// Two of a row of calls are there at once: what one reads, and what it makes.
+TEST_F(WithRecipes, WhatIsMadeOnTheWayIsToldUntilTheRunIsOver) {
+  const auto nbytes = static_cast<int64_t>(x.storage().nbytes());
+  const at::Tensor made = at::exp(at::mul(at::silu(x), 2.0));
+  const Recipes::Answer answer = offer(made);
+  ASSERT_TRUE(answer.leaving);
+  EXPECT_TRUE(comes_back(*answer.leaving->away, made));
+  EXPECT_EQ(host.told, (std::vector<int64_t>{nbytes, 2 * nbytes, 2 * nbytes, 0}));
+}
+
+// What two calls read is there until both have run.
+TEST_F(WithRecipes, WhatTwoCallsReadIsToldUntilBothHaveRun) {
+  const auto nbytes = static_cast<int64_t>(x.storage().nbytes());
+  at::Tensor read = at::silu(x);
+  const at::Tensor made = at::mul(at::exp(read), at::neg(read));
+  read.reset();
+  const Recipes::Answer answer = offer(made);
+  ASSERT_TRUE(answer.leaving);
+  EXPECT_TRUE(comes_back(*answer.leaving->away, made));
+  EXPECT_EQ(host.told, (std::vector<int64_t>{nbytes, 2 * nbytes, 3 * nbytes, 3 * nbytes, 0}));
+}
+
+// A recipe's sources are its own until it has run, also where the run breaks off.
+TEST_F(WithRecipes, SourcesAreUsedUntilTheRunIsOver) {
+  const at::Tensor source = at::randn({64, 64});
+  const Recipes::Answer answer = offer(at::silu(source));
+  ASSERT_TRUE(answer.leaving);
+  answer.leaving->away->bring();
+  EXPECT_EQ(host.used, 1);
+  source.storage().unsafeGetStorageImpl()->set_nbytes(0);
+  EXPECT_THROW(answer.leaving->away->bring(), TransferError);
+  EXPECT_EQ(host.used, 2);
+  EXPECT_EQ(host.told.back(), 0);
+}
+
 TEST_F(WithRecipes, SomethingSmallerIsKeptInPlaceOfTheResult) {
   const at::Tensor small = at::mm(x, x).to(at::kBFloat16);
   host.unknown = small;
@@ -156,6 +191,7 @@ TEST_F(WithProofs, WhoPlansIsToldWhatIsProvenAndNothingLeaves) {
   EXPECT_EQ(answer.proven->words, "silu(saved)");
   EXPECT_EQ(answer.proven->saved.size(), 1u);
   EXPECT_GT(answer.proven->seconds, 0);
+  EXPECT_EQ(answer.proven->made_nbytes, static_cast<int64_t>(made.storage().nbytes()));
   EXPECT_EQ(host.kept, 0);
   // Of two at one place nobody can say which one the proofs were of.
   EXPECT_FALSE(offer(made, 0, /*leaves=*/false).proven);

@@ -4,11 +4,13 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <stdexcept>
 #include <utility>
+#include <vector>
 
 #include "engine/recipes.h"
 
@@ -17,7 +19,8 @@ namespace memswap {
 // A tensor that stays, as an engine keeps it: with autograd's check of its version.
 class Kept : public Source {
  public:
-  explicit Kept(at::Tensor tensor) : tensor_(std::move(tensor)), version_(tensor_._version()) {}
+  explicit Kept(at::Tensor tensor, int* used = nullptr)
+      : tensor_(std::move(tensor)), version_(tensor_._version()), used_(used) {}
   at::Tensor tensor() override {
     if (static_cast<uint32_t>(tensor_._version()) != version_) {
       throw std::runtime_error("modified by an inplace operation");
@@ -25,10 +28,16 @@ class Kept : public Source {
     return tensor_;
   }
   at::Tensor look() override { return tensor_; }
+  void used() override {
+    if (used_ != nullptr) {
+      ++*used_;
+    }
+  }
 
  private:
   const at::Tensor tensor_;
   const uint32_t version_;
+  int* const used_;
 };
 
 // An engine that has saved all tensors that are alive, but for those in `unknown`.
@@ -42,7 +51,7 @@ class Host : public RecipeHost {
   std::optional<size_t> index_of(const KnownTensor&) override { return std::nullopt; }
   SourcePtr keep(const KnownTensor& tensor, Standing) override {
     ++kept;
-    return std::make_shared<Kept>(tensor.lock());
+    return std::make_shared<Kept>(tensor.lock(), &used);
   }
   bool can_save(const KnownTensor& tensor) override { return saves && !tensor.storage.expired(); }
   bool could_save(const KnownTensor&) override { return saves; }
@@ -52,6 +61,7 @@ class Host : public RecipeHost {
   }
   at::Tensor look(const KnownTensor& tensor) override { return tensor.lock(); }
   void serialise(const std::function<void()>& work) override { work(); }
+  void made(int64_t nbytes) override { told.push_back(nbytes); }
 
   static const void* known(const at::Tensor& tensor) {
     return tensor.storage().unsafeGetStorageImpl();
@@ -61,6 +71,8 @@ class Host : public RecipeHost {
   bool saves = false;
   int kept = 0;
   int saved = 0;
+  int used = 0;               // sources, as often as that was told
+  std::vector<int64_t> told;  // of what was made
 };
 
 class WithRecipes : public ::testing::Test {
