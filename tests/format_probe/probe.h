@@ -109,6 +109,7 @@ class Probe {
     job.frame = made.begin();
     job.var_capacity = capacity;
     if (room == Room::kArena) {
+      job.checksum = 0;  // so that a portable frame's flags are not all set
       job.overflow = arena.begin();
       job.overflow_capacity = arena.bytes() / frame::kUnitBytes;
       job.overflow_cursor = &cursor;
