@@ -38,8 +38,6 @@ constexpr double kOneCenterFrom = 0.90, kOneCenterCost = 1.01;
 constexpr double kNever = std::numeric_limits<double>::infinity();
 constexpr double kUnitBits = 8.0 * frame::kUnitBytes;
 
-bool is_float(Dtype dtype) { return frame::split_of(dtype).exponent_bits != 0; }
-
 // Bits per element of the slab of a dense frame (docs/format.md section 2: R and L0).
 double slab_bits(Dtype dtype) {
   const frame::Split split = frame::split_of(dtype);
@@ -76,7 +74,7 @@ Expectation declined(const TensorKey& key, Dtype dtype, Layouts layout) {
 }  // namespace
 
 frame::Shape first_layout(Dtype dtype) {
-  if (is_float(dtype)) {
+  if (frame::is_float(dtype)) {
     return Layouts::kDense;
   }
   return dtype == Dtype::kBool ? Layouts::kBits : Layouts::kInts;

@@ -179,17 +179,11 @@ int decode(const memswap_decode_job* jobs, size_t count, const memswap_launch* l
 }
 
 const char* message(int code) {
-  switch (code) {
-    case MEMSWAP_CODEC_OK:
-      return "success";
-    case MEMSWAP_CODEC_BAD_ARGUMENT:
-      return arguments::kBadArgument;
-    case MEMSWAP_CODEC_NOT_SUPPORTED:
-      return "not supported by the Ascend codec: a tensor of 2**32 elements or more";
-    case kNoCores:
-      return "the device has no vector cores; the Ascend codec needs an Atlas A2 or A3";
-    default:
-      break;
+  if (const char* shared = arguments::message_of(code)) {
+    return shared;
+  }
+  if (code == kNoCores) {
+    return "the device has no vector cores; the Ascend codec needs an Atlas A2 or A3";
   }
   static thread_local char words[96];
   std::snprintf(words, sizeof(words),

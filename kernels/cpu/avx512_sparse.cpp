@@ -31,11 +31,13 @@ template <Dtype kDtype>
 class SparseEncoder {
   using Type = Float<kDtype>;
   static constexpr uint32_t kWidth = Type::kWidth;
-  static constexpr uint32_t kPrefetchElements = 12288;  // bytes ahead of a block. Measured
+  // Bytes ahead of a block. Measured: see [Note: asking ahead].
+  static constexpr uint32_t kPrefetchElements = 12288;
 
  public:
-  SparseEncoder(const uint8_t* elements, uint32_t count, uint8_t* payload, EncodedBlock* encoded)
-      : elements_(elements), count_(count), payload_(payload), encoded_(encoded) {}
+  SparseEncoder(const EncodeParams& params, const uint8_t* elements, uint32_t count,
+                uint8_t* payload, EncodedBlock* encoded)
+      : params_(params), elements_(elements), count_(count), payload_(payload), encoded_(encoded) {}
 
   void run() {
     const uint32_t blocks = (count_ + frame::kBlockElements - 1) / frame::kBlockElements;
@@ -84,7 +86,7 @@ class SparseEncoder {
     if (b < frame::kTileBlocks) {
       const uint8_t* from = elements_ + b * Type::kBlockBytes + Type::kBlockBytes / 4 * quarter;
       for (uint32_t i = 0; i < Type::kBlockBytes / 4; i += kLanes) {
-        prefetch(from + i, kPrefetchElements);
+        prefetch(from + i, params_.ahead(kPrefetchElements));
       }
     }
   }
@@ -239,6 +241,7 @@ class SparseEncoder {
     payload_ += encoded.units * frame::kUnitBytes;
   }
 
+  const EncodeParams& params_;
   const uint8_t* const elements_;
   const uint32_t count_;
   uint8_t* payload_;
@@ -248,9 +251,10 @@ class SparseEncoder {
 };
 
 template <Dtype kDtype>
-void encode_sparse(const EncodeParams&, const void* elements, uint32_t count, uint8_t*,
+void encode_sparse(const EncodeParams& params, const void* elements, uint32_t count, uint8_t*,
                    uint8_t* payloads, EncodedBlock* encoded) {
-  SparseEncoder<kDtype>(static_cast<const uint8_t*>(elements), count, payloads, encoded).run();
+  SparseEncoder<kDtype>(params, static_cast<const uint8_t*>(elements), count, payloads, encoded)
+      .run();
 }
 
 }  // namespace

@@ -34,18 +34,11 @@ int decode(const memswap_decode_job* jobs, size_t count, const memswap_launch* l
 }
 
 const char* message(int code) {
-  switch (code) {
-    case MEMSWAP_CODEC_OK:
-      return "success";
-    case MEMSWAP_CODEC_BAD_ARGUMENT:
-      return arguments::kBadArgument;
-    case MEMSWAP_CODEC_NOT_SUPPORTED:
-      return "not supported by the CPU codec";
-    case kOutOfMemory:
-      return "out of host memory for the codec's staging buffers";
-    default:
-      return "unknown code";
+  if (const char* shared = arguments::message_of(code)) {
+    return shared;
   }
+  return code == kOutOfMemory ? "out of host memory for the codec's staging buffers"
+                              : "unknown code";
 }
 
 template <Isa isa>

@@ -26,4 +26,7 @@ const BlockCodec* blocks_of(Isa isa);
 // The fastest that this processor runs.
 Isa best_isa();
 
+// EncodeParams::asks_near, on this processor.
+bool asks_near();
+
 }  // namespace memswap::cpu

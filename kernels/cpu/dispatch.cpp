@@ -63,4 +63,12 @@ Isa best_isa() {
   return Isa::kScalar;
 }
 
+bool asks_near() {
+#if defined(__x86_64__)
+  return __builtin_cpu_is("intel");
+#else
+  return false;
+#endif
+}
+
 }  // namespace memswap::cpu

@@ -58,8 +58,12 @@ class FrameEncoder {
  public:
   void start(const BlockCodec& blocks, const memswap_encode_job& job) {
     job_ = &job;
-    params_ = {static_cast<Dtype>(job.dtype), static_cast<Shape>(job.shape),
-               job.profile == MEMSWAP_FAST, job.center, false};
+    params_ = {static_cast<Dtype>(job.dtype),
+               static_cast<Shape>(job.shape),
+               job.profile == MEMSWAP_FAST,
+               job.center,
+               false,
+               asks_near()};
     layout_ = frame::layout_of(params_.dtype, params_.shape, job.elements);
     width_ = frame::width_of(params_.dtype);
     params_.streaming = job.elements * width_ >= streaming_bytes();

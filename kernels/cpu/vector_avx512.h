@@ -35,6 +35,10 @@ inline Mask mask_of(Lanes lanes) { return lanes; }
 inline Lanes equal(Vector a, Vector b) { return _mm512_cmpeq_epi8_mask(native(a), native(b)); }
 inline Lanes less(Vector a, Vector b) { return _mm512_cmplt_epu8_mask(native(a), native(b)); }
 inline Lanes nonzero(Vector value) { return _mm512_test_epi8_mask(native(value), native(value)); }
+template <uint32_t kBits>
+inline Lanes has_none_of(Vector value) {
+  return _mm512_testn_epi8_mask(native(value), _mm512_set1_epi8(static_cast<char>(kBits)));
+}
 inline Vector only(Lanes lanes, Vector value) {
   return vector(_mm512_maskz_mov_epi8(lanes, native(value)));
 }

@@ -144,13 +144,11 @@ class SymbolCursor {
   template <uint32_t kQuarter>
   [[gnu::always_inline]] Vector take(uint32_t i) {
     Vector code = low_codes<kQuarter>(low_, i);
-    Lanes escaped = equal(code, Vector{});
     if constexpr (kCode == Code::kLq3) {
-      const Lanes high = load_lanes(high_ + kLanes / 8 * (kVectors / 4 * kQuarter + i));
-      escaped &= ~high;
-      code = set_bit<2>(code, high);
+      code = set_bit<2>(code, load_lanes(high_ + kLanes / 8 * (kVectors / 4 * kQuarter + i)));
     }
-    return Expansion(escaped).take_over(look_up(table_, code), next_);
+    const Expansion escaped(equal(code, Vector{}));
+    return escaped.take_over(look_up(table_, code), next_);
   }
 
  private:
@@ -197,7 +195,7 @@ inline uint32_t count_escapes3(const uint8_t* low, const uint8_t* high) {
   for_quarters([&]<uint32_t kQuarter>() {
     for (uint32_t i = 0; i < kVectors / 4; ++i) {
       const uint32_t at = kVectors / 4 * kQuarter + i;
-      count += count_of(mask_of(equal(low_codes<kQuarter>(low, i), Vector{})) &
+      count += count_of(mask_of(has_none_of<3 << 2 * kQuarter>(load(low + kLanes * i))) &
                         ~load_mask(high + kLanes / 8 * at));
     }
   });

@@ -102,14 +102,14 @@ template <uint32_t kWidth>
 template <uint32_t kWidth>
 class Survivors {
  public:
-  explicit Survivors(const uint8_t* elements) {
+  Survivors(const uint8_t* elements, const EncodeParams& params) {
     using Words = typename Elements<UnsignedOf<kWidth>>::Vector;
     uint8_t* end = bytes_;
     Vector negative_zeros{};
     for (uint32_t i = 0; i < kVectors; ++i) {
       const uint8_t* const from = elements + kLanes * kWidth * i;
       for (uint32_t j = 0; j < kLanes * kWidth; j += kLineBytes) {
-        prefetch(from + j, kPrefetchElements);
+        prefetch(from + j, params.ahead(kPrefetchElements));
       }
       Vector zero[kWidth];
       for (uint32_t j = 0; j < kWidth; ++j) {
@@ -147,7 +147,8 @@ class Survivors {
   }
 
  private:
-  static constexpr uint32_t kPrefetchElements = 8192;  // bytes ahead. Measured
+  // Bytes ahead. Measured: see [Note: asking ahead].
+  static constexpr uint32_t kPrefetchElements = 8192;
 
   Bitmap bitmap_;
   uint32_t count_;
@@ -174,13 +175,13 @@ inline void store_signs(uint8_t* out, const uint8_t* elements, const Bitmap& bit
 }
 
 template <Dtype kDtype>
-EncodedBlock encode_sparse(const EncodeParams&, const void* elements, uint32_t count, uint8_t* slab,
-                           uint8_t* payload) {
+EncodedBlock encode_sparse(const EncodeParams& params, const void* elements, uint32_t count,
+                           uint8_t* slab, uint8_t* payload) {
   using Type = Float<kDtype>;
   using Rest = RestStreams<Type::kRestBits>;
   constexpr uint32_t kWidth = Type::kWidth;
   const auto* from = static_cast<const uint8_t*>(elements);
-  const Survivors<kWidth> survivors(from);
+  const Survivors<kWidth> survivors(from, params);
   const uint32_t live = survivors.count();
   const bool has_negative_zero = survivors.has_negative_zero();
   const uint32_t missing_zeros = frame::kBlockElements - count;

@@ -228,16 +228,10 @@ int decode(const memswap_decode_job* jobs, size_t count, const memswap_launch* l
 }
 
 const char* message(int code) {
-  switch (code) {
-    case MEMSWAP_CODEC_OK:
-      return "success";
-    case MEMSWAP_CODEC_BAD_ARGUMENT:
-      return arguments::kBadArgument;
-    case MEMSWAP_CODEC_NOT_SUPPORTED:
-      return "not supported by the CUDA codec";
-    default:
-      return code > 0 ? cudaGetErrorString(static_cast<cudaError_t>(code)) : "unknown code";
+  if (const char* shared = arguments::message_of(code)) {
+    return shared;
   }
+  return code > 0 ? cudaGetErrorString(static_cast<cudaError_t>(code)) : "unknown code";
 }
 
 constexpr memswap_codec kCodec = {MEMSWAP_CODEC_VERSION, "cuda", &encode, &decode, &message, 1, 1,

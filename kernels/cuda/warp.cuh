@@ -63,11 +63,18 @@ __device__ __forceinline__ uint32_t at_least(uint32_t bytes) {
 
 __device__ __forceinline__ uint32_t not_zero(uint32_t bytes) { return at_least<1>(bytes); }
 
-// PRMT as it is: __byte_perm clears the selectors' bits that repeat a sign first, which costs an
-// instruction where they are no constant.
+// PRMT as it is: where a selector's fourth bit is set, the byte's sign in all bits. __byte_perm
+// knows no such bit, and clears it first, which costs an instruction where selectors are no
+// constant.
 __device__ __forceinline__ uint32_t permute(uint32_t low, uint32_t high, uint32_t selector) {
 #if defined(MEMSWAP_CUDA_EMULATOR)
-  return __byte_perm(low, high, selector);
+  const uint32_t bytes = __byte_perm(low, high, selector);
+  const uint32_t signs = (bytes >> 7 & 0x01010101u) * 0xff;
+  uint32_t repeated = 0;  // the bytes whose selector asks for a sign
+  for (uint32_t i = 0; i < 4; ++i) {
+    repeated |= (selector >> (4 * i + 3) & 1) * 0xffu << (8 * i);
+  }
+  return (bytes & ~repeated) | (signs & repeated);
 #else
   uint32_t permuted;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(permuted) : "r"(low), "r"(high), "r"(selector));

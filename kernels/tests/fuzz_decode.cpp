@@ -30,14 +30,17 @@ using frame::Shape;
 // A caller expects what the frame says; beyond this it would not have come so far. Two tiles, and
 // for elements of 8 bytes two chunks.
 constexpr uint32_t kMaxElements = frame::kTileElements + 1100;
-// Of most inputs: blocks are alike, and fewer take less time.
-constexpr uint32_t kUsualElements = frame::kBlockElements + 80;
+// Of some inputs, a whole block and another's beginning; of most one block: blocks are alike, and
+// each takes as long as a whole one.
+constexpr uint32_t kMoreElements = frame::kBlockElements + 80;
+constexpr uint32_t kUsualElements = frame::kBlockElements;
 
 // How many elements an input may have. It depends on all of an input's ends, so that what is made
 // from a long one is rarely long again: the fuzzer likes whatever runs loops more often.
 uint32_t max_elements_of(const uint8_t* data, size_t size) {
   const uint64_t ends = data[size - 1] | uint64_t{data[size / 2]} << 8 | uint64_t{data[1]} << 16;
-  return splitmix64(size, ends) % 64 == 0 ? kMaxElements : kUsualElements;
+  const uint64_t dice = splitmix64(size, ends) % 64;
+  return dice == 0 ? kMaxElements : dice < 9 ? kMoreElements : kUsualElements;
 }
 
 constexpr size_t kMaxTensorBytes = sizeof(uint64_t) * (kMaxElements + frame::kBlockElements);
@@ -150,7 +153,7 @@ class Target {
     header->flags &= frame::kOrdered | frame::kChecked;
     memset(header->reserved, 0, sizeof(header->reserved));
     header->status = frame::kOk;
-    header->elements %= max_elements;
+    header->elements %= max_elements + 1;
     Layout layout = frame::layout_of(dtype, static_cast<Shape>(header->shape), header->elements);
     while (layout.var > frame_bytes) {
       header->elements /= 2;
@@ -251,7 +254,7 @@ class Target {
       return;
     }
     const uint32_t count = data[6] | uint32_t{data[7]} << 8;
-    wish.elements.count = count % max_elements_of(data, size);
+    wish.elements.count = count % (max_elements_of(data, size) + 1);
     uint8_t* input = input_.use(wish.elements.bytes(), 0, wish.elements.offset);
     // Below a float's sign and exponent.
     const uint64_t noise = (wish.options & kFuzzNoise) == 0 ? 0

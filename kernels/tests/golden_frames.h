@@ -1,6 +1,7 @@
 // The frames in golden/: what was encoded, as patterns. Canonical unless `fast`; portable; checked.
 #pragma once
 
+#include "memswap/codec.h"
 #include "memswap/frame.h"
 #include "patterns.h"
 
@@ -37,6 +38,7 @@ inline constexpr GoldenFrame kGoldenFrames[] = {
     {"bf16-outlier", frame::Dtype::kBf16, frame::Shape::kDense, {Kind::kSpikes, 10}, 1, 3000, frame::kLq2},
     {"bf16-outlier-quarter", frame::Dtype::kBf16, frame::Shape::kDense, {Kind::kSpikes, 2}, 1, 1000, frame::kLq2},
     {"bf16-outlier-channels", frame::Dtype::kBf16, frame::Shape::kDense, {Kind::kChannels, 16}, 1, 1024, frame::kLq2},
+    {"bf16-outlier-median", frame::Dtype::kBf16, frame::Shape::kDense, {Kind::kOutliers, 36}, 2, 1024, frame::kFw8},
     {"bf16-outlier-sparse", frame::Dtype::kBf16, frame::Shape::kSparse, {Kind::kSpikes, 6}, 1, 1500, frame::kZeros},
     {"fp32-outlier", frame::Dtype::kFp32, frame::Shape::kDense, {Kind::kSpikes, 8}, 1, 1000, frame::kLq2},
     {"fp64-outlier-channels", frame::Dtype::kFp64, frame::Shape::kDense, {Kind::kChannels, 5}, 1, 1000, frame::kLq2},
@@ -107,5 +109,18 @@ inline constexpr GoldenFrame kGoldenFrames[] = {
     {"e4m3-sparse-causal", frame::Dtype::kE4m3, frame::Shape::kSparse, {Kind::kCausal, 7}, 1, 3000, frame::kZeros},
 };
 // clang-format on
+
+// The job that encodes a golden frame's elements; where to is the caller's to say.
+inline memswap_encode_job encode_job_of(const GoldenFrame& golden, const void* elements) {
+  memswap_encode_job job{};
+  job.input = elements;
+  job.elements = golden.elements;
+  job.dtype = static_cast<uint8_t>(golden.dtype);
+  job.shape = static_cast<uint8_t>(golden.shape);
+  job.profile = golden.fast ? MEMSWAP_FAST : MEMSWAP_CANONICAL;
+  job.center = golden.center;
+  job.checksum = 1;
+  return job;
+}
 
 }  // namespace memswap::test

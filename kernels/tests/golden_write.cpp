@@ -33,14 +33,7 @@ std::vector<uint8_t> portable_frame(const GoldenFrame& golden) {
   const uint64_t bytes = layout.bytes(layout.max_var_units());
   const std::unique_ptr<uint8_t, FreeAligned> memory(
       static_cast<uint8_t*>(std::aligned_alloc(128, (bytes + 127) / 128 * 128)));
-  memswap_encode_job job{};
-  job.input = input.data();
-  job.elements = golden.elements;
-  job.dtype = static_cast<uint8_t>(golden.dtype);
-  job.shape = static_cast<uint8_t>(golden.shape);
-  job.profile = golden.fast ? MEMSWAP_FAST : MEMSWAP_CANONICAL;
-  job.center = golden.center;
-  job.checksum = 1;
+  memswap_encode_job job = encode_job_of(golden, input.data());
   job.frame = memory.get();
   job.var_capacity = layout.max_var_units();
   uint64_t written = 0;

@@ -17,4 +17,6 @@ const BlockCodec* blocks_of(Isa isa) {
 
 Isa best_isa() { return Isa::kAvx512; }
 
+bool asks_near() { return true; }
+
 }  // namespace memswap::cpu

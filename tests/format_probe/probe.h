@@ -105,17 +105,11 @@ class Probe {
                frame::kUnitBytes);
     uint64_t cursor = 0;
     Area made(layout.bytes(capacity));
-    memswap_encode_job job{};
-    job.input = input.begin();
-    job.elements = golden.elements;
-    job.dtype = static_cast<uint8_t>(golden.dtype);
-    job.shape = static_cast<uint8_t>(golden.shape);
-    job.profile = golden.fast ? MEMSWAP_FAST : MEMSWAP_CANONICAL;
-    job.center = golden.center;
-    job.checksum = 1;
+    memswap_encode_job job = test::encode_job_of(golden, input.begin());
     job.frame = made.begin();
     job.var_capacity = capacity;
     if (room == Room::kArena) {
+      job.checksum = 0;  // so that a portable frame's flags are not all set
       job.overflow = arena.begin();
       job.overflow_capacity = arena.bytes() / frame::kUnitBytes;
       job.overflow_cursor = &cursor;

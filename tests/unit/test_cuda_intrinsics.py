@@ -71,22 +71,6 @@ def test_every_intrinsic_of_the_kernels_has_a_stand_in_that_is_compared() -> Non
     assert not missing, f"{missing}: compare them with their definitions in {DEFINED.name}"
 
 
-def test_selectors_of_byte_perm_ask_for_no_sign() -> None:
-    """CUDA's function ignores the fourth bit of a selector; the emulator's would not."""
-    selectors = [
-        one
-        for path in KERNELS
-        for call in re.findall(r"__byte_perm\(([^;]*?)\)[;,]", code_of(path))
-        for one in re.findall(r"\b0x[0-9a-f]{4}\b|\bselector\b", call)
-    ]
-    assert len(selectors) >= 10
-    for selector in selectors:
-        if selector != "selector":  # that of permute(), where a GPU has PRMT itself
-            assert int(selector, 16) & 0x8888 == 0, f"{selector}: use permute()"
-    calls = [one for one in selectors if one == "selector"]
-    assert len(calls) == 1, "only permute() gives __byte_perm a selector that is no constant"
-
-
 # --- kernels/cuda/ptx.py --------------------------------------------------------------------------
 
 

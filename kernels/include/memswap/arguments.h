@@ -1,4 +1,5 @@
-// Which arguments of the C table are possible: what every backend checks before it starts anything.
+// Which arguments of the C table are possible: what every backend checks before it starts anything,
+// and what it says of those that are not.
 #pragma once
 
 #include <cstddef>
@@ -9,13 +10,22 @@
 
 namespace memswap::arguments {
 
-// What `message` says of MEMSWAP_CODEC_BAD_ARGUMENT.
-inline constexpr const char* kBadArgument =
-    "bad argument: a pointer is NULL or not aligned (frames to 128 bytes, overflow arenas to 8, "
-    "tensors to their elements), the shape does not fit the dtype, a dtype, shape or profile is "
-    "unknown, a size is beyond what a frame can hold, or only one of overflow and overflow_cursor "
-    "is "
-    "given";
+// What a backend's `message` says of the codes that all share; NULL of any other.
+inline const char* message_of(int code) {
+  switch (code) {
+    case MEMSWAP_CODEC_OK:
+      return "success";
+    case MEMSWAP_CODEC_BAD_ARGUMENT:
+      return "bad argument: a pointer is NULL or not aligned (frames to 128 bytes, overflow arenas "
+             "to 8, tensors to their elements), the shape does not fit the dtype, a dtype, shape "
+             "or profile is unknown, a size is beyond what a frame can hold, or only one of "
+             "overflow and overflow_cursor is given";
+    case MEMSWAP_CODEC_NOT_SUPPORTED:
+      return "a tensor of more elements than this backend counts (Ascend: 2**32 and more)";
+    default:
+      return nullptr;
+  }
+}
 
 inline bool is_aligned(const void* pointer, uint64_t alignment) {
   return reinterpret_cast<uintptr_t>(pointer) % alignment == 0;

@@ -211,6 +211,22 @@ MEMSWAP_HOST_DEVICE constexpr Split split_of(Dtype dtype) {
   }
 }
 
+// Backends have kernels of shapes dense and sparse for these, and for no others.
+constexpr bool is_float(Dtype dtype) {
+  return dtype == Dtype::kBf16 || dtype == Dtype::kFp16 || dtype == Dtype::kFp32 ||
+         dtype == Dtype::kE4m3 || dtype == Dtype::kE5m2 || dtype == Dtype::kFp64;
+}
+constexpr bool only_floats_have_exponents() {
+  for (uint8_t dtype = 1; dtype <= kLastDtype; ++dtype) {
+    const Dtype one = static_cast<Dtype>(dtype);
+    if ((split_of(one).exponent_bits != 0) != is_float(one)) {
+      return false;
+    }
+  }
+  return true;
+}
+static_assert(only_floats_have_exponents());
+
 MEMSWAP_HOST_DEVICE constexpr uint32_t width_of(Dtype dtype) { return split_of(dtype).width; }
 
 // Whether integers of this type compare as signed ones (shape ints).

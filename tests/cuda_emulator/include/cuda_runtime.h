@@ -61,16 +61,13 @@ inline int __clzll(long long x) {
   return x == 0 ? 64 : __builtin_clzll(static_cast<unsigned long long>(x));
 }
 
+// Three bits of each selector count: "selector[0] = s<2:0>, selector[1] = s<6:4>, ...".
 inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
   const uint64_t bytes = x | uint64_t{y} << 32;
   uint32_t result = 0;
   for (uint32_t i = 0; i < 4; ++i) {
-    const uint32_t nibble = selector >> (4 * i) & 0xf;
-    uint32_t byte = static_cast<uint32_t>(bytes >> (8 * (nibble & 7))) & 0xff;
-    if (nibble & 8) {
-      byte = byte & 0x80 ? 0xff : 0;  // PRMT replicates the sign
-    }
-    result |= byte << (8 * i);
+    const uint32_t byte = selector >> (4 * i) & 7;
+    result |= (static_cast<uint32_t>(bytes >> (8 * byte)) & 0xff) << (8 * i);
   }
   return result;
 }
