@@ -127,6 +127,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // A sender has no room for a storage: told once. The reason for the statistics, which is
   // `short_of`.
   const char* refused(const char* short_of, const std::string& why, const Entry& entry);
+  bool persists(const IterationPtr& shortage);
 
   // Storages of parameters and buffers, instead of those that were named before.
   void set_persistent(const std::vector<at::Tensor>& tensors);
@@ -222,7 +223,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
     std::weak_ptr<Entry> entry;
   };
   std::deque<Awaited> awaited_;
-  bool persists(const IterationPtr& shortage);
   std::optional<std::weak_ptr<Iteration>> first_short_;  // where room for frames first ran out
   // Of each device that was seen, at the same place for good; nullptr: its storages stay.
   std::deque<std::pair<c10::Device, TransfersPtr>> devices_;

@@ -79,7 +79,7 @@ def test_what_does_not_fit_frames_is_in_pinned_memory_and_comes_back(
     for tensor in tensors:
         on_device = tensor.to(device)
         views.append(native.capture(on_device))
-        encoding = lane.encode(native.StorageRef(on_device), code, layout, 0)
+        encoding = lane.encode(native.StorageRef(on_device), (code, layout, 0))
         assert encoding is not None, lane.last_refusal
         made.append(encoding)
         del on_device

@@ -106,7 +106,7 @@ pool = memswap.HostPool("1MiB", slab="1MiB", device=device, pageable=False)
 lane = native.StreamCodecLane(device, arena_budget=1 << 20, arena_chunk=1 << 16,
                               arena_pool=pool.native)
 tensor = torch.randn(50000).bfloat16().to(device)
-encoded, ticket = lane.encode(native.StorageRef(tensor), 1, 0, 0)
+encoded, ticket = lane.encode(native.StorageRef(tensor), (1, 0, 0))
 ticket.wait()
 arena = lane.arena_statistics()
 print(arena["pinned_bytes"], arena["reserved_bytes"] > 0, encoded.overflow_nbytes > 0)
