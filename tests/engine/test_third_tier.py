@@ -49,8 +49,8 @@ def _small_staging(monkeypatch):
     """The lane's pinned memory is made in small slabs, and is full after some storages."""
     monkeypatch.setattr(lanes, "STAGING_BYTES", 64 << 10)
 
-    def host_pool(*, device: Any, **options: Any) -> memswap.HostPool:
-        return memswap.HostPool(budget="64MiB", slab="1MiB", device=device, **options)
+    def host_pool(budget: Any = None, **options: Any) -> memswap.HostPool:
+        return memswap.HostPool("64MiB", **options | {"slab": "1MiB"})
 
     monkeypatch.setattr(lanes, "HostPool", host_pool)
 

@@ -246,12 +246,15 @@ def test_layers_of_a_model_that_is_compiled_as_a_whole_are_told(device, new_pool
     compiled(x).backward()
     with (
         memswap.manage(model.layers, EVERYTHING, pool=new_pool()),
-        pytest.warns(UserWarning, match="the compiled model itself"),
+        pytest.warns(UserWarning, match="compile the layers one by one"),
     ):
         for _ in range(2):
             compiled(x).backward()
-    with memswap.manage(compiled, EVERYTHING, pool=new_pool()) as manager:  # as the warning says
-        compiled(x).backward()
+    torch._dynamo.reset()
+    for layer in model.layers:
+        layer.compile(backend="eager")
+    with memswap.manage(model, EVERYTHING, pool=new_pool()) as manager:  # as the warning says
+        model(x).backward()
         assert manager.stats().moved_storages > 0
 
 

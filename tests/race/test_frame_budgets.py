@@ -285,7 +285,7 @@ def timed(
 ) -> tuple[float, memswap.Plan | None]:
     """Microseconds of a steady step, on a slow link or another, and its plan.
 
-    `action` None: any.
+    `action` None: any but recomputing.
     """
     ways = ("d2h", "h2d", "duplex_d2h", "duplex_h2d")
     alone = {f"{way}_bytes_per_s": gb_per_s * 1e9 for way in ways}
@@ -295,7 +295,9 @@ def timed(
         stack, manager, plan = Stack(1, depth=8), None, None
         with virtual_time(**COMPUTE, h2d_gb_per_s=gb_per_s, d2h_gb_per_s=gb_per_s) as clock:
             if budget is not None:
-                policy = memswap.Policy(action=action, min_bytes=1, include=("4", "5", "6", "7"))
+                policy = memswap.Policy(
+                    action=action, min_bytes=1, include=("4", "5", "6", "7"), recipes=False
+                )
                 manager = memswap.manage(
                     stack.layers, policy, pool=new_pool(), budget=budget, rates=rates
                 )

@@ -592,9 +592,10 @@ class Learner:
         free = self._free_bytes(kind) if self._ranks is None else kind.free_bytes
         return Holding(kept_plan(plan) if free is not None and 2 * more_bytes <= free else None)
 
-    @staticmethod
-    def _free_bytes(kind: StepKind) -> float | None:
-        return None if kind.device is None else free_bytes(kind.device)
+    def _free_bytes(self, kind: StepKind) -> float | None:
+        """What a plain step has room in, where a plan is compared with one."""
+        compares = self._budget == "auto" and kind.device is not None
+        return free_bytes(kind.device) if compares else None
 
     def _costs_too_much(self, kind: StepKind, sample: Sample, rates: Rates) -> bool:
         """One more iteration under a plan was timed. Whether another plan is made for that."""
