@@ -102,17 +102,24 @@ class CodecLane {
     const std::lock_guard lock(refusal_mutex_);
     return last_refusal_;
   }
+  // Whether that was for want of room for what may not fit its frame, and nothing had failed.
+  bool arena_was_full() const {
+    const std::lock_guard lock(refusal_mutex_);
+    return arena_was_full_;
+  }
 
  protected:
-  std::nullopt_t refuse(std::string reason) {
+  std::nullopt_t refuse(std::string reason, bool arena_is_full = false) {
     const std::lock_guard lock(refusal_mutex_);
     last_refusal_ = std::move(reason);
+    arena_was_full_ = arena_is_full;
     return std::nullopt;
   }
 
  private:
   mutable std::mutex refusal_mutex_;
   std::string last_refusal_;
+  bool arena_was_full_ = false;
 };
 
 }  // namespace memswap

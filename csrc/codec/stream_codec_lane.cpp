@@ -294,7 +294,7 @@ std::optional<Encoding> StreamCodecLane::start(StorageRefPtr storage, const Fram
       overflow = arena_->reserve(most, reason);
     }
     if (!overflow) {
-      return refuse(std::move(reason));
+      return refuse(std::move(reason), /*arena_is_full=*/true);
     }
   }
   StorageRefPtr frame;

@@ -127,6 +127,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // A sender has no room for a storage: told once. The reason for the statistics, which is
   // `short_of`.
   const char* refused(const char* short_of, const std::string& why, const Entry& entry);
+  const char* refused(const FrameSender& sender, const Entry& entry);
   bool persists(const IterationPtr& shortage);
 
   // Storages of parameters and buffers, instead of those that were named before.

@@ -62,6 +62,7 @@ class FrameSender {
   bool works_ahead() const { return works_ahead_; }
   // Why `send` last refused, in words for the user.
   std::string why_refused() const { return lane_->last_refusal(); }
+  bool arena_was_full() const { return lane_->arena_was_full(); }
 
  private:
   const std::shared_ptr<CodecLane> lane_;

@@ -44,7 +44,7 @@ const char* Engine::send(const EntryPtr& entry, const StorageRefPtr& storage,
     } else if (encode(entry, storage, order, expectation)) {
       return nullptr;
     } else if (!most_bytes || !sender->works_ahead()) {
-      reason = refused(FrameForm::kShortOf, sender->why_refused(), *entry);
+      reason = refused(*sender, *entry);
     }
   }
   if (most_bytes && by.works_ahead()) {

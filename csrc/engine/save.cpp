@@ -54,18 +54,21 @@ const char* Engine::refused(const char* short_of, const std::string& why, const 
   if (entry.iteration && short_of == std::string_view(BlockForm::kShortOf)) {
     entry.iteration->refuse(ledger.counters.away_bytes);
   }
-  if (short_of == std::string_view(FrameForm::kShortOf) && !entry.device().is_cpu() &&
-      !persists(entry.iteration)) {
-    return short_of;
-  }
   ledger.tell_once(short_of, "a storage of " + std::to_string(entry.nbytes()) + " bytes stays on " +
                                  entry.device().str() + ": " + why +
                                  ". Training goes on with less memory saved.");
   return short_of;
 }
 
-// An accelerator's first frames have guessed lengths, so what they were short of at first is
-// counted and not told. What a later iteration is short of as well, is.
+// An accelerator's first frames have guessed lengths, so the room that they were short of at first
+// is counted and not told. What a later iteration is short of as well, is.
+const char* Engine::refused(const FrameSender& sender, const Entry& entry) {
+  if (sender.arena_was_full() && !persists(entry.iteration)) {
+    return FrameForm::kShortOf;
+  }
+  return refused(FrameForm::kShortOf, sender.why_refused(), entry);
+}
+
 bool Engine::persists(const IterationPtr& shortage) {
   if (!first_short_) {
     first_short_ = shortage;

@@ -136,7 +136,7 @@ TicketPtr Windows::start(const PendingEncode& pending) {
     if (planned) {
       entry->iteration->unfit = true;
     } else {
-      reason = engine_.refused(FrameForm::kShortOf, sender->why_refused(), *entry);
+      reason = engine_.refused(*sender, *entry);
     }
     if (planned || order.form != Form::kFrame) {  // raw, if there is room for that
       reason = engine_.send_raw(entry, storage, *order.transfers);

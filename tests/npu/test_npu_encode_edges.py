@@ -20,10 +20,12 @@ pytestmark = [
 ]
 #: eager, lazy, side_first, main_first, random
 SCHEDULES = MATRIX[:5]
-PROGRAMS = sorted({edge.program for edge in lanes.EDGES}, key=lambda program: program.__name__)
+#: AscendC's kernels do not reach pinned memory.
+EDGES = [edge for edge in lanes.EDGES if edge.program not in lanes.IN_PINNED_MEMORY]
+PROGRAMS = sorted({edge.program for edge in EDGES}, key=lambda program: program.__name__)
 
 
-@pytest.mark.parametrize("edge", lanes.EDGES, ids=str)
+@pytest.mark.parametrize("edge", EDGES, ids=str)
 def test_a_broken_edge_of_an_encode_is_reported_and_gives_wrong_data(edge) -> None:
     right = lanes.expected(edge.program)
     seen = [lanes.observe(schedule, edge.program, edge.broken) for schedule in SCHEDULES]

@@ -265,6 +265,9 @@ class Edge:
         return f"{self.number} {self.name}"
 
 
+#: Whose arena is in pinned memory: programs for codecs whose kernels reach it.
+IN_PINNED_MEMORY = (arena_used_again_in_pinned_memory, pinned_memory_given_back)
+
 EDGES = [
     Edge("1, 2", "producer, frame -> encode", drop(encode_stream, compute_streams), let_go_at_once),
     Edge("3", "encode -> original freed", drop(compute_streams, encode_stream), let_go_at_once),
