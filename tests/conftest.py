@@ -47,9 +47,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Torch's first call into MKL is made on one thread: on two it may have other last bits than all
-    # that follow (memswap.cli.measure.settle_math_library).
-    torch.ones(16).sqrt()
     if config.getoption("--device") in SIMULATED:
         import simulator
 
@@ -61,6 +58,9 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.utils.deterministic.fill_uninitialized_memory = False
+    from memswap.cli.measure import settle_math_library
+
+    settle_math_library()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

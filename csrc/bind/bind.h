@@ -30,24 +30,29 @@ inline py::object from(const char* module, const char* name) {
 
 inline uintptr_t as_int(const void* address) { return reinterpret_cast<uintptr_t>(address); }
 
-// A caster of structs that are tuples in Python. One that is given may be shorter: the members that
-// are left out keep their defaults.
+// A caster of structs that are tuples in Python, of all members.
 template <class Struct, auto... members>
 struct TupleCaster {
   PYBIND11_TYPE_CASTER(Struct, py::detail::const_name("tuple"));
 
   bool load(py::handle source, bool convert) {
+    return load_from(source, convert, sizeof...(members));
+  }
+
+  static py::handle cast(const Struct& given, py::return_value_policy, py::handle) {
+    return py::make_tuple(given.*members...).release();
+  }
+
+ protected:
+  // Of at least so many; those that are left out keep their defaults.
+  bool load_from(py::handle source, bool convert, size_t least) {
     if (!py::isinstance<py::tuple>(source)) {
       return false;
     }
     const auto given = py::reinterpret_borrow<py::tuple>(source);
     size_t place = 0;
-    return given.size() <= sizeof...(members) &&
+    return given.size() >= least && given.size() <= sizeof...(members) &&
            (load_member<members>(given, place++, convert) && ...);
-  }
-
-  static py::handle cast(const Struct& given, py::return_value_policy, py::handle) {
-    return py::make_tuple(given.*members...).release();
   }
 
  private:
@@ -67,12 +72,14 @@ struct TupleCaster {
 
 }  // namespace memswap
 
-// (dtype, shape, var_capacity, profile, center)
+// (dtype, shape, var_capacity, profile, center), the dtype alone or with what follows it.
 template <>
 struct pybind11::detail::type_caster<memswap::FrameOptions>
     : memswap::TupleCaster<memswap::FrameOptions, &memswap::FrameOptions::dtype,
                            &memswap::FrameOptions::shape, &memswap::FrameOptions::var_capacity,
-                           &memswap::FrameOptions::profile, &memswap::FrameOptions::center> {};
+                           &memswap::FrameOptions::profile, &memswap::FrameOptions::center> {
+  bool load(handle source, bool convert) { return load_from(source, convert, 1); }
+};
 
 // A memswap.Action.
 template <>

@@ -24,10 +24,6 @@ struct pybind11::detail::type_caster<memswap::Plan::Place>
   static constexpr auto name = make_caster<
       std::tuple<std::string, int64_t, int64_t, c10::ScalarType, std::optional<memswap::Action>,
                  Places, Places, Places, bool, std::optional<int64_t>>>::name;
-
-  bool load(handle source, bool convert) {  // nothing is left out
-    return isinstance<tuple>(source) && len(source) == 10 && TupleCaster::load(source, convert);
-  }
 };
 
 namespace memswap {

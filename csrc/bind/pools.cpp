@@ -104,7 +104,7 @@ void bind_pools(py::module_& module) {
       .def("wait_reserved", &Pool::wait_reserved, without_gil())
       .def("trim", &Pool::trim, without_gil())
       .def("set_overflow", &Pool::set_overflow, "overflow"_a)
-      // Asked for once in a forward, where all of the statistics would take a while.
+      // Asked for in each forward, where making an object of all statistics would take a while.
       .def_property_readonly("pageable_bytes",
                              [](const Pool& pool) { return pool.statistics().pageable_bytes; })
       .def("statistics", &statistics_of);

@@ -23,11 +23,7 @@ template <>
 struct py::detail::type_caster<memswap::TensorKey>
     : memswap::TupleCaster<memswap::TensorKey, &memswap::TensorKey::unit,
                            &memswap::TensorKey::ordinal, &memswap::TensorKey::nbytes,
-                           &memswap::TensorKey::dtype> {
-  bool load(handle source, bool convert) {  // nothing is left out
-    return isinstance<tuple>(source) && len(source) == 4 && TupleCaster::load(source, convert);
-  }
-};
+                           &memswap::TensorKey::dtype> {};
 
 namespace memswap {
 

@@ -59,8 +59,8 @@ void Arena::Chunk::order_behind_reads() {
 }
 
 std::byte* Arena::Chunk::memory() const {
-  return static_cast<std::byte*>(pinned ? pinned->data() : bytes.mutable_data_ptr()) +
-         (pinned ? 0 : kBefore);
+  return pinned ? static_cast<std::byte*>(pinned->data())
+                : static_cast<std::byte*>(bytes.mutable_data_ptr()) + kBefore;
 }
 
 Arena::Share::Share(std::shared_ptr<Arena> arena, std::shared_ptr<Chunk> chunk, uint64_t units)

@@ -127,6 +127,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // A sender has no room for a storage: told once. The reason for the statistics, which is
   // `short_of`.
   const char* refused(const char* short_of, const std::string& why, const Entry& entry);
+  // The same of frames; what the first frames' room is short of is not told.
   const char* refused(const FrameSender& sender, const Entry& entry);
   bool persists(const IterationPtr& shortage);
 

@@ -139,10 +139,13 @@ void run(const Step& step, const Given& given, Made& made) {
     made.tell(made.nbytes);
   }
   for (const Step::Input& input : step.inputs) {
-    if (MadeOnce* const read = input.step ? &made.calls.at(input.step->call.get()) : nullptr;
-        read != nullptr && --read->readers == 0) {
-      made.nbytes -= nbytes_of(read->results);
-      read->results.clear();
+    if (!input.step) {
+      continue;
+    }
+    MadeOnce& read = made.calls.at(input.step->call.get());
+    if (--read.readers == 0) {
+      made.nbytes -= nbytes_of(read.results);
+      read.results.clear();
     }
   }
 }

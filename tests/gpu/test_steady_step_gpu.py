@@ -6,6 +6,7 @@ CUDA's own tools say so: the sync debug mode and memory statistics. Needs --devi
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -79,21 +80,24 @@ def test_a_steady_step_takes_nothing_from_the_driver(device: torch.device, how: 
     assert_nothing_left(steady.swap.stats())
 
 
-def test_the_peak_of_device_memory_is_lower(device: torch.device) -> None:
-    def peak_of(how: str) -> tuple[int, Any]:
-        steady = Steady(device, how)
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        if steady.swap is not None:
-            steady.swap.reset_stats()
-        steady.step()
-        torch.cuda.synchronize(device)
-        stats = steady.swap.stats() if steady.swap is not None else None
-        return torch.cuda.max_memory_allocated(device) - before, stats
+def peak_of(steady: Steady, before_step: Callable[[], object] = lambda: None) -> tuple[int, Any]:
+    """What one more step takes of the device at its peak, and memswap's account of it."""
+    device = steady.x.device
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    if steady.swap is not None:
+        steady.swap.reset_stats()
+    before_step()
+    steady.step()
+    torch.cuda.synchronize(device)
+    stats = steady.swap.stats() if steady.swap is not None else None
+    return torch.cuda.max_memory_allocated(device) - before, stats
 
-    plain, _ = peak_of("plain")
-    managed, stats = peak_of("manage")
+
+def test_the_peak_of_device_memory_is_lower(device: torch.device) -> None:
+    plain, _ = peak_of(Steady(device, "plain"))
+    managed, stats = peak_of(Steady(device, "manage"))
     assert stats.freed_bytes > 0
     # Gradients are as large as here as the activations of a layer, and what is in flight counts.
     assert managed < plain - stats.freed_bytes // 4, (
@@ -104,21 +108,12 @@ def test_the_peak_of_device_memory_is_lower(device: torch.device) -> None:
 def test_frames_lower_the_peak_although_the_host_is_a_step_ahead(device: torch.device) -> None:
     """The device sleeps until the host has submitted all of the step."""
 
-    def peak_of(how: str) -> tuple[int, Any]:
-        policy = memswap.Policy(action=memswap.Action.ENCODE, min_bytes=1)
-        steady = Steady(device, how, policy)
-        if steady.swap is not None:
-            steady.swap.reset_stats()
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+    def sleep() -> None:
         torch.cuda._sleep(1_000_000_000)  # about half a second
-        steady.step()
-        torch.cuda.synchronize(device)
-        stats = steady.swap.stats() if steady.swap is not None else None
-        return torch.cuda.max_memory_allocated(device) - before, stats
 
-    plain, _ = peak_of("plain")
-    managed, stats = peak_of("saved_tensors")
+    policy = memswap.Policy(action=memswap.Action.ENCODE, min_bytes=1)
+    plain, _ = peak_of(Steady(device, "plain", policy), sleep)
+    managed, stats = peak_of(Steady(device, "saved_tensors", policy), sleep)
     assert "codec room" not in stats.kept
     saved = stats.encoded_bytes - stats.frame_bytes
     assert managed <= plain - 0.8 * saved, (

@@ -27,7 +27,7 @@ from memswap.engine.action import Action
 from memswap.planning.holding import Sample
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from memswap.planning.background import Job
     from memswap.planning.device import DeviceTerms
@@ -285,9 +285,8 @@ def agreed_storage(saved: tuple[SavedStorage, ...]) -> SavedStorage:
 
 def agreed_recipe(recipes: list[Recipe | None]) -> Recipe | None:
     """What every rank has proven, with the longest time of any; None where one has not."""
-    known = [one for one in recipes if one is not None]
-    alike = {(one.words, one.sources) for one in known}
-    if len(known) < len(recipes) or len(alike) != 1:
+    known = known_by_all(recipes)
+    if len({(one.words, one.sources) for one in known}) != 1:
         return None
     return replace(
         known[0],
@@ -296,18 +295,23 @@ def agreed_recipe(recipes: list[Recipe | None]) -> Recipe | None:
     )
 
 
+def known_by_all(found: Sequence[AnyT | None]) -> list[AnyT]:
+    """What was found, if everyone has found something; else nothing."""
+    known = [one for one in found if one is not None]
+    return known if len(known) == len(found) else []
+
+
 def agreed_sample(samples: list[Sample | None]) -> Sample | None:
     """What the slowest rank took; None if one of them does not know."""
-    known = [one for one in samples if one is not None]
-    if len(known) < len(samples):
+    known = known_by_all(samples)
+    if not known:
         return None
     return Sample(max(one.total_s for one in known), max(one.cost_s for one in known))
 
 
 def agreed_room(free_bytes: list[float | None]) -> float | None:
     """What every rank has; None if one of them does not know."""
-    known = [one for one in free_bytes if one is not None]
-    return min(known) if len(known) == len(free_bytes) else None
+    return min(known_by_all(free_bytes), default=None)
 
 
 def agreed_frame(nbytes: list[int]) -> int:
@@ -317,8 +321,7 @@ def agreed_frame(nbytes: list[int]) -> int:
 
 def latest(marks: list[int | None]) -> int | None:
     """The latest of some marks. None is the end of the step, and the latest of all."""
-    known = [mark for mark in marks if mark is not None]
-    return max(known) if len(known) == len(marks) else None
+    return max(known_by_all(marks), default=None)
 
 
 def slowest(rates: list[Rates]) -> Rates:
