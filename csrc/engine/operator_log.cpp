@@ -80,8 +80,7 @@ at::Tensor KnownTensor::lock() const {
   return view.rebuild(StorageRef(c10::Storage(std::move(held)), view.counter()), true);
 }
 
-// --- one call
-// -------------------------------------------------------------------------------------
+// --- one call ----------------------------------------------------------------------------------
 
 bool OperatorCall::take(const at::Tensor& tensor, size_t position, std::optional<size_t> item) {
   std::optional<KnownTensor> known = KnownTensor::of(tensor);
@@ -184,8 +183,7 @@ void OperatorCall::end(const std::vector<c10::IValue>& results) noexcept {
   }
 }
 
-// --- the callback
-// ---------------------------------------------------------------------------------
+// --- the callback ------------------------------------------------------------------------------
 
 struct OperatorLog::Context final : at::ObserverContext {
   Context(OperatorLogPtr of, OperatorCallPtr made) : log(std::move(of)), call(std::move(made)) {}
@@ -252,8 +250,7 @@ void OperatorLog::call_ends(const at::RecordFunction& call, at::ObserverContext*
   ended.log->remember(ended.call);
 }
 
-// --- the log
-// --------------------------------------------------------------------------------------
+// --- the log -----------------------------------------------------------------------------------
 
 void OperatorLog::enter() {
   ThreadLogs& thread = thread_logs;

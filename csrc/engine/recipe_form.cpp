@@ -165,8 +165,7 @@ void RecipeForm::before_edit() noexcept {
   }
 }
 
-// --- the departure
-// --------------------------------------------------------------------------------
+// --- the departure -----------------------------------------------------------------------------
 
 CallTicket::CallTicket(OperatorCallPtr call, StorageRefPtr storage)
     : call_(std::move(call)), key_(storage->storage.unsafeGetStorageImpl()) {

@@ -142,8 +142,7 @@ class Run {
     return on_device ? step_.held_frame_nbytes[index] : 0;
   }
 
-  // --- forward
-  // ------------------------------------------------------------------------------------
+  // --- forward ---------------------------------------------------------------------------------
 
   // The gap before a mark, and what goes with it.
   void advance(int32_t mark) {
@@ -247,8 +246,7 @@ class Run {
     release(first.index, first.index);
   }
 
-  // --- room
-  // ---------------------------------------------------------------------------------------
+  // --- room ------------------------------------------------------------------------------------
 
   bool can_release() const { return !sends_.empty() || !encoded_.empty() || !waiting_.empty(); }
 
@@ -373,8 +371,7 @@ class Run {
     }
   }
 
-  // --- backward
-  // -----------------------------------------------------------------------------------
+  // --- backward --------------------------------------------------------------------------------
 
   // Before backward: what comes back in which order, and when it has to start.
   void look_ahead() {
@@ -563,8 +560,7 @@ class Run {
     }
   }
 
-  // --- time
-  // ---------------------------------------------------------------------------------------
+  // --- time ------------------------------------------------------------------------------------
 
   // Bytes that are there through a mark, or to the end.
   void gone_after(int32_t mark, int64_t nbytes) {

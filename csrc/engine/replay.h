@@ -5,8 +5,7 @@
 //
 // 1. Compute does the gap before each mark, then the mark. It stands still only where it waits.
 // 2. A send starts when its bytes are there, behind the sends before it. It is *released* where
-// room
-//    is needed and nowhere else: at the mark before the save that needs the room, oldest send
+//    room is needed and nowhere else: at the mark before the save that needs the room, oldest send
 //    first, compute waits for the end of the send and the storage goes. So memory in program order
 //    depends on the plan alone. A copy that is slower than predicted costs a wait at its release;
 //    it never costs a byte more. What is encoded on its way is released twice: the storage when it
@@ -14,20 +13,18 @@
 // 3. Fetches are started at demands, in the order of the demands, not before there is room, and not
 //    before a link of half the speed (`kLead`) would have to start them.
 // 4. A storage is resident from its save until it was released and the forward has let go of it,
-// and
-//    again from its fetch through the mark of its last demand. A frame on the device is resident
-//    from the save on, with all its capacity; one on its way to a pool until it was released, and
-//    again from the fetch of its storage through the first demand. That counts a little more than
-//    the ledger does, never less.
+//    and again from its fetch through the mark of its last demand. A frame on the device is
+//    resident from the save on, with all its capacity; one on its way to a pool until it was
+//    released, and again from the fetch of its storage through the first demand. That counts a
+//    little more than the ledger does, never less.
 // 5. Codec time is compute's: encoding beside compute takes its processors. (On a CPU the calling
 //    thread does it, and the raw bytes go at once.) Where operators open windows
 //    (`StepRecord::windows_s`), work waits for them, in its order, decodes first, and costs nothing
 //    there; it costs what is left of it where room is needed, at the end of the forward, or at its
 //    demand. (What has to be copied before it is decoded waits for no window.)
 // 6. Copies in both directions at once run at the duplex rates. Where those who copy share
-// compute's
-//    processors (`MachineRates::copy_share`), compute loses that share of a copy's time, when the
-//    copy starts.
+//    compute's processors (`MachineRates::copy_share`), compute loses that share of a copy's time,
+//    when the copy starts.
 // 7. What recomputed units save again is there whatever the plan says (`StepRecord::extra_nbytes`),
 //    and so is the time that they take.
 // 8. What elements that are not like the last ones may need beyond their frames' capacity lies in

@@ -76,8 +76,7 @@ TEST(FlowNetwork, FindsTheCutThatTryingAllOfThemFinds) {
   }
 }
 
-// --- what stays
-// -----------------------------------------------------------------------------------
+// --- what stays --------------------------------------------------------------------------------
 
 // Calls in a row that it takes to have a storage; nothing: it cannot be had.
 std::optional<int> calls_for(const MakingGraph& graph, const std::vector<bool>& kept,
