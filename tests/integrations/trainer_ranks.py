@@ -65,8 +65,17 @@ class Reports(logging.Handler):
         self.count += moved(record.getMessage())
 
 
+def output(folder: Path, callback: MemswapCallback | None) -> Path:
+    """Where checkpoints go: one folder for all ranks."""
+    return folder.parent / ("plain" if callback is None else "managed")
+
+
 def train(
-    how: str, folder: Path, callback: MemswapCallback | None = None, **options: Any
+    how: str,
+    folder: Path,
+    callback: MemswapCallback | None = None,
+    resumes: str | None = None,
+    **options: Any,
 ) -> tuple[Trained, Looks]:
     if how == "FSDP2":
         options["fsdp"] = True
@@ -78,13 +87,13 @@ def train(
     trainer = transformers.Trainer(
         model=llama(),
         args=transformers.TrainingArguments(
-            output_dir=str(folder),
+            output_dir=str(output(folder, callback)),
             max_steps=options.pop("steps", 3),
             per_device_train_batch_size=2,
             learning_rate=1e-3,
             logging_steps=1,
             report_to=[],
-            save_strategy="no",
+            save_strategy="steps" if "save_steps" in options else "no",
             use_cpu=True,
             ddp_backend="gloo",
             disable_tqdm=True,
@@ -94,7 +103,7 @@ def train(
         eval_dataset=examples(4),
         callbacks=[looks, *([callback] if callback else [])],
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resumes)
     assert trainer.accelerator.num_processes == int(os.environ["WORLD_SIZE"]) > 1
     assert_no_hooks(trainer.model_wrapped)
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
@@ -114,6 +123,21 @@ def compare(how: str, folder: Path, name: str, options: dict[str, Any], **more: 
     assert (looks.plan is not None) == ("budget" in more), looks.found
 
 
+def compare_resumed(how: str, folder: Path) -> None:
+    """The same of a training that ends with a checkpoint, and of one that goes on from there."""
+    print(f"{how}, resumed", flush=True)
+
+    def whole(callback: MemswapCallback | None = None) -> Trained:
+        train(how, folder, callback, steps=2, save_steps=2)
+        checkpoint = output(folder, callback) / "checkpoint-2"
+        return train(how, folder, callback, str(checkpoint), steps=4, save_steps=2)[0]
+
+    expected = whole()
+    callback = MemswapCallback(**tiny.swapping(folder), optimizer="encode")
+    assert_same_bits(whole(callback), expected)
+    assert moved(callback.report()) and "of state" in callback.report(), callback.report()
+
+
 def main() -> None:
     how, folder = sys.argv[1], Path(sys.argv[2]) / os.environ["RANK"]
     folder.mkdir()
@@ -125,6 +149,7 @@ def main() -> None:
         compare(how, folder, name, options)
     compare(how, folder, "a budget", {"steps": BUDGETED_STEPS}, budget="60%")
     compare(how, folder, "the optimizer's state away", {}, optimizer="encode")
+    compare_resumed(how, folder)
     print(f"rank {os.environ['RANK']}: {reports.count} reports", flush=True)
     torch.distributed.destroy_process_group()
 
