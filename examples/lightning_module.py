@@ -56,8 +56,8 @@ def main() -> None:
             enable_model_summary=False,
             callbacks=[callback],
         )
+        # When it ends, Lightning's log has callback.report().
         trainer.fit(Reader(), torch.utils.data.DataLoader(windows, batch_size=4))
-    print(callback.report())
 
 
 if __name__ == "__main__":

@@ -269,7 +269,9 @@ class Manager(Managed):
         if self._budget is None:
             return []
         if self.plan is None:
-            return [f"budget {self._budget_as_asked()}: no plan yet, the first steps learn"]
+            planning = self._director is not None and self._director.planning
+            why = "it is being made beside training" if planning else "the first steps learn"
+            return [f"budget {self._budget_as_asked()}: no plan yet, {why}"]
         return self.plan.summary().splitlines()
 
     def trace(self, folder: str | Path) -> list[Path]:

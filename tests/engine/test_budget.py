@@ -37,7 +37,8 @@ from memswap.planning.search import Search
 pytestmark = pytest.mark.one_schedule
 
 
-def test_the_first_steps_learn_and_the_fourth_begins_with_a_plan(device, new_pool):
+def test_the_first_steps_learn_and_the_fourth_begins_with_a_plan(device, new_pool, caplog):
+    caplog.set_level("INFO", "memswap")
     layers = new_layers(device)
     plain = step(layers, 32, device)
     pool = new_pool()
@@ -53,6 +54,8 @@ def test_the_first_steps_learn_and_the_fourth_begins_with_a_plan(device, new_poo
         assert plan.measured_exposed_s is not None, "the second planned step was to be timed"
         assert "measured" in str(plan)
     assert_released(manager, pool)
+    told = [one.getMessage() for one in caplog.records if one.getMessage().startswith("budget ")]
+    assert len(told) == 1 and "peak of saved activations" in told[0], "a plan is logged when made"
 
 
 class Chain(nn.Module):

@@ -67,10 +67,12 @@ def test_no_step_waits_for_a_plan_and_a_later_one_follows_it(device, new_pool, g
     layers = new_layers(device)
     plain = step(layers, 32, device)
     with managed(layers, device, new_pool) as manager:
+        assert "no plan yet, the first steps learn" in manager.report()
         gate.await_planning(lambda: assert_same_gradients(step(layers, 32, device), plain))
         for _ in range(6):
             assert_same_gradients(step(layers, 32, device), plain)
         assert manager.plan is None, "planning is held up"
+        assert "no plan yet, it is being made beside training" in manager.report()
         assert gate.threads[0] is not threading.current_thread(), "a hook plans"
         gate.opened.set()
         plan = manager.wait_for_plan()

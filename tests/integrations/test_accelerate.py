@@ -13,7 +13,7 @@ import torch.multiprocessing as processes
 accelerate = pytest.importorskip("accelerate")
 tiny = pytest.importorskip("tiny")
 
-from tiny import Trained, assert_no_hooks, assert_same_bits, llama, moved  # noqa: E402
+from tiny import Trained, assert_no_hooks, assert_same_bits, llama, local, moved  # noqa: E402
 
 from memswap.integrations.accelerate import prepare  # noqa: E402
 from memswap.integrations.states import unwrapped  # noqa: E402
@@ -28,11 +28,6 @@ def _a_new_state():
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """A rank's own part of it."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def look_at_samples(model) -> None:
     """What a loop does in the middle of training: an evaluation, and a generation."""
     inner = model.module if hasattr(model, "module") else model
@@ -44,19 +39,20 @@ def look_at_samples(model) -> None:
 
 
 def train(
-    accelerator, folder=None, accumulate=1, checkpointing=False, in_step=None
+    accelerator, folder=None, checkpointing=False, in_step=None, rows=12, **options
 ) -> tuple[Trained, str]:
     model = llama()
     if checkpointing:
         model.gradient_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loader = torch.utils.data.DataLoader(tiny.windows(12), batch_size=2)
+    loader = torch.utils.data.DataLoader(tiny.windows(rows), batch_size=2)
     if folder is None:
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         manager = None
     else:
+        options |= {"optimizer": "encode", **tiny.swapping(folder)}
         model, optimizer, loader, manager = prepare(
-            accelerator, model, optimizer, loader, optimizer="encode", **tiny.swapping(folder)
+            accelerator, model, optimizer, loader, **options
         )
         assert managed_optimizer(unwrapped(optimizer)) is not None
     gradients, losses = [], []
@@ -74,9 +70,12 @@ def train(
             optimizer.zero_grad()
         if in_step is not None:
             in_step(model)
+        if manager is not None:
+            manager.wait_for_plan()
     report = ""
     if manager is not None:
         report = manager.report()
+        assert (manager.plan is not None) == ("budget" in options), report
         manager.remove()
     assert_no_hooks(model)
     weights = {name: local(one).detach().clone() for name, one in model.named_parameters()}
@@ -174,6 +173,7 @@ def rank(number: int, port: int, folder: str, how: str, results) -> None:
     try:
         plugin, accumulate = None, 2 if "accumulation" in how else 1
         if "FSDP2" in how:
+            tiny.accelerate_shards_on_a_cpu()
             plugin = accelerate.FullyShardedDataParallelPlugin(
                 fsdp_version=2,
                 auto_wrap_policy="transformer_based_wrap",
@@ -184,18 +184,28 @@ def rank(number: int, port: int, folder: str, how: str, results) -> None:
             cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=accumulate
         )
         assert accelerator.num_processes == 2
-        expected, _ = train(accelerator)
+        budget, rows = ({"budget": "60%"}, 48) if "budget" in how else ({}, 12)
+        expected, _ = train(accelerator, rows=rows)
         accelerator.free_memory()
-        found, report = train(accelerator, folder)
+        found, report = train(accelerator, folder, rows=rows, **budget)
         assert_same_bits(found, expected)
-        assert moved(report) and "4 " in report, report
+        layers = "4 FSDPLlamaDecoderLayer" if plugin else "4 LlamaDecoderLayer"
+        assert moved(report) and layers in report, report
         results.put("")
     except BaseException:
         results.put(traceback.format_exc())
 
 
 @pytest.mark.parametrize(
-    "how", ["DDP", "DDP, accumulation", "FSDP2", "FSDP2, checkpointing, accumulation"]
+    "how",
+    [
+        "DDP",
+        "DDP, accumulation",
+        "DDP, budget",
+        "FSDP2",
+        "FSDP2, checkpointing, accumulation",
+        "FSDP2, budget",
+    ],
 )
 def test_two_processes_give_the_same_bits(tmp_path, how):
     with socket.socket() as free:

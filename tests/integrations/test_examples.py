@@ -37,5 +37,6 @@ def test_example_runs(tmp_path, name, needs):
     )
     assert done.returncode == 0, f"examples/{name}.py fails:\n{done.stderr}"
     assert "loss" in done.stdout, f"examples/{name}.py says nothing of its loss:\n{done.stdout}"
-    assert tiny.moved(done.stdout), f"nothing moved in examples/{name}.py:\n{done.stdout}"
+    said = done.stdout + done.stderr  # Lightning's log has the report there
+    assert tiny.moved(said), f"nothing moved in examples/{name}.py:\n{said}"
     assert not list(tmp_path.iterdir()), f"examples/{name}.py left files behind"

@@ -82,6 +82,29 @@ def assert_same_bits(found: Trained, expected: Trained) -> None:
         assert bits(weight).equal(bits(expected.weights[name])), f"{name} differs after training"
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """A rank's own part of a tensor that is sharded; another tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def accelerate_shards_on_a_cpu() -> None:
+    """Has accelerate take a plugin for FSDP on a CPU, too: it takes DDP there without a word."""
+    from accelerate.state import AcceleratorState, DistributedType, PartialState
+
+    begin = AcceleratorState.__init__
+
+    def begin_sharded(self: Any, *args: Any, fsdp_plugin: Any = None, **more: Any) -> None:
+        begin(self, *args, fsdp_plugin=fsdp_plugin, **more)
+        if fsdp_plugin is not None:
+            if self._mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(self._mixed_precision)
+            self.fsdp_plugin = fsdp_plugin
+            self.distributed_type = DistributedType.FSDP
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    AcceleratorState.__init__ = begin_sharded
+
+
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The raw bytes of a tensor."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -1,33 +1,25 @@
-"""The examples of several ranks: losses are those of one process, in every combination."""
+"""A Llama under each combination of what shards, cuts, moves and recomputes: losses of one process.
+
+And the example of several ranks.
+"""
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import itertools
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+import llama_training
 from ranks import Rank, distributed
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_llama.py"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SMALL = {"layers": 3, "width": 16, "vocabulary": 16, "length": 12, "dtype": "float64", "steps": 3}
-
-
-@functools.cache
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_llama", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["train_llama"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 #: Whether weights are sharded, the sequence is cut, activations are managed, layers checkpointed.
@@ -39,14 +31,12 @@ PAIRWISE = [combination for combination in COMBINATIONS if sum(combination) in (
 
 @functools.cache
 def losses_of_one_process() -> list[float]:
-    module = example()
-    losses: list[float] = module.train(module.Config(**SMALL), torch.device("cpu"), None)
-    return losses
+    return llama_training.train(llama_training.Config(**SMALL), torch.device("cpu"), None)
 
 
 def assert_same_losses(rank: Rank, **options: Any) -> None:
-    module = example()
-    losses = module.train(module.Config(**SMALL, **options), torch.device("cpu"), rank.mesh)
+    config = llama_training.Config(**SMALL, **options)
+    losses = llama_training.train(config, torch.device("cpu"), rank.mesh)
     assert losses == pytest.approx(losses_of_one_process(), rel=0, abs=1e-12)
     assert losses[-1] < losses[0], "nothing was learnt"
 
@@ -76,16 +66,16 @@ def test_the_losses_are_those_of_one_process_where_keys_are_gathered(
 @pytest.mark.slow
 @distributed(3)
 def test_three_ranks_share_a_sequence_that_they_do_not_divide(rank: Rank) -> None:
-    module = example()
     uneven = SMALL | {"length": 14}
     cpu = torch.device("cpu")
-    alone = module.train(module.Config(**uneven), cpu, None)
-    together = module.train(module.Config(**uneven, shard=True, context=True), cpu, rank.mesh)
+    alone = llama_training.train(llama_training.Config(**uneven), cpu, None)
+    cut = llama_training.Config(**uneven, shard=True, context=True)
+    together = llama_training.train(cut, cpu, rank.mesh)
     assert together == pytest.approx(alone, rel=0, abs=1e-12)
 
 
 def test_fsdp2_with_context_parallelism_runs_under_torchrun() -> None:
-    example = EXAMPLE.with_name("fsdp2_context_parallel.py")
+    example = EXAMPLES / "fsdp2_context_parallel.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
         [*command, "--nproc-per-node", "2", str(example)],

@@ -12,7 +12,7 @@ import pytest
 from memswap import Stats
 from memswap._native import native
 from memswap.engine.stats import Count, snapshot
-from memswap.hooks.managed import MEANINGS, report
+from memswap.hooks.managed import MEANINGS, REASONS, report
 
 
 def test_snapshot_is_frozen_and_does_not_change_afterwards():
@@ -97,11 +97,15 @@ def test_a_report_is_a_table_in_a_notebook_and_text_elsewhere():
 def test_every_row_of_a_report_is_explained():
     page = Path(__file__).resolve().parents[2] / "docs" / "choosing.md"
     told = page.read_text("utf-8")
-    stats = Stats(offered_tensors=1, kept={"small": Count(5, 1 << 19)})
+    kept = {reason: Count(5, 1 << 19) for reason in REASONS}
+    stats = Stats(offered_tensors=1, recipe_storages=1, kept=kept)
     labels = [line[:42].strip() for line in report(stats).splitlines()[1:]]
     for label in labels:
         if not label.startswith("kept: "):
             assert f"| {label} | {MEANINGS[label]}" in told, f"docs/choosing.md lacks {label!r}"
+    for reason, meaning in REASONS.items():
+        assert f"| {reason} | {meaning} |" in told.replace("`", ""), f"it lacks {reason!r}"
+    assert report(stats)._repr_html_().count('title=""') == 0, "a row has no explanation"
 
 
 def test_ratio_is_that_of_raw_to_encoded_bytes():

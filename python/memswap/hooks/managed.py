@@ -155,6 +155,8 @@ MEANINGS = {
     "moved": "storages that left, or became frames",
     "of these, encoded": "those that became frames; beside it their bytes before",
     "their frames": "the bytes of these frames",
+    "of these, as recipes": "those whose operator is run again in backward",
+    "operators run again": "how many runs that took",
     "really freed": "what nobody else held, so that its memory was free",
     "returned": "storages that backward got back",
     "of these, when backward asked": "those that were not on their way yet: all of them in the "
@@ -162,6 +164,18 @@ MEANINGS = {
     "peak resident": "the most bytes of saved activations on the device at a time, frames included",
     "peak away": "the most bytes in the pool at a time; frames on the device are not away",
     "host blocked, seconds": "how long the calling thread waited for a transfer or for room",
+}
+
+#: The same of the most common reasons why tensors are kept; docs/choosing.md has all of them.
+REASONS = {
+    "parameter": "parameters, views of them, weights that are sharded and gathered",
+    "small": "below Policy.min_bytes (64 KiB)",
+    "policy": "the policy says KEEP, or leaves the unit out",
+    "planned": "the plan keeps it",
+    "needed at once": "backward begins with it: leaving would be a detour",
+    "never freed": "somebody else holds the storage (a residual stream, a module's output), so "
+    "leaving frees nothing",
+    "does not shrink": "its frame was longer than 0.95 of it; looked at again later",
 }
 
 
@@ -201,7 +215,7 @@ class Report(str):
         """The table as notebooks show it; a label that begins with blanks is part of another."""
         above = "".join(f"<p>{escape(line)}</p>" for line in self._above)
         rows = "".join(
-            f'<tr title="{escape(MEANINGS.get(label.strip(), ""))}">'
+            f'<tr title="{escape(_meaning(label.strip()))}">'
             f'<td style="text-align:left{";padding-left:2em" if label[:1] == " " else ""}">'
             f"{escape(label.strip())}</td><td>{tensors}</td><td>{size}</td></tr>"
             for label, tensors, size in self._rows
@@ -222,6 +236,12 @@ def report(stats: Stats | Mapping[str, Stats]) -> Report:
     for name, one in stats.items():
         rows += [(name, "", ""), *(_rows(one) if one.offered_tensors else ())]
     return Report((), rows)
+
+
+def _meaning(label: str) -> str:
+    """What a row counts; empty where only docs/choosing.md says it."""
+    reason = label.removeprefix("kept: ")
+    return MEANINGS.get(label, "") if reason == label else REASONS.get(reason, "")
 
 
 NOTHING_YET = (

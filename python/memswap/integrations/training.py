@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 
 from memswap.activations import check_windows, manage, window
 from memswap.engine.transfer import check_pool
@@ -179,8 +180,9 @@ class ManagedTraining(Removable):
         return self._report if self._manager is None else self._reported(self._manager)
 
     def _tell(self, report: Report) -> None:
-        """Say what was done, when a training has ended."""
-        logger.info("%s", report)
+        """Say what was done, when a training has ended: once, on the first of several ranks."""
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
+            logger.info("%s", report)
 
     def _reported(self, manager: Manager) -> Report:
         report = manager.report()

@@ -99,6 +99,11 @@ class BudgetDirector:
         )
 
     @property
+    def planning(self) -> bool:
+        """Whether a plan is being made, or is there and no forward has followed it yet."""
+        return self._learner.background.current is not None
+
+    @property
     def step(self) -> Step | None:
         """What was learnt of the step, all regions off."""
         return None if self._latest is None else self._latest.known.full

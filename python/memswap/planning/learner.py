@@ -19,6 +19,7 @@ was seen of late.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -70,6 +71,8 @@ if TYPE_CHECKING:
     from memswap.planning.kinds import StepKind
     from memswap.planning.rates import Rates
     from memswap.planning.step import Step
+
+logger = logging.getLogger("memswap")
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,6 +419,7 @@ class Learner:
         if made.known.plan is None:
             return
         self._planned_before = True
+        logger.info("%s", made.known.plan.summary())
         kind.holding = self._new_holding(kind)
         if made.needs_bytes is not None:
             self._engine.ledger.tell_once(

@@ -1,16 +1,12 @@
-"""Train a small Llama-style model with sharded weights, a cut sequence, managed activations,
-checkpointing.
+"""A small Llama whose weights are sharded, sequence cut, activations managed, layers recomputed.
 
-    python examples/train_llama.py
-    torchrun --nproc-per-node 4 examples/train_llama.py --shard --context --manage --checkpoint 2
-
-Each option may be combined with each other one, on any number of ranks: the printed losses are
-those of one process without any of them. Without ``--context`` the ranks share the batch, so their
-number has to divide it; with it they share the sequence.
+Each of these may be combined with each other one, on any number of ranks: the losses are those of
+one process without any of them. Without a cut sequence the ranks share the batch, so their number
+has to divide it; with one they share the sequence.
 """
 
-import argparse
-import os
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -137,8 +133,6 @@ def cut_sequence(model: Llama, config: Config, mesh: DeviceMesh) -> ContextParal
     ranks = mesh.size()
     sharing = range(1, min(ranks, config.heads) + 1)
     ulysses = config.ulysses or max(n for n in sharing if ranks % n == 0)
-    if ranks % ulysses:
-        raise SystemExit(f"found --ulysses {ulysses} for {ranks} ranks; expected a divisor")
     grid = init_device_mesh(mesh.device_type, (ranks // ulysses, ulysses))
     style = ContextParallel(balance="headtail", ranges="ranges", sequence_length=config.length)
     for layer in model.layers:
@@ -164,8 +158,6 @@ def train(config: Config, device: torch.device, mesh: DeviceMesh | None) -> list
     style = None
     if mesh is not None and config.context:
         style = cut_sequence(model, config, mesh)
-    elif config.batch % ranks:
-        raise SystemExit(f"found {ranks} ranks for a batch of {config.batch}; say --context")
     if mesh is not None and config.shard:
         context = ShardContext(slots=config.slots)
         for layer in model.layers:
@@ -202,33 +194,3 @@ def train(config: Config, device: torch.device, mesh: DeviceMesh | None) -> list
     if rank == 0 and mesh is not None and config.shard:
         print(memswap.parallel.describe(model))
     return losses
-
-
-def parse() -> Config:
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for name, field in Config.__dataclass_fields__.items():
-        option = f"--{name.replace('_', '-')}"
-        if field.type is bool:
-            parser.add_argument(option, action="store_true", help=" ")
-        else:
-            parser.add_argument(option, type=field.type, default=field.default, help=" ")
-    return Config(**vars(parser.parse_args()))
-
-
-def main() -> None:
-    config = parse()
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    device, mesh = accelerator or torch.device("cpu"), None
-    if "RANK" in os.environ:
-        if accelerator is not None:
-            torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-        mesh = init_device_mesh(device.type, (int(os.environ["WORLD_SIZE"]),))
-    for step, loss in enumerate(train(config, device, mesh)):
-        if mesh is None or mesh.get_local_rank() == 0:
-            print(f"step {step + 1}: loss {loss:.4f}")
-    if mesh is not None:
-        dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
