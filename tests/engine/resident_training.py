@@ -2,10 +2,10 @@
 
 What a process has resident depends on all that ran in it before, and malloc keeps what is free.
 
-    python resident_training.py ROOM
+    python resident_training.py ROOM LATER
 
-trains within what is resident at the start and ROOM bytes more, and prints as JSON what was planned
-and what was measured.
+trains within what is resident at the start and ROOM bytes more, takes LATER bytes for itself in the
+middle, and prints as JSON what was planned and what was measured.
 """
 
 from __future__ import annotations
@@ -48,13 +48,19 @@ class CheapStack(nn.Module):
         return x.mean()
 
 
-def trained(room: int, group: object = None, after: Callable[[], None] = lambda: None) -> dict:
+def trained(
+    room: int,
+    group: object = None,
+    after: Callable[[], None] = lambda: None,
+    later: int = 0,
+) -> dict:
     """What was planned and measured.
 
     Args:
         room: bytes beyond what is resident now.
         group: ranks that plan together.
         after: is called after each step.
+        later: bytes that are resident from the sixth step on, when a plan is followed.
     """
     device = torch.device("cpu")
     torch.manual_seed(0)
@@ -62,6 +68,7 @@ def trained(room: int, group: object = None, after: Callable[[], None] = lambda:
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.linspace(-2, 2, 10240 * 1024).reshape(10240, 1024)
     budget = native.MemoryGauge(device).now + room
+    taken = []
     with memswap.manage(
         model,
         POLICY,
@@ -71,12 +78,14 @@ def trained(room: int, group: object = None, after: Callable[[], None] = lambda:
         rates=rates_for(device),
         group=group,
     ) as manager:
-        for _ in range(12):
+        for step in range(12):
             optimizer.zero_grad()
             model(x).backward()
             optimizer.step()
             manager.wait_for_plan()
             after()
+            if step == 5:
+                taken.append(torch.ones(later, dtype=torch.uint8))
         plan = manager.plan
         assert isinstance(plan, DevicePlan)
         return {
@@ -90,4 +99,4 @@ def trained(room: int, group: object = None, after: Callable[[], None] = lambda:
 
 
 if __name__ == "__main__":
-    print(json.dumps(trained(int(sys.argv[1]))))
+    print(json.dumps(trained(int(sys.argv[1]), later=int(sys.argv[2]))))

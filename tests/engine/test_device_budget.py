@@ -421,6 +421,25 @@ def test_memory_that_the_user_takes_later_is_made_room_for(device, peaks):
 
 @accelerator
 @pytest.mark.one_schedule
+def test_what_is_learnt_again_is_learnt_from_where_its_forward_begins(device, peaks):
+    """The peak of the steps before is no part of it: a plan would count it as there at its start,
+    and save what is saved first on top of that."""
+    budget = share_of(peaks[0], 1.2, device)
+    trained = Trained(device, f"device:{budget}B", pool_of(device)).steps(6)
+    before = trained.plan
+    taken_bytes = share_of(peaks[0], 1.1, device) - peaks[0]
+    taken = torch.zeros(taken_bytes, dtype=torch.uint8, device=device)
+    for number in range(6, 12):
+        trained.step(number)
+    assert before.timeline[0] != trained.plan.timeline[0], "the step was not learnt again"
+    at_first = [sum(p.timeline[0]) - p.state_stays_bytes for p in (before, trained.plan)]
+    assert abs(at_first[1] - at_first[0] - taken_bytes) < 1024
+    assert_kept(trained, budget)
+    del taken
+
+
+@accelerator
+@pytest.mark.one_schedule
 @beside_a_library
 def test_other_shapes_learn_for_themselves_within_the_same_number(device):
     shapes = [4, 4, 4, 4, 4, 6, 6, 6, 6, 4, 6, 4, 6]
@@ -510,22 +529,27 @@ def test_a_stacks_training_hands_its_optimizer_on_to_a_device_budget(device):
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize("room", [600 << 20, 200 << 20])
-def test_on_a_cpu_the_process_resident_memory_is_what_counts(room):
+@pytest.mark.parametrize(
+    ("room", "later"),
+    [(600 << 20, 0), (200 << 20, 0), (200 << 20, 8 << 20)],
+    ids=["room for all", "some moves", "more is there later"],
+)
+def test_on_a_cpu_the_process_resident_memory_is_what_counts(room, later):
     """In a process of its own: resident memory depends on what ran before."""
-    found = trained_apart(room)
+    found = trained_apart(room, later)
     assert (found["moved_bytes"] > 0) == (room < 500 << 20)
+    assert found["planned_bytes"] <= found["budget_bytes"]
     assert found["measured_bytes"] <= found["budget_bytes"]
     difference = found["measured_bytes"] - found["planned_bytes"]
     assert abs(difference) <= 0.01 * found["budget_bytes"]
 
 
-def trained_apart(room: int) -> dict[str, Any]:
+def trained_apart(room: int, later: int) -> dict[str, Any]:
     """What `resident_training` found in a process of its own."""
     program = Path(__file__).with_name("resident_training.py")
     path = [str(Path(memswap.__path__[0]).parent), str(program.parent)]
     ended = subprocess.run(
-        [sys.executable, program, str(room)],
+        [sys.executable, program, str(room), str(later)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

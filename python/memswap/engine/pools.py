@@ -34,6 +34,9 @@ PAGEABLE = (
 #: What is told of a file whose bytes are no longer away from memory than they were.
 IN_MEMORY = "which is memory itself (tmpfs): what goes there frees none of a CPU's"
 
+#: What to write for a pool's default budget.
+HALF = "None for half of what is free"
+
 
 class Endurance:
     """What files have taken of their drive's life since this was made.
@@ -196,7 +199,8 @@ class HostPool(_Pool):
 
     Raises:
         TypeError: the overflow is no DiskPool, or ``pageable`` no bool.
-        ValueError: a size that cannot be read, a device or a NUMA node that does not exist.
+        ValueError: a size that cannot be read, or is 0 bytes; a device or a NUMA node that does not
+            exist.
     """
 
     def __init__(
@@ -220,8 +224,8 @@ class HostPool(_Pool):
         if budget is None:
             budget_bytes = host_share().pool_bytes
         else:
-            budget_bytes = parse_bytes(budget, "HostPool(budget=...)")
-        slab_bytes = parse_bytes(slab, "HostPool(slab=...)")
+            budget_bytes = _some_bytes(budget, "HostPool(budget=...)", HALF)
+        slab_bytes = _some_bytes(slab, "HostPool(slab=...)", "nothing for 64MiB")
         super().__init__(
             native.make_host_pool(self.device, budget_bytes, slab_bytes, self.numa_node, pageable),
             budget_bytes,
@@ -284,7 +288,7 @@ class DiskPool(_Pool):
     Raises:
         OSError: no file can be made there: the folder is missing, or is a file.
         TypeError: the path is none.
-        ValueError: a size that cannot be read, or a size in the place of the path.
+        ValueError: a size that cannot be read, or is 0 bytes; a size in the place of the path.
     """
 
     def __init__(
@@ -298,8 +302,8 @@ class DiskPool(_Pool):
             system = os.statvfs(place if place.is_dir() else place.parent)
             budget_bytes = system.f_bavail * system.f_frsize // 2
         else:
-            budget_bytes = parse_bytes(budget, "DiskPool(budget=...)")
-        extent_bytes = parse_bytes(extent, "DiskPool(extent=...)")
+            budget_bytes = _some_bytes(budget, "DiskPool(budget=...)", HALF)
+        extent_bytes = _some_bytes(extent, "DiskPool(extent=...)", "nothing for 256MiB")
         pool = native.make_disk_pool(str(place), budget_bytes, extent_bytes)
         super().__init__(pool, budget_bytes)
         self.path = place
@@ -313,6 +317,21 @@ class DiskPool(_Pool):
             f"{format_bytes(self.budget_bytes)}, in {self.path}"
         )
         return f"{line}, {IN_MEMORY}" if self.in_memory else line
+
+
+def _some_bytes(size: int | str, argument: str, otherwise: str) -> int:
+    """Bytes of a size that is more than nothing: a pool of 0 bytes would refuse every tensor.
+
+    Args:
+        otherwise: what to write for the default.
+    """
+    nbytes = parse_bytes(size, argument)
+    if not nbytes:
+        raise ValueError(
+            f"{argument}: found {size!r}, expected 1 byte or more, such as 64MiB, or {otherwise}; "
+            "where no tensor is to move, memswap.Policy(action='keep') says so"
+        )
+    return nbytes
 
 
 def is_in_memory(place: Path) -> bool:

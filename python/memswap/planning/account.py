@@ -132,22 +132,25 @@ class DeviceAccount:
         """By how much that exceeds the budget."""
         return max((self.measured_bytes or 0) - self.nbytes, 0)
 
-    def _baseline(self, present: int) -> int:
-        """What is on the device beside saved activations and state that is planned."""
-        here = 0 if self._state is None else self._state.here_bytes()
-        there: int = self._gauge.now - here
-        return there - present
-
     # --- a forward begins -------------------------------------------------------------------------
 
-    def begin(self, plans: list[DevicePlan], learns: bool, present: Callable[[int], int]) -> int:
-        """A forward begins: what is there beside saved activations.
+    def baseline(self, present: Callable[[int], int]) -> int:
+        """What is on the device beside saved activations and state that is planned.
+
+        Args:
+            present: bytes of the device that saved storages take now, each rounded up to
+                multiples of its argument.
+        """
+        here = 0 if self._state is None else self._state.here_bytes()
+        there: int = self._gauge.now - here
+        return there - present(self._granularity)
+
+    def begin(self, plans: list[DevicePlan], learns: bool) -> None:
+        """A forward begins.
 
         Args:
             plans: those that are followed.
             learns: whether some kind of step has none.
-            present: bytes of the device that saved storages take now, each rounded up to
-                multiples of its argument.
         """
         self._forwards += 1
         self._steps_open = 0  # one that raised has not ended
@@ -157,7 +160,6 @@ class DeviceAccount:
             self._record.arrive()
         if learns:
             self._gauge.begin()
-        return self._baseline(present(self._granularity))
 
     def follow(self, plans: list[DevicePlan]) -> None:
         """These plans are followed from here on."""
@@ -190,10 +192,9 @@ class DeviceAccount:
         self._shrunk, self._patience = 0, 2 * self._patience
         return True
 
-    @property
-    def step_is_new(self) -> bool:
-        """Whether the optimizer has made its first steps since plans were made without one."""
-        return self._step_peak is not None and any(not plan.knows_step for plan in self._followed)
+    def step_is_new(self, plans: list[DevicePlan]) -> bool:
+        """Whether the optimizer has made its first steps since these were made without one."""
+        return self._step_peak is not None and any(not plan.knows_step for plan in plans)
 
     # --- a step is learnt -------------------------------------------------------------------------
 
@@ -202,7 +203,7 @@ class DeviceAccount:
 
         Args:
             iterations: those in flight, with the one that begins.
-            baseline_bytes: what `begin` returned.
+            baseline_bytes: what `baseline` returned.
         """
         here = 0 if self._state is None else self._state.here_bytes()
         trained = [one for one in self._parameters() if one.requires_grad and one.is_leaf]

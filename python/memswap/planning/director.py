@@ -324,12 +324,6 @@ class BudgetDirector:
 
     def _look_at_device(self, device: DeviceAccount) -> None:
         """A forward begins: what else is there by now?"""
-        plans = [kind.plan for kind in self._kinds if isinstance(kind.plan, DevicePlan)]
-        learns = len(plans) < len(self._kinds) or not plans
-        if learns or device.follows_others(plans):
-            for route in self._engine.open_routes():
-                route.trim_arena()
-        self._baseline_bytes = device.begin(plans, learns, self._present_bytes)
         if over_bytes := device.over_bytes:
             self._engine.ledger.tell_once(
                 "over device budget",
@@ -338,16 +332,29 @@ class BudgetDirector:
                 "differs. Where what a forward begins with has changed, the step is learnt again; "
                 "manager.plan.measured_device_bytes says how it goes.",
             )
+        step_is_new = device.step_is_new(self._device_plans())
+        self._baseline_bytes = device.baseline(self._present_bytes)
         for kind in self._kinds:
             workspace = kind.known.workspace
             if kind.plan is None or workspace is None:
                 continue
-            if not (device.step_is_new or device.relearns(workspace, self._baseline_bytes)):
+            if not (step_is_new or device.relearns(workspace, self._baseline_bytes)):
                 continue
             if self._learner.together:
                 kind.wants_again = True  # said with the next step that all ranks check
             else:
                 kind.learn_again()
+        # What is learnt again is learnt in this very forward: its peaks begin here.
+        plans = self._device_plans()
+        learns = len(plans) < len(self._kinds) or not plans
+        if learns or device.follows_others(plans):
+            for route in self._engine.open_routes():
+                route.trim_arena()
+        device.begin(plans, learns)
+
+    def _device_plans(self) -> list[DevicePlan]:
+        """Those in force."""
+        return [kind.plan for kind in self._kinds if isinstance(kind.plan, DevicePlan)]
 
     def _watch_device(self, begun: InFlight) -> None:
         """An iteration has begun: have what else is there taken down, if it is learnt."""
