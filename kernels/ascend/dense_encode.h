@@ -80,7 +80,7 @@ class DenseCoder {
   __aicore__ inline void measure(const Step& step, const Bytes& x, TileRecord* record,
                                  HeaderCounters* counters) {
     const Lanes e = exponents_.Get<int16_t>();
-    Split::take(x, e, work(0), masks_);
+    Split::take_exponents(x, e, work(0), masks_);
     bool literal[kBlocks] = {};
     if constexpr (kUpcast) {
       find_literal(literal);

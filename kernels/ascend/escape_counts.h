@@ -53,40 +53,44 @@ class EscapeCounter {
     Adds(b, a, (int16_t)-1, n);
     barrier();
     and_all(b, b, masks.low_bits(8), lanes);
-    at_least(c, a, none, n);
-    at_least(d, a, again, n);
+    clamp(c, a, none, n);
+    clamp(d, a, again, n);
     Sub(c, c, d, n);
     barrier();
+    Adds(c, c, static_cast<int16_t>(again - none), n);
     Mins(d, e, (int16_t)1, n);  // E = 0 has a nibble
     barrier();
     Mul(c, c, d, n);
-    at_least(b, b, codes, n);
-    // All counts in one lane: of 16 lanes they stay below 2^5 each.
+    clamp(b, b, codes, n);
+    // All counts in one lane: of 16 lanes they stay below 2^5 each, when what each lane has too
+    // many is taken off their sum.
+    int16_t too_many = codes - 1;
     Muls(c, c, (int16_t)(1 << 2 * kBits), n);
     barrier();
     Add(b, b, c, n);
     barrier();
     if constexpr (kLq2) {
-      at_least(a, a, nibbles.first, n);
+      clamp(a, a, nibbles.first, n);
       Muls(a, a, (int16_t)(1 << kBits), n);
       barrier();
       Add(b, b, a, n);
       barrier();
+      too_many += (nibbles.first - 1) << kBits;
     }
-    read(fold_to_64<Fold::kAdd>(b, a, blocks), d, blocks, counts);
+    const Lanes sums = fold_to_64<Fold::kAdd>(b, a, blocks);
+    Adds(sums, sums, static_cast<int16_t>(-16 * too_many), static_cast<int32_t>(blocks * 64));
+    barrier();
+    read(sums, d, blocks, counts);
   }
 
  private:
   static constexpr uint32_t kBits = 5;
 
-  // 1 where x >= bound, else 0.
-  __aicore__ inline static void at_least(const Lanes& to, const Lanes& x, int16_t bound,
-                                         int32_t n) {
+  // `bound` where x >= bound, else bound - 1.
+  __aicore__ inline static void clamp(const Lanes& to, const Lanes& x, int16_t bound, int32_t n) {
     Maxs(to, x, static_cast<int16_t>(bound - 1), n);
     barrier();
     Mins(to, to, bound, n);
-    barrier();
-    Adds(to, to, static_cast<int16_t>(1 - bound), n);
     barrier();
   }
 

@@ -5,16 +5,22 @@
 
 namespace memswap::ascend {
 
-// Half i of each element to halves[i x stride]; kHalves is 2 or 4.
+// Half i of each element; kHalves is 2 or 4. The caller puts a barrier behind it.
+template <uint32_t kHalves>
+__aicore__ inline void take_half(const Lanes& half, uint32_t i, const Lanes& x, uint32_t elements) {
+  // GatherMask's fixed patterns: 1 and 2 are the lanes of every pair, 3 to 6 those of every four.
+  constexpr uint32_t first_pattern = kHalves == 2 ? 1 : 3;
+  uint64_t kept = 0;
+  GatherMask(as_bits(half), as_bits(x), static_cast<uint8_t>(first_pattern + i), true,
+             kHalves * elements, GatherMaskParams(1, 1, 0, 0), kept);
+}
+
+// Half i of each element to halves[i x stride], all of them.
 template <uint32_t kHalves>
 __aicore__ inline void separate_halves(const Lanes& halves, uint32_t stride, const Lanes& x,
                                        uint32_t elements) {
-  // GatherMask's fixed patterns: 1 and 2 are the lanes of every pair, 3 to 6 those of every four.
-  constexpr uint8_t first_pattern = kHalves == 2 ? 1 : 3;
-  uint64_t kept = 0;
   for (uint32_t i = 0; i < kHalves; ++i) {
-    GatherMask(as_bits(halves)[i * stride], as_bits(x), static_cast<uint8_t>(first_pattern + i),
-               true, kHalves * elements, GatherMaskParams(1, 1, 0, 0), kept);
+    take_half<kHalves>(halves[i * stride], i, x, elements);
   }
   barrier();
 }

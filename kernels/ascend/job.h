@@ -6,8 +6,7 @@
 // tiles, and positions follow from the tiles' sizes, in three launches:
 //
 // 1. The encoder measures (Pass::kMeasure): statistics, and from these each block's mode, centre
-// and
-//    length. Records say so, with the tile's length for a base; checksums and counters are made
+//    and length. Records say so, with the tile's length for a base; checksums and counters are made
 //    here.
 // 2. One core walks over the records in order (TilePlaces): a tile goes to var if it fits what is
 //    left there, else to the overflow arena.
@@ -15,10 +14,10 @@
 //
 // So each element is measured once and coded once, frames are dense and ordered, and the same bytes
 // on any number of cores. Slices of var that cores own would spare the second reading of the
-// elements, but what is left of a slice would lie between payloads, and var_used, which is what a
-// frame is copied by and what the next one's capacity is learned from, would count it. Only the
-// last tile's room of var can stay unused while a tile goes to the arena. Shape raw has no payloads
-// and takes the first launch alone, which then stores its slabs.
+// elements, and are ruled out by the canonical frame, which is ordered and has no gaps;
+// docs/ascend.md ("Why an encode reads a tensor twice") has the other reasons. Only the last tile's
+// room of var can stay unused while a tile goes to the arena. Shape raw has no payloads and takes
+// the first launch alone, which then stores its slabs.
 //
 // The arena's cursor is read and written by that one core, without atomics: encodes that share an
 // arena have to be in the order of one stream, as those of an encode lane are.

@@ -2,6 +2,7 @@
 // back. Field i stands in f[i x kLanes], one lane per element.
 //
 //   take(x, e, f, masks)                 a step's elements; overwrites kTakeVectors vectors of f
+//   take_exponents(x, e, f, masks)       e alone, which is all that is measured; overwrites as many
 //   join(x, e, f, masks, pairs, blocks)  destroys e and kJoinVectors vectors of f
 //
 // Bit 0 of field 0 is the sign.
@@ -71,6 +72,18 @@ struct SplitHalves : SplitBase<2 * kHalves> {
     }
   }
 
+  __aicore__ static inline void take_exponents(const Bytes& x, const Lanes& e, const Lanes& f,
+                                               Masks& masks) {
+    const Lanes elements = x.ReinterpretCast<int16_t>();
+    if constexpr (kHalves == 1) {
+      extract(e, elements, 7, 8, masks, kLanes);
+    } else {
+      take_half<kHalves>(f, kHalves - 1, elements, kLanes);
+      barrier();
+      extract(e, f, 7, 8, masks, kLanes);
+    }
+  }
+
   __aicore__ static inline void take_halves(const Lanes& h, const Lanes& e, const Lanes& f,
                                             Masks& masks) {
     constexpr int32_t n = kLanes;
@@ -135,16 +148,21 @@ struct SplitUpcast : SplitBase<4> {
   static constexpr uint32_t kFields = 1;
   static constexpr uint32_t kTakeVectors = 4;
   static constexpr uint32_t kJoinVectors = 4;
-  static constexpr uint32_t kLowHalves = 2;  // vector of f, after take
+  static constexpr uint32_t kLowHalves = 2;  // vector of f, after either take
   __aicore__ static constexpr uint32_t field_width(uint32_t) { return 8; }
 
   __aicore__ static inline void take(const Bytes& x, const Lanes& e, const Lanes& f, Masks& masks) {
-    constexpr int32_t n = kLanes;
     const Lanes high = f[3 * kLanes];
-    separate_halves<2>(f[kLowHalves * kLanes], kLanes, x.ReinterpretCast<int16_t>(), kLanes);
-    funnel(f, high, 1, high, 15, f[kLanes], n);
+    take_exponents(x, e, f, masks);
+    funnel(f, high, 1, high, 15, f[kLanes], kLanes);
     and_all(f, f, masks.low_bits(8), kLanes);
-    extract(e, high, 7, 8, masks, n);
+    barrier();
+  }
+  // And the low halves.
+  __aicore__ static inline void take_exponents(const Bytes& x, const Lanes& e, const Lanes& f,
+                                               Masks& masks) {
+    separate_halves<2>(f[kLowHalves * kLanes], kLanes, x.ReinterpretCast<int16_t>(), kLanes);
+    extract(e, f[3 * kLanes], 7, 8, masks, kLanes);
   }
 
   __aicore__ static inline void join(const Bytes& x, const Lanes& e, const Lanes& f, Masks&,
@@ -179,6 +197,10 @@ struct SplitFp16 : SplitBase<2> {
     ShiftRight(as_bits(e), as_bits(e), (uint16_t)11, n);
     barrier();
   }
+  __aicore__ static inline void take_exponents(const Bytes& x, const Lanes& e, const Lanes&,
+                                               Masks& masks) {
+    extract(e, x.ReinterpretCast<int16_t>(), 10, 5, masks, kLanes);
+  }
 
   __aicore__ static inline void join(const Bytes& x, const Lanes& e, const Lanes& f, Masks&,
                                      WordPairs*, uint32_t blocks) {
@@ -203,10 +225,7 @@ struct SplitFp8 : SplitBase<1> {
 
   __aicore__ static inline void take(const Bytes& x, const Lanes& e, const Lanes& f, Masks& masks) {
     constexpr int32_t n = kLanes;
-    bytes_to_half(f, x, kLanes);
-    barrier();
-    half_to_lanes(f, kLanes);
-    barrier();
+    widen(x, f);
     funnel(e, f, 1, f, 7, f[kFields * kLanes], n);
     and_all(e, e, masks.low_bits(8), kLanes);
     barrier();
@@ -218,6 +237,18 @@ struct SplitFp8 : SplitBase<1> {
     }
     barrier();
     ShiftRight(as_bits(e), as_bits(e), static_cast<uint16_t>(8 - kBits), n);
+    barrier();
+  }
+  __aicore__ static inline void take_exponents(const Bytes& x, const Lanes& e, const Lanes& f,
+                                               Masks& masks) {
+    widen(x, f);
+    extract(e, f, 7 - kBits, kBits, masks, kLanes);
+  }
+
+  __aicore__ static inline void widen(const Bytes& x, const Lanes& lanes) {
+    bytes_to_half(lanes, x, kLanes);
+    barrier();
+    half_to_lanes(lanes, kLanes);
     barrier();
   }
 

@@ -1,6 +1,7 @@
 // One vector core while it runs one block: its unified buffer, pipes and vector mask.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -48,6 +49,8 @@ struct Tally {
   uint64_t longest_load = 0;     // bytes that one instruction moves
   uint64_t longest_store = 0;
   uint64_t unified_bytes = 0;  // of UB that buffers took, at most
+  // Of each launch: repeats of 256 bytes that vector instructions take for their widest operands.
+  std::vector<uint64_t> vector_repeats;
 };
 
 struct Options {
@@ -136,6 +139,14 @@ class Core {
   void issue(pipe_t pipe, const std::string& name, const std::vector<Access>& accesses,
              std::function<void()> run) {
     tally.scalar_accesses += pipe == PIPE_S ? 1 : 0;
+    if (pipe == PIPE_V && !tally.vector_repeats.empty()) {
+      size_t widest = 0;  // in blocks of 32 bytes
+      for (const Access& access : accesses) {
+        widest = std::max(widest, access.footprint.touches.size());
+      }
+      constexpr size_t in_repeat = kRepeatBytes / kBlockBytes;
+      tally.vector_repeats.back() += (widest + in_repeat - 1) / in_repeat;
+    }
     for (const Access& access : accesses) {
       if (access.space == Space::kUnified && !access.write) {
         need_initialized(name, access.footprint);

@@ -26,6 +26,9 @@ void launch(uint32_t blocks, const Options& options, Kernel kernel) {
   std::mt19937_64 random(options.seed + 0x51ed);
   std::shuffle(order.begin(), order.end(), random);
   memory().begin_launch();
+  if (options.tally != nullptr) {
+    options.tally->vector_repeats.push_back(0);
+  }
   for (const uint32_t block : order) {
     Core core(memory(), options, static_cast<int>(block), static_cast<int>(blocks));
     struct Current {
