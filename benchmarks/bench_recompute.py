@@ -95,7 +95,7 @@ def cases(arguments: Any, device: torch.device) -> Iterator[Case]:
     )
     for name, kind, settings, precision in (
         *(("HF Llama", transformers.LlamaForCausalLM, llama, one) for one in PRECISIONS),
-        *(("HF GPT-2", transformers.GPT2LMHeadModel, gpt2, one) for one in PRECISIONS[1:]),
+        *(("HF GPT-2", transformers.GPT2LMHeadModel, gpt2, one) for one in PRECISIONS),
     ):
         model = kind(settings).to(device)
         if precision == "bf16":

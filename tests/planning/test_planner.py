@@ -85,6 +85,22 @@ def test_a_budget_is_met_or_the_smallest_one_is_stated(step, rates, share):
         assert plan.peak_bytes <= budget
 
 
+@few
+@given(steps(most=5), machines)
+def test_a_narrowed_search_names_the_smallest_budget_that_there_is(step, rates):
+    """Of few storages all choices are compared; of many the smallest peak has to be looked for."""
+    exact, narrowed = (Search(step, rates, exact_choices=count) for count in (10**6, 0))
+    assert exact.exact and not narrowed.exact
+    assert narrowed.smallest_bytes() == exact.smallest_bytes(), "a smaller budget can be met"
+
+
+@few
+@given(steps(most=12), machines)
+def test_no_plan_is_found_below_the_smallest_budget_that_is_named(step, rates):
+    narrowed = Search(step, rates, exact_choices=0)
+    assert narrowed.best_within(narrowed.smallest_bytes() - 1).over_bytes
+
+
 def test_a_share_that_is_too_small_is_answered_with_a_share():
     error = too_small(200, 670, asked="20%")
     assert error.smallest_bytes == 670 and "Raise the budget to that, '67%', or" in str(error)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, product
 from math import inf, prod
 from typing import TYPE_CHECKING
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 #: So many combinations of actions are compared one by one.
 EXACT_CHOICES = 1024
 
-#: Replays that single changes may take, in marks.
+#: Replays that single changes may take, in marks: of a plan, and of the smallest peak.
 LOCAL_MARKS = 80_000
 
 #: What shrinks by this factor is encoded before anything else moves.
@@ -102,12 +102,15 @@ class Search:
         self._able = tuple(action for action, can in able if can)
         self.menus = {index: self._menu(one) for index, one in enumerate(step.storages)}
         place = {index: rank for rank, index in enumerate(step.order)}
+        self._first_demand = {i: len(step.storages) + rank for i, rank in place.items()}
         #: Storages that may move, what is demanded last first.
         self.movable = sorted(
             (index for index, menu in self.menus.items() if menu),
             key=lambda index: (-place.get(index, len(place)), index),
         )
         self._least_found: Candidate | None = None
+        #: Left for the smallest peak.
+        self._replays = max(LOCAL_MARKS // max(len(step.gaps_s), 1), 8)
         self.exact = prod(len(self.menus[i]) + 1 for i in self.movable) <= exact_choices
 
     def _menu(self, storage: SavedStorage) -> tuple[Action, ...]:
@@ -144,7 +147,8 @@ class Search:
         return self._changed(best) if thorough and not best.over_bytes else best
 
     def smallest_bytes(self) -> int:
-        """The smallest limit for which there is a plan."""
+        """The smallest limit for which there is a plan; of a step of many storages, for which one
+        was found."""
         return self._least().found.peak_bytes
 
     def kept(self, limit_bytes: float = 0) -> Candidate:
@@ -317,53 +321,65 @@ class Search:
                 yield {**choice, index: action}
 
     def _least(self) -> Candidate:
-        """The smallest peak there is: everything goes as soon as it can, and returns when asked."""
+        """The smallest peak that was found: all goes as soon as it can, and returns when asked."""
         if self._least_found is None:
             self._least_found = self._find_least()
         return self._least_found
 
     def _find_least(self) -> Candidate:
         if self.exact:
-            return min(
-                map(self._forced, self._choices()),
-                key=lambda one: (one.unplaced_bytes, one.found.peak_bytes),
-            )
-        best = min(
-            (
-                self._forced(dict(self._row(self.movable, action)))
-                for action in (Action.SWAP, Action.RECOMPUTE)
-            ),
-            key=lambda one: (one.unplaced_bytes, one.found.peak_bytes),
-        )
-        for _ in range(len(self.movable)):
-            # A frame beside its storage may be what makes the peak, and so may what a recipe reads.
+            return min(map(self._forced, self._choices()), key=size_of)
+        offered = [a for a in Action if any(a in self.menus[index] for index in self.movable)]
+        rows = [dict(self._row(self.movable, action)) for action in offered]
+        starts = sorted(map(self._forced, ({}, *rows)), key=size_of)
+        return min(map(self._narrowed, starts), key=size_of)
+
+    def _narrowed(self, best: Candidate) -> Candidate:
+        """Single changes for as long as they make the peak smaller, or rarer."""
+        improved = True
+        while improved:
+            improved = False
             peaks = best.found.resident_bytes
             mark = peaks.index(max(peaks))
-            choice = best.choice
-            changed = [
-                {**choice, index: other}
-                for index, action in choice.items()
-                if action in (Action.ENCODE, Action.RECOMPUTE) and self._is_there(index, mark)
-                for other in (Action.KEEP, *self.menus[index])
-                if other is not action and (action is Action.RECOMPUTE or other is Action.KEEP)
-            ]
-            without = [self._forced(one) for one in changed]
-            tried = min(without, key=lambda one: one.found.peak_bytes, default=best)
-            if tried.found.peak_bytes >= best.found.peak_bytes:
-                break
-            best = tried
+            there = [index for index in self.movable if self._is_there(index, mark)]
+            # A frame beside its storage may be what makes the peak, and so may what a recipe reads,
+            # or what was to be read later.
+            for indices in (there, [index for index in self.movable if index not in there]):
+                changed = list(islice(self._changed_at(indices, best.choice), self._replays))
+                self._replays -= len(changed)
+                tried = min(map(self._forced, changed), key=size_of, default=best)
+                if size_of(tried) < size_of(best):
+                    best, improved = tried, True
+                    break
         return best
+
+    def _changed_at(self, indices: Iterable[int], choice: Choice) -> Iterator[Choice]:
+        """The same with another action for one of these storages."""
+        for index in indices:
+            without = {i: action for i, action in choice.items() if i != index}
+            if index in choice:
+                yield without
+            for action in self.menus[index]:
+                if action is not choice.get(index):
+                    yield {**without, index: action}
 
     def _is_there(self, index: int, mark: int) -> bool:
         """Whether backward or the save itself has a storage's bytes at a mark."""
         last = self.step.storages[index].last_demand
         if mark == index or last is None:
             return mark == index
-        return len(self.step.storages) + self.step.order.index(index) <= mark <= last
+        return self._first_demand[index] <= mark <= last
 
     def _forced(self, choice: Choice) -> Candidate:
         actions = encoded(choice, len(self.step.storages))
         return self._candidate(actions, native.replay(self._record, self._machine, actions, 0), 0)
+
+
+def size_of(candidate: Candidate) -> tuple[int, int, int]:
+    """Bytes without a place, the peak, and at how many marks it is: less is smaller."""
+    peaks = candidate.found.resident_bytes
+    peak = candidate.found.peak_bytes
+    return candidate.unplaced_bytes, peak, peaks.count(peak)
 
 
 def least(candidates: Iterable[Candidate]) -> Candidate:
