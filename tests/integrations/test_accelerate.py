@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import traceback
-
 import pytest
 import torch
-import torch.multiprocessing as processes
 
 accelerate = pytest.importorskip("accelerate")
 tiny = pytest.importorskip("tiny")
 
-from tiny import Trained, assert_no_hooks, assert_same_bits, llama, local, moved  # noqa: E402
+from tiny import Trained, assert_no_hooks, assert_same_bits, llama, moved  # noqa: E402
 
 from memswap.integrations.accelerate import prepare  # noqa: E402
 from memswap.integrations.states import unwrapped  # noqa: E402
@@ -62,7 +57,7 @@ def train(
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 gradients += [
-                    local(one.grad).clone() for one in model.parameters() if one.grad is not None
+                    one.grad.clone() for one in model.parameters() if one.grad is not None
                 ]
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
             losses.append(loss.item())
@@ -78,8 +73,7 @@ def train(
         assert (manager.plan is not None) == ("budget" in options), report
         manager.remove()
     assert_no_hooks(model)
-    weights = {name: local(one).detach().clone() for name, one in model.named_parameters()}
-    return Trained(weights, gradients, losses), report
+    return Trained.of(model, gradients, losses), report
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
@@ -159,41 +153,28 @@ def test_a_loop_that_raises_and_a_cell_that_is_run_again(tmp_path):
     assert_no_hooks(model)
 
 
-def rank(number: int, port: int, folder: str, how: str, results) -> None:
-    """One of two processes: trains plain and managed, and says what is wrong, if anything is."""
-    os.environ.update(
-        RANK=str(number),
-        LOCAL_RANK=str(number),
-        WORLD_SIZE="2",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        ACCELERATE_USE_CPU="true",
-        OMP_NUM_THREADS="1",
-    )
-    try:
-        plugin, accumulate = None, 2 if "accumulation" in how else 1
-        if "FSDP2" in how:
-            tiny.accelerate_shards_on_a_cpu()
-            plugin = accelerate.FullyShardedDataParallelPlugin(
-                fsdp_version=2,
-                auto_wrap_policy="transformer_based_wrap",
-                transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-                activation_checkpointing="checkpointing" in how,
-            )
-        accelerator = accelerate.Accelerator(
-            cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=accumulate
+def compare(folder: str, how: str) -> None:
+    """A training of one of two processes has the bits of the one without memswap."""
+    plugin, accumulate = None, 2 if "accumulation" in how else 1
+    if "FSDP2" in how:
+        tiny.accelerate_shards_on_a_cpu()
+        plugin = accelerate.FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+            activation_checkpointing="checkpointing" in how,
         )
-        assert accelerator.num_processes == 2
-        budget, rows = ({"budget": "60%"}, 48) if "budget" in how else ({}, 12)
-        expected, _ = train(accelerator, rows=rows)
-        accelerator.free_memory()
-        found, report = train(accelerator, folder, rows=rows, **budget)
-        assert_same_bits(found, expected)
-        layers = "4 FSDPLlamaDecoderLayer" if plugin else "4 LlamaDecoderLayer"
-        assert moved(report) and layers in report, report
-        results.put("")
-    except BaseException:
-        results.put(traceback.format_exc())
+    accelerator = accelerate.Accelerator(
+        cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=accumulate
+    )
+    assert accelerator.num_processes == 2
+    budget, rows = ({"budget": "60%"}, 48) if "budget" in how else ({}, 12)
+    expected, _ = train(accelerator, rows=rows)
+    accelerator.free_memory()
+    found, report = train(accelerator, folder, rows=rows, **budget)
+    assert_same_bits(found, expected)
+    layers = "4 FSDPLlamaDecoderLayer" if plugin else "4 LlamaDecoderLayer"
+    assert moved(report) and layers in report, report
 
 
 @pytest.mark.parametrize(
@@ -208,23 +189,7 @@ def rank(number: int, port: int, folder: str, how: str, results) -> None:
     ],
 )
 def test_two_processes_give_the_same_bits(tmp_path, how):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = processes.get_context("spawn")
-    results = context.Queue()
-    ranks = [
-        context.Process(target=rank, args=(number, port, str(tmp_path), how, results), daemon=True)
-        for number in range(2)
-    ]
-    for one in ranks:
-        one.start()
-    said = [results.get(timeout=240) for _ in ranks]
-    for one in ranks:
-        one.join(30)
-        if one.is_alive():
-            one.kill()
-    assert said == ["", ""], "\n".join(said)
+    tiny.on_two_ranks(compare, str(tmp_path), how)
 
 
 def test_no_model_that_trains_is_an_error():

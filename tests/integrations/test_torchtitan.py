@@ -11,6 +11,7 @@ import contextlib
 import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
 
 pytest.importorskip("torchtitan")
 pytest.importorskip("triton", reason="torchtitan imports it")
@@ -43,6 +44,13 @@ def compiled(model) -> None:
     torch._dynamo.reset()
     for block in model.layers.children():
         block.compile(backend="aot_eager", fullgraph=True)
+
+
+def sharded(model) -> None:
+    """As its `apply_fsdp`: each block by itself, and the rest."""
+    for block in model.layers.children():
+        fully_shard(block)
+    fully_shard(model)
 
 
 def train(spec, parts=1, rows=2, prepare=(), dtype=None) -> Trained:
@@ -100,6 +108,21 @@ def test_how_torchtitan_prepares_a_model_keeps_the_bits(tmp_path, options):
     assert_same_bits(train(spec, **options), expected)
     report = spec.post_optimizer_build_fn.report()
     assert moved(report) and "units: 6 " in report, report
+
+
+def compare_sharded(folder: str) -> None:
+    """A training of one of two ranks has the bits of the one without memswap."""
+    torch.distributed.init_process_group("gloo")
+    expected = train(new_spec(), prepare=[sharded])
+    spec = managed(new_spec(), optimizer=True, **tiny.swapping(folder))
+    assert_same_bits(train(spec, prepare=[sharded]), expected)
+    report = spec.post_optimizer_build_fn.report()
+    assert moved(report) and "6 FSDPLlama3TransformerBlock" in report, report
+    assert report.count("as frames") == 1, report
+
+
+def test_two_ranks_that_shard_the_weights_keep_the_bits(tmp_path):
+    tiny.on_two_ranks(compare_sharded, str(tmp_path))
 
 
 def test_what_the_specification_called_there_is_still_called(tmp_path):

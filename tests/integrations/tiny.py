@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.multiprocessing as processes
 from torch import nn
 
 import memswap
@@ -82,9 +86,43 @@ def assert_same_bits(found: Trained, expected: Trained) -> None:
         assert bits(weight).equal(bits(expected.weights[name])), f"{name} differs after training"
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """A rank's own part of a tensor that is sharded; another tensor as it is."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+def on_two_ranks(run: Callable[..., None], *arguments: Any) -> None:
+    """Call a function of a module in two processes of their own, with what torchrun tells them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = processes.get_context("spawn")
+    results = context.Queue()
+    ranks = [
+        context.Process(target=_rank, args=(number, port, run, arguments, results), daemon=True)
+        for number in range(2)
+    ]
+    for one in ranks:
+        one.start()
+    said = [results.get(timeout=240) for _ in ranks]
+    for one in ranks:
+        one.join(30)
+        if one.is_alive():
+            one.kill()
+    assert said == ["", ""], "\n".join(said)
+
+
+def _rank(number: int, port: int, run: Callable[..., None], arguments: Any, results: Any) -> None:
+    """One of these processes; says what is wrong, if anything is."""
+    os.environ.update(
+        RANK=str(number),
+        LOCAL_RANK=str(number),
+        WORLD_SIZE="2",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        ACCELERATE_USE_CPU="true",
+        OMP_NUM_THREADS="1",
+    )
+    try:
+        run(*arguments)
+        results.put("")
+    except BaseException:
+        results.put(traceback.format_exc())
 
 
 def accelerate_shards_on_a_cpu() -> None:
@@ -106,7 +144,8 @@ def accelerate_shards_on_a_cpu() -> None:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The raw bytes of a tensor."""
+    """The raw bytes of a tensor; of one that is sharded, those of this rank."""
+    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import tiny
 import torch
 import transformers
-from tiny import Trained, assert_no_hooks, assert_same_bits, examples, llama, local, moved
+from tiny import Trained, assert_no_hooks, assert_same_bits, examples, llama, moved
 
 from memswap.integrations.transformers import MemswapCallback
 
@@ -46,7 +46,7 @@ class Looks(transformers.TrainerCallback):
         self.found = ""
 
     def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
-        self.gradients += [local(one.grad).clone() for one in model.parameters()]
+        self.gradients += [one.grad.clone() for one in model.parameters()]
 
     def on_step_end(self, args, state, control, model, **kwargs):
         if self.callback is not None and self.callback.manager is not None:
@@ -107,8 +107,7 @@ def train(
     assert trainer.accelerator.num_processes == int(os.environ["WORLD_SIZE"]) > 1
     assert_no_hooks(trainer.model_wrapped)
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
-    weights = {name: local(one).detach().clone() for name, one in trainer.model.named_parameters()}
-    return Trained(weights, looks.gradients, losses), looks
+    return Trained.of(trainer.model, looks.gradients, losses), looks
 
 
 def compare(how: str, folder: Path, name: str, options: dict[str, Any], **more: Any) -> None:

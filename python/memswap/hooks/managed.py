@@ -161,7 +161,8 @@ MEANINGS = {
     "returned": "storages that backward got back",
     "of these, when backward asked": "those that were not on their way yet: all of them in the "
     "first step, and where the thread that asks decodes, as on a CPU",
-    "peak resident": "the most bytes of saved activations on the device at a time, frames included",
+    "peak resident": "the most bytes of saved activations on the device at a time, frames "
+    "included; in the steps that learnt as well, until reset_stats()",
     "peak away": "the most bytes in the pool at a time; frames on the device are not away",
     "host blocked, seconds": "how long the calling thread waited for a transfer or for room",
 }
