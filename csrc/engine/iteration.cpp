@@ -186,6 +186,17 @@ std::vector<StorageRefPtr> Iteration::present() const {
   return found;
 }
 
+std::vector<StorageRefPtr> Iteration::returning() const {
+  std::vector<StorageRefPtr> found;
+  for (const std::weak_ptr<Entry>& weak : entries_) {
+    const EntryPtr entry = weak.lock();
+    if (entry && entry->state() == State::kReturning) {
+      found.push_back(entry->storage);
+    }
+  }
+  return found;
+}
+
 bool Iteration::over() const {
   return std::all_of(entries_.begin(), entries_.end(),
                      [](const std::weak_ptr<Entry>& entry) { return entry.expired(); });

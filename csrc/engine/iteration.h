@@ -66,6 +66,8 @@ class Iteration : public std::enable_shared_from_this<Iteration> {
   int64_t present_bytes(int64_t granularity) const;
   // Those storages: whoever has them decides when their memory is free.
   std::vector<StorageRefPtr> present() const;
+  // Of these, the ones whose bytes are on their way back.
+  std::vector<StorageRefPtr> returning() const;
   // Whether nothing that was saved is alive: no graph will demand it.
   bool over() const;
   const DemandOrder& order() const { return order_; }

@@ -2,10 +2,18 @@
 
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/util/Exception.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
+#include <cstdint>
 #include <fstream>
 #include <stdexcept>
 #include <string>
+
+// Of Linux 5.14, which the C library's headers may be older than.
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
 
 namespace memswap {
 
@@ -25,6 +33,7 @@ class AllocatorGauge final : public MemoryGauge {
   int64_t now() const override { return allocated().current; }
   int64_t peak() const override { return allocated().peak; }
   void begin() override { allocator_->resetPeakStats(index_); }
+  void count_all_of(void*, size_t) const override {}  // what is allocated counts
 
  private:
   c10::CachingAllocator::Stat allocated() const {
@@ -50,6 +59,15 @@ class ProcessGauge final : public MemoryGauge {
     // "5" resets the high-water mark (proc_pid_clear_refs(5)). Where a container forbids that, the
     // mark is that of the process' life, which is no less.
     std::ofstream("/proc/self/clear_refs") << "5";
+  }
+  // A kernel that does not know it counts pages as they come.
+  void count_all_of(void* first, size_t nbytes) const override {
+    const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
+    const auto begins = (reinterpret_cast<std::uintptr_t>(first) + page - 1) / page * page;
+    const auto ends = (reinterpret_cast<std::uintptr_t>(first) + nbytes) / page * page;
+    if (begins < ends) {
+      (void)madvise(reinterpret_cast<void*>(begins), ends - begins, MADV_POPULATE_WRITE);
+    }
   }
 
  private:

@@ -3,6 +3,7 @@
 
 #include <c10/core/Device.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 
@@ -25,6 +26,9 @@ class MemoryGauge {
   virtual int64_t peak() const = 0;
   // Look from here on: `peak` is what `now` is.
   virtual void begin() = 0;
+  // Memory that was allocated, and that a thread may be filling, counts as a whole from here on: of
+  // a CPU the pages that nobody has written are not there. No byte changes.
+  virtual void count_all_of(void* first, size_t nbytes) const = 0;
 
   // Throws std::runtime_error where the device's allocator or the system tells no such figures.
   static std::unique_ptr<MemoryGauge> of(c10::Device device);

@@ -106,6 +106,9 @@ void Recorder::demanded(const Entry& entry) {
     broken_ = true;
     return;
   }
+  if (workspace) {
+    workspace->count_returning();
+  }
   Seen& seen = seen_[index];
   if (!seen.demanded) {
     seen.demanded = true;

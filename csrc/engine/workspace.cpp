@@ -57,6 +57,16 @@ void Workspace::arrive() {
   put(extra_, mark_, std::max({beside, before, int64_t{0}}));
 }
 
+void Workspace::count_returning() const {
+  for (const auto& weak : watched_) {
+    if (const auto iteration = weak.lock()) {
+      for (const StorageRefPtr& one : iteration->returning()) {
+        gauge_->count_all_of(one->storage.mutable_data(), one->storage.nbytes());
+      }
+    }
+  }
+}
+
 void Workspace::depart(size_t mark) {
   if (ended_) {
     return;

@@ -8,9 +8,11 @@
 // what the saved storages took of the device when the first mark was over, is what was there
 // besides: parameters, buffers and inputs among it. What a forward or an operator lets go of
 // between two marks is held to the second one: the replay counts it until then, and a peak after it
-// went would otherwise hide as much of what was there besides. A plan is made as if all that were
-// there at the same marks, whatever it decides. What memswap itself does at a mark is no part of
-// it; the replay knows that.
+// went would otherwise hide as much of what was there besides. What starts back at a mark counts
+// from then on, and of a CPU it is there page by page, as a thread reads it: its pages are made at
+// once (MemoryGauge::count_all_of), or what has not come yet would hide as much. A plan is made as
+// if all that were there at the same marks, whatever it decides. What memswap itself does at a mark
+// is no part of it; the replay knows that.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -48,6 +50,8 @@ class Workspace {
 
   // Memswap begins to work at a mark, or somebody is about to begin the gauge anew.
   void arrive();
+  // What has started back at a mark is there as a whole. Before the mark is over: it takes a while.
+  void count_returning() const;
   // It has worked at mark number `mark`.
   void depart(size_t mark);
   // Nothing more is taken down.

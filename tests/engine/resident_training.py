@@ -2,10 +2,11 @@
 
 What a process has resident depends on all that ran in it before, and malloc keeps what is free.
 
-    python resident_training.py ROOM LATER
+    python resident_training.py ROOM LATER ACTION
 
 trains within what is resident at the start and ROOM bytes more, takes LATER bytes for itself in the
-middle, and prints as JSON what was planned and what was measured.
+middle, and prints as JSON what was planned and what was measured. ACTION is what becomes of what
+moves.
 """
 
 from __future__ import annotations
@@ -22,8 +23,6 @@ from torch import nn
 import memswap
 from memswap._native import native
 from memswap.planning.device import DevicePlan
-
-POLICY = memswap.Policy(action=memswap.Action.SWAP, min_bytes=1)
 
 
 class Cheap(nn.Module):
@@ -53,6 +52,7 @@ def trained(
     group: object = None,
     after: Callable[[], None] = lambda: None,
     later: int = 0,
+    action: str = "swap",
 ) -> dict:
     """What was planned and measured.
 
@@ -61,6 +61,7 @@ def trained(
         group: ranks that plan together.
         after: is called after each step.
         later: bytes that are resident from the sixth step on, when a plan is followed.
+        action: of storages that move.
     """
     device = torch.device("cpu")
     torch.manual_seed(0)
@@ -71,7 +72,7 @@ def trained(
     taken = []
     with memswap.manage(
         model,
-        POLICY,
+        memswap.Policy(action, min_bytes=1),
         optimizer=optimizer,
         budget=f"device:{budget}B",
         pool=memswap.DiskPool(tempfile.gettempdir(), budget="1GiB"),
@@ -99,4 +100,4 @@ def trained(
 
 
 if __name__ == "__main__":
-    print(json.dumps(trained(int(sys.argv[1]), later=int(sys.argv[2]))))
+    print(json.dumps(trained(int(sys.argv[1]), later=int(sys.argv[2]), action=sys.argv[3])))

@@ -267,8 +267,7 @@ class Route:
         self._leaving_bytes, self._iteration_bytes = leaving_bytes, iteration_bytes
         self._forwards += 1
         if self._forwards in TRIM_AT:
-            for pool in self._own_pools:
-                pool.trim()
+            self.trim_pools()
             if self._overflow_room is not None:
                 self.trim_arena()  # a plan takes no pinned memory for that
         for lane in (self._lane, self._codec_lane):
@@ -308,6 +307,11 @@ class Route:
         if not isinstance(lane, native.StreamCodecLane):
             return 0
         return lane.arena_statistics()["reserved_bytes"]
+
+    def trim_pools(self) -> None:
+        """Give back what nothing uses of a CPU's pools of frames and of decoded storages."""
+        for pool in self._own_pools:
+            pool.trim()
 
     def trim_arena(self) -> None:
         """Give back what of that nothing uses, and pinned memory as well."""

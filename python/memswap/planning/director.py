@@ -332,6 +332,8 @@ class BudgetDirector:
                 "differs. Where what a forward begins with has changed, the step is learnt again; "
                 "manager.plan.measured_device_bytes says how it goes.",
             )
+        for route in self._engine.open_routes():
+            route.trim_pools()  # their pages are the process', and no forward begins with them
         step_is_new = device.step_is_new(self._device_plans())
         self._baseline_bytes = device.baseline(self._present_bytes)
         for kind in self._kinds:

@@ -2,6 +2,7 @@
 #include "engine/recorder.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/ones.h>
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
@@ -372,6 +373,55 @@ TEST_F(Records, ADemandThatBrokeOffLeavesNoRecord) {
   full->sends[0]->said_done = true;
   EXPECT_THROW(engine->demand(entry), c10::OutOfMemoryError);
   EXPECT_FALSE(taken());
+}
+
+// Sends end at once, and what is fetched is written when somebody waits for it, as by a slow disk.
+class SlowDisk final : public TestLane {
+ public:
+  TicketPtr send(StorageRefPtr, BlockPtr, ByteRange, Tickets) override {
+    auto ended = std::make_shared<Send>(nullptr);
+    ended->said_done = true;
+    return ended;
+  }
+  std::pair<StorageRefPtr, TicketPtr> fetch(BlockPtr block, Tickets) override {
+    const at::Tensor fetched = bytes(static_cast<int64_t>(block->nbytes()));
+    return {std::make_shared<StorageRef>(fetched.storage()), std::make_shared<Fetch>(fetched)};
+  }
+
+ private:
+  struct Fetch final : Ticket {
+    explicit Fetch(at::Tensor fetched) : to(std::move(fetched)) {}
+    void wait() override { std::exchange(to, {}).fill_(1); }
+    bool done() override { return !to.defined(); }
+    void synchronize() override {}
+
+    at::Tensor to;
+  };
+};
+
+// Resident memory counts pages that were written. What is on its way back has none yet, and would
+// hide as much of what an operator takes meanwhile.
+TEST_F(Records, WhatIsOnItsWayBackHidesNothingOfWhatOperatorsTake) {
+  constexpr int64_t kLong = 16 << 20, kSlack = 4 << 20;
+  engine = std::make_shared<Engine>(/*window_bytes=*/2 * kLong);
+  pool = std::make_shared<Pool>(std::make_shared<OrdinarySlabs>(), PoolOptions{});
+  direct(std::make_shared<SlowDisk>());
+  const std::shared_ptr<MemoryGauge> gauge = MemoryGauge::of(c10::Device(c10::kCPU));
+  const int64_t before = gauge->now();
+  const auto workspace =
+      std::make_shared<Workspace>(gauge, std::vector<at::Tensor>{}, 1, 0, before);
+  workspace->watch(engine->iteration);
+  recorder->workspace = workspace;
+  const EntryPtr first = save(at::ones({kLong}, at::kByte));
+  const EntryPtr last = save(at::ones({kLong}, at::kByte));
+  engine->demand(last);  // the first one starts back with it
+  ASSERT_EQ(first->state(), State::kReturning);
+  (void)at::ones({kLong}, at::kByte);  // an operator's own
+  engine->demand(first);
+  workspace->end();
+  const std::vector<int64_t> extra = workspace->record(4).extra_nbytes;
+  EXPECT_GE(extra[2], before + kLong - kSlack);
+  EXPECT_LE(extra[2], before + kLong + kSlack);
 }
 
 TEST(Moments, OnADeviceAreEventsThatNobodyWaitsFor) {
