@@ -20,7 +20,7 @@ struct EncodedTile {
 template <class Coder>
 struct alignas(16) EncodeShared {
   typename Coder::Memory warps[frame::kTileBlocks];
-  Move compact[16];
+  SymbolTables tables;
   EncodedTile tiles[Coder::kStages];
   // What this thread block has gathered for the frame's header.
   uint32_t finished_tiles;
@@ -30,9 +30,9 @@ struct alignas(16) EncodeShared {
 
 template <class Memory>
 __device__ __forceinline__ EncodeStreams streams_of(Memory& memory, uint32_t stage,
-                                                    const Move* compact, uint32_t lane) {
+                                                    const SymbolTables& tables, uint32_t lane) {
   return {memory.symbols, memory.stages[stage], memory.positions,
-          compact,        Memory::kStageBytes,  lane};
+          &tables,        Memory::kStageBytes,  lane};
 }
 
 // The block's part of the tile's checksum, from its lanes'.
@@ -344,7 +344,7 @@ __device__ __forceinline__ Coded encode_block(EncodeShared<Coder>& shared, const
   if (block < job.blocks) {
     const Source<Coder::kWidth> source(job.input, job.elements, block);
     uint8_t* slab = job.frame + frame::kHeaderBytes + uint64_t{block} * Coder::kSlabBytes;
-    coded = Coder::encode(job, source, rows, slab, shared.warps[tile.warp], stage, shared.compact,
+    coded = Coder::encode(job, source, rows, slab, shared.warps[tile.warp], stage, shared.tables,
                           tile.warp, tile.lane, summary);
   }
   if constexpr (Coder::kFetchesNext) {
@@ -389,8 +389,9 @@ __global__ void __launch_bounds__(kTileThreads, Coder::kTiles)
   const uint32_t stride = gridDim.x * frame::kTileBlocks;
   fetch_ahead<Coder>(job, block, tile.lane, rows);
   if (tile.thread < 16) {
-    shared.compact[tile.thread] = compact_move(tile.thread);
+    shared.tables.compact[tile.thread] = compact_move(tile.thread);
   }
+  shared.tables.nibbles[tile.thread ^ 0x80u] = nibbles_of(tile.thread);
   clear_gathered(shared, tile);
   __syncthreads();
   // A frame without elements has a tile, so that its header is written, but no record.

@@ -27,8 +27,8 @@ struct DenseCoder {
   __device__ static __forceinline__ Coded encode(const EncodeJob& job, const Source<kWidth>& source,
                                                  FirstRows<kWidth>& rows, uint8_t* slab,
                                                  Memory& memory, uint32_t stage,
-                                                 const Move* compact, uint32_t warp, uint32_t lane,
-                                                 BlockSummary& summary) {
+                                                 const SymbolTables& tables, uint32_t warp,
+                                                 uint32_t lane, BlockSummary& summary) {
     uint64_t sum = 0;
     constexpr uint32_t kAtOnce = kRowsAtOnce<kWidth>;
     uint32_t e[8];
@@ -59,7 +59,7 @@ struct DenseCoder {
       store_planes(slab + Parts::kLowPlanes * frame::kBlockElements, rest, Parts::kRestBits, lane);
     }
     return encode_dense<Parts::kSplit.exponent_bits>(
-        streams_of(memory, stage, compact, lane), e, job.fast, job.center,
+        streams_of(memory, stage, tables, lane), e, job.fast, job.center,
         frame::kBlockElements - source.count, summary, slab + kSlabBytes - frame::kLowPlaneBytes);
   }
 };
@@ -80,8 +80,8 @@ struct UpcastCoder {
   __device__ static __forceinline__ Coded encode(const EncodeJob& job, const Source<kWidth>& source,
                                                  FirstRows<kWidth>& rows, uint8_t* slab,
                                                  Memory& memory, uint32_t stage,
-                                                 const Move* compact, uint32_t warp, uint32_t lane,
-                                                 BlockSummary& summary) {
+                                                 const SymbolTables& tables, uint32_t warp,
+                                                 uint32_t lane, BlockSummary& summary) {
     uint64_t sum = 0;
     constexpr uint32_t kAtOnce = kRowsAtOnce<kWidth>;
     uint32_t e[8], mantissas[8], low_halves = 0;
@@ -115,7 +115,7 @@ struct UpcastCoder {
     for (uint32_t row = 0; row < kRows; ++row) {
       store_bytes(slab, row, lane, mantissas[2 * row], mantissas[2 * row + 1]);
     }
-    return encode_dense<8>(streams_of(memory, stage, compact, lane), e, job.fast, job.center,
+    return encode_dense<8>(streams_of(memory, stage, tables, lane), e, job.fast, job.center,
                            frame::kBlockElements - source.count, summary,
                            slab + kSlabBytes - frame::kLowPlaneBytes);
   }

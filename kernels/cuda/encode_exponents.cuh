@@ -22,13 +22,19 @@ struct alignas(16) EncodeMemory {
   static_assert(kBytes % 16 == 0);
 };
 
-// The same without its size.
+// What a symbol or a mask becomes, for all warps.
+struct SymbolTables {
+  Move compact[16];      // by mask
+  uint8_t nibbles[256];  // nibbles_of, by v xor 0x80
+};
+
+// A warp's share without its size.
 struct EncodeStreams {
   uint32_t* symbols;
   uint32_t* stage;
   uint16_t* positions;
-  const Move* compact;  // by mask
-  uint32_t capacity;    // of the stage, bytes
+  const SymbolTables* tables;
+  uint32_t capacity;  // of the stage, bytes
   uint32_t lane;
 
   __device__ __forceinline__ uint8_t* bytes() const { return reinterpret_cast<uint8_t*>(stage); }
@@ -44,25 +50,28 @@ __device__ __forceinline__ void clear_stage(uint32_t* stage, uint32_t lane) {
   }
 }
 
-// The second kind of escape: a nibble, and a byte where that is 15. `kFirst`: the v of nibble 0;
-// `kTwelve`, `kThirteen`: those of 12 and 13.
-template <uint32_t kFirst, uint32_t kTwelve, uint32_t kThirteen>
-__device__ __forceinline__ uint32_t nibble_of(uint32_t v, uint32_t center) {
-  if (v - kFirst < 12) {
-    return v - kFirst;
-  }
-  return v == kTwelve ? 12 : v == kThirteen ? 13 : v == (center & 0xffu) ? 14 : 15;
+// The second kind of escape: a nibble, and a byte where that is 15. That of v; of E = 0, which is
+// 14 where this is 15, the centre decides.
+__device__ inline uint32_t nibble_of(frame::NibbleCode code, uint32_t v) {
+  return v - code.first < 12  ? v - code.first
+         : v == code.twelve   ? 12
+         : v == code.thirteen ? 13
+                              : 15;
+}
+// In a byte, that of LQ2 and above it that of LQ3.
+__device__ inline uint8_t nibbles_of(uint32_t v) {
+  return static_cast<uint8_t>(nibble_of(frame::kLq2Nibbles, v) | nibble_of(frame::kLq3Nibbles, v)
+                                                                     << 4);
 }
 
 // Writes the nibbles of the marked elements from byte `begin` of the stage on, and the bytes E
 // behind them. `symbols` has v xor kBias. Returns the byte behind the streams, whether or not they
 // fitted.
-template <uint32_t kFirst, uint32_t kTwelve, uint32_t kThirteen>
+template <bool kLq3>
 __device__ __forceinline__ uint32_t write_nibbles(const EncodeStreams& to, uint32_t masks,
                                                   const Ranks& ranks, uint32_t center,
                                                   uint32_t begin) {
   const uint8_t* symbols = reinterpret_cast<const uint8_t*>(to.symbols);
-  const uint32_t lower_lanes = (1u << to.lane) - 1;
   uint32_t raw = begin + (ranks.total + 1) / 2;
 #pragma unroll 1
   for (uint32_t done = 0; done < ranks.total; done += kPositions) {
@@ -72,32 +81,43 @@ __device__ __forceinline__ uint32_t write_nibbles(const EncodeStreams& to, uint3
 #pragma unroll 1
     for (uint32_t i = 0; i < here; i += 2 * kLanes) {
       const uint32_t mine = i + 2 * to.lane;
-      uint32_t nibbles = 0, v0 = 0, v1 = 0;
-      bool raw0 = false, raw1 = false;
+      uint32_t nibbles = 0, symbol0 = 0, symbol1 = 0;
       if (mine < here) {
-        v0 = symbols[to.positions[mine]] ^ 0x80u;
-        nibbles = nibble_of<kFirst, kTwelve, kThirteen>(v0, center);
-        raw0 = nibbles == 15;
-        if (mine + 1 < here) {
-          v1 = symbols[to.positions[mine + 1]] ^ 0x80u;
-          const uint32_t nibble = nibble_of<kFirst, kTwelve, kThirteen>(v1, center);
-          raw1 = nibble == 15;
-          nibbles |= nibble << 4;
-        }
-        to.bytes()[begin + (done + mine) / 2] = static_cast<uint8_t>(nibbles);
+        const uint32_t two = *reinterpret_cast<const uint32_t*>(to.positions + mine);
+        const bool has_next = mine + 1 < here;
+        symbol0 = symbols[two & 0xffffu];
+        symbol1 = symbols[has_next ? two >> 16 : two & 0xffffu];
+        const uint32_t first = to.tables->nibbles[symbol0], second = to.tables->nibbles[symbol1];
+        nibbles = kLq3 ? select_bits(0xfu, first >> 4, second)
+                       : select_bits(0xfu, first, second << 4) & 0xffu;
+        nibbles &= has_next ? 0xffu : 0xfu;
       }
-      const uint32_t raws0 = __ballot_sync(kAllLanes, raw0);
-      const uint32_t raws1 = __ballot_sync(kAllLanes, raw1);
-      if ((raws0 | raws1) != 0) {
+      bool raw0 = (nibbles & 0xfu) == 15, raw1 = nibbles >= 0xf0;
+      if (__any_sync(kAllLanes, raw0 || raw1)) {
+        const uint32_t zero = (center & 0xffu) ^ 0x80u;  // the symbol of E = 0
+        if (raw0 && symbol0 == zero) {
+          nibbles -= 0x01;
+          raw0 = false;
+        }
+        if (raw1 && symbol1 == zero) {
+          nibbles -= 0x10;
+          raw1 = false;
+        }
+        const uint32_t raws0 = __ballot_sync(kAllLanes, raw0);
+        const uint32_t raws1 = __ballot_sync(kAllLanes, raw1);
+        const uint32_t lower_lanes = (1u << to.lane) - 1;
         uint32_t place = raw + __popc(raws0 & lower_lanes) + __popc(raws1 & lower_lanes);
         if (raw0 && place < to.capacity) {
-          to.bytes()[place] = static_cast<uint8_t>(center - v0);
+          to.bytes()[place] = static_cast<uint8_t>(center - (symbol0 ^ 0x80u));
         }
         place += raw0;
         if (raw1 && place < to.capacity) {
-          to.bytes()[place] = static_cast<uint8_t>(center - v1);
+          to.bytes()[place] = static_cast<uint8_t>(center - (symbol1 ^ 0x80u));
         }
         raw += __popc(raws0) + __popc(raws1);
+      }
+      if (mine < here) {
+        to.bytes()[begin + (done + mine) / 2] = static_cast<uint8_t>(nibbles);
       }
     }
     __syncwarp();
@@ -106,14 +126,14 @@ __device__ __forceinline__ uint32_t write_nibbles(const EncodeStreams& to, uint3
 }
 
 // [Note: near exponents] v is the centre less E, bytewise modulo 256. Where no byte of 128 + v
-// leaves 6 .. 255, whole words are subtracted, without regard to borrows, and comparisons are
+// leaves 6 .. 252, whole words are subtracted, without regard to borrows, and comparisons are
 // subtractions too: the top bit of a byte of t - n says whether v >= n, that of t whether v >= 0.
 // Elsewhere v that is no symbol of S1 takes the place of another such one.
 struct Near {
   uint32_t max, min;  // of all E
 
   __device__ __forceinline__ bool holds(uint32_t center) const {
-    return max <= center + 122 && center <= min + 127;
+    return max <= center + 122 && center <= min + 124;
   }
 };
 
@@ -141,7 +161,8 @@ __device__ __forceinline__ uint32_t encode_lq2(const EncodeStreams& to, const ui
 #pragma unroll
     for (uint32_t i = 0; i < 8; ++i) {
       const uint32_t v = subtract_bytes(centers, e[i]);
-      t[i] = (v & 0x3f3f3f3fu) | ((v | v >> 1) & 0x40404040u) | kBias;
+      const uint32_t far = (v | v >> 1) & 0x40404040u;
+      t[i] = (v & 0x3f3f3f3fu & ~(far >> 4)) | far | kBias;
       biased[i] = v ^ kBias;
     }
     store_lane(to.symbols, to.lane, biased);
@@ -157,7 +178,8 @@ __device__ __forceinline__ uint32_t encode_lq2(const EncodeStreams& to, const ui
       if constexpr (kSome) {
         coded[h] &= spread_bits(valid >> (4 * i)) * 0x80;
       }
-      low[h] |= (t[i] & 0x03030303u & spread_top_bits(coded[h])) << (2 * row);
+      low[h] =
+          multiply_add(t[i] & 0x03030303u & spread_top_bits(coded[h]), 1u << (2 * row), low[h]);
     }
     rows[row] = gather_row(coded[0], coded[1]);
   }
@@ -180,9 +202,8 @@ __device__ __forceinline__ uint32_t encode_lq2(const EncodeStreams& to, const ui
       const uint32_t i = 2 * row + h;
       // 0, 4, 5 become 0, 1, 2 and everything else 3, each four times; 1 to 3 have codes.
       six[h] = ((t[i] - bytes_of(6)) | ~t[i]) & kBias;
-      const uint32_t symbols =
-          (((t[i] & 0x05050505u) + 0x03030303u) | spread_top_bits(six[h])) & 0x0c0c0c0cu;
-      const Move move = move_of(to.compact, masks[h], row);
+      const uint32_t symbols = ((t[i] + 0x03030303u) | spread_top_bits(six[h])) & 0x0c0c0c0cu;
+      const Move move = move_of(to.tables->compact, masks[h], row);
       behind[h] = move.behind;
       packed[h] = gather_bytes(permute(symbols, 0, move.selector), 0x40100401u);
     }
@@ -206,8 +227,7 @@ __device__ __forceinline__ uint32_t encode_lq2(const EncodeStreams& to, const ui
   if (end + (again.total + 1) / 2 >= longest) {
     return kTooLong;
   }
-  return write_nibbles<frame::kLq2Nibbles.first, frame::kLq2Nibbles.twelve,
-                       frame::kLq2Nibbles.thirteen>(to, second, again, center, end);
+  return write_nibbles<false>(to, second, again, center, end);
 }
 
 // Bytes that LQ3 needs for its streams and its plane.
@@ -247,8 +267,7 @@ __device__ __forceinline__ uint32_t encode_lq3(const EncodeStreams& to, const ui
   }
   store_lane(to.symbols, to.lane, biased);
   const Ranks ranks = rank_rows(count_rows(masks), to.lane);
-  return write_nibbles<frame::kLq3Nibbles.first, frame::kLq3Nibbles.twelve,
-                       frame::kLq3Nibbles.thirteen>(to, masks, ranks, center, frame::kBitmapBytes);
+  return write_nibbles<true>(to, masks, ranks, center, frame::kBitmapBytes);
 }
 
 // FW of `bits` bits: whole planes, so the stage need not be clear.

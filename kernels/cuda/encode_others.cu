@@ -25,7 +25,7 @@ struct RawCoder {
 
   __device__ static __forceinline__ Coded encode(const EncodeJob& job, const Source<kWidth>& source,
                                                  FirstRows<kWidth>& rows, uint8_t* slab, Memory&,
-                                                 uint32_t, const Move*, uint32_t warp,
+                                                 uint32_t, const SymbolTables&, uint32_t warp,
                                                  uint32_t lane, BlockSummary& summary) {
     uint64_t sum = 0;
     constexpr uint32_t kAtOnce = kRowsAtOnce<kWidth>;
@@ -64,7 +64,7 @@ struct BitsCoder {
 
   __device__ static __forceinline__ Coded encode(const EncodeJob& job, const Source<kWidth>& source,
                                                  FirstRows<kWidth>& rows, uint8_t*, Memory& memory,
-                                                 uint32_t, const Move*, uint32_t warp,
+                                                 uint32_t, const SymbolTables&, uint32_t warp,
                                                  uint32_t lane, BlockSummary& summary) {
     uint64_t sum = 0;
     uint32_t bitmap = 0, others = 0;
@@ -114,7 +114,7 @@ struct IntsCoder {
 
   __device__ static __forceinline__ Coded encode(const EncodeJob& job, const Source<kWidth>& source,
                                                  FirstRows<kWidth>&, uint8_t*, Memory&, uint32_t,
-                                                 const Move*, uint32_t warp, uint32_t lane,
+                                                 const SymbolTables&, uint32_t warp, uint32_t lane,
                                                  BlockSummary& summary) {
     uint64_t sum = 0;
     // Signed integers are compared with their sign bit turned over.

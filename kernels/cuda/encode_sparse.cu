@@ -30,8 +30,9 @@ struct SparseCoder {
 
   __device__ static __forceinline__ Coded encode(const EncodeJob& job, const Source<kWidth>& source,
                                                  FirstRows<kWidth>&, uint8_t*, Memory& memory,
-                                                 uint32_t, const Move* compact, uint32_t warp,
-                                                 uint32_t lane, BlockSummary& summary) {
+                                                 uint32_t, const SymbolTables& tables,
+                                                 uint32_t warp, uint32_t lane,
+                                                 BlockSummary& summary) {
     uint64_t sum = 0;
     uint32_t masks = 0,
              negatives = 0;  // survivors, and zeros with a sign; byte q: row q
@@ -116,7 +117,7 @@ struct SparseCoder {
       }
     }
     coded.center = center_of(crowd, canonical::kLq2Eighths);
-    behind = encode_lq2<true>(streams_of(memory, 0, compact, lane), e, {all.max, all.min},
+    behind = encode_lq2<true>(streams_of(memory, 0, tables, lane), e, {all.max, all.min},
                               coded.center, valid, begin, ~0u, low);
     coded.mode = has_signs ? frame::kSignedZeros : frame::kZeros;
     coded.units = (behind + bytes_later + 7) / 8;

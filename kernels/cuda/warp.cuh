@@ -94,6 +94,18 @@ __device__ __forceinline__ uint32_t select_bits(uint32_t mask, uint32_t ones, ui
 #endif
 }
 
+// x * factor + y, one instruction. Where bits do not meet the compiler takes two, a shift and a
+// LOP3.
+__device__ __forceinline__ uint32_t multiply_add(uint32_t x, uint32_t factor, uint32_t y) {
+#if defined(MEMSWAP_CUDA_EMULATOR)
+  return x * factor + y;
+#else
+  uint32_t sum;
+  asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(sum) : "r"(x), "r"(factor), "r"(y));
+  return sum;
+#endif
+}
+
 // 0xff in every byte whose top bit is set, else 0.
 __device__ __forceinline__ uint32_t spread_top_bits(uint32_t bytes) {
   return permute(bytes, 0, 0xba98);
@@ -210,6 +222,15 @@ __device__ __forceinline__ uint32_t add_of_first_lane(uint32_t* word, uint32_t n
 #endif
 }
 
+// A number as it is; what follows from it is computed where it is needed, and not ahead of a branch
+// or a loop around it.
+__device__ __forceinline__ uint32_t not_ahead(uint32_t number) {
+#if !defined(MEMSWAP_CUDA_EMULATOR)
+  asm volatile("" : "+r"(number));
+#endif
+  return number;
+}
+
 // counts: byte q says how many elements of row q the lane marks, at most 8. A row's sum may be 256
 // and carry into the next byte; the subtraction of the own count takes every such carry back, and
 // what is left is at most 248 per row.
@@ -236,8 +257,15 @@ __device__ __forceinline__ Ranks rank_rows(uint32_t counts, uint32_t lane) {
 
 // masks: byte q has a bit for each of the lane's elements of row q.
 __device__ __forceinline__ uint32_t count_rows(uint32_t masks) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  // More instructions, but what is below would have float16's encoder spill a register on sm_80.
   return __popc(masks & 0xffu) | __popc(masks & 0xff00u) << 8 | __popc(masks & 0xff0000u) << 16 |
          __popc(masks & 0xff000000u) << 24;
+#else
+  const uint32_t pairs = (masks & 0x55555555u) + ((masks & 0xaaaaaaaau) >> 1);
+  const uint32_t fours = (pairs & 0x33333333u) + ((pairs & 0xccccccccu) >> 2);
+  return (fours + (fours >> 4)) & 0x0f0f0f0fu;
+#endif
 }
 
 // [Note: lanes' bytes] A byte for each of a lane's elements, in shared memory: the lane's 32 bytes
@@ -290,6 +318,7 @@ __device__ __forceinline__ void write_positions(uint16_t* positions, uint32_t ma
     }
     return;
   }
+  masks = not_ahead(masks);
   // Rank less the number of the lane's own marks before: two rows in a word.
   const auto start_of = [&](uint32_t row) {
     return ranks.first(row) - __popc(masks & ((1u << (8 * row)) - 1));
@@ -363,10 +392,18 @@ __device__ __forceinline__ Tile this_tile() {
 }
 
 #if !defined(MEMSWAP_CUDA_EMULATOR)
+// From sm_90 on, where a thread block's shared memory begins follows from its number in a cluster,
+// and the compiler asks for that again at each use, with four instructions. What came from another
+// lane it has to keep.
 template <class Shared>
 __device__ __forceinline__ Shared& shared_of() {
   extern __shared__ __align__(16) unsigned char memory[];
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  const uint32_t begin = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
+  return *reinterpret_cast<Shared*>(__cvta_shared_to_generic(__shfl_sync(kAllLanes, begin, 0)));
+#else
   return *reinterpret_cast<Shared*>(memory);
+#endif
 }
 #endif
 

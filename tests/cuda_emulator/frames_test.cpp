@@ -66,7 +66,7 @@ TEST_F(FramesAtTheEnds, OfWhatIsNearACentreAreTheOracles) {
       const uint16_t random = words[i];
       int exponent = center - random % 8;  // 0 to 7 below, and one in 32 far away
       if (random / 8 % 32 == 0) {
-        exponent = random >> 15 != 0 ? center + 121 + block % 4 : center - 126 - block / 4;
+        exponent = random >> 15 != 0 ? center + 121 + block % 4 : center - 122 - block / 2;
       }
       exponent = std::clamp(exponent, 0, 255);
       words[i] = static_cast<uint16_t>((random & 0x807f) | exponent << 7);
