@@ -18,7 +18,7 @@ from memswap.engine.units import parse_bytes
 if TYPE_CHECKING:
     from memswap._C import Span
     from memswap.engine.action import Decider
-    from memswap.engine.transfer import Pool
+    from memswap.engine.transfers import Pool
 
 _RANGE = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?")
 

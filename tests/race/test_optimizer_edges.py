@@ -161,8 +161,8 @@ def sent_before_the_step() -> Any:
         for tensor in stream._stepped(number):
             if tensor.numel() > 1 and away_of(tensor) is None:
                 counter.own += 1
-                route = stream._mover._routes.to(tensor.device)
-                early[tensor.data_ptr()] = route.swap.send(native.StorageRef(tensor))
+                transfers = stream._mover._transfers.to(tensor.device)
+                early[tensor.data_ptr()] = transfers.swap.send(native.StorageRef(tensor))
 
     def start(counter: Counter, original: Any, mover: StateMover, *arguments: Any) -> Any:
         storage = arguments[2]

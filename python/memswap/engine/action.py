@@ -49,7 +49,7 @@ class Decider(Protocol):
 
     @property
     def action(self) -> Action | None:
-        """What to do where `fn` is None. None: what suits the device (`Route.default_action`)."""
+        """What to do where `fn` is None; None: the device's `Transfers.default_action`."""
 
     @property
     def fn(self) -> Callable[[torch.Tensor, TensorInfo], Action] | None:

@@ -181,10 +181,10 @@ class Search:
         rows = [self._row(movable, action) for action in offered]
         if Action.ENCODE in offered:
             # Masks, indices and constants: bytes of memory for next to no codec time.
-            gems = [i for i in self._by_yield(movable) if self._shrinks_much(i)]
-            others = [index for index in movable if index not in gems]
-            encoded = self._row(gems, Action.ENCODE)
-            rows += [encoded + self._row(others, action) for action in offered if gems]
+            shrinking = [i for i in self._by_yield(movable) if self._shrinks_much(i)]
+            others = [index for index in movable if index not in shrinking]
+            encoded = self._row(shrinking, Action.ENCODE)
+            rows += [encoded + self._row(others, action) for action in offered if shrinking]
             rows.append(self._row(self._by_yield(movable), Action.ENCODE))
         if Action.RECOMPUTE in offered:
             rows += self._cheapest_rows(movable)

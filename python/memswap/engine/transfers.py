@@ -1,4 +1,4 @@
-"""Routes: the lanes, pools and codec of each device, and what sends its storages away."""
+"""Transfers: the lanes, pools and codec of each device, and what sends its storages away."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def open_lane_to(pool: Pool | None, device: torch.device) -> Lane:
     return open_staged_lane(device) if reaches_files(pool, device) else open_lane(device)
 
 
-class Route:
+class Transfers:
     """How storages leave one device. Lanes and pools are opened when they are first needed.
 
     Args:
@@ -164,7 +164,7 @@ class Route:
         self.without_recipe = action_without_recipe(device, pool)
         #: What is expected of frames.
         self.expectations = open_expectations(device)
-        #: The same route for the engine: what it sends by. It asks `open_blocks` and `open_frames`.
+        #: The same for the engine: what it sends by. It asks `open_blocks` and `open_frames`.
         self.native = native.Transfers(
             device,
             self.expectations,
@@ -354,27 +354,27 @@ class Route:
                 lane.settle()
 
 
-class Routes:
-    """The routes of one engine, opened when a device is first seen. Engines share none of them."""
+class OpenTransfers:
+    """Those of one engine, opened when a device is first seen. Engines share none of them."""
 
     def __init__(self, pool: Pool | None) -> None:
         self._pool = pool
         self._default_pools: dict[str, Pool] = {}
-        self._routes: dict[torch.device, Route | None] = {}
+        self._transfers: dict[torch.device, Transfers | None] = {}
 
-    def to(self, device: torch.device) -> Route | None:
-        """The route for ``device``, or None where its storages stay.
+    def to(self, device: torch.device) -> Transfers | None:
+        """Those of ``device``, or None where its storages stay.
 
         Without a pool of the user's, storages in host memory stay wherever an accelerator is
         present: there, host memory is where others are swapped to.
         """
         try:
-            return self._routes[device]
+            return self._transfers[device]
         except KeyError:
-            route = self._routes[device] = self._open(device)
-            return route
+            transfers = self._transfers[device] = self._open(device)
+            return transfers
 
-    def _open(self, device: torch.device) -> Route | None:
+    def _open(self, device: torch.device) -> Transfers | None:
         pool = self._pool
         if pool is not None:
             if device.type == "cpu" and isinstance(pool, HostPool) and pool.pinned:
@@ -382,19 +382,19 @@ class Routes:
             check_pool(pool, device)
         elif device.type == "cpu" and torch.accelerator.is_available():
             return None
-        return Route(device, pool, self._default_pools)
+        return Transfers(device, pool, self._default_pools)
 
-    def open_routes(self) -> list[Route]:
-        return [route for route in self._routes.values() if route is not None]
+    def all(self) -> list[Transfers]:
+        return [one for one in self._transfers.values() if one is not None]
 
     def begin_iteration(self, leaving_bytes: int, iteration_bytes: int) -> None:
-        for route in self.open_routes():
-            route.begin_iteration(leaving_bytes, iteration_bytes)
+        for transfers in self.all():
+            transfers.begin_iteration(leaving_bytes, iteration_bytes)
 
     def settle(self) -> None:
-        for route in self.open_routes():
-            route.settle()
+        for transfers in self.all():
+            transfers.settle()
 
     def check_decodes(self) -> None:
-        for route in self.open_routes():
-            route.check_decodes(wait=True)
+        for transfers in self.all():
+            transfers.check_decodes(wait=True)
