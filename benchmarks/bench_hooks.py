@@ -33,7 +33,7 @@ import memswap
 from memswap._native import native
 from memswap.cli.bench.timing import alternate
 from memswap.cli.table import format_ratio, render_table
-from memswap.engine import transfer
+from memswap.engine import transfers
 from memswap.engine.lane import open_lane
 from memswap.engine.units import format_bytes
 
@@ -116,14 +116,14 @@ class NoBooks:
 
 def leave_copies_out(engine: Any, nbytes: int, device: torch.device) -> None:
     """Give an engine a lane that moves nothing."""
-    opened = transfer.open_lane
-    transfer.open_lane = lambda *arguments, **options: left_out(
+    opened = transfers.open_lane
+    transfers.open_lane = lambda *arguments, **options: left_out(
         opened(*arguments, **options), nbytes, device
     )
     try:
-        assert isinstance(engine.route(device).swap.lane, native.StillLane)
+        assert isinstance(engine.transfers(device).lane, native.StillLane)
     finally:
-        transfer.open_lane = opened
+        transfers.open_lane = opened
 
 
 def run_once(

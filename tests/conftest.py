@@ -134,9 +134,9 @@ def _action(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     name: str = getattr(request, "param", "")
     if name:
         from memswap import Action
-        from memswap.engine import expectations, transfer
+        from memswap.engine import expectations, transfers
 
-        monkeypatch.setattr(transfer, "default_action", lambda device, pool: Action(name))
+        monkeypatch.setattr(transfers, "default_action", lambda device, pool: Action(name))
         monkeypatch.setattr(expectations, "WORTH", float("inf"))
     if name == "recompute":
         from memswap.engine import recipes

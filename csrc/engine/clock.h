@@ -12,10 +12,10 @@
 
 namespace memswap {
 
-// Seconds of the host on a CPU; on an accelerator an event, which the device may not have come to.
+// On an accelerator an event, which the device may not have come to.
 struct Moment {
-  std::chrono::steady_clock::time_point host;
-  std::optional<c10::Event> event;  // nothing: a CPU's
+  std::chrono::steady_clock::time_point host;  // when the host noted it, which on a CPU is the time
+  std::optional<c10::Event> event;             // nothing: a CPU's
 
   // Whether the device has come to it. Never waits.
   bool reached() const { return !event || event->query(); }
@@ -32,8 +32,24 @@ using MomentPtr = std::shared_ptr<const Moment>;
 // Seconds from one moment to another of the same clock, never fewer than 0. Both were reached.
 double seconds_between(const Moment& begin, const Moment& end);
 
-// An event on a stream that can be timed.
+// This moment of a stream's work; of the host, or of the current stream of a device.
 MomentPtr moment_on(c10::Stream stream);
+MomentPtr moment_on(c10::Device device);
+
+// How long work takes that the calling thread does or launches on a device.
+class Lap {
+ public:
+  explicit Lap(c10::Device device) : device_(device) {}
+
+  void begin() { began_ = moment_on(device_); }
+  void end() { ended_ = moment_on(device_); }
+  // Waits until the device has passed the end. Of a device that has no clock, by the host's.
+  double seconds() const;
+
+ private:
+  const c10::Device device_;
+  MomentPtr began_, ended_;
+};
 
 class Clock {
  public:
@@ -41,9 +57,11 @@ class Clock {
   explicit Clock(c10::Device device, std::function<bool()> capturing = {})
       : device_(device), capturing_(std::move(capturing)) {}
 
-  // This moment of the host, or of the device's current stream. nullptr while a graph is captured:
-  // an event that is recorded then belongs to the graph and never happens.
-  MomentPtr now() const;
+  // This moment of the device. nullptr while a graph is captured: an event that is recorded then
+  // belongs to the graph and never happens.
+  MomentPtr now() const {
+    return !device_.is_cpu() && capturing_ && capturing_() ? nullptr : moment_on(device_);
+  }
 
  private:
   c10::Device device_;

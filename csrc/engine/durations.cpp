@@ -1,7 +1,5 @@
 #include "durations.h"
 
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 #include <algorithm>
 #include <utility>
 
@@ -14,11 +12,6 @@ constexpr int64_t kFirstMeasured = 1, kFirstUnmeasured = 3, kMeasuredEvery = 100
 
 // Spans that are looked at in one go, so that no operator pays for all.
 constexpr int kMostReads = 4;
-
-MomentPtr moment_of(c10::Device device) {
-  const c10::impl::VirtualGuardImpl guard(device.type());
-  return moment_on(guard.getStream(device.has_index() ? device : guard.getDevice()));
-}
 
 }  // namespace
 
@@ -43,13 +36,13 @@ std::optional<Durations::Span> Durations::start(std::string key, double amount,
   if (!measuring() || device.is_cpu() || captured(device)) {
     return std::nullopt;
   }
-  return Span{std::move(key), amount, moment_of(device), nullptr, std::nullopt};
+  return Span{std::move(key), amount, moment_on(device), nullptr, std::nullopt};
 }
 
 void Durations::stop(Span span) {
   const c10::Device device = span.begin->event->device();
   if (!captured(device)) {
-    span.end = moment_of(device);
+    span.end = moment_on(device);
     ended_.push_back(std::move(span));
   }
 }

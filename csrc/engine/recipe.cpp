@@ -199,7 +199,7 @@ std::string words_of(const Step& step) {
   return words + ")";
 }
 
-std::vector<at::Tensor> run_again(const Step& step, bool in_passing, RunTime* time,
+std::vector<at::Tensor> run_again(const Step& step, bool in_passing, Lap* lap,
                                   const MadeBytes& made_bytes) {
   Given given;
   const auto used = c10::make_scope_exit([&] {
@@ -213,13 +213,13 @@ std::vector<at::Tensor> run_again(const Step& step, bool in_passing, RunTime* ti
   const WithoutGil without_gil;
   const AsItWas as_it_was;
   Made made{.calls = {}, .nbytes = 0, .tell = made_bytes};
-  if (time != nullptr) {
-    time->begin();
+  if (lap != nullptr) {
+    lap->begin();
   }
   count_readers(step, made);
   run(step, given, made);
-  if (time != nullptr) {
-    time->end();
+  if (lap != nullptr) {
+    lap->end();
   }
   order_makers_after_this(step);
   return std::move(made.calls.at(step.call.get()).results);

@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
+#include "clock.h"
 #include "operator_log.h"
-#include "run_time.h"
 
 namespace memswap {
 
@@ -65,11 +65,11 @@ using MadeBytes = std::function<void(int64_t)>;
 // Runs the steps of a recipe: each call once, whatever needs it, and what it has made is let go of
 // once all have read it. The results of the last call, one for each result of its operator.
 // `in_passing`: sources are looked at (Source::look). Throws c10::OutOfMemoryError, what a source
-// throws, and TransferError where an input's memory was taken away. `time`: of the operators alone,
+// throws, and TransferError where an input's memory was taken away. `lap`: of the operators alone,
 // without what their sources take to be there. `made_bytes` hears it while all sources are
 // there.
-std::vector<at::Tensor> run_again(const Step& step, bool in_passing = false,
-                                  RunTime* time = nullptr, const MadeBytes& made_bytes = {});
+std::vector<at::Tensor> run_again(const Step& step, bool in_passing = false, Lap* lap = nullptr,
+                                  const MadeBytes& made_bytes = {});
 
 // The bytes of a storage, as a tensor on its device; a copy of them; and whether those of two are
 // the same, for which the host waits.

@@ -537,12 +537,12 @@ void Trial::prove(const StorageRef& storage) noexcept {
     const OperatorCall::Output* const output =
         step_->call->output_in(storage.storage.unsafeGetStorageImpl());
     if (output != nullptr) {
-      RunTime time(storage.storage.device());
+      Lap lap(storage.storage.device());
       const auto made = [this](int64_t nbytes) { made_nbytes_ = std::max(made_nbytes_, nbytes); };
       const at::Tensor again =
-          run_again(*step_, /*in_passing=*/true, &time, made).at(output->position);
+          run_again(*step_, /*in_passing=*/true, &lap, made).at(output->position);
       same_bits_ = same_bytes(again.storage(), storage.storage);
-      seconds_ = time.seconds();
+      seconds_ = lap.seconds();
     }
   } catch (const c10::OutOfMemoryError&) {
     return;  // there may be room next time

@@ -18,7 +18,7 @@ from memswap.engine.compiled import uncompiled
 from memswap.engine.engine import Engine
 from memswap.engine.hook_scope import HookScope, OpenBlocks, current_scope
 from memswap.engine.stats import Stats
-from memswap.engine.transfer import check_pool
+from memswap.engine.transfers import check_pool
 from memswap.engine.uncopied import Uncopied
 from memswap.engine.units import format_bytes, parse_bytes
 from memswap.engine.windows import WindowStats
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from memswap.engine.action import Decider
-    from memswap.engine.transfer import Pool
+    from memswap.engine.transfers import Pool
     from memswap.planning.plan import Plan
     from memswap.planning.step import Step
 

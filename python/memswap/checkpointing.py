@@ -37,13 +37,13 @@ from memswap.engine.early_stop import stopping_behind_operators
 from memswap.engine.engine import Engine
 from memswap.engine.hook_scope import HookScope, current_scope
 from memswap.engine.recomputed import counting
-from memswap.engine.transfer import check_pool
+from memswap.engine.transfers import check_pool
 from memswap.engine.uncopied import Uncopied
 from memswap.hooks.managed import Counted
 from memswap.planning.policy import Policy
 
 if TYPE_CHECKING:
-    from memswap.engine.transfer import Pool
+    from memswap.engine.transfers import Pool
 
 __all__ = [
     "CheckpointPolicy",

@@ -34,7 +34,7 @@ from memswap.engine.engine import Engine, Schedule
 from memswap.engine.handle import Handle, unpack
 from memswap.engine.hook_scope import HookScope, OpenBlocks
 from memswap.engine.stats import Stats
-from memswap.engine.transfer import Pool, check_pool
+from memswap.engine.transfers import Pool, check_pool
 from memswap.engine.uncopied import Uncopied
 from memswap.errors import GroupError
 from memswap.hooks.managed import Counted
@@ -79,13 +79,15 @@ class Groups(Uncopied, Counted):
 
         None: there is no accelerator. For who builds on groups inside memswap.
         """
-        routes = [route for route in self.engine.open_routes() if route.works_ahead]
-        if not routes and torch.accelerator.is_available():
+        ahead = [one for one in self.engine.open_transfers() if one.works_ahead]
+        if not ahead and torch.accelerator.is_available():
             device = torch.accelerator.current_accelerator()
             index = torch.accelerator.current_device_index()
-            route = None if device is None else self.engine.route(torch.device(device.type, index))
-            routes = [] if route is None else [route]
-        return routes[0].lane if routes else None
+            one = (
+                None if device is None else self.engine.transfers(torch.device(device.type, index))
+            )
+            ahead = [] if one is None else [one]
+        return ahead[0].lane if ahead else None
 
     def new(self, name: str) -> Group:
         """A group of this engine. Names are for messages and policies and need not differ."""

@@ -15,13 +15,13 @@ from memswap._native import native
 from memswap._warn import warn
 from memswap.engine.lane import take_failure
 from memswap.engine.pools import PAGEABLE, HostPool
-from memswap.engine.transfer import check_pool, default_pool, lane_to
+from memswap.engine.transfers import check_pool, default_pool, lane_to
 from memswap.errors import NotSwappedError, SharedStorageError, TransferError
 
 if TYPE_CHECKING:
     from memswap._C import Block, StorageRef
     from memswap.engine.lane import Lane, Ticket
-    from memswap.engine.transfer import Pool
+    from memswap.engine.transfers import Pool
 
 #: Where a tensor has its away form. Who takes a tensor's bytes sets it: they are taken once.
 AWAY_ATTRIBUTE = "_memswap_away"

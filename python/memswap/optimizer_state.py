@@ -13,25 +13,16 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memswap._native import native
 from memswap._warn import UsersLine
-from memswap.engine.action import ENCODE, KEEP, SWAP, Action
+from memswap.engine.action import ENCODE, ENCODE_SWAP, KEEP, SWAP, Action
 from memswap.engine.pools import PAGEABLE
-from memswap.engine.transfer import Route, Routes, lane_to
+from memswap.engine.transfers import OpenTransfers, Transfers, lane_to
 from memswap.engine.units import format_bytes
 from memswap.errors import TransferError
 from memswap.inplace import AWAY_ATTRIBUTE, holders_of_new, shared_pool, why_shared
 
 if TYPE_CHECKING:
-    from memswap._C import (
-        AwayForm,
-        Expectation,
-        Expectations,
-        FrameWatch,
-        SavedView,
-        StorageRef,
-        Ticket,
-        WeakStorage,
-    )
-    from memswap.engine.transfer import Pool
+    from memswap._C import AwayForm, SavedView, StorageRef, Ticket, WeakStorage
+    from memswap.engine.transfers import Pool
     from memswap.inplace import Holders
 
 
@@ -179,20 +170,19 @@ class _Leaving(NamedTuple):
     """Its memory, until it is free."""
 
 
-@dataclass(slots=True)
-class _Encoding:
-    """An encode whose report is not known yet."""
-
-    expectations: Expectations
-    expectation: Expectation
-    watch: FrameWatch
+#: What a state tensor is sent as: the first that there is room for, and that is shorter.
+FORMS = {
+    SWAP: (native.Form.BLOCK,),
+    ENCODE: (native.Form.FRAME,),
+    ENCODE_SWAP: (native.Form.POOLED_FRAME, native.Form.BLOCK),
+}
 
 
 class StateMover:
     """Moves tensors of optimizer state, each as a whole, and says which stay and why.
 
     Args:
-        action: how they go; None: what suits their device (`Route.without_recipe`).
+        action: how they go; None: what suits their device (`Transfers.without_recipe`).
         pool: where they go; None: one that all movers share, and `swap_out`.
         min_bytes: shorter ones stay.
     """
@@ -200,10 +190,9 @@ class StateMover:
     def __init__(self, action: Action | None, pool: Pool | None, min_bytes: int) -> None:
         self._action = action
         self._pool = pool
-        self._routes = Routes(pool)
+        self._transfers = OpenTransfers(pool)
         self._min_bytes = min_bytes
         self._leaving: deque[_Leaving] = deque()
-        self._encoding: deque[_Encoding] = deque()
         self._told: set[str] = set()
         self._new: dict[torch.device, Holders] = {}
         self._line = UsersLine.here()
@@ -218,18 +207,16 @@ class StateMover:
     def begin_step(self) -> None:
         """The tensors are about to come and go once more."""
         self.kept = {}
-        while self._encoding and (report := self._encoding[0].watch.report()) is not None:
-            made = self._encoding.popleft()
-            made.expectations.learn(made.expectation, report)
-        for route in self._routes.open_routes():
-            route.expectations.begin_iteration()
-            route.check_decodes()
-            if failure := route.take_failure():
+        for transfers in self._transfers.all():
+            transfers.native.learn()
+            transfers.expectations.begin_iteration()
+            transfers.check_decodes()
+            if failure := transfers.take_failure():
                 self._line.warn(
                     "memswap.manage_optimizer: a file could not take optimizer state, which is in "
                     f"host memory instead: {failure}"
                 )
-            if why := route.take_pageable():
+            if why := transfers.take_pageable():
                 self._line.warn(f"memswap.manage_optimizer: {PAGEABLE.format(why)}")
 
     # --- away -------------------------------------------------------------------------------------
@@ -248,15 +235,15 @@ class StateMover:
         if away_of(tensor) is not None:
             return True
         reason = self._why_it_stays(tensor, not_these)
-        route = None if reason else self._routes.to(tensor.device)
-        if not reason and route is None:
+        transfers = None if reason else self._transfers.to(tensor.device)
+        if not reason and transfers is None:
             reason = "host memory"
         view = None if reason else native.capture(tensor)
         if not reason and view is None:
             reason = "not plain"
-        if route is None or view is None:
+        if transfers is None or view is None:
             return self._keep(tensor, reason)
-        action = self._action or route.without_recipe
+        action = self._action or transfers.without_recipe
         if action is KEEP:
             return self._keep(tensor, "keep")
         message = (
@@ -267,7 +254,7 @@ class StateMover:
         memory = native.WeakStorage(storage)
         sent: tuple[AwayForm, Ticket] | str = "failed"
         try:
-            sent = self._start(route, action, storage, tensor.dtype, name)
+            sent = self._start(transfers, action, storage, tensor.dtype, name)
         finally:
             if isinstance(sent, str):
                 native.give_bytes(tensor, shell, storage)
@@ -277,10 +264,10 @@ class StateMover:
         away = AwayState(form, departure, shell, view)
         setattr(tensor, AWAY_ATTRIBUTE, away)
         self.sent_bytes += away.nbytes
-        if not route.works_ahead and departure.done():  # encoded on the spot
+        if not transfers.works_ahead and departure.done():  # encoded on the spot
             self._wait_sent(tensor, away)
         else:
-            self._leaving.append(_Leaving(ref(tensor), away.nbytes, route.works_ahead, memory))
+            self._leaving.append(_Leaving(ref(tensor), away.nbytes, transfers.works_ahead, memory))
             self.leaving_bytes += away.nbytes
         return away_of(tensor) is not None
 
@@ -292,8 +279,8 @@ class StateMover:
     @property
     def encodes(self) -> bool:
         """Whether what is away is in frames where it was."""
-        routes = self._routes.open_routes()
-        return any((self._action or route.default_action) is ENCODE for route in routes)
+        transfers = self._transfers.all()
+        return any((self._action or one.default_action) is ENCODE for one in transfers)
 
     def written_bytes(self) -> int:
         """Bytes that the pool has written to its file so far."""
@@ -301,8 +288,8 @@ class StateMover:
 
     def describe_pools(self) -> list[str]:
         """What was taken of host memory, a line for each pool."""
-        routes = self._routes.open_routes()
-        pools = {id(one.pool): one.pool for one in routes if one.copies}
+        transfers = self._transfers.all()
+        pools = {id(one.pool): one.pool for one in transfers if one.copies}
         return [one.describe() for one in pools.values()]
 
     def _why_it_stays(self, tensor: torch.Tensor, not_these: frozenset[int] | set[int]) -> str:
@@ -324,45 +311,27 @@ class StateMover:
         return "shared" if why_shared(tensor, new) else ""
 
     def _start(
-        self, route: Route, action: Action, storage: StorageRef, dtype: torch.dtype, name: str
+        self,
+        transfers: Transfers,
+        action: Action,
+        storage: StorageRef,
+        dtype: torch.dtype,
+        name: str,
     ) -> tuple[AwayForm, Ticket] | str:
         """The away form and the ticket, or the reason why the storage stays."""
-        if action is not ENCODE and not route.copies:
+        if action is not ENCODE and not transfers.copies:
             # An optimizer for each parameter is not a pool, and threads, for each parameter.
-            pool = self._pool or shared_pool(route.device)
-            route.use(pool, lane_to(pool, route.device))
-        if action is not SWAP:
-            sender = route.encoding(action)
-            expectation = route.expectations.of((name, 0, storage.nbytes, dtype))
-            if sender is None:
-                reason = "no codec"
-            elif not expectation.pays:
-                reason = "does not shrink"
-            else:
-                sent = sender.send(storage, expectation.options)
-                if sent is None and expectation.trial:
-                    expectation = route.expectations.settled(expectation)
-                    sent = sender.send(storage, expectation.options)
-                if sent is not None:
-                    self._watch(route, expectation, sent[0].watch(), sender.works_ahead)
-                    return sent
-                reason = sender.short_of
-                self._tell(reason, storage.nbytes, sender.why_refused())
-            if action is ENCODE:
-                return reason
-        swapped = route.swap.send(storage)
-        if swapped is None:
-            self._tell(route.swap.short_of, storage.nbytes, route.swap.why_refused())
-            return route.swap.short_of
-        return swapped
-
-    def _watch(
-        self, route: Route, expectation: Expectation, watch: FrameWatch, works_ahead: bool
-    ) -> None:
-        if works_ahead:
-            self._encoding.append(_Encoding(route.expectations, expectation, watch))
-        elif (report := watch.report()) is not None:
-            route.expectations.learn(expectation, report)
+            pool = self._pool or shared_pool(transfers.device)
+            transfers.use(pool, lane_to(pool, transfers.device))
+        reason = ""
+        for form in FORMS[action]:
+            sent = transfers.native.send(form, storage, (name, 0, storage.nbytes, dtype))
+            if not isinstance(sent, native.Refused):
+                return sent
+            reason = sent.reason
+            if sent.why:
+                self._tell(reason, storage.nbytes, sent.why)
+        return reason
 
     def wait_oldest(self) -> bool:
         """Let go of the memory of what left first: what follows comes after its send.

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from memswap.engine.action import Action
 from memswap.engine.pools import Endurance
-from memswap.engine.transfer import check_pool
+from memswap.engine.transfers import check_pool
 from memswap.engine.uncopied import Uncopied
 from memswap.engine.units import format_bytes, parse_bytes
 from memswap.errors import MemswapError
@@ -53,7 +53,7 @@ from memswap.planning.policy import answers_unknown, named_action
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-    from memswap.engine.transfer import Pool
+    from memswap.engine.transfers import Pool
 
 #: Whose step over some of their parameters is their step over all, in parts: each of their updates
 #: looks at one parameter, its gradient, its state and the group's numbers.

@@ -18,7 +18,7 @@ from memswap.engine.units import parse_bytes
 if TYPE_CHECKING:
     from memswap._C import Span
     from memswap.engine.action import Decider
-    from memswap.engine.transfer import Pool
+    from memswap.engine.transfers import Pool
 
 _RANGE = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?")
 
@@ -96,8 +96,7 @@ class Windows:
         engine = Engine(policy, pool, window_bytes, Schedule.WINDOWS)
         windows = engine.windows
         assert windows is not None  # of that schedule
-        windows.max_pending_bytes = self.pending_bound()
-        windows.leftovers_start = self.leftovers == "start"
+        windows.set_options(self.pending_bound(), self.leftovers == "start")
         windows.captures = _captures
         return engine
 

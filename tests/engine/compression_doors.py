@@ -79,7 +79,7 @@ class Region:
 
     def settled(self) -> memswap.Stats:
         """The statistics when all that was started has ended."""
-        self.ctx.engine._routes.settle()  # `settle` would forget what waits
+        self.ctx.engine._transfers.settle()  # `settle` would forget what waits
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         return self.ctx.stats()

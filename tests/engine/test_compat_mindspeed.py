@@ -143,7 +143,7 @@ def test_by_hand_a_plan_is_packed_and_unpacked_around_an_operator(device) -> Non
     layer.pack(ctx.share_memorys, ctx.statistic)
     layer.pack_done()
     assert ctx.stats().moved_storages == 2
-    ctx.engine._routes.settle()
+    ctx.engine._transfers.settle()
     assert ctx.stats().freed_bytes == 2 * numel * 4
 
     choices = layer.plan(numel + 1, TensorState.COMPRESS)

@@ -297,7 +297,7 @@ def test_14_every_new_shape_takes_host_memory_for_ever(device, open_door) -> Non
         train_step(model, lambda x=x: model(x))
         flush_autograd(device)
         assert_nothing_left(let_sends_end(door, device))
-        lane = door.engine._routes.open_routes()[0].codec_lane
+        lane = door.engine._transfers.all()[0].codec_lane
         if hasattr(lane, "arena_statistics"):
             held.append(lane.arena_statistics()["reserved_bytes"])
     assert len(set(held[3:])) <= 1, f"the arena grows with every shape: {held}"
@@ -390,7 +390,7 @@ def test_18_float32_and_small_or_odd_tensors_are_never_compressed(
 @pytest.mark.one_schedule
 def test_statistics_are_refreshed_in_every_step_and_by_the_encoder_itself(region, device) -> None:
     """No counter of iterations: each report tells the next encode, and none is ever waited for."""
-    route_of = region.ctx.engine._routes.to
+    transfers_of = region.ctx.engine._transfers.to
     nbytes = 2 * 64 * 1024
     shares = []
     for step in range(4):
@@ -403,6 +403,6 @@ def test_statistics_are_refreshed_in_every_step_and_by_the_encoder_itself(region
         region.settled()
         out.sum().backward()
         del out
-        sizes = route_of(device).expectations.sizes(("layer", 0, nbytes, torch.bfloat16))
-        shares.append(sizes.used / nbytes)
+        used, *_ = transfers_of(device).expectations.sizes(("layer", 0, nbytes, torch.bfloat16))
+        shares.append(used / nbytes)
     assert shares[1] > 0.5 > shares[3], f"shares by step: {shares}"

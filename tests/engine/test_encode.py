@@ -21,7 +21,7 @@ from helpers import (
 import memswap
 from memswap import Action, Policy
 from memswap._native import native
-from memswap.engine import transfer
+from memswap.engine import transfers
 
 ENCODE = Policy(action=Action.ENCODE, min_bytes=1)
 ENCODE_SWAP = Policy(action=Action.ENCODE_SWAP, min_bytes=1)
@@ -229,12 +229,12 @@ def test_a_pool_without_room_keeps_and_says_so(device) -> None:
 @pytest.mark.accelerator
 @pytest.mark.filterwarnings("ignore:memswap. a storage")
 def test_an_arena_without_room_keeps_and_swaps_instead(device, engine_of, monkeypatch) -> None:
-    monkeypatch.setattr(transfer, "arena_budget", lambda iteration_bytes: 0)
+    monkeypatch.setattr(transfers, "arena_budget", lambda iteration_bytes: 0)
 
     def open_codec_lane(device: torch.device, frames: Any = None) -> Any:
         return native.StreamCodecLane(device, arena_budget=0)
 
-    monkeypatch.setattr(transfer, "open_codec_lane", open_codec_lane)
+    monkeypatch.setattr(transfers, "open_codec_lane", open_codec_lane)
     engine = engine_of(ENCODE)
     step(engine, device, normal)
     assert engine.stats().kept["codec room"].tensors == 4
@@ -251,8 +251,8 @@ def test_a_shortage_of_the_first_forward_is_counted_and_one_that_lasts_is_told(
     def open_codec_lane(device: torch.device, frames: Any = None) -> Any:
         return native.StreamCodecLane(device, arena_budget=0)
 
-    monkeypatch.setattr(transfer, "arena_budget", lambda iteration_bytes: 0)
-    monkeypatch.setattr(transfer, "open_codec_lane", open_codec_lane)
+    monkeypatch.setattr(transfers, "arena_budget", lambda iteration_bytes: 0)
+    monkeypatch.setattr(transfers, "open_codec_lane", open_codec_lane)
     engine = engine_of(ENCODE)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -270,7 +270,7 @@ def test_a_device_without_a_codec_keeps_or_swaps(device, engine_of, action, monk
         def __getattr__(self, name: str) -> Any:
             return getattr(native, name)
 
-    monkeypatch.setattr(transfer, "native", Native())
+    monkeypatch.setattr(transfers, "native", Native())
     engine = engine_of(Policy(action=action, min_bytes=1))
     step(engine, device, normal)
     stats = engine.stats()
@@ -321,13 +321,13 @@ def test_many_steps_leave_nothing_behind(device, new_pool, policy) -> None:
     engine = memswap.saved_tensors(policy, pool=pool)
     for number in range(30):
         step(engine, device, (normal, zeros_mostly, noise)[number % 3])
-    (route,) = engine._engine._routes.open_routes()
+    (sent_by,) = engine._engine._transfers.all()
     assert_nothing_left(engine.stats())
     assert pool.statistics().blocks == 0
-    assert not engine._engine.awaited_reports, "a report is waited for that will never come"
-    assert len(route.expectations) == 4
+    assert not sent_by.native.awaited_reports, "a report is waited for that will never come"
+    assert len(sent_by.expectations) == 4
     if device.type != "cpu":
-        assert route.codec_lane.arena_statistics()["live_shares"] == 0
+        assert sent_by.codec_lane.arena_statistics()["live_shares"] == 0
 
 
 @pytest.mark.cpu_only
@@ -338,8 +338,8 @@ def test_a_processor_encodes_and_decodes_when_asked_and_not_ahead(device) -> Non
     with engine:
         for seed in range(4):
             x = Remember.apply(x, seen, normal(device, seed))
-    (route,) = engine._engine._routes.open_routes()
-    assert route.codec_lane.leaving_bytes() == 0, "an encode was left for later"
+    (sent_by,) = engine._engine._transfers.all()
+    assert sent_by.codec_lane.leaving_bytes() == 0, "an encode was left for later"
     x.sum().backward()
     assert engine.stats().stalls == 4, "something was decoded before it was asked for"
 

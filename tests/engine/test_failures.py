@@ -29,7 +29,7 @@ from torch import nn
 
 import memswap
 from memswap._native import native
-from memswap.engine import transfer
+from memswap.engine import transfers
 
 
 def expected_gradients(device, x):
@@ -382,7 +382,7 @@ def test_a_save_that_fails_under_a_budget_costs_no_step(
     """The books of the step were off by one from there on, and the next forward raised."""
     layers = nn.ModuleList(TriesAgain(layer) for layer in new_layers(device))
     expected = budget_step(layers, 32, device)
-    left, opened = [0], transfer.open_lane
+    left, opened = [0], transfers.open_lane
 
     class Failing(native.LaneAround):
         def __init__(self, lane: native.Lane) -> None:
@@ -395,7 +395,7 @@ def test_a_save_that_fails_under_a_budget_costs_no_step(
                 raise torch.OutOfMemoryError("no memory for a send")
             return self.lane.send(storage, block)
 
-    monkeypatch.setattr(transfer, "open_lane", lambda *a, **k: Failing(opened(*a, **k)))
+    monkeypatch.setattr(transfers, "open_lane", lambda *a, **k: Failing(opened(*a, **k)))
     policy = memswap.Policy(action=memswap.Action.SWAP, min_bytes=1)
     manager = memswap.manage(layers, policy, pool=new_pool(), budget="60%", rates=rates_for(device))
     for number in range(12):

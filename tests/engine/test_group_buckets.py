@@ -19,7 +19,7 @@ from helpers import (
 import memswap
 from memswap._native import native
 from memswap.engine import batch as engine_batch
-from memswap.engine import transfer
+from memswap.engine import transfers
 
 pytestmark = pytest.mark.every_action
 
@@ -171,9 +171,9 @@ def test_a_launch_that_raises_takes_no_memory_and_loses_nothing(
         def __getattr__(self, name):
             return getattr(self.lane, name)
 
-    opened = transfer.open_lane
+    opened = transfers.open_lane
     with monkeypatch.context() as broken:
-        broken.setattr(transfer, "open_lane", lambda *a, **k: Broken(opened(*a, **k)))
+        broken.setattr(transfers, "open_lane", lambda *a, **k: Broken(opened(*a, **k)))
         batch, loss = collected(group, device)
         with pytest.raises(RuntimeError, match="no such stream"):
             batch.launch_offload()

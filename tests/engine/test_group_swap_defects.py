@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memswap
 from memswap._native import native
-from memswap.engine import transfer
+from memswap.engine import transfers
 
 pytestmark = pytest.mark.every_action("swap")
 
@@ -125,7 +125,7 @@ def test_launching_twice_before_waiting_loses_nothing(device, new_pool):
 @pytest.mark.one_schedule
 def test_copies_are_made_in_the_order_of_use(device, new_pool, monkeypatch):
     sizes: list[int] = []
-    opened = transfer.open_lane
+    opened = transfers.open_lane
 
     class Watched(native.LaneAround):
         def __init__(self, lane):
@@ -139,7 +139,7 @@ def test_copies_are_made_in_the_order_of_use(device, new_pool, monkeypatch):
         def __getattr__(self, name):
             return getattr(self.lane, name)
 
-    monkeypatch.setattr(transfer, "open_lane", lambda *a, **k: Watched(opened(*a, **k)))
+    monkeypatch.setattr(transfers, "open_lane", lambda *a, **k: Watched(opened(*a, **k)))
     monkeypatch.setattr("memswap.engine.batch.SMALL_BYTES", 0)  # each travels alone
     group = memswap.Group("order", EVERYTHING, pool=new_pool())
     x = random(device, 4).requires_grad_()

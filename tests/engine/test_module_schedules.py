@@ -145,7 +145,7 @@ def test_two_layers_are_there_at_once_or_more_where_the_link_is_slow(device, new
     model, x = new_stack(device, depth=6), new_input(device)
     windows = {}
     for speed in (1e15, 0.0):
-        monkeypatch.setattr(towers, "link_speed", lambda route, speed=speed: speed)
+        monkeypatch.setattr(towers, "link_speed", lambda of, speed=speed: speed)
         swap = memswap.swap_modules(model, "layers.{*}", policy=EVERYTHING, pool=new_pool())
         (tower,) = swap.schedule.towers.values()
         assert tower.window_bytes is None and tower.link_bytes_per_s is None

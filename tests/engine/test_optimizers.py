@@ -772,8 +772,8 @@ def test_an_optimizer_for_each_parameter(device, new_pool):
             handle.remove()
         if managed:
             for one in optimizers:
-                (route,) = vars(one)["_memswap_managed"]._mover._routes.open_routes()
-                pools.add((route.pool, route.lane))
+                (transfers,) = vars(one)["_memswap_managed"]._mover._transfers.all()
+                pools.add((transfers.pool, transfers.lane))
             assert len(pools) == 1, "a lane for each optimizer"
             assert all(away_bytes(one) > 0 for one in optimizers)
         return [tensor for one in optimizers for tensor in state_bits(one, model)]

@@ -19,7 +19,7 @@ from torch import nn
 
 import memswap
 from memswap._native import native
-from memswap.engine import transfer
+from memswap.engine import transfers
 
 WIDTH, ROWS = 16, 8
 ONE = ROWS * WIDTH * 4  # bytes of one activation
@@ -48,8 +48,8 @@ class Watched(native.LaneAround):
 def log(monkeypatch):
     """Every send, every fetch and every use, in the order in which the host issued them."""
     events: list[str] = []
-    opened = transfer.open_lane
-    monkeypatch.setattr(transfer, "open_lane", lambda *a, **k: Watched(opened(*a, **k), events))
+    opened = transfers.open_lane
+    monkeypatch.setattr(transfers, "open_lane", lambda *a, **k: Watched(opened(*a, **k), events))
     return events
 
 

@@ -176,7 +176,7 @@ def test_an_action_of_the_policy_bounds_what_the_plan_may_do(device, new_pool, a
     one = Managed(device, new_pool(), "85%", memswap.Policy(action, min_bytes=1))
     stats = one.step()
     assert (stats.recipe_storages > 0) == others
-    without = one.manager._engine.route(device).without_recipe
+    without = one.manager._engine.transfers(device).without_recipe
     allowed = {Action.KEEP, Action.RECOMPUTE, without} if others else {Action.KEEP, Action.SWAP}
     assert one.actions() <= allowed
     one.manager.remove()

@@ -22,7 +22,7 @@ from helpers import (
 
 import memswap
 from memswap._native import native
-from memswap.engine import transfer
+from memswap.engine import transfers
 
 
 def test_tensor_keeps_identity_shape_version_and_bits(device, new_pool):
@@ -283,7 +283,7 @@ def test_a_send_that_cannot_start_leaves_the_tensor_as_it_was(device, new_pool, 
 
     tensor = random(device, 100)
     expected = tensor.clone()
-    monkeypatch.setattr("memswap.engine.transfer.open_lane", lambda device: Broken())
+    monkeypatch.setattr("memswap.engine.transfers.open_lane", lambda device: Broken())
     with pytest.raises(RuntimeError, match="the device is lost"):
         memswap.swap_out(tensor, new_pool())
     assert same_bits(tensor, expected), "a failed swap_out lost the tensor's bytes"
@@ -294,7 +294,7 @@ def test_a_write_that_fails_while_the_tensor_is_asked_for_loses_nothing(
     device, tmp_path, monkeypatch
 ):
     # Without workers a send begins when somebody waits for it.
-    monkeypatch.setattr(transfer, "open_lane", lambda device: native.WorkerLane(workers=0))
+    monkeypatch.setattr(transfers, "open_lane", lambda device: native.WorkerLane(workers=0))
     pool = memswap.DiskPool(tmp_path, budget="16MiB", extent="1MiB")
     pool.reserve("1MiB")  # space is set aside, and then the disk fails
     tensor = random(device, 4096)

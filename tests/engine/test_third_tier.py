@@ -55,13 +55,13 @@ def _small_staging(monkeypatch):
     monkeypatch.setattr(lanes, "HostPool", host_pool)
 
 
-def staged_lane(routes: Iterable[Any]) -> Any:
+def staged_lane(opened: Iterable[Any]) -> Any:
     """The lane between the accelerator and the file.
 
     A CPU's lane is there as well where something is saved in host memory, as CUDA's attention does
     with its seed.
     """
-    (lane,) = (route.lane for route in routes if isinstance(route.lane, native.StagedLane))
+    (lane,) = (one.lane for one in opened if isinstance(one.lane, native.StagedLane))
     return lane
 
 
@@ -201,7 +201,7 @@ def test_a_disk_that_cannot_take_activations_is_told_and_nothing_is_lost(
             with WRITES[fault](tmp_path):
                 loss = model(x)
                 torch.accelerator.synchronize()
-                staged_lane(manager._engine.open_routes()).finish_writes()
+                staged_lane(manager._engine.open_transfers()).finish_writes()
                 loss.backward()
                 del loss
             model(x).backward()  # the next forward says it
@@ -289,7 +289,7 @@ def new_host_pool_statistics(device: Any) -> memswap.engine.pools.PoolStatistics
 
 def open_lanes(optimizer: Any) -> list[Any]:
     mover = vars(optimizer)["_memswap_managed"]._mover
-    return [route.lane for route in mover._routes.open_routes()]
+    return [one.lane for one in mover._transfers.all()]
 
 
 def test_a_disk_without_space_to_set_aside_is_told_and_tensors_stay(device, new_disk):
@@ -317,7 +317,7 @@ def test_what_activations_write_is_told_for_the_drives_sake(device, new_disk):
     with memswap.manage(model.layers, EVERYTHING, pool=disk) as manager:
         for step in range(3):
             model(new_input(device, seed=step)).backward()
-            staged_lane(manager._engine.open_routes()).finish_writes()
+            staged_lane(manager._engine.open_transfers()).finish_writes()
         written, report = disk.statistics().written_bytes, manager.report()
     assert written > 0
     a_forward = memswap.engine.units.format_bytes(written / 2)  # two have ended
@@ -354,7 +354,7 @@ def test_gradients_are_refused_where_the_file_cannot_be_read(device, new_disk, t
     with saved:
         loss = model(new_input(device))
     saved._engine.settle()
-    staged_lane(saved._engine._routes.open_routes()).finish_writes()
+    staged_lane(saved._engine._transfers.all()).finish_writes()
     with READS[fault](tmp_path):
         with pytest.raises(memswap.TransferError):
             loss.backward()

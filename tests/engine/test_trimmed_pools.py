@@ -7,7 +7,7 @@ from helpers import assert_same_gradients, gradients, new_input, new_stack
 from helpers import plain_gradients as plain
 
 import memswap
-from memswap.engine.transfer import TRIM_AT
+from memswap.engine.transfers import TRIM_AT
 
 ENCODED = memswap.Policy("encode", min_bytes=1)
 

@@ -109,7 +109,7 @@ def test_a_retained_graph_decodes_again(region) -> None:
     with region:
         out = region.save()
     region.engine.open_window(1.0)
-    region.engine._routes.settle()
+    region.engine._transfers.settle()
     out.sum().backward(retain_graph=True)
     out.sum().backward()
     region.expect(0, 0)
@@ -220,8 +220,8 @@ def test_on_another_stream_nothing_of_this_one_starts(region, device) -> None:
 def test_where_there_is_no_room_when_a_window_opens_the_storage_stays(region) -> None:
     with region:
         out = region.save()
-    (route,) = region.engine.open_routes()
-    route.codec_lane.set_overflow_room(0)
+    (transfers,) = region.engine.open_transfers()
+    transfers.codec_lane.set_overflow_room(0)
     region.engine.open_window(1.0)
     stats = region.engine.stats()
     assert stats.moved_storages == 0 and stats.kept["codec room"].tensors == 1

@@ -43,9 +43,9 @@ def test_imbalanced_experts_train_bit_for_bit_without_a_storm_of_allocations(dev
         assert "codec room" not in now.kept
         if step > 2:
             assert pinned_allocations(device) == pinned, "pinned memory is taken in a steady step"
-        manager._engine._routes.settle()
+        manager._engine._transfers.settle()
         assert_nothing_left(manager.stats())
-        lane = manager._engine._routes.open_routes()[0].codec_lane
+        lane = manager._engine._transfers.all()[0].codec_lane
         if hasattr(lane, "arena_statistics"):
             held.append(lane.arena_statistics()["reserved_bytes"])
     assert len(set(held[1:])) <= 1, f"the arena grows from step to step: {held}"

@@ -21,7 +21,7 @@ from helpers import EVERYTHING, assert_same_gradients
 
 import memswap
 from memswap._native import native
-from memswap.engine import transfer
+from memswap.engine import transfers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
@@ -72,12 +72,12 @@ class Delayed(native.LaneAround):
 
 @contextlib.contextmanager
 def delayed_lanes(slow: set[str]) -> Iterator[None]:
-    original = transfer.open_lane
-    transfer.open_lane = lambda *a, **k: Delayed(original(*a, **k), frozenset(slow))
+    original = transfers.open_lane
+    transfers.open_lane = lambda *a, **k: Delayed(original(*a, **k), frozenset(slow))
     try:
         yield
     finally:
-        transfer.open_lane = original
+        transfers.open_lane = original
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,8 @@ def test_a_lane_that_leaves_an_edge_out_is_found_by_a_delay(device: torch.device
                 return self.lane.send(storage, block)
 
     expected = train(device, contextlib.nullcontext, steps=2)
-    original = transfer.open_lane
-    transfer.open_lane = lambda *a, **k: Unordered(original(*a, **k), frozenset({"producer"}))
+    original = transfers.open_lane
+    transfers.open_lane = lambda *a, **k: Unordered(original(*a, **k), frozenset({"producer"}))
     try:
         saved = memswap.saved_tensors(EVERYTHING, pool=new_pool(device), prefetch_bytes=0)
 
@@ -128,7 +128,7 @@ def test_a_lane_that_leaves_an_edge_out_is_found_by_a_delay(device: torch.device
 
         found = delayed(device, lambda: saved)
     finally:
-        transfer.open_lane = original
+        transfers.open_lane = original
     with pytest.raises(AssertionError, match="differs"):
         assert_same_gradients(found, expected)
 

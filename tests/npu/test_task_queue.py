@@ -24,7 +24,7 @@ import fake_acl, torch, memswap, warnings
 from simdev import SCHEDULES, laboratory
 from helpers import EVERYTHING, same_bits, new_input, new_stack, train_step
 from memswap._native import native
-from memswap.engine import expectations, transfer
+from memswap.engine import expectations, transfers
 warnings.simplefilter("ignore")
 device = torch.device("npu", 0)
 native.register_codec("npu", fake_acl.machine.ascend_codec())
@@ -61,7 +61,7 @@ print("trained")
 # driver directly would overtake it.
 OVERTAKING = """
 def run():
-    lane = transfer.open_lane(device)
+    lane = transfers.open_lane(device)
     pool = memswap.HostPool(budget="16MiB", slab="1MiB", device=device)
     for i in range(30):
         tensor = torch.empty(1000, device=device).fill_(i)
@@ -90,7 +90,7 @@ print("in order")
 
 # query() must not say that a transfer has ended while it is still in the queue.
 QUERIES = """
-lane = transfer.open_lane(device)
+lane = transfers.open_lane(device)
 pool = memswap.HostPool(budget="16MiB", slab="1MiB", device=device)
 lazy = next(s for s in SCHEDULES if s.policy == "lazy")
 with laboratory(lazy):

@@ -9,7 +9,7 @@ from helpers import EVERYTHING, same_bits
 import fake_acl
 import memswap
 from memswap._native import native
-from memswap.engine import transfer
+from memswap.engine import transfers
 
 WAITS = ("aclrtSynchronizeStream", "aclrtSynchronizeEvent", "aclrtSynchronizeDevice", "aclrtMemcpy")
 
@@ -20,7 +20,7 @@ def waits() -> int:
 
 
 def test_send_and_fetch_never_make_the_host_wait(device):
-    lane = transfer.open_lane(device)
+    lane = transfers.open_lane(device)
     pool = memswap.HostPool(budget="16MiB", slab="1MiB", device=device)
     blocks = [pool.native.allocate(4000) for _ in range(3)]  # the later ones begin inside a slab
     tensors = [torch.empty(1000, device=device).fill_(i) for i in range(3)]
@@ -34,7 +34,7 @@ def test_send_and_fetch_never_make_the_host_wait(device):
 
 def test_a_lanes_events_may_be_recorded_again_while_streams_wait(device):
     """Only events of one kind may, says ACL's reference; a report of the machine fails the test."""
-    lane = transfer.open_lane(device)
+    lane = transfers.open_lane(device)
     pool = memswap.HostPool(budget="16MiB", slab="1MiB", device=device)
     tensor = torch.empty(1000, device=device).fill_(1)
     for _ in range(20):

@@ -18,7 +18,7 @@ from helpers import EVERYTHING, new_input, new_stack, same_bits
 
 import memswap
 from memswap._native import native
-from memswap.engine import transfer
+from memswap.engine import transfers
 from simdev import _C, NAME, LaboratoryError, Schedule, laboratory, schedules
 
 DEVICE = torch.device(NAME, 0)
@@ -207,23 +207,23 @@ def open_small_arenas(monkeypatch: pytest.MonkeyPatch, nbytes: int, chunks: int 
             device, max_leaving_bytes=0, arena_budget=nbytes, arena_chunk=nbytes // chunks
         )
 
-    monkeypatch.setattr(transfer, "open_codec_lane", open_codec_lane)
-    monkeypatch.setattr(transfer, "arena_budget", lambda iteration_bytes: nbytes)
+    monkeypatch.setattr(transfers, "open_codec_lane", open_codec_lane)
+    monkeypatch.setattr(transfers, "arena_budget", lambda iteration_bytes: nbytes)
 
 
 @contextlib.contextmanager
 def lanes_opened(react: Callable[[Any], Any], opener: str = "open_lane") -> Iterator[None]:
     """Every lane that the engine opens by `opener` passes through `react`, which may wrap it."""
-    original = getattr(transfer, opener)
+    original = getattr(transfers, opener)
 
     def open_lane(*arguments: Any, **options: Any) -> Any:
         return react(original(*arguments, **options))
 
-    setattr(transfer, opener, open_lane)
+    setattr(transfers, opener, open_lane)
     try:
         yield
     finally:
-        setattr(transfer, opener, original)
+        setattr(transfers, opener, original)
 
 
 def pair(stream: torch.Stream) -> tuple[int, int]:

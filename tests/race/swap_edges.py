@@ -33,7 +33,7 @@ from race_workloads import (
 )
 
 from memswap._native import native
-from memswap.engine import transfer
+from memswap.engine import transfers
 from simdev import mutations
 
 
@@ -43,7 +43,7 @@ def let_go_at_once(region: Region) -> list[torch.Tensor]:
     sent = torch.full((1000,), 3.0, device=DEVICE)
     if region is plain:
         return on_host([sent])
-    lane, pool = transfer.open_lane(DEVICE), new_pool()
+    lane, pool = transfers.open_lane(DEVICE), new_pool()
     view, block = native.capture(sent), pool.native.allocate(4000)
     departure = lane.send(native.StorageRef(sent), block)
     del sent
@@ -65,7 +65,7 @@ def fetched_elsewhere(region: Region) -> list[torch.Tensor]:
     if region is plain:
         a.synchronize()
         return on_host([sent])
-    lane, pool = transfer.open_lane(DEVICE), new_pool()
+    lane, pool = transfers.open_lane(DEVICE), new_pool()
     view, block = native.capture(sent), pool.native.allocate(4000)
     with a:
         departure = lane.send(native.StorageRef(sent), block)
@@ -88,7 +88,7 @@ def freed_elsewhere(region: Region) -> list[torch.Tensor]:
     if region is plain:
         b.synchronize()
         return on_host([sent])
-    lane, pool = transfer.open_lane(DEVICE), new_pool()
+    lane, pool = transfers.open_lane(DEVICE), new_pool()
     view, block = native.capture(sent), pool.native.allocate(4000)
     with b:
         departure = lane.send(native.StorageRef(sent), block)
@@ -113,7 +113,7 @@ def block_sent_again(region: Region) -> list[torch.Tensor]:
     if region is plain:
         torch.accelerator.synchronize()
         return on_host([second, first])
-    lane, pool = transfer.open_lane(DEVICE), new_pool()
+    lane, pool = transfers.open_lane(DEVICE), new_pool()
     view, block = native.capture(first), pool.native.allocate(4000)
     with a:
         departure = lane.send(native.StorageRef(first), block)

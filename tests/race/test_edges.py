@@ -105,7 +105,7 @@ def test_blocks_do_pass_from_stream_to_stream_behind_tickets() -> None:
     with laboratory(lazy):
         region = saved_region(pool="32KiB", prefetch_bytes=0)
         two_streams_in_turn(region)
-        pool = region()._engine._routes.open_routes()[0].pool
+        pool = region()._engine._transfers.all()[0].pool
         waits = pool.native.statistics()["waits"]
         del region, pool
     assert waits > 0, "no block was handed out behind a ticket of its previous owner"

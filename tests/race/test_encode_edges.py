@@ -88,11 +88,11 @@ def test_payloads_that_overflow_come_back_from_the_arena(
             region = saved_region(policy=Policy(action=action, min_bytes=1))
             found = workload(region)
             torch.accelerator.synchronize()
-            route = region()._engine._routes.open_routes()[0]
-            arena = route.codec_lane.arena_statistics()
+            transfers = region()._engine._transfers.all()[0]
+            arena = transfers.codec_lane.arena_statistics()
             used += arena["resets"]
             assert arena["reserved_bytes"] > 0, "nothing overflowed"
-            del region, route
+            del region, transfers
         assert_same_gradients(found, expected(workload))
     assert used > 0, "the arena was never used a second time"
 

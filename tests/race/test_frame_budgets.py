@@ -19,8 +19,7 @@ from torch import nn
 
 import memswap
 from memswap import Action, Rates
-from memswap._native import native
-from memswap.engine import transfer
+from memswap.engine import transfers
 from memswap.planning import kinds, learner, native_plan
 from memswap.planning.director import BudgetDirector
 from memswap.planning.profile import measure_codec
@@ -138,12 +137,12 @@ class Trained:
         self.plan, self.stats = manager.plan, manager.stats()
         self.actions = {one.action for one in planned.storages}
         self.replanned = self.plan.storages != planned.storages
-        (route,) = manager._engine.open_routes()
-        self.arena = route.codec_lane.arena_statistics()
+        (sent_by,) = manager._engine.open_transfers()
+        self.arena = sent_by.codec_lane.arena_statistics()
         manager.remove()
         after = manager.stats()
         assert after.away_bytes == after.resident_bytes == 0, "something was left behind"
-        del route, manager
+        del sent_by, manager
         plain = Stack(seed)
         if collapses:
             plain.collapse()
@@ -203,9 +202,9 @@ def broken(name: str) -> contextlib.AbstractContextManager[None]:
         elif name == "what does not fit stays":
             full = memswap.HostPool(device=DEVICE, budget="4KiB", slab="4KiB")
             patch.setattr(
-                transfer.Route,
+                transfers.Transfers,
                 "open_blocks",
-                lambda route: native.BlockSender(route.lane, full.native),
+                lambda own: (own.lane, full.native),
             )
         elif name == "nobody waits for a frame to leave":
             patch.setattr(native_plan, "departs", lambda planned: False)
@@ -215,8 +214,8 @@ def broken(name: str) -> contextlib.AbstractContextManager[None]:
                 lambda plan, *rest: native_plan.native_plan(replace(plan, departures={}), *rest),
             )
         elif name == "each encode has an overflow of its own":
-            patch.setattr(BudgetDirector, "_set_overflow_room", lambda self, route: None)
-            patch.setattr(transfer, "overflow_pool", lambda device: None)
+            patch.setattr(BudgetDirector, "_set_overflow_room", lambda self, transfers: None)
+            patch.setattr(transfers, "overflow_pool", lambda device: None)
         try:
             yield
         finally:

@@ -19,7 +19,7 @@ from torch import nn
 
 import memswap
 from memswap._native import native
-from memswap.engine import transfer
+from memswap.engine import transfers
 from simdev import NAME, Schedule, counters, run_in
 
 pytestmark = [pytest.mark.own_laboratory, pytest.mark.one_schedule]
@@ -85,8 +85,8 @@ def train(schedule: Schedule, way: Callable[[], Any], steps: int = STEADY + 2) -
             stats = saved.stats()
             found.saved_bytes = stats.encoded_bytes - stats.frame_bytes
             found.kept = stats.kept
-            (route,) = saved._engine._routes.open_routes()
-            found.arena = route.codec_lane.arena_statistics()
+            (sent_by,) = saved._engine._transfers.all()
+            found.arena = sent_by.codec_lane.arena_statistics()
         return found
 
     return run_in(schedule, body, allow_pinned_growth=True)
@@ -118,7 +118,7 @@ def test_with_room_on_the_device_alone_it_is_not(monkeypatch: pytest.MonkeyPatch
 
     lazy = next(schedule for schedule in MATRIX if schedule.policy == "lazy")
     plain = train(lazy, lambda: None)
-    monkeypatch.setattr(transfer, "open_codec_lane", open_codec_lane)
+    monkeypatch.setattr(transfers, "open_codec_lane", open_codec_lane)
     found = train(lazy, encoded)
     assert all(map(same_bits, found.gradients, plain.gradients))
     assert plain.peak_bytes - found.peak_bytes < 0.5 * found.saved_bytes

@@ -30,7 +30,7 @@ from race_workloads import (
     storage_of,
 )
 
-from memswap.engine import transfer
+from memswap.engine import transfers
 from simdev import mutations
 
 
@@ -40,7 +40,7 @@ def range_of_fresh_bytes(region: Region) -> list[torch.Tensor]:
     tensor = torch.full((3000,), 3.0, device=DEVICE)
     if region is plain:
         return on_host([tensor[1000:2001]])
-    lane, pool = transfer.open_lane(DEVICE), new_pool()
+    lane, pool = transfers.open_lane(DEVICE), new_pool()
     block = pool.native.allocate(4004)
     tensor.add_(1).sub_(1)
     lane.send(storage_of(tensor), block, 4000, 4004).synchronize()
@@ -54,7 +54,7 @@ def range_written_after_it_was_sent(region: Region) -> list[torch.Tensor]:
     tensor = torch.full((3000,), 3.0, device=DEVICE)
     if region is plain:
         return on_host([tensor[1000:2001]])
-    lane, pool = transfer.open_lane(DEVICE), new_pool()
+    lane, pool = transfers.open_lane(DEVICE), new_pool()
     block = pool.native.allocate(4004)
     departure = lane.send(storage_of(tensor), block, 4000, 4004)
     departure.wait()
@@ -80,7 +80,7 @@ def fetched_over_bytes_in_use(region: Region) -> list[torch.Tensor]:
         before = storage.clone()
         storage[1000:2001] = 7.0
         return on_host([before, storage])
-    lane, pool = transfer.open_lane(DEVICE), new_pool()
+    lane, pool = transfers.open_lane(DEVICE), new_pool()
     block = _block_of(7.0, 1001, pool)
     before = storage.clone()
     arrival = lane.fetch_into(block, storage_of(storage), 4000)
@@ -94,7 +94,7 @@ def read_after_a_fetch_into_it(region: Region) -> list[torch.Tensor]:
     if region is plain:
         storage[1000:2001] = 7.0
         return on_host([storage * 2, storage])
-    lane, pool = transfer.open_lane(DEVICE), new_pool()
+    lane, pool = transfers.open_lane(DEVICE), new_pool()
     block = _block_of(7.0, 1001, pool)
     arrival = lane.fetch_into(block, storage_of(storage), 4000)
     arrival.wait()
@@ -112,7 +112,7 @@ def range_sent_and_fetched_into_elsewhere(region: Region) -> list[torch.Tensor]:
         if region is plain:
             storage[:1001] = 3.0
             return on_host([storage])
-    lane, pool = transfer.open_lane(DEVICE), new_pool()
+    lane, pool = transfers.open_lane(DEVICE), new_pool()
     block = pool.native.allocate(4004)
     with a:
         departure = lane.send(storage_of(sent), block, 4000, 4004)
@@ -136,7 +136,7 @@ def fetched_into_then_sent_again(region: Region) -> list[torch.Tensor]:
         torch.accelerator.synchronize()
         storage[:1001] = 7.0
         return on_host([second[:1001], storage])
-    lane, pool = transfer.open_lane(DEVICE), new_pool()
+    lane, pool = transfers.open_lane(DEVICE), new_pool()
     block = _block_of(7.0, 1001, pool)
     with a:
         arrival = lane.fetch_into(block, storage_of(storage), 0)
@@ -160,10 +160,10 @@ def ranges_swapped_in_place(region: Region) -> list[torch.Tensor]:
         before = storage[1000:2001].clone()
         storage[1000:2001] = 7.0
         return on_host([storage, before])
-    lane, pool = transfer.open_lane(DEVICE), new_pool()
+    lane, pool = transfers.open_lane(DEVICE), new_pool()
     there, back = pool.native.allocate(4004), _block_of(7.0, 1001, pool)
     departure = lane.send(storage_of(storage), there, 4000, 4004)
-    arrival = lane.fetch_into(back, storage_of(storage), 4000, after=departure)
+    arrival = lane.fetch_into(back, storage_of(storage), 4000, after=[departure])
     arrival.wait()
     found = on_host([storage])
     departure.synchronize()
@@ -178,7 +178,7 @@ def sent_behind_another_lanes_fetch(region: Region) -> list[torch.Tensor]:
         return [torch.full((1001,), 7.0)]
     storage = torch.full((3000,), 3.0, device=DEVICE)
     torch.accelerator.synchronize()
-    lanes, pool = [transfer.open_lane(DEVICE) for _ in range(2)], new_pool()
+    lanes, pool = [transfers.open_lane(DEVICE) for _ in range(2)], new_pool()
     back, there = _block_of(7.0, 1001, pool), pool.native.allocate(4004)
     arrival = lanes[0].fetch_into(back, storage_of(storage), 4000)
     departure = lanes[1].send(storage_of(storage), there, 4000, 4004, after=[arrival])
@@ -197,7 +197,7 @@ def let_go_on_another_stream(region: Region) -> list[torch.Tensor]:
     with b:
         storage = torch.full((1001,), 3.0, device=DEVICE)
     b.synchronize()
-    lane, pool = transfer.open_lane(DEVICE), new_pool()
+    lane, pool = transfers.open_lane(DEVICE), new_pool()
     block = _block_of(7.0, 1001, pool)
     with a:
         arrival = lane.fetch_into(block, storage_of(storage), 0)

@@ -34,7 +34,7 @@ from race_workloads import (
 import memswap
 from memswap._native import native
 from memswap.engine import lane as lanes
-from memswap.engine import transfer
+from memswap.engine import transfers
 from simdev import mutations
 
 pytestmark = [pytest.mark.own_laboratory, pytest.mark.one_schedule]
@@ -66,7 +66,7 @@ def by_way_of_a_file(region: Region) -> list[torch.Tensor]:
     """Four tensors go to a file, one after another, and come back from it in two rounds."""
     if region is plain:
         return on_host([filled(value) for value in (3.0, 4.0, 5.0, 6.0)] * 2)
-    lane = transfer.open_staged_lane(DEVICE)
+    lane = transfers.open_staged_lane(DEVICE)
     pool = memswap.DiskPool(tempfile.gettempdir(), budget="1MiB", extent="1MiB")
     away = []
     for value in (3.0, 4.0, 5.0, 6.0):

@@ -13,7 +13,7 @@ from pool_contents import assert_bytes_come_back
 
 from memswap._native import native
 from memswap.engine.pools import DiskPool, is_in_memory
-from memswap.engine.transfer import default_pool
+from memswap.engine.transfers import default_pool
 
 MIB = 2**20
 

@@ -31,6 +31,10 @@ class Action(enum.Enum):
 KEEP, ENCODE, SWAP, ENCODE_SWAP = Action.KEEP, Action.ENCODE, Action.SWAP, Action.ENCODE_SWAP
 RECOMPUTE = Action.RECOMPUTE
 
+#: Native code knows an action by its number (csrc/engine/action.h), which is its place here.
+ACTIONS = tuple(Action)
+NUMBERS = {action: number for number, action in enumerate(ACTIONS)}
+
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
@@ -49,7 +53,7 @@ class Decider(Protocol):
 
     @property
     def action(self) -> Action | None:
-        """What to do where `fn` is None. None: what suits the device (`Route.default_action`)."""
+        """What to do where `fn` is None; None: the device's `Transfers.default_action`."""
 
     @property
     def fn(self) -> Callable[[torch.Tensor, TensorInfo], Action] | None:

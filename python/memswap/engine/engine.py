@@ -16,13 +16,13 @@ from memswap.engine.action import TensorInfo
 from memswap.engine.compiled import uncompiled_methods
 from memswap.engine.pools import PAGEABLE, Endurance
 from memswap.engine.stats import Stats, snapshot
-from memswap.engine.transfer import Routes
+from memswap.engine.transfers import OpenTransfers
 from memswap.engine.windows import WindowStats
 
 if TYPE_CHECKING:
     from memswap.engine.action import Action, Decider
     from memswap.engine.director import Director
-    from memswap.engine.transfer import Pool, Route
+    from memswap.engine.transfers import Pool, Transfers
 
 #: When what leaves is sent, and when it comes back (csrc/engine/engine.h).
 Schedule = native.Schedule
@@ -32,7 +32,7 @@ BATCHES = Schedule.BATCHES
 
 
 class Engine(native.Engine):
-    """One engine: a policy, routes, a timeline and the entries that are alive.
+    """One engine: a policy, what it sends by, a timeline and the entries that are alive.
 
     Nothing in it is shared with another engine. Hooks may be called from any thread; `lock`
     serialises the bookkeeping, and no transfer ever waits for it.
@@ -62,7 +62,7 @@ class Engine(native.Engine):
         self.knows_operators = True
         self._director: Director | None = None
         self.policy = policy
-        self._routes = Routes(pool)
+        self._transfers = OpenTransfers(pool)
         self._since = Endurance(pool)
 
     @property
@@ -107,21 +107,21 @@ class Engine(native.Engine):
                 leaving_bytes = ended.leaving_bytes
                 if self.director is not None:
                     leaving_bytes = self.director.begin(self.iteration) or leaving_bytes
-                self._routes.begin_iteration(leaving_bytes, ended.nbytes)
+                self._transfers.begin_iteration(leaving_bytes, ended.nbytes)
                 if self.windows is not None:
                     self.windows.begin_iteration()
                 self.tell_of_pools()
 
     def tell_of_pools(self) -> None:
         """Warn, once, of a file that failed, and of host memory that could not be pinned."""
-        for route in self.open_routes():
-            if failure := route.take_failure():
+        for transfers in self.open_transfers():
+            if failure := transfers.take_failure():
                 self.ledger.tell_once(
                     "file",
                     "a file could not take saved activations, which are in host memory instead: "
                     f"{failure}",
                 )
-            if why := route.take_pageable():
+            if why := transfers.take_pageable():
                 self.ledger.tell_once("pageable", PAGEABLE.format(why))
 
     # --- windows (Schedule.WINDOWS; [Note: Windows] in csrc/engine/window_queue.h) ---------------
@@ -167,9 +167,9 @@ class Engine(native.Engine):
             raise RuntimeError(f"an engine of {self.schedule} has no windows; expected WINDOWS")
         return self.windows
 
-    def route(self, device: torch.device) -> Route | None:
-        """How storages leave a device; None where they stay."""
-        return self._routes.to(device)
+    def transfers(self, device: torch.device) -> Transfers | None:
+        """What storages of a device leave by; None where they stay."""
+        return self._transfers.to(device)
 
     def stats(self) -> Stats:
         with self.lock:
@@ -195,31 +195,31 @@ class Engine(native.Engine):
         if self.windows is not None:
             with self.lock:
                 self.windows.clear()
-        self._routes.settle()
+        self._transfers.settle()
 
-    def set_overflow_room(self, route: Route, nbytes: int | None) -> None:
+    def set_overflow_room(self, transfers: Transfers, nbytes: int | None) -> None:
         """What a plan has set aside for overflows of frames; it counts as resident from here on."""
-        if nbytes == route.overflow_room:
+        if nbytes == transfers.overflow_room:
             return
-        route.overflow_room = nbytes
-        rooms = (one.overflow_room for one in self.open_routes())
+        transfers.overflow_room = nbytes
+        rooms = (one.overflow_room for one in self.open_transfers())
         self.ledger.set_reserved(sum(room or 0 for room in rooms))
 
-    def open_routes(self) -> list[Route]:
-        """The routes of the devices that were seen so far."""
-        return self._routes.open_routes()
+    def open_transfers(self) -> list[Transfers]:
+        """Those of the devices that were seen so far."""
+        return self._transfers.all()
 
     def describe_pools(self) -> list[str]:
         """What was taken of host memory or of a disk, and of the life of its drive."""
-        pools = {id(one.pool): one.pool for one in self.open_routes() if one.copies}
+        pools = {id(one.pool): one.pool for one in self.open_transfers() if one.copies}
         lines = [one.describe() for one in pools.values()]
-        lines += [line for route in self.open_routes() for line in route.describe_overflow()]
+        lines += [line for one in self.open_transfers() for line in one.describe_overflow()]
         written = sum(one.written_bytes() for one in pools.values())
         return [*lines, *self._since.line(written, "a forward, by all who use this pool")]
 
     def check_decodes(self) -> None:
         """Wait for decodes under way; raise TransferError if a frame was not what was encoded."""
-        self._routes.check_decodes()
+        self._transfers.check_decodes()
 
     # --- what native code asks (csrc/engine/engine_host.h), beside the director ------------------
 
@@ -238,8 +238,8 @@ class Engine(native.Engine):
 
     def open(self, device: torch.device) -> native.Transfers | None:
         """What storages of a device leave by, which is seen for the first time; None: they stay."""
-        route = self._routes.to(device)
-        return None if route is None else route.native
+        transfers = self._transfers.to(device)
+        return None if transfers is None else transfers.native
 
     def open_recipes(self) -> None:
         """Hear of operators from the next scope on, if that has not begun yet."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from memswap.engine.action import Action
-    from memswap.engine.transfer import Pool
+    from memswap.engine.transfers import Pool
     from memswap.planning.policy import Policy
     from memswap.windows import Windows
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from memswap.engine.action import Action
-from memswap.engine.transfer import check_pool
+from memswap.engine.transfers import check_pool
 from memswap.optimizers import ManagedOptimizer, manage_optimizer, managed_optimizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from memswap.engine.transfer import Pool
+    from memswap.engine.transfers import Pool
 
 
 class OptimizerStates:

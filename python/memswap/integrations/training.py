@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from memswap.activations import check_windows, manage, window
-from memswap.engine.transfer import check_pool
+from memswap.engine.transfers import check_pool
 from memswap.hooks.blocks import find_blocks, unwrapped
 from memswap.hooks.managed import Removable, Report
 from memswap.hooks.module_hooks import AtEnd, ModuleHooks, hooks_on
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from memswap.activations import Manager
     from memswap.engine.action import Action
-    from memswap.engine.transfer import Pool
+    from memswap.engine.transfers import Pool
     from memswap.planning.policy import Policy
     from memswap.windows import Windows
 

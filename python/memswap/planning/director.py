@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from memswap._C import Iteration, Recorder
     from memswap.engine.action import Action
     from memswap.engine.engine import Engine
-    from memswap.engine.transfer import Route
+    from memswap.engine.transfers import Transfers
     from memswap.planning.account import DeviceAccount
     from memswap.planning.kinds import StepKind
     from memswap.planning.plan import Plan
@@ -149,8 +149,8 @@ class BudgetDirector:
                 one.take_peak()
                 one.iteration.recorder = None
             self._in_flight.clear()
-            for route in engine.open_routes():
-                engine.set_overflow_room(route, None)
+            for transfers in engine.open_transfers():
+                engine.set_overflow_room(transfers, None)
             given_up = self._learner.background.give_up()
         for job in given_up:
             job.wait()
@@ -219,7 +219,7 @@ class BudgetDirector:
         engine = self._engine
         if name is None or not tensors or not self._bounded or not engine.policy.covers(name):
             return True
-        if engine.route(tensors[0].device) is None:
+        if engine.transfers(tensors[0].device) is None:
             return True
         with engine.lock:
             iteration = engine.iteration
@@ -258,9 +258,9 @@ class BudgetDirector:
         if kind.flights.count():
             self._learner.make_room(kind)
         self._learner.collect()
-        route = self._engine.route(device)
-        assert route is not None  # or the engine would not have asked
-        recorder = new_recorder(route) if self._learner.times(kind) else None
+        transfers = self._engine.transfers(device)
+        assert transfers is not None  # or the engine would not have asked
+        recorder = new_recorder(transfers) if self._learner.times(kind) else None
         policy, plan = self._engine.policy, kind.plan
         if self._bounded and plan is not None and plan.in_flight < in_flight:
             plan = None  # it leaves the others no room; what leaves is safe
@@ -268,12 +268,12 @@ class BudgetDirector:
         if plan is not None and recorder is not None and kind.holding is not None:
             plain = kind.holding.begin()
             plan = kind.holding.kept if plain else plan
-        followed = None if plan is None else kind.followed(plan, route, policy.min_bytes)
+        followed = None if plan is None else kind.followed(plan, transfers, policy.min_bytes)
         begun = InFlight(iteration, kind, followed, first, device, recorder, plain)
         iteration.follows_alone = policy.fn is None
         self._in_flight.append(begun)
         self._watch_device(begun)
-        self._set_overflow_room(route)
+        self._set_overflow_room(transfers)
         if self._bounded:
             self._set_limit()
         return begun
@@ -307,17 +307,17 @@ class BudgetDirector:
         for iteration, _ in planned:
             iteration.limit_bytes = max(iteration.limit_bytes, limit_bytes)
 
-    def _set_overflow_room(self, route: Route) -> None:
+    def _set_overflow_room(self, transfers: Transfers) -> None:
         """As much as the plans of the iterations in flight ask for; without one, none is set."""
         plans = [one.plan for one in self._in_flight if one.plan is not None]
         room = max((plan.arena_bytes * plan.in_flight for plan in plans), default=None)
-        self._engine.set_overflow_room(route, room)
+        self._engine.set_overflow_room(transfers, room)
 
     def _make_room(self, one: InFlight, nbytes: int) -> None:
         """Wait for what leaves, oldest first, until so many bytes more are within the budget."""
         iteration, ledger = one.iteration, self._engine.ledger
         while (
-            ledger.resident_bytes + nbytes > iteration.limit_bytes
+            ledger.counters.resident_bytes + nbytes > iteration.limit_bytes
             and one.waited_for < iteration.count
         ):
             self._engine.make_room(iteration, one.waited_for)
@@ -335,8 +335,8 @@ class BudgetDirector:
                 "differs. Where what a forward begins with has changed, the step is learnt again; "
                 "manager.plan.measured_device_bytes says how it goes.",
             )
-        for route in self._engine.open_routes():
-            route.trim_pools()  # their pages are the process', and no forward begins with them
+        for transfers in self._engine.open_transfers():
+            transfers.trim_pools()  # their pages are the process', and no forward begins with them
         step_is_new = device.step_is_new(self._device_plans())
         self._baseline_bytes = device.baseline(self._present_bytes)
         for kind in self._kinds:
@@ -353,8 +353,8 @@ class BudgetDirector:
         plans = self._device_plans()
         learns = len(plans) < len(self._kinds) or not plans
         if learns or device.follows_others(plans):
-            for route in self._engine.open_routes():
-                route.trim_arena()
+            for transfers in self._engine.open_transfers():
+                transfers.trim_arena()
         device.begin(plans, learns)
 
     def _device_plans(self) -> list[DevicePlan]:
@@ -375,7 +375,7 @@ class BudgetDirector:
         """What saved storages take of the device now, each rounded up, and frames' arenas."""
         self._engine.departing.notice_gone()
         found = sum(one.iteration.present_bytes(granularity) for one in self._in_flight)
-        return found + sum(route.arena_bytes() for route in self._engine.open_routes())
+        return found + sum(one.arena_bytes() for one in self._engine.open_transfers())
 
     # --- learning ---------------------------------------------------------------------------------
 
@@ -397,7 +397,7 @@ class BudgetDirector:
         return learns and action in CODED and one.device.type != "cpu"
 
 
-def new_recorder(route: Route) -> Recorder:
-    """Takes down an iteration whose storages leave by a route."""
-    capturing = torch.cuda.is_current_stream_capturing if route.captures else None
-    return native.Recorder(route.device, capturing)
+def new_recorder(transfers: Transfers) -> Recorder:
+    """Takes down an iteration whose storages leave by these transfers."""
+    capturing = torch.cuda.is_current_stream_capturing if transfers.captures else None
+    return native.Recorder(transfers.device, capturing)

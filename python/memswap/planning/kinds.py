@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from memswap._C import Recorder, WorkspaceRecord
     from memswap.engine.expectations import Key
     from memswap.engine.recipe_record import RecipeRecord
-    from memswap.engine.transfer import Route
+    from memswap.engine.transfers import Transfers
     from memswap.planning.device import DeviceTerms
     from memswap.planning.holding import Holding
     from memswap.planning.plan import Plan, PlannedStorage
@@ -200,13 +200,15 @@ class Followed:
     Args:
         plan: what happens to each storage.
         keys: of its storages.
-        route: of the device that it is for.
+        transfers: of the device that it is for.
         least_bytes: storages of fewer stay.
     """
 
-    def __init__(self, plan: Plan, keys: tuple[Key, ...], route: Route, least_bytes: int) -> None:
+    def __init__(
+        self, plan: Plan, keys: tuple[Key, ...], transfers: Transfers, least_bytes: int
+    ) -> None:
         self.plan = plan
-        self.native: NativePlan = native_plan(plan, keys, route, least_bytes)
+        self.native: NativePlan = native_plan(plan, keys, transfers, least_bytes)
         self.saved_bytes = plan.step.saved_bytes
         self._at_place: Mapping[Place, PlannedStorage] = {
             (one.unit, one.ordinal, one.dtype): one for one in plan.storages
@@ -315,20 +317,20 @@ class StepKind:
         self.patience *= 2
         return True
 
-    def followed(self, plan: Plan, route: Route, least_bytes: int) -> Followed:
+    def followed(self, plan: Plan, transfers: Transfers, least_bytes: int) -> Followed:
         """A plan for the storages of the one in force, ready to be followed.
 
         Args:
             plan: the one in force, or the one under which everything stays that it is compared with
                 (`holding`).
-            route, least_bytes: see `Followed`.
+            transfers, least_bytes: see `Followed`.
         """
         now = self.known.in_force
         assert now is not None
         ready = next((one for one in self._ready if one.plan is plan), None)
         if ready is None:
             keys = now.keys if plan is now.plan else left(now.keys, now.step.sources)
-            ready = Followed(plan, keys, route, least_bytes)
+            ready = Followed(plan, keys, transfers, least_bytes)
             self._ready = [*self._ready[-1:], ready]
         return ready
 

@@ -651,15 +651,15 @@ class Learner:
     # --- what the engine knows --------------------------------------------------------------------
 
     def _expectations(self, device: torch.device) -> Expectations:
-        route = self._engine.route(device)
-        assert route is not None  # or nothing would have been recorded
-        return route.expectations
+        transfers = self._engine.transfers(device)
+        assert transfers is not None  # or nothing would have been recorded
+        return transfers.expectations
 
     def _room(self, kind: StepKind, timing: Timing) -> float:
         """What the pool may take at most, as far as anybody has seen."""
-        route = self._engine.route(timing.device)
-        assert route is not None  # something was recorded
-        return min(route.pool.budget_bytes, kind.learning.full_at_bytes or inf)
+        transfers = self._engine.transfers(timing.device)
+        assert transfers is not None  # something was recorded
+        return min(transfers.pool.budget_bytes, kind.learning.full_at_bytes or inf)
 
 
 def allowed_s(kind: StepKind) -> float:

@@ -20,17 +20,19 @@ if TYPE_CHECKING:
 
     from memswap._C import Plan as NativePlan
     from memswap.engine.expectations import Key
-    from memswap.engine.transfer import Route
+    from memswap.engine.transfers import Transfers
     from memswap.planning.plan import Plan, PlannedStorage
 
 
-def native_plan(plan: Plan, keys: Sequence[Key], route: Route, least_bytes: int) -> NativePlan:
+def native_plan(
+    plan: Plan, keys: Sequence[Key], transfers: Transfers, least_bytes: int
+) -> NativePlan:
     """What an engine does under a plan.
 
     Args:
         plan: with a storage for each of `keys`.
         keys: what the storages are known by; others than the plan's: it is asked about each.
-        route: of the device that the plan is for.
+        transfers: of the device that the plan is for.
         least_bytes: storages of fewer stay, and have no place in the plan.
     """
     known = len(keys) == len(plan.storages)
@@ -52,7 +54,7 @@ def native_plan(plan: Plan, keys: Sequence[Key], route: Route, least_bytes: int)
                 plan.step.storages[index].for_recipe,
             )
         )
-    return native.Plan(route.device, least_bytes, places)
+    return native.Plan(transfers.device, least_bytes, places)
 
 
 def departs(planned: PlannedStorage) -> bool:

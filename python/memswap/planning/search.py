@@ -22,16 +22,8 @@ from math import inf, prod
 from typing import TYPE_CHECKING
 
 from memswap._native import native
-from memswap.engine.action import Action
-from memswap.planning.replay import (
-    ACTIONS,
-    KEPT,
-    MOVES,
-    columns_of,
-    encoded,
-    machine,
-    whole,
-)
+from memswap.engine.action import ACTIONS, Action
+from memswap.planning.replay import KEPT, MOVES, columns_of, encoded, machine, whole
 
 if TYPE_CHECKING:
     from memswap._C import Replay
@@ -185,10 +177,10 @@ class Search:
         rows = [self._row(movable, action) for action in offered]
         if Action.ENCODE in offered:
             # Masks, indices and constants: bytes of memory for next to no codec time.
-            gems = [i for i in self._by_yield(movable) if self._shrinks_much(i)]
-            others = [index for index in movable if index not in gems]
-            encoded = self._row(gems, Action.ENCODE)
-            rows += [encoded + self._row(others, action) for action in offered if gems]
+            shrinking = [i for i in self._by_yield(movable) if self._shrinks_much(i)]
+            others = [index for index in movable if index not in shrinking]
+            encoded = self._row(shrinking, Action.ENCODE)
+            rows += [encoded + self._row(others, action) for action in offered if shrinking]
             rows.append(self._row(self._by_yield(movable), Action.ENCODE))
         if Action.RECOMPUTE in offered:
             rows += self._cheapest_rows(movable)

@@ -34,7 +34,7 @@ from memswap.planning.policy import checked_policy
 from memswap.schedules.scheduled import BatchSchedule, ScheduledModules
 
 if TYPE_CHECKING:
-    from memswap.engine.transfer import Pool
+    from memswap.engine.transfers import Pool
     from memswap.hooks.units import UnitCall
     from memswap.planning.policy import Policy
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from memswap.engine.batch import Batch
     from memswap.engine.engine import Engine
-    from memswap.engine.transfer import Pool
+    from memswap.engine.transfers import Pool
     from memswap.planning.policy import Policy
 
 

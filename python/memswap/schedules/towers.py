@@ -17,7 +17,7 @@ from memswap._native import native
 from memswap.engine.action import TensorInfo
 from memswap.engine.engine import Engine
 from memswap.engine.pools import DiskPool
-from memswap.engine.transfer import check_pool
+from memswap.engine.transfers import check_pool
 from memswap.hooks.managed import Counted, check_unmanaged
 from memswap.hooks.units import Iterations, UnitCall, records
 from memswap.hooks.unseen import Unseen
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from memswap.engine.action import Decider
-    from memswap.engine.transfer import Pool, Route
+    from memswap.engine.transfers import Pool, Transfers
 
 Check = Callable[[torch.Tensor], bool]
 
@@ -162,11 +162,11 @@ class Tower(Counted):
         self._unseen.end()
 
     def _set_window(self, sizes: Sequence[int], step_s: float) -> None:
-        links = [route for route in self.engine.open_routes() if route.copies]
+        links = [one for one in self.engine.open_transfers() if one.copies]
         if not links:
             return  # frames that stay on the device come over no link
         if self.link_bytes_per_s is None:
-            self.link_bytes_per_s = min(link_speed(route) for route in links)
+            self.link_bytes_per_s = min(link_speed(one) for one in links)
         total = sum(sizes)
         two_layers = WINDOW_LAYERS * total // len(self.units)
         carried = self.link_bytes_per_s * step_s * BACKWARD_SHARE
@@ -206,26 +206,27 @@ class Towers(Schedule):
         super().settle()
 
 
-def link_speed(route: Route) -> float:
-    """Bytes per second that come back over a route's lane; infinite where that cannot be tried.
+def link_speed(transfers: Transfers) -> float:
+    """Bytes per second that come back over the lane to a pool; infinite where that cannot be tried.
 
     What :func:`memswap.profile` has measured, as plans go by; where it has not run, a small copy
     here and now. That takes nothing from the system: a part of what the pool has free is enough for
     it, or nothing is measured.
     """
-    known = remembered(route.device, route.pool.path if isinstance(route.pool, DiskPool) else None)
+    device, pool = transfers.device, transfers.pool
+    known = remembered(device, pool.path if isinstance(pool, DiskPool) else None)
     if known is not None and known.h2d_bytes_per_s:
         return known.h2d_bytes_per_s
-    nbytes = min(route.pool.statistics().largest_free_bytes // 4, MOST_LINK_BYTES)
-    block = route.pool.native.allocate(nbytes) if nbytes >= FEWEST_LINK_BYTES else None
+    nbytes = min(pool.statistics().largest_free_bytes // 4, MOST_LINK_BYTES)
+    block = pool.native.allocate(nbytes) if nbytes >= FEWEST_LINK_BYTES else None
     if block is None:
         return inf
     try:
         with torch._C._DisableTorchDispatch():  # modes are for what the model does
-            there = native.StorageRef(torch.zeros(nbytes, dtype=torch.uint8, device=route.device))
-        route.lane.send(there, block).synchronize()
+            there = native.StorageRef(torch.zeros(nbytes, dtype=torch.uint8, device=device))
+        transfers.lane.send(there, block).synchronize()
         begin_s = perf_counter()
-        route.lane.fetch(block)[1].synchronize()
+        transfers.lane.fetch(block)[1].synchronize()
     except (torch.OutOfMemoryError, native.TransferError):
         return inf
     return nbytes / (perf_counter() - begin_s)

@@ -84,7 +84,10 @@ class FakeGuard final : public c10::impl::DeviceGuardImplInterface {
     return events_have_ended;
   }
   void synchronizeEvent(void*) const override { call(); }
-  double elapsedTime(void*, void*, const c10::DeviceIndex) const override { return elapsed_ms; }
+  double elapsedTime(void*, void*, const c10::DeviceIndex) const override {
+    TORCH_CHECK(elapsed_ms != kNoClock, "the device has no clock");
+    return elapsed_ms;
+  }
   void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
   void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
 

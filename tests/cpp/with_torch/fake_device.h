@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <limits>
 
 namespace memswap::testing {
 
@@ -21,8 +22,9 @@ extern std::function<void()> in_event_call;
 // What event queries answer.
 extern bool events_have_ended;
 
-// Milliseconds between any two of them.
+// Milliseconds between any two of them. kNoClock: the device cannot tell.
 extern double elapsed_ms;
+inline constexpr double kNoClock = std::numeric_limits<double>::infinity();
 
 // Stands in for the GIL, through set_gil_hooks.
 class GlobalLock {

@@ -29,7 +29,7 @@ from memswap.compat.hyper_parallel.groups import SwapBatch, SwapGroup
 from memswap.compat.hyper_parallel.tensors import Storage
 from memswap.engine.action import Action, TensorInfo
 from memswap.engine.autograd import in_backward
-from memswap.engine.transfer import check_pool
+from memswap.engine.transfers import check_pool
 from memswap.groups import Groups
 from memswap.hooks.module_hooks import ModuleHooks
 from memswap.hooks.units import persistent_tensors
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from memswap.engine.batch import Batch
     from memswap.engine.stats import Stats
-    from memswap.engine.transfer import Pool
+    from memswap.engine.transfers import Pool
 
 
 class SwapManager:

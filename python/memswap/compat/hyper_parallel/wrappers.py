@@ -30,7 +30,7 @@ from memswap.planning.policy import Policy
 
 if TYPE_CHECKING:
     from memswap.engine.batch import Batch
-    from memswap.engine.transfer import Pool
+    from memswap.engine.transfers import Pool
 
 _units = count()
 

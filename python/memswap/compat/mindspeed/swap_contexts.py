@@ -31,7 +31,7 @@ from memswap.schedules.towers import swap_modules
 if TYPE_CHECKING:
     from memswap.compat.mindspeed.swap_keys import CheckFn
     from memswap.engine.batch import Batch
-    from memswap.engine.transfer import Pool
+    from memswap.engine.transfers import Pool
     from memswap.schedules.scheduled import ScheduledModules
 
 

@@ -32,7 +32,7 @@ from memswap.planning.policy import Policy, Restricted, checked_policy
 if TYPE_CHECKING:
     from memswap.engine.batch import Batch
     from memswap.engine.stats import Stats
-    from memswap.engine.transfer import Pool
+    from memswap.engine.transfers import Pool
 
 
 class SwapTensor:

@@ -1,4 +1,4 @@
-"""Routes: the lanes, pools and codec of each device, and what sends its storages away."""
+"""Transfers: the lanes, pools and codec of each device, and what sends its storages away."""
 
 from __future__ import annotations
 
@@ -28,14 +28,6 @@ if TYPE_CHECKING:
     from memswap._C import CodecLane
 
 Pool: TypeAlias = HostPool | DiskPool
-
-#: What a storage is sent as (csrc/engine/transfers.h).
-FORMS = {
-    Action.SWAP: native.Form.BLOCK,
-    Action.ENCODE: native.Form.FRAME,
-    Action.ENCODE_SWAP: native.Form.POOLED_FRAME,
-}
-
 
 #: Forwards before which pools give back what nothing uses. The first ones encode what will have a
 #: recipe, or stay under a plan, and a CPU's pages that were written once would be the process' for
@@ -129,7 +121,7 @@ def open_lane_to(pool: Pool | None, device: torch.device) -> Lane:
     return open_staged_lane(device) if reaches_files(pool, device) else open_lane(device)
 
 
-class Route:
+class Transfers:
     """How storages leave one device. Lanes and pools are opened when they are first needed.
 
     Args:
@@ -164,7 +156,7 @@ class Route:
         self.without_recipe = action_without_recipe(device, pool)
         #: What is expected of frames.
         self.expectations = open_expectations(device)
-        #: The same route for the engine: what it sends by. It asks `open_blocks` and `open_frames`.
+        #: The same for the engine: what it sends by. It asks `open_blocks` and `open_frames`.
         self.native = native.Transfers(
             device,
             self.expectations,
@@ -174,26 +166,19 @@ class Route:
             captures=torch.cuda.is_current_stream_capturing if self.captures else None,
         )
 
-    @property
-    def swap(self) -> native.BlockSender:
-        """Sends storages for Action.SWAP."""
-        return self.native.blocks
-
-    def encoding(self, action: Action) -> native.FrameSender | None:
-        """Sends storages for ENCODE or ENCODE_SWAP; None where no codec serves the device."""
-        return self.native.frames(FORMS[action])
-
-    def open_blocks(self) -> native.BlockSender:
+    def open_blocks(self) -> tuple[Lane, native.Pool]:
         """What sends storages as raw bytes: asked for when the first one leaves."""
-        return native.BlockSender(self.lane, self.pool.native)
+        return self.lane, self.pool.native
 
-    def open_frames(self, form: native.Form) -> native.FrameSender | None:
+    def open_frames(
+        self, form: native.Form
+    ) -> tuple[CodecLane, Lane | None, native.Pool | None] | None:
         """The same for frames, of each form; None where no codec serves the device."""
         if native.codec_name(self.device) is None:
             return None
         if form is native.Form.FRAME:
-            return native.FrameSender(self.codec_lane, self.works_ahead)
-        return native.FrameSender(self.codec_lane, self.works_ahead, self.lane, self.pool.native)
+            return self.codec_lane, None, None
+        return self.codec_lane, self.lane, self.pool.native
 
     @property
     def pool(self) -> Pool:
@@ -358,27 +343,27 @@ class Route:
                 lane.settle()
 
 
-class Routes:
-    """The routes of one engine, opened when a device is first seen. Engines share none of them."""
+class OpenTransfers:
+    """Those of one engine, opened when a device is first seen. Engines share none of them."""
 
     def __init__(self, pool: Pool | None) -> None:
         self._pool = pool
         self._default_pools: dict[str, Pool] = {}
-        self._routes: dict[torch.device, Route | None] = {}
+        self._transfers: dict[torch.device, Transfers | None] = {}
 
-    def to(self, device: torch.device) -> Route | None:
-        """The route for ``device``, or None where its storages stay.
+    def to(self, device: torch.device) -> Transfers | None:
+        """Those of ``device``, or None where its storages stay.
 
         Without a pool of the user's, storages in host memory stay wherever an accelerator is
         present: there, host memory is where others are swapped to.
         """
         try:
-            return self._routes[device]
+            return self._transfers[device]
         except KeyError:
-            route = self._routes[device] = self._open(device)
-            return route
+            transfers = self._transfers[device] = self._open(device)
+            return transfers
 
-    def _open(self, device: torch.device) -> Route | None:
+    def _open(self, device: torch.device) -> Transfers | None:
         pool = self._pool
         if pool is not None:
             if device.type == "cpu" and isinstance(pool, HostPool) and pool.pinned:
@@ -386,19 +371,19 @@ class Routes:
             check_pool(pool, device)
         elif device.type == "cpu" and torch.accelerator.is_available():
             return None
-        return Route(device, pool, self._default_pools)
+        return Transfers(device, pool, self._default_pools)
 
-    def open_routes(self) -> list[Route]:
-        return [route for route in self._routes.values() if route is not None]
+    def all(self) -> list[Transfers]:
+        return [one for one in self._transfers.values() if one is not None]
 
     def begin_iteration(self, leaving_bytes: int, iteration_bytes: int) -> None:
-        for route in self.open_routes():
-            route.begin_iteration(leaving_bytes, iteration_bytes)
+        for transfers in self.all():
+            transfers.begin_iteration(leaving_bytes, iteration_bytes)
 
     def settle(self) -> None:
-        for route in self.open_routes():
-            route.settle()
+        for transfers in self.all():
+            transfers.settle()
 
     def check_decodes(self) -> None:
-        for route in self.open_routes():
-            route.check_decodes(wait=True)
+        for transfers in self.all():
+            transfers.check_decodes(wait=True)
