@@ -1,5 +1,6 @@
 #include "recipe_host.h"
 
+#include "iteration.h"
 #include "saved_tensor.h"
 #include "storage/lend.h"
 #include "work/without_gil.h"
@@ -201,6 +202,11 @@ bool EngineRecipeHost::could_save(const KnownTensor& tensor) {
 SourcePtr EngineRecipeHost::save(const KnownTensor& tensor) {
   const at::Tensor held = tensor.lock();
   if (!held.defined() || offer_ == nullptr) {
+    return nullptr;
+  }
+  // An iteration that follows no plan and that nobody takes down shows nobody what it would take.
+  const Iteration& in = *engine()->iteration;
+  if (engine()->directed && !in.plan && !in.recorder) {
     return nullptr;
   }
   int64_t ordinal = kFirstOrdinal + kMostForOne * offer_->ordinal + saved_++;
