@@ -1,7 +1,6 @@
 #include "batch.h"
 
 #include <c10/util/Exception.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <mutex>
@@ -282,11 +281,11 @@ void Batch::notice_demand(const EntryPtr& entry) {
 }
 
 void Batch::reached_by_backward(const Entry& entry) {
-  const int task = torch::autograd::get_current_graph_task_id();
-  if (read_by_ == task) {
+  const int number = number_of_backward();
+  if (read_by_ == number) {
     return;
   }
-  read_by_ = task;
+  read_by_ = number;
   if (entry.state() == State::kAway && entry.fetched()) {
     phase_ = Phase::kOffloaded;  // every save has seen it: it has been let go of
   }

@@ -28,10 +28,9 @@ void tell_trial(const Entry& entry) {
 
 }  // namespace
 
-bool runs_backward() {
-  constexpr int kNoGraphTask = -1;
-  return torch::autograd::get_current_graph_task_id() != kNoGraphTask;
-}
+bool runs_backward() { return number_of_backward() != -1; }
+
+int number_of_backward() { return torch::autograd::get_current_graph_task_id(); }
 
 Engine::Engine(std::optional<int64_t> window_bytes, Schedule schedule)
     : schedule(schedule),

@@ -88,8 +88,9 @@ struct Saved {
   KnownPtr known;
 };
 
-// Whether the calling thread runs a backward.
+// Whether the calling thread runs a backward, and its number; -1: none.
 bool runs_backward();
+int number_of_backward();
 
 // Nothing in it is shared with another engine. Hooks may be called from any thread; `lock`
 // serialises the bookkeeping, and no transfer ever waits for it.

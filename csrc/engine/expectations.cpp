@@ -35,7 +35,7 @@ constexpr double kSparseFrom = 0.20, kSparseUntil = 0.12;
 // frame may be longer by with it.
 constexpr double kOneCenterFrom = 0.90, kOneCenterCost = 1.01;
 
-constexpr double kNever = std::numeric_limits<double>::infinity();
+constexpr double kNeverShrinks = std::numeric_limits<double>::infinity();
 constexpr double kUnitBits = 8.0 * frame::kUnitBytes;
 
 // Bits per element of the slab of a dense frame (docs/format.md section 2: R and L0).
@@ -151,7 +151,7 @@ Expectations::Known& Expectations::remember(const TensorKey& key, Dtype dtype) {
   const TensorKey* const other = alike_.find(place_of(key));
   const Known* const alike = other == nullptr ? nullptr : known_.find(*other);
   Known made;
-  if (alike != nullptr && alike->share != kNever) {
+  if (alike != nullptr && alike->share != kNeverShrinks) {
     made = *alike;
     made.sample = true;
     made.encodes = made.rests = 0;
@@ -161,7 +161,7 @@ Expectations::Known& Expectations::remember(const TensorKey& key, Dtype dtype) {
     const auto fixed = static_cast<double>(layout_for(key, dtype, made.layout).var);
     if (fixed > limits_.worth * static_cast<double>(key.nbytes) ||
         key.nbytes % frame::width_of(dtype) != 0) {
-      made.share = kNever;  // too few elements, or bytes that are no elements: for good
+      made.share = kNeverShrinks;  // too few elements, or bytes that are no elements: for good
     }
   }
   alike_.put(place_of(key), key);
@@ -175,7 +175,7 @@ Expectation Expectations::of(const TensorKey& key, std::optional<int64_t> most_b
   Known& known = found != nullptr ? *found : remember(key, dtype);
   if (known.share && *known.share > limits_.worth) {
     ++known.rests;
-    if (known.rests < limits_.retry_after || *known.share == kNever) {
+    if (known.rests < limits_.retry_after || *known.share == kNeverShrinks) {
       return declined(key, dtype, known.layout);
     }
     known.rests = 0;
@@ -218,7 +218,7 @@ std::optional<FrameSizes> Expectations::sizes(const TensorKey& key) {
     const TensorKey* const other = alike_.find(place_of(key));
     known = other == nullptr ? nullptr : known_.find(*other);
   }
-  if (known == nullptr || !known->share || *known->share == kNever) {
+  if (known == nullptr || !known->share || *known->share == kNeverShrinks) {
     return std::nullopt;
   }
   const auto used =
@@ -252,7 +252,7 @@ void Expectations::learn(const Expectation& expectation, const FrameFacts& facts
   const double share =
       static_cast<double>(facts.frame_nbytes) / static_cast<double>(expectation.key.nbytes);
   if (device_.worst_case) {
-    const double seen = known.share && *known.share != kNever ? *known.share : share;
+    const double seen = known.share && *known.share != kNeverShrinks ? *known.share : share;
     // What a sample has just chosen is not chosen anew.
     known.sample =
         expectation.options.shape.has_value() && std::abs(share - seen) > kChanged * seen;

@@ -51,9 +51,9 @@ void require_marks(const char* column, const std::vector<int32_t>& marks) {
 }
 
 // Who demands a storage demands what its recipe reads first, so no recipe may lead back to itself.
-class Recipes {
+class RecipeCycles {
  public:
-  explicit Recipes(const std::vector<std::vector<int32_t>>& sources)
+  explicit RecipeCycles(const std::vector<std::vector<int32_t>>& sources)
       : sources_(sources), state_(sources.size(), State::kNew) {}
 
   void require_acyclic(int32_t index) {
@@ -115,7 +115,7 @@ void StepRecord::check() const {
       require_seconds("recipe_s", {seconds});
     }
   }
-  Recipes recipes(recipe_sources);
+  RecipeCycles recipes(recipe_sources);
   for (size_t index = 0; index < saves; ++index) {
     recipes.require_acyclic(static_cast<int32_t>(index));
   }

@@ -7,14 +7,14 @@ namespace memswap {
 namespace {
 
 std::atomic<void* (*)()> release_if_held{nullptr};
-std::atomic<void (*)(void*)> take_back{nullptr};
+std::atomic<void (*)(void*)> take_again{nullptr};
 std::atomic<void* (*)()> take{nullptr};
 std::atomic<void (*)(void*)> release{nullptr};
 
 }  // namespace
 
 void set_gil_hooks(GilHooks hooks) {
-  take_back = hooks.take_back;
+  take_again = hooks.take_back;
   release_if_held = hooks.release_if_held;
   release = hooks.release;
   take = hooks.take;
@@ -28,7 +28,7 @@ WithoutGil::WithoutGil() : released_(nullptr) {
 
 WithoutGil::~WithoutGil() {
   if (released_ != nullptr) {
-    take_back.load()(released_);
+    take_again.load()(released_);
   }
 }
 
