@@ -48,7 +48,6 @@ Saved HookScope::save(const at::Tensor& tensor, const SavedView& look, Batch* ba
                        .number = packs,
                        .ordinal = ordinal,
                        .batch = batch,
-                       .planned = true,
                        .why_kept = why_kept});
 }
 
