@@ -14,6 +14,7 @@ from helpers import (
     assert_released,
     assert_same_gradients,
     collect,
+    flush_autograd,
     random,
 )
 from torch import nn
@@ -214,6 +215,7 @@ def test_an_edit_that_nobody_sees_raises_as_for_recipes_without_a_budget(device,
         loss.backward()
     one.model.seen.clear()
     del loss, edited
+    flush_autograd(device)
     collect()
     one.manager.remove()
 
