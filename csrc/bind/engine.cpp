@@ -297,6 +297,7 @@ void bind_engine(py::module_& module) {
       .def_readonly("backward", &Engine::backward)
       .def_readwrite("iteration", &Engine::iteration)
       .def_readwrite("directed", &Engine::directed)
+      .def_readwrite("plans_sources", &Engine::plans_sources)
       .def_readwrite("recipes", &Engine::recipes);
   bind_batches(module);
 }

@@ -18,7 +18,7 @@ struct pybind11::detail::type_caster<memswap::Plan::Place>
                            &memswap::Plan::Place::dtype, &memswap::Plan::Place::action,
                            &memswap::Plan::Place::releases, &memswap::Plan::Place::departures,
                            &memswap::Plan::Place::fetches, &memswap::Plan::Place::departs,
-                           &memswap::Plan::Place::frame_nbytes> {
+                           &memswap::Plan::Place::frame_nbytes, &memswap::Plan::Place::for_recipe> {
   using Places = std::vector<size_t>;
   // What is said of arguments that are no places.
   static constexpr auto name = make_caster<

@@ -258,7 +258,6 @@ py::object save(Scope& scope, PyObject* tensor, SavedView&& look) {
                                          .number = scope.packs,
                                          .ordinal = scope.ordinal,
                                          .batch = scope.batch_or_null(),
-                                         .planned = true,
                                          .why_kept = scope.why_kept});
   if (saved.as == Saved::As::kKept) {
     return kept_handle(tensor, std::move(saved.known), scope.owner.ptr());

@@ -65,6 +65,10 @@ void bind_record(py::module_& module) {
       .def_property_readonly(
           "moved",
           [](const Record& r) { return std::vector<bool>(r.moved.begin(), r.moved.end()); })
+      .def_property_readonly("for_recipe",
+                             [](const Record& r) {
+                               return std::vector<bool>(r.for_recipe.begin(), r.for_recipe.end());
+                             })
       .def_property_readonly("held_until", &marks_of<&Record::held_until>)
       .def_property_readonly("last_demand", &marks_of<&Record::last_demand>)
       .def_property_readonly("kept_until", &marks_of<&Record::kept_until>)
@@ -131,8 +135,9 @@ StepRecord checked_step(std::vector<int64_t> nbytes, std::vector<int64_t> held_f
                         const std::vector<std::optional<double>>& recipe_s,
                         std::vector<int64_t> inner_nbytes,
                         std::vector<std::vector<int32_t>> recipe_sources,
-                        std::vector<int32_t> order, std::vector<double> gaps_s,
-                        std::vector<double> windows_s, std::vector<int64_t> extra_nbytes) {
+                        const std::vector<bool>& for_recipe, std::vector<int32_t> order,
+                        std::vector<double> gaps_s, std::vector<double> windows_s,
+                        std::vector<int64_t> extra_nbytes) {
   StepRecord step{.nbytes = std::move(nbytes),
                   .held_frame_nbytes = std::move(held_frame_nbytes),
                   .overflow_nbytes = std::move(overflow_nbytes),
@@ -142,6 +147,7 @@ StepRecord checked_step(std::vector<int64_t> nbytes, std::vector<int64_t> held_f
                   .recipe_s = filled(recipe_s, kNoRecipe),
                   .inner_nbytes = std::move(inner_nbytes),
                   .recipe_sources = std::move(recipe_sources),
+                  .for_recipe = {for_recipe.begin(), for_recipe.end()},
                   .order = std::move(order),
                   .gaps_s = std::move(gaps_s),
                   .windows_s = std::move(windows_s),
@@ -220,8 +226,8 @@ void bind_replay(py::module_& module) {
   py::class_<StepRecord>(module, "StepRecord")
       .def(py::init(&checked_step), py::kw_only(), "nbytes"_a, "held_frame_nbytes"_a,
            "overflow_nbytes"_a, "held_until"_a, "last_demand"_a, "gone_after"_a, "recipe_s"_a,
-           "inner_nbytes"_a, "recipe_sources"_a, "order"_a, "gaps_s"_a, "windows_s"_a,
-           "extra_nbytes"_a);
+           "inner_nbytes"_a, "recipe_sources"_a, "for_recipe"_a, "order"_a, "gaps_s"_a,
+           "windows_s"_a, "extra_nbytes"_a);
   py::class_<MachineRates>(module, "MachineRates")
       .def(py::init<double, double, double, double, double, double, double, double, double, bool>(),
            py::kw_only(), "d2h_bytes_per_s"_a, "h2d_bytes_per_s"_a, "duplex_d2h_bytes_per_s"_a,

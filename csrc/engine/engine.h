@@ -34,6 +34,7 @@ namespace memswap {
 class Batch;
 class Recipes;
 class Windows;
+struct RecipeAnswer;
 
 // Which storages of a batch travel together ([Note: When storages travel together] in batch.h).
 struct BatchLimits {
@@ -72,9 +73,9 @@ struct Offer {
   int64_t number;                // among what one call of the unit saves
   int64_t& ordinal;              // of the last storage that was considered
   Batch* batch = nullptr;        // that saves it, of a group
-  bool planned = false;          // it may be what the iteration's plan expects
   // The reason that is counted for what `action` keeps.
   std::string_view why_kept = "policy";
+  bool for_recipe = false;  // a recipe saves it, and not autograd
 };
 
 // What became of a tensor.
@@ -182,30 +183,35 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Storages of parameters and buffers. A weak storage keeps its key from being used again.
   std::unordered_map<const void*, WeakStorage> persistent;
 
-  bool directed = false;             // somebody directs what leaves, under a budget
+  bool directed = false;             // somebody directs what leaves, under a budget, and
+  bool plans_sources = false;        // knows what recipes would have saved for themselves
   std::shared_ptr<Recipes> recipes;  // nullptr: nothing is recomputed
   std::unique_ptr<EngineHost> host;  // nullptr: nothing may be saved that the ledger does not know
 
  private:
   // As the plan of the current iteration says, where it expects just this storage. Nothing: it does
   // not, and nothing has happened.
-  std::optional<Saved> follow_plan(const Offer& offer);
-  Saved looked_up(const Offer& offer);
+  // What was found of a storage's recipe, which is asked for once; nullptr: it was not.
+  using AskedRecipe = std::shared_ptr<RecipeAnswer>;
+  // `asked`: what has to be asked for that.
+  std::optional<Saved> follow_plan(const Offer& offer, AskedRecipe& asked);
+  Saved looked_up(const Offer& offer, const AskedRecipe& asked);
   Saved save_again(const Offer& offer, const KnownPtr& known);
-  Saved decide(const Offer& offer);
+  Saved decide(const Offer& offer, AskedRecipe asked);
   // A new entry, which leaves unless the plan or the timeline has a reason why it stays.
   struct Decision {
     Action action;
     bool directed = false;  // by a plan, or by whoever makes one
     bool learns = false;    // its recipe is tried, or told, whatever is done with it
+    AskedRecipe asked = nullptr;
   };
   Saved admit(const Offer& offer, const TransfersPtr& by, Decision decision);
   const char* send_as(Action action, const Offer& offer, const TransfersPtr& by,
                       const EntryPtr& entry, const StorageRefPtr& storage);
   const TransfersPtr& transfers_from(c10::Device device);
   Action default_action(const Transfers& by);
-  bool becomes_recipe(const EntryPtr& entry, const StorageRefPtr& storage, const Offer& offer,
-                      bool leaves);
+  AskedRecipe recipe_of(const Offer& offer, double most_extra, bool leaves);
+  bool becomes_recipe(const EntryPtr& entry, const Offer& offer, bool leaves, AskedRecipe asked);
   bool refilled(const KnownPtr& known, const SavedView& look) const;
   const char* distrusted(const Expectation& expectation, const Entry& entry);
   static std::optional<FrameReport> reported(FrameWatch& watch);

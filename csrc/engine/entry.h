@@ -120,6 +120,7 @@ class Entry final : public Known, public std::enable_shared_from_this<Entry> {
   int64_t unseen = 0;     // saves that have not been unpacked since the storage came back
   IterationPtr iteration;
   size_t index = 0;                 // in the iteration
+  bool for_recipe = false;          // saved for a recipe, and not by autograd
   std::optional<LeaveOrder> order;  // of what waits until its batch is told to go
   std::shared_ptr<Trial> trial;     // of its recipe, while its place is being learnt
   RowPlace place_in_row;

@@ -5,6 +5,8 @@
 #include <utility>
 
 #include "engine.h"
+#include "lowest_peak.h"
+#include "recipes.h"
 #include "recorder.h"
 #include "windows.h"
 
@@ -17,8 +19,12 @@ bool fits(int64_t nbytes, int64_t planned) {
   return nbytes <= planned && 4 * nbytes >= 3 * planned;
 }
 
-// The place of a storage in a plan, if it is the one that is expected now.
+// The place of a storage in a plan, if it is the one that is expected now: `index` is that of what
+// is saved next. What its recipe is to save has the places before it.
 const Plan::Place* place_of(const Plan& plan, size_t index, const Offer& offer) {
+  while (!offer.for_recipe && index < plan.places.size() && plan.places[index].for_recipe) {
+    ++index;
+  }
   if (index >= plan.places.size()) {
     return nullptr;
   }
@@ -28,7 +34,7 @@ const Plan::Place* place_of(const Plan& plan, size_t index, const Offer& offer) 
   if (!place.action || !fits(nbytes, place.nbytes) || place.ordinal != offer.ordinal + 1 ||
       nbytes < plan.least_bytes || look.device() != plan.device || look.edited_part() ||
       look.part_of_data() || place.dtype != offer.tensor.scalar_type() ||
-      place.unit != offer.unit) {
+      place.for_recipe != offer.for_recipe || place.unit != offer.unit) {
     return nullptr;
   }
   return &place;
@@ -110,8 +116,8 @@ void Engine::saved(const EntryPtr& entry) {
   }
 }
 
-std::optional<Saved> Engine::follow_plan(const Offer& offer) {
-  if (!directed || !offer.planned || !offer.covered || offer.action) {
+std::optional<Saved> Engine::follow_plan(const Offer& offer, AskedRecipe& asked) {
+  if (!directed || !offer.covered || offer.action) {
     return std::nullopt;
   }
   const IterationPtr of = iteration;
@@ -121,8 +127,10 @@ std::optional<Saved> Engine::follow_plan(const Offer& offer) {
   }
   const Plan::Place* const place = place_of(*plan, of->size(), offer);
   const auto nbytes = static_cast<int64_t>(offer.look.storage_nbytes());
-  const bool room =
-      of->limit_bytes == 0 || ledger.counters.resident_bytes + nbytes <= of->limit_bytes;
+  // What its recipe is to save comes first, and looks for its own room.
+  const bool is_next = place != nullptr && place == plan->places.data() + of->size();
+  const bool room = !is_next || of->limit_bytes == 0 ||
+                    ledger.counters.resident_bytes + nbytes <= of->limit_bytes;
   if (place == nullptr || !room || ledger.knows(offer.look.storage_key()) || runs_backward()) {
     return std::nullopt;
   }
@@ -135,10 +143,18 @@ std::optional<Saved> Engine::follow_plan(const Offer& offer) {
   recomputed.sweep();
   look_at_released(*of);
   ++offer.ordinal;
+  if (*place->action == Action::kRecompute) {
+    asked = recipe_of(offer, is_next ? 0 : kMostExtra, /*leaves=*/true);
+  }
+  // Its recipe may not have saved what it was to save: who plans is asked.
+  if (of->plan != plan || place != plan->places.data() + of->size()) {
+    --offer.ordinal;
+    return std::nullopt;
+  }
   if (of->recorder) {
     of->recorder->choose({offer.unit, offer.ordinal, nbytes, place->dtype, *place->action});
   }
-  return admit(offer, by, {.action = *place->action, .directed = true});
+  return admit(offer, by, {.action = *place->action, .directed = true, .asked = asked});
 }
 
 // Backward asks for a storage. What it waits for, it waits for after this. Whether anybody directs.

@@ -39,6 +39,7 @@ struct IterationRecord {
   std::vector<c10::ScalarType> dtypes;
   std::vector<PlannedAction> actions;  // what was to be done with it, and
   std::vector<uint8_t> moved;          // whether that was done
+  std::vector<uint8_t> for_recipe;     // whether a recipe has saved it, and not autograd
   // The first mark at which the forward held it no longer. kNever: it still did when backward asked
   // for it, so that leaving frees nothing.
   std::vector<int32_t> held_until;

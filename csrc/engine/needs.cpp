@@ -8,10 +8,16 @@ Needs::Needs(const StepRecord& step, std::span<const PlannedAction> actions)
     : step_(step),
       actions_(actions),
       first_(step.saves(), kNever),
+      is_read_(step.saves(), false),
       last_use_(step.last_demand),
       last_reader_(step.saves(), kNever),
       gone_after_(step.gone_after),
       at_(step.order.size()) {
+  for (int32_t index = 0; index < step.saves(); ++index) {
+    if (step.for_recipe[index] != 0) {
+      gone_after_[index] = index;
+    }
+  }
   for (size_t place = 0; place < at_.size(); ++place) {
     need(step.order[place], static_cast<int32_t>(place));
   }
@@ -56,7 +62,9 @@ void Needs::add_reader(int32_t index, std::vector<uint8_t>& seen,
 void Needs::extend_sources(int32_t reader) {
   const int32_t runs = first_[reader];
   for (const int32_t source : step_.recipe_sources[reader]) {
-    const bool demanded = step_.last_demand[source] != kNever && runs != kNever;
+    is_read_[source] = true;
+    const bool recipes_only = step_.for_recipe[source] != 0;
+    const bool demanded = (step_.last_demand[source] != kNever || recipes_only) && runs != kNever;
     last_use_[source] =
         demanded ? std::max(last_use_[source], step_.saves() + runs) : step_.marks();
     const bool to_the_end = gone_after_[source] == kNever || gone_after_[reader] == kNever;

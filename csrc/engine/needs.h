@@ -19,6 +19,8 @@ class Needs {
   // `step` was checked, and both outlive this.
   Needs(const StepRecord& step, std::span<const PlannedAction> actions);
 
+  // Whether nobody saves it: it is there for recipes alone, and none is planned.
+  bool absent(int32_t index) const { return step_.for_recipe[index] != 0 && !is_read_[index]; }
   // At which demand a storage is needed first; kNever: at none.
   int32_t first(int32_t index) const { return first_[index]; }
   // Which ones are needed first at a demand, in the order in which they come.
@@ -40,6 +42,7 @@ class Needs {
   const StepRecord& step_;
   const std::span<const PlannedAction> actions_;
   std::vector<int32_t> first_;
+  std::vector<uint8_t> is_read_;  // by a recipe that is planned
   std::vector<int32_t> last_use_;
   std::vector<int32_t> last_reader_;
   std::vector<int32_t> gone_after_;

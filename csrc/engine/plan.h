@@ -32,6 +32,8 @@ struct Plan {
     // Bytes that its frame may take; nothing: no frame is planned. A storage that does not become
     // one is swapped as it is.
     std::optional<int64_t> frame_nbytes;
+    // A recipe saves it: that of the next place for which this is not so.
+    bool for_recipe = false;
   };
 
   c10::Device device;

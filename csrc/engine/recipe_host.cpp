@@ -1,5 +1,6 @@
 #include "recipe_host.h"
 
+#include "iteration.h"
 #include "saved_tensor.h"
 #include "storage/lend.h"
 #include "work/without_gil.h"
@@ -126,6 +127,10 @@ EntryPtr moved_entry(const KnownPtr& known) {
   return entry->away() || entry->storage ? entry : nullptr;
 }
 
+// What is saved for recipes alone has ordinals of its own: whether it is saved changes no other's.
+constexpr int64_t kFirstOrdinal = int64_t{1} << 40;
+constexpr int64_t kMostForOne = 64;
+
 SourcePtr kept_source(const at::Tensor& held, KnownPtr known) {
   const auto version = static_cast<uint32_t>(held._version());
   return std::make_shared<SavedSource>(
@@ -199,6 +204,12 @@ SourcePtr EngineRecipeHost::save(const KnownTensor& tensor) {
   if (!held.defined() || offer_ == nullptr) {
     return nullptr;
   }
+  // An iteration that follows no plan and that nobody takes down shows nobody what it would take.
+  const Iteration& in = *engine()->iteration;
+  if (engine()->directed && !in.plan && !in.recorder) {
+    return nullptr;
+  }
+  int64_t ordinal = kFirstOrdinal + kMostForOne * offer_->ordinal + saved_++;
   Saved saved = engine()->save(Offer{.tensor = held,
                                      .look = tensor.view,
                                      .unit = offer_->unit,
@@ -206,8 +217,10 @@ SourcePtr EngineRecipeHost::save(const KnownTensor& tensor) {
                                      .covered = offer_->covered,
                                      .action = offer_->action,
                                      .number = offer_->number,
-                                     .ordinal = offer_->ordinal,
-                                     .batch = offer_->batch});
+                                     .ordinal = ordinal,
+                                     .batch = offer_->batch,
+                                     .why_kept = offer_->why_kept,
+                                     .for_recipe = true});
   if (saved.as == Saved::As::kMoved) {
     return moved_source(std::static_pointer_cast<Entry>(saved.known), tensor);
   }

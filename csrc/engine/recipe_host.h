@@ -20,7 +20,9 @@ class EngineRecipeHost : public RecipeHost {
    public:
     Saving(Recipes& recipes, const Offer& offer)
         : host_(static_cast<EngineRecipeHost&>(recipes.host())),
-          before_(std::exchange(host_.offer_, &offer)) {}
+          before_(std::exchange(host_.offer_, &offer)) {
+      host_.saved_ = 0;
+    }
     Saving(const Saving&) = delete;
     Saving& operator=(const Saving&) = delete;
     ~Saving() { host_.offer_ = before_; }
@@ -46,6 +48,7 @@ class EngineRecipeHost : public RecipeHost {
 
   const std::weak_ptr<Engine> engine_;
   const Offer* offer_ = nullptr;  // that is being saved now
+  int64_t saved_ = 0;             // for its recipe
 };
 
 }  // namespace memswap

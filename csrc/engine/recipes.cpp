@@ -1,7 +1,6 @@
 #include "recipes.h"
 
 #include <c10/util/Exception.h>
-#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <iterator>
@@ -31,6 +30,14 @@ bool unchanged(const Step& step) {
     }
   }
   return true;
+}
+
+RecipeShapePtr shape_of(const Step& step) {
+  auto shape = std::make_shared<RecipeShape>();
+  for (const Step::Input& input : step.inputs) {
+    shape->inputs.push_back(input.step ? shape_of(*input.step) : nullptr);
+  }
+  return shape;
 }
 
 // Bytes that are kept for a recipe alone.
@@ -84,6 +91,7 @@ void Recipes::begin_iteration() {
   choose();
   log_->clear();
   siblings_.clear();
+  claims_.clear();
   offered_.clear();
 }
 
@@ -149,7 +157,7 @@ const RecipeChoice* Recipes::choice_of(const RecipePlace& place, const OperatorC
 }
 
 std::shared_ptr<Step> Recipes::steps_of(const OperatorCallPtr& call, int deepest,
-                                        const RecipeShape* shape) {
+                                        const RecipeShape* shape, bool planned) {
   if (shape != nullptr && shape->inputs.size() != call->inputs().size()) {
     return nullptr;  // the program has changed
   }
@@ -160,7 +168,8 @@ std::shared_ptr<Step> Recipes::steps_of(const OperatorCallPtr& call, int deepest
       return nullptr;
     }
     step->inputs.emplace_back();
-    if (host_->standing(input.tensor) != RecipeHost::Standing::kUnknown) {
+    const bool saves = !claimed(input.tensor) && host_->can_save(input.tensor);
+    if (!claimed(input.tensor) && host_->standing(input.tensor) != RecipeHost::Standing::kUnknown) {
       step->depth = std::max(step->depth, 1 + host_->depth(input.tensor));
       continue;
     }
@@ -168,17 +177,35 @@ std::shared_ptr<Step> Recipes::steps_of(const OperatorCallPtr& call, int deepest
     const RecipeShape* const further = shape == nullptr ? nullptr : shape->inputs[which].get();
     const bool begins = deepest <= 1 || (shape != nullptr && further == nullptr);
     const OperatorCallPtr maker = begins ? nullptr : log_->maker(input.tensor);
-    step->inputs.back().step = maker ? steps_of(maker, deepest - 1, further) : nullptr;
-    if (!step->inputs.back().step) {
-      if (!host_->can_save(input.tensor)) {
-        return nullptr;
-      }
+    std::shared_ptr<Step>& made = step->inputs.back().step;
+    made = maker ? steps_of(maker, deepest - 1, further, planned) : nullptr;
+    if (made && saves && planned && shape == nullptr &&
+        extra_nbytes(*made) >= static_cast<double>(input.tensor.view.storage_nbytes())) {
+      made = nullptr;  // what it would keep is no less than what it makes
+    }
+    if (made) {
+      step->depth = std::max(step->depth, 1 + made->depth);
+    } else if (saves) {
       step->inputs.back().extra = true;
     } else {
-      step->depth = std::max(step->depth, 1 + step->inputs.back().step->depth);
+      return nullptr;
     }
   }
   return step->depth > deepest ? nullptr : step;
+}
+
+// Where it began last time, if it still can.
+std::shared_ptr<Step> Recipes::planned_steps_of(const OperatorCallPtr& call,
+                                                const RecipePlace& place) {
+  RecipeShapePtr shape;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = places_.find(place);
+    shape = found == places_.end() ? nullptr : found->second.shape;
+  }
+  std::shared_ptr<Step> again =
+      shape ? steps_of(call, options_.deepest, shape.get(), /*planned=*/true) : nullptr;
+  return again ? again : steps_of(call, options_.deepest, nullptr, /*planned=*/true);
 }
 
 // Whether a recipe takes more than it gives.
@@ -217,23 +244,59 @@ bool Recipes::keep_sources(Step& step) {
       }
       continue;
     }
-    const KnownTensor& tensor = step.call->inputs()[which].tensor;
-    const RecipeHost::Standing standing = host_->standing(tensor);
-    if (standing == RecipeHost::Standing::kUnknown) {
-      const bool before = std::exchange(saving_, true);
-      const auto after = c10::make_scope_exit([&] { saving_ = before; });
-      input.source = host_->save(tensor);
-      if (input.source && graph_) {
-        graph_->add_held(tensor);
-      }
-    } else {
-      input.source = host_->keep(tensor, standing);
-    }
+    input.source = source_of(step.call->inputs()[which].tensor);
     if (!input.source) {
       return false;
     }
   }
   return true;
+}
+
+bool Recipes::keep_extras(Step& step) {
+  for (size_t which = 0; which < step.inputs.size(); ++which) {
+    Step::Input& input = step.inputs[which];
+    if (input.extra) {
+      const KnownTensor& tensor = step.call->inputs()[which].tensor;
+      input.source = source_of(tensor);
+      if (!input.source || !host_->index_of(tensor)) {
+        return false;
+      }
+    } else if (input.step && !keep_extras(*input.step)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+SourcePtr Recipes::source_of(const KnownTensor& tensor) {
+  const RecipeHost::Standing standing = host_->standing(tensor);
+  if (standing != RecipeHost::Standing::kUnknown) {
+    return host_->keep(tensor, standing);
+  }
+  SourcePtr source = host_->save(tensor);
+  if (source && graph_) {
+    graph_->add_held(tensor);
+  }
+  return source;
+}
+
+void Recipes::claim(const Step& step, const RecipePlace& place) {
+  for (size_t which = 0; which < step.inputs.size(); ++which) {
+    const Step::Input& input = step.inputs[which];
+    if (input.extra) {
+      const KnownTensor& tensor = step.call->inputs()[which].tensor;
+      claims_.emplace(tensor.key(), Claim{place, tensor.storage});
+    } else if (input.step) {
+      claim(*input.step, place);
+    }
+  }
+}
+
+void Recipes::look_at_claims(const SavedView& view) {
+  if (const auto claim = claims_.find(view.storage_key()); claim != claims_.end()) {
+    const std::lock_guard lock(mutex_);
+    places_[claim->second.place].saved_later = true;
+  }
 }
 
 // Who made a storage that is being saved.
@@ -247,7 +310,7 @@ OperatorCallPtr Recipes::maker_of(const SavedView& view) const {
 }
 
 // A storage that has no recipe. While its forward is taken down, what it takes is seen.
-Recipes::Answer Recipes::watched(const RecipePlace& place) {
+RecipeAnswer Recipes::watched(const RecipePlace& place) {
   std::shared_ptr<Trial> watch;
   if (graph_) {
     watch.reset(new Trial(weak_from_this(), place, nullptr));
@@ -255,28 +318,35 @@ Recipes::Answer Recipes::watched(const RecipePlace& place) {
   return {.leaving = std::nullopt, .trial = std::move(watch), .proven = std::nullopt};
 }
 
-Recipes::Answer Recipes::offer(const StorageRefPtr& storage, const SavedView& view,
-                               RecipePlace place, double most_extra, bool leaves) {
-  if (saving_ || view.edited() || view.private_format()) {
+RecipeAnswer Recipes::offer(const StorageRefPtr& storage, const SavedView& view, RecipePlace place,
+                            Terms terms) {
+  if (view.edited() || view.private_format()) {
     return {};
   }
+  look_at_claims(view);
   place.time = offered_[place]++;
   OperatorCallPtr call = maker_of(view);
-  const RecipeChoice* const chosen = most_extra > 0 ? choice_of(place, call) : nullptr;
-  if (graph_ && most_extra > 0) {
+  const RecipeChoice* const chosen = terms.planned ? nullptr : choice_of(place, call);
+  if (graph_ && !terms.planned) {
     graph_->add_saved(place, view, *storage, call);
   }
   if (chosen != nullptr && !chosen->shape) {
     return watched(place);
   }
-  std::shared_ptr<Step> step =
-      call ? steps_of(call, options_.deepest, chosen == nullptr ? nullptr : chosen->shape.get())
-           : nullptr;
+  std::shared_ptr<Step> step;
+  if (call && terms.planned) {
+    step = planned_steps_of(call, place);
+  } else if (call) {
+    const RecipeShape* const shape = chosen == nullptr ? nullptr : chosen->shape.get();
+    step = steps_of(call, options_.deepest, shape, /*planned=*/false);
+  }
   if (!step && chosen != nullptr) {
     undecided_ = true;  // the program is another one by now
   }
   const auto costs_too_much_for = [&](int64_t nbytes) {
-    return chosen == nullptr && costs_too_much(*step, most_extra * static_cast<double>(nbytes));
+    const double limit = terms.most_extra * static_cast<double>(nbytes);
+    return terms.planned ? extra_nbytes(*step) > limit
+                         : chosen == nullptr && costs_too_much(*step, limit);
   };
   if (!step || costs_too_much_for(place.nbytes)) {
     return watched(place);
@@ -298,6 +368,9 @@ Recipes::Answer Recipes::offer(const StorageRefPtr& storage, const SavedView& vi
     if (learnt.failed) {
       return {};
     }
+    if (learnt.saved_later && extra_nbytes(*step) > 0) {
+      return {};
+    }
     if (learnt.words != words) {
       learnt = {.words = std::move(words),
                 .proofs = 0,
@@ -305,9 +378,12 @@ Recipes::Answer Recipes::offer(const StorageRefPtr& storage, const SavedView& vi
                 .waited_nbytes = learnt.waited_nbytes,
                 .seconds = 0,
                 .made_nbytes = 0,
-                .several = learnt.several};
+                .several = learnt.several,
+                .shape = terms.planned ? shape_of(*step) : nullptr,
+                .saved_later = learnt.saved_later};
     }
-    if (learnt.waited_nbytes > 0 && costs_too_much_for(learnt.waited_nbytes)) {
+    const bool waited = !terms.planned && learnt.waited_nbytes > 0;
+    if (waited && costs_too_much_for(learnt.waited_nbytes)) {
       return {};
     }
     known = learnt;
@@ -316,16 +392,22 @@ Recipes::Answer Recipes::offer(const StorageRefPtr& storage, const SavedView& vi
       call = nullptr;  // it is not proven yet
     }
   }
+  if (terms.planned) {
+    claim(*step, place);
+  }
   if (!call) {
     return {.leaving = std::nullopt,
             .trial = begin_trial(storage, place, std::move(step)),
             .proven = std::nullopt};
   }
-  if (!leaves) {
-    if (several) {
+  if (!terms.leaves) {
+    if (several || !keep_extras(*step)) {
       return {};
     }
-    return {.leaving = std::nullopt, .trial = nullptr, .proven = proven(*step, known)};
+    ProvenRecipe told = proven(*step, known);
+    // What the recipe would have saved is there until its storage is not.
+    std::shared_ptr<Trial> holds(new Trial(weak_from_this(), place, std::move(step)));
+    return {.leaving = std::nullopt, .trial = std::move(holds), .proven = std::move(told)};
   }
   const bool kept = keep_sources(*step);
   let_go(*step);
@@ -336,6 +418,7 @@ Recipes::Answer Recipes::offer(const StorageRefPtr& storage, const SavedView& vi
 }
 
 void Recipes::saved_again(const SavedView& view) {
+  look_at_claims(view);
   if (graph_) {
     graph_->add_again(view);
   }
@@ -351,7 +434,7 @@ ProvenRecipe Recipes::proven(const Step& step, const Learnt& learnt) {
       const KnownTensor& tensor = of.call->inputs()[which].tensor;
       if (of.inputs[which].step) {
         add(*of.inputs[which].step);
-      } else if (!of.inputs[which].extra && !tensor.view.of_leaf()) {
+      } else if (!tensor.view.of_leaf()) {
         made.saved.push_back(host_->index_of(tensor));
       }
     }

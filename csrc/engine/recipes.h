@@ -57,6 +57,15 @@ class RecipeHost {
 };
 
 class Recipes;
+class Trial;
+
+// What becomes of a storage that is about to leave: it does as a recipe; or it should leave in
+// another form, and its entry owns the trial from then on; or its recipe is told; or nothing.
+struct RecipeAnswer {
+  std::optional<Leaving> leaving;
+  std::shared_ptr<Trial> trial;
+  std::optional<ProvenRecipe> proven;
+};
 
 // One storage whose recipe is being proven while its bytes wait in another form, or of which is
 // only seen what that takes. Owned by its entry.
@@ -105,6 +114,12 @@ class Trial final : public OperatorCall::Watcher {
 // operator of the table made needs no place at all: it is a further step. That judges each storage
 // alone, and holds until its place was chosen for ([Note: Chosen once a forward is known]).
 //
+// Who plans with recipes is told what each of them would have saved, and chooses: a plan counts
+// such a source's bytes for as long as the recipe is planned. A recipe begins where it keeps the
+// fewest bytes, each of them belongs to it alone, with which it comes and goes, and in the next
+// forward it begins there again, whatever other recipes are planned. What autograd saves by itself
+// later on is no source: it is there without the recipe, too.
+//
 // Sources may be recipes themselves. All that stand in a row are there at once when the last one is
 // demanded, so there are at most `deepest` of them, and what a recipe has saved for itself alone
 // begins a row.
@@ -139,17 +154,14 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
   // These are about to be edited, by nobody whose operators are known.
   void before_edits(const std::vector<at::Tensor>& tensors);
 
-  // A storage is about to leave. It does as a recipe; or it should leave in another form, and its
-  // entry owns the trial from then on; or its recipe is told; or nothing.
-  struct Answer {
-    std::optional<Leaving> leaving;
-    std::shared_ptr<Trial> trial;
-    std::optional<ProvenRecipe> proven;
+  struct Terms {
+    double most_extra;     // see [Note: What a recipe keeps]; 0: nothing is kept for a recipe alone
+    bool leaves = true;    // as a recipe if it can; or its recipe is told
+    bool planned = false;  // by who plans with recipes: nothing is chosen for them
   };
-  // `leaves`: whether it leaves as a recipe if it can, or its recipe is told. `most_extra`: see
-  // [Note: What a recipe keeps]; 0: nothing is kept for a recipe alone.
-  Answer offer(const StorageRefPtr& storage, const SavedView& view, RecipePlace place,
-               double most_extra, bool leaves);
+  // A storage is about to leave.
+  RecipeAnswer offer(const StorageRefPtr& storage, const SavedView& view, RecipePlace place,
+                     Terms terms);
 
   // A storage is saved once more, that is known already.
   void saved_again(const SavedView& view);
@@ -163,6 +175,8 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
     double seconds = 0;         // the least that a trial took
     int64_t made_nbytes = 0;    // and the most that it had made at once
     bool several = false;       // of this place in one iteration: which is which, nobody can say
+    RecipeShapePtr shape;       // under a plan: where it begins
+    bool saved_later = false;   // autograd has saved by itself what the recipe would have kept
   };
   std::vector<std::pair<RecipePlace, Learnt>> learnt() const;
 
@@ -175,16 +189,26 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
   // The recipe of a call's results, its sources left open; nullptr: there is none. In it are at
   // most `deepest` calls in a row. `shape`: where it begins, as it was chosen; nullptr: as far back
   // as can be.
-  std::shared_ptr<Step> steps_of(const OperatorCallPtr& call, int deepest,
-                                 const RecipeShape* shape);
+  // `planned`: where that keeps the fewest bytes instead.
+  std::shared_ptr<Step> steps_of(const OperatorCallPtr& call, int deepest, const RecipeShape* shape,
+                                 bool planned);
+  std::shared_ptr<Step> planned_steps_of(const OperatorCallPtr& call, const RecipePlace& place);
   // What was chosen for a place, that this call has made; nullptr: nothing yet.
   const RecipeChoice* choice_of(const RecipePlace& place, const OperatorCallPtr& call);
   void choose();
-  Answer watched(const RecipePlace& place);
+  RecipeAnswer watched(const RecipePlace& place);
   bool costs_too_much(const Step& step, double limit_nbytes) const;
   bool reads_recipes(const Step& step) const;
   // Fills in the sources. Whether all could be kept.
   bool keep_sources(Step& step);
+  // The same of those that nothing but the recipe keeps, and that can be told.
+  bool keep_extras(Step& step);
+  SourcePtr source_of(const KnownTensor& tensor);
+  // Under a plan: what the recipe of a place keeps is nobody else's in this forward.
+  void claim(const Step& step, const RecipePlace& place);
+  bool claimed(const KnownTensor& tensor) const { return claims_.contains(tensor.key()); }
+  // Autograd saves a storage.
+  void look_at_claims(const SavedView& view);
   void let_go(const Step& step);
   void look_at_sources(Step& step);
   std::shared_ptr<Trial> begin_trial(const StorageRefPtr& storage, const RecipePlace& place,
@@ -201,12 +225,16 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
   const Options options_;
   const std::shared_ptr<RecipeCounts> counts_;
   std::unordered_map<OperatorCallPtr, Siblings> siblings_;
-  bool saving_ = false;       // what a recipe keeps, which no operator of the table made
   mutable std::mutex mutex_;  // of what trials tell
   std::unordered_map<RecipePlace, Learnt, RecipePlaceHash> places_;
   std::unordered_map<RecipePlace, int64_t, RecipePlaceHash>
-      offered_;                        // in this iteration, how often
-  std::optional<ForwardGraph> graph_;  // of this iteration, if it is taken down
+      offered_;  // in this iteration, how often
+  struct Claim {
+    RecipePlace place;
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // keeps the address from being used again
+  };
+  std::unordered_map<const void*, Claim> claims_;  // of this iteration
+  std::optional<ForwardGraph> graph_;              // of this iteration, if it is taken down
   RecipeChoices choices_;
   // Nothing was chosen for some place, or what was is none any more.
   std::atomic<bool> undecided_ = true;

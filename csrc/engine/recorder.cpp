@@ -67,6 +67,7 @@ void Recorder::saved(const EntryPtr& entry) {
   seen.entry = entry;
   seen_.push_back(std::move(seen));
   columns_.moved.push_back(entry->away() ? 1 : 0);
+  columns_.for_recipe.push_back(entry->for_recipe ? 1 : 0);
   columns_.others.emplace_back();
   held_.push_back(index);
   sent_.push_back(index);

@@ -201,6 +201,14 @@ class Run {
   }
 
   void save(int32_t index) {
+    if (needs_.absent(index)) {
+      if (actions_[index] != PlannedAction::kKeep) {
+        found_.idle.push_back(index);
+      }
+      found_.resident_bytes.push_back(resident_ + extra(index));
+      make_room(index);
+      return;
+    }
     resident_ += step_.nbytes[index];
     const PlannedAction action = actions_[index];
     if (action != PlannedAction::kKeep) {
@@ -255,7 +263,7 @@ class Run {
   // Releases sends until the next save fits.
   void make_room(int32_t mark) {
     int64_t coming = 0;
-    if (mark + 1 < saves_) {
+    if (mark + 1 < saves_ && !needs_.absent(mark + 1)) {
       coming = step_.nbytes[mark + 1] + framed(mark + 1) + extra(mark + 1);
     }
     while (can_release() && resident_ - gone_[mark + 1] + coming > budget_bytes_) {

@@ -39,6 +39,7 @@
 //    the last recipe that reads it has run; then it goes at once. While a recipe runs, what it
 //    makes on the way is there beside all that (`StepRecord::inner_nbytes`). What a recipe reads is
 //    its graph's for as long as the recipe is: what stays, and frames, go no earlier.
+//    What is saved for recipes alone is there only where one of them is planned (`for_recipe`).
 //
 // The same input gives the same bits on every machine: sums are added in the order of the events.
 #pragma once

@@ -16,9 +16,6 @@ namespace memswap {
 
 namespace {
 
-// In place of kMostExtra: a plan knows of no storage that only a recipe keeps.
-constexpr double kMostExtraPlanned = 0;
-
 Form form_of(Action action) {
   switch (action) {
     case Action::kEncode:
@@ -95,7 +92,7 @@ Saved Engine::save_again(const Offer& offer, const KnownPtr& known) {
   if (!known->is_entry()) {
     return {Saved::As::kKept, known};
   }
-  if (recipes) {
+  if (recipes && !offer.for_recipe) {
     recipes->saved_again(offer.look);
   }
   const auto entry = std::static_pointer_cast<Entry>(known);
@@ -108,7 +105,7 @@ Saved Engine::save_again(const Offer& offer, const KnownPtr& known) {
 }
 
 // What is known of a storage, or decided about a new one.
-Saved Engine::looked_up(const Offer& offer) {
+Saved Engine::looked_up(const Offer& offer, const AskedRecipe& asked) {
   const SavedView& look = offer.look;
   const Ledger::Found found = ledger.find(look);
   if (found.conflicts) {
@@ -132,7 +129,7 @@ Saved Engine::looked_up(const Offer& offer) {
   if (runs_backward()) {
     return keep(look, "saved in backward");
   }
-  return decide(offer);
+  return decide(offer, asked);
 }
 
 // A batch is an iteration, and its group has begun it.
@@ -140,8 +137,9 @@ Saved Engine::save(const Offer& offer) {
   if (offer.batch != nullptr) {
     iteration = offer.batch->iteration;
   }
-  const std::optional<Saved> planned = follow_plan(offer);
-  Saved saved = planned ? *planned : looked_up(offer);
+  AskedRecipe asked;
+  const std::optional<Saved> planned = follow_plan(offer, asked);
+  Saved saved = planned ? *planned : looked_up(offer, asked);
   if (offer.batch != nullptr && saved.as == Saved::As::kMoved) {
     offer.batch->join(std::static_pointer_cast<Entry>(saved.known));
   }
@@ -169,7 +167,7 @@ Action Engine::default_action(const Transfers& by) {
   return Action::kRecompute;
 }
 
-Saved Engine::decide(const Offer& offer) {
+Saved Engine::decide(const Offer& offer, AskedRecipe asked) {
   if (directed) {
     recomputed.sweep();
   }
@@ -202,11 +200,16 @@ Saved Engine::decide(const Offer& offer) {
   if (wanted == Action::kRecompute) {
     wanted = by->policy.without_recipe;
   }
+  // What a recipe would save is saved before its result: it has the place before that one.
+  if (may_learn && iteration->learns_recipes && plans_sources) {
+    asked = recipe_of(offer, kMostExtra, /*leaves=*/false);
+  }
   const std::optional<Action> directions = host->direct(*this, offer, wanted);
   return admit(offer, by,
                {.action = directions.value_or(wanted),
                 .directed = directions.has_value(),
-                .learns = may_learn && iteration->learns_recipes});
+                .learns = may_learn && iteration->learns_recipes,
+                .asked = std::move(asked)});
 }
 
 Saved Engine::admit(const Offer& offer, const TransfersPtr& by, Decision decision) {
@@ -221,9 +224,11 @@ Saved Engine::admit(const Offer& offer, const TransfersPtr& by, Decision decisio
   }
   StorageRefPtr storage;
   const EntryPtr entry = make_entry(offer.tensor, offer.look, storage);
+  entry->for_recipe = offer.for_recipe;
   recomputes = recomputes && why == nullptr;
   Saved made{Saved::As::kMoved, entry};
-  if (!(recomputes || decision.learns) || !becomes_recipe(entry, storage, offer, recomputes)) {
+  if (!(recomputes || decision.learns) ||
+      !becomes_recipe(entry, offer, recomputes, decision.asked)) {
     if (why == nullptr) {
       why = send_as(action, offer, by, entry, storage);
     }
@@ -250,30 +255,39 @@ const char* Engine::send_as(Action action, const Offer& offer, const TransfersPt
   return leave(entry, storage, {by, form_of(action), key});
 }
 
-// Whether an entry's storage leaves as a recipe. If not, the recipe may be on trial. `leaves`:
-// whether it leaves if it can, or its recipe is told.
-bool Engine::becomes_recipe(const EntryPtr& entry, const StorageRefPtr& storage, const Offer& offer,
-                            bool leaves) {
-  if (!recipes || schedule == Schedule::kBatches) {
-    return false;
+// `leaves`: whether a storage leaves as a recipe if it can, or its recipe is told.
+Engine::AskedRecipe Engine::recipe_of(const Offer& offer, double most_extra, bool leaves) {
+  if (!recipes || schedule == Schedule::kBatches || offer.for_recipe) {
+    return std::make_shared<RecipeAnswer>();
   }
   const EngineRecipeHost::Saving saving(*recipes, offer);
-  Recipes::Answer answer = recipes->offer(storage, offer.look,
-                                          {.unit = std::string(offer.unit),
-                                           .number = offer.number,
-                                           .nbytes = entry->nbytes(),
-                                           .dtype = offer.tensor.scalar_type()},
-                                          directed ? kMostExtraPlanned : kMostExtra, leaves);
+  return std::make_shared<RecipeAnswer>(
+      recipes->offer(std::make_shared<StorageRef>(offer.tensor.storage()), offer.look,
+                     {.unit = std::string(offer.unit),
+                      .number = offer.number,
+                      .nbytes = static_cast<int64_t>(offer.look.storage_nbytes()),
+                      .dtype = offer.tensor.scalar_type()},
+                     {.most_extra = most_extra, .leaves = leaves, .planned = directed}));
+}
+
+// Whether an entry's storage leaves as a recipe. If not, the recipe may be on trial. `asked`: what
+// was found for it; nullptr: a plan may not have anything saved for it any more.
+bool Engine::becomes_recipe(const EntryPtr& entry, const Offer& offer, bool leaves,
+                            AskedRecipe asked) {
+  if (!asked) {
+    asked = recipe_of(offer, directed ? 0 : kMostExtra, leaves);
+  }
+  RecipeAnswer& answer = *asked;
   if (answer.leaving) {
     entry->leave(std::move(*answer.leaving));
     departing.add(entry.get());
     return true;
   }
+  entry->trial = std::move(answer.trial);
   if (answer.proven) {
     iteration->proven.emplace_back(entry->index, std::move(*answer.proven));
     return false;
   }
-  entry->trial = std::move(answer.trial);
   if (leaves && directed) {
     iteration->no_recipe.insert(entry->index);
   }

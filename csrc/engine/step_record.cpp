@@ -98,6 +98,7 @@ void StepRecord::check() const {
   require_length("recipe_s", recipe_s.size(), saves);
   require_length("inner_nbytes", inner_nbytes.size(), saves);
   require_length("recipe_sources", recipe_sources.size(), saves);
+  require_length("for_recipe", for_recipe.size(), saves);
   require_length("gaps_s", gaps_s.size(), marks);
   require_length("windows_s", windows_s.size(), windows_s.empty() ? 0 : marks);
   require_length("extra_nbytes", extra_nbytes.size(), extra_nbytes.empty() ? 0 : marks);

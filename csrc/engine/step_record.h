@@ -40,6 +40,7 @@ struct StepRecord {
   std::vector<double> recipe_s;            // what its recipe takes; kNoRecipe: it has none
   std::vector<int64_t> inner_nbytes;       // and has made beside the storage, at once
   std::vector<std::vector<int32_t>> recipe_sources;  // storages that its recipe reads
+  std::vector<uint8_t> for_recipe;  // it is saved for recipes alone, and not where none is planned
 
   // One number per demand.
   std::vector<int32_t> order;  // which storage is demanded

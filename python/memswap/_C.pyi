@@ -298,8 +298,8 @@ class Departing:
     def __len__(self) -> int: ...
     def notice_gone(self, looks: int = ...) -> None: ...
 
-#: (unit, ordinal, nbytes, dtype, action, releases, departures, fetches, departs, frame_nbytes); no
-#: action: somebody is asked
+#: (unit, ordinal, nbytes, dtype, action, releases, departures, fetches, departs, frame_nbytes,
+#: for_recipe); no action: somebody is asked
 PlanPlace: TypeAlias = tuple[
     str,
     int,
@@ -311,6 +311,7 @@ PlanPlace: TypeAlias = tuple[
     Sequence[int],
     bool,
     int | None,
+    bool,
 ]
 
 class Plan:
@@ -414,6 +415,7 @@ class Engine:
 
     iteration: Iteration
     directed: bool
+    plans_sources: bool
     recipes: Recipes | None
     """What is known of the operators that made storages; None: nothing is recomputed."""
 
@@ -504,6 +506,8 @@ class IterationRecord:
     @property
     def moved(self) -> list[bool]: ...
     @property
+    def for_recipe(self) -> list[bool]: ...
+    @property
     def held_until(self) -> list[int | None]: ...
     @property
     def last_demand(self) -> list[int | None]: ...
@@ -566,6 +570,7 @@ class StepRecord:
         recipe_s: Sequence[float | None],
         inner_nbytes: Sequence[int],
         recipe_sources: Sequence[Sequence[int]],
+        for_recipe: Sequence[bool],
         order: Sequence[int],
         gaps_s: Sequence[float],
         windows_s: Sequence[float],

@@ -35,6 +35,7 @@ StepRecord stack(int32_t layers) {
     step.gone_after.push_back(2 * layers - 1 - index);
     step.recipe_s.push_back(kNoRecipe);
     step.inner_nbytes.push_back(0);
+    step.for_recipe.push_back(0);
     step.recipe_sources.emplace_back();
     step.order.push_back(layers - 1 - index);
   }

@@ -150,7 +150,7 @@ def test_a_script_says_what_is_wrong_with_it():
         releases: Any = (),
         fetches: Any = (),
     ) -> Any:
-        place = ("0", 0, 8, dtype, action, releases, (), fetches, False, None)
+        place = ("0", 0, 8, dtype, action, releases, (), fetches, False, None, False)
         return native.Plan(cpu, 0, [place])
 
     assert len(made()) == 1

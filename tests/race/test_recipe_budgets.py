@@ -35,13 +35,35 @@ class GatedStack(Stack):
     layer = GatedLayer
 
 
+class NormedLayer(Layer):
+    """A norm in float32 behind a bfloat16 stream, which no operator saves."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.repeats):
+            wide = x.float()
+            normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+            x = x + normed.bfloat16()[:, : self.side] @ self.weight
+        return x
+
+
+class NormedStack(Stack):
+    layer = NormedLayer
+    sides = (64,)
+    dtype = torch.bfloat16
+
+
 class Found:
     """A steady step of a gated stack: its time, its gradients, and its plan under a budget."""
 
     def __init__(
-        self, seed: int, budget: int | str | None, clock: Any, policy: memswap.Policy = POLICY
+        self,
+        seed: int,
+        budget: int | str | None,
+        clock: Any,
+        policy: memswap.Policy = POLICY,
+        layers: type[Stack] = GatedStack,
     ) -> None:
-        stack = GatedStack(seed, depth=5)
+        stack = layers(seed, depth=5)
         manager: Any = None
         if budget is not None:
             manager = memswap.manage(
@@ -89,6 +111,19 @@ def test_a_budget_holds_with_recipes_and_no_bit_differs(share: int) -> None:
     found = Found(0, f"{share}%", NoClock())
     assert_same(found.gradients, expected)
     assert found.stats.recipe_storages > 0, "nothing was recomputed: the test says nothing"
+    assert found.plan.measured_peak_bytes == found.plan.peak_bytes
+    assert found.stats.peak_resident_bytes <= found.plan.budget_bytes
+
+
+@pytest.mark.parametrize("share", [60, 40, 25])
+def test_what_autograd_does_not_save_is_kept_or_moved_for_a_recipe(share: int) -> None:
+    expected = Found(0, None, NoClock(), layers=NormedStack).gradients
+    found = Found(0, f"{share}%", NoClock(), layers=NormedStack)
+    assert_same(found.gradients, expected)
+    sources = found.plan.step.sources
+    assert sources, "the plan keeps nothing for a recipe: the test says nothing"
+    moved = {found.plan.storages[index].action for index in sources}
+    assert share > 25 or moved != {Action.KEEP}, "no source goes away and comes back"
     assert found.plan.measured_peak_bytes == found.plan.peak_bytes
     assert found.stats.peak_resident_bytes <= found.plan.budget_bytes
 

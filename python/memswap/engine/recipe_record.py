@@ -118,7 +118,7 @@ def in_words(call: str, names: Sequence[str]) -> str:
         Such as ``"mul of silu(gate) and up"``.
     """
     named = iter(names)
-    tokens = [next(named, one) if one == "saved" else one for one in _TOKEN.findall(call)]
+    tokens = [next(named, one) if one in ("saved", "kept") else one for one in _TOKEN.findall(call)]
     outer, arguments = tokens[0], list(_arguments(tokens[2:-1]))
     if not arguments:
         return outer

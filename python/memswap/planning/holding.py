@@ -121,14 +121,17 @@ def sample_of(record: IterationRecord, kept: Sequence[bool]) -> Sample:
 
 
 def kept_plan(plan: Plan) -> Plan:
-    """The plan under which everything that another one moves stays."""
+    """The plan under which everything that another one moves stays, and nothing is recomputed."""
+    sources = plan.step.sources
     storages = tuple(
         replace(one, action=Action.KEEP, away_nbytes=0, exposed_s=0.0, recipe="")
-        for one in plan.storages
+        for index, one in enumerate(plan.storages)
+        if index not in sources
     )
     return replace(
         plan,
         storages=storages,
+        step=plan.step.without(sources),
         exposed_s=0.0,
         peak_bytes=plan.kept_peak_bytes,
         limit_bytes=plan.kept_peak_bytes,

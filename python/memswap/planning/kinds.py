@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from memswap.engine.action import RECOMPUTE
 from memswap.planning.native_plan import native_plan
+from memswap.planning.observed import left
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -322,10 +323,12 @@ class StepKind:
                 (`holding`).
             route, least_bytes: see `Followed`.
         """
-        assert self.known.in_force is not None
+        now = self.known.in_force
+        assert now is not None
         ready = next((one for one in self._ready if one.plan is plan), None)
         if ready is None:
-            ready = Followed(plan, self.known.in_force.keys, route, least_bytes)
+            keys = now.keys if plan is now.plan else left(now.keys, now.step.sources)
+            ready = Followed(plan, keys, route, least_bytes)
             self._ready = [*self._ready[-1:], ready]
         return ready
 

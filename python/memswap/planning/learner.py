@@ -54,7 +54,7 @@ from memswap.planning.holding import (
 )
 from memswap.planning.kinds import MOST_DOUBTS, MOST_UNUSABLE, REFRAME_AFTER, Costs, Timing, Trial
 from memswap.planning.making import Made, Terms, from_step, planned, sized_like
-from memswap.planning.observed import calibrated, keys_of, reframed
+from memswap.planning.observed import calibrated, keys_of, left, reframed
 from memswap.planning.planner import AUTO_SLOWDOWN
 from memswap.planning.shapes import resized
 
@@ -332,6 +332,9 @@ class Learner:
                 basis = ranks.plan_by(job, basis)
             if basis.step is None or basis.rates is None or record is None:
                 return Learnt(own, basis.room_bytes, None)
+            step, keys = basis.step, keys_of(record)
+            if step.regions or known.trial is not None:  # one that is on saves other storages
+                step, keys = step.without(step.sources), left(keys, step.sources)
             about = replace(known, room_bytes=basis.room_bytes)
             about = (
                 replace(about, first=timing.first)
@@ -344,7 +347,7 @@ class Learner:
             agreed = None if ranks is None else basis.device
             about = replace(about, workspace=workspace, device=agreed)
             shared = replace(terms, flights=basis.flights, device=basis.device)
-            made = from_step(about, basis.step, basis.rates, keys_of(record), shared)
+            made = from_step(about, step, basis.rates, keys, shared)
             return Learnt(own, basis.room_bytes, made, basis.free_bytes)
 
         def then(found: Learnt) -> None:
@@ -436,10 +439,11 @@ class Learner:
         about, lent = lender.known, lender.known.in_force
         assert lent is not None and about.full is not None
         sizes = kind.known.first.nbytes, about.first.nbytes
-        step = resized(lent.step, *sizes)
+        sources = lent.step.sources  # of recipes that have not proven themselves for this size
+        step = resized(lent.step.without(sources), *sizes)
         if any(one.nbytes < self._engine.policy.min_bytes for one in step.storages):
             return  # some of them would not be considered at all
-        pairs = zip(lent.keys, step.storages, strict=True)
+        pairs = zip(left(lent.keys, sources), step.storages, strict=True)
         keys = tuple(key._replace(nbytes=one.nbytes) for key, one in pairs)
         expectations = self._expectations(device)
         full = resized(about.full, *sizes)

@@ -14,6 +14,7 @@ from memswap.planning.device import (
     too_small_for_device,
 )
 from memswap.planning.kinds import InForce, Trial
+from memswap.planning.observed import left
 from memswap.planning.planner import AUTO_SLOWDOWN, make_plan, regions_for, too_small
 from memswap.planning.replay import MOVES
 from memswap.planning.shapes import resized
@@ -132,8 +133,9 @@ def planned(known: Known, step: Step, rates: Rates, keys: tuple[Key, ...], terms
         plan = replace(plan, budget=terms.budget, budget_bytes=allowed, in_flight=terms.flights)
     elif terms.flights > 1:
         plan = replace(plan, in_flight=terms.flights)
-    found = replace(known, in_force=InForce(plan, step, rates, keys), trial=None)
-    return Made(found, needs_bytes, allowed)
+    keys = left(keys, plan.left_out)
+    in_force = InForce(plan, step.without(plan.left_out), rates, keys)
+    return Made(replace(known, in_force=in_force, trial=None), needs_bytes, allowed)
 
 
 def _planned_for_device(

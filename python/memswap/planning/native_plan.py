@@ -49,6 +49,7 @@ def native_plan(plan: Plan, keys: Sequence[Key], route: Route, least_bytes: int)
                 plan.fetches.get(index, ()),
                 departs(planned),
                 frame_nbytes(planned),
+                plan.step.storages[index].for_recipe,
             )
         )
     return native.Plan(route.device, least_bytes, places)

@@ -32,6 +32,11 @@ def keys_of(record: IterationRecord) -> tuple[Key, ...]:
     return tuple(starmap(Key, zip(*columns, strict=True)))
 
 
+def left(keys: tuple[Key, ...], left_out: Collection[int]) -> tuple[Key, ...]:
+    """Those of storages that are saved."""
+    return tuple(key for index, key in enumerate(keys) if index not in left_out)
+
+
 def step_of(
     record: IterationRecord,
     expectations: Expectations,
@@ -58,8 +63,11 @@ def step_of(
         record.last_demand,
         record.kept_until,
         record.others,
+        record.for_recipe,
     )
-    for key, action, held_until, last_demand, kept_until, others in zip(*columns, strict=True):
+    for key, action, held_until, last_demand, kept_until, others, for_recipe in zip(
+        *columns, strict=True
+    ):
         frame = expectations.sizes(key) or UNSEEN
         actions = allowed(action, device, fixed, on_disk)
         seen = None if recipes is None or not actions else recipes.of(len(storages))
@@ -82,6 +90,7 @@ def step_of(
                 kept_until=kept_until,
                 users=tuple(others),
                 recipe=recipe,
+                for_recipe=for_recipe and last_demand is None,  # or autograd has it, too
             )
         )
     return Step(

@@ -100,6 +100,9 @@ class Plan:
     what ``"auto"`` allows."""
     declined: str = ""
     """Why everything stays although something could move: what moving it took, as measured."""
+    left_out: frozenset[int] = field(default=frozenset(), repr=False)
+    """Storages of the step that it was made with which only recipes read that it does not use:
+    they are not saved, and no part of `step`."""
     over_budget_bytes: int = 0
     """Bytes by which the budget was exceeded since the plan is in force. Under a share, a step in
     flight beside longer ones has theirs."""

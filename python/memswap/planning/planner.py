@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from math import ceil, inf
 from types import MappingProxyType
@@ -133,6 +133,9 @@ def _planned(
     recompute: Sequence[str],
 ) -> Plan:
     """A candidate as a plan, with the reasons."""
+    exact, left_out = search.exact, search.step.unread(recomputed(best))
+    if left_out:
+        search, best = without(search, best, left_out)
     step, found = search.step, best.found
     choice, exposed_s = best.choice, found.exposed_s
     storages = []
@@ -174,14 +177,28 @@ def _planned(
         kept_peak_bytes=kept.found.peak_bytes,
         exposed_s=found.total_exposed_s + again_s,
         compute_s=full.compute_s,
-        exact=search.exact and len(full.regions) <= EXACT_REGIONS,
+        exact=exact and len(full.regions) <= EXACT_REGIONS,
         step=step,
+        left_out=left_out,
         releases=frozen(found.releases),
         departures=frozen(found.departures),
         fetches=frozen(found.fetches),
         arena_bytes=found.arena_bytes,
         limit_bytes=max(int(best.limit_bytes), found.peak_bytes),
     )
+
+
+def recomputed(candidate: Candidate) -> list[int]:
+    """Storages that a candidate recomputes."""
+    return [index for index, action in candidate.choice.items() if action is RECOMPUTE]
+
+
+def without(search: Search, best: Candidate, left_out: Collection[int]) -> tuple[Search, Candidate]:
+    """A candidate for the step in which what it does not use is not saved."""
+    left = [index for index in range(len(search.step.storages)) if index not in left_out]
+    choice = {new: best.choice[old] for new, old in enumerate(left) if old in best.choice}
+    search = Search(search.step.without(left_out), search.rates, room_bytes=search.room_bytes)
+    return search, search.candidate(choice, best.limit_bytes)
 
 
 def _why(
@@ -197,6 +214,8 @@ def _why(
         if exposed_s == 0:
             return "hidden behind compute"
         return "costs next to nothing" if budget == "auto" else "the budget needs it"
+    if storage.for_recipe:
+        return "a recipe reads it"
     if not storage.actions:
         return "policy"
     if storage.held_until is None:

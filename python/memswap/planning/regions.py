@@ -11,7 +11,7 @@ regions on, so a difference cannot make it wrong.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, combinations, pairwise
 from math import inf
@@ -20,7 +20,7 @@ from typing import NamedTuple
 from memswap.engine.action import Action
 from memswap.planning.rates import Rates
 from memswap.planning.search import Candidate, Search
-from memswap.planning.step import Region, SavedStorage, Step
+from memswap.planning.step import Region, SavedStorage, Step, with_recipe
 
 #: So many regions are compared in all combinations.
 EXACT_REGIONS = 4
@@ -96,17 +96,6 @@ def under(step: Step, units: Sequence[str]) -> Step:
     if not units:
         return replace(step, regions=())
     return _Under(step, units).step()
-
-
-def with_recipe(storage: SavedStorage, places: Mapping[int, int]) -> SavedStorage:
-    """A storage whose recipe reads the same, by its new places; without, where some have none."""
-    recipe = storage.recipe
-    if recipe is None:
-        return storage
-    if not all(source in places for source in recipe.sources):
-        return replace(storage, recipe=None)
-    sources = tuple(places[source] for source in recipe.sources)
-    return replace(storage, recipe=replace(recipe, sources=sources))
 
 
 class _Under:

@@ -73,6 +73,7 @@ def columns_of(step: Step) -> StepRecord:
         recipe_s=[None if one.recipe is None else one.recipe.seconds for one in storages],
         inner_nbytes=[one.inner_nbytes for one in storages],
         recipe_sources=[() if one.recipe is None else one.recipe.sources for one in storages],
+        for_recipe=[one.for_recipe for one in storages],
         order=step.order,
         gaps_s=step.gaps_s,
         windows_s=step.windows_s,

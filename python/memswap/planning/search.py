@@ -262,7 +262,9 @@ class Search:
         saved = self.step.storages[index]
         if action is Action.RECOMPUTE:
             assert saved.recipe is not None  # or it would not be on the menu
-            return saved.nbytes / max(saved.recipe.seconds, 1e-9)
+            sources = (self.step.storages[source] for source in saved.recipe.sources)
+            kept = sum(one.nbytes for one in sources if one.for_recipe)
+            return (saved.nbytes - kept) / max(saved.recipe.seconds, 1e-9)
         seconds = self.rates.encode_s(saved.nbytes) + self.rates.decode_s(saved.nbytes)
         return (saved.nbytes - saved.held_frame_nbytes) / seconds
 

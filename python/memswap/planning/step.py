@@ -7,7 +7,8 @@ machine that is not here. Marks are those of [Note: Marks] in csrc/engine/record
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from memswap.engine.action import Action
 from memswap.planning.rates import Rates
 
-FORMAT = 6
+FORMAT = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,8 @@ class SavedStorage:
     """What its encode sets aside until the host has seen how long the frame became."""
     recipe: Recipe | None = None
     """None: it cannot be recomputed, whatever `actions` says."""
+    for_recipe: bool = False
+    """Autograd does not save it: it is saved for the recipes that read it, where one is planned."""
 
     @property
     def gone_after(self) -> int | None:
@@ -175,6 +178,61 @@ class Step:
         ]
         return replace(self, storages=tuple(storages))
 
+    @property
+    def sources(self) -> frozenset[int]:
+        """Storages that are there for recipes alone."""
+        return frozenset(i for i, one in enumerate(self.storages) if one.for_recipe)
+
+    def unread(self, recomputed: Collection[int]) -> frozenset[int]:
+        """Of these, those that nothing reads if just these storages are recomputed."""
+        recipes = (self.storages[index].recipe for index in recomputed)
+        read = {source for one in recipes if one is not None for source in one.sources}
+        return self.sources - read
+
+    def without(self, indices: Collection[int]) -> Step:
+        """The same step where some of its `sources` are not saved, nor recomputed from."""
+        if not indices:
+            return self
+        left = [index for index in range(len(self.storages)) if index not in indices]
+        place = {index: new for new, index in enumerate(left)}
+        saves, gone = len(self.storages), len(self.storages) - len(left)
+
+        def new(mark: int) -> int:
+            """The first mark from this one on that is left."""
+            return bisect_left(left, mark) if mark < saves else mark - gone
+
+        def moved(mark: int | None) -> int | None:
+            return None if mark is None else new(mark)
+
+        def merged(column: Sequence[Any], merge: Callable[[list[Any]], Any]) -> tuple[Any, ...]:
+            rows: list[list[Any]] = [[] for _ in self.gaps_s[gone:]] if column else []
+            for mark, value in enumerate(column):
+                rows[new(mark)].append(value)
+            return tuple(map(merge, rows))
+
+        storages = []
+        for index in left:
+            one = with_recipe(self.storages[index], place)
+            held, last, kept = map(moved, (one.held_until, one.last_demand, one.kept_until))
+            storages.append(replace(one, held_until=held, last_demand=last, kept_until=kept))
+        return replace(
+            self,
+            storages=tuple(storages),
+            order=tuple(place[index] for index in self.order),
+            gaps_s=merged(self.gaps_s, sum),
+            windows_s=merged(self.windows_s, sum),
+            extra_nbytes=merged(self.extra_nbytes, max),
+            regions=tuple(
+                replace(
+                    one,
+                    inputs=tuple(place[i] for i in one.inputs if i in place),
+                    other_nbytes=one.other_nbytes
+                    + sum(self.storages[i].nbytes for i in one.inputs if i not in place),
+                )
+                for one in self.regions
+            ),
+        )
+
     def forward_s(self) -> dict[str, float]:
         """Seconds of each unit's forward, as far as marks tell."""
         seconds: dict[str, float] = {}
@@ -222,6 +280,17 @@ class Step:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is no step of memswap's: {error}") from error
+
+
+def with_recipe(storage: SavedStorage, places: Mapping[int, int]) -> SavedStorage:
+    """A storage whose recipe reads the same, by its new places; without, where some have none."""
+    recipe = storage.recipe
+    if recipe is None:
+        return storage
+    if not all(source in places for source in recipe.sources):
+        return replace(storage, recipe=None)
+    sources = tuple(places[source] for source in recipe.sources)
+    return replace(storage, recipe=replace(recipe, sources=sources))
 
 
 def _recipe(content: Any) -> Recipe | None:

@@ -46,7 +46,7 @@ class Engines : public ::testing::Test {
     engine->ledger.warn = [this](const std::string& message) { told.push_back(message); };
   }
 
-  Handle save(const at::Tensor& tensor, bool planned = false) {
+  Handle save(const at::Tensor& tensor) {
     const Locked locked(engine->lock);
     SavedView look = *SavedView::capture(tensor);
     Saved saved = engine->save({.tensor = tensor,
@@ -56,8 +56,7 @@ class Engines : public ::testing::Test {
                                 .covered = true,
                                 .action = own_action,
                                 .number = ++number,
-                                .ordinal = ordinal,
-                                .planned = planned});
+                                .ordinal = ordinal});
     if (saved.as == Saved::As::kMoved) {
       ++static_cast<Entry&>(*saved.known).handles;
       return {saved, look, {}};
@@ -236,7 +235,7 @@ TEST_F(Engines, ThePlanOfAnIterationIsFollowedForAsLongAsItFits) {
   engine->iteration->follows_alone = true;
   std::vector<Handle> handles;
   for (uint8_t value = 1; value <= 3; ++value) {
-    handles.push_back(save(filled(value), /*planned=*/true));
+    handles.push_back(save(filled(value)));
   }
   EXPECT_EQ(handles[0].saved.as, Saved::As::kMoved);
   EXPECT_EQ(handles[1].saved.as, Saved::As::kKept);
@@ -248,7 +247,7 @@ TEST_F(Engines, ThePlanOfAnIterationIsFollowedForAsLongAsItFits) {
   EXPECT_TRUE(demands(handles[0], 1));
   EXPECT_EQ(engine->iteration->peak_bytes, 3 * kBytes);
   EXPECT_EQ(host.asked, 0);
-  save(filled(4), /*planned=*/true);
+  save(filled(4));
   EXPECT_EQ(host.asked, 1) << "the plan does not know it";
 }
 

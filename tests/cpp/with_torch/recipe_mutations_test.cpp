@@ -59,13 +59,13 @@ std::shared_ptr<Recipes> recipes_of(std::unique_ptr<Host> host, int proofs = 0) 
                                    Recipes::Options{.proofs = proofs});
 }
 
-Recipes::Answer offer(Recipes& recipes, const at::Tensor& made) {
+RecipeAnswer offer(Recipes& recipes, const at::Tensor& made) {
   return recipes.offer(std::make_shared<StorageRef>(made.storage()), *SavedView::capture(made),
                        {.unit = "unit",
                         .number = 0,
                         .nbytes = static_cast<int64_t>(made.storage().nbytes()),
                         .dtype = made.scalar_type()},
-                       0.75, /*leaves=*/true);
+                       {.most_extra = 0.75});
 }
 
 enum class Seen : uint8_t { kRight, kWrong, kRefused };
@@ -86,7 +86,7 @@ Seen after(std::unique_ptr<Host> host, Change change) {
   recipes->log().enter();
   at::Tensor source = at::randn({64, 64});
   const at::Tensor made = at::silu(source);
-  const Recipes::Answer answer = offer(*recipes, made);
+  const RecipeAnswer answer = offer(*recipes, made);
   recipes->log().leave();
   change(source);
   return demanded(*answer.leaving->away, made);
@@ -115,7 +115,7 @@ Seen at_a_place_that_differs(int proofs) {
       const OperatorLog::Unobserved unseen;
       bytes_of(made.storage())[17].add_(1);
     }
-    const Recipes::Answer answer = offer(*recipes, made);
+    const RecipeAnswer answer = offer(*recipes, made);
     if (answer.leaving && seen == Seen::kRight) {
       seen = demanded(*answer.leaving->away, made);
     }
@@ -147,7 +147,7 @@ Seen after_a_choice(std::unique_ptr<Host> host, bool edited) {
     at::Tensor added = at::mm(stream, stream).to(at::kBFloat16).cumsum(0);
     of.unknown = added;
     const at::Tensor total = at::add(stream, added);
-    const Recipes::Answer answer = offer(*recipes, total);
+    const RecipeAnswer answer = offer(*recipes, total);
     if (answer.trial) {
       answer.trial->demanded(0);
     }

@@ -17,7 +17,7 @@ TEST_F(WithRecipes, TheOperatorGivesTheSameBytesAsOftenAsItIsAskedFor) {
         at::cat({x, x.exp()}, 1), at::constant_pad_nd(x, {1, 2}, 3.0), at::gelu(x, "tanh"),
         at::sum(x, {0}), at::_softmax(x, 1, false), at::where(x > 0, x, x.neg()),
         x.repeat({2, 1})}) {
-    const Recipes::Answer answer = offer(made);
+    const RecipeAnswer answer = offer(made);
     ASSERT_TRUE(answer.leaving) << made.sizes();
     EXPECT_TRUE(answer.leaving->departure->done());
     EXPECT_EQ(answer.leaving->away->device_nbytes(), 0u);
@@ -37,7 +37,7 @@ TEST_F(WithRecipes, WhatNothingIsKnownOfStays) {
 
 TEST_F(WithRecipes, AnInputThatIsGoneIsMadeAgainToo) {
   const at::Tensor made = at::exp(at::mul(at::silu(x), 2.0));
-  const Recipes::Answer answer = offer(made);
+  const RecipeAnswer answer = offer(made);
   ASSERT_TRUE(answer.leaving);
   EXPECT_EQ(host.kept, 1);
   const auto form = std::dynamic_pointer_cast<RecipeForm>(answer.leaving->away);
@@ -49,7 +49,7 @@ TEST_F(WithRecipes, AnInputThatIsGoneIsMadeAgainToo) {
 TEST_F(WithRecipes, WhatIsMadeOnTheWayIsToldUntilTheRunIsOver) {
   const auto nbytes = static_cast<int64_t>(x.storage().nbytes());
   const at::Tensor made = at::exp(at::mul(at::silu(x), 2.0));
-  const Recipes::Answer answer = offer(made);
+  const RecipeAnswer answer = offer(made);
   ASSERT_TRUE(answer.leaving);
   EXPECT_TRUE(comes_back(*answer.leaving->away, made));
   EXPECT_EQ(host.told, (std::vector<int64_t>{nbytes, 2 * nbytes, 2 * nbytes, 0}));
@@ -61,7 +61,7 @@ TEST_F(WithRecipes, WhatTwoCallsReadIsToldUntilBothHaveRun) {
   at::Tensor read = at::silu(x);
   const at::Tensor made = at::mul(at::exp(read), at::neg(read));
   read.reset();
-  const Recipes::Answer answer = offer(made);
+  const RecipeAnswer answer = offer(made);
   ASSERT_TRUE(answer.leaving);
   EXPECT_TRUE(comes_back(*answer.leaving->away, made));
   EXPECT_EQ(host.told, (std::vector<int64_t>{nbytes, 2 * nbytes, 3 * nbytes, 3 * nbytes, 0}));
@@ -70,7 +70,7 @@ TEST_F(WithRecipes, WhatTwoCallsReadIsToldUntilBothHaveRun) {
 // A recipe's sources are its own until it has run, also where the run breaks off.
 TEST_F(WithRecipes, SourcesAreUsedUntilTheRunIsOver) {
   const at::Tensor source = at::randn({64, 64});
-  const Recipes::Answer answer = offer(at::silu(source));
+  const RecipeAnswer answer = offer(at::silu(source));
   ASSERT_TRUE(answer.leaving);
   answer.leaving->away->bring();
   EXPECT_EQ(host.used, 1);
@@ -89,7 +89,7 @@ TEST_F(WithRecipes, SomethingSmallerIsKeptInPlaceOfTheResult) {
   EXPECT_FALSE(offer(wide, 1).leaving) << "the engine cannot save it";
   host.saves = true;
   EXPECT_FALSE(offer(equal, 2).leaving) << "it takes as many bytes as it frees";
-  const Recipes::Answer answer = offer(wide, 3);
+  const RecipeAnswer answer = offer(wide, 3);
   ASSERT_TRUE(answer.leaving);
   EXPECT_EQ(host.saved, 1);
   EXPECT_TRUE(comes_back(*answer.leaving->away, wide));
@@ -97,7 +97,7 @@ TEST_F(WithRecipes, SomethingSmallerIsKeptInPlaceOfTheResult) {
 
 TEST_F(WithRecipes, OneRunServesAllResultsOfAnOperator) {
   const auto [normed, mean, rstd] = at::native_layer_norm(x, {64}, {}, {}, 1e-5);
-  const Recipes::Answer first = offer(normed, 1), second = offer(rstd, 2);
+  const RecipeAnswer first = offer(normed, 1), second = offer(rstd, 2);
   ASSERT_TRUE(first.leaving && second.leaving);
   EXPECT_TRUE(comes_back(*second.leaving->away, rstd));
   EXPECT_EQ(first.leaving->away->device_nbytes(), normed.storage().nbytes());
@@ -109,7 +109,7 @@ TEST_F(WithRecipes, OneRunServesAllResultsOfAnOperator) {
 TEST_F(WithRecipes, BeforeASourceIsEditedItsRecipesAreRun) {
   at::Tensor source = at::randn({64, 64});
   const at::Tensor made = at::silu(source);
-  const Recipes::Answer answer = offer(made);
+  const RecipeAnswer answer = offer(made);
   ASSERT_TRUE(answer.leaving);
   source.mul_(2);
   EXPECT_EQ(answer.leaving->away->device_nbytes(), made.storage().nbytes());
@@ -122,7 +122,7 @@ TEST_F(WithRecipes, BeforeASourceIsEditedItsRecipesAreRun) {
 
 TEST_F(WithRecipes, AnEditThatNobodySawIsRefusedAtTheDemand) {
   at::Tensor source = at::randn({64, 64});
-  const Recipes::Answer answer = offer(at::silu(source));
+  const RecipeAnswer answer = offer(at::silu(source));
   ASSERT_TRUE(answer.leaving);
   recipes->log().leave();
   source.mul_(2);
@@ -132,7 +132,7 @@ TEST_F(WithRecipes, AnEditThatNobodySawIsRefusedAtTheDemand) {
 
 TEST_F(WithRecipes, MemoryThatWasTakenAwayIsRefusedAtTheDemand) {
   const at::Tensor source = at::randn({64, 64});
-  const Recipes::Answer answer = offer(at::silu(source));
+  const RecipeAnswer answer = offer(at::silu(source));
   ASSERT_TRUE(answer.leaving);
   source.storage().unsafeGetStorageImpl()->set_nbytes(0);
   EXPECT_THROW(answer.leaving->away->bring(), TransferError);
@@ -141,7 +141,7 @@ TEST_F(WithRecipes, MemoryThatWasTakenAwayIsRefusedAtTheDemand) {
 TEST_F(WithRecipes, SettingsAreThoseOfTheForward) {
   const at::Tensor numbers = at::arange(64, at::kLong);
   const at::Tensor made = at::mul(numbers, 2.5);  // of the default dtype
-  const Recipes::Answer answer = offer(made);
+  const RecipeAnswer answer = offer(made);
   ASSERT_TRUE(answer.leaving);
   c10::set_default_dtype(caffe2::TypeMeta::Make<double>());
   const bool right = comes_back(*answer.leaving->away, made);
@@ -160,7 +160,7 @@ TEST_F(WithProofs, APlaceBecomesARecipeOnceItHasPassedTwice) {
   for (int iteration = 0; iteration < 2; ++iteration) {
     recipes->begin_iteration();
     const at::Tensor made = at::silu(x);
-    const Recipes::Answer answer = offer(made);
+    const RecipeAnswer answer = offer(made);
     EXPECT_FALSE(answer.leaving);
     ASSERT_TRUE(answer.trial);
     answer.trial->demanded(0);
@@ -168,7 +168,7 @@ TEST_F(WithProofs, APlaceBecomesARecipeOnceItHasPassedTwice) {
   }
   recipes->begin_iteration();
   const at::Tensor made = at::silu(x);
-  const Recipes::Answer answer = offer(made);
+  const RecipeAnswer answer = offer(made);
   ASSERT_TRUE(answer.leaving);
   EXPECT_TRUE(comes_back(*answer.leaving->away, made));
   recipes->begin_iteration();
@@ -179,13 +179,13 @@ TEST_F(WithProofs, WhoPlansIsToldWhatIsProvenAndNothingLeaves) {
   for (int iteration = 0; iteration < 2; ++iteration) {
     recipes->begin_iteration();
     const at::Tensor made = at::silu(x);
-    const Recipes::Answer answer = offer(made, 0, /*leaves=*/false);
+    const RecipeAnswer answer = offer(made, 0, /*leaves=*/false);
     EXPECT_FALSE(answer.proven);
     answer.trial->demanded(0);
   }
   recipes->begin_iteration();
   const at::Tensor made = at::silu(x);
-  const Recipes::Answer answer = offer(made, 0, /*leaves=*/false);
+  const RecipeAnswer answer = offer(made, 0, /*leaves=*/false);
   ASSERT_TRUE(answer.proven);
   EXPECT_FALSE(answer.leaving);
   EXPECT_EQ(answer.proven->words, "silu(saved)");
@@ -205,7 +205,7 @@ TEST_F(WithProofs, APlaceThatDifferedNeverIsARecipe) {
       const OperatorLog::Unobserved unseen;
       bytes_of(made.storage())[17].add_(1);
     }
-    const Recipes::Answer answer = offer(made);
+    const RecipeAnswer answer = offer(made);
     EXPECT_FALSE(answer.leaving) << iteration;
     if (answer.trial) {
       answer.trial->demanded(0);
@@ -216,7 +216,7 @@ TEST_F(WithProofs, APlaceThatDifferedNeverIsARecipe) {
 
 TEST_F(WithProofs, APlaceWhoseSourcesAreEditedBeforeBackwardNeverIsARecipe) {
   at::Tensor source = at::randn({64, 64});
-  const Recipes::Answer answer = offer(at::silu(source));
+  const RecipeAnswer answer = offer(at::silu(source));
   ASSERT_TRUE(answer.trial);
   source.add_(1);
   answer.trial->demanded(0);

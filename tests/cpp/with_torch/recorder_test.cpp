@@ -263,8 +263,7 @@ TEST_F(Records, UnderAPlanAnIterationIsTakenDownToo) {
                                   .covered = true,
                                   .action = std::nullopt,
                                   .number = place,
-                                  .ordinal = ordinal,
-                                  .planned = true})
+                                  .ordinal = ordinal})
                           .known);
     ASSERT_TRUE(entries.back());
   }

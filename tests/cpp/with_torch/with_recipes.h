@@ -85,14 +85,14 @@ class WithRecipes : public ::testing::Test {
   }
   ~WithRecipes() override { recipes->log().leave(); }
 
-  Recipes::Answer offer(const at::Tensor& tensor, int64_t number = 0, bool leaves = true) {
+  RecipeAnswer offer(const at::Tensor& tensor, int64_t number = 0, bool leaves = true) {
     return recipes->offer(std::make_shared<StorageRef>(tensor.storage()),
                           *SavedView::capture(tensor),
                           {.unit = "unit",
                            .number = number,
                            .nbytes = static_cast<int64_t>(tensor.storage().nbytes()),
                            .dtype = tensor.scalar_type()},
-                          0.75, leaves);
+                          {.most_extra = 0.75, .leaves = leaves});
   }
 
   static bool comes_back(AwayForm& form, const at::Tensor& expected) {
