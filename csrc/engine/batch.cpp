@@ -9,6 +9,7 @@
 
 #include "bucket.h"
 #include "iteration.h"
+#include "recipe_form.h"
 #include "work/without_gil.h"
 
 namespace memswap {
@@ -92,6 +93,12 @@ void send(Engine& engine, const std::vector<EntryPtr>& entries) {
     }
     if (entry->lost_memory()) {
       engine.ledger.keep(Entry::kResized, entry->nbytes());
+      continue;
+    }
+    if (order->recipe) {
+      entry->leave(std::move(*order->recipe));
+      entry->storage.reset();
+      engine.departing.add(entry.get());
       continue;
     }
     const auto [share, is_new] = shares.try_emplace(order->transfers);
@@ -225,8 +232,9 @@ void Batch::launch_load(int64_t readings) {
       continue;  // it stayed, or was demanded meanwhile
     }
     if (!entry->retain()) {
-      if (!entry->gone(true)) {
-        continue;  // it could not be sent, and was given back
+      // What a recipe reads is loaded; there is nothing else to do before its demand.
+      if (is_recipe(entry->away().get()) || !entry->gone(true)) {
+        continue;  // or it could not be sent, and was given back
       }
       try {
         entry->fetch();
@@ -286,7 +294,7 @@ void Batch::reached_by_backward(const Entry& entry) {
     return;
   }
   read_by_ = number;
-  if (entry.state() == State::kAway && entry.fetched()) {
+  if (entry.state() == State::kAway && entry.fetched() && !is_recipe(entry.away().get())) {
     phase_ = Phase::kOffloaded;  // every save has seen it: it has been let go of
   }
   if (on_demand) {

@@ -22,6 +22,13 @@
 //
 // Larger storages gain nothing from it. They would be read and written once more, and the gathered
 // copy would take memory beside them until it has left.
+//
+// [Note: Recipes in a batch]
+// A storage that has a recipe leaves as one, when its batch does: until then its entry holds it
+// like any other, and what the recipe reads is kept. A load brings back what the recipes of the
+// batch read and no result of theirs: these are computed when backward demands them, and let go of
+// afterwards. What made what is known within one batch; a batch that begins in another one's block,
+// or on another thread, has that forgotten.
 #pragma once
 
 #include <cstdint>

@@ -5,6 +5,7 @@
 #include "block_form.h"
 #include "engine.h"
 #include "iteration.h"
+#include "recipe_form.h"
 
 namespace memswap {
 
@@ -269,8 +270,7 @@ StorageRefPtr Entry::bring() {
         iteration->held.insert(index);
       }
     } else if (gone(true)) {
-      const bool waits = away_->works_ahead() || away_->device_nbytes() > 0 ||
-                         away_->pool_nbytes() > 0;  // a recipe has nothing to wait for
+      const bool waits = !is_recipe(away_.get());
       fetch();
       residence_->counters().stalls += waits ? 1 : 0;
     } else if (!storage) {  // a send that failed gives the storage back

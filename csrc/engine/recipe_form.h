@@ -76,6 +76,11 @@ class RecipeForm final : public AwayForm,
   Returning settled_;  // of before a source was edited; whoever asks gets a copy
 };
 
+// Whether a storage that is away is computed again when it is demanded: nobody waits for it.
+inline bool is_recipe(const AwayForm* away) {
+  return dynamic_cast<const RecipeForm*>(away) != nullptr;
+}
+
 // The departure of a storage into a recipe. Holds the storage until the call that made it has
 // ended: only then is it known to be one of its results. If it is not, the ticket gives it back.
 class CallTicket final : public Ticket, public OperatorCall::Watcher {

@@ -168,7 +168,9 @@ RecipeHost::Standing EngineRecipeHost::standing(const KnownTensor& tensor) {
 
 int EngineRecipeHost::depth(const KnownTensor& tensor) {
   const EntryPtr entry = moved_entry(known_in(*engine(), tensor.view));
-  const auto form = entry ? std::dynamic_pointer_cast<RecipeForm>(entry->away()) : nullptr;
+  const bool waits = entry && entry->order && entry->order->recipe;
+  const AwayFormPtr away = waits ? entry->order->recipe->away : entry ? entry->away() : nullptr;
+  const auto form = std::dynamic_pointer_cast<RecipeForm>(away);
   return form ? form->step().depth : 0;
 }
 

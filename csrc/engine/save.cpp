@@ -193,7 +193,7 @@ Action Engine::default_action(const Transfers& by) {
   if (by.policy.action != Action::kRecompute) {
     return by.policy.action;
   }
-  if (!policy.recipes || schedule == Schedule::kBatches) {
+  if (!policy.recipes) {
     return by.policy.without_recipe;
   }
   host->open_recipes(*this);
@@ -290,7 +290,7 @@ const char* Engine::send_as(Action action, const Offer& offer, const TransfersPt
 
 // `leaves`: whether a storage leaves as a recipe if it can, or its recipe is told.
 Engine::AskedRecipe Engine::recipe_of(const Offer& offer, double most_extra, bool leaves) {
-  if (!recipes || schedule == Schedule::kBatches || offer.for_recipe) {
+  if (!recipes || offer.for_recipe) {
     return std::make_shared<RecipeAnswer>();
   }
   const EngineRecipeHost::Saving saving(*recipes, offer);
@@ -311,6 +311,11 @@ bool Engine::becomes_recipe(const EntryPtr& entry, const Offer& offer, bool leav
     asked = recipe_of(offer, directed ? 0 : kMostExtra, leaves);
   }
   RecipeAnswer& answer = *asked;
+  if (answer.leaving && schedule == Schedule::kBatches) {
+    entry->storage = std::make_shared<StorageRef>(offer.tensor.storage());
+    entry->order = LeaveOrder{.transfers = nullptr, .key = {}, .recipe = std::move(answer.leaving)};
+    return true;
+  }
   if (answer.leaving) {
     entry->leave(std::move(*answer.leaving));
     departing.add(entry.get());

@@ -14,6 +14,7 @@
 #include <variant>
 
 #include "action.h"
+#include "away.h"
 #include "block_form.h"
 #include "expectations.h"
 #include "frame_form.h"
@@ -148,11 +149,12 @@ class Transfers {
 };
 using TransfersPtr = std::shared_ptr<Transfers>;
 
-// How a storage leaves: by what, as what, and which tensor's it is.
+// How a storage leaves: by what, as what, and which tensor's it is; or as a recipe.
 struct LeaveOrder {
   TransfersPtr transfers;
   Form form = Form::kBlock;
   TensorKey key;
+  std::optional<Leaving> recipe = std::nullopt;  // then the others say nothing
 };
 
 }  // namespace memswap

@@ -263,6 +263,8 @@ class Group(Uncopied):
         engine = self._groups.engine
         with engine.lock:
             engine.tell_of_pools()  # of the batches before
+            if engine.recipes is not None:
+                engine.recipes.begin_iteration()
             batch = self._newest = Batch(engine, self.name, self._timeline.begin())
         batch.engine = engine
         self._batches.add(batch)

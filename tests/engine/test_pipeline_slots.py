@@ -18,7 +18,7 @@ from torch import nn
 
 import memswap
 
-pytestmark = pytest.mark.every_action("swap", "encode_swap")
+pytestmark = pytest.mark.every_action("swap", "encode_swap", "recompute")
 
 #: F forward, B backward, I and W its two halves: gradients of the input, then of the weights.
 ORDERS = {

@@ -35,6 +35,7 @@ from race_workloads import (
 )
 
 import memswap
+from memswap.engine import recipes
 from simdev import mutations
 
 pytestmark = [pytest.mark.own_laboratory, pytest.mark.one_schedule]
@@ -152,6 +153,30 @@ def demanded_at_once(region: Region) -> list[torch.Tensor]:
     return on_host(found)
 
 
+def recomputed(region: Region) -> list[torch.Tensor]:
+    """What is loaded is read by a recipe of the batch first, and by nobody else before."""
+    policy = memswap.Policy(action="recompute", min_bytes=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipes, "PROOFS", 0)
+        group = memswap.Group("gated", policy, pool=new_pool())
+    into, out = (random(DEVICE, 24, 24, seed=n).requires_grad_() for n in range(2))
+    found: list[torch.Tensor] = []
+    for step in range(3):
+        x = random(DEVICE, 40, 24, seed=step)
+        with contextlib.nullcontext() if region is plain else group as batch:
+            loss = (torch.nn.functional.silu(x @ into) @ out).sum()
+        if batch is not None:
+            batch.launch_offload()
+            batch.wait_offload()
+            on_host([torch.full((40, 24), 7.0, device=DEVICE) for _ in range(2)])
+            batch.launch_load()
+        found += torch.autograd.grad(loss, [into, out])
+        del loss
+    if region is not plain:
+        assert group.stats().recipe_runs == 3
+    return on_host(found)
+
+
 # ---------------------------------------------------------------- mutations
 @contextlib.contextmanager
 def parts_do_not_wait() -> Iterator[Counter]:
@@ -181,6 +206,7 @@ BROKEN: list[tuple[str, Breaking, tuple[Workload, ...]]] = [
     ("sent -> gathered copy freed", drop(compute_streams, send_stream), (microbatches,)),
     ("allocated -> loaded", drop(fetch_stream, compute_streams), (microbatches, demanded_at_once)),
     ("loaded -> demanded", drop(compute_streams, fetch_stream), (microbatches, demanded_at_once)),
+    ("loaded -> read by a recipe", drop(compute_streams, fetch_stream), (recomputed,)),
     ("loaded -> each part's demand", parts_do_not_wait, (microbatches, demanded_at_once)),
     (
         "gathered -> its source freed on the stream that owns it",
@@ -209,7 +235,13 @@ def test_a_broken_edge_is_caught_by_the_detector_and_as_wrong_data(
 
 @pytest.mark.parametrize(
     "workload",
-    [microbatches, scheduled_elsewhere, scheduled_on_the_default_stream, demanded_at_once],
+    [
+        microbatches,
+        scheduled_elsewhere,
+        scheduled_on_the_default_stream,
+        demanded_at_once,
+        recomputed,
+    ],
     ids=lambda w: w.__name__,
 )
 def test_unbroken_groups_are_silent_and_right_under_every_schedule(workload: Workload) -> None:
