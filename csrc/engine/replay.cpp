@@ -150,7 +150,7 @@ class Run {
     if (gap_s > 0) {
       const bool forward = mark < saves_;
       const int32_t storage = forward ? mark : step_.order[std::max(mark - saves_ - 1, 0)];
-      note(forward ? Work::kForward : Work::kBackward, storage, gap_s);
+      note(forward ? WorkKind::kForward : WorkKind::kBackward, storage, gap_s);
     }
     clock_ += gap_s;
     resident_ -= std::exchange(gone_[mark], 0);
@@ -183,7 +183,7 @@ class Run {
   void encode_now() {
     const Waiting first = waiting_.front();
     waiting_.pop_front();
-    work(Work::kEncode, first.index, first.left_s);
+    work(WorkKind::kEncode, first.index, first.left_s);
     has_encoded(first.index);
   }
 
@@ -246,10 +246,10 @@ class Run {
   void encode_inline() {
     const Waiting first = waiting_.front();
     waiting_.pop_front();
-    work(Work::kEncode, first.index, first.left_s);
+    work(WorkKind::kEncode, first.index, first.left_s);
     if (actions_[first.index] == PlannedAction::kEncodeSwap) {
       copy(Direction::kAway, first.index, step_.held_frame_nbytes[first.index]);
-      wait(Work::kWaitForWrite, first.index, link_.end_s(Direction::kAway, first.index));
+      wait(WorkKind::kWaitForWrite, first.index, link_.end_s(Direction::kAway, first.index));
     }
     release(first.index, first.index);
   }
@@ -338,13 +338,13 @@ class Run {
     if (!encoded_.empty()) {
       const Encoded first = encoded_.front();
       encoded_.pop_front();
-      wait(Work::kWaitForRoom, first.index, first.ended_s);
+      wait(WorkKind::kWaitForRoom, first.index, first.ended_s);
       release(first.index, mark);
       return;
     }
     const int32_t index = sends_.front();
     sends_.pop_front();
-    wait(Work::kWaitForRoom, index, link_.end_s(Direction::kAway, index));
+    wait(WorkKind::kWaitForRoom, index, link_.end_s(Direction::kAway, index));
     if (actions_[index] == PlannedAction::kSwap) {
       release(index, mark);
       return;
@@ -459,10 +459,10 @@ class Run {
         fetch(index);
       }
       if (moves(action)) {
-        wait(Work::kWaitForBytes, index, link_.end_s(Direction::kBack, index));
+        wait(WorkKind::kWaitForBytes, index, link_.end_s(Direction::kBack, index));
       }
       if (coded(action)) {
-        work(Work::kDecode, index, left_to_decode_s(index));
+        work(WorkKind::kDecode, index, left_to_decode_s(index));
       }
       came_back_[index] = true;
       if (needs_.last_reader(index) == kNever) {
@@ -479,7 +479,7 @@ class Run {
 
   // The most resident bytes.
   int64_t run_recipe(int32_t index) {
-    work(Work::kRecompute, index, step_.recipe_s[index]);
+    work(WorkKind::kRecompute, index, step_.recipe_s[index]);
     const int64_t peak = resident_ + step_.inner_nbytes[index];
     for (const int32_t source : step_.recipe_sources[index]) {
       if (came_back_[source] && needs_.last_reader(source) == index) {
@@ -577,7 +577,7 @@ class Run {
     }
   }
 
-  void wait(Work why, int32_t index, double until_s) {
+  void wait(WorkKind why, int32_t index, double until_s) {
     const double stall_s = until_s - clock_;
     if (stall_s > 0) {
       expose(index, stall_s);
@@ -586,7 +586,7 @@ class Run {
     }
   }
 
-  void work(Work what, int32_t index, double seconds) {
+  void work(WorkKind what, int32_t index, double seconds) {
     expose(index, seconds);
     note(what, index, seconds);
     clock_ += seconds;
@@ -600,7 +600,7 @@ class Run {
           rates_.copy_share *
           (direction == Direction::kAway ? rates_.send_s(nbytes) : rates_.fetch_s(nbytes));
       if (takes_s != 0) {
-        work(Work::kSharedWithCopies, index, takes_s);
+        work(WorkKind::kSharedWithCopies, index, takes_s);
       }
     }
   }
@@ -614,7 +614,7 @@ class Run {
   }
 
   // Work that begins now.
-  void note(Work work, int32_t index, double seconds) {
+  void note(WorkKind work, int32_t index, double seconds) {
     if (with_spans_) {
       found_.spans.push_back({work, index, clock_, clock_ + seconds});
     }
@@ -623,7 +623,8 @@ class Run {
   void note_copies() {
     link_.drain();
     for (const Direction direction : {Direction::kAway, Direction::kBack}) {
-      const Work work = direction == Direction::kAway ? Work::kCopyAway : Work::kCopyBack;
+      const WorkKind work =
+          direction == Direction::kAway ? WorkKind::kCopyAway : WorkKind::kCopyBack;
       for (int32_t index = 0; index < saves_; ++index) {
         if (const std::optional<double> begin_s = link_.begin_s(direction, index)) {
           found_.spans.push_back({work, index, *begin_s, link_.end_s(direction, index)});

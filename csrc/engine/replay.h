@@ -55,7 +55,7 @@ namespace memswap {
 inline constexpr int64_t kNoBudget = std::numeric_limits<int64_t>::max();
 
 // What a lane did.
-enum class Work : uint8_t {
+enum class WorkKind : uint8_t {
   kForward,
   kBackward,
   kWaitForRoom,
@@ -72,7 +72,7 @@ enum class Work : uint8_t {
 // One piece of work, in seconds from the begin of the step. Of kForward and kBackward, the storage
 // says whose unit works.
 struct WorkSpan {
-  Work work;
+  WorkKind work;
   int32_t storage;
   double begin_s;
   double end_s;
