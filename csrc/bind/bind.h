@@ -49,7 +49,13 @@ struct FieldsCaster {
 // A caster of structs that are tuples in Python, of all members.
 template <class Struct, auto... members>
 struct TupleCaster {
-  PYBIND11_TYPE_CASTER(Struct, py::detail::const_name("tuple"));
+  template <auto member>
+  using Member = std::decay_t<decltype(std::declval<Struct&>().*member)>;
+
+  PYBIND11_TYPE_CASTER(Struct,
+                       py::detail::const_name("tuple[") +
+                           py::detail::concat(py::detail::make_caster<Member<members>>::name...) +
+                           py::detail::const_name("]"));
 
   bool load(py::handle source, bool convert) {
     return load_from(source, convert, sizeof...(members));
@@ -74,13 +80,12 @@ struct TupleCaster {
  private:
   template <auto member>
   bool load_member(const py::tuple& given, size_t place, bool convert) {
-    using Member = std::remove_reference_t<decltype(value.*member)>;
-    py::detail::make_caster<Member> caster;
+    py::detail::make_caster<Member<member>> caster;
     if (place < given.size()) {
       if (!caster.load(given[place], convert)) {
         return false;
       }
-      value.*member = py::detail::cast_op<Member>(std::move(caster));
+      value.*member = py::detail::cast_op<Member<member>>(std::move(caster));
     }
     return true;
   }
